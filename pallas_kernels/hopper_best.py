@@ -165,6 +165,7 @@ def best(
     bounds: tuple[Array, Array, Array],
     list_ref: Any,
     scratch: dict,
+    gap: tuple[Any, Any] | None = None,
 ) -> None:
     """Write the k best slots s, first <= s < last, to `list_ref` [C]: ascending, then -1.
 
@@ -173,6 +174,7 @@ def best(
       scores: gives tile i of the scores, float32 [64,64], as `load` does.
       list_ref: in global memory; C is a multiple of 64.
       scratch: as the function makes it, with the triangle.
+      gap: where it begins and ends. Its slots are none, and the later ones are listed without them.
     """
     every = range(tiles)
     first, last, k = bounds
@@ -180,6 +182,8 @@ def best(
     def keys(i: Any) -> Array:
         slot = _slots(i)
         inside = (slot >= first) & (slot < last)
+        if gap is not None:
+            inside = inside & ((slot < gap[0]) | (slot >= gap[1]))
         return jnp.where(inside, ordered(scores(i)), jnp.int32(_NEVER))
 
     kept = [keys(i) for i in every] if tiles <= _KEPT else None
@@ -211,7 +215,7 @@ def best(
         return (key >= strict) | ((key == border) & (_slots(i) < stop))
 
     _count_lines(tiles, chosen, scratch)
-    _write_list(tiles, list_ref, scratch)
+    _write_list(tiles, list_ref, scratch, gap)
 
 
 def _layout() -> Any:
@@ -317,7 +321,9 @@ def _count_lines(tiles: int, chosen: Callable[[Any], Array], scratch: dict) -> N
     plgpu.commit_smem()
 
 
-def _write_list(tiles: int, list_ref: Any, scratch: dict) -> None:
+def _write_list(
+    tiles: int, list_ref: Any, scratch: dict, gap: tuple[Any, Any] | None = None
+) -> None:
     """Look up each place's slot by its line, then by the line's counts."""
     places, upto = scratch["places"], scratch["upto"]
     across = plgpu.Layout.WGMMA.reduce(0)
@@ -346,7 +352,10 @@ def _write_list(tiles: int, list_ref: Any, scratch: dict) -> None:
         counts = hopper.product(places, scratch["counts"])
         earlier = counts <= lax.broadcast_in_dim(rest.sum(axis=1), _SHAPE, [0])
         slot = line.sum(axis=1) * _LINE + jnp.where(earlier, 1.0, 0.0).sum(axis=1)
-        slot = jnp.where(there.sum(axis=1) > 0, slot.astype(jnp.int32), -1)
+        slot = slot.astype(jnp.int32)
+        if gap is not None:
+            slot = jnp.where(slot >= gap[1], slot - (gap[1] - gap[0]), slot)
+        slot = jnp.where(there.sum(axis=1) > 0, slot, -1)
         hopper.store_little(slot, list_ref.at[pl.ds(block * hopper.ROWS, hopper.ROWS)])
 
 

@@ -19,12 +19,27 @@ that read each bound once was rejected: in one run both took 75 us.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.common import check_heads
+from pallas_kernels.common import AnyCache, check_heads, fold_rows, unfold_rows
+from pallas_kernels.plane import part_of
+
+
+class SharedPages(NamedTuple):
+    """Digests of the pages below `split`, which rows share; page p of a row is its own p - split.
+
+    Attributes:
+      high, low, radius: of one row, [1,K,P,H] and [1,K,P], as `select_pages` has them.
+    """
+
+    high: AnyCache
+    low: AnyCache | None
+    radius: Float[Array, "1 K P"] | None
+    split: Int[Array, " 1"]
 
 
 def page_scores(
@@ -63,3 +78,30 @@ def page_scores(
         scores_BNP += norm_BN[..., None] * jnp.repeat(radius, n // kv_heads, axis=1)
     held_B1P = jnp.arange(upper.shape[2]) < pages[:, None, None]
     return jnp.where(held_B1P, scores_BNP, -jnp.inf)
+
+
+def shared_page_scores(
+    q: Float[Array, "B N H"],
+    high: Float[Array, "B K P H"],
+    low: Float[Array, "B K P H"] | None,
+    pages: Int[Array, " B"],
+    radius: Float[Array, "B K P"] | None,
+    shared: SharedPages,
+) -> Float[Array, "B N X"]:
+    """`page_scores` of rows that share the first pages, of X = shared and own pages at most.
+
+    The shared digests are read once: the heads of all rows are those of one row.
+
+    Args:
+      high, low, radius: of each row's own pages; `low` is None where it is `high`.
+      pages: filled pages of every row, shared and own.
+    """
+    kv_heads, split = high.shape[1], shared.split
+    folded, theirs = fold_rows(q, kv_heads), part_of(shared)
+    lowest = theirs.high if theirs.low is None else theirs.low
+    before = page_scores(folded, theirs.high, lowest, split, theirs.radius)
+    before_BNP = unfold_rows(before, q.shape[0], kv_heads)
+    own_BNP = page_scores(q, high, high if low is None else low, pages - split, radius)
+    room = [(0, 0), (0, 0), (0, own_BNP.shape[2])]
+    all_BNX = jnp.pad(before_BNP, room, constant_values=-jnp.inf)
+    return lax.dynamic_update_slice_in_dim(all_BNX, own_BNP, split[0], axis=2)

@@ -218,10 +218,11 @@ def cannot_share(engine: Engine, texts: int = 1) -> str | None:
             f"texts, the mesh data={mesh['data']}"
         )
     caches = programs.abstract_caches(engine.setup, 1, engine.slots_for(1), 0)
-    if mesh["seq"] > 1 and any("pages" in axes for axes in leaf_axes(caches)):
+    in_blocks = mesh["seq"] > 1 and not engine.setup.slot_layout.in_stripes
+    if in_blocks and any("pages" in axes for axes in leaf_axes(caches)):
         return (
-            "under a method that keeps digests of pages, rows share a context on a mesh with "
-            f"seq=1: this one has seq={mesh['seq']}"
+            "under a method that keeps digests of pages, and a block of slots on each shard, rows "
+            f"share a context on a mesh with seq=1: this one has seq={mesh['seq']}"
         )
     return None
 

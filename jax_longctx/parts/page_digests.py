@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import Branched, parting
+from jax_longctx.contract import LayerContext
 from jax_longctx.sharding import axes_field
-from pallas_kernels.common import fold_rows, unfold_rows
 from pallas_kernels.dispatch import platform
-from pallas_kernels.page_scores import page_scores
+from pallas_kernels.page_scores import SharedPages, page_scores, shared_page_scores
 from pallas_kernels.plane import Plane, part_of
 
 
@@ -49,22 +49,28 @@ def digest_scores(
 
 
 def branched_scores(
-    q: Float[Array, "B N H"], digests: Branched, own_length: Int[Array, " B"], page_size: int
+    q: Float[Array, "B N H"],
+    digests: Branched,
+    own_length: Int[Array, " B"],
+    page_size: int,
+    ctx: LayerContext,
 ) -> Float[Array, "B N P"]:
     """`digest_scores` of rows that share the first pages, of P = shared and own pages at most.
 
     Args:
-      own_length: slots of each row that it does not share.
+      own_length: this shard's slots of each row that it does not share.
     """
-    shared, own, split = digests.shared, digests.own, digests.split
-    kv_heads = shared.high.shape[1]
-    # The heads of all rows are those of one row: the digests are read once for all.
-    before = digest_scores(fold_rows(q, kv_heads), shared, split * page_size, page_size)
-    before_BNP = unfold_rows(before, q.shape[0], kv_heads)
-    own_BNP = digest_scores(q, own, own_length, page_size)
-    room = [(0, 0), (0, 0), (0, own_BNP.shape[2])]
-    all_BNP = jnp.pad(before_BNP, room, constant_values=-jnp.inf)
-    return jax.lax.dynamic_update_slice_in_dim(all_BNP, own_BNP, split[0], axis=2)
+    own, shared = part_of(digests.own), shared_pages(digests, page_size, ctx)
+    pages_B = shared.split + jnp.maximum(-(-own_length // page_size), 0)
+    return shared_page_scores(q, own.high, own.low, pages_B, own.radius, shared)
+
+
+def shared_pages(digests: Branched, page_size: int, ctx: LayerContext) -> SharedPages:
+    """This shard's digests that rows share."""
+    shared, split = digests.shared, digests.split
+    if ctx.seq_size > 1:
+        split = ctx.slots(shared.high.shape[2], page_size).below(split)
+    return SharedPages(shared.high, shared.low, shared.radius, split)
 
 
 def masked_mean(

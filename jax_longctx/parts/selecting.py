@@ -41,7 +41,12 @@ from jax_longctx.parts.head_budgets import (
     share,
     softmax_mass,
 )
-from jax_longctx.parts.page_digests import PageDigests, branched_scores, digest_scores
+from jax_longctx.parts.page_digests import (
+    PageDigests,
+    branched_scores,
+    digest_scores,
+    shared_pages,
+)
 from jax_longctx.parts.sparse_decode import (
     Ends,
     Lists,
@@ -440,7 +445,7 @@ class SelectingPages(Selecting):
         assert cache.digests is not None
         if isinstance(cache.store, Branched):
             own_B = cache.store.own.held(ctx)
-            return branched_scores(q, cache.digests, own_B, self.page_size)
+            return branched_scores(q, cache.digests, own_B, self.page_size, ctx)
         return digest_scores(q, cache.digests, cache.store.held(ctx), self.page_size)
 
     def select(
@@ -454,15 +459,16 @@ class SelectingPages(Selecting):
     ) -> Int[Array, "B X C"] | None:
         """By the digests, on one shard, for lists of each head or of the mean of all scores.
 
-        A method with `scores` of its own ranks those, and so do rows that share a context.
+        A method with `scores` of its own ranks those.
         """
         together = self.granularity == "layer" and self.pools == "scores" and ctx.head_shards == 1
         own_scores = type(self).scores is not SelectingPages.scores
         whole = together or self.granularity == "query_head"
-        shared = isinstance(cache.store, Branched)
-        if own_scores or shared or ctx.seq_size > 1 or not whole:
+        if own_scores or ctx.seq_size > 1 or not whole:
             return None
-        digests = cache.digests
+        digests, shared = cache.digests, None
+        if isinstance(digests, Branched):
+            digests, shared = digests.own, shared_pages(digests, self.page_size, ctx)
         assert digests is not None
         first_B = span.start // self.page_size
         last_B = jnp.where(span.stop > span.start, -(-span.stop // self.page_size), first_B)
@@ -470,6 +476,7 @@ class SelectingPages(Selecting):
             *(q[:, 0], digests.high, digests.low, digests.radius, first_B, last_B, count),
             size=most,
             together=together,
+            shared=shared,
         )
         if together:
             return jnp.broadcast_to(lists, (len(lists), cache.store.sizes[1], most))

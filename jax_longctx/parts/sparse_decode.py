@@ -10,8 +10,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, Branched, Store, local_slots
 from jax_longctx.contract import LayerContext
-from pallas_kernels.common import fold_rows, merge, unfold_rows
-from pallas_kernels.sparse_decode_attention import Around, sparse_decode_attention, takes_around
+from pallas_kernels.common import merge
+from pallas_kernels.sparse_decode_attention import (
+    Around,
+    Shared,
+    sparse_decode_attention,
+    takes_around,
+)
 
 
 class Span(NamedTuple):
@@ -88,7 +93,7 @@ def sparse_attention(
     stop: Int[Array, " B"],
     *,
     page_size: int,
-    scale: float,
+    ctx: LayerContext,
     **how: Any,
 ) -> tuple[Array, ...]:
     """`sparse_decode_attention` of a store, whose rows may share a context.
@@ -96,27 +101,19 @@ def sparse_attention(
     Over a context that rows share, `start` is the same for all of them, or beyond what they share;
     `stop` lies beyond it. Every page lies on one side. Flat lists and priors are not for these.
     """
-    given: dict[str, Any] = {"page_size": page_size, "scale": scale}
+    own, shared = _caches(store, ctx)
+    given: dict[str, Any] = {"page_size": page_size, "scale": ctx.scale, "shared": shared}
+    return sparse_decode_attention(q, own.k, own.v, pages, start, stop, **given, **how)
+
+
+def _caches(store: Store, ctx: LayerContext) -> tuple[AppendCache, Shared | None]:
+    """What rows have for themselves on this shard, and what they share."""
     if not isinstance(store, Branched):
-        return sparse_decode_attention(q, store.k, store.v, pages, start, stop, **given, **how)
-    if any(option is not None for option in how.values()):
-        raise NotImplementedError(f"rows that share a context: no {', '.join(how)}")
-    shared, own, split = store.shared, store.own, store.split
-    first = split // page_size
-    theirs = jnp.where(pages < first, pages, -1)
-    own_pages = jnp.where(pages >= first, pages - first, -1)
-    part = sparse_decode_attention(q, own.k, own.v, own_pages, start - split, stop - split, **given)
-    # The heads of all rows are those of one row, each with a list of its own.
-    kv_heads = shared.k.shape[1]
-    theirs = jnp.repeat(theirs, q.shape[2] // theirs.shape[1], axis=1)
-    folded = fold_rows(q[:, 0], kv_heads)[:, None]
-    begin = jnp.minimum(start[:1], split)
-    found = sparse_decode_attention(
-        folded, shared.k, shared.v, fold_rows(theirs, kv_heads), begin, split, **given
-    )
-    rows = q.shape[0]
-    before = tuple(unfold_rows(x[:, 0], rows, kv_heads)[:, None] for x in found)
-    return merge([(before[0], before[1]), (part[0], part[1])])
+        return store, None
+    k, v, split = store.shared.k, store.shared.v, store.split
+    if ctx.seq_size > 1:
+        split = ctx.slots(k.shape[2]).below(split)
+    return store.own, Shared(k, v, split)
 
 
 def attend_fixed(
@@ -143,7 +140,7 @@ def attend_fixed(
     fixed_BC = local_slots(jnp.concatenate([first, last], axis=1), slots, ctx)
     fixed_BKC = jnp.broadcast_to(fixed_BC[:, None], (batch, heads, sink + local))
     zero_B = jnp.zeros_like(store.length)
-    how: dict[str, Any] = {"page_size": 1, "scale": ctx.scale}
+    how: dict[str, Any] = {"page_size": 1, "ctx": ctx}
     how |= {} if prior is None else prior.arguments()
     return sparse_attention(q, store, fixed_BKC, zero_B, zero_B + slots, **how)
 
@@ -171,14 +168,14 @@ def attend_lists(
         local = local_slots(lists.pages, slots // page_size, ctx, page_size)
         own = ctx.slots(slots)
         where = (own.below(span.start), own.below(span.stop))
-    how: dict[str, Any] = {"page_size": page_size, "scale": ctx.scale}
+    how: dict[str, Any] = {"page_size": page_size, "ctx": ctx}
     how |= {} if prior is None else prior.arguments()
     listed_pages = local if lists.heads is None else local[:, 0]
     if isinstance(fixed, Ends):
         one = ctx.seq_size == 1 and lists.heads is None and sum(fixed) > 0
         one = one and (prior is None or prior.logits is None)
-        lists_here = listed_pages, page_size, prior is not None
-        if one and isinstance(store, AppendCache) and takes_around(q, store.k, *lists_here):
+        rows, shared = _caches(store, ctx)
+        if one and takes_around(q, rows.k, listed_pages, page_size, prior is not None, shared):
             fixed, how["around"] = None, Around(store.length, *fixed)
         else:
             fixed = attend_fixed(q, store, span, *fixed, ctx, prior)

@@ -5,8 +5,13 @@ is the largest q.k in the box (Quest: Tang et al. 2024, section 3) or ball (ArkV
 2024, section 4), q.high for a point. The exact best pages are listed in ascending order, as
 `sparse_decode_attention` reads them; of equal scores the lower page comes first.
 
+Rows may share the digests of their first pages (`SharedPages`), which are then read once for all of
+them. Each row has its own lists.
+
 Implementations: `xla` on every platform, `gpu` (Mosaic), `reference` for tests.
 """
+
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -14,7 +19,9 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.common import AnyCache, check_heads
-from pallas_kernels.select_pages import gpu, reference, xla
+from pallas_kernels.page_scores import SharedPages
+from pallas_kernels.plane import part_of
+from pallas_kernels.select_pages import gpu, reference, shared_gpu, xla
 
 
 def select_pages(
@@ -28,6 +35,7 @@ def select_pages(
     *,
     size: int,
     together: bool = False,
+    shared: SharedPages | None = None,
     implementation: str | None = None,
 ) -> Int[Array, "B X C"]:
     """The count[b] best pages p, first[b] <= p < last[b], ascending, then -1 up to C = `size`.
@@ -39,6 +47,8 @@ def select_pages(
       count: pages of each list, for all rows or each; 0 below 0, and `size` above it.
       size: the static length of the lists.
       together: one list a row by the mean of all heads' scores, X = 1; or else X = N.
+      shared: of the first pages of all rows; `high`, `low` and `radius` are then each row's own, of
+        the pages behind these.
       implementation: "xla", "gpu" or "reference"; None picks by platform and shape.
 
     Raises:
@@ -52,16 +62,31 @@ def select_pages(
     if size < 1 or (isinstance(count, int) and count > size):
         raise ValueError(f"{operation}: count {count} does not fit size {size}, at least 1")
     count_B = jnp.broadcast_to(jnp.asarray(count, jnp.int32), first.shape)
+    pages, how = high.shape[2], dict[str, Any](size=size, together=together)
+    kernel = dispatch.Kernel(
+        gpu.select_pages, lambda: gpu.unsupported(q, high, radius is not None, size)
+    )
+    if shared is not None:
+        theirs = part_of(shared)
+        check_heads(operation, q[:1], *(x for x in theirs[:2] if x is not None))
+        alike = [
+            (x is None) == (y is None) for x, y in ((low, theirs.low), (radius, theirs.radius))
+        ]
+        if not all(alike):
+            raise ValueError(f"{operation}: shared digests of another form than the rows' own")
+        pages, how = pages + theirs.high.shape[2], how | dict(shared=theirs)
+        kernel = dispatch.Kernel(
+            shared_gpu.select_pages, lambda: shared_gpu.unsupported(q, high, theirs, size)
+        )
     run = dispatch.select(
         operation,
         implementation,
-        f"{size} of {high.shape[2]} pages, "
+        f"{size} of {pages} pages, "
         + dispatch.shape_class(q, high.shape[1])
-        + ", together" * together,
+        + ", together" * together
+        + ", shared" * (shared is not None),
         xla=xla.select_pages,
-        gpu=dispatch.Kernel(
-            gpu.select_pages, lambda: gpu.unsupported(q, high, radius is not None, size)
-        ),
+        gpu=kernel,
         reference=reference.select_pages,
     )
-    return run(q, high, low, radius, first, last, count_B, size=size, together=together)
+    return run(q, high, low, radius, first, last, count_B, **how)

@@ -1,9 +1,12 @@
 """The definition of `select_pages`: every product by itself, and a stable sort."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from pallas_kernels.page_scores import SharedPages
 from pallas_kernels.select_large_k import reference
 
 
@@ -18,8 +21,13 @@ def select_pages(
     *,
     size: int,
     together: bool,
+    shared: SharedPages | None = None,
 ) -> Int[Array, "B X C"]:
     """See the public function."""
+    if shared is not None:
+        high = _joined(shared.high, high, shared.split)
+        low = low if low is None else _joined(shared.low, low, shared.split)
+        radius = radius if radius is None else _joined(shared.radius, radius, shared.split)
     group = q.shape[1] // high.shape[1]
     corners = [
         jnp.repeat(x.astype(jnp.float32), group, axis=1) for x in (high, low) if x is not None
@@ -36,3 +44,13 @@ def select_pages(
     scores = jnp.where(inside[:, None], scores, -jnp.inf)
     k = jnp.broadcast_to(jnp.minimum(count, size)[:, None], scores.shape[:2])
     return reference.select(scores, k, size)
+
+
+def _joined(shared: Any, own: Array, split: Int[Array, " 1"]) -> Array:
+    """Every row's digests as if it shared none."""
+    page = jnp.arange(shared.shape[2] + own.shape[2])
+    shared = jnp.broadcast_to(shared, (len(own), *shared.shape[1:]))
+    before = shared[:, :, jnp.minimum(page, shared.shape[2] - 1)]
+    after = own[:, :, jnp.clip(page - split, 0, own.shape[2] - 1)]
+    shape = (-1, *[1] * (own.ndim - 3))
+    return jnp.where((page < split).reshape(shape), before, after)

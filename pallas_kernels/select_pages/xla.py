@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.page_scores import page_scores
+from pallas_kernels.page_scores import SharedPages, page_scores, shared_page_scores
 from pallas_kernels.select_large_k import select_large_k
 
 
@@ -19,10 +19,15 @@ def select_pages(
     *,
     size: int,
     together: bool,
+    shared: SharedPages | None = None,
 ) -> Int[Array, "B X C"]:
     """See the public function."""
-    scores_BNP = page_scores(q, high, high if low is None else low, last, radius)
-    inside_BP = jnp.arange(high.shape[2]) >= first[:, None]
+    if shared is None:
+        scores_BNP = page_scores(q, high, high if low is None else low, last, radius)
+    else:
+        scores_BNP = shared_page_scores(q, high, low, last, radius, shared)
+    page_P = jnp.arange(scores_BNP.shape[2])
+    inside_BP = (page_P >= first[:, None]) & (page_P < last[:, None])
     scores_BXP = jnp.where(inside_BP[:, None], scores_BNP, -jnp.inf)
     if together:
         scores_BXP = jnp.sum(scores_BXP, axis=1, keepdims=True) / q.shape[1]

@@ -1,6 +1,10 @@
 """Attention of one query to chosen pages of a cache, per kv head, query head or a flat list."""
 
-from pallas_kernels.sparse_decode_attention.api import sparse_decode_attention, takes_around
-from pallas_kernels.sparse_decode_attention.lists import Around
+from pallas_kernels.sparse_decode_attention.api import (
+    sparse_decode_attention,
+    takes_around,
+    takes_shared,
+)
+from pallas_kernels.sparse_decode_attention.lists import Around, Shared
 
-__all__ = ["Around", "sparse_decode_attention", "takes_around"]
+__all__ = ["Around", "Shared", "sparse_decode_attention", "takes_around", "takes_shared"]

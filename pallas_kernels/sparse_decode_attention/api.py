@@ -5,6 +5,10 @@ The pages are listed per kv head (one list for a group), per query head, or as o
 method keeps lie outside `start` and `stop`; they are attended elsewhere, and the two results are
 merged by their log-sum-exp (`pallas_kernels.common`).
 
+Rows may share their first slots (`Shared`). A page is read where it lies. An implementation that
+`takes_shared` attends to shared and own pages in one launch; by definition there are two calls,
+over the shared slots with the heads of all rows as those of one row, and over each row's own.
+
 RESA also needs the softmax of a prior over the same slots (its selected set I). A call returns it
 beside the attention and reads the values once for both. The prior is given by its query, whose
 logits come from the same keys, or by the logits themselves.
@@ -20,11 +24,12 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import AnyCache, check_heads
+from pallas_kernels.common import AnyCache, check_heads, fold_rows, merge, unfold_rows
 from pallas_kernels.dispatch import form_of
+from pallas_kernels.plane import part_of
 from pallas_kernels.quantised import FORMS
 from pallas_kernels.sparse_decode_attention import gpu, reference, tpu, xla
-from pallas_kernels.sparse_decode_attention.lists import Around
+from pallas_kernels.sparse_decode_attention.lists import Around, Shared
 
 
 def sparse_decode_attention(
@@ -41,6 +46,7 @@ def sparse_decode_attention(
     prior: Float[Array, "B N S"] | None = None,
     prior_query: Float[Array, "B 1 N H"] | None = None,
     around: Around | None = None,
+    shared: Shared | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
     """Attend to the slots s of the listed pages s // page_size with start[b] <= s < stop[b].
@@ -56,6 +62,9 @@ def sparse_decode_attention(
       prior_query: instead of `prior`, queries in q's dtype whose logits are scale prior_query.k:
         RESA's mean query.
       around: slots to attend beside the listed ones, where `takes_around` says that it can be.
+      shared: the slots that all rows share; k and v are then each row's own behind these, and all
+        pages and slots are numbered as without it. Below the split `start` is one for all rows, and
+        `stop` is not below it. Not with a flat list or a prior.
       implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
 
     Returns:
@@ -94,9 +103,13 @@ def sparse_decode_attention(
             f"{operation}: prior_query {prior_query.dtype}{prior_query.shape}; expected "
             f"{q.dtype}{q.shape}, as q has"
         )
+    if shared is not None:
+        check_heads(operation, q[:1], shared.k, shared.v)
+        if heads is not None or prior is not None or prior_query is not None:
+            raise ValueError(f"{operation}: shared slots given with a flat list or a prior")
     alone = implementation not in (None, "gpu") or heads is not None
     if around is not None and (
-        alone or not takes_around(q, k, pages, page_size, prior_query is not None)
+        alone or not takes_around(q, k, pages, page_size, prior_query is not None, shared)
     ):
         raise ValueError(
             f"{operation}: around given where takes_around says no, for a flat list, or for "
@@ -106,6 +119,9 @@ def sparse_decode_attention(
     if prior is not None:
         without = "a prior's logits lie apart from the keys; give prior_query"
     priors = prior_query is not None
+    if shared is not None and (alone or not takes_shared(q, k, pages, page_size, shared)):
+        given = dict[str, Any](page_size=page_size, scale=scale, implementation=implementation)
+        return _apart(q, k, v, pages, start, stop, shared, **given)
     run = dispatch.select(
         operation,
         implementation,
@@ -127,10 +143,44 @@ def sparse_decode_attention(
     how: dict[str, Any] = dict(heads=heads, page_size=page_size, scale=scale)
     how |= dict(prior_query=prior_query) | ({} if prior is None else dict(prior=prior))
     how |= {} if around is None else dict(around=around)
+    how |= {} if shared is None else dict(shared=part_of(shared))
     return run(q, k, v, pages, start, stop, **how)
 
 
-def takes_around(q: Array, k: AnyCache, pages: Array, page_size: int, priors: bool) -> bool:
+def _apart(
+    q: Array,
+    k: AnyCache,
+    v: AnyCache,
+    pages: Int[Array, "B X C"],
+    start: Int[Array, " B"],
+    stop: Int[Array, " B"],
+    shared: Shared,
+    **given: Any,
+) -> tuple[Array, ...]:
+    """Shared and own slots in a call each.
+
+    Over the shared ones the heads of all rows are one row's, each with a list of its own.
+    """
+    rows, kv_heads, split = q.shape[0], k.shape[1], shared.split
+    first = split // given["page_size"]
+    own_pages = jnp.where(pages >= first, pages - first, -1)
+    own = sparse_decode_attention(q, k, v, own_pages, start - split, stop - split, **given)
+    theirs = jnp.where(pages < first, pages, -1)
+    theirs = fold_rows(jnp.repeat(theirs, q.shape[2] // theirs.shape[1], axis=1), kv_heads)
+    folded, begin = fold_rows(q[:, 0], kv_heads)[:, None], jnp.minimum(start[:1], split)
+    found = sparse_decode_attention(folded, shared.k, shared.v, theirs, begin, split, **given)
+    before = tuple(unfold_rows(x[:, 0], rows, kv_heads)[:, None] for x in found)
+    return merge([(before[0], before[1]), (own[0], own[1])])
+
+
+def takes_around(
+    q: Array,
+    k: AnyCache,
+    pages: Array,
+    page_size: int,
+    priors: bool,
+    shared: Shared | None = None,
+) -> bool:
     """Whether the platform's kernel reads the slots around the listed ones in the same launch.
 
     Args:
@@ -139,5 +189,20 @@ def takes_around(q: Array, k: AnyCache, pages: Array, page_size: int, priors: bo
     """
     if dispatch.platform() != "gpu" or pages.ndim != 3:
         return False
+    if shared is not None and not takes_shared(q, k, pages, page_size, shared):
+        return False
     reason = gpu.unsupported(q, k, pages.shape[1], page_size, priors)
     return reason is None and gpu.unsupported_around(pages.shape[2]) is None
+
+
+def takes_shared(q: Array, k: AnyCache, pages: Array, page_size: int, shared: Shared) -> bool:
+    """Whether the platform's kernel reads shared and own pages in the same launch.
+
+    Args:
+      pages: lists [B,X,C].
+    """
+    if dispatch.platform() != "gpu":
+        return False
+    return all(
+        gpu.unsupported(q, x, pages.shape[1], page_size, False) is None for x in (k, shared.k)
+    )

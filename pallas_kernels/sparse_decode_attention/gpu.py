@@ -17,6 +17,11 @@ The first and the last slots, which every method keeps, may be attended in the s
 (`Around`): their pages follow the listed ones, in slots that these do not count. Each list reads
 them, a step more.
 
+Rows may share their first slots (`Shared`). Then a page is copied from the shared cache or from the
+row's own, by its number. The rows' lists of one head are neighbours in the grid, so that they run
+side by side: a page that several of them name comes from device memory about once, and from the L2
+cache (50 MB) for the others. Nothing in the kernel makes sure of it.
+
 Keys and values in 8 bits have their slots as the rows of the products (`hopper_slots`). The scales
 of the listed slots are gathered before, since a page's are fewer bytes than a copy must begin at.
 
@@ -42,7 +47,13 @@ from jaxtyping import Float, Int
 from pallas_kernels import hopper, hopper_bits, hopper_slots
 from pallas_kernels.common import PerRow, Stored
 from pallas_kernels.quantised import AnyStored, Quantised, parts_of
-from pallas_kernels.sparse_decode_attention.lists import Around, entries_of, results_of, rows_of
+from pallas_kernels.sparse_decode_attention.lists import (
+    Around,
+    Shared,
+    entries_of,
+    results_of,
+    rows_of,
+)
 
 # Slots of a step. Pages of a step are the copies that a barrier waits for.
 _BLOCK = 128
@@ -59,9 +70,11 @@ FLOATS_BY_SLOTS = False
 class _Job:
     """The kernel's static arguments."""
 
+    batch: int
     lists: int  # of a row
     kv_heads: int
     pages_of_head: int
+    shared_pages: int  # of a head, of the slots that rows share; 0 where they share none
     rows: int  # query rows of a list
     group: int | None  # query heads of a kv head in a flat list; None for lists of one head
     head_dim: int
@@ -86,6 +99,11 @@ class _Job:
     def slots_axis(self) -> int:
         """The axis of the logits along which the slots lie."""
         return 0 if self.by_slots else 1
+
+    @property
+    def slots(self) -> int:
+        """Slots of a row, shared and own."""
+        return (self.pages_of_head + self.shared_pages) * self.page_size
 
     @property
     def pages(self) -> int:
@@ -134,6 +152,7 @@ def sparse_decode_attention(
     scale: float,
     prior_query: Float[Array, "B 1 N H"] | None = None,
     around: Around | None = None,
+    shared: Shared | None = None,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
     """Slot s counts where start[b] <= s < stop[b] and its page is listed, as in `reference`."""
@@ -159,9 +178,11 @@ def sparse_decode_attention(
     caches, scales = parts_of(k, v)
     by_slots = bool(scales) or FLOATS_BY_SLOTS
     job = _Job(
+        batch=batch,
         lists=lists,
         kv_heads=kv_heads,
         pages_of_head=slots // page_size,
+        shared_pages=0 if shared is None else shared.k.shape[2] // page_size,
         rows=rows.shape[2],
         group=None if heads is None else q.shape[2] // kv_heads,
         head_dim=k.shape[3],
@@ -178,64 +199,93 @@ def sparse_decode_attention(
         by_slots=by_slots,
     )
     # Apart, as they come from the program: to join them would be a launch.
-    bounds = start, stop, stop if around is None else around.length
+    bounds: tuple[Array, ...] = (start, stop, stop if around is None else around.length)
+    theirs: tuple[Any, ...] = ()
+    if shared is not None:
+        bounds += (jnp.broadcast_to(shared.split // page_size, (batch,)),)
+        theirs, their_scales = parts_of(shared.k, shared.v)
+        each = zip(scales, their_scales, strict=True)
+    else:
+        each = ((x, None) for x in scales)
     if scales:
         listed = _visited(ids, bounds, job)
-        scales = [_listed_scales(x, listed, job) for x in scales]
+        scales = [_listed_scales(*both, listed, bounds, job) for both in each]
     if by_slots and isinstance(k, Quantised):
         rows = hopper_bits.in_column_order(rows)
     room = job.splits * share * job.pages if around is None else length + -length % _ID_LINE
     ids = jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, 0), (0, room - length)), constant_values=-1)
-    out, lse = _partials(rows, (*caches, *scales), ids, bounds, job)
+    out, lse = _partials(rows, (*caches, *theirs), tuple(scales), ids, bounds, job)
     if job.splits == 1:
         return results_of(out[:, :, 0], lse[:, :, 0], q)
     return results_of(*hopper.merge_parts(out, lse, 2), q)
 
 
 def _visited(
-    ids: Int[Array, "B X E"], bounds: tuple[PerRow, PerRow, PerRow], job: _Job
+    ids: Int[Array, "B X E"], bounds: tuple[PerRow, ...], job: _Job
 ) -> Int[Array, "B X M"]:
-    """The entries of every list's pages in the order of the steps, as `_fetch` copies them."""
+    """Every list's pages in the order of the steps; the entries of a flat list."""
     steps = job.splits * job.share * job.pages
     if job.listed:
-        stop_B = jnp.clip(bounds[1], 0, job.pages_of_head * job.page_size)
+        stop_B = jnp.clip(bounds[1], 0, job.slots)
         later = stop_B[:, None] // job.page_size + jnp.arange(job.after)
         before = jnp.broadcast_to(jnp.arange(job.before), (len(later), job.before))
         around = jnp.concatenate([before, later], axis=1)[:, None]
         around = jnp.broadcast_to(around, (*ids.shape[:2], around.shape[2]))
         ids = jnp.concatenate([ids, around], axis=2)
-    ids = jnp.pad(jnp.maximum(ids, 0), ((0, 0), (0, 0), (0, steps - ids.shape[2])))
-    if job.group is not None:
-        return ids
-    head = (jnp.arange(job.lists) * job.kv_heads // job.lists)[:, None]
-    return head * job.pages_of_head + jnp.minimum(ids, job.pages_of_head - 1)
+    return jnp.pad(jnp.maximum(ids, 0), ((0, 0), (0, 0), (0, steps - ids.shape[2])))
 
 
 def _listed_scales(
-    scales: Float[Array, "B K S"], entries: Int[Array, "B X M"], job: _Job
+    own: Array,
+    shared: Array | None,
+    pages: Int[Array, "B X M"],
+    bounds: tuple[PerRow, ...],
+    job: _Job,
 ) -> Float[Array, "Y Z"]:
-    """The scales of the slots of every list's pages."""
-    batch = len(scales)
-    pages = scales.reshape(batch, -1, job.page_size)  # [B, K * S / Z, Z]
-    found = jnp.take_along_axis(pages, entries.reshape(batch, -1, 1), axis=1)
-    return found.reshape(batch * job.lists, -1)
+    """The scales of the slots of every list's pages, as `_fetch` copies these.
+
+    Args:
+      own: of the rows' own slots.
+      shared: of what the rows share, or None.
+    """
+    head = (jnp.arange(job.lists) * job.kv_heads // job.lists)[:, None]
+
+    def found(scales: Array, pages: Array, pages_of_head: int) -> Array:
+        entries = pages
+        if job.group is None:
+            entries = head * pages_of_head + jnp.clip(pages, 0, pages_of_head - 1)
+        paged = scales.reshape(len(scales), -1, job.page_size)  # [B, K * S / Z, Z]
+        entries = entries.reshape(job.batch, -1, 1)
+        if len(paged) < job.batch:
+            return paged[0][entries[..., 0]]
+        return jnp.take_along_axis(paged, entries, axis=1)
+
+    if shared is None:
+        return found(own, pages, job.pages_of_head).reshape(job.batch * job.lists, -1)
+    first = bounds[3][:, None, None]
+    mine = found(own, pages - first, job.pages_of_head)
+    theirs = found(shared, pages, job.shared_pages)
+    before = (pages < first).reshape(job.batch, -1, 1)
+    return jnp.where(before, theirs, mine).reshape(job.batch * job.lists, -1)
 
 
 def _partials(
     q: Float[Array, "B X M H"],
     caches: tuple[Any, ...],
+    scales: tuple[Any, ...],
     ids: Int[Array, "B X E"],
-    bounds: tuple[PerRow, PerRow, PerRow],
+    bounds: tuple[PerRow, ...],
     job: _Job,
 ) -> tuple[Float[Array, "B X P M H"], Float[Array, "B X P M"]]:
     """The attention of every piece of every list.
 
     Args:
-      caches: the numbers of keys and values, then scales of the listed slots of those in 8 bits.
+      caches: the numbers of keys and values, and of those that rows share.
+      scales: of those in 8 bits, of the listed slots.
     """
     batch = q.shape[0]
     # One axis of all pages of a row, as entries number them.
-    paged = [x.reshape(batch, -1, job.page_size, job.head_dim) for x in caches[:2]]
+    paged = [x.reshape(len(x), -1, job.page_size, job.head_dim) for x in caches]
     q = hopper.whole_rows(q, job.interpret)
     parts = batch * job.lists, job.splits
     # Each piece's, or those of all.
@@ -270,23 +320,30 @@ def _partials(
         kernel_name="sparse_decode_attention",
     )
     limits = [x.astype(jnp.int32) for x in bounds]
-    out, lse = kernel(*limits, ids, q, *paged, *caches[2:])
+    out, lse = kernel(*limits, ids, q, *paged, *scales)
     shape = batch, job.lists, job.splits
     out = out[:, :, : job.rows].reshape(*shape, job.rows, job.head_dim)
     return out, lse[:, :, : job.rows].reshape(*shape, job.rows)
 
 
-def _kernel(
-    start_ref, stop_ref, last_ref, ids_ref, q_ref, k_ref, v_ref, *refs, job: _Job, **scratch
-):
-    *scale_refs, out_ref, lse_ref = refs
+def _kernel(*refs, job: _Job, **scratch):
+    given = 4 if job.shared_pages else 3
+    bound_refs, (ids_ref, q_ref, k_ref, v_ref, *refs) = refs[:given], refs[given:]
+    *refs, out_ref, lse_ref = refs
+    shared_refs, scale_refs = (refs[:2], refs[2:]) if job.shared_pages else ((), refs)
     each, split, role = (lax.axis_index(name) for name in ("list", "split", "role"))
+    if job.shared_pages:
+        # The rows' lists of one head are neighbours.
+        each = lax.rem(each, job.batch) * job.lists + lax.div(each, job.batch)
     row, index = lax.div(each, job.lists), lax.rem(each, job.lists)
     head = lax.div(index * job.kv_heads, job.lists)
     loaded = scratch["loaded"]
-    slots = job.pages_of_head * job.page_size
-    bounds = [jnp.clip(ref[row], 0, slots) for ref in (start_ref, stop_ref, last_ref)]
-    piece = _Piece(ids=scratch["ids"], first=split * job.share, bounds=bounds)
+    piece = _Piece(
+        ids=scratch["ids"],
+        first=split * job.share,
+        bounds=[jnp.clip(ref[row], 0, job.slots) for ref in bound_refs[:3]],
+        own=bound_refs[3][row] if job.shared_pages else None,
+    )
 
     readers = hopper_slots.READERS if job.by_slots else 1
 
@@ -301,7 +358,9 @@ def _kernel(
         plgpu.copy_gmem_to_smem(q_ref.at[each, rows], tile, loaded.at[1])
         plgpu.barrier_wait(loaded.at[0])
         scales = [ref.at[each] for ref in scale_refs]
-        _fetch((k_ref.at[row], v_ref.at[row]), scales, piece, head, job, scratch)
+        own, shared = ([x.at[row] for x in (k_ref, v_ref)], [x.at[0] for x in shared_refs])
+        refs = list(zip(own, shared or own, strict=True))
+        _fetch(refs, scales, piece, head, job, scratch)
 
     @pl.when(role < readers)
     def _attention():
@@ -347,11 +406,13 @@ class _Piece:
     Attributes:
       first: its first step among those of the list.
       bounds: of the row: start, stop, and the end of the slots around them.
+      own: the first page of the row's own; None where rows share none.
     """
 
     ids: Any
     first: Any
     bounds: Any
+    own: Any
 
 
 def _id(piece: _Piece, step: Array, j: int, job: _Job) -> Array:
@@ -391,26 +452,46 @@ def _steps(piece: _Piece, job: _Job) -> Array:
 
 
 def _fetch(
-    refs: tuple, scale_refs: list, piece: _Piece, head: Array, job: _Job, scratch: dict
+    refs: list, scale_refs: list, piece: _Piece, head: Array, job: _Job, scratch: dict
 ) -> None:
     """Copy the pages of the steps into the rings; for none listed any page, which is masked.
 
     Args:
+      refs: of keys and of values the row's own, and what rows share.
       scale_refs: those of the list's slots, of keys and of values, where there are any.
     """
     steps = _steps(piece, job)
 
     @pl.loop(0, steps)
     def _step(i):
-        def copy(ref, place, ready):
+        def of_head(page: Array, pages: int) -> Array:
+            # A page that is none is masked, whichever it is.
+            return head * pages + jnp.minimum(page, pages - 1)
+
+        def copy(refs, place, ready):
             for j in range(job.pages):
-                entry = jnp.maximum(_id(piece, i, j, job), 0)
-                if job.group is None:
-                    # A page that is none is masked, whichever it is.
-                    page = jnp.minimum(entry, job.pages_of_head - 1)
-                    entry = head * job.pages_of_head + page
+                page = jnp.maximum(_id(piece, i, j, job), 0)
                 part = place.at[pl.ds(j * job.page_size, job.page_size)]
-                plgpu.copy_gmem_to_smem(ref.at[entry], part, ready)
+                if job.group is not None:
+                    plgpu.copy_gmem_to_smem(refs[0].at[page], part, ready)
+                elif not job.shared_pages:
+                    entry = of_head(page, job.pages_of_head)
+                    plgpu.copy_gmem_to_smem(refs[0].at[entry], part, ready)
+                else:
+                    copy_either(refs, page, part, ready)
+
+        def copy_either(refs, page, part, ready):
+            own, shared = refs
+
+            @pl.when(page < piece.own)
+            def _():
+                entry = of_head(page, job.shared_pages)
+                plgpu.copy_gmem_to_smem(shared.at[entry], part, ready)
+
+            @pl.when(page >= piece.own)
+            def _():
+                entry = of_head(page - piece.own, job.pages_of_head)
+                plgpu.copy_gmem_to_smem(own.at[entry], part, ready)
 
         def copy_scales(ref, place, ready):
             block = pl.ds((piece.first + i) * _BLOCK, _BLOCK)

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from pallas_kernels.common import AnyCache
+
 
 class Around(NamedTuple):
     """The slots around those that may be listed: below `start`, and from `stop` up to `length`.
@@ -24,6 +26,19 @@ class Around(NamedTuple):
     length: Int[Array, " B"]
     before: int
     after: int
+
+
+class Shared(NamedTuple):
+    """The slots below `split`, which rows share. Slot s of a row is its own slot s - split.
+
+    Attributes:
+      k, v: of one row, [1,K,S,H].
+      split: a multiple of the page size, so that every page lies on one side.
+    """
+
+    k: AnyCache
+    v: AnyCache
+    split: Int[Array, " 1"]
 
 
 def entries_of(

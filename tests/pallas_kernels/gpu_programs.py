@@ -14,11 +14,13 @@ import jax.numpy as jnp
 from pallas_kernels.attention_mass import gpu as mass_gpu
 from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.decode_attention import gpu as decode_gpu
+from pallas_kernels.page_scores import SharedPages
 from pallas_kernels.row_matmul import gpu as row_gpu
 from pallas_kernels.select_large_k import gpu as select_gpu
 from pallas_kernels.select_pages import gpu as pages_gpu
+from pallas_kernels.select_pages import shared_gpu as shared_pages_gpu
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
-from pallas_kernels.sparse_decode_attention.lists import Around
+from pallas_kernels.sparse_decode_attention.lists import Around, Shared
 from pallas_kernels.topk_scores import gpu as topk_gpu
 from pallas_kernels.topk_scores import gpu_ties
 
@@ -37,6 +39,8 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
     pages = jnp.zeros((1, 2, 20), jnp.int32)
     rows, w = jnp.zeros((3, 512), jnp.bfloat16), jnp.zeros((512, 192), jnp.bfloat16)
     choose = partial(pages_gpu.select_pages, size=20)
+    shared_pages = SharedPages(k, v, None, bound)
+    choose_shared = partial(shared_pages_gpu.select_pages, size=20, shared=shared_pages)
     chosen = one[:, 0], k, v, None, bound * 0, bound, bound
     heads = [jnp.repeat(x, 4, axis=axis) for x, axis in ((one, 2), (k, 1), (v, 1))]
     return {
@@ -65,6 +69,14 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
         "select-short": (partial(select_gpu.select, size=9), (jnp.zeros((1, 5000)), bound)),
         "pages": (partial(choose, together=False), chosen),
         "pages-together": (partial(choose, together=True), chosen),
+        "sparse-shared": (
+            lambda *args: sparse(
+                *args, around=Around(args[-1] + 9, 4, 9), shared=Shared(k, v, bound)
+            ),
+            (one, k, v, pages, bound * 0 + 4, bound),
+        ),
+        "pages-shared": (partial(choose_shared, together=False), chosen),
+        "pages-shared-together": (partial(choose_shared, together=True), chosen),
         "sparse-flat-prior": (
             lambda q, k, v, pages, *bounds: sparse_gpu.sparse_decode_attention(
                 *(q, k, v, pages[:, 1], *bounds),

@@ -19,13 +19,15 @@ from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.common import Window, merge
 from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.decode_attention import reference as decode_reference
+from pallas_kernels.page_scores import SharedPages
 from pallas_kernels.select_large_k import gpu as select_gpu
 from pallas_kernels.select_large_k import reference as select_reference
 from pallas_kernels.select_pages import gpu as pages_gpu
 from pallas_kernels.select_pages import reference as pages_reference
+from pallas_kernels.select_pages import shared_gpu as shared_pages_gpu
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
-from pallas_kernels.sparse_decode_attention.lists import Around
+from pallas_kernels.sparse_decode_attention.lists import Around, Shared
 from pallas_kernels.topk_scores import gpu as topk_gpu
 from pallas_kernels.topk_scores import gpu_ties, tied_top_k
 from pallas_kernels.topk_scores import merge as merge_module
@@ -172,9 +174,18 @@ def _mass(case: Case, interpret: Any) -> None:
     np.testing.assert_allclose(mass, expected, atol=1e-5, rtol=1e-4)
 
 
+def _parted(split: int, spare: int, *arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+    """What all rows share, of one row and with garbage behind it, and what each has for itself."""
+    room = [(0, 0), (0, 0), (0, spare), (0, 0)]
+    shared = [jnp.pad(x[:1, :, :split], room, constant_values=3e4) for x in arrays]
+    return shared, [x[:, :, split:] for x in arrays]
+
+
 def _sparse(case: Case, interpret: Any) -> None:
     q, k, v = case.arrays()
     options = dict(case.options)
+    split = options.pop("shared", 0)
+    k, v = (x.at[:, :, :split].set(x[:1, :, :split]) for x in (k, v))
     lists, entries, page_size = (options.pop(name) for name in ("lists", "entries", "page_size"))
     flat, around = options.pop("flat", False), options.pop("around", False)
     if options.pop("prior", False):
@@ -185,8 +196,8 @@ def _sparse(case: Case, interpret: Any) -> None:
         count = (entries, 0, entries // 2)[i % 3]
         row[:count] = random.permutation(case.slots // page_size)[:count]
         row[1 : count : max(count, 1)] = -1
-    start = jnp.array([-9, 37, 70, 5][: case.rows], jnp.int32)
-    stop = jnp.array([case.slots, case.slots - 30, 139, 9][: case.rows], jnp.int32)
+    start = jnp.resize(jnp.array([-9, 37, 70, 5], jnp.int32), case.rows)
+    stop = jnp.resize(jnp.array([case.slots, case.slots - 30, 139, 9], jnp.int32), case.rows)
     options |= dict(page_size=page_size, scale=case.head_dim**-0.5)
     listed = jnp.asarray(pages)
     if flat:  # the lists of the kv heads, their entries mixed, absent ones named in either way
@@ -197,9 +208,9 @@ def _sparse(case: Case, interpret: Any) -> None:
         pages = np.where(heads < 0, 0, pages[:, order])
         options["heads"], listed = jnp.asarray(heads, jnp.int32), jnp.asarray(pages)
     if around:  # a few slots before and after, one row without any, one that overlaps nothing
-        start = jnp.array([4, 0, 3, 5][: case.rows], jnp.int32)
-        stop = jnp.array([case.slots - 70, 0, 139, 5][: case.rows], jnp.int32)
-        end = jnp.minimum(stop + jnp.array([64, 0, 1, 37][: case.rows]), case.slots)
+        start = jnp.resize(jnp.array([4, 0, 3, 5], jnp.int32), case.rows)
+        stop = jnp.resize(jnp.array([case.slots - 70, 0, 139, 5], jnp.int32), case.rows)
+        end = jnp.minimum(stop + jnp.resize(jnp.array([64, 0, 1, 37]), case.rows), case.slots)
     exact = *_exact(q, k, v), listed, start, stop
     expected = sparse_reference.sparse_decode_attention(*exact, **options)
     if around:
@@ -212,6 +223,9 @@ def _sparse(case: Case, interpret: Any) -> None:
         pairs = [(expected[i : i + 2], more[i : i + 2]) for i in range(0, len(more), 2)]
         expected = tuple(x for one, other in pairs for x in merge([one, other]))
         options["around"] = Around(end, 5, 64)
+    if split:
+        shared, (k, v) = _parted(split, 2 * page_size, k, v)
+        options["shared"] = Shared(*shared, jnp.array([split], jnp.int32))
     run = jax.jit(partial(sparse_gpu.sparse_decode_attention, interpret=interpret, **options))
     result = run(q, k, v, listed, start, stop)
     assert np.any(np.isneginf(result[1])) and np.any(np.isfinite(result[1]))
@@ -247,17 +261,23 @@ def _pages(case: Case, interpret: Any) -> None:
     """Scores are sums of eighths, exact in float32, and many tie; NaN lies outside the bounds."""
     options = dict(case.options)
     point, size = options.pop("point", False), options["size"]
+    split = options.pop("shared", 0)
     random, pages = np.random.default_rng(4), case.slots
     shape = case.rows, case.kv_heads, pages, case.head_dim
     high = random.integers(-8, 9, shape) / 8
     low = high - random.integers(0, 9, shape) / 8
     q = random.integers(-8, 9, (case.rows, case.kv_heads * case.group, case.head_dim)) / 8
     q[1:, :, 3:] = 0
-    first = np.array([0, 5, 70, 9, 0, 1, 2, 3][: case.rows])
-    last = np.array([pages, pages - 3, 71, 9, pages, 65, pages, 4][: case.rows])
-    count = np.array([size, size // 2, 3, size, 0, 7, 1, size][: case.rows])
+    first = np.resize([0, 5, 70, 9, 0, 1, 2, 3], case.rows)
+    last = np.resize([pages, pages - 3, 71, 9, pages, 65, pages, 4], case.rows)
+    count = np.resize([size, size // 2, 3, size, 0, 7, 1, size], case.rows)
     page = np.arange(pages)
     outside = (page < first[:, None]) | (page >= last[:, None])
+    if split:
+        high[1:, :, :split], low[1:, :, :split] = high[0, :, :split], low[0, :, :split]
+        # The first row has no page of its own, the third no other.
+        last[0], first[2:3] = split, split + 1
+        last[2:3], outside = pages - 1, page >= np.maximum(last, split)[:, None]
     high, low = (
         jnp.asarray(np.where(outside[:, None, :, None], np.nan, x), case.dtype) for x in (high, low)
     )
@@ -265,7 +285,16 @@ def _pages(case: Case, interpret: Any) -> None:
     bounds = [jnp.asarray(x, jnp.int32) for x in (first, last, count)]
     options = {"together": False} | options
     expected = pages_reference.select_pages(*digests, *bounds, **options)
-    run = jax.jit(partial(pages_gpu.select_pages, interpret=interpret, **options))
+    kernel = pages_gpu.select_pages
+    if split:
+        shared, (high, low) = _parted(split, -split % 8 + 8, high, low)
+        if point:
+            shared[1] = None
+        split_at = jnp.array([split], jnp.int32)
+        options["shared"] = SharedPages(*shared, radius=None, split=split_at)
+        digests = digests[0], high, None if point else low, None
+        kernel = shared_pages_gpu.select_pages
+    run = jax.jit(partial(kernel, interpret=interpret, **options))
     assert np.any(expected >= 0) and np.any(expected < 0)
     np.testing.assert_array_equal(run(*digests, *bounds), expected)
 
@@ -283,6 +312,8 @@ FLAT = _options(lists=2, entries=7, page_size=32, flat=True)
 PRIOR = _options(prior=True)
 SHORT = _options(short=True)
 TOGETHER = _options(size=20, together=True)
+# Of pages, in the middle of a line of scores.
+SHARED, SHARED_PAGES = _options(shared=128), _options(shared=136)
 
 CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
     "decode": (_decode, Case(head_dim=128)),
@@ -327,11 +358,55 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
     ),
     "pages-together": (_pages, Case(rows=3, slots=136, workers=12, options=TOGETHER)),
     "sparse-flat-prior": (_sparse, Case(rows=2, workers=6, group=3, options=FLAT + PRIOR)),
+    "sparse-shared": (
+        _sparse,
+        Case(rows=3, workers=1, options=_options(lists=4, entries=9, page_size=16, **dict(SHARED))),
+    ),
+    "sparse-shared-around": (
+        _sparse,
+        Case(rows=4, workers=16, options=SHORT_LISTS + SHARED + _options(around=True)),
+    ),
+    "pages-shared": (
+        _pages,
+        Case(rows=3, slots=196, workers=6, options=SHARED_PAGES + _options(size=20)),
+    ),
+    # More rows of a tile of columns than steps in flight, and more tiles than workers.
+    "pages-shared-heads": (
+        _pages,
+        Case(
+            rows=9,
+            kv_heads=1,
+            group=1,
+            slots=204,
+            workers=1,
+            options=SHARED_PAGES + _options(size=9),
+        ),
+    ),
+    "pages-shared-passes": (
+        _pages,
+        Case(
+            rows=20,
+            kv_heads=1,
+            group=5,
+            slots=216,
+            workers=4,
+            options=SHARED_PAGES + _options(size=20),
+        ),
+    ),
+    "pages-shared-together": (
+        _pages,
+        Case(rows=4, group=3, slots=200, workers=6, options=SHARED_PAGES + TOGETHER),
+    ),
+    "pages-shared-points": (
+        _pages,
+        Case(rows=4, slots=200, workers=6, options=SHARED_PAGES + _options(size=20, point=True)),
+    ),
 }
 # One of each kernel; the others are `slow`, for the interpreter is.
 QUICK = {
     *("decode-queries-and-window", "logits", "topk-few", "mass-max-causal"),
     *("ties", "sparse-around", "select-short", "pages", "pages-together", "sparse-flat-prior"),
+    *("sparse-shared-around", "pages-shared", "pages-shared-together"),
 }
 
 # What the GPU runs: more rows and heads, both head dims and dtypes, groups of 1, 4 and 8.
@@ -379,6 +454,35 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
             ),
         }.items()
     }
+    _sixteen = replace(_case, rows=16)
+    LARGE |= {
+        f"sparse-shared-{_dim}-{_dtype}-{_group}": (
+            _sparse,
+            replace(
+                _sixteen,
+                options=_options(lists=4 * _group, entries=64, page_size=16, shared=3072),
+            ),
+        ),
+        f"sparse-shared-around-{_dim}-{_dtype}-{_group}": (
+            _sparse,
+            replace(
+                _sixteen,
+                options=_options(lists=4, entries=70, page_size=32, shared=3072, around=True),
+            ),
+        ),
+    }
+    for _rows, _shared in ((16, 8200), (3, 1016), (40, 2000)):
+        _box = replace(_case, rows=_rows, slots=_shared + 84)
+        LARGE |= {
+            f"pages-shared-{_shared}-{_dim}-{_dtype}-{_group}": (
+                _pages,
+                replace(_box, options=_options(size=64, shared=_shared)),
+            ),
+            f"pages-shared-together-{_shared}-{_dim}-{_dtype}-{_group}": (
+                _pages,
+                replace(_box, options=_options(size=32, together=True, shared=_shared)),
+            ),
+        }
     for _pages_of, _name in ((2048, "pages"), (8192, "pages"), (10_000, "pages")):
         _box = replace(_case, rows=8, slots=_pages_of)
         LARGE |= {
@@ -396,6 +500,14 @@ LARGE |= {
     for _slots in (136, 1024, 8192)
 }
 LARGE["pages-points"] = _pages, Case(rows=5, slots=4096, options=_options(size=64, point=True))
+LARGE["pages-shared-points"] = (
+    _pages,
+    Case(rows=16, group=8, slots=4096, options=_options(size=64, point=True, shared=4000)),
+)
+LARGE["pages-shared-that-no-block-can-keep"] = (
+    _pages,
+    Case(rows=2, slots=20_000, options=_options(size=64, shared=19_000)),
+)
 LARGE["pages-that-no-block-can-keep"] = (
     _pages,
     Case(rows=2, slots=20_000, options=_options(size=64)),

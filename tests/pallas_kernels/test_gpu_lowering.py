@@ -21,6 +21,7 @@ from tests.pallas_kernels import gpu_programs
     [
         *("decode", "decode-merged", "logits", "topk", "topk-plain-max", "topk-few", "mass"),
         *("sparse", "sparse-around", "sparse-flat-prior", "select", "ties"),
+        *("sparse-shared", "pages-shared", "pages-shared-together"),
     ],
 )
 def test_lowers_for_cuda_within_a_manual_shard_map(
@@ -42,7 +43,8 @@ def test_lowers_for_cuda_within_a_manual_shard_map(
     sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     text = jax.jit(sharded).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     # Both halves of the top-k search are kernels, and the merge of few pieces.
-    kernels = 2 if name in ("topk", "topk-plain-max", "decode-merged") else 1
+    two = "topk", "topk-plain-max", "decode-merged", "pages-shared", "pages-shared-together"
+    kernels = 2 if name in two else 1
     assert text.count("custom_call @mosaic_gpu") == len(modules) == kernels
     for module in modules:
         # Where no tiling is asked for the inference may choose fewer rows, which come out wrong.

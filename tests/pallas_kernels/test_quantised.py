@@ -30,7 +30,8 @@ from pallas_kernels.dispatch import Kernel, form_of, select
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.prefill_attention import api, cache_attention, reference, xla
 from pallas_kernels.quantised import FORMS, Quantised, dequantised, quantise, stored_as
-from pallas_kernels.sparse_decode_attention import Around, sparse_decode_attention
+from pallas_kernels.sparse_decode_attention import Around, Shared, sparse_decode_attention
+from pallas_kernels.sparse_decode_attention import api as sparse_api
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
 from pallas_kernels.topk_scores import api as topk_api
@@ -254,6 +255,23 @@ def test_a_kernel_of_the_best_keys_that_reads_floats_is_given_blocks(form):
     np.testing.assert_allclose(found[0], expected[0], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("lists", [K, K * G])
+def test_sparse_decode_attention_of_rows_that_share_slots(form, lists):
+    k, v = stored(form)
+    shared = Shared(*(x.map(lambda y: y[:1]) for x in (k, v)), jnp.array([200]))
+    own = [x.map(lambda y: y[:, :, 200:]) for x in (k, v)]
+    whole = [
+        x.map(lambda y: jnp.concatenate([jnp.repeat(y[:1, :, :200], B, 0), y[:, :, 200:]], 2))
+        for x in (k, v)
+    ]
+    q, start, stop = draw(B, 1, K * G, H), jnp.array([3, 3]), jnp.array([290, 210])
+    pages = jnp.tile(jnp.array([0, 3, 20, 28, -1]), (B, lists, 1))
+    how = {"page_size": 10, "scale": 0.3}
+    found = sparse_decode_attention(q, *own, pages, start, stop, **how, shared=shared)
+    expected = sparse_decode_attention(q, *whole, pages, start, stop, **how)
+    close(found, expected, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("prior", [False, True])
 @pytest.mark.parametrize("lists", [K, K * G, "flat"])
 def test_sparse_decode_attention(form, lists, prior):
@@ -408,13 +426,19 @@ def test_the_gpu_kernel_reads_listed_pages_of_8_bits(monkeypatch, lists, forms):
         np.testing.assert_allclose(found[which + 1], expected[which + 1], atol=1e-4)
 
 
+@pytest.mark.parametrize("split", [0, 256])
 @pytest.mark.parametrize("pieces", [1, 8])
-def test_the_gpu_kernel_reads_int8_around_listed_pages(monkeypatch, pieces):
-    """The first and last slots in the same launch, with scales in the order of the pages."""
+def test_the_gpu_kernel_reads_int8_around_listed_pages(monkeypatch, pieces, split):
+    """The first and last slots in the same launch, with scales in the order of the pages.
+
+    With a split, of rows that share the slots below it.
+    """
     monkeypatch.setattr(hopper, "processors", lambda: B * K * pieces)
     slots, width, page = 512, 64, 16
     start, stop, length = jnp.array([4, 0]), jnp.array([442, 130]), jnp.array([506, 131])
     (k, v), exact = gpu_stored((B, K, slots, width), EIGHT_BITS[0])
+    k, v = (x.map(lambda y: y.at[:, :, :split].set(y[:1, :, :split])) for x in (k, v))
+    exact = [x.at[:, :, :split].set(x[:1, :, :split]) for x in exact]
     q = draw(B, 1, K * G, width, seed=3, dtype=jnp.bfloat16)
     pages = jnp.array([[0, 27, 5, -1, 7, 9, 20, 11, 3], [1, 2, 8, 0, 3, -1, -1, 4, -1]])
     slot = jnp.arange(slots)
@@ -432,9 +456,33 @@ def test_the_gpu_kernel_reads_int8_around_listed_pages(monkeypatch, pieces):
         around=Around(length, 5, 64),
         interpret=plgpu.InterpretGPUParams(inline_mgpu="ignore"),
     )
-    found = jax.jit(kernel)(q, k, v, pages, start, stop)
+    how = {}
+    if split:
+        # Garbage lies behind what is shared.
+        whole = [
+            x.map(lambda y: jnp.flip(y[:1], 2).at[:, :, :split].set(y[:1, :, :split]))
+            for x in (k, v)
+        ]
+        how["shared"] = Shared(*whole, jnp.array([split]))
+        k, v = (x.map(lambda y: y[:, :, split:]) for x in (k, v))
+    found = jax.jit(kernel)(q, k, v, pages, start, stop, **how)
     np.testing.assert_allclose(found[0].astype(jnp.float32), expected[0], atol=1e-2)
     np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
+
+
+def test_slots_around_listed_pages_are_read_in_every_form(monkeypatch):
+    monkeypatch.setattr(sparse_api.dispatch, "platform", lambda: "gpu")
+    monkeypatch.setattr(hopper, "unsupported", lambda q: None)
+    q, pages = jnp.zeros((B, 1, K * G, 64), jnp.bfloat16), jnp.zeros((B, K, 4), jnp.int32)
+    for form in (None, "int8", "fp8"):
+        cache = empty((B, K, 512, 64), jnp.bfloat16, form)
+        assert sparse_api.takes_around(q, cache, pages, 16, False)
+        whole = empty((1, K, 512, 64), jnp.bfloat16, form)
+        shared = Shared(whole, whole, jnp.array([256]))
+        k = empty((B, K, 128, 64), jnp.bfloat16, form)
+        assert sparse_api.takes_around(q, k, pages, 16, False, shared)
+        assert sparse_api.takes_shared(q, k, pages, 16, shared)
+        assert not sparse_api.takes_shared(q, k, pages, 4, shared)
 
 
 @pytest.mark.parametrize("forms", EIGHT_BITS + MIXED)

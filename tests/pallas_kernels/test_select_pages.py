@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import dispatch, hopper
 from pallas_kernels.plane import Plane
-from pallas_kernels.select_pages import select_pages
+from pallas_kernels.select_pages import SharedPages, select_pages
 
 ROWS, KV_HEADS, GROUP, PAGES, HEAD_DIM, SIZE = 4, 2, 3, 24, 8, 7
 FIRST = jnp.array([0, 3, 20, 5], jnp.int32)
@@ -94,6 +94,53 @@ def test_planes_are_their_layers_part() -> None:
     np.testing.assert_array_equal(of_planes(q, high, low), expected)
 
 
+# The first row has no page of its own, the third no other; the fourth has none.
+SPLIT, SHARED_FIRST = 16, jnp.array([0, 3, 17, 5], jnp.int32)
+SHARED_LAST = jnp.array([16, 22, 23, 5], jnp.int32)
+
+
+def _shared(kind: str, dtype: str, *, spare: int = 3) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Digests of rows that share the first pages: whole, and parted, with garbage in between."""
+    q, *whole = _digests(kind, dtype)
+    whole = [x if x is None else x.at[:, :, :SPLIT].set(x[:1, :, :SPLIT]) for x in whole]
+    room = [(0, 0), (0, 0), (0, spare)]
+    theirs = [
+        None
+        if x is None
+        else jnp.pad(x[:1, :, :SPLIT], [*room, (0, 0)][: x.ndim], constant_values=99)
+        for x in whole
+    ]
+    own = [x if x is None else x[:, :, SPLIT:] for x in whole]
+    return (q, *whole), (q, *own, SharedPages(*theirs, split=jnp.array([SPLIT], jnp.int32)))
+
+
+@pytest.mark.parametrize("planes", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["box", "ball", "point"])
+def test_rows_that_share_pages_list_what_each_lists_alone(
+    kind: str, dtype: str, together: bool, planes: bool
+):
+    whole, (*parted, shared) = _shared(kind, dtype)
+    bounds = SHARED_FIRST, SHARED_LAST, COUNT
+    if planes:
+        shared = shared._replace(
+            **{
+                name: Plane(jnp.stack([x, -x]), jnp.int32(0))
+                for name in ("high", "low")
+                if (x := getattr(shared, name)) is not None
+            }
+        )
+    choose = functools.partial(select_pages, size=SIZE, together=together)
+    lists = jax.jit(choose)(*parted, *bounds, shared=shared)
+    by_definition = choose(*parted, *bounds, shared=shared, implementation="reference")
+    np.testing.assert_array_equal(lists, by_definition)
+    for row in range(ROWS):
+        alone = (x if x is None else x[row : row + 1] for x in (*whole, *bounds))
+        np.testing.assert_array_equal(lists[row : row + 1], _run(together)(*alone))
+    assert (lists[2, 0] == jnp.array([17, 18, 19, 20, 21, 22, -1])).all()
+
+
 def test_one_count_serves_all_rows() -> None:
     digests = _digests("point")
     lists = select_pages(*digests, FIRST, LAST, 4, size=SIZE)
@@ -107,8 +154,8 @@ def test_a_gpu_takes_its_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch) ->
     q, high = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     number = jax.ShapeDtypeStruct((1,), jnp.int32)
 
-    def kernels(q: Any, high: Any, *, size: int = 64, together: bool = False) -> int:
-        run = functools.partial(select_pages, size=size, together=together)
+    def kernels(q: Any, high: Any, *, size: int = 64, **how: Any) -> int:
+        run = functools.partial(select_pages, size=size, **how)
         with mock.patch.object(dispatch, "platform", lambda: "gpu"):
             traced = jax.jit(run).trace(q, high, high, None, number, number, number)
         return str(traced.jaxpr).count("kernel_name")
@@ -119,6 +166,14 @@ def test_a_gpu_takes_its_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch) ->
     small = [jax.ShapeDtypeStruct((*x.shape[:-1], 96), x.dtype) for x in (q, high)]
     assert kernels(*small) == 1
     assert kernels(q, high, size=1000) == 0
+    # Of rows that share pages two, however many rows there are.
+    for rows in (1, 16, 50):
+        asked = [jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for x in (q, high)]
+        pages = jnp.zeros(high.shape, high.dtype)
+        shared = SharedPages(pages, pages, None, jnp.array([2000], jnp.int32))
+        number = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        for together in (False, True):
+            assert kernels(*asked, together=together, shared=shared) == 2
 
 
 def test_what_does_not_fit_is_refused(unchecked_signatures) -> None:
@@ -128,5 +183,11 @@ def test_what_does_not_fit_is_refused(unchecked_signatures) -> None:
         select_pages(q[:, :5], high, low, None, FIRST, LAST, COUNT, size=SIZE)
     with pytest.raises(ValueError, match="a box or a ball"):
         select_pages(q, high, low, radius, FIRST, LAST, COUNT, size=SIZE)
+    shared = SharedPages(high[:1], low[:1], None, jnp.array([8], jnp.int32))
+    with pytest.raises(ValueError, match="of another form than the rows' own"):
+        select_pages(q, high, None, None, FIRST, LAST, COUNT, size=SIZE, shared=shared)
+    with pytest.raises(ValueError, match="query heads a multiple"):
+        shared = shared._replace(high=high, low=low)
+        select_pages(q, high, low, None, FIRST, LAST, COUNT, size=SIZE, shared=shared)
     with pytest.raises(ValueError, match="count 8 does not fit size 7"):
         select_pages(q, high, low, None, FIRST, LAST, 8, size=SIZE)

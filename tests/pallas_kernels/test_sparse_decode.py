@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.common import merge
 from pallas_kernels.sparse_decode_attention import (
     Around,
+    Shared,
     reference,
     sparse_decode_attention,
     xla,
@@ -213,6 +214,35 @@ def test_any_bounds_and_lists_attend_alike_in_every_form(
         )
 
 
+@pytest.mark.parametrize("split", [0, 8, 24])
+@pytest.mark.parametrize("lists", ["kv heads", "query heads"])
+def test_rows_that_share_slots_attend_as_alone(lists: str, split: int) -> None:
+    """Each row over all its slots, in a cache of its own, is the definition."""
+    case = Case(lists=lists, prior=None)
+    q, k, v, _ = _inputs(case)
+    # Garbage for no row lies in the shared slots.
+    rng = np.random.default_rng(5)
+    theirs = [jnp.asarray(rng.normal(size=(1, *k.shape[1:])), k.dtype) for _ in range(2)]
+    k, v = (x.at[:, :, :split].set(y[:, :, :split]) for x, y in zip((k, v), theirs, strict=True))
+    start = jnp.full(ROWS, 4, jnp.int32)
+    stop = jnp.maximum(jnp.array(STOPS), split)
+    beyond = jnp.arange(SLOTS) >= stop[:, None]
+    k, v = (jnp.where(beyond[:, None, :, None], 0, jnp.nan_to_num(x)) for x in (k, v))
+    listed = _lists(case)
+    options = dict(page_size=8, scale=0.4)
+    expected = reference.sparse_decode_attention(q, k, v, listed, start, stop, **options)
+    shared = Shared(*theirs, jnp.array([split], jnp.int32))
+    for name in (None, "reference"):
+        run = jax.jit(partial(sparse_decode_attention, **options, implementation=name))
+        found = run(q, k[:, :, split:], v[:, :, split:], listed, start, stop, shared=shared)
+        np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
+        np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
+    for row in range(ROWS):
+        each = (x[row : row + 1] for x in (q, k, v, listed, start, stop))
+        alone = sparse_decode_attention(*each, **options)
+        np.testing.assert_allclose(found[0][row], alone[0][0], atol=1e-5)
+
+
 def _temporaries(page_size: int, lists: tuple[int, ...], flat: bool = False) -> int:
     """Bytes for 32 heads over 8 of 128 and a bfloat16 cache of a million slots, 4 GB."""
     shape = jax.ShapeDtypeStruct
@@ -316,3 +346,9 @@ def test_bad_arguments_are_named(unchecked_signatures) -> None:
         sparse_decode_attention(q, k, v, lists, *bounds, **options, around=Around(bounds[1], 1, 1))
     with pytest.raises(ValueError, match="does not fit"):
         sparse_decode_attention(q[:, :, :3], k, v, lists, *bounds, **options)
+    shared = Shared(k[:1], v[:1], jnp.array([8], jnp.int32))
+    with pytest.raises(ValueError, match="shared slots given with a flat list or a prior"):
+        sparse_decode_attention(q, k, v, lists, *bounds, **options, shared=shared, prior_query=q)
+    with pytest.raises(ValueError, match="does not fit"):
+        shared = Shared(k, v, jnp.array([8], jnp.int32))
+        sparse_decode_attention(q, k, v, lists, *bounds, **options, shared=shared)

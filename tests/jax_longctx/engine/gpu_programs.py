@@ -1,8 +1,8 @@
 """Compiles methods' programs for one H200 that need not be there, and prints what they hold.
 
-`python -m tests.jax_longctx.engine.gpu_programs METHOD[:kv=int8][:weights=int8]...` in a process
-that finds JAX's CUDA plugin: JAX looks for plugins once, when it begins. One line of JSON is
-printed for each program.
+`python -m tests.jax_longctx.engine.gpu_programs METHOD[:kv=int8][:weights=int8][:rows=16]...` in a
+process that finds JAX's CUDA plugin: JAX looks for plugins once, when it begins. One line of JSON
+is printed for each program; with `rows` for the decode step alone, of rows that share a context.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 # What XLA asks of a GPU, here an H200, with no more memory than the arguments of a program take:
 # when it is full, programs must be the same.
@@ -161,6 +162,39 @@ def _makes(program: dict[str, list[Instruction]], fusion: Instruction) -> bool:
     return not any(each.op in _IN_PLACE for each in body)
 
 
+def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
+    """The decode step of so many rows that go on from one context, as `used_programs` gives it."""
+    import functools
+
+    import jax
+    import jax.numpy as jnp
+
+    from jax_longctx.caches.branched import branches, split_of, with_context
+    from jax_longctx.contract import own_tokens
+    from jax_longctx.engine import programs
+    from jax_longctx.engine.capacity import staged_caches
+    from jax_longctx.engine.engine import BLOCK
+    from jax_longctx.engine.sampling import ANY
+    from jax_longctx.planning import compiled
+
+    own, layout = own_tokens(request.method), setup.slot_layout
+    assert own is not None
+    _, context, _ = staged_caches(setup, 1, request.context, request.reserve)
+    room = -(-(own + layout.turn + request.reserve) // layout.turn) * layout.turn
+    split = split_of(request.context, own, layout)
+    branched = functools.partial(branches, rows=rows, room=room, split=split)
+    caches = with_context(jax.eval_shape(branched, context), context)
+    shape = jax.ShapeDtypeStruct
+    variants = programs.answer_variants(request.method, request.reserve)
+    args = (
+        *(setup, compiled.abstract_params(setup), compiled.placed(setup.mesh, caches)),
+        *(compiled.abstract_state(rows), shape((rows,), jnp.int32)),
+        *(shape((rows, BLOCK), jnp.int32), compiled.abstract_values(rows)),
+        (BLOCK, variants, ANY),
+    )
+    return [compiled.UsedProgram("shared decode", "decode", programs.decode_block, args, 0)]
+
+
 def main(methods: list[str]) -> None:
     import jax
     from jax.experimental import topologies
@@ -184,6 +218,8 @@ def main(methods: list[str]) -> None:
     config = ModelConfig.from_hf({**PRESETS["llama-3.1-8b"], "num_hidden_layers": LAYERS})
     for said in methods:
         name, *forms = said.split(":")
+        options = dict(form.split("=") for form in forms)
+        rows = int(options.pop("rows", 1))
         request = PlanRequest(
             config=config,
             method=make_method(name),
@@ -191,7 +227,7 @@ def main(methods: list[str]) -> None:
             context=CONTEXT,
             reserve=RESERVE,
             chunk=CHUNK,
-            **dict(form.split("=") for form in forms),
+            **options,
         )
         setup = request.setup(mesh)
         caches = staged_caches(setup, 1, CONTEXT, RESERVE)
@@ -203,7 +239,8 @@ def main(methods: list[str]) -> None:
                         leaf.size: f"all layers' {what}",
                         leaf.size // LAYERS: f"a layer's {what}",
                     }
-        for used in used_programs(request, setup, 1):
+        used_of: Any = used_programs if rows == 1 else shared_decode
+        for used in used_of(request, setup, rows):
             a_turn = LAYERS_A_TURN if used.kind == "decode" else 1
             compiled = used.lower().compile()
             program = computations(compiled.as_text())

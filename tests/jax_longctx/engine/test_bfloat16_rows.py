@@ -4,6 +4,7 @@ The guide of the server states the tolerance. Sums of a matmul round otherwise w
 of rows. The model is wide enough for that: its logits spread over some nats.
 """
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from tests.support import random_rows, tiny_config
 # Nats, and the share of positions that keep to it where decode steps choose what they read: a
 # choice between keys that score nearly alike can differ.
 TOLERANCE, SHARE = 0.1, 0.95
-CHOOSING = ("quest", "refreshkv", "infllm")
+CHOOSING = ("quest", "arkvale", "refreshkv", "infllm")
 CONTEXTS = random_rows([164, 137, 190, 150], vocab=512)
 QUESTIONS = random_rows([5, 2, 3, 7, 1, 4, 6, 8], vocab=512, seed=1)
 ANSWER, RESERVE = 24, 40
@@ -38,11 +39,11 @@ CONFIG = tiny_config(
 )
 
 
-def answers(name, *, shared):
+def answers(name, *, shared, config=CONFIG, share_alone=True):
     """Of each row its request, and what it chose alone and amid the others."""
     mesh = make_mesh()
-    params = init_params(CONFIG, mesh, seed=0, dtype=jnp.bfloat16)
-    engine = Engine(CONFIG, params, small_method(name), mesh, chunk=64)
+    params = init_params(config, mesh, seed=0, dtype=jnp.bfloat16)
+    engine = Engine(config, params, small_method(name), mesh, chunk=64)
     capacity = engine.slots_for(190 + 128)
     requests = [
         Request(
@@ -60,11 +61,12 @@ def answers(name, *, shared):
             known[text] = engine.prefill([text], reserve=RESERVE, capacity=capacity)
     queue = [(known[tuple(t)], request) for t, request in zip(texts, requests, strict=True)]
     places: dict[str, Any] = {"slots": capacity, "reserve": RESERVE}
+    own = dict(places)
     if shared:
         # As a server runs it, also for a single row.
         assert own_tokens(engine.method) is not None
         places["context"] = queue[0][0]
-    one = RunningBatch(engine, places=1, **places)
+    one = RunningBatch(engine, places=1, **(places if share_alone else own))
     alone = [run(one, [each])[0][0] for each in queue]
     amid, _ = run(RunningBatch(engine, places=len(queue), **places), queue)
     return zip(requests, alone, amid, strict=True)
@@ -100,7 +102,19 @@ def differences(request, alone, amid):
     ],
 )
 def test_log_probabilities_amid_others_are_those_alone(name, shared):
-    found = [differences(*each) for each in answers(name, shared=shared)]
+    check(name, answers(name, shared=shared))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["full", "quest", "arkvale"])
+def test_shared_rows_on_a_gpu_are_those_alone(name):
+    """With heads that the kernels take; a row alone has a cache of its own."""
+    config = dataclasses.replace(CONFIG, head_dim=64)
+    check(name, answers(name, shared=True, config=config, share_alone=False))
+
+
+def check(name, rows):
+    found = [differences(*each) for each in rows]
     told = np.concatenate(found)
     # Most tokens are compared, so few rows part early.
     assert len(told) >= len(found) * ANSWER * 0.7

@@ -6,7 +6,7 @@ import pytest
 from jax_longctx.contract import own_tokens
 from jax_longctx.engine import Request, RunningBatch, Sampling
 from jax_longctx.errors import CapacityError, InputError
-from jax_longctx.methods import METHODS, ArkVale, Quest, make_method
+from jax_longctx.methods import METHODS, ArkVale, Quest, Star, make_method
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.test_running import alone, compilations, run
 from tests.small_methods import small_method
@@ -55,10 +55,12 @@ def test_rows_over_one_context_answer_as_they_do_alone(name):
     check_method(small_method(name))
 
 
-@pytest.mark.parametrize("name", ["full", "quest"])
+@pytest.mark.parametrize(
+    ("name", "kv"), [("full", "int8"), ("quest", "int8"), ("quest", "fp8"), ("arkvale", "int8")]
+)
 @pytest.mark.parametrize("by_layer", [True, False])
-def test_rows_over_one_context_in_8_bits(name, by_layer):
-    check_method(small_method(name), by_layer=by_layer, kv="int8")
+def test_rows_over_one_context_in_8_bits(name, kv, by_layer):
+    check_method(small_method(name), by_layer=by_layer, kv=kv)
 
 
 @pytest.mark.parametrize("name", SHARING)
@@ -97,10 +99,15 @@ def test_more_rows_than_a_pass_takes():
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("full", (1, 2, 2)), ("star", (1, 2, 2)), ("quest", (1, 1, 2))]
+    ("name", "sizes"),
+    [
+        *(("full", (1, 2, 2)), ("star", (1, 2, 2)), ("quest", (1, 1, 2)), ("arkvale", (1, 1, 2))),
+        *(("quest", (1, 2, 2)), ("arkvale", (1, 4, 1))),
+    ],
 )
 def test_on_a_mesh(name, sizes):
-    check_method(small_method(name), mesh=make_mesh(*sizes))
+    # Slots of four shards part at multiples of 512.
+    check_method(small_method(name), mesh=make_mesh(*sizes), context=random_rows([700]))
 
 
 @pytest.mark.parametrize("by_layer", [True, False])
@@ -162,7 +169,8 @@ def test_what_cannot_share_is_named():
         RunningBatch(engine, places=2, reserve=64, context=two)
     held, other = (engine.prefill(CONTEXT, reserve=64) for _ in range(2))
     batch = RunningBatch(engine, places=2, reserve=64, context=held)
-    over_seq = tiny_engine(small_method("quest"), config=CONFIG, mesh=make_mesh(1, 2, 1))
+    blocks = Star(block=128, decode=small_method("quest"))
+    over_seq = tiny_engine(blocks, config=CONFIG, mesh=make_mesh(1, 2, 1))
     spread = over_seq.prefill(CONTEXT, reserve=64)
     with pytest.raises(InputError, match="on a mesh with seq=1: this one has seq=2"):
         RunningBatch(over_seq, places=2, reserve=64, context=spread)

@@ -1,6 +1,7 @@
 """The engine's programs compiled ahead of time for v5e, on one chip and sharded over four."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax_longctx.planning.collectives import count_collectives, count_reads
 from jax_longctx.planning.compiled import abstract_params, local_arrays
 from jax_longctx.planning.plan import step_weight_bytes
 from jax_longctx.sharding import MESH_AXES, make_mesh
-from tests.jax_longctx.engine.gpu_programs import computations, unfused
+from tests.jax_longctx.engine.gpu_programs import computations, shared_decode, unfused
 from tests.jax_longctx.engine.lowering import (
     cache_bytes,
     compile_decode,
@@ -89,6 +90,22 @@ def test_tpu_segment_compiles_in_place_with_its_kernel(setup, batch, tokens):
     assert memory.alias_size_in_bytes >= cache
     assert memory.temp_size_in_bytes < cache / setup.config.num_layers
     assert "tpu_custom_call" in compiled.as_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("quest", (1, 1, 1)), pytest.param("arkvale", (1, 2, 2), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_tpu_rows_over_one_context_copy_no_layer_of_it(name, mesh):
+    setup = on_v5e(mesh, make_method(name))
+    request = SimpleNamespace(method=setup.method, context=32000, reserve=512)
+    (decode,) = shared_decode(request, setup, 8)
+    memory = decode.lower().compile().memory_analysis()
+    keys = SIZES["num_kv_heads"] * SLOTS * SIZES["head_dim"] * 2 // (mesh[1] * mesh[2])
+    assert memory.temp_size_in_bytes < 0.75 * keys
+    # Keys and values of all layers, which the context has once.
+    assert memory.alias_size_in_bytes >= 2 * keys * SIZES["num_layers"]
 
 
 @pytest.mark.parametrize("kv", ["int8", pytest.param("fp8", marks=pytest.mark.thorough)])
