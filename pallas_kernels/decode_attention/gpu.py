@@ -338,7 +338,7 @@ def _kernel(*refs, job: _Job, **scratch):
     plan_refs, q_ref, refs = refs[:first], refs[first], refs[first + 1 :]
     caches, out_refs = refs[:given], refs[given:]
     role, planned = lax.axis_index("role"), scratch["planned"]
-    plan = _FewLines.of(plan_refs, job) if job.few else scratch["plan"]
+    plan: Any = _FewLines.of(plan_refs, job) if job.few else scratch["plan"]
 
     def wait_for_plan() -> None:
         if not job.few:
