@@ -91,7 +91,7 @@ def masked_max(x: Float[Array, "B K P Z *H"], held: Bool[Array, "B P Z"]) -> Arr
 
 
 def _over_slots(combine: Callable[[Array, Array], Array], x: Array) -> Array:
-    """The slots of each page combined.
+    """The slots of each page added or, by `jnp.maximum`, their maximum.
 
     Of one page on a GPU, as a decode step has it, slot after slot: elementwise operations fuse with
     the write of the digest, reductions would be launches.
@@ -102,4 +102,4 @@ def _over_slots(combine: Callable[[Array, Array], Array], x: Array) -> Array:
             pairs = zip(each[::2], each[1::2], strict=False)
             each = [combine(*pair) for pair in pairs] + each[len(each) & ~1 :]
         return each[0]
-    return {jnp.add: jnp.sum, jnp.maximum: jnp.max}[combine](x, axis=3)
+    return jnp.sum(x, axis=3) if combine is jnp.add else jnp.max(x, axis=3)

@@ -355,7 +355,7 @@ def _kernel(*refs, job: _Job, **scratch):
     given = len(refs) - (3 if job.logits else 2)
     caches, out_refs = refs[:given], refs[given:]
     role, planned = lax.axis_index("role"), scratch["planned"]
-    plan = _FewLines.of(plan_refs, job) if job.few else scratch["plan"]
+    plan: Any = _FewLines.of(plan_refs, job) if job.few else scratch["plan"]
     readers = hopper_slots.READERS if job.by_slots else 1
 
     def wait_for_plan() -> None:

@@ -77,7 +77,7 @@ def test_angles_hold_the_attention_factor_as_in_transformers():
     assert cos[0, 0] == pytest.approx(0.1 * np.log(4) + 1)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"], ids=["joined", "turned over"])
 def test_apply_rope_turns_each_pair_as_a_complex_number(monkeypatch, platform):
     monkeypatch.setattr(rope_module, "platform", lambda: platform)
     rope = RopeConfig(kind="default", theta=100.0, trained_length=64)
@@ -91,7 +91,7 @@ def test_apply_rope_turns_each_pair_as_a_complex_number(monkeypatch, platform):
     np.testing.assert_allclose(turned[..., 4:], expected.imag, atol=1e-5)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"], ids=["joined", "turned over"])
 def test_apply_rope_computes_in_float32_and_keeps_the_dtype(monkeypatch, platform):
     monkeypatch.setattr(rope_module, "platform", lambda: platform)
     rope = RopeConfig(kind="default", theta=1e4, trained_length=8192)
