@@ -186,7 +186,7 @@ def _kernel(x_ref, w_ref, out_ref, *, job: _Job, w_ring, x_ring, ready) -> None:
             plgpu.commit_smem()
             copy(tile + job.stages)
 
-    def sums(tiles) -> list[Array]:
+    def sums(tiles: tuple[Array, Array]) -> list[Array]:
         """Those of the tiles, 64 outputs each."""
 
         def summed(*sums) -> list[Array]:
@@ -205,7 +205,7 @@ def _kernel(x_ref, w_ref, out_ref, *, job: _Job, w_ring, x_ring, ready) -> None:
         found = pl.run_scoped(summed, *[acc] * (job.width // hopper.ROWS))
         return [plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED) for x in found]
 
-    def sums_of_8_bits(tiles) -> list[Array]:
+    def sums_of_8_bits(tiles: tuple[Array, Array]) -> list[Array]:
         """Those of the tiles, all outputs."""
 
         def multiply(tile, acc) -> Array:

@@ -200,7 +200,7 @@ def sparse_decode_attention(
     )
     # Apart, as they come from the program: to join them would be a launch.
     bounds: tuple[Array, ...] = (start, stop, stop if around is None else around.length)
-    theirs: tuple[Any, ...] = ()
+    theirs: list[Any] = []
     if shared is not None:
         bounds += (jnp.broadcast_to(shared.split // page_size, (batch,)),)
         theirs, their_scales = parts_of(shared.k, shared.v)

@@ -15,6 +15,8 @@ from pallas_kernels.attention_mass import gpu as mass_gpu
 from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.page_scores import SharedPages
+from pallas_kernels.quantised import quantise
+from pallas_kernels.quantised_matrix import quantise_matrix
 from pallas_kernels.row_matmul import gpu as row_gpu
 from pallas_kernels.select_large_k import gpu as select_gpu
 from pallas_kernels.select_pages import gpu as pages_gpu
@@ -59,6 +61,23 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
         "rows-many-outputs": (
             partial(row_gpu.row_matmul, dtype=jnp.bfloat16),
             (w[:1].reshape(1, -1), w),
+        ),
+        "rows-of-8-bits": (
+            partial(row_gpu.row_matmul, dtype=jnp.float32),
+            (rows, quantise_matrix(w, "fp8", (0,))),
+        ),
+        "decode-int8": (
+            partial(decode_gpu.decode_attention, scale=0.1),
+            (one, quantise(k, "int8"), quantise(v, "int8"), bound),
+        ),
+        # As methods that rotate keys as they read hand them on.
+        "logits-of-floats-beside-int8": (
+            partial(decode_gpu.attend_with_logits, scale=0.1),
+            (one, k, quantise(v, "int8"), bound),
+        ),
+        "sparse-fp8": (
+            sparse,
+            (one, quantise(k, "fp8"), quantise(v, "fp8"), pages, bound * 0, bound),
         ),
         "sparse": (sparse, (one, k, v, pages, bound * 0, bound)),
         "sparse-around": (

@@ -22,6 +22,7 @@ from tests.pallas_kernels import gpu_programs
         *("decode", "decode-merged", "logits", "topk", "topk-plain-max", "topk-few", "mass"),
         *("sparse", "sparse-around", "sparse-flat-prior", "select", "ties"),
         *("sparse-shared", "pages-shared", "pages-shared-together"),
+        *("rows-of-8-bits", "decode-int8", "logits-of-floats-beside-int8", "sparse-fp8"),
     ],
 )
 def test_lowers_for_cuda_within_a_manual_shard_map(
@@ -54,7 +55,7 @@ def test_lowers_for_cuda_within_a_manual_shard_map(
         )
 
 
-@pytest.mark.parametrize("name", ["decode", "topk"])
+@pytest.mark.parametrize("name", ["decode", "decode-int8", "topk"])
 def test_a_kernel_lowers_to_the_same_text_each_time(name: str) -> None:
     """Else equal kernels would be compiled once for each call, and not be found on the disk."""
     run, args = gpu_programs.programs()[name]
