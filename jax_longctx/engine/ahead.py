@@ -83,7 +83,7 @@ class Program:
         if rehearsal is not None:
             return rehearsal.call(self, args)
         if self.stored:
-            found = self.stored.get(_key(args))
+            found = self.stored.get(self.key(args))
             if found is not None and found.result() is not None:
                 return found.result()(*self.split(args)[1])
         return self.jitted(*args)
@@ -92,6 +92,14 @@ class Program:
         """The static arguments and the others."""
         fixed = [args[position] for position in self._static]
         return fixed, tuple(arg for i, arg in enumerate(args) if i not in self._static)
+
+    def key(self, args: tuple[Any, ...]) -> Any:
+        """What tells the program of these arguments from others of this process, as `jit` does."""
+        fixed, others = self.split(args)
+        leaves, structure = jax.tree.flatten(others)
+        signatures = tuple(map(_signature, leaves))
+        precision = jax.config.jax_default_matmul_precision
+        return id(self), precision, tuple(fixed), structure, signatures
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.jitted, name)
@@ -155,7 +163,7 @@ class Compilation:
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             # A part of another program, or of its shapes.
             return program.jitted(*args)
-        key = id(program), _key(args)
+        key = program.key(args)
         if key not in self._found:
             self._found[key] = self._stored(program, args) or self._compiling(program, args)
             self._found[key][1].add_done_callback(self._on_done)
@@ -194,7 +202,7 @@ class Compilation:
             ready.set_result(made)
             return made
 
-        program.stored[_key(args)] = ready
+        program.stored[program.key(args)] = ready
         return shapes, self._pool.submit(loaded)
 
     def _path(self, program: Program, args: tuple[Any, ...]) -> Path | None:
@@ -333,7 +341,7 @@ class Listing:
         """Lists the program unless it is known; what stands in for its results."""
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args)):
             return program.jitted(*args)
-        key = id(program), _key(args)
+        key = program.key(args)
         if key not in self._results:
             self._results[key] = program.jitted.eval_shape(*args)
             self.programs.append((program.jitted, args))
@@ -349,11 +357,6 @@ def _lowered(program: Program, args: tuple[Any, ...]) -> Any:
             return program.jitted.lower(*args)
     finally:
         _rehearsal.reset(token)
-
-
-def _key(args: tuple[Any, ...]) -> Any:
-    leaves, structure = jax.tree.flatten(args)
-    return jax.config.jax_default_matmul_precision, structure, tuple(map(_signature, leaves))
 
 
 def _signature(leaf: Any) -> Any:

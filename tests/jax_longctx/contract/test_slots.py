@@ -165,7 +165,7 @@ def answer(engine, context, question, tokens=5):
     return list(engine.stream(context, [question], max_tokens=tokens))
 
 
-@pytest.mark.parametrize("name", ["reattention", "quest"])
+@pytest.mark.parametrize("name", [pytest.param("reattention", marks=pytest.mark.slow), "quest"])
 def test_contexts_move_between_meshes(name, tmp_path):
     """Saved with stripes on two shards, on four and on one: each loads all of them."""
     (text,), (question,) = random_rows([700]), random_rows([4], seed=5)

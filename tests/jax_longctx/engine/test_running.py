@@ -116,12 +116,21 @@ def test_each_row_answers_as_it_does_alone(name):
     check_method(small_method(name))
 
 
-@pytest.mark.parametrize("name", ["full", "quest", "snapkv", "refreshkv", "streaming-llm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("full", "refreshkv"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("quest", "snapkv", "streaming-llm")
+        ),
+    ],
+)
 def test_where_the_device_loops_over_the_layers(name):
     check_method(small_method(name), by_layer=False)
 
 
-@pytest.mark.parametrize("name", ["full", "refreshkv"])
+@pytest.mark.parametrize("name", ["full", pytest.param("refreshkv", marks=pytest.mark.slow)])
 def test_on_a_mesh(name):
     check_method(small_method(name), places=4, mesh=make_mesh(2, 1, 2))
 

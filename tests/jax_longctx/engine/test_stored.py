@@ -69,6 +69,20 @@ def test_a_new_process_lowers_nothing_and_answers_alike(folder, lowered, monkeyp
     assert answer(engine) == expected
 
 
+def test_methods_of_equal_caches_have_programs_of_their_own(folder):
+    """Their arguments differ in nothing but what is static."""
+    names = "full", "reattention"
+    expected = [answer(engine_of(name)) for name in names]
+    assert expected[0] != expected[1]
+    for name in names:
+        compiled(engine_of(name))
+    forget()
+    engines = [engine_of(name) for name in names]
+    for engine in engines:
+        compiled(engine)
+    assert [answer(engine) for engine in engines] == expected
+
+
 def test_a_damaged_program_is_compiled_again(folder, lowered, caplog):
     count = len(compiled(engine_of("full")))
     for file in folder.iterdir():

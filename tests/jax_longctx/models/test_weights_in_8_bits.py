@@ -107,7 +107,14 @@ def test_a_model_is_the_one_of_the_numbers_that_are_stored(form, by_layer):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "method"), [((1, 1, 2), Full()), ((1, 2, 2), Full()), ((1, 2, 1), Ring())]
+    ("sizes", "method"),
+    [
+        ((1, 2, 2), Full()),
+        *(
+            pytest.param(sizes, method, marks=pytest.mark.slow)
+            for sizes, method in (((1, 1, 2), Full()), ((1, 2, 1), Ring()))
+        ),
+    ],
 )
 def test_a_mesh_answers_as_one_device(sizes, method):
     """Ring Attention gathers the weights, as its tokens are spread over the mesh."""

@@ -33,11 +33,14 @@ def model_of(tiny, name, by_layer=None):
 @pytest.mark.parametrize(
     ("name", "by_layer"),
     [
-        ("full", True),
         ("full", False),
-        ("quest", False),
-        ("refreshkv", True),
-        pytest.param("snapkv", True, marks=pytest.mark.slow),
+        *(
+            pytest.param(name, by_layer, marks=pytest.mark.slow)
+            for name, by_layer in (
+                *(("full", True), ("quest", False)),
+                *(("refreshkv", True), ("snapkv", True)),
+            )
+        ),
         *(
             pytest.param(name, False, marks=pytest.mark.thorough)
             for name in METHODS
