@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache, Branched, Store, local_slots
+from jax_longctx.caches import (
+    AppendCache,
+    Branched,
+    Offloaded,
+    Store,
+    brought_pages,
+    buffers,
+    local_slots,
+)
 from jax_longctx.contract import LayerContext
 from pallas_kernels.common import fold_rows, merge, unfold_rows
 from pallas_kernels.sparse_decode_attention import Around, sparse_decode_attention, takes_around
@@ -70,6 +78,7 @@ class Selected(NamedTuple):
       prior_out, prior_lse: with the prior's logits over the same tokens, float32; None without one.
       kept: number of tokens that each query head attends.
       local: the listed pages by their index on this shard, -1 for those of others.
+      store: the store where it has fetched the listed pages; None where it is as it was.
     """
 
     out: Float[Array, "B 1 N H"]
@@ -78,6 +87,7 @@ class Selected(NamedTuple):
     prior_lse: Float[Array, "B 1 N"] | None
     kept: Int[Array, "B N"]
     local: Int[Array, "B X C"] | None = None
+    store: Any = None
 
 
 def sparse_attention(
@@ -93,12 +103,13 @@ def sparse_attention(
 ) -> tuple[Array, ...]:
     """`sparse_decode_attention` of a store, whose rows may share a context.
 
-    Over a context that rows share, `start` is the same for all of them, or beyond what they share;
-    `stop` lies beyond it. Every page lies on one side. Flat lists and priors are not for these.
+    Of a store that is offloaded, pages and slots are those of its `buffers`. Over a context that
+    rows share, `start` is the same for all of them, or beyond what they share; `stop` lies beyond
+    it. Every page lies on one side. Flat lists and priors are not for these.
     """
     given: dict[str, Any] = {"page_size": page_size, "scale": scale}
     if not isinstance(store, Branched):
-        return sparse_decode_attention(q, store.k, store.v, pages, start, stop, **given, **how)
+        return sparse_decode_attention(q, *buffers(store), pages, start, stop, **given, **how)
     if any(option is not None for option in how.values()):
         raise NotImplementedError(f"rows that share a context: no {', '.join(how)}")
     shared, own, split = store.shared, store.own, store.split
@@ -141,6 +152,8 @@ def attend_fixed(
     last = span.stop[:, None] + jnp.arange(local)
     last = jnp.where(last < store.length[:, None], last, -1)
     fixed_BC = local_slots(jnp.concatenate([first, last], axis=1), slots, ctx)
+    if isinstance(store, Offloaded):
+        fixed_BC, slots = store.placed(fixed_BC), store.pool_k.shape[2]
     fixed_BKC = jnp.broadcast_to(fixed_BC[:, None], (batch, heads, sink + local))
     zero_B = jnp.zeros_like(store.length)
     how: dict[str, Any] = {"page_size": 1, "scale": ctx.scale}
@@ -156,10 +169,12 @@ def attend_lists(
     fixed: tuple[Array, ...] | Ends | None,
     ctx: LayerContext,
     prior: Prior | None,
+    valid: Int[Array, " B"],
 ) -> Selected:
     """The rotated query against the listed pages' tokens in the span, and the fixed ones.
 
     Args:
+      valid: 1 for the rows that take this step.
       fixed: what `attend_fixed` returned. Of `Ends` they are attended here, in the same launch
         where a kernel can.
     """
@@ -173,7 +188,11 @@ def attend_lists(
     where = (own.below(span.start), own.below(span.stop))
     how: dict[str, Any] = {"page_size": page_size, "scale": ctx.scale}
     how |= {} if prior is None else prior.arguments()
-    listed_pages = local if lists.heads is None else local[:, 0]
+    store, listed_pages = brought_pages(store, local, valid, ctx, step=True)
+    if isinstance(store, Offloaded):
+        where = store.span(*where)
+    if lists.heads is not None:
+        listed_pages = listed_pages[:, 0]
     if isinstance(fixed, Ends):
         one = ctx.seq_size == 1 and lists.heads is None and sum(fixed) > 0
         one = one and (prior is None or prior.logits is None)
@@ -189,7 +208,7 @@ def attend_lists(
     behind = (None, None)
     if prior is not None:
         behind = ctx.seq_merge(*_merged([(part[2], part[3]) for part in parts]))
-    return Selected(out, lse, *behind, kept_BN, local)
+    return Selected(out, lse, *behind, kept_BN, local, store)
 
 
 def _merged(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:

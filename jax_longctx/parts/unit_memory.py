@@ -21,7 +21,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache, Rewinding, empty_append_cache, gather_slots, write_run
+from jax_longctx.caches import (
+    AppendCache,
+    Offloaded,
+    Reads,
+    Rewinding,
+    empty_store,
+    gather_keys,
+    write_run,
+)
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.parts.voted_keys import tie_tolerance
 from jax_longctx.sharding import axes_field
@@ -46,6 +54,11 @@ class Layout:
         return self.window + self.block + self.chunk - 1
 
     @property
+    def page(self) -> int:
+        """Tokens of a page, of which units and first tokens are made."""
+        return math.gcd(self.sinks, self.block, GRANULE)
+
+    @property
     def row_tokens(self) -> int:
         """Slots of the cache for each row of `units`: a block where that divides capacities."""
         return math.gcd(self.block, GRANULE)
@@ -67,7 +80,7 @@ class UnitMemory(Rewinding):
       context_received: the ring at the end of the context.
     """
 
-    store: AppendCache
+    store: AppendCache | Offloaded
     units: Float[Array, "B N P H"] = axes_field("batch", "heads", "pages", None)
     received: Float[Array, "B N M"] = axes_field("batch", "heads", None)
     context_received: Float[Array, "B N M"] = axes_field("batch", "heads", None)
@@ -94,21 +107,36 @@ class UnitMemory(Rewinding):
         best_BNUR = jax.lax.top_k(received, representatives)[1]
         slots = start_BU[:, None, :, None] + best_BNUR
         # Heads of one group side by side: they choose among the same keys.
-        slots_BKC = slots.reshape(batch, store.k.shape[1], -1)
-        keys = gather_slots(store.k, slots_BKC, ctx).astype(jnp.float32)
+        slots_BKC = slots.reshape(batch, store.sizes[1], -1)
+        keys = gather_keys(store, slots_BKC, ctx).astype(jnp.float32)
         keys = keys.reshape(*best_BNUR.shape, -1)  # [B, N, U, R, H]
         units_BUNH = jnp.swapaxes(jnp.mean(keys, axis=3), 1, 2)
         units = write_run(self.units, units_BUNH, first_B, new_B, ctx)
         return dataclasses.replace(self, units=units)
 
 
-def empty_unit_memory(shape: CacheShape, layout: Layout) -> UnitMemory:
-    """A memory for `shape.slots` tokens."""
+def empty_unit_memory(
+    shape: CacheShape, layout: Layout, chosen: int, *, apart: bool = False
+) -> UnitMemory:
+    """A memory for `shape.slots` tokens.
+
+    Args:
+      chosen: most units that a query, or with `apart` the queries of a kv head, attend.
+    """
     heads = (shape.batch, shape.num_heads)
     units = jnp.zeros((*heads, shape.slots // layout.row_tokens, shape.head_dim), shape.dtype)
     # An array for each field: a donated buffer may be named once.
     rings = (jnp.zeros((*heads, layout.ring), jnp.float32) for _ in range(2))
-    return UnitMemory(empty_append_cache(shape), units, *rings)
+    page = layout.page
+    reads = Reads(
+        page=page,
+        first=layout.sinks,
+        newest=layout.window + layout.block,
+        chosen=chosen * (layout.block // page),
+        chunk=layout.chunk,
+        apart=apart,
+    )
+    return UnitMemory(empty_store(shape, reads), units, *rings)
 
 
 def best_units(

@@ -33,7 +33,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache, local_run, local_slots, read_lines
+from jax_longctx.caches import (
+    AppendCache,
+    Offloaded,
+    buffers,
+    local_run,
+    local_slots,
+    read_lines,
+    read_slots,
+)
 from jax_longctx.contract import QKV, Attended, LayerContext
 from jax_longctx.parts.unit_memory import Layout
 from pallas_kernels.attention_mass import attention_mass
@@ -61,11 +69,44 @@ class Run(NamedTuple):
     number: Array
 
 
+class UnitPages(NamedTuple):
+    """Chosen units as pages of this shard's part of a store.
+
+    A page's size divides a unit, the first tokens and this shard's slots.
+
+    Attributes:
+      pages: the pages, then -1.
+      number: how many there are.
+      page: tokens of a page.
+    """
+
+    pages: Int[Array, "B X E"]
+    number: Int[Array, "B X"]
+    page: int
+
+
+def unit_pages(
+    chosen: Int[Array, "B X C"], local: int, layout: Layout, ctx: LayerContext
+) -> UnitPages:
+    """The pages of the chosen units, -1 for none, on a shard of `local` slots."""
+    page = math.gcd(layout.page, local)
+    each = layout.block // page
+    first = chosen * each + layout.sinks // page
+    pages = jnp.where((chosen >= 0)[..., None], first[..., None] + jnp.arange(each), -1)
+    pages = local_slots(pages, local // page, ctx)
+    mine = pages >= 0
+    pages = jnp.where(mine, pages, _LAST).reshape(*chosen.shape[:2], -1)  # [B, X, C * each]
+    number = jnp.sum(mine, axis=(2, 3))
+    if ctx.seq_size > 1:
+        pages = jnp.sort(pages, axis=-1)
+    return UnitPages(jnp.where(pages == _LAST, -1, pages), number, page)
+
+
 @dataclasses.dataclass(frozen=True)
 class WindowedAttention:
     """Attention of the tokens begin[b] .. begin[b] + valid[b] - 1, the newest in `store`."""
 
-    store: AppendCache
+    store: AppendCache | Offloaded
     begin: Int[Array, " B"]
     valid: Int[Array, " B"]
     layout: Layout
@@ -75,9 +116,9 @@ class WindowedAttention:
         self, slots: Int[Array, "B X"], number: Int[Array, " B"], *, descending: bool = False
     ) -> Run:
         """This shard's entries of each row's list, whose first number[b] entries count."""
-        size = self.store.k.shape[2]
+        size = self.store.sizes[2]
         local_BX, first_B, number = local_run(slots, number, size, self.ctx, descending=descending)
-        k, v = (read_lines(x, local_BX[:, None]) for x in (self.store.k, self.store.v))
+        k, v = read_slots(self.store, local_BX[:, None])
         return Run(k, v, first_B, number)
 
     def rest(self, q: Float[Array, "B T N H"], *, masked: bool) -> Attended:
@@ -107,21 +148,21 @@ class WindowedAttention:
         out, lse = cache_attention(jnp.flip(q, axis=1), run.k, run.v, run.number, **how)
         return jnp.flip(out, axis=1), jnp.flip(lse, axis=1)
 
-    def units(self, q: Float[Array, "B T N H"], chosen: Int[Array, "B X C"]) -> Attended:
-        """Attention to the chosen units, -1 for none; X = 1 list for all heads, or N lists."""
+    def units(self, q: Float[Array, "B T N H"], chosen: UnitPages) -> Attended:
+        """Attention to the chosen units' pages; X = 1 list for all heads, or N lists."""
         batch, queries, heads, _ = q.shape
-        k, v, scale = self.store.k, self.store.v, self.ctx.scale
+        (k, v), scale = buffers(self.store), self.ctx.scale
         kv_heads, local = k.shape[1:3]
-        pages, number, page = self._pages(chosen)
+        pages, number, page = chosen
         if queries == 1:
-            lists = heads if chosen.shape[1] > 1 else kv_heads
+            lists = heads if pages.shape[1] > 1 else kv_heads
             pages = jnp.broadcast_to(pages, (batch, lists, pages.shape[2]))
             start_B, stop_B = jnp.zeros((batch,), jnp.int32), jnp.full((batch,), local, jnp.int32)
             how = {"page_size": page, "scale": scale}
             out, lse = sparse_decode_attention(q, k, v, pages, start_B, stop_B, **how)
             return out, lse
         slots = jnp.where(pages[..., None] < 0, -1, pages[..., None] * page + jnp.arange(page))
-        shared = chosen.shape[1] == 1
+        shared = pages.shape[1] == 1
         slots_BXE = slots.reshape(batch, 1 if shared else kv_heads, -1)  # [B, 1, E], [B, K, G * E]
         k, v = read_lines(k, slots_BXE), read_lines(v, slots_BXE)
         if shared:
@@ -132,26 +173,6 @@ class WindowedAttention:
         out, lse = cache_attention(rows, k, v, number.reshape(-1) * page, scale=scale)
         out = jnp.swapaxes(out.reshape(batch, heads, queries, -1), 1, 2)
         return out, jnp.swapaxes(lse.reshape(batch, heads, queries), 1, 2)
-
-    def _pages(
-        self, chosen: Int[Array, "B X C"]
-    ) -> tuple[Int[Array, "B X E"], Int[Array, "B X"], int]:
-        """The units as pages of this shard's slots: (pages, then -1; how many; page size).
-
-        A page's size divides a unit, the first tokens and this shard's slots.
-        """
-        local, layout = self.store.k.shape[2], self.layout
-        page = math.gcd(layout.sinks, layout.block, local)
-        each = layout.block // page
-        first = chosen * each + layout.sinks // page
-        pages = jnp.where((chosen >= 0)[..., None], first[..., None] + jnp.arange(each), -1)
-        pages = local_slots(pages, local // page, self.ctx)
-        mine = pages >= 0
-        pages = jnp.where(mine, pages, _LAST).reshape(*chosen.shape[:2], -1)  # [B, X, C * each]
-        number = jnp.sum(mine, axis=(2, 3))
-        if self.ctx.seq_size > 1:
-            pages = jnp.sort(pages, axis=-1)
-        return jnp.where(pages == _LAST, -1, pages), number, page
 
     def near(
         self, new: QKV, others: list[Attended], score: Score, ring: Float[Array, "B N M"]
