@@ -32,7 +32,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from jax_longctx.caches.append_only import (
     AppendCache,
@@ -44,17 +44,17 @@ from jax_longctx.caches.append_only import (
 )
 from jax_longctx.caches.branched import Branched
 from jax_longctx.caches.branched import append_to as append_resident
+from jax_longctx.caches.working_set import Fetches, WorkingSet, empty_working_set
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.errors import ConfigError
 from jax_longctx.settings import SHARES
-from jax_longctx.sharding import OwnAxis, axes_field
+from jax_longctx.sharding import axes_field
 from pallas_kernels.common import AnyCache, cut
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.quantised import Quantised
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 TURNS = (16, 4, 1)
-_COUNTS = ("clock", "steps", "hits", "misses", "waited")
 # Slots of the last axis but one of the host's arrays.
 _LINES = 16
 # The pool is a multiple of this, which kernels tile by.
@@ -91,20 +91,12 @@ class Offloaded(Rewinding):
       page: tokens of a page.
       head: pages of the head.
       newest, chunk: as in `Reads`.
-      group: the logical axis of X.
       settled: whether the context has ended.
+      frames: which page lies in which frame of the pool.
       k, v: the host's pages, [B, P, K, page / lines, lines, H], as they are stored.
       k_scales, v_scales: of 8 bits, [B, K, S]; None for arrays.
       pool_k, pool_v: head, frames and tail, on the device.
       base: the first slot that the tail holds. The head counts where it is not 0.
-      frame: the frame of each page, from 1 on, and 0 for none; of all heads (X = 1) or of each kv
-        head.
-      page_in: the page in each frame, -1 for none.
-      used: the step that used a frame last.
-      clock: steps of the row.
-      steps: decode steps since the last fork.
-      hits, misses: pages that these chose, and that had a frame or had none.
-      waited: steps with a miss.
       length, position, context_length, context_position: as in `AppendCache`.
     """
 
@@ -112,8 +104,8 @@ class Offloaded(Rewinding):
     head: int = dataclasses.field(metadata={"static": True})
     newest: int = dataclasses.field(metadata={"static": True})
     chunk: int = dataclasses.field(metadata={"static": True})
-    group: str | None = dataclasses.field(metadata={"static": True})
     settled: bool = dataclasses.field(metadata={"static": True})
+    frames: WorkingSet
     k: Any = axes_field("batch", None, "kv_heads", None, None, None, in_place=True, host=True)
     v: Any = axes_field("batch", None, "kv_heads", None, None, None, in_place=True, host=True)
     k_scales: Any = axes_field("batch", "kv_heads", None, in_place=True)
@@ -121,14 +113,6 @@ class Offloaded(Rewinding):
     pool_k: AnyCache = axes_field("batch", "kv_heads", "room", None, in_place=True)
     pool_v: AnyCache = axes_field("batch", "kv_heads", "room", None, in_place=True)
     base: Int[Array, " B"] = axes_field("batch")
-    frame: Int[Array, "B X P"] = axes_field("batch", OwnAxis("group"), "pages")
-    page_in: Int[Array, "B X W"] = axes_field("batch", OwnAxis("group"), None)
-    used: Int[Array, "B X W"] = axes_field("batch", OwnAxis("group"), None)
-    clock: Int[Array, " B"] = axes_field("batch")
-    steps: Int[Array, " B"] = axes_field("batch")
-    hits: Int[Array, " B"] = axes_field("batch")
-    misses: Int[Array, " B"] = axes_field("batch")
-    waited: Int[Array, " B"] = axes_field("batch")
     length: Int[Array, " B"] = axes_field("batch")
     position: Int[Array, " B"] = axes_field("batch")
     context_length: Int[Array, " B"] = axes_field("batch")
@@ -138,7 +122,7 @@ class Offloaded(Rewinding):
     def sizes(self) -> tuple[int, ...]:
         """[B, K, S, H], as `AppendCache.sizes`."""
         batch, heads, _, width = self.pool_k.shape
-        return batch, heads, self.frame.shape[2] * self.page, width
+        return batch, heads, self.frames.pages * self.page, width
 
     @property
     def store(self) -> "Offloaded":
@@ -155,16 +139,11 @@ class Offloaded(Rewinding):
     @property
     def before_tail(self) -> int:
         """Pages of the pool before the tail."""
-        return self.head + self.page_in.shape[2]
+        return self.head + self.frames.count
 
     def held(self, ctx: LayerContext, *, but_last: int = 0) -> Int[Array, " B"]:
         """As `AppendCache.held`."""
         return jnp.clip(self.length - but_last, 0, self.sizes[2])
-
-    def rewind(self) -> Any:
-        """The store at the end of the context; counts of steps begin anew."""
-        zeros = {name: jnp.zeros_like(self.steps) for name in _COUNTS if name != "clock"}
-        return dataclasses.replace(super().rewind(), **zeros)
 
     # The pool.
 
@@ -184,22 +163,10 @@ class Offloaded(Rewinding):
     def placed_pages(self, pages: Int[Array, "B Y C"]) -> Int[Array, "B Y C"]:
         """Pages as pages of the pool; -1 for negative ones. All must be on the device."""
         base = _beside(self.base // self.page, pages)
-        frames = _of_groups(self.frame, self._grouped(pages))
-        frames = frames.reshape(frames.shape[0], -1, pages.shape[2]) - 1 + self.head
+        frames = self.frames.frames_of(pages) + self.head
         at = jnp.where(pages >= base, pages - base + self.before_tail, frames)
         at = jnp.where((base > 0) & (pages < self.head), pages, at)
         return jnp.where(pages < 0, -1, at)
-
-    @property
-    def _apart(self) -> bool:
-        """Whether kv heads choose apart, of which a shard may have one."""
-        return self.group is not None
-
-    def _grouped(self, pages: Int[Array, "B Y C"]) -> Int[Array, "B X M"]:
-        """The lists of the heads of each group as one. Heads that choose together have the same."""
-        if not self._apart:
-            return pages[:, :1]
-        return pages.reshape(pages.shape[0], self.frame.shape[1], -1)
 
     # Writing.
 
@@ -305,47 +272,16 @@ class Offloaded(Rewinding):
           pages: lists of all heads, of each kv head or of each query head; -1 for none.
           step: whether this is a decode step, which is counted.
         """
-        frames = self.page_in.shape[2]
-        wanted = self._grouped(pages)  # [B, X, M]
-        far = (wanted >= self.head) & (wanted < (self.base // self.page)[:, None, None])
+        far = (pages >= self.head) & (pages < (self.base // self.page)[:, None, None])
         far &= (valid > 0)[:, None, None]
-        at = _of_groups(self.frame, wanted) - 1
-        entry = jnp.arange(wanted.shape[2])
-        same = wanted[..., :, None] == wanted[..., None, :]
-        far &= ~jnp.any(same & (entry < entry[:, None]), axis=-1)
-        hit, new = far & (at >= 0), far & (at < 0)
-        clock = self.clock + (valid > 0)
-        now = jnp.broadcast_to(clock[:, None, None], wanted.shape)
-        used = _put(self.used, at, now, hit)
-        # Frames in the order of use. Those of this step's hits come last, and there are enough.
-        oldest = jax.lax.top_k(-used, min(wanted.shape[2], frames))[1]
-        rank = jnp.minimum(jnp.cumsum(new, axis=2) - 1, oldest.shape[2] - 1)
-        frame = jnp.take_along_axis(oldest, jnp.maximum(rank, 0), axis=2)
-        leaving = jnp.take_along_axis(self.page_in, frame, axis=2)
-        table = _put(self.frame, leaving, jnp.zeros_like(frame), new & (leaving >= 0))
-        table = _put(table, wanted, frame + 1, new)
-        page_in, used = _put(self.page_in, frame, wanted, new), _put(used, frame, now, new)
-        pools = self._fetched(wanted, frame, new, ctx)
-        counts: dict[str, Any] = {}
-        if step:
-            found = [jnp.sum(x, axis=(1, 2), dtype=jnp.int32) for x in (hit, new)]
-            if self._apart:
-                found = [ctx.psum_heads(x) for x in found]
-            names = ("hits", "misses", "waited", "steps")
-            changes = (*found, found[1] > 0, valid > 0)
-            counts = {n: getattr(self, n) + x for n, x in zip(names, changes, strict=True)}
-        lists = {"frame": table, "page_in": page_in, "used": used, "clock": clock}
-        return dataclasses.replace(self.with_pools(pools), **lists, **counts)
+        frames, fetches = self.frames.taken(jnp.where(far, pages, -1), valid, ctx, step=step)
+        return dataclasses.replace(self.with_pools(self._fetched(fetches)), frames=frames)
 
-    def _fetched(
-        self,
-        wanted: Int[Array, "B X M"],
-        frame: Int[Array, "B X M"],
-        new: Bool[Array, "B X M"],
-        ctx: LayerContext,
-    ) -> tuple[AnyCache, AnyCache]:
-        """The pools with the `new` pages of `wanted` in their frames."""
+    def _fetched(self, fetches: Fetches) -> tuple[AnyCache, AnyCache]:
+        """The pools with new pages in their frames."""
+        wanted, frame, new = fetches
         _, groups, each = wanted.shape
+        apart = self.frames.apart
         flat = new.reshape(-1)
         total = jnp.sum(flat, dtype=jnp.int32)
         # The numbers of the new entries, one after the other.
@@ -358,17 +294,17 @@ class Offloaded(Rewinding):
             entry = entries[number]
             row, head = entry // (groups * each), entry // each % groups
             page, slot = pages[entry], (frames[entry] + self.head) * self.page
-            line, one = (row, page), head if self._apart else None
+            line, one = (row, page), head if apart else None
             hosts = ((self.k, self.k_scales), (self.v, self.v_scales))
             found = []
             for pool, (host, scales) in zip(pools, hosts, strict=True):
                 values = _to_device(host, line, one)  # [1, K, page, H]
-                put = (slot, row, head if self._apart else 0)
+                put = (slot, row, head if apart else 0)
                 if scales is None:
                     found.append(_write_at(pool, values, *put))
                     continue
                 own = _row_of(scales, row, page * self.page, self.page)
-                if self._apart:
+                if apart:
                     own = jax.lax.dynamic_slice_in_dim(own, head, 1)
                 parts = Quantised(values, own[None], pool.dtype)
                 found.append(_write_at(pool, parts, *put))
@@ -444,7 +380,6 @@ class Offloaded(Rewinding):
                 if isinstance(x, Quantised)
                 else None
             )
-        counts = {name: jnp.zeros_like(empty) for name in _COUNTS}
         return dataclasses.replace(
             self.with_pools(pools),
             k=hosts[0],
@@ -452,38 +387,17 @@ class Offloaded(Rewinding):
             k_scales=scales[0],
             v_scales=scales[1],
             base=base,
-            frame=jnp.zeros_like(self.frame),
-            page_in=jnp.full_like(self.page_in, -1),
-            used=jnp.zeros_like(self.used),
+            frames=self.frames.emptied(),
             length=whole.length,
             position=whole.position,
             context_length=ended,
             context_position=whole.context_position,
-            **counts,
         )
 
 
 def _beside(x: Int[Array, " B"], like: Array) -> Array:
     """`x` with axes of size 1 behind its own, as many as `like` has."""
     return x.reshape(-1, *(1 for _ in like.shape[1:]))
-
-
-def _of_groups(table: Int[Array, "B X P"], pages: Int[Array, "B X M"]) -> Int[Array, "B X M"]:
-    return jnp.take_along_axis(table, jnp.clip(pages, 0, table.shape[2] - 1), axis=2)
-
-
-def _put(
-    table: Int[Array, "B X P"],
-    at: Int[Array, "B X M"],
-    new: Int[Array, "B X M"],
-    where: Bool[Array, "B X M"],
-) -> Int[Array, "B X P"]:
-    """The table with `new` at the indices `at`, of those entries where `where` says so."""
-    batch, groups, size = table.shape
-    line = jnp.arange(batch * groups).reshape(batch, groups, 1) * size + at
-    line = jnp.where(where, line, table.size)
-    flat = table.reshape(-1).at[line.reshape(-1)].set(new.reshape(-1), mode="drop")
-    return flat.reshape(table.shape)
 
 
 def _tail(newest: int, page: int, more: int, first: int) -> int:
@@ -606,8 +520,7 @@ def empty_store(shape: CacheShape, reads: Reads) -> AppendCache | Offloaded:
         scales = [jnp.zeros(numbers, x.scales.dtype) for x in pools]
     host = (shape.batch, pages, shape.num_kv_heads, page // lines, lines, shape.head_dim)
     hosts = [jnp.zeros(host, kind) for _ in range(2)]
-    table = (shape.batch, groups)
-    names = ("base", *_COUNTS, "length", "position", "context_length", "context_position")
+    names = ("base", "length", "position", "context_length", "context_position")
     # An array for each field: a donated buffer may be named once.
     counts = {name: jnp.zeros((shape.batch,), jnp.int32) for name in names}
     return Offloaded(
@@ -615,7 +528,6 @@ def empty_store(shape: CacheShape, reads: Reads) -> AppendCache | Offloaded:
         head=head,
         newest=reads.newest,
         chunk=reads.chunk,
-        group=group,
         settled=False,
         k=hosts[0],
         v=hosts[1],
@@ -623,9 +535,7 @@ def empty_store(shape: CacheShape, reads: Reads) -> AppendCache | Offloaded:
         v_scales=scales[1],
         pool_k=pools[0],
         pool_v=pools[1],
-        frame=jnp.zeros((*table, pages), jnp.int32),
-        page_in=jnp.full((*table, frames), -1, jnp.int32),
-        used=jnp.zeros((*table, frames), jnp.int32),
+        frames=empty_working_set(shape.batch, groups, pages, frames, group),
         **counts,
     )
 

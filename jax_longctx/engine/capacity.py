@@ -165,7 +165,9 @@ def fetched_of(caches: Any, rows: int) -> Fetched | None:
         return None
 
     def total(name: str) -> int:
-        return sum(int(np.sum(to_host(getattr(store, name))[..., :rows])) for store in stores)
+        return sum(
+            int(np.sum(to_host(getattr(store.frames, name))[..., :rows])) for store in stores
+        )
 
     return Fetched(*(total(field.name) for field in dataclasses.fields(Fetched)))
 

@@ -76,7 +76,7 @@ def check_same(method, **how):
     assert not none and stores
     for store in stores:
         assert int(np.max(store.base)) > 0
-        assert int(np.sum(store.misses)) > 0 and int(np.sum(store.hits)) > 0
+        assert int(np.sum(store.frames.misses)) > 0 and int(np.sum(store.frames.hits)) > 0
         assert {x.sharding.memory_kind for x in (store.k, store.v)} == {HOST}
 
 
@@ -106,7 +106,7 @@ def test_the_least_working_set_gives_the_same_logits(kv):
     check_same(method, kv=kv, working_set=16)
     _, few = logits(method, "host", kv, None, 16)
     _, usual = logits(method, "host", kv)
-    misses = [sum(int(np.sum(store.misses)) for store in stores) for stores in (few, usual)]
+    misses = [sum(int(np.sum(store.frames.misses)) for store in stores) for stores in (few, usual)]
     assert misses[0] > misses[1]
 
 
