@@ -22,6 +22,7 @@ NAMES = ("infllm", "quest", "arkvale", "resa")
 # Settings beside the small ones: heads that choose apart, whole pages of fixed tokens, priors.
 OTHERS = [
     ("infllm", {"granularity": "query_head", "n_init": 8}),
+    ("infllm", {"score": "logit", "n_init": 0}),
     ("quest", {"granularity": "kv_head", "sink": 0, "local": 0, "min_pages": 3}),
     ("quest", {"granularity": "layer", "skip_layers": 1}),
     ("arkvale", {"granularity": "query_head", "digest": "sphere-max"}),
@@ -108,6 +109,18 @@ def test_the_least_working_set_gives_the_same_logits(kv):
     _, usual = logits(method, "host", kv)
     misses = [sum(int(np.sum(store.frames.misses)) for store in stores) for stores in (few, usual)]
     assert misses[0] > misses[1]
+
+
+def test_units_larger_than_the_window_give_the_same_logits():
+    """The list of a lone token may name pages that the pool has no room for: they are left out."""
+    method = other("infllm", {"block_size": 64, "n_init": 16, "n_local": 16, "chunk": 8})
+    check_same(method, working_set=128)
+    _, (store, *_) = logits(method, "host", working_set=128)
+    size, page = store.pool_k.shape[2], store.page
+    behind = (store.base + size - store.before_tail * page)[:, None]
+    np.testing.assert_array_equal(store.placed(behind - 1), [[size - 1]] * 4)
+    np.testing.assert_array_equal(store.placed(behind), [[-1]] * 4)
+    np.testing.assert_array_equal(store.placed(behind // page, page), [[-1]] * 4)
 
 
 def answers(engine, context, seed, lengths=(7, 4, 1, 12), tokens=24):
