@@ -39,12 +39,13 @@ from jax_longctx.engine import (
     Sampling,
 )
 from jax_longctx.engine.ahead import Compilation, abstract_params
-from jax_longctx.engine.capacity import Footprint, footprint
+from jax_longctx.engine.capacity import Fetched, Footprint, footprint
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS, NOT_FINITE
 from jax_longctx.engine.running import cannot_share
 from jax_longctx.engine.scoring import Likelihood, loglikelihoods
 from jax_longctx.errors import CapacityError, ConfigError, InputError, TrainedLengthWarning
+from jax_longctx.memory import allow_pinned
 from jax_longctx.methods import METHODS, STUDIES, Full
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.storage import Manifest, load_params, read_manifest, tokenizer_folder
@@ -104,6 +105,8 @@ class Answer:
       decode_seconds: from the first token to the last.
       warning: None, or that text, question and answer are longer than the model was trained for
         (see `LongContext.length_warning`).
+      fetched: what the answers of the call fetched from the host's memory, over all its rows; None
+        where contexts lie on the devices.
     """
 
     text: str
@@ -113,6 +116,7 @@ class Answer:
     first_token_seconds: float
     decode_seconds: float
     warning: str | None = None
+    fetched: Fetched | None = None
 
 
 def load(
@@ -124,6 +128,8 @@ def load(
     chunk: int = 512,
     kv: str | None = None,
     weights: str | None = None,
+    offload: str | None = None,
+    working_set: int | None = None,
     choose: Callable[["LongContext"], Method] | None = None,
     ahead: Callable[["LongContext"], object] | None = None,
 ) -> "LongContext":
@@ -138,6 +144,10 @@ def load(
         bfloat16 weights, for the weights' dtype.
       weights: "int8" or "fp8" for the layers' matrices in 8 bits, made as they load; None, or
         "bfloat16" beside dtype bfloat16, for `dtype`.
+      offload: "host" for contexts in the host's memory, of which the device keeps what every step
+        reads, and a working set; None for the devices' memory.
+      working_set: tokens of a row that the working set of each layer holds; by default
+        `settings.SHARES` times what a step chooses.
       choose: called before the weights load, with the model under full attention: gives the method.
         `method` must not be given then.
       ahead: called with the model while its weights load, in one process alone: to `compile` what
@@ -152,6 +162,8 @@ def load(
     if method is not None and choose is not None:
         raise ConfigError("load: method and choose exclude each other; give one of them")
     keep_compilations()
+    if offload is not None:
+        allow_pinned()
     mesh = mesh or make_mesh()
     manifest = read_manifest(checkpoint)
     tokenizer = Tokenizer.load(tokenizer_folder(checkpoint, manifest))
@@ -159,10 +171,14 @@ def load(
     kind = jnp.dtype(manifest.dtype if dtype is None else dtype)
     form = weights_form(weights, kind.name)
     shapes = abstract_params(manifest.config, mesh, kind, form)
-    engine = Engine(manifest.config, shapes, method or Full(), mesh, chunk=chunk, kv=kv)
+    tier: dict[str, Any] = {"offload": offload, "working_set": working_set}
+    # A method that is chosen later is checked then.
+    given = {} if choose is not None else tier
+    made = method or Full()
+    engine = Engine(manifest.config, shapes, made, mesh, chunk=chunk, kv=kv, **given)
     model = LongContext(engine, tokenizer, manifest)
     if choose is not None:
-        model = model.with_method(choose(model))
+        model = model.with_method(choose(model), **tier)
     if ahead is None or jax.process_count() > 1:
         params = load_params(checkpoint, mesh, kind, form)
     else:
@@ -199,10 +215,15 @@ class LongContext:
         """
         return self.engine.setup.platform != "cpu" and jax.process_count() == 1
 
-    def with_method(self, method: Method) -> "LongContext":
+    def with_method(
+        self, method: Method, *, offload: str | None = None, working_set: int | None = None
+    ) -> "LongContext":
         """The same weights and tokenizer under another method; nothing is loaded or copied.
 
         A context belongs to the method that prefilled it: the other one prefills its own.
+
+        Args:
+          offload, working_set: as in `load`; as they are unless given.
 
         Raises:
           ConfigError: the method does not fit the model or the mesh.
@@ -210,6 +231,10 @@ class LongContext:
         old = self.engine
         how = {"chunk": old.chunk, "memory_limit": old.memory_limit, "by_layer": old.setup.by_layer}
         how |= {"kv": old.setup.kv}
+        if offload is not None:
+            how |= {"offload": offload, "working_set": working_set}
+        elif old.setup.offload is not None:
+            how |= {"offload": "host", "working_set": old.setup.offload.working_set}
         engine = Engine(old.config, old.params, method, old.mesh, **how)
         return LongContext(engine, self.tokenizer, self.manifest)
 
@@ -594,7 +619,8 @@ class LongContext:
             if text and on_text is not None:
                 on_text(row, text)
             warning = self.length_warning(before + len(reader.tokens))
-            answers.append(reader.answer(first - begun, ended - first, warning))
+            answer = reader.answer(first - begun, ended - first, warning)
+            answers.append(dataclasses.replace(answer, fetched=self.engine.fetched))
         return answers
 
     def end_ids(self, stop: Sequence[str], stop_at_eos: bool) -> list[int]:

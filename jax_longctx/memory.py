@@ -1,10 +1,24 @@
 """Memory in use, for progress bars and reports: the accelerator's, or this process's on a CPU."""
 
+import os
 import resource
 import sys
 from pathlib import Path
 
 _STATM = Path("/proc/self/statm")
+# What bounds the host's memory that XLA pins for GPUs, in GiB; read when JAX starts.
+POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+# Share of the host's memory that may be pinned.
+PINNED = 0.9
+
+
+def allow_pinned() -> None:
+    """Lets XLA pin most of the host's memory for GPUs, unless a user has set how much.
+
+    Without effect once JAX has started its devices.
+    """
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    os.environ.setdefault(POOL, str(max(int(PINNED * size) >> 30, 1)))
 
 
 def memory_used() -> int:

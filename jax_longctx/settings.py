@@ -82,6 +82,43 @@ def _form(noun: str, name: str | None, dtype: str) -> StoredForm | None:
     return None
 
 
+@dataclasses.dataclass(frozen=True)
+class Offload:
+    """Keys and values of contexts lie in the host's memory.
+
+    Attributes:
+      working_set: tokens of each row that every layer keeps on the device beside the fixed and the
+        newest ones; None for `SHARES` times what a decode step chooses.
+    """
+
+    working_set: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.working_set is not None and self.working_set < 1:
+            raise ConfigError(f"working_set must be at least 1 token, got {self.working_set}")
+
+
+# Times what a step chooses that a working set holds unless its size is given: methods choose much
+# of what they chose in the last steps.
+SHARES = 4
+# Where contexts may lie beside the devices.
+PLACES = ("host",)
+
+
+def offload_of(place: str | None, working_set: int | None) -> Offload | None:
+    """What the options `offload` and `working_set` say; None for contexts on the devices.
+
+    Raises:
+      ConfigError: an unknown place, or a working set of a context that is not offloaded.
+    """
+    if place is None:
+        if working_set is not None:
+            raise ConfigError("working_set is for offloaded contexts; give offload host too")
+        return None
+    check_name(PLACES, place, "offload")
+    return Offload(working_set)
+
+
 def parse_pairs(pairs: Iterable[str]) -> dict[str, str]:
     """`["budget=512"]`, the values of `--set`, -> `{"budget": "512"}`; InputError for others."""
     settings: dict[str, str] = {}

@@ -55,6 +55,9 @@ RULES: dict[str, str | None] = {
     "layers": None,
 }
 
+# The memory kind of arrays that lie in the host's memory, where devices can reach them.
+HOST = "pinned_host"
+
 # Axes of a weight that `seq` divides too: one of each weight's. A projection's heads must be whole
 # in attention, so it is their width that is divided.
 OVER_SEQ = ("head_dim", "mlp", "vocab")
@@ -73,14 +76,17 @@ def logical_spec(axes: Sequence[str | None]) -> PartitionSpec:
     return PartitionSpec(*physical)
 
 
-def logical_sharding(mesh: AnyMesh, axes: Sequence[str | None]) -> NamedSharding:
-    """The `NamedSharding` of an array with these logical axes on `mesh`.
+def logical_sharding(
+    mesh: AnyMesh, axes: Sequence[str | None], *, host: bool = False
+) -> NamedSharding:
+    """The `NamedSharding` of an array with these logical axes on `mesh`, or in the host's memory.
 
     On one device all specs are equal. JAX gives a result any of those that the arguments have, and
     the next program's key in the persistent cache depends on it: so there is one spec there.
     """
     spec = logical_spec(axes)
-    return NamedSharding(mesh, spec if mesh.size > 1 else PartitionSpec())
+    kind = HOST if host else None
+    return NamedSharding(mesh, spec if mesh.size > 1 else PartitionSpec(), memory_kind=kind)
 
 
 def weight_sharding(
@@ -156,7 +162,7 @@ class OwnAxis:
     field: str
 
 
-def axes_field(*axes: str | OwnAxis | None, in_place: bool = False) -> Any:
+def axes_field(*axes: str | OwnAxis | None, in_place: bool = False, host: bool = False) -> Any:
     """A dataclass field holding an array with these logical axes, or keys or values in 8 bits.
 
     Scales of `Quantised` keys and values have all axes but the last.
@@ -164,8 +170,10 @@ def axes_field(*axes: str | OwnAxis | None, in_place: bool = False) -> Any:
     Args:
       in_place: whether the array is only read and written by functions that take a `Plane`, so
         that a loop over layers need not slice it.
+      host: whether the array lies in the host's memory. Devices reach slices of it alone, by
+        `jax.device_put` (see `caches.offloaded`).
     """
-    return dataclasses.field(metadata={"axes": axes, "in_place": in_place})
+    return dataclasses.field(metadata={"axes": axes, "in_place": in_place, "host": host})
 
 
 @jax.tree_util.register_dataclass
@@ -182,22 +190,35 @@ class Stacked:
     count: int = dataclasses.field(metadata={"static": True})
 
 
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What an array's field says of it: its logical axes, `in_place` and `host` (`axes_field`)."""
+
+    axes: tuple[str | None, ...]
+    in_place: bool = False
+    host: bool = False
+
+
 def axes_of(node: Any, describe: Any) -> Any:
     """Maps `describe(axes)` over a pytree of dataclasses whose array fields are `axes_field`s.
 
     A field without an array is None, here as in any pytree.
     """
-    return _mapped(node, lambda axes, _: describe(axes))
+    return _mapped(node, lambda leaf: describe(leaf.axes))
 
 
 def _mapped(node: Any, describe: Any) -> Any:
-    """`axes_of`, of which `describe` is given a field's axes and whether it is `in_place`."""
+    """`axes_of`, of which `describe` is given all that a field says, as a `Leaf`."""
     if isinstance(node, tuple | list):
         return type(node)(_mapped(child, describe) for child in node)
     if isinstance(node, dict):
         return {key: _mapped(child, describe) for key, child in node.items()}
     if isinstance(node, Stacked):
-        cache = _mapped(node.cache, lambda axes, way: describe(("layers", *axes), way))
+
+        def of_all(leaf: Leaf) -> Any:
+            return describe(dataclasses.replace(leaf, axes=("layers", *leaf.axes)))
+
+        cache = _mapped(node.cache, of_all)
         return Stacked(cache, node.count)
     if not dataclasses.is_dataclass(node) or isinstance(node, type):
         raise TypeError(f"{type(node).__name__} has no logical axes; declare it with axes_field")
@@ -208,28 +229,21 @@ def _mapped(node: Any, describe: Any) -> Any:
             fields[field.name] = value
         elif axes is not None:
             axes = tuple(getattr(node, a.field) if isinstance(a, OwnAxis) else a for a in axes)
-            in_place = field.metadata["in_place"]
+            leaf = Leaf(axes, field.metadata["in_place"], field.metadata["host"])
             if isinstance(value, Quantised):
-                parts = (describe(axes, in_place), describe(axes[:-1], in_place))
+                scales = dataclasses.replace(leaf, axes=axes[:-1])
+                parts = (describe(leaf), describe(scales))
                 fields[field.name] = Quantised(*parts, value.dtype)
             else:
-                fields[field.name] = describe(axes, in_place)
+                fields[field.name] = describe(leaf)
         else:
             fields[field.name] = _mapped(value, describe)
     return type(node)(**fields)
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """What an array's field says of it: its logical axes, and `in_place` (see `axes_field`)."""
-
-    axes: tuple[str | None, ...]
-    in_place: bool
-
-
 def leaf_fields(tree: Any) -> list[Leaf]:
     """What the fields say of every array, in the order of `jax.tree.leaves`."""
-    return jax.tree.leaves(_mapped(tree, Leaf))
+    return jax.tree.leaves(_mapped(tree, lambda leaf: leaf))
 
 
 def leaf_axes(tree: Any) -> list[tuple[str | None, ...]]:
@@ -243,5 +257,8 @@ def tree_specs(tree: Any) -> Any:
 
 
 def tree_shardings(mesh: AnyMesh, tree: Any) -> Any:
-    """The tree with a `NamedSharding` in place of every array (see `axes_field`)."""
-    return axes_of(tree, lambda axes: logical_sharding(mesh, axes))
+    """The tree with a `NamedSharding` in place of every array (see `axes_field`).
+
+    It says the memory too: that of the devices, or of the host.
+    """
+    return _mapped(tree, lambda leaf: logical_sharding(mesh, leaf.axes, host=leaf.host))

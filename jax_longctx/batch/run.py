@@ -428,7 +428,7 @@ def _tokens(row: Row, answer: dict[str, Any]) -> dict[str, int]:
 
 
 def _given(model: LongContext, options: BatchOptions, digest: str) -> dict[str, Any]:
-    """The options that a resumed run must have. The mesh does not change answers."""
+    """The options that a resumed run must have. Mesh and offload do not change answers."""
     checkpoint, setup = None, model.engine.setup
     if model.manifest is not None:
         checkpoint = hashlib.sha256(model.manifest.to_json().encode()).hexdigest()

@@ -40,6 +40,8 @@ def run(
     chunk: int = 8192,
     kv: str | None = None,
     weights: str | None = None,
+    offload: str | None = None,
+    working_set: int | None = None,
     mesh: Mesh | None = None,
     kernels: bool = True,
     say: Callable[[str], None] = lambda text: None,
@@ -51,12 +53,15 @@ def run(
 
     Args:
       layers: to time; all of the shape's unless given (see `timing`).
+      offload, working_set: where the methods' contexts lie, as for `Engine`; full attention's lies
+        on the devices. Rows then say what was fetched.
       mesh: without a data axis; one device unless given.
       kernels: whether the kernels of a step are counted, on GPUs.
     """
     mesh = make_mesh() if mesh is None else mesh
     check_mesh(mesh)
-    shape = Shape.make(model, mesh, layers, chunk, say, kv, weights)
+    tier = (offload, working_set)
+    shape = Shape.make(model, mesh, layers, chunk, say, kv, weights, *tier)
     bandwidth = copy_bandwidth()
     say(f"copy {bandwidth / 1e12:.2f} TB/s")
     rows = []
@@ -125,6 +130,9 @@ def step_row(
         row.setdefault("kernels_layer", row["kernels"] / layers)
         row |= scaled("kernel_seconds", {n: one.seconds for n, one in counted.items()}, layers)
         row["gap_seconds"] = row["seconds"] - row["kernel_seconds"]
+    fetched = measured[max(measured)].fetched
+    if fetched is not None:
+        row["fetched"] = fetched.record()
     moved = decode_work(setup, batch=batch, read=found.read).read
     limit = moved / bandwidth
     row |= {"bytes": moved, "limit_seconds": limit, "share": limit / row["seconds"]}

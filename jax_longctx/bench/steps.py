@@ -14,7 +14,7 @@ import functools
 import itertools
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,21 @@ from jaxtyping import Int
 from jax_longctx.bench.timing import call_times
 from jax_longctx.caches import AppendCache
 from jax_longctx.engine import Context, Engine, programs
-from jax_longctx.engine.capacity import SPARE, bucket, reserved, slots_for
+from jax_longctx.engine.capacity import (
+    SPARE,
+    Fetched,
+    bucket,
+    check_host,
+    fetched_of,
+    finished_caches,
+    reserved,
+    slots_for,
+)
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.sampling import sampling_static, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.settings import Sampling
-from jax_longctx.sharding import Leaf, axes_of, leaf_axes, tree_shardings
+from jax_longctx.sharding import HOST, Leaf, axes_of, leaf_axes, tree_shardings
 from pallas_kernels.quantised import stored_as
 
 # The question of every row.
@@ -61,10 +70,13 @@ class Step:
     Attributes:
       seconds: wall time, the median of whole blocks.
       kernels: those of a step; None where they were not counted.
+      fetched: what the timed steps and those before fetched from the host's memory; None where
+        contexts lie on the devices.
     """
 
     seconds: float
     kernels: Kernels | None
+    fetched: Fetched | None = None
 
 
 def check_mesh(mesh: Mesh) -> None:
@@ -99,7 +111,7 @@ def step_of(engine: Engine, context: Context, rows: int, blocks: int, kernels: b
         of_block = profiled(answering.block)
         found = Kernels(of_block.number / BLOCK, of_block.seconds / BLOCK)
     answering.check()
-    return Step(seconds, found)
+    return Step(seconds, found, answering.fetched())
 
 
 class Answering:
@@ -130,8 +142,10 @@ class Answering:
         del caches
         for index, (names, sharding) in enumerate(zip(axes, shardings, strict=True)):
             if rows > 1 and "batch" in names:
-                at = names.index("batch")
-                leaves[index] = jax.block_until_ready(_copies(leaves[index], rows, at, sharding))
+                given, at = leaves[index], names.index("batch")
+                copies = _host_copies if sharding.memory_kind == HOST else _copies
+                leaves[index] = jax.block_until_ready(copies(given, rows, at, sharding))
+                del given
         self._engine, self._tokens, self._next = engine, tokens, 1
         self._caches: tuple[Any, ...] = jax.tree.unflatten(structure, leaves)
         everywhere = NamedSharding(setup.mesh, PartitionSpec())
@@ -162,6 +176,10 @@ class Answering:
         )
         return np.asarray(chosen.token)
 
+    def fetched(self) -> Fetched | None:
+        """What the steps so far fetched from the host's memory."""
+        return fetched_of(self._caches, len(self._total))
+
     def check(self) -> None:
         """Raises InputError where logits were not finite."""
         if not np.all(np.asarray(self._state.finite)):
@@ -172,6 +190,11 @@ class Answering:
 def _copies(row: jax.Array, rows: int, axis: int, sharding: NamedSharding) -> jax.Array:
     """An array of one row, with `rows` of it along `axis`."""
     return jax.lax.with_sharding_constraint(jnp.repeat(row, rows, axis), sharding)
+
+
+def _host_copies(row: jax.Array, rows: int, axis: int, sharding: NamedSharding) -> jax.Array:
+    """`_copies` of an array in the host's memory."""
+    return jax.device_put(np.repeat(np.asarray(row), rows, axis), sharding)
 
 
 def profiled(run: Callable[[], Any]) -> Kernels:
@@ -234,9 +257,12 @@ def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Con
 
     Equal digests would let all rows choose the same pages.
     """
-    setup = engine.setup
     reserve = reserved(reserve)
     slots = slots_for(length, reserve, engine.mesh.shape["seq"])
+    # What lies in the host's memory is drawn on the devices, a layer at a time.
+    setup, offloaded = engine.setup, engine.setup.offload is not None
+    if offloaded:
+        setup = dataclasses.replace(setup, by_layer=True, offload=None)
     shapes = programs.abstract_caches(setup, batch, slots, reserve)
 
     numbers = itertools.count(1)
@@ -270,7 +296,26 @@ def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Con
             made[key] = jax.jit(make, out_shardings=tree_shardings(setup.mesh, cache))
         return made[key](index)
 
-    filled = tuple(layer(index, cache) for index, cache in enumerate(shapes))
+    if offloaded:
+        filled = _on_host(engine, batch, slots, reserve, map(layer, itertools.count(), shapes))
+    else:
+        filled = tuple(layer(index, cache) for index, cache in enumerate(shapes))
     rows = [[0] * length for _ in range(batch)]
     total = jnp.full((batch,), length, jnp.int32)
     return Context(rows, batch, slots, reserve, total, filled)
+
+
+def _on_host(
+    engine: Engine, batch: int, slots: int, reserve: int, layers: Iterator[Any]
+) -> tuple[Any, ...]:
+    """The engine's caches of these layers', whose keys and values go to the host's memory."""
+    setup = engine.setup
+    empty = programs.abstract_caches(setup, batch, slots, reserve)
+    runs = finished_caches(setup, empty, "context", reserve)
+    check_host(engine.mesh, runs)
+    filled = []
+    for run in programs.empty_like(setup, runs):
+        for index in range(programs.layers_in(run)):
+            run = programs.with_layer(run, jnp.int32(index), next(layers))
+        filled.append(run)
+    return tuple(filled)

@@ -25,10 +25,11 @@ from jax.sharding import Mesh
 from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
 from jax_longctx.errors import CapacityError, InputError
+from jax_longctx.methods import settings_of
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import first_layers, init_params, stacked_layers
 from jax_longctx.models.presets import PRESETS, preset
-from jax_longctx.settings import StoredForm, kv_form, weights_form
+from jax_longctx.settings import StoredForm, kv_form, offload_of, weights_form
 
 # Steps before the full blocks of a stream: the question's token and the short first blocks.
 WARM = 1 + sum(FIRST_BLOCKS)
@@ -197,6 +198,8 @@ class Shape:
     chunk: int
     kv: str | None = None
     weights: StoredForm | None = None
+    offload: str | None = None
+    working_set: int | None = None
 
     @classmethod
     def make(
@@ -208,6 +211,8 @@ class Shape:
         say: Callable[[str], None],
         kv: str | None = None,
         weights: str | None = None,
+        offload: str | None = None,
+        working_set: int | None = None,
     ) -> "Shape":
         """Takes all layers unless given. InputError unless `layers` is from 2 to all."""
         config = preset(model)
@@ -220,21 +225,28 @@ class Shape:
         params = init_params(cut, mesh, dtype=jnp.bfloat16, weights=form)
         if mesh.devices.flat[0].platform != "cpu":
             params = stacked_layers(cut, params, consume=True)
-        return cls(config, params, mesh, timed, chunk, kv, form)
+        return cls(config, params, mesh, timed, chunk, kv, form, offload, working_set)
 
     def engine(self, method: Any, layers: int | None = None) -> Engine:
         """An engine of the method on the first layers, all that are timed unless given."""
         layers = layers or self.layers
         params = first_layers(self.params, layers)
         cut = _cut(self.config, layers)
-        return Engine(cut, params, method, self.mesh, chunk=self.chunk, kv=self.kv)
+        tier: dict[str, Any] = {}
+        if self._offloaded(method):
+            tier = {"offload": self.offload, "working_set": self.working_set}
+        return Engine(cut, params, method, self.mesh, chunk=self.chunk, kv=self.kv, **tier)
 
     def setup(self, method: Any) -> programs.Setup:
         """The setup of the whole model."""
         dtype, kv = jnp.dtype(jnp.bfloat16), kv_form(self.kv, "bfloat16")
-        return programs.Setup(
-            self.config, method, self.mesh, dtype, self.chunk, kv=kv, weights=self.weights
-        )
+        tier = offload_of(self.offload, self.working_set) if self._offloaded(method) else None
+        given: dict[str, Any] = {"kv": kv, "weights": self.weights, "offload": tier}
+        return programs.Setup(self.config, method, self.mesh, dtype, self.chunk, **given)
+
+    def _offloaded(self, method: Any) -> bool:
+        """Whether the method's contexts lie in the host's memory: not full attention's."""
+        return self.offload is not None and settings_of(method)["name"] != "full"
 
     def times[T](self, method: Any, measure: Callable[[Engine], T]) -> dict[int, T]:
         """`measure` by number of layers: the timed ones, and one where these are not all."""
@@ -243,7 +255,8 @@ class Shape:
 
     def facts(self) -> dict[str, Any]:
         layers = {"timed": self.layers, "of": self.config.num_layers}
-        return {**device_facts(), "layers": layers, "kv": self.kv, "weights": self.weights}
+        stored = {"kv": self.kv, "weights": self.weights, "offload": self.offload}
+        return {**device_facts(), "layers": layers, **stored}
 
 
 def _cut(config: ModelConfig, layers: int) -> ModelConfig:

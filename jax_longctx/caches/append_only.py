@@ -78,6 +78,11 @@ class AppendCache(Rewinding):
         return self.k.shape
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return self.k.nbytes + self.v.nbytes
+
+    @property
     def store(self) -> "AppendCache":
         """Itself. Other caches hold one as their field `store`."""
         return self

@@ -90,17 +90,13 @@ class Branched:
         return dataclasses.replace(self, own=own)
 
 
-# What holds all keys and values of some rows.
-Store = AppendCache | Branched
-
-
 def append_to(
-    store: Store,
+    store: AppendCache | Branched,
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     valid: Int[Array, " B"],
     ctx: LayerContext,
-) -> Store:
+) -> AppendCache | Branched:
     """`append` for rows that may share a context."""
     if isinstance(store, Branched):
         return store.with_own(append(store.own, k, v, valid, ctx))

@@ -274,7 +274,8 @@ class Session:
     def _check_space(self, folder: Path, document: str, reserve: int) -> None:
         """CheckpointError where the context will not fit on the disk, before it is prefilled."""
         tokens = len(self.model.tokenizer.encode(self.layout.context(document), bos=True))
-        needed = self.model.footprint(tokens, reserve=reserve).kept
+        footprint = self.model.footprint(tokens, reserve=reserve)
+        needed = footprint.kept + footprint.host
         free = shutil.disk_usage(folder.absolute().parent).free
         if needed > free:
             raise CheckpointError(
@@ -360,11 +361,14 @@ class Session:
         """What is told of an answer when it is complete."""
         asked = self.request.questions[number]
         length, cache = context.lengths[0], context.answering_bytes
+        memory = {"cache_bytes": cache}
+        if self.model.engine.setup.offload is not None:
+            memory["host_bytes"] = context.host_bytes
         self.terminal.note(closing_note(answer, length, prefill, cache, compiled))
         if self.terminal.as_json:
             tokens = {"context": length, "question": len(self.model.tokenizer.encode(question))}
             record = self.answers.record(
-                self.model, answer, tokens, prefill or 0.0, {"cache_bytes": cache}, compiled
+                self.model, answer, tokens, prefill or 0.0, memory, compiled
             )
             self.terminal.record({"question": asked, **record})
 

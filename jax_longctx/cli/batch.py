@@ -7,7 +7,7 @@ import typer
 
 from jax_longctx.cli import options, process
 from jax_longctx.cli.compiling import Compiling
-from jax_longctx.cli.options import argument, only, option
+from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import Terminal, check_file, per_second
 from jax_longctx.errors import InputError
 
@@ -39,7 +39,7 @@ def batch(
         metavar="OUT.jsonl",
         show_default=False,
     ),
-    model: options.ModelChoice = only("checkpoint", "dtype", "mesh", "chunk", "kv", "weights"),
+    model: options.ModelChoice,
     method: options.MethodChoice,
     answers: options.AnswerOptions,
     rows: int = option(

@@ -20,7 +20,7 @@ from jax_longctx.cli.terminal import (
 )
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
-from jax_longctx.settings import MESH_AXES, parse_mesh
+from jax_longctx.settings import MESH_AXES, offload_of, parse_mesh
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure on this device, as ratios in one run.")
 
@@ -177,6 +177,8 @@ def decode(
     chunk: int = _chunk(),
     kv: str | None = options.kv(),
     weights: str | None = options.weights(),
+    offload: str | None = options.offload(),
+    working_set: int | None = options.working_set(),
     mesh: str | None = _mesh(),
     kernels: bool = _kernels(),
     picture: Path | None = _picture(),
@@ -196,8 +198,13 @@ def decode(
     expected = "BATCHxCONTEXT, as 3x131072"
     sizes = [_case(text, "x", expected) for text in cases or ["1x32768"]]
     check_plot(picture, "--picture")
+    offload_of(offload, working_set)
     terminal = output.terminal()
     with terminal.starting():
+        from jax_longctx.memory import allow_pinned
+
+        if offload is not None:
+            allow_pinned()
         from jax_longctx.bench.decode import run
         from jax_longctx.sharding import make_mesh
 
@@ -211,6 +218,8 @@ def decode(
         chunk=chunk,
         kv=kv,
         weights=weights,
+        offload=offload,
+        working_set=working_set,
         mesh=make_mesh(**_sizes(mesh)),
         kernels=kernels,
         say=terminal.note,
@@ -454,7 +463,7 @@ def _steps(result: dict[str, Any]) -> Iterable[Any]:
 
 def _stored(result: dict[str, Any]) -> str:
     """The forms of weights, keys and values, where they are not bfloat16."""
-    said = {"weights": "weights", "kv": "keys and values"}
+    said = {"weights": "weights", "kv": "keys and values", "offload": "contexts"}
     return "".join(f", {what} in {result[key]}" for key, what in said.items() if result.get(key))
 
 

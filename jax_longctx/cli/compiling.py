@@ -111,6 +111,7 @@ def key_of(model: "LongContext") -> str:
         setup.by_layer,
         *(() if setup.kv is None else (setup.kv,)),
         *(() if setup.weights is None else ("weights", setup.weights)),
+        *(() if setup.offload is None else (setup.offload,)),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 

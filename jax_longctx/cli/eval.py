@@ -419,7 +419,10 @@ class Trials:
 @eval_app.command()
 @options.command
 def passkey(
-    model: options.ModelChoice,
+    *,
+    model: options.ModelChoice = options.only(
+        "checkpoint", "dtype", "mesh", "chunk", "kv", "weights"
+    ),
     trials: Trials,
     methods: list[str] | None = options.methods(),
     out: Path | None = option("Write every answer to this JSON file as it comes."),

@@ -12,7 +12,7 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.methods import METHODS, describe, make_method
 from jax_longctx.models.presets import preset
-from jax_longctx.settings import kv_form, parse_pairs
+from jax_longctx.settings import Offload, kv_form, offload_of, parse_pairs
 
 # Tokens reserved for question and answer in the memory shown.
 RESERVE = 256
@@ -37,6 +37,8 @@ def methods(
     batch: int = option("Rows, for the memory shown.", default=1),
     dtype: str | None = options.dtype(default="bfloat16"),
     kv: str | None = options.kv(),
+    offload: str | None = options.offload(),
+    working_set: int | None = options.working_set(),
     as_json: bool = options.as_json(),
 ) -> None:
     """List the long-context methods: what each changes, and what its caches cost.
@@ -56,6 +58,7 @@ def methods(
         raise InputError("--set is for a method's settings; name the method")
     if min(context, batch) < 1:
         raise InputError(f"--context and --batch must be at least 1, got {context} and {batch}")
+    tier = offload_of(offload, working_set)
     terminal = Terminal(as_json=as_json)
     described, failed = [], []
     with terminal.starting():
@@ -75,7 +78,8 @@ def methods(
                 continue
             method = make_method(each, parse_pairs(settings or ()))
             measured = {"context": context, "batch": batch, "dtype": dtype, "kv": kv}
-            memory = _memory(config, method, context, batch, dtype or "bfloat16", kv)
+            measured["offload"] = offload
+            memory = _memory(config, method, context, batch, dtype or "bfloat16", kv, tier)
             described.append(entry | {"memory": measured | memory})
     if as_json:
         for entry in described:
@@ -93,7 +97,13 @@ def methods(
 
 
 def _memory(
-    config: Any, method: Any, context: int, batch: int, dtype: str, kv: str | None
+    config: Any,
+    method: Any,
+    context: int,
+    batch: int,
+    dtype: str,
+    kv: str | None,
+    offload: Offload | None,
 ) -> dict[str, Any]:
     """Bytes by name, or why the method does not run on this model."""
     import dataclasses
@@ -101,17 +111,18 @@ def _memory(
     import jax
     import jax.numpy as jnp
 
-    from jax_longctx.engine.capacity import footprint
+    from jax_longctx.engine.capacity import check_offload, footprint
     from jax_longctx.engine.programs import Setup
     from jax_longctx.sharding import make_mesh
 
     form = kv_form(kv, dtype)
+    mesh = make_mesh(devices=jax.local_devices())
+    setup = Setup(config, method, mesh, jnp.dtype(dtype), 512, kv=form, offload=offload)
     try:
         method.validate(config)
+        check_offload(setup)
     except ConfigError as error:
         return {"refused": str(error)}
-    mesh = make_mesh(devices=jax.local_devices())
-    setup = Setup(config, method, mesh, jnp.dtype(dtype), 512, kv=form)
     found = footprint(setup, batch=batch, context=context, reserve=RESERVE)
     return {f"{key}_bytes": value for key, value in dataclasses.asdict(found).items()}
 
@@ -120,13 +131,17 @@ def _all(described: list[dict[str, Any]]) -> list[Any]:
     """A table of costs, and a second one of summaries, as lines have 80 characters."""
     headers = ("method", "changes", "asks\nfirst", "keeps\nall")
     sizes = ("peak", "kept", "answering", "read\na step")
+    hosts = any(entry["memory"]["offload"] for entry in described)
+    if hosts:
+        # As lines have 80 characters.
+        headers, sizes = headers[:2], (*sizes, "in the\nhost")
     rows = [
         (
             entry["name"],
             entry["phase"],
-            _yes(entry["needs_question"]),
-            _yes(entry["keeps_all"]),
+            *([] if hosts else [_yes(entry["needs_question"]), _yes(entry["keeps_all"])]),
             *_sizes(entry["memory"]),
+            *([_size(entry["memory"], "host")] if hosts else []),
         )
         for entry in described
     ]
@@ -141,8 +156,11 @@ def _all(described: list[dict[str, Any]]) -> list[Any]:
 
 
 def _sizes(memory: dict[str, Any]) -> list[str]:
-    names = ("peak", "kept", "resident", "read")
-    return [shown_bytes(memory[f"{n}_bytes"]) if f"{n}_bytes" in memory else "-" for n in names]
+    return [_size(memory, name) for name in ("peak", "kept", "resident", "read")]
+
+
+def _size(memory: dict[str, Any], name: str) -> str:
+    return shown_bytes(memory[f"{name}_bytes"]) if f"{name}_bytes" in memory else "-"
 
 
 def _one(entry: dict[str, Any]) -> list[Any]:
@@ -157,6 +175,8 @@ def _one(entry: dict[str, Any]) -> list[Any]:
     else:
         what = ("at the peak of prefill", "kept after prefill", "while answering", "read a step")
         rows += zip(what, _sizes(memory), strict=True)
+        if memory["offload"]:
+            rows.append(("in the host's memory", shown_bytes(memory["host_bytes"])))
         rows.append(("for", f"{memory['batch']} x {memory['context']:,} tokens of context"))
     about = table(("", ""), rows, left=2)
     about.show_header, about.columns[0].no_wrap, about.columns[0].style = False, True, "bold"

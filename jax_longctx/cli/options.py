@@ -23,7 +23,16 @@ from jax_longctx.evaluation.specs import Spec
 from jax_longctx.memory import peak_memory
 from jax_longctx.methods import METHODS, check_method, make_method, settings_of
 from jax_longctx.models.presets import PRESETS, preset
-from jax_longctx.settings import DTYPES, FORM_NAMES, Sampling, parse_mesh, parse_pairs
+from jax_longctx.settings import (
+    DTYPES,
+    FORM_NAMES,
+    PLACES,
+    Sampling,
+    check_name,
+    offload_of,
+    parse_mesh,
+    parse_pairs,
+)
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
@@ -205,6 +214,26 @@ def weights() -> Any:
     )
 
 
+def offload() -> Any:
+    """`--offload`: `str | None`."""
+    return option(
+        "host: contexts lie in the host's memory, and the device keeps what each step reads and "
+        "a working set. For infllm, quest, arkvale and resa.",
+        metavar="PLACE",
+        callback=checked(lambda place: check_name(PLACES, place, "--offload")),
+    )
+
+
+def working_set() -> Any:
+    """`--working-set`: `int | None`."""
+    return option(
+        "Tokens of a row that each layer keeps on the device of an offloaded context, beside the "
+        "first and the newest; 4 times what a step chooses unless given.",
+        metavar="TOKENS",
+        min=1,
+    )
+
+
 def mesh(
     help: str = "Devices, e.g. data=1,seq=2,tensor=4: tensor splits weights and heads, seq the "
     "cache of one long text, data the rows of a batch. One device unless given.",
@@ -287,8 +316,11 @@ class ModelChoice:
     chunk: int = chunk()
     kv: str | None = kv()
     weights: str | None = weights()
+    offload: str | None = offload()
+    working_set: int | None = working_set()
 
     def __post_init__(self) -> None:
+        offload_of(self.offload, self.working_set)
         if self.chunk < 1:
             raise InputError(f"--chunk must be at least 1 token, got {self.chunk}")
         check_checkpoint(self.checkpoint)
@@ -309,8 +341,12 @@ class ModelChoice:
             else:
                 made = None if method is None or "choose" in how else method.make()
             from jax_longctx.api import load
+            from jax_longctx.memory import allow_pinned
             from jax_longctx.sharding import make_mesh
 
+            if self.offload is not None:
+                # Before a mesh starts the devices.
+                allow_pinned()
             sizes: dict[str, Any] = dict(parse_mesh(self.mesh or ""))
             return load(
                 self.checkpoint,
@@ -320,6 +356,8 @@ class ModelChoice:
                 chunk=self.chunk,
                 kv=self.kv,
                 weights=self.weights,
+                offload=self.offload,
+                working_set=self.working_set,
                 **how,
             )
 
@@ -403,6 +441,7 @@ class AnswerOptions:
                 "decode": round(answer.decode_seconds, 4),
             },
             "memory": {**memory, "peak_bytes": peak_memory()},
+            **({} if answer.fetched is None else {"fetched": answer.fetched.record()}),
             **run_facts(model),
             "sampling": dataclasses.asdict(self.sampling),
             "max_tokens": self.max_tokens,
@@ -442,6 +481,7 @@ def run_facts(model: "LongContext") -> dict[str, Any]:
         "settings": chosen["settings"],
         "kv": setup.kv,
         "weights": setup.weights,
+        "offload": None if setup.offload is None else dataclasses.asdict(setup.offload),
         "device": device.device_kind,
         "mesh": dict(model.engine.mesh.shape),
         "versions": {

@@ -43,6 +43,8 @@ def plan(
     dtype: str | None = options.dtype(default="bfloat16"),
     kv: str | None = options.kv(),
     weights: str | None = options.weights(),
+    offload: str | None = options.offload(),
+    working_set: int | None = options.working_set(),
     mesh: str | None = options.mesh(),
     chunk: int = options.chunk(),
     compiles: bool = option(
@@ -81,6 +83,8 @@ def plan(
             dtype=dtype or "bfloat16",
             kv=kv,
             weights=weights,
+            offload=offload,
+            working_set=working_set,
             **sizes,
         )
     with terminal.waiting("planning"):
@@ -99,6 +103,8 @@ def plan(
         "dtype": request.dtype,
         "kv": request.kv,
         "weights": request.weights,
+        "offload": request.offload,
+        "working_set": request.working_set,
         "constants": dataclasses.asdict(devices.chip),
         **_figures(made, ARITHMETIC if compiled is None else COMPILED),
         "compiled": compiled,
@@ -148,6 +154,7 @@ def _figures(made: "Plan", source: str) -> dict[str, Any]:
         "memory_bytes": {
             "weights": made.weights,
             "cache": made.cache,
+            "host": made.host,
             "temporaries": made.temporaries,
             "available": made.memory,
             "fits": made.fits,
@@ -157,7 +164,12 @@ def _figures(made: "Plan", source: str) -> dict[str, Any]:
         },
         "prefill": dataclasses.asdict(made.prefill) | {"source": ARITHMETIC},
         "decode_step": dataclasses.asdict(made.decode) | {"source": ARITHMETIC},
-        "seconds": {"first_token": made.first_token, "token": made.step, "source": ROOFLINE},
+        "seconds": {
+            "first_token": made.first_token,
+            "token": made.step,
+            "host": made.moved,
+            "source": ROOFLINE,
+        },
     }
 
 
@@ -175,7 +187,7 @@ def _shown(record: dict[str, Any]) -> list[Any]:
         f"reached {c['linear_share']:.0%} in projections, {c['attention_share']:.0%} in prefill "
         f"attention, {c['bandwidth_share']:.0%} of the bandwidth in decode"
     )
-    said = {"weights": "weights", "kv": "keys and values"}
+    said = {"weights": "weights", "kv": "keys and values", "offload": "contexts"}
     forms = "".join(f", {what} in {record[key]}" for key, what in said.items() if record[key])
     return [
         f"{record['model']}, {record['dtype']}{forms}, {record['method']}, {record['batch']} x "
@@ -198,7 +210,11 @@ def _memory_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
         source["weights"] += f"; whole on each shard of seq, as they do not divide: {axes}"
     rows = [(f"{name}, each device", shown_bytes(memory[name]), source[name]) for name in names]
     total = sum(memory[name] for name in names)
-    return [*rows, ("together", shown_bytes(total), f"of {shown_bytes(memory['available'])}")]
+    rows.append(("together", shown_bytes(total), f"of {shown_bytes(memory['available'])}"))
+    if record["offload"]:
+        said = "arithmetic; the host must have it for each of its devices"
+        rows.append(("cache in the host's memory", shown_bytes(memory["host"]), said))
+    return rows
 
 
 def _work_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -211,11 +227,14 @@ def _work_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
             f"{shown_bytes(int(work['received']))} in {work['collectives']:,} collectives"
         )
         rows.append((f"{label}, each device", _flops(flops), about))
-    seconds = record["seconds"]
+    seconds, first, token = record["seconds"], "roofline", "roofline"
+    if record["offload"]:
+        first += f"; {shown_time(seconds['host'])} of it to the host's memory and from it"
+        token += ", without what it fetches from the host's memory"
     return [
         *rows,
-        ("time to first token", shown_time(seconds["first_token"]), "roofline"),
-        ("time a token", shown_time(seconds["token"]), "roofline"),
+        ("time to first token", shown_time(seconds["first_token"]), first),
+        ("time a token", shown_time(seconds["token"]), token),
     ]
 
 

@@ -174,7 +174,10 @@ class Limits:
 
 @options.command
 def serve(
-    model: options.ModelChoice,
+    *,
+    model: options.ModelChoice = options.only(
+        "checkpoint", "dtype", "mesh", "chunk", "kv", "weights"
+    ),
     method: options.MethodChoice,
     listening: Listening,
     limits: Limits,

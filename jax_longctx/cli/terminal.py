@@ -289,6 +289,12 @@ def closing_note(
     parts.append(f"{len(answer.tokens):,} tokens at {rate:,.1f} tokens/s")
     if cache is not None:
         parts.append(f"cache {shown_bytes(cache)}")
+    if answer.fetched is not None and answer.fetched.hit_rate is not None:
+        found = answer.fetched
+        parts.append(
+            f"{found.hit_rate:.0%} of {found.hits + found.misses:,} chosen pages on the device, "
+            f"{found.waited_share:.0%} of the layers' steps waited"
+        )
     parts.append(f"peak memory {shown_bytes(peak_memory())}")
     return "; ".join(parts)
 

@@ -29,7 +29,7 @@ from jax_longctx.contract.context import QKV, LayerContext, WithCache
 from jax_longctx.contract.segments import Prompt, Segment, Stage
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.settings import StoredForm
+from jax_longctx.settings import Offload, StoredForm
 from pallas_kernels.common import empty
 
 Phase = Literal["none", "prefill", "decode", "both"]
@@ -148,6 +148,8 @@ class CacheShape:
       shards: shards that hold the slots.
       kv: the 8-bit form of keys and values; None for arrays of `dtype`. `empty_slots` knows it. A
         method that makes its keys and values otherwise keeps them as floats.
+      offload: keys and values lie in the host's memory, in stores that `caches.empty_store` makes;
+        None for the devices' memory.
     """
 
     batch: int
@@ -163,6 +165,7 @@ class CacheShape:
     window: int | None
     shards: int = 1
     kv: StoredForm | None = None
+    offload: Offload | None = None
 
     def empty_slots(self, count: int) -> Any:
         """Empty keys or values of `count` slots, [B, K, count, H], as the engine stores them."""
@@ -250,6 +253,15 @@ def stripes(method: Any) -> bool:
     attribute `stripes`, or False there, get one block of slots on each shard.
     """
     return getattr(method, "stripes", False)
+
+
+def cannot_offload(method: Any) -> str | None:
+    """Why the method's keys and values cannot lie in the host's memory; None where they can.
+
+    For methods that make their stores by `caches.empty_store`, and whose decode steps read few
+    pages. They have an attribute `cannot_offload` that says so; the others have none.
+    """
+    return getattr(method, "cannot_offload", "a decode step reads or moves keys of the whole cache")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,7 @@ from jax_longctx.errors import LongctxError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import param_infos
 from jax_longctx.settings import StoredForm
-from jax_longctx.sharding import logical_sharding, tree_shardings
+from jax_longctx.sharding import HOST, logical_sharding, tree_shardings
 
 # Most programs that compile at a time; each of a large model takes a few GiB of the host's memory.
 WORKERS = 8
@@ -256,10 +256,8 @@ class Compilation:
         if isinstance(shapes, tuple | list):
             return [sharding for each in shapes for sharding in self._shardings(each)]
         everywhere, count = logical_sharding(self._mesh, ()), len(jax.tree.leaves(shapes))
-        if self._mesh.size == 1:
-            return [everywhere] * count
         if hasattr(shapes, "shape"):
-            return [None]
+            return [everywhere if self._mesh.size == 1 else None]
         try:
             return jax.tree.leaves(tree_shardings(self._mesh, shapes))
         except TypeError:
@@ -370,7 +368,8 @@ def _signature(leaf: Any) -> Any:
 
 def _zeros(leaf: Any, sharding: Any) -> Any:
     """Zeros on the devices. Few are copied there: a program for them would be compiled."""
-    if np.prod(leaf.shape) * leaf.dtype.itemsize <= 1 << 20:
+    few = np.prod(leaf.shape) * leaf.dtype.itemsize <= 1 << 20
+    if few or sharding.memory_kind == HOST:
         return jax.device_put(np.zeros(leaf.shape, leaf.dtype), sharding)
     return jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
 

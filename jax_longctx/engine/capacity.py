@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import functools
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jax_longctx.contract import SlotLayout, Stage
+from jax_longctx.caches import Offloaded
+from jax_longctx.contract import SlotLayout, Stage, cannot_offload
 from jax_longctx.engine import programs
-from jax_longctx.errors import CapacityError
-from jax_longctx.memory import shown_bytes
-from jax_longctx.sharding import AnyMesh, Stacked, leaf_axes, tree_shardings
+from jax_longctx.engine.distributed import to_host
+from jax_longctx.errors import CapacityError, ConfigError
+from jax_longctx.memory import POOL, shown_bytes
+from jax_longctx.methods import METHODS, make_method, settings_of
+from jax_longctx.sharding import HOST, AnyMesh, Stacked, leaf_axes, tree_shardings
 
 SMALLEST = 128
 # Slots beyond the longest row, which a storage may write garbage to (see `caches.write_run`).
@@ -58,14 +62,114 @@ def slots_for(context: int, reserve: int = 0, seq_shards: int = 1) -> int:
     return bucket(context + reserved(reserve) + SPARE, seq_shards)
 
 
-def bytes_per_device(mesh: AnyMesh, abstract: Any) -> int:
-    """Bytes that a tree of caches (shapes will do) takes on each device of the mesh."""
+def check_offload(setup: programs.Setup) -> None:
+    """Raises ConfigError where caches of this setup cannot lie in the host's memory, as it asks."""
+    if setup.offload is None:
+        return
+    why = cannot_offload(setup.method)
+    if why is not None:
+        able = [name for name in METHODS if cannot_offload(make_method(name)) is None]
+        name = settings_of(setup.method)["name"]
+        raise ConfigError(
+            f"{name} cannot be offloaded: {why}; offload works with {', '.join(able)}"
+        )
+    if setup.mesh.shape["seq"] > 1:
+        raise ConfigError(
+            f"offload host does not divide a text over seq, the mesh has "
+            f"seq={setup.mesh.shape['seq']}; leave seq out, or offload"
+        )
+    # The size of the working set is checked as a cache is made.
+    programs.abstract_caches(setup, 1, slots_for(1), 0)
+
+
+def bytes_per_device(mesh: AnyMesh, abstract: Any, *, host: bool = False) -> int:
+    """Bytes that a tree of caches (shapes will do) takes on each device of the mesh.
+
+    Args:
+      host: of the arrays in the host's memory, those of a device's part, in place of the others.
+    """
     arrays = jax.tree.leaves(abstract)
     shardings = jax.tree.leaves(tree_shardings(mesh, abstract))
     return sum(
         math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
         for array, sharding in zip(arrays, shardings, strict=True)
+        if (sharding.memory_kind == HOST) == host
     )
+
+
+def held_bytes(caches: Any) -> tuple[int, int]:
+    """Bytes that caches hold over all devices, and in the hosts' memory."""
+    found = {True: 0, False: 0}
+    for leaf in jax.tree.leaves(caches):
+        found[leaf.sharding.memory_kind == HOST] += leaf.nbytes
+    return found[False], found[True]
+
+
+def stores_of(caches: Any) -> list[Offloaded]:
+    """The stores of these caches that lie in the host's memory; those of a run are one."""
+    nodes = jax.tree.leaves(caches, is_leaf=lambda node: isinstance(node, Offloaded))
+    return [node for node in nodes if isinstance(node, Offloaded)]
+
+
+def passing_bytes(setup: programs.Setup, caches: Any) -> int:
+    """Bytes on each device of keys and values that are there while a chunk is read, and not kept.
+
+    A method that reads by full attention brings a layer's to the device, in the order of pages,
+    and makes the order of slots of it.
+    """
+    if setup.method.info.phase not in ("none", "decode"):
+        return 0
+    layers = [
+        bytes_per_device(setup.mesh, cache, host=True) // programs.layers_in(cache)
+        for cache in caches
+    ]
+    return 2 * max(layers, default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetched:
+    """What an answer's decode steps chose of contexts in the host's memory, over rows and layers.
+
+    Attributes:
+      hits, misses: pages that were on the device, and that were fetched.
+      steps: steps, counted in each layer.
+      waited: of these, with a page that was fetched.
+    """
+
+    hits: int
+    misses: int
+    steps: int
+    waited: int
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Hits of all chosen pages; None where none was chosen."""
+        chosen = self.hits + self.misses
+        return self.hits / chosen if chosen else None
+
+    @property
+    def waited_share(self) -> float | None:
+        """The share of a step's layers that waited for a page; None without steps."""
+        return self.waited / self.steps if self.steps else None
+
+    def record(self) -> dict[str, Any]:
+        """The counts and the shares, for JSON."""
+        shares = {"hit_rate": self.hit_rate, "waited_share": self.waited_share}
+        return dataclasses.asdict(self) | shares
+
+
+def fetched_of(caches: Any, rows: int) -> Fetched | None:
+    """The counts of the first `rows` rows since the last fork; None on the devices alone."""
+    stores = stores_of(caches)
+    if not stores:
+        return None
+
+    def total(name: str) -> int:
+        return sum(
+            int(np.sum(to_host(getattr(store.frames, name))[..., :rows])) for store in stores
+        )
+
+    return Fetched(*(total(field.name) for field in dataclasses.fields(Fetched)))
 
 
 def available_bytes(mesh: Mesh) -> int | None:
@@ -118,6 +222,41 @@ def _available_here(mesh: Mesh, used: int | None = None) -> int | None:
     return stats["bytes_limit"] - (stats["bytes_in_use"] if used is None else used)
 
 
+def available_host_bytes(mesh: Mesh) -> int | None:
+    """Free memory of the host for caches, or None where it is not told.
+
+    XLA pins no more of it for GPUs than `POOL` says, 64 GiB unless it is set.
+    """
+    free = None
+    if MEMINFO.exists():
+        for line in MEMINFO.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    if mesh.local_devices[0].platform == "gpu":
+        pool = int(os.environ.get(POOL, "64")) << 30
+        free = pool if free is None else min(free, pool)
+    return _least(free)
+
+
+def check_host(mesh: Mesh, abstract: Any) -> None:
+    """Raises CapacityError where caches (shapes will do) do not fit the host's memory."""
+    need = bytes_per_device(mesh, abstract, host=True) * len(mesh.local_devices)
+    available = available_host_bytes(mesh)
+    if fits(need, available):
+        return
+    assert available is not None
+    usable = int(USABLE * available)
+    limit = ""
+    if mesh.local_devices[0].platform == "gpu":
+        limit = f" (at most {POOL}={os.environ.get(POOL, '64')} GiB are pinned)"
+    raise CapacityError(
+        f"the offloaded context needs {shown_bytes(need)} of the host's memory, "
+        f"{shown_bytes(usable)} of {shown_bytes(available)} free is usable{limit}; about "
+        f"{usable / need:.0%} of these tokens would fit; shorten the context, use fewer rows, or "
+        "store keys and values in 8 bits (kv int8)"
+    )
+
+
 def fits(need: int, available: int | None) -> bool:
     """Whether caches of `need` bytes a device fit; unknown free memory (None) is enough."""
     return available is None or need <= USABLE * available
@@ -146,7 +285,12 @@ def check_fits(tokens: int, need: int, per_token: float, available: int | None) 
     )
 
 
-def grow(caches: tuple[Any, ...], more: int, layout: SlotLayout | None = None) -> tuple[Any, ...]:
+def grow(
+    caches: tuple[Any, ...],
+    more: int,
+    layout: SlotLayout | None = None,
+    slots: int | None = None,
+) -> tuple[Any, ...]:
     """Every layer's cache with `more` slots added; its other axes are left alone.
 
     An axis `room` grows by as many. An axis `pages` grows by the pages that the new slots are (a
@@ -155,15 +299,18 @@ def grow(caches: tuple[Any, ...], more: int, layout: SlotLayout | None = None) -
 
     Args:
       layout: where the slots lie; one block of them if not given.
+      slots: those of the caches, by which pages are measured where no array has slots.
 
     Raises:
       ValueError: pages are not whole, or a layer has no one count of slots to measure them by.
     """
     layout = layout or SlotLayout()
-    return tuple(_grow_layer(layer, cache, more, layout) for layer, cache in enumerate(caches))
+    return tuple(
+        _grow_layer(layer, cache, more, layout, slots) for layer, cache in enumerate(caches)
+    )
 
 
-def _grow_layer(layer: int, cache: Any, more: int, layout: SlotLayout) -> Any:
+def _grow_layer(layer: int, cache: Any, more: int, layout: SlotLayout, given: int | None) -> Any:
     leaves, structure = jax.tree.flatten(cache)
     axes = leaf_axes(cache)
     counts = {
@@ -172,6 +319,8 @@ def _grow_layer(layer: int, cache: Any, more: int, layout: SlotLayout) -> Any:
         for size, name in zip(leaf.shape, names, strict=True)
         if name == "slots"
     }
+    if not counts and given is not None:
+        counts = {given}
 
     def added(name: str | None, size: int) -> int:
         if name in ("slots", "room"):
@@ -213,12 +362,14 @@ class Footprint:
       resident: while answering, when no other question will follow.
       kept: after prefill, when the context is kept for more questions.
       read: what one decode step reads, at the context's length.
+      host: bytes in the host's memory, which the others leave out.
     """
 
     peak: int
     resident: int
     kept: int
     read: int
+    host: int
 
 
 def footprint(
@@ -229,24 +380,23 @@ def footprint(
     All devices together, or with `per_device` each device of the mesh; `read` is always of all.
     """
     stages = staged_caches(setup, batch, context, reserve)
-    local = [
-        [
-            (sharding.shard_shape(leaf.shape) if per_device else leaf.shape, leaf.dtype)
-            for leaf, sharding in zip(
-                jax.tree.leaves(caches),
-                jax.tree.leaves(tree_shardings(setup.mesh, caches)),
-                strict=True,
-            )
-        ]
-        for caches in stages
-    ]
+    local, hosts = [], []
+    for caches in stages:
+        found: dict[bool, list[Any]] = {True: [], False: []}
+        shardings = jax.tree.leaves(tree_shardings(setup.mesh, caches))
+        for leaf, sharding in zip(jax.tree.leaves(caches), shardings, strict=True):
+            shape = sharding.shard_shape(leaf.shape) if per_device else leaf.shape
+            found[sharding.memory_kind == HOST].append((shape, leaf.dtype))
+        local.append(found[False])
+        hosts.append(_bytes(collections.Counter(found[True])))
     empty, kept, answering = (collections.Counter(arrays) for arrays in local)
     # What the donated buffers cannot hold lies beside them.
-    peak = _bytes(empty) + _bytes(kept - empty)
+    passing = passing_bytes(setup, stages[0]) * (1 if per_device else setup.mesh.size)
+    peak = _bytes(empty) + max(_bytes(kept - empty), passing)
     if setup.method.info.shrinks:
         peak = max(peak, _bytes(kept) + _bytes(answering))
     read = read_bytes(setup, stages[-1], context)
-    return Footprint(peak, _bytes(answering), _bytes(kept), read)
+    return Footprint(peak, _bytes(answering), _bytes(kept), read, max(hosts))
 
 
 def _bytes(arrays: collections.Counter[Any]) -> int:

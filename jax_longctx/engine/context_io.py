@@ -13,7 +13,7 @@ import json
 import queue
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.contract import SlotLayout
 from jax_longctx.engine import Context, programs
-from jax_longctx.engine.capacity import GRANULE, finished_caches
+from jax_longctx.engine.capacity import GRANULE, check_host, finished_caches
 from jax_longctx.engine.distributed import from_leader, to_host
 from jax_longctx.engine.engine import Engine
 from jax_longctx.errors import CheckpointError, InputError
@@ -61,13 +61,27 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
     """
     described = _described(engine, context)
     moved = functools.partial(_moved, engine, SlotLayout.in_order, context.slots)
-    leaves: list[jax.Array] = []
+    leaves: list[Any] = []
+    copies = engine.setup.offload is not None
     # Layer by layer, whatever runs of layers this engine loops over.
-    for cache in programs.each_layer(context.usable_caches()):
+    for cache in _saved_layers(engine, context):
         for leaf, axes in zip(jax.tree.leaves(cache), leaf_axes(cache), strict=True):
             # Rows that only fill the mesh's data axis stay behind.
-            leaves.append(moved(axes, _with_rows(leaf, axes, context.batch)))
+            leaf = moved(axes, _with_rows(leaf, axes, context.batch))
+            # A copy of a layer leaves the devices before the next one is made.
+            leaves.append(to_host(leaf) if copies and jax.process_count() == 1 else leaf)
     _write(Path(path).absolute(), described, leaves)
+
+
+def _saved_layers(engine: Engine, context: Context) -> Iterator[Any]:
+    """Each layer's cache on the devices, where it lies or, of one in the host's memory, a copy."""
+    caches = context.usable_caches()
+    if engine.setup.offload is None:
+        yield from programs.each_layer(caches)
+        return
+    for cache in caches:
+        for index in range(programs.layers_in(cache)):
+            yield programs.copied_layer(cache, jnp.int32(index))
 
 
 class Saving:
@@ -278,7 +292,8 @@ def load_context(engine: Engine, path: str | Path) -> Context:
         )
     rows = [*described["rows"], *([] for _ in range(-batch % data))]
     total = jnp.array([*described["total"], *[0] * (len(rows) - batch)], jnp.int32)
-    apart = dataclasses.replace(engine.setup, by_layer=True)
+    # On the disk all lie as they do on devices, a layer apart.
+    apart = dataclasses.replace(engine.setup, by_layer=True, offload=None)
     structure, runs = (
         finished_caches(
             setup, programs.abstract_caches(setup, len(rows), slots, reserve), "context", reserve
@@ -286,15 +301,34 @@ def load_context(engine: Engine, path: str | Path) -> Context:
         for setup in (apart, engine.setup)
     )
     check_files(path / CACHES, described["files"], REMEDY)
-    arrays = load_arrays(path / CACHES, _saved_arrays(engine, structure, batch), REMEDY).values()
-    shardings = jax.tree.leaves(tree_shardings(engine.mesh, structure))
+    wanted = _saved_arrays(engine, structure, batch)
     put = functools.partial(_moved, engine, SlotLayout.dealt, slots)
-    leaves = [
-        put(axes, jax.device_put(_with_rows(array, axes, len(rows)), sharding))
-        for array, axes, sharding in zip(arrays, leaf_axes(structure), shardings, strict=True)
-    ]
-    caches = jax.tree.unflatten(jax.tree.structure(structure), leaves)
-    caches = programs.as_run(engine.setup, caches, runs)
+
+    def loaded(caches: tuple[Any, ...], first: int) -> tuple[Any, ...]:
+        """These layers' caches, whose arrays are those from number `first` on."""
+        shardings = jax.tree.leaves(tree_shardings(engine.mesh, caches))
+        names = [f"{first + number:05d}" for number in range(len(shardings))]
+        arrays = load_arrays(path / CACHES, {name: wanted[name] for name in names}, REMEDY)
+        leaves = [
+            put(axes, jax.device_put(_with_rows(arrays[name], axes, len(rows)), sharding))
+            for name, axes, sharding in zip(names, leaf_axes(caches), shardings, strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(caches), leaves)
+
+    if engine.setup.offload is None:
+        caches = programs.as_run(engine.setup, loaded(structure, 0), runs)
+    else:
+        # One layer after the other passes over the devices.
+        check_host(engine.mesh, runs)
+        filled, first, layers = [], 0, iter(structure)
+        for run in programs.empty_like(engine.setup, runs):
+            for index in range(programs.layers_in(run)):
+                layer = next(layers)
+                (cache,) = loaded((layer,), first)
+                first += len(jax.tree.leaves(layer))
+                run = programs.with_layer(run, jnp.int32(index), cache)
+            filled.append(run)
+        caches = tuple(filled)
     questions = described["questions"]
     if questions is not None:
         questions = [*questions, *([] for _ in range(len(rows) - batch))]

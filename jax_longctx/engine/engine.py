@@ -24,12 +24,18 @@ from jax_longctx.engine import programs
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import (
     SPARE,
+    Fetched,
     available_bytes,
     bucket,
     bytes_per_device,
     check_fits,
+    check_host,
+    check_offload,
     expected_bytes,
+    fetched_of,
     grow,
+    held_bytes,
+    passing_bytes,
     reserved,
     slots_for,
 )
@@ -43,7 +49,7 @@ from jax_longctx.models.llama import (
     layer_params,
     stacked_layers,
 )
-from jax_longctx.settings import Sampling, kv_form
+from jax_longctx.settings import Sampling, kv_form, offload_of
 
 Rows = Sequence[Sequence[int]]
 # Columns of a decode block: one host round trip for that many tokens. The first blocks of an
@@ -80,6 +86,7 @@ class Context:
         question over an append-only method borrows them.
       questions: the questions it was read for, where the method needs them at prefill.
       answering_bytes: what the newest answer's caches held, over all devices.
+      host_bytes: what they held in the hosts' memory.
       method: the method that prefilled it; no other can ask it. None is not checked.
     """
 
@@ -91,6 +98,7 @@ class Context:
     caches: tuple[Any, ...] | None
     questions: list[list[int]] | None = None
     answering_bytes: int = 0
+    host_bytes: int = 0
     method: Method | None = None
 
     @property
@@ -101,7 +109,7 @@ class Context:
     @property
     def resident_bytes(self) -> int:
         """Bytes the caches hold, over all devices."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.usable_caches()))
+        return held_bytes(self.usable_caches())[0]
 
     def usable_caches(self) -> tuple[Any, ...]:
         """The caches. Raises InputError while they are lent out, or when they were lost."""
@@ -141,9 +149,13 @@ class Engine:
         on CPUs, which read weights faster apart than as slices of a stack.
       kv: "int8" or "fp8": caches hold keys and values in 8 bits (see `pallas_kernels.quantised`).
         None: in the weights' dtype, which "bfloat16" asks for by name.
+      offload: "host": keys and values of contexts lie in the host's memory. The device keeps what
+        the method reads in every step, and a working set (see `caches.offloaded`).
+      working_set: tokens of a row that the working set of each layer holds; None for
+        `settings.SHARES` times what a step chooses.
 
     Raises:
-      ConfigError: the method or the mesh does not fit the model.
+      ConfigError: the method or the mesh does not fit the model, or cannot be offloaded.
     """
 
     def __init__(
@@ -158,6 +170,8 @@ class Engine:
         by_layer: bool | None = None,
         consume: bool = False,
         kv: str | None = None,
+        offload: str | None = None,
+        working_set: int | None = None,
     ):
         if chunk < 1:
             raise InputError(f"chunk must be at least 1 token, got {chunk}")
@@ -169,9 +183,13 @@ class Engine:
             by_layer = bool(mesh.devices.flat[0].platform == "cpu")
         self.chunk, self.memory_limit = chunk, memory_limit
         form = kv_form(kv, dtype.name)
+        tier = offload_of(offload, working_set)
         self.setup = programs.Setup(
-            config, method, mesh, dtype, chunk, by_layer, form, form_of_weights(params)
+            config, method, mesh, dtype, chunk, by_layer, form, form_of_weights(params), tier
         )
+        check_offload(self.setup)
+        # What the newest answer fetched from the host's memory; None where nothing lies there.
+        self.fetched: Fetched | None = None
         self.take_params(params, consume=consume)
 
     def take_params(self, params: Any, *, consume: bool = False) -> None:
@@ -382,7 +400,7 @@ class Engine:
             logits = self.read_question(run, context, rows)
             if self.method.info.shrinks:
                 self.shrink(run, context, max_tokens, keep)
-            context.answering_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(run.caches))
+            context.answering_bytes, context.host_bytes = held_bytes(run.caches)
             limits: Any = {"max_tokens": max_tokens, "stop_ids": stop_ids}
             values = sampling_values(sampling, len(rows), **limits)
             values: RowValues = jax.tree.map(jnp.asarray, values)
@@ -405,6 +423,7 @@ class Engine:
                     self.setup, self.params, run.caches, *given
                 )
                 self._check_finite(state)
+                self.fetched = fetched_of(run.caches, context.batch)
                 yield _chosen(np.asarray(chosen.token), context.batch)
 
     @contextlib.contextmanager
@@ -595,11 +614,16 @@ class Engine:
 
     def check_capacity(self, batch: int, slots: int, reserve: int) -> None:
         """CapacityError unless new caches of that size fit beside what is in memory already."""
-        need, double = (
-            bytes_per_device(self.mesh, programs.abstract_caches(self.setup, batch, count, reserve))
+        shapes = [
+            programs.abstract_caches(self.setup, batch, count, reserve)
             for count in (slots, 2 * slots)
+        ]
+        need, double = (
+            bytes_per_device(self.mesh, each) + passing_bytes(self.setup, each) for each in shapes
         )
         self.check_bytes(slots, need, (double - need) / slots)
+        if self.setup.offload is not None:
+            check_host(self.mesh, shapes[0])
 
     def new_cache_bytes(self, tokens: int, reserve: int) -> int:
         """Bytes on each device of the caches of one text of `tokens` tokens, `reserve` included."""
@@ -629,12 +653,13 @@ class Engine:
         layout = self.setup.slot_layout
         sizes = [
             bytes_per_device(
-                self.mesh, jax.eval_shape(lambda c, by=by: grow(c, by, layout), caches)
+                self.mesh,
+                jax.eval_shape(lambda c, by=by: grow(c, by, layout, context.slots), caches),
             )
             for by in (more, 2 * more)
         ]
         self.check_bytes(context.slots + more, sizes[0], (sizes[1] - sizes[0]) / more)
-        context.caches = grow(caches, more, layout)
+        context.caches = grow(caches, more, layout, context.slots)
         context.slots, context.reserve = context.slots + more, context.reserve + more
 
 

@@ -40,6 +40,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from jax_longctx.caches import Offloaded
 from jax_longctx.contract import (
     CHUNK_ROWS,
     STRIPE,
@@ -73,8 +74,9 @@ from jax_longctx.models.llama import (
     gathered_layer,
     layer_of,
 )
-from jax_longctx.settings import StoredForm
+from jax_longctx.settings import Offload, StoredForm
 from jax_longctx.sharding import (
+    HOST,
     AnyMesh,
     Leaf,
     Stacked,
@@ -195,6 +197,7 @@ class Setup:
         then takes a dispatch for each layer, and a decode step waits for the host.
       kv: the 8-bit form in which caches hold keys and values; None for arrays of `dtype`.
       weights: the 8-bit form of the layers' matrices; None for arrays of `dtype`.
+      offload: keys and values lie in the host's memory; None for the devices'.
     """
 
     config: ModelConfig
@@ -205,6 +208,7 @@ class Setup:
     by_layer: bool = False
     kv: StoredForm | None = None
     weights: StoredForm | None = None
+    offload: Offload | None = None
 
     @property
     def platform(self) -> str:
@@ -304,10 +308,64 @@ def per_layer(caches: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @program()
 def copied_layer(run: Any, layer: Int[Any, ""]) -> Any:
-    """A layer's cache in arrays of its own; `layer` counts within the run."""
-    if isinstance(run, Stacked):
-        return _of_layer(run.cache, layer)
-    return jax.tree.map(jnp.copy, run)
+    """A layer's cache in arrays of its own on the devices; `layer` counts within the run."""
+
+    def copied(node: Any) -> Any:
+        if isinstance(node, Offloaded):
+            return (_planes(node, layer) if isinstance(run, Stacked) else node).resident()
+        return _of_layer(node, layer) if isinstance(run, Stacked) else jnp.copy(node)
+
+    cache = run.cache if isinstance(run, Stacked) else run
+    return jax.tree.map(copied, cache, is_leaf=_is_offloaded)
+
+
+@program(donate_argnums=0, **IN_PLACE)
+def with_layer(run: Any, layer: Int[Any, ""], cache: Any) -> Any:
+    """`copied_layer` undone, at the end of a context: the run with another cache of a layer."""
+
+    def put(old: Any, new: Any) -> Any:
+        if not isinstance(run, Stacked):
+            return old.filled(new) if isinstance(old, Offloaded) else new
+        if not isinstance(old, Offloaded):
+            return jax.lax.dynamic_update_index_in_dim(old, new, layer, 0)
+        parts = _planes(old, layer).filled(new)
+        return jax.tree.map(
+            lambda whole, part: (
+                part.whole
+                if isinstance(part, Plane)
+                else jax.lax.dynamic_update_index_in_dim(whole, part, layer, 0)
+            ),
+            old,
+            parts,
+        )
+
+    before = run.cache if isinstance(run, Stacked) else run
+    after = jax.tree.map(put, before, cache, is_leaf=_is_offloaded)
+    return Stacked(after, run.count) if isinstance(run, Stacked) else after
+
+
+def _is_offloaded(node: Any) -> bool:
+    return isinstance(node, Offloaded)
+
+
+def _planes(stacks: Any, layer: Any) -> Any:
+    """A layer's part of every stack; of those that are `in_place` as a `Plane`."""
+    leaves, structure = jax.tree.flatten(stacks)
+    return structure.unflatten(
+        Plane(leaf, layer) if field.in_place else _of_layer(leaf, layer)
+        for leaf, field in zip(leaves, leaf_fields(stacks), strict=True)
+    )
+
+
+def empty_like(setup: Setup, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Zeros of these caches' shapes on their shards."""
+
+    def made(leaf: Any, at: NamedSharding) -> jax.Array:
+        if at.memory_kind == HOST:
+            return host_zeros(leaf, at)
+        return jnp.zeros(leaf.shape, leaf.dtype, device=at)
+
+    return jax.tree.map(made, shapes, tree_shardings(setup.mesh, shapes))
 
 
 def as_run(setup: Setup, caches: tuple[Any, ...], like: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -580,6 +638,7 @@ def cache_shapes(setup: Setup, batch: int, slots: int, reserve: int) -> list[Cac
             num_layers=config.num_layers,
             window=config.windows[layer],
             shards=setup.mesh.shape["seq"],
+            offload=setup.offload,
         )
         for layer in range(config.num_layers)
     ]
@@ -623,17 +682,38 @@ def abstract_caches(setup: Setup, batch: int, slots: int, reserve: int) -> tuple
 
 @functools.lru_cache(maxsize=64)
 def _cache_maker(setup: Setup, batch: int, slots: int, reserve: int) -> Any:
+    """Makes the arrays of the empty caches that lie on the devices."""
     # Kept: tracing it anew cost a tenth of a second at each prefill of 32 layers.
-    shardings = tree_shardings(setup.mesh, abstract_caches(setup, batch, slots, reserve))
-    make = functools.partial(empty_caches, setup, batch, slots, reserve)
-    return jax.jit(make, out_shardings=shardings)
+    shapes = abstract_caches(setup, batch, slots, reserve)
+    shardings = jax.tree.leaves(tree_shardings(setup.mesh, shapes))
+
+    def make() -> list[Any]:
+        arrays = jax.tree.leaves(empty_caches(setup, batch, slots, reserve))
+        return [x for x, at in zip(arrays, shardings, strict=True) if at.memory_kind != HOST]
+
+    return jax.jit(make, out_shardings=[at for at in shardings if at.memory_kind != HOST])
 
 
 def init_caches(setup: Setup, batch: int, slots: int, reserve: int) -> tuple[Any, ...]:
     """Every layer's empty cache, made on its shards."""
     # New caches mean new shapes, and so new programs.
     limit_mappings()
-    return _cache_maker(setup, batch, slots, reserve)()
+    made = iter(_cache_maker(setup, batch, slots, reserve)())
+    shapes = abstract_caches(setup, batch, slots, reserve)
+    return jax.tree.map(
+        lambda leaf, at: host_zeros(leaf, at) if at.memory_kind == HOST else next(made),
+        shapes,
+        tree_shardings(setup.mesh, shapes),
+    )
+
+
+def host_zeros(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """Zeros in the host's memory, which no device has held."""
+
+    def part(index: Any) -> np.ndarray:
+        return np.zeros(sharding.shard_shape(leaf.shape), leaf.dtype)
+
+    return jax.make_array_from_callback(leaf.shape, sharding, part)
 
 
 def _segment(

@@ -45,7 +45,7 @@ from jax_longctx.engine.sampling import (
     RowValues,
     sampling_values,
 )
-from jax_longctx.errors import CapacityError, InputError
+from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.settings import Sampling
 from jax_longctx.sharding import Leaf, axes_of, leaf_axes, tree_shardings
 
@@ -208,6 +208,8 @@ class _Branches:
 def cannot_share(engine: Engine, texts: int = 1) -> str | None:
     """Why rows cannot share a context of so many texts, or None where they can."""
     mesh, config = engine.mesh.shape, engine.config
+    if engine.setup.offload is not None:
+        return "rows cannot share a context in the host's memory"
     if own_tokens(engine.method) is None:
         return "under this method rows cannot share a context"
     if any(window is not None for window in config.windows):
@@ -288,6 +290,11 @@ class RunningBatch:
         setup, vocabulary = engine.setup, engine.config.vocab_size
         data = engine.mesh.shape["data"]
         rows = -(-places // data) * data
+        if setup.offload is not None:
+            raise ConfigError(
+                "offload host: rows of a running batch have places of their own on the devices; "
+                "answer with `ask` or `batch`, or leave offload out"
+            )
         programs.limit_mappings()
         self._caches = (
             _Whole(engine, rows, slots, self.reserve)

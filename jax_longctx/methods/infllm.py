@@ -15,9 +15,9 @@ The question's last token is read alone, as generated tokens are: it chooses for
 equal tokens can have equal representatives; then the older unit comes first (`parts.voted_keys`).
 
 Cost of a token: attention over about n_init + n_local + topk * block_size tokens, and one dot
-product a unit and head, at any length. Memory is full attention's and the representatives, all on
-the device. The authors move units to the host; the answers are the same, and the method
-`infllm-accounted` counts the units that would be loaded.
+product a unit and head, at any length. Memory is full attention's and the representatives. The
+authors move units to the host and load those that are chosen; so does `offload="host"`, and the
+answers are the same. The method `infllm-accounted` counts the units that the released code loads.
 
 As in the authors' code and unlike the paper, the amount received is attention probability, distance
 0 included (`score`), far keys stand at n_local - 1, and representatives are per query head. Unlike
@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import append
+from jax_longctx.caches import append_to, brought_pages, on_device
 from jax_longctx.contract import (
     QKV,
     Attended,
@@ -51,12 +51,17 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.rope import attention_factor
 from jax_longctx.parts.appending import Appending, least_window
 from jax_longctx.parts.unit_memory import Layout, UnitMemory, best_units, empty_unit_memory
-from jax_longctx.parts.windowed_attention import Score, WindowedAttention, attend_everything
+from jax_longctx.parts.windowed_attention import (
+    Score,
+    WindowedAttention,
+    attend_everything,
+    unit_pages,
+)
 
 
 @method(source="Xiao et al. 2024, section 3 (InfLLM)")
 class InfLLM(Appending):
-    """The newest tokens and the units of the past that the queries ask for, on device.
+    """The newest tokens and the units of the past that the queries ask for.
 
     Attributes:
       n_init: first tokens that are always attended.
@@ -112,6 +117,11 @@ class InfLLM(Appending):
         """Number of distances between a query and its keys, 0 the least."""
         return max(self.n_local, (self.far_distance or 0) + 1)
 
+    @property
+    def cannot_offload(self) -> str | None:
+        """None unless decode is dense."""
+        return "decode=dense attends every key in each step" if self.decode == "dense" else None
+
     def reach(self, config: ModelConfig, tokens: int) -> int:
         return tokens if self.decode == "dense" else min(tokens, self.distances)
 
@@ -130,7 +140,9 @@ class InfLLM(Appending):
             )
 
     def init_cache(self, shape: CacheShape) -> UnitMemory:
-        return empty_unit_memory(shape, self.layout)
+        apart = self.granularity == "query_head"
+        chosen = self.topk * (shape.num_heads // shape.num_kv_heads if apart else 1)
+        return empty_unit_memory(shape, self.layout, chosen, apart=apart)
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         if prompt.stage == "context":
@@ -140,8 +152,10 @@ class InfLLM(Appending):
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         (q, k, v), valid_B = new, segment.valid_of()
         if segment.role == "decode" and self.decode == "dense":
-            store = append(cache.store, k, v, valid_B, ctx)
-            return attend_everything(q, store, ctx), dataclasses.replace(cache, store=store)
+            store = append_to(cache.store, k, v, valid_B, ctx)
+            return attend_everything(q, on_device(store), ctx), dataclasses.replace(
+                cache, store=store
+            )
         # A rotary base that follows the length must follow the window's, which bounds distances.
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.n_local))
         return self.attend_units(new, cache, valid_B, self.choose(q, cache, valid_B, ctx), ctx)
@@ -156,15 +170,18 @@ class InfLLM(Appending):
     ) -> tuple[Attended, UnitMemory]:
         """Attention of `valid` new tokens, with the chosen units; the memory with these tokens."""
         (q, k, v), begin_B = new, cache.store.length
-        store = append(cache.store, k, v, valid, ctx)
-        far = self.far(q, ctx)
+        store = append_to(cache.store, k, v, valid, ctx)
+        far, alone = self.far(q, ctx), q.shape[1] == 1
+        pages = unit_pages(chosen, store.sizes[2], self.layout, ctx)
+        if self.topk:
+            store, pages = brought_pages(store, pages, valid, ctx, step=alone)
         attention = WindowedAttention(store, begin_B, valid, q.shape[1], self.layout, ctx)
-        if q.shape[1] == 1:
-            parts = [attention.beyond(far, chosen)]
+        if alone:
+            parts = [attention.beyond(far, pages)]
         else:
             parts = [attention.rest(far, masked=self.far_mask == "exact")]
             if self.topk:
-                parts.append(attention.units(far, chosen))
+                parts.append(attention.units(far, pages))
         part, received, packed = attention.near(new, parts, self.score, cache.received)
         cache = dataclasses.replace(cache, store=store, received=received)
         return part, cache.pack(begin_B, packed, self.layout, self.repr_topk, ctx)
@@ -197,5 +214,5 @@ class InfLLM(Appending):
             return everything
         # Attended tokens, every representative (empty rows too), and the ring.
         most = self.n_init + self.n_local + (self.topk + 1) * self.block_size
-        attended = min(length, most) * everything // cache.store.k.shape[2]
+        attended = min(length, most) * everything // cache.store.sizes[2]
         return attended + cache.units.nbytes + cache.received.nbytes

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_longctx.caches import AppendCache
+from jax_longctx.caches import AppendCache, on_device
 from jax_longctx.contract import (
     ENDS,
     QKV,
@@ -34,6 +34,7 @@ from jax_longctx.contract import (
     Prompt,
     Segment,
     WithCache,
+    cannot_offload,
     mark_ends,
     method,
 )
@@ -100,6 +101,13 @@ class Resa(Selecting):
             return ArkVale(digest=self.digest, **shared)
         return Quest(**shared)
 
+    @property
+    def cannot_offload(self) -> str | None:
+        """None with a selector of pages, unless the prior's logits are stored by slot."""
+        if self.growth == "frozen":
+            return "growth=frozen reads logits by slot"
+        return cannot_offload(self.base)
+
     def validate(self, config: ModelConfig) -> None:
         """Every model can be decoded sparsely, and here `psa-resa` has its prior."""
 
@@ -132,7 +140,7 @@ class Resa(Selecting):
         store, valid_B = cache.store, segment.valid_of()
         background = residual.observe(cache.background, *rotated, valid_B, store.length)
         if segment.variant == ENDS:
-            background = residual.begin_answer(background, store, segment.ends, ctx)
+            background = residual.begin_answer(background, on_device(store), segment.ends, ctx)
         return part, dataclasses.replace(cache, background=background)
 
     def _decode(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
@@ -144,11 +152,11 @@ class Resa(Selecting):
             length_B = background.counted + valid_B
             background = residual.observe(background, queries, k, valid_B, length_B)
         if segment.variant == REBUILD:
-            background = residual.begin_answer(background, cache.store, valid_B > 0, ctx)
+            background = residual.begin_answer(background, on_device(cache.store), valid_B > 0, ctx)
         elif self.growth != "frozen":
             background = residual.grow(background, k, new[2], valid_B, ctx)
         prior = residual.prior_of(background, q, ctx)
-        chosen = base.attend_selected(q, cache, ctx, prior)
+        chosen = base.attend_selected(q, cache, ctx, prior, valid_B)
         everything_BN = chosen.kept == cache.store.length[:, None]
         literal = self.lambda_mode == "paper_literal"
         part = residual.combine(chosen, prior, everything_BN, lam=self.lam, literal=literal)
@@ -168,9 +176,9 @@ class Resa(Selecting):
             return read
         store, logits = cache.store, cache.background.logits
         if logits is not None:
-            slots = store.k.shape[2]
+            slots = store.sizes[2]
             read += self.base.attended(length, slots) * logits.nbytes // slots
         if self.growth == "rebuild":
             # All keys and values, once in so many steps.
-            read += (store.k.nbytes + store.v.nbytes) // self.rebuild_every
+            read += store.nbytes // self.rebuild_every
         return read

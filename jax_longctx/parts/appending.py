@@ -15,7 +15,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_longctx.caches import AppendCache, Branched, append, attend_branched, empty_append_cache
+from jax_longctx.caches import (
+    Branched,
+    append,
+    append_to,
+    attend_branched,
+    empty_append_cache,
+    on_device,
+    settled,
+)
 from jax_longctx.contract import (
     QKV,
     CacheShape,
@@ -64,30 +72,31 @@ class Appending(Registered):
             cache = cache.with_own(append(cache.own, k, v, segment.valid_of(), ctx))
             return attend_branched(q, cache, ctx), cache
         past_B = cache.held(ctx)
-        cache = append(cache, k, v, segment.valid_of(), ctx)
+        cache = append_to(cache, k, v, segment.valid_of(), ctx)
+        whole = on_device(cache)
         where: dict[str, Any] = {}
         if ctx.window is not None:
             # A slot is its position, and a shard's slots are one block where there is a window.
-            first = ctx.seq_offset(cache.k.shape[2])
+            first = ctx.seq_offset(whole.k.shape[2])
             where = {"query_start": positions_BT[:, 0], "slot_start": first}
         how = {"scale": ctx.scale, "window": ctx.window}
         if q.shape[1] == 1:
-            part = decode_attention(q, cache.k, cache.v, cache.held(ctx), **where, **how)
+            part = decode_attention(q, whole.k, whole.v, whole.held(ctx), **where, **how)
             return ctx.seq_merge(*part), cache
-        earlier = ctx.seq_merge(*cache_attention(q, cache.k, cache.v, past_B, **where, **how))
+        earlier = ctx.seq_merge(*cache_attention(q, whole.k, whole.v, past_B, **where, **how))
         within = causal_attention(q, k, v, **how)
         return merge([earlier, within]), cache
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
         """The cache of a subclass is `Rewinding` too."""
-        return cache.end_context()
+        return settled(cache.end_context(), reserve)
 
     def fork(self, cache: Any) -> Any:
         return cache.rewind()
 
-    def read_bytes(self, cache: AppendCache, length: int) -> int:
+    def read_bytes(self, cache: Any, length: int) -> int:
         # Dense decode reads empty slots too.
-        return cache.k.nbytes + cache.v.nbytes
+        return cache.nbytes
 
 
 def least_window(config: ModelConfig) -> int | None:

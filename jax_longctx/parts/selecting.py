@@ -23,10 +23,12 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_longctx.caches import (
     AppendCache,
     Branched,
+    Reads,
     Rewinding,
     Store,
     append_to,
-    read_lines,
+    empty_store,
+    read_keys,
     write_rows,
 )
 from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, WithCache
@@ -96,7 +98,8 @@ class SelectiveCache(Rewinding):
     def counted(self, chosen: Selected, valid: Int[Array, " B"]) -> Any:
         """The cache after a decode step of rows with valid[b] = 1."""
         kept = self.kept + chosen.kept * valid[:, None]
-        return dataclasses.replace(self, kept=kept, steps=self.steps + valid)
+        store = self.store if chosen.store is None else chosen.store
+        return dataclasses.replace(self, store=store, kept=kept, steps=self.steps + valid)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,9 +170,10 @@ class Selecting(Appending):
 
     def init_cache(self, shape: CacheShape) -> Any:
         """A plain cache in layers that stay exact."""
-        store = super().init_cache(shape)
         if shape.layer < self.skip_layers or shape.window is not None:
-            return store
+            # It is read whole, so it stays on the device.
+            return super().init_cache(shape)
+        store = empty_store(shape, self.reads(shape))
         pages = shape.slots // self.page_size
         keys = (shape.batch, shape.num_kv_heads, pages, self.page_size, shape.head_dim)
         held = jax.ShapeDtypeStruct((shape.batch, pages, self.page_size), jnp.bool_)
@@ -179,13 +183,27 @@ class Selecting(Appending):
         prompt, kept, steps = (jnp.zeros(n, jnp.int32) for n in (shape.batch, heads, shape.batch))
         return SelectiveCache(store, digests, prompt, kept, steps)
 
+    def reads(self, shape: CacheShape) -> Reads:
+        """What a layer's steps read of its store."""
+        page, apart = self.page_size, self.granularity != "layer"
+        lists = shape.num_heads // shape.num_kv_heads if self.granularity == "query_head" else 1
+        return Reads(
+            page=page,
+            first=-(-self.sink // page) * page,
+            newest=self.local + 2 * page,
+            chosen=lists * self.most_pages(shape.slots, shape.slots // page),
+            chunk=shape.chunk,
+            apart=apart,
+        )
+
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if isinstance(cache, Store):
             return super().attend(new, cache, segment, ctx)
         if segment.role == "decode":
             q, _, cache = self.append_token(new, cache, segment, ctx)
-            chosen = self.attend_selected(q, cache, ctx)
-            return (chosen.out, chosen.lse), cache.counted(chosen, segment.valid_of())
+            valid_B = segment.valid_of()
+            chosen = self.attend_selected(q, cache, ctx, valid=valid_B)
+            return (chosen.out, chosen.lse), cache.counted(chosen, valid_B)
         past_B = cache.store.length
         part, store = super().attend(new, cache.store, segment, ctx)
         cache = dataclasses.replace(cache, store=store, prompt=store.length)
@@ -199,15 +217,15 @@ class Selecting(Appending):
             return cache
         store = cache.store
         cache = dataclasses.replace(cache, prompt=store.length)
-        return self.refreshed(cache, jnp.zeros_like(store.length), store.k.shape[2], ctx)
+        return self.refreshed(cache, jnp.zeros_like(store.length), store.sizes[2], ctx)
 
     def read_bytes(self, cache: Any, length: int) -> int:
         if isinstance(cache, AppendCache):
             return super().read_bytes(cache, length)
         store = cache.store
-        slots, all_keys = store.k.shape[2], store.k.nbytes
+        slots, all_keys = store.sizes[2], store.nbytes // 2
         # A group whose heads select alone reads a page once for each of them.
-        times = cache.kept.shape[1] // store.k.shape[1] if self.granularity == "query_head" else 1
+        times = cache.kept.shape[1] // store.sizes[1] if self.granularity == "query_head" else 1
         keys = self.attended(length, slots) * times * all_keys // slots
         # PSA also reads the visited pages' keys (`psa-digest` does not) or all keys, to choose.
         visited = keys * (self.allocation in ("psa-oracle", "psa-estimate", "psa-resa"))
@@ -216,7 +234,7 @@ class Selecting(Appending):
 
     def scored_bytes(self, cache: SelectiveCache) -> int:
         """What `scores` reads: the keys of all tokens."""
-        return cache.store.k.nbytes
+        return cache.store.nbytes // 2
 
     def attended(self, length: int, slots: int) -> int:
         """Tokens that a head attends of a row of so many, at most."""
@@ -252,14 +270,15 @@ class Selecting(Appending):
             own = self.refreshed(dataclasses.replace(cache, **parts), past, added, ctx)
             return dataclasses.replace(cache, digests=cache.digests.with_own(own.digests))
         store, page = cache.store, self.page_size
-        pages = store.k.shape[2] // page
+        batch, heads, slots, width = store.sizes
+        pages = slots // page
         own = ctx.slots(pages, page)
         touched = own.most(min((added + page - 2) // page + 1, pages * own.shards))
         # A run of pages across the shard's border is shifted: pages may be summarised again.
         first_B = jnp.minimum(own.below(past // page), pages - touched)
         slot_BM = first_B[:, None] * page + jnp.arange(touched * page)
-        paged = (*store.k.shape[:2], touched, page, store.k.shape[3])
-        keys_BKPZH = read_lines(store.k, slot_BM[:, None]).reshape(paged)
+        paged = (batch, heads, touched, page, width)
+        keys_BKPZH = read_keys(store, slot_BM[:, None]).reshape(paged)
         held_BM = slot_BM < store.held(ctx)[:, None]
         new = self.summarise(keys_BKPZH, held_BM.reshape(-1, touched, page))
         count_B = jnp.full_like(first_B, touched)
@@ -278,8 +297,14 @@ class Selecting(Appending):
         cache: SelectiveCache,
         ctx: LayerContext,
         prior: Prior | None = None,
+        valid: Int[Array, " B"] | None = None,
     ) -> Selected:
-        """The rotated query of the newest token against the fixed and the selected tokens."""
+        """The rotated query of the newest token against the fixed and the selected tokens.
+
+        Args:
+          valid: 1 for the rows that take this step; all of them unless given.
+        """
+        valid = jnp.ones_like(cache.store.length) if valid is None else valid
         span = self.selectable(cache.store, ctx)
         page = self.page_size if self.whole_pages else 1
         sink, local = -(-self.sink // page) * page, self.local + page - 1
@@ -288,7 +313,7 @@ class Selecting(Appending):
             fixed = attend_fixed(q, cache.store, span, sink, local, ctx, prior)
             forced = () if fixed is None else tuple(lse[:, 0] for lse in fixed[1::2])
         lists = self.choose(q, cache, span, ctx, forced, prior)
-        return attend_lists(q, cache.store, lists, span, fixed, ctx, prior)
+        return attend_lists(q, cache.store, lists, span, fixed, ctx, prior, valid)
 
     def selectable(self, store: Store, ctx: LayerContext) -> Span:
         """What lies between the fixed tokens of each row."""
@@ -481,6 +506,13 @@ class SelectingPages(Selecting):
         if together:
             return jnp.broadcast_to(lists, (len(lists), cache.store.sizes[1], most))
         return lists
+
+    @property
+    def cannot_offload(self) -> str | None:
+        """None under a uniform budget."""
+        if self.allocation == "uniform":
+            return None
+        return f"allocation={self.allocation} reads keys to choose, or lists of any length"
 
     @property
     def recent(self) -> int | None:

@@ -8,9 +8,16 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache, Branched, Store, local_slots
+from jax_longctx.caches import (
+    Branched,
+    Offloaded,
+    Store,
+    brought_pages,
+    buffers,
+    local_slots,
+)
 from jax_longctx.contract import LayerContext
-from pallas_kernels.common import merge
+from pallas_kernels.common import AnyCache, merge
 from pallas_kernels.sparse_decode_attention import (
     Around,
     Shared,
@@ -75,6 +82,7 @@ class Selected(NamedTuple):
       prior_out, prior_lse: with the prior's logits over the same tokens, float32; None without one.
       kept: number of tokens that each query head attends.
       local: the listed pages by their index on this shard, -1 for those of others.
+      store: the store where it has fetched the listed pages; None where it is as it was.
     """
 
     out: Float[Array, "B 1 N H"]
@@ -83,6 +91,7 @@ class Selected(NamedTuple):
     prior_lse: Float[Array, "B 1 N"] | None
     kept: Int[Array, "B N"]
     local: Int[Array, "B X C"] | None = None
+    store: Any = None
 
 
 def sparse_attention(
@@ -98,22 +107,23 @@ def sparse_attention(
 ) -> tuple[Array, ...]:
     """`sparse_decode_attention` of a store, whose rows may share a context.
 
-    Over a context that rows share, `start` is the same for all of them, or beyond what they share;
-    `stop` lies beyond it. Every page lies on one side. Flat lists and priors are not for these.
+    Of a store that is offloaded, pages and slots are those of its `buffers`. Over a context that
+    rows share, `start` is the same for all of them, or beyond what they share; `stop` lies beyond
+    it. Every page lies on one side. Flat lists and priors are not for these.
     """
     own, shared = _caches(store, ctx)
     given: dict[str, Any] = {"page_size": page_size, "scale": ctx.scale, "shared": shared}
-    return sparse_decode_attention(q, own.k, own.v, pages, start, stop, **given, **how)
+    return sparse_decode_attention(q, *own, pages, start, stop, **given, **how)
 
 
-def _caches(store: Store, ctx: LayerContext) -> tuple[AppendCache, Shared | None]:
-    """What rows have for themselves on this shard, and what they share."""
+def _caches(store: Store, ctx: LayerContext) -> tuple[tuple[AnyCache, AnyCache], Shared | None]:
+    """Keys and values that rows have for themselves on this shard, and what they share."""
     if not isinstance(store, Branched):
-        return store, None
+        return buffers(store), None
     k, v, split = store.shared.k, store.shared.v, store.split
     if ctx.seq_size > 1:
         split = ctx.slots(k.shape[2]).below(split)
-    return store.own, Shared(k, v, split)
+    return (store.own.k, store.own.v), Shared(k, v, split)
 
 
 def attend_fixed(
@@ -138,6 +148,8 @@ def attend_fixed(
     last = span.stop[:, None] + jnp.arange(local)
     last = jnp.where(last < store.length[:, None], last, -1)
     fixed_BC = local_slots(jnp.concatenate([first, last], axis=1), slots, ctx)
+    if isinstance(store, Offloaded):
+        fixed_BC, slots = store.placed(fixed_BC), store.pool_k.shape[2]
     fixed_BKC = jnp.broadcast_to(fixed_BC[:, None], (batch, heads, sink + local))
     zero_B = jnp.zeros_like(store.length)
     how: dict[str, Any] = {"page_size": 1, "ctx": ctx}
@@ -153,10 +165,12 @@ def attend_lists(
     fixed: tuple[Array, ...] | Ends | None,
     ctx: LayerContext,
     prior: Prior | None,
+    valid: Int[Array, " B"],
 ) -> Selected:
     """The rotated query against the listed pages' tokens in the span, and the fixed ones.
 
     Args:
+      valid: 1 for the rows that take this step.
       fixed: what `attend_fixed` returned. Of `Ends` they are attended here, in the same launch
         where a kernel can.
     """
@@ -170,12 +184,18 @@ def attend_lists(
         where = (own.below(span.start), own.below(span.stop))
     how: dict[str, Any] = {"page_size": page_size, "ctx": ctx}
     how |= {} if prior is None else prior.arguments()
-    listed_pages = local if lists.heads is None else local[:, 0]
+    store, listed_pages = brought_pages(store, local, valid, ctx, step=True)
+    if isinstance(store, Offloaded):
+        where = store.span(*where)
+    if lists.heads is not None:
+        listed_pages = listed_pages[:, 0]
     if isinstance(fixed, Ends):
         one = ctx.seq_size == 1 and lists.heads is None and sum(fixed) > 0
         one = one and (prior is None or prior.logits is None)
-        rows, shared = _caches(store, ctx)
-        if one and takes_around(q, rows.k, listed_pages, page_size, prior is not None, shared):
+        # The pool of an offloaded store is no run of slots.
+        one = one and not isinstance(store, Offloaded)
+        (keys, _), shared = _caches(store, ctx)
+        if one and takes_around(q, keys, listed_pages, page_size, prior is not None, shared):
             fixed, how["around"] = None, Around(store.length, *fixed)
         else:
             fixed = attend_fixed(q, store, span, *fixed, ctx, prior)
@@ -186,7 +206,7 @@ def attend_lists(
     behind = (None, None)
     if prior is not None:
         behind = ctx.seq_merge(*_merged([(part[2], part[3]) for part in parts]))
-    return Selected(out, lse, *behind, kept_BN, local)
+    return Selected(out, lse, *behind, kept_BN, local, store)
 
 
 def _merged(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:

@@ -24,8 +24,10 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import (
     AppendCache,
+    Offloaded,
+    Reads,
     Rewinding,
-    empty_append_cache,
+    empty_store,
     write_run,
 )
 from jax_longctx.contract import CacheShape, LayerContext
@@ -51,6 +53,11 @@ class Layout:
     def ring(self) -> int:
         """M: the window, a chunk behind it, and up to a unit not packed yet before it."""
         return self.window + self.block + self.chunk - 1
+
+    @property
+    def page(self) -> int:
+        """Tokens of a page, of which units and first tokens are made."""
+        return math.gcd(self.sinks, self.block, GRANULE)
 
     @property
     def row_tokens(self) -> int:
@@ -91,7 +98,7 @@ class UnitMemory(Rewinding):
       context_received: the ring at the end of the context.
     """
 
-    store: AppendCache
+    store: AppendCache | Offloaded
     units: Float[Array, "B N P H"] | Plane = axes_field(
         "batch", "heads", "pages", None, in_place=True
     )
@@ -127,13 +134,28 @@ class UnitMemory(Rewinding):
         return dataclasses.replace(self, units=units)
 
 
-def empty_unit_memory(shape: CacheShape, layout: Layout) -> UnitMemory:
-    """A memory for `shape.slots` tokens."""
+def empty_unit_memory(
+    shape: CacheShape, layout: Layout, chosen: int, *, apart: bool = False
+) -> UnitMemory:
+    """A memory for `shape.slots` tokens.
+
+    Args:
+      chosen: most units that a query, or with `apart` the queries of a kv head, attend.
+    """
     heads = (shape.batch, shape.num_heads)
     units = jnp.zeros((*heads, shape.slots // layout.row_tokens, shape.head_dim), shape.dtype)
     # An array for each field: a donated buffer may be named once.
     rings = (jnp.zeros((*heads, layout.ring), jnp.float32) for _ in range(2))
-    return UnitMemory(empty_append_cache(shape), units, *rings)
+    page = layout.page
+    reads = Reads(
+        page=page,
+        first=layout.sinks,
+        newest=layout.window + layout.block,
+        chosen=chosen * (layout.block // page),
+        chunk=layout.chunk,
+        apart=apart,
+    )
+    return UnitMemory(empty_store(shape, reads), units, *rings)
 
 
 def best_units(

@@ -34,7 +34,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache, local_run, local_slots, read_lines
+from jax_longctx.caches import (
+    AppendCache,
+    Offloaded,
+    buffers,
+    local_run,
+    local_slots,
+    placed_slots,
+    placed_span,
+    read_keys,
+    read_lines,
+    read_slots,
+)
 from jax_longctx.contract import QKV, Attended, LayerContext
 from jax_longctx.parts.unit_memory import Layout, Packed
 from jax_longctx.parts.voted_keys import rotated_lines
@@ -74,6 +85,22 @@ class Run(NamedTuple):
 Seen = tuple[Float[Array, "B N X"], Int[Array, " B"], Int[Array, " B"]]
 
 
+def unit_pages(
+    chosen: Int[Array, "B X C"], local: int, layout: Layout, ctx: LayerContext
+) -> Int[Array, "B X E"]:
+    """The pages of the chosen units on a shard of `local` slots, -1 for none or other shards'."""
+    page = _page(layout, local)
+    each = layout.block // page
+    first = chosen * each + layout.sinks // page
+    pages = jnp.where((chosen >= 0)[..., None], first[..., None] + jnp.arange(each), -1)
+    return local_slots(pages.reshape(*chosen.shape[:2], -1), local // page, ctx)
+
+
+def _page(layout: Layout, local: int) -> int:
+    """Tokens of a page: it divides a unit, the first tokens and this shard's slots."""
+    return math.gcd(layout.page, local)
+
+
 @dataclasses.dataclass(frozen=True)
 class WindowedAttention:
     """Attention of the tokens begin[b] .. begin[b] + valid[b] - 1, the newest in `store`.
@@ -82,7 +109,7 @@ class WindowedAttention:
       new_tokens: the most of them.
     """
 
-    store: AppendCache
+    store: AppendCache | Offloaded
     begin: Int[Array, " B"]
     valid: Int[Array, " B"]
     new_tokens: int
@@ -93,9 +120,9 @@ class WindowedAttention:
         self, slots: Int[Array, "B X"], number: Int[Array, " B"], *, descending: bool = False
     ) -> Run:
         """This shard's entries of each row's list, whose first number[b] entries count."""
-        size = self.store.k.shape[2]
+        size = self.store.sizes[2]
         local_BX, first_B, number = local_run(slots, number, size, self.ctx, descending=descending)
-        k, v = (read_lines(x, local_BX[:, None]) for x in (self.store.k, self.store.v))
+        k, v = read_slots(self.store, local_BX[:, None])
         return Run(k, v, first_B, number)
 
     def rest(self, q: Float[Array, "B T N H"], *, masked: bool) -> Attended:
@@ -123,37 +150,36 @@ class WindowedAttention:
         out, lse = cache_attention(jnp.flip(q, axis=1), run.k, run.v, run.number, **how)
         return jnp.flip(out, axis=1), jnp.flip(lse, axis=1)
 
-    def beyond(self, q: Float[Array, "B 1 N H"], chosen: Int[Array, "B X C"]) -> Attended:
-        """`rest` and `units` of a lone token as one: pages of the cache up to the window."""
-        (batch, _, heads, _), (kv_heads, local) = q.shape, self.store.k.shape[1:3]
+    def beyond(self, q: Float[Array, "B 1 N H"], chosen: Int[Array, "B X E"]) -> Attended:
+        """`rest` and `units` of a lone token as one: pages up to the window."""
+        (batch, _, heads, _), (kv_heads, local) = q.shape, self.store.sizes[1:3]
         layout, page = self.layout, self._page
         sinks, each = layout.sinks // page, layout.block // page
         # Behind the last unit less than another one is left.
         last_B1 = sinks + layout.units(self.begin)[:, None] * each
         rest = jnp.broadcast_to(jnp.arange(sinks), (batch, sinks)), last_B1 + jnp.arange(each)
-        of_units_BXE = self._unit_pages(chosen).reshape(*chosen.shape[:2], -1)
-        rest_BXE = jnp.broadcast_to(
-            jnp.concatenate(rest, axis=1)[:, None], (*chosen.shape[:2], sinks + each)
-        )
-        pages, _ = self._own(jnp.concatenate([rest_BXE, of_units_BXE], axis=2))
+        rest_B1E = local_slots(jnp.concatenate(rest, axis=1)[:, None], local // page, self.ctx)
+        rest_B1E = placed_slots(self.store, rest_B1E, page)
+        rest_BXE = jnp.broadcast_to(rest_B1E, (batch, chosen.shape[1], sinks + each))
+        pages = self._some_first(jnp.concatenate([rest_BXE, chosen], axis=2))
         lists = heads if chosen.shape[1] > 1 else kv_heads
         pages = jnp.broadcast_to(pages, (batch, lists, pages.shape[2]))
         stop_B = self.begin + 1 - layout.window
         if self.ctx.seq_size > 1:
             stop_B = self.ctx.slots(local).below(stop_B)
+        span = placed_span(self.store, jnp.zeros_like(stop_B), stop_B)
         how = {"page_size": page, "scale": self.ctx.scale}
-        given = (q, self.store.k, self.store.v, pages, jnp.zeros_like(stop_B), stop_B)
-        out, lse = sparse_decode_attention(*given, **how)
+        out, lse = sparse_decode_attention(q, *buffers(self.store), pages, *span, **how)
         return out, lse
 
-    def units(self, q: Float[Array, "B T N H"], chosen: Int[Array, "B X C"]) -> Attended:
-        """Attention to the chosen units, -1 for none; X = 1 list for all heads, or N lists."""
+    def units(self, q: Float[Array, "B T N H"], chosen: Int[Array, "B X E"]) -> Attended:
+        """Attention to the chosen units' pages; X = 1 list for all heads, or N lists."""
         batch, queries, heads, _ = q.shape
-        k, v, scale = self.store.k, self.store.v, self.ctx.scale
+        (k, v), scale = buffers(self.store), self.ctx.scale
         kv_heads, page = k.shape[1], self._page
-        pages, number = self._own(self._unit_pages(chosen).reshape(*chosen.shape[:2], -1))
+        pages, number = self._some_first(chosen), jnp.sum(chosen >= 0, axis=-1)
         slots = jnp.where(pages[..., None] < 0, -1, pages[..., None] * page + jnp.arange(page))
-        shared = chosen.shape[1] == 1
+        shared = pages.shape[1] == 1
         slots_BXE = slots.reshape(batch, 1 if shared else kv_heads, -1)  # [B, 1, E], [B, K, G * E]
         k, v = read_lines(k, slots_BXE), read_lines(v, slots_BXE)
         if shared:
@@ -167,23 +193,14 @@ class WindowedAttention:
 
     @property
     def _page(self) -> int:
-        """Slots of a page: it divides a unit, the first tokens and this shard's slots."""
-        return math.gcd(self.layout.sinks, self.layout.block, self.store.k.shape[2])
+        return _page(self.layout, self.store.sizes[2])
 
-    def _unit_pages(self, chosen: Int[Array, "B X C"]) -> Int[Array, "B X C E"]:
-        """The pages of each unit, -1 of those that there are not."""
-        each = self.layout.block // self._page
-        first = chosen * each + self.layout.sinks // self._page
-        return jnp.where((chosen >= 0)[..., None], first[..., None] + jnp.arange(each), -1)
-
-    def _own(self, pages: Int[Array, "B X E"]) -> tuple[Int[Array, "B X E"], Int[Array, "B X"]]:
-        """The listed pages by their index on this shard, then -1; how many they are."""
-        pages = local_slots(pages, self.store.k.shape[2] // self._page, self.ctx)
-        mine = pages >= 0
-        if self.ctx.seq_size > 1:
-            pages = jnp.sort(jnp.where(mine, pages, _LAST), axis=-1)
-            pages = jnp.where(pages == _LAST, -1, pages)
-        return pages, jnp.sum(mine, axis=-1)
+    def _some_first(self, pages: Int[Array, "B X E"]) -> Int[Array, "B X E"]:
+        """The listed pages, then -1 for those that other shards hold."""
+        if self.ctx.seq_size == 1:
+            return pages
+        pages = jnp.sort(jnp.where(pages >= 0, pages, _LAST), axis=-1)
+        return jnp.where(pages == _LAST, -1, pages)
 
     def near(
         self, new: QKV, others: list[Attended], score: Score, ring: Float[Array, "B N M"]
@@ -208,13 +225,13 @@ class WindowedAttention:
         at_BT = jnp.broadcast_to(window + jnp.arange(q.shape[1]), q.shape[:2])
         new = self.ctx.rotate(q, at_BT), self.ctx.rotate(k, at_BT), v
         part, seen, own = self._chunk(new, run, back_BX, others, score)
-        keys = read_lines(self.store.k, self._leaving()[:, None])
+        keys = read_keys(self.store, self._leaving()[:, None])
         return part, *self._kept(ring, keys, (seen, first_B, run.number), own)
 
     def _leaving(self) -> Int[Array, "B E"]:
         """This shard's slots of the tokens of the units that the new tokens may complete."""
         slots = self.layout.completed(self.begin, self.new_tokens).reshape(len(self.begin), -1)
-        return local_slots(slots, self.store.k.shape[2], self.ctx)
+        return local_slots(slots, self.store.sizes[2], self.ctx)
 
     def _token(
         self, q: Array, others: list[Attended], score: Score
@@ -229,17 +246,18 @@ class WindowedAttention:
         most, leaving_BE = window + (score == "logit"), self._leaving()
         start_B, more = jnp.maximum(self.begin + 1 - most, 0), leaving_BE.shape[1]
         slots_BX = start_B[:, None] + jnp.arange(-(-(most + more) // _TILE) * _TILE - more)
-        number_B, size = self.begin + 1 - start_B, store.k.shape[2]
+        number_B, size = self.begin + 1 - start_B, store.sizes[2]
         slots_BX, first_B, number_B = local_run(slots_BX, number_B, size, self.ctx)
         inside = slots_BX.shape[1]
         index_X, nearest = np.arange(inside + more), window + 1 - most
         at: Any = (index_X + nearest)[None]
         if self.ctx.seq_size > 1:
             at = first_B[:, None] + at
-        slots_BX = jnp.concatenate([slots_BX, leaving_BE], axis=1)
-        k = rotated_lines(store.k, slots_BX, at, self.ctx, but_last=more)
+        slots_BX = placed_slots(store, jnp.concatenate([slots_BX, leaving_BE], axis=1))
+        keys, values = buffers(store)
+        k = rotated_lines(keys, slots_BX, at, self.ctx, but_last=more)
         k = jax.lax.optimization_barrier(k)
-        v = read_lines(store.v, slots_BX[:, None])
+        v = read_lines(values, slots_BX[:, None])
         q = self.ctx.rotate(q, (self.begin - start_B + nearest)[:, None])
         there_BX, first_B = index_X < number_B[:, None], start_B + first_B
         if score == "logit":

@@ -35,6 +35,7 @@ from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import (
     USABLE,
     Footprint,
+    check_offload,
     footprint,
     read_bytes,
     reserved,
@@ -45,7 +46,7 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import ParamInfo, check_mesh, param_infos
 from jax_longctx.planning.targets import Chip, Target
-from jax_longctx.settings import kv_form, weights_form
+from jax_longctx.settings import kv_form, offload_of, weights_form
 from jax_longctx.sharding import MESH_AXES, logical_sharding, undivided
 
 # Tokens of the answer, after the first, for which a mesh is proposed.
@@ -56,6 +57,8 @@ PROBE = 4096
 # Number of lengths at which the keys that a token attends to are computed.
 SAMPLES = 8
 QUESTION = 32
+# Bytes a second between a device and its host's memory, measured on an H200.
+HOST_LINK = 48e9
 # Weights of a layer that are gathered for tokens that are spread over `seq`: those of q, k and v,
 # of the output projection, of gate and up, and of down.
 GATHERS = 4
@@ -71,6 +74,7 @@ class PlanRequest:
       chunk: tokens that a prefill pass takes.
       kv: the form of keys and values in caches, as for `Engine`.
       weights: the form of the layers' matrices, as for `api.load`.
+      offload, working_set: where contexts lie, as for `Engine`.
     """
 
     config: ModelConfig
@@ -83,6 +87,8 @@ class PlanRequest:
     dtype: str = "bfloat16"
     kv: str | None = None
     weights: str | None = None
+    offload: str | None = None
+    working_set: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("context", "batch", "reserve", "chunk"):
@@ -98,10 +104,18 @@ class PlanRequest:
         self.method.validate(self.config)
         check_mesh(self.config, mesh)
         kv, weights = kv_form(self.kv, self.dtype), weights_form(self.weights, self.dtype)
-        dtype = jnp.dtype(self.dtype)
-        return programs.Setup(
-            self.config, self.method, mesh, dtype, self.chunk, kv=kv, weights=weights
+        setup = programs.Setup(
+            self.config,
+            self.method,
+            mesh,
+            jnp.dtype(self.dtype),
+            self.chunk,
+            kv=kv,
+            weights=weights,
+            offload=offload_of(self.offload, self.working_set),
         )
+        check_offload(setup)
+        return setup
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,6 +142,7 @@ class Plan:
 
     Attributes:
       mesh: sizes of the axes.
+      host: bytes of the caches in the host's memory, for each device.
       weights, cache, temporaries: bytes: the caches at their peak; the temporaries as an estimate
         of a prefill pass's activations, or as compiled.
       memory: bytes of the device's memory.
@@ -135,12 +150,15 @@ class Plan:
       largest: the longest context that fits, in tokens; None where memory does not bound it.
       undivided: axes of weights that do not divide over `seq`, so that each of its shards holds and
         reads those weights whole.
-      first_token, step: seconds to the first token, and of each further token of every row.
+      first_token, step: seconds to the first token, and of each further token of every row. A step
+        leaves out what it fetches from the host's memory, which depends on the text.
+      moved: seconds of the first that take the transfers to the host's memory and from it.
     """
 
     mesh: dict[str, int]
     weights: int
     cache: int
+    host: int
     temporaries: int
     memory: int
     fits: bool
@@ -150,6 +168,7 @@ class Plan:
     decode: Work
     first_token: float
     step: float
+    moved: float = 0.0
 
 
 def make_plan(
@@ -183,11 +202,13 @@ def make_plan(
     chip, context, rows = request.target.chip, request.context, case.rows
     prefill = prefill_work(case.setup, batch=rows, context=context, reserve=request.reserve)
     decode = decode_work(case.setup, batch=rows, read=case.caches(context).read)
-    step = _decode_seconds(decode, chip)
+    step, caches = _decode_seconds(decode, chip), case.caches(context)
+    moved = _host_seconds(case.setup, context, request.reserve, caches.host)
     return Plan(
         mesh=sizes,
         weights=weight_bytes(case.setup),
-        cache=case.caches(context).peak,
+        cache=caches.peak,
+        host=caches.host,
         temporaries=case.temporaries(context),
         memory=chip.memory,
         fits=case.fits(context),
@@ -195,8 +216,9 @@ def make_plan(
         undivided=tuple(undivided(mesh, **weight_axes(request.config))),
         prefill=prefill,
         decode=decode,
-        first_token=_prefill_seconds(prefill, chip) + step,
+        first_token=_prefill_seconds(prefill, chip) + step + moved,
         step=step,
+        moved=moved,
     )
 
 
@@ -230,6 +252,8 @@ def _tried(request: PlanRequest, sizes: dict[str, int]) -> Plan | None:
     config, tensor = request.config, sizes["tensor"]
     split = (config.num_heads, config.num_kv_heads, config.mlp_dim, config.vocab_size)
     if sizes["data"] > request.batch or any(size % tensor for size in split):
+        return None
+    if request.offload is not None and sizes["seq"] > 1:
         return None
     return make_plan(request, sizes, largest=False)
 
@@ -325,6 +349,17 @@ def _decode_seconds(work: Work, chip: Chip) -> float:
     compute = (work.linear + work.attention) / (chip.flops * chip.linear_share)
     read = work.read / (chip.bandwidth * chip.bandwidth_share)
     return max(compute, read) + _waiting(work, chip)
+
+
+def _host_seconds(setup: programs.Setup, context: int, reserve: int, host: int) -> float:
+    """Seconds of transfers between a device and the host's memory while a context is read.
+
+    All of it is written once. A method that reads by full attention has it brought for each chunk.
+    """
+    times = 1
+    if setup.method.info.phase in ("none", "decode"):
+        times += _row_work(setup, context, reserve)[1]
+    return times * host / HOST_LINK
 
 
 def _waiting(work: Work, chip: Chip) -> float:

@@ -73,6 +73,11 @@ class ArkValePaged(ArkVale):
             )
 
     @property
+    def cannot_offload(self) -> str:
+        """The page cache says what is attended, and the keys lie on the device."""
+        return "it emulates a page cache over keys on the device; use arkvale"
+
+    @property
     def own_tokens(self) -> int | None:
         """None: each row has a page cache of its own."""
         return None

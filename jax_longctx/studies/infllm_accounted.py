@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache, gather_slots, where_rows
+from jax_longctx.caches import AppendCache, gather_slots, on_device, where_rows
 from jax_longctx.contract import QKV, Attended, CacheShape, LayerContext, method
 from jax_longctx.methods.infllm import InfLLM
 from jax_longctx.parts.unit_memory import Layout, UnitMemory
@@ -78,6 +78,11 @@ class InfLLMAccounted(InfLLM):
                 f"units that a layer attends, chosen with granularity layer, got {self.granularity}"
             )
 
+    @property
+    def cannot_offload(self) -> str:
+        """It reads units to rank them."""
+        return "it counts the loads of a device that is not there; use infllm"
+
     def init_cache(self, shape: CacheShape) -> AccountedMemory:
         memory = super().init_cache(shape)
         account = empty_account(shape.batch, memory.units.shape[2])
@@ -95,7 +100,8 @@ class InfLLMAccounted(InfLLM):
         chosen_BC, layout, mass_BC = chosen[:, 0], self.layout, None
         if self.cache_policy == "lru-s":
             far = self.far(new[0], ctx)
-            mass_BC = _unit_mass(far, part[1], after.store, chosen_BC, valid, layout, ctx)
+            store = on_device(after.store)
+            mass_BC = _unit_mass(far, part[1], store, chosen_BC, valid, layout, ctx)
         limits = (layout.units(cache.store.length), valid > 0, self.max_cached_block)
         account = note_step(cache.account, chosen_BC, mass_BC, *limits, self.score_decay, ctx)
         return part, dataclasses.replace(after, account=account)

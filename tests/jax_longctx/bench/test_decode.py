@@ -53,6 +53,30 @@ def test_times_beside_limits(tiny_preset, tmp_path):
     assert (tmp_path / "steps.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.parametrize("random_cache", [True, also(False)])
+@pytest.mark.parametrize("kv", [None, also("int8")])
+def test_offloaded_contexts_are_timed_and_what_they_fetch_is_told(
+    tiny_preset, tmp_path, random_cache, kv
+):
+    args = ["bench", "decode", "--preset", "tiny", "-m", "quest:budget=32,local=16", "--json"]
+    args += ["--case", "2x600", "--blocks", "1", "--chunk", "128", "--offload", "host"]
+    args += ["--working-set", "192", *([] if kv is None else ["--kv", kv])]
+    args += ["--random-cache"] if random_cache else []
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["offload"] == "host"
+    full, quest = record["rows"]
+    assert "fetched" not in full and full["host"] == 0 < quest["host"]
+    found = quest["fetched"]
+    # The question's last token, and blocks of 32 steps, of both layers and rows. The question is
+    # read once for all rows.
+    assert found["steps"] % 4 == 0 and found["steps"] >= 2 * 2 * 3 * 32
+    assert found["hits"] > 0 and found["misses"] > 0
+    assert found["hit_rate"] == found["hits"] / (found["hits"] + found["misses"])
+    assert 0 < found["waited_share"] <= 1
+
+
 def _stub(monkeypatch, timed):
     """Steps take what `timed(engine, rows)` returns; nothing runs."""
     stub = create_autospec(

@@ -309,3 +309,36 @@ def test_refusals(tmp_path):
 
 def test_a_question_too_long_for_a_file_name_is_a_question(tmp_path):
     assert request_of(["why? " * 2000], load=tmp_path).file is None
+
+
+def test_an_offloaded_context_is_reported(run, loads, tiny, book, monkeypatch):
+    book.write_text(book.read_text() * 8)
+    quest = jax_longctx.make_method("quest", {"budget": 32, "local": 16})
+    resident = tiny.with_method(quest)
+    offloaded = tiny.with_method(quest, offload="host", working_set=512)
+    records = []
+    for model in (resident, offloaded):
+        monkeypatch.setattr(tiny, "engine", model.engine)
+        options = ("--offload", "host", "--working-set", 512) if model is offloaded else ()
+        given = ("-c", "m", "-m", "quest", "--max-tokens", 12, *options)
+        result = run("ask", book, "Who?", "Why?", *given, "--json")
+        assert result.exit_code == 0, result.output
+        records.append([json.loads(line) for line in result.stdout.splitlines()])
+        assert ("chosen pages on the device" in result.stderr) == (model is offloaded)
+    assert [call["offload"] for _, call in loads] == [None, "host"]
+    assert loads[1][1]["working_set"] == 512
+    for here, there in zip(*records, strict=True):
+        assert here["answer"] == there["answer"]
+        assert here["offload"] is None and there["offload"] == {"working_set": 512}
+        assert "fetched" not in here
+        assert there["fetched"]["hits"] + there["fetched"]["misses"] > 0
+        assert 0 <= there["fetched"]["hit_rate"] <= 1 and 0 <= there["fetched"]["waited_share"] <= 1
+        assert there["memory"]["host_bytes"] > 0 and "host_bytes" not in here["memory"]
+
+
+def test_offload_is_checked_before_anything_loads(run, loads, book):
+    result = run("ask", book, "Who?", "-c", "m", "--offload", "disk")
+    assert_refused(result, "unknown --offload 'disk'; known: host")
+    result = run("ask", book, "Who?", "-c", "m", "--working-set", 512)
+    assert_refused(result, "working_set is for offloaded contexts; give offload host too")
+    assert not loads

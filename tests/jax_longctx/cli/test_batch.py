@@ -8,8 +8,9 @@ import pytest
 
 from jax_longctx.batch import BatchOptions, compile_first
 from jax_longctx.batch import lines as lines_module
-from jax_longctx.engine import Sampling
+from jax_longctx.engine import Engine, Sampling
 from jax_longctx.locks import only_writer
+from jax_longctx.methods import make_method
 from tests.small_methods import small_method
 
 BOOK = "The pass key is 12345. Remember it. "
@@ -174,6 +175,29 @@ def test_a_run_that_was_killed_at_any_write_goes_on(run, loads, tiny, given, tmp
         # At most the batch that was being written is computed again.
         assert len(computed) <= 4 + 1
     assert writes >= 8
+
+
+def test_a_run_that_was_killed_goes_on_offloaded(run, loads, tiny, given, tmp_path, monkeypatch):
+    """Contexts on the device or in the host's memory: the same bytes, whoever began."""
+    given = write(given, [row for row in ROWS if "file" not in row][1:])
+    options = ("-c", "m", *LIMIT, "--rows", 2, "--chunk", 64)
+    quest, places = make_method("quest", {"budget": 32, "local": 16}), []
+    for place in (None, "host"):
+        old = tiny.engine
+        how = {"chunk": old.chunk, "offload": place}
+        monkeypatch.setattr(tiny, "engine", Engine(old.config, old.params, quest, old.mesh, **how))
+        places.append(tiny.engine)
+    outs = []
+    for begins in (0, 1):
+        out = tmp_path / f"{begins}.jsonl"
+        monkeypatch.setattr(tiny, "engine", places[begins])
+        with monkeypatch.context() as patch:
+            killed_at(patch, 3)
+            assert run("batch", given, out, *options).exit_code != 0
+        monkeypatch.setattr(tiny, "engine", places[1 - begins])
+        assert run("batch", given, out, *options).exit_code == 0
+        outs.append(out.read_bytes())
+    assert outs[0] == outs[1]
 
 
 def test_equal_prompts_draw_by_their_line(run, loads, tiny, tmp_path, monkeypatch):

@@ -1,8 +1,9 @@
 """Compiles methods' programs for one H200 that need not be there, and prints what they hold.
 
-`python -m tests.jax_longctx.engine.gpu_programs METHOD[:kv=int8][:weights=int8][:rows=16]...` in a
-process that finds JAX's CUDA plugin: JAX looks for plugins once, when it begins. One line of JSON
-is printed for each program; with `rows` for the decode step alone, of rows that share a context.
+`python -m tests.jax_longctx.engine.gpu_programs METHOD[:OPTION=VALUE]...`, of the options `kv`,
+`weights`, `offload` and `rows`, in a process that finds JAX's CUDA plugin: JAX looks for plugins
+once, when it begins. One line of JSON is printed for each program; with `rows` for the decode step
+alone, of rows that share a context.
 """
 
 import dataclasses
@@ -143,7 +144,7 @@ def copies(
             continue
         if each.op.startswith("fusion") and not _makes(program, each):
             continue
-        for array in each.arrays:
+        for array in _results(program, each):
             if math.prod(array) in sizes:
                 yield each.text[:160] + _origin(each), sizes[math.prod(array)]
 
@@ -152,6 +153,14 @@ def _origin(each: Instruction) -> str:
     """Where in the source an instruction comes from."""
     found = re.search(r'op_name="([^"]*)"', each.text)
     return f" ... {found[1]}" if found else ""
+
+
+def _results(program: dict[str, list[Instruction]], each: Instruction) -> list[tuple[int, ...]]:
+    """The arrays that an instruction makes. The type of a start has those of its operands too."""
+    if each.op != "fusion-start":
+        return each.arrays
+    (root,) = (one for one in program[each.called("calls") or ""] if one.root)
+    return root.arrays
 
 
 def _makes(program: dict[str, list[Instruction]], fusion: Instruction) -> bool:
@@ -195,9 +204,37 @@ def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
     return [compiled.UsedProgram("shared decode", "decode", programs.decode_block, args, 0)]
 
 
+def host_shardings() -> None:
+    """Lets arrays of absent GPUs lie in the host's memory.
+
+    JAX drops the memory kind of a sharding on devices that do not tell which memories they have.
+    """
+    from jax.sharding import NamedSharding
+
+    from jax_longctx import sharding
+
+    class InHost(NamedSharding):
+        @property
+        def memory_kind(self) -> str:
+            return sharding.HOST
+
+        def __hash__(self) -> int:
+            return super().__hash__() + 1
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, InHost) and super().__eq__(other)
+
+    def made(mesh, spec, *, memory_kind=None):
+        return (NamedSharding if memory_kind is None else InHost)(mesh, spec)
+
+    sharding.NamedSharding = made
+
+
 def main(methods: list[str]) -> None:
     import jax
     from jax.experimental import topologies
+
+    host_shardings()
 
     jax.config.update("jax_enable_compilation_cache", False)
     # The plugin is registered with the first backend.

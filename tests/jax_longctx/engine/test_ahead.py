@@ -54,11 +54,11 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def unloaded(method, by_layer, mesh):
+def unloaded(method, by_layer, mesh, **options):
     """An engine of the tiny model that has shapes in place of weights."""
     config = tiny_config()
     params = abstract_params(config, mesh, jnp.float32)
-    return Engine(config, params, method, mesh, chunk=32, by_layer=by_layer)
+    return Engine(config, params, method, mesh, chunk=32, by_layer=by_layer, **options)
 
 
 def answers(engine, rows, asked, keep):
@@ -83,6 +83,22 @@ def test_the_run_that_follows_compiles_nothing(name, by_layer, compiled):
     compilation = engine.compile(CONTEXT, QUESTION, max_tokens=ANSWER)
     compilation.wait(check=True)
     assert len(compilation) > 3 and compilation.seconds > 0
+    loaded = tiny_engine(method, mesh=mesh, chunk=32, by_layer=by_layer)
+    before = compiled.copy()
+    engine.take_params(loaded.params)
+    found = answers(engine, rows, asked, keep=True)
+    assert compiled == before
+    assert found == answers(loaded, rows, asked, keep=True)
+
+
+@pytest.mark.parametrize("by_layer", MODES, ids=named)
+def test_the_run_of_an_offloaded_context_compiles_nothing(by_layer, compiled):
+    """What stands in for the host's arrays lies in its memory: else programs are others."""
+    jax.clear_caches()
+    method, mesh = small_method("quest"), make_mesh()
+    rows, asked = random_rows(CONTEXT, seed=1), random_rows(QUESTION, seed=2)
+    engine = unloaded(method, by_layer, mesh, offload="host")
+    engine.compile(CONTEXT, QUESTION, max_tokens=ANSWER).wait(check=True)
     loaded = tiny_engine(method, mesh=mesh, chunk=32, by_layer=by_layer)
     before = compiled.copy()
     engine.take_params(loaded.params)

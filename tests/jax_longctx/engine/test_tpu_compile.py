@@ -9,12 +9,14 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from jax_longctx.engine import programs
+from jax_longctx.engine.capacity import bytes_per_device
 from jax_longctx.engine.products import gathers_weights
 from jax_longctx.methods import Full, make_method
 from jax_longctx.models.presets import preset
 from jax_longctx.planning.collectives import count_collectives, count_reads
 from jax_longctx.planning.compiled import abstract_params, local_arrays
 from jax_longctx.planning.plan import step_weight_bytes
+from jax_longctx.settings import Offload
 from jax_longctx.sharding import MESH_AXES, make_mesh
 from tests.jax_longctx.engine.gpu_programs import computations, shared_decode, unfused
 from tests.jax_longctx.engine.lowering import (
@@ -208,3 +210,42 @@ def test_spread_tokens_gather_what_is_fewer_bytes():
     assert tokens == 3328
     assert not gathers_weights(config, mesh, 3328)
     assert gathers_weights(config, mesh, 3329)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize(("name", "kv"), [("infllm", None), ("quest", None), ("quest", "int8")])
+def test_tpu_programs_leave_an_offloaded_context_where_it_is(chip, name, kv):
+    """Bytes by kind of memory: the host's pages are arguments, updated in place and not copied."""
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=chip).devices
+    rope = dataclasses.replace(tiny_config().rope, trained_length=SLOTS)
+    config = tiny_config(**SIZES, rope=rope, max_position=SLOTS)
+    setup = programs.Setup(
+        config,
+        make_method(name),
+        make_mesh(devices=devices),
+        jnp.dtype(jnp.bfloat16),
+        512,
+        kv=kv,
+        offload=Offload(),
+    )
+    shapes = programs.abstract_caches(setup, 1, SLOTS, 0)
+    host, device = (bytes_per_device(setup.mesh, shapes, host=each) for each in (True, False))
+    numbers = 2 * config.num_layers * config.num_kv_heads * SLOTS * config.head_dim
+    assert host == numbers * (1 if kv else 2)
+    layer = host / config.num_layers
+    # Of a chunk that is read by full attention a layer is on the device, in its turn.
+    brought = 0 if name == "infllm" else 2 * layer
+    compiled = {
+        "decode": (compile_decode(setup, 1, SLOTS), 0),
+        "segment": (compile_segment(setup, 1, SLOTS, 512), brought),
+    }
+    for what, (program, passing) in compiled.items():
+        memory = program.memory_analysis()
+        assert memory.host_argument_size_in_bytes == host, what
+        assert memory.host_alias_size_in_bytes == host, what
+        assert memory.host_temp_size_in_bytes == 0, what
+        assert memory.alias_size_in_bytes >= device, what
+        assert memory.temp_size_in_bytes < passing + layer / 2, what

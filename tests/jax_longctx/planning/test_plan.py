@@ -161,6 +161,48 @@ def test_a_decode_step_reads_and_multiplies_over_all_devices_of_a_row():
     assert plan.decode.received == pytest.approx(4 * (gathered + merged + summed))
 
 
+def test_an_offloaded_context_is_counted_apart_from_the_devices():
+    """8B's keys and values of 131,072 tokens, which only pass the device where all are read."""
+    wanted = {"context": 131072, "dtype": "bfloat16", "reserve": 256, "chunk": 512}
+    made = {
+        name: make_plan(
+            request(name, "h200x1", preset("llama-3.1-8b"), offload="host", **wanted),
+            {"data": 1, "seq": 1, "tensor": 1},
+        )
+        for name in ("infllm", "quest")
+    }
+    slots = slots_for(131072, 256)
+    whole = 32 * 2 * 8 * slots * 128 * 2
+    here = make_plan(
+        request("quest", "h200x1", preset("llama-3.1-8b"), **wanted),
+        {"data": 1, "seq": 1, "tensor": 1},
+    )
+    assert here.host == here.moved == 0 and here.cache > whole
+    for plan in made.values():
+        assert plan.host == whole
+        assert plan.weights == here.weights and plan.step == pytest.approx(here.step, rel=0.5)
+    # Representatives, rings and the pool: a window of 4,096, units of 128 and a chunk.
+    assert made["infllm"].cache < whole / 5
+    # Digests, the pool, and twice a layer while a chunk is read.
+    assert whole / 16 + 2 * whole / 32 < made["quest"].cache < whole / 3
+    assert made["infllm"].moved == pytest.approx(whole / 48e9)
+    assert made["quest"].moved == pytest.approx((1 + 131072 / 512) * whole / 48e9)
+    assert made["quest"].first_token > made["quest"].moved
+
+
+def test_a_mesh_for_an_offloaded_context_does_not_divide_the_text(run):
+    wanted = request("quest", "cpux8", offload="host", batch=2)
+    assert propose_mesh(wanted)["seq"] == 1
+    given = ("plan", "--target", "h200x1", "-m", "quest", "--offload", "host", "--json")
+    result = run(*given, "--context", 65536)
+    assert result.exit_code == 0, result.output
+    memory = json.loads(result.stdout)["memory_bytes"]
+    assert memory["host"] > memory["cache"] > 0
+    result = run(*given, "--mesh", "seq=1,tensor=1", "--set", "allocation=psa-digest")
+    assert result.exit_code == 2
+    assert "quest cannot be offloaded: allocation=psa-digest" in result.stderr
+
+
 def test_weights_that_do_not_divide_over_seq_stay_whole_and_are_named(run, monkeypatch):
     """An MLP of 48 over four shards and two, a vocabulary of 68 over eight."""
     config = tiny_config(vocab_size=68)

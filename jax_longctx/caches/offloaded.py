@@ -1,0 +1,628 @@
+"""A store in the host's memory, of which the device keeps a part.
+
+The host holds the keys and values of the context, in pages. The device holds one buffer for each
+row, the pool:
+
+    [ head | frames | tail ]
+
+- the head: the first tokens, which every step reads;
+- the frames: the working set, pages that steps have chosen. A table says which page lies in which
+  frame. A chosen page that has no frame is fetched into the one that was not used for longest;
+- the tail: the newest tokens, from slot `base` on.
+
+While a text is read, every chunk is written to the tail and, in whole pages, to the host. The tail
+moves on with the text. `settled` ends that: from there on the tail has room for question and
+answer, which stay on the device, so decode steps write nothing to the host. The host's pages do not
+change either, so the working set stays valid from question to question.
+
+Attention reads the pool where it lies: `placed` turns slots into the pool's slots, `brought` lists
+of pages into lists of the pool's pages. What attends all keys (a chunk that is read by full
+attention) gets them on the device for the time of one layer (`on_device`).
+
+Compilers decide the form of the host's arrays. A page is fetched by one index along one axis: a TPU
+slices no two axes of a host's array at places that it cannot know to be aligned. The last axes but
+one have 16 slots at most: a TPU would copy an array in 8 bits to give it larger tiles. Scales of 8
+bits stay on the device, as they are small.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from jax_longctx.caches.append_only import (
+    AppendCache,
+    Rewinding,
+    empty_append_cache,
+    read_lines,
+    write_rows,
+)
+from jax_longctx.caches.branched import Branched
+from jax_longctx.caches.branched import append_to as append_resident
+from jax_longctx.caches.working_set import Fetches, WorkingSet, empty_working_set
+from jax_longctx.contract import CacheShape, LayerContext
+from jax_longctx.errors import ConfigError
+from jax_longctx.settings import SHARES
+from jax_longctx.sharding import axes_field
+from pallas_kernels.common import AnyCache, cut
+from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.quantised import Quantised
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+TURNS = (16, 4, 1)
+# Slots of the last axis but one of the host's arrays.
+_LINES = 16
+# The pool is a multiple of this, which kernels tile by.
+_GRANULE = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reads:
+    """What a method reads of a store, in tokens, from which a working set is made.
+
+    Attributes:
+      page: tokens of a page. It divides 128.
+      first: tokens at the beginning of a row that are always read.
+      newest: tokens before those of a chunk or step that are always read.
+      chosen: most pages that a step chooses, of one kv head with `apart`.
+      chunk: most tokens of a segment.
+      apart: whether every kv head chooses its own pages; if not, all heads choose the same.
+    """
+
+    page: int
+    first: int
+    newest: int
+    chosen: int
+    chunk: int
+    apart: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Offloaded(Rewinding):
+    """Keys and values of every token of a row, those of the context in the host's memory.
+
+    Attributes:
+      page: tokens of a page.
+      head: pages of the head.
+      newest, chunk: as in `Reads`.
+      settled: whether the context has ended.
+      frames: which page lies in which frame of the pool.
+      k, v: the host's pages, [B, P, K, page / lines, lines, H], as they are stored.
+      k_scales, v_scales: of 8 bits, [B, K, S]; None for arrays.
+      pool_k, pool_v: head, frames and tail, on the device.
+      base: the first slot that the tail holds. The head counts where it is not 0.
+      length, position, context_length, context_position: as in `AppendCache`.
+    """
+
+    page: int = dataclasses.field(metadata={"static": True})
+    head: int = dataclasses.field(metadata={"static": True})
+    newest: int = dataclasses.field(metadata={"static": True})
+    chunk: int = dataclasses.field(metadata={"static": True})
+    settled: bool = dataclasses.field(metadata={"static": True})
+    frames: WorkingSet
+    k: Any = axes_field("batch", None, "kv_heads", None, None, None, in_place=True, host=True)
+    v: Any = axes_field("batch", None, "kv_heads", None, None, None, in_place=True, host=True)
+    k_scales: Any = axes_field("batch", "kv_heads", None, in_place=True)
+    v_scales: Any = axes_field("batch", "kv_heads", None, in_place=True)
+    pool_k: AnyCache = axes_field("batch", "kv_heads", "room", None, in_place=True)
+    pool_v: AnyCache = axes_field("batch", "kv_heads", "room", None, in_place=True)
+    base: Int[Array, " B"] = axes_field("batch")
+    length: Int[Array, " B"] = axes_field("batch")
+    position: Int[Array, " B"] = axes_field("batch")
+    context_length: Int[Array, " B"] = axes_field("batch")
+    context_position: Int[Array, " B"] = axes_field("batch")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """[B, K, S, H], as `AppendCache.sizes`."""
+        batch, heads, _, width = self.pool_k.shape
+        return batch, heads, self.frames.pages * self.page, width
+
+    @property
+    def store(self) -> "Offloaded":
+        """Itself, as `AppendCache.store`."""
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(
+            x.nbytes for x in (self.k, self.v, self.k_scales, self.v_scales) if x is not None
+        )
+
+    @property
+    def before_tail(self) -> int:
+        """Pages of the pool before the tail."""
+        return self.head + self.frames.count
+
+    def held(self, ctx: LayerContext, *, but_last: int = 0) -> Int[Array, " B"]:
+        """As `AppendCache.held`."""
+        return jnp.clip(self.length - but_last, 0, self.sizes[2])
+
+    # The pool.
+
+    def placed(self, slots: Int[Array, "B ..."], page: int = 1) -> Int[Array, "B ..."]:
+        """Slots of the head or the tail, or pages of `page` slots, as those of the pool.
+
+        -1 for negative ones, and for those that the pool has no room for.
+        """
+        base, each = _beside(self.base // page, slots), self.page // page
+        in_head = (base > 0) & (slots < self.head * each)
+        at = jnp.where(in_head, slots, slots - base + self.before_tail * each)
+        return jnp.where((slots < 0) | (at >= self.pool_k.shape[2] // page), -1, at)
+
+    def span(self, start: Int[Array, " B"], stop: Int[Array, " B"]) -> tuple[Array, Array]:
+        """The pool's slots that hold start <= slot < stop, where `start` is not behind the head."""
+        begin = jnp.where(self.base > 0, start, self.placed(start))
+        ends = (self.base > 0) & (stop <= self.head * self.page)
+        return begin, jnp.where(ends, stop, stop - self.base + self.before_tail * self.page)
+
+    def placed_pages(self, pages: Int[Array, "B Y C"]) -> Int[Array, "B Y C"]:
+        """Pages as pages of the pool; -1 for negative ones. All must be on the device."""
+        base = _beside(self.base // self.page, pages)
+        frames = self.frames.frames_of(pages) + self.head
+        at = jnp.where(pages >= base, pages - base + self.before_tail, frames)
+        at = jnp.where((base > 0) & (pages < self.head), pages, at)
+        return jnp.where(pages < 0, -1, at)
+
+    # Writing.
+
+    def append(
+        self,
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        valid: Int[Array, " B"],
+        ctx: LayerContext,
+    ) -> "Offloaded":
+        """As `append`."""
+        store = self if self.settled else self._moved_on()
+        at = store.length - store.base + store.before_tail * store.page
+        pools = [write_rows(x, new, at, valid) for x, new in zip(store.pools, (k, v), strict=True)]
+        if not store.settled and store.head:
+            few = jnp.clip(store.head * store.page - store.length, 0, valid)
+            news = (k, v)
+            pools = [
+                write_rows(x, new, store.length, few, whole=False)
+                for x, new in zip(pools, news, strict=True)
+            ]
+        length, position = store.length + valid, store.position + valid
+        begin, store = store.length, dataclasses.replace(store, length=length, position=position)
+        store = store.with_pools(pools)
+        return store if store.settled else store._kept(begin, k.shape[1])
+
+    @property
+    def pools(self) -> tuple[AnyCache, AnyCache]:
+        """Those of keys and of values."""
+        return self.pool_k, self.pool_v
+
+    def with_pools(self, pools: Any) -> "Offloaded":
+        """The store with other ones."""
+        return dataclasses.replace(self, pool_k=pools[0], pool_v=pools[1])
+
+    @property
+    def _last_base(self) -> int:
+        """The largest `base`: a run of pages that a chunk touches lies behind it."""
+        run = -(-(self.chunk + 2 * self.page) // self.page) * self.page
+        return max(self.sizes[2] - run, 0)
+
+    def _next_base(self) -> Int[Array, " B"]:
+        """`base` for what comes next."""
+        base = jnp.maximum(self.length - self.newest, 0) // self.page * self.page
+        return jnp.maximum(jnp.minimum(base, self._last_base), self.base)
+
+    def _moved_on(self) -> "Offloaded":
+        """The store with room in its tail for a chunk."""
+        base = self._next_base()
+        first = self.before_tail * self.page
+        size = self.pool_k.shape[2] - first
+        pools = [
+            _write_at(x, _shifted(cut(x, first, size), base - self.base), first) for x in self.pools
+        ]
+        return dataclasses.replace(self.with_pools(pools), base=base)
+
+    def _kept(self, begin: Int[Array, " B"], tokens: int) -> "Offloaded":
+        """The store whose pages with at most `tokens` tokens from `begin` on went to the host."""
+        batch, pages = self.k.shape[:2]
+        run = min(-(-(tokens - 1) // self.page) + 1, pages)
+        first_B = jnp.clip(begin // self.page, 0, pages - run)
+        at_B = first_B * self.page - self.base + self.before_tail * self.page
+
+        def row(index: Any, hosts: tuple[Any, ...]) -> tuple[Any, ...]:
+            k, v, k_scales, v_scales = hosts
+            parts = [_row_of(x, index, at_B[index], run * self.page) for x in self.pools]
+            place = (index, first_B[index])
+            k, v = (_to_host(x, part, place, run) for x, part in zip((k, v), parts, strict=True))
+            if k_scales is not None:
+                first = first_B[index] * self.page
+                k_scales, v_scales = (
+                    _write_at(x, part.scales[None], first, index)
+                    for x, part in zip((k_scales, v_scales), parts, strict=True)
+                )
+            return k, v, k_scales, v_scales
+
+        hosts = (self.k, self.v, self.k_scales, self.v_scales)
+        hosts = row(0, hosts) if batch == 1 else jax.lax.fori_loop(0, batch, row, hosts)
+        k, v, k_scales, v_scales = hosts
+        return dataclasses.replace(self, k=k, v=v, k_scales=k_scales, v_scales=v_scales)
+
+    def settle(self, reserve: int) -> "Offloaded":
+        """The store at the end of the context, with room for `reserve` tokens; for `finish`."""
+        base, first = self._next_base(), self.before_tail * self.page
+        size = _tail(self.newest, self.page, max(reserve, self.chunk), first)
+
+        def tail(x: Any) -> Any:
+            moved = _shifted(cut(x, first, x.shape[2] - first), base - self.base)
+            kept = jax.tree.map(lambda part: _resized(part, size), moved)
+            return _joined(cut(x, 0, first), kept)
+
+        pools = [tail(x) for x in self.pools]
+        return dataclasses.replace(self.with_pools(pools), base=base, settled=True)
+
+    # Reading.
+
+    def brought(
+        self, pages: Int[Array, "B Y C"], valid: Int[Array, " B"], ctx: LayerContext, *, step: bool
+    ) -> "Offloaded":
+        """The store with the listed pages of the rows with valid tokens on the device.
+
+        Args:
+          pages: lists of all heads, of each kv head or of each query head; -1 for none.
+          step: whether this is a decode step, which is counted.
+        """
+        far = (pages >= self.head) & (pages < (self.base // self.page)[:, None, None])
+        far &= (valid > 0)[:, None, None]
+        frames, fetches = self.frames.taken(jnp.where(far, pages, -1), valid, ctx, step=step)
+        return dataclasses.replace(self.with_pools(self._fetched(fetches)), frames=frames)
+
+    def _fetched(self, fetches: Fetches) -> tuple[AnyCache, AnyCache]:
+        """The pools with new pages in their frames."""
+        wanted, frame, new = fetches
+        _, groups, each = wanted.shape
+        apart = self.frames.apart
+        flat = new.reshape(-1)
+        total = jnp.sum(flat, dtype=jnp.int32)
+        # The numbers of the new entries, one after the other.
+        place = jnp.where(flat, jnp.cumsum(flat) - 1, flat.size)
+        entries = jnp.zeros(flat.shape, jnp.int32)
+        entries = entries.at[place].set(jnp.arange(flat.size), mode="drop", unique_indices=False)
+        pages, frames = wanted.reshape(-1), frame.reshape(-1)
+
+        def fetch(number: Array, pools: tuple[Any, Any]) -> tuple[Any, Any]:
+            entry = entries[number]
+            row, head = entry // (groups * each), entry // each % groups
+            page, slot = pages[entry], (frames[entry] + self.head) * self.page
+            line, one = (row, page), head if apart else None
+            hosts = ((self.k, self.k_scales), (self.v, self.v_scales))
+            found = []
+            for pool, (host, scales) in zip(pools, hosts, strict=True):
+                values = _to_device(host, line, one)  # [1, K, page, H]
+                put = (slot, row, head if apart else 0)
+                if scales is None:
+                    found.append(_write_at(pool, values, *put))
+                    continue
+                own = _row_of(scales, row, page * self.page, self.page)
+                if apart:
+                    own = jax.lax.dynamic_slice_in_dim(own, head, 1)
+                parts = Quantised(values, own[None], pool.dtype)
+                found.append(_write_at(pool, parts, *put))
+            return found[0], found[1]
+
+        def turn(width: int, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            number, pools = carry
+            for offset in range(width):
+                pools = fetch(number + offset, pools)
+            return number + width, pools
+
+        carry = jnp.int32(0), self.pools
+        for width in TURNS:
+            if width > flat.size:
+                continue
+            carry = jax.lax.while_loop(
+                lambda carry, width=width: carry[0] + width <= total,
+                lambda carry, width=width: turn(width, carry),
+                carry,
+            )
+        return carry[1]
+
+    def resident(self) -> AppendCache:
+        """All keys and values on the device, as an `AppendCache`: a copy, for a short time."""
+        slots = self.sizes[2]
+        first = self.before_tail * self.page
+        hosts = ((self.k, self.k_scales), (self.v, self.v_scales))
+        found = []
+        for pool, (host, scales) in zip(self.pools, hosts, strict=True):
+            whole = _resized(_whole(host), slots)
+            if isinstance(pool, Quantised):
+                whole = Quantised(whole, _resized(part_of(scales), slots), pool.dtype)
+            if self.settled:
+                tail = cut(pool, first, pool.shape[2] - first)
+                more = self.length - self.base
+
+                def overlaid(old: Any, part: Array, more: Array = more) -> Any:
+                    return write_rows(old, jnp.swapaxes(part, 1, 2), self.base, more)
+
+                whole = jax.tree.map(overlaid, whole, tail)
+            found.append(whole)
+        counts = (self.length, self.position, self.context_length, self.context_position)
+        return AppendCache(found[0], found[1], *counts)
+
+    def filled(self, whole: AppendCache) -> "Offloaded":
+        """The store with the keys and values of a context that has ended; frames are empty."""
+        # A question may have been asked of the context since.
+        ended, empty = whole.context_length, jnp.zeros_like(whole.length)
+        base = dataclasses.replace(self, length=ended, base=empty)._next_base()
+        first = self.before_tail * self.page
+        pools, hosts, scales = [], [], []
+        olds = zip(self.pools, (self.k, self.v), (self.k_scales, self.v_scales), strict=True)
+        for x, (pool, host, scale) in zip((whole.k, whole.v), olds, strict=True):
+            size = pool.shape[2] - first
+
+            def tail(part: Array, size: int = size) -> Array:
+                padded = _resized(part, part.shape[2] + size)
+                cut_row = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=1)
+                return jax.vmap(cut_row)(padded, base)
+
+            head = jax.tree.map(lambda part: _resized(part, self.head * self.page), x)
+            pool = _write_at(_write_at(pool, head, 0), jax.tree.map(tail, x), first)
+            pools.append(pool)
+            values = x.values if isinstance(x, Quantised) else x
+            rows, at = _lines(host)
+            _, pages, heads, *lines = rows.shape
+            new = values[:, :, : pages * self.page].reshape(-1, heads, pages, *lines)
+            new = jax.device_put(jnp.swapaxes(new, 1, 2), HOST)
+            rows = jax.lax.dynamic_update_slice(rows, new, (at, *(0 for _ in new.shape[1:])))
+            hosts.append(host.with_rows(rows) if isinstance(host, Plane) else rows)
+            scales.append(
+                _write_at(scale, x.scales[:, :, : scale.shape[2]], 0)
+                if isinstance(x, Quantised)
+                else None
+            )
+        return dataclasses.replace(
+            self.with_pools(pools),
+            k=hosts[0],
+            v=hosts[1],
+            k_scales=scales[0],
+            v_scales=scales[1],
+            base=base,
+            frames=self.frames.emptied(),
+            length=whole.length,
+            position=whole.position,
+            context_length=ended,
+            context_position=whole.context_position,
+        )
+
+
+def _beside(x: Int[Array, " B"], like: Array) -> Array:
+    """`x` with axes of size 1 behind its own, as many as `like` has."""
+    return x.reshape(-1, *(1 for _ in like.shape[1:]))
+
+
+def _tail(newest: int, page: int, more: int, first: int) -> int:
+    """Slots of a tail with room for `more` tokens, behind `first` slots of the pool."""
+    need = newest + more + 4 * page + 1
+    return -(-(first + need) // _GRANULE) * _GRANULE - first
+
+
+def _shifted(x: Any, by: Int[Array, " B"]) -> Any:
+    """Each row's slots moved down by by[b]; the last ones are garbage."""
+    roll = jax.vmap(lambda row, count: jnp.roll(row, -count, axis=1))
+    return jax.tree.map(lambda part: roll(part, by), x)
+
+
+def _resized(x: Array, slots: int) -> Array:
+    """[B, K, S, ...] with so many slots: cut, or zeros follow."""
+    if slots <= x.shape[2]:
+        return x[:, :, :slots]
+    return jnp.pad(x, [(0, slots - x.shape[2] if i == 2 else 0) for i in range(x.ndim)])
+
+
+def _joined(first: Any, second: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=2), first, second)
+
+
+def _lines(x: Any) -> tuple[Array, Any]:
+    """The rows of an array, those of all layers of a plane, and the first that is this layer's."""
+    return x.rows() if isinstance(x, Plane) else (x, 0)
+
+
+def _write_at(x: Any, part: Any, slot: Any, row: Any = 0, head: Any = 0) -> Any:
+    """`x` with `part`, [rows, heads, slots, ...], written from (row, head, slot) on."""
+    if isinstance(x, Quantised):
+        return x.map(lambda old, new: _write_at(old, new, slot, row, head), part)
+    rows, first = _lines(x)
+    place = (first + row, head, slot, *(0 for _ in rows.shape[3:]))
+    rows = jax.lax.dynamic_update_slice(rows, part.astype(rows.dtype), place)
+    return x.with_rows(rows) if isinstance(x, Plane) else rows
+
+
+def _row_of(x: Any, row: Any, slot: Any, size: int) -> Any:
+    """`size` slots of one row from `slot` on, [K, size, ...]."""
+    if isinstance(x, Quantised):
+        return x.map(lambda part: _row_of(part, row, slot, size))
+    rows, first = _lines(x)
+    place = (first + row, 0, slot, *(0 for _ in rows.shape[3:]))
+    return jax.lax.dynamic_slice(rows, place, (1, rows.shape[1], size, *rows.shape[3:]))[0]
+
+
+def _to_host(host: Any, part: Any, place: tuple[Any, Any], run: int) -> Any:
+    """The host's pages with `run` of them from `place` (row, page) on, of `part` [K, slots, H]."""
+    values = part.values if isinstance(part, Quantised) else part
+    rows, first = _lines(host)
+    _, pages, heads, *lines = rows.shape
+    new = jnp.swapaxes(values.reshape(heads, run, *lines), 0, 1)
+    flat = rows.reshape(-1, heads, *lines)
+    at = (first + place[0]) * pages + place[1]
+    new = jax.device_put(new, HOST)
+    flat = jax.lax.dynamic_update_slice(flat, new, (at, *(0 for _ in new.shape[1:])))
+    flat = flat.reshape(rows.shape)
+    return host.with_rows(flat) if isinstance(host, Plane) else flat
+
+
+def _to_device(host: Any, place: tuple[Any, Any], head: Any) -> Shaped[Array, "1 K Z H"]:
+    """One page of all heads, or of one."""
+    rows, first = _lines(host)
+    _, pages, heads, *lines = rows.shape
+    at = (first + place[0]) * pages + place[1]
+    flat = rows.reshape(-1, heads, *lines)
+    if head is not None:
+        flat, at = rows.reshape(-1, 1, *lines), at * heads + head
+    found = jax.lax.dynamic_index_in_dim(flat, at, 0, keepdims=True)
+    found = jax.device_put(found, DEVICE)
+    return found.reshape(1, flat.shape[1], -1, lines[-1])
+
+
+def _whole(host: Any) -> Shaped[Array, "B K S H"]:
+    """A layer's pages on the device, as slots."""
+    found = host
+    if isinstance(host, Plane):
+        found = jax.lax.dynamic_index_in_dim(host.whole, host.layer, 0, keepdims=False)
+    found = jnp.swapaxes(jax.device_put(found, DEVICE), 1, 2)
+    return found.reshape(*found.shape[:2], -1, found.shape[-1])
+
+
+# What holds all keys and values of some rows.
+Store = AppendCache | Branched | Offloaded
+
+
+def empty_store(shape: CacheShape, reads: Reads) -> AppendCache | Offloaded:
+    """An empty store of `shape.slots` slots, where the engine wants it.
+
+    Raises:
+      ConfigError: the working set is smaller than what a step reads.
+    """
+    if shape.offload is None:
+        return empty_append_cache(shape)
+    page, pages = reads.page, shape.slots // reads.page
+    chosen = min(reads.chosen, pages)
+    frames = SHARES * chosen
+    if shape.offload.working_set is not None:
+        frames = shape.offload.working_set // page
+        if frames < chosen:
+            raise ConfigError(
+                f"a working set of {shape.offload.working_set:,} tokens is too small: a step "
+                f"chooses up to {chosen * page:,} of a row; raise working_set to that or more"
+            )
+    frames = max(min(frames, pages), 1)
+    head = -(-reads.first // page)
+    first = (head + frames) * page
+    size = first + _tail(reads.newest, page, reads.chunk, first)
+    group, groups = ("kv_heads", shape.num_kv_heads) if reads.apart else (None, 1)
+    lines = math.gcd(page, _LINES)
+    pools = [shape.empty_slots(size) for _ in range(2)]
+    scales: list[Any] = [None, None]
+    kind = pools[0].dtype
+    if isinstance(pools[0], Quantised):
+        numbers = (shape.batch, shape.num_kv_heads, shape.slots)
+        kind = pools[0].values.dtype
+        scales = [jnp.zeros(numbers, x.scales.dtype) for x in pools]
+    host = (shape.batch, pages, shape.num_kv_heads, page // lines, lines, shape.head_dim)
+    hosts = [jnp.zeros(host, kind) for _ in range(2)]
+    names = ("base", "length", "position", "context_length", "context_position")
+    # An array for each field: a donated buffer may be named once.
+    counts = {name: jnp.zeros((shape.batch,), jnp.int32) for name in names}
+    return Offloaded(
+        page=page,
+        head=head,
+        newest=reads.newest,
+        chunk=reads.chunk,
+        settled=False,
+        k=hosts[0],
+        v=hosts[1],
+        k_scales=scales[0],
+        v_scales=scales[1],
+        pool_k=pools[0],
+        pool_v=pools[1],
+        frames=empty_working_set(shape.batch, groups, pages, frames, group),
+        **counts,
+    )
+
+
+def append_to[S: Store](
+    store: S,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    valid: Int[Array, " B"],
+    ctx: LayerContext,
+) -> S:
+    """`append` for any store."""
+    found: Any
+    if isinstance(store, Offloaded):
+        found = store.append(k, v, valid, ctx)
+    else:
+        found = append_resident(store, k, v, valid, ctx)
+    return found
+
+
+def on_device(store: AppendCache | Offloaded) -> AppendCache:
+    """The store with all keys and values on the device."""
+    return store.resident() if isinstance(store, Offloaded) else store
+
+
+def buffers(store: AppendCache | Offloaded) -> tuple[AnyCache, AnyCache]:
+    """The keys and values on the device to which `brought_pages` and `read_slots` refer."""
+    return store.pools if isinstance(store, Offloaded) else (store.k, store.v)
+
+
+def placed_slots(
+    store: AppendCache | Offloaded, slots: Int[Array, "B ..."], page: int = 1
+) -> Int[Array, "B ..."]:
+    """Where this shard's `slots`, or pages of `page` slots, lie in `buffers`; -1 for negative ones.
+
+    They are among the first or the newest tokens that every step reads.
+    """
+    return store.placed(slots, page) if isinstance(store, Offloaded) else slots
+
+
+def placed_span(
+    store: AppendCache | Offloaded, start: Int[Array, " B"], stop: Int[Array, " B"]
+) -> tuple[Array, Array]:
+    """The slots of `buffers` that hold start <= slot < stop, where `start` is not behind the head.
+
+    Pages of the working set lie among them.
+    """
+    return store.span(start, stop) if isinstance(store, Offloaded) else (start, stop)
+
+
+def read_slots(
+    store: AppendCache | Offloaded, slots: Int[Array, "B X C"]
+) -> tuple[Shaped[Array, "B K C H"], Shaped[Array, "B K C H"]]:
+    """Keys and values in this shard's `slots`, first or newest ones; zeros for -1."""
+    slots = placed_slots(store, slots)
+    k, v = (read_lines(x, slots) for x in buffers(store))
+    return k, v
+
+
+def read_keys(
+    store: AppendCache | Offloaded, slots: Int[Array, "B X C"]
+) -> Shaped[Array, "B K C H"]:
+    """The keys of `read_slots`."""
+    return read_lines(buffers(store)[0], placed_slots(store, slots))
+
+
+def brought_pages[S: Store](
+    store: S, pages: Int[Array, "B Y C"], valid: Int[Array, " B"], ctx: LayerContext, *, step: bool
+) -> tuple[S, Int[Array, "B Y C"]]:
+    """The store with these of its pages on the device, and where they lie in its `buffers`.
+
+    Args:
+      pages: this shard's, -1 for none.
+      valid: tokens of each row; those of a row without any are not brought.
+      step: whether this is a decode step.
+    """
+    if not isinstance(store, Offloaded):
+        return store, pages
+    found: Any = store.brought(pages, valid, ctx, step=step)
+    return found, found.placed_pages(pages)
+
+
+def settled(cache: Any, reserve: int) -> Any:
+    """A cache at the end of the context, with room for `reserve` tokens in a store on the host."""
+    store = getattr(cache, "store", None)
+    if not isinstance(store, Offloaded):
+        return cache
+    return dataclasses.replace(cache, store=store.settle(reserve))

@@ -1,0 +1,299 @@
+"""Contexts in the host's memory: the same answers, what is fetched, and what is refused."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from jax_longctx.api import LongContext
+from jax_longctx.engine import RunningBatch, capacity
+from jax_longctx.engine.capacity import footprint, held_bytes, stores_of
+from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.errors import CapacityError, ConfigError
+from jax_longctx.methods import make_method
+from jax_longctx.sharding import HOST, make_mesh
+from tests.jax_longctx.methods.harness import steps
+from tests.small_methods import SMALL, small_method
+from tests.support import joined, random_rows, tiny_config, tiny_engine, word_tokenizer
+
+NAMES = ("infllm", "quest", "arkvale", "resa")
+# Settings beside the small ones: heads that choose apart, whole pages of fixed tokens, priors.
+OTHERS = [
+    ("infllm", {"granularity": "query_head", "n_init": 8}),
+    ("infllm", {"score": "logit", "n_init": 0}),
+    ("quest", {"granularity": "kv_head", "sink": 0, "local": 0, "min_pages": 3}),
+    ("quest", {"granularity": "layer", "skip_layers": 1}),
+    ("arkvale", {"granularity": "query_head", "digest": "sphere-max"}),
+    ("arkvale", {"whole_pages": True, "sink": 8, "local": 9}),
+    ("resa", {"selector": "arkvale", "page_size": 8, "prior_group": "mean"}),
+    ("resa", {"growth": "rebuild", "rebuild_every": 2}),
+]
+LOOPS = {True: "host loops", False: "device loops"}
+also = functools.partial(pytest.param, marks=pytest.mark.thorough)
+LENGTHS = [[300, 70, 1, 180], [9, 3, 5, 1], [24, 24, 24, 24]]
+
+
+def some(quick, *values):
+    """All combinations of the values; those that are not `quick` are thorough."""
+    found = itertools.product(*values)
+    return [pytest.param(*each) if each in quick else also(*each) for each in found]
+
+
+def named(value):
+    """What a case's name says of a parameter: a mode by its words."""
+    return LOOPS[value] if isinstance(value, bool) else None
+
+
+def rows_of():
+    return [random_rows(lengths, seed=seed) for seed, lengths in enumerate(LENGTHS)]
+
+
+def other(name, settings):
+    return make_method(name, SMALL[name] | settings)
+
+
+@functools.cache
+def logits(method, offload, kv=None, by_layer=None, working_set=None):
+    """Logits of four rows' questions and answers, the answers given; and the stores after them."""
+    how = {"chunk": 16, "kv": kv, "by_layer": by_layer, "offload": offload}
+    engine = tiny_engine(method, **how, working_set=working_set)
+    found, caches = [], ()
+    for step in steps(engine, *rows_of(), reserve=64):
+        caches = step.caches
+        if step.segment.role in ("query", "decode"):
+            for row in range(4):
+                found.append(step.logits[row, : step.valid[row]])
+    return np.concatenate(found), stores_of(caches)
+
+
+def check_same(method, **how):
+    """Bit for bit, and not because nothing was chosen of the host."""
+    there, stores = logits(method, "host", **how)
+    how.pop("working_set", None)
+    here, none = logits(method, None, **how)
+    np.testing.assert_array_equal(there, here)
+    assert not none and stores
+    for store in stores:
+        assert int(np.max(store.base)) > 0
+        assert int(np.sum(store.frames.misses)) > 0 and int(np.sum(store.frames.hits)) > 0
+        assert {x.sharding.memory_kind for x in (store.k, store.v)} == {HOST}
+
+
+@pytest.mark.parametrize("by_layer", [True, False], ids=["host loops", "device loops"])
+@pytest.mark.parametrize("name", NAMES)
+def test_offloaded_contexts_give_the_same_logits(name, by_layer):
+    check_same(small_method(name), by_layer=by_layer)
+
+
+@pytest.mark.parametrize(("name", "settings"), OTHERS, ids=str)
+def test_other_settings_give_the_same_logits(name, settings):
+    check_same(other(name, settings))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kv", ["int8", also("fp8")])
+def test_eight_bits_lie_in_the_host_as_they_are_stored(name, kv):
+    check_same(small_method(name), kv=kv)
+    _, (store, *_) = logits(small_method(name), "host", kv)
+    assert store.k.dtype.itemsize == 1
+
+
+@pytest.mark.parametrize("kv", [None, "int8"])
+def test_the_least_working_set_gives_the_same_logits(kv):
+    """As many pages as a step chooses: every other page is a miss."""
+    method = small_method("infllm")
+    check_same(method, kv=kv, working_set=16)
+    _, few = logits(method, "host", kv, None, 16)
+    _, usual = logits(method, "host", kv)
+    misses = [sum(int(np.sum(store.frames.misses)) for store in stores) for stores in (few, usual)]
+    assert misses[0] > misses[1]
+
+
+def test_units_larger_than_the_window_give_the_same_logits():
+    """The list of a lone token may name pages that the pool has no room for: they are left out."""
+    method = other("infllm", {"block_size": 64, "n_init": 16, "n_local": 16, "chunk": 8})
+    check_same(method, working_set=128)
+    _, (store, *_) = logits(method, "host", working_set=128)
+    size, page = store.pool_k.shape[2], store.page
+    behind = (store.base + size - store.before_tail * page)[:, None]
+    np.testing.assert_array_equal(store.placed(behind - 1), [[size - 1]] * 4)
+    np.testing.assert_array_equal(store.placed(behind), [[-1]] * 4)
+    np.testing.assert_array_equal(store.placed(behind // page, page), [[-1]] * 4)
+
+
+def answers(engine, context, seed, lengths=(7, 4, 1, 12), tokens=24):
+    questions = random_rows([*lengths], seed=seed)
+    return joined(engine.stream(context, questions, max_tokens=tokens))
+
+
+def engines(name, by_layer=None, **options):
+    """One whose contexts lie on the device, and one whose contexts lie in the host's memory."""
+    return [
+        tiny_engine(small_method(name), chunk=16, by_layer=by_layer, offload=place, **options)
+        for place in (None, "host")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "by_layer"), some([("infllm", True), ("quest", False)], NAMES, LOOPS), ids=named
+)
+def test_many_questions_and_a_cache_that_grows(name, by_layer):
+    """A context stays as it was; a long question makes the cache grow, and is read in chunks."""
+    found = []
+    for engine in engines(name, by_layer):
+        context = engine.prefill(rows_of()[0], reserve=32)
+        first = answers(engine, context, 5)
+        slots = context.slots
+        long = answers(engine, context, 6, (200, 30, 17, 1), 40)
+        assert context.slots > slots
+        found.append((first, long, answers(engine, context, 5)))
+    (here, there), (first, _, again) = found, found[0]
+    assert here == there and first == again
+
+
+@pytest.mark.parametrize(
+    ("name", "by_layer", "kv"),
+    some([("infllm", True, None), ("quest", False, "int8")], NAMES, LOOPS, [None, "int8"]),
+    ids=named,
+)
+def test_a_saved_context_is_loaded_either_way(name, by_layer, kv, tmp_path):
+    for engine in engines(name, by_layer, kv=kv):
+        context = engine.prefill(rows_of()[0], reserve=48)
+        expected = answers(engine, context, 7)
+        folder = tmp_path / str(engine.setup.offload is None)
+        save_context(engine, context, folder)
+        for loader in engines(name, by_layer, kv=kv):
+            loaded = load_context(loader, folder)
+            assert answers(loader, loaded, 7) == expected
+            assert bool(stores_of(loaded.caches)) == (loader.setup.offload is not None)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 2)], ids=str)
+@pytest.mark.parametrize("name", ["infllm", "quest"])
+def test_rows_and_heads_are_divided_over_a_mesh(name, sizes):
+    found = []
+    for engine in engines(name, mesh=make_mesh(*sizes)):
+        context = engine.prefill(rows_of()[0][:3], reserve=48)
+        found.append(answers(engine, context, 8, (7, 4, 1)))
+    assert found[0] == found[1]
+    assert engine.fetched.hits and engine.fetched.misses
+
+
+def test_what_was_fetched_is_counted():
+    """Of two layers, the 23 decode steps and the last token of the question."""
+    here, there = engines("infllm")
+    rows, question = random_rows([300, 300], seed=9), random_rows([5, 5], seed=10)
+    for engine in (here, there):
+        context = engine.prefill(rows, reserve=48)
+        joined(engine.stream(context, question, max_tokens=24))
+    assert here.fetched is None
+    found, layers, steps = there.fetched, 2, 24
+    assert found.steps == layers * len(rows) * steps
+    assert 0 < found.waited <= found.steps
+    # Two units of two pages each; those of the tail are not counted.
+    assert 0 < found.hits + found.misses <= 4 * found.steps
+    assert found.misses >= found.waited
+    assert found.hit_rate == found.hits / (found.hits + found.misses)
+    joined(there.stream(context, question, max_tokens=2))
+    assert there.fetched.steps == layers * len(rows) * 2
+
+
+@pytest.mark.parametrize("kv", [None, "int8"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_footprint_tells_device_and_host_apart(name, kv):
+    _, engine = engines(name, kv=kv)
+    context = engine.prefill(rows_of()[0], reserve=48)
+    found = footprint(engine.setup, batch=4, context=300, reserve=48)
+    assert held_bytes(context.caches) == (found.kept, found.host)
+    whole = footprint(engines(name, kv=kv)[0].setup, batch=4, context=300, reserve=48)
+    # All keys and values lie in the host's memory, but for the scales of 8 bits.
+    assert whole.host == 0 and whole.kept > found.host
+    values = 2 * 2 * 4 * 2 * context.slots * 8 * (1 if kv else 4)
+    assert found.host == values
+
+
+def test_a_device_without_room_for_the_context_takes_it_offloaded():
+    here, there = engines("infllm")
+    rows = random_rows([6000])
+    need = [
+        footprint(engine.setup, batch=1, context=6000, reserve=32).peak for engine in (here, there)
+    ]
+    assert need[1] < need[0] / 2
+    for engine in (here, there):
+        engine.memory_limit = int(1.3 * need[1])
+    with pytest.raises(CapacityError, match="a cache of"):
+        here.prefill(rows, reserve=32)
+    there.prefill(rows, reserve=32)
+
+
+def test_a_host_without_room_is_refused_with_arithmetic(monkeypatch):
+    _, engine = engines("quest")
+    host = footprint(engine.setup, batch=1, context=2000, reserve=32).host
+    monkeypatch.setattr(capacity, "available_host_bytes", lambda mesh: host // 2)
+    with pytest.raises(
+        CapacityError, match=r"of the host's memory, .* free is usable; about 45% of"
+    ):
+        engine.prefill(random_rows([2000]), reserve=32)
+
+
+REFUSED = {
+    "full": {},
+    "snapkv": {},
+    "ideal-topk": {},
+    "infllm-accounted": {},
+    "infllm": {"decode": "dense"},
+    "quest": {"allocation": "psa-digest"},
+    "resa": {"selector": "ideal", "page_size": 1},
+    "arkvale-paged": {},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_offloaded_is_refused_with_what_can(name):
+    with pytest.raises(ConfigError) as error:
+        tiny_engine(other(name, REFUSED[name]), offload="host")
+    said = str(error.value)
+    assert said.startswith(f"{name} cannot be offloaded: ")
+    assert said.endswith("; offload works with arkvale, infllm, quest, resa")
+
+
+def test_settings_that_make_no_sense_are_refused():
+    quest = small_method("quest")
+    with pytest.raises(ConfigError, match="unknown offload 'disk'; known: host"):
+        tiny_engine(quest, offload="disk")
+    with pytest.raises(ConfigError, match="give offload host too"):
+        tiny_engine(quest, working_set=100)
+    with pytest.raises(ConfigError, match="a working set of 8 tokens is too small: a step chooses"):
+        tiny_engine(quest, offload="host", working_set=8)
+    with pytest.raises(ConfigError, match="the mesh has seq=2; leave seq out, or offload"):
+        tiny_engine(quest, offload="host", mesh=make_mesh(1, 2, 1))
+
+
+def test_a_running_batch_is_refused_and_questions_follow_one_another():
+    found = []
+    for engine in engines("quest"):
+        model = LongContext(engine, word_tokenizer(64))
+        context = engine.prefill(random_rows([200]), reserve=48)
+        asked = random_rows([4, 6], seed=3)
+        given = model.ask_all_tokens(context, asked, max_tokens=8)
+        found.append([answer.tokens for answer in given])
+        if engine.setup.offload is None:
+            continue
+        assert all(answer.fetched.steps for answer in given)
+        with pytest.raises(ConfigError, match="offload host: rows of a running batch"):
+            RunningBatch(engine, places=2, slots=512, reserve=64)
+    assert found[0] == found[1]
+
+
+def test_keys_never_lie_on_the_device_as_a_whole():
+    """InfLLM reads and answers with the pool alone."""
+    _, engine = engines("infllm", True, config=tiny_config(num_layers=3))
+    context = engine.prefill(random_rows([3000]), reserve=32)
+    (store, *_) = stores_of(context.caches)
+    largest = max(
+        leaf.nbytes for leaf in jax.tree.leaves(context.caches) if leaf.sharding.memory_kind != HOST
+    )
+    assert store.pool_k.shape[2] < context.slots / 8
+    assert largest <= store.k.nbytes / 4
