@@ -26,7 +26,7 @@ KERNELS = {
     # Weights in 8 bits are converted inside the kernel that multiplies.
     **{"full:weights=int8": 60},
     # Of rows that share a context, however many there are.
-    **{"full:rows=16": 99, "quest:rows=16": 114, "arkvale:rows=16": 123},
+    **{"full:rows=16": 89, "quest:rows=16": 101, "arkvale:rows=16": 113},
     # The loops that fetch pages count once each, with 21 pages of keys and of values.
     **{"infllm:offload=host": 575, "quest:offload=host": 572},
 }
