@@ -268,6 +268,9 @@ def test_the_kernels_of_a_step_are_those_of_one_block_after_the_timed_ones(monke
         def check(self):
             done.append("check")
 
+        def fetched(self):
+            return None
+
     def profiled(run):
         run()
         done.append("profile")
