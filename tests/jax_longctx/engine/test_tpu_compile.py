@@ -248,5 +248,6 @@ def test_tpu_programs_leave_an_offloaded_context_where_it_is(chip, name, kv):
         assert memory.host_alias_size_in_bytes == host, what
         assert memory.host_temp_size_in_bytes == 0, what
         assert memory.alias_size_in_bytes >= device, what
-        # Less than a layer of the context: a chip may take the working set through its fast memory.
-        assert memory.temp_size_in_bytes < passing + layer, what
+        # It was 46 MB here, more than half a layer's context, and less than one.
+        most = layer if (name, chip, what) == ("infllm", "v5e:2x2", "decode") else layer / 2
+        assert memory.temp_size_in_bytes < passing + most, what
