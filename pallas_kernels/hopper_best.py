@@ -103,17 +103,19 @@ def choose(
     slots: int,
     size: int,
     interpret: Any,
-) -> Int[Array, "B X C"]:
+    of: tuple[int, int] = (1, 1),
+) -> Int[Array, "B L C"]:
     """The lists of rows of scores, each the sum of A: one launch, a block of threads a list.
 
     Args:
       bounds: of each row of the batch the first slot, the one after the last, and k.
       slots: of a row.
+      of: (n, m): of every m neighbours of X the first n have a list. All have one unless given.
     """
-    batch, lists = scores.shape[:2]
+    batch, lists = scores.shape[0], scores.shape[1] // of[1] * of[0]
     places = pl.cdiv(size, hopper.ROWS) * hopper.ROWS
     kernel = plgpu.kernel(
-        functools.partial(_choose_kernel, slots=slots, size=size),
+        functools.partial(_choose_kernel, slots=slots, size=size, of=of),
         out_type=jax.ShapeDtypeStruct((batch, lists, places), jnp.int32),
         scratch_types=scratch(scores.shape[3]),
         grid=(batch, lists),
@@ -130,19 +132,20 @@ def bounds_of(refs: Sequence[Any], row: Any, slots: int, size: int) -> tuple[Arr
     return first, jnp.clip(refs[1][row], first, slots), jnp.clip(refs[2][row], 0, size)
 
 
-def _choose_kernel(*refs, slots: int, size: int, **scratch) -> None:
+def _choose_kernel(*refs, slots: int, size: int, of: tuple[int, int], **scratch) -> None:
     *bound_refs, triangle_ref, scores_ref, lists_ref = refs
-    each = lax.axis_index("row"), lax.axis_index("list")
+    row, each = lax.axis_index("row"), lax.axis_index("list")
+    at = row, lax.div(each, of[0]) * of[1] + lax.rem(each, of[0])
     begin(triangle_ref, scratch)
     parts, tiles = scores_ref.shape[2:4]
 
     def sums(tile: Any) -> Array:
-        each_part = [load(scores_ref.at[(*each, part, tile)]) for part in range(parts)]
+        each_part = [load(scores_ref.at[(*at, part, tile)]) for part in range(parts)]
         return functools.reduce(jnp.add, each_part)
 
-    bounds = bounds_of(bound_refs, each[0], slots, size)
+    bounds = bounds_of(bound_refs, row, slots, size)
     plgpu.barrier_wait(scratch["triangle_ready"])
-    best(tiles, sums, bounds, lists_ref.at[each], scratch)
+    best(tiles, sums, bounds, lists_ref.at[row, each], scratch)
 
 
 def begin(triangle_ref: Any, scratch: dict) -> None:

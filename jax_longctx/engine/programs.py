@@ -107,6 +107,9 @@ LOOPED: dict[str, Any] = {
         "xla_disable_hlo_passes": "rematerialization",
         # Kernels that do not wait for one another run side by side.
         "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+        # XLA's own kernels are launched while those before them end, and wait within.
+        "xla_gpu_enable_pdl": True,
+        "xla_gpu_enable_pdl_launch": True,
         "xla_gpu_enable_command_buffer": (
             "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
         ),

@@ -300,7 +300,8 @@ class Evicting(Registered):
         q, rotated, store = self._rotated(q, k, cache, ctx)
         past = self._keys(cache, ctx)
         # `validate` has refused sliding windows smaller than the cache.
-        earlier = cache_attention(q, past, cache.v, cache.length, scale=ctx.scale)
+        to_cache = decode_attention if q.shape[1] == 1 else cache_attention
+        earlier = to_cache(q, past, cache.v, cache.length, scale=ctx.scale)
         out, lse = merge([earlier, causal_attention(q, rotated, v, scale=ctx.scale)])
         valid_B = segment.valid_of(rows)
         past = part_of(past)
@@ -354,7 +355,10 @@ class Evicting(Registered):
         one = seen.k.shape[1] == 1 and (self.protocol == "own" or self.chunk == 1)
         if self.first is not None:
             kept = (sums, count_B, seen.joining)
-            how = {"first": self.first, "leaving": seen.leaving, "one": one}
+            # What leaves is known before attention. Were it moved before, XLA would copy the caches
+            # of all layers for attention to read.
+            leaving_B, _ = jax.lax.optimization_barrier((seen.leaving, seen.out))
+            how = {"first": self.first, "leaving": leaving_B, "one": one}
             return drop_oldest(cache, seen.store_k, seen.v, *kept, **how)
         scores = self.rank(dataclasses.replace(seen, sums=sums))
         heads, candidates = cache.k.shape[1], seen.order.shape[2]

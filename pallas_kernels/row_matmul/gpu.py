@@ -17,6 +17,9 @@ products after attention and the small kernels between them, 8B shape, in a loop
 
 - One persistent kernel, whose workers wait for each other at semaphores between the products while
   their next tiles come: 111 us a layer in place of 107.
+- Programmatic dependent launch, the first tiles of the matrix on their way before the kernels ahead
+  end: XLA's CUDA graphs launch kernels of custom calls without it. In streams, where it works, a
+  step of 32 layers takes 5.78 ms in place of 6.08, and 5.51 in graphs without it.
 - To bring the first 25 MB of the next matrix into the L2 cache while the last tiles are multiplied:
   110 us in place of 104, as if they were read twice.
 

@@ -1,24 +1,23 @@
-"""The best pages of each query head on Hopper in one launch: a Mosaic GPU kernel.
+"""The best pages of each query head on Hopper in two launches: a Mosaic GPU kernel and its choice.
 
-A cluster of 8 blocks of threads takes a row's kv head. Blocks of 64 pages are dealt out to them in
-turn. A block of threads copies the digests of its pages by TMA into a ring in shared memory and
-multiplies them with the positive and the negative parts of the group's queries: the pages are the
-rows of a wgmma, the query heads its columns. Both bounds are added up in one accumulator. The
-scores go to global memory, which here is the L2 cache. After a barrier of the cluster each query
-head's list is chosen by one of the blocks (`hopper_best`). Pages outside the bounds are not read.
+All processors score: the blocks of 64 pages of a row's kv head are dealt out in turn to as many
+blocks of threads as there are processors for it. A block of threads copies the digests of its pages
+by TMA into a ring in shared memory and multiplies them with the positive and the negative parts of
+the group's queries: the pages are the rows of a wgmma, the query heads its columns. Both bounds are
+added up in one accumulator. The scores go to global memory, which here is the L2 cache. A second
+launch chooses each list by one block of threads (`hopper_best.choose`). For a list of all heads
+together the first launch writes the sums of each group's scores, and the second adds up the
+groups'. Pages outside the bounds are not read.
 
-A list for all heads together needs the scores of all clusters: a first launch writes the sums of
-each group's scores, and a second adds up the groups' and chooses.
-
-Shared memory: ring 128 KiB, queries 4 KiB, 24 KiB to choose and 16 for each 4,096 pages (the ring
-64 KiB beyond 16,384 pages).
+Shared memory: ring 128 KiB, queries 4 KiB.
 
 Roofline: the bytes of the digests, 34 MB for 8,192 pages of 8 kv heads of 128 with two bounds in
-bfloat16: 8 us on an H200. One row of 8 kv heads keeps 64 multiprocessors busy. Not measured yet.
+bfloat16: 8 us on an H200. Rejected: one launch, in which a cluster of 8 blocks of threads scores a
+kv head and four of them choose: one row of 8 kv heads keeps 64 of 132 processors busy, and a step
+of an 8B shape spent 32 us a layer there.
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +31,9 @@ from jaxtyping import Float, Int
 from pallas_kernels import hopper, hopper_best
 from pallas_kernels.quantised import AnyStored
 
-# Blocks of threads of a cluster: as many as every Hopper GPU lets work together.
-_CLUSTER = 8
-# Pages of a step, and steps in flight beside up to so many tiles of scores, or beside more.
+# Pages of a step, and steps in flight.
 _BLOCK = hopper.ROWS
-_STAGES, _TILES_BESIDE, _FEWER_STAGES = 4, 4, 2
+_STAGES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +66,6 @@ class _Job:
     def columns(self) -> int:
         """Columns of a product."""
         return pl.cdiv(self.group, hopper.TILE_ROWS) * hopper.TILE_ROWS
-
-    @property
-    def places(self) -> int:
-        """Places of a list, in whole blocks."""
-        return pl.cdiv(self.size, hopper.ROWS) * hopper.ROWS
-
-    @property
-    def stages(self) -> int:
-        return _STAGES if self.tiles <= _TILES_BESIDE else _FEWER_STAGES
 
 
 def unsupported(q: Array, high: AnyStored, ball: bool, size: int) -> str | None:
@@ -118,18 +106,21 @@ def select_pages(
         together=together,
         pages=pages,
         tiles=hopper_best.tiles_of(pages),
-        splits=max(hopper.processors() // (batch * kv_heads), 1) if together else _CLUSTER,
+        splits=max(hopper.processors() // (batch * kv_heads), 1),
         size=size,
         dtype=high.dtype,
         interpret=interpret,
     )
     # Apart, as they come from the program: to join them would be a launch.
     bounds = [x.astype(jnp.int32) for x in (first, last, count)]
-    found = _launch(_parts(q, job), [x for x in (high, low) if x is not None], bounds, job)
-    if not together:
-        return found[1].reshape(batch, -1, job.places)[:, :, :size]
-    sums = found[0].reshape(batch, 1, kv_heads, *found[0].shape[2:])
-    return hopper_best.choose(sums, bounds, pages, size, interpret)
+    digests = [x for x in (high, low) if x is not None]
+    scores = _scores(_parts(q, job), digests, bounds, job)
+    if together:
+        scores, of = scores.reshape(batch, 1, kv_heads, *scores.shape[2:]), (1, 1)
+    else:
+        scores = scores.reshape(batch, kv_heads * job.columns, 1, *scores.shape[2:])
+        of = job.group, job.columns
+    return hopper_best.choose(scores, bounds, pages, size, interpret, of)
 
 
 def _parts(q: Float[Array, "B N H"], job: _Job) -> Float[Array, "X D R H"]:
@@ -139,50 +130,39 @@ def _parts(q: Float[Array, "B N H"], job: _Job) -> Float[Array, "X D R H"]:
     return hopper.whole_rows(x, job.interpret).reshape(*x.shape[:2], -1, job.head_dim)
 
 
-def _launch(q: Array, digests: list[Array], bounds: list[Array], job: _Job) -> Sequence[Array]:
-    """Scores of every row's kv head, and the lists [X,G,C] unless they are for all together.
+def _scores(
+    q: Array, digests: list[Array], bounds: list[Array], job: _Job
+) -> Float[Array, "X R T 64 64"]:
+    """Scores of every row's kv head: of R query heads each, or the R = 1 sum of the group's.
 
-    Scores [X,R,T,64,64]: of R query heads each, or the R = 1 sum of the group's. Those outside the
-    bounds, and of heads that there are not, are undefined.
+    Those outside the bounds, and of heads that there are not, are undefined.
     """
-    heads, alone = job.batch * job.kv_heads, not job.together
-    shape = heads, job.columns if alone else 1, job.tiles, _BLOCK, _BLOCK
-    ring = hopper.tiled(job.stages, _BLOCK, job.head_dim, dtype=job.dtype)
-    cluster: dict[str, Any] = dict(grid=(heads, job.splits), grid_names=("head", "split"))
-    if alone:
-        cluster = dict(grid=(heads,), grid_names=("head",))
-        cluster |= dict(cluster=(job.splits,), cluster_names=("split",))
+    heads, rows = job.batch * job.kv_heads, 1 if job.together else job.columns
+    ring = hopper.tiled(_STAGES, _BLOCK, job.head_dim, dtype=job.dtype)
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
-        out_type=(
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-            *([jax.ShapeDtypeStruct((heads, job.group, job.places), jnp.int32)] * alone),
-        ),
+        out_type=jax.ShapeDtypeStruct((heads, rows, job.tiles, _BLOCK, _BLOCK), jnp.float32),
         scratch_types=dict(
             q_tiles=hopper.tiled(job.digests, job.columns, job.head_dim, dtype=job.dtype),
             asked=plgpu.Barrier(num_arrivals=job.digests),
             rings=[ring] * job.digests,
-            ready=plgpu.Barrier(num_arrivals=job.digests, num_barriers=job.stages),
-            **(dict(scored=plgpu.ClusterBarrier(collective_axes=("split",))) if alone else {}),
-            **(hopper_best.scratch(job.tiles) if alone else {}),
+            ready=plgpu.Barrier(num_arrivals=job.digests, num_barriers=_STAGES),
         ),
-        **cluster,
+        grid=(heads, job.splits),
+        grid_names=("head", "split"),
         interpret=job.interpret,
-        kernel_name="select_pages" if alone else "score_pages",
+        kernel_name="score_pages",
     )
-    triangle = [hopper_best.triangle()] * alone
-    return kernel(*bounds, q, *triangle, *digests)
+    return kernel(*bounds, q, *digests)
 
 
 def _kernel(first_ref, last_ref, count_ref, q_ref, *refs, job: _Job, **scratch) -> None:
     head, split = lax.axis_index("head"), lax.axis_index("split")
-    alone, bounds = not job.together, (first_ref, last_ref, count_ref)
-    inputs, outputs = refs[: alone + job.digests], refs[alone + job.digests :]
+    *digest_refs, scores_ref = refs
     batch = lax.div(head, job.kv_heads)
-    digests = [ref.at[batch, lax.rem(head, job.kv_heads)] for ref in inputs[alone:]]
-    first, last, count = hopper_best.bounds_of(bounds, batch, job.pages, job.size)
-    if alone:
-        hopper_best.begin(inputs[0], scratch)
+    digests = [ref.at[batch, lax.rem(head, job.kv_heads)] for ref in digest_refs]
+    bounds = first_ref, last_ref, count_ref
+    first, last, _ = hopper_best.bounds_of(bounds, batch, job.pages, job.size)
     for i in range(job.digests):
         rows = hopper.first_rows(q_ref, job.columns, head)
         plgpu.copy_gmem_to_smem(q_ref.at[head, i, rows], scratch["q_tiles"].at[i], scratch["asked"])
@@ -190,27 +170,7 @@ def _kernel(first_ref, last_ref, count_ref, q_ref, *refs, job: _Job, **scratch) 
     # A row without pages has no blocks.
     steps = jnp.where(last > first, blocks[1] - blocks[0], 0)
     steps = lax.div(steps - split + (job.splits - 1), job.splits)
-    _score(digests, outputs[0].at[head], blocks[0] + split, steps, job, scratch)
-    if job.together:
-        return
-    lists_ref, scored = outputs[1].at[head], scratch["scored"]
-    hopper.fence_cluster()
-    plgpu.barrier_arrive(scored)
-    plgpu.barrier_wait(scored)
-    hopper.fence_cluster()
-    plgpu.barrier_wait(scratch["triangle_ready"])
-
-    @pl.loop(0, lax.div(job.group - split + (job.splits - 1), job.splits))
-    def _list(i):
-        query = i * job.splits + split
-        scores = outputs[0].at[head, query]
-        hopper_best.best(
-            job.tiles,
-            lambda tile: hopper_best.load(scores.at[tile]),
-            (first, last, count),
-            lists_ref.at[query],
-            scratch,
-        )
+    _score(digests, scores_ref.at[head], blocks[0] + split, steps, job, scratch)
 
 
 def _score(digests: list, scores_ref: Any, first: Array, steps: Array, job: _Job, scratch) -> None:
@@ -221,19 +181,19 @@ def _score(digests: list, scores_ref: Any, first: Array, steps: Array, job: _Job
         return (first + step * job.splits) * _BLOCK
 
     def copy(step: Any) -> None:
-        slot = lax.rem(step, job.stages)
+        slot = lax.rem(step, _STAGES)
         for ref, ring in zip(digests, rings, strict=True):
             plgpu.copy_gmem_to_smem(
                 ref.at[pl.ds(page_of(step), _BLOCK)], ring.at[slot], ready.at[slot]
             )
 
-    for ahead in range(job.stages):
+    for ahead in range(_STAGES):
         pl.when(ahead < steps)(functools.partial(copy, jnp.int32(ahead)))
     plgpu.barrier_wait(scratch["asked"])
 
     @pl.loop(0, steps)
     def _step(step):
-        slot = lax.rem(step, job.stages)
+        slot = lax.rem(step, _STAGES)
         plgpu.barrier_wait(ready.at[slot])
 
         def multiply(acc) -> Array:
@@ -244,11 +204,11 @@ def _score(digests: list, scores_ref: Any, first: Array, steps: Array, job: _Job
         acc = plgpu.WGMMAAccumulatorRef((_BLOCK, job.columns), jnp.float32)
         found = pl.run_scoped(multiply, acc)
 
-        @pl.when(step + job.stages < steps)
+        @pl.when(step + _STAGES < steps)
         def _():
             # All warps have read the slot.
             plgpu.commit_smem()
-            copy(step + job.stages)
+            copy(step + _STAGES)
 
         block = lax.div(page_of(step), _BLOCK)
         tile, line = lax.div(block, _BLOCK), lax.rem(block, _BLOCK)
