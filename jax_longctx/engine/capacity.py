@@ -30,8 +30,8 @@ from jax_longctx.sharding import HOST, AnyMesh, Stacked, leaf_axes, tree_shardin
 SMALLEST = 128
 # Slots beyond the longest row, which a storage may write garbage to (see `caches.write_run`).
 SPARE = 1
-# Where decode reads more of the cache than of the weights, roughly, empty slots cost time.
-FINER_FROM = 32768
+# From here on empty slots cost memory and time, below it another program costs more.
+FINER_FROM = 8192
 # Shards of the slots stay multiples of this, which is what the attention kernels tile by.
 GRANULE = 128
 # Share of the free memory that caches may take; the rest is for activations.

@@ -79,7 +79,7 @@ def test_methods_share_the_programs_without_layers(name, traced):
 
 
 def test_long_texts_share_a_capacity_within_a_sixtyfourth():
-    for tokens in (40_000, 130_000, 1_000_000):
+    for tokens in (16_000, 40_000, 130_000, 1_000_000):
         slots = slots_for(tokens, 200)
         assert tokens + 257 <= slots <= (tokens + 257) * (1 + 1 / 64)
         # As many tokens as there are slots in a step have the same capacity.
