@@ -19,16 +19,17 @@ from tests.jax_longctx.engine import gpu_programs
 
 # Kernels of a turn of the loop over the layers in a decode step of one row.
 KERNELS = {
-    **{"full": 60, "quest": 82, "resa": 117, "arkvale": 99, "infllm": 144},
+    **{"full": 60, "quest": 86, "resa": 121, "arkvale": 99, "infllm": 144},
     **{"reattention": 140, "free-pages": 150, "citrus": 69, "refreshkv": 68},
+    "streaming-llm": 89,
     # Those of keys and values in 8 bits quantise the new token, for each of the two.
-    **{"full:kv=int8": 80, "quest:kv=int8": 118},
+    **{"full:kv=int8": 80, "quest:kv=int8": 122},
     # Weights in 8 bits are converted inside the kernel that multiplies.
     **{"full:weights=int8": 60},
     # Of rows that share a context, however many there are.
     **{"full:rows=16": 89, "quest:rows=16": 101, "arkvale:rows=16": 113},
     # The loops that fetch pages count once each, with 21 pages of keys and of values.
-    **{"infllm:offload=host": 575, "quest:offload=host": 572},
+    **{"infllm:offload=host": 575, "quest:offload=host": 576},
 }
 
 REPOSITORY = Path(__file__).parents[3]
@@ -115,6 +116,9 @@ def test_no_program_copies_weights_or_caches(programs):
         if method == "citrus":
             # Its keys are stored before rotary embedding, and each step rotates all of them.
             copies = [text for text in copies if not text.endswith("/convert_element_type")]
+        if method == "streaming-llm":
+            # A layer's slots all move down by one. Those of all layers stay where they are.
+            copies = [text for text in copies if not text.endswith("/dynamic_slice")]
         if method.startswith("infllm"):
             # Each step makes all of the ring anew, and the context's end remembers it.
             rings = ("f32[1,32,4735]{2,1,0} fusion(", "copy(%caches_0__cache_received")
