@@ -30,7 +30,7 @@ help: ## List the targets.
 demo: $(VENV)/.demo-ready ## Full attention and ReAttention read a long text; who finds three facts? (no GPU)
 	$(BIN)/jax-longctx demo $(ARGS)
 
-test: $(VENV)/.dev-ready ## The tests, without the slow ones and those that need a GPU.
+test: $(VENV)/.dev-ready ## The quick tests: not the slow and thorough ones, none that needs a GPU.
 	$(BIN)/pytest -m "not slow and not thorough and not gpu" $(WORKERS) $(ARGS)
 
 test-slow: $(VENV)/.dev-ready ## The slow tests alone.

@@ -336,3 +336,11 @@ def test_a_cpus_smaller_blocks_rank_the_same(monkeypatch):
     assert sizes == {(64, 2048), (256, 1024)}
     np.testing.assert_array_equal(results[0][1], results[1][1])
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-5)
+
+
+def test_few_scores_pass_at_once_unless_tiles_would_copy_many_keys(monkeypatch):
+    q, k = jnp.zeros((1, 8, 2, 16)), jnp.zeros((1, 1, 4096, 16))
+    assert xla._blocks(q, k, None) == xla._blocks(q, k, 8) == (8, 4096)
+    monkeypatch.setattr(xla, "_KEY_BYTES", k.nbytes - 1)
+    assert xla._blocks(q, k, None) == (8, 4096)
+    assert xla._blocks(q, k, 8) == (8, 2048)

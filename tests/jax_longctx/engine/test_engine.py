@@ -52,6 +52,14 @@ def test_decode_gives_the_logits_of_prefill(engine, whole_logits):
     assert answer == [int(row.argmax()) for row in logits[len(ROW) - 1 : -1]]
 
 
+def test_a_context_says_what_its_newest_answer_held(engine):
+    context = engine.prefill([ROW], reserve=24)
+    assert context.answering_bytes == 0
+    collect(engine, context, [ROW[:3]], max_tokens=2)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(context.usable_caches()))
+    assert context.answering_bytes == held > 0
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2), (1, 4, 1)], ids=str)
 def test_ragged_rows_equal_single_rows(engine, sizes):
     mesh = make_mesh(*sizes)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.engine import programs
-from jax_longctx.engine.products import FewRows
+from jax_longctx.engine.products import Divided, FewRows
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.methods import METHODS, Full, RefreshKV
 from jax_longctx.models.llama import PLAIN
@@ -97,3 +97,12 @@ def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, name):
     assert found[0] == expected[0] and min(used) <= MAX_ROWS
     for row, wanted in zip(found[1], expected[1], strict=True):
         np.testing.assert_allclose(row, wanted, atol=1e-5)
+
+
+def test_products_of_few_rows_are_for_one_gpu(monkeypatch):
+    one, two = (tiny_engine(mesh=make_mesh(1, size, 1)).setup for size in (1, 2))
+    assert one.products(1) is PLAIN
+    monkeypatch.setattr(programs, "_platform", lambda mesh: "gpu")
+    assert isinstance(one.products(MAX_ROWS), FewRows)
+    assert one.products(MAX_ROWS + 1) is PLAIN
+    assert isinstance(two.products(1), Divided)

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from jax_longctx.engine import Sampling
-from jax_longctx.engine.sampling import next_token, sampling_static, sampling_values
+from jax_longctx.engine.sampling import (
+    AMONG_ALL,
+    AMONG_FEW,
+    DRAWN,
+    next_token,
+    sampling_static,
+    sampling_values,
+)
 from jax_longctx.errors import InputError
 
 ROWS = 20_000
@@ -73,6 +80,11 @@ def test_top_k_draws_from_the_k_best(top_k, kept):
 
 # Logits of probabilities 0.4, 0.3, 0.2, 0.1, not in their order.
 SHUFFLED = np.log(np.array([0.2, 0.4, 0.1, 0.3], np.float32))
+
+
+def test_few_candidates_are_ranked_without_the_rest_of_the_vocabulary():
+    kinds = [sampling_static(Sampling(temperature=1.0, top_k=k)).kinds for k in (0, 1, 128, 129)]
+    assert kinds == [(DRAWN,), (AMONG_FEW,), (AMONG_FEW,), (AMONG_ALL,)]
 
 
 @pytest.mark.parametrize(

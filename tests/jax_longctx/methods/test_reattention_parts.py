@@ -24,6 +24,7 @@ from tests.jax_longctx.methods.oracles.reattention import (
     votes_kept,
 )
 from tests.jax_longctx.methods.released import RELEASED, SMALL, method_of
+from tests.jax_longctx.methods.selecting import layer_shape
 from tests.support import random_rows, tiny_config
 
 THETA = 1e4
@@ -132,6 +133,13 @@ def test_of_many_slots_those_in_the_best_pages_are_ranked(slots, count, monkeypa
     np.testing.assert_array_equal(most, np.take_along_axis(votes, order, axis=-1))
     whole = slots % 16 or count > slots // 16
     assert sorted_at_once == ([slots] if whole else [slots // 16, 16 * count])
+
+
+def test_of_a_tile_the_first_of_equal_scores_stays_where_nothing_else_ties():
+    """A query of zeros allows no difference."""
+    values, slots = jnp.array([[[[0.0, 0.0, 0.0, 0.0]]]]), jnp.array([[[[5, 4, 9, -1]]]])
+    best = voted_keys._best_of_tiles(values, slots, 0, 8, jnp.zeros((1, 1, 1)))
+    assert best.tolist() == [[[[-1, 4, 9, -1]]]]
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -244,6 +252,18 @@ def test_settings_reach_the_released_behaviour():
 def test_bad_settings(settings, said):
     with pytest.raises(ConfigError, match=said):
         make_method("reattention", settings)
+
+
+def test_a_step_reads_the_scope_and_to_rank_all_keys():
+    """A slot has 64 bytes of keys and as many of values: two heads of 8 numbers."""
+    keys = np.zeros((1, 2, 512, 8), np.float32)
+    ranking = method_of(dataclasses.replace(SMALL, g=4, w=32, kept=8))
+    fixed = dataclasses.replace(ranking, count=0)
+    cache = ranking.init_cache(layer_shape(keys, keys))
+    # Global, 8 spans of 4, local: or the first and the last alone.
+    assert ranking.read_bytes(cache, 400) == (4 + 32 + 32) * 128 + 512 * 64
+    assert fixed.read_bytes(cache, 400) == (4 + 32) * 128
+    assert fixed.read_bytes(cache, 9) == 9 * 128
 
 
 def test_models_that_it_does_not_fit():

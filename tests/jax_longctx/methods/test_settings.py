@@ -177,3 +177,9 @@ def test_dense_decode_reads_the_whole_capacity():
     caches = Full().init_cache(shape)
     # keys and values x 2 rows x 2 heads x 256 slots x 8 x float32
     assert Full().read_bytes(caches, 100) == 2 * 2 * 2 * 256 * 8 * 4
+
+
+def test_of_sliding_windows_the_smallest_decides():
+    config = tiny_config(num_layers=3, windows=(30, None, 7))
+    with pytest.raises(ConfigError, match="a sliding window of 7 tokens"):
+        make_method("h2o").validate(config)

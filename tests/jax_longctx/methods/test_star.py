@@ -62,6 +62,13 @@ def test_a_block_below_the_chunk_is_not_padded_to_the_chunk():
     assert len(columns) > 2 and set(columns) == {4 * 64}
 
 
+def test_all_blocks_but_the_first_have_an_anchor_of_one_token_too():
+    prompt = Prompt("context", 8, [[7, 8, 9, 5]], slots=4, shards=4)
+    anchors, blocks = Star(block=1, anchor_kv="recompute").segments(prompt)
+    assert anchors.tokens.tolist() == [[0, 7, 7, 7]] and anchors.valid.tolist() == [[0, 1, 1, 1]]
+    assert blocks.tokens.tolist() == prompt.context and blocks.valid.tolist() == [[1, 1, 1, 1]]
+
+
 def compare(engine, method):
     """Every row's kept keys, and its logits at the question's end and in the answer."""
     wanted, seen, held = expected(method), [], []
