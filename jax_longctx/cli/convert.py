@@ -1,11 +1,19 @@
 """`jax-longctx convert`: checkpoints in and out."""
 
 from pathlib import Path
+from typing import get_args
 
 from jax_longctx.cli import options
 from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import Terminal
-from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from jax_longctx.settings import StoredForm
+
+
+def _check_weights(name: str) -> None:
+    if name not in get_args(StoredForm):
+        known = ", ".join(get_args(StoredForm))
+        raise ConfigError(f"--weights {name!r} is not one of {known}; for floats give --dtype")
 
 
 @options.command
@@ -24,6 +32,7 @@ def convert(
         "int8 or fp8, for the matrices of the layers; --dtype unless given. 8 bits nearly halve "
         "the checkpoint, and every command then loads them as they are.",
         metavar="FORM",
+        callback=options.checked(_check_weights),
     ),
     to_hf: bool = option(
         "The other way: Hugging Face safetensors, bit for bit.", "--to-hf", default=False
