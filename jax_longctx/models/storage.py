@@ -464,8 +464,10 @@ def _check_entries(
 
 def _joined(path: str, shape: Any, arrays: Mapping[str, jax.Array]) -> Any:
     """A parameter of its stored arrays."""
-    found = [arrays[stored] for stored in stored_paths(path, shape)]
-    return QuantisedMatrix(*found, shape.dtype) if len(found) > 1 else found[0]
+    if not isinstance(shape, QuantisedMatrix):
+        return arrays[path]
+    values, scales = (arrays[stored] for stored in stored_paths(path, shape))
+    return QuantisedMatrix(values, scales, shape.dtype)
 
 
 def _pieces(
