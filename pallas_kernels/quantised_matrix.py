@@ -59,14 +59,16 @@ class QuantisedMatrix(EightBits):
 AnyMatrix = Array | QuantisedMatrix
 
 
-def quantise_matrix(w: Any, form: str, inputs: Sequence[int]) -> QuantisedMatrix:
+def quantise_matrix(
+    w: Float[Array, "..."] | Float[np.ndarray, "..."], form: str, inputs: Sequence[int]
+) -> QuantisedMatrix:
     """The 8-bit form of a weight, in arrays of JAX or of numpy as `w` is; the bits are the same.
 
     Args:
       inputs: the axes that a product sums over.
     """
     kind, most = FORMS[form]
-    xp = w.__array_namespace__()
+    xp: Any = w.__array_namespace__()
     wide = w.astype(jnp.float32)
     # Products, for compilers turn a division by what is constant along an axis into one.
     scales = xp.max(xp.abs(wide), axis=tuple(inputs), keepdims=True) * np.float32(1 / most)

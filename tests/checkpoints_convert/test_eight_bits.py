@@ -92,6 +92,8 @@ def test_loads_without_a_flag_and_answers_the_same(whole):
     model = jax_longctx.load(whole / "int8")
     assert model.engine.setup.weights == made.engine.setup.weights == "int8"
     assert model.engine.setup.dtype == jnp.bfloat16
+    # So a context that was saved by one is asked by the other.
+    assert model.engine.fingerprint == made.engine.fingerprint
     said = [
         each.ask(each.prefill("Once upon a time"), "?", max_tokens=12, stop_at_eos=False)[0].tokens
         for each in (made, model)
