@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from typing import Any
 
 import gguf
 import jax
@@ -126,7 +127,7 @@ def test_what_needs_floats_is_refused(whole, tmp_path):
 
 def test_an_interrupted_conversion_goes_on(whole, tmp_path, monkeypatch):
     monkeypatch.setattr(importing, "group_limit", lambda largest: 1)
-    how = {"dtype": "bfloat16", "weights": "int8"}
+    how: Any = {"dtype": "bfloat16", "weights": "int8"}
     with pytest.raises(KeyboardInterrupt):
         convert(whole / "hf", tmp_path / "ours", progress=stop_at(0.6), **how)
     with pytest.raises(CheckpointError, match="begun with another weights"):
