@@ -22,7 +22,7 @@ from checkpoints_convert.files import in_groups
 from checkpoints_convert.huggingface import DTYPE_NAMES
 from checkpoints_convert.names import FileTensor, expected_tensors
 from checkpoints_convert.partial import GROUP, OnProgress, check_destination
-from jax_longctx.errors import CheckpointError
+from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.locks import only_writer
 from jax_longctx.models.storage import (
     Manifest,
@@ -51,9 +51,15 @@ def export(
 
     Raises:
       CheckpointError: the checkpoint is damaged, or the destination cannot be written.
+      ConfigError: its matrices are in 8 bits.
       InputError: another process writes the destination.
     """
     manifest = read_manifest(checkpoint)
+    if manifest.weights is not None:
+        raise ConfigError(
+            f"{checkpoint} holds its matrices in {manifest.weights}, for which there is no Hugging "
+            f"Face form here; convert the source without weights, and export that"
+        )
     destination = Path(destination).expanduser().absolute()
     scratch = destination.with_name(destination.name + ".exporting")
     tokenizer = tokenizer_folder(checkpoint, manifest)

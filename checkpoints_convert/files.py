@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ import numpy as np
 from checkpoints_convert.names import IGNORED, expected_tensors
 from jax_longctx.errors import CheckpointError
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.settings import StoredForm
+from pallas_kernels.quantised import FORMS
+from pallas_kernels.quantised_matrix import quantise_matrix
 
 # Bytes read at a time where they are only hashed or compared.
 STEP = 8 << 20
@@ -31,6 +34,7 @@ class SourceTensor:
 
     Attributes:
       dtype: of the stored values with `dtype="source"`.
+      blocks: whether its values are of quantised blocks, which only `dtype` holds exactly.
       file, offset, nbytes: the place of its bytes.
       decode: (bytes of some rows, number of rows) -> values `[rows, shape[-1]]`.
     """
@@ -42,6 +46,7 @@ class SourceTensor:
     offset: int
     nbytes: int
     decode: Callable[[bytes, int], np.ndarray]
+    blocks: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,25 +168,51 @@ def read_array(file: HashedFile, tensor: SourceTensor, dtype: np.dtype) -> np.nd
     Raises:
       CheckpointError: the file is truncated, or a weight is NaN, infinite or too large.
     """
+    result = np.empty((math.prod(tensor.shape[:-1]), tensor.shape[-1]), dtype)
+    for begin, piece in _pieces(file, tensor, dtype):
+        result[begin : begin + len(piece)] = piece
+    return result.reshape(tensor.shape)
+
+
+def read_quantised(
+    file: HashedFile, tensor: SourceTensor, dtype: np.dtype, form: StoredForm
+) -> tuple[np.ndarray, np.ndarray]:
+    """A matrix in 8 bits, and the scale of each row: `[rows, columns]`, `[rows, 1]`.
+
+    A row is an output. What is rounded is the tensor in `dtype`, a few rows at a time; values of
+    quantised blocks are rounded as they are.
+
+    Raises:
+      CheckpointError: as `read_array`.
+    """
+    rows, columns = tensor.shape
+    values = np.empty((rows, columns), FORMS[form][0])
+    scales = np.empty((rows, 1), np.float32)
+    for begin, piece in _pieces(file, tensor, tensor.dtype if tensor.blocks else dtype):
+        made = quantise_matrix(piece, form, (1,))
+        values[begin : begin + len(piece)] = made.values
+        scales[begin : begin + len(piece)] = made.scales
+    return values, scales
+
+
+def _pieces(
+    file: HashedFile, tensor: SourceTensor, dtype: np.dtype
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The tensor in `dtype`, a few rows at a time, each with the number of its first row."""
     *leading, columns = tensor.shape
     rows = math.prod(leading)
     row_bytes = tensor.nbytes // rows
     step = max(1, PIECE // (4 * columns))
-    result = np.empty((rows, columns), dtype)
     for begin in range(0, rows, step):
         count = min(step, rows - begin)
         raw = file.read(tensor.offset + begin * row_bytes, count * row_bytes)
         values = tensor.decode(raw, count)
-        piece = result[begin : begin + count]
-        if values.dtype == dtype:
-            piece[...] = values
-        else:
-            # Values too large for `dtype` become infinite, which is checked below.
-            with np.errstate(over="ignore"):
-                piece[...] = values.astype(dtype)
+        # Values too large for `dtype` become infinite, which is checked below.
+        with np.errstate(over="ignore"):
+            piece = values.astype(dtype, copy=False)
         if not _all_finite(piece):
             raise CheckpointError(_not_finite(tensor, values, dtype))
-    return result.reshape(tensor.shape)
+        yield begin, piece
 
 
 def _all_finite(values: np.ndarray) -> bool:

@@ -99,10 +99,11 @@ def _tensor(path: Path, entry: Any) -> SourceTensor:
             f"{path}: tensor {entry.name} has type {kind.name}; implemented are "
             f"{', '.join(READABLE)}"
         )
-    dtype = np.dtype({"F16": np.float16, "BF16": jnp.bfloat16}.get(kind.name, np.float32))
+    floats = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
+    dtype = np.dtype(floats.get(kind.name, np.float32))
 
     def decode(raw: bytes, rows: int) -> np.ndarray:
-        if kind.name in ("F32", "F16", "BF16"):
+        if kind.name in floats:
             return np.frombuffer(raw, dtype).reshape(rows, -1)
         return dequantize(np.frombuffer(raw, np.uint8).reshape(rows, -1), kind)
 
@@ -114,6 +115,7 @@ def _tensor(path: Path, entry: Any) -> SourceTensor:
         offset=int(entry.data_offset),
         nbytes=int(entry.n_bytes),
         decode=decode,
+        blocks=kind.name not in floats,
     )
 
 

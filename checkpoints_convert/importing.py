@@ -1,32 +1,41 @@
 """A source -> a checkpoint directory, one tensor at a time.
 
 Tensors pass in the order of the files. A tensor's bytes are read in pieces of a few rows,
-dequantised, checked for NaN and cast into one array of the target type. Its parts, laid out as our
-parameters, go straight onto their shards. Orbax writes them in groups. At most a group and a tensor
-are in memory at a time.
+dequantised, checked for NaN and cast into one array of the target type, or rounded to 8 bits. Its
+parts, laid out as our parameters, go straight onto their shards. Orbax writes them in groups. At
+most a group and a tensor are in memory at a time.
 """
 
 import collections
 import contextlib
+import dataclasses
+import math
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from checkpoints_convert.files import HashedFile, Source, SourceTensor, in_groups, read_array
+from checkpoints_convert.files import (
+    HashedFile,
+    Source,
+    SourceTensor,
+    in_groups,
+    read_array,
+    read_quantised,
+)
 from checkpoints_convert.huggingface import fetch, open_huggingface
 from checkpoints_convert.names import FileTensor, expected_tensors
 from checkpoints_convert.partial import GROUP, SUFFIX, OnProgress, Partial, check_destination
 from jax_longctx.errors import CheckpointError, ConfigError, InputError, LongctxError
 from jax_longctx.locks import only_writer
-from jax_longctx.models.llama import check_mesh
+from jax_longctx.models.llama import ParamInfo, check_mesh, stored_paths
 from jax_longctx.models.storage import (
     MANIFEST,
     PARAMS,
@@ -38,14 +47,59 @@ from jax_longctx.models.storage import (
     read_manifest,
     write_text,
 )
+from jax_longctx.settings import StoredForm, check_name
 from jax_longctx.sharding import logical_sharding, make_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
+from pallas_kernels.quantised import FORMS
+from pallas_kernels.quantised_matrix import QuantisedMatrix
 
 DTYPES = ("float32", "bfloat16", "float16")
 HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 
-# A tensor of the source, its parameters, and the type in which they are stored.
-Step = tuple[SourceTensor, FileTensor, np.dtype]
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A tensor of the source, its parameters, and how they are stored.
+
+    Attributes:
+      dtype: of the parameters; of those in 8 bits that of the floats that are rounded.
+      form: the 8-bit form; None for floats.
+    """
+
+    tensor: SourceTensor
+    wanted: FileTensor
+    dtype: np.dtype
+    form: StoredForm | None
+
+    @property
+    def stored(self) -> dict[str, tuple[ParamInfo, np.dtype]]:
+        """The arrays that are stored, by path."""
+        found: dict[str, tuple[ParamInfo, np.dtype]] = {}
+        for part in self.wanted.parts:
+            array: Any = (part.info, self.dtype)
+            if self.form is not None:
+                values = (part.info, np.dtype(FORMS[self.form][0]))
+                scales = (part.info.of_scales, np.dtype(np.float32))
+                array = QuantisedMatrix(values, scales, self.dtype)
+            found |= stored_paths(part.path, array)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Of the arrays that are stored."""
+        return sum(math.prod(info.shape) * dtype.itemsize for info, dtype in self.stored.values())
+
+    def read(self, file: HashedFile) -> Iterator[tuple[str, np.ndarray]]:
+        """The arrays that are stored: views of one tensor, or of its numbers and its scales."""
+        if self.form is None:
+            array = read_array(file, self.tensor, self.dtype)
+            for part in self.wanted.parts:
+                yield part.path, part.from_file(array)
+            return
+        values, scales = read_quantised(file, self.tensor, self.dtype, self.form)
+        for part in self.wanted.parts:
+            views = QuantisedMatrix(part.from_file(values), part.from_file(scales), self.dtype)
+            yield from stored_paths(part.path, views).items()
 
 
 def open_source(source: str | Path) -> Source:
@@ -114,6 +168,7 @@ def convert(
     destination: str | Path,
     *,
     dtype: str | None = "source",
+    weights: str | None = None,
     mesh: Mesh | None = None,
     progress: OnProgress | None = None,
     resume: bool = True,
@@ -126,6 +181,8 @@ def convert(
     Args:
       dtype: "float32", "bfloat16", "float16", or "source" (or None) for each tensor's own, where
         quantised values count as float32.
+      weights: "int8" or "fp8" for the layers' matrices in 8 bits, rounded from their values in
+        `dtype`; from quantised blocks of a GGUF file directly.
       mesh: devices over which the parameters are sharded; one by default.
       progress: called with (bytes done, bytes in all) of the parameters.
       resume: continue an interrupted conversion to this destination, if there is one.
@@ -138,6 +195,8 @@ def convert(
     given = dtype not in (None, "source")
     if given and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of source, {', '.join(DTYPES)}")
+    if weights is not None:
+        check_name(FORMS, weights, "weights")
     if jax.process_count() > 1:
         raise ConfigError("a conversion runs in one process; start it on one host")
     mesh = make_mesh() if mesh is None else mesh
@@ -148,18 +207,23 @@ def convert(
         check_mesh(opened.config, mesh)
         expected = expected_tensors(opened.config, opened.naming)
         steps = [
-            (tensor, expected[tensor.name], np.dtype(jnp.dtype(dtype)) if given else tensor.dtype)
+            _step(
+                tensor,
+                expected[tensor.name],
+                np.dtype(jnp.dtype(dtype)) if given else tensor.dtype,
+                cast(StoredForm | None, weights),
+            )
             for tensor in opened.tensors
         ]
-        made_from = _made_from(opened, steps)
-        _check_space(destination, sum(map(_stored_bytes, steps)))
+        made_from = _made_from(opened, steps, weights)
+        _check_space(destination, sum(step.nbytes for step in steps))
         try:
             partial = Partial(destination, made_from, resume=resume)
         except OSError as error:
             raise CheckpointError(f"{destination} cannot be written: {error.strerror}") from error
         try:
             hashes = _write_tensors(partial, steps, mesh, progress)
-            _write_rest(partial, opened, steps, hashes)
+            _write_rest(partial, opened, steps, hashes, weights)
         except Exception as error:
             # Whatever failed (the source, Orbax, the disk), what is written may be damaged.
             # KeyboardInterrupt is no Exception: an interrupted conversion stays and can resume.
@@ -171,9 +235,11 @@ def convert(
     return read_manifest(destination)
 
 
-def _stored_bytes(step: Step) -> int:
-    _, wanted, dtype = step
-    return wanted.nbytes(dtype)
+def _step(
+    tensor: SourceTensor, wanted: FileTensor, dtype: np.dtype, weights: StoredForm | None
+) -> Step:
+    matrix = all(part.info.in_8_bits for part in wanted.parts)
+    return Step(tensor, wanted, dtype, weights if matrix else None)
 
 
 def _check_space(destination: Path, needed: int) -> None:
@@ -192,12 +258,13 @@ def _check_space(destination: Path, needed: int) -> None:
         )
 
 
-def _made_from(opened: Source, steps: Sequence[Step]) -> dict[str, Any]:
+def _made_from(opened: Source, steps: Sequence[Step], weights: str | None) -> dict[str, Any]:
     """The facts that must not change before an interrupted conversion is continued."""
-    status = {tensor.file: tensor.file.stat() for tensor, _, _ in steps}
+    status = {step.tensor.file: step.tensor.file.stat() for step in steps}
     files = {path.name: [found.st_size, found.st_mtime_ns] for path, found in status.items()}
     return {
-        "dtype": {tensor.name: dtype.name for tensor, _, dtype in steps},
+        "dtype": {step.tensor.name: step.dtype.name for step in steps},
+        "weights": weights,
         "source": {**files, **{path.name: digest for path, digest in opened.read_files.items()}},
         "config": opened.config.to_dict(),
     }
@@ -207,29 +274,27 @@ def _write_tensors(
     partial: Partial, steps: Sequence[Step], mesh: Mesh, progress: OnProgress | None
 ) -> dict[Path, str]:
     """Writes what is not written yet; returns the checksum of each file of tensors."""
-    finished, sizes = partial.finished, [*map(_stored_bytes, steps)]
-    left = [step for step in steps if any(part.path not in finished for part in step[1].parts)]
-    total, done = sum(sizes), sum(sizes) - sum(map(_stored_bytes, left))
+    finished, sizes = partial.finished, [step.nbytes for step in steps]
+    left = [step for step in steps if not finished.issuperset(step.stored)]
+    total, done = sum(sizes), sum(sizes) - sum(step.nbytes for step in left)
     with contextlib.ExitStack() as stack:
         files = {
             path: stack.enter_context(contextlib.closing(HashedFile(path)))
-            for path in dict.fromkeys(step[0].file for step in steps)
+            for path in dict.fromkeys(step.tensor.file for step in steps)
         }
-        for group in in_groups(left, _stored_bytes, group_limit(max(sizes))):
+        for group in in_groups(left, lambda step: step.nbytes, group_limit(max(sizes))):
             arrays: dict[str, jax.Array] = {}
-            for tensor, wanted, dtype in group:
-                array = read_array(files[tensor.file], tensor, dtype)
-                for part in wanted.parts:
-                    view = part.from_file(array)
+            for step in group:
+                infos = step.stored
+                for path, view in step.read(files[step.tensor.file]):
                     # Each shard is made contiguous on its own.
-                    arrays[part.path] = jax.make_array_from_callback(
+                    arrays[path] = jax.make_array_from_callback(
                         view.shape,
-                        logical_sharding(mesh, part.info.axes),
+                        logical_sharding(mesh, infos[path][0].axes),
                         lambda index, v=view: np.ascontiguousarray(v[index]),
                     )
                     del view
-                del array
-                done += wanted.nbytes(dtype)
+                done += step.nbytes
                 if progress is not None:
                     progress(done, total)
             partial.save(arrays)
@@ -242,7 +307,11 @@ def group_limit(largest: int) -> int:
 
 
 def _write_rest(
-    partial: Partial, opened: Source, steps: Sequence[Step], hashes: Mapping[Path, str]
+    partial: Partial,
+    opened: Source,
+    steps: Sequence[Step],
+    hashes: Mapping[Path, str],
+    weights: str | None,
 ) -> None:
     """Everything after the tensors; the manifest last."""
     if not partial.merged:
@@ -253,11 +322,11 @@ def _write_rest(
     opened.write_tokenizer(tokenizer)
     bytes_of: collections.Counter[str] = collections.Counter()
     for step in steps:
-        bytes_of[step[2].name] += _stored_bytes(step)
+        bytes_of[step.dtype.name] += step.wanted.nbytes(step.dtype)
     entries = {
-        part.path: TensorEntry(part.info.shape, dtype.name)
-        for _, wanted, dtype in steps
-        for part in wanted.parts
+        path: TensorEntry(info.shape, dtype.name)
+        for step in steps
+        for path, (info, dtype) in step.stored.items()
     }
     partial.check(entries)
     manifest = Manifest(
@@ -269,6 +338,7 @@ def _write_rest(
         files=describe_files(partial.folder / PARAMS),
         tokenizer_files=describe_files(tokenizer),
         extras=opened.extras,
+        weights=cast(StoredForm | None, weights),
     )
     write_text(partial.folder / MANIFEST, manifest.to_json())
     partial.publish()

@@ -71,10 +71,15 @@ class Part:
         return (rows, columns) if self.info.inputs else (rows,)
 
     def from_file(self, array: np.ndarray) -> np.ndarray:
-        """Our array, as a view of the file's tensor where no rows are reordered."""
+        """Our array, as a view of the file's tensor where no rows are reordered.
+
+        The array may also be of the scales of the tensor's rows, `[rows, 1]`.
+        """
         if self.rows is not None:
             array = self.rows(array)
-        split = array.reshape([self.info.shape[axis] for axis in self.order])
+        # Of scales the file's tensor would have one column.
+        info = self.info if array.shape[1:] == self.file_shape[1:] else self.info.of_scales
+        split = array.reshape([info.shape[axis] for axis in self.order])
         return split.transpose(np.argsort(self.order))
 
     def to_file(self, array: np.ndarray) -> np.ndarray:

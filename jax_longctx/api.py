@@ -143,7 +143,8 @@ def load(
       kv: "int8" or "fp8" for caches that hold keys and values in 8 bits; None, or "bfloat16" beside
         bfloat16 weights, for the weights' dtype.
       weights: "int8" or "fp8" for the layers' matrices in 8 bits, made as they load; None, or
-        "bfloat16" beside dtype bfloat16, for `dtype`.
+        "bfloat16" beside dtype bfloat16, for `dtype`. A checkpoint that was converted to 8 bits
+        needs none, and takes no other.
       offload: "host" for contexts in the host's memory, of which the device keeps what every step
         reads, and a working set; None for the devices' memory.
       working_set: tokens of a row that the working set of each layer holds; by default
@@ -169,7 +170,7 @@ def load(
     tokenizer = Tokenizer.load(tokenizer_folder(checkpoint, manifest))
     check_vocabulary(tokenizer, manifest.config)
     kind = jnp.dtype(manifest.dtype if dtype is None else dtype)
-    form = weights_form(weights, kind.name)
+    form = weights_form(weights, kind.name, manifest.weights)
     shapes = abstract_params(manifest.config, mesh, kind, form)
     tier: dict[str, Any] = {"offload": offload, "working_set": working_set}
     # A method that is chosen later is checked then.

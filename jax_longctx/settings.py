@@ -59,13 +59,28 @@ def kv_form(kv: str | None, dtype: str) -> StoredForm | None:
     return _form("kv", kv, dtype)
 
 
-def weights_form(weights: str | None, dtype: str) -> StoredForm | None:
+def weights_form(
+    weights: str | None, dtype: str, held: StoredForm | None = None
+) -> StoredForm | None:
     """The 8-bit form that `weights` names; None for weights in the model's `dtype`.
 
+    Args:
+      held: the form in which a checkpoint holds them already; None where it holds floats.
+
     Raises:
-      ConfigError: an unknown name, or "bfloat16" for a model of another dtype.
+      ConfigError: an unknown name, "bfloat16" for a model of another dtype, or another form than
+        the checkpoint's.
     """
-    return _form("weights", weights, dtype)
+    if held is None:
+        return _form("weights", weights, dtype)
+    if weights is not None:
+        check_name(FORM_NAMES, weights, "weights")
+    if weights not in (None, held):
+        raise ConfigError(
+            f"weights {weights}: the checkpoint was converted with weights {held}, and what they "
+            f"were rounded from is gone; leave weights away, or convert the source again"
+        )
+    return held
 
 
 def _form(noun: str, name: str | None, dtype: str) -> StoredForm | None:

@@ -16,10 +16,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Shaped
 
 from pallas_kernels.quantised import FORMS, EightBits
+
+# A column whose scale is smaller becomes zeros: the scale's inverse would not be finite.
+TINY = float(np.finfo(np.float32).tiny)
 
 
 @jax.tree_util.register_dataclass
@@ -55,19 +59,23 @@ class QuantisedMatrix(EightBits):
 AnyMatrix = Array | QuantisedMatrix
 
 
-def quantise_matrix(w: Float[Array, "..."], form: str, inputs: Sequence[int]) -> QuantisedMatrix:
-    """The 8-bit form of a weight.
+def quantise_matrix(
+    w: Float[Array, "..."] | Float[np.ndarray, "..."], form: str, inputs: Sequence[int]
+) -> QuantisedMatrix:
+    """The 8-bit form of a weight, in arrays of JAX or of numpy as `w` is; the bits are the same.
 
     Args:
       inputs: the axes that a product sums over.
     """
     kind, most = FORMS[form]
+    xp: Any = w.__array_namespace__()
     wide = w.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(wide), axis=tuple(inputs), keepdims=True) / most
-    values = wide / jnp.where(scales == 0, 1.0, scales)
+    # Products, for compilers turn a division by what is constant along an axis into one.
+    scales = xp.max(xp.abs(wide), axis=tuple(inputs), keepdims=True) * np.float32(1 / most)
+    values = wide * (1.0 / xp.where(scales < TINY, 1.0, scales))
     if form == "int8":
-        values = jnp.round(values)
-    return QuantisedMatrix(jnp.clip(values, -most, most).astype(kind), scales, w.dtype)
+        values = xp.round(values)
+    return QuantisedMatrix(xp.clip(values, -most, most).astype(kind), scales, w.dtype)
 
 
 def dequantised_matrix(w: AnyMatrix) -> Float[Array, "..."]:

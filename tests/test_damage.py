@@ -30,17 +30,34 @@ FAULTS = 50
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoints(tmp_path_factory):
+    """Of floats, and of matrices in 8 bits."""
     folder = tmp_path_factory.mktemp("checkpoint")
     described = hf_config("llama")
     write_checkpoint(folder / "hf", described, random_state(described))
-    convert(folder / "hf", folder / "ours")
-    return folder / "ours"
+    convert(folder / "hf", folder / "floats")
+    convert(folder / "hf", folder / "int8", weights="int8")
+    return folder
+
+
+@pytest.fixture
+def checkpoint(checkpoints):
+    return checkpoints / "floats"
 
 
 @pytest.fixture
 def answering(checkpoint, tmp_path):
     """A checkpoint, and what is answered by it: weights, tokens and text."""
+    return _answering(checkpoint, tmp_path)
+
+
+@pytest.fixture
+def answering_in_8_bits(checkpoints, tmp_path):
+    """The same of a checkpoint of matrices in 8 bits."""
+    return _answering(checkpoints / "int8", tmp_path)
+
+
+def _answering(checkpoint, tmp_path):
     folder = tmp_path / "checkpoint"
     shutil.copytree(checkpoint, folder)
 
@@ -149,7 +166,9 @@ def damage(draw, files):
     return f"{kind} {path} at {at} of {len(content)}"
 
 
-@pytest.mark.parametrize("target", ["answering", "saved_context", "killed_batch", "training"])
+@pytest.mark.parametrize(
+    "target", ["answering", "answering_in_8_bits", "saved_context", "killed_batch", "training"]
+)
 def test_no_damage_changes_an_answer(target, request, capfd):
     folder, read = request.getfixturevalue(target)
     # A string's seed is the same in every process.

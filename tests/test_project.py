@@ -28,8 +28,11 @@ MAY_IMPORT = {
         "jax_longctx.errors",
         "jax_longctx.locks",
         "jax_longctx.models",
+        "jax_longctx.settings",
         "jax_longctx.sharding",
         "jax_longctx.text",
+        "pallas_kernels.quantised",
+        "pallas_kernels.quantised_matrix",
     ),
     "train_cpt": ("train_cpt", "jax_longctx", "pallas_kernels"),
 }

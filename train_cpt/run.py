@@ -29,7 +29,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.engine.distributed import from_leader
-from jax_longctx.errors import InputError
+from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.locks import only_writer
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.storage import (
@@ -124,6 +124,11 @@ def run_config(
 def _run(config: RunConfig, note: Callable[[str], None], progress: Progress | None) -> Outcome:
     checkpoint = config.run.checkpoint
     manifest = read_manifest(checkpoint)
+    if manifest.weights is not None:
+        raise ConfigError(
+            f"{checkpoint} holds its matrices in {manifest.weights}, which cannot be trained; "
+            f"convert the source without weights"
+        )
     tokenizer = Tokenizer.load(tokenizer_folder(checkpoint, manifest))
     check_vocabulary(tokenizer, manifest.config)
     sizes: dict[str, Any] = dict(parse_mesh(config.run.mesh))

@@ -207,8 +207,8 @@ def kv() -> Any:
 def weights() -> Any:
     """`--weights`: `str | None`; whether bfloat16 is the model's dtype is checked later."""
     return option(
-        "bfloat16, fp8 or int8, for the matrices of the layers; --dtype unless given. 8 bits are "
-        "made as the weights load, and nearly halve them.",
+        "bfloat16, fp8 or int8, for the matrices of the layers; the checkpoint's form or --dtype "
+        "unless given. 8 bits are made as the weights load, and nearly halve them.",
         metavar="FORM",
         callback=checked(_check_weights),
     )

@@ -12,7 +12,7 @@ from jax_longctx.cli.options import option
 from jax_longctx.cli.terminal import Terminal, shown_time, table
 from jax_longctx.memory import shown_bytes
 from jax_longctx.planning.targets import parse_target
-from jax_longctx.settings import parse_mesh
+from jax_longctx.settings import StoredForm, parse_mesh, weights_form
 
 if TYPE_CHECKING:
     from jax_longctx.planning.plan import Plan, PlanRequest
@@ -69,7 +69,8 @@ def plan(
     terminal = Terminal(as_json=as_json)
     # Nothing is computed, so JAX needs no device, and libtpu stays free for the compiler.
     os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
-    config = _config(model, terminal)
+    config, held = _config(model, terminal)
+    dtype = dtype or "bfloat16"
     with terminal.starting():
         from jax_longctx.methods import make_method, settings_of
         from jax_longctx.planning.plan import PlanRequest, make_plan, propose_mesh
@@ -80,9 +81,9 @@ def plan(
             config=config,
             method=chosen,
             target=devices,
-            dtype=dtype or "bfloat16",
+            dtype=dtype,
             kv=kv,
-            weights=weights,
+            weights=weights_form(weights, dtype, held),
             offload=offload,
             working_set=working_set,
             **sizes,
@@ -133,19 +134,21 @@ def _compile(
     }
 
 
-def _config(model: str, terminal: Terminal) -> Any:
+def _config(model: str, terminal: Terminal) -> tuple[Any, StoredForm | None]:
+    """The model, and the 8-bit form in which a checkpoint holds its matrices."""
     from jax_longctx.models.presets import preset
 
     path = Path(model)
     if not path.exists():
-        return preset(model)
+        return preset(model), None
     with terminal.starting():
         from checkpoints_convert import read_config
         from jax_longctx.models.storage import read_manifest
 
     if (path / "manifest.json").is_file():
-        return read_manifest(path).config
-    return read_config(path / "config.json" if path.is_dir() else path)
+        manifest = read_manifest(path)
+        return manifest.config, manifest.weights
+    return read_config(path / "config.json" if path.is_dir() else path), None
 
 
 def _figures(made: "Plan", source: str) -> dict[str, Any]:

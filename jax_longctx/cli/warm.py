@@ -11,7 +11,7 @@ from jax_longctx.cli.terminal import Terminal, shown_time
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.models.presets import PRESETS, preset
-from jax_longctx.settings import parse_mesh
+from jax_longctx.settings import StoredForm, parse_mesh, weights_form
 
 
 @options.command
@@ -114,6 +114,7 @@ class _Model:
 
         self.stop_ids: tuple[int, ...] = ()
         self._stacked = False
+        self._held: StoredForm | None = None
         if not Path(model).exists():
             self.config, self.dtype = preset(model), jnp.dtype(dtype or "bfloat16")
             return
@@ -122,6 +123,7 @@ class _Model:
 
         manifest = read_manifest(model)
         self.config, self.dtype = manifest.config, jnp.dtype(dtype or manifest.dtype)
+        self._held = manifest.weights
         self.stop_ids = tuple(Tokenizer.load(tokenizer_folder(model, manifest)).eos_ids)
 
     def compile(
@@ -139,9 +141,8 @@ class _Model:
         from jax_longctx.engine import Engine
         from jax_longctx.engine.ahead import abstract_params
         from jax_longctx.models.llama import stacking_programs
-        from jax_longctx.settings import weights_form
 
-        form = weights_form(how["weights"], self.dtype.name)
+        form = weights_form(how["weights"], self.dtype.name, self._held)
         params = abstract_params(self.config, mesh, self.dtype, form)
         engine = Engine(self.config, params, method, mesh, chunk=how["chunk"], kv=how["kv"])
         if not engine.setup.by_layer and not self._stacked:

@@ -562,6 +562,13 @@ def param_infos(config: ModelConfig) -> Mapping[str, ParamInfo]:
     }
 
 
+def stored_paths(path: str, x: Any) -> dict[str, Any]:
+    """A parameter as a checkpoint stores it, by path: an array; of 8 bits values and scales."""
+    if not isinstance(x, QuantisedMatrix):
+        return {path: x}
+    return {f"{path}.values": x.values, f"{path}.scales": x.scales}
+
+
 def form_of_weights(params: Any) -> StoredForm | None:
     """The 8-bit form of the weights among these parameters; None where all are arrays."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantisedMatrix))

@@ -36,11 +36,15 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jax_longctx.errors import CheckpointError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import check_mesh, param_infos, quantised_weights
-from jax_longctx.settings import StoredForm
+from jax_longctx.models.llama import check_mesh, param_infos, quantised_weights, stored_paths
+from jax_longctx.settings import StoredForm, weights_form
+from pallas_kernels.quantised import FORMS
+from pallas_kernels.quantised_matrix import QuantisedMatrix
 
 # 1 had no digests.
 FORMAT = 2
+# Of a checkpoint whose matrices are in 8 bits, which a reader of `FORMAT` alone does not know.
+FORMAT_8_BITS = 3
 REMEDY = "convert the source again"
 MANIFEST, PARAMS, TOKENIZER = "manifest.json", "params", "tokenizer"
 # Each file below a folder: its size, and its SHA-256, or None where TensorStore checks the file.
@@ -60,6 +64,9 @@ ORBAX = "0.12.8"
 CLOSED = "Event loop is closed"
 # Orbax's folder of arrays, and in it OCDBT's folders of data files.
 STATE, DATA = "state", "d"
+
+# Names of the dtypes of 8-bit forms.
+EIGHT_BITS = {jnp.dtype(kind).name for kind, _ in FORMS.values()}
 
 _zarr3_metadata: Any = getattr(tensorstore_utils, "_build_zarr3_metadata", None)
 
@@ -82,11 +89,11 @@ def seal(version: int, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, DIGEST: _digest(fields)}
 
 
-def read_sealed(path: Path, version: int, remedy: str) -> dict[str, Any]:
+def read_sealed(path: Path, version: int, remedy: str, *others: int) -> dict[str, Any]:
     """The fields given to `seal`, from a JSON file.
 
     Args:
-      version: the expected `format`.
+      version, others: the expected `format`, and others that are read.
       remedy: what to do about another format or about damage, for the error.
 
     Raises:
@@ -97,7 +104,7 @@ def read_sealed(path: Path, version: int, remedy: str) -> dict[str, Any]:
         fields = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(fields, dict):
             raise ValueError(f"it holds a JSON {type(fields).__name__}, expected an object")
-        if (found := fields.get("format")) != version:
+        if (found := fields.get("format")) not in (version, *others):
             raise CheckpointError(
                 f"{path} has format {found!r:.20}, expected {version}: another version wrote it; "
                 f"{remedy}"
@@ -223,6 +230,10 @@ def load_arrays(
 def _check_store(path: str, store: Any, wanted: jax.ShapeDtypeStruct) -> None:
     if store.shape != wanted.shape:
         raise ValueError(f"{path} is stored with shape {(*store.shape,)}, expected {wanted.shape}")
+    # Floats are cast to each other; 8 bits mean what their scales say.
+    found, expected = store.dtype.name, jnp.dtype(wanted.dtype).name
+    if found != expected and {found, expected} & EIGHT_BITS:
+        raise ValueError(f"{path} is stored as {found}, expected {expected}")
     codec, *_ = store.spec().to_json()["metadata"]["codecs"]
     if CHECKSUM not in codec.get("configuration", {}).get("codecs", []):
         raise ValueError(f"{path} has no checksums")
@@ -317,7 +328,7 @@ def first_line(error: BaseException) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """Shape and dtype of a stored parameter."""
+    """Shape and dtype of a stored array."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -329,13 +340,16 @@ class Manifest:
 
     Attributes:
       config: the model.
-      dtype: of the parameters; where they differ, of most of the bytes.
-      tensors: each parameter by its dot-joined path.
+      dtype: of the parameters; where they differ, of most of the bytes. Of matrices in 8 bits that
+        of the numbers they were rounded from.
+      tensors: each parameter by its dot-joined path; a matrix in 8 bits is two, `PATH.values` and
+        `PATH.scales`.
       source: what the checkpoint was converted from.
       sources: SHA-256 of each source file, by name.
       files: files of `params/` (see `describe_files`).
       tokenizer_files: files of `tokenizer/`.
       extras: entries of the source's config besides the model (token ids), for an export.
+      weights: the 8-bit form of the layers' matrices; None where all parameters are floats.
     """
 
     config: ModelConfig
@@ -346,10 +360,16 @@ class Manifest:
     files: Files
     tokenizer_files: Files
     extras: Mapping[str, Any]
+    weights: StoredForm | None = None
 
     def to_json(self) -> str:
         """The text of `manifest.json`."""
-        return json.dumps(seal(FORMAT, dataclasses.asdict(self)), indent=1)
+        fields = dataclasses.asdict(self)
+        if self.weights is None:
+            # So that earlier versions read it.
+            del fields["weights"]
+        version = FORMAT if self.weights is None else FORMAT_8_BITS
+        return json.dumps(seal(version, fields), indent=1)
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Manifest":
@@ -359,6 +379,8 @@ class Manifest:
             path: TensorEntry(tuple(entry["shape"]), entry["dtype"])
             for path, entry in fields["tensors"].items()
         }
+        if fields.get("weights") not in (None, *FORMS):
+            raise ValueError(f"its weights are in {fields['weights']!r}")
         return cls(**fields)
 
 
@@ -370,7 +392,7 @@ def read_manifest(directory: str | Path) -> Manifest:
     """
     path = Path(directory) / MANIFEST
     try:
-        return Manifest.from_fields(read_sealed(path, FORMAT, REMEDY))
+        return Manifest.from_fields(read_sealed(path, FORMAT, REMEDY, FORMAT_8_BITS))
     except FileNotFoundError:
         raise CheckpointError(
             f"{directory} is not a converted checkpoint (no {MANIFEST}); "
@@ -385,45 +407,67 @@ def load_params(
 ) -> dict[str, Any]:
     """The parameters as nested dicts of arrays, each restored straight onto its shards.
 
+    Matrices that are stored in 8 bits stay so.
+
     Args:
-      dtype: of all arrays; by default the manifest's.
+      dtype: of all floats, and of products; by default the manifest's.
       weights: the 8-bit form that the layers' matrices are brought to. They are restored in pieces
-        of about `PIECE` bytes, so the whole model is never in memory in `dtype`.
+        of about `PIECE` bytes, so the whole model is never in memory in `dtype`. By default they
+        stay as they are stored.
 
     Raises:
       CheckpointError: the checkpoint is incomplete, damaged, or of another model than its manifest.
-      ConfigError: the model does not divide over the mesh.
+      ConfigError: the model does not divide over the mesh, or is stored in another 8-bit form.
     """
     manifest = read_manifest(directory)
-    infos = param_infos(manifest.config)
-    said = Path(directory) / MANIFEST
-    for path, info in infos.items():
-        entry = manifest.tensors.get(path)
-        if entry is None:
-            raise CheckpointError(f"{said}: parameter {path} is missing; {REMEDY}")
-        if entry.shape != info.shape:
-            raise CheckpointError(
-                f"{said}: parameter {path} has shape {list(entry.shape)}, "
-                f"the config says {list(info.shape)}; {REMEDY}"
-            )
-    if unknown := sorted(set(manifest.tensors) - set(infos)):
-        raise CheckpointError(f"{said}: parameter {unknown[0]} is unknown; {REMEDY}")
     check_mesh(manifest.config, mesh)
     target = jnp.dtype(manifest.dtype if dtype is None else dtype)
-    wanted = {
-        path: jax.ShapeDtypeStruct(info.shape, target, sharding=info.sharding(mesh))
-        for path, info in infos.items()
+    shapes = {
+        path: info.abstract(mesh, target, manifest.weights)
+        for path, info in param_infos(manifest.config).items()
     }
-    if weights is None:
-        return traverse_util.unflatten_dict(restore(directory, manifest, wanted), sep=".")
+    wanted: dict[str, jax.ShapeDtypeStruct] = {}
+    for path, x in shapes.items():
+        wanted |= stored_paths(path, x)
+    _check_entries(Path(directory) / MANIFEST, manifest.tensors, wanted)
+    form = weights_form(weights, target.name, manifest.weights)
+    if form is None or form == manifest.weights:
+        arrays = restore(directory, manifest, wanted)
+        params = {path: _joined(path, x, arrays) for path, x in shapes.items()}
+        return traverse_util.unflatten_dict(params, sep=".")
     folder = Path(directory).absolute() / PARAMS
     check_files(folder, manifest.files, REMEDY)
     found: dict[str, Any] = {}
     for piece in _pieces(wanted):
         params = traverse_util.unflatten_dict(load_arrays(folder, piece, REMEDY), sep=".")
-        stored = quantised_weights(manifest.config, mesh, params, weights)
+        stored = quantised_weights(manifest.config, mesh, params, form)
         found |= traverse_util.flatten_dict(stored, sep=".")
     return traverse_util.unflatten_dict(found, sep=".")
+
+
+def _check_entries(
+    said: Path, entries: Mapping[str, TensorEntry], wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> None:
+    """Raises CheckpointError where the manifest lists other arrays than the config asks for."""
+    for path, array in wanted.items():
+        entry = entries.get(path)
+        if entry is None:
+            raise CheckpointError(f"{said}: parameter {path} is missing; {REMEDY}")
+        if entry.shape != array.shape:
+            raise CheckpointError(
+                f"{said}: parameter {path} has shape {list(entry.shape)}, "
+                f"the config says {list(array.shape)}; {REMEDY}"
+            )
+    if unknown := sorted(set(entries) - set(wanted)):
+        raise CheckpointError(f"{said}: parameter {unknown[0]} is unknown; {REMEDY}")
+
+
+def _joined(path: str, shape: Any, arrays: Mapping[str, jax.Array]) -> Any:
+    """A parameter of its stored arrays."""
+    if not isinstance(shape, QuantisedMatrix):
+        return arrays[path]
+    values, scales = (arrays[stored] for stored in stored_paths(path, shape))
+    return QuantisedMatrix(values, scales, shape.dtype)
 
 
 def _pieces(

@@ -81,6 +81,18 @@ def peak_of(action, *paths, **options):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_memory_of_8_bits(tmp_path):
+    """The embedding, the largest tensor, stays in two bytes."""
+    write_large(tmp_path / "hf")
+    peak = peak_of("convert", tmp_path / "hf", tmp_path / "ours", weights="int8")
+    for folder in tmp_path.iterdir():
+        shutil.rmtree(folder)
+    print(f"{peak / 1e6:.0f} MB for a largest tensor of {LARGEST * 2 / 1e6:.0f} MB")
+    assert peak <= 2 * LARGEST * 2 + 300e6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("dtype", "item"), [("source", 2), pytest.param("float32", 4, marks=pytest.mark.thorough)]
 )

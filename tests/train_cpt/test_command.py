@@ -195,3 +195,11 @@ def test_a_disk_that_fills_up_is_one_line(folder):
 def written(folder):
     """When every file was last written."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_weights_in_8_bits_are_not_trained(folder):
+    checkpoints_convert.convert(folder / "hf", folder / "eight", weights="int8")
+    config = changed(folder, f'checkpoint = "{folder}/model"', f'checkpoint = "{folder}/eight"')
+    code, said = train(config)
+    assert code == 2
+    assert "eight holds its matrices in int8, which cannot be trained; convert the source" in said

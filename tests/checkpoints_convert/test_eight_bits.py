@@ -1,0 +1,261 @@
+"""Checkpoints with matrices in 8 bits: the bits of those made at loading, exact blocks, damage."""
+
+import json
+import tracemalloc
+from typing import Any
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+import jax_longctx
+from checkpoints_convert import convert, export, files, importing
+from checkpoints_convert.files import HashedFile, read_quantised
+from checkpoints_convert.gguf import read_directory
+from jax_longctx.errors import CheckpointError, ConfigError
+from jax_longctx.models.llama import param_infos
+from jax_longctx.models.storage import bytes_below, load_params, read_manifest, read_sealed, seal
+from jax_longctx.sharding import make_mesh
+from pallas_kernels.quantised_matrix import QuantisedMatrix, dequantised_matrix
+from tests.checkpoints_convert.test_gguf import write_gguf
+from tests.checkpoints_convert.test_interruption import stop_at
+from tests.checkpoints_convert.test_names import flat
+from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
+
+FORMS = ["int8", "fp8"]
+
+
+def written(folder, family="llama", dtype="bfloat16", **changes):
+    config = hf_config(family, **changes)
+    return write_checkpoint(folder / "hf", config, random_state(config, dtype))
+
+
+def assert_same_bits(found, expected):
+    found, expected = dict(flat(found)), dict(flat(expected))
+    assert set(found) == set(expected)
+    for path, value in expected.items():
+        assert found[path].dtype == value.dtype, path
+        assert jax.tree.structure(found[path]) == jax.tree.structure(value), path
+        for ours, theirs in zip(jax.tree.leaves(found[path]), jax.tree.leaves(value), strict=True):
+            assert ours.sharding == theirs.sharding, path
+            np.testing.assert_array_equal(ours, theirs, err_msg=path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A source, its conversion in bfloat16, and one in int8."""
+    folder = tmp_path_factory.mktemp("eight")
+    source = written(folder)
+    convert(source, folder / "floats", dtype="bfloat16")
+    convert(source, folder / "int8", dtype="bfloat16", weights="int8")
+    return folder
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "source"])
+@pytest.mark.parametrize("family", ["llama-tied-biased", "qwen3"])
+def test_stored_weights_are_those_made_at_loading(tmp_path, monkeypatch, family, dtype, form):
+    # A tensor is read in several pieces.
+    monkeypatch.setattr(files, "PIECE", 4 * 32 * 5)
+    source = written(tmp_path, family, "float32")
+    floats = convert(source, tmp_path / "floats", dtype=dtype)
+    manifest = convert(source, tmp_path / "ours", dtype=dtype, weights=form)
+    assert (manifest.dtype, manifest.weights) == (floats.dtype, form)
+    assert (floats.weights, read_manifest(tmp_path / "ours")) == (None, manifest)
+    for mesh in (make_mesh(), make_mesh(1, 2, 2)):
+        expected = load_params(tmp_path / "floats", mesh, weights=form)
+        assert_same_bits(load_params(tmp_path / "ours", mesh), expected)
+        assert_same_bits(load_params(tmp_path / "ours", mesh, weights=form), expected)
+
+
+def test_a_matrix_takes_a_byte_a_number(tmp_path):
+    source = written(tmp_path, hidden_size=256, intermediate_size=512, num_hidden_layers=8)
+    floats = convert(source, tmp_path / "floats")
+    manifest = convert(source, tmp_path / "ours", weights="int8")
+    infos = param_infos(manifest.config).values()
+    matrices = [info for info in infos if info.in_8_bits]
+    saved = sum(np.prod(x.shape) - 4 * np.prod(x.of_scales.shape) for x in matrices)
+    sizes = [
+        sum(np.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in each.tensors.values())
+        for each in (floats, manifest)
+    ]
+    assert sizes[0] - sizes[1] == saved > 0.45 * sizes[0]
+    on_disk = [bytes_below(tmp_path / name / "params") for name in ("floats", "ours")]
+    # Orbax describes each array in some hundreds of bytes.
+    assert on_disk[0] - on_disk[1] == pytest.approx(saved, rel=0.05)
+
+
+def test_loads_without_a_flag_and_answers_the_same(whole):
+    made = jax_longctx.load(whole / "floats", weights="int8")
+    model = jax_longctx.load(whole / "int8")
+    assert model.engine.setup.weights == made.engine.setup.weights == "int8"
+    assert model.engine.setup.dtype == jnp.bfloat16
+    # So a context that was saved by one is asked by the other.
+    assert model.engine.fingerprint == made.engine.fingerprint
+    said = [
+        each.ask(each.prefill("Once upon a time"), "?", max_tokens=12, stop_at_eos=False)[0].tokens
+        for each in (made, model)
+    ]
+    assert said[0] == said[1] and len(said[0]) == 12
+
+
+def test_products_may_be_in_another_dtype(whole):
+    model = jax_longctx.load(whole / "int8", dtype="float32")
+    query = dict(flat(load_params(whole / "int8", make_mesh())))["layers.0.attn.q"]
+    wider = dict(flat(load_params(whole / "int8", make_mesh(), "float32")))["layers.0.attn.q"]
+    assert isinstance(query, QuantisedMatrix) and model.engine.setup.dtype == jnp.float32
+    assert (query.dtype, wider.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_array_equal(query.values, wider.values)
+
+
+@pytest.mark.parametrize("other", ["fp8", "bfloat16"])
+def test_another_form_is_refused(whole, other):
+    with pytest.raises(ConfigError, match=f"weights {other}: .* converted with weights int8"):
+        jax_longctx.load(whole / "int8", weights=other)
+
+
+def test_what_needs_floats_is_refused(whole, tmp_path):
+    with pytest.raises(ConfigError, match="holds its matrices in int8"):
+        export(whole / "int8", tmp_path / "back")
+    assert not any(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="unknown weights 'bfloat16'; known: int8, fp8"):
+        convert(whole / "hf", tmp_path / "ours", weights="bfloat16")
+
+
+def test_an_interrupted_conversion_goes_on(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(importing, "group_limit", lambda largest: 1)
+    how: Any = {"dtype": "bfloat16", "weights": "int8"}
+    with pytest.raises(KeyboardInterrupt):
+        convert(whole / "hf", tmp_path / "ours", progress=stop_at(0.6), **how)
+    with pytest.raises(CheckpointError, match="begun with another weights"):
+        convert(whole / "hf", tmp_path / "ours", dtype="bfloat16")
+    first = []
+    convert(
+        whole / "hf",
+        tmp_path / "ours",
+        progress=lambda done, total: first.append(done / total),
+        **how,
+    )
+    assert first[0] > 0.5 and first[-1] == 1
+    expected = load_params(whole / "int8", make_mesh())
+    assert_same_bits(load_params(tmp_path / "ours", make_mesh()), expected)
+
+
+def changed(folder, **fields):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(seal(3, read_sealed(path, 3, "") | fields)))
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    convert(whole / "hf", tmp_path / "ours", dtype="bfloat16", weights="int8")
+    return tmp_path / "ours"
+
+
+def refused(folder, *words):
+    with pytest.raises(CheckpointError) as caught:
+        load_params(folder, make_mesh())
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_bytes(copy):
+    largest = max((copy / "params").rglob("*"), key=lambda path: path.stat().st_size)
+    raw = bytearray(largest.read_bytes())
+    for at in range(0, len(raw), 512):
+        raw[at] ^= 0xFF
+    largest.write_bytes(raw)
+    refused(copy, "is damaged", "convert the source again")
+
+
+def test_missing_scales(copy):
+    tensors = read_sealed(copy / "manifest.json", 3, "")["tensors"]
+    kept = {path: entry for path, entry in tensors.items() if path != "layers.1.mlp.up.scales"}
+    changed(copy, tensors=kept)
+    refused(copy, "parameter layers.1.mlp.up.scales is missing")
+
+
+def test_numbers_of_another_form(copy):
+    changed(copy, weights="fp8")
+    refused(copy, "is stored as int8, expected float8_e4m3fn")
+    changed(copy, weights="int3")
+    refused(copy, "manifest.json is damaged", "int3")
+
+
+def test_a_manifest_of_floats_is_as_before(whole):
+    """Earlier versions read it; one of 8 bits has a format that they refuse by name."""
+    floats = json.loads((whole / "floats" / "manifest.json").read_text())
+    assert floats["format"] == 2 and "weights" not in floats
+    with pytest.raises(CheckpointError, match="format 3, expected 2: another version wrote it"):
+        read_sealed(whole / "int8" / "manifest.json", 2, "")
+
+
+def test_blocks_are_rounded_once(tmp_path):
+    """Q8_0: each number is the nearest one to the block's own, which bfloat16 would not hold."""
+    config = hf_config("llama", hidden_size=64, intermediate_size=96)
+    state = random_state(config)
+    path = write_gguf(tmp_path / "m.gguf", config, state, kind=Kind.Q8_0)
+    convert(path, tmp_path / "ours", dtype="bfloat16", weights="int8")
+    convert(path, tmp_path / "detour", dtype="bfloat16")
+    found = dict(flat(load_params(tmp_path / "ours", make_mesh())))
+    detour = dict(flat(load_params(tmp_path / "detour", make_mesh(), weights="int8")))
+    rows = {
+        name: gguf.quants.quantize(state[name], Kind.Q8_0)
+        for name in state
+        if state[name].ndim == 2
+    }
+    farther = 0
+    for layer in range(2):
+        for name, ours in (("gate", "mlp.gate"), ("up", "mlp.up"), ("down", "mlp.down")):
+            blocks = rows[f"model.layers.{layer}.mlp.{name}_proj.weight"]
+            blocks = blocks.reshape(len(blocks), -1, 34)
+            scale = blocks[..., :2].copy().view(np.float16).astype(np.float64)
+            exact = (scale * blocks[..., 2:].view(np.int8)).reshape(len(blocks), -1)
+            w = found[f"layers.{layer}.{ours}"]
+            step = np.asarray(w.scales, np.float64).T
+            np.testing.assert_allclose(step[:, 0], np.abs(exact).max(1) / 127, rtol=2e-7)
+            error = np.abs(np.asarray(w.values, np.float64).T * step - exact)
+            best = np.abs(np.round(exact / step) * step - exact)
+            assert (error <= best + 1e-5 * step).all()
+            other = detour[f"layers.{layer}.{ours}"]
+            farther += (np.asarray(other.values) != np.asarray(w.values)).sum()
+    # The detour through bfloat16 is another rounding.
+    assert farther > 0
+
+
+def test_no_matrix_of_floats_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PIECE", 1 << 18)
+    # The bytes before the tensor are read to be hashed.
+    monkeypatch.setattr(files, "STEP", 1 << 18)
+    config = hf_config("llama", hidden_size=2048, intermediate_size=4096, num_hidden_layers=1)
+    state = random_state(config)
+    path = write_gguf(tmp_path / "m.gguf", config, state, kind=Kind.Q8_0)
+    del state
+    tensor = next(x for x in read_directory(path)[1] if x.name == "blk.0.ffn_up.weight")
+    file = HashedFile(path)
+    tracemalloc.start()
+    values, scales = read_quantised(file, tensor, np.dtype(jnp.bfloat16), "int8")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    file.close()
+    assert (values.shape, scales.shape) == ((4096, 2048), (4096, 1))
+    # The numbers, and some pieces of floats; all in bfloat16 would be twice the numbers.
+    assert peak < values.nbytes + scales.nbytes + 10 * files.PIECE < 1.4 * values.nbytes
+
+
+def test_fp8_of_blocks(tmp_path):
+    config = hf_config("qwen3", hidden_size=64, intermediate_size=96)
+    path = write_gguf(tmp_path / "m.gguf", config, random_state(config), kind=Kind.Q8_0)
+    convert(path, tmp_path / "floats")
+    convert(path, tmp_path / "ours", weights="fp8")
+    expected = dict(flat(load_params(tmp_path / "floats", make_mesh(), weights="fp8")))
+    found = dict(flat(load_params(tmp_path / "ours", make_mesh())))
+    w = found["layers.0.mlp.up"]
+    assert w.form == "fp8"
+    # Float32 holds the blocks exactly, so here the detour is none.
+    np.testing.assert_array_equal(
+        dequantised_matrix(w), dequantised_matrix(expected["layers.0.mlp.up"])
+    )
