@@ -1,7 +1,8 @@
-"""What holds for every test: the platform, eight CPU devices, exact matmuls, checked signatures.
+"""What holds for every test: the platform, eight CPU devices, exact matmuls, signatures.
 
 Everything here is set before JAX starts a backend and before our packages are imported.
 `LONGCTX_TEST_PLATFORM=cuda` runs on a GPU; then `-m gpu` picks the tests that need one.
+`LONGCTX_TEST_SIGNATURES=1` checks every signature of the packages where it is called.
 """
 
 import gc
@@ -75,7 +76,9 @@ def _parts(*annotations: Any) -> Iterator[type]:
         yield from _parts(*typing.get_args(annotation))
 
 
-jaxtyping.install_import_hook(CHECKED, f"{__name__}.check_types")
+# Checking takes an eighth of the tests' time: CI and the slow tests do.
+if os.environ.get("LONGCTX_TEST_SIGNATURES") == "1":
+    jaxtyping.install_import_hook(CHECKED, f"{__name__}.check_types")
 
 
 @pytest.fixture(autouse=True, scope="session")

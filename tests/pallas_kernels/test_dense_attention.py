@@ -62,7 +62,7 @@ class Case:
 
     @property
     def scale(self) -> float:
-        return {"random": 1.0, "large": 60.0, "equal": 0.0}[self.logits] * self.head_dim**-0.5
+        return {"random": 1.0, "large": 60.0, "equal": 1.0}[self.logits] * self.head_dim**-0.5
 
 
 CACHE_CASES = {
@@ -104,11 +104,15 @@ OF_REFERENCE = ("mha", "window", "one-token")
 
 
 def _random(case: Case, *shapes: tuple[int, ...]) -> list[jax.Array]:
+    """Queries, keys and values of these shapes."""
     keys = jax.random.split(jax.random.key(7), len(shapes))
-    return [
+    arrays = [
         jax.random.normal(key, shape).astype(case.dtype)
         for key, shape in zip(keys, shapes, strict=True)
     ]
+    if case.logits == "equal":
+        arrays[0] = jnp.zeros_like(arrays[0])
+    return arrays
 
 
 def _assert_close(
@@ -275,6 +279,7 @@ def test_any_raggedness_streams_like_the_definition(
     run = small.compiled
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "_KEY_BLOCK", 8)
+        patch.setattr(xla, "_CPU_CAUSAL_BLOCK", 8)
         patch.setattr(xla, "_query_block", lambda shape, _: min(4, shape[1]))
         patch.setattr(decode_xla, "decode_attention", DECODE_IN_EIGHTS)
         for (f, _), attend in run.items():
@@ -302,13 +307,35 @@ def test_a_cpus_smaller_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) ->
     case = Case(head_dim=16)
     shapes = (1, 512, 9, 16), (1, 3, 1600, 16), (1, 3, 1600, 16)
     q, k, v = _random(case, *shapes)
-    sizes, results = set(), []
+    fresh_k, fresh_v = (x[:, :, :512].swapaxes(1, 2) for x in (k, v))
+    sizes, results, causal = set(), [], []
     for platform in ("cpu", "gpu"):
         monkeypatch.setattr(xla, "platform", lambda platform=platform: platform)
         sizes.add(xla._query_block(q.shape, 512))
         results.append(xla.cache_attention(q, k, v, jnp.array([1500]), scale=0.25))
-    assert sizes == {128, 512}
+        causal.append(xla.causal_attention(q, fresh_k, fresh_v, scale=0.25))
+    assert sizes == {256, 512}
     _assert_close(*results, case)
+    _assert_close(*causal, case)
+
+
+def test_a_scale_that_is_not_above_zero_is_refused() -> None:
+    q, k, v = _random(Case(), (1, 5, 6, 64), (1, 2, 64, 64), (1, 2, 64, 64))
+    with pytest.raises(ValueError, match="scale is 0; expected a number above 0"):
+        xla.cache_attention(q, k, v, jnp.array([64], jnp.int32), scale=0)
+
+
+@pytest.mark.parametrize("lengths", [(1024, 1024), (1024, 1100), (1600, 511), (1535, 0)])
+def test_blocks_that_all_rows_fill_need_no_mask(lengths: tuple[int, int]) -> None:
+    """Rows end in one block, in several, at a border, or hold nothing; beyond them all is huge."""
+    case = Case(head_dim=16)
+    q, k, v = _random(case, (2, 40, 6, 16), (2, 2, 1600, 16), (2, 2, 1600, 16))
+    lengths_B = jnp.array(lengths, jnp.int32)
+    beyond = (jnp.arange(1600) >= lengths_B[:, None])[:, None, :, None]
+    k, v = (jnp.where(beyond, 1e4, x) for x in (k, v))
+    given = q, k, v, lengths_B
+    result = xla.cache_attention(*given, scale=0.25)
+    _assert_close(result, reference.cache_attention(*given, scale=0.25), case)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "tpu", "reference"])

@@ -20,25 +20,37 @@ from tests.support import joined, random_rows, tiny_config, tiny_engine, word_to
 
 NAMES = ("infllm", "quest", "arkvale", "resa")
 # Settings beside the small ones: heads that choose apart, whole pages of fixed tokens, priors.
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 OTHERS = [
     ("infllm", {"granularity": "query_head", "n_init": 8}),
-    ("infllm", {"score": "logit", "n_init": 0}),
-    ("quest", {"granularity": "kv_head", "sink": 0, "local": 0, "min_pages": 3}),
-    ("quest", {"granularity": "layer", "skip_layers": 1}),
-    ("arkvale", {"granularity": "query_head", "digest": "sphere-max"}),
+    slow("infllm", {"score": "logit", "n_init": 0}),
+    slow("quest", {"granularity": "kv_head", "sink": 0, "local": 0, "min_pages": 3}),
+    slow("quest", {"granularity": "layer", "skip_layers": 1}),
+    slow("arkvale", {"granularity": "query_head", "digest": "sphere-max"}),
     ("arkvale", {"whole_pages": True, "sink": 8, "local": 9}),
-    ("resa", {"selector": "arkvale", "page_size": 8, "prior_group": "mean"}),
-    ("resa", {"growth": "rebuild", "rebuild_every": 2}),
+    slow("resa", {"selector": "arkvale", "page_size": 8, "prior_group": "mean"}),
+    slow("resa", {"growth": "rebuild", "rebuild_every": 2}),
 ]
 LOOPS = {True: "host loops", False: "device loops"}
 also = functools.partial(pytest.param, marks=pytest.mark.thorough)
+# One mode of each method is quick.
+EITHER = [
+    slow(name, by_layer) if by_layer is (name in ("quest", "arkvale")) else (name, by_layer)
+    for name, by_layer in itertools.product(NAMES, LOOPS)
+]
+# Blocks and pages; ArkVale and RESA choose pages too.
+EACH = [name if name in ("infllm", "quest") else slow(name) for name in NAMES]
 LENGTHS = [[300, 70, 1, 180], [9, 3, 5, 1], [24, 24, 24, 24]]
 
 
 def some(quick, *values):
-    """All combinations of the values; those that are not `quick` are thorough."""
-    found = itertools.product(*values)
-    return [pytest.param(*each) if each in quick else also(*each) for each in found]
+    """All combinations of the values: the first of `quick` in every run, its others slow.
+
+    The rest is thorough.
+    """
+    first, *others = quick
+    marked = {first: pytest.param, **dict.fromkeys(others, slow)}
+    return [marked.get(each, also)(*each) for each in itertools.product(*values)]
 
 
 def named(value):
@@ -81,8 +93,7 @@ def check_same(method, **how):
         assert {x.sharding.memory_kind for x in (store.k, store.v)} == {HOST}
 
 
-@pytest.mark.parametrize("by_layer", [True, False], ids=["host loops", "device loops"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "by_layer"), EITHER, ids=named)
 def test_offloaded_contexts_give_the_same_logits(name, by_layer):
     check_same(small_method(name), by_layer=by_layer)
 
@@ -92,7 +103,7 @@ def test_other_settings_give_the_same_logits(name, settings):
     check_same(other(name, settings))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("kv", ["int8", also("fp8")])
 def test_eight_bits_lie_in_the_host_as_they_are_stored(name, kv):
     check_same(small_method(name), kv=kv)
@@ -100,7 +111,7 @@ def test_eight_bits_lie_in_the_host_as_they_are_stored(name, kv):
     assert store.k.dtype.itemsize == 1
 
 
-@pytest.mark.parametrize("kv", [None, "int8"])
+@pytest.mark.parametrize("kv", [None, slow("int8")])
 def test_the_least_working_set_gives_the_same_logits(kv):
     """As many pages as a step chooses: every other page is a miss."""
     method = small_method("infllm")
@@ -171,7 +182,7 @@ def test_a_saved_context_is_loaded_either_way(name, by_layer, kv, tmp_path):
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 2)], ids=str)
-@pytest.mark.parametrize("name", ["infllm", "quest"])
+@pytest.mark.parametrize("name", ["infllm", slow("quest")])
 def test_rows_and_heads_are_divided_over_a_mesh(name, sizes):
     found = []
     for engine in engines(name, mesh=make_mesh(*sizes)):
@@ -201,7 +212,7 @@ def test_what_was_fetched_is_counted():
 
 
 @pytest.mark.parametrize("kv", [None, "int8"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_a_footprint_tells_device_and_host_apart(name, kv):
     _, engine = engines(name, kv=kv)
     context = engine.prefill(rows_of()[0], reserve=48)

@@ -105,6 +105,7 @@ def check_method(method, *, places=3, by_layer=None, mesh=None, config=CONFIG):
 SLOW = (
     *("citrus-individual", "citrus-standard", "h2o-shared", "dynamic-ntk"),
     *("arkvale-paged", "infllm-accounted", "star-released-mask", "roco", "tova", "ideal-topk"),
+    *("arkvale", "resa", "ring"),
 )
 
 
@@ -119,10 +120,10 @@ def test_each_row_answers_as_it_does_alone(name):
 @pytest.mark.parametrize(
     "name",
     [
-        *("full", "refreshkv"),
+        "refreshkv",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("quest", "snapkv", "streaming-llm")
+            for name in ("full", "quest", "snapkv", "streaming-llm")
         ),
     ],
 )

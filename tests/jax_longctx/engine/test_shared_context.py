@@ -1,5 +1,7 @@
 """Rows that share a context's keys and values answer as rows that each have their own."""
 
+import functools
+
 import jax
 import pytest
 
@@ -11,6 +13,8 @@ from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.test_running import alone, compilations, run
 from tests.small_methods import small_method
 from tests.support import random_rows, tiny_config, tiny_engine
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 CONFIG = tiny_config(num_layers=2)
 # Two pages of 128 tokens are shared at most, the rest is each row's own.
@@ -56,9 +60,13 @@ def test_rows_over_one_context_answer_as_they_do_alone(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "kv"), [("full", "int8"), ("quest", "int8"), ("quest", "fp8"), ("arkvale", "int8")]
+    ("name", "kv", "by_layer"),
+    [
+        *(("full", "int8", True), ("quest", "int8", False), ("arkvale", "int8", True)),
+        *(slow("full", "int8", False), slow("quest", "int8", True), slow("arkvale", "int8", False)),
+        *(slow("quest", "fp8", True), slow("quest", "fp8", False)),
+    ],
 )
-@pytest.mark.parametrize("by_layer", [True, False])
 def test_rows_over_one_context_in_8_bits(name, kv, by_layer):
     check_method(small_method(name), by_layer=by_layer, kv=kv)
 
@@ -73,7 +81,7 @@ def test_where_the_device_loops_over_the_layers(name):
     [
         {"granularity": "kv_head", "sink": 0, "local": 0},
         {"granularity": "layer", "whole_pages": True, "sink": 20, "local": 40},
-        {"ratio": 0.2, "skip_layers": 1, "min_pages": 3},
+        slow({"ratio": 0.2, "skip_layers": 1, "min_pages": 3}),
         # More sinks than slots are shared.
         {"sink": 270, "count_fixed": True, "budget": 330},
     ],
@@ -101,8 +109,8 @@ def test_more_rows_than_a_pass_takes():
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        *(("full", (1, 2, 2)), ("star", (1, 2, 2)), ("quest", (1, 1, 2)), ("arkvale", (1, 1, 2))),
-        *(("quest", (1, 2, 2)), ("arkvale", (1, 4, 1))),
+        *(("full", (1, 2, 2)), ("quest", (1, 2, 2)), ("arkvale", (1, 4, 1))),
+        *(slow("star", (1, 2, 2)), slow("quest", (1, 1, 2)), slow("arkvale", (1, 1, 2))),
     ],
 )
 def test_on_a_mesh(name, sizes):

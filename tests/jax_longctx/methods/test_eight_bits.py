@@ -31,11 +31,10 @@ from tests.jax_longctx.methods.harness import last_logits, steps
 from tests.small_methods import EVERYTHING, small_method
 from tests.support import random_rows, tiny_config, tiny_engine
 
-# Of each kind of method one is quick enough for each run of the tests.
-QUICK = ("full", "quest", "h2o", "snapkv", "infllm")
-EACH = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in METHODS
-]
+# One of each kind of method is not `thorough`; those that evict in prefill, or choose blocks, run
+# each time.
+MARKS = {"full": (), "h2o": (), "infllm": (), "quest": pytest.mark.slow, "snapkv": pytest.mark.slow}
+EACH = [pytest.param(name, marks=MARKS.get(name, pytest.mark.thorough)) for name in METHODS]
 BOTH = ["int8", pytest.param("fp8", marks=pytest.mark.thorough)]
 assert {"int8", "fp8"} == set(FORMS)
 ROWS = [[37, 9], [5, 5], [6, 6]]
@@ -121,7 +120,8 @@ SHARDED = ["resa", "refreshkv", "infllm", "reattention", "ring", "star", "free-p
 @pytest.mark.parametrize(
     "name",
     [
-        *("full", "h2o", "snapkv"),
+        *("full", "h2o"),
+        pytest.param("snapkv", marks=pytest.mark.slow),
         *(pytest.param(name, marks=pytest.mark.thorough) for name in ["quest", *SHARDED]),
     ],
 )
