@@ -116,11 +116,6 @@ LOOPED: dict[str, Any] = {
     }
 }
 
-# Options of a layer's program that the host calls. By default XLA's CPU compiler takes vectors of
-# 256 bits where the processor has 512: a chunk takes 8% more processor time. Elsewhere this changes
-# nothing.
-WIDE: dict[str, Any] = {"compiler_options": {"xla_cpu_prefer_vector_width": 512}}
-
 # This process's mappings, one a line, and the most that a process may have. Only Linux has them.
 MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 
@@ -426,7 +421,7 @@ def _embedded(
     return placed(x_BTD, logical_sharding(mesh, ("batch", axis, None)))
 
 
-@program(static=(0, 1), donate_argnums=(3, 4), **IN_PLACE, **WIDE)
+@program(static=(0, 1), donate_argnums=(3, 4), **IN_PLACE)
 def _through_layer(
     setup: Setup,
     window: int | None,
