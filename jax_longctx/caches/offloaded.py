@@ -56,6 +56,8 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 TURNS = (16, 4, 1)
 # Slots of the last axis but one of the host's arrays.
 _LINES = 16
+# Of each row, as in an `AppendCache`.
+_COUNTS = ("length", "position", "context_length", "context_position")
 # The pool is a multiple of this, which kernels tile by.
 _GRANULE = 128
 
@@ -351,8 +353,35 @@ class Offloaded(Rewinding):
         counts = (self.length, self.position, self.context_length, self.context_position)
         return AppendCache(found[0], found[1], *counts)
 
-    def filled(self, whole: AppendCache) -> "Offloaded":
-        """The store with the keys and values of a context that has ended; frames are empty."""
+    def row(self, row: Any) -> "Offloaded":
+        """One row alone, its pages still in the host's memory."""
+
+        def cut(x: Any) -> Any:
+            if isinstance(x, Quantised):
+                return x.map(cut)
+            rows, first = _lines(x)
+            return jax.lax.dynamic_slice_in_dim(rows, first + row, 1)
+
+        names = ("k", "v", "k_scales", "v_scales", "pool_k", "pool_v", "base", *_COUNTS)
+        found = {name: getattr(self, name) for name in names}
+        cuts = {name: cut(x) for name, x in found.items() if x is not None}
+        return dataclasses.replace(self, **cuts)
+
+    def seated(self, given: "Offloaded", row: Any, place: Any) -> "Offloaded":
+        """The store with the row `row` of another one, of any size, as its own row `place`.
+
+        Both contexts have ended. The row's keys and values are on the device meanwhile.
+        """
+        whole, slots = given.row(row).resident(), self.frames.pages * self.page
+        k, v = (jax.tree.map(lambda part: _resized(part, slots), x) for x in (whole.k, whole.v))
+        return self.filled(dataclasses.replace(whole, k=k, v=v), place)
+
+    def filled(self, whole: AppendCache, row: Any = 0) -> "Offloaded":
+        """The store with the keys and values of a context that has ended; frames are empty.
+
+        Args:
+          row: the row of the store from which on those of `whole` lie.
+        """
         # A question may have been asked of the context since.
         ended, empty = whole.context_length, jnp.zeros_like(whole.length)
         base = dataclasses.replace(self, length=ended, base=empty)._next_base()
@@ -368,33 +397,36 @@ class Offloaded(Rewinding):
                 return jax.vmap(cut_row)(padded, base)
 
             head = jax.tree.map(lambda part: _resized(part, self.head * self.page), x)
-            pool = _write_at(_write_at(pool, head, 0), jax.tree.map(tail, x), first)
+            pool = _write_at(_write_at(pool, head, 0, row), jax.tree.map(tail, x), first, row)
             pools.append(pool)
             values = x.values if isinstance(x, Quantised) else x
             rows, at = _lines(host)
             _, pages, heads, *lines = rows.shape
             new = values[:, :, : pages * self.page].reshape(-1, heads, pages, *lines)
             new = jax.device_put(jnp.swapaxes(new, 1, 2), HOST)
-            rows = jax.lax.dynamic_update_slice(rows, new, (at, *(0 for _ in new.shape[1:])))
+            begin = (at + row, *(0 for _ in new.shape[1:]))
+            rows = jax.lax.dynamic_update_slice(rows, new, begin)
             hosts.append(host.with_rows(rows) if isinstance(host, Plane) else rows)
             scales.append(
-                _write_at(scale, x.scales[:, :, : scale.shape[2]], 0)
+                _write_at(scale, x.scales[:, :, : scale.shape[2]], 0, row)
                 if isinstance(x, Quantised)
                 else None
             )
+        counts = {name: getattr(whole, name) for name in _COUNTS} | {"base": base}
         return dataclasses.replace(
             self.with_pools(pools),
             k=hosts[0],
             v=hosts[1],
             k_scales=scales[0],
             v_scales=scales[1],
-            base=base,
-            frames=self.frames.emptied(),
-            length=whole.length,
-            position=whole.position,
-            context_length=ended,
-            context_position=whole.context_position,
+            frames=self.frames.emptied(row, len(base)),
+            **{name: _write_rows_of(getattr(self, name), x, row) for name, x in counts.items()},
         )
+
+
+def _write_rows_of(x: Array, part: Array, row: Any) -> Array:
+    """`x`, [B, ...], with the rows `part` from `row` on."""
+    return jax.lax.dynamic_update_slice_in_dim(x, part, row, axis=0)
 
 
 def _beside(x: Int[Array, " B"], like: Array) -> Array:

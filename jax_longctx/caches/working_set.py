@@ -74,11 +74,15 @@ class WorkingSet(Rewinding):
         zeros = {name: jnp.zeros_like(self.steps) for name in _COUNTS}
         return dataclasses.replace(self, **zeros)
 
-    def emptied(self) -> "WorkingSet":
-        """The same without pages."""
-        zeros = {name: jnp.zeros_like(self.clock) for name in ("clock", *_COUNTS)}
-        tables = {"frame": jnp.zeros_like(self.frame), "used": jnp.zeros_like(self.used)}
-        return dataclasses.replace(self, page_in=jnp.full_like(self.page_in, -1), **tables, **zeros)
+    def emptied(self, row: Any, rows: int) -> "WorkingSet":
+        """The same without the pages of `rows` rows from `row` on."""
+
+        def put(x: Array, value: int) -> Array:
+            new = jnp.full((rows, *x.shape[1:]), value, x.dtype)
+            return jax.lax.dynamic_update_slice_in_dim(x, new, row, axis=0)
+
+        zeros = {n: put(getattr(self, n), 0) for n in ("frame", "used", "clock", *_COUNTS)}
+        return dataclasses.replace(self, page_in=put(self.page_in, -1), **zeros)
 
     def frames_of(self, pages: Int[Array, "B Y C"]) -> Int[Array, "B Z C"]:
         """The frame of each page, -1 for none; one list (Z = 1) for heads that choose together."""

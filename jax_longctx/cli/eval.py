@@ -77,6 +77,8 @@ class Overrides:
     dtype: str | None = options.dtype()
     kv: str | None = options.kv()
     weights: str | None = options.weights()
+    offload: str | None = options.offload()
+    working_set: int | None = options.working_set()
     mesh: str | None = options.mesh()
     chat: bool | None = option(
         "The checkpoint's chat template around each prompt; plain completion unless given.",
@@ -330,9 +332,9 @@ def _open(config: "EvalConfig", terminal: Terminal, **loading: Any) -> "LongCont
             raise InputError(
                 f"{checkpoint} is not there; run jax-longctx demo once, before the job's processes"
             )
-    names = ("mesh", "dtype", "chunk", "kv", "weights")
+    names = ("mesh", "dtype", "chunk", "kv", "weights", "offload", "working_set")
     how: dict[str, Any] = {name: getattr(config.run, name) for name in names}
-    return options.ModelChoice(checkpoint=checkpoint, **how).open(terminal, **loading)
+    return options.ModelChoice(checkpoint=checkpoint, **how).open_resident(terminal, **loading)
 
 
 def _report(folder: Path, rows: list[dict[str, Any]], about: dict[str, Any], to: Terminal) -> None:
@@ -421,7 +423,7 @@ class Trials:
 def passkey(
     *,
     model: options.ModelChoice = options.only(
-        "checkpoint", "dtype", "mesh", "chunk", "kv", "weights"
+        "checkpoint", "dtype", "mesh", "chunk", "kv", "weights", "offload", "working_set"
     ),
     trials: Trials,
     methods: list[str] | None = options.methods(),
@@ -464,6 +466,8 @@ def passkey(
             chunk=model.chunk,
             kv=model.kv,
             weights=model.weights,
+            offload=model.offload,
+            working_set=model.working_set,
         )
         config = EvalConfig(run=how, part=(part,))
 
@@ -476,7 +480,7 @@ def passkey(
             config,
             folder,
             terminal,
-            lambda **loading: model.open(terminal, **loading),
+            lambda **loading: model.open_resident(terminal, **loading),
             saved if out else lambda: None,
         )
     if rows is not None:

@@ -73,7 +73,9 @@ class Scoring:
 @options.command
 def perplexity(
     *,
-    model: options.ModelChoice = only("checkpoint", "dtype", "mesh", "chunk", "kv", "weights"),
+    model: options.ModelChoice = only(
+        "checkpoint", "dtype", "mesh", "chunk", "kv", "weights", "offload", "working_set"
+    ),
     scoring: Scoring,
     output: options.Output,
     methods: list[str] | None = options.methods(),
@@ -93,12 +95,13 @@ def perplexity(
     check_plot(plot, "--plot")
     chosen = options.parse_specs(methods)
     terminal, kind = output.terminal(), scoring.kind
-    loaded = model.open(terminal, chosen[0])
+    loaded = model.open_resident(terminal, chosen[0])
     from jax_longctx.evaluation.perplexity import markdown
     from jax_longctx.evaluation.perplexity import plot as draw
 
     plans: list[tuple[Any, Spec, str]] = []
-    for engine, spec in zip(_engines(loaded, chosen), chosen, strict=True):
+    tier = {"offload": model.offload, "working_set": model.working_set}
+    for engine, spec in zip(_engines(loaded, chosen, **tier), chosen, strict=True):
         reads_for = engine.method.info.needs_question and kind.through == "context"
         if reads_for and not scoring.question:
             raise InputError(f"{spec.name} reads a text for a question: give one with --question")
@@ -118,12 +121,13 @@ def perplexity(
     terminal.records(runs, markdown)
 
 
-def _engines(model: "LongContext", chosen: list[Spec]) -> list["Engine"]:
-    """An engine for each method, all made before the first runs."""
+def _engines(model: "LongContext", chosen: list[Spec], **tier: Any) -> list["Engine"]:
+    """An engine for each method, all made before the first runs; `tier` is for `engine_of`."""
     from jax_longctx.evaluation.compute import engine_of
     from jax_longctx.methods import make_method
 
-    return [engine_of(model, make_method(spec.name, dict(spec.settings))) for spec in chosen]
+    methods = [make_method(spec.name, dict(spec.settings)) for spec in chosen]
+    return [engine_of(model, method, **tier) for method in methods]
 
 
 def _cut(

@@ -361,6 +361,18 @@ class ModelChoice:
                 **how,
             )
 
+    def open_resident(self, terminal: Terminal, method: Spec | None = None, **how: Any) -> Any:
+        """`open` for a command that makes an engine of each method, and says where contexts lie.
+
+        The loaded model's own contexts lie on the devices.
+        """
+        if self.offload is not None:
+            from jax_longctx.memory import allow_pinned
+
+            allow_pinned()
+        resident = dataclasses.replace(self, offload=None, working_set=None)
+        return resident.open(terminal, method, **how)
+
 
 def choose_method(terminal: Terminal, model: "LongContext", tokens: int, **how: Any) -> Any:
     """The method for one text (`choosing.choose`), with a line that says why."""

@@ -176,7 +176,7 @@ class Limits:
 def serve(
     *,
     model: options.ModelChoice = options.only(
-        "checkpoint", "dtype", "mesh", "chunk", "kv", "weights"
+        "checkpoint", "dtype", "mesh", "chunk", "kv", "weights", "offload", "working_set"
     ),
     method: options.MethodChoice,
     listening: Listening,

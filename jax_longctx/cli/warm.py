@@ -11,7 +11,7 @@ from jax_longctx.cli.terminal import Terminal, shown_time
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.models.presets import PRESETS, preset
-from jax_longctx.settings import StoredForm, parse_mesh, weights_form
+from jax_longctx.settings import StoredForm, offload_of, parse_mesh, weights_form
 
 
 @options.command
@@ -38,6 +38,8 @@ def warm(
     chunk: int = options.chunk(),
     kv: str | None = options.kv(),
     weights: str | None = options.weights(),
+    offload: str | None = options.offload(),
+    working_set: int | None = options.working_set(),
     as_json: bool = options.as_json(),
 ) -> None:
     """Fill the compilation cache for a model, a method and a length, without weights.
@@ -55,15 +57,21 @@ def warm(
     """
     specs = options.parse_specs(methods)
     _check_model(model)
+    offload_of(offload, working_set)
     terminal = Terminal(as_json=as_json)
     sizes: dict[str, Any] = {"rows": rows, "question": question, "answer": answer}
     sizes |= {"chunk": chunk, "kv": kv, "weights": weights}
+    sizes |= {"offload": offload, "working_set": working_set}
     sampling = answers.sampling
     with terminal.starting():
         from jax_longctx.engine.ahead import CompileClock
+        from jax_longctx.memory import allow_pinned
         from jax_longctx.methods import make_method
         from jax_longctx.sharding import make_mesh
 
+        if offload is not None:
+            # Before a mesh starts the devices.
+            allow_pinned()
         along: dict[str, Any] = dict(parse_mesh(mesh or ""))
         devices = make_mesh(**along)
         stopping = _Model(model, dtype)
@@ -144,7 +152,8 @@ class _Model:
 
         form = weights_form(how["weights"], self.dtype.name, self._held)
         params = abstract_params(self.config, mesh, self.dtype, form)
-        engine = Engine(self.config, params, method, mesh, chunk=how["chunk"], kv=how["kv"])
+        given = {name: how[name] for name in ("chunk", "kv", "offload", "working_set")}
+        engine = Engine(self.config, params, method, mesh, **given)
         if not engine.setup.by_layer and not self._stacked:
             with terminal.waiting("compiling for the weights"):
                 for program in stacking_programs(self.config, params):

@@ -331,16 +331,7 @@ def with_layer(run: Any, layer: Int[Any, ""], cache: Any) -> Any:
             return old.filled(new) if isinstance(old, Offloaded) else new
         if not isinstance(old, Offloaded):
             return jax.lax.dynamic_update_index_in_dim(old, new, layer, 0)
-        parts = _planes(old, layer).filled(new)
-        return jax.tree.map(
-            lambda whole, part: (
-                part.whole
-                if isinstance(part, Plane)
-                else jax.lax.dynamic_update_index_in_dim(whole, part, layer, 0)
-            ),
-            old,
-            parts,
-        )
+        return _with_planes(old, _planes(old, layer).filled(new), layer)
 
     before = run.cache if isinstance(run, Stacked) else run
     after = jax.tree.map(put, before, cache, is_leaf=_is_offloaded)
@@ -358,6 +349,32 @@ def _planes(stacks: Any, layer: Any) -> Any:
         Plane(leaf, layer) if field.in_place else _of_layer(leaf, layer)
         for leaf, field in zip(leaves, leaf_fields(stacks), strict=True)
     )
+
+
+def _with_planes(stacks: Any, parts: Any, layer: Any) -> Any:
+    """`_planes` undone."""
+    return jax.tree.map(
+        lambda whole, part: (
+            part.whole
+            if isinstance(part, Plane)
+            else jax.lax.dynamic_update_index_in_dim(whole, part, layer, 0)
+        ),
+        stacks,
+        parts,
+    )
+
+
+def seated_store(old: Offloaded, new: Offloaded, row: Any, place: Any) -> Offloaded:
+    """A store, or those of a run of layers, with row `row` of another one at `place`."""
+    stacked = old.base.ndim == 2
+    if not stacked:
+        return old.seated(new, row, place)
+
+    def layer(index: Any, old: Any) -> Any:
+        parts = _planes(old, index).seated(_planes(new, index), row, place)
+        return _with_planes(old, parts, index)
+
+    return jax.lax.fori_loop(0, len(old.base), layer, old)
 
 
 def empty_like(setup: Setup, shapes: tuple[Any, ...]) -> tuple[Any, ...]:

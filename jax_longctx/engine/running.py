@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jax_longctx.caches import Offloaded
 from jax_longctx.caches.branched import (
     Branched,
     branch_of,
@@ -35,7 +36,14 @@ from jax_longctx.caches.branched import (
 from jax_longctx.contract import own_tokens
 from jax_longctx.engine import programs
 from jax_longctx.engine.ahead import program
-from jax_longctx.engine.capacity import SPARE, bucket, bytes_per_device, finished_caches, reserved
+from jax_longctx.engine.capacity import (
+    SPARE,
+    bucket,
+    bytes_per_device,
+    check_host,
+    finished_caches,
+    reserved,
+)
 from jax_longctx.engine.engine import BLOCK, Context, Engine, Run, blocks_of_all
 from jax_longctx.engine.programs import DecodeState
 from jax_longctx.engine.sampling import (
@@ -47,7 +55,7 @@ from jax_longctx.engine.sampling import (
 )
 from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.settings import Sampling
-from jax_longctx.sharding import Leaf, axes_of, leaf_axes, tree_shardings
+from jax_longctx.sharding import HOST, Leaf, axes_of, leaf_axes, tree_shardings
 
 # Axes of a cache whose sizes follow from the lengths of text, question and answer.
 GROWING = ("slots", "room", "pages", "share")
@@ -111,8 +119,15 @@ class _Whole:
             for caches in (shapes, self._shapes(setup, rows, 2 * self.slots))
         )
         engine.check_bytes(self.slots, need, (double - need) / self.slots)
+        if setup.offload is not None:
+            check_host(engine.mesh, shapes)
         self.axes = frozenset(name for axes in leaf_axes(shapes) for name in axes if name)
         self._setup, self.held = setup, _zeros(setup, shapes)
+
+    @property
+    def long(self) -> bool:
+        """Whether a place has room for so many tokens alone."""
+        return not self.axes.isdisjoint({"slots", "pages"})
 
     def _shapes(self, setup: programs.Setup, rows: int, slots: int) -> tuple[Any, ...]:
         """Shapes of the caches of that many rows in the middle of their answers."""
@@ -126,7 +141,7 @@ class _Whole:
     def check(self, context: Context, row: int, asked: int, answer: int) -> None:
         """CapacityError where a row is larger than a place."""
         length = len(context.rows[row])
-        if "slots" in self.axes and length + asked + answer + SPARE > self.slots:
+        if self.long and length + asked + answer + SPARE > self.slots:
             raise CapacityError(
                 f"a context of {length:,} tokens, a question of {asked:,} and an answer of "
                 f"{answer:,} need {length + asked + answer + SPARE:,} slots, a place of this "
@@ -165,7 +180,7 @@ class _Branches:
         own, setup = own_tokens(engine.method), engine.setup
         assert own is not None
         self._setup, self._reserve, self._context = setup, reserve, context
-        self.axes = frozenset[str]()
+        self.axes, self.long = frozenset[str](), False
         layout = setup.slot_layout
         split = split_of(context.lengths[0], own, layout)
         # The most that a text has beyond its split, so that texts of one size share programs.
@@ -290,10 +305,10 @@ class RunningBatch:
         setup, vocabulary = engine.setup, engine.config.vocab_size
         data = engine.mesh.shape["data"]
         rows = -(-places // data) * data
-        if setup.offload is not None:
+        if setup.offload is not None and data > 1:
             raise ConfigError(
-                "offload host: rows of a running batch have places of their own on the devices; "
-                "answer with `ask` or `batch`, or leave offload out"
+                f"offload host: a running batch copies rows between places, the mesh divides them "
+                f"over data={data}; leave data out, or offload"
             )
         programs.limit_mappings()
         self._caches = (
@@ -473,7 +488,7 @@ class RunningBatch:
         try:
             for asked in questions:
                 room = self.reserve - asked
-                if "slots" in self._caches.axes:
+                if self._caches.long:
                     room = min(room, self.slots - length - asked - SPARE)
                 room = max(1, room if max_tokens is None else min(room, max_tokens))
                 request = Request([0] * asked, max_tokens=room, stop_ids=stop_ids)
@@ -558,10 +573,19 @@ def _tokens(choices: Choices, row: int, request: Request) -> list[Chosen]:
 def _zeros(setup: programs.Setup, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
     """Empty caches, made on their shards."""
 
-    def make() -> tuple[Any, ...]:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    where = tree_shardings(setup.mesh, shapes)
 
-    return jax.jit(make, out_shardings=tree_shardings(setup.mesh, shapes))()
+    def make() -> list[Any]:
+        leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(where), strict=True)
+        return [jnp.zeros(x.shape, x.dtype) for x, at in leaves if at.memory_kind != HOST]
+
+    kept = [at for at in jax.tree.leaves(where) if at.memory_kind != HOST]
+    made = iter(jax.jit(make, out_shardings=kept)())
+    return jax.tree.map(
+        lambda x, at: programs.host_zeros(x, at) if at.memory_kind == HOST else next(made),
+        shapes,
+        where,
+    )
 
 
 @program(static=(0,))
@@ -616,6 +640,8 @@ def _seated(
     def put(old: Any, about: Any, new: Any) -> Any:
         if isinstance(old, Branched):
             return branch_of(old, about, new, row, place, layout)
+        if isinstance(old, Offloaded):
+            return programs.seated_store(old, new, row, place)
         axis = about.axes.index("batch")
         for number, (size, own, name) in enumerate(
             zip(old.shape, new.shape, about.axes, strict=True)
@@ -633,9 +659,9 @@ def _seated(
         at = [place if number == axis else 0 for number in range(old.ndim)]
         return jax.lax.dynamic_update_slice(old, new, at)
 
-    def branched(node: Any) -> bool:
-        return isinstance(node, Branched)
+    def store(node: Any) -> bool:
+        return isinstance(node, Branched | Offloaded)
 
     fields = axes_of(caches, lambda axes: Leaf(axes, in_place=False))
-    seated = jax.tree.map(put, caches, fields, row_caches, is_leaf=branched)
+    seated = jax.tree.map(put, caches, fields, row_caches, is_leaf=store)
     return jax.lax.with_sharding_constraint(seated, tree_shardings(setup.mesh, caches))

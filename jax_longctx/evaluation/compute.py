@@ -15,6 +15,7 @@ from jax_longctx.engine.ahead import Compilation, begun_or_none
 from jax_longctx.engine.capacity import footprint, read_bytes, staged_caches
 from jax_longctx.engine.programs import Setup
 from jax_longctx.errors import CapacityError, LongctxError
+from jax_longctx.methods import settings_of
 
 # Most of the free memory that the caches of a batch may take.
 PLANNED = 0.75
@@ -49,13 +50,25 @@ class Work:
         return dataclasses.replace(self, contexts=contexts, questions=questions, rows=len(contexts))
 
 
-def engine_of(model: LongContext, method: Method) -> Engine:
+def engine_of(
+    model: LongContext,
+    method: Method,
+    *,
+    offload: str | None = None,
+    working_set: int | None = None,
+) -> Engine:
     """An engine of the model's weights under another method.
 
+    Args:
+      offload, working_set: where contexts lie, as for `Engine`. Those of exact attention, which
+        others are compared with, lie on the devices.
+
     Raises:
-      ConfigError: the method does not support the model.
+      ConfigError: the method does not support the model, or cannot be offloaded.
     """
-    base = model.engine
+    base, tier = model.engine, {}
+    if settings_of(method)["name"] != "full":
+        tier = {"offload": offload, "working_set": working_set}
     return Engine(
         base.config,
         base.params,
@@ -65,6 +78,7 @@ def engine_of(model: LongContext, method: Method) -> Engine:
         memory_limit=base.memory_limit,
         by_layer=base.setup.by_layer,
         kv=base.setup.kv,
+        **tier,
     )
 
 

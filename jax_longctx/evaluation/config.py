@@ -29,7 +29,7 @@ from jax_longctx.errors import ConfigError
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import TASKS
 from jax_longctx.methods import check_method
-from jax_longctx.settings import check_name, from_toml, look_up, read_toml
+from jax_longctx.settings import check_name, from_toml, look_up, offload_of, read_toml
 from jax_longctx.studies.published import PUBLISHED
 
 SUITES = Path(__file__).parent / "suites"
@@ -51,6 +51,8 @@ class RunOptions:
       chat: whether prompts use the checkpoint's chat template.
       kv: keys and values of caches: bfloat16, fp8 or int8; the weights' dtype by default.
       weights: matrices of the layers: bfloat16, fp8 or int8; `dtype` by default.
+      offload, working_set: where the contexts of all methods but exact attention lie, as for
+        `Engine`. Answers do not depend on it, so a run may go on with another one.
     """
 
     checkpoint: str = ""
@@ -62,13 +64,21 @@ class RunOptions:
     chat: bool = False
     kv: str | None = None
     weights: str | None = None
+    offload: str | None = None
+    working_set: int | None = None
 
     def __post_init__(self) -> None:
+        offload_of(self.offload, self.working_set)
         for name, least in (("batch", 1), ("chunk", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(
                     f"config: [run] {name} must be at least {least}, got {getattr(self, name)}"
                 )
+
+    @property
+    def tier(self) -> dict[str, Any]:
+        """The arguments of an engine that say where contexts lie."""
+        return {"offload": self.offload, "working_set": self.working_set}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -189,7 +189,7 @@ def run_eval(
             work = Work(**message)
             if given != (work.method, work.settings):
                 given = work.method, work.settings
-                engine = engine_of(model, make_method(*given))
+                engine = engine_of(model, make_method(*given), **config.run.tier)
             shape = work.method, str(work.settings), work.rows, work.slots, work.reserve
             new = model.compiles_ahead and shape not in shapes
             if new:
@@ -226,7 +226,7 @@ def compile_first(
     work = _Leader(model, config, output, {}, memory, None, drawn).first()
     if work is None:
         return None
-    engine = engine_of(model, make_method(work.method, work.settings))
+    engine = engine_of(model, make_method(work.method, work.settings), **config.run.tier)
     return compile_batch(model, engine, work)
 
 
@@ -277,7 +277,7 @@ class _Leader:
         ]
         left = [job for job in jobs if not job.prompt.refused]
         try:
-            engine = engine_of(self.model, make_method(method.name, method.at(length)))
+            engine = self._engine(method, length)
         except ConfigError:
             return None
         return next(self._batches(engine, method, length, (jobs, left), _room(drawn)), None)
@@ -323,6 +323,10 @@ class _Leader:
             ]
             yield from self._method(method, length, jobs, room)
 
+    def _engine(self, method: Spec, length: int) -> Engine:
+        made = make_method(method.name, method.at(length))
+        return engine_of(self.model, made, **self.config.run.tier)
+
     def _method(
         self, method: Spec, length: int, jobs: list["_Job"], room: tuple[int, int]
     ) -> Iterator[Work]:
@@ -334,7 +338,7 @@ class _Leader:
         if not left:
             return
         try:
-            engine = engine_of(self.model, make_method(method.name, method.at(length)))
+            engine = self._engine(method, length)
         except ConfigError as error:
             self._add([_scored(job, {"refused": str(error)}) for job in left])
             return

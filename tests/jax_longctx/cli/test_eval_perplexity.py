@@ -49,6 +49,17 @@ def test_every_method_reads_the_same_texts(run, loads, tiny, text, tmp_path):
 
 
 @pytest.mark.slow
+def test_contexts_in_the_hosts_memory_score_alike(run, loads, text):
+    found = []
+    for place in ((), ("--offload", "host", "--working-set", 64)):
+        args = ["eval", "perplexity", "-c", "model", "--text", text, "--length", "150"]
+        args += ["--texts", "1", "--score", "20", "--json", *place]
+        result = run(*args, "-m", "full", "-m", "quest:budget=32,local=16")
+        assert result.exit_code == 0, result.output
+        found.append([json.loads(line)["means"] for line in result.stdout.splitlines()])
+    assert found[0] == found[1] and len(found[0]) == 2
+
+
 def test_a_stream_runs_over_files_and_is_read_for_each_question(run, loads, text):
     args = ["eval", "perplexity", "-c", "model", "--protocol", "P3", "--text", text, "--text", text]
     args += ["--length", "900", "--window", "300", "--json"]

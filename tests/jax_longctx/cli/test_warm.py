@@ -67,6 +67,17 @@ def test_a_second_warm_finds_all_that_the_first_compiled(run_cli, checkpoint, le
         assert record["cache_bytes"] > 10_000
 
 
+def test_programs_of_an_offloaded_context_are_warmed(run_cli, checkpoint, least_time):
+    tier = ["--offload", "host", "--working-set", 64]
+    quest = "quest:budget=16,sink=2,local=16"
+    result = run_cli("warm", checkpoint, "-m", quest, *SIZES, *tier, "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert (record["offload"], record["working_set"]) == ("host", 64)
+    result = run_cli("warm", checkpoint, "-m", "snapkv", *SIZES, *tier)
+    assert result.exit_code == 2 and "snapkv cannot be offloaded" in result.stderr
+
+
 @pytest.mark.slow
 def test_after_warm_an_ask_compiles_nothing(checkpoint, book, tmp_path):
     cache = tmp_path / "cache"

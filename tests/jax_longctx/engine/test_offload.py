@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jax_longctx.api import LongContext
-from jax_longctx.engine import RunningBatch, capacity
+from jax_longctx.engine import Request, RunningBatch, capacity
 from jax_longctx.engine.capacity import footprint, held_bytes, stores_of
 from jax_longctx.engine.context_io import load_context, save_context
-from jax_longctx.errors import CapacityError, ConfigError
+from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.methods import make_method
 from jax_longctx.sharding import HOST, make_mesh
 from tests.jax_longctx.methods.harness import steps
@@ -282,7 +282,7 @@ def test_settings_that_make_no_sense_are_refused():
         tiny_engine(quest, offload="host", mesh=make_mesh(1, 2, 1))
 
 
-def test_a_running_batch_is_refused_and_questions_follow_one_another():
+def test_questions_about_one_text_follow_one_another():
     found = []
     for engine in engines("quest"):
         model = LongContext(engine, word_tokenizer(64))
@@ -290,12 +290,73 @@ def test_a_running_batch_is_refused_and_questions_follow_one_another():
         asked = random_rows([4, 6], seed=3)
         given = model.ask_all_tokens(context, asked, max_tokens=8)
         found.append([answer.tokens for answer in given])
-        if engine.setup.offload is None:
-            continue
-        assert all(answer.fetched.steps for answer in given)
-        with pytest.raises(ConfigError, match="offload host: rows of a running batch"):
-            RunningBatch(engine, places=2, slots=512, reserve=64)
+        if engine.setup.offload is not None:
+            assert all(answer.fetched.steps for answer in given)
+            with pytest.raises(InputError, match="cannot share a context in the host's memory"):
+                RunningBatch(engine, places=2, reserve=64, context=context)
     assert found[0] == found[1]
+
+
+def pages_of(stores, count):
+    """The sum of a count over rows, layers and stores."""
+    return sum(int(np.sum(getattr(store.frames, count))) for store in stores)
+
+
+def ran(engine):
+    """Answers in a running batch: rows of texts of three sizes join and leave, one place each."""
+    lengths, tokens = (300, 70, 180, 9), (20, 5, 12, 9)
+    contexts = [
+        engine.prefill([row], reserve=64, capacity=size)
+        for row, size in zip(random_rows(list(lengths), seed=4), (512, 256, 384, 512), strict=True)
+    ]
+    questions = random_rows([5, 9, 1, 12], seed=5)
+    batch, found, running = RunningBatch(engine, places=2, slots=512, reserve=64), {}, {}
+    waiting = list(range(4))
+    while waiting or running:
+        while waiting and batch.free:
+            row = waiting.pop(0)
+            request = Request(questions[row], max_tokens=tokens[row])
+            place, first = batch.join(contexts[row], request)
+            running[place], found[row] = row, [first.token]
+        for place, new in batch.step(3).items():
+            found[running[place]] += [chosen.token for chosen in new]
+        for place in batch.ended:
+            del running[place]
+    alone = [
+        joined(engine.stream(context, [question], max_tokens=most))[0]
+        for context, question, most in zip(contexts, questions, tokens, strict=True)
+    ]
+    return [found[row] for row in range(4)], alone, batch
+
+
+@pytest.mark.parametrize(
+    ("name", "by_layer", "kv"),
+    some([("infllm", True, None), ("quest", False, "int8")], NAMES, LOOPS, [None, "int8"]),
+    ids=named,
+)
+def test_rows_join_and_leave_a_running_batch(name, by_layer, kv):
+    """Places take contexts of other sizes; a place whose row left takes another one."""
+    (here, alone, _), (there, still, batch) = (
+        ran(engine) for engine in engines(name, by_layer, kv=kv)
+    )
+    assert here == there == alone == still
+    stores = stores_of(batch._caches.held)
+    assert stores and all(store.k.sharding.memory_kind == HOST for store in stores)
+    assert pages_of(stores, "misses") > 0
+
+
+def test_a_running_batch_checks_the_room_of_a_place_and_the_mesh(monkeypatch):
+    _, engine = engines("infllm")
+    context = engine.prefill(random_rows([900]), reserve=64)
+    batch = RunningBatch(engine, places=2, slots=512, reserve=64)
+    with pytest.raises(CapacityError, match="a place of this batch has 512"):
+        batch.join(context, Request([1, 2], max_tokens=4))
+    _, two = engines("infllm", mesh=make_mesh(2, 1, 1))
+    with pytest.raises(ConfigError, match="divides them over data=2; leave data out, or offload"):
+        RunningBatch(two, places=2, slots=512, reserve=64)
+    monkeypatch.setattr(capacity, "available_host_bytes", lambda mesh: 10_000)
+    with pytest.raises(CapacityError, match="of the host's memory"):
+        RunningBatch(engine, places=2, slots=512, reserve=64)
 
 
 def test_keys_never_lie_on_the_device_as_a_whole():

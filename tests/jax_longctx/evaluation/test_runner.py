@@ -10,11 +10,12 @@ import pytest
 from jax_longctx.api import LongContext
 from jax_longctx.batch import lines
 from jax_longctx.engine import Engine
-from jax_longctx.errors import InputError, LongctxError
+from jax_longctx.errors import ConfigError, InputError, LongctxError
 from jax_longctx.evaluation import compute, runner
 from jax_longctx.evaluation.config import parse_config
 from jax_longctx.evaluation.rows import RowStore, read_rows
 from jax_longctx.evaluation.runner import draw
+from jax_longctx.settings import Offload
 from jax_longctx.text import PromptLayout
 from tests.jax_longctx.evaluation.small_task import SmallTask
 
@@ -69,6 +70,31 @@ def test_every_row_is_what_its_prompt_gives_alone(small, tiny, tmp_path, compute
     assert row["bytes"]["read"] <= row["bytes"]["resident"]
     # Nothing is compiled for a shape that was there before.
     assert not rows[-1]["compiled"]
+
+
+def test_contexts_in_the_hosts_memory_give_the_same_rows(small, tiny, tmp_path, monkeypatch):
+    """A run goes on offloaded; exact attention stays on the device, what cannot is refused."""
+    quest, engines = "quest:budget=16,sink=2,local=16", []
+
+    def recorded(model, engine, work):
+        engines.append(engine.setup)
+        return compute.answer_batch(model, engine, work)
+
+    monkeypatch.setattr(runner, "answer_batch", recorded)
+    chosen = {"methods": ("full", quest), "trials": 2}
+    here = evaluate(tiny, tmp_path / "here", config(**chosen))
+    assert all(setup.offload is None for setup in engines)
+    evaluate(tiny, tmp_path / "there", config(**chosen | {"trials": 1}))
+    engines.clear()
+    tier = {"offload": "host", "working_set": 64}
+    there = evaluate(tiny, tmp_path / "there", config(**chosen, **tier))
+    assert [setup.offload for setup in engines] == [None, Offload(64)]
+    answers = [{key: row["answer"] for key, row in by_key(x).items()} for x in (here, there)]
+    assert answers[0] == answers[1] and len(answers[0]) == 4
+    (row,) = evaluate(tiny, tmp_path / "no", config((STREAMING,), trials=1, **tier))
+    assert row["refused"].startswith("streaming-llm cannot be offloaded")
+    with pytest.raises(ConfigError, match="give offload host too"):
+        config(working_set=64)
 
 
 def test_all_methods_get_the_same_prompts_and_the_whole_question(

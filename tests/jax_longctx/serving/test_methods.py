@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jax_longctx.contract import own_tokens
+from jax_longctx.engine.capacity import stores_of
 from jax_longctx.methods import make_method
 from jax_longctx.settings import Sampling
 from tests.jax_longctx.serving.tiny import LENGTHS
@@ -102,3 +103,43 @@ def test_a_rotary_base_that_grows_is_that_of_the_whole_prompt(serve, tiny):
     text = found.choices[0].text
     # The server ends at a token that ends the text.
     assert len(text) > 10 and model.tokenizer.decode(tokens).startswith(text)
+
+
+@pytest.mark.parametrize("name", ["infllm", pytest.param("quest", marks=pytest.mark.slow)])
+def test_answers_from_the_hosts_memory_are_those_from_the_devices(serve, tiny, tmp_path, name):
+    """Several rows at a time, of a prompt and of a context that was saved."""
+    here = tiny.with_method(small_method(name))
+    there = here.with_method(here.engine.method, offload="host")
+    expected = [here.generate(BOOK + tail, max_tokens=12)[0].text for tail in TAILS]
+    layout = here.layout()
+    context = here.prefill(layout.context(BOOK))
+    about = [here.ask(context, layout.question(tail), max_tokens=12)[0].text for tail in TAILS]
+    first = serve(there, contexts=tmp_path / "kept")
+    with first.http() as http:
+        record = http.post("/v1/contexts", json={"text": BOOK, "save": True}).json()
+    with first.client() as client, ThreadPoolExecutor(len(TAILS)) as pool:
+
+        def complete(tail):
+            found = client.completions.create(
+                model="tiny", prompt=BOOK + tail, temperature=0, max_tokens=12
+            )
+            return found.choices[0].text
+
+        assert list(pool.map(complete, TAILS)) == expected
+        executor = first.served.team.executor
+        assert stores_of(executor._short._caches.held) and not executor._shared
+    first.stop()
+    second = serve(there, contexts=tmp_path / "kept")
+    with second.client() as client, ThreadPoolExecutor(len(TAILS)) as pool:
+
+        def ask(tail):
+            found = client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": tail}],
+                temperature=0,
+                max_tokens=12,
+                extra_body={"context": record["id"]},
+            )
+            return found.choices[0].message.content
+
+        assert list(pool.map(ask, TAILS)) == about
