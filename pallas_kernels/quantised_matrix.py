@@ -62,7 +62,9 @@ AnyMatrix = Array | QuantisedMatrix
 def quantise_matrix(
     w: Float[Array, "..."] | Float[np.ndarray, "..."], form: str, inputs: Sequence[int]
 ) -> QuantisedMatrix:
-    """The 8-bit form of a weight, in arrays of JAX or of numpy as `w` is; the bits are the same.
+    """The 8-bit form of a weight, in arrays of JAX or of numpy as `w` is.
+
+    On a CPU both have the same bits.
 
     Args:
       inputs: the axes that a product sums over.

@@ -356,15 +356,15 @@ class Offloaded(Rewinding):
     def row(self, row: Any) -> "Offloaded":
         """One row alone, its pages still in the host's memory."""
 
-        def cut(x: Any) -> Any:
+        def one_row(x: Any) -> Any:
             if isinstance(x, Quantised):
-                return x.map(cut)
+                return x.map(one_row)
             rows, first = _lines(x)
             return jax.lax.dynamic_slice_in_dim(rows, first + row, 1)
 
         names = ("k", "v", "k_scales", "v_scales", "pool_k", "pool_v", "base", *_COUNTS)
         found = {name: getattr(self, name) for name in names}
-        cuts = {name: cut(x) for name, x in found.items() if x is not None}
+        cuts = {name: one_row(x) for name, x in found.items() if x is not None}
         return dataclasses.replace(self, **cuts)
 
     def seated(self, given: "Offloaded", row: Any, place: Any) -> "Offloaded":

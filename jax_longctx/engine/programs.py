@@ -366,13 +366,12 @@ def _with_planes(stacks: Any, parts: Any, layer: Any) -> Any:
 
 def seated_store(old: Offloaded, new: Offloaded, row: Any, place: Any) -> Offloaded:
     """A store, or those of a run of layers, with row `row` of another one at `place`."""
-    stacked = old.base.ndim == 2
-    if not stacked:
+    if old.base.ndim == 1:
         return old.seated(new, row, place)
 
-    def layer(index: Any, old: Any) -> Any:
-        parts = _planes(old, index).seated(_planes(new, index), row, place)
-        return _with_planes(old, parts, index)
+    def layer(index: Any, stores: Any) -> Any:
+        parts = _planes(stores, index).seated(_planes(new, index), row, place)
+        return _with_planes(stores, parts, index)
 
     return jax.lax.fori_loop(0, len(old.base), layer, old)
 

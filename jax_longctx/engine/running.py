@@ -287,6 +287,7 @@ class RunningBatch:
 
     Raises:
       CapacityError: caches of so many rows do not fit.
+      ConfigError: contexts in the host's memory, on a mesh that divides rows.
       InputError: rows cannot share this context.
     """
 
@@ -342,7 +343,7 @@ class RunningBatch:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes the caches of all places hold, over all devices; without a shared context's."""
+        """Bytes the caches of all places hold, on all devices and the host; no shared context's."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._caches.held))
 
     def fits(self, context: Context, request: Request, row: int = 0) -> None:

@@ -41,7 +41,11 @@ def causal_attention(
     window: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """The chunk against itself: token t sees j <= t, and with a window t - j < window."""
+    """The chunk against itself: token t sees j <= t, and with a window t - j < window.
+
+    Args:
+      scale: of the scores, above 0.
+    """
     check_heads("causal_attention", q, k, v, kv_axis=2)
     run = dispatch.select(
         "causal_attention",
@@ -70,6 +74,7 @@ def cache_attention(
     """Every query of row b against the slots below lengths[b]; the others hold anything finite.
 
     Args:
+      scale: of the scores, above 0.
       lengths: filled slots of every row, taken as 0 below 0 and as S above S.
       window: slot s stands at position slot_start + s, query t at query_start[b] + t, and only
         slots less than `window` before a query are seen.

@@ -154,13 +154,17 @@ def test_a_gpu_takes_its_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch) ->
     q, high = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     number = jax.ShapeDtypeStruct((1,), jnp.int32)
 
+    found: list[str] = []
+
     def kernels(q: Any, high: Any, *, size: int = 64, **how: Any) -> int:
         run = functools.partial(select_pages, size=size, **how)
         with mock.patch.object(dispatch, "platform", lambda: "gpu"):
             traced = jax.jit(run).trace(q, high, high, None, number, number, number)
-        return str(traced.jaxpr).count("kernel_name")
+        found.append(str(traced.jaxpr))
+        return found[-1].count("kernel_name")
 
     assert kernels(q, high) == 2
+    assert "score_pages" in found[0] and "choose_best" in found[0]
     assert kernels(q, high, together=True) == 2
     # The choice alone: products by XLA.
     small = [jax.ShapeDtypeStruct((*x.shape[:-1], 96), x.dtype) for x in (q, high)]

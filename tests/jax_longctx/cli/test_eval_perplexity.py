@@ -60,6 +60,7 @@ def test_contexts_in_the_hosts_memory_score_alike(run, loads, text):
     assert found[0] == found[1] and len(found[0]) == 2
 
 
+@pytest.mark.slow
 def test_a_stream_runs_over_files_and_is_read_for_each_question(run, loads, text):
     args = ["eval", "perplexity", "-c", "model", "--protocol", "P3", "--text", text, "--text", text]
     args += ["--length", "900", "--window", "300", "--json"]
