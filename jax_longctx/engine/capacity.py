@@ -225,7 +225,7 @@ def _available_here(mesh: Mesh, used: int | None = None) -> int | None:
 def available_host_bytes(mesh: Mesh) -> int | None:
     """Free memory of the host for caches, or None where it is not told.
 
-    XLA pins no more of it for GPUs than `POOL` says, 64 GiB unless it is set.
+    XLA pins no more of it for GPUs than `POOL` says, 64 GiB unless it is set, in all.
     """
     free = None
     if MEMINFO.exists():
@@ -233,9 +233,14 @@ def available_host_bytes(mesh: Mesh) -> int | None:
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024
     if mesh.local_devices[0].platform == "gpu":
-        pool = int(os.environ.get(POOL, "64")) << 30
+        pool = max((int(os.environ.get(POOL, "64")) << 30) - pinned_bytes(), 0)
         free = pool if free is None else min(free, pool)
     return _least(free)
+
+
+def pinned_bytes() -> int:
+    """Bytes that this process's arrays hold in the host's memory."""
+    return sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == HOST)
 
 
 def check_host(mesh: Mesh, abstract: Any) -> None:

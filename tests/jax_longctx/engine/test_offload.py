@@ -345,6 +345,16 @@ def test_rows_join_and_leave_a_running_batch(name, by_layer, kv):
     assert pages_of(stores, "misses") > 0
 
 
+def test_what_is_pinned_is_counted():
+    _, engine = engines("infllm")
+    before = capacity.pinned_bytes()
+    context = engine.prefill(random_rows([300]), reserve=64)
+    held = sum(store.k.nbytes + store.v.nbytes for store in stores_of(context.caches))
+    assert held and capacity.pinned_bytes() == before + held
+    context.caches = None
+    assert capacity.pinned_bytes() == before
+
+
 def test_a_running_batch_checks_the_room_of_a_place_and_the_mesh(monkeypatch):
     _, engine = engines("infllm")
     context = engine.prefill(random_rows([900]), reserve=64)
