@@ -53,6 +53,9 @@ from pallas_kernels.plane import part_of
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.quantised import dequantised
 
+# Most questions are shorter: programs for them serve one another.
+LEAST_QUESTION = 32
+
 Positions = Literal["shifted", "true"]
 Protocol = Literal["own", "citrus"]
 
@@ -267,7 +270,7 @@ class Evicting(Registered):
         return [*probe, *chunk_segments(prompt.rows, width, "query")]
 
     def question_width(self, question: Sequence[Sequence[int]]) -> int:
-        """Columns for the whole question: a power of two, for few compilations.
+        """Columns for the whole question: a power of two, and not few, for few compilations.
 
         Raises:
           InputError: the question is longer than the cache.
@@ -279,7 +282,8 @@ class Evicting(Registered):
                 f"budget of {self.budget}; move text from the question to the context, or raise "
                 f"budget"
             )
-        return 1 << max(longest - 1, 7).bit_length()
+        least = min(LEAST_QUESTION, 1 << (self.budget.bit_length() - 1))
+        return max(least, 1 << (longest - 1).bit_length())
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if self.protocol == "citrus" and segment.role in ("query", "decode"):

@@ -177,6 +177,13 @@ def test_a_second_question_and_a_saved_context(form, tmp_path):
     assert len(jax.tree.leaves(loaded.caches[0])) == 5
 
 
+def test_short_questions_share_their_programs():
+    method = Citrus(budget=128, chunk=32)
+    widths = {method.question_width([[1] * tokens, [1]]) for tokens in (1, 9, 20, 32)}
+    assert widths == {32} and method.question_width([[1] * 33]) == 64
+    assert Citrus(budget=24, chunk=8).question_width([[1] * 5]) == 16
+
+
 @each_form
 def test_a_question_longer_than_the_cache_is_refused(form):
     engine, contexts, questions = engine_of(form), random_rows([9]), random_rows([25], seed=1)
