@@ -334,7 +334,8 @@ def _open(config: "EvalConfig", terminal: Terminal, **loading: Any) -> "LongCont
             )
     names = ("mesh", "dtype", "chunk", "kv", "weights", "offload", "working_set")
     how: dict[str, Any] = {name: getattr(config.run, name) for name in names}
-    return options.ModelChoice(checkpoint=checkpoint, **how).open_resident(terminal, **loading)
+    choice = options.ModelChoice(checkpoint=checkpoint, **how)
+    return choice.open(terminal, resident=True, **loading)
 
 
 def _report(folder: Path, rows: list[dict[str, Any]], about: dict[str, Any], to: Terminal) -> None:
@@ -480,7 +481,7 @@ def passkey(
             config,
             folder,
             terminal,
-            lambda **loading: model.open_resident(terminal, **loading),
+            lambda **loading: model.open(terminal, resident=True, **loading),
             saved if out else lambda: None,
         )
     if rows is not None:

@@ -95,7 +95,7 @@ def perplexity(
     check_plot(plot, "--plot")
     chosen = options.parse_specs(methods)
     terminal, kind = output.terminal(), scoring.kind
-    loaded = model.open_resident(terminal, chosen[0])
+    loaded = model.open(terminal, chosen[0], resident=True)
     from jax_longctx.evaluation.perplexity import markdown
     from jax_longctx.evaluation.perplexity import plot as draw
 

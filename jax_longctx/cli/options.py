@@ -329,11 +329,17 @@ class ModelChoice:
         self,
         terminal: Terminal,
         method: MethodChoice | Spec | None = None,
+        *,
+        resident: bool = False,
         **how: Any,
     ) -> "LongContext":
         """Loads the checkpoint with method and mesh; cheap checks come first.
 
         `how` is passed to `api.load`; `choose` among it stands for a method.
+
+        Args:
+          resident: the loaded model's own contexts lie on the devices, for a command that makes an
+            engine of each method and says there where contexts lie.
         """
         with terminal.starting(f"loading {self.checkpoint}"):
             if isinstance(method, Spec):
@@ -356,22 +362,10 @@ class ModelChoice:
                 chunk=self.chunk,
                 kv=self.kv,
                 weights=self.weights,
-                offload=self.offload,
-                working_set=self.working_set,
+                offload=None if resident else self.offload,
+                working_set=None if resident else self.working_set,
                 **how,
             )
-
-    def open_resident(self, terminal: Terminal, method: Spec | None = None, **how: Any) -> Any:
-        """`open` for a command that makes an engine of each method, and says where contexts lie.
-
-        The loaded model's own contexts lie on the devices.
-        """
-        if self.offload is not None:
-            from jax_longctx.memory import allow_pinned
-
-            allow_pinned()
-        resident = dataclasses.replace(self, offload=None, working_set=None)
-        return resident.open(terminal, method, **how)
 
 
 def choose_method(terminal: Terminal, model: "LongContext", tokens: int, **how: Any) -> Any:

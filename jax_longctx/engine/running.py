@@ -22,6 +22,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import Offloaded
@@ -115,7 +116,7 @@ class _Whole:
         self.slots = engine.slots_for(slots - SPARE)
         shapes = self._shapes(setup, rows, self.slots)
         need, double = (
-            bytes_per_device(engine.mesh, caches)
+            bytes_per_device(engine.mesh, caches) + _seating_bytes(engine.mesh, caches, rows)
             for caches in (shapes, self._shapes(setup, rows, 2 * self.slots))
         )
         engine.check_bytes(self.slots, need, (double - need) / self.slots)
@@ -552,6 +553,16 @@ def _with_stops(values: RowValues) -> RowValues:
 
 def _widened(stops: Any, columns: int) -> Any:
     return np.pad(stops, ((0, 0), (0, columns - stops.shape[1])), constant_values=-1)
+
+
+def _seating_bytes(mesh: Mesh, caches: tuple[Any, ...], rows: int) -> int:
+    """Bytes of each device while a row goes to its place, of caches of so many rows.
+
+    Keys and values in the host's memory pass through the device a layer at a time, and lie there
+    twice, as they were read and as they are put back (temporaries of the program for an H200).
+    """
+    layers = (bytes_per_device(mesh, run, host=True) // programs.layers_in(run) for run in caches)
+    return 2 * max(layers) // rows
 
 
 def _tokens(choices: Choices, row: int, request: Request) -> list[Chosen]:

@@ -1,5 +1,6 @@
 """Contexts in the host's memory: the same answers, what is fetched, and what is refused."""
 
+import contextlib
 import functools
 import itertools
 
@@ -353,6 +354,18 @@ def test_what_is_pinned_is_counted():
     assert held and capacity.pinned_bytes() == before + held
     context.caches = None
     assert capacity.pinned_bytes() == before
+
+
+def test_a_running_batch_has_room_for_a_row_on_its_way_to_its_place():
+    sizes = {"places": 2, "slots": 512, "reserve": 64}
+    _, engine = engines("infllm")
+    held = RunningBatch(engine, **sizes)._caches.held
+    own = capacity.bytes_per_device(engine.mesh, held)
+    layer = max(capacity.bytes_per_device(engine.mesh, run, host=True) for run in held[:1]) // 2
+    for layers, fits in ((1, False), (2, True)):
+        engine.memory_limit = int((own + layers * layer) / capacity.USABLE) + 1
+        with contextlib.nullcontext() if fits else pytest.raises(CapacityError):
+            RunningBatch(engine, **sizes)
 
 
 def test_a_running_batch_checks_the_room_of_a_place_and_the_mesh(monkeypatch):
