@@ -48,7 +48,7 @@ def generate(
         tokens = len(loaded.tokenizer.encode(text, bos=True)) + answers.max_tokens
         return options.choose_method(terminal, loaded, tokens, reserve=answers.max_tokens)
 
-    how = {"choose": chosen} if method.method == options.AUTO else {}
+    how: dict[str, Any] = {"choose": chosen} if method.method == options.AUTO else {}
     with compiling.watching():
         loaded = model.open(terminal, method, ahead=compiling.ahead(ahead), **how)
         compiling.wait()
