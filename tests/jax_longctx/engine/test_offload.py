@@ -361,7 +361,8 @@ def test_a_running_batch_has_room_for_a_row_on_its_way_to_its_place():
     _, engine = engines("infllm")
     held = RunningBatch(engine, **sizes)._caches.held
     own = capacity.bytes_per_device(engine.mesh, held)
-    layer = max(capacity.bytes_per_device(engine.mesh, run, host=True) for run in held[:1]) // 2
+    # Of one row.
+    layer = capacity.bytes_per_device(engine.mesh, held, host=True) // engine.config.num_layers // 2
     for layers, fits in ((1, False), (2, True)):
         engine.memory_limit = int((own + layers * layer) / capacity.USABLE) + 1
         with contextlib.nullcontext() if fits else pytest.raises(CapacityError):
