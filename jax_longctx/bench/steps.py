@@ -134,7 +134,7 @@ class Answering:
             given = setup, engine.params, caches, segment, total, logits
             caches, logits = programs.run_segment(*given, "last")
             del given
-        if method.info.shrinks:
+        if method.info.answers_apart:
             caches = programs.finish_question(setup, caches, total, bucket(tokens + SPARE))
         leaves, structure = jax.tree.flatten(caches)
         axes, shardings = leaf_axes(caches), jax.tree.leaves(tree_shardings(setup.mesh, caches))

@@ -50,8 +50,8 @@ class MethodInfo:
       append_only: whether `fork` is a rewind that shares the context's buffers; if not it copies.
       looks_ahead: whether tokens that are read together choose together what they attend. Then a
         prediction uses later tokens, unless its token is read alone.
-      shrinks: whether `finish` makes a new, smaller cache at the end of the question. The context's
-        cache stays as it is, and is freed when no other question will follow.
+      answers_apart: whether an answer has a cache of its own, which `finish` makes at the end of
+        the question. The context's stays, and is freed when no other question will follow.
     """
 
     summary: str
@@ -62,7 +62,7 @@ class MethodInfo:
     needs_question: bool
     append_only: bool
     looks_ahead: bool = False
-    shrinks: bool = False
+    answers_apart: bool = False
     by_values: bool = False
 
 
@@ -81,7 +81,7 @@ class Registered:
     needs_question: bool = False
     append_only: bool = False
     looks_ahead: bool = False
-    shrinks: bool = False
+    answers_apart: bool = False
     by_values: bool = False
 
     @property
@@ -204,8 +204,8 @@ class Method(Protocol):
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
         """Marks the end of the context; may return a cache of other shapes.
 
-        With `info.shrinks` it is called for the end of the question too. `reserve` tokens will
-        follow at most: question and answer after the context, the answer after the question.
+        With `info.answers_apart` it is called for the end of the question too. At most `reserve`
+        tokens will follow: question and answer after the context, the answer after the question.
         """
         ...
 

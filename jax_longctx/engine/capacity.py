@@ -398,7 +398,7 @@ def footprint(
     # What the donated buffers cannot hold lies beside them.
     passing = passing_bytes(setup, stages[0]) * (1 if per_device else setup.mesh.size)
     peak = _bytes(empty) + max(_bytes(kept - empty), passing)
-    if setup.method.info.shrinks:
+    if setup.method.info.answers_apart:
         peak = max(peak, _bytes(kept) + _bytes(answering))
     read = read_bytes(setup, stages[-1], context)
     return Footprint(peak, _bytes(answering), _bytes(kept), read, max(hosts))
@@ -418,7 +418,7 @@ def staged_caches(
     slots = slots_for(context, reserve, setup.mesh.shape["seq"])
     empty = programs.abstract_caches(setup, batch, slots, reserve)
     kept = answering = finished_caches(setup, empty, "context", reserve)
-    if setup.method.info.shrinks:
+    if setup.method.info.answers_apart:
         answering = finished_caches(setup, kept, "question", reserve)
     return empty, kept, answering
 

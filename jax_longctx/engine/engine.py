@@ -127,7 +127,7 @@ class Context:
 class Run:
     """The caches of the question at hand: always the newest, the older ones were donated.
 
-    `whole` are the context's and the question's, where the answer is read from smaller ones.
+    `whole` are the context's and the question's, where the answer is read from others.
     """
 
     caches: tuple[Any, ...]
@@ -398,8 +398,8 @@ class Engine:
         self.ensure_reserve(context, max(map(len, rows)) + max_tokens)
         with self.asked(context, keep) as run:
             logits = self.read_question(run, context, rows)
-            if self.method.info.shrinks:
-                self.shrink(run, context, max_tokens, keep)
+            if self.method.info.answers_apart:
+                self.answer_apart(run, context, max_tokens, keep)
             context.answering_bytes, context.host_bytes = held_bytes(run.caches)
             limits: Any = {"max_tokens": max_tokens, "stop_ids": stop_ids}
             values = sampling_values(sampling, len(rows), **limits)
@@ -444,15 +444,16 @@ class Engine:
                 f"{self.method}; ask it under the method that made it, or prefill again"
             )
 
-    def shrink(self, run: "Run", context: Context, max_tokens: int, keep: bool) -> None:
+    def answer_apart(self, run: "Run", context: Context, max_tokens: int, keep: bool) -> None:
         """The answer's own caches, made from the context's and the question's."""
         reserve = bucket(max_tokens + SPARE)
         whole = run.caches
         given = self.setup, whole, context.total
-        smaller = programs.whole_finish.eval_shape(*given, "question", reserve)
-        self.check_bytes(context.slots, bytes_per_device(self.mesh, smaller), 0.0)
+        answering = programs.whole_finish.eval_shape(*given, "question", reserve)
+        self.check_bytes(context.slots, bytes_per_device(self.mesh, answering), 0.0)
         run.caches = programs.finish_question(*given, reserve)
-        run.whole = whole if keep else None
+        # A fork that is a copy is of no more use.
+        run.whole = whole if keep and self.method.info.append_only else None
 
     def read_question(
         self, run: "Run", context: Context, rows: list[list[int]]

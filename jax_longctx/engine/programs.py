@@ -812,7 +812,7 @@ def finish_context(
 def finish_question(
     setup: Setup, caches: tuple[Any, ...], total: Int[Array, " B"], reserve: int
 ) -> tuple[Any, ...]:
-    """New caches for the answer, of a method whose metadata says `shrinks`; `caches` stay."""
+    """New caches for the answer, of a method that `answers_apart`; `caches` stay."""
     run = _finish if setup.by_layer else whole_finish
     return run(setup, caches, total, "question", reserve)
 

@@ -134,8 +134,8 @@ class _Whole:
         """Shapes of the caches of that many rows in the middle of their answers."""
         caches = programs.abstract_caches(setup, rows, slots, self._reserve)
         caches = finished_caches(setup, caches, "context", self._reserve)
-        if setup.method.info.shrinks:
-            # As `Engine.shrink` has it.
+        if setup.method.info.answers_apart:
+            # As `Engine.answer_apart` has it.
             caches = finished_caches(setup, caches, "question", bucket(self._reserve + SPARE))
         return caches
 
@@ -393,8 +393,8 @@ class RunningBatch:
         self.ended = {}
         with engine.asked(context, keep=True) as run:
             logits = engine.read_question(run, context, rows)
-            if engine.method.info.shrinks:
-                engine.shrink(run, context, self.reserve, keep=True)
+            if engine.method.info.answers_apart:
+                engine.answer_apart(run, context, self.reserve, keep=True)
             ends, number = engine.setup.ends, jnp.int32(row)
             state, choices = programs.start_answer(
                 ends,

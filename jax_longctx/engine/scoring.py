@@ -243,7 +243,7 @@ class _Fed:
             )
             if segment.role != "probe":
                 yield self._states(hidden, segment.chunk_lengths)
-        if decodes and method.info.shrinks:
+        if decodes and method.info.answers_apart:
             caches = programs.finish_question(engine.setup, caches, total, reserve=bucket(most))
         if decodes:
             yield from self._decoded(caches, total)

@@ -368,7 +368,7 @@ def _seen(
     caches = programs.finish_context(setup, caches, total, reserve)
     for part in engine.method.segments(engine.prompt("question", 0, question=questions)):
         caches = run(caches, part)
-    if engine.method.info.shrinks:
+    if engine.method.info.answers_apart:
         caches = programs.finish_question(setup, caches, total, reserve=bucket(reserve))
     ones, going = np.ones((rows, 1), np.int32), np.zeros(rows, bool)
     for step, token in enumerate(fed[prompt:], start=1):

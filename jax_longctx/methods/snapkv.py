@@ -88,7 +88,7 @@ class SnapKV(Appending):
     expand_kv: bool = False
 
     phase = "decode"
-    query_aware = shrinks = True
+    query_aware = answers_apart = True
     keeps_all = False
 
     def __post_init__(self) -> None:

@@ -215,7 +215,7 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
     )
     logits = made(_shape(jnp.float32, rows, vocabulary))
     add_segments("question", kept, method.segments(asked), logits, "last")
-    if method.info.shrinks:
+    if method.info.answers_apart:
         # A program of one layer runs beside what the layers before it were given.
         beside = answering if setup.by_layer else ()
         add_end("question", kept, programs.whole_finish, reserved(reserve), beside)

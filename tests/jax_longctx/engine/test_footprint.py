@@ -48,7 +48,7 @@ def test_claims_are_what_the_compiler_counts(name):
     kept = jax.eval_shape(lambda c, t: programs.finish_context(setup, c, t, RESERVE), empty, total)
     answering = size_of(kept)
     assert claimed.kept == answering
-    if setup.method.info.shrinks:
+    if setup.method.info.answers_apart:
         finish = programs.whole_finish
         taken, made, _ = compiled(finish, setup, kept, total, "question", bucket(RESERVE))
         # Nothing was donated, and a few numbers a row may be handed on.

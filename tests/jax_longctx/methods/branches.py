@@ -31,9 +31,9 @@ def decided_by_floats(method: Any, step: int = 1) -> list[bool]:
     rows = jax.ShapeDtypeStruct((2,), jnp.int32)
     caches = programs.abstract_caches(setup, 2, 256, 32)
     caches = jax.eval_shape(lambda c, n: programs.finish_context(setup, c, n, 32), caches, rows)
-    if method.info.shrinks:
-        shrink = functools.partial(programs.finish_question, setup, reserve=32)
-        caches = jax.eval_shape(shrink, caches, rows)
+    if method.info.answers_apart:
+        finish = functools.partial(programs.finish_question, setup, reserve=32)
+        caches = jax.eval_shape(finish, caches, rows)
     ones = np.ones((2, 1), np.int32)
     segment = decode_segment(ones, ones, np.zeros(2, bool), step_variant(method, step))
     params = jax.eval_shape(lambda: init_params(config, mesh, seed=0, dtype=jnp.float32))

@@ -55,7 +55,7 @@ def steps(
     caches = programs.finish_context(setup, caches, total, reserve)
     for segment in engine.method.segments(engine.prompt("question", slots, question=questions)):
         yield run(segment)
-    if engine.method.info.shrinks:
+    if engine.method.info.answers_apart:
         caches = programs.finish_question(setup, caches, total, reserve=reserve)
     ones = np.ones((len(contexts), 1), np.int32)
     done = np.zeros(len(contexts), bool)

@@ -155,8 +155,8 @@ def caches_after(name, kv="int8", **settings):
     taken = None
     with engine.asked(context, False) as run:
         engine.read_question(run, context, engine.padded(questions))
-        if engine.method.info.shrinks:
-            engine.shrink(run, context, 2, False)
+        if engine.method.info.answers_apart:
+            engine.answer_apart(run, context, 2, False)
         taken = jax.tree.map(np.asarray, run.caches[0])
     stream.close()
     return taken

@@ -58,7 +58,7 @@ def read_context(engine, rows, context, question) -> tuple[Any, Any]:
 
 
 def read_question(engine, cache, run, rows, question):
-    """The cache after the question, before it shrinks."""
+    """The cache after the question, before the answer has its own."""
     prompt = engine.prompt("question", 0, question=[question] * rows)
     for segment in engine.method.segments(prompt):
         cache, _ = run(cache, segment)
@@ -87,7 +87,7 @@ def tokens_read(engine, question, answer):
     cache = jax.tree.map(lambda leaf: marked if leaf is holder.v else leaf, cache)
     cache = method.fork(cache)
     cache = read_question(engine, cache, run, rows, question)
-    if method.info.shrinks:
+    if method.info.answers_apart:
         total = jnp.full(rows, LENGTH, jnp.int32)
         (cache,) = programs.finish_question(engine.setup, (cache,), total=total, reserve=RESERVE)
     ones, going = np.ones((rows, 1), np.int32), np.zeros(rows, bool)
@@ -126,8 +126,8 @@ def test_append_only_is_whether_a_fork_shares_the_buffers(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_keeps_all_and_shrinks_are_what_becomes_of_the_memory(name):
-    """With a text 200 tokens longer all keys take more of it; what shrinks does for the answer."""
+def test_keeps_all_and_answers_apart_are_what_becomes_of_the_memory(name):
+    """With a text 200 tokens longer all keys take more; an answer apart has other arrays."""
     engine, (question, _) = engine_of(name), QUESTIONS[0]
     sizes = []
     for length in (200, 400):
@@ -135,7 +135,7 @@ def test_keeps_all_and_shrinks_are_what_becomes_of_the_memory(name):
         before = num_bytes(context.usable_caches())
         list(engine.stream(context, [question], max_tokens=1))
         sizes.append(context.answering_bytes)
-        assert (sizes[-1] < before) == engine.method.info.shrinks
+        assert (sizes[-1] != before) == engine.method.info.answers_apart
     # Keys and values of two heads, 8 float32 numbers each.
     grown = (sizes[1] - sizes[0]) // (2 * 2 * 8 * 4)
     assert grown >= 128 if engine.method.info.keeps_all else grown == 0
