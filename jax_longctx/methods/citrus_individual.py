@@ -57,6 +57,7 @@ class CitrusIndividual(ByLayer):
         part = side_by_side((chunk.out, chunk.lse), (probe.out, probe.lse))
         return part, ThreadCaches(self.evict(chunk), self.evict(joins))
 
-    def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> BudgetCache:
-        """The task thread's cache alone."""
-        return cache.task
+    def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
+        """The task thread's cache alone goes on."""
+        task = cache.task if stage == "context" else cache
+        return super().finish(task, ctx, stage, reserve)

@@ -18,6 +18,9 @@ The protocol says when tokens leave:
   chunk may leave, down to budget - chunk; then the chunk joins. The question first attends to the
   cache without joining it (`probe`) and evicts once more. Then it is read; the answer grows the
   cache.
+
+Where what leaves while answering does not depend on attention, the answer has a cache of its own
+(`AnswerCache`), in which no key moves.
 """
 
 import dataclasses
@@ -29,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jax_longctx.caches import BudgetCache, choose, drop_oldest, empty_budget_cache
+from jax_longctx.caches import BudgetCache, choose, drop_oldest, empty_budget_cache, write_rows
 from jax_longctx.contract import (
     CHUNK_ROWS,
     QKV,
@@ -46,18 +49,46 @@ from jax_longctx.contract import (
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import least_window
+from jax_longctx.parts.partial import FifoCache, padded
+from jax_longctx.sharding import axes_field
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.common import AnyCache, Stored, merge
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.plane import part_of
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
-from pallas_kernels.quantised import dequantised
+from pallas_kernels.quantised import dequantised, stored_as
 
 # Most questions are shorter: programs for them serve one another.
 LEAST_QUESTION = 32
 
 Positions = Literal["shifted", "true"]
 Protocol = Literal["own", "citrus"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AnswerCache:
+    """What an answer reads and joins: keys under rotary embedding, which stay where they are.
+
+    With shifted positions the answer's tokens stand at the numbers that follow the question's, and
+    those that no token has left stand as they did. As tokens leave, the distance of a query to each
+    key of the window stays what it is between their slots. The first tokens' keys alone must come
+    nearer: they are rotated anew for each step.
+
+    Attributes:
+      store: all keys and values; its first tokens never leave.
+      sinks: with shifted positions, the F first tokens' keys before rotary embedding.
+      budget: tokens that stay after a step; None where all do.
+    """
+
+    store: FifoCache
+    sinks: Float[Array, "B K F H"] | None = axes_field("batch", "kv_heads", None, None)
+    budget: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def limit(self) -> int:
+        """Tokens that a step reads at most, its own included."""
+        return self.store.capacity if self.budget is None else self.budget + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +244,11 @@ class Evicting(Registered):
         """Least tokens that the ranking always keeps."""
         return 1
 
+    @property
+    def answers_apart(self) -> bool:
+        """Whether age alone decides what leaves while answering, if anything does."""
+        return self.protocol == "citrus" or self.first is not None
+
     def __post_init__(self) -> None:
         self.at_least(1, "chunk")
         citrus = self.protocol == "citrus"
@@ -286,7 +322,9 @@ class Evicting(Registered):
         return max(least, 1 << (longest - 1).bit_length())
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
-        if self.protocol == "citrus" and segment.role in ("query", "decode"):
+        if isinstance(cache, AnswerCache):
+            return self.answer(new, cache, segment, ctx)
+        if self.protocol == "citrus" and segment.role == "query":
             return self.read_and_append(new, cache, segment, ctx)
         seen = self.look(new, cache, segment, ctx)
         return (seen.out, seen.lse), self.evict(seen)
@@ -315,15 +353,34 @@ class Evicting(Registered):
         self, new: QKV, cache: BudgetCache, segment: Segment, ctx: LayerContext
     ) -> tuple[Attended, BudgetCache]:
         """Attention over the cache and the text's columns, which join it without eviction."""
+        seen = self.look(new, cache, segment, ctx)
+        return (seen.out, seen.lse), cache.append(seen.store_k, seen.v, segment.valid_of())
+
+    def answer(
+        self, new: QKV, cache: AnswerCache, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, AnswerCache]:
+        """One token joins, reads all, and the oldest that may leave does if the cache is full."""
         q, k, v = new
-        valid_B = segment.valid_of()
-        if q.shape[1] > 1:
-            seen = self.look(new, cache, segment, ctx)
-            return (seen.out, seen.lse), cache.append(seen.store_k, v, valid_B)
-        q, _, store = self._rotated(q, k, cache, ctx)
-        cache = cache.append(store, v, valid_B)
-        part = decode_attention(q, self._keys(cache, ctx), cache.v, cache.length, scale=ctx.scale)
-        return part, cache
+        store, sinks, valid_B = cache.store, cache.sinks, segment.valid_of()
+        ctx, limit, number_B = self._bounded(ctx), cache.limit, cache.store.number
+        at_B1 = store.position[:, None]
+        if self.positions == "shifted":
+            at_B1 = number_B[:, None]
+            # As the context's keys were stored.
+            k = dequantised(stored_as(store.v, k))
+        if sinks is not None:
+            assert store.k is not None
+            first_F = jnp.arange(sinks.shape[2])
+            joins_BF = (first_F == at_B1) & (valid_B > 0)[:, None]
+            sinks = jnp.where(joins_BF[:, None, :, None], jnp.swapaxes(k, 1, 2), sinks)
+            left_B1 = jnp.maximum(at_B1 + 1 - limit, 0)
+            nearer = ctx.rotate(jnp.swapaxes(sinks, 1, 2), first_F + left_B1)
+            held_B = jnp.minimum(number_B, sinks.shape[2])
+            moved = write_rows(store.k, nearer, jnp.zeros_like(number_B), held_B)
+            store = dataclasses.replace(store, k=moved)
+        store = store.push(ctx.rotate(k, at_B1), v, valid_B, limit)
+        part = store.read(ctx.rotate(q, at_B1), limit, ctx.scale)
+        return part, dataclasses.replace(cache, store=store, sinks=sinks)
 
     def _bounded(self, ctx: LayerContext) -> LayerContext:
         """A rotary base that follows the length must follow the largest position."""
@@ -380,14 +437,36 @@ class Evicting(Registered):
         return choose(cache, seen.store_k, seen.v, *kept, one=one)
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
-        """Nothing changes at the end of the context."""
-        return cache
+        """Nothing changes at the end of the context; after the question keys are rotated."""
+        if stage == "context":
+            return cache
+        own, slots = self.protocol == "own", cache.k.shape[2]
+        first = self.first if own and self.first else 0
+        more = padded(self.budget + 1) - slots if own else 0
+        k, v = (
+            jax.tree.map(
+                lambda x: jnp.pad(x, [(0, 0)] * 2 + [(0, more)] + [(0, 0)] * (x.ndim - 3)), x
+            )
+            for x in (self._keys(cache, ctx), cache.v)
+        )
+        held_BC = jnp.arange(slots) < cache.length[:, None]
+        chosen = jnp.where(held_BC[:, None], cache.token, -1)
+        counts = (cache.length, jnp.zeros_like(cache.length), cache.position)
+        axes = {"chosen_axis": cache.slots_axis, "slots_axis": cache.slots_axis}
+        store = FifoCache(chosen, *counts, k, v, **axes, first=first)
+        turns = first and self.positions == "shifted"
+        sinks = dequantised(cache.k)[:, :, :first] if turns else None
+        return AnswerCache(store, sinks, self.budget if own else None)
 
     def fork(self, cache: Any) -> Any:
         """A copy: decode evicts, and evicted tokens cannot come back."""
         return jax.tree.map(jnp.copy, cache)
 
-    def read_bytes(self, cache: BudgetCache, length: int) -> int:
-        """Every slot's key and value; where decode evicts, also token indices and sums."""
-        answering = (cache.k, cache.v) if self.protocol == "citrus" else cache
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(answering))
+    def read_bytes(self, cache: Any, length: int) -> int:
+        """Every slot's key and value; where decode ranks tokens, also their indices and sums."""
+        if not isinstance(cache, AnswerCache):
+            return sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+        store = cache.store
+        assert store.k is not None and store.v is not None
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves((store.k, store.v)))
+        return held * cache.limit // store.capacity

@@ -4,7 +4,8 @@ Tokens are chosen by pooled scores (`pooled_scores`, `best_last`). Each kv head 
 them, the first to leave first; new tokens are pushed behind. The i-th of all these lies in slot
 i modulo `limit`, so a push writes one slot in place. With limit = budget + 1 that is the slot of
 the token that left before: a step appends its token, then reads budget + 1 tokens. Under a limit
-that is never reached the cache grows. Rows may have different budgets.
+that is never reached the cache grows. Rows may have different budgets. The `first` of all tokens
+may never leave: the others then lie in the slots behind them, modulo the limit less `first`.
 
 A push writes no token index: pushed tokens follow each other in the text, so the list and three
 numbers a row give the token of each slot.
@@ -50,6 +51,7 @@ class FifoCache:
         step gathers them from the full cache.
       chosen_axis: the logical axis of M, `share` where budgets are shares of the slots.
       slots_axis: that of the slots: `room` where no token leaves, else `chosen_axis`.
+      first: tokens that never leave.
     """
 
     chosen: Int[Array, "B K M"] = axes_field("batch", "kv_heads", OwnAxis("chosen_axis"))
@@ -58,12 +60,13 @@ class FifoCache:
     position: Int[Array, " B"] = axes_field("batch")
     k: AnyCache | None = axes_field("batch", "kv_heads", OwnAxis("slots_axis"), None, in_place=True)
     v: AnyCache | None = axes_field("batch", "kv_heads", OwnAxis("slots_axis"), None, in_place=True)
-    chosen_axis: Literal["budget", "share"] = dataclasses.field(
+    chosen_axis: Literal["room", "share", "budget"] = dataclasses.field(
         default="budget", metadata={"static": True}
     )
     slots_axis: Literal["room", "share", "budget"] = dataclasses.field(
         default="room", metadata={"static": True}
     )
+    first: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
     def capacity(self) -> int:
@@ -75,9 +78,14 @@ class FifoCache:
         assert self.k is not None and self.v is not None
         return decode_attention(q, self.k, self.v, self.length(limit), scale=scale)
 
+    @property
+    def number(self) -> Int[Array, " B"]:
+        """Tokens of each row so far, those that left included."""
+        return self.count + self.pushed
+
     def length(self, limit: Count) -> Int[Array, " B"]:
         """Number of slots that hold a token."""
-        return jnp.minimum(self.count + self.pushed, limit)
+        return jnp.minimum(self.number, limit)
 
     def push(
         self,
@@ -87,7 +95,8 @@ class FifoCache:
         limit: Count,
     ) -> "FifoCache":
         """Adds one token to each row in place; a row with `valid[b]` 0 keeps its tokens."""
-        slot_B = (self.count + self.pushed) % limit
+        later_B = self.first + (self.number - self.first) % (limit - self.first)
+        slot_B = jnp.where(self.number < self.first, self.number, later_B)
         return dataclasses.replace(
             self,
             pushed=self.pushed + valid,
@@ -99,10 +108,10 @@ class FifoCache:
     def tokens(self, limit: Count, slots: int) -> Int[Array, "B K C"]:
         """Index in the text of the token in each of the first `slots`, -1 where there is none."""
         slots_C = jnp.arange(slots)
-        written_B1 = (self.count + self.pushed)[:, None]
-        limit_B1 = jnp.broadcast_to(limit, self.count.shape)[:, None]
-        # The newest of all tokens whose number is the slot modulo the limit.
-        number_BC = slots_C + limit_B1 * ((written_B1 - 1 - slots_C) // limit_B1)
+        turn_B1 = jnp.broadcast_to(limit - self.first, self.count.shape)[:, None]
+        turns_BC = (self.number[:, None] - 1 - slots_C) // turn_B1
+        # The newest of all tokens that were pushed into the slot.
+        number_BC = slots_C + turn_B1 * jnp.where(slots_C < self.first, 0, turns_BC)
         later_BC = (self.position - self.pushed - self.count)[:, None] + number_BC
         size = self.chosen.shape[2]
         chosen_BKC = jnp.pad(self.chosen, ((0, 0), (0, 0), (0, max(slots - size, 0))))

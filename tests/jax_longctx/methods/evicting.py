@@ -12,6 +12,7 @@ from jax_longctx.contract import Prompt, Segment, chunk_segments
 from jax_longctx.engine import Context, Engine, programs
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.parts.evicting import AnswerCache
 from tests.jax_longctx.methods.harness import steps
 from tests.jax_longctx.methods.oracles.evictors import THETA, Evicting
 from tests.oracle import causal_attend, forward, to_numpy
@@ -45,11 +46,32 @@ def kept_tokens(caches: Sequence[Any]) -> list[list[list[tuple[int, ...]]]]:
     """Kept tokens by layer, row and kv head."""
     return [
         [
-            [tuple(int(t) for t in head[:length]) for head in row]
-            for row, length in zip(np.asarray(c.token), np.asarray(c.length), strict=True)
+            [
+                answer_tokens(cache, head)
+                if isinstance(cache, AnswerCache)
+                else tuple(int(t) for t in head[:length])
+                for head in row
+            ]
+            for row, length in zip(*_tokens(cache), strict=True)
         ]
-        for c in caches
+        for cache in caches
     ]
+
+
+def _tokens(cache: Any) -> tuple[np.ndarray, np.ndarray]:
+    if not isinstance(cache, AnswerCache):
+        return np.asarray(cache.token), np.asarray(cache.length)
+    store, limit = cache.store, cache.limit
+    return np.asarray(store.tokens(limit, store.capacity)), np.asarray(store.length(limit))
+
+
+def answer_tokens(cache: AnswerCache, slots: np.ndarray) -> tuple[int, ...]:
+    """The tokens in a head's slots that the next step will read beside its own."""
+    kept = sorted(int(token) for token in slots if token >= 0)
+    if cache.budget is not None and len(kept) > cache.budget:
+        # The next token is written over it.
+        del kept[cache.store.first]
+    return tuple(kept)
 
 
 def compare(
@@ -67,15 +89,14 @@ def compare(
     """
     params = oracle_params(engine)
     oracles = [Evicting(engine.config, params, rule, engine.method) for _ in contexts]
-    evicted, shapes = False, None
+    evicted, shapes = False, {}
     for step in steps(engine, contexts, questions, answers, RESERVE):
         if evicted and step.segment.role == until:
             break
         got = kept_tokens(step.caches)
         # A loop over decode steps carries the caches: nothing about their arrays may change.
         now = [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(step.caches)]
-        assert now == (shapes or now)
-        shapes = now
+        assert now == shapes.setdefault(type(step.caches[0]), now)
         # What only joins has no statistics: nothing is ranked any more.
         looks = oracles[0].method.protocol == "own" or step.segment.role in ("context", "probe")
         for b, oracle in enumerate(oracles):
@@ -86,7 +107,8 @@ def compare(
                 np.testing.assert_allclose(step.logits[b, :size], expected, atol=1e-4)
             for cache, kept, layer in zip(step.caches, got, oracle.layers, strict=True):
                 assert kept[b] == [tuple(head) for head in layer.token]
-                assert int(cache.position[b]) == oracle.position
+                store = cache.store if isinstance(cache, AnswerCache) else cache
+                assert int(store.position[b]) == oracle.position
                 evicted |= len(layer.token[0]) < oracle.position
                 for head in range(len(layer.sums) if looks and sums else 0):
                     mine = np.asarray(cache.statistics)[b, head, : len(kept[b][head])]
@@ -122,11 +144,14 @@ def _read(engine: Engine, contexts: Sequence[Sequence[int]]) -> Context:
 def _ask(engine: Engine, context: Context, questions: Any, answers: Any) -> list[np.ndarray]:
     caches = tuple(programs.fork(engine.method, cache) for cache in context.usable_caches())
     segments = list(engine.method.segments(Prompt("question", engine.chunk, question=questions)))
+    asked = len(segments)
     for column in zip(*answers, strict=True):
         (segment,) = chunk_segments([[token] for token in column], 1, "decode")
         segments.append(segment)
     logits = []
-    for segment in segments:
+    for number, segment in enumerate(segments):
+        if number == asked and engine.method.info.answers_apart:
+            caches = programs.finish_question(engine.setup, caches, context.total, RESERVE)
         caches, block = _run(engine, caches, segment, context.total)
         real = np.arange(block.shape[1]) < np.asarray(segment.valid)
         logits.append(block * real[..., None])

@@ -16,6 +16,7 @@ from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.methods.citrus_individual import ThreadCaches
 from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.methods.evicting import kept_tokens
 from tests.jax_longctx.methods.harness import Step, last_logits, steps
 from tests.jax_longctx.methods.oracles.citrus import Rule, read
 from tests.oracle import causal_attend, forward, to_numpy
@@ -77,18 +78,10 @@ def _threads(caches: Sequence[Any]) -> list[list[Any]]:
 
 def _seen(step: Step) -> Seen:
     threads = _threads(step.caches)
-    kept = [
-        [
-            [
-                [tuple(int(t) for t in head[:length]) for head in row]
-                for row, length in zip(np.asarray(c.token), np.asarray(c.length), strict=True)
-            ]
-            for c in thread
-        ]
-        for thread in threads
-    ]
+    kept = [kept_tokens(thread) for thread in threads]
     logits = [block[:n] for block, n in zip(step.logits, step.valid, strict=True)]
-    sums = [None if c.statistics is None else np.asarray(c.statistics)[..., 0] for c in threads[-1]]
+    sums = [getattr(cache, "statistics", None) for cache in threads[-1]]
+    sums = [None if each is None else np.asarray(each)[..., 0] for each in sums]
     return Seen(step.segment.role, kept, logits, sums)
 
 
