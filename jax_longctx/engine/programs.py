@@ -315,7 +315,7 @@ def copied_layer(run: Any, layer: Int[Any, ""]) -> Any:
 
     def copied(node: Any) -> Any:
         if isinstance(node, Offloaded):
-            return (_planes(node, layer) if isinstance(run, Stacked) else node).resident()
+            return (_planes(node, layer) if isinstance(run, Stacked) else node).on_device()
         return _of_layer(node, layer) if isinstance(run, Stacked) else jnp.copy(node)
 
     cache = run.cache if isinstance(run, Stacked) else run

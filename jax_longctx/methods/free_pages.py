@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import append, read_lines
+from jax_longctx.caches import read_lines
 from jax_longctx.contract import (
     ENDS,
     QKV,
@@ -152,7 +152,7 @@ class FreePages(Appending):
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         (q, k, v), valid_B, past_B = new, segment.valid_of(), cache.store.length
-        store = append(cache.store, k, v, valid_B, ctx)
+        store = cache.store.append(k, v, valid_B, ctx)
         cache = dataclasses.replace(cache, store=store)
         cache = self.pages.refreshed(cache, past_B, q.shape[1], ctx)
         scope = self.choose(q, cache, valid_B, ctx, rank=segment.variant != WHOLE)
