@@ -7,6 +7,7 @@ from jax_longctx.contract.context import (
     OwnSlots,
     SlotLayout,
     WithCache,
+    rope_angles,
 )
 from jax_longctx.contract.merging import Attended
 from jax_longctx.contract.method import (
@@ -78,6 +79,7 @@ __all__ = [
     "own_tokens",
     "question_segments",
     "reach",
+    "rope_angles",
     "spread_segment",
     "step_variant",
     "stripes",

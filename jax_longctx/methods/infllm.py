@@ -47,7 +47,6 @@ from jax_longctx.contract import (
     question_segments,
 )
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.rope import attention_factor
 from jax_longctx.parts.appending import Appending, least_window
 from jax_longctx.parts.unit_memory import Layout, UnitMemory, best_units, empty_unit_memory
 from jax_longctx.parts.windowed_attention import (
@@ -204,7 +203,7 @@ class InfLLM(Appending):
         far = self.n_local - 1 if self.far_distance is None else self.far_distance
         rotated = ctx.rotate(q, np.full((1, q.shape[1]), far, np.int32))
         # Rotated keys carry the factor of their own embedding; far ones do not.
-        return rotated * attention_factor(ctx.rope)
+        return rotated * ctx.rope.scale
 
     def read_bytes(self, cache: UnitMemory, length: int) -> int:
         everything = super().read_bytes(cache.store, length)
