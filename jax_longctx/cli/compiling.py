@@ -42,7 +42,7 @@ class Compiling:
     def watching(self) -> Iterator[None]:
         """While the command runs. Imports JAX."""
         with self._terminal.starting():
-            from jax_longctx.engine.ahead import CompileClock
+            from jax_longctx.engine.programs import CompileClock
 
         with CompileClock() as self.clock:
             yield
