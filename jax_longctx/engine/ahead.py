@@ -13,6 +13,8 @@ compiling it. Programs that an earlier process has stored are neither traced nor
 
 import collections
 import contextlib
+import hashlib
+import json
 import logging
 import os
 import time
@@ -20,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +35,14 @@ from jax_longctx.engine.programs import Program, calls_to
 from jax_longctx.errors import LongctxError
 from jax_longctx.sharding import HOST, logical_sharding, tree_shardings
 
+if TYPE_CHECKING:
+    from jax_longctx.engine.engine import Engine
+
 # Most programs that compile at a time; each of a large model takes a few GiB of the host's memory.
 WORKERS = 8
+# In the folder of the persistent cache: how long compilation took last time, by what was compiled.
+TIMES = "compile-times.json"
+MOST_TIMES = 500
 
 _logger = logging.getLogger(__name__)
 
@@ -275,3 +283,53 @@ def _zeros(leaf: Any, sharding: Any) -> Any:
     if few or sharding.memory_kind == HOST:
         return jax.device_put(np.zeros(leaf.shape, leaf.dtype), sharding)
     return jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
+
+
+def key_of(engine: "Engine") -> str:
+    """What compilation takes equally long for: model, method, mesh, device and chunk."""
+    setup = engine.setup
+    facts = (
+        setup.config,
+        setup.method,
+        dict(engine.mesh.shape),
+        engine.mesh.devices.flat[0].device_kind,
+        str(setup.dtype),
+        setup.chunk,
+        setup.by_layer,
+        *(() if setup.kv is None else (setup.kv,)),
+        *(() if setup.weights is None else ("weights", setup.weights)),
+        *(() if setup.offload is None else (setup.offload,)),
+    )
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def read_times() -> dict[str, float]:
+    """Seconds by key; empty where there are none, or none that can be read."""
+    file = _times_file()
+    try:
+        found = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: value for key, value in found.items() if isinstance(value, float)}
+
+
+def write_time(key: str, seconds: float) -> None:
+    """Notes the seconds; a folder that cannot be written to is no error."""
+    file = _times_file()
+    if file is None:
+        return
+    times = read_times()
+    times.pop(key, None)
+    kept = [*times.items(), (key, round(seconds, 3))][-MOST_TIMES:]
+    partial = file.with_name(f"{file.name}.{time.time_ns()}")
+    with contextlib.suppress(OSError):
+        partial.write_text(json.dumps(dict(kept)), encoding="utf-8")
+        partial.replace(file)
+
+
+def _times_file() -> Path | None:
+    folder = jax.config.jax_compilation_cache_dir
+    # The folder may be in a bucket, which `Path` cannot name.
+    return None if folder is None or "://" in folder else Path(folder) / TIMES
