@@ -11,6 +11,9 @@ from jax_longctx.contract.context import (
 )
 from jax_longctx.contract.merging import Attended
 from jax_longctx.contract.method import (
+    CHUNK_ROWS,
+    ENDS,
+    INSTRUCTION_ROWS,
     REGISTERED,
     CacheShape,
     Method,
@@ -18,30 +21,25 @@ from jax_longctx.contract.method import (
     Phase,
     Planned,
     PrefillWork,
-    Registered,
-    cannot_offload,
-    method,
-    own_tokens,
-    reach,
-    step_variant,
-    stripes,
-)
-from jax_longctx.contract.segments import (
-    CHUNK_ROWS,
-    ENDS,
-    INSTRUCTION_ROWS,
     Prompt,
+    Registered,
     Role,
     RowGroup,
     Segment,
     Stage,
     beside,
+    cannot_offload,
     chunk_segments,
     decode_segment,
     make_segment,
     mark_ends,
+    method,
+    own_tokens,
     question_segments,
+    reach,
     spread_segment,
+    step_variant,
+    stripes,
     tail_size,
 )
 
