@@ -21,6 +21,9 @@ There are two modes (`Setup.by_layer`). Neither compiles every layer of the mode
   the layer's program once for each layer. Weights and caches are a layer apart.
 
 In the first mode the pieces are jitted too, and become parts of the one program.
+
+Each is a `Program`, whose calls a rehearsal can take in its place (`engine.ahead`). `CompileClock`
+tells how long a thread compiled.
 """
 
 import contextlib
