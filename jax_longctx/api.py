@@ -38,7 +38,7 @@ from jax_longctx.engine import (
     RunningBatch,
     Sampling,
 )
-from jax_longctx.engine.ahead import Compilation, abstract_params
+from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import Fetched, Footprint, footprint
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS, NOT_FINITE
@@ -48,6 +48,7 @@ from jax_longctx.errors import CapacityError, ConfigError, InputError, TrainedLe
 from jax_longctx.memory import allow_pinned
 from jax_longctx.methods import METHODS, STUDIES, Full
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.llama import abstract_params
 from jax_longctx.models.storage import Manifest, load_params, read_manifest, tokenizer_folder
 from jax_longctx.settings import DTYPES, check_name, weights_form
 from jax_longctx.sharding import make_mesh

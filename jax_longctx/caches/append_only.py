@@ -27,12 +27,12 @@ class Rewinding:
     A field `context_x` holds what `x` was there. Fields that are such dataclasses go back too.
     """
 
-    def end_context(self) -> Any:
-        """Remembers where the context ends."""
+    def end_context(self, reserve: int) -> Any:
+        """Remembers where the context ends; `reserve` tokens will follow at most."""
         changes: dict[str, Any] = {}
         for name, value in vars(self).items():
             if isinstance(value, Rewinding):
-                changes[name] = value.end_context()
+                changes[name] = value.end_context(reserve)
             elif name.startswith("context_"):
                 changes[name] = getattr(self, name.removeprefix("context_"))
         return dataclasses.replace(cast(Any, self), **changes)
@@ -86,6 +86,59 @@ class AppendCache(Rewinding):
     def store(self) -> "AppendCache":
         """Itself. Other caches hold one as their field `store`."""
         return self
+
+    def append(
+        self,
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        valid: Int[Array, " B"],
+        ctx: LayerContext,
+    ) -> "AppendCache":
+        """Appends each row's first `valid[b]` tokens; a row with none is left as it is."""
+        return dataclasses.replace(
+            self,
+            k=write_run(self.k, k, self.length, valid, ctx),
+            v=write_run(self.v, v, self.length, valid, ctx),
+            length=self.length + valid,
+            position=self.position + valid,
+        )
+
+    # What a store in the host's memory does otherwise (`Offloaded`).
+
+    def on_device(self) -> "AppendCache":
+        """The store with all keys and values on the device."""
+        return self
+
+    @property
+    def buffers(self) -> tuple[AnyCache, AnyCache]:
+        """The keys and values on the device to which `placed`, `span` and `brought` refer."""
+        return self.k, self.v
+
+    def placed(self, slots: Int[Array, "B ..."], page: int = 1) -> Int[Array, "B ..."]:
+        """Where this shard's `slots`, or pages of `page` slots, lie in `buffers`; -1 for negatives.
+
+        They are among the first or the newest tokens that every step reads.
+        """
+        return slots
+
+    def span(self, start: Int[Array, " B"], stop: Int[Array, " B"]) -> tuple[Array, Array]:
+        """The slots of `buffers` that hold start <= slot < stop; `start` is not behind the head.
+
+        Pages of the working set lie among them.
+        """
+        return start, stop
+
+    def brought(
+        self, pages: Int[Array, "B Y C"], valid: Int[Array, " B"], ctx: LayerContext, *, step: bool
+    ) -> tuple["AppendCache", Int[Array, "B Y C"]]:
+        """The store with these of its pages on the device, and where they lie in its `buffers`.
+
+        Args:
+          pages: this shard's, of all heads, of each kv head or of each query head; -1 for none.
+          valid: tokens of each row; the pages of a row without any are not brought.
+          step: whether this is a decode step, which is counted.
+        """
+        return self, pages
 
 
 def with_store(cache: Any, store: AppendCache) -> Any:
@@ -222,23 +275,6 @@ def _write_lines(buffer: Array, new_BKTH: Array, start: Array, valid: Array, fir
     new_EH = new_BKTH.reshape(-1, *width)  # [B*K*T, H]
     flat = flat.at[line_BKT.reshape(-1)].set(new_EH, mode="drop", unique_indices=True)
     return flat.reshape(buffer.shape)
-
-
-def append(
-    cache: AppendCache,
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    valid: Int[Array, " B"],
-    ctx: LayerContext,
-) -> AppendCache:
-    """Appends each row's first `valid[b]` tokens; a row with none is left as it is."""
-    return dataclasses.replace(
-        cache,
-        k=write_run(cache.k, k, cache.length, valid, ctx),
-        v=write_run(cache.v, v, cache.length, valid, ctx),
-        length=cache.length + valid,
-        position=cache.position + valid,
-    )
 
 
 def local_slots(

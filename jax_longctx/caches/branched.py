@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches.append_only import AppendCache, append
+from jax_longctx.caches.append_only import AppendCache
 from jax_longctx.contract import Attended, LayerContext, SlotLayout
 from jax_longctx.sharding import Leaf, axes_field, axes_of
 from pallas_kernels.common import AnyCache, merge
@@ -89,18 +89,19 @@ class Branched:
         """The same with other entries of the rows' own."""
         return dataclasses.replace(self, own=own)
 
+    def append(
+        self,
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        valid: Int[Array, " B"],
+        ctx: LayerContext,
+    ) -> "Branched":
+        """Of a store: as `AppendCache.append`."""
+        return self.with_own(self.own.append(k, v, valid, ctx))
 
-def append_to(
-    store: AppendCache | Branched,
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    valid: Int[Array, " B"],
-    ctx: LayerContext,
-) -> AppendCache | Branched:
-    """`append` for rows that may share a context."""
-    if isinstance(store, Branched):
-        return store.with_own(append(store.own, k, v, valid, ctx))
-    return append(store, k, v, valid, ctx)
+    def brought(self, pages: Array, valid: Array, ctx: LayerContext, *, step: bool) -> Any:
+        """Of a store: as `AppendCache.brought`."""
+        return self, pages
 
 
 def attend_branched(q: Float[Array, "B 1 N H"], store: Branched, ctx: LayerContext) -> Attended:

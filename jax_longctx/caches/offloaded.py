@@ -11,7 +11,7 @@ row, the pool:
 - the tail: the newest tokens, from slot `base` on.
 
 While a text is read, every chunk is written to the tail and, in whole pages, to the host. The tail
-moves on with the text. `settled` ends that: from there on the tail has room for question and
+moves on with the text. `end_context` ends that: from there on the tail has room for question and
 answer, which stay on the device, so decode steps write nothing to the host. The host's pages do not
 change either, so the working set stays valid from question to question.
 
@@ -42,7 +42,6 @@ from jax_longctx.caches.append_only import (
     write_rows,
 )
 from jax_longctx.caches.branched import Branched
-from jax_longctx.caches.branched import append_to as append_resident
 from jax_longctx.caches.working_set import Fetches, WorkingSet, empty_working_set
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.errors import ConfigError
@@ -149,17 +148,14 @@ class Offloaded(Rewinding):
     # The pool.
 
     def placed(self, slots: Int[Array, "B ..."], page: int = 1) -> Int[Array, "B ..."]:
-        """Slots of the head or the tail, or pages of `page` slots, as those of the pool.
-
-        -1 for negative ones, and for those that the pool has no room for.
-        """
+        """As `AppendCache.placed`, of the head or the tail; -1 where the pool has no room too."""
         base, each = _beside(self.base // page, slots), self.page // page
         in_head = (base > 0) & (slots < self.head * each)
         at = jnp.where(in_head, slots, slots - base + self.before_tail * each)
         return jnp.where((slots < 0) | (at >= self.pool_k.shape[2] // page), -1, at)
 
     def span(self, start: Int[Array, " B"], stop: Int[Array, " B"]) -> tuple[Array, Array]:
-        """The pool's slots that hold start <= slot < stop, where `start` is not behind the head."""
+        """As `AppendCache.span`."""
         begin = jnp.where(self.base > 0, start, self.placed(start))
         ends = (self.base > 0) & (stop <= self.head * self.page)
         return begin, jnp.where(ends, stop, stop - self.base + self.before_tail * self.page)
@@ -181,10 +177,12 @@ class Offloaded(Rewinding):
         valid: Int[Array, " B"],
         ctx: LayerContext,
     ) -> "Offloaded":
-        """As `append`."""
+        """As `AppendCache.append`."""
         store = self if self.settled else self._moved_on()
         at = store.length - store.base + store.before_tail * store.page
-        pools = [write_rows(x, new, at, valid) for x, new in zip(store.pools, (k, v), strict=True)]
+        pools = [
+            write_rows(x, new, at, valid) for x, new in zip(store.buffers, (k, v), strict=True)
+        ]
         if not store.settled and store.head:
             few = jnp.clip(store.head * store.page - store.length, 0, valid)
             news = (k, v)
@@ -198,8 +196,8 @@ class Offloaded(Rewinding):
         return store if store.settled else store._kept(begin, k.shape[1])
 
     @property
-    def pools(self) -> tuple[AnyCache, AnyCache]:
-        """Those of keys and of values."""
+    def buffers(self) -> tuple[AnyCache, AnyCache]:
+        """The pools of keys and of values."""
         return self.pool_k, self.pool_v
 
     def with_pools(self, pools: Any) -> "Offloaded":
@@ -223,7 +221,8 @@ class Offloaded(Rewinding):
         first = self.before_tail * self.page
         size = self.pool_k.shape[2] - first
         pools = [
-            _write_at(x, _shifted(cut(x, first, size), base - self.base), first) for x in self.pools
+            _write_at(x, _shifted(cut(x, first, size), base - self.base), first)
+            for x in self.buffers
         ]
         return dataclasses.replace(self.with_pools(pools), base=base)
 
@@ -236,7 +235,7 @@ class Offloaded(Rewinding):
 
         def row(index: Any, hosts: tuple[Any, ...]) -> tuple[Any, ...]:
             k, v, k_scales, v_scales = hosts
-            parts = [_row_of(x, index, at_B[index], run * self.page) for x in self.pools]
+            parts = [_row_of(x, index, at_B[index], run * self.page) for x in self.buffers]
             place = (index, first_B[index])
             k, v = (_to_host(x, part, place, run) for x, part in zip((k, v), parts, strict=True))
             if k_scales is not None:
@@ -252,34 +251,31 @@ class Offloaded(Rewinding):
         k, v, k_scales, v_scales = hosts
         return dataclasses.replace(self, k=k, v=v, k_scales=k_scales, v_scales=v_scales)
 
-    def settle(self, reserve: int) -> "Offloaded":
-        """The store at the end of the context, with room for `reserve` tokens; for `finish`."""
-        base, first = self._next_base(), self.before_tail * self.page
-        size = _tail(self.newest, self.page, max(reserve, self.chunk), first)
+    def end_context(self, reserve: int) -> "Offloaded":
+        """As of any store; the tail then has room for the `reserve` tokens."""
+        store = super().end_context(reserve)
+        base, first = store._next_base(), store.before_tail * store.page
+        size = _tail(store.newest, store.page, max(reserve, store.chunk), first)
 
         def tail(x: Any) -> Any:
-            moved = _shifted(cut(x, first, x.shape[2] - first), base - self.base)
+            moved = _shifted(cut(x, first, x.shape[2] - first), base - store.base)
             kept = jax.tree.map(lambda part: _resized(part, size), moved)
             return _joined(cut(x, 0, first), kept)
 
-        pools = [tail(x) for x in self.pools]
-        return dataclasses.replace(self.with_pools(pools), base=base, settled=True)
+        pools = [tail(x) for x in store.buffers]
+        return dataclasses.replace(store.with_pools(pools), base=base, settled=True)
 
     # Reading.
 
     def brought(
         self, pages: Int[Array, "B Y C"], valid: Int[Array, " B"], ctx: LayerContext, *, step: bool
-    ) -> "Offloaded":
-        """The store with the listed pages of the rows with valid tokens on the device.
-
-        Args:
-          pages: lists of all heads, of each kv head or of each query head; -1 for none.
-          step: whether this is a decode step, which is counted.
-        """
+    ) -> tuple["Offloaded", Int[Array, "B Y C"]]:
+        """As `AppendCache.brought`."""
         far = (pages >= self.head) & (pages < (self.base // self.page)[:, None, None])
         far &= (valid > 0)[:, None, None]
         frames, fetches = self.frames.taken(jnp.where(far, pages, -1), valid, ctx, step=step)
-        return dataclasses.replace(self.with_pools(self._fetched(fetches)), frames=frames)
+        store = dataclasses.replace(self.with_pools(self._fetched(fetches)), frames=frames)
+        return store, store.placed_pages(pages)
 
     def _fetched(self, fetches: Fetches) -> tuple[AnyCache, AnyCache]:
         """The pools with new pages in their frames."""
@@ -320,7 +316,7 @@ class Offloaded(Rewinding):
                 pools = fetch(number + offset, pools)
             return number + width, pools
 
-        carry = jnp.int32(0), self.pools
+        carry = jnp.int32(0), self.buffers
         for width in TURNS:
             if width > flat.size:
                 continue
@@ -331,13 +327,13 @@ class Offloaded(Rewinding):
             )
         return carry[1]
 
-    def resident(self) -> AppendCache:
+    def on_device(self) -> AppendCache:
         """All keys and values on the device, as an `AppendCache`: a copy, for a short time."""
         slots = self.sizes[2]
         first = self.before_tail * self.page
         hosts = ((self.k, self.k_scales), (self.v, self.v_scales))
         found = []
-        for pool, (host, scales) in zip(self.pools, hosts, strict=True):
+        for pool, (host, scales) in zip(self.buffers, hosts, strict=True):
             whole = _resized(_whole(host), slots)
             if isinstance(pool, Quantised):
                 whole = Quantised(whole, _resized(part_of(scales), slots), pool.dtype)
@@ -372,7 +368,7 @@ class Offloaded(Rewinding):
 
         Both contexts have ended. The row's keys and values are on the device meanwhile.
         """
-        whole, slots = given.row(row).resident(), self.frames.pages * self.page
+        whole, slots = given.row(row).on_device(), self.frames.pages * self.page
         k, v = (jax.tree.map(lambda part: _resized(part, slots), x) for x in (whole.k, whole.v))
         return self.filled(dataclasses.replace(whole, k=k, v=v), place)
 
@@ -387,7 +383,7 @@ class Offloaded(Rewinding):
         base = dataclasses.replace(self, length=ended, base=empty)._next_base()
         first = self.before_tail * self.page
         pools, hosts, scales = [], [], []
-        olds = zip(self.pools, (self.k, self.v), (self.k_scales, self.v_scales), strict=True)
+        olds = zip(self.buffers, (self.k, self.v), (self.k_scales, self.v_scales), strict=True)
         for x, (pool, host, scale) in zip((whole.k, whole.v), olds, strict=True):
             size = pool.shape[2] - first
 
@@ -574,58 +570,12 @@ def empty_store(shape: CacheShape, reads: Reads) -> AppendCache | Offloaded:
     )
 
 
-def append_to[S: Store](
-    store: S,
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    valid: Int[Array, " B"],
-    ctx: LayerContext,
-) -> S:
-    """`append` for any store."""
-    found: Any
-    if isinstance(store, Offloaded):
-        found = store.append(k, v, valid, ctx)
-    else:
-        found = append_resident(store, k, v, valid, ctx)
-    return found
-
-
-def on_device(store: AppendCache | Offloaded) -> AppendCache:
-    """The store with all keys and values on the device."""
-    return store.resident() if isinstance(store, Offloaded) else store
-
-
-def buffers(store: AppendCache | Offloaded) -> tuple[AnyCache, AnyCache]:
-    """The keys and values on the device to which `brought_pages` and `read_slots` refer."""
-    return store.pools if isinstance(store, Offloaded) else (store.k, store.v)
-
-
-def placed_slots(
-    store: AppendCache | Offloaded, slots: Int[Array, "B ..."], page: int = 1
-) -> Int[Array, "B ..."]:
-    """Where this shard's `slots`, or pages of `page` slots, lie in `buffers`; -1 for negative ones.
-
-    They are among the first or the newest tokens that every step reads.
-    """
-    return store.placed(slots, page) if isinstance(store, Offloaded) else slots
-
-
-def placed_span(
-    store: AppendCache | Offloaded, start: Int[Array, " B"], stop: Int[Array, " B"]
-) -> tuple[Array, Array]:
-    """The slots of `buffers` that hold start <= slot < stop, where `start` is not behind the head.
-
-    Pages of the working set lie among them.
-    """
-    return store.span(start, stop) if isinstance(store, Offloaded) else (start, stop)
-
-
 def read_slots(
     store: AppendCache | Offloaded, slots: Int[Array, "B X C"]
 ) -> tuple[Shaped[Array, "B K C H"], Shaped[Array, "B K C H"]]:
     """Keys and values in this shard's `slots`, first or newest ones; zeros for -1."""
-    slots = placed_slots(store, slots)
-    k, v = (read_lines(x, slots) for x in buffers(store))
+    slots = store.placed(slots)
+    k, v = (read_lines(x, slots) for x in store.buffers)
     return k, v
 
 
@@ -633,28 +583,4 @@ def read_keys(
     store: AppendCache | Offloaded, slots: Int[Array, "B X C"]
 ) -> Shaped[Array, "B K C H"]:
     """The keys of `read_slots`."""
-    return read_lines(buffers(store)[0], placed_slots(store, slots))
-
-
-def brought_pages[S: Store](
-    store: S, pages: Int[Array, "B Y C"], valid: Int[Array, " B"], ctx: LayerContext, *, step: bool
-) -> tuple[S, Int[Array, "B Y C"]]:
-    """The store with these of its pages on the device, and where they lie in its `buffers`.
-
-    Args:
-      pages: this shard's, -1 for none.
-      valid: tokens of each row; those of a row without any are not brought.
-      step: whether this is a decode step.
-    """
-    if not isinstance(store, Offloaded):
-        return store, pages
-    found: Any = store.brought(pages, valid, ctx, step=step)
-    return found, found.placed_pages(pages)
-
-
-def settled(cache: Any, reserve: int) -> Any:
-    """A cache at the end of the context, with room for `reserve` tokens in a store on the host."""
-    store = getattr(cache, "store", None)
-    if not isinstance(store, Offloaded):
-        return cache
-    return dataclasses.replace(cache, store=store.settle(reserve))
+    return read_lines(store.buffers[0], store.placed(slots))

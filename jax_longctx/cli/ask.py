@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_longctx.cli import options
-from jax_longctx.cli.compiling import Compiling
 from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import (
+    Compiling,
     Terminal,
     check_argument,
     check_folder,

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from jax_longctx.cli import options, process
-from jax_longctx.cli.compiling import Compiling
 from jax_longctx.cli.options import argument, option
-from jax_longctx.cli.terminal import Terminal, check_file, per_second
+from jax_longctx.cli.terminal import Compiling, Terminal, check_file, per_second
 from jax_longctx.errors import InputError
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import typer
 import typer.core
 
 from jax_longctx.cli import eval_texts, options, process
-from jax_longctx.cli.compiling import Compiling
 from jax_longctx.cli.options import argument, only, option
 from jax_longctx.cli.terminal import (
+    Compiling,
     Terminal,
     check_file,
     check_folder,

@@ -5,9 +5,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from jax_longctx.cli import options
-from jax_longctx.cli.compiling import Compiling
 from jax_longctx.cli.options import argument
-from jax_longctx.cli.terminal import Terminal, check_argument, closing_note, read_text
+from jax_longctx.cli.terminal import Compiling, Terminal, check_argument, closing_note, read_text
 from jax_longctx.errors import InputError
 
 if TYPE_CHECKING:

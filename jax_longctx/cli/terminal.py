@@ -1,10 +1,11 @@
-"""Input and output of the commands: texts, answers, progress, notes, tables and files.
+"""Input and output of the commands: texts, answers, progress, times, notes, tables and files.
 
 Answers go to stdout, progress and notes to stderr. With `as_json` stdout carries JSON lines alone.
 A file that cannot be read or written is reported in one line, before any work.
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -26,7 +27,8 @@ from jax_longctx.errors import InputError, TrainedLengthWarning
 from jax_longctx.memory import memory_used, peak_memory, shown_bytes
 
 if TYPE_CHECKING:
-    from jax_longctx.api import Answer
+    from jax_longctx.api import Answer, LongContext
+    from jax_longctx.engine.ahead import Compilation
 
 # update(done, total), and a third text that the progress shows.
 Update = Callable[..., None]
@@ -188,6 +190,81 @@ class Terminal:
             )
 
         return update
+
+
+class Compiling:
+    """Compilation as a command shows it: ahead of need, its progress, and its seconds apart.
+
+    On a GPU or TPU the programs compile while the weights load (see `engine.ahead`). On a CPU they
+    compile when they are called: XLA uses all cores for one program there, so others beside it gain
+    nothing, and the host's cores have the weights to read.
+
+    Attributes:
+      clock: the main thread's seconds of compilation, from `watching` on.
+    """
+
+    def __init__(self, terminal: Terminal):
+        self._terminal = terminal
+        self._begun: Compilation | None = None
+        self._engine: Any = None
+        self._told = 0.0
+        self.clock: Any = None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """While the command runs. Imports JAX."""
+        with self._terminal.starting():
+            from jax_longctx.engine.programs import CompileClock
+
+        with CompileClock() as self.clock:
+            yield
+
+    def ahead(self, begin: Callable[["LongContext"], "Compilation | None"]) -> Any:
+        """`begin`, as `api.load` takes it: called before the weights are there, not on a CPU.
+
+        `begin` may find nothing to compile, and returns None then.
+        """
+
+        def begun(model: "LongContext") -> None:
+            if model.compiles_ahead:
+                self._begun, self._engine = begin(model), model.engine
+
+        return begun
+
+    def wait(self, *, prefill: bool = False) -> None:
+        """Waits for the programs, with progress; with `prefill` for those of the prefill."""
+        if self._begun is None:
+            return
+        from jax_longctx.engine.ahead import key_of, read_times, write_time
+
+        key = key_of(self._engine)
+        last = read_times().get(key)
+        detail = "" if last is None else f"{shown_time(last)} last time"
+        with self.clock.waiting(), self._terminal.progress("compiling", "programs") as update:
+            self._begun.wait(lambda done, total: update(done, total, detail), prefill=prefill)
+        if not prefill:
+            write_time(key, self._begun.seconds)
+            self._begun = None
+
+    def apart(self, answer: "Answer", began: float) -> "Answer":
+        """The answer with its times less compilation.
+
+        `began` is `time.perf_counter()` when the question was asked.
+        """
+        first = began + answer.first_token_seconds
+        before = self.clock.seconds(began, first)
+        after = self.clock.seconds(first, first + answer.decode_seconds)
+        return dataclasses.replace(
+            answer,
+            first_token_seconds=max(answer.first_token_seconds - before, 0.0),
+            decode_seconds=max(answer.decode_seconds - after, 0.0),
+        )
+
+    def news(self) -> float:
+        """Seconds of compilation since the last call."""
+        now = self.clock.seconds()
+        since, self._told = now - self._told, now
+        return since
 
 
 class _Row(ProgressColumn):

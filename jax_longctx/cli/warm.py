@@ -64,7 +64,7 @@ def warm(
     sizes |= {"offload": offload, "working_set": working_set}
     sampling = answers.sampling
     with terminal.starting():
-        from jax_longctx.engine.ahead import CompileClock
+        from jax_longctx.engine.programs import CompileClock
         from jax_longctx.memory import allow_pinned
         from jax_longctx.methods import make_method
         from jax_longctx.sharding import make_mesh
@@ -147,8 +147,7 @@ class _Model:
         The first time also what stacks the weights' layers, where a device loops over them.
         """
         from jax_longctx.engine import Engine
-        from jax_longctx.engine.ahead import abstract_params
-        from jax_longctx.models.llama import stacking_programs
+        from jax_longctx.models.llama import abstract_params, stacking_programs
 
         form = weights_form(how["weights"], self.dtype.name, self._held)
         params = abstract_params(self.config, mesh, self.dtype, form)

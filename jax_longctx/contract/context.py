@@ -24,11 +24,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.contract.merging import Attended, merge_way
 from jax_longctx.models.config import RopeConfig
-from jax_longctx.models.rope import apply_rope, rope_angles
+from pallas_kernels.dispatch import platform
 
 # Queries, keys and values of T new tokens, before rotary embedding: N query heads, K kv heads.
 QKV = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
@@ -211,8 +212,7 @@ class LayerContext:
         self, x: Float[Array, "B T N H"], positions: Int[Any, "#B T"]
     ) -> Float[Array, "B T N H"]:
         """`x` under rotary embedding at `positions`; see `rope_angles` for those of numpy."""
-        cos, sin = rope_angles(self.rope, x.shape[-1], positions, self.total)
-        return apply_rope(x, cos, sin)
+        return apply_rope(x, *rope_angles(self.rope, x.shape[-1], positions, self.total))
 
     @property
     def head_shards(self) -> int:
@@ -295,3 +295,55 @@ class LayerContext:
         if self.seq_size == 1:
             return out, lse
         return merge_way(lse.size, out.shape[-1], out.dtype.itemsize, self.seq_size)(out, lse)
+
+
+def rope_angles(
+    config: RopeConfig, head_dim: int, positions: Int[Any, "#B T"], total: Int[Array, " B"]
+) -> tuple[Float[Array, "#B T F"], Float[Array, "#B T F"]]:
+    """cos and sin at `positions`, times `config.scale`; float32 whatever the model's dtype.
+
+    Args:
+      positions: of a numpy array the angles are made once, when a program is traced. XLA would
+        make them anew in every turn of a loop over layers.
+      total: each row's total length, fixed before its first chunk; only `dynamic` reads it.
+    """
+    if isinstance(positions, np.ndarray) and config.kind != "dynamic":
+        with jax.ensure_compile_time_eval():
+            return _angles(config, head_dim, jnp.asarray(positions), total)
+    return _angles(config, head_dim, jnp.asarray(positions), total)
+
+
+def _angles(
+    config: RopeConfig, head_dim: int, positions: Int[Array, "#B T"], total: Int[Array, " B"]
+) -> tuple[Float[Array, "#B T F"], Float[Array, "#B T F"]]:
+    if config.kind == "dynamic":
+        frequency = _dynamic_frequencies(config, head_dim, total)[:, None, :]  # [B, 1, H/2]
+    else:
+        frequency = jnp.array(config.frequencies(head_dim), jnp.float32)
+    angle_BTF = positions[..., None].astype(jnp.float32) * frequency
+    return jnp.cos(angle_BTF) * config.scale, jnp.sin(angle_BTF) * config.scale
+
+
+def _dynamic_frequencies(config: RopeConfig, head_dim: int, total: Array) -> Array:
+    length_B1 = jnp.maximum(total, config.trained_length).astype(jnp.float32)[:, None]
+    stretch_B1 = config.factor * length_B1 / config.trained_length - (config.factor - 1)
+    theta_B1 = config.theta * stretch_B1 ** (head_dim / (head_dim - 2))
+    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    return theta_B1**-exponent
+
+
+def apply_rope(
+    x: Float[Array, "B T N H"], cos: Float[Array, "#B T F"], sin: Float[Array, "#B T F"]
+) -> Float[Array, "B T N H"]:
+    """`x` rotated, computed in float32 and returned in its own dtype."""
+    if platform() == "gpu":
+        # Elementwise but for an order: XLA fuses it with what follows, which a concatenation ends.
+        halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)  # [B, T, N, 2, F]
+        cos, sin = cos[:, :, None, None], sin[:, :, None, None]
+        signs = np.array([[-1.0], [1.0]], np.float32)
+        turned = halves * cos + jnp.flip(halves, axis=-2) * (sin * signs)
+        return turned.reshape(x.shape).astype(x.dtype)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)

@@ -13,108 +13,38 @@ compiling it. Programs that an earlier process has stored are neither traced nor
 
 import collections
 import contextlib
-import contextvars
-import functools
+import hashlib
+import json
 import logging
 import os
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jax_longctx.engine import stored
+from jax_longctx.engine.programs import Program, calls_to
 from jax_longctx.errors import LongctxError
-from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import param_infos
-from jax_longctx.settings import StoredForm
 from jax_longctx.sharding import HOST, logical_sharding, tree_shardings
+
+if TYPE_CHECKING:
+    from jax_longctx.engine.engine import Engine
 
 # Most programs that compile at a time; each of a large model takes a few GiB of the host's memory.
 WORKERS = 8
-# JAX's events around tracing, lowering and compiling, or reading a compiled program.
-EVENTS = (
-    "/jax/core/compile/jaxpr_trace_duration",
-    "/jax/core/compile/jaxpr_to_mlir_module_duration",
-    "/jax/core/compile/backend_compile_duration",
-)
+# In the folder of the persistent cache: how long compilation took last time, by what was compiled.
+TIMES = "compile-times.json"
+MOST_TIMES = 500
 
 _logger = logging.getLogger(__name__)
-# Every `Program`; `forget` clears them.
-_programs: list["Program"] = []
-_rehearsal: contextvars.ContextVar["Compilation | Listing | None"] = contextvars.ContextVar(
-    "rehearsal", default=None
-)
-
-
-class Program:
-    """A jitted function of the engine, which a rehearsal compiles instead of executing it.
-
-    Its attributes are those of the jitted function.
-
-    Args:
-      function, options: as of `jax.jit`.
-      static: the positions of the static arguments.
-
-    Attributes:
-      name: tells it from other programs.
-      stored: of a rehearsal's calls, the programs that the disk held (see `engine.stored`).
-    """
-
-    def __init__(self, function: Any, *, static: Sequence[int] = (), **options: Any):
-        self.jitted: Any = jax.jit(function, static_argnums=static, **options)
-        self._static = static
-        self.name = f"{function.__module__}.{function.__qualname__} {static} {options}"
-        self.stored: dict[Any, Future[Any]] = {}
-        _programs.append(self)
-
-    def __call__(self, *args: Any) -> Any:
-        rehearsal = _rehearsal.get()
-        if rehearsal is not None:
-            return rehearsal.call(self, args)
-        if self.stored:
-            found = self.stored.get(self.key(args))
-            if found is not None and found.result() is not None:
-                return found.result()(*self.split(args)[1])
-        return self.jitted(*args)
-
-    def split(self, args: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...]]:
-        """The static arguments and the others."""
-        fixed = [args[position] for position in self._static]
-        return fixed, tuple(arg for i, arg in enumerate(args) if i not in self._static)
-
-    def key(self, args: tuple[Any, ...]) -> Any:
-        """What tells the program of these arguments from others of this process, as `jit` does."""
-        fixed, others = self.split(args)
-        leaves, structure = jax.tree.flatten(others)
-        signatures = tuple(map(_signature, leaves))
-        precision = jax.config.jax_default_matmul_precision
-        return id(self), precision, tuple(fixed), structure, signatures
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.jitted, name)
-
-
-def forget() -> None:
-    """Drops all compiled programs of this process."""
-    jax.clear_caches()
-    for each in _programs:
-        each.stored.clear()
-
-
-def program(**options: Any) -> Callable[[Any], Program]:
-    """Makes a `Program` of a function, with its options."""
-    return functools.partial(Program, **options)
 
 
 class Compilation:
@@ -141,11 +71,10 @@ class Compilation:
 
         Unless it is the `last`, another rehearsal of this compilation follows, or `close`.
         """
-        token = _rehearsal.set(self)
         try:
-            yield
+            with calls_to(self):
+                yield
         finally:
-            _rehearsal.reset(token)
             if last:
                 self.close()
 
@@ -326,14 +255,9 @@ class Listing:
         self._results: dict[Any, Any] = {}
         self.programs: list[tuple[Any, tuple[Any, ...]]] = []
 
-    @contextlib.contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def rehearsing(self) -> contextlib.AbstractContextManager[None]:
         """Within it, this thread's `Program`s are listed, not executed."""
-        token = _rehearsal.set(self)
-        try:
-            yield
-        finally:
-            _rehearsal.reset(token)
+        return calls_to(self)
 
     def call(self, program: Program, args: tuple[Any, ...]) -> Any:
         """Lists the program unless it is known; what stands in for its results."""
@@ -347,23 +271,10 @@ class Listing:
 
 
 def _lowered(program: Program, args: tuple[Any, ...]) -> Any:
-    token = _rehearsal.set(None)
-    try:
-        with warnings.catch_warnings():
-            # A cache that shrinks cannot be finished in place, as in a run.
-            warnings.filterwarnings("ignore", message="Some donated buffers")
-            return program.jitted.lower(*args)
-    finally:
-        _rehearsal.reset(token)
-
-
-def _signature(leaf: Any) -> Any:
-    """What `jit` tells an argument's programs apart by."""
-    if not hasattr(leaf, "dtype"):
-        return leaf
-    placed = getattr(leaf, "committed", True)
-    sharding = getattr(leaf, "sharding", None) if placed else None
-    return np.shape(leaf), leaf.dtype, getattr(leaf, "weak_type", False), sharding
+    with calls_to(None), warnings.catch_warnings():
+        # A cache that shrinks cannot be finished in place, as in a run.
+        warnings.filterwarnings("ignore", message="Some donated buffers")
+        return program.jitted.lower(*args)
 
 
 def _zeros(leaf: Any, sharding: Any) -> Any:
@@ -374,70 +285,51 @@ def _zeros(leaf: Any, sharding: Any) -> Any:
     return jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
 
 
-def abstract_params(
-    config: ModelConfig, mesh: Any, dtype: Any, weights: StoredForm | None = None
-) -> Any:
-    """The parameters as shapes on the mesh, in a nested dict, a layer apart.
-
-    Args:
-      weights: the 8-bit form of the layers' matrices; None for arrays.
-    """
-    infos = param_infos(config).items()
-    return unflatten_dict(
-        {path: info.abstract(mesh, dtype, weights) for path, info in infos}, sep="."
+def key_of(engine: "Engine") -> str:
+    """What compilation takes equally long for: model, method, mesh, device and chunk."""
+    setup = engine.setup
+    facts = (
+        setup.config,
+        setup.method,
+        dict(engine.mesh.shape),
+        engine.mesh.devices.flat[0].device_kind,
+        str(setup.dtype),
+        setup.chunk,
+        setup.by_layer,
+        *(() if setup.kv is None else (setup.kv,)),
+        *(() if setup.weights is None else ("weights", setup.weights)),
+        *(() if setup.offload is None else (setup.offload,)),
     )
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-class CompileClock:
-    """How long a thread has traced, lowered and compiled, and how many programs it took.
+def read_times() -> dict[str, float]:
+    """Seconds by key; empty where there are none, or none that can be read."""
+    file = _times_file()
+    try:
+        found = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {key: value for key, value in found.items() if isinstance(value, float)}
 
-    JAX reports each of these with its duration when it ends. Tracing nests, so the intervals are
-    joined. What other threads compile meanwhile takes no time of this one; `waiting` adds the time
-    that it waits for them.
 
-    Attributes:
-      programs: programs that were asked for in the whole process.
-      hits: of these, programs that the persistent cache held.
-    """
+def write_time(key: str, seconds: float) -> None:
+    """Notes the seconds; a folder that cannot be written to is no error."""
+    file = _times_file()
+    if file is None:
+        return
+    times = read_times()
+    times.pop(key, None)
+    kept = [*times.items(), (key, round(seconds, 3))][-MOST_TIMES:]
+    partial = file.with_name(f"{file.name}.{time.time_ns()}")
+    with contextlib.suppress(OSError):
+        partial.write_text(json.dumps(dict(kept)), encoding="utf-8")
+        partial.replace(file)
 
-    def __init__(self) -> None:
-        self._thread, self._spans = threading.get_ident(), []
-        self.programs = self.hits = 0
 
-    def __enter__(self) -> "CompileClock":
-        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
-        jax.monitoring.register_event_listener(self._on_event)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._on_duration)
-        jax.monitoring.unregister_event_listener(self._on_event)
-
-    def _on_duration(self, event: str, duration_secs: float, **about: str | int) -> None:
-        if event not in EVENTS:
-            return
-        self.programs += event == EVENTS[-1]
-        if threading.get_ident() == self._thread:
-            now = time.perf_counter()
-            self._spans.append((now - duration_secs, now))
-
-    def _on_event(self, event: str, **about: str | int) -> None:
-        self.hits += event == "/jax/compilation_cache/cache_hits"
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """The time of the block counts as time for compilation."""
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._spans.append((begun, time.perf_counter()))
-
-    def seconds(self, begun: float = 0.0, ended: float = float("inf")) -> float:
-        """Seconds of compilation between two times of `time.perf_counter()`."""
-        total, last = 0.0, begun
-        for start, end in sorted(self._spans):
-            start, end = max(start, last), min(end, ended)
-            if end > start:
-                total, last = total + end - start, end
-        return total
+def _times_file() -> Path | None:
+    folder = jax.config.jax_compilation_cache_dir
+    # The folder may be in a bucket, which `Path` cannot name.
+    return None if folder is None or "://" in folder else Path(folder) / TIMES

@@ -139,8 +139,8 @@ class Engine:
 
     Args:
       params: nested dict of the model's parameters, on the mesh; or of their shapes
-        (`ahead.abstract_params`), until `take_params` gives the weights. The layers' matrices may
-        be in 8 bits (`models.llama.quantised_weights`).
+        (`models.llama.abstract_params`), until `take_params` gives the weights. The layers'
+        matrices may be in 8 bits (`models.llama.quantised_weights`).
       chunk: tokens of a row that one prefill pass takes.
       memory_limit: bytes on each device that a new cache may use; None asks the device.
       consume: whether `params` may be emptied where they are stacked for a loop over layers. If

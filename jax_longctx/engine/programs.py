@@ -21,15 +21,23 @@ There are two modes (`Setup.by_layer`). Neither compiles every layer of the mode
   the layer's program once for each layer. Weights and caches are a layer apart.
 
 In the first mode the pieces are jitted too, and become parts of the one program.
+
+Each is a `Program`, whose calls a rehearsal can take in its place (`engine.ahead`). `CompileClock`
+tells how long a thread compiled.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import itertools
 import logging
 import operator
+import threading
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,7 +63,6 @@ from jax_longctx.contract import (
     step_variant,
     stripes,
 )
-from jax_longctx.engine.ahead import Program, forget, program
 from jax_longctx.engine.products import Divided, FewRows, gathers_weights
 from jax_longctx.engine.sampling import (
     Choices,
@@ -122,8 +129,18 @@ MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_co
 _logger = logging.getLogger(__name__)
 # Counting mappings takes milliseconds. So it is done once in this many of JAX's events of tracing,
 # lowering and compiling, which is about once in twenty programs.
-EVENTS = 60
+COUNTED = 60
 _events = 0
+# JAX's events around tracing, lowering and compiling, or reading a compiled program.
+EVENTS = (
+    "/jax/core/compile/jaxpr_trace_duration",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration",
+    "/jax/core/compile/backend_compile_duration",
+)
+# What is given the calls of `Program`s (see `calls_to`).
+_taker: contextvars.ContextVar[Any] = contextvars.ContextVar("taker", default=None)
+# Every `Program`; `forget` clears them.
+_programs: list["Program"] = []
 # Most layers of one turn of the loop, in decode steps on a GPU of the kind that an answer begins
 # with. A turn of a CUDA graph's loop takes about 7 us, and each layer in it takes the time to
 # compile it.
@@ -135,6 +152,140 @@ LEAST_ROWS = 8
 
 Logits = Literal["none", "hidden", "last", "all"]
 BATCH = logical_spec(("batch",))
+
+
+class Program:
+    """A jitted function of the engine, which a rehearsal compiles instead of executing it.
+
+    Its attributes are those of the jitted function.
+
+    Args:
+      function, options: as of `jax.jit`.
+      static: the positions of the static arguments.
+
+    Attributes:
+      name: tells it from other programs.
+      stored: of a rehearsal's calls, the programs that the disk held (see `engine.stored`).
+    """
+
+    def __init__(self, function: Any, *, static: Sequence[int] = (), **options: Any):
+        self.jitted: Any = jax.jit(function, static_argnums=static, **options)
+        self._static = static
+        self.name = f"{function.__module__}.{function.__qualname__} {static} {options}"
+        self.stored: dict[Any, Future[Any]] = {}
+        _programs.append(self)
+
+    def __call__(self, *args: Any) -> Any:
+        taker = _taker.get()
+        if taker is not None:
+            return taker.call(self, args)
+        if self.stored:
+            found = self.stored.get(self.key(args))
+            if found is not None and found.result() is not None:
+                return found.result()(*self.split(args)[1])
+        return self.jitted(*args)
+
+    def split(self, args: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...]]:
+        """The static arguments and the others."""
+        fixed = [args[position] for position in self._static]
+        return fixed, tuple(arg for i, arg in enumerate(args) if i not in self._static)
+
+    def key(self, args: tuple[Any, ...]) -> Any:
+        """What tells the program of these arguments from others of this process, as `jit` does."""
+        fixed, others = self.split(args)
+        leaves, structure = jax.tree.flatten(others)
+        signatures = tuple(map(_signature, leaves))
+        precision = jax.config.jax_default_matmul_precision
+        return id(self), precision, tuple(fixed), structure, signatures
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.jitted, name)
+
+
+def forget() -> None:
+    """Drops all compiled programs of this process."""
+    jax.clear_caches()
+    for each in _programs:
+        each.stored.clear()
+
+
+def program(**options: Any) -> Callable[[Any], Program]:
+    """Makes a `Program` of a function, with its options."""
+    return functools.partial(Program, **options)
+
+
+def _signature(leaf: Any) -> Any:
+    """What `jit` tells an argument's programs apart by."""
+    if not hasattr(leaf, "dtype"):
+        return leaf
+    placed = getattr(leaf, "committed", True)
+    sharding = getattr(leaf, "sharding", None) if placed else None
+    return np.shape(leaf), leaf.dtype, getattr(leaf, "weak_type", False), sharding
+
+
+@contextlib.contextmanager
+def calls_to(taker: Any) -> Iterator[None]:
+    """Within it, `taker.call` gets the calls of this thread's `Program`s; None runs them."""
+    token = _taker.set(taker)
+    try:
+        yield
+    finally:
+        _taker.reset(token)
+
+
+class CompileClock:
+    """How long a thread has traced, lowered and compiled, and how many programs it took.
+
+    JAX reports each of these with its duration when it ends. Tracing nests, so the intervals are
+    joined. What other threads compile meanwhile takes no time of this one; `waiting` adds the time
+    that it waits for them.
+
+    Attributes:
+      programs: programs that were asked for in the whole process.
+      hits: of these, programs that the persistent cache held.
+    """
+
+    def __init__(self) -> None:
+        self._thread, self._spans = threading.get_ident(), []
+        self.programs = self.hits = 0
+
+    def __enter__(self) -> "CompileClock":
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.register_event_listener(self._on_event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._on_duration)
+        jax.monitoring.unregister_event_listener(self._on_event)
+
+    def _on_duration(self, event: str, duration_secs: float, **about: str | int) -> None:
+        if event not in EVENTS:
+            return
+        self.programs += event == EVENTS[-1]
+        if threading.get_ident() == self._thread:
+            now = time.perf_counter()
+            self._spans.append((now - duration_secs, now))
+
+    def _on_event(self, event: str, **about: str | int) -> None:
+        self.hits += event == "/jax/compilation_cache/cache_hits"
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The time of the block counts as time for compilation."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spans.append((begun, time.perf_counter()))
+
+    def seconds(self, begun: float = 0.0, ended: float = float("inf")) -> float:
+        """Seconds of compilation between two times of `time.perf_counter()`."""
+        total, last = 0.0, begun
+        for start, end in sorted(self._spans):
+            start, end = max(start, last), min(end, ended)
+            if end > start:
+                total, last = total + end - start, end
+        return total
 
 
 def _on_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -154,7 +305,7 @@ def limit_mappings() -> None:
     Call this outside of traced functions, before work that may compile.
     """
     global _events
-    if _events < EVENTS or not MAPPINGS.exists():
+    if _events < COUNTED or not MAPPINGS.exists():
         return
     _events = 0
     used, most = MAPPINGS.read_bytes().count(b"\n"), int(MOST_MAPPINGS.read_text())
@@ -315,7 +466,7 @@ def copied_layer(run: Any, layer: Int[Any, ""]) -> Any:
 
     def copied(node: Any) -> Any:
         if isinstance(node, Offloaded):
-            return (_planes(node, layer) if isinstance(run, Stacked) else node).resident()
+            return (_planes(node, layer) if isinstance(run, Stacked) else node).on_device()
         return _of_layer(node, layer) if isinstance(run, Stacked) else jnp.copy(node)
 
     cache = run.cache if isinstance(run, Stacked) else run

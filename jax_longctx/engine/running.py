@@ -36,7 +36,6 @@ from jax_longctx.caches.branched import (
 )
 from jax_longctx.contract import own_tokens
 from jax_longctx.engine import programs
-from jax_longctx.engine.ahead import program
 from jax_longctx.engine.capacity import (
     SPARE,
     bucket,
@@ -46,7 +45,7 @@ from jax_longctx.engine.capacity import (
     reserved,
 )
 from jax_longctx.engine.engine import BLOCK, Context, Engine, Run, blocks_of_all
-from jax_longctx.engine.programs import DecodeState
+from jax_longctx.engine.programs import DecodeState, program
 from jax_longctx.engine.sampling import (
     ANY,
     MOST_LOGPROBS,

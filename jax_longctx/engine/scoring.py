@@ -25,9 +25,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.contract import decode_segment, step_variant
 from jax_longctx.engine import programs
-from jax_longctx.engine.ahead import Compilation, Program, program
+from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.engine import BLOCK, Engine, Rows
+from jax_longctx.engine.programs import Program, program
 from jax_longctx.errors import InputError
 
 Through = Literal["decode", "question", "context"]

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import append, read_lines
+from jax_longctx.caches import read_lines
 from jax_longctx.contract import (
     ENDS,
     QKV,
@@ -48,7 +48,6 @@ from jax_longctx.methods.arkvale import ArkVale
 from jax_longctx.methods.quest import Quest
 from jax_longctx.methods.reattention import WHOLE, ReAttention
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.rope import attention_factor
 from jax_longctx.parts import residual, voted_keys
 from jax_longctx.parts.appending import Appending, least_window
 from jax_longctx.parts.named_pages import best_pages
@@ -152,7 +151,7 @@ class FreePages(Appending):
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         (q, k, v), valid_B, past_B = new, segment.valid_of(), cache.store.length
-        store = append(cache.store, k, v, valid_B, ctx)
+        store = cache.store.append(k, v, valid_B, ctx)
         cache = dataclasses.replace(cache, store=store)
         cache = self.pages.refreshed(cache, past_B, q.shape[1], ctx)
         scope = self.choose(q, cache, valid_B, ctx, rank=segment.variant != WHOLE)
@@ -207,7 +206,7 @@ class FreePages(Appending):
         near = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.scope_size))
         far = near.rotate(q, jnp.full(q.shape[:2], self.local, jnp.int32))
         # Rotated keys carry the factor of their own embedding; these are not rotated.
-        far = far * attention_factor(ctx.rope)
+        far = far * ctx.rope.scale
         if segment.role != "decode":
             background = residual.observe(background, far, k, valid_B, store.length)
             if segment.variant == ENDS:

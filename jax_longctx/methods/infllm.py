@@ -34,7 +34,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import append_to, brought_pages, on_device
 from jax_longctx.contract import (
     QKV,
     Attended,
@@ -48,7 +47,6 @@ from jax_longctx.contract import (
     question_segments,
 )
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.rope import attention_factor
 from jax_longctx.parts.appending import Appending, least_window
 from jax_longctx.parts.unit_memory import Layout, UnitMemory, best_units, empty_unit_memory
 from jax_longctx.parts.windowed_attention import (
@@ -152,10 +150,9 @@ class InfLLM(Appending):
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         (q, k, v), valid_B = new, segment.valid_of()
         if segment.role == "decode" and self.decode == "dense":
-            store = append_to(cache.store, k, v, valid_B, ctx)
-            return attend_everything(q, on_device(store), ctx), dataclasses.replace(
-                cache, store=store
-            )
+            store = cache.store.append(k, v, valid_B, ctx)
+            part = attend_everything(q, store.on_device(), ctx)
+            return part, dataclasses.replace(cache, store=store)
         # A rotary base that follows the length must follow the window's, which bounds distances.
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.n_local))
         return self.attend_units(new, cache, valid_B, self.choose(q, cache, valid_B, ctx), ctx)
@@ -170,11 +167,11 @@ class InfLLM(Appending):
     ) -> tuple[Attended, UnitMemory]:
         """Attention of `valid` new tokens, with the chosen units; the memory with these tokens."""
         (q, k, v), begin_B = new, cache.store.length
-        store = append_to(cache.store, k, v, valid, ctx)
+        store = cache.store.append(k, v, valid, ctx)
         far, alone = self.far(q, ctx), q.shape[1] == 1
         pages = unit_pages(chosen, store.sizes[2], self.layout, ctx)
         if self.topk:
-            store, pages = brought_pages(store, pages, valid, ctx, step=alone)
+            store, pages = store.brought(pages, valid, ctx, step=alone)
         attention = WindowedAttention(store, begin_B, valid, q.shape[1], self.layout, ctx)
         if alone:
             parts = [attention.beyond(far, pages)]
@@ -206,7 +203,7 @@ class InfLLM(Appending):
         far = self.n_local - 1 if self.far_distance is None else self.far_distance
         rotated = ctx.rotate(q, np.full((1, q.shape[1]), far, np.int32))
         # Rotated keys carry the factor of their own embedding; far ones do not.
-        return rotated * attention_factor(ctx.rope)
+        return rotated * ctx.rope.scale
 
     def read_bytes(self, cache: UnitMemory, length: int) -> int:
         everything = super().read_bytes(cache.store, length)

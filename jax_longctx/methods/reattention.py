@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache, append
+from jax_longctx.caches import AppendCache
 from jax_longctx.contract import (
     QKV,
     Attended,
@@ -171,7 +171,7 @@ class ReAttention(Appending):
         """What `attend` returns, and the scope that `choose` gave it."""
         q, k, v = new
         valid_B = segment.valid_of()
-        cache = append(cache, k, v, valid_B, ctx)
+        cache = cache.append(k, v, valid_B, ctx)
         scope = self.choose(q, cache, valid_B, ctx, rank=segment.variant != WHOLE)
         part = voted_keys.attend_scope(new, cache, valid_B, scope, ctx, self.position == "original")
         return part, cache, scope

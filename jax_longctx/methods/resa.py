@@ -25,7 +25,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_longctx.caches import AppendCache, on_device
+from jax_longctx.caches import AppendCache
 from jax_longctx.contract import (
     ENDS,
     QKV,
@@ -140,7 +140,7 @@ class Resa(Selecting):
         store, valid_B = cache.store, segment.valid_of()
         background = residual.observe(cache.background, *rotated, valid_B, store.length)
         if segment.variant == ENDS:
-            background = residual.begin_answer(background, on_device(store), segment.ends, ctx)
+            background = residual.begin_answer(background, store.on_device(), segment.ends, ctx)
         return part, dataclasses.replace(cache, background=background)
 
     def _decode(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
@@ -152,7 +152,9 @@ class Resa(Selecting):
             length_B = background.counted + valid_B
             background = residual.observe(background, queries, k, valid_B, length_B)
         if segment.variant == REBUILD:
-            background = residual.begin_answer(background, on_device(cache.store), valid_B > 0, ctx)
+            background = residual.begin_answer(
+                background, cache.store.on_device(), valid_B > 0, ctx
+            )
         elif self.growth != "frozen":
             background = residual.grow(background, k, new[2], valid_B, ctx)
         prior = residual.prior_of(background, q, ctx)

@@ -140,7 +140,7 @@ class SnapKV(Appending):
     def finish(self, cache: Cache, ctx: LayerContext, stage: Stage, reserve: int) -> Cache:
         assert isinstance(cache, ObservedCache)
         if stage == "context":
-            return cache.end_context()
+            return cache.end_context(reserve)
         store = cache.store
         mass_BXS = self._mass(cache, ctx)
         scores_BXS = pooled_scores(mass_BXS, store.length, self.window, self.kernel, self.pool)

@@ -140,7 +140,18 @@ FAMILIES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding (see `jax_longctx.models.rope` for the kinds).
+    """Rotary embedding, which turns channels i and i + H/2 of a head by position * f_i.
+
+    The kinds differ in the frequencies f_i, and `yarn` in a factor on cos and sin too:
+
+    - `default`: f_i = theta^(-2i/H) (Su et al. 2021, section 3.2.2);
+    - `linear`: f_i / factor (Chen et al. 2023, position interpolation);
+    - `dynamic`: theta grows with the total length beyond the trained one (NTK-aware scaling);
+    - `llama3`: low frequencies divided by the factor, high ones kept, a ramp between (Llama 3.1);
+    - `yarn`: a ramp over channels between interpolated and kept frequencies, and an attention
+      temperature as a factor on cos and sin (Peng et al. 2023, sections 3.2 to 3.4).
+
+    `LayerContext.rotate` applies it.
 
     Attributes:
       theta: base of the frequencies.
@@ -183,6 +194,57 @@ class RopeConfig:
                 raise ConfigError(
                     f"rope {self.kind!r}: {name} must be {expected}, got {getattr(self, name)}"
                 )
+
+    def frequencies(self, head_dim: int) -> list[float]:
+        """The H/2 frequencies of every kind but `dynamic`, which has other ones at each length."""
+        base = [self.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+        kept = self._kept(head_dim, base)
+        return [f * (keep + (1 - keep) / self.factor) for f, keep in zip(base, kept, strict=True)]
+
+    def _kept(self, head_dim: int, base: list[float]) -> list[float]:
+        """The share of each frequency that stays; the rest of it is divided by the factor."""
+        if self.kind == "default":
+            return [1.0 for _ in base]
+        if self.kind == "linear":
+            return [0.0 for _ in base]
+        if self.kind == "llama3":
+            # What turns seldom over the trained length is divided.
+            least, most = self.low_freq_factor, self.high_freq_factor
+            turns = [self.trained_length * f / (2 * math.pi) for f in base]
+            return [_from_0_to_1((each - least) / (most - least)) for each in turns]
+        if self.kind != "yarn":
+            raise ConfigError(f"rope kind {self.kind!r} has no fixed frequencies")
+
+        def channel(turns: float) -> float:
+            ratio = self.trained_length / (turns * 2 * math.pi)
+            return head_dim * math.log(ratio) / (2 * math.log(self.theta))
+
+        low, high = channel(self.beta_fast), channel(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        if low == high:
+            high += 0.001
+        return [1 - _from_0_to_1((i - low) / (high - low)) for i in range(len(base))]
+
+    @property
+    def scale(self) -> float:
+        """What cos and sin are multiplied by; 1 for every kind but `yarn`."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+
+        def temperature(scale: float) -> float:
+            return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
+
+        if self.mscale and self.mscale_all_dim:
+            return temperature(self.mscale) / temperature(self.mscale_all_dim)
+        return temperature(1.0)
+
+
+def _from_0_to_1(x: float) -> float:
+    return min(max(x, 0.0), 1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

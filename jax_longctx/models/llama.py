@@ -562,6 +562,19 @@ def param_infos(config: ModelConfig) -> Mapping[str, ParamInfo]:
     }
 
 
+def abstract_params(
+    config: ModelConfig, mesh: Any, dtype: Any, weights: StoredForm | None = None
+) -> Any:
+    """The parameters as shapes on the mesh, in a nested dict, a layer apart.
+
+    Args:
+      weights: the 8-bit form of the layers' matrices; None for arrays.
+    """
+    infos = param_infos(config).items()
+    shapes = {path: info.abstract(mesh, dtype, weights) for path, info in infos}
+    return traverse_util.unflatten_dict(shapes, sep=".")
+
+
 def stored_paths(path: str, x: Any) -> dict[str, Any]:
     """A parameter as a checkpoint stores it, by path: an array; of 8 bits values and scales."""
     if not isinstance(x, QuantisedMatrix):

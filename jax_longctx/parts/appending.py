@@ -15,15 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_longctx.caches import (
-    Branched,
-    append,
-    append_to,
-    attend_branched,
-    empty_append_cache,
-    on_device,
-    settled,
-)
+from jax_longctx.caches import Branched, attend_branched, empty_append_cache
 from jax_longctx.contract import (
     QKV,
     CacheShape,
@@ -69,11 +61,11 @@ class Appending(Registered):
         q, k = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
         if isinstance(cache, Branched):
             # A decode step of rows over one context.
-            cache = cache.with_own(append(cache.own, k, v, segment.valid_of(), ctx))
+            cache = cache.append(k, v, segment.valid_of(), ctx)
             return attend_branched(q, cache, ctx), cache
         past_B = cache.held(ctx)
-        cache = append_to(cache, k, v, segment.valid_of(), ctx)
-        whole = on_device(cache)
+        cache = cache.append(k, v, segment.valid_of(), ctx)
+        whole = cache.on_device()
         where: dict[str, Any] = {}
         if ctx.window is not None:
             # A slot is its position, and a shard's slots are one block where there is a window.
@@ -89,7 +81,7 @@ class Appending(Registered):
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
         """The cache of a subclass is `Rewinding` too."""
-        return settled(cache.end_context(), reserve)
+        return cache.end_context(reserve)
 
     def fork(self, cache: Any) -> Any:
         return cache.rewind()

@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_longctx.caches import (
     AppendCache,
     Rewinding,
-    append,
     empty_append_cache,
     local_slots,
     where_rows,
@@ -185,7 +184,7 @@ class PartialDecoding(Appending):
     ) -> RefreshCache:
         """The cache with a step's token, its key rotated, in the store and in the partial cache."""
         partial = cache.partial.push(k, v, valid, self.limit(cache))
-        store = append(cache.store, k, v, valid, ctx)
+        store = cache.store.append(k, v, valid, ctx)
         return dataclasses.replace(cache, store=store, partial=partial, steps=cache.steps + valid)
 
     def look(

@@ -26,7 +26,6 @@ from jax_longctx.caches import (
     Reads,
     Rewinding,
     Store,
-    append_to,
     empty_store,
     read_keys,
     write_rows,
@@ -251,7 +250,7 @@ class Selecting(Appending):
         past_B = cache.store.length
         positions_B1 = cache.store.position[:, None]
         q, k = ctx.rotate(q, positions_B1), ctx.rotate(k, positions_B1)
-        store = append_to(cache.store, k, v, segment.valid_of(), ctx)
+        store = cache.store.append(k, v, segment.valid_of(), ctx)
         return q, k, self.refreshed(dataclasses.replace(cache, store=store), past_B, 1, ctx)
 
     def refreshed(self, cache: Any, past: Array, added: int, ctx: LayerContext) -> Any:

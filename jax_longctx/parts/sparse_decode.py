@@ -12,8 +12,6 @@ from jax_longctx.caches import (
     Branched,
     Offloaded,
     Store,
-    brought_pages,
-    buffers,
     local_slots,
 )
 from jax_longctx.contract import LayerContext
@@ -119,7 +117,7 @@ def sparse_attention(
 def _caches(store: Store, ctx: LayerContext) -> tuple[tuple[AnyCache, AnyCache], Shared | None]:
     """Keys and values that rows have for themselves on this shard, and what they share."""
     if not isinstance(store, Branched):
-        return buffers(store), None
+        return store.buffers, None
     k, v, split = store.shared.k, store.shared.v, store.split
     if ctx.seq_size > 1:
         split = ctx.slots(k.shape[2]).below(split)
@@ -184,7 +182,7 @@ def attend_lists(
         where = (own.below(span.start), own.below(span.stop))
     how: dict[str, Any] = {"page_size": page_size, "ctx": ctx}
     how |= {} if prior is None else prior.arguments()
-    store, listed_pages = brought_pages(store, local, valid, ctx, step=True)
+    store, listed_pages = store.brought(local, valid, ctx, step=True)
     if isinstance(store, Offloaded):
         where = store.span(*where)
     if lists.heads is not None:

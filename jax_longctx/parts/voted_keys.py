@@ -45,8 +45,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, lines_of, read_lines
-from jax_longctx.contract import QKV, Attended, LayerContext, OwnSlots, SlotLayout
-from jax_longctx.models.rope import rope_angles
+from jax_longctx.contract import QKV, Attended, LayerContext, OwnSlots, SlotLayout, rope_angles
 from pallas_kernels.common import AnyCache, block_of, merge
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import platform

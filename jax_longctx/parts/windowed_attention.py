@@ -37,11 +37,8 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches import (
     AppendCache,
     Offloaded,
-    buffers,
     local_run,
     local_slots,
-    placed_slots,
-    placed_span,
     read_keys,
     read_lines,
     read_slots,
@@ -159,7 +156,7 @@ class WindowedAttention:
         last_B1 = sinks + layout.units(self.begin)[:, None] * each
         rest = jnp.broadcast_to(jnp.arange(sinks), (batch, sinks)), last_B1 + jnp.arange(each)
         rest_B1E = local_slots(jnp.concatenate(rest, axis=1)[:, None], local // page, self.ctx)
-        rest_B1E = placed_slots(self.store, rest_B1E, page)
+        rest_B1E = self.store.placed(rest_B1E, page)
         rest_BXE = jnp.broadcast_to(rest_B1E, (batch, chosen.shape[1], sinks + each))
         pages = self._some_first(jnp.concatenate([rest_BXE, chosen], axis=2))
         lists = heads if chosen.shape[1] > 1 else kv_heads
@@ -167,15 +164,15 @@ class WindowedAttention:
         stop_B = self.begin + 1 - layout.window
         if self.ctx.seq_size > 1:
             stop_B = self.ctx.slots(local).below(stop_B)
-        span = placed_span(self.store, jnp.zeros_like(stop_B), stop_B)
+        span = self.store.span(jnp.zeros_like(stop_B), stop_B)
         how = {"page_size": page, "scale": self.ctx.scale}
-        out, lse = sparse_decode_attention(q, *buffers(self.store), pages, *span, **how)
+        out, lse = sparse_decode_attention(q, *self.store.buffers, pages, *span, **how)
         return out, lse
 
     def units(self, q: Float[Array, "B T N H"], chosen: Int[Array, "B X E"]) -> Attended:
         """Attention to the chosen units' pages; X = 1 list for all heads, or N lists."""
         batch, queries, heads, _ = q.shape
-        (k, v), scale = buffers(self.store), self.ctx.scale
+        (k, v), scale = self.store.buffers, self.ctx.scale
         kv_heads, page = k.shape[1], self._page
         pages, number = self._some_first(chosen), jnp.sum(chosen >= 0, axis=-1)
         slots = jnp.where(pages[..., None] < 0, -1, pages[..., None] * page + jnp.arange(page))
@@ -253,8 +250,8 @@ class WindowedAttention:
         at: Any = (index_X + nearest)[None]
         if self.ctx.seq_size > 1:
             at = first_B[:, None] + at
-        slots_BX = placed_slots(store, jnp.concatenate([slots_BX, leaving_BE], axis=1))
-        keys, values = buffers(store)
+        slots_BX = store.placed(jnp.concatenate([slots_BX, leaving_BE], axis=1))
+        keys, values = store.buffers
         k = rotated_lines(keys, slots_BX, at, self.ctx, but_last=more)
         k = jax.lax.optimization_barrier(k)
         v = read_lines(values, slots_BX[:, None])

@@ -33,13 +33,13 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from jax_longctx.contract import Prompt, Segment, Stage
-from jax_longctx.engine import Sampling, ahead, programs
+from jax_longctx.engine import Sampling, programs
 from jax_longctx.engine.ahead import Listing
 from jax_longctx.engine.capacity import bytes_per_device, reserved, staged_caches
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.sampling import Choices, RowValues, sampling_static, sampling_values
 from jax_longctx.errors import ConfigError, InputError
-from jax_longctx.models.llama import stacked_layers
+from jax_longctx.models import llama
 from jax_longctx.planning.collectives import count_collectives, count_reads
 from jax_longctx.planning.plan import PlanRequest, context_segments, weight_bytes
 from jax_longctx.sharding import logical_sharding, make_mesh, tree_shardings
@@ -292,8 +292,8 @@ def _segment_name(kind: Kind, segment: Segment, shards: int) -> str:
 
 def abstract_params(setup: programs.Setup) -> Any:
     """The parameters as shapes on the mesh, stacked where the setup loops over layers."""
-    params = ahead.abstract_params(setup.config, setup.mesh, setup.dtype, setup.weights)
-    return params if setup.by_layer else stacked_layers(setup.config, params)
+    params = llama.abstract_params(setup.config, setup.mesh, setup.dtype, setup.weights)
+    return params if setup.by_layer else llama.stacked_layers(setup.config, params)
 
 
 def placed(mesh: Any, caches: Any) -> Any:

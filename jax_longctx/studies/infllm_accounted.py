@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache, gather_slots, on_device, where_rows
+from jax_longctx.caches import AppendCache, gather_slots, where_rows
 from jax_longctx.contract import QKV, Attended, CacheShape, LayerContext, method
 from jax_longctx.methods.infllm import InfLLM
 from jax_longctx.parts.unit_memory import Layout, UnitMemory
@@ -100,7 +100,7 @@ class InfLLMAccounted(InfLLM):
         chosen_BC, layout, mass_BC = chosen[:, 0], self.layout, None
         if self.cache_policy == "lru-s":
             far = self.far(new[0], ctx)
-            store = on_device(after.store)
+            store = after.store.on_device()
             mass_BC = _unit_mass(far, part[1], store, chosen_BC, valid, layout, ctx)
         limits = (layout.units(cache.store.length), valid > 0, self.max_cached_block)
         account = note_step(cache.account, chosen_BC, mass_BC, *limits, self.score_decay, ctx)

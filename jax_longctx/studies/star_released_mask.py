@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache, append, read_lines
+from jax_longctx.caches import AppendCache, read_lines
 from jax_longctx.contract import QKV, LayerContext, Prompt, Segment, WithCache, method
 from jax_longctx.methods.full import Full
 from jax_longctx.methods.star import Star
@@ -54,7 +54,7 @@ class StarReleasedMask(Star):
         masked = _last_keys(q, cache, jnp.where(whole_B, 0, held_B), valid_B, ctx)
         earlier = ctx.seq_merge(*merge([part, masked]))
         within = causal_attention(q, k, v, scale=ctx.scale)
-        return merge([earlier, within]), append(cache, k, v, valid_B, ctx)
+        return merge([earlier, within]), cache.append(k, v, valid_B, ctx)
 
 
 def _last_keys(

@@ -1,7 +1,13 @@
 """Text in, text out: tokenizers, incremental detokenisation, stop strings, prompt layouts."""
 
-from jax_longctx.text.chat import PromptLayout, chat_layout, plain_layout
-from jax_longctx.text.tokenizer import StopStrings, Tokenizer, check_vocabulary
+from jax_longctx.text.tokenizer import (
+    PromptLayout,
+    StopStrings,
+    Tokenizer,
+    chat_layout,
+    check_vocabulary,
+    plain_layout,
+)
 
 __all__ = [
     "PromptLayout",

@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of its own; `chat` starts this file as a script.
+"""Renders chat templates in a process of its own; `tokenizer` starts this file as a script.
 
 Templates come with a checkpoint and are not trusted. jinja2's immutable sandbox limits what they
 can access, but not their time and memory: the kernel limits those of this process. A timer of

@@ -10,11 +10,12 @@ import pytest
 import jax_longctx
 from jax_longctx.api import LongContext
 from jax_longctx.engine import Engine, RunningBatch
-from jax_longctx.engine.ahead import EVENTS, abstract_params
+from jax_longctx.engine.programs import EVENTS
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS
 from jax_longctx.models.config import RopeConfig
+from jax_longctx.models.llama import abstract_params
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import Tokenizer
 from tests.jax_longctx.cli.tiny_model import write_tokenizer

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jax_longctx.caches import (
-    append,
+    AppendCache,
     append_only,
     gather_slots,
     local_run,
@@ -271,12 +271,12 @@ def cache_of(batch):
 
 
 def append_tokens(setup, cache, tokens, valid, seed):
-    """`append` of random tokens; returns them too."""
+    """`AppendCache.append` of random tokens; returns them too."""
     batch = cache.k.shape[0]
     _, k = random_arrays(batch, tokens, seed)
     _, v = random_arrays(batch, tokens, seed + 1)
     specs = tree_specs(cache)
-    run = compiled(setup, append, (specs, KV_HEADS, KV_HEADS, ROW), specs)
+    run = compiled(setup, AppendCache.append, (specs, KV_HEADS, KV_HEADS, ROW), specs)
     return run(cache, k, v, np.array(valid, np.int32)), (k, v)
 
 
@@ -292,7 +292,7 @@ def test_the_context_is_found_again_after_a_question(setup):
     """What a rewound cache counts as valid is the context, whatever the question wrote behind."""
     cache, (k, v) = append_tokens(setup, cache_of(3), 16, [16, 0, 9], seed=2)
     np.testing.assert_array_equal(cache.context_length, [0, 0, 0])
-    cache = cache.end_context()
+    cache = cache.end_context(reserve=0)
     asked, (more, _) = append_tokens(setup, cache, 5, [5, 2, 0], seed=4)
     np.testing.assert_array_equal(asked.length, [21, 2, 9])
     np.testing.assert_array_equal(asked.position, [21, 2, 9])
@@ -314,7 +314,7 @@ def test_a_position_may_run_ahead_of_the_slots(setup):
     """Methods that drop tokens: both are remembered and come back."""
     cache = dataclasses.replace(cache_of(1), position=jnp.array([40]))
     cache, _ = append_tokens(setup, cache, 5, [5], seed=2)
-    cache = cache.end_context()
+    cache = cache.end_context(reserve=0)
     asked, _ = append_tokens(setup, cache, 5, [3], seed=3)
     back = asked.rewind()
     assert (int(asked.length[0]), int(asked.position[0])) == (8, 48)
@@ -323,7 +323,7 @@ def test_a_position_may_run_ahead_of_the_slots(setup):
 
 def test_a_rewound_cache_shares_the_buffers_and_not_the_counts():
     """A fork is donated to its steps while the context keeps the counts it started from."""
-    cache = cache_of(1).end_context()
+    cache = cache_of(1).end_context(reserve=0)
     back = cache.rewind()
     assert back.k is cache.k and back.v is cache.v
     donate = jax.jit(lambda length, position: (length + 1, position + 1), donate_argnums=(0, 1))

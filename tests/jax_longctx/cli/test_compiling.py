@@ -7,9 +7,9 @@ import pytest
 
 from jax_longctx import api
 from jax_longctx.batch import run as batch
-from jax_longctx.cli import compiling
-from jax_longctx.cli.compiling import MOST_TIMES, TIMES, read_times, write_time
+from jax_longctx.cli.terminal import Compiling
 from jax_longctx.engine import Engine
+from jax_longctx.engine.ahead import MOST_TIMES, TIMES, read_times, write_time
 from jax_longctx.evaluation import runner
 
 LARGE = {f"jit({name})" for name in ("_through_layer", "_segment", "_decode_block", "_finish")}
@@ -33,8 +33,8 @@ def test_programs_compile_while_weights_load(command, checkpoint, book, run, cac
     assert not (cache / TIMES).exists()
     jax.clear_caches()
     waits, order = [], []
-    wait, load = compiling.Compiling.wait, api.load_params
-    monkeypatch.setattr(compiling, "worthwhile", lambda model: True)
+    wait, load = Compiling.wait, api.load_params
+    monkeypatch.setattr(api.LongContext, "compiles_ahead", True)
     monkeypatch.setattr(api, "load_params", lambda *a: order.append("load") or load(*a))
 
     def waited(self, **how):
@@ -42,7 +42,7 @@ def test_programs_compile_while_weights_load(command, checkpoint, book, run, cac
             waits.append((len(self._begun), how))
         wait(self, **how)
 
-    monkeypatch.setattr(compiling.Compiling, "wait", waited)
+    monkeypatch.setattr(Compiling, "wait", waited)
     result = run(*args)
     assert result.exit_code == 0, result.output
     found, plain = json.loads(result.stdout), json.loads(expected.stdout)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-MOST = 35
+MOST = 28
 # Runs the command line as `python -m jax_longctx` does and writes the files whose functions are
 # entered, in any thread. The bodies of modules and classes, and what these call, are left out, and
 # so is what dataclasses make, which has no file.

@@ -11,7 +11,7 @@ import pytest
 # The command line, and at the end how many programs were asked for and found, on stderr.
 COUNTING = """
 import sys
-from jax_longctx.engine.ahead import CompileClock
+from jax_longctx.engine.programs import CompileClock
 from jax_longctx.cli.main import app
 with CompileClock() as clock:
     try:

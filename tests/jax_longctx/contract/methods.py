@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jax_longctx.caches import (
     AppendCache,
-    append,
     empty_append_cache,
     gather_slots,
 )
@@ -175,7 +174,7 @@ class Instructed:
         return out, lse, ctx.psum_heads(p)
 
     def finish(self, cache, ctx, stage, reserve):
-        return dataclasses.replace(cache, store=cache.store.end_context())
+        return dataclasses.replace(cache, store=cache.store.end_context(reserve))
 
     def fork(self, cache):
         return jax.tree.map(jnp.copy, cache)
@@ -227,7 +226,7 @@ class Cautious:
         turned = turned & (valid > 0)
         positions = cache.store.position[:, None]
         q, k = ctx.rotate(q, positions), ctx.rotate(k, positions)
-        store = append(cache.store, k, v, valid, ctx)
+        store = cache.store.append(k, v, valid, ctx)
         size = store.k.shape[2]
         offset = ctx.seq_offset(size)
         seen = jnp.clip(store.length - offset, 0, size)
@@ -256,7 +255,7 @@ class Cautious:
         return ctx.seq_merge(*part), CautiousCache(store, mean, steps)
 
     def finish(self, cache, ctx, stage, reserve):
-        return dataclasses.replace(cache, store=cache.store.end_context())
+        return dataclasses.replace(cache, store=cache.store.end_context(reserve))
 
     def fork(self, cache):
         return jax.tree.map(jnp.copy, cache)

@@ -10,18 +10,17 @@ import jax.monitoring
 import jax.numpy as jnp
 import pytest
 
-from jax_longctx.engine.ahead import (
-    EVENTS,
-    Compilation,
-    CompileClock,
-    Program,
-    abstract_params,
-    begun_or_none,
-)
+from jax_longctx.engine.ahead import Compilation, begun_or_none
 from jax_longctx.engine.engine import Engine, blocks_of_all
+from jax_longctx.engine.programs import EVENTS, CompileClock, Program
 from jax_longctx.engine.scoring import compile_loglikelihoods, loglikelihoods
 from jax_longctx.errors import InputError
-from jax_longctx.models.llama import init_params, stacked_layers, stacking_programs
+from jax_longctx.models.llama import (
+    abstract_params,
+    init_params,
+    stacked_layers,
+    stacking_programs,
+)
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import SMALL, small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jax_longctx.engine import programs, stored
-from jax_longctx.engine.ahead import forget
 from jax_longctx.engine.engine import Engine
+from jax_longctx.engine.programs import forget
 from jax_longctx.models.llama import init_params
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import small_method

@@ -11,7 +11,7 @@ from jax_longctx.api import LongContext
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.evaluation.lm_harness import LongctxLM
 from jax_longctx.text import Tokenizer
-from jax_longctx.text.chat import ChatTemplate
+from jax_longctx.text.tokenizer import ChatTemplate
 from tests.goldens.harness_cases import write_model
 from tests.support import tiny_config, tiny_engine
 

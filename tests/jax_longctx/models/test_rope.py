@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_longctx.contract import context
+from jax_longctx.contract.context import apply_rope, rope_angles
 from jax_longctx.errors import ConfigError
-from jax_longctx.models import rope as rope_module
 from jax_longctx.models.config import ModelConfig, RopeConfig
-from jax_longctx.models.rope import apply_rope, attention_factor, rope_angles, rope_frequencies
 from tests.goldens.cases import ROPES
 
 GOLDEN = np.load(Path(__file__).parents[2] / "goldens" / "data" / "rope.npz")
@@ -30,10 +30,9 @@ def angles_of(rope: RopeConfig, head_dim: int, positions, total: int):
 @pytest.mark.parametrize("name", [name for name in ROPES if name not in DYNAMIC])
 def test_frequencies_and_factor_are_those_of_transformers(name):
     config = config_of(name)
-    frequencies = rope_frequencies(config.rope, config.head_dim)
-    assert frequencies.dtype == np.float32
+    frequencies = config.rope.frequencies(config.head_dim)
     np.testing.assert_allclose(frequencies, GOLDEN[f"{name}.inv_freq"], rtol=1e-6, atol=0)
-    assert attention_factor(config.rope) == pytest.approx(float(GOLDEN[f"{name}.factor"]), rel=1e-6)
+    assert config.rope.scale == pytest.approx(float(GOLDEN[f"{name}.factor"]), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", DYNAMIC)
@@ -79,7 +78,7 @@ def test_angles_hold_the_attention_factor_as_in_transformers():
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"], ids=["joined", "turned over"])
 def test_apply_rope_turns_each_pair_as_a_complex_number(monkeypatch, platform):
-    monkeypatch.setattr(rope_module, "platform", lambda: platform)
+    monkeypatch.setattr(context, "platform", lambda: platform)
     rope = RopeConfig(kind="default", theta=100.0, trained_length=64)
     x = np.random.default_rng(0).normal(size=(2, 3, 2, 8)).astype(np.float32)
     positions = np.array([[0, 5, 9], [7, 1, 40]])
@@ -93,7 +92,7 @@ def test_apply_rope_turns_each_pair_as_a_complex_number(monkeypatch, platform):
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"], ids=["joined", "turned over"])
 def test_apply_rope_computes_in_float32_and_keeps_the_dtype(monkeypatch, platform):
-    monkeypatch.setattr(rope_module, "platform", lambda: platform)
+    monkeypatch.setattr(context, "platform", lambda: platform)
     rope = RopeConfig(kind="default", theta=1e4, trained_length=8192)
     x = jnp.array(np.random.default_rng(1).normal(size=(1, 1, 2, 64)), jnp.bfloat16)
     cos, sin = rope_angles(rope, 64, jnp.array([[8000]]), jnp.array([8192]))
@@ -106,4 +105,4 @@ def test_apply_rope_computes_in_float32_and_keeps_the_dtype(monkeypatch, platfor
 
 def test_dynamic_has_no_fixed_frequencies():
     with pytest.raises(ConfigError, match="'dynamic' has no fixed frequencies"):
-        rope_frequencies(RopeConfig(kind="dynamic", theta=1e4, trained_length=8), 8)
+        RopeConfig(kind="dynamic", theta=1e4, trained_length=8).frequencies(8)

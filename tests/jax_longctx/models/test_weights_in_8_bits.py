@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 
 from jax_longctx.engine import Engine
-from jax_longctx.engine.ahead import abstract_params
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.methods import Full, Quest, Ring
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import form_of_weights, init_params, layer_params
+from jax_longctx.models.llama import (
+    abstract_params,
+    form_of_weights,
+    init_params,
+    layer_params,
+)
 from jax_longctx.models.presets import PRESETS
 from jax_longctx.planning.plan import PlanRequest, make_plan, step_weight_bytes, weight_bytes
 from jax_longctx.planning.targets import parse_target

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from jax_longctx.cli.main import app
 from jax_longctx.engine import Engine, programs
-from jax_longctx.engine.ahead import Compilation, abstract_params
+from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import bytes_per_device, staged_caches
 from jax_longctx.methods import make_method
-from jax_longctx.models.llama import init_params
+from jax_longctx.models.llama import abstract_params, init_params
 from jax_longctx.planning.compiled import (
     PARTS,
     Compiled,

@@ -9,7 +9,7 @@ import pytest
 
 from jax_longctx.api import LongContext
 from jax_longctx.engine import Engine
-from jax_longctx.engine.ahead import forget
+from jax_longctx.engine.programs import forget
 from jax_longctx.methods import METHODS
 from jax_longctx.serving.server import LongServer, ServeOptions, listen
 from tests.jax_longctx.engine.test_running import compilations

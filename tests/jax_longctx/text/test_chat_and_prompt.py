@@ -6,7 +6,7 @@ import pytest
 
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.text import Tokenizer, chat_layout, plain_layout
-from jax_longctx.text.chat import ChatTemplate, select_template
+from jax_longctx.text.tokenizer import ChatTemplate, select_template
 
 TURNS = (
     "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from jax_longctx.errors import ConfigError, InputError
-from jax_longctx.text import chat
-from jax_longctx.text.chat import ChatTemplate
+from jax_longctx.text import tokenizer
+from jax_longctx.text.tokenizer import ChatTemplate
 
 LOOP, END = "{% for i in range(99999) %}", "{% endfor %}"
 TOO_LONG, TOO_MUCH = "takes more than 0.5 s of processor time", "it takes too much memory"
@@ -18,8 +18,8 @@ NESTED = "{% set n = namespace(s=[]) %}{% for i in range(9999) %}{% set n.s = [n
 @pytest.fixture(autouse=True)
 def limits(monkeypatch):
     """Less than users have, so that these tests are quick."""
-    monkeypatch.setattr(chat, "SECONDS", 0.5)
-    monkeypatch.setattr(chat, "MEMORY", 2**28)
+    monkeypatch.setattr(tokenizer, "SECONDS", 0.5)
+    monkeypatch.setattr(tokenizer, "MEMORY", 2**28)
 
 
 def render(source, content="hello"):
@@ -160,10 +160,10 @@ def test_a_long_document_is_rendered():
 def test_rendering_again_takes_no_new_process():
     template = ChatTemplate("{{ messages | length }}", {})
     template.render([], add_generation_prompt=True)
-    process = chat._RENDERER._process
+    process = tokenizer._RENDERER._process
     begun = time.perf_counter()
     assert [template.render([], add_generation_prompt=True) for _ in range(100)] == ["0"] * 100
-    assert chat._RENDERER._process is process
+    assert tokenizer._RENDERER._process is process
     # 0.1 ms each on an idle machine; a process each would take 100 ms.
     assert time.perf_counter() - begun < 2
 
@@ -185,7 +185,7 @@ def test_an_interrupt_leaves_no_reply_behind():
 
 def test_a_process_that_was_killed_is_replaced():
     assert render("a") == "a"
-    process = chat._RENDERER._process
+    process = tokenizer._RENDERER._process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert render("b") == "b"
