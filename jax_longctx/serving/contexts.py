@@ -281,7 +281,6 @@ class Contexts:
         now, lives = time.time(), self.ttl if ttl is None else ttl
         if lives > self.most_ttl:
             raise RequestError(
-                400,
                 f"ttl is {lives:g} s, this server keeps contexts for at most {self.most_ttl:g} s",
                 param="ttl",
             )
@@ -290,10 +289,9 @@ class Contexts:
         with self.lock:
             if len(self._entries) >= self.most:
                 raise RequestError(
-                    429,
                     f"there are {len(self._entries):,} contexts already; delete some, or try again "
                     f"when their time is over",
-                    kind="rate_limit_error",
+                    status=429,
                     code="too_many_contexts",
                     retry_after=60,
                 )

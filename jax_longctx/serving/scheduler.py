@@ -226,9 +226,8 @@ class Scheduler:
             self._check_accepts()
             if self._jobs >= self.most:
                 raise RequestError(
-                    429,
                     f"{self._jobs} requests are being answered or wait already; try again later",
-                    kind="rate_limit_error",
+                    status=429,
                     code="rate_limit_exceeded",
                     retry_after=self._patience(),
                 )
@@ -260,7 +259,7 @@ class Scheduler:
     def _check_accepts(self) -> None:
         if not self.accepts:
             told = f"the server is {self.state}"
-            raise RequestError(503, told, kind="server_error", retry_after=10)
+            raise RequestError(told, status=503, retry_after=10)
 
     def cancel(self, job: Job) -> None:
         """Ends a job whose client is gone; any thread may call it, also after the job's end."""
@@ -300,7 +299,7 @@ class Scheduler:
                 self._admit(began)
                 self._work(began)
             for job in [*self._queued(), *(row.job for row in self._rows.values())]:
-                self._fail(job, RequestError(503, "the server has shut down", kind="server_error"))
+                self._fail(job, RequestError("the server has shut down", status=503))
             self._end_files(wait=True)
             self.contexts.update_files()
             self.team.dismiss()
@@ -669,7 +668,7 @@ class Scheduler:
         job = row.job
         assert job.request is not None and job.reader is not None
         if broken:
-            job.send(Failed(RequestError(500, NOT_FINITE, kind="server_error")))
+            job.send(Failed(RequestError(NOT_FINITE, status=500)))
             self._end_row(place)
             return
         reader, texts = job.reader, []
