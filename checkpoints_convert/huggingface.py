@@ -23,7 +23,7 @@ from checkpoints_convert.files import (
     check_tensors,
     parse_json,
     read_json,
-    unreadable,
+    reading,
 )
 from checkpoints_convert.names import naming_of, tensor_name
 from checkpoints_convert.vocabulary import sentencepiece_files
@@ -93,10 +93,10 @@ def open_huggingface(folder: Path, label: str) -> Source:
     read = [config_path, *tokenizer.values()]
     if (folder / INDEX).exists():
         read.append(folder / INDEX)
-    try:
-        digests = {path: sha256_of(path) for path in read}
-    except OSError as error:
-        raise unreadable(Path(error.filename or folder), error) from error
+    digests = {}
+    for path in read:
+        with reading(path):
+            digests[path] = sha256_of(path)
     made = {}
     if "tokenizer.json" not in tokenizer:
         made = sentencepiece_files(folder, config.vocab_size)
@@ -157,16 +157,13 @@ def _check_tied_head(
 def _same_bytes(one: SourceTensor, other: SourceTensor) -> bool:
     if (one.nbytes, one.dtype) != (other.nbytes, other.dtype):
         return False
-    try:
-        with one.file.open("rb") as first, other.file.open("rb") as second:
-            first.seek(one.offset)
-            second.seek(other.offset)
-            for begin in range(0, one.nbytes, STEP):
-                size = min(STEP, one.nbytes - begin)
-                if first.read(size) != second.read(size):
-                    return False
-    except OSError as error:
-        raise unreadable(one.file, error) from error
+    with reading(one.file), one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.offset)
+        second.seek(other.offset)
+        for begin in range(0, one.nbytes, STEP):
+            size = min(STEP, one.nbytes - begin)
+            if first.read(size) != second.read(size):
+                return False
     return True
 
 
@@ -177,18 +174,15 @@ def read_header(path: Path) -> list[SourceTensor]:
       CheckpointError: the file is not safetensors, damaged or truncated, or has weights of a type
         that is not implemented (quantised).
     """
-    try:
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else HEADER_LIMIT
-            size = path.stat().st_size
-            if length >= min(HEADER_LIMIT, size):
-                raise CheckpointError(
-                    f"{path} is not a safetensors file, or truncated in its header ({size} bytes)"
-                )
-            raw = file.read(length)
-    except OSError as error:
-        raise unreadable(path, error) from error
+    with reading(path), path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else HEADER_LIMIT
+        size = path.stat().st_size
+        if length >= min(HEADER_LIMIT, size):
+            raise CheckpointError(
+                f"{path} is not a safetensors file, or truncated in its header ({size} bytes)"
+            )
+        raw = file.read(length)
     header, begin = parse_json(raw, f"{path} is not a safetensors file"), 8 + length
     tensors = [
         _tensor(path, name, entry, begin)

@@ -33,7 +33,13 @@ from checkpoints_convert.files import (
 from checkpoints_convert.huggingface import fetch, open_huggingface
 from checkpoints_convert.names import FileTensor, expected_tensors
 from checkpoints_convert.partial import GROUP, SUFFIX, OnProgress, Partial, check_destination
-from jax_longctx.errors import CheckpointError, ConfigError, InputError, LongctxError
+from jax_longctx.errors import (
+    CheckpointError,
+    ConfigError,
+    InputError,
+    LongctxError,
+    file_errors,
+)
 from jax_longctx.locks import only_writer
 from jax_longctx.models.llama import ParamInfo, check_mesh, stored_paths
 from jax_longctx.models.storage import (
@@ -217,10 +223,8 @@ def convert(
         ]
         made_from = _made_from(opened, steps, weights)
         _check_space(destination, sum(step.nbytes for step in steps))
-        try:
+        with file_errors(f"{destination} cannot be written", kind=CheckpointError):
             partial = Partial(destination, made_from, resume=resume)
-        except OSError as error:
-            raise CheckpointError(f"{destination} cannot be written: {error.strerror}") from error
         try:
             hashes = _write_tensors(partial, steps, mesh, progress)
             _write_rest(partial, opened, steps, hashes, weights)
@@ -246,11 +250,9 @@ def _check_space(destination: Path, needed: int) -> None:
     """Raises CheckpointError where the disk lacks the space, before hours of work."""
     parent = next(path for path in destination.parents if path.exists())
     begun = destination.with_name(destination.name + SUFFIX)
-    try:
+    with file_errors(f"{parent} cannot be written", kind=CheckpointError):
         # An interrupted conversion is continued or deleted, so its space counts as free.
         free = shutil.disk_usage(parent).free + bytes_below(begun)
-    except OSError as error:
-        raise CheckpointError(f"{parent} cannot be written: {error.strerror}") from error
     if needed > free:
         raise CheckpointError(
             f"{destination} needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free on its disk; "

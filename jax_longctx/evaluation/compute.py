@@ -6,12 +6,11 @@ import time
 from typing import Any
 
 import jax
-import jax.monitoring
 
 from jax_longctx.api import LongContext
 from jax_longctx.contract import Method
 from jax_longctx.engine import Engine
-from jax_longctx.engine.ahead import Compilation, begun_or_none
+from jax_longctx.engine.ahead import Compilation, CompileClock, begun_or_none
 from jax_longctx.engine.capacity import footprint, read_bytes, staged_caches
 from jax_longctx.engine.programs import Setup
 from jax_longctx.errors import CapacityError, LongctxError
@@ -19,7 +18,6 @@ from jax_longctx.methods import settings_of
 
 # Most of the free memory that the caches of a batch may take.
 PLANNED = 0.75
-_COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,15 +143,15 @@ def _padded(work: Work) -> tuple[list[list[int]], list[list[int]]]:
 
 def _answers(model: LongContext, work: Work) -> list[dict[str, Any]]:
     contexts, questions = _padded(work)
-    compilations = _compilations()
-    compiled, begun = compilations[0], time.perf_counter()
-    context = model.engine.prefill(
-        contexts, reserve=work.reserve, capacity=work.slots, questions=questions
-    )
-    read, slots = time.perf_counter() - begun, context.slots
-    answers = model.ask_tokens(
-        context, questions, max_tokens=work.max_new, stop=work.stop, keep=False
-    )
+    with CompileClock() as clock:
+        begun = time.perf_counter()
+        context = model.engine.prefill(
+            contexts, reserve=work.reserve, capacity=work.slots, questions=questions
+        )
+        read, slots = time.perf_counter() - begun, context.slots
+        answers = model.ask_tokens(
+            context, questions, max_tokens=work.max_new, stop=work.stop, keep=False
+        )
     steps = max(len(answer.tokens) for answer in answers) - 1
     return [
         {
@@ -169,7 +167,7 @@ def _answers(model: LongContext, work: Work) -> list[dict[str, Any]]:
                 # A step decodes one token of every row.
                 "token": round(answer.decode_seconds / steps, 5) if steps else None,
             },
-            "compiled": compilations[0] > compiled,
+            "compiled": clock.programs > 0,
             "rows": len(contexts),
             "bytes": _bytes_of_a_row(model.engine, work, slots, len(tokens)),
         }
@@ -193,15 +191,3 @@ def _bytes_of_a_row(engine: Engine, work: Work, slots: int, length: int) -> dict
         "resident": held // rows,
         "read": read_bytes(engine.setup, caches, length) // rows,
     }
-
-
-@functools.cache
-def _compilations() -> list[int]:
-    """Programs that this process compiled or loaded since the first call, in a list of one."""
-    count = [0]
-
-    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        count[0] += event == _COMPILED
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return count

@@ -17,7 +17,6 @@ a folder named by model and method, so that a server finds only contexts that it
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import math
@@ -33,7 +32,8 @@ from typing import Any
 import numpy as np
 
 from jax_longctx.engine.context_io import saved_tokens
-from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.errors import CheckpointError, InputError, file_errors
+from jax_longctx.locks import lock
 from jax_longctx.serving.schema import RequestError
 
 Tokens = np.ndarray
@@ -461,17 +461,10 @@ class Contexts:
 
 def _hold(folder: Path) -> int:
     """Locks the folder for this server; the kernel releases the lock when the process ends."""
-    try:
+    with file_errors(f"{folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error.strerror}") from error
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock(held):
         os.close(held)
-        raise InputError(f"another server keeps its contexts in {folder}; name another") from None
-    except OSError:
-        # A file system without locks.
-        return held
+        raise InputError(f"another server keeps its contexts in {folder}; name another")
     return held
