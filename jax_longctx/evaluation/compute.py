@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -40,12 +42,13 @@ class Work:
     max_new: int
     stop: list[str]
 
-    def half(self, first: bool) -> "Work":
-        """The first or second half; `rows` is its number of contexts."""
-        middle = (len(self.contexts) + 1) // 2
-        piece = slice(middle) if first else slice(middle, None)
-        contexts, questions = self.contexts[piece], self.questions[piece]
-        return dataclasses.replace(self, contexts=contexts, questions=questions, rows=len(contexts))
+    def halves(self) -> Iterator["Work"]:
+        """The halves that have contexts; `rows` is their number."""
+        size = (len(self.contexts) + 1) // 2
+        pairs = zip(self.contexts, self.questions, strict=True)
+        for some in itertools.batched(pairs, size):
+            contexts, questions = map(list, zip(*some, strict=True))
+            yield dataclasses.replace(self, contexts=contexts, questions=questions, rows=len(some))
 
 
 def engine_of(
@@ -64,20 +67,9 @@ def engine_of(
     Raises:
       ConfigError: the method does not support the model, or cannot be offloaded.
     """
-    base, tier = model.engine, {}
-    if settings_of(method)["name"] != "full":
-        tier = {"offload": offload, "working_set": working_set}
-    return Engine(
-        base.config,
-        base.params,
-        method,
-        base.mesh,
-        chunk=base.chunk,
-        memory_limit=base.memory_limit,
-        by_layer=base.setup.by_layer,
-        kv=base.setup.kv,
-        **tier,
-    )
+    if settings_of(method)["name"] == "full":
+        return model.with_method(method).engine
+    return model.with_method(method, offload=offload, working_set=working_set).engine
 
 
 def compile_batch(model: LongContext, engine: Engine, work: Work) -> Compilation | None:
@@ -131,8 +123,7 @@ def answer_batch(model: LongContext, engine: Engine, work: Work) -> list[dict[st
     # One context padded to several rows may still fit alone.
     if (work.rows if short else len(work.contexts)) == 1:
         return [{"refused": reason} | ({"short_of_memory": True} if short else {})]
-    halves = [half for half in (work.half(True), work.half(False)) if half.contexts]
-    return [row for half in halves for row in answer_batch(model, engine, half)]
+    return [row for half in work.halves() for row in answer_batch(model, engine, half)]
 
 
 def _padded(work: Work) -> tuple[list[list[int]], list[list[int]]]:

@@ -31,6 +31,7 @@ import jax
 
 # The harness registers its own models only while its table is empty, so before ours.
 import lm_eval.models  # noqa: F401
+from jax.sharding import Mesh
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -121,6 +122,7 @@ class LongctxLM(TemplateLM):
         for name, way in (("through", through), ("rolling", rolling)):
             if way not in get_args(Through):
                 raise ConfigError(f"{name}={way} is not one of {', '.join(get_args(Through))}")
+        stored = {"dtype": None if dtype == "auto" else dtype, "kv": kv, "weights": weights}
         if isinstance(checkpoint, LongContext):
             if method or device or dtype or kv or weights or mesh or settings:
                 raise ConfigError(
@@ -128,8 +130,11 @@ class LongctxLM(TemplateLM):
                 )
             self.model = checkpoint
         else:
-            self.model = _load(
-                checkpoint, method, settings, device, dtype, kv, weights, mesh, prefill_chunk
+            if stored["dtype"] not in (None, *DTYPES):
+                raise ConfigError(f"dtype={dtype} is not one of auto, {', '.join(DTYPES)}")
+            made, placed = make_method(method or "full", settings), _placed(mesh or "", device)
+            self.model = jax_longctx.load(
+                checkpoint, method=made, mesh=placed, chunk=prefill_chunk, **stored
             )
         if question_tokens is None:
             question_tokens = QUESTION if self.model.engine.method.info.needs_question else 1
@@ -342,30 +347,14 @@ class LongctxLM(TemplateLM):
         return [row[-room:] for row, room in zip(rows, rooms, strict=True)]
 
 
-def _load(
-    checkpoint: str | Path,
-    method: str | None,
-    settings: dict[str, Any],
-    device: str | None,
-    dtype: str | None,
-    kv: str | None,
-    weights: str | None,
-    mesh: str | None,
-    chunk: int,
-) -> LongContext:
-    made = make_method(method or "full", settings)
-    sizes: dict[str, Any] = dict(parse_mesh((mesh or "").replace("/", ",")))
+def _placed(mesh: str, device: str | None) -> Mesh:
+    """The devices of a mesh such as `data=2/tensor=4`, of that platform."""
+    sizes: dict[str, Any] = dict(parse_mesh(mesh.replace("/", ",")))
     try:
         devices = None if device in (None, HARNESS_DEVICE) else jax.devices(device)
     except RuntimeError as error:
         raise ConfigError(f"device={device}: {error}; JAX found {jax.devices()[0]}") from error
-    placed = make_mesh(**sizes, devices=devices)
-    dtype = None if dtype == "auto" else dtype
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype} is not one of auto, {', '.join(DTYPES)}")
-    return jax_longctx.load(
-        checkpoint, method=made, mesh=placed, dtype=dtype, kv=kv, weights=weights, chunk=chunk
-    )
+    return make_mesh(**sizes, devices=devices)
 
 
 def _sampling(kwargs: dict[str, Any]) -> dict[str, Any]:
