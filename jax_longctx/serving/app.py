@@ -76,28 +76,25 @@ class Access:
     seconds: float = 600.0
 
 
+@dataclasses.dataclass(eq=False)
 class Service:
     """What the routes share.
 
-    Args:
+    Attributes:
       name: of the model, for clients.
     """
 
-    def __init__(
-        self,
-        model: LongContext,
-        name: str,
-        prompts: Prompts,
-        contexts: Contexts,
-        scheduler: Scheduler,
-        metrics: Metrics,
-        access: Access,
-    ):
-        self.model, self.name, self.prompts, self.contexts = model, name, prompts, contexts
-        self.scheduler, self.metrics, self.access = scheduler, metrics, access
-        self.created = int(time.time())
-        self._bodies = 0
-        self.fingerprint = model.engine.fingerprint
+    model: LongContext
+    name: str
+    prompts: Prompts
+    contexts: Contexts
+    scheduler: Scheduler
+    metrics: Metrics
+    access: Access
+
+    def __post_init__(self) -> None:
+        self.created, self._bodies = int(time.time()), 0
+        self.fingerprint = self.model.engine.fingerprint
 
     # -- routes ------------------------------------------------------------------------------------
 

@@ -130,10 +130,11 @@ class Entry:
         }
 
 
+@dataclasses.dataclass(eq=False)
 class Contexts:
     """The books of all texts and entries; any thread may call it.
 
-    Args:
+    Attributes:
       folder: for saved contexts; made if need be, and held by one server at a time.
       ttl: seconds that an entry lives after its last use, where it does not say.
       most_ttl: most seconds that an entry may say.
@@ -144,24 +145,20 @@ class Contexts:
       InputError: the folder cannot be written, or another server uses it.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        ttl: float,
-        most_ttl: float = math.inf,
-        most: int = 1024,
-        disk: int | None = None,
-    ):
-        self.folder, self.ttl, self.most_ttl = folder, ttl, most_ttl
-        self.most, self.disk = most, disk
+    folder: Path
+    ttl: float
+    most_ttl: float = math.inf
+    most: int = 1024
+    disk: int | None = None
+
+    def __post_init__(self) -> None:
         self.lock = threading.RLock()
         self._texts: dict[str, Text] = {}
         self._entries: dict[str, Entry] = {}
         # Texts whose ids were removed, and those that were used: their files do not say so yet.
         self._outdated: set[Text] = set()
         self._touched: set[Text] = set()
-        self._held = _hold(folder)
+        self._held = _hold(self.folder)
         self._find_saved()
 
     def close(self) -> None:
