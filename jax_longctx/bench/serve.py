@@ -25,14 +25,7 @@ from jax.sharding import Mesh
 
 from jax_longctx.bench.decode import Methods
 from jax_longctx.bench.steps import QUESTION, check_mesh, one_row
-from jax_longctx.bench.timing import (
-    TOO_MUCH,
-    WARM,
-    Shape,
-    call_times,
-    copy_bandwidth,
-    streamed,
-)
+from jax_longctx.bench.timing import TOO_MUCH, WARM, Shape, call_times, copy_bandwidth, streamed
 from jax_longctx.engine import Context, Engine
 from jax_longctx.engine.capacity import footprint
 from jax_longctx.engine.engine import BLOCK
