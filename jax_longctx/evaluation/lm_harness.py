@@ -44,7 +44,7 @@ from jax_longctx.engine import Sampling
 from jax_longctx.engine.scoring import Through, loglikelihoods
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method, settings_of
-from jax_longctx.settings import DTYPES, parse_mesh
+from jax_longctx.settings import DTYPES, at_least, parse_mesh
 from jax_longctx.sharding import make_mesh
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,6 @@ class LongctxLM(TemplateLM):
         for name, way in (("through", through), ("rolling", rolling)):
             if way not in get_args(Through):
                 raise ConfigError(f"{name}={way} is not one of {', '.join(get_args(Through))}")
-        stored = {"dtype": None if dtype == "auto" else dtype, "kv": kv, "weights": weights}
         if isinstance(checkpoint, LongContext):
             if method or device or dtype or kv or weights or mesh or settings:
                 raise ConfigError(
@@ -130,11 +129,17 @@ class LongctxLM(TemplateLM):
                 )
             self.model = checkpoint
         else:
-            if stored["dtype"] not in (None, *DTYPES):
-                raise ConfigError(f"dtype={dtype} is not one of auto, {', '.join(DTYPES)}")
             made, placed = make_method(method or "full", settings), _placed(mesh or "", device)
+            if dtype not in (None, "auto", *DTYPES):
+                raise ConfigError(f"dtype={dtype} is not one of auto, {', '.join(DTYPES)}")
             self.model = jax_longctx.load(
-                checkpoint, method=made, mesh=placed, chunk=prefill_chunk, **stored
+                checkpoint,
+                method=made,
+                mesh=placed,
+                dtype=None if dtype == "auto" else dtype,
+                kv=kv,
+                weights=weights,
+                chunk=prefill_chunk,
             )
         if question_tokens is None:
             question_tokens = QUESTION if self.model.engine.method.info.needs_question else 1
@@ -145,9 +150,7 @@ class LongctxLM(TemplateLM):
         self.max_gen_toks, self.truncation = max_gen_toks, truncation
         self.question_tokens, self.through, self.rolling = question_tokens, through, rolling
         self.sample_seed = sample_seed
-        for name in ("batch_size", "max_length", "max_gen_toks", "question_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        at_least(1, self, "batch_size", "max_length", "max_gen_toks", "question_tokens")
         self.name = Path(checkpoint).resolve().name if isinstance(checkpoint, str | Path) else ""
 
     # Properties of the model that the harness reads.
