@@ -8,12 +8,11 @@ Three fields are not OpenAI's: `context` (the id of a text that was read), `top_
 `repetition_penalty`.
 """
 
-import dataclasses
 import json
 import logging
 import reprlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -359,24 +358,6 @@ def _first_fault(error: pydantic.ValidationError) -> RequestError:
 # -- answers ---------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Named:
-    """A token by its name (see `tokens`); `raw` are its bytes, None for one that adds none."""
-
-    name: str
-    raw: bytes | None
-    logprob: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Scored:
-    """A token of an answer, the best tokens at its place, and the characters before it."""
-
-    token: Named
-    best: Sequence[Named]
-    offset: int
-
-
 def usage(prompt: int, cached: int, answer: int) -> dict[str, Any]:
     """OpenAI's count of tokens; `cached` of the prompt's were read before the request."""
     return {
@@ -384,32 +365,6 @@ def usage(prompt: int, cached: int, answer: int) -> dict[str, Any]:
         "completion_tokens": answer,
         "total_tokens": prompt + answer,
         "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-def chat_logprobs(scored: Sequence[Scored]) -> dict[str, Any]:
-    """The `logprobs` of a chat's choice."""
-    return {
-        "content": [
-            {**_entry(each.token), "top_logprobs": [_entry(other) for other in each.best]}
-            for each in scored
-        ],
-        "refusal": None,
-    }
-
-
-def _entry(token: Named) -> dict[str, Any]:
-    raw = None if token.raw is None else list(token.raw)
-    return {"token": token.name, "logprob": token.logprob, "bytes": raw}
-
-
-def completion_logprobs(scored: Sequence[Scored]) -> dict[str, Any]:
-    """The `logprobs` of a completion's choice."""
-    return {
-        "tokens": [each.token.name for each in scored],
-        "token_logprobs": [each.token.logprob for each in scored],
-        "top_logprobs": [{best.name: best.logprob for best in each.best} for each in scored],
-        "text_offset": [each.offset for each in scored],
     }
 
 
