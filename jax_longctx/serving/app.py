@@ -127,10 +127,10 @@ class Service:
                 self.contexts.release(text)
                 raise
             job, stream = self._submitted(place, text=text, entry=entry)
-            first = await self._first(request, job, stream)
+            stream = await self._begun(request, job, stream)
             if asked.stream:
-                return self._streamed(job, self._progress(entry, first, stream))
-            await self._watched(request, job, _rest(first, stream))
+                return self._streamed(job, self._progress(entry, stream))
+            await self._watched(request, job, _rest(stream))
             return JSONResponse(entry.record(), status_code=201)
 
     async def list_contexts(self, request: Request) -> Response:
@@ -326,12 +326,11 @@ class Service:
                 logprobs=asked.wanted_logprobs is not None,
                 prompt=len(prompt.text.tokens) + len(prompt.question),
             )
-            first = await self._first(request, job, stream)
+            stream = await self._begun(request, job, stream)
             answer.cached = job.cached
             if asked.stream:
-                chunks = self._chunks(answer, first, stream, asked.include_usage)
-                return self._streamed(job, chunks)
-            return JSONResponse(await self._watched(request, job, _whole(answer, first, stream)))
+                return self._streamed(job, self._chunks(answer, stream, asked.include_usage))
+            return JSONResponse(await self._watched(request, job, _whole(answer, stream)))
 
     def _submitted(self, place: Place, **how: Any) -> tuple[Job, AsyncGenerator[Event]]:
         """A job that the scheduler has taken, and its events, which its thread sends."""
@@ -374,8 +373,10 @@ class Service:
         finally:
             self.scheduler.cancel(job)
 
-    async def _first(self, request: Request, job: Job, stream: AsyncGenerator[Event]) -> Event:
-        """The first event that the client is to see.
+    async def _begun(
+        self, request: Request, job: Job, stream: AsyncGenerator[Event]
+    ) -> AsyncGenerator[Event]:
+        """The events from the first that the client is to see, which has come.
 
         Texts are read in silence for an answer, not for a context.
         """
@@ -386,7 +387,7 @@ class Service:
                     return event
             raise AssertionError("a job's events have an end")
 
-        return await self._watched(request, job, wait())
+        return _chain(await self._watched(request, job, wait()), stream)
 
     async def _watched[Result](
         self, request: Request, job: Job, work: Coroutine[Any, Any, Result]
@@ -410,12 +411,12 @@ class Service:
                     await task
 
     async def _chunks(
-        self, answer: Answer, first: Event, stream: AsyncGenerator[Event], counts: bool
+        self, answer: Answer, stream: AsyncGenerator[Event], counts: bool
     ) -> AsyncGenerator[Any]:
         """The records of a streamed answer."""
         for record in answer.opening():
             yield record
-        async for event in _chain(first, stream):
+        async for event in stream:
             if isinstance(event, Piece):
                 yield answer.piece(event.text, event.chosen)
             elif isinstance(event, Ended):
@@ -423,11 +424,9 @@ class Service:
                 if counts:
                     yield answer.counted(event.tokens)
 
-    async def _progress(
-        self, entry: Entry, first: Event, stream: AsyncGenerator[Event]
-    ) -> AsyncGenerator[Any]:
+    async def _progress(self, entry: Entry, stream: AsyncGenerator[Event]) -> AsyncGenerator[Any]:
         """The records of a context that is being read; the last is the context."""
-        async for event in _chain(first, stream):
+        async for event in stream:
             if isinstance(event, Reading):
                 told = {"id": entry.id, "object": "context.progress"}
                 yield {**told, "tokens_read": event.done, "tokens": event.total}
@@ -496,13 +495,13 @@ def _form_error(name: str, what: str) -> RequestError:
     return RequestError(f"the form's field {name[:80]!r} {what}", param=name[:80])
 
 
-async def _rest(first: Event, stream: AsyncGenerator[Event]) -> None:
-    async for _ in _chain(first, stream):
+async def _rest(stream: AsyncGenerator[Event]) -> None:
+    async for _ in stream:
         pass
 
 
-async def _whole(answer: Answer, first: Event, stream: AsyncGenerator[Event]) -> dict[str, Any]:
-    async for event in _chain(first, stream):
+async def _whole(answer: Answer, stream: AsyncGenerator[Event]) -> dict[str, Any]:
+    async for event in stream:
         if isinstance(event, Piece):
             answer.take(event.text, event.chosen)
         elif isinstance(event, Ended):
