@@ -148,10 +148,11 @@ def _saves(job: Job) -> bool:
     return entry is not None and entry.save and entry.id in job.text.entries
 
 
+@dataclasses.dataclass(eq=False)
 class Scheduler:
     """Runs jobs in a thread of its own.
 
-    Args:
+    Attributes:
       budget: bytes on each device that texts in memory may take.
       most: requests that may wait or be answered at a time.
       crashed: called in the thread with an error that is no request's fault; nothing runs after.
@@ -160,22 +161,17 @@ class Scheduler:
       compiling: told how many programs are compiled, and how many there are, in the thread.
     """
 
-    def __init__(
-        self,
-        team: Team,
-        contexts: Contexts,
-        metrics: Metrics,
-        *,
-        budget: int,
-        most: int,
-        crashed: Callable[[BaseException], None],
-        compiled: tuple[int, int] | None = None,
-        compiling: Callable[[int, int], None] = lambda done, total: None,
-    ):
-        self.team, self.contexts, self.metrics = team, contexts, metrics
-        self.budget, self.most = budget, most
-        self._executor: Executor = team.executor
-        self._crashed, self._compiled, self._compiling = crashed, compiled, compiling
+    team: Team
+    contexts: Contexts
+    metrics: Metrics
+    budget: int
+    most: int
+    crashed: Callable[[BaseException], None]
+    compiled: tuple[int, int] | None = None
+    compiling: Callable[[int, int], None] = lambda done, total: None
+
+    def __post_init__(self) -> None:
+        self._executor: Executor = self.team.executor
         self._begun = False
         self._changed = threading.Condition()
         self._waiting: collections.deque[Job] = collections.deque()
@@ -307,18 +303,18 @@ class Scheduler:
             # Whatever it is: without this thread the server would hang.
             self._stopped = True
             self._executor.give_up_saving()
-            self._crashed(error)
+            self.crashed(error)
 
     def _prepare(self) -> None:
         """Compiles what the first requests need."""
-        if self._compiled is not None:
-            texts, question = self._compiled
+        if self.compiled is not None:
+            texts, question = self.compiled
             self._do("compile", texts=texts, question=question)
             ready = False
             while not (ready or self._stopped):
                 done, total, ready = self._do("compile_on")
                 # More may follow those that are compiled.
-                self._compiling(done, total if ready else max(total, done + 1))
+                self.compiling(done, total if ready else max(total, done + 1))
             if not ready:
                 self._do("give_up_compiling")
         self._begun = True
