@@ -56,13 +56,12 @@ class RowStore:
     def __init__(self, folder: Path, given: Mapping[str, Any]):
         self.path = folder / NAME
         rows: list[dict[str, Any]] = []
-        try:
+        with file_errors(f"{self.path} cannot be written"):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab")
-        except OSError as error:
-            raise InputError(f"{error.filename} cannot be written: {error.strerror}") from error
+            alone = lock(self._file.fileno())
         try:
-            if not lock(self._file.fileno()):
+            if not alone:
                 raise InputError(
                     f"{self.path} is being written by another run; wait for it, or give another "
                     f"folder as --output"

@@ -461,7 +461,8 @@ def _hold(folder: Path) -> int:
     with file_errors(f"{folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    if not lock(held):
+        alone = lock(held)
+    if not alone:
         os.close(held)
         raise InputError(f"another server keeps its contexts in {folder}; name another")
     return held
