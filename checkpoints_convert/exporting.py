@@ -24,13 +24,7 @@ from checkpoints_convert.names import FileTensor, expected_tensors
 from checkpoints_convert.partial import GROUP, OnProgress, check_destination
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.locks import only_writer
-from jax_longctx.models.storage import (
-    Manifest,
-    read_manifest,
-    restore,
-    tokenizer_folder,
-    write_text,
-)
+from jax_longctx.models import storage
 
 # A tensor to write, and its stored type.
 Stored = tuple[FileTensor, np.dtype]
@@ -54,7 +48,7 @@ def export(
       ConfigError: its matrices are in 8 bits.
       InputError: another process writes the destination.
     """
-    manifest = read_manifest(checkpoint)
+    manifest = storage.read_manifest(checkpoint)
     if manifest.weights is not None:
         raise ConfigError(
             f"{checkpoint} holds its matrices in {manifest.weights}, for which there is no Hugging "
@@ -62,7 +56,7 @@ def export(
         )
     destination = Path(destination).expanduser().absolute()
     scratch = destination.with_name(destination.name + ".exporting")
-    tokenizer = tokenizer_folder(checkpoint, manifest)
+    tokenizer = storage.tokenizer_folder(checkpoint, manifest)
     with only_writer(destination):
         check_destination(destination)
         try:
@@ -73,7 +67,7 @@ def export(
                 shutil.copyfile(tokenizer / name, scratch / name)
             config = manifest.config.to_hf() | dict(manifest.extras)
             config["torch_dtype"] = manifest.dtype
-            write_text(scratch / "config.json", json.dumps(config, indent=2))
+            storage.write_text(scratch / "config.json", json.dumps(config, indent=2))
             scratch.rename(destination)
         except OSError as error:
             raise CheckpointError(f"{destination} could not be written: {error}") from error
@@ -88,7 +82,7 @@ def _nbytes(stored: Stored) -> int:
 
 def _write_shards(
     checkpoint: str | Path,
-    manifest: Manifest,
+    manifest: storage.Manifest,
     folder: Path,
     limit: int,
     progress: OnProgress | None,
@@ -112,7 +106,7 @@ def _write_shards(
                     for tensor, dtype in batch
                     for part in tensor.parts
                 }
-                arrays = restore(checkpoint, manifest, wanted)
+                arrays = storage.restore(checkpoint, manifest, wanted)
                 for tensor, _ in batch:
                     parts = [
                         part.to_file(np.asarray(arrays.pop(part.path))) for part in tensor.parts
@@ -126,7 +120,7 @@ def _write_shards(
             os.fsync(file.fileno())
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": placed}
-        write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
+        storage.write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
 
 
 def _write_header(file: BinaryIO, tensors: Sequence[Stored]) -> None:

@@ -3,6 +3,7 @@
 Files of tensors are read once, from front to back in byte ranges, and hashed at the same time.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints_convert.names import IGNORED, expected_tensors
-from jax_longctx.errors import CheckpointError
+from jax_longctx.errors import CheckpointError, file_errors
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.settings import StoredForm
 from pallas_kernels.quantised import FORMS
@@ -89,10 +90,8 @@ class HashedFile:
 
     def __init__(self, path: Path):
         self.path, self._hash = path, hashlib.sha256()
-        try:
+        with reading(path):
             self._file = path.open("rb")
-        except OSError as error:
-            raise unreadable(path, error) from error
         self.close = self._file.close
 
     def read(self, offset: int, size: int) -> bytes:
@@ -115,10 +114,8 @@ class HashedFile:
 
     def _next(self, size: int) -> bytes:
         """Up to `size` bytes; fewer only at the end of the file."""
-        try:
+        with reading(self.path):
             data = self._file.read(size)
-        except OSError as error:
-            raise unreadable(self.path, error) from error
         self._hash.update(data)
         return data
 
@@ -136,17 +133,15 @@ def in_groups[T](items: Iterable[T], size: Callable[[T], int], limit: int) -> li
     return groups
 
 
-def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """The error for a file that cannot be read."""
-    return CheckpointError(f"{path} cannot be read: {error.strerror or error}")
+def reading(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Names the path in a CheckpointError where the block cannot read it."""
+    return file_errors(f"{path} cannot be read", kind=CheckpointError)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object that a file holds."""
-    try:
+    with reading(path):
         return parse_json(path.read_bytes(), f"{path} is not a JSON file")
-    except OSError as error:
-        raise unreadable(path, error) from error
 
 
 def parse_json(raw: bytes, fault: str) -> dict[str, Any]:

@@ -15,16 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from checkpoints_convert import files
 from checkpoints_convert.config import model_config
-from checkpoints_convert.files import (
-    STEP,
-    Source,
-    SourceTensor,
-    check_tensors,
-    parse_json,
-    read_json,
-    unreadable,
-)
 from checkpoints_convert.names import naming_of, tensor_name
 from checkpoints_convert.vocabulary import sentencepiece_files
 from jax_longctx.errors import CheckpointError
@@ -63,7 +55,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 HEADER_LIMIT = 100 << 20
 
 
-def open_huggingface(folder: Path, label: str) -> Source:
+def open_huggingface(folder: Path, label: str) -> files.Source:
     """A directory such as `save_pretrained` writes.
 
     Raises:
@@ -76,7 +68,7 @@ def open_huggingface(folder: Path, label: str) -> Source:
             f"{folder} is not a checkpoint: it has no config.json (expected a Hugging Face "
             f"directory with config.json, *.safetensors and tokenizer files, or a GGUF file)"
         )
-    described = read_json(config_path)
+    described = files.read_json(config_path)
     config = model_config(described)
     tokenizer = {name: folder / name for name in TOKENIZER_FILES if (folder / name).exists()}
     if not tokenizer.keys() & {"tokenizer.json", "tokenizer.model"}:
@@ -88,19 +80,19 @@ def open_huggingface(folder: Path, label: str) -> Source:
     naming = naming_of(tensor.name for tensor in found)
     tied = config.tie_embeddings and config.traits.has_head
     head = tensor_name(config, naming, "head.table") if tied else None
-    tensors = check_tensors(label, found, config, naming, head)
+    tensors = files.check_tensors(label, found, config, naming, head)
     _check_tied_head(config, naming, found, head)
     read = [config_path, *tokenizer.values()]
     if (folder / INDEX).exists():
         read.append(folder / INDEX)
-    try:
-        digests = {path: sha256_of(path) for path in read}
-    except OSError as error:
-        raise unreadable(Path(error.filename or folder), error) from error
+    digests = {}
+    for path in read:
+        with files.reading(path):
+            digests[path] = sha256_of(path)
     made = {}
     if "tokenizer.json" not in tokenizer:
         made = sentencepiece_files(folder, config.vocab_size)
-    return Source(
+    return files.Source(
         label=label,
         config=config,
         extras={key: described[key] for key in EXTRAS if described.get(key) is not None},
@@ -111,17 +103,17 @@ def open_huggingface(folder: Path, label: str) -> Source:
     )
 
 
-def _find_tensors(folder: Path) -> list[SourceTensor]:
+def _find_tensors(folder: Path) -> list[files.SourceTensor]:
     if not (folder / INDEX).exists():
         if (folder / SINGLE).exists():
             return read_header(folder / SINGLE)
         others = sorted(path.name for path in folder.glob("*.bin"))
         hint = f"; {others[0]} is not read, save it as safetensors" if others else ""
         raise CheckpointError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}{hint}")
-    placed = read_json(folder / INDEX).get("weight_map")
+    placed = files.read_json(folder / INDEX).get("weight_map")
     if not isinstance(placed, dict):
         raise CheckpointError(f"{folder / INDEX} has no weight_map")
-    tensors: list[SourceTensor] = []
+    tensors: list[files.SourceTensor] = []
     for name in sorted({str(file) for file in placed.values()}):
         path = folder / name
         if path.name != name:
@@ -141,7 +133,7 @@ def _find_tensors(folder: Path) -> list[SourceTensor]:
 
 
 def _check_tied_head(
-    config: ModelConfig, naming: str, tensors: list[SourceTensor], head: str | None
+    config: ModelConfig, naming: str, tensors: list[files.SourceTensor], head: str | None
 ) -> None:
     """Raises CheckpointError where a stored tied head differs from the embedding."""
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -154,42 +146,36 @@ def _check_tied_head(
         )
 
 
-def _same_bytes(one: SourceTensor, other: SourceTensor) -> bool:
+def _same_bytes(one: files.SourceTensor, other: files.SourceTensor) -> bool:
     if (one.nbytes, one.dtype) != (other.nbytes, other.dtype):
         return False
-    try:
-        with one.file.open("rb") as first, other.file.open("rb") as second:
-            first.seek(one.offset)
-            second.seek(other.offset)
-            for begin in range(0, one.nbytes, STEP):
-                size = min(STEP, one.nbytes - begin)
-                if first.read(size) != second.read(size):
-                    return False
-    except OSError as error:
-        raise unreadable(one.file, error) from error
+    with files.reading(one.file), one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.offset)
+        second.seek(other.offset)
+        for begin in range(0, one.nbytes, files.STEP):
+            size = min(files.STEP, one.nbytes - begin)
+            if first.read(size) != second.read(size):
+                return False
     return True
 
 
-def read_header(path: Path) -> list[SourceTensor]:
+def read_header(path: Path) -> list[files.SourceTensor]:
     """The tensors of a file, in the order of their bytes.
 
     Raises:
       CheckpointError: the file is not safetensors, damaged or truncated, or has weights of a type
         that is not implemented (quantised).
     """
-    try:
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else HEADER_LIMIT
-            size = path.stat().st_size
-            if length >= min(HEADER_LIMIT, size):
-                raise CheckpointError(
-                    f"{path} is not a safetensors file, or truncated in its header ({size} bytes)"
-                )
-            raw = file.read(length)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    header, begin = parse_json(raw, f"{path} is not a safetensors file"), 8 + length
+    with files.reading(path), path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else HEADER_LIMIT
+        size = path.stat().st_size
+        if length >= min(HEADER_LIMIT, size):
+            raise CheckpointError(
+                f"{path} is not a safetensors file, or truncated in its header ({size} bytes)"
+            )
+        raw = file.read(length)
+    header, begin = files.parse_json(raw, f"{path} is not a safetensors file"), 8 + length
     tensors = [
         _tensor(path, name, entry, begin)
         for name, entry in header.items()
@@ -211,7 +197,7 @@ def read_header(path: Path) -> list[SourceTensor]:
     return tensors
 
 
-def _tensor(path: Path, name: str, entry: Any, begin: int) -> SourceTensor:
+def _tensor(path: Path, name: str, entry: Any, begin: int) -> files.SourceTensor:
     try:
         shape = tuple(int(size) for size in entry["shape"])
         first, last = (int(at) for at in entry["data_offsets"])
@@ -232,7 +218,7 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> SourceTensor:
     def decode(raw: bytes, rows: int) -> np.ndarray:
         return np.frombuffer(raw, dtype).reshape(rows, -1)
 
-    return SourceTensor(
+    return files.SourceTensor(
         name=name,
         shape=shape,
         # Nothing here computes in float64.

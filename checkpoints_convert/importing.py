@@ -33,20 +33,16 @@ from checkpoints_convert.files import (
 from checkpoints_convert.huggingface import fetch, open_huggingface
 from checkpoints_convert.names import FileTensor, expected_tensors
 from checkpoints_convert.partial import GROUP, SUFFIX, OnProgress, Partial, check_destination
-from jax_longctx.errors import CheckpointError, ConfigError, InputError, LongctxError
-from jax_longctx.locks import only_writer
-from jax_longctx.models.llama import ParamInfo, check_mesh, stored_paths
-from jax_longctx.models.storage import (
-    MANIFEST,
-    PARAMS,
-    TOKENIZER,
-    Manifest,
-    TensorEntry,
-    bytes_below,
-    describe_files,
-    read_manifest,
-    write_text,
+from jax_longctx.errors import (
+    CheckpointError,
+    ConfigError,
+    InputError,
+    LongctxError,
+    file_errors,
 )
+from jax_longctx.locks import only_writer
+from jax_longctx.models import storage
+from jax_longctx.models.llama import ParamInfo, check_mesh, stored_paths
 from jax_longctx.settings import StoredForm, check_name
 from jax_longctx.sharding import logical_sharding, make_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
@@ -172,7 +168,7 @@ def convert(
     mesh: Mesh | None = None,
     progress: OnProgress | None = None,
     resume: bool = True,
-) -> Manifest:
+) -> storage.Manifest:
     """Converts a Hugging Face directory, a hub id or a GGUF file to a checkpoint directory.
 
     All is written to `DESTINATION.partial`, which is renamed at the end. It is deleted after an
@@ -217,10 +213,8 @@ def convert(
         ]
         made_from = _made_from(opened, steps, weights)
         _check_space(destination, sum(step.nbytes for step in steps))
-        try:
+        with file_errors(f"{destination} cannot be written", kind=CheckpointError):
             partial = Partial(destination, made_from, resume=resume)
-        except OSError as error:
-            raise CheckpointError(f"{destination} cannot be written: {error.strerror}") from error
         try:
             hashes = _write_tensors(partial, steps, mesh, progress)
             _write_rest(partial, opened, steps, hashes, weights)
@@ -232,7 +226,7 @@ def convert(
                 said = f"{destination} could not be written: {error}"
                 raise CheckpointError(said) from error
             raise
-    return read_manifest(destination)
+    return storage.read_manifest(destination)
 
 
 def _step(
@@ -246,11 +240,9 @@ def _check_space(destination: Path, needed: int) -> None:
     """Raises CheckpointError where the disk lacks the space, before hours of work."""
     parent = next(path for path in destination.parents if path.exists())
     begun = destination.with_name(destination.name + SUFFIX)
-    try:
+    with file_errors(f"{parent} cannot be written", kind=CheckpointError):
         # An interrupted conversion is continued or deleted, so its space counts as free.
-        free = shutil.disk_usage(parent).free + bytes_below(begun)
-    except OSError as error:
-        raise CheckpointError(f"{parent} cannot be written: {error.strerror}") from error
+        free = shutil.disk_usage(parent).free + storage.bytes_below(begun)
     if needed > free:
         raise CheckpointError(
             f"{destination} needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free on its disk; "
@@ -316,7 +308,7 @@ def _write_rest(
     """Everything after the tensors; the manifest last."""
     if not partial.merged:
         partial.merge()
-    tokenizer = partial.folder / TOKENIZER
+    tokenizer = partial.folder / storage.TOKENIZER
     shutil.rmtree(tokenizer, ignore_errors=True)
     tokenizer.mkdir()
     opened.write_tokenizer(tokenizer)
@@ -324,21 +316,21 @@ def _write_rest(
     for step in steps:
         bytes_of[step.dtype.name] += step.wanted.nbytes(step.dtype)
     entries = {
-        path: TensorEntry(info.shape, dtype.name)
+        path: storage.TensorEntry(info.shape, dtype.name)
         for step in steps
         for path, (info, dtype) in step.stored.items()
     }
     partial.check(entries)
-    manifest = Manifest(
+    manifest = storage.Manifest(
         config=opened.config,
         dtype=bytes_of.most_common(1)[0][0],
         tensors=entries,
         source=opened.label,
         sources={path.name: digest for path, digest in {**opened.read_files, **hashes}.items()},
-        files=describe_files(partial.folder / PARAMS),
-        tokenizer_files=describe_files(tokenizer),
+        files=storage.describe_files(partial.folder / storage.PARAMS),
+        tokenizer_files=storage.describe_files(tokenizer),
         extras=opened.extras,
         weights=cast(StoredForm | None, weights),
     )
-    write_text(partial.folder / MANIFEST, manifest.to_json())
+    storage.write_text(partial.folder / storage.MANIFEST, manifest.to_json())
     partial.publish()

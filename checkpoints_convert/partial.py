@@ -19,21 +19,14 @@ from flax import traverse_util
 from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.errors import CheckpointError
-from jax_longctx.models.storage import (
-    PARAMS,
-    TensorEntry,
-    bytes_below,
-    partial_of,
-    write_text,
-    writing,
-)
+from jax_longctx.models import storage
 
 SUFFIX = ".partial"
 # Seconds to watch a deleted partial after a failed write (see `Partial.discard`).
 SETTLE = 0.5
 PROGRESS = "progress.json"
 # Orbax's folder of groups, until they are merged.
-GROUPS = PARAMS + ".partial_save"
+GROUPS = storage.PARAMS + ".partial_save"
 # Bytes of a group of parameters, also in an export. Each group costs Orbax some tens of
 # milliseconds; an interruption loses at most one.
 GROUP = 64 << 20
@@ -89,7 +82,7 @@ class Partial:
         before = self._folders()
         with self._orbax():
             tree = traverse_util.unflatten_dict(dict(arrays), sep=".")
-            ocp.partial.save(str(self.folder / PARAMS), tree)
+            ocp.partial.save(str(self.folder / storage.PARAMS), tree)
         (new,) = self._folders() - before
         self._groups[new] = list(arrays)
         self._note()
@@ -99,13 +92,13 @@ class Partial:
         self._state = "merging"
         self._note()
         with self._orbax():
-            ocp.partial.finalize(str(self.folder / PARAMS))
+            ocp.partial.finalize(str(self.folder / storage.PARAMS))
         self._state = "merged"
         self._note()
 
-    def check(self, entries: Mapping[str, TensorEntry]) -> None:
+    def check(self, entries: Mapping[str, storage.TensorEntry]) -> None:
         """Raises CheckpointError unless all arrays are stored whole."""
-        folder = self.folder / PARAMS
+        folder = self.folder / storage.PARAMS
         base = {"driver": "file", "path": f"{folder / 'state'}/"}
         lacking, wanted = [], 0
         with self._orbax():
@@ -118,7 +111,7 @@ class Partial:
                     lacking.append(path)
                 wanted += array.size * array.dtype.numpy_dtype.itemsize
         # Nothing is compressed.
-        written = bytes_below(folder)
+        written = storage.bytes_below(folder)
         if lacking or written < wanted:
             raise CheckpointError(
                 f"{self.destination} was not written whole ({written} of at least {wanted} bytes, "
@@ -151,7 +144,7 @@ class Partial:
         # Weights hardly compress: compression takes longer than writing the bytes it saves.
         context.array.saving.use_compression = False
         try:
-            with writing(self.destination), context:
+            with storage.writing(self.destination), context:
                 yield
         except CheckpointError:
             self._settle = SETTLE
@@ -159,7 +152,7 @@ class Partial:
 
     def _check_ours(self) -> None:
         """Raises CheckpointError where a folder of that name is not a partial."""
-        known = {PROGRESS, partial_of(Path(PROGRESS)).name}
+        known = {PROGRESS, storage.partial_of(Path(PROGRESS)).name}
         if not self.folder.exists() or (self.folder / PROGRESS).exists():
             return
         if not self.folder.is_dir() or {path.name for path in self.folder.iterdir()} - known:
@@ -187,7 +180,7 @@ class Partial:
             return False
         self._groups, self._state = groups, state
         if self.merged:
-            return (self.folder / PARAMS).is_dir()
+            return (self.folder / storage.PARAMS).is_dir()
         for name in self._folders() - set(self._groups):
             shutil.rmtree(self.folder / GROUPS / name)
         for path in self.folder.glob(GROUPS + ".*"):
@@ -206,4 +199,4 @@ class Partial:
 
     def _note(self) -> None:
         noted = {"made_from": self._made_from, "state": self._state, "groups": self._groups}
-        write_text(self.folder / PROGRESS, json.dumps(noted))
+        storage.write_text(self.folder / PROGRESS, json.dumps(noted))

@@ -77,20 +77,18 @@ def methods_page() -> str:
         raise SystemExit(f"jax-longctx {' '.join(command)} failed: {' '.join(said)}")
     entries = [json.loads(line) for line in result.stdout.splitlines()]
     known = [entry for entry in entries if entry["name"] in own_methods()]
-    read = {entry["name"]: entry["memory"].get("read_bytes", 0) for entry in known}
+    usual = [entry for entry in known if entry["name"] not in STUDIES]
     rows = [
-        (
-            f"[`{entry['name']}`](#{entry['name']})",
-            entry["summary"],
-            *sizes(entry).values(),
-        )
-        for entry in known
-        if entry["name"] not in STUDIES
+        (f"[`{entry['name']}`](#{entry['name']})", entry["summary"], *sizes(entry).values())
+        for entry in usual
     ]
     headers = ("method", "what it does", "peak of prefill", "while answering", "read a step")
-    said = notes()
-    usual = [entry for entry in known if entry["name"] not in STUDIES]
-    studies = [entry for entry in known if entry["name"] in STUDIES]
+    said, (full,) = notes(), [entry for entry in known if entry["name"] == "full"]
+
+    def cards(entries: Sequence[dict[str, Any]]) -> list[str]:
+        read = full["memory"]["read_bytes"]
+        return [card(entry, said.get(entry["name"], {}), read) for entry in entries]
+
     command_block = f"```sh\njax-longctx {' '.join(command[:-1])}\n```"
     parts = [
         MADE_BY,
@@ -100,10 +98,10 @@ def methods_page() -> str:
         command_block,
         table(headers, rows),
         "## Method cards",
-        *(card(entry, said.get(entry["name"], {}), read["full"]) for entry in usual),
+        *cards(usual),
         "## Emulations for studies",
         "These compute what a paper's released code computes. Use them to compare with it only.",
-        *(card(entry, said.get(entry["name"], {}), read["full"]) for entry in studies),
+        *cards([entry for entry in known if entry["name"] in STUDIES]),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -93,10 +93,9 @@ class Result:
     picture: str = ""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            required = field.default is field.default_factory is dataclasses.MISSING
-            if required and not getattr(self, field.name):
-                raise ResultError(f"{self.name}.json has an empty {field.name!r}; fill it in")
+        for name in required():
+            if not getattr(self, name):
+                raise ResultError(f"{self.name}.json has an empty {name!r}; fill it in")
         if self.kind not in KINDS:
             raise ResultError(f"{self.name}.json has kind {self.kind!r}; expected one of {KINDS}")
         if not re.fullmatch(r"20\d\d-\d\d-\d\d( and 20\d\d-\d\d-\d\d)*", self.date):
@@ -112,20 +111,20 @@ class Result:
             )
 
 
+def required() -> list[str]:
+    """The fields of a result that have no default."""
+    missing, fields = dataclasses.MISSING, dataclasses.fields(Result)
+    return [each.name for each in fields if each.default is each.default_factory is missing]
+
+
 def parse_result(name: str, found: Mapping[str, Any]) -> Result:
     """A result from what its file holds.
 
     Raises:
       ResultError: a field is missing, unknown or empty.
     """
-    fields = dataclasses.fields(Result)
-    known = {field.name for field in fields}
-    required = {
-        field.name
-        for field in fields
-        if field.default is field.default_factory is dataclasses.MISSING
-    } - {"name"}
-    if missing := sorted(required - set(found)):
+    known = {field.name for field in dataclasses.fields(Result)}
+    if missing := sorted({*required()} - {"name", *found}):
         raise ResultError(f"{name}.json lacks {', '.join(missing)}; every result needs them")
     if unknown := sorted(set(found) - known):
         raise ResultError(f"{name}.json has unknown fields {', '.join(unknown)}")

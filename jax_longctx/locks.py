@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from jax_longctx.errors import InputError
+from jax_longctx.errors import InputError, file_errors
 
 # Errors of file systems without locks, where writers go on without one.
 UNLOCKED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
@@ -22,38 +22,44 @@ def only_writer(path: Path) -> Iterator[None]:
     Raises:
       InputError: another process is writing `path`, or its folder cannot be written.
     """
-    lock = path.with_name(path.name + ".lock")
-    try:
+    name = path.with_name(path.name + ".lock")
+    with file_errors(f"{path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        held = _acquire(lock)
-    except BlockingIOError:
-        raise InputError(
-            f"another process is writing {path}; wait for it, or choose another name"
-        ) from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from error
+        held = _acquire(name)
+    if held is None:
+        raise InputError(f"another process is writing {path}; wait for it, or choose another name")
     try:
         yield
     finally:
         # Deleted before the lock is released, so that no other holder's file is deleted.
-        lock.unlink(missing_ok=True)
+        name.unlink(missing_ok=True)
         os.close(held)
 
 
-def _acquire(lock: Path) -> int:
+def lock(held: int) -> bool:
+    """Locks an open file until it is closed; False where somebody else has locked it."""
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in UNLOCKED:
+            raise
+    return True
+
+
+def _acquire(name: Path) -> int | None:
     while True:
-        held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        held = os.open(name, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in UNLOCKED:
-                    raise
+            locked = lock(held)
             # The previous holder may have deleted this file, and another process made a new one.
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(lock), os.fstat(held)):
+                if locked and os.path.samestat(os.stat(name), os.fstat(held)):
                     return held
         except BaseException:
             os.close(held)
             raise
         os.close(held)
+        if not locked:
+            return None

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import ConfigError, InputError, LongctxError
 
 MESH_AXES = ("data", "seq", "tensor")
 # Largest repetition penalty: a larger product with a logit could exceed float32's range.
@@ -48,6 +48,20 @@ def check_name(table: Collection[str], name: str, noun: str) -> None:
     near = difflib.get_close_matches(name, table, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"unknown {noun} {name!r}; known: {', '.join(table)}{hint}")
+
+
+def at_least(
+    least: float,
+    given: object,
+    *names: str,
+    within: str = "",
+    error: type[LongctxError] = ConfigError,
+) -> None:
+    """Raises an error unless each of these attributes is None or at least so large."""
+    for name in names:
+        value = getattr(given, name)
+        if value is not None and not value >= least:
+            raise error(f"{within}{name} must be at least {least}, got {value}")
 
 
 def kv_form(kv: str | None, dtype: str) -> StoredForm | None:

@@ -34,6 +34,7 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import Attend, check_mesh
 from jax_longctx.parts.appending import refuse_windows
 from jax_longctx.parts.partial import pooled_scores
+from jax_longctx.settings import at_least
 from jax_longctx.sharding import logical_spec
 from pallas_kernels import dispatch
 from pallas_kernels.common import MASKED, group_heads, merge, ungroup_heads
@@ -63,10 +64,8 @@ class Pattern:
     force_self: bool = True
 
     def __post_init__(self) -> None:
-        if self.tail < 0:
-            raise ConfigError(f"pattern: tail must be at least 0, got {self.tail}")
-        if self.budget < 1:
-            raise ConfigError(f"pattern: budget must be at least 1, got {self.budget}")
+        at_least(0, self, "tail", within="pattern: ")
+        at_least(1, self, "budget", within="pattern: ")
         if self.over_group not in ("max", "mean", "first"):
             raise ConfigError(
                 f"pattern: over_group must be max, mean or first, got {self.over_group!r}"

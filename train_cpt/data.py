@@ -35,7 +35,7 @@ import grain
 import numpy as np
 from jaxtyping import Integer
 
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import ConfigError, InputError, file_errors
 from jax_longctx.models.storage import read_sealed, seal, sha256_of
 
 # 1 had several files a split and no digest of its own.
@@ -247,10 +247,8 @@ def open_windows(directory: Path, split: str, *, length: int, tokenizer: str) ->
     if manifest.tokenizer != tokenizer:
         raise InputError(f"{directory} was made with another tokenizer; prepare the data again")
     path, expected = _split_file(directory, split), manifest.digests[split]
-    try:
+    with file_errors(f"{path} cannot be read", "prepare again"):
         found = sha256_of(path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}; prepare again") from error
     if found != expected:
         raise InputError(
             f"{path} is damaged (SHA-256 {found[:12]}, expected {expected[:12]}); prepare again"
@@ -322,23 +320,19 @@ def read_documents(files: Iterable[Path], field: str = "text") -> Iterator[tuple
         pyarrow is not installed.
     """
     for path in files:
-        try:
+        with file_errors(f"{path} cannot be read"):
             if path.suffix in LINES_SUFFIXES:
                 yield from _lines(path, field)
             elif path.suffix in TABLE_SUFFIXES:
                 yield from _rows(path, field)
             else:
                 yield str(path), _read(path)
-        except OSError as error:
-            raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def file_record(path: Path) -> dict[str, Any]:
     """Name, size and SHA-256 of a file, JSON-able; raises InputError where it cannot be read."""
-    try:
+    with file_errors(f"{path} cannot be read"):
         return {"path": str(path), "bytes": path.stat().st_size, "sha256": sha256_of(path)}
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _files_below(folder: Path) -> list[Path]:

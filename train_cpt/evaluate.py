@@ -12,7 +12,6 @@ texts for all methods and both checkpoints.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,12 @@ from jaxtyping import Float
 from jax_longctx.engine import Engine
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.intervals import bootstrap
-from jax_longctx.evaluation.perplexity import perplexity, score_texts
+from jax_longctx.evaluation.perplexity import (
+    perplexity,
+    pipe_table,
+    score_texts,
+    shown_interval,
+)
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.methods import make_method, settings_of
 from jax_longctx.models.storage import load_params, read_manifest, sha256_of, tokenizer_folder
@@ -200,25 +204,19 @@ def markdown(result: dict[str, Any]) -> str:
     head = ["method", *names]
     if len(names) > 1:
         head += ["fell by, nats", f"more than `{methods[0]}`"]
-    lines = [" | ".join(head), " | ".join(["---"] * len(head))]
+    lines = []
     base = (found[names[0], methods[0]], found[names[-1], methods[0]])
     for method in methods:
         losses = [found[name, method] for name in names]
         cells = [f"`{method}`", *(f"{perplexity(loss):.3f}" for loss in losses)]
         if len(names) > 1:
-            cells.append(_interval(*drop_interval(losses[0], losses[-1])))
+            cells.append(shown_interval(*drop_interval(losses[0], losses[-1]), "+.4f"))
             than = drop_interval(losses[0], losses[-1], base)
-            cells.append("-" if method == methods[0] else _interval(*than))
-        lines.append(" | ".join(cells))
-    table = "\n".join(f"| {line} |" for line in lines)
+            cells.append("-" if method == methods[0] else shown_interval(*than, "+.4f"))
+        lines.append(cells)
     return (
-        f"{table}\n\nPerplexity of the last {result['tail']} of {result['length']:,} tokens, "
+        f"{pipe_table(head, lines)}\n"
+        f"Perplexity of the last {result['tail']} of {result['length']:,} tokens, "
         f"{result['texts']} texts of the {result['split']} split; intervals are 95%, paired "
         f"bootstrap over texts.\n"
     )
-
-
-def _interval(estimate: float, low: float, high: float) -> str:
-    if math.isnan(low):
-        return f"{estimate:+.4f}"
-    return f"{estimate:+.4f} [{low:+.4f}, {high:+.4f}]"

@@ -35,14 +35,8 @@ from jax.experimental import multihost_utils
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.memory import peak_memory
-from jax_longctx.models.storage import (
-    load_arrays,
-    partial_of,
-    read_sealed,
-    seal,
-    write_text,
-    writing,
-)
+from jax_longctx.models import storage
+from jax_longctx.settings import at_least
 from train_cpt.attention import check_attention
 from train_cpt.data import Windows, batches
 from train_cpt.evaluate import dev_losses, parse_method
@@ -97,10 +91,9 @@ class LoopConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            least = 0 if field.name in ("seed", "evaluate_every", "evaluate_last") else 1
-            if isinstance(value, int) and value < least:
-                raise ConfigError(f"loop: {field.name} must be at least {least}, got {value}")
+            if field.name != "evaluate_methods":
+                least = 0 if field.name in ("seed", "evaluate_every", "evaluate_last") else 1
+                at_least(least, self, field.name, within="loop: ")
         for spec in self.evaluate_methods:
             parse_method(spec)
 
@@ -140,7 +133,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with writing(self.folder):
+        with storage.writing(self.folder):
             self._manager.close()
 
     @property
@@ -160,11 +153,11 @@ class Checkpoints:
         """Starts a save; the next step may overwrite the state once this returns."""
         # JSON has no infinity.
         best = dataclasses.asdict(self.best) if self.best.step else {}
-        position = seal(FORMAT, {"data": data.get_state(), "best": best})
+        position = storage.seal(FORMAT, {"data": data.get_state(), "best": best})
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(_by_path(state)), position=ocp.args.JsonSave(position)
         )
-        with writing(self.folder):
+        with storage.writing(self.folder):
             self._manager.save(step, args=items, force=True)
 
     def offer(self, step: int, dev_loss: float) -> bool:
@@ -176,7 +169,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits for unfinished writes."""
-        with writing(self.folder):
+        with storage.writing(self.folder):
             self._manager.wait_until_finished()
 
     def restore(self, step: int, setup: TrainSetup, data: Any = None) -> TrainState:
@@ -188,13 +181,13 @@ class Checkpoints:
         folder = self.folder / str(step)
         remedy = f"remove {folder} to go on from the checkpoint before"
         try:
-            position = read_sealed(folder / "position" / POSITION, FORMAT, remedy)
+            position = storage.read_sealed(folder / "position" / POSITION, FORMAT, remedy)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{error.filename} is missing (earlier versions wrote none); {remedy}"
             ) from None
         target = abstract_state(setup)
-        arrays = load_arrays(folder, _by_path(target), remedy)
+        arrays = storage.load_arrays(folder, _by_path(target), remedy)
         if data is not None:
             self.best = Best(**position["best"]) if position["best"] else Best()
             data.set_state(position["data"])
@@ -329,10 +322,12 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         # A run killed at its start has left at most the unfinished file.
-        if directory.exists() and any(entry != partial_of(path) for entry in directory.iterdir()):
+        if directory.exists() and any(
+            entry != storage.partial_of(path) for entry in directory.iterdir()
+        ):
             raise InputError(f"{directory} is not empty and no run; name another folder") from None
         directory.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(ours, indent=1))
+        storage.write_text(path, json.dumps(ours, indent=1))
         return
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error!s:.200}") from error

@@ -27,8 +27,8 @@ import tensorboardX
 
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import param_infos
 from jax_longctx.models.storage import partial_of, write_text
+from jax_longctx.planning.plan import matmul_weights
 from train_cpt.attention import Pattern
 from train_cpt.step import TrainSetup
 
@@ -141,11 +141,7 @@ def _curve(lines: Sequence[Line], name: str) -> tuple[list[int], list[float]]:
 
 def text_flops(config: ModelConfig, pattern: Pattern, length: int) -> int:
     """Model FLOPs of training on one text of `length` tokens, forward and backward."""
-    weights = sum(
-        math.prod(info.shape)
-        for path, info in param_infos(config).items()
-        if len(info.shape) > 1 and (config.tie_embeddings or not path.startswith("embed."))
-    )
+    weights = sum(matmul_weights(config))
     prefix, tail = length - pattern.tail, pattern.tail
     pairs = prefix * (prefix + 1) // 2 + tail * (tail + 1) // 2
     pairs += tail * min(pattern.budget, prefix)

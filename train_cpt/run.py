@@ -31,21 +31,8 @@ from orbax.checkpoint import v1 as ocp
 from jax_longctx.engine.distributed import from_leader
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.locks import only_writer
+from jax_longctx.models import storage
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.storage import (
-    MANIFEST,
-    PARAMS,
-    TOKENIZER,
-    Manifest,
-    describe_files,
-    load_params,
-    partial_of,
-    read_manifest,
-    sha256_of,
-    tokenizer_folder,
-    write_text,
-    writing,
-)
 from jax_longctx.settings import from_toml, parse_mesh, read_toml
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
@@ -123,13 +110,13 @@ def run_config(
 
 def _run(config: RunConfig, note: Callable[[str], None], progress: Progress | None) -> Outcome:
     checkpoint = config.run.checkpoint
-    manifest = read_manifest(checkpoint)
+    manifest = storage.read_manifest(checkpoint)
     if manifest.weights is not None:
         raise ConfigError(
             f"{checkpoint} holds its matrices in {manifest.weights}, which cannot be trained; "
             f"convert the source without weights"
         )
-    tokenizer = Tokenizer.load(tokenizer_folder(checkpoint, manifest))
+    tokenizer = Tokenizer.load(storage.tokenizer_folder(checkpoint, manifest))
     check_vocabulary(tokenizer, manifest.config)
     sizes: dict[str, Any] = dict(parse_mesh(config.run.mesh))
     setup = TrainSetup(
@@ -150,14 +137,14 @@ def _run(config: RunConfig, note: Callable[[str], None], progress: Progress | No
     )
     facts = {
         **config.to_dict(),
-        "checkpoint": sha256_of(checkpoint / MANIFEST),
-        "data_set": sha256_of(config.data.directory / MANIFEST),
+        "checkpoint": storage.sha256_of(checkpoint / storage.MANIFEST),
+        "data_set": storage.sha256_of(config.data.directory / storage.MANIFEST),
         VERSIONS: _versions(),
     }
     outcome = train(
         config.loop,
         setup,
-        lambda: load_params(checkpoint, setup.mesh, "float32"),
+        lambda: storage.load_params(checkpoint, setup.mesh, "float32"),
         windows,
         dev,
         config.run.output,
@@ -223,23 +210,23 @@ def _prepare(
 
 
 def _write_model(
-    destination: Path, checkpoint: Path, manifest: Manifest, params: Any, step: int
+    destination: Path, checkpoint: Path, manifest: storage.Manifest, params: Any, step: int
 ) -> None:
     """Writes the weights after a step as a checkpoint, in the dtype of the initial one."""
     # As the leader sees it, so that all processes do the same.
     if from_leader(destination.exists):
         return
-    building = partial_of(destination)
+    building = storage.partial_of(destination)
 
     def begin() -> None:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
-        shutil.copytree(checkpoint / TOKENIZER, building / TOKENIZER)
+        shutil.copytree(checkpoint / storage.TOKENIZER, building / storage.TOKENIZER)
 
     from_leader(begin)
     params = jax.tree.map(lambda leaf: leaf.astype(manifest.dtype), params)
-    with writing(destination):
-        ocp.save(str((building / PARAMS).absolute()), params)
+    with storage.writing(destination):
+        ocp.save(str((building / storage.PARAMS).absolute()), params)
     written = dataclasses.replace(
         manifest,
         tensors={
@@ -250,8 +237,10 @@ def _write_model(
     )
 
     def finish() -> None:
-        whole = dataclasses.replace(written, files=describe_files(building / PARAMS))
-        write_text(building / MANIFEST, whole.to_json())
+        whole = dataclasses.replace(
+            written, files=storage.describe_files(building / storage.PARAMS)
+        )
+        storage.write_text(building / storage.MANIFEST, whole.to_json())
         building.replace(destination)
 
     from_leader(finish)

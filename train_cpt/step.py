@@ -25,14 +25,8 @@ from jaxtyping import Array, Float, Int, Integer
 
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import (
-    Attend,
-    Layer,
-    Llama,
-    form_of_weights,
-    model_of,
-    param_infos,
-)
+from jax_longctx.models.llama import Attend, Layer, Llama, form_of_weights, model_of, param_infos
+from jax_longctx.settings import at_least
 from jax_longctx.sharding import logical_sharding, logical_spec
 from train_cpt.attention import Pattern, attend_with
 
@@ -102,8 +96,7 @@ class TrainSetup:
             raise ConfigError(f"train: dtype must be float32 or bfloat16, got {self.dtype!r}")
         if self.remat not in (known := get_args(Remat)):
             raise ConfigError(f"train: remat must be of {', '.join(known)}, got {self.remat!r}")
-        if self.loss_chunk < 1:
-            raise ConfigError(f"train: loss_chunk must be at least 1, got {self.loss_chunk}")
+        at_least(1, self, "loss_chunk", within="train: ")
 
 
 @jax.tree_util.register_dataclass

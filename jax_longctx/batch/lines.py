@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_longctx.errors import InputError
+from jax_longctx.errors import InputError, file_errors
 
 # 1 had no checksums.
 FORMAT = 2
@@ -36,14 +36,10 @@ def append(file: Any, lines: Sequence[Mapping[str, Any]]) -> bytes:
       InputError: the file cannot be written.
     """
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8")
-    try:
+    with file_errors(f"{file.name} could not be written", "run again to go on"):
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    except OSError as error:
-        raise InputError(
-            f"{file.name} could not be written: {error.strerror}; run again to go on"
-        ) from error
     return text
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.engine.capacity import bucket
-from jax_longctx.errors import InputError
+from jax_longctx.errors import InputError, file_errors
 from jax_longctx.text import PromptLayout, Tokenizer
 
 KEYS = ("id", "prompt", "context", "file", "question", "questions")
@@ -90,15 +90,13 @@ class Job:
 def scan(path: Path) -> tuple[int, str]:
     """The number of rows and the file's SHA-256. InputError when it cannot be read or is empty."""
     rows, digest = 0, hashlib.sha256()
-    try:
-        with path.open("rb") as lines:
-            for line in lines:
-                digest.update(line)
-                rows += bool(line.strip())
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be read: {error.strerror}; give a file of JSON lines"
-        ) from error
+    with (
+        file_errors(f"{path} cannot be read", "give a file of JSON lines"),
+        path.open("rb") as lines,
+    ):
+        for line in lines:
+            digest.update(line)
+            rows += bool(line.strip())
     if not rows:
         raise InputError(f'{path} holds no rows; give JSON lines such as {{"prompt": "..."}}')
     return rows, digest.hexdigest()

@@ -144,21 +144,19 @@ def compile_first(
     return None if batch is None else _compile(model, options, dataclasses.asdict(batch))
 
 
+@dataclasses.dataclass(eq=False)
 class _Leader:
     """Plans windows, keeps answers, and writes each row after all rows before it."""
 
-    def __init__(
-        self,
-        model: LongContext,
-        source: Path,
-        output: Path,
-        options: BatchOptions,
-        memory: int | None,
-        progress: Callable[[BatchProgress], None] | None,
-    ):
-        self.model, self.source, self.output, self.options = model, source, output, options
-        self.memory, self.report = memory, progress
-        self.layout = model.layout(options.chat)
+    model: LongContext
+    source: Path
+    output: Path
+    options: BatchOptions
+    memory: int | None
+    report: Callable[[BatchProgress], None] | None
+
+    def __post_init__(self) -> None:
+        self.layout = self.model.layout(self.options.chat)
         self.begun, self.warned = time.perf_counter(), False
         # Rows of the current window, and answers by the row's index and the question's number.
         self.rows: list[Row] = []
@@ -312,32 +310,20 @@ def _compute(model: LongContext, options: BatchOptions, work: dict[str, Any]) ->
 def _compile(model: LongContext, options: BatchOptions, work: dict[str, Any]) -> Compilation | None:
     """Begins to compile what a batch and its first questions need; None where it does not fit."""
     jobs = _padded(work)
+    how = {"reserve": work["reserve"], "capacity": work["slots"], **_ends(options)}
+    lengths, totals = [len(job["context"]) for job in jobs], [job["total"] for job in jobs]
+    asked = [list(map(len, job["questions"])) for job in jobs]
     if _together(model, jobs):
-        (job,) = jobs
-        return begun_or_none(
-            lambda: model.compile_all(
-                len(job["context"]),
-                [len(question) for question in job["questions"]],
-                reserve=work["reserve"],
-                capacity=work["slots"],
-                total=job["total"],
-                max_tokens=options.max_tokens,
-                stop=options.stop,
-            )
-        )
-    return begun_or_none(
-        lambda: model.compile(
-            [len(job["context"]) for job in jobs],
-            [len(job["questions"][0]) for job in jobs],
-            reserve=work["reserve"],
-            capacity=work["slots"],
-            total=[job["total"] for job in jobs],
-            sampling=options.sampling,
-            max_tokens=options.max_tokens,
-            stop=options.stop,
-            keep=max(len(job["questions"]) for job in jobs) > 1,
-        )
-    )
+        begin = functools.partial(model.compile_all, lengths[0], asked[0], total=totals[0], **how)
+        return begun_or_none(begin)
+    first, more = [sizes[0] for sizes in asked], max(map(len, asked)) > 1
+    how |= {"total": totals, "sampling": options.sampling, "keep": more}
+    return begun_or_none(functools.partial(model.compile, lengths, first, **how))
+
+
+def _ends(options: BatchOptions) -> dict[str, Any]:
+    """Where answers end, as `ask` takes it."""
+    return {"max_tokens": options.max_tokens, "stop": options.stop}
 
 
 def _together(model: LongContext, jobs: list[dict[str, Any]]) -> bool:
@@ -368,9 +354,8 @@ def _answers(model: LongContext, options: BatchOptions, work: dict[str, Any]) ->
             context,
             asked,
             sampling=options.sampling.at((job["row"], job["first"] + i) for i in range(rounds)),
-            max_tokens=options.max_tokens,
-            stop=options.stop,
             keep=False,
+            **_ends(options),
         )
         length = len(contexts[0])
         return [[_answer(answer, length, len(asked[i]), i) for i, answer in enumerate(answers)]]
@@ -384,9 +369,8 @@ def _answers(model: LongContext, options: BatchOptions, work: dict[str, Any]) ->
             context,
             asked,
             sampling=options.sampling.at(places),
-            max_tokens=options.max_tokens,
-            stop=options.stop,
             keep=number + 1 < rounds,
+            **_ends(options),
         )
         for row, answer in zip(range(count), answers, strict=False):
             if number < len(questions[row]):

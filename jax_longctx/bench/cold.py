@@ -11,7 +11,6 @@ The parent process touches no device, whose memory the children need.
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.bench.timing import device_facts
+from jax_longctx.bench.timing import device_facts, printed
 from jax_longctx.engine import Engine
 from jax_longctx.engine.programs import CompileClock
 from jax_longctx.errors import LongctxError
@@ -116,13 +115,8 @@ def _in_process(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         "CUDA_CACHE_PATH": str(folder / "cuda"),
     }
     command = [sys.executable, "-m", "jax_longctx.bench.cold", json.dumps(case)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in lines if "Error" in line] or lines
-        reason = errors[-1] if errors else f"exit status {done.returncode}"
-        return {"failed": f"{reason:.300}"}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    found, failed = printed(command, environment)
+    return {"failed": failed} if failed else found
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:

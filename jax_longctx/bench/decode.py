@@ -64,15 +64,14 @@ def run(
     shape = Shape.make(model, mesh, layers, chunk, say, kv, weights, *tier)
     bandwidth = copy_bandwidth()
     say(f"copy {bandwidth / 1e12:.2f} TB/s")
-    rows = []
+    timed, rows = Timed(shape, blocks, bandwidth, random_cache, kernels), []
     for batch, length in cases:
         full = None
         for name, settings in beside_full(methods):
             say(f"{name}, {batch} x {length:,} ...")
             row: dict[str, Any] = {"method": name, "settings": settings}
             row |= {"batch": batch, "context": length}
-            method = make_method(name, settings)
-            row |= step_row(shape, method, batch, length, blocks, bandwidth, random_cache, kernels)
+            row |= timed.row(make_method(name, settings), batch, length)
             if "seconds" in row:
                 full = row if (name, settings) == FULL else full
                 if full is not None:
@@ -92,37 +91,47 @@ def _said(row: dict[str, Any]) -> str:
     return said + (f", {row['speedup']:.2f}x full attention's" if "speedup" in row else "")
 
 
-def step_row(
-    shape: Shape,
-    method: Method,
-    batch: int,
-    length: int,
-    blocks: int,
-    bandwidth: float,
-    random_cache: bool,
-    kernels: bool,
-    available: int | None = None,
-) -> dict[str, Any]:
-    """Seconds, limit, kernels and bytes of a step of the whole model, or why it failed.
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """How steps are timed: see `run`; `bandwidth` is that of a copy, in bytes a second."""
 
-    Args:
-      available: bytes of each device for caches; what is free unless given.
-    """
-    setup, tokens = shape.setup(method), answer_tokens(blocks)
-    sizes: dict[str, Any] = dict(batch=batch, context=length, reserve=1 + tokens)
+    shape: Shape
+    blocks: int
+    bandwidth: float
+    random_cache: bool
+    kernels: bool
 
-    def measure(engine: Engine) -> Step:
-        held = footprint(engine.setup, **sizes, per_device=True).resident
-        check_fits(length, held, 0.0, available or available_bytes(shape.mesh))
-        context = one_row(engine, length, tokens, random_cache)
-        return step_of(engine, context, batch, blocks, kernels)
+    def row(
+        self, method: Method, batch: int, length: int, available: int | None = None
+    ) -> dict[str, Any]:
+        """Seconds, limit, kernels and bytes of a step of the whole model, or why it failed.
 
-    try:
-        measured = shape.times(method, measure)
-        found = footprint(setup, **sizes)
-    except (ConfigError, *TOO_MUCH) as error:
-        return {"failed": str(error).splitlines()[0]}
-    layers = shape.config.num_layers
+        Args:
+          available: bytes of each device for caches; what is free unless given.
+        """
+        shape, tokens = self.shape, answer_tokens(self.blocks)
+        sizes: dict[str, Any] = dict(batch=batch, context=length, reserve=1 + tokens)
+
+        def measure(engine: Engine) -> Step:
+            held = footprint(engine.setup, **sizes, per_device=True).resident
+            check_fits(length, held, 0.0, available or available_bytes(shape.mesh))
+            context = one_row(engine, length, tokens, self.random_cache)
+            return step_of(engine, context, batch, self.blocks, self.kernels)
+
+        try:
+            measured = shape.times(method, measure)
+            found = footprint(shape.setup(method), **sizes)
+        except (ConfigError, *TOO_MUCH) as error:
+            return {"failed": str(error).splitlines()[0]}
+        row = _of_steps(measured, shape.config.num_layers)
+        moved = decode_work(shape.setup(method), batch=batch, read=found.read).read
+        limit = moved / self.bandwidth
+        row |= {"bytes": moved, "limit_seconds": limit, "share": limit / row["seconds"]}
+        return row | dataclasses.asdict(found)
+
+
+def _of_steps(measured: dict[int, Step], layers: int) -> dict[str, Any]:
+    """The figures of a model of so many layers, from steps by their number of layers."""
     row: dict[str, Any] = scaled("seconds", {n: one.seconds for n, one in measured.items()}, layers)
     counted = {n: one.kernels for n, one in measured.items() if one.kernels is not None}
     if counted:
@@ -133,7 +142,4 @@ def step_row(
     fetched = measured[max(measured)].fetched
     if fetched is not None:
         row["fetched"] = fetched.record()
-    moved = decode_work(setup, batch=batch, read=found.read).read
-    limit = moved / bandwidth
-    row |= {"bytes": moved, "limit_seconds": limit, "share": limit / row["seconds"]}
-    return row | dataclasses.asdict(found)
+    return row

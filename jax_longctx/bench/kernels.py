@@ -64,7 +64,7 @@ class Case:
     operations: int
     moved: int
     inputs: Callable[[], tuple[Any, ...]]
-    others: dict[str, Step]
+    others: dict[str, Step] = dataclasses.field(default_factory=dict)
     run: Callable[..., Any] | None = None
 
     @property
@@ -254,7 +254,6 @@ def _causal(tokens: int) -> Case:
             *(_random(seed, 1, tokens, K, H) for seed in (1, 2)),
         ),
         run=lambda how, _, *x: causal_attention(*x, scale=SCALE, implementation=how),
-        others={},
     )
 
 
@@ -272,7 +271,6 @@ def _chunk(queries: int, filled: float, slots: int) -> Case:
             jnp.array([length], jnp.int32),
         ),
         run=lambda how, _, *x: cache_attention(*x, scale=SCALE, implementation=how),
-        others={},
     )
 
 
@@ -351,7 +349,6 @@ def _sparse(batch: int, slots: int, entries: int) -> Case:
             _page_lists(batch, pages, entries),
         ),
         run=run,
-        others={},
     )
 
 
@@ -466,7 +463,6 @@ def _pages(batch: int, slots: int) -> Case:
         moved=batch * pages * 2 * K * H * 2,
         inputs=lambda: (_random(0, batch, N, H), *_page_bounds(batch, pages)),
         run=run,
-        others={},
     )
 
 

@@ -203,11 +203,8 @@ def _sharded(mesh: Mesh, body: Callable[..., Any], *sizes: int) -> Callable[[], 
 
 def _attention_rate(shape: Shape, square: int, runs: int) -> float:
     config, parts = shape.config, shape.mesh.shape["tensor"]
-    heads, kv_heads, width = (
-        config.num_heads // parts,
-        config.num_kv_heads // parts,
-        config.head_dim,
-    )
+    heads, kv_heads = config.num_heads // parts, config.num_kv_heads // parts
+    width = config.head_dim
 
     def body(x: Any) -> Any:
         kv = x[:, :, :kv_heads]

@@ -13,6 +13,7 @@ The limit of a step is that of `bench decode` for one row: weights, and what one
 the rows, and pages that only some of them choose, come on top.
 """
 
+import dataclasses
 import itertools
 import statistics
 import time
@@ -24,14 +25,7 @@ from jax.sharding import Mesh
 
 from jax_longctx.bench.decode import Methods
 from jax_longctx.bench.steps import QUESTION, check_mesh, one_row
-from jax_longctx.bench.timing import (
-    TOO_MUCH,
-    WARM,
-    Shape,
-    call_times,
-    copy_bandwidth,
-    streamed,
-)
+from jax_longctx.bench.timing import TOO_MUCH, WARM, Shape, call_times, copy_bandwidth, streamed
 from jax_longctx.engine import Context, Engine
 from jax_longctx.engine.capacity import footprint
 from jax_longctx.engine.engine import BLOCK
@@ -106,51 +100,48 @@ def run(
     return {"model": model, **shape.facts(), **facts, "copy_bandwidth": bandwidth, "rows": found}
 
 
+@dataclasses.dataclass
 class _Measured:
     """One method's figures."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        length: int,
-        rows: int,
-        question: int,
-        blocks: int,
-        say: Callable[[str], None],
-    ):
-        self._engine, self._length, self._rows, self._blocks = engine, length, rows, blocks
-        self._say = say
-        draw = np.random.default_rng(rows)
-        size = (rows, question)
-        self._questions = draw.integers(0, engine.config.vocab_size, size).tolist()
+    engine: Engine
+    length: int
+    rows: int
+    question: int
+    blocks: int
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        draw, size = np.random.default_rng(self.rows), (self.rows, self.question)
+        self._questions = draw.integers(0, self.engine.config.vocab_size, size).tolist()
         self._asked = itertools.count()
         self._joins: list[float] = []
-        self._answer = max(ANSWER, 1 + BLOCK * (WARM_BLOCKS + blocks))
+        self._answer = max(ANSWER, 1 + BLOCK * (WARM_BLOCKS + self.blocks))
         self._context: Context
         self._batch: RunningBatch
 
     def steps(self, random_cache: bool) -> dict[str, Any]:
         """Seconds a step of one row alone, and of all rows together."""
-        engine, rows = self._engine, self._rows
-        tokens = WARM + BLOCK * (1 + self._blocks)
-        reserve = max(tokens, len(self._questions[0]))
-        context = self._context = one_row(engine, self._length, reserve, random_cache)
+        engine, rows = self.engine, self.rows
+        tokens = WARM + BLOCK * (1 + self.blocks)
+        reserve = max(tokens, self.question)
+        context = self._context = one_row(engine, self.length, reserve, random_cache)
         if context.questions is not None:
             raise InputError("this method reads a text for one question; rows cannot share it")
         how: dict[str, Any] = {"max_tokens": tokens, "sampling": Sampling(temperature=1.0, seed=0)}
         stream = engine.stream(context, [list(QUESTION)], keep=True, **how)
         # The first whole block compiles.
         alone = statistics.median(streamed(time.perf_counter(), stream)[1][1:])
-        self._say(f"  one row alone {alone * 1e3:.2f} ms a step")
+        self.say(f"  one row alone {alone * 1e3:.2f} ms a step")
         why = cannot_share(engine)
-        given: dict[str, Any] = {"reserve": len(self._questions[0]) + self._answer}
+        given: dict[str, Any] = {"reserve": self.question + self._answer}
         given |= {"slots": context.slots} if why else {"context": context}
         self._batch = RunningBatch(engine, places=rows, **given)
         self._fill()
         self._step(BLOCK)
         # `call_times` begins with the second warm block.
-        seconds = statistics.median(call_times(lambda: self._step(BLOCK), self._blocks)) / BLOCK
-        self._say(f"  {rows} rows {seconds * 1e3:.2f} ms a step")
+        seconds = statistics.median(call_times(lambda: self._step(BLOCK), self.blocks)) / BLOCK
+        self.say(f"  {rows} rows {seconds * 1e3:.2f} ms a step")
         return {
             "shared": why is None,
             "alone_seconds": alone,
@@ -167,12 +158,10 @@ class _Measured:
         """Gaps between tokens while a text is read, and the tokens read a second beside alone."""
         # The first reading compiles.
         alone = [self._read(read, beside=False)[0] for _ in range(2)][1]
-        self._say(f"  reading alone {read / alone:,.0f} tokens/s")
+        self.say(f"  reading alone {read / alone:,.0f} tokens/s")
         seconds, gaps = self._read(read, beside=True)
         middle, most = (float(np.percentile(gaps, part)) for part in (50, 99))
-        self._say(
-            f"  beside {read / seconds:,.0f} tokens/s, p99 between tokens {most * 1e3:.0f} ms"
-        )
+        self.say(f"  beside {read / seconds:,.0f} tokens/s, p99 between tokens {most * 1e3:.0f} ms")
         return {
             "read_alone": read / alone,
             "read_beside": read / seconds,
@@ -188,7 +177,7 @@ class _Measured:
         while self._batch.free:
             number = next(self._asked)
             request = Request(
-                self._questions[number % self._rows],
+                self._questions[number % self.rows],
                 Sampling(temperature=1.0, seed=number),
                 self._answer,
             )
@@ -209,7 +198,7 @@ class _Measured:
 
     def _read(self, tokens: int, *, beside: bool) -> tuple[float, list[float]]:
         """Seconds to read a text, and the gaps of the rows that decode meanwhile."""
-        engine, pace = self._engine, Pace()
+        engine, pace = self.engine, Pace()
         draw = np.random.default_rng(tokens).integers(0, engine.config.vocab_size, tokens)
         reading = engine.reading(
             [draw.tolist()], reserve=self._batch.reserve, ahead=lambda: not beside

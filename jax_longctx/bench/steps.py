@@ -26,17 +26,7 @@ from jaxtyping import Int
 
 from jax_longctx.bench.timing import call_times
 from jax_longctx.caches import AppendCache
-from jax_longctx.engine import Context, Engine, programs
-from jax_longctx.engine.capacity import (
-    SPARE,
-    Fetched,
-    bucket,
-    check_host,
-    fetched_of,
-    finished_caches,
-    reserved,
-    slots_for,
-)
+from jax_longctx.engine import Context, Engine, capacity, programs
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.sampling import sampling_static, sampling_values
 from jax_longctx.errors import InputError
@@ -76,7 +66,7 @@ class Step:
 
     seconds: float
     kernels: Kernels | None
-    fetched: Fetched | None = None
+    fetched: capacity.Fetched | None = None
 
 
 def check_mesh(mesh: Mesh) -> None:
@@ -135,7 +125,9 @@ class Answering:
             caches, logits = programs.run_segment(*given, "last")
             del given
         if method.info.answers_apart:
-            caches = programs.finish_question(setup, caches, total, bucket(tokens + SPARE))
+            caches = programs.finish_question(
+                setup, caches, total, capacity.bucket(tokens + capacity.SPARE)
+            )
         leaves, structure = jax.tree.flatten(caches)
         axes, shardings = leaf_axes(caches), jax.tree.leaves(tree_shardings(setup.mesh, caches))
         # Each array of the one row is freed when its copies are made.
@@ -158,7 +150,7 @@ class Answering:
         sampling = Sampling().of_rows(rows)
         self._state = jax.device_put(state, everywhere)
         self._values = jax.tree.map(jnp.asarray, sampling_values(sampling, rows, max_tokens=tokens))
-        variants = programs.answer_variants(method, reserved(tokens))
+        variants = programs.answer_variants(method, capacity.reserved(tokens))
         self._static = BLOCK, variants, sampling_static(sampling)
 
     def block(self) -> Int[np.ndarray, "B X"]:
@@ -176,9 +168,9 @@ class Answering:
         )
         return np.asarray(chosen.token)
 
-    def fetched(self) -> Fetched | None:
+    def fetched(self) -> capacity.Fetched | None:
         """What the steps so far fetched from the host's memory."""
-        return fetched_of(self._caches, len(self._total))
+        return capacity.fetched_of(self._caches, len(self._total))
 
     def check(self) -> None:
         """Raises InputError where logits were not finite."""
@@ -257,8 +249,8 @@ def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Con
 
     Equal digests would let all rows choose the same pages.
     """
-    reserve = reserved(reserve)
-    slots = slots_for(length, reserve, engine.mesh.shape["seq"])
+    reserve = capacity.reserved(reserve)
+    slots = capacity.slots_for(length, reserve, engine.mesh.shape["seq"])
     # What lies in the host's memory is drawn on the devices, a layer at a time.
     setup, offloaded = engine.setup, engine.setup.offload is not None
     if offloaded:
@@ -311,8 +303,8 @@ def _on_host(
     """The engine's caches of these layers', whose keys and values go to the host's memory."""
     setup = engine.setup
     empty = programs.abstract_caches(setup, batch, slots, reserve)
-    runs = finished_caches(setup, empty, "context", reserve)
-    check_host(engine.mesh, runs)
+    runs = capacity.finished_caches(setup, empty, "context", reserve)
+    capacity.check_host(engine.mesh, runs)
     filled = []
     for run in programs.empty_like(setup, runs):
         for index in range(programs.layers_in(run)):

@@ -13,9 +13,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jax_longctx.bench.decode import Methods, beside_full, step_row
+from jax_longctx.bench.decode import Methods, Timed, beside_full
 from jax_longctx.bench.steps import answer_tokens, check_mesh
 from jax_longctx.bench.timing import Shape, copy_bandwidth
+from jax_longctx.contract import Method
 from jax_longctx.engine.capacity import USABLE, available_bytes, footprint
 from jax_longctx.engine.programs import Setup
 from jax_longctx.errors import ConfigError, InputError
@@ -59,13 +60,12 @@ def run(
     free = available_bytes(mesh) if memory is None else memory
     if free is None:
         raise InputError("this device does not tell its free memory; give it with --memory")
-    rows = []
+    timed, rows = Timed(shape, blocks, bandwidth, random_cache, kernels), []
     for length in contexts:
         for name, settings in beside_full(methods):
             say(f"{name}, {length:,} tokens ...")
             row: dict[str, Any] = {"method": name, "settings": settings, "context": length}
-            given = blocks, bandwidth, most, free, random_cache, kernels
-            row |= _row(shape, name, settings, length, *given)
+            row |= _row(timed, make_method(name, settings), length, most, free)
             if "seconds" in row:
                 row["tokens_per_second"] = row["batch"] / row["seconds"] / mesh.size
                 row["limit_tokens_per_second"] = row["batch"] / row["limit_seconds"] / mesh.size
@@ -78,23 +78,12 @@ def run(
     return {"model": model, **facts, "copy_bandwidth": bandwidth, "rows": rows}
 
 
-def _row(
-    shape: Shape,
-    name: str,
-    settings: dict[str, str],
-    length: int,
-    blocks: int,
-    bandwidth: float,
-    most: int | None,
-    free: int,
-    random_cache: bool,
-    kernels: bool,
-) -> dict[str, Any]:
+def _row(timed: Timed, method: Method, length: int, most: int | None, free: int) -> dict[str, Any]:
     """The step at the largest batch that runs, or why none does.
 
     `by_arithmetic` is the batch that fits by arithmetic, which `most` does not bound.
     """
-    method, reserve = make_method(name, settings), 1 + answer_tokens(blocks)
+    shape, reserve = timed.shape, 1 + answer_tokens(timed.blocks)
     try:
         method.validate(shape.config)
         fits = largest_batch(shape.setup(method), length, reserve, int(USABLE * free))
@@ -104,9 +93,8 @@ def _row(
     if not fits:
         return {**row, "failed": "no row fits the memory"}
     batch = fits if most is None else min(fits, most)
-    given = blocks, bandwidth, random_cache, kernels, free
     for left in reversed(range(TRIES)):
-        found = step_row(shape, method, batch, length, *given)
+        found = timed.row(method, batch, length, free)
         smaller = batch - max(batch // 16, 1)
         if "seconds" in found or not left or not smaller:
             break

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -179,12 +179,20 @@ def run_peer(module: str, model: str, *arguments: object, advice: str) -> Any:
     """
     command = [sys.executable, "-m", module, "--config", json.dumps(PRESETS[model])]
     command += map(str, arguments)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found, failed = printed(command)
+    if failed:
+        raise InputError(f"the transformers baseline failed: {failed}; {advice} (--no-peer)")
+    return found
+
+
+def printed(command: list[str], environment: Mapping[str, str] | None = None) -> tuple[Any, str]:
+    """The JSON that a process prints as its last line, and why it failed, or an empty text."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "Error" in line]
-        reason = errors[-1] if errors else f"exit status {done.returncode}"
-        raise InputError(f"the transformers baseline failed: {reason:.300}; {advice} (--no-peer)")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        errors = [line for line in lines if "Error" in line] or lines
+        return None, f"{errors[-1] if errors else f'exit status {done.returncode}':.300}"
+    return json.loads(done.stdout.strip().splitlines()[-1]), ""
 
 
 @dataclasses.dataclass(frozen=True)

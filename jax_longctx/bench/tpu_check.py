@@ -171,86 +171,39 @@ def checks() -> list[Check]:
     listed = np.stack([rng.permutation(SLOTS // PAGE)[:6] for _ in range(rows * K)])
     listed = jnp.asarray(listed, jnp.int32).reshape(rows, K, 6).at[:, 0, 2].set(-1)
 
-    def checked(
-        module: Any,
-        definitions: Any,
+    def check(
         name: str,
+        modules: tuple[Any, Any],
         tolerance: float,
         inputs: tuple[Any, ...],
-        caches: tuple[int, ...],
+        caches: tuple[int, ...] = (),
+        given: tuple[Any, ...] = (),
+        interpreter: Any = INTERPRETER,
         **options: Any,
     ) -> Check:
-        given = tuple(spoilt(x) if at in caches else x for at, x in enumerate(inputs))
-        run = partial(getattr(module, name), **options)
-        definition = partial(getattr(definitions, name), **options)
-        return Check(name, run, definition, inputs, given, tolerance, caches)
+        """Of the function of that name in a kernel's module and in its definition's."""
+        run, definition = (partial(getattr(m, name.split()[0]), **options) for m in modules)
+        given = given or tuple(spoilt(x) if at in caches else x for at, x in enumerate(inputs))
+        return Check(name, run, definition, inputs, given, tolerance, caches, interpreter)
 
-    dense: dict[str, Any] = dict(interpreter=True, tolerance=ROUNDED)
     scaled: dict[str, Any] = dict(scale=SCALE)
+    dense: dict[str, Any] = dict(interpreter=True, scale=SCALE)
+    decode, sparse = (decode_tpu, decode_reference), (sparse_tpu, sparse_reference)
+    topk, mass = (topk_tpu, topk_reference), (mass_tpu, mass_reference)
+    prefill = prefill_tpu, prefill_reference
+    floats, paged = (q, *map(dequantised, stored), lengths), (q, k, v, listed, nothing, lengths)
+    ranked = whole_q, whole_k, nothing, lengths, exact
+    # Masked slots are multiplied by zero here, so that they must be numbers.
+    numbers = many, spoilt(k, 1e4), spoilt(v, 1e4), lengths
+    eight_bits = q, *spoilt_stored, lengths
     return [
-        checked(
-            decode_tpu,
-            decode_reference,
-            "decode_attention",
-            ROUNDED,
-            (q, k, v, lengths),
-            (1, 2),
-            **scaled,
-        ),
-        Check(
-            "decode_attention of int8",
-            partial(decode_tpu.decode_attention, **scaled),
-            partial(decode_reference.decode_attention, **scaled),
-            (q, *map(dequantised, stored), lengths),
-            (q, *spoilt_stored, lengths),
-            ROUNDED,
-            (1, 2),
-        ),
-        checked(
-            sparse_tpu,
-            sparse_reference,
-            "sparse_decode_attention",
-            ROUNDED,
-            (q, k, v, listed, nothing, lengths),
-            (1, 2),
-            **scaled,
-            page_size=PAGE,
-        ),
-        checked(
-            topk_tpu,
-            topk_reference,
-            "topk_scores",
-            NEARLY,
-            (whole_q, whole_k, nothing, lengths, exact),
-            (1,),
-            count=4,
-        ),
-        checked(
-            mass_tpu,
-            mass_reference,
-            "attention_mass",
-            NEARLY,
-            (many, k, lse, lengths),
-            (1,),
-            how=how,
-        ),
-        Check(
-            "cache_attention",
-            partial(prefill_tpu.cache_attention, **scaled),
-            partial(prefill_reference.cache_attention, **scaled),
-            (many, k, v, lengths),
-            # Masked slots are multiplied by zero here, so that they must be numbers.
-            (many, spoilt(k, 1e4), spoilt(v, 1e4), lengths),
-            **dense,
-        ),
-        Check(
-            "causal_attention",
-            partial(prefill_tpu.causal_attention, **scaled),
-            partial(prefill_reference.causal_attention, **scaled),
-            chunk,
-            chunk,
-            **dense,
-        ),
+        check("decode_attention", decode, ROUNDED, (q, k, v, lengths), (1, 2), **scaled),
+        check("decode_attention of int8", decode, ROUNDED, floats, (1, 2), eight_bits, **scaled),
+        check("sparse_decode_attention", sparse, ROUNDED, paged, (1, 2), **scaled, page_size=PAGE),
+        check("topk_scores", topk, NEARLY, ranked, (1,), count=4),
+        check("attention_mass", mass, NEARLY, (many, k, lse, lengths), (1,), how=how),
+        check("cache_attention", prefill, ROUNDED, (many, k, v, lengths), (), numbers, **dense),
+        check("causal_attention", prefill, ROUNDED, chunk, **dense),
     ]
 
 

@@ -2,16 +2,17 @@
 
 import dataclasses
 import functools
+import itertools
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.monitoring
 
 from jax_longctx.api import LongContext
 from jax_longctx.contract import Method
 from jax_longctx.engine import Engine
-from jax_longctx.engine.ahead import Compilation, begun_or_none
+from jax_longctx.engine.ahead import Compilation, CompileClock, begun_or_none
 from jax_longctx.engine.capacity import footprint, read_bytes, staged_caches
 from jax_longctx.engine.programs import Setup
 from jax_longctx.errors import CapacityError, LongctxError
@@ -19,7 +20,6 @@ from jax_longctx.methods import settings_of
 
 # Most of the free memory that the caches of a batch may take.
 PLANNED = 0.75
-_COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,12 +42,13 @@ class Work:
     max_new: int
     stop: list[str]
 
-    def half(self, first: bool) -> "Work":
-        """The first or second half; `rows` is its number of contexts."""
-        middle = (len(self.contexts) + 1) // 2
-        piece = slice(middle) if first else slice(middle, None)
-        contexts, questions = self.contexts[piece], self.questions[piece]
-        return dataclasses.replace(self, contexts=contexts, questions=questions, rows=len(contexts))
+    def halves(self) -> Iterator["Work"]:
+        """The halves that have contexts; `rows` is their number."""
+        size = (len(self.contexts) + 1) // 2
+        pairs = zip(self.contexts, self.questions, strict=True)
+        for some in itertools.batched(pairs, size):
+            contexts, questions = map(list, zip(*some, strict=True))
+            yield dataclasses.replace(self, contexts=contexts, questions=questions, rows=len(some))
 
 
 def engine_of(
@@ -66,20 +67,9 @@ def engine_of(
     Raises:
       ConfigError: the method does not support the model, or cannot be offloaded.
     """
-    base, tier = model.engine, {}
-    if settings_of(method)["name"] != "full":
-        tier = {"offload": offload, "working_set": working_set}
-    return Engine(
-        base.config,
-        base.params,
-        method,
-        base.mesh,
-        chunk=base.chunk,
-        memory_limit=base.memory_limit,
-        by_layer=base.setup.by_layer,
-        kv=base.setup.kv,
-        **tier,
-    )
+    if settings_of(method)["name"] == "full":
+        return model.with_method(method).engine
+    return model.with_method(method, offload=offload, working_set=working_set).engine
 
 
 def compile_batch(model: LongContext, engine: Engine, work: Work) -> Compilation | None:
@@ -133,8 +123,7 @@ def answer_batch(model: LongContext, engine: Engine, work: Work) -> list[dict[st
     # One context padded to several rows may still fit alone.
     if (work.rows if short else len(work.contexts)) == 1:
         return [{"refused": reason} | ({"short_of_memory": True} if short else {})]
-    halves = [half for half in (work.half(True), work.half(False)) if half.contexts]
-    return [row for half in halves for row in answer_batch(model, engine, half)]
+    return [row for half in work.halves() for row in answer_batch(model, engine, half)]
 
 
 def _padded(work: Work) -> tuple[list[list[int]], list[list[int]]]:
@@ -145,15 +134,15 @@ def _padded(work: Work) -> tuple[list[list[int]], list[list[int]]]:
 
 def _answers(model: LongContext, work: Work) -> list[dict[str, Any]]:
     contexts, questions = _padded(work)
-    compilations = _compilations()
-    compiled, begun = compilations[0], time.perf_counter()
-    context = model.engine.prefill(
-        contexts, reserve=work.reserve, capacity=work.slots, questions=questions
-    )
-    read, slots = time.perf_counter() - begun, context.slots
-    answers = model.ask_tokens(
-        context, questions, max_tokens=work.max_new, stop=work.stop, keep=False
-    )
+    with CompileClock() as clock:
+        begun = time.perf_counter()
+        context = model.engine.prefill(
+            contexts, reserve=work.reserve, capacity=work.slots, questions=questions
+        )
+        read, slots = time.perf_counter() - begun, context.slots
+        answers = model.ask_tokens(
+            context, questions, max_tokens=work.max_new, stop=work.stop, keep=False
+        )
     steps = max(len(answer.tokens) for answer in answers) - 1
     return [
         {
@@ -169,7 +158,7 @@ def _answers(model: LongContext, work: Work) -> list[dict[str, Any]]:
                 # A step decodes one token of every row.
                 "token": round(answer.decode_seconds / steps, 5) if steps else None,
             },
-            "compiled": compilations[0] > compiled,
+            "compiled": clock.programs > 0,
             "rows": len(contexts),
             "bytes": _bytes_of_a_row(model.engine, work, slots, len(tokens)),
         }
@@ -193,15 +182,3 @@ def _bytes_of_a_row(engine: Engine, work: Work, slots: int, length: int) -> dict
         "resident": held // rows,
         "read": read_bytes(engine.setup, caches, length) // rows,
     }
-
-
-@functools.cache
-def _compilations() -> list[int]:
-    """Programs that this process compiled or loaded since the first call, in a list of one."""
-    count = [0]
-
-    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        count[0] += event == _COMPILED
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return count

@@ -29,7 +29,7 @@ from jax_longctx.errors import ConfigError
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import TASKS
 from jax_longctx.methods import check_method
-from jax_longctx.settings import check_name, from_toml, look_up, offload_of, read_toml
+from jax_longctx.settings import at_least, check_name, from_toml, look_up, offload_of, read_toml
 from jax_longctx.studies.published import PUBLISHED
 
 SUITES = Path(__file__).parent / "suites"
@@ -69,11 +69,8 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         offload_of(self.offload, self.working_set)
-        for name, least in (("batch", 1), ("chunk", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"config: [run] {name} must be at least {least}, got {getattr(self, name)}"
-                )
+        at_least(1, self, "batch", "chunk", within="config: [run] ")
+        at_least(0, self, "seed", within="config: [run] ")
 
     @property
     def tier(self) -> dict[str, Any]:

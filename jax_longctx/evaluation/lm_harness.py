@@ -31,6 +31,7 @@ import jax
 
 # The harness registers its own models only while its table is empty, so before ours.
 import lm_eval.models  # noqa: F401
+from jax.sharding import Mesh
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -43,7 +44,7 @@ from jax_longctx.engine import Sampling
 from jax_longctx.engine.scoring import Through, loglikelihoods
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method, settings_of
-from jax_longctx.settings import DTYPES, parse_mesh
+from jax_longctx.settings import DTYPES, at_least, parse_mesh
 from jax_longctx.sharding import make_mesh
 
 logger = logging.getLogger(__name__)
@@ -128,8 +129,17 @@ class LongctxLM(TemplateLM):
                 )
             self.model = checkpoint
         else:
-            self.model = _load(
-                checkpoint, method, settings, device, dtype, kv, weights, mesh, prefill_chunk
+            made, placed = make_method(method or "full", settings), _placed(mesh or "", device)
+            if dtype not in (None, "auto", *DTYPES):
+                raise ConfigError(f"dtype={dtype} is not one of auto, {', '.join(DTYPES)}")
+            self.model = jax_longctx.load(
+                checkpoint,
+                method=made,
+                mesh=placed,
+                dtype=None if dtype == "auto" else dtype,
+                kv=kv,
+                weights=weights,
+                chunk=prefill_chunk,
             )
         if question_tokens is None:
             question_tokens = QUESTION if self.model.engine.method.info.needs_question else 1
@@ -140,9 +150,7 @@ class LongctxLM(TemplateLM):
         self.max_gen_toks, self.truncation = max_gen_toks, truncation
         self.question_tokens, self.through, self.rolling = question_tokens, through, rolling
         self.sample_seed = sample_seed
-        for name in ("batch_size", "max_length", "max_gen_toks", "question_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        at_least(1, self, "batch_size", "max_length", "max_gen_toks", "question_tokens")
         self.name = Path(checkpoint).resolve().name if isinstance(checkpoint, str | Path) else ""
 
     # Properties of the model that the harness reads.
@@ -342,30 +350,14 @@ class LongctxLM(TemplateLM):
         return [row[-room:] for row, room in zip(rows, rooms, strict=True)]
 
 
-def _load(
-    checkpoint: str | Path,
-    method: str | None,
-    settings: dict[str, Any],
-    device: str | None,
-    dtype: str | None,
-    kv: str | None,
-    weights: str | None,
-    mesh: str | None,
-    chunk: int,
-) -> LongContext:
-    made = make_method(method or "full", settings)
-    sizes: dict[str, Any] = dict(parse_mesh((mesh or "").replace("/", ",")))
+def _placed(mesh: str, device: str | None) -> Mesh:
+    """The devices of a mesh such as `data=2/tensor=4`, of that platform."""
+    sizes: dict[str, Any] = dict(parse_mesh(mesh.replace("/", ",")))
     try:
         devices = None if device in (None, HARNESS_DEVICE) else jax.devices(device)
     except RuntimeError as error:
         raise ConfigError(f"device={device}: {error}; JAX found {jax.devices()[0]}") from error
-    placed = make_mesh(**sizes, devices=devices)
-    dtype = None if dtype == "auto" else dtype
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"dtype={dtype} is not one of auto, {', '.join(DTYPES)}")
-    return jax_longctx.load(
-        checkpoint, method=made, mesh=placed, dtype=dtype, kv=kv, weights=weights, chunk=chunk
-    )
+    return make_mesh(**sizes, devices=devices)
 
 
 def _sampling(kwargs: dict[str, Any]) -> dict[str, Any]:

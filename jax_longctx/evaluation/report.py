@@ -6,12 +6,11 @@ DIR/report.md      the same tables, with the plots of DIR/plots/
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_longctx.errors import InputError
+from jax_longctx.errors import InputError, file_errors
 from jax_longctx.evaluation.plots import Plot, curves, heatmaps, pareto
 from jax_longctx.evaluation.summary import Row, Summary, summarise
 from jax_longctx.evaluation.tables import (
@@ -169,8 +168,6 @@ def _facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
 def _write(path: Path, content: str | bytes) -> None:
     """Writes under a temporary name first, so that no file is incomplete."""
     partial = path.with_name(path.name + ".partial")
-    try:
+    with file_errors(f"{path} could not be written"):
         partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
-        os.replace(partial, path)
-    except OSError as error:
-        raise InputError(f"{path} could not be written: {error.strerror}") from error
+        partial.replace(path)

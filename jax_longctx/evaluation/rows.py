@@ -18,13 +18,13 @@ the prompt again, and its row replaces the earlier one, which stays in the file.
 any numbers, `curves` series such as `{"perplexity": [[position, nats, tokens], ...]}`.
 """
 
-import fcntl
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from jax_longctx.batch import lines
-from jax_longctx.errors import InputError
+from jax_longctx.errors import InputError, file_errors
+from jax_longctx.locks import lock
 
 FORMAT = 1
 NAME = "rows.jsonl"
@@ -56,13 +56,16 @@ class RowStore:
     def __init__(self, folder: Path, given: Mapping[str, Any]):
         self.path = folder / NAME
         rows: list[dict[str, Any]] = []
-        try:
+        with file_errors(f"{self.path} cannot be written"):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab")
-        except OSError as error:
-            raise InputError(f"{error.filename} cannot be written: {error.strerror}") from error
+            alone = lock(self._file.fileno())
         try:
-            _lock(self._file)
+            if not alone:
+                raise InputError(
+                    f"{self.path} is being written by another run; wait for it, or give another "
+                    f"folder as --output"
+                )
             self.resumed = lines.cut(self.path) > 0
             if self.resumed:
                 header, *rows = _read(self.path)
@@ -107,24 +110,6 @@ class RowStore:
         self._file.close()
 
 
-def _lock(file: IO[bytes]) -> None:
-    """Locks the file until it is closed, so that two runs do not write into one folder.
-
-    Raises:
-      InputError: another run holds the lock.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise InputError(
-            f"{file.name} is being written by another run; wait for it, or give another folder as "
-            f"--output"
-        ) from error
-    except OSError:
-        # Some network file systems have no locks; runs work there without one.
-        return
-
-
 def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:
     """The rows of several folders of one model.
 
@@ -138,12 +123,8 @@ def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:
     first: Mapping[str, Any] = {}
     for each in (folder, *more):
         path = each / NAME
-        try:
+        with file_errors(f"{path} cannot be read", "give the --output of a run"):
             header, *rows = _read(path)
-        except OSError as error:
-            raise InputError(
-                f"{path} cannot be read: {error.strerror}; give the --output of a run"
-            ) from error
         if not rows:
             raise InputError(f"{path} holds no rows yet")
         first = first or header["given"]

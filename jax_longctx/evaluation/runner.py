@@ -180,7 +180,8 @@ def run_eval(
     """
     check_config(config)
     memory = available_bytes(model.engine.mesh)
-    leader = _Leader(model, config, output, dict(facts), memory, progress, drawn)
+    drawn = {} if drawn is None else drawn
+    leader = _Leader(model, config, output, facts, memory, progress, drawn)
     shapes: set[Any] = set()
     engine, given = model.engine, None
     found: list[dict[str, Any]] | None = None
@@ -230,24 +231,22 @@ def compile_first(
     return compile_batch(model, engine, work)
 
 
+@dataclasses.dataclass(eq=False)
 class _Leader:
     """Draws prompts, plans batches, scores answers and writes rows."""
 
-    def __init__(
-        self,
-        model: LongContext,
-        config: EvalConfig,
-        output: Path,
-        facts: dict[str, Any],
-        memory: int | None,
-        progress: Callable[[Progress], None] | None,
-        drawn: Draws | None,
-    ):
-        self.known = {} if drawn is None else drawn
-        self.model, self.config, self.output = model, config, output
-        self.facts, self.memory, self.report = facts, memory, progress
-        self.layout = chat_layout(model.tokenizer) if config.run.chat else PromptLayout("", "", "")
-        self.cells = config.cells()
+    model: LongContext
+    config: EvalConfig
+    output: Path
+    facts: Mapping[str, Any]
+    memory: int | None
+    report: Callable[[Progress], None] | None
+    known: Draws
+
+    def __post_init__(self) -> None:
+        chat = self.config.run.chat
+        self.layout = chat_layout(self.model.tokenizer) if chat else PromptLayout("", "", "")
+        self.cells = self.config.cells()
         self.tasks = {
             (cell.task, cell.length): make_task(cell.task.name, cell.task.at(cell.length))
             for cell in self.cells

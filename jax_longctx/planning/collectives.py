@@ -34,6 +34,8 @@ _PASSING = {
     *("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"),
     *("copy-done", "async-start", "async-update", "async-done", "opt-barrier", "custom-call"),
 }
+# Of an instruction that is another one's bytes.
+_BYTES = ("bitcast",)
 _SLICING = {"slice", "dynamic-slice", "gather"}
 _ARRAY = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _TYPES = {
@@ -70,17 +72,10 @@ class _Computation:
     instructions: dict[str, _Instruction]
     root: _Instruction | None
 
-    def source(self, name: str) -> _Instruction | None:
-        """The instruction of that name, or the one whose value it copies."""
+    def source(self, name: str, same: tuple[str, ...] = ("copy", "bitcast")) -> _Instruction | None:
+        """The instruction of that name, or the one whose value it is by the operations `same`."""
         found = self.instructions.get(name)
-        while found and found.operation in ("copy", "bitcast") and found.operands:
-            found = self.instructions.get(found.operands[0])
-        return found
-
-    def value(self, name: str) -> _Instruction | None:
-        """The instruction of that name, or the one whose bytes it is."""
-        found = self.instructions.get(name)
-        while found and found.operation == "bitcast" and found.operands:
+        while found and found.operation in same and found.operands:
             found = self.instructions.get(found.operands[0])
         return found
 
@@ -142,7 +137,7 @@ def count_reads(text: str, arrays: Collection[tuple[str, tuple[int, ...]]]) -> i
         read = 0
         for each in around.instructions.values():
             for position, name in enumerate(each.operands):
-                source = None if each.operation in _PASSING else around.value(name)
+                source = None if each.operation in _PASSING else around.source(name, _BYTES)
                 if source is None or "S(1)" in source.shape:
                     continue
                 found = _ARRAY.fullmatch(source.shape.split("{")[0])
@@ -214,7 +209,7 @@ def _read_of(
             for user in within.instructions.values()
             if user.operation not in _PASSING
             for at, name in enumerate(user.operands)
-            if within.value(name) is parameter
+            if within.source(name, _BYTES) is parameter
         )
     return _result_bytes(source.shape, False)
 

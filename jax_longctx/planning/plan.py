@@ -31,22 +31,13 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jax_longctx.contract import Method, Planned, PrefillWork, Prompt, Segment
 from jax_longctx.contract.merging import merge_cost
-from jax_longctx.engine import programs
-from jax_longctx.engine.capacity import (
-    USABLE,
-    Footprint,
-    check_offload,
-    footprint,
-    read_bytes,
-    reserved,
-    slots_for,
-)
+from jax_longctx.engine import capacity, programs
 from jax_longctx.engine.products import gathers_weights
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import ParamInfo, check_mesh, param_infos
 from jax_longctx.planning.targets import Chip, Target
-from jax_longctx.settings import kv_form, offload_of, weights_form
+from jax_longctx.settings import at_least, kv_form, offload_of, weights_form
 from jax_longctx.sharding import MESH_AXES, logical_sharding, undivided
 
 # Tokens of the answer, after the first, for which a mesh is proposed.
@@ -91,9 +82,7 @@ class PlanRequest:
     working_set: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("context", "batch", "reserve", "chunk"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
+        at_least(1, self, "context", "batch", "reserve", "chunk", error=InputError)
 
     def rows(self, sizes: dict[str, int]) -> int:
         """Rows, padded to the mesh's data axis."""
@@ -114,7 +103,7 @@ class PlanRequest:
             weights=weights,
             offload=offload_of(self.offload, self.working_set),
         )
-        check_offload(setup)
+        capacity.check_offload(setup)
         return setup
 
 
@@ -273,12 +262,12 @@ class _Case:
     rows: int
     scale: float = 1.0
 
-    def caches(self, context: int) -> Footprint:
+    def caches(self, context: int) -> capacity.Footprint:
         return _footprint(self.setup, self.rows, context, self.request.reserve)
 
     def need(self, context: int) -> float:
         """Bytes on a device, with the memory that the engine keeps free beside caches."""
-        caches = self.caches(context).peak / USABLE
+        caches = self.caches(context).peak / capacity.USABLE
         return weight_bytes(self.setup) + self.temporaries(context) + caches
 
     def fits(self, context: int) -> bool:
@@ -334,8 +323,8 @@ class _Case:
 
 
 @functools.lru_cache(maxsize=64)
-def _footprint(setup: programs.Setup, rows: int, context: int, reserve: int) -> Footprint:
-    return footprint(setup, batch=rows, context=context, reserve=reserve, per_device=True)
+def _footprint(setup: programs.Setup, rows: int, context: int, reserve: int) -> capacity.Footprint:
+    return capacity.footprint(setup, batch=rows, context=context, reserve=reserve, per_device=True)
 
 
 def _prefill_seconds(work: Work, chip: Chip) -> float:
@@ -448,7 +437,7 @@ def _context_prompt(
         setup.chunk,
         context=[range(context)],
         question=[range(question)] if setup.method.info.needs_question else None,
-        slots=slots_for(context, reserve, shards),
+        slots=capacity.slots_for(context, reserve, shards),
         shards=shards,
         vocab_size=context,
     )
@@ -585,12 +574,12 @@ def _row_work(setup: programs.Setup, context: int, reserve: int) -> tuple[Prefil
     if method.info.phase in ("none", "decode"):
         return PrefillWork(tokens, context * (context + 1) / 2 / shards), count, False
     caches = programs.abstract_caches(
-        setup, setup.mesh.shape["data"], prompt.slots, reserved(reserve)
+        setup, setup.mesh.shape["data"], prompt.slots, capacity.reserved(reserve)
     )
     per_layer = setup.token_bytes * setup.config.num_layers * setup.mesh.shape["data"]
     middles = [(i + 0.5) / SAMPLES for i in range(SAMPLES)]
     keys = [
-        min(context * at, read_bytes(setup, caches, max(1, int(context * at))) / per_layer)
+        min(context * at, capacity.read_bytes(setup, caches, max(1, int(context * at))) / per_layer)
         for at in middles
     ]
     divided = shards if method.info.keeps_all else 1

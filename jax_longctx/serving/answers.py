@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from jax_longctx.engine.running import Chosen
-from jax_longctx.serving.schema import Named, Scored, chat_logprobs, completion_logprobs, usage
+from jax_longctx.serving.schema import usage
 from jax_longctx.serving.tokens import Places, TokenNames
 from jax_longctx.text import Tokenizer
 
@@ -30,7 +30,7 @@ class Answer:
     prompt: int
     cached: int = 0
     texts: list[str] = dataclasses.field(default_factory=list)
-    scored: list[Scored] = dataclasses.field(default_factory=list)
+    scored: list[tuple[dict[str, Any], int]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
@@ -76,28 +76,37 @@ class Answer:
         counts = usage(self.prompt, self.cached, tokens)
         return {**self._head(name), "choices": [choice], "usage": counts}
 
-    def _scores(self, chosen: Sequence[Chosen]) -> list[Scored]:
+    def _scores(self, chosen: Sequence[Chosen]) -> list[tuple[dict[str, Any], int]]:
+        """Tokens with the best ones at their places, as chats have them, and where each begins."""
         if not self.logprobs:
             return []
         scored = []
         for each in chosen:
             name, offset = self._places.next(each.token)
-            logprob = 0.0 if each.logprob is None else each.logprob
             names = self._names.distinct([token for token, _ in each.best])
-            best = [
-                Named(other, self._names.raw(token), value)
-                for other, (token, value) in zip(names, each.best, strict=True)
-            ]
-            own = Named(name, self._names.raw(each.token), logprob)
-            scored.append(Scored(own, best, offset))
+            best = [self._entry(other, *pair) for other, pair in zip(names, each.best, strict=True)]
+            own = self._entry(name, each.token, 0.0 if each.logprob is None else each.logprob)
+            scored.append(({**own, "top_logprobs": best}, offset))
         return scored
 
-    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
+    def _entry(self, name: str, token: int, logprob: float) -> dict[str, Any]:
+        raw = self._names.raw(token)
+        return {"token": name, "logprob": logprob, "bytes": None if raw is None else list(raw)}
+
+    def _logprobs(self, scored: Sequence[tuple[dict[str, Any], int]]) -> dict[str, Any] | None:
+        """The `logprobs` of a choice."""
         if not self.logprobs:
             return None
+        entries = [entry for entry, _ in scored]
         if self.kind == "chat":
-            return chat_logprobs(scored)
-        return completion_logprobs(scored)
+            return {"content": entries, "refusal": None}
+        best = [{one["token"]: one["logprob"] for one in each["top_logprobs"]} for each in entries]
+        return {
+            "tokens": [each["token"] for each in entries],
+            "token_logprobs": [each["logprob"] for each in entries],
+            "top_logprobs": best,
+            "text_offset": [offset for _, offset in scored],
+        }
 
     def _choice(self, part: Any, logprobs: Any, finish: str | None) -> dict[str, Any]:
         name = "delta" if self.kind == "chat" else "text"

@@ -15,7 +15,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio.to_thread
 import pydantic
@@ -76,46 +76,35 @@ class Access:
     seconds: float = 600.0
 
 
+@dataclasses.dataclass(eq=False)
 class Service:
     """What the routes share.
 
-    Args:
+    Attributes:
       name: of the model, for clients.
     """
 
-    def __init__(
-        self,
-        model: LongContext,
-        name: str,
-        prompts: Prompts,
-        contexts: Contexts,
-        scheduler: Scheduler,
-        metrics: Metrics,
-        access: Access,
-    ):
-        self.model, self.name, self.prompts, self.contexts = model, name, prompts, contexts
-        self.scheduler, self.metrics, self.access = scheduler, metrics, access
-        self.created = int(time.time())
-        self._bodies = 0
-        self.fingerprint = model.engine.fingerprint
+    model: LongContext
+    name: str
+    prompts: Prompts
+    contexts: Contexts
+    scheduler: Scheduler
+    metrics: Metrics
+    access: Access
+
+    def __post_init__(self) -> None:
+        self.created, self._bodies = int(time.time()), 0
+        self.fingerprint = self.model.engine.fingerprint
 
     # -- routes ------------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
-        with self._admitted() as place:
-            asked = await self._parsed(schema.ChatRequest, request, place)
-            entry = self._named(asked)
-            prompt = await anyio.to_thread.run_sync(self.prompts.chat, asked, entry)
-            return await self._answered(request, asked, prompt, "chat", place)
+        return await self._answer(request, schema.ChatRequest, "chat")
 
     async def completion(self, request: Request) -> Response:
         """POST /v1/completions"""
-        with self._admitted() as place:
-            asked = await self._parsed(schema.CompletionRequest, request, place)
-            entry = self._named(asked)
-            prompt = await anyio.to_thread.run_sync(self.prompts.completion, asked, entry)
-            return await self._answered(request, asked, prompt, "completion", place)
+        return await self._answer(request, schema.CompletionRequest, "completion")
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
@@ -130,25 +119,19 @@ class Service:
     async def read_context(self, request: Request) -> Response:
         """POST /v1/contexts"""
         with self._admitted() as place:
-            return await self._read_context(request, place)
-
-    async def _read_context(self, request: Request, place: Place) -> Response:
-        asked = await self._context_request(request, place)
-        text, chat = await anyio.to_thread.run_sync(self._laid_out, asked)
-        try:
-            entry = self.contexts.enter(text, chat=chat, ttl=asked.ttl, save=asked.save)
-        except RequestError:
-            self.contexts.release(text)
-            raise
-        job, events = self._job(place, text=text, entry=entry)
-        self.scheduler.submit(job, place)
-        self._drop_body(place)
-        stream = self._events(job, events)
-        first = await self._first(request, job, stream)
-        if asked.stream:
-            return self._streamed(job, self._progress(entry, first, stream))
-        await self._watched(request, job, _rest(first, stream))
-        return JSONResponse(entry.record(), status_code=201)
+            asked = await self._context_request(request, place)
+            text, chat = await anyio.to_thread.run_sync(self._laid_out, asked)
+            try:
+                entry = self.contexts.enter(text, chat=chat, ttl=asked.ttl, save=asked.save)
+            except RequestError:
+                self.contexts.release(text)
+                raise
+            job, stream = self._submitted(place, text=text, entry=entry)
+            stream = await self._begun(request, job, stream)
+            if asked.stream:
+                return self._streamed(job, self._progress(entry, stream))
+            await self._watched(request, job, _rest(stream))
+            return JSONResponse(entry.record(), status_code=201)
 
     async def list_contexts(self, request: Request) -> Response:
         """GET /v1/contexts"""
@@ -193,9 +176,8 @@ class Service:
         found = [hmac.compare_digest(given, each) for each in self.access.keys]
         if scheme.lower() != "bearer" or not any(found):
             raise RequestError(
-                401,
                 "no valid API key; send it as 'Authorization: Bearer KEY'",
-                kind="authentication_error",
+                status=401,
                 code="invalid_api_key",
             )
 
@@ -216,7 +198,7 @@ class Service:
         """The request's body, within the limits of size and time."""
         limit = self.access.body
         too_large = RequestError(
-            413, f"the body is larger than {limit:,} bytes", code="body_too_large"
+            f"the body is larger than {limit:,} bytes", status=413, code="body_too_large"
         )
         declared = request.headers.get("content-length", "0")
         if declared.isdigit() and int(declared) > limit:
@@ -229,10 +211,9 @@ class Service:
                         raise too_large
                     if self._bodies + len(piece) > self.access.bodies:
                         raise RequestError(
-                            429,
                             f"the bodies of all requests take {self._bodies:,} bytes, the server "
                             f"holds {self.access.bodies:,}; try again later",
-                            kind="rate_limit_error",
+                            status=429,
                             code="rate_limit_exceeded",
                             retry_after=1,
                         )
@@ -240,7 +221,9 @@ class Service:
                     place.body += len(piece)
                     pieces.append(piece)
         except TimeoutError:
-            raise RequestError(408, f"the body did not arrive within {seconds:g} s") from None
+            raise RequestError(
+                f"the body did not arrive within {seconds:g} s", status=408
+            ) from None
         return b"".join(pieces)
 
     async def _parsed[Model: pydantic.BaseModel](
@@ -271,17 +254,18 @@ class Service:
         under = self.access.files_under
         if under is None:
             raise RequestError(
-                400,
                 "this server reads no files; send the text, or start it with --files-under DIR",
                 param="file",
             )
-        refused = RequestError(400, f"{name!r:.200} is no file that may be read", param="file")
+        refused = RequestError(f"{name!r:.200} is no file that may be read", param="file")
         try:
             path = (under / name).resolve()
             if not path.is_relative_to(under.resolve()) or not path.is_file():
                 raise refused
             if path.stat().st_size > self.access.body:
-                raise RequestError(413, f"the file is larger than {self.access.body:,} bytes")
+                raise RequestError(
+                    f"the file is larger than {self.access.body:,} bytes", status=413
+                )
             return _decoded(path.read_bytes())
         except (OSError, ValueError):
             raise refused from None
@@ -289,23 +273,18 @@ class Service:
     def _check_model(self, name: str) -> None:
         if name != self.name:
             raise RequestError(
-                404,
                 f"there is no model {name!r:.200}; this server has {self.name!r}",
+                status=404,
                 param="model",
                 code="model_not_found",
             )
-
-    def _named(self, asked: schema.ChatRequest | schema.CompletionRequest) -> Entry | None:
-        """The context that the request names."""
-        self._check_model(asked.model)
-        return None if asked.context is None else self._entry(asked.context, "context")
 
     def _entry(self, name: str, param: str | None = None) -> Entry:
         entry = self.contexts.find(name)
         if entry is None:
             raise RequestError(
-                404,
                 f"there is no context {name!r:.200}; it was deleted, or its time is over",
+                status=404,
                 param=param,
                 code="context_not_found",
             )
@@ -313,53 +292,48 @@ class Service:
 
     # -- answers -----------------------------------------------------------------------------------
 
-    async def _answered(
-        self,
-        request: Request,
-        asked: schema.ChatRequest | schema.CompletionRequest,
-        prompt: Prompt,
-        kind: Any,
-        place: Place,
+    async def _answer(
+        self, request: Request, form: type[Any], kind: Literal["chat", "completion"]
     ) -> Response:
-        self._drop_body(place)
-        tokenizer, logprobs = self.model.tokenizer, asked.wanted_logprobs
-        try:
-            ends = self.model.end_ids(asked.stops, True)
-            row = RowRequest(
-                question=prompt.question,
-                sampling=asked.sampling(),
-                max_tokens=prompt.max_tokens,
-                stop_ids=ends,
-                logprobs=logprobs,
+        tokenizer = self.model.tokenizer
+        with self._admitted() as place:
+            asked = await self._parsed(form, request, place)
+            self._check_model(asked.model)
+            entry = None if asked.context is None else self._entry(asked.context, "context")
+            split = getattr(self.prompts, kind)
+            prompt: Prompt = await anyio.to_thread.run_sync(split, asked, entry)
+            try:
+                ends = self.model.end_ids(asked.stops, True)
+                row = RowRequest(
+                    question=prompt.question,
+                    sampling=asked.sampling(),
+                    max_tokens=prompt.max_tokens,
+                    stop_ids=ends,
+                    logprobs=asked.wanted_logprobs,
+                )
+                reader = AnswerReader(tokenizer, prompt.after, asked.stops, ends)
+            except BaseException:
+                self.contexts.release(prompt.text)
+                raise
+            about = {"request": row, "reader": reader, "cached": prompt.cached}
+            job, stream = self._submitted(place, text=prompt.text, **about)
+            answer = Answer(
+                kind=kind,
+                model=self.name,
+                fingerprint=self.fingerprint,
+                tokenizer=tokenizer,
+                after=prompt.after,
+                logprobs=asked.wanted_logprobs is not None,
+                prompt=len(prompt.text.tokens) + len(prompt.question),
             )
-            reader = AnswerReader(tokenizer, prompt.after, asked.stops, ends)
-            job, events = self._job(
-                place, text=prompt.text, request=row, reader=reader, cached=prompt.cached
-            )
-        except BaseException:
-            self.contexts.release(prompt.text)
-            raise
-        self.scheduler.submit(job, place)
-        count = len(prompt.text.tokens) + len(prompt.question)
-        answer = Answer(
-            kind=kind,
-            model=self.name,
-            fingerprint=self.fingerprint,
-            tokenizer=tokenizer,
-            after=prompt.after,
-            logprobs=logprobs is not None,
-            prompt=count,
-        )
-        stream = self._events(job, events)
-        first = await self._first(request, job, stream)
-        answer.cached = job.cached
-        if asked.stream:
-            chunks = self._chunks(answer, first, stream, asked.include_usage)
-            return self._streamed(job, chunks)
-        return JSONResponse(await self._watched(request, job, _whole(answer, first, stream)))
+            stream = await self._begun(request, job, stream)
+            answer.cached = job.cached
+            if asked.stream:
+                return self._streamed(job, self._chunks(answer, stream, asked.include_usage))
+            return JSONResponse(await self._watched(request, job, _whole(answer, stream)))
 
-    def _job(self, place: Place, **how: Any) -> tuple[Job, asyncio.Queue[Event]]:
-        """A job, and the queue of its events, which the scheduler's thread fills."""
+    def _submitted(self, place: Place, **how: Any) -> tuple[Job, AsyncGenerator[Event]]:
+        """A job that the scheduler has taken, and its events, which its thread sends."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -368,7 +342,10 @@ class Service:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        return Job(send=send, came=place.came, **how), events
+        job = Job(send=send, came=place.came, **how)
+        self.scheduler.submit(job, place)
+        self._drop_body(place)
+        return job, self._events(job, events)
 
     async def _events(self, job: Job, events: asyncio.Queue[Event]) -> AsyncGenerator[Event]:
         """The job's events up to the last; the job is cancelled where nobody takes them all.
@@ -384,9 +361,8 @@ class Service:
                         event = await events.get()
                 except TimeoutError:
                     raise RequestError(
-                        504,
                         f"the answer took longer than {self.access.seconds:g} s",
-                        kind="server_error",
+                        status=504,
                         code="timeout",
                     ) from None
                 if isinstance(event, Failed):
@@ -397,8 +373,10 @@ class Service:
         finally:
             self.scheduler.cancel(job)
 
-    async def _first(self, request: Request, job: Job, stream: AsyncGenerator[Event]) -> Event:
-        """The first event that the client is to see.
+    async def _begun(
+        self, request: Request, job: Job, stream: AsyncGenerator[Event]
+    ) -> AsyncGenerator[Event]:
+        """The events from the first that the client is to see, which has come.
 
         Texts are read in silence for an answer, not for a context.
         """
@@ -409,7 +387,7 @@ class Service:
                     return event
             raise AssertionError("a job's events have an end")
 
-        return await self._watched(request, job, wait())
+        return _chain(await self._watched(request, job, wait()), stream)
 
     async def _watched[Result](
         self, request: Request, job: Job, work: Coroutine[Any, Any, Result]
@@ -433,12 +411,12 @@ class Service:
                     await task
 
     async def _chunks(
-        self, answer: Answer, first: Event, stream: AsyncGenerator[Event], counts: bool
+        self, answer: Answer, stream: AsyncGenerator[Event], counts: bool
     ) -> AsyncGenerator[Any]:
         """The records of a streamed answer."""
         for record in answer.opening():
             yield record
-        async for event in _chain(first, stream):
+        async for event in stream:
             if isinstance(event, Piece):
                 yield answer.piece(event.text, event.chosen)
             elif isinstance(event, Ended):
@@ -446,11 +424,9 @@ class Service:
                 if counts:
                     yield answer.counted(event.tokens)
 
-    async def _progress(
-        self, entry: Entry, first: Event, stream: AsyncGenerator[Event]
-    ) -> AsyncGenerator[Any]:
+    async def _progress(self, entry: Entry, stream: AsyncGenerator[Event]) -> AsyncGenerator[Any]:
         """The records of a context that is being read; the last is the context."""
-        async for event in _chain(first, stream):
+        async for event in stream:
             if isinstance(event, Reading):
                 told = {"id": entry.id, "object": "context.progress"}
                 yield {**told, "tokens_read": event.done, "tokens": event.total}
@@ -516,16 +492,16 @@ async def _form(request: Request, body: bytes) -> dict[str, Any]:
 
 
 def _form_error(name: str, what: str) -> RequestError:
-    return RequestError(400, f"the form's field {name[:80]!r} {what}", param=name[:80])
+    return RequestError(f"the form's field {name[:80]!r} {what}", param=name[:80])
 
 
-async def _rest(first: Event, stream: AsyncGenerator[Event]) -> None:
-    async for _ in _chain(first, stream):
+async def _rest(stream: AsyncGenerator[Event]) -> None:
+    async for _ in stream:
         pass
 
 
-async def _whole(answer: Answer, first: Event, stream: AsyncGenerator[Event]) -> dict[str, Any]:
-    async for event in _chain(first, stream):
+async def _whole(answer: Answer, stream: AsyncGenerator[Event]) -> dict[str, Any]:
+    async for event in stream:
         if isinstance(event, Piece):
             answer.take(event.text, event.chosen)
         elif isinstance(event, Ended):
@@ -568,7 +544,7 @@ def _decoded(raw: bytes) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RequestError(
-            400, f"the file is not UTF-8 text (byte {error.start})", param="file"
+            f"the file is not UTF-8 text (byte {error.start})", param="file"
         ) from None
 
 
@@ -596,7 +572,7 @@ def _guarded(service: Service, route: str, handler: Handler) -> Handler:
             # Nobody reads it.
             response = Response(status_code=499)
         except HTTPException as error:
-            response = _error(RequestError(error.status_code, str(error.detail)))
+            response = _error(RequestError(str(error.detail), status=error.status_code))
         except LongctxError as error:
             response = _error(schema.from_library(error))
         except RequestError as error:
@@ -626,14 +602,14 @@ def make_app(service: Service) -> Starlette:
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         what = f"{request.method} {request.scope['path']!r:.200}"
-        code = RequestError(error.status_code, f"{what}: {error.detail}", code="unknown_url")
+        code = RequestError(f"{what}: {error.detail}", status=error.status_code, code="unknown_url")
         service.metrics.requests.labels("other", str(error.status_code)).inc()
         return _error(code)
 
     async def fault(request: Request, error: Exception) -> Response:
         service.metrics.requests.labels("other", "500").inc()
         message = f"a fault of the server: {type(error).__name__}"
-        return _error(RequestError(500, message, kind="server_error"))
+        return _error(RequestError(message, status=500))
 
     return Starlette(
         routes=[

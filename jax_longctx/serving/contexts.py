@@ -17,7 +17,6 @@ a folder named by model and method, so that a server finds only contexts that it
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import math
@@ -33,7 +32,8 @@ from typing import Any
 import numpy as np
 
 from jax_longctx.engine.context_io import saved_tokens
-from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.errors import CheckpointError, InputError, file_errors
+from jax_longctx.locks import lock
 from jax_longctx.serving.schema import RequestError
 
 Tokens = np.ndarray
@@ -130,10 +130,11 @@ class Entry:
         }
 
 
+@dataclasses.dataclass(eq=False)
 class Contexts:
     """The books of all texts and entries; any thread may call it.
 
-    Args:
+    Attributes:
       folder: for saved contexts; made if need be, and held by one server at a time.
       ttl: seconds that an entry lives after its last use, where it does not say.
       most_ttl: most seconds that an entry may say.
@@ -144,24 +145,20 @@ class Contexts:
       InputError: the folder cannot be written, or another server uses it.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        ttl: float,
-        most_ttl: float = math.inf,
-        most: int = 1024,
-        disk: int | None = None,
-    ):
-        self.folder, self.ttl, self.most_ttl = folder, ttl, most_ttl
-        self.most, self.disk = most, disk
+    folder: Path
+    ttl: float
+    most_ttl: float = math.inf
+    most: int = 1024
+    disk: int | None = None
+
+    def __post_init__(self) -> None:
         self.lock = threading.RLock()
         self._texts: dict[str, Text] = {}
         self._entries: dict[str, Entry] = {}
         # Texts whose ids were removed, and those that were used: their files do not say so yet.
         self._outdated: set[Text] = set()
         self._touched: set[Text] = set()
-        self._held = _hold(folder)
+        self._held = _hold(self.folder)
         self._find_saved()
 
     def close(self) -> None:
@@ -281,7 +278,6 @@ class Contexts:
         now, lives = time.time(), self.ttl if ttl is None else ttl
         if lives > self.most_ttl:
             raise RequestError(
-                400,
                 f"ttl is {lives:g} s, this server keeps contexts for at most {self.most_ttl:g} s",
                 param="ttl",
             )
@@ -290,10 +286,9 @@ class Contexts:
         with self.lock:
             if len(self._entries) >= self.most:
                 raise RequestError(
-                    429,
                     f"there are {len(self._entries):,} contexts already; delete some, or try again "
                     f"when their time is over",
-                    kind="rate_limit_error",
+                    status=429,
                     code="too_many_contexts",
                     retry_after=60,
                 )
@@ -463,17 +458,11 @@ class Contexts:
 
 def _hold(folder: Path) -> int:
     """Locks the folder for this server; the kernel releases the lock when the process ends."""
-    try:
+    with file_errors(f"{folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error.strerror}") from error
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        alone = lock(held)
+    if not alone:
         os.close(held)
-        raise InputError(f"another server keeps its contexts in {folder}; name another") from None
-    except OSError:
-        # A file system without locks.
-        return held
+        raise InputError(f"another server keeps its contexts in {folder}; name another")
     return held

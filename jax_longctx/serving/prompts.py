@@ -106,7 +106,7 @@ class Prompts:
         else:
             (row,) = self.model.engine.padded([given])[:1]
         if not row:
-            raise RequestError(400, "the prompt has no tokens", param="prompt")
+            raise RequestError("the prompt has no tokens", param="prompt")
         if entry is None:
             return self._split(row, asked.wanted_tokens)
         return self._about(entry, row, asked.wanted_tokens)
@@ -118,7 +118,6 @@ class Prompts:
         self._check_characters(sum(len(each["content"]) for each in messages), "messages")
         if entry is None and not tokenizer.has_chat:
             raise RequestError(
-                400,
                 "this checkpoint has no chat template; send a prompt to /v1/completions",
                 param="messages",
             )
@@ -136,13 +135,12 @@ class Prompts:
         """
         if self.model.engine.method.info.needs_question:
             raise RequestError(
-                400,
                 "this server's method reads a text for each question, so that there are no "
-                "contexts; send the text with the question",
+                "contexts; send the text with the question"
             )
         chat = self.model.tokenizer.has_chat if chat is None else chat
         if chat not in self._layouts:
-            raise RequestError(400, "this checkpoint has no chat template", param="chat")
+            raise RequestError("this checkpoint has no chat template", param="chat")
         self._check_characters(len(text), "text")
         layout = self._layouts[chat]
         row = self.model.tokenizer.encode(layout.context(text), bos=True)
@@ -157,7 +155,6 @@ class Prompts:
         expected = ["user" if turn % 2 == 0 else "assistant" for turn in range(len(roles))]
         if roles != expected or len(roles) % 2 == 0:
             raise RequestError(
-                400,
                 f"the messages about a context begin and end with the user's and take turns with "
                 f"the assistant's, got {', '.join(roles)}; the context was read without a system "
                 f"message, so put what it says into the first question",
@@ -167,19 +164,17 @@ class Prompts:
             return self._layouts[entry.chat].question(content)
         if not entry.chat:
             raise RequestError(
-                400,
                 "this context was read without chat template, so that it takes one message",
                 param="messages",
             )
         rest = [message.for_template() for message in more]
         if not content.strip():
-            raise RequestError(400, "the first message is empty", param="messages")
+            raise RequestError("the first message is empty", param="messages")
         opened = {"role": "user", "content": f"{_DOCUMENT}\n\n{content}"}
         tokenizer = self.model.tokenizer
         before, found, after = tokenizer.chat([opened, *rest]).partition(_DOCUMENT)
         if not found or before != self._layouts[True].before:
             raise RequestError(
-                400,
                 "the chat template puts something else before the text when there are several "
                 "messages; ask one question a request",
                 param="messages",
@@ -191,7 +186,6 @@ class Prompts:
         text, limit = entry.text, self.lengths.question
         if len(question) > limit:
             raise RequestError(
-                400,
                 f"the question has {len(question):,} tokens, this server takes {limit:,} about a "
                 f"context; shorten it, or put it into the context",
                 code="context_length_exceeded",
@@ -237,7 +231,6 @@ class Prompts:
         most = self.lengths.whole * self.model.tokenizer.longest_piece
         if given > most:
             raise RequestError(
-                400,
                 f"a text of {given:,} characters is longer than the {self.lengths.whole:,} tokens "
                 f"that this server takes; shorten it",
                 param=param,
@@ -249,14 +242,12 @@ class Prompts:
         whole, answer = self.lengths.whole, self.lengths.answer
         if wanted is not None and wanted > answer:
             raise RequestError(
-                400,
                 f"max_tokens is {wanted:,}, this server gives at most {answer:,}",
                 param="max_tokens",
             )
         room = whole - given
         if room < (wanted or 1):
             raise RequestError(
-                400,
                 f"a prompt of {given:,} tokens and an answer of {wanted or 1:,} are longer than "
                 f"the {whole:,} tokens that this server takes; shorten the prompt or the answer",
                 param=param,

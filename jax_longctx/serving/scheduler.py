@@ -148,10 +148,11 @@ def _saves(job: Job) -> bool:
     return entry is not None and entry.save and entry.id in job.text.entries
 
 
+@dataclasses.dataclass(eq=False)
 class Scheduler:
     """Runs jobs in a thread of its own.
 
-    Args:
+    Attributes:
       budget: bytes on each device that texts in memory may take.
       most: requests that may wait or be answered at a time.
       crashed: called in the thread with an error that is no request's fault; nothing runs after.
@@ -160,22 +161,17 @@ class Scheduler:
       compiling: told how many programs are compiled, and how many there are, in the thread.
     """
 
-    def __init__(
-        self,
-        team: Team,
-        contexts: Contexts,
-        metrics: Metrics,
-        *,
-        budget: int,
-        most: int,
-        crashed: Callable[[BaseException], None],
-        compiled: tuple[int, int] | None = None,
-        compiling: Callable[[int, int], None] = lambda done, total: None,
-    ):
-        self.team, self.contexts, self.metrics = team, contexts, metrics
-        self.budget, self.most = budget, most
-        self._executor: Executor = team.executor
-        self._crashed, self._compiled, self._compiling = crashed, compiled, compiling
+    team: Team
+    contexts: Contexts
+    metrics: Metrics
+    budget: int
+    most: int
+    crashed: Callable[[BaseException], None]
+    compiled: tuple[int, int] | None = None
+    compiling: Callable[[int, int], None] = lambda done, total: None
+
+    def __post_init__(self) -> None:
+        self._executor: Executor = self.team.executor
         self._begun = False
         self._changed = threading.Condition()
         self._waiting: collections.deque[Job] = collections.deque()
@@ -226,9 +222,8 @@ class Scheduler:
             self._check_accepts()
             if self._jobs >= self.most:
                 raise RequestError(
-                    429,
                     f"{self._jobs} requests are being answered or wait already; try again later",
-                    kind="rate_limit_error",
+                    status=429,
                     code="rate_limit_exceeded",
                     retry_after=self._patience(),
                 )
@@ -260,7 +255,7 @@ class Scheduler:
     def _check_accepts(self) -> None:
         if not self.accepts:
             told = f"the server is {self.state}"
-            raise RequestError(503, told, kind="server_error", retry_after=10)
+            raise RequestError(told, status=503, retry_after=10)
 
     def cancel(self, job: Job) -> None:
         """Ends a job whose client is gone; any thread may call it, also after the job's end."""
@@ -300,7 +295,7 @@ class Scheduler:
                 self._admit(began)
                 self._work(began)
             for job in [*self._queued(), *(row.job for row in self._rows.values())]:
-                self._fail(job, RequestError(503, "the server has shut down", kind="server_error"))
+                self._fail(job, RequestError("the server has shut down", status=503))
             self._end_files(wait=True)
             self.contexts.update_files()
             self.team.dismiss()
@@ -308,18 +303,18 @@ class Scheduler:
             # Whatever it is: without this thread the server would hang.
             self._stopped = True
             self._executor.give_up_saving()
-            self._crashed(error)
+            self.crashed(error)
 
     def _prepare(self) -> None:
         """Compiles what the first requests need."""
-        if self._compiled is not None:
-            texts, question = self._compiled
+        if self.compiled is not None:
+            texts, question = self.compiled
             self._do("compile", texts=texts, question=question)
             ready = False
             while not (ready or self._stopped):
                 done, total, ready = self._do("compile_on")
                 # More may follow those that are compiled.
-                self._compiling(done, total if ready else max(total, done + 1))
+                self.compiling(done, total if ready else max(total, done + 1))
             if not ready:
                 self._do("give_up_compiling")
         self._begun = True
@@ -669,7 +664,7 @@ class Scheduler:
         job = row.job
         assert job.request is not None and job.reader is not None
         if broken:
-            job.send(Failed(RequestError(500, NOT_FINITE, kind="server_error")))
+            job.send(Failed(RequestError(NOT_FINITE, status=500)))
             self._end_row(place)
             return
         reader, texts = job.reader, []

@@ -8,12 +8,11 @@ Three fields are not OpenAI's: `context` (the id of a text that was read), `top_
 `repetition_penalty`.
 """
 
-import dataclasses
 import json
 import logging
 import reprlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -31,7 +30,9 @@ MOST_FIELDS = 64
 # Longest part of a wrong value, or of its field's name, that an error shows.
 SHOWN = 80
 
+# OpenAI's types of errors.
 INVALID = "invalid_request_error"
+TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 # OpenAI's fields that have no effect here, with the values that ask for none.
 WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
@@ -60,36 +61,28 @@ class RequestError(Exception):
     """A request that is answered with an error in OpenAI's form.
 
     Attributes:
-      status: of HTTP.
+      status: of HTTP; it decides OpenAI's type of the error.
       param: the field that is wrong, or None.
       retry_after: seconds after which to try again, or None.
     """
 
     def __init__(
         self,
-        status: int,
         message: str,
         *,
-        kind: str = INVALID,
+        status: int = 400,
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
     ):
         super().__init__(message)
-        self.status, self.kind, self.param, self.code = status, kind, param, code
-        self.retry_after = retry_after
+        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
 
     def body(self) -> dict[str, Any]:
         """OpenAI's JSON of an error."""
-        message = " ".join(str(self).split())
-        return {
-            "error": {
-                "message": message,
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else INVALID)
+        fields = {"type": kind, "param": self.param, "code": self.code}
+        return {"error": {"message": " ".join(str(self).split()), **fields}}
 
 
 def from_library(error: LongctxError) -> RequestError:
@@ -98,13 +91,12 @@ def from_library(error: LongctxError) -> RequestError:
         # The error names files of the server, which are not the client's business.
         logging.getLogger(__name__).error("%s", error)
         return RequestError(
-            500,
             "the server could not write or read the files of a context; its log says why",
-            kind="server_error",
+            status=500,
             code="context_files",
         )
     code = "out_of_memory" if isinstance(error, CapacityError) else None
-    return RequestError(400, str(error), code=code)
+    return RequestError(str(error), code=code)
 
 
 class _Model(pydantic.BaseModel):
@@ -116,7 +108,7 @@ class _Model(pydantic.BaseModel):
         if not isinstance(given, dict):
             return given
         if len(given) > MOST_FIELDS:
-            raise RequestError(400, f"an object has {len(given):,} fields; give only known ones")
+            raise RequestError(f"an object has {len(given):,} fields; give only known ones")
         return {key: value for key, value in given.items() if value is not None}
 
 
@@ -163,7 +155,6 @@ class _Answered(_Model):
                 continue
             shown = " or ".join(json.dumps(each) for each in allowed)
             raise RequestError(
-                400,
                 f"{name} is not supported: leave it out, or give {shown}",
                 param=name,
                 code="unsupported",
@@ -183,7 +174,7 @@ class _Answered(_Model):
     @pydantic.model_validator(mode="after")
     def _streams(self) -> "_Answered":
         if self.stream_options is not None and not self.stream:
-            raise RequestError(400, "stream_options needs stream: true", param="stream_options")
+            raise RequestError("stream_options needs stream: true", param="stream_options")
         return self
 
     @property
@@ -247,10 +238,9 @@ class ChatRequest(_Answered):
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
-            raise RequestError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+            raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise RequestError(
-                400,
                 "max_tokens and max_completion_tokens exclude each other; give one of them",
                 param="max_tokens",
             )
@@ -294,7 +284,7 @@ class CompletionRequest(_Answered):
             given = given[0] if len(given) == 1 else None
         if given in (None, "", []):
             raise RequestError(
-                400, "prompt must be one text or one list of token ids, not empty", param="prompt"
+                "prompt must be one text or one list of token ids, not empty", param="prompt"
             )
         return given
 
@@ -330,7 +320,7 @@ class ContextRequest(_Model):
     @pydantic.model_validator(mode="after")
     def _one_text(self) -> "ContextRequest":
         if (self.text is None) == (self.file is None):
-            raise RequestError(400, "give either text or file", param="text")
+            raise RequestError("give either text or file", param="text")
         return self
 
 
@@ -351,39 +341,21 @@ def _first_fault(error: pydantic.ValidationError) -> RequestError:
     fault = error.errors(include_url=False, include_context=False)[0]
     where = ".".join(str(each)[:SHOWN] for each in fault["loc"]) or None
     if fault["type"] == "json_invalid":
-        return RequestError(400, f"the body is no JSON: {fault['msg']}", code="invalid_json")
+        return RequestError(f"the body is no JSON: {fault['msg']}", code="invalid_json")
     if fault["type"] == "extra_forbidden":
         return RequestError(
-            400, f"unknown field {where!r}; leave it out", param=where, code="unknown_field"
+            f"unknown field {where!r}; leave it out", param=where, code="unknown_field"
         )
     if fault["type"] == "missing":
-        return RequestError(400, f"{where} is missing", param=where, code="missing_field")
+        return RequestError(f"{where} is missing", param=where, code="missing_field")
     given = _brief.repr(fault["input"])
     if len(given) > SHOWN:
         given = given[:SHOWN] + "..."
     message = f"{where or 'the body'}: {fault['msg']}; got {given}"
-    return RequestError(400, message, param=where)
+    return RequestError(message, param=where)
 
 
 # -- answers ---------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Named:
-    """A token by its name (see `tokens`); `raw` are its bytes, None for one that adds none."""
-
-    name: str
-    raw: bytes | None
-    logprob: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Scored:
-    """A token of an answer, the best tokens at its place, and the characters before it."""
-
-    token: Named
-    best: Sequence[Named]
-    offset: int
 
 
 def usage(prompt: int, cached: int, answer: int) -> dict[str, Any]:
@@ -393,32 +365,6 @@ def usage(prompt: int, cached: int, answer: int) -> dict[str, Any]:
         "completion_tokens": answer,
         "total_tokens": prompt + answer,
         "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-def chat_logprobs(scored: Sequence[Scored]) -> dict[str, Any]:
-    """The `logprobs` of a chat's choice."""
-    return {
-        "content": [
-            {**_entry(each.token), "top_logprobs": [_entry(other) for other in each.best]}
-            for each in scored
-        ],
-        "refusal": None,
-    }
-
-
-def _entry(token: Named) -> dict[str, Any]:
-    raw = None if token.raw is None else list(token.raw)
-    return {"token": token.name, "logprob": token.logprob, "bytes": raw}
-
-
-def completion_logprobs(scored: Sequence[Scored]) -> dict[str, Any]:
-    """The `logprobs` of a completion's choice."""
-    return {
-        "tokens": [each.token.name for each in scored],
-        "token_logprobs": [each.token.logprob for each in scored],
-        "top_logprobs": [{best.name: best.logprob for best in each.best} for each in scored],
-        "text_offset": [each.offset for each in scored],
     }
 
 

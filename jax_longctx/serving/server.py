@@ -27,6 +27,7 @@ from jax_longctx.serving.executor import Executor, Team
 from jax_longctx.serving.metrics import Metrics
 from jax_longctx.serving.prompts import Lengths, Prompts
 from jax_longctx.serving.scheduler import Scheduler
+from jax_longctx.settings import at_least
 
 # Share of the memory beside the weights and the rows that texts may take, unless it is given. The
 # rest is for reading them.
@@ -77,18 +78,14 @@ class ServeOptions:
     ready_for: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("rows", "context_bytes", "context_disk", "connections", "most_contexts"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"{name} must be at least 1, got {value}")
+        whole = "rows", "context_bytes", "context_disk", "connections", "most_contexts"
+        at_least(1, self, *whole, error=InputError)
+        at_least(0, self, "queue", "grace", "ready_for", error=InputError)
         if self.ttl > self.most_ttl:
             raise InputError(f"ttl is {self.ttl:g} s, above most_ttl, {self.most_ttl:g} s")
         for name in ("ttl", "header_seconds"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
-        for name in ("queue", "grace", "ready_for"):
-            if not getattr(self, name) >= 0:
-                raise InputError(f"{name} must be at least 0, got {getattr(self, name)}")
 
 
 class LongServer:

@@ -15,8 +15,9 @@ import re
 from collections.abc import Sequence
 
 from jax_longctx.evaluation.haystack import most_units
-from jax_longctx.evaluation.tasks.task import Count, Sample, Task, at_least, fixed
+from jax_longctx.evaluation.tasks.task import Count, Sample, Task, fixed
 from jax_longctx.evaluation.tasks.words import Growing, word_stream
+from jax_longctx.settings import at_least
 
 RULES = (
     "Make a chain of {steps} keys, all of them from the list. Each key is two words with a hyphen "
@@ -44,7 +45,7 @@ class ChainOfKey(Task):
 
     def __post_init__(self):
         super().__post_init__()
-        at_least(2, steps=self.steps)
+        at_least(2, self, "steps")
 
     def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
         """A list of keys that make one cycle."""

@@ -14,8 +14,9 @@ import random
 from jax_longctx.errors import ConfigError
 from jax_longctx.evaluation.haystack import open_haystack
 from jax_longctx.evaluation.metrics import clean, needlebench, rouge, string_match_all
-from jax_longctx.evaluation.tasks.task import Count, Sample, Task, at_least, fixed
+from jax_longctx.evaluation.tasks.task import Count, Sample, Task, fixed
 from jax_longctx.evaluation.tasks.words import ADJECTIVES, NOUNS, invented_name
+from jax_longctx.settings import at_least
 
 ONE = (
     "Read the following text closely. Among other things it says where something is kept; "
@@ -119,7 +120,7 @@ class NiahMulti(Task):
 
     def __post_init__(self):
         super().__post_init__()
-        at_least(2, needles=self.needles)
+        at_least(2, self, "needles")
         if self.needles > 50:
             raise ConfigError(f"needles must be at most 50, got {self.needles}")
 

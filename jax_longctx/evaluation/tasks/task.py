@@ -10,9 +10,9 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from jax_longctx.errors import ConfigError
 from jax_longctx.evaluation.haystack import Fitted, source_name
 from jax_longctx.evaluation.metrics import clean, string_match_all
+from jax_longctx.settings import at_least
 
 # Tokens of a text, without special tokens.
 Count = Callable[[str], int]
@@ -78,7 +78,7 @@ class Task:
         for field in dataclasses.fields(self):
             value = self.__dict__.get(field.name)
             if isinstance(value, int) and not isinstance(value, bool):
-                at_least(1, **{field.name: value})
+                at_least(1, self, field.name)
 
     @property
     def max_new(self) -> int:
@@ -137,10 +137,3 @@ class Task:
     def parts(self, answer: str, sample: Sample) -> dict[str, float]:
         """Further scores of the answer by name, from 0 to 100; none by default."""
         return {}
-
-
-def at_least(least: float, **values: float) -> None:
-    """Raises ConfigError where one of the settings is smaller."""
-    for name, value in values.items():
-        if not value >= least:
-            raise ConfigError(f"{name} must be at least {least}, got {value}")
