@@ -34,7 +34,7 @@ from flax import traverse_util
 from jax.sharding import Mesh
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from jax_longctx.errors import CheckpointError, file_errors
+from jax_longctx.errors import CheckpointError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, param_infos, quantised_weights, stored_paths
 from jax_longctx.settings import StoredForm, weights_form
@@ -171,9 +171,11 @@ def check_files(folder: Path, files: Files, remedy: str) -> None:
     """
     for name, (size, digest) in files.items():
         path = folder / name
-        with file_errors(f"{path} cannot be read", remedy, CheckpointError):
+        try:
             found = path.stat().st_size
             same = digest is None or found != size or sha256_of(path) == digest
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}; {remedy}") from error
         if found != size:
             raise CheckpointError(f"{path} is damaged: {found} bytes, expected {size}; {remedy}")
         if not same:

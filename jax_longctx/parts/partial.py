@@ -79,7 +79,7 @@ class FifoCache:
         return decode_attention(q, self.k, self.v, self.length(limit), scale=scale)
 
     @property
-    def number(self) -> Int[Array, " B"]:
+    def number(self) -> Int[Any, " B"]:
         """Tokens of each row so far, those that left included."""
         return self.count + self.pushed
 

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jax_longctx.engine.programs import cache_shapes
+from jax_longctx.engine.capacity import read_bytes, staged_caches
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import H2O, StreamingLLM
 from jax_longctx.sharding import make_mesh
@@ -135,9 +135,10 @@ def test_a_second_question_and_a_saved_context(own, citrus, tmp_path):
 
 def test_an_evicting_step_reads_the_statistics_too(own, citrus):
     # Two heads of 16 slots, 8 numbers each for key and value, then token and sum; two row numbers.
-    for engine, numbers in [(own, 4 * 2 * 16 * (2 * 8 + 2) + 2 * 4), (citrus, 4 * 2 * 56 * 2 * 8)]:
-        shape = cache_shapes(engine.setup, 4, 128, 32)[0]
-        assert engine.method.read_bytes(engine.method.init_cache(shape), 100) == 4 * numbers
+    # In CItruS's setting 24 slots and 128 for question and answer, and nothing is ranked any more.
+    for engine, numbers in [(own, 4 * 2 * 16 * (2 * 8 + 2) + 2 * 4), (citrus, 4 * 2 * 152 * 2 * 8)]:
+        answering = staged_caches(engine.setup, 4, 100, 32)[2]
+        assert read_bytes(engine.setup, answering, 100) == engine.config.num_layers * 4 * numbers
 
 
 def test_defaults_and_bad_settings():
