@@ -40,6 +40,18 @@ def test_x22_ragged_rows_keep_what_each_keeps_alone(own):
         assert [list(head) for head in layer.token] == [[0, 1, 2, *range(30, 43)]] * 2
 
 
+@pytest.mark.parametrize("positions", ["shifted", "true"])
+def test_x22_an_answer_turns_the_ring_of_newest_tokens_several_times(positions):
+    """Rows whose first tokens, which never leave, come with the answer are among them."""
+    method = StreamingLLM(budget=8, sink=3, chunk=4, positions=positions)
+    engine = tiny_engine(method, config=tiny_config(num_layers=1), chunk=4)
+    rows, answers = random_rows([13, 2, 0, 8], seed=4), random_rows([25] * 4, seed=5)
+    oracles = compare(engine, StreamingRule(3), rows, NOTHING, answers)
+    for oracle, row in zip(oracles, rows, strict=True):
+        end = len(row) + 25
+        assert list(oracle.layers[0].token[0]) == [0, 1, 2, *range(end - 5, end)]
+
+
 @pytest.mark.thorough
 def test_a_rule_whose_scores_have_another_shape_is_refused():
     class Flat(TOVA):
