@@ -96,6 +96,7 @@ def perplexity(
     chosen = options.parse_specs(methods)
     terminal, kind = output.terminal(), scoring.kind
     loaded = model.open(terminal, chosen[0], resident=True)
+    from jax_longctx.api import LongContext
     from jax_longctx.evaluation.perplexity import markdown
     from jax_longctx.evaluation.perplexity import plot as draw
 
@@ -111,9 +112,9 @@ def perplexity(
     tokens = _cut(loaded, scoring.text, scoring.texts, length, join=kind.stream)
     runs: list[dict[str, Any]] = []
     for engine, spec, asked in plans:
-        loaded.engine = engine
-        facts = {**options.run_facts(loaded), "given": dict(spec.settings), "question": asked}
-        found = _score(loaded, tokens, scoring, facts, terminal)
+        scored = LongContext(engine, loaded.tokenizer, loaded.manifest)
+        facts = {**options.run_facts(scored), "given": dict(spec.settings), "question": asked}
+        found = _score(scored, tokens, scoring, facts, terminal)
         runs.append({**facts, "protocol": scoring.protocol, **found})
         output.save({"runs": runs})
     if plot is not None and process.is_leader():
@@ -210,6 +211,7 @@ def agreement(
     chosen = options.parse_specs(methods)
     terminal = output.terminal()
     loaded = model.open(terminal, chosen[0])
+    from jax_longctx.api import LongContext
     from jax_longctx.evaluation.agreement import (
         attention_agreement,
         divergences,
@@ -225,8 +227,8 @@ def agreement(
         exact = scored_states(full, tokens, batch=batch, **how)
     runs: list[dict[str, Any]] = []
     for engine, spec in zip(engines, chosen, strict=True):
-        loaded.engine = engine
-        facts = {**options.run_facts(loaded), "given": dict(spec.settings), "length": length}
+        scored = LongContext(engine, loaded.tokenizer, loaded.manifest)
+        facts = {**options.run_facts(scored), "given": dict(spec.settings), "length": length}
         with terminal.waiting(f"{spec.name}'s predictions"):
             states = scored_states(engine, tokens, batch=batch, **how)
             kl, same = divergences(full, exact, states)
