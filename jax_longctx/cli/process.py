@@ -25,7 +25,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn, TextIO
 
 from jax_longctx.errors import InputError
@@ -233,16 +235,26 @@ def _begin() -> None:
     os.dup2(_State.nowhere, 2)
 
 
-def _on_interrupt(*_: object) -> None:
+def _on_interrupt(_: int, frame: FrameType | None) -> None:
     """Python's signal handler, which runs in the main thread once that executes Python."""
     _begin()
     _State.handled += 1
-    if _State.handled > 1 or not _State.unwinding:
+    if _State.handled > 1 or not _State.unwinding or _begins_an_extension(frame):
         leave()
     # An event loop may have replaced the pipe that the C handler writes to.
     with contextlib.suppress(BlockingIOError):
         os.write(_State.wake, BEGIN)
     raise KeyboardInterrupt
+
+
+def _begins_an_extension(frame: FrameType | None) -> bool:
+    """Whether a C extension is being imported: jaxlib's aborts the process at an exception."""
+    while frame is not None:
+        if frame.f_code.co_name in ("create_module", "exec_module"):
+            if isinstance(frame.f_locals.get("self"), ExtensionFileLoader):
+                return True
+        frame = frame.f_back
+    return False
 
 
 def _watch(heard: int) -> None:

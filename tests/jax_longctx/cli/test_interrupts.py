@@ -5,9 +5,12 @@
 
 import os
 import signal
+import sys
+from importlib.machinery import ExtensionFileLoader
 
 import pytest
 
+from jax_longctx.cli import process
 from tests.jax_longctx.cli.interrupting import LIMIT, Campaign, Try, commands
 
 TRIES = 20
@@ -39,3 +42,14 @@ def test_the_campaign_sees_what_is_wrong(changes):
     right["stderr"] = "reading: 10/100 tokens\ninterrupted\n"
     assert Try(**right).right
     assert not Try(**right | changes).right
+
+
+def test_nothing_is_raised_where_an_extension_begins():
+    """Jaxlib aborts the process at an exception in its import; then Ctrl-C ends it at once."""
+
+    class Loader(ExtensionFileLoader):
+        def exec_module(self, module):
+            return process._begins_an_extension(sys._getframe())
+
+    assert Loader("jaxlib._jax", "_jax.so").exec_module(None)
+    assert not process._begins_an_extension(sys._getframe())
