@@ -176,6 +176,7 @@ def _score(
         "windows": windows(found.losses, first=length - scored, window=window),
         "read_seconds": found.read_seconds,
         "score_seconds": found.score_seconds,
+        **({} if found.fetched is None else {"fetched": found.fetched.record()}),
     }
 
 

@@ -141,6 +141,10 @@ class Fetched:
     steps: int
     waited: int
 
+    def __add__(self, other: "Fetched") -> "Fetched":
+        sums = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Fetched(*map(sum, sums))
+
     @property
     def hit_rate(self) -> float | None:
         """Hits of all chosen pages; None where none was chosen."""

@@ -188,7 +188,8 @@ class Engine:
             config, method, mesh, dtype, chunk, by_layer, form, form_of_weights(params), tier
         )
         check_offload(self.setup)
-        # What the newest answer fetched from the host's memory; None where nothing lies there.
+        # What the newest answer, or scored text, fetched from the host's memory; None where nothing
+        # lies there.
         self.fetched: Fetched | None = None
         self.take_params(params, consume=consume)
 

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_longctx.contract import decode_segment, step_variant
 from jax_longctx.engine import programs
 from jax_longctx.engine.ahead import Compilation
-from jax_longctx.engine.capacity import bucket
+from jax_longctx.engine.capacity import bucket, fetched_of
 from jax_longctx.engine.engine import BLOCK, Engine, Rows
 from jax_longctx.engine.programs import Program, program
 from jax_longctx.errors import InputError
@@ -264,6 +264,7 @@ class _Fed:
                     self.engine.setup, self.engine.params, caches, tokens, counts, total, variant
                 )
                 yield self._states(hidden, counts)
+        self.engine.fetched = fetched_of(caches, self.count)
 
     def _states(self, hidden: Array, valid: np.ndarray) -> States:
         """The states of each row's next `valid` tokens."""

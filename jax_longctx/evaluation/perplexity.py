@@ -21,7 +21,8 @@ texts.
 
 `eval perplexity --out` writes a JSON record for each run: `method`, `given` settings, `question`,
 `ahead`, `score` (tokens), `means` (nll of every text), `windows` (first and last position, nll of
-every text there), `read_seconds` and `score_seconds` of every batch, and `batch`.
+every text there), `read_seconds` and `score_seconds` of every batch, `batch`, and with
+`--offload` `fetched`, what decode steps chose of the texts in the host's memory.
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jax_longctx.engine import Engine
+from jax_longctx.engine.capacity import Fetched
 from jax_longctx.engine.scoring import States, Through, forced_states, gathered
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.intervals import bootstrap
@@ -53,6 +55,7 @@ class Scores:
       through: how they were fed.
       ahead: whether tokens of a chunk selected together, so that the scores are no predictions.
       read_seconds, score_seconds: of each batch, up to its first scored states and after them.
+      fetched: what decoding fetched of contexts in the host's memory; None without them.
     """
 
     losses: Float[np.ndarray, "n S"]
@@ -60,6 +63,7 @@ class Scores:
     ahead: bool
     read_seconds: list[float]
     score_seconds: list[float]
+    fetched: Fetched | None = None
 
 
 def score_texts(
@@ -97,6 +101,7 @@ def score_texts(
     looks = engine.method.info.looks_ahead
     through = "decode" if looks and not ahead else through
     found = Scores(np.zeros((count, scored), np.float32), through, looks and ahead, [], [])
+    fetched = Fetched(0, 0, 0, 0)
     asked = [list(question)] * batch if question and through == "context" else None
     for start, used, padded in batches(texts, batch):
         begun = time.perf_counter()
@@ -118,7 +123,8 @@ def score_texts(
         found.read_seconds.append(read - begun)
         found.score_seconds.append(time.perf_counter() - read)
         found.losses[start : start + used] = -np.stack([row.logprobs for row in likelihoods])
-    return found
+        fetched += engine.fetched or Fetched(0, 0, 0, 0)
+    return dataclasses.replace(found, fetched=fetched) if fetched.steps else found
 
 
 def batches(
@@ -208,6 +214,8 @@ def markdown(runs: Sequence[dict[str, Any]]) -> str:
     """
     head = ["method", "perplexity", "mean of texts", "of full attention's", "nats a token more"]
     head += ["read, s", "scored, ms a token"]
+    offloaded = any("fetched" in run for run in runs)
+    head += ["chosen pages on the device"] * offloaded
     lines = []
     base = next((run for run in runs if run["method"] == "full"), None)
     for run in runs:
@@ -224,6 +232,9 @@ def markdown(runs: Sequence[dict[str, Any]]) -> str:
         tokens = run["batch"] * run["score"]
         cells += [f"{_typical(run['read_seconds']):.1f}"]
         cells += [f"{1000 * _typical(run['score_seconds']) / tokens:.2f}"]
+        if offloaded:
+            rate = run.get("fetched", {}).get("hit_rate")
+            cells += ["-" if rate is None else f"{rate:.1%}"]
         lines.append(cells)
     notes = [_scope(runs[0])] if runs else []
     if any(run["ahead"] for run in runs):

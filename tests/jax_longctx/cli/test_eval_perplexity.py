@@ -56,8 +56,14 @@ def test_contexts_in_the_hosts_memory_score_alike(run, loads, text):
         args += ["--texts", "1", "--score", "20", "--json", *place]
         result = run(*args, "-m", "full", "-m", "quest:budget=32,local=16")
         assert result.exit_code == 0, result.output
-        found.append([json.loads(line)["means"] for line in result.stdout.splitlines()])
-    assert found[0] == found[1] and len(found[0]) == 2
+        found.append([json.loads(line) for line in result.stdout.splitlines()])
+    here, there = ([run["means"] for run in runs] for runs in found)
+    assert here == there and len(here) == 2
+    assert not any("fetched" in run for run in (*found[0], found[1][0]))
+    fetched = found[1][1]["fetched"]
+    # In each of two layers 19 tokens are decoded, each of which chooses pages.
+    assert fetched["steps"] == 2 * 19 and fetched["hits"] + fetched["misses"] > fetched["steps"]
+    assert fetched["hit_rate"] == fetched["hits"] / (fetched["hits"] + fetched["misses"])
 
 
 @pytest.mark.slow

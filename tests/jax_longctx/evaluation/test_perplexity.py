@@ -275,6 +275,10 @@ def test_a_table_has_perplexities_paired_differences_and_times():
     alone = markdown([a_run("quest", [1.0])])
     assert "2.718 | 2.718 | - | - |" in alone and "one text has no interval" in alone
     assert "not predictions" not in alone
+    unused = a_run("arkvale", [1.0], fetched={"hit_rate": None})
+    offloaded = markdown([a_run("quest", [1.0], fetched={"hit_rate": 0.6125}), full, unused])
+    ends = [line.strip("| ").split("|")[-1].strip() for line in offloaded.splitlines()]
+    assert ends[:1] + ends[2:5] == ["chosen pages on the device", "61.3%", "-", "-"]
 
 
 @pytest.mark.parametrize(

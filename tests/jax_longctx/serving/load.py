@@ -142,8 +142,8 @@ def measured(server: Process, given: argparse.Namespace) -> dict[str, object]:
         names = []
         for number in range(given.contexts):
             text = book(number, given.sentences)
-            answer = http.post("/v1/contexts", json={"text": text, "ttl": 1e6})
-            answer.raise_for_status()
+            answer = http.post("/v1/contexts", json={"text": text, "ttl": 86400})
+            assert answer.status_code == 201, answer.text
             names.append(answer.json())
     cases = list(itertools.product([name["id"] for name in names], QUESTIONS, (1, 2)))
     with server.client() as client:
