@@ -16,7 +16,6 @@ Angles are float32 whatever the model's dtype.
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -28,34 +27,28 @@ from pallas_kernels.dispatch import platform
 
 def rope_angles(
     config: RopeConfig, head_dim: int, positions: Int[Any, "#B T"], total: Int[Array, " B"]
-) -> tuple[Float[Array, "#B T F"], Float[Array, "#B T F"]]:
+) -> tuple[Float[Any, "#B T F"], Float[Any, "#B T F"]]:
     """cos and sin at `positions`, float32, yarn's attention factor folded in.
 
     Args:
-      positions: of a numpy array the angles are made once, when a program is traced. XLA would
-        make them anew in every turn of a loop over layers.
+      positions: of a numpy array the angles are numpy arrays, made once, when a program is
+        traced. XLA would make them anew in every turn of a loop over layers.
       total: each row's total length, fixed before its first chunk; only `dynamic` reads it.
     """
-    if isinstance(positions, np.ndarray) and config.kind != "dynamic":
-        with jax.ensure_compile_time_eval():
-            return _angles(config, head_dim, jnp.asarray(positions), total)
-    return _angles(config, head_dim, jnp.asarray(positions), total)
-
-
-def _angles(
-    config: RopeConfig, head_dim: int, positions: Int[Array, "#B T"], total: Int[Array, " B"]
-) -> tuple[Float[Array, "#B T F"], Float[Array, "#B T F"]]:
     if config.kind == "dynamic":
         frequency = _dynamic_frequencies(config, head_dim, total)[:, None, :]  # [B, 1, H/2]
+        positions = jnp.asarray(positions)
     else:
-        frequency = jnp.asarray(rope_frequencies(config, head_dim))
-    angle_BTF = positions[..., None].astype(jnp.float32) * frequency
-    factor = attention_factor(config)
-    return jnp.cos(angle_BTF) * factor, jnp.sin(angle_BTF) * factor
+        frequency = rope_frequencies(config, head_dim)
+    # NumPy's functions, where nothing is traced: XLA would compile a program for each of them.
+    cosine, sine = (np.cos, np.sin) if isinstance(positions, np.ndarray) else (jnp.cos, jnp.sin)
+    angle_BTF = positions[..., None].astype(np.float32) * frequency
+    factor = np.float32(attention_factor(config))
+    return cosine(angle_BTF) * factor, sine(angle_BTF) * factor
 
 
 def apply_rope(
-    x: Float[Array, "B T N H"], cos: Float[Array, "#B T F"], sin: Float[Array, "#B T F"]
+    x: Float[Array, "B T N H"], cos: Float[Any, "#B T F"], sin: Float[Any, "#B T F"]
 ) -> Float[Array, "B T N H"]:
     """`x` rotated, computed in float32 and returned in its own dtype."""
     if platform() == "gpu":
