@@ -108,10 +108,13 @@ IN_PLACE: dict[str, Any] = {"keep_unused": True}
 # the stack first; cuBLAS takes their address. Command buffers that hold loops make the whole loop
 # one CUDA graph. Where weights and caches nearly fill the memory, rematerialization would compute
 # products several times, and copy caches that are written in place.
+# To choose how a fusion is compiled, XLA would run it with inputs and outputs of its own: one that
+# writes a token into all layers' caches takes twice their bytes, which need not be free.
 LOOPED: dict[str, Any] = {
     "compiler_options": {
         "xla_gpu_enable_triton_gemm": False,
         "xla_disable_hlo_passes": "rematerialization",
+        "xla_gpu_experimental_enable_fusion_autotuner": False,
         # Kernels that do not wait for one another run side by side.
         "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
         # XLA's own kernels are launched while those before them end, and wait within.
