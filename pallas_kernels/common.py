@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped
 
@@ -51,6 +52,14 @@ def cut(x: Any, start: Any, size: int) -> Any:
     if isinstance(x, Plane):
         return x.cut(start, size)
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis=2)
+
+
+def quotient(x: Any, size: int) -> Any:
+    """`x // size` of numbers that are not negative.
+
+    One operation: to round those below zero down as well takes ten, which are traced and compiled.
+    """
+    return jax.lax.div(x, np.asarray(size, x.dtype)) if isinstance(x, Array) else x // size
 
 
 def block_of(x: Any, start: Any, size: int) -> Shaped[Array, "B K C H"]:

@@ -149,7 +149,7 @@ class Answering:
         )
         sampling = Sampling().of_rows(rows)
         self._state = jax.device_put(state, everywhere)
-        self._values = jax.tree.map(jnp.asarray, sampling_values(sampling, rows, max_tokens=tokens))
+        self._values: Any = jax.device_put(sampling_values(sampling, rows, max_tokens=tokens))
         variants = programs.answer_variants(method, capacity.reserved(tokens))
         self._static = BLOCK, variants, sampling_static(sampling)
 

@@ -43,7 +43,7 @@ from jax_longctx.caches.append_only import (
 )
 from jax_longctx.caches.branched import Branched
 from jax_longctx.caches.working_set import Fetches, WorkingSet, empty_working_set
-from jax_longctx.contract import CacheShape, LayerContext
+from jax_longctx.contract import CacheShape, LayerContext, resized
 from jax_longctx.errors import ConfigError
 from jax_longctx.settings import SHARES
 from jax_longctx.sharding import axes_field
@@ -259,7 +259,7 @@ class Offloaded(Rewinding):
 
         def tail(x: Any) -> Any:
             moved = _shifted(cut(x, first, x.shape[2] - first), base - store.base)
-            kept = jax.tree.map(lambda part: _resized(part, size), moved)
+            kept = jax.tree.map(lambda part: resized(part, 2, size), moved)
             return _joined(cut(x, 0, first), kept)
 
         pools = [tail(x) for x in store.buffers]
@@ -334,9 +334,9 @@ class Offloaded(Rewinding):
         hosts = ((self.k, self.k_scales), (self.v, self.v_scales))
         found = []
         for pool, (host, scales) in zip(self.buffers, hosts, strict=True):
-            whole = _resized(_whole(host), slots)
+            whole = resized(_whole(host), 2, slots)
             if isinstance(pool, Quantised):
-                whole = Quantised(whole, _resized(part_of(scales), slots), pool.dtype)
+                whole = Quantised(whole, resized(part_of(scales), 2, slots), pool.dtype)
             if self.settled:
                 tail = cut(pool, first, pool.shape[2] - first)
                 more = self.length - self.base
@@ -369,7 +369,7 @@ class Offloaded(Rewinding):
         Both contexts have ended. The row's keys and values are on the device meanwhile.
         """
         whole, slots = given.row(row).on_device(), self.frames.pages * self.page
-        k, v = (jax.tree.map(lambda part: _resized(part, slots), x) for x in (whole.k, whole.v))
+        k, v = (jax.tree.map(lambda part: resized(part, 2, slots), x) for x in (whole.k, whole.v))
         return self.filled(dataclasses.replace(whole, k=k, v=v), place)
 
     def filled(self, whole: AppendCache, row: Any = 0) -> "Offloaded":
@@ -388,11 +388,11 @@ class Offloaded(Rewinding):
             size = pool.shape[2] - first
 
             def tail(part: Array, size: int = size) -> Array:
-                padded = _resized(part, part.shape[2] + size)
+                padded = resized(part, 2, part.shape[2] + size)
                 cut_row = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=1)
                 return jax.vmap(cut_row)(padded, base)
 
-            head = jax.tree.map(lambda part: _resized(part, self.head * self.page), x)
+            head = jax.tree.map(lambda part: resized(part, 2, self.head * self.page), x)
             pool = _write_at(_write_at(pool, head, 0, row), jax.tree.map(tail, x), first, row)
             pools.append(pool)
             values = x.values if isinstance(x, Quantised) else x
@@ -440,13 +440,6 @@ def _shifted(x: Any, by: Int[Array, " B"]) -> Any:
     """Each row's slots moved down by by[b]; the last ones are garbage."""
     roll = jax.vmap(lambda row, count: jnp.roll(row, -count, axis=1))
     return jax.tree.map(lambda part: roll(part, by), x)
-
-
-def _resized(x: Array, slots: int) -> Array:
-    """[B, K, S, ...] with so many slots: cut, or zeros follow."""
-    if slots <= x.shape[2]:
-        return x[:, :, :slots]
-    return jnp.pad(x, [(0, slots - x.shape[2] if i == 2 else 0) for i in range(x.ndim)])
 
 
 def _joined(first: Any, second: Any) -> Any:

@@ -7,6 +7,7 @@ from jax_longctx.contract.context import (
     OwnSlots,
     SlotLayout,
     WithCache,
+    resized,
     rope_angles,
 )
 from jax_longctx.contract.merging import Attended
@@ -77,6 +78,7 @@ __all__ = [
     "own_tokens",
     "question_segments",
     "reach",
+    "resized",
     "rope_angles",
     "spread_segment",
     "step_variant",

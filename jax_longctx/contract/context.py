@@ -75,7 +75,7 @@ class SlotLayout:
 
     def resized(self, x: Array, axis: int, size: int) -> Array:
         """`x` with `size` entries along `axis`: the last ones are cut, or zeros follow."""
-        return self._each_run(x, axis, lambda run, at, runs: _resized(run, at, size // runs))
+        return self._each_run(x, axis, lambda run, at, runs: resized(run, at, size // runs))
 
     def from_entry(self, x: Array, axis: int, start: Int[Array, ""], size: int) -> Array:
         """`size` entries from `start` on, as entries 0, 1, ...; those beyond `x` hold anything.
@@ -113,7 +113,8 @@ class SlotLayout:
         return changed.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
-def _resized(x: Array, axis: int, size: int) -> Array:
+def resized(x: Array, axis: int, size: int) -> Array:
+    """`x` with `size` entries along `axis`: the last ones are cut, or zeros follow."""
     if size <= x.shape[axis]:
         return jax.lax.slice_in_dim(x, 0, size, axis=axis)
     more = size - x.shape[axis]
@@ -121,7 +122,7 @@ def _resized(x: Array, axis: int, size: int) -> Array:
 
 
 def _from_entry(x: Array, axis: int, start: Int[Array, ""], size: int) -> Array:
-    x = _resized(x, axis, max(size, x.shape[axis]))
+    x = resized(x, axis, max(size, x.shape[axis]))
     # A slice that would pass the end begins earlier; rolling brings its entries to the front.
     first = jnp.minimum(start, x.shape[axis] - size)
     return jnp.roll(jax.lax.dynamic_slice_in_dim(x, first, size, axis), first - start, axis)
@@ -299,29 +300,24 @@ class LayerContext:
 
 def rope_angles(
     config: RopeConfig, head_dim: int, positions: Int[Any, "#B T"], total: Int[Array, " B"]
-) -> tuple[Float[Array, "#B T F"], Float[Array, "#B T F"]]:
+) -> tuple[Float[Any, "#B T F"], Float[Any, "#B T F"]]:
     """cos and sin at `positions`, times `config.scale`; float32 whatever the model's dtype.
 
     Args:
-      positions: of a numpy array the angles are made once, when a program is traced. XLA would
-        make them anew in every turn of a loop over layers.
+      positions: of a numpy array the angles are numpy arrays, made once, when a program is
+        traced. XLA would make them anew in every turn of a loop over layers.
       total: each row's total length, fixed before its first chunk; only `dynamic` reads it.
     """
-    if isinstance(positions, np.ndarray) and config.kind != "dynamic":
-        with jax.ensure_compile_time_eval():
-            return _angles(config, head_dim, jnp.asarray(positions), total)
-    return _angles(config, head_dim, jnp.asarray(positions), total)
-
-
-def _angles(
-    config: RopeConfig, head_dim: int, positions: Int[Array, "#B T"], total: Int[Array, " B"]
-) -> tuple[Float[Array, "#B T F"], Float[Array, "#B T F"]]:
     if config.kind == "dynamic":
         frequency = _dynamic_frequencies(config, head_dim, total)[:, None, :]  # [B, 1, H/2]
+        positions = jnp.asarray(positions)
     else:
-        frequency = jnp.array(config.frequencies(head_dim), jnp.float32)
-    angle_BTF = positions[..., None].astype(jnp.float32) * frequency
-    return jnp.cos(angle_BTF) * config.scale, jnp.sin(angle_BTF) * config.scale
+        frequency = np.asarray(config.frequencies(head_dim), np.float32)
+    # NumPy's functions, where nothing is traced: XLA would compile a program for each of them.
+    cosine, sine = (np.cos, np.sin) if isinstance(positions, np.ndarray) else (jnp.cos, jnp.sin)
+    angle_BTF = positions[..., None].astype(np.float32) * frequency
+    scale = np.float32(config.scale)
+    return cosine(angle_BTF) * scale, sine(angle_BTF) * scale
 
 
 def _dynamic_frequencies(config: RopeConfig, head_dim: int, total: Array) -> Array:
@@ -333,7 +329,7 @@ def _dynamic_frequencies(config: RopeConfig, head_dim: int, total: Array) -> Arr
 
 
 def apply_rope(
-    x: Float[Array, "B T N H"], cos: Float[Array, "#B T F"], sin: Float[Array, "#B T F"]
+    x: Float[Array, "B T N H"], cos: Float[Any, "#B T F"], sin: Float[Any, "#B T F"]
 ) -> Float[Array, "B T N H"]:
     """`x` rotated, computed in float32 and returned in its own dtype."""
     if platform() == "gpu":

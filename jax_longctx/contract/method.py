@@ -34,7 +34,7 @@ from jaxtyping import Array, Bool, Int
 from jax_longctx.contract.context import QKV, LayerContext, WithCache
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.settings import Offload, StoredForm
+from jax_longctx.settings import Offload, StoredForm, at_least
 from jax_longctx.sharding import OwnAxis, axes_field
 from pallas_kernels.common import empty
 
@@ -106,14 +106,15 @@ class Registered:
 
     def refused(self, why: str) -> ConfigError:
         """The error for settings, or a model, that this method cannot run with."""
-        return ConfigError(f"{self.name or type(self).__name__}: {why}")
+        return ConfigError(f"{self._named}: {why}")
+
+    @property
+    def _named(self) -> str:
+        return self.name or type(self).__name__
 
     def at_least(self, least: int, *names: str) -> None:
         """Raises ConfigError unless each of these settings is None or at least so large."""
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise self.refused(f"{name} must be at least {least}, got {value}")
+        at_least(least, self, *names, within=f"{self._named}: ")
 
     def fraction(self, *names: str, above_zero: bool = False) -> None:
         """Raises ConfigError unless each of these settings is None or from 0 to 1."""

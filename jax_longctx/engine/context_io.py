@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from jax_longctx.contract import SlotLayout
+from jax_longctx.contract import SlotLayout, resized
 from jax_longctx.engine import Context, programs
 from jax_longctx.engine.capacity import GRANULE, check_host, finished_caches
 from jax_longctx.engine.distributed import from_leader, to_host
@@ -395,11 +395,7 @@ def _with_rows(leaf: jax.Array, axes: tuple[str | None, ...], rows: int) -> jax.
     """The array with `rows` rows along its batch axis: cut, or filled with zeros."""
     if "batch" not in axes or leaf.shape[axes.index("batch")] == rows:
         return leaf
-    axis = axes.index("batch")
-    more = rows - leaf.shape[axis]
-    if more < 0:
-        return jax.lax.slice_in_dim(leaf, 0, rows, axis=axis)
-    return jnp.pad(leaf, [(0, more if i == axis else 0) for i in range(leaf.ndim)])
+    return resized(leaf, axes.index("batch"), rows)
 
 
 def _moved(

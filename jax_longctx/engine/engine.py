@@ -212,14 +212,24 @@ class Engine:
     def fingerprint(self) -> str:
         """Tells one set of weights from another: a hash of a few values of every parameter."""
 
+        # One program for the layers and one for the ends: of arrays one by one it would be many.
+        @jax.jit
         def pieces(tree: Any) -> Any:
-            first = jax.tree.map(lambda x: x[(0,) * (x.ndim - 1)][:16].astype(jnp.float32), tree)
-            return jax.tree.map(to_host, first)
+            return jax.tree.map(lambda x: x[(0,) * (x.ndim - 1)][:16].astype(jnp.float32), tree)
 
-        layers = range(self.config.num_layers)
-        named = {str(index): pieces(layer_params(self.params, index)) for index in layers}
-        ends = {name: pieces(tree) for name, tree in self.params.items() if name != "layers"}
-        values = np.concatenate(jax.tree.leaves({**ends, "layers": named}))
+        @jax.jit
+        def layer(stacks: Any, index: Any) -> Any:
+            return pieces(layer_params(stacks, index))
+
+        stacks = {"layers": self.params["layers"]}
+        layers = {
+            str(index): pieces(layer_params(stacks, index))
+            if self.setup.by_layer
+            else layer(stacks, index)
+            for index in range(self.config.num_layers)
+        }
+        first = {**pieces(programs.without_layers(self.params)), "layers": layers}
+        values = np.concatenate(jax.tree.leaves(jax.tree.map(to_host, first)))
         return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
     def prefill(
@@ -285,7 +295,7 @@ class Engine:
         slots = self.slots_for(max(capacity - SPARE, max(lengths) + reserve))
         asked = self.needed_questions(questions, len(contexts))
         self.check_capacity(len(rows), slots, reserve)
-        known = jnp.array(totals, jnp.int32)
+        known = jax.device_put(np.array(totals, np.int32))
         caches = programs.init_caches(self.setup, len(rows), slots, reserve)
         everything, done, marker = sum(lengths), 0, None
         begun = time.perf_counter()
@@ -404,7 +414,7 @@ class Engine:
             context.answering_bytes, context.host_bytes = held_bytes(run.caches)
             limits: Any = {"max_tokens": max_tokens, "stop_ids": stop_ids}
             values = sampling_values(sampling, len(rows), **limits)
-            values: RowValues = jax.tree.map(jnp.asarray, values)
+            values: RowValues = jax.device_put(values)
             seen = self.seen(context.rows, rows) if sampling.penalised else None
             state = programs.first_state(np.array([len(row) > 0 for row in rows]), seen)
             static = sampling_static(sampling)
@@ -460,7 +470,7 @@ class Engine:
         self, run: "Run", context: Context, rows: list[list[int]]
     ) -> Float[Array, "B V"]:
         """Feeds the questions; the logits of each row's first token, zeros of a row without one."""
-        logits = jnp.zeros((len(rows), self.config.vocab_size), jnp.float32)
+        logits = jax.device_put(np.zeros((len(rows), self.config.vocab_size), np.float32))
         for segment in self.method.segments(self.prompt("question", 0, question=rows)):
             run.caches, logits = programs.run_segment(
                 self.setup, self.params, run.caches, segment, context.total, logits, "last"
@@ -486,7 +496,7 @@ class Engine:
         for b, (context, question) in enumerate(zip(contexts, questions, strict=True)):
             seen[b, list(context)] = True
             seen[b, list(question)] = True
-        return jnp.array(seen)
+        return jax.device_put(seen)
 
     def _fork(self, context: Context, keep: bool) -> tuple[Any, ...]:
         """The caches for one question; an append-only method's context lends its buffers."""
@@ -520,7 +530,7 @@ class Engine:
         slots = self.slots_for(max(map(len, rows)))
         self.check_capacity(len(rows), slots, 0)
         caches = programs.init_caches(self.setup, len(rows), slots, 0)
-        totals = jnp.array(total, jnp.int32)
+        totals = jax.device_put(np.array(total, np.int32))
         prompt = self.prompt("context", slots, context=rows, question=questions)
         for segment in self.method.segments(prompt):
             if segment.spread:

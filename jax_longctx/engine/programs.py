@@ -108,10 +108,13 @@ IN_PLACE: dict[str, Any] = {"keep_unused": True}
 # the stack first; cuBLAS takes their address. Command buffers that hold loops make the whole loop
 # one CUDA graph. Where weights and caches nearly fill the memory, rematerialization would compute
 # products several times, and copy caches that are written in place.
+# To choose how a fusion is compiled, XLA would run it with inputs and outputs of its own: one that
+# writes a token into all layers' caches takes twice their bytes, which need not be free.
 LOOPED: dict[str, Any] = {
     "compiler_options": {
         "xla_gpu_enable_triton_gemm": False,
         "xla_disable_hlo_passes": "rematerialization",
+        "xla_gpu_experimental_enable_fusion_autotuner": False,
         # Kernels that do not wait for one another run side by side.
         "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
         # XLA's own kernels are launched while those before them end, and wait within.
@@ -1103,18 +1106,20 @@ class DecodeState:
         return state, choices
 
 
-def first_state(asked: Bool[Any, " B"], seen: Bool[Array, "B V"] | None) -> DecodeState:
+def first_state(asked: Bool[Any, " B"], seen: Bool[Any, "B V"] | None) -> DecodeState:
     """The state before the first token of the rows that are `asked`."""
     rows = len(asked)
-    count, waited, token = (jnp.zeros((rows,), jnp.int32) for _ in range(3))
-    return DecodeState(
+    count, waited, token = (np.zeros(rows, np.int32) for _ in range(3))
+    state: Any = DecodeState(
         token=token,
-        done=~jnp.asarray(asked),
+        done=~np.asarray(asked),
         count=count,
         waited=waited,
         seen=seen,
-        finite=jnp.ones((rows,), bool),
+        finite=np.ones(rows, bool),
     )
+    # Copied there: to make them on the device would take programs.
+    return jax.device_put(state)
 
 
 @program(static=(0, 4), donate_argnums=1, **IN_PLACE)
@@ -1183,13 +1188,17 @@ def _decode_block(
         return carry
 
     choices = no_choices(len(turns), columns, setup.config.vocab_size, sampling)
-    carry = (jnp.int32(0), jnp.zeros_like(state.count), caches, state, choices)
+    taken_B = np.zeros(len(turns), np.int32)
     if setup.by_layer:
+        # Where a step leaves them, so that the first step's programs are those of the others.
+        taken_B, choices = everywhere(ends, (taken_B, choices))
+        carry = (jnp.int32(0), taken_B, caches, state, choices)
         while (number := int(turn(carry))) >= 0:
             carry = step(number, carry)
-    else:
-        body = each_run if several else functools.partial(step, 0)
-        carry = jax.lax.while_loop(lambda carry: turn(carry) >= 0, body, carry)
+        return carry[2:]
+    carry = (jnp.int32(0), taken_B, caches, state, choices)
+    body = each_run if several else functools.partial(step, 0)
+    carry = jax.lax.while_loop(lambda carry: turn(carry) >= 0, body, carry)
     *_, caches, state, choices = carry
     return caches, *replicated(ends, (state, choices))
 
@@ -1255,7 +1264,7 @@ def _next_state(
     """The state after each row's next token, which stands in its column."""
     logits_BV = ends.logits(params, hidden_B1D[:, 0])
     state, column = state.chosen(logits_BV, valid_B1[:, 0] > 0, values, sampling)
-    return state, choices.with_column(index, column)
+    return replicated(ends, (state, choices.with_column(index, column)))
 
 
 def next_block(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], DecodeState, Choices]:

@@ -318,9 +318,9 @@ class RunningBatch:
             else _Branches(engine, rows, context, self.reserve)
         )
         self.slots = self._caches.slots
-        seen = jnp.zeros((rows, vocabulary), jnp.bool_)
+        seen: Any = np.zeros((rows, vocabulary), bool)
         state = programs.first_state(np.zeros(rows, bool), seen)
-        total = jnp.zeros((rows,), jnp.int32)
+        total = np.zeros(rows, np.int32)
         self._state, self._total = programs.everywhere(setup.ends, (state, total))
         self._values = _with_stops(sampling_values(Sampling(seed=(0,)), rows))
         self._given: RowValues | None = None
@@ -399,7 +399,7 @@ class RunningBatch:
                 ends,
                 programs.everywhere(ends, programs.first_state(np.ones(1, bool), seen)),
                 _row_of(ends, logits, number),
-                jax.tree.map(jnp.asarray, values),
+                jax.device_put(values),
                 ANY,
             )
             (first,) = _tokens(choices, 0, request)
@@ -439,7 +439,7 @@ class RunningBatch:
         ]
         turns = programs.decode_turns(engine.method, self._variants, steps, BLOCK)
         if self._given is None:
-            self._given = jax.tree.map(jnp.asarray, self._values)
+            self._given = jax.device_put(self._values)
         given = self._state, self._total, turns, self._given, (BLOCK, self._variants, ANY)
         with self._caches.lent() as run:
             run.caches, self._state, choices = programs.next_block(

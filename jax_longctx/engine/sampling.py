@@ -103,12 +103,17 @@ class Choices:
 
 def no_choices(rows: int, columns: int, vocabulary: int, static: SamplingStatic) -> Choices:
     """Columns in which no row has chosen yet."""
-    token = jnp.full((rows, columns), -1, jnp.int32)
+
+    def filled(value: Any, *size: int) -> Any:
+        # Of one number in memory: a constant where it is traced, and no program where it is not.
+        return np.broadcast_to(value, (rows, columns, *size))
+
+    token = filled(np.int32(-1))
     if not static.logprobs:
         return Choices(token)
-    size = (rows, columns, min(MOST_LOGPROBS, vocabulary))
-    logprob = jnp.zeros((rows, columns), jnp.float32)
-    return Choices(token, logprob, jnp.zeros(size, jnp.int32), jnp.zeros(size, jnp.float32))
+    most = min(MOST_LOGPROBS, vocabulary)
+    zero = np.float32(0)
+    return Choices(token, filled(zero), filled(np.int32(0), most), filled(zero, most))
 
 
 def row_keys(sampling: Sampling, rows: int) -> UInt32[np.ndarray, "B 2"]:

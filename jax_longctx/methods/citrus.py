@@ -10,9 +10,10 @@ Bai et al. 2024, sections 4.1 (chunked state eviction, CSE), 4.2 (instruction-aw
 3. the k best stay, the same tokens for all heads, and the chunk joins.
 
 After the context the instruction evicts once more, down to k, is read, and the answer grows the
-cache. Keys are cached before rotary embedding and stand at their slots. Cost: attention over
-k + c / 2 more slots a token, one more product with the cached keys for the scores, and with an
-instruction its rows once more a chunk.
+cache. While the text is read, keys are cached before rotary embedding and stand at their slots;
+after the question they are rotated once. Cost: attention over k + c / 2 more slots a token, one
+more product with the cached keys for the scores, and with an instruction its rows once more a
+chunk.
 
 Eq. 1 names a scaled product; the authors' code ranks by the softmax, which is the default here.
 Section 4.2 can be read as evicting before the chunk is encoded (`evict_first`); figure 5 and the

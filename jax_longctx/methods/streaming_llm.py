@@ -1,9 +1,10 @@
-"""StreamingLLM: the first tokens and the newest ones, at positions that never grow.
+"""StreamingLLM: the first tokens and the newest ones, at distances that never grow.
 
 Xiao et al. 2024, sections 3.1 and 3.2. Each layer keeps the first `sink` tokens, which draw
 attention by their position alone, and the newest `budget - sink`. Keys are cached before rotary
-embedding and stand at their slot, so a model reads a text of any length at positions below the
-cache's size. Memory and time per token are constant; evicted tokens are lost.
+embedding and rotated as if the tokens that stay followed one another, so a model reads a text of
+any length at distances below the cache's size. Memory and time per token are constant; evicted
+tokens are lost.
 
 A segment attends to the cache and to itself; then the oldest tokens after the sinks leave. With
 `chunk=1` that is the authors' evaluation. A larger chunk reads a text faster, and its queries see

@@ -379,8 +379,11 @@ def _gathered(split: tuple[Any, Any], mesh: AnyMesh, params: Any) -> Any:
     return traverse_util.unflatten_dict(placed)
 
 
-def layer_params(params: Any, index: int) -> Any:
-    """One layer's parameters by the names of a checkpoint, from either form of `params`."""
+def layer_params(params: Any, index: Any) -> Any:
+    """One layer's parameters by the names of a checkpoint, from either form of `params`.
+
+    Of stacked ones the index may be traced.
+    """
     layers = params["layers"]
     if "0" in layers:
         return layers[str(index)]

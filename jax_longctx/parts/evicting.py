@@ -7,8 +7,9 @@ while the oldest others leave (`first`). It may also define running sums for eac
 
 Positions are
 
-- `shifted`: keys are stored before rotary embedding and rotated by their *slot* each time, queries
-  by the slots that follow, so that no position exceeds the cache (StreamingLLM, section 3.2);
+- `shifted`: keys are stored before rotary embedding. While a text is read, each segment rotates
+  them by their *slot* and queries by the slots that follow, so that no distance exceeds the cache
+  (StreamingLLM, section 3.2);
 - `true`: keys are stored rotated at their index in the text; gaps remain.
 
 The protocol says when tokens leave:
@@ -20,7 +21,7 @@ The protocol says when tokens leave:
   cache.
 
 Where what leaves while answering does not depend on attention, the answer has a cache of its own
-(`AnswerCache`), in which no key moves.
+(`AnswerCache`), whose keys are rotated once. Positions then grow with the answer; distances do not.
 """
 
 import dataclasses
@@ -45,6 +46,7 @@ from jax_longctx.contract import (
     Stage,
     WithCache,
     chunk_segments,
+    resized,
 )
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
@@ -68,12 +70,12 @@ Protocol = Literal["own", "citrus"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AnswerCache:
-    """What an answer reads and joins: keys under rotary embedding, which stay where they are.
+    """The cache of an answer: keys under rotary embedding, each in the slot that it got first.
 
-    With shifted positions the answer's tokens stand at the numbers that follow the question's, and
-    those that no token has left stand as they did. As tokens leave, the distance of a query to each
-    key of the window stays what it is between their slots. The first tokens' keys alone must come
-    nearer: they are rotated anew for each step.
+    With shifted positions each token of the answer stands one after the token before it. Where the
+    oldest token leaves, no position changes: between a query and the keys of the window lie as many
+    positions as between their slots in a cache that closes its gaps. The first tokens would fall
+    behind, so their keys are rotated anew for each step.
 
     Attributes:
       store: all keys and values; its first tokens never leave.
@@ -442,11 +444,9 @@ class Evicting(Registered):
             return cache
         own, slots = self.protocol == "own", cache.k.shape[2]
         first = self.first if own and self.first else 0
-        more = padded(self.budget + 1) - slots if own else 0
+        room = padded(self.budget + 1) if own else slots
         k, v = (
-            jax.tree.map(
-                lambda x: jnp.pad(x, [(0, 0)] * 2 + [(0, more)] + [(0, 0)] * (x.ndim - 3)), x
-            )
+            jax.tree.map(lambda part: resized(part, 2, room), x)
             for x in (self._keys(cache, ctx), cache.v)
         )
         held_BC = jnp.arange(slots) < cache.length[:, None]

@@ -33,6 +33,7 @@ from jax_longctx.caches import (
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.parts.voted_keys import tie_tolerance
 from jax_longctx.sharding import axes_field
+from pallas_kernels.common import quotient
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.topk_scores import tied_top_k
 
@@ -66,7 +67,7 @@ class Layout:
 
     def units(self, read: Int[Array, " B"]) -> Int[Array, " B"]:
         """Units that are packed once `read` tokens have been read."""
-        return jnp.maximum((read - self.window - self.sinks) // self.block, 0)
+        return quotient(jnp.maximum(read - self.window - self.sinks, 0), self.block)
 
     def completed(self, begin: Int[Array, " B"], tokens: int) -> Int[Array, "B U Z"]:
         """The tokens of each unit that the next `tokens` tokens from begin[b] on may complete."""

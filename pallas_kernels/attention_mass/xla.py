@@ -20,7 +20,15 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from pallas_kernels.attention_mass.reference import Masses, OverGroup, Reduction
-from pallas_kernels.common import PerQuery, PerRow, Queries, Stored, block_of, group_heads
+from pallas_kernels.common import (
+    PerQuery,
+    PerRow,
+    Queries,
+    Stored,
+    block_of,
+    group_heads,
+    quotient,
+)
 from pallas_kernels.quantised import Quantised
 
 # Float32 logits of a block; 4 to 64 MB and 256 to 2048 keys differ less than two runs on a CPU.
@@ -142,7 +150,7 @@ def _stream(
 
         first: Array | int = 0
         if how.causal_start is not None:
-            first = jnp.maximum(key_start - jnp.max(how.causal_start), 0) // query_block
+            first = quotient(jnp.maximum(key_start - jnp.max(how.causal_start), 0), query_block)
         nothing = tuple(jnp.zeros((*x.shape[:-1], key_block), jnp.float32) for x in totals)
         sums = lax.fori_loop(first, -(-queries // query_block), some_queries, nothing)
         return tuple(
@@ -150,4 +158,4 @@ def _stream(
             for total, x in zip(totals, sums, strict=True)
         )
 
-    return lax.fori_loop(0, (filled + key_block - 1) // key_block, keys, tuple(empty))
+    return lax.fori_loop(0, quotient(filled + key_block - 1, key_block), keys, tuple(empty))

@@ -30,6 +30,7 @@ from pallas_kernels.common import (
     Window,
     block_of,
     group_heads,
+    quotient,
     ungroup_heads,
 )
 from pallas_kernels.dispatch import platform
@@ -75,10 +76,10 @@ def causal_attention(
         return (seen_TC if window is None else seen_TC & (back_TC < window))[None]
 
     def blocks(start: Array) -> tuple[Array | int, Array, Array]:
-        last = (start + query_block - 1) // key_block + 1
+        last = quotient(start + query_block - 1, key_block) + 1
         if window is None:
-            return 0, (start + 1) // key_block, last
-        first = jnp.maximum(start - window + 1, 0) // key_block
+            return 0, quotient(start + 1, key_block), last
+        first = quotient(jnp.maximum(start - window + 1, 0), key_block)
         return first, first, last
 
     k_BKTH, v_BKTH = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
@@ -91,8 +92,8 @@ def cache_attention(
     """Every query of row b sees the slots below lengths[b], within the window if there is one."""
     key_block = min(_KEY_BLOCK, k.shape[2])
     query_block = _query_block(q.shape, key_block)
-    whole = jnp.min(lengths) // key_block
-    last = (jnp.max(lengths) + key_block - 1) // key_block
+    whole = quotient(jnp.min(lengths), key_block)
+    last = quotient(jnp.max(lengths) + key_block - 1, key_block)
 
     def visible(slots_C: Array, queries_T: Array) -> Array:
         held_B1C = (slots_C < lengths[:, None])[:, None]
@@ -104,7 +105,7 @@ def cache_attention(
         if window is None:
             return 0, whole, last
         oldest = jnp.min(window.query_start) + start - window.size + 1 - window.slot_start
-        first = jnp.maximum(oldest, 0) // key_block
+        first = quotient(jnp.maximum(oldest, 0), key_block)
         return first, first, last
 
     return _stream(q, k, v, _Job(key_block, query_block, scale, lengths, visible, blocks))

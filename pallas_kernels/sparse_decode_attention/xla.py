@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
@@ -76,7 +77,7 @@ def sparse_decode_attention(
     group = n // lists
     slot_bytes = page_size * 2 * jnp.dtype(k.dtype).itemsize
     q_BXMH = rows_of(q, prior_query, lists)
-    heads_1X1 = (jnp.arange(lists) * kv_heads // lists)[None, :, None]
+    heads_1X1 = (np.arange(lists, dtype=np.int32) * kv_heads // lists)[None, :, None]
 
     def part_of_lists(pages_BXC: Array) -> Partial:
         slots_BXCZ, held_BXCZ = _slots_of(pages_BXC, start, stop, page_size, k.shape[2])

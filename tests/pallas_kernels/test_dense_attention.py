@@ -27,6 +27,7 @@ from pallas_kernels.prefill_attention import (
     tpu,
     xla,
 )
+from tests.drawing import normal
 
 # Compiled once for all implementations of a case.
 STATIC = ("scale", "window")
@@ -105,13 +106,9 @@ OF_REFERENCE = ("mha", "window", "one-token")
 
 def _random(case: Case, *shapes: tuple[int, ...]) -> list[jax.Array]:
     """Queries, keys and values of these shapes."""
-    keys = jax.random.split(jax.random.key(7), len(shapes))
-    arrays = [
-        jax.random.normal(key, shape).astype(case.dtype)
-        for key, shape in zip(keys, shapes, strict=True)
-    ]
+    arrays = [normal(*shape, seed=7 + i, dtype=case.dtype) for i, shape in enumerate(shapes)]
     if case.logits == "equal":
-        arrays[0] = jnp.zeros_like(arrays[0])
+        arrays[0] = jax.device_put(np.zeros_like(arrays[0]))
     return arrays
 
 
@@ -127,7 +124,7 @@ def _assert_close(
     if exact and case.logits == "large":
         out_tolerance = 2e-4  # exp turns the rounding of scores near 500 into relative errors
     np.testing.assert_allclose(
-        out.astype(jnp.float32), expected[0].astype(jnp.float32), atol=out_tolerance
+        *(np.asarray(x, np.float32) for x in (out, expected[0])), atol=out_tolerance
     )
     np.testing.assert_allclose(lse, expected[1], atol=lse_tolerance)
 
@@ -191,22 +188,22 @@ def test_attention_to_a_cache(
 ) -> None:
     """Ragged rows, one empty and one full; garbage beyond a row's length is not seen."""
     heads = case.kv_heads * case.groups
-    lengths = jnp.array(LENGTHS, jnp.int32)
+    lengths = np.array(LENGTHS, np.int32)
     cache = len(LENGTHS), case.kv_heads, SLOTS, case.head_dim
     q, k, v = _random(case, (len(LENGTHS), case.queries, heads, case.head_dim), cache, cache)
     # The first queries stand 0, 10, ... tokens after the last slot of their row.
-    start = case.slot_start + lengths + 10 * jnp.arange(len(LENGTHS))
+    start = case.slot_start + lengths + 10 * np.arange(len(LENGTHS), dtype=np.int32)
     window = Window.of(case.window, start, case.slot_start)
     expected = cache_reference(q, k, v, lengths, scale=case.scale, window=window)
     interpreted(name)
     options = _by_window(case.window, start, case.slot_start)
     attend = jax.jit(partial(operation, scale=case.scale, implementation=name, **options))
     # Of both signs, as queries are: whichever slot were seen, some head's scores would soar.
-    slot = jnp.arange(SLOTS)
+    slot = np.arange(SLOTS)
     beyond = (slot >= lengths[:, None])[:, None, :, None]
-    garbage = jnp.where(slot // 3 % 2, -1e4, 1e4).astype(case.dtype)[:, None]
-    result = attend(q, *(jnp.where(beyond, garbage, x) for x in (k, v)), lengths)
-    assert bool(jnp.all(result[0][0] == 0)) and bool(jnp.all(jnp.isneginf(result[1][0])))
+    garbage = np.where(slot // 3 % 2, -1e4, 1e4).astype(k.dtype)[:, None]
+    result = attend(q, *(np.where(beyond, garbage, np.asarray(x)) for x in (k, v)), lengths)
+    assert (np.asarray(result[0])[0] == 0).all() and np.isneginf(np.asarray(result[1])[0]).all()
     _assert_close(result, expected, case)
 
 
@@ -347,11 +344,12 @@ def test_rows_that_share_a_cache_attend_it_as_each_alone(
     case = Case(queries=1, kv_heads=2, groups=groups)
     shape = 1, case.kv_heads, SLOTS, case.head_dim
     q, k, v = _random(case, (rows, 1, case.kv_heads * groups, case.head_dim), shape, shape)
-    length = jnp.array([513], jnp.int32)
+    length = np.array([513], np.int32)
     how = {"scale": case.scale, "implementation": implementation}
-    found = shared_decode_attention(q, k, v, length, **how)
-    copies = (jnp.repeat(x, rows, axis=0) for x in (k, v))
-    expected = decode_attention(q, *copies, jnp.repeat(length, rows), **how)
+    # Compiled: one by one the operations of the definition would be as many programs.
+    found = jax.jit(partial(shared_decode_attention, **how))(q, k, v, length)
+    copies = (np.repeat(np.asarray(x), rows, axis=0) for x in (k, v))
+    expected = jax.jit(partial(decode_attention, **how))(q, *copies, np.repeat(length, rows))
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 

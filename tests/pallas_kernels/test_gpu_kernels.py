@@ -32,6 +32,7 @@ from pallas_kernels.topk_scores import gpu as topk_gpu
 from pallas_kernels.topk_scores import gpu_ties, tied_top_k
 from pallas_kernels.topk_scores import merge as merge_module
 from pallas_kernels.topk_scores import reference as topk_reference
+from tests.drawing import normal
 
 # The interpreter runs blocks in step: fences say nothing to it.
 INTERPRETED = plgpu.InterpretGPUParams(inline_mgpu="ignore")
@@ -52,21 +53,23 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
 
     def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        keys = jax.random.split(jax.random.key(5), 3)
         heads = self.kv_heads * self.group
-        q = jax.random.normal(keys[0], (self.rows, self.queries, heads, self.head_dim))
+        queries = self.rows, self.queries, heads, self.head_dim
         cache = self.rows, self.kv_heads, self.slots, self.head_dim
-        k, v = (jax.random.normal(key, cache) for key in keys[1:])
-        return q.astype(self.dtype), k.astype(self.dtype), v.astype(self.dtype)
+        q, k, v = (
+            normal(*shape, seed=5 + i, dtype=self.dtype)
+            for i, shape in enumerate((queries, cache, cache))
+        )
+        return q, k, v
 
     def lengths(self) -> jax.Array:
         """A full row, an empty one and what ends beside the kernels' blocks."""
         chosen = [self.slots, 0, 129, 1, 127, 128, 64, 65]
-        return jnp.array(chosen[: self.rows], jnp.int32)
+        return jax.device_put(np.array(chosen[: self.rows], np.int32))
 
 
 def _exact(*arrays: jax.Array) -> list[jax.Array]:
-    return [x.astype(jnp.float32) for x in arrays]
+    return [jax.device_put(np.asarray(x, np.float32)) for x in arrays]
 
 
 def _assert_attention(result: tuple, expected: tuple) -> None:
@@ -131,7 +134,7 @@ def _topk(case: Case, interpret: Any) -> None:
 
 
 def _ties(case: Case, interpret: Any) -> None:
-    scores = jax.random.normal(jax.random.key(4), (case.rows, case.slots))
+    scores = normal(case.rows, case.slots, seed=4)
     # Exact ties, close ones, and a row of fewer scores than are asked for.
     scores = jnp.round(scores * 50) / 50
     scores = scores.at[0, 3:].set(-jnp.inf)
@@ -152,7 +155,7 @@ def _ties(case: Case, interpret: Any) -> None:
 def _mass(case: Case, interpret: Any) -> None:
     q, k, _ = case.arrays()
     lengths = case.lengths()
-    lse = 4 + jax.random.normal(jax.random.key(8), q.shape[:3])
+    lse = 4 + normal(*q.shape[:3], seed=8)
     lse = lse.at[0, 0, 0].set(-jnp.inf)
     options = dict(case.options)
     causal = options.pop("causal", False)

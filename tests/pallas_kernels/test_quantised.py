@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import hopper
+from pallas_kernels import hopper, quantised
 from pallas_kernels.attention_mass import api as mass_api
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.attention_mass import reference as mass_reference
@@ -29,7 +29,7 @@ from pallas_kernels.decode_attention import tpu as decode_tpu
 from pallas_kernels.dispatch import Kernel, form_of, select
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.prefill_attention import api, cache_attention, reference, xla
-from pallas_kernels.quantised import FORMS, Quantised, dequantised, quantise, stored_as
+from pallas_kernels.quantised import FORMS, Quantised, stored_as
 from pallas_kernels.sparse_decode_attention import Around, Shared, sparse_decode_attention
 from pallas_kernels.sparse_decode_attention import api as sparse_api
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
@@ -37,12 +37,14 @@ from pallas_kernels.sparse_decode_attention import reference as sparse_reference
 from pallas_kernels.topk_scores import api as topk_api
 from pallas_kernels.topk_scores import reference as topk_reference
 from pallas_kernels.topk_scores import topk_scores
+from tests.drawing import normal as draw
 
 B, K, G, S, H = 2, 2, 2, 300, 16
 
 
-def draw(*shape, seed=0, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+# Compiled: one by one their operations would be as many programs of each shape.
+quantise = jax.jit(quantised.quantise, static_argnums=1)
+dequantised = jax.jit(quantised.dequantised)
 
 
 @pytest.fixture(params=sorted(FORMS))
@@ -485,8 +487,23 @@ def test_slots_around_listed_pages_are_read_in_every_form(monkeypatch):
         assert not sparse_api.takes_shared(q, k, pages, 4, shared)
 
 
+# Every form with the shape that takes the most shared memory, and every shape with some form; the
+# interpreter's tests read all of them.
+LOWERED = [
+    pytest.param(name, width, queries, forms, marks=() if quick else pytest.mark.slow)
+    for number, (name, width, queries) in enumerate(
+        [
+            *(("decode_attention", 128, 16), ("decode_attention", 64, 1)),
+            *(("decode_attention", 128, 1), ("attend_with_logits", 128, 1)),
+        ]
+    )
+    for which, forms in enumerate(EIGHT_BITS + MIXED)
+    for quick in [number in (0, which)]
+]
+
+
 @pytest.mark.parametrize("forms", EIGHT_BITS + MIXED)
-@pytest.mark.parametrize("rows", [1, 12])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 12])
 def test_the_gpu_kernel_of_listed_pages_lowers_and_fits_shared_memory(forms, rows):
     q = jax.ShapeDtypeStruct((4, 1, 2 * rows, 128), jnp.bfloat16)
     shape = 4, 2, 4096, 128
@@ -498,14 +515,7 @@ def test_the_gpu_kernel_of_listed_pages_lowers_and_fits_shared_memory(forms, row
     assert "custom_call @mosaic_gpu" in text
 
 
-@pytest.mark.parametrize("forms", EIGHT_BITS + MIXED)
-@pytest.mark.parametrize(
-    ("name", "width", "queries"),
-    [
-        *(("decode_attention", 64, 1), ("decode_attention", 128, 1)),
-        *(("decode_attention", 128, 16), ("attend_with_logits", 128, 1)),
-    ],
-)
+@pytest.mark.parametrize(("name", "width", "queries", "forms"), LOWERED)
 def test_the_gpu_kernel_of_8_bits_lowers_and_fits_shared_memory(name, width, queries, forms):
     """For the most rows that it takes."""
     rows = decode_gpu._MAX_BATCH

@@ -69,7 +69,7 @@ def test_a_wrong_kernel_is_seen(tmp_path, monkeypatch):
         raise NotImplementedError("no such layout")
 
     def off(*args, interpret):
-        return [x * 1.01 for x in base.definition(*base.inputs) if x is not None]
+        return [x * 1.01 for x in base.definition(*args) if x is not None]
 
     def careless(*args, interpret):
         return base.definition(*args)
@@ -78,7 +78,14 @@ def test_a_wrong_kernel_is_seen(tmp_path, monkeypatch):
         return [x for x in base.definition(*args) if x is not None]
 
     made = [
-        dataclasses.replace(base, kernel=run.__name__, run=run, caches=(), definition=defined)
+        dataclasses.replace(
+            base,
+            kernel=run.__name__,
+            run=run,
+            given=base.inputs,
+            caches=(),
+            definition=defined,
+        )
         for run, defined in ((off, definition), (broken, definition))
     ]
     read = jnp.full_like(base.inputs[3], tpu_check.SLOTS)

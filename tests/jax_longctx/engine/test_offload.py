@@ -17,7 +17,7 @@ from jax_longctx.methods import make_method
 from jax_longctx.sharding import HOST, make_mesh
 from tests.jax_longctx.methods.harness import steps
 from tests.small_methods import SMALL, small_method
-from tests.support import joined, random_rows, tiny_config, tiny_engine, word_tokenizer
+from tests.support import joined, random_rows, tiny_engine, word_tokenizer
 
 NAMES = ("infllm", "quest", "arkvale", "resa")
 # Settings beside the small ones: heads that choose apart, whole pages of fixed tokens, priors.
@@ -196,7 +196,8 @@ def test_rows_and_heads_are_divided_over_a_mesh(name, sizes):
 def test_what_was_fetched_is_counted():
     """Of two layers, the 23 decode steps and the last token of the question."""
     here, there = engines("infllm")
-    rows, question = random_rows([300, 300], seed=9), random_rows([5, 5], seed=10)
+    # As many rows as other tests have, whose programs these are.
+    rows, question = random_rows([300] * 4, seed=9), random_rows([5] * 4, seed=10)
     for engine in (here, there):
         context = engine.prefill(rows, reserve=48)
         joined(engine.stream(context, question, max_tokens=24))
@@ -228,9 +229,9 @@ def test_a_footprint_tells_device_and_host_apart(name, kv):
 
 def test_a_device_without_room_for_the_context_takes_it_offloaded():
     here, there = engines("infllm")
-    rows = random_rows([6000])
+    rows = random_rows([3000])
     need = [
-        footprint(engine.setup, batch=1, context=6000, reserve=32).peak for engine in (here, there)
+        footprint(engine.setup, batch=1, context=3000, reserve=32).peak for engine in (here, there)
     ]
     assert need[1] < need[0] / 2
     for engine in (here, there):
@@ -303,13 +304,17 @@ def pages_of(stores, count):
     return sum(int(np.sum(getattr(store.frames, count))) for store in stores)
 
 
-def ran(engine):
-    """Answers in a running batch: rows of texts of three sizes join and leave, one place each."""
-    lengths, tokens = (300, 70, 180, 9), (20, 5, 12, 9)
+def ran(engine, alone):
+    """Answers in a running batch: rows of texts of two sizes join and leave, one place each.
+
+    With `alone` also those of each context asked alone after that.
+    """
+    lengths, tokens = (300, 70, 100, 9), (20, 5, 12, 9)
     contexts = [
         engine.prefill([row], reserve=64, capacity=size)
-        for row, size in zip(random_rows(list(lengths), seed=4), (512, 256, 384, 512), strict=True)
+        for row, size in zip(random_rows(list(lengths), seed=4), (512, 256, 256, 512), strict=True)
     ]
+    assert {context.slots for context in contexts} == {256, 512}
     questions = random_rows([5, 9, 1, 12], seed=5)
     batch, found, running = RunningBatch(engine, places=2, slots=512, reserve=64), {}, {}
     waiting = list(range(4))
@@ -323,11 +328,12 @@ def ran(engine):
             found[running[place]] += [chosen.token for chosen in new]
         for place in batch.ended:
             del running[place]
-    alone = [
+    again = [
         joined(engine.stream(context, [question], max_tokens=most))[0]
         for context, question, most in zip(contexts, questions, tokens, strict=True)
+        if alone
     ]
-    return [found[row] for row in range(4)], alone, batch
+    return [found[row] for row in range(4)], again, batch
 
 
 @pytest.mark.parametrize(
@@ -337,10 +343,10 @@ def ran(engine):
 )
 def test_rows_join_and_leave_a_running_batch(name, by_layer, kv):
     """Places take contexts of other sizes; a place whose row left takes another one."""
-    (here, alone, _), (there, still, batch) = (
-        ran(engine) for engine in engines(name, by_layer, kv=kv)
-    )
-    assert here == there == alone == still
+    on_device, in_host = engines(name, by_layer, kv=kv)
+    here, *_ = ran(on_device, alone=False)
+    there, alone, batch = ran(in_host, alone=True)
+    assert here == there == alone
     stores = stores_of(batch._caches.held)
     assert stores and all(store.k.sharding.memory_kind == HOST for store in stores)
     assert pages_of(stores, "misses") > 0
@@ -349,7 +355,7 @@ def test_rows_join_and_leave_a_running_batch(name, by_layer, kv):
 def test_what_is_pinned_is_counted():
     _, engine = engines("infllm")
     before = capacity.pinned_bytes()
-    context = engine.prefill(random_rows([300]), reserve=64)
+    context = engine.prefill(random_rows([300]), reserve=64, capacity=512)
     held = sum(store.k.nbytes + store.v.nbytes for store in stores_of(context.caches))
     assert held and capacity.pinned_bytes() == before + held
     context.caches = None
@@ -371,9 +377,9 @@ def test_a_running_batch_has_room_for_a_row_on_its_way_to_its_place():
 
 def test_a_running_batch_checks_the_room_of_a_place_and_the_mesh(monkeypatch):
     _, engine = engines("infllm")
-    context = engine.prefill(random_rows([900]), reserve=64)
-    batch = RunningBatch(engine, places=2, slots=512, reserve=64)
-    with pytest.raises(CapacityError, match="a place of this batch has 512"):
+    context = engine.prefill(random_rows([300]), reserve=64, capacity=512)
+    batch = RunningBatch(engine, places=2, slots=256, reserve=64)
+    with pytest.raises(CapacityError, match="a place of this batch has 256"):
         batch.join(context, Request([1, 2], max_tokens=4))
     _, two = engines("infllm", mesh=make_mesh(2, 1, 1))
     with pytest.raises(ConfigError, match="divides them over data=2; leave data out, or offload"):
@@ -385,7 +391,7 @@ def test_a_running_batch_checks_the_room_of_a_place_and_the_mesh(monkeypatch):
 
 def test_keys_never_lie_on_the_device_as_a_whole():
     """InfLLM reads and answers with the pool alone."""
-    _, engine = engines("infllm", True, config=tiny_config(num_layers=3))
+    _, engine = engines("infllm", True)
     context = engine.prefill(random_rows([3000]), reserve=32)
     (store, *_) = stores_of(context.caches)
     largest = max(

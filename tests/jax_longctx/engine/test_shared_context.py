@@ -71,7 +71,11 @@ def test_rows_over_one_context_in_8_bits(name, kv, by_layer):
     check_method(small_method(name), by_layer=by_layer, kv=kv)
 
 
-@pytest.mark.parametrize("name", SHARING)
+# ArkVale's loops run in the test of digests; the others differ from these in masks and angles.
+LOOPED = [name if name in ("full", "star", "quest") else slow(name) for name in SHARING]
+
+
+@pytest.mark.parametrize("name", LOOPED)
 def test_where_the_device_loops_over_the_layers(name):
     check_method(small_method(name), by_layer=False)
 

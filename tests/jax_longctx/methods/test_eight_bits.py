@@ -24,8 +24,10 @@ from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.methods import METHODS, make_method
 from jax_longctx.parts.partial import FifoCache
 from jax_longctx.sharding import make_mesh
+from pallas_kernels import quantised
 from pallas_kernels.plane import Plane, part_of
-from pallas_kernels.quantised import FORMS, Quantised, dequantised, quantise
+from pallas_kernels.quantised import FORMS, Quantised
+from tests.drawing import normal
 from tests.jax_longctx.engine.lowering import compile_layer, no_persistent_cache
 from tests.jax_longctx.methods.harness import last_logits, steps
 from tests.small_methods import EVERYTHING, small_method
@@ -38,6 +40,9 @@ EACH = [pytest.param(name, marks=MARKS.get(name, pytest.mark.thorough)) for name
 BOTH = ["int8", pytest.param("fp8", marks=pytest.mark.thorough)]
 assert {"int8", "fp8"} == set(FORMS)
 ROWS = [[37, 9], [5, 5], [6, 6]]
+# Compiled: one by one their operations would be as many programs of each shape.
+quantise = jax.jit(quantised.quantise, static_argnums=1)
+dequantised = jax.jit(quantised.dequantised)
 
 
 def rows_of():
@@ -199,9 +204,17 @@ def check_same_bits(kept, tokens, store, lengths, keys=True):
                 )
 
 
+# All move tokens by the same functions: a method a kind of scores, and two with shifted positions.
 EVICTING = [
-    *((name, way) for name in ("streaming-llm", "h2o", "tova", "roco") for way in POSITIONS),
-    *((name, "true") for name in ("h2o-shared", "citrus", "citrus-standard", "citrus-individual")),
+    *((name, way) for name in ("streaming-llm", "h2o") for way in POSITIONS),
+    *((name, "true") for name in ("tova", "roco", "h2o-shared", "citrus")),
+    *(
+        pytest.param(name, way, marks=pytest.mark.slow)
+        for name, way in [
+            *(("tova", "shifted"), ("roco", "shifted")),
+            *(("citrus-standard", "true"), ("citrus-individual", "true")),
+        ]
+    ),
 ]
 
 
@@ -239,22 +252,25 @@ def test_a_token_is_rounded_once(form, oldest, one):
         dtype=jnp.float32, layer=0, num_layers=1, window=None, kv=form,
     )  # fmt: skip
     cache = empty_budget_cache(shape, size, grows=False)
-    text = jax.random.normal(jax.random.key(0), (1, 24, heads, width))
-    stored = quantise(jnp.swapaxes(text, 1, 2), form)
+    text = np.asarray(normal(1, 24, heads, width))
+    stored = quantise(np.swapaxes(text, 1, 2), form)
     step = 1 if one else 3
+    # Compiled, as the engine runs them: one by one their operations would be as many programs.
+    drop = jax.jit(functools.partial(drop_oldest, first=2, one=one))
+    keep = jax.jit(functools.partial(choose, one=one))
     for start in range(0, 24, step):
         new, held = text[:, start : start + step], int(cache.length[0])
         count = min(held + step, size)
-        given = (jnp.array([count]), jnp.array([step]))
+        given = (np.array([count], np.int32), np.array([step], np.int32))
         if oldest:
-            how = {"first": 2, "leaving": jnp.array([held + step - count]), "one": one}
-            cache = drop_oldest(cache, new, 2 * new, None, *given, **how)
+            leaving = np.array([held + step - count], np.int32)
+            cache = drop(cache, new, 2 * new, None, *given, leaving=leaving)
         else:
-            scores = jax.random.normal(jax.random.key(start), (1, heads, size + step))
+            scores = np.asarray(normal(1, heads, size + step, seed=start))
             present = np.arange(size + step) < held
             present[size:] = True
-            scores = jnp.where(present, scores, -jnp.inf)
-            cache = choose(cache, new, 2 * new, scores, None, *given, one=one)
+            scores = np.where(present, scores, -np.inf)
+            cache = keep(cache, new, 2 * new, scores, None, *given)
         for head in range(heads):
             at = np.asarray(cache.token)[0, head, :count]
             for mine, kept in zip(jax.tree.leaves(cache.k), jax.tree.leaves(stored), strict=True):
@@ -282,23 +298,26 @@ def test_numbers_and_scales_are_written_and_read_together(
     """Each platform has its own way, of a layer's part too."""
     monkeypatch.setattr(append_only, "platform", lambda: platform)
     slots = 16
-    before, text = (
-        jax.random.normal(jax.random.key(seed), (rows, 2, size, 8))
-        for seed, size in ((0, slots), (1, tokens))
-    )
+    before, text = (normal(rows, 2, size, 8, seed=seed) for seed, size in ((0, slots), (1, tokens)))
     old, new = quantise(before, "int8"), quantise(text, "int8")
-    start = jnp.array([3, 0, slots - tokens])[:rows]
-    valid = jnp.array([tokens, max(tokens - 2, 1), tokens])[:rows]
-    kept = old
-    if plane:
-        kept = old.map(lambda part: Plane(jnp.stack([part * 0, part, part * 0]), jnp.int32(1)))
-    written = append_only.write_rows(kept, jnp.swapaxes(text, 1, 2), start, valid)
+    start = np.array([3, 0, slots - tokens], np.int32)[:rows]
+    valid = np.array([tokens, max(tokens - 2, 1), tokens], np.int32)[:rows]
+    listed = np.broadcast_to(np.array([[[5, -1, 0, slots - 1]]], np.int32), (rows, 1, 4))
+
+    @jax.jit
+    def write_and_read(kept, text, start, valid, listed):
+        if plane:
+            kept = kept.map(lambda part: Plane(jnp.stack([part * 0, part, part * 0]), jnp.int32(1)))
+        written = append_only.write_rows(kept, text, start, valid)
+        return part_of(written), append_only.read_lines(written, listed)
+
+    written, lines = write_and_read(old, np.swapaxes(text, 1, 2), start, valid, listed)
     expected = jax.tree.map(lambda leaf: np.array(leaf), old)
     for row in range(rows):
         for name in ("values", "scales"):
             part = np.array(getattr(new, name))[row, :, : valid[row]]
             getattr(expected, name)[row, :, start[row] : start[row] + valid[row]] = part
-    got = jax.tree.map(np.array, part_of(written))
+    got = jax.tree.map(np.array, written)
     for row in range(rows):
         # The slot after a row's last one may hold garbage.
         spoilt = int(start[row] + valid[row])
@@ -310,9 +329,7 @@ def test_numbers_and_scales_are_written_and_read_together(
                 for x in (got, expected)
             )
             np.testing.assert_array_equal(mine, wanted)
-    listed = jnp.broadcast_to(jnp.array([[[5, -1, 0, slots - 1]]]), (rows, 1, 4))
-    lines = append_only.read_lines(written, listed)
-    exact = np.array(dequantised(part_of(written)))[:, :, [5, 0, 0, slots - 1]]
+    exact = np.array(dequantised(written))[:, :, [5, 0, 0, slots - 1]]
     exact[:, :, 1] = 0
     np.testing.assert_array_equal(lines, exact)
 
@@ -320,7 +337,8 @@ def test_numbers_and_scales_are_written_and_read_together(
 @pytest.mark.parametrize(
     "name",
     [
-        *("full", "h2o"),
+        "full",
+        pytest.param("h2o", marks=pytest.mark.slow),
         *(pytest.param(name, marks=pytest.mark.thorough) for name in ("quest", "resa", "star")),
     ],
 )
