@@ -148,7 +148,7 @@ def _slots_of(
     return jnp.clip(slots_BAZ, 0, slots - 1), held & (slots_BAZ < slots)
 
 
-def _gather(x: Any, heads: Int[Array, "..."], slots: Array) -> Array:
+def _gather(x: Any, heads: Int[Any, "..."], slots: Array) -> Array:
     """x[b, heads[b], slots[b]] for heads and slots that broadcast together.
 
     Slot by slot also where a page's lie together: for slices of several slots, or after the first
