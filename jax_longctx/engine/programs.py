@@ -1109,17 +1109,10 @@ class DecodeState:
 def first_state(asked: Bool[Any, " B"], seen: Bool[Any, "B V"] | None) -> DecodeState:
     """The state before the first token of the rows that are `asked`."""
     rows = len(asked)
-    count, waited, token = (np.zeros(rows, np.int32) for _ in range(3))
-    state: Any = DecodeState(
-        token=token,
-        done=~np.asarray(asked),
-        count=count,
-        waited=waited,
-        seen=seen,
-        finite=np.ones(rows, bool),
-    )
+    zeros = {name: np.zeros(rows, np.int32) for name in ("token", "count", "waited")}
+    flags = {"done": ~np.asarray(asked), "finite": np.ones(rows, bool), "seen": seen}
     # Copied there: to make them on the device would take programs.
-    return jax.device_put(state)
+    return DecodeState(**jax.device_put({**zeros, **flags}))
 
 
 @program(static=(0, 4), donate_argnums=1, **IN_PLACE)
