@@ -284,7 +284,8 @@ def argument_name(argument: Any) -> str:
 def option_name(option: Any, context: Any) -> str:
     """All its spellings, and what follows them."""
     spelled = ", ".join(f"`{name}`" for name in [*option.opts, *option.secondary_opts])
-    follows = option.get_help_record(context)[0].split()[-1]
+    # A range is shown as `<int range>`: the name of a type may have spaces.
+    follows = re.sub(r"<(\w+) range>", r"<\1>", option.get_help_record(context)[0]).split()[-1]
     return spelled if follows.startswith("-") else f"{spelled} `{follows}`"
 
 
@@ -293,7 +294,8 @@ def default(parameter: Any) -> str:
     if parameter.required:
         return "required"
     value = parameter.default
-    shown = "" if value is None or value is False or not parameter.show_default else f"`{value}`"
+    empty = value is None or value is False or value == ""
+    shown = "" if empty or not parameter.show_default else f"`{value}`"
     if parameter.envvar:
         shown += f"{shown and ', '}variable `{parameter.envvar}`"
     return shown

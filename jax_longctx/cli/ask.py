@@ -130,7 +130,7 @@ def ask(
 ) -> None:
     """Ask one or many questions over one long text.
 
-    The text is read once, whatever the number of questions.
+    The text is read once for all questions. Methods that need the question first read it for each.
     Answers stream to stdout; progress, timings and memory go to stderr.
 
     [bold]Two questions over one book[/bold]

@@ -14,7 +14,7 @@ def lm_eval(
     """Run lm-evaluation-harness with --model jax-longctx: any of its tasks under any method.
 
     All arguments are passed to its own command, `lm_eval`; see `jax-longctx lm-eval run --help`.
-    Releases of the harness after 0.4.13 find the model themselves, from plain `lm_eval`.
+    Releases of the harness after 0.4.13 should find the model from plain `lm_eval` (not tried yet).
     `--model_args` takes checkpoint=DIR, method=NAME, the method's settings, and dtype, mesh,
     max_length, question_tokens, through and rolling.
 

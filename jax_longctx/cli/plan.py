@@ -73,7 +73,7 @@ def plan(
     dtype = dtype or "bfloat16"
     with terminal.starting():
         from jax_longctx.methods import make_method, settings_of
-        from jax_longctx.planning.plan import PlanRequest, make_plan, propose_mesh
+        from jax_longctx.planning.plan import HOST_LINK, PlanRequest, make_plan, propose_mesh
 
         chosen = method.make() or make_method("full")
         sizes = {"context": context, "batch": batch, "reserve": reserve, "chunk": chunk}
@@ -106,7 +106,7 @@ def plan(
         "weights": request.weights,
         "offload": request.offload,
         "working_set": request.working_set,
-        "constants": dataclasses.asdict(devices.chip),
+        "constants": {**dataclasses.asdict(devices.chip), "host_link": HOST_LINK},
         **_figures(made, ARITHMETIC if compiled is None else COMPILED),
         "compiled": compiled,
     }
@@ -184,9 +184,11 @@ def _shown(record: dict[str, Any]) -> list[Any]:
     numbers.show_header, numbers.columns[2].justify = False, "left"
     c = record["constants"]
     source = " (data sheet)" if c["data_sheet"] else ""
+    host = f", host link {c['host_link'] / 1e9:.0f} GB/s" if record["offload"] else ""
     constants = (
         f"constants: {c['flops'] / 1e12:.3g} TFLOP/s, {c['bandwidth'] / 1e12:.3g} TB/s{source}; "
-        f"assumed: link {c['link'] / 1e9:.0f} GB/s, {c['latency'] * 1e6:.0f} us a collective; "
+        f"assumed: link {c['link'] / 1e9:.0f} GB/s{host}, "
+        f"{c['latency'] * 1e6:.0f} us a collective; "
         f"reached {c['linear_share']:.0%} in projections, {c['attention_share']:.0%} in prefill "
         f"attention, {c['bandwidth_share']:.0%} of the bandwidth in decode"
     )

@@ -12,9 +12,9 @@ The dataclass is a static argument of `jit`. The duties are
 
 and `info`, its metadata. `@method` names it, and its kind says what it does to inference
 (`Registered`). The model and the engine know no method by name. Optional duties are `reach`,
-`step_variant`, `own_tokens`, `stripes` and `prefill_work`, which this module describes. It also has
-what passes between engine and method: `CacheShape`, `Prompt`, and `Segment` with the functions that
-make segments.
+`step_variant`, `own_tokens`, `stripes`, `prefill_work` and `cannot_offload`, which this module
+describes. It also has what passes between engine and method: `CacheShape`, `Prompt`, and `Segment`
+with the functions that make segments.
 
 `attend` and `finish` run inside one `shard_map` that is manual over the mesh axes `data`, `seq`
 and `tensor`, also on one device. They see the local rows, heads and slots, and reach other shards

@@ -71,7 +71,7 @@ def check_offload(setup: programs.Setup) -> None:
         able = [name for name in METHODS if cannot_offload(make_method(name)) is None]
         name = settings_of(setup.method)["name"]
         raise ConfigError(
-            f"{name} cannot be offloaded: {why}; offload works with {', '.join(able)}"
+            f"{name} cannot be offloaded: {why}; with default settings these can: {', '.join(able)}"
         )
     if setup.mesh.shape["seq"] > 1:
         raise ConfigError(

@@ -21,7 +21,8 @@ The protocol says when tokens leave:
   cache.
 
 Where what leaves while answering does not depend on attention, the answer has a cache of its own
-(`AnswerCache`), whose keys are rotated once. Positions then grow with the answer; distances do not.
+(`AnswerCache`), whose keys are rotated once. Positions then grow with the answer. Distances do not
+where tokens leave.
 """
 
 import dataclasses
@@ -365,11 +366,7 @@ class Evicting(Registered):
         q, k, v = new
         store, sinks, valid_B = cache.store, cache.sinks, segment.valid_of()
         ctx, limit, number_B = self._bounded(ctx), cache.limit, cache.store.number
-        at_B1 = store.position[:, None]
-        if self.positions == "shifted":
-            at_B1 = number_B[:, None]
-            # As the context's keys were stored.
-            k = dequantised(stored_as(store.v, k))
+        at_B1 = (number_B if self.positions == "shifted" else store.position)[:, None]
         if sinks is not None:
             assert store.k is not None
             first_F = jnp.arange(sinks.shape[2])
@@ -445,10 +442,10 @@ class Evicting(Registered):
         own, slots = self.protocol == "own", cache.k.shape[2]
         first = self.first if own and self.first else 0
         room = padded(self.budget + 1) if own else slots
-        k, v = (
-            jax.tree.map(lambda part: resized(part, 2, room), x)
-            for x in (self._keys(cache, ctx), cache.v)
-        )
+        keys: Any = self._keys(cache, ctx)
+        if self.positions == "shifted":
+            keys = stored_as(cache.k, keys)
+        k, v = (jax.tree.map(lambda part: resized(part, 2, room), x) for x in (keys, cache.v))
         held_BC = jnp.arange(slots) < cache.length[:, None]
         chosen = jnp.where(held_BC[:, None], cache.token, -1)
         counts = (cache.length, jnp.zeros_like(cache.length), cache.position)

@@ -108,7 +108,8 @@ class Selecting(Appending):
     Attributes:
       budget: tokens that each head attends beside the fixed ones; under PSA at most.
       ratio: the budget as a share of the prompt, in place of `budget`.
-      sink, local: first and last tokens that are always attended.
+      sink: first tokens that are always attended.
+      local: last tokens that are always attended.
       count_fixed: whether the budget includes these.
       granularity: which heads select together.
       skip_layers: first layers that stay exact.

@@ -277,12 +277,14 @@ def test_an_h200_is_as_its_data_sheet_says():
     ("target", "told"),
     [
         ("cpu", "constants: 0.3 TFLOP/s, 0.02 TB/s; assumed: link 10 GB/s"),
-        ("h200x4", "constants: 989 TFLOP/s, 4.8 TB/s (data sheet); assumed: link 370 GB/s"),
+        ("h200x4", "constants: 989 TFLOP/s, 4.8 TB/s (data sheet); assumed: link 370 GB/s, 12 us"),
+        ("h200 -m quest --offload host", "assumed: link 370 GB/s, host link 48 GB/s, 12 us"),
     ],
 )
 def test_constants_are_told_with_their_source(run, monkeypatch, target, told):
     monkeypatch.setenv("COLUMNS", "200")
-    shown = run("plan", "--model", "llama-3.2-1b", "--target", target, "--mesh", "seq=1").stdout
+    given = ("--mesh", "seq=1", "--target", *target.split())
+    shown = run("plan", "--model", "llama-3.2-1b", *given).stdout
     assert told in shown
 
 
