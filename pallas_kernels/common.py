@@ -137,14 +137,14 @@ class Window:
 
     @staticmethod
     def of(
-        size: int | None, query_start: Int[Any, " B"] | None, slot_start: Int[Array, ""] | int
+        size: int | None, query_start: PerRow | None, slot_start: Int[Array, ""] | int
     ) -> "Window | None":
         """None without a size. Raises ValueError where the first queries' positions are missing."""
         if size is None:
             return None
         if query_start is None:
             raise ValueError("attention: a window needs query_start, the first query's position")
-        return Window(size=size, query_start=jnp.asarray(query_start), slot_start=slot_start)
+        return Window(size=size, query_start=query_start, slot_start=slot_start)
 
     def sees(self, slots: Int[Array, " C"], queries: Int[Array, " T"]) -> Bool[Array, "B T C"]:
         """Whether each of the queries sees each of the slots."""

@@ -192,7 +192,7 @@ def test_attention_to_a_cache(
     cache = len(LENGTHS), case.kv_heads, SLOTS, case.head_dim
     q, k, v = _random(case, (len(LENGTHS), case.queries, heads, case.head_dim), cache, cache)
     # The first queries stand 0, 10, ... tokens after the last slot of their row.
-    start = case.slot_start + lengths + 10 * np.arange(len(LENGTHS), dtype=np.int32)
+    start = jax.device_put(case.slot_start + lengths + 10 * np.arange(len(LENGTHS), dtype=np.int32))
     window = Window.of(case.window, start, case.slot_start)
     expected = cache_reference(q, k, v, lengths, scale=case.scale, window=window)
     interpreted(name)
