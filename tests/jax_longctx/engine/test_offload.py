@@ -269,7 +269,7 @@ def test_what_cannot_be_offloaded_is_refused_with_what_can(name):
         tiny_engine(other(name, REFUSED[name]), offload="host")
     said = str(error.value)
     assert said.startswith(f"{name} cannot be offloaded: ")
-    assert said.endswith("; offload works with arkvale, infllm, quest, resa")
+    assert said.endswith("; with default settings these can: arkvale, infllm, quest, resa")
 
 
 def test_settings_that_make_no_sense_are_refused():

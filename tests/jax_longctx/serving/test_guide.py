@@ -21,7 +21,7 @@ def blocks(language):
 def guided(serve, tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("book.txt").write_text(BOOK)
-    return serve(tiny, name="smollm2")
+    return serve(tiny, name="demo-model")
 
 
 def test_python_examples_run(guided, capsys):
