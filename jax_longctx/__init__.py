@@ -56,7 +56,10 @@ def __getattr__(name: str) -> Any:
         # Importing this takes longer than all that `jax-longctx` imports before it handles Ctrl-C.
         from importlib import metadata
 
-        return metadata.version("jax-longctx")
+        try:
+            return metadata.version("jax-longctx")
+        except metadata.PackageNotFoundError:
+            return "not installed"  # a source tree on the path
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{home}"), name)

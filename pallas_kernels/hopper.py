@@ -123,8 +123,8 @@ def _device_kind() -> str:
 def _warn_once(kind: str, capability: str) -> None:
     _logger.warning(
         "attention_mass, attend_with_logits, decode_attention, row_matmul, select_large_k, "
-        "select_pages, sparse_decode_attention and topk_scores have no kernel for %s (compute "
-        "capability %s), only for %s (Hopper): their XLA forms run, which are slower",
+        "select_pages, sparse_decode_attention, topk_scores and voted_slots have no kernel for %s "
+        "(compute capability %s), only for %s (Hopper): their XLA forms run, which are slower",
         *(kind, capability, CAPABILITY),
     )
 

@@ -21,6 +21,7 @@ Work: 2 operations a score and count, one reduction over the block a count. Rows
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -104,6 +105,7 @@ def choose(
     size: int,
     interpret: Any,
     of: tuple[int, int] = (1, 1),
+    least: float = -math.inf,
 ) -> Int[Array, "B L C"]:
     """The lists of rows of scores, each the sum of A: one launch, a block of threads a list.
 
@@ -111,11 +113,12 @@ def choose(
       bounds: of each row of the batch the first slot, the one after the last, and k.
       slots: of a row.
       of: (n, m): of every m neighbours of X the first n have a list. All have one unless given.
+      least: no score but -inf is below it. The search then begins there.
     """
     batch, lists = scores.shape[0], scores.shape[1] // of[1] * of[0]
     places = pl.cdiv(size, hopper.ROWS) * hopper.ROWS
     kernel = plgpu.kernel(
-        functools.partial(_choose_kernel, slots=slots, size=size, of=of),
+        functools.partial(_choose_kernel, slots=slots, size=size, of=of, least=least),
         out_type=jax.ShapeDtypeStruct((batch, lists, places), jnp.int32),
         scratch_types=scratch(scores.shape[3]),
         grid=(batch, lists),
@@ -132,7 +135,9 @@ def bounds_of(refs: Sequence[Any], row: Any, slots: int, size: int) -> tuple[Arr
     return first, jnp.clip(refs[1][row], first, slots), jnp.clip(refs[2][row], 0, size)
 
 
-def _choose_kernel(*refs, slots: int, size: int, of: tuple[int, int], **scratch) -> None:
+def _choose_kernel(
+    *refs, slots: int, size: int, of: tuple[int, int], least: float, **scratch
+) -> None:
     *bound_refs, triangle_ref, scores_ref, lists_ref = refs
     row, each = lax.axis_index("row"), lax.axis_index("list")
     at = row, lax.div(each, of[0]) * of[1] + lax.rem(each, of[0])
@@ -145,7 +150,7 @@ def _choose_kernel(*refs, slots: int, size: int, of: tuple[int, int], **scratch)
 
     bounds = bounds_of(bound_refs, row, slots, size)
     plgpu.barrier_wait(scratch["triangle_ready"])
-    best(tiles, sums, bounds, lists_ref.at[row, each], scratch)
+    best(tiles, sums, bounds, lists_ref.at[row, each], scratch, least=least)
 
 
 def begin(triangle_ref: Any, scratch: dict) -> None:
@@ -169,6 +174,7 @@ def best(
     list_ref: Any,
     scratch: dict,
     gap: tuple[Any, Any] | None = None,
+    least: float = -math.inf,
 ) -> None:
     """Write the k best slots s, first <= s < last, to `list_ref` [C]: ascending, then -1.
 
@@ -178,6 +184,7 @@ def best(
       list_ref: in global memory; C is a multiple of 64.
       scratch: as the function makes it, with the triangle.
       gap: where it begins and ends. Its slots are none, and the later ones are listed without them.
+      least: as `choose` has it.
     """
     every = range(tiles)
     first, last, k = bounds
@@ -210,7 +217,8 @@ def best(
     top = jnp.max(over_tiles(lambda _, key: key, jnp.maximum, _NEVER))
     total = reach(jnp.int32(_LEAST))
     k = jnp.clip(k, 0, total)
-    border, strict, above = _border(reach, k, total, top)
+    bits = int(np.float32(abs(least)).view(np.int32))
+    border, strict, above = border_of(reach, k, total, (-bits if least < 0 else bits, top))
     stop = _cut(functools.partial(tied_before, border), k - above, tiles * _TILE)
 
     def chosen(i: Any) -> Array:
@@ -233,16 +241,17 @@ def _slots(i: Any) -> Array:
     return line * _LINE + column + i * _TILE
 
 
-def _border(
-    reach: Callable[[Array], Array], k: Array, total: Array, top: Array
+def border_of(
+    reach: Callable[[Array], Array], k: Array, total: Array, ends: tuple[int, Array]
 ) -> tuple[Array, Array, Array]:
     """The border, the least key that is chosen whatever its slot is, and how many keys reach that.
 
     Args:
       reach: counts the keys that are at least so large.
       k: at most `total`, the number of keys but _NEVER.
-      top: the largest key.
+      ends: a key that all but _NEVER reach, and the largest one.
     """
+    least, top = ends
 
     def going(state: tuple[Array, ...]) -> Array:
         low, high, reach_low, _, _ = state
@@ -269,7 +278,7 @@ def _border(
         going,
         step,
         (
-            jnp.where(none, above_all, jnp.int32(_LEAST)),
+            jnp.where(none, above_all, jnp.int32(least)),
             above_all,
             jnp.where(none, 0, total),
             jnp.int32(0),

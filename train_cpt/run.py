@@ -28,6 +28,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
+import jax_longctx
 from jax_longctx.engine.distributed import from_leader
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.locks import only_writer
@@ -165,8 +166,9 @@ def _run(config: RunConfig, note: Callable[[str], None], progress: Progress | No
 
 def _versions() -> dict[str, str]:
     """Versions of the main packages, and the git revision of a checkout."""
-    packages = ("jax-longctx", "jax", "flax", "optax", "orbax-checkpoint", "grain")
-    found = {name: metadata.version(name) for name in packages}
+    packages = ("jax", "flax", "optax", "orbax-checkpoint", "grain")
+    found = {"jax-longctx": jax_longctx.__version__}
+    found |= {name: metadata.version(name) for name in packages}
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     with contextlib.suppress(OSError):
         asked = subprocess.run(command, capture_output=True, text=True, check=False)

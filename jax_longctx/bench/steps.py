@@ -259,6 +259,13 @@ def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Con
 
     numbers = itertools.count(1)
 
+    def drawn(key: Any, like: Any) -> Any:
+        """Keys or values, a part of their first axis at a time: drawing takes more memory."""
+        parts = jax.random.split(key, like.shape[0])
+        return jax.lax.map(
+            lambda one: stored_as(like, jax.random.normal(one, like.shape[1:], like.dtype)), parts
+        )
+
     def draw(node: Any, about: Any, seed: Any) -> Any:
         if not _is_store(node):
             if "pages" in about.axes and jnp.issubdtype(node.dtype, jnp.floating):
@@ -266,10 +273,7 @@ def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Con
                 return jax.random.normal(key, node.shape, node.dtype)
             return jnp.zeros(node.shape, node.dtype)
         keys = jax.random.split(jax.random.key(seed), 2)
-        k, v = (
-            stored_as(like, jax.random.normal(key, like.shape, like.dtype))
-            for key, like in zip(keys, (node.k, node.v), strict=True)
-        )
+        k, v = map(drawn, keys, (node.k, node.v))
         at = [jnp.full(node.length.shape, length, jnp.int32) for _ in range(4)]
         return AppendCache(k, v, *at)
 

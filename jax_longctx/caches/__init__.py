@@ -22,6 +22,7 @@ from jax_longctx.caches.offloaded import (
     Reads,
     Store,
     empty_store,
+    pages_of_run,
     read_keys,
     read_slots,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "lines_of",
     "local_run",
     "local_slots",
+    "pages_of_run",
     "parting",
     "read_keys",
     "read_lines",

@@ -140,6 +140,31 @@ class AppendCache(Rewinding):
         """
         return self, pages
 
+    def brought_runs(
+        self,
+        low: Int[Array, "B M"],
+        high: Int[Array, "B M"],
+        most: int,
+        valid: Int[Array, " B"],
+        ctx: LayerContext,
+        *,
+        step: bool,
+    ) -> "AppendCache":
+        """The store with the runs low <= slot < high, of at most `most` slots, on the device.
+
+        All heads choose the same. `valid` and `step` are as in `brought`.
+        """
+        return self
+
+    def located(
+        self, slots: Int[Array, "B Y C"]
+    ) -> tuple[Int[Array, "B Y C"], Int[Array, "B Y C"]]:
+        """Where the keys and the values of this shard's `slots` lie in `buffers`; -1 for negatives.
+
+        They are among the first tokens, the newest ones, or those that were brought.
+        """
+        return slots, slots
+
 
 def with_store(cache: Any, store: AppendCache) -> Any:
     """A cache that is a store or holds one, with another store."""
@@ -334,14 +359,23 @@ def _lines(batch: int, heads: int, size: int, slots: Array, first: Any) -> Int[A
 
 
 def read_lines(
-    buffer: Shaped[Array, "B K S H"] | Plane | Quantised, slots: Int[Array, "B X C"]
+    buffer: Shaped[Array, "B K S H"] | Plane | Quantised,
+    slots: Int[Array, "B X C"],
+    *,
+    blank: bool = True,
 ) -> Shaped[Array, "B K C H"]:
-    """The lines in this shard's `slots`, X = 1 list for all heads or K; zeros for -1."""
-    return dequantised(stored_lines(buffer, slots))
+    """The lines in this shard's `slots`, X = 1 list for all heads or K; zeros for -1.
+
+    Without `blank` any line for -1.
+    """
+    return dequantised(stored_lines(buffer, slots, blank=blank))
 
 
 def stored_lines(
-    buffer: Shaped[Array, "B K S *H"] | Plane | Quantised, slots: Int[Array, "B X C"]
+    buffer: Shaped[Array, "B K S *H"] | Plane | Quantised,
+    slots: Int[Array, "B X C"],
+    *,
+    blank: bool = True,
 ) -> Shaped[Array, "B K C *H"] | Quantised:
     """`read_lines`, as they are stored.
 
@@ -349,7 +383,7 @@ def stored_lines(
     makes the TPU compiler copy the cache with its axes moved.
     """
     if isinstance(buffer, Quantised):
-        return buffer.map(lambda part: stored_lines(part, slots))
+        return buffer.map(lambda part: stored_lines(part, slots, blank=blank))
     index = jnp.maximum(slots, 0)
     if len(buffer.shape) == 3 and platform() == "tpu":
         # Flat, the numbers of all layers would have another layout: a copy of them.
@@ -358,6 +392,8 @@ def stored_lines(
         flat, lines_BKC = lines_of(buffer, index)
         lines = jnp.take(flat, lines_BKC, axis=0, mode="clip")
         lines = row_major(lines) if isinstance(buffer, Plane) else lines
+    if not blank:
+        return lines
     some = (slots >= 0).reshape(*slots.shape, *(1,) * (lines.ndim - 3))
     return jnp.where(some, lines, jnp.zeros((), lines.dtype))
 

@@ -19,6 +19,9 @@ Attention reads the pool where it lies: `placed` turns slots into the pool's slo
 of pages into lists of the pool's pages. What attends all keys (a chunk that is read by full
 attention) gets them on the device for the time of one layer (`on_device`).
 
+Where steps rank every key (`Reads.all_keys`), keys lie on the device as in an `AppendCache`, and
+the pool is one of values alone.
+
 Compilers decide the form of the host's arrays. A page is fetched by one index along one axis: a TPU
 slices no two axes of a host's array at places that it cannot know to be aligned. The last axes but
 one have 16 slots at most: a TPU would copy an array in 8 bits to give it larger tiles. Scales of 8
@@ -51,6 +54,9 @@ from pallas_kernels.common import AnyCache, cut
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.quantised import Quantised
 
+# Beside all keys the pool of values is shorter.
+_Pool = Float[Array, "B K R H"] | Quantised | Plane
+
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 TURNS = (16, 4, 1)
 # Slots of the last axis but one of the host's arrays.
@@ -72,6 +78,8 @@ class Reads:
       chosen: most pages that a step chooses, of one kv head with `apart`.
       chunk: most tokens of a segment.
       apart: whether every kv head chooses its own pages; if not, all heads choose the same.
+      all_keys: whether steps read every key. Then keys stay on the device, and all else here is of
+        values.
     """
 
     page: int
@@ -80,6 +88,7 @@ class Reads:
     chosen: int
     chunk: int
     apart: bool
+    all_keys: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -96,6 +105,7 @@ class Offloaded(Rewinding):
       k, v: the host's pages, [B, P, K, page / lines, lines, H], as they are stored.
       k_scales, v_scales: of 8 bits, [B, K, S]; None for arrays.
       pool_k, pool_v: head, frames and tail, on the device.
+      keys: every key, on the device; else None. With them `k`, `k_scales` and `pool_k` are None.
       base: the first slot that the tail holds. The head counts where it is not 0.
       length, position, context_length, context_position: as in `AppendCache`.
     """
@@ -110,8 +120,9 @@ class Offloaded(Rewinding):
     v: Any = axes_field("batch", None, "kv_heads", None, None, None, in_place=True, host=True)
     k_scales: Any = axes_field("batch", "kv_heads", None, in_place=True)
     v_scales: Any = axes_field("batch", "kv_heads", None, in_place=True)
-    pool_k: AnyCache = axes_field("batch", "kv_heads", "room", None, in_place=True)
+    pool_k: Any = axes_field("batch", "kv_heads", "room", None, in_place=True)
     pool_v: AnyCache = axes_field("batch", "kv_heads", "room", None, in_place=True)
+    keys: Any = axes_field("batch", "kv_heads", "slots", None, in_place=True)
     base: Int[Array, " B"] = axes_field("batch")
     length: Int[Array, " B"] = axes_field("batch")
     position: Int[Array, " B"] = axes_field("batch")
@@ -121,7 +132,7 @@ class Offloaded(Rewinding):
     @property
     def sizes(self) -> tuple[int, ...]:
         """[B, K, S, H], as `AppendCache.sizes`."""
-        batch, heads, _, width = self.pool_k.shape
+        batch, heads, _, width = self.pool_v.shape
         return batch, heads, self.frames.pages * self.page, width
 
     @property
@@ -132,9 +143,8 @@ class Offloaded(Rewinding):
     @property
     def nbytes(self) -> int:
         """Bytes of all keys and values."""
-        return sum(
-            x.nbytes for x in (self.k, self.v, self.k_scales, self.v_scales) if x is not None
-        )
+        parts = (self.keys, self.k, self.v, self.k_scales, self.v_scales)
+        return sum(x.nbytes for x in parts if x is not None)
 
     @property
     def before_tail(self) -> int:
@@ -152,7 +162,7 @@ class Offloaded(Rewinding):
         base, each = _beside(self.base // page, slots), self.page // page
         in_head = (base > 0) & (slots < self.head * each)
         at = jnp.where(in_head, slots, slots - base + self.before_tail * each)
-        return jnp.where((slots < 0) | (at >= self.pool_k.shape[2] // page), -1, at)
+        return jnp.where((slots < 0) | (at >= self.pool_v.shape[2] // page), -1, at)
 
     def span(self, start: Int[Array, " B"], stop: Int[Array, " B"]) -> tuple[Array, Array]:
         """As `AppendCache.span`."""
@@ -168,6 +178,39 @@ class Offloaded(Rewinding):
         at = jnp.where((base > 0) & (pages < self.head), pages, at)
         return jnp.where(pages < 0, -1, at)
 
+    def located(self, slots: Int[Array, "B Y C"]) -> tuple[Array, Array]:
+        """As `AppendCache.located`."""
+        pages = jnp.where(slots < 0, -1, slots // self.page)
+        at = self.placed_pages(pages) * self.page + slots % self.page
+        at = jnp.where(slots < 0, -1, at)
+        return (at if self.keys is None else slots), at
+
+    @property
+    def _in_host(self) -> tuple[str, ...]:
+        """What lies in the host's memory, of `k` and `v`."""
+        return ("k", "v") if self.keys is None else ("v",)
+
+    @property
+    def _pools(self) -> tuple[AnyCache, ...]:
+        """The pools of what lies in the host's memory."""
+        return tuple(getattr(self, f"pool_{name}") for name in self._in_host)
+
+    @property
+    def _hosts(self) -> tuple[tuple[Any, Any], ...]:
+        """Its pages and their scales."""
+        return tuple((getattr(self, x), getattr(self, f"{x}_scales")) for x in self._in_host)
+
+    def _with(self, pools: Any, hosts: Any = None) -> "Offloaded":
+        """The store with other `_pools` and `_hosts`."""
+        found = {f"pool_{x}": pool for x, pool in zip(self._in_host, pools, strict=True)}
+        for name, (pages, scales) in zip(self._in_host, hosts or self._hosts, strict=True):
+            found |= {name: pages, f"{name}_scales": scales}
+        return dataclasses.replace(self, **found)
+
+    def _given(self, k: Any, v: Any) -> tuple[Any, ...]:
+        """Those of these keys and values that lie in the host's memory."""
+        return (k, v) if self.keys is None else (v,)
+
     # Writing.
 
     def append(
@@ -179,30 +222,27 @@ class Offloaded(Rewinding):
     ) -> "Offloaded":
         """As `AppendCache.append`."""
         store = self if self.settled else self._moved_on()
+        if store.keys is not None:
+            keys = write_rows(store.keys, k, store.length, valid)
+            store = dataclasses.replace(store, keys=keys)
+        news = store._given(k, v)
         at = store.length - store.base + store.before_tail * store.page
-        pools = [
-            write_rows(x, new, at, valid) for x, new in zip(store.buffers, (k, v), strict=True)
-        ]
+        pools = [write_rows(x, new, at, valid) for x, new in zip(store._pools, news, strict=True)]
         if not store.settled and store.head:
             few = jnp.clip(store.head * store.page - store.length, 0, valid)
-            news = (k, v)
             pools = [
                 write_rows(x, new, store.length, few, whole=False)
                 for x, new in zip(pools, news, strict=True)
             ]
         length, position = store.length + valid, store.position + valid
         begin, store = store.length, dataclasses.replace(store, length=length, position=position)
-        store = store.with_pools(pools)
+        store = store._with(pools)
         return store if store.settled else store._kept(begin, k.shape[1])
 
     @property
-    def buffers(self) -> tuple[AnyCache, AnyCache]:
-        """The pools of keys and of values."""
-        return self.pool_k, self.pool_v
-
-    def with_pools(self, pools: Any) -> "Offloaded":
-        """The store with other ones."""
-        return dataclasses.replace(self, pool_k=pools[0], pool_v=pools[1])
+    def buffers(self) -> tuple[AnyCache, _Pool]:
+        """The pools of keys and of values; all keys where they stay on the device."""
+        return (self.pool_k if self.keys is None else self.keys), self.pool_v
 
     @property
     def _last_base(self) -> int:
@@ -219,37 +259,34 @@ class Offloaded(Rewinding):
         """The store with room in its tail for a chunk."""
         base = self._next_base()
         first = self.before_tail * self.page
-        size = self.pool_k.shape[2] - first
+        size = self.pool_v.shape[2] - first
         pools = [
             _write_at(x, _shifted(cut(x, first, size), base - self.base), first)
-            for x in self.buffers
+            for x in self._pools
         ]
-        return dataclasses.replace(self.with_pools(pools), base=base)
+        return dataclasses.replace(self._with(pools), base=base)
 
     def _kept(self, begin: Int[Array, " B"], tokens: int) -> "Offloaded":
         """The store whose pages with at most `tokens` tokens from `begin` on went to the host."""
-        batch, pages = self.k.shape[:2]
+        batch, pages = self.v.shape[:2]
         run = min(-(-(tokens - 1) // self.page) + 1, pages)
         first_B = jnp.clip(begin // self.page, 0, pages - run)
         at_B = first_B * self.page - self.base + self.before_tail * self.page
 
         def row(index: Any, hosts: tuple[Any, ...]) -> tuple[Any, ...]:
-            k, v, k_scales, v_scales = hosts
-            parts = [_row_of(x, index, at_B[index], run * self.page) for x in self.buffers]
+            found = []
             place = (index, first_B[index])
-            k, v = (_to_host(x, part, place, run) for x, part in zip((k, v), parts, strict=True))
-            if k_scales is not None:
-                first = first_B[index] * self.page
-                k_scales, v_scales = (
-                    _write_at(x, part.scales[None], first, index)
-                    for x, part in zip((k_scales, v_scales), parts, strict=True)
-                )
-            return k, v, k_scales, v_scales
+            for pool, (host, scales) in zip(self._pools, hosts, strict=True):
+                part = _row_of(pool, index, at_B[index], run * self.page)
+                if scales is not None:
+                    first = first_B[index] * self.page
+                    scales = _write_at(scales, part.scales[None], first, index)
+                found.append((_to_host(host, part, place, run), scales))
+            return tuple(found)
 
-        hosts = (self.k, self.v, self.k_scales, self.v_scales)
+        hosts = self._hosts
         hosts = row(0, hosts) if batch == 1 else jax.lax.fori_loop(0, batch, row, hosts)
-        k, v, k_scales, v_scales = hosts
-        return dataclasses.replace(self, k=k, v=v, k_scales=k_scales, v_scales=v_scales)
+        return self._with(self._pools, hosts)
 
     def end_context(self, reserve: int) -> "Offloaded":
         """As of any store; the tail then has room for the `reserve` tokens."""
@@ -262,8 +299,8 @@ class Offloaded(Rewinding):
             kept = jax.tree.map(lambda part: resized(part, 2, size), moved)
             return _joined(cut(x, 0, first), kept)
 
-        pools = [tail(x) for x in store.buffers]
-        return dataclasses.replace(store.with_pools(pools), base=base, settled=True)
+        pools = [tail(x) for x in store._pools]
+        return dataclasses.replace(store._with(pools), base=base, settled=True)
 
     # Reading.
 
@@ -271,13 +308,42 @@ class Offloaded(Rewinding):
         self, pages: Int[Array, "B Y C"], valid: Int[Array, " B"], ctx: LayerContext, *, step: bool
     ) -> tuple["Offloaded", Int[Array, "B Y C"]]:
         """As `AppendCache.brought`."""
-        far = (pages >= self.head) & (pages < (self.base // self.page)[:, None, None])
-        far &= (valid > 0)[:, None, None]
-        frames, fetches = self.frames.taken(jnp.where(far, pages, -1), valid, ctx, step=step)
-        store = dataclasses.replace(self.with_pools(self._fetched(fetches)), frames=frames)
+        store = self._brought(pages, valid, ctx, step=step)
         return store, store.placed_pages(pages)
 
-    def _fetched(self, fetches: Fetches) -> tuple[AnyCache, AnyCache]:
+    def brought_ahead(
+        self, pages: Int[Array, "B Y C"], valid: Int[Array, " B"], ctx: LayerContext
+    ) -> "Offloaded":
+        """The store with pages on the device that the next step may choose, as many as it may."""
+        return self._brought(pages, valid, ctx, step=False, ahead=True)
+
+    def _brought(
+        self, pages: Any, valid: Any, ctx: LayerContext, *, step: bool, ahead: bool = False
+    ) -> "Offloaded":
+        far = (pages >= self.head) & (pages < (self.base // self.page)[:, None, None])
+        far &= (valid > 0)[:, None, None]
+        wanted = jnp.where(far, pages, -1)
+        frames, fetches = self.frames.taken(wanted, valid, ctx, step=step, ahead=ahead)
+        return dataclasses.replace(self._with(self._fetched(fetches)), frames=frames)
+
+    def brought_runs(
+        self,
+        low: Int[Array, "B M"],
+        high: Int[Array, "B M"],
+        most: int,
+        valid: Int[Array, " B"],
+        ctx: LayerContext,
+        *,
+        step: bool,
+    ) -> "Offloaded":
+        """As `AppendCache.brought_runs`."""
+        first, each = low // self.page, pages_of_run(most, self.page)
+        pages = first[..., None] + jnp.arange(each)
+        there = (low < high)[..., None] & (pages * self.page < high[..., None])
+        pages = jnp.where(there, pages, -1).reshape(len(low), 1, -1)
+        return self.brought(pages, valid, ctx, step=step)[0]
+
+    def _fetched(self, fetches: Fetches) -> tuple[AnyCache, ...]:
         """The pools with new pages in their frames."""
         wanted, frame, new = fetches
         _, groups, each = wanted.shape
@@ -290,14 +356,13 @@ class Offloaded(Rewinding):
         entries = entries.at[place].set(jnp.arange(flat.size), mode="drop", unique_indices=False)
         pages, frames = wanted.reshape(-1), frame.reshape(-1)
 
-        def fetch(number: Array, pools: tuple[Any, Any]) -> tuple[Any, Any]:
+        def fetch(number: Array, pools: tuple[Any, ...]) -> tuple[Any, ...]:
             entry = entries[number]
             row, head = entry // (groups * each), entry // each % groups
             page, slot = pages[entry], (frames[entry] + self.head) * self.page
             line, one = (row, page), head if apart else None
-            hosts = ((self.k, self.k_scales), (self.v, self.v_scales))
             found = []
-            for pool, (host, scales) in zip(pools, hosts, strict=True):
+            for pool, (host, scales) in zip(pools, self._hosts, strict=True):
                 values = _to_device(host, line, one)  # [1, K, page, H]
                 put = (slot, row, head if apart else 0)
                 if scales is None:
@@ -308,7 +373,7 @@ class Offloaded(Rewinding):
                     own = jax.lax.dynamic_slice_in_dim(own, head, 1)
                 parts = Quantised(values, own[None], pool.dtype)
                 found.append(_write_at(pool, parts, *put))
-            return found[0], found[1]
+            return tuple(found)
 
         def turn(width: int, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             number, pools = carry
@@ -316,7 +381,7 @@ class Offloaded(Rewinding):
                 pools = fetch(number + offset, pools)
             return number + width, pools
 
-        carry = jnp.int32(0), self.buffers
+        carry = jnp.int32(0), self._pools
         for width in TURNS:
             if width > flat.size:
                 continue
@@ -331,9 +396,8 @@ class Offloaded(Rewinding):
         """All keys and values on the device, as an `AppendCache`: a copy, for a short time."""
         slots = self.sizes[2]
         first = self.before_tail * self.page
-        hosts = ((self.k, self.k_scales), (self.v, self.v_scales))
-        found = []
-        for pool, (host, scales) in zip(self.buffers, hosts, strict=True):
+        found = [] if self.keys is None else [_resized(part_of(self.keys), slots)]
+        for pool, (host, scales) in zip(self._pools, self._hosts, strict=True):
             whole = resized(_whole(host), 2, slots)
             if isinstance(pool, Quantised):
                 whole = Quantised(whole, resized(part_of(scales), 2, slots), pool.dtype)
@@ -358,7 +422,7 @@ class Offloaded(Rewinding):
             rows, first = _lines(x)
             return jax.lax.dynamic_slice_in_dim(rows, first + row, 1)
 
-        names = ("k", "v", "k_scales", "v_scales", "pool_k", "pool_v", "base", *_COUNTS)
+        names = ("k", "v", "k_scales", "v_scales", "pool_k", "pool_v", "keys", "base", *_COUNTS)
         found = {name: getattr(self, name) for name in names}
         cuts = {name: one_row(x) for name, x in found.items() if x is not None}
         return dataclasses.replace(self, **cuts)
@@ -369,7 +433,7 @@ class Offloaded(Rewinding):
         Both contexts have ended. The row's keys and values are on the device meanwhile.
         """
         whole, slots = given.row(row).on_device(), self.frames.pages * self.page
-        k, v = (jax.tree.map(lambda part: resized(part, 2, slots), x) for x in (whole.k, whole.v))
+        k, v = (_resized(x, slots) for x in (whole.k, whole.v))
         return self.filled(dataclasses.replace(whole, k=k, v=v), place)
 
     def filled(self, whole: AppendCache, row: Any = 0) -> "Offloaded":
@@ -382,9 +446,12 @@ class Offloaded(Rewinding):
         ended, empty = whole.context_length, jnp.zeros_like(whole.length)
         base = dataclasses.replace(self, length=ended, base=empty)._next_base()
         first = self.before_tail * self.page
-        pools, hosts, scales = [], [], []
-        olds = zip(self.buffers, (self.k, self.v), (self.k_scales, self.v_scales), strict=True)
-        for x, (pool, host, scale) in zip((whole.k, whole.v), olds, strict=True):
+        store, pools, hosts = self, [], []
+        if self.keys is not None:
+            keys = _resized(whole.k, self.keys.shape[2])
+            store = dataclasses.replace(self, keys=_write_at(self.keys, keys, 0, row))
+        olds = zip(store._pools, store._hosts, strict=True)
+        for x, (pool, (host, scale)) in zip(store._given(whole.k, whole.v), olds, strict=True):
             size = pool.shape[2] - first
 
             def tail(part: Array, size: int = size) -> Array:
@@ -392,7 +459,7 @@ class Offloaded(Rewinding):
                 cut_row = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=1)
                 return jax.vmap(cut_row)(padded, base)
 
-            head = jax.tree.map(lambda part: resized(part, 2, self.head * self.page), x)
+            head = _resized(x, self.head * self.page)
             pool = _write_at(_write_at(pool, head, 0, row), jax.tree.map(tail, x), first, row)
             pools.append(pool)
             values = x.values if isinstance(x, Quantised) else x
@@ -402,22 +469,25 @@ class Offloaded(Rewinding):
             new = jax.device_put(jnp.swapaxes(new, 1, 2), HOST)
             begin = (at + row, *(0 for _ in new.shape[1:]))
             rows = jax.lax.dynamic_update_slice(rows, new, begin)
-            hosts.append(host.with_rows(rows) if isinstance(host, Plane) else rows)
-            scales.append(
-                _write_at(scale, x.scales[:, :, : scale.shape[2]], 0, row)
-                if isinstance(x, Quantised)
-                else None
-            )
+            if isinstance(x, Quantised):
+                scale = _write_at(scale, x.scales[:, :, : scale.shape[2]], 0, row)
+            hosts.append((host.with_rows(rows) if isinstance(host, Plane) else rows, scale))
         counts = {name: getattr(whole, name) for name in _COUNTS} | {"base": base}
         return dataclasses.replace(
-            self.with_pools(pools),
-            k=hosts[0],
-            v=hosts[1],
-            k_scales=scales[0],
-            v_scales=scales[1],
+            store._with(pools, hosts),
             frames=self.frames.emptied(row, len(base)),
             **{name: _write_rows_of(getattr(self, name), x, row) for name, x in counts.items()},
         )
+
+
+def pages_of_run(slots: int, page: int) -> int:
+    """The most pages of `page` slots that a run of `slots` slots touches."""
+    return (slots + page - 2) // page + 1
+
+
+def _resized(x: Any, slots: int) -> Any:
+    """Keys or values with so many slots."""
+    return jax.tree.map(lambda part: resized(part, 2, slots), x)
 
 
 def _write_rows_of(x: Array, part: Array, row: Any) -> Array:
@@ -534,31 +604,28 @@ def empty_store(shape: CacheShape, reads: Reads) -> AppendCache | Offloaded:
     size = first + _tail(reads.newest, page, reads.chunk, first)
     group, groups = ("kv_heads", shape.num_kv_heads) if reads.apart else (None, 1)
     lines = math.gcd(page, _LINES)
-    pools = [shape.empty_slots(size) for _ in range(2)]
-    scales: list[Any] = [None, None]
-    kind = pools[0].dtype
-    if isinstance(pools[0], Quantised):
-        numbers = (shape.batch, shape.num_kv_heads, shape.slots)
-        kind = pools[0].values.dtype
-        scales = [jnp.zeros(numbers, x.scales.dtype) for x in pools]
-    host = (shape.batch, pages, shape.num_kv_heads, page // lines, lines, shape.head_dim)
-    hosts = [jnp.zeros(host, kind) for _ in range(2)]
-    names = ("base", "length", "position", "context_length", "context_position")
+    names = ("v",) if reads.all_keys else ("k", "v")
+    arrays: dict[str, Any] = dict.fromkeys(("k", "k_scales", "pool_k", "keys"))
+    if reads.all_keys:
+        arrays["keys"] = shape.empty_slots(shape.slots)
+    for name in names:
+        pool = shape.empty_slots(size)
+        scales, kind = None, pool.dtype
+        if isinstance(pool, Quantised):
+            numbers = (shape.batch, shape.num_kv_heads, shape.slots)
+            scales, kind = jnp.zeros(numbers, pool.scales.dtype), pool.values.dtype
+        host = (shape.batch, pages, shape.num_kv_heads, page // lines, lines, shape.head_dim)
+        arrays |= {name: jnp.zeros(host, kind), f"{name}_scales": scales, f"pool_{name}": pool}
     # An array for each field: a donated buffer may be named once.
-    counts = {name: jnp.zeros((shape.batch,), jnp.int32) for name in names}
+    counts = {name: jnp.zeros((shape.batch,), jnp.int32) for name in ("base", *_COUNTS)}
     return Offloaded(
         page=page,
         head=head,
         newest=reads.newest,
         chunk=reads.chunk,
         settled=False,
-        k=hosts[0],
-        v=hosts[1],
-        k_scales=scales[0],
-        v_scales=scales[1],
-        pool_k=pools[0],
-        pool_v=pools[1],
         frames=empty_working_set(shape.batch, groups, pages, frames, group),
+        **arrays,
         **counts,
     )
 

@@ -179,6 +179,11 @@ def decode(
     weights: str | None = options.weights(),
     offload: str | None = options.offload(),
     working_set: int | None = options.working_set(),
+    prefetch: bool = option(
+        "Fetch the pages of offloaded contexts ahead, by a guess at each layer's queries. For "
+        "infllm, quest, arkvale and resa.",
+        default=False,
+    ),
     mesh: str | None = _mesh(),
     kernels: bool = _kernels(),
     picture: Path | None = _picture(),
@@ -198,7 +203,7 @@ def decode(
     expected = "BATCHxCONTEXT, as 3x131072"
     sizes = [_case(text, "x", expected) for text in cases or ["1x32768"]]
     check_plot(picture, "--picture")
-    offload_of(offload, working_set)
+    offload_of(offload, working_set, prefetch)
     terminal = output.terminal()
     with terminal.starting():
         from jax_longctx.memory import allow_pinned
@@ -220,6 +225,7 @@ def decode(
         weights=weights,
         offload=offload,
         working_set=working_set,
+        prefetch=prefetch,
         mesh=make_mesh(**_sizes(mesh)),
         kernels=kernels,
         say=terminal.note,
@@ -464,7 +470,8 @@ def _steps(result: dict[str, Any]) -> Iterable[Any]:
 def _stored(result: dict[str, Any]) -> str:
     """The forms of weights, keys and values, where they are not bfloat16."""
     said = {"weights": "weights", "kv": "keys and values", "offload": "contexts"}
-    return "".join(f", {what} in {result[key]}" for key, what in said.items() if result.get(key))
+    text = "".join(f", {what} in {result[key]}" for key, what in said.items() if result.get(key))
+    return text + (", pages fetched ahead" if result.get("prefetch") else "")
 
 
 def _throughput(result: dict[str, Any]) -> Iterable[Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import typer
 import typer.core
 
+import jax_longctx
 from jax_longctx.cli import options, process
 from jax_longctx.cli.ask import ask
 from jax_longctx.cli.batch import batch
@@ -116,8 +117,8 @@ app = typer.Typer(
 
 def _version(wanted: bool | None) -> None:
     if wanted:
-        ours, jax = map(metadata.version, ("jax-longctx", "jax"))
-        typer.echo(f"jax-longctx {ours} (jax {jax}, Python {platform.python_version()})")
+        python, jax = platform.python_version(), metadata.version("jax")
+        typer.echo(f"jax-longctx {jax_longctx.__version__} (jax {jax}, Python {python})")
         raise typer.Exit
 
 

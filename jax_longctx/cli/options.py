@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.models import OptionInfo
 
+import jax_longctx
 from jax_longctx.cli.terminal import Terminal, check_argument, check_file, save
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.evaluation.specs import Spec
@@ -218,7 +219,8 @@ def offload() -> Any:
     """`--offload`: `str | None`."""
     return option(
         "host: contexts lie in the host's memory, and the device keeps what each step reads and "
-        "a working set. For infllm, quest, arkvale and resa.",
+        "a working set. For infllm, quest, arkvale, resa and free-pages, and for reattention, "
+        "whose keys stay on the device.",
         metavar="PLACE",
         callback=checked(lambda place: check_name(PLACES, place, "--offload")),
     )
@@ -491,7 +493,7 @@ def run_facts(model: "LongContext") -> dict[str, Any]:
         "device": device.device_kind,
         "mesh": dict(model.engine.mesh.shape),
         "versions": {
-            "jax_longctx": metadata.version("jax-longctx"),
+            "jax_longctx": jax_longctx.__version__,
             "jax": metadata.version("jax"),
             "python": platform.python_version(),
         },

@@ -76,7 +76,8 @@ def plan(
         from jax_longctx.planning.plan import HOST_LINK, PlanRequest, make_plan, propose_mesh
 
         chosen = method.make() or make_method("full")
-        sizes = {"context": context, "batch": batch, "reserve": reserve, "chunk": chunk}
+        sizes: dict[str, Any] = {"context": context, "batch": batch}
+        sizes |= {"reserve": reserve, "chunk": chunk}
         request = PlanRequest(
             config=config,
             method=chosen,

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jax_longctx.caches import Offloaded
-from jax_longctx.contract import SlotLayout, Stage, cannot_offload
+from jax_longctx.contract import SlotLayout, Stage, brings_ahead, cannot_offload
 from jax_longctx.engine import programs
 from jax_longctx.engine.distributed import to_host
 from jax_longctx.errors import CapacityError, ConfigError
@@ -72,6 +72,13 @@ def check_offload(setup: programs.Setup) -> None:
         name = settings_of(setup.method)["name"]
         raise ConfigError(
             f"{name} cannot be offloaded: {why}; with default settings these can: {', '.join(able)}"
+        )
+    if setup.offload.prefetch and not brings_ahead(setup.method):
+        made = {name: make_method(name) for name in METHODS}
+        able = [n for n, x in made.items() if brings_ahead(x) and cannot_offload(x) is None]
+        raise ConfigError(
+            f"{settings_of(setup.method)['name']} fetches no pages ahead; leave prefetch out, or "
+            f"take one of these: {', '.join(able)}"
         )
     if setup.mesh.shape["seq"] > 1:
         raise ConfigError(
@@ -134,12 +141,14 @@ class Fetched:
       hits, misses: pages that were on the device, and that were fetched.
       steps: steps, counted in each layer.
       waited: of these, with a page that was fetched.
+      ahead: pages that were fetched ahead, by a guess; a page that is chosen then is a hit.
     """
 
     hits: int
     misses: int
     steps: int
     waited: int
+    ahead: int = 0
 
     def __add__(self, other: "Fetched") -> "Fetched":
         sums = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
@@ -229,34 +238,43 @@ def _available_here(mesh: Mesh, used: int | None = None) -> int | None:
 def available_host_bytes(mesh: Mesh) -> int | None:
     """Free memory of the host for caches, or None where it is not told.
 
-    XLA pins no more of it for GPUs than `POOL` says, 64 GiB unless it is set, in all.
+    XLA pins no more of it for GPUs than `POOL` says, 64 GiB unless it is set, in all. What it has
+    pinned it keeps: the system counts it as used, but the next arrays can have it.
     """
     free = None
     if MEMINFO.exists():
         for line in MEMINFO.read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024
-    if mesh.local_devices[0].platform == "gpu":
-        pool = max((int(os.environ.get(POOL, "64")) << 30) - pinned_bytes(), 0)
-        free = pool if free is None else min(free, pool)
+    if keeps_pinned(mesh):
+        pool = max((int(os.environ.get(POOL, "64")) << 30) - programs.pinned_bytes(), 0)
+        free = pool if free is None else min(free + kept_bytes(mesh), pool)
     return _least(free)
 
 
-def pinned_bytes() -> int:
-    """Bytes that this process's arrays hold in the host's memory."""
-    return sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == HOST)
+def keeps_pinned(mesh: Mesh) -> bool:
+    """Whether XLA pins the host's memory from a pool of bounded size, and never gives it back."""
+    return mesh.local_devices[0].platform == "gpu"
+
+
+def kept_bytes(mesh: Mesh) -> int:
+    """Bytes of the host's memory that XLA keeps of arrays that are gone."""
+    if not keeps_pinned(mesh):
+        return 0
+    return max(programs.most_pinned() - programs.pinned_bytes(), 0)
 
 
 def check_host(mesh: Mesh, abstract: Any) -> None:
     """Raises CapacityError where caches (shapes will do) do not fit the host's memory."""
     need = bytes_per_device(mesh, abstract, host=True) * len(mesh.local_devices)
     available = available_host_bytes(mesh)
-    if fits(need, available):
+    # What was pinned before is there whole; of the rest others take their part.
+    if need <= kept_bytes(mesh) or fits(need, available):
         return
     assert available is not None
     usable = int(USABLE * available)
     limit = ""
-    if mesh.local_devices[0].platform == "gpu":
+    if keeps_pinned(mesh):
         limit = f" (at most {POOL}={os.environ.get(POOL, '64')} GiB are pinned)"
     raise CapacityError(
         f"the offloaded context needs {shown_bytes(need)} of the host's memory, "

@@ -19,8 +19,9 @@ With one token a page the digests are the keys, and the method is ReAttention.
 
 Bytes of a decode step, as a share of full attention's: 1 / (2 page_size) for `centroid`, twice
 that for the other digests, and the scope over the length. ReAttention reads all keys, a half.
-Memory is full attention's and the digests. A chunk costs 2 N T (L / page_size) H operations for
-each vector of a digest, and attention over the scope.
+Memory is full attention's and the digests; under `offload="host"` the device keeps the digests,
+and fetches what the scopes hold. A chunk costs 2 N T (L / page_size) H operations for each vector
+of a digest, and attention over the scope.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import read_lines
+from jax_longctx.caches import Offloaded, Reads, pages_of_run, read_lines
 from jax_longctx.contract import (
     ENDS,
     QKV,
@@ -55,7 +56,7 @@ from jax_longctx.parts.residual import Background, ResaCache
 from jax_longctx.parts.selecting import SelectingPages, SelectiveCache
 from jax_longctx.parts.sparse_decode import Selected
 from jax_longctx.parts.unit_memory import GRANULE
-from jax_longctx.parts.voted_keys import Scope
+from jax_longctx.parts.voted_keys import Listed, Scope
 from pallas_kernels.decode_attention import decode_attention
 
 
@@ -136,9 +137,28 @@ class FreePages(Appending):
     def reach(self, config: ModelConfig, tokens: int) -> int:
         return min(tokens, self.scope_size)
 
+    @property
+    def cannot_offload(self) -> str | None:
+        """None without RESA's estimate."""
+        return "lam above 0 begins each answer with all keys and values" if self.lam else None
+
+    @property
+    def reads(self) -> Reads:
+        """What a chunk or step reads: the scope. The newest pages are summarised anew."""
+        page = voted_keys.page_of_spans(self.span)
+        return Reads(
+            page=page,
+            first=self.sink,
+            newest=self.local + 2 * self.page_size,
+            chosen=self.kept * pages_of_run(self.span, page),
+            chunk=self.chunk,
+            apart=False,
+        )
+
     def init_cache(self, shape: CacheShape) -> SelectiveCache:
         # The scope is within a layer's sliding window (`validate`): the window hides nothing.
-        cache = self.pages.init_cache(dataclasses.replace(shape, window=None))
+        shape = dataclasses.replace(shape, window=None)
+        cache = self.pages.empty_selective(shape, self.reads)
         if not self.lam:
             return cache
         background = residual.empty_background(shape, shared=False, masked=False)
@@ -151,11 +171,26 @@ class FreePages(Appending):
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         (q, k, v), valid_B, past_B = new, segment.valid_of(), cache.store.length
+        alone, rank = q.shape[1] == 1, segment.variant != WHOLE
         store = cache.store.append(k, v, valid_B, ctx)
         cache = dataclasses.replace(cache, store=store)
-        cache = self.pages.refreshed(cache, past_B, q.shape[1], ctx)
-        scope = self.choose(q, cache, valid_B, ctx, rank=segment.variant != WHOLE)
+        # Where pages are fetched, XLA would copy all layers' digests for the other order.
+        behind = alone and not isinstance(store, Offloaded)
+        if behind:
+            # A lone token's page is not ranked: its digest need not come first. It is written
+            # after the scores have been read, and before what follows the layer: else all layers'
+            # digests or keys would be copied for those reads.
+            scope = self.choose(q, cache, valid_B, ctx, rank=rank)
+            cache = self.pages.refreshed(cache, past_B, 1, ctx, after=scope.number)
+        else:
+            cache = self.pages.refreshed(cache, past_B, q.shape[1], ctx)
+            scope = self.choose(q, cache, valid_B, ctx, rank=rank)
+        store = scope.brought_to(store, valid_B, ctx, step=alone)
+        cache = dataclasses.replace(cache, store=store)
         part = voted_keys.attend_scope(new, store, valid_B, scope, ctx, original=False)
+        if behind:
+            part, digests = jax.lax.optimization_barrier((part, cache.digests))
+            cache = dataclasses.replace(cache, digests=digests)
         if self.lam:
             part, background = self.estimate(new, part, cache, scope, segment, ctx)
             cache = dataclasses.replace(cache, background=background)
@@ -163,6 +198,17 @@ class FreePages(Appending):
             kept_BN = cache.kept + (scope.number * valid_B)[:, None]
             cache = dataclasses.replace(cache, kept=kept_BN, steps=cache.steps + valid_B)
         return part, cache
+
+    def stop(self, length: Int[Array, " B"]) -> Int[Array, " B"]:
+        """The local part's first slot, of so many tokens."""
+        return length - jnp.clip(length - self.sink, 0, self.local)
+
+    def pages_before(self, stop: Int[Array, " B"]) -> Int[Array, " B"]:
+        """The page behind the last one that is ranked.
+
+        Pages that the sink or the local part cut take part with their whole digests.
+        """
+        return jnp.where(stop > self.sink, -(-stop // self.page_size), 0)
 
     def choose(
         self,
@@ -172,30 +218,25 @@ class FreePages(Appending):
         ctx: LayerContext,
         *,
         rank: bool = True,
-    ) -> Scope:
+    ) -> Scope | Listed:
         """The scope of the `valid` newest tokens by raw queries."""
         length, sink, page = cache.store.length, self.sink, self.page_size
-        local_B = jnp.clip(length - sink, 0, self.local)
-        stop_B = length - local_B
-        low_BM = high_BM = jnp.zeros((len(length), 0), jnp.int32)
-        if rank:
-            assert cache.digests is not None
-            # Pages that the sink or the local part cut take part with their whole digests.
-            last_B = jnp.where(stop_B > sink, -(-stop_B // page), 0)
-            where = (q, cache.digests, sink // page, last_B, valid, ctx)
-            named_BTNC = best_pages(*where, count=self.count, page=page)
-            pages = cache.store.k.shape[2] * ctx.seq_size // page
-            pages_BM = voted_keys.most_voted(named_BTNC, pages, self.kept, ctx)
-            centres_BM = jnp.where(pages_BM < 0, -1, pages_BM * page + page // 2)
-            low_BM, high_BM = voted_keys.spans_around(centres_BM, self.span, sink, stop_B)
-        return Scope(low_BM, high_BM, stop_B, length, sink, self.span, self.local, self.kept)
+        stop_B = self.stop(length)
+        if not rank:
+            none = jnp.zeros((len(length), 0), jnp.int32)
+            return Scope(none, none, stop_B, length, sink, self.span, self.local, self.kept)
+        assert cache.digests is not None
+        where = (q, cache.digests, sink // page, self.pages_before(stop_B), valid, ctx)
+        named_BTNC = best_pages(*where, count=self.count, page=page)
+        parts = dict(kept=self.kept, span=self.span, global_size=sink, local_size=self.local)
+        return voted_keys.voted_scope(named_BTNC, stop_B, cache.store, ctx, page=page, **parts)
 
     def estimate(
         self,
         new: QKV,
         part: Attended,
         cache: ResaCache,
-        scope: Scope,
+        scope: Scope | Listed,
         segment: Segment,
         ctx: LayerContext,
     ) -> tuple[Attended, Background]:
@@ -215,7 +256,7 @@ class FreePages(Appending):
         background = residual.observe(background, None, k, valid_B, store.length)
         background = residual.grow(background, k, v, valid_B, ctx)
         prior = residual.prior_of(background, far, ctx)
-        slots_BX, _, read_B = scope.own(ctx.slots(store.k.shape[2]), jnp.zeros_like(valid_B))
+        slots_BX, _, read_B = scope.own(ctx.slots(store.k.shape[2]))
         keys, values = (read_lines(x, slots_BX[:, None]) for x in (store.k, store.v))
         behind = decode_attention(prior.query, keys, values, read_B, scale=ctx.scale)
         behind = ctx.seq_merge(*behind)
@@ -230,6 +271,6 @@ class FreePages(Appending):
         # those that a token's heads name. RESA's estimate reads the scope once more.
         spans = min(self.kept, cache.kept.shape[1] * self.count)
         most = min(length, self.sink + spans * self.span + self.local)
-        lines = most * (cache.store.k.nbytes + cache.store.v.nbytes) // cache.store.k.shape[2]
+        lines = most * cache.store.nbytes // cache.store.sizes[2]
         digests = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.digests))
         return digests + lines * (2 if self.lam else 1)

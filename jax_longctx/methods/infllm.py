@@ -27,6 +27,7 @@ generated tokens attend every key, as in the port that MInference and SCBench ev
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jax_longctx.caches import Offloaded
 from jax_longctx.contract import (
     QKV,
     Attended,
@@ -157,6 +159,18 @@ class InfLLM(Appending):
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.n_local))
         return self.attend_units(new, cache, valid_B, self.choose(q, cache, valid_B, ctx), ctx)
 
+    def bring_ahead(
+        self, q: Float[Array, "B 1 N H"], cache: UnitMemory, segment: Segment, ctx: LayerContext
+    ) -> UnitMemory:
+        """The cache with the units on the device that the raw queries `q` choose."""
+        valid_B, store = segment.valid_of(), cache.store
+        if not self.topk or not isinstance(store, Offloaded):
+            return cache
+        ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.n_local))
+        chosen = self.choose(q, cache, valid_B, ctx)
+        pages = unit_pages(chosen, store.sizes[2], self.layout, ctx)
+        return dataclasses.replace(cache, store=store.brought_ahead(pages, valid_B, ctx))
+
     def attend_units(
         self,
         new: QKV,
@@ -173,7 +187,9 @@ class InfLLM(Appending):
         if self.topk:
             store, pages = store.brought(pages, valid, ctx, step=alone)
         attention = WindowedAttention(store, begin_B, valid, q.shape[1], self.layout, ctx)
-        if alone:
+        if alone and attention.takes_units(far, chosen):
+            parts = functools.partial(attention.beyond_units, far, chosen)
+        elif alone:
             parts = [attention.beyond(far, pages)]
         else:
             parts = [attention.rest(far, masked=self.far_mask == "exact")]

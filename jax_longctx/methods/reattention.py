@@ -15,7 +15,8 @@ With k = 0 it is the paper's StreamingLLM ablation. The question's last token is
 generated tokens are, unless `last_token_decode` is off.
 
 Cost of a chunk at length L: 2 N T L H operations to rank, plus attention over the fixed scope;
-of a decode step: all keys read once (no values), and the scope. Memory is full attention's.
+of a decode step: all keys read once (no values), and the scope. Memory is full attention's. Under
+`offload="host"` values lie in the host's memory, of which those of the scope are fetched.
 
 Differs from the authors' released code: each row of a batch chooses for itself, scores are float32,
 scores that differ by rounding alone tie, ties go to the lower slot (`parts.voted_keys`), empty
@@ -28,16 +29,18 @@ tiles). `ReAttention.released()` computes what their code computes.
 import dataclasses
 import itertools
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache
+from jax_longctx.caches import AppendCache, Offloaded, Reads, empty_store, pages_of_run
 from jax_longctx.contract import (
     QKV,
     Attended,
+    CacheShape,
     LayerContext,
     Prompt,
     Segment,
@@ -49,7 +52,7 @@ from jax_longctx.contract import (
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts import voted_keys
 from jax_longctx.parts.appending import Appending, least_window
-from jax_longctx.parts.voted_keys import Scope
+from jax_longctx.parts.voted_keys import Listed, Scope
 
 TILE = 128
 # The variant of segments that attend to all cached tokens.
@@ -90,6 +93,7 @@ class ReAttention(Appending):
 
     phase = "both"
     query_aware = looks_ahead = True
+    cannot_offload = None
 
     @property
     def stripes(self) -> bool:
@@ -141,6 +145,24 @@ class ReAttention(Appending):
     def reach(self, config: ModelConfig, tokens: int) -> int:
         return tokens if self.position == "original" else min(tokens, self.scope_size)
 
+    def init_cache(self, shape: CacheShape) -> AppendCache | Offloaded:
+        return empty_store(shape, self.reads)
+
+    @property
+    def reads(self) -> Reads:
+        """What a chunk or step reads: every key to rank them, and the scope's values."""
+        page = voted_keys.page_of_spans(self.span)
+        spans = self.kept if self.count else 0
+        return Reads(
+            page=page,
+            first=self.global_size,
+            newest=self.local_size,
+            chosen=spans * pages_of_run(self.span, page),
+            chunk=self.chunk,
+            apart=False,
+            all_keys=self.count > 0,
+        )
+
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         rows = prompt.rows
         if prompt.stage == "question":
@@ -159,51 +181,65 @@ class ReAttention(Appending):
         )
         return itertools.chain(whole, chunk_segments(rest, self.chunk, "context"))
 
-    def attend(
-        self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
-    ) -> WithCache:
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         part, cache, _ = self.attend_chosen(new, cache, segment, ctx)
         return part, cache
 
     def attend_chosen(
-        self, new: QKV, cache: AppendCache, segment: Segment, ctx: LayerContext
-    ) -> tuple[Attended, AppendCache, Scope]:
+        self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext
+    ) -> tuple[Attended, Any, Scope | Listed]:
         """What `attend` returns, and the scope that `choose` gave it."""
-        q, k, v = new
-        valid_B = segment.valid_of()
+        (q, k, v), valid_B, sizes = new, segment.valid_of(), None
+        rank = segment.variant != WHOLE
+        if rank and self.count and q.shape[1] == 1:
+            # A lone token is not ranked, so its write need not come first. It waits for this read:
+            # else that would be of a copy of all layers' keys.
+            sizes = voted_keys.key_sizes(cache.buffers[0], self.stop(cache.length + valid_B), ctx)
+            length_B, sizes = jax.lax.optimization_barrier((cache.length, sizes))
+            cache = dataclasses.replace(cache, length=length_B)
         cache = cache.append(k, v, valid_B, ctx)
-        scope = self.choose(q, cache, valid_B, ctx, rank=segment.variant != WHOLE)
+        scope = self.choose(q, cache, valid_B, ctx, rank=rank, sizes=sizes)
+        cache = scope.brought_to(cache, valid_B, ctx, step=q.shape[1] == 1)
         part = voted_keys.attend_scope(new, cache, valid_B, scope, ctx, self.position == "original")
         return part, cache, scope
+
+    def stop(self, length: Int[Array, " B"]) -> Int[Array, " B"]:
+        """The local part's first slot, of so many tokens. It and those behind are not ranked."""
+        g, w = self.global_size, self.local_size
+        short = (w - TILE + (length - g - w) % TILE) if self.align == TILE and self.count else w
+        return length - jnp.where(length <= g + w, jnp.maximum(length - g, 0), short)
 
     def choose(
         self,
         q: Float[Array, "B T N H"],
-        cache: AppendCache,
+        cache: AppendCache | Offloaded,
         valid: Int[Array, " B"],
         ctx: LayerContext,
         *,
         rank: bool = True,
-    ) -> Scope:
-        """The scope of the `valid` newest tokens by raw queries."""
-        length, g, w = cache.length, self.global_size, self.local_size
-        short = (w - TILE + (length - g - w) % TILE) if self.align == TILE and self.count else w
-        local_B = jnp.where(length <= g + w, jnp.maximum(length - g, 0), short)
-        stop_B = length - local_B
-        low_BM = high_BM = jnp.zeros((len(length), 0), jnp.int32)
-        if rank and self.count:
-            alone, (_, kv_heads, slots, _) = q.shape[1] == 1, cache.k.shape
-            if alone and self.decode_heads == "scrambled":
-                q = voted_keys.scramble_heads(q, kv_heads, ctx)
-            tile = TILE if self.selector == "tilemax128" and not alone else None
-            where = (q, cache.k, g, stop_B, valid, ctx)
-            named_BTNC = voted_keys.best_keys(*where, count=self.count, tile=tile)
-            slots *= ctx.seq_size
-            centres_BM = voted_keys.most_voted(named_BTNC, slots, self.kept, ctx)
-            low_BM, high_BM = voted_keys.spans_around(centres_BM, self.span, g, stop_B)
-        return Scope(low_BM, high_BM, stop_B, length, g, self.span, w, self.kept)
+        sizes: Float[Array, "B K"] | None = None,
+    ) -> Scope | Listed:
+        """The scope of the `valid` newest tokens by raw queries.
 
-    def read_bytes(self, cache: AppendCache, length: int) -> int:
+        Args:
+          sizes: what `voted_keys.key_sizes` gives for the cache, where the caller has it.
+        """
+        length, g, w = cache.length, self.global_size, self.local_size
+        stop_B = self.stop(length)
+        if not rank or not self.count:
+            none = jnp.zeros((len(length), 0), jnp.int32)
+            return Scope(none, none, stop_B, length, g, self.span, w, self.kept)
+        alone, (_, kv_heads, *_) = q.shape[1] == 1, cache.sizes
+        if alone and self.decode_heads == "scrambled":
+            q = voted_keys.scramble_heads(q, kv_heads, ctx)
+        tile = TILE if self.selector == "tilemax128" and not alone else None
+        where = (q, cache.buffers[0], g, stop_B, valid, ctx)
+        named_BTNC = voted_keys.best_keys(*where, count=self.count, tile=tile, sizes=sizes)
+        parts = dict(kept=self.kept, span=self.span, global_size=g, local_size=w)
+        return voted_keys.voted_scope(named_BTNC, stop_B, cache, ctx, **parts)
+
+    def read_bytes(self, cache: AppendCache | Offloaded, length: int) -> int:
         # All keys are ranked, empty slots too; the scope's keys and values are gathered.
-        attended = 2 * min(length, self.scope_size) * cache.k.nbytes // cache.k.shape[2]
-        return attended + (cache.k.nbytes if self.count else 0)
+        attended = min(length, self.scope_size) * cache.nbytes // cache.sizes[2]
+        # Half of the store's bytes are keys.
+        return attended + (cache.nbytes // 2 if self.count else 0)

@@ -283,12 +283,22 @@ class Layer(nnx.Module):
         attend: Attend,
         products: Products = PLAIN,
     ) -> tuple[Array, Any]:
+        x_BTD, cache = self.attended(x_BTD, cache, attend, products)
+        return self.transformed(x_BTD, products), cache
+
+    def attended(
+        self, x_BTD: Array, cache: Any, attend: Attend, products: Products
+    ) -> tuple[Array, Any]:
+        """The layer's first half, and its cache."""
         with jax.named_scope("attention"):
             q, k, v = self.attn.project(self.attn_norm, x_BTD, products)
             out_BTNH, cache = attend(q, k, v, cache)
-            x_BTD = x_BTD + self.attn.output(out_BTNH, products)
+            return x_BTD + self.attn.output(out_BTNH, products), cache
+
+    def transformed(self, x_BTD: Array, products: Products) -> Array:
+        """The second half: the MLP."""
         with jax.named_scope("mlp"):
-            return x_BTD + self.mlp(self.mlp_norm, x_BTD, products), cache
+            return x_BTD + self.mlp(self.mlp_norm, x_BTD, products)
 
 
 class Llama(nnx.Module):

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.contract import LayerContext
 from jax_longctx.parts.page_digests import PageDigests
-from jax_longctx.parts.voted_keys import best_keys, score_tolerance
+from jax_longctx.parts.voted_keys import best_keys, key_sizes, score_tolerance
 from pallas_kernels.page_scores import page_scores
 from pallas_kernels.plane import part_of
-from pallas_kernels.topk_scores import merge_topk, tied_top_k
+from pallas_kernels.topk_scores import merge_topk, tied_places
 
 
 def best_pages(
@@ -42,13 +42,14 @@ def best_pages(
     low = high if digests.low is None else part_of(digests.low)
     pages = high.shape[2]
     own = ctx.slots(pages, page)
-    allowed_BN = score_tolerance(q, digests.high, stop, ctx, page)[:, 0]
+    sizes = key_sizes(digests.high, stop, ctx, page)
+    allowed_BN = score_tolerance(q, sizes, high.dtype)[:, 0]
     scores_BNP = page_scores(q[:, 0], high, low, own.below(jnp.where(valid > 0, stop, 0)))
     page_P = own.at(jnp.arange(pages))
     scores_BNP = jnp.where(page_P < start, -jnp.inf, scores_BNP)
-    values_BNC, at_BNC = tied_top_k(scores_BNP, min(count, pages), allowed_BN)
-    pages_BNC = jnp.where(values_BNC > -jnp.inf, page_P[at_BNC], -1)
+    values_BNC, pages_BNC = tied_places(scores_BNP, min(count, pages), allowed_BN)
     if ctx.seq_size > 1:
+        pages_BNC = jnp.where(pages_BNC < 0, -1, own.at(pages_BNC))
         values_BNE, pages_BNE = (ctx.gather_seq(x, -1) for x in (values_BNC, pages_BNC))
         _, pages_BNC = merge_topk(values_BNE, pages_BNE, count, allowed_BN)
     return pages_BNC[:, None]

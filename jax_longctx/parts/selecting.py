@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_longctx.caches import (
     AppendCache,
     Branched,
+    Offloaded,
     Reads,
     Rewinding,
     Store,
@@ -173,7 +174,11 @@ class Selecting(Appending):
         if shape.layer < self.skip_layers or shape.window is not None:
             # It is read whole, so it stays on the device.
             return super().init_cache(shape)
-        store = empty_store(shape, self.reads(shape))
+        return self.empty_selective(shape, self.reads(shape))
+
+    def empty_selective(self, shape: CacheShape, reads: Reads) -> SelectiveCache:
+        """An empty cache with digests of pages, whose store is read so."""
+        store = empty_store(shape, reads)
         pages = shape.slots // self.page_size
         keys = (shape.batch, shape.num_kv_heads, pages, self.page_size, shape.head_dim)
         held = jax.ShapeDtypeStruct((shape.batch, pages, self.page_size), jnp.bool_)
@@ -208,6 +213,18 @@ class Selecting(Appending):
         part, store = super().attend(new, cache.store, segment, ctx)
         cache = dataclasses.replace(cache, store=store, prompt=store.length)
         return part, self.refreshed(cache, past_B, new[0].shape[1], ctx)
+
+    def bring_ahead(
+        self, q: Float[Array, "B 1 N H"], cache: Any, segment: Segment, ctx: LayerContext
+    ) -> Any:
+        """The cache with the pages on the device that the raw queries `q` choose."""
+        if not isinstance(getattr(cache, "store", None), Offloaded):
+            return cache
+        store = cache.store
+        q = ctx.rotate(q, store.position[:, None])
+        lists = self.choose(q, cache, self.selectable(store, ctx), ctx)
+        store = store.brought_ahead(lists.pages, segment.valid_of(), ctx)
+        return dataclasses.replace(cache, store=store)
 
     def adopt(
         self, cache: Any, ctx: LayerContext, queries: Float[Array, "B N H"] | None = None
@@ -254,12 +271,17 @@ class Selecting(Appending):
         store = cache.store.append(k, v, segment.valid_of(), ctx)
         return q, k, self.refreshed(dataclasses.replace(cache, store=store), past_B, 1, ctx)
 
-    def refreshed(self, cache: Any, past: Array, added: int, ctx: LayerContext) -> Any:
+    def refreshed(
+        self, cache: Any, past: Array, added: int, ctx: LayerContext, after: Any = None
+    ) -> Any:
         """The cache with up-to-date digests, after at most `added` tokens behind slot `past`.
 
         The pages that the tokens touch are summarised anew from their keys. That costs little more
         than the tokens' own keys, needs no state of a half-filled page, and is right after a
         rewind. A page's slots lie together on one shard.
+
+        Args:
+          after: what is made of the digests as they were, before these are written.
         """
         if cache.digests is None:
             return cache
@@ -267,7 +289,7 @@ class Selecting(Appending):
             # Of rows that share a context, pages of their own alone.
             parts = {"store": cache.store.own, "digests": cache.digests.own}
             past = past - cache.store.split
-            own = self.refreshed(dataclasses.replace(cache, **parts), past, added, ctx)
+            own = self.refreshed(dataclasses.replace(cache, **parts), past, added, ctx, after)
             return dataclasses.replace(cache, digests=cache.digests.with_own(own.digests))
         store, page = cache.store, self.page_size
         batch, heads, slots, width = store.sizes
@@ -282,13 +304,16 @@ class Selecting(Appending):
         held_BM = slot_BM < store.held(ctx)[:, None]
         new = self.summarise(keys_BKPZH, held_BM.reshape(-1, touched, page))
         count_B = jnp.full_like(first_B, touched)
+        digests = cache.digests
+        if after is not None:
+            digests, _ = jax.lax.optimization_barrier((digests, after))
 
         def write(old: Any, new: Array) -> Any:
             if new.ndim == 3:
                 return write(old[..., None], new[..., None])[..., 0]
             return write_rows(old, jnp.swapaxes(new, 1, 2), first_B, count_B)
 
-        digests = jax.tree.map(write, cache.digests, new, is_leaf=lambda x: isinstance(x, Plane))
+        digests = jax.tree.map(write, digests, new, is_leaf=lambda x: isinstance(x, Plane))
         return dataclasses.replace(cache, digests=digests)
 
     def attend_selected(
@@ -503,7 +528,7 @@ class SelectingPages(Selecting):
             together=together,
             shared=shared,
         )
-        if together:
+        if together and (shared is not None or isinstance(cache.store, Offloaded)):
             return jnp.broadcast_to(lists, (len(lists), cache.store.sizes[1], most))
         return lists
 

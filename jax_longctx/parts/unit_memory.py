@@ -35,7 +35,7 @@ from jax_longctx.parts.voted_keys import tie_tolerance
 from jax_longctx.sharding import axes_field
 from pallas_kernels.common import quotient
 from pallas_kernels.plane import Plane, part_of
-from pallas_kernels.topk_scores import tied_top_k
+from pallas_kernels.topk_scores import best_of_sums, entries_to_sum, tied_places
 
 # Each shard's capacity is a multiple of it.
 GRANULE = 128
@@ -175,8 +175,14 @@ def best_units(
     representatives that differ by rounding alone, so close products tie (`voted_keys`).
     """
     # A fused multiply and sum: a matmul of mixed dtypes would copy the representatives.
-    wide = part_of(units).astype(jnp.float32)
-    scores_BXP = jnp.sum(query.astype(jnp.float32)[:, :, None] * wide, -1)
+    wide, number = part_of(units).astype(jnp.float32), min(count, units.shape[2])
+    query = query.astype(jnp.float32)[:, :, None]
+    entries = entries_to_sum(len(query), units.shape[2], number)
+    if entries is not None and not each_head and ctx.seq_size * ctx.head_shards == 1:
+        spare = (0, 0), (0, 0), (0, entries - units.shape[2]), (0, 0)
+        scores_BNE = jnp.sum(query * jnp.pad(wide, spare), -1)
+        return best_of_sums(scores_BNE, packed, number, tie_tolerance(units.dtype))[1][:, None]
+    scores_BXP = jnp.sum(query * wide, -1)
     if not each_head:
         scores_BXP = ctx.psum_heads(jnp.sum(scores_BXP, axis=1, keepdims=True))
     ids_P = ctx.seq_offset(units.shape[2]) + jnp.arange(units.shape[2])
@@ -185,11 +191,12 @@ def best_units(
     usual_BX = jnp.sqrt(squares_BX / jnp.maximum(packed, 1)[:, None])
     tolerance_BX = tie_tolerance(units.dtype) * usual_BX
     scores_BXP = jnp.where(held_B1P, scores_BXP, -jnp.inf)
-    values, at = tied_top_k(scores_BXP, min(count, units.shape[2]), tolerance_BX)
-    ids_BXC = ids_P[at]
+    values, at = tied_places(scores_BXP, number, tolerance_BX)
+    ids_BXC = at if ctx.seq_size == 1 else ids_P[jnp.maximum(at, 0)]
     if ctx.seq_size > 1 and count:
         # Shards in order: of equals the older unit still comes first.
         values, ids = ctx.gather_seq(values, -1), ctx.gather_seq(ids_BXC, -1)
-        values, at = tied_top_k(values, min(count, values.shape[-1]), tolerance_BX)
-        ids_BXC = jnp.take_along_axis(ids, at, axis=-1)
-    return jnp.where(values > -jnp.inf, ids_BXC, -1)
+        values, at = tied_places(values, min(count, values.shape[-1]), tolerance_BX)
+        ids_BXC = jnp.take_along_axis(ids, jnp.maximum(at, 0), axis=-1)
+        ids_BXC = jnp.where(at < 0, -1, ids_BXC)
+    return ids_BXC

@@ -6,13 +6,15 @@ ReAttention, section 2.2:
 2. `most_voted`: each naming is one vote; the keys of most votes stay, ties to the lower slot;
 3. `spans_around`: the union of the spans of slots around these keys, ascending;
 4. `Scope`: these spans between the first slots and the newest tokens; each shard lists its part;
+   `voted_scope` does steps 2 to 4; of a lone token a GPU lists the slots in one launch (`Listed`);
 5. `attend_scope`: keys are cached before rotary embedding and rotated to their places in the scope.
    Every shard attends to its part of the scope, and the parts are merged by log-sum-exp.
 
 All heads of a row share one selection; every row and layer has its own. A chunk's votes are counted
 in an array of the cache's length. A single token's few votes are compared with each other, at a
 cost that does not depend on the length. For 32 heads, k = 4 and 131,072 slots, steps 2 and 3 take
-80 us for a chunk of 512 and 16 us for a token on an H200.
+16 us for a token on an H200. For a chunk of 512 they took 80, of which the sort of all slots was
+60; two kernels have taken the place of this sort (`_best_by_page`) and are not timed there yet.
 
 Ties. A key before rotary embedding does not depend on its position. In the first layer it depends
 on its token alone, so equal tokens have equal keys. Their computed keys differ by rounding: a
@@ -44,23 +46,29 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache, lines_of, read_lines
+from jax_longctx.caches import AppendCache, Offloaded, lines_of, read_lines
 from jax_longctx.contract import QKV, Attended, LayerContext, OwnSlots, SlotLayout, rope_angles
 from pallas_kernels.common import AnyCache, block_of, merge
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import platform
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.quantised import Quantised
-from pallas_kernels.select_large_k import select_large_k
+from pallas_kernels.select_large_k import in_one_launch, select_large_k
 from pallas_kernels.topk_scores import merge_topk, topk_scores
+from pallas_kernels.voted_slots import most_voted as most_voted_of_few
+from pallas_kernels.voted_slots import spans_around, takes_votes, upto, voted_slots
 
 # The text's first slots, by whose keys the size of a key is estimated.
 _SAMPLE = 128
 _LAST = jnp.iinfo(jnp.int32).max
 # Slots of a page and entries of a block, where votes are counted by matmul.
 _LANES, _VOTES = 128, 4096
+# The sizes of a page that spans are fetched by: few tokens cost what more of them do.
+_LEAST_PAGE, _MOST_PAGE = 16, 128
 # From so many slots on the pages are ranked first.
 _MANY = 2**18
+# Added to numbers of votes: the least float32 whose next one is 1 above it.
+_BASE = 2**23
 
 
 def tie_tolerance(dtype: jnp.dtype) -> float:
@@ -79,6 +87,7 @@ def best_keys(
     count: int,
     tile: int | None = None,
     page: int = 1,
+    sizes: Float[Array, "B K"] | None = None,
 ) -> Int[Array, "B T N C"]:
     """Global slots of each query's `count` best keys in start <= s < stop[b]; then -1.
 
@@ -86,10 +95,18 @@ def best_keys(
     slots in blocks. Tokens beyond valid[b] name none. Scores that differ by at most
     `score_tolerance` tie. With `page` keys stand for pages of so many slots, and so do `start`,
     `stop` and the result.
+
+    Args:
+      sizes: what `key_sizes` gives, where the caller has it.
     """
-    own = ctx.slots(k.shape[2], page)
-    allowed = score_tolerance(q, k, stop, ctx, page)
-    rank = functools.partial(topk_scores, tolerance=allowed, valid=valid)
+    own, alone = ctx.slots(k.shape[2], page), q.shape[1] == 1
+    if sizes is None:
+        sizes = key_sizes(k, stop, ctx, page)
+    allowed = score_tolerance(q, sizes, k.dtype)
+    if alone:
+        # Nothing is masked behind the kernel, which would be a launch.
+        stop = jnp.where(valid > 0, stop, 0)
+    rank = functools.partial(topk_scores, tolerance=allowed, valid=None if alone else valid)
     first_B, end_B = jnp.broadcast_to(own.below(jnp.int32(start)), stop.shape), own.below(stop)
     lists = []
     if ctx.seq_size > 1 and tile is not None:
@@ -109,26 +126,30 @@ def best_keys(
     return merge_topk(values, slots, count, allowed)[1]
 
 
-def score_tolerance(
-    q: Float[Array, "B T N H"],
-    k: AnyCache,
-    stop: Int[Array, " B"],
-    ctx: LayerContext,
-    page: int = 1,
-) -> Float[Array, "B T N"]:
-    """The largest difference of two scores that is a tie (see the module), for each query.
-
-    |k| is the root mean square of the text's first keys: all keys would cost a second read.
-    """
+def key_sizes(
+    k: AnyCache, stop: Int[Array, " B"], ctx: LayerContext, page: int = 1
+) -> Float[Array, "B K"]:
+    """The root mean square of the text's first keys before `stop`: all would cost a second read."""
     slots = ctx.slots(k.shape[2], page).at(jnp.arange(min(_SAMPLE, k.shape[2])))
     number_B = jnp.clip(stop, 1, _SAMPLE)
     held_BS = slots < number_B[:, None]
     keys = jnp.where(held_BS[:, None, :, None], block_of(k, 0, len(slots)).astype(jnp.float32), 0.0)
     squares_BK = ctx.psum_seq(jnp.sum(keys**2, axis=(2, 3)))
-    size_BK = jnp.sqrt(squares_BK / (number_B[:, None] * k.shape[3]))
-    size_BN = jnp.repeat(size_BK, q.shape[2] // k.shape[1], axis=1)
-    length_BTN = jnp.linalg.norm(q.astype(jnp.float32), axis=-1)
-    return tie_tolerance(k.dtype) * size_BN[:, None] * length_BTN
+    return jnp.sqrt(squares_BK / (number_B[:, None] * k.shape[3]))
+
+
+def score_tolerance(
+    q: Float[Array, "B T N H"], sizes: Float[Array, "B K"], dtype: jnp.dtype
+) -> Float[Array, "B T N"]:
+    """The largest difference of two scores that is a tie (see the module), for each query.
+
+    Args:
+      sizes: the size of a usual number of a key, as `key_sizes` has it.
+      dtype: of the keys.
+    """
+    size_BN = tie_tolerance(dtype) * jnp.repeat(sizes, q.shape[2] // sizes.shape[1], axis=1)
+    # Multiplied before the sum: XLA for GPUs makes a kernel of its own of what follows a sum.
+    return jnp.linalg.norm(q.astype(jnp.float32) * size_BN[:, None, :, None], axis=-1)
 
 
 def _best_of_tiles(
@@ -172,15 +193,59 @@ def most_voted(
     They ascend, with -1 last; those of a lone token are in any order, among as many as it names.
     """
     if named.shape[1] == 1:
-        return _most_voted_of_few(ctx.gather_heads(named, axis=2), kept)
+        every = ctx.gather_heads(named, axis=2)
+        return most_voted_of_few(every.reshape(len(named), -1), kept)
     votes_BS = ctx.psum_heads(_tally(named.reshape(named.shape[0], -1), slots))
     if platform() == "tpu":
         ranked_BS = jnp.where(votes_BS > 0, votes_BS.astype(jnp.float32), -jnp.inf)
         return select_large_k(ranked_BS, kept, size=kept)
-    # On an H200 `select_large_k` takes 0.41 ms, a launch for each counting pass; this takes 0.06.
+    page = _page_size(slots, min(kept, slots), named.size)
+    if page is not None:
+        return _best_by_page(votes_BS, min(kept, slots), page)
+    # On an H200 `select_large_k` takes 0.41 ms for so many slots, a launch for each counting pass;
+    # this takes 0.06.
     most_BM, slots_BM = _most(votes_BS, min(kept, slots))
     ascending_BM = jnp.sort(jnp.where(most_BM > 0, slots_BM, _LAST), axis=-1)
     return jnp.where(ascending_BM == _LAST, -1, ascending_BM)
+
+
+def _page_size(slots: int, kept: int, votes: int) -> int | None:
+    """Slots of a page of `_best_by_page`, 1 for none; None where it is not to be taken.
+
+    It is for devices that list the best of a short row by one kernel.
+    """
+    if votes >= _BASE:
+        return None
+    if in_one_launch(slots, kept):
+        return 1
+    sizes = [
+        2**i
+        for i in range(1, slots.bit_length())
+        if slots % 2**i == 0 and all(in_one_launch(x, kept) for x in (slots >> i, kept << i))
+    ]
+    return min(sizes, key=lambda size: slots // size + kept * size, default=None)
+
+
+def _best_by_page(votes: Int[Array, "B S"], kept: int, page: int) -> Int[Array, "B M"]:
+    """The `kept` slots of most votes, ascending, then -1; two kernels list them.
+
+    They lie in the `kept` pages that rank first by their most votes, then by their number: each
+    page that ranks before a slot's own holds a slot that ranks before it.
+    """
+    # From `_BASE` on the numbers of float32 are the whole numbers: those of the votes are
+    # neighbours, and a search among the bits is short.
+    ranked_BS = jnp.where(votes > 0, votes.astype(jnp.float32) + _BASE, -jnp.inf)
+    best = functools.partial(select_large_k, k=kept, size=kept, least=_BASE + 1.0)
+    if page == 1:
+        return best(ranked_BS)
+    pages_BPZ = ranked_BS.reshape(len(votes), -1, page)
+    first_BM = best(jnp.max(pages_BPZ, axis=-1))
+    listed_BMZ = jnp.take_along_axis(pages_BPZ, jnp.maximum(first_BM, 0)[..., None], axis=1)
+    listed_BMZ = jnp.where(first_BM[..., None] >= 0, listed_BMZ, -jnp.inf)
+    # Ascending pages: ties go to the lower slot.
+    at_BM = best(listed_BMZ.reshape(len(votes), -1))
+    page_BM = jnp.take_along_axis(first_BM, jnp.maximum(at_BM, 0) // page, axis=1)
+    return jnp.where(at_BM < 0, -1, page_BM * page + at_BM % page)
 
 
 def _most(votes: Int[Array, "B S"], count: int) -> tuple[Int[Array, "B M"], Int[Array, "B M"]]:
@@ -230,42 +295,9 @@ def _tally(named: Int[Array, "B E"], slots: int) -> Int[Array, "B S"]:
     return votes_BPZ.reshape(batch, -1)[:, :slots].astype(jnp.int32)
 
 
-def _most_voted_of_few(named: Int[Array, "B T N C"], kept: int) -> Int[Array, "B E"]:
-    """`most_voted` by comparing each of E = T N C votes with each; in the votes' order."""
-    slot_BE = named.reshape(named.shape[0], -1)
-    slot, rival = slot_BE[:, :, None], slot_BE[:, None, :]
-    entry_E = jnp.arange(slot_BE.shape[1])
-    votes_BE = jnp.sum(slot == rival, axis=-1)
-    repeats_BE = jnp.any((slot == rival) & (entry_E < entry_E[:, None]), axis=-1)
-    some_BE = (slot_BE >= 0) & ~repeats_BE
-    more = votes_BE[:, None, :] > votes_BE[:, :, None]
-    same = votes_BE[:, None, :] == votes_BE[:, :, None]
-    ahead = some_BE[:, None, :] & (more | (same & (rival < slot)))
-    return jnp.where(some_BE & (jnp.sum(ahead, axis=-1) < kept), slot_BE, -1)
-
-
-def spans_around(
-    centres: Int[Array, "B M"], span: int, start: int, stop: Int[Array, " B"]
-) -> tuple[Int[Array, "B M"], Int[Array, "B M"]]:
-    """The union of the spans around different centres, within start <= s < stop[b].
-
-    A span is the `span // 2` slots before its centre, the centre, and those after it.
-
-    Returns:
-      (low, high): the slots low <= s < high of each centre that no lower one has; none for a centre
-      of -1.
-    """
-    begin_BM = centres - span // 2
-    # Spans of equal size: of the lower ones the next reaches farthest. By comparison, in any order:
-    # one kernel.
-    before_BM = jnp.max(
-        centres[:, None], 2, where=centres[:, None] < centres[:, :, None], initial=-1
-    )
-    taken_BM = jnp.minimum(before_BM - span // 2 + span, stop[:, None])
-    taken_BM = jnp.where(before_BM < 0, start, jnp.maximum(taken_BM, start))
-    low_BM = jnp.maximum(begin_BM, taken_BM)
-    high_BM = jnp.minimum(begin_BM + span, stop[:, None])
-    return low_BM, jnp.where(centres < 0, low_BM, high_BM)
+def page_of_spans(span: int) -> int:
+    """The size of a page by which spans of `span` slots are fetched: at most a span, but for 16."""
+    return max(_LEAST_PAGE, min(2 ** (span.bit_length() - 1), _MOST_PAGE))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,11 +337,24 @@ class Scope:
     def listed(self) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
         """(slots, number): the number[b] slots of each row, then -1; C = `most`."""
         every = SlotLayout().of_shard(_LAST, 1, 0)
-        slots_BC, _, number_B = self.own(every, jnp.zeros_like(self.length))
+        slots_BC, _, number_B = self.own(every)
         return slots_BC, number_B
 
+    def brought_to(
+        self,
+        store: AppendCache | Offloaded,
+        valid: Int[Array, " B"],
+        ctx: LayerContext,
+        *,
+        step: bool,
+    ) -> Any:
+        """The store with the kept spans on the device (`AppendCache.brought_runs`)."""
+        if not self.low.shape[1]:
+            return store
+        return store.brought_runs(self.low, self.high, self.span, valid, ctx, step=step)
+
     def own(
-        self, shard: OwnSlots, but_last: Int[Array, " B"]
+        self, shard: OwnSlots, but_last: Int[Array, " B"] | None = None
     ) -> tuple[Int[Array, "B Y"], Int[Any, "#B Y"], Int[Array, " B"]]:
         """The part that a shard holds, each row's newest `but_last[b]` tokens left out.
 
@@ -321,7 +366,7 @@ class Scope:
           is entry place[b, i] of the scope. On one shard places are numpy's.
         """
         index_Y = np.arange(min(self.most, shard.size))
-        end_B = self.length - but_last
+        end_B = self.length if but_last is None else self.length - but_last
         first_B = jnp.minimum(end_B, self.global_size)
         ends = shard.below(first_B), shard.below(self.stop), shard.below(end_B)
         own_first_B1, own_stop_B1, own_end_B1 = (x[:, None] for x in ends)
@@ -329,7 +374,7 @@ class Scope:
         inner_BY = index_Y - own_first_B1
         own_kept_B1, shift_BY, moved_BY = 0, 0, 0
         if self.low.shape[1]:
-            ends_BM = _upto(low_BM, high_BM)
+            ends_BM = upto(low_BM, high_BM)
             own_kept_B1 = jnp.sum(high_BM - low_BM, axis=-1, keepdims=True)
             # What takes an entry to its slot: that of the first span that ends behind it, and they
             # ascend with the spans.
@@ -338,7 +383,7 @@ class Scope:
             shift_BY = jnp.min((high_BM - ends_BM)[:, None], 2, where=behind_BYM, initial=_LAST)
             if shard.shards > 1:
                 # And what takes a slot to its place among the kept ones; these descend.
-                gone_BM = _upto(self.low, self.high) - self.high
+                gone_BM = upto(self.low, self.high) - self.high
                 moved_BY = jnp.max(gone_BM[:, None], 2, where=behind_BYM, initial=-_LAST)
         kept_BY = inner_BY < own_kept_B1
         last_BY = inner_BY - own_kept_B1 + own_stop_B1
@@ -356,41 +401,107 @@ class Scope:
         return jnp.where(index_Y < count_B1, local_BY, -1), place, count_B1[:, 0]
 
 
-def _upto(low: Int[Array, "B M"], high: Int[Array, "B M"]) -> Int[Array, "B M"]:
-    """Slots of the spans up to each, itself included, in the order of the spans' first ones.
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    """The scope of a lone token as a list, on one shard.
 
-    By comparison: one kernel, where a sort and a cumulative sum are several.
+    Attributes:
+      slots: number[b] slots of each row, ascending, then -1.
+      most: slots at most.
     """
-    upto = low[:, None] <= low[:, :, None]
-    return jnp.sum(jnp.where(upto, (high - low)[:, None], 0), axis=-1)
+
+    slots: Int[Array, "B C"]
+    number: Int[Array, " B"]
+    most: int
+
+    def listed(self) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
+        """(slots, number), as `Scope.listed`."""
+        return self.slots, self.number
+
+    def brought_to(
+        self,
+        store: AppendCache | Offloaded,
+        valid: Int[Array, " B"],
+        ctx: LayerContext,
+        *,
+        step: bool,
+    ) -> Any:
+        """As `Scope.brought_to`; `voted_scope` lists only where all slots are on the device."""
+        return store
+
+    def own(
+        self, shard: OwnSlots, but_last: Int[Array, " B"] | None = None
+    ) -> tuple[Int[Array, "B C"], Int[Any, "1 C"], Int[Array, " B"]]:
+        """As `Scope.own` of the whole scope."""
+        assert shard.shards == 1 and but_last is None
+        return self.slots, np.arange(self.slots.shape[1])[None], self.number
+
+
+def voted_scope(
+    named: Int[Array, "B T N C"],
+    stop: Int[Array, " B"],
+    store: AppendCache | Offloaded,
+    ctx: LayerContext,
+    *,
+    kept: int,
+    span: int,
+    global_size: int,
+    local_size: int,
+    page: int = 1,
+) -> "Scope | Listed":
+    """The scope whose spans lie around the `kept` most named slots, or pages' middles.
+
+    Args:
+      named: global slots, or pages of `page` slots; -1 for none.
+      local_size: the most slots of the last part, which begins at `stop`.
+    """
+    length, slots = store.length, store.sizes[2]
+    # What is fetched is fetched by spans.
+    listed = not isinstance(store, Offloaded)
+    if named.shape[1] == 1 and ctx.seq_size == 1 and listed:
+        votes_BE = ctx.gather_heads(named, axis=2).reshape(len(named), -1)
+        most = global_size + min(votes_BE.shape[1], kept) * span + local_size
+        # Whole lines of threads write it.
+        size = -(-min(most, slots) // _LANES) * _LANES
+        if takes_votes(votes_BE.shape[1], size):
+            how = dict[str, Any](kept=kept, span=span, first=global_size, page=page)
+            found = voted_slots(votes_BE, stop, length, slots=slots, size=size, **how)
+            return Listed(*found, most)
+    pages_BM = most_voted(named, slots * ctx.seq_size // page, kept, ctx)
+    centres_BM = jnp.where(pages_BM < 0, -1, pages_BM * page + page // 2)
+    spans = spans_around(centres_BM, span, global_size, stop)
+    return Scope(*spans, stop, length, global_size, span, local_size, kept)
 
 
 def attend_scope(
     new: QKV,
-    cache: AppendCache,
+    store: AppendCache | Offloaded,
     valid: Int[Array, " B"],
-    scope: Scope,
+    scope: Scope | Listed,
     ctx: LayerContext,
     original: bool,
 ) -> Attended:
-    """Attention of the cache's newest `valid[b]` tokens, the scope's last, causal among them.
+    """Attention of the store's newest `valid[b]` tokens, the scope's last, causal among them.
 
     Args:
       new: the newest tokens', before rotary embedding.
+      store: the scope's spans have been brought to it.
       original: keys and queries stand at their slots instead.
     """
     q, k, v = new
-    alone, own = q.shape[1] == 1, ctx.slots(cache.k.shape[2])
+    alone, own = q.shape[1] == 1, ctx.slots(store.sizes[2])
     # A chunk attends to itself separately; a lone token is read from the cache with the others.
-    slots_BX, key_BX, read_B = scope.own(own, jnp.zeros_like(valid) if alone else valid)
+    slots_BX, key_BX, read_B = scope.own(own) if alone else scope.own(own, valid)
     if original:
-        key_BX, begin_B = own.at(slots_BX), cache.length - valid
+        key_BX, begin_B = own.at(slots_BX), store.length - valid
     else:
         begin_B = scope.number - valid
         # A rotary base that follows the length must follow the scope's, which bounds positions.
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, scope.most))
-    keys = rotated_lines(cache.k, slots_BX, key_BX, ctx)
-    values = read_lines(cache.v, slots_BX[:, None])
+    (keys, values), (keys_B1X, values_B1X) = store.buffers, store.located(slots_BX[:, None])
+    # Decode attention reads no further than the number; zeros there would take a launch.
+    keys = rotated_lines(keys, keys_B1X[:, 0], key_BX, ctx, blank=not alone)
+    values = read_lines(values, values_B1X, blank=not alone)
     at_BT = begin_B[:, None] + jnp.arange(q.shape[1])
     q = ctx.rotate(q, at_BT)
     if alone:
@@ -407,17 +518,19 @@ def rotated_lines(
     ctx: LayerContext,
     *,
     but_last: int = 0,
+    blank: bool = True,
 ) -> Float[Array, "B K X H"]:
     """The keys in this shard's `slots` for all heads, rotated to `positions`; zeros for -1.
 
     Args:
       but_last: the last so many are not rotated.
+      blank: without it any key for -1.
     """
     turned_X1 = (np.arange(slots.shape[1]) < slots.shape[1] - but_last)[:, None]
     if platform() == "tpu" or isinstance(buffer, Quantised):
         # Half lines have another layout there: the cache would be copied. And 8 bits are turned
         # into numbers first.
-        lines = read_lines(buffer, slots[:, None])
+        lines = read_lines(buffer, slots[:, None], blank=blank)
         turned = jnp.swapaxes(ctx.rotate(jnp.swapaxes(lines, 1, 2), positions), 1, 2)
         return jnp.where(turned_X1, turned, lines) if but_last else turned
     # A channel's partner is in the line's other half: two reads of half lines, then elementwise
@@ -434,5 +547,6 @@ def rotated_lines(
         cos, sin = jnp.where(turned_X1, cos, 1.0), jnp.where(turned_X1, sin, 0.0)
     cos, sin = (x[:, None, :, None] for x in (cos, sin))
     turned = own * cos + partner * (sin * np.array([[-1.0], [1.0]], np.float32))
-    turned = jnp.where((slots >= 0)[:, None, :, None, None], turned, 0)
+    if blank:
+        turned = jnp.where((slots >= 0)[:, None, :, None, None], turned, 0)
     return turned.astype(buffer.dtype).reshape(*turned.shape[:3], head_dim)  # [B, K, X, H]

@@ -27,6 +27,7 @@ Every shard of the slots attends to its own part of each; keys are not sent.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -55,7 +56,11 @@ from pallas_kernels.decode_attention import (
     decode_logits,
 )
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
-from pallas_kernels.sparse_decode_attention import sparse_decode_attention
+from pallas_kernels.sparse_decode_attention import (
+    Around,
+    sparse_decode_attention,
+    takes_around,
+)
 
 Score = Literal["mass", "logit"]
 
@@ -77,6 +82,9 @@ class Run(NamedTuple):
     first: Array
     number: Array
 
+
+# Attentions to be merged with the window's, or what merges that with them.
+Others = list[Attended] | Callable[[Attended], Attended]
 
 # This shard's amounts [B, N, X] of tokens first[b], first[b] + 1, ..., of which number[b] count.
 Seen = tuple[Float[Array, "B N X"], Int[Array, " B"], Int[Array, " B"]]
@@ -169,6 +177,36 @@ class WindowedAttention:
         out, lse = sparse_decode_attention(q, *self.store.buffers, pages, *span, **how)
         return out, lse
 
+    def takes_units(self, q: Float[Array, "B 1 N H"], chosen: Int[Array, "B X C"]) -> bool:
+        """Whether `beyond_units` can run: on one GPU, for one list of units that are pages."""
+        store, page = self.store, self._page
+        if isinstance(store, Offloaded) or self.ctx.seq_size > 1 or page != self.layout.block:
+            return False
+        one = chosen.shape[1] == 1 and chosen.shape[2] > 0
+        return one and takes_around(q, store.k, chosen, page, False)
+
+    def beyond_units(
+        self, q: Float[Array, "B 1 N H"], chosen: Int[Array, "B 1 C"], near: Attended
+    ) -> Attended:
+        """`beyond` by the chosen units themselves, merged with the window's attention.
+
+        What lies around the units is read in the same launch, and one launch merges all parts.
+        """
+        layout, store = self.layout, self.store
+        end_B = jnp.maximum(self.begin + 1 - layout.window, 0)
+        start_B = jnp.minimum(end_B, layout.sinks)
+        # Behind the last unit less than another one is left, or just one.
+        stop_B = jnp.minimum(layout.sinks + layout.units(self.begin) * layout.block, end_B)
+        out, lse = sparse_decode_attention(
+            *(q, store.k, store.v, chosen, start_B, stop_B),
+            page_size=self._page,
+            scale=self.ctx.scale,
+            around=Around(end_B, layout.sinks, layout.block),
+            first_page=layout.sinks // self._page,
+            beside=near,
+        )
+        return out, lse
+
     def units(self, q: Float[Array, "B T N H"], chosen: Int[Array, "B X E"]) -> Attended:
         """Attention to the chosen units' pages; X = 1 list for all heads, or N lists."""
         batch, queries, heads, _ = q.shape
@@ -200,13 +238,14 @@ class WindowedAttention:
         return jnp.where(pages == _LAST, -1, pages)
 
     def near(
-        self, new: QKV, others: list[Attended], score: Score, ring: Float[Array, "B N M"]
+        self, new: QKV, others: Others, score: Score, ring: Float[Array, "B N M"]
     ) -> tuple[Attended, Float[Array, "B N M"], Packed]:
         """Attention to the window, merged with this shard's `others`, the updated ring, and what
         the units that the new tokens may complete are packed from.
 
         Args:
           new: the new tokens', before rotary embedding.
+          others: of a lone token also what merges the window's attention with the others.
         """
         q, k, v = new
         if q.shape[1] == 1:
@@ -221,6 +260,7 @@ class WindowedAttention:
         run = run._replace(k=jnp.swapaxes(near, 1, 2))
         at_BT = jnp.broadcast_to(window + jnp.arange(q.shape[1]), q.shape[:2])
         new = self.ctx.rotate(q, at_BT), self.ctx.rotate(k, at_BT), v
+        assert not callable(others)
         part, seen, own = self._chunk(new, run, back_BX, others, score)
         keys = read_keys(self.store, self._leaving()[:, None])
         return part, *self._kept(ring, keys, (seen, first_B, run.number), own)
@@ -230,9 +270,7 @@ class WindowedAttention:
         slots = self.layout.completed(self.begin, self.new_tokens).reshape(len(self.begin), -1)
         return local_slots(slots, self.store.sizes[2], self.ctx)
 
-    def _token(
-        self, q: Array, others: list[Attended], score: Score
-    ) -> tuple[Attended, Array, Seen]:
+    def _token(self, q: Array, others: Others, score: Score) -> tuple[Attended, Array, Seen]:
         """A lone token: its attention, the keys of `_leaving`, and amounts for `_kept`.
 
         Both kinds of keys are read as one array, so that the next layer waits for it before it
@@ -261,14 +299,19 @@ class WindowedAttention:
             logits = decode_logits(q, k, number_B, scale=scale)
             back_BX = (self.begin - first_B)[:, None] - index_X
             near = attend_logits(jnp.where((back_BX < window)[:, None], logits, -jnp.inf), v)
-            part = self.ctx.seq_merge(*merge([*others, near]))
+            part = self._joined(others, near)
             amounts = jnp.where((there_BX & (back_BX > 0))[:, None], logits, 0.0)
         else:
             out, lse, logits = attend_with_logits(q, k, v, number_B, scale=scale)
-            part = self.ctx.seq_merge(*merge([*others, (out, lse)]))
+            part = self._joined(others, (out, lse))
             shares = jnp.where(there_BX[:, None], logits - jnp.swapaxes(part[1], 1, 2), -jnp.inf)
             amounts = jnp.exp(shares)
         return part, k[:, :, inside:], (amounts, first_B, number_B)
+
+    def _joined(self, others: Others, near: Attended) -> Attended:
+        """The window's attention and the others', of all shards."""
+        joined = others(near) if callable(others) else merge([*others, near])
+        return self.ctx.seq_merge(*joined)
 
     def _chunk(
         self, new: QKV, run: Run, back: Array, others: list[Attended], score: Score

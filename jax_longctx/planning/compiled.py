@@ -244,6 +244,8 @@ def _called(mesh: Any, function: Any, args: tuple[Any, ...]) -> list[tuple[Any, 
     def stand_in(given: tuple[Any, ...], result: Any) -> Any:
         if isinstance(result, tuple):
             return tuple(stand_in(given, each) for each in result)
+        if result is None:
+            return None
         if isinstance(result, programs.DecodeState | Choices):
             return _zeros(result)
         if not hasattr(result, "shape"):

@@ -81,7 +81,7 @@ def attention_mass(
         xla=xla.attention_mass,
         gpu=dispatch.Kernel(
             partial(_by_block, gpu.attention_mass),
-            lambda: cut or gpu.unsupported(q, k, squares),
+            lambda: cut or gpu.unsupported(q, k, squares, over_group == over_queries == "sum"),
             forms=tuple(FORMS),
         ),
         tpu=dispatch.Kernel(

@@ -8,8 +8,10 @@ matmuls of the others. Queries that do not count have an infinite log-sum-exp.
 
 Work items (192 keys of a head) are dealt to the workers in turn, one worker a multiprocessor. The
 next item's keys are copied while this one's last queries are in use. Items beyond a row's length
-are only zeroed. Shared memory: keys 2 x 48 KiB, queries 2 x 32 KiB. Bytes moved: k once, the
-queries once an item (from the L2 cache), 4 bytes a key out.
+are only zeroed. For the squares of a group's mean probability the heads of 8 queries are side by
+side in a step, so that the mean is elementwise on registers too. Shared memory: keys 2 x 48 KiB,
+queries 2 x 32 KiB. Bytes moved: k once, the queries once an item (from the L2 cache), 4 bytes a key
+out.
 
 Roofline: tensor cores, 2 T S N H operations. There is one exponential a score besides; the special
 function units do a tile's in the time of its matmul. On an H200, 512 queries of 32 heads against
@@ -24,7 +26,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -58,6 +59,7 @@ class _Job:
     parts: int  # runs of query rows that are reduced on their own before they are combined
     queries: int  # rows of a step
     steps: int  # of a part
+    group: int  # heads that count
     how: Reduction
 
     @property
@@ -65,12 +67,19 @@ class _Job:
         return self.batch * self.kv_heads * pl.cdiv(self.slots, _TILE)
 
 
-def unsupported(q: Array, k: AnyStored, squares: bool) -> str | None:
-    """Why this kernel cannot run these arguments, or None."""
+def unsupported(q: Array, k: AnyStored, squares: bool, sums: bool) -> str | None:
+    """Why this kernel cannot run these arguments, or None.
+
+    Args:
+      sums: whether the mass is a sum over group and queries.
+    """
     if k.shape[2] % hopper.TILE_ROWS:
         return f"{k.shape[2]} slots are not whole tiles of {hopper.TILE_ROWS}"
-    if squares:
-        return "squares need all heads of a group at once"
+    group = q.shape[2] // k.shape[1]
+    if squares and not sums:
+        return "squares beside a mass that is no sum"
+    if squares and _QUERIES % (group * _LANES):
+        return f"squares of a group of {group}: {_QUERIES} rows do not hold whole groups of queries"
     return hopper.unsupported(q)
 
 
@@ -86,8 +95,12 @@ def attention_mass(
     group = q.shape[2] // kv_heads
     # For a sum over both, all heads of a group are one run of rows.
     parts = 1 if how.over_group == how.over_queries == "sum" else group
+    if how.squares:
+        # Of whole blocks of queries.
+        queries = pl.cdiv(queries, _LANES) * _LANES
     rows = queries * group // parts
-    tile = next((n for n in _FEW_QUERIES if n >= rows), _QUERIES)
+    tiles = [n for n in _FEW_QUERIES if not how.squares or n % (group * _LANES) == 0]
+    tile = next((n for n in tiles if n >= rows), _QUERIES)
     job = _Job(
         batch=batch,
         kv_heads=kv_heads,
@@ -97,16 +110,20 @@ def attention_mass(
         parts=parts,
         queries=tile,
         steps=pl.cdiv(rows, tile),
+        group=group,
         how=how,
     )
     rows = _rows(q, lse, job)
-    return _mass(*rows, k, lengths.astype(jnp.int32), job, interpret), None
+    found = _mass(*rows, k, lengths.astype(jnp.int32), job, interpret)
+    return found[0], found[1] if how.squares else None
 
 
 def _rows(
     q: Queries, lse: PerQuery, job: _Job
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Int[Array, "X R"]]:
     """Query rows of every kv head, head by head, each part padded to whole tiles.
+
+    For squares block by block of 8 queries, and head by head within it.
 
     Beside them log2 of their softmax's denominator, infinite for rows that do not count, and the
     last slot that they see.
@@ -124,6 +141,11 @@ def _rows(
 
     def arrange(x: Array, fill: float) -> Array:
         x_BNT = jnp.swapaxes(x, 1, 2)
+        if job.how.squares:
+            spare = [(0, 0), (0, 0), (0, -queries % _LANES), *[(0, 0)] * (x.ndim - 3)]
+            x_BNT = jnp.pad(x_BNT, spare, constant_values=fill)
+            x_XGYL = x_BNT.reshape(-1, job.group, x_BNT.shape[2] // _LANES, _LANES, *x.shape[3:])
+            x_BNT = jnp.swapaxes(x_XGYL, 1, 2)  # [X, Y, G, 8], with X = B K
         x_YR = x_BNT.reshape(job.batch * job.kv_heads * job.parts, -1, *x.shape[3:])
         widths = [(0, 0), (0, padded - x_YR.shape[1]), *[(0, 0)] * (x_YR.ndim - 2)]
         x_YR = jnp.pad(x_YR, widths, constant_values=fill)
@@ -140,13 +162,16 @@ def _mass(
     lengths: PerRow,
     job: _Job,
     interpret: Any,
-) -> Float[Array, "B K S"]:
+) -> tuple[Float[Array, "B K S"], ...]:
+    """The mass, and the squares where they are asked for."""
     row = plgpu.SMEM((_STAGES, job.queries), jnp.float32)
     keys = hopper.tiled(2, _WARPGROUPS, hopper.ROWS, job.head_dim, dtype=job.dtype)
     padded = pl.cdiv(job.slots, _TILE) * _TILE
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
-        out_type=jax.ShapeDtypeStruct((job.batch * job.kv_heads, padded), jnp.float32),
+        out_type=hopper.outputs(
+            (job.batch * job.kv_heads, padded), *[jnp.float32] * (1 + job.how.squares)
+        ),
         scratch_types=dict(
             keys=keys,
             queries=hopper.tiled(_STAGES, job.queries, job.head_dim, dtype=job.dtype),
@@ -166,11 +191,12 @@ def _mass(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
-    mass = kernel(lengths, q, lse, last, k)
-    return mass[:, : job.slots].reshape(job.batch, job.kv_heads, job.slots)
+    found = kernel(lengths, q, lse, last, k)
+    shape = job.batch, job.kv_heads, job.slots
+    return tuple(x[:, : job.slots].reshape(shape) for x in found)
 
 
-def _kernel(lengths_ref, q_ref, lse_ref, last_ref, k_ref, out_ref, *, job: _Job, **scratch):
+def _kernel(lengths_ref, q_ref, lse_ref, last_ref, k_ref, *out_refs, job: _Job, **scratch):
     warpgroup = lax.axis_index("warpgroup")
     more, fewer = hopper.registers(_WARPGROUPS)
 
@@ -186,7 +212,7 @@ def _kernel(lengths_ref, q_ref, lse_ref, last_ref, k_ref, out_ref, *, job: _Job,
     @pl.when(warpgroup < _WARPGROUPS)
     def _sums():
         plgpu.set_max_registers(more, action="increase")
-        _each_item(lengths_ref, job, functools.partial(_sum, out_ref, scratch, warpgroup, job))
+        _each_item(lengths_ref, job, functools.partial(_sum, out_refs, scratch, warpgroup, job))
 
 
 def _each_item(lengths_ref, job: _Job, work: Callable) -> Array:
@@ -250,8 +276,8 @@ def _fetch(refs, k_ref, scratch, job: _Job, row, head, tile, filled, before) -> 
                 plgpu.copy_gmem_to_smem(source, scratch[name].at[slot], ready)
 
 
-def _sum(out_ref, scratch, warpgroup, job: _Job, row, head, tile, filled, before) -> None:
-    """The mass of the warpgroup's 64 keys of the item."""
+def _sum(out_refs, scratch, warpgroup, job: _Job, row, head, tile, filled, before) -> None:
+    """The mass of the warpgroup's 64 keys of the item, and their squares."""
     del row
     first = tile * _TILE + warpgroup * hopper.ROWS
     rows = pl.ds(first, hopper.ROWS)
@@ -265,27 +291,35 @@ def _sum(out_ref, scratch, warpgroup, job: _Job, row, head, tile, filled, before
 
         def add_part(part, total):
             step = (before * job.parts + part) * job.steps
-            one = _reduce_queries(scratch, keys, first, step, job)
+            one = _reduce_queries(scratch, keys, first, step, job)[0]
             return jnp.maximum(total, one) if job.how.over_group == "max" else total + one
 
-        total = hopper.full((hopper.ROWS,), 0.0, layout=column)
-        total = lax.fori_loop(0, job.parts, add_part, total)
+        if job.parts == 1:
+            totals = _reduce_queries(scratch, keys, first, before * job.steps, job)
+        else:
+            total = hopper.full((hopper.ROWS,), 0.0, layout=column)
+            totals = [lax.fori_loop(0, job.parts, add_part, total)]
         plgpu.barrier_arrive(scratch["keys_free"].at[half])
         slot = plgpu.broadcasted_iota(jnp.int32, (hopper.ROWS,), 0, layout=column) + first
-        # Beyond the length lies anything finite, whose exponential may be infinite.
-        out_ref[head, rows] = jnp.where(slot < filled, total, 0.0)
+        for out_ref, total in zip(out_refs, totals, strict=True):
+            # Beyond the length lies anything finite, whose exponential may be infinite.
+            out_ref[head, rows] = jnp.where(slot < filled, total, 0.0)
 
     @pl.when(tile * _TILE >= filled)
     def _():
-        out_ref[head, rows] = hopper.full((hopper.ROWS,), 0.0, layout=column)
+        for out_ref in out_refs:
+            out_ref[head, rows] = hopper.full((hopper.ROWS,), 0.0, layout=column)
 
 
-def _reduce_queries(scratch, keys, first, begin, job: _Job) -> Array:
-    """The sum or maximum of the 64 keys' probabilities over one part of the query rows."""
+def _reduce_queries(scratch, keys, first, begin, job: _Job) -> list[Array]:
+    """The sum or maximum of the 64 keys' probabilities over one part of the query rows.
+
+    And the sum of the squares of the group's mean, where it is asked for.
+    """
     combine = jnp.maximum if job.how.over_queries == "max" else jnp.add
     queries = job.queries
 
-    def step(i, kept):
+    def step(i, state):
         slot = lax.rem(begin + i, _STAGES)
         plgpu.barrier_wait(scratch["ready"].at[slot])
         s = hopper.product(keys, scratch["queries"].at[slot].transpose((1, 0)))
@@ -298,9 +332,18 @@ def _reduce_queries(scratch, keys, first, begin, job: _Job) -> Array:
             seen = hopper.iota(s.shape, 0)
             p = jnp.where(seen + first <= lax.broadcast_in_dim(last, s.shape, [1]), p, 0.0)
         plgpu.barrier_arrive(scratch["free"].at[slot])
-        for lane in range(0, queries, _LANES):
-            kept = combine(kept, p[:, lane : lane + _LANES])
-        return kept
+        kept, *squares = state
+        columns = [p[:, lane : lane + _LANES] for lane in range(0, queries, _LANES)]
+        if not job.how.squares:
+            return [functools.reduce(combine, columns, kept)]
+        for at in range(0, len(columns), job.group):
+            total = functools.reduce(jnp.add, columns[at : at + job.group])
+            mean = total * (1 / job.group)
+            kept, squares = kept + total, [squares[0] + mean * mean]
+        return [kept, *squares]
 
-    kept = lax.fori_loop(0, job.steps, step, hopper.full((hopper.ROWS, _LANES), 0.0))
-    return kept.max(axis=1) if job.how.over_queries == "max" else kept.sum(axis=1)
+    empty = [hopper.full((hopper.ROWS, _LANES), 0.0)] * (1 + job.how.squares)
+    kept = lax.fori_loop(0, job.steps, step, empty)
+    if job.how.over_queries == "max":
+        return [kept[0].max(axis=1)]
+    return [x.sum(axis=1) for x in kept]

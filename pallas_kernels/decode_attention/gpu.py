@@ -40,7 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from pallas_kernels import hopper, hopper_bits, hopper_slots
+from pallas_kernels import hopper, hopper_bits, hopper_merge, hopper_slots
 from pallas_kernels.common import (
     Attended,
     PerQuery,
@@ -64,8 +64,8 @@ FLOATS_BY_SLOTS = False
 _LOGIT_ROWS = 96  # of the buffer through which logits are written
 # The merge: threads of a block, each with one channel of one row or two, and the most pieces that
 # registers hold.
-_MERGE_THREADS, _MERGE_MOST = 128, 40
-_MERGE_LAYOUT = plgpu.Layout.WG_STRIDED((_MERGE_THREADS,), vec_size=1)
+_MERGE_THREADS, _MERGE_MOST = hopper_merge.THREADS, hopper_merge.MOST
+_MERGE_LAYOUT = hopper_merge.LAYOUT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -613,14 +613,7 @@ def _merge_kernel(*refs, job: _Job, together: int) -> None:
             other = jnp.broadcast_to(lse_ref[at, group * together + row], shape)
             its_lse = jnp.where(mine[row], other, its_lse)
         lses.append(jnp.where(there, its_lse, -jnp.inf))
-    top = functools.reduce(jnp.maximum, lses)
-    some = top > -jnp.inf
-    top = jnp.where(some, top, 0.0)
-    weights = [jnp.exp(x - top) for x in lses]
-    total = jnp.where(some, functools.reduce(jnp.add, weights), 1.0)
-    weighted = [mean * weight for mean, weight in zip(means, weights, strict=True)]
-    merged = functools.reduce(jnp.add, weighted) / total
+    merged, found = hopper_merge.weighed(means, lses)
     merged_ref[head, group] = merged.astype(merged_ref.dtype)
-    found = jnp.where(some, top + jnp.log(total), -jnp.inf)
     for row in range(together):
         total_ref[head, group * together + row] = jnp.where(mine[row], found, -jnp.inf).max()

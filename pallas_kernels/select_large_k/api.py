@@ -5,6 +5,9 @@ chosen, +inf always (within k), and -0.0 equals 0.0. Implementations: `xla` on e
 (Mosaic), `reference` (a sort) for tests.
 """
 
+import functools
+import math
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
@@ -18,6 +21,7 @@ def select_large_k(
     k: Int[Array, "*R"] | int,
     *,
     size: int,
+    least: float = -math.inf,
     implementation: str | None = None,
 ) -> Int[Array, "*R C"]:
     """The slots of each row's k best scores, ascending, then -1 up to C = size.
@@ -27,6 +31,8 @@ def select_large_k(
     Args:
       k: how many, for all rows or each; taken as 0 below 0, and as `size` above it in an array.
       size: the static length of the result, which may exceed S.
+      least: a number that no score but -inf is below. Where it is near them, the kernel for short
+        rows counts less often.
       implementation: "xla", "gpu" or "reference"; None picks by platform.
 
     Raises:
@@ -34,7 +40,14 @@ def select_large_k(
     """
     if isinstance(k, int) and k > size:
         raise ValueError(f"select_large_k: k {k} does not fit size {size}")
-    return _select("select_large_k", scores, k, size, implementation)
+    return _select("select_large_k", scores, k, size, implementation, least)
+
+
+def in_one_launch(slots: int, size: int) -> bool:
+    """Whether the device lists `size` of so many scores by one kernel: a Hopper GPU, short rows."""
+    if dispatch.platform() != "gpu" or not gpu.short(slots, size):
+        return False
+    return hopper.unsupported_device() is None
 
 
 def select_mask(
@@ -45,7 +58,12 @@ def select_mask(
 
 
 def _select(
-    operation: str, scores: Array, k: Array | int, size: int | None, asked: str | None
+    operation: str,
+    scores: Array,
+    k: Array | int,
+    size: int | None,
+    asked: str | None,
+    least: float = -math.inf,
 ) -> Array:
     """The slots, `size` of a row, or the mask over all of them if None."""
     run = dispatch.select(
@@ -53,7 +71,11 @@ def _select(
         asked,
         f"{scores.shape[-1]} {scores.dtype} scores",
         xla=xla.select,
-        gpu=dispatch.Kernel(gpu.select, hopper.unsupported_device, gpu.held_back(scores, size)),
+        gpu=dispatch.Kernel(
+            functools.partial(gpu.select, least=least),
+            hopper.unsupported_device,
+            gpu.held_back(scores, size),
+        ),
         reference=reference.select,
     )
     k = jnp.broadcast_to(jnp.asarray(k, jnp.int32), scores.shape[:-1])

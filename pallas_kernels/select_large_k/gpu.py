@@ -49,7 +49,8 @@ _SHORT = 16_384
 
 def held_back(scores: Float[Array, "*R S"], size: int | None) -> str | None:
     """Why XLA's form is to be preferred for these scores, or None."""
-    if scores.shape[-1] < _LEAST and not _short(scores, size):
+    slots = scores.shape[-1]
+    if slots < _LEAST and not (size is not None and short(slots, size)):
         return (
             f"XLA's form is faster below {_LEAST:,} scores, but for short lists of at most "
             f"{_SHORT:,}"
@@ -57,23 +58,29 @@ def held_back(scores: Float[Array, "*R S"], size: int | None) -> str | None:
     return None
 
 
-def _short(scores: Float[Array, "*R S"], size: int | None) -> bool:
-    slots = scores.shape[-1]
-    return size is not None and slots <= _SHORT and hopper_best.unsupported(slots, size) is None
+def short(slots: int, size: int) -> bool:
+    """Whether one launch lists `size` of so many scores."""
+    return slots <= _SHORT and hopper_best.unsupported(slots, size) is None
 
 
 def select(
-    scores: Float[Array, "*R S"], k: Int[Array, "*R"], size: int | None, *, interpret: Any = None
+    scores: Float[Array, "*R S"],
+    k: Int[Array, "*R"],
+    size: int | None,
+    *,
+    least: float = -math.inf,
+    interpret: Any = None,
 ) -> Array:
-    """See `xla.select`."""
-    if size is not None and _short(scores, size):
-        return _listed(scores, k, size, interpret)
+    """See `xla.select`; no score but -inf is below `least`."""
+    slots = scores.shape[-1]
+    if size is not None and short(slots, size):
+        return _listed(scores, k, size, least, interpret)
     border = functools.partial(_kth_best, interpret=interpret)
     return xla.chosen_by(border, xla.ordered(scores), k, size)
 
 
 def _listed(
-    scores: Float[Array, "*R S"], k: Int[Array, "*R"], size: int, interpret: Any
+    scores: Float[Array, "*R S"], k: Int[Array, "*R"], size: int, least: float, interpret: Any
 ) -> Int[Array, "*R C"]:
     """The lists in one launch."""
     slots = scores.shape[-1]
@@ -82,7 +89,7 @@ def _listed(
     rows = jnp.pad(scores.astype(jnp.float32), spare).reshape(-1, 1, 1, *shape)
     k_R = k.reshape(-1).astype(jnp.int32)
     bounds = jnp.zeros_like(k_R), jnp.full_like(k_R, slots), k_R
-    lists = hopper_best.choose(rows, bounds, slots, size, interpret)
+    lists = hopper_best.choose(rows, bounds, slots, size, interpret, least=least)
     return lists.reshape(*k.shape, size)
 
 

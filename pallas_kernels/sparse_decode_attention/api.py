@@ -17,6 +17,7 @@ Implementations: `xla` on every platform, `gpu` and `tpu` (Mosaic; not with a pr
 they would have to read beside the keys), `reference` for tests.
 """
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from pallas_kernels.dispatch import form_of
 from pallas_kernels.plane import part_of
 from pallas_kernels.quantised import FORMS
 from pallas_kernels.sparse_decode_attention import gpu, reference, tpu, xla
-from pallas_kernels.sparse_decode_attention.lists import Around, Shared
+from pallas_kernels.sparse_decode_attention.lists import Around, Shared, lists_of
 
 
 def sparse_decode_attention(
@@ -47,14 +48,16 @@ def sparse_decode_attention(
     prior_query: Float[Array, "B 1 N H"] | None = None,
     around: Around | None = None,
     shared: Shared | None = None,
+    first_page: int = 0,
+    beside: tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]] | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
     """Attend to the slots s of the listed pages s // page_size with start[b] <= s < stop[b].
 
     Args:
       pages: lists [B,X,C]: for X = K one for each kv head's group, for X = N one for each query
-        head; a page is at most once in a list, and -1 is no page. With page_size 1 they are slots.
-        With `heads` one flat list [B,E] a row.
+        head, for X = 1 one for all heads; a page is at most once in a list, and -1 is no page.
+        With page_size 1 they are slots. With `heads` one flat list [B,E] a row.
       start, stop: the slots outside may hold anything.
       heads: entry e of row b is page pages[b,e] of kv head heads[b,e], in any order and at most
         once in a row; -1 in either is no entry.
@@ -65,6 +68,9 @@ def sparse_decode_attention(
       shared: the slots that all rows share; k and v are then each row's own behind these, and all
         pages and slots are numbered as without it. Below the split `start` is one for all rows, and
         `stop` is not below it. Not with a flat list or a prior.
+      first_page: the page that is listed as 0. Not with a flat list or shared slots.
+      beside: (out, lse) of the same queries over other slots, to be merged with this one. Not with
+        a flat list, shared slots or a prior.
       implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
 
     Returns:
@@ -81,12 +87,18 @@ def sparse_decode_attention(
             f"{operation}: heads {heads.shape} and pages {pages.shape} of a flat list; expected "
             "one shape with at least one entry a row"
         )
-    lists = pages.shape[1] if heads is None else 1
+    lists = lists_of(pages, k.shape[1]) if heads is None else 1
     if heads is None and (lists not in (k.shape[1], q.shape[2]) or pages.shape[2:] in ((), (0,))):
         raise ValueError(
             f"{operation}: pages {pages.shape}; expected a list of at least one page "
-            f"for each of {k.shape[1]} kv heads or {q.shape[2]} query heads"
+            f"for each of {k.shape[1]} kv heads or {q.shape[2]} query heads, or for all"
         )
+    if (first_page or beside is not None) and (heads is not None or shared is not None):
+        raise ValueError(
+            f"{operation}: first_page or beside given with a flat list or shared slots"
+        )
+    if beside is not None and (prior is not None or prior_query is not None):
+        raise ValueError(f"{operation}: beside given with a prior")
     check_heads(operation, q, k, v)
     if q.shape[1] != 1 or page_size < 1:
         raise ValueError(
@@ -122,29 +134,46 @@ def sparse_decode_attention(
     if shared is not None and (alone or not takes_shared(q, k, pages, page_size, shared)):
         given = dict[str, Any](page_size=page_size, scale=scale, implementation=implementation)
         return _apart(q, k, v, pages, start, stop, shared, **given)
+    every = partial(_of_every_head, kv_heads=lists, first_page=first_page, beside=beside)
+    if heads is not None:
+        every = partial
     run = dispatch.select(
         operation,
         implementation,
         f"{dispatch.shape_class(q, k.shape[1])}, pages of {page_size}",
         form=form_of(k, v),
-        xla=dispatch.Kernel(xla.sparse_decode_attention, None, planes=True),
+        xla=dispatch.Kernel(every(xla.sparse_decode_attention), None, planes=True),
         gpu=dispatch.Kernel(
-            gpu.sparse_decode_attention,
+            partial(gpu.sparse_decode_attention, first_page=first_page, beside=beside),
             lambda: without or gpu.unsupported(q, k, lists, page_size, priors),
             forms=tuple(FORMS),
         ),
         tpu=dispatch.Kernel(
-            tpu.sparse_decode_attention,
+            every(tpu.sparse_decode_attention),
             lambda: without or tpu.unsupported(q, k, pages, page_size),
             planes=True,
         ),
-        reference=reference.sparse_decode_attention,
+        reference=every(reference.sparse_decode_attention),
     )
     how: dict[str, Any] = dict(heads=heads, page_size=page_size, scale=scale)
     how |= dict(prior_query=prior_query) | ({} if prior is None else dict(prior=prior))
     how |= {} if around is None else dict(around=around)
     how |= {} if shared is None else dict(shared=part_of(shared))
     return run(q, k, v, pages, start, stop, **how)
+
+
+def _of_every_head(run: Any, *, kv_heads: int, first_page: int, beside: Any) -> Any:
+    """`run`, given the pages of a list for every head, numbered from 0 on, and merged."""
+
+    def run_of_every(q: Array, k: Any, v: Any, pages: Array, *args: Any, **how: Any) -> Any:
+        if pages.shape[1] == 1:
+            pages = jnp.broadcast_to(pages, (len(pages), kv_heads, pages.shape[2]))
+        if first_page:
+            pages = jnp.where(pages < 0, -1, pages + first_page)
+        found = run(q, k, v, pages, *args, **how)
+        return found if beside is None else merge([(found[0], found[1]), beside])
+
+    return run_of_every
 
 
 def _apart(
@@ -191,7 +220,7 @@ def takes_around(
         return False
     if shared is not None and not takes_shared(q, k, pages, page_size, shared):
         return False
-    reason = gpu.unsupported(q, k, pages.shape[1], page_size, priors)
+    reason = gpu.unsupported(q, k, lists_of(pages, k.shape[1]), page_size, priors)
     return reason is None and gpu.unsupported_around(pages.shape[2]) is None
 
 
@@ -204,5 +233,6 @@ def takes_shared(q: Array, k: AnyCache, pages: Array, page_size: int, shared: Sh
     if dispatch.platform() != "gpu":
         return False
     return all(
-        gpu.unsupported(q, x, pages.shape[1], page_size, False) is None for x in (k, shared.k)
+        gpu.unsupported(q, x, lists_of(pages, k.shape[1]), page_size, False) is None
+        for x in (k, shared.k)
     )

@@ -3,10 +3,11 @@
 The form is that of dense decode. One warpgroup copies pages into rings; the other attends to blocks
 of 128 slots, with all query heads of the list as rows of one wgmma. Where there are fewer lists (of
 a row and kv head, or query head) than multiprocessors, each list is cut into pieces, which are
-merged by their log-sum-exp. A piece is read up to its last page, so lists may have different
-lengths; the kernel finds that page itself. Page numbers pass through shared memory. Only blocks
-with an entry of -1, or that `start` or `stop` cuts, are masked. Nothing is gathered in global
-memory.
+merged by their log-sum-exp: many of them, and another attention `beside` them, by a second launch
+(`hopper_merge`). A piece is read up to its last page, so lists may have different lengths; the
+kernel finds that page itself. There may be one list for all heads. Page numbers pass through shared
+memory. Only blocks with an entry of -1, or that `start` or `stop` cuts, are masked. Nothing is
+gathered in global memory.
 
 A wgmma has 64 rows, and a group's queries fill few of them. So the prior's queries (RESA) are
 further rows and cost neither bytes nor time in the kernel. A flat list of (kv head, page) entries
@@ -44,13 +45,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from pallas_kernels import hopper, hopper_bits, hopper_slots
-from pallas_kernels.common import PerRow, Stored
+from pallas_kernels import hopper, hopper_bits, hopper_merge, hopper_slots
+from pallas_kernels.common import PerRow, Stored, merge
 from pallas_kernels.quantised import AnyStored, Quantised, parts_of
 from pallas_kernels.sparse_decode_attention.lists import (
     Around,
     Shared,
     entries_of,
+    lists_of,
     results_of,
     rows_of,
 )
@@ -85,6 +87,7 @@ class _Job:
     listed: int  # ids of a list that lie whole in shared memory; 0 where those of a piece do
     before: int  # pages at the row's beginning that follow the listed ones
     after: int  # pages from the bound `stop` on that follow these
+    first_page: int  # the page that is listed as 0
     scale: float
     interpret: Any
     stored: tuple[Any, Any]  # dtypes of keys and of values
@@ -153,13 +156,16 @@ def sparse_decode_attention(
     prior_query: Float[Array, "B 1 N H"] | None = None,
     around: Around | None = None,
     shared: Shared | None = None,
+    first_page: int = 0,
+    beside: tuple[Array, Array] | None = None,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
     """Slot s counts where start[b] <= s < stop[b] and its page is listed, as in `reference`."""
     kv_heads, slots = k.shape[1:3]
     # Ids: pages of the list's head, or entries of a flat list.
     ids = pages if heads is None else entries_of(heads, pages, kv_heads, slots // page_size)
-    batch, lists, length = ids.shape
+    batch, _, length = ids.shape
+    lists = lists_of(ids, kv_heads) if heads is None else 1
     rows = rows_of(q, prior_query, lists)
     before = after = 0
     if around is not None:
@@ -193,6 +199,7 @@ def sparse_decode_attention(
         listed=0 if around is None else length,
         before=before,
         after=after,
+        first_page=first_page,
         scale=scale,
         interpret=interpret,
         stored=(caches[0].dtype, caches[1].dtype),
@@ -208,16 +215,32 @@ def sparse_decode_attention(
     else:
         each = ((x, None) for x in scales)
     if scales:
-        listed = _visited(ids, bounds, job)
+        every = jnp.broadcast_to(ids, (batch, lists, length))
+        listed = _visited(jnp.where(every < 0, -1, every + first_page), bounds, job)
         scales = [_listed_scales(*both, listed, bounds, job) for both in each]
     if by_slots and isinstance(k, Quantised):
         rows = hopper_bits.in_column_order(rows)
     room = job.splits * share * job.pages if around is None else length + -length % _ID_LINE
     ids = jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, 0), (0, room - length)), constant_values=-1)
-    out, lse = _partials(rows, (*caches, *theirs), tuple(scales), ids, bounds, job)
+    padded_out, padded_lse = _partials(rows, (*caches, *theirs), tuple(scales), ids, bounds, job)
+    parts = job.splits + (beside is not None)
+    if prior_query is None and hopper_merge.takes(parts, job.rows, job.head_dim):
+        # One launch in place of two.
+        if beside is not None:
+            its_out = rows_of(beside[0], None, lists).reshape(-1, job.rows, job.head_dim)
+            beside = its_out, beside[1].reshape(-1, job.rows)
+        how = job.rows, q.dtype, beside, interpret
+        out, lse = hopper_merge.merged(padded_out, padded_lse, *how)
+        shape = batch, lists, job.rows
+        return results_of(out.reshape(*shape, -1), lse.reshape(shape), q)
+    shape = batch, lists, job.splits
+    out = padded_out[:, :, : job.rows].reshape(*shape, job.rows, job.head_dim)
+    lse = padded_lse[:, :, : job.rows].reshape(*shape, job.rows)
     if job.splits == 1:
-        return results_of(out[:, :, 0], lse[:, :, 0], q)
-    return results_of(*hopper.merge_parts(out, lse, 2), q)
+        found = results_of(out[:, :, 0], lse[:, :, 0], q)
+    else:
+        found = results_of(*hopper.merge_parts(out, lse, 2), q)
+    return found if beside is None else merge([(found[0], found[1]), beside])
 
 
 def _visited(
@@ -273,11 +296,11 @@ def _partials(
     q: Float[Array, "B X M H"],
     caches: tuple[Any, ...],
     scales: tuple[Any, ...],
-    ids: Int[Array, "B X E"],
+    ids: Int[Array, "B Z E"],
     bounds: tuple[PerRow, ...],
     job: _Job,
-) -> tuple[Float[Array, "B X P M H"], Float[Array, "B X P M"]]:
-    """The attention of every piece of every list.
+) -> tuple[Float[Array, "Y P M8 H"], Float[Array, "Y P L"]]:
+    """The attention of every piece of all Y lists; rows beyond the job's hold anything.
 
     Args:
       caches: the numbers of keys and values, and of those that rows share.
@@ -289,7 +312,7 @@ def _partials(
     q = hopper.whole_rows(q, job.interpret)
     parts = batch * job.lists, job.splits
     # Each piece's, or those of all.
-    ids = ids.reshape(parts[0], 1 if job.listed else job.splits, -1, _ID_LINE)
+    ids = ids.reshape(batch * ids.shape[1], 1 if job.listed else job.splits, -1, _ID_LINE)
     if job.by_slots:
         used = hopper_slots.scratch(job.shape, job.stored, job.dtype, job.pages)
         q_rows = lse_rows = job.tile_rows
@@ -321,9 +344,7 @@ def _partials(
     )
     limits = [x.astype(jnp.int32) for x in bounds]
     out, lse = kernel(*limits, ids, q, *paged, *scales)
-    shape = batch, job.lists, job.splits
-    out = out[:, :, : job.rows].reshape(*shape, job.rows, job.head_dim)
-    return out, lse[:, :, : job.rows].reshape(*shape, job.rows)
+    return out, lse
 
 
 def _kernel(*refs, job: _Job, **scratch):
@@ -351,7 +372,9 @@ def _kernel(*refs, job: _Job, **scratch):
     def _copies():
         least = hopper_slots.REGISTERS[1] if job.by_slots else 40
         plgpu.set_max_registers(least, action="decrease")
-        mine = ids_ref.at[each, 0 if job.listed else split]
+        # A list of its own, or one for all.
+        its_ids = each if ids_ref.shape[0] == job.batch * job.lists else row
+        mine = ids_ref.at[its_ids, 0 if job.listed else split]
         plgpu.copy_gmem_to_smem(mine, scratch["ids"], loaded.at[0])
         rows = hopper.first_rows(q_ref, job.tile_rows, each)
         tile = scratch["q_tile"].at[pl.ds(0, job.tile_rows)]
@@ -418,15 +441,18 @@ class _Piece:
 def _id(piece: _Piece, step: Array, j: int, job: _Job) -> Array:
     """Id j of a step: a page or a flat list's entry; negative for none."""
     n = step * job.pages + j
+
+    def found(at: Array) -> Array:
+        page = piece.ids[lax.div(at, _ID_LINE), lax.rem(at, _ID_LINE)]
+        return jnp.where(page < 0, page, page + job.first_page) if job.first_page else page
+
     if not job.listed:
-        return piece.ids[lax.div(n, _ID_LINE), lax.rem(n, _ID_LINE)]
+        return found(n)
     n = n + piece.first * job.pages
-    at = jnp.minimum(n, job.listed - 1)
-    found = piece.ids[lax.div(at, _ID_LINE), lax.rem(at, _ID_LINE)]
     page, extra = n - job.listed, job.before + job.after
     later = lax.div(piece.bounds[1], job.page_size) + page - job.before
     page = jnp.where(page < job.before, page, jnp.where(page < extra, later, -1))
-    return jnp.where(n < job.listed, found, page)
+    return jnp.where(n < job.listed, found(jnp.minimum(n, job.listed - 1)), page)
 
 
 def _seen(piece: _Piece, step: Array, j: int, job: _Job) -> tuple[Any, Any]:

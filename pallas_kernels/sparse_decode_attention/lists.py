@@ -41,6 +41,11 @@ class Shared(NamedTuple):
     split: Int[Array, " 1"]
 
 
+def lists_of(pages: Int[Array, "B X C"], kv_heads: int) -> int:
+    """The number of lists: one for all heads is one for each kv head."""
+    return kv_heads if pages.shape[1] == 1 else pages.shape[1]
+
+
 def entries_of(
     heads: Int[Array, "B E"] | None, pages: Array, kv_heads: int, pages_of_head: int
 ) -> Int[Array, "B X C"]:

@@ -10,8 +10,8 @@ A tile of 128 keys is laid out block-minor in shared memory (column c is key c /
 So the maximum over a block is taken elementwise among the registers of one thread: no shuffle, one
 operation a score. Every place of the resulting [64,8] keeps its own sorted list of `count`
 (maximum, block) pairs. Every tile updates it by compares and selects, without branches, so the time
-does not depend on the data. Sixteen copies of 8 keys each make a tile. Only tiles that `start` or
-`stop` cuts are masked.
+does not depend on the data. After the last tile a row's 8 lists become one, in registers. Sixteen
+copies of 8 keys each make a tile. Only tiles that `start` or `stop` cuts are masked.
 
 Grid: tiles of 128 query rows (the queries of one kv head's group, query-major), heads, and splits
 of the keys where rows are few. Two warpgroups of 64 rows take turns on the tensor cores; a third
@@ -19,37 +19,40 @@ copies. Shared memory: queries 32 KiB, ring of 5 tiles 160 KiB. Registers: score
 lists.
 
 Scoring the chosen blocks again: a program takes 64 query rows. A step copies the 16 keys of four
-blocks (4 KiB each, by block number) and multiplies them, as the 64 rows of a wgmma, with a group of
-8 queries. Each row needs one column of the result; the others are dropped. Nothing is gathered in
-global memory. Shared memory: queries 16 KiB, ring of 4 steps 64 KiB. Bytes moved: C blocks of 16
-keys a query; the more queries choose the same blocks, the more of them come from the L2 cache. On
-an H200, 16,384 queries and 4 random blocks each: 0.081 ms for 268 MB, 3.3 TB/s.
+blocks of a query (4 KiB each, by block number) and multiplies them, as the 64 rows of a wgmma, with
+the query's group of 8. Each row needs one column of the result; the others are dropped. The scores
+of all 64 queries are kept in shared memory, and in the end each query's best are chosen among them
+in registers. Nothing is gathered in global memory, and neither all scores nor the lists of the
+first kernel's places are written there. Shared memory: queries 16 KiB, ring of 4 steps 64 KiB,
+scores 16 KiB. Bytes moved: C blocks of 16 keys a query, at least 4; the more queries choose the
+same blocks, the more of them come from the L2 cache. On an H200, 16,384 queries and 4 random blocks
+each: 0.081 ms for 268 MB, 3.3 TB/s, without the choice.
 
 A few queries, as in decoding (up to 8 a kv head). One query would use only G of the 64 rows of a
 wgmma, so here the queries are its 8 columns, and the keys its rows. A thread holds a few scores of
 every tile, and each place of the [64,8] result keeps its own sorted list of the `count` best
 (score, slot) so far, so no key is scored twice. When a block of threads has seen all its keys, it
 merges its lists over the 64 rows, in `count` rounds: among the entries that tie with the best, the
-one with the lowest slot leaves its list. The results of the splits are ranked by comparing each
-with each. Grid: heads, and splits of the keys over the processors. One warpgroup copies tiles of
+one with the lowest slot leaves its list. A second launch ranks the results of the splits
+(`gpu_ties`). Grid: heads, and splits of the keys over the processors. One warpgroup copies tiles of
 128 keys as they lie, the other computes. Shared memory: queries 2 KiB, ring of 5 tiles 160 KiB.
 
 Roofline: tensor cores, 2 T S N H operations, for many queries; the bytes of k for one. On an H200,
 512 queries of 32 heads over 8 kv heads of 128, bfloat16, the 4 best, whole calls: of 8,192 keys
 0.123 ms, 131,072 1.00 ms (550 TFLOP/s, where a matmul of 8192 cubed reaches 650 to 790), 1,048,576
 7.5 ms (585). Of the 1.00 ms the first kernel takes 0.91 and scoring again 0.08. Updating the lists
-is the bound: 1 best takes 0.89 ms, 8 best 1.28. Rejected: 4 tiles in flight instead of 5, 1.02 ms;
-a compare and a select for the maximum, 0.1 ms more (`jnp.maximum` would keep NaN). The kernel for a
-few queries was checked on an H200 but is not timed there yet. The search for many, in its place,
-read the 268 MB of 8 heads and 131,072 keys in 63 us, and took 25 us more to choose blocks, score
-their keys again and rank them, in 15 launches.
+is the bound: 1 best takes 0.89 ms, 8 best 1.28. (These calls still chose by XLA, in ten small
+kernels.) Rejected: 4 tiles in flight instead of 5, 1.02 ms; a compare and a select for the maximum,
+0.1 ms more (`jnp.maximum` would keep NaN). The kernel for a few queries was checked on an H200 but
+is not timed there yet. The search for many, in its place, read the 268 MB of 8 heads and 131,072
+keys in 63 us, and took 25 us more to choose blocks, score their keys again and rank them, in 15
+launches.
 """
 
 import functools
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -62,6 +65,7 @@ from jaxtyping import Float, Int
 from pallas_kernels import hopper
 from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, pack_rows, unpack_rows
 from pallas_kernels.quantised import AnyStored
+from pallas_kernels.topk_scores import gpu_ties
 
 # Keys of a tile, and of a block whose best score alone is ranked. A thread of a wgmma holds columns
 # c and c + 1 of every 8: with the keys of a tile laid out block-minor, the maximum over a block is
@@ -153,30 +157,9 @@ def topk_scores(
     if rows <= _QUERIES:
         values, slots = _best_of_few(q_BKRH, k, bounds, tolerance_BKR, job)
     else:
-        values, ids = _best_blocks(q_BKRH, k, bounds, tolerance_BKR, job)
-        _, ids = _choose(values, ids, count, tolerance_BKR)
-        values, slots = _best_keys(q_BKRH, k, start, stop, tolerance_BKR, ids, interpret)
+        ids_BKCR = _best_blocks(q_BKRH, k, bounds, tolerance_BKR, job)
+        values, slots = _best_keys(q_BKRH, k, bounds, tolerance_BKR, ids_BKCR, interpret)
     return unpack_rows(values, q.shape[1]), unpack_rows(slots, q.shape[1])
-
-
-def _best_keys(
-    q: Rows,
-    k: Cache,
-    start: PerRow,
-    stop: PerRow,
-    tolerance: Tolerances,
-    blocks: Int[Array, "B K R C"],
-    interpret: Any,
-) -> Ranked:
-    """The best keys of the listed blocks, as many as there are blocks; -1 lists none."""
-    scores = _block_scores(q, k, jnp.maximum(blocks, 0), interpret)
-    slots = blocks[..., None] * _BLOCK + jnp.arange(_BLOCK)
-    low, high = (x[:, None, None, None, None] for x in (start, stop))
-    some = (blocks[..., None] >= 0) & (slots >= low) & (slots < high)
-    flat = (*blocks.shape[:3], -1)
-    # A score of NaN makes its slot absent.
-    scores = jnp.where(some & (scores > -jnp.inf), scores, -jnp.inf)
-    return _choose(scores.reshape(flat), slots.reshape(flat), blocks.shape[3], tolerance)
 
 
 def _choose(
@@ -184,7 +167,7 @@ def _choose(
 ) -> Ranked:
     """The best entries in order, ties to the lowest id; -1 where there is nothing above -inf.
 
-    It takes `count` passes of one small kernel each; a sort takes longer.
+    For few rows: it takes `count` passes of one small kernel each; a sort takes longer.
     """
     chosen, tolerances = [], jnp.broadcast_to(tolerance[..., None], values.shape)
     for _ in range(count):
@@ -211,14 +194,14 @@ def _better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ..
 
 def _best_blocks(
     q: Rows, k: Cache, bounds: tuple[PerRow, PerRow], tolerance: Tolerances, job: _Job
-) -> Ranked:
-    """Lists of blocks for every query, their best scores and numbers, that hold the best."""
+) -> Int[Array, "B K C R"]:
+    """The numbers of the blocks that hold every query's best keys, then -1."""
     rows, padded = q.shape[2], job.row_tiles * job.tile_rows
     spare = (0, 0), (0, 0), (0, padded - rows)
     q, tolerance = jnp.pad(q, (*spare, (0, 0))), jnp.pad(tolerance, spare)
     # Block-minor: one copy takes key i of each of a tile's 8 blocks.
     k = k.reshape(*k.shape[:2], -1, _LANES, _BLOCK, job.head_dim)
-    shape = job.batch * job.kv_heads, job.splits, job.count, padded, _LANES
+    shape = job.batch * job.kv_heads, job.splits, job.count, padded
     warpgroups = job.warpgroups
     kernel = plgpu.kernel(
         functools.partial(_blocks_kernel, job=job),
@@ -238,10 +221,13 @@ def _best_blocks(
         interpret=job.interpret,
         kernel_name="topk_blocks",
     )
-    lists = kernel(*bounds, q, k, tolerance)
-    flat = job.batch, job.kv_heads, padded, -1
-    values, ids = (jnp.moveaxis(x, 3, 1).reshape(flat)[:, :, :rows] for x in lists)
-    return values, ids
+    shape = job.batch, job.kv_heads, -1, padded
+    values, ids = (x.reshape(shape)[..., :rows] for x in kernel(*bounds, q, k, tolerance))
+    if job.splits == 1:
+        return ids
+    # [B,K,R,C] of the splits' lists.
+    values, ids = (jnp.swapaxes(x, 2, 3) for x in (values, ids))
+    return jnp.swapaxes(_choose(values, ids, job.count, tolerance[..., :rows])[1], 2, 3)
 
 
 def _blocks_kernel(
@@ -303,7 +289,7 @@ def _blocks_kernel(
 
         # Per query and lane of a tile the best blocks.
         lists = lax.fori_loop(0, end - begin, step, [empty] * job.count)
-        for j, found in enumerate(lists):
+        for j, found in enumerate(_merged(lists, tolerance, axis=1)):
             for ref, x in zip(out_refs, found, strict=True):
                 ref[head, split, j, rows] = x
 
@@ -373,33 +359,42 @@ def _insert(lists: Lists, value: Array, number: Array, tolerance: Array) -> List
     return result
 
 
-def _block_scores(
-    q: Rows, k: Cache, blocks: Int[Array, "B K R C"], interpret: Any
-) -> Float[Array, "B K R C Z"]:
-    """Dot products of every query with the 16 keys of each of its blocks, in float32.
-
-    Args:
-      blocks: numbers of blocks, each 0 <= n < S / 16.
-    """
+def _best_keys(
+    q: Rows,
+    k: Cache,
+    bounds: tuple[PerRow, PerRow],
+    tolerance: Tolerances,
+    blocks: Int[Array, "B K C R"],
+    interpret: Any,
+) -> Ranked:
+    """The best keys of the listed blocks, as many as there are blocks; -1 lists none."""
     batch, kv_heads, rows, head_dim = q.shape
-    # A power of two, so that a step has the blocks of whole queries or a query whole steps.
-    count = 1 << (blocks.shape[3] - 1).bit_length()
+    wanted = blocks.shape[2]
+    # A query takes whole steps. Those of few blocks read the first block of all again, from the
+    # L2 cache.
+    count = pl.cdiv(wanted, _STEP) * _STEP
+    # Two programs find place on a multiprocessor.
+    stages = _RESCORE_STAGES - (count > _STEP)
     tiles = pl.cdiv(rows, hopper.ROWS)
-    padded = ((0, 0), (0, 0), (0, tiles * hopper.ROWS - rows))
-    q = jnp.pad(q, (*padded, (0, 0))).reshape(-1, hopper.ROWS // _GROUP, _GROUP, head_dim)
-    ids = jnp.pad(blocks, (*padded, (0, count - blocks.shape[3])))
-    ids = ids.reshape(-1, count, hopper.ROWS)
+    spare = 0, tiles * hopper.ROWS - rows
+    whole = (0, 0), (0, 0)
+    q = jnp.pad(q, (*whole, spare, (0, 0))).reshape(-1, hopper.ROWS // _GROUP, _GROUP, head_dim)
+    tolerance = jnp.pad(tolerance, (*whole, spare)).reshape(-1, hopper.ROWS)
+    ids = jnp.pad(blocks, (*whole, (0, count - wanted), spare), constant_values=-1)
+    ids = ids.reshape(batch * kv_heads, count, -1)
     k = k.reshape(batch, kv_heads, -1, _BLOCK, head_dim)
     kernel = plgpu.kernel(
-        functools.partial(_rescore_kernel, kv_heads=kv_heads, tiles=tiles, rows=rows, count=count),
-        out_type=jax.ShapeDtypeStruct((len(q), hopper.ROWS * count * _BLOCK), jnp.float32),
+        functools.partial(_rescore_kernel, kv_heads=kv_heads, tiles=tiles, rows=rows),
+        out_type=hopper.outputs((len(ids), wanted, ids.shape[2]), jnp.float32, jnp.int32),
         scratch_types=dict(
-            ids=plgpu.SMEM(ids.shape[1:], jnp.int32),
+            ids=plgpu.SMEM((count, hopper.ROWS), jnp.int32),
             queries=hopper.tiled(*q.shape[1:], dtype=q.dtype),
-            ring=hopper.tiled(_RESCORE_STAGES, hopper.ROWS, head_dim, dtype=k.dtype),
+            ring=hopper.tiled(stages, hopper.ROWS, head_dim, dtype=k.dtype),
+            # Those of rows that there are not stay undefined.
+            scores=plgpu.SMEM((hopper.ROWS, count * _BLOCK), jnp.float32),
             loaded=plgpu.Barrier(num_barriers=2),
-            ready=plgpu.Barrier(num_arrivals=_STEP, num_barriers=_RESCORE_STAGES),
-            free=plgpu.Barrier(num_barriers=_RESCORE_STAGES),
+            ready=plgpu.Barrier(num_arrivals=_STEP, num_barriers=stages),
+            free=plgpu.Barrier(num_barriers=stages),
         ),
         grid=(len(q),),
         grid_names=("tile",),
@@ -408,52 +403,118 @@ def _block_scores(
         interpret=interpret,
         kernel_name="topk_rescore",
     )
-    scores = kernel(ids, q, k).reshape(batch, kv_heads, -1, count, _BLOCK)
-    return scores[:, :, :rows, : blocks.shape[3]]
+    shape = batch, kv_heads, wanted, -1
+    found = kernel(*bounds, ids, q, k, tolerance)
+    values, slots = (jnp.swapaxes(x.reshape(shape)[..., :rows], 2, 3) for x in found)
+    return values, slots
 
 
 def _rescore_kernel(
-    ids_ref, q_ref, k_ref, out_ref, *, ids, queries, ring, loaded, ready, free, **sizes: int
+    start_ref,
+    stop_ref,
+    ids_ref,
+    q_ref,
+    k_ref,
+    tolerance_ref,
+    *out_refs,
+    ids,
+    queries,
+    ring,
+    scores,
+    loaded,
+    ready,
+    free,
+    kv_heads: int,
+    tiles: int,
+    rows: int,
 ) -> None:
     tile, role = lax.axis_index("tile"), lax.axis_index("role")
-    count = sizes["count"]
-    head, part = lax.div(tile, sizes["tiles"]), lax.rem(tile, sizes["tiles"])
-    rows = jnp.minimum(sizes["rows"] - part * hopper.ROWS, hopper.ROWS)
-    steps = lax.div(rows * count + (_STEP - 1), _STEP)
+    count = ids.shape[0]
+    head, part = lax.div(tile, tiles), lax.rem(tile, tiles)
+    row = lax.div(head, kv_heads)
+    # Steps of a query, and of all queries.
+    each = count // _STEP
+    steps = jnp.minimum(rows - part * hopper.ROWS, hopper.ROWS) * each
+    own = pl.ds(part * hopper.ROWS, hopper.ROWS)
 
     @pl.when(role == 1)
     def _copies():
-        plgpu.copy_gmem_to_smem(ids_ref.at[tile], ids, loaded.at[0])
+        plgpu.copy_gmem_to_smem(ids_ref.at[head, :, own], ids, loaded.at[0])
         plgpu.barrier_wait(loaded.at[0])
-        keys = k_ref.at[lax.div(head, sizes["kv_heads"]), lax.rem(head, sizes["kv_heads"])]
+        keys = k_ref.at[row, lax.rem(head, kv_heads)]
 
         def copy(i, slot):
             for j in range(_STEP):
-                n = i * _STEP + j
-                block = ids[lax.div(n, hopper.ROWS), lax.rem(n, hopper.ROWS)]
+                block = jnp.maximum(ids[lax.rem(i, each) * _STEP + j, lax.div(i, each)], 0)
                 place = ring.at[slot, pl.ds(j * _BLOCK, _BLOCK)]
                 plgpu.copy_gmem_to_smem(keys.at[block], place, ready.at[slot])
 
-        hopper.copy_ahead(steps, free, _RESCORE_STAGES, copy)
+        hopper.copy_ahead(steps, free, ring.shape[0], copy)
 
     @pl.when(role == 0)
     def _scores():
         plgpu.copy_gmem_to_smem(q_ref.at[tile], queries, loaded.at[1])
         plgpu.barrier_wait(loaded.at[1])
-        shape = hopper.ROWS, _GROUP
-        key, column = (hopper.iota(shape, axis) for axis in (0, 1))
-        shift = count.bit_length() - 1
+        column = hopper.iota((hopper.ROWS, _GROUP), 1)
 
         @pl.loop(0, steps)
         def _step(i):
-            slot = lax.rem(i, _RESCORE_STAGES)
-            group = lax.div(i * _STEP, count * _GROUP)
+            slot, query = lax.rem(i, ring.shape[0]), lax.div(i, each)
+            group = queries.at[lax.div(query, _GROUP)]
             plgpu.barrier_wait(ready.at[slot])
-            s = hopper.product(ring.at[slot], queries.at[group].transpose((1, 0)))
+            s = hopper.product(ring.at[slot], group.transpose((1, 0)))
             plgpu.barrier_arrive(free.at[slot])
-            row = (((key >> (_BLOCK.bit_length() - 1)) + i * _STEP) >> shift) & (_GROUP - 1)
-            mine = jnp.where(column == row, s, 0.0)
-            out_ref[tile, pl.ds(i * hopper.ROWS, hopper.ROWS)] = mine.sum(axis=1)
+            mine = jnp.where(column == lax.rem(query, _GROUP), s, 0.0).sum(axis=1)
+            scores.at[query, pl.ds(lax.rem(i, each) * hopper.ROWS, hopper.ROWS)][...] = mine
+
+        # All warps have stored.
+        plgpu.commit_smem()
+        across = plgpu.Layout.WGMMA.reduce(1)
+        tolerance = plgpu.load(tolerance_ref.at[tile], layout=across, optimized=False)
+        bounds = start_ref[row], stop_ref[row]
+        lists = []
+        for j in range(out_refs[0].shape[1]):
+            block = plgpu.load(ids_ref.at[head, j, own], layout=across, optimized=False)
+            lists.append(_block_of(scores.at[:, pl.ds(j * _BLOCK, _BLOCK)], block, bounds))
+        for j, found in enumerate(_best_of(lists, tolerance)):
+            for ref, x in zip(out_refs, found, strict=True):
+                ref[head, j, own] = x
+
+
+def _block_of(scores: Any, block: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Of 64 queries the scores of one block's keys each and their slots, [64,16].
+
+    -inf beyond the bounds, where a query lists no block, and for NaN.
+
+    Args:
+      block: [64], -1 for none.
+    """
+    shape = hopper.ROWS, _BLOCK
+    value = plgpu.load(scores, layout=plgpu.Layout.WGMMA, optimized=False)
+    block = lax.broadcast_in_dim(block, shape, [0])
+    slot = block * _BLOCK + hopper.iota(shape, 1)
+    some = (block >= 0) & (slot >= bounds[0]) & (slot < bounds[1]) & (value > -jnp.inf)
+    return jnp.where(some, value, -jnp.inf), slot
+
+
+def _best_of(blocks: Lists, tolerance: Array) -> Lists:
+    """The best of every query's keys in order, [64] scores and slots, as many as there are blocks.
+
+    As `_choose` has it, within registers.
+    """
+
+    shape, chosen = blocks[0][0].shape, []
+    for _ in range(len(blocks)):
+        best = functools.reduce(jnp.maximum, [value for value, _ in blocks]).max(axis=1)
+        least = lax.broadcast_in_dim(best - tolerance, shape, [0])
+        tied = [jnp.where(value >= least, slot, _LAST) for value, slot in blocks]
+        lowest = functools.reduce(jnp.minimum, tied).min(axis=1)
+        one = lax.broadcast_in_dim(lowest, shape, [0])
+        its = [jnp.where(slot == one, value, -jnp.inf) for value, slot in blocks]
+        its_value = functools.reduce(jnp.maximum, its).max(axis=1)
+        chosen.append((its_value, jnp.where(its_value > -jnp.inf, lowest, -1)))
+        blocks = [(jnp.where(slot == one, -jnp.inf, value), slot) for value, slot in blocks]
+    return chosen
 
 
 def _best_of_few(
@@ -465,10 +526,10 @@ def _best_of_few(
     """
     batch, kv_heads, rows, head_dim = q.shape
     heads = batch * kv_heads
-    spare = (0, 0), (0, 0), (0, _QUERIES - rows)
-    q = jnp.pad(q, (*spare, (0, 0))).reshape(heads, _QUERIES, head_dim)
-    tolerances = jnp.pad(tolerance, spare).reshape(heads, _QUERIES)
-    shape = heads, job.splits, job.count, _QUERIES
+    spare = (0, 0), (0, 0), (0, _QUERIES - rows), (0, 0)
+    q, tolerance = jnp.pad(q, spare).reshape(heads, _QUERIES, head_dim), tolerance.reshape(-1, rows)
+    listed = job.splits * job.count
+    shape = heads, gpu_ties.room(listed, _QUERIES), _QUERIES
     kernel = plgpu.kernel(
         functools.partial(_few_kernel, job=job),
         out_type=hopper.outputs(shape, jnp.float32, jnp.int32),
@@ -486,33 +547,11 @@ def _best_of_few(
         interpret=job.interpret,
         kernel_name="topk_of_few",
     )
-    found = kernel(*bounds, q, k, tolerances)
-    values, slots = (
-        jnp.moveaxis(x, 3, 1).reshape(batch, kv_heads, _QUERIES, -1)[:, :, :rows] for x in found
-    )
-    return _ranked(values, slots, job.count, tolerance)
-
-
-def _ranked(
-    values: Float[Array, "*R E"],
-    slots: Int[Array, "*R E"],
-    count: int,
-    tolerance: Float[Array, "*R"],
-) -> Ranked:
-    """The first `count` by the best value that each ties with, then by slot; -1 is no slot."""
-    above = (values + tolerance[..., None])[..., :, None]
-    tied = jnp.where(values[..., None, :] <= above, values[..., None, :], -jnp.inf)
-    ranks = jnp.max(tied, axis=-1)
-    value, rival = ranks[..., :, None], ranks[..., None, :]
-    slot, its_slot = slots[..., :, None], slots[..., None, :]
-    entry = jnp.arange(values.shape[-1])
-    # Absent entries are all -1: their places order them.
-    earlier = (its_slot < slot) | ((its_slot == slot) & (entry < entry[:, None]))
-    ahead = (rival > value) | ((rival == value) & earlier)
-    rank = jnp.sum(ahead, axis=-1, dtype=jnp.int32)[..., None, :]
-    mine = rank == jnp.arange(count)[:, None]
-    best = jnp.sum(jnp.where(mine, values[..., None, :], 0.0), axis=-1)
-    return best, jnp.sum(jnp.where(mine, slots[..., None, :], 0), axis=-1)
+    listed_values, listed_slots = kernel(*bounds, q, k, tolerance)
+    how = listed, job.count, tolerance, job.interpret
+    values, slots = gpu_ties.ranked_lists(listed_values, listed_slots, *how)
+    shape = batch, kv_heads, rows, job.count
+    return values.reshape(shape), slots.reshape(shape)
 
 
 def _few_kernel(
@@ -550,11 +589,11 @@ def _few_kernel(
         plgpu.set_max_registers(more, action="increase")
         plgpu.copy_gmem_to_smem(q_ref.at[head], queries, loaded)
         plgpu.barrier_wait(loaded)
-        across = plgpu.Layout.WGMMA.reduce(0)
-        tolerance = plgpu.load(tolerance_ref.at[head], layout=across, optimized=False)
-        tolerance = lax.broadcast_in_dim(tolerance, (hopper.ROWS, _QUERIES), [1])
         shape = hopper.ROWS, _QUERIES
-        key = hopper.iota(shape, 0)
+        key, query = (hopper.iota(shape, axis) for axis in (0, 1))
+        tolerance = hopper.full(shape, 0.0)
+        for i in range(tolerance_ref.shape[1]):
+            tolerance = jnp.where(query == i, tolerance_ref[head, i], tolerance)
         empty = hopper.full(shape, -jnp.inf), hopper.full(shape, -1, jnp.int32)
 
         def step(i, lists):
@@ -571,21 +610,24 @@ def _few_kernel(
 
         # Each place's best scores among the split's tiles, and their slots.
         lists = lax.fori_loop(0, end - begin, step, [empty] * job.count)
-        for j, found in enumerate(_merged(lists, tolerance)):
+        for j, found in enumerate(_merged(lists, tolerance, axis=0)):
             for ref, x in zip(out_refs, found, strict=True):
-                hopper.store_little(x, ref.at[head, split, j])
+                hopper.store_little(x, ref.at[head, split * job.count + j])
 
 
-def _merged(lists: Lists, tolerance: Array) -> Lists:
-    """The best of all places' lists in order, [8] scores and slots each, as many as a list has."""
+def _merged(lists: Lists, tolerance: Array, axis: int) -> Lists:
+    """The best of the lists of all places along an axis, in order, as many as a list has.
+
+    [8] scores and numbers each for axis 0, [64] for axis 1.
+    """
     shape = hopper.ROWS, _QUERIES
     merged = []
     for left in reversed(range(len(lists))):
-        value, slot = lists[0]
-        best = lax.broadcast_in_dim(value.max(axis=0), shape, [1])
-        lowest = jnp.where(value >= best - tolerance, slot, _LAST).min(axis=0)
-        gone = slot == lax.broadcast_in_dim(lowest, shape, [1])
-        its_value = jnp.where(gone, value, -jnp.inf).max(axis=0)
+        value, number = lists[0]
+        best = lax.broadcast_in_dim(value.max(axis=axis), shape, [1 - axis])
+        lowest = jnp.where(value >= best - tolerance, number, _LAST).min(axis=axis)
+        gone = number == lax.broadcast_in_dim(lowest, shape, [1 - axis])
+        its_value = jnp.where(gone, value, -jnp.inf).max(axis=axis)
         merged.append((its_value, jnp.where(its_value > -jnp.inf, lowest, -1)))
         lists = [
             tuple(jnp.where(gone, x, y) for x, y in zip(lists[j + 1], lists[j], strict=True))

@@ -6,10 +6,17 @@ left that are at most the tolerance below T it takes the first. That is the orde
 `merge.tied_top_k`: an entry that has been taken keeps its score as a rank for others. A pass takes
 four reductions over the block. XLA's form has five launches, two of them sorts.
 
-Roofline: the latency of 4 `count` reductions. Not measured yet.
+`ranked_lists` does the same with lists of a row's best that several blocks of threads have found.
+Of entries that tie it takes the lowest slot. XLA's form has three launches.
+
+`best_of_sums` adds up scores of several heads before, and makes the tolerance of them. XLA's form
+has four launches, with the tied best.
+
+Roofline: the latency of 4 `count` reductions. Not measured.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,11 +29,13 @@ from pallas_kernels import hopper
 
 # Scores of one load of a thread and of a block of threads, and of a row at most: what registers
 # hold.
-_VECTOR = 4
-_LINE, _MOST = 128 * _VECTOR, 8192
+_VECTOR, _THREADS = 4, 128
+_LINE, _MOST = _THREADS * _VECTOR, 8192
 # More rows are several blocks of threads a processor, and more entries many passes.
 _ROWS, _COUNT = 264, 32
 _LAST = np.int32(2**31 - 1)
+# Heads whose scores are loaded together.
+_TOGETHER = 8
 
 
 def takes(rows: int, scores: int, count: int) -> bool:
@@ -56,12 +65,127 @@ def tied_best(
     return found[0], found[1]
 
 
+def room(entries: int, rows: int) -> int:
+    """E of `ranked_lists` for so many entries of each of `rows` rows."""
+    whole = _THREADS // math.gcd(_THREADS, rows)
+    return entries + -entries % whole
+
+
+def ranked_lists(
+    values: Float[Array, "X E M"],
+    slots: Int[Array, "X E M"],
+    entries: int,
+    count: int,
+    tolerance: Float[Array, "X R"],
+    interpret: Any = None,
+) -> tuple[Float[Array, "X R C"], Int[Array, "X R C"]]:
+    """The first `count` listed slots by the best score that each ties with, then by slot.
+
+    -inf and -1 where fewer are listed.
+
+    Args:
+      values, slots: of M rows, of which the first R are ranked. E is `room(entries, M)`. A slot is
+        listed once. An entry of -inf is none, and those from `entries` on may hold anything.
+    """
+    together = values.shape[2]
+    values, slots = (x.reshape(len(x), -1) for x in (values, slots))
+    kernel = plgpu.kernel(
+        functools.partial(_lists_kernel, entries=entries, together=together),
+        out_type=hopper.outputs((*tolerance.shape, count), jnp.float32, jnp.int32),
+        grid=tolerance.shape,
+        grid_names=("head", "row"),
+        interpret=interpret,
+        kernel_name="ranked_lists",
+    )
+    found = kernel(tolerance.astype(jnp.float32), values, slots)
+    return found[0], found[1]
+
+
+def best_of_sums(
+    scores: Float[Array, "R N S"],
+    held: Int[Array, " R"],
+    count: int,
+    tolerance: float,
+    interpret: Any = None,
+) -> tuple[Float[Array, "R C"], Int[Array, "R C"]]:
+    """`tied_best` of the sums over N, of which the first held[r] count.
+
+    Args:
+      scores: S is whole lines of `line`; those from held[r] on may hold anything.
+      tolerance: in units of the sums' root mean square.
+    """
+    rows = len(scores)
+    kernel = plgpu.kernel(
+        functools.partial(_sums_kernel, count=count, tolerance=tolerance),
+        out_type=hopper.outputs((rows, count), jnp.float32, jnp.int32),
+        grid=(rows,),
+        grid_names=("row",),
+        interpret=interpret,
+        kernel_name="best_of_sums",
+    )
+    found = kernel(held.astype(jnp.int32), scores)
+    return found[0], found[1]
+
+
+def line(scores: int) -> int:
+    """The number of scores that `best_of_sums` takes for so many."""
+    return scores + -scores % _LINE
+
+
+def _sums_kernel(held_ref, scores_ref, *out_refs, count: int, tolerance: float) -> None:
+    row, (_, heads, size) = lax.axis_index("row"), scores_ref.shape
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=_VECTOR)
+    # As many loads are under way at once.
+    together = math.gcd(heads, _TOGETHER)
+
+    def add(number: Array, total: Array) -> Array:
+        parts = [
+            plgpu.load(scores_ref.at[row, number * together + i], layout=layout)
+            for i in range(together)
+        ]
+        return total + functools.reduce(jnp.add, parts)
+
+    zeros = hopper.full((size,), 0.0, layout=layout)
+    sums = lax.fori_loop(0, heads // together, add, zeros)
+    place = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+    held = held_ref[row]
+    inside = place < held
+    squares = jnp.sum(jnp.where(inside, sums * sums, 0.0))
+    mean = squares / jnp.maximum(held, 1).astype(jnp.float32)
+    # The square root; JAX 0.11.0 lowers its inverse alone.
+    usual = mean * lax.rsqrt(jnp.maximum(mean, jnp.finfo(jnp.float32).tiny))
+    sums = jnp.where(inside, sums, -jnp.inf)
+    values_ref, places_ref = (ref.at[row] for ref in out_refs)
+    _take(sums, place, usual * tolerance, values_ref, places_ref, count)
+
+
 def _kernel(tolerance_ref, scores_ref, values_ref, places_ref, *, count: int) -> None:
     row, size = lax.axis_index("row"), scores_ref.shape[1]
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=_VECTOR)
     scores = plgpu.load(scores_ref.at[row], layout=layout)
     place = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
-    tolerance = tolerance_ref[row]
+    _take(scores, place, tolerance_ref[row], values_ref.at[row], places_ref.at[row], count)
+
+
+def _lists_kernel(
+    tolerance_ref, values_ref, slots_ref, *out_refs, entries: int, together: int
+) -> None:
+    head, row = lax.axis_index("head"), lax.axis_index("row")
+    size = values_ref.shape[1]
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=1)
+    values, slots = (plgpu.load(ref.at[head], layout=layout) for ref in (values_ref, slots_ref))
+    place = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+    # Every block of threads reads the entries of all rows, which lie side by side.
+    mine = (lax.rem(place, together) == row) & (place < entries * together)
+    values, tolerance = jnp.where(mine, values, -jnp.inf), tolerance_ref[head, row]
+    values_ref, slots_ref = (ref.at[head, row] for ref in out_refs)
+    _take(values, slots, tolerance, values_ref, slots_ref, out_refs[0].shape[2])
+
+
+def _take(
+    scores: Array, numbers: Array, tolerance: Array, values_ref: Any, numbers_ref: Any, count: int
+) -> None:
+    """Write the first `count` entries, of those that tie the lowest number first."""
     above = scores + tolerance
 
     def take(i: Array, left: Array) -> Array:
@@ -69,11 +193,11 @@ def _kernel(tolerance_ref, scores_ref, values_ref, places_ref, *, count: int) ->
         best = jnp.max(jnp.where(scores <= limit, scores, -jnp.inf))
         tied = (left > -jnp.inf) & (above >= best)
         # The first, by a maximum; -1 where none is left.
-        last = jnp.max(jnp.where(tied, _LAST - place, jnp.int32(-1)))
+        last = jnp.max(jnp.where(tied, _LAST - numbers, jnp.int32(-1)))
         first = jnp.where(last >= 0, _LAST - last, jnp.int32(-1))
-        taken = place == first
-        values_ref[row, i] = jnp.max(jnp.where(taken, scores, -jnp.inf))
-        places_ref[row, i] = first
+        taken = tied & (numbers == first)
+        values_ref[i] = jnp.max(jnp.where(taken, scores, -jnp.inf))
+        numbers_ref[i] = first
         return jnp.where(taken, -jnp.inf, left)
 
     lax.fori_loop(0, count, take, scores)

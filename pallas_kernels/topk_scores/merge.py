@@ -48,6 +48,26 @@ def tied_top_k(
     return jnp.take_along_axis(scores, at, axis=-1), at
 
 
+def tied_places(
+    scores: Float[Array, "*B S"], count: int, tolerance: Float[Array, "*#B"]
+) -> tuple[Float[Array, "*B C"], Int[Array, "*B C"]]:
+    """`tied_top_k`, with the index -1 of each score of -inf."""
+    values, at = tied_top_k(scores, count, tolerance)
+    if hopper_takes(math.prod(scores.shape[:-1]), scores.shape[-1], count):
+        # The kernel has done it.
+        return values, at
+    return values, jnp.where(values > -jnp.inf, at, -1)
+
+
+def entries_to_sum(rows: int, entries: int, count: int) -> int | None:
+    """How many entries of each row `best_of_sums` takes in place of so many; None where it cannot.
+
+    It ranks the sums of several heads' scores, on Hopper, with a tolerance that it makes of them.
+    """
+    padded = gpu_ties.line(entries)
+    return padded if hopper_takes(rows, padded, count) else None
+
+
 def merge_topk(
     values: Float[Array, "*B E"],
     indices: Int[Array, "*B E"],

@@ -1,0 +1,68 @@
+"""The slots that a lone token attends: the first ones, spans around the most named ones, the last.
+
+ReAttention (Liu et al. 2024, section 2.2): each naming is a vote. The slots, or pages, of most
+votes stay, of equals the lower one, and around each a span of slots. Implementations: `xla` on
+every platform, `gpu` (Mosaic), `reference` for tests.
+"""
+
+from jax import Array
+from jaxtyping import Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.voted_slots import gpu, reference, xla
+
+
+def voted_slots(
+    named: Int[Array, "B E"],
+    stop: Int[Array, " B"],
+    length: Int[Array, " B"],
+    *,
+    kept: int,
+    span: int,
+    first: int,
+    slots: int,
+    size: int,
+    page: int = 1,
+    implementation: str | None = None,
+) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
+    """[0, first) and [stop[b], length[b]), and between them the spans around the most named.
+
+    The span around slot s is s - span // 2 and the `span - 1` slots after that. A page p stands for
+    its middle, slot p page + page // 2.
+
+    Args:
+      named: slots, or pages of `page` slots, int32; those below 0 are no votes. Others lie before
+        stop[b], and their pages' last slots behind `first`.
+      stop, length: at most `slots`; where stop[b] < first there are no votes, and stop[b] is
+        min(length[b], first).
+      kept: how many named ones stay at most.
+      slots: of the cache.
+      size: static length of the lists.
+      implementation: "xla", "gpu" or "reference"; None picks by platform.
+
+    Returns:
+      (slots, number): number[b] int32 slots of each row, ascending, then -1 up to C = `size`. Of
+      more than `size` the first come back.
+
+    Raises:
+      ValueError: `kept`, `span`, `page` or `size` is below 1.
+    """
+    if min(kept, span, page, size) < 1:
+        raise ValueError(
+            f"voted_slots: kept {kept}, span {span}, page {page}, size {size}; expected at least 1"
+        )
+    run = dispatch.select(
+        "voted_slots",
+        implementation,
+        f"{named.shape[1]} votes, lists of {size}",
+        xla=xla.voted_slots,
+        gpu=dispatch.Kernel(gpu.voted_slots, lambda: gpu.unsupported(named.shape[1], size)),
+        reference=reference.voted_slots,
+    )
+    how = dict(kept=kept, span=span, first=first, page=page, slots=slots, size=size)
+    return run(named, stop, length, **how)
+
+
+def takes_votes(votes: int, size: int) -> bool:
+    """Whether the platform's kernel lists so many slots, by so many votes, in one launch."""
+    return dispatch.platform() == "gpu" and gpu.unsupported(votes, size) is None
