@@ -3,6 +3,8 @@
 Everything here is set before JAX starts a backend and before our packages are imported.
 `LONGCTX_TEST_PLATFORM=cuda` runs on a GPU; then `-m gpu` picks the tests that need one.
 `LONGCTX_TEST_SIGNATURES=1` checks every signature of the packages where it is called.
+`LONGCTX_TEST_LOOPS=1` runs the tests of either mode with the loop over layers that GPUs and TPUs
+have; `LONGCTX_TEST_LOOPS=0` leaves out those of its slow tests.
 """
 
 import gc
@@ -35,6 +37,16 @@ import jax
 import jaxtyping
 import pytest
 
+LOOPS = os.environ.get("LONGCTX_TEST_LOOPS")
+HERE = Path(__file__).parent / "jax_longctx"
+# Tests in which engines may loop over layers on the device or on the host.
+MODES = [
+    *(HERE / folder for folder in ("contract", "engine", "methods", "studies")),
+    HERE / "evaluation" / "test_agreement.py",
+]
+# They compare the modes, or compile the loop's programs whatever tests are told.
+MODE_KNOWN = [HERE / "engine" / f"test_{it}_compile.py" for it in ("gpu", "tpu")]
+MODE_KNOWN += [HERE / "engine" / "test_modes.py", HERE / "engine" / "test_offload.py"]
 CACHE = Path(__file__).parents[1] / ".cache" / "jax"
 CHECKED = ["jax_longctx", "pallas_kernels", "checkpoints_convert"]
 
@@ -84,7 +96,7 @@ if os.environ.get("LONGCTX_TEST_SIGNATURES") == "1":
 @pytest.fixture(autouse=True, scope="session")
 def _looped() -> None:
     """With LONGCTX_TEST_LOOPS=1 engines loop over layers on the device, as on GPUs and TPUs."""
-    if os.environ.get("LONGCTX_TEST_LOOPS") == "1":
+    if LOOPS == "1":
         from jax_longctx.engine.engine import Engine
 
         made = Engine.__init__
@@ -134,10 +146,39 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, with the reason shown, where the run is not on a GPU."""
-    if PLATFORM == "cpu":
-        skip = pytest.mark.skip(reason="needs a GPU: LONGCTX_TEST_PLATFORM=cuda")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(skip)
+# Before pytest leaves out what -m does not name.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What marks mean: `gpu` is skipped, with the reason shown, where the run is not on a GPU.
+
+    Of a test marked `quick` the cases whose id holds one of its words are quick, the others slow.
+    LONGCTX_TEST_LOOPS leaves out what the module's text says.
+    """
+    skip = pytest.mark.skip(reason="needs a GPU: LONGCTX_TEST_PLATFORM=cuda")
+    for item in items:
+        if PLATFORM == "cpu" and "gpu" in item.keywords:
+            item.add_marker(skip)
+        quick = item.get_closest_marker("quick")
+        # The case's id; a test with this mark has several.
+        if quick and not any(word in item.name.partition("[")[2] for word in quick.args):
+            item.add_marker(pytest.mark.slow)
+    if LOOPS == "1":
+        left = [item for item in items if not _of_either_mode(item)]
+    elif LOOPS == "0":
+        left = [item for item in items if "slow" in item.keywords and _of_either_mode(item)]
+    else:
+        return
+    config.hook.pytest_deselected(items=left)
+    gone = set(left)
+    items[:] = [item for item in items if item not in gone]
+
+
+def _of_either_mode(item: pytest.Item) -> bool:
+    """Whether a test runs in the mode that LONGCTX_TEST_LOOPS names, and does not say its own."""
+    call = getattr(item, "callspec", None)
+    if item.get_closest_marker("by_layer") or (
+        call is not None and isinstance(call.params.get("by_layer"), bool)
+    ):
+        return False
+    under = [item.path, *item.path.parents]
+    return any(place in under for place in MODES) and item.path not in MODE_KNOWN

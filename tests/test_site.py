@@ -49,6 +49,7 @@ def read(path):
 
 
 @pytest.mark.parametrize("name", list(load("generate").PAGES))
+@pytest.mark.quick("results", "commands", "papers")
 def test_a_generated_page_is_up_to_date(name):
     made = load("generate").PAGES[name]()
     assert read(DOCS / name) == made, f"docs/{name} is stale; run: python docs/generate.py"

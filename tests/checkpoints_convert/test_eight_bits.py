@@ -57,6 +57,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "source"])
 @pytest.mark.parametrize("family", ["llama-tied-biased", "qwen3"])
+@pytest.mark.quick("int8")
 def test_stored_weights_are_those_made_at_loading(tmp_path, monkeypatch, family, dtype, form):
     # A tensor is read in several pieces.
     monkeypatch.setattr(files, "PIECE", 4 * 32 * 5)
@@ -125,6 +126,7 @@ def test_what_needs_floats_is_refused(whole, tmp_path):
         convert(whole / "hf", tmp_path / "ours", weights="bfloat16")
 
 
+@pytest.mark.slow
 def test_an_interrupted_conversion_goes_on(whole, tmp_path, monkeypatch):
     monkeypatch.setattr(importing, "group_limit", lambda largest: 1)
     how: Any = {"dtype": "bfloat16", "weights": "int8"}

@@ -326,6 +326,7 @@ def smollm2(tmp_path_factory):
     return metadata, Tokenizer.load(folder)
 
 
+@pytest.mark.slow
 def test_smollm2(smollm2):
     metadata, ours = smollm2
     assert ours.decode(ours.encode(TEXT)) == TEXT

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from importlib import metadata
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import jax_longctx
 from jax_longctx.api import LongContext
+from jax_longctx.cli.options import run_facts
 from jax_longctx.engine import Engine, RunningBatch
 from jax_longctx.engine.programs import EVENTS
 from jax_longctx.engine.scoring import loglikelihoods
@@ -67,6 +69,7 @@ def test_an_answer_ends_before_a_stop_string(model):
 
 
 @pytest.mark.parametrize("name", ["full", "quest", "h2o"])
+@pytest.mark.quick("quest")
 def test_many_questions_over_one_text_are_answered_as_each_alone(model, name, monkeypatch):
     """Together where rows share the text, at most two at a time here; else one by one."""
     monkeypatch.setattr(jax_longctx.api, "TOGETHER", 2)
@@ -110,6 +113,7 @@ def test_many_questions_over_one_text_are_answered_as_each_alone(model, name, mo
 
 @pytest.mark.parametrize("by_layer", [True, False])
 @pytest.mark.parametrize("name", ["full", "h2o"])
+@pytest.mark.quick("full-False")
 def test_the_programs_of_many_questions_compile_ahead(model, name, by_layer):
     """Those that take long; the engine has shapes in place of weights."""
     jax.clear_caches()
@@ -292,6 +296,21 @@ def test_another_number_of_questions_than_texts_is_named(model):
 def test_a_dtype_that_weights_cannot_have_is_refused_first(tmp_path):
     with pytest.raises(ConfigError, match="unknown dtype 'int8'; known: float32, bfloat16"):
         jax_longctx.load(tmp_path, dtype="int8")
+
+
+def test_a_source_tree_that_is_not_installed_has_a_version_too(model, monkeypatch):
+    found = metadata.version
+
+    def version(name: str) -> str:
+        if name == "jax-longctx":
+            raise metadata.PackageNotFoundError(name)
+        return found(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert jax_longctx.__version__ == "not installed"
+    facts = run_facts(model)
+    assert facts["versions"]["jax_longctx"] == "not installed"
+    assert facts["versions"]["jax"] == jax.__version__
 
 
 def test_names_load_on_first_use():

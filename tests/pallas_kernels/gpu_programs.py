@@ -11,6 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import hopper_merge
 from pallas_kernels.attention_mass import gpu as mass_gpu
 from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.decode_attention import gpu as decode_gpu
@@ -25,6 +26,7 @@ from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.sparse_decode_attention.lists import Around, Shared
 from pallas_kernels.topk_scores import gpu as topk_gpu
 from pallas_kernels.topk_scores import gpu_ties
+from pallas_kernels.voted_slots import gpu as voted_gpu
 
 
 def programs() -> dict[str, tuple[Callable, tuple]]:
@@ -37,6 +39,8 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
         scale=0.1, valid=bound, causal_start=bound, over_group="max", over_queries="max"
     )
     mass = partial(mass_gpu.attention_mass, how=how)
+    squared = Reduction(scale=0.1, valid=bound, causal_start=bound, squares=True)
+    squares = partial(mass_gpu.attention_mass, how=squared)
     sparse = partial(sparse_gpu.sparse_decode_attention, page_size=16, scale=0.1)
     pages = jnp.zeros((1, 2, 20), jnp.int32)
     rows, w = jnp.zeros((3, 512), jnp.bfloat16), jnp.zeros((512, 192), jnp.bfloat16)
@@ -56,7 +60,29 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
             (one, k, bound * 0, bound, exact[:, :1]),
         ),
         "ties": (lambda x, t: gpu_ties.tied_best(x, 4, t), (jnp.zeros((32, 1088)), jnp.zeros(32))),
+        "sums": (
+            lambda x, n: gpu_ties.best_of_sums(x, n, 4, 0.1),
+            (jnp.zeros((1, 8, 1024)), bound),
+        ),
+        "sparse-one-around": (
+            lambda *args: sparse(*args, around=Around(args[-1] + 9, 4, 9), first_page=1),
+            (one, k, v, pages[:, :1], bound * 0 + 4, bound),
+        ),
+        "merge": (
+            lambda out, lse, *beside: hopper_merge.merged(out, lse, 4, jnp.bfloat16, beside),
+            (
+                *(jnp.zeros((2, 9, 8, 64)), jnp.zeros((2, 9, 64))),
+                *(jnp.zeros((2, 4, 64), jnp.bfloat16), jnp.zeros((2, 4))),
+            ),
+        ),
+        "voted": (
+            partial(
+                voted_gpu.voted_slots, kept=127, span=32, first=32, page=1, slots=9999, size=8192
+            ),
+            (jnp.zeros((1, 128), jnp.int32), bound, bound),
+        ),
         "mass": (lambda *args: mass(*args)[0], (q, k, jnp.zeros(q.shape[:3]), bound)),
+        "mass-squares": (squares, (q, k, jnp.zeros(q.shape[:3]), bound)),
         "rows": (partial(row_gpu.row_matmul, dtype=jnp.float32), (rows, w)),
         "rows-many-outputs": (
             partial(row_gpu.row_matmul, dtype=jnp.bfloat16),
@@ -84,7 +110,7 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
             lambda *args: sparse(*args, around=Around(args[-1] + 9, 4, 9)),
             (one, k, v, pages, bound * 0 + 4, bound),
         ),
-        "select": (partial(select_gpu.select, size=600), (jnp.zeros((1, 5000)), bound)),
+        "select": (partial(select_gpu.select, size=600), (jnp.zeros((1, 70_000)), bound)),
         "select-short": (partial(select_gpu.select, size=9), (jnp.zeros((1, 5000)), bound)),
         "pages": (partial(choose, together=False), chosen),
         "pages-together": (partial(choose, together=True), chosen),

@@ -89,6 +89,7 @@ def test_tpu_cache_attention_compiles_without_copying_the_cache(
     assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 20
 
 
+@pytest.mark.slow
 def test_tpu_windowed_cache_attention_compiles_to_streaming_xla(mesh: Mesh) -> None:
     """Splash has no window against a cache: XLA's loop, without a T x S matrix of scores."""
     shapes = (2, 2048, 16, 128), *[(2, 4, 32768, 128)] * 2, (2,)

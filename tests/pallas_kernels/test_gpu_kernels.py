@@ -32,7 +32,10 @@ from pallas_kernels.topk_scores import gpu as topk_gpu
 from pallas_kernels.topk_scores import gpu_ties, tied_top_k
 from pallas_kernels.topk_scores import merge as merge_module
 from pallas_kernels.topk_scores import reference as topk_reference
+from pallas_kernels.voted_slots import gpu as voted_gpu
+from pallas_kernels.voted_slots import reference as voted_reference
 from tests.drawing import normal
+from tests.pallas_kernels.test_voted_slots import voted_slots_of
 
 # The interpreter runs blocks in step: fences say nothing to it.
 INTERPRETED = plgpu.InterpretGPUParams(inline_mgpu="ignore")
@@ -152,6 +155,27 @@ def _ties(case: Case, interpret: Any) -> None:
     np.testing.assert_array_equal(found_at, np.where(values > -np.inf, at, -1))
 
 
+def _sums(case: Case, interpret: Any) -> None:
+    """The last entries are none; some of the others tie."""
+    entries, count = gpu_ties.line(case.slots), dict(case.options)["count"]
+    scores = normal(case.rows, case.kv_heads, entries, seed=6)
+    scores = scores.at[:, :, 7:11].set(scores[:, :, 3:4]).at[:, :, case.slots :].set(jnp.nan)
+    held = np.resize([case.slots, 3, 0, case.slots // 2], case.rows)
+    sums = jnp.sum(scores, axis=1)
+    inside = jnp.arange(entries) < held[:, None]
+    usual = jnp.sqrt(jnp.sum(jnp.where(inside, sums**2, 0), 1) / np.maximum(held, 1))
+    cpu = jax.devices("cpu")[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merge_module, "platform", lambda: "cpu")
+        given = jax.device_put((jnp.where(inside, sums, -jnp.inf), 0.05 * usual), cpu)
+        values, at = map(np.asarray, tied_top_k(given[0], count, given[1]))
+    run = partial(gpu_ties.best_of_sums, count=count, tolerance=0.05, interpret=interpret)
+    found_values, found_at = jax.jit(run)(scores, jnp.asarray(held, jnp.int32))
+    assert np.any(values[1] > -np.inf)
+    np.testing.assert_allclose(found_values, values, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(found_at, np.where(values > -np.inf, at, -1))
+
+
 def _mass(case: Case, interpret: Any) -> None:
     q, k, _ = case.arrays()
     lengths = case.lengths()
@@ -165,7 +189,7 @@ def _mass(case: Case, interpret: Any) -> None:
         valid=jnp.arange(case.queries, case.queries - case.rows, -1),
     )
     how = Reduction(**options)
-    expected, _ = mass_reference.attention_mass(q, k, lse, lengths, how)
+    expected, expected_squares = mass_reference.attention_mass(q, k, lse, lengths, how)
     # Queries that do not count and slots beyond the length may hold anything.
     counts = (jnp.arange(case.queries) < options["valid"][:, None])[..., None, None]
     q = jnp.where(counts, q, jnp.nan)
@@ -173,7 +197,10 @@ def _mass(case: Case, interpret: Any) -> None:
     k = jnp.where(beyond, jnp.asarray(3e4, k.dtype), k)
     run = jax.jit(partial(mass_gpu.attention_mass, how=how, interpret=interpret))
     mass, squares = run(q.astype(case.dtype), k, lse, lengths)
-    assert squares is None
+    if how.squares:
+        np.testing.assert_allclose(squares, expected_squares, atol=1e-5, rtol=1e-4)
+    else:
+        assert squares is None
     np.testing.assert_allclose(mass, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -191,6 +218,8 @@ def _sparse(case: Case, interpret: Any) -> None:
     k, v = (x.at[:, :, :split].set(x[:1, :, :split]) for x in (k, v))
     lists, entries, page_size = (options.pop(name) for name in ("lists", "entries", "page_size"))
     flat, around = options.pop("flat", False), options.pop("around", False)
+    one, first_page = options.pop("one", False), options.pop("first_page", 0)
+    beside = options.pop("beside", False)
     if options.pop("prior", False):
         options["prior_query"] = jnp.flip(q, axis=2)
     random = np.random.default_rng(3)
@@ -214,7 +243,13 @@ def _sparse(case: Case, interpret: Any) -> None:
         start = jnp.resize(jnp.array([4, 0, 3, 5], jnp.int32), case.rows)
         stop = jnp.resize(jnp.array([case.slots - 70, 0, 139, 5], jnp.int32), case.rows)
         end = jnp.minimum(stop + jnp.resize(jnp.array([64, 0, 1, 37]), case.rows), case.slots)
-    exact = *_exact(q, k, v), listed, start, stop
+    each, given = listed, {}
+    if one:  # a list for all heads
+        listed = jnp.where(listed < first_page, -1, listed - first_page)[:, :1]
+        every = jnp.where(listed < 0, -1, listed + first_page)
+        each = jnp.broadcast_to(every, (case.rows, case.kv_heads, entries))
+        given = dict(first_page=first_page)
+    exact = *_exact(q, k, v), each, start, stop
     expected = sparse_reference.sparse_decode_attention(*exact, **options)
     if around:
         slots = jnp.arange(case.slots)
@@ -229,6 +264,11 @@ def _sparse(case: Case, interpret: Any) -> None:
     if split:
         shared, (k, v) = _parted(split, 2 * page_size, k, v)
         options["shared"] = Shared(*shared, jnp.array([split], jnp.int32))
+    if beside:  # of which some heads see nothing
+        lse = 4 + normal(*q.shape[:3], seed=8)
+        given["beside"] = jnp.flip(q, axis=2), lse.at[:, :, -1].set(-jnp.inf)
+        expected = merge([expected[:2], (_exact(given["beside"][0])[0], given["beside"][1])])
+    options |= given
     run = jax.jit(partial(sparse_gpu.sparse_decode_attention, interpret=interpret, **options))
     result = run(q, k, v, listed, start, stop)
     assert np.any(np.isneginf(result[1])) and np.any(np.isfinite(result[1]))
@@ -249,11 +289,16 @@ def _select(case: Case, interpret: Any) -> None:
     k = jnp.array([case.slots // 5, case.slots // 3, case.slots // 2, 0][: case.rows], jnp.int32)
     # Longer lists than the kernel for short ones takes, or just as long as they must be.
     size = case.slots + 512
+    least = -np.inf
     if dict(case.options).get("short"):
         size = min(case.slots // 2, 512)
         k = jnp.minimum(k, size)
+    if dict(case.options).get("least"):
+        # Neighbours among the numbers of float32, so that the border lies beside the least.
+        least = 2.0**23
+        scores = jnp.where(scores > -1, jnp.round(scores) + 1 + least, -jnp.inf)
     expected = select_reference.select(scores, k, None)
-    run = jax.jit(partial(select_gpu.select, size=size, interpret=interpret))
+    run = jax.jit(partial(select_gpu.select, size=size, least=least, interpret=interpret))
     for row, chosen in enumerate(np.asarray(run(scores, k))):
         slots = np.flatnonzero(expected[row])
         np.testing.assert_array_equal(chosen[: len(slots)], slots)
@@ -302,18 +347,32 @@ def _pages(case: Case, interpret: Any) -> None:
     np.testing.assert_array_equal(run(*digests, *bounds), expected)
 
 
+def _voted(case: Case, interpret: Any) -> None:
+    args, how = voted_slots_of(rows=case.rows, slots=case.slots, **dict(case.options))
+    expected = voted_reference.voted_slots(*args, **how)
+    run = jax.jit(partial(voted_gpu.voted_slots, interpret=interpret, **how))
+    for found, wanted in zip(run(*args), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def _options(**options: Any) -> tuple[tuple[str, Any], ...]:
     return tuple(options.items())
 
 
 SUM = _options(over_group="sum", over_queries="sum")
 MAX = _options(over_group="max", over_queries="sum", causal=True)
+SQUARES = _options(squares=True)
 FIRST = _options(over_group="first", over_queries="max")
 LISTS = _options(lists=2, entries=20, page_size=16)
 SHORT_LISTS = _options(lists=2, entries=4, page_size=32)
 FLAT = _options(lists=2, entries=7, page_size=32, flat=True)
+LONG_LISTS = _options(lists=2, entries=60, page_size=16)
 PRIOR = _options(prior=True)
+ONE = _options(one=True, first_page=2)
 SHORT = _options(short=True)
+VOTED = _options(votes=20, kept=5, span=8, first=4, local=20)
+VOTED_PAGES = _options(votes=150, kept=9, span=20, first=20, local=40, page=16)
+LEAST = SHORT + _options(least=True)
 TOGETHER = _options(size=20, together=True)
 # Of pages, in the middle of a line of scores.
 SHARED, SHARED_PAGES = _options(shared=128), _options(shared=136)
@@ -326,12 +385,22 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
     ),
     "logits": (_logits, Case(head_dim=128, group=3)),
     "topk": (_topk, Case(queries=40, kv_heads=1, slots=512, options=_options(count=2))),
+    "topk-many": (_topk, Case(queries=40, kv_heads=1, slots=512, options=_options(count=6))),
     "topk-split": (_topk, Case(rows=2, queries=9, group=1, workers=10, options=_options(count=1))),
     "topk-few": (_topk, Case(rows=4, slots=384, workers=17, options=_options(count=4))),
     "topk-few-queries": (_topk, Case(queries=3, workers=1, options=_options(count=9))),
     "ties": (_ties, Case(rows=3, slots=700, options=_options(count=9))),
+    "sums": (_sums, Case(rows=4, kv_heads=6, slots=300, options=_options(count=5))),
+    "voted": (_voted, Case(rows=2, slots=128, options=VOTED)),
+    "voted-pages": (_voted, Case(rows=4, slots=256, options=VOTED_PAGES)),
     "mass-sum": (_mass, Case(queries=70, options=SUM)),
     "mass-max-causal": (_mass, Case(rows=2, queries=40, slots=200, options=MAX)),
+    "mass-squares": (
+        _mass,
+        Case(rows=2, queries=70, slots=200, options=SQUARES + _options(causal=True)),
+    ),
+    "mass-squares-group": (_mass, Case(queries=5, group=8, options=SQUARES)),
+    "mass-squares-one": (_mass, Case(queries=9, group=1, options=SQUARES)),
     "mass-first": (_mass, Case(rows=2, queries=3, dtype="float16", options=FIRST)),
     "sparse": (_sparse, Case(rows=2, workers=8, slots=512, options=LISTS)),
     "sparse-list-a-head": (
@@ -343,12 +412,31 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
         _sparse,
         Case(rows=4, workers=16, slots=256, options=SHORT_LISTS + _options(around=True)),
     ),
+    "sparse-merged": (_sparse, Case(rows=1, workers=16, slots=1024, options=LONG_LISTS)),
+    "sparse-beside": (
+        _sparse,
+        Case(
+            rows=1,
+            workers=16,
+            slots=1024,
+            head_dim=128,
+            dtype="float16",
+            options=LONG_LISTS + _options(beside=True),
+        ),
+    ),
+    "sparse-few-beside": (_sparse, Case(rows=2, options=SHORT_LISTS + _options(beside=True))),
+    "sparse-one": (_sparse, Case(rows=3, workers=12, slots=512, options=LISTS + ONE)),
+    "sparse-one-around": (
+        _sparse,
+        Case(rows=3, workers=12, slots=256, options=SHORT_LISTS + ONE + _options(around=True)),
+    ),
     "sparse-around-prior": (
         _sparse,
         Case(rows=2, workers=16, slots=512, options=LISTS + PRIOR + _options(around=True)),
     ),
     "select": (_select, Case(rows=1, slots=200)),
     "select-short": (_select, Case(rows=4, slots=300, options=SHORT)),
+    "select-short-least": (_select, Case(rows=4, slots=300, options=LEAST)),
     "select-short-tiles": (_select, Case(rows=3, slots=9000, options=SHORT)),
     "pages": (_pages, Case(rows=4, kv_heads=1, group=3, slots=136, options=_options(size=24))),
     "pages-group": (
@@ -408,7 +496,8 @@ CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
 # One of each kernel; the others are `slow`, for the interpreter is.
 QUICK = {
     *("decode-queries-and-window", "logits", "topk-few", "mass-max-causal"),
-    *("ties", "sparse-around", "select-short", "pages", "pages-together", "sparse-flat-prior"),
+    *("ties", "sums", "voted", "sparse-around", "sparse-one-around", "select-short"),
+    *("pages", "pages-together", "sparse-flat-prior", "sparse-beside"),
     *("sparse-shared-around", "pages-shared", "pages-shared-together"),
 }
 
@@ -427,6 +516,11 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
             "topk-one": (_topk, replace(_case, options=_options(count=7))),
             "mass-sum": (_mass, replace(_queries, options=SUM)),
             "mass-max": (_mass, replace(_queries, options=MAX)),
+            "mass-squares": (_mass, replace(_queries, options=SQUARES)),
+            "mass-squares-causal": (
+                _mass,
+                replace(_queries, options=SQUARES + _options(causal=True)),
+            ),
             "mass-one": (_mass, replace(_case, queries=3, options=FIRST)),
             "sparse": (
                 _sparse,
@@ -438,6 +532,22 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
                     _case,
                     rows=3,
                     options=_options(lists=4, entries=70, page_size=16, around=True),
+                ),
+            ),
+            "sparse-beside": (
+                _sparse,
+                replace(
+                    _case,
+                    rows=3,
+                    options=_options(lists=4, entries=200, page_size=16, beside=True),
+                ),
+            ),
+            "sparse-one-around": (
+                _sparse,
+                replace(
+                    _case,
+                    rows=3,
+                    options=_options(lists=4, entries=17, page_size=64, around=True) + ONE,
                 ),
             ),
             "sparse-pages-of-64": (
@@ -502,6 +612,26 @@ LARGE |= {
     f"ties-{_slots}": (_ties, Case(rows=32, slots=_slots, options=_options(count=16)))
     for _slots in (136, 1024, 8192)
 }
+for _rows in (1, 8):
+    LARGE |= {
+        f"voted-{_rows}": (
+            _voted,
+            Case(
+                rows=_rows,
+                slots=20_480,
+                options=_options(votes=128, kept=127, span=32, first=32, local=4096),
+            ),
+        ),
+        f"voted-pages-{_rows}": (
+            _voted,
+            Case(
+                rows=_rows,
+                slots=20_480,
+                options=_options(votes=512, kept=64, span=32, first=32, local=1024, page=16),
+            ),
+        ),
+    }
+LARGE["sums"] = _sums, Case(rows=2, kv_heads=32, slots=1100, options=_options(count=16))
 LARGE["pages-points"] = _pages, Case(rows=5, slots=4096, options=_options(size=64, point=True))
 LARGE["pages-shared-points"] = (
     _pages,
@@ -519,6 +649,7 @@ for _slots in (8192, 131072, 300000):
     LARGE[f"select-{_slots}"] = _select, Case(rows=4, slots=_slots)
 for _slots in (512, 1000, 8192, 16384):
     LARGE[f"select-short-{_slots}"] = _select, Case(rows=4, slots=_slots, options=SHORT)
+    LARGE[f"select-short-least-{_slots}"] = _select, Case(rows=4, slots=_slots, options=LEAST)
 
 
 # The interpreter multiplies with NumPy, which warns of what is infinite or no number.
@@ -573,7 +704,7 @@ def test_what_the_kernels_leave_to_others(monkeypatch: pytest.MonkeyPatch) -> No
         return [
             decode_gpu.unsupported(q, k),
             topk_gpu.unsupported(q, k, count, tile_best),
-            mass_gpu.unsupported(q, k, options["squares"]),
+            mass_gpu.unsupported(q, k, options["squares"], not options["squares"]),
             sparse_gpu.unsupported(q, k, 2, options["page_size"], 0),
             pages_gpu.unsupported(q[:, 0], k, options["ball"], options["size"]),
         ]
@@ -586,6 +717,9 @@ def test_what_the_kernels_leave_to_others(monkeypatch: pytest.MonkeyPatch) -> No
     assert [r is None for r in reasons(q, k, **left)] == [True, *[False] * 4]
     assert "tiles" in str(reasons(q, k, tile_best=128)[1])
     assert "lists of 513" in str(reasons(q, k, size=513)[4])
+    assert mass_gpu.unsupported(q, k, True, True) is None
+    odd = jnp.repeat(q[:, :, : k.shape[1]], 3, axis=2)
+    assert "group of 3" in str(mass_gpu.unsupported(odd, k, True, True))
     wide = jnp.repeat(q, 33, axis=2)
     assert "at most 64" in str(pages_gpu.unsupported(wide[:, 0], k, False, 9))
     assert "at most 64" in str(decode_gpu.unsupported(wide, k))

@@ -54,6 +54,7 @@ def _sparse(q: jax.Array, k: Any, v: Any, **options: Any) -> Any:
         pytest.param(_sparse, 128, id="sparse"),
     ],
 )
+@pytest.mark.quick("topk")
 def test_a_plane_is_read_as_its_part(kernel: Callable[..., Any], head_dim: int) -> None:
     rng = np.random.default_rng(3)
     q = jnp.asarray(rng.normal(size=(BATCH, 1, KV_HEADS * GROUPS, head_dim)), jnp.float32)

@@ -318,6 +318,7 @@ def test_heads_that_do_not_fit_are_refused(form):
 @pytest.mark.parametrize(
     ("width", "queries", "window"), [(128, 1, None), (64, 3, None), (64, 2, 40)]
 )
+@pytest.mark.quick("1")
 def test_the_tpu_kernel_reads_int8(width, queries, window, plane):
     """In its interpreter, whose memory begins as NaN; a block reaches beyond the slots."""
     slots, lengths = 320, jnp.array([300, 0, 130])
@@ -380,6 +381,7 @@ def check_gpu_decode(width, queries, window, logits, forms, *, slots, group=G, i
 
 
 @pytest.mark.parametrize(("width", "queries", "window", "logits", "forms"), GPU_CASES)
+@pytest.mark.quick("forms0", "forms1", "forms2")
 def test_the_gpu_kernel_reads_8_bits(monkeypatch, width, queries, window, logits, forms):
     """In the interpreter, with three workers."""
     monkeypatch.setattr(hopper, "processors", lambda: 3)
@@ -402,6 +404,7 @@ def test_8_bits_on_a_gpu(width, queries, window, logits, forms, slots, group):
     ("lists", "forms"),
     [*((lists, EIGHT_BITS[0]) for lists in (K, K * G, "flat")), (K, EIGHT_BITS[1]), (K, MIXED[0])],
 )
+@pytest.mark.quick("2-forms0")
 def test_the_gpu_kernel_reads_listed_pages_of_8_bits(monkeypatch, lists, forms):
     """In the interpreter: also with a prior, entries of -1, and a list in two pieces."""
     monkeypatch.setattr(hopper, "processors", lambda: 8)
@@ -430,6 +433,7 @@ def test_the_gpu_kernel_reads_listed_pages_of_8_bits(monkeypatch, lists, forms):
 
 @pytest.mark.parametrize("split", [0, 256])
 @pytest.mark.parametrize("pieces", [1, 8])
+@pytest.mark.quick("1-256")
 def test_the_gpu_kernel_reads_int8_around_listed_pages(monkeypatch, pieces, split):
     """The first and last slots in the same launch, with scales in the order of the pages.
 
@@ -504,6 +508,7 @@ LOWERED = [
 
 @pytest.mark.parametrize("forms", EIGHT_BITS + MIXED)
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 12])
+@pytest.mark.quick("12-forms0")
 def test_the_gpu_kernel_of_listed_pages_lowers_and_fits_shared_memory(forms, rows):
     q = jax.ShapeDtypeStruct((4, 1, 2 * rows, 128), jnp.bfloat16)
     shape = 4, 2, 4096, 128
@@ -516,6 +521,7 @@ def test_the_gpu_kernel_of_listed_pages_lowers_and_fits_shared_memory(forms, row
 
 
 @pytest.mark.parametrize(("name", "width", "queries", "forms"), LOWERED)
+@pytest.mark.quick("forms0", "forms1")
 def test_the_gpu_kernel_of_8_bits_lowers_and_fits_shared_memory(name, width, queries, forms):
     """For the most rows that it takes."""
     rows = decode_gpu._MAX_BATCH

@@ -93,6 +93,7 @@ def test_zeros_of_either_sign_tie_and_the_smallest_numbers_do_not() -> None:
     np.testing.assert_array_equal(result[:, :5], [[0, 1, 2, -1, -1], [0, 1, 2, 3, -1]])
 
 
+@pytest.mark.slow
 def test_thousands_of_slots_and_borders() -> None:
     """Few distinct scores, so that the border cuts ties; k at and beside the ends."""
     rng = np.random.default_rng(0)
@@ -137,6 +138,7 @@ def test_selection_on_cpu_sorts_nothing_and_holds_little() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < 5 * scores.size * 4
 
 
+@pytest.mark.slow
 def test_selection_for_a_tpu_compiles_without_scatter_or_sort() -> None:
     pytest.importorskip("libtpu")
     from jax.experimental import topologies

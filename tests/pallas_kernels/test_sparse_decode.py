@@ -214,6 +214,32 @@ def test_any_bounds_and_lists_attend_alike_in_every_form(
         )
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_one_list_may_be_for_all_heads_and_begin_at_any_page(implementation: str) -> None:
+    case = Case(dtype="float32")
+    *arrays, _ = _inputs(case)
+    lists = _lists(case)[:, :1]
+    run = partial(
+        sparse_decode_attention,
+        *arrays,
+        start=jnp.array(STARTS),
+        stop=jnp.array(STOPS),
+        page_size=case.page_size,
+        scale=case.scale,
+        implementation=implementation,
+    )
+    each = jnp.broadcast_to(lists, (ROWS, case.kv_heads, lists.shape[2]))
+    expected, found = run(each), run(lists)
+    later = run(jnp.where(lists > 0, lists - 1, -1), first_page=1)
+    without = run(jnp.where(each == 0, -1, each))
+    assert np.any(np.isfinite(expected[1])) and np.any(expected[1] != without[1])
+    beside = arrays[0], expected[1] - 1
+    merged, both = run(lists, beside=beside), merge([expected, beside])
+    for one, other in ((found, expected), (later, without), (merged, both)):
+        for x, y in zip(one, other, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("split", [0, 8, 24])
 @pytest.mark.parametrize("lists", ["kv heads", "query heads"])
 def test_rows_that_share_slots_attend_as_alone(lists: str, split: int) -> None:
@@ -330,8 +356,8 @@ def test_bad_arguments_are_named(unchecked_signatures) -> None:
     lists = _lists(case)
     bounds = [jnp.array(x, jnp.int32) for x in (STARTS, STOPS)]
     options = dict(page_size=8, scale=1.0)
-    with pytest.raises(ValueError, match="2 kv heads or 8 query heads"):
-        sparse_decode_attention(q, k, v, lists[:, :1], *bounds, **options)
+    with pytest.raises(ValueError, match="2 kv heads or 8 query heads, or for all"):
+        sparse_decode_attention(q, k, v, jnp.tile(lists, (1, 2, 1))[:, :3], *bounds, **options)
     with pytest.raises(ValueError, match="pages of 0 slots"):
         sparse_decode_attention(q, k, v, lists, *bounds, page_size=0, scale=1.0)
     with pytest.raises(ValueError, match=r"expected float32\(7, 8, 43\)"):
@@ -346,7 +372,12 @@ def test_bad_arguments_are_named(unchecked_signatures) -> None:
         sparse_decode_attention(q, k, v, lists, *bounds, **options, around=Around(bounds[1], 1, 1))
     with pytest.raises(ValueError, match="does not fit"):
         sparse_decode_attention(q[:, :, :3], k, v, lists, *bounds, **options)
+    with pytest.raises(ValueError, match="beside given with a prior"):
+        beside = (q, prior[:, None, :, 0])
+        sparse_decode_attention(q, k, v, lists, *bounds, **options, prior=prior, beside=beside)
     shared = Shared(k[:1], v[:1], jnp.array([8], jnp.int32))
+    with pytest.raises(ValueError, match="first_page or beside given with"):
+        sparse_decode_attention(q, k, v, lists, *bounds, **options, shared=shared, first_page=1)
     with pytest.raises(ValueError, match="shared slots given with a flat list or a prior"):
         sparse_decode_attention(q, k, v, lists, *bounds, **options, shared=shared, prior_query=q)
     with pytest.raises(ValueError, match="does not fit"):

@@ -59,6 +59,7 @@ def test_each_method_runs_with_an_empty_and_then_with_a_full_cache(
     assert "tova" in printed and "7 of 7" in printed and "block must be" in printed
 
 
+@pytest.mark.slow
 def test_a_process_times_its_first_answer_and_the_same_again(tiny_shape):
     case = {"model": tiny_shape, "checkpoint": None, "method": "tova", "settings": {}}
     case |= {"length": 100, "answer": 4, "chunk": 512, "dtype": "float32", "mesh": {}}

@@ -55,17 +55,20 @@ def test_times_beside_limits(tiny_preset, tmp_path):
 
 @pytest.mark.parametrize("random_cache", [True, also(False)])
 @pytest.mark.parametrize("kv", [None, also("int8")])
+@pytest.mark.parametrize("prefetch", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_offloaded_contexts_are_timed_and_what_they_fetch_is_told(
-    tiny_preset, tmp_path, random_cache, kv
+    tiny_preset, tmp_path, random_cache, kv, prefetch
 ):
     args = ["bench", "decode", "--preset", "tiny", "-m", "quest:budget=32,local=16", "--json"]
     args += ["--case", "2x600", "--blocks", "1", "--chunk", "128", "--offload", "host"]
     args += ["--working-set", "192", *([] if kv is None else ["--kv", kv])]
     args += ["--random-cache"] if random_cache else []
+    args += ["--prefetch"] if prefetch else []
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
-    assert record["offload"] == "host"
+    assert (record["offload"], record["prefetch"]) == ("host", prefetch)
     full, quest = record["rows"]
     assert "fetched" not in full and full["host"] == 0 < quest["host"]
     found = quest["fetched"]
@@ -75,6 +78,7 @@ def test_offloaded_contexts_are_timed_and_what_they_fetch_is_told(
     assert found["hits"] > 0 and found["misses"] > 0
     assert found["hit_rate"] == found["hits"] / (found["hits"] + found["misses"])
     assert 0 < found["waited_share"] <= 1
+    assert (found["ahead"] > 0) == prefetch
 
 
 def _stub(monkeypatch, timed):
@@ -170,6 +174,7 @@ def test_a_mesh_with_a_data_axis_is_refused(tiny_preset):
     assert "steps are timed for one part of the data axis; leave data out" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fills_the_memory(tiny_preset, monkeypatch, tmp_path):
     """One row more than the batch would not fit, and a batch that does not run is made smaller."""
     monkeypatch.setattr(throughput, "copy_bandwidth", lambda: 1e11)
@@ -236,6 +241,7 @@ def test_no_row_fits(tiny_preset, monkeypatch):
         also("citrus", {"budget": "64", "chunk": "16"}, {}, False),
     ],
 )
+@pytest.mark.slow
 def test_copied_rows_answer_as_the_row(name, settings, mesh, by_layer):
     """After the question every row goes on as a stream of the one row does."""
     options = {"mesh": make_mesh(**mesh), "chunk": 32, "by_layer": by_layer}

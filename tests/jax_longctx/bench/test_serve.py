@@ -30,6 +30,7 @@ def asked(*args):
     return CliRunner().invoke(app, [*given, "--blocks", "1", "--chunk", "64", *args])
 
 
+@pytest.mark.slow
 def test_rows_share_a_context_and_decode_while_a_text_is_read(tiny_preset, monkeypatch, tmp_path):
     batches, joins = [], []
     monkeypatch.setattr(serve, "ANSWER", 1)
@@ -64,6 +65,7 @@ def test_rows_share_a_context_and_decode_while_a_text_is_read(tiny_preset, monke
     assert len(joins) > 2 * 3
 
 
+@pytest.mark.slow
 def test_full_and_quest_unless_named_and_a_table(tiny_preset, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     result = asked("--read", "0")
@@ -84,6 +86,7 @@ def test_a_method_that_refuses_has_a_row_that_says_so(tiny_preset):
 
 
 @pytest.mark.parametrize("form", [None, "int8"])
+@pytest.mark.slow
 def test_bytes_of_a_step_count_the_form_of_keys_and_values(tiny_preset, form):
     args = ["-m", "full", "--read", "0", "--json", *(() if form is None else ("--kv", form))]
     result = asked(*args)

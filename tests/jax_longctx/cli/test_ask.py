@@ -311,6 +311,7 @@ def test_a_question_too_long_for_a_file_name_is_a_question(tmp_path):
     assert request_of(["why? " * 2000], load=tmp_path).file is None
 
 
+@pytest.mark.slow
 def test_an_offloaded_context_is_reported(run, loads, tiny, book, monkeypatch):
     book.write_text(book.read_text() * 8)
     quest = jax_longctx.make_method("quest", {"budget": 32, "local": 16})
@@ -329,7 +330,10 @@ def test_an_offloaded_context_is_reported(run, loads, tiny, book, monkeypatch):
     assert loads[1][1]["working_set"] == 512
     for here, there in zip(*records, strict=True):
         assert here["answer"] == there["answer"]
-        assert here["offload"] is None and there["offload"] == {"working_set": 512}
+        assert here["offload"] is None and there["offload"] == {
+            "working_set": 512,
+            "prefetch": False,
+        }
         assert "fetched" not in here
         assert there["fetched"]["hits"] + there["fetched"]["misses"] > 0
         assert 0 <= there["fetched"]["hit_rate"] <= 1 and 0 <= there["fetched"]["waited_share"] <= 1

@@ -177,6 +177,7 @@ def test_a_run_that_was_killed_at_any_write_goes_on(run, loads, tiny, given, tmp
     assert writes >= 8
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_offloaded(run, loads, tiny, given, tmp_path, monkeypatch):
     """Contexts on the device or in the host's memory: the same bytes, whoever began."""
     given = write(given, [row for row in ROWS if "file" not in row][1:])

@@ -56,6 +56,7 @@ def test_programs_compile_while_weights_load(command, checkpoint, book, run, cac
 
 
 @pytest.mark.parametrize("command", ["batch", pytest.param("eval", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_every_shape_is_compiled_before_its_first_batch(
     command, checkpoint, run, cache, tmp_path_factory, monkeypatch
 ):

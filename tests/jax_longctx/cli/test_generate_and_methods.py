@@ -126,6 +126,7 @@ def test_unknown_method_suggests_the_nearest(run):
     assert "did you mean 'full'?" in result.stderr
 
 
+@pytest.mark.slow
 def test_methods_and_plan_count_keys_and_values_in_8_bits(run):
     def bytes_of(*options):
         (line,) = run("methods", "quest", "--json", "--context", 4096, *options).stdout.splitlines()
@@ -145,6 +146,7 @@ def test_methods_and_plan_count_keys_and_values_in_8_bits(run):
     assert "--kv 'int4' is not one of bfloat16, fp8, int8" in refused.stderr
 
 
+@pytest.mark.slow
 def test_plan_counts_weights_in_8_bits(run):
     where = ("plan", "--target", "h200x1", "--context", 131072)
     wide, kept = (

@@ -34,12 +34,14 @@ def test_ctrl_c_at_random_moments_of_every_command(tmp_path, record_property):
         {"seconds": LIMIT},
         {"stderr": "error: the checkpoint is damaged\n"},
         {"stderr": "Traceback (most recent call last):\ninterrupted\n"},
+        {"stderr": "ValueError: the row is damaged\ninterrupted\n"},
+        {"stderr": "error: the row is damaged\ninterrupted\n"},
         {"stderr": ""},
     ],
 )
 def test_the_campaign_sees_what_is_wrong(changes):
     right = {"name": "ask", "after": 1.0, "seconds": 0.1, "code": 130}
-    right["stderr"] = "reading: 10/100 tokens\ninterrupted\n"
+    right["stderr"] = "reading: 10/100 tokens\n6 rows in 5 s, 0 with an error\ninterrupted\n"
     assert Try(**right).right
     assert not Try(**right | changes).right
 

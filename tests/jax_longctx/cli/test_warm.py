@@ -52,6 +52,7 @@ def least_time():
     jax.config.update("jax_persistent_cache_min_compile_time_secs", told)
 
 
+@pytest.mark.slow
 def test_a_second_warm_finds_all_that_the_first_compiled(run_cli, checkpoint, least_time):
     for again in (False, True):
         # What this process has compiled is forgotten, not what the cache holds.
@@ -67,6 +68,7 @@ def test_a_second_warm_finds_all_that_the_first_compiled(run_cli, checkpoint, le
         assert record["cache_bytes"] > 10_000
 
 
+@pytest.mark.slow
 def test_programs_of_an_offloaded_context_are_warmed(run_cli, checkpoint, least_time):
     tier = ["--offload", "host", "--working-set", 64]
     quest = "quest:budget=16,sink=2,local=16"

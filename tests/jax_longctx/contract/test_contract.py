@@ -99,6 +99,7 @@ def test_room_grows_with_a_longer_answer(mesh):
     assert grown == answers(engine, contexts, questions, 6)[0]
 
 
+@pytest.mark.slow
 def test_a_budgets_growth_is_judged_by_what_it_keeps(mesh):
     """40 KB hold neither a second cache of the context nor full attention's growth."""
     engine = tiny_engine(KeepRecent(budget=4), mesh=mesh, chunk=8)
@@ -138,6 +139,7 @@ def instruction_mass(engine, params, row, question, chunk):
     return mass
 
 
+@pytest.mark.slow
 def test_two_row_groups(mesh):
     engine = tiny_engine(Instructed(), mesh=mesh, chunk=8)
     contexts, questions = random_rows(LENGTHS), random_rows([3, 2, 5], seed=1)

@@ -166,6 +166,7 @@ def answer(engine, context, question, tokens=5):
 
 
 @pytest.mark.parametrize("name", [pytest.param("reattention", marks=pytest.mark.slow), "quest"])
+@pytest.mark.slow
 def test_contexts_move_between_meshes(name, tmp_path):
     """Saved with stripes on two shards, on four and on one: each loads all of them."""
     (text,), (question,) = random_rows([700]), random_rows([4], seed=5)
@@ -185,6 +186,7 @@ def test_contexts_move_between_meshes(name, tmp_path):
             assert answer(other, loaded, question) == expected
 
 
+@pytest.mark.slow
 def test_slots_stay_where_they_are_as_a_cache_grows():
     (text,), (question,) = random_rows([300]), random_rows([600], seed=5)
     answers = []
@@ -206,6 +208,7 @@ def test_slots_stay_where_they_are_as_a_cache_grows():
 
 
 @pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.quick("True")
 def test_a_running_batch_answers_as_alone(shares):
     """Places of another size than the context, or rows that share the first stripes of a text."""
     engine = engine_of(Full(), 4)

@@ -1,9 +1,9 @@
 """Compiles methods' programs for one H200 that need not be there, and prints what they hold.
 
 `python -m tests.jax_longctx.engine.gpu_programs METHOD[:OPTION=VALUE]...`, of the options `kv`,
-`weights`, `offload` and `rows`, in a process that finds JAX's CUDA plugin: JAX looks for plugins
-once, when it begins. One line of JSON is printed for each program; with `rows` for the decode step
-alone, of rows that share a context.
+`weights`, `offload`, `prefetch` (yes), `rows` and `only`, in a process that finds JAX's CUDA
+plugin: JAX looks for plugins once, when it begins. One line of JSON is printed for each program, or
+for those of the kind that `only` names; with `rows` for the step of rows that share a context.
 """
 
 import dataclasses
@@ -260,6 +260,8 @@ def main(methods: list[str]) -> None:
         name, *forms = said.split(":")
         options = dict(form.split("=") for form in forms)
         rows = int(options.pop("rows", 1))
+        prefetch = options.pop("prefetch", "no") == "yes"
+        only = options.pop("only", None)
         request = PlanRequest(
             config=config,
             method=make_method(name),
@@ -267,6 +269,7 @@ def main(methods: list[str]) -> None:
             context=CONTEXT,
             reserve=RESERVE,
             chunk=CHUNK,
+            prefetch=prefetch,
             **options,
         )
         setup = request.setup(mesh)
@@ -281,6 +284,8 @@ def main(methods: list[str]) -> None:
                     }
         used_of: Any = used_programs if rows == 1 else shared_decode
         for used in used_of(request, setup, rows):
+            if only not in (None, used.kind):
+                continue
             a_turn = LAYERS_A_TURN if used.kind == "decode" else 1
             compiled = used.lower().compile()
             program = computations(compiled.as_text())

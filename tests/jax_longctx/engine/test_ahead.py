@@ -91,6 +91,7 @@ def test_the_run_that_follows_compiles_nothing(name, by_layer, compiled):
 
 
 @pytest.mark.parametrize("by_layer", MODES, ids=named)
+@pytest.mark.slow
 def test_the_run_of_an_offloaded_context_compiles_nothing(by_layer, compiled):
     """What stands in for the host's arrays lies in its memory: else programs are others."""
     jax.clear_caches()

@@ -104,6 +104,7 @@ def differences(request, alone, amid, *, alike=True):
         pytest.param("infllm", False, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_log_probabilities_amid_others_are_those_alone(name, shared):
     check(name, answers(name, shared=shared))
 

@@ -66,6 +66,7 @@ def test_answers_are_those_of_whole_programs(method, sizes):
     assert ended[0] == expected[0][: expected[0].index(stop) + 1]
 
 
+@pytest.mark.slow
 def test_given_text_has_the_likelihoods_of_whole_programs():
     whole, by_layer = (tiny_engine(chunk=16, by_layer=by_layer) for by_layer in (False, True))
     for expected, found in zip(whole.score(ROWS), by_layer.score(ROWS), strict=True):

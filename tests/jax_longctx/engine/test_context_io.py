@@ -74,6 +74,7 @@ def pool():
 
 @pytest.mark.parametrize("by_layer", [True, False])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.quick("(1, 1, 1)")
 def test_a_context_is_saved_beside_questions(tmp_path, pool, by_layer, sizes):
     """Questions between its steps update the context's arrays in place."""
     engine = tiny_engine(chunk=64, by_layer=by_layer, mesh=make_mesh(*sizes))

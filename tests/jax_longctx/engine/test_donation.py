@@ -149,6 +149,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SMALL if name n
 
 
 @pytest.mark.parametrize("name", [*QUICK, *OTHERS])
+@pytest.mark.quick("citrus")
 def test_no_leaf_is_written_where_another_lay(name, monkeypatch):
     looked = {program: Looked(*program) for program in WHOLE}
     engine, contexts, questions = looked_at(monkeypatch, name, looked, chunk=32, by_layer=False)

@@ -59,6 +59,7 @@ QUICK = ("full", "refreshkv", "snapkv")
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else also(name) for name in METHODS])
+@pytest.mark.quick("full", "refreshkv")
 def test_a_loop_over_layers_answers_as_the_host_does(name):
     check(small_method(name))
 
@@ -67,20 +68,24 @@ MESHES = {"full": (1, 2, 1), "snapkv": (1, 1, 2), "quest": (1, 2, 1), "star": (1
 
 
 @pytest.mark.parametrize("name", ["full", *map(also, ("snapkv", "quest", "star"))])
+@pytest.mark.slow
 def test_on_a_mesh_too(name):
     check(small_method(name), MESHES[name])
 
 
+@pytest.mark.slow
 def test_with_a_conditional_that_returns_part_of_the_cache():
     check(RefreshKV(budget=48, qc_stride=2, threshold=0.9))
 
 
+@pytest.mark.slow
 def test_with_layers_that_differ():
     """Runs of one layer and of two."""
     check(Full(), windows=(7, None, None))
 
 
 @pytest.mark.parametrize("name", ["full", "quest", also("resa"), also("streaming-llm")])
+@pytest.mark.quick("full")
 def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, name):
     """`FewRows` with the products that XLA makes; the kernel has tests of its own."""
     used = []

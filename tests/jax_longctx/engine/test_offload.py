@@ -7,51 +7,63 @@ import itertools
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_longctx.api import LongContext
-from jax_longctx.engine import Request, RunningBatch, capacity
+from jax_longctx.engine import Request, RunningBatch, capacity, programs
 from jax_longctx.engine.capacity import footprint, held_bytes, stores_of
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.methods import make_method
+from jax_longctx.settings import Offload
 from jax_longctx.sharding import HOST, make_mesh
 from tests.jax_longctx.methods.harness import steps
-from tests.small_methods import SMALL, small_method
+from tests.small_methods import SMALL
 from tests.support import joined, random_rows, tiny_engine, word_tokenizer
 
-NAMES = ("infllm", "quest", "arkvale", "resa")
+# All that can be offloaded under their default settings (a test compares).
+NAMES = ("infllm", "quest", "arkvale", "resa", "reattention", "free-pages")
 # Settings beside the small ones: heads that choose apart, whole pages of fixed tokens, priors.
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+REBUILT = {"growth": "rebuild", "rebuild_every": 2}
 OTHERS = [
     ("infllm", {"granularity": "query_head", "n_init": 8}),
-    slow("infllm", {"score": "logit", "n_init": 0}),
     slow("quest", {"granularity": "kv_head", "sink": 0, "local": 0, "min_pages": 3}),
-    slow("quest", {"granularity": "layer", "skip_layers": 1}),
     slow("arkvale", {"granularity": "query_head", "digest": "sphere-max"}),
     ("arkvale", {"whole_pages": True, "sink": 8, "local": 9}),
-    slow("resa", {"selector": "arkvale", "page_size": 8, "prior_group": "mean"}),
-    slow("resa", {"growth": "rebuild", "rebuild_every": 2}),
+    slow("resa", REBUILT | {"selector": "arkvale", "page_size": 8, "prior_group": "mean"}),
+    ("reattention", {"span": 21, "global_size": 20, "kept": 3}),
+    slow("reattention", {"selector": "tilemax128", "count": 1}),
+    slow("free-pages", {"lam": 0.0, "digest": "cuboid-mean", "page_size": 1, "count": 3}),
+    slow("reattention", {"last_token_decode": False, "decode_heads": "scrambled"}),
 ]
 LOOPS = {True: "host loops", False: "device loops"}
 also = functools.partial(pytest.param, marks=pytest.mark.thorough)
-# One mode of each method is quick.
-EITHER = [
-    slow(name, by_layer) if by_layer is (name in ("quest", "arkvale")) else (name, by_layer)
-    for name, by_layer in itertools.product(NAMES, LOOPS)
-]
+# The small settings of others, which cannot be offloaded, have all that the method can do.
+ABLE = {"free-pages": {"lam": 0.0}}
+# The mode of a method that `some` does not take; InfLLM in both.
+EITHER = [("infllm", True)]
+EITHER += [slow(name, number % 2 == 0) for number, name in enumerate(NAMES[1:])]
+EITHER += [slow("infllm", False)]
 # Blocks and pages; ArkVale and RESA choose pages too.
-EACH = [name if name in ("infllm", "quest") else slow(name) for name in NAMES]
+EACH = [slow(name) if name in ("arkvale", "resa", "free-pages") else name for name in NAMES]
 LENGTHS = [[300, 70, 1, 180], [9, 3, 5, 1], [24, 24, 24, 24]]
 
 
 def some(quick, *values):
-    """All combinations of the values: the first of `quick` in every run, its others slow.
+    """Combinations of the values: the first of `quick` in every run, its others slow.
 
-    The rest is thorough.
+    The rest are thorough: each of the first values once, with those of two others in turn.
     """
     first, *others = quick
     marked = {first: pytest.param, **dict.fromkeys(others, slow)}
-    return [marked.get(each, also)(*each) for each in itertools.product(*values)]
+    found = []
+    for placed in itertools.product(*map(enumerate, values)):
+        places, each = zip(*placed, strict=True)
+        turns = tuple(places[0] // 2**place % 2 for place in range(len(places) - 1))
+        if each in marked or places[1:] == turns:
+            found.append(marked.get(each, also)(*each))
+    return found
 
 
 def named(value):
@@ -63,15 +75,19 @@ def rows_of():
     return [random_rows(lengths, seed=seed) for seed, lengths in enumerate(LENGTHS)]
 
 
+def small_method(name):
+    return other(name, ABLE.get(name, {}))
+
+
 def other(name, settings):
     return make_method(name, SMALL[name] | settings)
 
 
 @functools.cache
-def logits(method, offload, kv=None, by_layer=None, working_set=None):
+def logits(method, offload, kv=None, by_layer=None, working_set=None, prefetch=False):
     """Logits of four rows' questions and answers, the answers given; and the stores after them."""
     how = {"chunk": 16, "kv": kv, "by_layer": by_layer, "offload": offload}
-    engine = tiny_engine(method, **how, working_set=working_set)
+    engine = tiny_engine(method, **how, working_set=working_set, prefetch=prefetch)
     found, caches = [], ()
     for step in steps(engine, *rows_of(), reserve=64):
         caches = step.caches
@@ -81,38 +97,78 @@ def logits(method, offload, kv=None, by_layer=None, working_set=None):
     return np.concatenate(found), stores_of(caches)
 
 
+def host_arrays(store):
+    """What lies in the host's memory: keys too, unless steps read all of them."""
+    assert (store.k is None) == (store.keys is not None)
+    return [x for x in (store.k, store.v) if x is not None]
+
+
 def check_same(method, **how):
     """Bit for bit, and not because nothing was chosen of the host."""
     there, stores = logits(method, "host", **how)
-    how.pop("working_set", None)
+    how = {key: value for key, value in how.items() if key not in ("working_set", "prefetch")}
     here, none = logits(method, None, **how)
     np.testing.assert_array_equal(there, here)
     assert not none and stores
     for store in stores:
         assert int(np.max(store.base)) > 0
         assert int(np.sum(store.frames.misses)) > 0 and int(np.sum(store.frames.hits)) > 0
-        assert {x.sharding.memory_kind for x in (store.k, store.v)} == {HOST}
+        assert {x.sharding.memory_kind for x in host_arrays(store)} == {HOST}
 
 
 @pytest.mark.parametrize(("name", "by_layer"), EITHER, ids=named)
+@pytest.mark.quick("infllm")
 def test_offloaded_contexts_give_the_same_logits(name, by_layer):
     check_same(small_method(name), by_layer=by_layer)
 
 
 @pytest.mark.parametrize(("name", "settings"), OTHERS, ids=str)
+@pytest.mark.slow
 def test_other_settings_give_the_same_logits(name, settings):
     check_same(other(name, settings))
 
 
-@pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("kv", ["int8", also("fp8")])
+@pytest.mark.parametrize(
+    ("name", "kv"), [*((name, "int8") for name in NAMES), also("infllm", "fp8")]
+)
+@pytest.mark.slow
 def test_eight_bits_lie_in_the_host_as_they_are_stored(name, kv):
     check_same(small_method(name), kv=kv)
     _, (store, *_) = logits(small_method(name), "host", kv)
-    assert store.k.dtype.itemsize == 1
+    assert {x.dtype.itemsize for x in host_arrays(store)} == {1}
+
+
+GUESSED = ("infllm", "quest", "arkvale", "resa")
+
+
+@pytest.mark.parametrize(
+    ("name", "by_layer", "kv"),
+    some(
+        [("infllm", True, None), ("quest", False, None), ("arkvale", False, "int8")],
+        GUESSED,
+        LOOPS,
+        [None, "int8"],
+    ),
+    ids=named,
+)
+@pytest.mark.slow
+def test_pages_that_are_fetched_ahead_change_no_logits(name, by_layer, kv):
+    """What a guess brings is there when it is chosen, and what it missed is fetched then."""
+    method, how = small_method(name), {"kv": kv, "by_layer": by_layer}
+    check_same(method, **how, prefetch=True)
+    _, alone = logits(method, "host", **how, working_set=None)
+    _, ahead = logits(method, "host", **how, prefetch=True)
+    layers = np.concatenate([np.reshape(store.frames.ahead, (-1, 4)) for store in ahead])
+    # No layer comes before the first.
+    assert np.sum(layers[0]) == 0 < np.sum(layers[1])
+    assert pages_of(alone, "ahead") == 0
+    chosen = [pages_of(each, "hits") + pages_of(each, "misses") for each in (alone, ahead)]
+    assert chosen[0] == chosen[1]
+    assert pages_of(alone, "misses") != pages_of(ahead, "misses")
 
 
 @pytest.mark.parametrize("kv", [None, slow("int8")])
+@pytest.mark.slow
 def test_the_least_working_set_gives_the_same_logits(kv):
     """As many pages as a step chooses: every other page is a miss."""
     method = small_method("infllm")
@@ -123,6 +179,7 @@ def test_the_least_working_set_gives_the_same_logits(kv):
     assert misses[0] > misses[1]
 
 
+@pytest.mark.slow
 def test_units_larger_than_the_window_give_the_same_logits():
     """The list of a lone token may name pages that the pool has no room for: they are left out."""
     method = other("infllm", {"block_size": 64, "n_init": 16, "n_local": 16, "chunk": 8})
@@ -148,9 +205,8 @@ def engines(name, by_layer=None, **options):
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "by_layer"), some([("infllm", True), ("quest", False)], NAMES, LOOPS), ids=named
-)
+@pytest.mark.parametrize(("name", "by_layer"), [("infllm", True), slow("quest", False)], ids=named)
+@pytest.mark.slow
 def test_many_questions_and_a_cache_that_grows(name, by_layer):
     """A context stays as it was; a long question makes the cache grow, and is read in chunks."""
     found = []
@@ -183,7 +239,8 @@ def test_a_saved_context_is_loaded_either_way(name, by_layer, kv, tmp_path):
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 2)], ids=str)
-@pytest.mark.parametrize("name", ["infllm", slow("quest")])
+@pytest.mark.parametrize("name", ["infllm", slow("quest"), slow("reattention")])
+@pytest.mark.slow
 def test_rows_and_heads_are_divided_over_a_mesh(name, sizes):
     found = []
     for engine in engines(name, mesh=make_mesh(*sizes)):
@@ -191,6 +248,27 @@ def test_rows_and_heads_are_divided_over_a_mesh(name, sizes):
         found.append(answers(engine, context, 8, (7, 4, 1)))
     assert found[0] == found[1]
     assert engine.fetched.hits and engine.fetched.misses
+
+
+def test_another_method_takes_what_it_can_of_an_offloaded_model():
+    def tier(model, name, **asked):
+        return model.with_method(small_method(name), **asked).engine.setup.offload
+
+    here, there = (
+        LongContext(tiny_engine(small_method("quest"), **how), word_tokenizer(64))
+        for how in ({}, {"offload": "host", "working_set": 128, "prefetch": True})
+    )
+    assert tier(there, "infllm") == Offload(working_set=128, prefetch=True)
+    assert tier(there, "infllm", working_set=256) == Offload(working_set=256, prefetch=True)
+    assert tier(there, "infllm", offload="host") == Offload()
+    # It reads every key, and fetches nothing ahead.
+    assert tier(there, "reattention") == Offload(working_set=128)
+    with pytest.raises(ConfigError, match="fetches no pages ahead"):
+        tier(there, "reattention", prefetch=True)
+    assert tier(here, "infllm") is None
+    for asked in ({"prefetch": True}, {"working_set": 128}):
+        with pytest.raises(ConfigError, match="is for offloaded contexts; give offload host"):
+            tier(here, "infllm", **asked)
 
 
 def test_what_was_fetched_is_counted():
@@ -215,6 +293,7 @@ def test_what_was_fetched_is_counted():
 
 @pytest.mark.parametrize("kv", [None, "int8"])
 @pytest.mark.parametrize("name", EACH)
+@pytest.mark.quick("None")
 def test_a_footprint_tells_device_and_host_apart(name, kv):
     _, engine = engines(name, kv=kv)
     context = engine.prefill(rows_of()[0], reserve=48)
@@ -223,10 +302,12 @@ def test_a_footprint_tells_device_and_host_apart(name, kv):
     whole = footprint(engines(name, kv=kv)[0].setup, batch=4, context=300, reserve=48)
     # All keys and values lie in the host's memory, but for the scales of 8 bits.
     assert whole.host == 0 and whole.kept > found.host
-    values = 2 * 2 * 4 * 2 * context.slots * 8 * (1 if kv else 4)
-    assert found.host == values
+    parts = 1 if name == "reattention" else 2
+    numbers = parts * 2 * 4 * 2 * context.slots * 8
+    assert found.host == numbers * (1 if kv else 4)
 
 
+@pytest.mark.slow
 def test_a_device_without_room_for_the_context_takes_it_offloaded():
     here, there = engines("infllm")
     rows = random_rows([3000])
@@ -257,6 +338,7 @@ REFUSED = {
     "ideal-topk": {},
     "infllm-accounted": {},
     "infllm": {"decode": "dense"},
+    "free-pages": {"lam": 0.5},
     "quest": {"allocation": "psa-digest"},
     "resa": {"selector": "ideal", "page_size": 1},
     "arkvale-paged": {},
@@ -269,7 +351,7 @@ def test_what_cannot_be_offloaded_is_refused_with_what_can(name):
         tiny_engine(other(name, REFUSED[name]), offload="host")
     said = str(error.value)
     assert said.startswith(f"{name} cannot be offloaded: ")
-    assert said.endswith("; with default settings these can: arkvale, infllm, quest, resa")
+    assert said.endswith(f"; with default settings these can: {', '.join(sorted(NAMES))}")
 
 
 def test_settings_that_make_no_sense_are_refused():
@@ -278,12 +360,17 @@ def test_settings_that_make_no_sense_are_refused():
         tiny_engine(quest, offload="disk")
     with pytest.raises(ConfigError, match="give offload host too"):
         tiny_engine(quest, working_set=100)
+    with pytest.raises(ConfigError, match="prefetch is for offloaded contexts; give offload host"):
+        tiny_engine(quest, prefetch=True)
+    with pytest.raises(ConfigError, match=f"ahead; .* one of these: {', '.join(sorted(GUESSED))}"):
+        tiny_engine(small_method("reattention"), offload="host", prefetch=True)
     with pytest.raises(ConfigError, match="a working set of 8 tokens is too small: a step chooses"):
         tiny_engine(quest, offload="host", working_set=8)
     with pytest.raises(ConfigError, match="the mesh has seq=2; leave seq out, or offload"):
         tiny_engine(quest, offload="host", mesh=make_mesh(1, 2, 1))
 
 
+@pytest.mark.slow
 def test_questions_about_one_text_follow_one_another():
     found = []
     for engine in engines("quest"):
@@ -341,6 +428,7 @@ def ran(engine, alone):
     some([("infllm", True, None), ("quest", False, "int8")], NAMES, LOOPS, [None, "int8"]),
     ids=named,
 )
+@pytest.mark.slow
 def test_rows_join_and_leave_a_running_batch(name, by_layer, kv):
     """Places take contexts of other sizes; a place whose row left takes another one."""
     on_device, in_host = engines(name, by_layer, kv=kv)
@@ -348,18 +436,19 @@ def test_rows_join_and_leave_a_running_batch(name, by_layer, kv):
     there, alone, batch = ran(in_host, alone=True)
     assert here == there == alone
     stores = stores_of(batch._caches.held)
-    assert stores and all(store.k.sharding.memory_kind == HOST for store in stores)
+    kinds = {x.sharding.memory_kind for store in stores for x in host_arrays(store)}
+    assert kinds == {HOST}
     assert pages_of(stores, "misses") > 0
 
 
 def test_what_is_pinned_is_counted():
     _, engine = engines("infllm")
-    before = capacity.pinned_bytes()
+    before = programs.pinned_bytes()
     context = engine.prefill(random_rows([300]), reserve=64, capacity=512)
-    held = sum(store.k.nbytes + store.v.nbytes for store in stores_of(context.caches))
-    assert held and capacity.pinned_bytes() == before + held
+    held = sum(x.nbytes for store in stores_of(context.caches) for x in host_arrays(store))
+    assert held and programs.pinned_bytes() == before + held
     context.caches = None
-    assert capacity.pinned_bytes() == before
+    assert programs.pinned_bytes() == before
 
 
 def test_a_running_batch_has_room_for_a_row_on_its_way_to_its_place():
@@ -373,6 +462,34 @@ def test_a_running_batch_has_room_for_a_row_on_its_way_to_its_place():
         engine.memory_limit = int((own + layers * layer) / capacity.USABLE) + 1
         with contextlib.nullcontext() if fits else pytest.raises(CapacityError):
             RunningBatch(engine, **sizes)
+
+
+def test_what_xla_keeps_pinned_can_be_promised_again(monkeypatch, tmp_path):
+    """XLA keeps what it pinned for GPUs, and the system counts it as used."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable: 1000 kB\n", encoding="ascii")
+    monkeypatch.setattr(capacity, "MEMINFO", meminfo)
+    monkeypatch.setattr(programs, "_most_pinned", 0)
+    monkeypatch.setattr(capacity, "keeps_pinned", lambda mesh: True)
+    monkeypatch.setattr(capacity, "bytes_per_device", lambda mesh, need, host: need)
+    mesh, refused = make_mesh(), pytest.raises(CapacityError, match="the offloaded context needs")
+    # What was promised and never allocated is nobody's to promise again.
+    capacity.check_host(mesh, 900_000)
+    assert capacity.kept_bytes(mesh) == 0
+    with refused:
+        capacity.check_host(mesh, 1_700_000)
+    place = NamedSharding(mesh, PartitionSpec(), memory_kind=HOST)
+    held = programs.host_zeros(jax.ShapeDtypeStruct((900_000,), np.int8), place)
+    meminfo.write_text("MemAvailable: 1 kB\n", encoding="ascii")
+    # While arrays hold it, it is not there again.
+    assert capacity.kept_bytes(mesh) == 0
+    with refused:
+        capacity.check_host(mesh, 900_000)
+    held.delete()
+    assert capacity.kept_bytes(mesh) == 900_000
+    capacity.check_host(mesh, 900_000)
+    with refused:
+        capacity.check_host(mesh, 910_000)
 
 
 def test_a_running_batch_checks_the_room_of_a_place_and_the_mesh(monkeypatch):

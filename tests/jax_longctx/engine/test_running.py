@@ -113,25 +113,13 @@ SLOW = (
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in METHODS],
 )
+@pytest.mark.quick("full", "snapkv", "refreshkv", "quest")
 def test_each_row_answers_as_it_does_alone(name):
     check_method(small_method(name))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "refreshkv",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("full", "quest", "snapkv", "streaming-llm")
-        ),
-    ],
-)
-def test_where_the_device_loops_over_the_layers(name):
-    check_method(small_method(name), by_layer=False)
-
-
 @pytest.mark.parametrize("name", ["full", pytest.param("refreshkv", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_on_a_mesh(name):
     check_method(small_method(name), places=4, mesh=make_mesh(2, 1, 2))
 
@@ -144,10 +132,12 @@ def test_on_a_mesh(name):
     ],
     ids=["adaptive", "fixed"],
 )
+@pytest.mark.quick("adaptive")
 def test_each_row_has_its_own_schedule(settings):
     check_method(make_method("refreshkv", settings))
 
 
+@pytest.mark.slow
 def test_rows_whose_steps_differ_soon_go_together():
     """A turn takes the rows whose next step is of one kind; nobody waits for long."""
     engine = tiny_engine(make_method("refreshkv", {"schedule": "fixed", "stride": "5"}), chunk=16)
@@ -186,6 +176,7 @@ def compilations():
 
 @pytest.mark.parametrize("by_layer", [True, False])
 @pytest.mark.parametrize("name", ["full", "refreshkv", "streaming-llm"])
+@pytest.mark.quick("full", "refreshkv")
 def test_nothing_is_compiled_as_rows_join_and_leave(name, by_layer):
     engine = tiny_engine(small_method(name), config=CONFIG, chunk=16, by_layer=by_layer)
     batch = RunningBatch(engine, places=2, slots=slots(engine), reserve=RESERVE)
@@ -207,6 +198,7 @@ def test_nothing_is_compiled_as_rows_join_and_leave(name, by_layer):
     assert not found
 
 
+@pytest.mark.slow
 def test_rows_of_one_context_may_join_each_on_its_own():
     engine = tiny_engine(small_method("h2o"), config=CONFIG, chunk=16)
     context = engine.prefill(CONTEXTS, reserve=RESERVE)
@@ -220,6 +212,7 @@ def test_rows_of_one_context_may_join_each_on_its_own():
 
 
 @pytest.mark.parametrize("name", ["full", "quest", "snapkv", "refreshkv", "resa", "streaming-llm"])
+@pytest.mark.quick("snapkv")
 def test_contexts_of_other_sizes_may_join(name):
     """Smaller caches than a place's, and larger ones of a text that fits."""
     engine = tiny_engine(small_method(name), config=CONFIG, chunk=16)

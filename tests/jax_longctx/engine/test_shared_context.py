@@ -55,6 +55,7 @@ def test_methods_that_keep_every_key_share():
 
 
 @pytest.mark.parametrize("name", SHARING)
+@pytest.mark.quick("full", "quest")
 def test_rows_over_one_context_answer_as_they_do_alone(name):
     check_method(small_method(name))
 
@@ -67,17 +68,9 @@ def test_rows_over_one_context_answer_as_they_do_alone(name):
         *(slow("quest", "fp8", True), slow("quest", "fp8", False)),
     ],
 )
+@pytest.mark.quick("full")
 def test_rows_over_one_context_in_8_bits(name, kv, by_layer):
     check_method(small_method(name), by_layer=by_layer, kv=kv)
-
-
-# ArkVale's loops run in the test of digests; the others differ from these in masks and angles.
-LOOPED = [name if name in ("full", "star", "quest") else slow(name) for name in SHARING]
-
-
-@pytest.mark.parametrize("name", LOOPED)
-def test_where_the_device_loops_over_the_layers(name):
-    check_method(small_method(name), by_layer=False)
 
 
 @pytest.mark.parametrize(
@@ -91,11 +84,13 @@ def test_where_the_device_loops_over_the_layers(name):
     ],
     ids=str,
 )
+@pytest.mark.quick("kv_head")
 def test_pages_are_chosen_for_each_row_as_alone(settings):
     check_method(Quest(**{"budget": 32, "page_size": 8, "local": 16, **settings}))
 
 
 @pytest.mark.parametrize("digest", ["sphere-max", "centroid"])
+@pytest.mark.slow
 def test_digests_of_any_form_are_shared(digest):
     settings = {"budget": 32, "page_size": 16, "local": 16, "digest": digest}
     check_method(ArkVale(**settings), by_layer=False)
@@ -106,6 +101,7 @@ def test_whatever_the_contexts_length(length):
     check_method(small_method("full"), context=random_rows([length], seed=2))
 
 
+@pytest.mark.slow
 def test_more_rows_than_a_pass_takes():
     check_method(small_method("full"), places=20)
 
@@ -117,12 +113,14 @@ def test_more_rows_than_a_pass_takes():
         *(slow("star", (1, 2, 2)), slow("quest", (1, 1, 2)), slow("arkvale", (1, 1, 2))),
     ],
 )
+@pytest.mark.slow
 def test_on_a_mesh(name, sizes):
     # Slots of four shards part at multiples of 512.
     check_method(small_method(name), mesh=make_mesh(*sizes), context=random_rows([700]))
 
 
 @pytest.mark.parametrize("by_layer", [True, False])
+@pytest.mark.quick("True")
 def test_the_contexts_buffers_are_shared_and_never_copied(by_layer):
     engine = tiny_engine(config=CONFIG, chunk=64, by_layer=by_layer)
     held = engine.prefill(random_rows([1200]), reserve=64)
@@ -166,6 +164,7 @@ def test_the_context_may_be_asked_between_two_steps():
     assert [chosen.token for chosen in found] == expected
 
 
+@pytest.mark.slow
 def test_what_cannot_share_is_named():
     engine = tiny_engine(small_method("h2o"), config=CONFIG, chunk=16)
     held = engine.prefill(CONTEXT, reserve=64)

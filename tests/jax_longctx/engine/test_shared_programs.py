@@ -45,6 +45,7 @@ def answer(engine, text, question, tokens):
         *map(also, ("citrus", "reattention", "infllm", "star", "quest")),
     ],
 )
+@pytest.mark.quick("snapkv")
 def test_other_lengths_trace_nothing(name, by_layer, traced):
     # Other tests may have traced the same programs.
     jax.clear_caches()
@@ -63,6 +64,7 @@ def test_other_lengths_trace_nothing(name, by_layer, traced):
 
 
 @pytest.mark.parametrize("name", ["quest", also("snapkv"), also("streaming-llm")])
+@pytest.mark.slow
 def test_methods_share_the_programs_without_layers(name, traced):
     """Which programs a method traces anew, after another of the same shapes."""
     # Other tests may have traced them.

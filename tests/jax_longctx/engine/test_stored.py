@@ -54,6 +54,7 @@ def answer(engine):
 @pytest.mark.parametrize(
     "name", ["full", pytest.param("refreshkv", marks=pytest.mark.slow), "streaming-llm"]
 )
+@pytest.mark.slow
 def test_a_new_process_lowers_nothing_and_answers_alike(folder, lowered, monkeypatch, name):
     expected = answer(engine_of(name))
     forget()
@@ -69,6 +70,7 @@ def test_a_new_process_lowers_nothing_and_answers_alike(folder, lowered, monkeyp
     assert answer(engine) == expected
 
 
+@pytest.mark.slow
 def test_methods_of_equal_caches_have_programs_of_their_own(folder):
     """Their arguments differ in nothing but what is static."""
     names = "full", "reattention"
@@ -83,6 +85,7 @@ def test_methods_of_equal_caches_have_programs_of_their_own(folder):
     assert [answer(engine) for engine in engines] == expected
 
 
+@pytest.mark.slow
 def test_a_damaged_program_is_compiled_again(folder, lowered, caplog):
     count = len(compiled(engine_of("full")))
     for file in folder.iterdir():
@@ -99,6 +102,7 @@ def test_a_damaged_program_is_compiled_again(folder, lowered, caplog):
     assert answer(engine_of("full")) == stored_again
 
 
+@pytest.mark.slow
 def test_what_the_runtime_cannot_load_is_compiled_again(folder, lowered, caplog, monkeypatch):
     compiled(engine_of("full"))
     forget()

@@ -72,6 +72,7 @@ def test_every_row_is_what_its_prompt_gives_alone(small, tiny, tmp_path, compute
     assert not rows[-1]["compiled"]
 
 
+@pytest.mark.slow
 def test_contexts_in_the_hosts_memory_give_the_same_rows(small, tiny, tmp_path, monkeypatch):
     """A run goes on offloaded; exact attention stays on the device, what cannot is refused."""
     quest, engines = "quest:budget=16,sink=2,local=16", []

@@ -37,7 +37,11 @@ from tests.support import random_rows, tiny_config, tiny_engine
 # each time.
 MARKS = {"full": (), "h2o": (), "infllm": (), "quest": pytest.mark.slow, "snapkv": pytest.mark.slow}
 EACH = [pytest.param(name, marks=MARKS.get(name, pytest.mark.thorough)) for name in METHODS]
-BOTH = ["int8", pytest.param("fp8", marks=pytest.mark.thorough)]
+# Methods handle both forms alike: fp8 runs with one of each kind.
+FORM_OF = [
+    *(pytest.param(*each.values, "int8", marks=each.marks) for each in EACH),
+    *(pytest.param(name, "fp8", marks=pytest.mark.thorough) for name in MARKS),
+]
 assert {"int8", "fp8"} == set(FORMS)
 ROWS = [[37, 9], [5, 5], [6, 6]]
 # Compiled: one by one their operations would be as many programs of each shape.
@@ -72,8 +76,8 @@ def test_full_attention_is_off_by_the_rounding_of_keys_and_values(form):
     assert 0 < off < {"int8": 0.06, "fp8": 0.25}[form]
 
 
-@pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("form", BOTH)
+@pytest.mark.parametrize(("name", "form"), FORM_OF)
+@pytest.mark.quick("h2o", "full")
 def test_every_method_with_nothing_left_out_is_as_near_as_full_attention(name, form):
     """Rounding is no worse than under full attention, give or take."""
     allowed = 2 * error(small_method("full"), form)
@@ -81,6 +85,7 @@ def test_every_method_with_nothing_left_out_is_as_near_as_full_attention(name, f
 
 
 @pytest.mark.parametrize("name", EACH)
+@pytest.mark.quick("h2o", "full")
 def test_the_device_loops_as_the_host_does(name):
     host, device = (logits(small_method(name), "int8", by_layer) for by_layer in (True, False))
     np.testing.assert_allclose(device, host, atol=2e-4)
@@ -110,6 +115,7 @@ def step_logits(name, contexts, questions, given):
 
 
 @pytest.mark.parametrize("name", EACH)
+@pytest.mark.quick("h2o", "snapkv")
 def test_a_ragged_batch_is_each_row_alone(name):
     contexts, questions = random_rows([90, 40, 1]), random_rows([3, 5, 2], seed=1)
     given = random_rows([4, 4, 4], seed=2)
@@ -123,14 +129,17 @@ SHARDED = ["resa", "refreshkv", "infllm", "reattention", "ring", "star", "free-p
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "form"),
     [
-        *("full", "h2o"),
-        pytest.param("snapkv", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ["quest", *SHARDED]),
+        *((name, "int8") for name in ("full", "h2o", "snapkv")),
+        *(
+            pytest.param(name, form, marks=pytest.mark.thorough)
+            for form, names in (("int8", ["quest", *SHARDED]), ("fp8", MARKS))
+            for name in names
+        ),
     ],
 )
-@pytest.mark.parametrize("form", BOTH)
+@pytest.mark.slow
 def test_a_mesh_answers_as_one_device(name, form):
     contexts, questions = random_rows([90, 40, 0]), random_rows([3, 5, 2], seed=1)
     config, method = tiny_config(num_layers=1), small_method(name)
@@ -219,6 +228,7 @@ EVICTING = [
 
 
 @pytest.mark.parametrize(("name", "positions"), EVICTING)
+@pytest.mark.quick("h2o-true", "citrus-true")
 def test_eviction_moves_numbers_and_scales_together(name, positions, everything_kept):
     # What CItruS's setting leaves open, its methods do not take.
     takes = "positions" in {field.name for field in dataclasses.fields(small_method(name))}

@@ -71,6 +71,7 @@ def test_larger_pages_attend_something_else():
 
 
 @pytest.mark.parametrize("lam", [0.0, also(1.0)])
+@pytest.mark.slow
 def test_what_fits_the_scope_is_full_attention(lam):
     rows = texts([(40, 4), (36, 1), (9, 5), (0, 3)])
     method = dataclasses.replace(PAGES, local=80, lam=lam)
@@ -89,6 +90,7 @@ def test_a_budget_that_covers_the_middle_is_full_attention():
 
 
 @pytest.mark.parametrize("digest", ["bounds", "cuboid-mean", also("cuboid-center"), "centroid"])
+@pytest.mark.quick("centroid")
 def test_the_pages_of_the_scope_are_those_of_the_best_scores(digest):
     """Of one token: the chosen pages against scores of all keys' digests in numpy."""
     method = dataclasses.replace(PAGES, digest=digest, span=8, budget=64, count=2)
@@ -96,8 +98,8 @@ def test_the_pages_of_the_scope_are_those_of_the_best_scores(digest):
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Watched(FreePages):
-        def choose(self, q, cache, valid, ctx, *, rank=True):
-            scope = super().choose(q, cache, valid, ctx, rank=rank)
+        def choose(self, q, cache, valid, ctx, **how):
+            scope = super().choose(q, cache, valid, ctx, **how)
             if q.shape[1] == 1:
                 found = (q[:, 0], part_of(cache.store.k), cache.store.length, *scope.listed())
                 jax.debug.callback(lambda *x: seen.append([np.asarray(i) for i in x]), *found)
@@ -147,6 +149,7 @@ def expected_scope(method, q, k, length):
 
 
 @pytest.mark.parametrize("lam", [also(0.0), 0.7])
+@pytest.mark.slow
 def test_ragged_rows_answer_as_alone_and_on_a_mesh(lam):
     rows, method = texts(), dataclasses.replace(PAGES, lam=lam)
     together = logits_of(engine_of(method), rows)
@@ -156,6 +159,7 @@ def test_ragged_rows_answer_as_alone_and_on_a_mesh(lam):
     check_same(logits_of(engine_of(method, mesh=make_mesh(2, 2, 2)), rows), together)
 
 
+@pytest.mark.slow
 def test_the_estimate_is_that_of_all_keys_left_out():
     """Decode with lam against softmax over scope and estimated rest, in numpy, of one layer."""
     method, seen = dataclasses.replace(PAGES, lam=1.0), []
@@ -171,8 +175,8 @@ def test_the_estimate_is_that_of_all_keys_left_out():
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Watched(FreePages):
-        def choose(self, q, cache, valid, ctx, *, rank=True):
-            scope = super().choose(q, cache, valid, ctx, rank=rank)
+        def choose(self, q, cache, valid, ctx, **how):
+            scope = super().choose(q, cache, valid, ctx, **how)
             if q.shape[1] == 1:
                 store = (part_of(cache.store.k), part_of(cache.store.v), cache.store.length)
                 jax.debug.callback(
@@ -207,6 +211,7 @@ def test_the_estimate_is_that_of_all_keys_left_out():
             np.testing.assert_allclose(made[0, 0, head], expected / total, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_read_bytes_are_digests_and_scope():
     engine = engine_of(PAGES)
     cache = list(steps(engine, *texts([(150, 4)])))[-1].caches[0]

@@ -54,6 +54,7 @@ def test_it_is_described_and_comes_back_from_its_settings(every_second):
     assert make_method(**settings_of(method)) == method
 
 
+@pytest.mark.slow
 def test_the_command_line_knows_it(every_second):
     def run(words):
         result = CliRunner().invoke(app, words.split())

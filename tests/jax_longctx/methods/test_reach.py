@@ -81,6 +81,7 @@ MARKS = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in MARKS])
+@pytest.mark.slow
 def test_no_position_beyond_it_is_used(name, monkeypatch):
     """Other angles from there on change nothing, though the text is three times as long."""
     method = small_method(name)

@@ -83,8 +83,8 @@ SEEN: list[tuple[int, np.ndarray, np.ndarray]] = []
 class Watched(ReAttention):
     """Tells which slots each layer attends."""
 
-    def choose(self, q, cache, valid, ctx, *, rank=True):
-        scope = super().choose(q, cache, valid, ctx, rank=rank)
+    def choose(self, q, cache, valid, ctx, **how):
+        scope = super().choose(q, cache, valid, ctx, **how)
         jax.debug.callback(functools.partial(note, LAYERS.index(ctx.window)), *scope.listed())
         return scope
 

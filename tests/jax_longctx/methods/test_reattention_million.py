@@ -29,6 +29,7 @@ def wanted():
     )
 
 
+@pytest.mark.slow
 def test_no_program_holds_more_than_a_layers_keys_at_once(wanted):
     mesh = AbstractMesh(
         (1, 1, 1),

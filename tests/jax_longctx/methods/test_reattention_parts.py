@@ -135,6 +135,35 @@ def test_of_many_slots_those_in_the_best_pages_are_ranked(slots, count, monkeypa
     assert sorted_at_once == ([slots] if whole else [slots // 16, 16 * count])
 
 
+@pytest.mark.parametrize("page", [1, 4, 16])
+def test_slots_of_most_votes_are_found_by_pages(page):
+    """Whole pages tie; the best lie in one page, or one in each; fewer have votes than are kept."""
+    votes = np.random.default_rng(page).integers(0, 4, (6, 96))
+    votes[0], votes[1] = 0, 1
+    votes[2, 40:] = 9
+    votes[3], votes[3, ::16] = 0, 2**20
+    votes[4], votes[4, 7] = 0, 1
+    found = voted_keys._best_by_page(jnp.array(votes, jnp.int32), 5, page)
+    for row, slots in zip(votes, np.asarray(found), strict=True):
+        best = sorted(s for s in np.argsort(-row, kind="stable")[:5].tolist() if row[s])
+        assert slots.tolist() == [*best, *[-1] * (5 - len(best))]
+
+
+def test_pages_are_as_long_as_makes_both_searches_short(monkeypatch):
+    monkeypatch.setattr(voted_keys, "in_one_launch", lambda slots, kept: slots <= 16_384)
+    few = 1000
+    assert voted_keys._page_size(16_384, 127, few) == 1
+    assert voted_keys._page_size(133_120, 127, few) == 32
+    assert voted_keys._page_size(2**20, 127, few) == 128
+    # No page's size leaves both short.
+    assert voted_keys._page_size(2**22, 127, few) is None
+    assert voted_keys._page_size(133_121, 127, few) is None
+    # Votes that float32 would not tell apart.
+    assert voted_keys._page_size(16_384, 127, 2**23) is None
+    monkeypatch.setattr(voted_keys, "in_one_launch", lambda slots, kept: False)
+    assert voted_keys._page_size(16, 5, few) is None
+
+
 def test_of_a_tile_the_first_of_equal_scores_stays_where_nothing_else_ties():
     """A query of zeros allows no difference."""
     values, slots = jnp.array([[[[0.0, 0.0, 0.0, 0.0]]]]), jnp.array([[[[5, 4, 9, -1]]]])

@@ -184,6 +184,7 @@ def compare(seen, method, mesh=ONE):
     ],
     ids=str,
 )
+@pytest.mark.quick("{}", "adaptive")
 def test_ragged_rows_equal_numpy_row_by_row(changes):
     """Also X21 (the prompt in chunks) and X22: each row is compared with numpy's, alone.
 
@@ -210,6 +211,7 @@ def test_a_mesh_equals_numpy(mesh, changes):
     compare(decode(mesh, **changes), dataclasses.replace(METHOD, **changes), mesh)
 
 
+@pytest.mark.by_layer
 @pytest.mark.slow
 def test_layers_and_rows_decide_alone():
     """What makes the comparison above one of rows and layers that differ."""
@@ -269,6 +271,7 @@ def test_rk_3_x14_a_threshold_of_1_is_a_fixed_schedule():
 
 
 @pytest.mark.parametrize(("evict", "policy"), [(True, "fifo"), (False, "grow")])
+@pytest.mark.quick("fifo")
 def test_rk_4_x11_x12_without_full_steps_it_is_snapkv(evict, policy):
     seen = decode(stride=NEVER, evict_on_push=evict)
     compare(seen, dataclasses.replace(METHOD, stride=NEVER, evict_on_push=evict))

@@ -77,6 +77,7 @@ def cases(name):
         also("infllm", (2, 2, 2)),
     ],
 )
+@pytest.mark.slow
 def test_equal_tokens_tie_on_every_mesh(name, mesh):
     method, rows, expected = cases(name)
     for got, logits in zip(read(method, rows, mesh), expected, strict=True):
@@ -84,6 +85,7 @@ def test_equal_tokens_tie_on_every_mesh(name, mesh):
 
 
 @pytest.mark.parametrize("name", [also("reattention"), "infllm"])
+@pytest.mark.slow
 def test_equal_tokens_tie_alone_as_in_a_batch(name):
     """The batch of all rows is the other test's."""
     method, rows, expected = cases(name)

@@ -120,6 +120,7 @@ def test_a_model_is_the_one_of_the_numbers_that_are_stored(form, by_layer):
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_mesh_answers_as_one_device(sizes, method):
     """Ring Attention gathers the weights, as its tokens are spread over the mesh."""
     rows, questions = random_rows([50, 20]), random_rows([3, 4], seed=1)
@@ -192,6 +193,7 @@ def test_names_of_weights():
         weights_form("bfloat16", "float32")
 
 
+@pytest.mark.slow
 def test_plan_counts_them():
     plans, setups = {}, {}
     for form in (None, "int8"):

@@ -161,6 +161,7 @@ def test_a_decode_step_reads_and_multiplies_over_all_devices_of_a_row():
     assert plan.decode.received == pytest.approx(4 * (gathered + merged + summed))
 
 
+@pytest.mark.slow
 def test_an_offloaded_context_is_counted_apart_from_the_devices():
     """8B's keys and values of 131,072 tokens, which only pass the device where all are read."""
     wanted = {"context": 131072, "dtype": "bfloat16", "reserve": 256, "chunk": 512}
@@ -169,7 +170,7 @@ def test_an_offloaded_context_is_counted_apart_from_the_devices():
             request(name, "h200x1", preset("llama-3.1-8b"), offload="host", **wanted),
             {"data": 1, "seq": 1, "tensor": 1},
         )
-        for name in ("infllm", "quest")
+        for name in ("infllm", "quest", "reattention")
     }
     slots = slots_for(131072, 256)
     whole = 32 * 2 * 8 * slots * 128 * 2
@@ -178,14 +179,19 @@ def test_an_offloaded_context_is_counted_apart_from_the_devices():
         {"data": 1, "seq": 1, "tensor": 1},
     )
     assert here.host == here.moved == 0 and here.cache > whole
-    for plan in made.values():
-        assert plan.host == whole
+    for name, plan in made.items():
+        # Of ReAttention values alone.
+        assert plan.host == (whole // 2 if name == "reattention" else whole)
         assert plan.weights == here.weights and plan.step == pytest.approx(here.step, rel=0.5)
     # Representatives, rings and the pool: a window of 4,096, units of 128 and a chunk.
     assert made["infllm"].cache < whole / 5
+    # All keys, and the pool of values: the scope, a chunk, and frames for four times its spans.
+    tokens = 32 + 4096 + 512 + 4 * 2 * 127 * 32
+    assert made["reattention"].cache == pytest.approx(whole / 2 * (1 + tokens / slots), rel=0.01)
     # Digests, the pool, and twice a layer while a chunk is read.
     assert whole / 16 + 2 * whole / 32 < made["quest"].cache < whole / 3
     assert made["infllm"].moved == pytest.approx(whole / 48e9)
+    assert made["reattention"].moved == pytest.approx(whole / 2 / 48e9)
     assert made["quest"].moved == pytest.approx((1 + 131072 / 512) * whole / 48e9)
     assert made["quest"].first_token > made["quest"].moved
 

@@ -106,6 +106,7 @@ def test_a_rotary_base_that_grows_is_that_of_the_whole_prompt(serve, tiny):
 
 
 @pytest.mark.parametrize("name", ["infllm", pytest.param("quest", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_answers_from_the_hosts_memory_are_those_from_the_devices(serve, tiny, tmp_path, name):
     """Several rows at a time, of a prompt and of a context that was saved."""
     here = tiny.with_method(small_method(name))

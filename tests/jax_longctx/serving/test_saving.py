@@ -86,6 +86,7 @@ def until_saved(http, name):
         pytest.param("refreshkv", True, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.quick("False")
 def test_answers_go_on_while_a_context_is_saved(serve, tiny, tmp_path, monkeypatch, name, by_layer):
     """Also those about the context itself, whose arrays they update in place."""
     model = model_of(tiny, name, by_layer)
@@ -118,6 +119,7 @@ def test_answers_go_on_while_a_context_is_saved(serve, tiny, tmp_path, monkeypat
         assert "longctx_contexts_loaded_total 1.0" in http.get("/metrics").text
 
 
+@pytest.mark.slow
 def test_answers_go_on_while_memory_is_made_and_a_context_is_loaded(serve, tiny, monkeypatch):
     """A text that needs room waits for a save, a question for a load; nothing else does."""
     model = model_of(tiny, "full", None)

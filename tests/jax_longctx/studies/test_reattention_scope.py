@@ -42,6 +42,7 @@ also = partial(pytest.param, marks=pytest.mark.slow)
     "how",
     [{}, also({"by_layer": False}), also({"mesh": {"seq": 2}}), also({"mesh": {"tensor": 2}})],
 )
+@pytest.mark.slow
 def test_it_answers_as_reattention_and_counts_what_was_attended(how):
     how = dict(how)
     mesh = make_mesh(**how.pop("mesh", {}))
