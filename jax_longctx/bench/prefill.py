@@ -1,11 +1,15 @@
 """Time to first token over several devices, by method, beside the time that its FLOPs take.
 
-Random weights of a published shape, one row of random tokens: context, a question of one token and
-the answer fit in `tokens`. The predicted time is the FLOPs on the busiest device (see
-`planning.plan`) at two rates measured in the same run on the same devices: `linear`, of the layers
-without attention, and `attention`, of a causal square. It leaves out communication. Also measured
-are the bytes a second that a device receives from its neighbour, and the time of one decode step's
-merge by each implementation (`contract.merging`), in a chain of merges.
+Random weights of a published shape, one row of random tokens: context, question and the answer fit
+in `tokens`. A method that reads a text for a question reads it beside each chunk. The predicted
+time is the FLOPs on the busiest device (see `planning.plan`) at two rates measured in the same run
+on the same devices: `linear`, of the layers without attention, and `attention`, of a causal square.
+It leaves out communication. Also measured are the bytes a second that a device receives from its
+neighbour, and the time of one decode step's merge by each implementation (`contract.merging`), in a
+chain of merges.
+
+In one more run, which is not timed, the devices are asked what they hold. Beside the most stands
+what the engine says of the caches, which are not all: what a chunk computes comes on top.
 
 With fewer layers than the shape has, a method is timed with those and with one (see `timing`).
 """
@@ -21,9 +25,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_longctx.bench.timing import TOO_MUCH, WARM, Shape, answered, call_times, scaled
+from jax_longctx.bench.timing import (
+    TOO_MUCH,
+    WARM,
+    MemoryWatch,
+    Shape,
+    answered,
+    call_times,
+    scaled,
+)
 from jax_longctx.contract.merging import by_gather, by_sum, merge_way
-from jax_longctx.engine.capacity import SPARE, reserved
+from jax_longctx.engine import Engine
+from jax_longctx.engine.capacity import SPARE, footprint, reserved
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.programs import without_layers
 from jax_longctx.errors import InputError
@@ -56,6 +69,7 @@ def run(
     runs: int = 3,
     blocks: int = 2,
     chunk: int = 8192,
+    question: int = 1,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Every method at every case; JSON-able. A case that does not fit is recorded as failed.
@@ -68,7 +82,7 @@ def run(
     shape = Shape.make(model, mesh, layers, chunk, say)
     answer = WARM + blocks * BLOCK if blocks else 1
     # What the engine keeps beside the context: the slots of a case are all filled.
-    beside = reserved(1 + answer) + SPARE
+    beside = reserved(question + answer) + SPARE
     least = 1 + beside
     for case in cases:
         if case.tokens < least:
@@ -81,7 +95,7 @@ def run(
         for name, settings, method in chosen:
             say(f"{name} {settings or ''}, {case.tokens:,} tokens ...")
             row = {"method": name, "settings": settings, "tokens": case.tokens, "block": case.block}
-            row |= _row(shape, method, case.tokens - beside, answer, runs, rates)
+            row |= _row(shape, method, case.tokens - beside, question, answer, runs, rates)
             begun.append(row)
             # Of the first method: where it failed, the others have no ratio.
             if "first_token" in row and "first_token" in begun[0]:
@@ -93,6 +107,7 @@ def run(
         **shape.facts(),
         "mesh": dict(mesh.shape),
         "chunk": chunk,
+        "question": question,
         "runs": runs,
         "rates": rates,
         "rows": rows,
@@ -110,17 +125,35 @@ def _made(name: str, settings: dict[str, str], case: Case) -> tuple[dict[str, st
 
 
 def _row(
-    shape: Shape, method: Any, context: int, answer: int, runs: int, rates: dict[str, Any]
+    shape: Shape,
+    method: Any,
+    context: int,
+    question: int,
+    answer: int,
+    runs: int,
+    rates: dict[str, Any],
 ) -> dict[str, Any]:
-    """Times and FLOPs of a case, or the reason why it failed."""
+    """Times, FLOPs and memory of a case, or the reason why it failed."""
+    peaks: dict[int, int | None] = {}
+
+    def measure(engine: Engine) -> tuple[list[float], list[float], int]:
+        timed = answered(engine, context, answer, runs, False, question)
+        with MemoryWatch() as watch:
+            answered(engine, context, 1, 0, False, question)
+        peaks[engine.config.num_layers] = watch.most
+        return timed
+
     try:
-        measured = shape.times(method, lambda e: answered(e, context, answer, runs, keep=False))
+        measured = shape.times(method, measure)
     except TOO_MUCH as error:
         return {"failed": str(error).splitlines()[0]}
     whole = shape.config.num_layers
     first = {n: statistics.median(times) for n, (times, _, _) in measured.items()}
     work = prefill_work(
-        shape.setup(method), batch=shape.mesh.shape["data"], context=context, reserve=1 + answer
+        shape.setup(method),
+        batch=shape.mesh.shape["data"],
+        context=context,
+        reserve=question + answer,
     )
     by_flops = work.linear / rates["linear"] + work.attention / rates["attention"]
     row: dict[str, Any] = {
@@ -133,6 +166,11 @@ def _row(
     }
     row |= scaled("first_token", first, whole)
     row["of_model"] = row["first_token"] / by_flops
+    # The weights of fewer layers leave other peaks.
+    if (most := peaks.get(whole)) is not None:
+        sizes = dict(batch=shape.mesh.shape["data"], context=context, reserve=question + 1)
+        said = footprint(shape.setup(method), **sizes, per_device=True)
+        row |= {"peak_bytes": most, "said_bytes": said.peak}
     if answer > 1:
         steps = {n: statistics.median(found) for n, (_, found, _) in measured.items()}
         row |= scaled("step", steps, whole)

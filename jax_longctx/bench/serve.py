@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -41,6 +42,8 @@ from jax_longctx.sharding import make_mesh
 ANSWER = 2048
 # Blocks of the rows before those that are timed: the first compiles.
 WARM_BLOCKS = 2
+# Times that one question is read.
+ASKED = 5
 
 
 def run(
@@ -142,6 +145,7 @@ class _Measured:
         # `call_times` begins with the second warm block.
         seconds = statistics.median(call_times(lambda: self._step(BLOCK), self.blocks)) / BLOCK
         self.say(f"  {rows} rows {seconds * 1e3:.2f} ms a step")
+        asked = self._question_seconds()
         return {
             "shared": why is None,
             "alone_seconds": alone,
@@ -151,6 +155,7 @@ class _Measured:
             "speedup": rows * alone / seconds,
             # The first join compiles.
             "first_token": statistics.median(self._joins[1:] or self._joins),
+            "question_seconds": asked,
             "row_bytes": self._batch.resident_bytes // rows,
         }
 
@@ -184,6 +189,20 @@ class _Measured:
             begun = time.perf_counter()
             self._batch.join(self._context, request)
             self._joins.append(time.perf_counter() - begun)
+
+    def _question_seconds(self) -> float:
+        """Seconds to read one row's question over the context, of the `first_token` of a join."""
+        engine, context = self.engine, self._context
+        rows = [[] for _ in context.rows]
+        rows[0] = self._questions[0]
+        times = []
+        for _ in range(ASKED):
+            with engine.asked(context, keep=True) as run:
+                jax.block_until_ready(run.caches)
+                begun = time.perf_counter()
+                jax.block_until_ready(engine.read_question(run, context, rows))
+                times.append(time.perf_counter() - begun)
+        return statistics.median(times)
 
     def _step(self, most: int) -> dict[int, int]:
         """Decodes a block; how many tokens each place got.

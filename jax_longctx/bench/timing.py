@@ -12,6 +12,7 @@ import math
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -139,14 +140,15 @@ def streamed(begun: float, stream: Iterator[list[list[int]]]) -> tuple[float, li
 
 
 def answered(
-    engine: Engine, tokens: int, answer: int, runs: int, keep: bool
+    engine: Engine, tokens: int, answer: int, runs: int, keep: bool, question: int = 1
 ) -> tuple[list[float], list[float], int]:
     """Times prefill and decode of `runs` random contexts of `tokens` tokens, after a warm-up run.
 
     Args:
-      tokens: of the context; its last token is also the question.
+      tokens: of the context; its last tokens are also the question.
       answer: tokens to decode.
       keep: whether the context is kept for another question.
+      question: tokens of the question, which is given at prefill where the method needs it.
 
     Returns:
       Seconds to the first token of each run, seconds a step of each full block, and bytes of cache
@@ -154,16 +156,55 @@ def answered(
     """
     draw = np.random.default_rng(tokens).integers(0, engine.config.vocab_size, tokens)
     row = [int(token) for token in draw]
-    found, bytes_per_token = [], 0
+    asked, found, bytes_per_token = [row[-question:]], [], 0
+    given: dict[str, Any] = {"questions": asked} if engine.method.info.needs_question else {}
     for index in range(1 + runs):
         begun = time.perf_counter()
-        prefilled = engine.prefill([row], reserve=1 + answer)
+        prefilled = engine.prefill([row], reserve=question + answer, **given)
         if not index:  # the warm-up run
             bytes_per_token = prefilled.resident_bytes // prefilled.slots
-        stream = engine.stream(prefilled, [row[-1:]], max_tokens=answer, keep=keep)
+        stream = engine.stream(prefilled, asked, max_tokens=answer, keep=keep)
         found.append(streamed(begun, stream))
     steps = [step for _, times in found[1:] for step in times]
     return [first for first, _ in found[1:]], steps, bytes_per_token
+
+
+class MemoryWatch:
+    """The most bytes that any local device holds meanwhile, beside what it held at the start.
+
+    A thread asks each millisecond: the most that a device has ever held cannot be set back.
+
+    Attributes:
+      most: bytes; None where the platform does not say what it holds, as on CPUs.
+    """
+
+    def __init__(self) -> None:
+        self.most: int | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+
+    def __enter__(self) -> "MemoryWatch":
+        self._before = _held()
+        if None not in self._before:
+            self.most = 0
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self.most is not None:
+            self._thread.join()
+
+    def _ask(self) -> None:
+        while not self._stop.wait(1e-3):
+            more = [now - was for now, was in zip(_held(), self._before, strict=True)]
+            self.most = max(self.most or 0, *more)
+
+
+def _held() -> list[Any]:
+    """Bytes that each local device holds, or None."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    return [about["bytes_in_use"] if about else None for about in stats]
 
 
 def device_facts() -> dict[str, str]:

@@ -363,7 +363,8 @@ def _served(result: dict[str, Any]) -> Iterable[Any]:
         if "seconds" in row:
             times = [f"{row[key] * 1e3:.2f} ms" for key in ("alone_seconds", "seconds")]
             speeds = [f"{row['tokens_per_second']:,.0f}", f"{row['speedup']:.1f}x"]
-            rest = [f"{row['share']:.0%}", shown_time(row["first_token"])]
+            waits = [shown_time(row[key]) for key in ("question_seconds", "first_token")]
+            rest = [f"{row['share']:.0%}", *waits]
             steps.append([name, "yes" if row["shared"] else "no", *times, *speeds, *rest])
         if "read_alone" in row:
             gaps = [shown_time(row[key]) for key in ("gap_p50", "gap_p99", "gap_most")]
@@ -375,7 +376,7 @@ def _served(result: dict[str, Any]) -> Iterable[Any]:
     yield table(
         (
             *("method", "shared", "alone: step", f"{together}: step", "tokens/s"),
-            *("together / alone", "of limit", "first token"),
+            *("together / alone", "of limit", "question", "first token"),
         ),
         steps,
     )
@@ -523,11 +524,15 @@ def prefill(
         "Blocks of 32 decode steps that are timed; 0 times none.", default=2, min=0
     ),
     chunk: int = option("Tokens of a prefill pass on each shard.", default=8192, min=1),
+    question: int = option(
+        "Tokens of the question, which some methods read beside each chunk.", default=1, min=1
+    ),
 ) -> None:
-    """Time to first token of methods over several devices, random bfloat16 weights.
+    """Time to first token and memory of methods, random bfloat16 weights.
 
     Beside each time is the time that the method's FLOPs on the busiest device take, at the rates of
-    projections and of attention measured in the same run.
+    projections and of attention measured in the same run; beside the most that a device held, what
+    the engine says of the caches.
 
     [bold]Example[/bold]
 
@@ -557,6 +562,7 @@ def prefill(
         runs=runs,
         blocks=blocks,
         chunk=chunk,
+        question=question,
         say=terminal.note,
     )
     output.hand_over(result, _first_tokens)
@@ -638,6 +644,9 @@ def _cold(result: dict[str, Any]) -> Iterable[Any]:
     )
 
 
+_MEMORY = ("peak_bytes", "said_bytes")
+
+
 def _first_tokens(result: dict[str, Any]) -> Iterable[Any]:
     times, work = [], []
     for row in result["rows"]:
@@ -652,11 +661,13 @@ def _first_tokens(result: dict[str, Any]) -> Iterable[Any]:
         times.append([*cells, first, speedup, step, merging])
         flops = [f"{row[kind] / 1e12:,.4g}" for kind in ("linear", "attention")]
         ratio = [shown_time(row["model_seconds"], 1), f"{row['of_model']:.2f}"]
-        work.append([*cells, *flops, f"{row['received'] / 1e9:,.3g} GB", *ratio])
+        memory = [shown_bytes(row[key]) if key in row else "-" for key in _MEMORY]
+        work.append([*cells, *flops, f"{row['received'] / 1e9:,.3g} GB", *ratio, *memory])
     first = result["rows"][0]["method"]
     yield table(("method", "tokens", "first token", f"{first} / this", "step", "merging"), times)
     yield "\nbusiest device:"
     headers = ("linear TFLOP", "attention TFLOP", "received", "takes", "time / that")
+    headers += ("most memory", "caches")
     yield table(("method", "tokens", *headers), work)
     rates, merge = result["rates"], result["rates"]["merge"]
     devices = ", ".join(f"{axis}={size}" for axis, size in result["mesh"].items())

@@ -51,15 +51,34 @@ def _inputs(dtype: str = "float32") -> tuple[jax.Array, ...]:
     return q, k, v, jnp.array(LENGTHS, jnp.int32)
 
 
-def test_ragged_rows_and_garbage_beyond_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("parts", [1, 2, 8])
+def test_ragged_rows_and_garbage_beyond_them(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     monkeypatch.setattr(binding, "dot_product_attention", _like_cudnn)
     q, k, v, lengths = _inputs()
     beyond = (jnp.arange(SLOTS) >= lengths[:, None])[:, None, :, None]
     expected = reference.cache_attention(q, k, v, lengths, scale=0.2)
     k, v = (jnp.where(beyond, 1e4, x) for x in (k, v))
-    out, lse = gpu.cache_attention(q, k, v, lengths, scale=0.2)
+    out, lse = gpu.cache_attention(q, k, v, lengths, scale=0.2, parts=parts)
     np.testing.assert_allclose(out, expected[0], atol=1e-5)
     np.testing.assert_allclose(lse, expected[1], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rows, queries, slots, parts",
+    [
+        (1, 32, 131072, 32),
+        (1, 64, 131072, 16),
+        (1, 256, 131072, 4),
+        (1, 512, 131072, 1),
+        (4, 64, 131072, 4),
+        (1, 64, 6144, 2),
+        (1, 64, 4160, 2),
+        (1, 64, 4095, 1),
+    ],
+)
+def test_a_question_fills_the_processors(rows: int, queries: int, slots: int, parts: int) -> None:
+    q = jax.ShapeDtypeStruct((rows, queries, 32, 128), jnp.bfloat16)
+    assert gpu._parts(q, jax.ShapeDtypeStruct((rows, 8, slots, 128), jnp.bfloat16)) == parts
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -106,6 +125,8 @@ def test_on_a_gpu(head_dim: int, window: int | None) -> None:
         cached = q, *cache, lengths
         options = dict(scale=head_dim**-0.5)
         pairs.append((gpu.cache_attention, reference.cache_attention, cached, options))
+        in_parts = partial(gpu.cache_attention, parts=4)
+        pairs.append((in_parts, reference.cache_attention, (q[:, :24], *cache, lengths), options))
     for run, definition, arguments, options in pairs:
         found = jax.jit(partial(run, **options))(*arguments)
         for x, y in zip(found, definition(*arguments, **options), strict=True):

@@ -1,6 +1,7 @@
 """`bench prefill` on a tiny shape over forced CPU devices: its figures follow from each other."""
 
 import json
+import time
 from unittest.mock import create_autospec
 
 import pytest
@@ -76,6 +77,37 @@ def test_one_device_merges_nothing_and_a_step_can_be_left_out(tiny_preset):
     assert not {"step", "merge_share"} & set(row) and row["context"] == 256 - reserved(2) - SPARE
 
 
+@pytest.mark.slow
+def test_a_question_is_read_beside_each_chunk_and_memory_is_watched(tiny_preset, monkeypatch):
+    """A CPU says nothing of its memory: the watch is told, once with the weights alone."""
+    held, asked = iter([(100,), (300,)]), []
+    monkeypatch.setattr(timing, "_held", lambda: next(held, (250,)))
+    monkeypatch.setattr(timing.MemoryWatch, "__exit__", _after_a_look)
+    prefilled = timing.Engine.prefill
+    monkeypatch.setattr(
+        timing.Engine,
+        "prefill",
+        lambda engine, rows, **given: (
+            asked.append(given["questions"]) or prefilled(engine, rows, **given)
+        ),
+    )
+    args = ["-m", "citrus:budget=64,chunk=32", "--case", "256", "--mesh", "seq=1", "--json"]
+    args += ["--runs", "1", "--blocks", "0", "--chunk", "64", "--question", "8"]
+    result = bench(*args)
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)["rows"]
+    assert row["peak_bytes"] == 200 and row["said_bytes"] > 0
+    # Warm, timed, and watched.
+    assert [len(question) for (question,) in asked] == [8] * 3
+
+
+def _after_a_look(watch, *_):
+    while watch.most == 0:
+        time.sleep(0.001)
+    watch._stop.set()
+    watch._thread.join()
+
+
 def test_time_is_scaled_from_some_layers_and_one():
     assert timing.scaled("x", {32: 5.0}, 32) == {"x": 5.0}
     # 3 s fixed and 0.5 s a layer.
@@ -121,6 +153,8 @@ RESULT = {
             "received": 1.29e10,
             "model_seconds": 6.4,
             "of_model": 1.25,
+            "peak_bytes": 3 * 2**30,
+            "said_bytes": 2**30,
         },
         {"method": "star", "settings": {}, "tokens": 131072, "failed": "too much"},
     ],
@@ -148,7 +182,8 @@ def test_a_table_for_people(tiny_preset, monkeypatch):
     assert times[1].split() == "ring order=zigzag 131,072 8.00 s 1.00x 4.00 ms 8.0%".split()
     assert times[2].split() == "star 131,072 too much".split()
     row = work.splitlines()[-1]
-    assert row.split() == "ring order=zigzag 131,072 1,000 2,000 12.9 GB 6.40 s 1.25".split()
+    said = "ring order=zigzag 131,072 1,000 2,000 12.9 GB 6.40 s 1.25 3.0 GiB 1.0 GiB"
+        assert row.split() == said.split()
     said = " ".join(" ".join(facts).split())
     assert "8 layers and 1 timed, scaled to 32" in said and "data=1, seq=2, tensor=1" in said
     assert "linear 600 TFLOP/s, attention 500 TFLOP/s (causal, 65,536 tokens)" in said

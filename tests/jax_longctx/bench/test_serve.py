@@ -52,6 +52,7 @@ def test_rows_share_a_context_and_decode_while_a_text_is_read(tiny_preset, monke
     assert [("context" in given, given["places"]) for given in batches] == [(True, 3), (False, 3)]
     for row in (full, snapkv):
         assert row["tokens_per_second"] == pytest.approx(3 / row["seconds"])
+        assert 0 < row["question_seconds"]
         assert row["speedup"] == pytest.approx(3 * row["alone_seconds"] / row["seconds"])
         assert row["limit_seconds"] == pytest.approx(row["bytes"] / 1e11)
         assert row["share"] == pytest.approx(row["limit_seconds"] / row["seconds"])
