@@ -341,6 +341,7 @@ class Engine:
         sampling: Sampling | None = None,
         stop_ids: Sequence[int] = (),
         keep: bool = True,
+        others: Sequence[tuple[int, int]] = (),
         workers: int | None = None,
     ) -> Compilation:
         """Compiles the programs of a `prefill` and a `stream`, in threads; reads no weights.
@@ -351,31 +352,38 @@ class Engine:
           contexts, questions: tokens of each row's context and question.
           reserve: of `prefill`; the longest question and the answer unless given.
           max_tokens, total, capacity, sampling, stop_ids, keep: as in `prefill` and `stream`.
+          others: tokens of the questions and of the answers of runs that will follow over contexts
+            of this size; `reserve` has room for them.
           workers: most programs that compile at a time.
 
         Raises:
           InputError, CapacityError: as `prefill` and `stream`.
         """
-        rows, asked = ([[0] * length for length in lengths] for lengths in (contexts, questions))
+        rows = [[0] * length for length in contexts]
         compilation = Compilation(self.mesh, workers)
         if reserve is None:
             reserve = max(questions) + max_tokens
+        runs = [(questions, max_tokens)]
+        runs += [([question] * len(rows), answer) for question, answer in others]
         with compilation.rehearsing():
-            context = self.prefill(
-                rows, reserve=reserve, questions=asked, total=total, capacity=capacity
-            )
-            compilation.prefill_ends()
-            stream = self.stream(
-                context,
-                asked,
-                sampling=sampling,
-                max_tokens=max_tokens,
-                stop_ids=stop_ids,
-                keep=keep,
-            )
-            with contextlib.closing(stream):
-                for _ in range(blocks_of_all(self.method, max_tokens)):
-                    next(stream)
+            for lengths, answer in runs:
+                asked = [[0] * length for length in lengths]
+                context = self.prefill(
+                    rows, reserve=reserve, questions=asked, total=total, capacity=capacity
+                )
+                if lengths is questions:
+                    compilation.prefill_ends()
+                stream = self.stream(
+                    context,
+                    asked,
+                    sampling=sampling,
+                    max_tokens=answer,
+                    stop_ids=stop_ids,
+                    keep=keep,
+                )
+                with contextlib.closing(stream):
+                    for _ in range(blocks_of_all(self.method, answer)):
+                        next(stream)
         return compilation
 
     def stream(

@@ -30,6 +30,7 @@ class Work:
       method, settings: arguments of `make_method`.
       contexts, questions: token ids of at most `rows` rows; the last one is repeated up to `rows`.
       slots, reserve: of the caches, the same for all batches of a length.
+      others: tokens of the longest question and of the answer of each task of this length.
     """
 
     method: str
@@ -41,6 +42,7 @@ class Work:
     reserve: int
     max_new: int
     stop: list[str]
+    others: list[list[int]]
 
     def halves(self) -> Iterator["Work"]:
         """The halves that have contexts; `rows` is their number."""
@@ -85,6 +87,7 @@ def compile_batch(model: LongContext, engine: Engine, work: Work) -> Compilation
             max_tokens=work.max_new,
             stop=work.stop,
             keep=False,
+            others=[(question, answer) for question, answer in work.others],
         )
     )
 

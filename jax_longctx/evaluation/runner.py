@@ -356,6 +356,10 @@ class _Leader:
         # From all jobs, so that a continued run has the shapes of an uninterrupted one.
         most = min(self.config.run.batch, max(map(len, _alike(jobs))))
         rows = rows_that_fit(engine, most, slots, reserve, self.memory)
+        others = [
+            [max(len(job.prompt.question) for job in group), group[0].task.max_new]
+            for group in _alike(jobs)
+        ]
         for group in _alike(left):
             for start in range(0, len(group), rows):
                 self.batch = group[start : start + rows]
@@ -369,6 +373,7 @@ class _Leader:
                     reserve=reserve,
                     max_new=group[0].task.max_new,
                     stop=list(group[0].task.stop),
+                    others=others,
                 )
 
     def _drawn(self, length: int, cells: list[Cell]) -> dict[Spec, Drawn]:

@@ -183,7 +183,7 @@ def test_a_table_for_people(tiny_preset, monkeypatch):
     assert times[2].split() == "star 131,072 too much".split()
     row = work.splitlines()[-1]
     said = "ring order=zigzag 131,072 1,000 2,000 12.9 GB 6.40 s 1.25 3.0 GiB 1.0 GiB"
-        assert row.split() == said.split()
+    assert row.split() == said.split()
     said = " ".join(" ".join(facts).split())
     assert "8 layers and 1 timed, scaled to 32" in said and "data=1, seq=2, tensor=1" in said
     assert "linear 600 TFLOP/s, attention 500 TFLOP/s (causal, 65,536 tokens)" in said

@@ -16,12 +16,14 @@ class SmallTask(Task):
       graded: whether a score may be anything from 0 to 100.
       stored: as many prompts as there are, as long as they are, as if from a file; 0 for as many as
         asked for.
+      asks: times that the question is repeated.
     """
 
     name: str = dataclasses.field(default="small", metadata={"fixed": True})
     metric: str = dataclasses.field(default="letters", metadata={"fixed": True})
     graded: bool = False
     stored: int = 0
+    asks: int = 1
     max_new: int = 4
 
     def __post_init__(self):
@@ -33,7 +35,7 @@ class SmallTask(Task):
         for index in range(min(trials, self.stored) if self.stored else trials):
             # Each is of another length than the next.
             context = "Rain falls. " * (1 + index % 3) + f"The key is {seed * 1000 + index}."
-            query, prefix = "\nWhich key?", "\nIt is"
+            query, prefix = "\nWhich key?" * self.asks, "\nIt is"
             length = 1 + count(context) + count(query + prefix) + self.max_new
             if self.stored and index == 1:
                 length = tokens + 1

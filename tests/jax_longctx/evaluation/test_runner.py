@@ -10,6 +10,7 @@ import pytest
 from jax_longctx.api import LongContext
 from jax_longctx.batch import lines
 from jax_longctx.engine import Engine
+from jax_longctx.engine.programs import CompileClock
 from jax_longctx.errors import ConfigError, InputError, LongctxError
 from jax_longctx.evaluation import compute, runner
 from jax_longctx.evaluation.config import parse_config
@@ -61,7 +62,7 @@ def test_every_row_is_what_its_prompt_gives_alone(small, tiny, tmp_path, compute
     assert row["method"] == {"name": "full", "settings": {}} and row["device"] == "here"
     assert row["task"] == {
         "name": "small",
-        "settings": {"graded": False, "stored": 0, "max_new": 4},
+        "settings": {"graded": False, "stored": 0, "asks": 1, "max_new": 4},
     }
     assert (row["seed"], row["length"], row["outputs"]) == (0, 64, [str(row["index"])])
     assert row["seconds"]["first_token"] > 0 and row["seconds"]["token"] > 0
@@ -70,6 +71,28 @@ def test_every_row_is_what_its_prompt_gives_alone(small, tiny, tmp_path, compute
     assert row["bytes"]["read"] <= row["bytes"]["resident"]
     # Nothing is compiled for a shape that was there before.
     assert not rows[-1]["compiled"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", STREAMING])
+def test_programs_of_all_tasks_compile_before_the_first_batch(
+    small, tiny, tmp_path, monkeypatch, method
+):
+    """The second task's questions and answers are longer, which other programs read."""
+    compiled, answer = [], runner.answer_batch
+
+    def answered(*given):
+        with CompileClock() as clock:
+            found = answer(*given)
+        compiled.append(clock.programs)
+        return found
+
+    monkeypatch.setattr(LongContext, "compiles_ahead", True)
+    monkeypatch.setattr(runner, "answer_batch", answered)
+    tasks = ("small", "small:asks=12,max_new=70")
+    rows = evaluate(tiny, tmp_path, config((method,), tasks, lengths=(512,), trials=2))
+    assert {row["tokens"]["question"] for row in rows} == {12, 100}
+    assert compiled == [0, 0]
 
 
 @pytest.mark.slow
