@@ -345,26 +345,26 @@ class Offloaded(Rewinding):
 
     def _fetched(self, fetches: Fetches) -> tuple[AnyCache, ...]:
         """The pools with new pages in their frames."""
-        wanted, frame, new = fetches
-        _, groups, each = wanted.shape
+        wanted, frame, new, rank = fetches
+        rows, groups = jnp.arange(new.shape[0])[:, None, None], jnp.arange(new.shape[1])[:, None]
         apart = self.frames.apart
-        flat = new.reshape(-1)
-        total = jnp.sum(flat, dtype=jnp.int32)
-        # The numbers of the new entries, one after the other.
-        place = jnp.where(flat, jnp.cumsum(flat) - 1, flat.size)
-        entries = jnp.zeros(flat.shape, jnp.int32)
-        entries = entries.at[place].set(jnp.arange(flat.size), mode="drop", unique_indices=False)
-        pages, frames = wanted.reshape(-1), frame.reshape(-1)
+        counts = jnp.sum(new, axis=2, dtype=jnp.int32).reshape(-1)
+        total = jnp.sum(counts)
+        # Row, head, page and slot of the new entries, one after the other.
+        part = jnp.arange(counts.size)
+        before = jnp.sum(jnp.where(part < part[:, None], counts, 0), axis=1, dtype=jnp.int32)
+        place = jnp.where(new, rank + before.reshape(*new.shape[:2], 1), new.size)
+        about = jnp.broadcast_arrays(rows, groups, wanted, (frame + self.head) * self.page)
+        entries = jnp.zeros((new.size, len(about)), jnp.int32)
+        entries = entries.at[place].set(jnp.stack(about, axis=-1), mode="drop")
 
         def fetch(number: Array, pools: tuple[Any, ...]) -> tuple[Any, ...]:
-            entry = entries[number]
-            row, head = entry // (groups * each), entry // each % groups
-            page, slot = pages[entry], (frames[entry] + self.head) * self.page
+            row, head, page, slot = entries[number]
             line, one = (row, page), head if apart else None
             found = []
             for pool, (host, scales) in zip(pools, self._hosts, strict=True):
                 values = _to_device(host, line, one)  # [1, K, page, H]
-                put = (slot, row, head if apart else 0)
+                put = (slot, row, head)
                 if scales is None:
                     found.append(_write_at(pool, values, *put))
                     continue
@@ -383,7 +383,7 @@ class Offloaded(Rewinding):
 
         carry = jnp.int32(0), self._pools
         for width in TURNS:
-            if width > flat.size:
+            if width > new.size:
                 continue
             carry = jax.lax.while_loop(
                 lambda carry, width=width: carry[0] + width <= total,

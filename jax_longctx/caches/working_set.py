@@ -21,11 +21,15 @@ _COUNTS = ("steps", "hits", "misses", "waited", "ahead")
 
 
 class Fetches(NamedTuple):
-    """Pages that are wanted, by row and group; those that are `new` are to be fetched."""
+    """Pages that are wanted, by row and group; those that are `new` are to be fetched.
+
+    `rank` is the number of new ones before an entry, in its row and group.
+    """
 
     pages: Int[Array, "B X M"]
     frames: Int[Array, "B X M"]
     new: Bool[Array, "B X M"]
+    rank: Int[Array, "B X M"]
 
 
 @jax.tree_util.register_dataclass
@@ -112,15 +116,17 @@ class WorkingSet(Rewinding):
         at = _of_groups(self.frame, wanted) - 1
         entry = jnp.arange(wanted.shape[2])
         same = wanted[..., :, None] == wanted[..., None, :]
-        first = (wanted >= 0) & ~jnp.any(same & (entry < entry[:, None]), axis=-1)
+        earlier = entry < entry[:, None]
+        first = (wanted >= 0) & ~jnp.any(same & earlier, axis=-1)
         hit, new = first & (at >= 0), first & (at < 0)
         clock = self.clock + (valid > 0)
         now = jnp.broadcast_to(clock[:, None, None], wanted.shape)
         used = _put(self.used, at, now, hit)
         # Frames in the order of use. Those of this step's hits come last, and there are enough.
         oldest = jax.lax.top_k(-used, min(wanted.shape[2], self.count))[1]
-        rank = jnp.minimum(jnp.cumsum(new, axis=2) - 1, oldest.shape[2] - 1)
-        frame = jnp.take_along_axis(oldest, jnp.maximum(rank, 0), axis=2)
+        # Not `cumsum`, whose windows of windows compile for seconds on GPUs.
+        rank = jnp.sum(new[..., None, :] & earlier, axis=-1, dtype=jnp.int32)
+        frame = jnp.take_along_axis(oldest, jnp.minimum(rank, oldest.shape[2] - 1), axis=2)
         leaving = jnp.take_along_axis(self.page_in, frame, axis=2)
         table = _put(self.frame, leaving, jnp.zeros_like(frame), new & (leaving >= 0))
         tables = {
@@ -137,7 +143,7 @@ class WorkingSet(Rewinding):
             counted = {"ahead": misses} if ahead else counted
             counts = {name: getattr(self, name) + x for name, x in counted.items()}
         after = dataclasses.replace(self, clock=clock, **tables, **counts)
-        return after, Fetches(wanted, frame, new)
+        return after, Fetches(wanted, frame, new, rank)
 
     def _grouped(self, pages: Int[Array, "B Y C"]) -> Int[Array, "B X M"]:
         """The lists of the heads of each group as one. Heads that choose together have the same."""

@@ -30,9 +30,9 @@ KERNELS = {
     # Of rows that share a context, however many there are.
     **{"full:rows=16": 89, "quest:rows=16": 101, "arkvale:rows=16": 113},
     # The loops that fetch pages count once each, with 21 pages of keys and of values.
-    **{"infllm:offload=host": 563, "quest:offload=host:only=decode": 576},
+    **{"infllm:offload=host": 566, "quest:offload=host:only=decode": 572},
     **{"reattention:offload=host:only=decode": 397, "free-pages:offload=host:only=decode": 571},
-    "infllm:offload=host:prefetch=yes:only=decode": 989,
+    "infllm:offload=host:prefetch=yes:only=decode": 992,
 }
 
 REPOSITORY = Path(__file__).parents[3]
@@ -83,15 +83,14 @@ needs_plugin = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module", params=KERNELS)
-def programs(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
-    """A method, and what its compiled programs hold."""
+def compiled(method: str) -> list[dict[str, Any]]:
+    """What a method's compiled programs hold."""
     # As users compile: without the flags of the tests.
     left_out = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
     environment = {name: value for name, value in os.environ.items() if name not in left_out}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{PLUGIN}"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.jax_longctx.engine.gpu_programs", request.param],
+        [sys.executable, "-m", "tests.jax_longctx.engine.gpu_programs", method],
         cwd=REPOSITORY,
         env=environment,
         capture_output=True,
@@ -101,15 +100,17 @@ def programs(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     every = {"context", "finish", "question", "decode"}
-    alone = any(option in request.param for option in (":rows=", ":only="))
+    alone = any(option in method for option in (":rows=", ":only="))
     assert {each["kind"] for each in found} == ({"decode"} if alone else every)
-    return request.param, found
+    return found
 
 
+# One test: two would compile the programs in two processes.
 @pytest.mark.slow
 @needs_plugin
-def test_no_program_copies_weights_or_caches(programs):
-    method, found = programs
+@pytest.mark.parametrize("method", KERNELS)
+def test_no_copies_of_weights_or_caches_and_as_many_kernels_as_known(method):
+    found = compiled(method)
     for each in found:
         # Without cuDNN, which is not there to compile with, a chunk's attention reads slices.
         chunk = each["kind"] in ("context", "question")
@@ -130,12 +131,6 @@ def test_no_program_copies_weights_or_caches(programs):
             # A check may write a layer's partial cache anew.
             copies = [text for text in copies if not text.endswith("/jit(_where)/select_n")]
         assert not copies, each["name"]
-
-
-@pytest.mark.slow
-@needs_plugin
-def test_a_decode_step_launches_as_many_kernels_as_known(programs):
-    method, found = programs
     (decode,) = [each for each in found if each["kind"] == "decode"]
     # Fewer are better: then lower the number. Raise it only with a measurement.
     assert decode["kernels"] == [KERNELS[method]]
