@@ -31,6 +31,7 @@ class Work:
       contexts, questions: token ids of at most `rows` rows; the last one is repeated up to `rows`.
       slots, reserve: of the caches, the same for all batches of a length.
       others: tokens of the longest question and of the answer of each task of this length.
+      soon: the methods after this one that have rows to answer at this length, and their settings.
     """
 
     method: str
@@ -43,6 +44,17 @@ class Work:
     max_new: int
     stop: list[str]
     others: list[list[int]]
+    soon: list[tuple[str, dict[str, str]]]
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What the programs depend on."""
+        return self.method, str(self.settings), self.rows, self.slots, self.reserve
+
+    def following(self) -> Iterator["Work"]:
+        """Batches like this one under the methods that come soon; their rows may be fewer."""
+        for method, settings in self.soon:
+            yield dataclasses.replace(self, method=method, settings=settings)
 
     def halves(self) -> Iterator["Work"]:
         """The halves that have contexts; `rows` is their number."""

@@ -36,6 +36,9 @@ from jax_longctx.evaluation.tasks import Sample, Task, describe, make_task
 from jax_longctx.methods import make_method, settings_of
 from jax_longctx.text import PromptLayout, Tokenizer, chat_layout
 
+# Methods whose programs compile at a time.
+TOGETHER = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
@@ -182,7 +185,8 @@ def run_eval(
     memory = available_bytes(model.engine.mesh)
     drawn = {} if drawn is None else drawn
     leader = _Leader(model, config, output, facts, memory, progress, drawn)
-    shapes: set[Any] = set()
+    compiled: set[Any] = set()
+    answered: set[Any] = set()
     engine, given = model.engine, None
     found: list[dict[str, Any]] | None = None
     try:
@@ -191,14 +195,11 @@ def run_eval(
             if given != (work.method, work.settings):
                 given = work.method, work.settings
                 engine = engine_of(model, make_method(*given), **config.run.tier)
-            shape = work.method, str(work.settings), work.rows, work.slots, work.reserve
-            new = model.compiles_ahead and shape not in shapes
-            if new:
+            new = model.compiles_ahead and work.shape not in answered
+            if new and work.shape not in compiled:
                 # Not beside a batch: its times would be others, and memory might not do for both.
-                shapes.add(shape)
-                compilation = compile_batch(model, engine, work)
-                if compilation is not None:
-                    compilation.wait()
+                compiled |= _compiled_ahead(model, config, work)
+            answered.add(work.shape)
             found = answer_batch(model, engine, work)
             if new:
                 # The first use of a program is slower than the next.
@@ -210,6 +211,24 @@ def run_eval(
 
 # Prompts by their task and length.
 Draws = dict[tuple[Spec, int], Drawn]
+
+
+def _compiled_ahead(model: LongContext, config: EvalConfig, work: Work) -> set[Any]:
+    """Compiles for a batch and for those of the next methods; the shapes that it compiled for.
+
+    Python lowers the programs of one method while XLA compiles those of another.
+    """
+    begun = {}
+    for each in itertools.islice((work, *work.following()), TOGETHER):
+        try:
+            engine = engine_of(model, make_method(each.method, each.settings), **config.run.tier)
+        except ConfigError:
+            continue
+        begun[each.shape] = compile_batch(model, engine, each)
+    for compilation in begun.values():
+        if compilation is not None:
+            compilation.wait()
+    return {shape for shape, compilation in begun.items() if compilation or shape == work.shape}
 
 
 def compile_first(
@@ -252,6 +271,7 @@ class _Leader:
             for cell in self.cells
         }
         self.batch: list[_Job] = []
+        self.soon: list[tuple[str, dict[str, str]]] = []
         self.work = self._work()
 
     def next(self, found: list[dict[str, Any]] | None) -> dict[str, Any] | None:
@@ -320,7 +340,24 @@ class _Leader:
                 for cell in own
                 for prompt in drawn[cell.task].prompts[: cell.trials]
             ]
+            self.soon = self._soon(method, length, cells)
             yield from self._method(method, length, jobs, room)
+
+    def _soon(
+        self, method: Spec, length: int, cells: list[Cell]
+    ) -> list[tuple[str, dict[str, str]]]:
+        """The methods after `method` that have rows to answer, and their settings."""
+        methods = list(dict.fromkeys(cell.method for cell in cells))
+        return [
+            (spec.name, spec.at(length))
+            for spec in methods[methods.index(method) + 1 :]
+            if any(
+                self._key(cell, index) not in self.store
+                for cell in cells
+                if cell.method == spec
+                for index in range(cell.trials)
+            )
+        ]
 
     def _engine(self, method: Spec, length: int) -> Engine:
         made = make_method(method.name, method.at(length))
@@ -374,6 +411,7 @@ class _Leader:
                     max_new=group[0].task.max_new,
                     stop=list(group[0].task.stop),
                     others=others,
+                    soon=self.soon,
                 )
 
     def _drawn(self, length: int, cells: list[Cell]) -> dict[Spec, Drawn]:

@@ -105,7 +105,8 @@ def cache_attention(
     )
     out, lse = _padded_attention(
         rows_BKPRH.reshape(-1, 1, *rows_BKRH.shape[2:]),
-        *(x.reshape(-1, 1, size, width) for x in (k, v)),
+        k.reshape(-1, 1, size, width),
+        v.reshape(-1, 1, size, width),
         held_BKP.reshape(-1),
         scale,
     )

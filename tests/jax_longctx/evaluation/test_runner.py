@@ -74,25 +74,36 @@ def test_every_row_is_what_its_prompt_gives_alone(small, tiny, tmp_path, compute
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["full", STREAMING])
-def test_programs_of_all_tasks_compile_before_the_first_batch(
-    small, tiny, tmp_path, monkeypatch, method
-):
-    """The second task's questions and answers are longer, which other programs read."""
-    compiled, answer = [], runner.answer_batch
+def test_programs_of_all_tasks_compile_before_the_first_batch(small, tiny, tmp_path, monkeypatch):
+    """The second task's questions and answers are longer, which other programs read.
+
+    Two methods compile together; the third is one too many, and the fourth has no rows to answer.
+    """
+    monkeypatch.setattr(runner, "TOGETHER", 2)
+    compiled, order = [], []
+    answer, compile_ = runner.answer_batch, runner.compile_batch
 
     def answered(*given):
         with CompileClock() as clock:
             found = answer(*given)
         compiled.append(clock.programs)
+        order.append("answer")
         return found
 
+    def compiling(model, engine, work):
+        order.append(work.method)
+        return compile_(model, engine, work)
+
     monkeypatch.setattr(LongContext, "compiles_ahead", True)
+    tasks, size = ("small", "small:asks=12,max_new=70"), dict(lengths=(512,), trials=2)
+    evaluate(tiny, tmp_path, config(("snapkv:budget=64",), tasks, **size))
     monkeypatch.setattr(runner, "answer_batch", answered)
-    tasks = ("small", "small:asks=12,max_new=70")
-    rows = evaluate(tiny, tmp_path, config((method,), tasks, lengths=(512,), trials=2))
+    monkeypatch.setattr(runner, "compile_batch", compiling)
+    methods = ("full", STREAMING, "tova:budget=32,chunk=16", "snapkv:budget=64")
+    rows = evaluate(tiny, tmp_path, config(methods, tasks, **size))
     assert {row["tokens"]["question"] for row in rows} == {12, 100}
-    assert compiled == [0, 0]
+    assert order == ["full", "streaming-llm", *["answer"] * 4, "tova", *["answer"] * 2]
+    assert compiled == [0] * 6
 
 
 @pytest.mark.slow
