@@ -91,7 +91,8 @@ def cache_attention(
       parts: parts of the cache that are read side by side, a divisor of its slots. None: as many as
         fill the processors.
     """
-    parts = _parts(q, k) if parts is None else parts
+    if parts is None:
+        parts = _parts(k.shape[0] * k.shape[1], q.shape[1] * q.shape[2] // k.shape[1], k.shape[2])
     if parts == 1:
         out_BNTH, lse_BNT = _padded_attention(jnp.swapaxes(q, 1, 2), k, v, lengths, scale)
         return blank_rows(jnp.swapaxes(out_BNTH, 1, 2), jnp.swapaxes(lse_BNT, 1, 2), lengths == 0)
@@ -138,10 +139,14 @@ def _padded_attention(
     )
 
 
-def _parts(q: Queries, k: Cache) -> int:
-    """A power of two: a tile of queries for each processor; parts have at least `_LEAST` slots."""
-    batch, kv_heads, slots = k.shape[:3]
-    tiles = batch * kv_heads * -(-q.shape[1] * q.shape[2] // (kv_heads * _TILE))
+def _parts(heads: int, queries: int, slots: int) -> int:
+    """A power of two: a tile of queries for each processor; parts have at least `_LEAST` slots.
+
+    Args:
+      heads: key heads of all rows.
+      queries: of each key head.
+    """
+    tiles = heads * -(-queries // _TILE)
     parts = 1
     if 2 * tiles <= hopper.processors():
         while tiles * parts < hopper.processors() and not slots % (2 * parts):
