@@ -238,7 +238,7 @@ def _decode(batch: int, slots: int, lengths: Sequence[int] | None = None) -> Cas
         run=lambda how, _, *x: decode_attention(*x, scale=SCALE, implementation=how),
         others={
             "einsum": einsum,
-            **_where_cudnn_runs(lambda _, *x: cudnn.cache_attention(*x, scale=SCALE)),
+            **_where_cudnn_runs(lambda _, *x: cudnn.cache_attention(*x, scale=SCALE, parts=1)),
         },
     )
 

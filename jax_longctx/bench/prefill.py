@@ -8,8 +8,9 @@ It leaves out communication. Also measured are the bytes a second that a device 
 neighbour, and the time of one decode step's merge by each implementation (`contract.merging`), in a
 chain of merges.
 
-In one more run, which is not timed, the devices are asked what they hold. Beside the most stands
-what the engine says of the caches, which are not all: what a chunk computes comes on top.
+Where the platform says what a device holds, as GPUs and TPUs do, one more run of whole models is
+watched. Beside the most stands the engine's figure, which counts caches alone; a chunk's
+temporaries come on top.
 
 With fewer layers than the shape has, a method is timed with those and with one (see `timing`).
 """
@@ -39,7 +40,7 @@ from jax_longctx.engine import Engine
 from jax_longctx.engine.capacity import SPARE, footprint, reserved
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.programs import without_layers
-from jax_longctx.errors import InputError
+from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method
 from jax_longctx.models.llama import ends_of, gathered_ends, gathered_layer, layer_of, layer_params
 from jax_longctx.planning.plan import matmul_weights, prefill_work
@@ -83,7 +84,8 @@ def run(
     answer = WARM + blocks * BLOCK if blocks else 1
     # What the engine keeps beside the context: the slots of a case are all filled.
     beside = reserved(question + answer) + SPARE
-    least = 1 + beside
+    # The question's tokens are the last of the context.
+    least = question + beside
     for case in cases:
         if case.tokens < least:
             raise InputError(f"--case {case.tokens}: question and answer need {least} tokens")
@@ -134,26 +136,26 @@ def _row(
     rates: dict[str, Any],
 ) -> dict[str, Any]:
     """Times, FLOPs and memory of a case, or the reason why it failed."""
-    peaks: dict[int, int | None] = {}
+    watch, whole = MemoryWatch(), shape.config.num_layers
 
     def measure(engine: Engine) -> tuple[list[float], list[float], int]:
         timed = answered(engine, context, answer, runs, False, question)
-        with MemoryWatch() as watch:
-            answered(engine, context, 1, 0, False, question)
-        peaks[engine.config.num_layers] = watch.most
+        if engine.config.num_layers == whole and watch.possible:
+            with watch:
+                answered(engine, context, answer, 0, False, question)
         return timed
 
     try:
         measured = shape.times(method, measure)
-    except TOO_MUCH as error:
+    except (ConfigError, InputError, *TOO_MUCH) as error:
         return {"failed": str(error).splitlines()[0]}
-    whole = shape.config.num_layers
     first = {n: statistics.median(times) for n, (times, _, _) in measured.items()}
     work = prefill_work(
         shape.setup(method),
         batch=shape.mesh.shape["data"],
         context=context,
         reserve=question + answer,
+        question=question,
     )
     by_flops = work.linear / rates["linear"] + work.attention / rates["attention"]
     row: dict[str, Any] = {
@@ -166,11 +168,10 @@ def _row(
     }
     row |= scaled("first_token", first, whole)
     row["of_model"] = row["first_token"] / by_flops
-    # The weights of fewer layers leave other peaks.
-    if (most := peaks.get(whole)) is not None:
-        sizes = dict(batch=shape.mesh.shape["data"], context=context, reserve=question + 1)
+    if watch.most is not None:
+        sizes = dict(batch=shape.mesh.shape["data"], context=context, reserve=question + answer)
         said = footprint(shape.setup(method), **sizes, per_device=True)
-        row |= {"peak_bytes": most, "said_bytes": said.peak}
+        row |= {"peak_bytes": watch.most, "said_bytes": said.peak}
     if answer > 1:
         steps = {n: statistics.median(found) for n, (_, found, _) in measured.items()}
         row |= scaled("step", steps, whole)

@@ -2,7 +2,8 @@
 
 Random weights of a published shape. The rows run in a `RunningBatch`, as those of the server do.
 Under methods that can, they share the context's keys and values; under others each has its own.
-Beside them stands one row alone: `Engine.stream` over the same context.
+Beside them stands one row alone: `Engine.stream` over the same context. A row's first token comes
+when it has joined; the reading of its question, a part of that, is timed alone too.
 
 Then another text is read in chunks between decode blocks, at the server's pace (`serving.pace`).
 The gap of a row is the time between two deliveries of tokens to it; a block's tokens come together.
@@ -191,7 +192,7 @@ class _Measured:
             self._joins.append(time.perf_counter() - begun)
 
     def _question_seconds(self) -> float:
-        """Seconds to read one row's question over the context, of the `first_token` of a join."""
+        """Median seconds to read a row's question over the context: a part of `first_token`."""
         engine, context = self.engine, self._context
         rows = [[] for _ in context.rows]
         rows[0] = self._questions[0]

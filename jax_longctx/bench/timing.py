@@ -170,35 +170,39 @@ def answered(
 
 
 class MemoryWatch:
-    """The most bytes that any local device holds meanwhile, beside what it held at the start.
+    """The most bytes that a local device held beyond those at the start, in a `with` block.
 
-    A thread asks each millisecond: the most that a device has ever held cannot be set back.
+    A thread asks each millisecond, and once at the end: the most that a device has ever held cannot
+    be set back.
 
     Attributes:
-      most: bytes; None where the platform does not say what it holds, as on CPUs.
+      possible: whether the platform says what devices hold; CPUs do not.
+      most: bytes; None before the block.
     """
 
     def __init__(self) -> None:
         self.most: int | None = None
+        self.possible = None not in _held()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._ask, daemon=True)
 
     def __enter__(self) -> "MemoryWatch":
-        self._before = _held()
-        if None not in self._before:
-            self.most = 0
-            self._thread.start()
+        self._before, self.most = _held(), 0
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        if self.most is not None:
-            self._thread.join()
+        self._thread.join()
+        self._look()
+
+    def _look(self) -> None:
+        more = [now - was for now, was in zip(_held(), self._before, strict=True)]
+        self.most = max(self.most or 0, *more)
 
     def _ask(self) -> None:
         while not self._stop.wait(1e-3):
-            more = [now - was for now, was in zip(_held(), self._before, strict=True)]
-            self.most = max(self.most or 0, *more)
+            self._look()
 
 
 def _held() -> list[Any]:

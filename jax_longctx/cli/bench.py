@@ -531,8 +531,8 @@ def prefill(
     """Time to first token and memory of methods, random bfloat16 weights.
 
     Beside each time is the time that the method's FLOPs on the busiest device take, at the rates of
-    projections and of attention measured in the same run; beside the most that a device held, what
-    the engine says of the caches.
+    projections and of attention measured in the same run; beside the most that a GPU or TPU held in
+    a run of its own, what the engine says of the caches.
 
     [bold]Example[/bold]
 

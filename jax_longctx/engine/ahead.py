@@ -47,6 +47,11 @@ MOST_TIMES = 500
 _logger = logging.getLogger(__name__)
 
 
+def most_workers() -> int:
+    """Programs that compile at a time unless told."""
+    return min(max(2, (os.cpu_count() or 2) // 2), WORKERS)
+
+
 class Compilation:
     """The programs of a rehearsal, which compile in threads.
 
@@ -55,8 +60,7 @@ class Compilation:
     """
 
     def __init__(self, mesh: Mesh, workers: int | None = None):
-        workers = workers or min(max(2, (os.cpu_count() or 2) // 2), WORKERS)
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
+        self._pool = ThreadPoolExecutor(workers or most_workers(), thread_name_prefix="compile")
         self._mesh = mesh
         self._found: dict[Any, tuple[Any, Future[Any]]] = {}
         self._first = 0

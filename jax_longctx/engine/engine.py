@@ -352,8 +352,8 @@ class Engine:
           contexts, questions: tokens of each row's context and question.
           reserve: of `prefill`; the longest question and the answer unless given.
           max_tokens, total, capacity, sampling, stop_ids, keep: as in `prefill` and `stream`.
-          others: tokens of the questions and of the answers of runs that will follow over contexts
-            of this size; `reserve` has room for them.
+          others: pairs (question tokens, answer tokens) of later runs over contexts of this size;
+            `reserve` must have room for the longest.
           workers: most programs that compile at a time.
 
         Raises:
@@ -361,10 +361,10 @@ class Engine:
         """
         rows = [[0] * length for length in contexts]
         compilation = Compilation(self.mesh, workers)
-        if reserve is None:
-            reserve = max(questions) + max_tokens
         runs = [(questions, max_tokens)]
         runs += [([question] * len(rows), answer) for question, answer in others]
+        if reserve is None:
+            reserve = max(max(lengths) + answer for lengths, answer in runs)
         with compilation.rehearsing():
             for lengths, answer in runs:
                 asked = [[0] * length for length in lengths]
@@ -384,6 +384,8 @@ class Engine:
                 with contextlib.closing(stream):
                     for _ in range(blocks_of_all(self.method, answer)):
                         next(stream)
+                # Before the next one's caches.
+                del context, stream
         return compilation
 
     def stream(

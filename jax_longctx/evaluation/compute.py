@@ -12,7 +12,7 @@ import jax
 from jax_longctx.api import LongContext
 from jax_longctx.contract import Method
 from jax_longctx.engine import Engine
-from jax_longctx.engine.ahead import Compilation, begun_or_none
+from jax_longctx.engine.ahead import Compilation, begun_or_none, most_workers
 from jax_longctx.engine.capacity import footprint, read_bytes, staged_caches
 from jax_longctx.engine.programs import CompileClock, Setup
 from jax_longctx.errors import CapacityError, LongctxError
@@ -20,6 +20,10 @@ from jax_longctx.methods import settings_of
 
 # Most of the free memory that the caches of a batch may take.
 PLANNED = 0.75
+
+
+# A method, its settings, its rows and what it is asked (see `Work.asked`).
+Sized = tuple[str, dict[str, str], int, list[list[int]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +34,9 @@ class Work:
       method, settings: arguments of `make_method`.
       contexts, questions: token ids of at most `rows` rows; the last one is repeated up to `rows`.
       slots, reserve: of the caches, the same for all batches of a length.
-      others: tokens of the longest question and of the answer of each task of this length.
-      soon: the methods after this one that have rows to answer at this length, and their settings.
+      asked: tokens of questions and of answers: the programs of all batches of this method and
+        length are those that these need.
+      soon: methods that compile together with this one.
     """
 
     method: str
@@ -43,18 +48,26 @@ class Work:
     reserve: int
     max_new: int
     stop: list[str]
-    others: list[list[int]]
-    soon: list[tuple[str, dict[str, str]]]
+    asked: list[list[int]]
+    soon: list[Sized]
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """What the programs depend on."""
+        """What the caches' shapes depend on."""
         return self.method, str(self.settings), self.rows, self.slots, self.reserve
 
+    @property
+    def programs(self) -> tuple[Any, ...]:
+        """What the programs depend on: batches of which it is the same use the same ones."""
+        longest = max(map(len, self.questions))
+        return *self.shape, longest.bit_length(), self.max_new, tuple(self.stop)
+
     def following(self) -> Iterator["Work"]:
-        """Batches like this one under the methods that come soon; their rows may be fewer."""
-        for method, settings in self.soon:
-            yield dataclasses.replace(self, method=method, settings=settings)
+        """Batches of these texts under the methods that come soon."""
+        for method, settings, rows, asked in self.soon:
+            texts = {"contexts": self.contexts[:rows], "questions": self.questions[:rows]}
+            given: dict[str, Any] = {"method": method, "settings": settings, "rows": rows}
+            yield dataclasses.replace(self, **given, **texts, asked=asked)
 
     def halves(self) -> Iterator["Work"]:
         """The halves that have contexts; `rows` is their number."""
@@ -86,20 +99,28 @@ def engine_of(
     return model.with_method(method, offload=offload, working_set=working_set).engine
 
 
-def compile_batch(model: LongContext, engine: Engine, work: Work) -> Compilation | None:
-    """Begins to compile what the batch needs; None where it does not fit, or is refused."""
-    contexts, questions = _padded(work)
+def compile_batch(
+    model: LongContext, engine: Engine, work: Work, *, shared_by: int = 1
+) -> Compilation | None:
+    """Begins to compile what the batch needs; None where it does not fit, or is refused.
+
+    Args:
+      shared_by: compilations that run at a time.
+    """
+    contexts, _ = _padded(work)
     run = LongContext(engine, model.tokenizer, model.manifest)
+    (question, answer), *others = work.asked
     return begun_or_none(
         lambda: run.compile(
             list(map(len, contexts)),
-            list(map(len, questions)),
+            [question] * len(contexts),
             reserve=work.reserve,
             capacity=work.slots,
-            max_tokens=work.max_new,
+            max_tokens=answer,
             stop=work.stop,
             keep=False,
-            others=[(question, answer) for question, answer in work.others],
+            others=[(question, answer) for question, answer in others],
+            workers=max(1, most_workers() // shared_by),
         )
     )
 

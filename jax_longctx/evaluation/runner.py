@@ -7,11 +7,13 @@ on the disk before the next batch begins.
 """
 
 import array
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib.util
 import itertools
+import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from jax_longctx.engine.capacity import available_bytes, expected_bytes, reserve
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.compute import (
+    Sized,
     Work,
     answer_batch,
     compile_batch,
@@ -38,6 +41,8 @@ from jax_longctx.text import PromptLayout, Tokenizer, chat_layout
 
 # Methods whose programs compile at a time.
 TOGETHER = 4
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +191,7 @@ def run_eval(
     drawn = {} if drawn is None else drawn
     leader = _Leader(model, config, output, facts, memory, progress, drawn)
     compiled: set[Any] = set()
-    answered: set[Any] = set()
+    used: set[Any] = set()
     engine, given = model.engine, None
     found: list[dict[str, Any]] | None = None
     try:
@@ -195,11 +200,11 @@ def run_eval(
             if given != (work.method, work.settings):
                 given = work.method, work.settings
                 engine = engine_of(model, make_method(*given), **config.run.tier)
-            new = model.compiles_ahead and work.shape not in answered
-            if new and work.shape not in compiled:
+            if model.compiles_ahead and work.shape not in compiled:
                 # Not beside a batch: its times would be others, and memory might not do for both.
                 compiled |= _compiled_ahead(model, config, work)
-            answered.add(work.shape)
+            new = model.compiles_ahead and work.programs not in used
+            used.add(work.programs)
             found = answer_batch(model, engine, work)
             if new:
                 # The first use of a program is slower than the next.
@@ -218,13 +223,16 @@ def _compiled_ahead(model: LongContext, config: EvalConfig, work: Work) -> set[A
 
     Python lowers the programs of one method while XLA compiles those of another.
     """
-    begun = {}
-    for each in itertools.islice((work, *work.following()), TOGETHER):
+    begun, group = {}, [work, *work.following()]
+    for each in group:
         try:
             engine = engine_of(model, make_method(each.method, each.settings), **config.run.tier)
-        except ConfigError:
-            continue
-        begun[each.shape] = compile_batch(model, engine, each)
+            begun[each.shape] = compile_batch(model, engine, each, shared_by=len(group))
+        except Exception as error:
+            if each is work:
+                raise
+            # It is raised again where that method's turn comes.
+            _logger.info("%s is not compiled ahead: %s", each.method, error)
     for compilation in begun.values():
         if compilation is not None:
             compilation.wait()
@@ -271,7 +279,7 @@ class _Leader:
             for cell in self.cells
         }
         self.batch: list[_Job] = []
-        self.soon: list[tuple[str, dict[str, str]]] = []
+        self.soon: list[Sized] = []
         self.work = self._work()
 
     def next(self, found: list[dict[str, Any]] | None) -> dict[str, Any] | None:
@@ -295,6 +303,8 @@ class _Leader:
             for prompt in drawn[cell.task].prompts[: cell.trials]
         ]
         left = [job for job in jobs if not job.prompt.refused]
+        if not left:
+            return None
         try:
             engine = self._engine(method, length)
         except ConfigError:
@@ -333,31 +343,43 @@ class _Leader:
                 new = [i for i in missing if self._key(cell, i) not in self.store]
                 self._add([self._base(cell, i) | {"refused": reason} for i in new])
         room = _room(drawn)
-        for method, own in itertools.groupby(cells, lambda cell: cell.method):
-            self._tell(doing=f"{method.label}, {length:,} tokens")
-            jobs = [
+        jobs = {
+            method: [
                 _Job(drawn[cell.task].task, prompt, self._base(cell, prompt.sample.index))
                 for cell in own
                 for prompt in drawn[cell.task].prompts[: cell.trials]
             ]
-            self.soon = self._soon(method, length, cells)
-            yield from self._method(method, length, jobs, room)
+            for method, own in itertools.groupby(cells, lambda cell: cell.method)
+        }
+        for method, own in jobs.items():
+            self._tell(doing=f"{method.label}, {length:,} tokens")
+            self.soon = self._sizes(method, length, jobs, room)
+            yield from self._method(method, length, own, room)
 
-    def _soon(
-        self, method: Spec, length: int, cells: list[Cell]
-    ) -> list[tuple[str, dict[str, str]]]:
-        """The methods after `method` that have rows to answer, and their settings."""
-        methods = list(dict.fromkeys(cell.method for cell in cells))
-        return [
-            (spec.name, spec.at(length))
-            for spec in methods[methods.index(method) + 1 :]
-            if any(
-                self._key(cell, index) not in self.store
-                for cell in cells
-                if cell.method == spec
-                for index in range(cell.trials)
-            )
-        ]
+    def _sizes(
+        self, method: Spec, length: int, jobs: dict[Spec, list["_Job"]], room: tuple[int, int]
+    ) -> list[Sized]:
+        """Methods after `method` that have rows to answer, as many as compile together with it."""
+        found: list[Sized] = []
+        after = itertools.islice(jobs.items(), list(jobs).index(method) + 1, None)
+        for spec, own in after if self.model.compiles_ahead else ():
+            if len(found) == TOGETHER - 1:
+                break
+            if left := self._left(own):
+                with contextlib.suppress(ConfigError):
+                    rows = self._rows(self._engine(spec, length), own, room)
+                    found.append((spec.name, spec.at(length), rows, _asked(_cut(left, rows))))
+        return found
+
+    def _left(self, jobs: list["_Job"]) -> list["_Job"]:
+        """Jobs whose rows are missing and whose prompts can be asked."""
+        missing = [job for job in jobs if key_of(job.base) not in self.store]
+        return [job for job in missing if not job.prompt.refused]
+
+    def _rows(self, engine: Engine, jobs: list["_Job"], room: tuple[int, int]) -> int:
+        """Rows of a batch; from all jobs, so that a continued run has the shapes of a whole one."""
+        most = min(self.config.run.batch, max(map(len, _alike(jobs))))
+        return rows_that_fit(engine, most, *room, self.memory)
 
     def _engine(self, method: Spec, length: int) -> Engine:
         made = make_method(method.name, method.at(length))
@@ -367,10 +389,10 @@ class _Leader:
         self, method: Spec, length: int, jobs: list["_Job"], room: tuple[int, int]
     ) -> Iterator[Work]:
         """The batches of one method whose rows are missing."""
-        left = [job for job in jobs if key_of(job.base) not in self.store]
-        reasons = [(job, job.prompt.refused) for job in left if job.prompt.refused]
+        missing = [job for job in jobs if key_of(job.base) not in self.store]
+        reasons = [(job, job.prompt.refused) for job in missing if job.prompt.refused]
         self._add([_scored(job, {"refused": reason}) for job, reason in reasons])
-        left = [job for job in left if not job.prompt.refused]
+        left = self._left(jobs)
         if not left:
             return
         try:
@@ -390,29 +412,24 @@ class _Leader:
     ) -> Iterator[Work]:
         """The batches of the jobs that are left, of all; `room` is slots and reserve."""
         (jobs, left), (slots, reserve) = of, room
-        # From all jobs, so that a continued run has the shapes of an uninterrupted one.
-        most = min(self.config.run.batch, max(map(len, _alike(jobs))))
-        rows = rows_that_fit(engine, most, slots, reserve, self.memory)
-        others = [
-            [max(len(job.prompt.question) for job in group), group[0].task.max_new]
-            for group in _alike(jobs)
-        ]
-        for group in _alike(left):
-            for start in range(0, len(group), rows):
-                self.batch = group[start : start + rows]
-                yield Work(
-                    method=method.name,
-                    settings=method.at(length),
-                    contexts=[list(job.prompt.context) for job in self.batch],
-                    questions=[list(job.prompt.question) for job in self.batch],
-                    rows=rows,
-                    slots=slots,
-                    reserve=reserve,
-                    max_new=group[0].task.max_new,
-                    stop=list(group[0].task.stop),
-                    others=others,
-                    soon=self.soon,
-                )
+        rows = self._rows(engine, jobs, room)
+        batches = _cut(left, rows)
+        asked = _asked(batches)
+        for self.batch in batches:
+            task = self.batch[0].task
+            yield Work(
+                method=method.name,
+                settings=method.at(length),
+                contexts=[list(job.prompt.context) for job in self.batch],
+                questions=[list(job.prompt.question) for job in self.batch],
+                rows=rows,
+                slots=slots,
+                reserve=reserve,
+                max_new=task.max_new,
+                stop=list(task.stop),
+                asked=asked,
+                soon=self.soon,
+            )
 
     def _drawn(self, length: int, cells: list[Cell]) -> dict[Spec, Drawn]:
         drawn = {}
@@ -503,6 +520,32 @@ def _alike(jobs: Sequence[_Job]) -> list[list[_Job]]:
     return [
         sorted(group, key=lambda job: -len(job.prompt.context)) for group in groups.values()
     ] or [[]]
+
+
+def _cut(left: Sequence[_Job], rows: int) -> list[list[_Job]]:
+    """The batches of the jobs that are left."""
+    return [
+        group[start : start + rows]
+        for group in _alike(left)
+        for start in range(0, len(group), rows)
+    ]
+
+
+def _asked(batches: Sequence[Sequence[_Job]]) -> list[list[int]]:
+    """Tokens of the questions and of the answers for which all programs of these batches compile.
+
+    A question is read in one of few sizes, each several times the last. So of the lengths between
+    two powers of two the least and the most will do.
+    """
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for batch in batches:
+        longest, answer = max(len(job.prompt.question) for job in batch), batch[0].task.max_new
+        kinds.setdefault((longest.bit_length(), answer), []).append(longest)
+    return [
+        [length, answer]
+        for (_, answer), lengths in kinds.items()
+        for length in sorted({min(lengths), max(lengths)})
+    ]
 
 
 def _scored(job: _Job, row: dict[str, Any]) -> dict[str, Any]:

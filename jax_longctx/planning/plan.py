@@ -451,11 +451,17 @@ def context_segments(
     return iter(setup.method.segments(_context_prompt(setup, context, reserve, question)))
 
 
-def prefill_work(setup: programs.Setup, *, batch: int, context: int, reserve: int) -> Work:
-    """The work of prefilling `batch` rows of `context` tokens."""
+def prefill_work(
+    setup: programs.Setup, *, batch: int, context: int, reserve: int, question: int = QUESTION
+) -> Work:
+    """The work of prefilling `batch` rows of `context` tokens.
+
+    Args:
+      question: tokens of each row's question, for methods that read it beside each chunk.
+    """
     config, tensor, item = setup.config, setup.mesh.shape["tensor"], setup.dtype.itemsize
     rows, layers = batch // setup.mesh.shape["data"], config.num_layers
-    work, segments, spread = _row_work(setup, context, reserve)
+    work, segments, spread = _row_work(setup, context, reserve, question)
     spreads = spread and setup.mesh.shape["seq"] > 1
     # Of spread tokens a shard multiplies its own with all weights, or all with its own weights.
     body, _ = own_matmuls(setup, gathered=spreads)
@@ -553,10 +559,12 @@ def _gathers_weights(setup: programs.Setup, tokens: float, segments: int) -> boo
     return gathers_weights(setup.config, setup.mesh, int(tokens / max(segments, 1)))
 
 
-def _row_work(setup: programs.Setup, context: int, reserve: int) -> tuple[PrefillWork, int, bool]:
+def _row_work(
+    setup: programs.Setup, context: int, reserve: int, question: int = QUESTION
+) -> tuple[PrefillWork, int, bool]:
     """One row's work, its number of segments, and whether they are spread over the shards."""
     method, shards = setup.method, setup.mesh.shape["seq"]
-    prompt = _context_prompt(setup, context, reserve)
+    prompt = _context_prompt(setup, context, reserve, question)
     segment = next(iter(method.segments(prompt)), None)
     if segment is None:
         return PrefillWork(0, 0), 0, False

@@ -9,9 +9,11 @@ against the cache: padding mask with the rows' lengths, layout [B,N,T,H]; the ca
 place, and only q is transposed. Slots beyond a length must be finite: cuDNN multiplies those in the
 length's last tile by 0, and 0 x NaN is NaN.
 
-cuDNN takes a processor for 128 queries of a head. A question has too few for all processors, and a
-long cache keeps each of them long. Then the cache is read in parts, which cuDNN is told are rows of
-one key head (the same bytes), and the queries that share a key head lie in one tile.
+cuDNN gives a processor 128 queries of one head. A question fills few processors, and each reads the
+whole cache. Then the cache is read in parts, which cuDNN is told are rows of one key head (the same
+bytes), and the queries that share a key head lie in one tile. On an H200 a question of 32 tokens
+over 131,072 slots takes a model of the 8B shape 21 ms so, and 76 ms in one part. A cache in 8 bits
+is read a block of slots at a time, of which each is too short for many parts.
 
 Roofline: matrix throughput, 4 T S N H operations (half when causal). cuDNN reached 650 TFLOP/s at
 32K causal on an H100, 82% of a large matmul there. With the float32 residual it reached 575 at 32K
@@ -140,7 +142,7 @@ def _padded_attention(
 
 
 def _parts(heads: int, queries: int, slots: int) -> int:
-    """A power of two: a tile of queries for each processor; parts have at least `_LEAST` slots.
+    """The least power of two that gives every processor a tile; parts have `_LEAST` slots or more.
 
     Args:
       heads: key heads of all rows.

@@ -76,7 +76,10 @@ def test_ragged_rows_and_garbage_beyond_them(monkeypatch: pytest.MonkeyPatch, pa
         (1, 64, 4095, 1),
     ],
 )
-def test_a_question_fills_the_processors(rows: int, queries: int, slots: int, parts: int) -> None:
+def test_a_question_fills_the_processors(
+    rows: int, queries: int, slots: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu.hopper, "processors", lambda: 132)
     assert gpu._parts(8 * rows, 4 * queries, slots) == parts
 
 
@@ -98,6 +101,17 @@ def test_the_program_for_cuda_hands_cudnn_the_cache_as_it_lies(_cudnn: None) -> 
     assert "@__cudnn$fmhaSoftmax(%" in text
     assert ", %arg1, %arg2, " in text.split("@__cudnn$fmhaSoftmax")[1]
     assert "bf16>, tensor<6x6x5xf32>" in text  # the log-sum-exp [B,N,T], not rounded
+
+
+def test_a_question_over_a_long_cache_is_read_in_parts(
+    monkeypatch: pytest.MonkeyPatch, _cudnn: None
+) -> None:
+    """The rows of one key head that the program gives cuDNN: two heads in 32 parts."""
+    monkeypatch.setattr(gpu.hopper, "processors", lambda: 132)
+    q, k = (jnp.zeros((1, *shape, 64), jnp.bfloat16) for shape in ((5, 6), (2, 65536)))
+    traced = jax.jit(partial(gpu.cache_attention, scale=0.2)).trace(q, k, k, jnp.array([9]))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "tensor<64x1x2048x64xbf16>" in text and "tensor<64x1x15x64xbf16>" in text
 
 
 def test_cudnn_runs_what_it_can(_cudnn: None) -> None:

@@ -1,7 +1,6 @@
 """`bench prefill` on a tiny shape over forced CPU devices: its figures follow from each other."""
 
 import json
-import time
 from unittest.mock import create_autospec
 
 import pytest
@@ -79,33 +78,43 @@ def test_one_device_merges_nothing_and_a_step_can_be_left_out(tiny_preset):
 
 @pytest.mark.slow
 def test_a_question_is_read_beside_each_chunk_and_memory_is_watched(tiny_preset, monkeypatch):
-    """A CPU says nothing of its memory: the watch is told, once with the weights alone."""
-    held, asked = iter([(100,), (300,)]), []
-    monkeypatch.setattr(timing, "_held", lambda: next(held, (250,)))
-    monkeypatch.setattr(timing.MemoryWatch, "__exit__", _after_a_look)
-    prefilled = timing.Engine.prefill
-    monkeypatch.setattr(
-        timing.Engine,
-        "prefill",
-        lambda engine, rows, **given: (
-            asked.append(given["questions"]) or prefilled(engine, rows, **given)
-        ),
-    )
-    args = ["-m", "citrus:budget=64,chunk=32", "--case", "256", "--mesh", "seq=1", "--json"]
-    args += ["--runs", "1", "--blocks", "0", "--chunk", "64", "--question", "8"]
-    result = bench(*args)
-    assert result.exit_code == 0, result.output
-    (row,) = json.loads(result.stdout)["rows"]
-    assert row["peak_bytes"] == 200 and row["said_bytes"] > 0
-    # Warm, timed, and watched.
-    assert [len(question) for (question,) in asked] == [8] * 3
+    """A CPU says nothing of its memory: the watch is told more bytes with every text."""
+    asked = []
+    monkeypatch.setattr(timing, "_held", lambda: [100 * len(asked)])
+    prefilled = create_autospec(timing.Engine.prefill, side_effect=timing.Engine.prefill)
+
+    def prefill_and_count(engine, rows, **given):
+        asked.append(given["questions"])
+        return prefilled(engine, rows, **given)
+
+    monkeypatch.setattr(timing.Engine, "prefill", prefill_and_count)
+    args = ["-m", "citrus:budget=64,chunk=32", "--case", "512", "--mesh", "seq=1", "--json"]
+    args += ["--runs", "1", "--blocks", "0", "--chunk", "64"]
+    rows = {}
+    for question in (8, 40):
+        result = bench(*args, "--question", str(question))
+        assert result.exit_code == 0, result.output
+        (rows[question],) = json.loads(result.stdout)["rows"]
+        # Warm, timed, and watched; only the last comes after the watch began.
+        assert [len(tokens) for (tokens,) in asked] == [question] * 3
+        assert rows[question]["peak_bytes"] == 100
+        asked.clear()
+    # Two layers of 64 + 32 + 8 slots at least, of keys and values of two heads, eight wide.
+    assert 2 * 2 * 2 * 8 * 2 * 96 < rows[8]["said_bytes"] < 2 * 2 * 2 * 8 * 2 * 1024
+    # A longer question beside each chunk.
+    assert rows[40]["linear"] > 1.2 * rows[8]["linear"]
 
 
-def _after_a_look(watch, *_):
-    while watch.most == 0:
-        time.sleep(0.001)
-    watch._stop.set()
-    watch._thread.join()
+def test_memory_beyond_the_start_is_watched(monkeypatch):
+    held = iter([[1, 5], [1, 5]])
+    monkeypatch.setattr(timing, "_held", lambda: next(held, [4, 7]))
+    watch = timing.MemoryWatch()
+    assert watch.possible and watch.most is None
+    with watch:
+        pass
+    assert watch.most == 3
+    monkeypatch.setattr(timing, "_held", lambda: [None])
+    assert not timing.MemoryWatch().possible
 
 
 def test_time_is_scaled_from_some_layers_and_one():

@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from jax_longctx.bench import serve
-from jax_longctx.bench.steps import random_context
+from jax_longctx.bench.steps import QUESTION, random_context
 from jax_longctx.cli.main import app
-from jax_longctx.engine import Request, RunningBatch
+from jax_longctx.engine import Engine, Request, RunningBatch
 from jax_longctx.methods import Quest
 from pallas_kernels.quantised import Quantised, dequantised
 from tests.support import tiny_engine
@@ -41,6 +41,10 @@ def test_rows_share_a_context_and_decode_while_a_text_is_read(tiny_preset, monke
         return RunningBatch(engine, **given)
 
     monkeypatch.setattr(serve, "RunningBatch", create_autospec(RunningBatch, side_effect=made))
+    read, questions = Engine.read_question, []
+    monkeypatch.setattr(
+        Engine, "read_question", lambda *given: questions.append(given[-1]) or read(*given)
+    )
     # Of full attention all rows share the context; of SnapKV each has its own.
     args = ["-m", "full", "-m", "snapkv:budget=64", "--read", "1200", "--json"]
     result = asked(*args, "--out", str(tmp_path / "serve.json"))
@@ -48,6 +52,10 @@ def test_rows_share_a_context_and_decode_while_a_text_is_read(tiny_preset, monke
     record = json.loads(result.stdout)
     assert record == json.loads((tmp_path / "serve.json").read_text())
     full, snapkv = record["rows"]
+    # Of each method the first row's question, alone, beside what joins read.
+    joined = [args[0] for args in joins]
+    assert len(questions) == len(joined) + 2 * (serve.ASKED + 1)
+    assert all(len(question) == 32 for (question,) in questions if question != list(QUESTION))
     assert (full["shared"], snapkv["shared"]) == (True, False)
     assert [("context" in given, given["places"]) for given in batches] == [(True, 3), (False, 3)]
     for row in (full, snapkv):

@@ -16,6 +16,7 @@ from jax_longctx.evaluation import compute, runner
 from jax_longctx.evaluation.config import parse_config
 from jax_longctx.evaluation.rows import RowStore, read_rows
 from jax_longctx.evaluation.runner import draw
+from jax_longctx.methods.full import Full
 from jax_longctx.settings import Offload
 from jax_longctx.text import PromptLayout
 from tests.jax_longctx.evaluation.small_task import SmallTask
@@ -75,9 +76,10 @@ def test_every_row_is_what_its_prompt_gives_alone(small, tiny, tmp_path, compute
 
 @pytest.mark.slow
 def test_programs_of_all_tasks_compile_before_the_first_batch(small, tiny, tmp_path, monkeypatch):
-    """The second task's questions and answers are longer, which other programs read.
+    """Questions and answers of the tasks differ, which other programs read.
 
     Two methods compile together; the third is one too many, and the fourth has no rows to answer.
+    More rows of the others fit than of the first.
     """
     monkeypatch.setattr(runner, "TOGETHER", 2)
     compiled, order = [], []
@@ -90,20 +92,30 @@ def test_programs_of_all_tasks_compile_before_the_first_batch(small, tiny, tmp_p
         order.append("answer")
         return found
 
-    def compiling(model, engine, work):
-        order.append(work.method)
-        return compile_(model, engine, work)
+    def compiling(model, engine, work, **how):
+        order.append((work.method, work.rows))
+        return compile_(model, engine, work, **how)
+
+    def fitting(engine, rows, *about):
+        return 1 if isinstance(engine.method, Full) else rows
 
     monkeypatch.setattr(LongContext, "compiles_ahead", True)
-    tasks, size = ("small", "small:asks=12,max_new=70"), dict(lengths=(512,), trials=2)
+    monkeypatch.setattr(runner, "rows_that_fit", fitting)
+    tasks = ("small:asks=12", "small", "small:asks=40,max_new=70")
+    size = dict(lengths=(768,), trials=2)
     evaluate(tiny, tmp_path, config(("snapkv:budget=64",), tasks, **size))
     monkeypatch.setattr(runner, "answer_batch", answered)
     monkeypatch.setattr(runner, "compile_batch", compiling)
     methods = ("full", STREAMING, "tova:budget=32,chunk=16", "snapkv:budget=64")
     rows = evaluate(tiny, tmp_path, config(methods, tasks, **size))
-    assert {row["tokens"]["question"] for row in rows} == {12, 100}
-    assert order == ["full", "streaming-llm", *["answer"] * 4, "tova", *["answer"] * 2]
-    assert compiled == [0] * 6
+    assert {row["tokens"]["question"] for row in rows} == {12, 100, 324}
+    # The two tasks with equal answers share batches.
+    begun = [("full", 1), ("streaming-llm", 2), *["answer"] * 9]
+    assert order == [*begun, ("tova", 2), *["answer"] * 3]
+    assert compiled == [0] * 12
+    # The first use of programs is slower than the next.
+    first = [row["task_label"] for row in rows if row["label"] == "full" and row["compiled"]]
+    assert len(first) == len(set(first)) == 3
 
 
 @pytest.mark.slow
