@@ -1,6 +1,7 @@
 """`bench prefill` on a tiny shape over forced CPU devices: its figures follow from each other."""
 
 import json
+import time
 from unittest.mock import create_autospec
 
 import pytest
@@ -113,6 +114,14 @@ def test_memory_beyond_the_start_is_watched(monkeypatch):
     with watch:
         pass
     assert watch.most == 3
+    # What was held in between, too.
+    looks = []
+    monkeypatch.setattr(timing, "_held", lambda: looks.append(0) or [9 if len(looks) == 3 else 1])
+    with timing.MemoryWatch() as watch:
+        deadline = time.monotonic() + 30
+        while len(looks) < 4 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert watch.most == 8
     monkeypatch.setattr(timing, "_held", lambda: [None])
     assert not timing.MemoryWatch().possible
 
