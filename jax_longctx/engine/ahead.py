@@ -8,7 +8,9 @@ as an argument of the same shape. The parameters may be shapes, so weights can l
 
 `jax.jit` keeps lowered modules and executables in caches that `lower` and `compile` fill. The real
 run makes the same calls. It finds the module and the executable, or waits for the thread that is
-compiling it. Programs that an earlier process has stored are neither traced nor lowered.
+compiling it. Programs that an earlier process has stored are neither traced nor lowered. Where
+programs are stored, a `Program` keeps those that are ready, and the run takes them from there:
+`jax.jit` would trace one anew whose arguments come from a program that was read from the disk.
 """
 
 import collections
@@ -55,12 +57,15 @@ def most_workers() -> int:
 class Compilation:
     """The programs of a rehearsal, which compile in threads.
 
+    Args:
+      pool: threads that other compilations share, whose owner ends them; own ones unless given.
+
     Attributes:
       begun: `time.perf_counter()` at the start.
     """
 
-    def __init__(self, mesh: Mesh, workers: int | None = None):
-        self._pool = ThreadPoolExecutor(workers or most_workers(), thread_name_prefix="compile")
+    def __init__(self, mesh: Mesh, pool: ThreadPoolExecutor | None = None):
+        self._pool, self._shared = pool or compiling_threads(), pool is not None
         self._mesh = mesh
         self._found: dict[Any, tuple[Any, Future[Any]]] = {}
         self._first = 0
@@ -84,7 +89,8 @@ class Compilation:
 
     def close(self) -> None:
         """No more programs will come; those submitted go on."""
-        self._pool.shutdown(wait=False)
+        if not self._shared:
+            self._pool.shutdown(wait=False)
 
     def prefill_ends(self) -> None:
         """Marks the programs so far as those of the prefill (see `wait`)."""
@@ -105,13 +111,19 @@ class Compilation:
 
     def _compiling(self, program: Program, args: tuple[Any, ...]) -> tuple[Any, Future[Any]]:
         lowered = _lowered(program, args)
-        path = self._path(program, args)
-        future = self._pool.submit(lowered.compile)
+        path, key = self._path(program, args), program.key(args)
+
+        def compiled() -> Any:
+            made = lowered.compile()
+            if path is not None:
+                program.ready[key] = _known(made)
+            return made
 
         def write(done: Future[Any]) -> None:
-            if path is not None and done.exception() is None:
+            if path is not None and not done.cancelled() and done.exception() is None:
                 stored.write(path, done.result(), lowered.out_info)
 
+        future = self._pool.submit(compiled)
         # In the thread that compiled it, after those who wait for the program go on.
         future.add_done_callback(write)
         return lowered.out_info, future
@@ -135,8 +147,10 @@ class Compilation:
             ready.set_result(made)
             return made
 
-        program.stored[program.key(args)] = ready
-        return shapes, self._pool.submit(loaded)
+        program.ready[program.key(args)] = ready
+        future = self._pool.submit(loaded)
+        future.add_done_callback(lambda done: ready.set_result(None) if done.cancelled() else None)
+        return shapes, future
 
     def _path(self, program: Program, args: tuple[Any, ...]) -> Path | None:
         where = stored.folder(self._mesh)
@@ -156,7 +170,9 @@ class Compilation:
 
     def cancel(self) -> None:
         """Gives up the programs that do not compile yet."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for _, future in self._found.values():
+            future.cancel()
+        self.close()
 
     @property
     def seconds(self) -> float:
@@ -229,6 +245,11 @@ class Compilation:
         self._pool.shutdown()
 
 
+def compiling_threads() -> ThreadPoolExecutor:
+    """Threads in which programs compile, as many at a time as a machine has memory for."""
+    return ThreadPoolExecutor(most_workers(), thread_name_prefix="compile")
+
+
 def begun_or_none(begin: Callable[[], Compilation]) -> Compilation | None:
     """What `begin` returns; None where it is refused, or memory is short, as its run may be.
 
@@ -279,6 +300,13 @@ def _lowered(program: Program, args: tuple[Any, ...]) -> Any:
         # A cache that shrinks cannot be finished in place, as in a run.
         warnings.filterwarnings("ignore", message="Some donated buffers")
         return program.jitted.lower(*args)
+
+
+def _known(value: Any) -> Future[Any]:
+    """A future that has ended with this value."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
 
 
 def _zeros(leaf: Any, sharding: Any) -> Any:

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -342,7 +343,7 @@ class Engine:
         stop_ids: Sequence[int] = (),
         keep: bool = True,
         others: Sequence[tuple[int, int]] = (),
-        workers: int | None = None,
+        pool: ThreadPoolExecutor | None = None,
     ) -> Compilation:
         """Compiles the programs of a `prefill` and a `stream`, in threads; reads no weights.
 
@@ -354,13 +355,13 @@ class Engine:
           max_tokens, total, capacity, sampling, stop_ids, keep: as in `prefill` and `stream`.
           others: pairs (question tokens, answer tokens) of later runs over contexts of this size;
             `reserve` must have room for the longest.
-          workers: most programs that compile at a time.
+          pool: as of `Compilation`.
 
         Raises:
           InputError, CapacityError: as `prefill` and `stream`.
         """
         rows = [[0] * length for length in contexts]
-        compilation = Compilation(self.mesh, workers)
+        compilation = Compilation(self.mesh, pool)
         runs = [(questions, max_tokens)]
         runs += [([question] * len(rows), answer) for question, answer in others]
         if reserve is None:

@@ -168,22 +168,23 @@ class Program:
 
     Attributes:
       name: tells it from other programs.
-      stored: of a rehearsal's calls, the programs that the disk held (see `engine.stored`).
+      ready: of a rehearsal's calls, the compiled programs that are stored on the disk, or will be
+        (see `engine.stored`); None for one that could not be loaded.
     """
 
     def __init__(self, function: Any, *, static: Sequence[int] = (), **options: Any):
         self.jitted: Any = jax.jit(function, static_argnums=static, **options)
         self._static = static
         self.name = f"{function.__module__}.{function.__qualname__} {static} {options}"
-        self.stored: dict[Any, Future[Any]] = {}
+        self.ready: dict[Any, Future[Any]] = {}
         _programs.append(self)
 
     def __call__(self, *args: Any) -> Any:
         taker = _taker.get()
         if taker is not None:
             return taker.call(self, args)
-        if self.stored:
-            found = self.stored.get(self.key(args))
+        if self.ready:
+            found = self.ready.get(self.key(args))
             if found is not None and found.result() is not None:
                 return found.result()(*self.split(args)[1])
         return self.jitted(*args)
@@ -209,7 +210,7 @@ def forget() -> None:
     """Drops all compiled programs of this process."""
     jax.clear_caches()
     for each in _programs:
-        each.stored.clear()
+        each.ready.clear()
 
 
 def program(**options: Any) -> Callable[[Any], Program]:

@@ -92,7 +92,6 @@ def compile_loglikelihoods(
     continuations: Sequence[int],
     *,
     questions: Sequence[int] | None = None,
-    workers: int | None = None,
     **options: Any,
 ) -> Compilation:
     """Compiles the programs of a `loglikelihoods`, in threads; reads no weights.
@@ -101,7 +100,6 @@ def compile_loglikelihoods(
 
     Args:
       contexts, continuations, questions: tokens of each row's.
-      workers: most programs that compile at a time.
       options: as in `forced_states`.
 
     Raises:
@@ -109,7 +107,7 @@ def compile_loglikelihoods(
     """
     rows, then = ([[0] * size for size in sizes] for sizes in (contexts, continuations))
     asked = None if questions is None else [[0] * size for size in questions]
-    compilation = Compilation(engine.mesh, workers)
+    compilation = Compilation(engine.mesh)
     with compilation.rehearsing():
         loglikelihoods(engine, rows, then, questions=asked, **options)
     return compilation

@@ -5,6 +5,7 @@ import functools
 import itertools
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jax
 from jax_longctx.api import LongContext
 from jax_longctx.contract import Method
 from jax_longctx.engine import Engine
-from jax_longctx.engine.ahead import Compilation, begun_or_none, most_workers
+from jax_longctx.engine.ahead import Compilation, begun_or_none
 from jax_longctx.engine.capacity import footprint, read_bytes, staged_caches
 from jax_longctx.engine.programs import CompileClock, Setup
 from jax_longctx.errors import CapacityError, LongctxError
@@ -100,12 +101,11 @@ def engine_of(
 
 
 def compile_batch(
-    model: LongContext, engine: Engine, work: Work, *, shared_by: int = 1
+    model: LongContext, engine: Engine, work: Work, *, pool: ThreadPoolExecutor | None = None
 ) -> Compilation | None:
     """Begins to compile what the batch needs; None where it does not fit, or is refused.
 
-    Args:
-      shared_by: compilations that run at a time.
+    `pool` is as of `Compilation`.
     """
     contexts, _ = _padded(work)
     run = LongContext(engine, model.tokenizer, model.manifest)
@@ -120,7 +120,7 @@ def compile_batch(
             stop=work.stop,
             keep=False,
             others=[(question, answer) for question, answer in others],
-            workers=max(1, most_workers() // shared_by),
+            pool=pool,
         )
     )
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from jax_longctx.api import LongContext
 from jax_longctx.engine import Engine
-from jax_longctx.engine.ahead import Compilation
+from jax_longctx.engine.ahead import Compilation, compiling_threads
 from jax_longctx.engine.capacity import available_bytes, expected_bytes, reserved
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import ConfigError, LengthError
@@ -40,7 +40,7 @@ from jax_longctx.methods import make_method, settings_of
 from jax_longctx.text import PromptLayout, Tokenizer, chat_layout
 
 # Methods whose programs compile at a time.
-TOGETHER = 4
+TOGETHER = 10
 
 _logger = logging.getLogger(__name__)
 
@@ -223,20 +223,24 @@ def _compiled_ahead(model: LongContext, config: EvalConfig, work: Work) -> set[A
 
     Python lowers the programs of one method while XLA compiles those of another.
     """
-    begun, group = {}, [work, *work.following()]
-    for each in group:
-        try:
-            engine = engine_of(model, make_method(each.method, each.settings), **config.run.tier)
-            begun[each.shape] = compile_batch(model, engine, each, shared_by=len(group))
-        except Exception as error:
-            if each is work:
-                raise
-            # It is raised again where that method's turn comes.
-            _logger.info("%s is not compiled ahead: %s", each.method, error)
-    for compilation in begun.values():
-        if compilation is not None:
-            compilation.wait()
-    return {shape for shape, compilation in begun.items() if compilation or shape == work.shape}
+    begun, pool = {work.shape}, compiling_threads()
+    try:
+        for each in (work, *work.following()):
+            try:
+                made = make_method(each.method, each.settings)
+                engine = engine_of(model, made, **config.run.tier)
+                if compile_batch(model, engine, each, pool=pool) is not None:
+                    begun.add(each.shape)
+            except Exception as error:
+                if each is work:
+                    raise
+                # It is raised again where that method's turn comes.
+                _logger.info("%s is not compiled ahead: %s", each.method, error)
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+    return begun
 
 
 def compile_first(

@@ -10,16 +10,17 @@ import pytest
 from jax_longctx.api import LongContext
 from jax_longctx.batch import lines
 from jax_longctx.engine import Engine
-from jax_longctx.engine.programs import CompileClock
+from jax_longctx.engine.programs import CompileClock, forget
 from jax_longctx.errors import ConfigError, InputError, LongctxError
 from jax_longctx.evaluation import compute, runner
 from jax_longctx.evaluation.config import parse_config
 from jax_longctx.evaluation.rows import RowStore, read_rows
-from jax_longctx.evaluation.runner import draw
+from jax_longctx.evaluation.runner import compile_first, draw
 from jax_longctx.methods.full import Full
 from jax_longctx.settings import Offload
 from jax_longctx.text import PromptLayout
 from tests.jax_longctx.evaluation.small_task import SmallTask
+from tests.stored_programs import storing
 
 STREAMING = "streaming-llm:budget=32,chunk=16"
 
@@ -116,6 +117,39 @@ def test_programs_of_all_tasks_compile_before_the_first_batch(small, tiny, tmp_p
     # The first use of programs is slower than the next.
     first = [row["task_label"] for row in rows if row["label"] == "full" and row["compiled"]]
     assert len(first) == len(set(first)) == 3
+
+
+@pytest.mark.slow
+def test_programs_that_methods_share_on_the_disk_leave_nothing_to_compile(
+    small, tiny, tmp_path, monkeypatch
+):
+    """The second method's first program is read from the disk; the others get its results."""
+    monkeypatch.setattr(LongContext, "compiles_ahead", True)
+    engine = tiny.engine
+    looped = Engine(engine.config, engine.params, Full(), engine.mesh, chunk=64, by_layer=False)
+    model = LongContext(looped, tiny.tokenizer, tiny.manifest)
+    compiled, answer = [], runner.answer_batch
+
+    def answered(*given):
+        with CompileClock() as clock:
+            found = answer(*given)
+        compiled.append(clock.programs)
+        return found
+
+    with storing(tmp_path / "programs") as folder:
+        folder.mkdir()
+        chosen = config(("full", STREAMING), lengths=(768,), trials=2)
+        expected = evaluate(model, tmp_path / "alone", chosen)
+        assert any(folder.iterdir())
+        forget()
+        for each in folder.iterdir():
+            each.unlink()
+        # As a run compiles for its first batch while weights load.
+        compile_first(model, chosen, tmp_path / "out", {}).wait()
+        monkeypatch.setattr(runner, "answer_batch", answered)
+        rows = evaluate(model, tmp_path / "out", chosen)
+    assert without_times(rows) == without_times(expected)
+    assert compiled == [0, 0]
 
 
 @pytest.mark.slow
