@@ -57,15 +57,12 @@ def most_workers() -> int:
 class Compilation:
     """The programs of a rehearsal, which compile in threads.
 
-    Args:
-      pool: threads that other compilations share, whose owner ends them; own ones unless given.
-
     Attributes:
       begun: `time.perf_counter()` at the start.
     """
 
-    def __init__(self, mesh: Mesh, pool: ThreadPoolExecutor | None = None):
-        self._pool, self._shared = pool or compiling_threads(), pool is not None
+    def __init__(self, mesh: Mesh):
+        self._pool = ThreadPoolExecutor(most_workers(), thread_name_prefix="compile")
         self._mesh = mesh
         self._found: dict[Any, tuple[Any, Future[Any]]] = {}
         self._first = 0
@@ -89,8 +86,7 @@ class Compilation:
 
     def close(self) -> None:
         """No more programs will come; those submitted go on."""
-        if not self._shared:
-            self._pool.shutdown(wait=False)
+        self._pool.shutdown(wait=False)
 
     def prefill_ends(self) -> None:
         """Marks the programs so far as those of the prefill (see `wait`)."""
@@ -104,14 +100,17 @@ class Compilation:
             return program.jitted(*args)
         key = program.key(args)
         if key not in self._found:
-            self._found[key] = self._stored(program, args) or self._compiling(program, args)
+            given = program, args, key
+            self._found[key] = self._stored(*given) or self._compiling(*given)
             self._found[key][1].add_done_callback(self._on_done)
         shapes, future = self._found[key]
         return self._stand_in(shapes, future, leaves)
 
-    def _compiling(self, program: Program, args: tuple[Any, ...]) -> tuple[Any, Future[Any]]:
+    def _compiling(
+        self, program: Program, args: tuple[Any, ...], key: Any
+    ) -> tuple[Any, Future[Any]]:
         lowered = _lowered(program, args)
-        path, key = self._path(program, args), program.key(args)
+        path = self._path(program, args)
 
         def compiled() -> Any:
             made = lowered.compile()
@@ -128,7 +127,9 @@ class Compilation:
         future.add_done_callback(write)
         return lowered.out_info, future
 
-    def _stored(self, program: Program, args: tuple[Any, ...]) -> tuple[Any, Future[Any]] | None:
+    def _stored(
+        self, program: Program, args: tuple[Any, ...], key: Any
+    ) -> tuple[Any, Future[Any]] | None:
         path = self._path(program, args)
         found = stored.read(path)
         if path is None or found is None:
@@ -147,7 +148,7 @@ class Compilation:
             ready.set_result(made)
             return made
 
-        program.ready[program.key(args)] = ready
+        program.ready[key] = ready
         future = self._pool.submit(loaded)
         future.add_done_callback(lambda done: ready.set_result(None) if done.cancelled() else None)
         return shapes, future
@@ -170,9 +171,7 @@ class Compilation:
 
     def cancel(self) -> None:
         """Gives up the programs that do not compile yet."""
-        for _, future in self._found.values():
-            future.cancel()
-        self.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def seconds(self) -> float:
@@ -243,11 +242,6 @@ class Compilation:
         for future in needed:
             future.result()
         self._pool.shutdown()
-
-
-def compiling_threads() -> ThreadPoolExecutor:
-    """Threads in which programs compile, as many at a time as a machine has memory for."""
-    return ThreadPoolExecutor(most_workers(), thread_name_prefix="compile")
 
 
 def begun_or_none(begin: Callable[[], Compilation]) -> Compilation | None:

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -343,7 +342,7 @@ class Engine:
         stop_ids: Sequence[int] = (),
         keep: bool = True,
         others: Sequence[tuple[int, int]] = (),
-        pool: ThreadPoolExecutor | None = None,
+        into: Compilation | None = None,
     ) -> Compilation:
         """Compiles the programs of a `prefill` and a `stream`, in threads; reads no weights.
 
@@ -355,18 +354,18 @@ class Engine:
           max_tokens, total, capacity, sampling, stop_ids, keep: as in `prefill` and `stream`.
           others: pairs (question tokens, answer tokens) of later runs over contexts of this size;
             `reserve` must have room for the longest.
-          pool: as of `Compilation`.
+          into: a compilation that takes these programs too, and that its owner closes.
 
         Raises:
           InputError, CapacityError: as `prefill` and `stream`.
         """
         rows = [[0] * length for length in contexts]
-        compilation = Compilation(self.mesh, pool)
+        compilation = Compilation(self.mesh) if into is None else into
         runs = [(questions, max_tokens)]
         runs += [([question] * len(rows), answer) for question, answer in others]
         if reserve is None:
             reserve = max(max(lengths) + answer for lengths, answer in runs)
-        with compilation.rehearsing():
+        with compilation.rehearsing(last=into is None):
             for lengths, answer in runs:
                 asked = [[0] * length for length in lengths]
                 context = self.prefill(

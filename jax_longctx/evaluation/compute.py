@@ -5,7 +5,6 @@ import functools
 import itertools
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -101,11 +100,11 @@ def engine_of(
 
 
 def compile_batch(
-    model: LongContext, engine: Engine, work: Work, *, pool: ThreadPoolExecutor | None = None
+    model: LongContext, engine: Engine, work: Work, *, into: Compilation | None = None
 ) -> Compilation | None:
     """Begins to compile what the batch needs; None where it does not fit, or is refused.
 
-    `pool` is as of `Compilation`.
+    `into` is as of `Engine.compile`.
     """
     contexts, _ = _padded(work)
     run = LongContext(engine, model.tokenizer, model.manifest)
@@ -120,7 +119,7 @@ def compile_batch(
             stop=work.stop,
             keep=False,
             others=[(question, answer) for question, answer in others],
-            pool=pool,
+            into=into,
         )
     )
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from jax_longctx.api import LongContext
 from jax_longctx.engine import Engine
-from jax_longctx.engine.ahead import Compilation, compiling_threads
+from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import available_bytes, expected_bytes, reserved
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import ConfigError, LengthError
@@ -223,23 +223,24 @@ def _compiled_ahead(model: LongContext, config: EvalConfig, work: Work) -> set[A
 
     Python lowers the programs of one method while XLA compiles those of another.
     """
-    begun, pool = {work.shape}, compiling_threads()
+    begun, compilation = {work.shape}, Compilation(model.engine.mesh)
     try:
         for each in (work, *work.following()):
             try:
                 made = make_method(each.method, each.settings)
                 engine = engine_of(model, made, **config.run.tier)
-                if compile_batch(model, engine, each, pool=pool) is not None:
+                if compile_batch(model, engine, each, into=compilation) is not None:
                     begun.add(each.shape)
             except Exception as error:
                 if each is work:
                     raise
                 # It is raised again where that method's turn comes.
                 _logger.info("%s is not compiled ahead: %s", each.method, error)
+        compilation.close()
+        compilation.wait()
     except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
+        compilation.cancel()
         raise
-    pool.shutdown()
     return begun
 
 
