@@ -63,7 +63,7 @@ from jax_longctx.contract import (
     step_variant,
     stripes,
 )
-from jax_longctx.engine.products import Divided, FewRows, gathers_weights
+from jax_longctx.engine.products import CHAINED, Divided, FewRows, gathers_weights
 from jax_longctx.engine.sampling import (
     Choices,
     RowValues,
@@ -390,7 +390,7 @@ class Setup:
         """How a layer multiplies this many rows, which all shards of `seq` have, with weights."""
         few = self.platform == "gpu" and self.mesh.size == 1 and rows <= MAX_ROWS
         if few:
-            return FewRows(self.mesh)
+            return FewRows(self.mesh, CHAINED)
         return Divided(self.mesh) if self.mesh.shape["seq"] > 1 else PLAIN
 
     @property
@@ -631,8 +631,10 @@ def _through_layer(
         (out, _), cache = setup.method.attend((q, k, v), cache, segment, ctx)
         return out, cache
 
-    specs = tree_specs(cache)
-    return _attended(setup, local, params, x, cache, specs, segment, total, before)
+    x, cache, before = _attended(
+        setup, local, params, x, cache, tree_specs(cache), segment, total, before
+    )
+    return setup.products(x.shape[0] * x.shape[1]).whole(x), cache, before
 
 
 def _brought_ahead(
@@ -690,9 +692,10 @@ def _attended(
             products = Divided(mesh, spread=True)
     layer, guess = layer_of(config, params), None
     if before is not None:
-        guess = layer.attn.project(layer.attn_norm, before.hidden, products)[0], before.known
+        _, (q, *_) = layer.attn.project(layer.attn_norm, before.hidden, products)
+        guess = q, before.known
     x, cache = layer.attended(x, cache, attend, products)
-    before = None if before is None else Before(x, jnp.ones((), jnp.bool_))
+    before = None if before is None else Before(products.whole(x), jnp.ones((), jnp.bool_))
     return layer.transformed(x, products), cache, before
 
 
@@ -802,7 +805,7 @@ def _through_run(
             if small and not same.issuperset(group):
                 news = jnp.stack([own[i] for own in each])
                 stacks[i] = jax.lax.dynamic_update_slice_in_dim(stacks[i], news, begin, 0)
-        return x_BTD, before, stacks
+        return setup.products(x_BTD.shape[0] * x_BTD.shape[1]).whole(x_BTD), before, stacks
 
     with jax.named_scope(f"layers_{first}_to_{first + run.count - 1}"):
         carry = x, before, joined

@@ -46,21 +46,30 @@ Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float) -> Array:
     """Root-mean-square norm in float32; the scale multiplies after the cast back, as in HF."""
-    normed = x.astype(jnp.float32) * rms_factor(x, eps)
+    normed = x.astype(jnp.float32) * rms_factor(sums_of_squares(x), x.shape[-1], eps)
     return scale * normed.astype(x.dtype)
 
 
-def rms_factor(x: Float[Array, "... D"], eps: float) -> Float[Array, "... 1"]:
-    """What the root-mean-square norm multiplies a vector with, in float32, scale apart."""
+def rms_factor(squares: Float[Array, "..."], size: int, eps: float) -> Float[Array, "..."]:
+    """What the root-mean-square norm multiplies vectors of `size` numbers with, scale apart.
+
+    Args:
+      squares: the sum of each vector's squares, in float32.
+    """
+    return jax.lax.rsqrt(squares / size + eps)
+
+
+def sums_of_squares(x: Float[Array, "... D"]) -> Float[Array, "... 1"]:
+    """Of each vector's numbers, in float32."""
     x32 = x.astype(jnp.float32)
-    return jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return jnp.sum(x32 * x32, axis=-1, keepdims=True)
 
 
 # What families choose from (`jax_longctx.models.config`).
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu}
 NORMS: dict[str, Callable[[Array, Array, float], Array]] = {"rms": rms_norm}
-# Of the norms that are a product of scale, vector and a number: the number.
-NORM_FACTORS: dict[str, Callable[[Array, float], Array]] = {"rms": rms_factor}
+# Of the norms that are a product of scale, vector and a number: the number, of a sum of squares.
+NORM_FACTORS: dict[str, Callable[[Array, int, float], Array]] = {"rms": rms_factor}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,22 +138,59 @@ class Norm(nnx.Module):
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         return NORMS[self.kind](x, self.scale[...], self.eps)
 
-    def factor(self, x: Float[Array, "... D"]) -> Float[Array, "... 1"] | None:
-        """What multiplies x, scale apart; None of a norm that is more than a product."""
-        factor = NORM_FACTORS.get(self.kind)
-        return None if factor is None else factor(x, self.eps)
+    @property
+    def factor(self) -> Callable[[Float[Array, "..."]], Float[Array, "..."]] | None:
+        """Of sums of squares, what multiplies the vectors; None of a norm that is no product.
+
+        The scale multiplies too.
+        """
+        factor, (size,) = NORM_FACTORS.get(self.kind), self.scale.shape
+        return None if factor is None else functools.partial(factor, size=size, eps=self.eps)
+
+
+# The hidden states between a layer's halves and between layers: [B,T,D], or what `Products` makes
+# in their place.
+Hidden = Any
 
 
 class Products:
-    """How a layer multiplies with its weights. The engine has another way for few rows on a GPU."""
+    """How a layer multiplies with its weights. The engine has another way for few rows on a GPU.
+
+    What is added to the hidden states, and what the MLP gates, may be kept as sums that are not
+    added up: whoever multiplies them next adds them up. Only `whole`, `normed` and `added` take
+    such hidden states.
+    """
 
     def of(self, x: Array, w: AnyMatrix, axes: int = 1) -> Array:
         """The last axes of x with as many first ones of w."""
         return jnp.tensordot(x, w, axes) if isinstance(w, jax.Array) else w.product(x, axes)
 
-    def normed(self, norm: Norm, x: Array, w: AnyMatrix) -> Array:
-        """The last axis of the normed x with the first one of w."""
-        return self.of(self.placed(norm(x), "batch", None, None), w)
+    def normed(self, norm: Norm, x: Hidden, w: AnyMatrix) -> tuple[Array, Array]:
+        """x, added up, and the last axis of the normed x with the first one of w."""
+        return x, self.of(self.placed(norm(x), "batch", None, None), w)
+
+    def gated(
+        self, norm: Norm, x: Hidden, w: AnyMatrix, activation: str, bias: Array | None
+    ) -> tuple[Array, Any]:
+        """x, added up, and the gated MLP's hidden units of the normed x, for `added`.
+
+        Args:
+          w: [D,2,F], of gate and up.
+          bias: [2,F], or None.
+        """
+        x, both_BTCF = self.normed(norm, x, w)
+        if bias is not None:
+            both_BTCF = both_BTCF + bias
+        return x, ACTIVATIONS[activation](both_BTCF[:, :, 0]) * both_BTCF[:, :, 1]
+
+    def added(self, x: Array, y: Any, w: AnyMatrix, bias: Array | None, axes: int = 1) -> Hidden:
+        """x plus the last axes of y with as many first ones of w, and the bias."""
+        product = self.placed(self.of(y, w, axes), "batch", "tokens", None)
+        return x + (product if bias is None else product + bias)
+
+    def whole(self, x: Hidden) -> Array:
+        """The hidden states, added up."""
+        return x
 
     def placed(self, x: Array, *axes: str | None) -> Array:
         """x, which has these logical axes, on the shards where the next step needs it.
@@ -193,19 +239,22 @@ class Attention(nnx.Module):
             self.k_norm = Norm(h, config)
         self.config = config
 
-    def project(self, norm: Norm, x_BTD: Array, products: Products) -> tuple[Array, Array, Array]:
-        """q_BTNH, k_BTKH, v_BTKH of the normed x, before rotary embedding."""
+    def project(
+        self, norm: Norm, x: Hidden, products: Products
+    ) -> tuple[Array, tuple[Array, Array, Array]]:
+        """x, and q_BTNH, k_BTKH, v_BTKH of the normed x, before rotary embedding."""
         if self.joined:
-            new_BTKXH = products.normed(norm, x_BTD, self.qkv[...])
+            x_BTD, new_BTKXH = products.normed(norm, x, self.qkv[...])
             new_BTKXH = products.placed(new_BTKXH, "batch", None, "kv_heads", None, "head_dim")
             new_BTKXH = products.placed(new_BTKXH, "batch", "tokens", "kv_heads", None, None)
             q_BTKGH, k_BTKH, v_BTKH = new_BTKXH[..., :-2, :], *jnp.moveaxis(new_BTKXH, 3, 0)[-2:]
             q_BTNH = q_BTKGH.reshape(*q_BTKGH.shape[:2], -1, q_BTKGH.shape[-1])
         else:
-            x_BTD = products.placed(norm(x_BTD), "batch", None, None)
+            x_BTD = products.whole(x)
+            normed_BTD = products.placed(norm(x_BTD), "batch", None, None)
             q_BTNH, k_BTKH, v_BTKH = (
                 products.placed(
-                    products.placed(products.of(x_BTD, w), "batch", None, heads, "head_dim"),
+                    products.placed(products.of(normed_BTD, w), "batch", None, heads, "head_dim"),
                     *("batch", "tokens", heads, None),
                 )
                 for w, heads in (
@@ -220,12 +269,13 @@ class Attention(nnx.Module):
             v_BTKH = v_BTKH + self.v_bias[...]
         if self.config.qk_norm:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
-        return q_BTNH, k_BTKH, v_BTKH
+        return x_BTD, (q_BTNH, k_BTKH, v_BTKH)
 
-    def output(self, out_BTNH: Array, products: Products) -> Array:
+    def output(self, x_BTD: Array, out_BTNH: Array, products: Products) -> Hidden:
+        """x plus the output."""
         out_BTNH = products.placed(out_BTNH, "batch", None, "heads", "head_dim")
-        y_BTD = products.placed(products.of(out_BTNH, self.o[...], 2), "batch", "tokens", None)
-        return y_BTD + self.o_bias[...] if self.config.o_bias else y_BTD
+        bias = self.o_bias[...] if self.config.o_bias else None
+        return products.added(x_BTD, out_BTNH, self.o[...], bias, axes=2)
 
 
 class MLP(nnx.Module):
@@ -249,22 +299,23 @@ class MLP(nnx.Module):
             self.up_bias = _param((f,), ("mlp",))
             self.down_bias = _param((d,), ("embed",))
 
-    def __call__(self, norm: Norm, x_BTD: Array, products: Products) -> Array:
-        """The output for the normed x."""
+    def __call__(self, norm: Norm, x: Hidden, products: Products) -> Hidden:
+        """x plus the output for the normed x."""
         if self.joined:
-            both_BTCF = products.normed(norm, x_BTD, self.gate_up[...])
-            gate_BTF, up_BTF = both_BTCF[:, :, 0], both_BTCF[:, :, 1]
+            bias = jnp.stack([self.gate_bias[...], self.up_bias[...]]) if self.bias else None
+            x_BTD, gated_BTF = products.gated(norm, x, self.gate_up[...], self.activation, bias)
         else:
-            x_BTD = products.placed(norm(x_BTD), "batch", None, None)
-            gate_BTF = products.of(x_BTD, self.gate[...])
-            up_BTF = products.of(x_BTD, self.up[...])
-        if self.bias:
-            gate_BTF, up_BTF = gate_BTF + self.gate_bias[...], up_BTF + self.up_bias[...]
-        gated_BTF = products.placed(
-            ACTIVATIONS[self.activation](gate_BTF) * up_BTF, "batch", None, "mlp"
+            x_BTD = products.whole(x)
+            normed_BTD = products.placed(norm(x_BTD), "batch", None, None)
+            gate_BTF = products.of(normed_BTD, self.gate[...])
+            up_BTF = products.of(normed_BTD, self.up[...])
+            if self.bias:
+                gate_BTF, up_BTF = gate_BTF + self.gate_bias[...], up_BTF + self.up_bias[...]
+            gated_BTF = ACTIVATIONS[self.activation](gate_BTF) * up_BTF
+        return products.added(
+            *(x_BTD, products.placed(gated_BTF, "batch", None, "mlp"), self.down[...]),
+            self.down_bias[...] if self.bias else None,
         )
-        y_BTD = products.placed(products.of(gated_BTF, self.down[...]), "batch", "tokens", None)
-        return y_BTD + self.down_bias[...] if self.bias else y_BTD
 
 
 class Layer(nnx.Module):
@@ -283,22 +334,22 @@ class Layer(nnx.Module):
         attend: Attend,
         products: Products = PLAIN,
     ) -> tuple[Array, Any]:
-        x_BTD, cache = self.attended(x_BTD, cache, attend, products)
-        return self.transformed(x_BTD, products), cache
+        x, cache = self.attended(x_BTD, cache, attend, products)
+        return products.whole(self.transformed(x, products)), cache
 
     def attended(
-        self, x_BTD: Array, cache: Any, attend: Attend, products: Products
-    ) -> tuple[Array, Any]:
+        self, x: Hidden, cache: Any, attend: Attend, products: Products
+    ) -> tuple[Hidden, Any]:
         """The layer's first half, and its cache."""
         with jax.named_scope("attention"):
-            q, k, v = self.attn.project(self.attn_norm, x_BTD, products)
+            x_BTD, (q, k, v) = self.attn.project(self.attn_norm, x, products)
             out_BTNH, cache = attend(q, k, v, cache)
-            return x_BTD + self.attn.output(out_BTNH, products), cache
+            return self.attn.output(x_BTD, out_BTNH, products), cache
 
-    def transformed(self, x_BTD: Array, products: Products) -> Array:
+    def transformed(self, x: Hidden, products: Products) -> Hidden:
         """The second half: the MLP."""
         with jax.named_scope("mlp"):
-            return x_BTD + self.mlp(self.mlp_norm, x_BTD, products)
+            return self.mlp(self.mlp_norm, x, products)
 
 
 class Llama(nnx.Module):
