@@ -71,10 +71,10 @@ def rows_of(ref: Any, dtype: Any, interpreted: bool) -> Float[Array, "R C"]:
 
     def words(read: Any, warp: Any, group: Any, lane: Any) -> np.ndarray:
         found = np.empty((rows // 64, columns // 8, 2), dtype=object)
-        row = _add(_times(warp, 16), group)
+        row = add(times(warp, 16), group)
         for part in range(columns // 16):
             for block, half in np.ndindex(rows // 64, 2):
-                word = read(row, _add(_times(lane, 4), part * 16), block * 64 + half * 8)
+                word = read(row, add(times(lane, 4), part * 16), block * 64 + half * 8)
                 for upper in range(2):
                     found[block, 2 * part + upper, half] = word, word, 2 * upper, 2 * upper + 1
         return found
@@ -98,9 +98,9 @@ def columns_of(ref: Any, dtype: Any, interpreted: bool) -> Float[Array, "C R"]:
 
     def words(read: Any, warp: Any, group: Any, lane: Any) -> np.ndarray:
         found = np.empty((columns // 64, rows // 8, 2), dtype=object)
-        column = _times(_add(_times(warp, 8), group), together)
+        column = times(add(times(warp, 8), group), together)
         for part in range(rows // 8):
-            pair = [read(_add(_times(lane, 2), odd), column, part * 8) for odd in range(2)]
+            pair = [read(add(times(lane, 2), odd), column, part * 8) for odd in range(2)]
             for block, half in np.ndindex(columns // 64, 2):
                 byte = 2 * block + half
                 found[block, part, half] = *pair, byte, byte
@@ -139,7 +139,7 @@ def in_row_order(x: Float[Array, "C N"], interpreted: bool) -> Float[Array, "C N
         for part, odd in np.ndindex(columns // 8, 2):
             each = [vector.extract(y, [], [odd]) for y in found[:, part].flat]
             registers[part, odd] = vector.from_elements(kind, each)
-        return _array(registers, x.shape, layout)
+        return array(registers, x.shape, layout)
 
     kind = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
     run: Any = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=kind)
@@ -161,7 +161,7 @@ def over_rows(x: Float[Array, "R N"], scratch: Any, op: str, interpreted: bool) 
     layout = plgpu.Layout.WGMMA.reduce(0)
 
     def reduced(_: Any, x: Any, scratch: Any) -> Any:
-        warp, group, lane = _thread()
+        warp, group, lane = thread()
         base, pair = utils.memref_ptr(scratch), ir.VectorType.get((2,), x.mlir_dtype)
         columns = x.shape[1]
         found = []
@@ -172,20 +172,20 @@ def over_rows(x: Float[Array, "R N"], scratch: Any, op: str, interpreted: bool) 
             for distance in (4, 8, 16):
                 value = combine(value, utils.shfl_bfly(value, distance))
             found.append(value)
-        column = _times(lane, 2)
+        column = times(lane, 2)
         for i, value in enumerate(found):
             # Of all threads with these columns: they store the same.
-            place = _add(_add(_times(warp, columns), column), 8 * i)
-            llvm.store(value, _at(base, _times(place, 4)))
+            place = add(add(times(warp, columns), column), 8 * i)
+            llvm.store(value, at(base, times(place, 4)))
         utils.warpgroup_barrier()
         for i in range(len(found)):
             each = []
             for one in range(4):
-                place = _times(_add(column, one * columns + 8 * i), 4)
-                each.append(llvm.load(pair, _at(base, place)))
+                place = times(add(column, one * columns + 8 * i), 4)
+                each.append(llvm.load(pair, at(base, place)))
             found[i] = combine(combine(*each[:2]), combine(*each[2:]))
         del group
-        return _array(np.array(found, dtype=object), (columns,), layout)
+        return array(np.array(found, dtype=object), (columns,), layout)
 
     kind = plgpu.ShapeDtypeStruct(x.shape[1:], x.dtype, layout=layout)
     takes = plgpu.Layout.WGMMA, plgpu.RefType()
@@ -209,11 +209,11 @@ def _fragments(ref: Any, shape: tuple[int, int], dtype: Any, size: int, words: A
 
         def read(row: Any, column: Any, further: int) -> Any:
             """The word at `column` of row `row` + `further`, which is a multiple of 8."""
-            place = _add(_times(row, width), column)
+            place = add(times(row, width), column)
             # The swizzle of `hopper.tiled`.
-            runs = arith.andi(arith.shrui(place, _constant(7)), _constant(width // 16 - 1))
-            place = arith.xori(place, arith.shli(runs, _constant(4)))
-            word = llvm.load(kind, _at(_at(base, place), further * width))
+            runs = arith.andi(arith.shrui(place, constant(7)), constant(width // 16 - 1))
+            place = arith.xori(place, arith.shli(runs, constant(4)))
+            word = llvm.load(kind, at(at(base, place), further * width))
             return word if size == 4 else arith.extui(i32, word)
 
         def pair(one: Any, other: Any, byte: int, its: int) -> Any:
@@ -222,11 +222,11 @@ def _fragments(ref: Any, shape: tuple[int, int], dtype: Any, size: int, words: A
             found = llvm.inline_asm(i32, [one, other], text, "=r,r,r")
             return utils.bitcast(found, ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype)))
 
-        pairs = words(read, *_thread())
+        pairs = words(read, *thread())
         registers = np.empty(pairs.shape, dtype=object)
         for index in np.ndindex(pairs.shape):
             registers[index] = pair(*pairs[index])
-        return _array(registers, shape, layout)
+        return array(registers, shape, layout)
 
     kind = plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
     transforms = hopper.transforms(width, ref.dtype)
@@ -235,34 +235,42 @@ def _fragments(ref: Any, shape: tuple[int, int], dtype: Any, size: int, words: A
     return run(load)(ref)
 
 
-def _array(registers: np.ndarray, shape: tuple[int, ...], layout: Any) -> Any:
+def array(
+    registers: np.ndarray, shape: tuple[int, ...], layout: Any, signed: bool | None = None
+) -> Any:
     kind = layout.to_mgpu()
     registers = registers.reshape(kind.registers_shape(shape))
-    return mosaic.FragmentedArray(_registers=registers, _layout=kind, _is_signed=None)
+    return mosaic.FragmentedArray(_registers=registers, _layout=kind, _is_signed=signed)
 
 
-def _thread() -> tuple[Any, Any, Any]:
+def thread() -> tuple[Any, Any, Any]:
     """The thread's warp of its warpgroup, group of four threads, and place in that."""
-    thread = arith.andi(utils.thread_idx(), _constant(127))
-    lane = arith.andi(thread, _constant(31))
+    inside = arith.andi(utils.thread_idx(), constant(127))
+    lane = arith.andi(inside, constant(31))
     return (
-        arith.shrui(thread, _constant(5)),
-        arith.shrui(lane, _constant(2)),
-        arith.andi(lane, _constant(3)),
+        arith.shrui(inside, constant(5)),
+        arith.shrui(lane, constant(2)),
+        arith.andi(lane, constant(3)),
     )
 
 
-def _constant(x: int) -> Any:
+def warp_and_lane() -> tuple[Any, Any]:
+    """The thread's warp of its warpgroup, and lane."""
+    inside = arith.andi(utils.thread_idx(), constant(127))
+    return arith.shrui(inside, constant(5)), arith.andi(inside, constant(31))
+
+
+def constant(x: int) -> Any:
     return utils.c(x, ir.IntegerType.get_signless(32))
 
 
-def _add(x: Any, y: Any) -> Any:
-    return arith.addi(x, _constant(y) if isinstance(y, int) else y)
+def add(x: Any, y: Any) -> Any:
+    return arith.addi(x, constant(y) if isinstance(y, int) else y)
 
 
-def _times(x: Any, factor: int) -> Any:
-    return arith.muli(x, _constant(factor))
+def times(x: Any, factor: int) -> Any:
+    return arith.muli(x, constant(factor))
 
 
-def _at(base: Any, place: Any) -> Any:
+def at(base: Any, place: Any) -> Any:
     return utils.getelementptr(base, [place], ir.IntegerType.get_signless(8))

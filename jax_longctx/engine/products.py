@@ -111,7 +111,7 @@ class FewRows(Products):
         return x, Gated(sums, squares, x.shape[-1], norm.eps, run, x.dtype)
 
     def added(self, x: Array, y: Any, w: AnyMatrix, bias: Array | None, axes: int = 1) -> Hidden:
-        chained = self.chained and x.shape[:2] == (1, 1) and x.dtype == jnp.bfloat16
+        chained = self.chained and x.shape[:2] == (1, 1) and x.dtype != jnp.float16
         if chained and bias is None:
             return Unfinished(x, self._sums(y if isinstance(y, Gated) else y.reshape(1, -1), w))
         if isinstance(y, Gated):

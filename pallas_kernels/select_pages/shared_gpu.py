@@ -346,13 +346,12 @@ def _choose(
         interpret=job.interpret,
         kernel_name="choose_shared_pages",
     )
-    return kernel(*bounds, split, hopper_best.triangle(), scores)[:, :, : job.size]
+    return kernel(*bounds, split, scores)[:, :, : job.size]
 
 
 def _choose_kernel(*refs, job: _Job, **scratch) -> None:
-    *bound_refs, split_ref, triangle_ref, scores_ref, lists_ref = refs
+    *bound_refs, split_ref, scores_ref, lists_ref = refs
     row, each = lax.axis_index("row"), lax.axis_index("list")
-    hopper_best.begin(triangle_ref, scratch)
     split, own = _split(split_ref, job), job.lines[0] * _BLOCK
     first, last = (jnp.clip(ref[row], 0, split + job.pages[1]) for ref in bound_refs[:2])
     count = jnp.clip(bound_refs[2][row], 0, job.size)
@@ -368,7 +367,6 @@ def _choose_kernel(*refs, job: _Job, **scratch) -> None:
             parts = [scores_ref.at[lax.div(each, job.group), column, tile]]
         return functools.reduce(jnp.add, map(hopper_best.load, parts))
 
-    plgpu.barrier_wait(scratch["triangle_ready"])
-    hopper_best.best(
-        job.tiles, sums, (first, last, count), lists_ref.at[row, each], scratch, gap=(split, own)
-    )
+    bounds, list_ref = (first, last, count), lists_ref.at[row, each]
+    interpreted = job.interpret is not None
+    hopper_best.best(job.tiles, sums, bounds, list_ref, scratch, interpreted, gap=(split, own))

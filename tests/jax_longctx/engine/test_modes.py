@@ -84,18 +84,19 @@ def test_with_layers_that_differ():
     check(Full(), windows=(7, None, None))
 
 
+@pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("name", ["full", "quest", also("resa"), also("streaming-llm")])
 @pytest.mark.quick("full")
-def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, name):
+def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, name, chained):
     """`FewRows` with the products that XLA makes; the kernel has tests of its own."""
     used = []
 
     def products(setup, rows):
         used.append(rows)
-        return FewRows(setup.mesh) if rows <= MAX_ROWS else PLAIN
+        return FewRows(setup.mesh, chained) if rows <= MAX_ROWS else PLAIN
 
     # Programs are kept by their setup: no other test has this model.
-    other = dict(mlp_dim=40)
+    other = dict(mlp_dim=48 if chained else 40)
     expected = results(small_method(name), True, **other)
     monkeypatch.setattr(programs.Setup, "products", products)
     found = results(small_method(name), False, **other)
