@@ -179,7 +179,7 @@ def best(
         slot = _slots(i)
         inside = _within(slot, first, last)
         if gap is not None:
-            inside = inside & ~_within(slot, *gap)
+            inside = inside & ((slot < gap[0]) | (slot >= gap[1]))
         key = ordered(scores(i))
         # Neither NaN nor -inf.
         inside = inside & _within(key, jnp.int32(_LEAST + 1), jnp.int32(_INFINITY + 1))

@@ -1,10 +1,6 @@
 """What goes from shared memory to registers, thread by thread: the compiled PTX runs in NumPy."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,32 +11,11 @@ from pallas_kernels.quantised import FORMS
 from tests.pallas_kernels import ptx
 from tests.pallas_kernels.hopper_bits_programs import KERNELS, outputs
 
-REPOSITORY = Path(__file__).parents[2]
-PLUGIN = os.environ.get("LONGCTX_GPU_PLUGIN")
-needs_plugin = pytest.mark.skipif(
-    PLUGIN is None or not (Path(PLUGIN) / "jax_plugins").is_dir(),
-    reason="needs JAX's CUDA plugin: LONGCTX_GPU_PLUGIN names no folder that holds it",
-)
-
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The PTX of every kernel."""
-    folder = tmp_path_factory.mktemp("ptx")
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{PLUGIN}"}
-    environment |= {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTX": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_kernels.hopper_bits_programs"],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    texts = [path.read_text() for path in folder.glob("*.ptx")]
-    found = {re.search(r"\.entry (\w+)_mosaic_gpu_kernel", text)[1]: text for text in texts}
+    found = ptx.compiled("hopper_bits_programs", tmp_path_factory.mktemp("ptx"))
     assert found.keys() == KERNELS.keys()
     return found
 
@@ -52,7 +27,7 @@ def swizzled(shape: tuple[int, int], width: int) -> np.ndarray:
 
 
 @pytest.mark.slow
-@needs_plugin
+@ptx.needs_plugin
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_thread_has_its_numbers(programs: dict[str, str], name: str) -> None:
     what, rows, columns, form, dtype = KERNELS[name]

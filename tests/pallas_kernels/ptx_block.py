@@ -1,0 +1,247 @@
+"""Runs the PTX of a kernel for one block of threads in NumPy, where there is no GPU.
+
+It knows integers, branches that a whole warp takes, what warps compute together, and barriers of
+all threads. A warp runs up to its next barrier before another begins, in an order that is drawn:
+what depends on the order comes out wrong in some of them.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+LANES = 32
+LANE = np.arange(LANES)
+_BITS_32 = np.uint64(0xFFFFFFFF)
+# The addresses of parameter i begin at i + 1 of these; those of shared memory at 0.
+_REGION = 40
+_PASSED_OVER = (".", "fence", "ret")
+
+_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+_COMPARED: dict[str, Callable[[Any, Any], Any]] = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Statement:
+    """One instruction: `@guard operation target, given...;`."""
+
+    operation: str
+    guard: str | None
+    target: str
+    given: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        return self.operation.split(".")[0]
+
+    @property
+    def how(self) -> list[str]:
+        return self.operation.split(".")[1:]
+
+
+def parse(text: str) -> tuple[list[Statement], dict[str, int]]:
+    """The instructions of the only kernel, and where its labels are."""
+    body = re.sub(r"//[^\n]*", "", text[text.index("$L__func_begin") :])
+    body = re.sub(r"\.loc\s[^\n]*|\.reg\s[^;]*;", "", body).replace("{ ", " ")
+    body = re.sub(r"\}\s*;?(?=\s*(?://|\n|$))", ";", body)
+    statements: list[Statement] = []
+    labels: dict[str, int] = {}
+    for piece in body.split(";"):
+        line = " ".join(piece.split())
+        while label := re.match(r"(\$\w+):\s*", line):
+            labels[label[1]] = len(statements)
+            line = line[label.end() :]
+        guard = re.match(r"@(!?[%\w]+)\s+", line)
+        line = line[guard.end() :] if guard else line
+        if not line or line == "}" or line.startswith(_PASSED_OVER):
+            continue
+        operation, _, rest = line.partition(" ")
+        names = [x.strip() for x in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", rest)]
+        target, *given = names or [""]
+        statements.append(Statement(operation, guard[1] if guard else None, target, tuple(given)))
+    return statements, labels
+
+
+def run(
+    text: str,
+    arguments: list[np.ndarray],
+    *,
+    block: int = 0,
+    threads: int = 128,
+    shared: int = 1 << 16,
+    draw: np.random.Generator,
+) -> None:
+    """Runs one block; stores change `arguments`, the bytes that the parameters point to."""
+    program = parse(text)
+    # What was never stored is no number that tests expect.
+    memory = {0: np.full(shared, 0xA5, np.uint8)}
+    memory |= {number + 1: x for number, x in enumerate(arguments)}
+    warps = [_Warp(*program, memory, warp, block).steps() for warp in range(threads // LANES)]
+    going = list(range(len(warps)))
+    while going:
+        reached = {each: next(warps[each], None) for each in draw.permutation(going).tolist()}
+        assert len(set(reached.values())) == 1, f"warps at different barriers: {reached}"
+        going = [each for each in going if reached[each] is not None]
+
+
+class _Warp:
+    """The state of a warp; every register holds 64 bits of each lane."""
+
+    def __init__(
+        self,
+        statements: list[Statement],
+        labels: dict[str, int],
+        memory: dict[int, np.ndarray],
+        warp: int,
+        block: int,
+    ):
+        self.statements, self.labels, self.memory = statements, labels, memory
+        self.registers: dict[str, np.ndarray] = {
+            "%tid.x": (warp * LANES + LANE).astype(np.uint64),
+            "%ctaid.x": np.full(LANES, block, np.uint64),
+        }
+
+    def steps(self) -> Iterator[int]:
+        """Runs to the next barrier, whose place is given."""
+        at = 0
+        while at < len(self.statements):
+            each = self.statements[at]
+            at += 1
+            on = np.ones(LANES, bool)
+            if each.guard is not None:
+                on = self.value(each.guard.lstrip("!"), "pred") != each.guard.startswith("!")
+            if each.kind == "bra":
+                assert on.all() or not on.any(), "lanes of a warp part"
+                at = self.labels[each.target] if on.all() else at
+            elif each.kind == "bar":
+                yield at
+            elif each.kind == "st":
+                self.store(each, on)
+            else:
+                self.compute(each, on)
+
+    def value(self, name: str, form: str) -> np.ndarray:
+        """The operand as `form` says: "s32", "u32", "b64", "pred" or alike."""
+        if name in self.registers:
+            found = self.registers[name]
+        elif name.startswith("__dynamic"):
+            found = np.zeros(LANES, np.uint64)
+        elif parameter := re.search(r"_param_(\d+)$", name):
+            found = np.full(LANES, int(parameter[1]) + 1 << _REGION, np.uint64)
+        else:
+            found = np.full(LANES, int(name, 0) & 0xFFFFFFFFFFFFFFFF, np.uint64)
+        if form == "pred":
+            return found.astype(bool)
+        if form.endswith("64"):
+            return found.view(np.int64) if form == "s64" else found
+        low = (found & _BITS_32).astype(np.uint32)
+        return low.view(np.int32).astype(np.int64) if form == "s32" else low.astype(np.int64)
+
+    def address(self, name: str) -> np.ndarray:
+        base, _, offset = name.strip("[]").partition("+")
+        return self.value(base, "b64") + np.int64(offset or 0).view(np.uint64)
+
+    def load(self, at: np.ndarray, size: int) -> np.ndarray:
+        array, place = self.place(at)
+        each = [array[place + i].astype(np.uint64) << np.uint64(8 * i) for i in range(size)]
+        return np.bitwise_or.reduce(each)
+
+    def place(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        (region,) = {int(x) >> _REGION for x in at}
+        return self.memory[region], (at & np.uint64((1 << _REGION) - 1)).astype(np.int64)
+
+    def store(self, each: Statement, on: np.ndarray) -> None:
+        size = int(each.how[-1][1:]) // 8
+        if not on.any():
+            return
+        array, place = self.place(self.address(each.target)[on])
+        x = self.value(each.given[0], "b64")[on]
+        for i in range(size):
+            array[place + i] = (x >> np.uint64(8 * i)).astype(np.uint8)
+
+    def compute(self, each: Statement, on: np.ndarray) -> None:
+        kind, how, given = each.kind, each.how, each.given
+        form = how[-1] if how else "b32"
+        targets = [x.strip() for x in each.target.strip("{}").replace("|", ",").split(",")]
+        if kind == "ld" and "param" not in each.operation:
+            size = int(form[1:]) // 8
+            at = self.address(given[0])
+            for i, name in enumerate(targets):
+                self.registers[name] = self.load(at + np.uint64(i * size), size)
+            return
+        if kind == "elect":
+            self.registers[targets[1]] = LANE == 0
+            return
+        found = self.found(each, [x.strip("[]") for x in given], form)
+        before = self.registers.get(targets[0])
+        if found.dtype != bool:
+            wide = form.endswith("64") or "wide" in how
+            found = found.astype(np.int64).view(np.uint64)
+            found = found if wide else found & _BITS_32
+        if not on.all():
+            assert before is not None
+            found = np.where(on, found, before)
+        self.registers[targets[0]] = found
+
+    def found(self, each: Statement, given: list[str], form: str) -> np.ndarray:
+        """The value of an instruction that stores nothing."""
+        kind, how = each.kind, each.how
+        if kind == "vote":
+            return np.full(LANES, self.value(given[0], "pred").any())
+        if form == "pred":
+            one, other = (self.value(x, "pred") for x in given)
+            return one & other if kind == "and" else one | other
+        if kind == "selp":
+            return np.where(self.value(given[2], "pred"), *(self.value(x, form) for x in given[:2]))
+        if kind == "cvt":
+            return self.value(given[0], how[-1])
+        x, *others = (self.value(name, form) for name in given[:3])
+        if kind == "setp":
+            found = _COMPARED[how[0]](x, others[0])
+            if len(how) == 2:
+                return found
+            further = self.value(given[2], "pred")
+            return found & further if how[1] == "and" else found | further
+        if kind == "shfl":
+            by = others[0]
+            source = {"idx": by, "up": LANE - by, "bfly": LANE ^ by}[how[1]]
+            return x[np.where(source < 0, LANE, source)]
+        if kind == "redux":
+            combine = {"add": np.sum, "max": np.max}[how[1]]
+            return np.full(LANES, combine(self.value(given[0], "s32")))
+        if kind in ("mov", "cvta", "ld"):
+            return x
+        if kind == "mad":
+            return x * others[0] + others[1]
+        if kind == "shl":
+            return np.where(others[0] < 64, x << np.minimum(others[0], 63), 0)
+        if kind == "shr":
+            return x >> np.minimum(others[0], 31)
+        if kind == "bfe":
+            return x >> others[0] & (1 << others[1]) - 1
+        if kind in ("neg", "not"):
+            return -x if kind == "neg" else ~x
+        if kind in ("popc", "clz"):
+            bits = (x[:, None] >> np.arange(32)) & 1
+            if kind == "popc":
+                return bits.sum(axis=1)
+            return np.where(x > 0, bits[:, ::-1].argmax(axis=1), 32)
+        return _BINARY[kind](x, others[0])

@@ -1,0 +1,87 @@
+"""The choice of the best by one block of threads: the compiled PTX runs in NumPy."""
+
+import numpy as np
+import pytest
+
+from tests.pallas_kernels import ptx, ptx_block
+from tests.pallas_kernels.hopper_best_programs import KERNELS
+
+# Of a row of `n` scores the first one that counts, the one after the last, and k of `places`.
+BOUNDS = {
+    "all": lambda n, places: (0, n, places),
+    "some": lambda n, places: (3, n - 5, places),
+    "fewer than places": lambda n, places: (100, n, 7),
+    "fewer than k": lambda n, places: (5, 5 + places // 2, places),
+    "none": lambda n, places: (9, 9, places),
+    "k is 0": lambda n, places: (0, n, 0),
+}
+
+
+def random(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return draw.standard_normal(shape).astype(np.float32)
+
+
+def ties(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return np.round(random(draw, shape) * 2) / 2
+
+
+def zeros(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Of both signs, which are equal."""
+    return np.where(draw.random(shape) < 0.5, -0.0, 0.0).astype(np.float32)
+
+
+def no_numbers(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    x = random(draw, shape)
+    x[draw.random(shape) < 0.3] = np.nan
+    x[draw.random(shape) < 0.3] = -np.inf
+    return x
+
+
+def large(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    x = -np.abs(random(draw, shape)) * 1e30
+    x[draw.random(shape) < 0.01] = np.inf
+    return x
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The PTX of every kernel."""
+    found = ptx.compiled("hopper_best_programs", tmp_path_factory.mktemp("ptx"))
+    assert found.keys() == KERNELS.keys()
+    return found
+
+
+def best(
+    scores: np.ndarray, bounds: tuple[int, int, int], places: int, gap: tuple[int, int] | None
+) -> np.ndarray:
+    """What the kernel is to write."""
+    first, last, k = bounds
+    slots = np.arange(len(scores))
+    there = (slots >= first) & (slots < last) & (scores > -np.inf)
+    if gap is not None:
+        there &= (slots < gap[0]) | (slots >= gap[1])
+    slots = slots[there]
+    found = np.sort(slots[np.argsort(-scores[slots], kind="stable")[:k]])
+    if gap is not None:
+        found = np.where(found >= gap[1], found - (gap[1] - gap[0]), found)
+    return np.concatenate([found, np.full(places - len(found), -1)])
+
+
+@pytest.mark.slow
+@ptx.needs_plugin
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_thread_finds_its_places(programs: dict[str, str], name: str) -> None:
+    tiles, places, gap = KERNELS[name]
+    cases = [(make, "all") for make in (random, ties, zeros, no_numbers, large)]
+    cases += [(random, which) for which in BOUNDS if which != "all"]
+    if tiles > 4:  # which take long
+        cases = [(random, "some"), (no_numbers, "all"), (large, "fewer than k")]
+    for seed, (make, which) in enumerate(cases):
+        draw = np.random.default_rng(seed)
+        scores = make(draw, (tiles * 64 * 64,))
+        bounds = BOUNDS[which](scores.size, places)
+        out = np.full(places * 4, 0x77, np.uint8)
+        given = [np.array(bounds, np.int32).view(np.uint8), scores.view(np.uint8), out]
+        ptx_block.run(programs[name], given, draw=draw)
+        expected = best(scores, bounds, places, gap)
+        np.testing.assert_array_equal(out.view(np.int32), expected, f"{make.__name__}, {which}")
