@@ -96,20 +96,19 @@ def choose(
       least: no score but -inf is below it. The search then begins there.
     """
     batch, lists = scores.shape[0], scores.shape[1] // of[1] * of[0]
-    places = pl.cdiv(size, hopper.ROWS) * hopper.ROWS
     kernel = plgpu.kernel(
         functools.partial(
             _choose_kernel,
             **dict(slots=slots, size=size, of=of, least=least, interpreted=interpret is not None),
         ),
-        out_type=jax.ShapeDtypeStruct((batch, lists, places), jnp.int32),
+        out_type=jax.ShapeDtypeStruct((batch, lists, size), jnp.int32),
         scratch_types=scratch(scores.shape[3]),
         grid=(batch, lists),
         grid_names=("row", "list"),
         interpret=interpret,
         kernel_name="choose_best",
     )
-    return kernel(*bounds, scores)[:, :, :size]
+    return kernel(*bounds, scores)
 
 
 def bounds_of(refs: Sequence[Any], row: Any, slots: int, size: int) -> tuple[Array, Array, Array]:
@@ -140,12 +139,6 @@ def _choose_kernel(
     best(tiles, sums, bounds, lists_ref.at[row, each], scratch, interpreted, least=least)
 
 
-def ordered(scores: Array) -> Array:
-    """Signed integers in the scores' order; -0.0 equals 0.0."""
-    bits = lax.bitcast_convert_type(scores, jnp.int32)
-    return jnp.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
-
-
 def _within(x: Array, first: Any, last: Any) -> Array:
     """Whether first <= x < last, of integers of which `first` is not above `last`."""
     # As one comparison: what is below `first` becomes large.
@@ -167,7 +160,7 @@ def best(
     Args:
       bounds: first, last and k, which is at most C.
       scores: gives tile i of the scores, float32 [64,64], as `load` does.
-      list_ref: in global memory; C is a multiple of 64.
+      list_ref: in global memory.
       scratch: as the function makes it.
       gap: where it begins and ends. Its slots are none, and the later ones are listed without them.
       least: as `choose` has it.
@@ -180,7 +173,7 @@ def best(
         inside = _within(slot, first, last)
         if gap is not None:
             inside = inside & ((slot < gap[0]) | (slot >= gap[1]))
-        key = ordered(scores(i))
+        key = hopper_warps.ordered(scores(i))
         # Neither NaN nor -inf.
         inside = inside & _within(key, jnp.int32(_LEAST + 1), jnp.int32(_INFINITY + 1))
         return jnp.where(inside, key, jnp.int32(_NEVER))

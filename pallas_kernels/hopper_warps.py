@@ -15,13 +15,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.experimental.mosaic import gpu as mosaic
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from pallas_kernels import hopper_bits
 
@@ -46,26 +46,52 @@ _LANES = 32
 def scratch(arrays: int) -> dict[str, Any]:
     """The shared memory of `over_block`, and of `write_list` for so many arrays."""
     runs = -(-arrays * RUNS // _LANES) * _LANES
-    return dict(
-        across=plgpu.SMEM((WARPS,), jnp.int32),
+    return across() | dict(
         # Of each warp the slots in each run, a byte each: those of even runs, then of odd ones.
         runs=plgpu.SMEM((WARPS * runs // 4,), jnp.int32),
     )
 
 
-def over_block(x: Int[Array, "64 64"], across: Any, op: str, interpreted: bool) -> Array:
+def across() -> dict[str, Any]:
+    """The shared memory of sums over a block."""
+    return dict(across=plgpu.SMEM((WARPS,), jnp.int32))
+
+
+def over_block(
+    x: Int[Array, "..."], across: Any, op: str, interpreted: bool, layout: Any = LAYOUT
+) -> Array:
     """The "add" or the "max" of all numbers, a scalar of all threads."""
     if interpreted:
         return x.max() if op == "max" else x.sum()
-    combine = _COMBINE[op]
 
     def reduced(_: Any, x: Any, across: Any) -> Any:
-        (four,) = _tree(list(x.registers.flat), combine)
-        values = [vector.extract(four, [], [i]) for i in range(VECTOR)]
-        return _over_warps(_tree(values, combine)[0], op, across)
+        return _scalar(_over_block(x, op, across))
 
-    run: Any = plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()), return_type=_NUMBER)
+    run: Any = plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=_NUMBER)
     return run(reduced)(x, across)
+
+
+def largest(x: Float[Array, "..."], across: Any, interpreted: bool, layout: Any) -> Array:
+    """The largest of all numbers, none of which is NaN, a scalar of all threads; 0.0 for -0.0."""
+    if interpreted:
+        return x.max()
+
+    def reduced(_: Any, x: Any, across: Any) -> Any:
+        found = _over_block(x, "max", across)
+        below = arith.cmpi(arith.CmpIPredicate.slt, found, _constant(0))
+        negative = arith.ori(arith.subi(_constant(0), found), _constant(-(2**31)))
+        bits = arith.select(below, negative, found)
+        return _scalar(arith.bitcast(ir.F32Type.get(), bits))
+
+    kind = plgpu.ShapeDtypeStruct((), jnp.float32, layout=_SCALAR)
+    run: Any = plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=kind)
+    return run(reduced)(ordered(x), across)
+
+
+def ordered(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    """Signed integers in the order of x; -0.0 equals 0.0."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
 def at_least(
@@ -85,7 +111,7 @@ def at_least(
                 key = vector.extract(register, [], [i])
                 given = [count, key, border]
                 counts[i] = llvm.inline_asm(_i32(), given, text, "=r,0,r,r")
-        return _over_warps(_tree(counts, arith.addi)[0], "add", across)
+        return _scalar(_over_warps(_tree(counts, arith.addi)[0], "add", across))
 
     takes = (_SCALAR, plgpu.RefType(), *(LAYOUT,) * len(keys))
     run: Any = plgpu.inline_mgpu(arg_types=takes, return_type=_NUMBER)
@@ -183,8 +209,16 @@ def write_list(
     run(write)(list_ref, runs, *bits, *shift)
 
 
+def _over_block(x: Any, op: str, across: Any) -> Any:
+    """Of all numbers of an array one."""
+    (together,) = _tree(list(x.registers.flat), _COMBINE[op])
+    (count,) = ir.VectorType(together.type).shape
+    values = [vector.extract(together, [], [i]) for i in range(count)]
+    return _over_warps(_tree(values, _COMBINE[op])[0], op, across)
+
+
 def _over_warps(value: Any, op: str, across: Any) -> Any:
-    """Of all threads' values one, as a scalar."""
+    """Of all threads' values one."""
     value = _asm(f"redux.sync.{op}.s32 $0, $1, 0xffffffff;", value)
     (warp, _), base = hopper_bits.warp_and_lane(), utils.memref_ptr(across)
     # All warps have read what the last call left.
@@ -192,8 +226,12 @@ def _over_warps(value: Any, op: str, across: Any) -> Any:
     llvm.store(value, _at(base, _times(warp, 4)))
     utils.warpgroup_barrier()
     each = llvm.load(ir.VectorType.get((WARPS,), _i32()), base)
-    found = _tree([vector.extract(each, [], [i]) for i in range(WARPS)], _COMBINE[op])[0]
-    return mosaic.FragmentedArray.splat(found, (), _SCALAR.to_mgpu(), is_signed=True)
+    return _tree([vector.extract(each, [], [i]) for i in range(WARPS)], _COMBINE[op])[0]
+
+
+def _scalar(x: Any) -> Any:
+    signed = True if isinstance(x.type, ir.IntegerType) else None
+    return mosaic.FragmentedArray.splat(x, (), _SCALAR.to_mgpu(), is_signed=signed)
 
 
 def _bit_of(runs: int) -> Int[Array, "R 1 4"]:

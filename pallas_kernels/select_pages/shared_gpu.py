@@ -84,11 +84,6 @@ class _Job:
     def tiles(self) -> int:
         return pl.cdiv(sum(self.lines), _BLOCK)
 
-    @property
-    def places(self) -> int:
-        """Places of a list, in whole blocks."""
-        return pl.cdiv(self.size, _BLOCK) * _BLOCK
-
 
 def unsupported(q: Array, high: AnyStored, shared: SharedPages, size: int) -> str | None:
     """Why these kernels cannot run these arguments, or None."""
@@ -339,14 +334,14 @@ def _choose(
     lists = 1 if job.together else job.kv_heads * job.group
     kernel = plgpu.kernel(
         functools.partial(_choose_kernel, job=job),
-        out_type=jax.ShapeDtypeStruct((job.rows, lists, job.places), jnp.int32),
+        out_type=jax.ShapeDtypeStruct((job.rows, lists, job.size), jnp.int32),
         scratch_types=hopper_best.scratch(job.tiles),
         grid=(job.rows, lists),
         grid_names=("row", "list"),
         interpret=job.interpret,
         kernel_name="choose_shared_pages",
     )
-    return kernel(*bounds, split, scores)[:, :, : job.size]
+    return kernel(*bounds, split, scores)
 
 
 def _choose_kernel(*refs, job: _Job, **scratch) -> None:

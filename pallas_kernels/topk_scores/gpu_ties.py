@@ -25,7 +25,7 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from pallas_kernels import hopper
+from pallas_kernels import hopper, hopper_warps
 
 # Scores of one load of a thread and of a block of threads, and of a row at most: what registers
 # hold.
@@ -54,8 +54,9 @@ def tied_best(
     spare = (0, 0), (0, -entries % _LINE)
     scores = jnp.pad(scores.astype(jnp.float32), spare, constant_values=-jnp.inf)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, count=count),
+        functools.partial(_kernel, count=count, interpreted=interpret is not None),
         out_type=hopper.outputs((rows, count), jnp.float32, jnp.int32),
+        scratch_types=hopper_warps.across(),
         grid=(rows,),
         grid_names=("row",),
         interpret=interpret,
@@ -90,8 +91,12 @@ def ranked_lists(
     together = values.shape[2]
     values, slots = (x.reshape(len(x), -1) for x in (values, slots))
     kernel = plgpu.kernel(
-        functools.partial(_lists_kernel, entries=entries, together=together),
+        functools.partial(
+            _lists_kernel,
+            **dict(entries=entries, together=together, interpreted=interpret is not None),
+        ),
         out_type=hopper.outputs((*tolerance.shape, count), jnp.float32, jnp.int32),
+        scratch_types=hopper_warps.across(),
         grid=tolerance.shape,
         grid_names=("head", "row"),
         interpret=interpret,
@@ -116,8 +121,12 @@ def best_of_sums(
     """
     rows = len(scores)
     kernel = plgpu.kernel(
-        functools.partial(_sums_kernel, count=count, tolerance=tolerance),
+        functools.partial(
+            _sums_kernel,
+            **dict(count=count, tolerance=tolerance, interpreted=interpret is not None),
+        ),
         out_type=hopper.outputs((rows, count), jnp.float32, jnp.int32),
+        scratch_types=hopper_warps.across(),
         grid=(rows,),
         grid_names=("row",),
         interpret=interpret,
@@ -132,7 +141,9 @@ def line(scores: int) -> int:
     return scores + -scores % _LINE
 
 
-def _sums_kernel(held_ref, scores_ref, *out_refs, count: int, tolerance: float) -> None:
+def _sums_kernel(
+    held_ref, scores_ref, *out_refs, count: int, tolerance: float, across: Any, interpreted: bool
+) -> None:
     row, (_, heads, size) = lax.axis_index("row"), scores_ref.shape
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=_VECTOR)
     # As many loads are under way at once.
@@ -155,20 +166,30 @@ def _sums_kernel(held_ref, scores_ref, *out_refs, count: int, tolerance: float) 
     # The square root; JAX 0.11.0 lowers its inverse alone.
     usual = mean * lax.rsqrt(jnp.maximum(mean, jnp.finfo(jnp.float32).tiny))
     sums = jnp.where(inside, sums, -jnp.inf)
-    values_ref, places_ref = (ref.at[row] for ref in out_refs)
-    _take(sums, place, usual * tolerance, values_ref, places_ref, count)
+    refs = [ref.at[row] for ref in out_refs]
+    _take(sums, place, usual * tolerance, *refs, count, across, interpreted, layout)
 
 
-def _kernel(tolerance_ref, scores_ref, values_ref, places_ref, *, count: int) -> None:
+def _kernel(
+    tolerance_ref, scores_ref, *out_refs, count: int, across: Any, interpreted: bool
+) -> None:
     row, size = lax.axis_index("row"), scores_ref.shape[1]
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=_VECTOR)
     scores = plgpu.load(scores_ref.at[row], layout=layout)
     place = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
-    _take(scores, place, tolerance_ref[row], values_ref.at[row], places_ref.at[row], count)
+    refs = [ref.at[row] for ref in out_refs]
+    _take(scores, place, tolerance_ref[row], *refs, count, across, interpreted, layout)
 
 
 def _lists_kernel(
-    tolerance_ref, values_ref, slots_ref, *out_refs, entries: int, together: int
+    tolerance_ref,
+    values_ref,
+    slots_ref,
+    *out_refs,
+    entries: int,
+    together: int,
+    across: Any,
+    interpreted: bool,
 ) -> None:
     head, row = lax.axis_index("head"), lax.axis_index("row")
     size = values_ref.shape[1]
@@ -178,25 +199,37 @@ def _lists_kernel(
     # Every block of threads reads the entries of all rows, which lie side by side.
     mine = (lax.rem(place, together) == row) & (place < entries * together)
     values, tolerance = jnp.where(mine, values, -jnp.inf), tolerance_ref[head, row]
-    values_ref, slots_ref = (ref.at[head, row] for ref in out_refs)
-    _take(values, slots, tolerance, values_ref, slots_ref, out_refs[0].shape[2])
+    refs, count = [ref.at[head, row] for ref in out_refs], out_refs[0].shape[2]
+    _take(values, slots, tolerance, *refs, count, across, interpreted, layout)
 
 
 def _take(
-    scores: Array, numbers: Array, tolerance: Array, values_ref: Any, numbers_ref: Any, count: int
+    scores: Array,
+    numbers: Array,
+    tolerance: Array,
+    values_ref: Any,
+    numbers_ref: Any,
+    count: int,
+    across: Any,
+    interpreted: bool,
+    layout: Any,
 ) -> None:
     """Write the first `count` entries, of those that tie the lowest number first."""
     above = scores + tolerance
+    largest = functools.partial(
+        hopper_warps.largest, across=across, interpreted=interpreted, layout=layout
+    )
 
     def take(i: Array, left: Array) -> Array:
-        limit = jnp.max(left) + tolerance
-        best = jnp.max(jnp.where(scores <= limit, scores, -jnp.inf))
+        limit = largest(left) + tolerance
+        best = largest(jnp.where(scores <= limit, scores, -jnp.inf))
         tied = (left > -jnp.inf) & (above >= best)
         # The first, by a maximum; -1 where none is left.
-        last = jnp.max(jnp.where(tied, _LAST - numbers, jnp.int32(-1)))
+        behind = jnp.where(tied, _LAST - numbers, jnp.int32(-1))
+        last = hopper_warps.over_block(behind, across, "max", interpreted, layout)
         first = jnp.where(last >= 0, _LAST - last, jnp.int32(-1))
         taken = tied & (numbers == first)
-        values_ref[i] = jnp.max(jnp.where(taken, scores, -jnp.inf))
+        values_ref[i] = largest(jnp.where(taken, scores, -jnp.inf))
         numbers_ref[i] = first
         return jnp.where(taken, -jnp.inf, left)
 

@@ -1,7 +1,8 @@
-"""Compiles kernels of `hopper_best` for an H200 that need not be there.
+"""Compiles kernels of `hopper_best` and of `gpu_ties` for an H200 that need not be there.
 
 `python -m tests.pallas_kernels.hopper_best_programs` in a process that finds JAX's CUDA plugin,
-with `MOSAIC_GPU_DUMP_TO` and `MOSAIC_GPU_DUMP_PTX`: one file of PTX for each name of `KERNELS`.
+with `MOSAIC_GPU_DUMP_TO` and `MOSAIC_GPU_DUMP_PTX`: one file of PTX for each name of `KERNELS` and
+`TIES`.
 """
 
 import functools
@@ -13,6 +14,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_best
+from pallas_kernels.topk_scores import gpu_ties
 from tests.jax_longctx.engine.gpu_programs import H200
 
 # Name: tiles of a row of scores, places of its list, and the gap in the row.
@@ -22,6 +24,23 @@ KERNELS: dict[str, tuple[int, int, tuple[int, int] | None]] = {
     "best_gap": (2, 64, (1000, 1408)),
     # More than registers hold.
     "best_many": (5, 512, None),
+}
+# Name: what runs, and the shapes and dtypes of its arguments.
+TIES: dict[str, tuple[Any, list[tuple[tuple[int, ...], Any]]]] = {
+    "tied_best": (
+        lambda tolerance, scores, **how: gpu_ties.tied_best(scores, 4, tolerance, **how),
+        [((2,), jnp.float32), ((2, 1536), jnp.float32)],
+    ),
+    "ranked_lists": (
+        lambda tolerance, values, slots, **how: gpu_ties.ranked_lists(
+            *(values, slots, 60, 4, tolerance), **how
+        ),
+        [((2, 4), jnp.float32), ((2, 64, 8), jnp.float32), ((2, 64, 8), jnp.int32)],
+    ),
+    "best_of_sums": (
+        lambda held, scores, **how: gpu_ties.best_of_sums(scores, held, 16, 1e-5, **how),
+        [((2,), jnp.int32), ((2, 32, 512), jnp.float32)],
+    ),
 }
 
 
@@ -54,6 +73,9 @@ def main() -> None:
     for name, (tiles, _, _) in KERNELS.items():
         given = on((3,), jnp.int32), on((tiles, 64, 64), jnp.float32)
         jax.jit(kernel(name)).trace(*given).lower(lowering_platforms=("cuda",)).compile()
+    for run, shapes in TIES.values():
+        given = [on(*each) for each in shapes]
+        jax.jit(run).trace(*given).lower(lowering_platforms=("cuda",)).compile()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Runs the PTX of a kernel for one block of threads in NumPy, where there is no GPU.
 
-It knows integers, branches that a whole warp takes, what warps compute together, and barriers of
-all threads. A warp runs up to its next barrier before another begins, in an order that is drawn:
-what depends on the order comes out wrong in some of them.
+It knows integers, float32, branches that a whole warp takes, what warps compute together, and
+barriers of all threads. A warp runs up to its next barrier before another begins, in an order that
+is drawn: what depends on the order comes out wrong in some of them.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "xor": np.bitwise_xor,
     "min": np.minimum,
     "max": np.maximum,
+    "div": np.divide,
 }
 _COMPARED: dict[str, Callable[[Any, Any], Any]] = {
     "eq": np.equal,
@@ -84,12 +85,16 @@ def run(
     text: str,
     arguments: list[np.ndarray],
     *,
-    block: int = 0,
+    block: tuple[int, ...] = (0,),
     threads: int = 128,
     shared: int = 1 << 16,
     draw: np.random.Generator,
 ) -> None:
-    """Runs one block; stores change `arguments`, the bytes that the parameters point to."""
+    """Runs one block; stores change `arguments`, the bytes that the parameters point to.
+
+    Args:
+      block: its place in the grid, x first.
+    """
     program = parse(text)
     # What was never stored is no number that tests expect.
     memory = {0: np.full(shared, 0xA5, np.uint8)}
@@ -111,13 +116,14 @@ class _Warp:
         labels: dict[str, int],
         memory: dict[int, np.ndarray],
         warp: int,
-        block: int,
+        block: tuple[int, ...],
     ):
         self.statements, self.labels, self.memory = statements, labels, memory
         self.registers: dict[str, np.ndarray] = {
             "%tid.x": (warp * LANES + LANE).astype(np.uint64),
-            "%ctaid.x": np.full(LANES, block, np.uint64),
         }
+        for axis, index in zip("xyz", block, strict=False):
+            self.registers[f"%ctaid.{axis}"] = np.full(LANES, index, np.uint64)
 
     def steps(self) -> Iterator[int]:
         """Runs to the next barrier, whose place is given."""
@@ -146,6 +152,8 @@ class _Warp:
             found = np.zeros(LANES, np.uint64)
         elif parameter := re.search(r"_param_(\d+)$", name):
             found = np.full(LANES, int(parameter[1]) + 1 << _REGION, np.uint64)
+        elif name.startswith("0f"):
+            found = np.full(LANES, int(name[2:], 16), np.uint64)
         else:
             found = np.full(LANES, int(name, 0) & 0xFFFFFFFFFFFFFFFF, np.uint64)
         if form == "pred":
@@ -153,6 +161,8 @@ class _Warp:
         if form.endswith("64"):
             return found.view(np.int64) if form == "s64" else found
         low = (found & _BITS_32).astype(np.uint32)
+        if form == "f32":
+            return low.view(np.float32)
         return low.view(np.int32).astype(np.int64) if form == "s32" else low.astype(np.int64)
 
     def address(self, name: str) -> np.ndarray:
@@ -192,6 +202,8 @@ class _Warp:
             return
         found = self.found(each, [x.strip("[]") for x in given], form)
         before = self.registers.get(targets[0])
+        if found.dtype == np.float32:
+            found = found.view(np.uint32)
         if found.dtype != bool:
             wide = form.endswith("64") or "wide" in how
             found = found.astype(np.int64).view(np.uint64)
@@ -212,7 +224,8 @@ class _Warp:
         if kind == "selp":
             return np.where(self.value(given[2], "pred"), *(self.value(x, form) for x in given[:2]))
         if kind == "cvt":
-            return self.value(given[0], how[-1])
+            found = self.value(given[0], how[-1])
+            return found.astype(np.float32) if "f32" in how else found
         x, *others = (self.value(name, form) for name in given[:3])
         if kind == "setp":
             found = _COMPARED[how[0]](x, others[0])
@@ -229,6 +242,8 @@ class _Warp:
             return np.full(LANES, combine(self.value(given[0], "s32")))
         if kind in ("mov", "cvta", "ld"):
             return x
+        if kind == "rsqrt":
+            return 1 / np.sqrt(x)
         if kind == "mad":
             return x * others[0] + others[1]
         if kind == "shl":

@@ -1,10 +1,14 @@
 """The choice of the best by one block of threads: the compiled PTX runs in NumPy."""
 
+from collections.abc import Iterator
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from tests.pallas_kernels import ptx, ptx_block
-from tests.pallas_kernels.hopper_best_programs import KERNELS
+from tests.pallas_kernels.hopper_best_programs import KERNELS, TIES
 
 # Of a row of `n` scores the first one that counts, the one after the last, and k of `places`.
 BOUNDS = {
@@ -47,7 +51,7 @@ def large(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The PTX of every kernel."""
     found = ptx.compiled("hopper_best_programs", tmp_path_factory.mktemp("ptx"))
-    assert found.keys() == KERNELS.keys()
+    assert found.keys() == KERNELS.keys() | TIES.keys()
     return found
 
 
@@ -85,3 +89,37 @@ def test_every_thread_finds_its_places(programs: dict[str, str], name: str) -> N
         ptx_block.run(programs[name], given, draw=draw)
         expected = best(scores, bounds, places, gap)
         np.testing.assert_array_equal(out.view(np.int32), expected, f"{make.__name__}, {which}")
+
+
+def tied(name: str, draw: np.random.Generator) -> Iterator[list[np.ndarray]]:
+    """Arguments of a kernel of `TIES`."""
+    for cut in (-np.inf, 0.5, 2.0):
+        shapes = TIES[name][1]
+        bounds = draw.random(shapes[0][0]).astype(np.float32) / 5
+        if name == "best_of_sums":
+            bounds = np.array([400, 7], np.int32)
+        scores = draw.standard_normal(shapes[1][0]).astype(np.float32)
+        if name != "best_of_sums":
+            scores[scores < cut] = -np.inf
+        if cut == 0.5:
+            scores = np.round(scores * 4) / 4
+        slots = draw.permutation(4 * scores.size)[: scores.size].astype(np.int32)
+        yield [bounds, scores, slots.reshape(scores.shape)][: len(shapes)]
+
+
+@pytest.mark.slow
+@ptx.needs_plugin
+@pytest.mark.parametrize("name", TIES)
+def test_ties_are_ranked_as_in_the_interpreter(programs: dict[str, str], name: str) -> None:
+    draw, (run, _) = np.random.default_rng(5), TIES[name]
+    for given in tied(name, draw):
+        how = plgpu.InterpretGPUParams(inline_mgpu="ignore")
+        expected = [np.asarray(x) for x in run(*map(jnp.asarray, given), interpret=how)]
+        found = [np.zeros(x.nbytes, np.uint8) for x in expected]
+        # Parameters come in the order in which the kernels first use them.
+        memory = [x.view(np.uint8).reshape(-1) for x in (*given[1:], given[0])] + found
+        # A block of threads a row.
+        for index in np.ndindex(expected[0].shape[:-1]):
+            ptx_block.run(programs[name], memory, block=index[::-1], draw=draw)
+        for x, wanted in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(x.view(wanted.dtype).reshape(wanted.shape), wanted)
