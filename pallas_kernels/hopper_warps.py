@@ -99,7 +99,7 @@ def at_least(
 ) -> Array:
     """How many keys of all arrays are `border` or more, a scalar of all threads."""
     if interpreted:
-        return sum(jnp.sum(x >= border) for x in keys)
+        return jnp.sum(jnp.stack([x >= border for x in keys]))
 
     def counted(_: Any, border: Any, across: Any, *keys: Any) -> Any:
         border = border.registers.item()
@@ -131,8 +131,8 @@ def chosen(
         each = mask.astype(jnp.int32).reshape(RUNS, THREADS, VECTOR) << _bit_of(RUNS)
         return each.sum(axis=(0, 2))
 
-    def bits(_: Any, keys: Any, *limits: Any) -> Any:
-        limits = [x.registers.item() for x in limits]
+    def bits(_: Any, keys: Any, *given_limits: Any) -> Any:
+        limits = [x.registers.item() for x in given_limits]
         warp, lane = hopper_bits.warp_and_lane()
         first = _times(_add(_times(warp, _LANES), lane), VECTOR)
         # Several, so that one need not wait for the other.
@@ -176,9 +176,9 @@ def write_list(
         return
 
     def write(_: Any, list_ref: Any, runs: Any, *given: Any) -> None:
-        given = [x.registers.item() for x in given]
-        masks = [vector.extract(x, [], [0]) for x in given[: len(bits)]]
-        shift = given[len(bits) :]
+        registers = [x.registers.item() for x in given]
+        masks = [vector.extract(x, [], [0]) for x in registers[: len(bits)]]
+        shift = registers[len(bits) :]
         warp, lane = hopper_bits.warp_and_lane()
         counted = [_runs_before(mask, lane) for mask in masks]
         base = utils.memref_ptr(runs)

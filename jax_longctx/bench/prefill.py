@@ -50,6 +50,8 @@ from pallas_kernels.prefill_attention import causal_attention
 # Merges in the timed chain, and calls queued in a timed loop.
 CHAIN = 16
 QUEUED = 8
+# Most tokens of the causal square: the rate of longer ones is the same.
+SQUARE = 131_072
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +73,24 @@ def run(
     blocks: int = 2,
     chunk: int = 8192,
     question: int = 1,
+    kv: str | None = None,
+    weights: str | None = None,
+    offload: str | None = None,
+    working_set: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Every method at every case; JSON-able. A case that does not fit is recorded as failed.
+
+    Args:
+      kv, weights: 8-bit forms of keys and values, and of weights.
+      offload, working_set: where contexts lie, of all methods but full attention.
 
     Raises:
       InputError: more layers than the shape has, or a case shorter than its answer.
     """
     # Settings are checked before weights are made.
     made = [[(name, *_made(name, own, case)) for name, own in methods] for case in cases]
-    shape = Shape.make(model, mesh, layers, chunk, say)
+    shape = Shape.make(model, mesh, layers, chunk, say, kv, weights, offload, working_set)
     answer = WARM + blocks * BLOCK if blocks else 1
     # What the engine keeps beside the context: the slots of a case are all filled.
     beside = reserved(question + answer) + SPARE
@@ -183,7 +193,7 @@ def _row(
 def _rates(shape: Shape, tokens: int, runs: int) -> dict[str, Any]:
     """FLOP/s and bytes/s of each device, and seconds of a merge."""
     shards = shape.mesh.shape["seq"]
-    square = max(tokens // shards, 1)
+    square = max(min(tokens // shards, SQUARE), 1)
     return {
         "linear": _linear_rate(shape, runs),
         "attention": _attention_rate(shape, square, runs),

@@ -527,6 +527,10 @@ def prefill(
     question: int = option(
         "Tokens of the question, which some methods read beside each chunk.", default=1, min=1
     ),
+    kv: str | None = options.kv(),
+    weights: str | None = options.weights(),
+    offload: str | None = options.offload(),
+    working_set: int | None = options.working_set(),
 ) -> None:
     """Time to first token and memory of methods, random bfloat16 weights.
 
@@ -538,14 +542,21 @@ def prefill(
 
         jax-longctx bench prefill -m ring -m ring:order=zigzag -m star
             -m star:anchor_kv=broadcast --case 131072:32768 --mesh seq=4 --layers 8
+
+        jax-longctx bench prefill -m infllm --case 1048576 --kv int8 --offload host
     """
     expected, cases = (
         "TOKENS or TOKENS:BLOCK, as 131072:32768",
         cases or ["32768:8192", "131072:32768"],
     )
     sizes = [_case(text, ":", expected, optional=True) for text in cases]
+    offload_of(offload, working_set, False)
     terminal = output.terminal()
     with terminal.starting():
+        from jax_longctx.memory import allow_pinned
+
+        if offload is not None:
+            allow_pinned()
         import jax
 
         from jax_longctx.bench.prefill import Case, run
@@ -563,6 +574,10 @@ def prefill(
         blocks=blocks,
         chunk=chunk,
         question=question,
+        kv=kv,
+        weights=weights,
+        offload=offload,
+        working_set=working_set,
         say=terminal.note,
     )
     output.hand_over(result, _first_tokens)

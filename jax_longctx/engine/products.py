@@ -86,6 +86,7 @@ class FewRows(Products):
 
     def normed(self, norm: Norm, x: Hidden, w: AnyMatrix) -> tuple[Array, Array]:
         if isinstance(x, Unfinished):
+            assert norm.factor is not None
             x, sums, squares = self._added(norm, x, w)
             # One by one, so that XLA adds them up where it multiplies.
             y = sums.whole() * norm.factor(functools.reduce(jnp.add, list(squares)))

@@ -145,7 +145,7 @@ class Norm(nnx.Module):
         The scale multiplies too.
         """
         factor, (size,) = NORM_FACTORS.get(self.kind), self.scale.shape
-        return None if factor is None else functools.partial(factor, size=size, eps=self.eps)
+        return None if factor is None else lambda squares: factor(squares, size, self.eps)
 
 
 # The hidden states between a layer's halves and between layers: [B,T,D], or what `Products` makes

@@ -84,7 +84,7 @@ class _Made:
 
     def given(self, rows: Added | Gated) -> list[Array]:
         """The kernel's arguments."""
-        scales = [rows.sums.scales] if self.scaled else []
+        scales = [] if rows.sums.scales is None else [rows.sums.scales]
         if isinstance(rows, Gated):
             return [rows.sums.parts, *scales, rows.squares]
         return [rows.sums.parts, *scales, rows.x, rows.scale]
@@ -195,7 +195,7 @@ def row_sums(rows: Any, w: AnyMatrix, *, interpret: Any = None) -> Any:
     return AfterNorm(sums, *beside) if beside else sums
 
 
-def _job(shape: tuple[int, int], dtype: Any, w: AnyMatrix, interpret: Any, **more: Any) -> _Job:
+def _job(shape: tuple[int, ...], dtype: Any, w: AnyMatrix, interpret: Any, **more: Any) -> _Job:
     rows, (inputs, outputs) = shape[0], w.shape
     eight_bits = isinstance(w, QuantisedMatrix)
     # The rows of a tile fill lines of 128 bytes.
@@ -359,16 +359,17 @@ class _Row:
     """The row that a kernel makes of an earlier product's sums."""
 
     def __init__(self, job: _Job, refs: list[Any]):
+        assert job.made is not None
         self.job, self.made = job, job.made
         self.parts_ref, *others = refs
-        self.scales_ref = others.pop(0) if job.made.scaled else None
-        if job.made.activation is None:
+        self.scales_ref = others.pop(0) if self.made.scaled else None
+        if self.made.activation is None:
             self.x_ref, self.scale_ref = others
             return
         (squares_ref,) = others
         squares = [squares_ref[i] for i in range(squares_ref.shape[0])]
-        mean = functools.reduce(jnp.add, squares) / job.made.size
-        self.factor = lax.rsqrt(mean + job.made.eps)
+        mean = functools.reduce(jnp.add, squares) / self.made.size
+        self.factor = lax.rsqrt(mean + self.made.eps)
 
     def numbers(self, columns: Any, layout: Any) -> Array:
         """What is multiplied, of these columns."""

@@ -97,7 +97,7 @@ def dtype_of(rows: Any) -> DTypeLike:
     return rows.x.dtype if isinstance(rows, Added) else rows.dtype
 
 
-def shape_of(rows: Any) -> tuple[int, int]:
+def shape_of(rows: Any) -> tuple[int, ...]:
     """The shape of what is multiplied."""
     if isinstance(rows, Gated):
         return rows.sums.rows, rows.sums.parts.shape[2] // 2

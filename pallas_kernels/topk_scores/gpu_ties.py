@@ -167,7 +167,8 @@ def _sums_kernel(
     usual = mean * lax.rsqrt(jnp.maximum(mean, jnp.finfo(jnp.float32).tiny))
     sums = jnp.where(inside, sums, -jnp.inf)
     refs = [ref.at[row] for ref in out_refs]
-    _take(sums, place, usual * tolerance, *refs, count, across, interpreted, layout)
+    how: Any = dict(count=count, across=across, interpreted=interpreted, layout=layout)
+    _take(sums, place, usual * tolerance, refs, **how)
 
 
 def _kernel(
@@ -178,7 +179,8 @@ def _kernel(
     scores = plgpu.load(scores_ref.at[row], layout=layout)
     place = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
     refs = [ref.at[row] for ref in out_refs]
-    _take(scores, place, tolerance_ref[row], *refs, count, across, interpreted, layout)
+    how: Any = dict(count=count, across=across, interpreted=interpreted, layout=layout)
+    _take(scores, place, tolerance_ref[row], refs, **how)
 
 
 def _lists_kernel(
@@ -200,21 +202,23 @@ def _lists_kernel(
     mine = (lax.rem(place, together) == row) & (place < entries * together)
     values, tolerance = jnp.where(mine, values, -jnp.inf), tolerance_ref[head, row]
     refs, count = [ref.at[head, row] for ref in out_refs], out_refs[0].shape[2]
-    _take(values, slots, tolerance, *refs, count, across, interpreted, layout)
+    how: Any = dict(count=count, across=across, interpreted=interpreted, layout=layout)
+    _take(values, slots, tolerance, refs, **how)
 
 
 def _take(
     scores: Array,
     numbers: Array,
     tolerance: Array,
-    values_ref: Any,
-    numbers_ref: Any,
+    out_refs: list[Any],
+    *,
     count: int,
     across: Any,
     interpreted: bool,
     layout: Any,
 ) -> None:
-    """Write the first `count` entries, of those that tie the lowest number first."""
+    """Write the scores and numbers of the first `count` entries, of those that tie the lowest."""
+    values_ref, numbers_ref = out_refs
     above = scores + tolerance
     largest = functools.partial(
         hopper_warps.largest, across=across, interpreted=interpreted, layout=layout

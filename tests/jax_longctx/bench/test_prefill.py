@@ -67,6 +67,19 @@ def test_figures_follow_from_each_other(tiny_preset, tmp_path):
 
 
 @pytest.mark.slow
+def test_contexts_in_the_hosts_memory_and_in_8_bits_are_timed(tiny_preset):
+    method = "infllm:n_local=64,n_init=16,block_size=16,topk=2,repr_topk=2,chunk=32"
+    args = ["-m", method, "--case", "600", "--mesh", "seq=1", "--blocks", "0", "--runs", "1"]
+    args += ["--chunk", "64", "--kv", "int8", "--weights", "int8"]
+    args += ["--offload", "host", "--working-set", "128", "--json"]
+    result = bench(*args)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["kv"], found["weights"], found["offload"]) == ("int8", "int8", "host")
+    assert found["rows"][0]["first_token"] > 0
+
+
+@pytest.mark.slow
 def test_one_device_merges_nothing_and_a_step_can_be_left_out(tiny_preset):
     args = ["-m", "full", "--case", "256:128", "--mesh", "seq=1", "--layers", "2", "--json"]
     result = bench(*args, "--runs", "1", "--blocks", "0", "--chunk", "64")
