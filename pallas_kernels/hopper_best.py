@@ -42,10 +42,9 @@ _STRIDE, _LONGEST = 1 << 22, 1 << 28
 _KEPT, _MOST = 4, 8
 # Longer lists are found quicker by all processors.
 _LONGEST_LIST = 512
-# Slots of a line, and lines of a tile: the rows of a wgmma.
-_LINE = hopper.ROWS
-_SHAPE = hopper.ROWS, _LINE
-_TILE = hopper.ROWS * _LINE
+# Slots of a line, and of a tile: of one array of `hopper_warps`.
+_SHAPE = hopper_warps.SHAPE
+_LINE, _TILE = _SHAPE[1], _SHAPE[0] * _SHAPE[1]
 
 
 def tiles_of(slots: int) -> int:
@@ -206,8 +205,8 @@ def best(
     top = over_block(over_tiles(lambda _, key: key, jnp.maximum, _NEVER), "max")
     total = reach(jnp.int32(_LEAST))
     k = jnp.clip(k, 0, total)
-    bits = int(np.float32(abs(least)).view(np.int32))
-    border, strict, above = border_of(reach, k, total, (-bits if least < 0 else bits, top))
+    size = int(np.float32(abs(least)).view(np.int32))
+    border, strict, above = border_of(reach, k, total, (-size if least < 0 else size, top))
     stop = _cut(functools.partial(tied_before, border), k - above, tiles * _TILE)
 
     bits = []

@@ -238,6 +238,7 @@ def _fragments(ref: Any, shape: tuple[int, int], dtype: Any, size: int, words: A
 def array(
     registers: np.ndarray, shape: tuple[int, ...], layout: Any, signed: bool | None = None
 ) -> Any:
+    """The array of these registers of each thread; `signed` is for integers."""
     kind = layout.to_mgpu()
     registers = registers.reshape(kind.registers_shape(shape))
     return mosaic.FragmentedArray(_registers=registers, _layout=kind, _is_signed=signed)
@@ -261,16 +262,20 @@ def warp_and_lane() -> tuple[Any, Any]:
 
 
 def constant(x: int) -> Any:
+    """A number of 32 bits."""
     return utils.c(x, ir.IntegerType.get_signless(32))
 
 
 def add(x: Any, y: Any) -> Any:
+    """x + y, of which y may be an int."""
     return arith.addi(x, constant(y) if isinstance(y, int) else y)
 
 
 def times(x: Any, factor: int) -> Any:
+    """x times a constant."""
     return arith.muli(x, constant(factor))
 
 
 def at(base: Any, place: Any) -> Any:
+    """The pointer to the byte `place` behind `base`."""
     return utils.getelementptr(base, [place], ir.IntegerType.get_signless(8))

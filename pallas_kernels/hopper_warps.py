@@ -1,4 +1,4 @@
-"""What the warps of a block compute together on Hopper, by instructions of the hardware's own.
+"""What the threads of a block compute together on Hopper, with instructions for whole warps.
 
 - `over_block`, `at_least`: the sum or the largest of all numbers, and how many are large enough. A
   warp adds up in one instruction (`redux`).
@@ -24,6 +24,7 @@ from jaxlib.mlir.dialects import arith, llvm, scf, vector
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper_bits
+from pallas_kernels.hopper_bits import add, at, constant, times
 
 THREADS, WARPS, SHAPE = 128, 4, (64, 64)
 # Numbers of a thread of an array, in runs of `VECTOR` that follow each other.
@@ -32,7 +33,7 @@ LAYOUT = plgpu.Layout.WG_STRIDED(SHAPE, vec_size=VECTOR)
 PACKED = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _NUMBER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
-# In one piece, so that nothing of it is computed ahead, where it may not be needed.
+# One piece of assembly: the compiler would compute parts of it earlier, for all keys at once.
 _CHOSEN = """{ .reg .pred q;
     setp.eq.s32 q, $2, $4;
     setp.lt.and.s32 q, $6, $5, q;
@@ -78,8 +79,8 @@ def largest(x: Float[Array, "..."], across: Any, interpreted: bool, layout: Any)
 
     def reduced(_: Any, x: Any, across: Any) -> Any:
         found = _over_block(x, "max", across)
-        below = arith.cmpi(arith.CmpIPredicate.slt, found, _constant(0))
-        negative = arith.ori(arith.subi(_constant(0), found), _constant(-(2**31)))
+        below = arith.cmpi(arith.CmpIPredicate.slt, found, constant(0))
+        negative = arith.ori(arith.subi(constant(0), found), constant(-(2**31)))
         bits = arith.select(below, negative, found)
         return _scalar(arith.bitcast(ir.F32Type.get(), bits))
 
@@ -104,7 +105,7 @@ def at_least(
     def counted(_: Any, border: Any, across: Any, *keys: Any) -> Any:
         border = border.registers.item()
         # Several counts, so that one need not wait for the other.
-        counts = [_constant(0) for _ in range(VECTOR)]
+        counts = [constant(0) for _ in range(VECTOR)]
         text = "{ .reg .pred q; setp.ge.s32 q, $2, $3; @q add.s32 $0, $0, 1; }"
         for register in (x for each in keys for x in each.registers.flat):
             for i, count in enumerate(counts):
@@ -134,13 +135,13 @@ def chosen(
     def bits(_: Any, keys: Any, *given_limits: Any) -> Any:
         limits = [x.registers.item() for x in given_limits]
         warp, lane = hopper_bits.warp_and_lane()
-        first = _times(_add(_times(warp, _LANES), lane), VECTOR)
+        first = times(add(times(warp, _LANES), lane), VECTOR)
         # Several, so that one need not wait for the other.
-        words = [_constant(0) for _ in range(VECTOR)]
+        words = [constant(0) for _ in range(VECTOR)]
         for run, register in enumerate(keys.registers.flat):
             for i in range(VECTOR):
-                key, number = vector.extract(register, [], [i]), _add(first, 512 * run + i)
-                given = [words[i], key, *limits, number, _constant(1 << run * VECTOR + i)]
+                key, number = vector.extract(register, [], [i]), add(first, 512 * run + i)
+                given = [words[i], key, *limits, number, constant(1 << run * VECTOR + i)]
                 words[i] = llvm.inline_asm(_i32(), given, _CHOSEN, "=r,0,r,r,r,r,r,r")
         one = vector.from_elements(ir.VectorType.get((1,), _i32()), _tree(words, arith.ori))
         return hopper_bits.array(np.array([one], dtype=object), (THREADS,), PACKED, signed=True)
@@ -159,6 +160,8 @@ def write_list(
     interpreted: bool,
 ) -> None:
     """Write the slots of all masks to `list_ref` [C] in global memory: ascending, then -1.
+
+    All warps must have met since the last call with the same `runs`.
 
     Args:
       bits: `chosen`, each of the next 4096 slots, with at most C bits set in all of them.
@@ -186,21 +189,21 @@ def write_list(
         for i, pairs in enumerate(counted):
             for half, (_, upto) in enumerate(pairs):
                 # The last lane's count is the warp's; all lanes store it.
-                all_of_warp = _shuffle("idx", upto, _constant(_LANES - 1))
-                word = _add(_times(warp, words), 2 * i + half)
-                llvm.store(all_of_warp, _at(base, _times(word, 4)))
+                all_of_warp = _shuffle("idx", upto, constant(_LANES - 1))
+                word = add(times(warp, words), 2 * i + half)
+                llvm.store(all_of_warp, at(base, times(word, 4)))
         utils.warpgroup_barrier()
         bases, total = _bases(base, words, len(masks) * RUNS, warp, lane)
         target = utils.memref_ptr(list_ref)
         for i, (mask, pairs) in enumerate(zip(masks, counted, strict=True)):
             before = [earlier for earlier, _ in pairs]
             _write_mask(i, mask, before, bases[i * RUNS // _LANES], lane, target, places, shift)
-        thread = _add(_times(warp, _LANES), lane)
+        thread = add(times(warp, _LANES), lane)
         for first in range(0, places, THREADS):
-            place = _add(thread, first)
+            place = add(thread, first)
             absent = arith.cmpi(arith.CmpIPredicate.sge, place, total)
             absent = arith.andi(absent, _less(place, places))
-            _store_if(absent, _at(target, _times(place, 4)), _constant(-1))
+            _store_if(absent, at(target, times(place, 4)), constant(-1))
 
     shift = () if gap is None else tuple(jnp.asarray(x, jnp.int32) for x in gap)
     scalars = (_SCALAR,) * len(shift)
@@ -223,7 +226,7 @@ def _over_warps(value: Any, op: str, across: Any) -> Any:
     (warp, _), base = hopper_bits.warp_and_lane(), utils.memref_ptr(across)
     # All warps have read what the last call left.
     utils.warpgroup_barrier()
-    llvm.store(value, _at(base, _times(warp, 4)))
+    llvm.store(value, at(base, times(warp, 4)))
     utils.warpgroup_barrier()
     each = llvm.load(ir.VectorType.get((WARPS,), _i32()), base)
     return _tree([vector.extract(each, [], [i]) for i in range(WARPS)], _COMBINE[op])[0]
@@ -245,14 +248,14 @@ def _runs_before(mask: Any, lane: Any) -> list[tuple[Any, Any]]:
     Each count is a byte; a warp has at most 128 slots of a run.
     """
     # The bits of each run, counted in its four bits.
-    pairs = arith.subi(mask, arith.andi(arith.shrui(mask, _constant(1)), _constant(0x55555555)))
+    pairs = arith.subi(mask, arith.andi(arith.shrui(mask, constant(1)), constant(0x55555555)))
     fours = arith.addi(
-        arith.andi(pairs, _constant(0x33333333)),
-        arith.andi(arith.shrui(pairs, _constant(2)), _constant(0x33333333)),
+        arith.andi(pairs, constant(0x33333333)),
+        arith.andi(arith.shrui(pairs, constant(2)), constant(0x33333333)),
     )
     found = []
     for half in range(2):
-        own = arith.andi(arith.shrui(fours, _constant(4 * half)), _constant(0x0F0F0F0F))
+        own = arith.andi(arith.shrui(fours, constant(4 * half)), constant(0x0F0F0F0F))
         upto = _over_lanes(own, lane)
         found.append((arith.subi(upto, own), upto))
     return found
@@ -261,36 +264,38 @@ def _runs_before(mask: Any, lane: Any) -> list[tuple[Any, Any]]:
 def _over_lanes(x: Any, lane: Any) -> Any:
     """The sums of x up to each lane."""
     for distance in (1, 2, 4, 8, 16):
-        other = _shuffle("up", x, _constant(distance))
-        there = arith.cmpi(arith.CmpIPredicate.sge, lane, _constant(distance))
-        x = arith.addi(x, arith.select(there, other, _constant(0)))
+        other = _shuffle("up", x, constant(distance))
+        there = arith.cmpi(arith.CmpIPredicate.sge, lane, constant(distance))
+        x = arith.addi(x, arith.select(there, other, constant(0)))
     return x
 
 
 def _bases(base: Any, words: int, runs: int, warp: Any, lane: Any) -> tuple[list[Any], Any]:
-    """The slots before this warp's part of run i, by lane i of the i // 32-th number; and of all.
+    """How many slots come before this warp's part of each run, and how many there are.
+
+    Lane l of the i-th number has those of run 32 i + l.
 
     Args:
       base: of each warp's `words` words of counts.
     """
-    before, found = _constant(0), []
+    before, found = constant(0), []
     byte_kind = ir.IntegerType.get_signless(8)
     for first in range(0, runs, _LANES):
-        run = _add(lane, first)
-        word = _add(_times(arith.shrui(run, _constant(3)), 2), arith.andi(run, _constant(1)))
-        byte = arith.shrui(arith.andi(run, _constant(RUNS - 1)), _constant(1))
-        place = _add(_times(word, 4), byte)
-        every = mine = _constant(0)
+        run = add(lane, first)
+        word = add(times(arith.shrui(run, constant(3)), 2), arith.andi(run, constant(1)))
+        byte = arith.shrui(arith.andi(run, constant(RUNS - 1)), constant(1))
+        place = add(times(word, 4), byte)
+        every = mine = constant(0)
         there = _less(run, runs)
         for other in range(WARPS):
-            count = llvm.load(byte_kind, _at(base, _add(place, 4 * words * other)))
-            count = arith.select(there, arith.extui(_i32(), count), _constant(0))
+            count = llvm.load(byte_kind, at(base, add(place, 4 * words * other)))
+            count = arith.select(there, arith.extui(_i32(), count), constant(0))
             every = arith.addi(every, count)
-            earlier = arith.cmpi(arith.CmpIPredicate.sgt, warp, _constant(other))
-            mine = arith.addi(mine, arith.select(earlier, count, _constant(0)))
+            earlier = arith.cmpi(arith.CmpIPredicate.sgt, warp, constant(other))
+            mine = arith.addi(mine, arith.select(earlier, count, constant(0)))
         upto = _over_lanes(every, lane)
         found.append(arith.addi(arith.addi(before, mine), arith.subi(upto, every)))
-        before = arith.addi(before, _shuffle("idx", upto, _constant(_LANES - 1)))
+        before = arith.addi(before, _shuffle("idx", upto, constant(_LANES - 1)))
     return found, before
 
 
@@ -306,7 +311,7 @@ def _write_mask(
 ) -> None:
     """Write a thread's slots of one mask, lowest first; its warp goes on until all have theirs."""
     warp, _ = hopper_bits.warp_and_lane()
-    own = _times(_add(_times(warp, _LANES), lane), VECTOR)
+    own = times(add(times(warp, _LANES), lane), VECTOR)
     loop = scf.WhileOp([_i32()], [mask])
     first = loop.before.blocks.append(_i32())
     with ir.InsertionPoint(first):
@@ -316,36 +321,36 @@ def _write_mask(
             "selp.b32 $0, 1, 0, q; }",
             rest,
         )
-        scf.ConditionOp(arith.cmpi(arith.CmpIPredicate.ne, some, _constant(0)), [rest])
+        scf.ConditionOp(arith.cmpi(arith.CmpIPredicate.ne, some, constant(0)), [rest])
     body = loop.after.blocks.append(_i32())
     with ir.InsertionPoint(body):
         (rest,) = body.arguments
-        less = arith.subi(rest, _constant(1))
-        lowest = arith.andi(rest, arith.subi(_constant(0), rest))
+        less = arith.subi(rest, constant(1))
+        lowest = arith.andi(rest, arith.subi(constant(0), rest))
         # Of no bit it is -1, which nothing is stored for.
-        bit = arith.subi(_constant(31), _asm("clz.b32 $0, $1;", lowest))
-        run = arith.andi(arith.shrui(bit, _constant(2)), _constant(RUNS - 1))
-        odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(run, _constant(1)), _constant(0))
+        bit = arith.subi(constant(31), _asm("clz.b32 $0, $1;", lowest))
+        run = arith.andi(arith.shrui(bit, constant(2)), constant(RUNS - 1))
+        odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(run, constant(1)), constant(0))
         counts = arith.select(odd, before[1], before[0])
-        at = _times(arith.shrui(run, _constant(1)), 8)
-        lanes_before = arith.andi(arith.shrui(counts, at), _constant(0xFF))
+        byte = times(arith.shrui(run, constant(1)), 8)
+        lanes_before = arith.andi(arith.shrui(counts, byte), constant(0xFF))
         # The thread's own slots of this run that come before.
-        of_run = arith.shli(_constant(-1), _times(run, VECTOR))
-        earlier = arith.andi(arith.andi(mask, of_run), arith.subi(lowest, _constant(1)))
+        of_run = arith.shli(constant(-1), times(run, VECTOR))
+        earlier = arith.andi(arith.andi(mask, of_run), arith.subi(lowest, constant(1)))
         within = _asm("popc.b32 $0, $1;", earlier)
-        source = arith.andi(_add(run, number * RUNS), _constant(_LANES - 1))
+        source = arith.andi(add(run, number * RUNS), constant(_LANES - 1))
         place = _shuffle("idx", bases, source)
         place = arith.addi(arith.addi(place, lanes_before), within)
-        slot = _add(own, number * SHAPE[0] * SHAPE[1])
-        slot = arith.addi(slot, _times(run, THREADS * VECTOR))
-        slot = arith.addi(slot, arith.andi(bit, _constant(VECTOR - 1)))
+        slot = add(own, number * SHAPE[0] * SHAPE[1])
+        slot = arith.addi(slot, times(run, THREADS * VECTOR))
+        slot = arith.addi(slot, arith.andi(bit, constant(VECTOR - 1)))
         if shift:
             end, size = shift
             behind = arith.cmpi(arith.CmpIPredicate.sge, slot, end)
             slot = arith.select(behind, arith.subi(slot, size), slot)
-        there = arith.cmpi(arith.CmpIPredicate.ne, rest, _constant(0))
+        there = arith.cmpi(arith.CmpIPredicate.ne, rest, constant(0))
         there = arith.andi(there, _less(place, places))
-        _store_if(there, _at(target, _times(place, 4)), slot)
+        _store_if(there, at(target, times(place, 4)), slot)
         scf.YieldOp([arith.andi(rest, less)])
 
 
@@ -364,7 +369,7 @@ def _shuffle(how: str, x: Any, by: Any) -> Any:
 
 
 def _asm(text: str, *given: Any) -> Any:
-    """PTX from 32 bits to 32 bits, which stays where it is among the block's other such."""
+    """PTX of 32-bit operands and one 32-bit result. Its order among other such pieces is kept."""
     inputs = ",r" * len(given)
     return llvm.inline_asm(_i32(), list(given), text, "=r" + inputs, has_side_effects=True)
 
@@ -377,16 +382,8 @@ def _store_if(there: Any, pointer: Any, x: Any) -> None:
 
 
 def _less(x: Any, bound: int) -> Any:
-    return arith.cmpi(arith.CmpIPredicate.slt, x, _constant(bound))
+    return arith.cmpi(arith.CmpIPredicate.slt, x, constant(bound))
 
 
 def _i32() -> Any:
     return ir.IntegerType.get_signless(32)
-
-
-_constant, _add, _times, _at = (
-    hopper_bits.constant,
-    hopper_bits.add,
-    hopper_bits.times,
-    hopper_bits.at,
-)

@@ -687,7 +687,7 @@ def _first_tokens(result: dict[str, Any]) -> Iterable[Any]:
     rates, merge = result["rates"], result["rates"]["merge"]
     devices = ", ".join(f"{axis}={size}" for axis, size in result["mesh"].items())
     yield (
-        f"\n{result['device']} {devices}, {result['model']} in bfloat16, "
+        f"\n{result['device']} {devices}, {result['model']} in bfloat16{_stored(result)}, "
         f"{_layers_said(result['layers'])}; chunk {result['chunk']:,}, median of "
         f"{result['runs']}, jax {result['jax']}"
     )

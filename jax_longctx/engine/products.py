@@ -75,7 +75,7 @@ class FewRows(Products):
     """Products of at most `MAX_ROWS` rows by the kernel `row_matmul`, on one GPU.
 
     Attributes:
-      chained: whether those of one row are `CHAINED`.
+      chained: whether those of one row are `CHAINED`. The model's norms are "rms" then.
     """
 
     mesh: AnyMesh

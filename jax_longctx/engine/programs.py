@@ -75,6 +75,7 @@ from jax_longctx.engine.sampling import (
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import (
     PLAIN,
+    Hidden,
     Products,
     ends_of,
     gathered_ends,
@@ -390,7 +391,7 @@ class Setup:
         """How a layer multiplies this many rows, which all shards of `seq` have, with weights."""
         few = self.platform == "gpu" and self.mesh.size == 1 and rows <= MAX_ROWS
         if few:
-            return FewRows(self.mesh, CHAINED)
+            return FewRows(self.mesh, CHAINED and self.config.traits.norm == "rms")
         return Divided(self.mesh) if self.mesh.shape["seq"] > 1 else PLAIN
 
     @property
@@ -661,13 +662,13 @@ def _attended(
     setup: Setup,
     local: Any,
     params: Any,
-    x: Float[Array, "B T D"],
+    x: Hidden,
     cache: Any,
     specs: Any,
     segment: Segment,
     total: Int[Array, " B"],
     before: "Before | None",
-) -> tuple[Float[Array, "B T D"], Any, "Before | None"]:
+) -> tuple[Hidden, Any, "Before | None"]:
     """A layer of these parameters, whose attention is `local` over a cache of these `specs`.
 
     Returns:
@@ -763,8 +764,8 @@ def _through_run(
     # Under `jit` the layers of a turn share one lowering, and their kernels are compiled once.
     @jax.jit
     def layer(
-        index: Array, x_BTD: Array, before: "Before | None", stacks: Any, own: Any
-    ) -> tuple[Array, "Before | None", Any, Any]:
+        index: Array, x: Hidden, before: "Before | None", stacks: Any, own: Any
+    ) -> tuple[Hidden, "Before | None", Any, Any]:
         parts = [
             part
             if part is not None
@@ -775,9 +776,7 @@ def _through_run(
         ]
         weights = _of_layer(layers, first + index)
         parts = _apart(parts, groups)
-        x_BTD, parts, before = _attended(
-            setup, local, weights, x_BTD, parts, specs, segment, total, before
-        )
+        x, parts, before = _attended(setup, local, weights, x, parts, specs, segment, total, before)
         given, stacks, news = stacks, [], _joined(parts, groups)
         for stack, part, group, small in zip(given, news, groups, few, strict=True):
             if isinstance(part, Plane):
@@ -786,10 +785,10 @@ def _through_run(
                 stack = jax.lax.dynamic_update_index_in_dim(stack, part, index, 0)
             stacks.append(stack)
         own = [part if small else None for part, small in zip(news, few, strict=True)]
-        return x_BTD, before, stacks, own
+        return x, before, stacks, own
 
     def turn(number: Array, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        x_BTD, before, stacks = carry
+        x, before, stacks = carry
         begin = number * a_turn
         # Few numbers are cut out, and put back, for all layers of the turn at once.
         held = [
@@ -799,13 +798,13 @@ def _through_run(
         each = []
         for offset in range(a_turn):
             own = [None if part is None else part[offset] for part in held]
-            x_BTD, before, stacks, own = layer(begin + offset, x_BTD, before, stacks, own)
+            x, before, stacks, own = layer(begin + offset, x, before, stacks, own)
             each.append(own)
         for i, (group, small) in enumerate(zip(groups, few, strict=True)):
             if small and not same.issuperset(group):
                 news = jnp.stack([own[i] for own in each])
                 stacks[i] = jax.lax.dynamic_update_slice_in_dim(stacks[i], news, begin, 0)
-        return setup.products(x_BTD.shape[0] * x_BTD.shape[1]).whole(x_BTD), before, stacks
+        return setup.products(x.shape[0] * x.shape[1]).whole(x), before, stacks
 
     with jax.named_scope(f"layers_{first}_to_{first + run.count - 1}"):
         carry = x, before, joined

@@ -140,9 +140,9 @@ class Norm(nnx.Module):
 
     @property
     def factor(self) -> Callable[[Float[Array, "..."]], Float[Array, "..."]] | None:
-        """Of sums of squares, what multiplies the vectors; None of a norm that is no product.
+        """Gives what multiplies vectors besides the scale, from the sums of their squares.
 
-        The scale multiplies too.
+        None where the norm is not the product of vector, scale and a number.
         """
         factor, (size,) = NORM_FACTORS.get(self.kind), self.scale.shape
         return None if factor is None else lambda squares: factor(squares, size, self.eps)
@@ -156,9 +156,9 @@ Hidden = Any
 class Products:
     """How a layer multiplies with its weights. The engine has another way for few rows on a GPU.
 
-    What is added to the hidden states, and what the MLP gates, may be kept as sums that are not
-    added up: whoever multiplies them next adds them up. Only `whole`, `normed` and `added` take
-    such hidden states.
+    What is added to the hidden states may be kept as sums that the next product adds up (`Hidden`).
+    So may the hidden units of the MLP, between `gated` and `added`. `whole`, `normed` and `gated`
+    take such hidden states.
     """
 
     def of(self, x: Array, w: AnyMatrix, axes: int = 1) -> Array:
@@ -181,7 +181,8 @@ class Products:
         x, both_BTCF = self.normed(norm, x, w)
         if bias is not None:
             both_BTCF = both_BTCF + bias
-        return x, ACTIVATIONS[activation](both_BTCF[:, :, 0]) * both_BTCF[:, :, 1]
+        gated_BTF = ACTIVATIONS[activation](both_BTCF[:, :, 0]) * both_BTCF[:, :, 1]
+        return x, self.placed(gated_BTF, "batch", None, "mlp")
 
     def added(self, x: Array, y: Any, w: AnyMatrix, bias: Array | None, axes: int = 1) -> Hidden:
         """x plus the last axes of y with as many first ones of w, and the bias."""
@@ -303,7 +304,7 @@ class MLP(nnx.Module):
         """x plus the output for the normed x."""
         if self.joined:
             bias = jnp.stack([self.gate_bias[...], self.up_bias[...]]) if self.bias else None
-            x_BTD, gated_BTF = products.gated(norm, x, self.gate_up[...], self.activation, bias)
+            x_BTD, gated = products.gated(norm, x, self.gate_up[...], self.activation, bias)
         else:
             x_BTD = products.whole(x)
             normed_BTD = products.placed(norm(x_BTD), "batch", None, None)
@@ -312,10 +313,9 @@ class MLP(nnx.Module):
             if self.bias:
                 gate_BTF, up_BTF = gate_BTF + self.gate_bias[...], up_BTF + self.up_bias[...]
             gated_BTF = ACTIVATIONS[self.activation](gate_BTF) * up_BTF
-        return products.added(
-            *(x_BTD, products.placed(gated_BTF, "batch", None, "mlp"), self.down[...]),
-            self.down_bias[...] if self.bias else None,
-        )
+            gated = products.placed(gated_BTF, "batch", None, "mlp")
+        bias = self.down_bias[...] if self.bias else None
+        return products.added(x_BTD, gated, self.down[...], bias)
 
 
 class Layer(nnx.Module):

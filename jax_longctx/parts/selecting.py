@@ -99,9 +99,7 @@ class SelectiveCache(Rewinding):
         """The cache after a decode step of rows with valid[b] = 1."""
         kept = self.kept + chosen.kept * valid[:, None]
         store = self.store if chosen.store is None else chosen.store
-        digests = self.digests if chosen.digests is None else chosen.digests
-        steps = self.steps + valid
-        return dataclasses.replace(self, store=store, digests=digests, kept=kept, steps=steps)
+        return dataclasses.replace(self, store=store, kept=kept, steps=self.steps + valid)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -271,19 +269,7 @@ class Selecting(Appending):
         positions_B1 = cache.store.position[:, None]
         q, k = ctx.rotate(q, positions_B1), ctx.rotate(k, positions_B1)
         store = cache.store.append(k, v, segment.valid_of(), ctx)
-        cache = dataclasses.replace(cache, store=store)
-        if not self.summarises_behind(cache):
-            cache = self.refreshed(cache, past_B, 1, ctx)
-        return q, k, cache
-
-    def summarises_behind(self, cache: Any) -> bool:
-        """Whether a step writes the digest of its token's page after it has selected pages.
-
-        It may where that page is local, so that none selects it. Where pages are fetched, XLA would
-        copy all layers' digests for that order.
-        """
-        fetched = isinstance(cache.store, Offloaded)
-        return cache.digests is not None and self.local >= self.page_size and not fetched
+        return q, k, self.refreshed(dataclasses.replace(cache, store=store), past_B, 1, ctx)
 
     def refreshed(
         self, cache: Any, past: Array, added: int, ctx: LayerContext, after: Any = None
@@ -340,8 +326,6 @@ class Selecting(Appending):
     ) -> Selected:
         """The rotated query of the newest token against the fixed and the selected tokens.
 
-        The token's page is summarised here, where `append_token` left that.
-
         Args:
           valid: 1 for the rows that take this step; all of them unless given.
         """
@@ -354,16 +338,7 @@ class Selecting(Appending):
             fixed = attend_fixed(q, cache.store, span, sink, local, ctx, prior)
             forced = () if fixed is None else tuple(lse[:, 0] for lse in fixed[1::2])
         lists = self.choose(q, cache, span, ctx, forced, prior)
-        behind = self.summarises_behind(cache)
-        if behind:
-            past_B = cache.store.length - valid
-            cache = self.refreshed(cache, past_B, 1, ctx, after=lists.pages)
-        chosen = attend_lists(q, cache.store, lists, span, fixed, ctx, prior, valid)
-        if behind:
-            # Written before what follows the layer: else XLA would copy all layers' digests.
-            out, digests = jax.lax.optimization_barrier((chosen.out, cache.digests))
-            chosen = chosen._replace(out=out, digests=digests)
-        return chosen
+        return attend_lists(q, cache.store, lists, span, fixed, ctx, prior, valid)
 
     def selectable(self, store: Store, ctx: LayerContext) -> Span:
         """What lies between the fixed tokens of each row."""

@@ -81,7 +81,6 @@ class Selected(NamedTuple):
       kept: number of tokens that each query head attends.
       local: the listed pages by their index on this shard, -1 for those of others.
       store: the store where it has fetched the listed pages; None where it is as it was.
-      digests: of the pages where the newest token's was summarised; None where they are as before.
     """
 
     out: Float[Array, "B 1 N H"]
@@ -91,7 +90,6 @@ class Selected(NamedTuple):
     kept: Int[Array, "B N"]
     local: Int[Array, "B X C"] | None = None
     store: Any = None
-    digests: Any = None
 
 
 def sparse_attention(

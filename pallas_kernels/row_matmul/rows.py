@@ -85,7 +85,7 @@ def added(x: Float[Array, "R D"], sums: Sums) -> Float[Array, "R D"]:
 
 
 def gated(rows: Gated) -> Float[Array, "R F"]:
-    """The rows."""
+    """activation(gate) * up."""
     factor = jax.lax.rsqrt(jnp.sum(rows.squares) / rows.size + rows.eps)
     both = (rows.sums.whole() * factor).astype(rows.dtype)
     gate, up = jnp.split(both, 2, axis=1)

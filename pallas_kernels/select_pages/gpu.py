@@ -13,9 +13,9 @@ Shared memory: ring 128 KiB, queries 4 KiB.
 
 Roofline: the bytes of the digests, 34 MB for 8,192 pages of 8 kv heads of 128 with two bounds in
 bfloat16: 8 us on an H200. In a step of an 8B shape over 131,072 tokens the scores take 11 us a
-layer and the choice 21. Rejected: one launch, in which a cluster of 8 blocks of threads scores a kv
-head and four of them choose. It takes as long for one row, of which it keeps 64 of 132 processors
-busy, and a step of eight rows over 32,768 tokens takes 7.60 ms in place of 6.98.
+layer (for the choice see `hopper_best`). Rejected: one launch, in which a cluster of 8 blocks of
+threads scores a kv head and four of them choose. It takes as long for one row, of which it keeps 64
+of 132 processors busy, and a step of eight rows over 32,768 tokens takes 7.60 ms in place of 6.98.
 """
 
 import functools

@@ -353,6 +353,8 @@ def _choose_kernel(*refs, job: _Job, **scratch) -> None:
     # As slots of the scores: the gap lies before a row's own pages.
     first = jnp.where(first < split, first, first + (own - split))
     last = jnp.where(last <= split, last, last + (own - split))
+    # An empty range may end before the gap and begin behind it.
+    last = jnp.maximum(first, last)
 
     def sums(tile: Any) -> Array:
         if job.together:

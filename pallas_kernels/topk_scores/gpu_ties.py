@@ -217,7 +217,7 @@ def _take(
     interpreted: bool,
     layout: Any,
 ) -> None:
-    """Write the scores and numbers of the first `count` entries, of those that tie the lowest."""
+    """Write scores and numbers of `count` entries, best first, the lowest number first in a tie."""
     values_ref, numbers_ref = out_refs
     above = scores + tolerance
     largest = functools.partial(

@@ -21,6 +21,7 @@ from tests.jax_longctx.engine.gpu_programs import H200
 KERNELS: dict[str, tuple[int, int, tuple[int, int] | None]] = {
     "best_one": (1, 64, None),
     "best_two": (2, 128, None),
+    "best_few": (2, 20, None),
     "best_gap": (2, 64, (1000, 1408)),
     # More than registers hold.
     "best_many": (5, 512, None),
@@ -45,18 +46,18 @@ TIES: dict[str, tuple[Any, list[tuple[tuple[int, ...], Any]]]] = {
 
 
 def kernel(name: str) -> Any:
-    """Of first, last and k [3] and scores [T,64,64] the list."""
+    """Of first, last and k [3] and scores [T,64,64] the list, which is the second of two."""
     tiles, places, gap = KERNELS[name]
 
     def body(bounds_ref, scores_ref, list_ref, **scratch) -> None:
         bounds = bounds_ref[0], bounds_ref[1], bounds_ref[2]
         scores = lambda i: hopper_best.load(scores_ref.at[i])  # noqa: E731
         edges = None if gap is None else tuple(map(jnp.int32, gap))
-        hopper_best.best(tiles, scores, bounds, list_ref, scratch, False, gap=edges)
+        hopper_best.best(tiles, scores, bounds, list_ref.at[1], scratch, False, gap=edges)
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((places,), jnp.int32),
+        out_type=jax.ShapeDtypeStruct((2, places), jnp.int32),
         scratch_types=hopper_best.scratch(tiles),
         kernel_name=name,
     )

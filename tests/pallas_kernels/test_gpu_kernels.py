@@ -325,6 +325,8 @@ def _pages(case: Case, interpret: Any) -> None:
         high[1:, :, :split], low[1:, :, :split] = high[0, :, :split], low[0, :, :split]
         # The first row has no page of its own, the third no other.
         last[0], first[2:3] = split, split + 1
+        # The fourth has none, where its own would begin.
+        first[3:4] = last[3:4] = split
         last[2:3], outside = pages - 1, page >= np.maximum(last, split)[:, None]
     high, low = (
         jnp.asarray(np.where(outside[:, None, :, None], np.nan, x), case.dtype) for x in (high, low)

@@ -84,11 +84,13 @@ def test_every_thread_finds_its_places(programs: dict[str, str], name: str) -> N
         draw = np.random.default_rng(seed)
         scores = make(draw, (tiles * 64 * 64,))
         bounds = BOUNDS[which](scores.size, places)
-        out = np.full(places * 4, 0x77, np.uint8)
+        out = np.full(2 * places * 4, 0x77, np.uint8)
         given = [np.array(bounds, np.int32).view(np.uint8), scores.view(np.uint8), out]
         ptx_block.run(programs[name], given, draw=draw)
         expected = best(scores, bounds, places, gap)
-        np.testing.assert_array_equal(out.view(np.int32), expected, f"{make.__name__}, {which}")
+        before, found = out.view(np.int32).reshape(2, places)
+        np.testing.assert_array_equal(found, expected, f"{make.__name__}, {which}")
+        assert np.all(before == 0x77777777)
 
 
 def tied(name: str, draw: np.random.Generator) -> Iterator[list[np.ndarray]]:

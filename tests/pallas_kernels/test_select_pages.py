@@ -95,8 +95,8 @@ def test_planes_are_their_layers_part() -> None:
 
 
 # The first row has no page of its own, the third no other; the fourth has none.
-SPLIT, SHARED_FIRST = 16, jnp.array([0, 3, 17, 5], jnp.int32)
-SHARED_LAST = jnp.array([16, 22, 23, 5], jnp.int32)
+SPLIT, SHARED_FIRST = 16, jnp.array([0, 3, 17, 16], jnp.int32)
+SHARED_LAST = jnp.array([16, 22, 23, 16], jnp.int32)
 
 
 def _shared(kind: str, dtype: str, *, spare: int = 3) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -77,6 +77,10 @@ def test_contexts_in_the_hosts_memory_and_in_8_bits_are_timed(tiny_preset):
     found = json.loads(result.stdout)
     assert (found["kv"], found["weights"], found["offload"]) == ("int8", "int8", "host")
     assert found["rows"][0]["first_token"] > 0
+    text = bench(*args[:-1]).output
+    assert "bfloat16, weights in int8, keys and values in int8, contexts in host" in " ".join(
+        text.split()
+    )
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from jax_longctx.cli import process
 from tests.jax_longctx.cli.interrupting import LIMIT, Campaign, Try, commands
 
-TRIES = 20
+TRIES = 10
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.engine import programs
-from jax_longctx.engine.products import Divided, FewRows
+from jax_longctx.engine.products import Divided, FewRows, Unfinished
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.methods import METHODS, Full, RefreshKV
 from jax_longctx.models.llama import PLAIN
@@ -28,18 +28,20 @@ GIVEN = random_rows([7, 4], seed=3)
 LAYERS = 3
 
 
-def results(method, by_layer, sizes=(1, 1, 1), **changes):
+def results(method, by_layer, sizes=(1, 1, 1), rows=2, **changes):
     """The tokens of each question's answer, and each row's log-probabilities of given tokens."""
     config = tiny_config(num_layers=LAYERS, **changes)
     mesh = make_mesh(*sizes)
     engine = tiny_engine(method, config=config, mesh=mesh, chunk=16, by_layer=by_layer)
     answers = []
     needs_question = method.info.needs_question
-    for questions in QUESTIONS:
+    contexts = CONTEXTS[:rows]
+    for all_questions in QUESTIONS:
+        questions = all_questions[:rows]
         if needs_question or not answers:
-            context = engine.prefill(CONTEXTS, reserve=40, questions=questions)
+            context = engine.prefill(contexts, reserve=40, questions=questions)
         answers.append(joined(engine.stream(context, questions, max_tokens=TOKENS)))
-    scored = loglikelihoods(engine, CONTEXTS, GIVEN, questions=QUESTIONS[0])
+    scored = loglikelihoods(engine, contexts, GIVEN[:rows], questions=QUESTIONS[0][:rows])
     return answers, [row.logprobs for row in scored]
 
 
@@ -84,25 +86,48 @@ def test_with_layers_that_differ():
     check(Full(), windows=(7, None, None))
 
 
-@pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("name", ["full", "quest", also("resa"), also("streaming-llm")])
 @pytest.mark.quick("full")
-def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, name, chained):
+def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, name):
     """`FewRows` with the products that XLA makes; the kernel has tests of its own."""
     used = []
 
     def products(setup, rows):
         used.append(rows)
-        return FewRows(setup.mesh, chained) if rows <= MAX_ROWS else PLAIN
+        return FewRows(setup.mesh) if rows <= MAX_ROWS else PLAIN
 
     # Programs are kept by their setup: no other test has this model.
-    other = dict(mlp_dim=48 if chained else 40)
+    other = dict(mlp_dim=40)
     expected = results(small_method(name), True, **other)
     monkeypatch.setattr(programs.Setup, "products", products)
     found = results(small_method(name), False, **other)
     assert found[0] == expected[0] and min(used) <= MAX_ROWS
     for row, wanted in zip(found[1], expected[1], strict=True):
         np.testing.assert_allclose(row, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "biases"), [("full", False), also("full", True), also("quest", False)]
+)
+def test_products_that_take_the_sums_of_the_ones_before_answer_alike(monkeypatch, name, biases):
+    """One row, whose products are chained where no bias lies between them."""
+    finished = []
+
+    class Counted(FewRows):
+        def whole(self, x):
+            finished.append(isinstance(x, Unfinished))
+            return super().whole(x)
+
+    def products(setup, rows):
+        return Counted(setup.mesh, True) if rows <= MAX_ROWS else PLAIN
+
+    # Programs are kept by their setup: no other test has this model.
+    other = dict(mlp_dim=48, qkv_bias=biases, o_bias=biases, mlp_bias=biases, rows=1)
+    expected = results(small_method(name), True, **other)
+    monkeypatch.setattr(programs.Setup, "products", products)
+    found = results(small_method(name), False, **other)
+    assert found[0] == expected[0] and any(finished) != biases
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
 
 
 def test_products_of_few_rows_are_for_one_gpu(monkeypatch):

@@ -425,7 +425,11 @@ def ran(engine, alone):
 
 @pytest.mark.parametrize(
     ("name", "by_layer", "kv"),
-    some([("infllm", True, None), ("quest", False, "int8")], NAMES, LOOPS, [None, "int8"]),
+    # Units, pages, and values alone.
+    some(
+        [("infllm", True, None), ("quest", False, "int8")],
+        *(["infllm", "quest", "reattention"], LOOPS, [None, "int8"]),
+    ),
     ids=named,
 )
 @pytest.mark.slow

@@ -127,7 +127,10 @@ def test_weights_of_a_method_that_chooses_by_values_are_refused():
     [
         name
         for name, kind in METHODS.items()
-        if name not in ("star", "star-released-mask", "ring", "resa") and not kind.by_values
+        if name not in ("star", "star-released-mask", "ring", "resa")
+        and not kind.by_values
+        # These leave out tokens as the others do, by another rule.
+        and name not in ("tova", "citrus-individual", "citrus-standard", "h2o-shared", "arkvale")
     ],
 )
 def test_weights_add_up_whatever_is_left_out(name):

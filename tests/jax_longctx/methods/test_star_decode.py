@@ -1,5 +1,7 @@
 """Star's second phase: other methods over its cache, the authors' mask (spec: S8, S9, S12, S13)."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -52,6 +54,13 @@ def logits_of(engine, rows, reserve=32):
     return np.stack([asked, *answered], axis=1)
 
 
+@functools.cache
+def full_logits(lengths, method=None, mesh=(1, 1, 1)):
+    """Those of full attention, or of another method that many tests compare with."""
+    rows = [random_rows(each, seed=n) for n, each in enumerate(lengths)]
+    return logits_of(engine_of(method or Full(), mesh), rows)
+
+
 def mark(names, quick):
     return [n if n == quick else pytest.param(n, marks=pytest.mark.thorough) for n in names]
 
@@ -60,25 +69,25 @@ def mark(names, quick):
 @pytest.mark.parametrize("name", mark(DECODES, "resa"))
 def test_two_blocks_decode_as_the_method_alone(name):
     """Two blocks on two shards are full attention: keys, pages and mean queries are all there."""
-    rows = [random_rows(lengths, seed=n) for n, lengths in enumerate([[128, 100], [3, 5], [4, 4]])]
+    lengths = (128, 100), (3, 5), (4, 4)
+    rows = [random_rows(each, seed=n) for n, each in enumerate(lengths)]
     method = star(name, 16)
     assert make_method("star", settings_of(method)["settings"]) == method
     mine = logits_of(engine_of(method, (1, 2, 1)), rows)
     np.testing.assert_allclose(mine, logits_of(engine_of(method.decode), rows), atol=1e-4)
     # A small budget reads less than everything.
-    assert np.abs(mine - logits_of(engine_of(Full()), rows))[:, 1:].max() > 1e-3
+    assert np.abs(mine - full_logits(lengths))[:, 1:].max() > 1e-3
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", DECODES)
 def test_a_budget_for_all_is_star_with_full_attention(name):
-    rows = [random_rows(lengths, seed=n) for n, lengths in enumerate([[250, 70], [3, 5], [3, 3]])]
-    found = [
-        logits_of(engine_of(method, (1, 4, 1)), rows)
-        for method in (star(name, 1024), star(name, 16), Star(block=64))
-    ]
-    np.testing.assert_allclose(found[0], found[2], atol=1e-4)
-    assert np.abs(found[1] - found[2]).max() > 1e-3
+    lengths, mesh = ((250, 70), (3, 5), (3, 3)), (1, 4, 1)
+    rows = [random_rows(each, seed=n) for n, each in enumerate(lengths)]
+    for_all, few = (logits_of(engine_of(star(name, n), mesh), rows) for n in (1024, 16))
+    whole = full_logits(lengths, Star(block=64), mesh)
+    np.testing.assert_allclose(for_all, whole, atol=1e-4)
+    assert np.abs(few - whole).max() > 1e-3
 
 
 @pytest.mark.slow

@@ -539,7 +539,7 @@ def test_connections_have_a_limit(serve, tiny):
 
 
 def test_the_time_of_a_request_begins_with_its_headers(serve, tiny):
-    running = serve(tiny, access=Access(seconds=3))
+    running = serve(tiny, access=Access(seconds=2))
     with begin_post(running, b"{", 100) as raw:
         began = time.monotonic()
         assert b" 408 " in raw.recv(1000).splitlines()[0]
@@ -552,7 +552,7 @@ def test_the_time_of_a_request_begins_with_its_headers(serve, tiny):
         completion = prompts.completion
 
         def late(*given):
-            time.sleep(3.5)
+            time.sleep(2.5)
             return completion(*given)
 
         prompts.completion = late
@@ -582,7 +582,7 @@ def test_texts_that_are_too_long_are_not_tokenised(serve, tiny, monkeypatch, pat
 
 
 def test_requests_end_with_their_time(slow):
-    running = slow(access=Access(seconds=3))
+    running = slow(access=Access(seconds=0.5))
     with running.client() as client:
         with pytest.raises(openai.InternalServerError, match=r"took longer than 0\.5 s"):
             client.completions.create(**slow_request())
