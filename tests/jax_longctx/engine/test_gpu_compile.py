@@ -22,7 +22,7 @@ KERNELS = {
     **{"full": 60, "quest": 86, "infllm": 128, "reattention": 108},
     **{"citrus": 60, "refreshkv": 68},
     # What they read with is as in others: full attention, pages.
-    **{"resa:only=decode": 121, "arkvale:only=decode": 99, "streaming-llm:only=decode": 70},
+    **{"resa:only=decode": 121, "arkvale:only=decode": 95, "streaming-llm:only=decode": 70},
     **{"free-pages:only=decode": 118},
     # Those of keys and values in 8 bits quantise the new token, for each of the two.
     **{"full:kv=int8": 80, "quest:kv=int8:only=decode": 122},
