@@ -612,7 +612,7 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
         }
 LARGE |= {
     f"ties-{_slots}": (_ties, Case(rows=32, slots=_slots, options=_options(count=16)))
-    for _slots in (136, 1024, 8192)
+    for _slots in (136, 1024, 8320, 12288)
 }
 for _rows in (1, 8):
     LARGE |= {
