@@ -4,7 +4,7 @@ Everything here is set before JAX starts a backend and before our packages are i
 `LONGCTX_TEST_PLATFORM=cuda` runs on a GPU; then `-m gpu` picks the tests that need one.
 `LONGCTX_TEST_SIGNATURES=1` checks every signature of the packages where it is called.
 `LONGCTX_TEST_LOOPS=1` runs the tests of either mode with the loop over layers that GPUs and TPUs
-have; `LONGCTX_TEST_LOOPS=0` leaves out those of its slow tests.
+have; `LONGCTX_TEST_LOOPS=0` leaves these tests out, but for the thorough ones.
 """
 
 import gc
@@ -152,6 +152,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """What marks mean: `gpu` is skipped, with the reason shown, where the run is not on a GPU.
 
     Of a test marked `quick` the cases whose id holds one of its words are quick, the others slow.
+    `long` tests begin first, so that none is left alone at the end.
     LONGCTX_TEST_LOOPS leaves out what the module's text says.
     """
     skip = pytest.mark.skip(reason="needs a GPU: LONGCTX_TEST_PLATFORM=cuda")
@@ -162,10 +163,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # The case's id; a test with this mark has several.
         if quick and not any(word in item.name.partition("[")[2] for word in quick.args):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if LOOPS == "1":
         left = [item for item in items if not _of_either_mode(item)]
     elif LOOPS == "0":
-        left = [item for item in items if "slow" in item.keywords and _of_either_mode(item)]
+        left = [i for i in items if "thorough" not in i.keywords and _of_either_mode(i)]
     else:
         return
     config.hook.pytest_deselected(items=left)

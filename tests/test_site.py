@@ -458,6 +458,7 @@ def test_the_jobs_of_two_processes_run_as_they_stand(workplace):
     assert [row["id"] for row in rows] == [0, 1, 2, 3] and all("error" not in row for row in rows)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_quick_start_runs_as_it_stands(workplace):
     page = DOCS / "quickstart.md"

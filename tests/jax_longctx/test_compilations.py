@@ -103,6 +103,7 @@ def _mappings():
     return programs.MAPPINGS.read_bytes().count(b"\n")
 
 
+@pytest.mark.long
 @pytest.mark.thorough
 @pytest.mark.skipif(not programs.MAPPINGS.exists(), reason="Linux alone limits mappings")
 def test_every_method_in_turn_in_one_process_stays_within_its_mappings(monkeypatch, tmp_path):

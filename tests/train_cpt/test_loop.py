@@ -188,6 +188,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(straight, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.thorough
 def test_a_train_run_survives_kill_9(tmp_path):
     """Killed at random moments, and at last as if never: every bit of the state, every loss."""

@@ -37,6 +37,7 @@ def run_in_processes(folder):
         assert child.returncode == 0, said[-3000:]
 
 
+@pytest.mark.long
 @pytest.mark.thorough
 def test_two_processes_train_as_one(tmp_path):
     write_tiny(tmp_path)

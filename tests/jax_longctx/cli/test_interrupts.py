@@ -16,6 +16,7 @@ from tests.jax_longctx.cli.interrupting import LIMIT, Campaign, Try, commands
 TRIES = 10
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ctrl_c_at_random_moments_of_every_command(tmp_path, record_property):
     seed = int.from_bytes(os.urandom(4))

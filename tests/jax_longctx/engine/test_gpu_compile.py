@@ -22,7 +22,7 @@ KERNELS = {
     **{"full": 60, "quest": 86, "infllm": 128, "reattention": 108},
     **{"citrus": 60, "refreshkv": 68},
     # What they read with is as in others: full attention, pages.
-    **{"resa:only=decode": 121, "arkvale:only=decode": 95, "streaming-llm:only=decode": 70},
+    **{"resa:only=decode": 121, "arkvale:only=decode": 95},
     **{"free-pages:only=decode": 118},
     # Those of keys and values in 8 bits quantise the new token, for each of the two.
     **{"full:kv=int8": 80, "quest:kv=int8:only=decode": 122},
@@ -33,7 +33,6 @@ KERNELS = {
     # The loops that fetch pages count once each, with 21 pages of keys and of values.
     **{"infllm:offload=host": 566, "quest:offload=host:only=decode": 572},
     **{"reattention:offload=host:only=decode": 397, "free-pages:offload=host:only=decode": 571},
-    "infllm:offload=host:prefetch=yes:only=decode": 992,
 }
 
 REPOSITORY = Path(__file__).parents[3]
@@ -107,6 +106,7 @@ def compiled(method: str) -> list[dict[str, Any]]:
 
 
 # One test: two would compile the programs in two processes.
+@pytest.mark.long
 @pytest.mark.slow
 @needs_plugin
 @pytest.mark.parametrize("method", KERNELS)

@@ -131,6 +131,7 @@ def test_malformed_bodies_are_4xx(server):
     check_idle(server)
 
 
+@pytest.mark.long
 @pytest.mark.thorough
 def test_ten_thousand_malformed_bodies_leave_nothing(server):
     fuzz(server, 1000, seed=2)

@@ -153,6 +153,7 @@ def start_job(begin, count, *arguments, **how):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["full", "quest"])
 def test_two_processes_answer_as_one(begin, tmp_path, method):
