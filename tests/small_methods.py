@@ -5,7 +5,14 @@ from typing import Any
 
 from jax_longctx.methods import METHODS, make_method
 
-__all__ = ["EVERYTHING", "SMALL", "small_method"]
+__all__ = ["EVERYTHING", "SMALL", "VARIANTS", "small_method"]
+
+# Methods that servers, running batches and likelihoods see as another one: what they change is
+# within a layer.
+VARIANTS = (
+    *("citrus-individual", "h2o-shared", "dynamic-ntk"),
+    *("infllm-accounted", "star-released-mask", "arkvale-paged"),
+)
 
 _Settings = dict[str, object]
 # Methods of no kind; a kind's settings serve all methods that have them.

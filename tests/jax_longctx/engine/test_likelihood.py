@@ -16,7 +16,7 @@ from jax_longctx.methods import METHODS
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, to_numpy
-from tests.small_methods import small_method
+from tests.small_methods import VARIANTS, small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 WAYS = ["decode", "question", "context"]
@@ -26,7 +26,11 @@ ONE_LAYER = tiny_config(num_layers=1)
 OF_BLOCKS = tiny_config(num_layers=1, norm_eps=2e-5)
 # Smaller caches for an answer, and steps of two kinds; the others are `thorough`.
 MARKS = {"snapkv": (), "refreshkv": pytest.mark.slow}
-EVERY = [pytest.param(name, marks=MARKS.get(name, pytest.mark.thorough)) for name in METHODS]
+EVERY = [
+    pytest.param(name, marks=MARKS.get(name, pytest.mark.thorough))
+    for name in METHODS
+    if name not in VARIANTS
+]
 # What is evicted while a text is read; a question looked at as a whole, and one that is not.
 PAIRS = [("h2o", "context"), ("citrus-standard", "question"), ("snapkv", "question")]
 WAYS_OF_EVERY = [

@@ -26,7 +26,7 @@ from jax_longctx.methods import METHODS, SnapKV, StreamingLLM, make_method
 from jax_longctx.parts.evicting import Evicting
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy
-from tests.small_methods import EVERYTHING, small_method
+from tests.small_methods import EVERYTHING, VARIANTS, small_method
 from tests.support import random_rows, tiny_engine
 
 TEXT = random_rows([50], seed=2)[0]
@@ -78,7 +78,7 @@ def test_full_attentions_weights_are_the_dense_ones(batch):
     [
         pytest.param(name, marks=pytest.mark.slow if name == "quest" else pytest.mark.thorough)
         for name in METHODS
-        if name not in ("star", "star-released-mask", "ring")
+        if name not in ("star", "ring", *VARIANTS)
     ],
 )
 def test_nothing_left_out_has_full_attentions_weights(name):
