@@ -51,7 +51,10 @@ def kernel(name: str) -> Any:
 
     def body(bounds_ref, scores_ref, list_ref, **scratch) -> None:
         bounds = bounds_ref[0], bounds_ref[1], bounds_ref[2]
-        scores = lambda i: hopper_best.load(scores_ref.at[i])  # noqa: E731
+
+        def scores(i: Any) -> Any:
+            return hopper_best.load(scores_ref.at[i])
+
         edges = None if gap is None else tuple(map(jnp.int32, gap))
         hopper_best.best(tiles, scores, bounds, list_ref.at[1], scratch, False, gap=edges)
 

@@ -22,16 +22,17 @@ KERNELS = {
     **{"full": 60, "quest": 86, "infllm": 128, "reattention": 108},
     # What they read with is as in others: full attention, pages.
     **{"resa:only=decode": 121, "arkvale:only=decode": 95, "free-pages:only=decode": 118},
-    **{"citrus:only=decode": 60, "refreshkv:only=decode": 68},
+    **{"citrus:only=decode": 60, "refreshkv:only=decode": 68, "streaming-llm:only=decode": 70},
     # Those of keys and values in 8 bits quantise the new token, for each of the two.
     **{"full:kv=int8:only=decode": 80, "quest:kv=int8:only=decode": 122},
     # Weights in 8 bits are converted inside the kernel that multiplies.
     **{"full:weights=int8": 60},
     # Of rows that share a context, however many there are.
-    **{"quest:rows=16": 101, "arkvale:rows=16": 113},
+    **{"full:rows=16": 89, "quest:rows=16": 101, "arkvale:rows=16": 113},
     # The loops that fetch pages count once each, with 21 pages of keys and of values.
     **{"infllm:offload=host": 566, "quest:offload=host:only=decode": 572},
     **{"reattention:offload=host:only=decode": 397, "free-pages:offload=host:only=decode": 571},
+    "infllm:offload=host:prefetch=yes:only=decode": 992,
 }
 
 REPOSITORY = Path(__file__).parents[3]
