@@ -7,8 +7,8 @@ from jax_longctx.methods import METHODS, make_method
 
 __all__ = ["EVERYTHING", "SMALL", "VARIANTS", "small_method"]
 
-# Methods that likelihoods, attention's weights and a server's saved contexts see as another one: what
-# they change is within a layer.
+# Methods that likelihoods, attention's weights and a server's saved contexts see as another one:
+# what they change is within a layer.
 VARIANTS = (
     *("citrus-individual", "h2o-shared", "dynamic-ntk"),
     *("infllm-accounted", "star-released-mask", "arkvale-paged"),

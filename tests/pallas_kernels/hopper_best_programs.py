@@ -5,16 +5,15 @@ with `MOSAIC_GPU_DUMP_TO` and `MOSAIC_GPU_DUMP_PTX`: one file of PTX for each na
 `TIES`.
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper_best
 from pallas_kernels.topk_scores import gpu_ties
+from tests.gpu_plugin import compiler
 from tests.jax_longctx.engine.gpu_programs import H200
 
 # Name: tiles of a row of scores, places of its list, and the gap in the row.
@@ -67,19 +66,11 @@ def kernel(name: str) -> Any:
 
 
 def main() -> None:
-    jax.config.update("jax_enable_compilation_cache", False)
-    # The plugin is registered with the first backend.
-    jax.devices("cpu")
-    h200 = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
-    mesh = jax.sharding.Mesh(h200.devices[:1], ("x",))
-    there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    on = functools.partial(jax.ShapeDtypeStruct, sharding=there)
+    compiled = compiler(H200)
     for name, (tiles, _, _) in KERNELS.items():
-        given = on((3,), jnp.int32), on((tiles, 64, 64), jnp.float32)
-        jax.jit(kernel(name)).trace(*given).lower(lowering_platforms=("cuda",)).compile()
+        compiled(kernel(name), ((3,), jnp.int32), ((tiles, 64, 64), jnp.float32))
     for run, shapes in TIES.values():
-        given = [on(*each) for each in shapes]
-        jax.jit(run).trace(*given).lower(lowering_platforms=("cuda",)).compile()
+        compiled(run, *shapes)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,15 @@
 with `MOSAIC_GPU_DUMP_TO` and `MOSAIC_GPU_DUMP_PTX`: one file of PTX for each name of `KERNELS`.
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper, hopper_bits
 from pallas_kernels.quantised import FORMS
+from tests.gpu_plugin import compiler
 from tests.jax_longctx.engine.gpu_programs import H200
 
 # Name: what runs, rows and columns of the matrix in shared memory, its form, the floats' dtype.
@@ -78,16 +77,9 @@ def kernel(name: str) -> Any:
 
 
 def main() -> None:
-    jax.config.update("jax_enable_compilation_cache", False)
-    # The plugin is registered with the first backend.
-    jax.devices("cpu")
-    h200 = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
-    mesh = jax.sharding.Mesh(h200.devices[:1], ("x",))
-    there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    on = functools.partial(jax.ShapeDtypeStruct, sharding=there)
+    compiled = compiler(H200)
     for name, (_, rows, columns, form, _) in KERNELS.items():
-        given = on((columns, 8), jnp.float32), on((rows, columns), FORMS[form][0])
-        jax.jit(kernel(name)).trace(*given).lower(lowering_platforms=("cuda",)).compile()
+        compiled(kernel(name), ((columns, 8), jnp.float32), ((rows, columns), FORMS[form][0]))
 
 
 if __name__ == "__main__":

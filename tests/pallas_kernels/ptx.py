@@ -4,23 +4,14 @@ It takes kernels without branches. Copies by TMA, barriers and what chooses a th
 passed over: the caller fills shared memory. Registers hold 64 bits of every thread.
 """
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import pytest
 
-REPOSITORY = Path(__file__).parents[2]
-PLUGIN = os.environ.get("LONGCTX_GPU_PLUGIN")
-needs_plugin = pytest.mark.skipif(
-    PLUGIN is None or not (Path(PLUGIN) / "jax_plugins").is_dir(),
-    reason="needs JAX's CUDA plugin: LONGCTX_GPU_PLUGIN names no folder that holds it",
-)
+from tests import gpu_plugin
 
 THREAD = np.arange(128, dtype=np.uint64)
 _LANE, _WARP = THREAD % 32, THREAD - THREAD % 32
@@ -51,18 +42,8 @@ _PLAIN: dict[str, Callable] = {
 
 def compiled(module: str, folder: Path) -> dict[str, str]:
     """The PTX of every kernel that a module of this folder compiles, by the kernels' names."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{PLUGIN}"}
-    environment |= {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTX": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.pallas_kernels.{module}"],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    dumped = {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTX": "1"}
+    gpu_plugin.output(f"tests.pallas_kernels.{module}", **dumped)
     texts = [path.read_text() for path in folder.glob("*.ptx")]
     found = (re.search(r"\.entry (\w+)_mosaic_gpu_kernel", text) for text in texts)
     return {name[1]: text for name, text in zip(found, texts, strict=True) if name is not None}

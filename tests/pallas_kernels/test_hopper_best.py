@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from tests.gpu_plugin import needs_plugin
 from tests.pallas_kernels import ptx, ptx_block
 from tests.pallas_kernels.hopper_best_programs import KERNELS, TIES
 
@@ -72,7 +73,7 @@ def best(
 
 
 @pytest.mark.slow
-@ptx.needs_plugin
+@needs_plugin
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_thread_finds_its_places(programs: dict[str, str], name: str) -> None:
     tiles, places, gap = KERNELS[name]
@@ -110,7 +111,7 @@ def tied(name: str, draw: np.random.Generator) -> Iterator[list[np.ndarray]]:
 
 
 @pytest.mark.slow
-@ptx.needs_plugin
+@needs_plugin
 @pytest.mark.parametrize("name", TIES)
 def test_ties_are_ranked_as_in_the_interpreter(programs: dict[str, str], name: str) -> None:
     draw, (run, _) = np.random.default_rng(5), TIES[name]

@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels import hopper_bits
 from pallas_kernels.quantised import FORMS
+from tests.gpu_plugin import needs_plugin
 from tests.pallas_kernels import ptx
 from tests.pallas_kernels.hopper_bits_programs import KERNELS, outputs
 
@@ -27,7 +28,7 @@ def swizzled(shape: tuple[int, int], width: int) -> np.ndarray:
 
 
 @pytest.mark.slow
-@ptx.needs_plugin
+@needs_plugin
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_thread_has_its_numbers(programs: dict[str, str], name: str) -> None:
     what, rows, columns, form, dtype = KERNELS[name]

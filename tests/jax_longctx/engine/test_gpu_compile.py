@@ -7,14 +7,11 @@ as a table says. `LONGCTX_GPU_PLUGIN` names a folder with JAX's CUDA plugin:
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.gpu_plugin import needs_plugin, output
 from tests.jax_longctx.engine import gpu_programs
 
 # Kernels of a turn of the loop over the layers in a decode step of one row.
@@ -34,9 +31,6 @@ KERNELS = {
     **{"reattention:offload=host:only=decode": 397, "free-pages:offload=host:only=decode": 571},
     "infllm:offload=host:prefetch=yes:only=decode": 992,
 }
-
-REPOSITORY = Path(__file__).parents[3]
-PLUGIN = os.environ.get("LONGCTX_GPU_PLUGIN")
 
 # A loop over four layers: it copies one layer's part of a stack, hands on the address of another's,
 # and writes a third one in place.
@@ -77,28 +71,10 @@ def test_kernels_are_counted_and_copies_found():
     assert found[0][0].endswith("... here")
 
 
-needs_plugin = pytest.mark.skipif(
-    PLUGIN is None or not (Path(PLUGIN) / "jax_plugins").is_dir(),
-    reason="needs JAX's CUDA plugin: LONGCTX_GPU_PLUGIN names no folder that holds it",
-)
-
-
 def compiled(method: str) -> list[dict[str, Any]]:
     """What a method's compiled programs hold."""
-    # As users compile: without the flags of the tests.
-    left_out = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
-    environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{PLUGIN}"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.jax_longctx.engine.gpu_programs", method],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    module = "tests.jax_longctx.engine.gpu_programs"
+    found = [json.loads(line) for line in output(module, method).splitlines()]
     every = {"context", "finish", "question", "decode"}
     alone = any(option in method for option in (":rows=", ":only="))
     assert {each["kind"] for each in found} == ({"decode"} if alone else every)
