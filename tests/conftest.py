@@ -3,8 +3,8 @@
 Everything here is set before JAX starts a backend and before our packages are imported.
 `LONGCTX_TEST_PLATFORM=cuda` runs on a GPU; then `-m gpu` picks the tests that need one.
 `LONGCTX_TEST_SIGNATURES=1` checks every signature of the packages where it is called.
-`LONGCTX_TEST_LOOPS=1` runs the tests of either mode with the loop over layers that GPUs and TPUs
-have; `LONGCTX_TEST_LOOPS=0` leaves these tests out, but for the thorough ones.
+`LONGCTX_TEST_LOOPS=1` runs the tests of either mode, but for the thorough ones, with the loop over
+layers that GPUs and TPUs have.
 """
 
 import gc
@@ -37,7 +37,7 @@ import jax
 import jaxtyping
 import pytest
 
-LOOPS = os.environ.get("LONGCTX_TEST_LOOPS")
+LOOPS = os.environ.get("LONGCTX_TEST_LOOPS") == "1"
 HERE = Path(__file__).parent / "jax_longctx"
 # Tests in which engines may loop over layers on the device or on the host.
 MODES = [
@@ -93,18 +93,29 @@ if os.environ.get("LONGCTX_TEST_SIGNATURES") == "1":
     jaxtyping.install_import_hook(CHECKED, f"{__name__}.check_types")
 
 
+_looping = False
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _looped() -> None:
-    """With LONGCTX_TEST_LOOPS=1 engines loop over layers on the device, as on GPUs and TPUs."""
-    if LOOPS == "1":
+    """Lets engines loop over layers on the device where the test that makes them says no mode."""
+    if LOOPS:
         from jax_longctx.engine.engine import Engine
 
         made = Engine.__init__
 
         def init(self: Any, *args: Any, by_layer: bool | None = None, **options: Any) -> None:
-            made(self, *args, by_layer=bool(by_layer), **options)
+            mode = False if _looping and by_layer is None else by_layer
+            made(self, *args, by_layer=mode, **options)
 
         Engine.__init__ = init
+
+
+# Before the fixtures, which make engines too.
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    global _looping
+    _looping = LOOPS and "thorough" not in item.keywords and _of_either_mode(item)
 
 
 @pytest.fixture
@@ -148,12 +159,11 @@ def pytest_collection_finish() -> None:
 
 # Before pytest leaves out what -m does not name.
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What marks mean: `gpu` is skipped, with the reason shown, where the run is not on a GPU.
 
     Of a test marked `quick` the cases whose id holds one of its words are quick, the others slow.
     `long` tests begin first, so that none is left alone at the end.
-    LONGCTX_TEST_LOOPS leaves out what the module's text says.
     """
     skip = pytest.mark.skip(reason="needs a GPU: LONGCTX_TEST_PLATFORM=cuda")
     for item in items:
@@ -164,19 +174,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if quick and not any(word in item.name.partition("[")[2] for word in quick.args):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
-    if LOOPS == "1":
-        left = [item for item in items if not _of_either_mode(item)]
-    elif LOOPS == "0":
-        left = [i for i in items if "thorough" not in i.keywords and _of_either_mode(i)]
-    else:
-        return
-    config.hook.pytest_deselected(items=left)
-    gone = set(left)
-    items[:] = [item for item in items if item not in gone]
 
 
 def _of_either_mode(item: pytest.Item) -> bool:
-    """Whether a test runs in the mode that LONGCTX_TEST_LOOPS names, and does not say its own."""
+    """Whether a test may run in either mode and does not say its own."""
     call = getattr(item, "callspec", None)
     if item.get_closest_marker("by_layer") or (
         call is not None and isinstance(call.params.get("by_layer"), bool)

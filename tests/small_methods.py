@@ -7,8 +7,8 @@ from jax_longctx.methods import METHODS, make_method
 
 __all__ = ["EVERYTHING", "SMALL", "VARIANTS", "small_method"]
 
-# Methods that likelihoods, attention's weights and a server's saved contexts see as another one:
-# what they change is within a layer.
+# Methods that most tests of all methods see as another one: what they change is within a layer.
+# They have tests of their own, and are with the others where nothing is left out.
 VARIANTS = (
     *("citrus-individual", "h2o-shared", "dynamic-ntk"),
     *("infllm-accounted", "star-released-mask", "arkvale-paged"),

@@ -19,7 +19,6 @@ from tests.jax_longctx.engine.gpu_programs import H200
 # Name: tiles of a row of scores, places of its list, and the gap in the row.
 KERNELS: dict[str, tuple[int, int, tuple[int, int] | None]] = {
     "best_one": (1, 64, None),
-    "best_two": (2, 128, None),
     "best_few": (2, 20, None),
     "best_gap": (2, 64, (1000, 1408)),
     # More than registers hold.

@@ -53,9 +53,9 @@ def test_times_beside_limits(tiny_preset, tmp_path):
     assert (tmp_path / "steps.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize("random_cache", [True, also(False)])
-@pytest.mark.parametrize("kv", [None, also("int8")])
-@pytest.mark.parametrize("prefetch", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("random_cache", "kv", "prefetch"), [(True, "int8", False), (False, None, True)]
+)
 @pytest.mark.slow
 def test_offloaded_contexts_are_timed_and_what_they_fetch_is_told(
     tiny_preset, tmp_path, random_cache, kv, prefetch

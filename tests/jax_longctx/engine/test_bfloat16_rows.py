@@ -95,12 +95,9 @@ def differences(request, alone, amid, *, alike=True):
     ("name", "shared"),
     [
         ("full", False),
-        pytest.param("full", True, marks=pytest.mark.slow),
-        pytest.param("quest", False, marks=pytest.mark.slow),
         pytest.param("quest", True, marks=pytest.mark.slow),
         pytest.param("snapkv", False, marks=pytest.mark.slow),
         pytest.param("refreshkv", False, marks=pytest.mark.slow),
-        pytest.param("streaming-llm", False, marks=pytest.mark.slow),
         pytest.param("infllm", False, marks=pytest.mark.slow),
     ],
 )

@@ -20,7 +20,8 @@ from tests.support import random_rows, tiny_config, tiny_engine
 # 512 slots over two shards and 1,024 over four, of 256 each; over eight, of 128 each.
 LENGTHS = {2: [450, 201], 4: [850, 301], 8: [850, 301]}
 # Segments longer than the small methods' own, which would be many.
-CASES = {name: dict(settings) for name, settings in SMALL.items()} | {
+KINDS = ("full", "reattention", "infllm", "free-pages", "ideal-topk", "h2o", "snapkv", "star")
+CASES = {name: dict(SMALL[name]) for name in KINDS} | {
     "reattention-tilemax": {**SMALL["reattention"], "selector": "tilemax128"},
     "resa-frozen": {**SMALL["resa"], "growth": "frozen"},
     "resa-psa": {**SMALL["resa"], "allocation": "psa-resa"},
@@ -28,10 +29,9 @@ CASES = {name: dict(settings) for name, settings in SMALL.items()} | {
     "quest-group": {**SMALL["quest"], "granularity": "kv_head"},
     "refreshkv-indexed": {**SMALL["refreshkv"], "indexed": True},
 }
-# Its mask hides what stands at the end of each shard.
-del CASES["star-released-mask"]
 QUICK = ("reattention", 4)
-# Two methods have every number of shards, the others one number each in turn.
+# Two methods have every number of shards, others of each kind one number each in turn. Every method
+# is on two shards in `test_every_method`.
 WITH_ALL = ("full", "reattention")
 PAIRS = [
     (name, shards)

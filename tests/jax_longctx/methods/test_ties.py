@@ -71,7 +71,6 @@ def cases(name):
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        also("reattention", (2, 1, 1)),
         ("reattention", (1, 2, 1)),
         also("reattention", (1, 1, 2)),
         also("infllm", (2, 2, 2)),

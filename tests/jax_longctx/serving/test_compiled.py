@@ -17,8 +17,7 @@ from tests.small_methods import small_method
 from tests.stored_programs import lowerings, storing
 
 LONG = " ".join(f"The number of item {n} is {n * n}." for n in range(14))
-# Methods of other kinds than those below. `test_ahead` compiles for the runs of every method.
-KINDS = ("infllm", "reattention", "h2o")
+# `test_ahead` compiles for the runs of every method.
 
 
 def model_of(tiny, name, by_layer=None):
@@ -33,11 +32,8 @@ def model_of(tiny, name, by_layer=None):
     ("name", "by_layer"),
     [
         ("full", False),
-        *(
-            pytest.param(name, by_layer, marks=pytest.mark.slow)
-            for name, by_layer in (("refreshkv", True), ("snapkv", True))
-        ),
-        *(pytest.param(name, False, marks=pytest.mark.thorough) for name in KINDS),
+        ("refreshkv", True),
+        pytest.param("infllm", False, marks=pytest.mark.thorough),
     ],
 )
 @pytest.mark.slow

@@ -24,6 +24,7 @@ QUICK = ("full", "quest", "refreshkv")
     [
         pytest.param(name, marks=pytest.mark.slow if name in QUICK else pytest.mark.thorough)
         for name in SMALL
+        if name not in VARIANTS
     ],
 )
 def test_answers_are_those_of_the_library(serve, tiny, name):
