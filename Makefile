@@ -36,7 +36,7 @@ test: $(VENV)/.dev-ready ## The quick tests: not the slow and thorough ones, non
 test-slow: $(VENV)/.dev-ready ## The slow tests alone.
 	LONGCTX_TEST_SIGNATURES=$${LONGCTX_TEST_SIGNATURES:-1} $(BIN)/pytest -m "slow and not thorough and not gpu" $(WORKERS) $(ARGS)
 
-test-thorough: $(VENV)/.dev-ready ## Every method through everything, and damage to every file.
+test-thorough: $(VENV)/.dev-ready ## The matrix of methods and properties, and damage to every file.
 	LONGCTX_TEST_SIGNATURES=$${LONGCTX_TEST_SIGNATURES:-1} $(BIN)/pytest -m "thorough and not gpu" $(WORKERS) $(ARGS)
 
 venv: $(VENV)/.dev-ready ## The environment for tests and development, in .venv.

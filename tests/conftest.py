@@ -3,8 +3,8 @@
 Everything here is set before JAX starts a backend and before our packages are imported.
 `LONGCTX_TEST_PLATFORM=cuda` runs on a GPU; then `-m gpu` picks the tests that need one.
 `LONGCTX_TEST_SIGNATURES=1` checks every signature of the packages where it is called.
-`LONGCTX_TEST_LOOPS=1` runs the tests of either mode, but for the thorough ones, with the loop over
-layers that GPUs and TPUs have.
+`LONGCTX_TEST_LOOPS=1` runs the tests of either mode, but for modules that are thorough as a whole,
+with the loop over layers that GPUs and TPUs have.
 """
 
 import gc
@@ -88,7 +88,7 @@ def _parts(*annotations: Any) -> Iterator[type]:
         yield from _parts(*typing.get_args(annotation))
 
 
-# Checking takes an eighth of the tests' time: CI and the slow tests do.
+# Checking takes a sixth of the tests' time.
 if os.environ.get("LONGCTX_TEST_SIGNATURES") == "1":
     jaxtyping.install_import_hook(CHECKED, f"{__name__}.check_types")
 
@@ -98,7 +98,7 @@ _looping = False
 
 @pytest.fixture(autouse=True, scope="session")
 def _looped() -> None:
-    """Lets engines loop over layers on the device where the test that makes them says no mode."""
+    """Engines loop over layers on the device where the test that makes them names no mode."""
     if LOOPS:
         from jax_longctx.engine.engine import Engine
 
@@ -115,7 +115,7 @@ def _looped() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global _looping
-    _looping = LOOPS and "thorough" not in item.keywords and _of_either_mode(item)
+    _looping = LOOPS and _of_either_mode(item)
 
 
 @pytest.fixture
@@ -177,7 +177,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _of_either_mode(item: pytest.Item) -> bool:
-    """Whether a test may run in either mode and does not say its own."""
+    """Whether a test runs in either mode, and does not name its own.
+
+    Tests of a module share engines, so the modules that run without the loop do so as a whole.
+    """
+    module = item.getparent(pytest.Module)
+    if module is not None and module.get_closest_marker("thorough"):
+        return False
     call = getattr(item, "callspec", None)
     if item.get_closest_marker("by_layer") or (
         call is not None and isinstance(call.params.get("by_layer"), bool)

@@ -35,7 +35,7 @@ def output(module: str, *arguments: str, **variables: str) -> str:
         env=environment | variables,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

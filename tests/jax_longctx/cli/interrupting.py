@@ -1,7 +1,7 @@
 """Ctrl-C at random moments of every command, and the same command again afterwards.
 
-`python -m tests.jax_longctx.cli.interrupting FOLDER COUNT SEED` prints each try and fails at the
-end unless all of them ended as they must.
+`python -m tests.jax_longctx.cli.interrupting FOLDER COUNT SEED [NAME...]` prints each try and fails
+at the end unless all of them ended as they must; with names it tries these commands, in this order.
 """
 
 import dataclasses
@@ -183,9 +183,9 @@ class Campaign:
         return Try(name, after, time.monotonic() - begun, process.returncode, stderr)
 
 
-def main(folder, count, seed):
+def main(folder, count, seed, *names):
     campaign = Campaign(folder, seed)
-    tries, names = [], list(commands(folder))
+    tries, names = [], names or list(commands(folder))
     for number, name in enumerate(names):
         share = count // len(names) + (number < count % len(names))
         for found in campaign.interrupt(name, share):
@@ -199,4 +199,4 @@ def main(folder, count, seed):
 
 if __name__ == "__main__":
     Path(sys.argv[1]).mkdir(parents=True)
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

@@ -70,8 +70,7 @@ def answers(engine, rows, asked, keep):
     [
         *QUICK,
         *(also(*pair) for pair in itertools.product(OFTEN, MODES) if pair not in QUICK),
-        # The others in one mode each, in turn.
-        *(most(name, number % 2 == 0) for number, name in enumerate(SMALL) if name not in OFTEN),
+        *(most(name, False) for name in SMALL if name not in OFTEN),
     ],
     ids=named,
 )

@@ -36,7 +36,7 @@ PAIRS = [("h2o", "context"), ("citrus-standard", "question"), ("snapkv", "questi
 WAYS_OF_EVERY = [
     pytest.param(*pair, marks=() if pair in PAIRS else pytest.mark.thorough)
     for pair in itertools.product(METHODS, WAYS)
-    # Its mask is another.
+    # Another mask may show another token.
     if pair[0] not in VARIANTS or pair[0] == "star-released-mask"
 ]
 

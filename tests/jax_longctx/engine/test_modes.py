@@ -1,4 +1,4 @@
-"""The two modes of an engine give the same answers, for every method.
+"""The two modes of an engine give the same answers.
 
 The host calls a layer's program for each layer, or a program loops over the layers on the device
 (`Setup.by_layer`). The loop reads joined weights, so its sums may differ in their last bits.

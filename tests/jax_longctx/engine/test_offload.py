@@ -167,11 +167,10 @@ def test_pages_that_are_fetched_ahead_change_no_logits(name, by_layer, kv):
     assert pages_of(alone, "misses") != pages_of(ahead, "misses")
 
 
-@pytest.mark.parametrize("kv", ["int8"])
 @pytest.mark.slow
-def test_the_least_working_set_gives_the_same_logits(kv):
+def test_the_least_working_set_gives_the_same_logits():
     """As many pages as a step chooses: every other page is a miss."""
-    method = small_method("infllm")
+    method, kv = small_method("infllm"), "int8"
     check_same(method, kv=kv, working_set=16)
     _, few = logits(method, "host", kv, None, 16)
     _, usual = logits(method, "host", kv)
@@ -239,7 +238,7 @@ def test_a_saved_context_is_loaded_either_way(name, by_layer, kv, tmp_path):
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 2)], ids=str)
-@pytest.mark.parametrize("name", ["infllm", slow("reattention")])
+@pytest.mark.parametrize("name", ["infllm", slow("quest")])
 @pytest.mark.slow
 def test_rows_and_heads_are_divided_over_a_mesh(name, sizes):
     found = []

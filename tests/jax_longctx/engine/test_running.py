@@ -1,4 +1,4 @@
-"""Rows that join and leave a running batch answer as they do alone, under every method."""
+"""Rows that join and leave a running batch answer as they do alone."""
 
 import contextlib
 import dataclasses
@@ -102,17 +102,7 @@ def check_method(method, *, places=3, by_layer=None, mesh=None, config=CONFIG):
     assert alone(engine, *queue[1]) == expected[1]
 
 
-SLOW = ("citrus-standard", "roco", "tova", "ideal-topk", "arkvale", "resa", "ring")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
-        for name in METHODS
-        if name not in VARIANTS
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in VARIANTS])
 @pytest.mark.quick("full", "snapkv", "refreshkv", "quest")
 def test_each_row_answers_as_it_does_alone(name):
     check_method(small_method(name))

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits under every method."""
+"""Keys and values in 8 bits under the methods."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ EACH = [
     for name in METHODS
     if name not in VARIANTS
 ]
-# Rows and layers know nothing of what is stored: one of each kind, and those with caches beside.
+# A ragged batch and the loop over layers meet 8 bits alike under methods of one kind.
 KINDS = [each for each in EACH if each.values[0] in (*MARKS, "reattention", "refreshkv")]
 # Methods handle both forms alike: fp8 runs with one of each kind.
 FORM_OF = [
@@ -84,7 +84,7 @@ def test_full_attention_is_off_by_the_rounding_of_keys_and_values(form):
 
 @pytest.mark.parametrize(("name", "form"), FORM_OF)
 @pytest.mark.quick("h2o", "full")
-def test_every_method_with_nothing_left_out_is_as_near_as_full_attention(name, form):
+def test_with_nothing_left_out_it_is_as_near_as_full_attention(name, form):
     """Rounding is no worse than under full attention, give or take."""
     allowed = 2 * error(small_method("full"), form)
     assert 0 < error(make_method(name, EVERYTHING[name]), form) < allowed

@@ -19,7 +19,7 @@ from tests.support import random_rows, tiny_config, tiny_engine
 
 # 512 slots over two shards and 1,024 over four, of 256 each; over eight, of 128 each.
 LENGTHS = {2: [450, 201], 4: [850, 301], 8: [850, 301]}
-# Segments longer than the small methods' own, which would be many.
+# One of each kind, and settings that choose in other ways.
 KINDS = ("full", "reattention", "infllm", "free-pages", "ideal-topk", "h2o", "snapkv", "star")
 CASES = {name: dict(SMALL[name]) for name in KINDS} | {
     "reattention-tilemax": {**SMALL["reattention"], "selector": "tilemax128"},
@@ -30,8 +30,8 @@ CASES = {name: dict(SMALL[name]) for name in KINDS} | {
     "refreshkv-indexed": {**SMALL["refreshkv"], "indexed": True},
 }
 QUICK = ("reattention", 4)
-# Two methods have every number of shards, others of each kind one number each in turn. Every method
-# is on two shards in `test_every_method`.
+# Two methods have every number of shards, the others one number each in turn. `test_every_method`
+# has other methods on two shards.
 WITH_ALL = ("full", "reattention")
 PAIRS = [
     (name, shards)

@@ -61,6 +61,7 @@ def full_logits(lengths, method=None, mesh=(1, 1, 1)):
     return logits_of(engine_of(method or Full(), mesh), rows)
 
 
+# Each of the two tests has most of RESA's settings; both have the other methods.
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [n for n in DECODES if n not in ("resa-ideal", "resa-first-dense")]

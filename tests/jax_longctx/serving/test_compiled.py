@@ -17,7 +17,6 @@ from tests.small_methods import small_method
 from tests.stored_programs import lowerings, storing
 
 LONG = " ".join(f"The number of item {n} is {n * n}." for n in range(14))
-# `test_ahead` compiles for the runs of every method.
 
 
 def model_of(tiny, name, by_layer=None):
@@ -33,6 +32,7 @@ def model_of(tiny, name, by_layer=None):
     [
         ("full", False),
         ("refreshkv", True),
+        # `test_ahead` compiles for the runs of other methods.
         pytest.param("infllm", False, marks=pytest.mark.thorough),
     ],
 )

@@ -1,4 +1,4 @@
-"""Under every method the server answers as the library does, amid others and from known texts."""
+"""The server answers as the library does, amid others and from known texts."""
 
 import dataclasses
 import itertools
