@@ -185,9 +185,7 @@ def _of_either_mode(item: pytest.Item) -> bool:
     if module is not None and module.get_closest_marker("thorough"):
         return False
     call = getattr(item, "callspec", None)
-    if item.get_closest_marker("by_layer") or (
-        call is not None and isinstance(call.params.get("by_layer"), bool)
-    ):
+    if call is not None and isinstance(call.params.get("by_layer"), bool):
         return False
     under = [item.path, *item.path.parents]
     return any(place in under for place in MODES) and item.path not in MODE_KNOWN

@@ -45,7 +45,9 @@ def layers_of(mesh):
 @functools.cache
 def engine_of(mesh=ONE):
     config = tiny_config(num_layers=layers_of(mesh))
-    return tiny_engine(METHOD, mesh=make_mesh(*mesh), config=config, chunk=16)
+    # The loop keeps the caches of several layers as one.
+    by_layer = True if mesh != ONE else None
+    return tiny_engine(METHOD, mesh=make_mesh(*mesh), config=config, chunk=16, by_layer=by_layer)
 
 
 @functools.cache
@@ -211,7 +213,6 @@ def test_a_mesh_equals_numpy(mesh, changes):
     compare(decode(mesh, **changes), dataclasses.replace(METHOD, **changes), mesh)
 
 
-@pytest.mark.by_layer
 @pytest.mark.slow
 def test_layers_and_rows_decide_alone():
     """What makes the comparison above one of rows and layers that differ."""
