@@ -74,8 +74,12 @@ def best(
 
 @pytest.mark.slow
 @needs_plugin
-@pytest.mark.parametrize("name", KERNELS)
-def test_every_thread_finds_its_places(programs: dict[str, str], name: str) -> None:
+def test_every_thread_finds_its_places(programs: dict[str, str]) -> None:
+    for name in KERNELS:
+        check_places(name, programs[name])
+
+
+def check_places(name: str, program: str) -> None:
     tiles, places, gap = KERNELS[name]
     cases = [(make, "all") for make in (random, ties, zeros, no_numbers, large)]
     cases += [(random, which) for which in BOUNDS if which != "all"]
@@ -87,11 +91,11 @@ def test_every_thread_finds_its_places(programs: dict[str, str], name: str) -> N
         bounds = BOUNDS[which](scores.size, places)
         out = np.full(2 * places * 4, 0x77, np.uint8)
         given = [np.array(bounds, np.int32).view(np.uint8), scores.view(np.uint8), out]
-        ptx_block.run(programs[name], given, draw=draw)
+        ptx_block.run(program, given, draw=draw)
         expected = best(scores, bounds, places, gap)
         before, found = out.view(np.int32).reshape(2, places)
-        np.testing.assert_array_equal(found, expected, f"{make.__name__}, {which}")
-        assert np.all(before == 0x77777777)
+        np.testing.assert_array_equal(found, expected, f"{name}, {make.__name__}, {which}")
+        assert np.all(before == 0x77777777), name
 
 
 def tied(name: str, draw: np.random.Generator) -> Iterator[list[np.ndarray]]:
@@ -112,8 +116,12 @@ def tied(name: str, draw: np.random.Generator) -> Iterator[list[np.ndarray]]:
 
 @pytest.mark.slow
 @needs_plugin
-@pytest.mark.parametrize("name", TIES)
-def test_ties_are_ranked_as_in_the_interpreter(programs: dict[str, str], name: str) -> None:
+def test_ties_are_ranked_as_in_the_interpreter(programs: dict[str, str]) -> None:
+    for name in TIES:
+        check_ranks(name, programs[name])
+
+
+def check_ranks(name: str, program: str) -> None:
     draw, (run, _) = np.random.default_rng(5), TIES[name]
     for given in tied(name, draw):
         how = plgpu.InterpretGPUParams(inline_mgpu="ignore")
@@ -123,6 +131,6 @@ def test_ties_are_ranked_as_in_the_interpreter(programs: dict[str, str], name: s
         memory = [x.view(np.uint8).reshape(-1) for x in (*given[1:], given[0])] + found
         # A block of threads a row.
         for index in np.ndindex(expected[0].shape[:-1]):
-            ptx_block.run(programs[name], memory, block=index[::-1], draw=draw)
+            ptx_block.run(program, memory, block=index[::-1], draw=draw)
         for x, wanted in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(x.view(wanted.dtype).reshape(wanted.shape), wanted)
+            np.testing.assert_array_equal(x.view(wanted.dtype).reshape(wanted.shape), wanted, name)
