@@ -83,12 +83,10 @@ def test_two_processes_answer_as_one_and_killed_ones_go_on(checkpoint, begin, tm
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "how", [[], ["--method", "star", "--set", "block=64"]], ids=["full", "star"]
-)
-def test_answers_are_those_of_one_process_and_printed_once(checkpoint, begin, tmp_path, how):
+def test_answers_are_those_of_one_process_and_printed_once(checkpoint, begin, tmp_path):
     book = tmp_path / "book.txt"
     book.write_text(TEXT * 4)
+    how = ("--method", "star", "--set", "block=64")
     common = ("ask", book, "Who?", "-c", checkpoint, *how, *LIMIT, "--json")
     ((code, alone, said),) = ended(begin(common, count=1))
     assert code == 0, said
