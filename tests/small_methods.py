@@ -5,7 +5,13 @@ from typing import Any
 
 from jax_longctx.methods import METHODS, make_method
 
-__all__ = ["EVERYTHING", "SMALL", "VARIANTS", "small_method"]
+__all__ = ["EVERYTHING", "KINDS", "SMALL", "VARIANTS", "small_method"]
+
+# One of each kind of method, for what methods of a kind do alike.
+KINDS = (
+    *("full", "star", "snapkv", "refreshkv", "h2o", "citrus"),
+    *("quest", "infllm", "reattention", "free-pages"),
+)
 
 # Methods that most tests of all methods cannot tell from the one that they vary: the difference is
 # within a layer. They have tests of their own.

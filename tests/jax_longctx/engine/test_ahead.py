@@ -22,7 +22,7 @@ from jax_longctx.models.llama import (
     stacking_programs,
 )
 from jax_longctx.sharding import make_mesh
-from tests.small_methods import SMALL, small_method
+from tests.small_methods import KINDS, small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 CONTEXT, QUESTION, ANSWER = [90], [5], 20
@@ -70,7 +70,7 @@ def answers(engine, rows, asked, keep):
     [
         *QUICK,
         *(also(*pair) for pair in itertools.product(OFTEN, MODES) if pair not in QUICK),
-        *(most(name, False) for name in SMALL if name not in OFTEN),
+        *(most(name, False) for name in KINDS if name not in OFTEN),
     ],
     ids=named,
 )

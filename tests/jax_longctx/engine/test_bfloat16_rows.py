@@ -96,7 +96,6 @@ def differences(request, alone, amid, *, alike=True):
     [
         ("full", False),
         pytest.param("quest", True, marks=pytest.mark.slow),
-        pytest.param("snapkv", False, marks=pytest.mark.slow),
         pytest.param("refreshkv", False, marks=pytest.mark.slow),
         pytest.param("infllm", False, marks=pytest.mark.slow),
     ],

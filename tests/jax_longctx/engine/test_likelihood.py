@@ -16,7 +16,7 @@ from jax_longctx.methods import METHODS
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, to_numpy
-from tests.small_methods import VARIANTS, small_method
+from tests.small_methods import KINDS, VARIANTS, small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 WAYS = ["decode", "question", "context"]
@@ -26,18 +26,13 @@ ONE_LAYER = tiny_config(num_layers=1)
 OF_BLOCKS = tiny_config(num_layers=1, norm_eps=2e-5)
 # Smaller caches for an answer, and steps of two kinds; the others are `thorough`.
 MARKS = {"snapkv": (), "refreshkv": pytest.mark.slow}
-EVERY = [
-    pytest.param(name, marks=MARKS.get(name, pytest.mark.thorough))
-    for name in METHODS
-    if name not in VARIANTS
-]
+EVERY = [pytest.param(name, marks=MARKS.get(name, pytest.mark.thorough)) for name in KINDS]
 # What is evicted while a text is read; a question looked at as a whole, and one that is not.
 PAIRS = [("h2o", "context"), ("citrus-standard", "question"), ("snapkv", "question")]
 WAYS_OF_EVERY = [
     pytest.param(*pair, marks=() if pair in PAIRS else pytest.mark.thorough)
-    for pair in itertools.product(METHODS, WAYS)
-    # Another mask may show another token. A decode step has one token, and none to see after it.
-    if (pair[0] not in VARIANTS or pair[0] == "star-released-mask")
+    # The authors' mask may show another token. A decode step has one token, and none after it.
+    for pair in itertools.product([*KINDS, "citrus-standard", "star-released-mask"], WAYS)
     if pair[1] != "decode" or pair[0] in MARKS
 ]
 

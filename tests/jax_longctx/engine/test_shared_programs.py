@@ -41,8 +41,8 @@ def answer(engine, text, question, tokens):
     ("name", "by_layer"),
     [
         ("snapkv", True),
-        *(also(name, False) for name in ("snapkv", "full", "refreshkv", "infllm", "quest")),
-        *(also(name, True) for name in ("full", "citrus", "reattention", "star")),
+        *(also(name, False) for name in ("full", "refreshkv", "infllm")),
+        *(also(name, True) for name in ("citrus", "reattention", "star")),
     ],
 )
 def test_other_lengths_trace_nothing(name, by_layer, traced):

@@ -26,7 +26,7 @@ from jax_longctx.methods import METHODS, SnapKV, StreamingLLM, make_method
 from jax_longctx.parts.evicting import Evicting
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy
-from tests.small_methods import EVERYTHING, VARIANTS, small_method
+from tests.small_methods import EVERYTHING, KINDS, small_method
 from tests.support import random_rows, tiny_engine
 
 TEXT = random_rows([50], seed=2)[0]
@@ -77,8 +77,8 @@ def test_full_attentions_weights_are_the_dense_ones(batch):
     "name",
     [
         pytest.param(name, marks=pytest.mark.slow if name == "quest" else pytest.mark.thorough)
-        for name in METHODS
-        if name not in ("star", "ring", *VARIANTS)
+        for name in KINDS
+        if name != "star"
     ],
 )
 def test_nothing_left_out_has_full_attentions_weights(name):
@@ -126,11 +126,8 @@ def test_weights_of_a_method_that_chooses_by_values_are_refused():
     "name",
     [
         name
-        for name, kind in METHODS.items()
-        if name not in ("star", "star-released-mask", "ring", "resa")
-        and not kind.by_values
-        # These leave out tokens as the others do, by another rule.
-        and name not in ("tova", "citrus-individual", "citrus-standard", "h2o-shared", "arkvale")
+        for name in (*KINDS, "streaming-llm", "dynamic-ntk")
+        if name != "star" and not METHODS[name].by_values
     ],
 )
 def test_weights_add_up_whatever_is_left_out(name):

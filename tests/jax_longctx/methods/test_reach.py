@@ -74,8 +74,6 @@ MARKS = {
     "reattention": pytest.mark.slow,
     "infllm": pytest.mark.slow,
     "citrus": pytest.mark.slow,
-    "citrus-individual": pytest.mark.thorough,
-    "citrus-standard": pytest.mark.thorough,
     "h2o-shared": pytest.mark.thorough,
 }
 

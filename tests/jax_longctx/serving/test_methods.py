@@ -11,7 +11,7 @@ from jax_longctx.engine.capacity import stores_of
 from jax_longctx.methods import make_method
 from jax_longctx.settings import Sampling
 from tests.jax_longctx.serving.tiny import LENGTHS
-from tests.small_methods import SMALL, VARIANTS, small_method
+from tests.small_methods import KINDS, small_method
 from tests.support import joined, random_rows
 
 BOOK = "The pass key is 12345. Remember it. " * 8
@@ -23,8 +23,7 @@ QUICK = ("full", "quest", "refreshkv")
     "name",
     [
         pytest.param(name, marks=pytest.mark.slow if name in QUICK else pytest.mark.thorough)
-        for name in SMALL
-        if name not in VARIANTS
+        for name in KINDS
     ],
 )
 def test_answers_are_those_of_the_library(serve, tiny, name):
@@ -55,8 +54,7 @@ def test_answers_are_those_of_the_library(serve, tiny, name):
     "name",
     [
         pytest.param(name, marks=pytest.mark.slow if name in QUICK else pytest.mark.thorough)
-        for name in SMALL
-        if name not in VARIANTS
+        for name in KINDS
         if not small_method(name).info.needs_question
     ],
 )

@@ -82,7 +82,6 @@ def until_saved(http, name):
         ("full", False),
         ("full", True),
         pytest.param("quest", False, marks=pytest.mark.slow),
-        pytest.param("snapkv", False, marks=pytest.mark.slow),
         pytest.param("refreshkv", True, marks=pytest.mark.slow),
     ],
 )
