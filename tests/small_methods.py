@@ -5,7 +5,7 @@ from typing import Any
 
 from jax_longctx.methods import METHODS, make_method
 
-__all__ = ["EVERYTHING", "KINDS", "SMALL", "VARIANTS", "small_method"]
+__all__ = ["APART", "EVERYTHING", "KINDS", "SMALL", "small_method"]
 
 # One of each kind of method, for what methods of a kind do alike.
 KINDS = (
@@ -15,10 +15,11 @@ KINDS = (
 
 # Methods that most tests of all methods cannot tell from the one that they vary: the difference is
 # within a layer. They have tests of their own.
-VARIANTS = (
+_VARIANTS = (
     *("citrus-individual", "h2o-shared", "dynamic-ntk"),
     *("infllm-accounted", "star-released-mask"),
 )
+APART = [name for name in METHODS if name not in _VARIANTS]
 
 _Settings = dict[str, object]
 # Methods of no kind; a kind's settings serve all methods that have them.

@@ -12,11 +12,10 @@ from jax.extend.core import jaxprs_in_params
 from jax_longctx.engine import scoring
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import InputError
-from jax_longctx.methods import METHODS
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, to_numpy
-from tests.small_methods import KINDS, VARIANTS, small_method
+from tests.small_methods import APART, KINDS, small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 WAYS = ["decode", "question", "context"]
@@ -158,7 +157,7 @@ def test_what_looks_ahead_is_refused_unless_asked_for(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in VARIANTS])
+@pytest.mark.parametrize("name", APART)
 def test_ragged_rows_score_as_they_do_alone(name):
     engine = engine_of(name)
     together = loglikelihoods(engine, CONTEXTS, CONTINUATIONS)

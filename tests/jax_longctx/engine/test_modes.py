@@ -12,11 +12,11 @@ import pytest
 from jax_longctx.engine import programs
 from jax_longctx.engine.products import Divided, FewRows, Unfinished
 from jax_longctx.engine.scoring import loglikelihoods
-from jax_longctx.methods import METHODS, Full, RefreshKV
+from jax_longctx.methods import Full, RefreshKV
 from jax_longctx.models.llama import PLAIN
 from jax_longctx.sharding import make_mesh
 from pallas_kernels.row_matmul import MAX_ROWS
-from tests.small_methods import VARIANTS, small_method
+from tests.small_methods import APART, small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 # Chunks of 16 tokens: the context takes several, the rows end in different ones.
@@ -60,9 +60,7 @@ also = partial(pytest.param, marks=pytest.mark.slow)
 QUICK = ("full", "refreshkv", "snapkv")
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else also(n) for n in METHODS if n not in VARIANTS]
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else also(name) for name in APART])
 @pytest.mark.quick("full", "refreshkv")
 def test_a_loop_over_layers_answers_as_the_host_does(name):
     check(small_method(name))

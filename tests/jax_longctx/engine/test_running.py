@@ -10,9 +10,9 @@ import pytest
 from jax_longctx.engine import Sampling
 from jax_longctx.engine.running import Chosen, Request, RunningBatch
 from jax_longctx.errors import CapacityError, InputError
-from jax_longctx.methods import METHODS, make_method
+from jax_longctx.methods import make_method
 from jax_longctx.sharding import make_mesh
-from tests.small_methods import VARIANTS, small_method
+from tests.small_methods import APART, small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 RESERVE = 40
@@ -102,7 +102,7 @@ def check_method(method, *, places=3, by_layer=None, mesh=None, config=CONFIG):
     assert alone(engine, *queue[1]) == expected[1]
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in VARIANTS])
+@pytest.mark.parametrize("name", APART)
 @pytest.mark.quick("full", "snapkv", "refreshkv", "quest")
 def test_each_row_answers_as_it_does_alone(name):
     check_method(small_method(name))

@@ -223,6 +223,7 @@ def test_spread_tokens_gather_what_is_fewer_bytes():
     [
         ("infllm", None, "v5e:2x2"),
         ("quest", "int8", "v6e:2x2"),
+        ("reattention", None, "v5e:2x2"),
     ],
 )
 def test_tpu_programs_leave_an_offloaded_context_where_it_is(chip, name, kv):

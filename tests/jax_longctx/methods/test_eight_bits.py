@@ -30,19 +30,15 @@ from pallas_kernels.quantised import FORMS, Quantised
 from tests.drawing import normal
 from tests.jax_longctx.engine.lowering import compile_layer, no_persistent_cache
 from tests.jax_longctx.methods.harness import last_logits, steps
-from tests.small_methods import EVERYTHING, VARIANTS, small_method
+from tests.small_methods import APART, EVERYTHING, KINDS, small_method
 from tests.support import random_rows, tiny_config, tiny_engine
 
 # One of each kind of method is not `thorough`; those that evict in prefill, or choose blocks, run
 # each time.
 MARKS = {"full": (), "h2o": (), "infllm": (), "quest": pytest.mark.slow, "snapkv": pytest.mark.slow}
-EACH = [
-    pytest.param(name, marks=MARKS.get(name, pytest.mark.thorough))
-    for name in METHODS
-    if name not in VARIANTS
-]
+EACH = [pytest.param(name, marks=MARKS.get(name, pytest.mark.thorough)) for name in APART]
 # A ragged batch and the loop over layers meet 8 bits alike under methods of one kind.
-KINDS = [each for each in EACH if each.values[0] in (*MARKS, "reattention", "refreshkv")]
+OF_KINDS = [each for each in EACH if each.values[0] in KINDS]
 # Methods handle both forms alike: fp8 runs with one of each kind.
 FORM_OF = [
     *(pytest.param(*each.values, "int8", marks=each.marks) for each in EACH),
@@ -90,7 +86,7 @@ def test_with_nothing_left_out_it_is_as_near_as_full_attention(name, form):
     assert 0 < error(make_method(name, EVERYTHING[name]), form) < allowed
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", OF_KINDS)
 @pytest.mark.quick("h2o", "full")
 def test_the_device_loops_as_the_host_does(name):
     host, device = (logits(small_method(name), "int8", by_layer) for by_layer in (True, False))
@@ -120,7 +116,7 @@ def step_logits(name, contexts, questions, given):
     return np.stack(found, axis=1)  # [B, steps, V]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", OF_KINDS)
 @pytest.mark.quick("h2o", "snapkv")
 def test_a_ragged_batch_is_each_row_alone(name):
     contexts, questions = random_rows([90, 40, 1]), random_rows([3, 5, 2], seed=1)

@@ -23,13 +23,12 @@ from tests.checkpoints_convert.tiny import random_state, write_checkpoint
 from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
 from tests.jax_longctx.methods.branches import decided_by_floats
 from tests.jax_longctx.methods.harness import steps
-from tests.small_methods import EVERYTHING, SMALL, VARIANTS, small_method
+from tests.small_methods import APART, EVERYTHING, SMALL, small_method
 from tests.support import random_rows, tiny_config, tiny_engine
 
 pytestmark = pytest.mark.thorough
 
 ROWS, QUESTIONS = [37, 1, 20], [3, 2, 5]
-APART = [name for name in METHODS if name not in VARIANTS]
 
 
 def config_with_everything():

@@ -14,14 +14,13 @@ from jax_longctx.planning.compiled import count_collectives
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.lowering import compile_decode
 from tests.jax_longctx.methods.harness import last_logits, steps
-from tests.small_methods import SMALL
+from tests.small_methods import KINDS, SMALL
 from tests.support import random_rows, tiny_config, tiny_engine
 
 # 512 slots over two shards and 1,024 over four, of 256 each; over eight, of 128 each.
 LENGTHS = {2: [450, 201], 4: [850, 301], 8: [850, 301]}
 # One of each kind, and settings that choose in other ways.
-KINDS = ("full", "reattention", "infllm", "free-pages", "ideal-topk", "h2o", "snapkv", "star")
-CASES = {name: dict(SMALL[name]) for name in KINDS} | {
+CASES = {name: dict(SMALL[name]) for name in (*KINDS, "ideal-topk")} | {
     "reattention-tilemax": {**SMALL["reattention"], "selector": "tilemax128"},
     "resa-frozen": {**SMALL["resa"], "growth": "frozen"},
     "resa-psa": {**SMALL["resa"], "allocation": "psa-resa"},
