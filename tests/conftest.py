@@ -8,8 +8,11 @@ with the loop over layers that GPUs and TPUs have.
 """
 
 import gc
+import hashlib
 import os
+import time
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,8 @@ import jax
 import jaxtyping
 import pytest
 
+from tests import dealing
+
 LOOPS = os.environ.get("LONGCTX_TEST_LOOPS") == "1"
 HERE = Path(__file__).parent / "jax_longctx"
 # Tests in which engines may loop over layers on the device or on the host.
@@ -47,12 +52,41 @@ MODES = [
 # They compare the modes, or compile the loop's programs whatever tests are told.
 MODE_KNOWN = [HERE / "engine" / f"test_{it}_compile.py" for it in ("gpu", "tpu")]
 MODE_KNOWN += [HERE / "engine" / "test_modes.py", HERE / "engine" / "test_offload.py"]
-CACHE = Path(__file__).parents[1] / ".cache" / "jax"
+# Of compiled programs.
+MOST_BYTES = 2 * 10**9
+LATE = "the time of this run was over"
 CHECKED = ["jax_longctx", "pallas_kernels", "checkpoints_convert"]
+
+
+def compilation_cache() -> Path:
+    """The user's folder of the tests' compiled programs, which clones of the repository share.
+
+    JAX's keys do not hold what the processor can do, and code for another one may crash: the
+    folder's name does.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    about = Path("/proc/cpuinfo")
+    text = about.read_text() if about.exists() else os.uname().machine
+    known = ("vendor_id", "cpu family", "model", "flags", "Features")
+    lines = {line for line in text.splitlines() if line.startswith(known)} or {text}
+    features = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:12]
+    return home / "jax_longctx_tests" / f"{jax.__version__}-{features}"
+
+
+def drop_oldest(folder: Path, most_bytes: int) -> None:
+    """Removes what was written first, until the folder holds at most so many bytes."""
+    held = [(file.stat(), file) for file in folder.glob("*") if file.is_file()]
+    held.sort(key=lambda entry: -entry[0].st_mtime)
+    total = 0
+    for about, file in held:
+        total += about.st_size
+        if total > most_bytes:
+            file.unlink(missing_ok=True)
+
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
-jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_compilation_cache_dir", str(compilation_cache()))
 # The tests' programs are small and many: what counts is how fast they compile. Tests marked
 # `optimized` look at what the compiler makes.
 jax.config.update("jax_disable_most_optimizations", True)
@@ -116,6 +150,9 @@ def _looped() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global _looping
     _looping = LOOPS and _of_either_mode(item)
+    until = item.config.option.until
+    if until is not None and time.time() > until:
+        pytest.skip(LATE)
 
 
 @pytest.fixture
@@ -157,9 +194,22 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("dealing", "which tests a run takes (tests/dealing.py)")
+    group.addoption("--since", metavar="REV", help="the tests that the changes since REV touch")
+    group.addoption("--third", type=int, choices=range(3), help="a third of the tests that are not")
+    group.addoption("--until", type=float, metavar="SECONDS", help="no test begins after that time")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers find it as they are started together; one process tidies.
+    if not hasattr(config, "workerinput"):
+        drop_oldest(compilation_cache(), MOST_BYTES)
+
+
 # Before pytest leaves out what -m does not name.
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What marks mean: `gpu` is skipped, with the reason shown, where the run is not on a GPU.
 
     Of a test marked `quick` the cases whose id holds one of its words are quick, the others slow.
@@ -174,6 +224,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if quick and not any(word in item.name.partition("[")[2] for word in quick.args):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    since, third = config.option.since, config.option.third
+    touched = dealing.touched_since(since) if since else None
+    left_out = [item for item in items if not _is_taken(item, touched, third)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if _is_taken(item, touched, third)]
+
+
+def _is_taken(item: pytest.Item, touched: dealing.Touched | None, third: int | None) -> bool:
+    if touched is not None:
+        call = getattr(item, "callspec", None)
+        file = item.path.relative_to(Path(__file__).parents[1]).as_posix()
+        if touched.holds(file, call.params.values() if call else ()):
+            return third is None
+    elif third is None:
+        return True
+    return third is not None and dealing.third_of(item.nodeid) == third
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Names the tests that did not begin before the time was over, by files."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    late = [it.nodeid.partition("::")[0] for it in skipped if LATE in str(it.longrepr)]
+    if late:
+        counts = ", ".join(f"{file} ({count})" for file, count in sorted(Counter(late).items()))
+        terminalreporter.write_line(f"left for want of time: {len(late)} tests: {counts}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter else []
+    late = any(LATE in str(it.longrepr) for it in skipped)
+    if late and session.config.option.third is None and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def _of_either_mode(item: pytest.Item) -> bool:
