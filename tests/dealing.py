@@ -65,7 +65,7 @@ def touched_by(changed: Iterable[str]) -> Touched:
     from tests.small_methods import KINDS
 
     files, methods = set(), set()
-    for name in changed:
+    for name in (name for name in changed if name.endswith(".py")):
         own = {method for method, kind in METHODS.items() if _module(name) == kind.__module__}
         methods |= own
         if name.startswith(CORE):
