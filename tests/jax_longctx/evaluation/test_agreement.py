@@ -22,14 +22,16 @@ from jax_longctx.evaluation.agreement import (
     shows_weights,
     top_tokens,
 )
-from jax_longctx.methods import METHODS, SnapKV, StreamingLLM, make_method
+from jax_longctx.methods import METHODS, StreamingLLM
 from jax_longctx.parts.evicting import Evicting
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy
-from tests.small_methods import EVERYTHING, KINDS, small_method
+from tests.small_methods import KINDS, small_method
 from tests.support import random_rows, tiny_engine
 
-TEXT = random_rows([50], seed=2)[0]
+TEXT = random_rows([120], seed=2)[0]
+# So short that the small methods leave nothing out.
+SHORT = TEXT[:30]
 QUERIES = 4
 
 
@@ -43,7 +45,7 @@ def full_engine():
 
 
 def dense_weights(text):
-    """Full attention's weights `[L, N, T, S]` for every token of the text but the last."""
+    """Full attention's weights `[L, N, Q, S]` for the newest queries."""
     engine, found = full_engine(), []
 
     def attend(layer, q, k, v):
@@ -52,39 +54,37 @@ def dense_weights(text):
         return causal_attend(1e4)(layer, q, k, v)
 
     forward(engine.config, to_numpy(jax.device_get(engine.params)), text[:-1], attend)
-    return np.stack(found)
+    return np.stack(found)[:, :, -QUERIES:]
 
 
-# Batches of several sizes: the last is not full, one is enough.
-@pytest.mark.parametrize("batch", [2, pytest.param(8, marks=pytest.mark.thorough)])
-def test_full_attentions_weights_are_the_dense_ones(batch):
+def test_full_attentions_weights_are_the_dense_ones():
     seen = []
+    how = {"queries": QUERIES, "score": 6, "asked": 3}
     weights = attention_weights(
-        full_engine(),
-        TEXT,
-        queries=QUERIES,
-        score=6,
-        asked=3,
-        batch=batch,
-        progress=lambda done, total: seen.append((done, total)),
+        full_engine(), TEXT, **how, progress=lambda done, total: seen.append((done, total))
     )
-    np.testing.assert_allclose(weights, dense_weights(TEXT)[:, :, -QUERIES:], atol=1e-5)
-    # 49 tokens in runs of 8.
-    assert seen[-1] == (7, 7) and len(seen) == {2: 4, 8: 1}[batch]
+    np.testing.assert_allclose(weights, dense_weights(TEXT), atol=1e-5)
+    # 119 tokens in runs of 8, in batches of 8 of which the last is not full.
+    assert seen == [(8, 15), (15, 15)]
 
 
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=pytest.mark.slow if name == "quest" else pytest.mark.thorough)
-        for name in KINDS
-        if name != "star"
+        for name in (*KINDS, "dynamic-ntk")
+        if name != "star" and not METHODS[name].by_values
     ],
 )
-def test_nothing_left_out_has_full_attentions_weights(name):
-    engine = engine_of(make_method(name, EVERYTHING[name]))
+def test_weights_are_full_attentions_until_something_is_left_out_and_add_up(name):
+    engine = engine_of(small_method(name))
+    weights = attention_weights(engine, SHORT, queries=QUERIES)
+    np.testing.assert_allclose(weights, dense_weights(SHORT), atol=1e-4)
     weights = attention_weights(engine, TEXT, queries=QUERIES)
-    np.testing.assert_allclose(weights, dense_weights(TEXT)[:, :, -QUERIES:], atol=1e-4)
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-4)
+    # Every query could see these; RefreshKV leaves tokens out in its partial steps only.
+    left_out = weights[..., :-QUERIES] == 0
+    assert left_out.any() == (name not in ("full", "dynamic-ntk"))
 
 
 @pytest.mark.slow
@@ -121,32 +121,12 @@ def test_weights_of_a_method_that_chooses_by_values_are_refused():
         attention_weights(engine, TEXT, queries=QUERIES)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name in (*KINDS, "streaming-llm", "dynamic-ntk")
-        if name != "star" and not METHODS[name].by_values
-    ],
-)
-def test_weights_add_up_whatever_is_left_out(name):
-    engine = engine_of(small_method(name))
-    text = random_rows([120], seed=2)[0]
-    weights = attention_weights(engine, text, queries=QUERIES)
-    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-4)
-    # Every query could see these; RefreshKV leaves tokens out in its partial steps only.
-    left_out = weights[..., :-QUERIES] == 0
-    assert left_out.any() == (name not in ("full", "dynamic-ntk"))
-
-
 @pytest.mark.slow
 def test_a_mesh_shows_the_weights_of_one_device():
-    method = SnapKV(budget=20, window=4, kernel=3)
-    one, mesh = (
-        attention_weights(engine_of(method, sizes), TEXT, queries=QUERIES, batch=3)
-        for sizes in ((1, 1, 1), (2, 2, 2))
-    )
+    method = small_method("snapkv")
+    one = attention_weights(engine_of(method), TEXT, queries=QUERIES)
+    # Three copies together are four on two parts.
+    mesh = attention_weights(engine_of(method, (2, 2, 2)), TEXT, queries=QUERIES, batch=3)
     np.testing.assert_allclose(mesh, one, atol=1e-5)
 
 
@@ -159,8 +139,8 @@ def numpy_log_softmax(logits):
 def test_divergences_are_those_of_the_whole_distributions(monkeypatch):
     # Blocks of two columns, the last of which is not full.
     monkeypatch.setattr(scoring, "LOGITS", 2 * 64)
-    texts = np.array(random_rows([50] * 3, seed=2), np.int32)
-    method = SnapKV(budget=20, window=4, kernel=3)
+    texts = np.array(random_rows([120] * 3, seed=2), np.int32)
+    method = small_method("snapkv")
     full, other = (
         scored_states(engine, texts, score=5, asked=2, batch=2)
         for engine in (full_engine(), engine_of(method))
@@ -175,10 +155,10 @@ def test_divergences_are_those_of_the_whole_distributions(monkeypatch):
         np.testing.assert_array_equal(same_S, p.argmax(-1) == q.argmax(-1))
     assert kl.max() > 1e-3
     # The method's losses are those of its states.
-    row = texts[0].tolist()
-    scores = loglikelihoods(engine_of(method), [row[:43]], [row[45:]], questions=[row[43:45]])
+    context, asked, scored = (texts[:2, part].tolist() for part in np.split(range(120), (113, 115)))
+    scores = loglikelihoods(engine_of(method), context, scored, questions=asked)
     q = numpy_log_softmax(other[0] @ params["head"]["table"].T)
-    np.testing.assert_allclose(scores[0].logprobs, q[np.arange(5), texts[0, 45:]], atol=1e-4)
+    np.testing.assert_allclose(scores[0].logprobs, q[np.arange(5), texts[0, 115:]], atol=1e-4)
 
 
 def test_measures_by_hand():
@@ -204,30 +184,25 @@ def test_the_largest_are_the_earliest_of_those_alike():
 @pytest.mark.slow
 def test_methods_are_compared_on_the_same_texts():
     texts = np.array([TEXT], np.int32)
-    engines = [
-        full_engine(),
-        engine_of(small_method("ring")),
-        engine_of(SnapKV(budget=9, window=4)),
-    ]
+    engines = [engine_of(small_method(name)) for name in ("full", "ring", "snapkv")]
     done = []
-    how = {"queries": 2, "top": 3, "batch": 7}
     exact, ring, snapkv = attention_agreement(
-        full_engine(), engines, texts, progress=lambda *at: done.append(at), **how
+        full_engine(), engines, texts, queries=QUERIES, top=3, progress=lambda *at: done.append(at)
     )
     assert ring is None and not shows_weights(engines[1])
     (exact,), (snapkv,) = exact, snapkv
     assert exact["mass"] == pytest.approx([1, 1]) and exact["recall"] == [1, 1]
-    # Tokens 47 and 48 see those before them and themselves.
-    assert exact["attended"] == [48.5, 48.5]
-    # The question's token sees all 48, the token after it the 9 that were kept and itself.
-    assert snapkv["attended"] == [29, 29] and max(snapkv["mass"]) < 0.95
+    # Tokens 115 to 118 see those before them and themselves.
+    assert exact["attended"] == [117.5] * 2
+    # The question's token sees all 116, those after it the 48 that were kept and each other.
+    assert snapkv["attended"] == [(116 + 49 + 50 + 51) / 4] * 2 and max(snapkv["mass"]) < 0.95
     assert done == [(1, 3), (2, 3), (3, 3)]
     with pytest.raises(InputError, match="shows no weights"):
         attention_weights(engines[1], TEXT, queries=2)
 
 
 @pytest.mark.parametrize(
-    ("queries", "score", "asked"), [(4, 3, 1), (4, 49, 1), (4, 4, 46), (0, 4, 1)]
+    ("queries", "score", "asked"), [(4, 3, 1), (4, 119, 1), (4, 4, 116), (0, 4, 1)]
 )
 def test_texts_that_are_too_short_are_refused(queries, score, asked):
     with pytest.raises(InputError, match="ask for fewer"):
@@ -236,7 +211,7 @@ def test_texts_that_are_too_short_are_refused(queries, score, asked):
 
 def test_states_of_texts_that_are_too_short_are_refused():
     texts = np.array([TEXT], np.int32)
-    for score, asked, batch in [(49, 1, 1), (0, 1, 1), (4, 46, 1), (4, 0, 1), (4, 1, 0)]:
+    for score, asked, batch in [(119, 1, 1), (0, 1, 1), (4, 116, 1), (4, 0, 1), (4, 1, 0)]:
         with pytest.raises(InputError, match="ask for fewer"):
             scored_states(full_engine(), texts, score=score, asked=asked, batch=batch)
 
