@@ -22,7 +22,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-compile --co
 SOURCES := jax_longctx pallas_kernels checkpoints_convert train_cpt tests docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-thorough venv lint types format docs docs-pages hooks clean
+.PHONY: help demo test test-thorough venv lint types format docs docs-pages hooks clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,11 +33,8 @@ demo: $(VENV)/.demo-ready ## Full attention and ReAttention read a long text; wh
 test: $(VENV)/.dev-ready ## The quick tests: not the slow and thorough ones, none that needs a GPU.
 	$(BIN)/pytest -m "not slow and not thorough and not gpu" $(WORKERS) $(ARGS)
 
-test-slow: $(VENV)/.dev-ready ## The slow tests alone.
-	LONGCTX_TEST_SIGNATURES=$${LONGCTX_TEST_SIGNATURES:-1} $(BIN)/pytest -m "slow and not thorough and not gpu" $(WORKERS) $(ARGS)
-
-test-thorough: $(VENV)/.dev-ready ## The matrix of methods and properties, and damage to every file.
-	LONGCTX_TEST_SIGNATURES=$${LONGCTX_TEST_SIGNATURES:-1} $(BIN)/pytest -m "thorough and not gpu" $(WORKERS) $(ARGS)
+test-thorough: $(VENV)/.dev-ready ## All slow and thorough tests: the matrix of methods, damage to every file.
+	LONGCTX_TEST_SIGNATURES=$${LONGCTX_TEST_SIGNATURES:-1} $(BIN)/pytest -m "(slow or thorough) and not gpu" $(WORKERS) $(ARGS)
 
 venv: $(VENV)/.dev-ready ## The environment for tests and development, in .venv.
 

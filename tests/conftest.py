@@ -254,11 +254,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tests left for want of time are a failure, except of a third; no touched test is none."""
+    options = session.config.option
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     skipped = reporter.stats.get("skipped", []) if reporter else []
-    late = any(LATE in str(it.longrepr) for it in skipped)
-    if late and session.config.option.third is None and session.exitstatus == 0:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if session.exitstatus == 0 and any(LATE in str(it.longrepr) for it in skipped):
+        session.exitstatus = 0 if options.third is not None else 1
+    if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = 0 if options.since or options.third is not None else 5
 
 
 def _of_either_mode(item: pytest.Item) -> bool:

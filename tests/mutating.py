@@ -3,10 +3,10 @@
     python tests/mutating.py OUT.jsonl [--count 100] [--seed 17] [--seconds 60] [--tree FOLDER]
 
 Each mutant changes one operator, comparison, constant, condition or returned value, drawn from the
-functions of the packages. Its tests are those that the change touches (`dealing.py`), quick ones
-first, each run with so many processor seconds at most. A mutant is killed where one fails. The tree
-is a clone of the repository that nobody else works in. OUT has a line for each mutant, and those
-that it holds are not tried again.
+functions of the packages. Its tests are those that the change touches (`dealing.py`), as many as run
+in so many processor seconds. A mutant is killed where one fails. The tree is a clone of the
+repository that nobody else works in. OUT has a line for each mutant, and those that it holds are not
+tried again.
 """
 
 import argparse
@@ -21,6 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.dealing import touched_by  # noqa: E402
+
 PACKAGES = ("jax_longctx", "pallas_kernels", "checkpoints_convert", "train_cpt")
 SWAPPED = {
     ast.Add: ast.Sub,
@@ -95,24 +99,26 @@ def mutants(count: int, seed: int) -> Iterator[tuple[str, int, str, str]]:
         yield path.relative_to(ROOT).as_posix(), old.lineno, said, text
 
 
-def killer(tree: Path, seconds: int) -> str | None:
-    """The test that fails in this tree, which has one change; None where none does."""
-    for marks in ("not slow and not thorough", "slow or thorough"):
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "--since"]
-        command += ["HEAD", "-p", "no:cacheprovider", "-m", f"({marks}) and not gpu"]
-        done = subprocess.run(
-            command,
-            cwd=tree,
-            capture_output=True,
-            text=True,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds)),
-        )
-        # 5: no test is touched; negative: the time was spent.
-        if done.returncode not in (0, 5) and done.returncode > 0:
-            lines = done.stdout.splitlines()
-            named = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-            return named[0].split(" - ")[0] if named else f"exit {done.returncode}"
-    return None
+def killer(tree: Path, file: str, seconds: int) -> str | None:
+    """The test that fails in this tree, whose file has one change; None where none does."""
+    touched = touched_by([file])
+    folders = [f"tests/jax_longctx/{it}" for it in ("contract", "engine", "methods")]
+    where = {*touched.files, *(folders if touched.methods else ())}
+    places = sorted(it for it in where if (tree / it).exists())
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "-m", "not gpu", "--since", "HEAD", *places],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds)),
+    )
+    # Negative: the time was spent.
+    if done.returncode <= 0:
+        return None
+    lines = done.stdout.splitlines()
+    named = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return named[0].split(" - ")[0] if named else f"exit {done.returncode}"
 
 
 def main() -> None:
@@ -130,7 +136,7 @@ def main() -> None:
         whole = path.read_text(encoding="utf-8")
         path.write_text(text, encoding="utf-8")
         try:
-            found = killer(given.tree, given.seconds)
+            found = killer(given.tree, file, given.seconds)
         finally:
             path.write_text(whole, encoding="utf-8")
         row = {"file": file, "line": line, "change": said, "killed": found}
