@@ -18,7 +18,8 @@ from jax_longctx.cli.main import app
 
 
 @pytest.mark.slow
-def test_the_command_in_the_interpreter(tmp_path):
+def test_the_command_in_the_interpreter(tmp_path, monkeypatch):
+    monkeypatch.setattr(tpu_check, "LENGTHS", (0, 129, tpu_check.SLOTS))
     out = tmp_path / "found.json"
     args = ["bench", "tpu-check", "--interpret", "--out", str(out), "--json"]
     result = CliRunner().invoke(app, args)
@@ -41,13 +42,15 @@ def test_every_tpu_kernel_has_a_check():
 
 @pytest.mark.optimized
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-def test_the_checks_compile_for_tpus(topology):
-    """The first person with a TPU learns something of the kernels, and not of the checks."""
+def test_the_checks_compile_for_tpus():
+    """The first person with a TPU learns something of the kernels, and not of the checks.
+
+    The kernels' own tests compile for TPUs of other kinds too.
+    """
     pytest.importorskip("libtpu")
     from jax.experimental import topologies
 
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
     mesh = Mesh(np.array(devices[:1]), ("device",))
     sharding = NamedSharding(mesh, PartitionSpec())
     for check in tpu_check.checks():
