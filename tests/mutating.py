@@ -2,11 +2,10 @@
 
     python tests/mutating.py OUT.jsonl [--count 100] [--seed 17] [--seconds 60] [--tree FOLDER]
 
-Each mutant changes one operator, comparison, constant, condition or returned value, drawn from the
-functions of the packages. Its tests are those that the change touches (`dealing.py`), as many as run
-in so many processor seconds. A mutant is killed where one fails. The tree is a clone of the
-repository that nobody else works in. OUT has a line for each mutant, and those that it holds are not
-tried again.
+Each mutant changes one operator, comparison, constant, condition or returned value in a function of
+the packages. Its tests are those that the change touches (`dealing.py`), as many as run in so many
+processor seconds. A mutant is killed where one fails. The tree is a clone of the repository that
+nobody else works in. OUT has a line for each mutant; a mutant that has its line is not tried again.
 """
 
 import argparse
