@@ -1,7 +1,9 @@
 """Reading on a CPU timed beside others: what is compared is alike, and the profile adds up."""
 
 import argparse
+import functools
 import math
+from unittest.mock import create_autospec
 
 import gguf
 import numpy as np
@@ -66,11 +68,24 @@ def test_unpacked_values_are_those_of_the_blocks(model):
 
 
 @pytest.mark.slow
-def test_two_revisions_read_the_same_tokens_in_processes_of_their_own(model):
-    said = []
+def test_two_revisions_read_the_same_tokens_in_processes_of_their_own(model, monkeypatch):
+    """The second process is told of alone: it would print what the first does."""
+    said, commands, real = [], [], cpu_reading.printed
+
+    @functools.cache
+    def printed(reader):
+        return real(*commands[-1])
+
+    def started(command, environment):
+        commands.append((command, environment))
+        return printed(command[3])
+
+    monkeypatch.setattr(cpu_reading, "printed", create_autospec(real, side_effect=started))
     another = f"another={cpu_reading.ROOT}={model / 'checkpoint'}"
     found = cpu_reading.run(asked(model, revision=[another], rounds=1), said.append)
     assert [row["reader"] for row in found["rows"]] == ["this revision", "another"]
+    (first, here), (second, there) = commands
+    assert first == second and here == there and here["PYTHONPATH"] == str(cpu_reading.ROOT)
     assert len({row["token"] for row in found["rows"]}) == 1
     for row in found["rows"]:
         assert 0 < row["seconds"] <= row["median_seconds"]

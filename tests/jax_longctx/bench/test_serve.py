@@ -74,16 +74,29 @@ def test_rows_share_a_context_and_decode_while_a_text_is_read(tiny_preset, monke
     assert len(joins) > 2 * 3
 
 
-@pytest.mark.slow
-def test_full_and_quest_unless_named_and_a_table(tiny_preset, monkeypatch):
+@pytest.fixture
+def stubbed(tiny_preset, monkeypatch):
+    """Steps take what is said here; the engines are listed."""
+    engines, steps = [], serve._Measured.steps
+    found = {"alone_seconds": 0.25, "seconds": 0.5, "tokens_per_second": 6.0, "speedup": 1.5}
+    found |= {"shared": True, "first_token": 0.75, "question_seconds": 0.125}
+
+    def measured(given, random_cache):
+        engines.append(given.engine)
+        return dict(found)
+
+    monkeypatch.setattr(serve._Measured, "steps", create_autospec(steps, side_effect=measured))
+    return engines
+
+
+def test_full_and_quest_unless_named_and_a_table(stubbed, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     result = asked("--read", "0")
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]
-    assert [line[:2] for line in lines if line[:1] in (["full"], ["quest"])] == [
-        ["full", "yes"],
-        ["quest", "yes"],
-    ]
+    times = "yes 250.00 ms 500.00 ms 6 1.5x 0% 0.12 s 0.75 s".split()
+    for name in ("full", "quest"):
+        assert [line[1:] for line in lines if line[:1] == [name]] == [times]
     assert "is read" not in result.stdout
 
 
@@ -94,17 +107,13 @@ def test_a_method_that_refuses_has_a_row_that_says_so(tiny_preset):
     assert "rope" in row["failed"]
 
 
-@pytest.mark.parametrize("form", [None, "int8"])
-@pytest.mark.slow
-def test_bytes_of_a_step_count_the_form_of_keys_and_values(tiny_preset, form):
-    args = ["-m", "full", "--read", "0", "--json", *(() if form is None else ("--kv", form))]
-    result = asked(*args)
+def test_bytes_of_a_step_count_the_form_of_keys_and_values(stubbed):
+    result = asked("-m", "full", "--read", "0", "--json", "--kv", "int8")
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
-    assert record["kv"] == form
-    # Of a token of a head 8 numbers, in bfloat16 or in 8 bits beside a scale; twice.
-    token = 2 * 2 * 2 * (8 * 2 if form is None else 8 + 2)
-    tokens = (record["rows"][0]["bytes"] - WEIGHTS) / token
+    assert record["kv"] == "int8" == stubbed[0].setup.kv
+    # Of a token of a head 8 numbers in 8 bits beside a scale; twice.
+    tokens = (record["rows"][0]["bytes"] - WEIGHTS) / (2 * 2 * 2 * (8 + 2))
     assert 600 <= tokens <= 1024
 
 
