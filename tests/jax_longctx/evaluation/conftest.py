@@ -4,10 +4,10 @@ import pytest
 
 from jax_longctx.evaluation import runner
 from jax_longctx.evaluation.tasks import TASKS
-from tests.jax_longctx.cli.conftest import loads, run, tiny, tokenizer_folder
+from tests.jax_longctx.cli.conftest import checkpoint, loads, run, source, tiny, tokenizer_folder
 from tests.jax_longctx.evaluation.small_task import SmallTask
 
-__all__ = ["computed", "loads", "run", "small", "tiny", "tokenizer_folder"]
+__all__ = ["checkpoint", "computed", "loads", "run", "small", "source", "tiny", "tokenizer_folder"]
 
 
 @pytest.fixture

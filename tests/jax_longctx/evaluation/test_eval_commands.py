@@ -16,6 +16,7 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.evaluation import config, runner
 from jax_longctx.evaluation.config import parse_config
 from jax_longctx.evaluation.rows import read_rows
+from tests.patience import patience
 
 RUN = ("eval", "run", "-c", "model", "-t", "small", "--length", "64", "--trials", "2")
 
@@ -179,21 +180,14 @@ def test_tasks_are_listed_with_their_settings(run):
 
 
 @pytest.mark.thorough
-def test_a_process_that_is_killed_goes_on(tmp_path):
+def test_a_process_that_is_killed_goes_on(run, checkpoint, tmp_path):
     """SIGKILL between two batches of the real command."""
-    from tests.checkpoints_convert.tiny import random_state, write_checkpoint
-    from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
-
-    source, folder, out = tmp_path / "hf", tmp_path / "model", tmp_path / "out"
-    config = hf_config(vocab_size=300)
-    write_checkpoint(source, config, random_state(config))
-    write_tokenizer(source)
-    command = [sys.executable, "-c", "from jax_longctx.cli.main import main; main()"]
-    subprocess.run([*command, "convert", source, folder], check=True, capture_output=True)
-    command += ["eval", "run", "-c", folder, "-t", "passkey", "--length", "512", "--trials", "12"]
-    command += ["--batch", "1", "--output", out]
-    child = subprocess.Popen([*map(str, command)], stderr=subprocess.DEVNULL)
-    rows, end = out / "rows.jsonl", time.monotonic() + 120
+    out = tmp_path / "out"
+    command = ["eval", "run", "-c", checkpoint, "-t", "passkey", "--length", "512"]
+    command += ["--trials", "12", "--batch", "1", "--output", out]
+    started = [sys.executable, "-c", "from jax_longctx.cli.main import main; main()", *command]
+    child = subprocess.Popen([*map(str, started)], stderr=subprocess.DEVNULL)
+    rows, end = out / "rows.jsonl", time.monotonic() + patience(120)
     while not (rows.exists() and rows.read_bytes().count(b"\n") > 2):
         assert time.monotonic() < end and child.poll() is None
         time.sleep(0.01)
@@ -201,8 +195,8 @@ def test_a_process_that_is_killed_goes_on(tmp_path):
     child.wait()
     before = read_rows(out)
     assert 0 < len(before) < 12
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = run(*command)
+    assert done.exit_code == 0, done.output
     after = read_rows(out)
     assert after[: len(before)] == before
     assert sorted(row["index"] for row in after) == list(range(12))

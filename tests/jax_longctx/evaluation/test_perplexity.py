@@ -157,6 +157,8 @@ def test_star_reads_the_question_after_blocks_that_saw_their_own_alone():
 def test_what_chunks_choose_together_is_decoded_unless_asked_for():
     method = ReAttention(global_size=4, local_size=16, span=4, count=2, kept=2, chunk=8)
     engine, texts = engine_of(method), TEXTS[:1]
+    full = score_texts(engine_of(Full()), TEXTS[:2], through="context", batch=2)
+    assert not full.ahead
     alone = score_texts(engine, texts, through="context")
     assert (alone.through, alone.ahead) == ("decode", False)
     together = score_texts(engine, texts, through="context", ahead=True)
@@ -164,8 +166,6 @@ def test_what_chunks_choose_together_is_decoded_unless_asked_for():
     # Up to the scope's size everything is attended.
     np.testing.assert_allclose(alone.losses[0, :19], together.losses[0, :19], atol=1e-4)
     assert np.abs(alone.losses - together.losses).max() > 1e-3
-    full = score_texts(engine_of(Full()), texts, through="context")
-    assert not full.ahead
 
 
 @pytest.mark.slow

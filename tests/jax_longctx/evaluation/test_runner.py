@@ -17,7 +17,9 @@ from jax_longctx.evaluation.config import parse_config
 from jax_longctx.evaluation.rows import RowStore, read_rows
 from jax_longctx.evaluation.runner import compile_first, draw
 from jax_longctx.methods.full import Full
+from jax_longctx.models.llama import init_params
 from jax_longctx.settings import Offload
+from jax_longctx.sharding import make_mesh
 from jax_longctx.text import PromptLayout
 from tests.jax_longctx.evaluation.small_task import SmallTask
 from tests.stored_programs import storing
@@ -162,7 +164,7 @@ def test_contexts_in_the_hosts_memory_give_the_same_rows(small, tiny, tmp_path, 
         return compute.answer_batch(model, engine, work)
 
     monkeypatch.setattr(runner, "answer_batch", recorded)
-    chosen = {"methods": ("full", quest), "trials": 2}
+    chosen = {"methods": ("full", quest), "trials": 2, "batch": 1}
     here = evaluate(tiny, tmp_path / "here", config(**chosen))
     assert all(setup.offload is None for setup in engines)
     evaluate(tiny, tmp_path / "there", config(**chosen | {"trials": 1}))
@@ -355,18 +357,12 @@ def test_a_row_that_cannot_be_asked_takes_no_other_with_it(small, tiny, tmp_path
 
 @pytest.mark.slow
 def test_two_devices_share_the_rows_and_give_the_same(small, tiny, tmp_path):
-    import jax_longctx
-    from jax_longctx.api import LongContext
-    from jax_longctx.models.llama import init_params
-
-    one = without_times(evaluate(tiny, tmp_path / "one", config(("full", STREAMING), trials=3)))
-    mesh = jax_longctx.make_mesh(data=2)
+    one = without_times(evaluate(tiny, tmp_path / "one", config(trials=3)))
+    mesh = make_mesh(data=2)
     params = init_params(tiny.engine.config, mesh, seed=1)
-    engine = jax_longctx.Engine(tiny.engine.config, params, tiny.engine.method, mesh, chunk=64)
+    engine = Engine(tiny.engine.config, params, tiny.engine.method, mesh, chunk=64)
     model = LongContext(engine, tiny.tokenizer)
-    two = without_times(
-        evaluate(model, tmp_path / "two", config(("full", STREAMING), trials=3, batch=3))
-    )
+    two = without_times(evaluate(model, tmp_path / "two", config(trials=3, batch=3)))
     for row in two.values():
         # Three rows are four on two devices.
         assert row.pop("rows") == 4

@@ -60,7 +60,7 @@ def test_prompts_have_the_length_asked_for_in_real_tokens(name, short_sentences,
     tokenizer, count = real
     case, task = CASES[name], make_task(name, CASES[name].settings)
     tokens = 3 * case.tokens
-    for sample in drawn(name, count=count, tokens=tokens, **short_sentences(name)):
+    for sample in drawn(name, trials=1, count=count, tokens=tokens, **short_sentences(name)):
         ids = (
             tokenizer.encode(sample.context),
             tokenizer.encode(sample.query + sample.answer_prefix),
