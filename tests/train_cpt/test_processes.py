@@ -16,8 +16,6 @@ from train_cpt.metrics import read_metrics
 from train_cpt.step import place_texts
 
 ROOT = Path(__file__).parents[2]
-
-
 PROCESSES, STEPS = 2, 4
 
 
@@ -40,7 +38,7 @@ def run_in_processes(folder):
 @pytest.mark.long
 @pytest.mark.thorough
 def test_two_processes_train_as_one(tmp_path):
-    write_tiny(tmp_path)
+    write_tiny(tmp_path, "llama")
     text = (tmp_path / "run.toml").read_text().replace('"float32"', '"float32"\nmesh = "{mesh}"')
     text = text.replace("steps = 2", f"steps = {STEPS}").replace("[1, 0, 0]", "[0.85, 0.15, 0]")
     text += "evaluate_every = 2\n"

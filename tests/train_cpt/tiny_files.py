@@ -33,12 +33,12 @@ rows = 2
 """
 
 
-def write_tiny(folder):
-    """`model`, `texts` and `run.toml`."""
+def write_tiny(folder, family="llama-tied-biased"):
+    """`hf`, `model`, `texts` and `run.toml`."""
     import checkpoints_convert
     from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
 
-    config = hf_config("llama-tied-biased", num_hidden_layers=1)
+    config = hf_config(family, num_hidden_layers=1)
     write_checkpoint(folder / "hf", config, random_state(config))
     checkpoints_convert.convert(str(folder / "hf"), folder / "model")
     (folder / "texts").mkdir()
@@ -70,9 +70,6 @@ def main(folder: Path, processes: int, port: int, process: int) -> None:
     jax.config.update("jax_num_cpu_devices", 4 // processes)
     jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_default_matmul_precision", "highest")
-    jax.config.update(
-        "jax_compilation_cache_dir", str(Path(__file__).parents[2] / ".cache" / "jax")
-    )
     jax.distributed.initialize(f"localhost:{port}", processes, process)
     run_interrupted(folder / "run.toml")
 
