@@ -11,7 +11,19 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from jax_longctx.evaluation.tasks import Sample
+from jax_longctx.evaluation.tasks import Sample, Task, make_task
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def drawn(
+    name: str, *, tokens: int = 900, trials: int = 3, seed: int = 2, **settings: object
+) -> tuple[Task, list[Sample]]:
+    """The task with these settings, and its prompts of so many words."""
+    task = make_task(name, settings)
+    return task, list(task.samples(words, tokens=tokens, trials=trials, seed=seed))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +41,7 @@ class Case:
     """
 
     answer: Callable[[Sample], str]
-    slack: int
+    slack: int = 5
     real_slack: int = 25
     text: bool = False
     tokens: int = 600
@@ -230,21 +242,18 @@ def story(sample: Sample) -> str:
     return f" {answer.upper()}. Or the"
 
 
+_SECRETS = ("single_2", "single_3", "multikey_1", "multivalue", "multiquery")
 CASES: dict[str, Case] = {
-    "passkey": Case(answer=passkey, slack=5, text=True, hidden=2),
-    "niah_single": Case(answer=kept, slack=5, text=True),
-    "niah_multi": Case(answer=kept, slack=5, text=True, tokens=1200),
-    "niah_single_1": Case(answer=secrets, slack=5),
-    "niah_single_2": Case(answer=secrets, slack=5, text=True),
-    "niah_single_3": Case(answer=secrets, slack=5, text=True),
-    "niah_multikey_1": Case(answer=secrets, slack=5, text=True),
+    "passkey": Case(answer=passkey, text=True, hidden=2),
+    "niah_single": Case(answer=kept, text=True),
+    "niah_multi": Case(answer=kept, text=True, tokens=1200),
+    "niah_single_1": Case(answer=secrets),
+    **{f"niah_{name}": Case(answer=secrets, text=True) for name in _SECRETS},
     "niah_multikey_2": Case(answer=secrets, slack=8, real_slack=30),
     "niah_multikey_3": Case(answer=secrets, slack=8, real_slack=110),
-    "niah_multivalue": Case(answer=secrets, slack=5, text=True),
-    "niah_multiquery": Case(answer=secrets, slack=5, text=True),
-    "vt": Case(answer=variables, slack=5, hidden=0),
+    "vt": Case(answer=variables, hidden=0),
     "cwe": Case(answer=repeated, slack=1, hidden=0),
-    "chain_of_key": Case(answer=chain, slack=4, hidden=1),
+    "chain_of_key": Case(answer=chain, slack=4),
     "html_tsv_syn": Case(
         answer=table,
         settings={"output": 60, "max_new": 100},
@@ -253,12 +262,7 @@ CASES: dict[str, Case] = {
         hidden=0,
         tokens=800,
     ),
-    "babilong_qa1": Case(answer=story, slack=5, text=True, hidden=0),
-    "babilong_qa2": Case(answer=story, slack=5, text=True, hidden=0),
-    "babilong_qa3": Case(answer=story, slack=5, text=True, hidden=0),
-    "babilong_qa4": Case(answer=story, slack=5, text=True, hidden=0),
-    "babilong_qa5": Case(answer=story, slack=5, text=True, hidden=0),
-    "qa_1": Case(answer=entry, slack=23, real_slack=110, hidden=0),
-    "qa_2": Case(answer=entry, slack=23, real_slack=110, hidden=0),
+    **{f"babilong_qa{n}": Case(answer=story, text=True, hidden=0) for n in range(1, 6)},
+    **{f"qa_{n}": Case(answer=entry, slack=23, real_slack=110, hidden=0) for n in (1, 2)},
     "fwe": Case(answer=coded, slack=10, real_slack=40, hidden=0),
 }

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from jax_longctx.evaluation.tasks import make_task
 from jax_longctx.evaluation.tasks.babilong import (
     LABELS,
     PEOPLE,
@@ -14,13 +13,9 @@ from jax_longctx.evaluation.tasks.babilong import (
     draw_story,
     label_score,
 )
-from tests.jax_longctx.evaluation.tasks.cases import answer_from, facts
+from tests.jax_longctx.evaluation.tasks.cases import answer_from, drawn, facts, words
 
 KINDS = ("qa1", "qa2", "qa3", "qa4", "qa5")
-
-
-def words(text: str) -> int:
-    return len(text.split())
 
 
 def stories(kind, number=60):
@@ -82,9 +77,9 @@ def test_who_and_what_there_is():
 def test_facts_stand_in_their_order_at_their_depths(kind, tmp_path):
     path = tmp_path / "birds.txt"
     path.write_text(" ".join(f"Row {i} has {i % 7} birds." for i in range(900)), encoding="utf-8")
-    task = make_task(f"babilong_{kind}", {"haystack": str(path)})
+    task, samples = drawn(f"babilong_{kind}", tokens=1500, haystack=str(path))
     assert task.label == f"babilong_{kind}@birds"
-    for sample in task.samples(words, tokens=1500, trials=3, seed=3):
+    for sample in samples:
         text = sample.context.partition("<context>\n")[2]
         parts, found = [], text
         for fact in sample.meta["facts"]:
@@ -100,15 +95,13 @@ def test_facts_stand_in_their_order_at_their_depths(kind, tmp_path):
 
 
 def test_a_short_prompt_has_a_short_story():
-    task = make_task("babilong_qa5")
-    for sample in task.samples(words, tokens=600, trials=20, seed=3):
+    for sample in drawn("babilong_qa5", tokens=600, trials=20)[1]:
         assert words(" ".join(sample.meta["facts"])) <= 300
 
 
 def test_examples_are_solved_and_the_same_everywhere():
     for kind in KINDS:
-        task = make_task(f"babilong_{kind}")
-        one, two = task.samples(words, tokens=600, trials=2, seed=3)
+        _, (one, two) = drawn(f"babilong_{kind}", trials=2)
         examples = one.context.partition("<context>")[0]
         assert two.context.startswith(examples)
         shown = examples.split("<example>\n")[1:]
@@ -147,8 +140,7 @@ def test_names_are_labels_in_any_case():
 
 
 def test_another_question_ends_an_answer():
-    task = make_task("babilong_qa1")
-    (sample,) = task.samples(words, tokens=600, trials=1, seed=3)
+    task, (sample,) = drawn("babilong_qa1", trials=1)
     others = " ".join(ROOMS)
     assert task.score(f" {sample.outputs[0]}\nQuestion: {others}", sample) == 100
     assert task.score(f" {sample.outputs[0]}\n{others}", sample) == 0

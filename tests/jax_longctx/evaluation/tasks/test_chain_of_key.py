@@ -8,16 +8,13 @@ import pytest
 from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.tasks import make_task
 from jax_longctx.evaluation.tasks.chain_of_key import chain_score
-
-
-def words(text: str) -> int:
-    return len(text.split())
+from tests.jax_longctx.evaluation.tasks.cases import drawn
 
 
 @pytest.mark.parametrize("steps", [3, 10])
 def test_keys_are_one_cycle_and_the_example_is_another(steps):
-    task = make_task("chain_of_key", {"steps": steps})
-    for sample in task.samples(words, tokens=500, trials=5, seed=1):
+    task, samples = drawn("chain_of_key", tokens=500, trials=5, steps=steps)
+    for sample in samples:
         head, _, listed = sample.context.partition("Name of key: ")
         pairs = re.findall(r"(\w+)-(\w+)", listed)
         after = dict(pairs)
@@ -74,13 +71,10 @@ def test_the_papers_examples():
 
 
 def test_a_list_holds_more_keys_than_the_chain():
-    task = make_task("chain_of_key")
-    few = [
-        next(task.samples(words, tokens=tokens, trials=1, seed=1)).meta["keys"]
-        for tokens in range(350, 365, 3)
-    ]
+    lengths = range(350, 365, 3)
+    few = [drawn("chain_of_key", tokens=tokens)[1][0].meta["keys"] for tokens in lengths]
     assert few == sorted(few) and few[0] >= 11
     with pytest.raises(LengthError, match="few"):
-        next(task.samples(words, tokens=300, trials=1, seed=1))
+        drawn("chain_of_key", tokens=300)
     with pytest.raises(ConfigError, match="steps must be at least 2, got 1"):
         make_task("chain_of_key", {"steps": 1})

@@ -7,17 +7,14 @@ import pytest
 from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.tasks import TASKS, Sample, Task, describe, make_task
 from jax_longctx.text import Tokenizer
-from tests.jax_longctx.evaluation.tasks.cases import CASES
+from tests.jax_longctx.evaluation.tasks.cases import CASES, words
 from tests.smollm2 import write_tokenizer
 
 everywhere = pytest.mark.parametrize("name", CASES)
 
 
-def words(text: str) -> int:
-    return len(text.split())
-
-
-def drawn(name, *, trials=3, seed=5, count=words, tokens=None, **settings) -> list[Sample]:
+def of(name, *, trials=3, seed=5, count=words, tokens=None, **settings) -> list[Sample]:
+    """Prompts of a task's case."""
     case = CASES[name]
     task = make_task(name, {**case.settings, **settings})
     return list(task.samples(count, tokens=tokens or case.tokens, trials=trials, seed=seed))
@@ -48,7 +45,7 @@ def real(tmp_path_factory):
 def test_prompts_have_the_length_asked_for(name, short_sentences):
     case, task = CASES[name], make_task(name, CASES[name].settings)
     for tokens in (case.tokens, case.tokens + 401):
-        for sample in drawn(name, tokens=tokens, **short_sentences(name)):
+        for sample in of(name, tokens=tokens, **short_sentences(name)):
             asked = sample.query + sample.answer_prefix
             length = 1 + words(sample.context) + words(asked) + task.max_new
             assert sample.length == length
@@ -60,59 +57,41 @@ def test_prompts_have_the_length_asked_for_in_real_tokens(name, short_sentences,
     tokenizer, count = real
     case, task = CASES[name], make_task(name, CASES[name].settings)
     tokens = 3 * case.tokens
-    for sample in drawn(name, trials=1, count=count, tokens=tokens, **short_sentences(name)):
-        ids = (
-            tokenizer.encode(sample.context),
-            tokenizer.encode(sample.query + sample.answer_prefix),
-        )
-        assert sample.length == 1 + len(ids[0]) + len(ids[1]) + task.max_new
+    for sample in of(name, trials=1, count=count, tokens=tokens, **short_sentences(name)):
+        asked = tokenizer.encode(sample.query + sample.answer_prefix)
+        assert sample.length == 1 + count(sample.context) + len(asked) + task.max_new
         assert tokens - case.real_slack <= sample.length <= tokens
 
 
 @everywhere
 def test_the_same_seed_draws_the_same_prompts_for_any_number_of_them(name):
-    three = drawn(name)
-    assert drawn(name, trials=1) == three[:1]
-    assert drawn(name) == three
+    three = of(name)
+    assert of(name, trials=1) == three[:1] and of(name) == three
     assert [sample.index for sample in three] == [0, 1, 2]
     prompts = {sample.context + sample.query for sample in three}
     assert len(prompts) == 3
-    assert not prompts & {sample.context + sample.query for sample in drawn(name, seed=6)}
+    assert not prompts & {sample.context + sample.query for sample in of(name, seed=6)}
 
 
 @everywhere
 def test_who_reads_the_prompt_is_right_and_who_says_nothing_is_not(name):
-    task = make_task(name, CASES[name].settings)
-    for sample in drawn(name):
-        assert task.score(CASES[name].answer(sample), sample) == 100
+    """The right answers stand in the context alone, and the parts of a prompt join as they are."""
+    task, case = make_task(name, CASES[name].settings), CASES[name]
+    for sample in of(name):
+        assert task.score(case.answer(sample), sample) == 100
         assert task.score("", sample) == 0
-
-
-@everywhere
-def test_right_answers_stand_in_the_context_alone(name):
-    for sample in drawn(name):
-        for gold in sample.outputs if CASES[name].hidden else ():
-            assert sample.context.count(gold) == CASES[name].hidden
+        for gold in sample.outputs if case.hidden else ():
+            assert sample.context.count(gold) == case.hidden
             assert gold not in sample.query + sample.answer_prefix
-
-
-@everywhere
-def test_a_prompt_joins_as_it_is(name):
-    for sample in drawn(name):
         assert sample.context == sample.context.strip()
         for part in (sample.query, sample.answer_prefix):
             assert part == "" or (part[0].isspace() and part == part.rstrip())
         json.dumps(sample.meta)
+        assert isinstance(task.parts("", sample), dict)
 
 
 @everywhere
-def test_too_few_tokens_are_refused(name):
-    with pytest.raises(LengthError, match="few"):
-        drawn(name, tokens=20)
-
-
-@everywhere
-def test_a_task_says_what_it_is(name):
+def test_a_task_says_what_it_is_and_what_it_refuses(name):
     task = make_task(name, CASES[name].settings)
     assert isinstance(task, Task)
     assert task.name == name and task.label.startswith(name) and task.metric
@@ -120,11 +99,8 @@ def test_a_task_says_what_it_is(name):
     given = {key: entry["default"] for key, entry in about["settings"].items()}
     assert make_task(name, given) == TASKS[name]
     assert about["about"].strip()
-    assert isinstance(task.parts("", drawn(name, trials=1)[0]), dict)
-
-
-@everywhere
-def test_settings_are_checked(name):
+    with pytest.raises(LengthError, match="few"):
+        of(name, tokens=20)
     with pytest.raises(ConfigError, match="max_new must be at least 1, got 0"):
         make_task(name, {"max_new": "0"})
     with pytest.raises(ConfigError, match=f"task '{name}' has no setting 'name'"):

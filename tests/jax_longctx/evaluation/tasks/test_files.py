@@ -13,16 +13,12 @@ from jax_longctx.evaluation.tasks.files import (
     SCORES,
     choice_letters,
 )
+from tests.jax_longctx.evaluation.tasks.cases import drawn, words
 
 
-def words(text: str) -> int:
-    return len(text.split())
-
-
-def drawn(name, path, lines, *, tokens=100, trials=9, **settings):
+def of_lines(name, path, lines, *, tokens=100, trials=9):
     path.write_text("\n".join(json.dumps(line) for line in lines) + "\n", encoding="utf-8")
-    task = make_task(name, {"file": str(path), **settings})
-    return task, list(task.samples(words, tokens=tokens, trials=trials, seed=1))
+    return drawn(name, tokens=tokens, trials=trials, file=str(path))
 
 
 def longbench(dataset="hotpotqa", **changes):
@@ -41,7 +37,7 @@ def longbench(dataset="hotpotqa", **changes):
 
 def test_longbench(tmp_path):
     lines = [longbench(), longbench("hotpotqa_e", input="And who went?")]
-    task, samples = drawn("longbench", tmp_path / "hotpotqa.jsonl", lines)
+    task, samples = of_lines("longbench", tmp_path / "hotpotqa.jsonl", lines)
     assert task.label == "longbench@hotpotqa" and task.max_new == 32
     one, two = samples
     assert (one.index, two.index, one.context) == (0, 1, "Long text.")
@@ -54,22 +50,22 @@ def test_longbench(tmp_path):
 
 def test_a_prompt_is_as_long_as_it_is(tmp_path):
     text = "word " * 500
-    _, (sample,) = drawn("longbench", tmp_path / "x.jsonl", [longbench(context=text)], tokens=60)
+    _, (sample,) = of_lines("longbench", tmp_path / "x.jsonl", [longbench(context=text)], tokens=60)
     assert sample.context == text.strip() and sample.length > 500
-    _, samples = drawn("longbench", tmp_path / "y.jsonl", [longbench()] * 5, trials=2)
+    _, samples = of_lines("longbench", tmp_path / "y.jsonl", [longbench()] * 5, trials=2)
     assert len(samples) == 2
 
 
 def test_code_goes_on_in_the_question(tmp_path):
     lines = [longbench("lcc", input=""), longbench("repobench-p", input="    return a\n")]
-    _, (one, two) = drawn("longbench", tmp_path / "lcc.jsonl", lines)
+    _, (one, two) = of_lines("longbench", tmp_path / "lcc.jsonl", lines)
     words_of_it = "\n\nWrite the next line of the code above."
     assert (one.query, two.query) == (words_of_it, "\n    return a" + words_of_it)
 
 
 def test_classes(tmp_path):
     line = longbench("trec", answers=["Human: city"], all_classes=["city", "Human: city", "date"])
-    task, (sample,) = drawn("longbench", tmp_path / "trec.jsonl", [line])
+    task, (sample,) = of_lines("longbench", tmp_path / "trec.jsonl", [line])
     assert sample.meta["choices"] == ["city", "Human: city", "date"]
     # A class that is a part of the right one's name is not held against it.
     assert task.score("Human: city\ndate", sample) == 100
@@ -86,7 +82,7 @@ def test_leval(tmp_path):
         "evaluation": "exam",
     }
     free = {**line, "instructions": ["Sum up."], "outputs": ["a b c"], "evaluation": "rouge"}
-    task, samples = drawn("leval", tmp_path / "coursera.jsonl", [line, free])
+    task, samples = of_lines("leval", tmp_path / "coursera.jsonl", [line, free])
     assert [sample.meta["metric"] for sample in samples] == [
         "option chosen",
         "last number",
@@ -112,7 +108,7 @@ def infinitebench(**changes):
 
 def test_infinitebench(tmp_path):
     line = infinitebench(options=["one", "two", "twenty"])
-    task, (sample,) = drawn("infinitebench", tmp_path / "longbook_choice_eng.jsonl", [line])
+    task, (sample,) = of_lines("infinitebench", tmp_path / "longbook_choice_eng.jsonl", [line])
     assert task.label == "infinitebench@longbook_choice_eng" and task.max_new == 40
     assert sample.query.endswith("Which?\nA. one\nB. two\nC. twenty")
     assert [task.score(text, sample) for text in ("B", "two", "B. two", "C", "one, two", "")] == [
@@ -124,11 +120,11 @@ def test_infinitebench(tmp_path):
         0,
     ]
     calc = infinitebench(answer=[5, -2, 9, 4])
-    task, (sample,) = drawn("infinitebench", tmp_path / "math_calc.jsonl", [calc])
+    task, (sample,) = of_lines("infinitebench", tmp_path / "math_calc.jsonl", [calc])
     assert sample.outputs == ("5", "-2", "9", "4")
     assert [task.score(text, sample) for text in ("5, -2, 9, 4", "5 -2 8 4", "1")] == [100, 50, 0]
     key = infinitebench(answer="71432")
-    task, (sample,) = drawn("infinitebench", tmp_path / "passkey.jsonl", [key])
+    task, (sample,) = of_lines("infinitebench", tmp_path / "passkey.jsonl", [key])
     assert task.score("It is 71432.", sample) == 100 and task.score("7 71432", sample) == 0
 
 
@@ -191,7 +187,7 @@ def test_every_data_set_has_a_metric():
 def test_every_data_set_of_longbench_gives_its_own_answer_full_marks(dataset, tmp_path):
     answers = ["Paragraph 4"] if "passage" in dataset else ["right words"]
     line = longbench(dataset, answers=answers, all_classes=["right words", "else"])
-    task, (sample,) = drawn("longbench", tmp_path / "x.jsonl", [line])
+    task, (sample,) = of_lines("longbench", tmp_path / "x.jsonl", [line])
     assert task.score(f" {answers[0]}", sample) == 100
     assert task.score("", sample) == 0
 
@@ -211,13 +207,13 @@ def test_lines_that_are_something_else(name, content, message, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(InputError, match=message):
-        next(make_task(name, {"file": str(path)}).samples(words, tokens=9, trials=1, seed=1))
+        drawn(name, file=str(path))
 
 
 @pytest.mark.parametrize("name", ["longbench", "leval", "infinitebench"])
 def test_a_file_must_be_given(name):
     with pytest.raises(InputError, match=f"{name} reads a file of yours: set file=PATH"):
-        next(make_task(name).samples(words, tokens=9, trials=1, seed=1))
+        drawn(name)
     assert json.dumps(describe(name)) and make_task(name).label == name
     with pytest.raises(ConfigError, match="answer_tokens must be at least 1, got 0"):
         make_task(name, {"answer_tokens": "0"})

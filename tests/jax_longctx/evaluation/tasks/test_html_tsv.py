@@ -1,24 +1,19 @@
 """Python's parser recovers the gold table from every page; tables are scored as LongProc scores."""
 
+from functools import partial
+
 import pytest
 
 from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.tasks import make_task
 from jax_longctx.evaluation.tasks.html_tsv import LAYOUTS, Condition, score_table
-from tests.jax_longctx.evaluation.tasks.cases import page_rows, table
+from tests.jax_longctx.evaluation.tasks.cases import drawn, page_rows, table, words
 
-
-def words(text: str) -> int:
-    return len(text.split())
-
-
-def drawn(*, tokens=2000, trials=24, **settings):
-    task = make_task("html_tsv_syn", {"output": 200, "max_new": 250, **settings})
-    return task, list(task.samples(words, tokens=tokens, trials=trials, seed=4))
+pages = partial(drawn, "html_tsv_syn", tokens=2000, trials=24, seed=4, output=200, max_new=250)
 
 
 def test_a_parser_recovers_the_table():
-    _, samples = drawn()
+    _, samples = pages()
     blanks = 0
     for sample in samples:
         header, *rows = [line.split("\t") for line in sample.outputs[0].split("\n")]
@@ -42,7 +37,7 @@ def test_a_parser_recovers_the_table():
 
 
 def test_only_records_asked_for_are_right():
-    task, samples = drawn(filtered=True, trials=8)
+    task, samples = pages(filtered=True, trials=8)
     sides = set()
     for sample in samples:
         rows = sample.outputs[0].split("\n")[1:]
@@ -63,11 +58,11 @@ def test_conditions():
 
 
 def test_short_pages_have_fewer_records():
-    _, (short, *_) = drawn(tokens=400, trials=1)
-    _, (long, *_) = drawn(trials=1)
+    _, (short, *_) = pages(tokens=400, trials=1)
+    _, (long, *_) = pages(trials=1)
     assert 0 < short.meta["records"] < long.meta["records"]
     with pytest.raises(LengthError, match="few"):
-        drawn(tokens=320, trials=1)
+        pages(tokens=320, trials=1)
 
 
 GOLD = "A\tB\n1\tx y\n2\tz\n3\tN/A"
@@ -100,7 +95,7 @@ def test_tables_are_scored(answer, precision, recall, f1):
 
 
 def test_a_task_scores_what_follows_its_header():
-    task, (sample, *_) = drawn(trials=1)
+    task, (sample, *_) = pages(trials=1)
     rows = sample.outputs[0].split("\n")[1:]
     half = "\n" + "\n".join(rows[: len(rows) // 2])
     assert task.parts(half, sample)["precision"] == 100

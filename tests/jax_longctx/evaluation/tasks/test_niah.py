@@ -8,10 +8,7 @@ import pytest
 from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.tasks import make_task
 from jax_longctx.evaluation.tasks.words import ADJECTIVES, NOUNS, VERBS, vocabulary, word_stream
-
-
-def words(text: str) -> int:
-    return len(text.split())
+from tests.jax_longctx.evaluation.tasks.cases import drawn, words
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +16,6 @@ def birds(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "birds.txt"
     path.write_text(" ".join(f"Row {i} has {i % 7} birds." for i in range(3000)), encoding="utf-8")
     return str(path)
-
-
-def drawn(name, *, tokens=900, trials=3, **settings):
-    task = make_task(name, settings)
-    return task, list(task.samples(words, tokens=tokens, trials=trials, seed=2))
 
 
 def test_one_needle_stands_at_its_depth(birds):

@@ -8,15 +8,11 @@ import pytest
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.tasks import make_task
 from jax_longctx.evaluation.tasks.ruler_qa import read_questions
+from tests.jax_longctx.evaluation.tasks.cases import drawn
 
 
-def words(text: str) -> int:
-    return len(text.split())
-
-
-def drawn(path, *, tokens=300, trials=12, name="qa_1"):
-    task = make_task(name, {"file": str(path)})
-    return task, list(task.samples(words, tokens=tokens, trials=trials, seed=2))
+def of_file(path, *, tokens=300):
+    return drawn("qa_1", tokens=tokens, trials=12, file=str(path))
 
 
 def paragraph(text, *pairs):
@@ -81,7 +77,7 @@ def test_hotpot(hotpot):
 
 
 def test_documents_stand_in_a_drawn_order_near_ones_before_others(squad):
-    task, samples = drawn(squad, tokens=140)
+    task, samples = of_file(squad, tokens=140)
     assert task.label == "qa_1@dev-v2.0"
     places = set()
     for sample in samples:
@@ -98,7 +94,7 @@ def test_documents_stand_in_a_drawn_order_near_ones_before_others(squad):
 
 
 def test_a_set_that_is_used_up_starts_over(squad):
-    _, (sample, *_) = drawn(squad, tokens=900)
+    _, (sample, *_) = of_file(squad, tokens=900)
     listed = re.findall(r"\n(\w+ fact \d)", sample.context)
     name, number = sample.query.removesuffix("?").split()[-2:]
     assert len(set(listed)) == 6 < len(listed)
@@ -106,7 +102,7 @@ def test_a_set_that_is_used_up_starts_over(squad):
 
 
 def test_any_answer_is_right(squad):
-    task, (sample, *_) = drawn(squad)
+    task, (sample, *_) = of_file(squad)
     assert sample.outputs[1] == "x"
     assert task.score("X, I think", sample) == 100
     assert task.score("none", sample) == 0
@@ -143,7 +139,7 @@ def test_files_that_are_something_else(tmp_path, content, message):
     path = tmp_path / "bad.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(InputError, match=f"bad.json {message}.*give qa_syn, or a JSON file"):
-        drawn(path)
+        of_file(path)
 
 
 def test_a_file_without_other_documents(tmp_path):
@@ -151,4 +147,4 @@ def test_a_file_without_other_documents(tmp_path):
     data = [{"title": "A", "paragraphs": [paragraph("Only.", ("Q?", ["A"]))]}]
     path.write_text(json.dumps({"data": data}), encoding="utf-8")
     with pytest.raises(InputError, match="all documents of the file answer the question"):
-        drawn(path)
+        of_file(path)

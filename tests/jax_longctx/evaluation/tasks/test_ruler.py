@@ -7,15 +7,7 @@ import pytest
 
 from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.tasks import make_task
-
-
-def words(text: str) -> int:
-    return len(text.split())
-
-
-def drawn(name, *, tokens=900, trials=3, **settings):
-    task = make_task(name, settings)
-    return task, list(task.samples(words, tokens=tokens, trials=trials, seed=2))
+from tests.jax_longctx.evaluation.tasks.cases import drawn, words
 
 
 def test_a_chain_keeps_its_order_behind_a_solved_one():
