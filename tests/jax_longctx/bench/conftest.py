@@ -1,7 +1,11 @@
-"""A shape that a CPU times in seconds."""
+"""A shape that a CPU times in seconds, and the commands that time it."""
+
+import json
 
 import pytest
+from typer.testing import CliRunner
 
+from jax_longctx.cli.main import app
 from jax_longctx.models import presets
 
 
@@ -19,3 +23,15 @@ def tiny_shape(monkeypatch):
     )
     monkeypatch.setitem(presets.PRESETS, "tiny", shape)
     return shape
+
+
+def bench(*args, code=0):
+    """A command of `bench`, which ends with this exit code."""
+    result = CliRunner().invoke(app, ["bench", *map(str, args)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def measured(*args):
+    """What a command of `bench` hands over."""
+    return json.loads(bench(*args, "--json").stdout)

@@ -4,19 +4,17 @@ import json
 from unittest.mock import create_autospec
 
 import pytest
-from typer.testing import CliRunner
 
 from jax_longctx.bench import cold
-from jax_longctx.cli.main import app
+from tests.jax_longctx.bench.conftest import bench
 
 
 def bench_cold(folder, *methods):
     """The rows of methods, and what the command prints."""
     out = folder / "found.json"
-    args = ["--preset", "tiny", "--length", "100", "--answer", "4", "--dtype", "float32"]
+    args = ["cold", "--preset", "tiny", "--length", 100, "--answer", 4, "--dtype", "float32"]
     args += [word for method in methods for word in ("-m", method)]
-    result = CliRunner().invoke(app, ["bench", "cold", *args, "--out", str(out)])
-    assert result.exit_code == 0, result.output
+    result = bench(*args, "--out", out)
     found = json.loads(out.read_text())
     assert found["model"] == "tiny" and found["device"] == "cpu" and found["context"] == 100
     return found["rows"], result.stdout

@@ -6,11 +6,9 @@ from unittest.mock import create_autospec
 import jax
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from jax_longctx.bench import decode, e2e, steps, throughput
+from jax_longctx.bench import decode, e2e, prefill, steps, throughput
 from jax_longctx.bench.steps import Answering, Kernels, Step
-from jax_longctx.cli.main import app
 from jax_longctx.engine import Context, Engine, programs
 from jax_longctx.engine.capacity import footprint
 from jax_longctx.errors import CapacityError, LongctxError
@@ -18,22 +16,22 @@ from jax_longctx.methods import METHODS, STUDIES, Full, make_method
 from jax_longctx.models import presets
 from jax_longctx.settings import Offload
 from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.bench.conftest import bench, measured
 from tests.support import joined, random_rows, tiny_engine
 
 
 @pytest.fixture
 def tiny_preset(tiny_shape, monkeypatch):
-    monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1e11)
+    for command in (decode, e2e, throughput):
+        monkeypatch.setattr(command, "copy_bandwidth", lambda: 1e11)
 
 
 @pytest.mark.slow
 def test_times_beside_limits(tiny_preset, tmp_path):
-    args = ["bench", "decode", "--preset", "tiny", "-m", "snapkv:budget=64", "--json"]
-    args += ["--case", "2x600", "--blocks", "1", "--picture", str(tmp_path / "steps.png")]
-    result = CliRunner().invoke(app, [*args, "--out", str(tmp_path / "steps.json")])
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout)
-    assert record == json.loads((tmp_path / "steps.json").read_text())
+    picture, out = tmp_path / "steps.png", tmp_path / "steps.json"
+    args = ["decode", "--preset", "tiny", "-m", "snapkv:budget=64", "--case", "2x600"]
+    record = measured(*args, "--blocks", 1, "--picture", picture, "--out", out)
+    assert record == json.loads(out.read_text())
     assert record["layers"] == {"timed": 2, "of": 2}
     full, snapkv = record["rows"]
     assert (full["batch"], full["context"], full["speedup"]) == (2, 600, 1.0)
@@ -48,7 +46,7 @@ def test_times_beside_limits(tiny_preset, tmp_path):
         assert row["share"] == pytest.approx(row["limit_seconds"] / row["seconds"])
         # A CPU's profile has no streams.
         assert not [key for key in row if "kernel" in key or "gap" in key]
-    assert (tmp_path / "steps.png").read_bytes()[:4] == b"\x89PNG"
+    assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.slow
@@ -60,13 +58,10 @@ def test_offloaded_contexts_are_timed_and_what_they_fetch_is_told(tiny_preset, m
         return Step(0.5, None) if isinstance(engine.method, Full) else real(engine, *given)
 
     monkeypatch.setattr(decode, "step_of", create_autospec(real, side_effect=timed))
-    args = ["bench", "decode", "--preset", "tiny", "-m", "quest:budget=32,local=16", "--json"]
-    args += ["--case", "2x600", "--blocks", "1", "--chunk", "128", "--offload", "host"]
-    args += ["--working-set", "192", "--prefetch", "--kv", "int8"]
+    args = ["decode", "--preset", "tiny", "-m", "quest:budget=32,local=16", "--case", "2x600"]
+    args += ["--blocks", 1, "--chunk", 128, "--offload", "host", "--working-set", 192]
     for drawn in ([], ["--random-cache"]):
-        result = CliRunner().invoke(app, [*args, *drawn])
-        assert result.exit_code == 0, result.output
-        record = json.loads(result.stdout)
+        record = measured(*args, "--prefetch", "--kv", "int8", *drawn)
         assert (record["offload"], record["prefetch"], record["kv"]) == ("host", True, "int8")
         full, quest = record["rows"]
         assert "fetched" not in full and full["host"] == 0 < quest["host"]
@@ -121,10 +116,9 @@ def test_forms_and_tiers_are_those_asked_for_and_bytes_of_a_step_count_the_forms
         return Step(0.5, None)
 
     _stub(monkeypatch, timed)
-    args = ["bench", "decode", "--model", "tiny", "-m", "full", "--case", "1x300", "--json"]
+    args = ["decode", "--model", "tiny", "--case", "1x300", "-m"]
     given = ((), ("--kv", "int8"), ("--kv", "int8", "--weights", "int8"))
-    results = [CliRunner().invoke(app, [*args, *options]) for options in given]
-    wide, kept, both = (json.loads(result.stdout) for result in results)
+    wide, kept, both = (measured(*args, "full", *options) for options in given)
     said = [(record["kv"], record["weights"]) for record in (wide, kept, both)]
     assert forms == said == [(None, None), ("int8", None), ("int8", "int8")]
     # Of a layer's matrices a byte of two, and four bytes for each of their outputs.
@@ -136,10 +130,9 @@ def test_forms_and_tiers_are_those_asked_for_and_bytes_of_a_step_count_the_forms
     assert wide["rows"][0]["bytes"] - kept["rows"][0]["bytes"] == (
         wide["rows"][0]["read"] - kept["rows"][0]["read"]
     )
-    tier = [*args, "-m", "quest:budget=32", "--offload", "host", "--working-set", "192"]
+    tier = ["quest:budget=32", "--offload", "host", "--working-set", 192]
     for ahead in (False, True):
-        result = CliRunner().invoke(app, [*tier, *(["--prefetch"] if ahead else [])])
-        assert json.loads(result.stdout)["prefetch"] == ahead
+        assert measured(*args, *tier, *["--prefetch"] * ahead)["prefetch"] == ahead
         # Full attention stays on the device.
         assert tiers[-2:] == [None, Offload(192, prefetch=ahead)]
 
@@ -152,10 +145,8 @@ def test_where_full_attention_fails_there_is_no_ratio(tiny_preset, monkeypatch, 
 
     _stub(monkeypatch, timed)
     monkeypatch.setenv("COLUMNS", "200")
-    args = ["bench", "decode", "--model", "tiny", "-m", "quest", "--case", "1x300"]
     out = tmp_path / "found.json"
-    result = CliRunner().invoke(app, [*args, "--out", str(out)])
-    assert result.exit_code == 0, result.output
+    result = bench("decode", "--model", "tiny", "-m", "quest", "--case", "1x300", "--out", out)
     full, quest = json.loads(out.read_text())["rows"]
     assert full["failed"] == "too much" and quest["seconds"] == 0.5
     assert "speedup" not in quest
@@ -166,25 +157,15 @@ def test_where_full_attention_fails_there_is_no_ratio(tiny_preset, monkeypatch, 
 def test_all_methods_are_timed_unless_named(tiny_preset, monkeypatch):
     """Those that refuse the model have a row that says so."""
     _stub(monkeypatch, lambda engine, rows: Step(0.5, None))
-    result = CliRunner().invoke(app, ["bench", "decode", "--model", "tiny", "--json"])
-    assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)["rows"]
+    rows = measured("decode", "--model", "tiny")["rows"]
     assert [row["method"] for row in rows] == [name for name in METHODS if name not in STUDIES]
     failed = {row["method"]: row["failed"] for row in rows if "failed" in row}
     assert [*failed] == ["dynamic-ntk"] and "rope" in failed["dynamic-ntk"]
 
 
-def test_a_mesh_with_a_data_axis_is_refused(tiny_preset):
-    args = ["bench", "throughput", "--model", "tiny", "-m", "full", "--mesh", "data=2"]
-    result = CliRunner().invoke(app, args)
-    assert result.exit_code == 2
-    assert "steps are timed for one part of the data axis; leave data out" in result.stderr
-
-
 @pytest.mark.slow
 def test_the_largest_batch_fills_the_memory(tiny_preset, monkeypatch, tmp_path):
     """One row more than the batch would not fit, and a batch that does not run is made smaller."""
-    monkeypatch.setattr(throughput, "copy_bandwidth", lambda: 1e11)
     tried = []
 
     def timed(engine, rows):
@@ -194,12 +175,9 @@ def test_the_largest_batch_fills_the_memory(tiny_preset, monkeypatch, tmp_path):
         return Step(0.5, Kernels(50, 0.3))
 
     _stub(monkeypatch, timed)
-    args = ["bench", "throughput", "--model", "tiny", "-m", "snapkv:budget=64", "--memory", "0.01"]
-    args += ["--context", "2000", "--blocks", "1", "--json"]
-    result = CliRunner().invoke(app, [*args, "--picture", str(tmp_path / "speed.png")])
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout)
-    full, snapkv = record["rows"]
+    args = ["throughput", "--model", "tiny", "-m", "snapkv:budget=64", "--memory", 0.01]
+    args += ["--context", 2000, "--blocks", 1, "--picture", tmp_path / "speed.png"]
+    full, snapkv = measured(*args)["rows"]
     assert tried == [full["batch"], snapkv["by_arithmetic"], snapkv["batch"]]
     assert snapkv["batch"] == snapkv["by_arithmetic"] - snapkv["by_arithmetic"] // 16
     assert snapkv["batch"] > 4 * full["batch"]
@@ -218,21 +196,13 @@ def test_the_largest_batch_fills_the_memory(tiny_preset, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_throughput_of_a_bounded_batch(tiny_preset, monkeypatch):
-    monkeypatch.setattr(throughput, "copy_bandwidth", lambda: 1e11)
     monkeypatch.setenv("COLUMNS", "200")
-    args = ["bench", "throughput", "--model", "tiny", "-m", "snapkv:budget=64", "--rows", "2"]
-    args += ["--context", "590", "--context", "600", "--blocks", "1", "--memory", "0.1"]
-    result = CliRunner().invoke(app, args)
-    assert result.exit_code == 0, result.output
-    lines = [line.split() for line in result.stdout.splitlines()]
-    assert [line[2:4] for line in lines if line and line[0] == "snapkv"] == [
-        ["590", "2"],
-        ["600", "2"],
-    ]
-
-
-def test_no_row_fits(tiny_preset, monkeypatch):
-    monkeypatch.setattr(throughput, "copy_bandwidth", lambda: 1e11)
+    args = ["throughput", "--model", "tiny", "-m", "snapkv:budget=64", "--rows", 2]
+    args += ["--context", 590, "--context", 600, "--blocks", 1, "--memory", 0.1]
+    lines = [line.split() for line in bench(*args).stdout.splitlines()]
+    shown = [line[2:4] for line in lines if line and line[0] == "snapkv"]
+    assert shown == [["590", "2"], ["600", "2"]]
+    # Where no row fits, the row says so.
     found = throughput.run(model="tiny", methods=[], contexts=[4000], blocks=1, memory=1000)
     assert found["rows"][0]["failed"] == "no row fits the memory"
 
@@ -323,20 +293,13 @@ def test_a_profile_without_kernels_is_refused():
 @pytest.mark.slow
 def test_end_to_end_ratios_are_against_the_roofline_and_the_baseline(tiny_preset, monkeypatch):
     theirs = {"first_token": 2.0, "decode_step": 0.5, "compiled_step": 0.25}
-    monkeypatch.setattr(e2e, "copy_bandwidth", lambda: 1e11)
     monkeypatch.setattr(
         e2e, "run_peer", create_autospec(e2e.run_peer, return_value={"100": theirs})
     )
-    args = ["bench", "e2e", "--model", "tiny", "--context", "100", "--runs", "1", "--chunk", "64"]
-    result = CliRunner().invoke(app, [*args, "--json"])
-    assert result.exit_code == 0, result.output
-    rows = json.loads(result.stdout)["rows"]
-    assert [row["baseline"] for row in rows] == [
-        "transformers sdpa",
-        "roofline",
-        "transformers sdpa",
-        "transformers compiled",
-    ]
+    args = ["e2e", "--model", "tiny", "--context", 100, "--runs", 1, "--chunk", 64]
+    rows = measured(*args)["rows"]
+    named = ["transformers sdpa", "roofline", "transformers sdpa", "transformers compiled"]
+    assert [row["baseline"] for row in rows] == named
     # Weights but the embedding table, and keys and values of 100 tokens, in bfloat16.
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
     moved = 2 * (2 * layer + 32 + 128 * 32) + 100 * 2 * 2 * 8 * 2 * 2
@@ -344,14 +307,6 @@ def test_end_to_end_ratios_are_against_the_roofline_and_the_baseline(tiny_preset
     assert [row["baseline_seconds"] for row in rows] == pytest.approx(wanted)
     for row in rows:
         assert row["ratio"] == pytest.approx(row["seconds"] / row["baseline_seconds"])
-
-
-@pytest.mark.parametrize("layers", ["1", "3"])
-def test_layers_that_the_shape_has_not_are_refused(tiny_preset, layers):
-    args = ["bench", "decode", "--model", "tiny", "-m", "full", "--layers", layers]
-    result = CliRunner().invoke(app, args)
-    assert result.exit_code == 2
-    assert f"--layers must be from 2 to 2, got {layers}" in result.stderr
 
 
 def test_a_random_cache_stands_for_a_context(tiny_preset):
@@ -366,8 +321,21 @@ def test_a_random_cache_stands_for_a_context(tiny_preset):
     assert [len(row) for row in next(engine.stream(context, [[1], [2]], max_tokens=4))] == [1, 1]
 
 
-@pytest.mark.parametrize("case", ["3", "0x5", "ax5", "5x"])
-def test_bad_cases_are_named(case):
-    result = CliRunner().invoke(app, ["bench", "decode", "-m", "full", "--case", case])
-    assert result.exit_code == 2
-    assert "expected BATCHxCONTEXT" in result.stderr
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ("decode --layers 1", "--layers must be from 2 to 2, got 1"),
+        ("decode --layers 3", "--layers must be from 2 to 2, got 3"),
+        *((f"decode --case {bad}", "expected BATCHxCONTEXT") for bad in ("3", "0x5", "ax5", "5x")),
+        ("throughput --mesh data=2", "for one part of the data axis; leave data out"),
+        ("prefill --case 1024:", "expected TOKENS or TOKENS:BLOCK"),
+        ("prefill --case 0", "expected TOKENS or TOKENS:BLOCK"),
+        ("prefill --case 40", "--case 40: question and answer need 130 tokens"),
+        ("prefill --out /proc/found.json", "nothing can be written to the folder /proc"),
+        ("prefill --mesh seq=64", "needs 64 devices, 8 found"),
+    ],
+)
+def test_bad_options_are_named(tiny_preset, args, said, monkeypatch):
+    monkeypatch.setattr(prefill, "WARM", 18)
+    result = bench(*args.split(), "--model", "tiny", "-m", "full", code=2)
+    assert said in result.stderr and result.stderr.count("\n") <= 2

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
-from typer.testing import CliRunner
 
 from jax_longctx.bench import kernels
 from jax_longctx.bench.kernels import markdown
 from jax_longctx.bench.timing import measure
-from jax_longctx.cli.main import app
+from tests.jax_longctx.bench.conftest import measured
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +47,8 @@ def test_a_longer_step_takes_longer():
 
 
 def test_files_and_figures(tmp_path):
-    args = ["bench", "kernels", "--shrink", "64", "--repeats", "1", "--json"]
-    args += ["--only", "select_large_k", "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, args)
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout)
+    args = ["kernels", "--shrink", 64, "--repeats", 1, "--only", "select_large_k"]
+    record = measured(*args, "--out", tmp_path)
     assert record == json.loads((tmp_path / "kernels.json").read_text())
     chosen, xla, library = record["rows"]
     assert [row["run"] for row in (chosen, xla, library)] == ["chosen", "xla", "lax.top_k"]

@@ -5,13 +5,12 @@ import time
 from unittest.mock import create_autospec
 
 import pytest
-from typer.testing import CliRunner
 
 from jax_longctx.bench import prefill, timing
-from jax_longctx.cli.main import app
 from jax_longctx.engine.capacity import SPARE, reserved
 from jax_longctx.methods import make_method
 from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.bench.conftest import bench, measured
 
 
 @pytest.fixture
@@ -20,18 +19,15 @@ def tiny_preset(tiny_shape, monkeypatch):
     monkeypatch.setattr(prefill, "WARM", 18)
 
 
-def bench(*args):
-    return CliRunner().invoke(app, ["bench", "prefill", "--model", "tiny", *args])
+ASKED = ("prefill", "--model", "tiny")
 
 
 @pytest.mark.thorough
 def test_figures_follow_from_each_other(tiny_preset, tmp_path):
     out = tmp_path / "found.json"
     args = ["-m", "ring", "-m", "star:anchor_kv=broadcast", "--case", "1024:256", "--mesh", "seq=4"]
-    args += ["--layers", "2", "--runs", "1", "--blocks", "1", "--chunk", "128"]
-    result = bench(*args, "--out", str(out), "--json")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    args += ["--layers", 2, "--runs", 1, "--blocks", 1, "--chunk", 128, "--out", out]
+    found = measured(*ASKED, *args)
     assert found == json.loads(out.read_text()) and list(tmp_path.iterdir()) == [out]
     assert found["layers"] == {"timed": 2, "of": 4}
     assert found["mesh"] == {"data": 1, "seq": 4, "tensor": 1}
@@ -69,11 +65,10 @@ def test_figures_follow_from_each_other(tiny_preset, tmp_path):
 @pytest.mark.slow
 def test_contexts_in_the_hosts_memory_and_in_8_bits_are_timed(tiny_preset, tmp_path):
     method = "infllm:n_local=64,n_init=16,block_size=16,topk=2,repr_topk=2,chunk=32"
-    args = ["-m", method, "--case", "600", "--mesh", "seq=1", "--blocks", "0", "--runs", "1"]
-    args += ["--chunk", "64", "--kv", "int8", "--weights", "int8"]
-    args += ["--offload", "host", "--working-set", "128", "--out", str(tmp_path / "found.json")]
-    result = bench(*args)
-    assert result.exit_code == 0, result.output
+    args = ["-m", method, "--case", 600, "--mesh", "seq=1", "--blocks", 0, "--runs", 1]
+    args += ["--chunk", 64, "--kv", "int8", "--weights", "int8"]
+    args += ["--offload", "host", "--working-set", 128, "--out", tmp_path / "found.json"]
+    result = bench(*ASKED, *args)
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["kv"], found["weights"], found["offload"]) == ("int8", "int8", "host")
     assert found["rows"][0]["first_token"] > 0
@@ -83,10 +78,8 @@ def test_contexts_in_the_hosts_memory_and_in_8_bits_are_timed(tiny_preset, tmp_p
 
 @pytest.mark.slow
 def test_one_device_merges_nothing_and_a_step_can_be_left_out(tiny_preset):
-    args = ["-m", "full", "--case", "256:128", "--mesh", "seq=1", "--layers", "2", "--json"]
-    result = bench(*args, "--runs", "1", "--blocks", "0", "--chunk", "64")
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    args = ["-m", "full", "--case", "256:128", "--mesh", "seq=1", "--layers", 2]
+    found = measured(*ASKED, *args, "--runs", 1, "--blocks", 0, "--chunk", 64)
     assert found["rates"]["merge"] is None and found["rates"]["received"] is None
     (row,) = found["rows"]
     assert not {"step", "merge_share"} & set(row) and row["context"] == 256 - reserved(2) - SPARE
@@ -104,15 +97,13 @@ def test_a_question_is_read_beside_each_chunk_and_memory_is_watched(tiny_preset,
         return prefilled(engine, rows, **given)
 
     monkeypatch.setattr(timing.Engine, "prefill", prefill_and_count)
-    args = ["-m", "citrus:budget=64,chunk=32", "--case", "512", "--mesh", "seq=1", "--json"]
-    args += ["--runs", "1", "--blocks", "0", "--chunk", "64"]
+    args = ["-m", "citrus:budget=64,chunk=32", "--case", 512, "--mesh", "seq=1"]
+    args += ["--runs", 1, "--blocks", 0, "--chunk", 64, "--question"]
     rates = {"linear": 1e12, "attention": 1e12, "merge": None}
     monkeypatch.setattr(prefill, "_rates", create_autospec(prefill._rates, return_value=rates))
     rows, answered = {}, create_autospec(prefill.answered, return_value=([1.0], [], 0))
     for question in (8, 40):
-        result = bench(*args, "--question", str(question))
-        assert result.exit_code == 0, result.output
-        (rows[question],) = json.loads(result.stdout)["rows"]
+        (rows[question],) = measured(*ASKED, *args, question)["rows"]
         # The longer question is not read: its figures are enough.
         monkeypatch.setattr(prefill, "answered", answered)
     # Warm, timed, and watched; only the last comes after the watch began.
@@ -160,41 +151,15 @@ def test_a_block_is_for_methods_that_have_one():
     assert prefill._made("star", {}, prefill.Case(1024))[1].block == 32768
 
 
-RESULT = {
-    "model": "tiny",
-    "device": "H",
-    "jax": "0",
-    "mesh": {"data": 1, "seq": 2, "tensor": 1},
-    "chunk": 8192,
-    "layers": {"timed": 8, "of": 32},
-    "runs": 3,
-    "rates": {
-        "linear": 6e14,
-        "attention": 5e14,
-        "square": 65536,
-        "received": 3e11,
-        "merge": {"by_sum": 2e-5, "by_gather": 1e-5, "used": "by_gather"},
-    },
-    "rows": [
-        {
-            "method": "ring",
-            "settings": {"order": "zigzag"},
-            "tokens": 131072,
-            "first_token": 8.0,
-            "speedup": 1.0,
-            "step": 0.004,
-            "merge_share": 0.08,
-            "linear": 1e15,
-            "attention": 2e15,
-            "received": 1.29e10,
-            "model_seconds": 6.4,
-            "of_model": 1.25,
-            "peak_bytes": 3 * 2**30,
-            "said_bytes": 2**30,
-        },
-        {"method": "star", "settings": {}, "tokens": 131072, "failed": "too much"},
-    ],
-}
+RATES = {"linear": 6e14, "attention": 5e14, "square": 65536, "received": 3e11}
+RATES |= {"merge": {"by_sum": 2e-5, "by_gather": 1e-5, "used": "by_gather"}}
+RING = {"method": "ring", "settings": {"order": "zigzag"}, "tokens": 131072, "first_token": 8.0}
+RING |= {"speedup": 1.0, "step": 0.004, "merge_share": 0.08, "linear": 1e15, "attention": 2e15}
+RING |= {"received": 1.29e10, "model_seconds": 6.4, "of_model": 1.25, "peak_bytes": 3 * 2**30}
+STAR = {"method": "star", "settings": {}, "tokens": 131072, "failed": "too much"}
+RESULT = {"model": "tiny", "device": "H", "jax": "0", "mesh": {"data": 1, "seq": 2, "tensor": 1}}
+RESULT |= {"chunk": 8192, "layers": {"timed": 8, "of": 32}, "runs": 3, "rates": RATES}
+RESULT |= {"rows": [RING | {"said_bytes": 2**30}, STAR]}
 
 
 def test_where_the_first_method_fails_there_is_no_ratio(tiny_preset, monkeypatch):
@@ -211,8 +176,7 @@ def test_where_the_first_method_fails_there_is_no_ratio(tiny_preset, monkeypatch
 def test_a_table_for_people(tiny_preset, monkeypatch):
     monkeypatch.setattr(prefill, "run", create_autospec(prefill.run, return_value=RESULT))
     monkeypatch.setenv("COLUMNS", "200")
-    result = bench("-m", "ring:order=zigzag", "--case", "131072", "--mesh", "seq=2")
-    assert result.exit_code == 0, result.output
+    result = bench(*ASKED, "-m", "ring:order=zigzag", "--case", 131072, "--mesh", "seq=2")
     times, work, *facts = result.stdout.split("\n\n")
     times = times.splitlines()
     assert times[1].split() == "ring order=zigzag 131,072 8.00 s 1.00x 4.00 ms 8.0%".split()
@@ -225,21 +189,3 @@ def test_a_table_for_people(tiny_preset, monkeypatch):
     assert "linear 600 TFLOP/s, attention 500 TFLOP/s (causal, 65,536 tokens)" in said
     assert "from a neighbour 300.0 GB/s" in said
     assert "20.0 us by pmax and psum, 10.0 us by one all-gather; by_gather is used" in said
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["--case", "1024:"], "expected TOKENS or TOKENS:BLOCK"),
-        (["--case", "0"], "expected TOKENS or TOKENS:BLOCK"),
-        (["--case", "40"], "--case 40: question and answer need 130 tokens"),
-        (["--layers", "9"], "--layers must be from 2 to 4, got 9"),
-        (["--out", "/proc/found.json"], "nothing can be written to the folder /proc"),
-        (["--mesh", "seq=64"], "needs 64 devices, 8 found"),
-    ],
-    ids=str,
-)
-def test_bad_options_are_named(tiny_preset, args, said):
-    result = bench("-m", "full", *args)
-    assert result.exit_code == 2 and said in result.stderr, result.output
-    assert result.stderr.count("\n") <= 2

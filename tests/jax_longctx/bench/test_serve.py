@@ -4,14 +4,13 @@ import json
 from unittest.mock import create_autospec
 
 import pytest
-from typer.testing import CliRunner
 
 from jax_longctx.bench import serve
 from jax_longctx.bench.steps import QUESTION, random_context
-from jax_longctx.cli.main import app
 from jax_longctx.engine import Engine, Request, RunningBatch
 from jax_longctx.methods import Quest
 from pallas_kernels.quantised import Quantised, dequantised
+from tests.jax_longctx.bench.conftest import bench
 from tests.support import tiny_engine
 
 # Bytes of the weights that a step of the tiny shape reads.
@@ -26,8 +25,8 @@ def tiny_preset(tiny_shape, monkeypatch):
 
 
 def asked(*args):
-    given = ["bench", "serve", "--model", "tiny", "--context", "600", "--rows", "3"]
-    return CliRunner().invoke(app, [*given, "--blocks", "1", "--chunk", "64", *args])
+    given = ["serve", "--model", "tiny", "--context", 600, "--rows", 3, "--blocks", 1]
+    return bench(*given, "--chunk", 64, *args)
 
 
 @pytest.mark.slow
@@ -46,11 +45,9 @@ def test_rows_share_a_context_and_decode_while_a_text_is_read(tiny_preset, monke
         Engine, "read_question", lambda *given: questions.append(given[-1]) or read(*given)
     )
     # Of full attention all rows share the context; of SnapKV each has its own.
-    args = ["-m", "full", "-m", "snapkv:budget=64", "--read", "1200", "--json"]
-    result = asked(*args, "--out", str(tmp_path / "serve.json"))
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout)
-    assert record == json.loads((tmp_path / "serve.json").read_text())
+    args, out = ["-m", "full", "-m", "snapkv:budget=64", "--read", 1200], tmp_path / "serve.json"
+    record = json.loads(asked(*args, "--json", "--out", out).stdout)
+    assert record == json.loads(out.read_text())
     full, snapkv = record["rows"]
     # Of each method the first row's question, alone, beside what joins read.
     joined = [args[0] for args in joins]
@@ -92,7 +89,6 @@ def stubbed(tiny_preset, monkeypatch):
 def test_full_and_quest_unless_named_and_a_table(stubbed, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     result = asked("--read", "0")
-    assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]
     times = "yes 250.00 ms 500.00 ms 6 1.5x 0% 0.12 s 0.75 s".split()
     for name in ("full", "quest"):
@@ -101,16 +97,12 @@ def test_full_and_quest_unless_named_and_a_table(stubbed, monkeypatch):
 
 
 def test_a_method_that_refuses_has_a_row_that_says_so(tiny_preset):
-    result = asked("-m", "dynamic-ntk", "--read", "0", "--json")
-    assert result.exit_code == 0, result.output
-    (row,) = json.loads(result.stdout)["rows"]
+    (row,) = json.loads(asked("-m", "dynamic-ntk", "--read", 0, "--json").stdout)["rows"]
     assert "rope" in row["failed"]
 
 
 def test_bytes_of_a_step_count_the_form_of_keys_and_values(stubbed):
-    result = asked("-m", "full", "--read", "0", "--json", "--kv", "int8")
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout)
+    record = json.loads(asked("-m", "full", "--read", 0, "--json", "--kv", "int8").stdout)
     assert record["kv"] == "int8" == stubbed[0].setup.kv
     # Of a token of a head 8 numbers in 8 bits beside a scale; twice.
     tokens = (record["rows"][0]["bytes"] - WEIGHTS) / (2 * 2 * 2 * (8 + 2))

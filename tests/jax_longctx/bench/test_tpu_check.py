@@ -10,21 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from typer.testing import CliRunner
 
 import pallas_kernels
 from jax_longctx.bench import decode, kernels, tpu_check
-from jax_longctx.cli.main import app
+from tests.jax_longctx.bench.conftest import bench, measured
 
 
 @pytest.mark.slow
 def test_the_command_in_the_interpreter(tmp_path, monkeypatch):
     monkeypatch.setattr(tpu_check, "LENGTHS", (0, 129, tpu_check.SLOTS))
     out = tmp_path / "found.json"
-    args = ["bench", "tpu-check", "--interpret", "--out", str(out), "--json"]
-    result = CliRunner().invoke(app, args)
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout)
+    record = measured("tpu-check", "--interpret", "--out", out)
     assert record == json.loads(out.read_text())
     assert record["interpreted"] and not {"kernels", "steps"} & set(record)
     assert all(row["passed"] and row["error"] <= row["tolerance"] for row in record["checks"])
@@ -80,25 +76,14 @@ def test_a_wrong_kernel_is_seen(tmp_path, monkeypatch):
     def definition(*args):
         return [x for x in base.definition(*args) if x is not None]
 
-    made = [
-        dataclasses.replace(
-            base,
-            kernel=run.__name__,
-            run=run,
-            given=base.inputs,
-            caches=(),
-            definition=defined,
-        )
-        for run, defined in ((off, definition), (broken, definition))
-    ]
+    how = {"given": base.inputs, "caches": (), "definition": definition}
+    made = [dataclasses.replace(base, kernel=run.__name__, run=run, **how) for run in (off, broken)]
     read = jnp.full_like(base.inputs[3], tpu_check.SLOTS)
     given = (*base.given[:3], read)
     made.append(dataclasses.replace(base, kernel="careless", run=careless, given=given, caches=()))
     monkeypatch.setattr(tpu_check, "checks", lambda: made)
     out = tmp_path / "found.json"
-    args = ["bench", "tpu-check", "--interpret", "--out", str(out)]
-    result = CliRunner().invoke(app, args)
-    assert result.exit_code == 3, result.output
+    bench("tpu-check", "--interpret", "--out", out, code=3)
     first, second, third = json.loads(out.read_text())["checks"]
     assert first["error"] == pytest.approx(0.01, rel=1e-3)
     assert second["failed"] == "NotImplementedError: no such layout"
@@ -122,9 +107,7 @@ def test_difference(found, expected, error):
 
 
 def test_without_a_tpu_one_line_says_so(tmp_path):
-    args = ["bench", "tpu-check", "--out", str(tmp_path / "found.json")]
-    result = CliRunner().invoke(app, args)
-    assert result.exit_code == 2
+    result = bench("tpu-check", "--out", tmp_path / "found.json", code=2)
     (line,) = (line for line in result.stderr.splitlines() if "TPU" in line)
     assert "no TPU: JAX runs on cpu here" in line and "--interpret" in line
 
@@ -140,15 +123,9 @@ def test_on_a_tpu_it_times_kernels_and_steps(tmp_path, monkeypatch):
     def broken(*args):
         raise LookupError("no such layout")
 
-    monkeypatch.setattr(
-        kernels,
-        "cases",
-        lambda shrink: [
-            case,
-            dataclasses.replace(case, others={"chosen": broken}),
-            dataclasses.replace(case, inputs=broken),
-        ],
-    )
+    changes = ({}, {"others": {"chosen": broken}}, {"inputs": broken})
+    cases = [dataclasses.replace(case, **changed) for changed in changes]
+    monkeypatch.setattr(kernels, "cases", lambda shrink: cases)
 
     def fails(**how):
         assert how["layers"] == 4 and how["cases"] == [(1, 32768)]
@@ -156,16 +133,14 @@ def test_on_a_tpu_it_times_kernels_and_steps(tmp_path, monkeypatch):
 
     monkeypatch.setattr(decode, "run", fails)
     out = tmp_path / "found.json"
-    result = CliRunner().invoke(app, ["bench", "tpu-check", "--out", str(out)])
-    assert result.exit_code == 0, result.output
+    result = bench("tpu-check", "--out", out)
     found = json.loads(out.read_text())
     timed, *failed = found["kernels"]["rows"]
     assert timed["seconds"] > 0 and timed["share"] > 0
     assert [row["failed"] for row in failed] == ["LookupError: no such layout"] * 2
     assert found["steps"] == {"failed": "LookupError: no such device"}
     assert "steps: LookupError: no such device" in result.stdout
-    result = CliRunner().invoke(app, ["bench", "tpu-check", "--out", str(out), "--minutes", "1e-9"])
-    assert result.exit_code == 0, result.output
+    bench("tpu-check", "--out", out, "--minutes", 1e-9)
     found = json.loads(out.read_text())
     assert {row["failed"] for row in found["kernels"]["rows"]} == {"no time was left"}
     assert found["steps"] == {"failed": "no time was left"}
