@@ -67,6 +67,11 @@ def test_a_bootstrap_is_the_quantiles_of_all_resamples():
     low, high = bootstrap(many)
     # The normal approximation, by hand: 29.15 / sqrt(5000) * 1.96 = 0.808.
     assert (high - low) / 2 == pytest.approx(0.808, abs=0.05)
+    # Of two values: a quarter of the resamples each at the ends.
+    assert bootstrap([1.0, 3.0]) == (1.0, 3.0)
+    assert np.isnan(bootstrap([4.0])).all()
+    with pytest.raises(ValueError, match="no values"):
+        intervals.bootstrap(np.array([]))
 
 
 def test_right_and_wrong_answers_have_wilsons_interval_and_graded_ones_a_bootstrap():

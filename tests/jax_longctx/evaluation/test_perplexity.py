@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jax_longctx.errors import InputError
-from jax_longctx.evaluation.intervals import bootstrap
 from jax_longctx.evaluation.perplexity import (
     cut_texts,
     markdown,
@@ -55,14 +54,10 @@ def test_full_attention_by_every_protocol_is_the_dense_loss(name):
 
 def test_the_papers_protocols():
     said = {name: (p.through, p.length, p.score, p.window) for name, p in PROTOCOLS.items()}
-    assert said == {
-        "P1": ("decode", 16384, 256, 16),
-        "P2": ("decode", 16384, 50, 10),
-        "P3": ("context", 65536, None, 8192),
-        "P4": ("context", 65536, None, 4096),
-        "P5": ("question", 16384, 256, 16),
-    }
-    assert [name for name, p in PROTOCOLS.items() if p.stream] == ["P3", "P4"]
+    decoded = {"P1": ("decode", 16384, 256, 16), "P2": ("decode", 16384, 50, 10)}
+    streams = {"P3": ("context", 65536, None, 8192), "P4": ("context", 65536, None, 4096)}
+    assert said == decoded | streams | {"P5": ("question", 16384, 256, 16)}
+    assert [name for name, p in PROTOCOLS.items() if p.stream] == [*streams]
 
 
 def snapkv_attend(prompt, budget, window, kernel):
@@ -114,14 +109,12 @@ def streaming_attend(budget, sink, chunk):
         out, kept = np.zeros_like(q), []
         for start in range(0, len(q), chunk):
             new = list(range(start, min(start + chunk, len(q))))
-            seen = np.array(kept + new)
+            seen = kept + new
             at = np.arange(len(seen))
             queries = rope(q[new], at[len(kept) :], 1e4)
             visible = at[len(kept) :, None] >= at[None, :]
-            out[new] = weighted_values(
-                probabilities(queries, rope(k[seen], at, 1e4), visible), v[seen]
-            )
-            seen = seen.tolist()
+            p = probabilities(queries, rope(k[seen], at, 1e4), visible)
+            out[new] = weighted_values(p, v[seen])
             over = max(len(seen) - budget, 0)
             kept = seen[:sink] + seen[sink + over :]
         return out
@@ -182,16 +175,9 @@ def test_a_stream_may_be_read_for_a_question():
 
 def test_progress_counts_scored_tokens():
     seen = []
-    score_texts(
-        engine_of(Full()),
-        TEXTS,
-        through="decode",
-        score=SCORE,
-        batch=2,
-        progress=lambda done, total: seen.append((done, total)),
-    )
-    assert [total for _, total in seen] == [27] * len(seen)
-    assert [done for done, _ in seen] == [2, 18, 19, 27]
+    how = {"through": "decode", "score": SCORE, "batch": 2}
+    score_texts(engine_of(Full()), TEXTS, **how, progress=lambda *at: seen.append(at))
+    assert seen == [(2, 27), (18, 27), (19, 27), (27, 27)]
 
 
 def test_texts_that_leave_nothing_are_refused():
@@ -206,11 +192,8 @@ def test_texts_that_leave_nothing_are_refused():
 
 def test_windows_are_means_over_positions():
     losses = np.arange(10, dtype=np.float32).reshape(2, 5)
-    assert windows(losses, first=7, window=2) == [
-        (7, 8, [0.5, 5.5]),
-        (9, 10, [2.5, 7.5]),
-        (11, 11, [4.0, 9.0]),
-    ]
+    found = windows(losses, first=7, window=2)
+    assert found == [(7, 8, [0.5, 5.5]), (9, 10, [2.5, 7.5]), (11, 11, [4.0, 9.0])]
     assert perplexity([1.0, 3.0]) == pytest.approx(np.exp(2))
 
 
@@ -227,35 +210,12 @@ def test_texts_lie_apart_within_one_document():
             cut_texts(documents, count=count, length=length, lead=[-1])
 
 
-def test_a_mean_has_the_interval_of_its_resamples():
-    # Of two values: a quarter of the resamples each at the ends.
-    assert bootstrap(np.array([1.0, 3.0])) == (2.0, 1.0, 3.0)
-    mean, low, high = bootstrap(np.random.default_rng(0).normal(5, 2, 400))
-    assert mean == pytest.approx(5, abs=0.3)
-    assert high - low == pytest.approx(2 * 1.96 * 2 / 20, rel=0.1) and low < mean < high
-    mean, *ends = bootstrap(np.array([4.0]))
-    assert mean == 4 and np.isnan(ends).all()
-    with pytest.raises(ValueError, match="no values"):
-        bootstrap(np.array([]))
-
-
 def a_run(method, means, **changes):
     halves = [(90, 94, [mean - 1 for mean in means]), (95, 99, [mean + 1 for mean in means])]
-    record = {
-        "method": method,
-        "given": {},
-        "question": "",
-        "ahead": False,
-        "protocol": "P1",
-        "length": 100,
-        "score": 10,
-        "batch": 2,
-        "means": means,
-        "windows": halves,
-        "read_seconds": [9.0, 1.5, 2.5],
-        "score_seconds": [9.0, 0.1, 0.3],
-    }
-    return {**record, **changes}
+    record = {"method": method, "given": {}, "question": "", "ahead": False, "protocol": "P1"}
+    record |= {"length": 100, "score": 10, "batch": 2, "means": means, "windows": halves}
+    times = {"read_seconds": [9.0, 1.5, 2.5], "score_seconds": [9.0, 0.1, 0.3]}
+    return {**record, **times, **changes}
 
 
 def test_a_table_has_perplexities_paired_differences_and_times():
