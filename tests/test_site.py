@@ -1,8 +1,11 @@
 """The documentation's site: generated pages are current, commands parse, links resolve."""
 
+import functools
 import importlib
+import io
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -15,8 +18,17 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from typer.testing import CliRunner
 
-from tests.test_docs import parsed
+from jax_longctx.cli.eval import Choice
+from jax_longctx.cli.main import app
+from jax_longctx.evaluation.config import read_suite
+from jax_longctx.evaluation.runner import check_config
+from jax_longctx.evaluation.specs import Spec
+from jax_longctx.methods import make_method
+from tests.checkpoints_convert.tiny import random_state, write_checkpoint
+from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
+from tests.patience import patience
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -110,8 +122,6 @@ def test_a_card_has_the_committed_scores(tmp_path, monkeypatch):
 
 
 def test_the_command_reference_has_every_command_and_option():
-    from jax_longctx.cli.main import app
-
     page = read(DOCS / "commands.md")
     count = 0
 
@@ -269,29 +279,46 @@ def bare_commands(path):
             yield from lines_of(text)
 
 
-SHELL_BLOCKS = [(path, block) for path in PAGES for block in blocks(path, "sh", "console", "bash")]
-COMMANDS = [
-    pytest.param(words, id=f"{name_of(path)}-{' '.join(words[:3])}")
-    for path, lines in [
-        *((path, lines_of(block)) for path, block in SHELL_BLOCKS),
-        *((path, bare_commands(path)) for path in PAGES),
-    ]
-    for line in lines
-    for words in ours(line)
-]
+def commands_of(path):
+    """Our commands on a page, each as its words."""
+    for block in blocks(path, "sh", "console", "bash"):
+        yield from itertools.chain.from_iterable(map(ours, lines_of(block)))
+    for words in bare_commands(path):
+        yield from ours(words)
+    if path.name == "papers.md":
+        yield from map(shlex.split, re.findall(r"`jax-longctx ([^`]+)`", read(path)))
+
+
+def parsed(words):
+    """The command that these words name, and its options, without running it."""
+    command, context, name = main_command(), None, "jax-longctx"
+    while True:
+        context = command.make_context(name, list(words), parent=context)
+        left = [*getattr(context, "_protected_args", ()), *context.args]
+        if not left or not hasattr(command, "resolve_command"):
+            assert not left
+            return context
+        name, command, words = command.resolve_command(context, left)
+
+
+@functools.cache
+def main_command():
+    return typer.main.get_command(app)
 
 
 def parsed_here(words):
-    """The command that these words name, parsed in an empty folder: what it reads is made."""
+    """The same in an empty folder: what the command reads is made."""
     for option, value in itertools.pairwise(words):
         if option in ("-c", "--checkpoint"):
             Path(value).mkdir(parents=True, exist_ok=True)
             Path(value, "manifest.json").touch()
+        elif option == "--config":
+            Path(value).touch()
     while True:
         try:
             return parsed(words)
         except typer.BadParameter as error:
-            missing = re.fullmatch(r"(file|dir|path) '(.+)' does not exist\.", error.message, re.I)
+            missing = re.fullmatch(r"(\w+) '(.+)' does not exist\.", error.message)
             if missing is None:
                 raise
             made = Path(missing[2])
@@ -299,29 +326,75 @@ def parsed_here(words):
             made.touch() if missing[1].lower() == "file" else made.mkdir()
 
 
-@pytest.mark.parametrize("words", COMMANDS)
-def test_a_command_of_a_page_names_a_command_and_its_options(words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def check(words):
+    """That the words name a command and its options, and that it would accept their values."""
     # A placeholder of the help, and the methods that tutorials add.
     words = [re.sub(r"^(NAME|every-second|random-pages)\b", "full", word) for word in words]
     try:
-        parsed_here(words)
+        context = parsed_here(words)
     except typer.Exit as ended:
         # --help and --version.
         assert ended.exit_code == 0
+        return
+    options = context.params
+    if options.get("suite"):
+        read_suite(options["suite"])
+    # A file of the settings is not there.
+    if context.info_name == "run" and (options["methods"] or not options["config"]):
+        names = ("config", "methods", "tasks", "lengths", "trials")
+        check_config(Choice(**{name: options[name] for name in names}).read())
+    methods = options.get("methods") or ()
+    for method in [methods] if isinstance(methods, str) else methods:
+        spec = Spec.parse(method)
+        make_method(spec.name, spec.at(8192))
+
+
+# (where, its commands): pages, and the results that say how they were made.
+WRITTEN_COMMANDS = {
+    **{name_of(path): list(commands_of(path)) for path in PAGES},
+    **{
+        path.name: [
+            shlex.split(command)[1:]
+            for command in json.loads(read(path))["command"]
+            if command.startswith("jax-longctx ")
+        ]
+        for path in sorted((DOCS / "results").glob("*.json"))
+    },
+}
+
+
+@pytest.mark.parametrize("where", [where for where, found in WRITTEN_COMMANDS.items() if found])
+def test_written_commands_name_commands_and_their_options(where, tmp_path, monkeypatch):
+    for number, words in enumerate(WRITTEN_COMMANDS[where]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        try:
+            check(words)
+        except Exception as error:
+            error.add_note(shlex.join(words))
+            raise
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_other_lines_of_a_block_are_known_or_say_what_they_need(path):
+    for block in blocks(path, "sh", "console", "bash"):
+        assert list(unknown(block)) == [], block
 
 
 @pytest.mark.parametrize(
-    ("path", "block"),
-    SHELL_BLOCKS,
-    ids=[f"{name_of(path)}-{n}" for n, (path, _) in enumerate(SHELL_BLOCKS)],
+    "text", ["ask --no-such-option", "eval --suit quick", "eval nothing", "bench decode -m full x"]
 )
-def test_other_lines_of_a_block_are_known_or_say_what_they_need(path, block):
-    assert list(unknown(block)) == []
+def test_what_is_no_command_does_not_parse(text):
+    with pytest.raises((typer.TyperException, AssertionError)):
+        parsed(shlex.split(text))
 
 
 def test_unknown_commands_are_seen():
-    assert len(SHELL_BLOCKS) > 30 and len(COMMANDS) > 60
+    found = list(itertools.chain.from_iterable(WRITTEN_COMMANDS.values()))
+    assert len(found) > 250
+    assert any(words[0] == "generate" for words in found)
+    assert any("reattention:count=1" in words for words in found)
     assert (
         list(unknown("make demo\nexport A=1\nB=2 jax-longctx ask x\npip install '.[cuda]'")) == []
     )
@@ -333,8 +406,6 @@ def test_unknown_commands_are_seen():
     assert list(unknown("# Needs: Slurm.\nsrun ls")) == []
     nested = shlex.split("""ssh --command="jax-longctx --processes auto ask 'a b'" | x""")
     assert list(ours(nested)) == [["--processes", "auto", "ask", "a b"]]
-    with pytest.raises(typer.TyperException):
-        parsed(["ask", "--no-such-option"])
 
 
 def test_the_manifests_commands_parse(tmp_path, monkeypatch):
@@ -355,9 +426,7 @@ def test_the_manifests_commands_parse(tmp_path, monkeypatch):
         assert program == "jax-longctx"
         # Its devices are those that the pods ask for.
         (each,) = container["resources"]["limits"].values()
-        product = 1
-        for size in re.findall(r"=(\d+)", sizes):
-            product *= int(size)
+        product = math.prod(map(int, re.findall(r"=(\d+)", sizes)))
         assert product == each * job["completions"] and job["completions"] == job["parallelism"]
 
 
@@ -397,18 +466,12 @@ def test_links_and_anchors_are_found():
     assert {"the-mesh", "the-contract-of-a-method"} <= anchors(DOCS / "architecture.md")
 
 
-# -- jobs and the quick start, run -----------------------------------------------------------------
+# -- a job and the quick start, run ----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A folder with a tiny `demo-model`, a text, rows, and `jax-longctx` on the path."""
-    from typer.testing import CliRunner
-
-    from jax_longctx.cli.main import app
-    from tests.checkpoints_convert.tiny import random_state, write_checkpoint
-    from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
-
+    """A folder with a tiny `demo-model`, a text and rows."""
     folder = tmp_path_factory.mktemp("docs")
     config = hf_config(vocab_size=300) | {"max_position_embeddings": 8192}
     write_checkpoint(folder / "hf", config, random_state(config))
@@ -418,55 +481,60 @@ def workplace(tmp_path_factory):
     (folder / "book.txt").write_text("The pass key is 12345. Remember it. " * 8)
     rows = [{"id": n, "prompt": "The pass key is " * (n + 1)} for n in range(4)]
     (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    program = folder / "bin/jax-longctx"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m jax_longctx "$@"\n')
-    program.chmod(0o755)
     return folder
 
 
-def run_block(block, folder):
-    """A shell block as it stands on the page, but for the port."""
+def assert_all_answered(folder):
+    rows = [json.loads(line) for line in read(folder / "out.jsonl").splitlines()]
+    assert [row["id"] for row in rows] == [0, 1, 2, 3] and all("error" not in row for row in rows)
+    (folder / "out.jsonl").unlink()
+
+
+@pytest.mark.slow
+def test_a_job_of_two_processes_runs_as_it_stands(workplace):
+    """As the shell runs it, but for the port."""
+    by_option, block = blocks(DOCS / "pods.md", "sh")[:2]
+    assert "--coordinator localhost:8476" in by_option and "JAX_PROCESS_ID=1" in block
     with socket.socket() as free:
         free.bind(("localhost", 0))
         block = block.replace(":8476", f":{free.getsockname()[1]}")
+    program = workplace / "bin/jax-longctx"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m jax_longctx "$@"\n')
+    program.chmod(0o755)
     environment = {
         **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "1",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
-        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
     }
-    command = ["bash", "-e", "-o", "pipefail", "-c", block]
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400
+        ["bash", "-e", "-o", "pipefail", "-c", block],
+        cwd=workplace,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=patience(200),
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert_all_answered(workplace)
 
 
 @pytest.mark.slow
-def test_the_jobs_of_two_processes_run_as_they_stand(workplace):
-    by_option, by_variable = blocks(DOCS / "pods.md", "sh")[:2]
-    assert "--coordinator localhost:8476" in by_option and "JAX_PROCESS_ID=1" in by_variable
-    one = re.sub(r"--coordinator.*?\\\n *|--mesh seq=2", "", by_option.partition("&\n")[2])
-    assert run_block(by_option, workplace) == run_block(one, workplace) != ""
-    assert run_block(by_variable, workplace) == ""
-    rows = [json.loads(line) for line in read(workplace / "out.jsonl").splitlines()]
-    assert [row["id"] for row in rows] == [0, 1, 2, 3] and all("error" not in row for row in rows)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_the_quick_start_runs_as_it_stands(workplace):
+def test_the_quick_start_runs_as_it_stands(workplace, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
     page = DOCS / "quickstart.md"
+    ran = []
     for block in blocks(page, "sh"):
         if "jax-longctx" in block and not block.startswith("# Needs: "):
-            run_block(block, workplace)
+            for program, *words in lines_of(block):
+                result = CliRunner().invoke(app, words)
+                assert (program, result.exit_code) == ("jax-longctx", 0), result.output
+                ran.append(words[0])
+    assert ran == ["ask"] * 4 + ["batch", "plan"]
+    assert_all_answered(workplace)
     (code,) = blocks(page, "python")
-    script = workplace / "quickstart.py"
-    script.write_text(code)
+    # The text is closed when it is read, which the page leaves to Python.
+    exec(code, {"open": lambda name: io.StringIO(Path(name).read_text())})
     # The model's weights are random, so its answer is any text.
-    assert run_block(f'"{sys.executable}" quickstart.py', workplace) != ""
+    assert capsys.readouterr().out != ""
