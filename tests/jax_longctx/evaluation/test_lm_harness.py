@@ -168,15 +168,15 @@ def test_what_a_method_cannot_score_is_said_with_the_way_out(loaded):
 
 
 def test_answers_end_before_the_first_stop_string(exact):
-    (whole,) = generations(exact, ("a", {"max_gen_toks": 12}))
+    def answer(**settings):
+        (text,) = generations(exact, ("a", {"max_gen_toks": 12} | settings))
+        return text
+
+    whole = answer()
     assert len(whole) > 8
-    assert generations(
-        exact, ("a", {"max_gen_toks": 12, "until": [whole[6:8], whole[3:5], ""]})
-    ) == [whole[: whole.find(whole[3:5])]]
-    assert generations(exact, ("a", {"max_gen_toks": 12, "until": whole[2]})) == [
-        whole[: whole.find(whole[2])]
-    ]
-    (short,) = generations(exact, ("a", {"max_gen_toks": 3}))
+    assert answer(until=[whole[6:8], whole[3:5], ""]) == whole[: whole.find(whole[3:5])]
+    assert answer(until=whole[2]) == whole[: whole.find(whole[2])]
+    short = answer(max_gen_toks=3)
     assert whole.startswith(short) and short != whole
 
 
@@ -213,9 +213,9 @@ def test_draws_follow_the_seed_and_are_new_for_a_repeated_request(loaded):
     assert len(set(drawn)) == len(pairs)
     assert generations(model_of(loaded, sample_seed=1), *pairs) == drawn
     assert generations(model_of(loaded, sample_seed=5), *pairs) != drawn
-    # Neither the batch nor its neighbours decide.
-    alone = generations(model_of(loaded, sample_seed=1, batch_size=1), *pairs)
-    assert alone == drawn
+    # Neither the batch nor its neighbours decide: longer prompts are answered first.
+    among = generations(model_of(loaded, sample_seed=1), *pairs, *[(PROMPT, settings)] * 2)
+    assert among[: len(pairs)] == drawn
 
 
 def test_a_task_says_how_its_answers_are_drawn(exact, monkeypatch):
@@ -237,15 +237,10 @@ def test_a_task_says_how_its_answers_are_drawn(exact, monkeypatch):
         (ROWS, 4, Sampling().at([(1,)] * ROWS)),
         (ROWS, 7, Sampling().at([(2,)] * ROWS)),
     ]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"typical_p": 0.2}, "typical_p are not known"), ({"num_beams": 4}, "num_beams=4 are not")],
-)
-def test_generation_settings_that_would_be_ignored_are_refused(exact, settings, message):
-    with pytest.raises(InputError, match=message):
-        generations(exact, ("a", {"max_gen_toks": 8, **settings}))
+    # Settings that would be ignored are refused.
+    for ignored, message in (("typical_p", "typical_p are not known"), ("num_beams", "=4 are not")):
+        with pytest.raises(InputError, match=message):
+            generations(exact, ("a", {"max_gen_toks": 8, ignored: 4}))
 
 
 def test_what_is_too_long_is_refused_before_anything_is_computed(loaded, monkeypatch):
@@ -266,11 +261,8 @@ def test_the_start_of_a_prompt_is_left_out_where_that_is_asked_for(loaded, caplo
     with caplog.at_level(logging.WARNING):
         answers = generations(model, ("a", {"max_gen_toks": 8}), (PROMPT, {"max_gen_toks": 8}))
     assert "1 of 2 requests are longer than max_length=20" in caplog.text
-    cut = joined(
-        loaded.engine.generate(
-            [tokens[-12:]] * ROWS, max_tokens=8, stop_ids=loaded.tokenizer.eos_ids
-        )
-    )
+    how = {"max_tokens": 8, "stop_ids": loaded.tokenizer.eos_ids}
+    cut = joined(loaded.engine.generate([tokens[-12:]] * ROWS, **how))
     assert answers[1] == loaded.tokenizer.decode(cut[0])
     # The last token is only predicted: 20 are read.
     (found,) = likelihoods(model, (PROMPT, " on the"))
@@ -296,12 +288,9 @@ def test_the_start_of_a_prompt_is_left_out_where_that_is_asked_for(loaded, caplo
         ({"rolling": "guess"}, "rolling=guess"),
     ],
 )
-def test_arguments_that_do_not_fit_are_named(checkpoint, arguments, message):
+def test_arguments_that_do_not_fit_are_named(checkpoint, loaded, arguments, message):
     with pytest.raises(ConfigError, match=message):
         LongctxLM(checkpoint, **arguments)
-
-
-def test_a_loaded_model_takes_no_second_method(loaded):
     with pytest.raises(ConfigError, match="has its method"):
         LongctxLM(loaded, "full")
 

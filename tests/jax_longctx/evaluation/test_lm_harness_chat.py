@@ -52,21 +52,18 @@ def test_a_template_that_refuses_everything_is_an_error_at_once(model, template,
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
+def test_the_start_of_an_answer_is_left_open(model, template):
+    for source, text in [
         ("{{ messages[0]['content'] }}<end>", "hello "),
         ("{{ messages[0]['content'] | trim }}<end>", "hello"),
         ("hello {{ messages[0]['content'] | trim }}<end>", "hello hello"),
-    ],
-)
-def test_the_start_of_an_answer_is_left_open(model, template, source, text):
-    template(source)
-    assert model.apply_chat_template([USER], add_generation_prompt=False) == text
-
-
-def test_a_template_that_hides_the_start_of_an_answer_is_an_error(model, template):
+    ]:
+        template(source)
+        assert model.apply_chat_template([USER], add_generation_prompt=False) == text
+    name = model.tokenizer_name
     template("{{ 'other' }}")
+    # Prompts of a template of another name have another cache.
+    assert model.tokenizer_name != name
     with pytest.raises(InputError, match="changes the last message"):
         model.apply_chat_template([USER], add_generation_prompt=False)
 
@@ -87,9 +84,3 @@ def test_several_processes_are_refused(model, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match="runs in one process"):
         LongctxLM(model.model)
-
-
-def test_a_template_of_another_name_has_another_cache_of_prompts(model, template):
-    before = model.tokenizer_name
-    template("{{ 'other' }}")
-    assert model.tokenizer_name != before

@@ -40,6 +40,45 @@ def by_key(rows):
     return {(r["label"], r["task_label"], r["length"], r["index"]): r for r in rows}
 
 
+def without_times(rows):
+    return {
+        key: {name: value for name, value in row.items() if name not in ("seconds", "compiled")}
+        for key, row in by_key(rows).items()
+    }
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Lets a test see each batch before it is answered, or answer it by what it returns."""
+
+    def watch(see):
+        answer = compute.answer_batch
+
+        def answered(*given):
+            found = see(*given)
+            return answer(*given) if found is None else found
+
+        monkeypatch.setattr(runner, "answer_batch", answered)
+
+    return watch
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Programs that each batch has compiled, from when the list is called on."""
+    numbers, answer = [], runner.answer_batch
+
+    def answered(*given):
+        with CompileClock() as clock:
+            found = answer(*given)
+        numbers.append(clock.programs)
+        return found
+
+    monkeypatch.setattr(LongContext, "compiles_ahead", True)
+    monkeypatch.setattr(runner, "answer_batch", answered)
+    return numbers
+
+
 def test_every_row_is_what_its_prompt_gives_alone(small, tiny, tmp_path, computed):
     rows = evaluate(tiny, tmp_path, config(trials=5))
     assert computed == [2, 2, 1]
@@ -57,17 +96,12 @@ def test_every_row_is_what_its_prompt_gives_alone(small, tiny, tmp_path, compute
         assert row["measures"] == {"score": score, "length": len(answer.text)}
         text = f"{sample.context}\0{asked}".encode()
         assert row["prompt_sha256"] == hashlib.sha256(text).hexdigest()
-        assert row["tokens"] == {
-            "context": len(context),
-            "question": count(asked),
-            "answer": len(answer.tokens),
-        }
+        tokens = [row["tokens"][part] for part in ("context", "question", "answer")]
+        assert tokens == [len(context), count(asked), len(answer.tokens)]
     row = rows[0]
     assert row["method"] == {"name": "full", "settings": {}} and row["device"] == "here"
-    assert row["task"] == {
-        "name": "small",
-        "settings": {"graded": False, "stored": 0, "asks": 1, "max_new": 4},
-    }
+    settings = {"graded": False, "stored": 0, "asks": 1, "max_new": 4}
+    assert row["task"] == {"name": "small", "settings": settings}
     assert (row["seed"], row["length"], row["outputs"]) == (0, 64, [str(row["index"])])
     assert row["seconds"]["first_token"] > 0 and row["seconds"]["token"] > 0
     # Two layers of keys and values of two heads, eight wide, in float32, in 256 slots and lengths.
@@ -78,43 +112,35 @@ def test_every_row_is_what_its_prompt_gives_alone(small, tiny, tmp_path, compute
 
 
 @pytest.mark.slow
-def test_programs_of_all_tasks_compile_before_the_first_batch(small, tiny, tmp_path, monkeypatch):
+def test_programs_of_all_tasks_compile_before_the_first_batch(
+    small, tiny, tmp_path, monkeypatch, compiled
+):
     """Questions and answers of the tasks differ, which other programs read.
 
     Two methods compile together; the third is one too many, and the fourth has no rows to answer.
     More rows of the others fit than of the first.
     """
     monkeypatch.setattr(runner, "TOGETHER", 2)
-    compiled, order = [], []
-    answer, compile_ = runner.answer_batch, runner.compile_batch
-
-    def answered(*given):
-        with CompileClock() as clock:
-            found = answer(*given)
-        compiled.append(clock.programs)
-        order.append("answer")
-        return found
+    order, compile_ = [], runner.compile_batch
 
     def compiling(model, engine, work, **how):
-        order.append((work.method, work.rows))
+        order.append((work.method, work.rows, len(compiled)))
         return compile_(model, engine, work, **how)
 
     def fitting(engine, rows, *about):
         return 1 if isinstance(engine.method, Full) else rows
 
-    monkeypatch.setattr(LongContext, "compiles_ahead", True)
     monkeypatch.setattr(runner, "rows_that_fit", fitting)
     tasks = ("small:asks=12", "small", "small:asks=40,max_new=70")
     size = dict(lengths=(768,), trials=2)
     evaluate(tiny, tmp_path, config(("snapkv:budget=64",), tasks, **size))
-    monkeypatch.setattr(runner, "answer_batch", answered)
+    compiled.clear()
     monkeypatch.setattr(runner, "compile_batch", compiling)
     methods = ("full", STREAMING, "tova:budget=32,chunk=16", "snapkv:budget=64")
     rows = evaluate(tiny, tmp_path, config(methods, tasks, **size))
     assert {row["tokens"]["question"] for row in rows} == {12, 100, 324}
-    # The two tasks with equal answers share batches.
-    begun = [("full", 1), ("streaming-llm", 2), *["answer"] * 9]
-    assert order == [*begun, ("tova", 2), *["answer"] * 3]
+    # The two tasks with equal answers share batches. The third method waits for nine of them.
+    assert order == [("full", 1, 0), ("streaming-llm", 2, 0), ("tova", 2, 9)]
     assert compiled == [0] * 12
     # The first use of programs is slower than the next.
     first = [row["task_label"] for row in rows if row["label"] == "full" and row["compiled"]]
@@ -123,21 +149,12 @@ def test_programs_of_all_tasks_compile_before_the_first_batch(small, tiny, tmp_p
 
 @pytest.mark.slow
 def test_programs_that_methods_share_on_the_disk_leave_nothing_to_compile(
-    small, tiny, tmp_path, monkeypatch
+    small, tiny, tmp_path, compiled
 ):
     """The second method's first program is read from the disk; the others get its results."""
-    monkeypatch.setattr(LongContext, "compiles_ahead", True)
     engine = tiny.engine
     looped = Engine(engine.config, engine.params, Full(), engine.mesh, chunk=64, by_layer=False)
     model = LongContext(looped, tiny.tokenizer, tiny.manifest)
-    compiled, answer = [], runner.answer_batch
-
-    def answered(*given):
-        with CompileClock() as clock:
-            found = answer(*given)
-        compiled.append(clock.programs)
-        return found
-
     with storing(tmp_path / "programs") as folder:
         folder.mkdir()
         chosen = config(("full", STREAMING), lengths=(768,), trials=2)
@@ -148,22 +165,17 @@ def test_programs_that_methods_share_on_the_disk_leave_nothing_to_compile(
             each.unlink()
         # As a run compiles for its first batch while weights load.
         compile_first(model, chosen, tmp_path / "out", {}).wait()
-        monkeypatch.setattr(runner, "answer_batch", answered)
+        compiled.clear()
         rows = evaluate(model, tmp_path / "out", chosen)
     assert without_times(rows) == without_times(expected)
     assert compiled == [0, 0]
 
 
 @pytest.mark.slow
-def test_contexts_in_the_hosts_memory_give_the_same_rows(small, tiny, tmp_path, monkeypatch):
+def test_contexts_in_the_hosts_memory_give_the_same_rows(small, tiny, tmp_path, watched):
     """A run goes on offloaded; exact attention stays on the device, what cannot is refused."""
     quest, engines = "quest:budget=16,sink=2,local=16", []
-
-    def recorded(model, engine, work):
-        engines.append(engine.setup)
-        return compute.answer_batch(model, engine, work)
-
-    monkeypatch.setattr(runner, "answer_batch", recorded)
+    watched(lambda model, engine, work: engines.append(engine.setup))
     chosen = {"methods": ("full", quest), "trials": 2, "batch": 1}
     here = evaluate(tiny, tmp_path / "here", config(**chosen))
     assert all(setup.offload is None for setup in engines)
@@ -180,16 +192,14 @@ def test_contexts_in_the_hosts_memory_give_the_same_rows(small, tiny, tmp_path, 
         config(working_set=64)
 
 
-def test_all_methods_get_the_same_prompts_and_the_whole_question(
-    small, tiny, tmp_path, monkeypatch
-):
+def test_all_methods_get_the_same_prompts_and_the_whole_question(small, tiny, tmp_path, watched):
     works = []
 
     def recorded(model, engine, work):
         works.append((type(engine.method).__name__, work))
         return [{"refused": "not asked"}] * len(work.contexts)
 
-    monkeypatch.setattr(runner, "answer_batch", recorded)
+    watched(recorded)
     evaluate(tiny, tmp_path, config(("full", "citrus:budget=32,chunk=16"), trials=2, batch=4))
     (one, full), (other, citrus) = works
     assert (one, other) == ("Full", "Citrus")
@@ -215,13 +225,6 @@ def test_a_chat_template_stands_around_context_and_question(tiny):
     # The template's words count.
     short = draw(SmallTask(), tiny.tokenizer, layout, tokens=39 + words, trials=1, seed=0)
     assert short.prompts == [] and "39 tokens are too few" in short.refused
-
-
-def without_times(rows):
-    return {
-        key: {name: value for name, value in row.items() if name not in ("seconds", "compiled")}
-        for key, row in by_key(rows).items()
-    }
 
 
 @pytest.mark.slow
@@ -285,18 +288,22 @@ def test_a_run_goes_on_with_more_of_everything(small, tiny, tmp_path, computed):
     evaluate(tiny, tmp_path, config(trials=2))
     assert computed == []
     seen = []
-    more = config(("full", STREAMING), ("small", "small:graded=true"), trials=3)
+    # A setting may be a share of the length.
+    share = "streaming-llm:budget=L/2,chunk=16"
+    more = config(("full", share), ("small", "small:graded=true"), trials=3)
     evaluate(tiny, tmp_path, more, progress=seen.append)
     rows = without_times(read_rows(tmp_path))
     assert len(rows) == 12 and sum(computed) == 10
     assert {key: rows[key] for key in first} == first
     assert (seen[-1].total, seen[-1].before, seen[-1].done) == (12, 2, 10)
     assert {row["task_label"] for row in rows.values()} == {"small", "small graded=true"}
+    settings = {r["label"]: r["method"]["settings"] for r in rows.values()}
+    assert settings["streaming-llm budget=L/2 chunk=16"]["budget"] == 32
     # Both tasks end alike, so their prompts share batches: full's four, streaming's six.
     assert computed == [2, 2, 2, 2, 2]
 
 
-def test_rows_of_another_run_are_left_alone(small, tiny, tmp_path):
+def test_rows_of_another_run_are_left_alone_and_two_never_write_one_file(small, tiny, tmp_path):
     evaluate(tiny, tmp_path, config(trials=1))
     before = (tmp_path / "rows.jsonl").read_bytes()
     with pytest.raises(InputError, match="was begun with seed 0, now it is 1"):
@@ -305,14 +312,11 @@ def test_rows_of_another_run_are_left_alone(small, tiny, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"format": 9}\n')
     with pytest.raises(InputError, match="not a file of rows: format 9, expected 1"):
         evaluate(tiny, tmp_path, config(trials=1))
-
-
-def test_two_runs_never_write_one_file(small, tiny, tmp_path):
-    first = RowStore(tmp_path, {"seed": 0})
+    first = RowStore(tmp_path / "other", {"seed": 0})
     with pytest.raises(InputError, match=r"rows\.jsonl is being written by another run"):
-        evaluate(tiny, tmp_path, config(trials=1))
+        evaluate(tiny, tmp_path / "other", config(trials=1))
     first.close()
-    RowStore(tmp_path, {"seed": 0}).close()
+    RowStore(tmp_path / "other", {"seed": 0}).close()
 
 
 def test_what_cannot_be_asked_is_refused_with_the_reason(small, tiny, tmp_path, monkeypatch):
@@ -325,19 +329,16 @@ def test_what_cannot_be_asked_is_refused_with_the_reason(small, tiny, tmp_path, 
     assert "65 tokens, 64 were asked for" in rows["full", "small stored=2", 64, 1]["refused"]
     # A file of two prompts has no third.
     assert ("full", "small stored=2", 64, 2) not in rows
+    # A method that refuses the model is a reason too.
+    refused, found = evaluate(tiny, tmp_path / "b", config(("infllm", "full"), trials=1))
+    assert "beyond the 512 positions that the model was trained to" in refused["refused"]
+    assert "measures" in found
     monkeypatch.setattr(tiny.engine, "memory_limit", 1000)
-    rows = evaluate(tiny, tmp_path / "b", config(trials=3))
+    rows = evaluate(tiny, tmp_path / "c", config(trials=3))
     assert len(rows) == 3
     for row in rows:
         assert "a cache of 256 tokens needs" in row["refused"] and "answer" not in row
         assert len(row["prompt_sha256"]) == 64
-
-
-def test_a_method_that_refuses_the_model_is_a_reason_too(small, tiny, tmp_path, computed):
-    rows = by_key(evaluate(tiny, tmp_path, config(("infllm", "full"), trials=1)))
-    reason = rows["infllm", "small", 64, 0]["refused"]
-    assert "beyond the 512 positions that the model was trained to" in reason
-    assert "measures" in rows["full", "small", 64, 0] and computed == [1]
 
 
 def test_a_row_that_cannot_be_asked_takes_no_other_with_it(small, tiny, tmp_path, monkeypatch):
@@ -369,13 +370,6 @@ def test_two_devices_share_the_rows_and_give_the_same(small, tiny, tmp_path):
     for row in one.values():
         row.pop("rows")
     assert two == one
-
-
-@pytest.mark.slow
-def test_settings_may_be_shares_of_the_length(small, tiny, tmp_path):
-    rows = evaluate(tiny, tmp_path, config(("streaming-llm:budget=L/2,chunk=16",), trials=1))
-    assert rows[0]["label"] == "streaming-llm budget=L/2 chunk=16"
-    assert rows[0]["method"]["settings"]["budget"] == 32
 
 
 def test_a_text_that_is_not_there_or_not_the_same_ends_the_run_and_leaves_the_rows(

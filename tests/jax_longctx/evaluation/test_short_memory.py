@@ -8,6 +8,23 @@ from jax_longctx.evaluation.rows import RowStore, read_rows
 from tests.jax_longctx.evaluation.test_runner import by_key, config, evaluate, without_times
 
 FEW = "small stored=2"
+SHORT = "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Lets batches be short of memory: those of which the function says so."""
+    answers = compute._answers
+
+    def fail(where):
+        def short_of_memory(model, work):
+            if where(work):
+                raise jax.errors.JaxRuntimeError(SHORT)
+            return answers(model, work)
+
+        monkeypatch.setattr(compute, "_answers", short_of_memory)
+
+    return fail
 
 
 def test_rows_of_a_batch_are_planned_for_the_memory(tiny):
@@ -19,25 +36,19 @@ def test_rows_of_a_batch_are_planned_for_the_memory(tiny):
 
 
 @pytest.mark.slow
-def test_a_batch_that_does_not_fit_is_halved(small, tiny, tmp_path, monkeypatch):
-    answers, shapes = compute._answers, []
+def test_a_batch_that_does_not_fit_is_halved(small, tiny, tmp_path, short):
+    shapes = []
 
-    def short_of_memory(model, work):
+    def where(work):
         shapes.append(work.rows)
-        if work.rows > 1:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
-        if len(work.contexts[0]) > 40:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes")
-        return answers(model, work)
+        return work.rows > 1 or len(work.contexts[0]) > 40
 
     whole = without_times(evaluate(tiny, tmp_path / "whole", config(trials=3, batch=3)))
-    monkeypatch.setattr(compute, "_answers", short_of_memory)
+    short(where)
     rows = by_key(evaluate(tiny, tmp_path / "halves", config(trials=3, batch=3)))
     assert shapes == [3, 2, 1, 1, 1]
     refused = {key for key, row in rows.items() if "refused" in row}
-    assert {rows[key]["refused"] for key in refused} == {
-        "out of memory: RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"
-    }
+    assert {rows[key]["refused"] for key in refused} == {f"out of memory: {SHORT}"}
     long = {key for key, row in whole.items() if row["tokens"]["context"] > 40}
     assert refused == long and 0 < len(long) < 3
     for key in whole.keys() - refused:
@@ -45,32 +56,28 @@ def test_a_batch_that_does_not_fit_is_halved(small, tiny, tmp_path, monkeypatch)
 
 
 def test_what_was_short_of_memory_is_tried_again_by_the_next_run(
-    small, tiny, tmp_path, monkeypatch, computed
+    small, tiny, tmp_path, monkeypatch, computed, short
 ):
     chosen = config(("full", "infllm"), tasks=("small", "small:stored=2"), trials=2)
     with monkeypatch.context() as patch:
         patch.setattr(tiny.engine, "memory_limit", 1000)
         rows = by_key(evaluate(tiny, tmp_path, chosen))
     assert all("refused" in row for row in rows.values())
-    short = {key for key, row in rows.items() if row.get("short_of_memory")}
+    left = {key for key, row in rows.items() if row.get("short_of_memory")}
     # What no memory helps: a model too small for the method, a prompt too long.
-    assert short == {("full", "small", 64, 0), ("full", "small", 64, 1), ("full", FEW, 64, 0)}
+    assert left == {("full", "small", 64, 0), ("full", "small", 64, 1), ("full", FEW, 64, 0)}
     computed.clear()
-
-    def exhausted(model, work):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
-
-    seen = []
-    with monkeypatch.context() as patch:
-        patch.setattr(compute, "_answers", exhausted)
-        rows = by_key(evaluate(tiny, tmp_path, chosen, progress=seen.append))
+    seen, exhausted = [], True
+    short(lambda work: exhausted)
+    rows = by_key(evaluate(tiny, tmp_path, chosen, progress=seen.append))
     assert sum(computed) == 3 and (seen[-1].before, seen[-1].done) == (len(rows) - 3, 3)
-    assert {key for key, row in rows.items() if "out of memory" in row["refused"]} == short
+    assert {key for key, row in rows.items() if "out of memory" in row["refused"]} == left
     computed.clear()
+    exhausted = False
     rows = by_key(evaluate(tiny, tmp_path, chosen))
     assert sum(computed) == 3
-    assert {key for key, row in rows.items() if "measures" in row} == short
-    assert not any("refused" in rows[key] for key in short)
+    assert {key for key, row in rows.items() if "measures" in row} == left
+    assert not any("refused" in rows[key] for key in left)
     assert by_key(read_rows(tmp_path)) == rows
     computed.clear()
     assert by_key(evaluate(tiny, tmp_path, chosen)) == rows and computed == []
@@ -87,29 +94,22 @@ def test_of_two_folders_the_one_that_had_the_memory_counts(tmp_path):
         assert read_rows(*(tmp_path / name for name in order)) == [found]
 
 
-def test_a_row_in_the_shape_of_a_batch_is_tried_alone(small, tiny, tmp_path, monkeypatch):
-    answers = compute._answers
-
-    def short_of_memory(model, work):
-        if work.rows > 1:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
-        return answers(model, work)
-
-    monkeypatch.setattr(compute, "_answers", short_of_memory)
+def test_a_row_in_the_shape_of_a_batch_is_tried_alone(small, tiny, tmp_path, short):
+    short(lambda work: work.rows > 1)
     # The third row of three is left for a batch of two.
     rows = evaluate(tiny, tmp_path, config(trials=3, batch=2))
     assert len(rows) == 3 and not any("refused" in row for row in rows)
 
 
 def test_of_several_processes_one_short_of_memory_does_not_go_its_own_way(
-    small, tiny, tmp_path, monkeypatch
+    small, tiny, tmp_path, monkeypatch, short
 ):
     """The others may be in the middle of the same batch: the job ends."""
 
-    def short_of_memory(model, work):
+    def where(work):
         monkeypatch.setattr(jax, "process_count", lambda: 2)
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+        return True
 
-    monkeypatch.setattr(compute, "_answers", short_of_memory)
+    short(where)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         evaluate(tiny, tmp_path, config(trials=2, batch=2))
