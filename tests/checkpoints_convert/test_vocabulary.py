@@ -72,7 +72,7 @@ def trained():
             special_tokens=[*CONTROLS, "<think>", "</think>"],
             show_progress=False,
         )
-        backend.train_from_iterator([TEXT[:150_000]], trainer)
+        backend.train_from_iterator([TEXT[:60_000]], trainer)
         return backend
 
     return {name: train(name) for name in ("smollm", "llama-bpe", "qwen2", "tekken", "gpt-2")}
@@ -104,8 +104,8 @@ def test_byte_level(tmp_path, trained, pre):
     metadata = bpe_metadata(trained[pre], pre)
     ours = load(gguf_tokenizer_files(Path("m.gguf"), metadata), tmp_path)
     theirs = transformers_tokenizer("llama", metadata)
-    assert len(ours.encode(TEXT)) < len(TEXT) / 2
-    for text in [TEXT[-100_000:], *HARD]:
+    assert len(ours.encode(TEXT[-30_000:])) < 15_000
+    for text in [TEXT[-30_000:], *HARD]:
         ids = ours.encode(text)
         if "think" not in text and not SPLITS[pre].nfc:
             assert ids == trained[pre].encode(text, add_special_tokens=False).ids
@@ -143,7 +143,7 @@ def test_digits_stand_alone_in_smollm(tmp_path, trained):
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
         ]
     )
-    for text in [TEXT[-100_000:], "a   42 and  7\n\n  3.14  x"]:
+    for text in [TEXT[-30_000:], "a   42 and  7\n\n  3.14  x"]:
         assert ours.encode(text) == reference.encode(text, add_special_tokens=False).ids
 
 
@@ -153,7 +153,7 @@ def pieces():
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     trainer = trainers.BpeTrainer(vocab_size=500, show_progress=False)
-    backend.train_from_iterator([TEXT[:100_000]], trainer)
+    backend.train_from_iterator([TEXT[:60_000]], trainer)
     model = json.loads(backend.to_str())["model"]
     merged = ["".join(pair) for pair in model["merges"]]
     letters = sorted(set(model["vocab"]) - set(merged))
@@ -275,14 +275,9 @@ def test_tokenizer_model_alone_is_enough(tmp_path, pieces):
 def test_damaged_sentencepiece_models_are_refused(tmp_path, pieces):
     path = tmp_path / "tokenizer.model"
     good = sentencepiece_model(pieces)
-    cases = [
-        (b"", "no pieces"),
-        (good[:-3], "not a sentencepiece"),
-        (b"\xff" * 40, "not a sentencepiece"),
-    ]
-    cases.append((sentencepiece_model(pieces, model_type=1), "model type is 1"))
-    cases += [(field(1, b""), "not a sentencepiece"), (b"\x80" * 10**6, "not a sentencepiece")]
-    for data, word in cases:
+    damaged = (good[:-3], b"\xff" * 40, field(1, b""), b"\x80" * 10**6)
+    cases = [(b"", "no pieces"), (sentencepiece_model(pieces, model_type=1), "model type is 1")]
+    for data, word in [*cases, *((data, "not a sentencepiece") for data in damaged)]:
         path.write_bytes(data)
         with pytest.raises(CheckpointError, match=word) as caught:
             sentencepiece_files(tmp_path, 800)
