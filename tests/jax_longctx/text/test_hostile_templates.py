@@ -12,6 +12,7 @@ from jax_longctx.text.tokenizer import ChatTemplate
 
 LOOP, END = "{% for i in range(99999) %}", "{% endfor %}"
 TOO_LONG, TOO_MUCH = "takes more than 0.1 s of processor time", "it takes too much memory"
+SOME = "{% set n = namespace(s='aa') %}"
 NESTED = "{% set n = namespace(s=[]) %}{% for i in range(9999) %}{% set n.s = [n.s] %}{% endfor %}"
 
 
@@ -27,82 +28,42 @@ def render(source, content="hello"):
     return ChatTemplate(source, {}).render(messages, add_generation_prompt=True)
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        # Time.
-        pytest.param(LOOP * 3 + "x" + END * 3, TOO_LONG, id="nested loops"),
-        pytest.param(LOOP * 4 + END * 4, TOO_LONG, id="nested loops without a word"),
-        pytest.param(
-            "{% set c = cycler(1, 2) %}" + LOOP * 3 + "{{ c.next() }}" + END * 3,
-            TOO_LONG,
-            id="cycler",
-        ),
-        pytest.param(
-            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
-            "{{ f(60) }}",
-            TOO_LONG,
-            id="doubling macro",
-        ),
-        pytest.param("{{ 7 ** (10 ** 8) % 10 }}", TOO_LONG, id="power"),
-        pytest.param("{{ lipsum(n=10 ** 7) }}", TOO_LONG, id="lipsum"),
-        pytest.param("{{ 1 }}" * 1_400_000, TOO_LONG, id="10 MB of expressions"),
-        # Memory and size.
-        pytest.param("{{ 'a' * 10 ** 9 }}", TOO_MUCH, id="string multiplication"),
-        pytest.param("{{ [1] * 10 ** 9 }}", TOO_MUCH, id="list multiplication"),
-        pytest.param("{{ '%1000000000d' % 1 }}", TOO_MUCH, id="format width"),
-        pytest.param("{{ '{:>1000000000}'.format(1) }}", TOO_MUCH, id="format method"),
-        pytest.param(
-            # It grows a thousandfold a turn: little is copied before the turn that fails.
-            "{% set n = namespace(s='aa') %}"
-            + LOOP
-            + "{% set n.s = ([n.s] * 1000) | join %}"
-            + END,
-            TOO_MUCH,
-            id="namespace",
-        ),
-        pytest.param("{{ range(99999) | join('x' * 9999) }}", TOO_MUCH, id="join"),
-        pytest.param("{{ ('a' * 10 ** 7) | replace('a', 'b' * 99) }}", TOO_MUCH, id="replace"),
-        pytest.param("{{ 'a' * 2 * 10 ** 6 }}", "renders 2,000,000 characters", id="long text"),
-        pytest.param("{{ range(10 ** 9) }}", "OverflowError: Range too big", id="range"),
-        # Depth.
-        pytest.param(
-            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError", id="macro"
-        ),
-        pytest.param("{% block a %}{{ self.a() }}{% endblock %}", "RecursionError", id="block"),
-        pytest.param(
-            "{% for m in [1] recursive %}{{ loop([1]) }}{% endfor %}",
-            "RecursionError",
-            id="recursive loop",
-        ),
-        pytest.param("{{ " + "(" * 200_000 + "1 }}", "RecursionError", id="brackets"),
-        pytest.param("{{ " + "not " * 99_999 + "1 }}", "RecursionError", id="operators"),
-        pytest.param("{% if 1 %}" * 5_000, "RecursionError", id="nested blocks"),
-        pytest.param(LOOP * 30 + END * 30, "too many statically nested", id="30 loops"),
-        pytest.param(NESTED + "{{ n.s }}", "RecursionError", id="nested lists"),
-        pytest.param(NESTED + "{{ raise_exception(n.s) }}", "ends the process", id="its message"),
-        # Python's own errors.
-        pytest.param("{% include 'x' %}", "no loader", id="include"),
-        pytest.param("{% import 'x' as y %}", "no loader", id="import"),
-        pytest.param("{% extends 'x' %}", "no loader", id="extends"),
-        pytest.param("{{ 1 + 'a' }}", "TypeError: unsupported operand", id="types"),
-        pytest.param("{{ messages[0]['content'] + none }}", "TypeError", id="none"),
-        pytest.param("{{ 1 / 0 }}", "ZeroDivisionError", id="division"),
-        pytest.param("{{ raise_exception() }}", "TypeError", id="no argument"),
-        pytest.param("{{ strftime_now(3) }}", "TypeError", id="no pattern"),
-        pytest.param("{{ messages | tojson(nosuch=1) }}", "TypeError", id="no such option"),
-        pytest.param("{{ " + "9" * 9_999 + " }}", "ValueError: Exceeds the limit", id="digits"),
-        # Syntax.
-        pytest.param("a\n{% for %}", "is not valid at its line 2", id="statement"),
-        pytest.param("{{", "is not valid at its line 1", id="no end"),
-        pytest.param("{%" * 10**6, "is not valid at its line 1", id="openings"),
-        pytest.param("{% nosuch %}", "unknown tag 'nosuch'; repair it", id="tag"),
-        pytest.param("{{ 1 | nosuch }}", "No filter named 'nosuch'", id="filter"),
-        pytest.param("{% generation %}", "is not valid at its line 1", id="open block"),
-        pytest.param("{% break %}", "'break' outside loop", id="break"),
-    ],
-)
-def test_a_template_that_fails_is_one_line(monkeypatch, source, message):
+# One of each kind of fault, by its name: the template, and what is said.
+FAULTS = {
+    "endless loops": (LOOP * 3 + "x" + END * 3, TOO_LONG),
+    "endless arithmetic": ("{{ 7 ** (10 ** 8) % 10 }}", TOO_LONG),
+    "10 MB of expressions": ("{{ 1 }}" * 1_400_000, TOO_LONG),
+    "memory of a text": ("{{ 'a' * 10 ** 9 }}", TOO_MUCH),
+    "memory of a format": ("{{ '%1000000000d' % 1 }}", TOO_MUCH),
+    # It grows a thousandfold a turn: little is copied before the turn that fails.
+    "memory of a loop": (f"{SOME}{LOOP}{{% set n.s = ([n.s] * 1000) | join %}}{END}", TOO_MUCH),
+    "memory of a filter": ("{{ ('a' * 10 ** 7) | replace('a', 'b' * 99) }}", TOO_MUCH),
+    "long text": ("{{ 'a' * 2 * 10 ** 6 }}", "renders 2,000,000 characters"),
+    "range": ("{{ range(10 ** 9) }}", "OverflowError: Range too big"),
+    "macro": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+    "brackets": ("{{ " + "(" * 200_000 + "1 }}", "RecursionError"),
+    "nested blocks": ("{% if 1 %}" * 5_000, "RecursionError"),
+    "30 loops": (LOOP * 30 + END * 30, "too many statically nested"),
+    "nested lists": (NESTED + "{{ n.s }}", "RecursionError"),
+    "message of nested lists": (NESTED + "{{ raise_exception(n.s) }}", "ends the process"),
+    "include": ("{% include 'x' %}", "no loader"),
+    "types": ("{{ 1 + 'a' }}", "TypeError: unsupported operand"),
+    "division": ("{{ 1 / 0 }}", "ZeroDivisionError"),
+    "no argument": ("{{ raise_exception() }}", "TypeError"),
+    "no such option": ("{{ messages | tojson(nosuch=1) }}", "TypeError"),
+    "digits": ("{{ " + "9" * 9_999 + " }}", "ValueError: Exceeds the limit"),
+    "statement": ("a\n{% for %}", "is not valid at its line 2"),
+    "openings": ("{%" * 10**6, "is not valid at its line 1"),
+    "tag": ("{% nosuch %}", "unknown tag 'nosuch'; repair it"),
+    "filter": ("{{ 1 | nosuch }}", "No filter named 'nosuch'"),
+    "open block": ("{% generation %}", "is not valid at its line 1"),
+    "break": ("{% break %}", "'break' outside loop"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_template_that_fails_is_one_line(monkeypatch, name):
+    source, message = FAULTS[name]
     if message == TOO_LONG:
         monkeypatch.setattr(tokenizer, "SECONDS", 0.1)
     with pytest.raises(ConfigError) as found:
@@ -115,49 +76,39 @@ def test_a_template_that_fails_is_one_line(monkeypatch, source, message):
     assert render("{{ messages[0].content }}") == "hello"
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        pytest.param("{{ ''.__class__ }}{{ [].__class__.__base__() }}", "unsafe", id="class"),
-        pytest.param("{{ cycler.__init__.__globals__ }}", "unsafe", id="globals"),
-        pytest.param("{{ messages.clear() }}", "unsafe", id="changes the messages"),
-        pytest.param("{{ nosuch() }}", "'nosuch' is undefined", id="undefined function"),
-        pytest.param("{{ a.b.c }}", "'a' is undefined", id="undefined value"),
-        pytest.param("{{ raise_exception(3) }}", "messages: 3", id="number"),
-        pytest.param("{{ raise_exception(nosuch) }}", "it does not say why", id="nothing"),
-        pytest.param("{{ raise_exception('a\n\x1b[2J' * 10 ** 5) }}", "a [2Ja [2Ja", id="long"),
-    ],
-)
-def test_a_refusal_is_one_line(source, message):
+REFUSALS = {
+    "class": ("{{ ''.__class__ }}{{ [].__class__.__base__() }}", "unsafe"),
+    "globals": ("{{ cycler.__init__.__globals__ }}", "unsafe"),
+    "changes the messages": ("{{ messages.clear() }}", "unsafe"),
+    "undefined": ("{{ nosuch() }}", "'nosuch' is undefined"),
+    "number": ("{{ raise_exception(3) }}", "messages: 3"),
+    "nothing": ("{{ raise_exception(nosuch) }}", "it does not say why"),
+    "long": ("{{ raise_exception('a\n\x1b[2J' * 10 ** 5) }}", "a [2Ja [2Ja"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refusal_is_one_line(name):
+    source, message = REFUSALS[name]
     with pytest.raises(InputError, match="the chat template refuses the messages: ") as found:
         render(source)
     text = str(found.value)
     assert message in text and text.isprintable() and len(text) < 400
 
 
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
+def test_an_odd_template_renders(monkeypatch):
+    monkeypatch.undo()
+    document, count = "Größe " * 500_000, "{% for a in range(9999) %}{{ a % 10 }}{% endfor %}"
+    assigned = "{% set n = namespace(k=0) %}{% for m in messages %}{% set n.k = 5 %}{% endfor %}"
+    for source, text in [
         ("", ""),
         ("x" * 10_000_000, "x" * 10_000_000),
         ("\0\ud800{{ messages[0].content }}", "\0\ud800hello"),
         ("{{ '{0.__class__}'.format(1) }}{{ ''|attr('__class__') }}", ""),
-        ("{% for a in range(9999) %}{{ a % 10 }}{% endfor %}", ("0123456789" * 1000)[:-1]),
-        (
-            "{% set n = namespace(k=0) %}{% for m in messages %}{% set n.k = 5 %}{% endfor %}"
-            "{{ n.k }}",
-            "5",
-        ),
-        ("{{ messages[0].content }}" * 2, "hellohello"),
-    ],
-)
-def test_an_odd_template_renders(monkeypatch, source, text):
-    monkeypatch.undo()
-    assert render(source) == text
-
-
-def test_a_long_document_is_rendered():
-    document = "Größe " * 500_000
+        (count, ("0123456789" * 1000)[:-1]),
+        (assigned + "{{ n.k }}", "5"),
+    ]:
+        assert render(source) == text
     assert render("<{{ messages[0].content }}>", document) == f"<{document}>"
 
 

@@ -54,11 +54,7 @@ def test_earlier_longer_stop_wins_over_a_later_short_one():
     assert stream(["ab", "d"], ["abc", "b"]) == ("a", "b")
 
 
-def test_no_stops_passes_everything_on():
-    stopper = StopStrings()
-    assert stopper.push("any\n") == "any\n"
-
-
-def test_empty_stop_is_refused():
+def test_no_stops_passes_everything_on_and_an_empty_one_is_refused():
+    assert StopStrings().push("any\n") == "any\n"
     with pytest.raises(InputError, match="stop string is empty"):
         StopStrings(["", "x"])
