@@ -35,77 +35,75 @@ def peak():
 jax.devices()
 before = peak()
 import checkpoints_convert
-getattr(checkpoints_convert, sys.argv[1])(sys.argv[2], sys.argv[3], **eval(sys.argv[4]))
-print(peak() - before)
+for action, paths, options in eval(sys.argv[1]):
+    getattr(checkpoints_convert, action)(*paths, **options)
+    print(peak() - before)
 """
 
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
 
-def write_large(folder):
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
     """Random bfloat16 in shards of about 400 MB; the bits are drawn, with small exponents."""
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("large")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     write_tokenizer(folder)
     rng = np.random.default_rng(0)
-    placed, shard, held, total = {}, {}, 0, 0
-
-    def flush():
-        name = f"model-{len(set(placed.values())) + 1:05d}.safetensors"
-        save_file(shard, folder / name)
-        placed.update(dict.fromkeys(shard, name))
-        shard.clear()
-
-    for tensor, shape in hf_shapes(CONFIG).items():
+    placed, shard = {}, {}
+    shapes = hf_shapes(CONFIG)
+    for tensor, shape in shapes.items():
         bits = rng.integers(0, 1 << 16, shape, dtype=np.uint16) & 0xBFFF
         shard[tensor] = bits.view(ml_dtypes.bfloat16)
-        held, total = held + bits.nbytes, total + bits.nbytes
-        if held > 400e6:
-            flush()
-            held = 0
-    flush()
-    index = {"metadata": {"total_size": total}, "weight_map": placed}
+        if sum(value.nbytes for value in shard.values()) > 400e6 or len(placed | shard) == len(
+            shapes
+        ):
+            name = f"model-{len(set(placed.values())) + 1:05d}.safetensors"
+            save_file(shard, folder / name)
+            placed |= dict.fromkeys(shard, name)
+            shard.clear()
+    index = {"metadata": {}, "weight_map": placed}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return total
+    yield folder
+    # Gigabytes that pytest would keep for three runs.
+    shutil.rmtree(folder)
 
 
-def peak_of(action, *paths, **options):
+def peaks_of(actions):
+    """The highest peak of a process after each of the actions."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", CODE, action, *map(str, paths), repr(options)],
+        [sys.executable, "-W", "error", "-c", CODE, repr(actions)],
         cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    return [int(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_memory_of_8_bits(tmp_path):
-    """The embedding, the largest tensor, stays in two bytes."""
-    write_large(tmp_path / "hf")
-    peak = peak_of("convert", tmp_path / "hf", tmp_path / "ours", weights="int8")
-    for folder in tmp_path.iterdir():
-        shutil.rmtree(folder)
-    print(f"{peak / 1e6:.0f} MB for a largest tensor of {LARGEST * 2 / 1e6:.0f} MB")
-    assert peak <= 2 * LARGEST * 2 + 300e6
+# (what is called, from, to, its options).
+TWO_BYTES = [("convert", "hf", "ours", {"dtype": "source"}), ("export", "ours", "back", {})]
+# The embedding, the largest tensor, stays in two bytes.
+EIGHT_BITS = [("convert", "hf", "ours", {"weights": "int8"})]
+FOUR_BYTES = [("convert", "hf", "ours", {"dtype": "float32"})]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    ("dtype", "item"), [("source", 2), pytest.param("float32", 4, marks=pytest.mark.thorough)]
+    ("actions", "item"),
+    [(TWO_BYTES, 2), (EIGHT_BITS, 2), pytest.param(FOUR_BYTES, 4, marks=pytest.mark.thorough)],
+    ids=["two bytes", "eight bits", "four bytes"],
 )
-def test_peak_memory_is_a_few_tensors(tmp_path, dtype, item):
-    total = write_large(tmp_path / "hf") * item / 2
+def test_peak_memory_is_a_few_tensors(tmp_path, large, actions, item):
     most = 2 * LARGEST * item + 300e6
-    assert most < total * 0.6
-    peak = peak_of("convert", tmp_path / "hf", tmp_path / "ours", dtype=dtype)
-    print(f"{dtype}: {peak / 1e6:.0f} MB for a largest tensor of {LARGEST * item / 1e6:.0f} MB")
-    assert peak <= most
-    peak = peak_of("export", tmp_path / "ours", tmp_path / "back")
-    # Gigabytes that pytest would keep for three runs.
-    for folder in tmp_path.iterdir():
-        shutil.rmtree(folder)
-    print(f"export: {peak / 1e6:.0f} MB")
-    assert peak <= most
+    whole = sum(np.prod(shape) for shape in hf_shapes(CONFIG).values()) * item
+    assert most < whole * 0.6
+    folder = {"hf": str(large)} | {to: str(tmp_path / to) for _, _, to, _ in actions}
+    peaks = peaks_of([(name, (folder[a], folder[b]), how) for name, a, b, how in actions])
+    for made in tmp_path.iterdir():
+        shutil.rmtree(made)
+    print(f"{[f'{peak / 1e6:.0f} MB' for peak in peaks]} for a largest of {LARGEST * item / 1e6}")
+    assert max(peaks) <= most, dict(zip(map(str, actions), peaks, strict=True))

@@ -1,6 +1,8 @@
 """Tiny Hugging Face checkpoints with random weights, written by the `safetensors` package."""
 
+import contextlib
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,17 @@ def write_checkpoint(
     described = {"metadata": {}, "weight_map": placed}
     (folder / "model.safetensors.index.json").write_text(json.dumps(described))
     return folder
+
+
+@contextlib.contextmanager
+def full_disk():
+    """The system refuses to write more than this to a file, as a full disk would."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def same_bits(one: np.ndarray, other: np.ndarray) -> bool:

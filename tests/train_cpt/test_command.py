@@ -1,9 +1,7 @@
 """`jax-longctx train` from a checkpoint and texts to a checkpoint that the other commands load."""
 
-import contextlib
 import json
 import logging
-import resource
 
 import jax
 import numpy as np
@@ -15,6 +13,7 @@ from jax_longctx.cli.main import app
 from jax_longctx.locks import only_writer
 from jax_longctx.models.storage import load_params, read_manifest
 from jax_longctx.sharding import make_mesh
+from tests.checkpoints_convert.tiny import full_disk
 from tests.train_cpt.tiny_files import write_tiny
 from train_cpt import loop
 
@@ -177,17 +176,6 @@ def test_a_disk_that_fills_up_is_one_line(trained, capfd):
     full = folder / "full" / "checkpoints"
     assert code == 2 and said.endswith(f"error: {full} could not be written: File too large"), said
     assert "Traceback" not in said + capfd.readouterr().err
-
-
-@contextlib.contextmanager
-def full_disk():
-    """The system refuses to write more than this to a file, as a full disk would."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def written(folder):

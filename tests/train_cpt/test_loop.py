@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(straight, tmp_p
 @pytest.mark.thorough
 def test_a_train_run_survives_kill_9(tmp_path):
     """Killed at random moments, and at last as if never: every bit of the state, every loss."""
-    kills = 6
+    kills = 5
     command = [sys.executable, "-m", "tests.train_cpt.tiny_run", tmp_path, kills, kills]
     done = subprocess.run(
         [str(word) for word in command], cwd=ROOT, capture_output=True, text=True, timeout=500

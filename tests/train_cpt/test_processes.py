@@ -11,8 +11,9 @@ import pytest
 
 from jax_longctx.models.storage import load_params
 from jax_longctx.sharding import make_mesh
-from tests.train_cpt.tiny_files import run_interrupted, write_tiny
+from tests.train_cpt.tiny_files import write_tiny
 from train_cpt.metrics import read_metrics
+from train_cpt.run import read_config, run_config
 from train_cpt.step import place_texts
 
 ROOT = Path(__file__).parents[2]
@@ -37,14 +38,14 @@ def run_in_processes(folder):
 
 @pytest.mark.long
 @pytest.mark.thorough
-def test_two_processes_train_as_one(tmp_path):
+def test_two_processes_that_are_interrupted_train_as_one_that_is_not(tmp_path):
     write_tiny(tmp_path, "llama")
     text = (tmp_path / "run.toml").read_text().replace('"float32"', '"float32"\nmesh = "{mesh}"')
     text = text.replace("steps = 2", f"steps = {STEPS}").replace("[1, 0, 0]", "[0.85, 0.15, 0]")
     text += "evaluate_every = 2\n"
     runs = []
     for name, run in (
-        ("one", lambda folder: run_interrupted(folder / "run.toml")),
+        ("one", lambda folder: run_config(read_config(folder / "run.toml"), note=print)),
         ("two", run_in_processes),
     ):
         folder = tmp_path / name
