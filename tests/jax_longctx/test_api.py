@@ -34,6 +34,12 @@ def model(tmp_path_factory):
     return LongContext(tiny_engine(config=config, chunk=16), tokenizer)
 
 
+def longer(model):
+    """The model's configuration, trained to 1024 tokens."""
+    rope = RopeConfig(kind="default", theta=1e4, trained_length=1024)
+    return dataclasses.replace(model.config, rope=rope, max_position=1024)
+
+
 def test_generate_is_the_engines_tokens_as_text(model):
     answer = model.generate("hello there", max_tokens=12, stop_at_eos=False)[0]
     rows = [model.tokenizer.encode("hello there", bos=True)]
@@ -68,13 +74,11 @@ def test_an_answer_ends_before_a_stop_string(model):
     assert model.ask(context, "why", max_tokens=40, stop_at_eos=False)[0].text == whole
 
 
-@pytest.mark.parametrize("name", ["full", "quest", "h2o"])
-@pytest.mark.quick("quest")
+@pytest.mark.parametrize("name", ["quest", pytest.param("h2o", marks=pytest.mark.slow)])
 def test_many_questions_over_one_text_are_answered_as_each_alone(model, name, monkeypatch):
     """Together where rows share the text, at most two at a time here; else one by one."""
     monkeypatch.setattr(jax_longctx.api, "TOGETHER", 2)
-    rope = RopeConfig(kind="default", theta=1e4, trained_length=1024)
-    config = dataclasses.replace(model.config, rope=rope, max_position=1024)
+    config = longer(model)
     engine = tiny_engine(small_method(name), config=config, chunk=64)
     model = LongContext(engine, model.tokenizer)
     context = model.prefill("some text that is long enough to be shared. " * 9)
@@ -111,14 +115,13 @@ def test_many_questions_over_one_text_are_answered_as_each_alone(model, name, mo
         model.ask(context, "why")
 
 
-@pytest.mark.parametrize("by_layer", [True, False])
-@pytest.mark.parametrize("name", ["full", "h2o"])
-@pytest.mark.quick("full-False")
+@pytest.mark.parametrize(
+    ("name", "by_layer"), [("full", False), pytest.param("h2o", True, marks=pytest.mark.slow)]
+)
 def test_the_programs_of_many_questions_compile_ahead(model, name, by_layer):
     """Those that take long; the engine has shapes in place of weights."""
     jax.clear_caches()
-    rope = RopeConfig(kind="default", theta=1e4, trained_length=1024)
-    config = dataclasses.replace(model.config, rope=rope, max_position=1024)
+    config = longer(model)
     loaded = tiny_engine(small_method(name), config=config, chunk=64, by_layer=by_layer)
     params = abstract_params(config, make_mesh(), np.dtype("float32"))
     how = {"chunk": 64, "by_layer": by_layer}
@@ -147,14 +150,6 @@ def test_the_programs_of_many_questions_compile_ahead(model, name, by_layer):
     assert all(answer.tokens for answer in answers)
 
 
-def test_many_questions_are_of_one_text(model):
-    context = model.prefill(["some text", "another, longer text"])
-    with pytest.raises(InputError, match="asked over one text, this context has 2; use `ask`"):
-        model.ask_all(context, ["why", "how so"])
-    with pytest.raises(InputError, match="no questions given"):
-        model.ask_all(model.prefill("some text"), [])
-
-
 def test_a_callback_that_fails_leaves_the_context_whole(model):
     context = model.prefill("some text")
     whole = model.ask(context, "why", max_tokens=20)[0].text
@@ -181,13 +176,6 @@ def test_a_footprint_is_what_a_context_holds_and_a_step_reads(model, reserve):
     assert found.kept == found.resident == found.peak == context.resident_bytes
     # Of both layers the keys and values of every slot, two kv heads of 8 in float32.
     assert found.read == 3 * context.slots * 2 * 2 * 2 * 8 * 4
-
-
-@pytest.mark.parametrize("sizes", [(0, 1, 0), (1, 0, 0), (1, 1, -1)])
-def test_a_footprint_of_nothing_is_refused(model, sizes):
-    tokens, batch, reserve = sizes
-    with pytest.raises(InputError, match="expected at least 1 token, 1 text and a reserve of 0"):
-        model.footprint(tokens, batch=batch, reserve=reserve)
 
 
 @pytest.fixture
@@ -242,12 +230,11 @@ def test_methods_that_go_on_are_not_warned_of(short, monkeypatch):
     assert short.length_warning(24) is None and short.length_warning(25) == f"25 {BEYOND}"
     llama3 = RopeConfig(kind="llama3", theta=1e4, trained_length=8, factor=4.0)
     scaled = dataclasses.replace(short.config, rope=llama3)
+    trained = dataclasses.replace(short.config, max_position=128)
+    monkeypatch.setattr(short.engine, "config", trained)
     for name in METHODS:
         monkeypatch.setattr(short.engine, "method", small_method(name))
         goes_on = name == "dynamic-ntk" or name.startswith(("reattention", "infllm", "free-"))
-        monkeypatch.setattr(
-            short.engine, "config", dataclasses.replace(short.config, max_position=128)
-        )
         evicts_at_slots = name in ("streaming-llm", "h2o-shared") or name.startswith("citrus")
         assert (short.length_warning(10**9) is None) == (goes_on or evicts_at_slots), name
     monkeypatch.setattr(short.engine, "config", scaled)
@@ -280,20 +267,22 @@ def test_the_layout_is_the_checkpoints_or_plain(model):
     assert model.layout() == model.layout(chat=model.tokenizer.has_chat)
 
 
-def test_an_empty_prompt_is_named(model):
-    with pytest.raises(InputError, match="prompt 1 is empty"):
-        model.generate(["text", ""])
-
-
-def test_another_number_of_questions_than_texts_is_named(model):
-    context = model.prefill(["one text", "another"])
-    with pytest.raises(InputError, match="2 contexts need as many questions, 1 given"):
-        model.ask(context, "Why?")
-    with pytest.raises(InputError, match="2 contexts need as many questions, 3 given"):
-        model.ask(context, ["Why?"] * 3)
-
-
-def test_a_dtype_that_weights_cannot_have_is_refused_first(tmp_path):
+def test_mistakes_are_named(model, tmp_path):
+    one, two = model.prefill("some text"), model.prefill(["one text", "another"])
+    together = "asked over one text, this context has 2; use `ask`"
+    for call, message in [
+        (lambda: model.generate(["text", ""]), "prompt 1 is empty"),
+        (lambda: model.ask(two, "Why?"), "2 contexts need as many questions, 1 given"),
+        (lambda: model.ask(two, ["Why?"] * 3), "2 contexts need as many questions, 3 given"),
+        (lambda: model.ask_all(two, ["why", "how so"]), together),
+        (lambda: model.ask_all(one, []), "no questions given"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            call()
+    for tokens, batch, reserve in ((0, 1, 0), (1, 0, 0), (1, 1, -1)):
+        with pytest.raises(InputError, match="at least 1 token, 1 text and a reserve of 0"):
+            model.footprint(tokens, batch=batch, reserve=reserve)
+    # Before the folder is looked at.
     with pytest.raises(ConfigError, match="unknown dtype 'int8'; known: float32, bfloat16"):
         jax_longctx.load(tmp_path, dtype="int8")
 

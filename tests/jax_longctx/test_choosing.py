@@ -9,7 +9,6 @@ from unittest.mock import create_autospec
 import pytest
 from typer.testing import CliRunner
 
-from checkpoints_convert import convert
 from jax_longctx import choosing
 from jax_longctx.api import LongContext
 from jax_longctx.choosing import Found, Measured, choose
@@ -17,8 +16,7 @@ from jax_longctx.cli.main import app
 from jax_longctx.methods import METHODS, make_method
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.text import Tokenizer
-from tests.checkpoints_convert.tiny import random_state, write_checkpoint
-from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
+from tests.jax_longctx.cli.tiny_model import converted
 from tests.small_methods import SMALL
 from tests.support import tiny_config, tiny_engine
 
@@ -197,12 +195,7 @@ def test_the_table_is_made_from_the_results(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    config = hf_config(vocab_size=300)
-    write_checkpoint(folder / "hf", config, random_state(config))
-    write_tokenizer(folder / "hf")
-    convert(folder / "hf", folder / "model")
-    return str(folder / "model")
+    return str(converted(tmp_path_factory))
 
 
 def test_ask_chooses_and_says_so(checkpoint, tmp_path, monkeypatch):

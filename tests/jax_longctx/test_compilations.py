@@ -9,7 +9,7 @@ import pytest
 from jax_longctx import api
 from jax_longctx.api import keep_compilations
 from jax_longctx.engine import programs
-from tests.small_methods import SMALL, small_method
+from tests.small_methods import KINDS, small_method
 from tests.support import random_rows, tiny_config, tiny_engine
 
 
@@ -106,21 +106,21 @@ def _mappings():
 @pytest.mark.long
 @pytest.mark.thorough
 @pytest.mark.skipif(not programs.MAPPINGS.exists(), reason="Linux alone limits mappings")
-def test_every_method_in_turn_in_one_process_stays_within_its_mappings(monkeypatch, tmp_path):
+def test_method_upon_method_in_one_process_stays_within_its_mappings(monkeypatch, tmp_path):
     jax.clear_caches()
-    # Linux gives 65,530, which takes longer to use up: a limit that some five methods reach.
-    limit = _mappings() + 2_500
+    # Linux gives 65,530, which takes longer to use up: a limit that some four methods reach.
+    limit = _mappings() + 1_000
     most = tmp_path / "max_map_count"
     most.write_text(str(2 * limit))
     monkeypatch.setattr(programs, "MOST_MAPPINGS", most)
     config, contexts, questions = tiny_config(num_layers=1), *map(random_rows, ([90], [3]))
     counts, answers = [], {}
-    for name in [*SMALL, "full"]:
+    for name in [*KINDS, "full"]:
         engine = tiny_engine(small_method(name), config=config, chunk=16)
         context = engine.prefill(contexts, reserve=24, questions=questions)
         answer = list(engine.stream(context, questions, max_tokens=8))
         # Full attention comes again at the end, when its programs have been dropped.
         assert answers.setdefault(name, answer) == answer
         counts.append(_mappings())
-    # Over the limit by what two methods compile, at most.
-    assert limit < max(counts) < limit + 2_500
+    # Over the limit by what three methods compile, at most.
+    assert limit < max(counts) < limit + 1_000

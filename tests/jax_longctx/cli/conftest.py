@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 import jax_longctx
 from jax_longctx import api
 from jax_longctx.cli.main import app
-from tests.checkpoints_convert.tiny import random_state, write_checkpoint
-from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
+from tests.jax_longctx.cli.tiny_model import converted, hf_config, write_source, write_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +20,7 @@ def tokenizer_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny(tokenizer_folder):
-    """The tiny model as `jax_longctx.load` would return it."""
+    """The tiny model under full attention, as `jax_longctx.load` would return it."""
     from jax_longctx.api import LongContext
     from jax_longctx.models.llama import init_params
     from jax_longctx.text import Tokenizer
@@ -30,7 +29,7 @@ def tiny(tokenizer_folder):
     config = jax_longctx.ModelConfig.from_hf(hf_config(tokenizer.vocab_size))
     mesh = jax_longctx.make_mesh()
     params = init_params(config, mesh, seed=1)
-    method = jax_longctx.make_method(next(iter(jax_longctx.METHODS)))
+    method = jax_longctx.make_method("full")
     return LongContext(jax_longctx.Engine(config, params, method, mesh, chunk=64), tokenizer)
 
 
@@ -68,19 +67,14 @@ def loads(tiny, tmp_path_factory, monkeypatch):
 def source(tmp_path_factory):
     """A Hugging Face directory with the tiny model and its tokenizer."""
     folder = tmp_path_factory.mktemp("source") / "hf"
-    config = hf_config(vocab_size=300)
-    write_checkpoint(folder, config, random_state(config))
-    write_tokenizer(folder)
+    write_source(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def checkpoint(source, tmp_path_factory):
     """The same, converted."""
-    folder = tmp_path_factory.mktemp("converted") / "model"
-    result = CliRunner().invoke(app, ["convert", str(source), str(folder)])
-    assert result.exit_code == 0, result.output
-    return folder
+    return converted(tmp_path_factory, source)
 
 
 @pytest.fixture

@@ -43,12 +43,9 @@ def commands(folder):
 def write_files(folder):
     """A source, its checkpoint, a book, rows of a batch, and texts to train on."""
     import checkpoints_convert
-    from tests.checkpoints_convert.tiny import random_state, write_checkpoint
-    from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
+    from tests.jax_longctx.cli.tiny_model import write_source
 
-    config = hf_config(vocab_size=300)
-    write_checkpoint(folder / "hf", config, random_state(config))
-    write_tokenizer(folder / "hf")
+    write_source(folder / "hf")
     checkpoints_convert.convert(str(folder / "hf"), folder / "model")
     (folder / "book.txt").write_text(BOOK * 8)
     rows = [{"id": n, "prompt": BOOK * (1 + n % 3)} for n in range(6)]

@@ -60,15 +60,18 @@ def alone(tiny, row, folder):
     return found
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.thorough) for name in ("snapkv", "citrus")]
+def check_answers(tiny, found, folder):
+    """Lines of the output are what the rows of the input are answered alone."""
+    for row, line in zip(ROWS, found, strict=True):
+        answers = line["answers"] if "questions" in row else [line]
+        assert [answer["answer"] for answer in answers] == alone(tiny, row, folder)
+        assert all(answer["tokens"]["answer"] <= 6 for answer in answers)
 
 
-@pytest.mark.parametrize("method", ["full", *SLOW])
+@pytest.mark.parametrize("method", ["full", pytest.param("citrus", marks=pytest.mark.thorough)])
 def test_every_row_as_it_is_answered_alone(
     run, loads, tiny, given, tmp_path, book, method, monkeypatch
 ):
-    from jax_longctx.engine import Engine
-
     base = tiny.engine
     engine = Engine(base.config, base.params, small_method(method), base.mesh, chunk=64)
     monkeypatch.setattr(tiny, "engine", engine)
@@ -79,10 +82,7 @@ def test_every_row_as_it_is_answered_alone(
     found = lines_of(out)
     assert [line["line"] for line in found] == [1, 2, 3, 4, 5, 6]
     assert [line.get("id") for line in found] == ["a", 7, None, None, "b", None]
-    for row, line in zip(ROWS, found, strict=True):
-        answers = line["answers"] if "questions" in row else [line]
-        assert [answer["answer"] for answer in answers] == alone(tiny, row, tmp_path)
-        assert all(answer["tokens"]["answer"] <= 6 for answer in answers)
+    check_answers(tiny, found, tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out.jsonl.")]
 
 
@@ -127,9 +127,7 @@ def test_a_row_that_does_not_fit_is_a_bad_row(run, loads, tiny, given, tmp_path,
     assert run("batch", write(given, rows), out, "-c", "m", *LIMIT).exit_code == 3
     found = lines_of(out)
     assert "a cache of" in found[-1]["error"] and found[-1]["id"] == "long"
-    for row, line in zip(ROWS, found, strict=False):
-        answers = line["answers"] if "questions" in row else [line]
-        assert [answer["answer"] for answer in answers] == alone(tiny, row, tmp_path)
+    check_answers(tiny, found[:-1], tmp_path)
 
 
 def killed_at(monkeypatch, count):
@@ -246,35 +244,27 @@ def test_the_total_length_is_a_prompts_own_and_of_questions_the_contexts(
 def test_questions_over_a_text_of_its_own_batch_are_answered_together(
     run, loads, tiny, tmp_path, book, monkeypatch
 ):
-    rows = [
-        {"file": "book.txt", "questions": ["Who?", "Why?", "Where is it, and when?"]},
-        {"file": "book.txt", "question": "Who?"},
-    ]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "book.txt").write_text(book.read_text())
-    given = ("-c", "m", "--max-tokens", 9, "--rows", 1, "--temperature", 0.9, "--seed", 4)
+    """They draw by their line and number, together or one by one."""
+    rows = [{"file": "book.txt", "questions": ["Who?"] * 3}] * 2
+    rows.append({"file": "book.txt", "questions": ["Why?", "Where is it, and when?"]})
+    given = write(tmp_path / "in.jsonl", rows)
+    options = ("-c", "m", "--max-tokens", 12, "--temperature", 1.0, "--seed", 3)
     calls, ask_all = [], tiny.ask_all_tokens
     monkeypatch.setattr(
         tiny, "ask_all_tokens", lambda *a, **k: calls.append(len(a[1])) or ask_all(*a, **k)
     )
-    assert run("batch", tmp_path / "in.jsonl", tmp_path / "one.jsonl", *given).exit_code == 0
-    assert calls == [3]
-    monkeypatch.setattr(tiny, "together", lambda questions: False)
-    assert run("batch", tmp_path / "in.jsonl", tmp_path / "two.jsonl", *given).exit_code == 0
-    assert calls == [3]
-    assert (tmp_path / "one.jsonl").read_text() == (tmp_path / "two.jsonl").read_text()
-
-
-def test_questions_draw_by_their_line_and_number(run, loads, tiny, tmp_path, book):
-    row = {"file": "book.txt", "questions": ["Who?", "Who?", "Who?"]}
-    options = ("-c", "m", "--max-tokens", 12, "--temperature", 1.0, "--seed", 3)
-    out = tmp_path / "out.jsonl"
-    assert run("batch", write(tmp_path / "in.jsonl", [row, row]), out, *options).exit_code == 0
-    first, second = ([answer["answer"] for answer in line["answers"]] for line in lines_of(out))
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    assert run("batch", given, one, *options, "--rows", 1).exit_code == 0
+    assert sorted(calls) == [2, 3, 3]
+    first, second, _ = ([answer["answer"] for answer in line["answers"]] for line in lines_of(one))
     assert len({*first, *second}) == 6
     # The questions of `ask` are those of the first line.
     asked = run("ask", book, "Who?", "Who?", "Who?", "--json", *options)
     assert [json.loads(line)["answer"] for line in asked.stdout.splitlines()] == first
+    calls.clear()
+    monkeypatch.setattr(tiny, "together", lambda questions: False)
+    assert run("batch", given, two, *options, "--rows", 1).exit_code == 0
+    assert calls == [] and two.read_text() == one.read_text()
 
 
 def test_a_line_beyond_the_trained_length_says_so(run, loads, tiny, tmp_path, monkeypatch):
@@ -337,41 +327,36 @@ def test_files_of_rows_are_confined_to_a_folder(run, loads, tiny, tmp_path, book
     assert refused.exit_code == 2 and "is no folder" in refused.stderr
 
 
-def test_other_options_do_not_go_on(run, loads, given, tmp_path, monkeypatch):
+def test_other_runs_into_one_output_are_refused_and_a_finished_one_is_left_alone(
+    run, loads, given, tmp_path, monkeypatch
+):
     out = tmp_path / "out.jsonl"
+    command = ("batch", given, out, "-c", "m", *LIMIT)
+
+    def refused(*more):
+        result = run(*command, *more)
+        assert result.exit_code == 2, result.output
+        return " ".join(result.stderr.split())
+
+    with only_writer(out):
+        assert refused().endswith(
+            f"error: another process is writing {out}; wait for it, or choose another name"
+        )
+    assert sorted(tmp_path.glob("out*")) == []
     with monkeypatch.context() as patch:
         killed_at(patch, 2)
-        assert run("batch", given, out, "-c", "m", *LIMIT).exit_code == 1
-    result = run("batch", given, out, "-c", "m", *LIMIT, "--max-tokens", 7)
-    assert result.exit_code == 2
-    assert "was begun with max_tokens 6, now it is 7" in result.stderr
+        assert run(*command).exit_code == 1
+    assert "was begun with max_tokens 6, now it is 7" in refused("--max-tokens", 7)
     write(given, ROWS[1:])
-    result = run("batch", given, out, "-c", "m", *LIMIT)
-    assert result.exit_code == 2 and "was begun with input" in result.stderr
-
-
-def test_a_second_run_into_one_output_is_refused(run, loads, given, tmp_path):
-    out = tmp_path / "out.jsonl"
-    with only_writer(out):
-        result = run("batch", given, out, "-c", "m", *LIMIT)
-    assert result.exit_code == 2
-    assert " ".join(result.stderr.split()).endswith(
-        f"error: another process is writing {out}; wait for it, or choose another name"
-    )
-    assert sorted(tmp_path.glob("out*")) == []
-    assert run("batch", given, out, "-c", "m", *LIMIT).exit_code == 0
-
-
-def test_a_finished_output_is_left_alone(run, loads, given, tmp_path):
-    out = tmp_path / "out.jsonl"
-    assert run("batch", given, out, "-c", "m", *LIMIT).exit_code == 0
+    assert "was begun with input" in refused()
+    write(given, ROWS)
+    assert run(*command).exit_code == 0
     before = out.read_bytes()
-    again = run("batch", given, out, "-c", "m", *LIMIT)
+    again = run(*command)
     assert again.exit_code == 0 and "complete already" in again.stderr
     assert out.read_bytes() == before
     write(given, ROWS[1:])
-    other = run("batch", given, out, "-c", "m", *LIMIT)
-    assert other.exit_code == 2 and "is not of this input" in other.stderr
+    assert "is not of this input" in refused()
 
 
 def test_damage_between_two_runs_is_refused_or_computed_again(
@@ -413,20 +398,19 @@ def test_damage_between_two_runs_is_refused_or_computed_again(
     assert refused >= 14
 
 
-def test_an_output_that_is_a_folder_is_refused(run, loads, given, tmp_path):
-    result = run("batch", given, tmp_path, "-c", "m")
-    assert result.exit_code == 2 and "is a folder; name a file" in result.stderr
-    assert not loads
-
-
-@pytest.mark.parametrize(("text", "message"), [("", "holds no rows"), (None, "does not exist")])
-def test_no_input(run, loads, tmp_path, text, message):
+def test_no_input_and_an_output_that_is_a_folder_are_refused(run, loads, tmp_path):
     given = tmp_path / "in.jsonl"
-    if text is not None:
-        given.write_text(text)
-    result = run("batch", given, tmp_path / "out.jsonl", "-c", "m")
-    assert result.exit_code == 2 and message in result.stderr
-    assert list(tmp_path.iterdir()) == ([given] if text is not None else [])
+    for text, out, message in [
+        (None, "out.jsonl", "does not exist"),
+        (json.dumps(ROWS[0]), ".", "is a folder; name a file"),
+        ("", "out.jsonl", "holds no rows"),
+    ]:
+        if text is not None:
+            given.write_text(text)
+        result = run("batch", given, tmp_path / out, "-c", "m")
+        assert result.exit_code == 2 and message in result.stderr
+        assert list(tmp_path.iterdir()) == ([given] if text is not None else [])
+        assert loads == [] or text == ""
 
 
 def test_nothing_is_compiled_for_a_run_that_was_begun_or_does_not_fit(tiny, given, monkeypatch):

@@ -69,19 +69,8 @@ def test_every_shape_is_compiled_before_its_first_batch(
         jax.clear_caches()
         given = folder / "in.jsonl", folder / name, "--max-tokens", 4, "--rows", 2
         if command == "eval":
-            given = (
-                "passkey",
-                "--noise",
-                "--length",
-                512,
-                "--trials",
-                2,
-                "-m",
-                "full",
-                "-m",
-                "streaming-llm:budget=64,chunk=16",
-            )
-            given += ("--out", folder / name)
+            given = ("passkey", "--noise", "--length", 512, "--trials", 2, "-m", "full")
+            given += ("-m", "streaming-llm:budget=64,chunk=16", "--out", folder / name)
         result = run(command, *given, "-c", checkpoint)
         assert result.exit_code == 0, result.output
         text = (folder / name).read_text()

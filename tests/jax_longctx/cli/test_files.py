@@ -56,59 +56,47 @@ def test_a_folder_is_made_and_left_empty(tmp_path, monkeypatch):
     assert not (tmp_path / "e").exists()
 
 
-TRAIN = ("train", "evaluate", "-c", "model", "--data", "model")
-
-
 @pytest.mark.parametrize(
     "command",
     [
-        (*TRAIN, "--out"),
-        ("train", "plot", "run", "--out"),
-        ("train", "collect", "folder", "--out"),
-        ("train", "bench", "--out"),
-        ("bench", "kernels", "--out"),
-        ("bench", "e2e", "--out"),
-        ("bench", "decode", "--method", "h2o", "--out"),
-        ("bench", "prefill", "--method", "h2o", "--out"),
-        ("eval", "run", "-c", "model", "-t", "passkey", "--length", "4096", "--output"),
-    ],
-    ids=" ".join,
-)
-def test_other_commands_look_before_they_work_too(run, checkpoints, tmp_path, command):
-    (tmp_path / "file").write_text("")
-    out = tmp_path / "file" / "more" / "found"
-    result = run(*command, out)
-    assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
-    assert f"error: {command[-1]} {out}: nothing can be written" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        (("passkey",), "--out"),
-        (("passkey",), "--heatmap"),
-        (("table", "runs.json"), "--heatmap"),
-        (("perplexity",), "--out"),
-        (("perplexity",), "--plot"),
-        (("agreement",), "--out"),
-        (("citrus-overlap",), "--out"),
-        (("resa-spectrum",), "--out"),
-        (("resa-errors",), "--out"),
+        "train evaluate -c model --data model --out",
+        "train plot run --out",
+        "train collect folder --out",
+        "train bench --out",
+        "bench kernels --out",
+        "bench e2e --out",
+        "bench decode --method h2o --out",
+        "bench prefill --method h2o --out",
+        "eval run -c model -t passkey --length 4096 --output",
+        "eval passkey -c model --out",
+        "eval passkey -c model --heatmap",
+        "eval table runs.json --heatmap",
+        "eval perplexity -c model --out",
+        "eval perplexity -c model --plot",
+        "eval agreement -c model --out",
+        "eval citrus-overlap -c model --out",
+        "eval resa-spectrum -c model --out",
+        "eval resa-errors -c model --out",
     ],
 )
-def test_no_command_loads_a_model_for_a_file_it_cannot_write(
-    run, loads, tmp_path, command, option, monkeypatch
+def test_commands_look_where_they_write_before_they_work(
+    run, loads, tmp_path, command, monkeypatch
 ):
-    model = ("-c", "model") if command[0] != "table" else ()
-    result = run("eval", *command, *model, option, "/proc/found")
-    assert result.exit_code == 2 and result.stderr.count("\n") == 1
-    assert f"error: {option} " in result.stderr and "nothing can be written" in result.stderr
-    result = run("eval", *command, *model, option, tmp_path)
-    assert result.exit_code == 2 and "is a folder; name a file" in result.stderr
-    if option != "--out":
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        result = run("eval", *command, *model, option, tmp_path / "plot.png")
-        assert result.exit_code == 2 and f"{option} needs matplotlib" in result.stderr
+    words = command.split()
+    option = words[-1]
+    (tmp_path / "file").write_text("")
+    found = tmp_path / "file" / "more" / "found"
+    refused = [(found, f"{found}: nothing can be written"), ("/proc/found", "nothing can be")]
+    if words[0] == "eval" and option != "--output":
+        refused.append((tmp_path, "is a folder; name a file"))
+    if option in ("--plot", "--heatmap"):
+        refused.append((tmp_path / "plot.png", "needs matplotlib"))
+    for out, message in refused:
+        if message == "needs matplotlib":
+            monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        result = run(*words, out)
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
+        assert f"error: {option} " in result.stderr and message in result.stderr
     assert loads == []
 
 

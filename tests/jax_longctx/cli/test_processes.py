@@ -2,24 +2,17 @@
 
 import functools
 import json
-import random
 import signal
-import time
 from unittest.mock import create_autospec
 
 import pytest
 
 from jax_longctx.cli import process
-from tests.jax_longctx.cli.tiny_model import converted
 from tests.jax_longctx.cli.two_processes import ended, start
+from tests.jax_longctx.serving.tiny import wait_until
 
 TEXT = "The pass key is 12345. Remember it. "
 LIMIT = ("--max-tokens", 6, "--chunk", 64)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return converted(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -47,33 +40,25 @@ def write_rows(path):
 
 
 @pytest.mark.thorough
-def test_two_processes_answer_as_one_and_killed_ones_go_on(checkpoint, begin, tmp_path):
+def test_two_processes_answer_as_one_and_go_on_after_the_first_was_killed(
+    checkpoint, begin, run, tmp_path
+):
     given = write_rows(tmp_path / "in.jsonl")
     common = ("-c", checkpoint, *LIMIT, "--rows", 2, "--temperature", 0.7)
     one = tmp_path / "one.jsonl"
-    ((code, _, said),) = ended(begin(["batch", given, one, *common], count=1))
     # One of the rows fails.
-    assert code == 3, said
+    assert run("batch", given, one, *common).exit_code == 3
     two = tmp_path / "two.jsonl"
     command = ["batch", given, two, *common, "--mesh", "data=2"]
-    draw = random.Random(1)
-    for number in (0, 1):
-        started = begin(command, count=2)
-        journal = tmp_path / "two.jsonl.journal"
-        # Somewhere between the first batch on the disk and the last.
-        wanted, end = 1 + number, time.monotonic() + 120
-        while not (journal.exists() and journal.read_bytes().count(b"\n") > wanted):
-            assert time.monotonic() < end and started[0].poll() is None
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0, 0.1))
-        started[number].send_signal(signal.SIGKILL)
-        killed = time.monotonic()
-        found = ended(started, seconds=60)
-        assert time.monotonic() - killed < 60
-        assert found[number][0] == -signal.SIGKILL
-        code, _, said = found[1 - number]
-        assert code not in (0, -signal.SIGKILL)
-        assert "another process of the job has ended" in said or "another task died" in said
+    leader, other = begin(command, count=2)
+    journal = tmp_path / "two.jsonl.journal"
+    # Somewhere between the first batch on the disk and the last.
+    wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 1, seconds=120)
+    assert leader.poll() is None
+    leader.send_signal(signal.SIGKILL)
+    (code, *_), (code_1, _, said) = ended([leader, other], seconds=60)
+    assert code == -signal.SIGKILL and code_1 not in (0, -signal.SIGKILL)
+    assert "another process of the job has ended" in said or "another task died" in said
     (code, out, said), (code_1, out_1, said_1) = ended(begin(command, count=2))
     # The first process writes the rows and counts them.
     assert (code, code_1) == (3, 0), said + said_1
@@ -83,17 +68,17 @@ def test_two_processes_answer_as_one_and_killed_ones_go_on(checkpoint, begin, tm
 
 
 @pytest.mark.thorough
-def test_answers_are_those_of_one_process_and_printed_once(checkpoint, begin, tmp_path):
+def test_answers_are_those_of_one_process_and_printed_once(checkpoint, begin, run, tmp_path):
     book = tmp_path / "book.txt"
     book.write_text(TEXT * 4)
     how = ("--method", "star", "--set", "block=64")
     common = ("ask", book, "Who?", "-c", checkpoint, *how, *LIMIT, "--json")
-    ((code, alone, said),) = ended(begin(common, count=1))
-    assert code == 0, said
+    alone = run(*common)
+    assert alone.exit_code == 0, alone.output
     command = (*common, "--mesh", "seq=2", "--save-context", tmp_path / "kept")
     (code, first, said), (code_1, second, said_1) = ended(begin(command, count=2))
     assert (code, code_1) == (0, 0), said + said_1
-    assert json.loads(first)["answer"] == json.loads(alone)["answer"]
+    assert json.loads(first)["answer"] == json.loads(alone.stdout)["answer"]
     assert second == ""
 
 

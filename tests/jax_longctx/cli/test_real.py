@@ -32,12 +32,6 @@ def test_two_questions_and_the_python_api_agree(run, checkpoint, book):
         assert json.loads(line)["answer"] == answer.text
 
 
-def test_generate_streams(run, checkpoint):
-    result = run("generate", "The pass key", "-c", checkpoint, "--max-tokens", 6)
-    assert result.exit_code == 0, result.output
-    assert result.stdout.endswith("\n") and len(result.stdout) > 1
-
-
 def test_export_gives_the_same_bits_back(run, source, checkpoint, tmp_path):
     result = run("convert", checkpoint, tmp_path / "hf", "--to-hf")
     assert result.exit_code == 0, result.output
@@ -48,7 +42,7 @@ def test_export_gives_the_same_bits_back(run, source, checkpoint, tmp_path):
         assert np.array_equal(array, after[name]), name
 
 
-def test_not_a_checkpoint(run, source, tmp_path):
+def test_not_a_checkpoint(run, tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
         result = run("generate", "The", "-c", folder)
         refused(result, str(folder))

