@@ -1,12 +1,12 @@
 """Hugging Face directories in and out, bit by bit; types, shards, meshes, the hub."""
 
+import hashlib
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from checkpoints_convert import convert, export, read_config
 from checkpoints_convert.config import model_config
@@ -24,6 +24,8 @@ from tests.checkpoints_convert.tiny import (
     write_checkpoint,
 )
 
+LLAMA = hf_config("llama")
+
 
 def load_all(folder):
     state = {}
@@ -38,81 +40,78 @@ def assert_same_state(found, expected):
         assert same_bits(found[name], value), name
 
 
-ROUND_TRIPS = [
-    *(("llama", dtype) for dtype in DTYPES),
-    *(("qwen2", dtype) for dtype in DTYPES),
-    *(("qwen3", dtype) for dtype in DTYPES),
-    *((family, "bfloat16") for family in FAMILIES if family not in ("llama", "qwen2", "qwen3")),
-]
+def there_and_back(folder, described, state, expected=None, *, shards=1, **options):
+    """Converts a checkpoint and exports it: the expected tensors come back, or the same.
+
+    Returns the manifest of the conversion.
+    """
+    source = write_checkpoint(folder / "hf", described, state, shards=shards)
+    manifest = convert(source, folder / "ours", **options)
+    export(folder / "ours", folder / "back")
+    assert_same_state(load_all(folder / "back"), state if expected is None else expected)
+    return manifest
+
+
+def exported_config(folder):
+    return json.loads((folder / "back" / "config.json").read_text())
+
+
+# Every type, and every family.
+ROUND_TRIPS = [("llama", dtype) for dtype in DTYPES]
+ROUND_TRIPS += zip([*FAMILIES][1:], [*DTYPES] * 2, strict=True)
 
 
 @pytest.mark.parametrize(("family", "dtype"), ROUND_TRIPS)
 def test_round_trip_gives_back_every_bit(tmp_path, family, dtype):
     described = hf_config(family)
-    state = random_state(described, dtype)
-    source = write_checkpoint(tmp_path / "hf", described, state, shards=2)
-    manifest = convert(source, tmp_path / "ours")
-    export(tmp_path / "ours", tmp_path / "back")
-
+    manifest = there_and_back(tmp_path, described, random_state(described, dtype), shards=2)
     assert manifest.dtype == dtype
     assert manifest.config == model_config(described)
-    assert_same_state(load_all(tmp_path / "back"), state)
-    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    written = exported_config(tmp_path)
     assert model_config(written) == manifest.config
     assert written["torch_dtype"] == dtype
     assert (written["bos_token_id"], written["eos_token_id"]) == (256, [257])
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "ours"]
+    # The manifest names what was read.
+    assert read_manifest(tmp_path / "ours") == manifest
+    assert manifest.source == str(tmp_path / "hf")
+    assert sorted(manifest.tokenizer_files) == ["tokenizer.json", "tokenizer_config.json"]
+    files = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    assert manifest.sources == digests
 
 
 def test_stored_types_may_differ_and_come_back(tmp_path):
-    described = hf_config("llama")
-    state = random_state(described, "bfloat16")
+    state = random_state(LLAMA, "bfloat16")
     state["model.norm.weight"] = state["model.norm.weight"].astype(np.float32) + 1e-7
-    source = write_checkpoint(tmp_path / "hf", described, state)
-    manifest = convert(source, tmp_path / "ours")
+    manifest = there_and_back(tmp_path, LLAMA, state)
     assert manifest.dtype == "bfloat16"
     assert manifest.tensors["final_norm.scale"].dtype == "float32"
     # A model computes in one type.
     params = load_params(tmp_path / "ours", make_mesh())
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
-    export(tmp_path / "ours", tmp_path / "back")
-    assert_same_state(load_all(tmp_path / "back"), state)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_are_cast_to_the_type_asked_for(tmp_path, dtype):
-    described = hf_config("llama")
-    state = random_state(described, "float32")
-    convert(write_checkpoint(tmp_path / "hf", described, state), tmp_path / "ours", dtype=dtype)
-    params = load_params(tmp_path / "ours", make_mesh())
-    cast = {name: value.astype(DTYPES[dtype]) for name, value in state.items()}
-    expected = params_from_hf(model_config(described), cast)
-    assert {path for path, _ in flat(params)} == {path for path, _ in flat(expected)}
-    for (path, ours), (_, theirs) in zip(sorted(flat(params)), sorted(flat(expected)), strict=True):
-        assert same_bits(np.asarray(ours), np.asarray(theirs)), path
-
-
-def test_pieces_of_a_tensor_are_joined_in_order(tmp_path, monkeypatch):
+def test_values_are_cast_to_the_type_asked_for(tmp_path, monkeypatch, dtype):
+    # A tensor is read in several pieces.
     monkeypatch.setattr("checkpoints_convert.files.PIECE", 4 * 32 * 7)
-    described = hf_config("llama")
-    state = random_state(described, "float32")
-    source = write_checkpoint(tmp_path / "hf", described, state)
-    convert(source, tmp_path / "ours", dtype="bfloat16")
-    export(tmp_path / "ours", tmp_path / "back")
-    cast = {name: value.astype(jnp.bfloat16) for name, value in state.items()}
-    assert_same_state(load_all(tmp_path / "back"), cast)
+    state = random_state(LLAMA, "float32")
+    cast = {name: value.astype(DTYPES[dtype]) for name, value in state.items()}
+    there_and_back(tmp_path, LLAMA, state, cast, dtype=dtype)
+    found = dict(flat(load_params(tmp_path / "ours", make_mesh())))
+    expected = dict(flat(params_from_hf(model_config(LLAMA), cast)))
+    assert set(found) == set(expected)
+    for path, theirs in expected.items():
+        assert same_bits(np.asarray(found[path]), np.asarray(theirs)), path
 
 
 def test_a_sharded_mesh_writes_and_reads_the_same(tmp_path):
     described = hf_config("qwen2")
-    state = random_state(described)
-    source = write_checkpoint(tmp_path / "hf", described, state)
     mesh = make_mesh(data=2, seq=2, tensor=2)
-    convert(source, tmp_path / "ours", mesh=mesh)
-    export(tmp_path / "ours", tmp_path / "back")
-    assert_same_state(load_all(tmp_path / "back"), state)
+    there_and_back(tmp_path, described, random_state(described), mesh=mesh)
     params = load_params(tmp_path / "ours", mesh)
     q = params["layers"]["0"]["attn"]["q"]
     assert q.sharding.spec == jax.sharding.PartitionSpec(None, "tensor", "seq")
@@ -124,14 +123,11 @@ def test_a_sharded_mesh_writes_and_reads_the_same(tmp_path):
 def test_a_file_that_leaves_keys_out_converts(tmp_path):
     """As Llama 2 was published, without theta and head size; here without kv heads as well."""
     described = hf_config("llama", num_key_value_heads=4)
-    state = random_state(described)
-    said = {key: value for key, value in described.items() if key != "num_key_value_heads"}
-    del said["rope_theta"]
-    manifest = convert(write_checkpoint(tmp_path / "hf", said, state), tmp_path / "ours")
+    left_out = ("num_key_value_heads", "rope_theta")
+    said = {key: value for key, value in described.items() if key not in left_out}
+    manifest = there_and_back(tmp_path, said, random_state(described))
     assert manifest.config == model_config(described)
     assert (manifest.config.rope.theta, manifest.config.num_kv_heads) == (10000.0, 4)
-    export(tmp_path / "ours", tmp_path / "back")
-    assert_same_state(load_all(tmp_path / "back"), state)
     assert read_config(tmp_path / "back" / "config.json") == manifest.config
 
 
@@ -139,23 +135,15 @@ def test_internlm2_is_split_and_exported_as_llama(tmp_path):
     described = hf_config("llama", num_attention_heads=8, num_key_value_heads=2)
     config = model_config(described)
     state = random_state(described, "bfloat16")
-    theirs = {**described, "architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2"}
-    source = write_checkpoint(
-        tmp_path / "hf", {**theirs, "bias": False}, internlm2_state(state, config)
-    )
-    manifest = convert(source, tmp_path / "ours")
-    assert manifest.config == config
-    export(tmp_path / "ours", tmp_path / "back")
-    assert_same_state(load_all(tmp_path / "back"), state)
-    written = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert model_config(written) == config
+    theirs = {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": False}
+    fused = internlm2_state(state, config)
+    assert there_and_back(tmp_path, described | theirs, fused, state).config == config
+    assert model_config(exported_config(tmp_path)) == config
 
 
 def test_export_splits_into_shards_with_an_index(tmp_path):
-    described = hf_config("llama")
-    state = random_state(described)
-    source = write_checkpoint(tmp_path / "hf", described, state)
-    convert(source, tmp_path / "ours")
+    state = random_state(LLAMA)
+    convert(write_checkpoint(tmp_path / "hf", LLAMA, state), tmp_path / "ours")
     export(tmp_path / "ours", tmp_path / "back", shard_bytes=40_000)
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "back").glob("*.safetensors"))
@@ -168,40 +156,25 @@ def test_export_splits_into_shards_with_an_index(tmp_path):
 
 
 def test_names_of_folders_may_hold_anything(tmp_path):
-    described = hf_config("llama")
-    state = random_state(described)
+    state = random_state(LLAMA)
     folder = tmp_path / "a b%20ü#?&"
-    source = write_checkpoint(folder / "hf", described, state)
+    source = write_checkpoint(folder / "hf", LLAMA, state)
     convert(source, folder / "our's $x")
     export(folder / "our's $x", folder / "back")
     assert_same_state(load_all(folder / "back"), state)
 
 
 def test_progress_counts_every_byte(tmp_path):
-    described = hf_config("llama")
-    source = write_checkpoint(tmp_path / "hf", described, random_state(described))
-    seen = []
-    convert(source, tmp_path / "ours", dtype="float16", progress=lambda *at: seen.append(at))
-    total = 2 * sum(value.size for value in random_state(described).values())
-    assert seen[-1] == (total, total) and seen == sorted(seen) and len(seen) > 10
-    seen.clear()
-    export(tmp_path / "ours", tmp_path / "back", progress=lambda *at: seen.append(at))
-    assert seen[-1] == (total, total) and seen == sorted(seen) and len(seen) > 10
-
-
-def test_manifest_names_what_was_read(tmp_path):
-    import hashlib
-
-    described = hf_config("llama")
-    source = write_checkpoint(tmp_path / "hf", described, random_state(described), shards=2)
-    convert(source, tmp_path / "ours")
-    manifest = read_manifest(tmp_path / "ours")
-    names = {path.name for path in source.iterdir()}
-    assert set(manifest.sources) == names
-    for name, digest in manifest.sources.items():
-        assert digest == hashlib.sha256((source / name).read_bytes()).hexdigest()
-    assert sorted(manifest.tokenizer_files) == ["tokenizer.json", "tokenizer_config.json"]
-    assert manifest.source == str(source)
+    state = random_state(LLAMA)
+    source = write_checkpoint(tmp_path / "hf", LLAMA, state)
+    total = 2 * sum(value.size for value in state.values())
+    for action, paths, options in (
+        (convert, (source, tmp_path / "ours"), {"dtype": "float16"}),
+        (export, (tmp_path / "ours", tmp_path / "back"), {}),
+    ):
+        seen = []
+        action(*paths, progress=lambda *at, seen=seen: seen.append(at), **options)
+        assert seen[-1] == (total, total) and seen == sorted(seen) and len(seen) > 10
 
 
 def test_a_stored_head_that_is_tied_is_left_out_when_it_is_the_embedding(tmp_path):
@@ -217,24 +190,19 @@ def test_a_stored_head_that_is_tied_is_left_out_when_it_is_the_embedding(tmp_pat
 
 
 def test_rotary_tables_in_old_checkpoints_are_left_out(tmp_path):
-    described = hf_config("llama")
-    state = random_state(described)
-    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
-    convert(write_checkpoint(tmp_path / "hf", described, state), tmp_path / "ours")
-    export(tmp_path / "ours", tmp_path / "back")
-    del state["model.layers.0.self_attn.rotary_emb.inv_freq"]
-    assert_same_state(load_all(tmp_path / "back"), state)
+    state = random_state(LLAMA)
+    rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    there_and_back(tmp_path, LLAMA, state | rotary, state)
 
 
 def test_a_hub_id_is_read_from_the_local_cache(tmp_path, monkeypatch):
     """The layout of huggingface_hub's cache: blobs, and a snapshot of links to them."""
     import huggingface_hub.constants
 
-    described = hf_config("llama")
-    state = random_state(described)
+    state = random_state(LLAMA)
     repository = tmp_path / "cache" / "models--someone--tiny"
     commit = "0123456789abcdef0123456789abcdef01234567"
-    snapshot = write_checkpoint(repository / "snapshots" / commit, described, state)
+    snapshot = write_checkpoint(repository / "snapshots" / commit, LLAMA, state)
     (repository / "blobs").mkdir()
     for path in list(snapshot.iterdir()):
         blob = repository / "blobs" / f"blob-of-{path.name}"
@@ -245,8 +213,7 @@ def test_a_hub_id_is_read_from_the_local_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
-    manifest = convert("someone/tiny", tmp_path / "ours")
-    assert manifest.source == "someone/tiny"
+    assert convert("someone/tiny", tmp_path / "ours").source == "someone/tiny"
     export(tmp_path / "ours", tmp_path / "back")
     assert_same_state(load_all(tmp_path / "back"), state)
     convert(f"someone/tiny@{commit}", tmp_path / "by-commit")
@@ -255,11 +222,6 @@ def test_a_hub_id_is_read_from_the_local_cache(tmp_path, monkeypatch):
 
 
 def test_float64_is_stored_as_float32_unless_asked_otherwise(tmp_path):
-    described = hf_config("llama")
-    state = random_state(described)
-    folder = write_checkpoint(tmp_path / "hf", described, state)
+    state = random_state(LLAMA)
     doubled = {name: value.astype(np.float64) for name, value in state.items()}
-    save_file(doubled, folder / "model.safetensors")
-    assert convert(folder, tmp_path / "ours").dtype == "float32"
-    export(tmp_path / "ours", tmp_path / "back")
-    assert_same_state(load_all(tmp_path / "back"), state)
+    assert there_and_back(tmp_path, LLAMA, doubled, state).dtype == "float32"
