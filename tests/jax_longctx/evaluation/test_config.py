@@ -5,6 +5,7 @@ import tomllib
 import pytest
 
 from jax_longctx.errors import ConfigError, InputError, LongctxError
+from jax_longctx.evaluation import config
 from jax_longctx.evaluation.config import parse_config, read_config
 from jax_longctx.evaluation.specs import Spec
 
@@ -20,11 +21,11 @@ def test_a_file_becomes_cells_each_once(tmp_path):
         '[[part]]\nmethods = ["full"]\ntasks = ["passkey", "passkey:depths=3"]\n'
         "lengths = [64]\ntrials = 5\n"
     )
-    config = read_config(path)
-    assert (config.title, config.published) == ("T", ("star",))
-    assert (config.run.checkpoint, config.run.batch, config.run.chat) == ("m", 3, True)
-    assert config.run.dtype is None
-    found = [(c.length, c.method.label, c.task.label, c.trials) for c in config.cells()]
+    read = read_config(path)
+    assert (read.title, read.published) == ("T", ("star",))
+    assert (read.run.checkpoint, read.run.batch, read.run.chat) == ("m", 3, True)
+    assert read.run.dtype is None
+    found = [(c.length, c.method.label, c.task.label, c.trials) for c in read.cells()]
     assert found == [
         (64, "full", "passkey", 5),
         (64, "full", "passkey depths=3", 5),
@@ -55,20 +56,14 @@ def test_a_part_goes_on_from_the_one_before():
         ({"part": [PART], "run": 3}, r"run must be a section \[run\], got 3"),
         ({}, r"expected at least one \[\[part\]\]"),
         ({"part": PART}, r"expected at least one \[\[part\]\]"),
-        (
-            {"part": [{**PART, "taks": []}]},
-            r"unknown \[part\] key 'taks'; .*; did you mean 'tasks'?",
-        ),
+        ({"part": [{**PART, "taks": []}]}, r"unknown \[part\] key 'taks'; .*; did you mean 'tas"),
         ({"part": [{**PART, "lengths": 64}]}, r"\[part\] lengths must be a list, got 64"),
         ({"part": [{**PART, "lengths": [1.5]}]}, r"lengths must be a whole number, got 1\.5"),
         ({"part": [{**PART, "tasks": []}]}, "part 'part' has no tasks; give at least one"),
         ({"part": [{**PART, "trials": 0}]}, "lengths and trials of at least 1, got"),
         ({"part": [{"methods": ["full"]}]}, r"\[part\] needs tasks"),
         ({"part": [{**PART, "methods": ["snapkv:budget"]}]}, "'snapkv:budget' is not understood"),
-        (
-            {"published": ["refreshkv", "strar"], "part": [PART]},
-            "unknown paper in published 'strar'; .*; did you mean 'star'?",
-        ),
+        ({"published": ["strar"], "part": [PART]}, "paper in published 'strar'; .*; did you mean"),
     ],
 )
 def test_typos_are_one_clear_error(fields, message):
@@ -96,14 +91,9 @@ def test_specs():
 
 
 def test_the_modules_own_example_is_a_configuration():
-    from jax_longctx.evaluation import config
-
     example = (config.__doc__ or "").partition("    title")[1:]
     toml = "".join(example).partition("A part is")[0]
     parsed = parse_config(tomllib.loads(toml))
     assert len(parsed.cells()) == 8 and parsed.run.checkpoint == "smollm2"
-
-
-def test_config_errors_are_config_errors():
     with pytest.raises(ConfigError):
         parse_config({"part": [PART], "run": {"seed": -1}})

@@ -1,9 +1,11 @@
-"""The sentence is hidden at the depth asked for, at a border, in a text of the size asked for."""
+"""A sentence is hidden at its depth, at a border; as many units as fit are found in few counts."""
+
+import itertools
 
 import pytest
 
 from jax_longctx.errors import InputError, LengthError
-from jax_longctx.evaluation.haystack import Haystack, python_topics
+from jax_longctx.evaluation.haystack import Haystack, largest, most_units, python_topics
 
 NEEDLE = "The pass key is 12345."
 
@@ -35,22 +37,17 @@ def test_place_and_size(tokens, depth):
     assert (head.strip() + " " + tail.strip()).strip() == numbered((words(text) - 5) // 4)
 
 
-def test_a_text_is_filled_by_what_its_sentences_have_together():
-    """As with tokens of subwords: alone a sentence has one more than behind another."""
+@pytest.mark.parametrize(
+    ("more", "missing"), [(bool, 5), (lambda text: len(text) // 300, 8)], ids=["alone", "joints"]
+)
+def test_a_text_is_filled_by_what_its_sentences_have_together(more, missing):
+    """As with tokens of subwords: alone a sentence has one more, or joints of many cost some."""
 
     def count(text):
-        return words(text) + bool(text)
+        return words(text) + more(text)
 
     text, _ = hide(Haystack(numbered(1000), count), tokens=400, depth=0.5)
-    assert 400 - 6 < count(text) <= 400
-
-
-def test_a_text_whose_joints_cost_tokens_is_no_longer_than_asked():
-    def count(text):
-        return words(text) + len(text) // 300
-
-    text, _ = hide(Haystack(numbered(1000), count), tokens=400, depth=0.5)
-    assert 400 - 9 < count(text) <= 400
+    assert 400 - missing <= count(text) <= 400
 
 
 @pytest.mark.parametrize("depth", [0.11, 0.37, 0.5, 0.83])
@@ -111,3 +108,78 @@ def test_sizes_that_cannot_be():
         hide(Haystack(numbered(10), words), tokens=6, depth=0.5)
     with pytest.raises(InputError, match="empty"):
         Haystack(" \n", words)
+
+
+def counted(size):
+    calls = []
+
+    def wrapped(n):
+        calls.append(n)
+        return size(n)
+
+    return wrapped, calls
+
+
+def test_the_greatest_that_fits():
+    for guess, each in itertools.product(
+        (-3, 0, 95, 99, 100, 101, 107, 150, 5000), (1.0, 7.0, 60.0)
+    ):
+        size, calls = counted(lambda n: 12 + 7 * n)
+        assert largest(size, 12 + 7 * 100 + 6, guess=guess, each=each) == 100
+        # A good guess of both is enough, and so is one that is too high.
+        assert len(calls) <= (3 if each == 7.0 and guess in (99, 100, 101, 150, 5000) else 29)
+
+
+def test_sizes_that_do_not_grow_evenly_are_halved():
+    size, calls = counted(lambda n: n**3)
+    assert largest(size, 10**9 + 5, guess=20_000, each=1.0) == 1000
+    assert len(calls) <= 40
+
+
+def test_texts_of_units_take_few_counts():
+    """Two to see what a unit has in little, one more where the text is long, then the search."""
+    calls = []
+
+    def count(text):
+        calls.append(len(text))
+        return len(text)
+
+    found = most_units(count, lambda n: "head." + "unit---" * n, 70_004)
+    assert (found.units, found.tokens, found.text) == (9999, 69_998, "head." + "unit---" * 9999)
+    assert calls[0] == 5 and calls[1] == 5 + 7 * 20 and calls[2] < 70_000 / 7
+    assert len(calls) <= 5
+    # A unit has more the later it comes, as numbers do: a longer look guesses better.
+    calls.clear()
+    found = most_units(count, lambda n: "".join(f"{i} " for i in range(n)), 100_000)
+    assert found.tokens <= 100_000 < found.tokens + 6
+    assert len(calls) <= 8
+
+
+def test_texts_of_few_units():
+    def text(n):
+        assert n <= 3
+        return "unit---" * n
+
+    assert most_units(len, text, 1000, limit=3).units == 3
+    assert most_units(len, text, 15, limit=3).units == 2
+    assert most_units(len, text, 6, fewest=0, limit=3).units == 0
+    with pytest.raises(LengthError, match="6 tokens are too few for this task's text"):
+        most_units(len, text, 6, limit=3)
+    with pytest.raises(LengthError, match="0 tokens are too few"):
+        most_units(len, text, -5, fewest=0, limit=3)
+
+
+def test_limits():
+    assert largest(lambda n: 7 * n, 100, guess=3, each=7.0, limit=5) == 5
+    assert largest(lambda n: 7 * n, 100, guess=9, each=7.0, limit=14) == 14
+    assert largest(lambda n: 7 * n, 0, guess=9, each=7.0) == 0
+    assert largest(lambda n: 7 * n + 1, 0, guess=9, each=7.0) == -1
+
+
+def test_what_is_found_fits_though_sizes_fall_now_and_then():
+    def size(n):
+        return 5 * n - 3 * (n % 4 == 0)
+
+    for most in range(20, 90):
+        found = largest(size, most, guess=9, each=5.0)
+        assert size(found) <= most < size(found + 1)

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from unittest.mock import create_autospec
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -29,6 +30,7 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.evaluation import lm_harness
 from jax_longctx.evaluation.lm_harness import LongctxLM
 from jax_longctx.methods import METHODS
+from jax_longctx.text.tokenizer import ChatTemplate
 from tests.goldens.harness_cases import MAX_LENGTH, RUNS, write_model, write_tasks
 from tests.jax_longctx.evaluation.harness_asking import (
     CHUNK,
@@ -47,6 +49,9 @@ from tests.support import joined
 
 ROOT = Path(__file__).parents[3]
 GOLDENS = json.loads((ROOT / "tests/goldens/data/lm_harness.json").read_text(encoding="utf-8"))
+SYSTEM = {"role": "system", "content": "s"}
+USER = {"role": "user", "content": "hello "}
+REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 PROMPT = "the other then is a longer prompt than this one, and on it is"
 
 
@@ -393,3 +398,62 @@ def test_a_task_runs_from_the_command_line(folder, checkpoint, tmp_path, monkeyp
     # Its budget holds these prompts whole.
     assert found["results"]["tiny_choice"]["acc,none"] == golden["acc,none"]
     assert found["config"]["method"]["name"] == "streaming-llm"
+
+
+@pytest.fixture
+def template(exact, monkeypatch):
+    """Gives the model's tokenizer another chat template."""
+
+    def give(source):
+        monkeypatch.setattr(exact.tokenizer, "_chat", ChatTemplate(source, {}))
+
+    return give
+
+
+def test_a_template_that_refuses_the_system_gets_the_other_messages(exact, template, caplog):
+    template(REFUSES + "{{ messages[0]['content'] }}!")
+    with caplog.at_level(logging.WARNING):
+        assert exact.apply_chat_template([SYSTEM, USER]) == "hello !"
+    assert "no system; the system's message is left out" in " ".join(caplog.text.split())
+    assert exact.apply_chat_template([USER]) == "hello !"
+
+
+def test_a_template_that_refuses_everything_is_an_error_at_once(exact, template, caplog):
+    template("{{ raise_exception('never') }}")
+    with caplog.at_level(logging.WARNING), pytest.raises(InputError, match="never"):
+        exact.apply_chat_template([USER])
+    assert caplog.text == ""
+
+
+def test_the_start_of_an_answer_is_left_open(exact, template):
+    for source, text in [
+        ("{{ messages[0]['content'] }}<end>", "hello "),
+        ("{{ messages[0]['content'] | trim }}<end>", "hello"),
+        ("hello {{ messages[0]['content'] | trim }}<end>", "hello hello"),
+    ]:
+        template(source)
+        assert exact.apply_chat_template([USER], add_generation_prompt=False) == text
+    name = exact.tokenizer_name
+    template("{{ 'other' }}")
+    # Prompts of a template of another name have another cache.
+    assert exact.tokenizer_name != name
+    with pytest.raises(InputError, match="changes the last message"):
+        exact.apply_chat_template([USER], add_generation_prompt=False)
+
+
+def test_a_text_begins_with_the_tokens_that_the_tokenizer_has(exact, monkeypatch):
+    begin, end = exact.tokenizer.special_id("<|begin|>"), exact.tokenizer.special_id("<|end|>")
+    assert (exact.prefix_token_id, exact.eot_token_id) == (begin, end)
+    assert exact.tok_encode("a", add_special_tokens=False) == exact.tok_encode("a")[1:]
+    assert exact.tok_encode("a")[0] == begin
+    monkeypatch.setattr(exact.tokenizer, "bos_id", None)
+    assert exact.prefix_token_id == end
+    monkeypatch.setattr(exact.tokenizer, "eos_ids", ())
+    with pytest.raises(ConfigError, match="no end-of-text token"):
+        _ = exact.eot_token_id
+
+
+def test_several_processes_are_refused(exact, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="runs in one process"):
+        LongctxLM(exact.model)

@@ -41,14 +41,11 @@ def test_suites_are_part_of_the_package():
     }
     assert sum(name.endswith(".toml") for name in found) == len(suites()) + 1
     assert {"studies/published.toml", "evaluation/templates/report.html"} <= found
-
-
-def test_unknown_suites_are_named():
     with pytest.raises(ConfigError, match="unknown suite 'smoek'"):
         read_suite("smoek")
 
 
-def methods(part, name, length):
+def methods(part, name, length=16384):
     """The part's methods of that name, as prompts of `length` tokens get them."""
     specs = [spec for spec in map(Spec.parse, part.methods) if spec.name == name]
     assert specs
@@ -66,9 +63,8 @@ def test_reattentions_baselines_see_as_many_tokens_as_it():
     llama3 = dataclasses.replace(preset("llama-3.1-8b"), max_position=8192)
     _, found = parts("reattention")
     ruler = found["RULER"]
-    (own,) = methods(ruler, "reattention", 16384)
-    (infllm,) = methods(ruler, "infllm", 16384)
-    (streaming,) = methods(ruler, "streaming-llm", 16384)
+    names = ("reattention", "infllm", "streaming-llm")
+    (own,), (infllm,), (streaming,) = (methods(ruler, name) for name in names)
     assert own.scope_size == streaming.budget + streaming.chunk == 8192
     assert (infllm.n_init, infllm.n_local) == (own.global_size, own.local_size)
     selected = infllm.topk * infllm.block_size
@@ -80,7 +76,7 @@ def test_reattentions_baselines_see_as_many_tokens_as_it():
 def test_reattentions_sizes_are_those_of_its_table_3():
     """Chunks, spans, keys and local parts, each alone, with the scope kept at 8,192 tokens."""
     _, found = parts("reattention")
-    sizes = methods(found["sizes"], "reattention", 16384)
+    sizes = methods(found["sizes"], "reattention")
     assert {each.chunk for each in sizes} == {512, 1024, 2048}
     assert {each.span for each in sizes} == {8, 16, 32, 64, 128}
     assert {each.local_size for each in sizes} == {1024, 2048, 4096}
@@ -88,29 +84,20 @@ def test_reattentions_sizes_are_those_of_its_table_3():
     assert {each.scope_size for each in sizes} == {8192}
 
 
-def test_refreshkvs_baselines_rank_a_group_by_its_maximum():
-    """Appendix A.1."""
+def test_refreshkvs_baselines_rank_a_group_by_its_maximum_and_its_ablations_step_every_10_tokens():
+    """Appendix A.1, and tables 3, 4 and 8."""
     _, found = parts("refreshkv")
     compared = [part for part in found.values() if "snapkv" in " ".join(part.methods)]
     assert len(compared) == len(found)
     for part in compared:
-        assert {each.over_group for each in methods(part, "snapkv", 16384)} == {"max"}
-        assert {each.window for each in methods(part, "snapkv", 16384)} == {1}
+        assert {each.over_group for each in methods(part, "snapkv")} == {"max"}
+        assert {each.window for each in methods(part, "snapkv")} == {1}
     for name in ("RULER", "chains of keys"):
-        assert {each.over_group for each in methods(found[name], "h2o", 16384)} == {"max"}
-
-
-def test_refreshkvs_ablations_step_every_10_tokens():
-    """Tables 4 and 8."""
-    _, found = parts("refreshkv")
-    own = methods(found["strides and ablations"], "refreshkv", 16384)
+        assert {each.over_group for each in methods(found[name], "h2o")} == {"max"}
+    own = methods(found["strides and ablations"], "refreshkv")
     changed = [each for each in own if (each.over_group, each.ablation) != ("max", "none")]
-    assert {(each.over_group, each.ablation) for each in changed} == {
-        ("mean", "none"),
-        ("first", "none"),
-        ("max", "no_refresh"),
-        ("max", "no_full"),
-    }
+    ablations = {("max", "no_refresh"), ("max", "no_full"), ("mean", "none"), ("first", "none")}
+    assert {(each.over_group, each.ablation) for each in changed} == ablations
     assert {(each.schedule, each.stride) for each in changed} == {("fixed", 10)}
     # Table 3.
     plain = [each for each in own if each not in changed]
@@ -142,15 +129,9 @@ def test_stars_ablations_are_of_blocks_of_a_quarter_on_four_tasks():
     varied = methods(anchors, "star", 65536)
     assert {each.block for each in varied} == {16384}
     whole = [each for each in varied if each.anchor_size == each.block]
-    assert {(each.content, each.positions) for each in whole} == {
-        ("first", "first"),
-        ("first", "previous"),
-        ("first", "random"),
-        ("constant", "first"),
-        ("random", "first"),
-        ("shuffled", "first"),
-        ("previous", "previous"),
-    }
+    contents = {(content, "first") for content in ("first", "constant", "random", "shuffled")}
+    positions = {("first", "previous"), ("first", "random"), ("previous", "previous")}
+    assert {(each.content, each.positions) for each in whole} == contents | positions
     assert {each.anchor_size for each in varied if each not in whole} == {0, 2048, 4096, 8192}
 
 
