@@ -19,6 +19,8 @@ from jax_longctx.evaluation.rows import read_rows
 from tests.patience import patience
 
 RUN = ("eval", "run", "-c", "model", "-t", "small", "--length", "64", "--trials", "2")
+PART = {"methods": ["full"], "tasks": ["small"], "lengths": [64], "trials": 1}
+TOML = "".join(f"{name} = {json.dumps(value)}\n" for name, value in PART.items())
 
 
 def test_run_writes_rows_and_a_report_and_goes_on(run, loads, small, tmp_path):
@@ -35,6 +37,14 @@ def test_run_writes_rows_and_a_report_and_goes_on(run, loads, small, tmp_path):
     (out / "report.html").unlink()
     assert run("eval", "report", out).exit_code == 0
     assert (out / "report.html").read_bytes() == page
+    (tmp_path / "empty").mkdir()
+    for report, message in [
+        ((out, "--perplexity", out / "rows.jsonl"), "no results of"),
+        ((tmp_path / "empty",), "give the --output of a run"),
+    ]:
+        result = run("eval", "report", *report)
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1
+        assert message in result.stderr
 
 
 @pytest.mark.thorough
@@ -51,15 +61,13 @@ def test_a_report_of_two_folders(run, loads, small, tmp_path):
     (two / "rows.jsonl").write_text(header.replace('"chat": false', '"chat": true') + "\n" + rows)
     result = run("eval", "report", one, two)
     assert result.exit_code == 2 and result.stderr.count("\n") == 1
-    assert (
-        f"one was run with chat False, {two} with True; a report is of one model" in result.stderr
-    )
+    said = f"one was run with chat False, {two} with True; a report is of one model"
+    assert said in result.stderr
 
 
 def test_a_file_in_place_of_options(run, loads, small, tmp_path):
     toml, out = tmp_path / "eval.toml", tmp_path / "out"
-    part = 'methods = ["full"]\ntasks = ["small"]\nlengths = [64]\ntrials = 1\n'
-    toml.write_text(f'title = "Mine"\n[run]\ncheckpoint = "model"\nchunk = 32\n[[part]]\n{part}')
+    toml.write_text(f'title = "Mine"\n[run]\ncheckpoint = "model"\nchunk = 32\n[[part]]\n{TOML}')
     result = run("eval", "run", "--config", toml, "--output", out, "--chunk", 64)
     assert result.exit_code == 0, result.output
     assert loads[0][1]["chunk"] == 64 and "<h1>Mine</h1>" in (out / "report.html").read_text()
@@ -83,8 +91,7 @@ def test_a_job_does_not_convert_the_demos_model(loads, small, tmp_path, monkeypa
     monkeypatch.setattr(
         demo, "prepare_model", create_autospec(demo.prepare_model, side_effect=prepare)
     )
-    part = {"methods": ["full"], "tasks": ["small"], "lengths": [64], "trials": 1}
-    config = parse_config({"run": {"checkpoint": "demo"}, "part": [part]})
+    config = parse_config({"run": {"checkpoint": "demo"}, "part": [PART]})
     monkeypatch.setattr(process, "number", lambda: 1)
     with pytest.raises(InputError, match=r"demo-model is not there; run jax-longctx demo once"):
         eval_module._open(config, Terminal())
@@ -94,11 +101,10 @@ def test_a_job_does_not_convert_the_demos_model(loads, small, tmp_path, monkeypa
     assert made == [tmp_path / "demo-model"] and len(loads) == 1
 
 
-def test_a_suite_by_its_name(run, loads, small, tmp_path, monkeypatch):
+def test_a_suite_by_its_name_and_lists(run, loads, small, tmp_path, monkeypatch):
     folder = tmp_path / "suites"
     folder.mkdir()
-    part = 'methods = ["full"]\ntasks = ["small"]\nlengths = [64]\ntrials = 1\n'
-    (folder / "some.toml").write_text(f'title = "Some"\n[[part]]\n{part}')
+    (folder / "some.toml").write_text(f'title = "Some"\n[[part]]\n{TOML}')
     monkeypatch.setattr(config, "PAPERS", folder)
     monkeypatch.setattr(config, "SUITES", tmp_path / "none")
     out = tmp_path / "out"
@@ -109,12 +115,11 @@ def test_a_suite_by_its_name(run, loads, small, tmp_path, monkeypatch):
     assert len(read_rows(out)) == 1 and loads[0][0] == Path("model")
     listed = run("eval", "suites").stdout
     assert listed.startswith("paper:some: Some; 1 cells, 1 rows")
+    listed = run("eval", "tasks").stdout
+    assert "passkey: " in listed and "    depths: int = 11" in listed
 
 
-def test_mistakes_are_one_line_before_the_model_is_loaded(run, loads, small, tmp_path):
-    finished = tmp_path / "finished"
-    assert run(*RUN, "-o", finished).exit_code == 0
-    loads.clear()
+def test_mistakes_are_one_line_before_the_model_is_loaded(run, loads, small, monkeypatch):
     for args, message in [
         (("eval", "--suite", "quack", "-o", "x"), "unknown suite 'quack'; known: "),
         (("eval", "-o", "x"), "--suite is missing"),
@@ -127,25 +132,20 @@ def test_mistakes_are_one_line_before_the_model_is_loaded(run, loads, small, tmp
         ((*RUN, "-m", "snapkv:budget=many", "-o", "x"), "expected a whole number"),
         ((*RUN, "-t", "smal", "-o", "x"), "did you mean 'small'"),
         ((*RUN[:-1], "0", "-o", "x"), "trials of at least 1"),
-        (("eval", "report", finished, "--perplexity", finished / "rows.jsonl"), "no results of"),
-        (("eval", "report", tmp_path), "give the --output of a run"),
     ]:
         result = run(*args)
         assert result.exit_code == 2, args
         assert result.stderr.count("\n") == 1 and message in result.stderr, result.stderr
-    assert loads == [] and not Path("x").exists()
-
-
-def test_plots_are_asked_for_before_hours_of_work(run, loads, small, tmp_path, monkeypatch):
+    # What plots need is asked for before hours of work.
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    result = run(*RUN, "-o", tmp_path / "out")
+    result = run(*RUN, "-o", "x")
     assert result.exit_code == 2 and "pip install 'jax-longctx[eval]'" in result.stderr
-    assert loads == []
+    assert loads == [] and not Path("x").exists()
 
 
 @pytest.mark.parametrize("task", ["niah_single", "longbench:file=f.json"])
 def test_what_scores_need_is_asked_for_before_hours_of_work(monkeypatch, task):
-    part = {"tasks": [task], "methods": ["full"], "lengths": [512], "trials": 1}
+    part = {**PART, "tasks": [task], "lengths": [512]}
     chosen = parse_config({"part": [part]})
     runner.check_config(chosen)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -172,11 +172,6 @@ def test_an_interruption_leaves_rows_and_the_next_run_goes_on(
     result = run(*RUN, "--batch", 1, "-o", out)
     assert result.exit_code == 0 and "1 of 2 rows are there already" in result.stderr
     assert len(read_rows(out)) == 2 and asked == [1, 1, 1]
-
-
-def test_tasks_are_listed_with_their_settings(run):
-    listed = run("eval", "tasks").stdout
-    assert "passkey: " in listed and "    depths: int = 11" in listed
 
 
 @pytest.mark.thorough

@@ -22,16 +22,8 @@ def of_lines(name, path, lines, *, tokens=100, trials=9):
 
 
 def longbench(dataset="hotpotqa", **changes):
-    line = {
-        "input": "Who came?",
-        "context": "Long text.",
-        "answers": ["Ann Lee", "Ann"],
-        "length": 2,
-        "dataset": dataset,
-        "language": "en",
-        "all_classes": None,
-        "_id": "1",
-    }
+    line = {"input": "Who came?", "context": "Long text.", "answers": ["Ann Lee", "Ann"]}
+    line |= {"length": 2, "dataset": dataset, "language": "en", "all_classes": None, "_id": "1"}
     return {**line, **changes}
 
 
@@ -74,31 +66,22 @@ def test_classes(tmp_path):
 
 
 def test_leval(tmp_path):
-    line = {
-        "instructions": ["Question 1: which?\nA. x\nB. y", "How many?", "Who?", "Why?"],
-        "outputs": ["(B)", "The answer is 1,200", "Ann", "AC"],
-        "input": "Long text.",
-        "source": "somewhere",
-        "evaluation": "exam",
-    }
+    asked = ["Question 1: which?\nA. x\nB. y", "How many?", "Who?", "Why?"]
+    outputs = ["(B)", "The answer is 1,200", "Ann", "AC"]
+    line = {"instructions": asked, "outputs": outputs, "input": "Long text."}
+    line |= {"source": "somewhere", "evaluation": "exam"}
     free = {**line, "instructions": ["Sum up."], "outputs": ["a b c"], "evaluation": "rouge"}
     task, samples = of_lines("leval", tmp_path / "coursera.jsonl", [line, free])
-    assert [sample.meta["metric"] for sample in samples] == [
-        "option chosen",
-        "last number",
-        "contained",
-        "option chosen",
-        "ROUGE-L",
-    ]
+    metrics = ["option chosen", "last number", "contained", "option chosen", "ROUGE-L"]
+    assert [sample.meta["metric"] for sample in samples] == metrics
     assert samples[0].query == "\n\nQuestion 1: which?\nA. x\nB. y"
     assert [sample.context for sample in samples] == ["Long text."] * 5
     answers = ["B. y", "First 3, so 1200.", "it was ann", "The answer is A, C", "c a b"]
     scores = [task.score(text, sample) for text, sample in zip(answers, samples, strict=True)]
     assert scores == pytest.approx([100, 100, 100, 100, 200 / 3])
     assert [task.score(text, samples[3]) for text in ("A", "ABC", "CA", "")] == [0, 0, 100, 0]
-    assert (
-        task.max_new == 512 and make_task("leval", {"file": "x", "answer_tokens": 7}).max_new == 7
-    )
+    shorter = make_task("leval", {"file": "x", "answer_tokens": 7})
+    assert (task.max_new, shorter.max_new) == (512, 7)
 
 
 def infinitebench(**changes):
@@ -111,14 +94,8 @@ def test_infinitebench(tmp_path):
     task, (sample,) = of_lines("infinitebench", tmp_path / "longbook_choice_eng.jsonl", [line])
     assert task.label == "infinitebench@longbook_choice_eng" and task.max_new == 40
     assert sample.query.endswith("Which?\nA. one\nB. two\nC. twenty")
-    assert [task.score(text, sample) for text in ("B", "two", "B. two", "C", "one, two", "")] == [
-        100,
-        100,
-        100,
-        0,
-        0,
-        0,
-    ]
+    assert [task.score(text, sample) for text in ("B", "two", "B. two")] == [100] * 3
+    assert [task.score(text, sample) for text in ("C", "one, two", "")] == [0] * 3
     calc = infinitebench(answer=[5, -2, 9, 4])
     task, (sample,) = of_lines("infinitebench", tmp_path / "math_calc.jsonl", [calc])
     assert sample.outputs == ("5", "-2", "9", "4")
@@ -158,38 +135,23 @@ def test_scores(metric, answer, outputs, score):
     assert SCORES[metric](answer, outputs, ()) == pytest.approx(score)
 
 
-@pytest.mark.parametrize(
-    ("answer", "letters"),
-    [
-        ("B", "B"),
-        ("(D)", "D"),
-        ("DB.", "BD"),
-        ("B, D and A since", "ABD"),
-        ("B) Because A is not", "B"),
-        ("The right answer is C.", "C"),
-        ("Answer: (A), (C)", "AC"),
-        ("Because", ""),
-        ("", ""),
-    ],
-)
-def test_letters_of_options(answer, letters):
-    assert choice_letters(answer) == letters
+def test_letters_of_options():
+    read = {"B": "B", "(D)": "D", "DB.": "BD", "B, D and A since": "ABD", "Because": "", "": ""}
+    read |= {"B) Because A is not": "B", "The right answer is C.": "C", "Answer: (A), (C)": "AC"}
+    assert {answer: choice_letters(answer) for answer in read} == read
 
 
-def test_every_data_set_has_a_metric():
+def test_every_data_set_has_a_metric_which_gives_its_own_answer_full_marks(tmp_path):
     for _, metric, most in [*LONGBENCH.values(), *INFINITEBENCH.values()]:
         assert metric in SCORES and most > 0
     assert set(LEVAL.values()) <= set(SCORES)
     assert len(LONGBENCH) == 21 and len(INFINITEBENCH) == 12
-
-
-@pytest.mark.parametrize("dataset", LONGBENCH)
-def test_every_data_set_of_longbench_gives_its_own_answer_full_marks(dataset, tmp_path):
-    answers = ["Paragraph 4"] if "passage" in dataset else ["right words"]
-    line = longbench(dataset, answers=answers, all_classes=["right words", "else"])
-    task, (sample,) = of_lines("longbench", tmp_path / "x.jsonl", [line])
-    assert task.score(f" {answers[0]}", sample) == 100
-    assert task.score("", sample) == 0
+    for dataset in LONGBENCH:
+        answers = ["Paragraph 4"] if "passage" in dataset else ["right words"]
+        line = longbench(dataset, answers=answers, all_classes=["right words", "else"])
+        task, (sample,) = of_lines("longbench", tmp_path / f"{dataset}.jsonl", [line])
+        assert task.score(f" {answers[0]}", sample) == 100, dataset
+        assert task.score("", sample) == 0, dataset
 
 
 @pytest.mark.parametrize(

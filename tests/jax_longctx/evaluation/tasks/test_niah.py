@@ -116,19 +116,16 @@ def test_words_of_one_and_of_many():
     single, several = drawn("niah_single_2")[1][0], drawn("niah_multiquery", queries=2)[1][0]
     one, two = several.meta["keys"]
     assert single.query.startswith("\n\nWhich secret number is assigned to ")
-    assert (
-        several.query
-        == f"\n\nWhich secret numbers are assigned to {one} and {two} in the text above?"
-    )
+    asked = f"Which secret numbers are assigned to {one} and {two} in the text above?"
+    assert several.query == f"\n\n{asked}"
     assert len(several.outputs) == 2
     values = drawn("niah_multivalue", values=3)[1][0]
     assert "numbers are assigned" in values.query and len(values.outputs) == 3
 
 
 def test_labels_name_texts_that_are_not_the_published_ones():
-    labels = [
-        make_task(name).label for name in ("niah_single_1", "niah_single_2", "niah_multikey_3")
-    ]
+    names = ("niah_single_1", "niah_single_2", "niah_multikey_3")
+    labels = [make_task(name).label for name in names]
     assert labels == ["niah_single_1", "niah_single_2@topics", "niah_multikey_3"]
     assert make_task("niah_single_1", {"haystack": "topics"}).label == "niah_single_1@topics"
 

@@ -30,15 +30,13 @@ def paragraph(text, *pairs):
 
 @pytest.fixture
 def squad(tmp_path):
-    articles = []
-    for name in ("Ant", "Bee"):
-        paragraphs = [
-            paragraph(
-                f"{name} fact {i}. " + "filler " * 20, (f"{name} {i}?", [f"{name}{i}", "x", "x"])
-            )
-            for i in range(3)
-        ]
-        articles.append({"title": name, "paragraphs": paragraphs})
+    def fact(name, i):
+        text = f"{name} fact {i}. " + "filler " * 20
+        return paragraph(text, (f"{name} {i}?", [f"{name}{i}", "x", "x"]))
+
+    articles = [
+        {"title": name, "paragraphs": [fact(name, i) for i in range(3)]} for name in ("Ant", "Bee")
+    ]
     articles[0]["paragraphs"][1]["qas"] += paragraph("", ("Nothing?", None))["qas"]
     path = tmp_path / "dev-v2.0.json"
     path.write_text(json.dumps({"version": "v2.0", "data": articles}), encoding="utf-8")
@@ -49,12 +47,9 @@ def squad(tmp_path):
 def hotpot(tmp_path):
     def entry(i):
         context = [[f"T{i}{j}", [f"Says {i}{j}.", " More."]] for j in range(4)]
-        return {
-            "question": f"Q{i}?",
-            "answer": f"A{i}",
-            "supporting_facts": [[f"T{i}1", 0], [f"T{i}3", 0], [f"T{i}3", 1]],
-            "context": context,
-        }
+        supporting = [[f"T{i}1", 0], [f"T{i}3", 0], [f"T{i}3", 1]]
+        asked = {"question": f"Q{i}?", "answer": f"A{i}"}
+        return asked | {"supporting_facts": supporting, "context": context}
 
     path = tmp_path / "hotpot.json"
     path.write_text(json.dumps([entry(0), entry(1)]), encoding="utf-8")
@@ -140,9 +135,6 @@ def test_files_that_are_something_else(tmp_path, content, message):
     path.write_text(content, encoding="utf-8")
     with pytest.raises(InputError, match=f"bad.json {message}.*give qa_syn, or a JSON file"):
         of_file(path)
-
-
-def test_a_file_without_other_documents(tmp_path):
     path = tmp_path / "one.json"
     data = [{"title": "A", "paragraphs": [paragraph("Only.", ("Q?", ["A"]))]}]
     path.write_text(json.dumps({"data": data}), encoding="utf-8")
