@@ -1,18 +1,48 @@
-"""GGUF files whose metadata cannot be believed: one line, at once."""
+"""GGUF files that are damaged, or whose metadata cannot be believed: one line, at once."""
 
 import struct
 import time
 
+import gguf
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Kind
 
 from checkpoints_convert import convert
 from checkpoints_convert.importing import open_source
-from jax_longctx.errors import CheckpointError, LongctxError
+from jax_longctx.errors import CheckpointError, ConfigError, LongctxError
 from tests.checkpoints_convert.test_gguf import write_gguf
 from tests.checkpoints_convert.tiny import hf_config, random_state
 
-UINT8, STRING, ARRAY, UINT64 = 0, 8, 9, 10
+UINT8, INT32, FLOAT32, STRING, ARRAY, UINT64 = 0, 5, 6, 8, 9, 10
+CONFIG = hf_config("llama")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """A whole file's bytes."""
+    path = tmp_path_factory.mktemp("good") / "m.gguf"
+    return write_gguf(path, CONFIG, random_state(CONFIG)).read_bytes()
+
+
+@pytest.fixture
+def refused(tmp_path):
+    """Checks the error of a file, or of its bytes: one line with these words; no traces on disk."""
+
+    def check(file, *words, kind=CheckpointError, converting=True):
+        path = tmp_path / "m.gguf"
+        if isinstance(file, bytes):
+            path.write_bytes(file)
+        begin = time.process_time()
+        with pytest.raises(kind) as caught:
+            convert(path, tmp_path / "ours") if converting else open_source(path)
+        assert time.process_time() - begin < 5
+        assert "\n" not in str(caught.value)
+        for word in (path, *words) if converting else words:
+            assert str(word) in str(caught.value)
+        assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+    return check
 
 
 def header(entries=b"", *, tensors=0, count=1):
@@ -45,27 +75,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_lengths_that_no_file_has(tmp_path, case):
+def test_lengths_that_no_file_has(refused, case):
     raw, words = CASES[case]
-    (tmp_path / "m.gguf").write_bytes(raw)
-    begin = time.process_time()
-    with pytest.raises(LongctxError) as caught:
-        convert(tmp_path / "m.gguf", tmp_path / "ours")
-    assert words in str(caught.value) and str(tmp_path / "m.gguf") in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert time.process_time() - begin < 5
-    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+    refused(raw, words, kind=LongctxError)
 
 
-@pytest.fixture
-def good(tmp_path):
-    config = hf_config("llama")
-    return write_gguf(tmp_path / "good.gguf", config, random_state(config)).read_bytes()
-
-
-def patched(raw, key, value):
-    """The file with another number behind a key."""
-    at = raw.index(key) + len(key) + 4
+def patched(raw, key, value, after=4):
+    """The file with another value behind a key and `after` bytes more."""
+    at = raw.index(key) + len(key) + after
     return raw[:at] + value + raw[at + len(value) :]
 
 
@@ -79,20 +96,23 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("case", NUMBERS)
-def test_sizes_are_checked_before_anything_is_made_of_them(tmp_path, good, case):
+def test_sizes_are_checked_before_anything_is_made_of_them(refused, good, case):
     key, value, words = NUMBERS[case]
-    (tmp_path / "m.gguf").write_bytes(patched(good, key, struct.pack("<I", value)))
-    with pytest.raises(LongctxError) as caught:
-        open_source(tmp_path / "m.gguf")
-    assert words in str(caught.value) and "\n" not in str(caught.value)
+    raw = patched(good, key, struct.pack("<I", value))
+    refused(raw, words, kind=LongctxError, converting=False)
 
 
-def test_a_value_of_another_type(tmp_path, good):
-    raw = patched(good, b"llama.block_count", b"")
-    at = raw.index(b"llama.block_count") + len(b"llama.block_count")
-    (tmp_path / "m.gguf").write_bytes(raw[:at] + struct.pack("<I", 6) + raw[at + 4 :])
-    with pytest.raises(CheckpointError, match=r"llama.block_count is .*, expected int"):
-        open_source(tmp_path / "m.gguf")
+def test_damage(refused, good):
+    refused(good[:-100], "truncated: tensor", "fetch it again")
+    for size in (0, 3, 10, 100, 1000):
+        refused(good[:size], "not a GGUF file")
+    raw = patched(good, b"llama.block_count", struct.pack("<I", FLOAT32), 0)
+    refused(raw, "llama.block_count is ", ", expected int", converting=False)
+    # A length in the metadata: the kinds of the field and of its items stand before it.
+    key = b"tokenizer.ggml.token_type"
+    assert patched(good, key, struct.pack("<II", ARRAY, INT32), 0) == good
+    raw = patched(good, key, struct.pack("<Q", 1 << 50), 8)
+    refused(raw, "entries of an array, expected at most")
 
 
 def test_random_bytes_are_refused_in_one_line_or_read(tmp_path, good):
@@ -108,3 +128,35 @@ def test_random_bytes_are_refused_in_one_line_or_read(tmp_path, good):
             open_source(tmp_path / "m.gguf")
         except LongctxError as error:
             assert "\n" not in str(error)
+
+
+def test_tensors_that_are_no_model(tmp_path, refused):
+    path, state = tmp_path / "m.gguf", random_state(CONFIG)
+    extra = {**state, "blk.0.ffn_gate_inp.weight": np.ones((4, 32), np.float32)}
+    refused(write_gguf(path, CONFIG, extra), "blk.0.ffn_gate_inp.weight", "unknown")
+    del extra["blk.0.ffn_gate_inp.weight"], extra["model.layers.1.self_attn.v_proj.weight"]
+    refused(write_gguf(path, CONFIG, extra), "blk.1.attn_v.weight", "missing")
+    state["model.layers.1.mlp.up_proj.weight"][2, 3] = np.nan
+    refused(write_gguf(path, CONFIG, state), "blk.1.ffn_up.weight", "NaN")
+
+
+def test_what_is_not_implemented(tmp_path, refused):
+    path, config = tmp_path / "m.gguf", hf_config("llama", hidden_size=256, intermediate_size=256)
+    state, kind = random_state(config), Kind.TQ1_0
+    small = {"lm_head.weight": state["lm_head.weight"]}
+    raw = {"lm_head.weight": gguf.quants.quantize(state["lm_head.weight"], kind)}
+    write_gguf(path, config, small, kind=kind, raw=raw)
+    refused(path, "TQ1_0", "output.weight", "Q4_K")
+    longrope = gguf.RopeScalingType.LONGROPE
+    for tweak, words, error in (
+        (lambda writer: writer.add_expert_count(4), ["experts"], ConfigError),
+        (lambda writer: writer.add_uint16("split.count", 3), ["3 parts", "merge"], CheckpointError),
+        (lambda writer: writer.add_rope_scaling_type(longrope), [], (CheckpointError, ConfigError)),
+    ):
+        refused(write_gguf(path, config, state, tweak=tweak), *words, kind=error)
+    writer = gguf.GGUFWriter(path, "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    refused(path, "mamba", "qwen3", kind=ConfigError)

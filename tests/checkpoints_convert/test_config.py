@@ -1,5 +1,6 @@
 """`config.json` files as they were published, and as they come damaged."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,60 +16,54 @@ from tests.checkpoints_convert.tiny import hf_config
 from tests.goldens.cases import MODELS
 from tests.jax_longctx.models.test_config import EVERYTHING
 
+# What the three files below say alike.
+ALIKE: dict[str, Any] = {
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
 # The files that came with the weights, key by key.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama-2-7b": {
+        **ALIKE,
         "architectures": ["LlamaForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "initializer_range": 0.02,
         "intermediate_size": 11008,
         "max_position_embeddings": 4096,
         "model_type": "llama",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
         "num_key_value_heads": 32,
         "pretraining_tp": 1,
         "rms_norm_eps": 1e-05,
         "rope_scaling": None,
-        "tie_word_embeddings": False,
         "torch_dtype": "float16",
         "transformers_version": "4.31.0.dev0",
-        "use_cache": True,
-        "vocab_size": 32000,
     },
     "mistral-7b-v0.1": {
+        **ALIKE,
         "architectures": ["MistralForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "initializer_range": 0.02,
         "intermediate_size": 14336,
         "max_position_embeddings": 32768,
         "model_type": "mistral",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-05,
         "rope_theta": 10000.0,
         "sliding_window": 4096,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
         "transformers_version": "4.34.0.dev0",
-        "use_cache": True,
-        "vocab_size": 32000,
     },
     "qwen2-7b-instruct": {
+        **ALIKE,
         "architectures": ["Qwen2ForCausalLM"],
         "attention_dropout": 0.0,
         "bos_token_id": 151643,
         "eos_token_id": 151645,
-        "hidden_act": "silu",
         "hidden_size": 3584,
-        "initializer_range": 0.02,
         "intermediate_size": 18944,
         "max_position_embeddings": 32768,
         "max_window_layers": 28,
@@ -79,10 +74,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-06,
         "rope_theta": 1000000.0,
         "sliding_window": 131072,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
         "transformers_version": "4.41.2",
-        "use_cache": True,
         "use_sliding_window": False,
         "vocab_size": 152064,
     },
@@ -93,38 +85,34 @@ def rope(theta: float, length: int, **scaling: Any) -> RopeConfig:
     return RopeConfig(**{"kind": "default", "theta": theta, "trained_length": length, **scaling})
 
 
+LLAMA2 = ModelConfig(
+    family="llama",
+    vocab_size=32000,
+    num_layers=32,
+    model_dim=4096,
+    mlp_dim=11008,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    norm_eps=1e-5,
+    rope=rope(10000.0, 4096),
+    max_position=4096,
+    tie_embeddings=False,
+    windows=(None,) * 32,
+)
 EXPECTED = {
-    "llama-2-7b": ModelConfig(
-        family="llama",
-        vocab_size=32000,
-        num_layers=32,
-        model_dim=4096,
-        mlp_dim=11008,
-        num_heads=32,
-        num_kv_heads=32,
-        head_dim=128,
-        norm_eps=1e-5,
-        rope=rope(10000.0, 4096),
-        max_position=4096,
-        tie_embeddings=False,
-        windows=(None,) * 32,
-    ),
-    "mistral-7b-v0.1": ModelConfig(
+    "llama-2-7b": LLAMA2,
+    "mistral-7b-v0.1": dataclasses.replace(
+        LLAMA2,
         family="mistral",
-        vocab_size=32000,
-        num_layers=32,
-        model_dim=4096,
         mlp_dim=14336,
-        num_heads=32,
         num_kv_heads=8,
-        head_dim=128,
-        norm_eps=1e-5,
         rope=rope(10000.0, 32768),
         max_position=32768,
-        tie_embeddings=False,
         windows=(4096,) * 32,
     ),
-    "qwen2-7b-instruct": ModelConfig(
+    "qwen2-7b-instruct": dataclasses.replace(
+        LLAMA2,
         family="qwen2",
         vocab_size=152064,
         num_layers=28,
@@ -132,11 +120,9 @@ EXPECTED = {
         mlp_dim=18944,
         num_heads=28,
         num_kv_heads=4,
-        head_dim=128,
         norm_eps=1e-6,
         rope=rope(1000000.0, 32768),
         max_position=32768,
-        tie_embeddings=False,
         windows=(None,) * 28,
         qkv_bias=True,
     ),
