@@ -1,13 +1,60 @@
 """The tiny model of the command line's tests, and a task that fits it."""
 
+import dataclasses
+
 import pytest
 
+from jax_longctx.errors import LengthError
 from jax_longctx.evaluation import runner
-from jax_longctx.evaluation.tasks import TASKS
+from jax_longctx.evaluation.tasks import TASKS, Sample, Task
 from tests.jax_longctx.cli.conftest import checkpoint, loads, run, source, tiny, tokenizer_folder
-from tests.jax_longctx.evaluation.small_task import SmallTask
 
 __all__ = ["checkpoint", "computed", "loads", "run", "small", "source", "tiny", "tokenizer_folder"]
+
+
+LEAST = 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SmallTask(Task):
+    """Counts the letters of an answer of a tiny random model: it is scored, if by no sense.
+
+    Attributes:
+      graded: whether a score may be anything from 0 to 100.
+      stored: as many prompts as there are, as long as they are, as if from a file; 0 for as many as
+        asked for.
+      asks: times that the question is repeated.
+    """
+
+    name: str = dataclasses.field(default="small", metadata={"fixed": True})
+    metric: str = dataclasses.field(default="letters", metadata={"fixed": True})
+    graded: bool = False
+    stored: int = 0
+    asks: int = 1
+    max_new: int = 4
+
+    def __post_init__(self):
+        """No setting is too small."""
+
+    def samples(self, count, *, tokens, trials, seed):
+        if tokens < LEAST:
+            raise LengthError(f"{tokens} tokens are too few for small; ask for {LEAST} at least")
+        for index in range(min(trials, self.stored) if self.stored else trials):
+            # Each is of another length than the next.
+            context = "Rain falls. " * (1 + index % 3) + f"The key is {seed * 1000 + index}."
+            query, prefix = "\nWhich key?" * self.asks, "\nIt is"
+            length = 1 + count(context) + count(query + prefix) + self.max_new
+            if self.stored and index == 1:
+                length = tokens + 1
+            meta = {"depth": index % 2 / 2}
+            yield Sample(index, context, query, prefix, (str(index),), length, meta)
+
+    def score(self, answer, sample):
+        letters = len(answer) + sample.index
+        return 10.0 * (letters % 11) if self.graded else 100.0 * (letters % 2)
+
+    def parts(self, answer, sample):
+        return {"length": float(len(answer))}
 
 
 @pytest.fixture

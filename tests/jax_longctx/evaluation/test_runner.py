@@ -21,7 +21,7 @@ from jax_longctx.models.llama import init_params
 from jax_longctx.settings import Offload
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import PromptLayout
-from tests.jax_longctx.evaluation.small_task import SmallTask
+from tests.jax_longctx.evaluation.conftest import SmallTask
 from tests.stored_programs import storing
 
 STREAMING = "streaming-llm:budget=32,chunk=16"
