@@ -24,7 +24,7 @@ from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
 from tests.jax_longctx.methods.branches import decided_by_floats
 from tests.jax_longctx.methods.harness import steps
 from tests.small_methods import APART, EVERYTHING, SMALL, small_method
-from tests.support import random_rows, tiny_config, tiny_engine
+from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 pytestmark = pytest.mark.thorough
 
@@ -46,13 +46,13 @@ def config_with_everything():
     )
 
 
-def answers(engine, contexts, questions, reserve=24, **options):
-    context = engine.prefill(contexts, reserve=reserve, questions=questions)
-    rows = [[] for _ in contexts]
-    for block in engine.stream(context, questions, max_tokens=8, **options):
-        for row, new in zip(rows, block, strict=True):
-            row.extend(new)
-    return rows
+def answers(engine, contexts, questions, **options):
+    context = engine.prefill(contexts, reserve=24, questions=questions)
+    return asked(engine, context, questions, **options)
+
+
+def asked(engine, context, questions, **options):
+    return joined(engine.stream(context, questions, max_tokens=8, **options))
 
 
 @pytest.fixture(scope="module")
@@ -103,63 +103,50 @@ def bfloat16_logits(method, dtype=jnp.bfloat16):
     return np.concatenate([*logits[0], *logits[1]]).astype(np.float32)
 
 
-GROWING = [
+# With a share of the prompt as a budget too, which grows with it.
+PASSES = [
     *((name, SMALL[name]) for name in APART),
     ("refreshkv", {"ratio": 0.3, "stride": 3, "schedule": "fixed"}),
 ]
 
 
-@pytest.mark.parametrize(("name", "settings"), GROWING, ids=[f"{n}-{len(s)}" for n, s in GROWING])
-def test_what_was_reserved_changes_no_answer_and_no_budget(name, settings):
-    """A question and answer of more than was reserved make the caches grow."""
-    engine = tiny_engine(make_method(name, settings), config=tiny_config(num_layers=1), chunk=16)
-    contexts, questions = random_rows([90, 40]), random_rows([3, 5], seed=1)
-    kept = answers(engine, contexts, questions, reserve=64)
-    assert answers(engine, contexts, questions, reserve=1) == kept
-    context = engine.prefill(contexts, reserve=1, questions=questions)
-    before = context.usable_caches()
-    sizes = [leaf.shape for leaf in jax.tree.leaves(grow(before, 256))]
-    for old, new, axes in zip(jax.tree.leaves(before), sizes, leaf_axes(before), strict=True):
-        grows = {"slots", "pages", "room", "share"} & set(axes)
-        assert (old.shape != new) == bool(grows), (axes, old.shape, new)
-    # What evicts while it answers holds nothing that grows.
-    if not engine.method.info.keeps_all and getattr(engine.method, "protocol", "") == "own":
-        assert sizes == [leaf.shape for leaf in jax.tree.leaves(before)]
-
-
-@pytest.mark.parametrize("name", APART)
-def test_a_mesh_answers_as_one_device(name):
-    contexts, questions = random_rows([90, 40, 0]), random_rows([3, 5, 2], seed=1)
-    one, mesh = (
-        tiny_engine(
-            small_method(name), config=tiny_config(num_layers=1), mesh=make_mesh(*sizes), chunk=16
-        )
+@pytest.mark.parametrize(("name", "settings"), PASSES, ids=[f"{n}-{len(s)}" for n, s in PASSES])
+def test_a_context_answers_alike_again_after_saving_grown_and_on_a_mesh(name, settings, tmp_path):
+    """Two questions in turn. The text has two stripes of slots on each shard of the mesh."""
+    method, config = make_method(name, settings), tiny_config(num_layers=1, max_position=4096)
+    engine, mesh = (
+        tiny_engine(method, config=config, mesh=make_mesh(*sizes), chunk=16)
         for sizes in [(1, 1, 1), (2, 2, 2)]
     )
-    assert answers(mesh, contexts, questions) == answers(one, contexts, questions)
+    contexts, questions = random_rows([450, 201, 0]), random_rows([3, 5, 2], seed=1)
+    others = questions if method.info.needs_question else random_rows([4, 1, 9], seed=2)
+    context = engine.prefill(contexts, reserve=24, questions=questions)
+    save_context(engine, context, tmp_path / "context")
+    first, between = asked(engine, context, questions), asked(engine, context, others)
+    assert (between == first) == (others == questions)
+    assert asked(engine, context, questions) == first
+    loaded = load_context(engine, tmp_path / "context")
+    assert asked(engine, loaded, questions, keep=False) == first
+    assert asked(engine, context, questions, keep=False) == first
+    with pytest.raises(InputError, match="given up"):
+        asked(engine, context, questions)
+    # A question and answer of more than was reserved make the caches grow.
+    little = engine.prefill(contexts, reserve=1, questions=questions)
+    before = jax.eval_shape(lambda caches: caches, little.usable_caches())
+    grown = jax.tree.leaves(jax.eval_shape(lambda caches: grow(caches, 256), before))
+    for old, new, axes in zip(jax.tree.leaves(before), grown, leaf_axes(before), strict=True):
+        grows = {"slots", "pages", "room", "share"} & set(axes)
+        assert (old.shape != new.shape) == bool(grows), (axes, old.shape, new.shape)
+    # What evicts while it answers holds nothing that grows.
+    if not method.info.keeps_all and getattr(method, "protocol", "") == "own":
+        assert grown == jax.tree.leaves(before)
+    assert asked(engine, little, questions) == first
+    assert answers(mesh, contexts, questions) == first
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_no_float_of_one_shard_decides_on_a_collective(name):
     assert not any(decided_by_floats(small_method(name)))
-
-
-@pytest.mark.parametrize("name", APART)
-def test_a_context_answers_again_and_after_saving(name, tmp_path):
-    engine = tiny_engine(small_method(name), chunk=16)
-    contexts, questions = random_rows([90, 40]), random_rows([3, 5], seed=1)
-    context = engine.prefill(contexts, reserve=24, questions=questions)
-    save_context(engine, context, tmp_path / "context")
-
-    def ask(of, **options):
-        return list(engine.stream(of, questions, max_tokens=8, **options))
-
-    first = ask(context)
-    assert ask(context) == first
-    assert ask(load_context(engine, tmp_path / "context"), keep=False) == first
-    assert ask(context, keep=False) == first
-    with pytest.raises(InputError, match="given up"):
-        ask(context)
 
 
 @pytest.mark.parametrize("name", APART)

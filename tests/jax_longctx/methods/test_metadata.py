@@ -10,7 +10,7 @@ import pytest
 
 from jax_longctx.contract import decode_segment, step_variant
 from jax_longctx.engine import programs
-from jax_longctx.engine.capacity import bucket
+from jax_longctx.engine.capacity import bucket, footprint
 from jax_longctx.methods import METHODS, make_method
 from tests.small_methods import SMALL
 from tests.support import random_rows, tiny_config, tiny_engine
@@ -65,31 +65,39 @@ def read_question(engine, cache, run, rows, question):
     return cache
 
 
-def num_bytes(tree):
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def holder_of(cache):
+    return cache if hasattr(cache, "v") else cache.store
+
+
+def buffers(tree):
+    return {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) if leaf.ndim == 4}
 
 
 def tokens_read(engine, question, answer):
     """(kv head, index in the text) of the context's values that a decode step reads.
 
     Each row has one value in its cache that is like no other; it is read where the logits of the
-    row are others.
+    row are others. A fork shares the cache's buffers where the method only appends.
     """
     method = engine.method
-    cache, _ = read_context(engine, 1, CONTEXT, question)
-    holder = cache if hasattr(cache, "v") else cache.store
-    heads, slots = holder.v.shape[1:3]
+    setup, one = engine.setup, jnp.full(1, LENGTH, jnp.int32)
+    empty = programs.abstract_caches(setup, 1, bucket(LENGTH + RESERVE + 1), RESERVE)
+    (kept,) = jax.eval_shape(lambda c: programs.finish_context(setup, c, one, RESERVE), empty)
+    heads, slots = holder_of(kept).v.shape[1:3]
     rows = heads * slots + 1
     cache, run = read_context(engine, rows, CONTEXT, question)
-    holder = cache if hasattr(cache, "v") else cache.store
+    holder = holder_of(cache)
     head, slot = np.divmod(np.arange(rows - 1), slots)
     marked = holder.v.at[np.arange(1, rows), head, slot].add(1e8)
     cache = jax.tree.map(lambda leaf: marked if leaf is holder.v else leaf, cache)
+    held = buffers(cache), buffers((holder.k, marked))
     cache = method.fork(cache)
+    shared = held[0] & buffers(cache)
+    assert shared >= held[1] if method.info.append_only else not shared
     cache = read_question(engine, cache, run, rows, question)
     if method.info.answers_apart:
         total = jnp.full(rows, LENGTH, jnp.int32)
-        (cache,) = programs.finish_question(engine.setup, (cache,), total=total, reserve=RESERVE)
+        (cache,) = programs.finish_question(setup, (cache,), total=total, reserve=RESERVE)
     ones, going = np.ones((rows, 1), np.int32), np.zeros(rows, bool)
     step = decode_segment(np.full((rows, 1), answer), ones, going, step_variant(method, 1))
     logits = run(cache, step)[1][:, 0]
@@ -103,6 +111,7 @@ def tokens_read(engine, question, answer):
 # A mark that is a value would decide what a method keeps that chooses by values.
 @pytest.mark.parametrize("name", [name for name in METHODS if not METHODS[name].by_values])
 def test_query_aware_is_whether_two_questions_read_different_tokens(name):
+    """And `append_only` whether a fork shares the buffers."""
     engine = engine_of(name)
     first, second = (tokens_read(engine, *question) for question in QUESTIONS)
     assert first and second
@@ -110,35 +119,18 @@ def test_query_aware_is_whether_two_questions_read_different_tokens(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_append_only_is_whether_a_fork_shares_the_buffers(name):
-    engine = engine_of(name)
-    cache, _ = read_context(engine, 1, CONTEXT, QUESTIONS[0][0])
-
-    def buffers(tree):
-        return {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) if leaf.ndim == 4}
-
-    shared = buffers(cache) & buffers(engine.method.fork(cache))
-    holder = cache if hasattr(cache, "v") else cache.store
-    if engine.method.info.append_only:
-        assert shared >= buffers((holder.k, holder.v))
-    else:
-        assert not shared
-
-
-@pytest.mark.parametrize("name", METHODS)
 def test_keeps_all_and_answers_apart_are_what_becomes_of_the_memory(name):
-    """With a text 200 tokens longer all keys take more; an answer apart has other arrays."""
-    engine, (question, _) = engine_of(name), QUESTIONS[0]
-    sizes = []
-    for length in (200, 400):
-        context = engine.prefill(random_rows([length]), reserve=RESERVE, questions=[question])
-        before = num_bytes(context.usable_caches())
-        list(engine.stream(context, [question], max_tokens=1))
-        sizes.append(context.answering_bytes)
-        assert (sizes[-1] != before) == engine.method.info.answers_apart
+    """With a text 200 tokens longer all keys take more; an answer apart has other arrays.
+
+    The bytes are those of the compiled programs (`engine/test_footprint.py`).
+    """
+    info, setup = engine_of(name).method.info, engine_of(name).setup
+    short, long = (footprint(setup, batch=1, context=n, reserve=RESERVE) for n in (200, 400))
+    for sizes in (short, long):
+        assert (sizes.resident != sizes.kept) == info.answers_apart
     # Keys and values of two heads, 8 float32 numbers each.
-    grown = (sizes[1] - sizes[0]) // (2 * 2 * 8 * 4)
-    assert grown >= 128 if engine.method.info.keeps_all else grown == 0
+    grown = (long.resident - short.resident) // (2 * 2 * 8 * 4)
+    assert grown >= 128 if info.keeps_all else grown == 0
 
 
 @pytest.mark.parametrize("name", METHODS)
