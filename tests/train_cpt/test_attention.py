@@ -27,6 +27,7 @@ from train_cpt.step import hidden_states
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 8
 SCALE = HEAD_DIM**-0.5
 PREFIX, TAIL = 18, 6
+MOST = PREFIX + TAIL
 CONFIG = tiny_config(num_layers=1)
 PATTERN = Pattern(tail=TAIL, budget=5, kernel=3)
 
@@ -52,6 +53,29 @@ def with_gradients(attention, q, k, v, dout):
     return [out, *pull(dout)]
 
 
+@jax.jit
+def _dense_gradients(q, k, v, dout, seen):
+    return with_gradients(functools.partial(dense_attention, seen=seen), q, k, v, dout)
+
+
+def dense_gradients(q, k, v, dout, seen):
+    """Those of plain masked attention, of one program: texts are filled up to `MOST` tokens."""
+    length = q.shape[1]
+
+    def filled(array, axes):
+        return np.pad(array, [(0, (MOST - length) * (axis in axes)) for axis in range(array.ndim)])
+
+    arrays = [filled(array, (1,)) for array in (q, k, v, dout)]
+    # What is filled up sees itself.
+    seen = filled(seen, (2, 3)) | np.eye(MOST, dtype=bool)
+    return [found[:, :length] for found in _dense_gradients(*arrays, seen)]
+
+
+def assert_same(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
 def causal_mask(length):
     seen = np.tril(np.ones((length, length), bool))
     return np.broadcast_to(seen, (BATCH, KV_HEADS, length, length))
@@ -71,21 +95,17 @@ def masked_tail(q, k, pattern):
 
 @pytest.mark.parametrize("length", [1, 5, 13])
 def test_causal_gradients_are_those_of_dense_attention(length):
-    q, k, v, dout = inputs(length)
     streamed = functools.partial(causal_attention, scale=SCALE, block=5)
-    dense = functools.partial(dense_attention, seen=causal_mask(length))
-    expected = jax.jit(functools.partial(with_gradients, dense))(q, k, v, dout)
-    found = jax.jit(functools.partial(with_gradients, streamed))(q, k, v, dout)
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    arrays = inputs(length)
+    found = jax.jit(functools.partial(with_gradients, streamed))(*arrays)
+    assert_same(found, dense_gradients(*arrays, causal_mask(length)))
 
 
 @pytest.mark.parametrize("shards", [(2, 5), (3, 4)])
 def test_runs_of_a_texts_queries_have_the_gradients_of_the_whole(shards):
     count, own = shards
     q, k, v, dout = inputs(count * own)
-    dense = functools.partial(dense_attention, seen=causal_mask(count * own))
-    expected = with_gradients(dense, q, k, v, dout)
+    expected = dense_gradients(q, k, v, dout, causal_mask(count * own))
 
     @jax.jit
     def run(q, k, v, dout, ahead):
@@ -97,22 +117,16 @@ def test_runs_of_a_texts_queries_have_the_gradients_of_the_whole(shards):
         for start in range(0, count * own, own)
     ]
     outs, dqs, dks, dvs = zip(*runs, strict=True)
-    found = [np.concatenate(outs, 1), np.concatenate(dqs, 1), sum(dks), sum(dvs)]
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert_same([np.concatenate(outs, 1), np.concatenate(dqs, 1), sum(dks), sum(dvs)], expected)
 
 
 def test_the_patterns_gradients_are_those_of_a_dense_mask():
     q, k, v, dout = inputs(PREFIX + TAIL)
     seen = masked_tail(q, k, PATTERN)
     assert not np.array_equal(seen, causal_mask(PREFIX + TAIL))
-    dense = functools.partial(dense_attention, seen=seen)
-    expected = jax.jit(functools.partial(with_gradients, dense))(q, k, v, dout)
     sparse = functools.partial(pattern_attention, PATTERN, scale=SCALE)
-    for ours, theirs in zip(
-        jax.jit(functools.partial(with_gradients, sparse))(q, k, v, dout), expected, strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    found = jax.jit(functools.partial(with_gradients, sparse))(q, k, v, dout)
+    assert_same(found, dense_gradients(q, k, v, dout, seen))
 
 
 @pytest.mark.parametrize(
@@ -192,24 +206,14 @@ def test_no_rows_of_scores_over_the_whole_text_are_held():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("config", "mesh", "tail", "message"),
     [
-        ({"tail": -1}, "tail must be at least 0, got -1"),
-        ({"budget": 0}, "budget must be at least 1, got 0"),
-        ({"kernel": 4}, "kernel must be odd"),
+        (tiny_config(), (1, 5, 1), 0, "24 tokens do not divide over mesh axis seq=5"),
+        (tiny_config(), (1, 1, 1), 24, "tail=24 leaves none of a text's 24 tokens"),
+        (tiny_config(windows=(8, None)), (1, 1, 1), 0, "sliding window"),
+        (tiny_config(), (1, 1, 4), 0, "kv_heads=2 does not divide"),
     ],
 )
-def test_bad_patterns_are_refused(fields, message):
+def test_what_cannot_be_trained_is_refused(config, mesh, tail, message):
     with pytest.raises(ConfigError, match=message):
-        Pattern(**fields)
-
-
-def test_what_cannot_be_trained_is_refused():
-    with pytest.raises(ConfigError, match="24 tokens do not divide over mesh axis seq=5"):
-        check_attention(tiny_config(), make_mesh(1, 5, 1), Pattern(), 24)
-    with pytest.raises(ConfigError, match="tail=24 leaves none of a text's 24 tokens"):
-        check_attention(tiny_config(), make_mesh(), Pattern(tail=24), 24)
-    with pytest.raises(ConfigError, match="sliding window"):
-        check_attention(tiny_config(windows=(8, None)), make_mesh(), Pattern(), 24)
-    with pytest.raises(ConfigError, match="kv_heads=2 does not divide"):
-        check_attention(tiny_config(), make_mesh(1, 1, 4), Pattern(), 24)
+        check_attention(config, make_mesh(*mesh), Pattern(tail=tail), 24)

@@ -1,4 +1,4 @@
-"""The training step: its gradients, its optimiser, and the same on every mesh."""
+"""The training step: its loss, its gradients, its optimiser, and the same on every mesh."""
 
 import functools
 
@@ -18,6 +18,7 @@ from train_cpt.step import (
     OptimizerConfig,
     TrainSetup,
     abstract_state,
+    cross_entropy,
     gradients,
     hidden_states,
     init_state,
@@ -180,32 +181,26 @@ def test_the_defaults_are_the_papers():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("make", "fields", "message"),
     [
-        ({"steps": 0}, "expected steps at least 1, got 0"),
-        ({"warmup": 11}, "expected warmup from 0 to steps=10, got 11"),
-        ({"learning_rate": float("nan")}, "expected learning_rate above 0, got nan"),
-        ({"beta2": 1.0}, "expected beta2 from 0 to below 1"),
-        ({"clip": -1.0}, "expected clip at least 0"),
-        ({"first_moment": "int8"}, "expected first_moment float32 or bfloat16"),
+        (OptimizerConfig, {"steps": 0}, "expected steps at least 1, got 0"),
+        (OptimizerConfig, {"warmup": 11}, "expected warmup from 0 to steps=10, got 11"),
+        (OptimizerConfig, {"learning_rate": float("nan")}, "learning_rate above 0, got nan"),
+        (OptimizerConfig, {"beta2": 1.0}, "expected beta2 from 0 to below 1"),
+        (OptimizerConfig, {"clip": -1.0}, "expected clip at least 0"),
+        (OptimizerConfig, {"first_moment": "int8"}, "expected first_moment float32 or bfloat16"),
+        (setup_of, {"dtype": "float16"}, "dtype must be float32 or bfloat16"),
+        (setup_of, {"remat": "some"}, "remat must be of none, dots, full"),
+        (setup_of, {"loss_chunk": 0}, "loss_chunk must be at least 1"),
+        (Pattern, {"tail": -1}, "tail must be at least 0, got -1"),
+        (Pattern, {"budget": 0}, "budget must be at least 1, got 0"),
+        (Pattern, {"kernel": 4}, "kernel must be odd"),
     ],
 )
-def test_bad_optimizers_are_refused(fields, message, unchecked_signatures):
+def test_bad_settings_are_refused(make, fields, message, unchecked_signatures):
+    valid = {"steps": 10, "warmup": 2} if make is OptimizerConfig else {}
     with pytest.raises(ConfigError, match=message):
-        OptimizerConfig(**{"steps": 10, "warmup": 2, **fields})
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"dtype": "float16"}, "dtype must be float32 or bfloat16"),
-        ({"remat": "some"}, "remat must be of none, dots, full"),
-        ({"loss_chunk": 0}, "loss_chunk must be at least 1"),
-    ],
-)
-def test_bad_steps_are_refused(fields, message, unchecked_signatures):
-    with pytest.raises(ConfigError, match=message):
-        setup_of(**fields)
+        make(**valid | fields)
 
 
 def test_weights_in_8_bits_are_refused():
@@ -215,3 +210,52 @@ def test_weights_in_8_bits_are_refused():
         ConfigError, match="expected weights as floats, got int8; load them without"
     ):
         init_state(setup, params)
+
+
+def plain_cross_entropy(hidden, table, targets, weights):
+    logits = jnp.einsum("btd,vd->btv", hidden, table)
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=2)
+    return -jnp.sum(weights * picked[..., 0])
+
+
+def inputs(words=38):
+    rng = np.random.default_rng(0)
+    # Large logits: a softmax that does not subtract the maximum overflows.
+    hidden = 30 * rng.standard_normal((2, 6, 8)).astype(np.float32)
+    table = rng.standard_normal((words, 8)).astype(np.float32)
+    targets = rng.integers(0, words, (2, 6)).astype(np.int32)
+    weights = rng.integers(0, 3, (2, 6)).astype(np.float32)
+    return hidden, table, targets, weights
+
+
+@pytest.mark.parametrize(("mesh", "chunk"), [((1, 1, 1), 5), ((2, 2, 2), 512)])
+def test_chunked_cross_entropy_is_the_plain_one(mesh, chunk):
+    ours = functools.partial(cross_entropy, mesh=make_mesh(*mesh), chunk=chunk)
+
+    def scaled(loss, *arrays):
+        return 0.5 * loss(*arrays)
+
+    def run(loss):
+        both = jax.value_and_grad(functools.partial(scaled, loss), argnums=(0, 1))
+        return jax.jit(both)(*inputs())
+
+    (found, (dhidden, dtable)), (expected, (dhidden_plain, dtable_plain)) = (
+        run(ours),
+        run(plain_cross_entropy),
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(dhidden, dhidden_plain, atol=1e-5)
+    np.testing.assert_allclose(dtable, dtable_plain, atol=1e-4)
+    # Without a gradient it is another program.
+    np.testing.assert_allclose(0.5 * jax.jit(ours)(*inputs()), expected, rtol=1e-6)
+
+
+@pytest.mark.optimized
+def test_logits_of_a_large_vocabulary_are_never_whole():
+    tokens, words, width = 4096, 131072, 16
+    loss = functools.partial(cross_entropy, mesh=make_mesh(), chunk=64)
+    shapes = [(1, tokens, width), (words, width), (1, tokens), (1, tokens)]
+    dtypes = [jnp.bfloat16, jnp.float32, jnp.int32, jnp.float32]
+    arrays = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*arrays).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < tokens * words * 4 / 8
