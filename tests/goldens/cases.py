@@ -58,77 +58,79 @@ LLAMA3 = {
 # Long enough that both ends of the ramp fall between the first and the last channel.
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 
-MODELS: dict[str, Config] = {
-    "llama_mha": _llama(num_key_value_heads=4, pretraining_tp=2, rms_norm_eps=0.1),
-    "llama_gqa_tied": _llama(
-        hidden_size=48, num_attention_heads=6, num_hidden_layers=3, tie_word_embeddings=True
-    ),
-    "llama_mqa": _llama(num_key_value_heads=1),
-    "llama_attention_bias": _llama(attention_bias=True),
-    "llama_mlp_bias": _llama(mlp_bias=True),
-    "llama_head_dim": _llama(head_dim=16, rope_theta=500000.0),
-    "mistral": _mistral(sliding_window=None),
-    "mistral_window": _mistral(sliding_window=12),
-    "qwen2": _qwen2(sliding_window=12, max_window_layers=1, use_sliding_window=False),
-    "qwen2_window": _qwen2(
-        num_hidden_layers=3, sliding_window=9, max_window_layers=1, use_sliding_window=True
-    ),
-    "qwen3": _qwen3(tie_word_embeddings=True),
-    "qwen3_layer_types": _new_style(
-        _qwen3(
-            attention_bias=True,
-            num_hidden_layers=3,
-            sliding_window=10,
-            use_sliding_window=True,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+# Seed and config of each. With these seeds the continuations are varied and no choice is a near tie
+# (`make_goldens.MIN_GAP`).
+_MODELS: dict[str, tuple[int, Config]] = {
+    "llama_mha": (2, _llama(num_key_value_heads=4, pretraining_tp=2, rms_norm_eps=0.1)),
+    "llama_gqa_tied": (
+        1,
+        _llama(
+            hidden_size=48, num_attention_heads=6, num_hidden_layers=3, tie_word_embeddings=True
         ),
-        {"rope_type": "default"},
     ),
-    "rope_linear": _llama(rope_scaling={"type": "linear", "factor": 4.0}),
-    "rope_dynamic": _llama(
-        max_position_embeddings=32, rope_scaling={"type": "dynamic", "factor": 2.0}
+    "llama_mqa": (0, _llama(num_key_value_heads=1)),
+    "llama_attention_bias": (0, _llama(attention_bias=True)),
+    "llama_mlp_bias": (5, _llama(mlp_bias=True)),
+    "llama_head_dim": (1, _llama(head_dim=16, rope_theta=500000.0)),
+    "mistral": (2, _mistral(sliding_window=None)),
+    "mistral_window": (1, _mistral(sliding_window=12)),
+    "qwen2": (3, _qwen2(sliding_window=12, max_window_layers=1, use_sliding_window=False)),
+    "qwen2_window": (
+        3,
+        _qwen2(num_hidden_layers=3, sliding_window=9, max_window_layers=1, use_sliding_window=True),
     ),
-    "rope_llama3": _new_style(_llama(head_dim=16), {"rope_type": "llama3", **LLAMA3}),
-    "rope_yarn": _qwen2(head_dim=16, max_position_embeddings=4096, rope_scaling=YARN),
-    "rope_yarn_attention_factor": _llama(
-        head_dim=16,
-        max_position_embeddings=4096,
-        rope_scaling={**YARN, "attention_factor": 1.4, "truncate": False},
+    "qwen3": (7, _qwen3(tie_word_embeddings=True)),
+    "qwen3_layer_types": (
+        0,
+        _new_style(
+            _qwen3(
+                attention_bias=True,
+                num_hidden_layers=3,
+                sliding_window=10,
+                use_sliding_window=True,
+                layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            ),
+            {"rope_type": "default"},
+        ),
     ),
-    "rope_yarn_mscale": _new_style(
-        _llama(head_dim=16, max_position_embeddings=4096),
-        {**YARN, "mscale": 1.5, "mscale_all_dim": 0.7, "beta_fast": 12.0, "beta_slow": 2.0},
+    "rope_linear": (2, _llama(rope_scaling={"type": "linear", "factor": 4.0})),
+    "rope_dynamic": (
+        3,
+        _llama(max_position_embeddings=32, rope_scaling={"type": "dynamic", "factor": 2.0}),
+    ),
+    "rope_llama3": (0, _new_style(_llama(head_dim=16), {"rope_type": "llama3", **LLAMA3})),
+    "rope_yarn": (1, _qwen2(head_dim=16, max_position_embeddings=4096, rope_scaling=YARN)),
+    "rope_yarn_attention_factor": (
+        0,
+        _llama(
+            head_dim=16,
+            max_position_embeddings=4096,
+            rope_scaling={**YARN, "attention_factor": 1.4, "truncate": False},
+        ),
+    ),
+    "rope_yarn_mscale": (
+        0,
+        _new_style(
+            _llama(head_dim=16, max_position_embeddings=4096),
+            {**YARN, "mscale": 1.5, "mscale_all_dim": 0.7, "beta_fast": 12.0, "beta_slow": 2.0},
+        ),
     ),
 }
 
-# Chosen so that the continuations are varied and no choice is a near tie (`make_goldens.MIN_GAP`).
-SEEDS: dict[str, int] = {
-    "llama_mha": 2,
-    "llama_gqa_tied": 1,
-    "llama_mqa": 0,
-    "llama_attention_bias": 0,
-    "llama_mlp_bias": 5,
-    "llama_head_dim": 1,
-    "mistral": 2,
-    "mistral_window": 1,
-    "qwen2": 3,
-    "qwen2_window": 3,
-    "qwen3": 7,
-    "qwen3_layer_types": 0,
-    "rope_linear": 2,
-    "rope_dynamic": 3,
-    "rope_llama3": 0,
-    "rope_yarn": 1,
-    "rope_yarn_attention_factor": 0,
-    "rope_yarn_mscale": 0,
-}
+MODELS = {name: config for name, (_, config) in _MODELS.items()}
+SEEDS = {name: seed for name, (seed, _) in _MODELS.items()}
 
 
-def _wide(kind: str, head_dim: int, theta: float, longest: int, **rope: Any) -> Config:
+def _wide(
+    kind: str, head_dim: int, theta: float, longest: int, trained: int = 0, **rope: Any
+) -> Config:
+    """`trained`: the length of the training, where the kind has one."""
     config = _llama(
         hidden_size=4 * head_dim, head_dim=head_dim, rope_theta=theta, rms_norm_eps=1e-6
     )
     config["max_position_embeddings"] = longest
+    if trained:
+        rope["original_max_position_embeddings"] = trained
     return _new_style(config, {"rope_type": kind, **rope})
 
 
@@ -139,43 +141,24 @@ ROPES: dict[str, Config] = {
     "linear": _wide("linear", 128, 1e4, 16384, factor=4.0),
     "dynamic": _wide("dynamic", 128, 1e6, 32768, factor=2.0),
     "dynamic_small": _wide("dynamic", 16, 1e4, 100, factor=4.0),
-    "llama31": _wide(
-        "llama3", 128, 5e5, 131072, **{**LLAMA3, "original_max_position_embeddings": 8192}
-    ),
-    "llama32": _wide(
-        "llama3",
-        64,
-        5e5,
-        131072,
-        **{**LLAMA3, "original_max_position_embeddings": 8192, "factor": 32.0},
-    ),
-    "qwen25_yarn": _wide(
-        "yarn", 128, 1e6, 131072, factor=4.0, original_max_position_embeddings=32768
-    ),
-    "yarn_untruncated": _wide(
-        "yarn", 64, 1e4, 65536, factor=16.0, original_max_position_embeddings=4096, truncate=False
-    ),
+    "llama31": _wide("llama3", 128, 5e5, 131072, 8192, **LLAMA3),
+    "llama32": _wide("llama3", 64, 5e5, 131072, 8192, **{**LLAMA3, "factor": 32.0}),
+    "qwen25_yarn": _wide("yarn", 128, 1e6, 131072, 32768, factor=4.0),
+    "yarn_untruncated": _wide("yarn", 64, 1e4, 65536, 4096, factor=16.0, truncate=False),
     "yarn_betas": _wide(
         "yarn",
         128,
         1e4,
         32768,
+        4096,
         factor=8.0,
-        original_max_position_embeddings=4096,
         beta_fast=20.0,
         beta_slow=3.0,
         attention_factor=0.9,
     ),
     "yarn_mscale": _wide(
-        "yarn",
-        64,
-        1e4,
-        163840,
-        factor=40.0,
-        original_max_position_embeddings=4096,
-        mscale=1.0,
-        mscale_all_dim=0.5,
+        "yarn", 64, 1e4, 163840, 4096, factor=40.0, mscale=1.0, mscale_all_dim=0.5
     ),
     # So short a trained length that both ends of the ramp fall on channel 0.
-    "yarn_flat": _wide("yarn", 16, 1e6, 24, factor=4.0, original_max_position_embeddings=6),
+    "yarn_flat": _wide("yarn", 16, 1e6, 24, 6, factor=4.0),
 }
