@@ -115,41 +115,6 @@ def test_many_questions_over_one_text_are_answered_as_each_alone(model, name, mo
         model.ask(context, "why")
 
 
-@pytest.mark.parametrize(
-    ("name", "by_layer"), [("full", False), pytest.param("h2o", True, marks=pytest.mark.slow)]
-)
-def test_the_programs_of_many_questions_compile_ahead(model, name, by_layer):
-    """Those that take long; the engine has shapes in place of weights."""
-    jax.clear_caches()
-    config = longer(model)
-    loaded = tiny_engine(small_method(name), config=config, chunk=64, by_layer=by_layer)
-    params = abstract_params(config, make_mesh(), np.dtype("float32"))
-    how = {"chunk": 64, "by_layer": by_layer}
-    engine = Engine(config, params, small_method(name), make_mesh(), **how)
-    many = LongContext(engine, model.tokenizer)
-    text, questions = "some text that is long enough. " * 9, ["why", "how so", "who"]
-    sizes = [len(model.tokenizer.encode(question)) for question in questions]
-    tokens = len(model.tokenizer.encode(text, bos=True))
-    reserve = max(sizes) + 20
-    many.compile_all(tokens, sizes, reserve=reserve, max_tokens=20).wait(check=True)
-    engine.take_params(loaded.params)
-    names = []
-
-    def listen(event, seconds, **about):
-        if event == EVENTS[-1]:
-            names.append(about["fun_name"])
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        context = many.prefill(text, reserve=reserve)
-        answers = many.ask_all(context, questions, max_tokens=20)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    large = ("_segment", "_decode_block", "_through_layer", "_finish", "_next_state", "_wanted")
-    assert not {f"jit({program})" for program in large} & set(names)
-    assert all(answer.tokens for answer in answers)
-
-
 def test_a_callback_that_fails_leaves_the_context_whole(model):
     context = model.prefill("some text")
     whole = model.ask(context, "why", max_tokens=20)[0].text
@@ -309,3 +274,38 @@ def test_names_load_on_first_use():
     assert jax_longctx.__version__.count(".") == 2
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = jax_longctx.nothing
+
+
+@pytest.mark.parametrize(
+    ("name", "by_layer"), [("full", False), pytest.param("h2o", True, marks=pytest.mark.slow)]
+)
+def test_the_programs_of_many_questions_compile_ahead(model, name, by_layer):
+    """Those that take long; the engine has shapes in place of weights."""
+    jax.clear_caches()
+    config = longer(model)
+    loaded = tiny_engine(small_method(name), config=config, chunk=64, by_layer=by_layer)
+    params = abstract_params(config, make_mesh(), np.dtype("float32"))
+    how = {"chunk": 64, "by_layer": by_layer}
+    engine = Engine(config, params, small_method(name), make_mesh(), **how)
+    many = LongContext(engine, model.tokenizer)
+    text, questions = "some text that is long enough. " * 9, ["why", "how so", "who"]
+    sizes = [len(model.tokenizer.encode(question)) for question in questions]
+    tokens = len(model.tokenizer.encode(text, bos=True))
+    reserve = max(sizes) + 20
+    many.compile_all(tokens, sizes, reserve=reserve, max_tokens=20).wait(check=True)
+    engine.take_params(loaded.params)
+    names = []
+
+    def listen(event, seconds, **about):
+        if event == EVENTS[-1]:
+            names.append(about["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        context = many.prefill(text, reserve=reserve)
+        answers = many.ask_all(context, questions, max_tokens=20)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    large = ("_segment", "_decode_block", "_through_layer", "_finish", "_next_state", "_wanted")
+    assert not {f"jit({program})" for program in large} & set(names)
+    assert all(answer.tokens for answer in answers)

@@ -59,36 +59,29 @@ def chosen(model, tokens, rows, **how):
     return choice.method.name, choice.reason
 
 
-def test_full_attention_while_trained_length_and_memory_suffice():
-    name, reason = chosen(model_of(), 128, [FREE])
-    assert name == "full"
-    assert "128 tokens fit the trained length of 128 and the memory" in reason
-
-
-def test_beyond_the_trained_length_the_method_that_found_most():
-    name, reason = chosen(model_of(), 129, [UNITS, FREE])
-    assert name == "reattention"
-    assert "129 tokens are more than the trained length of 128" in reason
-    assert "found 85% of 40 facts at 2 times the trained length of a small model" in reason
-
-
-def test_the_length_that_covers_the_text_decides_and_then_the_longest():
-    rows = [measured("infllm", [60, 40, 100]), FREE]
-    assert [chosen(model_of(), tokens, rows)[0] for tokens in (256, 257, 5000)] == [
-        "reattention",
-        "infllm",
-        "infllm",
-    ]
-
-
-def test_of_equally_good_methods_the_cheapest_step():
-    # 85% and 80% of 40 are within each other's intervals, 40% is not.
-    fast = measured("infllm", [80, 80], step=0.8, read=0.9)
-    assert chosen(model_of(), 200, [FREE, fast])[0] == "infllm"
-    assert chosen(model_of(), 200, [FREE, measured("infllm", [80, 40], step=0.1)])[0] != "infllm"
-    # Without a time for both, by bytes.
-    untimed = measured("infllm", [80, 80], read=0.9)
-    assert chosen(model_of(), 200, [FREE, untimed])[0] == "reattention"
+@pytest.mark.parametrize(
+    ("tokens", "rows", "expected", "said"),
+    [
+        (128, [FREE], "full", "128 tokens fit the trained length of 128 and the memory"),
+        # Beyond it the method that found most at the length that covers the text.
+        (129, [UNITS, FREE], "reattention", "129 tokens are more than the trained length of 128"),
+        (129, [UNITS, FREE], "reattention", "found 85% of 40 facts at 2 times the trained length"),
+        (256, [measured("infllm", [60, 40, 100]), FREE], "reattention", "of a small model"),
+        (257, [measured("infllm", [60, 40, 100]), FREE], "infllm", ""),
+        (5000, [measured("infllm", [60, 40, 100]), FREE], "infllm", ""),
+        # Of equally good ones the cheapest step: 85% and 80% of 40 are within each other's
+        # intervals, 40% is not.
+        (200, [FREE, measured("infllm", [80, 80], step=0.8, read=0.9)], "infllm", ""),
+        (200, [FREE, measured("infllm", [80, 40], step=0.1)], "reattention", ""),
+        # Without a time for both, by bytes.
+        (200, [FREE, measured("infllm", [80, 80], read=0.9)], "reattention", ""),
+        # A method that refuses the model is left out.
+        (200, [measured("reattention", [100, 100], local_size=1000), UNITS], "infllm", ""),
+    ],
+)
+def test_where_memory_suffices(tokens, rows, expected, said):
+    name, reason = chosen(model_of(), tokens, rows)
+    assert name == expected and said in reason
 
 
 def enough_for(name, tokens=120):
@@ -128,11 +121,6 @@ def test_where_nothing_fits_the_smallest():
     name, reason = chosen(model_of(1000, **LONG), 900, [FREE, KEEPS_LAST])
     assert name == "streaming-llm"
     assert "no cache fits; this is the smallest" in reason
-
-
-def test_a_method_that_refuses_the_model_is_left_out():
-    better = measured("reattention", [100, 100], local_size=1000)
-    assert chosen(model_of(), 200, [better, UNITS])[0] == "infllm"
 
 
 @pytest.mark.parametrize(

@@ -112,23 +112,17 @@ def test_reads_utf8_and_drops_the_byte_order_mark(tmp_path):
     assert read_text(str(path)) == "Größe\r\n"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_what_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "a.txt"
+    for content, message in [
         (b"", "is empty"),
         (b" \n\t", "is empty"),
         (b"abc\xff", r"not UTF-8 text \(byte 3 is 0xff\)"),
         ("ÿ".encode("utf-16"), "not UTF-8"),
-    ],
-)
-def test_refuses(tmp_path, content, message):
-    path = tmp_path / "a.txt"
-    path.write_bytes(content)
-    with pytest.raises(InputError, match=message):
-        read_text(str(path))
-
-
-def test_unreadable(tmp_path):
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=message):
+            read_text(str(path))
     with pytest.raises(InputError, match=r"none\.txt cannot be read: No such file"):
         read_text(str(tmp_path / "none.txt"))
     with pytest.raises(InputError, match="cannot be read: Is a directory"):

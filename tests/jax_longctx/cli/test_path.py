@@ -1,12 +1,11 @@
 """How many of the repository's files `ask` passes through, from the shell to the answer."""
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from tests.jax_longctx.cli.two_processes import ROOT, environment
+
 MOST = 28
 # Runs the command line as `python -m jax_longctx` does and writes the files whose functions are
 # entered, in any thread. The bodies of modules and classes, and what these call, are left out, and
@@ -48,7 +47,7 @@ def test_ask_passes_through_few_files(checkpoint, book, tmp_path):
         [sys.executable, "-c", WATCHED, ROOT, out, *map(str, ask)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=environment(),
     )
     assert done.returncode == 0, done.stderr
     files = json.loads(out.read_text())

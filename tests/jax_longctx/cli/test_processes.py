@@ -109,26 +109,18 @@ def test_an_evaluation_of_two_processes_has_the_rows_of_one(checkpoint, begin, r
     assert (tmp_path / "two" / "report.html").is_file()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_do_not_go_together(run):
+    two = ["--processes", "2", "--coordinator"]
+    for options, message in [
         (["--processes", "2"], "goes with --coordinator HOST:PORT and --process I"),
         (["--process", "1"], "go with --processes N"),
         (["--processes", "two"], "--processes is 'two'; expected a number, or auto"),
-        (
-            ["--processes", "2", "--coordinator", "here", "--process", "1"],
-            "--coordinator is 'here'; expected HOST:PORT",
-        ),
-        (
-            ["--processes", "2", "--coordinator", "here:1", "--process", "2"],
-            "--process must be from 0 to 1",
-        ),
-    ],
-)
-def test_options_that_do_not_go_together(run, options, message):
-    result = run(*options, "methods", "full")
-    assert result.exit_code == 2 and message in result.stderr
-    assert result.stderr.count("\n") == 1
+        ([*two, "here", "--process", "1"], "--coordinator is 'here'; expected HOST:PORT"),
+        ([*two, "here:1", "--process", "2"], "--process must be from 0 to 1"),
+    ]:
+        result = run(*options, "methods", "full")
+        assert result.exit_code == 2 and message in result.stderr
+        assert result.stderr.count("\n") == 1
 
 
 def test_one_process_joins_nothing(run):
@@ -139,9 +131,8 @@ def test_one_process_joins_nothing(run):
 STEP = {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_PROCID": "0"}
 
 
-@pytest.mark.parametrize(
-    ("variables", "several"),
-    [
+def test_launchers_that_start_several():
+    for variables, several in [
         ({}, False),
         ({**STEP, "SLURM_NTASKS": "2"}, True),
         ({**STEP, "SLURM_NTASKS": "1"}, False),
@@ -151,10 +142,8 @@ STEP = {"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_PROCID": "0"}
         ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, True),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
         ({"MEGASCALE_NUM_SLICES": "2"}, True),
-    ],
-)
-def test_launchers_that_start_several(variables, several):
-    assert process.announced(variables) is several
+    ]:
+        assert process.announced(variables) is several, variables
 
 
 def test_the_job_is_joined_as_the_launcher_says(run, monkeypatch):

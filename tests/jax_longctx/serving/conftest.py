@@ -8,27 +8,12 @@ import httpx
 import openai
 import pytest
 
-import jax_longctx
-from jax_longctx.api import LongContext
-from jax_longctx.models.llama import init_params
 from jax_longctx.serving.app import Access
 from jax_longctx.serving.server import LongServer, ServeOptions, listen
-from jax_longctx.text import Tokenizer
-from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
+from tests.jax_longctx.cli.conftest import tiny, tokenizer_folder
 from tests.jax_longctx.serving.tiny import LENGTHS
 
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    """The tiny model, under full attention."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    tokenizer = Tokenizer.load(folder)
-    config = jax_longctx.ModelConfig.from_hf(hf_config(tokenizer.vocab_size))
-    mesh = jax_longctx.make_mesh()
-    params = init_params(config, mesh, seed=1)
-    method = jax_longctx.make_method("full")
-    return LongContext(jax_longctx.Engine(config, params, method, mesh, chunk=64), tokenizer)
+__all__ = ["client", "serve", "server", "tiny", "tokenizer_folder"]
 
 
 @dataclasses.dataclass

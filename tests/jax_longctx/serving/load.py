@@ -20,6 +20,7 @@ from pathlib import Path
 import openai
 
 from tests.jax_longctx.serving.processes import Process
+from tests.jax_longctx.serving.tiny import chat, read
 
 QUESTIONS = [
     "What is the pass key of room 7?",
@@ -36,33 +37,13 @@ def book(number: int, sentences: int) -> str:
     return f"Book {number}. " + " ".join(keys)
 
 
-class Figures:
-    """What the clients saw; threads share it."""
-
-    def __init__(self) -> None:
-        self.first: list[float] = []
-        self.between: list[float] = []
-        self.errors: list[str] = []
-        self.differing: list[dict[str, str]] = []
-        self.answers = 0
-        self.memory: list[tuple[float, int]] = []
-        self.reading: list[float] = []
-
-
 def ask(client: openai.OpenAI, model: str, case, tokens: int) -> tuple[str, float, list[float]]:
     """The answer of one case, seconds to its first token, and between its pieces."""
     context, question, seed = case
     began = last = time.monotonic()
     first, gaps, texts = 0.0, [], []
-    stream = client.chat.completions.create(
-        model=model,
-        messages=[{"role": "user", "content": question}],
-        seed=seed,
-        temperature=0.8,
-        max_tokens=tokens,
-        stream=True,
-        extra_body={"context": context},
-    )
+    how = {"seed": seed, "temperature": 0.8, "max_tokens": tokens, "stream": True}
+    stream = chat(client, question, context, model=model, **how)
     for chunk in stream:
         now = time.monotonic()
         if texts:
@@ -96,15 +77,11 @@ def memory(pid: int) -> int:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("checkpoint")
+    numbers = {"clients": 32, "contexts": 4, "sentences": 60, "read": 0, "tokens": 16}
+    numbers |= {"length": 2048, "rows": 8, "share-from": 8192}
     options.add_argument("--minutes", type=float, default=10)
-    options.add_argument("--clients", type=int, default=32)
-    options.add_argument("--contexts", type=int, default=4)
-    options.add_argument("--sentences", type=int, default=60)
-    options.add_argument("--read", type=int, default=0)
-    options.add_argument("--tokens", type=int, default=16)
-    options.add_argument("--length", type=int, default=2048)
-    options.add_argument("--rows", type=int, default=8)
-    options.add_argument("--share-from", type=int, default=8192)
+    for name, default in numbers.items():
+        options.add_argument(f"--{name}", type=int, default=default)
     options.add_argument("--method", default="full")
     options.add_argument("--platform", default="cpu")
     given = options.parse_args()
@@ -129,22 +106,17 @@ def read_seconds(server: Process, number: int, sentences: int) -> float:
     with server.http() as http:
         http.timeout = 600
         began = time.monotonic()
-        answer = http.post("/v1/contexts", json={"text": book(number, sentences), "ttl": 1})
-        answer.raise_for_status()
+        read(http, text=book(number, sentences), ttl=1)
         return time.monotonic() - began
 
 
 def measured(server: Process, given: argparse.Namespace) -> dict[str, object]:
     """Runs the clients; what they saw."""
-    figures, lock = Figures(), threading.Lock()
+    first, between, errors, differing, reading, used = [], [], [], [], [], []
     with server.http() as http:
         http.timeout = 600
-        names = []
-        for number in range(given.contexts):
-            text = book(number, given.sentences)
-            answer = http.post("/v1/contexts", json={"text": text, "ttl": 86400})
-            assert answer.status_code == 201, answer.text
-            names.append(answer.json())
+        texts = [book(number, given.sentences) for number in range(given.contexts)]
+        names = [read(http, text=text, ttl=86400) for text in texts]
     cases = list(itertools.product([name["id"] for name in names], QUESTIONS, (1, 2)))
     with server.client() as client:
         alone = {case: ask(client, "model", case, given.tokens) for case in cases}
@@ -152,11 +124,11 @@ def measured(server: Process, given: argparse.Namespace) -> dict[str, object]:
     reads = [read_seconds(server, 1000 + n, given.read) for n in range(3 if given.read else 0)]
     end = time.monotonic() + 60 * given.minutes
 
-    def read() -> None:
-        number = 2000
-        while given.read and time.monotonic() < end:
-            figures.reading.append(read_seconds(server, number, given.read))
-            number += 1
+    def read_on() -> None:
+        for number in itertools.count(2000):
+            if not given.read or time.monotonic() >= end:
+                return
+            reading.append(read_seconds(server, number, given.read))
 
     def work(number: int) -> None:
         draw = random.Random(number)
@@ -164,29 +136,26 @@ def measured(server: Process, given: argparse.Namespace) -> dict[str, object]:
             while time.monotonic() < end:
                 case = draw.choice(cases)
                 try:
-                    text, first, gaps = ask(client, "model", case, given.tokens)
+                    text, begun, gaps = ask(client, "model", case, given.tokens)
                 except openai.OpenAIError as error:
-                    with lock:
-                        figures.errors.append(f"{type(error).__name__}: {error}"[:300])
+                    errors.append(f"{type(error).__name__}: {error}"[:300])
                     continue
-                with lock:
-                    figures.answers += 1
-                    figures.first.append(first)
-                    figures.between += gaps
-                    if text != alone[case][0]:
-                        figures.differing.append({"alone": alone[case][0], "found": text})
+                first.append(begun)
+                between.extend(gaps)
+                if text != alone[case][0]:
+                    differing.append({"alone": alone[case][0], "found": text})
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(given.clients)]
-    threads.append(threading.Thread(target=read))
+    threads.append(threading.Thread(target=read_on))
     began = time.monotonic()
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        figures.memory.append((time.monotonic() - began, memory(server.child.pid)))
+        used.append((time.monotonic() - began, memory(server.child.pid)))
         time.sleep(1)
     whole = time.monotonic() - began
-    early = [used for at, used in figures.memory if at < 60]
-    late = [used for at, used in figures.memory if at > whole - 60]
+    early = [size for at, size in used if at < 60]
+    late = [size for at, size in used if at > whole - 60]
     return {
         "clients": given.clients,
         "contexts": [name["tokens"] for name in names],
@@ -194,17 +163,17 @@ def measured(server: Process, given: argparse.Namespace) -> dict[str, object]:
         "method": given.method,
         "share_from": given.share_from,
         "seconds": round(whole, 1),
-        "answers": figures.answers,
-        "errors": len(figures.errors),
-        "first_errors": figures.errors[:3],
-        "differing_answers": len(figures.differing),
-        "first_differing": figures.differing[:2],
-        "alone_first_token_ms": percentiles([first for _, first, _ in alone.values()]),
+        "answers": len(first),
+        "errors": len(errors),
+        "first_errors": errors[:3],
+        "differing_answers": len(differing),
+        "first_differing": differing[:2],
+        "alone_first_token_ms": percentiles([begun for _, begun, _ in alone.values()]),
         "alone_between_ms": percentiles([gap for _, _, gaps in alone.values() for gap in gaps]),
-        "first_token_ms": percentiles(figures.first),
-        "between_ms": percentiles(figures.between),
+        "first_token_ms": percentiles(first),
+        "between_ms": percentiles(between),
         "reading_alone_s": [round(seconds, 2) for seconds in reads[1:]],
-        "reading_amid_s": [round(seconds, 2) for seconds in figures.reading],
+        "reading_amid_s": [round(seconds, 2) for seconds in reading],
         "memory_first_minute_mib": round(statistics.mean(early) / 2**20, 1),
         "memory_last_minute_mib": round(statistics.mean(late) / 2**20, 1),
     }

@@ -1,18 +1,16 @@
 """`jax-longctx serve` in processes of their own."""
 
-import os
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import openai
 
-ROOT = Path(__file__).parents[3]
+from tests.jax_longctx.cli import two_processes
 
 
 class Process:
@@ -23,25 +21,14 @@ class Process:
       said: the lines of its stderr.
     """
 
-    def __init__(self, *arguments, job=(), cache=None, code=None, **environment):
-        command = [sys.executable, "-c", code or "from jax_longctx.__main__ import main; main()"]
-        given = {
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": "1",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
-            "PYTHONPATH": str(ROOT),
-            **environment,
-        }
-        if cache is not None:
-            given["JAX_COMPILATION_CACHE_DIR"] = str(cache)
-            given["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    def __init__(self, *arguments, job=(), cache=None, code=two_processes.COMMAND, **told):
+        words = (*job, "serve", "--port", 0, *arguments)
         self.child = subprocess.Popen(
-            [*command, *map(str, job), "serve", "--port", "0", *map(str, arguments)],
+            [sys.executable, "-c", code, *map(str, words)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env=given,
+            env=two_processes.environment(cache) | told,
         )
         self.said, self.url = [], None
         self._reader = threading.Thread(target=self._read, daemon=True)

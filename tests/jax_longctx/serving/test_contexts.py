@@ -16,8 +16,16 @@ import jax_longctx
 from jax_longctx.errors import CapacityError, CheckpointError
 from jax_longctx.serving.app import Access
 from jax_longctx.settings import Sampling
+from tests.jax_longctx.serving.tiny import (
+    BOOK,
+    chat,
+    complete,
+    needed_bytes,
+    read,
+    shown,
+    wait_until,
+)
 
-BOOK = "The pass key is 12345. Remember it. " * 8
 OTHER = "Remember the key. It is a pass. " * 9
 QUESTIONS = ["What is the pass key?", "Remember what?"]
 
@@ -35,26 +43,19 @@ def asked(model, book, question, *, seed=0, chat=True, max_tokens=12):
 
 def ask(client, context, question, *, seed=0, max_tokens=12):
     """The server's answer about a context, and its usage."""
-    found = client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": question}],
-        seed=seed,
-        max_tokens=max_tokens,
-        extra_body={"context": context},
-    )
+    found = chat(client, question, context, seed=seed, max_tokens=max_tokens)
     return found.choices[0].message.content, found.usage
 
 
-def read(http, **body):
-    """The new context's record."""
-    answer = http.post("/v1/contexts", json=body)
-    assert answer.status_code == 201, answer.text
-    return answer.json()
+def drawn(model, prompt, *, seed=1, max_tokens=8):
+    """What `generate` answers."""
+    sampling = Sampling(temperature=1.0, seed=seed)
+    (answer,) = model.generate(prompt, sampling=sampling, max_tokens=max_tokens)
+    return answer.text
 
 
-def complete(client, prompt, **how):
-    how = {"seed": 1, "max_tokens": 8, **how}
-    return client.completions.create(model="tiny", prompt=prompt, **how)
+def full_disk(key, path):
+    raise CheckpointError(f"{path} could not be written: No space left on device")
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -70,7 +71,9 @@ def test_answers_about_a_context_are_those_of_ask(server, client, tiny, chat):
             assert usage.prompt_tokens_details.cached_tokens == count
             size = len(tiny.tokenizer.encode(layout.question(question)))
             assert usage.prompt_tokens == count + size
-        found = complete(client, " Remember", extra_body={"context": context["id"]})
+        found = complete(
+            client, " Remember", seed=1, max_tokens=8, extra_body={"context": context["id"]}
+        )
         sampling = Sampling(temperature=1.0, seed=1)
         kept = tiny.prefill(layout.context(BOOK))
         (answer,) = tiny.ask(kept, " Remember", sampling=sampling, max_tokens=8)
@@ -107,7 +110,7 @@ def test_contexts_are_listed_shown_and_deleted(server, client):
         name = context["id"]
         assert context["ttl"] == 50
         assert name in [each["id"] for each in http.get("/v1/contexts").json()["data"]]
-        assert http.get(f"/v1/contexts/{name}").json() == context
+        assert shown(http, name) == context
         assert http.delete(f"/v1/contexts/{name}").json()["deleted"] is True
         for answer in (http.get(f"/v1/contexts/{name}"), http.delete(f"/v1/contexts/{name}")):
             assert answer.status_code == 404
@@ -119,10 +122,9 @@ def test_a_context_ends_with_its_time(server):
         name = read(http, text=OTHER, ttl=0.3)["id"]
         time.sleep(0.4)
         assert http.get(f"/v1/contexts/{name}").status_code == 404
-        end = time.monotonic() + 10
-        while any(name in text.entries for text in server.served.contexts._texts.values()):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_until(
+            lambda: not any(name in text.entries for text in server.served.contexts._texts.values())
+        )
 
 
 def test_a_file_is_uploaded_and_its_progress_streamed(server, client, tiny):
@@ -178,13 +180,11 @@ def test_memory_pressure_saves_contexts_and_loads_them_again(serve, tiny):
     books = [f"{number} {BOOK}" for number in range(3)]
     count = len(tiny.tokenizer.encode(tiny.layout(True).context(books[0]), bos=True))
     # Room for two texts of this size.
-    probe = serve(tiny)
-    need = probe.served.team.executor.needed_bytes(count)
-    probe.stop()
+    need = needed_bytes(serve, tiny, books[0])
     running = serve(tiny, context_bytes=int(2.5 * need))
     with running.http() as http, running.client() as client:
         names = [read(http, text=book)["id"] for book in books]
-        states = [http.get(f"/v1/contexts/{name}").json()["state"] for name in names]
+        states = [shown(http, name)["state"] for name in names]
         assert states == ["saved", "ready", "ready"]
         for _ in range(2):
             for name, book in zip(names, books, strict=True):
@@ -214,16 +214,10 @@ def test_a_text_that_never_fits_is_refused_with_the_arithmetic(serve, tiny):
 def test_prompts_reuse_what_was_read(serve, tiny):
     running = serve(tiny)
     with running.client() as client:
-        expected = {}
-        for tail in (" What?", " Which key?", " Why?"):
-            (answer,) = tiny.generate(
-                BOOK + tail, sampling=Sampling(temperature=1.0, seed=1), max_tokens=8
-            )
-            expected[tail] = answer.text
         cached = []
         for tail in (" What?", " What?", " Which key?", " Why?"):
-            found = complete(client, BOOK + tail)
-            assert found.choices[0].text == expected[tail]
+            found = complete(client, BOOK + tail, seed=1, max_tokens=8)
+            assert found.choices[0].text == drawn(tiny, BOOK + tail)
             cached.append(found.usage.prompt_tokens_details.cached_tokens)
         shared = len(tiny.tokenizer.encode(BOOK, bos=True))
         whole = len(tiny.tokenizer.encode(BOOK + " What?", bos=True)) - 1
@@ -240,11 +234,8 @@ def test_an_evicting_method_reuses_the_same_text_alone(serve, tiny):
     with running.http() as http, running.client() as client:
         cached = []
         for tail in (" What?", " What?", " Which key?", " Which key?"):
-            (answer,) = model.generate(
-                BOOK + tail, sampling=Sampling(temperature=1.0, seed=1), max_tokens=8
-            )
-            found = complete(client, BOOK + tail)
-            assert found.choices[0].text == answer.text
+            found = complete(client, BOOK + tail, seed=1, max_tokens=8)
+            assert found.choices[0].text == drawn(model, BOOK + tail)
             cached.append(found.usage.prompt_tokens_details.cached_tokens > 0)
         assert cached == [False, True, False, True]
         context = read(http, text=BOOK)["id"]
@@ -259,20 +250,14 @@ def test_a_method_that_needs_the_question_reads_for_each(serve, tiny):
     running = serve(model)
     with running.http() as http, running.client() as client:
         for _ in range(2):
-            (answer,) = model.generate(
-                BOOK, sampling=Sampling(temperature=1.0, seed=1), max_tokens=8
-            )
-            found = complete(client, BOOK)
-            assert found.choices[0].text == answer.text
+            found = complete(client, BOOK, seed=1, max_tokens=8)
+            assert found.choices[0].text == drawn(model, BOOK)
             assert found.usage.prompt_tokens_details.cached_tokens == 0
         answer = http.post("/v1/contexts", json={"text": BOOK})
         assert answer.status_code == 400
         assert "reads a text for each question" in answer.json()["error"]["message"]
         # The scheduler may sleep half a second between the answer and its next look at the texts.
-        end = time.monotonic() + 10
-        while any(running.served.contexts.counts().values()):
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        wait_until(lambda: not any(running.served.contexts.counts().values()))
 
 
 def test_saved_contexts_are_found_after_a_restart(serve, tiny, tmp_path):
@@ -285,28 +270,26 @@ def test_saved_contexts_are_found_after_a_restart(serve, tiny, tmp_path):
         unsaved = read(http, text=OTHER)["id"]
         expected = ask(client, name, "What?", seed=6)[0]
     first.stop()
+    # Another method's server does not see them.
+    method = jax_longctx.make_method("streaming-llm", {"budget": "64", "chunk": "32"})
+    other = serve(tiny.with_method(method), contexts=folder)
+    with other.http() as http:
+        assert http.get("/v1/contexts").json()["data"] == []
+    other.stop()
     second = serve(tiny, contexts=folder)
     with second.http() as http, second.client() as client:
-        found = http.get(f"/v1/contexts/{name}").json()
+        found = shown(http, name)
         assert (found["state"], found["tokens"]) == ("saved", context["tokens"])
         assert http.get(f"/v1/contexts/{unsaved}").status_code == 404
         assert ask(client, name, "What?", seed=6)[0] == expected
         http.delete(f"/v1/contexts/{name}")
-        end = time.monotonic() + 10
-        while list(second.served.contexts.folder.glob("*/")):
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_until(lambda: not list(second.served.contexts.folder.glob("*/")))
 
 
 @pytest.mark.slow
 def test_a_disk_that_cannot_be_written_fails_the_request_alone(serve, tiny, monkeypatch, caplog):
     running = serve(tiny)
-    executor = running.served.team.executor
-
-    def full(key, path):
-        raise CheckpointError(f"{path} could not be written: No space left on device")
-
-    monkeypatch.setattr(executor, "save", full)
+    monkeypatch.setattr(running.served.team.executor, "save", full_disk)
     with running.http() as http, running.client() as client:
         answer = http.post("/v1/contexts", json={"text": BOOK, "save": True})
         assert answer.status_code == 500
@@ -336,7 +319,7 @@ def test_short_device_memory_drops_texts_and_then_refuses(serve, tiny, monkeypat
     monkeypatch.setattr(executor, "read_on", full)
     with running.http() as http, running.client() as client:
         names = [read(http, text=text)["id"] for text in (BOOK, OTHER)]
-        states = [http.get(f"/v1/contexts/{name}").json()["state"] for name in names]
+        states = [shown(http, name)["state"] for name in names]
         assert states == ["saved", "ready"]
         assert ask(client, names[0], "What?")[0] == asked(tiny, BOOK, "What?")
         full.always = True
@@ -354,28 +337,22 @@ def test_a_damaged_saved_context_is_read_again(serve, tiny, tmp_path, named, cap
     first.stop()
     # An array's file is cut off, the manifest is whole.
     (arrays,) = folder.glob("*/*/caches")
-    largest = max((each for each in arrays.rglob("*") if each.is_file()), key=_size)
-    os.truncate(largest, _size(largest) // 2)
+    files = [(each.stat().st_size, each) for each in arrays.rglob("*") if each.is_file()]
+    size, largest = max(files)
+    os.truncate(largest, size // 2)
     second = serve(tiny, contexts=folder)
     with second.http() as http, second.client() as client:
-        assert http.get(f"/v1/contexts/{name}").json()["state"] == "saved"
+        assert shown(http, name)["state"] == "saved"
         expected = asked(tiny, BOOK, "What?", chat=False)
         if named:
             assert ask(client, name, "What?")[0] == expected
         else:
             tail = tiny.layout(False).question("What?")
-            (answer,) = tiny.generate(
-                BOOK + tail, sampling=Sampling(temperature=1.0, seed=0), max_tokens=12
-            )
-            assert complete(client, BOOK + tail, seed=0, max_tokens=12).choices[0].text == (
-                answer.text
-            )
+            found = complete(client, BOOK + tail, seed=0, max_tokens=12)
+            assert found.choices[0].text == drawn(tiny, BOOK + tail, seed=0, max_tokens=12)
         # It is saved while answers are given.
-        end = time.monotonic() + 10
-        while not (found := http.get(f"/v1/contexts/{name}").json())["saved"]:
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        assert found["state"] == "ready"
+        wait_until(lambda: shown(http, name)["saved"])
+        assert shown(http, name)["state"] == "ready"
         assert "longctx_contexts_loaded_total 0.0" in http.get("/metrics").text
     assert "its text is read again" in caplog.text and str(folder) in caplog.text
     second.stop()
@@ -387,20 +364,14 @@ def test_a_damaged_saved_context_is_read_again(serve, tiny, tmp_path, named, cap
 
 def test_a_text_that_is_saved_goes_where_another_cannot_be_saved(serve, tiny, monkeypatch):
     books = [f"{number} {BOOK}" for number in range(4)]
-    count = len(tiny.tokenizer.encode(tiny.layout(True).context(books[0]), bos=True))
-    probe = serve(tiny)
-    need = probe.served.team.executor.needed_bytes(count)
-    probe.stop()
+    need = needed_bytes(serve, tiny, books[0])
     running = serve(tiny, context_bytes=int(2.5 * need))
-
-    def full(key, path):
-        raise CheckpointError(f"{path} could not be written: No space left on device")
 
     with running.http() as http:
         names = [read(http, text=books[0])["id"], read(http, text=books[1], save=True)["id"]]
-        monkeypatch.setattr(running.served.team.executor, "save", full)
+        monkeypatch.setattr(running.served.team.executor, "save", full_disk)
         names.append(read(http, text=books[2])["id"])
-        states = [http.get(f"/v1/contexts/{name}").json()["state"] for name in names]
+        states = [shown(http, name)["state"] for name in names]
         # The least recently used one stays: it is nowhere else.
         assert states == ["ready", "saved", "ready"]
         answer = http.post("/v1/contexts", json={"text": books[3]})
@@ -439,10 +410,7 @@ def test_a_context_that_is_deleted_while_it_is_loaded_or_saved(serve, tiny, monk
             assert http.delete(f"/v1/contexts/{each}").status_code == 200
         ended.set()
         saving.join(20)
-        end = time.monotonic() + 10
-        while contexts._texts or list(contexts.folder.glob("*/")):
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        wait_until(lambda: not (contexts._texts or list(contexts.folder.glob("*/"))))
         assert not list(contexts.folder.glob("*.json"))
     assert threads == {"scheduler"}
 
@@ -461,10 +429,7 @@ def test_contexts_are_limited_in_number_and_time(serve, tiny):
         http.delete(f"/v1/contexts/{names[0]}")
         assert read(http, text=OTHER)["state"] == "ready"
     # A job may end shortly after its answer.
-    end = time.monotonic() + 10
-    while any(text.jobs for text in running.served.contexts._texts.values()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: not any(text.jobs for text in running.served.contexts._texts.values()))
 
 
 def test_saved_contexts_are_limited_in_bytes(serve, tiny, tmp_path, caplog):
@@ -483,10 +448,7 @@ def test_saved_contexts_are_limited_in_bytes(serve, tiny, tmp_path, caplog):
         assert "of --context-disk; delete contexts, or allow more" in caplog.text
         assert len(list(running.served.contexts.folder.glob("*/"))) == 1
         http.delete(f"/v1/contexts/{name}")
-        end = time.monotonic() + 10
-        while list(running.served.contexts.folder.glob("*/")):
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        wait_until(lambda: not list(running.served.contexts.folder.glob("*/")))
         assert read(http, text=OTHER, save=True)["saved"] is True
 
 
@@ -510,7 +472,9 @@ def test_a_full_disk_leaves_no_file_in_the_way(serve, tiny, tmp_path, monkeypatc
         assert read(http, text=BOOK, save=True)["saved"] is True
 
 
-def test_a_server_removes_what_a_killed_one_left(serve, tiny, tmp_path):
+def test_a_server_removes_what_a_killed_one_left_and_shares_its_folder_with_none(
+    serve, tiny, tmp_path
+):
     first = serve(tiny, contexts=tmp_path / "kept")
     with first.http() as http:
         name = read(http, text=BOOK, save=True)["id"]
@@ -525,14 +489,6 @@ def test_a_server_removes_what_a_killed_one_left(serve, tiny, tmp_path):
     second = serve(tiny, contexts=tmp_path / "kept")
     assert sorted(folder.rglob("*")) == whole
     with second.http() as http:
-        assert http.get(f"/v1/contexts/{name}").json()["state"] == "saved"
-
-
-def _size(path):
-    return path.stat().st_size
-
-
-def test_two_servers_do_not_share_a_folder(serve, tiny, tmp_path):
-    serve(tiny, contexts=tmp_path / "one")
+        assert shown(http, name)["state"] == "saved"
     with pytest.raises(jax_longctx.LongctxError, match="another server keeps its contexts"):
-        serve(tiny, contexts=tmp_path / "one")
+        serve(tiny, contexts=tmp_path / "kept")

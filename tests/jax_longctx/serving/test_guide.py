@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.jax_longctx.serving.tiny import BOOK
+
 GUIDE = (Path(__file__).parents[3] / "docs/guides/serve.md").read_text(encoding="utf-8")
 ADDRESS = "http://127.0.0.1:8000"
-BOOK = "The pass key is 12345. Remember it. " * 8
 
 
 def blocks(language):

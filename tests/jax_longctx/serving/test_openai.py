@@ -13,10 +13,10 @@ from jax_longctx.api import LongContext
 from jax_longctx.serving.tokens import Places, TokenNames
 from jax_longctx.settings import Sampling
 from jax_longctx.text import Tokenizer
+from tests.jax_longctx.serving.tiny import BOOK, chat, complete, read
 
 PROMPT = "The pass key is 12345. Remember it. The pass key"
 QUESTIONS = ["What is the pass key?", "Remember what?", "Is it 12345?", "Which key?"]
-BOOK = "The pass key is 12345. Remember it. " * 8
 
 
 def generated(model, prompt, *, seed=0, max_tokens=12, stop=(), **how):
@@ -36,56 +36,39 @@ def test_models_lists_the_one(client):
 
 
 def test_completion_is_that_of_generate(client, tiny):
+    """Of a prompt, or of its token ids."""
+    ids = tiny.tokenizer.encode(PROMPT, bos=True)
     expected = generated(tiny, PROMPT, seed=7)
-    found = client.completions.create(model="tiny", prompt=PROMPT, seed=7, max_tokens=12)
-    assert found.choices[0].text == expected.text
-    assert found.choices[0].finish_reason == expected.finish
-    assert found.usage.completion_tokens == len(expected.tokens)
-    assert found.usage.prompt_tokens == len(tiny.tokenizer.encode(PROMPT, bos=True))
+    for prompt in (PROMPT, ids, [ids], [PROMPT]):
+        found = complete(client, prompt, seed=7, max_tokens=12)
+        assert found.choices[0].text == expected.text
+        assert found.choices[0].finish_reason == expected.finish
+        assert found.usage.completion_tokens == len(expected.tokens)
+        assert found.usage.prompt_tokens == len(ids)
 
 
 def test_chat_is_that_of_generate_over_the_template(client, tiny):
     expected = generated(tiny, chat_of(tiny, QUESTIONS[0]), seed=3)
-    found = client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": QUESTIONS[0]}],
-        seed=3,
-        max_completion_tokens=12,
-    )
+    found = chat(client, QUESTIONS[0], seed=3, max_completion_tokens=12)
     assert found.choices[0].message.content == expected.text
     assert found.choices[0].message.role == "assistant"
 
 
 def test_streams_are_the_whole_answers(client, tiny):
     expected = generated(tiny, PROMPT, seed=9, max_tokens=40)
-    stream = client.completions.create(
-        model="tiny",
-        prompt=PROMPT,
-        seed=9,
-        max_tokens=40,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    *chunks, last = stream
+    how = {"seed": 9, "max_tokens": 40, "stream": True}
+    *chunks, last = complete(client, PROMPT, stream_options={"include_usage": True}, **how)
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
     assert chunks[-1].choices[0].finish_reason == expected.finish
     assert last.choices == [] and last.usage.completion_tokens == len(expected.tokens)
     expected = generated(tiny, chat_of(tiny, "Why?"), seed=9, max_tokens=40)
-    stream = client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "Why?"}],
-        seed=9,
-        max_tokens=40,
-        stream=True,
-    )
-    chunks = list(stream)
+    chunks = list(chat(client, "Why?", **how))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected.text
     assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_stops_end_the_text_before_them(client, tiny, stream):
+def test_stops_end_the_text_before_them(client, tiny):
     # The first seed whose answer is not ended by the model itself.
     whole, seed = next(
         (answer.text, seed)
@@ -95,12 +78,12 @@ def test_stops_end_the_text_before_them(client, tiny, stream):
     stop = whole[10:13]
     expected = generated(tiny, PROMPT, seed=seed, max_tokens=40, stop=[stop])
     assert expected.finish == "stop" and len(expected.text) < len(whole)
-    found = client.completions.create(
-        model="tiny", prompt=PROMPT, seed=seed, max_tokens=40, stop=[stop, "@@@"], stream=stream
-    )
-    chunks = list(found) if stream else [found]
-    assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
-    assert chunks[-1].choices[0].finish_reason == "stop"
+    how = {"seed": seed, "max_tokens": 40, "stop": [stop, "@@@"]}
+    for stream in (False, True):
+        found = complete(client, PROMPT, stream=stream, **how)
+        chunks = list(found) if stream else [found]
+        assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
+        assert chunks[-1].choices[0].finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
@@ -115,29 +98,18 @@ def test_stops_end_the_text_before_them(client, tiny, stream):
 def test_sampling_options_are_those_of_the_library(client, tiny, how):
     ours = {key: how[key] for key in ("top_k", "repetition_penalty") if key in how}
     theirs = {key: value for key, value in how.items() if key not in ours}
-    found = client.completions.create(
-        model="tiny", prompt=PROMPT, seed=11, max_tokens=16, extra_body=ours, **theirs
-    )
+    found = complete(client, PROMPT, seed=11, max_tokens=16, extra_body=ours, **theirs)
     assert found.choices[0].text == generated(tiny, PROMPT, seed=11, max_tokens=16, **how).text
 
 
 def test_without_a_seed_each_answer_is_drawn_anew(client):
-    texts = {
-        client.completions.create(model="tiny", prompt=PROMPT, max_tokens=16).choices[0].text
-        for _ in range(4)
-    }
+    texts = {complete(client, PROMPT, max_tokens=16).choices[0].text for _ in range(4)}
     assert len(texts) > 1
 
 
 def test_logprobs_are_those_of_the_model(client, tiny):
-    found = client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "Why?"}],
-        temperature=0,
-        max_tokens=8,
-        logprobs=True,
-        top_logprobs=3,
-    )
+    how = {"temperature": 0, "max_tokens": 8, "logprobs": True, "top_logprobs": 3}
+    found = chat(client, "Why?", **how)
     content = found.choices[0].logprobs.content
     answer = generated(tiny, chat_of(tiny, "Why?"), max_tokens=8, temperature=0.0)
     prompt = tiny.tokenizer.encode(chat_of(tiny, "Why?"), bos=True)
@@ -159,9 +131,8 @@ def test_logprobs_are_those_of_the_model(client, tiny):
 def test_completion_logprobs_point_into_the_text(client, stream):
     parts = 0
     for seed in range(6):
-        found = client.completions.create(
-            model="tiny", prompt=PROMPT, seed=seed, max_tokens=24, logprobs=5, stream=stream
-        )
+        how = {"seed": seed, "max_tokens": 24, "logprobs": 5}
+        found = complete(client, PROMPT, stream=stream, **how)
         chunks = [each.choices[0] for each in (found if stream else [found])]
         text = "".join(chunk.text for chunk in chunks)
         scored = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
@@ -221,40 +192,27 @@ def test_a_chat_to_a_base_checkpoint_names_the_other_route(serve, tiny):
     running = serve(base)
     with running.client() as client:
         with pytest.raises(openai.BadRequestError, match="send a prompt to /v1/completions"):
-            client.chat.completions.create(
-                model="tiny", messages=[{"role": "user", "content": "Why?"}]
-            )
-        assert client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2).choices
+            chat(client, "Why?")
+        assert complete(client, PROMPT, max_tokens=2).choices
 
 
-def test_prompts_may_be_token_ids(client, tiny):
-    ids = tiny.tokenizer.encode(PROMPT, bos=True)
-    expected = generated(tiny, PROMPT, seed=7)
-    for prompt in (ids, [ids], [PROMPT]):
-        found = client.completions.create(model="tiny", prompt=prompt, seed=7, max_tokens=12)
-        assert found.choices[0].text == expected.text
+def answered(client, cases):
+    """The chat's answers to cases (question, context, seed), all asked at once."""
+    with ThreadPoolExecutor(len(cases)) as pool:
+        asked = [
+            pool.submit(chat, client, question, context, seed=seed, max_tokens=24)
+            for question, context, seed in cases
+        ]
+    return [each.result().choices[0].message.content for each in asked]
 
 
 def test_answers_amid_others_are_those_alone(client, tiny):
-    asked = list(itertools.product(QUESTIONS, range(6)))
-    alone = {
-        (question, seed): generated(tiny, chat_of(tiny, question), seed=seed, max_tokens=24).text
-        for question, seed in asked
-    }
-
-    def ask(pair):
-        question, seed = pair
-        found = client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": question}],
-            seed=seed,
-            max_tokens=24,
-        )
-        return found.choices[0].message.content
-
-    with ThreadPoolExecutor(len(asked)) as pool:
-        found = list(pool.map(ask, asked))
-    assert found == [alone[pair] for pair in asked]
+    cases = [(question, None, seed) for question in QUESTIONS for seed in range(6)]
+    alone = [
+        generated(tiny, chat_of(tiny, question), seed=seed, max_tokens=24).text
+        for question, _, seed in cases
+    ]
+    assert answered(client, cases) == alone
 
 
 @pytest.mark.slow
@@ -262,32 +220,20 @@ def test_an_answer_amid_31_others_is_that_alone(serve, tiny):
     """32 rows over four contexts: two whose rows share them, and two that are copied."""
     books = [f"{number}. " + BOOK * (number % 2 + 1) for number in range(2)]
     books += ["The pass key.", "Remember it."]
+    layout, alone, cases = tiny.layout(), [], []
     running = serve(tiny, rows=32)
     with running.http() as http, running.client() as client:
-        made = [http.post("/v1/contexts", json={"text": book}).json() for book in books]
-        cases = list(itertools.product(range(4), QUESTIONS, (1, 2)))
-        layout, expected = tiny.layout(), []
-        for book, question, seed in cases:
-            context = tiny.prefill(layout.context(books[book]))
-            sampling = Sampling(temperature=1.0, seed=seed)
-            asked = layout.question(question)
-            (answer,) = tiny.ask(context, asked, sampling=sampling, max_tokens=40)
-            expected.append(answer.text)
-
-        def ask(case):
-            book, question, seed = case
-            found = client.chat.completions.create(
-                model="tiny",
-                messages=[{"role": "user", "content": question}],
-                seed=seed,
-                max_tokens=40,
-                extra_body={"context": made[book]["id"]},
-            )
-            return found.choices[0].message.content
-
+        for book in books:
+            name = read(http, text=book)["id"]
+            context = tiny.prefill(layout.context(book))
+            for question, seed in itertools.product(QUESTIONS, (1, 2)):
+                cases.append((question, name, seed))
+                sampling = Sampling(temperature=1.0, seed=seed)
+                asked = layout.question(question)
+                (answer,) = tiny.ask(context, asked, sampling=sampling, max_tokens=24)
+                alone.append(answer.text)
         for _ in range(2):
-            with ThreadPoolExecutor(len(cases)) as pool:
-                assert list(pool.map(ask, cases)) == expected
+            assert answered(client, cases) == alone
 
 
 @pytest.mark.parametrize(

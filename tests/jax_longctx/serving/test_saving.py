@@ -2,16 +2,15 @@
 
 import contextlib
 import threading
-import time
 
 import pytest
 from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.api import LongContext
 from jax_longctx.engine import Engine, context_io
+from tests.jax_longctx.serving.tiny import BOOK, needed_bytes, read, shown, wait_until
 from tests.small_methods import small_method
 
-BOOK = "The pass key is 12345. Remember it. " * 8
 OTHER = "Nothing is known of the second book. " * 8
 # An answer that is long enough to be under way when a save begins.
 LONG = {"max_tokens": 64, "temperature": 0}
@@ -63,35 +62,16 @@ def streamed(client, context):
     return (each for event in ask(client, context, stream=True, **LONG) for each in tokens(event))
 
 
-def read(http, **body):
-    answer = http.post("/v1/contexts", json=body)
-    assert answer.status_code == 201, answer.text
-    return answer.json()["id"]
-
-
-def until_saved(http, name):
-    end = time.monotonic() + 20
-    while not http.get(f"/v1/contexts/{name}").json()["saved"]:
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize(
     ("name", "by_layer"),
-    [
-        ("full", False),
-        ("full", True),
-        pytest.param("quest", False, marks=pytest.mark.slow),
-        pytest.param("refreshkv", True, marks=pytest.mark.slow),
-    ],
+    [("full", False), pytest.param("refreshkv", True, marks=pytest.mark.slow)],
 )
-@pytest.mark.quick("False")
 def test_answers_go_on_while_a_context_is_saved(serve, tiny, tmp_path, monkeypatch, name, by_layer):
     """Also those about the context itself, whose arrays they update in place."""
     model = model_of(tiny, name, by_layer)
     first = serve(model, contexts=tmp_path / "kept")
     with first.http() as http, first.client() as client:
-        book, other = read(http, text=BOOK), read(http, text=OTHER)
+        book, other = (read(http, text=each)["id"] for each in (BOOK, OTHER))
         expected = ask(client, book).choices[0]
         whole = [tokens(ask(client, each, **LONG)) for each in (book, other)]
         streams = [streamed(client, each) for each in (book, other)]
@@ -107,9 +87,9 @@ def test_answers_go_on_while_a_context_is_saved(serve, tiny, tmp_path, monkeypat
             later = [list(streamed(client, each)) for each in (book, other)]
             assert found == later == whole
             assert ask(client, book).choices[0] == expected
-            assert saving.is_alive() and not http.get(f"/v1/contexts/{book}").json()["saved"]
+            assert saving.is_alive() and not shown(http, book)["saved"]
         saving.join(20)
-        until_saved(http, book)
+        wait_until(lambda: shown(http, book)["saved"])
     first.stop()
     # What was saved while questions wrote behind it is the text as it was read.
     second = serve(model, contexts=tmp_path / "kept")
@@ -122,26 +102,24 @@ def test_answers_go_on_while_a_context_is_saved(serve, tiny, tmp_path, monkeypat
 def test_answers_go_on_while_memory_is_made_and_a_context_is_loaded(serve, tiny, monkeypatch):
     """A text that needs room waits for a save, a question for a load; nothing else does."""
     model = model_of(tiny, "full", None)
-    count = len(tiny.tokenizer.encode(tiny.layout(True).context(OTHER), bos=True))
-    probe = serve(model)
-    need = probe.served.team.executor.needed_bytes(count)
-    probe.stop()
-    running = serve(model, context_bytes=int(2.5 * need))
+    running = serve(model, context_bytes=int(2.5 * needed_bytes(serve, model, OTHER)))
     with running.http() as http, running.client() as client:
-        old, used = read(http, text=BOOK), read(http, text=OTHER)
+        old, used = (read(http, text=each)["id"] for each in (BOOK, OTHER))
         expected = ask(client, old).choices[0]
         whole = tokens(ask(client, used, **LONG))
         names, answers = [], []
         stream = streamed(client, used)
         begun = next(stream)
         with held(monkeypatch, ocp, "save") as writer:
-            third = threading.Thread(target=lambda: names.append(read(http, text="A third. " * 30)))
+            third = threading.Thread(
+                target=lambda: names.append(read(http, text="A third. " * 30)["id"])
+            )
             third.start()
             assert writer.begun.wait(20)
             assert [begun, *stream] == list(streamed(client, used)) == whole
             assert third.is_alive()
         third.join(20)
-        states = [http.get(f"/v1/contexts/{each}").json()["state"] for each in (old, names[0])]
+        states = [shown(http, each)["state"] for each in (old, names[0])]
         assert states == ["saved", "ready"]
         stream = streamed(client, used)
         begun = next(stream)

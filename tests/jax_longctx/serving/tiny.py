@@ -1,5 +1,49 @@
-"""Limits that fit the tests' tiny model."""
+"""Limits that fit the tests' tiny model, a text for it, requests about it, and waiting."""
+
+import time
 
 from jax_longctx.serving.prompts import Lengths
+from tests.patience import patience
 
 LENGTHS = Lengths(whole=512, question=128, answer=64, keep_from=32, share_from=64)
+BOOK = "The pass key is 12345. Remember it. " * 8
+
+
+def wait_until(holds, seconds=20):
+    end = time.monotonic() + patience(seconds)
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def complete(client, prompt, **how):
+    """The server's answer to a prompt, as the official client gives it."""
+    return client.completions.create(model="tiny", prompt=prompt, **how)
+
+
+def chat(client, question, context=None, model="tiny", **how):
+    """The server's answer to one question, about a context where one is named."""
+    messages = [{"role": "user", "content": question}]
+    more = {} if context is None else {"context": context}
+    return client.chat.completions.create(model="tiny", messages=messages, extra_body=more, **how)
+
+
+def read(http, **body):
+    """The new context's record."""
+    answer = http.post("/v1/contexts", json=body)
+    assert answer.status_code == 201, answer.text
+    return answer.json()
+
+
+def shown(http, name):
+    """A context's record as it is now."""
+    return http.get(f"/v1/contexts/{name}").json()
+
+
+def needed_bytes(serve, model, text):
+    """Of memory, for a text that is a context."""
+    count = len(model.tokenizer.encode(model.layout(True).context(text), bos=True))
+    probe = serve(model)
+    found = probe.served.team.executor.needed_bytes(count)
+    probe.stop()
+    return found
