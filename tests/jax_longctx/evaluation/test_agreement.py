@@ -114,13 +114,6 @@ class LoudestValues(Evicting):
         return jnp.linalg.norm(values, axis=-1)
 
 
-def test_weights_of_a_method_that_chooses_by_values_are_refused():
-    engine = engine_of(LoudestValues(budget=20, chunk=8))
-    assert not shows_weights(engine)
-    with pytest.raises(InputError, match="chooses by values"):
-        attention_weights(engine, TEXT, queries=QUERIES)
-
-
 @pytest.mark.slow
 def test_a_mesh_shows_the_weights_of_one_device():
     method = small_method("snapkv")
@@ -172,9 +165,6 @@ def test_measures_by_hand():
     assert found["recall"] == pytest.approx([0.75, 1])
     assert found["attended"] == [3.5, 4]
     assert found["entropy"] == pytest.approx([(1.5 * np.log(2) + own) / 2, own])
-
-
-def test_the_largest_are_the_earliest_of_those_alike():
     chosen = top_tokens(np.array([[0.2, 0.3, 0.3, 0.2], [0.0, 0.0, 1.0, 0.0]]), 3)
     assert chosen.tolist() == [[True, True, True, False], [True, True, True, False]]
     attended = np.array([[True, False, True, True], [False] * 4])
@@ -201,7 +191,7 @@ def test_methods_are_compared_on_the_same_texts():
         attention_weights(engines[1], TEXT, queries=2)
 
 
-def test_texts_that_are_too_short_are_refused():
+def test_texts_that_are_too_short_and_methods_that_choose_by_values_are_refused():
     for queries, score, asked in [(4, 3, 1), (4, 119, 1), (4, 4, 116), (0, 4, 1)]:
         with pytest.raises(InputError, match="ask for fewer"):
             attention_weights(full_engine(), TEXT, queries=queries, score=score, asked=asked)
@@ -209,6 +199,10 @@ def test_texts_that_are_too_short_are_refused():
     for score, asked, batch in [(119, 1, 1), (0, 1, 1), (4, 116, 1), (4, 0, 1), (4, 1, 0)]:
         with pytest.raises(InputError, match="ask for fewer"):
             scored_states(full_engine(), texts, score=score, asked=asked, batch=batch)
+    engine = engine_of(LoudestValues(budget=20, chunk=8))
+    assert not shows_weights(engine)
+    with pytest.raises(InputError, match="chooses by values"):
+        attention_weights(engine, TEXT, queries=QUERIES)
 
 
 def test_a_table_has_intervals_and_means_over_layers():

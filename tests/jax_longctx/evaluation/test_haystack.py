@@ -95,15 +95,12 @@ def test_python_ships_enough_prose():
     assert not any("\n" in paragraph for paragraph in text.split("\n\n"))
 
 
-def test_a_short_text_starts_over():
+def test_a_short_text_starts_over_and_an_empty_one_is_refused():
     text, _ = hide(Haystack(numbered(10), words), tokens=100, depth=0.5, start=7)
     head, _, tail = text.partition(NEEDLE)
     numbers = [int(word) for word in (head + tail).split() if word.isdigit()]
     assert numbers == [(7 + i) % 10 for i in range(len(numbers))]
     assert len(numbers) == 23
-
-
-def test_sizes_that_cannot_be():
     with pytest.raises(LengthError, match="too few"):
         hide(Haystack(numbered(10), words), tokens=6, depth=0.5)
     with pytest.raises(InputError, match="empty"):
@@ -130,12 +127,6 @@ def test_the_greatest_that_fits():
         assert len(calls) <= (3 if each == 7.0 and guess in (99, 100, 101, 150, 5000) else 29)
 
 
-def test_sizes_that_do_not_grow_evenly_are_halved():
-    size, calls = counted(lambda n: n**3)
-    assert largest(size, 10**9 + 5, guess=20_000, each=1.0) == 1000
-    assert len(calls) <= 40
-
-
 def test_texts_of_units_take_few_counts():
     """Two to see what a unit has in little, one more where the text is long, then the search."""
     calls = []
@@ -154,8 +145,6 @@ def test_texts_of_units_take_few_counts():
     assert found.tokens <= 100_000 < found.tokens + 6
     assert len(calls) <= 8
 
-
-def test_texts_of_few_units():
     def text(n):
         assert n <= 3
         return "unit---" * n
@@ -169,14 +158,15 @@ def test_texts_of_few_units():
         most_units(len, text, -5, fewest=0, limit=3)
 
 
-def test_limits():
+def test_limits_and_sizes_that_do_not_grow_evenly():
     assert largest(lambda n: 7 * n, 100, guess=3, each=7.0, limit=5) == 5
     assert largest(lambda n: 7 * n, 100, guess=9, each=7.0, limit=14) == 14
     assert largest(lambda n: 7 * n, 0, guess=9, each=7.0) == 0
     assert largest(lambda n: 7 * n + 1, 0, guess=9, each=7.0) == -1
+    size, calls = counted(lambda n: n**3)
+    assert largest(size, 10**9 + 5, guess=20_000, each=1.0) == 1000
+    assert len(calls) <= 40
 
-
-def test_what_is_found_fits_though_sizes_fall_now_and_then():
     def size(n):
         return 5 * n - 3 * (n % 4 == 0)
 

@@ -173,14 +173,11 @@ def test_a_stream_may_be_read_for_a_question():
     assert np.abs(losses[0] - losses[1]).max() > 1e-3
 
 
-def test_progress_counts_scored_tokens():
+def test_progress_counts_scored_tokens_and_nothing_to_score_is_refused():
     seen = []
     how = {"through": "decode", "score": SCORE, "batch": 2}
     score_texts(engine_of(Full()), TEXTS, **how, progress=lambda *at: seen.append(at))
     assert seen == [(2, 27), (18, 27), (19, 27), (27, 27)]
-
-
-def test_texts_that_leave_nothing_are_refused():
     for texts, score, batch, said in [
         (TEXTS, LENGTH, 1, "leave nothing to score"),
         (TEXTS[:0], 1, 1, "0 texts"),
@@ -190,14 +187,11 @@ def test_texts_that_leave_nothing_are_refused():
             score_texts(engine_of(Full()), texts, through="decode", score=score, batch=batch)
 
 
-def test_windows_are_means_over_positions():
+def test_windows_are_means_over_positions_of_texts_that_lie_apart():
     losses = np.arange(10, dtype=np.float32).reshape(2, 5)
     found = windows(losses, first=7, window=2)
     assert found == [(7, 8, [0.5, 5.5]), (9, 10, [2.5, 7.5]), (11, 11, [4.0, 9.0])]
     assert perplexity([1.0, 3.0]) == pytest.approx(np.exp(2))
-
-
-def test_texts_lie_apart_within_one_document():
     documents = [range(100, 107), range(0, 31), range(200, 203)]
     # Of 5 tokens: one in the first, six in the second, none in the third.
     every = cut_texts(documents, count=7, length=6, lead=[-1])

@@ -38,7 +38,7 @@ def test_template_that_does_not_show_the_message_once(byte_level, template):
         chat_layout(make(byte_level, template))
 
 
-def test_plain_layouts():
+def test_plain_layouts(byte_level):
     assert plain_layout().context("Text.") == "Text."
     assert plain_layout().question("Why?") == "\n\nQuestion: Why?\nAnswer:"
     assert plain_layout(stem=True).question("The pass key is") == "\n\nThe pass key is"
@@ -46,14 +46,11 @@ def test_plain_layouts():
         plain_layout().context(" \n")
     with pytest.raises(InputError, match="question is empty"):
         plain_layout().question("")
-
-
-def test_no_template_says_what_to_do(byte_level):
     with pytest.raises(ConfigError, match="--no-chat"):
         Tokenizer(byte_level, {}).chat([])
 
 
-def test_helpers_that_templates_expect():
+def test_helpers_that_templates_expect_and_refusals():
     assert render("{{ messages[0] | tojson }}", "é") == '{"role": "user", "content": "é"}'
     assert render("{% for i in [1, 2] %}{{ i }}{% break %}{% endfor %}") == "1"
     assert render("{% generation %}{{ messages[0]['content'] }}{% endgeneration %}") == "x"
@@ -61,9 +58,6 @@ def test_helpers_that_templates_expect():
     assert len(render("{{ strftime_now('%Y') }}")) == 4
     # A block's own line leaves no blank line behind, as in transformers.
     assert render("{% if true %}\na\n{% endif %}\n") == "a\n"
-
-
-def test_refusal_by_the_template_is_an_input_error():
     with pytest.raises(InputError, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InputError, match="refuses"):

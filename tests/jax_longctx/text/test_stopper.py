@@ -31,7 +31,7 @@ def test_any_split_cuts_where_the_whole_text_does(pieces, stops):
     assert (stopped is not None) == any(stop in text for stop in stops)
 
 
-def test_stop_that_spans_pieces():
+def test_stops_by_hand():
     stopper = StopStrings(["\n\nUser:"])
     assert stopper.push("Yes.\n") == "Yes."
     assert stopper.push("\nUs") == ""
@@ -39,22 +39,13 @@ def test_stop_that_spans_pieces():
     assert stopper.stopped == "\n\nUser:"
     assert stopper.push("never shown") == ""
     assert stopper.flush() == ""
-
-
-def test_text_that_turns_out_harmless_is_shown_at_once():
     stopper = StopStrings(["END"])
     assert stopper.push("EN") == ""
     assert stopper.push("TER") == "ENTER"
     assert stopper.push("E") == ""
     assert stopper.flush() == "E"
-
-
-def test_earlier_longer_stop_wins_over_a_later_short_one():
     assert stream(["ab", "c"], ["abc", "b"]) == ("", "abc")
     assert stream(["ab", "d"], ["abc", "b"]) == ("a", "b")
-
-
-def test_no_stops_passes_everything_on_and_an_empty_one_is_refused():
     assert StopStrings().push("any\n") == "any\n"
     with pytest.raises(InputError, match="stop string is empty"):
         StopStrings(["", "x"])

@@ -53,7 +53,7 @@ def test_random_ids_in_any_split(request, kind, data):
     assert "".join(shown) + rest == tokenizer.decode(ids)
 
 
-def test_character_is_held_until_it_is_whole(byte_level):
+def test_character_is_held_until_it_is_whole_and_no_longer(byte_level):
     tokenizer = Tokenizer(byte_level, {})
     ids = [byte_level.token_to_id(char) for char in byte_level.encode("🙈").tokens]
     decoder = tokenizer.stream_decoder()
@@ -63,9 +63,6 @@ def test_character_is_held_until_it_is_whole(byte_level):
     decoder = tokenizer.stream_decoder()
     assert decoder.push(tokenizer.encode("key 🙈")[:-1]) == "key "
     assert decoder.flush() == "\ufffd"
-
-
-def test_text_is_shown_at_once_when_nothing_can_change_it(byte_level):
     tokenizer = Tokenizer(byte_level, {})
     decoder = tokenizer.stream_decoder()
     for token in tokenizer.encode("The pass key is 12345."):

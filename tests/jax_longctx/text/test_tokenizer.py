@@ -28,16 +28,13 @@ def rewrite(path, **changes):
     path.write_text(json.dumps(config | changes))
 
 
-def test_round_trip_and_special_ids(directory, text):
+def test_round_trip_and_special_ids_which_are_added_once(directory, text):
     tokenizer = Tokenizer.load(directory)
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (0, (1,))
     assert tokenizer.decode([0, *ids, 1]) == text
     assert tokenizer.vocab_size == 300
-
-
-def test_bos_is_added_once(directory):
     tokenizer = Tokenizer.load(directory)
     plain = tokenizer.encode("key")
     assert tokenizer.encode("key", bos=True) == [0, *plain]
@@ -56,18 +53,15 @@ def test_config_decides_on_bos_before_the_post_processor(directory):
     tokenizer = Tokenizer.load(directory)
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.has_chat) == (None, (), False)
     assert tokenizer.encode("a", bos=True) == tokenizer.encode("a")
+    (directory / "tokenizer_config.json").write_text("{}")
+    rewrite(directory / "special_tokens_map.json", eos_token="<|turn|>")
+    assert Tokenizer.load(directory).eos_ids == (2,)
 
 
 @pytest.mark.parametrize(("value", "expected"), [(2, (1, 2)), ([1, 2], (1, 2)), (None, (1,))])
 def test_end_ids_of_the_generation_config_join_the_tokenizers(directory, value, expected):
     rewrite(directory / "generation_config.json", eos_token_id=value)
     assert Tokenizer.load(directory).eos_ids == expected
-
-
-def test_special_tokens_map_fills_what_the_config_leaves_out(directory):
-    (directory / "tokenizer_config.json").write_text("{}")
-    rewrite(directory / "special_tokens_map.json", eos_token="<|turn|>")
-    assert Tokenizer.load(directory).eos_ids == (2,)
 
 
 def test_truncation_saved_in_the_file_does_not_cut_the_text(tmp_path, byte_level, text):

@@ -133,13 +133,10 @@ def test_the_one_label_left_counts(answer, score):
     assert label_score(answer, "kitchen", question, ROOMS) == score
 
 
-def test_names_are_labels_in_any_case():
+def test_names_are_labels_in_any_case_and_another_question_ends_an_answer():
     question = "Who did Bill give the apple to?"
     assert label_score("bill gave the APPLE to fred", "Fred", question, LABELS["qa5"]) == 100
     assert label_score("fred and jeff", "Fred", question, LABELS["qa5"]) == 0
-
-
-def test_another_question_ends_an_answer():
     task, (sample,) = drawn("babilong_qa1", trials=1)
     others = " ".join(ROOMS)
     assert task.score(f" {sample.outputs[0]}\nQuestion: {others}", sample) == 100

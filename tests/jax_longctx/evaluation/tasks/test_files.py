@@ -40,19 +40,16 @@ def test_longbench(tmp_path):
     assert task.parts("Bob", one) == {"token F1": 0}
 
 
-def test_a_prompt_is_as_long_as_it_is(tmp_path):
+def test_code_goes_on_in_the_question_and_a_prompt_is_as_long_as_it_is(tmp_path):
+    lines = [longbench("lcc", input=""), longbench("repobench-p", input="    return a\n")]
+    _, (one, two) = of_lines("longbench", tmp_path / "lcc.jsonl", lines)
+    words_of_it = "\n\nWrite the next line of the code above."
+    assert (one.query, two.query) == (words_of_it, "\n    return a" + words_of_it)
     text = "word " * 500
     _, (sample,) = of_lines("longbench", tmp_path / "x.jsonl", [longbench(context=text)], tokens=60)
     assert sample.context == text.strip() and sample.length > 500
     _, samples = of_lines("longbench", tmp_path / "y.jsonl", [longbench()] * 5, trials=2)
     assert len(samples) == 2
-
-
-def test_code_goes_on_in_the_question(tmp_path):
-    lines = [longbench("lcc", input=""), longbench("repobench-p", input="    return a\n")]
-    _, (one, two) = of_lines("longbench", tmp_path / "lcc.jsonl", lines)
-    words_of_it = "\n\nWrite the next line of the code above."
-    assert (one.query, two.query) == (words_of_it, "\n    return a" + words_of_it)
 
 
 def test_classes(tmp_path):

@@ -42,7 +42,7 @@ def test_many_needles_stand_at_theirs(birds):
         assert sample.meta["at"] == pytest.approx(sample.meta["depths"], abs=0.01)
 
 
-def test_parts_of_one_needle():
+def test_parts_of_one_needle_and_of_many():
     task, (sample, *_) = drawn("niah_single")
     place = sample.outputs[0]
     said = task.parts(f" {place}.\nMore words", sample)
@@ -53,9 +53,6 @@ def test_parts_of_one_needle():
     assert 0 < half["needlebench"] < 20
     assert task.score(place.split()[0], sample) == 0
     assert task.parts("", sample)["rouge_l"] == 0
-
-
-def test_parts_of_many_needles():
     task, (sample, *_) = drawn("niah_multi", needles=4)
     answer = " and ".join(sample.outputs[:3])
     assert task.score(answer, sample) == 75
@@ -102,7 +99,7 @@ def test_needles_among_needles_stand_anywhere_in_lines_of_their_own(name):
     assert min(places) < 0.2 and max(places) > 0.8
 
 
-def test_kinds_of_keys_and_values():
+def test_kinds_of_keys_and_values_and_words_of_one_and_of_many():
     _, (sample, *_) = drawn("niah_multikey_3")
     for text in (sample.meta["keys"][0], sample.outputs[0]):
         assert len(text) == 36 and text[14] == "4"
@@ -110,9 +107,6 @@ def test_kinds_of_keys_and_values():
     assert all(len(s.outputs[0]) == 7 and s.outputs[0][0] != "0" for s in samples)
     first, second = samples[0].meta["keys"][0].split("-")
     assert first in ADJECTIVES and second in NOUNS
-
-
-def test_words_of_one_and_of_many():
     single, several = drawn("niah_single_2")[1][0], drawn("niah_multiquery", queries=2)[1][0]
     one, two = several.meta["keys"]
     assert single.query.startswith("\n\nWhich secret number is assigned to ")

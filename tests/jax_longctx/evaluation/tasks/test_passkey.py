@@ -64,7 +64,4 @@ def test_only_the_first_number_counts():
     task, (sample, *_) = drawn("passkey")
     key = sample.outputs[0]
     assert [task.score(f" {text}", sample) for text in (key, f"1 {key}", key + "0")] == [100, 0, 0]
-
-
-def test_stem_begins_the_hidden_sentence():
     assert SENTENCE.startswith(STEM.strip())

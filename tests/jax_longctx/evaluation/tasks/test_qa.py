@@ -56,15 +56,12 @@ def hotpot(tmp_path):
     return path
 
 
-def test_squad(squad):
+def test_squad_and_hotpot(squad, hotpot):
     read = read_questions(str(squad), 1)
     assert len(read.documents) == 6 and len(read.questions) == 6
     first = read.questions[0]
     assert (first.text, first.answers) == ("Ant 0?", ("Ant0", "x"))
     assert (first.gold, first.near) == ((0,), (1, 2))
-
-
-def test_hotpot(hotpot):
     read = read_questions(str(hotpot), 1)
     assert read.documents[5] == "T11\nSays 11. More."
     second = read.questions[1]

@@ -34,16 +34,13 @@ def test_a_chain_keeps_its_order_behind_a_solved_one():
     assert len(set(places)) > 5
 
 
-def test_other_chains_mislead():
+def test_other_chains_mislead_and_an_example_of_a_long_prompt_has_500_tokens():
     _, (sample, *_) = drawn("vt", chains=3, hops=2)
     text = sample.context.rpartition("Variables are assigned")[2]
     values = re.findall(r"= (\d+)", text)
     assert len(values) == len(set(values)) == 3 and len(re.findall("VAR \\w+ =", text)) == 9
     assert len(sample.outputs) == 3
     assert text.index(sample.outputs[0]) < text.index(sample.outputs[1])
-
-
-def test_an_example_of_a_long_prompt_has_500_tokens():
     _, (sample, *_) = drawn("vt", tokens=9000, trials=1)
     example = sample.context.partition("\n\n\nVariables are assigned")[0]
     assert words(example) == pytest.approx(500 + 19, abs=5)
@@ -97,9 +94,6 @@ def test_frequencies_fall_faster_with_alpha():
         dots, second, third, *_ = sample.meta["counts"]
         assert second == pytest.approx(dots / 2**alpha, abs=1)
         assert third == pytest.approx(dots / 3**alpha, abs=1)
-
-
-def test_too_few_words_to_be_frequent():
     with pytest.raises(LengthError, match="too few for three words that are more frequent"):
         drawn("fwe", tokens=120)
 
