@@ -55,29 +55,43 @@ class Case:
     workers: int = 3
     options: tuple[tuple[str, Any], ...] = ()
 
-    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        heads = self.kv_heads * self.group
-        queries = self.rows, self.queries, heads, self.head_dim
+    def arrays(self) -> list[np.ndarray]:
+        """Queries, keys and values, of numpy: what is made of them is no program."""
+        queries = self.rows, self.queries, self.kv_heads * self.group, self.head_dim
         cache = self.rows, self.kv_heads, self.slots, self.head_dim
-        q, k, v = (
-            normal(*shape, seed=5 + i, dtype=self.dtype)
+        return [
+            np.array(normal(*shape, seed=5 + i, dtype=self.dtype))
             for i, shape in enumerate((queries, cache, cache))
-        )
-        return q, k, v
+        ]
 
-    def lengths(self) -> jax.Array:
+    def lengths(self) -> np.ndarray:
         """A full row, an empty one and what ends beside the kernels' blocks."""
-        chosen = [self.slots, 0, 129, 1, 127, 128, 64, 65]
-        return jax.device_put(np.array(chosen[: self.rows], np.int32))
+        return np.array([self.slots, 0, 129, 1, 127, 128, 64, 65][: self.rows], np.int32)
 
 
-def _exact(*arrays: jax.Array) -> list[jax.Array]:
-    return [jax.device_put(np.asarray(x, np.float32)) for x in arrays]
+def _compiled(function: Callable, *arguments: Any, **options: Any) -> Any:
+    """Results in numpy of one program, where operations one by one would be many."""
+    return jax.device_get(jax.jit(partial(function, **options))(*arguments))
+
+
+def _exact(*arrays: np.ndarray) -> list[np.ndarray]:
+    return [np.asarray(x, np.float32) for x in arrays]
+
+
+def _ints(values: Any, rows: int) -> np.ndarray:
+    """The values again and again for so many rows."""
+    return np.resize(values, rows).astype(np.int32)
+
+
+def _spoiled(lengths: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+    """With garbage beyond the rows' lengths."""
+    beyond = (np.arange(arrays[0].shape[2]) >= lengths[:, None])[:, None, :, None]
+    return [np.where(beyond, x.dtype.type(3e4), x) for x in arrays]
 
 
 def _assert_attention(result: tuple, expected: tuple) -> None:
     """bfloat16 products of weights and values; the log-sum-exp is as exact as the scores."""
-    np.testing.assert_allclose(_exact(result[0])[0], expected[0], atol=1e-2)
+    np.testing.assert_allclose(*_exact(result[0], expected[0]), atol=1e-2)
     np.testing.assert_allclose(result[1], expected[1], atol=1e-4)
 
 
@@ -87,116 +101,116 @@ def _decode(case: Case, interpret: Any) -> None:
     options = dict(scale=case.head_dim**-0.5, **dict(case.options))
     if "window" in options:
         # The third row's window begins blocks after its last slot.
-        start = lengths.at[2].add(900) + 2
+        start = jax.device_put(
+            lengths + np.where(np.arange(case.rows) == 2, 902, 2).astype("int32")
+        )
         options["window"] = Window(size=options["window"], query_start=start, slot_start=1)
-    expected = decode_reference.decode_attention(*_exact(q, k, v), lengths, **options)
-    beyond = (jnp.arange(case.slots) >= lengths[:, None])[:, None, :, None]
-    k, v = (jnp.where(beyond, jnp.asarray(3e4, x.dtype), x) for x in (k, v))
-    run = jax.jit(partial(decode_gpu.decode_attention, interpret=interpret, **options))
-    result = run(q, k, v, lengths)
-    assert not np.any(np.asarray(result[0][1], np.float32))
+    reference = decode_reference.decode_attention
+    expected = _compiled(reference, *_exact(q, k, v), lengths, **options)
+    attend = partial(decode_gpu.decode_attention, interpret=interpret, **options)
+    result = _compiled(attend, q, *_spoiled(lengths, k, v), lengths)
+    assert not np.any(result[0][1])
     assert np.all(np.isneginf(result[1][1]))
     _assert_attention(result, expected)
 
 
 def _logits(case: Case, interpret: Any) -> None:
     q, k, v = case.arrays()
-    lengths, scale = case.lengths(), case.head_dim**-0.5
-    expected = decode_reference.decode_attention(*_exact(q, k, v), lengths, scale=scale)
-    all_logits = decode_reference.decode_logits(*_exact(q, k), lengths, scale=scale)
-    run = jax.jit(partial(decode_gpu.attend_with_logits, scale=scale, interpret=interpret))
-    *attended, logits = run(q, k, v, lengths)
+    lengths, how = case.lengths(), dict(scale=case.head_dim**-0.5)
+    exact = *_exact(q, k, v), lengths
+    expected = _compiled(decode_reference.decode_attention, *exact, **how)
+    all_logits = _compiled(decode_reference.decode_logits, *exact[:2], lengths, **how)
+    attend = partial(decode_gpu.attend_with_logits, interpret=interpret, **how)
+    *attended, logits = _compiled(attend, q, k, v, lengths)
     _assert_attention(tuple(attended), expected)
-    seen = (jnp.arange(case.slots) < lengths[:, None])[:, None]
-    np.testing.assert_allclose(
-        jnp.where(seen, logits, 0), jnp.where(seen, all_logits, 0), atol=1e-4
-    )
+    seen = (np.arange(case.slots) < lengths[:, None])[:, None]
+    np.testing.assert_allclose(np.where(seen, logits, 0), np.where(seen, all_logits, 0), atol=1e-4)
 
 
 def _topk(case: Case, interpret: Any) -> None:
-    q, k, _ = case.arrays()
     # Scores are small integers, so that many tie.
-    q, k = jnp.round(q).at[..., 4:].set(0), jnp.round(k)
-    k = k.at[:, :, 20:23].set(jnp.nan).at[:, :, 30, 3].set(jnp.inf)
+    q, k = map(np.round, _exact(*case.arrays()[:2]))
+    q[..., 4:] = 0
+    k[:, :, 20:23], k[:, :, 30, 3] = np.nan, np.inf
     # And they tie within a tolerance where noise, exact in 16 bits, parts them.
-    noise = jax.random.randint(jax.random.key(9), k.shape[:3], -4, 5) / 256
-    noisy = q.at[..., 4].set(1), k.at[..., 4].set(noise.astype(k.dtype))
-    start = jnp.array([5, 0, 100, 3][: case.rows], jnp.int32)
-    stop = jnp.array([case.slots, 130, 103, 3][: case.rows], jnp.int32)
+    noisy_q, noisy_k = q.copy(), k.copy()
+    noisy_q[..., 4] = 1
+    noisy_k[..., 4] = np.random.default_rng(9).integers(-4, 5, k.shape[:3]) / 256
+    bounds = [
+        np.array(x[: case.rows], np.int32) for x in ([5, 0, 100, 3], [case.slots, 130, 103, 3])
+    ]
     options = dict(case.options)
-    exact, tolerance = jnp.zeros(q.shape[:3]), jnp.full(q.shape[:3], 1 / 16)
-    expected = topk_reference.topk_scores(q, k, start, stop, exact, **options)
+    reference = jax.jit(partial(topk_reference.topk_scores, **options))
     run = jax.jit(partial(topk_gpu.topk_scores, interpret=interpret, **options))
-    values, slots = run(q, k, start, stop, exact)
-    np.testing.assert_array_equal(slots, expected[1])
-    np.testing.assert_array_equal(values, expected[0])
-    values, slots = run(*noisy, start, stop, tolerance)
-    np.testing.assert_array_equal(slots, expected[1])
-    expected = topk_reference.topk_scores(*noisy, start, stop, tolerance, **options)
-    np.testing.assert_array_equal(values, expected[0])
+    slots = None
+    for *arrays, allowed in ((q, k, 0), (noisy_q, noisy_k, 1 / 16)):
+        arrays = [x.astype(jnp.dtype(case.dtype)) for x in arrays]
+        given = *arrays, *bounds, np.full(q.shape[:3], allowed, np.float32)
+        expected, found = reference(*given), run(*given)
+        slots = np.asarray(expected[1]) if slots is None else slots
+        np.testing.assert_array_equal(found[1], slots)
+        np.testing.assert_array_equal(found[0], expected[0])
+
+
+def _tied_top_k(scores: np.ndarray, count: int, tolerance: np.ndarray) -> list[np.ndarray]:
+    """The XLA form, wherever this runs: its values and places, -1 where there is none."""
+    given = jax.device_put((scores, tolerance), jax.devices("cpu")[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merge_module, "platform", lambda: "cpu")
+        best = jax.jit(tied_top_k, static_argnums=1)
+        values, at = map(np.asarray, best(given[0], count, given[1]))
+    return [values, np.where(values > -np.inf, at, -1)]
 
 
 def _ties(case: Case, interpret: Any) -> None:
-    scores = normal(case.rows, case.slots, seed=4)
     # Exact ties, close ones, and a row of fewer scores than are asked for.
-    scores = jnp.round(scores * 50) / 50
-    scores = scores.at[0, 3:].set(-jnp.inf)
-    tolerance = jnp.linspace(0, 0.2, case.rows)
+    scores = np.round(np.array(normal(case.rows, case.slots, seed=4)) * 50) / 50
+    scores[0, 3:] = -np.inf
+    tolerance = np.linspace(0, 0.2, case.rows, dtype=np.float32)
     count = dict(case.options)["count"]
-    # The XLA form, wherever this runs.
-    cpu = jax.devices("cpu")[0]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merge_module, "platform", lambda: "cpu")
-        given = jax.device_put((scores, tolerance), cpu)
-        values, at = map(np.asarray, tied_top_k(given[0], count, given[1]))
-    found = jax.jit(partial(gpu_ties.tied_best, count=count, interpret=interpret))
-    found_values, found_at = found(scores, tolerance=tolerance)
+    values, at = _tied_top_k(scores, count, tolerance)
+    best = partial(gpu_ties.tied_best, count=count, interpret=interpret)
+    found_values, found_at = jax.jit(best)(scores, tolerance=tolerance)
     np.testing.assert_array_equal(found_values, values)
-    np.testing.assert_array_equal(found_at, np.where(values > -np.inf, at, -1))
+    np.testing.assert_array_equal(found_at, at)
 
 
 def _sums(case: Case, interpret: Any) -> None:
     """The last entries are none; some of the others tie."""
     entries, count = gpu_ties.line(case.slots), dict(case.options)["count"]
-    scores = normal(case.rows, case.kv_heads, entries, seed=6)
-    scores = scores.at[:, :, 7:11].set(scores[:, :, 3:4]).at[:, :, case.slots :].set(jnp.nan)
-    held = np.resize([case.slots, 3, 0, case.slots // 2], case.rows)
-    sums = jnp.sum(scores, axis=1)
-    inside = jnp.arange(entries) < held[:, None]
-    usual = jnp.sqrt(jnp.sum(jnp.where(inside, sums**2, 0), 1) / np.maximum(held, 1))
-    cpu = jax.devices("cpu")[0]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merge_module, "platform", lambda: "cpu")
-        given = jax.device_put((jnp.where(inside, sums, -jnp.inf), 0.05 * usual), cpu)
-        values, at = map(np.asarray, tied_top_k(given[0], count, given[1]))
+    scores = np.array(normal(case.rows, case.kv_heads, entries, seed=6))
+    scores[:, :, 7:11], scores[:, :, case.slots :] = scores[:, :, 3:4], np.nan
+    held = _ints([case.slots, 3, 0, case.slots // 2], case.rows)
+    sums = np.sum(scores, axis=1)
+    inside = np.arange(entries) < held[:, None]
+    usual = np.sqrt(np.sum(np.where(inside, sums**2, 0), 1) / np.maximum(held, 1))
+    tolerance = (0.05 * usual).astype(np.float32)
+    values, at = _tied_top_k(np.where(inside, sums, np.float32(-np.inf)), count, tolerance)
     run = partial(gpu_ties.best_of_sums, count=count, tolerance=0.05, interpret=interpret)
-    found_values, found_at = jax.jit(run)(scores, jnp.asarray(held, jnp.int32))
+    found_values, found_at = _compiled(run, scores, held)
     assert np.any(values[1] > -np.inf)
     np.testing.assert_allclose(found_values, values, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(found_at, np.where(values > -np.inf, at, -1))
+    np.testing.assert_array_equal(found_at, at)
 
 
 def _mass(case: Case, interpret: Any) -> None:
     q, k, _ = case.arrays()
     lengths = case.lengths()
-    lse = 4 + normal(*q.shape[:3], seed=8)
-    lse = lse.at[0, 0, 0].set(-jnp.inf)
+    lse = 4 + np.array(normal(*q.shape[:3], seed=8))
+    lse[0, 0, 0] = -np.inf
+    valid = np.arange(case.queries, case.queries - case.rows, -1, dtype=np.int32)
     options = dict(case.options)
-    causal = options.pop("causal", False)
-    options |= dict(
-        causal_start=lengths - case.queries if causal else None,
-        scale=case.head_dim**-0.5,
-        valid=jnp.arange(case.queries, case.queries - case.rows, -1),
-    )
+    start = jax.device_put(lengths - case.queries) if options.pop("causal", False) else None
+    options |= dict(causal_start=start, scale=case.head_dim**-0.5, valid=jax.device_put(valid))
     how = Reduction(**options)
-    expected, expected_squares = mass_reference.attention_mass(q, k, lse, lengths, how)
+    expected, expected_squares = _compiled(
+        mass_reference.attention_mass, q, k, lse, lengths, how=how
+    )
     # Queries that do not count and slots beyond the length may hold anything.
-    counts = (jnp.arange(case.queries) < options["valid"][:, None])[..., None, None]
-    q = jnp.where(counts, q, jnp.nan)
-    beyond = (jnp.arange(case.slots) >= lengths[:, None])[:, None, :, None]
-    k = jnp.where(beyond, jnp.asarray(3e4, k.dtype), k)
-    run = jax.jit(partial(mass_gpu.attention_mass, how=how, interpret=interpret))
-    mass, squares = run(q.astype(case.dtype), k, lse, lengths)
+    counts = (np.arange(case.queries) < valid[:, None])[..., None, None]
+    q = np.where(counts, q, q.dtype.type(np.nan))
+    run = partial(mass_gpu.attention_mass, how=how, interpret=interpret)
+    mass, squares = _compiled(run, q, *_spoiled(lengths, k), lse, lengths)
     if how.squares:
         np.testing.assert_allclose(squares, expected_squares, atol=1e-5, rtol=1e-4)
     else:
@@ -204,73 +218,82 @@ def _mass(case: Case, interpret: Any) -> None:
     np.testing.assert_allclose(mass, expected, atol=1e-5, rtol=1e-4)
 
 
-def _parted(split: int, spare: int, *arrays: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+def _parted(split: int, spare: int, *arrays: np.ndarray) -> tuple[list[Any], list[np.ndarray]]:
     """What all rows share, of one row and with garbage behind it, and what each has for itself."""
     room = [(0, 0), (0, 0), (0, spare), (0, 0)]
-    shared = [jnp.pad(x[:1, :, :split], room, constant_values=3e4) for x in arrays]
-    return shared, [x[:, :, split:] for x in arrays]
+    shared = [np.pad(x[:1, :, :split], room, constant_values=3e4) for x in arrays]
+    return jax.device_put(shared), [x[:, :, split:] for x in arrays]
 
 
 def _sparse(case: Case, interpret: Any) -> None:
     q, k, v = case.arrays()
     options = dict(case.options)
     split = options.pop("shared", 0)
-    k, v = (x.at[:, :, :split].set(x[:1, :, :split]) for x in (k, v))
+    for x in (k, v):
+        x[:, :, :split] = x[:1, :, :split]
     lists, entries, page_size = (options.pop(name) for name in ("lists", "entries", "page_size"))
     flat, around = options.pop("flat", False), options.pop("around", False)
     one, first_page = options.pop("one", False), options.pop("first_page", 0)
     beside = options.pop("beside", False)
+    flipped = jax.device_put(np.flip(q, axis=2).copy())
     if options.pop("prior", False):
-        options["prior_query"] = jnp.flip(q, axis=2)
+        options["prior_query"] = flipped
     random = np.random.default_rng(3)
     pages = np.full((case.rows, lists, entries), -1, np.int32)
     for i, row in enumerate(pages.reshape(-1, entries)):  # a full list, an empty one, one with gaps
         count = (entries, 0, entries // 2)[i % 3]
         row[:count] = random.permutation(case.slots // page_size)[:count]
         row[1 : count : max(count, 1)] = -1
-    start = jnp.resize(jnp.array([-9, 37, 70, 5], jnp.int32), case.rows)
-    stop = jnp.resize(jnp.array([case.slots, case.slots - 30, 139, 9], jnp.int32), case.rows)
+    start = _ints([-9, 37, 70, 5], case.rows)
+    stop = _ints([case.slots, case.slots - 30, 139, 9], case.rows)
     options |= dict(page_size=page_size, scale=case.head_dim**-0.5)
-    listed = jnp.asarray(pages)
     if flat:  # the lists of the kv heads, their entries mixed, absent ones named in either way
         order = random.permutation(lists * entries)
         heads = np.broadcast_to(np.arange(lists)[:, None], pages.shape).reshape(case.rows, -1)
         pages = pages.reshape(case.rows, -1)
         heads = np.where((pages < 0) & (heads > 0), -1, heads)[:, order]
-        pages = np.where(heads < 0, 0, pages[:, order])
-        options["heads"], listed = jnp.asarray(heads, jnp.int32), jnp.asarray(pages)
+        pages = np.where(heads < 0, 0, pages[:, order]).astype(np.int32)
+        options["heads"] = jax.device_put(heads.astype(np.int32))
     if around:  # a few slots before and after, one row without any, one that overlaps nothing
-        start = jnp.resize(jnp.array([4, 0, 3, 5], jnp.int32), case.rows)
-        stop = jnp.resize(jnp.array([case.slots - 70, 0, 139, 5], jnp.int32), case.rows)
-        end = jnp.minimum(stop + jnp.resize(jnp.array([64, 0, 1, 37]), case.rows), case.slots)
-    each, given = listed, {}
+        start = _ints([4, 0, 3, 5], case.rows)
+        stop = _ints([case.slots - 70, 0, 139, 5], case.rows)
+        end = np.minimum(stop + _ints([64, 0, 1, 37], case.rows), np.int32(case.slots))
+    each, given = pages, {}
     if one:  # a list for all heads
-        listed = jnp.where(listed < first_page, -1, listed - first_page)[:, :1]
-        every = jnp.where(listed < 0, -1, listed + first_page)
-        each = jnp.broadcast_to(every, (case.rows, case.kv_heads, entries))
+        every = np.where(pages < first_page, -1, pages)[:, :1]
+        pages = np.where(every < 0, -1, every - first_page)
+        each = np.broadcast_to(every, (case.rows, case.kv_heads, entries))
         given = dict(first_page=first_page)
-    exact = *_exact(q, k, v), each, start, stop
-    expected = sparse_reference.sparse_decode_attention(*exact, **options)
+    if beside:  # of which some heads see nothing
+        lse = 4 + np.array(normal(*q.shape[:3], seed=8))
+        lse[:, :, -1] = -np.inf
+        given["beside"] = flipped, jax.device_put(lse)
+
+    def define(q: Any, k: Any, v: Any, each: Any, start: Any, stop: Any) -> tuple:
+        reference = sparse_reference.sparse_decode_attention
+        expected = reference(q, k, v, each, start, stop, **options)
+        if around:
+            slots = jnp.arange(case.slots)
+            outside = (slots < start[:, None]) | ((slots >= stop[:, None]) & (slots < end[:, None]))
+            fixed = jnp.where(outside, slots, -1)[:, None]
+            fixed = jnp.broadcast_to(fixed, (case.rows, case.kv_heads, case.slots))
+            all_slots = fixed, jnp.zeros_like(start), jnp.full_like(stop, case.slots)
+            more = reference(q, k, v, *all_slots, **{**options, "page_size": 1})
+            pairs = [(expected[i : i + 2], more[i : i + 2]) for i in range(0, len(more), 2)]
+            expected = tuple(x for one, other in pairs for x in merge([one, other]))
+        if beside:
+            out, lse = given["beside"]
+            expected = merge([expected[:2], (out.astype(jnp.float32), lse)])
+        return expected
+
+    expected = _compiled(define, *_exact(q, k, v), each, start, stop)
     if around:
-        slots = jnp.arange(case.slots)
-        outside = (slots < start[:, None]) | ((slots >= stop[:, None]) & (slots < end[:, None]))
-        fixed = jnp.where(outside, slots, -1)[:, None]
-        fixed = jnp.broadcast_to(fixed, (case.rows, case.kv_heads, case.slots))
-        exact = *exact[:3], fixed, jnp.zeros_like(start), jnp.full_like(stop, case.slots)
-        more = sparse_reference.sparse_decode_attention(*exact, **{**options, "page_size": 1})
-        pairs = [(expected[i : i + 2], more[i : i + 2]) for i in range(0, len(more), 2)]
-        expected = tuple(x for one, other in pairs for x in merge([one, other]))
-        options["around"] = Around(end, 5, 64)
+        given["around"] = Around(jax.device_put(end), 5, 64)
     if split:
         shared, (k, v) = _parted(split, 2 * page_size, k, v)
-        options["shared"] = Shared(*shared, jnp.array([split], jnp.int32))
-    if beside:  # of which some heads see nothing
-        lse = 4 + normal(*q.shape[:3], seed=8)
-        given["beside"] = jnp.flip(q, axis=2), lse.at[:, :, -1].set(-jnp.inf)
-        expected = merge([expected[:2], (_exact(given["beside"][0])[0], given["beside"][1])])
-    options |= given
-    run = jax.jit(partial(sparse_gpu.sparse_decode_attention, interpret=interpret, **options))
-    result = run(q, k, v, listed, start, stop)
+        given["shared"] = Shared(*shared, jax.device_put(np.array([split], np.int32)))
+    run = partial(sparse_gpu.sparse_decode_attention, interpret=interpret, **options, **given)
+    result = _compiled(run, q, k, v, pages, start, stop)
     assert np.any(np.isneginf(result[1])) and np.any(np.isfinite(result[1]))
     assert len(result) == len(expected)
     for i in range(0, len(result), 2):
@@ -280,29 +303,29 @@ def _sparse(case: Case, interpret: Any) -> None:
 
 def _select(case: Case, interpret: Any) -> None:
     """Rows whose border lies among distinct scores, among ties, below all, and above all."""
-    random = np.random.default_rng(2)
-    scores = random.integers(-3, 4, (4, case.slots)).astype(np.float32)
-    scores[[0, 2]] = random.normal(size=(2, case.slots))
-    scores[2, case.slots // 3 :] = -np.inf
+    random, slots = np.random.default_rng(2), case.slots
+    scores = random.integers(-3, 4, (4, slots)).astype(np.float32)
+    scores[[0, 2]] = random.normal(size=(2, slots))
+    scores[2, slots // 3 :] = -np.inf
     scores[0, 7] = np.nan
-    scores = jnp.asarray(scores[: case.rows])
-    k = jnp.array([case.slots // 5, case.slots // 3, case.slots // 2, 0][: case.rows], jnp.int32)
+    scores = scores[: case.rows]
+    k = np.array([slots // 5, slots // 3, slots // 2, 0][: case.rows], np.int32)
     # Longer lists than the kernel for short ones takes, or just as long as they must be.
-    size = case.slots + 512
+    size = slots + 512
     least = -np.inf
     if dict(case.options).get("short"):
-        size = min(case.slots // 2, 512)
-        k = jnp.minimum(k, size)
+        size = min(slots // 2, 512)
+        k = np.minimum(k, np.int32(size))
     if dict(case.options).get("least"):
         # Neighbours among the numbers of float32, so that the border lies beside the least.
         least = 2.0**23
-        scores = jnp.where(scores > -1, jnp.round(scores) + 1 + least, -jnp.inf)
-    expected = select_reference.select(scores, k, None)
-    run = jax.jit(partial(select_gpu.select, size=size, least=least, interpret=interpret))
-    for row, chosen in enumerate(np.asarray(run(scores, k))):
-        slots = np.flatnonzero(expected[row])
-        np.testing.assert_array_equal(chosen[: len(slots)], slots)
-        assert np.all(chosen[len(slots) :] == -1)
+        scores = np.where(scores > -1, np.round(scores) + 1 + least, -np.inf).astype(np.float32)
+    expected = _compiled(select_reference.select, scores, k, size=None)
+    run = partial(select_gpu.select, size=size, least=least, interpret=interpret)
+    for row, chosen in enumerate(_compiled(run, scores, k)):
+        listed = np.flatnonzero(expected[row])
+        np.testing.assert_array_equal(chosen[: len(listed)], listed)
+        assert np.all(chosen[len(listed) :] == -1)
 
 
 def _pages(case: Case, interpret: Any) -> None:
@@ -328,32 +351,31 @@ def _pages(case: Case, interpret: Any) -> None:
         # The fourth has none, where its own would begin.
         first[3:4] = last[3:4] = split
         last[2:3], outside = pages - 1, page >= np.maximum(last, split)[:, None]
-    high, low = (
-        jnp.asarray(np.where(outside[:, None, :, None], np.nan, x), case.dtype) for x in (high, low)
-    )
-    digests = jnp.asarray(q, case.dtype), high, None if point else low, None
-    bounds = [jnp.asarray(x, jnp.int32) for x in (first, last, count)]
+    high, low = (np.where(outside[:, None, :, None], np.nan, x) for x in (high, low))
+    q, high, low = (x.astype(jnp.dtype(case.dtype)) for x in (q, high, low))
+    digests = q, high, None if point else low, None
+    bounds = [x.astype(np.int32) for x in (first, last, count)]
     options = {"together": False} | options
-    expected = pages_reference.select_pages(*digests, *bounds, **options)
+    expected = _compiled(pages_reference.select_pages, *digests, *bounds, **options)
     kernel = pages_gpu.select_pages
     if split:
         shared, (high, low) = _parted(split, -split % 8 + 8, high, low)
         if point:
             shared[1] = None
-        split_at = jnp.array([split], jnp.int32)
+        split_at = jax.device_put(np.array([split], np.int32))
         options["shared"] = SharedPages(*shared, radius=None, split=split_at)
-        digests = digests[0], high, None if point else low, None
+        digests = q, high, None if point else low, None
         kernel = shared_pages_gpu.select_pages
-    run = jax.jit(partial(kernel, interpret=interpret, **options))
+    run = partial(kernel, interpret=interpret, **options)
     assert np.any(expected >= 0) and np.any(expected < 0)
-    np.testing.assert_array_equal(run(*digests, *bounds), expected)
+    np.testing.assert_array_equal(_compiled(run, *digests, *bounds), expected)
 
 
 def _voted(case: Case, interpret: Any) -> None:
     args, how = voted_slots_of(rows=case.rows, slots=case.slots, **dict(case.options))
-    expected = voted_reference.voted_slots(*args, **how)
-    run = jax.jit(partial(voted_gpu.voted_slots, interpret=interpret, **how))
-    for found, wanted in zip(run(*args), expected, strict=True):
+    expected = _compiled(voted_reference.voted_slots, *args, **how)
+    run = partial(voted_gpu.voted_slots, interpret=interpret, **how)
+    for found, wanted in zip(_compiled(run, *args), expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
 
 
@@ -698,7 +720,8 @@ def test_what_the_kernels_leave_to_others(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(hopper, "compute_capability", lambda: hopper.CAPABILITY)
     q, k, _ = Case(head_dim=128).arrays()
 
-    def reasons(q: jax.Array, k: jax.Array, **given: Any) -> list[str | None]:
+    def reasons(q: np.ndarray, k: np.ndarray, **given: Any) -> list[str | None]:
+        q, k = jax.device_put((q, k))
         options = (
             dict(count=4, tile_best=None, squares=False, page_size=16, ball=False, size=9) | given
         )
@@ -720,13 +743,15 @@ def test_what_the_kernels_leave_to_others(monkeypatch: pytest.MonkeyPatch) -> No
     assert "tiles" in str(reasons(q, k, tile_best=128)[1])
     assert "lists of 513" in str(reasons(q, k, size=513)[4])
     assert mass_gpu.unsupported(q, k, True, True) is None
-    odd = jnp.repeat(q[:, :, : k.shape[1]], 3, axis=2)
+    (k,) = jax.device_put([k])
+    odd, wide, wider = jax.device_put(
+        [np.repeat(x, n, axis=2) for x, n in ((q[:, :, : k.shape[1]], 3), (q, 33), (q, 16))]
+    )
     assert "group of 3" in str(mass_gpu.unsupported(odd, k, True, True))
-    wide = jnp.repeat(q, 33, axis=2)
     assert "at most 64" in str(pages_gpu.unsupported(wide[:, 0], k, False, 9))
     assert "at most 64" in str(decode_gpu.unsupported(wide, k))
     many = jnp.zeros((241, 1, 8, 64), jnp.bfloat16)
     assert decode_gpu.unsupported(many, many) == "241 rows, at most 240"
-    wide = jnp.repeat(q, 16, axis=2)  # 64 query heads
-    assert sparse_gpu.unsupported(wide, k, 1, 16, 0) is None
-    assert "128 query rows of a list, at most 64" in str(sparse_gpu.unsupported(wide, k, 1, 16, 1))
+    # 64 query heads.
+    assert sparse_gpu.unsupported(wider, k, 1, 16, 0) is None
+    assert "128 query rows of a list, at most 64" in str(sparse_gpu.unsupported(wider, k, 1, 16, 1))
