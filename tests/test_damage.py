@@ -3,6 +3,7 @@
 A byte is changed, an end is lost, or a file is. The environment's DAMAGE_SEED makes other draws.
 """
 
+import functools
 import json
 import os
 import random
@@ -33,33 +34,16 @@ FAULTS = 50
 def checkpoints(tmp_path_factory):
     """Of floats, and of matrices in 8 bits."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    described = hf_config("llama")
+    described = hf_config("llama", num_hidden_layers=1)
     write_checkpoint(folder / "hf", described, random_state(described))
     convert(folder / "hf", folder / "floats")
     convert(folder / "hf", folder / "int8", weights="int8")
     return folder
 
 
-@pytest.fixture
-def checkpoint(checkpoints):
-    return checkpoints / "floats"
-
-
-@pytest.fixture
-def answering(checkpoint, tmp_path):
+def answering(checkpoints, tmp_path, monkeypatch, name="floats"):
     """A checkpoint, and what is answered by it: weights, tokens and text."""
-    return _answering(checkpoint, tmp_path)
-
-
-@pytest.fixture
-def answering_in_8_bits(checkpoints, tmp_path):
-    """The same of a checkpoint of matrices in 8 bits."""
-    return _answering(checkpoints / "int8", tmp_path)
-
-
-def _answering(checkpoint, tmp_path):
-    folder = tmp_path / "checkpoint"
-    shutil.copytree(checkpoint, folder)
+    folder = shutil.copytree(checkpoints / name, tmp_path / "checkpoint")
 
     def read():
         model = jax_longctx.load(folder, chunk=16)
@@ -70,8 +54,7 @@ def _answering(checkpoint, tmp_path):
     return folder, read
 
 
-@pytest.fixture
-def saved_context(tmp_path):
+def saved_context(checkpoints, tmp_path, monkeypatch):
     engine, folder = tiny_engine(chunk=16), tmp_path / "context"
     context = engine.prefill(random_rows([45, 9]), reserve=16)
     save_context(engine, context, folder)
@@ -84,10 +67,9 @@ def saved_context(tmp_path):
     return folder, read
 
 
-@pytest.fixture
-def killed_batch(checkpoint, tmp_path, monkeypatch):
+def killed_batch(checkpoints, tmp_path, monkeypatch):
     """The files of a run of `batch` that ended at its eighth write."""
-    model = jax_longctx.load(checkpoint, chunk=16)
+    model = jax_longctx.load(checkpoints / "floats", chunk=16)
     folder, left, append = tmp_path / "batch", [8], lines.append
     folder.mkdir()
     rows = [{"prompt": text} for text in ("ab", "abc" * 12, "b", "cab" * 9)]
@@ -114,8 +96,7 @@ def killed_batch(checkpoint, tmp_path, monkeypatch):
     return folder, read
 
 
-@pytest.fixture
-def training(tmp_path):
+def training(checkpoints, tmp_path, monkeypatch):
     prepare_tiny(tmp_path / "data")
     run_tiny(tmp_path / "run", tmp_path / "data")
     folder, setup = tmp_path / "run" / "checkpoints", tiny_setup()
@@ -166,11 +147,19 @@ def damage(draw, files):
     return f"{kind} {path} at {at} of {len(content)}"
 
 
-@pytest.mark.parametrize(
-    "target", ["answering", "answering_in_8_bits", "saved_context", "killed_batch", "training"]
-)
-def test_no_damage_changes_an_answer(target, request, capfd):
-    folder, read = request.getfixturevalue(target)
+# Each makes a folder, and a function that reads it.
+TARGETS = {
+    "answering": answering,
+    "answering_in_8_bits": functools.partial(answering, name="int8"),
+    "saved_context": saved_context,
+    "killed_batch": killed_batch,
+    "training": training,
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_damage_changes_an_answer(target, checkpoints, tmp_path, monkeypatch, capfd):
+    folder, read = TARGETS[target](checkpoints, tmp_path, monkeypatch)
     # A string's seed is the same in every process.
     draw, files = random.Random(f"{SEED} {target}"), snapshot(folder)
     whole = read()

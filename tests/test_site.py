@@ -91,12 +91,10 @@ def test_notes_are_of_methods_that_exist():
 
 
 def test_a_card_without_a_note_says_what_the_metadata_says():
+    entry = {"name": "quest", "summary": "S", "source": "Paper 2030", "phase": "decode"}
+    entry |= {"keeps_all": True, "needs_question": True, "settings": {}}
+    entry["memory"] = {"peak_bytes": 2048, "resident_bytes": 1024, "read_bytes": 512}
     generate = load("generate")
-    entry = {
-        **{"name": "quest", "summary": "S", "source": "Paper 2030", "phase": "decode"},
-        **{"keeps_all": True, "needs_question": True, "settings": {}},
-        "memory": {"peak_bytes": 2048, "resident_bytes": 1024, "read_bytes": 512},
-    }
     card = generate.card(entry, {}, 2048)
     assert "| **Paper** | Paper 2030 |" in card and "25.0% of `full`'s" in card
     assert "every key and value of the context" in card and "costs a prefill of its own" in card
@@ -113,32 +111,27 @@ def test_a_card_has_the_committed_scores(tmp_path, monkeypatch):
     assert generate.measured("quest") == ""
     generate.RESULTS.write_text(json.dumps({"model": "Small", "rows": rows}))
     said = generate.measured("quest")
-    assert (
-        "Small" in said
-        and "`budget=7`" in said
-        and "95% at 4,096 tokens, 0% at 16,384 tokens" in said
-    )
+    assert "Small" in said and "`budget=7`" in said
+    assert "95% at 4,096 tokens, 0% at 16,384 tokens" in said
     assert generate.measured("h2o") == ""
 
 
 def test_the_command_reference_has_every_command_and_option():
-    page = read(DOCS / "commands.md")
-    count = 0
+    page, spellings = read(DOCS / "commands.md"), []
 
     def walk(command, path):
-        nonlocal count
         section = page.partition(f"\n## {path}\n")[2].partition("\n## ")[0]
         assert section, path
-        for each in command.params:
-            for spelling in [*each.opts, *each.secondary_opts]:
-                if spelling.startswith("-"):
-                    assert f"`{spelling}`" in section, (path, spelling)
-                    count += 1
+        every = [each.opts + each.secondary_opts for each in command.params]
+        for spelling in itertools.chain.from_iterable(every):
+            if spelling.startswith("-"):
+                assert f"`{spelling}`" in section, (path, spelling)
+                spellings.append(spelling)
         for name, child in getattr(command, "commands", {}).items():
             walk(child, f"{path} {name}")
 
-    walk(typer.main.get_command(app), "jax-longctx")
-    assert count > 150
+    walk(main_command(), "jax-longctx")
+    assert len(spellings) > 150
 
 
 def test_help_becomes_markdown():
@@ -377,9 +370,17 @@ def test_written_commands_name_commands_and_their_options(where, tmp_path, monke
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_other_lines_of_a_block_are_known_or_say_what_they_need(path):
+def test_links_resolve_and_other_lines_of_blocks_are_known(path):
     for block in blocks(path, "sh", "console", "bash"):
         assert list(unknown(block)) == [], block
+    for target in links(path):
+        file, _, anchor = target.partition("#")
+        # The site has this page from the notebook or from CONTRIBUTING.md.
+        there = (path.parent / file).resolve() if file else path
+        assert there.exists(), target
+        # Anchors of the API reference are made in the build, which checks them.
+        if anchor and there.suffix == ".md" and there.parent.name != "api":
+            assert anchor in anchors(there), target
 
 
 @pytest.mark.parametrize(
@@ -395,9 +396,8 @@ def test_unknown_commands_are_seen():
     assert len(found) > 250
     assert any(words[0] == "generate" for words in found)
     assert any("reattention:count=1" in words for words in found)
-    assert (
-        list(unknown("make demo\nexport A=1\nB=2 jax-longctx ask x\npip install '.[cuda]'")) == []
-    )
+    known = "make demo\nexport A=1\nB=2 jax-longctx ask x\npip install '.[cuda]'"
+    assert list(unknown(known)) == []
     assert list(unknown("make dmo\npip install '.[cude]'\nsrun ls")) == [
         "make has no target dmo",
         "pyproject.toml has no extra cude",
@@ -447,18 +447,6 @@ def anchors(path):
     return {
         re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
     }
-
-
-@pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_relative_links_resolve(path):
-    for target in links(path):
-        file, _, anchor = target.partition("#")
-        # The site has this page from the notebook or from CONTRIBUTING.md.
-        there = (path.parent / file).resolve() if file else path
-        assert there.exists(), target
-        # Anchors of the API reference are made in the build, which checks them.
-        if anchor and there.suffix == ".md" and there.parent.name != "api":
-            assert anchor in anchors(there), target
 
 
 def test_links_and_anchors_are_found():

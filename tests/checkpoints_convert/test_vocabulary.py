@@ -47,8 +47,8 @@ def transformers_tokenizer(architecture, metadata):
     return mapping.convert_gguf_tokenizer(architecture, described)[0]
 
 
-def load(files, folder):
-    for name, text in files.items():
+def made_of(metadata, folder):
+    for name, text in gguf_tokenizer_files(Path("m.gguf"), metadata).items():
         (folder / name).write_text(text, encoding="utf-8")
     return Tokenizer.load(folder)
 
@@ -102,7 +102,7 @@ def bpe_metadata(backend, pre, **changes):
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "tekken", "gpt-2"])
 def test_byte_level(tmp_path, trained, pre):
     metadata = bpe_metadata(trained[pre], pre)
-    ours = load(gguf_tokenizer_files(Path("m.gguf"), metadata), tmp_path)
+    ours = made_of(metadata, tmp_path)
     theirs = transformers_tokenizer("llama", metadata)
     assert len(ours.encode(TEXT[-30_000:])) < 15_000
     for text in [TEXT[-30_000:], *HARD]:
@@ -125,17 +125,15 @@ def test_byte_level(tmp_path, trained, pre):
 def test_the_files_word_on_bos_is_followed(tmp_path, trained):
     for said in (True, False):
         metadata = bpe_metadata(trained["qwen2"], "qwen2", **{"tokenizer.ggml.add_bos_token": said})
-        files = gguf_tokenizer_files(Path("m.gguf"), metadata)
-        tokenizer = load(files, tmp_path)
-        assert tokenizer.adds_bos is said
-        plain = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+        assert made_of(metadata, tmp_path).adds_bos is said
+        plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
         assert (plain.encode("a").ids[0] == 0) is said
 
 
 def test_digits_stand_alone_in_smollm(tmp_path, trained):
     """As in SmolLM's own tokenizer.json (`Digits(individual_digits=True)`) and in llama.cpp."""
     metadata = bpe_metadata(trained["smollm"], "smollm")
-    ours = load(gguf_tokenizer_files(Path("m.gguf"), metadata), tmp_path)
+    ours = made_of(metadata, tmp_path)
     reference = tokenizers.Tokenizer.from_str(trained["smollm"].to_str())
     reference.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -160,12 +158,10 @@ def pieces():
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     kinds = [2, 3, 3, *[6] * 256]
     scores = [0.0] * len(tokens)
-    for piece in [*merged, *letters]:
-        tokens.append(piece)
-        kinds.append(1)
-        scores.append(float(-len(tokens)))
-    tokens.append("[INST]")
-    kinds.append(4)
+    own = [*merged, *letters]
+    scores += [-float(number) for number in range(len(tokens) + 1, len(tokens) + len(own) + 1)]
+    tokens += [*own, "[INST]"]
+    kinds += [1] * len(own) + [4]
     scores.append(0.0)
     return tokens, scores, kinds
 
@@ -181,13 +177,11 @@ def merge_by_score(text, tokens, scores):
             break
         at = -max(known)[1]
         symbols[at : at + 2] = [joined[at]]
-    found = []
-    for symbol in symbols:
-        if symbol in ids:
-            found.append(ids[symbol])
-        else:
-            found += [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
-    return found
+    spelt = [
+        [symbol] if symbol in ids else [f"<0x{byte:02X}>" for byte in symbol.encode()]
+        for symbol in symbols
+    ]
+    return [ids[token] for token in itertools.chain.from_iterable(spelt)]
 
 
 def spm_metadata(pieces, **changes):
@@ -208,7 +202,7 @@ def spm_metadata(pieces, **changes):
 def test_sentencepiece(tmp_path, pieces):
     tokens, scores, _ = pieces
     metadata = spm_metadata(pieces)
-    ours = load(gguf_tokenizer_files(Path("m.gguf"), metadata), tmp_path)
+    ours = made_of(metadata, tmp_path)
     theirs = transformers_tokenizer("llama", metadata)
     for text in [TEXT[:2000], "two  spaces", " a space first", "Привет 🙂 1234", "a\nb\tc"]:
         ids = ours.encode(text)
@@ -223,7 +217,7 @@ def test_sentencepiece(tmp_path, pieces):
 
 def test_sentencepiece_without_prefix(tmp_path, pieces):
     metadata = spm_metadata(pieces, **{"tokenizer.ggml.add_space_prefix": False})
-    ours = load(gguf_tokenizer_files(Path("m.gguf"), metadata), tmp_path)
+    ours = made_of(metadata, tmp_path)
     assert ours.decode(ours.encode(" the end")) == " the end"
     assert pieces[0][ours.encode("the")[0]][0] == "t"
 
