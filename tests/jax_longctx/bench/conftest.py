@@ -1,10 +1,13 @@
 """A shape that a CPU times in seconds, and the commands that time it."""
 
+import itertools
 import json
+from unittest.mock import create_autospec
 
 import pytest
 from typer.testing import CliRunner
 
+from jax_longctx.bench import timing
 from jax_longctx.cli.main import app
 from jax_longctx.models import presets
 
@@ -23,6 +26,19 @@ def tiny_shape(monkeypatch):
     )
     monkeypatch.setitem(presets.PRESETS, "tiny", shape)
     return shape
+
+
+@pytest.fixture
+def steady(monkeypatch):
+    """Each loop of calls takes a millisecond a call more than the one before: no clock is read."""
+    milliseconds = itertools.count(1)
+
+    def call_times(call, repeats):
+        call()
+        return [1e-3 * next(milliseconds)] * repeats
+
+    stub = create_autospec(timing.call_times, side_effect=call_times)
+    monkeypatch.setattr(timing, "call_times", stub)
 
 
 def bench(*args, code=0):

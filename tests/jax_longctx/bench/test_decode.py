@@ -283,9 +283,6 @@ def test_kernels_are_those_of_the_streams():
     found = steps.kernels_of(read(text + host))
     assert (found.number, found.seconds) == (1.5, pytest.approx(4.5e-6))
     assert steps.kernels_of(read(host)) is None
-
-
-def test_a_profile_without_kernels_is_refused():
     with pytest.raises(LongctxError, match="the profile has no kernels of a GPU"):
         steps.profiled(lambda: jax.numpy.ones(3).block_until_ready())
 

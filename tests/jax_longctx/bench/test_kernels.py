@@ -21,7 +21,7 @@ def _peaks(monkeypatch):
     monkeypatch.setattr(kernels, "_matmul_rate", lambda size: 1e11)
 
 
-def test_every_run_of_a_step_takes_place():
+def test_every_run_of_a_step_takes_place_and_a_longer_one_takes_longer():
     """Neither its unused results nor its constant arguments let a run be dropped."""
     seen = []
 
@@ -38,15 +38,12 @@ def test_every_run_of_a_step_takes_place():
     measure(step, q, jnp.ones(3), repeats=2, inner=5, least=1e3)
     jax.effects_barrier()
     assert seen == list(range(5)) * 3 + list(range(5 * 64)) * 3
-
-
-def test_a_longer_step_takes_longer():
     x = jnp.ones((64, 64)), jnp.ones((512, 512))
     short, long = (measure(lambda _, x: x @ x @ x, each, repeats=5, inner=8) for each in x)
     assert long.seconds > 2 * short.seconds
 
 
-def test_files_and_figures(tmp_path):
+def test_files_and_figures(tmp_path, steady):
     args = ["kernels", "--shrink", 64, "--repeats", 1, "--only", "select_large_k"]
     record = measured(*args, "--out", tmp_path)
     assert record == json.loads((tmp_path / "kernels.json").read_text())
@@ -61,7 +58,7 @@ def test_files_and_figures(tmp_path):
     assert (tmp_path / "kernels.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_failure_is_a_row_and_the_others_run():
+def test_a_failure_is_a_row_and_the_others_run(steady):
     case = next(c for c in kernels.cases(64) if c.operation == "page_scores")
 
     def broken(*args):

@@ -140,9 +140,6 @@ def test_time_is_scaled_from_some_layers_and_one():
     # 3 s fixed and 0.5 s a layer.
     wanted = {"x": 19.0, "x_layer": 0.5, "x_fixed": 3.0}
     assert timing.scaled("x", {8: 7.0, 1: 3.5}, 32) == pytest.approx(wanted)
-
-
-def test_a_block_is_for_methods_that_have_one():
     case = prefill.Case(1024, 256)
     settings, method = prefill._made("star", {"anchor": "8"}, case)
     assert settings == {"block": "256", "anchor": "8"} and method.block == 256

@@ -30,10 +30,13 @@ def test_the_command_in_the_interpreter(tmp_path, monkeypatch):
     assert names - planes == {"cache_attention", "causal_attention"}
 
 
-def test_every_tpu_kernel_has_a_check():
+def test_every_tpu_kernel_has_a_check_and_no_tpu_is_one_line(tmp_path):
     folders = {path.parent.name for path in Path(pallas_kernels.__path__[0]).glob("*/tpu.py")}
     checked = {check.run.func.__module__.split(".")[1] for check in tpu_check.checks()}
     assert checked == folders
+    result = bench("tpu-check", "--out", tmp_path / "found.json", code=2)
+    (line,) = (line for line in result.stderr.splitlines() if "TPU" in line)
+    assert "no TPU: JAX runs on cpu here" in line and "--interpret" in line
 
 
 @pytest.mark.optimized
@@ -106,13 +109,7 @@ def test_difference(found, expected, error):
     assert tpu_check.difference(np.array(found), np.array(expected)) == pytest.approx(error)
 
 
-def test_without_a_tpu_one_line_says_so(tmp_path):
-    result = bench("tpu-check", "--out", tmp_path / "found.json", code=2)
-    (line,) = (line for line in result.stderr.splitlines() if "TPU" in line)
-    assert "no TPU: JAX runs on cpu here" in line and "--interpret" in line
-
-
-def test_on_a_tpu_it_times_kernels_and_steps(tmp_path, monkeypatch):
+def test_on_a_tpu_it_times_kernels_and_steps(tmp_path, monkeypatch, steady):
     """The commands that time are given the time that is left; their faults are kept."""
     monkeypatch.setattr(tpu_check, "checks", list)
     monkeypatch.setattr(tpu_check.jax, "default_backend", lambda: "tpu")

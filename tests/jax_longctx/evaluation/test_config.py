@@ -71,15 +71,7 @@ def test_typos_are_one_clear_error(fields, message):
         parse_config(fields).cells()
 
 
-def test_files_that_are_no_toml_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"eval\.toml cannot be read"):
-        read_config(tmp_path / "eval.toml")
-    (tmp_path / "eval.toml").write_text("[run")
-    with pytest.raises(InputError, match=r"eval\.toml is not TOML"):
-        read_config(tmp_path / "eval.toml")
-
-
-def test_specs():
+def test_specs_and_files_that_are_no_toml(tmp_path):
     spec = Spec.parse("star:block=L/4,decode=quest,decode.budget=64")
     assert spec.label == "star block=L/4 decode=quest decode.budget=64"
     assert spec.at(4096) == {"block": "1024", "decode": "quest", "decode.budget": "64"}
@@ -88,6 +80,11 @@ def test_specs():
     for text in ("a:b", "a:=1", "a:b=", "a:b=1,b=2"):
         with pytest.raises(InputError):
             Spec.parse(text)
+    with pytest.raises(InputError, match=r"eval\.toml cannot be read"):
+        read_config(tmp_path / "eval.toml")
+    (tmp_path / "eval.toml").write_text("[run")
+    with pytest.raises(InputError, match=r"eval\.toml is not TOML"):
+        read_config(tmp_path / "eval.toml")
 
 
 def test_the_modules_own_example_is_a_configuration():

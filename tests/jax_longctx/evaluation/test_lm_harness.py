@@ -190,6 +190,12 @@ def test_a_method_is_given_the_end_of_the_prompt_as_its_question(loaded, monkeyp
     assert asked.value.args == (tokens, tokens[-6:], [then] * ROWS)
     assert under(loaded, "citrus", settings).question_tokens == 64
     assert under(loaded, "full", {}).question_tokens == 1
+    # What a method cannot score is said with the way out.
+    monkeypatch.undo()
+    model = under(loaded, "citrus", settings, question_tokens=6, through="question")
+    message = r"score through decode \(here question: through= and rolling= say how\)"
+    with pytest.raises(InputError, match=message):
+        likelihoods(model, (PROMPT, " on"))
 
 
 @pytest.mark.thorough
@@ -207,14 +213,6 @@ def test_a_method_that_reads_for_a_question_scores_and_answers_through_the_harne
     answer = model.model.ask_tokens(context, asked, max_tokens=8)[0]
     (text,) = generations(model, (PROMPT, {"max_gen_toks": 8}))
     assert text == answer.text
-
-
-def test_what_a_method_cannot_score_is_said_with_the_way_out(loaded):
-    settings = {"budget": 16, "chunk": 8}
-    model = under(loaded, "citrus", settings, question_tokens=6, through="question")
-    message = r"score through decode \(here question: through= and rolling= say how\)"
-    with pytest.raises(InputError, match=message):
-        likelihoods(model, (PROMPT, " on"))
 
 
 def test_answers_end_before_the_first_stop_string(exact):
@@ -241,15 +239,15 @@ def test_a_special_token_among_the_stop_strings_ends_an_answer(loaded, exact):
     assert answer.finish == "stop" and answer.tokens == tokens[: begin + 1]
 
 
-def test_an_answer_ends_with_a_text_ending_token_that_is_not_special(loaded, exact, monkeypatch):
+def test_an_answer_ends_with_a_text_ending_token_that_is_not_special(
+    loaded, exact, monkeypatch, folder
+):
     row = loaded.tokenizer.encode("a", bos=True)
     tokens = joined(loaded.engine.generate([row] * ROWS, max_tokens=12))[0]
     monkeypatch.setattr(loaded.tokenizer, "eos_ids", (tokens[5],))
     (text,) = generations(exact, ("a", {"max_gen_toks": 12}))
     assert text == loaded.tokenizer.decode(tokens[: tokens.index(tokens[5])])
-
-
-def test_nothing_to_continue_is_the_start_of_a_text(folder):
+    # Nothing to continue is the start of a text.
     model = LongctxLM(str(folder / "no_bos"), batch_size=ROWS, prefill_chunk=CHUNK)
     settings = {"max_gen_toks": 12}
     nothing, begin = generations(model, ("", settings), ("<|begin|>", settings))
@@ -369,12 +367,6 @@ def test_method_mesh_and_dtype_are_those_asked_for(checkpoint):
     assert plain["model_dtype"] == "float32" and plain["method"]["name"] == "full"
 
 
-def test_no_setting_of_a_method_is_hidden_behind_an_argument():
-    own = set(inspect.signature(LongctxLM.__init__).parameters) - {"self", "settings"}
-    for name, method in METHODS.items():
-        assert not own & {field.name for field in dataclasses.fields(method)}, name
-
-
 def test_prompts_of_another_chat_template_are_not_taken_from_the_harness_cache(folder, loaded):
     name = LongctxLM(str(folder / "bos")).tokenizer_name
     assert name == LongctxLM(str(folder / "bos")).tokenizer_name
@@ -393,12 +385,15 @@ def test_what_was_answered_is_not_asked_again(folder, loaded, monkeypatch):
     assert second["results"] == first["results"]
 
 
-def test_the_harness_finds_the_model_by_its_entry_point():
+def test_the_harness_finds_the_model_whose_arguments_hide_no_setting_of_a_method():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     ((name, value),) = project["entry-points"]["lm_eval.models"].items()
     point = metadata.EntryPoint(name, value, "lm_eval.models")
     assert get_model(name) is point.load() is LongctxLM
     assert {"hf", "dummy"} <= set(model_registry.keys())
+    own = set(inspect.signature(LongctxLM.__init__).parameters) - {"self", "settings"}
+    for name, method in METHODS.items():
+        assert not own & {field.name for field in dataclasses.fields(method)}, name
 
 
 def test_the_command_line_hands_its_arguments_over(monkeypatch):
@@ -417,9 +412,6 @@ def test_the_command_line_hands_its_arguments_over(monkeypatch):
     assert refused.exit_code == 2 and refused.stderr == "error: too long\n"
     assert told == [["lm_eval", *args], ["lm_eval", "run", "--help"]]
     assert sys.argv == before
-
-
-def test_without_the_harness_its_command_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     result = CliRunner().invoke(app, ["lm-eval", "--tasks", "a"])
     assert result.exit_code == 2 and "pip install 'jax-longctx[harness]'" in result.stderr
@@ -461,9 +453,8 @@ def test_a_template_that_refuses_the_system_gets_the_other_messages(exact, templ
         assert exact.apply_chat_template([SYSTEM, USER]) == "hello !"
     assert "no system; the system's message is left out" in " ".join(caplog.text.split())
     assert exact.apply_chat_template([USER]) == "hello !"
-
-
-def test_a_template_that_refuses_everything_is_an_error_at_once(exact, template, caplog):
+    # One that refuses everything is an error at once.
+    caplog.clear()
     template("{{ raise_exception('never') }}")
     with caplog.at_level(logging.WARNING), pytest.raises(InputError, match="never"):
         exact.apply_chat_template([USER])
@@ -496,9 +487,6 @@ def test_a_text_begins_with_the_tokens_that_the_tokenizer_has(exact, monkeypatch
     monkeypatch.setattr(exact.tokenizer, "eos_ids", ())
     with pytest.raises(ConfigError, match="no end-of-text token"):
         _ = exact.eot_token_id
-
-
-def test_several_processes_are_refused(exact, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match="runs in one process"):
         LongctxLM(exact.model)

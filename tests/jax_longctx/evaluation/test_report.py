@@ -225,10 +225,7 @@ def test_ours_stand_below_theirs_of_the_same_settings(tmp_path):
     assert names[at + 1] == "resa selector=arkvale ratio=0.025, ours" and table[at + 1][4][0] == "0"
     # A run with another ratio is not theirs.
     assert "resa selector=arkvale ratio=0.05, ours" not in names
-
-
-def test_a_fixed_schedule_is_not_the_papers_adaptive_one(tmp_path):
-    """`qc_stride` is 5 in both: settings that are not named count, too."""
+    # `qc_stride` is 5 in both: settings that are not named count, too.
     specs = ("refreshkv:qc_stride=5", "refreshkv:schedule=fixed,stride=10")
     rows = [of_spec(spec, "vt", 100.0) for spec in specs]
     text, _ = reported(tmp_path, rows, {"published": ["refreshkv"]})
@@ -244,9 +241,6 @@ def test_pairs_are_the_same_prompts_alone():
     assert found.score.value.count == 2
     assert (found.score.difference.mean, found.score.difference.count) == (-100.0, 1)
     assert group.scores["full", "passkey"].score.difference is None
-
-
-def test_other_measures_are_paired_too():
     rows = [
         row(label, "stream", i, 0.0, measures={"nll": value})
         for label, values in (("full", (1.0, 2.0, 3.0)), ("h2o", (1.5, 2.5, 3.5)))
@@ -278,14 +272,6 @@ def test_runs_of_perplexity_are_rows():
     lines = {line.get_label(): line.get_ydata() for line in plot.figure.axes[0].lines}
     # Pooled over texts: the exponential of (0.5 + 2) / 2 and of (1.5 + 4) / 2.
     assert lines["h2o budget=64"] == pytest.approx([math.exp(1.25), math.exp(2.75)])
-
-
-def test_a_mean_is_of_all_tasks_or_none_and_the_best_points():
-    rows = [row("full", "a", 0, 100.0), row("full", "b", 0, 50.0), row("h2o", "a", 0, 100.0)]
-    (group,) = summarise(rows).groups
-    assert group.means == {"full": 75.0}
-    points = [(1, 50), (2, 40), (2, 60), (3, 60), (4, 90), (1, 30)]
-    assert best_of(points) == [(1, 50), (2, 60), (4, 90)]
 
 
 def test_published_tables_name_our_methods_and_tasks():
@@ -323,3 +309,8 @@ def test_a_table_by_length_has_shares_with_wilsons_interval():
         "| citrus budget=64 | 50 [15, 85] n=4 | \N{EN DASH} |",
         "| h2o | \N{EN DASH} | \N{EN DASH} |",
     ]
+    rows = [row("full", "a", 0, 100.0), row("full", "b", 0, 50.0), row("h2o", "a", 0, 100.0)]
+    (group,) = summarise(rows).groups
+    assert group.means == {"full": 75.0}
+    points = [(1, 50), (2, 40), (2, 60), (3, 60), (4, 90), (1, 30)]
+    assert best_of(points) == [(1, 50), (2, 60), (4, 90)]
