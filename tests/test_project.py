@@ -69,9 +69,7 @@ def is_within(name: str, parents: tuple[str, ...]) -> bool:
 
 
 def test_imports_are_seen_in_every_form():
-    code = (
-        "import a.b\nfrom a import b as c\ndef f():\n    from a.b import d\n    from . import e\n"
-    )
+    code = "import a.b\nfrom a import b as c\ndef f():\n from a.b import d\n from . import e"
     assert list(imports(ast.parse(code))) == ["a.b", "a.b", "a.b.d", "..e"]
 
 
@@ -147,20 +145,11 @@ def tracked_texts() -> Iterator[tuple[str, str]]:
             yield name, content.decode("utf-8")
 
 
-@pytest.mark.parametrize(
-    ("line", "foreign"),
-    [
-        ("model in /home/me/x", True),
-        ("pip install --extra-index-url x", True),
-        ("path/to/work/x, jax_longctx/home/x", False),
-        ("/", False),
-    ],
-)
-def test_foreign_addresses_are_told_from_others(line, foreign):
-    assert bool(FOREIGN.search(line)) is foreign
-
-
 def test_no_file_names_a_machine_or_a_registry():
+    for line in ("model in /home/me/x", "pip install --extra-index-url x"):
+        assert FOREIGN.search(line), line
+    for line in ("path/to/work/x, jax_longctx/home/x", "/"):
+        assert not FOREIGN.search(line), line
     texts = dict(tracked_texts())
     assert "pyproject.toml" in texts
     found = [

@@ -98,6 +98,7 @@ def test_a_matrix_takes_a_byte_a_number(tmp_path):
 
 
 def test_loads_without_a_flag_and_answers_the_same(whole):
+    """And products may be in another dtype."""
     made = jax_longctx.load(whole / "floats", weights="int8")
     model = jax_longctx.load(whole / "int8")
     assert model.engine.setup.weights == made.engine.setup.weights == "int8"
@@ -109,9 +110,6 @@ def test_loads_without_a_flag_and_answers_the_same(whole):
         for each in (made, model)
     ]
     assert said[0] == said[1] and len(said[0]) == 12
-
-
-def test_products_may_be_in_another_dtype(whole):
     model = jax_longctx.load(whole / "int8", dtype="float32")
     query = dict(flat(load_params(whole / "int8", make_mesh())))["layers.0.attn.q"]
     wider = dict(flat(load_params(whole / "int8", make_mesh(), "float32")))["layers.0.attn.q"]
@@ -120,13 +118,10 @@ def test_products_may_be_in_another_dtype(whole):
     np.testing.assert_array_equal(query.values, wider.values)
 
 
-@pytest.mark.parametrize("other", ["fp8", "bfloat16"])
-def test_another_form_is_refused(whole, other):
-    with pytest.raises(ConfigError, match=f"weights {other}: .* converted with weights int8"):
-        jax_longctx.load(whole / "int8", weights=other)
-
-
-def test_what_needs_floats_is_refused(whole, tmp_path):
+def test_another_form_and_what_needs_floats_is_refused(whole, tmp_path):
+    for other in ("fp8", "bfloat16"):
+        with pytest.raises(ConfigError, match=f"weights {other}: .* converted with weights int8"):
+            jax_longctx.load(whole / "int8", weights=other)
     with pytest.raises(ConfigError, match="holds its matrices in int8"):
         export(whole / "int8", tmp_path / "back")
     assert not any(tmp_path.iterdir())
@@ -155,11 +150,6 @@ def changed(folder, **fields):
     path.write_text(json.dumps(seal(3, read_sealed(path, 3, "") | fields)))
 
 
-@pytest.fixture
-def copy(whole, tmp_path):
-    return shutil.copytree(whole / "int8", tmp_path / "ours")
-
-
 def refused(folder, *words):
     with pytest.raises(CheckpointError) as caught:
         load_params(folder, make_mesh())
@@ -167,27 +157,23 @@ def refused(folder, *words):
     assert "\n" not in str(caught.value)
 
 
-def test_damaged_bytes(copy):
+def test_a_damaged_checkpoint_is_refused(whole, tmp_path):
+    copy = shutil.copytree(whole / "int8", tmp_path / "ours")
+    tensors = read_sealed(copy / "manifest.json", 3, "")["tensors"]
+    kept = {path: entry for path, entry in tensors.items() if path != "layers.1.mlp.up.scales"}
+    changed(copy, tensors=kept)
+    refused(copy, "parameter layers.1.mlp.up.scales is missing")
+    changed(copy, tensors=tensors, weights="fp8")
+    refused(copy, "is stored as int8, expected float8_e4m3fn")
+    changed(copy, weights="int3")
+    refused(copy, "manifest.json is damaged", "int3")
+    changed(copy, weights="int8")
     largest = max((copy / "params").rglob("*"), key=lambda path: path.stat().st_size)
     raw = bytearray(largest.read_bytes())
     for at in range(0, len(raw), 512):
         raw[at] ^= 0xFF
     largest.write_bytes(raw)
     refused(copy, "is damaged", "convert the source again")
-
-
-def test_missing_scales(copy):
-    tensors = read_sealed(copy / "manifest.json", 3, "")["tensors"]
-    kept = {path: entry for path, entry in tensors.items() if path != "layers.1.mlp.up.scales"}
-    changed(copy, tensors=kept)
-    refused(copy, "parameter layers.1.mlp.up.scales is missing")
-
-
-def test_numbers_of_another_form(copy):
-    changed(copy, weights="fp8")
-    refused(copy, "is stored as int8, expected float8_e4m3fn")
-    changed(copy, weights="int3")
-    refused(copy, "manifest.json is damaged", "int3")
 
 
 def test_a_manifest_of_floats_is_as_before(whole):

@@ -86,14 +86,21 @@ def test_what_is_written_is_not_written_again(tmp_path, source, saved):
     assert_converted(source, tmp_path)
 
 
-def test_a_group_that_was_being_written_is_written_again(tmp_path, source):
-    """What a kill leaves: a group that Orbax had begun, and one that was not noted."""
-    interrupt(source, tmp_path / "ours")
-    groups = tmp_path / "ours.partial" / "params.partial_save"
-    (tmp_path / "ours.partial" / "params.partial_save.orbax-checkpoint-tmp" / "state").mkdir(
-        parents=True
-    )
-    (groups / "params.partial_save.pending_9_unnoted" / "state").mkdir(parents=True)
+def test_a_group_that_was_being_written_is_written_again(tmp_path, source, monkeypatch):
+    """What a kill leaves: a group that Orbax had begun, and one that was not noted.
+
+    The room that the partial takes is counted as free.
+    """
+    interrupt(source, tmp_path / "ours", 0.9)
+    partial = tmp_path / "ours.partial"
+    for begun in (
+        "params.partial_save.orbax-checkpoint-tmp",
+        "params.partial_save/params.partial_save.pending_9_unnoted",
+    ):
+        (partial / begun / "state").mkdir(parents=True)
+    total = sum(value.nbytes for value in random_state(hf_config("llama")).values())
+    usage = type("Usage", (), {"free": total // 2})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     convert(source, tmp_path / "ours")
     assert_converted(source, tmp_path)
 
@@ -131,14 +138,6 @@ def test_a_folder_that_only_has_the_name_of_a_partial_is_kept(tmp_path, source):
         assert thesis.read_text() == "keep"
         thesis.unlink()
         convert(source, tmp_path / name, resume=resume)
-
-
-def test_room_that_a_partial_takes_is_counted_as_free(tmp_path, source, monkeypatch):
-    interrupt(source, tmp_path / "ours", 0.9)
-    total = sum(value.nbytes for value in random_state(hf_config("llama")).values())
-    usage = type("Usage", (), {"free": total // 2})
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    convert(source, tmp_path / "ours")
 
 
 @pytest.mark.parametrize("state", ["merging", pytest.param("lost", marks=pytest.mark.slow)])
