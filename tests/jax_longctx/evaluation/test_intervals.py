@@ -44,9 +44,6 @@ def test_paired_shares_are_those_of_newcombe():
     assert low == pytest.approx(-0.2775, abs=1e-4) and high == pytest.approx(0.2775, abs=1e-4)
     with pytest.raises(ValueError):
         paired_shares(0, 0, 0, 0)
-
-
-def test_the_difference_turned_round_is_its_negative():
     for counts in itertools.product(range(4), repeat=4):
         if sum(counts):
             both, first, second, neither = counts

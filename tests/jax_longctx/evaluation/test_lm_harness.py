@@ -343,15 +343,16 @@ def test_arguments_that_do_not_fit_are_named(checkpoint, loaded, arguments, mess
         LongctxLM(loaded, "full")
 
 
-@pytest.mark.parametrize(("trained", "most"), [(1024.0, 1024), (math.inf, 256)])
-def test_the_longest_request_is_what_the_model_was_extended_to(loaded, monkeypatch, trained, most):
+def test_the_longest_request_is_what_the_model_was_extended_to(loaded, monkeypatch):
     """`yarn` and `linear` go beyond `max_position`; where nothing limits a model, that is left."""
-    monkeypatch.setattr(jax_longctx.ModelConfig, "trained_length", property(lambda self: trained))
-    assert model_of(loaded).max_length == most
-    assert model_of(loaded, max_length=77).max_length == 77
+    for trained, most in ((1024.0, 1024), (math.inf, 256)):
+        known = property(lambda self, trained=trained: trained)
+        monkeypatch.setattr(jax_longctx.ModelConfig, "trained_length", known)
+        assert model_of(loaded).max_length == most
+        assert model_of(loaded, max_length=77).max_length == 77
 
 
-def test_method_mesh_and_dtype_are_those_asked_for(checkpoint):
+def test_method_mesh_and_dtype_are_those_asked_for(checkpoint, folder, loaded):
     text = f"checkpoint={checkpoint},method=streaming-llm,budget=64,chunk=16,sink=2"
     text += ",mesh=data=2/tensor=2,dtype=bfloat16,device=cpu"
     model = LongctxLM.create_from_arg_string(text, {"batch_size": 2})
@@ -365,9 +366,6 @@ def test_method_mesh_and_dtype_are_those_asked_for(checkpoint):
     # What the harness's command line says for itself.
     plain = LongctxLM(checkpoint, dtype="auto", device="cuda:0").get_model_info()
     assert plain["model_dtype"] == "float32" and plain["method"]["name"] == "full"
-
-
-def test_prompts_of_another_chat_template_are_not_taken_from_the_harness_cache(folder, loaded):
     name = LongctxLM(str(folder / "bos")).tokenizer_name
     assert name == LongctxLM(str(folder / "bos")).tokenizer_name
     assert name.startswith("bos-") and "/" not in name

@@ -165,12 +165,19 @@ def test_costs_leave_compiled_batches_out(page, rows):
     assert snapkv[1] == ["4.0 MiB", f"{TIMES} 0.50"] and snapkv[3] == ["1.00 s", f"{TIMES} 0.50"]
 
 
-def test_refused_rows_and_other_measures_have_their_tables(page):
+def test_refused_rows_other_measures_and_the_papers_figures_have_their_tables(page):
     _, parsed = page
     cells = ["snapkv budget=64", "vt", "1,024", "1", "a cache | of <64>"]
     assert parsed.tables["Refused"][1] == [[cell] for cell in cells]
     measured = parsed.tables["nll at 1,024 tokens"]
     assert measured == [[["method"], ["stream"]], [["full"], ["1.5", "n = 1"]]]
+    text, parsed = page
+    (title,) = (title for title in parsed.tables if title.startswith("CItruS"))
+    assert parsed.tables[title][1:] == [
+        [["Individual cache, theirs"], ["100"]],
+        [["Shared cache, theirs"], ["100"]],
+    ]
+    assert '<td class="theirs">100</td>' in text
 
 
 def test_the_page_is_whole_and_alone(page):
@@ -196,16 +203,6 @@ def test_markdown_has_the_same_figures_and_pictures(page, folder):
     assert len(pictures) == 5
     for picture in pictures:
         assert (folder / picture).read_bytes()[:4] == b"\x89PNG"
-
-
-def test_the_papers_figures_are_marked_as_theirs(page):
-    text, parsed = page
-    (title,) = (title for title in parsed.tables if title.startswith("CItruS"))
-    assert parsed.tables[title][1:] == [
-        [["Individual cache, theirs"], ["100"]],
-        [["Shared cache, theirs"], ["100"]],
-    ]
-    assert '<td class="theirs">100</td>' in text
 
 
 def test_ours_stand_below_theirs_of_the_same_settings(tmp_path):

@@ -64,7 +64,7 @@ def test_helpers_that_templates_expect_and_refusals():
         render("{{ messages.append(1) }}")
 
 
-def test_template_forms():
+def test_template_forms(tmp_path, byte_level):
     named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
     assert select_template(None) is None
     assert select_template("X") == "X"
@@ -72,9 +72,6 @@ def test_template_forms():
     assert select_template(named[:1]) == "T"
     with pytest.raises(CheckpointError, match="chat_template is a list"):
         select_template([1])
-
-
-def test_template_file_wins_over_the_config(tmp_path, byte_level):
     byte_level.save(str(tmp_path / "tokenizer.json"))
     config = {"chat_template": "config", "eos_token": "<|end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -123,7 +123,7 @@ def test_rendering_again_takes_no_new_process():
     assert time.perf_counter() - begun < 2
 
 
-def test_an_interrupt_leaves_no_reply_behind():
+def test_an_interrupt_leaves_no_reply_behind_and_a_killed_process_is_replaced():
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -136,9 +136,6 @@ def test_an_interrupt_leaves_no_reply_behind():
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert render("{{ messages[0].content }}") == "hello"
-
-
-def test_a_process_that_was_killed_is_replaced():
     assert render("a") == "a"
     process = tokenizer._RENDERER._process
     os.kill(process.pid, signal.SIGKILL)

@@ -54,18 +54,6 @@ def test_only_records_asked_for_are_right():
     assert (str(price), str(stock)) == ("Price is below 10.5", "Stock is at least 7")
 
 
-def test_short_pages_have_fewer_records_and_an_answer_needs_room():
-    _, (short, *_) = pages(tokens=400, trials=1)
-    _, (long, *_) = pages(trials=1)
-    assert 0 < short.meta["records"] < long.meta["records"]
-    with pytest.raises(LengthError, match="few"):
-        pages(tokens=320, trials=1)
-    with pytest.raises(ConfigError, match="max_new must be at least output = 500, got 100"):
-        make_task("html_tsv_syn", {"max_new": "100"})
-    with pytest.raises(ConfigError, match="output must be at least 1, got 0"):
-        make_task("html_tsv_syn", {"output": "0"})
-
-
 GOLD = "A\tB\n1\tx y\n2\tz\n3\tN/A"
 
 
@@ -95,7 +83,7 @@ def test_tables_are_scored(answer, precision, recall, f1):
     assert found == pytest.approx({"f1": f1, "precision": precision, "recall": recall})
 
 
-def test_a_task_scores_what_follows_its_header():
+def test_a_task_scores_what_follows_its_header_and_needs_room():
     task, (sample, *_) = pages(trials=1)
     rows = sample.outputs[0].split("\n")[1:]
     half = "\n" + "\n".join(rows[: len(rows) // 2])
@@ -103,3 +91,12 @@ def test_a_task_scores_what_follows_its_header():
     assert task.parts(half, sample)["recall"] == pytest.approx(50, abs=5)
     assert task.score(half, sample) == pytest.approx(200 / 3, abs=5)
     assert task.stop == ("\n```",)
+    _, (short, *_) = pages(tokens=400, trials=1)
+    _, (long, *_) = pages(trials=1)
+    assert 0 < short.meta["records"] < long.meta["records"]
+    with pytest.raises(LengthError, match="few"):
+        pages(tokens=320, trials=1)
+    with pytest.raises(ConfigError, match="max_new must be at least output = 500, got 100"):
+        make_task("html_tsv_syn", {"max_new": "100"})
+    with pytest.raises(ConfigError, match="output must be at least 1, got 0"):
+        make_task("html_tsv_syn", {"output": "0"})

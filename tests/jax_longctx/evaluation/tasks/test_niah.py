@@ -18,7 +18,7 @@ def birds(tmp_path_factory):
     return str(path)
 
 
-def test_one_needle_stands_at_its_depth(birds):
+def test_one_needle_stands_at_its_depth_and_many_at_theirs(birds):
     task, samples = drawn("niah_single", trials=5, depths=5, haystack=birds)
     assert task.label == "niah_single@birds"
     for sample in samples:
@@ -29,9 +29,6 @@ def test_one_needle_stands_at_its_depth(birds):
         assert before == pytest.approx(sample.meta["depth"] * around, abs=5)
         assert sample.meta["at"] == pytest.approx(before / around)
     assert [sample.meta["depth"] for sample in samples] == [0, 0.25, 0.5, 0.75, 1]
-
-
-def test_many_needles_stand_at_theirs(birds):
     task, samples = drawn("niah_multi", trials=2, needles=5, haystack=birds)
     assert task.label == "niah_multi@birds"
     for sample in samples:

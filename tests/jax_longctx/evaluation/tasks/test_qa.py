@@ -85,15 +85,12 @@ def test_documents_stand_in_a_drawn_order_near_ones_before_others(squad):
     assert places == {"1", "2", "3"}
 
 
-def test_a_set_that_is_used_up_starts_over(squad):
+def test_a_set_that_is_used_up_starts_over_and_any_answer_is_right(squad):
     _, (sample, *_) = of_file(squad, tokens=900)
     listed = re.findall(r"\n(\w+ fact \d)", sample.context)
     name, number = sample.query.removesuffix("?").split()[-2:]
     assert len(set(listed)) == 6 < len(listed)
     assert listed.count(f"{name} fact {number}") == 1
-
-
-def test_any_answer_is_right(squad):
     task, (sample, *_) = of_file(squad)
     assert sample.outputs[1] == "x"
     assert task.score("X, I think", sample) == 100
