@@ -1,12 +1,13 @@
-"""Installs the wheel with the lowest and the newest JAX that pyproject.toml allows, and uses it.
+"""Installs the wheel with the lowest and the newest versions that it allows, and uses it.
 
     .venv/bin/python .ci/smoke.py [--jax VERSION ...]
 
-The wheel must hold every tracked file of the packages. Each JAX gets an environment of its own,
-outside the source tree, with the wheel and what its dependencies resolve to. There the command line
-converts a tiny random model, generates and asks; sampled answers must be those of the environment
-that runs this script. The GPU kernels are lowered, which needs no GPU. Downloads come from pip's
-cache where it has them.
+The wheel must hold every tracked file of the packages. Two environments outside the source tree get
+it: one with the lowest version of each direct dependency and of each of `convert`, one with the
+newest that pip finds. With `--jax`, environments with these versions of JAX replace the two. There
+the command line converts a tiny random model, generates and asks; sampled answers must be those of
+the environment that runs this script. The GPU kernels are lowered, which needs no GPU. Downloads
+come from pip's cache where it has them.
 """
 
 import argparse
@@ -82,12 +83,11 @@ def write_inputs(folder: Path) -> None:
     (folder / "text.txt").write_text(TEXT)
 
 
-def install(folder: Path, wheel: Path, version: str | None) -> Path:
-    """A new environment's folder of programs, with that JAX; None is the newest."""
+def install(folder: Path, wheel: Path, pins: list[str]) -> Path:
+    """A new environment's folder of programs, with these versions and else the newest."""
     run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
     pip = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install"]
-    wanted = [f"jax-longctx[convert] @ {wheel.as_uri()}"]
-    wanted += [] if version is None else [f"jax=={version}"]
+    wanted = [f"jax-longctx[convert] @ {wheel.as_uri()}", *pins]
     run(*pip, "--quiet", "--no-compile", *wanted, cwd=folder.parent)
     return folder / "bin"
 
@@ -113,11 +113,13 @@ def use(programs: Path, inputs: Path, folder: Path) -> dict[str, str]:
     return found
 
 
-def try_version(asked: str | None, wheel: Path, inputs: Path) -> tuple[str, dict[str, str], float]:
-    """The version that was installed, what was found with it, and the seconds it took."""
+def try_versions(
+    name: str, pins: list[str], wheel: Path, inputs: Path
+) -> tuple[str, dict[str, str], float]:
+    """The versions that were installed, what was found with them, and the seconds it took."""
     begun = time.monotonic()
-    home = inputs / f"with-{asked or 'newest'}"
-    programs = install(home, wheel, asked)
+    home = inputs / f"with-{name}"
+    programs = install(home, wheel, pins)
     said = run(programs / "jax-longctx", "--version", cwd=inputs)
     version = re.search(r"\(jax ([\w.]+)", said)
     if version is None:
@@ -126,39 +128,45 @@ def try_version(asked: str | None, wheel: Path, inputs: Path) -> tuple[str, dict
     # A copy, so that the source tree is not on the path.
     kernels = shutil.copy(ROOT / "tests" / "pallas_kernels" / "gpu_programs.py", home)
     run(programs / "python", kernels, cwd=home)
-    return version[1], found, time.monotonic() - begun
+    return f"{name}: JAX {version[1]}", found, time.monotonic() - begun
 
 
-def lowest_allowed() -> str:
+def lowest_allowed() -> list[str]:
+    """The lower bound of every direct dependency and of `convert`'s, as pins."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    [bound] = [found for found in project["dependencies"] if found.startswith("jax>=")]
-    return bound.removeprefix("jax>=")
+    bounds = project["dependencies"] + project["optional-dependencies"]["convert"]
+    pins = [re.fullmatch(r"([\w-]+)>=([\d.]+)(,.*)?", bound) for bound in bounds]
+    if None in pins:
+        raise SystemExit(f"smoke: a dependency of {bounds} has no lower bound")
+    return [f"{pin[1]}=={pin[2]}" for pin in pins if pin]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jax", nargs="+", help="these versions instead of lowest and newest")
-    wanted = parser.parse_args().jax or [lowest_allowed(), None]
+    parser.add_argument("--jax", nargs="+", help="these versions of JAX instead")
+    asked = parser.parse_args().jax
+    wanted = {version: [f"jax=={version}"] for version in asked or ()}
+    wanted = wanted or {"lowest": lowest_allowed(), "newest": []}
     with tempfile.TemporaryDirectory(prefix="smoke-") as place:
         folder = Path(place)
         wheel = build_wheel(folder)
         write_inputs(folder)
         with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
             reference = pool.submit(use, Path(sys.executable).parent, folder, folder / "pinned")
-            tried = [pool.submit(try_version, asked, wheel, folder) for asked in wanted]
+            tried = [pool.submit(try_versions, *each, wheel, folder) for each in wanted.items()]
             concurrent.futures.wait([reference, *tried], return_when="FIRST_EXCEPTION")
             pool.shutdown(wait=False, cancel_futures=True)  # after a failure nothing is begun
             expected, *results = (each.result() for each in (reference, *tried))
     print(f"{wheel.name} as with JAX {metadata.version('jax')}:")
     different = False
     for version, found, seconds in results:
-        print(f"  JAX {version}: {', '.join(found)}, GPU kernels lowered; {seconds:.0f} s")
+        print(f"  {version}: {', '.join(found)}, GPU kernels lowered; {seconds:.0f} s")
         for name in expected:
             if found[name] != expected[name]:
                 different = True
                 print(f"  {name} DIFFERS: {found[name]}, expected {expected[name]}")
     if different:
-        raise SystemExit("smoke: answers differ between versions of JAX")
+        raise SystemExit("smoke: answers differ between versions")
 
 
 if __name__ == "__main__":
