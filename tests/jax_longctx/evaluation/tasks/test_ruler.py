@@ -1,5 +1,7 @@
-"""Chains keep their order, and what is frequent is strictly more frequent than the rest."""
+"""RULER's tasks and needles: depths and orders are those said, and what is frequent is so."""
 
+import itertools
+import random
 import re
 from collections import Counter
 
@@ -7,7 +9,118 @@ import pytest
 
 from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.tasks import make_task
+from jax_longctx.evaluation.tasks.words import ADJECTIVES, NOUNS, VERBS, vocabulary, word_stream
 from tests.jax_longctx.evaluation.tasks.cases import drawn, words
+
+
+@pytest.fixture(scope="module")
+def birds(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "birds.txt"
+    path.write_text(" ".join(f"Row {i} has {i % 7} birds." for i in range(3000)), encoding="utf-8")
+    return str(path)
+
+
+def test_one_needle_stands_at_its_depth_and_many_at_theirs(birds):
+    task, samples = drawn("niah_single", trials=5, depths=5, haystack=birds)
+    assert task.label == "niah_single@birds"
+    for sample in samples:
+        needle = f"{sample.answer_prefix.strip()} {sample.outputs[0]}."
+        text = sample.context.partition("end.\n\n")[2]
+        before = words(text.partition(needle)[0])
+        around = words(text) - words(needle)
+        assert before == pytest.approx(sample.meta["depth"] * around, abs=5)
+        assert sample.meta["at"] == pytest.approx(before / around)
+    assert [sample.meta["depth"] for sample in samples] == [0, 0.25, 0.5, 0.75, 1]
+    task, samples = drawn("niah_multi", trials=2, needles=5, haystack=birds)
+    assert task.label == "niah_multi@birds"
+    for sample in samples:
+        assert sample.meta["depths"] == [0, 0.25, 0.5, 0.75, 1]
+        places = [words(sample.context.partition(place)[0]) for place in sample.outputs]
+        share = [(place - places[0]) / (places[-1] - places[0]) for place in places]
+        assert share == pytest.approx(sample.meta["depths"], abs=0.02)
+        assert sample.meta["at"] == pytest.approx(sample.meta["depths"], abs=0.01)
+
+
+def test_parts_of_one_needle_and_of_many():
+    task, (sample, *_) = drawn("niah_single")
+    place = sample.outputs[0]
+    said = task.parts(f" {place}.\nMore words", sample)
+    assert said == {"rouge_1": 100, "rouge_2": 100, "rouge_l": 100, "needlebench": 100}
+    # One of two words, and nothing of the place's letters but one word's.
+    half = task.parts(place.split()[0], sample)
+    assert (half["rouge_1"], half["rouge_2"]) == (pytest.approx(200 / 3), 0)
+    assert 0 < half["needlebench"] < 20
+    assert task.score(place.split()[0], sample) == 0
+    assert task.parts("", sample)["rouge_l"] == 0
+    task, (sample, *_) = drawn("niah_multi", needles=4)
+    answer = " and ".join(sample.outputs[:3])
+    assert task.score(answer, sample) == 75
+    depths = {"depth 0%": 100, "depth 33%": 100, "depth 67%": 100, "depth 100%": 0}
+    assert task.parts(answer, sample) == {"all": 0, **depths}
+    assert task.parts(answer + sample.outputs[3], sample)["all"] == 100
+
+
+def test_facts_of_a_text_are_not_asked_for(tmp_path):
+    """Every place of the first adjective drawn stands in the text, so another noun is taken."""
+    pairs = [f"{first} {second}" for first in ADJECTIVES for second in NOUNS[:150]]
+    path = tmp_path / "pairs.txt"
+    path.write_text(". ".join(map(str.capitalize, pairs)), encoding="utf-8")
+    _, samples = drawn("niah_single", tokens=300, trials=8, haystack=str(path))
+    assert all(sample.outputs[0] not in pairs for sample in samples)
+
+
+def test_ruler_needles_are_as_many_and_as_deep_as_asked(birds):
+    _, samples = drawn("niah_multikey_1", keys=7, haystack=birds)
+    levels = [round(100 * i / 39) / 100 for i in range(40)]
+    for sample in samples:
+        depths = sample.meta["depths"]
+        assert sample.context.count("A secret number assigned to ") == 7
+        assert depths == sorted(set(depths)) and set(depths) <= set(levels)
+        text = sample.context.partition("end.\n\n")[2]
+        parts = text.split("A secret number assigned to ")
+        around = words(text) - 7 * 8
+        # Each part behind the first begins with a key and its value, three words.
+        before = itertools.accumulate(words(part) - 3 * bool(i) for i, part in enumerate(parts))
+        for depth, place in zip(depths, before, strict=False):
+            assert place == pytest.approx(depth * around, abs=5)
+
+
+@pytest.mark.parametrize("name", ["niah_multikey_2", "niah_multikey_3"])
+def test_needles_among_needles_stand_anywhere_in_lines_of_their_own(name):
+    _, samples = drawn(name, trials=20)
+    places = []
+    for sample in samples:
+        lines = sample.context.partition("\n\n")[2].splitlines()
+        assert all(line.startswith("A secret ") and line.endswith(".") for line in lines)
+        keys = [line.split()[5] for line in lines]
+        assert len(set(keys)) == len(keys)
+        places.append(keys.index(sample.meta["keys"][0]) / len(keys))
+    assert min(places) < 0.2 and max(places) > 0.8
+
+
+def test_kinds_of_keys_and_values_and_words_of_one_and_of_many():
+    _, (sample, *_) = drawn("niah_multikey_3")
+    for text in (sample.meta["keys"][0], sample.outputs[0]):
+        assert len(text) == 36 and text[14] == "4"
+    _, samples = drawn("niah_single_1", trials=30)
+    assert all(len(s.outputs[0]) == 7 and s.outputs[0][0] != "0" for s in samples)
+    first, second = samples[0].meta["keys"][0].split("-")
+    assert first in ADJECTIVES and second in NOUNS
+    single, several = drawn("niah_single_2")[1][0], drawn("niah_multiquery", queries=2)[1][0]
+    one, two = several.meta["keys"]
+    assert single.query.startswith("\n\nWhich secret number is assigned to ")
+    asked = f"Which secret numbers are assigned to {one} and {two} in the text above?"
+    assert several.query == f"\n\n{asked}"
+    assert len(several.outputs) == 2
+    values = drawn("niah_multivalue", values=3)[1][0]
+    assert "numbers are assigned" in values.query and len(values.outputs) == 3
+
+
+def test_labels_name_texts_that_are_not_the_published_ones():
+    names = ("niah_single_1", "niah_single_2", "niah_multikey_3")
+    labels = [make_task(name).label for name in names]
+    assert labels == ["niah_single_1", "niah_single_2@topics", "niah_multikey_3"]
+    assert make_task("niah_single_1", {"haystack": "topics"}).label == "niah_single_1@topics"
 
 
 def test_a_chain_keeps_its_order_behind_a_solved_one():
@@ -101,6 +214,13 @@ def test_frequencies_fall_faster_with_alpha():
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
+        ("niah_multi", {"needles": "1"}, "needles must be at least 2, got 1"),
+        ("niah_multi", {"needles": "51"}, "needles must be at most 50, got 51"),
+        ("niah_single", {"depths": "0"}, "depths must be at least 1, got 0"),
+        ("niah_single_1", {"values": "0"}, "values must be at least 1, got 0"),
+        ("niah_single_1", {"queries": "2"}, "queries must be at most keys = 1, got 2"),
+        ("niah_single_1", {"keys": "41"}, r"keys \* values must be at most 40, got 41"),
+        ("niah_single_1", {"key": "number"}, "expected one of words, uuid"),
         ("vt", {"hops": "0"}, "hops must be at least 1, got 0"),
         ("vt", {"chains": "101"}, r"chains \* \(hops \+ 1\) must be at most 500, got 505"),
         ("cwe", {"words": "0"}, "words must be at least 1, got 0"),
@@ -113,3 +233,21 @@ def test_frequencies_fall_faster_with_alpha():
 def test_settings_that_cannot_be(name, settings, message):
     with pytest.raises(ConfigError, match=message):
         make_task(name, settings)
+
+
+def test_pairs_of_words_come_to_an_end(monkeypatch):
+    monkeypatch.setattr("jax_longctx.evaluation.tasks.ruler.NOUNS", NOUNS[:2])
+    with pytest.raises(LengthError, match="no more keys of two words; set key=uuid"):
+        drawn("niah_multikey_2", tokens=9000, trials=1)
+
+
+def test_words():
+    lists = (ADJECTIVES, NOUNS, VERBS)
+    assert len({word for each in lists for word in each}) == sum(map(len, lists))
+    known = vocabulary()
+    assert known == tuple(sorted(set(known))) and {*NOUNS, "argument"} <= set(known)
+    assert all(word.isalpha() and word.islower() for word in known)
+    stream = list(itertools.islice(word_stream(random.Random(3)), len(known) + 500))
+    assert len(set(stream)) == len(stream) and set(stream[: len(known)]) == set(known)
+    assert stream[: len(known)] != list(known)
+    assert all(word.isalpha() for word in stream)
