@@ -1,6 +1,7 @@
 """Writing and reading slots against numpy: on one device, and on four in blocks and stripes."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +99,7 @@ def runs(tokens):
     yield [SLOTS - half, SLOTS - 1, end], [half, 1, tokens]
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 16, 24])
+@pytest.mark.parametrize("tokens", [1, 16, 17])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_run_lands_where_numpy_puts_it(setup, platform, batch, tokens):
     write = compiled_write(setup)
@@ -114,10 +115,8 @@ def test_a_run_lands_where_numpy_puts_it(setup, platform, batch, tokens):
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("start", [-20, -5, -3, 0, 7, 59, 62, 64, 90])
-@pytest.mark.parametrize("valid", [0, 3, 5])
 @pytest.mark.parametrize("layer", [0, 1])
-def test_both_forms_write_the_same_shard(start, valid, layer):
+def test_both_forms_write_the_same_shard(layer):
     """Runs that lie before, across and behind what a shard holds (`start` is local to it).
 
     The rows are those of a layer of two, as in a `Plane`.
@@ -125,27 +124,23 @@ def test_both_forms_write_the_same_shard(start, valid, layer):
     buffer, new = jnp.asarray(random_arrays(4, 5)[0]), jnp.asarray(random_arrays(2, 5)[1])
     own = 2 * layer
     new_BKTH = jnp.swapaxes(new, 1, 2)
-    starts, valids = jnp.array([start, 11]), jnp.array([valid, 2])
-    lines = append_only._write_lines(buffer, new_BKTH, starts, valids, own)
-    rows = buffer
-    for row in range(2):
-        rows = append_only._write_row(row, rows, new_BKTH, starts, valids, own)
-    expected = np.array(buffer)
-    for b, (first, count) in enumerate([(start, valid), (11, 2)]):
-        for step in range(count):
-            if 0 <= first + step < SLOTS:
-                expected[own + b, :, first + step] = new_BKTH[b, :, step]
-    np.testing.assert_array_equal(lines, expected)
-    np.testing.assert_array_equal(rows, expected)
 
+    @jax.jit
+    def both(starts, valids):
+        rows = buffer
+        for row in range(2):
+            rows = append_only._write_row(row, rows, new_BKTH, starts, valids, own)
+        return append_only._write_lines(buffer, new_BKTH, starts, valids, own), rows
 
-def test_a_segment_longer_than_a_shard_is_written_whole_for_a_tpu(setup, monkeypatch):
-    monkeypatch.setattr(append_only, "platform", lambda: "tpu")
-    buffer, new = random_arrays(1, 17)
-    got = compiled_write(setup)(buffer, new, np.array([5], np.int32), np.array([17], np.int32))
-    expected = buffer.copy()
-    expected[0, :, 5:22] = np.swapaxes(new[0], 0, 1)
-    np.testing.assert_array_equal(got, expected)
+    starts = [-20, -5, -3, 0, 7, 59, 62, 64, 90]
+    for start, valid in itertools.product(starts, [0, 3, 5]):
+        expected = np.array(buffer)
+        for b, (first, count) in enumerate([(start, valid), (11, 2)]):
+            for step in range(count):
+                if 0 <= first + step < SLOTS:
+                    expected[own + b, :, first + step] = new_BKTH[b, :, step]
+        for found in both(np.array([start, 11]), np.array([valid, 2])):
+            np.testing.assert_array_equal(found, expected, err_msg=f"{start=} {valid=}")
 
 
 @pytest.mark.parametrize("batch", [1, 3])

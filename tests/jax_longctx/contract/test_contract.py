@@ -13,16 +13,16 @@ from jax_longctx.methods import Full
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.contract.methods import Cautious, Instructed, KeepRecent
 from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy, weighted_values
-from tests.support import random_rows, tiny_config, tiny_engine
+from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 THETA = 1e4
 LENGTHS = [37, 1, 20]
-MESHES = {"one": (1, 1, 1), "2x2x2": (2, 2, 2)}
+ONE, EIGHT = (1, 1, 1), (2, 2, 2)
 
 
-@pytest.fixture(params=[pytest.param("one", marks=pytest.mark.slow), "2x2x2"])
+@pytest.fixture(params=[pytest.param(ONE, marks=pytest.mark.slow), EIGHT], ids=["one", "2x2x2"])
 def mesh(request):
-    return make_mesh(*MESHES[request.param])
+    return make_mesh(*request.param)
 
 
 def oracle_params(engine):
@@ -32,10 +32,7 @@ def oracle_params(engine):
 def answers(engine, contexts, questions, steps, **prefill):
     """The answers, and the context after them with a cache for each layer."""
     context = engine.prefill(contexts, reserve=16, questions=questions, **prefill)
-    rows = [[] for _ in contexts]
-    for block in engine.stream(context, questions, max_tokens=steps):
-        for row, new in zip(rows, block, strict=True):
-            row.extend(new)
+    rows = joined(engine.stream(context, questions, max_tokens=steps))
     context.caches = programs.per_layer(context.usable_caches())
     return rows, context
 
@@ -86,23 +83,15 @@ def test_cache_shrinks_at_finish(mesh):
             engine.config, params, contexts[row], questions[row], 6, keep_recent_attend(4)
         )
         assert got[row] == expected
-
-
-def test_room_grows_with_a_longer_answer(mesh):
-    engine = tiny_engine(KeepRecent(budget=4), mesh=mesh, chunk=8)
-    contexts, questions = random_rows(LENGTHS), random_rows([3, 2, 1], seed=1)
-    context = engine.prefill(contexts, reserve=2)
-    grown = [[], [], []]
-    for block in engine.stream(context, questions, max_tokens=6):
-        for row, new in zip(grown, block, strict=True):
-            row.extend(new)
-    assert grown == answers(engine, contexts, questions, 6)[0]
+    # Room that was made for two tokens grows with a longer answer.
+    short = engine.prefill(contexts, reserve=2)
+    assert joined(engine.stream(short, questions, max_tokens=6)) == got
 
 
 @pytest.mark.slow
-def test_a_budgets_growth_is_judged_by_what_it_keeps(mesh):
+def test_a_budgets_growth_is_judged_by_what_it_keeps():
     """40 KB hold neither a second cache of the context nor full attention's growth."""
-    engine = tiny_engine(KeepRecent(budget=4), mesh=mesh, chunk=8)
+    engine = tiny_engine(KeepRecent(budget=4), chunk=8)
     context = engine.prefill(random_rows([600]), reserve=2)
     engine.memory_limit = 40_000
     list(engine.stream(context, random_rows([3]), max_tokens=100))
@@ -185,11 +174,15 @@ def cautious_greedy(engine, params, context, question, steps, method):
 
 
 @pytest.mark.parametrize(
-    "threshold", [0.0, *(pytest.param(value, marks=pytest.mark.slow) for value in (-1.1, 1.1))]
+    ("sizes", "threshold"),
+    [
+        (EIGHT, 0.0),
+        *(pytest.param(ONE, value, marks=pytest.mark.slow) for value in (-1.1, 1.1)),
+    ],
 )
-def test_cond_in_each_layer(mesh, threshold):
+def test_cond_in_each_layer(sizes, threshold):
     method = Cautious(threshold=threshold)
-    engine = tiny_engine(method, mesh=mesh, chunk=8)
+    engine = tiny_engine(method, mesh=make_mesh(*sizes), chunk=8)
     contexts, questions = random_rows(LENGTHS), random_rows([3, 2, 1], seed=1)
     got, _ = answers(engine, contexts, questions, 8)
     params = oracle_params(engine)

@@ -110,28 +110,19 @@ def test_a_model_is_the_one_of_the_numbers_that_are_stored(form, by_layer):
         assert 1e-3 < np.abs(row - float_row).max() < {"int8": 0.3, "fp8": 1.2}[form]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "method"),
-    [
-        ((1, 2, 2), Full()),
-        *(
-            pytest.param(sizes, method, marks=pytest.mark.slow)
-            for sizes, method in (((1, 1, 2), Full()), ((1, 2, 1), Ring()))
-        ),
-    ],
-)
 @pytest.mark.slow
-def test_a_mesh_answers_as_one_device(sizes, method):
+def test_a_mesh_answers_as_one_device():
     """Ring Attention gathers the weights, as its tokens are spread over the mesh."""
     rows, questions = random_rows([50, 20]), random_rows([3, 4], seed=1)
     answers = []
-    for mesh in (make_mesh(), make_mesh(*sizes)):
+    for sizes, method in (((1, 1, 1), Full()), ((1, 2, 2), Full()), ((1, 2, 1), Ring())):
+        mesh = make_mesh(*sizes)
         for by_layer in (True, False):
             params = random_params(mesh, "int8")
             engine = engine_of(params, mesh, method, by_layer=by_layer, kv="int8")
             context = engine.prefill(rows, reserve=16)
             answers.append(joined(engine.stream(context, questions, max_tokens=6)))
-    assert all(answer == answers[0] for answer in answers)
+            assert answers[-1] == answers[0], (sizes, method, by_layer)
 
 
 def test_every_matrix_of_a_layer_is_in_8_bits_and_nothing_else():
