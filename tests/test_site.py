@@ -134,6 +134,14 @@ def test_the_command_reference_has_every_command_and_option():
     assert len(spellings) > 150
 
 
+def test_help_becomes_markdown():
+    generate = load("generate")
+    text = "One.\n\n[bold]Examples[/bold]\n\n    jax-longctx a\n\n    jax-longctx b\n\nTwo."
+    block = "```sh\njax-longctx a\njax-longctx b\n```"
+    assert generate.markdown(text) == f"One.\n\n**Examples**\n\n{block}\n\nTwo."
+    assert generate.inline("see [bold]ask[/bold], <x>") == "see `ask`, &lt;x>"
+
+
 # -- what the site adds ----------------------------------------------------------------------------
 
 

@@ -49,34 +49,36 @@ def write_gguf(path, config, state, *, kind=Kind.F32, raw=None, tweak=None):
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
     letters = [chr(0x4E00 + i) for i in range(config["vocab_size"] - 1)]
-    writer.add_token_list([*letters, letters[0] + letters[1]])
-    writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
-    writer.add_token_merges([f"{letters[0]} {letters[1]}"])
-    writer.add_eos_token_id(5)
+    for name, value in {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "head_count": heads,
+        "head_count_kv": kv,
+        "key_length": head_dim,
+        "value_length": head_dim,
+        "layer_norm_rms_eps": config["rms_norm_eps"],
+        "rope_freq_base": config["rope_theta"],
+        "rope_dimension_count": head_dim,
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": "gpt-2",
+        "token_list": [*letters, letters[0] + letters[1]],
+        "token_types": [gguf.TokenType.NORMAL] * config["vocab_size"],
+        "token_merges": [f"{letters[0]} {letters[1]}"],
+        "eos_token_id": 5,
+    }.items():
+        getattr(writer, f"add_{name}")(value)
     if tweak is not None:
         tweak(writer)
     for name, value in state.items():
         letter = name.rpartition("self_attn.")[2][:6]
         if architecture == "llama" and letter in ("q_proj", "k_proj"):
             value = paired_rows(value, heads if letter == "q_proj" else kv)
-        quantised = value.ndim == 2 and kind != Kind.F32
         if raw is not None and name in raw:
             writer.add_tensor(gguf_name(name), raw[name], raw_dtype=kind)
-        elif quantised:
+        elif value.ndim == 2 and kind != Kind.F32:
             data = gguf.quants.quantize(value, kind)
             writer.add_tensor(gguf_name(name), data, raw_dtype=kind)
         else:
