@@ -14,6 +14,7 @@ from pallas_kernels import hopper
 from pallas_kernels.quantised_matrix import quantise_matrix
 from pallas_kernels.row_matmul import MAX_ROWS, gpu, reference, row_matmul, row_sums
 from pallas_kernels.row_matmul.rows import Added, Gated, Sums
+from tests.drawing import normal
 
 # Rows, inputs, outputs; the kernel's tiles hold 64 or 128 outputs.
 SHAPES = {
@@ -27,34 +28,35 @@ INTERPRETED = plgpu.InterpretGPUParams(inline_mgpu="ignore")
 FORMS = ["int8", "fp8"]
 
 
+# Compiled once for all cases of a shape.
+quantised = jax.jit(quantise_matrix, static_argnums=(1, 2))
+defined = jax.jit(reference.row_matmul, static_argnames="dtype")
+
+
 def arrays(shape: tuple[int, int, int], dtype: Any) -> tuple[jax.Array, jax.Array]:
     rows, inputs, outputs = shape
-    one, other = jax.random.split(jax.random.key(sum(shape)))
-    x, w = jax.random.normal(one, (rows, inputs)), jax.random.normal(other, (inputs, outputs))
-    return x.astype(dtype), w.astype(dtype)
+    return normal(rows, inputs, dtype=dtype), normal(inputs, outputs, seed=1, dtype=dtype)
 
 
 def check(run: Any, shape: tuple[int, int, int], dtype: Any, form: str | None = None) -> None:
     x, w = arrays(shape, dtype)
     if form is not None:
         # Outputs of very different sizes, and one of zeros.
-        w = w * jnp.linspace(0, 20, w.shape[1]).astype(dtype)
-        w = quantise_matrix(w, form, (0,))
+        w = np.asarray(w) * np.linspace(0, 20, w.shape[1]).astype(w.dtype)
+        w = quantised(w, form, (0,))
     for result in (dtype, jnp.float32):
-        found, expected = run(x, w, dtype=result), reference.row_matmul(x, w, dtype=result)
+        found, expected = run(x, w, dtype=result), defined(x, w, dtype=result)
         assert found.dtype == result
         close = 2 * float(jnp.finfo(result).eps) if result != jnp.float32 else 1e-5
-        scale = float(jnp.max(jnp.abs(expected)))
-        np.testing.assert_allclose(
-            found.astype(jnp.float32), expected.astype(jnp.float32), atol=close * scale
-        )
+        found, expected = (np.asarray(y, np.float32) for y in (found, expected))
+        np.testing.assert_allclose(found, expected, atol=close * np.max(np.abs(expected)))
 
 
 @pytest.mark.parametrize("form", [None, *FORMS])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_any_platform(shape, dtype, form):
-    check(row_matmul, shape, dtype, form)
+    check(jax.jit(row_matmul, static_argnames="dtype"), shape, dtype, form)
 
 
 # The fewer processors, the more blocks of outputs a worker has tiles of.
@@ -65,10 +67,7 @@ def test_any_platform(shape, dtype, form):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_kernel_interpreted(monkeypatch, shape, processors, form):
     monkeypatch.setattr(hopper, "processors", lambda: processors)
-
-    def run(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-        return gpu.row_matmul(x, w, dtype=dtype, interpret=INTERPRETED)
-
+    run = jax.jit(partial(gpu.row_matmul, interpret=INTERPRETED), static_argnames="dtype")
     check(run, shape, jnp.bfloat16, form)
 
 
@@ -98,14 +97,15 @@ def test_on_a_gpu(shape, dtype, form):
 def layer(dim: int, hidden: int, form: str | None) -> tuple[Any, ...]:
     """x, what is multiplied first, three matrices and a norm's scale."""
     shapes = (1, dim), (1, dim), (dim, dim), (dim, 2 * hidden), (hidden, dim), (dim,)
-    keys = jax.random.split(jax.random.key(dim), len(shapes))
     x, y, *matrices, scale = (
-        (jax.random.normal(key, shape) * shape[0] ** -0.5).astype(jnp.bfloat16)
-        for key, shape in zip(keys, shapes, strict=True)
+        jax.device_put(
+            (np.asarray(normal(*shape, seed=seed)) * shape[0] ** -0.5).astype(jnp.bfloat16)
+        )
+        for seed, shape in enumerate(shapes)
     )
     if form is not None:
-        matrices = [quantise_matrix(w, form, (0,)) for w in matrices]
-    return x, y, *matrices, 1 + scale
+        matrices = [quantised(w, form, (0,)) for w in matrices]
+    return x, y, *matrices, jax.device_put(1 + np.asarray(scale))
 
 
 def through(run: Any, x: Any, y: Any, first: Any, both: Any, last: Any, scale: Any) -> list[Any]:
@@ -119,11 +119,11 @@ def through(run: Any, x: Any, y: Any, first: Any, both: Any, last: Any, scale: A
 
 def check_through(run: Any, form: str | None, dim: int = 512, hidden: int = 768) -> None:
     given = layer(dim, hidden, form)
-    expected = through(partial(row_sums, implementation="reference"), *given)
-    for found, wanted in zip(run(*given), expected, strict=True):
+    definition = partial(through, partial(row_sums, implementation="reference"))
+    found, expected = (jax.device_get(jax.jit(each)(*given)) for each in (run, definition))
+    for one, wanted in zip(found, expected, strict=True):
         # The kernel rounds the gate less often than XLA does.
-        scale = float(jnp.max(jnp.abs(wanted)))
-        np.testing.assert_allclose(found, wanted, atol=1e-2 * scale)
+        np.testing.assert_allclose(one, wanted, atol=1e-2 * np.max(np.abs(wanted)))
 
 
 @pytest.mark.parametrize("form", [None, "int8"])
@@ -138,7 +138,7 @@ def test_the_kernel_of_sums_interpreted(monkeypatch, form, processors):
     run = partial(gpu.row_sums, interpret=INTERPRETED)
     check_through(partial(through, run), form)
     # Parts that nobody has are zeros: all can be added up.
-    sums = run(*layer(512, 768, form)[1:3])
+    sums = jax.jit(run)(*layer(512, 768, form)[1:3])
     assert np.isfinite(sums.parts).all()
 
 
@@ -146,7 +146,7 @@ def test_the_kernel_of_sums_interpreted(monkeypatch, form, processors):
 @pytest.mark.parametrize("form", [None, *FORMS])
 @pytest.mark.parametrize("sizes", [(512, 768), (2048, 8192), (4096, 14336)], ids=str)
 def test_sums_on_a_gpu(sizes, form):
-    check_through(jax.jit(partial(through, gpu.row_sums)), form, *sizes)
+    check_through(partial(through, gpu.row_sums), form, *sizes)
 
 
 def test_sums_that_do_not_fit_are_refused():
