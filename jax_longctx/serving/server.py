@@ -228,19 +228,22 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
       InputError: the address cannot be used.
     """
-    try:
-        ((family, kind, protocol, _, address), *_) = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        listening = socket.socket(family, kind, protocol)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(2048)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(
-            f"cannot listen on {host}:{port}: {reason}; choose another --host or --port"
-        ) from error
+    with contextlib.ExitStack() as opened:
+        try:
+            ((family, kind, protocol, _, address), *_) = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            listening = opened.enter_context(socket.socket(family, kind, protocol))
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(2048)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(
+                f"cannot listen on {host}:{port}: {reason}; choose another --host or --port"
+            ) from error
+        # It stays open for who called.
+        opened.pop_all()
     return listening
 
 

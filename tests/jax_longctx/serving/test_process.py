@@ -103,8 +103,6 @@ def test_a_fault_of_the_scheduler_ends_the_process(begin, tmp_path):
     assert not list(tmp_path.glob("jax-longctx-contexts-*"))
 
 
-# `listen` leaves a socket that could not be bound to the garbage collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_what_cannot_work_is_refused_at_once(checkpoint, tmp_path, monkeypatch):
     keys, marked = tmp_path / "keys", tmp_path / "marked"
     keys.write_text("\n")
