@@ -1,18 +1,15 @@
 """Attention mass against its definition in numpy, in every combination of its reductions."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.attention_mass import attention_mass, xla
-from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.prefill_attention import cache_attention
 
 BATCH, HEAD_DIM = 4, 8
@@ -231,68 +228,3 @@ def test_memory_does_not_grow_with_the_logits() -> None:
 def test_the_first_heads_alone_are_computed_where_they_alone_count() -> None:
     every, first = (_program(1, 4096, over_group=x).cost_analysis() for x in ("sum", "first"))
     assert first["flops"] < every["flops"] / 3
-
-
-def test_one_query_after_an_append_copies_no_cache() -> None:
-    """Several layers that append in place and attend: below a twentieth of the cache."""
-
-    def step(q, fresh, caches, lengths):
-        put = jax.vmap(lambda row, x, at: jax.lax.dynamic_update_slice_in_dim(row, x, at, axis=1))
-        updated, masses = [], []
-        for k, v in caches:
-            k, v = (put(x, jnp.moveaxis(fresh, 1, 2), lengths) for x in (k, v))
-            q, lse = decode_attention(q, k, v, lengths + 1, scale=0.1)
-            masses.append(attention_mass(q, k, lse, lengths + 1, scale=0.1).max(1))
-            updated.append((k, v))
-        return q, masses, updated
-
-    layers, shape = 4, (1, 8, 8192, 128)
-
-    def array(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-    caches = [(array(*shape), array(*shape))] * layers
-    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
-    arguments = array(1, 1, 32, 128), array(1, 1, 8, 128), caches, lengths
-    compiled = jax.jit(step, donate_argnums=2).lower(*arguments).compile()
-    cache_bytes = layers * 2 * int(np.prod(shape)) * 2
-    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 20
-
-
-@pytest.fixture
-def default_precision() -> Iterator[None]:
-    """The tests' exact matmuls are for CPU; a program for a TPU is compiled as users run it."""
-    with jax.default_matmul_precision("default"):
-        yield
-
-
-@pytest.mark.parametrize("queries", [1, 512])
-def test_mass_for_a_tpu_compiles_in_a_shard_map(queries: int, default_precision: None) -> None:
-    """v5e: neither the logits of T x S nor a copy of the keys."""
-    pytest.importorskip("libtpu")
-    from jax.experimental import topologies
-
-    slice_ = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-    mesh = Mesh(np.array(slice_.devices).reshape(2, 1, 2), ("data", "seq", "tensor"))
-    rows, cache, row = P("data", None, "tensor"), P("data", "tensor"), P("data")
-    slots = 65536
-    manual = jax.shard_map(
-        lambda q, k, lse, n: attention_mass(q, k, lse, n, scale=0.1, causal_start=n - queries),
-        mesh=mesh,
-        in_specs=(rows, cache, rows, row),
-        out_specs=cache,
-        check_vma=False,
-    )
-    arguments = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-        for shape, dtype, spec in (
-            ((2, queries, 16, 128), jnp.bfloat16, rows),
-            ((2, 4, slots, 128), jnp.bfloat16, cache),
-            ((2, queries, 16), jnp.float32, rows),
-            ((2,), jnp.int32, row),
-        )
-    ]
-    compiled = jax.jit(manual).lower(*arguments).compile()
-    keys = 2 * slots * 128 * 2  # of one row and two kv heads, on each device
-    limit = keys / 4 if queries == 1 else 64 * 2**20
-    assert compiled.memory_analysis().temp_size_in_bytes < limit

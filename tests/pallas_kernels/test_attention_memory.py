@@ -1,11 +1,16 @@
 """What the compiled attentions keep in memory, read from the programs."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.attention_mass import attention_mass
+from pallas_kernels.decode_attention import attend_logits, decode_attention, decode_logits
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
+from pallas_kernels.sparse_decode_attention import sparse_decode_attention
+from pallas_kernels.topk_scores import topk_scores
 
 pytestmark = pytest.mark.optimized
 
@@ -55,30 +60,60 @@ def test_causal_attention_does_not_hold_the_square_of_scores() -> None:
     assert temporaries < 8192**2 * 8 * 4 / 20
 
 
-def append_and_decode(q, fresh, caches, lengths):
-    """One decode step of several layers: append a token to every cache in place, attend to it."""
-    put = jax.vmap(lambda row, x, at: jax.lax.dynamic_update_slice_in_dim(row, x, at, axis=1))
-    updated = []
-    for k, v in caches:
-        k, v = (put(x, jnp.moveaxis(fresh, 1, 2), lengths) for x in (k, v))
-        q, _ = decode_attention(q, k, v, lengths + 1, scale=0.1)
-        updated.append((k, v))
-    return q, updated
+def _decode(q, k, v, held):
+    return decode_attention(q, k, v, held, scale=0.1)[0], ()
+
+
+def _halves(q, k, v, held):
+    logits = decode_logits(q, k, held, scale=0.1)
+    return attend_logits(logits, v)[0], logits.max(1)
+
+
+def _mass(q, k, v, held):
+    q, lse = decode_attention(q, k, v, held, scale=0.1)
+    return q, attention_mass(q, k, lse, held, scale=0.1).max(1)
+
+
+def _topk(q, k, v, held):
+    values, _ = topk_scores(q, k, jnp.zeros_like(held), held, count=4)
+    return q + jnp.sum(values, axis=-1, keepdims=True), ()
+
+
+def _sparse(q, k, v, held):
+    pages = jnp.broadcast_to(held // 16 - jnp.arange(8), (1, k.shape[1], 8))
+    bounds = jnp.zeros_like(held), held
+    return sparse_decode_attention(q, k, v, pages, *bounds, page_size=16, scale=0.1)[0], ()
+
+
+SMALL, AS_8B = ("float32", 9, 3, 64), ("bfloat16", 32, 8, 128)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "heads", "kv_heads", "head_dim"),
-    [("float32", 9, 3, 64), ("bfloat16", 32, 8, 128)],
-    ids=["float32-small", "bfloat16-8b"],
+    ("attend", "layers", "dtype", "heads", "kv_heads", "head_dim"),
+    [
+        *((attend, 8, *sizes) for attend in (_decode, _halves) for sizes in (SMALL, AS_8B)),
+        *((_topk, 4, *SMALL), (_sparse, 4, *SMALL), (_mass, 4, *AS_8B)),
+    ],
 )
-def test_decode_after_an_append_copies_no_cache(
-    dtype: str, heads: int, kv_heads: int, head_dim: int
+def test_a_step_after_an_append_copies_no_cache(
+    attend: Callable, layers: int, dtype: str, heads: int, kv_heads: int, head_dim: int
 ) -> None:
-    """Below a twentieth of the cache: a layer's scores, and no block of the cache but one."""
-    layers, slots = 8, 8192
+    """Below a twentieth of the caches: a layer's scores, and no block of a cache but one."""
+
+    def step(q, fresh, caches, lengths):
+        put = jax.vmap(lambda row, x, at: jax.lax.dynamic_update_slice_in_dim(row, x, at, axis=1))
+        updated, others = [], []
+        for k, v in caches:
+            k, v = (put(x, jnp.moveaxis(fresh, 1, 2), lengths) for x in (k, v))
+            q, other = attend(q, k, v, lengths + 1)
+            updated.append((k, v))
+            others.append(other)
+        return q, others, updated
+
+    slots = 8192
     cache = 1, kv_heads, slots, head_dim
     temporaries = _temporaries(
-        append_and_decode,
+        step,
         (1, 1, heads, head_dim),
         (1, 1, kv_heads, head_dim),
         [(cache, cache)] * layers,

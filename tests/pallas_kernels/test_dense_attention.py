@@ -32,6 +32,7 @@ from tests.drawing import normal
 # Compiled once for all implementations of a case.
 STATIC = ("scale", "window")
 cache_reference = jax.jit(reference.cache_attention, static_argnames="scale")
+cache_streamed = jax.jit(xla.cache_attention, static_argnames="scale")
 causal_reference = jax.jit(reference.causal_attention, static_argnames=STATIC)
 
 # The blocks of the implementations are 512 slots: rows that end beside their edges.
@@ -221,6 +222,8 @@ def test_causal_attention(
     _assert_close(attend(q, k, v), expected, case)
 
 
+# Rows, and query heads of a kv head.
+SHARING = [(1, 2), (5, 1), (16, 4), (17, 4), (9, 16)]
 DECODE_IN_EIGHTS = partial(decode_xla.decode_attention, block=8)
 
 
@@ -288,16 +291,13 @@ def test_a_window_does_not_visit_the_blocks_outside_it() -> None:
     """Keys that no query of the chunk sees may be NaN even below the length."""
     case = Case(window=100)
     q, k, v = _random(case, (1, 5, 6, 64), (1, 2, 4096, 64), (1, 2, 4096, 64))
-    unseen = (jnp.arange(4096) < 3584)[:, None]  # 7 blocks of 512; the window begins in the 8th
-    k, v = (jnp.where(unseen, jnp.nan, x) for x in (k, v))
+    unseen = (np.arange(4096) < 3584)[:, None]  # 7 blocks of 512; the window begins in the 8th
+    k, v = (np.where(unseen, np.float32(np.nan), x) for x in (k, v))
     lengths = jnp.array([4096], jnp.int32)
     options = dict(scale=case.scale, window=Window(size=100, query_start=lengths))
-    result = xla.cache_attention(q, k, v, lengths, **options)
-    _assert_close(
-        result,
-        reference.cache_attention(q, *(jnp.nan_to_num(x) for x in (k, v)), lengths, **options),
-        case,
-    )
+    result = jax.jit(partial(xla.cache_attention, **options))(q, k, v, lengths)
+    there = (np.nan_to_num(x) for x in (k, v))
+    _assert_close(result, cache_reference(q, *there, lengths, **options), case)
 
 
 def test_a_cpus_smaller_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,8 +309,10 @@ def test_a_cpus_smaller_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) ->
     for platform in ("cpu", "gpu"):
         monkeypatch.setattr(xla, "platform", lambda platform=platform: platform)
         sizes.add(xla._query_block(q.shape, 512))
-        results.append(xla.cache_attention(q, k, v, jnp.array([1500]), scale=0.25))
-        causal.append(xla.causal_attention(q, fresh_k, fresh_v, scale=0.25))
+        attend = jax.jit(lambda *args: xla.cache_attention(*args, scale=0.25))
+        results.append(attend(q, k, v, jnp.array([1500])))
+        attend = jax.jit(lambda *args: xla.causal_attention(*args, scale=0.25))
+        causal.append(attend(q, fresh_k, fresh_v))
     assert sizes == {256, 512}
     _assert_close(*results, case)
     _assert_close(*causal, case)
@@ -327,29 +329,35 @@ def test_blocks_that_all_rows_fill_need_no_mask(lengths: tuple[int, int]) -> Non
     """Rows end in one block, in several, at a border, or hold nothing; beyond them all is huge."""
     case = Case(head_dim=16)
     q, k, v = _random(case, (2, 40, 6, 16), (2, 2, 1600, 16), (2, 2, 1600, 16))
-    lengths_B = jnp.array(lengths, jnp.int32)
-    beyond = (jnp.arange(1600) >= lengths_B[:, None])[:, None, :, None]
-    k, v = (jnp.where(beyond, 1e4, x) for x in (k, v))
+    lengths_B = np.array(lengths, np.int32)
+    beyond = (np.arange(1600) >= lengths_B[:, None])[:, None, :, None]
+    k, v = (np.where(beyond, np.float32(1e4), x) for x in (k, v))
     given = q, k, v, lengths_B
-    result = xla.cache_attention(*given, scale=0.25)
-    _assert_close(result, reference.cache_attention(*given, scale=0.25), case)
+    _assert_close(cache_streamed(*given, scale=0.25), cache_reference(*given, scale=0.25), case)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "tpu", "reference"])
-@pytest.mark.parametrize(("rows", "groups"), [(1, 2), (5, 1), (16, 4), (17, 4), (9, 16)])
+alone = jax.jit(partial(decode_attention, implementation="reference"), static_argnames="scale")
+
+
+@pytest.mark.parametrize(
+    ("implementation", "rows", "groups"),
+    [
+        *((name, *sizes) for name in ("xla", "tpu") for sizes in SHARING),
+        ("reference", *SHARING[3]),
+    ],
+)
 def test_rows_that_share_a_cache_attend_it_as_each_alone(
     interpreted: Callable[[str], None], implementation: str, rows: int, groups: int
 ) -> None:
-    interpreted(implementation)
     case = Case(queries=1, kv_heads=2, groups=groups)
     shape = 1, case.kv_heads, SLOTS, case.head_dim
     q, k, v = _random(case, (rows, 1, case.kv_heads * groups, case.head_dim), shape, shape)
     length = np.array([513], np.int32)
-    how = {"scale": case.scale, "implementation": implementation}
-    # Compiled: one by one the operations of the definition would be as many programs.
-    found = jax.jit(partial(shared_decode_attention, **how))(q, k, v, length)
     copies = (np.repeat(np.asarray(x), rows, axis=0) for x in (k, v))
-    expected = jax.jit(partial(decode_attention, **how))(q, *copies, np.repeat(length, rows))
+    expected = alone(q, *copies, np.repeat(length, rows), scale=case.scale)
+    interpreted(implementation)
+    how = {"scale": case.scale, "implementation": implementation}
+    found = jax.jit(partial(shared_decode_attention, **how))(q, k, v, length)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 

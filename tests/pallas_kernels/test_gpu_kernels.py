@@ -2,7 +2,7 @@
 Hopper GPU."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -379,143 +379,91 @@ def _voted(case: Case, interpret: Any) -> None:
         np.testing.assert_array_equal(found, wanted)
 
 
-def _options(**options: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple(options.items())
+Row = tuple[Callable[[Case, Any], None], Case]
 
 
-SUM = _options(over_group="sum", over_queries="sum")
-MAX = _options(over_group="max", over_queries="sum", causal=True)
-SQUARES = _options(squares=True)
-FIRST = _options(over_group="first", over_queries="max")
-LISTS = _options(lists=2, entries=20, page_size=16)
-SHORT_LISTS = _options(lists=2, entries=4, page_size=32)
-FLAT = _options(lists=2, entries=7, page_size=32, flat=True)
-LONG_LISTS = _options(lists=2, entries=60, page_size=16)
-PRIOR = _options(prior=True)
-ONE = _options(one=True, first_page=2)
-SHORT = _options(short=True)
-VOTED = _options(votes=20, kept=5, span=8, first=4, local=20)
-VOTED_PAGES = _options(votes=150, kept=9, span=20, first=20, local=40, page=16)
-LEAST = SHORT + _options(least=True)
-TOGETHER = _options(size=20, together=True)
-# Of pages, in the middle of a line of scores.
-SHARED, SHARED_PAGES = _options(shared=128), _options(shared=136)
+def _row(check: Callable[[Case, Any], None], **given: Any) -> Row:
+    """A case and its check; what is no field of a case is an option of the operation."""
+    own = {field.name for field in fields(Case)}
+    options = tuple((name, value) for name, value in given.items() if name not in own)
+    return check, Case(**{k: v for k, v in given.items() if k in own}, options=options)
 
-CASES: dict[str, tuple[Callable[[Case, Any], None], Case]] = {
-    "decode": (_decode, Case(head_dim=128)),
-    "decode-queries-and-window": (
-        _decode,
-        Case(queries=4, dtype="float16", workers=1, options=_options(window=100)),
-    ),
-    "logits": (_logits, Case(head_dim=128, group=3)),
-    "topk": (_topk, Case(queries=40, kv_heads=1, slots=512, options=_options(count=2))),
-    "topk-many": (_topk, Case(queries=40, kv_heads=1, slots=512, options=_options(count=6))),
-    "topk-split": (_topk, Case(rows=2, queries=9, group=1, workers=10, options=_options(count=1))),
-    "topk-few": (_topk, Case(rows=4, slots=384, workers=17, options=_options(count=4))),
-    "topk-few-queries": (_topk, Case(queries=3, workers=1, options=_options(count=9))),
-    "ties": (_ties, Case(rows=3, slots=700, options=_options(count=9))),
-    "sums": (_sums, Case(rows=4, kv_heads=6, slots=300, options=_options(count=5))),
-    "voted": (_voted, Case(rows=2, slots=128, options=VOTED)),
-    "voted-pages": (_voted, Case(rows=4, slots=256, options=VOTED_PAGES)),
-    "mass-sum": (_mass, Case(queries=70, options=SUM)),
-    "mass-max-causal": (_mass, Case(rows=2, queries=40, slots=200, options=MAX)),
-    "mass-squares": (
-        _mass,
-        Case(rows=2, queries=70, slots=200, options=SQUARES + _options(causal=True)),
-    ),
-    "mass-squares-group": (_mass, Case(queries=5, group=8, options=SQUARES)),
-    "mass-squares-one": (_mass, Case(queries=9, group=1, options=SQUARES)),
-    "mass-first": (_mass, Case(rows=2, queries=3, dtype="float16", options=FIRST)),
-    "sparse": (_sparse, Case(rows=2, workers=8, slots=512, options=LISTS)),
-    "sparse-list-a-head": (
+
+SUM = dict(over_group="sum", over_queries="sum")
+MAX = dict(over_group="max", over_queries="sum", causal=True)
+FIRST = dict(over_group="first", over_queries="max")
+LISTS = dict(lists=2, entries=20, page_size=16)
+SHORT_LISTS = dict(lists=2, entries=4, page_size=32)
+LONG_LISTS = dict(lists=2, entries=60, page_size=16)
+ONE = dict(one=True, first_page=2)
+LEAST = dict(short=True, least=True)
+VOTED = dict(votes=20, kept=5, span=8, first=4, local=20)
+VOTED_PAGES = dict(votes=150, kept=9, span=20, first=20, local=40, page=16)
+
+CASES: dict[str, Row] = {
+    "decode": _row(_decode, head_dim=128),
+    "decode-queries-and-window": _row(_decode, queries=4, dtype="float16", workers=1, window=100),
+    "logits": _row(_logits, head_dim=128, group=3),
+    "topk": _row(_topk, queries=40, kv_heads=1, slots=512, count=2),
+    "topk-many": _row(_topk, queries=40, kv_heads=1, slots=512, count=6),
+    "topk-split": _row(_topk, rows=2, queries=9, group=1, workers=10, count=1),
+    "topk-few": _row(_topk, rows=4, slots=384, workers=17, count=4),
+    "topk-few-queries": _row(_topk, queries=3, workers=1, count=9),
+    "ties": _row(_ties, slots=700, count=9),
+    "sums": _row(_sums, rows=4, kv_heads=6, slots=300, count=5),
+    "voted": _row(_voted, rows=2, slots=128, **VOTED),
+    "voted-pages": _row(_voted, rows=4, **VOTED_PAGES),
+    "mass-sum": _row(_mass, queries=70, **SUM),
+    "mass-max-causal": _row(_mass, rows=2, queries=40, slots=200, **MAX),
+    "mass-squares": _row(_mass, rows=2, queries=70, slots=200, squares=True, causal=True),
+    "mass-squares-group": _row(_mass, queries=5, group=8, squares=True),
+    "mass-squares-one": _row(_mass, queries=9, group=1, squares=True),
+    "mass-first": _row(_mass, rows=2, queries=3, dtype="float16", **FIRST),
+    "sparse": _row(_sparse, rows=2, workers=8, slots=512, **LISTS),
+    "sparse-list-a-head": _row(_sparse, rows=1, dtype="float16", lists=4, entries=18, page_size=8),
+    "sparse-prior": _row(_sparse, rows=1, group=5, **SHORT_LISTS, prior=True),
+    "sparse-around": _row(_sparse, rows=4, workers=16, **SHORT_LISTS, around=True),
+    "sparse-merged": _row(_sparse, rows=1, workers=16, slots=1024, **LONG_LISTS),
+    "sparse-beside": _row(
         _sparse,
-        Case(rows=1, dtype="float16", options=_options(lists=4, entries=18, page_size=8)),
+        **dict(rows=1, workers=16, slots=1024, head_dim=128, dtype="float16"),
+        **dict(LONG_LISTS, beside=True),
     ),
-    "sparse-prior": (_sparse, Case(rows=1, group=5, options=SHORT_LISTS + PRIOR)),
-    "sparse-around": (
+    "sparse-few-beside": _row(_sparse, rows=2, **SHORT_LISTS, beside=True),
+    "sparse-one": _row(_sparse, workers=12, slots=512, **LISTS, **ONE),
+    "sparse-one-around": _row(_sparse, workers=12, **SHORT_LISTS, **ONE, around=True),
+    "sparse-around-prior": _row(
+        _sparse, rows=2, workers=16, slots=512, **LISTS, prior=True, around=True
+    ),
+    "select": _row(_select, rows=1, slots=200),
+    "select-short": _row(_select, rows=4, slots=300, short=True),
+    "select-short-least": _row(_select, rows=4, slots=300, **LEAST),
+    "select-short-tiles": _row(_select, slots=9000, short=True),
+    "pages": _row(_pages, rows=4, kv_heads=1, group=3, slots=136, size=24),
+    "pages-group": _row(_pages, rows=2, group=9, slots=72, dtype="float16", size=70),
+    "pages-points": _row(_pages, rows=1, slots=200, head_dim=128, size=201, point=True),
+    "pages-together": _row(_pages, slots=136, workers=12, size=20, together=True),
+    "sparse-flat-prior": _row(
         _sparse,
-        Case(rows=4, workers=16, slots=256, options=SHORT_LISTS + _options(around=True)),
+        **dict(rows=2, workers=6, group=3, lists=2, entries=7, page_size=32),
+        **dict(flat=True, prior=True),
     ),
-    "sparse-merged": (_sparse, Case(rows=1, workers=16, slots=1024, options=LONG_LISTS)),
-    "sparse-beside": (
-        _sparse,
-        Case(
-            rows=1,
-            workers=16,
-            slots=1024,
-            head_dim=128,
-            dtype="float16",
-            options=LONG_LISTS + _options(beside=True),
-        ),
+    "sparse-shared": _row(_sparse, workers=1, lists=4, entries=9, page_size=16, shared=128),
+    "sparse-shared-around": _row(
+        _sparse, rows=4, workers=16, **SHORT_LISTS, shared=128, around=True
     ),
-    "sparse-few-beside": (_sparse, Case(rows=2, options=SHORT_LISTS + _options(beside=True))),
-    "sparse-one": (_sparse, Case(rows=3, workers=12, slots=512, options=LISTS + ONE)),
-    "sparse-one-around": (
-        _sparse,
-        Case(rows=3, workers=12, slots=256, options=SHORT_LISTS + ONE + _options(around=True)),
-    ),
-    "sparse-around-prior": (
-        _sparse,
-        Case(rows=2, workers=16, slots=512, options=LISTS + PRIOR + _options(around=True)),
-    ),
-    "select": (_select, Case(rows=1, slots=200)),
-    "select-short": (_select, Case(rows=4, slots=300, options=SHORT)),
-    "select-short-least": (_select, Case(rows=4, slots=300, options=LEAST)),
-    "select-short-tiles": (_select, Case(rows=3, slots=9000, options=SHORT)),
-    "pages": (_pages, Case(rows=4, kv_heads=1, group=3, slots=136, options=_options(size=24))),
-    "pages-group": (
-        _pages,
-        Case(rows=2, group=9, slots=72, dtype="float16", options=_options(size=70)),
-    ),
-    "pages-points": (
-        _pages,
-        Case(rows=1, slots=200, head_dim=128, options=_options(size=201, point=True)),
-    ),
-    "pages-together": (_pages, Case(rows=3, slots=136, workers=12, options=TOGETHER)),
-    "sparse-flat-prior": (_sparse, Case(rows=2, workers=6, group=3, options=FLAT + PRIOR)),
-    "sparse-shared": (
-        _sparse,
-        Case(rows=3, workers=1, options=_options(lists=4, entries=9, page_size=16, **dict(SHARED))),
-    ),
-    "sparse-shared-around": (
-        _sparse,
-        Case(rows=4, workers=16, options=SHORT_LISTS + SHARED + _options(around=True)),
-    ),
-    "pages-shared": (
-        _pages,
-        Case(rows=3, slots=196, workers=6, options=SHARED_PAGES + _options(size=20)),
-    ),
-    # More rows of a tile of columns than steps in flight, and more tiles than workers.
-    "pages-shared-heads": (
-        _pages,
-        Case(
-            rows=9,
-            kv_heads=1,
-            group=1,
-            slots=204,
-            workers=1,
-            options=SHARED_PAGES + _options(size=9),
-        ),
-    ),
-    "pages-shared-passes": (
-        _pages,
-        Case(
-            rows=20,
-            kv_heads=1,
-            group=5,
-            slots=216,
-            workers=4,
-            options=SHARED_PAGES + _options(size=20),
-        ),
-    ),
-    "pages-shared-together": (
-        _pages,
-        Case(rows=4, group=3, slots=200, workers=6, options=SHARED_PAGES + TOGETHER),
-    ),
-    "pages-shared-points": (
-        _pages,
-        Case(rows=4, slots=200, workers=6, options=SHARED_PAGES + _options(size=20, point=True)),
-    ),
+}
+# What rows share ends in the middle of a line of scores.
+CASES |= {
+    f"pages-shared{name}": _row(_pages, shared=136, **given)
+    for name, given in {
+        "": dict(slots=196, workers=6, size=20),
+        # More rows of a tile of columns than steps in flight, and more tiles than workers.
+        "-heads": dict(rows=9, kv_heads=1, group=1, slots=204, workers=1, size=9),
+        "-passes": dict(rows=20, kv_heads=1, group=5, slots=216, workers=4, size=20),
+        "-together": dict(rows=4, group=3, slots=200, workers=6, size=20, together=True),
+        "-points": dict(rows=4, slots=200, workers=6, size=20, point=True),
+    }.items()
 }
 # One of each kernel; the others are `slow`, for the interpreter is.
 QUICK = {
@@ -526,154 +474,79 @@ QUICK = {
 }
 
 # What the GPU runs: more rows and heads, both head dims and dtypes, groups of 1, 4 and 8.
-LARGE: dict[str, tuple[Callable[[Case, Any], None], Case]] = {}
+LARGE: dict[str, Row] = {}
 for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "float16", 8)):
-    _case = Case(kv_heads=4, group=_group, slots=4096, head_dim=_dim, dtype=_dtype)
-    _queries = replace(_case, rows=3, queries=300)
-    LARGE |= {
-        f"{name}-{_dim}-{_dtype}-{_group}": row
-        for name, row in {
-            "decode": (_decode, replace(_case, rows=8)),
-            "decode-window": (_decode, replace(_case, queries=4, options=_options(window=200))),
-            "topk": (_topk, replace(_queries, options=_options(count=4))),
-            "logits": (_logits, replace(_case, rows=8)),
-            "topk-one": (_topk, replace(_case, options=_options(count=7))),
-            "mass-sum": (_mass, replace(_queries, options=SUM)),
-            "mass-max": (_mass, replace(_queries, options=MAX)),
-            "mass-squares": (_mass, replace(_queries, options=SQUARES)),
-            "mass-squares-causal": (
-                _mass,
-                replace(_queries, options=SQUARES + _options(causal=True)),
-            ),
-            "mass-one": (_mass, replace(_case, queries=3, options=FIRST)),
-            "sparse": (
-                _sparse,
-                replace(_case, options=_options(lists=4, entries=100, page_size=16)),
-            ),
-            "sparse-around": (
-                _sparse,
-                replace(
-                    _case,
-                    rows=3,
-                    options=_options(lists=4, entries=70, page_size=16, around=True),
-                ),
-            ),
-            "sparse-beside": (
-                _sparse,
-                replace(
-                    _case,
-                    rows=3,
-                    options=_options(lists=4, entries=200, page_size=16, beside=True),
-                ),
-            ),
-            "sparse-one-around": (
-                _sparse,
-                replace(
-                    _case,
-                    rows=3,
-                    options=_options(lists=4, entries=17, page_size=64, around=True) + ONE,
-                ),
-            ),
-            "sparse-pages-of-64": (
-                _sparse,
-                replace(_case, options=_options(lists=4, entries=40, page_size=64)),
-            ),
-            "sparse-prior": (
-                _sparse,
-                replace(_case, options=_options(lists=4, entries=100, page_size=16, prior=True)),
-            ),
-            "sparse-flat-prior": (
-                _sparse,
-                replace(
-                    _case,
-                    options=_options(lists=4, entries=60, page_size=16, flat=True, prior=True),
-                ),
-            ),
-        }.items()
-    }
-    _sixteen = replace(_case, rows=16)
-    LARGE |= {
-        f"sparse-shared-{_dim}-{_dtype}-{_group}": (
-            _sparse,
-            replace(
-                _sixteen,
-                options=_options(lists=4 * _group, entries=64, page_size=16, shared=3072),
-            ),
+    _of = dict(kv_heads=4, group=_group, head_dim=_dim, dtype=_dtype)
+    _large, _queries = dict(_of, slots=4096), dict(_of, slots=4096, queries=300)
+    _listed = dict(_large, lists=4, page_size=16)
+    _named = {
+        "decode": _row(_decode, **_large, rows=8),
+        "decode-window": _row(_decode, **_large, queries=4, window=200),
+        "topk": _row(_topk, **_queries, count=4),
+        "logits": _row(_logits, **_large, rows=8),
+        "topk-one": _row(_topk, **_large, count=7),
+        "mass-sum": _row(_mass, **_queries, **SUM),
+        "mass-max": _row(_mass, **_queries, **MAX),
+        "mass-squares": _row(_mass, **_queries, squares=True),
+        "mass-squares-causal": _row(_mass, **_queries, squares=True, causal=True),
+        "mass-one": _row(_mass, **_large, queries=3, **FIRST),
+        "sparse": _row(_sparse, **_listed, entries=100),
+        "sparse-around": _row(_sparse, **_listed, entries=70, around=True),
+        "sparse-beside": _row(_sparse, **_listed, entries=200, beside=True),
+        "sparse-one-around": _row(
+            _sparse, **_large, lists=4, entries=17, page_size=64, around=True, **ONE
         ),
-        f"sparse-shared-around-{_dim}-{_dtype}-{_group}": (
+        "sparse-pages-of-64": _row(_sparse, **_large, lists=4, entries=40, page_size=64),
+        "sparse-prior": _row(_sparse, **_listed, entries=100, prior=True),
+        "sparse-flat-prior": _row(_sparse, **_listed, entries=60, flat=True, prior=True),
+        "sparse-shared": _row(
             _sparse,
-            replace(
-                _sixteen,
-                options=_options(lists=4, entries=70, page_size=32, shared=3072, around=True),
-            ),
+            **dict(_large, rows=16, lists=4 * _group, entries=64, page_size=16, shared=3072),
+        ),
+        "sparse-shared-around": _row(
+            _sparse,
+            **dict(_large, rows=16, lists=4, entries=70, page_size=32, shared=3072, around=True),
         ),
     }
     for _rows, _shared in ((16, 8200), (3, 1016), (40, 2000)):
-        _box = replace(_case, rows=_rows, slots=_shared + 84)
-        LARGE |= {
-            f"pages-shared-{_shared}-{_dim}-{_dtype}-{_group}": (
-                _pages,
-                replace(_box, options=_options(size=64, shared=_shared)),
-            ),
-            f"pages-shared-together-{_shared}-{_dim}-{_dtype}-{_group}": (
-                _pages,
-                replace(_box, options=_options(size=32, together=True, shared=_shared)),
-            ),
+        _box = dict(_of, rows=_rows, slots=_shared + 84, shared=_shared)
+        _named |= {
+            f"pages-shared-{_shared}": _row(_pages, **_box, size=64),
+            f"pages-shared-together-{_shared}": _row(_pages, **_box, size=32, together=True),
         }
-    for _pages_of, _name in ((2048, "pages"), (8192, "pages"), (10_000, "pages")):
-        _box = replace(_case, rows=8, slots=_pages_of)
-        LARGE |= {
-            f"{_name}-{_pages_of}-{_dim}-{_dtype}-{_group}": (
-                _pages,
-                replace(_box, options=_options(size=64)),
-            ),
-            f"{_name}-together-{_pages_of}-{_dim}-{_dtype}-{_group}": (
-                _pages,
-                replace(_box, options=_options(size=128, together=True)),
-            ),
+    for _count in (2048, 8192, 10_000):
+        _box = dict(_of, rows=8, slots=_count)
+        _named |= {
+            f"pages-{_count}": _row(_pages, **_box, size=64),
+            f"pages-together-{_count}": _row(_pages, **_box, size=128, together=True),
         }
+    LARGE |= {f"{_name}-{_dim}-{_dtype}-{_group}": _case for _name, _case in _named.items()}
 LARGE |= {
-    f"ties-{_slots}": (_ties, Case(rows=32, slots=_slots, options=_options(count=16)))
+    f"ties-{_slots}": _row(_ties, rows=32, slots=_slots, count=16)
     for _slots in (136, 1024, 8320, 12288)
 }
 for _rows in (1, 8):
+    _voters = dict(rows=_rows, slots=20_480, span=32, first=32)
     LARGE |= {
-        f"voted-{_rows}": (
-            _voted,
-            Case(
-                rows=_rows,
-                slots=20_480,
-                options=_options(votes=128, kept=127, span=32, first=32, local=4096),
-            ),
-        ),
-        f"voted-pages-{_rows}": (
-            _voted,
-            Case(
-                rows=_rows,
-                slots=20_480,
-                options=_options(votes=512, kept=64, span=32, first=32, local=1024, page=16),
-            ),
-        ),
+        f"voted-{_rows}": _row(_voted, **_voters, votes=128, kept=127, local=4096),
+        f"voted-pages-{_rows}": _row(_voted, **_voters, votes=512, kept=64, local=1024, page=16),
     }
-LARGE["sums"] = _sums, Case(rows=2, kv_heads=32, slots=1100, options=_options(count=16))
-LARGE["pages-points"] = _pages, Case(rows=5, slots=4096, options=_options(size=64, point=True))
-LARGE["pages-shared-points"] = (
-    _pages,
-    Case(rows=16, group=8, slots=4096, options=_options(size=64, point=True, shared=4000)),
-)
-LARGE["pages-shared-that-no-block-can-keep"] = (
-    _pages,
-    Case(rows=2, slots=20_000, options=_options(size=64, shared=19_000)),
-)
-LARGE["pages-that-no-block-can-keep"] = (
-    _pages,
-    Case(rows=2, slots=20_000, options=_options(size=64)),
-)
+LARGE |= {
+    "sums": _row(_sums, rows=2, kv_heads=32, slots=1100, count=16),
+    "pages-points": _row(_pages, rows=5, slots=4096, size=64, point=True),
+    "pages-shared-points": _row(
+        _pages, rows=16, group=8, slots=4096, size=64, point=True, shared=4000
+    ),
+    "pages-shared-that-no-block-can-keep": _row(
+        _pages, rows=2, slots=20_000, size=64, shared=19_000
+    ),
+    "pages-that-no-block-can-keep": _row(_pages, rows=2, slots=20_000, size=64),
+}
 for _slots in (8192, 131072, 300000):
-    LARGE[f"select-{_slots}"] = _select, Case(rows=4, slots=_slots)
+    LARGE[f"select-{_slots}"] = _row(_select, rows=4, slots=_slots)
 for _slots in (512, 1000, 8192, 16384):
-    LARGE[f"select-short-{_slots}"] = _select, Case(rows=4, slots=_slots, options=SHORT)
-    LARGE[f"select-short-least-{_slots}"] = _select, Case(rows=4, slots=_slots, options=LEAST)
+    LARGE[f"select-short-{_slots}"] = _row(_select, rows=4, slots=_slots, short=True)
+    LARGE[f"select-short-least-{_slots}"] = _row(_select, rows=4, slots=_slots, **LEAST)
 
 
 # The interpreter multiplies with NumPy, which warns of what is infinite or no number.
@@ -706,7 +579,7 @@ def test_scores_that_no_block_can_keep_are_read_for_every_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hopper_best, "_KEPT", 1)
-    _select(Case(rows=2, slots=5000, options=SHORT), INTERPRETED)
+    _select(_row(_select, rows=2, slots=5000, short=True)[1], INTERPRETED)
 
 
 @pytest.mark.gpu

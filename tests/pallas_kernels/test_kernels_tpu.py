@@ -32,14 +32,23 @@ BLOCK = 128
 LENGTHS = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 300)
 
 
-def _random(dtype: str, *shapes: tuple[int, ...]) -> list[jax.Array]:
+def _random(dtype: str, *shapes: tuple[int, ...]) -> list[np.ndarray]:
     rng = np.random.default_rng(7)
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    return [rng.normal(size=shape).astype(jnp.dtype(dtype)) for shape in shapes]
 
 
-def _spoil(x_BKSH: jax.Array, lengths_B: jax.Array, garbage: float) -> jax.Array:
-    beyond = (jnp.arange(x_BKSH.shape[2]) >= lengths_B[:, None])[:, None, :, None]
-    return jnp.where(beyond, jnp.asarray(garbage, x_BKSH.dtype), x_BKSH)
+def _spoil(x_BKSH: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:
+    beyond = (np.arange(x_BKSH.shape[2]) >= lengths_B[:, None])[:, None, :, None]
+    return _nan_where(beyond, x_BKSH)
+
+
+def _nan_where(mask: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return np.where(mask, x.dtype.type(np.nan), x)
+
+
+def _run(function: Any, *arguments: Any, **options: Any) -> Any:
+    """Results in numpy of one program."""
+    return jax.device_get(jax.jit(partial(function, **options))(*arguments))
 
 
 def _assert_attention(result: tuple, expected: tuple, dtype: str, logit: float = 1.0) -> None:
@@ -65,14 +74,14 @@ def test_decode_attention(
     queries: int, kv_heads: int, groups: int, head_dim: int, dtype: str, logits: float
 ) -> None:
     """Blocks that do not divide the cache; nothing beyond a row's length is seen, NaN included."""
-    lengths = jnp.array(LENGTHS, jnp.int32)
+    lengths = np.array(LENGTHS, np.int32)
     cache = len(LENGTHS), kv_heads, 300, head_dim
     q, k, v = _random(dtype, (len(LENGTHS), queries, kv_heads * groups, head_dim), cache, cache)
     scale = logits * head_dim**-0.5
-    expected = jax.jit(partial(decode_reference.decode_attention, scale=scale))(q, k, v, lengths)
+    expected = _run(decode_reference.decode_attention, q, k, v, lengths, scale=scale)
     run = partial(decode_tpu.decode_attention, scale=scale, block=BLOCK, interpret=INTERPRET)
-    k, v = (_spoil(x, lengths, jnp.nan) for x in (k, v))
-    result = jax.jit(run)(q, k, v, lengths)
+    k, v = (_spoil(x, lengths) for x in (k, v))
+    result = _run(run, q, k, v, lengths)
     assert not np.any(result[0][0]) and np.all(np.isneginf(result[1][0]))
     _assert_attention(result, expected, dtype, max(1.0, logits))
 
@@ -80,18 +89,19 @@ def test_decode_attention(
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_windowed_decode_attention_reads_only_what_the_window_reaches(head_dim: int) -> None:
     """Slots that no query's window reaches may be NaN if no block in reach holds them."""
-    lengths = jnp.array([0, 1, 130, 400, 500, 512], jnp.int32)
+    lengths = np.array([0, 1, 130, 400, 500, 512], np.int32)
     cache = 6, 2, 512, head_dim
     q, k, v = _random("float32", (6, 2, 6, head_dim), cache, cache)
     # The last row's queries stand beyond the reach of every slot.
-    behind = jnp.array([0, 0, 3, 10, 99, 101], jnp.int32)
-    window = Window(size=100, slot_start=40, query_start=40 + lengths + behind)
+    behind = np.array([0, 0, 3, 10, 99, 101], np.int32)
+    start = jax.device_put(40 + lengths + behind)
+    window = Window(size=100, slot_start=40, query_start=start)
     options = dict(scale=0.3, window=window)
-    expected = jax.jit(partial(decode_reference.decode_attention, **options))(q, k, v, lengths)
+    expected = _run(decode_reference.decode_attention, q, k, v, lengths, **options)
     assert np.all(np.isneginf(expected[1][5]))
-    k, v = (_spoil(x, lengths, jnp.nan) for x in (k, v))
-    unreached = jnp.arange(512) < (lengths + behind - 99)[:, None] // BLOCK * BLOCK
-    k, v = (jnp.where(unreached[:, None, :, None], jnp.nan, x) for x in (k, v))
+    k, v = (_spoil(x, lengths) for x in (k, v))
+    unreached = np.arange(512) < (lengths + behind - 99)[:, None] // BLOCK * BLOCK
+    k, v = (_nan_where(unreached[:, None, :, None], x) for x in (k, v))
     run = partial(decode_tpu.decode_attention, block=BLOCK, interpret=INTERPRET, **options)
     _assert_attention(jax.jit(run)(q, k, v, lengths), expected, "float32")
 
@@ -208,26 +218,26 @@ def test_attention_mass(
     queries: int, kv_heads: int, groups: int, head_dim: int, dtype: str, options: dict
 ) -> None:
     """Two tiles of queries, the second one not full; padded queries and far keys hold NaN."""
-    lengths = jnp.array((*LENGTHS, 300), jnp.int32)
-    valid = jnp.array([queries, queries, queries, queries - 1, 1, queries, 0], jnp.int32)
+    lengths = np.array((*LENGTHS, 300), np.int32)
+    valid = np.array([queries, queries, queries, queries - 1, 1, queries, 0], np.int32)
     q, k, lse = _random(
         dtype,
         (7, queries, kv_heads * groups, head_dim),
         (7, kv_heads, 300, head_dim),
         (7, queries, kv_heads * groups),
     )
-    lse = lse.astype("float32").at[5, 0, 0].set(-jnp.inf)
+    lse = lse.astype("float32")
+    lse[5, 0, 0] = -np.inf
     options = dict(options)
     # Rows that begin before, at and behind a block's edge, and one whose queries see every slot.
     start = jnp.array([0, 0, 100, 110, 128, 200, 300], jnp.int32)
     options["causal_start"] = start if options.pop("causal", False) else None
-    options |= dict(scale=head_dim**-0.5, valid=valid)
+    options |= dict(scale=head_dim**-0.5, valid=jax.device_put(valid))
     how = Reduction(**options)
-    expected = jax.jit(partial(mass_reference.attention_mass, how=how))(q, k, lse, lengths)
-    padding = jnp.arange(queries) >= valid[:, None]
-    q = jnp.where(padding[..., None, None], jnp.nan, q)
-    lse = jnp.where(padding[..., None], jnp.nan, lse)
-    k = _spoil(k, lengths, jnp.nan)
+    expected = _run(mass_reference.attention_mass, q, k, lse, lengths, how=how)
+    padding = np.arange(queries) >= valid[:, None]
+    q, lse = _nan_where(padding[..., None, None], q), _nan_where(padding[..., None], lse)
+    k = _spoil(k, lengths)
     run = partial(mass_tpu.attention_mass, how=how, blocks=(32, 16, BLOCK), interpret=INTERPRET)
     for found, wanted in zip(jax.jit(run)(q, k, lse, lengths), expected, strict=True):
         assert (found is None) == (wanted is None)
@@ -258,23 +268,23 @@ def test_sparse_decode_attention(
     pages[0] = np.where(np.arange(5) < np.arange(lists)[:, None], pages[0], -1)
     pages[1, :, 1:3] = -1, 10
     pages[2, 0] = 4, -1, 0, 2, 1  # page 0, cut by the row's stop, stands in for the -1
-    starts = jnp.array([0, page_size, -2 * page_size, page_size + 1, 40], jnp.int32)
-    stops = jnp.array([slots + 3, slots - page_size, 5, slots - 1, 40], jnp.int32)
-    listed = jnp.asarray(pages, jnp.int32)
+    starts = np.array([0, page_size, -2 * page_size, page_size + 1, 40], np.int32)
+    stops = np.array([slots + 3, slots - page_size, 5, slots - 1, 40], np.int32)
+    listed = pages.astype(np.int32)
     options: dict[str, Any] = dict(page_size=page_size, scale=128**-0.5)
     if "flat" in form:
         order = rng.permutation(lists * 5)
-        heads = jnp.broadcast_to(jnp.arange(lists)[:, None], pages.shape).reshape(5, -1)[:, order]
-        options["heads"], listed = heads, listed.reshape(5, -1)[:, order]
+        heads = np.broadcast_to(np.arange(lists)[:, None], pages.shape).reshape(5, -1)[:, order]
+        options["heads"] = jax.device_put(heads.astype(np.int32))
+        listed = listed.reshape(5, -1)[:, order]
     if "prior" in form:
-        options["prior_query"] = jnp.flip(q, axis=2)
+        options["prior_query"] = jax.device_put(np.flip(q, axis=2).copy())
     arguments = listed, starts, stops
-    definition = jax.jit(partial(sparse_reference.sparse_decode_attention, **options))
-    expected = definition(q, k, v, *arguments)
-    outside = (jnp.arange(slots) < starts[:, None]) | (jnp.arange(slots) >= stops[:, None])
-    k, v = (jnp.where(outside[:, None, :, None], jnp.nan, x) for x in (k, v))
+    expected = _run(sparse_reference.sparse_decode_attention, q, k, v, *arguments, **options)
+    outside = (np.arange(slots) < starts[:, None]) | (np.arange(slots) >= stops[:, None])
+    k, v = (_nan_where(outside[:, None, :, None], x) for x in (k, v))
     run = partial(sparse_tpu.sparse_decode_attention, block=2, interpret=INTERPRET, **options)
-    result = jax.jit(run)(q, k, v, *arguments)
+    result = _run(run, q, k, v, *arguments)
     assert len(result) == len(expected) == (4 if "prior" in form else 2)
     for out, lse, *of in zip(result[::2], result[1::2], expected[::2], expected[1::2], strict=True):
         assert not np.any(out[4]) and np.all(np.isneginf(lse[4]))

@@ -61,14 +61,18 @@ def test_any_platform(shape, dtype, form):
 
 # The fewer processors, the more blocks of outputs a worker has tiles of.
 @pytest.mark.parametrize(
-    ("processors", "form"),
-    [(1, None), (2, None), (132, None), (2, "int8"), (132, "int8"), (132, "fp8")],
+    ("shape", "processors", "form"),
+    [
+        *((shape, n, None) for shape in SHAPES for n in (1, 2, 132)),
+        *((shape, 2, "int8") for shape in SHAPES),
+        *(("as many rows as fit", 132, form) for form in FORMS),
+        *(("many outputs", 132, form) for form in FORMS),
+    ],
 )
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_kernel_interpreted(monkeypatch, shape, processors, form):
     monkeypatch.setattr(hopper, "processors", lambda: processors)
     run = jax.jit(partial(gpu.row_matmul, interpret=INTERPRETED), static_argnames="dtype")
-    check(run, shape, jnp.bfloat16, form)
+    check(run, SHAPES[shape], jnp.bfloat16, form)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import dispatch, hopper
 from pallas_kernels.select_large_k import reference, select_large_k, select_mask, xla
@@ -136,29 +134,6 @@ def test_selection_on_cpu_sorts_nothing_and_holds_little() -> None:
     compiled = run.lower(scores, k).compile()
     assert " sort(" not in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes < 5 * scores.size * 4
-
-
-@pytest.mark.slow
-def test_selection_for_a_tpu_compiles_without_scatter_or_sort() -> None:
-    pytest.importorskip("libtpu")
-    from jax.experimental import topologies
-
-    slice_ = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-    mesh = Mesh(np.array(slice_.devices).reshape(2, 1, 2), ("data", "seq", "tensor"))
-    spec, row = P("data", "tensor"), P("data")
-
-    def select(scores, k):
-        return select_large_k(scores, jnp.broadcast_to(k[:, None], scores.shape[:2]), size=4096)
-
-    manual = jax.shard_map(select, mesh=mesh, in_specs=(spec, row), out_specs=spec, check_vma=False)
-    arguments = [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, at))
-        for shape, dtype, at in (((2, 8, 131072), "float32", spec), ((2,), "int32", row))
-    ]
-    compiled = jax.jit(manual).lower(*arguments).compile()
-    text = compiled.as_text()
-    assert " scatter(" not in text and " sort(" not in text
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * (4 * 131072 * 4)
 
 
 def test_the_gpu_takes_its_kernels_for_long_rows_and_short_lists(monkeypatch: pytest.MonkeyPatch):
