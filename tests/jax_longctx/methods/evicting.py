@@ -1,17 +1,12 @@
-"""What the tests of methods that evict share: rows, a comparison with numpy, asking twice."""
+"""What the tests of methods that evict share: rows, a comparison with numpy, full attention."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.contract import Prompt, Segment, chunk_segments
-from jax_longctx.engine import Context, Engine, programs
-from jax_longctx.engine.capacity import bucket
-from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.engine import Engine
 from jax_longctx.parts.evicting import AnswerCache
 from tests.jax_longctx.methods.harness import steps
 from tests.jax_longctx.methods.oracles.evictors import THETA, Evicting
@@ -23,7 +18,6 @@ __all__ = [
     "CONTEXTS",
     "NOTHING",
     "QUESTIONS",
-    "ask_twice",
     "compare",
     "full_logits",
     "kept_tokens",
@@ -120,53 +114,3 @@ def compare(
 def full_logits(engine: Engine, tokens: Sequence[int]) -> np.ndarray:
     """Full attention's logits `[T, V]`, by numpy."""
     return forward(engine.config, oracle_params(engine), list(tokens), causal_attend(THETA))
-
-
-def _run(engine: Engine, caches: Any, segment: Segment, total: Any) -> tuple[Any, np.ndarray]:
-    caches, logits = programs.run_segment(
-        engine.setup, engine.params, caches, segment, total, None, "all"
-    )
-    return caches, np.asarray(logits)
-
-
-def _read(engine: Engine, contexts: Sequence[Sequence[int]]) -> Context:
-    """The contexts by the programs that `steps` has compiled."""
-    rows = [list(row) for row in contexts]
-    slots = bucket(max(map(len, rows)) + RESERVE + 1, engine.mesh.shape["seq"])
-    total = jnp.array([len(row) for row in rows], jnp.int32)
-    caches = programs.init_caches(engine.setup, len(rows), slots, RESERVE)
-    for segment in engine.method.segments(Prompt("context", engine.chunk, rows)):
-        caches, _ = _run(engine, caches, segment, total)
-    caches = programs.finish_context(engine.setup, caches, total, RESERVE)
-    return Context(rows, len(rows), slots, RESERVE, total, caches, None)
-
-
-def _ask(engine: Engine, context: Context, questions: Any, answers: Any) -> list[np.ndarray]:
-    caches = tuple(programs.fork(engine.method, cache) for cache in context.usable_caches())
-    segments = list(engine.method.segments(Prompt("question", engine.chunk, question=questions)))
-    asked = len(segments)
-    for column in zip(*answers, strict=True):
-        (segment,) = chunk_segments([[token] for token in column], 1, "decode")
-        segments.append(segment)
-    logits = []
-    for number, segment in enumerate(segments):
-        if number == asked and engine.method.info.answers_apart:
-            caches = programs.finish_question(engine.setup, caches, context.total, RESERVE)
-        caches, block = _run(engine, caches, segment, context.total)
-        real = np.arange(block.shape[1]) < np.asarray(segment.valid)
-        logits.append(block * real[..., None])
-    return logits
-
-
-def ask_twice(engine: Engine, folder: Path, questions: Any = NOTHING) -> None:
-    """A question is answered alike after another one, and from a context saved and loaded."""
-    context = _read(engine, CONTEXTS)
-    save_context(engine, context, folder / "context")
-    others = random_rows([6] * 4, seed=3)
-    first = _ask(engine, context, questions, ANSWERS)
-    between = _ask(engine, context, questions, others)
-    assert not np.array_equal(first[-1], between[-1])
-    loaded = load_context(engine, folder / "context")
-    for again in (context, loaded):
-        for before, after in zip(first, _ask(engine, again, questions, ANSWERS), strict=True):
-            np.testing.assert_array_equal(before, after)

@@ -1,17 +1,32 @@
 """Runs a method segment by segment, so that a test can look into the caches after each."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_longctx.contract import Segment, decode_segment, step_variant
-from jax_longctx.engine import Engine, programs
+from jax_longctx.engine import Context, Engine, programs
 from jax_longctx.engine.capacity import bucket
+from jax_longctx.engine.context_io import load_context, save_context
 
-__all__ = ["Step", "last_logits", "steps"]
+__all__ = [
+    "ALIKE",
+    "Run",
+    "Step",
+    "ask",
+    "ask_twice",
+    "last_logits",
+    "prefill",
+    "steps",
+]
+
+# Methods that differ from another one in what they rank by alone.
+ALIKE = {"arkvale", "citrus-standard", "ideal-topk", "roco", "streaming-llm", "tova"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +43,60 @@ class Step:
     valid: np.ndarray
 
 
+@dataclasses.dataclass
+class Run:
+    """Rows that are fed segment by segment to one method, and their caches so far."""
+
+    engine: Engine
+    slots: int
+    reserve: int
+    total: jax.Array
+    caches: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, engine: Engine, contexts: Sequence[Sequence[int]], reserve: int = 32) -> "Run":
+        slots = bucket(max(map(len, contexts)) + reserve + 1, engine.mesh.shape["seq"])
+        total = jnp.array([len(row) for row in contexts], jnp.int32)
+        caches = programs.init_caches(engine.setup, len(contexts), slots, reserve)
+        return cls(engine, slots, reserve, total, caches)
+
+    def feed(self, segments: Iterable[Segment]) -> Iterator[Step]:
+        for segment in segments:
+            self.caches, logits = programs.run_segment(
+                self.engine.setup, self.engine.params, self.caches, segment, self.total, None, "all"
+            )
+            layers = programs.per_layer(self.caches)
+            yield Step(segment, layers, np.asarray(logits), segment.chunk_lengths)
+
+    def read(
+        self, contexts: Sequence[Sequence[int]], questions: Sequence[Sequence[int]] | None = None
+    ) -> Iterator[Step]:
+        """The contexts, beside their questions where the method needs them."""
+        asked = questions if self.engine.method.info.needs_question else None
+        prompt = self.engine.prompt("context", self.slots, context=contexts, question=asked)
+        yield from self.feed(self.engine.method.segments(prompt))
+        self.caches = programs.finish_context(
+            self.engine.setup, self.caches, self.total, self.reserve
+        )
+
+    def answer(
+        self, questions: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+    ) -> Iterator[Step]:
+        """The questions, then the answers' tokens one by one (as many for every row)."""
+        method = self.engine.method
+        prompt = self.engine.prompt("question", self.slots, question=questions)
+        yield from self.feed(method.segments(prompt))
+        if method.info.answers_apart:
+            self.caches = programs.finish_question(
+                self.engine.setup, self.caches, self.total, reserve=self.reserve
+            )
+        ones = np.ones((len(questions), 1), np.int32)
+        done = np.zeros(len(questions), bool)
+        for step, column in enumerate(zip(*answers, strict=True), start=1):
+            tokens = np.array(column, np.int32)[:, None]
+            yield from self.feed([decode_segment(tokens, ones, done, step_variant(method, step))])
+
+
 def steps(
     engine: Engine,
     contexts: Sequence[Sequence[int]],
@@ -36,32 +105,51 @@ def steps(
     reserve: int = 32,
 ) -> Iterator[Step]:
     """The contexts, the questions, then the answers' tokens one by one (as many for every row)."""
-    setup = engine.setup
-    slots = bucket(max(map(len, contexts)) + reserve + 1, engine.mesh.shape["seq"])
-    total = jnp.array([len(row) for row in contexts], jnp.int32)
-    caches = programs.init_caches(setup, len(contexts), slots, reserve)
-    asked = questions if engine.method.info.needs_question else None
+    run = Run.of(engine, contexts, reserve)
+    yield from run.read(contexts, questions)
+    yield from run.answer(questions, answers)
 
-    def run(segment: Segment) -> Step:
-        nonlocal caches
-        caches, logits = programs.run_segment(
-            setup, engine.params, caches, segment, total, None, "all"
-        )
-        return Step(segment, programs.per_layer(caches), np.asarray(logits), segment.chunk_lengths)
 
-    prompt = engine.prompt("context", slots, context=contexts, question=asked)
-    for segment in engine.method.segments(prompt):
-        yield run(segment)
-    caches = programs.finish_context(setup, caches, total, reserve)
-    for segment in engine.method.segments(engine.prompt("question", slots, question=questions)):
-        yield run(segment)
-    if engine.method.info.answers_apart:
-        caches = programs.finish_question(setup, caches, total, reserve=reserve)
-    ones = np.ones((len(contexts), 1), np.int32)
-    done = np.zeros(len(contexts), bool)
-    for step, column in enumerate(zip(*answers, strict=True), start=1):
-        tokens = np.array(column, np.int32)[:, None]
-        yield run(decode_segment(tokens, ones, done, step_variant(engine.method, step)))
+def prefill(
+    engine: Engine, contexts: list[list[int]], questions: list[list[int]] | None = None
+) -> Context:
+    """A context made by the programs of `steps`, so that none are compiled for it."""
+    run = Run.of(engine, contexts)
+    for _ in run.read(contexts, questions):
+        pass
+    return Context(contexts, len(contexts), run.slots, run.reserve, run.total, run.caches)
+
+
+def ask(
+    engine: Engine, context: Context, questions: list[list[int]], answers: list[list[int]]
+) -> list[np.ndarray]:
+    """Each row's last logits, after every segment of the question and token of the answer.
+
+    A context that only grows lends its buffers, as it does to `Engine.stream`.
+    """
+    caches = tuple(programs.fork(engine.method, cache) for cache in context.usable_caches())
+    run = Run(engine, context.slots, context.reserve, context.total, caches)
+    logits = [last_logits(step) for step in run.answer(questions, answers)]
+    if engine.method.info.append_only:
+        context.caches = run.caches
+    return logits
+
+
+def ask_twice(engine: Engine, folder: Path, rows: Any, others: Any) -> Context:
+    """A question is answered alike after another one, and from a context saved and loaded.
+
+    `rows` are contexts, questions and answers, `others` other questions and answers.
+    """
+    contexts, *asked = rows
+    context = prefill(engine, contexts, asked[0])
+    save_context(engine, context, folder / "context")
+    first, between = ask(engine, context, *asked), ask(engine, context, *others)
+    assert not np.allclose(first[-1], between[-1])
+    loaded = load_context(engine, folder / "context")
+    for again in (context, loaded):
+        for before, after in zip(first, ask(engine, again, *asked), strict=True):
+            np.testing.assert_array_equal(before, after)
+    return loaded
 
 
 def last_logits(step: Step) -> np.ndarray:

@@ -3,21 +3,17 @@
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.contract import Prompt, Segment, decode_segment, step_variant
-from jax_longctx.engine import Context, Engine, programs
-from jax_longctx.engine.capacity import bucket
-from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.contract import Segment
+from jax_longctx.engine import Engine
 from jax_longctx.methods.citrus_individual import ThreadCaches
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.evicting import kept_tokens
-from tests.jax_longctx.methods.harness import Step, last_logits, steps
+from tests.jax_longctx.methods.harness import Run, Step, steps
 from tests.jax_longctx.methods.oracles.citrus import Rule, read
 from tests.oracle import causal_attend, forward, to_numpy
 from tests.support import random_rows, tiny_config, tiny_engine
@@ -29,7 +25,6 @@ __all__ = [
     "KEPT",
     "QUESTIONS",
     "Seen",
-    "ask_twice",
     "compare",
     "engine_with",
     "equals_full_attention",
@@ -129,63 +124,8 @@ def equals_full_attention(seen: Sequence[Seen], engine: Engine, row: int) -> Non
     np.testing.assert_allclose(np.concatenate(read_logits), expected, atol=2e-5)
 
 
-def _start(engine: Engine) -> tuple[Any, jax.Array, int]:
-    slots = bucket(max(map(len, CONTEXTS)) + RESERVE + 1, engine.mesh.shape["seq"])
-    total = jnp.array([len(row) for row in CONTEXTS], jnp.int32)
-    return programs.init_caches(engine.setup, len(CONTEXTS), slots, RESERVE), total, slots
-
-
-def _run(engine: Engine, caches: Any, segment: Segment, total: jax.Array) -> tuple[Any, Step]:
-    caches, logits = programs.run_segment(
-        engine.setup, engine.params, caches, segment, total, None, "all"
-    )
-    return caches, Step(
-        segment, programs.per_layer(caches), np.asarray(logits), segment.chunk_lengths
-    )
-
-
-def _segments(engine: Engine) -> Iterable[Segment]:
-    asked = QUESTIONS if engine.method.info.needs_question else None
-    return engine.method.segments(Prompt("context", engine.chunk, CONTEXTS, asked))
-
-
 def feed(engine: Engine, segments: Iterable[Segment] | None = None) -> list[Seen]:
     """The contexts alone, in the method's segments or in others."""
-    caches, total, _ = _start(engine)
-    seen = []
-    for segment in segments or _segments(engine):
-        caches, step = _run(engine, caches, segment, total)
-        seen.append(_seen(step))
-    return seen
-
-
-def _ask(engine: Engine, context: Context, questions: Any, answers: Any) -> list[np.ndarray]:
-    caches = tuple(programs.fork(engine.method, cache) for cache in context.usable_caches())
-    segments = list(engine.method.segments(Prompt("question", engine.chunk, question=questions)))
-    rows = np.ones((len(questions), 1), np.int32), np.zeros(len(questions), bool)
-    for step, column in enumerate(zip(*answers, strict=True), start=1):
-        tokens, variant = np.array(column, np.int32)[:, None], step_variant(engine.method, step)
-        segments.append(decode_segment(tokens, *rows, variant))
-    logits = []
-    for segment in segments:
-        caches, step = _run(engine, caches, segment, context.total)
-        logits.append(last_logits(step))
-    return logits
-
-
-def ask_twice(engine: Engine, folder: Path, others: Sequence[Sequence[int]]) -> Context:
-    """A question is answered alike after `others`, and from a context saved and loaded."""
-    caches, total, slots = _start(engine)
-    for segment in _segments(engine):
-        caches, _ = _run(engine, caches, segment, total)
-    caches = programs.finish_context(engine.setup, caches, total, RESERVE)
-    context = Context(CONTEXTS, len(CONTEXTS), slots, RESERVE, total, caches)
-    save_context(engine, context, folder / "context")
-    first = _ask(engine, context, QUESTIONS, ANSWERS)
-    between = _ask(engine, context, others, random_rows([4] * 6, seed=4))
-    assert not np.allclose(first[-1], between[-1])
-    loaded = load_context(engine, folder / "context")
-    for again in (context, loaded):
-        for before, after in zip(first, _ask(engine, again, QUESTIONS, ANSWERS), strict=True):
-            np.testing.assert_array_equal(before, after)
-    return loaded
+    run = Run.of(engine, CONTEXTS, RESERVE)
+    fed = run.read(CONTEXTS, QUESTIONS) if segments is None else run.feed(segments)
+    return [_seen(step) for step in fed]

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.contract import Prompt, decode_segment, method, step_variant
-from jax_longctx.engine import Context, Engine, programs
-from jax_longctx.engine.capacity import bucket
+from jax_longctx.contract import method
+from jax_longctx.engine import Engine
 from jax_longctx.methods import InfLLM
 from jax_longctx.studies.infllm_accounted import InfLLMAccounted
 from tests.jax_longctx.methods.harness import steps
@@ -22,12 +21,10 @@ __all__ = [
     "LAYERS",
     "Rows",
     "Watched",
-    "ask",
     "check",
     "check_memory",
     "method_of",
     "oracle_params",
-    "prefill",
     "read",
     "texts",
     "traces",
@@ -134,39 +131,3 @@ def check_memory(rules, caches, row, trace):
 
 def oracle_params(engine: Engine) -> Any:
     return to_numpy(jax.device_get(engine.params))
-
-
-def prefill(engine: Engine, contexts: list[list[int]]) -> Context:
-    """A context made by the programs of `steps`, so that none are compiled for it."""
-    setup, reserve = engine.setup, 32
-    slots = bucket(max(map(len, contexts)) + reserve + 1, engine.mesh.shape["seq"])
-    total = jnp.array([len(row) for row in contexts], jnp.int32)
-    caches = programs.init_caches(setup, len(contexts), slots, reserve)
-    for segment in engine.method.segments(Prompt("context", engine.chunk, contexts)):
-        caches, _ = programs.run_segment(setup, engine.params, caches, segment, total, None, "all")
-    caches = programs.finish_context(setup, caches, total, reserve)
-    return Context(contexts, len(contexts), slots, reserve, total, caches)
-
-
-def ask(
-    engine: Engine, context: Context, questions: list[list[int]], answers: list[list[int]]
-) -> list[np.ndarray]:
-    """Each row's last logits, after every segment of the question and token of the answer.
-
-    The context lends its buffers, as it does to `Engine.stream`.
-    """
-    caches = tuple(programs.fork(engine.method, cache) for cache in context.usable_caches())
-    segments = list(engine.method.segments(Prompt("question", engine.chunk, question=questions)))
-    ones, no = np.ones((len(questions), 1), np.int32), np.zeros(len(questions), bool)
-    for step, column in enumerate(zip(*answers, strict=True), start=1):
-        tokens, variant = np.array(column, np.int32)[:, None], step_variant(engine.method, step)
-        segments.append(decode_segment(tokens, ones, no, variant))
-    logits = []
-    for segment in segments:
-        caches, every = programs.run_segment(
-            engine.setup, engine.params, caches, segment, context.total, None, "all"
-        )
-        last = np.maximum(segment.chunk_lengths - 1, 0)
-        logits.append(np.asarray(every)[np.arange(len(last)), last])
-    context.caches = caches
-    return logits

@@ -9,13 +9,14 @@ import pytest
 from jax_longctx.contract import Prompt, beside, chunk_segments
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import TOVA, Citrus, CitrusIndividual, CitrusStandard
+from tests.jax_longctx.methods.harness import ask_twice
 from tests.jax_longctx.methods.oracles.citrus import Kept, look, nothing
 from tests.jax_longctx.methods.reading import (
+    ANSWERS,
     CHUNK,
     CONTEXTS,
     KEPT,
     QUESTIONS,
-    ask_twice,
     compare,
     engine_with,
     equals_full_attention,
@@ -169,7 +170,8 @@ def test_settings_sinks_logits_and_eviction_before_the_chunk():
 @each_form
 def test_a_second_question_and_a_saved_context(form, tmp_path):
     others = random_rows([4, 2, 12, 3, 1, 6], seed=3) if form == "standard" else QUESTIONS
-    loaded = ask_twice(engine_of(form), tmp_path, others)
+    rows, others = (CONTEXTS, QUESTIONS, ANSWERS), (others, random_rows([4] * 6, seed=4))
+    loaded = ask_twice(engine_of(form), tmp_path, rows, others)
     # Nothing is left of the language thread: 24 tokens and what follows, keys, values and indices.
     rows = len(CONTEXTS) * 2 * (KEPT + CHUNK + 32)
     counters = 2 * len(CONTEXTS) * 4

@@ -23,13 +23,12 @@ from tests.jax_longctx.methods.evicting import (
     CONTEXTS,
     NOTHING,
     QUESTIONS,
-    ask_twice,
     compare,
     full_logits,
     kept_tokens,
     oracle_params,
 )
-from tests.jax_longctx.methods.harness import steps
+from tests.jax_longctx.methods.harness import ask_twice, steps
 from tests.jax_longctx.methods.oracles.evictors import (
     THETA,
     H2ORule,
@@ -169,7 +168,8 @@ def equals_full_attention(engine, questions):
     ids=[*OWN, "citrus"],
 )
 def test_a_second_question_and_a_saved_context(method, layers, questions, tmp_path):
-    ask_twice(engine_of(method, layers), tmp_path, questions)
+    rows = CONTEXTS, questions, ANSWERS
+    ask_twice(engine_of(method, layers), tmp_path, rows, (questions, random_rows([6] * 4, seed=3)))
 
 
 @pytest.mark.parametrize(

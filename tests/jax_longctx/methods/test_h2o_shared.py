@@ -6,13 +6,14 @@ import pytest
 from jax_longctx.contract import beside, chunk_segments
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import H2O, H2OShared
+from tests.jax_longctx.methods.harness import ask_twice
 from tests.jax_longctx.methods.oracles.citrus import look, nothing
 from tests.jax_longctx.methods.reading import (
+    ANSWERS,
     CHUNK,
     CONTEXTS,
     KEPT,
     QUESTIONS,
-    ask_twice,
     compare,
     engine_with,
     equals_full_attention,
@@ -96,7 +97,8 @@ def test_a_blend_on_a_mesh_is_numpys():
 
 
 def test_a_second_question_and_a_saved_context(engine, tmp_path):
-    ask_twice(engine, tmp_path, QUESTIONS)
+    others = QUESTIONS, random_rows([4] * 6, seed=4)
+    ask_twice(engine, tmp_path, (CONTEXTS, QUESTIONS, ANSWERS), others)
 
 
 def test_bad_input(engine):

@@ -16,17 +16,16 @@ from jax_longctx.models.config import RopeConfig
 from jax_longctx.parts.unit_memory import best_units
 from jax_longctx.sharding import make_mesh
 from jax_longctx.studies.infllm_accounted import UnitAccount, empty_account, note_step
+from tests.jax_longctx.methods.harness import ask, prefill
 from tests.jax_longctx.methods.oracles.infllm import Rules, calls_of, follow
 from tests.jax_longctx.methods.remembering import (
     CHOSEN,
     LAYERS,
     Watched,
-    ask,
     check,
     check_memory,
     method_of,
     oracle_params,
-    prefill,
     read,
     texts,
     traces,
