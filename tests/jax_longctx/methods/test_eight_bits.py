@@ -29,18 +29,22 @@ from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.quantised import FORMS, Quantised
 from tests.drawing import normal
 from tests.jax_longctx.engine.lowering import compile_layer, no_persistent_cache
-from tests.jax_longctx.methods.harness import last_logits, steps
+from tests.jax_longctx.methods.harness import ALIKE, last_logits, steps
 from tests.small_methods import APART, EVERYTHING, KINDS, small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 # One of each kind of method is not `thorough`; those that evict in prefill, or choose blocks, run
 # each time.
 MARKS = {"full": (), "h2o": (), "infllm": (), "quest": pytest.mark.slow, "snapkv": pytest.mark.slow}
-EACH = [pytest.param(name, marks=MARKS.get(name, pytest.mark.thorough)) for name in APART]
-# Methods handle both forms alike: fp8 runs with one of each kind.
+EACH = [
+    pytest.param(name, marks=MARKS.get(name, pytest.mark.thorough))
+    for name in APART
+    if name not in ALIKE
+]
+# Methods handle both forms alike.
 FORM_OF = [
     *(pytest.param(*each.values, "int8", marks=each.marks) for each in EACH),
-    *(pytest.param(name, "fp8", marks=pytest.mark.thorough) for name in MARKS),
+    *(pytest.param(name, "fp8", marks=pytest.mark.thorough) for name in ("h2o", "quest")),
 ]
 assert {"int8", "fp8"} == set(FORMS)
 ROWS = [[37, 9], [5, 5], [6, 6]]

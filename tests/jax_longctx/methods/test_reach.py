@@ -1,5 +1,6 @@
 """How far a method's positions go, and that it turns no key or query beyond them."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -50,23 +51,30 @@ def test_settings_change_how_far_positions_go(name, settings, expected):
     assert reach(method, tiny_config(), FAR) == expected
 
 
-def scores(method, longest, scrambled, monkeypatch):
-    """Log-probabilities of an answer; angles of positions from `scrambled` on are others."""
+def scores(method, limits, monkeypatch):
+    """Log-probabilities of an answer for each limit; angles of positions from there on are others.
+
+    One program has them all: it asks for the limit where it runs.
+    """
     contexts, questions = random_rows([200, 90]), random_rows([2, 3], seed=1)
-    angles = context.rope_angles
+    angles, asked = context.rope_angles, []
 
     def other(config, head_dim, positions, total):
-        beyond = positions >= scrambled
-        return angles(config, head_dim, jnp.where(beyond, 7 * positions + 1, positions), total)
+        limit = jax.pure_callback(lambda: np.int32(asked[-1]), jax.ShapeDtypeStruct((), jnp.int32))
+        moved = jnp.where(positions >= limit, 7 * positions + 1, positions)
+        return angles(config, head_dim, moved, total)
 
     # The longest position is part of what a program is compiled for, and of no number in it.
-    config = tiny_config(num_layers=1, max_position=longest)
+    config = tiny_config(num_layers=1, max_position=1001)
     engine = tiny_engine(method, config=config, chunk=16, by_layer=True)
+    answers, found = random_rows([8, 8], seed=2), []
     with monkeypatch.context() as patch:
         patch.setattr(context, "rope_angles", other)
-        answers = random_rows([8, 8], seed=2)
-        found = loglikelihoods(engine, contexts, answers, questions=questions)
-    return np.concatenate([one.logprobs for one in found])
+        for limit in limits:
+            asked.append(limit)
+            logs = loglikelihoods(engine, contexts, answers, questions=questions)
+            found.append(np.concatenate([one.logprobs for one in logs]))
+    return found
 
 
 MARKS = {
@@ -85,6 +93,6 @@ def test_no_position_beyond_it_is_used(name, monkeypatch):
     method = small_method(name)
     # InfLLM's distances are bounded; a chunk's positions lie as far again behind the window.
     limit = reach(method, tiny_config(), FAR) + (16 if name == "infllm" else 0)
-    whole = scores(method, 1001, FAR, monkeypatch)
-    np.testing.assert_array_equal(scores(method, 1002, limit, monkeypatch), whole)
-    assert np.abs(scores(method, 1003, limit // 2, monkeypatch) - whole).max() > 1e-4
+    whole, same, others = scores(method, (FAR, limit, limit // 2), monkeypatch)
+    np.testing.assert_array_equal(same, whole)
+    assert np.abs(others - whole).max() > 1e-4

@@ -15,7 +15,6 @@ import pytest
 
 from jax_longctx.contract import Prompt, decode_segment
 from jax_longctx.engine import programs
-from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.methods.refreshkv import RefreshKV
 from jax_longctx.methods.snapkv import SnapKV
 from jax_longctx.sharding import make_mesh
@@ -342,31 +341,6 @@ def test_rk_9_a_list_of_tokens_is_the_same_as_their_keys():
 def test_rk_10_leaving_tokens_change_the_answer():
     fifo, grow = decode(stride=NEVER), decode(stride=NEVER, evict_on_push=False)
     assert np.abs(logits_of(fifo) - logits_of(grow)).max() > 1e-3
-
-
-@pytest.mark.thorough
-def test_questions_in_turn_and_from_disk(tmp_path):
-    """A, B, A; and a question and answer longer than the context's reserve (the caches grow)."""
-    method = dataclasses.replace(METHOD, **ADAPTIVE)
-    engine = tiny_engine(method, config=engine_of().config, chunk=16)
-    others = random_rows([5, 4, 1, 3], seed=3)
-
-    def ask(context, questions):
-        rows = [[] for _ in questions]
-        for block in engine.stream(context, questions, max_tokens=8):
-            for row, new in zip(rows, block, strict=True):
-                row.extend(new)
-        return rows
-
-    context = engine.prefill(CONTEXTS, reserve=RESERVE)
-    save_context(engine, context, tmp_path / "saved")
-    first, second = ask(context, QUESTIONS), ask(context, others)
-    assert first != second
-    assert ask(context, QUESTIONS) == first
-    # The last question's steps; the first token of an answer is the question's.
-    assert [cache.steps.tolist() for cache in context.usable_caches()] == [[7] * 4]
-    assert ask(load_context(engine, tmp_path / "saved"), others) == second
-    assert ask(engine.prefill(CONTEXTS, reserve=2), QUESTIONS) == first
 
 
 @pytest.mark.slow

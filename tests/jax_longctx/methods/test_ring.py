@@ -36,17 +36,23 @@ def expected():
     return np.stack([forward(engine.config, params, row, attend)[-4:] for row in rows])
 
 
+@functools.cache
+def plain():
+    """Every layer's cache under full attention on one device."""
+    context = tiny_engine(Full(), chunk=64).prefill(CONTEXTS, reserve=40)
+    return programs.per_layer(context.caches)
+
+
 @pytest.mark.parametrize(
     ("mesh", "order"),
     [
-        pytest.param((1, 4, 1), "contiguous", marks=pytest.mark.thorough),
         ((1, 4, 1), "zigzag"),
-        pytest.param((2, 2, 2), "zigzag", marks=pytest.mark.thorough),
         *(
             pytest.param(mesh, order, marks=pytest.mark.thorough)
-            for mesh in [(1, 1, 1), (1, 2, 1), (2, 2, 2), (1, 8, 1)]
-            for order in ("contiguous", "zigzag")
-            if (mesh, order) != ((2, 2, 2), "zigzag")
+            for mesh, order in [
+                *(((1, 4, 1), "contiguous"), ((2, 2, 2), "zigzag"), ((1, 1, 1), "zigzag")),
+                *(((1, 8, 1), "zigzag"), ((2, 2, 2), "contiguous"), ((1, 2, 1), "contiguous")),
+            ]
         ),
     ],
 )
@@ -60,8 +66,7 @@ def test_r1_r2_r4_it_is_full_attention(mesh, order):
                 {name: np.asarray(getattr(cache, name)) for name in "kv"} for cache in step.caches
             ]
         seen.append(step)
-    plain = tiny_engine(Full(), chunk=64).prefill(CONTEXTS, reserve=40)
-    for ours, theirs in zip(held, programs.per_layer(plain.caches), strict=True):
+    for ours, theirs in zip(held, plain(), strict=True):
         for row, tokens in enumerate(CONTEXTS):
             for name in "kv":
                 both = (x[row, :, : len(tokens)] for x in (ours[name], getattr(theirs, name)))

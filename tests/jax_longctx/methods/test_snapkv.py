@@ -9,7 +9,6 @@ import pytest
 
 from jax_longctx.contract import decode_segment
 from jax_longctx.engine import programs
-from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import make_method
 from jax_longctx.methods.snapkv import SnapKV
@@ -183,28 +182,6 @@ def test_sn_3_x10_window_1_over_the_layer_is_tova_at_once(whole):
 
         forward(engine.config, oracle_params(engine), prompt, attend)
         assert all(sorted(ids) == expected[1] for ids in in_order(kept, 128)[row])
-
-
-@pytest.mark.thorough
-def test_questions_in_turn_and_from_disk(tmp_path):
-    """A, B, A: questions shorter than the window, so that the context's last queries count."""
-    engine = tiny_engine(METHOD, config=tiny_config(num_layers=1), chunk=16)
-    others = random_rows([5, 4, 1, 3], seed=3)
-
-    def ask(context, questions, keep=True):
-        rows = [[] for _ in questions]
-        for block in engine.stream(context, questions, max_tokens=8, keep=keep):
-            for row, new in zip(rows, block, strict=True):
-                row.extend(new)
-        return rows
-
-    context = engine.prefill(CONTEXTS, reserve=16)
-    save_context(engine, context, tmp_path / "saved")
-    first, second = ask(context, QUESTIONS), ask(context, others)
-    assert first != second
-    assert ask(context, QUESTIONS) == first
-    loaded = load_context(engine, tmp_path / "saved")
-    assert ask(loaded, others, keep=False) == second
 
 
 def test_answering_reads_the_budget():
