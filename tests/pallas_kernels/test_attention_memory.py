@@ -89,14 +89,14 @@ SMALL, AS_8B = ("float32", 9, 3, 64), ("bfloat16", 32, 8, 128)
 
 
 @pytest.mark.parametrize(
-    ("attend", "layers", "dtype", "heads", "kv_heads", "head_dim"),
+    ("attend", "dtype", "heads", "kv_heads", "head_dim"),
     [
-        *((attend, 8, *sizes) for attend in (_decode, _halves) for sizes in (SMALL, AS_8B)),
-        *((_topk, 4, *SMALL), (_sparse, 4, *SMALL), (_mass, 4, *AS_8B)),
+        *((attend, *sizes) for attend in (_decode, _halves) for sizes in (SMALL, AS_8B)),
+        *((_topk, *SMALL), (_sparse, *SMALL), (_mass, *AS_8B)),
     ],
 )
 def test_a_step_after_an_append_copies_no_cache(
-    attend: Callable, layers: int, dtype: str, heads: int, kv_heads: int, head_dim: int
+    attend: Callable, dtype: str, heads: int, kv_heads: int, head_dim: int
 ) -> None:
     """Below a twentieth of the caches: a layer's scores, and no block of a cache but one."""
 
@@ -110,7 +110,7 @@ def test_a_step_after_an_append_copies_no_cache(
             others.append(other)
         return q, others, updated
 
-    slots = 8192
+    layers, slots = 4, 8192
     cache = 1, kv_heads, slots, head_dim
     temporaries = _temporaries(
         step,
