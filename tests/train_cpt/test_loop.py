@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from tests.patience import patience
 from tests.train_cpt.tiny_run import (
     FACTS,
     LENGTH,
@@ -181,7 +182,11 @@ def test_a_train_run_survives_kill_9(tmp_path):
     kills = 5
     command = [sys.executable, "-m", "tests.train_cpt.tiny_run", tmp_path, kills, kills]
     done = subprocess.run(
-        [str(word) for word in command], cwd=ROOT, capture_output=True, text=True, timeout=500
+        [str(word) for word in command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patience(500),
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {"killed": kills}

@@ -11,6 +11,7 @@ import pytest
 
 from jax_longctx.models.storage import load_params
 from jax_longctx.sharding import make_mesh
+from tests.patience import patience
 from tests.train_cpt.tiny_files import write_tiny
 from train_cpt.metrics import read_metrics
 from train_cpt.run import read_config, run_config
@@ -32,7 +33,7 @@ def run_in_processes(folder):
         for process in range(PROCESSES)
     ]
     for child in started:
-        _, said = child.communicate(timeout=300)
+        _, said = child.communicate(timeout=patience(300))
         assert child.returncode == 0, said[-3000:]
 
 
