@@ -18,7 +18,7 @@ from jax_longctx.engine.programs import IN_PLACE
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.models.llama import init_params
 from jax_longctx.sharding import make_mesh
-from tests.small_methods import SMALL, small_method
+from tests.small_methods import APART, small_method
 from tests.support import random_rows, tiny_config
 
 WHOLE = (
@@ -145,7 +145,7 @@ def looked_at(monkeypatch, name, looked, **options):
     return engine, random_rows([70, 40]), random_rows([5, 3], seed=1)
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SMALL if name not in QUICK]
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in APART if name not in QUICK]
 
 
 @pytest.mark.parametrize("name", [*QUICK, *OTHERS])

@@ -15,7 +15,7 @@ from jax_longctx.errors import InputError
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, to_numpy
-from tests.small_methods import APART, KINDS, small_method
+from tests.small_methods import KINDS, small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 WAYS = ["decode", "question", "context"]
@@ -157,7 +157,7 @@ def test_what_looks_ahead_is_refused_unless_asked_for(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", KINDS)
 def test_ragged_rows_score_as_they_do_alone(name):
     engine = engine_of(name)
     together = loglikelihoods(engine, CONTEXTS, CONTINUATIONS)

@@ -41,7 +41,7 @@ def answer(engine, text, question, tokens):
     ("name", "by_layer"),
     [
         ("snapkv", True),
-        *(also(name, False) for name in ("full", "refreshkv", "infllm")),
+        also("refreshkv", False),
         *(also(name, True) for name in ("citrus", "reattention", "star")),
     ],
 )
@@ -62,7 +62,7 @@ def test_other_lengths_trace_nothing(name, by_layer, traced):
     assert len(traced) > first
 
 
-@pytest.mark.parametrize("name", ["quest", also("snapkv"), also("streaming-llm")])
+@pytest.mark.parametrize("name", ["quest", "snapkv"])
 @pytest.mark.slow
 def test_methods_share_the_programs_without_layers(name, traced):
     """Which programs a method traces anew, after another of the same shapes."""
