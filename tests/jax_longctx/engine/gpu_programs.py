@@ -1,9 +1,10 @@
 """Compiles methods' programs for one H200 that need not be there, and prints what they hold.
 
 `python -m tests.jax_longctx.engine.gpu_programs METHOD[:OPTION=VALUE]...`, of the options `kv`,
-`weights`, `offload`, `prefetch` (yes), `rows` and `only`, in a process that finds JAX's CUDA
-plugin: JAX looks for plugins once, when it begins. One line of JSON is printed for each program, or
-for those of the kind that `only` names; with `rows` for the step of rows that share a context.
+`weights`, `offload`, `prefetch` (yes), `rows`, `turn` and `only`, in a process that finds JAX's
+CUDA plugin: JAX looks for plugins once, when it begins. One line of JSON is printed for each
+program, or for those of the kind that `only` names; with `rows` for the step of rows that share a
+context.
 """
 
 import dataclasses
@@ -43,7 +44,10 @@ device_description_str: "NVIDIA H200"
 """
 # The model's shapes are Llama 3.1 8B's. The loop's body is the same for more layers. No activation
 # of a chunk has as many elements as a layer's weights.
-LAYERS, CONTEXT, RESERVE, CHUNK = 8, 16_000, 512, 1536
+CONTEXT, RESERVE, CHUNK = 16_000, 512, 1536
+# Layers of a turn of a decode step's loop unless told: each takes time to compile. A GPU has more
+# (`programs.LAYERS_A_TURN`). Every loop has two turns.
+A_TURN = 2
 # Elements of arrays whose copies are looked for.
 LEAST = 2**20
 
@@ -186,7 +190,7 @@ def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
     from jax_longctx.engine import programs
     from jax_longctx.engine.capacity import staged_caches
     from jax_longctx.engine.engine import BLOCK
-    from jax_longctx.engine.sampling import ANY
+    from jax_longctx.engine.sampling import GREEDY, SamplingStatic
     from jax_longctx.planning import compiled
 
     own, layout = own_tokens(request.method), setup.slot_layout
@@ -202,7 +206,8 @@ def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
         *(setup, compiled.abstract_params(setup), compiled.placed(setup.mesh, caches)),
         *(compiled.abstract_state(rows), shape((rows,), jnp.int32)),
         *(shape((rows, BLOCK), jnp.int32), compiled.abstract_values(rows)),
-        (BLOCK, variants, ANY),
+        # Other choices of a token are no part of the loop over layers, and take long to compile.
+        (BLOCK, variants, SamplingStatic((GREEDY,))),
     )
     return [compiled.UsedProgram("shared decode", "decode", programs.decode_block, args, 0)]
 
@@ -243,8 +248,8 @@ def main(methods: list[str]) -> None:
     # The plugin is registered with the first backend.
     jax.devices("cpu")
 
+    from jax_longctx.engine import programs
     from jax_longctx.engine.capacity import staged_caches
-    from jax_longctx.engine.programs import LAYERS_A_TURN
     from jax_longctx.methods import make_method
     from jax_longctx.models.config import ModelConfig
     from jax_longctx.models.presets import PRESETS
@@ -255,15 +260,16 @@ def main(methods: list[str]) -> None:
 
     h200 = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
     mesh = make_mesh(devices=[h200.devices[0]])
-    config = ModelConfig.from_hf({**PRESETS["llama-3.1-8b"], "num_hidden_layers": LAYERS})
     for said in methods:
         name, *forms = said.split(":")
         options = dict(form.split("=") for form in forms)
         rows = int(options.pop("rows", 1))
         prefetch = options.pop("prefetch", "no") == "yes"
         only = options.pop("only", None)
+        a_turn = programs.LAYERS_A_TURN = int(options.pop("turn", A_TURN))
+        layers = 2 * a_turn
         request = PlanRequest(
-            config=config,
+            config=ModelConfig.from_hf(PRESETS["llama-3.1-8b"] | {"num_hidden_layers": layers}),
             method=make_method(name),
             target=parse_target("h200"),
             context=CONTEXT,
@@ -277,25 +283,23 @@ def main(methods: list[str]) -> None:
         sizes = {}
         for what, tree in (("weights", abstract_params(setup)["layers"]), ("cache", caches)):
             for leaf in jax.tree.leaves(tree):
-                if leaf.shape[:1] == (LAYERS,) and leaf.size >= LEAST:
+                if leaf.shape[:1] == (layers,) and leaf.size >= LEAST:
                     sizes |= {
                         leaf.size: f"all layers' {what}",
-                        leaf.size // LAYERS: f"a layer's {what}",
+                        leaf.size // layers: f"a layer's {what}",
                     }
         used_of: Any = used_programs if rows == 1 else shared_decode
         for used in used_of(request, setup, rows):
             if only not in (None, used.kind):
                 continue
-            a_turn = LAYERS_A_TURN if used.kind == "decode" else 1
             compiled = used.lower().compile()
             program = computations(compiled.as_text())
+            turns = 2 if used.kind == "decode" else layers
             found = {
                 "method": said,
                 "kind": used.kind,
                 "name": used.name,
-                "kernels": [
-                    kernels(program, body) for body in layer_loops(program, LAYERS // a_turn)
-                ],
+                "kernels": [kernels(program, body) for body in layer_loops(program, turns)],
                 "copies": list(copies(program, sizes)),
                 "temporaries": compiled.memory_analysis().temp_size_in_bytes,
             }

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 
 import jax
 import numpy as np
@@ -11,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_longctx.api import LongContext
 from jax_longctx.engine import Request, RunningBatch, capacity, programs
-from jax_longctx.engine.capacity import footprint, held_bytes, stores_of
+from jax_longctx.engine.capacity import footprint, held_bytes, slots_for, stores_of
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.methods import make_method
@@ -23,47 +22,25 @@ from tests.support import joined, random_rows, tiny_engine, word_tokenizer
 
 # All that can be offloaded under their default settings (a test compares).
 NAMES = ("infllm", "quest", "arkvale", "resa", "reattention", "free-pages")
-# Settings beside the small ones: heads that choose apart, whole pages of fixed tokens, priors.
+GUESSED = ("infllm", "quest", "arkvale", "resa")
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+also = functools.partial(pytest.param, marks=pytest.mark.thorough)
+# Settings beside the small ones: heads that choose apart, whole pages of fixed tokens, priors.
 REBUILT = {"growth": "rebuild", "rebuild_every": 2}
 OTHERS = [
     ("infllm", {"granularity": "query_head", "n_init": 8}),
-    slow("quest", {"granularity": "kv_head", "sink": 0, "local": 0, "min_pages": 3}),
-    slow("arkvale", {"granularity": "query_head", "digest": "sphere-max"}),
+    ("quest", {"granularity": "kv_head", "sink": 0, "local": 0, "min_pages": 3}),
+    ("arkvale", {"granularity": "query_head", "digest": "sphere-max"}),
     ("arkvale", {"whole_pages": True, "sink": 8, "local": 9}),
-    slow("resa", REBUILT | {"selector": "arkvale", "page_size": 8, "prior_group": "mean"}),
-    ("reattention", {"span": 21, "global_size": 20, "kept": 3}),
-    slow("reattention", {"selector": "tilemax128", "count": 1}),
-    slow("free-pages", {"lam": 0.0, "digest": "cuboid-mean", "page_size": 1, "count": 3}),
-    slow("reattention", {"last_token_decode": False, "decode_heads": "scrambled"}),
+    ("resa", REBUILT | {"selector": "arkvale", "page_size": 8, "prior_group": "mean"}),
+    ("reattention", {"span": 21, "global_size": 20, "kept": 3, "decode_heads": "scrambled"}),
+    ("reattention", {"selector": "tilemax128", "count": 1, "last_token_decode": False}),
+    ("free-pages", {"lam": 0.0, "digest": "cuboid-mean", "page_size": 1, "count": 3}),
 ]
 LOOPS = {True: "host loops", False: "device loops"}
-also = functools.partial(pytest.param, marks=pytest.mark.thorough)
 # The small settings of others, which cannot be offloaded, have all that the method can do.
 ABLE = {"free-pages": {"lam": 0.0}}
-# The mode of a method that `some` does not take; InfLLM in both.
-EITHER = [("infllm", True)]
-EITHER += [slow(name, number % 2 == 0) for number, name in enumerate(NAMES[1:])]
-EITHER += [slow("infllm", False)]
-# Blocks and pages; ArkVale and RESA choose pages too.
-EACH = [slow(name) if name in ("arkvale", "resa", "free-pages") else name for name in NAMES]
 LENGTHS = [[300, 70, 1, 180], [9, 3, 5, 1], [24, 24, 24, 24]]
-
-
-def some(quick, *values):
-    """Combinations of the values: the first of `quick` in every run, its others slow.
-
-    The rest are thorough: each other of the first values once, with those of two others in turn.
-    """
-    first, *others = quick
-    marked = {first: pytest.param, **dict.fromkeys(others, slow)}
-    found = []
-    for placed in itertools.product(*map(enumerate, values)):
-        places, each = zip(*placed, strict=True)
-        turns = tuple(places[0] // 2**place % 2 for place in range(len(places) - 1))
-        if each in marked or (places[1:] == turns and each[0] not in {one[0] for one in quick}):
-            found.append(marked.get(each, also)(*each))
-    return found
 
 
 def named(value):
@@ -89,7 +66,8 @@ def logits(method, offload, kv=None, by_layer=None, working_set=None, prefetch=F
     how = {"chunk": 16, "kv": kv, "by_layer": by_layer, "offload": offload}
     engine = tiny_engine(method, **how, working_set=working_set, prefetch=prefetch)
     found, caches = [], ()
-    for step in steps(engine, *rows_of(), reserve=64):
+    # As many slots as contexts of these texts have with a reserve of 64: programs are shared.
+    for step in steps(engine, *rows_of(), reserve=128):
         caches = step.caches
         if step.segment.role in ("query", "decode"):
             for row in range(4):
@@ -116,10 +94,16 @@ def check_same(method, **how):
         assert {x.sharding.memory_kind for x in host_arrays(store)} == {HOST}
 
 
-@pytest.mark.parametrize(("name", "by_layer"), EITHER, ids=named)
-@pytest.mark.quick("infllm")
-def test_offloaded_contexts_give_the_same_logits(name, by_layer):
-    check_same(small_method(name), by_layer=by_layer)
+@pytest.mark.parametrize(
+    # Units in either mode, and values alone; a stored byte each.
+    ("name", "by_layer", "kv"),
+    [("infllm", True, None), slow("infllm", False, "int8"), slow("reattention", False, "int8")],
+    ids=named,
+)
+def test_offloaded_contexts_give_the_same_logits(name, by_layer, kv):
+    check_same(small_method(name), by_layer=by_layer, kv=kv)
+    _, (store, *_) = logits(small_method(name), "host", by_layer=by_layer, kv=kv)
+    assert {x.dtype.itemsize for x in host_arrays(store)} == {1 if kv else 4}
 
 
 @pytest.mark.parametrize(("name", "settings"), OTHERS, ids=str)
@@ -129,55 +113,42 @@ def test_other_settings_give_the_same_logits(name, settings):
 
 
 @pytest.mark.parametrize(
-    # Units, pages, and values alone; pages are all alike.
-    ("name", "kv"),
-    [*((name, "int8") for name in ("infllm", "quest", "reattention")), also("infllm", "fp8")],
-)
-@pytest.mark.slow
-def test_eight_bits_lie_in_the_host_as_they_are_stored(name, kv):
-    check_same(small_method(name), kv=kv)
-    _, (store, *_) = logits(small_method(name), "host", kv)
-    assert {x.dtype.itemsize for x in host_arrays(store)} == {1}
-
-
-GUESSED = ("infllm", "quest", "arkvale", "resa")
-
-
-@pytest.mark.parametrize(
+    # Pages that lie in 8 bits are all alike.
     ("name", "by_layer", "kv"),
-    some(
-        [("infllm", True, None), ("quest", False, None), ("arkvale", False, "int8")],
-        GUESSED,
-        LOOPS,
-        [None, "int8"],
-    ),
+    [
+        ("infllm", True, None),
+        ("quest", False, None),
+        ("arkvale", False, "fp8"),
+        also("resa", False, "int8"),
+    ],
     ids=named,
 )
 @pytest.mark.slow
 def test_pages_that_are_fetched_ahead_change_no_logits(name, by_layer, kv):
     """What a guess brings is there when it is chosen, and what it missed is fetched then."""
-    method, how = small_method(name), {"kv": kv, "by_layer": by_layer}
+    method, how = small_method(name), {"by_layer": by_layer, "kv": kv}
     check_same(method, **how, prefetch=True)
-    _, alone = logits(method, "host", **how, working_set=None)
     _, ahead = logits(method, "host", **how, prefetch=True)
     layers = np.concatenate([np.reshape(store.frames.ahead, (-1, 4)) for store in ahead])
     # No layer comes before the first.
     assert np.sum(layers[0]) == 0 < np.sum(layers[1])
-    assert pages_of(alone, "ahead") == 0
-    chosen = [pages_of(each, "hits") + pages_of(each, "misses") for each in (alone, ahead)]
-    assert chosen[0] == chosen[1]
-    assert pages_of(alone, "misses") != pages_of(ahead, "misses")
+    if kv is None:
+        check_same(method, **how)
+        _, alone = logits(method, "host", **how)
+        assert pages_of(alone, "ahead") == 0
+        chosen = [pages_of(each, "hits") + pages_of(each, "misses") for each in (alone, ahead)]
+        assert chosen[0] == chosen[1]
+        assert pages_of(alone, "misses") != pages_of(ahead, "misses")
 
 
 @pytest.mark.slow
 def test_the_least_working_set_gives_the_same_logits():
     """As many pages as a step chooses: every other page is a miss."""
-    method, kv = small_method("infllm"), "int8"
-    check_same(method, kv=kv, working_set=16)
-    _, few = logits(method, "host", kv, None, 16)
-    _, usual = logits(method, "host", kv)
-    misses = [sum(int(np.sum(store.frames.misses)) for store in stores) for stores in (few, usual)]
-    assert misses[0] > misses[1]
+    method, how = small_method("infllm"), {"by_layer": True, "kv": None}
+    check_same(method, **how, working_set=16)
+    _, few = logits(method, "host", **how, working_set=16)
+    _, usual = logits(method, "host", **how)
+    assert pages_of(few, "misses") > pages_of(usual, "misses")
 
 
 @pytest.mark.slow
@@ -206,46 +177,54 @@ def engines(name, by_layer=None, **options):
     ]
 
 
-@pytest.mark.parametrize(("name", "by_layer"), [("infllm", True), slow("quest", False)], ids=named)
+@pytest.mark.parametrize(
+    # Units, pages, and values alone.
+    ("name", "by_layer", "kv"),
+    [
+        ("infllm", True, None),
+        slow("quest", False, "int8"),
+        also("reattention", True, "int8"),
+    ],
+    ids=named,
+)
+def test_a_context_is_asked_and_saved_and_loaded_either_way(name, by_layer, kv, tmp_path):
+    """It takes the bytes that are told, stays as it was, and is loaded by engines of both kinds."""
+    both, found = engines(name, by_layer, kv=kv), []
+    for engine in both:
+        context = engine.prefill(rows_of()[0], reserve=64)
+        told = footprint(engine.setup, batch=4, context=300, reserve=64)
+        assert held_bytes(context.caches) == (told.kept, told.host)
+        found.append(answers(engine, context, 7))
+        folder = tmp_path / str(engine.setup.offload is None)
+        save_context(engine, context, folder)
+        for loader in both:
+            loaded = load_context(loader, folder)
+            assert bool(stores_of(loaded.caches)) == (loader.setup.offload is not None)
+            found.append(answers(loader, loaded, 7))
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize(("name", "by_layer"), [("infllm", True), ("quest", False)], ids=named)
 @pytest.mark.slow
-def test_many_questions_and_a_cache_that_grows(name, by_layer):
-    """A context stays as it was; a long question makes the cache grow, and is read in chunks."""
+def test_a_cache_that_grows(name, by_layer):
+    """A long question makes the cache grow, and is read in chunks; the context stays."""
     found = []
     for engine in engines(name, by_layer):
-        context = engine.prefill(rows_of()[0], reserve=32)
-        first = answers(engine, context, 5)
+        context = engine.prefill(rows_of()[0], reserve=64)
         slots = context.slots
         long = answers(engine, context, 6, (200, 30, 17, 1), 40)
         assert context.slots > slots
-        found.append((first, long, answers(engine, context, 5)))
-    (here, there), (first, _, again) = found, found[0]
+        found.append((long, answers(engine, context, 6, (200, 30, 17, 1), 40)))
+    (here, there), (first, again) = found, found[0]
     assert here == there and first == again
 
 
-@pytest.mark.parametrize(
-    ("name", "by_layer", "kv"),
-    some([("infllm", True, None), ("quest", False, "int8")], NAMES, LOOPS, [None, "int8"]),
-    ids=named,
-)
-def test_a_saved_context_is_loaded_either_way(name, by_layer, kv, tmp_path):
-    for engine in engines(name, by_layer, kv=kv):
-        context = engine.prefill(rows_of()[0], reserve=48)
-        expected = answers(engine, context, 7)
-        folder = tmp_path / str(engine.setup.offload is None)
-        save_context(engine, context, folder)
-        for loader in engines(name, by_layer, kv=kv):
-            loaded = load_context(loader, folder)
-            assert answers(loader, loaded, 7) == expected
-            assert bool(stores_of(loaded.caches)) == (loader.setup.offload is not None)
-
-
-@pytest.mark.parametrize("sizes", [(2, 1, 2)], ids=str)
-@pytest.mark.parametrize("name", ["infllm", slow("quest")])
+@pytest.mark.parametrize("name", ["infllm", "quest"])
 @pytest.mark.slow
-def test_rows_and_heads_are_divided_over_a_mesh(name, sizes):
+def test_rows_and_heads_are_divided_over_a_mesh(name):
     found = []
-    for engine in engines(name, mesh=make_mesh(*sizes)):
-        context = engine.prefill(rows_of()[0][:3], reserve=48)
+    for engine in engines(name, mesh=make_mesh(2, 1, 2)):
+        context = engine.prefill(random_rows([110, 70, 1]), reserve=48)
         found.append(answers(engine, context, 8, (7, 4, 1)))
     assert found[0] == found[1]
     assert engine.fetched.hits and engine.fetched.misses
@@ -293,18 +272,16 @@ def test_what_was_fetched_is_counted():
 
 
 @pytest.mark.parametrize("kv", [None, "int8"])
-@pytest.mark.parametrize("name", EACH)
-@pytest.mark.quick("None")
+@pytest.mark.parametrize("name", NAMES)
 def test_a_footprint_tells_device_and_host_apart(name, kv):
-    _, engine = engines(name, kv=kv)
-    context = engine.prefill(rows_of()[0], reserve=48)
-    found = footprint(engine.setup, batch=4, context=300, reserve=48)
-    assert held_bytes(context.caches) == (found.kept, found.host)
-    whole = footprint(engines(name, kv=kv)[0].setup, batch=4, context=300, reserve=48)
+    """What a context really takes is compared where one is saved."""
+    whole, found = (
+        footprint(engine.setup, batch=4, context=300, reserve=48) for engine in engines(name, kv=kv)
+    )
     # All keys and values lie in the host's memory, but for the scales of 8 bits.
     assert whole.host == 0 and whole.kept > found.host
     parts = 1 if name == "reattention" else 2
-    numbers = parts * 2 * 4 * 2 * context.slots * 8
+    numbers = parts * 2 * 4 * 2 * slots_for(300, 48) * 8
     assert found.host == numbers * (1 if kv else 4)
 
 
@@ -392,10 +369,10 @@ def pages_of(stores, count):
     return sum(int(np.sum(getattr(store.frames, count))) for store in stores)
 
 
-def ran(engine, alone):
+def ran(engine):
     """Answers in a running batch: rows of texts of two sizes join and leave, one place each.
 
-    With `alone` also those of each context asked alone after that.
+    The last answer is that of the first context, asked alone after that.
     """
     lengths, tokens = (300, 70, 100, 9), (20, 5, 12, 9)
     contexts = [
@@ -416,30 +393,21 @@ def ran(engine, alone):
             found[running[place]] += [chosen.token for chosen in new]
         for place in batch.ended:
             del running[place]
-    again = [
-        joined(engine.stream(context, [question], max_tokens=most))[0]
-        for context, question, most in zip(contexts, questions, tokens, strict=True)
-        if alone
-    ]
-    return [found[row] for row in range(4)], again, batch
+    again = joined(engine.stream(contexts[0], questions[:1], max_tokens=tokens[0]))
+    return [found[row] for row in range(4)] + again, batch
 
 
 @pytest.mark.parametrize(
     ("name", "by_layer", "kv"),
-    # Units, pages, and values alone.
-    some(
-        [("infllm", True, None), ("quest", False, "int8")],
-        *(["infllm", "quest", "reattention"], LOOPS, [None, "int8"]),
-    ),
+    # Units, and values alone.
+    [("infllm", True, None), ("reattention", False, "int8")],
     ids=named,
 )
 @pytest.mark.slow
 def test_rows_join_and_leave_a_running_batch(name, by_layer, kv):
     """Places take contexts of other sizes; a place whose row left takes another one."""
-    on_device, in_host = engines(name, by_layer, kv=kv)
-    here, *_ = ran(on_device, alone=False)
-    there, alone, batch = ran(in_host, alone=True)
-    assert here == there == alone
+    (here, _), (there, batch) = map(ran, engines(name, by_layer, kv=kv))
+    assert here == there and here[-1] == here[0]
     stores = stores_of(batch._caches.held)
     kinds = {x.sharding.memory_kind for store in stores for x in host_arrays(store)}
     assert kinds == {HOST}
