@@ -143,6 +143,15 @@ def test_both_forms_write_the_same_shard(layer):
             np.testing.assert_array_equal(found, expected, err_msg=f"{start=} {valid=}")
 
 
+def test_a_segment_longer_than_a_shard_is_written_whole_for_a_tpu(setup, monkeypatch):
+    monkeypatch.setattr(append_only, "platform", lambda: "tpu")
+    buffer, new = random_arrays(1, 17)
+    got = compiled_write(setup)(buffer, new, np.array([5], np.int32), np.array([17], np.int32))
+    expected = buffer.copy()
+    expected[0, :, 5:22] = np.swapaxes(new[0], 0, 1)
+    np.testing.assert_array_equal(got, expected)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_slots_are_gathered_from_every_shard(setup, batch):
     buffer, _ = random_arrays(batch, 1)
