@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patience
+
 # A process of the command line with one more command, which says on stdout that it has begun.
 # Ctrl-C is heard also where the tests run in the background of a script.
 STAND_IN = """
@@ -128,7 +130,7 @@ def longctx(*args):
 
 def read_until(descriptor, text, seconds):
     """What the terminal shows, until `text` appears or the process ends."""
-    shown, end = b"", time.monotonic() + seconds
+    shown, end = b"", time.monotonic() + patience(seconds)
     while text not in shown:
         assert time.monotonic() < end, shown
         try:
@@ -154,7 +156,7 @@ def test_ctrl_c_leaves_a_clean_terminal(body):
         before = read_until(ours, b"10/100 tokens", 60)
         process.send_signal(signal.SIGINT)
         shown = before + read_until(ours, b"interrupted", 60)
-        process.communicate(timeout=60)
+        process.communicate(timeout=patience(60))
     finally:
         process.kill()
         process.communicate()
@@ -191,7 +193,7 @@ def test_ctrl_c_ends_whatever_is_under_way(body):
     try:
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=30)
+        _, stderr = process.communicate(timeout=patience(30))
     finally:
         process.kill()
     assert (process.returncode, stderr) == (130, "interrupted\n")
@@ -208,7 +210,7 @@ def test_a_second_ctrl_c_does_not_wait():
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
-    assert process.communicate(timeout=20)[1] == b"interrupted\n"
+    assert process.communicate(timeout=patience(20))[1] == b"interrupted\n"
     assert process.returncode == 130
 
 
@@ -222,7 +224,7 @@ def test_ctrl_c_while_the_command_line_is_imported():
     while len(list(threads.iterdir())) < 2:
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=30) == (b"", b"interrupted\n")
+    assert process.communicate(timeout=patience(30)) == (b"", b"interrupted\n")
     assert process.returncode == 130
 
 
@@ -242,7 +244,7 @@ def test_closed_stdout_ends_quietly(body):
     process.stdout.close()
     stderr = process.stderr.read()
     process.stderr.close()
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=patience(60)) == 141
     assert stderr == b""
 
 

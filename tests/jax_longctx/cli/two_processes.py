@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.patience import patience
+
 ROOT = Path(__file__).parents[3]
 COMMAND = "from jax_longctx.__main__ import main; main()"
 
@@ -53,6 +55,6 @@ def ended(started, seconds=240):
     """(return code, stdout, stderr) of each process."""
     found = []
     for child in started:
-        out, err = child.communicate(timeout=seconds)
+        out, err = child.communicate(timeout=patience(seconds))
         found.append((child.returncode, out, err))
     return found

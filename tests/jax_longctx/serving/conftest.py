@@ -12,6 +12,7 @@ from jax_longctx.serving.app import Access
 from jax_longctx.serving.server import LongServer, ServeOptions, listen
 from tests.jax_longctx.cli.conftest import tiny, tokenizer_folder
 from tests.jax_longctx.serving.tiny import LENGTHS
+from tests.patience import patience
 
 __all__ = ["client", "serve", "server", "tiny", "tokenizer_folder"]
 
@@ -37,11 +38,11 @@ class Running:
 
     def http(self, **how):
         """A plain HTTP client."""
-        return httpx.Client(base_url=self.url, timeout=60, **how)
+        return httpx.Client(base_url=self.url, timeout=patience(60), **how)
 
     def stop(self):
         self.served.stop()
-        self.thread.join(60)
+        self.thread.join(patience(60))
         assert not self.thread.is_alive()
 
 

@@ -11,6 +11,7 @@ import httpx
 import openai
 
 from tests.jax_longctx.cli import two_processes
+from tests.patience import patience
 
 
 class Process:
@@ -40,7 +41,7 @@ class Process:
 
     def wait(self, seconds=120):
         """Waits until it serves."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + patience(seconds)
         while time.monotonic() < end:
             found = re.search(r"on (http://\S+)/v1 ", "\n".join(self.said))
             if found:
@@ -57,19 +58,19 @@ class Process:
 
     def ended(self, seconds=60):
         """Waits for the end; returns the exit code and the lines of stderr."""
-        code = self.child.wait(seconds)
-        self._reader.join(10)
+        code = self.child.wait(patience(seconds))
+        self._reader.join(patience(10))
         return code, self.said
 
     def kill(self):
         if self.child.poll() is None:
             self.child.kill()
         self.child.wait()
-        self._reader.join(10)
+        self._reader.join(patience(10))
         self.child.stderr.close()
 
     def client(self, key="none"):
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
     def http(self):
-        return httpx.Client(base_url=self.url, timeout=120)
+        return httpx.Client(base_url=self.url, timeout=patience(120))

@@ -24,6 +24,7 @@ from jax_longctx.serving.app import Access
 from jax_longctx.serving.schema import ChatRequest, CompletionRequest, RequestError, parsed
 from jax_longctx.settings import Sampling
 from tests.jax_longctx.serving.tiny import LENGTHS, read, wait_until
+from tests.patience import patience
 
 CHAT = {
     "model": "tiny",
@@ -202,7 +203,7 @@ def test_bodies_beyond_the_limit_are_refused(server):
 
 def connect(running):
     host, port = running.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=patience(20))
 
 
 def begin_post(running, sent, declared, path="/v1/completions"):
@@ -267,7 +268,7 @@ def slow_request(**how):
 
 @pytest.fixture
 def slow(serve, tiny, tmp_path, monkeypatch):
-    """A server whose blocks take a while."""
+    """A server whose blocks, listed in `blocks`, take a while."""
 
     def start(**how):
         number = len(list(tmp_path.iterdir()))
@@ -275,8 +276,10 @@ def slow(serve, tiny, tmp_path, monkeypatch):
         running = serve(tiny, **{"contexts": folder, **how})
         executor = running.served.team.executor
         step = executor.step
+        running.blocks = []
 
         def wait(most):
+            running.blocks.append(most)
             time.sleep(0.05)
             return step(1)
 
@@ -296,10 +299,10 @@ def test_clients_that_go_away_free_their_rows(slow):
                     assert raw.recv(100)
                 else:
                     wait_until(lambda: running.served.scheduler._rows)
-            began = time.monotonic()
             check_idle(running)
-            # The whole answer would take three seconds.
-            assert time.monotonic() - began < 2
+            # The whole answer would take 64.
+            assert len(running.blocks) < 60
+            running.blocks.clear()
 
 
 def test_a_text_is_given_up_when_its_client_goes_away(serve, tiny, monkeypatch):
@@ -350,7 +353,7 @@ def test_a_client_that_goes_before_its_stream_begins_leaves_nothing(slow, path, 
             await asyncio.Event().wait()
 
         task = asyncio.ensure_future(post(running.served.app, path, body, sends=sends))
-        await asyncio.wait_for(begun.wait(), 20)
+        await asyncio.wait_for(begun.wait(), patience(20))
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -375,11 +378,13 @@ def test_a_client_that_does_not_read_is_given_up(slow, monkeypatch):
                 await asyncio.Event().wait()
 
         how = slow_request(stream=True)
-        await asyncio.wait_for(post(running.served.app, "/v1/completions", how, sends=sends), 20)
+        await asyncio.wait_for(
+            post(running.served.app, "/v1/completions", how, sends=sends), patience(20)
+        )
 
     began = time.monotonic()
     asyncio.run(go())
-    assert time.monotonic() - began < 10 and count == 3
+    assert time.monotonic() - began < patience(10) and count == 3
     check_idle(running)
 
 
@@ -411,7 +416,7 @@ def test_a_request_that_does_not_fit_now_waits(slow, tiny):
         assert len(running.served.scheduler._rows) <= 1
         time.sleep(0.01)
     for thread in (first, second):
-        thread.join(20)
+        thread.join(patience(20))
     expected = [(text, tiny.generate(text, max_tokens=8)[0].text) for text in texts]
     assert done == expected
     check_idle(running)
@@ -437,7 +442,7 @@ def test_waiting_requests_keep_each_others_texts(slow, tiny):
             wait_until(lambda: running.served.scheduler._rows)
             wait_until(lambda number=number: running.served.scheduler._jobs == number + 1)
         for thread in threads:
-            thread.join(20)
+            thread.join(patience(20))
             assert not thread.is_alive()
         figures = http.get("/metrics").text
     (loaded,) = re.findall(r"longctx_contexts_loaded_total (\d+)\.0", figures)
@@ -460,7 +465,7 @@ def test_too_many_requests_are_told_when_to_come_again(slow):
             client.completions.create(**slow_request())
         assert int(caught.value.response.headers["retry-after"]) >= 1
         first.close()
-        waiting.join(20)
+        waiting.join(patience(20))
         assert not waiting.is_alive()
     check_idle(running)
 
@@ -507,11 +512,12 @@ def test_connections_have_a_limit(serve, tiny):
 
 
 def test_the_time_of_a_request_begins_with_its_headers(serve, tiny):
-    running = serve(tiny, access=Access(seconds=2))
+    seconds = patience(2)
+    running = serve(tiny, access=Access(seconds=seconds))
     with begin_post(running, b"{", 100) as raw:
         began = time.monotonic()
         assert b" 408 " in raw.recv(1000).splitlines()[0]
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < patience(10)
     # The time that the body took is not there for the answer.
     body = json.dumps(slow_request(max_tokens=1)).encode()
     with running.http() as http:
@@ -520,7 +526,7 @@ def test_the_time_of_a_request_begins_with_its_headers(serve, tiny):
         completion = prompts.completion
 
         def late(*given):
-            time.sleep(2.5)
+            time.sleep(1.25 * seconds)
             return completion(*given)
 
         prompts.completion = late
@@ -570,7 +576,7 @@ def test_answers_that_have_begun_finish_at_the_end(slow, tiny):
     sampling = Sampling(temperature=1.0, seed=4)
     (answer,) = tiny.generate("The pass key is", sampling=sampling, max_tokens=16)
     assert "".join(texts) == answer.text
-    running.thread.join(20)
+    running.thread.join(patience(20))
     assert not running.thread.is_alive()
 
 

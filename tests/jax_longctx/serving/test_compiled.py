@@ -13,6 +13,7 @@ from jax_longctx.engine.programs import forget
 from jax_longctx.serving.server import LongServer, ServeOptions, listen
 from tests.jax_longctx.engine.test_running import compilations
 from tests.jax_longctx.serving.tiny import LENGTHS
+from tests.patience import patience
 from tests.small_methods import small_method
 from tests.stored_programs import lowerings, storing
 
@@ -118,11 +119,14 @@ def test_requests_are_taken_when_the_programs_are_compiled(tiny, tmp_path):
             held.set()
             assert ready.wait(60)
             assert httpx.get(f"{url}/ready").status_code == 200
-            assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+            assert (
+                httpx.post(f"{url}/v1/completions", json=body, timeout=patience(60)).status_code
+                == 200
+            )
         finally:
             held.set()
             served.stop()
-            thread.join(60)
+            thread.join(patience(60))
     assert not faults
 
 

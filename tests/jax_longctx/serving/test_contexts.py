@@ -25,6 +25,7 @@ from tests.jax_longctx.serving.tiny import (
     shown,
     wait_until,
 )
+from tests.patience import patience
 
 OTHER = "Remember the key. It is a pass. " * 9
 QUESTIONS = ["What is the pass key?", "Remember what?"]
@@ -409,7 +410,7 @@ def test_a_context_that_is_deleted_while_it_is_loaded_or_saved(serve, tiny, monk
         for each in listed:
             assert http.delete(f"/v1/contexts/{each}").status_code == 200
         ended.set()
-        saving.join(20)
+        saving.join(patience(20))
         wait_until(lambda: not (contexts._texts or list(contexts.folder.glob("*/"))))
         assert not list(contexts.folder.glob("*.json"))
     assert threads == {"scheduler"}

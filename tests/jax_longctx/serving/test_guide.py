@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.jax_longctx.serving.tiny import BOOK
+from tests.patience import patience
 
 GUIDE = (Path(__file__).parents[3] / "docs/guides/serve.md").read_text(encoding="utf-8")
 ADDRESS = "http://127.0.0.1:8000"
@@ -39,7 +40,11 @@ def test_python_examples_run(guided, capsys):
 def test_the_shell_example_runs(guided):
     (command,) = blocks("sh")
     done = subprocess.run(
-        command.replace(ADDRESS, guided.url), shell=True, capture_output=True, text=True, timeout=60
+        command.replace(ADDRESS, guided.url),
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
     )
     record = json.loads(done.stdout)
     assert record["state"] == "ready" and record["ttl"] == 3600

@@ -17,6 +17,7 @@ from tests.jax_longctx.cli.tiny_model import converted
 from tests.jax_longctx.cli.two_processes import jobs
 from tests.jax_longctx.serving.processes import Process
 from tests.jax_longctx.serving.tiny import BOOK
+from tests.patience import patience
 
 SMALL = ("--length", 512, "--max-tokens", 64, "--max-question", 64, "--rows", 2, "--chunk", 64)
 SMALL += ("--share-from", 64)
@@ -174,7 +175,7 @@ def test_two_processes_answer_as_one_and_end_together(begin, checkpoint, tmp_pat
         servers[killed].child.kill()
         began = time.monotonic()
         code, said = servers[1 - killed].ended(30)
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < patience(20)
         assert code not in (0, None)
         # The first is ours, the second is JAX's where its heartbeat finds out first.
         ends = ("another process of the job has ended", "another task died")

@@ -9,6 +9,7 @@ from orbax.checkpoint import v1 as ocp
 from jax_longctx.api import LongContext
 from jax_longctx.engine import Engine, context_io
 from tests.jax_longctx.serving.tiny import BOOK, needed_bytes, read, shown, wait_until
+from tests.patience import patience
 from tests.small_methods import small_method
 
 OTHER = "Nothing is known of the second book. " * 8
@@ -88,7 +89,7 @@ def test_answers_go_on_while_a_context_is_saved(serve, tiny, tmp_path, monkeypat
             assert found == later == whole
             assert ask(client, book).choices[0] == expected
             assert saving.is_alive() and not shown(http, book)["saved"]
-        saving.join(20)
+        saving.join(patience(20))
         wait_until(lambda: shown(http, book)["saved"])
     first.stop()
     # What was saved while questions wrote behind it is the text as it was read.
@@ -118,7 +119,7 @@ def test_answers_go_on_while_memory_is_made_and_a_context_is_loaded(serve, tiny,
             assert writer.begun.wait(20)
             assert [begun, *stream] == list(streamed(client, used)) == whole
             assert third.is_alive()
-        third.join(20)
+        third.join(patience(20))
         states = [shown(http, each)["state"] for each in (old, names[0])]
         assert states == ["saved", "ready"]
         stream = streamed(client, used)
@@ -130,5 +131,5 @@ def test_answers_go_on_while_memory_is_made_and_a_context_is_loaded(serve, tiny,
             assert reader.begun.wait(20)
             assert [begun, *stream] == list(streamed(client, used)) == whole
             assert asking.is_alive()
-        asking.join(20)
+        asking.join(patience(20))
     assert answers == [expected]
