@@ -15,6 +15,8 @@ import jax
 import pytest
 from jax.experimental import topologies
 
+from tests.patience import patience
+
 REPOSITORY = Path(__file__).parents[1]
 PLUGIN = os.environ.get("LONGCTX_GPU_PLUGIN")
 needs_plugin = pytest.mark.skipif(
@@ -35,7 +37,7 @@ def output(module: str, *arguments: str, **variables: str) -> str:
         env=environment | variables,
         capture_output=True,
         text=True,
-        timeout=1800,
+        timeout=patience(1800),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
