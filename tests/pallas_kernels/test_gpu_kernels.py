@@ -615,11 +615,11 @@ def test_what_the_kernels_leave_to_others(monkeypatch: pytest.MonkeyPatch) -> No
     assert [r is None for r in reasons(q, k, **left)] == [True, *[False] * 4]
     assert "tiles" in str(reasons(q, k, tile_best=128)[1])
     assert "lists of 513" in str(reasons(q, k, size=513)[4])
-    assert mass_gpu.unsupported(q, k, True, True) is None
-    (k,) = jax.device_put([k])
     odd, wide, wider = jax.device_put(
         [np.repeat(x, n, axis=2) for x, n in ((q[:, :, : k.shape[1]], 3), (q, 33), (q, 16))]
     )
+    q, k = jax.device_put((q, k))
+    assert mass_gpu.unsupported(q, k, True, True) is None
     assert "group of 3" in str(mass_gpu.unsupported(odd, k, True, True))
     assert "at most 64" in str(pages_gpu.unsupported(wide[:, 0], k, False, 9))
     assert "at most 64" in str(decode_gpu.unsupported(wide, k))

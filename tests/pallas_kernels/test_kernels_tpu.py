@@ -180,7 +180,7 @@ def test_two_of_the_best_in_one_class() -> None:
 
 
 def test_the_best_of_tiles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k = _random("float32", (1, 1, 1, 64), (1, 1, 128, 64))
+    q, k = map(jnp.asarray, _random("float32", (1, 1, 1, 64), (1, 1, 128, 64)))
     bounds = jnp.array([0], jnp.int32), jnp.array([128], jnp.int32)
     monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
     with pytest.raises(NotImplementedError, match="tiles are counted from each row's start"):
