@@ -86,10 +86,11 @@ def peaks_of(actions):
 
 
 # (what is called, from, to, its options).
-TWO_BYTES = [("convert", "hf", "ours", {"dtype": "source"}), ("export", "ours", "back", {})]
+BACK = ("export", "ours", "back", {})
+TWO_BYTES = [("convert", "hf", "ours", {"dtype": "source"}), BACK]
 # The embedding, the largest tensor, stays in two bytes.
 EIGHT_BITS = [("convert", "hf", "ours", {"weights": "int8"})]
-FOUR_BYTES = [("convert", "hf", "ours", {"dtype": "float32"})]
+FOUR_BYTES = [("convert", "hf", "ours", {"dtype": "float32"}), BACK]
 
 
 @pytest.mark.parametrize(
