@@ -213,6 +213,7 @@ def test_throughput_of_a_bounded_batch(tiny_preset, monkeypatch):
         ("full", {}, {}, False),
         ("snapkv", {"budget": "64"}, {"seq": 2, "tensor": 2}, False),
         ("refreshkv", {"budget": "64"}, {}, True),
+        ("citrus", {"budget": "64", "chunk": "16"}, {}, False),
     ],
 )
 @pytest.mark.slow

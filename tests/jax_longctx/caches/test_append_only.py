@@ -99,7 +99,7 @@ def runs(tokens):
     yield [SLOTS - half, SLOTS - 1, end], [half, 1, tokens]
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 17])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 17])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_run_lands_where_numpy_puts_it(setup, platform, batch, tokens):
     write = compiled_write(setup)

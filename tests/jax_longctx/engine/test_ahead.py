@@ -79,10 +79,11 @@ def test_the_run_that_follows_compiles_nothing(name, by_layer, compiled):
     check_run(small_method(name), by_layer, compiled)
 
 
+@pytest.mark.parametrize("by_layer", MODES, ids=named)
 @pytest.mark.slow
-def test_the_run_of_an_offloaded_context_compiles_nothing(compiled):
+def test_the_run_of_an_offloaded_context_compiles_nothing(by_layer, compiled):
     """What stands in for the host's arrays lies in its memory: else programs are others."""
-    check_run(small_method("quest"), False, compiled, offload="host")
+    check_run(small_method("quest"), by_layer, compiled, offload="host")
 
 
 def check_run(method, by_layer, compiled, **options):

@@ -119,10 +119,17 @@ def test_on_a_mesh(name):
     check_method(small_method(name), places=4, mesh=make_mesh(2, 1, 2))
 
 
-def test_each_row_has_its_own_schedule():
-    """As its own scores say; fixed schedules have been compared above."""
-    adaptive = {"schedule": "adaptive", "qc_stride": "2", "threshold": "0.9", "budget": "24"}
-    check_method(make_method("refreshkv", adaptive))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"schedule": "adaptive", "qc_stride": "2", "threshold": "0.9", "budget": "24"},
+        {"schedule": "fixed", "stride": "2", "ratio": "0.3"},
+    ],
+    ids=["adaptive", "fixed"],
+)
+@pytest.mark.quick("adaptive")
+def test_each_row_has_its_own_schedule(settings):
+    check_method(make_method("refreshkv", settings))
 
 
 @pytest.mark.slow

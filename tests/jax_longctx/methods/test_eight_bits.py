@@ -44,7 +44,7 @@ EACH = [
 # Methods handle both forms alike.
 FORM_OF = [
     *(pytest.param(*each.values, "int8", marks=each.marks) for each in EACH),
-    *(pytest.param(name, "fp8", marks=pytest.mark.thorough) for name in ("h2o", "quest")),
+    *(pytest.param(name, "fp8", marks=pytest.mark.thorough) for name in MARKS),
 ]
 assert {"int8", "fp8"} == set(FORMS)
 ROWS = [[37, 9], [5, 5], [6, 6]]

@@ -78,9 +78,10 @@ def test_pages_of_one_token_are_reattention(digest):
 
 
 @pytest.mark.slow
-def test_what_fits_the_scope_is_full_attention():
+@pytest.mark.parametrize("lam", [0.0, also(1.0)])
+def test_what_fits_the_scope_is_full_attention(lam):
     rows = texts([(40, 4), (36, 1), (9, 5), (0, 3)])
-    engine = engine_of(dataclasses.replace(PAGES, local=80, lam=1.0))
+    engine = engine_of(dataclasses.replace(PAGES, local=80, lam=lam))
     check_same(logits_of(engine, rows), full_attention(engine, rows))
 
 
@@ -153,8 +154,9 @@ def expected_scope(method, q, k, length):
 
 
 @pytest.mark.slow
-def test_ragged_rows_answer_as_alone_and_on_a_mesh():
-    rows, method = texts(), dataclasses.replace(PAGES, lam=0.7)
+@pytest.mark.parametrize("lam", [also(0.0), 0.7])
+def test_ragged_rows_answer_as_alone_and_on_a_mesh(lam):
+    rows, method = texts(), dataclasses.replace(PAGES, lam=lam)
     together = logits_of(engine_of(method), rows)
     for row in range(2):
         alone = [[group[row]] for group in rows]

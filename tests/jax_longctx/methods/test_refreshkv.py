@@ -15,6 +15,7 @@ import pytest
 
 from jax_longctx.contract import Prompt, decode_segment
 from jax_longctx.engine import programs
+from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.methods.refreshkv import RefreshKV
 from jax_longctx.methods.snapkv import SnapKV
 from jax_longctx.sharding import make_mesh
@@ -22,7 +23,7 @@ from tests.jax_longctx.methods.harness import last_logits, steps
 from tests.jax_longctx.methods.leaving import in_order, leaving, partly
 from tests.jax_longctx.methods.oracles.partial_cache import PartialDecoder, masked_forward
 from tests.oracle import causal_attend, forward, to_numpy
-from tests.support import random_rows, tiny_config, tiny_engine
+from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 # With the questions: above the budget, below it, above it; one question ends a segment later.
 CONTEXTS = random_rows([37, 1, 10, 20])
@@ -192,6 +193,27 @@ def test_ragged_rows_equal_numpy_row_by_row(changes):
     A ratio is of the row's own prompt: 8, 1, 5 and 4 tokens.
     """
     compare(decode(**changes), dataclasses.replace(METHOD, **changes))
+
+
+@pytest.mark.thorough
+def test_questions_in_turn_and_from_disk(tmp_path):
+    """A, B, A; and a question and answer longer than the context's reserve (the caches grow)."""
+    method = dataclasses.replace(METHOD, **ADAPTIVE)
+    engine = tiny_engine(method, config=engine_of().config, chunk=16)
+    others = random_rows([5, 4, 1, 3], seed=3)
+
+    def ask(context, questions):
+        return joined(engine.stream(context, questions, max_tokens=8))
+
+    context = engine.prefill(CONTEXTS, reserve=RESERVE)
+    save_context(engine, context, tmp_path / "saved")
+    first, second = ask(context, QUESTIONS), ask(context, others)
+    assert first != second
+    assert ask(context, QUESTIONS) == first
+    # The last question's steps; the first token of an answer is the question's.
+    assert [cache.steps.tolist() for cache in context.usable_caches()] == [[7] * 4]
+    assert ask(load_context(engine, tmp_path / "saved"), others) == second
+    assert ask(engine.prefill(CONTEXTS, reserve=2), QUESTIONS) == first
 
 
 @pytest.mark.thorough

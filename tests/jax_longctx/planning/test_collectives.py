@@ -174,10 +174,11 @@ def test_the_programs_of_a_layer_are_those_of_every_model():
 
 @pytest.mark.slow
 @pytest.mark.optimized
-def test_each_layer_adds_the_same():
+@pytest.mark.parametrize("target", ["v5e:2x2", "v6e:2x2"])
+def test_each_layer_adds_the_same(target):
     pytest.importorskip("libtpu")
     # A loop over one layer is none.
-    one, two, four = (_compiled("v5e:2x2", layers) for layers in (1, 2, 4))
+    one, two, four = (_compiled(target, layers) for layers in (1, 2, 4))
     for name, found in one.items():
         if found.kind == "finish":
             continue
