@@ -40,7 +40,7 @@ def run_in_processes(folder):
 @pytest.mark.long
 @pytest.mark.thorough
 def test_two_processes_that_are_interrupted_train_as_one_that_is_not(tmp_path):
-    write_tiny(tmp_path, "llama")
+    write_tiny(tmp_path)
     text = (tmp_path / "run.toml").read_text().replace('"float32"', '"float32"\nmesh = "{mesh}"')
     text = text.replace("steps = 2", f"steps = {STEPS}").replace("[1, 0, 0]", "[0.85, 0.15, 0]")
     text += "evaluate_every = 2\n"

@@ -33,12 +33,12 @@ rows = 2
 """
 
 
-def write_tiny(folder, family="llama-tied-biased"):
+def write_tiny(folder):
     """`hf`, `model`, `texts` and `run.toml`."""
     import checkpoints_convert
     from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
 
-    config = hf_config(family, num_hidden_layers=1)
+    config = hf_config("llama-tied-biased", num_hidden_layers=1)
     write_checkpoint(folder / "hf", config, random_state(config))
     checkpoints_convert.convert(str(folder / "hf"), folder / "model")
     (folder / "texts").mkdir()
