@@ -202,7 +202,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Workers find it as they are started together; one process tidies.
+    # One process tidies, not each worker.
     if not hasattr(config, "workerinput"):
         drop_oldest(compilation_cache(), MOST_BYTES)
 
@@ -226,10 +226,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     since, third = config.option.since, config.option.third
     touched = dealing.touched_since(since) if since else None
-    left_out = [item for item in items if not _is_taken(item, touched, third)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if _is_taken(item, touched, third)]
+    dealt: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        dealt[_is_taken(item, touched, third)].append(item)
+    items[:] = dealt[True]
+    if dealt[False]:
+        config.hook.pytest_deselected(items=dealt[False])
 
 
 def _is_taken(item: pytest.Item, touched: dealing.Touched | None, third: int | None) -> bool:
