@@ -1,6 +1,8 @@
 """Rows: what one prompt at a time gives, once each, also after a kill or short of memory."""
 
+import contextlib
 import hashlib
+import itertools
 import json
 
 import jax
@@ -64,19 +66,43 @@ def watched(monkeypatch):
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def compiled(monkeypatch, watched):
     """Programs that each batch has compiled, from when the list is called on."""
-    numbers, answer = [], runner.answer_batch
+    numbers, answer = [], compute.answer_batch
 
-    def answered(*given):
+    def counted(*given):
         with CompileClock() as clock:
             found = answer(*given)
         numbers.append(clock.programs)
         return found
 
     monkeypatch.setattr(LongContext, "compiles_ahead", True)
-    monkeypatch.setattr(runner, "answer_batch", answered)
+    watched(counted)
     return numbers
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Lets those batches fail for which the function gives an error."""
+    answers = compute._answers
+
+    def fail(error_of):
+        def answered(model, work):
+            if error := error_of(work):
+                raise error
+            return answers(model, work)
+
+        monkeypatch.setattr(compute, "_answers", answered)
+
+    return fail
+
+
+SHORT = "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"
+
+
+def short(where):
+    """The device's error where a batch is such."""
+    return lambda work: jax.errors.JaxRuntimeError(SHORT) if where(work) else None
 
 
 def test_every_row_is_what_its_prompt_gives_alone(small, tiny, tmp_path, computed):
@@ -204,12 +230,9 @@ def test_all_methods_get_the_same_prompts_and_the_whole_question(small, tiny, tm
     (one, full), (other, citrus) = works
     assert (one, other) == ("Full", "Citrus")
     assert (full.contexts, full.questions) == (citrus.contexts, citrus.questions)
-    encode = tiny.tokenizer.encode
-    assert full.questions == [encode("\nWhich key?\nIt is")] * 2
-    # Two prompts need no batch of four.
-    assert full.rows == 2 and full.max_new == 4
-    # For the question and four tokens, rounded up.
-    assert full.reserve == 128
+    assert full.questions == [tiny.tokenizer.encode("\nWhich key?\nIt is")] * 2
+    # Two prompts need no batch of four; 128 is for the question and four tokens, rounded up.
+    assert (full.rows, full.max_new, full.reserve) == (2, 4, 128)
     assert full.slots == max(map(len, full.contexts)) + full.reserve + 1
 
 
@@ -235,11 +258,10 @@ def test_a_run_that_was_killed_at_any_write_computes_nothing_twice(
     whole = without_times(evaluate(tiny, tmp_path / "whole", chosen))
     append = lines.append
     for fatal in range(1, 10):
-        folder, left = tmp_path / str(fatal), [fatal]
+        folder, writes = tmp_path / str(fatal), itertools.count(1)
 
-        def dying(file, rows, left=left):
-            left[0] -= 1
-            if left[0]:
+        def dying(file, rows, writes=writes, fatal=fatal):
+            if next(writes) < fatal:
                 return append(file, rows)
             text = "".join(json.dumps(row) + "\n" for row in rows)
             file.write(text.encode()[: len(text) // 2])
@@ -247,17 +269,13 @@ def test_a_run_that_was_killed_at_any_write_computes_nothing_twice(
             raise SystemError("killed")
 
         computed.clear()
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, contextlib.suppress(SystemError):
             patch.setattr(lines, "append", dying)
-            try:
-                evaluate(tiny, folder, chosen)
-                break
-            except SystemError:
-                pass
+            evaluate(tiny, folder, chosen)
+            break
         before = sum(computed)
         evaluate(tiny, folder, chosen)
-        assert without_times(read_rows(folder)) == whole
-        assert len(read_rows(folder)) == 5
+        assert without_times(read_rows(folder)) == whole and len(read_rows(folder)) == 5
         # What was being written when it died comes again; nothing else.
         assert before <= sum(computed) <= 5 + 2
     # The header and three batches.
@@ -266,18 +284,18 @@ def test_a_run_that_was_killed_at_any_write_computes_nothing_twice(
 
 def test_a_run_goes_on_with_the_same_weights_alone(small, tiny, tmp_path, computed):
     evaluate(tiny, tmp_path, config(trials=1))
-    base = tiny.engine
 
-    def beside(params):
+    def beside(change):
+        base = tiny.engine
+        params = jax.tree.map(change, base.params)
         engine = Engine(base.config, params, base.method, base.mesh, chunk=base.chunk)
         return LongContext(engine, tiny.tokenizer, None)
 
     # Converted again, say.
-    evaluate(beside(jax.tree.map(jnp.copy, base.params)), tmp_path, config(trials=1))
+    evaluate(beside(jnp.copy), tmp_path, config(trials=1))
     assert computed == [1]
-    other = beside(jax.tree.map(lambda x: 1.1 * x, base.params))
     with pytest.raises(InputError, match="checkpoint"):
-        evaluate(other, tmp_path, config(trials=1))
+        evaluate(beside(lambda x: 1.1 * x), tmp_path, config(trials=1))
 
 
 @pytest.mark.slow
@@ -320,40 +338,31 @@ def test_rows_of_another_run_are_left_alone_and_two_never_write_one_file(small, 
 
 
 def test_what_cannot_be_asked_is_refused_with_the_reason(small, tiny, tmp_path, monkeypatch):
-    chosen = config(tasks=("small", "small:stored=2"), lengths=(30, 64), trials=3)
+    chosen = config(tasks=("small", FEW), lengths=(30, 64), trials=3)
     rows = by_key(evaluate(tiny, tmp_path / "a", chosen))
     for index in range(3):
         assert "30 tokens are too few" in rows["full", "small", 30, index]["refused"]
         assert "measures" in rows["full", "small", 64, index]
-    assert "measures" in rows["full", "small stored=2", 64, 0]
-    assert "65 tokens, 64 were asked for" in rows["full", "small stored=2", 64, 1]["refused"]
+    assert "measures" in rows["full", STORED, 64, 0]
+    assert "65 tokens, 64 were asked for" in rows["full", STORED, 64, 1]["refused"]
     # A file of two prompts has no third.
-    assert ("full", "small stored=2", 64, 2) not in rows
+    assert ("full", STORED, 64, 2) not in rows
     # A method that refuses the model is a reason too.
     refused, found = evaluate(tiny, tmp_path / "b", config(("infllm", "full"), trials=1))
     assert "beyond the 512 positions that the model was trained to" in refused["refused"]
     assert "measures" in found
     monkeypatch.setattr(tiny.engine, "memory_limit", 1000)
-    rows = evaluate(tiny, tmp_path / "c", config(trials=3))
-    assert len(rows) == 3
-    for row in rows:
-        assert "a cache of 256 tokens needs" in row["refused"] and "answer" not in row
-        assert len(row["prompt_sha256"]) == 64
+    (row,) = evaluate(tiny, tmp_path / "c", config(trials=1))
+    assert "a cache of 256 tokens needs" in row["refused"] and "answer" not in row
+    assert len(row["prompt_sha256"]) == 64
 
 
-def test_a_row_that_cannot_be_asked_takes_no_other_with_it(small, tiny, tmp_path, monkeypatch):
-    answers = compute._answers
-
-    def choosy(model, work):
-        if max(map(len, work.contexts)) > 40:
-            raise InputError("this text is too long for me")
-        return answers(model, work)
-
-    monkeypatch.setattr(compute, "_answers", choosy)
+def test_a_row_that_cannot_be_asked_takes_no_other_with_it(small, tiny, tmp_path, failing):
+    error = InputError("this text is too long for me")
+    failing(lambda work: error if max(map(len, work.contexts)) > 40 else None)
     rows = evaluate(tiny, tmp_path, config(trials=3, batch=3))
     # Of three rows the third alone has more than forty tokens.
-    refused = {row["index"]: row.get("refused") for row in rows}
-    assert refused == {0: None, 1: None, 2: "this text is too long for me"}
+    assert {row["index"]: row.get("refused") for row in rows} == {0: None, 1: None, 2: str(error)}
 
 
 @pytest.mark.slow
@@ -364,65 +373,44 @@ def test_two_devices_share_the_rows_and_give_the_same(small, tiny, tmp_path):
     engine = Engine(tiny.engine.config, params, tiny.engine.method, mesh, chunk=64)
     model = LongContext(engine, tiny.tokenizer)
     two = without_times(evaluate(model, tmp_path / "two", config(trials=3, batch=3)))
-    for row in two.values():
-        # Three rows are four on two devices.
-        assert row.pop("rows") == 4
-    for row in one.values():
-        row.pop("rows")
-    assert two == one
+    # Three rows are four on two devices.
+    assert {row["rows"] for row in two.values()} == {4}
+    assert two == {key: row | {"rows": 4} for key, row in one.items()}
 
 
-def test_a_text_that_is_not_there_or_not_the_same_ends_the_run_and_leaves_the_rows(
-    small, tiny, tmp_path
-):
+def test_a_text_that_is_gone_or_another_ends_the_run_and_leaves_the_rows(small, tiny, tmp_path):
     book, folder = tmp_path / "book.txt", tmp_path / "out"
-    chosen = config(tasks=(f"passkey:haystack={book},max_new=4",), lengths=(256,), trials=1)
+    one, two = (
+        config(tasks=(f"passkey:haystack={book},max_new=4",), lengths=(256,), trials=trials)
+        for trials in (1, 2)
+    )
     with pytest.raises(InputError, match=r"book\.txt cannot be read"):
-        evaluate(tiny, folder, chosen)
+        evaluate(tiny, folder, one)
     book.write_text("Rain falls. The wind turns. Night comes.\n")
-    (row,) = evaluate(tiny, folder, chosen)
+    (row,) = evaluate(tiny, folder, one)
     assert "measures" in row
     before = (folder / "rows.jsonl").read_bytes()
     book.write_text("Snow falls. The wind turns. Night comes.\n")
-    more = config(tasks=(f"passkey:haystack={book},max_new=4",), lengths=(256,), trials=2)
     with pytest.raises(InputError, match="prompt 0 of passkey@book max_new=4 at 256 tokens in oth"):
-        evaluate(tiny, folder, more)
+        evaluate(tiny, folder, two)
     assert (folder / "rows.jsonl").read_bytes() == before
 
 
 def test_mistakes_show_before_anything_is_computed(small, tiny, tmp_path, computed):
+    alike = ("passkey:haystack=one/book.txt", "passkey:haystack=two/book.txt")
     for methods, tasks, message in (
         (("full", "snapvk"), ("small",), "did you mean 'snapkv'"),
         (("full",), ("small", "passkey:depths=0"), "depths must be at least 1, got 0"),
         (("full",), ("small:gradde=true",), "gradde"),
         (("snapkv:budget=L/0",), ("small",), "budget=L/0 of snapkv is no share of a length"),
+        (("full",), alike, "are both called passkey@book in rows and tables"),
     ):
         with pytest.raises(LongctxError, match=message):
             evaluate(tiny, tmp_path, config(methods, tasks))
-    alike = ("passkey:haystack=one/book.txt", "passkey:haystack=two/book.txt")
-    with pytest.raises(LongctxError, match="are both called passkey@book in rows and tables"):
-        evaluate(tiny, tmp_path, config(tasks=alike))
     assert computed == [] and list(tmp_path.iterdir()) == []
 
 
-FEW = "small stored=2"
-SHORT = "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"
-
-
-@pytest.fixture
-def short(monkeypatch):
-    """Lets batches be short of memory: those of which the function says so."""
-    answers = compute._answers
-
-    def fail(where):
-        def short_of_memory(model, work):
-            if where(work):
-                raise jax.errors.JaxRuntimeError(SHORT)
-            return answers(model, work)
-
-        monkeypatch.setattr(compute, "_answers", short_of_memory)
-
-    return fail
+FEW, STORED = "small:stored=2", "small stored=2"
 
 
 def test_rows_of_a_batch_are_planned_for_the_memory(tiny):
@@ -433,16 +421,15 @@ def test_rows_of_a_batch_are_planned_for_the_memory(tiny):
         assert compute.rows_that_fit(engine, 8, 256, 128, memory) == rows
 
 
-@pytest.mark.slow
-def test_a_batch_that_does_not_fit_is_halved(small, tiny, tmp_path, short):
+def test_a_batch_that_does_not_fit_is_halved(small, tiny, tmp_path, failing):
     shapes = []
 
     def where(work):
         shapes.append(work.rows)
         return work.rows > 1 or len(work.contexts[0]) > 40
 
-    whole = without_times(evaluate(tiny, tmp_path / "whole", config(trials=3, batch=3)))
-    short(where)
+    whole = by_key(evaluate(tiny, tmp_path / "whole", config(trials=3, batch=1)))
+    failing(short(where))
     rows = by_key(evaluate(tiny, tmp_path / "halves", config(trials=3, batch=3)))
     assert shapes == [3, 2, 1, 1, 1]
     refused = {key for key, row in rows.items() if "refused" in row}
@@ -451,31 +438,32 @@ def test_a_batch_that_does_not_fit_is_halved(small, tiny, tmp_path, short):
     assert refused == long and 0 < len(long) < 3
     for key in whole.keys() - refused:
         assert rows[key]["answer"] == whole[key]["answer"]
+    # The third row of three is left for a batch of two: in that shape it is tried alone too.
+    failing(short(lambda work: work.rows > 1))
+    rows = evaluate(tiny, tmp_path / "left", config(trials=3, batch=2))
+    assert len(rows) == 3 and not any("refused" in row for row in rows)
 
 
 def test_what_was_short_of_memory_is_tried_again_by_the_next_run(
-    small, tiny, tmp_path, monkeypatch, computed, short
+    small, tiny, tmp_path, monkeypatch, computed, failing
 ):
-    chosen = config(("full", "infllm"), tasks=("small", "small:stored=2"), trials=2)
+    chosen = config(("full", "infllm"), tasks=("small", FEW), trials=2)
     with monkeypatch.context() as patch:
         patch.setattr(tiny.engine, "memory_limit", 1000)
         rows = by_key(evaluate(tiny, tmp_path, chosen))
     assert all("refused" in row for row in rows.values())
     left = {key for key, row in rows.items() if row.get("short_of_memory")}
     # What no memory helps: a model too small for the method, a prompt too long.
-    assert left == {("full", "small", 64, 0), ("full", "small", 64, 1), ("full", FEW, 64, 0)}
-    computed.clear()
+    assert left == {("full", "small", 64, 0), ("full", "small", 64, 1), ("full", STORED, 64, 0)}
     seen, exhausted = [], True
-    short(lambda work: exhausted)
-    rows = by_key(evaluate(tiny, tmp_path, chosen, progress=seen.append))
-    assert sum(computed) == 3 and (seen[-1].before, seen[-1].done) == (len(rows) - 3, 3)
-    assert {key for key, row in rows.items() if "out of memory" in row["refused"]} == left
-    computed.clear()
-    exhausted = False
-    rows = by_key(evaluate(tiny, tmp_path, chosen))
-    assert sum(computed) == 3
+    failing(short(lambda work: exhausted))
+    for exhausted in (True, False):
+        computed.clear()
+        rows = by_key(evaluate(tiny, tmp_path, chosen, progress=seen.append))
+        assert sum(computed) == 3 and (seen[-1].before, seen[-1].done) == (len(rows) - 3, 3)
+        found = {key for key, row in rows.items() if "out of memory" in row.get("refused", "")}
+        assert found == (left if exhausted else set())
     assert {key for key, row in rows.items() if "measures" in row} == left
-    assert not any("refused" in rows[key] for key in left)
     assert by_key(read_rows(tmp_path)) == rows
     computed.clear()
     assert by_key(evaluate(tiny, tmp_path, chosen)) == rows and computed == []
@@ -492,22 +480,10 @@ def test_of_two_folders_the_one_that_had_the_memory_counts(tmp_path):
         assert read_rows(*(tmp_path / name for name in order)) == [found]
 
 
-def test_a_row_in_the_shape_of_a_batch_is_tried_alone(small, tiny, tmp_path, short):
-    short(lambda work: work.rows > 1)
-    # The third row of three is left for a batch of two.
-    rows = evaluate(tiny, tmp_path, config(trials=3, batch=2))
-    assert len(rows) == 3 and not any("refused" in row for row in rows)
-
-
 def test_of_several_processes_one_short_of_memory_does_not_go_its_own_way(
-    small, tiny, tmp_path, monkeypatch, short
+    small, tiny, tmp_path, monkeypatch, failing
 ):
     """The others may be in the middle of the same batch: the job ends."""
-
-    def where(work):
-        monkeypatch.setattr(jax, "process_count", lambda: 2)
-        return True
-
-    short(where)
+    failing(short(lambda work: monkeypatch.setattr(jax, "process_count", lambda: 2) or True))
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         evaluate(tiny, tmp_path, config(trials=2, batch=2))
