@@ -1,5 +1,6 @@
 """Checkpoints with matrices in 8 bits: the bits of those made at loading, exact blocks, damage."""
 
+import functools
 import json
 import shutil
 import tracemalloc
@@ -18,13 +19,14 @@ from checkpoints_convert.files import HashedFile, read_quantised
 from checkpoints_convert.gguf import read_directory
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.models.llama import param_infos
-from jax_longctx.models.storage import bytes_below, load_params, read_manifest, read_sealed, seal
+from jax_longctx.models.storage import bytes_below, load_params, read_manifest, read_sealed
 from jax_longctx.sharding import make_mesh
 from pallas_kernels.quantised_matrix import QuantisedMatrix, dequantised_matrix
 from tests.checkpoints_convert.test_gguf import write_gguf
 from tests.checkpoints_convert.test_interruption import stop_at
 from tests.checkpoints_convert.test_names import flat
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
+from tests.jax_longctx.models.test_checkpoint import change, refused
 
 FORMS = ["int8", "fp8"]
 
@@ -145,19 +147,8 @@ def test_an_interrupted_conversion_goes_on(whole, tmp_path, monkeypatch):
     assert_same_bits(load_params(tmp_path / "ours", make_mesh()), expected)
 
 
-def changed(folder, **fields):
-    path = folder / "manifest.json"
-    path.write_text(json.dumps(seal(3, read_sealed(path, 3, "") | fields)))
-
-
-def refused(folder, *words):
-    with pytest.raises(CheckpointError) as caught:
-        load_params(folder, make_mesh())
-    assert all(word in str(caught.value) for word in words), caught.value
-    assert "\n" not in str(caught.value)
-
-
 def test_a_damaged_checkpoint_is_refused(whole, tmp_path):
+    changed = functools.partial(change, version=3)
     copy = shutil.copytree(whole / "int8", tmp_path / "ours")
     tensors = read_sealed(copy / "manifest.json", 3, "")["tensors"]
     kept = {path: entry for path, entry in tensors.items() if path != "layers.1.mlp.up.scales"}

@@ -132,25 +132,18 @@ def test_a_family_that_always_ties_names_no_head(tmp_path, robin, monkeypatch):
         convert(untied, tmp_path / "other")
 
 
-def test_a_missing_head_is_told_with_the_flag_that_ties(tmp_path, robin):
+def test_what_a_family_lacks_is_told(tmp_path, robin, monkeypatch):
+    """A head with the flag that ties, a kind of rope, and defaults apart from a bad config."""
     described, state = robin
-    del state["robin.out.weight"]
     source = write_checkpoint(tmp_path / "hf", described, state)
-    with pytest.raises(CheckpointError, match=r"robin\.out\.weight .*\(set tie_word_embeddings"):
-        convert(source, tmp_path / "ours")
-
-
-def test_a_kind_of_rope_that_the_family_does_not_have_is_refused(tmp_path, robin):
-    described, state = robin
-    described["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
-    source = write_checkpoint(tmp_path / "hf", described, state)
+    linear = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    scaled = write_checkpoint(tmp_path / "scaled", described | linear, state)
     with pytest.raises(ConfigError, match="'linear' is not implemented for family 'robin'"):
-        convert(source, tmp_path / "ours")
-
-
-def test_an_entry_without_defaults_is_told_from_a_bad_config(tmp_path, robin, monkeypatch):
-    described, state = robin
-    source = write_checkpoint(tmp_path / "hf", described, state)
+        convert(scaled, tmp_path / "ours")
+    headless = {name: value for name, value in state.items() if name != "robin.out.weight"}
+    headless = write_checkpoint(tmp_path / "headless", described, headless)
+    with pytest.raises(CheckpointError, match=r"robin\.out\.weight .*\(set tie_word_embeddings"):
+        convert(headless, tmp_path / "ours")
     entry = FAMILIES["robin"]
     monkeypatch.setitem(FAMILIES, "robin", dataclasses.replace(entry, defaults=None))
     with pytest.raises(ConfigError, match="family 'robin': transformers knows no model_type 'rob"):

@@ -8,7 +8,6 @@ import itertools
 import json
 import pydoc_data.topics
 import re
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -222,31 +221,17 @@ def test_sentencepiece_without_prefix(tmp_path, pieces):
     assert pieces[0][ours.encode("the")[0]][0] == "t"
 
 
-def varint(value):
-    out = b""
-    while value > 0x7F:
-        out += bytes([value & 0x7F | 0x80])
-        value >>= 7
-    return out + bytes([value])
-
-
-def field(number, value):
-    if isinstance(value, int):
-        return varint(number << 3) + varint(value)
-    if isinstance(value, float):
-        return varint(number << 3 | 5) + struct.pack("<f", value)
-    return varint(number << 3 | 2) + varint(len(value)) + value
-
-
 def sentencepiece_model(pieces, *, model_type=2):
     """A `tokenizer.model` as sentencepiece writes it; the kind 1 is left out, being the default."""
-    out = b""
+    from transformers.utils.sentencepiece_model_pb2_new import ModelProto
+
+    model = ModelProto()
     for token, score, kind in zip(*pieces, strict=True):
-        piece = field(1, token.encode()) + field(2, score)
-        out += field(1, piece + (field(3, kind) if kind != 1 else b""))
-    trainer = field(1, b"input.txt") + field(3, model_type) + field(4, len(pieces[0]))
-    normalizer = field(1, b"identity") + field(3, 1) + field(4, 0)
-    return out + field(2, trainer) + field(3, normalizer)
+        model.pieces.add(piece=token, score=score, type=kind if kind != 1 else None)
+    model.trainer_spec.model_type = model_type
+    model.trainer_spec.vocab_size = len(pieces[0])
+    model.normalizer_spec.name = "identity"
+    return model.SerializeToString()
 
 
 def test_tokenizer_model_alone_is_enough(tmp_path, pieces):
@@ -269,7 +254,7 @@ def test_tokenizer_model_alone_is_enough(tmp_path, pieces):
 def test_damaged_sentencepiece_models_are_refused(tmp_path, pieces):
     path = tmp_path / "tokenizer.model"
     good = sentencepiece_model(pieces)
-    damaged = (good[:-3], b"\xff" * 40, field(1, b""), b"\x80" * 10**6)
+    damaged = (good[:-3], b"\xff" * 40, b"\n\0", b"\x80" * 10**6)
     cases = [(b"", "no pieces"), (sentencepiece_model(pieces, model_type=1), "model type is 1")]
     for data, word in [*cases, *((data, "not a sentencepiece") for data in damaged)]:
         path.write_bytes(data)

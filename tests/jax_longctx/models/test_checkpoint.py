@@ -1,7 +1,6 @@
 """Reading a checkpoint: its manifest, its arrays on a mesh, and every way it can be damaged."""
 
 import json
-import os
 import shutil
 
 import jax
@@ -63,10 +62,10 @@ def copy(tmp_path, whole):
     return tmp_path / "copy"
 
 
-def change(folder, **fields):
+def change(folder, *, version=2, **fields):
     """Another manifest, with a digest of its own."""
     path = folder / "manifest.json"
-    path.write_text(json.dumps(seal(2, read_sealed(path, 2, "") | fields)))
+    path.write_text(json.dumps(seal(version, read_sealed(path, version, "") | fields)))
 
 
 def refused(folder, *words, mesh=None, kind=CheckpointError):
@@ -110,39 +109,92 @@ def test_not_a_checkpoint(tmp_path):
     refused(tmp_path / "nowhere", "not a converted checkpoint")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"format": 2}', json.dumps(seal(2, {"x": 2})), "[" * 200_000, "\xff"]
-)
-def test_damaged_manifest(copy, text):
-    (copy / "manifest.json").write_text(text, encoding="latin-1")
-    refused(copy, copy / "manifest.json", "damaged", "convert the source again")
+def written(text):
+    return lambda folder: (folder / "manifest.json").write_text(text, encoding="latin-1")
 
 
-@pytest.mark.parametrize("found", [1, None, [1]])
-def test_manifest_of_another_version(copy, found):
-    change(copy, format=found)
-    refused(copy, f"format {found}, expected 2", "convert the source again")
+def said(**fields):
+    return lambda folder: change(folder, **fields)
 
 
-def test_a_manifest_that_was_edited_is_refused(copy):
-    path = copy / "manifest.json"
+def edited(folder):
+    path = folder / "manifest.json"
     path.write_text(path.read_text().replace("10000.0", "30000.0"))
-    refused(copy, path, "damaged", "sha256 does not match")
 
 
-def test_every_changed_byte_of_a_small_file_is_named(copy, whole):
+def unreadable(folder):
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").mkdir()
+
+
+def overwritten(name):
+    def spoil(folder):
+        path = folder / "params" / "state" / name
+        path.write_bytes(b"\x5a" * path.stat().st_size)
+
+    return spoil
+
+
+def tensors_of(config):
+    infos = param_infos(config).items()
+    return {path: {"shape": list(info.shape), "dtype": "float32"} for path, info in infos}
+
+
+AGAIN = "convert the source again"
+TENSORS = tensors_of(tiny_config())
+WIDER, DEEPER = tiny_config(mlp_dim=64), tiny_config(num_layers=3)
+NARROW = {"layers.0.mlp.up": {"shape": [32, 47], "dtype": "float32"}}
+TEXTS = ("", "{", "[]", '{"format": 2}', json.dumps(seal(2, {"x": 2})), "[" * 200_000, "\xff")
+DAMAGE = [
+    *((written(text), ("manifest.json", "damaged", AGAIN)) for text in TEXTS),
+    *((said(format=it), (f"format {it}, expected 2", AGAIN)) for it in (1, None, [1])),
+    (edited, ("manifest.json", "damaged", "sha256 does not match")),
+    (unreadable, ("manifest.json", "cannot be read")),
+    *((overwritten(name), (name, "damaged", AGAIN)) for name in ("manifest.ocdbt", "_METADATA")),
+    # The manifest contradicts its config.
+    (said(tensors=TENSORS | NARROW), ("layers.0.mlp.up has shape [32, 47]", "[32, 48]")),
+    (
+        said(tensors={path: it for path, it in TENSORS.items() if path != "head.table"}),
+        (f"head.table is missing; {AGAIN}",),
+    ),
+    (said(tensors=TENSORS | {"extra": TENSORS["head.table"]}), (f"extra is unknown; {AGAIN}",)),
+    # The two agree, and the stored arrays are others.
+    (
+        said(config=WIDER.to_dict(), tensors=tensors_of(WIDER)),
+        ("layers.0.mlp.down is stored with shape (48, 32), expected (64, 32)",),
+    ),
+    (
+        said(config=DEEPER.to_dict(), tensors=tensors_of(DEEPER)),
+        ("damaged", "layers.2.", "does not exist"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("spoil", "words"), DAMAGE, ids=[words[0] for _, words in DAMAGE])
+def test_a_damaged_checkpoint_is_refused(copy, spoil, words, capfd):
+    spoil(copy)
+    refused(copy, copy, *words)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_every_file_that_is_missing_cut_or_changed_is_named(copy, whole):
     """Orbax's own files do not all matter; whichever was changed is named."""
     changed = 0
     for name, (size, digest) in whole[1].files.items():
         path = copy / "params" / name
-        if digest is None or size == 0:
-            continue
         content = path.read_bytes()
-        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        refused(copy, path, "damaged", "SHA-256")
+        path.unlink()
+        refused(copy, path, "No such file")
+        if size:
+            path.write_bytes(content[:-1])
+            refused(copy, path, f"{size - 1} bytes, expected {size}")
+        if size and digest is not None:
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            refused(copy, path, "damaged", "SHA-256")
+            changed += 1
         path.write_bytes(content)
-        changed += 1
     assert changed > 3
+    load_params(copy, make_mesh())
     path = copy / "tokenizer" / "tokenizer.json"
     path.write_text("[]")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is damaged: its SHA-256"):
@@ -189,74 +241,6 @@ def test_an_orbax_without_checksums_writes_nothing(tmp_path, monkeypatch):
         with storage.writing(tmp_path / "params"):
             ocp.save(str(tmp_path / "params"), {"a": jnp.ones(3)})
     assert not (tmp_path / "params").exists()
-
-
-def test_unreadable_manifest(copy):
-    (copy / "manifest.json").unlink()
-    (copy / "manifest.json").mkdir()
-    refused(copy, copy / "manifest.json", "cannot be read")
-
-
-def test_every_file_of_the_parameters_is_missed(copy, whole):
-    files = whole[1].files
-    assert len(files) > 3
-    for name in files:
-        (copy / "params" / name).rename(copy / "aside")
-        refused(copy, copy / "params" / name, "No such file")
-        (copy / "aside").rename(copy / "params" / name)
-    load_params(copy, make_mesh())
-
-
-def test_every_truncated_file_is_named(copy, whole):
-    for name, (size, _) in whole[1].files.items():
-        path = copy / "params" / name
-        if size == 0:
-            continue
-        content = path.read_bytes()
-        os.truncate(path, size - 1)
-        refused(copy, path, f"{size - 1} bytes, expected {size}")
-        path.write_bytes(content)
-    load_params(copy, make_mesh())
-
-
-@pytest.mark.parametrize("name", ["state/manifest.ocdbt", "state/_METADATA"])
-def test_overwritten_files_of_orbax(copy, name, capfd):
-    path = copy / "params" / name
-    path.write_bytes(b"\x5a" * path.stat().st_size)
-    refused(copy, path, "damaged", "convert the source again")
-    assert "Traceback" not in capfd.readouterr().err
-
-
-def test_parameters_of_another_shape(copy):
-    """The manifest agrees with its config; the stored arrays do not."""
-    wider = tiny_config(mlp_dim=64)
-    tensors = {
-        path: {"shape": list(info.shape), "dtype": "float32"}
-        for path, info in param_infos(wider).items()
-    }
-    change(copy, config=wider.to_dict(), tensors=tensors)
-    refused(copy, "layers.0.mlp.down is stored with shape (48, 32), expected (64, 32)")
-
-
-def test_manifest_that_contradicts_its_config(copy, whole):
-    tensors = json.loads((copy / "manifest.json").read_text())["tensors"]
-    wrong = {**tensors, "layers.0.mlp.up": {"shape": [32, 47], "dtype": "float32"}}
-    change(copy, tensors=wrong)
-    refused(copy, "layers.0.mlp.up has shape [32, 47]", "[32, 48]")
-    change(copy, tensors={k: v for k, v in tensors.items() if k != "head.table"})
-    refused(copy, "head.table is missing; convert the source again")
-    change(copy, tensors={**tensors, "extra": {"shape": [1], "dtype": "float32"}})
-    refused(copy, "extra is unknown; convert the source again")
-
-
-def test_stored_parameters_that_lack_one(copy):
-    deeper = tiny_config(num_layers=3)
-    tensors = {
-        path: {"shape": list(info.shape), "dtype": "float32"}
-        for path, info in param_infos(deeper).items()
-    }
-    change(copy, config=deeper.to_dict(), tensors=tensors)
-    refused(copy, "damaged", "layers.2.", "does not exist")
 
 
 def test_mesh_that_does_not_divide_the_model(whole):

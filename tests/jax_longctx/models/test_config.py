@@ -84,28 +84,26 @@ def test_llama_is_read_field_by_field():
     )
 
 
+# Biases of q, k and v, of o, and of the MLP; norms of queries and keys.
 @pytest.mark.parametrize(
     ("family", "said", "expected"),
     [
-        ("llama", {}, (False, False, False)),
-        ("llama", {"attention_bias": True}, (True, True, False)),
-        ("llama", {"mlp_bias": True}, (False, False, True)),
-        ("mistral", {}, (False, False, False)),
-        ("qwen2", {}, (True, False, False)),
+        ("llama", {}, (False, False, False, False)),
+        ("llama", {"attention_bias": True}, (True, True, False, False)),
+        ("llama", {"mlp_bias": True}, (False, False, True, False)),
         # The classes of these two read no such flag.
-        ("mistral", {"attention_bias": True}, (False, False, False)),
-        ("qwen2", {"attention_bias": True}, (True, False, False)),
-        ("qwen3", {"attention_bias": True}, (True, True, False)),
+        ("mistral", {"attention_bias": True}, (False, False, False, False)),
+        ("qwen2", {"attention_bias": True}, (True, False, False, False)),
+        ("qwen3", {}, (False, False, False, True)),
+        ("qwen3", {"attention_bias": True}, (True, True, False, True)),
     ],
 )
-def test_biases_of_each_family(family, said, expected):
+def test_biases_and_norms_of_each_family(family, said, expected):
     config = read(family, **said)
-    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == expected
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == expected
 
 
-def test_only_qwen3_norms_queries_and_keys():
-    norms = {family: read(family).qk_norm for family in ("llama", "mistral", "qwen2", "qwen3")}
-    assert norms == {"llama": False, "mistral": False, "qwen2": False, "qwen3": True}
+SLIDING = ["sliding_attention", "full_attention"] * 2
 
 
 @pytest.mark.parametrize(
@@ -114,150 +112,107 @@ def test_only_qwen3_norms_queries_and_keys():
         ("mistral", {"sliding_window": 4096}, (4096,) * 4),
         ("mistral", {"sliding_window": None}, (None,) * 4),
         ("qwen2", {"sliding_window": 99}, (None,) * 4),
-        (
-            "qwen3",
-            {
-                "sliding_window": 7,
-                "layer_types": ["sliding_attention", "full_attention"] * 2,
-            },
-            (7, None, 7, None),
-        ),
+        ("qwen3", {"sliding_window": 7, "layer_types": SLIDING}, (7, None, 7, None)),
     ],
 )
 def test_sliding_windows(family, said, windows):
     assert read(family, **said).windows == windows
 
 
-def test_dynamic_rope_scales_the_length_of_the_config():
-    scaling = {**PLAIN, "rope_type": "dynamic", "factor": 2.0}
-    scaling["original_max_position_embeddings"] = 1024
-    rope = read(max_position_embeddings=32768, rope_parameters=scaling).rope
-    assert rope == RopeConfig(kind="dynamic", theta=5e5, trained_length=32768, factor=2.0)
+def rope(rope_type: str, **changes: Any) -> dict[str, Any]:
+    return {"rope_parameters": {**PLAIN, "rope_type": rope_type, **changes}}
 
 
-def test_yarn_reads_all_its_settings():
+def test_dynamic_rope_scales_the_length_of_the_config_and_yarn_reads_all_its_settings():
+    dynamic = rope("dynamic", factor=2.0, original_max_position_embeddings=1024)
+    found = read(max_position_embeddings=32768, **dynamic).rope
+    assert found == RopeConfig(kind="dynamic", theta=5e5, trained_length=32768, factor=2.0)
     settings = {"attention_factor": 1.2, "mscale": 0.9, "mscale_all_dim": 0.8, "beta_fast": 16}
-    rope = read(rope_parameters={**YARN, **settings, "beta_slow": 2, "truncate": False}).rope
-    assert (rope.attention_factor, rope.mscale, rope.mscale_all_dim) == (1.2, 0.9, 0.8)
-    assert (rope.beta_fast, rope.beta_slow, rope.truncate) == (16.0, 2.0, False)
+    yarn = read(rope_parameters={**YARN, **settings, "beta_slow": 2, "truncate": False}).rope
+    assert (yarn.attention_factor, yarn.mscale, yarn.mscale_all_dim) == (1.2, 0.9, 0.8)
+    assert (yarn.beta_fast, yarn.beta_slow, yarn.truncate) == (16.0, 2.0, False)
 
 
-def rope(kind: str, **changes: Any) -> dict[str, Any]:
-    return {"rope_parameters": {**PLAIN, "rope_type": kind, **changes}}
-
-
-REFUSED = {
-    "family": ({"family": "gpt2"}, "unknown family 'gpt2'; known: llama"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not implemented"),
-    "longrope": (
-        rope("longrope", factor=4.0),
-        "rope type 'longrope' is not implemented; implemented: default, linear, dynamic",
-    ),
-    "no rope": ({"without": ("rope_parameters",)}, "config lacks 'rope_parameters'"),
-    "no theta": ({"rope_parameters": {"rope_type": "default"}}, "config lacks 'rope_theta'"),
-    "theta is text": (
-        rope("default", rope_theta="10000"),
-        "'rope_theta' must be a finite number, got '10000'",
-    ),
-    "theta too small": (rope("default", rope_theta=0.5), "theta must be above 1, got 0.5"),
-    "theta infinite": (rope("default", rope_theta=float("inf")), "must be a finite number"),
-    "no factor": (rope("linear"), "config lacks 'factor'"),
-    "factor below 1": (
-        rope("linear", factor=0.5),
-        "rope 'linear': factor must be at least 1, got 0.5",
-    ),
-    "llama3 without its length": (
-        {"rope_parameters": {**LLAMA31, "original_max_position_embeddings": None}},
-        "config lacks 'original_max_position_embeddings'",
-    ),
-    "llama3 without its band": (
-        {"rope_parameters": {**LLAMA31, "high_freq_factor": None}},
-        "config lacks 'high_freq_factor'",
-    ),
-    "llama3 with an empty band": (
-        {"rope_parameters": {**LLAMA31, "high_freq_factor": 1.0}},
-        "rope 'llama3': high_freq_factor must be above low_freq_factor 1.0, got 1.0",
-    ),
-    "yarn with crossed betas": (
-        {"rope_parameters": {**YARN, "beta_fast": 1, "beta_slow": 32}},
-        "rope 'yarn': beta_fast must be above beta_slow 32.0, got 1.0",
-    ),
-    "partial rotary": (
-        rope("default", partial_rotary_factor=0.5),
-        "partial_rotary_factor=0.5 is not",
-    ),
-    "rope by layer type": (
-        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-        "rope parameters by layer type (full_attention) not implemented",
-    ),
-    "no epsilon": ({"without": ("rms_norm_eps",)}, "config lacks 'rms_norm_eps'"),
-    "epsilon 0": ({"rms_norm_eps": 0}, "norm_eps must be above 0, got 0.0"),
-    "no layers": ({"without": ("num_hidden_layers",)}, "lacks 'num_hidden_layers'"),
-    "size is text": (
-        {"hidden_size": "64"},
-        "'hidden_size' must be a whole number above 0, got '64'",
-    ),
-    "size 0": ({"vocab_size": 0}, "'vocab_size' must be a whole number above 0, got 0"),
-    "no kv heads": ({"without": ("num_key_value_heads",)}, "lacks 'num_key_value_heads'"),
-    "width over heads": (
-        {"hidden_size": 60, "head_dim": None},
-        "hidden_size=60 is not a multiple of num_attention_heads=8",
-    ),
-    "heads over kv heads": (
-        {"num_key_value_heads": 3},
-        "num_heads=8 is not a multiple of num_kv_heads=3",
-    ),
-    "odd head": ({"head_dim": 7}, "head_dim=7 is odd"),
-    "window 0": (
-        {"family": "mistral", "sliding_window": 0},
-        "'sliding_window' must be a whole number above 0, got 0",
-    ),
-    "no window": (
-        {"family": "qwen2", "layer_types": ["sliding_attention"] * 4},
-        "config lacks 'sliding_window'",
-    ),
-    "no layer types": ({"family": "qwen3", "without": ("layer_types",)}, "lacks 'layer_types'"),
-    "unknown layer type": (
-        {"family": "qwen2", "layer_types": ["chunked_attention"] * 4},
-        "unknown: ['chunked_attention']",
-    ),
-    "few layer types": (
-        {"family": "qwen2", "layer_types": ["full_attention"]},
-        "1 layer_types for 4 layers",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_in_one_line(case):
-    changes, message = REFUSED[case]
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "gpt2"}, "unknown family 'gpt2'; known: llama"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not implemented"),
+        (
+            rope("longrope", factor=4.0),
+            "rope type 'longrope' is not implemented; implemented: default, linear, dynamic",
+        ),
+        ({"without": ("rope_parameters",)}, "config lacks 'rope_parameters'"),
+        ({"rope_parameters": {"rope_type": "default"}}, "config lacks 'rope_theta'"),
+        (rope("default", rope_theta="1"), "'rope_theta' must be a finite number, got '1'"),
+        (rope("default", rope_theta=0.5), "theta must be above 1, got 0.5"),
+        (rope("default", rope_theta=float("inf")), "must be a finite number"),
+        (rope("linear"), "config lacks 'factor'"),
+        (rope("linear", factor=0.5), "rope 'linear': factor must be at least 1, got 0.5"),
+        (
+            rope(**{**LLAMA31, "original_max_position_embeddings": None}),
+            "config lacks 'original_max_position_embeddings'",
+        ),
+        (rope(**{**LLAMA31, "high_freq_factor": None}), "config lacks 'high_freq_factor'"),
+        (
+            rope(**{**LLAMA31, "high_freq_factor": 1.0}),
+            "rope 'llama3': high_freq_factor must be above low_freq_factor 1.0, got 1.0",
+        ),
+        (
+            rope(**{**YARN, "beta_fast": 1, "beta_slow": 32}),
+            "rope 'yarn': beta_fast must be above beta_slow 32.0, got 1.0",
+        ),
+        (rope("default", partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "rope parameters by layer type (full_attention) not implemented",
+        ),
+        ({"without": ("rms_norm_eps",)}, "config lacks 'rms_norm_eps'"),
+        ({"rms_norm_eps": 0}, "norm_eps must be above 0, got 0.0"),
+        ({"without": ("num_hidden_layers",)}, "lacks 'num_hidden_layers'"),
+        ({"hidden_size": "64"}, "'hidden_size' must be a whole number above 0, got '64'"),
+        ({"vocab_size": 0}, "'vocab_size' must be a whole number above 0, got 0"),
+        ({"without": ("num_key_value_heads",)}, "lacks 'num_key_value_heads'"),
+        (
+            {"hidden_size": 60, "head_dim": None},
+            "hidden_size=60 is not a multiple of num_attention_heads=8",
+        ),
+        ({"num_key_value_heads": 3}, "num_heads=8 is not a multiple of num_kv_heads=3"),
+        ({"head_dim": 7}, "head_dim=7 is odd"),
+        (
+            {"family": "mistral", "sliding_window": 0},
+            "'sliding_window' must be a whole number above 0, got 0",
+        ),
+        ({"family": "qwen2", "layer_types": SLIDING}, "config lacks 'sliding_window'"),
+        ({"family": "qwen3", "without": ("layer_types",)}, "lacks 'layer_types'"),
+        ({"family": "qwen2", "layer_types": ["chunked"] * 4}, "unknown: ['chunked']"),
+        ({"family": "qwen2", "layer_types": ["full_attention"]}, "1 layer_types for 4 layers"),
+    ],
+)
+def test_refused_in_one_line(changes, message):
     with pytest.raises(ConfigError) as caught:
         ModelConfig.from_hf(hf(**changes))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
+ROPE = RopeConfig(kind="default", theta=1e4, trained_length=8)
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("config", "changes", "message"),
     [
-        ({"family": "gemma"}, "unknown family 'gemma'; known: llama"),
-        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
-        ({"windows": (None,)}, "1 windows given for 4 layers"),
-        ({"windows": (0, None, None, None)}, "a sliding window must be at least 1 token"),
+        (read(), {"family": "gemma"}, "unknown family 'gemma'; known: llama"),
+        (read(), {"num_layers": 0}, "num_layers must be at least 1, got 0"),
+        (read(), {"windows": (None,)}, "1 windows given for 4 layers"),
+        (read(), {"windows": (0, None, None, None)}, "a sliding window must be at least 1 token"),
+        (ROPE, {"kind": "alibi"}, "rope type 'alibi' is not implemented"),
+        (ROPE, {"trained_length": 0}, "'default': trained_length must be at least 1, got 0"),
     ],
 )
-def test_config_made_by_hand_is_checked(changes, message):
+def test_config_made_by_hand_is_checked(config, changes, message):
     with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(read(), **changes)
-
-
-def test_rope_made_by_hand_is_checked():
-    with pytest.raises(ConfigError, match="rope type 'alibi' is not implemented"):
-        RopeConfig(kind="alibi", theta=1e4, trained_length=8)
-    with pytest.raises(
-        ConfigError, match="rope 'default': trained_length must be at least 1, got 0"
-    ):
-        RopeConfig(kind="default", theta=1e4, trained_length=0)
+        dataclasses.replace(config, **changes)
 
 
 EVERYTHING = {name: saved(name) for name in MODELS} | PRESETS
@@ -271,51 +226,45 @@ def test_round_trips_are_exact(name):
     assert hash(ours) == hash(ModelConfig.from_dict(ours.to_dict()))
 
 
-def test_export_refuses_what_the_family_cannot_say():
-    windowed = dataclasses.replace(read("mistral"), windows=(4, None, 4, None))
-    with pytest.raises(ConfigError, match=r"family 'mistral' cannot say windows=\[4, None, 4"):
-        windowed.to_hf()
-    normed = dataclasses.replace(read(), qk_norm=True)
-    with pytest.raises(ConfigError, match="family 'llama' cannot say qk_norm=True"):
-        normed.to_hf()
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("mistral", {"windows": (4, None, 4, None)}, r"windows=\[4, None, 4"),
+        ("llama", {"qk_norm": True}, "qk_norm=True"),
+    ],
+)
+def test_export_refuses_what_the_family_cannot_say(family, changes, said):
+    config = dataclasses.replace(read(family), **changes)
+    with pytest.raises(ConfigError, match=f"family '{family}' cannot say {said}"):
+        config.to_hf()
 
 
-@pytest.mark.parametrize("lost", ["rope", "windows", "vocab_size"])
-def test_damaged_dict_is_refused(lost):
+def test_a_damaged_dict_is_refused():
     values = read().to_dict()
-    del values[lost]
-    with pytest.raises(ConfigError, match=f"model config is damaged.*{lost}"):
-        ModelConfig.from_dict(values)
+    damaged = {
+        lost: {name: value for name, value in values.items() if name != lost}
+        for lost in ("rope", "windows", "vocab_size")
+    }
+    for name, fields in {**damaged, "temperature": {**values, "temperature": 1.0}}.items():
+        with pytest.raises(ConfigError, match=f"model config is damaged.*{name}"):
+            ModelConfig.from_dict(fields)
 
 
-def test_unknown_field_of_a_dict_is_refused():
-    with pytest.raises(ConfigError, match=r"damaged.*temperature"):
-        ModelConfig.from_dict({**read().to_dict(), "temperature": 1.0})
-
-
-LIMITS = {
-    "as it says": ({}, 131072),
-    "llama3: extended by training": ({"rope_parameters": LLAMA31}, 131072),
-    "linear: the length before scaling": (
-        {"max_position_embeddings": 4096, **rope("linear", factor=4.0)},
-        16384,
-    ),
-    "yarn: the length before scaling": (
-        {"max_position_embeddings": 32768, "rope_parameters": YARN},
-        131072,
-    ),
-    "yarn: the length after it": ({"rope_parameters": YARN}, 131072),
-    "dynamic: stretched to any": (
-        {"max_position_embeddings": 2048, **rope("dynamic", factor=2.0)},
-        math.inf,
-    ),
-}
-
-
-@pytest.mark.parametrize("case", LIMITS)
-def test_the_length_that_a_model_was_trained_or_extended_to(case):
-    changes, expected = LIMITS[case]
-    assert read(**changes).trained_length == expected
+# As it says, extended by training, from the length before scaling or after it, and any length.
+@pytest.mark.parametrize(
+    ("length", "scaling", "expected"),
+    [
+        (131072, PLAIN, 131072),
+        (131072, LLAMA31, 131072),
+        (4096, {**PLAIN, "rope_type": "linear", "factor": 4.0}, 16384),
+        (32768, YARN, 131072),
+        (131072, YARN, 131072),
+        (2048, {**PLAIN, "rope_type": "dynamic", "factor": 2.0}, math.inf),
+    ],
+)
+def test_the_length_that_a_model_was_trained_or_extended_to(length, scaling, expected):
+    config = read(max_position_embeddings=length, rope_parameters=scaling)
+    assert config.trained_length == expected
 
 
 def test_where_every_layer_slides_no_text_is_too_long():

@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 
 import jax_longctx
+from checkpoints_convert import convert
+from checkpoints_convert.config import model_config
 from jax_longctx.api import LongContext
 from jax_longctx.cli.demo import find_model
 from jax_longctx.engine import programs
 from jax_longctx.methods import DynamicNTK
+from tests.checkpoints_convert.test_names import internlm2_state
 from tests.goldens.cases import MODELS
 from tests.goldens.weights import random_state
 from tests.support import engine_from_hf, word_tokenizer
@@ -109,45 +112,12 @@ def test_dynamic_ntk_over_a_plain_model_is_the_dynamic_rope_of_transformers(monk
     np.testing.assert_array_equal(engine.score([short])[0], unscaled.score([short])[0])
 
 
-def fused(config: dict[str, Any], state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A Llama's state dict under InternLM2's names: q, k and v of each group in one tensor."""
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    size = config["hidden_size"] // heads
-    group = heads // kv_heads
-    renamed = {
-        "model.tok_embeddings.weight": state["model.embed_tokens.weight"],
-        "model.norm.weight": state["model.norm.weight"],
-        "output.weight": state["lm_head.weight"],
-    }
-    plain = {
-        "attention_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        "attention.wo": "self_attn.o_proj",
-        "feed_forward.w1": "mlp.gate_proj",
-        "feed_forward.w3": "mlp.up_proj",
-        "feed_forward.w2": "mlp.down_proj",
-    }
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        for theirs, name in plain.items():
-            renamed[f"{prefix}{theirs}.weight"] = state[f"{prefix}{name}.weight"]
-        renamed[f"{prefix}attention.wo.bias"] = state[f"{prefix}self_attn.o_proj.bias"]
-        for part in ("weight", "bias"):
-            q, k, v = (state[f"{prefix}self_attn.{letter}_proj.{part}"] for letter in "qkv")
-            rows = []
-            for head in range(kv_heads):
-                rows.append(q[head * group * size : (head + 1) * group * size])
-                rows.append(k[head * size : (head + 1) * size])
-                rows.append(v[head * size : (head + 1) * size])
-            renamed[f"{prefix}attention.wqkv.{part}"] = np.concatenate(rows)
-    return renamed
-
-
 def test_internlm2_is_the_llama_whose_projections_it_fuses():
     golden = Golden("llama_attention_bias")
     flags = {"model_type": "internlm2", "architectures": ["InternLM2ForCausalLM"], "bias": True}
     config = {key: value for key, value in golden.config.items() if key != "attention_bias"}
-    engine = engine_from_hf(config | flags, fused(golden.config, golden.state), chunk=CHUNK)
+    state = internlm2_state(golden.state, model_config(golden.config))
+    engine = engine_from_hf(config | flags, state, chunk=CHUNK)
     (ours,) = engine.score([golden.tokens])
     assert largest_error(ours, golden.logits) <= 1e-4
 
@@ -155,8 +125,6 @@ def test_internlm2_is_the_llama_whose_projections_it_fuses():
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory) -> jax_longctx.LongContext:
     """SmolLM2 through our reading of the GGUF file, in float32."""
-    from checkpoints_convert import convert
-
     folder = tmp_path_factory.mktemp("smollm2") / "checkpoint"
     convert(find_model(), folder, dtype="float32")
     # Layer by layer: thirty layers alike are compiled as one.
