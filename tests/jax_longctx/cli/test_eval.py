@@ -1,15 +1,18 @@
-"""`eval passkey` end to end on a tiny random model, and what it refuses."""
+"""`eval passkey`, `perplexity`, `agreement` and the papers' studies on a tiny model."""
 
 import dataclasses
 import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jax_longctx.cli.options import parse_specs
+from jax_longctx.engine import Engine
+from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.evaluation import runner
-from jax_longctx.methods import make_method
+from jax_longctx.methods import Full, make_method
 
 STREAMING = "streaming-llm"
 
@@ -149,3 +152,135 @@ def test_resa_errors_fall_with_the_estimate(run, loads, tmp_path):
     assert f"{below}/{layers}" in result.stdout
     short = run(*args[:-4], "--queries", "3", "--tokens", "100000", "--text", text)
     assert short.exit_code == 2 and "ask for fewer" in short.stderr
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("Rain falls on the roof. Leaves turn. " * 60)
+    return path
+
+
+@pytest.mark.thorough
+def test_every_method_reads_the_same_texts(run, loads, tiny, text, tmp_path):
+    out, png = tmp_path / "runs.json", tmp_path / "curve.png"
+    args = ["eval", "perplexity", "-c", "model", "--text", text, "--length", "150"]
+    args += ["--texts", "3", "--batch", "2", "--out", out, "--plot", png, "--score", "20"]
+    result = run(*args, "-m", "full", "-m", "snapkv:budget=300", "-m", "snapkv:budget=32,window=8")
+    assert result.exit_code == 0, result.output
+    full, whole, part = json.loads(out.read_text())["runs"]
+    assert [run["given"] for run in (whole, part)] == [
+        {"budget": "300"},
+        {"budget": "32", "window": "8"},
+    ]
+    np.testing.assert_allclose(whole["means"], full["means"], atol=1e-4)
+    assert np.abs(np.array(part["means"]) - full["means"]).max() > 1e-3
+    assert (full["length"], full["score"], full["texts"], full["through"]) == (
+        150,
+        20,
+        3,
+        "decode",
+    )
+    assert [window[:2] for window in full["windows"]] == [[130, 145], [146, 149]]
+    # The first text begins with the beginning-of-text token and the file's first words.
+    tokens = tiny.tokenizer.encode(text.read_text(), bos=True)[:150]
+    engine = Engine(tiny.config, tiny.engine.params, Full(), tiny.engine.mesh, chunk=64)
+    scores = loglikelihoods(engine, [tokens[:130]], [tokens[130:]])[0]
+    assert full["means"][0] == pytest.approx(-scores.total / 20, abs=1e-4)
+    assert "`snapkv budget=32 window=8` |" in result.stdout
+    assert "P1: 20 of 150 tokens scored, n = 3 texts" in result.stdout
+    assert png.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_contexts_in_the_hosts_memory_score_alike(run, loads, text):
+    found = []
+    for place in ((), ("--offload", "host", "--working-set", 64)):
+        args = ["eval", "perplexity", "-c", "model", "--text", text, "--length", "150"]
+        args += ["--texts", "1", "--score", "20", "--json", *place]
+        result = run(*args, "-m", "full", "-m", "quest:budget=32,local=16")
+        assert result.exit_code == 0, result.output
+        found.append([json.loads(line) for line in result.stdout.splitlines()])
+    here, there = ([run["means"] for run in runs] for runs in found)
+    assert here == there and len(here) == 2
+    assert not any("fetched" in run for run in (*found[0], found[1][0]))
+    fetched = found[1][1]["fetched"]
+    # In each of two layers 19 tokens are decoded, each of which chooses pages.
+    assert fetched["steps"] == 2 * 19 and fetched["hits"] + fetched["misses"] > fetched["steps"]
+    assert fetched["hit_rate"] == fetched["hits"] / (fetched["hits"] + fetched["misses"])
+
+
+@pytest.mark.slow
+def test_a_stream_runs_over_files_and_is_read_for_each_question(run, loads, text):
+    args = ["eval", "perplexity", "-c", "model", "--protocol", "P3", "--text", text, "--text", text]
+    args += ["--length", "900", "--window", "300", "--json"]
+    asked = ["--question", "Why?", "--question", "Who was it?"]
+    result = run(
+        *args, "-m", "citrus:budget=64,chunk=16", "-m", "streaming-llm:budget=64,chunk=16", *asked
+    )
+    assert result.exit_code == 0, result.output
+    why, who, streaming = map(json.loads, result.stdout.splitlines())
+    assert [record["question"] for record in (why, who, streaming)] == ["Why?", "Who was it?", ""]
+    assert why["means"] != who["means"]
+    assert [window[:2] for window in why["windows"]] == [[1, 300], [301, 600], [601, 899]]
+    assert streaming["through"] == "context" and streaming["score"] == 899
+
+
+def test_mistakes_are_named_before_anything_runs(run, loads, text):
+    perplexity = ("eval", "perplexity", "-c", "model", "--text", text)
+    for args, message in [
+        (("--protocol", "P9"), "'P9' is not one of P1, P2, P3, P4, P5"),
+        (("--question", "Why?"), "--question is for P3 and P4"),
+        (
+            ("--protocol", "P3", "-m", "citrus:budget=64,chunk=16"),
+            "citrus reads a text for a question",
+        ),
+        (("-m", "full", "-m", "snapkv:budget=x"), "expected a whole number"),
+        (("--length", "0"), "should be greater than or equal to 1"),
+        (("--score", "0"), "should be greater than or equal to 1"),
+        (("--length", "100000"), "hold 0: ask for fewer or shorter ones"),
+    ]:
+        result = run(*perplexity, *args)
+        assert result.exit_code == 2, args
+        assert result.stderr.count("\n") == 1 and message in result.stderr
+
+
+@pytest.mark.thorough
+def test_agreement_with_full_attention(run, loads, text, tmp_path):
+    out = tmp_path / "runs.json"
+    args = ["eval", "agreement", "-c", "model", "--text", text, "--length", "90", "--score", "5"]
+    args += ["--texts", "2", "--queries", "9", "--top", "4", "--out", out]
+    result = run(*args, "-m", "full", "-m", "tova:budget=32,chunk=16", "-m", "ring")
+    assert result.exit_code == 0, result.output
+    full, tova, ring = json.loads(out.read_text())["runs"]
+    assert max(map(abs, full["kl"])) < 1e-6 and full["same"] == [1, 1]
+    assert min(tova["kl"]) > 1e-6 and len(tova["kl"]) == 2
+    assert max(map(abs, ring["kl"])) < 1e-4 and ring["attention"] is None
+    # Queries 84 to 88 of 90 tokens; TOVA's budget, and the token itself.
+    assert full["attention"][0]["attended"] == [87, 87] and full["queries"] == 5
+    assert max(tova["attention"][1]["attended"]) <= 33
+    assert "`tova budget=32 chunk=16` |" in result.stdout
+    assert "ring reads a text in parts side by side" in result.stderr
+    quick = run(*args[:-2], "-m", "ring", "--no-attention", "--json")
+    assert json.loads(quick.stdout)["kl"] == pytest.approx(ring["kl"])
+    assert "side by side" not in quick.stderr
+
+
+@pytest.mark.slow
+def test_measurements_of_the_papers(run, loads, text, tmp_path):
+    out = tmp_path / "found.json"
+    papers = ("-c", "model", "--text", text, "--out", out)
+    how = ("--texts", "2", "--tokens", "40", "--top", "8", "--top", "40", "--instruction", "Who?")
+    result = run("eval", "citrus-overlap", *papers, *how)
+    assert result.exit_code == 0, result.output
+    few, every = json.loads(out.read_text())["by_layer"].values()
+    # Two layers, each beside an instruction and another text; all of 40 are in common.
+    assert np.shape(few) == (2, 2) and every == [[1, 1], [1, 1]]
+    assert f"| 8 | 0-0 | {few[0][0]:.3f} | {few[1][0]:.3f} | 0.200 |" in result.stdout
+    result = run("eval", "resa-spectrum", *papers, "--length", "64", "--length", "32")
+    assert result.exit_code == 0, result.output
+    short, long = json.loads(out.read_text())["lengths"]
+    assert np.shape(short["share"]) == (2, 4) and long["length"] == 64
+    assert f"| 64 | {np.mean(long['first']):,.1f} | {100 * np.mean(long['share']):.1f} |" in (
+        result.stdout
+    )

@@ -1,4 +1,4 @@
-"""Before JAX is imported: refusals, help, completion, and a sign that the command works."""
+"""How commands begin: refusals, help and a sign before JAX is imported; files on the way."""
 
 import json
 import os
@@ -9,7 +9,8 @@ from unittest import mock
 
 import pytest
 
-from jax_longctx.cli.process import TPU_NODES, hide_absent_tpu
+from jax_longctx.cli.process import CODES, TPU_NODES, hide_absent_tpu
+from tests.jax_longctx.cli.two_processes import ROOT, environment
 
 COMMAND = Path(sys.executable).parent / "jax-longctx"
 # Runs command lines in one process, in which importing what takes seconds fails.
@@ -237,3 +238,91 @@ def test_a_machine_without_a_tpu_hears_nothing_of_libtpu():
     )
     assert (done.returncode, done.stderr) == (0, "starting\n")
     assert json.loads(done.stdout)["name"] == "full"
+
+
+NAMES = ["ask", "generate", "batch", "serve", "plan", "warm", "convert", "methods", "demo"]
+NAMES += ["lm-eval"]
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_help_of_every_command_has_an_example(run, command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"jax-longctx {command} " in " ".join(result.stdout.split())
+
+
+def test_every_exit_code_is_in_the_help(run):
+    shown = " ".join(run("--help").stdout.split())
+    assert all(f"{code} {what}" in shown for code, what in CODES.items())
+
+
+def test_no_arguments_shows_every_command(run):
+    result = run()
+    for command in NAMES:
+        assert command in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["ask"], "error: Missing option '--checkpoint' / '-c'; see 'jax-longctx ask --help'"),
+        (["aks"], "error: No such command 'aks'. Did you mean 'ask'?; see 'jax-longctx --help'"),
+        (["ask", "a", "--nonsense"], "error: No such option: --nonsense"),
+        (["ask", "a", "q", "--top-k", "many", "-c", "x"], "error: Invalid value for '--top-k'"),
+        (["demo", "--tokens", "many"], "error: Invalid value for '--tokens'"),
+    ],
+)
+def test_usage_errors_are_one_line(run, args, message):
+    result = run(*args)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message)
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+MOST = 28
+# Runs the command line as `python -m jax_longctx` does and writes the files whose functions are
+# entered, in any thread. The bodies of modules and classes, and what these call, are left out, and
+# so is what dataclasses make, which has no file.
+WATCHED = """
+import inspect, json, runpy, sys
+
+files, (root, out, *arguments) = set(), sys.argv[1:]
+monitoring, packages = sys.monitoring, tuple(
+    f"{root}/{name}/"
+    for name in ("jax_longctx", "pallas_kernels", "checkpoints_convert", "train_cpt")
+)
+
+def entered(code, offset):
+    if not code.co_filename.startswith(packages) or not code.co_flags & inspect.CO_OPTIMIZED:
+        return monitoring.DISABLE
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    if frame is not None and frame.f_globals["__name__"] != "__main__":
+        return None
+    files.add(code.co_filename[len(root) + 1 :])
+    with open(out, "w") as file:
+        json.dump(sorted(files), file)
+    return monitoring.DISABLE
+
+monitoring.use_tool_id(monitoring.PROFILER_ID, "path")
+monitoring.register_callback(monitoring.PROFILER_ID, monitoring.events.PY_START, entered)
+monitoring.set_events(monitoring.PROFILER_ID, monitoring.events.PY_START)
+sys.argv = ["jax-longctx", *arguments]
+runpy.run_module("jax_longctx", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_ask_passes_through_few_files(checkpoint, book, tmp_path):
+    out = tmp_path / "files.json"
+    ask = ("ask", book, "Who?", "-c", checkpoint, "--max-tokens", "4")
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, ROOT, out, *map(str, ask)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    files = json.loads(out.read_text())
+    assert len(files) <= MOST, "\n".join(files)

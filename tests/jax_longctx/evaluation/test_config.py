@@ -1,13 +1,19 @@
-"""What an evaluation's TOML becomes, what it must not say, and the suites that come with us."""
+"""What an evaluation's TOML becomes and refuses; the suites are set as in the papers."""
 
+import dataclasses
 import tomllib
+from pathlib import Path
 
 import pytest
 
 from jax_longctx.errors import ConfigError, InputError, LongctxError
 from jax_longctx.evaluation import config
-from jax_longctx.evaluation.config import parse_config, read_config
+from jax_longctx.evaluation.config import parse_config, read_config, read_suite, suites
+from jax_longctx.evaluation.runner import check_config
 from jax_longctx.evaluation.specs import Spec
+from jax_longctx.methods import make_method
+from jax_longctx.models.presets import preset
+from jax_longctx.studies.published import PUBLISHED
 
 PART = {"methods": ["full"], "tasks": ["passkey"], "lengths": [64], "trials": 2}
 
@@ -94,3 +100,149 @@ def test_the_modules_own_example_is_a_configuration():
     assert len(parsed.cells()) == 8 and parsed.run.checkpoint == "smollm2"
     with pytest.raises(ConfigError):
         parse_config({"part": [PART], "run": {"seed": -1}})
+
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("name", suites())
+def test_every_method_and_task_of_a_suite_is_made(name):
+    config = read_suite(name)
+    check_config(config)
+    assert config.title and config.about
+    assert set(config.published) <= {table.paper for table in PUBLISHED}
+    # Paired differences need full attention on every task and length.
+    cells = config.cells()
+    for task, length in {(cell.task, cell.length) for cell in cells}:
+        own = [cell for cell in cells if (cell.task, cell.length) == (task, length)]
+        assert "full" in {cell.method.label for cell in own}
+
+
+def test_suites_are_part_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    data = project["tool"]["setuptools"]["package-data"]
+    found = {
+        path.relative_to(ROOT / "jax_longctx").as_posix()
+        for package in ("evaluation", "studies")
+        for pattern in data[f"jax_longctx.{package}"]
+        for path in (ROOT / "jax_longctx" / package).glob(pattern)
+    }
+    assert sum(name.endswith(".toml") for name in found) == len(suites()) + 1
+    assert {"studies/published.toml", "evaluation/templates/report.html"} <= found
+    with pytest.raises(ConfigError, match="unknown suite 'smoek'"):
+        read_suite("smoek")
+
+
+def methods(part, name, length=16384):
+    """The part's methods of that name, as prompts of `length` tokens get them."""
+    specs = [spec for spec in map(Spec.parse, part.methods) if spec.name == name]
+    assert specs
+    return [make_method(spec.name, spec.at(length)) for spec in specs]
+
+
+def parts(name):
+    """A paper's suite and its parts, by the words before the first comma."""
+    config = read_suite(f"paper:{name}")
+    return config.run, {part.name.partition(",")[0]: part for part in config.part}
+
+
+def test_reattentions_baselines_see_as_many_tokens_as_it():
+    """Section 3.1: the scope is Llama-3-8B's 8,192 positions; InfLLM has the same selection."""
+    llama3 = dataclasses.replace(preset("llama-3.1-8b"), max_position=8192)
+    _, found = parts("reattention")
+    ruler = found["RULER"]
+    names = ("reattention", "infllm", "streaming-llm")
+    (own,), (infllm,), (streaming,) = (methods(ruler, name) for name in names)
+    assert own.scope_size == streaming.budget + streaming.chunk == 8192
+    assert (infllm.n_init, infllm.n_local) == (own.global_size, own.local_size)
+    selected = infllm.topk * infllm.block_size
+    assert abs(selected - own.kept * own.span) < infllm.block_size
+    for method in (own, infllm, streaming):
+        method.validate(llama3)
+
+
+def test_reattentions_sizes_are_those_of_its_table_3():
+    """Chunks, spans, keys and local parts, each alone, with the scope kept at 8,192 tokens."""
+    _, found = parts("reattention")
+    sizes = methods(found["sizes"], "reattention")
+    assert {each.chunk for each in sizes} == {512, 1024, 2048}
+    assert {each.span for each in sizes} == {8, 16, 32, 64, 128}
+    assert {each.local_size for each in sizes} == {1024, 2048, 4096}
+    assert {1, 4, 8} <= {each.count for each in sizes}
+    assert {each.scope_size for each in sizes} == {8192}
+
+
+def test_refreshkvs_baselines_rank_a_group_by_its_maximum_and_its_ablations_step_every_10_tokens():
+    """Appendix A.1, and tables 3, 4 and 8."""
+    _, found = parts("refreshkv")
+    compared = [part for part in found.values() if "snapkv" in " ".join(part.methods)]
+    assert len(compared) == len(found)
+    for part in compared:
+        assert {each.over_group for each in methods(part, "snapkv")} == {"max"}
+        assert {each.window for each in methods(part, "snapkv")} == {1}
+    for name in ("RULER", "chains of keys"):
+        assert {each.over_group for each in methods(found[name], "h2o")} == {"max"}
+    own = methods(found["strides and ablations"], "refreshkv")
+    changed = [each for each in own if (each.over_group, each.ablation) != ("max", "none")]
+    ablations = {("max", "no_refresh"), ("max", "no_full"), ("mean", "none"), ("first", "none")}
+    assert {(each.over_group, each.ablation) for each in changed} == ablations
+    assert {(each.schedule, each.stride) for each in changed} == {("fixed", 10)}
+    # Table 3.
+    plain = [each for each in own if each not in changed]
+    assert {each.stride for each in plain if each.schedule == "fixed"} == {10, 15}
+    assert {each.qc_stride for each in plain if each.schedule == "adaptive"} == {5, 10}
+
+
+def test_citrus_baseline_evicts_as_citrus_does():
+    """Section 5.3: the setting is applied to all baselines, with shifted positions."""
+    _, found = parts("citrus")
+    for name in ("passkeys", "needles"):
+        (streaming,) = methods(found[name], "streaming-llm", 8192)
+        (own,) = methods(found[name], "citrus-standard", 8192)
+        assert (streaming.protocol, streaming.positions) == ("citrus", "shifted")
+        assert (streaming.budget, streaming.chunk) == (own.budget, own.chunk) == (1024, 256)
+
+
+def test_stars_ablations_are_of_blocks_of_a_quarter_on_four_tasks():
+    """Sections 3.3 and 4, appendices B and C.3."""
+    run, found = parts("star")
+    assert run.chat
+    tasks = {"niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multiquery"}
+    sizes, anchors = found["block sizes"], found["anchors"]
+    assert set(sizes.tasks) == set(anchors.tasks) == tasks
+    assert sizes.lengths == anchors.lengths == (65536,)
+    of_size = methods(sizes, "star", 65536)
+    assert [65536 // each.block for each in of_size] == [4, 8, 16, 32]
+    assert all(each.anchor_size == each.block for each in of_size)
+    varied = methods(anchors, "star", 65536)
+    assert {each.block for each in varied} == {16384}
+    whole = [each for each in varied if each.anchor_size == each.block]
+    contents = {(content, "first") for content in ("first", "constant", "random", "shuffled")}
+    positions = {("first", "previous"), ("first", "random"), ("previous", "previous")}
+    assert {(each.content, each.positions) for each in whole} == contents | positions
+    assert {each.anchor_size for each in varied if each not in whole} == {0, 2048, 4096, 8192}
+
+
+def test_resas_table_1_has_its_column_of_questions():
+    _, found = parts("resa")
+    tables = [table for table in PUBLISHED if table.paper == "resa"]
+    assert len(tables) == 2
+    for table in tables:
+        assert tuple(table.tasks) == found["Table 1"].tasks
+        assert table.tasks[-1] == "qa_1"
+        assert all(len(row["values"]) == len(table.tasks) for row in table.rows.values())
+    # Llama-3.1-8B with Quest, without and with RESA.
+    quest, resa = (tables[0].rows[name]["values"] for name in ("Quest", "Quest + RESA"))
+    assert (quest[-1], resa[-1]) == (86, 87)
+
+
+@pytest.mark.parametrize("table", PUBLISHED, ids=lambda table: table.title)
+def test_published_methods_are_those_of_the_papers_suite(table):
+    """With the very same settings, so that the suite's rows stand below the paper's."""
+    _, found = parts(table.paper)
+    for row in table.rows.values():
+        spec = Spec.parse(row["method"])
+        assert any(
+            spec in map(Spec.parse, part.methods) and set(part.tasks) & set(table.tasks)
+            for part in found.values()
+        ), spec

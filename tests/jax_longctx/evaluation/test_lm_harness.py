@@ -91,13 +91,9 @@ def same(found, expected):
 class Asked(Exception):
     """Holds what the engine was asked: the first row of what it was given, and the options."""
 
-    def __init__(self, *rows, **options):
-        super().__init__(*rows)
-        self.options = options
-
 
 def ask(rows, *more, questions, **options):
-    raise Asked(rows[0], questions and questions[0], *more, **options)
+    raise Asked(rows[0], questions and questions[0], *more, options)
 
 
 @pytest.fixture(scope="module")
@@ -144,15 +140,6 @@ def test_results_are_those_of_the_harness_own_model(folder, name, run):
         assert scores == pytest.approx(golden["scores"], abs=1e-6)
 
 
-def test_the_goldens_hold_what_they_are_for():
-    plain = GOLDENS["bos.plain"]
-    assert plain["tiny_choice"]["responses"][0][2][0][1] is True
-    prompts = [args[0][0] for args in GOLDENS["bos.chat"]["tiny_prefix"]["arguments"]]
-    assert all(prompt.endswith("<|turn|>assistant\nI say") for prompt in prompts)
-    texts = [args[0][0] for args in plain["tiny_rolling"]["arguments"]]
-    assert max(map(len, texts)) > 3 * MAX_LENGTH and "" in texts
-
-
 def test_every_way_to_score_agrees_under_exact_attention(loaded):
     pairs = [(PROMPT, " on the"), ("a", " stone")]
     decoded = likelihoods(model_of(loaded), *pairs)
@@ -173,21 +160,18 @@ def test_a_method_is_given_the_end_of_the_prompt_as_its_question(loaded, monkeyp
     engine = model.model.engine
     monkeypatch.setattr(engine, "prefill", create_autospec(engine.prefill, side_effect=ask))
     scores = create_autospec(
-        lm_harness.loglikelihoods,
-        side_effect=lambda engine, *rows, **options: ask(*rows, **options),
+        lm_harness.loglikelihoods, side_effect=lambda engine, *rows, **how: ask(*rows, **how)
     )
     monkeypatch.setattr(lm_harness, "loglikelihoods", scores)
     with pytest.raises(Asked) as asked:
         generations(model, (PROMPT, {"max_gen_toks": 8}))
-    assert asked.value.args == (tokens[:-6], tokens[-6:])
-    assert asked.value.options["total"] == [len(tokens)] * ROWS
-    with pytest.raises(Asked) as asked:
-        likelihoods(model, (PROMPT, " on the"))
-    assert asked.value.args == (tokens[:-6], tokens[-6:], [then] * ROWS)
-    model.through = "context"
-    with pytest.raises(Asked) as asked:
-        likelihoods(model, (PROMPT, " on the"))
-    assert asked.value.args == (tokens, tokens[-6:], [then] * ROWS)
+    *rows, options = asked.value.args
+    assert rows == [tokens[:-6], tokens[-6:]] and options["total"] == [len(tokens)] * ROWS
+    for way, read in ((model.through, tokens[:-6]), ("context", tokens)):
+        model.through = way
+        with pytest.raises(Asked) as asked:
+            likelihoods(model, (PROMPT, " on the"))
+        assert asked.value.args[:3] == (read, tokens[-6:], [then] * ROWS)
     assert under(loaded, "citrus", settings).question_tokens == 64
     assert under(loaded, "full", {}).question_tokens == 1
     # What a method cannot score is said with the way out.
@@ -198,27 +182,9 @@ def test_a_method_is_given_the_end_of_the_prompt_as_its_question(loaded, monkeyp
         likelihoods(model, (PROMPT, " on"))
 
 
-@pytest.mark.thorough
-def test_a_method_that_reads_for_a_question_scores_and_answers_through_the_harness(loaded):
-    model = under(loaded, "citrus", {"budget": 16, "chunk": 8}, question_tokens=6)
-    tokens = loaded.tokenizer.encode(PROMPT, bos=True)
-    then = loaded.tokenizer.encode(" on the")
-    (found,) = likelihoods(model, (PROMPT, " on the"))
-    engine, read, asked = model.model.engine, [tokens[:-6]] * ROWS, [tokens[-6:]] * ROWS
-    expected = loglikelihoods(engine, read, [then] * ROWS, questions=asked)[0]
-    assert found == (pytest.approx(expected.total, abs=1e-5), expected.is_greedy)
-    exact_score = likelihoods(model_of(loaded), (PROMPT, " on the"))[0][0]
-    assert abs(found[0] - exact_score) > 1e-3
-    context = engine.prefill(read, reserve=16, questions=asked)
-    answer = model.model.ask_tokens(context, asked, max_tokens=8)[0]
-    (text,) = generations(model, (PROMPT, {"max_gen_toks": 8}))
-    assert text == answer.text
-
-
 def test_answers_end_before_the_first_stop_string(exact):
     def answer(**settings):
-        (text,) = generations(exact, ("a", {"max_gen_toks": 12} | settings))
-        return text
+        return generations(exact, ("a", {"max_gen_toks": 12} | settings))[0]
 
     whole = answer()
     assert len(whole) > 8
@@ -228,28 +194,24 @@ def test_answers_end_before_the_first_stop_string(exact):
     assert whole.startswith(short) and short != whole
 
 
-def test_a_special_token_among_the_stop_strings_ends_an_answer(loaded, exact):
+def test_special_and_text_ending_tokens_end_an_answer(loaded, exact, monkeypatch, folder):
+    """One among the stop strings; one that ends a text and is not special."""
     ((prompt, _),) = GOLDENS["bos.plain"]["tiny_answer"]["arguments"][0]
-    row = loaded.tokenizer.encode(prompt, bos=True)
-    tokens = joined(loaded.engine.generate([row] * ROWS, max_tokens=12))[0]
+    settings, rows = {"max_gen_toks": 12}, []
+    for text in (prompt, "a"):
+        row = loaded.tokenizer.encode(text, bos=True)
+        rows.append(joined(loaded.engine.generate([row] * ROWS, max_tokens=12))[0])
+    tokens, others = rows
     begin = tokens.index(loaded.tokenizer.bos_id)
-    settings = {"max_gen_toks": 12, "until": ["<|begin|>"]}
-    assert generations(exact, (prompt, settings)) == [loaded.tokenizer.decode(tokens[:begin])]
+    found = generations(exact, (prompt, settings | {"until": ["<|begin|>"]}))
+    assert found == [loaded.tokenizer.decode(tokens[:begin])]
     answer = loaded.generate([prompt] * ROWS, max_tokens=12, stop=["<|begin|>"])[0]
     assert answer.finish == "stop" and answer.tokens == tokens[: begin + 1]
-
-
-def test_an_answer_ends_with_a_text_ending_token_that_is_not_special(
-    loaded, exact, monkeypatch, folder
-):
-    row = loaded.tokenizer.encode("a", bos=True)
-    tokens = joined(loaded.engine.generate([row] * ROWS, max_tokens=12))[0]
-    monkeypatch.setattr(loaded.tokenizer, "eos_ids", (tokens[5],))
-    (text,) = generations(exact, ("a", {"max_gen_toks": 12}))
-    assert text == loaded.tokenizer.decode(tokens[: tokens.index(tokens[5])])
+    monkeypatch.setattr(loaded.tokenizer, "eos_ids", (others[5],))
+    (text,) = generations(exact, ("a", settings))
+    assert text == loaded.tokenizer.decode(others[: others.index(others[5])])
     # Nothing to continue is the start of a text.
     model = LongctxLM(str(folder / "no_bos"), batch_size=ROWS, prefill_chunk=CHUNK)
-    settings = {"max_gen_toks": 12}
     nothing, begin = generations(model, ("", settings), ("<|begin|>", settings))
     assert nothing == begin and len(begin) > 4
 
@@ -395,7 +357,7 @@ def test_the_harness_finds_the_model_whose_arguments_hide_no_setting_of_a_method
 
 
 def test_the_command_line_hands_its_arguments_over(monkeypatch):
-    told = []
+    told, before = [], list(sys.argv)
 
     def evaluate():
         told.append(list(sys.argv))
@@ -403,13 +365,11 @@ def test_the_command_line_hands_its_arguments_over(monkeypatch):
             raise InputError("too long")
 
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", evaluate)
-    before = list(sys.argv)
     args = ["--model", "jax-longctx", "--model_args", "checkpoint=x,chunk=16", "--tasks", "a", "-h"]
     assert CliRunner().invoke(app, ["lm-eval", *args]).exit_code == 0
     refused = CliRunner().invoke(app, ["lm-eval", "run", "--help"])
     assert refused.exit_code == 2 and refused.stderr == "error: too long\n"
-    assert told == [["lm_eval", *args], ["lm_eval", "run", "--help"]]
-    assert sys.argv == before
+    assert told == [["lm_eval", *args], ["lm_eval", "run", "--help"]] and sys.argv == before
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     result = CliRunner().invoke(app, ["lm-eval", "--tasks", "a"])
     assert result.exit_code == 2 and "pip install 'jax-longctx[harness]'" in result.stderr

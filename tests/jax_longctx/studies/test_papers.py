@@ -1,0 +1,249 @@
+"""Overlap and spectrum, RESA's errors and ReAttention's scope, against numpy's definitions."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jax_longctx.errors import InputError
+from jax_longctx.methods import ReAttention, Resa
+from jax_longctx.sharding import make_mesh
+from jax_longctx.studies.attention import importance, intersections, spectrum
+from jax_longctx.studies.reattention_scope import WatchedReAttention, scope_shares
+from jax_longctx.studies.resa_errors import LAMS, attention_errors
+from tests.jax_longctx.methods.oracles.reattention import Rules, calls_of, follow
+from tests.jax_longctx.methods.oracles.selection import selected
+from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy
+from tests.support import joined, random_rows, tiny_config, tiny_engine
+
+TEXT = random_rows([40], seed=2)[0]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return tiny_engine(chunk=16)
+
+
+def rotated(engine, text):
+    """Every layer's rotated queries and keys `[T, heads, H]`."""
+    found = []
+
+    def attend(layer, q, k, v):
+        at = np.arange(len(q))
+        found.append((rope(q, at, 1e4), rope(k, at, 1e4)))
+        return causal_attend(1e4)(layer, q, k, v)
+
+    forward(engine.config, to_numpy(jax.device_get(engine.params)), text, attend)
+    return found
+
+
+def test_importance_is_the_mean_attention_of_what_follows(engine):
+    expected = [
+        probabilities(q, k, np.tri(40, dtype=bool))[:, 30:, :30].mean((0, 1))
+        for q, k in rotated(engine, TEXT)
+    ]
+    found = importance(engine, TEXT[:30], TEXT[30:])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    for context, follower in [([], [1]), ([1], [])]:
+        with pytest.raises(InputError, match="both need at least one"):
+            importance(engine, context, follower)
+
+
+def test_intersections_are_of_the_best_of_each_layer():
+    one = np.array([[5.0, 4, 3, 0], [0, 1, 2, 3]])
+    other = np.array([[0.0, 9, 8, 1], [3, 2, 1, 0]])
+    assert intersections(one, other, 2).tolist() == [0.5, 0]
+    assert intersections(one, other, 4).tolist() == [1, 1]
+    for count in (0, 5):
+        with pytest.raises(InputError, match="from 1 to 4"):
+            intersections(one, other, count)
+
+
+def test_the_spectrum_is_that_of_the_whole_matrix(engine):
+    found = spectrum(engine, TEXT)
+    for layer, (q, k) in enumerate(rotated(engine, TEXT)):
+        for head in range(4):
+            logits = q[:, head] @ k[:, head // 2].T / np.sqrt(8)
+            _, values, right = np.linalg.svd(logits)
+            mean = logits.mean(0)
+            cosine = abs(mean @ right[0]) / np.linalg.norm(mean)
+            at = (layer, head)
+            assert found["first"][at] == pytest.approx(values[0], rel=1e-4)
+            assert found["share"][at] == pytest.approx(values[0] / values.sum(), rel=1e-4)
+            assert found["prior"][at] == pytest.approx(cosine, rel=1e-3)
+
+
+TEXTS, QUERIES = random_rows([60, 50]), 5
+FIXED = {"sink": 2, "local": 4}
+METHODS = {
+    "quest": Resa(budget=12, page_size=4, **FIXED),
+    "arkvale": Resa(
+        budget=12,
+        page_size=4,
+        selector="arkvale",
+        granularity="kv_head",
+        allocation="ada-floor",
+        growth="append-fixed-mean",
+        lambda_mode="paper_literal",
+        **FIXED,
+    ),
+    "ideal": Resa(
+        budget=12,
+        selector="ideal",
+        growth="rebuild",
+        rebuild_every=2,
+        prior_group="mean",
+        **FIXED,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def shallow():
+    return tiny_engine(config=tiny_config(num_layers=1), chunk=16)
+
+
+def resa_expected(engine, kind, method):
+    """Mean errors `[2, lams]` over texts, queries and heads; mean share of the keys."""
+    config, params = engine.config, to_numpy(jax.device_get(engine.params))
+    found, shares = [], []
+    for text in TEXTS:
+        kept_arrays = {}
+
+        def record(layer, q, k, v, kept_arrays=kept_arrays):
+            at = np.arange(len(q))
+            kept_arrays.update(q=rope(q, at, 1e4), k=rope(k, at, 1e4), v=v)
+            return causal_attend(1e4)(layer, q, k, v)
+
+        forward(config, params, text, record)
+        q, k, v = (kept_arrays[name] for name in "qkv")
+        k, v, prompt = np.repeat(k, 2, axis=1), np.repeat(v, 2, axis=1), len(text) - QUERIES
+        mean_q = q[:prompt].mean(0)
+        for t in range(prompt, len(text)):
+            chosen = selected(kind, method.base, q[t], k[: t + 1, ::2], prompt)
+            mean_k = k[: prompt if "fixed" in method.growth else t + 1].mean(0)
+            if method.growth == "rebuild":
+                new = (t + 1 - prompt) // method.rebuild_every * method.rebuild_every
+                mean_q = q[: prompt + new].mean(0)
+            if method.prior_group == "mean":
+                mean_q = np.repeat(mean_q.reshape(-1, 2, mean_q.shape[-1]).mean(1), 2, axis=0)
+            exact = np.einsum("nh,snh->ns", q[t], k[: t + 1]) * 8**-0.5
+            bias = ((q[t] - mean_q) * mean_k).sum(1) * 8**-0.5
+            prior = np.einsum("nh,snh->ns", mean_q, k[: t + 1]) * 8**-0.5 + bias[:, None]
+            weights = np.exp(np.where(chosen, exact, prior))
+            full = np.exp(exact) / np.exp(exact).sum(1, keepdims=True)
+            out = np.einsum("ns,snh->nh", full, v[: t + 1])
+            row = []
+            for lam in LAMS:
+                scaled = weights * np.where(chosen, 1.0, lam)
+                whole = weights if method.lambda_mode == "paper_literal" else scaled
+                share = scaled / whole.sum(1, keepdims=True)
+                away = np.einsum("ns,snh->nh", share, v[: t + 1]) - out
+                relative = np.linalg.norm(away, axis=1) / np.linalg.norm(out, axis=1)
+                row.append([np.abs(share - full).sum(1).mean(), relative.mean()])
+            found.append(np.array(row).T)
+            shares.append(chosen.mean())
+    return np.mean(found, axis=0), np.mean(shares)
+
+
+@pytest.mark.parametrize(
+    "kind", ["quest", "arkvale", pytest.param("ideal", marks=pytest.mark.thorough)]
+)
+def test_errors_equal_numpy(shallow, kind):
+    records = attention_errors(shallow, TEXTS, [METHODS[kind]], queries=QUERIES)
+    errors, share = resa_expected(shallow, kind, METHODS[kind])
+    assert [record["settings"]["lam"] for record in records] == list(LAMS)
+    for i, record in enumerate(records):
+        got = [record["score_error"], record["output_error"]]
+        np.testing.assert_allclose(got, errors[:, i], rtol=1e-3)
+        np.testing.assert_allclose(record["kept"], share, rtol=1e-5)
+        np.testing.assert_allclose(record["by_layer"], [got])
+        assert record["queries"] == 2 * QUERIES
+
+
+def test_nothing_left_out_is_no_error(shallow):
+    records = attention_errors(shallow, TEXTS, [Resa(budget=64, page_size=4)], queries=QUERIES)
+    for record in records:
+        assert record["kept"] == 1
+        assert max(record["score_error"], record["output_error"]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("texts", "method", "said"),
+    [
+        ([[1] * 5], Resa(), "the shortest has 5"),
+        ([], Resa(), "the shortest has 0"),
+        (TEXTS, Resa(allocation="psa-oracle"), "fixed budgets"),
+    ],
+)
+def test_bad_input_says_what_is_wrong(shallow, texts, method, said):
+    with pytest.raises(InputError, match=said):
+        attention_errors(shallow, texts, [method], queries=QUERIES)
+
+
+SETTINGS = {"global_size": 4, "local_size": 16, "span": 3, "count": 2, "kept": 3, "chunk": 8}
+RULES = Rules(g=4, w=16, m=3, k=2, kept=3, c=8)
+CONTEXTS = random_rows([61, 45], seed=3)
+QUESTIONS = random_rows([5, 7], seed=4)
+ANSWER = 6
+
+
+def expected(engine, context, question, answer):
+    """The share of steps in which numpy's ReAttention attends each token of the context."""
+    tokens = [*context, *question, *answer[:-1]]
+    calls = calls_of(RULES, len(context), len(question), len(answer) - 1)
+    trace = follow(RULES, engine.config, to_numpy(jax.device_get(engine.params)), tokens, calls)
+    counts = np.zeros((engine.config.num_layers, len(context)))
+    alone = trace.indices[-len(answer) :]
+    for layers in alone:
+        for layer, indices in enumerate(layers):
+            held = np.unique(indices)
+            counts[layer, held[held < len(context)]] += 1
+    return counts / len(alone)
+
+
+@functools.cache
+def plain_answers():
+    """ReAttention's own, to either order of the questions."""
+    engine = tiny_engine(ReAttention(**SETTINGS), chunk=8)
+    context = engine.prefill(CONTEXTS, reserve=16)
+    return [
+        joined(engine.stream(context, questions, max_tokens=ANSWER))
+        for questions in (QUESTIONS[::-1], QUESTIONS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("by_layer", "sizes"), [(True, {}), (False, {}), (False, {"seq": 2, "tensor": 2})]
+)
+@pytest.mark.slow
+def test_it_answers_as_reattention_and_counts_what_was_attended(by_layer, sizes):
+    method = WatchedReAttention(**SETTINGS)
+    watched = tiny_engine(method, mesh=make_mesh(**sizes), chunk=8, by_layer=by_layer)
+    context = watched.prefill(CONTEXTS, reserve=16)
+    # The second question's counts begin anew.
+    for questions, plain in zip((QUESTIONS[::-1], QUESTIONS), plain_answers(), strict=True):
+        answers = joined(watched.stream(context, questions, max_tokens=ANSWER))
+        assert answers == plain
+        for row, (text, question, answer) in enumerate(
+            zip(CONTEXTS, questions, answers, strict=True)
+        ):
+            np.testing.assert_allclose(
+                scope_shares(context, row), expected(watched, text, question, answer)
+            )
+
+
+def test_a_text_within_the_first_scope_is_attended_whole():
+    engine = tiny_engine(WatchedReAttention(**SETTINGS), chunk=8)
+    context = engine.prefill([text[:10] for text in CONTEXTS], reserve=16)
+    joined(engine.stream(context, QUESTIONS, max_tokens=ANSWER))
+    assert np.all(scope_shares(context) == 1)
+
+
+def test_refuses_other_contexts_and_those_that_were_not_asked():
+    engine = tiny_engine(WatchedReAttention(**SETTINGS), chunk=8)
+    with pytest.raises(InputError, match="nothing was asked of this context yet"):
+        scope_shares(engine.prefill([[1, 2]], reserve=4))
+    with pytest.raises(InputError, match="was not read by WatchedReAttention"):
+        scope_shares(tiny_engine(chunk=8).prefill([[1, 2]], reserve=4))
