@@ -8,7 +8,6 @@ import os
 import random
 import re
 import socket
-import threading
 import time
 import tracemalloc
 
@@ -22,8 +21,7 @@ from jax_longctx.engine.capacity import reserved
 from jax_longctx.serving import app as app_module
 from jax_longctx.serving.app import Access
 from jax_longctx.serving.schema import ChatRequest, CompletionRequest, RequestError, parsed
-from jax_longctx.settings import Sampling
-from tests.jax_longctx.serving.tiny import LENGTHS, read, wait_until
+from tests.jax_longctx.serving.tiny import LENGTHS, aside, generated, read, refused, wait_until
 from tests.patience import patience
 
 CHAT = {
@@ -39,11 +37,7 @@ CHAT = {
 }
 COMPLETION = {"model": "tiny", "prompt": "The pass key is", "max_tokens": 2, "top_p": 0.9}
 CONTEXT = {"text": "The pass key is 12345.", "ttl": 1, "chat": True}
-PATHS = {
-    "/v1/chat/completions": CHAT,
-    "/v1/completions": COMPLETION,
-    "/v1/contexts": CONTEXT,
-}
+PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/v1/contexts": CONTEXT}
 ODD = [None, True, -1, 0, 2**70, 1e300, -0.5, "", "x" * 3000, "\u0000", "\ud800", [], [[]], {}]
 ODD += [[None], {"a": {}}, ["a"] * 40, [1, "a"], [2**63], [-(2**31) - 1], [2**70]]
 
@@ -115,23 +109,19 @@ def test_ten_thousand_malformed_bodies_leave_nothing(server):
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("kind", "changes"),
     [
-        ("/v1/completions", {**COMPLETION, "prompt": [1, "a"] * 120_000}),
-        ("/v1/completions", {**COMPLETION, "prompt": [["a"] * 120_000]}),
-        ("/v1/completions", {**COMPLETION, "prompt": [None] * 120_000}),
-        ("/v1/completions", {**COMPLETION, "stop": [1] * 240_000}),
-        ("/v1/completions", COMPLETION | {f"{i}": 1 for i in range(60_000)}),
-        ("/v1/chat/completions", {**CHAT, "messages": [{}] * 200_000}),
-        (
-            "/v1/chat/completions",
-            {**CHAT, "messages": [{"role": "user", "content": [1] * 240_000}]},
-        ),
+        (CompletionRequest, {"prompt": [1, "a"] * 120_000}),
+        (CompletionRequest, {"prompt": [["a"] * 120_000]}),
+        (CompletionRequest, {"prompt": [None] * 120_000}),
+        (CompletionRequest, {"stop": [1] * 240_000}),
+        (CompletionRequest, {f"{i}": 1 for i in range(60_000)}),
+        (ChatRequest, {"messages": [{}] * 200_000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [1] * 240_000}]}),
     ],
 )
-def test_a_body_with_many_faults_is_checked_up_to_the_first(path, body):
-    kind = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}[path]
-    raw = json.dumps(body).encode()
+def test_a_body_with_many_faults_is_checked_up_to_the_first(kind, changes):
+    raw = json.dumps((CHAT if kind is ChatRequest else COMPLETION) | changes).encode()
     assert 500_000 < len(raw) < 1 << 20
     tracemalloc.start()
     try:
@@ -225,14 +215,6 @@ def slowed(monkeypatch, owner, name):
     monkeypatch.setattr(owner, name, wait)
 
 
-def refuses_connections(running):
-    try:
-        connect(running).close()
-    except ConnectionRefusedError:
-        return True
-    return False
-
-
 def test_slow_senders_are_ended(serve, tiny):
     running = serve(tiny, access=Access(body_seconds=0.3), header_seconds=0.3)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -267,13 +249,11 @@ def slow_request(**how):
 
 
 @pytest.fixture
-def slow(serve, tiny, tmp_path, monkeypatch):
+def slow(serve, tiny, monkeypatch):
     """A server whose blocks, listed in `blocks`, take a while."""
 
     def start(**how):
-        number = len(list(tmp_path.iterdir()))
-        folder = tmp_path / f"slow{number}"
-        running = serve(tiny, **{"contexts": folder, **how})
+        running = serve(tiny, **how)
         executor = running.served.team.executor
         step = executor.step
         running.blocks = []
@@ -319,15 +299,8 @@ def test_a_text_is_given_up_when_its_client_goes_away(serve, tiny, monkeypatch):
 
 async def post(app, path, body, *, sends):
     """Posts to the app without a socket; `sends` takes its messages."""
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "method": "POST",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "headers": [],
-    }
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST"}
+    scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "headers": []}
     sent = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
 
     async def receive():
@@ -406,17 +379,13 @@ def test_a_request_that_does_not_fit_now_waits(slow, tiny):
             how = slow_request(prompt=text, temperature=0, max_tokens=8)
             done.append((text, client.completions.create(**how).choices[0].text))
 
-    first = threading.Thread(target=ask, args=(texts[0],))
-    first.start()
-    wait_until(lambda: running.served.scheduler._rows)
-    second = threading.Thread(target=ask, args=(texts[1],))
-    second.start()
-    wait_until(lambda: running.served.scheduler._jobs == 2)
-    while len(done) == 0:
-        assert len(running.served.scheduler._rows) <= 1
-        time.sleep(0.01)
-    for thread in (first, second):
-        thread.join(patience(20))
+    with aside(ask, texts[0]):
+        wait_until(lambda: running.served.scheduler._rows)
+        with aside(ask, texts[1]):
+            wait_until(lambda: running.served.scheduler._jobs == 2)
+            while len(done) == 0:
+                assert len(running.served.scheduler._rows) <= 1
+                time.sleep(0.01)
     expected = [(text, tiny.generate(text, max_tokens=8)[0].text) for text in texts]
     assert done == expected
     check_idle(running)
@@ -434,16 +403,12 @@ def test_waiting_requests_keep_each_others_texts(slow, tiny):
             with running.http() as own:
                 assert own.post("/v1/completions", json=body).status_code == 200
 
-        asked = zip(names, (24, 1, 1), strict=True)
-        threads = [threading.Thread(target=ask, args=each) for each in asked]
-        for number, thread in enumerate(threads):
-            thread.start()
-            # The first one's text is loaded. Until then a question about another could join.
-            wait_until(lambda: running.served.scheduler._rows)
-            wait_until(lambda number=number: running.served.scheduler._jobs == number + 1)
-        for thread in threads:
-            thread.join(patience(20))
-            assert not thread.is_alive()
+        with contextlib.ExitStack() as stack:
+            for number, asked in enumerate(zip(names, (24, 1, 1), strict=True), start=1):
+                stack.enter_context(aside(ask, *asked))
+                # The first one's text is loaded. Until then a question about another could join.
+                wait_until(lambda: running.served.scheduler._rows)
+                wait_until(lambda number=number: running.served.scheduler._jobs == number)
         figures = http.get("/metrics").text
     (loaded,) = re.findall(r"longctx_contexts_loaded_total (\d+)\.0", figures)
     # Each at most once.
@@ -456,17 +421,12 @@ def test_too_many_requests_are_told_when_to_come_again(slow):
     with running.client() as client:
         first = client.completions.create(**slow_request(stream=True))
         next(iter(first))
-        waiting = threading.Thread(
-            target=lambda: client.completions.create(**slow_request(max_tokens=1))
-        )
-        waiting.start()
-        wait_until(lambda: running.served.scheduler._jobs == 2)
-        with pytest.raises(openai.RateLimitError) as caught:
-            client.completions.create(**slow_request())
-        assert int(caught.value.response.headers["retry-after"]) >= 1
-        first.close()
-        waiting.join(patience(20))
-        assert not waiting.is_alive()
+        with aside(client.completions.create, **slow_request(max_tokens=1)):
+            wait_until(lambda: running.served.scheduler._jobs == 2)
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.completions.create(**slow_request())
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+            first.close()
     check_idle(running)
 
 
@@ -548,8 +508,7 @@ def test_texts_that_are_too_long_are_not_tokenised(serve, tiny, monkeypatch):
             "/v1/completions": {"prompt": long},
             "/v1/contexts": {"text": long},
         }.items():
-            answer = http.post(path, json=PATHS[path] | changes)
-            assert answer.status_code == 400
+            answer = refused(http, 400, "", path, **PATHS[path] | changes)
             assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert not running.faults
 
@@ -571,11 +530,10 @@ def test_answers_that_have_begun_finish_at_the_end(slow, tiny):
         stream = client.completions.create(**slow_request(stream=True, max_tokens=16))
         texts = [next(iter(stream)).choices[0].text]
         running.served.stop()
-        wait_until(lambda: refuses_connections(running))
+        with pytest.raises(ConnectionRefusedError):
+            wait_until(lambda: connect(running).close())
         texts += [chunk.choices[0].text for chunk in stream]
-    sampling = Sampling(temperature=1.0, seed=4)
-    (answer,) = tiny.generate("The pass key is", sampling=sampling, max_tokens=16)
-    assert "".join(texts) == answer.text
+    assert "".join(texts) == generated(tiny, "The pass key is", seed=4, max_tokens=16).text
     running.thread.join(patience(20))
     assert not running.thread.is_alive()
 

@@ -15,13 +15,17 @@ from orbax.checkpoint import v1 as ocp
 import jax_longctx
 from jax_longctx.errors import CapacityError, CheckpointError
 from jax_longctx.serving.app import Access
-from jax_longctx.settings import Sampling
 from tests.jax_longctx.serving.tiny import (
     BOOK,
+    aside,
+    asked,
+    asked_plainly,
     chat,
     complete,
+    generated,
     needed_bytes,
     read,
+    refused,
     shown,
     wait_until,
 )
@@ -29,17 +33,7 @@ from tests.patience import patience
 
 OTHER = "Remember the key. It is a pass. " * 9
 QUESTIONS = ["What is the pass key?", "Remember what?"]
-
-
-def asked(model, book, question, *, seed=0, chat=True, max_tokens=12):
-    """What `ask` answers."""
-    layout = model.layout(chat)
-    context = model.prefill(layout.context(book))
-    sampling = Sampling(temperature=1.0, seed=seed)
-    (answer,) = model.ask(
-        context, layout.question(question), sampling=sampling, max_tokens=max_tokens
-    )
-    return answer.text
+STREAMING = jax_longctx.make_method("streaming-llm", {"budget": "64", "chunk": "32"})
 
 
 def ask(client, context, question, *, seed=0, max_tokens=12):
@@ -48,11 +42,11 @@ def ask(client, context, question, *, seed=0, max_tokens=12):
     return found.choices[0].message.content, found.usage
 
 
-def drawn(model, prompt, *, seed=1, max_tokens=8):
-    """What `generate` answers."""
-    sampling = Sampling(temperature=1.0, seed=seed)
-    (answer,) = model.generate(prompt, sampling=sampling, max_tokens=max_tokens)
-    return answer.text
+def check_prompt(client, model, prompt):
+    """That its completion is that of `generate`; how many tokens were known."""
+    found = complete(client, prompt, seed=1, max_tokens=8)
+    assert found.choices[0].text == generated(model, prompt, seed=1, max_tokens=8).text
+    return found.usage.prompt_tokens_details.cached_tokens
 
 
 def full_disk(key, path):
@@ -72,13 +66,10 @@ def test_answers_about_a_context_are_those_of_ask(server, client, tiny, chat):
             assert usage.prompt_tokens_details.cached_tokens == count
             size = len(tiny.tokenizer.encode(layout.question(question)))
             assert usage.prompt_tokens == count + size
-        found = complete(
-            client, " Remember", seed=1, max_tokens=8, extra_body={"context": context["id"]}
-        )
-        sampling = Sampling(temperature=1.0, seed=1)
-        kept = tiny.prefill(layout.context(BOOK))
-        (answer,) = tiny.ask(kept, " Remember", sampling=sampling, max_tokens=8)
-        assert found.choices[0].text == answer.text
+        about = {"context": context["id"]}
+        found = complete(client, " Remember", seed=1, max_tokens=8, extra_body=about)
+        expected = asked_plainly(tiny, layout.context(BOOK), " Remember", seed=1, max_tokens=8)
+        assert found.choices[0].text == expected
 
 
 def test_a_chat_goes_on_about_a_context(server, client, tiny):
@@ -94,10 +85,8 @@ def test_a_chat_goes_on_about_a_context(server, client, tiny):
     layout = tiny.layout(True)
     rest = text.removeprefix(layout.context(BOOK))
     assert len(rest) < len(text)
-    kept = tiny.prefill(layout.context(BOOK))
-    sampling = Sampling(temperature=1.0, seed=4)
-    (answer,) = tiny.ask(kept, rest, sampling=sampling, max_tokens=12)
-    assert found.choices[0].message.content == answer.text
+    expected = asked_plainly(tiny, layout.context(BOOK), rest, seed=4)
+    assert found.choices[0].message.content == expected
     for wrong in (messages[:2], [{"role": "system", "content": "Be short."}, messages[0]]):
         with pytest.raises(openai.BadRequestError, match="begin and end with the user's"):
             client.chat.completions.create(
@@ -131,22 +120,18 @@ def test_a_context_ends_with_its_time(server):
 def test_a_file_is_uploaded_and_its_progress_streamed(server, client, tiny):
     with server.http() as http:
         read(http, text=BOOK)
-        answer = http.post(
-            "/v1/contexts",
-            files={"file": ("book.txt", BOOK.encode())},
-            data={"ttl": "60", "stream": "true"},
-        )
-        lines = [line for line in answer.text.split("\n\n") if line]
-        assert lines.pop() == "data: [DONE]"
-        *told, last = (json.loads(line.removeprefix("data: ")) for line in lines)
+
+        def streamed(**how):
+            lines = http.post("/v1/contexts", **how).text.split("\n\n")
+            assert lines[-2:] == ["data: [DONE]", ""]
+            return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+        book = {"file": ("book.txt", BOOK.encode())}
+        # It was read before: there is nothing to tell.
+        (last,) = streamed(files=book, data={"ttl": "60", "stream": "true"})
         assert last["state"] == "ready" and last["ttl"] == 60
         assert ask(client, last["id"], "What?")[0] == asked(tiny, BOOK, "What?")
-        # It was read before: there is nothing to tell.
-        assert told == []
-        new = "A new text. " * 30
-        answer = http.post("/v1/contexts", json={"text": new, "stream": True})
-        lines = [line for line in answer.text.split("\n\n") if line]
-        told = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        told = streamed(json={"text": "A new text. " * 30, "stream": True})
         counts = [each["tokens_read"] for each in told]
         assert counts == sorted(counts) and len(counts) > 2
         assert told[0]["object"] == "context.progress" and counts[-1] == told[-1]["tokens"]
@@ -163,18 +148,13 @@ def test_only_files_under_the_folder_are_read(serve, tiny, tmp_path):
     with running.http() as http:
         assert read(http, file="book.txt")["state"] == "ready"
         for name in ("../secret.txt", str(tmp_path / "secret.txt"), "link.txt", "no.txt", "\0"):
-            answer = http.post("/v1/contexts", json={"file": name})
-            assert answer.status_code == 400
-            assert "is no file that may be read" in answer.json()["error"]["message"]
-        answer = http.post("/v1/contexts", json={"file": "bytes.txt"})
-        assert "not UTF-8" in answer.json()["error"]["message"]
+            refused(http, 400, "is no file that may be read", file=name)
+        refused(http, 400, "not UTF-8", file="bytes.txt")
 
 
 def test_no_file_is_read_unless_told(server):
     with server.http() as http:
-        answer = http.post("/v1/contexts", json={"file": "book.txt"})
-    assert answer.status_code == 400
-    assert "--files-under" in answer.json()["error"]["message"]
+        refused(http, 400, "--files-under", file="book.txt")
 
 
 def test_memory_pressure_saves_contexts_and_loads_them_again(serve, tiny):
@@ -202,11 +182,8 @@ def test_memory_pressure_saves_contexts_and_loads_them_again(serve, tiny):
 def test_a_text_that_never_fits_is_refused_with_the_arithmetic(serve, tiny):
     running = serve(tiny, context_bytes=1000)
     with running.http() as http, running.client() as client:
-        answer = http.post("/v1/contexts", json={"text": BOOK})
-        assert answer.status_code == 400
-        error = answer.json()["error"]
-        assert error["code"] == "out_of_memory"
-        assert "the server keeps 1000 B for texts" in error["message"]
+        answer = refused(http, 400, "the server keeps 1000 B for texts", text=BOOK)
+        assert answer.json()["error"]["code"] == "out_of_memory"
         with pytest.raises(openai.BadRequestError, match=r"needs .* on each device"):
             complete(client, BOOK)
         assert http.get("/v1/contexts").json()["data"] == []
@@ -215,11 +192,8 @@ def test_a_text_that_never_fits_is_refused_with_the_arithmetic(serve, tiny):
 def test_prompts_reuse_what_was_read(serve, tiny):
     running = serve(tiny)
     with running.client() as client:
-        cached = []
-        for tail in (" What?", " What?", " Which key?", " Why?"):
-            found = complete(client, BOOK + tail, seed=1, max_tokens=8)
-            assert found.choices[0].text == drawn(tiny, BOOK + tail)
-            cached.append(found.usage.prompt_tokens_details.cached_tokens)
+        tails = (" What?", " What?", " Which key?", " Why?")
+        cached = [check_prompt(client, tiny, BOOK + tail) for tail in tails]
         shared = len(tiny.tokenizer.encode(BOOK, bos=True))
         whole = len(tiny.tokenizer.encode(BOOK + " What?", bos=True)) - 1
         # The third prompt is split where it leaves the first; the fourth finds that part.
@@ -229,16 +203,12 @@ def test_prompts_reuse_what_was_read(serve, tiny):
 
 @pytest.mark.slow
 def test_an_evicting_method_reuses_the_same_text_alone(serve, tiny):
-    method = jax_longctx.make_method("streaming-llm", {"budget": "64", "chunk": "32"})
-    model = tiny.with_method(method)
+    model = tiny.with_method(STREAMING)
     running = serve(model)
     with running.http() as http, running.client() as client:
-        cached = []
-        for tail in (" What?", " What?", " Which key?", " Which key?"):
-            found = complete(client, BOOK + tail, seed=1, max_tokens=8)
-            assert found.choices[0].text == drawn(model, BOOK + tail)
-            cached.append(found.usage.prompt_tokens_details.cached_tokens > 0)
-        assert cached == [False, True, False, True]
+        tails = (" What?", " What?", " Which key?", " Which key?")
+        cached = [check_prompt(client, model, BOOK + tail) for tail in tails]
+        assert [count > 0 for count in cached] == [False, True, False, True]
         context = read(http, text=BOOK)["id"]
         assert ask(client, context, "What?", seed=2)[0] == asked(model, BOOK, "What?", seed=2)
 
@@ -251,12 +221,8 @@ def test_a_method_that_needs_the_question_reads_for_each(serve, tiny):
     running = serve(model)
     with running.http() as http, running.client() as client:
         for _ in range(2):
-            found = complete(client, BOOK, seed=1, max_tokens=8)
-            assert found.choices[0].text == drawn(model, BOOK)
-            assert found.usage.prompt_tokens_details.cached_tokens == 0
-        answer = http.post("/v1/contexts", json={"text": BOOK})
-        assert answer.status_code == 400
-        assert "reads a text for each question" in answer.json()["error"]["message"]
+            assert check_prompt(client, model, BOOK) == 0
+        refused(http, 400, "reads a text for each question", text=BOOK)
         # The scheduler may sleep half a second between the answer and its next look at the texts.
         wait_until(lambda: not any(running.served.contexts.counts().values()))
 
@@ -272,8 +238,7 @@ def test_saved_contexts_are_found_after_a_restart(serve, tiny, tmp_path):
         expected = ask(client, name, "What?", seed=6)[0]
     first.stop()
     # Another method's server does not see them.
-    method = jax_longctx.make_method("streaming-llm", {"budget": "64", "chunk": "32"})
-    other = serve(tiny.with_method(method), contexts=folder)
+    other = serve(tiny.with_method(STREAMING), contexts=folder)
     with other.http() as http:
         assert http.get("/v1/contexts").json()["data"] == []
     other.stop()
@@ -292,10 +257,8 @@ def test_a_disk_that_cannot_be_written_fails_the_request_alone(serve, tiny, monk
     running = serve(tiny)
     monkeypatch.setattr(running.served.team.executor, "save", full_disk)
     with running.http() as http, running.client() as client:
-        answer = http.post("/v1/contexts", json={"text": BOOK, "save": True})
-        assert answer.status_code == 500
         # The client learns no path of the server; the log has it.
-        assert "its log says why" in answer.json()["error"]["message"]
+        answer = refused(http, 500, "its log says why", text=BOOK, save=True)
         assert str(running.served.contexts.folder) not in answer.text
         assert f"{running.served.contexts.folder}/" in caplog.text
         assert "No space left on device" in caplog.text
@@ -324,9 +287,7 @@ def test_short_device_memory_drops_texts_and_then_refuses(serve, tiny, monkeypat
         assert states == ["saved", "ready"]
         assert ask(client, names[0], "What?")[0] == asked(tiny, BOOK, "What?")
         full.always = True
-        answer = http.post("/v1/contexts", json={"text": "A third text."})
-        assert answer.status_code == 400
-        assert answer.json()["error"]["message"] == "a cache needs more than is free"
+        refused(http, 400, "a cache needs more than is free", text="A third text.")
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -348,9 +309,7 @@ def test_a_damaged_saved_context_is_read_again(serve, tiny, tmp_path, named, cap
         if named:
             assert ask(client, name, "What?")[0] == expected
         else:
-            tail = tiny.layout(False).question("What?")
-            found = complete(client, BOOK + tail, seed=0, max_tokens=12)
-            assert found.choices[0].text == drawn(tiny, BOOK + tail, seed=0, max_tokens=12)
+            check_prompt(client, tiny, BOOK + tiny.layout(False).question("What?"))
         # It is saved while answers are given.
         wait_until(lambda: shown(http, name)["saved"])
         assert shown(http, name)["state"] == "ready"
@@ -375,8 +334,7 @@ def test_a_text_that_is_saved_goes_where_another_cannot_be_saved(serve, tiny, mo
         states = [shown(http, name)["state"] for name in names]
         # The least recently used one stays: it is nowhere else.
         assert states == ["ready", "saved", "ready"]
-        answer = http.post("/v1/contexts", json={"text": books[3]})
-        assert answer.status_code == 500
+        answer = refused(http, 500, "", text=books[3])
         assert answer.json()["error"]["code"] == "context_files"
 
 
@@ -395,22 +353,20 @@ def test_a_context_that_is_deleted_while_it_is_loaded_or_saved(serve, tiny, monk
 
     def slow(*given, **how):
         begun.set()
-        assert ended.wait(20)
+        assert ended.wait(patience(20))
         return save(*given, **how)
 
     monkeypatch.setattr(shutil, "rmtree", noted)
     monkeypatch.setattr(ocp, "save", slow)
     with running.http() as http:
         name = read(http, text=BOOK)["id"]
-        saving = threading.Thread(target=lambda: read(http, text=BOOK, save=True))
-        saving.start()
-        assert begun.wait(20)
-        listed = [each["id"] for each in http.get("/v1/contexts").json()["data"]]
-        assert len(listed) == 2 and name in listed
-        for each in listed:
-            assert http.delete(f"/v1/contexts/{each}").status_code == 200
-        ended.set()
-        saving.join(patience(20))
+        with aside(read, http, text=BOOK, save=True):
+            assert begun.wait(patience(20))
+            listed = [each["id"] for each in http.get("/v1/contexts").json()["data"]]
+            assert len(listed) == 2 and name in listed
+            for each in listed:
+                assert http.delete(f"/v1/contexts/{each}").status_code == 200
+            ended.set()
         wait_until(lambda: not (contexts._texts or list(contexts.folder.glob("*/"))))
         assert not list(contexts.folder.glob("*.json"))
     assert threads == {"scheduler"}
@@ -419,14 +375,10 @@ def test_a_context_that_is_deleted_while_it_is_loaded_or_saved(serve, tiny, monk
 def test_contexts_are_limited_in_number_and_time(serve, tiny):
     running = serve(tiny, most_contexts=2, most_ttl=5000)
     with running.http() as http:
-        answer = http.post("/v1/contexts", json={"text": BOOK, "ttl": 5001})
-        assert answer.status_code == 400
-        assert "at most 5000 s" in answer.json()["error"]["message"]
+        refused(http, 400, "at most 5000 s", text=BOOK, ttl=5001)
         names = [read(http, text=BOOK, ttl=5000)["id"] for _ in range(2)]
-        answer = http.post("/v1/contexts", json={"text": BOOK})
-        assert answer.status_code == 429
+        answer = refused(http, 429, "there are 2 contexts already", text=BOOK)
         assert int(answer.headers["retry-after"]) >= 1
-        assert "there are 2 contexts already" in answer.json()["error"]["message"]
         http.delete(f"/v1/contexts/{names[0]}")
         assert read(http, text=OTHER)["state"] == "ready"
     # A job may end shortly after its answer.
@@ -443,8 +395,7 @@ def test_saved_contexts_are_limited_in_bytes(serve, tiny, tmp_path, caplog):
     with running.http() as http:
         name = read(http, text=BOOK, save=True)["id"]
         for _ in range(2):
-            answer = http.post("/v1/contexts", json={"text": OTHER, "save": True})
-            assert answer.status_code == 500
+            answer = refused(http, 500, "", text=OTHER, save=True)
             assert answer.json()["error"]["code"] == "context_files"
         assert "of --context-disk; delete contexts, or allow more" in caplog.text
         assert len(list(running.served.contexts.folder.glob("*/"))) == 1
@@ -468,7 +419,7 @@ def test_a_full_disk_leaves_no_file_in_the_way(serve, tiny, tmp_path, monkeypatc
     with running.http() as http:
         with monkeypatch.context() as patched:
             patched.setattr(Path, "write_text", full)
-            assert http.post("/v1/contexts", json={"text": BOOK, "save": True}).status_code == 500
+            refused(http, 500, "", text=BOOK, save=True)
         assert not [path for path in folder.glob("*.partial") if path.is_file()]
         assert read(http, text=BOOK, save=True)["saved"] is True
 

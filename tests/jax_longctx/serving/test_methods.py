@@ -10,7 +10,7 @@ from jax_longctx.contract import own_tokens
 from jax_longctx.engine.capacity import stores_of
 from jax_longctx.methods import make_method
 from jax_longctx.settings import Sampling
-from tests.jax_longctx.serving.tiny import BOOK, LENGTHS, chat, complete, read
+from tests.jax_longctx.serving.tiny import BOOK, LENGTHS, asked, chat, complete, generated, read
 from tests.small_methods import small_method
 from tests.support import joined, random_rows
 
@@ -28,39 +28,29 @@ TAILS = [" What?", " Which key?", " Why?"]
 def test_answers_are_those_of_the_library(serve, tiny, tmp_path, kind):
     """About prompts, and about a context that an earlier server saved."""
     model = tiny.with_method(small_method(kind))
-    cases = [(BOOK + tail, *how) for tail, how in itertools.product(TAILS, ((1, 12), (2, 30)))]
-    expected = []
-    for prompt, seed, tokens in cases:
-        sampling = Sampling(temperature=1.0, seed=seed)
-        expected += model.generate(prompt, sampling=sampling, max_tokens=tokens)
+    ways = [{"seed": 1, "max_tokens": 12}, {"seed": 2, "max_tokens": 30}]
+    cases = [(BOOK + tail, how) for tail, how in itertools.product(TAILS, ways)]
+    expected = [generated(model, prompt, **how).text for prompt, how in cases]
     first = serve(model, contexts=tmp_path / "kept")
     with first.http() as http, first.client() as client:
         # The second time every text is known. Rows share it where the method can.
         for _ in range(2):
             with ThreadPoolExecutor(len(cases)) as pool:
-                asked = [
-                    pool.submit(complete, client, prompt, seed=seed, max_tokens=tokens)
-                    for prompt, seed, tokens in cases
-                ]
-            found = [each.result().choices[0].text for each in asked]
-            assert found == [answer.text for answer in expected]
+                answers = [pool.submit(complete, client, prompt, **how) for prompt, how in cases]
+            assert [each.result().choices[0].text for each in answers] == expected
         if model.engine.method.info.needs_question:
             return
         name = read(http, text=BOOK, save=True)["id"]
     first.stop()
-    layout = model.layout()
-    context, expected = model.prefill(layout.context(BOOK)), []
-    for seed, tail in enumerate(TAILS):
-        sampling = Sampling(temperature=1.0, seed=seed)
-        expected += model.ask(context, layout.question(tail), sampling=sampling, max_tokens=20)
     second = serve(model, contexts=tmp_path / "kept")
     with second.client() as client, ThreadPoolExecutor(len(TAILS)) as pool:
-        asked = [
+        answers = [
             pool.submit(chat, client, tail, name, seed=seed, max_tokens=20)
             for seed, tail in enumerate(TAILS)
         ]
-        found = [each.result().choices[0].message.content for each in asked]
-        assert found == [answer.text for answer in expected]
+        for seed, (tail, each) in enumerate(zip(TAILS, answers, strict=True)):
+            expected = asked(model, BOOK, tail, seed=seed, max_tokens=20)
+            assert each.result().choices[0].message.content == expected
         executor = second.served.team.executor
         assert bool(executor._shared) == (own_tokens(model.engine.method) is not None)
 
@@ -85,21 +75,19 @@ def test_answers_from_the_hosts_memory_are_those_from_the_devices(serve, tiny, t
     """Several rows at a time, of a prompt and of a context that was saved."""
     here = tiny.with_method(small_method("infllm"))
     there = here.with_method(here.engine.method, offload="host")
-    expected = [here.generate(BOOK + tail, max_tokens=12)[0].text for tail in TAILS]
-    layout = here.layout()
-    context = here.prefill(layout.context(BOOK))
-    about = [here.ask(context, layout.question(tail), max_tokens=12)[0].text for tail in TAILS]
-    how = {"temperature": 0, "max_tokens": 12}
+    expected = [generated(here, BOOK + tail, seed=1).text for tail in TAILS]
+    about = [asked(here, BOOK, tail, seed=1) for tail in TAILS]
+    how = {"seed": 1, "max_tokens": 12}
     first = serve(there, contexts=tmp_path / "kept")
     with first.http() as http:
         name = read(http, text=BOOK, save=True)["id"]
     with first.client() as client, ThreadPoolExecutor(len(TAILS)) as pool:
-        asked = [pool.submit(complete, client, BOOK + tail, **how) for tail in TAILS]
-        assert [each.result().choices[0].text for each in asked] == expected
+        answers = [pool.submit(complete, client, BOOK + tail, **how) for tail in TAILS]
+        assert [each.result().choices[0].text for each in answers] == expected
         executor = first.served.team.executor
         assert stores_of(executor._short._caches.held) and not executor._shared
     first.stop()
     second = serve(there, contexts=tmp_path / "kept")
     with second.client() as client, ThreadPoolExecutor(len(TAILS)) as pool:
-        asked = [pool.submit(chat, client, tail, name, **how) for tail in TAILS]
-        assert [each.result().choices[0].message.content for each in asked] == about
+        answers = [pool.submit(chat, client, tail, name, **how) for tail in TAILS]
+        assert [each.result().choices[0].message.content for each in answers] == about

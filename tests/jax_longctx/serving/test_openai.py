@@ -8,22 +8,15 @@ import numpy as np
 import openai
 import pytest
 import tokenizers
+from tokenizers import decoders
 
 from jax_longctx.api import LongContext
 from jax_longctx.serving.tokens import Places, TokenNames
-from jax_longctx.settings import Sampling
 from jax_longctx.text import Tokenizer
-from tests.jax_longctx.serving.tiny import BOOK, chat, complete, read
+from tests.jax_longctx.serving.tiny import BOOK, asked, chat, complete, generated, read
 
 PROMPT = "The pass key is 12345. Remember it. The pass key"
 QUESTIONS = ["What is the pass key?", "Remember what?", "Is it 12345?", "Which key?"]
-
-
-def generated(model, prompt, *, seed=0, max_tokens=12, stop=(), **how):
-    """What `generate` answers: text, finish and tokens."""
-    sampling = Sampling(**{"temperature": 1.0, "seed": seed, **how})
-    (answer,) = model.generate(prompt, sampling=sampling, max_tokens=max_tokens, stop=stop)
-    return answer
 
 
 def chat_of(model, question):
@@ -152,23 +145,13 @@ def test_completion_logprobs_point_into_the_text(client, stream):
 
 def test_tokens_of_a_sentencepiece_vocabulary_keep_their_spaces():
     vocabulary = ["<unk>", "</s>", "<0xC3>", "<0xA4>", "a", "\u2581key", "key", "\u2581", "<0x0A>"]
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.BPE(
-            vocab={piece: number for number, piece in enumerate(vocabulary)},
-            merges=[],
-            unk_token="<unk>",
-            byte_fallback=True,
-        )
-    )
+    ids = {piece: number for number, piece in enumerate(vocabulary)}
+    model = tokenizers.models.BPE(ids, merges=[], unk_token="<unk>", byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
     backend.add_special_tokens(["</s>"])
-    backend.decoder = tokenizers.decoders.Sequence(
-        [
-            tokenizers.decoders.Replace("\u2581", " "),
-            tokenizers.decoders.ByteFallback(),
-            tokenizers.decoders.Fuse(),
-            tokenizers.decoders.Strip(" ", 1, 0),
-        ]
-    )
+    spaces, strip = decoders.Replace("\u2581", " "), decoders.Strip(" ", 1, 0)
+    steps = [spaces, decoders.ByteFallback(), decoders.Fuse(), strip]
+    backend.decoder = decoders.Sequence(steps)
     tokenizer = Tokenizer(backend, {})
     names = TokenNames(tokenizer)
     assert names.distinct([5, 6, 2, 1, 2]) == [" key", "key", "bytes:\\xc3", "</s>", "<0xC3>"]
@@ -198,12 +181,14 @@ def test_a_chat_to_a_base_checkpoint_names_the_other_route(serve, tiny):
 
 def answered(client, cases):
     """The chat's answers to cases (question, context, seed), all asked at once."""
+
+    def answer(case):
+        question, context, seed = case
+        found = chat(client, question, context, seed=seed, max_tokens=24)
+        return found.choices[0].message.content
+
     with ThreadPoolExecutor(len(cases)) as pool:
-        asked = [
-            pool.submit(chat, client, question, context, seed=seed, max_tokens=24)
-            for question, context, seed in cases
-        ]
-    return [each.result().choices[0].message.content for each in asked]
+        return list(pool.map(answer, cases))
 
 
 def test_answers_amid_others_are_those_alone(client, tiny):
@@ -220,18 +205,14 @@ def test_an_answer_amid_31_others_is_that_alone(serve, tiny):
     """32 rows over four contexts: two whose rows share them, and two that are copied."""
     books = [f"{number}. " + BOOK * (number % 2 + 1) for number in range(2)]
     books += ["The pass key.", "Remember it."]
-    layout, alone, cases = tiny.layout(), [], []
+    alone, cases = [], []
     running = serve(tiny, rows=32)
     with running.http() as http, running.client() as client:
         for book in books:
             name = read(http, text=book)["id"]
-            context = tiny.prefill(layout.context(book))
             for question, seed in itertools.product(QUESTIONS, (1, 2)):
                 cases.append((question, name, seed))
-                sampling = Sampling(temperature=1.0, seed=seed)
-                asked = layout.question(question)
-                (answer,) = tiny.ask(context, asked, sampling=sampling, max_tokens=24)
-                alone.append(answer.text)
+                alone.append(asked(tiny, book, question, seed=seed, max_tokens=24))
         for _ in range(2):
             assert answered(client, cases) == alone
 

@@ -14,9 +14,9 @@ import jax_longctx
 from jax_longctx.cli import process
 from jax_longctx.cli.main import app
 from tests.jax_longctx.cli.tiny_model import converted
-from tests.jax_longctx.cli.two_processes import jobs
+from tests.jax_longctx.cli.two_processes import COMMAND, jobs
 from tests.jax_longctx.serving.processes import Process
-from tests.jax_longctx.serving.tiny import BOOK
+from tests.jax_longctx.serving.tiny import BOOK, asked_plainly, generated
 from tests.patience import patience
 
 SMALL = ("--length", 512, "--max-tokens", 64, "--max-question", 64, "--rows", 2, "--chunk", 64)
@@ -135,25 +135,25 @@ def test_what_cannot_work_is_refused_at_once(checkpoint, tmp_path, monkeypatch):
     gc.collect()
 
 
+# A leader that has nothing to do shows the others at once that it lives.
+RESTLESS = f"from jax_longctx.serving import scheduler; scheduler.LIVES_SECONDS = 0.1; {COMMAND}"
+
+
 def start_job(begin, count, *arguments):
     """One server over that many processes."""
-    return [begin("--mesh", f"seq={count}", *arguments, job=job) for job in jobs(count)]
+    mesh = ("--mesh", f"seq={count}")
+    return [begin(*mesh, *arguments, job=job, code=RESTLESS) for job in jobs(count)]
 
 
 @pytest.mark.long
 @pytest.mark.thorough
 def test_two_processes_answer_as_one_and_end_together(begin, checkpoint, tmp_path):
     """At SIGTERM, and where either of them dies: these answer nothing, which would compile."""
-    method = jax_longctx.make_method("quest")
+    method, asks = jax_longctx.make_method("quest"), "The pass key is"
     alone = jax_longctx.load(checkpoint, method=method, chunk=64)
-    samplings = [jax_longctx.Sampling(temperature=1.0, seed=seed) for seed in (0, 1, 2, 5)]
-    context = alone.prefill(alone.layout().context(BOOK))
-    answers = [
-        alone.ask(context, "The pass key is", sampling=sampling, max_tokens=12)
-        for sampling in samplings[:3]
-    ]
-    answers.append(alone.generate("The pass key is", sampling=samplings[3], max_tokens=12))
-    expected = [each.text for (each,) in answers]
+    text = alone.layout().context(BOOK)
+    expected = [asked_plainly(alone, text, asks, seed=seed) for seed in range(3)]
+    expected.append(generated(alone, asks, seed=5).text)
     job = ("--contexts", tmp_path / "contexts", "-m", "quest")
     leader, other = start_job(begin, 2, *job)
     leader.wait()
@@ -163,8 +163,7 @@ def test_two_processes_answer_as_one_and_end_together(begin, checkpoint, tmp_pat
         assert [*found, answer(client).choices[0].text] == expected
         with pytest.raises(openai.BadRequestError):
             answer(client, max_tokens=1000)
-    # The leader shows the other that it lives while there is nothing to do.
-    time.sleep(12)
+    time.sleep(2)
     with leader.client() as client:
         assert answer(client).choices[0].text == expected[-1]
     assert leader.end(seconds=30)[0] == 0

@@ -1,14 +1,15 @@
 """Contexts are saved and loaded while other answers are decoded."""
 
 import contextlib
-import threading
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.api import LongContext
 from jax_longctx.engine import Engine, context_io
-from tests.jax_longctx.serving.tiny import BOOK, needed_bytes, read, shown, wait_until
+from tests.jax_longctx.serving.tiny import BOOK, aside, needed_bytes, read, shown, wait_until
 from tests.patience import patience
 from tests.small_methods import small_method
 
@@ -17,28 +18,22 @@ OTHER = "Nothing is known of the second book. " * 8
 LONG = {"max_tokens": 64, "temperature": 0}
 
 
-class Held:
-    """A call that waits until it is let go, each time."""
-
-    def __init__(self, call):
-        self.call, self.begun, self.go = call, threading.Event(), threading.Event()
-
-    def __call__(self, *given, **how):
-        self.begun.set()
-        assert self.go.wait(60)
-        return self.call(*given, **how)
-
-
 @contextlib.contextmanager
 def held(monkeypatch, owner, name):
-    """Within it, the function's callers wait until `go` is set."""
-    waiting = Held(getattr(owner, name))
+    """Within it, the function's callers set `begun` and wait until `go` is set."""
+    call, events = getattr(owner, name), SimpleNamespace(begun=Event(), go=Event())
+
+    def waiting(*given, **how):
+        events.begun.set()
+        assert events.go.wait(patience(60))
+        return call(*given, **how)
+
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, waiting)
         try:
-            yield waiting
+            yield events
         finally:
-            waiting.go.set()
+            events.go.set()
 
 
 def model_of(tiny, name, by_layer):
@@ -78,18 +73,15 @@ def test_answers_go_on_while_a_context_is_saved(serve, tiny, tmp_path, monkeypat
         streams = [streamed(client, each) for each in (book, other)]
         begun = [next(stream) for stream in streams]
         with held(monkeypatch, ocp, "save") as writer:
-            saving = threading.Thread(
-                target=read, args=(http,), kwargs={"text": BOOK, "save": True}
-            )
-            saving.start()
-            assert writer.begun.wait(20)
-            found = [[first, *stream] for first, stream in zip(begun, streams, strict=True)]
-            # New questions are answered too, about the context that is being saved as well.
-            later = [list(streamed(client, each)) for each in (book, other)]
-            assert found == later == whole
-            assert ask(client, book).choices[0] == expected
-            assert saving.is_alive() and not shown(http, book)["saved"]
-        saving.join(patience(20))
+            with aside(read, http, text=BOOK, save=True) as saving:
+                assert writer.begun.wait(patience(20))
+                found = [[first, *stream] for first, stream in zip(begun, streams, strict=True)]
+                # New questions are answered too, about the context that is being saved as well.
+                later = [list(streamed(client, each)) for each in (book, other)]
+                assert found == later == whole
+                assert ask(client, book).choices[0] == expected
+                assert saving.is_alive() and not shown(http, book)["saved"]
+                writer.go.set()
         wait_until(lambda: shown(http, book)["saved"])
     first.stop()
     # What was saved while questions wrote behind it is the text as it was read.
@@ -112,24 +104,20 @@ def test_answers_go_on_while_memory_is_made_and_a_context_is_loaded(serve, tiny,
         stream = streamed(client, used)
         begun = next(stream)
         with held(monkeypatch, ocp, "save") as writer:
-            third = threading.Thread(
-                target=lambda: names.append(read(http, text="A third. " * 30)["id"])
-            )
-            third.start()
-            assert writer.begun.wait(20)
-            assert [begun, *stream] == list(streamed(client, used)) == whole
-            assert third.is_alive()
-        third.join(patience(20))
+            with aside(lambda: names.append(read(http, text="A third. " * 30)["id"])) as third:
+                assert writer.begun.wait(patience(20))
+                assert [begun, *stream] == list(streamed(client, used)) == whole
+                assert third.is_alive()
+                writer.go.set()
         states = [shown(http, each)["state"] for each in (old, names[0])]
         assert states == ["saved", "ready"]
         stream = streamed(client, used)
         begun = next(stream)
         with held(monkeypatch, context_io, "load_arrays") as reader:
             # Room for the old one: the third is saved first.
-            asking = threading.Thread(target=lambda: answers.append(ask(client, old).choices[0]))
-            asking.start()
-            assert reader.begun.wait(20)
-            assert [begun, *stream] == list(streamed(client, used)) == whole
-            assert asking.is_alive()
-        asking.join(patience(20))
+            with aside(lambda: answers.append(ask(client, old).choices[0])) as asking:
+                assert reader.begun.wait(patience(20))
+                assert [begun, *stream] == list(streamed(client, used)) == whole
+                assert asking.is_alive()
+                reader.go.set()
     assert answers == [expected]

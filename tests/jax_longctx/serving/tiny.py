@@ -1,8 +1,11 @@
 """Limits that fit the tests' tiny model, a text for it, requests about it, and waiting."""
 
+import contextlib
+import threading
 import time
 
 from jax_longctx.serving.prompts import Lengths
+from jax_longctx.settings import Sampling
 from tests.patience import patience
 
 LENGTHS = Lengths(whole=512, question=128, answer=64, keep_from=32, share_from=64)
@@ -14,6 +17,37 @@ def wait_until(holds, seconds=20):
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def aside(call, *given, **how):
+    """Within it the call runs in a thread, which ends soon after."""
+    thread = threading.Thread(target=call, args=given, kwargs=how)
+    thread.start()
+    yield thread
+    thread.join(patience(20))
+    assert not thread.is_alive()
+
+
+def generated(model, prompt, *, seed=0, max_tokens=12, stop=(), **how):
+    """What `generate` answers: text, finish and tokens."""
+    sampling = Sampling(**{"temperature": 1.0, "seed": seed, **how})
+    (answer,) = model.generate(prompt, sampling=sampling, max_tokens=max_tokens, stop=stop)
+    return answer
+
+
+def asked_plainly(model, text, question, *, seed=0, max_tokens=12):
+    """What `ask` answers to these words as they stand."""
+    sampling = Sampling(temperature=1.0, seed=seed)
+    context = model.prefill(text)
+    (answer,) = model.ask(context, question, sampling=sampling, max_tokens=max_tokens)
+    return answer.text
+
+
+def asked(model, text, question, *, chat=True, **how):
+    """What `ask` answers to a question about a text."""
+    layout = model.layout(chat)
+    return asked_plainly(model, layout.context(text), layout.question(question), **how)
 
 
 def complete(client, prompt, **how):
@@ -33,6 +67,13 @@ def read(http, **body):
     answer = http.post("/v1/contexts", json=body)
     assert answer.status_code == 201, answer.text
     return answer.json()
+
+
+def refused(http, status, said, path="/v1/contexts", **body):
+    """Posts what is refused with this status and these words; the answer."""
+    answer = http.post(path, json=body)
+    assert answer.status_code == status and said in answer.json()["error"]["message"], answer.text
+    return answer
 
 
 def shown(http, name):
