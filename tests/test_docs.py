@@ -1,22 +1,415 @@
-"""The notebook and the guides' Python run; the papers' page says what was measured, and how."""
+"""The documentation: pages are current, links and commands resolve, what is shown runs."""
 
+import functools
+import importlib
 import io
+import itertools
 import json
+import math
+import os
 import re
+import shlex
+import socket
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
 
-from checkpoints_convert import convert
+from jax_longctx.cli.eval import Choice
+from jax_longctx.cli.main import app
 from jax_longctx.evaluation.config import read_suite
-from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
+from jax_longctx.evaluation.runner import check_config
+from jax_longctx.evaluation.specs import Spec
+from jax_longctx.methods import make_method
+from tests.checkpoints_convert.tiny import random_state, write_checkpoint
+from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
+from tests.patience import patience
 
 ROOT = Path(__file__).parents[1]
-PAPERS = (ROOT / "docs/papers.md").read_text(encoding="utf-8")
-NOTEBOOK = ROOT / "docs/one-context-many-questions.ipynb"
+DOCS = ROOT / "docs"
+# What `*.in.md` holds is seen in the page that is made of it.
+WRITTEN = [path for path in DOCS.rglob("*.md") if not path.name.endswith(".in.md")]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *WRITTEN])
+FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+NOTEBOOK = DOCS / "one-context-many-questions.ipynb"
+PAPERS = (DOCS / "papers.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (?!in the paper|---)(.+) \| (.+) \| (.+) \| (.+) \|$", PAPERS, re.MULTILINE)
 SECTIONS = PAPERS.split("\n## ")[1:]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs/guides").glob("*.md")))
+FIGURE = r"\d[\d,.]*\d|\d"
+# What a line of a shell block may begin with beside our own commands, without saying what it needs.
+SHELL = {"cat", "cd", "echo", "export", "pytest", "wait"}
+
+
+def load(name):
+    """One of the scripts in `docs/`."""
+    sys.path.insert(0, str(DOCS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(DOCS))
+
+
+def name_of(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def read(path):
+    return path.read_text(encoding="utf-8")
+
+
+# -- generated pages -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(load("generate").PAGES))
+@pytest.mark.quick("results", "commands", "papers")
+def test_a_generated_page_is_up_to_date(name):
+    made = load("generate").PAGES[name]()
+    assert read(DOCS / name) == made, f"docs/{name} is stale; run: python docs/generate.py"
+
+
+def test_every_method_has_a_card_with_all_settings_explained_and_notes_are_of_methods():
+    from jax_longctx.methods import describe
+
+    page, generate = read(DOCS / "methods.md"), load("generate")
+    cards = dict(re.findall(r"^### (\S+)\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL))
+    names = generate.own_methods()
+    assert len(names) > 20 and sorted(cards) == sorted(names)
+    for name in names:
+        for row in ("Paper", "Changes", "Keeps", "Reads", "Question", "Fails when"):
+            assert re.search(rf"^\| \*\*{row}\*\* \| \S", cards[name], re.MULTILINE), (name, row)
+        for setting in describe(name)["settings"]:
+            found = re.search(rf"^\| `{setting}` \|.*\| (.*) \|$", cards[name], re.MULTILINE)
+            assert found and found[1], f"{name}: the class's docstring does not explain {setting}"
+    for name, entry in generate.notes().items():
+        assert name in names and set(entry) <= {"keeps", "reads", "fails", "title", "link"}
+
+
+def test_a_card_without_a_note_says_what_the_metadata_says():
+    entry = {"name": "quest", "summary": "S", "source": "Paper 2030", "phase": "decode"}
+    entry["memory"] = {"peak_bytes": 2048, "resident_bytes": 1024, "read_bytes": 512}
+    entry["settings"] = {}
+    for keeps, needs, words in (
+        (True, False, ("| **Paper** | Paper 2030 |", "25.0% of `full`'s", "every key and value")),
+        (True, True, ("costs a prefill of its own", "does not fit into memory")),
+        (False, False, ("one prefill serves many questions", "have left the cache")),
+    ):
+        entry |= {"keeps_all": keeps, "needs_question": needs}
+        made = load("generate").card(entry, {}, 2048)
+        assert all(word in made for word in words)
+
+
+def test_the_command_reference_has_every_command_and_option():
+    page, spellings = read(DOCS / "commands.md"), []
+
+    def walk(command, path):
+        section = page.partition(f"\n## {path}\n")[2].partition("\n## ")[0]
+        assert section, path
+        every = [each.opts + each.secondary_opts for each in command.params]
+        for spelling in itertools.chain.from_iterable(every):
+            if spelling.startswith("-"):
+                assert f"`{spelling}`" in section, (path, spelling)
+                spellings.append(spelling)
+        for name, child in getattr(command, "commands", {}).items():
+            walk(child, f"{path} {name}")
+
+    walk(main_command(), "jax-longctx")
+    assert len(spellings) > 150
+
+
+# -- what the site adds ----------------------------------------------------------------------------
+
+
+def test_an_entry_for_several_names_becomes_one_for_each():
+    split = load("docstrings").split
+    text = "One.\n\nArgs:\n  k, v: keys and\n    values.\n  x: other.\n\nSee a, b: no entry."
+    entries = "  k: keys and\n    values.\n  v: keys and\n    values.\n  x: other."
+    assert split(text) == f"One.\n\nArgs:\n{entries}\n\nSee a, b: no entry."
+
+
+def test_public_names_are_documented():
+    hooks = load("hooks")
+    names = list(hooks.public_names())
+    assert "jax_longctx.load" in names and "pallas_kernels.topk_scores.topk_scores" in names
+    pages = "".join(map(read, (DOCS / "api").glob("*.md")))
+    modules = set(re.findall(r"^::: (\S+)", pages, re.MULTILINE))
+    assert {name.rpartition(".")[0] for name in names} <= modules
+
+
+def test_a_build_fails_on_a_missing_name_and_on_what_it_would_load(tmp_path):
+    from mkdocs.exceptions import PluginError
+
+    hooks = load("hooks")
+    (tmp_path / "api").mkdir()
+    page = tmp_path / "api/all.html"
+    entries = "".join(f'<h2 id="{name}">' for name in hooks.public_names())
+    page.write_text(entries)
+    hooks.on_post_build({"site_dir": tmp_path})
+    page.write_text(entries.replace('"jax_longctx.load"', '"jax_longctx.loud"'))
+    with pytest.raises(PluginError, match=r"lacks jax_longctx\.load;"):
+        hooks.on_post_build({"site_dir": tmp_path})
+    page.write_text(f'{entries}<script src="https://cdn.example.org/x.js">')
+    with pytest.raises(PluginError, match=r"all\.html loads .*cdn\.example\.org"):
+        hooks.on_post_build({"site_dir": tmp_path})
+
+
+def test_the_site_is_built_strictly():
+    # With --quiet mkdocs drops warnings before --strict counts them.
+    (command,) = re.findall(r"^\t.*mkdocs build.*$", read(ROOT / "Makefile"), re.MULTILINE)
+    assert "--strict" in command and not {"-q", "--quiet"} & set(command.split())
+    assert re.search(r"^run docs make docs$", read(ROOT / ".ci/run"), re.MULTILINE)
+    rules = yaml.safe_load(read(ROOT / "mkdocs.yml"))["validation"]
+    assert {rule for group in rules.values() for rule in group.values()} == {"warn"}
+
+
+def test_the_notebook_becomes_a_page_with_its_pictures():
+    hooks = load("hooks")
+    notebook = json.loads(read(DOCS / f"{hooks.NOTEBOOK}.ipynb"))
+    page, pictures = hooks.notebook_page(notebook, hooks.NOTEBOOK)
+    assert page.startswith("# ") and f"]({hooks.NOTEBOOK}.ipynb)" in page
+    assert len(pictures) == 3
+    for path, content in pictures.items():
+        assert f"]({path})" in page and content.startswith(b"\x89PNG")
+    code = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+    assert all(source in page for source in code)
+
+
+def test_every_page_is_in_the_navigation():
+    config = yaml.safe_load(read(ROOT / "mkdocs.yml"))
+
+    def leaves(node):
+        if isinstance(node, str):
+            yield from [path.relative_to(DOCS).as_posix() for path in DOCS.glob(node)] or [node]
+        else:
+            for child in node.values() if isinstance(node, dict) else node:
+                yield from leaves(child)
+
+    listed = list(leaves(config["nav"]))
+    written = {path.relative_to(DOCS).as_posix() for path in WRITTEN}
+    made = {"contributing.md", "one-context-many-questions.md", "guides/*.md"}
+    assert len(listed) == len(set(listed)) and written | made >= set(listed) >= written
+
+
+# -- commands --------------------------------------------------------------------------------------
+
+
+def blocks(path, *languages):
+    """The fenced blocks in one of these languages."""
+    return [found[3] for found in FENCE.finditer(read(path)) if found[2] in languages]
+
+
+def lines_of(block):
+    """A shell block's commands, each as words; what follows `<<` is left out."""
+    text = re.sub(r"<<'?(\w+)'?\n.*?^\1$", "", block, flags=re.MULTILINE | re.DOTALL)
+    for line in text.replace("\\\n", " ").splitlines():
+        if words := shlex.split(line.removeprefix("$ "), comments=True):
+            yield words
+
+
+def ours(words):
+    """The `jax-longctx` commands among the words, each without its name."""
+    left = iter(words)
+    for word in left:
+        if word.rpartition("/")[2] == "jax-longctx":
+            yield list(itertools.takewhile(lambda w: w not in ("|", "&", "&&", ";", ">"), left))
+        elif "jax-longctx " in word:
+            yield from ours(shlex.split(word.partition("=")[2] or word))
+
+
+def unknown(block):
+    """Why a block's lines are no commands that are known, without a statement of what they need."""
+    makefile = read(ROOT / "Makefile")
+    extras = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
+    for words in lines_of(block):
+        while words and re.match(r"\w+=", words[0]):
+            words = words[1:]
+        if not words or words[0] in SHELL or list(ours(words)):
+            continue
+        if words[0] == "make":
+            targets = [word for word in words[1:] if "=" not in word]
+            for target in targets:
+                if not re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE):
+                    yield f"make has no target {target}"
+        elif words[:2] == ["pip", "install"]:
+            for extra in re.findall(r"\[([\w,]+)\]", " ".join(words)):
+                if not set(extra.split(",")) <= set(extras):
+                    yield f"pyproject.toml has no extra {extra}"
+        elif not block.startswith("# Needs: "):
+            yield f"{words[0]}: the block does not begin with '# Needs: '"
+
+
+def bare_commands(path):
+    """Commands that begin a line in a block of no language, where output may stand too."""
+    for block in blocks(path, ""):
+        for text in re.findall(
+            r"^(?:\.venv/bin/|[^`\n]*\| )?jax-longctx (?:.*\\\n)*.*", block, flags=re.MULTILINE
+        ):
+            yield from lines_of(text)
+
+
+def commands_of(path):
+    """Our commands on a page, each as its words."""
+    for block in blocks(path, "sh", "console", "bash"):
+        yield from itertools.chain.from_iterable(map(ours, lines_of(block)))
+    for words in bare_commands(path):
+        yield from ours(words)
+    if path.name == "papers.md":
+        yield from map(shlex.split, re.findall(r"`jax-longctx ([^`]+)`", read(path)))
+
+
+def parsed(words):
+    """The command that these words name, and its options, without running it."""
+    command, context, name = main_command(), None, "jax-longctx"
+    while True:
+        context = command.make_context(name, list(words), parent=context)
+        left = [*getattr(context, "_protected_args", ()), *context.args]
+        if not left or not hasattr(command, "resolve_command"):
+            assert not left
+            return context
+        name, command, words = command.resolve_command(context, left)
+
+
+@functools.cache
+def main_command():
+    return typer.main.get_command(app)
+
+
+def parsed_here(words):
+    """The same in an empty folder: what the command reads is made."""
+    for option, value in itertools.pairwise(words):
+        if option in ("-c", "--checkpoint"):
+            Path(value).mkdir(parents=True, exist_ok=True)
+            Path(value, "manifest.json").touch()
+        elif option == "--config":
+            Path(value).touch()
+    while True:
+        try:
+            return parsed(words)
+        except typer.BadParameter as error:
+            missing = re.fullmatch(r"(\w+) '(.+)' does not exist\.", error.message)
+            if missing is None:
+                raise
+            made = Path(missing[2])
+            made.parent.mkdir(parents=True, exist_ok=True)
+            made.touch() if missing[1].lower() == "file" else made.mkdir()
+
+
+def check(words):
+    """That the words name a command and its options, and that it would accept their values."""
+    # A placeholder of the help, and the methods that tutorials add.
+    words = [re.sub(r"^(NAME|every-second|random-pages)\b", "full", word) for word in words]
+    try:
+        context = parsed_here(words)
+    except typer.Exit as ended:
+        # --help and --version.
+        assert ended.exit_code == 0
+        return
+    options = context.params
+    if options.get("suite"):
+        read_suite(options["suite"])
+    # A file of the settings is not there.
+    if context.info_name == "run" and (options["methods"] or not options["config"]):
+        names = ("config", "methods", "tasks", "lengths", "trials")
+        check_config(Choice(**{name: options[name] for name in names}).read())
+    methods = options.get("methods") or ()
+    for method in [methods] if isinstance(methods, str) else methods:
+        spec = Spec.parse(method)
+        make_method(spec.name, spec.at(8192))
+
+
+# (where, its commands): pages, and the results that say how they were made.
+WRITTEN_COMMANDS = {
+    **{name_of(path): list(commands_of(path)) for path in PAGES},
+    **{
+        path.name: [
+            shlex.split(command)[1:]
+            for command in json.loads(read(path))["command"]
+            if command.startswith("jax-longctx ")
+        ]
+        for path in sorted((DOCS / "results").glob("*.json"))
+    },
+}
+
+
+@pytest.mark.parametrize("where", [where for where, found in WRITTEN_COMMANDS.items() if found])
+def test_written_commands_name_commands_and_their_options(where, tmp_path, monkeypatch):
+    for number, words in enumerate(WRITTEN_COMMANDS[where]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        try:
+            check(words)
+        except Exception as error:
+            error.add_note(shlex.join(words))
+            raise
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_resolve_and_other_lines_of_blocks_are_known(path):
+    for block in blocks(path, "sh", "console", "bash"):
+        assert list(unknown(block)) == [], block
+    for target in links(path):
+        file, _, anchor = target.partition("#")
+        # The site has this page from the notebook or from CONTRIBUTING.md.
+        there = (path.parent / file).resolve() if file else path
+        assert there.exists(), target
+        # Anchors of the API reference are made in the build, which checks them.
+        if anchor and there.suffix == ".md" and there.parent.name != "api":
+            assert anchor in anchors(there), target
+
+
+@pytest.mark.parametrize(
+    "text", ["ask --no-such-option", "eval --suit quick", "eval nothing", "bench decode -m full x"]
+)
+def test_what_is_no_command_does_not_parse(text):
+    with pytest.raises((typer.TyperException, AssertionError)):
+        parsed(shlex.split(text))
+
+
+def test_unknown_commands_are_seen():
+    found = list(itertools.chain.from_iterable(WRITTEN_COMMANDS.values()))
+    assert len(found) > 250
+    assert any(words[0] == "generate" for words in found)
+    assert any("reattention:count=1" in words for words in found)
+    known = "make demo\nexport A=1\nB=2 jax-longctx ask x\npip install '.[cuda]'"
+    assert list(unknown(known)) == []
+    assert list(unknown("make dmo\npip install '.[cude]'\nsrun ls")) == [
+        "make has no target dmo",
+        "pyproject.toml has no extra cude",
+        "srun: the block does not begin with '# Needs: '",
+    ]
+    assert list(unknown("# Needs: Slurm.\nsrun ls")) == []
+    nested = shlex.split("""ssh --command="jax-longctx --processes auto ask 'a b'" | x""")
+    assert list(ours(nested)) == [["--processes", "auto", "ask", "a b"]]
+
+
+def test_the_manifests_commands_parse(tmp_path, monkeypatch):
+    found = []
+    for path in PAGES:
+        for block in blocks(path, "yaml"):
+            assert block.startswith("# Needs: "), name_of(path)
+            for document in yaml.safe_load_all(block):
+                if document["kind"] == "Job":
+                    (container,) = document["spec"]["template"]["spec"]["containers"]
+                    found.append((document["spec"], container))
+    assert len(found) == 2
+    monkeypatch.chdir(tmp_path)
+    for job, container in found:
+        program, *words = container["command"]
+        words = [word.removeprefix("/data/") for word in words]
+        sizes = parsed_here(words).params["mesh"]
+        assert program == "jax-longctx"
+        # Its devices are those that the pods ask for.
+        (each,) = container["resources"]["limits"].values()
+        product = math.prod(map(int, re.findall(r"=(\d+)", sizes)))
+        assert product == each * job["completions"] and job["completions"] == job["parallelism"]
+
+
+# -- papers ----------------------------------------------------------------------------------------
 
 
 def test_every_row_of_the_papers_page_says_how_and_what():
@@ -37,47 +430,131 @@ def test_the_parts_that_rows_name_are_those_of_their_papers_suite():
 
 
 def test_our_figures_are_those_of_the_benchmarks():
-    measured = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
-    known = set(re.findall(r"\d[\d,.]*\d|\d", measured))
+    known = set(re.findall(FIGURE, read(DOCS / "benchmarks.md")))
     for _, _, ours, _ in ROWS:
         said = re.sub(r"not measured.*|`[^`]*`", "", ours)
-        assert set(re.findall(r"\d[\d,.]*\d|\d", said)) <= known, ours
+        assert set(re.findall(FIGURE, said)) <= known, ours
+
+
+# -- links -----------------------------------------------------------------------------------------
+
+
+def links(path):
+    """Targets of a page's links and pictures, but for those to other sites."""
+    text = FENCE.sub("", read(path))
+    text = re.sub(r"`[^`\n]*`", "", text)
+    found = re.findall(r"\]\(([^)\s]+)\)", text)
+    return [target for target in found if not re.match(r"\w+:", target)]
+
+
+def anchors(path):
+    """The anchors of a page's headings, as both mkdocs and code hosts make them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", read(path)), re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
+
+
+def test_links_and_anchors_are_found():
+    assert "docs/architecture.md" in links(ROOT / "CONTRIBUTING.md")
+    assert {"the-mesh", "the-contract-of-a-method"} <= anchors(DOCS / "architecture.md")
+
+
+# -- what is shown, run ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """The folder of a tiny converted checkpoint, whose chat template shows every message."""
+def workplace(tmp_path_factory):
+    """A folder with a tiny `demo-model`, a text and rows."""
     folder = tmp_path_factory.mktemp("docs")
-    config = hf_config("llama", max_position_embeddings=8192, num_hidden_layers=1)
+    config = hf_config(vocab_size=300) | {"max_position_embeddings": 8192}
     write_checkpoint(folder / "hf", config, random_state(config))
-    settings = folder / "hf/tokenizer_config.json"
-    shown = {"chat_template": "{% for one in messages %}{{ one['content'] }}{% endfor %}"}
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | shown))
-    convert(folder / "hf", folder / "model")
-    return folder / "model"
+    write_tokenizer(folder / "hf")
+    result = CliRunner().invoke(app, ["convert", str(folder / "hf"), str(folder / "demo-model")])
+    assert result.exit_code == 0, result.output
+    for name in ("a.txt", "b.txt", "book.txt"):
+        (folder / name).write_text("The pass key is 12345. Remember it. " * 8)
+    (folder / "llama-8b").symlink_to("demo-model")
+    rows = [{"id": n, "prompt": "The pass key is " * (n + 1)} for n in range(4)]
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def run_python(*pages):
+    """Runs the pages' blocks in turn; how many there are."""
+    found = [code for page in pages for code in blocks(page, "python")]
+    for code in found:
+        # Files are closed when they are read, which the pages leave to Python.
+        exec(code, {"open": lambda name: io.StringIO(Path(name).read_text())})
+    return len(found)
+
+
+def assert_all_answered(folder):
+    rows = [json.loads(line) for line in read(folder / "out.jsonl").splitlines()]
+    assert [row["id"] for row in rows] == [0, 1, 2, 3] and all("error" not in row for row in rows)
+    (folder / "out.jsonl").unlink()
 
 
 @pytest.mark.slow
-def test_the_pages_python_runs(model, tmp_path, monkeypatch, capsys):
-    (tmp_path / "llama-8b").symlink_to(model)
-    for name in ("a.txt", "b.txt", "book.txt"):
-        (tmp_path / name).write_text("The rain fell on the roof. " * (len(name) * 5))
-    monkeypatch.chdir(tmp_path)
+def test_a_job_of_two_processes_runs_as_it_stands(workplace):
+    """As the shell runs it, but for the port."""
+    by_option, block = blocks(DOCS / "pods.md", "sh")[:2]
+    assert "--coordinator localhost:8476" in by_option and "JAX_PROCESS_ID=1" in block
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        block = block.replace(":8476", f":{free.getsockname()[1]}")
+    program = workplace / "bin/jax-longctx"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m jax_longctx "$@"\n')
+    program.chmod(0o755)
+    environment = {
+        **os.environ,
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", block],
+        cwd=workplace,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=patience(200),
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert_all_answered(workplace)
+
+
+@pytest.mark.slow
+def test_the_quick_start_runs_as_it_stands(workplace, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
+    page = DOCS / "quickstart.md"
+    ran = []
+    for block in blocks(page, "sh"):
+        if "jax-longctx" in block and not block.startswith("# Needs: "):
+            for program, *words in lines_of(block):
+                result = CliRunner().invoke(app, words)
+                assert (program, result.exit_code) == ("jax-longctx", 0), result.output
+                ran.append(words[0])
+    assert ran == ["ask"] * 4 + ["batch", "plan"]
+    assert_all_answered(workplace)
+    run_python(page)
+    # The model's weights are random, so its answer is any text.
+    assert capsys.readouterr().out != ""
+
+
+@pytest.mark.slow
+def test_the_guides_python_runs(workplace, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
     # serving/test_guide.py runs the code of the guide to the server, beside one.
-    texts = [page.read_text("utf-8") for page in PAGES if page.name != "serve.md"]
-    blocks = [
-        code for text in texts for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    ]
-    assert len(blocks) == 2
-    for code in blocks:
-        # Paths are closed when their text is read, which the pages leave to Python.
-        exec(code, {"open": lambda name: io.StringIO(Path(name).read_text())})
+    guides = [page for page in sorted((DOCS / "guides").glob("*.md")) if page.name != "serve.md"]
+    assert run_python(ROOT / "README.md", *guides) == 2
     assert capsys.readouterr().out.count("\n") >= 3
-    assert (tmp_path / "both.ctx").exists()
+    assert (workplace / "both.ctx").exists()
 
 
 def cells(kind):
-    found = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    found = json.loads(read(NOTEBOOK))["cells"]
     return [cell for cell in found if cell["cell_type"] == kind]
 
 
@@ -96,13 +573,13 @@ def test_the_notebook_is_kept_executed_and_small():
 def test_what_the_notebook_concludes_is_in_its_outputs():
     closing = "".join(cells("markdown")[-1]["source"])
     shown = "".join(map(printed, cells("code")))
-    figures = re.findall(r"\d[\d,.]*\d|\d", closing)
+    figures = re.findall(FIGURE, closing)
     assert len(figures) > 4
-    assert set(figures) <= set(re.findall(r"\d[\d,.]*\d|\d", shown))
+    assert set(figures) <= set(re.findall(FIGURE, shown))
 
 
 @pytest.mark.slow
-def test_the_notebooks_cells_run_in_order(model):
+def test_the_notebooks_cells_run_in_order(workplace):
     import matplotlib
 
     matplotlib.use("agg")
@@ -112,7 +589,7 @@ def test_the_notebooks_cells_run_in_order(model):
     names = {}
     exec(first, names)
     assert len(names["METHODS"]) == 4
-    names |= {"CHECKPOINT": str(model), "TOKENS": 2000}
+    names |= {"CHECKPOINT": str(workplace / "demo-model"), "TOKENS": 2000}
     try:
         for cell in rest:
             exec(cell, names)
@@ -125,8 +602,8 @@ def test_the_notebooks_cells_run_in_order(model):
     assert list(results) == list(names["METHODS"]) and len(drawn) == 3
     assert all(len(result["answers"]) == len(names["FACTS"]) for result in results.values())
     assert all(1500 < result["tokens"] <= 2001 for result in results.values())
-    held, read = (
+    held, loaded = (
         {name: result[key] for name, result in results.items()} for key in ("answering", "read")
     )
-    assert held["snapkv"] < held["full"] / 2 and read["snapkv"] < read["full"] / 2
-    assert read["quest"] < read["full"] < held["quest"]
+    assert held["snapkv"] < held["full"] / 2 and loaded["snapkv"] < loaded["full"] / 2
+    assert loaded["quest"] < loaded["full"] < held["quest"]
