@@ -19,6 +19,9 @@ from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.bench.conftest import bench, measured
 from tests.support import joined, random_rows, tiny_engine
 
+# Numbers of a layer's weights.
+LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
+
 
 @pytest.fixture
 def tiny_preset(tiny_shape, monkeypatch):
@@ -86,28 +89,22 @@ def _stub(monkeypatch, timed):
 def test_some_layers_stand_for_all(tiny_preset, monkeypatch):
     """Seconds and kernels are scaled; bytes are those of the whole shape."""
     found = {2: Step(0.5, Kernels(24, 0.4)), 1: Step(0.3, Kernels(14, 0.25))}
+    found[5] = Step(1.0, Kernels(50, 0.75))
     _stub(monkeypatch, lambda engine, rows: found[engine.config.num_layers])
     shape = presets.PRESETS["tiny"]
     monkeypatch.setitem(presets.PRESETS, "tiny", {**shape, "num_hidden_layers": 5})
-    methods = {"methods": [("full", {})], "cases": [(1, 300)], "blocks": 1, "random_cache": True}
-    (row,) = decode.run(model="tiny", layers=2, **methods)["rows"]
+    how = {"methods": [("full", {})], "cases": [(1, 300)], "blocks": 1, "random_cache": True}
+    row, whole = (decode.run(model="tiny", layers=n, **how)["rows"][0] for n in (2, None))
     assert row["seconds"] == pytest.approx(0.5 + 3 * 0.2)
     assert (row["kernels"], row["kernels_layer"]) == pytest.approx((24 + 3 * 10, 10))
     assert row["gap_seconds"] == pytest.approx(1.1 - (0.4 + 3 * 0.15))
-    found[5] = Step(1.0, Kernels(50, 0.75))
-    (whole,) = decode.run(model="tiny", **methods)["rows"]
     assert (whole["seconds"], whole["kernels_layer"], whole["gap_seconds"]) == (1.0, 10, 0.25)
-    assert {key: row[key] for key in ("bytes", "read")} == {
-        key: whole[key] for key in ("bytes", "read")
-    }
+    assert (row["bytes"], row["read"]) == (whole["bytes"], whole["read"])
     # Embedding rows but one are not read; the head is.
-    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
-    assert whole["bytes"] - whole["read"] == 2 * (5 * layer + 32 + 128 * 32)
+    assert whole["bytes"] - whole["read"] == 2 * (5 * LAYER + 32 + 128 * 32)
 
 
-def test_forms_and_tiers_are_those_asked_for_and_bytes_of_a_step_count_the_forms(
-    tiny_preset, monkeypatch
-):
+def test_forms_and_tiers_are_those_asked_for_and_count_as_bytes(tiny_preset, monkeypatch):
     forms, tiers = [], []
 
     def timed(engine, rows):
@@ -118,18 +115,16 @@ def test_forms_and_tiers_are_those_asked_for_and_bytes_of_a_step_count_the_forms
     _stub(monkeypatch, timed)
     args = ["decode", "--model", "tiny", "--case", "1x300", "-m"]
     given = ((), ("--kv", "int8"), ("--kv", "int8", "--weights", "int8"))
-    wide, kept, both = (measured(*args, "full", *options) for options in given)
-    said = [(record["kv"], record["weights"]) for record in (wide, kept, both)]
+    records = [measured(*args, "full", *options) for options in given]
+    said = [(record["kv"], record["weights"]) for record in records]
     assert forms == said == [(None, None), ("int8", None), ("int8", "int8")]
+    wide, kept, both = (record["rows"][0] for record in records)
     # Of a layer's matrices a byte of two, and four bytes for each of their outputs.
-    matrices, outputs = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64, 32 + 2 * 16 + 32 + 2 * 64 + 32
-    fewer = kept["rows"][0]["bytes"] - both["rows"][0]["bytes"]
-    assert fewer == 2 * (matrices - 4 * outputs)
+    outputs = 32 + 2 * 16 + 32 + 2 * 64 + 32
+    assert kept["bytes"] - both["bytes"] == 2 * (LAYER - 2 * 32 - 4 * outputs)
     # Of a token of a head 8 numbers in bfloat16, or in 8 bits beside a scale.
-    assert kept["rows"][0]["read"] == wide["rows"][0]["read"] * 10 / 16
-    assert wide["rows"][0]["bytes"] - kept["rows"][0]["bytes"] == (
-        wide["rows"][0]["read"] - kept["rows"][0]["read"]
-    )
+    assert kept["read"] == wide["read"] * 10 / 16
+    assert wide["bytes"] - kept["bytes"] == wide["read"] - kept["read"]
     tier = ["quest:budget=32", "--offload", "host", "--working-set", 192]
     for ahead in (False, True):
         assert measured(*args, *tier, *["--prefetch"] * ahead)["prefetch"] == ahead
@@ -175,9 +170,9 @@ def test_the_largest_batch_fills_the_memory(tiny_preset, monkeypatch, tmp_path):
         return Step(0.5, Kernels(50, 0.3))
 
     _stub(monkeypatch, timed)
-    args = ["throughput", "--model", "tiny", "-m", "snapkv:budget=64", "--memory", 0.01]
-    args += ["--context", 2000, "--blocks", 1, "--picture", tmp_path / "speed.png"]
-    full, snapkv = measured(*args)["rows"]
+    args = ["throughput", "--model", "tiny", "-m", "snapkv:budget=64", "--blocks", 1]
+    picture = ["--picture", tmp_path / "speed.png"]
+    full, snapkv = measured(*args, "--memory", 0.01, "--context", 2000, *picture)["rows"]
     assert tried == [full["batch"], snapkv["by_arithmetic"], snapkv["batch"]]
     assert snapkv["batch"] == snapkv["by_arithmetic"] - snapkv["by_arithmetic"] // 16
     assert snapkv["batch"] > 4 * full["batch"]
@@ -192,14 +187,10 @@ def test_the_largest_batch_fills_the_memory(tiny_preset, monkeypatch, tmp_path):
         assert row["tokens_per_second"] == row["batch"] / 0.5
         assert row["limit_tokens_per_second"] == row["batch"] / row["limit_seconds"]
     assert (tmp_path / "speed.png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.slow
-def test_throughput_of_a_bounded_batch(tiny_preset, monkeypatch):
+    # A bounded batch.
     monkeypatch.setenv("COLUMNS", "200")
-    args = ["throughput", "--model", "tiny", "-m", "snapkv:budget=64", "--rows", 2]
-    args += ["--context", 590, "--context", 600, "--blocks", 1, "--memory", 0.1]
-    lines = [line.split() for line in bench(*args).stdout.splitlines()]
+    more = ["--rows", 2, "--context", 590, "--context", 600, "--memory", 0.1]
+    lines = [line.split() for line in bench(*args, *more).stdout.splitlines()]
     shown = [line[2:4] for line in lines if line and line[0] == "snapkv"]
     assert shown == [["590", "2"], ["600", "2"]]
     # Where no row fits, the row says so.
@@ -238,19 +229,10 @@ def test_copied_rows_answer_as_the_row(name, settings, mesh, by_layer):
 def test_the_kernels_of_a_step_are_those_of_one_block_after_the_timed_ones(monkeypatch, counted):
     """The profiled block slows down: it is not among the timed ones."""
     done = []
-
-    class Blocks:
-        def __init__(self, *given):
-            assert given[2:] == (3, steps.answer_tokens(2))
-
-        def block(self):
-            done.append("block")
-
-        def check(self):
-            done.append("check")
-
-        def fetched(self):
-            return None
+    answering = create_autospec(Answering, instance=True)
+    answering.block.side_effect = lambda: done.append("block")
+    answering.check.side_effect = lambda: done.append("check")
+    answering.fetched.return_value = None
 
     def profiled(run):
         run()
@@ -259,9 +241,11 @@ def test_the_kernels_of_a_step_are_those_of_one_block_after_the_timed_ones(monke
 
     engine = create_autospec(Engine, instance=True)
     engine.setup = create_autospec(programs.Setup, instance=True, platform="gpu")
-    monkeypatch.setattr(steps, "Answering", Blocks)
+    made = create_autospec(Answering, return_value=answering)
+    monkeypatch.setattr(steps, "Answering", made)
     monkeypatch.setattr(steps, "profiled", profiled)
     found = steps.step_of(engine, create_autospec(Context, instance=True), 3, 2, counted)
+    assert made.call_args.args[2:] == (3, steps.answer_tokens(2))
     timed = ["block"] * (1 + 1 + 2)
     assert done == [*timed, *(["block", "profile"] if counted else []), "check"]
     assert steps.answer_tokens(2) == 1 + 32 * (len(timed) + 1)
@@ -291,16 +275,14 @@ def test_kernels_are_those_of_the_streams():
 @pytest.mark.slow
 def test_end_to_end_ratios_are_against_the_roofline_and_the_baseline(tiny_preset, monkeypatch):
     theirs = {"first_token": 2.0, "decode_step": 0.5, "compiled_step": 0.25}
-    monkeypatch.setattr(
-        e2e, "run_peer", create_autospec(e2e.run_peer, return_value={"100": theirs})
-    )
+    peer = create_autospec(e2e.run_peer, return_value={"100": theirs})
+    monkeypatch.setattr(e2e, "run_peer", peer)
     args = ["e2e", "--model", "tiny", "--context", 100, "--runs", 1, "--chunk", 64]
     rows = measured(*args)["rows"]
     named = ["transformers sdpa", "roofline", "transformers sdpa", "transformers compiled"]
     assert [row["baseline"] for row in rows] == named
     # Weights but the embedding table, and keys and values of 100 tokens, in bfloat16.
-    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
-    moved = 2 * (2 * layer + 32 + 128 * 32) + 100 * 2 * 2 * 8 * 2 * 2
+    moved = 2 * (2 * LAYER + 32 + 128 * 32) + 100 * 2 * 2 * 8 * 2 * 2
     wanted = [2.0, moved / 1e11, 0.5, 0.25]
     assert [row["baseline_seconds"] for row in rows] == pytest.approx(wanted)
     for row in rows:

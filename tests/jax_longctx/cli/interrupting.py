@@ -15,8 +15,10 @@ import sys
 import time
 from pathlib import Path
 
+from tests.patience import patience
+
 ROOT = Path(__file__).parents[3]
-# Seconds from the signal to the end of the process.
+# Seconds from the signal to the end of the process, on a fast machine at rest.
 LIMIT = 2.0
 BOOK = "The pass key is 12345. Remember it. "
 
@@ -66,7 +68,7 @@ def write_run(folder, work):
 
 @dataclasses.dataclass(frozen=True)
 class Try:
-    """A command and what became of it; `after` is the seconds from its begin to the signal."""
+    """A command and what became of it, `after` seconds from its begin to the signal."""
 
     name: str
     after: float
@@ -158,7 +160,7 @@ class Campaign:
     def finish(self, command, work):
         """What the undisturbed command writes to stdout."""
         process = self.start(command, work)
-        stdout, stderr = process.communicate(timeout=600)
+        stdout, stderr = process.communicate(timeout=patience(600))
         assert process.returncode == 0, (command, process.returncode, stderr)
         return stdout
 
@@ -174,10 +176,11 @@ class Campaign:
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
         begun = time.monotonic()
-        _, stderr = process.communicate(timeout=600)
-        if process.returncode == 0 and time.monotonic() - begun < 0.1:
+        _, stderr = process.communicate(timeout=patience(600))
+        took = (time.monotonic() - begun) / patience(1)
+        if process.returncode == 0 and took < 0.1:
             return None
-        return Try(name, after, time.monotonic() - begun, process.returncode, stderr)
+        return Try(name, after, took, process.returncode, stderr)
 
 
 def main(folder, count, seed, *names):

@@ -48,7 +48,23 @@ OUTSIDE = """
         begun()
         hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 """
-IN_A_CALLBACK = """
+TRYING = """
+    try:
+        begun()
+        time.sleep(60)
+"""
+SLOW_TO_UNWIND = (
+    TRYING
+    + """
+    finally:
+        print("noise", file=sys.stderr)
+        time.sleep(60)
+"""
+)
+CAUGHT = f"{TRYING}    except KeyboardInterrupt as error:\n        "
+UNDER_WAY = {
+    "outside Python": OUTSIDE,
+    "in a callback": """
     def wait(phase, about):
         gc.callbacks.clear()
         begun()
@@ -56,76 +72,52 @@ IN_A_CALLBACK = """
     gc.callbacks.append(wait)
     gc.collect()
     time.sleep(60)
-"""
-IN_A_DESTRUCTOR = """
+""",
+    "in a destructor": """
     class Doomed:
         def __del__(self):
             begun()
             time.sleep(60)
     Doomed()
     time.sleep(60)
-"""
-TAKEN_FOR_DAMAGE = """
-    try:
-        begun()
-        time.sleep(60)
-    except KeyboardInterrupt as error:
-        raise jax_longctx.errors.CheckpointError("the checkpoint is damaged") from error
-"""
-TAKEN_FOR_A_FAULT = TAKEN_FOR_DAMAGE.replace("jax_longctx.errors.CheckpointError", "ValueError")
-IGNORED = """
-    try:
-        begun()
-        time.sleep(60)
-    except KeyboardInterrupt:
-        pass
-"""
-SLOW_TO_UNWIND = """
-    try:
-        begun()
-        time.sleep(60)
-    finally:
-        print("noise", file=sys.stderr)
-        time.sleep(60)
-"""
-AT_EXIT = """
-    atexit.register(lambda: begun() or time.sleep(60))
-"""
-JOINING_AT_EXIT = """
+""",
+    "taken for damage": f'{CAUGHT}raise jax_longctx.errors.CheckpointError("damaged") from error',
+    "taken for a fault": f'{CAUGHT}raise ValueError("damaged") from error',
+    "ignored": f"{CAUGHT}pass",
+    "slow to unwind": SLOW_TO_UNWIND,
+    "at exit": "    atexit.register(lambda: begun() or time.sleep(60))",
+    "joining at exit": """
     threading.Thread(target=lambda: time.sleep(0.5) or begun() or time.sleep(60)).start()
-"""
+""",
+}
 TALKATIVE = """
-    while True:
-        Terminal().write("word " * 1000)
-"""
-TALKATIVE_NOTES = """
-    while True:
-        Terminal().note("word " * 1000)
-"""
-TALKATIVE_TABLE = """
     import rich.console
     while True:
-        rich.console.Console().print("word " * 1000)
+        {write}("word " * 1000)
 """
-FAULTY = """
-    raise {error}("a fault of ours")
-"""
-FULL_DISK = """
-    with open("/dev/full", "w") as file:
-        file.write("much")
-"""
+WRITE, NOTE, PRINT = "Terminal().write", "Terminal().note", "rich.console.Console().print"
 
 
 def code_of(body):
     return STAND_IN.replace("{body}", body.strip("\n"))
 
 
-def command(body):
-    return [sys.executable, "-c", code_of(body)]
+def talking(write):
+    return code_of(TALKATIVE.replace("{write}", write))
+
+
+def started(code, **how):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", code], **pipes | how)
 
 
 def longctx(*args):
     return [sys.executable, "-m", "jax_longctx", *args]
+
+
+def shell(line, **variables):
+    environment = {**os.environ, "PYTHON": sys.executable, **variables}
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
 
 
 def read_until(descriptor, text, seconds):
@@ -144,13 +136,8 @@ def read_until(descriptor, text, seconds):
 @pytest.mark.parametrize("body", [ENDLESS, OUTSIDE])
 def test_ctrl_c_leaves_a_clean_terminal(body):
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        command(body),
-        stdin=theirs,
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
-    )
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    process = started(code_of(body), stdin=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     try:
         before = read_until(ours, b"10/100 tokens", 60)
@@ -168,28 +155,9 @@ def test_ctrl_c_leaves_a_clean_terminal(body):
     assert shown.rindex(b"\x1b[2K") > shown.rindex(b"10/100 tokens")
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        pytest.param(body, id=name)
-        for name, body in {
-            "outside Python": OUTSIDE,
-            "in a callback": IN_A_CALLBACK,
-            "in a destructor": IN_A_DESTRUCTOR,
-            "taken for damage": TAKEN_FOR_DAMAGE,
-            "taken for a fault": TAKEN_FOR_A_FAULT,
-            "ignored": IGNORED,
-            "slow to unwind": SLOW_TO_UNWIND,
-            "at exit": AT_EXIT,
-            "joining at exit": JOINING_AT_EXIT,
-        }.items()
-    ],
-)
-def test_ctrl_c_ends_whatever_is_under_way(body):
-    process = subprocess.Popen(
-        command(body), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
+@pytest.mark.parametrize("name", UNDER_WAY)
+def test_ctrl_c_ends_whatever_is_under_way(name):
+    process = started(code_of(UNDER_WAY[name]), text=True)
     try:
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGINT)
@@ -201,11 +169,8 @@ def test_ctrl_c_ends_whatever_is_under_way(body):
 
 def test_a_second_ctrl_c_does_not_wait():
     # The first one is given a minute here.
-    code = code_of(SLOW_TO_UNWIND).replace(
-        "process.install()", "process.GRACE = 60; process.install()"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=-1)
-    assert process.stdout is not None
+    given = "process.GRACE = 60; process.install()"
+    process = started(code_of(SLOW_TO_UNWIND).replace("process.install()", given))
     assert process.stdout.readline() == b"begun\n"
     for _ in range(2):
         process.send_signal(signal.SIGINT)
@@ -226,20 +191,21 @@ def test_ctrl_c_while_the_command_line_is_imported():
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=patience(30)) == (b"", b"interrupted\n")
     assert process.returncode == 130
+    # An import here starts no such thread.
+    assert "interrupts" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_ctrl_c_stays_ignored_in_the_background():
-    code = "from jax_longctx.cli import process; import signal; process.install(); print(1)"
-    ignoring = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {code}"
-    ending_in = f"{ignoring}; process.run(lambda: signal.raise_signal(signal.SIGINT))"
-    done = subprocess.run([sys.executable, "-c", ending_in], capture_output=True)
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    code += "from jax_longctx.cli import process; process.install(); "
+    code += "process.run(lambda: signal.raise_signal(signal.SIGINT))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize("body", [TALKATIVE, TALKATIVE_TABLE])
-def test_closed_stdout_ends_quietly(body):
-    process = subprocess.Popen(command(body), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None and process.stderr is not None
+@pytest.mark.parametrize("write", [WRITE, PRINT])
+def test_closed_stdout_ends_quietly(write):
+    process = started(talking(write))
     assert process.stdout.read(5) == b"word "
     process.stdout.close()
     stderr = process.stderr.read()
@@ -248,49 +214,38 @@ def test_closed_stdout_ends_quietly(body):
     assert stderr == b""
 
 
-def shell(line, **variables):
-    environment = {**os.environ, "PYTHON": sys.executable, **variables}
-    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
-
-
 def test_a_reader_of_both_that_leaves_ends_quietly():
     line = '"$PYTHON" -c "$CODE" 2>&1 | head -c 5; exit ${PIPESTATUS[0]}'
-    done = shell(line, CODE=code_of(TALKATIVE_NOTES))
+    done = shell(line, CODE=talking(NOTE))
     assert (done.returncode, done.stdout, done.stderr) == (141, "word ", "")
 
 
+LONGCTX, NO_STDOUT = '"$PYTHON" -m jax_longctx', "error: stdout cannot be written: "
+# Python would keep a module's bytecode cut off, and never be able to import it again.
+FULL = "export PYTHONDONTWRITEBYTECODE=1; ulimit -f 20; trap '' XFSZ; "
+
+
 @pytest.mark.parametrize(
-    ("arguments", "stdout", "why"),
+    ("line", "message"),
     [
-        ("--help", ">&-", "it is closed"),
-        ("--help", ">/dev/full", "No space left on device"),
-        ("ask none Who? -c none", "1</dev/null", "Bad file descriptor"),
+        (f"{LONGCTX} --help >&-", f"{NO_STDOUT}it is closed; "),
+        (f"{LONGCTX} --help >/dev/full", f"{NO_STDOUT}No space left on device; "),
+        (f"{LONGCTX} ask none Who? -c none 1</dev/null", f"{NO_STDOUT}Bad file descriptor; "),
+        # A disk that fills up below it.
+        (f'{FULL}"$PYTHON" -c "$TALKATIVE" > out', f"{NO_STDOUT}File too large; "),
+        ('"$PYTHON" -c "$WRITING"', "could not be written: No space left on device; free some"),
+        (f"{LONGCTX} ask - Who? -c . <&-", "stdin is closed; pipe a text in"),
+        (f"{LONGCTX} generate -c . <&-", "no prompt given"),
+        (f"{LONGCTX} generate $'key \\xff' -c .", "error: the prompt is not UTF-8"),
     ],
 )
-def test_a_stdout_that_cannot_be_written_is_told_before_any_work(arguments, stdout, why):
-    done = shell(f'"$PYTHON" -m jax_longctx {arguments} {stdout}')
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: stdout cannot be written: {why}; ")
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_disk_that_fills_up_below_stdout(tmp_path):
-    # Python would keep a module's bytecode cut off, and never be able to import it again.
-    given = "export PYTHONDONTWRITEBYTECODE=1; ulimit -f 20; trap '' XFSZ; "
-    line = given + '"$PYTHON" -c "$CODE" > "$OUT"'
-    done = shell(line, CODE=code_of(TALKATIVE), OUT=str(tmp_path / "out"))
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: stdout cannot be written: File too large; ")
-    assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("arguments", ["ask - Who?", "generate"])
-def test_closed_stdin_is_one_line(arguments, tmp_path):
+def test_what_cannot_be_read_or_written_is_one_line(tmp_path, line, message):
     (tmp_path / "manifest.json").touch()
-    done = shell(f'"$PYTHON" -m jax_longctx {arguments} -c "$MODEL" <&-', MODEL=str(tmp_path))
+    writing = code_of('    with open("/dev/full", "w") as file:\n        file.write("much")')
+    done = shell(f"cd {tmp_path}; {line}", TALKATIVE=talking(WRITE), WRITING=writing)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1
-    assert "stdin is closed; pipe a text in" in done.stderr or "no prompt given" in done.stderr
+    assert message in done.stderr and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ")
 
 
 def test_no_file_gets_the_number_of_a_closed_stream(tmp_path):
@@ -305,33 +260,14 @@ def test_no_file_gets_the_number_of_a_closed_stream(tmp_path):
 
 def test_closed_stderr_does_not_stop_the_work():
     for closed in ("2>&-", "2>/dev/full"):
-        done = shell(f'"$PYTHON" -m jax_longctx --help {closed}')
+        done = shell(f"{LONGCTX} --help {closed}")
         assert done.returncode == 0 and "Exit codes" in done.stdout
-
-
-def test_a_full_disk_is_no_fault_of_ours():
-    done = subprocess.run(command(FULL_DISK), capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.endswith("could not be written: No space left on device; free some space\n")
-    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("error", ["RuntimeError", "EOFError"])
 def test_our_own_faults_show_a_traceback(error):
-    faulty = FAULTY.replace("{error}", error)
-    done = subprocess.run(command(faulty), capture_output=True, text=True)
+    code = code_of(f'    raise {error}("a fault of ours")')
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert done.stderr.rstrip().endswith(f"{error}: a fault of ours")
-
-
-def test_prompt_that_is_no_utf8(tmp_path):
-    (tmp_path / "manifest.json").touch()
-    done = subprocess.run(longctx("generate", b"key \xff", "-c", tmp_path), capture_output=True)
-    assert done.returncode == 2
-    assert done.stderr.startswith(b"error: the prompt is not UTF-8")
-    assert done.stderr.count(b"\n") == 1
-
-
-def test_the_thread_that_hears_ctrl_c_is_not_started_by_an_import():
-    assert "interrupts" not in {thread.name for thread in threading.enumerate()}

@@ -8,16 +8,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from typer.testing import CliRunner
 
-from jax_longctx.cli.main import app
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import bytes_per_device, slots_for
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method
 from jax_longctx.models.llama import init_params
 from jax_longctx.models.presets import preset
-from jax_longctx.planning.compiled import compile_plan, count_collectives
+from jax_longctx.planning.compiled import compile_plan
 from jax_longctx.planning.plan import PlanRequest, make_plan, propose_mesh
 from jax_longctx.planning.targets import parse_target
 from jax_longctx.sharding import make_mesh
@@ -44,12 +42,6 @@ def eight_billion(layers=4):
     return dataclasses.replace(preset("llama-3.1-8b"), num_layers=layers, windows=(None,) * layers)
 
 
-@pytest.fixture
-def run():
-    """Runs the command line in this process."""
-    return lambda *args: CliRunner().invoke(app, [str(arg) for arg in args])
-
-
 @pytest.mark.parametrize("method", ["full", "h2o", "quest", "refreshkv"])
 def test_bytes_are_those_of_arrays_on_the_mesh(method):
     wanted = request(small_method(method), batch=2)
@@ -57,13 +49,8 @@ def test_bytes_are_those_of_arrays_on_the_mesh(method):
     mesh = make_mesh(**EIGHT)
     params = init_params(wanted.config, mesh)
     device = mesh.devices[1, 0, 1]
-    held = [
-        shard.data.nbytes
-        for leaf in jax.tree.leaves(params)
-        for shard in leaf.addressable_shards
-        if shard.device == device
-    ]
-    assert plan.weights == sum(held)
+    shards = [shard for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards]
+    assert plan.weights == sum(each.data.nbytes for each in shards if each.device == device)
     setup = programs.Setup(wanted.config, wanted.method, mesh, jnp.dtype("float32"), 64)
     empty = programs.abstract_caches(setup, 2, slots_for(CONTEXT, 100, 2), 128)
     # The peak is that of the context's own caches, and more where the answer has its own.
@@ -74,21 +61,34 @@ def test_bytes_are_those_of_arrays_on_the_mesh(method):
 
 def test_work_of_an_8b_model_written_down_anew():
     length = 32768
-    config = eight_billion()
-    wanted = request(config=config, target="h100x4", context=length, dtype="bfloat16", chunk=8192)
+    made = {"config": eight_billion(), "context": length, "dtype": "bfloat16"}
+    wanted = request(target="h100x4", chunk=8192, **made)
     plan = make_plan(wanted, {"tensor": 4})
-    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    layer, head = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336, 128256 * 4096
     linear = 2 * 4 * layer * length / 4
     assert plan.prefill.linear == pytest.approx(linear, rel=1e-3)
     assert plan.prefill.attention == pytest.approx(4 * 4 * 4096 * length**2 / 2 / 4, rel=1e-3)
     # Two all-reduces a layer of bfloat16 activations, each 2 x 3/4 of them.
     assert plan.prefill.received == pytest.approx(4 * 2 * 1.5 * length * 4096 * 2)
-    weights = 2 * (4 * layer + 128256 * 4096) / 4
-    cache = 4 * 2 * 8 * 128 * 2 * length / 4
+    weights, cache = 2 * (4 * layer + head) / 4, 4 * 2 * 8 * 128 * 2 * length / 4
     assert plan.decode.read == pytest.approx(weights + cache, rel=0.01)
     chip = wanted.target.chip
     assert plan.step > plan.decode.read / chip.bandwidth
     assert plan.first_token > linear / chip.flops
+    # Over all devices of a row each weight is on one device of `seq` x `tensor`.
+    plan = make_plan(request(target="h100x8", **made), {"seq": 4, "tensor": 2})
+    weights, head = (4 * layer + head) / 8, head / 8
+    assert plan.undivided == ()
+    assert plan.weights == pytest.approx(2 * (weights + head), rel=1e-3)
+    assert plan.decode.read == pytest.approx(2 * weights + cache / 2, rel=0.01)
+    assert plan.decode.linear == 2 * weights
+    assert plan.prefill.linear == pytest.approx(linear / 2, rel=1e-3)
+    # A layer gathers q, k and v, merges the shards' attention, and adds up the output projection
+    # and the MLP.
+    assert plan.decode.collectives == 4 * 4
+    gathered = 24 * 128 * 2 * 3 / 4
+    merged, summed = 3 * 16 * (128 * 2 + 4), 2 * 2 * 4096 * 2 * 7 / 8
+    assert plan.decode.received == pytest.approx(4 * (gathered + merged + summed))
 
 
 def test_a_ring_divides_the_work_and_zigzag_halves_the_last_shards():
@@ -141,43 +141,19 @@ def test_stars_busiest_shard_reads_its_blocks_behind_the_anchor(kv):
     assert star.read == passes * (weights + 2 * layer * 4)
 
 
-def test_a_decode_step_reads_and_multiplies_over_all_devices_of_a_row():
-    """The 8B shape: each weight is on one device of `seq` x `tensor`."""
-    wanted = request(config=eight_billion(), target="h100x8", context=32768, dtype="bfloat16")
-    plan = make_plan(wanted, {"seq": 4, "tensor": 2})
-    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
-    weights, head = (4 * layer + 128256 * 4096) / 8, 128256 * 4096 / 8
-    cache = 4 * 2 * 8 * 128 * 2 * 32768 / 8
-    assert plan.undivided == ()
-    assert plan.weights == pytest.approx(2 * (weights + head), rel=1e-3)
-    assert plan.decode.read == pytest.approx(2 * weights + cache, rel=0.01)
-    assert plan.decode.linear == 2 * weights
-    assert plan.prefill.linear == pytest.approx(2 * 4 * layer * 32768 / 8, rel=1e-3)
-    # A layer gathers q, k and v, merges the shards' attention, and adds up the output projection
-    # and the MLP.
-    assert plan.decode.collectives == 4 * 4
-    gathered = 24 * 128 * 2 * 3 / 4
-    merged, summed = 3 * 16 * (128 * 2 + 4), 2 * 2 * 4096 * 2 * 7 / 8
-    assert plan.decode.received == pytest.approx(4 * (gathered + merged + summed))
-
-
 @pytest.mark.slow
 def test_an_offloaded_context_is_counted_apart_from_the_devices():
     """8B's keys and values of 131,072 tokens, which only pass the device where all are read."""
-    wanted = {"context": 131072, "dtype": "bfloat16", "reserve": 256, "chunk": 512}
-    made = {
-        name: make_plan(
-            request(name, "h200x1", preset("llama-3.1-8b"), offload="host", **wanted),
-            {"data": 1, "seq": 1, "tensor": 1},
-        )
-        for name in ("infllm", "quest", "reattention")
-    }
+
+    def planned(name, **offload):
+        how = {"context": 131072, "dtype": "bfloat16", "reserve": 256, "chunk": 512, **offload}
+        wanted = request(name, "h200x1", preset("llama-3.1-8b"), **how)
+        return make_plan(wanted, {"data": 1, "seq": 1, "tensor": 1})
+
+    made = {name: planned(name, offload="host") for name in ("infllm", "quest", "reattention")}
     slots = slots_for(131072, 256)
     whole = 32 * 2 * 8 * slots * 128 * 2
-    here = make_plan(
-        request("quest", "h200x1", preset("llama-3.1-8b"), **wanted),
-        {"data": 1, "seq": 1, "tensor": 1},
-    )
+    here = planned("quest")
     assert here.host == here.moved == 0 and here.cache > whole
     for name, plan in made.items():
         # Of ReAttention values alone.
@@ -241,14 +217,12 @@ def test_a_budget_bounds_memory_and_work():
     [("full", "v5e:4x4", {"seq": 2, "tensor": 8}), ("ring", "v5p:2x2x2", {"seq": 8})],
 )
 def test_the_largest_context_fits_and_little_more_does_not(method, target, sizes):
-    config = eight_billion()
-    wanted = request(method, target, config, dtype="bfloat16", chunk=512)
+    wanted = request(method, target, eight_billion(), dtype="bfloat16", chunk=512)
     largest = make_plan(wanted, sizes).largest
     assert largest is not None and largest > 100_000
     for context, fits in ((largest, True), (int(largest * 1.05), False)):
-        again = dataclasses.replace(wanted, context=context)
-        assert make_plan(again, sizes, largest=False).fits is fits
-        held = make_plan(again, sizes, largest=False)
+        held = make_plan(dataclasses.replace(wanted, context=context), sizes, largest=False)
+        assert held.fits is fits
         assert (held.weights + held.cache + held.temporaries < held.memory) or not fits
 
 
@@ -266,32 +240,24 @@ def test_a_proposed_mesh_fits_uses_all_devices_and_is_the_fastest():
     assert not nowhere.fits and nowhere.largest == 0
 
 
-@pytest.mark.parametrize("name", ["v5e", "v5e:4", "v5p:4x4", "h100x0", "tpu", "v5e:0x4"])
-def test_unknown_targets_are_named(name):
-    with pytest.raises(InputError, match="is not understood; expected v5e:4x4"):
-        parse_target(name)
-
-
-def test_an_h200_is_as_its_data_sheet_says():
+def test_targets_are_as_their_data_sheets_say_and_unknown_ones_are_named():
     h100, h200 = (parse_target(name).chip for name in ("h100x8", "h200x8"))
     assert (h200.memory, h200.flops, h200.bandwidth) == (141 * 10**9, 989e12, 4.8e12)
-    same = {"memory": h100.memory, "bandwidth": h100.bandwidth}
-    assert dataclasses.replace(h200, **same) == h100
+    assert dataclasses.replace(h200, memory=h100.memory, bandwidth=h100.bandwidth) == h100
+    for name in ("v5e", "v5e:4", "v5p:4x4", "h100x0", "tpu", "v5e:0x4"):
+        with pytest.raises(InputError, match="is not understood; expected v5e:4x4"):
+            parse_target(name)
 
 
-@pytest.mark.parametrize(
-    ("target", "told"),
-    [
+def test_constants_are_told_with_their_source(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    for target, told in [
         ("cpu", "constants: 0.3 TFLOP/s, 0.02 TB/s; assumed: link 10 GB/s"),
         ("h200x4", "constants: 989 TFLOP/s, 4.8 TB/s (data sheet); assumed: link 370 GB/s, 12 us"),
         ("h200 -m quest --offload host", "assumed: link 370 GB/s, host link 48 GB/s, 12 us"),
-    ],
-)
-def test_constants_are_told_with_their_source(run, monkeypatch, target, told):
-    monkeypatch.setenv("COLUMNS", "200")
-    given = ("--mesh", "seq=1", "--target", *target.split())
-    shown = run("plan", "--model", "llama-3.2-1b", *given).stdout
-    assert told in shown
+    ]:
+        given = ("--mesh", "seq=1", "--target", *target.split())
+        assert told in run("plan", "--model", "llama-3.2-1b", *given).stdout
 
 
 def test_the_guide_shows_what_the_command_prints(run, monkeypatch):
@@ -310,58 +276,44 @@ def test_the_guide_shows_what_the_command_prints(run, monkeypatch):
 
 
 def test_what_does_not_go_together_is_refused():
-    with pytest.raises(ConfigError, match="needs 16 devices, cpux8 has 8"):
-        make_plan(request(), {"seq": 16})
-    with pytest.raises(ConfigError, match="does not divide"):
-        make_plan(request(), {"tensor": 8})
+    for sizes, message in (
+        ({"seq": 16}, "needs 16 devices, cpux8 has 8"),
+        ({"tensor": 8}, "does not divide"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_plan(request(), sizes)
     with pytest.raises(InputError, match="context must be at least 1, got 0"):
         request(context=0)
     with pytest.raises(InputError, match="cannot compile for h100x8 on this machine"):
         compile_plan(request(target="h100x8"), {"tensor": 2})
 
 
-def test_collectives_of_a_program_are_counted_with_their_bytes():
-    text = """
-ENTRY %main (x: f32[4,8]) -> f32[9] {
-  %a = f32[4,8]{1,0} all-reduce(%x), replica_groups={{0,1}}
-  %b = (bf16[2,8]{1,0}, bf16[4,8]{1,0}) all-gather-start(%y), dimensions={0}
-  %c = bf16[4,8]{1,0} all-gather-done(%b)
-  %d = (f32[3]{0}, f32[5]{0}) all-reduce(%u, %v)
-  %e = f32[9]{0} add(%a, %a)
-}
-"""
-    assert count_collectives(text) == (3, 4 * 8 * 4 + 4 * 8 * 2 + 8 * 4)
-
-
-def test_the_command_tells_what_is_arithmetic(run, tmp_path):
+def test_the_command_tells_what_is_arithmetic(run):
     command = ("plan", "--target", "v5p:2x2x2", "--context", 131072, "--chunk", 4096)
-    result = run(*command, "--model", "llama-3.2-1b", "--json")
+    command += ("--model", "llama-3.2-1b")
+    result = run(*command, "--json")
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
-    assert record["mesh_proposed"] and record["devices"] == 8
+    assert record["mesh_proposed"] and record["devices"] == 8 and record["compiled"] is None
     memory = record["memory_bytes"]
     assert memory["fits"] and memory["source"].startswith("arithmetic")
     assert memory["largest_context"] > 131072
     assert record["seconds"]["source"].endswith("not measured")
-    assert record["compiled"] is None
-    shown = run(*command, "--model", "llama-3.2-1b", "--mesh", "seq=2,tensor=4").stdout
+    shown = run(*command, "--mesh", "seq=2,tensor=4").stdout
     assert "arithmetic" in shown and "roofline" in shown and "constants: 459 TFLOP/s" in shown
     assert "the largest context that fits" in shown and "(proposed)" not in shown
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--target", "v9"], "--target 'v9' is not understood"),
-        (["--target", "cpu", "--model", "gpt"], "unknown model preset 'gpt'"),
-        (["--target", "cpu", "--mesh", "seq=2"], "needs 2 devices, cpu has 1"),
-        (["--target", "cpu", "--method", "ful"], "unknown method 'ful'"),
-    ],
-)
-def test_mistakes_are_one_line(run, options, message):
-    result = run("plan", *options)
-    assert result.exit_code == 2 and message in result.stderr
-    assert result.stderr.count("\n") == 1
+def test_mistakes_are_one_line(run):
+    for options, message in [
+        ("--target v9", "--target 'v9' is not understood"),
+        ("--target cpu --model gpt", "unknown model preset 'gpt'"),
+        ("--target cpu --mesh seq=2", "needs 2 devices, cpu has 1"),
+        ("--target cpu --method ful", "unknown method 'ful'"),
+    ]:
+        result = run("plan", *options.split())
+        assert result.exit_code == 2 and message in result.stderr
+        assert result.stderr.count("\n") == 1
 
 
 SHAPE = {"model_dim": 1024, "mlp_dim": 2048, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128}

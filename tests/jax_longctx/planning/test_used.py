@@ -1,6 +1,7 @@
 """A plan compiles the programs that a run uses: no other shapes, and none left out."""
 
 import dataclasses
+import functools
 import json
 from unittest.mock import create_autospec
 
@@ -8,9 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from jax_longctx.cli.main import app
 from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import bytes_per_device, staged_caches
@@ -32,18 +31,6 @@ from tests.support import tiny_config
 RESERVE, CHUNK = 40, 32
 # Functions of `engine.programs`, with the arguments that a program is compiled for.
 FUNCTIONS = ("whole_segment", "finish_donated", "whole_finish", "decode_block")
-HF_CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 512,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
 
 
 def request(method, context, batch=1, target="cpux8", layers=2):
@@ -51,20 +38,15 @@ def request(method, context, batch=1, target="cpux8", layers=2):
         config=tiny_config(num_layers=layers),
         method=method,
         target=parse_target(target),
-        context=context,
-        batch=batch,
-        reserve=RESERVE,
-        chunk=CHUNK,
         dtype="float32",
+        **{"context": context, "batch": batch, "reserve": RESERVE, "chunk": CHUNK},
     )
 
 
 def signature(name, args):
     """What `jit` tells programs apart by: static values, and shapes and dtypes of arrays."""
     leaves, structure = jax.tree.flatten(args)
-    shapes = [
-        (np.shape(leaf), str(leaf.dtype)) if hasattr(leaf, "dtype") else leaf for leaf in leaves
-    ]
+    shapes = [(np.shape(x), str(x.dtype)) if hasattr(x, "dtype") else x for x in leaves]
     return name, str(structure), str(shapes)
 
 
@@ -92,10 +74,8 @@ class Watched:
 
 def programs_of_a_run(wanted, mesh, monkeypatch):
     """What an engine calls for a context, a question and an answer that fill the reserve."""
-    config = wanted.config
-    engine = Engine(
-        config, init_params(config, mesh), wanted.method, mesh, chunk=CHUNK, by_layer=False
-    )
+    params = init_params(wanted.config, mesh)
+    engine = Engine(wanted.config, params, wanted.method, mesh, chunk=CHUNK, by_layer=False)
     rows = [[1 + token % 50 for token in range(wanted.context)]] * wanted.batch
     found = set()
     # The longest question and the longest answer that the reserve has room for.
@@ -201,59 +181,38 @@ def test_a_program_holds_the_weights_and_all_caches_also_those_it_does_not_read(
     assert most_temporaries(found) == max(model) > 0
 
 
-def test_the_verdict_takes_the_most_that_any_compiled_program_does(monkeypatch, tmp_path):
-    gib = 2**30
-    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+def test_the_verdict_takes_the_most_that_any_compiled_program_does(run, monkeypatch):
+    gib, told = 2**30, {"collectives": 3, "moved": 5, "weights_read": 7, "seconds": 1.0}
 
-    def compiled(temporaries, held):
-        def each(kind, temporaries, held):
-            return Compiled(
-                kind=kind,
-                arguments=gib,
-                temporaries=temporaries,
-                held=held,
-                collectives=3,
-                moved=5,
-                weights_read=7,
-                seconds=1.0,
-            )
+    def planned(temporaries, held, *options):
+        each = functools.partial(Compiled, arguments=gib, **told)
 
         def stand_in(request, sizes, progress):
             progress(0, 2, "first")
             return {
-                "first": each("context", gib, 6 * gib),
-                "second": each("question", temporaries, held),
-                "end of the context": each("finish", 15 * gib, 15 * gib),
+                "first": each(kind="context", temporaries=gib, held=6 * gib),
+                "second": each(kind="question", temporaries=temporaries, held=held),
+                "end of the context": each(kind="finish", temporaries=15 * gib, held=15 * gib),
             }
 
-        return create_autospec(compile_plan, side_effect=stand_in)
-
-    def planned(*options):
-        result = CliRunner().invoke(
-            app,
-            [
-                *("plan", "--model", str(tmp_path), "--target", "v5e:1x1", "--compile"),
-                *("--context", "65536", *options),
-            ],
-        )
+        stub = create_autospec(compile_plan, side_effect=stand_in)
+        monkeypatch.setattr("jax_longctx.planning.compiled.compile_plan", stub)
+        given = ("--model", "llama-3.2-1b", "--target", "v5e:1x1", "--context", 65536)
+        result = run("plan", *given, "--compile", *options)
         assert result.exit_code == 0, result.output
-        return result.stdout
+        return json.loads(result.stdout) if options else " ".join(result.stdout.split())
 
-    target = "jax_longctx.planning.compiled.compile_plan"
-    monkeypatch.setattr(target, compiled(2 * gib, 7 * gib))
-    small = json.loads(planned("--json"))
+    small = planned(2 * gib, 7 * gib, "--json")
     assert small["memory_bytes"]["temporaries"] == 2 * gib
     assert small["memory_bytes"]["source"].startswith("temporaries are the most")
     assert small["compiled"]["fits"] and small["compiled"]["most_held_by"] == "end of the context"
     assert small["compiled"]["programs"]["second"]["held"] == 7 * gib
-    shown = " ".join(planned().split())
+    shown = planned(2 * gib, 7 * gib)
     assert "compiled: the most that a program takes" in shown and "first, compiled 6.0 GiB" in shown
     assert "fits: as compiled, 'end of the context' holds the most, 15.0 GiB" in shown
-    monkeypatch.setattr(target, compiled(4 * gib, 20 * gib))
-    large = json.loads(planned("--json"))
+    large = planned(4 * gib, 20 * gib, "--json")
     assert large["memory_bytes"]["fits"] and not large["compiled"]["fits"]
     assert large["compiled"]["most_held_by"] == "second"
     assert large["memory_bytes"]["largest_context"] < small["memory_bytes"]["largest_context"]
-    assert "65,536 tokens do not fit: as compiled, 'second' holds the most, 20.0 GiB" in " ".join(
-        planned().split()
-    )
+    said = "65,536 tokens do not fit: as compiled, 'second' holds the most, 20.0 GiB"
+    assert said in planned(4 * gib, 20 * gib)
