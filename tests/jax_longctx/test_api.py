@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from importlib import metadata
+from unittest.mock import create_autospec
 
 import jax
 import numpy as np
@@ -12,7 +13,6 @@ import jax_longctx
 from jax_longctx.api import LongContext
 from jax_longctx.cli.options import run_facts
 from jax_longctx.engine import Engine, RunningBatch
-from jax_longctx.engine.programs import EVENTS
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS
@@ -21,6 +21,7 @@ from jax_longctx.models.llama import abstract_params
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import Tokenizer
 from tests.jax_longctx.cli.tiny_model import write_tokenizer
+from tests.jax_longctx.engine.test_running import compilations
 from tests.small_methods import small_method
 from tests.support import joined, tiny_config, tiny_engine
 
@@ -40,12 +41,15 @@ def longer(model):
     return dataclasses.replace(model.config, rope=rope, max_position=1024)
 
 
-def test_generate_is_the_engines_tokens_as_text(model):
+def test_generate_is_the_engines_tokens_as_text_and_the_layout_may_be_plain(model):
     answer = model.generate("hello there", max_tokens=12, stop_at_eos=False)[0]
     rows = [model.tokenizer.encode("hello there", bos=True)]
     assert answer.tokens == joined(model.engine.generate(rows, max_tokens=12))[0]
     assert answer.text == model.tokenizer.decode(answer.tokens)
     assert answer.finish == "length"
+    layout = model.layout(chat=False)
+    assert layout.question("Why?") == "\n\nQuestion: Why?\nAnswer:"
+    assert model.layout() == model.layout(chat=model.tokenizer.has_chat)
 
 
 def test_streamed_text_is_the_answer(model):
@@ -91,11 +95,9 @@ def test_many_questions_over_one_text_are_answered_as_each_alone(model, name, mo
     ]
     # One of them stops at a text of its own.
     stop = (whole[1].text[5:8],)
-    seen, joined_rows = [""] * 5, []
-    join = RunningBatch.join
-    monkeypatch.setattr(
-        RunningBatch, "join", lambda *given: joined_rows.append(given) or join(*given)
-    )
+    seen = [""] * 5
+    join = create_autospec(RunningBatch.join, side_effect=RunningBatch.join)
+    monkeypatch.setattr(RunningBatch, "join", join)
 
     def on_text(number, text):
         seen[number] += text
@@ -107,7 +109,7 @@ def test_many_questions_over_one_text_are_answered_as_each_alone(model, name, mo
         assert found.tokens == expected.tokens[: len(found.tokens)]
         assert found.first_token_seconds > 0
     assert answers[1].finish == "stop"
-    assert len(joined_rows) == (0 if name == "h2o" else 5)
+    assert join.call_count == (0 if name == "h2o" else 5)
     # The context is whole, until it is given up.
     again = model.ask_all(context, questions[:3], keep=False, **how)
     assert [answer.text for answer in again] == [answer.text for answer in whole[:3]]
@@ -122,14 +124,11 @@ def test_a_callback_that_fails_leaves_the_context_whole(model):
     def fail(row, text):
         raise KeyboardInterrupt
 
-    try:
+    # As a notebook keeps the traceback, and with it every frame.
+    with pytest.raises(KeyboardInterrupt) as kept:
         model.ask(context, "why", max_tokens=20, on_text=fail)
-    except KeyboardInterrupt as kept:
-        # As a notebook keeps the traceback, and with it every frame.
-        assert model.ask(context, "why", max_tokens=20)[0].text == whole
-        assert kept.__traceback__ is not None
-    else:
-        pytest.fail("the callback's exception was swallowed")
+    assert model.ask(context, "why", max_tokens=20)[0].text == whole
+    assert kept.tb is not None
 
 
 @pytest.mark.parametrize("reserve", [40, 300])
@@ -192,7 +191,12 @@ def test_a_question_and_an_answer_may_go_beyond_the_trained_length(short):
 
 
 def test_methods_that_go_on_are_not_warned_of(short, monkeypatch):
-    assert short.length_warning(24) is None and short.length_warning(25) == f"25 {BEYOND}"
+    assert short.length_warning(24) is None
+    with monkeypatch.context() as patched:
+        # What cannot be imported is not named to go on.
+        bad = {"bad": "jax_longctx.methods.no_such"}
+        patched.setattr(METHODS, "data", {**METHODS.data, **bad})
+        assert short.length_warning(25) == f"25 {BEYOND}"
     llama3 = RopeConfig(kind="llama3", theta=1e4, trained_length=8, factor=4.0)
     scaled = dataclasses.replace(short.config, rope=llama3)
     trained = dataclasses.replace(short.config, max_position=128)
@@ -208,11 +212,6 @@ def test_methods_that_go_on_are_not_warned_of(short, monkeypatch):
     assert said is not None and said.endswith("that go on: free-pages, infllm, reattention")
 
 
-def test_a_method_that_cannot_be_imported_is_not_named_to_go_on(short, monkeypatch):
-    monkeypatch.setattr(METHODS, "data", {**METHODS.data, "bad": "jax_longctx.methods.no_such"})
-    assert short.length_warning(25) == f"25 {BEYOND}"
-
-
 def test_a_score_is_that_of_the_engines_tokens(model):
     pairs = {"some text": "and more", "another, longer text": "x"}
     encode = model.tokenizer.encode
@@ -224,12 +223,6 @@ def test_a_score_is_that_of_the_engines_tokens(model):
     assert model.score("some text", "and more", through="context")[0].total == pytest.approx(
         expected[0].total, abs=1e-4
     )
-
-
-def test_the_layout_is_the_checkpoints_or_plain(model):
-    layout = model.layout(chat=False)
-    assert layout.question("Why?") == "\n\nQuestion: Why?\nAnswer:"
-    assert model.layout() == model.layout(chat=model.tokenizer.has_chat)
 
 
 def test_mistakes_are_named(model, tmp_path):
@@ -294,18 +287,9 @@ def test_the_programs_of_many_questions_compile_ahead(model, name, by_layer):
     reserve = max(sizes) + 20
     many.compile_all(tokens, sizes, reserve=reserve, max_tokens=20).wait(check=True)
     engine.take_params(loaded.params)
-    names = []
-
-    def listen(event, seconds, **about):
-        if event == EVENTS[-1]:
-            names.append(about["fun_name"])
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with compilations() as names:
         context = many.prefill(text, reserve=reserve)
         answers = many.ask_all(context, questions, max_tokens=20)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
     large = ("_segment", "_decode_block", "_through_layer", "_finish", "_next_state", "_wanted")
     assert not {f"jit({program})" for program in large} & set(names)
     assert all(answer.tokens for answer in answers)

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import jax
 import pytest
@@ -57,10 +58,7 @@ def test_nothing_is_kept_where_nothing_can_be_written(monkeypatch, tmp_path):
     keep_compilations()
     assert jax.config.jax_compilation_cache_dir is None
     monkeypatch.delenv("XDG_CACHE_HOME")
-
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
+    homeless = create_autospec(Path.home, side_effect=RuntimeError("no home directory"))
     monkeypatch.setattr(Path, "home", homeless)
     keep_compilations()
     assert jax.config.jax_compilation_cache_dir is None
@@ -88,10 +86,7 @@ def test_programs_of_others_are_no_reason_not_to_begin(monkeypatch, tmp_path):
     folder = tmp_path / "jax_longctx"
     folder.mkdir()
     (folder / "theirs").write_bytes(b"x")
-
-    def refused(file, missing_ok):
-        raise PermissionError(f"{file} is another user's")
-
+    refused = create_autospec(Path.unlink, side_effect=PermissionError("another user's"))
     monkeypatch.setattr(Path, "unlink", refused)
     monkeypatch.setattr(api, "MOST_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -1,20 +1,25 @@
 """One writer at a time."""
 
+import contextlib
 import errno
 import fcntl
 import multiprocessing
 import os
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from jax_longctx.errors import InputError
 from jax_longctx.locks import only_writer
+from tests.patience import patience
 
 
 def test_the_second_writer_is_refused_and_the_next_is_not(tmp_path):
+    """Nor is it after an error."""
     path = tmp_path / "new" / "model"
+    with pytest.raises(ZeroDivisionError), only_writer(path):
+        _ = 1 / 0
     with only_writer(path):
         with pytest.raises(InputError, match=r"another process is writing .*/model; wait for it"):
             with only_writer(path):
@@ -24,13 +29,6 @@ def test_the_second_writer_is_refused_and_the_next_is_not(tmp_path):
     with only_writer(path):
         pass
     assert list((tmp_path / "new").iterdir()) == []
-
-
-def test_it_is_free_after_an_error(tmp_path):
-    with pytest.raises(ZeroDivisionError), only_writer(tmp_path / "model"):
-        _ = 1 / 0
-    with only_writer(tmp_path / "model"):
-        pass
 
 
 def hold(path, ready):
@@ -44,7 +42,7 @@ def test_a_killed_writer_stops_nobody(tmp_path):
     ready = context.Event()
     process = context.Process(target=hold, args=(tmp_path / "model", ready))
     process.start()
-    assert ready.wait(60)
+    assert ready.wait(patience(60))
     with pytest.raises(InputError, match="another process"), only_writer(tmp_path / "model"):
         pass
     process.kill()
@@ -56,32 +54,19 @@ def test_a_killed_writer_stops_nobody(tmp_path):
 
 def test_never_two_at_once(tmp_path):
     """Each holder deletes the file, so others come by with files that are gone."""
-    holders, most, held = [0], [0], [0]
+    holders, seen = [], []
 
-    def take():
+    def take(number):
         for _ in range(300):
-            try:
-                with only_writer(tmp_path / "model"):
-                    holders[0] += 1
-                    most[0], held[0] = max(most[0], holders[0]), held[0] + 1
-                    os.sched_yield()
-                    holders[0] -= 1
-            except InputError:
-                pass
+            with contextlib.suppress(InputError), only_writer(tmp_path / "model"):
+                holders.append(number)
+                seen.append(len(holders))
+                os.sched_yield()
+                holders.remove(number)
 
-    threads = [threading.Thread(target=take) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most[0] == 1 and held[0] > 1
-
-
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(InputError, match=r"file/model cannot be written: "):
-        with only_writer(tmp_path / "file" / "model"):
-            pass
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(take, range(8)))
+    assert set(seen) == {1} and len(seen) > 1
 
 
 def test_a_file_system_without_locks_is_written_all_the_same(tmp_path, monkeypatch):
