@@ -30,26 +30,25 @@ def assert_refused(result, message):
     assert result.stderr.count("\n") == 1
 
 
-def test_chat_template_is_used_where_there_is_one(run, loads, tiny, book):
+def test_layouts_of_chats_and_completions(run, loads, tiny, book):
     """The document may come from stdin; a closing note goes to stderr."""
-    given = ("Who?", "-c", "model", "--max-tokens", 8)
-    answer = expected(tiny, chat_layout(tiny.tokenizer), book.read_text(), "Who?", max_tokens=8)
+    text, limit = book.read_text(), ("-c", "model", "--max-tokens", 8)
+    answer = expected(tiny, chat_layout(tiny.tokenizer), text, "Who?", max_tokens=8)
     assert len(answer.tokens) == 8
+    given = ("Who?", *limit)
     for result in (run("ask", book, *given), run("ask", "-", *given, stdin=book.read_bytes())):
         assert result.exit_code == 0, result.output
         assert result.stdout == answer.text + "\n"
         for part in ("context ", " tokens/s", " s after the question; ", "cache ", "peak memory"):
             assert part in result.stderr
-
-
-def test_no_chat_and_completion(run, loads, tiny, book):
-    text = book.read_text()
-    result = run("ask", book, "Who?", "-c", "m", "--no-chat", "--max-tokens", 8)
-    answer = expected(tiny, plain_layout(), text, "Who?", max_tokens=8)
-    assert result.stdout == answer.text + "\n"
-    result = run("ask", book, "--completion", "The pass key is", "-c", "m", "--max-tokens", 8)
-    answer = expected(tiny, plain_layout(stem=True), text, "The pass key is", max_tokens=8)
-    assert result.stdout == answer.text + "\n"
+    for asked, layout in [
+        (("Who?", "--no-chat"), plain_layout()),
+        (("--completion", "The pass key is"), plain_layout(stem=True)),
+    ]:
+        result = run("ask", book, *asked, *limit)
+        question = next(word for word in asked if not word.startswith("--"))
+        answer = expected(tiny, layout, text, question, max_tokens=8)
+        assert result.stdout == answer.text + "\n"
 
 
 def test_many_questions_over_one_reading(run, loads, tiny, book, monkeypatch):
@@ -69,20 +68,17 @@ def test_many_questions_over_one_reading(run, loads, tiny, book, monkeypatch):
         answers.append(expected(tiny, layout, book.read_text(), question, **how).text)
     given = ("-c", "m", "--max-tokens", 8, "--temperature", 0.9, "--seed", 3)
     result = run("ask", book, *questions, *given)
-    assert result.exit_code == 0, result.output
-    assert result.stdout == "".join(answer + "\n" for answer in answers)
+    assert result.stdout == "".join(answer + "\n" for answer in answers), result.output
     assert "> Who?" in result.stderr and "> Why?" in result.stderr
     assert result.stderr.count("first token") == 3 and result.stderr.count("read in") == 1
 
 
-def test_json_record(run, loads, tiny, book):
-    result = run("ask", book, "Who?", "-c", "m", "--max-tokens", 8, "--json", "--seed", 5)
-    layout = chat_layout(tiny.tokenizer)
+def test_json_record_and_a_stop(run, loads, tiny, book):
+    given = ("ask", book, "Who?", "-c", "m", "--max-tokens", 8, "--json", "--seed", 5)
+    (line,) = run(*given).stdout.splitlines()
+    layout, record = chat_layout(tiny.tokenizer), json.loads(line)
     answer = expected(tiny, layout, book.read_text(), "Who?", max_tokens=8)
-    (line,) = result.stdout.splitlines()
-    record = json.loads(line)
-    assert record["answer"] == answer.text
-    assert record["finish"] == answer.finish
+    assert (record["answer"], record["finish"]) == (answer.text, answer.finish)
     context = tiny.tokenizer.encode(layout.context(book.read_text()), bos=True)
     question = tiny.tokenizer.encode(layout.question("Who?"))
     assert record["tokens"] == {"context": len(context), "question": len(question), "answer": 8}
@@ -90,16 +86,11 @@ def test_json_record(run, loads, tiny, book):
     # Two layers, two kv heads of 8 numbers, keys and values, four bytes: at least that.
     assert record["memory"]["cache_bytes"] >= len(context) * 2 * 2 * 8 * 2 * 4
     assert record["memory"]["peak_bytes"] > 10**7
-    assert record["method"] == "full"
-    assert record["sampling"]["seed"] == 5
+    assert (record["method"], record["sampling"]["seed"]) == ("full", 5)
     assert set(record["versions"]) == {"jax_longctx", "jax", "python"}
-
-
-def test_stop_cuts_the_answer(run, loads, book):
-    whole = run("ask", book, "Who?", "-c", "m", "--max-tokens", 16).stdout
-    stop = whole[3:5]
-    cut = run("ask", book, "Who?", "-c", "m", "--max-tokens", 16, "--stop", stop).stdout
-    assert cut == whole[: whole.index(stop)] + "\n"
+    stop = answer.text[3:5]
+    cut = json.loads(run(*given, "--stop", stop).stdout)["answer"]
+    assert cut == answer.text[: answer.text.index(stop)]
 
 
 def test_save_and_load_give_the_same_answer(run, loads, book, tmp_path):
@@ -141,7 +132,7 @@ def test_a_full_disk_below_a_context_is_one_line_after_the_answer(
     assert list(tmp_path.iterdir()) == [book]
 
 
-def test_a_context_that_cannot_be_kept_is_refused_before_the_text_is_read(
+def test_contexts_that_cannot_be_kept_or_are_damaged_are_refused_before_the_text_is_read(
     run, loads, tiny, book, tmp_path, monkeypatch
 ):
     prefill = create_autospec(tiny.prefill)
@@ -152,29 +143,24 @@ def test_a_context_that_cannot_be_kept_is_refused_before_the_text_is_read(
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert_refused(run(*common, tmp_path / "read"), "free; free some, or name another")
+    common = ("ask", "Who?", "-c", "m", "--load-context", tmp_path)
+    assert_refused(run(*common), "not a saved context")
+    (tmp_path / "prompt.json").write_text("{}")
+    assert_refused(run(*common), "does not say whether it is a chat")
     assert not prefill.called
 
 
 def test_options_reach_the_library(run, loads, book):
-    result = run(
-        *("ask", book, "Who?", "-c", "model", "--dtype", "float32", "--chunk", 32),
-        *("--mesh", "data=1,tensor=1", "--max-tokens", 4),
-    )
+    given = ("ask", book, "Who?", "-c", "model", "--max-tokens", 2)
+    result = run(*given, "--dtype", "float32", "--chunk", 32, "--mesh", "data=1,tensor=1")
     assert result.exit_code == 0, result.output
     ((checkpoint, options),) = loads
-    assert str(checkpoint) == "model"
-    assert (options["dtype"], options["chunk"]) == ("float32", 32)
+    assert (str(checkpoint), options["dtype"], options["chunk"]) == ("model", "float32", 32)
     assert options["mesh"].shape == {"data": 1, "seq": 1, "tensor": 1}
     assert options["method"] is None
-
-
-def test_method_is_made_with_its_settings(run, loads, book):
-    from jax_longctx.methods import METHODS
-
-    for name in METHODS:
-        result = run("ask", book, "Who?", "-c", "m", "--method", name, "--max-tokens", 2)
-        assert result.exit_code == 0, result.output
-        assert type(loads[-1][1]["method"]) is METHODS[name]
+    for name in jax_longctx.METHODS:
+        assert run(*given, "--method", name).exit_code == 0
+        assert type(loads[-1][1]["method"]) is jax_longctx.METHODS[name]
 
 
 def test_bad_options_and_texts_are_refused_before_the_model_loads(run, loads, book, tmp_path):
@@ -198,13 +184,6 @@ def test_bad_options_and_texts_are_refused_before_the_model_loads(run, loads, bo
     assert loads == []
 
 
-def test_damaged_saved_contexts(run, loads, tmp_path):
-    assert_refused(run("ask", "Who?", "-c", "m", "--load-context", tmp_path), "not a saved context")
-    (tmp_path / "prompt.json").write_text("{}")
-    result = run("ask", "Who?", "-c", "m", "--load-context", tmp_path)
-    assert_refused(result, "does not say whether it is a chat")
-
-
 @pytest.mark.parametrize("command", ["ask", "generate"])
 def test_a_text_beyond_the_trained_length_is_told_before_it_is_read(
     run, loads, tiny, book, monkeypatch, command
@@ -222,7 +201,7 @@ def test_a_text_beyond_the_trained_length_is_told_before_it_is_read(
     assert record["warning"].startswith(f"{count} tokens are more than the 32 ")
 
 
-def request_of(words=(), stems=(), chat=None, save=None, load=None):
+def request_of(*words, stems=(), chat=None, save=None, load=None):
     return Request(
         words=list(words), completion=list(stems), chat=chat, save_context=save, load_context=load
     )
@@ -230,64 +209,54 @@ def request_of(words=(), stems=(), chat=None, save=None, load=None):
 
 def test_the_file_and_the_questions(tmp_path):
     """Stems take the place of questions, a saved context that of the file."""
+    long = "why? " * 2000
     for request, file, questions in [
-        (request_of(["book.txt", "Who?", "Why?"]), "book.txt", ["Who?", "Why?"]),
-        (request_of(["book.txt"], ["The key is"]), "book.txt", ["The key is"]),
-        (request_of(["Who?"], load=tmp_path), None, ["Who?"]),
+        (request_of("book.txt", "Who?", "Why?"), "book.txt", ["Who?", "Why?"]),
+        (request_of("book.txt", stems=["The key is"]), "book.txt", ["The key is"]),
+        (request_of("Who?", load=tmp_path), None, ["Who?"]),
         # Too long for the name of a file.
-        (request_of(["why? " * 2000], load=tmp_path), None, ["why? " * 2000]),
+        (request_of(long, load=tmp_path), None, [long]),
     ]:
         assert (request.file, request.questions, request.chat) == (file, questions, None)
-
-
-def test_refusals(tmp_path):
     book = tmp_path / "book.txt"
     book.write_text("text")
-    cases = [
-        (lambda: request_of(), "no FILE given"),
-        (lambda: request_of(["book.txt"]), "no question given"),
-        (lambda: request_of(["book.txt", "Who?", " "]), "a question is empty"),
-        (lambda: request_of(["book.txt"], [""]), "a question is empty"),
-        (lambda: request_of(["book.txt", "Who?"], ["The key is"]), "exclude each other"),
-        (lambda: request_of(["book.txt"], ["The key is"], chat=True), "leave out --chat"),
-        (
-            lambda: request_of(["b", "q"], save=tmp_path / "new", load=tmp_path),
-            "exclude each other",
-        ),
-        (lambda: request_of(["b", "q"], save=tmp_path), "exists; choose another name"),
-        (lambda: request_of([str(book), "q"], load=tmp_path), "is a file, but --load-context"),
-        (lambda: request_of(["book.txt", "Who\udcff?"]), "a question is not UTF-8"),
-        (lambda: request_of(load=tmp_path), "no question given"),
-    ]
-    for call, message in cases:
+    for words, how, message in [
+        ((), {}, "no FILE given"),
+        (("book.txt",), {}, "no question given"),
+        (("book.txt", "Who?", " "), {}, "a question is empty"),
+        (("book.txt",), {"stems": [""]}, "a question is empty"),
+        (("book.txt", "Who?"), {"stems": ["The key is"]}, "exclude each other"),
+        (("book.txt",), {"stems": ["The key is"], "chat": True}, "leave out --chat"),
+        (("b", "q"), {"save": tmp_path / "new", "load": tmp_path}, "exclude each other"),
+        (("b", "q"), {"save": tmp_path}, "exists; choose another name"),
+        ((str(book), "q"), {"load": tmp_path}, "is a file, but --load-context"),
+        (("book.txt", "Who\udcff?"), {}, "a question is not UTF-8"),
+        ((), {"load": tmp_path}, "no question given"),
+    ]:
         with pytest.raises(InputError, match=message):
-            call()
+            request_of(*words, **how)
 
 
 @pytest.mark.slow
 def test_an_offloaded_context_is_reported(run, loads, tiny, book, monkeypatch):
     book.write_text(book.read_text() * 8)
     quest = jax_longctx.make_method("quest", {"budget": 32, "local": 16})
-    resident = tiny.with_method(quest)
-    offloaded = tiny.with_method(quest, offload="host", working_set=512)
-    records = []
-    for model in (resident, offloaded):
-        monkeypatch.setattr(tiny, "engine", model.engine)
-        options = ("--offload", "host", "--working-set", 512) if model is offloaded else ()
-        given = ("-c", "m", "-m", "quest", "--max-tokens", 12, *options)
-        result = run("ask", book, "Who?", "Why?", *given, "--json")
+    place, records = ("--offload", "host", "--working-set", 512), []
+    for options in ((), place):
+        tier = {"offload": "host", "working_set": 512} if options else {}
+        with monkeypatch.context() as patch:
+            patch.setattr(tiny, "engine", tiny.with_method(quest, **tier).engine)
+            given = ("-c", "m", "-m", "quest", "--max-tokens", 12, *options)
+            result = run("ask", book, "Who?", "Why?", *given, "--json")
         assert result.exit_code == 0, result.output
         records.append([json.loads(line) for line in result.stdout.splitlines()])
-        assert ("chosen pages on the device" in result.stderr) == (model is offloaded)
+        assert ("chosen pages on the device" in result.stderr) == bool(options)
     assert [call["offload"] for _, call in loads] == [None, "host"]
     assert loads[1][1]["working_set"] == 512
     for here, there in zip(*records, strict=True):
-        assert here["answer"] == there["answer"]
-        assert here["offload"] is None and there["offload"] == {
-            "working_set": 512,
-            "prefetch": False,
-        }
-        assert "fetched" not in here
-        assert there["fetched"]["hits"] + there["fetched"]["misses"] > 0
-        assert 0 <= there["fetched"]["hit_rate"] <= 1 and 0 <= there["fetched"]["waited_share"] <= 1
+        assert here["answer"] == there["answer"] and here["offload"] is None
+        assert there["offload"] == {"working_set": 512, "prefetch": False}
+        found = there["fetched"]
+        assert "fetched" not in here and found["hits"] + found["misses"] > 0
+        assert 0 <= found["hit_rate"] <= 1 and 0 <= found["waited_share"] <= 1
         assert there["memory"]["host_bytes"] > 0 and "host_bytes" not in here["memory"]

