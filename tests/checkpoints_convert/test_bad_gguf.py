@@ -53,23 +53,18 @@ def entry(kind, payload, key=b"a"):
     return struct.pack("<Q", len(key)) + key + struct.pack("<I", kind) + payload
 
 
+def array(kind, count, nested=1):
+    return header(entry(ARRAY, struct.pack("<IQ", kind, count) * nested))
+
+
 CASES = {
     "entries": (header(count=2**62), "4611686018427387904 metadata entries, expected at most"),
     "tensors": (header(count=0, tensors=2**62), "4611686018427387904 tensors, expected at most"),
     "string": (header(entry(STRING, struct.pack("<Q", 2**62))), "truncated or damaged at byte"),
     "key": (header(struct.pack("<Q", 2**64 - 1)), "truncated or damaged at byte"),
-    "array": (
-        header(entry(ARRAY, struct.pack("<IQ", UINT8, 2**62))),
-        "4611686018427387904 entries of an array, expected at most",
-    ),
-    "array past the end": (
-        header(entry(ARRAY, struct.pack("<IQ", UINT64, 10**6))),
-        "truncated or damaged at byte",
-    ),
-    "nested arrays": (
-        header(entry(ARRAY, struct.pack("<IQ", ARRAY, 1) * 200_000)),
-        "nests arrays",
-    ),
+    "array": (array(UINT8, 2**62), "4611686018427387904 entries of an array, expected at most"),
+    "array past the end": (array(UINT64, 10**6), "truncated or damaged at byte"),
+    "nested arrays": (array(ARRAY, 1, nested=200_000), "nests arrays"),
     "no architecture": (header(count=0), "architecture 'None' is not implemented"),
 }
 
@@ -86,19 +81,18 @@ def patched(raw, key, value, after=4):
     return raw[:at] + value + raw[at + len(value) :]
 
 
-NUMBERS = {
-    "layers": (b"llama.block_count", 10**9, "'num_hidden_layers' holds 1000000000, expected at"),
-    "more layers than tensors": (b"llama.block_count", 5000, "5000 layers, but the files hold 21"),
-    "heads 0": (b"llama.attention.head_count", 0, "llama.attention.head_count is 0"),
-    "width": (b"llama.embedding_length", 2**32 - 1, "holds 4294967295, expected at most"),
-    "feed forward": (b"llama.feed_forward_length", 2**31 - 1, "the config says [32, 2147483647]"),
-}
-
-
-@pytest.mark.parametrize("case", NUMBERS)
-def test_sizes_are_checked_before_anything_is_made_of_them(refused, good, case):
-    key, value, words = NUMBERS[case]
-    raw = patched(good, key, struct.pack("<I", value))
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("block_count", 10**9, "'num_hidden_layers' holds 1000000000, expected at"),
+        ("block_count", 5000, "5000 layers, but the files hold 21"),
+        ("attention.head_count", 0, "llama.attention.head_count is 0"),
+        ("embedding_length", 2**32 - 1, "holds 4294967295, expected at most"),
+        ("feed_forward_length", 2**31 - 1, "the config says [32, 2147483647]"),
+    ],
+)
+def test_sizes_are_checked_before_anything_is_made_of_them(refused, good, key, value, words):
+    raw = patched(good, f"llama.{key}".encode(), struct.pack("<I", value))
     refused(raw, words, kind=LongctxError, converting=False)
 
 

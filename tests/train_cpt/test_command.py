@@ -83,11 +83,8 @@ def test_the_weights_of_the_lowest_dev_loss_are_written_beside_the_last(folder, 
     assert code == 0 and "step 1 had the lowest dev loss" in said, said
     best, last = (read_manifest(folder / "two" / name).source for name in ("best", "model"))
     assert "after 1 steps" in best and "after 2 steps" in last
-    tables = [
-        load_params(folder / "two" / name, make_mesh())["embed"]["table"]
-        for name in ("best", "model")
-    ]
-    assert np.abs(np.subtract(*tables)).max() > 1e-3
+    one, two = (load_params(folder / "two" / name, make_mesh()) for name in ("best", "model"))
+    assert np.abs(one["embed"]["table"] - two["embed"]["table"]).max() > 1e-3
 
 
 def test_plots_are_drawn_and_what_is_no_run_is_one_line(trained):
@@ -153,20 +150,15 @@ def test_bad_input_is_one_line_and_nothing_is_overwritten(trained, old, new, mes
     assert written(folder) == before
 
 
-def test_two_runs_into_one_folder(folder):
+@pytest.mark.parametrize("locked", ["run", "data"])
+def test_two_runs_into_one_folder_or_of_one_data_set(folder, locked):
     """The second is refused at once, and writes nothing."""
-    before = written(folder)
-    with only_writer(folder / "run"):
-        code, said = train(folder / "run.toml")
-    assert code == 2 and "another process is writing" in said, said
-    assert written(folder) == before
-
-
-def test_two_runs_that_prepare_one_data_set(folder):
-    config = changed(folder, "/data", "/new-data")
-    with only_writer(folder / "new-data"):
+    config = changed(folder, f"/{locked}", f"/new-{locked}")
+    with only_writer(folder / f"new-{locked}"):
+        before = written(folder)
         code, said = train(config)
-    assert code == 2 and "another process is writing" in said and "new-data" in said, said
+        assert written(folder) == before
+    assert code == 2 and "another process is writing" in said and f"new-{locked}" in said, said
 
 
 def test_a_disk_that_fills_up_is_one_line(trained, capfd):

@@ -71,6 +71,9 @@ def save_dataset(folder, texts):
     (folder / "dataset_info.json").write_text("{}")
 
 
+WORDS = ["one", "two", "three", "four", "five"]
+
+
 def test_documents_are_read_in_order_with_their_names(tmp_path):
     (tmp_path / "b.txt").write_text("plain")
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n')
@@ -80,24 +83,22 @@ def test_documents_are_read_in_order_with_their_names(tmp_path):
 
 
 def test_rows_of_tables_are_documents(tmp_path):
-    texts = ["one", "two", "three", "four", "five"]
-    write_table(tmp_path / "t.parquet", texts, "body")
-    rows = [(f"{tmp_path}/t.parquet:{number}", text) for number, text in enumerate(texts, start=1)]
+    write_table(tmp_path / "t.parquet", WORDS, "body")
+    rows = [(f"{tmp_path}/t.parquet:{number}", text) for number, text in enumerate(WORDS, start=1)]
     assert read(tmp_path, field="body") == rows
     write_table(tmp_path / "t.parquet", ["x" * 9] * 200)
     assert len(read(tmp_path)) == 200
 
 
 def test_saved_datasets_are_read_by_what_they_list(tmp_path):
-    texts = ["one", "two", "three", "four", "five"]
-    save_dataset(tmp_path / "single", texts)
-    assert [text for _, text in read(tmp_path / "single")] == texts
+    save_dataset(tmp_path / "single", WORDS)
+    assert [text for _, text in read(tmp_path / "single")] == WORDS
     # A `DatasetDict`: its splits are folders.
     for split in ("train", "test"):
-        save_dataset(tmp_path / "both" / split, [f"{split} {text}" for text in texts])
+        save_dataset(tmp_path / "both" / split, [f"{split} {word}" for word in WORDS])
     (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     found = [text for _, text in read(tmp_path / "both")]
-    assert found == [f"{split} {text}" for split in ("test", "train") for text in texts]
+    assert found == [f"{split} {word}" for split in ("test", "train") for word in WORDS]
     (tmp_path / "single" / "data-00001-of-00002.arrow").unlink()
     with pytest.raises(InputError, match=r"data-00001-of-00002\.arrow cannot be read"):
         read(tmp_path / "single")

@@ -156,15 +156,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(straight, tmp_p
         open_windows(folder / "data", split, length=LENGTH, tokenizer="letters")
         for split in ("train", "dev")
     )
+    evaluating = LoopConfig(rows=16, evaluate_every=1)
     for loop, mesh, texts, error, message in (
         (LoopConfig(rows=3), (2, 1, 1), windows, ConfigError, "rows=3 do not divide over .*data=2"),
-        (
-            LoopConfig(rows=16, evaluate_every=1),
-            (1, 1, 1),
-            windows,
-            ConfigError,
-            "rows=16 texts .*, the dev",
-        ),
+        (evaluating, (1, 1, 1), windows, ConfigError, "rows=16 texts .*, the dev"),
         (LoopConfig(), (1, 3, 1), windows, ConfigError, "seq=3"),
         (LoopConfig(), (1, 1, 1), dev[:0], InputError, "training split has no text"),
     ):
@@ -181,12 +176,7 @@ def test_a_train_run_survives_kill_9(tmp_path):
     """Killed at random moments, and at last as if never: every bit of the state, every loss."""
     kills = 5
     command = [sys.executable, "-m", "tests.train_cpt.tiny_run", tmp_path, kills, kills]
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=patience(500),
-    )
+    how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": patience(500)}
+    done = subprocess.run([str(word) for word in command], **how)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {"killed": kills}

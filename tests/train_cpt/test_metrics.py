@@ -41,13 +41,10 @@ def test_lines_are_events_too_and_both_go_on_from_a_step(tmp_path):
             write({"step": step, "loss": 1 / step})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
+    last = {"step": 3, "loss": 7.0, "dev_loss": 8.0}
     with metrics_log(tmp_path, 2) as write:
-        write({"step": 3, "loss": 7.0, "dev_loss": 8.0})
-    assert read_metrics(tmp_path) == [
-        {"step": 1, "loss": 1.0},
-        {"step": 2, "loss": 0.5},
-        {"step": 3, "loss": 7.0, "dev_loss": 8.0},
-    ]
+        write(last)
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, last]
     scalars, forgotten = events_of(tmp_path)
     assert [(step, name) for step, name, _ in scalars] == [
         *((step, "loss") for step in (1, 2, 3, 3)),
