@@ -11,6 +11,7 @@ from jax_longctx.evaluation import config
 from jax_longctx.evaluation.config import parse_config, read_config, read_suite, suites
 from jax_longctx.evaluation.runner import check_config
 from jax_longctx.evaluation.specs import Spec
+from jax_longctx.evaluation.tasks import TASKS
 from jax_longctx.methods import make_method
 from jax_longctx.models.presets import preset
 from jax_longctx.studies.published import PUBLISHED
@@ -150,20 +151,15 @@ def test_reattentions_baselines_see_as_many_tokens_as_it():
     """Section 3.1: the scope is Llama-3-8B's 8,192 positions; InfLLM has the same selection."""
     llama3 = dataclasses.replace(preset("llama-3.1-8b"), max_position=8192)
     _, found = parts("reattention")
-    ruler = found["RULER"]
     names = ("reattention", "infllm", "streaming-llm")
-    (own,), (infllm,), (streaming,) = (methods(ruler, name) for name in names)
+    (own,), (infllm,), (streaming,) = (methods(found["RULER"], name) for name in names)
     assert own.scope_size == streaming.budget + streaming.chunk == 8192
     assert (infllm.n_init, infllm.n_local) == (own.global_size, own.local_size)
     selected = infllm.topk * infllm.block_size
     assert abs(selected - own.kept * own.span) < infllm.block_size
     for method in (own, infllm, streaming):
         method.validate(llama3)
-
-
-def test_reattentions_sizes_are_those_of_its_table_3():
-    """Chunks, spans, keys and local parts, each alone, with the scope kept at 8,192 tokens."""
-    _, found = parts("reattention")
+    # Table 3: chunks, spans, keys and local parts, each alone, with the scope kept.
     sizes = methods(found["sizes"], "reattention")
     assert {each.chunk for each in sizes} == {512, 1024, 2048}
     assert {each.span for each in sizes} == {8, 16, 32, 64, 128}
@@ -226,23 +222,23 @@ def test_stars_ablations_are_of_blocks_of_a_quarter_on_four_tasks():
 def test_resas_table_1_has_its_column_of_questions():
     _, found = parts("resa")
     tables = [table for table in PUBLISHED if table.paper == "resa"]
-    assert len(tables) == 2
-    for table in tables:
-        assert tuple(table.tasks) == found["Table 1"].tasks
-        assert table.tasks[-1] == "qa_1"
-        assert all(len(row["values"]) == len(table.tasks) for row in table.rows.values())
+    assert [tuple(table.tasks) for table in tables] == [found["Table 1"].tasks] * 2
+    assert tables[0].tasks[-1] == "qa_1"
     # Llama-3.1-8B with Quest, without and with RESA.
     quest, resa = (tables[0].rows[name]["values"] for name in ("Quest", "Quest + RESA"))
     assert (quest[-1], resa[-1]) == (86, 87)
 
 
-@pytest.mark.parametrize("table", PUBLISHED, ids=lambda table: table.title)
-def test_published_methods_are_those_of_the_papers_suite(table):
+def test_published_methods_are_those_of_the_papers_suite():
     """With the very same settings, so that the suite's rows stand below the paper's."""
-    _, found = parts(table.paper)
-    for row in table.rows.values():
-        spec = Spec.parse(row["method"])
-        assert any(
-            spec in map(Spec.parse, part.methods) and set(part.tasks) & set(table.tasks)
-            for part in found.values()
-        ), spec
+    for table in PUBLISHED:
+        _, found = parts(table.paper)
+        assert set(table.tasks) <= set(TASKS)
+        for row in table.rows.values():
+            assert len(row["values"]) == len(table.tasks)
+            assert all(0 <= value <= 100 for value in row["values"])
+            spec = Spec.parse(row["method"])
+            assert any(
+                spec in map(Spec.parse, part.methods) and set(part.tasks) & set(table.tasks)
+                for part in found.values()
+            ), spec

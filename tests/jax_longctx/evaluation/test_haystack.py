@@ -1,6 +1,8 @@
 """A sentence is hidden at its depth, at a border; as many units as fit are found in few counts."""
 
 import itertools
+import re
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,75 +26,63 @@ def numbered(count):
     return " ".join(f"Sentence {i} stands here." for i in range(count))
 
 
-@pytest.mark.parametrize("depth", [0.0, 0.1, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("tokens", [100, 1000])
-def test_place_and_size(tokens, depth):
-    text, share = hide(Haystack(numbered(1000), words), tokens=tokens, depth=depth)
-    head, _, tail = text.partition(NEEDLE)
-    around = words(text) - words(NEEDLE)
-    assert words(head) == pytest.approx(share * around)
-    assert tokens - 4 < words(text) <= tokens
-    assert share == pytest.approx(depth, abs=4 / around)
-    # Nothing of the text is lost or cut: it is the numbered sentences with one more between.
-    assert (head.strip() + " " + tail.strip()).strip() == numbered((words(text) - 5) // 4)
+def test_place_and_size():
+    for tokens, depth in itertools.product((100, 1000), (0.0, 0.1, 0.5, 0.9, 1.0)):
+        text, share = hide(Haystack(numbered(1000), words), tokens=tokens, depth=depth)
+        head, _, tail = text.partition(NEEDLE)
+        around = words(text) - words(NEEDLE)
+        assert words(head) == pytest.approx(share * around)
+        assert tokens - 4 < words(text) <= tokens
+        assert share == pytest.approx(depth, abs=4 / around)
+        # Nothing of the text is lost or cut: the numbered sentences with one more between.
+        assert (head.strip() + " " + tail.strip()).strip() == numbered((words(text) - 5) // 4)
 
 
-@pytest.mark.parametrize(
-    ("more", "missing"), [(bool, 5), (lambda text: len(text) // 300, 8)], ids=["alone", "joints"]
-)
-def test_a_text_is_filled_by_what_its_sentences_have_together(more, missing):
+def test_a_text_is_filled_by_what_its_sentences_have_together():
     """As with tokens of subwords: alone a sentence has one more, or joints of many cost some."""
+    for more, missing in ((bool, 5), (lambda text: len(text) // 300, 8)):
 
-    def count(text):
-        return words(text) + more(text)
+        def count(text, more=more):
+            return words(text) + more(text)
 
-    text, _ = hide(Haystack(numbered(1000), count), tokens=400, depth=0.5)
-    assert 400 - missing <= count(text) <= 400
+        text, _ = hide(Haystack(numbered(1000), count), tokens=400, depth=0.5)
+        assert 400 - missing <= count(text) <= 400
 
 
-@pytest.mark.parametrize("depth", [0.11, 0.37, 0.5, 0.83])
-def test_needle_stands_between_whole_sentences_of_real_text(depth):
+def test_needle_stands_between_whole_sentences_of_real_text():
     source = python_topics()
-    text, share = hide(Haystack(source, words), tokens=2000, depth=depth)
-    head, _, tail = text.partition(f"\n\n{NEEDLE}\n\n")
-    around = words(text) - words(NEEDLE)
-    assert words(head) == pytest.approx(share * around)
-    assert source.startswith(head)
-    between = source[len(head) : source.index(tail, len(head))]
-    assert between and not between.strip()
-    assert "\n\n" in between or (head[-1] in ".?!" and tail[0].isupper())
+    assert words(source) > 25_000
+    assert not re.search(r"::=|>>>|\+--", source)
+    assert not any("\n" in paragraph for paragraph in source.split("\n\n"))
+    for depth in (0.11, 0.37, 0.5, 0.83):
+        text, share = hide(Haystack(source, words), tokens=2000, depth=depth)
+        head, _, tail = text.partition(f"\n\n{NEEDLE}\n\n")
+        assert words(head) == pytest.approx(share * (words(text) - words(NEEDLE)))
+        assert source.startswith(head)
+        between = source[len(head) : source.index(tail, len(head))]
+        assert between and not between.strip()
+        assert "\n\n" in between or (head[-1] in ".?!" and tail[0].isupper())
 
 
-@pytest.mark.parametrize("inline", [False, True])
-def test_several_sentences_stand_at_their_depths_in_order(inline):
+def test_several_sentences_stand_at_their_depths_in_order():
     needles = [(0.0, "First."), (0.25, "Second."), (0.25, "Third."), (1.0, "Last.")]
-    filled = Haystack(numbered(1000), words).fill(
-        needles, tokens=505, start=3, head="Look out. ", inline=inline
-    )
-    assert filled.tokens == words(filled.text) == 505 - (505 - 6) % 4
-    around = words(filled.text) - 2 - len(needles)
-    assert around == 4 * (499 // 4)
-    before = [words(filled.text.partition(text)[0]) for _, text in needles]
-    # The head has two words, and each sentence before one more.
-    assert filled.depths == tuple((n - 2 - i) / around for i, n in enumerate(before))
-    assert filled.depths == (0, 124 / around, 124 / around, 1)
-    gap = " " if inline else "\n\n"
-    assert f"{gap}Second.{gap}Third.{gap}Sentence" in filled.text
-    assert filled.text.startswith(f"Look out. First.{gap}Sentence 3 stands")
-    assert filled.text.endswith(f"here.{gap}Last.")
-
-
-def test_a_paragraph_stays_one_where_a_sentence_is_set_in():
-    text = "One two.\n\n" * 40
-    filled = Haystack(text, words).fill([(0.5, "Here.")], tokens=41, inline=True)
+    for gap, inline in ((" ", True), ("\n\n", False)):
+        filled = Haystack(numbered(1000), words).fill(
+            needles, tokens=505, start=3, head="Look out. ", inline=inline
+        )
+        assert filled.tokens == words(filled.text) == 505 - (505 - 6) % 4
+        around = words(filled.text) - 2 - len(needles)
+        assert around == 4 * (499 // 4)
+        before = [words(filled.text.partition(text)[0]) for _, text in needles]
+        # The head has two words, and each sentence before one more.
+        assert filled.depths == tuple((n - 2 - i) / around for i, n in enumerate(before))
+        assert filled.depths == (0, 124 / around, 124 / around, 1)
+        assert f"{gap}Second.{gap}Third.{gap}Sentence" in filled.text
+        assert filled.text.startswith(f"Look out. First.{gap}Sentence 3 stands")
+        assert filled.text.endswith(f"here.{gap}Last.")
+    # A paragraph stays one where a sentence is set in.
+    filled = Haystack("One two.\n\n" * 40, words).fill([(0.5, "Here.")], tokens=41, inline=True)
     assert filled.text == "One two.\n\n" * 10 + "Here. " + "\n\n".join(["One two."] * 10)
-
-
-def test_python_ships_enough_prose():
-    text = python_topics()
-    assert words(text) > 25_000
-    assert "::=" not in text and ">>>" not in text and "+--" not in text
-    assert not any("\n" in paragraph for paragraph in text.split("\n\n"))
 
 
 def test_a_short_text_starts_over_and_an_empty_one_is_refused():
@@ -108,13 +98,9 @@ def test_a_short_text_starts_over_and_an_empty_one_is_refused():
 
 
 def counted(size):
-    calls = []
-
-    def wrapped(n):
-        calls.append(n)
-        return size(n)
-
-    return wrapped, calls
+    """The size, and what it is called with."""
+    stub = Mock(side_effect=size)
+    return stub, stub.call_args_list
 
 
 def test_the_greatest_that_fits():
@@ -137,21 +123,18 @@ def test_texts_of_units_take_few_counts():
 
     found = most_units(count, lambda n: "head." + "unit---" * n, 70_004)
     assert (found.units, found.tokens, found.text) == (9999, 69_998, "head." + "unit---" * 9999)
-    assert calls[0] == 5 and calls[1] == 5 + 7 * 20 and calls[2] < 70_000 / 7
-    assert len(calls) <= 5
+    assert calls[:2] == [5, 5 + 7 * 20] and calls[2] < 70_000 / 7 and len(calls) <= 5
     # A unit has more the later it comes, as numbers do: a longer look guesses better.
     calls.clear()
     found = most_units(count, lambda n: "".join(f"{i} " for i in range(n)), 100_000)
-    assert found.tokens <= 100_000 < found.tokens + 6
-    assert len(calls) <= 8
+    assert found.tokens <= 100_000 < found.tokens + 6 and len(calls) <= 8
 
     def text(n):
         assert n <= 3
         return "unit---" * n
 
-    assert most_units(len, text, 1000, limit=3).units == 3
-    assert most_units(len, text, 15, limit=3).units == 2
-    assert most_units(len, text, 6, fewest=0, limit=3).units == 0
+    for most, fewest, units in ((1000, 1, 3), (15, 1, 2), (6, 0, 0)):
+        assert most_units(len, text, most, fewest=fewest, limit=3).units == units
     with pytest.raises(LengthError, match="6 tokens are too few for this task's text"):
         most_units(len, text, 6, limit=3)
     with pytest.raises(LengthError, match="0 tokens are too few"):

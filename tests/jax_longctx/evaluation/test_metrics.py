@@ -10,22 +10,16 @@ from jax_longctx.evaluation import intervals, metrics
 from jax_longctx.evaluation.intervals import mean_interval, paired_interval, paired_shares, wilson
 
 
-@pytest.mark.parametrize(
-    ("answer", "stop", "expected"),
-    [
+def test_clean_and_matches():
+    for answer, stop, expected in [
         ("  42 \n", (), "42"),
         ("a\tb\x00c", (), "a\nb\nc"),
         ("\x01 a", (), "a"),
         ("right. Question: more. Answer", ("Question:", "Answer"), "right. "),
         ("right", ("\n",), "right"),
         ("one\ttwo", ("\n",), "one"),
-    ],
-)
-def test_clean(answer, stop, expected):
-    assert metrics.clean(answer, stop) == expected
-
-
-def test_string_and_number_matches():
+    ]:
+        assert metrics.clean(answer, stop) == expected
     assert metrics.string_match_all("AB and cd", ("ab", "CD", "ef", "gh")) == 50
     assert metrics.string_match_all("", ("ab",)) == 0
     assert metrics.string_match_part("xABx", ("no", "ab")) == 100
@@ -49,10 +43,8 @@ def test_rouge():
 
 def test_token_f1_and_needlebench():
     assert metrics.normalize(" The cat's  hat, an (old) one ") == "cats hat old one"
-    # {red, hat} and {red, hat, band}: F is 2 * 2 / 5.
-    assert metrics.token_f1(
-        "The red hat!", "a red hat-band? Red".replace("hat-band", "hat band")
-    ) == (pytest.approx(200 * 2 / 6))
+    # {red, hat} and {red, hat, band, red}: F is 2 * 2 / 6.
+    assert metrics.token_f1("The red hat!", "a red hat band? Red") == pytest.approx(200 * 2 / 6)
     assert metrics.token_f1("red red", "red") == pytest.approx(200 / 3)
     assert metrics.token_f1("", "red") == 0
     assert metrics.needlebench("the blue box", "blue", "It is in the blue box.") == 100

@@ -17,9 +17,7 @@ from jax_longctx.evaluation.rows import read_rows
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.summary import summarise
 from jax_longctx.evaluation.tables import TIMES, lengths_table, table_text
-from jax_longctx.evaluation.tasks import TASKS
 from jax_longctx.methods import make_method, settings_of
-from jax_longctx.studies.published import PUBLISHED
 
 MIB = 2**20
 
@@ -241,16 +239,6 @@ def test_runs_of_perplexity_are_rows():
     lines = {line.get_label(): line.get_ydata() for line in plot.figure.axes[0].lines}
     # Pooled over texts: the exponential of (0.5 + 2) / 2 and of (1.5 + 4) / 2.
     assert lines["h2o budget=64"] == pytest.approx([math.exp(1.25), math.exp(2.75)])
-
-
-def test_published_tables_name_our_methods_and_tasks():
-    for table in PUBLISHED:
-        assert set(table.tasks) <= set(TASKS)
-        for theirs in table.rows.values():
-            spec = Spec.parse(theirs["method"])
-            make_method(spec.name, spec.at(8192))
-            assert len(theirs["values"]) == len(table.tasks)
-            assert all(0 <= value <= 100 for value in theirs["values"])
 
 
 def test_what_a_report_says_of_its_run_is_kept(tmp_path):

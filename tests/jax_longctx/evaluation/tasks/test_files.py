@@ -104,9 +104,8 @@ def test_infinitebench(tmp_path):
     assert task.score("It is 71432.", sample) == 100 and task.score("7 71432", sample) == 0
 
 
-@pytest.mark.parametrize(
-    ("metric", "answer", "outputs", "score"),
-    [
+def test_scores():
+    for metric, answer, outputs, score in [
         ("token F1", "the red hat", ("hat", "red hat"), 100),
         ("token F1 of the first line", "\nred hat\nand more", ("red hat",), 100),
         ("token F1", "red hat\nand more", ("red hat",), 200 / 3),
@@ -128,13 +127,9 @@ def test_infinitebench(tmp_path):
         ("last number", "none", ("1004",), 0),
         ("contained", "says BOB", ("x", "bob"), 100),
         ("numbers before the first wrong one", "", ("1",), 0),
-    ],
-)
-def test_scores(metric, answer, outputs, score):
-    assert SCORES[metric](answer, outputs, ()) == pytest.approx(score)
-
-
-def test_letters_of_options():
+    ]:
+        found = SCORES[metric](answer, outputs, ())
+        assert found == pytest.approx(score), (metric, answer)
     read = {"B": "B", "(D)": "D", "DB.": "BD", "B, D and A since": "ABD", "Because": "", "": ""}
     read |= {"B) Because A is not": "B", "The right answer is C.": "C", "Answer: (A), (C)": "AC"}
     assert {answer: choice_letters(answer) for answer in read} == read
@@ -153,31 +148,25 @@ def test_every_data_set_has_a_metric_which_gives_its_own_answer_full_marks(tmp_p
         assert task.score("", sample) == 0, dataset
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
+def test_lines_that_are_something_else(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    for name, content, message in [
         ("longbench", "{", r"line 1: JSONDecodeError.*give the longbench file"),
         ("longbench", json.dumps(longbench("news")), "line 1: KeyError.'news'"),
         ("longbench", json.dumps(longbench(answers=[])), "line 1: ValueError.*no answer"),
         ("leval", json.dumps(longbench()), "line 1: KeyError"),
         ("infinitebench", json.dumps(infinitebench()), "line 1: KeyError.'bad'"),
         ("infinitebench", "\n3", "line 2: Type"),
-    ],
-)
-def test_lines_that_are_something_else(name, content, message, tmp_path):
-    path = tmp_path / "bad.jsonl"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(InputError, match=message):
-        drawn(name, file=str(path))
-
-
-@pytest.mark.parametrize("name", ["longbench", "leval", "infinitebench"])
-def test_a_file_must_be_given(name):
-    with pytest.raises(InputError, match=f"{name} reads a file of yours: set file=PATH"):
-        drawn(name)
-    assert json.dumps(describe(name)) and make_task(name).label == name
-    with pytest.raises(ConfigError, match="answer_tokens must be at least 1, got 0"):
-        make_task(name, {"answer_tokens": "0"})
+    ]:
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(InputError, match=message):
+            drawn(name, file=str(path))
+    for name in ("longbench", "leval", "infinitebench"):
+        with pytest.raises(InputError, match=f"{name} reads a file of yours: set file=PATH"):
+            drawn(name)
+        assert json.dumps(describe(name)) and make_task(name).label == name
+        with pytest.raises(ConfigError, match="answer_tokens must be at least 1, got 0"):
+            make_task(name, {"answer_tokens": "0"})
 
 
 def of_file(path, *, tokens=300):
@@ -186,14 +175,10 @@ def of_file(path, *, tokens=300):
 
 def paragraph(text, *pairs):
     """Questions with their answers; None for one that cannot be answered."""
-    entries = [
-        {
-            "question": question,
-            "answers": [{"text": answer} for answer in answers or ()],
-            "is_impossible": answers is None,
-        }
-        for question, answers in pairs
-    ]
+    entries = []
+    for question, answers in pairs:
+        listed = [{"text": answer} for answer in answers or ()]
+        entries.append({"question": question, "answers": listed, "is_impossible": answers is None})
     return {"context": text, "qas": entries}
 
 
@@ -214,14 +199,14 @@ def squad(tmp_path):
 
 @pytest.fixture
 def hotpot(tmp_path):
-    def entry(i):
+    entries = []
+    for i in range(2):
         context = [[f"T{i}{j}", [f"Says {i}{j}.", " More."]] for j in range(4)]
+        asked = {"question": f"Q{i}?", "answer": f"A{i}", "context": context}
         supporting = [[f"T{i}1", 0], [f"T{i}3", 0], [f"T{i}3", 1]]
-        asked = {"question": f"Q{i}?", "answer": f"A{i}"}
-        return asked | {"supporting_facts": supporting, "context": context}
-
+        entries.append(asked | {"supporting_facts": supporting})
     path = tmp_path / "hotpot.json"
-    path.write_text(json.dumps([entry(0), entry(1)]), encoding="utf-8")
+    path.write_text(json.dumps(entries), encoding="utf-8")
     return path
 
 
@@ -282,23 +267,19 @@ def test_the_made_up_set():
     assert make_task("qa_1").label == "qa_1@qa_syn" and make_task("qa_2").label == "qa_2@qa_syn"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_files_of_questions_that_are_something_else(tmp_path):
+    path, none = tmp_path / "bad.json", "holds no question that has an answer"
+    for content, message in [
         ("{", "holds no questions: JSONDecodeError"),
         ('{"rows": []}', "holds no questions: KeyError"),
         ('[{"question": "Q"}]', "holds no questions: KeyError"),
         ("3", "holds no questions: Type"),
-        ("[]", "holds no question that has an answer"),
-        ('{"data": []}', "holds no question that has an answer"),
-    ],
-)
-def test_files_that_are_something_else(tmp_path, content, message):
-    path = tmp_path / "bad.json"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(InputError, match=f"bad.json {message}.*give qa_syn, or a JSON file"):
-        of_file(path)
-    path = tmp_path / "one.json"
+        ("[]", none),
+        ('{"data": []}', none),
+    ]:
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(InputError, match=f"bad.json {message}.*give qa_syn, or a JSON file"):
+            of_file(path)
     data = [{"title": "A", "paragraphs": [paragraph("Only.", ("Q?", ["A"]))]}]
     path.write_text(json.dumps({"data": data}), encoding="utf-8")
     with pytest.raises(InputError, match="all documents of the file answer the question"):

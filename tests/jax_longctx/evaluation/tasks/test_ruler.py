@@ -86,20 +86,20 @@ def test_ruler_needles_are_as_many_and_as_deep_as_asked(birds):
             assert place == pytest.approx(depth * around, abs=5)
 
 
-@pytest.mark.parametrize("name", ["niah_multikey_2", "niah_multikey_3"])
-def test_needles_among_needles_stand_anywhere_in_lines_of_their_own(name):
-    _, samples = drawn(name, trials=20)
-    places = []
-    for sample in samples:
-        lines = sample.context.partition("\n\n")[2].splitlines()
-        assert all(line.startswith("A secret ") and line.endswith(".") for line in lines)
-        keys = [line.split()[5] for line in lines]
-        assert len(set(keys)) == len(keys)
-        places.append(keys.index(sample.meta["keys"][0]) / len(keys))
-    assert min(places) < 0.2 and max(places) > 0.8
+def test_needles_among_needles_stand_anywhere_in_lines_of_their_own():
+    for name in ("niah_multikey_2", "niah_multikey_3"):
+        _, samples = drawn(name, trials=20)
+        places = []
+        for sample in samples:
+            lines = sample.context.partition("\n\n")[2].splitlines()
+            assert all(line.startswith("A secret ") and line.endswith(".") for line in lines)
+            keys = [line.split()[5] for line in lines]
+            assert len(set(keys)) == len(keys)
+            places.append(keys.index(sample.meta["keys"][0]) / len(keys))
+        assert min(places) < 0.2 and max(places) > 0.8
 
 
-def test_kinds_of_keys_and_values_and_words_of_one_and_of_many():
+def test_kinds_of_keys_and_values_words_of_one_and_of_many_and_labels():
     _, (sample, *_) = drawn("niah_multikey_3")
     for text in (sample.meta["keys"][0], sample.outputs[0]):
         assert len(text) == 36 and text[14] == "4"
@@ -108,33 +108,26 @@ def test_kinds_of_keys_and_values_and_words_of_one_and_of_many():
     first, second = samples[0].meta["keys"][0].split("-")
     assert first in ADJECTIVES and second in NOUNS
     single, several = drawn("niah_single_2")[1][0], drawn("niah_multiquery", queries=2)[1][0]
-    one, two = several.meta["keys"]
     assert single.query.startswith("\n\nWhich secret number is assigned to ")
-    asked = f"Which secret numbers are assigned to {one} and {two} in the text above?"
-    assert several.query == f"\n\n{asked}"
+    asked = " and ".join(several.meta["keys"])
+    assert several.query == f"\n\nWhich secret numbers are assigned to {asked} in the text above?"
     assert len(several.outputs) == 2
     values = drawn("niah_multivalue", values=3)[1][0]
     assert "numbers are assigned" in values.query and len(values.outputs) == 3
-
-
-def test_labels_name_texts_that_are_not_the_published_ones():
-    names = ("niah_single_1", "niah_single_2", "niah_multikey_3")
-    labels = [make_task(name).label for name in names]
-    assert labels == ["niah_single_1", "niah_single_2@topics", "niah_multikey_3"]
+    # Labels name texts that are not the published ones.
+    for label in ("niah_single_1", "niah_single_2@topics", "niah_multikey_3"):
+        assert make_task(label.partition("@")[0]).label == label
     assert make_task("niah_single_1", {"haystack": "topics"}).label == "niah_single_1@topics"
 
 
 def test_a_chain_keeps_its_order_behind_a_solved_one():
     _, samples = drawn("vt", trials=10)
+    places = set()
     for sample in samples:
         example, text = sample.context.split("\n\n\nVariables are assigned")
-        value = sample.meta["value"]
-        lines = re.findall(r"VAR .*", text)
-        first, *rest = sample.outputs
-        assert lines == [
-            f"VAR {first} = {value}",
-            *(f"VAR {b} = VAR {a}" for a, b in zip(sample.outputs, rest, strict=False)),
-        ]
+        value, (first, *rest) = sample.meta["value"], sample.outputs
+        chain = [f"VAR {b} = VAR {a}" for a, b in zip(sample.outputs, rest, strict=False)]
+        assert re.findall(r"VAR .*", text) == [f"VAR {first} = {value}", *chain]
         assert all(re.fullmatch("[A-Z]{5}", name) for name in sample.outputs)
         solved = re.findall(r"VAR ([A-Z]{3}) =", example)
         assert len(solved) == 5 and example.endswith(f": {' '.join(solved)}")
@@ -142,13 +135,9 @@ def test_a_chain_keeps_its_order_behind_a_solved_one():
         assert sample.query == f"\n\nWhich variables hold the value {value} in the text above?"
         assert sample.answer_prefix == f"\n\n5 variables hold the value {value}:"
         assert words(example) == pytest.approx(225 + 19, abs=5)
-    places = [
-        words(sample.context.partition(f" = {sample.meta['value']}")[0]) for sample in samples
-    ]
-    assert len(set(places)) > 5
-
-
-def test_other_chains_mislead_and_an_example_of_a_long_prompt_has_500_tokens():
+        places.add(words(sample.context.partition(f" = {value}")[0]))
+    assert len(places) > 5
+    # Other chains mislead, and the example of a long prompt has 500 tokens.
     _, (sample, *_) = drawn("vt", chains=3, hops=2)
     text = sample.context.rpartition("Variables are assigned")[2]
     values = re.findall(r"= (\d+)", text)
@@ -160,29 +149,29 @@ def test_other_chains_mislead_and_an_example_of_a_long_prompt_has_500_tokens():
     assert words(example) == pytest.approx(500 + 19, abs=5)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "common", "other", "shown", "example"),
-    [(900, 6, 1, (3, 1), 20), (4095, 6, 1, (3, 1), 20), (4096, 30, 3, (10, 3), 40)],
-)
-def test_common_words(tokens, common, other, shown, example):
-    _, (sample, *_) = drawn("cwe", tokens=tokens, trials=1)
-    solved, _, listed = sample.context.rpartition("\n\n\n")
-    counts = Counter(re.findall(r"\d+\. (\w+)", listed))
-    assert {counts.pop(word) for word in sample.outputs} == {common}
-    assert set(counts.values()) == {other}
-    assert sample.meta == {"words": len(counts) + 10, "common": common, "other": other}
-    listed, _, answer = solved.partition("are:")
-    counts = Counter(re.findall(r"\d+\. (\w+)", listed))
-    gold = re.findall(r"\d+\. (\w+)", answer)
-    assert len(counts) == example and len(gold) == 10
-    assert {counts[word] for word in gold} == {shown[0]}
-    assert Counter(counts.values()) == {shown[0]: 10, shown[1]: example - 10}
-    assert not set(counts) & set(sample.outputs)
+def test_common_words():
+    def counted(text):
+        return Counter(re.findall(r"\d+\. (\w+)", text))
 
-
-def test_common_words_of_any_number():
+    for tokens, common, other, shown, example in [
+        (900, 6, 1, (3, 1), 20),
+        (4095, 6, 1, (3, 1), 20),
+        (4096, 30, 3, (10, 3), 40),
+    ]:
+        _, (sample, *_) = drawn("cwe", tokens=tokens, trials=1)
+        solved, _, listed = sample.context.rpartition("\n\n\n")
+        counts = counted(listed)
+        assert {counts.pop(word) for word in sample.outputs} == {common}
+        assert set(counts.values()) == {other}
+        assert sample.meta == {"words": len(counts) + 10, "common": common, "other": other}
+        listed, _, answer = solved.partition("are:")
+        counts, gold = counted(listed), counted(answer)
+        assert len(counts) == example and len(gold) == 10
+        assert {counts[word] for word in gold} == {shown[0]}
+        assert Counter(counts.values()) == {shown[0]: 10, shown[1]: example - 10}
+        assert not set(counts) & set(sample.outputs)
     _, (sample, *_) = drawn("cwe", words=4, common=9, other=2)
-    counts = Counter(re.findall(r"\d+\. (\w+)", sample.context.rpartition("\n\n\n")[2]))
+    counts = counted(sample.context.rpartition("\n\n\n")[2])
     assert [counts[word] for word in sample.outputs] == [9] * 4
     assert sample.query.startswith("\n\nWhich 4 words")
 
@@ -193,16 +182,12 @@ def test_frequent_words_follow_zeta():
     counts = Counter(text)
     ranks = sorted(counts.values(), reverse=True)
     # N i^-2 / zeta(2): the first rank has N / 1.645 dots.
-    number = sample.meta["counts"][0] * 1.6449
     assert ranks[:5] == sample.meta["counts"]
-    assert [number / i**2 / 1.6449 for i in range(1, 9)] == pytest.approx(ranks[:8], abs=1.5)
+    assert [ranks[0] / i**2 for i in range(1, 9)] == pytest.approx(ranks[:8], abs=1.5)
     assert [counts[word] for word in sample.outputs] == ranks[1:4] and ranks[3] > ranks[4]
     assert len(counts) <= 5000 // 50
     assert all(re.fullmatch(r"[a-z]{6}|\.\.\.", word) for word in counts)
     assert text != sorted(text, key=text.index)
-
-
-def test_frequencies_fall_faster_with_alpha():
     for alpha in (1.5, 3.0):
         _, (sample, *_) = drawn("fwe", alpha=alpha, tokens=5000, trials=1)
         dots, second, third, *_ = sample.meta["counts"]
@@ -212,9 +197,8 @@ def test_frequencies_fall_faster_with_alpha():
         drawn("fwe", tokens=120)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
+def test_settings_that_cannot_be():
+    for name, settings, message in [
         ("niah_multi", {"needles": "1"}, "needles must be at least 2, got 1"),
         ("niah_multi", {"needles": "51"}, "needles must be at most 50, got 51"),
         ("niah_single", {"depths": "0"}, "depths must be at least 1, got 0"),
@@ -229,20 +213,17 @@ def test_frequencies_fall_faster_with_alpha():
         ("cwe", {"common": "3", "other": "3"}, "common must be more than other = 3, got 3"),
         ("cwe", {"common": "3", "other": "0"}, "other must be at least 1, got 0"),
         ("fwe", {"alpha": "1"}, "alpha must be more than 1, got 1.0"),
-    ],
-)
-def test_settings_that_cannot_be(name, settings, message):
-    with pytest.raises(ConfigError, match=message):
-        make_task(name, settings)
+        ("passkey", {"depths": "0"}, "depths must be at least 1, got 0"),
+        *(
+            ("passkey", {"at": at}, r"at must be depths from 0 to 1")
+            for at in ("0.1/1.5", "deep", "0.1//0.2", "nan")
+        ),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            make_task(name, settings)
 
 
-def test_pairs_of_words_come_to_an_end(monkeypatch):
-    monkeypatch.setattr("jax_longctx.evaluation.tasks.ruler.NOUNS", NOUNS[:2])
-    with pytest.raises(LengthError, match="no more keys of two words; set key=uuid"):
-        drawn("niah_multikey_2", tokens=9000, trials=1)
-
-
-def test_words():
+def test_words(monkeypatch):
     lists = (ADJECTIVES, NOUNS, VERBS)
     assert len({word for each in lists for word in each}) == sum(map(len, lists))
     known = vocabulary()
@@ -252,6 +233,10 @@ def test_words():
     assert len(set(stream)) == len(stream) and set(stream[: len(known)]) == set(known)
     assert stream[: len(known)] != list(known)
     assert all(word.isalpha() for word in stream)
+    # Pairs of words come to an end.
+    monkeypatch.setattr("jax_longctx.evaluation.tasks.ruler.NOUNS", NOUNS[:2])
+    with pytest.raises(LengthError, match="no more keys of two words; set key=uuid"):
+        drawn("niah_multikey_2", tokens=9000, trials=1)
 
 
 def test_depths_are_taken_in_turn_and_met_within_a_sentence():
@@ -280,30 +265,15 @@ def test_texts(tmp_path):
     assert task.label == "passkey@topics"
     # They begin anywhere in the text.
     assert len({sample.context.partition("\n\n")[2][:40] for sample in samples}) > 8
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+    for content, message in [
         (None, r"own\.txt cannot be read.*give noise, topics, or"),
         (b"caf\xe9", r"own\.txt is not UTF-8 text \(byte 3\)"),
         (b" \n", r"own\.txt is empty"),
-    ],
-)
-def test_texts_that_cannot_be_read(tmp_path, content, message):
-    path = tmp_path / "own.txt"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(InputError, match=message):
-        drawn("passkey", haystack=str(path))
-
-
-def test_depths_that_cannot_be():
-    with pytest.raises(ConfigError, match="depths must be at least 1, got 0"):
-        make_task("passkey", {"depths": "0"})
-    for at in ("0.1/1.5", "deep", "0.1//0.2", "nan"):
-        with pytest.raises(ConfigError, match=r"at must be depths from 0 to 1"):
-            make_task("passkey", {"at": at})
+    ]:
+        if content is not None:
+            (tmp_path / "own.txt").write_bytes(content)
+        with pytest.raises(InputError, match=message):
+            drawn("passkey", haystack=str(tmp_path / "own.txt"))
 
 
 def test_only_the_first_number_counts():
