@@ -7,7 +7,6 @@ import tracemalloc
 from typing import Any
 
 import gguf
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from jax_longctx.sharding import make_mesh
 from pallas_kernels.quantised_matrix import QuantisedMatrix, dequantised_matrix
 from tests.checkpoints_convert.test_gguf import write_gguf
 from tests.checkpoints_convert.test_interruption import stop_at
-from tests.checkpoints_convert.test_names import flat
+from tests.checkpoints_convert.test_names import assert_same_parameters, flat
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
 from tests.jax_longctx.models.test_checkpoint import change, refused
 
@@ -36,15 +35,7 @@ def written(folder, family="llama", dtype="bfloat16", **changes):
     return write_checkpoint(folder / "hf", config, random_state(config, dtype))
 
 
-def assert_same_bits(found, expected):
-    found, expected = dict(flat(found)), dict(flat(expected))
-    assert set(found) == set(expected)
-    for path, value in expected.items():
-        assert found[path].dtype == value.dtype, path
-        assert jax.tree.structure(found[path]) == jax.tree.structure(value), path
-        for ours, theirs in zip(jax.tree.leaves(found[path]), jax.tree.leaves(value), strict=True):
-            assert ours.sharding == theirs.sharding, path
-            np.testing.assert_array_equal(ours, theirs, err_msg=path)
+assert_same_bits = functools.partial(assert_same_parameters, sharded=True)
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,11 @@ from gguf import GGMLQuantizationType as Kind
 from checkpoints_convert import convert
 from checkpoints_convert.config import model_config
 from checkpoints_convert.gguf import llama3_scaling
+from checkpoints_convert.names import expected_tensors
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.storage import load_params
 from jax_longctx.sharding import make_mesh
-from tests.checkpoints_convert.test_names import flat, paired_rows
+from tests.checkpoints_convert.test_names import assert_same_parameters, paired_rows
 from tests.checkpoints_convert.tiny import FAMILIES, hf_config, params_from_hf, random_state
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"} | {
@@ -96,14 +97,10 @@ def converted(folder, config, state, *, dtype="source", **how):
     return convert(folder / "m.gguf", folder / "ours", dtype=dtype)
 
 
-def assert_params(folder, config, state, dtype="float32"):
+def assert_params(folder, config, state):
     """That the conversion holds these values."""
-    found = dict(flat(load_params(folder / "ours", make_mesh())))
-    expected = dict(flat(params_from_hf(model_config(config), state)))
-    assert set(found) == set(expected)
-    for path, value in expected.items():
-        assert found[path].dtype == dtype, path
-        np.testing.assert_array_equal(found[path], value, err_msg=path)
+    expected = params_from_hf(model_config(config), state)
+    assert_same_parameters(load_params(folder / "ours", make_mesh()), expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -119,6 +116,9 @@ def test_plain_values_and_config(tmp_path, family):
 
     manifest = converted(tmp_path, config, state, tweak=window)
     assert manifest.config == model_config(config)
+    named = {gguf_name(name): value.shape for name, value in state.items()}
+    expected = expected_tensors(manifest.config, "gguf").items()
+    assert {name: tensor.shape for name, tensor in expected} == named
     assert manifest.dtype == "float32" and list(manifest.sources) == ["m.gguf"]
     assert manifest.extras == {"eos_token_id": 5}
     assert_params(tmp_path, config, state)
@@ -173,7 +173,7 @@ def test_two_byte_files_keep_their_type(tmp_path, kind, dtype):
     state = random_state(config, dtype)
     exact = {name: value.astype(np.float32) for name, value in state.items()}
     assert converted(tmp_path, config, exact, kind=Kind[kind]).dtype == dtype
-    assert_params(tmp_path, config, state, dtype)
+    assert_params(tmp_path, config, state)
 
 
 def divisors(config, factor, low, high, trained):

@@ -10,10 +10,11 @@ from safetensors.numpy import load_file
 
 from checkpoints_convert import convert, export, read_config
 from checkpoints_convert.config import model_config
+from checkpoints_convert.names import naming_of
 from jax_longctx.errors import CheckpointError
 from jax_longctx.models.storage import load_params, read_manifest
 from jax_longctx.sharding import make_mesh
-from tests.checkpoints_convert.test_names import flat, internlm2_state
+from tests.checkpoints_convert.test_names import assert_same_parameters, internlm2_state
 from tests.checkpoints_convert.tiny import (
     DTYPES,
     FAMILIES,
@@ -103,11 +104,8 @@ def test_values_are_cast_to_the_type_asked_for(tmp_path, monkeypatch, dtype):
     state = random_state(LLAMA, "float32")
     cast = {name: value.astype(DTYPES[dtype]) for name, value in state.items()}
     there_and_back(tmp_path, LLAMA, state, cast, dtype=dtype)
-    found = dict(flat(load_params(tmp_path / "ours", make_mesh())))
-    expected = dict(flat(params_from_hf(model_config(LLAMA), cast)))
-    assert set(found) == set(expected)
-    for path, theirs in expected.items():
-        assert same_bits(np.asarray(found[path]), np.asarray(theirs)), path
+    expected = params_from_hf(model_config(LLAMA), cast)
+    assert_same_parameters(load_params(tmp_path / "ours", make_mesh()), expected)
 
 
 def test_a_sharded_mesh_writes_and_reads_the_same(tmp_path):
@@ -139,6 +137,7 @@ def test_internlm2_is_split_and_exported_as_llama(tmp_path):
     state = random_state(described, "bfloat16")
     theirs = {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": False}
     fused = internlm2_state(state, config)
+    assert (naming_of(fused), naming_of(state)) == ("internlm2", "hf")
     assert there_and_back(tmp_path, described | theirs, fused, state).config == config
     assert model_config(exported_config(tmp_path)) == config
 

@@ -1,5 +1,6 @@
 """Where a Hugging Face file's numbers go, and the layouts of InternLM2 and GGUF made of it."""
 
+import jax
 import numpy as np
 
 from checkpoints_convert.config import model_config
@@ -12,6 +13,18 @@ def flat(tree, prefix=""):
             yield from flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
+
+
+def assert_same_parameters(found, expected, *, sharded=False):
+    """That the trees hold the same bits of the same types, and over the same devices if asked."""
+    found, expected = dict(flat(found)), dict(flat(expected))
+    assert set(found) == set(expected)
+    for path, value in expected.items():
+        assert found[path].dtype == value.dtype, path
+        assert jax.tree.structure(found[path]) == jax.tree.structure(value), path
+        for ours, theirs in zip(jax.tree.leaves(found[path]), jax.tree.leaves(value), strict=True):
+            assert not sharded or ours.sharding == theirs.sharding, path
+            np.testing.assert_array_equal(ours, theirs, err_msg=path)
 
 
 def internlm2_state(state, config):

@@ -16,7 +16,7 @@ from tests.patience import patience
 
 
 def test_the_second_writer_is_refused_and_the_next_is_not(tmp_path):
-    """Nor is it after an error."""
+    """Nor is it after an error; and a folder that cannot be made is told."""
     path = tmp_path / "new" / "model"
     with pytest.raises(ZeroDivisionError), only_writer(path):
         _ = 1 / 0
@@ -29,6 +29,10 @@ def test_the_second_writer_is_refused_and_the_next_is_not(tmp_path):
     with only_writer(path):
         pass
     assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InputError, match=r"file/model cannot be written: "):
+        with only_writer(tmp_path / "file" / "model"):
+            pass
 
 
 def hold(path, ready):

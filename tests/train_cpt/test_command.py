@@ -16,6 +16,7 @@ from jax_longctx.sharding import make_mesh
 from tests.checkpoints_convert.tiny import full_disk
 from tests.train_cpt.tiny_files import write_tiny
 from train_cpt import loop
+from train_cpt.metrics import read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_train_writes_a_checkpoint_and_goes_on_with_nothing(trained):
     facts = json.loads((folder / "run" / "run.json").read_text())
     assert facts["pattern"]["tail"] == 4 and facts["versions"]["jax"] == jax.__version__
     assert train(folder / "run.toml")[0] == 0
-    assert len((folder / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert [line["step"] for line in read_metrics(folder / "run")] == [1, 2]
     assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert not (folder / "run" / "best").exists()
 
@@ -87,14 +88,22 @@ def test_the_weights_of_the_lowest_dev_loss_are_written_beside_the_last(folder, 
     assert np.abs(one["embed"]["table"] - two["embed"]["table"]).max() > 1e-3
 
 
-def test_plots_are_drawn_and_what_is_no_run_is_one_line(trained):
-    folder, _ = trained
-    out = folder / "both.png"
-    runs = [str(folder / "run")] * 2
-    assert CliRunner().invoke(app, ["train", "plot", *runs, "--out", str(out)]).exit_code == 0
-    assert out.read_bytes().startswith(b"\x89PNG")
-    result = CliRunner().invoke(app, ["train", "plot", str(folder)])
+def test_plots_are_drawn_and_what_is_no_run_is_one_line(trained, tmp_path):
+    run, other = trained[0] / "run", tmp_path / "other"
+    other.mkdir()
+    lines = [{"step": step, "loss": 1 / step, "dev_loss": 2.0} for step in (1, 2)]
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def plot(out, *runs):
+        words = ["train", "plot", *map(str, runs), "--out", str(tmp_path / out)]
+        return CliRunner().invoke(app, words)
+
+    assert plot("one.png", run).exit_code == plot("both.png", run, other).exit_code == 0
+    one, both = ((tmp_path / name).read_bytes() for name in ("one.png", "both.png"))
+    assert one != both and one[:4] == both[:4] == b"\x89PNG"
+    result = plot("none.png", run, tmp_path)
     assert result.exit_code == 2 and "holds no metrics of a training run" in result.stderr
+    assert not (tmp_path / "none.png").exists()
 
 
 @pytest.mark.slow

@@ -11,12 +11,11 @@ from tensorboardX.proto import event_pb2
 from typer.testing import CliRunner
 
 from jax_longctx.cli.main import app
-from jax_longctx.errors import InputError
 from tests.support import tiny_config
 from tests.train_cpt.tiny_run import tiny_setup
 from train_cpt import bench
 from train_cpt.attention import Pattern
-from train_cpt.metrics import device_peak, metrics_log, plot_losses, read_metrics, text_flops
+from train_cpt.metrics import device_peak, metrics_log, read_metrics, text_flops
 
 
 def events_of(directory):
@@ -52,22 +51,6 @@ def test_lines_are_events_too_and_both_go_on_from_a_step(tmp_path):
     ]
     assert [value for _, _, value in scalars] == pytest.approx([1, 0.5, 1 / 3, 7, 8])
     assert forgotten == [3]
-
-
-def test_losses_are_plotted_and_what_is_no_run_refused(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        lines = [{"step": step, "loss": 1 / step, "dev_loss": 2.0} for step in (1, 2)]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (tmp_path / name / "metrics.jsonl").write_text(text)
-    plots = [tmp_path / "one.png", tmp_path / "two.png"]
-    plot_losses([tmp_path / "a"], plots[0])
-    plot_losses([tmp_path / "a", tmp_path / "b"], plots[1])
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots)
-    assert plots[0].read_bytes() != plots[1].read_bytes()
-    with pytest.raises(InputError, match="holds no metrics of a training run"):
-        plot_losses([tmp_path / "a", tmp_path], tmp_path / "none.png")
-    assert not (tmp_path / "none.png").exists()
 
 
 def test_flops_count_the_matmuls_and_the_pairs_that_meet():
