@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_longctx.engine import programs
-from jax_longctx.methods import InfLLM, SnapKV
+from jax_longctx.methods import InfLLM, ReAttention, SnapKV
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.lowering import (
     cache_bytes,
@@ -27,13 +27,20 @@ def compile_question_end(setup):
     return programs.whole_finish.lower(setup, caches, total, "question", 64).compile()
 
 
+def compile_step(setup):
+    return compile_decode(setup, 1, SLOTS)
+
+
 @pytest.mark.parametrize(
     ("method", "compiled"),
-    [(SnapKV(), compile_question_end), (InfLLM(), lambda setup: compile_decode(setup, 1, SLOTS))],
-    ids=["snapkv", "infllm"],
+    [(SnapKV(), compile_question_end), (InfLLM(), compile_step), (ReAttention(), compile_step)],
+    ids=["snapkv", "infllm", "reattention"],
 )
 def test_reads_copy_no_cache_compiled_for_tpu(method, compiled):
-    """SnapKV's choice of what stays; a decode step of InfLLM, which appends beside its reads."""
+    """SnapKV's choice of what stays; a decode step of methods that append beside their reads.
+
+    A gather along the slots, beside the append, would move the cache's axes and back.
+    """
     pytest.importorskip("libtpu")
     from jax.experimental import topologies
 

@@ -1,4 +1,4 @@
-"""What the tests of methods that evict share: rows, a comparison with numpy, full attention."""
+"""What the tests of methods that evict share: rows, and a comparison with numpy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,21 +8,9 @@ import numpy as np
 
 from jax_longctx.engine import Engine
 from jax_longctx.parts.evicting import AnswerCache
-from tests.jax_longctx.methods.harness import steps
-from tests.jax_longctx.methods.oracles.evictors import THETA, Evicting
-from tests.oracle import causal_attend, forward, to_numpy
+from tests.jax_longctx.methods.harness import oracle_params, steps
+from tests.jax_longctx.methods.oracles.evictors import Evicting
 from tests.support import random_rows
-
-__all__ = [
-    "ANSWERS",
-    "CONTEXTS",
-    "NOTHING",
-    "QUESTIONS",
-    "compare",
-    "full_logits",
-    "kept_tokens",
-    "oracle_params",
-]
 
 RESERVE = 32
 # Rows that evict, that never fill a budget of 16 (not with the answer either), and an empty one.
@@ -30,10 +18,6 @@ CONTEXTS = random_rows([37, 9, 20, 0])
 QUESTIONS = random_rows([3, 2, 7, 5], seed=1)
 ANSWERS = random_rows([6] * 4, seed=2)
 NOTHING = [[]] * 4
-
-
-def oracle_params(engine: Engine) -> Any:
-    return to_numpy(jax.device_get(engine.params))
 
 
 def kept_tokens(caches: Sequence[Any]) -> list[list[list[tuple[int, ...]]]]:
@@ -74,19 +58,15 @@ def compare(
     contexts: Sequence[Sequence[int]] = CONTEXTS,
     questions: Sequence[Sequence[int]] = NOTHING,
     answers: Sequence[Sequence[int]] = (),
-    sums: int = 0,
-    until: str = "",
 ) -> list[Evicting]:
-    """The engine's rows together against numpy's one by one, after each segment until a role.
+    """The engine's rows together against numpy's one by one, after each segment.
 
-    Kept tokens of every layer and head, the first `sums` statistics, the position, and the logits.
+    Kept tokens of every layer and head, the statistics, the position, and the logits.
     """
     params = oracle_params(engine)
-    oracles = [Evicting(engine.config, params, rule, engine.method) for _ in contexts]
+    oracles = [Evicting(engine.config, params, rule) for _ in contexts]
     evicted, shapes = False, {}
     for step in steps(engine, contexts, questions, answers, RESERVE):
-        if evicted and step.segment.role == until:
-            break
         got = kept_tokens(step.caches)
         # A loop over decode steps carries the caches: nothing about their arrays may change.
         now = [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(step.caches)]
@@ -104,13 +84,10 @@ def compare(
                 store = cache.store if isinstance(cache, AnswerCache) else cache
                 assert int(store.position[b]) == oracle.position
                 evicted |= len(layer.token[0]) < oracle.position
-                for head in range(len(layer.sums) if looks and sums else 0):
+                for head in range(len(layer.sums) if looks and rule.compared else 0):
                     mine = np.asarray(cache.statistics)[b, head, : len(kept[b][head])]
-                    np.testing.assert_allclose(mine, layer.sums[head][:, :sums], atol=1e-4)
+                    np.testing.assert_allclose(
+                        mine, layer.sums[head][:, : rule.compared], atol=1e-4
+                    )
     assert evicted or not contexts
     return oracles
-
-
-def full_logits(engine: Engine, tokens: Sequence[int]) -> np.ndarray:
-    """Full attention's logits `[T, V]`, by numpy."""
-    return forward(engine.config, oracle_params(engine), list(tokens), causal_attend(THETA))

@@ -1,5 +1,10 @@
-"""Runs a method segment by segment, so that a test can look into the caches after each."""
+"""Runs a method segment by segment, so that a test can look into the caches after each.
 
+Rows are contexts, questions and answers. An answer's tokens are fed one by one, as many for every
+row.
+"""
+
+import copy
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,17 +18,8 @@ from jax_longctx.contract import Segment, decode_segment, step_variant
 from jax_longctx.engine import Context, Engine, programs
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.context_io import load_context, save_context
-
-__all__ = [
-    "ALIKE",
-    "Run",
-    "Step",
-    "ask",
-    "ask_twice",
-    "last_logits",
-    "prefill",
-    "steps",
-]
+from tests.oracle import causal_attend, forward, to_numpy
+from tests.support import random_rows
 
 # Methods that differ from another one in what they rank by alone.
 ALIKE = {"arkvale", "citrus-standard", "ideal-topk", "roco", "streaming-llm", "tova"}
@@ -54,8 +50,10 @@ class Run:
     caches: tuple[Any, ...]
 
     @classmethod
-    def of(cls, engine: Engine, contexts: Sequence[Sequence[int]], reserve: int = 32) -> "Run":
-        slots = bucket(max(map(len, contexts)) + reserve + 1, engine.mesh.shape["seq"])
+    def of(
+        cls, engine: Engine, contexts: Sequence[Sequence[int]], reserve: int = 32, slots: int = 0
+    ) -> "Run":
+        slots = slots or bucket(max(map(len, contexts)) + reserve + 1, engine.mesh.shape["seq"])
         total = jnp.array([len(row) for row in contexts], jnp.int32)
         caches = programs.init_caches(engine.setup, len(contexts), slots, reserve)
         return cls(engine, slots, reserve, total, caches)
@@ -82,7 +80,6 @@ class Run:
     def answer(
         self, questions: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
     ) -> Iterator[Step]:
-        """The questions, then the answers' tokens one by one (as many for every row)."""
         method = self.engine.method
         prompt = self.engine.prompt("question", self.slots, question=questions)
         yield from self.feed(method.segments(prompt))
@@ -90,11 +87,23 @@ class Run:
             self.caches = programs.finish_question(
                 self.engine.setup, self.caches, self.total, reserve=self.reserve
             )
-        ones = np.ones((len(questions), 1), np.int32)
-        done = np.zeros(len(questions), bool)
+        yield from self.tokens(answers)
+
+    def tokens(self, answers: Sequence[Sequence[int]]) -> Iterator[Step]:
+        ones, done = np.ones((len(answers), 1), np.int32), np.zeros(len(answers), bool)
         for step, column in enumerate(zip(*answers, strict=True), start=1):
-            tokens = np.array(column, np.int32)[:, None]
-            yield from self.feed([decode_segment(tokens, ones, done, step_variant(method, step))])
+            tokens, variant = (
+                np.array(column, np.int32)[:, None],
+                step_variant(self.engine.method, step),
+            )
+            yield from self.feed([decode_segment(tokens, ones, done, variant)])
+
+
+def under(engine: Engine, method: Any) -> Engine:
+    """The engine with another method."""
+    other = copy.copy(engine)
+    other.method, other.setup = method, dataclasses.replace(engine.setup, method=method)
+    return other
 
 
 def steps(
@@ -104,7 +113,6 @@ def steps(
     answers: Sequence[Sequence[int]] = (),
     reserve: int = 32,
 ) -> Iterator[Step]:
-    """The contexts, the questions, then the answers' tokens one by one (as many for every row)."""
     run = Run.of(engine, contexts, reserve)
     yield from run.read(contexts, questions)
     yield from run.answer(questions, answers)
@@ -136,10 +144,7 @@ def ask(
 
 
 def ask_twice(engine: Engine, folder: Path, rows: Any, others: Any) -> Context:
-    """A question is answered alike after another one, and from a context saved and loaded.
-
-    `rows` are contexts, questions and answers, `others` other questions and answers.
-    """
+    """A question is answered alike after `others`, and from a context saved and loaded."""
     contexts, *asked = rows
     context = prefill(engine, contexts, asked[0])
     save_context(engine, context, folder / "context")
@@ -156,3 +161,49 @@ def last_logits(step: Step) -> np.ndarray:
     """`[B, V]`: each row's logits at its last valid token of the step."""
     at = np.maximum(step.valid - 1, 0)
     return step.logits[np.arange(len(at)), at]
+
+
+def texts(lengths: Any, answer: int, seed: int = 0) -> Any:
+    """Random rows; `lengths` are pairs of a context's and a question's."""
+    sizes = *zip(*lengths, strict=True), [answer] * len(lengths)
+    return tuple(random_rows(list(each), seed=seed + n) for n, each in enumerate(sizes))
+
+
+def whole_rows(rows: Any) -> list[list[int]]:
+    return [[token for part in parts for token in part] for parts in zip(*rows, strict=True)]
+
+
+def row_logits(engine: Engine, rows: Any, each: Any = None, reserve: int = 32) -> list[np.ndarray]:
+    """Every row's logits `[tokens, V]`, in order; `each(step)` looks at each step."""
+    pieces: list[list[np.ndarray]] = [[] for _ in rows[0]]
+    for step in steps(engine, *rows, reserve=reserve):
+        for piece, logits, valid in zip(pieces, step.logits, step.valid, strict=True):
+            piece.append(logits[:valid])
+        if each is not None:
+            each(step)
+    return [np.concatenate(piece) for piece in pieces]
+
+
+def oracle_params(engine: Engine) -> Any:
+    return to_numpy(jax.device_get(engine.params))
+
+
+def full_logits(engine: Engine, rows: Any) -> list[np.ndarray]:
+    """Every row's logits `[tokens, V]` under full attention, by numpy."""
+    params, attend = oracle_params(engine), causal_attend(engine.config.rope.theta)
+    return [forward(engine.config, params, row, attend) for row in whole_rows(rows)]
+
+
+def check_rows(got: Any, expected: Any, atol: float = 1e-4) -> None:
+    for mine, theirs in zip(got, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=atol)
+
+
+def traces(oracle: Any, engine: Engine, rules: Any, rows: Any, **options: Any) -> list[Any]:
+    """The account that an oracle's module gives of each row."""
+    params, whole = oracle_params(engine), whole_rows(rows)
+    calls = [oracle.calls_of(rules, *map(len, parts)) for parts in zip(*rows, strict=True)]
+    return [
+        oracle.follow(rules, engine.config, params, *row, **options)
+        for row in zip(whole, calls, strict=True)
+    ]

@@ -1,38 +1,94 @@
-"""CItruS in its three forms against numpy, and the identities between them and with others."""
+"""CItruS in its three forms, and H2O with its shared cache, against numpy; identities between them.
 
+One run of ragged rows, watched, is compared with each row alone in numpy.
+"""
+
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from jax_longctx.contract import Prompt, beside, chunk_segments
-from jax_longctx.errors import ConfigError, InputError
-from jax_longctx.methods import TOVA, Citrus, CitrusIndividual, CitrusStandard
-from tests.jax_longctx.methods.harness import ask_twice
-from tests.jax_longctx.methods.oracles.citrus import Kept, look, nothing
-from tests.jax_longctx.methods.reading import (
-    ANSWERS,
-    CHUNK,
-    CONTEXTS,
-    KEPT,
-    QUESTIONS,
-    compare,
-    engine_with,
-    equals_full_attention,
-    feed,
+from jax_longctx.contract import beside, chunk_segments
+from jax_longctx.engine import Engine
+from jax_longctx.methods import H2O, TOVA, Citrus, CitrusStandard
+from jax_longctx.methods.citrus_individual import CitrusIndividual, ThreadCaches
+from jax_longctx.methods.h2o_shared import H2OShared
+from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.methods.evicting import kept_tokens
+from tests.jax_longctx.methods.harness import (
+    Run,
+    ask_twice,
+    check_rows,
+    full_logits,
     oracle_params,
-    run,
+    steps,
 )
-from tests.support import random_rows, tiny_config
+from tests.jax_longctx.methods.oracles.citrus import Kept, Rule, look, nothing, read
+from tests.support import random_rows, tiny_config, tiny_engine
 
-FORMS = {"standard": CitrusStandard, "shared": Citrus, "individual": CitrusIndividual}
+CHUNK, KEPT, RESERVE = 8, 16, 32
+SIZES = {"budget": KEPT + CHUNK, "chunk": CHUNK}
+# Rows that evict, one as long as what is kept, one of a single chunk, an empty one.
+CONTEXTS = random_rows([45, 16, 29, 5, 0, 25])
+# One is longer than a chunk.
+QUESTIONS = random_rows([3, 11, 7, 5, 2, 1], seed=1)
+ANSWERS = random_rows([4] * 6, seed=2)
+ROWS = CONTEXTS, QUESTIONS, ANSWERS
+
+FORMS = {
+    "standard": CitrusStandard,
+    "shared": Citrus,
+    "individual": CitrusIndividual,
+    "h2o": H2OShared,
+}
 each_form = pytest.mark.parametrize("form", FORMS)
 
 
 @functools.cache
+def _base(layers, mesh):
+    return tiny_engine(mesh=make_mesh(*mesh), config=tiny_config(num_layers=layers))
+
+
+def engine_with(method, *, layers=1, mesh=(1, 1, 1)):
+    """The method on a random model, which methods share: compilation is what these tests cost."""
+    base = _base(layers, mesh)
+    return Engine(base.config, base.params, method, base.mesh)
+
+
+@functools.cache
 def engine_of(form):
-    return engine_with(FORMS[form](budget=KEPT + CHUNK, chunk=CHUNK), layers=2)
+    return engine_with(FORMS[form](**SIZES), layers=1 if form == "h2o" else 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """A step on the host: the kept tokens by thread, layer, row and head; valid rows' logits."""
+
+    role: str
+    kept: list[list[list[list[tuple[int, ...]]]]]
+    logits: list[np.ndarray]
+    sums: list[np.ndarray | None]
+
+    @classmethod
+    def of(cls, step):
+        threads = [list(step.caches)]
+        if isinstance(step.caches[0], ThreadCaches):
+            threads = [[getattr(c, name) for c in step.caches] for name in ("language", "task")]
+        logits = [block[:n] for block, n in zip(step.logits, step.valid, strict=True)]
+        sums = [getattr(cache, "statistics", None) for cache in threads[-1]]
+        sums = [None if each is None else np.asarray(each)[..., 0] for each in sums]
+        return cls(step.segment.role, [kept_tokens(thread) for thread in threads], logits, sums)
+
+    def row(self, index):
+        return [[layer[index] for layer in thread] for thread in self.kept]
+
+
+def run(engine):
+    """The rows above with their questions and answers, step by step."""
+    return [Seen.of(step) for step in steps(engine, *ROWS, RESERVE)]
 
 
 @functools.cache
@@ -40,57 +96,103 @@ def run_of(form):
     return run(engine_of(form))
 
 
+def feed(engine, segments=None):
+    """The contexts alone, in the method's segments or in others."""
+    run = Run.of(engine, CONTEXTS, RESERVE)
+    fed = run.read(CONTEXTS, QUESTIONS) if segments is None else run.feed(segments)
+    return [Seen.of(step) for step in fed]
+
+
 def in_context(seen):
     return [step for step in seen if step.role not in ("probe", "query", "decode")]
 
 
-def same(left, right, rows=None, thread=-1):
-    """The same kept tokens and logits in these rows (all by default), step by step."""
+def compare(seen, engine, form, **options):
+    """Kept tokens of every thread, layer and head, and logits, against each row alone in numpy."""
+    params = oracle_params(engine)
+    rule = Rule(form=form, kept=KEPT, chunk=CHUNK, **options)
+    evictions = 0
+    for b, texts in enumerate(zip(*ROWS, strict=True)):
+        oracle = read(engine.config, params, *texts, rule)
+        before: Any = [[[()] * 2] * engine.config.num_layers] * len(seen[0].kept)
+        for step in seen:
+            if not len(step.logits[b]):
+                # The row's context has ended: nothing may change.
+                assert step.row(b) == before
+                continue
+            logits, threads = next(oracle)
+            np.testing.assert_allclose(step.logits[b], logits, atol=1e-4)
+            before = [[[tuple(h) for h in c.token.T] for c in thread] for thread in threads]
+            assert step.row(b) == before
+            evictions += len(threads[0][0].token) <= threads[0][0].token.max(initial=0)
+            if step.sums[0] is None or step.role not in ("probe_and_context", "probe"):
+                continue
+            for sums, cache in zip(step.sums, threads[-1], strict=True):
+                np.testing.assert_allclose(sums[b, :, : len(cache.mass)].T, cache.mass, atol=1e-5)
+    assert evictions
+
+
+def same(left, right, rows=(0, 1, 2, 3, 4, 5), thread=-1):
+    """The same kept tokens, logits and sums, if any, in these rows, step by step."""
     for a, b in zip(left, right, strict=True):
-        for row in range(len(CONTEXTS)) if rows is None else rows:
+        for row in rows:
             assert a.row(row)[thread] == b.row(row)[-1]
             np.testing.assert_allclose(a.logits[row], b.logits[row], atol=1e-5)
+            for sums in zip(a.sums, b.sums, strict=True):
+                if sums[0] is not None:
+                    held = len(a.row(row)[0][0][0])
+                    check_rows(sums[0][row, :, :held], sums[1][row, :, :held], atol=1e-5)
 
 
 @each_form
 def test_sh_2_x7_cs_4_x22_it_is_numpys_row_by_row(form):
     """Ragged rows in merged passes keep what each keeps alone, by one pass for each group."""
     compare(run_of(form), engine_of(form), form)
+    if form == "h2o":
+        # Head-wise: the kv heads of a layer keep different tokens.
+        first, second = run_of(form)[5].row(0)[0][0]
+        assert first != second
 
 
 @pytest.mark.thorough
-@each_form
-def test_a_mesh_keeps_what_one_device_keeps(form):
-    """Every head's score must arrive on every shard: by local ones alone shards would differ."""
-    method = engine_of(form).method
-    engine = engine_with(method, mesh=(2, 2, 2))
-    compare(run(engine) if form == "shared" else feed(engine), engine, form)
+@pytest.mark.parametrize(
+    ("form", "settings", "mesh"),
+    [
+        # Every head's score must arrive on every shard: by local ones alone shards would differ.
+        *((form, {}, (2, 2, 2)) for form in ("standard", "shared", "individual")),
+        ("h2o", {"alpha": 0.25}, (2, 2, 2)),
+        # A blend, so that the rows of a token's own chunk count by halves.
+        ("h2o", {"alpha": 0.5, "acc_kind": "mean"}, (1, 1, 1)),
+    ],
+)
+def test_a_mesh_and_a_blend_keep_what_numpy_keeps(form, settings, mesh):
+    engine = engine_with(FORMS[form](**SIZES, **settings), mesh=mesh)
+    rule = {"mean" if name == "acc_kind" else name: value for name, value in settings.items()}
+    compare(run(engine) if form == "shared" else feed(engine), engine, form, **rule)
 
 
 @each_form
-def test_x1_cs_1_cs_6_sh_3_in_3_with_room_for_all_it_is_full_attention(form):
+def test_x1_cs_1_cs_6_sh_3_in_3_hs_3_with_room_for_all_it_is_full_attention(form):
     """k >= L (row 1), and c >= L (row 3, CS-2), and no context at all (row 4)."""
+    seen = run_of(form)
+    expected = full_logits(engine_of(form), ROWS)
     for row in (1, 3, 4):
-        equals_full_attention(run_of(form), engine_of(form), row)
-    assert in_context(run_of(form))[-1].row(1) == [[[tuple(range(16))] * 2] * 2] * len(
-        run_of(form)[0].kept
-    )
+        logits = np.concatenate([step.logits[row] for step in seen if step.role != "probe"])
+        np.testing.assert_allclose(logits, expected[row], atol=2e-5)
+    layers = engine_of(form).config.num_layers
+    assert in_context(seen)[-1].row(1) == [[[tuple(range(16))] * 2] * layers] * len(seen[0].kept)
 
 
-def test_sh_4_one_chunk_is_the_same_under_every_form():
-    for form in ("shared", "individual"):
-        same(run_of(form), run_of("standard"), rows=[3])
-
-
-def test_in_4_with_room_for_all_shared_and_individual_caches_are_the_same():
-    same(run_of("individual"), run_of("shared"), rows=[1])
-
-
-def test_in_1_x5_the_language_thread_is_standard():
-    individual, standard = (in_context(run_of(form)) for form in ("individual", "standard"))
-    same(individual, standard, thread=0)
+def test_in_1_x5_in_4_sh_4_forms_that_are_the_same():
+    """One chunk under every form; the language thread and standard; without eviction all caches."""
+    standard, shared, individual = map(run_of, ("standard", "shared", "individual"))
+    same(shared, standard, rows=[3])
+    same(individual, standard, rows=[3])
+    same(individual, shared, rows=[1])
+    same(in_context(individual), in_context(standard), thread=0)
     # The threads do differ, or this would say nothing.
-    assert individual[-1].kept[0] != individual[-1].kept[1]
+    last = in_context(individual)[-1]
+    assert last.kept[0] != last.kept[1]
 
 
 def with_itself():
@@ -157,8 +259,7 @@ def test_x3_cs_3_tv_2_by_single_tokens_it_is_tova_that_protects_the_current_one(
 
 def test_settings_sinks_logits_and_eviction_before_the_chunk():
     settings = {"sink": 3, "score": "logit", "evict_first": True}
-    method = Citrus(budget=KEPT + CHUNK, chunk=CHUNK, **settings)
-    engine = engine_with(method)
+    engine = engine_with(Citrus(**SIZES, **settings))
     seen = feed(engine)
     compare(seen, engine, "shared", **settings)
     # First tokens would have left without being told to stay.
@@ -170,13 +271,14 @@ def test_settings_sinks_logits_and_eviction_before_the_chunk():
 @each_form
 def test_a_second_question_and_a_saved_context(form, tmp_path):
     others = random_rows([4, 2, 12, 3, 1, 6], seed=3) if form == "standard" else QUESTIONS
-    rows, others = (CONTEXTS, QUESTIONS, ANSWERS), (others, random_rows([4] * 6, seed=4))
-    loaded = ask_twice(engine_of(form), tmp_path, rows, others)
-    # Nothing is left of the language thread: 24 tokens and what follows, keys, values and indices.
-    rows = len(CONTEXTS) * 2 * (KEPT + CHUNK + 32)
-    counters = 2 * len(CONTEXTS) * 4
-    assert loaded.resident_bytes == 2 * (rows * (2 * 8 * 4 + 4) + counters)
-    assert len(jax.tree.leaves(loaded.caches[0])) == 5
+    others = others, random_rows([4] * 6, seed=4)
+    loaded = ask_twice(engine_of(form), tmp_path, ROWS, others)
+    if form != "h2o":
+        # Nothing is left of the language thread: 24 tokens and what follows, keys, values, indices.
+        slots = len(CONTEXTS) * 2 * (KEPT + CHUNK + 32)
+        counters = 2 * len(CONTEXTS) * 4
+        assert loaded.resident_bytes == 2 * (slots * (2 * 8 * 4 + 4) + counters)
+        assert len(jax.tree.leaves(loaded.caches[0])) == 5
 
 
 def test_short_questions_share_their_programs():
@@ -186,34 +288,26 @@ def test_short_questions_share_their_programs():
     assert Citrus(budget=24, chunk=8).question_width([[1] * 5]) == 16
 
 
-@each_form
-def test_a_question_longer_than_the_cache_is_refused(form):
-    engine, contexts, questions = engine_of(form), random_rows([9]), random_rows([25], seed=1)
-    words = f"{engine.method.name}: the question has 25 tokens, more than the cache's"
-    if form == "standard":
-        with pytest.raises(InputError, match=words):
-            list(engine.method.segments(Prompt("question", 8, question=questions)))
-        return
-    with pytest.raises(InputError, match=words):
-        engine.prefill(contexts, reserve=8, questions=questions)
-    with pytest.raises(InputError, match="needs the question at prefill"):
-        engine.prefill(contexts, reserve=8)
+def test_hs_2_after_two_chunks_heads_rank_by_what_the_instruction_looks_at():
+    """The scores of the shared cache, before they are averaged over heads."""
+    engine, seen = engine_of("h2o"), run_of("h2o")
+    config, params = engine.config, oracle_params(engine)
+    caches = nothing(config)
+    _, views = look(config, params, CONTEXTS[0][:CHUNK], caches)
+    caches = [cache.joined(view.kept(0)) for cache, view in zip(caches, views, strict=True)]
+    _, views = look(config, params, QUESTIONS[0], caches)
+    for sums, view in zip(seen[1].sums, views, strict=True):
+        scores = view.cached.mean(1).reshape(2, 2, CHUNK).mean(1)
+        np.testing.assert_allclose(sums[0, :, :CHUNK], CHUNK * scores, atol=1e-5)
+        # The chunk that joined has been looked at by nobody.
+        assert not sums[0, :, CHUNK : 2 * CHUNK].any()
 
 
-@each_form
-def test_bad_settings(form):
-    method = FORMS[form]
-    name = method.name
-    for settings, said in [
-        ({"chunk": 0}, "chunk must be at least 1, got 0"),
-        ({"sink": -1}, "sink must be at least 0, got -1"),
-        ({"budget": 8, "chunk": 9}, "budget 8 less chunk 9 leaves -1 tokens"),
-        ({"budget": 12, "chunk": 9, "sink": 4}, "leaves 3 tokens, but the method always keeps 4"),
-    ]:
-        with pytest.raises(ConfigError, match=f"{name}: .*{said}"):
-            method(**settings)
-    # Every chunk may see its predecessor only.
-    method(budget=8, chunk=8)
-    narrow = tiny_config(windows=(None, 20))
-    with pytest.raises(ConfigError, match=f"{name}: budget 24 and chunk 8 exceed .* 20 tokens"):
-        method(budget=24, chunk=8).validate(narrow)
+def test_hs_1_x8_without_the_instruction_it_is_h2o_in_this_setting():
+    h2o = H2O(**SIZES, positions="shifted", protocol="citrus")
+    plain = feed(engine_with(h2o), chunk_segments(CONTEXTS, CHUNK, "context"))
+    segments = chunk_segments(CONTEXTS, CHUNK, "context")
+    none = engine_with(H2OShared(**SIZES, alpha=0))
+    blended = feed(none, (beside(chunk, QUESTIONS, 16) for chunk in segments))
+    same(plain, blended)
+    assert blended[-1].kept[0][0][0] != run_of("h2o")[5].kept[0][0][0]

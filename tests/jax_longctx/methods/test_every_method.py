@@ -105,10 +105,10 @@ def bfloat16_logits(method, dtype=jnp.bfloat16):
     return np.concatenate([*logits[0], *logits[1]]).astype(np.float32)
 
 
-# With a share of the prompt as a budget too, which grows with it.
+# With a share of the prompt as a budget too, which grows with it, and full steps by the queries.
 PASSES = [
     *((name, SMALL[name]) for name in APART),
-    ("refreshkv", {"ratio": 0.3, "stride": 3, "schedule": "fixed"}),
+    ("refreshkv", {"ratio": 0.3, "schedule": "adaptive", "qc_stride": 2, "threshold": 0.5}),
 ]
 
 

@@ -1,6 +1,7 @@
 """InfLLM against numpy, layer by layer and step by step; the names carry the spec's ids."""
 
-import dataclasses
+import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,28 +10,33 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_longctx.contract import LayerContext, Prompt
+from jax_longctx.contract import LayerContext, Prompt, method
+from jax_longctx.engine import programs
+from jax_longctx.engine.capacity import grow
 from jax_longctx.engine.context_io import load_context, save_context
-from jax_longctx.methods import METHODS
+from jax_longctx.methods import METHODS, InfLLM
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.parts.unit_memory import best_units
 from jax_longctx.sharding import make_mesh
-from jax_longctx.studies.infllm_accounted import UnitAccount, empty_account, note_step
-from tests.jax_longctx.methods.harness import ask, prefill
-from tests.jax_longctx.methods.oracles.infllm import Rules, calls_of, follow
-from tests.jax_longctx.methods.remembering import (
-    CHOSEN,
-    LAYERS,
-    Watched,
-    check,
-    check_memory,
-    method_of,
+from jax_longctx.studies.infllm_accounted import (
+    InfLLMAccounted,
+    UnitAccount,
+    empty_account,
+    note_step,
+)
+from tests.jax_longctx.methods.harness import (
+    ask,
+    check_rows,
     oracle_params,
-    read,
+    prefill,
+    row_logits,
     texts,
     traces,
-    whole_row,
+    whole_rows,
 )
+from tests.jax_longctx.methods.oracles import infllm as oracle
+from tests.jax_longctx.methods.oracles.infllm import Rules, calls_of, follow
+from tests.jax_longctx.methods.selecting import layer_shape
 from tests.oracle import forward, probabilities, rope, weighted_values
 from tests.support import random_rows, tiny_config, tiny_engine
 
@@ -41,23 +47,52 @@ CACHED: dict[str, Any] = {"max_cached_block": 4, "cache_policy": "lru-s", "score
 THETA = 1e4
 # Where more layers would only take longer to compile.
 ONE_LAYER = tiny_config(num_layers=1)
+# Sliding windows that hide nothing, one a layer: what a method can tell the layers by.
+LAYERS = (1000, 2000)
+# (layer, units) of every choice of a watched method.
+CHOSEN: list[tuple[int, np.ndarray]] = []
 
 
-@dataclasses.dataclass
-class Run:
-    engine: Any
-    rows: Any
-    logits: list[np.ndarray]
-    caches: Any
-    chosen: list[list[list[set[int]]]]
-    traces: list[Any]
+def method_of(rules, kind=InfLLM, **settings):
+    return kind(
+        n_init=rules.i0,
+        n_local=rules.w,
+        block_size=rules.bs,
+        topk=rules.kb,
+        repr_topk=rules.r,
+        chunk=rules.x,
+        score=rules.score,
+        granularity="query_head" if rules.each_head else "layer",
+        far_distance=rules.far,
+        far_mask="released" if rules.released else "exact",
+        **settings,
+    )
+
+
+@method(source="InfLLM", name="watched")
+class Watched(InfLLMAccounted):
+    """Tells which units each layer attends, and starts with garbage wherever nothing is yet."""
+
+    def init_cache(self, shape):
+        def fill(leaf):
+            return jnp.full_like(leaf, 1e4) if leaf.ndim > 1 else leaf
+
+        return jax.tree.map(fill, super().init_cache(shape))
+
+    def choose(self, q, cache, valid, ctx):
+        chosen = super().choose(q, cache, valid, ctx)
+        jax.debug.callback(functools.partial(note, LAYERS.index(ctx.window)), chosen)
+        return chosen
+
+
+def note(layer, chosen):
+    CHOSEN.append((layer, np.asarray(chosen)))
 
 
 @pytest.fixture(scope="module")
 def run():
-    method = method_of(SMALL, Watched, **CACHED)
-    engine = tiny_engine(method, config=tiny_config(windows=LAYERS))
-    rows = texts(LENGTHS, ANSWER)
+    engine = tiny_engine(method_of(SMALL, Watched, **CACHED), config=tiny_config(windows=LAYERS))
+    rows, last = texts(LENGTHS, ANSWER), {}
     chosen = [[] for _ in LENGTHS]
 
     def look(step):
@@ -69,29 +104,51 @@ def run():
             if valid:
                 lists = [units[b, 0] for _, units in layers]
                 chosen[b].append([{int(unit) for unit in row if unit >= 0} for row in lists])
+        last["caches"] = step.caches
 
-    logits, caches = read(engine, rows, look)
-    return Run(engine, rows, logits, caches, chosen, traces(engine, SMALL, rows))
+    logits = row_logits(engine, rows, look)
+    found = traces(oracle, engine, SMALL, rows)
+    return SimpleNamespace(
+        engine=engine, rows=rows, logits=logits, chosen=chosen, traces=found, **last
+    )
+
+
+def check_memory(rules, caches, row, trace):
+    """Representatives, and what the tokens not packed yet have received."""
+    for layer, cache in zip(trace.layers, caches, strict=True):
+        units = np.asarray(cache.units)[row, :, : len(layer.units)]
+        for unit, expected in enumerate(layer.units):
+            np.testing.assert_allclose(units[:, unit], expected, atol=1e-5)
+        left = np.arange(rules.i0 + len(layer.units) * rules.bs, len(layer.k))
+        ring = np.asarray(cache.received)[row]
+        got = ring[:, left % ring.shape[1]]
+        np.testing.assert_allclose(got, layer.received[:, left], atol=2e-4)
+
+
+def check(engine, rules, rows, **options):
+    """Logits and memories equal the oracle's; returns its traces."""
+    last = []
+    logits = row_logits(engine, rows, lambda step: last.append(step.caches))
+    found = traces(oracle, engine, rules, rows, **options)
+    check_rows(logits, [np.concatenate(trace.logits) for trace in found])
+    for b, trace in enumerate([] if options else found):
+        check_memory(rules, last[-1], b, trace)
+    return found
 
 
 def test_it_5_it_6_it_15_it_16_units_and_logits_equal_numpy(run):
-    """Ragged rows, each as the oracle has it alone; the memory was full of garbage at first."""
+    """Ragged rows, each as the oracle has it alone; the memory was full of garbage at first.
+
+    IT-10: `follow` derives each representative once more from the sums at the very end.
+    """
     chose = 0
-    for logits, chosen, trace in zip(run.logits, run.chosen, run.traces, strict=True):
+    for row, (chosen, trace) in enumerate(zip(run.chosen, run.traces, strict=True)):
         for got, expected in zip(chosen, trace.chosen, strict=True):
             assert got == [heads[0] for heads in expected]
             chose += max(map(len, got)) == SMALL.kb
-        np.testing.assert_allclose(logits, np.concatenate(trace.logits), atol=1e-4)
-    assert chose > 10
-
-
-def test_it_10_what_tokens_receive_is_final_when_they_are_packed(run):
-    """`follow` derives each representative once more from the sums at the very end."""
-    for row, trace in enumerate(run.traces):
+        np.testing.assert_allclose(run.logits[row], np.concatenate(trace.logits), atol=1e-4)
         check_memory(SMALL, run.caches, row, trace)
-    # All that a head's queries pay to the window and beyond it is one each.
-    layer = run.traces[0].layers[0]
-    assert 0 < layer.received.sum() < len(layer.k) * len(layer.received)
+    assert chose > 10
 
 
 def replay(steps, size, policy, decay):
@@ -167,25 +224,6 @@ def test_it_13_policies_are_those_of_dicts(policy, shards):
             assert (int(cache.hits[row]), int(cache.misses[row])) == (hits, misses)
 
 
-@pytest.mark.thorough
-def test_dense_decode_is_full_attention_over_what_infllm_has_read():
-    """Over the mesh, with rows of a second shard's slots."""
-    engine = tiny_engine(
-        method_of(SMALL, decode="dense"), mesh=make_mesh(2, 2, 2), config=ONE_LAYER
-    )
-    rows = texts([(137, 4), (5, 1), (42, 13), (0, 2)], 3)
-    logits, _ = read(engine, rows)
-    params = oracle_params(engine)
-    for b, (context, question) in enumerate([(137, 4), (5, 1), (42, 13), (0, 2)]):
-        calls = calls_of(SMALL, context, question, 3)
-        tokens = whole_row(rows, b)
-        trace = follow(SMALL, engine.config, params, tokens, calls, dense=3)
-        np.testing.assert_allclose(logits[b], np.concatenate(trace.logits), atol=1e-4)
-        sparse = follow(SMALL, engine.config, params, tokens, calls)
-        if b == 0:
-            assert np.abs(trace.logits[-1] - sparse.logits[-1]).max() > 1e-2
-
-
 def test_it_19_units_appear_one_by_one(run):
     for (context, question), trace in zip(LENGTHS, run.traces, strict=True):
         read_tokens = context + question + ANSWER
@@ -196,25 +234,23 @@ def test_it_19_units_appear_one_by_one(run):
         assert max(trace.seen) <= most
 
 
-def dense(engine, tokens, clamp):
+def dense(engine, tokens, clamp, sees=lambda t, at: at <= t):
     """One pass over all tokens with the distances clamped to `clamp` - 1."""
     theta = engine.config.rope.theta
 
     def attend(layer, q, k, v):
         at = np.arange(len(q))
         rotated = [rope(k, -np.minimum(t - at, clamp - 1), theta) for t in at]
-        rows = [probabilities(q[t : t + 1], rotated[t], (at <= t)[None]) for t in at]
+        rows = [probabilities(q[t : t + 1], rotated[t], sees(t, at)[None]) for t in at]
         return weighted_values(np.concatenate(rows, axis=1), v)
 
-    params = oracle_params(engine)
-    return forward(engine.config, params, tokens, attend)
+    return forward(engine.config, oracle_params(engine), tokens, attend)
 
 
 def test_it_1_it_2_short_texts_see_everything(run):
     """Full attention within the window, at clamped distances until the first unit is left out."""
-    tokens = whole_row(run.rows, 0)
+    (tokens, *_), (got, *_) = whole_rows(run.rows), run.logits
     full, clamped = dense(run.engine, tokens, 10**6), dense(run.engine, tokens, SMALL.w)
-    (got, *_) = run.logits
     np.testing.assert_allclose(got[: SMALL.w], full[: SMALL.w], atol=1e-4)
     assert np.abs(got[SMALL.w :] - full[SMALL.w :]).max() > 1e-2
     whole = SMALL.w + SMALL.i0 + (SMALL.kb + 1) * SMALL.bs
@@ -224,27 +260,26 @@ def test_it_1_it_2_short_texts_see_everything(run):
 
 def test_it_8_the_last_token_asks_alone(run):
     """The question of 4 as one chunk would have chosen other units for its last token."""
-    calls = calls_of(SMALL, LENGTHS[0][0], LENGTHS[0][1], 0)
-    together = [*calls[:-2], calls[-2] + 1]
-    params = oracle_params(run.engine)
-    trace = follow(SMALL, run.engine.config, params, whole_row(run.rows, 0), together)
+    calls = calls_of(SMALL, *LENGTHS[0], 0)
+    together, params = [*calls[:-2], calls[-2] + 1], oracle_params(run.engine)
+    trace = follow(SMALL, run.engine.config, params, whole_rows(run.rows)[0], together)
     assert np.abs(trace.logits[-1][-1] - run.logits[0][sum(LENGTHS[0]) - 1]).max() > 1e-3
 
 
 def test_it_7_the_engines_chunk_changes_nothing():
-    method, rows = method_of(SMALL), random_rows([75, 5])
-    sizes = [
-        [segment.tokens.shape for segment in method.segments(Prompt("context", chunk, rows))]
-        for chunk in (8, 16, 512)
-    ]
-    assert sizes[0] == sizes[1] == sizes[2] == [(2, 8)] * 10
+    rows = random_rows([75, 5])
+    for chunk in (8, 16, 512):
+        segments = method_of(SMALL).segments(Prompt("context", chunk, rows))
+        assert [segment.tokens.shape for segment in segments] == [(2, 8)] * 10
 
 
 @pytest.mark.thorough
-def test_2x2x2():
-    """Also a window, first tokens and units on both shards of the slots."""
-    engine = tiny_engine(method_of(SMALL), mesh=make_mesh(2, 2, 2), config=ONE_LAYER)
-    check(engine, SMALL, texts([(137, 4), (5, 1), (42, 13), (0, 2)], 3))
+@pytest.mark.parametrize("options", [{}, {"dense": 3}], ids=["sparse", "dense"])
+def test_2x2x2(options):
+    """A window, first tokens and units on both shards; an answer by full attention over them."""
+    how = {"decode": "dense"} if options else {}
+    engine = tiny_engine(method_of(SMALL, **how), mesh=make_mesh(2, 2, 2), config=ONE_LAYER)
+    check(engine, SMALL, texts([(137, 4), (5, 1), (42, 13), (0, 2)], 3), **options)
 
 
 @pytest.mark.thorough
@@ -259,15 +294,9 @@ def test_it_9_it_11_every_option_on_sharded_slots():
     scaled = RopeConfig(kind="yarn", theta=THETA, trained_length=128, attention_factor=1.5)
     config = tiny_config(num_layers=1, rope=scaled)
     engine = tiny_engine(method_of(rules), mesh=make_mesh(1, 4, 2), config=config)
-    rows = texts([(290, 1), (131, 1)], 2, seed=5)
-    trace, _ = check(engine, rules, rows)
+    trace, _ = check(engine, rules, texts([(290, 1), (131, 1)], 2, seed=5))
     picked = [unit for heads in trace.chosen[-1] for units in heads for unit in units]
     assert min(picked) * 4 + 3 < 128 < max(picked) * 4 + 3
-    assert len({frozenset(units) for heads in trace.chosen[-1] for units in heads}) > 1
-    exact, _ = traces(engine, dataclasses.replace(rules, released=False), rows)
-    apart = [np.abs(a - b).max() for a, b in zip(trace.logits, exact.logits, strict=True)]
-    # From the first chunk that ends beyond the window.
-    assert max(apart[:2]) == 0 < 1e-3 < apart[2]
 
 
 @pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -277,39 +306,23 @@ def test_it_4_nothing_chosen_is_a_window_behind_sinks(shards):
     A rotary base that grows from 8 tokens on does not: no distance is beyond 5.
     """
     rules = Rules(i0=3, w=6, bs=1, kb=0, r=1, x=1)
-    rope_config = RopeConfig(kind="dynamic", theta=THETA, trained_length=8, factor=2.0)
-    config = tiny_config(num_layers=1, rope=rope_config)
+    growing = RopeConfig(kind="dynamic", theta=THETA, trained_length=8, factor=2.0)
+    config = tiny_config(num_layers=1, rope=growing)
     engine = tiny_engine(method_of(rules), config=config, mesh=make_mesh(seq=shards))
     rows = texts([(19, 1)], 2)
-    check(engine, rules, rows)
-
-    def attend(layer, q, k, v):
-        at = np.arange(len(q))
-        out = []
-        for t in at:
-            seen = (at <= t) & ((at < 3) | (at > t - 7))
-            keys = rope(k, -np.minimum(t - at, 5), THETA)
-            out.append(weighted_values(probabilities(q[t : t + 1], keys, seen[None]), v))
-        return np.concatenate(out)
-
-    params = oracle_params(engine)
-    (logits,), _ = read(engine, rows)
-    expected = forward(engine.config, params, whole_row(rows, 0), attend)
-    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    (trace,) = check(engine, rules, rows)
+    expected = dense(
+        engine, whole_rows(rows)[0], 6, lambda t, at: (at <= t) & ((at < 3) | (at > t - 7))
+    )
+    np.testing.assert_allclose(np.concatenate(trace.logits), expected, atol=1e-9)
 
 
 def test_it_3_without_positions_and_with_every_unit_it_is_full_attention():
-    rope = RopeConfig(kind="linear", theta=1e4, trained_length=128, factor=1e12)
+    endless = RopeConfig(kind="linear", theta=THETA, trained_length=128, factor=1e12)
     rules = Rules(i0=0, w=8, bs=3, kb=99, r=1, x=1)
-    engine = tiny_engine(method_of(rules), config=tiny_config(num_layers=1, rope=rope))
-    rows = random_rows([61])
-
-    def attend(layer, q, k, v):
-        at = np.arange(len(q))
-        return weighted_values(probabilities(q, k, at[:, None] >= at), v)
-
-    expected = forward(engine.config, oracle_params(engine), rows[0], attend)
-    np.testing.assert_allclose(engine.score(rows)[0], expected, atol=1e-4)
+    engine = tiny_engine(method_of(rules), config=tiny_config(num_layers=1, rope=endless))
+    (row,) = random_rows([61])
+    np.testing.assert_allclose(engine.score([row])[0], dense(engine, row, 1), atol=1e-4)
 
 
 def test_it_18_a_unit_that_says_what_is_asked_is_chosen():
@@ -355,10 +368,30 @@ def test_it_17_another_question_does_not_matter_and_a_saved_context_answers_alik
     save_context(engine, context, tmp_path / "context")
     first, second = ask(engine, context, a, answers), ask(engine, context, b, answers)
     assert not np.allclose(first[-1], second[-1], atol=1e-3)
-    for row, logits in enumerate(first[-1]):
-        np.testing.assert_allclose(logits, run.logits[row][-1], atol=1e-5)
+    check_rows(first[-1], [logits[-1] for logits in run.logits], atol=1e-5)
     loaded = load_context(engine, tmp_path / "context")
     for again in (context, loaded):
         np.testing.assert_array_equal(first, ask(engine, again, a, answers))
         np.testing.assert_array_equal(second, ask(engine, again, b, answers))
     CHOSEN.clear()
+
+
+def test_a_longer_question_makes_room_for_its_units():
+    arrays = (jnp.zeros(size, jnp.float32) for size in [(1, 4, 8), (1, 2, 4096, 8)])
+    cache = method_of(SMALL).init_cache(layer_shape(*arrays))
+    (grown,) = jax.eval_shape(lambda caches: grow(caches, 128), (cache,))
+    assert grown.units.shape[2] == (4096 + 128) // 4
+
+
+@pytest.mark.slow
+def test_memory_beside_the_cache_does_not_grow_with_it():
+    engine = tiny_engine(method_of(SMALL), config=ONE_LAYER)
+    caches = programs.abstract_caches(engine.setup, 1, 65536, 0)
+    (segment,) = engine.method.segments(Prompt("context", 8, random_rows([8])))
+    run = programs.whole_segment.lower(
+        engine.setup, engine.params, caches, segment, jnp.array([8]), None, "none"
+    )
+    memory = run.compile().memory_analysis()
+    cached = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
+    assert memory is not None and memory.alias_size_in_bytes >= cached
+    assert memory.temp_size_in_bytes < cached / 32

@@ -1,4 +1,4 @@
-"""RefreshKV against numpy and against what it must equal: full attention, SnapKV, itself.
+"""RefreshKV against numpy and what it must equal: full attention, SnapKV, itself; its programs.
 
 One context is read once; every variant decodes the same tokens from it. One layer is enough where
 layers and mesh are not at stake.
@@ -7,6 +7,7 @@ layers and mesh are not at stake.
 import dataclasses
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +16,29 @@ import pytest
 
 from jax_longctx.contract import Prompt, decode_segment
 from jax_longctx.engine import programs
-from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.engine.capacity import grow
 from jax_longctx.methods.refreshkv import RefreshKV
 from jax_longctx.methods.snapkv import SnapKV
 from jax_longctx.sharding import make_mesh
-from tests.jax_longctx.methods.harness import last_logits, steps
-from tests.jax_longctx.methods.leaving import in_order, leaving, partly
+from tests.jax_longctx.engine.lowering import cache_bytes, compile_decode, no_persistent_cache
+from tests.jax_longctx.methods import test_snapkv
+from tests.jax_longctx.methods.branches import decided_by_floats
+from tests.jax_longctx.methods.harness import (
+    Run,
+    full_logits,
+    last_logits,
+    oracle_params,
+    steps,
+    under,
+)
 from tests.jax_longctx.methods.oracles.partial_cache import PartialDecoder, masked_forward
-from tests.oracle import causal_attend, forward, to_numpy
-from tests.support import joined, random_rows, tiny_config, tiny_engine
+from tests.support import random_rows, tiny_config, tiny_engine
 
 # With the questions: above the budget, below it, above it; one question ends a segment later.
 CONTEXTS = random_rows([37, 1, 10, 20])
 QUESTIONS = random_rows([3, 2, 18, 1], seed=1)
 ANSWERS = random_rows([9, 9, 9, 9], seed=2)
 PROMPTS = [[*context, *question] for context, question in zip(CONTEXTS, QUESTIONS, strict=True)]
-TOTAL = jnp.array([len(row) for row in CONTEXTS], jnp.int32)
 RESERVE, NEVER = 32, 1000
 ONE = (1, 1, 1)
 METHOD = RefreshKV(budget=6, kernel=3, schedule="fixed", stride=3)
@@ -38,13 +46,33 @@ also = functools.partial(pytest.param, marks=pytest.mark.slow)
 ADAPTIVE = {"schedule": "adaptive", "qc_stride": 2, "threshold": 0.5}
 
 
-def layers_of(mesh):
-    return 1 if mesh == ONE else 2
+def in_order(cache, method):
+    """Each row's and head's tokens that the step could read, the first to leave first."""
+    order, size = cache.partial, cache.partial.chosen.shape[2] + 1
+    limits = size
+    if not method.evict_on_push:
+        limits = size = order.k.shape[2]
+    elif method.budget is None:
+        limits = order.count + 1
+    return test_snapkv.in_order(order, limits, size)
+
+
+def leaving(method, step):
+    """How many tokens may still leave a list before it is made anew; None: all of them."""
+    if not method.evict_on_push:
+        return 0
+    never = method.schedule != "fixed" or method.ablation == "no_refresh"
+    return None if never else method.stride - step % method.stride
+
+
+def partly(lists, ordered):
+    """The first tokens in order, the others in any."""
+    return [(ids[:ordered], sorted(ids)) for ids in lists]
 
 
 @functools.cache
 def engine_of(mesh=ONE):
-    config = tiny_config(num_layers=layers_of(mesh))
+    config = tiny_config(num_layers=1 if mesh == ONE else 2)
     # The loop keeps the caches of several layers as one.
     by_layer = True if mesh != ONE else None
     return tiny_engine(METHOD, mesh=make_mesh(*mesh), config=config, chunk=16, by_layer=by_layer)
@@ -52,20 +80,16 @@ def engine_of(mesh=ONE):
 
 @functools.cache
 def oracle_model(mesh=ONE):
-    engine = engine_of(mesh)
-    return engine.config, to_numpy(jax.device_get(engine.params))
+    return engine_of(mesh).config, oracle_params(engine_of(mesh))
 
 
 @functools.cache
 def read_context(mesh, slots):
     """Every layer's cache at the end of the context: the same for every variant."""
-    engine = engine_of(mesh)
-    caches = programs.init_caches(engine.setup, 4, slots, RESERVE)
-    for segment in METHOD.segments(Prompt("context", 16, CONTEXTS)):
-        caches, _ = programs.run_segment(
-            engine.setup, engine.params, caches, segment, TOTAL, None, "none"
-        )
-    return jax.device_get(caches)
+    run = Run.of(engine_of(mesh), CONTEXTS, RESERVE, slots)
+    for _ in run.read(CONTEXTS):
+        pass
+    return jax.device_get(run.caches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,43 +113,32 @@ def resized(cache, method):
 @functools.cache
 def decode(mesh=ONE, slots=128, **changes):
     """The question, and every answer token, under a variant of `METHOD`."""
-    engine = engine_of(mesh)
     method = dataclasses.replace(METHOD, **changes)
-    setup = dataclasses.replace(engine.setup, method=method)
     caches = tuple(resized(cache, method) for cache in read_context(mesh, slots))
     # Where a variant only decodes in another way, the question's program is shared.
     chooses = {"over_group", "force_self", "kernel", "budget", "ratio", "indexed", "qc_space"}
     chooses |= {"schedule", "ablation", "stride", "evict_on_push"}
     asking = {name: value for name, value in changes.items() if name in chooses}
-    asking = dataclasses.replace(engine.setup, method=dataclasses.replace(METHOD, **asking))
-    for segment in method.segments(Prompt("question", 16, question=QUESTIONS)):
-        caches, _ = programs.run_segment(
-            asking, engine.params, caches, segment, TOTAL, None, "none"
+    asking = under(engine_of(mesh), dataclasses.replace(METHOD, **asking))
+    run = Run(asking, slots, RESERVE, jnp.array([len(row) for row in CONTEXTS]), caches)
+    for _ in run.answer(QUESTIONS, ()):
+        pass
+    run.engine = under(engine_of(mesh), method)
+    return [
+        Seen(
+            last_logits(step),
+            [in_order(cache, method) for cache in step.caches],
+            jax.device_get(step.caches),
         )
-    seen = []
-    for step, column in enumerate(zip(*ANSWERS, strict=True), start=1):
-        caches, logits = answer(setup, engine, caches, column, step)
-        lists = [in_order(cache, method) for cache in caches]
-        seen.append(Seen(logits, lists, jax.device_get(caches)))
-    return seen
-
-
-def answer(setup, engine, caches, tokens, step, valid=(1, 1, 1, 1)):
-    """The answer's token of that number of each row; caches and logits `[B, V]`."""
-    tokens, valid = (np.array(x, np.int32)[:, None] for x in (tokens, valid))
-    segment = decode_segment(tokens, valid, np.zeros(4, bool), setup.method.step_variant(step))
-    caches, logits = programs.run_segment(setup, engine.params, caches, segment, TOTAL, None, "all")
-    return caches, np.asarray(logits)[:, 0]
+        for step in run.tokens(ANSWERS)
+    ]
 
 
 @functools.cache
 def full_attention():
     """Logits `[9, B, V]` of the answers' tokens under full attention."""
-    rows = [
-        forward(*oracle_model(), prompt + answer, causal_attend(1e4))[-9:]
-        for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)
-    ]
-    return np.stack(rows, 1)
+    rows = full_logits(engine_of(), (CONTEXTS, QUESTIONS, ANSWERS))
+    return np.stack([logits[-9:] for logits in rows], 1)
 
 
 def logits_of(seen):
@@ -196,33 +209,11 @@ def test_ragged_rows_equal_numpy_row_by_row(changes):
 
 
 @pytest.mark.thorough
-def test_questions_in_turn_and_from_disk(tmp_path):
-    """A, B, A; and a question and answer longer than the context's reserve (the caches grow)."""
-    method = dataclasses.replace(METHOD, **ADAPTIVE)
-    engine = tiny_engine(method, config=engine_of().config, chunk=16)
-    others = random_rows([5, 4, 1, 3], seed=3)
-
-    def ask(context, questions):
-        return joined(engine.stream(context, questions, max_tokens=8))
-
-    context = engine.prefill(CONTEXTS, reserve=RESERVE)
-    save_context(engine, context, tmp_path / "saved")
-    first, second = ask(context, QUESTIONS), ask(context, others)
-    assert first != second
-    assert ask(context, QUESTIONS) == first
-    # The last question's steps; the first token of an answer is the question's.
-    assert [cache.steps.tolist() for cache in context.usable_caches()] == [[7] * 4]
-    assert ask(load_context(engine, tmp_path / "saved"), others) == second
-    assert ask(engine.prefill(CONTEXTS, reserve=2), QUESTIONS) == first
-
-
-@pytest.mark.thorough
 def test_a_ratio_is_of_the_prompt_whatever_the_capacity():
     """Thrice the slots make a longer list, of which a row fills what its prompt says."""
     seen = decode(slots=384, **(ratio := {"budget": None, "ratio": 0.2}))
     assert seen[0].caches[0].partial.chosen.shape[2] == 77
     compare(seen, dataclasses.replace(METHOD, **ratio))
-    assert [step.lists for step in seen] == [step.lists for step in decode(**ratio)]
 
 
 @pytest.mark.thorough
@@ -234,23 +225,15 @@ def test_a_mesh_equals_numpy(mesh, changes):
     compare(decode(mesh, **changes), dataclasses.replace(METHOD, **changes), mesh)
 
 
-@pytest.mark.slow
-def test_layers_and_rows_decide_alone():
-    """What makes the comparison above one of rows and layers that differ."""
-    full = np.stack([cache.full_steps for cache in decode((2, 2, 2), **ADAPTIVE)[-1].caches])
-    assert 0 < full.sum() < full.size * 4
-    assert (full[0] != full[1]).any() and len(set(full[0])) > 1
-    spaces = [decode(**ADAPTIVE), decode(**ADAPTIVE, qc_space="pre_rope")]
-    assert np.ptp([seen[-1].caches[0].full_steps for seen in spaces], axis=0).any()
-
-
 def test_a_row_that_has_stopped_is_left_alone():
     """Also where its last step was one that the schedule makes full."""
-    engine, before = engine_of(), decode()[-1]
-    caches = before.caches
+    engine, (old,) = engine_of(), decode()[-1].caches
+    tokens, valid = (np.array(x, np.int32)[:, None] for x in ([1, 2, 3, 4], [1, 0, 1, 0]))
+    run = Run(engine, 128, RESERVE, jnp.array([len(row) for row in CONTEXTS]), (old,))
     for step in (10, 11, 12):
-        caches, _ = answer(engine.setup, engine, caches, [1, 2, 3, 4], step, [1, 0, 1, 0])
-    (old,), (new,) = before.caches, jax.device_get(caches)
+        variant = METHOD.step_variant(step)
+        (_,) = run.feed([decode_segment(tokens, valid, np.zeros(4, bool), variant)])
+    (new,) = jax.device_get(run.caches)
     assert new.steps.tolist() == [12, 9, 12, 9] and new.full_steps.tolist() == [4, 3, 4, 3]
     lists, stopped = in_order(new, METHOD), in_order(old, METHOD)
     for row in range(4):
@@ -299,26 +282,10 @@ def test_rk_4_x11_x12_without_full_steps_it_is_snapkv(evict, policy):
     compare(seen, dataclasses.replace(METHOD, stride=NEVER, evict_on_push=evict))
     (cache,) = seen[-1].caches
     assert np.all(cache.steps) and not np.any(cache.full_steps)
-    engine, caches = read_prompts()
-    method = dataclasses.replace(engine.method, decode_policy=policy)
-    setup = dataclasses.replace(engine.setup, method=method)
-    caches = programs.finish_question(setup, caches, TOTAL, reserve=RESERVE)
-    for column, step in zip(zip(*ANSWERS, strict=True), seen, strict=True):
-        tokens, ones = np.array(column, np.int32)[:, None], np.ones((4, 1), np.int32)
-        segment = decode_segment(tokens, ones, np.zeros(4, bool), "")
-        caches, logits = programs.run_segment(
-            setup, engine.params, caches, segment, TOTAL, None, "all"
-        )
-        np.testing.assert_allclose(step.logits, np.asarray(logits)[:, 0], atol=1e-5)
-
-
-@functools.cache
-def read_prompts():
-    """An engine of SnapKV as RefreshKV chooses, and its caches after the questions."""
-    method = SnapKV(budget=6, window=1, kernel=3, over_group="max")
-    engine = tiny_engine(method, config=engine_of().config, chunk=16)
-    *_, last = steps(engine, CONTEXTS, QUESTIONS, reserve=RESERVE)
-    return engine, last.caches
+    method = SnapKV(budget=6, window=1, kernel=3, over_group="max", decode_policy=policy)
+    snapkv = list(steps(under(engine_of(), method), CONTEXTS, QUESTIONS, ANSWERS, RESERVE))[-9:]
+    for mine, theirs in zip(seen, snapkv, strict=True):
+        np.testing.assert_allclose(mine.logits, last_logits(theirs), atol=1e-5)
 
 
 def test_rk_6_the_training_mask_is_decoding_without_eviction():
@@ -380,3 +347,128 @@ def test_an_answer_takes_the_steps_that_the_schedule_names():
         assert chosen.tolist() == [row[column] for row in answers]
     (cache, *_) = programs.per_layer(context.caches)
     assert cache.full_steps.tolist() == [3] * 4 and cache.steps.tolist() == [14] * 4
+
+
+def bodies(text):
+    """The computations of a compiled program by name, as lines."""
+    found, name = {}, None
+    for line in text.splitlines():
+        if line and not line[0].isspace():
+            head = re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
+            name = head.group(1) if head else None
+            if name:
+                found[name] = []
+        elif name:
+            found[name].append(line)
+    return found
+
+
+def reached(computations, name, through_branches):
+    """Lines of a computation and of those that it calls, conditional branches among them or not."""
+    lines, queue, done = [], [name], set()
+    while queue:
+        name = queue.pop()
+        if name in done:
+            continue
+        done.add(name)
+        for line in computations[name]:
+            lines.append(line)
+            if " conditional(" in line and not through_branches:
+                continue
+            queue += [word for word in re.findall(r"%([\w.\-]+)", line) if word in computations]
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("step", "branch"),
+    [
+        pytest.param(1, False, id="partial"),
+        pytest.param(5, True, id="checked", marks=pytest.mark.slow),
+    ],
+)
+def test_a_partial_step_neither_reads_nor_copies_the_full_cache(step, branch):
+    """Read from the decode program: matmuls over all slots stand in branches of a check alone."""
+    slots, batch = 16384, 2
+    config = tiny_config(num_layers=1, num_heads=8, num_kv_heads=2, head_dim=64)
+    method = RefreshKV(budget=512)
+    setup = programs.Setup(config, method, make_mesh(), jnp.dtype(jnp.float32), 512)
+    with no_persistent_cache():
+        compiled = compile_decode(setup, batch, slots, step)
+    computations = bodies(compiled.as_text())
+    entry = re.search(r"^ENTRY %?([\w.\-]+)", compiled.as_text(), re.MULTILINE)
+    assert entry is not None
+
+    def reads(through_branches):
+        lines = reached(computations, entry.group(1), through_branches)
+        return [line for line in lines if re.search(rf" dot\(.*{slots}|{slots}.* dot\(", line)]
+
+    assert bool(reads(through_branches=True)) == branch
+    assert not reads(through_branches=False)
+    memory = compiled.memory_analysis()
+    full = 2 * config.num_layers * batch * 2 * slots * 64 * 4
+    assert cache_bytes(setup, batch, slots) > full
+    assert memory.alias_size_in_bytes > full
+    # A layer's logits and scores of 8 heads: a sixteenth of keys and values each 4 arrays.
+    assert memory.temp_size_in_bytes < full / 8
+
+
+def test_a_full_step_by_schedule_has_no_branch():
+    """What a branch may change is copied on a GPU, and its predicate waited for."""
+    method = RefreshKV(budget=6, schedule="fixed", stride=3)
+    setup = programs.Setup(tiny_config(num_layers=1), method, make_mesh(), jnp.dtype("float32"), 16)
+    for step in (1, 3):
+        text = compile_decode(setup, 2, 256, step).as_text()
+        assert "while(" in text and "conditional(" not in text
+
+
+@pytest.mark.slow
+def test_one_program_of_both_kinds_of_steps_copies_no_cache():
+    """A loop for each kind within one: neither carries copies of what the other changes."""
+    slots, batch = 16384, 2
+    config = tiny_config(num_layers=1, num_heads=8, num_kv_heads=2, head_dim=64)
+    method = RefreshKV(budget=512, schedule="fixed", stride=3)
+    setup = programs.Setup(config, method, make_mesh(), jnp.dtype(jnp.float32), 512)
+    with no_persistent_cache():
+        compiled = compile_decode(setup, batch, slots, 1, 3)
+    assert compiled.as_text().count(" while(") >= 3 and "conditional(" not in compiled.as_text()
+    memory = compiled.memory_analysis()
+    full = 2 * batch * 2 * slots * 64 * 4
+    assert memory.alias_size_in_bytes > full
+    assert memory.temp_size_in_bytes < full / 8
+
+
+def test_without_a_budget_there_is_room_for_a_share_of_any_prompt():
+    (shape,) = programs.cache_shapes(engine_of().setup, 2, 256, 16)
+    for settings, size in [({}, 32), ({"ratio": 0.3}, 77), ({"ratio": 1e-3}, 1)]:
+        cache = jax.eval_shape(functools.partial(RefreshKV(**settings).init_cache, shape))
+        assert cache.partial.chosen.shape[2] == size
+    method = RefreshKV(ratio=0.3)
+    cache = method.init_cache(shape)
+    token = 2 * 2 * 2 * 8 * 4
+    assert method.read_bytes(cache, 100) == token * 31 + token * 256 // 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "shapes"),
+    [
+        ({"budget": 6}, (6, 128)),
+        ({"budget": 6, "evict_on_push": False}, (6, 128 + 256)),
+        ({"ratio": 0.3}, (77 + 128, 128 + 128)),
+        ({"ratio": 0.3, "evict_on_push": False}, (77 + 128, 128 + 256)),
+    ],
+    ids=str,
+)
+def test_a_partial_cache_grows_with_what_it_holds(settings, shapes):
+    """After 256 more slots: of a list of tokens, and of buffers for them."""
+    (shape,) = programs.cache_shapes(engine_of().setup, 2, 256, 16)
+    cache = jax.eval_shape(lambda: grow((RefreshKV(**settings).init_cache(shape),), 256)[0])
+    assert (cache.partial.chosen.shape[2], cache.partial.k.shape[2]) == shapes
+    assert cache.store.k.shape[2] == 512
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_shards_agree_on_a_full_step(indexed):
+    """Of no row, of some or of all: one branch, with collectives."""
+    method = RefreshKV(budget=6, indexed=indexed)
+    assert decided_by_floats(method, step=1) == []
+    assert decided_by_floats(method, step=5) == [False]

@@ -277,29 +277,3 @@ def test_layers_with_a_sliding_window_and_skipped_ones_stay_exact(method):
     windowed = jax.eval_shape(lambda: method.init_cache(dataclasses.replace(shape, window=64)))
     assert isinstance(windowed, AppendCache)
     assert not isinstance(jax.eval_shape(lambda: method.init_cache(shape)), AppendCache)
-
-
-def test_bytes_read_are_the_budgets():
-    """Of 8192 tokens, pages of 16: bounds are a sixteenth of K and V, the budget an eighth."""
-    shape = shape_of(8192)
-    whole = 2 * KV_HEADS * 8192 * WIDTH * 4
-    fixed = whole * 68 // 8192
-
-    def read(method):
-        return method.read_bytes(method.init_cache(shape), 8192)
-
-    assert read(Quest(granularity="kv_head")) == whole // 16 + whole // 8 + fixed
-    # Two heads of a group that select alone.
-    assert read(Quest()) == whole // 16 + 2 * (whole // 8 + fixed)
-    resa = Resa(granularity="kv_head", ratio=0.125)
-    assert read(resa) == read(Quest(granularity="kv_head"))
-    frozen = dataclasses.replace(resa, growth="frozen")
-    assert read(frozen) == read(resa) + 4 * HEADS * (1024 + 68)
-    rebuilt = dataclasses.replace(resa, growth="rebuild", rebuild_every=64)
-    assert read(rebuilt) == read(resa) + whole // 64
-    # A page cache of half the tokens instead of the budget, and digests of a 32nd.
-    resident = ArkValePaged(resident=4096)
-    assert read(resident) == whole // 32 + whole // 2 + fixed
-    assert read(Quest(skip_layers=1)) == whole
-    deeper = dataclasses.replace(shape, layer=1)
-    assert not isinstance(Quest(skip_layers=1).init_cache(deeper), AppendCache)

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from jax_longctx.engine import programs
-from jax_longctx.errors import ConfigError
-from jax_longctx.methods import Full, make_method
+from jax_longctx.methods import Full
 from jax_longctx.methods.ring import Ring
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import last_logits, steps
 from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy, weighted_values
-from tests.support import random_rows, tiny_config, tiny_engine
+from tests.support import random_rows, tiny_engine
 
 # Beyond three shards of four; an odd length within the second; within the first; one token.
 CONTEXTS = random_rows([450, 201, 77, 1])
@@ -128,25 +127,6 @@ def test_a_context_can_be_empty_or_hold_an_empty_row():
             len(row) for row in contexts
         ]
         assert list(engine.stream(context, [[5]] * len(contexts), max_tokens=2))
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"hops": "-2"}, "ring: hops must be -1 (all) or at least 0, got -2"),
-        ({"hops": "1", "order": "zigzag"}, "set order=contiguous"),
-        ({"order": "spiral"}, "expected one of contiguous, zigzag"),
-    ],
-)
-def test_bad_settings_are_refused(settings, said):
-    with pytest.raises(ConfigError) as error:
-        make_method("ring", settings)
-    assert said in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_sliding_window_is_refused():
-    with pytest.raises(ConfigError, match=r"ring: .* sliding window of 16"):
-        Ring().validate(tiny_config(windows=(None, 16)))
 
 
 def test_logits_of_a_text_are_refused():

@@ -5,8 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jax_longctx.errors import ConfigError
-from jax_longctx.methods import ArkVale, ArkValePaged, IdealTopK, Quest, Resa, make_method
+from jax_longctx.methods import ArkVale, ArkValePaged, IdealTopK, Quest, Resa
 from jax_longctx.parts.selecting import Selecting, SelectingPages
 from tests.jax_longctx.methods.oracles.selection import resa_output, selected, softmax_output
 from tests.jax_longctx.methods.selecting import (
@@ -19,7 +18,6 @@ from tests.jax_longctx.methods.selecting import (
     plain_context,
     step,
 )
-from tests.support import tiny_config
 
 FIXED = {"sink": 3, "local": 5}
 QUEST = Quest(budget=12, page_size=4, **FIXED)
@@ -183,40 +181,6 @@ def test_pages_chosen_at_once_are_those_of_the_best_scores(base, monkeypatch):
     expected = lists()
     # One list may stand for those of all kv heads.
     np.testing.assert_array_equal(np.broadcast_to(at_once, expected.shape), expected)
-
-
-BAD = [
-    ("quest", {"budget": "0"}, "budget must be at least 1, got 0"),
-    ("quest", {"sink": "-1"}, "sink must be at least 0, got -1"),
-    ("quest", {"page_size": "48"}, "page_size must divide 128, got 48"),
-    ("quest", {"ratio": "1.5"}, "ratio must be above 0 and at most 1, got 1.5"),
-    ("ideal-topk", {"alpha": "2"}, "alpha must be from 0 to 1, got 2.0"),
-    ("ideal-topk", {"epsilon": "0"}, "epsilon must be above 0 and at most 1, got 0.0"),
-    ("quest", {"whole_pages": "true", "local": "0"}, "local must be at least 1"),
-    ("quest", {"allocation": "ada-floor"}, "needs granularity kv_head, got query_head"),
-    ("arkvale", {"allocation": "psa-oracle"}, "needs granularity query_head, got layer"),
-    ("arkvale", {"page_size": "128"}, "local 64 must cover the page of 128 tokens"),
-    ("resa", {"lam": "1.5"}, "lam must be from 0 to 1, got 1.5"),
-    ("resa", {"selector": "ideal", "page_size": "16"}, "page_size 16 is for quest and arkvale"),
-    ("resa", {"budget": "0"}, "budget must be at least 1, got 0"),
-    ("resa", {"rebuild_every": "0"}, "rebuild_every must be at least 1, got 0"),
-    ("arkvale-paged", {"resident": "512"}, "resident 512 must hold the budget of 1024 tokens"),
-    ("arkvale-paged", {"resident": "4000", "ratio": "0.1"}, "a budget in tokens; got .* ratio 0.1"),
-    ("arkvale-paged", {"resident": "4000", "granularity": "kv_head"}, "needs granularity layer"),
-]
-
-
-@pytest.mark.parametrize(("name", "settings", "said"), BAD)
-def test_bad_settings_say_what_is_wrong(name, settings, said):
-    with pytest.raises(ConfigError, match=said) as error:
-        make_method(name, settings)
-    assert "\n" not in str(error.value)
-
-
-def test_resas_stop_test_is_resas():
-    with pytest.raises(ConfigError, match="use the method resa"):
-        Quest(allocation="psa-resa").validate(tiny_config())
-    Resa(allocation="psa-resa").validate(tiny_config())
 
 
 def test_presets_are_the_authors_settings():

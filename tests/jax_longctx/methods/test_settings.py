@@ -9,12 +9,9 @@ import pytest
 
 from jax_longctx import methods
 from jax_longctx.contract import Method, method
-from jax_longctx.engine.programs import cache_shapes
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import METHODS, DynamicNTK, Full, describe, make_method, settings_of
-from jax_longctx.models.config import RopeConfig
 from jax_longctx.parts.appending import Appending
-from tests.support import tiny_config, tiny_engine
 
 
 @method(source="these tests", name="sparse")
@@ -102,13 +99,6 @@ def test_an_unknown_setting_is_refused():
         make_method("full", {"window": "2"})
 
 
-@pytest.mark.parametrize("factor", ["0.5", "nan", "-2"])
-def test_a_value_out_of_range_is_refused(factor):
-    with pytest.raises(ConfigError, match=f"factor must be at least 1, got {float(factor)}"):
-        make_method("dynamic-ntk", {"factor": factor})
-    assert make_method("dynamic-ntk", {"factor": "1"}) == DynamicNTK(factor=1.0)
-
-
 @pytest.mark.parametrize("method", [Full(), DynamicNTK(factor=2.5)], ids=str)
 def test_a_method_comes_back_from_its_settings(method):
     described = json.loads(json.dumps(settings_of(method)))
@@ -155,31 +145,3 @@ def test_settings_are_described_with_type_and_default():
     assert described["budget"] == {"type": "int", "default": 64}
     assert described["window"] == {"type": "int | None", "default": None}
     assert described["norm"] == {"type": "Literal['l1', 'l2']", "default": "l1"}
-
-
-@pytest.mark.parametrize("kind", ["llama3", "linear", "yarn", "dynamic"])
-def test_dynamic_ntk_refuses_a_model_with_other_scaling(kind):
-    scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
-    rope = RopeConfig(kind=kind, theta=1e4, trained_length=64, factor=8.0, **scaling)
-    with pytest.raises(ConfigError, match=f"own rope scaling '{kind}'; use --method full"):
-        DynamicNTK().validate(tiny_config(rope=rope))
-    Full().validate(tiny_config(rope=rope))
-
-
-@pytest.mark.parametrize("kind", ["default"])
-def test_dynamic_ntk_takes_a_model_that_it_can_stretch(kind):
-    rope = RopeConfig(kind=kind, theta=1e4, trained_length=64, factor=2.0)
-    DynamicNTK(factor=2.0).validate(tiny_config(rope=rope))
-
-
-def test_dense_decode_reads_the_whole_capacity():
-    (shape, _) = cache_shapes(tiny_engine().setup, 2, 256, 8)
-    caches = Full().init_cache(shape)
-    # keys and values x 2 rows x 2 heads x 256 slots x 8 x float32
-    assert Full().read_bytes(caches, 100) == 2 * 2 * 2 * 256 * 8 * 4
-
-
-def test_of_sliding_windows_the_smallest_decides():
-    config = tiny_config(num_layers=3, windows=(30, None, 7))
-    with pytest.raises(ConfigError, match="a sliding window of 7 tokens"):
-        make_method("h2o").validate(config)

@@ -11,14 +11,13 @@ from jax.sharding import PartitionSpec
 
 from jax_longctx.contract import Prompt
 from jax_longctx.engine import Engine, programs
-from jax_longctx.errors import ConfigError
-from jax_longctx.methods import Full, make_method
+from jax_longctx.methods import Full
 from jax_longctx.methods.star import Star
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import last_logits, steps
 from tests.jax_longctx.methods.oracles.star import answer_logits, read_blocks
 from tests.oracle import to_numpy
-from tests.support import random_rows, tiny_config, tiny_engine
+from tests.support import random_rows, tiny_engine
 
 # Beyond three shards of four, in 8 blocks of 64; within the second shard; two blocks; one token.
 CONTEXTS = random_rows([450, 201, 77, 1])
@@ -173,35 +172,3 @@ def test_s10_only_the_answers_tokens_are_appended():
     assert (
         type(programs.per_layer(context.caches)[0]).__name__ == "AppendCache"
     )  # the anchors are gone
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"block": "0"}, "star: block must be at least 1, got 0"),
-        ({"block": "8", "anchor": "9"}, "from 0 to the block's 8 tokens, got 9"),
-        ({"anchor_kv": "broadcast", "content": "random"}, "set anchor_kv=recompute"),
-        ({"decode": "snapkv"}, "SnapKV cannot decode over blocks read elsewhere"),
-        ({"decode": "qest"}, "unknown method 'qest'"),
-        ({"decode": "quest", "decode.budget": "x"}, "expected a whole number"),
-        ({"decode": "resa", "block": "40"}, "block 40 must be whole pages of 16 tokens"),
-        ({"decode": "quest", "block": "40"}, "block 40 must be whole pages of 16 tokens"),
-    ],
-    ids=str,
-)
-def test_bad_settings_are_refused(settings, said):
-    with pytest.raises(ConfigError) as error:
-        make_method("star", settings)
-    assert said in str(error.value) and "\n" not in str(error.value)
-
-
-def test_the_authors_code_decodes_by_full_attention():
-    with pytest.raises(ConfigError, match="set decode=full"):
-        make_method("star-released-mask", {"decode": "quest"})
-
-
-def test_models_it_does_not_fit_are_refused():
-    with pytest.raises(ConfigError, match=r"star: .* sliding window of 16"):
-        STAR.validate(tiny_config(windows=(None, 16)))
-    with pytest.raises(ConfigError, match="constant is a token from 0 to 63, got 64"):
-        Star(block=8, content="constant", constant=64).validate(tiny_config())

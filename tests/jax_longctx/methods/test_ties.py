@@ -7,15 +7,13 @@ oracles do, and what a row must do in every batch, chunk and mesh.
 
 import functools
 
-import jax
 import numpy as np
 import pytest
 
 from jax_longctx.sharding import make_mesh
-from tests.jax_longctx.methods import released, remembering
-from tests.jax_longctx.methods.harness import steps
+from tests.jax_longctx.methods import test_infllm, test_reattention
+from tests.jax_longctx.methods.harness import check_rows, row_logits, traces
 from tests.jax_longctx.methods.oracles import infllm, reattention
-from tests.oracle import to_numpy
 from tests.support import tiny_config, tiny_engine
 
 # One layer: in the next one tokens differ by what stands before them.
@@ -38,45 +36,26 @@ def repeating(types):
 
 
 def read(method, rows, mesh=(1, 1, 1)):
-    """Every row's logits [tokens, V], in order."""
-    engine = tiny_engine(method, config=CONFIG, mesh=make_mesh(*mesh))
-    pieces = [[] for _ in rows[0]]
-    for step in steps(engine, *rows, reserve=128):
-        for piece, logits, valid in zip(pieces, step.logits, step.valid, strict=True):
-            piece.append(logits[:valid])
-    return [np.concatenate(piece) for piece in pieces]
+    return row_logits(tiny_engine(method, config=CONFIG, mesh=make_mesh(*mesh)), rows, reserve=128)
 
 
 @functools.cache
 def cases(name):
     """A method, rows that repeat tokens, and the logits of the float64 oracle."""
-    params = to_numpy(jax.device_get(tiny_engine(config=CONFIG).params))
     oracle, rules, method_of, types = {
-        "reattention": (reattention, RANKS_KEYS, released.method_of, 38),
-        "infllm": (infllm, RANKS_UNITS, remembering.method_of, 4),
+        "reattention": (reattention, RANKS_KEYS, test_reattention.method_of, 38),
+        "infllm": (infllm, RANKS_UNITS, test_infllm.method_of, 4),
     }[name]
     rows = repeating(types)
-    expected = []
-    for parts in zip(*rows, strict=True):
-        tokens = [token for part in parts for token in part]
-        calls = oracle.calls_of(rules, *map(len, parts))
-        trace = oracle.follow(rules, CONFIG, params, tokens, calls)
-        expected.append(np.concatenate(trace.logits))
-    return method_of(rules), rows, expected
+    found = traces(oracle, tiny_engine(config=CONFIG), rules, rows)
+    return method_of(rules), rows, [np.concatenate(trace.logits) for trace in found]
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        ("reattention", (1, 2, 2)),
-        ("infllm", (2, 2, 2)),
-    ],
-)
+@pytest.mark.parametrize(("name", "mesh"), [("reattention", (1, 2, 2)), ("infllm", (2, 2, 2))])
 @pytest.mark.slow
 def test_equal_tokens_tie_on_every_mesh(name, mesh):
     method, rows, expected = cases(name)
-    for got, logits in zip(read(method, rows, mesh), expected, strict=True):
-        np.testing.assert_allclose(got, logits, atol=1e-4)
+    check_rows(read(method, rows, mesh), expected)
 
 
 @pytest.mark.parametrize("name", ["reattention", "infllm"])
@@ -84,5 +63,4 @@ def test_equal_tokens_tie_on_every_mesh(name, mesh):
 def test_equal_tokens_tie_alone_as_in_a_batch(name):
     """The batch of all rows is the other test's."""
     method, rows, expected = cases(name)
-    (got,) = read(method, [part[:1] for part in rows])
-    np.testing.assert_allclose(got, expected[0], atol=1e-4)
+    check_rows(read(method, [part[:1] for part in rows]), expected[:1])

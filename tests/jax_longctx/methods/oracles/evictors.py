@@ -1,17 +1,14 @@
 """A numpy decoder whose layers forget, one row of text at a time, every probability materialised.
 
-`Evicting` follows the two protocols; a rule (`StreamingRule`, `H2ORule`, `TOVARule`, `RoCoRule`)
-says how slots are ranked. The slots of a layer are lists of what each kv head kept.
+`Evicting` follows the two protocols; a rule says how slots are ranked. The slots of a
+layer are lists of what each kv head kept.
 """
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
 from tests.oracle import forward, probabilities, rope, weighted_values
-
-__all__ = ["Evicting", "H2ORule", "Kept", "RoCoRule", "StreamingRule", "TOVARule"]
 
 THETA = 1e4
 
@@ -57,86 +54,66 @@ class Turn:
 
 
 class StreamingRule:
-    sums = 0
+    """By age, which needs no statistics; `method` has a rule's settings."""
 
-    def __init__(self, sink: int):
-        self.sink = sink
+    # Statistics of a slot, and how many of them the library keeps too.
+    sums = compared = 0
 
-    def update(self, turn: Turn, sums: np.ndarray, head: int) -> np.ndarray:
+    def __init__(self, method):
+        self.method = method
+
+    def update(self, turn, sums, head):
         return sums
 
-    def score(self, turn: Turn, sums: np.ndarray, head: int) -> np.ndarray:
+    def score(self, turn, sums, head):
         token = turn.token[head]
-        return np.where(token < self.sink, np.inf, token)
+        return np.where(token < self.method.sink, np.inf, token)
 
 
-class H2ORule:
-    sums = 2
+class H2ORule(StreamingRule):
+    sums, compared = 2, 1
 
-    def __init__(
-        self, recent: int, reduce: str = "mean", normalize: bool = False, own: bool = True
-    ):
-        self.recent, self.reduce, self.normalize, self.own = recent, reduce, normalize, own
-
-    def update(self, turn: Turn, sums: np.ndarray, head: int) -> np.ndarray:
+    def update(self, turn, sums, head):
         columns = turn.group(head).sum(1)
-        mass = columns.mean(0) if self.reduce == "mean" else columns.max(0)
+        mass = columns.mean(0) if self.method.over_group == "mean" else columns.max(0)
         return sums + np.stack([mass, turn.queries], 1)
 
-    def score(self, turn: Turn, sums: np.ndarray, head: int) -> np.ndarray:
-        score = sums[:, 0] / sums[:, 1] if self.normalize else sums[:, 0].copy()
-        end = len(score) if self.own else turn.n
-        score[end - min(self.recent, end) : end] = np.inf
+    def score(self, turn, sums, head):
+        score = sums[:, 0] / sums[:, 1] if self.method.normalize else sums[:, 0].copy()
+        own = self.method.protocol == "own"
+        end = len(score) if own else turn.n
+        recent = min(self.method.recent, end) if own else 0
+        score[end - recent : end] = np.inf
         return score
 
 
-class TOVARule:
-    sums = 0
-
-    def __init__(self, protect_current: bool = False):
-        self.protect_current = protect_current
-
-    def update(self, turn: Turn, sums: np.ndarray, head: int) -> np.ndarray:
-        return sums
-
-    def score(self, turn: Turn, sums: np.ndarray, head: int) -> np.ndarray:
+class TOVARule(StreamingRule):
+    def score(self, turn, sums, head):
         score = turn.p[:, -1].mean(0)
-        if self.protect_current:
+        if self.method.protect_current:
             score[-1] = np.inf
         return score
 
 
-class RoCoRule:
-    sums = 3
+class RoCoRule(StreamingRule):
+    sums = compared = 3
 
-    def __init__(
-        self,
-        budget: int,
-        sink: int,
-        ratio: float,
-        decode_ratio: float,
-        last: int,
-        warm_start: bool = True,
-    ):
-        self.budget, self.sink, self.last, self.warm_start = budget, sink, last, warm_start
-        self.ratio, self.decode_ratio = ratio, decode_ratio
-
-    def update(self, turn: Turn, sums: np.ndarray, head: int) -> np.ndarray:
-        if not self.warm_start and not turn.leave:
+    def update(self, turn, sums, head):
+        if not self.method.warm_start and not turn.leave:
             return sums
         p = turn.group(head).mean(0)
         return sums + np.stack([p.sum(0), (p**2).sum(0), turn.queries], 1)
 
-    def score(self, turn: Turn, sums: np.ndarray, head: int) -> np.ndarray:
+    def score(self, turn, sums, head):
         if not turn.leave:
             return np.zeros(len(sums))
-        decoding = turn.role == "decode"
-        sink = 0 if decoding else self.sink
-        window = int((self.decode_ratio if decoding else self.ratio) * self.budget)
-        size = max(self.budget - window - sink, turn.leave)
+        how, decoding = self.method, turn.role == "decode"
+        sink = 0 if decoding else how.sink
+        window = int((how.decode_recent_ratio if decoding else how.recent_ratio) * how.budget)
+        size = max(how.budget - window - sink, turn.leave)
         mean = sums[:, 0] / sums[:, 2]
         std = np.sqrt(np.maximum(sums[:, 1] / sums[:, 2] - mean**2, 0))
-        free = [s for s in range(sink, turn.staying - self.last) if turn.may[s]]
+        free = [s for s in range(sink, turn.staying - how.protected_last) if turn.may[s]]
         scope = sorted(free, key=lambda s: (std[s], -s))[:size]
         score = np.full(len(sums), np.inf)
         score[scope] = mean[scope]
@@ -146,33 +123,27 @@ class RoCoRule:
 class Evicting:
     """One row through the model; `feed` it segment by segment and look at `layers`."""
 
-    def __init__(self, config: Any, params: Any, rule: Any, method: Any):
-        self.config, self.params, self.rule, self.method = config, params, rule, method
-        heads, size = config.num_kv_heads, config.head_dim
+    def __init__(self, config, params, rule):
+        self.config, self.params, self.rule, self.method = config, params, rule, rule.method
+        k = np.zeros((0, config.head_dim))
+        empty = (k, k, np.zeros(0, int), np.zeros((0, rule.sums)))
         self.layers = [
-            Kept(
-                [np.zeros((0, size))] * heads,
-                [np.zeros((0, size))] * heads,
-                [np.zeros(0, int)] * heads,
-                [np.zeros((0, rule.sums))] * heads,
-            )
+            Kept(*([part] * config.num_kv_heads for part in empty))
             for _ in range(config.num_layers)
         ]
         self.position = 0
 
-    def feed(self, tokens: list[int], role: str) -> np.ndarray:
+    def feed(self, tokens, role):
         """Logits `[T, V]` of the tokens."""
 
-        def attend(layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        def attend(layer, q, k, v):
             return self._attend(self.layers[layer], q, k, v, role)
 
         logits = forward(self.config, self.params, tokens, attend)
         self.position += 0 if role == "probe" else len(tokens)
         return logits
 
-    def _attend(
-        self, kept: Kept, q: np.ndarray, k: np.ndarray, v: np.ndarray, role: str
-    ) -> np.ndarray:
+    def _attend(self, kept, q, k, v, role):
         rows, n, heads = len(q), len(kept.token[0]), k.shape[1]
         group = q.shape[1] // heads
         shifted = self.method.positions == "shifted"
@@ -191,16 +162,7 @@ class Evicting:
         self._evict(kept, np.concatenate(p), k, v, token, n, role)
         return np.concatenate(out, axis=1)
 
-    def _evict(
-        self,
-        kept: Kept,
-        p: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        token: list[np.ndarray],
-        n: int,
-        role: str,
-    ) -> None:
+    def _evict(self, kept, p, k, v, token, n, role):
         rows, heads, budget = len(k), k.shape[1], self.method.budget
         new = np.arange(n + rows) >= n
         if self.method.protocol == "own":
