@@ -12,9 +12,6 @@ from tests.jax_longctx.cli.conftest import checkpoint, loads, run, source, tiny,
 __all__ = ["checkpoint", "computed", "loads", "run", "small", "source", "tiny", "tokenizer_folder"]
 
 
-LEAST = 40
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmallTask(Task):
     """Counts the letters of an answer of a tiny random model: it is scored, if by no sense.
@@ -37,8 +34,8 @@ class SmallTask(Task):
         """No setting is too small."""
 
     def samples(self, count, *, tokens, trials, seed):
-        if tokens < LEAST:
-            raise LengthError(f"{tokens} tokens are too few for small; ask for {LEAST} at least")
+        if tokens < 40:
+            raise LengthError(f"{tokens} tokens are too few for small; ask for 40 at least")
         for index in range(min(trials, self.stored) if self.stored else trials):
             # Each is of another length than the next.
             context = "Rain falls. " * (1 + index % 3) + f"The key is {seed * 1000 + index}."
@@ -66,12 +63,10 @@ def small(monkeypatch):
 @pytest.fixture
 def computed(monkeypatch):
     """The batches that are computed: how many prompts each has."""
-    sizes = []
-    answer = runner.answer_batch
-
-    def counted(model, engine, work):
-        sizes.append(len(work.contexts))
-        return answer(model, engine, work)
-
-    monkeypatch.setattr(runner, "answer_batch", counted)
+    sizes, answer = [], runner.answer_batch
+    monkeypatch.setattr(
+        runner,
+        "answer_batch",
+        lambda *given: sizes.append(len(given[2].contexts)) or answer(*given),
+    )
     return sizes

@@ -11,17 +11,8 @@ import pytest
 from jax_longctx.engine import scoring
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import InputError
-from jax_longctx.evaluation.agreement import (
-    attention_agreement,
-    attention_measures,
-    attention_weights,
-    divergences,
-    markdown,
-    recall,
-    scored_states,
-    shows_weights,
-    top_tokens,
-)
+from jax_longctx.evaluation import agreement
+from jax_longctx.evaluation.agreement import attention_weights, scored_states, shows_weights
 from jax_longctx.methods import METHODS, StreamingLLM
 from jax_longctx.parts.evicting import Evicting
 from jax_longctx.sharding import make_mesh
@@ -95,11 +86,10 @@ def test_what_was_evicted_has_no_weight():
     for query in range(QUERIES):
         newest = len(TEXT) - 1 - QUERIES + query
         kept = {*range(4), *range(newest - 15, newest + 1)}
-        for layer in range(2):
-            for head in range(4):
-                (found,) = np.nonzero(weights[layer, head, query])
-                # What was there, and the token itself.
-                assert set(found) >= kept - {newest - 15} and set(found) <= kept | {newest - 16}
+        for found in weights[:, :, query].reshape(2 * 4, -1):
+            # What was there, and the token itself.
+            attended = set(np.flatnonzero(found))
+            assert kept - {newest - 15} <= attended <= kept | {newest - 16}
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
 
 
@@ -123,7 +113,9 @@ def test_a_mesh_shows_the_weights_of_one_device():
     np.testing.assert_allclose(mesh, one, atol=1e-5)
 
 
-def numpy_log_softmax(logits):
+def log_probabilities(states, params):
+    """Of every token behind these states."""
+    logits = states @ params["head"]["table"].T
     shifted = logits - logits.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
@@ -133,24 +125,22 @@ def test_divergences_are_those_of_the_whole_distributions(monkeypatch):
     # Blocks of two columns, the last of which is not full.
     monkeypatch.setattr(scoring, "LOGITS", 2 * 64)
     texts = np.array(random_rows([120] * 3, seed=2), np.int32)
-    method = small_method("snapkv")
-    full, other = (
-        scored_states(engine, texts, score=5, asked=2, batch=2)
-        for engine in (full_engine(), engine_of(method))
-    )
-    kl, same = divergences(full_engine(), full, other)
-    params = to_numpy(jax.device_get(full_engine().params))
+    full_engine, engine = engine_of(small_method("full")), engine_of(small_method("snapkv"))
+    how = {"score": 5, "asked": 2, "batch": 2}
+    full, other = (scored_states(each, texts, **how) for each in (full_engine, engine))
+    kl, same = agreement.divergences(full_engine, full, other)
+    params = to_numpy(jax.device_get(full_engine.params))
     for text, states, others, kl_S, same_S in zip(texts, full, other, kl, same, strict=True):
-        logits = forward(full_engine().config, params, text[:-1].tolist(), causal_attend(1e4))[-5:]
+        logits = forward(full_engine.config, params, text[:-1].tolist(), causal_attend(1e4))[-5:]
         np.testing.assert_allclose(states @ params["head"]["table"].T, logits, atol=1e-4)
-        p, q = map(numpy_log_softmax, (logits, others @ params["head"]["table"].T))
+        p, q = (log_probabilities(each, params) for each in (states, others))
         np.testing.assert_allclose(kl_S, (np.exp(p) * (p - q)).sum(-1), atol=1e-4)
         np.testing.assert_array_equal(same_S, p.argmax(-1) == q.argmax(-1))
     assert kl.max() > 1e-3
     # The method's losses are those of its states.
-    context, asked, scored = (texts[:2, part].tolist() for part in np.split(range(120), (113, 115)))
-    scores = loglikelihoods(engine_of(method), context, scored, questions=asked)
-    q = numpy_log_softmax(other[0] @ params["head"]["table"].T)
+    context, asked, scored = (part.tolist() for part in np.split(texts[:2], (113, 115), axis=1))
+    scores = loglikelihoods(engine, context, scored, questions=asked)
+    q = log_probabilities(other[0], params)
     np.testing.assert_allclose(scores[0].logprobs, q[np.arange(5), texts[0, 115:]], atol=1e-4)
 
 
@@ -159,16 +149,16 @@ def test_measures_by_hand():
     other = np.array([0.0, 0.25, 0.25, 0.5])
     # Two heads, the second full attention's own; two layers the other way round.
     layers = np.stack([[[other], [full]], [[full], [full]]])
-    found = attention_measures(np.broadcast_to(full, layers.shape), layers, top=2)
+    found = agreement.attention_measures(np.broadcast_to(full, layers.shape), layers, top=2)
     own = -(full * np.log(full)).sum()
     assert found["mass"] == pytest.approx([0.8, 1])
     assert found["recall"] == pytest.approx([0.75, 1])
     assert found["attended"] == [3.5, 4]
     assert found["entropy"] == pytest.approx([(1.5 * np.log(2) + own) / 2, own])
-    chosen = top_tokens(np.array([[0.2, 0.3, 0.3, 0.2], [0.0, 0.0, 1.0, 0.0]]), 3)
+    chosen = agreement.top_tokens(np.array([[0.2, 0.3, 0.3, 0.2], [0.0, 0.0, 1.0, 0.0]]), 3)
     assert chosen.tolist() == [[True, True, True, False], [True, True, True, False]]
     attended = np.array([[True, False, True, True], [False] * 4])
-    assert recall(chosen, attended).tolist() == [pytest.approx(2 / 3), 0]
+    assert agreement.recall(chosen, attended).tolist() == [pytest.approx(2 / 3), 0]
 
 
 @pytest.mark.slow
@@ -176,7 +166,7 @@ def test_methods_are_compared_on_the_same_texts():
     texts = np.array([TEXT], np.int32)
     engines = [engine_of(small_method(name)) for name in ("full", "ring", "snapkv")]
     done = []
-    exact, ring, snapkv = attention_agreement(
+    exact, ring, snapkv = agreement.attention_agreement(
         full_engine(), engines, texts, queries=QUERIES, top=3, progress=lambda *at: done.append(at)
     )
     assert ring is None and not shows_weights(engines[1])
@@ -214,10 +204,10 @@ def test_a_table_has_intervals_and_means_over_layers():
     common = {"given": {"budget": "4"}, "kl": [0.1, 0.3], "same": [0.5, 1.0], **sizes}
     run = {"method": "quest", "attention": texts, **common}
     other = {"method": "ring", "attention": None, **common}
-    table = markdown([run, other])
+    table = agreement.markdown([run, other])
     assert "recall of the best 3, %" in table
     both = "0.2000 [0.1000, 0.3000] | 75.0 [50.0, 100.0]"
     assert f"| `quest budget=4` | {both} | 5.0 | 70.00 | 40.0 | 1.500 |" in table
     assert f"| `ring budget=4` | {both} | - | - | - | - |" in table
     assert "2 texts of 50 tokens, the last 4 decoded" in table and "newest 2 queries" in table
-    assert "newest" not in markdown([other])
+    assert "newest" not in agreement.markdown([other])

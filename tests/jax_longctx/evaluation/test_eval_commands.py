@@ -23,6 +23,11 @@ PART = {"methods": ["full"], "tasks": ["small"], "lengths": [64], "trials": 1}
 TOML = "".join(f"{name} = {json.dumps(value)}\n" for name, value in PART.items())
 
 
+def refused(result, message):
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
+    assert message in result.stderr
+
+
 def test_run_writes_rows_and_a_report_and_goes_on(run, loads, small, tmp_path):
     out = tmp_path / "out"
     result = run(*RUN, "--output", out)
@@ -38,83 +43,69 @@ def test_run_writes_rows_and_a_report_and_goes_on(run, loads, small, tmp_path):
     assert run("eval", "report", out).exit_code == 0
     assert (out / "report.html").read_bytes() == page
     (tmp_path / "empty").mkdir()
-    for report, message in [
-        ((out, "--perplexity", out / "rows.jsonl"), "no results of"),
-        ((tmp_path / "empty",), "give the --output of a run"),
-    ]:
-        result = run("eval", "report", *report)
-        assert result.exit_code == 2 and result.stderr.count("\n") == 1
-        assert message in result.stderr
+    refused(run("eval", "report", out, "--perplexity", out / "rows.jsonl"), "no results of")
+    refused(run("eval", "report", tmp_path / "empty"), "give the --output of a run")
 
 
 @pytest.mark.thorough
 def test_a_report_of_two_folders(run, loads, small, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
-    assert run(*RUN, "-o", one).exit_code == 0
-    assert run(*RUN, "-o", two, "-m", "streaming-llm:budget=32,chunk=16").exit_code == 0
-    assert run(*RUN, "-o", two, "-m", "full").exit_code == 0
+    for out, method in ((one, "full"), (two, "streaming-llm:budget=32,chunk=16"), (two, "full")):
+        assert run(*RUN, "-o", out, "-m", method).exit_code == 0
     result = run("eval", "report", one, two)
     # Two prompts in each folder: full attention's of both are the same two.
     assert "4 rows; " in result.stderr
     assert "| full |" in result.stdout and "| streaming-llm budget=32 chunk=16 |" in result.stdout
     header, _, rows = (two / "rows.jsonl").read_text().partition("\n")
     (two / "rows.jsonl").write_text(header.replace('"chat": false', '"chat": true') + "\n" + rows)
-    result = run("eval", "report", one, two)
-    assert result.exit_code == 2 and result.stderr.count("\n") == 1
     said = f"one was run with chat False, {two} with True; a report is of one model"
-    assert said in result.stderr
+    refused(run("eval", "report", one, two), said)
 
 
 def test_a_file_in_place_of_options(run, loads, small, tmp_path):
     toml, out = tmp_path / "eval.toml", tmp_path / "out"
     toml.write_text(f'title = "Mine"\n[run]\ncheckpoint = "model"\nchunk = 32\n[[part]]\n{TOML}')
-    result = run("eval", "run", "--config", toml, "--output", out, "--chunk", 64)
+    given = ("eval", "run", "--config", toml, "--output", out)
+    result = run(*given, "--chunk", 64)
     assert result.exit_code == 0, result.output
     assert loads[0][1]["chunk"] == 64 and "<h1>Mine</h1>" in (out / "report.html").read_text()
-    result = run("eval", "run", "--config", toml, "-t", "small", "--output", out)
-    assert result.exit_code == 2 and "--task and --config exclude each other" in result.stderr
+    refused(run(*given, "-t", "small"), "--task and --config exclude each other")
     toml.write_text(toml.read_text().replace("trials", "trails"))
-    result = run("eval", "run", "--config", toml, "--output", out)
-    assert result.exit_code == 2
-    assert "unknown [part] key 'trails'; known: " in result.stderr
+    refused(run(*given), "unknown [part] key 'trails'; known: ")
 
 
 def test_a_job_does_not_convert_the_demos_model(loads, small, tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(demo, "MODEL_FOLDER", tmp_path / "demo-model")
+    folder = tmp_path / "demo-model"
+    monkeypatch.setattr(demo, "MODEL_FOLDER", folder)
 
     def prepare(source, folder, terminal):
-        made.append(folder)
         folder.mkdir()
         (folder / "manifest.json").touch()
 
-    monkeypatch.setattr(
-        demo, "prepare_model", create_autospec(demo.prepare_model, side_effect=prepare)
-    )
+    prepared = create_autospec(demo.prepare_model, side_effect=prepare)
+    monkeypatch.setattr(demo, "prepare_model", prepared)
     config = parse_config({"run": {"checkpoint": "demo"}, "part": [PART]})
     monkeypatch.setattr(process, "number", lambda: 1)
     with pytest.raises(InputError, match=r"demo-model is not there; run jax-longctx demo once"):
         eval_module._open(config, Terminal())
-    assert made == loads == []
+    assert not prepared.called and loads == []
     monkeypatch.setattr(process, "number", lambda: None)
     eval_module._open(config, Terminal())
-    assert made == [tmp_path / "demo-model"] and len(loads) == 1
+    assert prepared.call_args.args[1] == folder and len(loads) == 1
 
 
 def test_a_suite_by_its_name_and_lists(run, loads, small, tmp_path, monkeypatch):
-    folder = tmp_path / "suites"
-    folder.mkdir()
-    (folder / "some.toml").write_text(f'title = "Some"\n[[part]]\n{TOML}')
-    monkeypatch.setattr(config, "PAPERS", folder)
+    (tmp_path / "suites").mkdir()
+    (tmp_path / "suites" / "some.toml").write_text(f'title = "Some"\n[[part]]\n{TOML}')
+    monkeypatch.setattr(config, "PAPERS", tmp_path / "suites")
     monkeypatch.setattr(config, "SUITES", tmp_path / "none")
     out = tmp_path / "out"
-    result = run("eval", "--suite", "paper:some", "--output", out)
-    assert result.exit_code == 2 and "name one with --checkpoint" in result.stderr
-    result = run("eval", "--suite", "paper:some", "-c", "model", "--output", out)
+    given = ("eval", "--suite", "paper:some", "--output", out)
+    refused(run(*given), "name one with --checkpoint")
+    result = run(*given, "-c", "model")
     assert result.exit_code == 0, result.output
     assert len(read_rows(out)) == 1 and loads[0][0] == Path("model")
-    listed = run("eval", "suites").stdout
-    assert listed.startswith("paper:some: Some; 1 cells, 1 rows")
+    assert run("eval", "suites").stdout.startswith("paper:some: Some; 1 cells, 1 rows")
     listed = run("eval", "tasks").stdout
     assert "passkey: " in listed and "    depths: int = 11" in listed
 
@@ -133,25 +124,19 @@ def test_mistakes_are_one_line_before_the_model_is_loaded(run, loads, small, mon
         ((*RUN, "-t", "smal", "-o", "x"), "did you mean 'small'"),
         ((*RUN[:-1], "0", "-o", "x"), "trials of at least 1"),
     ]:
-        result = run(*args)
-        assert result.exit_code == 2, args
-        assert result.stderr.count("\n") == 1 and message in result.stderr, result.stderr
-    # What plots need is asked for before hours of work.
+        refused(run(*args), message)
+    # What plots need is asked for before hours of work, and so is what scores need.
+    chosen = {}
+    for task in ("niah_single", "longbench:file=f.json"):
+        chosen[task] = parse_config({"part": [{**PART, "tasks": [task], "lengths": [512]}]})
+        runner.check_config(chosen[task])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    result = run(*RUN, "-o", "x")
-    assert result.exit_code == 2 and "pip install 'jax-longctx[eval]'" in result.stderr
+    refused(run(*RUN, "-o", "x"), "pip install 'jax-longctx[eval]'")
     assert loads == [] and not Path("x").exists()
-
-
-@pytest.mark.parametrize("task", ["niah_single", "longbench:file=f.json"])
-def test_what_scores_need_is_asked_for_before_hours_of_work(monkeypatch, task):
-    part = {**PART, "tasks": [task], "lengths": [512]}
-    chosen = parse_config({"part": [part]})
-    runner.check_config(chosen)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs rapidfuzz; run: pip install"):
-        runner.check_config(chosen)
-    runner.check_config(parse_config({"part": [{**part, "tasks": ["passkey", "vt"]}]}))
+    for each in chosen.values():
+        with pytest.raises(ConfigError, match=r"needs rapidfuzz; run: pip install"):
+            runner.check_config(each)
+    runner.check_config(parse_config({"part": [{**PART, "tasks": ["passkey", "vt"]}]}))
 
 
 def test_an_interruption_leaves_rows_and_the_next_run_goes_on(
