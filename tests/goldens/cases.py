@@ -1,6 +1,7 @@
 """The tiny models of the goldens: a Hugging Face config each, every option at least once."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 __all__ = ["MODELS", "ROPES", "SEEDS"]
@@ -8,10 +9,10 @@ __all__ = ["MODELS", "ROPES", "SEEDS"]
 Config = dict[str, Any]
 
 
-def _config(model_type: str, class_name: str, **changes: Any) -> Config:
+def _config(model_type: str, **changes: Any) -> Config:
     return {
         "model_type": model_type,
-        "architectures": [class_name],
+        "architectures": [f"{model_type.capitalize()}ForCausalLM"],
         "vocab_size": 101,
         "hidden_size": 32,
         "intermediate_size": 56,
@@ -27,20 +28,8 @@ def _config(model_type: str, class_name: str, **changes: Any) -> Config:
     }
 
 
-def _llama(**changes: Any) -> Config:
-    return _config("llama", "LlamaForCausalLM", **changes)
-
-
-def _mistral(**changes: Any) -> Config:
-    return _config("mistral", "MistralForCausalLM", **changes)
-
-
-def _qwen2(**changes: Any) -> Config:
-    return _config("qwen2", "Qwen2ForCausalLM", **changes)
-
-
-def _qwen3(**changes: Any) -> Config:
-    return _config("qwen3", "Qwen3ForCausalLM", **{"head_dim": 16, **changes})
+_llama, _mistral, _qwen2 = (partial(_config, it) for it in ("llama", "mistral", "qwen2"))
+_qwen3 = partial(_config, "qwen3", head_dim=16)
 
 
 def _new_style(config: Config, rope: Mapping[str, Any]) -> Config:
@@ -58,16 +47,17 @@ LLAMA3 = {
 # Long enough that both ends of the ramp fall between the first and the last channel.
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 
+_TIED = {"num_hidden_layers": 3, "tie_word_embeddings": True}
+_SLIDING = {"num_hidden_layers": 3, "use_sliding_window": True}
+_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+_DYNAMIC = {"type": "dynamic", "factor": 2.0}
+_LONG = {"head_dim": 16, "max_position_embeddings": 4096}
+
 # Seed and config of each. With these seeds the continuations are varied and no choice is a near tie
 # (`make_goldens.MIN_GAP`).
 _MODELS: dict[str, tuple[int, Config]] = {
     "llama_mha": (2, _llama(num_key_value_heads=4, pretraining_tp=2, rms_norm_eps=0.1)),
-    "llama_gqa_tied": (
-        1,
-        _llama(
-            hidden_size=48, num_attention_heads=6, num_hidden_layers=3, tie_word_embeddings=True
-        ),
-    ),
+    "llama_gqa_tied": (1, _llama(**_TIED, num_attention_heads=6, hidden_size=48)),
     "llama_mqa": (0, _llama(num_key_value_heads=1)),
     "llama_attention_bias": (0, _llama(attention_bias=True)),
     "llama_mlp_bias": (5, _llama(mlp_bias=True)),
@@ -75,43 +65,27 @@ _MODELS: dict[str, tuple[int, Config]] = {
     "mistral": (2, _mistral(sliding_window=None)),
     "mistral_window": (1, _mistral(sliding_window=12)),
     "qwen2": (3, _qwen2(sliding_window=12, max_window_layers=1, use_sliding_window=False)),
-    "qwen2_window": (
-        3,
-        _qwen2(num_hidden_layers=3, sliding_window=9, max_window_layers=1, use_sliding_window=True),
-    ),
+    "qwen2_window": (3, _qwen2(**_SLIDING, sliding_window=9, max_window_layers=1)),
     "qwen3": (7, _qwen3(tie_word_embeddings=True)),
     "qwen3_layer_types": (
         0,
         _new_style(
-            _qwen3(
-                attention_bias=True,
-                num_hidden_layers=3,
-                sliding_window=10,
-                use_sliding_window=True,
-                layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-            ),
+            _qwen3(**_SLIDING, attention_bias=True, sliding_window=10, layer_types=_TYPES),
             {"rope_type": "default"},
         ),
     ),
     "rope_linear": (2, _llama(rope_scaling={"type": "linear", "factor": 4.0})),
-    "rope_dynamic": (
-        3,
-        _llama(max_position_embeddings=32, rope_scaling={"type": "dynamic", "factor": 2.0}),
-    ),
+    "rope_dynamic": (3, _llama(max_position_embeddings=32, rope_scaling=_DYNAMIC)),
     "rope_llama3": (0, _new_style(_llama(head_dim=16), {"rope_type": "llama3", **LLAMA3})),
-    "rope_yarn": (1, _qwen2(head_dim=16, max_position_embeddings=4096, rope_scaling=YARN)),
+    "rope_yarn": (1, _qwen2(**_LONG, rope_scaling=YARN)),
     "rope_yarn_attention_factor": (
         0,
-        _llama(
-            head_dim=16,
-            max_position_embeddings=4096,
-            rope_scaling={**YARN, "attention_factor": 1.4, "truncate": False},
-        ),
+        _llama(**_LONG, rope_scaling={**YARN, "attention_factor": 1.4, "truncate": False}),
     ),
     "rope_yarn_mscale": (
         0,
         _new_style(
-            _llama(head_dim=16, max_position_embeddings=4096),
+            _llama(**_LONG),
             {**YARN, "mscale": 1.5, "mscale_all_dim": 0.7, "beta_fast": 12.0, "beta_slow": 2.0},
         ),
     ),
@@ -125,15 +99,15 @@ def _wide(
     kind: str, head_dim: int, theta: float, longest: int, trained: int = 0, **rope: Any
 ) -> Config:
     """`trained`: the length of the training, where the kind has one."""
-    config = _llama(
-        hidden_size=4 * head_dim, head_dim=head_dim, rope_theta=theta, rms_norm_eps=1e-6
-    )
-    config["max_position_embeddings"] = longest
+    sizes = {"hidden_size": 4 * head_dim, "head_dim": head_dim, "max_position_embeddings": longest}
+    config = _llama(**sizes, rope_theta=theta, rms_norm_eps=1e-6)
     if trained:
         rope["original_max_position_embeddings"] = trained
     return _new_style(config, {"rope_type": kind, **rope})
 
 
+_BETAS = {"beta_fast": 20.0, "beta_slow": 3.0}
+_SCALES = {"mscale": 1.0, "mscale_all_dim": 0.5}
 # Rotary embeddings of published sizes, whose frequencies are compared without a model.
 ROPES: dict[str, Config] = {
     "default": _wide("default", 128, 1e4, 4096),
@@ -145,20 +119,8 @@ ROPES: dict[str, Config] = {
     "llama32": _wide("llama3", 64, 5e5, 131072, 8192, **{**LLAMA3, "factor": 32.0}),
     "qwen25_yarn": _wide("yarn", 128, 1e6, 131072, 32768, factor=4.0),
     "yarn_untruncated": _wide("yarn", 64, 1e4, 65536, 4096, factor=16.0, truncate=False),
-    "yarn_betas": _wide(
-        "yarn",
-        128,
-        1e4,
-        32768,
-        4096,
-        factor=8.0,
-        beta_fast=20.0,
-        beta_slow=3.0,
-        attention_factor=0.9,
-    ),
-    "yarn_mscale": _wide(
-        "yarn", 64, 1e4, 163840, 4096, factor=40.0, mscale=1.0, mscale_all_dim=0.5
-    ),
+    "yarn_betas": _wide("yarn", 128, 1e4, 32768, 4096, factor=8.0, attention_factor=0.9, **_BETAS),
+    "yarn_mscale": _wide("yarn", 64, 1e4, 163840, 4096, factor=40.0, **_SCALES),
     # So short a trained length that both ends of the ramp fall on channel 0.
     "yarn_flat": _wide("yarn", 16, 1e6, 24, 6, factor=4.0),
 }

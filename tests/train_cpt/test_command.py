@@ -1,7 +1,12 @@
-"""`jax-longctx train` from a checkpoint and texts to a checkpoint that the other commands load."""
+"""`jax-longctx train`: its configuration, and from texts to a checkpoint; by two processes too."""
 
 import json
 import logging
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,13 +15,18 @@ from typer.testing import CliRunner
 
 import checkpoints_convert
 from jax_longctx.cli.main import app
+from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.locks import only_writer
 from jax_longctx.models.storage import load_params, read_manifest
+from jax_longctx.settings import from_toml
 from jax_longctx.sharding import make_mesh
 from tests.checkpoints_convert.tiny import full_disk
+from tests.patience import patience
 from tests.train_cpt.tiny_files import write_tiny
 from train_cpt import loop
 from train_cpt.metrics import read_metrics
+from train_cpt.run import RunConfig, read_config, run_config
+from train_cpt.step import place_texts
 
 
 @pytest.fixture(scope="module")
@@ -190,3 +200,151 @@ def test_weights_in_8_bits_are_not_trained(folder):
     code, said = train(config)
     assert code == 2
     assert "eight holds its matrices in int8, which cannot be trained; convert the source" in said
+
+
+LEAST = {
+    "run": {"checkpoint": "model", "output": "out"},
+    "data": {"directory": "data", "length": 64},
+    "optimizer": {"steps": 100},
+}
+
+
+def config_with(section, **fields):
+    return {**LEAST, section: {**LEAST.get(section, {}), **fields}}
+
+
+def test_a_file_becomes_five_sections(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[run]\ncheckpoint = "model"\noutput = "out"\nremat = "dots"\n'
+        '[data]\ndirectory = "data"\nlength = 64\nsources = ["a", "b"]\nshares = [1, 0, 0]\n'
+        "[optimizer]\nsteps = 100\nlearning_rate = 1\n"
+        "[pattern]\ntail = 8\nforce_self = false\n[loop]\nrows = 2\n"
+    )
+    config = read_config(path)
+    assert config.run.checkpoint == Path("model") and config.run.remat == "dots"
+    assert config.data.sources == (Path("a"), Path("b"))
+    assert config.data.shares == (1.0, 0.0, 0.0)
+    assert repr(config.optimizer.learning_rate) == "1.0" and config.optimizer.warmup == 20
+    assert (config.pattern.tail, config.pattern.force_self, config.loop.rows) == (8, False, 2)
+    echoed = json.loads(json.dumps(config.to_dict()))
+    assert from_toml(RunConfig, echoed) == config
+    # Without its section, attention is causal.
+    assert from_toml(RunConfig, LEAST).pattern.tail == 0
+
+
+def test_the_guides_run_is_a_configuration():
+    guide = (Path(__file__).parents[2] / "docs/guides/train.md").read_text()
+    run = guide.split("<<'TOML'\n")[1].split("TOML\n")[0]
+    config = from_toml(RunConfig, tomllib.loads(run))
+    assert config.pattern.tail == 50 and len(config.data.sources) == 4
+    assert len(config.loop.evaluate_methods) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (config_with("optimiser"), "unknown section 'optimiser'; known: run, .*mean 'optimizer'?"),
+        (config_with("loop", rose=1), r"unknown \[loop\] key 'rose'; known: rows, .*mean 'rows'?"),
+        (config_with("loop", zzz=1), r"unknown \[loop\] key 'zzz'; known: rows, micro_batches"),
+        ({**LEAST, "optimizer": {}}, r"\[optimizer\] needs steps"),
+        ({**LEAST, "loop": 3}, r"loop must be a section \[loop\], got 3"),
+        (config_with("loop", evaluate_methods=["none"]), "unknown method 'none'"),
+        (config_with("pattern", budget=0), "budget must be at least 1, got 0"),
+        (config_with("data", length="8"), r"\[data\] length must be a whole number, got '8'"),
+        (config_with("data", length=True), "length must be a whole number, got True"),
+        (config_with("data", length=8.0), r"length must be a whole number, got 8\.0"),
+        (config_with("data", sources="a"), "sources must be a list, got 'a'"),
+        (config_with("data", sources=[1]), "sources must be a path, got 1"),
+        (config_with("data", shares=[1, 0]), "shares must be a list of 3, got"),
+        (config_with("data", field=3), "field must be a text, got 3"),
+        (config_with("optimizer", clip="1"), r"\[optimizer\] clip must be a number, got '1'"),
+        (config_with("optimizer", clip=True), "clip must be a number, got True"),
+        (config_with("pattern", force_self=1), "force_self must be true or false, got 1"),
+        (config_with("run", remat="some"), r"\[run\] remat must be one of none, dots, full, got"),
+    ],
+)
+def test_wrong_configurations_and_values_of_another_type_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        from_toml(RunConfig, fields)
+
+
+def test_files_that_are_no_toml_are_refused(tmp_path):
+    path = tmp_path / "run.toml"
+    with pytest.raises(InputError, match=r"run\.toml cannot be read: No such file"):
+        read_config(path)
+    path.write_text("[run")
+    with pytest.raises(InputError, match=r"run\.toml is not TOML"):
+        read_config(path)
+
+
+ROOT = Path(__file__).parents[2]
+PROCESSES, STEPS = 2, 4
+
+
+def run_in_processes(folder):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tests.train_cpt.tiny_files", folder, PROCESSES, port]
+    started = [
+        subprocess.Popen(
+            [*map(str, command), str(process)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+        for process in range(PROCESSES)
+    ]
+    for child in started:
+        _, said = child.communicate(timeout=patience(300))
+        assert child.returncode == 0, said[-3000:]
+
+
+@pytest.mark.long
+@pytest.mark.thorough
+def test_two_processes_that_are_interrupted_train_as_one_that_is_not(tmp_path):
+    write_tiny(tmp_path)
+    text = (tmp_path / "run.toml").read_text().replace('"float32"', '"float32"\nmesh = "{mesh}"')
+    text = text.replace("steps = 2", f"steps = {STEPS}").replace("[1, 0, 0]", "[0.85, 0.15, 0]")
+    text += "evaluate_every = 2\n"
+    runs = []
+    for name, run in (
+        ("one", lambda folder: run_config(read_config(folder / "run.toml"), note=print)),
+        ("two", run_in_processes),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        changed = text.replace("{mesh}", "data=2,tensor=2")
+        for made in ("run", "data"):
+            changed = changed.replace(f'"{tmp_path}/{made}"', f'"{folder}/{made}"')
+        (folder / "run.toml").write_text(changed)
+        run(folder)
+        runs.append(folder / "run")
+    lines = [read_metrics(run) for run in runs]
+    assert [line["step"] for line in lines[1]] == [*range(1, STEPS + 1)]
+    for name in ("loss", "gradient_norm", "dev_loss"):
+        curves = [[line[name] for line in found if name in line] for found in lines]
+        np.testing.assert_allclose(*curves, rtol=1e-5)
+        assert curves[0]
+    weights = [load_params(run / "model", make_mesh()) for run in runs]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *weights)
+    assert (runs[1] / "loss.png").exists()
+
+
+def test_each_device_gets_the_texts_of_its_shard_of_data():
+    """No other texts are read, and devices of one `tensor` group hold the same."""
+    read = []
+
+    class Watched(np.ndarray):
+        def __getitem__(self, index):
+            read.append(np.asarray(index).tolist())
+            return super().__getitem__(index)
+
+    windows = np.arange(60, dtype=np.uint16).reshape(20, 3)
+    numbers = np.array([[3, 19, 0, 7], [5, 5, 2, 11]])
+    placed = place_texts(make_mesh(2, 1, 2), windows.view(Watched), numbers)
+    assert placed.dtype == np.int32
+    np.testing.assert_array_equal(placed, windows[numbers])
+    halves = [numbers[:, :2], numbers[:, 2:]]
+    assert {str(half) for half in read} == {str(half.tolist()) for half in halves}
+    assert len(placed.addressable_shards) == 4
+    for shard in placed.addressable_shards:
+        np.testing.assert_array_equal(shard.data, windows[numbers[shard.index[:2]]])

@@ -1,8 +1,13 @@
-"""The official client, unmodified: answers are those of `ask` and `generate`."""
+"""The official client, unmodified: answers are those of the library; and the guide's examples."""
 
 import itertools
+import json
 import math
+import re
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import openai
@@ -14,6 +19,7 @@ from jax_longctx.api import LongContext
 from jax_longctx.serving.tokens import Places, TokenNames
 from jax_longctx.text import Tokenizer
 from tests.jax_longctx.serving.tiny import BOOK, asked, chat, complete, generated, read
+from tests.patience import patience
 
 PROMPT = "The pass key is 12345. Remember it. The pass key"
 QUESTIONS = ["What is the pass key?", "Remember what?", "Is it 12345?", "Which key?"]
@@ -245,3 +251,42 @@ def test_errors_are_one_clear_line(client, changes, status, said):
     assert caught.value.status_code == status
     assert said in caught.value.body["message"]
     assert "\n" not in caught.value.body["message"]
+
+
+GUIDE = (Path(__file__).parents[3] / "docs/guides/serve.md").read_text(encoding="utf-8")
+ADDRESS = "http://127.0.0.1:8000"
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", GUIDE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def guided(serve, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text(BOOK)
+    return serve(tiny, name="demo-model")
+
+
+def test_python_examples_run(guided, capsys):
+    first, second = blocks("python")
+    exec(first.replace(ADDRESS, guided.url), {})
+    assert capsys.readouterr().out
+    exec(second.replace(ADDRESS, guided.url), {})
+    told = capsys.readouterr().out.split()
+    count = guided.served.contexts.listed()[0].record()["tokens"]
+    assert told.count(str(count)) == 2
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_shell_example_runs(guided):
+    (command,) = blocks("sh")
+    done = subprocess.run(
+        command.replace(ADDRESS, guided.url),
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+    )
+    record = json.loads(done.stdout)
+    assert record["state"] == "ready" and record["ttl"] == 3600
