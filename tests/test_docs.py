@@ -362,15 +362,15 @@ def test_links_resolve_and_other_lines_of_blocks_are_known(path):
             assert anchor in anchors(there), target
 
 
-@pytest.mark.parametrize(
-    "text", ["ask --no-such-option", "eval --suit quick", "eval nothing", "bench decode -m full x"]
-)
-def test_what_is_no_command_does_not_parse(text):
-    with pytest.raises((typer.TyperException, AssertionError)):
-        parsed(shlex.split(text))
-
-
-def test_unknown_commands_are_seen():
+def test_what_is_no_command_does_not_parse_and_commands_and_links_are_found():
+    for text in (
+        "ask --no-such-option",
+        "eval --suit quick",
+        "eval nothing",
+        "bench decode -m full x",
+    ):
+        with pytest.raises((typer.TyperException, AssertionError)):
+            parsed(shlex.split(text))
     found = list(itertools.chain.from_iterable(WRITTEN_COMMANDS.values()))
     assert len(found) > 250
     assert any(words[0] == "generate" for words in found)
@@ -385,6 +385,8 @@ def test_unknown_commands_are_seen():
     assert list(unknown("# Needs: Slurm.\nsrun ls")) == []
     nested = shlex.split("""ssh --command="jax-longctx --processes auto ask 'a b'" | x""")
     assert list(ours(nested)) == [["--processes", "auto", "ask", "a b"]]
+    assert "docs/architecture.md" in links(ROOT / "CONTRIBUTING.md")
+    assert {"the-mesh", "the-contract-of-a-method"} <= anchors(DOCS / "architecture.md")
 
 
 def test_the_manifests_commands_parse(tmp_path, monkeypatch):
@@ -412,28 +414,21 @@ def test_the_manifests_commands_parse(tmp_path, monkeypatch):
 # -- papers ----------------------------------------------------------------------------------------
 
 
-def test_every_row_of_the_papers_page_says_how_and_what():
+def test_the_papers_page_says_how_and_what_with_parts_of_suites_and_our_benchmarks():
     assert len(ROWS) == PAPERS.count("\n|") - 2 * len(SECTIONS)
     assert len(SECTIONS) == 5
+    known = set(re.findall(FIGURE, read(DOCS / "benchmarks.md")))
     for paper, command, ours, theirs in ROWS:
         assert paper and theirs
         assert re.search(r"`jax-longctx |suite, part|the same (part|command)", command), command
         # Said to be missing, with what it needs, or a figure.
         assert re.search(r"not measured[:,] \S+|\d", ours), ours
-
-
-def test_the_parts_that_rows_name_are_those_of_their_papers_suite():
+        said = re.sub(r"not measured.*|`[^`]*`", "", ours)
+        assert set(re.findall(FIGURE, said)) <= known, ours
     for section in SECTIONS:
         (suite,) = re.findall(r"^`jax-longctx eval --suite (\S+) ", section, re.MULTILINE)
         named = re.findall(r'suite, part "([^"]+)"', section)
         assert named and set(named) == {part.name for part in read_suite(suite).part}
-
-
-def test_our_figures_are_those_of_the_benchmarks():
-    known = set(re.findall(FIGURE, read(DOCS / "benchmarks.md")))
-    for _, _, ours, _ in ROWS:
-        said = re.sub(r"not measured.*|`[^`]*`", "", ours)
-        assert set(re.findall(FIGURE, said)) <= known, ours
 
 
 # -- links -----------------------------------------------------------------------------------------
@@ -453,11 +448,6 @@ def anchors(path):
     return {
         re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
     }
-
-
-def test_links_and_anchors_are_found():
-    assert "docs/architecture.md" in links(ROOT / "CONTRIBUTING.md")
-    assert {"the-mesh", "the-contract-of-a-method"} <= anchors(DOCS / "architecture.md")
 
 
 # -- what is shown, run ----------------------------------------------------------------------------
@@ -558,24 +548,16 @@ def cells(kind):
     return [cell for cell in found if cell["cell_type"] == kind]
 
 
-def printed(cell):
-    return "".join("".join(one.get("text", "")) for one in cell["outputs"])
-
-
-def test_the_notebook_is_kept_executed_and_small():
+def test_the_notebook_is_kept_executed_and_small_and_concludes_from_its_outputs():
     code = cells("code")
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
-    kinds = [output["output_type"] for cell in code for output in cell["outputs"]]
+    outputs = [output for cell in code for output in cell["outputs"]]
+    kinds = [output["output_type"] for output in outputs]
     assert set(kinds) == {"stream", "display_data"} and kinds.count("display_data") == 3
     assert NOTEBOOK.stat().st_size < 500_000
-
-
-def test_what_the_notebook_concludes_is_in_its_outputs():
-    closing = "".join(cells("markdown")[-1]["source"])
-    shown = "".join(map(printed, cells("code")))
-    figures = re.findall(FIGURE, closing)
-    assert len(figures) > 4
-    assert set(figures) <= set(re.findall(FIGURE, shown))
+    shown = "".join("".join(output.get("text", "")) for output in outputs)
+    figures = re.findall(FIGURE, "".join(cells("markdown")[-1]["source"]))
+    assert len(figures) > 4 and set(figures) <= set(re.findall(FIGURE, shown))
 
 
 @pytest.mark.slow

@@ -74,20 +74,18 @@ def save_dataset(folder, texts):
 WORDS = ["one", "two", "three", "four", "five"]
 
 
-def test_documents_are_read_in_order_with_their_names(tmp_path):
+def test_documents_and_rows_of_tables_are_read_in_order_with_their_names(tmp_path):
     (tmp_path / "b.txt").write_text("plain")
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n')
     (tmp_path / "ignored.bin").write_text("other")
     lines = [(f"{tmp_path}/a.jsonl:1", "one"), (f"{tmp_path}/a.jsonl:3", "two")]
     assert read(tmp_path, tmp_path / "b.txt") == [*lines, *[(f"{tmp_path}/b.txt", "plain")] * 2]
-
-
-def test_rows_of_tables_are_documents(tmp_path):
-    write_table(tmp_path / "t.parquet", WORDS, "body")
-    rows = [(f"{tmp_path}/t.parquet:{number}", text) for number, text in enumerate(WORDS, start=1)]
-    assert read(tmp_path, field="body") == rows
-    write_table(tmp_path / "t.parquet", ["x" * 9] * 200)
-    assert len(read(tmp_path)) == 200
+    table = tmp_path / "t.parquet"
+    write_table(table, WORDS, "body")
+    rows = [(f"{table}:{number}", text) for number, text in enumerate(WORDS, start=1)]
+    assert read(table, field="body") == rows
+    write_table(table, ["x" * 9] * 200)
+    assert len(read(table)) == 200
 
 
 def test_saved_datasets_are_read_by_what_they_list(tmp_path):
@@ -137,23 +135,20 @@ def test_tables_without_pyarrow_say_what_to_install(tmp_path, monkeypatch):
         read(tmp_path)
 
 
-def test_what_was_read_is_recorded(tmp_path):
+def test_windows_follow_each_other_and_everything_is_counted_and_recorded(tmp_path):
     (tmp_path / "a.txt").write_text("abcdefgh")
     (record,) = map(file_record, document_files([tmp_path]))
     digest = hashlib.sha256(b"abcdefgh").hexdigest()
     assert record == {"path": f"{tmp_path}/a.txt", "bytes": 8, "sha256": digest}
-    prepared(tmp_path / "data", sources=[record])
-    assert json.loads((tmp_path / "data" / "sources.jsonl").read_text()) == record
-
-
-def test_windows_follow_each_other_and_everything_is_counted(tmp_path):
     documents = [("a", "abcdefghABCDEFGH!"), ("b", "short"), ("again", "abcdefghABCDEFGH!")]
-    manifest = prepared(tmp_path / "data", documents, shares=(1.0, 0.0, 0.0))
+    shares = (1.0, 0.0, 0.0)
+    manifest = prepared(tmp_path / "data", documents, shares=shares, sources=[record])
     rows = opened(tmp_path / "data")
     assert [bytes(row.tolist()) for row in rows] == [b"abcdefgh", b"ABCDEFGH"]
     assert manifest.documents == {"used": 1, "short": 1, "repeated": 1}
     assert manifest.dropped_tokens == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+    assert json.loads((tmp_path / "data" / "sources.jsonl").read_text()) == record
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "data"]
 
 
 def test_a_split_depends_on_the_text_alone(tmp_path):

@@ -50,29 +50,21 @@ def trained_losses(pattern):
     return [float(text_losses(setup_of(pattern), params, text[None], TAIL)) for text in TEXTS]
 
 
-def test_full_attention_decodes_what_causal_training_computes():
-    losses = losses_of("full")
-    assert losses.shape == (3, TAIL)
-    np.testing.assert_allclose(losses.mean(1), trained_losses(Pattern()), atol=1e-4)
-
-
-def test_refreshkv_without_full_steps_decodes_what_its_pattern_trains():
-    losses = losses_of(NEVER).mean(1)
-    np.testing.assert_allclose(losses, trained_losses(PATTERN), atol=1e-4)
-    assert np.all(np.abs(losses - losses_of("full").mean(1)) > 1e-3)
+def test_decoding_computes_what_training_does():
+    """Full attention as causal training, RefreshKV without full steps as its pattern."""
+    full, sparse = losses_of("full"), losses_of(NEVER).mean(1)
+    assert full.shape == (3, TAIL)
+    np.testing.assert_allclose(full.mean(1), trained_losses(Pattern()), atol=1e-4)
+    np.testing.assert_allclose(sparse, trained_losses(PATTERN), atol=1e-4)
+    assert np.all(np.abs(sparse - full.mean(1)) > 1e-3)
 
 
 @pytest.mark.thorough
-def test_methods_that_shrink_their_caches_are_followed():
+def test_losses_follow_caches_that_shrink_and_depend_neither_on_the_batch_nor_on_the_mesh():
     # SnapKV whose window is the question alone is RefreshKV that never takes a full step.
     snapkv = losses_of("snapkv:budget=6,window=1,kernel=3,over_group=max")
-    np.testing.assert_allclose(snapkv, losses_of(NEVER), atol=1e-5)
-
-
-@pytest.mark.thorough
-def test_losses_depend_neither_on_the_batch_nor_on_the_mesh():
-    sharded = losses_of(NEVER, mesh=(2, 1, 2), batch=2)
-    np.testing.assert_allclose(sharded, losses_of(NEVER), atol=1e-5)
+    for found in (snapkv, losses_of(NEVER, mesh=(2, 1, 2), batch=2)):
+        np.testing.assert_allclose(found, losses_of(NEVER), atol=1e-5)
 
 
 @pytest.mark.thorough

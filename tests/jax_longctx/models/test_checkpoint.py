@@ -76,12 +76,6 @@ def refused(folder, *words, mesh=None, kind=CheckpointError):
     assert "\n" not in str(caught.value)
 
 
-def test_manifest_is_read_as_it_was_written(whole):
-    folder, manifest, _ = whole
-    assert read_manifest(folder) == manifest
-    assert read_manifest(str(folder)) == manifest
-
-
 @pytest.mark.parametrize("shape", [{}, {"data": 2, "seq": 2, "tensor": 2}])
 def test_parameters_are_restored_onto_the_mesh(whole, shape):
     folder, _, params = whole
@@ -104,9 +98,11 @@ def test_type_is_the_manifests_unless_asked_for(copy, whole):
     assert load_params(copy, make_mesh())["layers"]["0"]["attn"]["q"].dtype == jnp.float16
 
 
-def test_not_a_checkpoint(tmp_path):
+def test_a_manifest_is_read_as_written_and_what_is_none_or_does_not_fit_refused(tmp_path, whole):
+    assert read_manifest(whole[0]) == read_manifest(str(whole[0])) == whole[1]
     refused(tmp_path, tmp_path, "not a converted checkpoint", "jax-longctx convert")
     refused(tmp_path / "nowhere", "not a converted checkpoint")
+    refused(whole[0], "kv_heads=2", mesh=make_mesh(tensor=4), kind=ConfigError)
 
 
 def written(text):
@@ -241,10 +237,6 @@ def test_an_orbax_without_checksums_writes_nothing(tmp_path, monkeypatch):
         with storage.writing(tmp_path / "params"):
             ocp.save(str(tmp_path / "params"), {"a": jnp.ones(3)})
     assert not (tmp_path / "params").exists()
-
-
-def test_mesh_that_does_not_divide_the_model(whole):
-    refused(whole[0], "kv_heads=2", mesh=make_mesh(tensor=4), kind=ConfigError)
 
 
 @pytest.mark.parametrize("piece", [1, 1 << 30])
