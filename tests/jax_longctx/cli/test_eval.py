@@ -14,22 +14,22 @@ from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.evaluation import runner
 from jax_longctx.methods import Full, make_method
 
-STREAMING = "streaming-llm"
+PASSKEY = ("eval", "passkey", "-c", "model")
 
 
 @pytest.mark.slow
-def test_passkey_scores_every_method_on_the_same_prompts(run, loads, tmp_path):
-    out, png, text = tmp_path / "runs.json", tmp_path / "map.png", tmp_path / "text.txt"
-    text.write_text("Rain falls. " * 40)
-    args = ["eval", "passkey", "-c", "model", "--length", "512", "--length", "640", "--trials", "3"]
-    args += ["--depths", "3", "--batch", "2", "-m", "full"]
-    args += ["-m", "streaming-llm:budget=64,chunk=16"]
-    result = run(*args, "--text", text, "--out", out, "--heatmap", png)
+def test_passkey_scores_every_method_on_the_same_prompts(run, loads, short_text, tmp_path):
+    out, png = tmp_path / "runs.json", tmp_path / "map.png"
+    args = [*PASSKEY, "--length", "512", "--length", "640", "--trials", "3", "--depths", "3"]
+    args += ["--batch", "2", "-m", "full", "-m", "streaming-llm:budget=64,chunk=16"]
+    result = run(*args, "--text", short_text, "--out", out, "--heatmap", png)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("| method | 512 | 640 |\n")
     assert "| streaming-llm budget=64 chunk=16 |" in result.stdout
     rows = json.loads(out.read_text())["rows"]
-    full, streaming = ([r for r in rows if r["method"]["name"] == n] for n in ("full", STREAMING))
+    full, streaming = (
+        [r for r in rows if r["method"]["name"] == n] for n in ("full", "streaming-llm")
+    )
     keys = [{(r["length"], r["index"]): r["outputs"] for r in of} for of in (full, streaming)]
     assert keys[0] == keys[1]
     assert len(full) == 6 and {row["length"] for row in full} == {512, 640}
@@ -43,60 +43,46 @@ def test_passkey_scores_every_method_on_the_same_prompts(run, loads, tmp_path):
     assert "| full |" in again.stdout and "| full (runs) |" in again.stdout
 
 
-def answered(work):
+def answered(model, engine, work):
     """What `answer_batch` gives of a batch, in no time."""
-    return [
-        {
-            "answer": " 1",
-            "finish": "length",
-            "tokens": {},
-            "seconds": {"first_token": 1.0, "token": 0.1},
-            "compiled": False,
-            "rows": work.rows,
-            "bytes": {"resident": 1, "read": 1},
-        }
-        for _ in work.contexts
-    ]
+    row = {"answer": " 1", "finish": "length", "tokens": {}, "compiled": False, "rows": work.rows}
+    row |= {"seconds": {"first_token": 1.0, "token": 0.1}, "bytes": {"resident": 1, "read": 1}}
+    return [row] * len(work.contexts)
 
 
-def test_what_was_answered_before_an_interruption_is_in_the_file(run, loads, tmp_path, monkeypatch):
+def test_what_was_answered_before_an_interruption_is_in_the_file(
+    run, loads, short_text, tmp_path, monkeypatch
+):
     batches = []
 
     def answer(model, engine, work):
         batches.append(work)
         if len(batches) == 2:
             raise KeyboardInterrupt
-        return answered(work)
+        return answered(model, engine, work)
 
     monkeypatch.setattr(runner, "answer_batch", answer)
-    out, text = tmp_path / "runs.json", tmp_path / "text.txt"
-    text.write_text("Rain falls. " * 40)
-    args = ["eval", "passkey", "-c", "model", "--length", "512", "--batch", "2", "--text", text]
+    args = [*PASSKEY, "--length", "512", "--batch", "2", "--text", short_text]
+    out = tmp_path / "runs.json"
     assert run(*args, "--out", out).exit_code == 130
     assert run("eval", "table", out).stdout.count("n=2") == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "depths"),
-    [
+def test_trials_take_the_depths_in_turn(run, loads, monkeypatch):
+    monkeypatch.setattr(runner, "answer_batch", answered)
+    for options, depths in [
         (["--depth", "0.1", "--depth", "0.9"], [0.1, 0.9]),
         (["--depths", "3"], [0.0, 0.5, 1.0]),
         ([], [i / 9 for i in range(10)]),
-    ],
-)
-def test_trials_take_the_depths_in_turn(run, loads, tmp_path, monkeypatch, options, depths):
-    monkeypatch.setattr(runner, "answer_batch", lambda model, engine, work: answered(work))
-    args = ["eval", "passkey", "-c", "model", "--length", "512", "--trials", len(depths) + 1]
-    result = run(*args, "--noise", "--json", *options)
-    assert result.exit_code == 0, result.output
-    rows = sorted(map(json.loads, result.stdout.splitlines()), key=lambda row: row["index"])
-    found = [row["meta"]["depth"] for row in rows]
-    assert found == pytest.approx([*depths, depths[0]])
-
-
-def test_a_text_may_come_from_stdin_and_a_prompt_be_refused(run, loads, monkeypatch):
-    monkeypatch.setattr(runner, "answer_batch", lambda model, engine, work: answered(work))
-    args = ["eval", "passkey", "-c", "model", "--trials", 1, "--text", "-", "--length"]
+    ]:
+        args = [*PASSKEY, "--length", "512", "--trials", len(depths) + 1, "--noise", "--json"]
+        result = run(*args, *options)
+        assert result.exit_code == 0, result.output
+        rows = sorted(map(json.loads, result.stdout.splitlines()), key=lambda row: row["index"])
+        found = [row["meta"]["depth"] for row in rows]
+        assert found == pytest.approx([*depths, depths[0]])
+    # A text may come from stdin, and a prompt be refused.
+    args = [*PASSKEY, "--trials", 1, "--text", "-", "--length"]
     result = run(*args, 512, stdin="Ducks swim. Geese fly. " * 9)
     assert result.exit_code == 0 and "n=1" in result.stdout
     result = run(*args, 64, stdin="Ducks swim. " * 9)
@@ -119,38 +105,42 @@ def test_the_ablations_of_the_guide_have_one_scope():
     assert changed == {"global_size", "span", "kept", "count", "local_size", "chunk"}
 
 
-def test_mistakes_are_named_before_anything_is_loaded_or_run(run, loads, tmp_path):
-    passkey = ("eval", "passkey", "-c", "model")
-    for args, message in [
-        ((*passkey, "-m", "nothing"), "unknown method 'nothing'"),
-        ((*passkey, "-m", "full", "-m", "streaming-llm:budget=x"), "expected a whole number"),
-        ((*passkey, "--depths", "2", "--depth", "0.5"), "--depths and --depth are two ways"),
-        ((*passkey, "--length", "8"), "--length must be at least 64 tokens, got 8"),
-        (("eval", "table", tmp_path / "none.json"), "none.json"),
+def test_mistakes_are_named_before_anything_is_loaded_or_run(run, loads, text, tmp_path):
+    perplexity = ("eval", "perplexity", "-c", "model", "--text", text)
+    for command, args, message in [
+        (PASSKEY, "-m nothing", "unknown method 'nothing'"),
+        (PASSKEY, "-m full -m streaming-llm:budget=x", "expected a whole number"),
+        (PASSKEY, "--depths 2 --depth 0.5", "--depths and --depth are two ways"),
+        (PASSKEY, "--length 8", "--length must be at least 64 tokens, got 8"),
+        (("eval", "table", tmp_path / "none.json"), "", "none.json"),
+        (perplexity, "--protocol P9", "'P9' is not one of P1, P2, P3, P4, P5"),
+        (perplexity, "--question Why?", "--question is for P3 and P4"),
+        (perplexity, "--protocol P3 -m citrus:chunk=16,budget=64", "citrus reads a text for a"),
+        (perplexity, "-m full -m snapkv:budget=x", "expected a whole number"),
+        (perplexity, "--length 0", "should be greater than or equal to 1"),
+        (perplexity, "--score 0", "should be greater than or equal to 1"),
+        (perplexity, "--length 100000", "hold 0: ask for fewer or shorter ones"),
     ]:
-        result = run(*args)
-        assert result.exit_code == 2
+        result = run(*command, *args.split())
+        assert result.exit_code == 2, args
         assert result.stderr.count("\n") == 1 and message in result.stderr
 
 
 @pytest.mark.slow
-def test_resa_errors_fall_with_the_estimate(run, loads, tmp_path):
-    text, out = tmp_path / "text.txt", tmp_path / "errors.json"
-    text.write_text("Rain falls on the roof. Leaves turn. " * 60)
+def test_resa_errors_fall_with_the_estimate(run, loads, text, tmp_path):
+    out = tmp_path / "errors.json"
     args = ["eval", "resa-errors", "-c", "model", "--selector", "ideal", "--ratio", "0.1"]
-    args += ["--texts", "2", "--tokens", "200", "--queries", "3", "--text", text]
-    result = run(*args, "--out", out)
+    args += ["--texts", "2", "--queries", "3", "--text", text, "--tokens"]
+    result = run(*args, 200, "--out", out)
     assert result.exit_code == 0, result.output
     records = json.loads(out.read_text())
     assert [record["settings"]["lam"] for record in records] == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert {record["queries"] for record in records} == {6}
     assert result.stdout.count("ideal") == 5
-    layers = len(records[0]["by_layer"])
-    below = sum(
-        a[0] < b[0] for a, b in zip(records[2]["by_layer"], records[0]["by_layer"], strict=True)
-    )
-    assert f"{below}/{layers}" in result.stdout
-    short = run(*args[:-4], "--queries", "3", "--tokens", "100000", "--text", text)
+    half, none = records[2]["by_layer"], records[0]["by_layer"]
+    below = sum(a[0] < b[0] for a, b in zip(half, none, strict=True))
+    assert f"{below}/{len(none)}" in result.stdout
+    short = run(*args, 100_000)
     assert short.exit_code == 2 and "ask for fewer" in short.stderr
 
 
@@ -158,6 +148,13 @@ def test_resa_errors_fall_with_the_estimate(run, loads, tmp_path):
 def text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("Rain falls on the roof. Leaves turn. " * 60)
+    return path
+
+
+@pytest.fixture
+def short_text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("Rain falls. " * 40)
     return path
 
 
@@ -169,18 +166,12 @@ def test_every_method_reads_the_same_texts(run, loads, tiny, text, tmp_path):
     result = run(*args, "-m", "full", "-m", "snapkv:budget=300", "-m", "snapkv:budget=32,window=8")
     assert result.exit_code == 0, result.output
     full, whole, part = json.loads(out.read_text())["runs"]
-    assert [run["given"] for run in (whole, part)] == [
-        {"budget": "300"},
-        {"budget": "32", "window": "8"},
-    ]
+    assert whole["given"] == {"budget": "300"}
+    assert part["given"] == {"budget": "32", "window": "8"}
     np.testing.assert_allclose(whole["means"], full["means"], atol=1e-4)
     assert np.abs(np.array(part["means"]) - full["means"]).max() > 1e-3
-    assert (full["length"], full["score"], full["texts"], full["through"]) == (
-        150,
-        20,
-        3,
-        "decode",
-    )
+    said = (full["length"], full["score"], full["texts"], full["through"])
+    assert said == (150, 20, 3, "decode")
     assert [window[:2] for window in full["windows"]] == [[130, 145], [146, 149]]
     # The first text begins with the beginning-of-text token and the file's first words.
     tokens = tiny.tokenizer.encode(text.read_text(), bos=True)[:150]
@@ -213,36 +204,15 @@ def test_contexts_in_the_hosts_memory_score_alike(run, loads, text):
 @pytest.mark.slow
 def test_a_stream_runs_over_files_and_is_read_for_each_question(run, loads, text):
     args = ["eval", "perplexity", "-c", "model", "--protocol", "P3", "--text", text, "--text", text]
-    args += ["--length", "900", "--window", "300", "--json"]
-    asked = ["--question", "Why?", "--question", "Who was it?"]
-    result = run(
-        *args, "-m", "citrus:budget=64,chunk=16", "-m", "streaming-llm:budget=64,chunk=16", *asked
-    )
+    args += ["--length", "900", "--window", "300", "--json", "-m", "citrus:budget=64,chunk=16"]
+    args += ["-m", "streaming-llm:budget=64,chunk=16"]
+    result = run(*args, "--question", "Why?", "--question", "Who was it?")
     assert result.exit_code == 0, result.output
     why, who, streaming = map(json.loads, result.stdout.splitlines())
     assert [record["question"] for record in (why, who, streaming)] == ["Why?", "Who was it?", ""]
     assert why["means"] != who["means"]
     assert [window[:2] for window in why["windows"]] == [[1, 300], [301, 600], [601, 899]]
     assert streaming["through"] == "context" and streaming["score"] == 899
-
-
-def test_mistakes_are_named_before_anything_runs(run, loads, text):
-    perplexity = ("eval", "perplexity", "-c", "model", "--text", text)
-    for args, message in [
-        (("--protocol", "P9"), "'P9' is not one of P1, P2, P3, P4, P5"),
-        (("--question", "Why?"), "--question is for P3 and P4"),
-        (
-            ("--protocol", "P3", "-m", "citrus:budget=64,chunk=16"),
-            "citrus reads a text for a question",
-        ),
-        (("-m", "full", "-m", "snapkv:budget=x"), "expected a whole number"),
-        (("--length", "0"), "should be greater than or equal to 1"),
-        (("--score", "0"), "should be greater than or equal to 1"),
-        (("--length", "100000"), "hold 0: ask for fewer or shorter ones"),
-    ]:
-        result = run(*perplexity, *args)
-        assert result.exit_code == 2, args
-        assert result.stderr.count("\n") == 1 and message in result.stderr
 
 
 @pytest.mark.thorough

@@ -24,6 +24,13 @@ def test_text_goes_to_stdout_and_notes_to_stderr(capsys):
     assert shown.err == "took [1] second\n"
 
 
+def on_terminal(monkeypatch, width=80):
+    """Has the test write to a terminal."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(width))
+
+
 def test_a_model_cannot_steer_the_terminal(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     Terminal().write("a\tb\n\x1b[2J\x9bé")
@@ -34,9 +41,7 @@ def test_json_mode_streams_no_text(capsys):
     terminal = Terminal(as_json=True)
     terminal.write("streamed")
     terminal.record({"answer": "Größe\n"})
-    shown = capsys.readouterr()
-    assert shown.out == '{"answer": "Größe\\n"}\n'
-    assert json.loads(shown.out) == {"answer": "Größe\n"}
+    assert capsys.readouterr().out == '{"answer": "Größe\\n"}\n'
 
 
 def test_progress_without_a_terminal_is_a_line_every_ten_seconds(capsys, monkeypatch):
@@ -55,8 +60,7 @@ def test_progress_without_a_terminal_is_a_line_every_ten_seconds(capsys, monkeyp
 
 
 def test_progress_on_a_terminal_leaves_nothing_and_gives_the_cursor_back(capsys, monkeypatch):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
+    on_terminal(monkeypatch)
     with pytest.raises(KeyboardInterrupt), Terminal().progress("reading") as update:
         update(10, 100)
         raise KeyboardInterrupt
@@ -64,41 +68,30 @@ def test_progress_on_a_terminal_leaves_nothing_and_gives_the_cursor_back(capsys,
     assert "reading" in shown.err and "10/100 tokens" in shown.err
     assert shown.err.rindex("\x1b[?25h") > shown.err.rindex("\x1b[?25l")
     assert shown.out == ""
+    # A full bar is gone before what comes next is written.
+    with Terminal().progress("reading") as update:
+        update(100, 100)
+        assert capsys.readouterr().err.endswith("\x1b[2K")
 
 
 @pytest.mark.parametrize("width", [80, 60, 40])
-@pytest.mark.parametrize(
-    ("doing", "unit", "detail"),
-    [
+def test_progress_and_waiting_stay_in_one_row(capsys, monkeypatch, width):
+    on_terminal(monkeypatch, width)
+    monkeypatch.setattr(terminal_module, "memory_used", lambda: 123 * 1024**3)
+    cell = "citrus-individual budget=1024 on niah_multikey_3 at 131,072 tokens"
+    for doing, unit, detail in [
         ("reading", "tokens", ""),
         ("converting", "bytes", ""),
         ("training", "steps", "loss 2.3456, 12,345 tokens/s, MFU 12.3%, peak 3.4 GiB"),
         ("answering", "rows", "1,234 tokens/s, 0 with an error"),
-        (
-            "evaluating",
-            "rows",
-            "citrus-individual budget=1024 on niah_multikey_3 at 131,072 tokens",
-        ),
-    ],
-)
-def test_progress_stays_in_one_row(capsys, monkeypatch, width, doing, unit, detail):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setattr(terminal_module, "memory_used", lambda: 123 * 1024**3)
-    with Terminal().progress(doing, unit) as update:
-        update(1_234_567, 4_098_765, detail)
-    shown = rows(capsys.readouterr().err)
-    assert max(map(len, shown)) < width
-    count = "1.2 MiB of 3.9 MiB" if unit == "bytes" else f"1,234,567/4,098,765 {unit}"
-    assert any(row.startswith(doing) and count in row for row in shown)
-
-
-@pytest.mark.parametrize("width", [80, 60, 40])
-def test_waiting_stays_in_one_row(capsys, monkeypatch, width):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", str(width))
+        ("evaluating", "rows", cell),
+    ]:
+        with Terminal().progress(doing, unit) as update:
+            update(1_234_567, 4_098_765, detail)
+        shown = rows(capsys.readouterr().err)
+        assert max(map(len, shown)) < width
+        count = "1.2 MiB of 3.9 MiB" if unit == "bytes" else f"1,234,567/4,098,765 {unit}"
+        assert any(row.startswith(doing) and count in row for row in shown)
     with Terminal().waiting(f"loading {'a/long/path/' * 10}model"):
         pass
     shown = rows(capsys.readouterr().err)
@@ -112,26 +105,17 @@ def rows(shown):
     return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown))
 
 
-def test_bar_is_gone_before_what_comes_next_is_written(capsys, monkeypatch):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    with Terminal().progress("reading") as update:
-        update(100, 100)
-        assert capsys.readouterr().err.endswith("\x1b[2K")
-
-
-@pytest.mark.parametrize("as_json", [True, False])
 @pytest.mark.parametrize("leads", [True, False])
-def test_the_first_process_alone_writes_and_shows(tmp_path, monkeypatch, capsys, leads, as_json):
+def test_the_first_process_alone_writes_and_shows(tmp_path, monkeypatch, capsys, leads):
     monkeypatch.setattr(process, "is_leader", lambda: leads)
-    out = tmp_path / "found.json"
-    found = {"seconds": 1.5}
-    Output(out=out, as_json=as_json).hand_over(found, lambda result: [f"in {result['seconds']} s"])
-    printed = capsys.readouterr().out
-    assert printed == ("" if not leads else json.dumps(found) + "\n" if as_json else "in 1.5 s\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["found.json"] * leads
-    if leads:
-        assert json.loads(out.read_text()) == found
+    out, found = tmp_path / "found.json", {"seconds": 1.5}
+    for as_json, shown in ((True, json.dumps(found)), (False, "in 1.5 s")):
+        Output(out=out, as_json=as_json).hand_over(found, lambda it: [f"in {it['seconds']} s"])
+        assert capsys.readouterr().out == (f"{shown}\n" if leads else "")
+        assert list(tmp_path.iterdir()) == [out] * leads
+        if leads:
+            assert json.loads(out.read_text()) == found
+            out.unlink()
 
 
 def test_a_file_is_replaced_whole(tmp_path):
@@ -140,19 +124,20 @@ def test_a_file_is_replaced_whole(tmp_path):
     with pytest.raises(TypeError):
         Output(out=out).hand_over({"bad": object()}, lambda result: [result])
     assert out.read_text() == "before"
+    (tmp_path / "found.json.partial").mkdir()
+    with pytest.raises(InputError, match=r"found\.json could not be written: Is a directory"):
+        terminal.save({}, out)
 
 
-@pytest.mark.parametrize("check", [terminal.check_file, terminal.check_folder])
-def test_where_nothing_can_be_written_is_named_before_the_work(check, tmp_path):
-    check(None)
+def test_where_nothing_can_be_written_is_named_before_the_work(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    for folder, why in ((tmp_path / "file" / "more", "Not a directory"), (Path("/proc"), "")):
-        out = folder / "found.json" if check is terminal.check_file else folder
-        with pytest.raises(InputError, match=f"to the folder {folder}: {why}"):
-            check(out, "--where")
-
-
-def test_a_folder_is_made_and_left_empty(tmp_path, monkeypatch):
+    for check, name in ((terminal.check_file, "found.json"), (terminal.check_folder, "")):
+        check(None)
+        for folder, why in ((tmp_path / "file" / "more", "Not a directory"), (Path("/proc"), "")):
+            with pytest.raises(InputError, match=f"to the folder {folder}: {why}"):
+                check(folder / name, "--where")
+    (tmp_path / "file").unlink()
+    # A folder is made and left empty.
     terminal.check_file(tmp_path / "a" / "b" / "found.json")
     terminal.check_folder(tmp_path / "c" / "d")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "c", "d"]
@@ -209,20 +194,10 @@ def test_commands_look_where_they_write_before_they_work(
     assert loads == []
 
 
-def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
-    (tmp_path / "found.json.partial").mkdir()
-    with pytest.raises(InputError, match=r"found\.json could not be written: Is a directory"):
-        terminal.save({}, tmp_path / "found.json")
-
-
-def test_reads_utf8_and_drops_the_byte_order_mark(tmp_path):
+def test_texts_come_without_the_byte_order_mark_and_others_are_refused(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffGröße\r\n".encode())
     assert read_text(str(path)) == "Größe\r\n"
-
-
-def test_what_is_no_text_is_refused(tmp_path):
-    path = tmp_path / "a.txt"
     for content, message in [
         (b"", "is empty"),
         (b" \n\t", "is empty"),
@@ -232,7 +207,6 @@ def test_what_is_no_text_is_refused(tmp_path):
         path.write_bytes(content)
         with pytest.raises(InputError, match=message):
             read_text(str(path))
-    with pytest.raises(InputError, match=r"none\.txt cannot be read: No such file"):
-        read_text(str(tmp_path / "none.txt"))
-    with pytest.raises(InputError, match="cannot be read: Is a directory"):
-        read_text(str(tmp_path))
+    for missing, message in (("none.txt", "No such file"), ("", "Is a directory")):
+        with pytest.raises(InputError, match=f"cannot be read: {message}"):
+            read_text(str(tmp_path / missing))

@@ -4,6 +4,7 @@
 """
 
 import json
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -60,7 +61,7 @@ def test_programs_compile_while_weights_load(command, checkpoint, book, run, tim
     assert 0 < took < 600
 
 
-@pytest.mark.parametrize("command", ["batch", pytest.param("eval", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("command", ["batch", "eval"])
 @pytest.mark.slow
 def test_every_shape_is_compiled_before_its_first_batch(
     command, checkpoint, run, times, tmp_path_factory, monkeypatch
@@ -86,7 +87,7 @@ def test_every_shape_is_compiled_before_its_first_batch(
         fields = "answer", "tokens", "rows", "bytes", "compiled"
         return [[row[name] for name in fields] for row in rows]
 
-    expected, order = results("alone"), []
+    expected, order, names = results("alone"), [], []
     # Both name the module that computes a batch.
     module, compute = {"batch": (batch, "_compute"), "eval": (runner, "answer_batch")}[command]
     answer, load, compile_ = getattr(module, compute), api.load_params, Engine.compile
@@ -102,8 +103,6 @@ def test_every_shape_is_compiled_before_its_first_batch(
         order.append("answer")
         assert not LARGE & set(names), names
         return found
-
-    names = []
 
     def listen(event, duration_secs, **about):
         names.append(about.get("fun_name"))
@@ -125,11 +124,8 @@ def test_every_shape_is_compiled_before_its_first_batch(
 
 
 def test_an_error_of_loading_is_raised(checkpoint, monkeypatch):
-    def fails(*args):
-        raise api.InputError("the weights are gone")
-
+    seen, fails = [], Mock(side_effect=api.InputError("the weights are gone"))
     monkeypatch.setattr(api, "load_params", fails)
-    seen = []
     with pytest.raises(api.InputError, match="are gone"):
         api.load(checkpoint, ahead=seen.append)
     assert len(seen) == 1
@@ -137,18 +133,16 @@ def test_an_error_of_loading_is_raised(checkpoint, monkeypatch):
 
 def test_times_are_kept_and_bounded(times):
     assert read_times() == {}
-    for number in range(MOST_TIMES + 3):
+    for number in (MOST_TIMES - 1, MOST_TIMES, MOST_TIMES + 2):
         times.write_text(json.dumps({str(n): 1.0 for n in range(number)}))
-        if number >= MOST_TIMES - 1:
-            write_time("new", 2.5)
-            kept = read_times()
-            assert kept["new"] == 2.5 and len(kept) == min(number + 1, MOST_TIMES)
-    times.write_text("damaged")
-    assert read_times() == {}
+        write_time("new", 2.5)
+        kept = read_times()
+        assert kept["new"] == 2.5 and len(kept) == MOST_TIMES
+    for damaged in ("[1]", "damaged"):
+        times.write_text(damaged)
+        assert read_times() == {}
     write_time("new", 3.0)
     assert read_times() == {"new": 3.0}
-    times.write_text("[1]")
-    assert read_times() == {}
 
 
 # As the text and the question of an `ask` below are laid out.
@@ -183,8 +177,7 @@ def test_after_warm_nothing_is_compiled_neither_by_warm_nor_by_an_ask(run, check
         assert case["found"] == (case["programs"] if again else 0)
         assert (case["method"], case["length"], record["answer"]) == ("snapkv", 52, 8)
         assert record["sampling"]["top_k"] == 5
-        assert record["folder"] == str(cache)
-        assert record["cache_bytes"] > 10_000
+        assert record["folder"] == str(cache) and record["cache_bytes"] > 10_000
     jax.clear_caches()
     given = ("-c", checkpoint, "-m", "snapkv", "--max-tokens", 8, *SAMPLING, "--json")
     with CompileClock() as clock:
@@ -209,7 +202,9 @@ def test_programs_of_an_offloaded_context_are_warmed(run, checkpoint, cache):
 
 
 def test_what_cannot_be_warmed_is_refused(run, tmp_path):
-    result = run("warm", "llama-9")
-    assert result.exit_code == 2 and "llama-3.1-8b" in result.output
-    result = run("warm", tmp_path)
-    assert result.exit_code == 2 and "is not a converted checkpoint" in result.output
+    for model, message in (
+        ("llama-9", "llama-3.1-8b"),
+        (tmp_path, "is not a converted checkpoint"),
+    ):
+        result = run("warm", model)
+        assert result.exit_code == 2 and message in result.output
