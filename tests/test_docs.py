@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from jax_longctx.choosing import parse_table
 from jax_longctx.cli.eval import Choice
 from jax_longctx.cli.main import app
 from jax_longctx.evaluation.config import read_suite
@@ -779,3 +781,25 @@ def test_another_file_is_not_taken(tmp_path, capsys):
     raw.write_text(json.dumps({"rows": [{"method": "full"}]}))
     assert tables.main(["--take", str(raw)]) == 2
     assert "expected a file of `bench decode`" in capsys.readouterr().err
+
+
+def test_the_table_of_choices_is_made_from_the_results(tmp_path, monkeypatch, capsys):
+    choices, results = load("choices"), tmp_path / "results"
+    assert choices.main(["--check"]) == 0, capsys.readouterr().out
+    results.mkdir()
+    for name in (choices.QUALITY, choices.MEMORY, choices.STEPS):
+        shutil.copy(choices.RESULTS / f"{name}.json", results)
+    assert choices.made(results) == read(choices.TABLE)
+    path = results / f"{choices.QUALITY}.json"
+    quality = json.loads(read(path))
+    for row in quality["rows"]:
+        if (row["method"], row["length"], row["task"]) == ("infllm", 16384, "passkey"):
+            row["score"] = 5
+    path.write_text(json.dumps(quality))
+    stale = choices.made(results)
+    infllm = next(found for found in parse_table(stale) if found.name == "infllm")
+    # One of 20 pass keys, and two of 20 facts in prose.
+    assert (infllm.at(2).share, infllm.at(2).n) == (7.5, 40)
+    monkeypatch.setattr(choices, "made", lambda: stale)
+    assert choices.main(["--check"]) == 1
+    assert "is stale; run python docs/choices.py" in capsys.readouterr().out

@@ -1,9 +1,6 @@
 """`--method auto`: every branch of the choice, the table that ships, and the command line."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 from unittest.mock import create_autospec
 
 import pytest
@@ -13,6 +10,7 @@ from jax_longctx import choosing
 from jax_longctx.api import LongContext
 from jax_longctx.choosing import Found, Measured, choose
 from jax_longctx.cli.main import app
+from jax_longctx.evaluation.intervals import wilson
 from jax_longctx.methods import METHODS, make_method
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.text import Tokenizer
@@ -20,19 +18,12 @@ from tests.jax_longctx.cli.tiny_model import converted
 from tests.small_methods import SMALL
 from tests.support import tiny_config, tiny_engine
 
-ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("docs_choices", ROOT / "docs/choices.py")
-assert SPEC is not None and SPEC.loader is not None
-choices = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = choices
-SPEC.loader.exec_module(choices)
-
 
 def measured(name, shares, *, read=0.5, step=None, **settings):
     """A method that found these shares at 1, 2, 4, ... trained lengths, of 40 facts."""
     found = []
     for power, share in enumerate(shares):
-        low, high = choices.wilson(share * 40 / 100, 40)
+        low, high = wilson(share * 40 / 100, 40)
         found.append(Found(ratio=2.0**power, share=share, n=40, interval=(100 * low, 100 * high)))
     settings = {key: str(value) for key, value in {**SMALL[name], **settings}.items()}
     how = {"settings": settings, "found": found, "read": read, "step": step}
@@ -115,12 +106,9 @@ def test_short_memory_takes_a_budget_by_the_number_of_questions(how, expected):
     assert "full attention's cache of" in reason and "does not fit" in reason
     prefills = how.get("questions", 1)
     assert (f"reads the text {prefills} times" in reason) is (prefills == choosing.MOST_PREFILLS)
-
-
-def test_where_nothing_fits_the_smallest():
+    # Where nothing fits, the smallest.
     name, reason = chosen(model_of(1000, **LONG), 900, [FREE, KEEPS_LAST])
-    assert name == "streaming-llm"
-    assert "no cache fits; this is the smallest" in reason
+    assert name == "streaming-llm" and "no cache fits; this is the smallest" in reason
 
 
 @pytest.mark.parametrize(
@@ -152,33 +140,6 @@ def test_the_table_that_ships_is_of_known_methods():
         assert make_method(row.name, dict(row.settings)).name == row.name
         assert [each.ratio for each in row.found] == sorted(each.ratio for each in row.found)
         assert row.read > 0
-
-
-def test_the_table_is_made_from_the_results(tmp_path, monkeypatch, capsys):
-    assert choices.main(["--check"]) == 0, capsys.readouterr().out
-    results = tmp_path / "results"
-    results.mkdir()
-    for name in (choices.QUALITY, choices.MEMORY, choices.STEPS):
-        text = (choices.RESULTS / f"{name}.json").read_text(encoding="utf-8")
-        (results / f"{name}.json").write_text(text, encoding="utf-8")
-    assert choices.made(results) == choices.TABLE.read_text(encoding="utf-8")
-    path = results / f"{choices.QUALITY}.json"
-    quality = json.loads(path.read_text(encoding="utf-8"))
-    row = next(
-        row
-        for row in quality["rows"]
-        if (row["method"], row["length"], row["task"]) == ("infllm", 16384, "passkey")
-    )
-    row["score"] = 5
-    path.write_text(json.dumps(quality), encoding="utf-8")
-    infllm = next(x for x in choosing.parse_table(choices.made(results)) if x.name == "infllm")
-    # One of 20 pass keys, and two of 20 facts in prose.
-    assert infllm.at(2).share == 7.5
-    assert infllm.at(2).n == 40
-    stale = choices.made(results)
-    monkeypatch.setattr(choices, "made", lambda: stale)
-    assert choices.main(["--check"]) == 1
-    assert "is stale; run python docs/choices.py" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
