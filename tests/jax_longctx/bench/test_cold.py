@@ -27,9 +27,11 @@ def test_the_second_process_finds_what_the_first_compiled(tiny_shape, tmp_path, 
     empty, full = row["empty"], row["full"]
     assert empty["from_cache"] == 0 and full["from_cache"] == full["programs"] > 0
     for state in (empty, full):
-        assert 0 < state["warm_first_token"] < state["first_token"] < state["last_token"]
-        assert state["warm_first_token"] < state["warm_last_token"]
+        assert 0 < state["first_token"] < state["last_token"]
+        assert 0 < state["warm_first_token"] < state["warm_last_token"]
         assert 0 < state["compile"] < state["last_token"]
+    # Seconds of compiling are a hundred times what the few tokens take, however busy the machine.
+    assert empty["warm_first_token"] < empty["first_token"]
     assert f"of {full['programs']}" in printed
 
 

@@ -3,7 +3,7 @@
 import argparse
 import functools
 import math
-from unittest.mock import create_autospec
+from unittest.mock import Mock, create_autospec
 
 import gguf
 import numpy as np
@@ -35,29 +35,18 @@ def model(tmp_path_factory):
 
 
 def asked(model, **changes):
-    given = dict(
-        checkpoint=model / "checkpoint",
-        gguf=model / "m.gguf",
-        texts=[model / "text"],
-        tokens=24,
-        peers=None,
-        revision=[],
-        threads=1,
-        chunk=16,
-        runs=2,
-        rounds=2,
-    )
-    return argparse.Namespace(**given | changes)
+    paths = {"checkpoint": model / "checkpoint", "gguf": model / "m.gguf"}
+    paths |= {"texts": [model / "text"], "peers": None, "revision": []}
+    sizes = {"tokens": 24, "threads": 1, "chunk": 16, "runs": 2, "rounds": 2}
+    return argparse.Namespace(**paths | sizes | changes)
 
 
 def test_unpacked_values_are_those_of_the_blocks(model):
-    whole = model / "whole.gguf"
-    cpu_reading.unpacked(model / "m.gguf", whole)
-    kinds = {tensor.tensor_type for tensor in gguf.GGUFReader(whole).tensors}
-    assert kinds == {Kind.F32}
-    assert Kind.Q8_0 in {tensor.tensor_type for tensor in gguf.GGUFReader(model / "m.gguf").tensors}
-    trees = []
-    for source in (whole, model / "m.gguf"):
+    whole, packed, trees = model / "whole.gguf", model / "m.gguf", []
+    cpu_reading.unpacked(packed, whole)
+    for source in (whole, packed):
+        kinds = {tensor.tensor_type for tensor in gguf.GGUFReader(source).tensors}
+        assert (kinds == {Kind.F32}) if source == whole else Kind.Q8_0 in kinds
         target = model / f"of-{source.stem}"
         convert(source, target, dtype="float32")
         trees.append(dict(flat(load_params(target, make_mesh()))))
@@ -71,21 +60,14 @@ def test_unpacked_values_are_those_of_the_blocks(model):
 def test_two_revisions_read_the_same_tokens_in_processes_of_their_own(model, monkeypatch):
     """The second process is told of alone: it would print what the first does."""
     said, commands, real = [], [], cpu_reading.printed
-
-    @functools.cache
-    def printed(reader):
-        return real(*commands[-1])
-
-    def started(command, environment):
-        commands.append((command, environment))
-        return printed(command[3])
-
-    monkeypatch.setattr(cpu_reading, "printed", create_autospec(real, side_effect=started))
+    printed = functools.cache(lambda: real(*commands[0]))
+    stub = create_autospec(real, side_effect=lambda *given: commands.append(given) or printed())
+    monkeypatch.setattr(cpu_reading, "printed", stub)
     another = f"another={cpu_reading.ROOT}={model / 'checkpoint'}"
     found = cpu_reading.run(asked(model, revision=[another], rounds=1), said.append)
     assert [row["reader"] for row in found["rows"]] == ["this revision", "another"]
-    (first, here), (second, there) = commands
-    assert first == second and here == there and here["PYTHONPATH"] == str(cpu_reading.ROOT)
+    first, second = commands
+    assert first == second and first[1]["PYTHONPATH"] == str(cpu_reading.ROOT)
     assert len({row["token"] for row in found["rows"]}) == 1
     for row in found["rows"]:
         assert 0 < row["seconds"] <= row["median_seconds"]
@@ -100,27 +82,22 @@ def test_two_revisions_read_the_same_tokens_in_processes_of_their_own(model, mon
 
 
 def test_readers_that_fail_or_disagree_are_errors(model, monkeypatch):
-    answers = iter([({"token": token, "version": "", "reads": [[1.0, 2.0]]}, "") for token in "ab"])
-    monkeypatch.setattr(cpu_reading, "printed", lambda *args: next(answers))
-    with pytest.raises(InputError, match=r"different next tokens: \['a', 'b'\]"):
-        cpu_reading.run(asked(model), lambda text: None)
-    monkeypatch.setattr(cpu_reading, "printed", lambda *args: (None, "no such library"))
-    with pytest.raises(InputError, match="this revision failed: no such library"):
-        cpu_reading.run(asked(model), lambda text: None)
-    with pytest.raises(InputError, match="40 tokens; expected at least 41"):
-        cpu_reading.run(asked(model, tokens=41), lambda text: None)
+    read = [({"token": token, "version": "", "reads": [[1.0, 2.0]]}, "") for token in "ab"]
+    for answers, changes, message in [
+        (read, {}, r"different next tokens: \['a', 'b'\]"),
+        ([(None, "no such library")], {}, "this revision failed: no such library"),
+        ([], {"tokens": 41}, "40 tokens; expected at least 41"),
+    ]:
+        monkeypatch.setattr(cpu_reading, "printed", Mock(side_effect=answers))
+        with pytest.raises(InputError, match=message):
+            cpu_reading.run(asked(model, **changes), lambda text: None)
 
 
 def test_the_profile_counts_every_product_of_a_layer_and_half_of_all_pairs(monkeypatch):
-    config, shapes = tiny_config(), []
-
-    def took(left, right):
-        shapes.append((left, right))
-        return 1.0
-
+    config, took = tiny_config(), Mock(return_value=1.0)
     monkeypatch.setattr(cpu_reading, "_product_seconds", took)
     profile = cpu_reading.profile(config, tokens=640, chunk=64, spent=10_000.0)
-    *matrices, scores, values = shapes
+    *matrices, scores, values = [call.args for call in took.call_args_list]
     wide, narrow = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     weights = config.model_dim * (2 * wide + 2 * narrow + 3 * config.mlp_dim)
     assert sum(math.prod(right) for _, right in matrices) == weights
@@ -129,10 +106,7 @@ def test_the_profile_counts_every_product_of_a_layer_and_half_of_all_pairs(monke
     assert profile["products_gflops"] == pytest.approx(2 * 64 * weights / 7 / 1e9)
     # Of 10 chunks against 10 blocks of keys the half below the diagonal, two products each.
     assert profile["attention_seconds"] == pytest.approx(config.num_layers * 2 * 50)
-    rows = 64 * config.num_heads // config.num_kv_heads
-    assert scores[0] == (config.num_kv_heads, rows, config.head_dim)
-    assert values == (
-        (config.num_kv_heads, rows, 64),
-        (config.num_kv_heads, 64, config.head_dim),
-    )
+    heads, rows = config.num_kv_heads, 64 * config.num_heads // config.num_kv_heads
+    assert scores[0] == (heads, rows, config.head_dim)
+    assert values == ((heads, rows, 64), (heads, 64, config.head_dim))
     assert profile["attention_gflops"] == pytest.approx(4 * 64 * 64 * wide / 2 / 1e9)

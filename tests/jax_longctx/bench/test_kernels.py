@@ -2,9 +2,9 @@
 
 import dataclasses
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock, create_autospec
 
 import jax
 import jax.numpy as jnp
@@ -65,11 +65,8 @@ def test_files_and_figures(tmp_path, steady):
 
 def test_a_failure_is_a_row_and_the_others_run(steady):
     case = next(c for c in kernels.cases(64) if c.operation == "page_scores")
-
-    def broken(*args):
-        raise ValueError("no such | thing")
-
-    case = replace(case, others={"broken": broken, **case.others})
+    broken = Mock(side_effect=ValueError("no such | thing"))
+    case = dataclasses.replace(case, others={"broken": broken, **case.others})
     failed, chosen = kernels._rows(case, 1e10, 1e11, 9, lambda text: None)
     assert failed["failed"] == "ValueError: no such | thing" and "seconds" not in failed
     assert chosen["seconds"] > 0
@@ -83,15 +80,17 @@ def test_the_step_with_resa_corrects_the_sparse_one():
     """Where nearly all mass is the prior's, its output comes back."""
     case = next(c for c in kernels.cases(512) if c.operation == "resa_step")
     *inputs, background = case.inputs()
-    far = replace(background, lse=background.lse + 60)
+    far = dataclasses.replace(background, lse=background.lse + 60)
     for corrected, without in (
         ("chosen", "without RESA"),
         ("its attention", "attention without RESA"),
     ):
-        out, _ = case.others[corrected](jnp.int32(0), *inputs, far)
-        plain, _ = case.others[without](jnp.int32(0), *inputs, far)
-        np.testing.assert_allclose(np.asarray(out[:, 0], np.float32), far.out, atol=2e-2)
-        assert not np.allclose(np.asarray(out, np.float32), np.asarray(plain, np.float32), atol=0.1)
+        out, plain = (
+            np.asarray(case.others[name](jnp.int32(0), *inputs, far)[0], np.float32)
+            for name in (corrected, without)
+        )
+        np.testing.assert_allclose(out[:, 0], far.out, atol=2e-2)
+        assert not np.allclose(out, plain, atol=0.1)
 
 
 def test_the_runs_of_a_case_agree():
@@ -160,26 +159,25 @@ def test_the_checks_compile_for_tpus():
 
 
 def test_a_wrong_kernel_is_seen(tmp_path, monkeypatch):
-    """One that is off, one that reads what it must not, and one that does not compile."""
+    """One that is off, one that does not compile, and one that reads what it must not."""
     base = next(c for c in tpu_check.checks() if c.kernel == "attention_mass")
-
-    def broken(*args, interpret):
-        raise NotImplementedError("no such layout")
-
-    def off(*args, interpret):
-        return [x * 1.01 for x in base.definition(*args) if x is not None]
-
-    def careless(*args, interpret):
-        return base.definition(*args)
 
     def definition(*args):
         return [x for x in base.definition(*args) if x is not None]
 
-    how = {"given": base.inputs, "caches": (), "definition": definition}
-    made = [dataclasses.replace(base, kernel=run.__name__, run=run, **how) for run in (off, broken)]
+    off = Mock(side_effect=lambda *args, interpret: [x * 1.01 for x in definition(*args)])
+    broken = Mock(side_effect=NotImplementedError("no such layout"))
+    careless = Mock(side_effect=lambda *args, interpret: base.definition(*args))
+    how = {"given": base.inputs, "definition": definition}
     read = jnp.full_like(base.inputs[3], tpu_check.SLOTS)
-    given = (*base.given[:3], read)
-    made.append(dataclasses.replace(base, kernel="careless", run=careless, given=given, caches=()))
+    made = [
+        dataclasses.replace(base, kernel=name, run=run, caches=(), **changes)
+        for name, run, changes in (
+            ("off", off, how),
+            ("broken", broken, how),
+            ("careless", careless, {"given": (*base.given[:3], read)}),
+        )
+    ]
     monkeypatch.setattr(tpu_check, "checks", lambda: made)
     out = tmp_path / "found.json"
     bench("tpu-check", "--interpret", "--out", out, code=3)
@@ -206,24 +204,17 @@ def test_on_a_tpu_it_times_kernels_and_steps(tmp_path, monkeypatch, steady):
     """The commands that time are given the time that is left; their faults are kept."""
     monkeypatch.setattr(tpu_check, "checks", list)
     monkeypatch.setattr(tpu_check.jax, "default_backend", lambda: "tpu")
-    monkeypatch.setattr(kernels, "copy_bandwidth", lambda size: 1e10)
-    monkeypatch.setattr(kernels, "_matmul_rate", lambda size: 1e11)
     case = next(c for c in kernels.cases(64) if c.operation == "page_scores")
-
-    def broken(*args):
-        raise LookupError("no such layout")
-
+    broken = Mock(side_effect=LookupError("no such layout"))
     changes = ({}, {"others": {"chosen": broken}}, {"inputs": broken})
     cases = [dataclasses.replace(case, **changed) for changed in changes]
     monkeypatch.setattr(kernels, "cases", lambda shrink: cases)
-
-    def fails(**how):
-        assert how["layers"] == 4 and how["cases"] == [(1, 32768)]
-        raise LookupError("no such device")
-
+    fails = create_autospec(decode.run, side_effect=LookupError("no such device"))
     monkeypatch.setattr(decode, "run", fails)
     out = tmp_path / "found.json"
     result = bench("tpu-check", "--out", out)
+    how = fails.call_args.kwargs
+    assert how["layers"] == 4 and how["cases"] == [(1, 32768)]
     found = json.loads(out.read_text())
     timed, *failed = found["kernels"]["rows"]
     assert timed["seconds"] > 0 and timed["share"] > 0

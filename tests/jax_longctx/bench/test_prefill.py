@@ -21,6 +21,8 @@ def tiny_preset(tiny_shape, monkeypatch):
 
 
 ASKED = ("prefill", "--model", "tiny")
+# On one device, once.
+ONE = ("--mesh", "seq=1", "--runs", 1, "--blocks", 0, "--chunk", 64)
 
 
 @pytest.mark.thorough
@@ -66,8 +68,7 @@ def test_figures_follow_from_each_other(tiny_preset, tmp_path):
 @pytest.mark.slow
 def test_contexts_in_the_hosts_memory_and_in_8_bits_are_timed(tiny_preset, tmp_path):
     method = "infllm:n_local=64,n_init=16,block_size=16,topk=2,repr_topk=2,chunk=32"
-    args = ["-m", method, "--case", 600, "--mesh", "seq=1", "--blocks", 0, "--runs", 1]
-    args += ["--chunk", 64, "--kv", "int8", "--weights", "int8"]
+    args = ["-m", method, "--case", 600, *ONE, "--kv", "int8", "--weights", "int8"]
     args += ["--offload", "host", "--working-set", 128, "--out", tmp_path / "found.json"]
     result = bench(*ASKED, *args)
     found = json.loads((tmp_path / "found.json").read_text())
@@ -75,12 +76,8 @@ def test_contexts_in_the_hosts_memory_and_in_8_bits_are_timed(tiny_preset, tmp_p
     assert found["rows"][0]["first_token"] > 0
     said = "bfloat16, weights in int8, keys and values in int8, contexts in host"
     assert said in " ".join(result.output.split())
-
-
-@pytest.mark.slow
-def test_one_device_merges_nothing_and_a_step_can_be_left_out(tiny_preset):
-    args = ["-m", "full", "--case", "256:128", "--mesh", "seq=1", "--layers", 2]
-    found = measured(*ASKED, *args, "--runs", 1, "--blocks", 0, "--chunk", 64)
+    # One device merges nothing, and a step can be left out.
+    found = measured(*ASKED, "-m", "full", "--case", "256:128", *ONE, "--layers", 2)
     assert found["rates"]["merge"] is None and found["rates"]["received"] is None
     (row,) = found["rows"]
     assert not {"step", "merge_share"} & set(row) and row["context"] == 256 - reserved(2) - SPARE
@@ -98,22 +95,21 @@ def test_a_question_is_read_beside_each_chunk_and_memory_is_watched(tiny_preset,
         return prefilled(engine, rows, **given)
 
     monkeypatch.setattr(timing.Engine, "prefill", prefill_and_count)
-    args = ["-m", "citrus:budget=64,chunk=32", "--case", 512, "--mesh", "seq=1"]
-    args += ["--runs", 1, "--blocks", 0, "--chunk", 64, "--question"]
+    args = ["-m", "citrus:budget=64,chunk=32", "--case", 512, *ONE, "--question"]
     rates = {"linear": 1e12, "attention": 1e12, "merge": None}
     monkeypatch.setattr(prefill, "_rates", create_autospec(prefill._rates, return_value=rates))
-    rows, answered = {}, create_autospec(prefill.answered, return_value=([1.0], [], 0))
-    for question in (8, 40):
-        (rows[question],) = measured(*ASKED, *args, question)["rows"]
-        # The longer question is not read: its figures are enough.
-        monkeypatch.setattr(prefill, "answered", answered)
+    (short,) = measured(*ASKED, *args, 8)["rows"]
+    # The longer question is not read: its figures are enough.
+    answered = create_autospec(prefill.answered, return_value=([1.0], [], 0))
+    monkeypatch.setattr(prefill, "answered", answered)
+    (long,) = measured(*ASKED, *args, 40)["rows"]
     # Warm, timed, and watched; only the last comes after the watch began.
-    assert [len(tokens) for (tokens,) in asked] == [8] * 3 and rows[8]["peak_bytes"] == 100
+    assert [len(tokens) for (tokens,) in asked] == [8] * 3 and short["peak_bytes"] == 100
     assert [call.args[-1] for call in answered.call_args_list] == [40] * 2
     # Two layers of 64 + 32 + 8 slots at least, of keys and values of two heads, eight wide.
-    assert 2 * 2 * 2 * 8 * 2 * 96 < rows[8]["said_bytes"] < 2 * 2 * 2 * 8 * 2 * 1024
+    assert 2 * 2 * 2 * 8 * 2 * 96 < short["said_bytes"] < 2 * 2 * 2 * 8 * 2 * 1024
     # A longer question beside each chunk.
-    assert rows[40]["linear"] > 1.2 * rows[8]["linear"]
+    assert long["linear"] > 1.2 * short["linear"]
 
 
 def test_memory_beyond_the_start_is_watched(monkeypatch):

@@ -73,17 +73,12 @@ def test_rows_share_a_context_and_decode_while_a_text_is_read(tiny_preset, monke
 
 @pytest.fixture
 def stubbed(tiny_preset, monkeypatch):
-    """Steps take what is said here; the engines are listed."""
-    engines, steps = [], serve._Measured.steps
+    """Steps take what is said here; the calls are listed."""
     found = {"alone_seconds": 0.25, "seconds": 0.5, "tokens_per_second": 6.0, "speedup": 1.5}
     found |= {"shared": True, "first_token": 0.75, "question_seconds": 0.125}
-
-    def measured(given, random_cache):
-        engines.append(given.engine)
-        return dict(found)
-
-    monkeypatch.setattr(serve._Measured, "steps", create_autospec(steps, side_effect=measured))
-    return engines
+    made = create_autospec(serve._Measured.steps, side_effect=lambda *given: dict(found))
+    monkeypatch.setattr(serve._Measured, "steps", made)
+    return made.call_args_list
 
 
 def test_full_and_quest_unless_named_and_a_table(stubbed, monkeypatch):
@@ -94,16 +89,13 @@ def test_full_and_quest_unless_named_and_a_table(stubbed, monkeypatch):
     for name in ("full", "quest"):
         assert [line[1:] for line in lines if line[:1] == [name]] == [times]
     assert "is read" not in result.stdout
-
-
-def test_bytes_of_a_step_count_the_form_of_keys_and_values_and_refusals_are_rows(
-    stubbed, tiny_preset
-):
+    stubbed.clear()
     record = json.loads(asked("-m", "full", "--read", 0, "--json", "--kv", "int8").stdout)
-    assert record["kv"] == "int8" == stubbed[0].setup.kv
+    assert record["kv"] == "int8" == stubbed[0].args[0].engine.setup.kv
     # Of a token of a head 8 numbers in 8 bits beside a scale; twice.
     tokens = (record["rows"][0]["bytes"] - WEIGHTS) / (2 * 2 * 2 * (8 + 2))
     assert 600 <= tokens <= 1024
+    # Refusals are rows.
     (row,) = json.loads(asked("-m", "dynamic-ntk", "--read", 0, "--json").stdout)["rows"]
     assert "rope" in row["failed"]
 

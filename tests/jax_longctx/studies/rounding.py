@@ -8,21 +8,17 @@ has two logits for a key, with the key that was rounded and with the one that wa
 says which counts; and so for values. Stored numbers are rounded and then floats again, so the
 figures are of rounding alone.
 
-Forms of a token's key or value:
+Forms of a token's key or value are `int8` and `fp8`, as `--kv` stores them; `e3m4`, as fp8 with 3
+bits of exponent and 4 of mantissa; `fp8-centred`, of what is left without each channel's mean over
+the row's first 128 tokens; and `int4`, with a least number and a step in float16, for keys of
+`group` tokens of a channel, for values of `group` channels of a token. As in KIVI (Liu et al. 2024,
+section 3, arXiv 2402.02750) keys are rounded in blocks of `newest` tokens, values when `newest`
+tokens have followed.
 
-- `int8`, `fp8`: as `--kv` stores them (`pallas_kernels.quantised`);
-- `e3m4`: as fp8, with 3 bits of exponent and 4 of mantissa;
-- `fp8-centred`: fp8 of what is left without the mean of the row's first 128 tokens, for each
-  channel;
-- `int4`: 4 bits with a least number and a step in float16, for keys of `group` tokens of a channel,
-  for values of `group` channels of a token. As in KIVI (Liu et al. 2024, section 3, arXiv
-  2402.02750) keys are rounded in blocks of `newest` tokens, values when `newest` tokens have
-  followed.
-
-The result is one JSON object: for each form the perplexity, and the mean of the texts' differences
-in log-perplexity in percent, with a 95% interval by Student's t. With `--behind N` the first N
-tokens are read without rounding, as one chunk, and the others alone are scored, as in `eval
-perplexity --protocol P1`.
+The result is one JSON object a form: its perplexity, and the mean of the texts' differences in
+log-perplexity in percent, with a 95% interval by Student's t. With `--behind N` the first N tokens
+are read without rounding, as one chunk, and the others alone are scored, as in `eval perplexity
+--protocol P1`.
 """
 
 import argparse
@@ -31,6 +27,7 @@ import json
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -56,8 +53,7 @@ def rounded(
     if form in ("int8", "fp8"):
         return dequantised(quantise(x, form))
     if form == "e3m4":
-        most = float(jnp.finfo(jnp.float8_e3m4).max)
-        step = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / most
+        step = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / float(jnp.finfo(jnp.float8_e3m4).max)
         step = jnp.where(step == 0, 1.0, step)
         return (x / step).astype(jnp.float8_e3m4).astype(x.dtype) * step
     if form == "fp8-centred":
@@ -111,27 +107,17 @@ class Rounded(Appending):
         late_T1 = at_T1 >= self.behind
         old_keys = late_T1 & (at_S < self._stored(at_T1 + 1, blocks=True))
         old_values = late_T1 & (at_S < self._stored(at_T1 + 1, blocks=False))
+        stored_k = k if self.keys is None else rounded(k, self.keys, self.group, keys=True)
+        stored_v = v if self.values is None else rounded(v, self.values, self.group, keys=False)
         grouped = group_heads(q, k.shape[1])  # [B, K, G, T, H]
-
-        def logits(keys: Array) -> Array:
-            return jnp.einsum("BKGTH,BKSH->BKGTS", grouped, keys) * ctx.scale
-
-        found = logits(k)
-        if self.keys is not None:
-            old = logits(rounded(k, self.keys, self.group, keys=True))
-            found = jnp.where(old_keys, old, found)
-        found = jnp.where(at_S <= at_T1, found, -jnp.inf)
-        top = jnp.max(found, axis=-1, keepdims=True)
-        weights = jnp.exp(found - top)
-        total = jnp.sum(weights, axis=-1, keepdims=True)
-        weights = weights / total
-        if self.values is None:
-            out = jnp.einsum("BKGTS,BKSH->BKGTH", weights, v)
-        else:
-            old = rounded(v, self.values, self.group, keys=False)
-            out = jnp.einsum("BKGTS,BKSH->BKGTH", jnp.where(old_values, weights, 0), old)
-            out += jnp.einsum("BKGTS,BKSH->BKGTH", jnp.where(old_values, 0, weights), v)
-        lse = top + jnp.log(total)
+        old, found = (jnp.einsum("BKGTH,BKSH->BKGTS", grouped, x) for x in (stored_k, k))
+        found = jnp.where(at_S <= at_T1, jnp.where(old_keys, old, found) * ctx.scale, -jnp.inf)
+        lse = jax.nn.logsumexp(found, axis=-1, keepdims=True)
+        weights = jnp.exp(found - lse)
+        out = sum(
+            jnp.einsum("BKGTS,BKSH->BKGTH", jnp.where(which, weights, 0), x)
+            for which, x in ((old_values, stored_v), (~old_values, v))
+        )
         heads = (q.shape[0], q.shape[2], q.shape[1], -1)
         out, lse = (jnp.swapaxes(x.reshape(heads), 1, 2) for x in (out, lse))
         return (out, lse[..., 0]), cache
@@ -140,9 +126,7 @@ class Rounded(Appending):
         """How many of so many tokens are rounded."""
         if not self.newest:
             return length
-        if blocks:
-            return length // self.newest * self.newest
-        return length - self.newest
+        return length // self.newest * self.newest if blocks else length - self.newest
 
 
 EXACT = "as they are"
@@ -155,65 +139,48 @@ FORMS: dict[str, dict[str, Any]] = {
     "fp8, keys centred": {"keys": "fp8-centred", "values": "fp8"},
     "fp8, centred keys alone": {"keys": "fp8-centred"},
     "e3m4": {"keys": "e3m4", "values": "e3m4"},
-} | {
-    f"int4, groups of {group}, newest {newest}": {
-        "keys": "int4",
-        "values": "int4",
-        "group": group,
-        "newest": newest,
-    }
-    for group, newest in ((32, 32), (32, 128), (64, 128), (128, 128))
-}
-FORMS |= {
     "int4, groups of 32, newest 128, keys alone": {"keys": "int4", "newest": 128},
     "int4, groups of 32, newest 128, values alone": {"values": "int4", "newest": 128},
 }
+for group, newest in ((32, 32), (32, 128), (64, 128), (128, 128)):
+    how = {"keys": "int4", "values": "int4", "group": group, "newest": newest}
+    FORMS[f"int4, groups of {group}, newest {newest}"] = how
 
 
 def compared(means: Float[np.ndarray, " n"], base: Float[np.ndarray, " n"]) -> dict[str, Any]:
     """Perplexity, and how much more it is than the baseline's, in percent, with its interval."""
-    more = 100 * (means - base)
-    spread = float(np.std(more, ddof=1)) / math.sqrt(len(more))
-    half = float(stats.t.ppf(0.975, len(more) - 1)) * spread
+    more, count = 100 * (means - base), len(means)
+    half = float(stats.t.ppf(0.975, count - 1) * np.std(more, ddof=1)) / math.sqrt(count)
     middle = float(np.mean(more))
     return {
         "perplexity": round(perplexity(means), 4),
         "more": round(middle, 3),
         "interval": [round(middle - half, 3), round(middle + half, 3)],
-        "n": len(more),
+        "n": count,
     }
 
 
 def measured(
     checkpoint: str, forms: list[str], count: int, length: int, behind: int, batch: int
-) -> list[dict[str, Any]]:
-    """A row for each form."""
+) -> None:
+    """Prints a row for each form."""
     model = jax_longctx.load(checkpoint, dtype="float32", chunk=length)
     encode = model.tokenizer.encode
-    texts = cut_texts(
-        [encode(python_topics())], count=count, length=length, lead=encode("", bos=True)
-    )
-    rows, base = [], None
+    lead = encode("", bos=True)
+    texts = cut_texts([encode(python_topics())], count=count, length=length, lead=lead)
+    how, base = {"through": "context", "score": length - 1 - behind, "batch": batch}, None
     for name in dict.fromkeys([EXACT, *forms]):
-        method = Rounded(**FORMS[name], behind=behind)
-        engine = model.with_method(method).engine
-        found = score_texts(
-            engine, texts, through="context", score=length - 1 - behind, batch=batch
-        )
-        losses = found.losses.mean(1, dtype=np.float64)
+        engine = model.with_method(Rounded(**FORMS[name], behind=behind)).engine
+        losses = score_texts(engine, texts, **how).losses.mean(1, dtype=np.float64)
         base = losses if base is None else base
-        rows.append({"form": name, **compared(losses, base)})
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
+        print(json.dumps({"form": name, **compared(losses, base)}), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint")
-    parser.add_argument("--texts", type=int, default=8)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--behind", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=2)
+    for option, value in (("texts", 8), ("length", 1024), ("behind", 0), ("batch", 2)):
+        parser.add_argument(f"--{option}", type=int, default=value)
     parser.add_argument("--form", action="append", choices=list(FORMS), help="all unless given")
     given = parser.parse_args()
     sizes = (given.texts, given.length, given.behind, given.batch)

@@ -26,12 +26,12 @@ def engine():
 
 
 def rotated(engine, text):
-    """Every layer's rotated queries and keys `[T, heads, H]`."""
+    """Every layer's rotated queries and keys, and its values `[T, heads, H]`."""
     found = []
 
     def attend(layer, q, k, v):
         at = np.arange(len(q))
-        found.append((rope(q, at, 1e4), rope(k, at, 1e4)))
+        found.append((rope(q, at, 1e4), rope(k, at, 1e4), v))
         return causal_attend(1e4)(layer, q, k, v)
 
     forward(engine.config, to_numpy(jax.device_get(engine.params)), text, attend)
@@ -41,7 +41,7 @@ def rotated(engine, text):
 def test_importance_is_the_mean_attention_of_what_follows(engine):
     expected = [
         probabilities(q, k, np.tri(40, dtype=bool))[:, 30:, :30].mean((0, 1))
-        for q, k in rotated(engine, TEXT)
+        for q, k, _ in rotated(engine, TEXT)
     ]
     found = importance(engine, TEXT[:30], TEXT[30:])
     np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -62,7 +62,7 @@ def test_intersections_are_of_the_best_of_each_layer():
 
 def test_the_spectrum_is_that_of_the_whole_matrix(engine):
     found = spectrum(engine, TEXT)
-    for layer, (q, k) in enumerate(rotated(engine, TEXT)):
+    for layer, (q, k, _) in enumerate(rotated(engine, TEXT)):
         for head in range(4):
             logits = q[:, head] @ k[:, head // 2].T / np.sqrt(8)
             _, values, right = np.linalg.svd(logits)
@@ -79,22 +79,13 @@ FIXED = {"sink": 2, "local": 4}
 METHODS = {
     "quest": Resa(budget=12, page_size=4, **FIXED),
     "arkvale": Resa(
-        budget=12,
-        page_size=4,
-        selector="arkvale",
-        granularity="kv_head",
-        allocation="ada-floor",
-        growth="append-fixed-mean",
-        lambda_mode="paper_literal",
-        **FIXED,
+        **{"budget": 12, "page_size": 4, "selector": "arkvale", "granularity": "kv_head"},
+        **{"allocation": "ada-floor", "growth": "append-fixed-mean"},
+        **{"lambda_mode": "paper_literal", **FIXED},
     ),
     "ideal": Resa(
-        budget=12,
-        selector="ideal",
-        growth="rebuild",
-        rebuild_every=2,
-        prior_group="mean",
-        **FIXED,
+        **{"budget": 12, "selector": "ideal", "growth": "rebuild", "rebuild_every": 2},
+        **{"prior_group": "mean", **FIXED},
     ),
 }
 
@@ -106,18 +97,9 @@ def shallow():
 
 def resa_expected(engine, kind, method):
     """Mean errors `[2, lams]` over texts, queries and heads; mean share of the keys."""
-    config, params = engine.config, to_numpy(jax.device_get(engine.params))
     found, shares = [], []
     for text in TEXTS:
-        kept_arrays = {}
-
-        def record(layer, q, k, v, kept_arrays=kept_arrays):
-            at = np.arange(len(q))
-            kept_arrays.update(q=rope(q, at, 1e4), k=rope(k, at, 1e4), v=v)
-            return causal_attend(1e4)(layer, q, k, v)
-
-        forward(config, params, text, record)
-        q, k, v = (kept_arrays[name] for name in "qkv")
+        ((q, k, v),) = rotated(engine, text)
         k, v, prompt = np.repeat(k, 2, axis=1), np.repeat(v, 2, axis=1), len(text) - QUERIES
         mean_q = q[:prompt].mean(0)
         for t in range(prompt, len(text)):
@@ -169,17 +151,14 @@ def test_nothing_left_out_is_no_error(shallow):
         assert max(record["score_error"], record["output_error"]) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("texts", "method", "said"),
-    [
+def test_bad_input_says_what_is_wrong(shallow):
+    for texts, method, said in [
         ([[1] * 5], Resa(), "the shortest has 5"),
         ([], Resa(), "the shortest has 0"),
         (TEXTS, Resa(allocation="psa-oracle"), "fixed budgets"),
-    ],
-)
-def test_bad_input_says_what_is_wrong(shallow, texts, method, said):
-    with pytest.raises(InputError, match=said):
-        attention_errors(shallow, texts, [method], queries=QUERIES)
+    ]:
+        with pytest.raises(InputError, match=said):
+            attention_errors(shallow, texts, [method], queries=QUERIES)
 
 
 SETTINGS = {"global_size": 4, "local_size": 16, "span": 3, "count": 2, "kept": 3, "chunk": 8}
@@ -234,16 +213,13 @@ def test_it_answers_as_reattention_and_counts_what_was_attended(by_layer, sizes)
             )
 
 
-def test_a_text_within_the_first_scope_is_attended_whole():
+def test_scopes_of_short_texts_and_of_other_contexts():
+    """A text within the first scope is attended whole."""
     engine = tiny_engine(WatchedReAttention(**SETTINGS), chunk=8)
     context = engine.prefill([text[:10] for text in CONTEXTS], reserve=16)
+    with pytest.raises(InputError, match="nothing was asked of this context yet"):
+        scope_shares(context)
     joined(engine.stream(context, QUESTIONS, max_tokens=ANSWER))
     assert np.all(scope_shares(context) == 1)
-
-
-def test_refuses_other_contexts_and_those_that_were_not_asked():
-    engine = tiny_engine(WatchedReAttention(**SETTINGS), chunk=8)
-    with pytest.raises(InputError, match="nothing was asked of this context yet"):
-        scope_shares(engine.prefill([[1, 2]], reserve=4))
     with pytest.raises(InputError, match="was not read by WatchedReAttention"):
         scope_shares(tiny_engine(chunk=8).prefill([[1, 2]], reserve=4))

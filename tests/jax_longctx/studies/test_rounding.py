@@ -21,15 +21,12 @@ def test_four_bits_are_sixteen_numbers_of_each_group(keys):
     groups = along.reshape(*along.shape[:3], -1, 4)
     least = groups.min(-1, keepdims=True).astype(np.float16).astype(np.float32)
     step = ((groups.max(-1, keepdims=True) - least) / 15).astype(np.float16).astype(np.float32)
-    expected = (np.clip(np.round((groups - least) / step), 0, 15) * step + least).reshape(
-        along.shape
-    )
+    expected = np.clip(np.round((groups - least) / step), 0, 15) * step + least
+    expected = expected.reshape(along.shape)
     # Steps may differ in the last bit of a float16.
     np.testing.assert_allclose(found, expected.swapaxes(2, 3) if keys else expected, atol=4e-3)
     assert 0 < np.abs(found - x).max() < step.max()
-
-
-def test_what_fills_the_last_group_widens_no_range():
+    # What fills the last group widens no range.
     x = RANDOM.normal(size=(1, 1, 7, 4)).astype(np.float32) + 100
     found = rounded(jnp.array(x), "int4", 4, keys=True)
     assert np.abs(np.asarray(found) - x).max() < 0.3

@@ -59,10 +59,10 @@ def test_config_decides_on_bos_before_the_post_processor(directory):
     assert Tokenizer.load(directory).eos_ids == (2,)
 
 
-@pytest.mark.parametrize(("value", "expected"), [(2, (1, 2)), ([1, 2], (1, 2)), (None, (1,))])
-def test_end_ids_of_the_generation_config_join_the_tokenizers(directory, value, expected):
-    rewrite(directory / "generation_config.json", eos_token_id=value)
-    assert Tokenizer.load(directory).eos_ids == expected
+def test_end_ids_of_the_generation_config_join_the_tokenizers(directory):
+    for value, expected in ((2, (1, 2)), ([1, 2], (1, 2)), (None, (1,))):
+        rewrite(directory / "generation_config.json", eos_token_id=value)
+        assert Tokenizer.load(directory).eos_ids == expected
 
 
 def test_truncation_saved_in_the_file_does_not_cut_the_text(tmp_path, byte_level, text):
@@ -81,6 +81,12 @@ def test_wrong_tokenizer_and_text_are_one_clear_error(directory):
         check_vocabulary(tokenizer, SimpleNamespace(vocab_size=299))
     with pytest.raises(InputError, match="not Unicode"):
         tokenizer.encode("key \udc80")
+    (directory / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json not found"):
+        Tokenizer.load(directory)
+    (directory / "tokenizer.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read: Is a directory"):
+        Tokenizer.load(directory)
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(directory, text):
@@ -93,41 +99,35 @@ def test_other_threads_run_while_a_long_text_is_encoded(directory, text):
 
     ticker = threading.Thread(target=tick)
     ticker.start()
-    begun = time.monotonic()
-    tokenizer.encode(text * 2000)
-    seconds = time.monotonic() - begun
+    # A busy machine may let others wait: then a longer text is encoded.
+    for copies in (2000, 8000, 32000):
+        begun = time.monotonic()
+        tokenizer.encode(text * copies)
+        seconds = time.monotonic() - begun
+        within = sum(0.1 * seconds < tick - begun < 0.7 * seconds for tick in ticks)
+        if within > 3:
+            break
     done.set()
     ticker.join()
-    within = [tick for tick in ticks if begun + 0.1 * seconds < tick < begun + 0.7 * seconds]
-    assert len(within) > 3
+    assert within > 3
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("tokenizer.json", b"{", "not a tokenizer file"),
-        ("tokenizer.json", b'{"a": 1}', "not a tokenizer file"),
-        ("tokenizer.json", b"\xff\xfe", "not UTF-8"),
+def test_damaged_files_are_named(directory):
+    for name, content, message in [
         ("tokenizer_config.json", b"{", "not JSON"),
         ("tokenizer_config.json", b"[]", "holds a list"),
         ("tokenizer_config.json", b'{"bos_token": "<missing>"}', "'<missing>' is not in"),
         ("tokenizer_config.json", b'{"chat_template": 3}', "chat_template is a int"),
-    ],
-)
-def test_damaged_files_are_named(directory, name, content, message):
-    (directory / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        Tokenizer.load(directory)
-    assert "\n" not in str(caught.value)
-
-
-def test_missing_and_unreadable_files_are_named(directory):
-    (directory / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json not found"):
-        Tokenizer.load(directory)
-    (directory / "tokenizer.json").mkdir()
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read: Is a directory"):
-        Tokenizer.load(directory)
+        ("tokenizer.json", b"{", "not a tokenizer file"),
+        ("tokenizer.json", b'{"a": 1}', "not a tokenizer file"),
+        ("tokenizer.json", b"\xff\xfe", "not UTF-8"),
+    ]:
+        (directory / name).write_bytes(content)
+        if name == "tokenizer.json":
+            (directory / "tokenizer_config.json").unlink(missing_ok=True)
+        with pytest.raises(CheckpointError, match=message) as caught:
+            Tokenizer.load(directory)
+        assert "\n" not in str(caught.value)
 
 
 TURNS = (
@@ -152,12 +152,10 @@ def test_layout_cuts_after_the_document(byte_level):
     assert layout.question("Why?") == "\n\nWhy?<|end|>\n<|turn|>assistant\n"
     whole = tokenizer.chat([{"role": "user", "content": "{{ not jinja }}\n\nWhy?"}])
     assert layout.context("{{ not jinja }}") + layout.question("Why?") == whole
-
-
-@pytest.mark.parametrize("template", ["nothing", "{{ messages[0]['content'] * 2 }}"])
-def test_template_that_does_not_show_the_message_once(byte_level, template):
-    with pytest.raises(ConfigError, match="exactly once"):
-        chat_layout(make(byte_level, template))
+    # A template must show the message once.
+    for template in ("nothing", "{{ messages[0]['content'] * 2 }}"):
+        with pytest.raises(ConfigError, match="exactly once"):
+            chat_layout(make(byte_level, template))
 
 
 def test_plain_layouts(byte_level):
