@@ -448,9 +448,8 @@ def links(path):
 def anchors(path):
     """The anchors of a page's headings, as both mkdocs and code hosts make them."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", read(path)), re.MULTILINE)
-    return {
-        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
-    }
+    words = [re.sub(r"[^\w\- ]", "", heading).strip() for heading in headings]
+    return {heading.lower().replace(" ", "-") for heading in words}
 
 
 # -- what is shown, run ----------------------------------------------------------------------------
@@ -500,20 +499,11 @@ def test_a_job_of_two_processes_runs_as_it_stands(workplace):
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m jax_longctx "$@"\n')
     program.chmod(0o755)
-    environment = {
-        **os.environ,
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
-        "PATH": f"{program.parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        ["bash", "-e", "-o", "pipefail", "-c", block],
-        cwd=workplace,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=patience(200),
-    )
+    told = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true", "PYTHONPATH": str(ROOT)}
+    told["PATH"] = f"{program.parent}:{os.environ['PATH']}"
+    how = {"cwd": workplace, "env": os.environ | told, "capture_output": True, "text": True}
+    command = ["bash", "-e", "-o", "pipefail", "-c", block]
+    done = subprocess.run(command, timeout=patience(200), **how)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert_all_answered(workplace)
 

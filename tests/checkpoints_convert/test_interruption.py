@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -19,12 +20,7 @@ from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.locks import only_writer
 from tests.checkpoints_convert.test_huggingface import assert_same_state, load_all
 from tests.checkpoints_convert.test_names import flat
-from tests.checkpoints_convert.tiny import (
-    full_disk,
-    hf_config,
-    random_state,
-    write_checkpoint,
-)
+from tests.checkpoints_convert.tiny import full_disk, hf_config, random_state, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -157,13 +153,10 @@ def test_what_cannot_be_continued_is_begun_anew(tmp_path, source, saved, state):
 
 
 def test_interrupted_after_the_tensors(tmp_path, source, saved, monkeypatch):
-    def stop(self, entries):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
+    stop = create_autospec(Partial.check, side_effect=KeyboardInterrupt)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Partial, "check", stop)
-        with pytest.raises(KeyboardInterrupt):
-            convert(source, tmp_path / "ours")
+        convert(source, tmp_path / "ours")
     saved.clear()
     convert(source, tmp_path / "ours")
     assert saved == []
@@ -194,14 +187,9 @@ convert(sys.argv[1], sys.argv[2], progress=progress)
 
 
 def test_a_killed_process_is_continued(tmp_path, source, saved):
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", KILLED, source, tmp_path / "ours"],
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-W", "error", "-c", KILLED, source, tmp_path / "ours"]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    process = subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, **how)
     assert process.stdout.readline() == "half\n", process.stderr.read()
     process.send_signal(signal.SIGKILL)
     process.communicate()

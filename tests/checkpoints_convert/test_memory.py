@@ -15,15 +15,9 @@ from safetensors.numpy import save_file
 from tests.checkpoints_convert.tiny import hf_config, hf_shapes, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
-CONFIG = hf_config(
-    "llama",
-    vocab_size=65536,
-    hidden_size=1024,
-    intermediate_size=4096,
-    num_hidden_layers=22,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-)
+SIZES = {"vocab_size": 65536, "hidden_size": 1024, "intermediate_size": 4096}
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 16}
+CONFIG = hf_config("llama", num_hidden_layers=22, **SIZES, **HEADS)
 LARGEST = 65536 * 1024
 
 # VmHWM is this program's own peak; ru_maxrss would begin at that of the process that started it.
@@ -58,9 +52,8 @@ def large(tmp_path_factory):
     for tensor, shape in shapes.items():
         bits = rng.integers(0, 1 << 16, shape, dtype=np.uint16) & 0xBFFF
         shard[tensor] = bits.view(ml_dtypes.bfloat16)
-        if sum(value.nbytes for value in shard.values()) > 400e6 or len(placed | shard) == len(
-            shapes
-        ):
+        whole = sum(value.nbytes for value in shard.values()) > 400e6
+        if whole or len(placed | shard) == len(shapes):
             name = f"model-{len(set(placed.values())) + 1:05d}.safetensors"
             save_file(shard, folder / name)
             placed |= dict.fromkeys(shard, name)
@@ -74,13 +67,9 @@ def large(tmp_path_factory):
 
 def peaks_of(actions):
     """The highest peak of a process after each of the actions."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", CODE, repr(actions)],
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-W", "error", "-c", CODE, repr(actions)]
+    how = {"cwd": ROOT, "env": {**os.environ, "JAX_PLATFORMS": "cpu"}, "text": True}
+    done = subprocess.run(command, capture_output=True, **how)
     assert done.returncode == 0, done.stderr
     return [int(line) for line in done.stdout.splitlines()]
 

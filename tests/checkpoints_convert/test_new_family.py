@@ -126,9 +126,7 @@ def test_a_family_that_always_ties_names_no_head(tmp_path, robin, monkeypatch):
     export(tmp_path / "ours", tmp_path / "back")
     assert load_file(tmp_path / "back" / "model.safetensors").keys() == state.keys()
     untied = write_checkpoint(tmp_path / "un", described | {"tie_word_embeddings": False}, state)
-    with pytest.raises(
-        ConfigError, match=r"'robin' has no head .* set tie_word_embeddings to true"
-    ):
+    with pytest.raises(ConfigError, match=r"'robin' has no head .* set tie_word_embeddings to"):
         convert(untied, tmp_path / "other")
 
 

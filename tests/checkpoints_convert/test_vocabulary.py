@@ -1,7 +1,5 @@
-"""Tokenizers made from GGUF metadata and from sentencepiece models.
-
-Against three others: the tokenizer that the vocabulary was taken from, transformers' own conversion
-of the same metadata, and (sentencepiece) the merging algorithm written out.
+"""Tokenizers made from GGUF metadata and from sentencepiece models, against three others:
+the one of the vocabulary, transformers' conversion of the metadata, and merging written out.
 """
 
 import itertools
@@ -31,6 +29,7 @@ HARD = [
     "<|user|>plain<think>hm</think><|end|> <|end|>done",
     "\u2581 \u00a0\u200b\ufeff ﬁ ½ ①",
 ]
+BYTE_LEVEL = ("smollm", "llama-bpe", "qwen2", "tekken", "gpt-2")
 CONTROLS = ["<|begin|>", "<|end|>", "<|user|>"]
 
 
@@ -38,12 +37,9 @@ def transformers_tokenizer(architecture, metadata):
     """What transformers makes of the same metadata; this part of it needs no torch."""
     mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
     names = mapping.GGUF_TOKENIZER_MAPPING["tokenizer"]
-    described = {
-        names[key.removeprefix("tokenizer.")]: value
-        for key, value in metadata.items()
-        if key.removeprefix("tokenizer.") in names
-    }
-    return mapping.convert_gguf_tokenizer(architecture, described)[0]
+    keys = {key: key.removeprefix("tokenizer.") for key in metadata}
+    known = {names[name]: metadata[key] for key, name in keys.items() if name in names}
+    return mapping.convert_gguf_tokenizer(architecture, known)[0]
 
 
 def made_of(metadata, folder):
@@ -74,7 +70,13 @@ def trained():
         backend.train_from_iterator([TEXT[:60_000]], trainer)
         return backend
 
-    return {name: train(name) for name in ("smollm", "llama-bpe", "qwen2", "tekken", "gpt-2")}
+    return {name: train(name) for name in BYTE_LEVEL}
+
+
+def described(**fields):
+    """The metadata of a file, whose tokenizer has these fields."""
+    named = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    return {"general.architecture": "llama", "llama.context_length": 128, **named}
 
 
 def bpe_metadata(backend, pre, **changes):
@@ -82,23 +84,14 @@ def bpe_metadata(backend, pre, **changes):
     model = json.loads(backend.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     kinds = [3 if t in CONTROLS else 4 if t in ("<think>", "</think>") else 1 for t in tokens]
-    return {
-        "general.architecture": "llama",
-        "llama.context_length": 128,
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
-        "tokenizer.ggml.bos_token_id": 0,
-        "tokenizer.ggml.eos_token_id": 1,
-        "tokenizer.ggml.eot_token_id": 2,
-        "tokenizer.chat_template": "{{ messages[0]['content'] }}",
-        **changes,
-    }
+    merges = [" ".join(pair) for pair in model["merges"]]
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "eot_token_id": 2}
+    fields = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": kinds, "merges": merges}
+    template = {"tokenizer.chat_template": "{{ messages[0]['content'] }}"}
+    return template | described(**fields, **ids) | changes
 
 
-@pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "tekken", "gpt-2"])
+@pytest.mark.parametrize("pre", BYTE_LEVEL)
 def test_byte_level(tmp_path, trained, pre):
     metadata = bpe_metadata(trained[pre], pre)
     ours = made_of(metadata, tmp_path)
@@ -134,12 +127,9 @@ def test_digits_stand_alone_in_smollm(tmp_path, trained):
     metadata = bpe_metadata(trained["smollm"], "smollm")
     ours = made_of(metadata, tmp_path)
     reference = tokenizers.Tokenizer.from_str(trained["smollm"].to_str())
-    reference.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    reference.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     for text in [TEXT[-30_000:], "a   42 and  7\n\n  3.14  x"]:
         assert ours.encode(text) == reference.encode(text, add_special_tokens=False).ids
 
@@ -185,17 +175,9 @@ def merge_by_score(text, tokens, scores):
 
 def spm_metadata(pieces, **changes):
     tokens, scores, kinds = pieces
-    return {
-        "general.architecture": "llama",
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": scores,
-        "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-        **changes,
-    }
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    fields = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": kinds}
+    return described(**fields, **ids) | changes
 
 
 def test_sentencepiece(tmp_path, pieces):
@@ -236,8 +218,8 @@ def sentencepiece_model(pieces, *, model_type=2):
 
 def test_tokenizer_model_alone_is_enough(tmp_path, pieces):
     """InternLM2 and the first Llama 2 repositories have no tokenizer.json."""
-    described = hf_config("llama", vocab_size=800)
-    source = write_checkpoint(tmp_path / "hf", described, random_state(described))
+    llama = hf_config("llama", vocab_size=800)
+    source = write_checkpoint(tmp_path / "hf", llama, random_state(llama))
     (source / "tokenizer.json").unlink()
     (source / "tokenizer.model").write_bytes(sentencepiece_model(pieces))
     added = {"790": {"content": "<|im_end|>", "special": True}}

@@ -157,9 +157,7 @@ BEYOND = (
 
 
 @pytest.mark.parametrize("way", ["prefill", "generate", "load_context"])
-def test_a_text_beyond_the_trained_length_is_warned_of_before_it_is_read(
-    short, monkeypatch, tmp_path, way
-):
+def test_a_text_beyond_the_trained_length_is_warned_of_first(short, monkeypatch, tmp_path, way):
     text, saved = "a text of more tokens than that", tmp_path / "saved"
     tokens = len(short.tokenizer.encode(text, bos=True))
     if way == "load_context":

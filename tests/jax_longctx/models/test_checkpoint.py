@@ -32,7 +32,7 @@ def whole(tmp_path_factory):
     """A checkpoint, made without the converter, and its parameters."""
     folder = tmp_path_factory.mktemp("checkpoint")
     config = tiny_config()
-    params = init_params(config, make_mesh(), seed=3)
+    params, infos = init_params(config, make_mesh(), seed=3), param_infos(config)
     context = ocp.Context()
     context.array.saving.use_compression = False
     with context:
@@ -42,9 +42,7 @@ def whole(tmp_path_factory):
     manifest = Manifest(
         config=config,
         dtype="float32",
-        tensors={
-            path: TensorEntry(info.shape, "float32") for path, info in param_infos(config).items()
-        },
+        tensors={path: TensorEntry(it.shape, "float32") for path, it in infos.items()},
         source="nowhere",
         sources={"model.safetensors": "00ff"},
         files=describe_files(folder / "params"),
@@ -136,6 +134,10 @@ def tensors_of(config):
     return {path: {"shape": list(info.shape), "dtype": "float32"} for path, info in infos}
 
 
+def of(config):
+    return said(config=config.to_dict(), tensors=tensors_of(config))
+
+
 AGAIN = "convert the source again"
 TENSORS = tensors_of(tiny_config())
 WIDER, DEEPER = tiny_config(mlp_dim=64), tiny_config(num_layers=3)
@@ -155,14 +157,8 @@ DAMAGE = [
     ),
     (said(tensors=TENSORS | {"extra": TENSORS["head.table"]}), (f"extra is unknown; {AGAIN}",)),
     # The two agree, and the stored arrays are others.
-    (
-        said(config=WIDER.to_dict(), tensors=tensors_of(WIDER)),
-        ("layers.0.mlp.down is stored with shape (48, 32), expected (64, 32)",),
-    ),
-    (
-        said(config=DEEPER.to_dict(), tensors=tensors_of(DEEPER)),
-        ("damaged", "layers.2.", "does not exist"),
-    ),
+    (of(WIDER), ("layers.0.mlp.down is stored with shape (48, 32), expected (64, 32)",)),
+    (of(DEEPER), ("damaged", "layers.2.", "does not exist")),
 ]
 
 
@@ -251,9 +247,8 @@ def test_weights_load_in_8_bits(whole, monkeypatch, piece):
     )
     found = load_params(folder, mesh, "bfloat16", "int8")
     assert len(made) == (1 if piece > 1 else len(manifest.tensors))
-    expected = quantised_weights(
-        manifest.config, mesh, load_params(folder, mesh, "bfloat16"), "int8"
-    )
+    floats = load_params(folder, mesh, "bfloat16")
+    expected = quantised_weights(manifest.config, mesh, floats, "int8")
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     query = found["layers"]["0"]["attn"]["q"]

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import threading
 
 import httpx
@@ -19,13 +20,7 @@ __all__ = ["client", "serve", "server", "tiny", "tokenizer_folder"]
 
 @dataclasses.dataclass
 class Running:
-    """A server that runs in a thread.
-
-    Attributes:
-      served: the server.
-      url: where it listens.
-      faults: errors of its scheduler's thread.
-    """
+    """A server that runs in a thread, where it listens, and errors of its scheduler's thread."""
 
     served: LongServer
     url: str
@@ -49,15 +44,14 @@ class Running:
 @contextlib.contextmanager
 def serving(model, folder, **options):
     """Serves the model; options are those of `ServeOptions`, and `compiling` of the server."""
-    told = {name: options.pop(name) for name in ("compiling",) if name in options}
+    told = {"compiling": options.pop("compiling")} if "compiling" in options else {}
     how = {"name": "tiny", "lengths": LENGTHS, "rows": 4, "grace": 5.0, "context_bytes": 1 << 30}
     how |= {"contexts": folder, **options}
     faults, ready = [], threading.Event()
     served = LongServer(model, ServeOptions(**how), crashed=faults.append, **told)
     bound = listen("127.0.0.1", 0)
-    thread = threading.Thread(
-        target=served.run, args=(bound,), kwargs={"on_ready": ready.set}, daemon=True
-    )
+    run = functools.partial(served.run, bound, on_ready=ready.set)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert ready.wait(400)
     assert not faults, faults

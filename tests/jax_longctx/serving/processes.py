@@ -15,12 +15,7 @@ from tests.patience import patience
 
 
 class Process:
-    """A server's process.
-
-    Attributes:
-      url: where it serves, once `wait` has returned.
-      said: the lines of its stderr.
-    """
+    """A server's process; `said` are the lines of its stderr, `url` is known after `wait`."""
 
     def __init__(self, *arguments, job=(), cache=None, code=two_processes.COMMAND, **told):
         words = (*job, "serve", "--port", 0, *arguments)

@@ -77,9 +77,8 @@ def test_a_chat_goes_on_about_a_context(server, client, tiny):
     messages = [{"role": role, "content": content} for role, content in turns]
     with server.http() as http:
         context = read(http, text=BOOK)["id"]
-    found = client.chat.completions.create(
-        model="tiny", messages=messages, seed=4, max_tokens=12, extra_body={"context": context}
-    )
+    about, how = {"context": context}, {"seed": 4, "max_tokens": 12}
+    found = client.chat.completions.create(model="tiny", messages=messages, extra_body=about, **how)
     whole = [{**messages[0], "content": f"{BOOK}\n\nWhat?"}, *messages[1:]]
     text = tiny.tokenizer.chat(whole)
     layout = tiny.layout(True)
@@ -89,12 +88,10 @@ def test_a_chat_goes_on_about_a_context(server, client, tiny):
     assert found.choices[0].message.content == expected
     for wrong in (messages[:2], [{"role": "system", "content": "Be short."}, messages[0]]):
         with pytest.raises(openai.BadRequestError, match="begin and end with the user's"):
-            client.chat.completions.create(
-                model="tiny", messages=wrong, extra_body={"context": context}
-            )
+            client.chat.completions.create(model="tiny", messages=wrong, extra_body=about)
 
 
-def test_contexts_are_listed_shown_and_deleted(server, client):
+def test_contexts_are_listed_shown_and_deleted_and_end_with_their_time(server):
     with server.http() as http:
         context = read(http, text=OTHER, ttl=50)
         name = context["id"]
@@ -105,16 +102,11 @@ def test_contexts_are_listed_shown_and_deleted(server, client):
         for answer in (http.get(f"/v1/contexts/{name}"), http.delete(f"/v1/contexts/{name}")):
             assert answer.status_code == 404
             assert answer.json()["error"]["code"] == "context_not_found"
-
-
-def test_a_context_ends_with_its_time(server):
-    with server.http() as http:
         name = read(http, text=OTHER, ttl=0.3)["id"]
         time.sleep(0.4)
         assert http.get(f"/v1/contexts/{name}").status_code == 404
-        wait_until(
-            lambda: not any(name in text.entries for text in server.served.contexts._texts.values())
-        )
+        texts = server.served.contexts._texts
+        wait_until(lambda: not any(name in text.entries for text in texts.values()))
 
 
 def test_a_file_is_uploaded_and_its_progress_streamed(server, client, tiny):
@@ -424,9 +416,7 @@ def test_a_full_disk_leaves_no_file_in_the_way(serve, tiny, tmp_path, monkeypatc
         assert read(http, text=BOOK, save=True)["saved"] is True
 
 
-def test_a_server_removes_what_a_killed_one_left_and_shares_its_folder_with_none(
-    serve, tiny, tmp_path
-):
+def test_a_server_removes_what_a_killed_one_left_and_shares_with_none(serve, tiny, tmp_path):
     first = serve(tiny, contexts=tmp_path / "kept")
     with first.http() as http:
         name = read(http, text=BOOK, save=True)["id"]

@@ -29,13 +29,10 @@ def chat_of(model, question):
     return model.tokenizer.chat([{"role": "user", "content": question}])
 
 
-def test_models_lists_the_one(client):
+def test_completion_and_chat_of_the_one_model_are_those_of_generate(client, tiny):
+    """Of a prompt, of its token ids, or of the template."""
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "jax-longctx"
-
-
-def test_completion_is_that_of_generate(client, tiny):
-    """Of a prompt, or of its token ids."""
     ids = tiny.tokenizer.encode(PROMPT, bos=True)
     expected = generated(tiny, PROMPT, seed=7)
     for prompt in (PROMPT, ids, [ids], [PROMPT]):
@@ -44,9 +41,6 @@ def test_completion_is_that_of_generate(client, tiny):
         assert found.choices[0].finish_reason == expected.finish
         assert found.usage.completion_tokens == len(expected.tokens)
         assert found.usage.prompt_tokens == len(ids)
-
-
-def test_chat_is_that_of_generate_over_the_template(client, tiny):
     expected = generated(tiny, chat_of(tiny, QUESTIONS[0]), seed=3)
     found = chat(client, QUESTIONS[0], seed=3, max_completion_tokens=12)
     assert found.choices[0].message.content == expected.text
