@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jax_longctx.cli.main import app  # noqa: F401  (the app must load before METHODS does)
+from jax_longctx.methods import METHODS
 
 
 def test_streams_the_continuation_or_gives_a_record(run, loads, tiny):
@@ -23,35 +23,18 @@ def test_streams_the_continuation_or_gives_a_record(run, loads, tiny):
 
 
 def test_stdin_is_a_prompt_without_its_last_line_break(run, loads):
-    given = run("generate", "The pass", "-c", "m", "--max-tokens", 6).stdout
-    assert run("generate", "-", "-c", "m", "--max-tokens", 6, stdin="The pass\n").stdout == given
-    assert run("generate", "-c", "m", "--max-tokens", 6, stdin="The pass").stdout == given
-
-
-def test_seed_decides_the_draw(run, loads):
-    def draw(seed):
-        options = ("--temperature", 1.5, "--seed", seed, "--max-tokens", 12)
-        return run("generate", "The", "-c", "m", *options).stdout
-
-    assert draw(1) == draw(1)
-    assert len({draw(seed) for seed in range(4)}) > 1
-
-
-def test_empty_prompts(run, loads):
-    for args, stdin, message in [
-        ([""], None, "the prompt is empty"),
-        (["-"], "", "stdin is empty"),
-        ([], "", "stdin is empty"),
-    ]:
-        result = run("generate", *args, "-c", "m", stdin=stdin)
-        assert result.exit_code == 2
-        assert result.stderr.startswith("error: ") and message in result.stderr
-    assert loads == []
+    limit = ("-c", "m", "--max-tokens", 6)
+    given = run("generate", "The pass", *limit).stdout
+    assert run("generate", "-", *limit, stdin="The pass\n").stdout == given
+    assert run("generate", *limit, stdin="The pass").stdout == given
+    # The seed decides the draw, and forms of numbers reach the model.
+    how = ("--temperature", 1.5, "--kv", "fp8", "--weights", "int8", "--seed")
+    drawn = [run("generate", "The", *limit, *how, seed).stdout for seed in (1, 1, 0, 2, 3)]
+    assert drawn[0] == drawn[1] and len(set(drawn)) > 1
+    assert (loads[-1][1]["kv"], loads[-1][1]["weights"]) == ("fp8", "int8")
 
 
 def test_methods_table_and_json_say_the_same(run, monkeypatch):
-    from jax_longctx.methods import METHODS
-
     found = [json.loads(line) for line in run("methods", "--json").stdout.splitlines()]
     assert [record["name"] for record in found] == list(METHODS)
     assert [record["summary"] for record in found] == [each.summary for each in METHODS.values()]
@@ -68,19 +51,17 @@ def test_methods_table_and_json_say_the_same(run, monkeypatch):
         assert json.loads(alone) == records[name]
 
 
-@pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_methods_lists_the_others_where_one_file_is_bad(run, monkeypatch, tmp_path, flags):
-    from jax_longctx.methods import METHODS
-
+def test_methods_lists_the_others_where_one_file_is_bad(run, monkeypatch, tmp_path):
     (tmp_path / "bad_method.py").write_text("def f(:\n")
     monkeypatch.syspath_prepend(tmp_path)
     kept = {name: METHODS.data[name] for name in ("full", "quest")}
     monkeypatch.setattr(METHODS, "data", {**kept, "bad": "bad_method"})
-    result = run("methods", *flags)
-    assert result.exit_code == 2
-    assert "full" in result.stdout and "quest" in result.stdout
-    said = "error: method 'bad': bad_method cannot be imported: SyntaxError: "
-    assert result.stderr.splitlines()[-1].startswith(said)
+    for flags in ((), ("--json",)):
+        result = run("methods", *flags)
+        assert result.exit_code == 2
+        assert "full" in result.stdout and "quest" in result.stdout
+        said = "error: method 'bad': bad_method cannot be imported: SyntaxError: "
+        assert result.stderr.splitlines()[-1].startswith(said)
 
 
 def test_methods_show_what_their_caches_cost(run):
@@ -101,56 +82,42 @@ def test_methods_show_what_their_caches_cost(run):
     assert "kept after prefill" in shown and "1.0 GiB" in shown
 
 
-def test_methods_mistakes_are_named(run):
-    for args, message in [
-        (["--set", "budget=4"], "name the method"),
-        (["full", "--context", "0"], "must be at least 1"),
-        (["full", "--model", "gpt"], "gpt"),
-        (["ful"], "error: unknown method 'ful'; known: "),
-        (["ful"], "did you mean 'full'?"),
+def test_mistakes_are_named(run, loads):
+    for args, stdin, message in [
+        (("methods", "--set", "budget=4"), None, "name the method"),
+        (("methods", "full", "--context", "0"), None, "must be at least 1"),
+        (("methods", "full", "--model", "gpt"), None, "gpt"),
+        (("methods", "ful"), None, "error: unknown method 'ful'; known: "),
+        (("methods", "ful"), None, "did you mean 'full'?"),
+        (("generate", "-c", "m", ""), None, "error: the prompt is empty"),
+        (("generate", "-c", "m", "-"), "", "error: stdin is empty"),
+        (("generate", "-c", "m"), "", "error: stdin is empty"),
     ]:
-        result = run("methods", *args)
+        result = run(*args, stdin=stdin)
         assert result.exit_code == 2 and message in result.stderr
+    assert loads == []
 
 
 @pytest.mark.slow
 def test_methods_and_plan_count_keys_and_values_in_8_bits(run):
-    def bytes_of(*options):
-        (line,) = run("methods", "quest", "--json", "--context", 4096, *options).stdout.splitlines()
-        return json.loads(line)["memory"]
+    def told(*args):
+        return json.loads(run(*args, "--json").stdout)
 
-    wide, kept = bytes_of(), bytes_of("--kv", "int8")
+    methods = ("methods", "quest", "--context", 4096)
+    wide, kept = told(*methods)["memory"], told(*methods, "--kv", "int8")["memory"]
     assert (wide["kv"], kept["kv"]) == (None, "int8")
     # Digests of pages stay floats.
     assert 0.5 < kept["kept_bytes"] / wide["kept_bytes"] < 0.6
-    where = ("plan", "--target", "h200x1", "--context", 131072, "--json")
-    plans = [json.loads(run(*where, *options).stdout) for options in ((), ("--kv", "int8"))]
-    assert [plan["kv"] for plan in plans] == [None, "int8"]
-    shown = run(*where[:-1], "--kv", "int8").stdout
+    where, forms = ("plan", "--target", "h200x1", "--context", 131072), ("--weights", "int8")
+    plans = [told(*where), told(*where, "--kv", "int8", *forms)]
+    assert [plan["kv"] for plan in plans] == [plan["weights"] for plan in plans] == [None, "int8"]
+    wide, kept = (plan["memory_bytes"]["weights"] for plan in plans)
+    assert 0.5 < kept / wide < 0.6
+    shown = run(*where, "--kv", "int8").stdout
     assert "llama-3.1-8b, bfloat16, keys and values in int8, full" in shown
-    refused = run("plan", "--target", "h200x1", "--kv", "int4")
-    assert refused.exit_code == 2
-    assert "--kv 'int4' is not one of bfloat16, fp8, int8" in refused.stderr
-
-
-@pytest.mark.slow
-def test_plan_counts_weights_in_8_bits(run):
-    where = ("plan", "--target", "h200x1", "--context", 131072)
-    wide, kept = (
-        json.loads(run(*where, "--json", *options).stdout)
-        for options in ((), ("--weights", "int8"))
-    )
-    assert (wide["weights"], kept["weights"]) == (None, "int8")
-    assert 0.5 < kept["memory_bytes"]["weights"] / wide["memory_bytes"]["weights"] < 0.6
-    shown = run(*where, "--kv", "fp8", "--weights", "int8").stdout
+    shown = run(*where, "--kv", "fp8", *forms).stdout
     assert "llama-3.1-8b, bfloat16, weights in int8, keys and values in fp8, full" in shown
-    refused = run(*where, "--weights", "int4")
-    assert refused.exit_code == 2
-    assert "--weights 'int4' is not one of bfloat16, fp8, int8" in refused.stderr
-
-
-def test_forms_reach_the_model(run, loads):
-    forms = ("--kv", "fp8", "--weights", "int8")
-    assert run("generate", "The", "-c", "m", "--max-tokens", 2, *forms).exit_code == 0
-    ((_, options),) = loads
-    assert (options["kv"], options["weights"]) == ("fp8", "int8")
+    for form in ("--kv", "--weights"):
+        refused = run(*where, form, "int4")
+        assert refused.exit_code == 2
+        assert f"{form} 'int4' is not one of bfloat16, fp8, int8" in refused.stderr

@@ -1,9 +1,6 @@
 """`eval run`, `eval --suite` and `eval report` on a tiny model, and what they refuse."""
 
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 from unittest.mock import create_autospec
 
@@ -16,7 +13,6 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.evaluation import config, runner
 from jax_longctx.evaluation.config import parse_config
 from jax_longctx.evaluation.rows import read_rows
-from tests.patience import patience
 
 RUN = ("eval", "run", "-c", "model", "-t", "small", "--length", "64", "--trials", "2")
 PART = {"methods": ["full"], "tasks": ["small"], "lengths": [64], "trials": 1}
@@ -157,26 +153,3 @@ def test_an_interruption_leaves_rows_and_the_next_run_goes_on(
     result = run(*RUN, "--batch", 1, "-o", out)
     assert result.exit_code == 0 and "1 of 2 rows are there already" in result.stderr
     assert len(read_rows(out)) == 2 and asked == [1, 1, 1]
-
-
-@pytest.mark.thorough
-def test_a_process_that_is_killed_goes_on(run, checkpoint, tmp_path):
-    """SIGKILL between two batches of the real command."""
-    out = tmp_path / "out"
-    command = ["eval", "run", "-c", checkpoint, "-t", "passkey", "--length", "512"]
-    command += ["--trials", "12", "--batch", "1", "--output", out]
-    started = [sys.executable, "-c", "from jax_longctx.cli.main import main; main()", *command]
-    child = subprocess.Popen([*map(str, started)], stderr=subprocess.DEVNULL)
-    rows, end = out / "rows.jsonl", time.monotonic() + patience(120)
-    while not (rows.exists() and rows.read_bytes().count(b"\n") > 2):
-        assert time.monotonic() < end and child.poll() is None
-        time.sleep(0.01)
-    child.kill()
-    child.wait()
-    before = read_rows(out)
-    assert 0 < len(before) < 12
-    done = run(*command)
-    assert done.exit_code == 0, done.output
-    after = read_rows(out)
-    assert after[: len(before)] == before
-    assert sorted(row["index"] for row in after) == list(range(12))

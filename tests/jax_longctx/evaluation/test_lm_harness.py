@@ -1,7 +1,6 @@
 """lm-evaluation-harness runs our model: on its own tasks, against its own `hf` model's results."""
 
 import dataclasses
-import functools
 import inspect
 import json
 import logging
@@ -83,8 +82,7 @@ def same(found, expected):
     if isinstance(expected, float):
         return found == pytest.approx(expected, abs=1e-4, rel=0)
     if isinstance(expected, list):
-        pairs = zip(found, expected, strict=True)
-        return len(found) == len(expected) and all(same(*pair) for pair in pairs)
+        return len(found) == len(expected) and all(map(same, found, expected))
     return found == expected
 
 
@@ -229,20 +227,15 @@ def test_draws_follow_the_seed_and_are_new_for_a_repeated_request(loaded):
 
 
 def test_a_task_says_how_its_answers_are_drawn(exact, monkeypatch):
-    told = []
-
-    def generate(prompts, kwargs, sampling):
-        told.append((len(prompts), kwargs["max_gen_toks"], sampling))
-        return ["text"] * len(prompts)
-
-    monkeypatch.setattr(exact, "_generate", generate)
+    told = create_autospec(exact._generate, return_value=["text"] * ROWS)
+    monkeypatch.setattr(exact, "_generate", told)
     drawn = {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "max_new_tokens": 4}
     sure = {"do_sample": False, "temperature": 0.7, "num_beams": 1, "max_gen_toks": 4}
-    default = {"until": ["."]}
     exact.max_gen_toks = 7
-    pairs = [(PROMPT, drawn), ("a", sure), ("is", default), ("a", drawn)]
+    pairs = [(PROMPT, drawn), ("a", sure), ("is", {"until": ["."]}), ("a", drawn)]
     assert generations(exact, *pairs) == ["text"] * 4
-    assert told == [
+    given = [call.args for call in told.call_args_list]
+    assert [(len(rows), how["max_gen_toks"], sampling) for rows, how, sampling in given] == [
         (ROWS, 4, Sampling(temperature=0.7, top_k=5, top_p=0.9).at([(0,), (3,), (3,)])),
         (ROWS, 4, Sampling().at([(1,)] * ROWS)),
         (ROWS, 7, Sampling().at([(2,)] * ROWS)),
@@ -255,14 +248,14 @@ def test_a_task_says_how_its_answers_are_drawn(exact, monkeypatch):
 
 def test_what_is_too_long_is_refused_before_anything_is_computed(loaded, monkeypatch):
     monkeypatch.setattr(loaded.engine, "prefill", None)
-    model = model_of(loaded, max_length=20)
+    model, eight = model_of(loaded, max_length=20), {"max_gen_toks": 8}
     message = r"1 of 2 requests are longer than max_length=20, one has \d+ tokens and 8 to follow"
     with pytest.raises(InputError, match=message):
-        generations(model, ("a", {"max_gen_toks": 8}), (PROMPT, {"max_gen_toks": 8}))
+        generations(model, ("a", eight), (PROMPT, eight))
     with pytest.raises(InputError, match=r"1 of 1 requests.* and 0 to follow"):
         likelihoods(model, (PROMPT, "a"))
     with pytest.raises(InputError, match="ask for shorter answers"):
-        generations(model_of(loaded, max_length=8, truncation=True), ("a", {"max_gen_toks": 8}))
+        generations(model_of(loaded, max_length=8, truncation=True), ("a", eight))
 
 
 def test_the_start_of_a_prompt_is_left_out_where_that_is_asked_for(loaded, caplog):
@@ -282,9 +275,8 @@ def test_the_start_of_a_prompt_is_left_out_where_that_is_asked_for(loaded, caplo
     assert found[0] == pytest.approx(expected[0].total, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_arguments_that_do_not_fit_are_named(checkpoint, loaded):
+    for arguments, message in [
         ({"method": "nothing"}, "unknown method 'nothing'"),
         ({"method": "streaming-llm", "width": 3}, "has no setting 'width'"),
         ({"batch_size": "auto"}, "give batch_size a whole number"),
@@ -296,11 +288,9 @@ def test_the_start_of_a_prompt_is_left_out_where_that_is_asked_for(loaded, caplo
         ({"mesh": "data=4/tensor=4"}, "needs 16 devices"),
         ({"through": "guess"}, "through=guess is not one of decode, question, context"),
         ({"rolling": "guess"}, "rolling=guess"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_named(checkpoint, loaded, arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        LongctxLM(checkpoint, **arguments)
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            LongctxLM(checkpoint, **arguments)
     with pytest.raises(ConfigError, match="has its method"):
         LongctxLM(loaded, "full")
 
@@ -328,9 +318,8 @@ def test_method_mesh_and_dtype_are_those_asked_for(checkpoint, folder, loaded):
     # What the harness's command line says for itself.
     plain = LongctxLM(checkpoint, dtype="auto", device="cuda:0").get_model_info()
     assert plain["model_dtype"] == "float32" and plain["method"]["name"] == "full"
-    name = LongctxLM(str(folder / "bos")).tokenizer_name
-    assert name == LongctxLM(str(folder / "bos")).tokenizer_name
-    assert name.startswith("bos-") and "/" not in name
+    name, again = (LongctxLM(str(folder / "bos")).tokenizer_name for _ in range(2))
+    assert name == again and name.startswith("bos-") and "/" not in name
     assert model_of(loaded).chat_template(True) == loaded.tokenizer.chat_template
 
 
@@ -375,34 +364,10 @@ def test_the_command_line_hands_its_arguments_over(monkeypatch):
     assert result.exit_code == 2 and "pip install 'jax-longctx[harness]'" in result.stderr
 
 
-@pytest.mark.slow
-def test_a_task_runs_from_the_command_line(folder, checkpoint, tmp_path, monkeypatch):
-    # The harness need not read the thousands of tasks that it comes with.
-    ours = functools.partial(TaskManager, include_defaults=False)
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", ours)
-    command = ["lm-eval", "--model", "jax-longctx", "--tasks", "tiny_choice"]
-    command += ["--include_path", str(folder / "tasks"), "--batch_size", str(ROWS)]
-    command += ["--output_path", str(tmp_path), "--model_args"]
-    command += [f"checkpoint={checkpoint},method=streaming-llm,budget=64,chunk=16"]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
-    assert "|tiny_choice|" in done.stdout
-    (written,) = tmp_path.rglob("results_*.json")
-    found = json.loads(written.read_text())
-    golden = GOLDENS["bos.plain"]["tiny_choice"]["scores"]
-    # Its budget holds these prompts whole.
-    assert found["results"]["tiny_choice"]["acc,none"] == golden["acc,none"]
-    assert found["config"]["method"]["name"] == "streaming-llm"
-
-
 @pytest.fixture
 def template(exact, monkeypatch):
     """Gives the model's tokenizer another chat template."""
-
-    def give(source):
-        monkeypatch.setattr(exact.tokenizer, "_chat", ChatTemplate(source, {}))
-
-    return give
+    return lambda source: monkeypatch.setattr(exact.tokenizer, "_chat", ChatTemplate(source, {}))
 
 
 def test_a_template_that_refuses_the_system_gets_the_other_messages(exact, template, caplog):
