@@ -12,9 +12,10 @@ from jax_longctx.evaluation.perplexity import perplexity, score_texts
 from jax_longctx.methods import RefreshKV
 from jax_longctx.sharding import make_mesh
 from tests.support import random_rows, tiny_config, tiny_engine
+from tests.train_cpt.tiny_run import tiny_setup
 from train_cpt.attention import Pattern
 from train_cpt.evaluate import dev_losses, drop_interval, parse_method
-from train_cpt.step import OptimizerConfig, TrainSetup, text_losses
+from train_cpt.step import text_losses
 
 LENGTH, TAIL = 22, 5
 CONFIG = tiny_config(num_layers=1)
@@ -35,13 +36,7 @@ def losses_of(spec, mesh=(1, 1, 1), batch=3):
 
 
 def setup_of(pattern):
-    return TrainSetup(
-        config=CONFIG,
-        mesh=make_mesh(),
-        optimizer=OptimizerConfig(steps=1, warmup=0),
-        pattern=pattern,
-        dtype="float32",
-    )
+    return dataclasses.replace(tiny_setup(), pattern=pattern)
 
 
 def trained_losses(pattern):

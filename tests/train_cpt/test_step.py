@@ -1,5 +1,6 @@
 """The training step: its loss, its gradients, its optimiser, and the same on every mesh."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,11 +13,10 @@ from jax_longctx.models.llama import init_params, model_of
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, to_numpy
 from tests.support import random_rows, tiny_config
-from tests.train_cpt.tiny_run import tiny_setup
+from tests.train_cpt.tiny_run import tiny_params, tiny_setup
 from train_cpt.attention import Pattern, attend_with
 from train_cpt.step import (
     OptimizerConfig,
-    TrainSetup,
     abstract_state,
     cross_entropy,
     gradients,
@@ -36,25 +36,21 @@ OPTIMIZER = OptimizerConfig(steps=20, warmup=2, learning_rate=0.02)
 
 
 def setup_of(mesh=(1, 1, 1), **changes):
-    fields = {"dtype": "float32", "remat": "none", "loss_chunk": 6, "pattern": PATTERN}
-    fields |= {"config": tiny_config(num_layers=1), "optimizer": OPTIMIZER, **changes}
-    return TrainSetup(mesh=make_mesh(*mesh), **fields)
+    fields = {"loss_chunk": 6, "pattern": PATTERN, "optimizer": OPTIMIZER, **changes}
+    return dataclasses.replace(tiny_setup(mesh), **fields)
 
 
 @functools.cache
-def tiny_params():
-    return jax.device_get(init_params(tiny_config(num_layers=1), make_mesh()))
-
-
-run_gradients = jax.jit(gradients, static_argnums=0)
+def host_params():
+    return jax.device_get(tiny_params())
 
 
 @functools.cache
 def found_gradients(batches=1, **changes):
     """Loss and gradients of all texts as so many micro-batches, as numpy."""
-    setup = setup_of(**changes)
+    run = jax.jit(gradients, static_argnums=0)
     tokens = TEXTS.reshape(batches, -1, LENGTH)
-    return jax.device_get(run_gradients(setup, tiny_params(), tokens))
+    return jax.device_get(run(setup_of(**changes), host_params(), tokens))
 
 
 def assert_same(found, expected, **tolerance):
@@ -64,7 +60,7 @@ def assert_same(found, expected, **tolerance):
 
 def test_the_loss_is_that_of_the_next_tokens():
     setup = setup_of(pattern=Pattern())
-    params = tiny_params()
+    params = host_params()
     logits = [
         forward(setup.config, to_numpy(params), list(row), causal_attend(1e4)) for row in TEXTS
     ]
@@ -119,7 +115,7 @@ def test_a_bfloat16_pass_gives_float32_gradients_close_to_exact_ones():
 def trained(mesh):
     """Losses of six steps on the same texts, and the state after them."""
     setup = tiny_setup(mesh)
-    state = init_state(setup, tiny_params())
+    state = init_state(setup, host_params())
     losses = []
     for _ in range(6):
         state, metrics = train_step(setup, state, TEXTS.reshape(2, 4, LENGTH))
