@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_longctx.contract import Method, brings_ahead, reach
+from jax_longctx.contract import Method, reach
 from jax_longctx.engine import (
     Chosen,
     Context,
@@ -131,7 +131,6 @@ def load(
     weights: str | None = None,
     offload: str | None = None,
     working_set: int | None = None,
-    prefetch: bool = False,
     choose: Callable[["LongContext"], Method] | None = None,
     ahead: Callable[["LongContext"], object] | None = None,
 ) -> "LongContext":
@@ -151,7 +150,6 @@ def load(
         reads, and a working set; None for the devices' memory.
       working_set: tokens of a row that the working set of each layer holds; by default
         `settings.SHARES` times what a step chooses.
-      prefetch: decode steps fetch pages of offloaded contexts ahead, by a guess (see `Engine`).
       choose: called before the weights load, with the model under full attention: gives the method.
         `method` must not be given then.
       ahead: called with the model while its weights load, in one process alone: to `compile` what
@@ -178,7 +176,6 @@ def load(
     tier: dict[str, Any] = {
         "offload": offload,
         "working_set": working_set,
-        "prefetch": prefetch,
     }
     # A method that is chosen later is checked then.
     given = {} if choose is not None else tier
@@ -229,15 +226,14 @@ class LongContext:
         *,
         offload: str | None = None,
         working_set: int | None = None,
-        prefetch: bool = False,
     ) -> "LongContext":
         """The same weights and tokenizer under another method; nothing is loaded or copied.
 
         A context belongs to the method that prefilled it: the other one prefills its own.
 
         Args:
-          offload, working_set, prefetch: as in `load`. Without `offload` an offloaded model stays
-            so: its working set unless one is given, its prefetch where the method can.
+          offload, working_set: as in `load`. Without `offload` an offloaded model stays so, with
+            its working set unless one is given.
 
         Raises:
           ConfigError: the method does not fit the model or the mesh, or takes no such memory.
@@ -246,10 +242,8 @@ class LongContext:
         if offload is None and tier is not None:
             offload = "host"
             working_set = tier.working_set if working_set is None else working_set
-            prefetch = prefetch or (tier.prefetch and brings_ahead(method))
         how = {"chunk": old.chunk, "memory_limit": old.memory_limit, "by_layer": old.setup.by_layer}
-        how |= {"kv": old.setup.kv}
-        how |= {"offload": offload, "working_set": working_set, "prefetch": prefetch}
+        how |= {"kv": old.setup.kv, "offload": offload, "working_set": working_set}
         engine = Engine(old.config, old.params, method, old.mesh, **how)
         return LongContext(engine, self.tokenizer, self.manifest)
 

@@ -118,11 +118,9 @@ class Offload:
     Attributes:
       working_set: tokens of each row that every layer keeps on the device beside the fixed and the
         newest ones; None for `SHARES` times what a decode step chooses.
-      prefetch: whether a decode step fetches a layer's pages ahead (see `contract.brings_ahead`).
     """
 
     working_set: int | None = None
-    prefetch: bool = False
 
     def __post_init__(self) -> None:
         if self.working_set is not None and self.working_set < 1:
@@ -136,22 +134,18 @@ SHARES = 4
 PLACES = ("host",)
 
 
-def offload_of(
-    place: str | None, working_set: int | None, prefetch: bool = False
-) -> Offload | None:
-    """What the options `offload`, `working_set` and `prefetch` say; None for contexts on devices.
+def offload_of(place: str | None, working_set: int | None) -> Offload | None:
+    """What the options `offload` and `working_set` say; None for contexts on devices.
 
     Raises:
-      ConfigError: an unknown place, or a working set or prefetch of a context that is not
-        offloaded.
+      ConfigError: an unknown place, or a working set of a context that is not offloaded.
     """
     if place is None:
-        for name, given in (("working_set", working_set is not None), ("prefetch", prefetch)):
-            if given:
-                raise ConfigError(f"{name} is for offloaded contexts; give offload host too")
+        if working_set is not None:
+            raise ConfigError("working_set is for offloaded contexts; give offload host too")
         return None
     check_name(PLACES, place, "offload")
-    return Offload(working_set, prefetch)
+    return Offload(working_set)
 
 
 def parse_pairs(pairs: Iterable[str]) -> dict[str, str]:

@@ -42,7 +42,6 @@ def run(
     weights: str | None = None,
     offload: str | None = None,
     working_set: int | None = None,
-    prefetch: bool = False,
     mesh: Mesh | None = None,
     kernels: bool = True,
     say: Callable[[str], None] = lambda text: None,
@@ -54,15 +53,14 @@ def run(
 
     Args:
       layers: to time; all of the shape's unless given (see `timing`).
-      offload, working_set, prefetch: where the methods' contexts lie, as for `Engine`; full
-        attention's lies on the devices. Rows then say what was fetched.
+      offload, working_set: where the methods' contexts lie, as for `Engine`; full attention's lies
+        on the devices. Rows then say what was fetched.
       mesh: without a data axis; one device unless given.
       kernels: whether the kernels of a step are counted, on GPUs.
     """
     mesh = make_mesh() if mesh is None else mesh
     check_mesh(mesh)
-    tier = (offload, working_set, prefetch)
-    shape = Shape.make(model, mesh, layers, chunk, say, kv, weights, *tier)
+    shape = Shape.make(model, mesh, layers, chunk, say, kv, weights, offload, working_set)
     bandwidth = copy_bandwidth()
     say(f"copy {bandwidth / 1e12:.2f} TB/s")
     timed, rows = Timed(shape, blocks, bandwidth, random_cache, kernels), []

@@ -253,7 +253,6 @@ class Shape:
     weights: StoredForm | None = None
     offload: str | None = None
     working_set: int | None = None
-    prefetch: bool = False
 
     @classmethod
     def make(
@@ -267,7 +266,6 @@ class Shape:
         weights: str | None = None,
         offload: str | None = None,
         working_set: int | None = None,
-        prefetch: bool = False,
     ) -> "Shape":
         """Takes all layers unless given. InputError unless `layers` is from 2 to all."""
         config = preset(model)
@@ -280,8 +278,7 @@ class Shape:
         params = init_params(cut, mesh, dtype=jnp.bfloat16, weights=form)
         if mesh.devices.flat[0].platform != "cpu":
             params = stacked_layers(cut, params, consume=True)
-        tier = (offload, working_set, prefetch)
-        return cls(config, params, mesh, timed, chunk, kv, form, *tier)
+        return cls(config, params, mesh, timed, chunk, kv, form, offload, working_set)
 
     def engine(self, method: Any, layers: int | None = None) -> Engine:
         """An engine of the method on the first layers, all that are timed unless given."""
@@ -291,15 +288,12 @@ class Shape:
         tier: dict[str, Any] = {}
         if self._offloaded(method):
             tier = {"offload": self.offload, "working_set": self.working_set}
-            tier["prefetch"] = self.prefetch
         return Engine(cut, params, method, self.mesh, chunk=self.chunk, kv=self.kv, **tier)
 
     def setup(self, method: Any) -> programs.Setup:
         """The setup of the whole model."""
         dtype, kv = jnp.dtype(jnp.bfloat16), kv_form(self.kv, "bfloat16")
-        tier = None
-        if self._offloaded(method):
-            tier = offload_of(self.offload, self.working_set, self.prefetch)
+        tier = offload_of(self.offload, self.working_set) if self._offloaded(method) else None
         given: dict[str, Any] = {"kv": kv, "weights": self.weights, "offload": tier}
         return programs.Setup(self.config, method, self.mesh, dtype, self.chunk, **given)
 
@@ -315,7 +309,7 @@ class Shape:
     def facts(self) -> dict[str, Any]:
         layers = {"timed": self.layers, "of": self.config.num_layers}
         stored = {"kv": self.kv, "weights": self.weights, "offload": self.offload}
-        return {**device_facts(), "layers": layers, **stored, "prefetch": self.prefetch}
+        return {**device_facts(), "layers": layers, **stored}
 
 
 def _cut(config: ModelConfig, layers: int) -> ModelConfig:

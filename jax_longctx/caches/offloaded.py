@@ -308,23 +308,12 @@ class Offloaded(Rewinding):
         self, pages: Int[Array, "B Y C"], valid: Int[Array, " B"], ctx: LayerContext, *, step: bool
     ) -> tuple["Offloaded", Int[Array, "B Y C"]]:
         """As `AppendCache.brought`."""
-        store = self._brought(pages, valid, ctx, step=step)
-        return store, store.placed_pages(pages)
-
-    def brought_ahead(
-        self, pages: Int[Array, "B Y C"], valid: Int[Array, " B"], ctx: LayerContext
-    ) -> "Offloaded":
-        """The store with pages on the device that the next step may choose, as many as it may."""
-        return self._brought(pages, valid, ctx, step=False, ahead=True)
-
-    def _brought(
-        self, pages: Any, valid: Any, ctx: LayerContext, *, step: bool, ahead: bool = False
-    ) -> "Offloaded":
         far = (pages >= self.head) & (pages < (self.base // self.page)[:, None, None])
         far &= (valid > 0)[:, None, None]
         wanted = jnp.where(far, pages, -1)
-        frames, fetches = self.frames.taken(wanted, valid, ctx, step=step, ahead=ahead)
-        return dataclasses.replace(self._with(self._fetched(fetches)), frames=frames)
+        frames, fetches = self.frames.taken(wanted, valid, ctx, step=step)
+        store = dataclasses.replace(self._with(self._fetched(fetches)), frames=frames)
+        return store, store.placed_pages(pages)
 
     def brought_runs(
         self,

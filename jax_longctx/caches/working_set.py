@@ -17,7 +17,7 @@ from jax_longctx.contract import LayerContext
 from jax_longctx.sharding import OwnAxis, axes_field
 
 # What is counted, from one fork to the next.
-_COUNTS = ("steps", "hits", "misses", "waited", "ahead")
+_COUNTS = ("steps", "hits", "misses", "waited")
 
 
 class Fetches(NamedTuple):
@@ -46,7 +46,6 @@ class WorkingSet(Rewinding):
       steps: decode steps since the last fork.
       hits, misses: pages that these chose, and that had a frame or had none.
       waited: steps with a miss.
-      ahead: pages that were fetched before a step chose any.
     """
 
     group: str | None = dataclasses.field(metadata={"static": True})
@@ -58,7 +57,6 @@ class WorkingSet(Rewinding):
     hits: Int[Array, " B"] = axes_field("batch")
     misses: Int[Array, " B"] = axes_field("batch")
     waited: Int[Array, " B"] = axes_field("batch")
-    ahead: Int[Array, " B"] = axes_field("batch")
 
     @property
     def apart(self) -> bool:
@@ -96,13 +94,7 @@ class WorkingSet(Rewinding):
         return found.reshape(found.shape[0], -1, pages.shape[2])
 
     def taken(
-        self,
-        pages: Int[Array, "B Y C"],
-        valid: Int[Array, " B"],
-        ctx: LayerContext,
-        *,
-        step: bool,
-        ahead: bool = False,
+        self, pages: Int[Array, "B Y C"], valid: Int[Array, " B"], ctx: LayerContext, *, step: bool
     ) -> tuple["WorkingSet", Fetches]:
         """The working set with frames for all of these pages, -1 for none.
 
@@ -110,7 +102,6 @@ class WorkingSet(Rewinding):
           pages: lists of all heads, of each kv head or of each query head.
           valid: tokens of each row; a row without any has no pages.
           step: whether this is a decode step, which is counted.
-          ahead: whether the pages are a guess at those of the next step; what is new is counted.
         """
         wanted = self._grouped(pages)
         at = _of_groups(self.frame, wanted) - 1
@@ -135,12 +126,11 @@ class WorkingSet(Rewinding):
             "used": _put(used, frame, now, new),
         }
         counts: dict[str, Any] = {}
-        if step or ahead:
+        if step:
             hits, misses = (jnp.sum(x, axis=(1, 2), dtype=jnp.int32) for x in (hit, new))
             if self.apart:
                 hits, misses = ctx.psum_heads(hits), ctx.psum_heads(misses)
             counted = {"steps": valid > 0, "hits": hits, "misses": misses, "waited": misses > 0}
-            counted = {"ahead": misses} if ahead else counted
             counts = {name: getattr(self, name) + x for name, x in counted.items()}
         after = dataclasses.replace(self, clock=clock, **tables, **counts)
         return after, Fetches(wanted, frame, new, rank)

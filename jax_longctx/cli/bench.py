@@ -179,11 +179,6 @@ def decode(
     weights: str | None = options.weights(),
     offload: str | None = options.offload(),
     working_set: int | None = options.working_set(),
-    prefetch: bool = option(
-        "Fetch the pages of offloaded contexts ahead, by a guess at each layer's queries. For "
-        "infllm, quest, arkvale and resa.",
-        default=False,
-    ),
     mesh: str | None = _mesh(),
     kernels: bool = _kernels(),
     picture: Path | None = _picture(),
@@ -203,7 +198,7 @@ def decode(
     expected = "BATCHxCONTEXT, as 3x131072"
     sizes = [_case(text, "x", expected) for text in cases or ["1x32768"]]
     check_plot(picture, "--picture")
-    offload_of(offload, working_set, prefetch)
+    offload_of(offload, working_set)
     terminal = output.terminal()
     with terminal.starting():
         from jax_longctx.memory import allow_pinned
@@ -225,7 +220,6 @@ def decode(
         weights=weights,
         offload=offload,
         working_set=working_set,
-        prefetch=prefetch,
         mesh=make_mesh(**_sizes(mesh)),
         kernels=kernels,
         say=terminal.note,
@@ -471,8 +465,7 @@ def _steps(result: dict[str, Any]) -> Iterable[Any]:
 def _stored(result: dict[str, Any]) -> str:
     """The forms of weights, keys and values, where they are not bfloat16."""
     said = {"weights": "weights", "kv": "keys and values", "offload": "contexts"}
-    text = "".join(f", {what} in {result[key]}" for key, what in said.items() if result.get(key))
-    return text + (", pages fetched ahead" if result.get("prefetch") else "")
+    return "".join(f", {what} in {result[key]}" for key, what in said.items() if result.get(key))
 
 
 def _throughput(result: dict[str, Any]) -> Iterable[Any]:
@@ -550,7 +543,7 @@ def prefill(
         cases or ["32768:8192", "131072:32768"],
     )
     sizes = [_case(text, ":", expected, optional=True) for text in cases]
-    offload_of(offload, working_set, False)
+    offload_of(offload, working_set)
     terminal = output.terminal()
     with terminal.starting():
         from jax_longctx.memory import allow_pinned

@@ -12,9 +12,9 @@ The dataclass is a static argument of `jit`. The duties are
 
 and `info`, its metadata. `@method` names it, and its kind says what it does to inference
 (`Registered`). The model and the engine know no method by name. Optional duties are `reach`,
-`step_variant`, `own_tokens`, `stripes`, `prefill_work`, `cannot_offload` and `bring_ahead`, which
-this module describes. It also has what passes between engine and method: `CacheShape`, `Prompt`,
-and `Segment` with the functions that make segments.
+`step_variant`, `own_tokens`, `stripes`, `prefill_work` and `cannot_offload`, which this module
+describes. It also has what passes between engine and method: `CacheShape`, `Prompt`, and `Segment`
+with the functions that make segments.
 
 `attend` and `finish` run inside one `shard_map` that is manual over the mesh axes `data`, `seq`
 and `tensor`, also on one device. They see the local rows, heads and slots, and reach other shards
@@ -375,16 +375,6 @@ def cannot_offload(method: Any) -> str | None:
     pages. They have an attribute `cannot_offload` that says so; the others have none.
     """
     return getattr(method, "cannot_offload", "a decode step reads or moves keys of the whole cache")
-
-
-def brings_ahead(method: Any) -> bool:
-    """Whether a decode step may fetch a layer's pages before the layer's own query is known.
-
-    For methods that have a function `bring_ahead(q, cache, segment, ctx)`. It returns the layer's
-    cache with the pages on the device that `q` chooses, a guess at the layer's query [B, 1, N, H]
-    before rotary embedding; `attend` fetches what else it chooses. It changes no output.
-    """
-    return hasattr(method, "bring_ahead")
 
 
 def make_segment(rows: Sequence[Sequence[int]], size: int, role: Role, ends: np.ndarray) -> Segment:

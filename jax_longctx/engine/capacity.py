@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jax_longctx.caches import Offloaded
-from jax_longctx.contract import SlotLayout, Stage, brings_ahead, cannot_offload
+from jax_longctx.contract import SlotLayout, Stage, cannot_offload
 from jax_longctx.engine import programs
 from jax_longctx.engine.distributed import to_host
 from jax_longctx.errors import CapacityError, ConfigError
@@ -72,13 +72,6 @@ def check_offload(setup: programs.Setup) -> None:
         name = settings_of(setup.method)["name"]
         raise ConfigError(
             f"{name} cannot be offloaded: {why}; with default settings these can: {', '.join(able)}"
-        )
-    if setup.offload.prefetch and not brings_ahead(setup.method):
-        made = {name: make_method(name) for name in METHODS}
-        able = [n for n, x in made.items() if brings_ahead(x) and cannot_offload(x) is None]
-        raise ConfigError(
-            f"{settings_of(setup.method)['name']} fetches no pages ahead; leave prefetch out, or "
-            f"take one of these: {', '.join(able)}"
         )
     if setup.mesh.shape["seq"] > 1:
         raise ConfigError(
@@ -141,14 +134,12 @@ class Fetched:
       hits, misses: pages that were on the device, and that were fetched.
       steps: steps, counted in each layer.
       waited: of these, with a page that was fetched.
-      ahead: pages that were fetched ahead, by a guess; a page that is chosen then is a hit.
     """
 
     hits: int
     misses: int
     steps: int
     waited: int
-    ahead: int = 0
 
     def __add__(self, other: "Fetched") -> "Fetched":
         sums = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)

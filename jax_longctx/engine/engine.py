@@ -153,8 +153,6 @@ class Engine:
         the method reads in every step, and a working set (see `caches.offloaded`).
       working_set: tokens of a row that the working set of each layer holds; None for
         `settings.SHARES` times what a step chooses.
-      prefetch: a decode step fetches a layer's pages by a guess at its queries while the layer
-        before computes, and by its queries those that the guess missed.
 
     Raises:
       ConfigError: the method or the mesh does not fit the model, or cannot be offloaded.
@@ -174,7 +172,6 @@ class Engine:
         kv: str | None = None,
         offload: str | None = None,
         working_set: int | None = None,
-        prefetch: bool = False,
     ):
         if chunk < 1:
             raise InputError(f"chunk must be at least 1 token, got {chunk}")
@@ -186,7 +183,7 @@ class Engine:
             by_layer = bool(mesh.devices.flat[0].platform == "cpu")
         self.chunk, self.memory_limit = chunk, memory_limit
         form = kv_form(kv, dtype.name)
-        tier = offload_of(offload, working_set, prefetch)
+        tier = offload_of(offload, working_set)
         self.setup = programs.Setup(
             config, method, mesh, dtype, chunk, by_layer, form, form_of_weights(params), tier
         )

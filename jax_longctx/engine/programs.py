@@ -39,7 +39,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.monitoring
@@ -421,21 +421,6 @@ class Setup:
         )
 
 
-class Before(NamedTuple):
-    """What tells a layer's queries nearly, where pages are fetched ahead.
-
-    They are known while the MLP of the layer before computes. On a GPU kernels run side by side
-    unless one waits for the other, and the fetch waits for nothing of that MLP.
-
-    Attributes:
-      hidden: the hidden states of the layer before, between attention and MLP.
-      known: whether there was such a layer.
-    """
-
-    hidden: Float[Array, "B T D"]
-    known: Bool[Array, ""]
-
-
 def hidden_states(
     setup: Setup, params: Any, caches: tuple[Any, ...], segment: Segment, total: Int[Array, " B"]
 ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
@@ -446,17 +431,14 @@ def hidden_states(
     ends, ends_params = setup.ends, without_layers(params)
     x_BTD = _embedded(ends, ends_params, segment.tokens, segment.token_axis)
     updated, layer, layers = [], 0, params["layers"]
-    before = None
-    if setup.offload is not None and setup.offload.prefetch and segment.role == "decode":
-        before = Before(jnp.zeros_like(x_BTD), jnp.zeros((), jnp.bool_))
     for cache in caches:
-        window, given = setup.config.windows[layer], (segment, total, before)
+        window = setup.config.windows[layer]
         if setup.by_layer:
             weights = layers[str(layer)]
-            x_BTD, cache, before = _through_layer(setup, window, weights, x_BTD, cache, *given)
+            x_BTD, cache = _through_layer(setup, window, weights, x_BTD, cache, segment, total)
         else:
             run = cache if isinstance(cache, Stacked) else _alone(cache)
-            x_BTD, run, before = _through_run(setup, window, layers, layer, x_BTD, run, *given)
+            x_BTD, run = _through_run(setup, window, layers, layer, x_BTD, run, segment, total)
             cache = run if isinstance(cache, Stacked) else _of_layer(run.cache, 0)
         updated.append(cache)
         layer += layers_in(cache)
@@ -620,42 +602,16 @@ def _through_layer(
     cache: Any,
     segment: Segment,
     total: Int[Array, " B"],
-    before: "Before | None" = None,
-) -> tuple[Float[Array, "B T D"], Any, "Before | None"]:
+) -> tuple[Float[Array, "B T D"], Any]:
     """One layer; the method's `attend` runs inside the manual `shard_map`."""
 
-    def local(
-        q: Array, k: Array, v: Array, cache: Any, segment: Segment, total: Array, guess: Any
-    ) -> Any:
+    def local(q: Array, k: Array, v: Array, cache: Any, segment: Segment, total: Array) -> Any:
         ctx = setup.layer_context(window, total)
-        cache = _brought_ahead(setup, guess, cache, segment, ctx)
         (out, _), cache = setup.method.attend((q, k, v), cache, segment, ctx)
         return out, cache
 
-    x, cache, before = _attended(
-        setup, local, params, x, cache, tree_specs(cache), segment, total, before
-    )
-    return setup.products(x.shape[0] * x.shape[1]).whole(x), cache, before
-
-
-def _brought_ahead(
-    setup: Setup,
-    guess: tuple[Array, Array] | None,
-    cache: Any,
-    segment: Segment,
-    ctx: LayerContext,
-) -> Any:
-    """The layer's cache with the pages on the device that the guessed queries choose.
-
-    Args:
-      guess: the queries, and whether they are known; None for no guess.
-    """
-    if guess is None:
-        return cache
-    method: Any = setup.method
-    q, known = guess
-    segment = dataclasses.replace(segment, valid=jnp.where(known, segment.valid, 0))
-    return method.bring_ahead(q, cache, segment, ctx)
+    x, cache = _attended(setup, local, params, x, cache, tree_specs(cache), segment, total)
+    return setup.products(x.shape[0] * x.shape[1]).whole(x), cache
 
 
 def _attended(
@@ -667,22 +623,15 @@ def _attended(
     specs: Any,
     segment: Segment,
     total: Int[Array, " B"],
-    before: "Before | None",
-) -> tuple[Hidden, Any, "Before | None"]:
-    """A layer of these parameters, whose attention is `local` over a cache of these `specs`.
-
-    Returns:
-      (x, cache, before), the last for the next layer.
-    """
+) -> tuple[Hidden, Any]:
+    """A layer of these parameters, whose attention is `local` over a cache of these `specs`."""
 
     def attend(q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
         heads = logical_spec(("batch", segment.token_axis, "heads", None))
         kv_heads = logical_spec(("batch", segment.token_axis, "kv_heads", None))
-        guessed = (heads, PartitionSpec())
         in_specs = (heads, kv_heads, kv_heads, specs, tree_specs(segment), BATCH)
-        in_specs = (*in_specs, None if guess is None else guessed)
         run = setup.shard_map(local, in_specs, (heads, specs))
-        return run(q, k, v, cache, segment, total, guess)
+        return run(q, k, v, cache, segment, total)
 
     config, mesh = setup.config, setup.mesh
     products = setup.products(x.shape[0] * x.shape[1])
@@ -691,13 +640,7 @@ def _attended(
             params, products = gathered_layer(config, mesh, params), PLAIN
         else:
             products = Divided(mesh, spread=True)
-    layer, guess = layer_of(config, params), None
-    if before is not None:
-        _, (q, *_) = layer.attn.project(layer.attn_norm, before.hidden, products)
-        guess = q, before.known
-    x, cache = layer.attended(x, cache, attend, products)
-    before = None if before is None else Before(products.whole(x), jnp.ones((), jnp.bool_))
-    return layer.transformed(x, products), cache, before
+    return layer_of(config, params)(x, cache, attend, products)
 
 
 def _tokens_of_a_shard(mesh: AnyMesh, x: Array) -> int:
@@ -714,8 +657,7 @@ def _through_run(
     run: Stacked,
     segment: Segment,
     total: Int[Array, " B"],
-    before: "Before | None",
-) -> tuple[Float[Array, "B T D"], Stacked, "Before | None"]:
+) -> tuple[Float[Array, "B T D"], Stacked]:
     """Consecutive layers that are alike, from layer `first` on, as a loop over one layer's program.
 
     The loop carries the caches of all these layers. Arrays that are `in_place` reach the method as
@@ -737,12 +679,9 @@ def _through_run(
     # While a layer is traced: the numbers of the arrays that the method hands on as they are.
     same: set[int] = set()
 
-    def local(
-        q: Array, k: Array, v: Array, parts: Any, segment: Segment, total: Array, guess: Any
-    ) -> Any:
+    def local(q: Array, k: Array, v: Array, parts: Any, segment: Segment, total: Array) -> Any:
         ctx = setup.layer_context(window, total)
         cache = structure.unflatten(parts)
-        cache = _brought_ahead(setup, guess, cache, segment, ctx)
         (out, _), cache = setup.method.attend((q, k, v), cache, segment, ctx)
         news = structure.flatten_up_to(cache)
         same.update(i for i, (old, new) in enumerate(zip(parts, news, strict=True)) if old is new)
@@ -763,9 +702,7 @@ def _through_run(
 
     # Under `jit` the layers of a turn share one lowering, and their kernels are compiled once.
     @jax.jit
-    def layer(
-        index: Array, x: Hidden, before: "Before | None", stacks: Any, own: Any
-    ) -> tuple[Hidden, "Before | None", Any, Any]:
+    def layer(index: Array, x: Hidden, stacks: Any, own: Any) -> tuple[Hidden, Any, Any]:
         parts = [
             part
             if part is not None
@@ -776,7 +713,7 @@ def _through_run(
         ]
         weights = _of_layer(layers, first + index)
         parts = _apart(parts, groups)
-        x, parts, before = _attended(setup, local, weights, x, parts, specs, segment, total, before)
+        x, parts = _attended(setup, local, weights, x, parts, specs, segment, total)
         given, stacks, news = stacks, [], _joined(parts, groups)
         for stack, part, group, small in zip(given, news, groups, few, strict=True):
             if isinstance(part, Plane):
@@ -785,10 +722,10 @@ def _through_run(
                 stack = jax.lax.dynamic_update_index_in_dim(stack, part, index, 0)
             stacks.append(stack)
         own = [part if small else None for part, small in zip(news, few, strict=True)]
-        return x, before, stacks, own
+        return x, stacks, own
 
-    def turn(number: Array, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        x, before, stacks = carry
+    def turn(number: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        x, stacks = carry
         begin = number * a_turn
         # Few numbers are cut out, and put back, for all layers of the turn at once.
         held = [
@@ -798,19 +735,18 @@ def _through_run(
         each = []
         for offset in range(a_turn):
             own = [None if part is None else part[offset] for part in held]
-            x, before, stacks, own = layer(begin + offset, x, before, stacks, own)
+            x, stacks, own = layer(begin + offset, x, stacks, own)
             each.append(own)
         for i, (group, small) in enumerate(zip(groups, few, strict=True)):
             if small and not same.issuperset(group):
                 news = jnp.stack([own[i] for own in each])
                 stacks[i] = jax.lax.dynamic_update_slice_in_dim(stacks[i], news, begin, 0)
-        return setup.products(x.shape[0] * x.shape[1]).whole(x), before, stacks
+        return setup.products(x.shape[0] * x.shape[1]).whole(x), stacks
 
     with jax.named_scope(f"layers_{first}_to_{first + run.count - 1}"):
-        carry = x, before, joined
-        x, before, stacks = jax.lax.fori_loop(0, run.count // a_turn, turn, carry)
+        x, stacks = jax.lax.fori_loop(0, run.count // a_turn, turn, (x, joined))
     stacks = _apart(stacks, groups, axis=1)
-    return x, Stacked(structure.unflatten(stacks), run.count), before
+    return x, Stacked(structure.unflatten(stacks), run.count)
 
 
 def _together(stacks: Sequence[Array], fields: Sequence[Leaf]) -> list[list[int]]:

@@ -35,7 +35,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import Offloaded
 from jax_longctx.contract import (
     QKV,
     Attended,
@@ -158,18 +157,6 @@ class InfLLM(Appending):
         # A rotary base that follows the length must follow the window's, which bounds distances.
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.n_local))
         return self.attend_units(new, cache, valid_B, self.choose(q, cache, valid_B, ctx), ctx)
-
-    def bring_ahead(
-        self, q: Float[Array, "B 1 N H"], cache: UnitMemory, segment: Segment, ctx: LayerContext
-    ) -> UnitMemory:
-        """The cache with the units on the device that the raw queries `q` choose."""
-        valid_B, store = segment.valid_of(), cache.store
-        if not self.topk or not isinstance(store, Offloaded):
-            return cache
-        ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.n_local))
-        chosen = self.choose(q, cache, valid_B, ctx)
-        pages = unit_pages(chosen, store.sizes[2], self.layout, ctx)
-        return dataclasses.replace(cache, store=store.brought_ahead(pages, valid_B, ctx))
 
     def attend_units(
         self,

@@ -143,12 +143,6 @@ class Resa(Selecting):
             background = residual.begin_answer(background, store.on_device(), segment.ends, ctx)
         return part, dataclasses.replace(cache, background=background)
 
-    def bring_ahead(
-        self, q: Float[Array, "B 1 N H"], cache: Any, segment: Segment, ctx: LayerContext
-    ) -> Any:
-        """The cache with the pages on the device that the raw queries `q` choose."""
-        return self.base.bring_ahead(q, cache, segment, ctx)
-
     def _decode(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         base, valid_B = self.base, segment.valid_of()
         q, k, cache = base.append_token(new, cache, segment, ctx)

@@ -329,27 +329,17 @@ class Layer(nnx.Module):
 
     def __call__(
         self,
-        x_BTD: Array,
+        x: Hidden,
         cache: Any,
         attend: Attend,
         products: Products = PLAIN,
-    ) -> tuple[Array, Any]:
-        x, cache = self.attended(x_BTD, cache, attend, products)
-        return products.whole(self.transformed(x, products)), cache
-
-    def attended(
-        self, x: Hidden, cache: Any, attend: Attend, products: Products
     ) -> tuple[Hidden, Any]:
-        """The layer's first half, and its cache."""
         with jax.named_scope("attention"):
             x_BTD, (q, k, v) = self.attn.project(self.attn_norm, x, products)
             out_BTNH, cache = attend(q, k, v, cache)
-            return self.attn.output(x_BTD, out_BTNH, products), cache
-
-    def transformed(self, x: Hidden, products: Products) -> Hidden:
-        """The second half: the MLP."""
+            x = self.attn.output(x_BTD, out_BTNH, products)
         with jax.named_scope("mlp"):
-            return self.mlp(self.mlp_norm, x, products)
+            return self.mlp(self.mlp_norm, x, products), cache
 
 
 class Llama(nnx.Module):

@@ -214,18 +214,6 @@ class Selecting(Appending):
         cache = dataclasses.replace(cache, store=store, prompt=store.length)
         return part, self.refreshed(cache, past_B, new[0].shape[1], ctx)
 
-    def bring_ahead(
-        self, q: Float[Array, "B 1 N H"], cache: Any, segment: Segment, ctx: LayerContext
-    ) -> Any:
-        """The cache with the pages on the device that the raw queries `q` choose."""
-        if not isinstance(getattr(cache, "store", None), Offloaded):
-            return cache
-        store = cache.store
-        q = ctx.rotate(q, store.position[:, None])
-        lists = self.choose(q, cache, self.selectable(store, ctx), ctx)
-        store = store.brought_ahead(lists.pages, segment.valid_of(), ctx)
-        return dataclasses.replace(cache, store=store)
-
     def adopt(
         self, cache: Any, ctx: LayerContext, queries: Float[Array, "B N H"] | None = None
     ) -> Any:

@@ -65,7 +65,7 @@ class PlanRequest:
       chunk: tokens that a prefill pass takes.
       kv: the form of keys and values in caches, as for `Engine`.
       weights: the form of the layers' matrices, as for `api.load`.
-      offload, working_set, prefetch: where contexts lie, as for `Engine`.
+      offload, working_set: where contexts lie, as for `Engine`.
     """
 
     config: ModelConfig
@@ -80,7 +80,6 @@ class PlanRequest:
     weights: str | None = None
     offload: str | None = None
     working_set: int | None = None
-    prefetch: bool = False
 
     def __post_init__(self) -> None:
         at_least(1, self, "context", "batch", "reserve", "chunk", error=InputError)
@@ -102,7 +101,7 @@ class PlanRequest:
             self.chunk,
             kv=kv,
             weights=weights,
-            offload=offload_of(self.offload, self.working_set, self.prefetch),
+            offload=offload_of(self.offload, self.working_set),
         )
         capacity.check_offload(setup)
         return setup

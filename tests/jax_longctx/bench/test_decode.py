@@ -64,15 +64,15 @@ def test_offloaded_contexts_are_timed_and_what_they_fetch_is_told(tiny_preset, m
     args = ["decode", "--preset", "tiny", "-m", "quest:budget=32,local=16", "--case", "2x600"]
     args += ["--blocks", 1, "--chunk", 128, "--offload", "host", "--working-set", 192]
     for drawn in ([], ["--random-cache"]):
-        record = measured(*args, "--prefetch", "--kv", "int8", *drawn)
-        assert (record["offload"], record["prefetch"], record["kv"]) == ("host", True, "int8")
+        record = measured(*args, "--kv", "int8", *drawn)
+        assert (record["offload"], record["kv"]) == ("host", "int8")
         full, quest = record["rows"]
         assert "fetched" not in full and full["host"] == 0 < quest["host"]
         found = quest["fetched"]
         # The question's last token, and blocks of 32 steps, of both layers and rows. The question
         # is read once for all rows.
         assert found["steps"] % 4 == 0 and found["steps"] >= 2 * 2 * 3 * 32
-        assert found["hits"] > 0 and found["misses"] > 0 and found["ahead"] > 0
+        assert found["hits"] > 0 and found["misses"] > 0
         assert found["hit_rate"] == found["hits"] / (found["hits"] + found["misses"])
         assert 0 < found["waited_share"] <= 1
 
@@ -126,10 +126,9 @@ def test_forms_and_tiers_are_those_asked_for_and_count_as_bytes(tiny_preset, mon
     assert kept["read"] == wide["read"] * 10 / 16
     assert wide["bytes"] - kept["bytes"] == wide["read"] - kept["read"]
     tier = ["quest:budget=32", "--offload", "host", "--working-set", 192]
-    for ahead in (False, True):
-        assert measured(*args, *tier, *["--prefetch"] * ahead)["prefetch"] == ahead
-        # Full attention stays on the device.
-        assert tiers[-2:] == [None, Offload(192, prefetch=ahead)]
+    assert measured(*args, *tier)["offload"] == "host"
+    # Full attention stays on the device.
+    assert tiers[-2:] == [None, Offload(192)]
 
 
 def test_where_full_attention_fails_there_is_no_ratio(tiny_preset, monkeypatch, tmp_path):

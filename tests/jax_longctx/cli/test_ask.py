@@ -255,7 +255,7 @@ def test_an_offloaded_context_is_reported(run, loads, tiny, book, monkeypatch):
     assert loads[1][1]["working_set"] == 512
     for here, there in zip(*records, strict=True):
         assert here["answer"] == there["answer"] and here["offload"] is None
-        assert there["offload"] == {"working_set": 512, "prefetch": False}
+        assert there["offload"] == {"working_set": 512}
         found = there["fetched"]
         assert "fetched" not in here and found["hits"] + found["misses"] > 0
         assert 0 <= found["hit_rate"] <= 1 and 0 <= found["waited_share"] <= 1

@@ -1,10 +1,9 @@
 """Compiles methods' programs for one H200 that need not be there, and prints what they hold.
 
 `python -m tests.jax_longctx.engine.gpu_programs METHOD[:OPTION=VALUE]...`, of the options `kv`,
-`weights`, `offload`, `prefetch` (yes), `rows`, `turn` and `only`, in a process that finds JAX's
-CUDA plugin: JAX looks for plugins once, when it begins. One line of JSON is printed for each
-program, or for those of the kind that `only` names; with `rows` for the step of rows that share a
-context.
+`weights`, `offload`, `rows`, `turn` and `only`, in a process that finds JAX's CUDA plugin: JAX
+looks for plugins once, when it begins. One line of JSON is printed for each program, or for those
+of the kind that `only` names; with `rows` for the step of rows that share a context.
 """
 
 import dataclasses
@@ -264,7 +263,6 @@ def main(methods: list[str]) -> None:
         name, *forms = said.split(":")
         options = dict(form.split("=") for form in forms)
         rows = int(options.pop("rows", 1))
-        prefetch = options.pop("prefetch", "no") == "yes"
         only = options.pop("only", None)
         a_turn = programs.LAYERS_A_TURN = int(options.pop("turn", A_TURN))
         layers = 2 * a_turn
@@ -275,7 +273,6 @@ def main(methods: list[str]) -> None:
             context=CONTEXT,
             reserve=RESERVE,
             chunk=CHUNK,
-            prefetch=prefetch,
             **options,
         )
         setup = request.setup(mesh)

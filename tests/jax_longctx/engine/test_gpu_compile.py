@@ -28,8 +28,7 @@ KERNELS: list[dict[str, int]] = [
     # In a loop of two turns of two layers XLA copies these pages once.
     | {"infllm": 66, "free-pages:only=decode:turn=4": 118},
     # The loops that fetch pages count once each, with 21 pages of keys and of values.
-    {"infllm:offload=host": 288, "infllm:offload=host:prefetch=yes:only=decode": 502}
-    | {"reattention": 58, "reattention:offload=host:only=decode": 203}
+    {"infllm:offload=host": 288, "reattention": 58, "reattention:offload=host:only=decode": 203}
     | {"quest:offload=host:only=decode": 292, "free-pages:offload=host:only=decode": 291},
 ]
 

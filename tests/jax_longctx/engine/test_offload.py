@@ -22,7 +22,6 @@ from tests.support import joined, random_rows, tiny_engine, word_tokenizer
 
 # All that can be offloaded under their default settings (a test compares).
 NAMES = ("infllm", "quest", "arkvale", "resa", "reattention", "free-pages")
-GUESSED = ("infllm", "quest", "arkvale", "resa")
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 also = functools.partial(pytest.param, marks=pytest.mark.thorough)
 # Settings beside the small ones: heads that choose apart, whole pages of fixed tokens, priors.
@@ -61,10 +60,10 @@ def other(name, settings):
 
 
 @functools.cache
-def logits(method, offload, kv=None, by_layer=None, working_set=None, prefetch=False):
+def logits(method, offload, kv=None, by_layer=None, working_set=None):
     """Logits of four rows' questions and answers, the answers given; and the stores after them."""
     how = {"chunk": 16, "kv": kv, "by_layer": by_layer, "offload": offload}
-    engine = tiny_engine(method, **how, working_set=working_set, prefetch=prefetch)
+    engine = tiny_engine(method, **how, working_set=working_set)
     found, caches = [], ()
     # As many slots as contexts of these texts have with a reserve of 64: programs are shared.
     for step in steps(engine, *rows_of(), reserve=128):
@@ -84,7 +83,7 @@ def host_arrays(store):
 def check_same(method, **how):
     """Bit for bit, and not because nothing was chosen of the host."""
     there, stores = logits(method, "host", **how)
-    how = {key: value for key, value in how.items() if key not in ("working_set", "prefetch")}
+    how.pop("working_set", None)
     here, none = logits(method, None, **how)
     np.testing.assert_array_equal(there, here)
     assert not none and stores
@@ -110,35 +109,6 @@ def test_offloaded_contexts_give_the_same_logits(name, by_layer, kv):
 @pytest.mark.slow
 def test_other_settings_give_the_same_logits(name, settings):
     check_same(other(name, settings))
-
-
-@pytest.mark.parametrize(
-    # Pages that lie in 8 bits are all alike.
-    ("name", "by_layer", "kv"),
-    [
-        ("infllm", True, None),
-        ("quest", False, None),
-        ("arkvale", False, "fp8"),
-        also("resa", False, "int8"),
-    ],
-    ids=named,
-)
-@pytest.mark.slow
-def test_pages_that_are_fetched_ahead_change_no_logits(name, by_layer, kv):
-    """What a guess brings is there when it is chosen, and what it missed is fetched then."""
-    method, how = small_method(name), {"by_layer": by_layer, "kv": kv}
-    check_same(method, **how, prefetch=True)
-    _, ahead = logits(method, "host", **how, prefetch=True)
-    layers = np.concatenate([np.reshape(store.frames.ahead, (-1, 4)) for store in ahead])
-    # No layer comes before the first.
-    assert np.sum(layers[0]) == 0 < np.sum(layers[1])
-    if kv is None:
-        check_same(method, **how)
-        _, alone = logits(method, "host", **how)
-        assert pages_of(alone, "ahead") == 0
-        chosen = [pages_of(each, "hits") + pages_of(each, "misses") for each in (alone, ahead)]
-        assert chosen[0] == chosen[1]
-        assert pages_of(alone, "misses") != pages_of(ahead, "misses")
 
 
 @pytest.mark.slow
@@ -236,19 +206,14 @@ def test_another_method_takes_what_it_can_of_an_offloaded_model():
 
     here, there = (
         LongContext(tiny_engine(small_method("quest"), **how), word_tokenizer(64))
-        for how in ({}, {"offload": "host", "working_set": 128, "prefetch": True})
+        for how in ({}, {"offload": "host", "working_set": 128})
     )
-    assert tier(there, "infllm") == Offload(working_set=128, prefetch=True)
-    assert tier(there, "infllm", working_set=256) == Offload(working_set=256, prefetch=True)
+    assert tier(there, "infllm") == Offload(working_set=128)
+    assert tier(there, "infllm", working_set=256) == Offload(working_set=256)
     assert tier(there, "infllm", offload="host") == Offload()
-    # It reads every key, and fetches nothing ahead.
-    assert tier(there, "reattention") == Offload(working_set=128)
-    with pytest.raises(ConfigError, match="fetches no pages ahead"):
-        tier(there, "reattention", prefetch=True)
     assert tier(here, "infllm") is None
-    for asked in ({"prefetch": True}, {"working_set": 128}):
-        with pytest.raises(ConfigError, match="is for offloaded contexts; give offload host"):
-            tier(here, "infllm", **asked)
+    with pytest.raises(ConfigError, match="is for offloaded contexts; give offload host"):
+        tier(here, "infllm", working_set=128)
 
 
 def test_what_was_fetched_is_counted():
@@ -338,10 +303,6 @@ def test_settings_that_make_no_sense_are_refused():
         tiny_engine(quest, offload="disk")
     with pytest.raises(ConfigError, match="give offload host too"):
         tiny_engine(quest, working_set=100)
-    with pytest.raises(ConfigError, match="prefetch is for offloaded contexts; give offload host"):
-        tiny_engine(quest, prefetch=True)
-    with pytest.raises(ConfigError, match=f"ahead; .* one of these: {', '.join(sorted(GUESSED))}"):
-        tiny_engine(small_method("reattention"), offload="host", prefetch=True)
     with pytest.raises(ConfigError, match="a working set of 8 tokens is too small: a step chooses"):
         tiny_engine(quest, offload="host", working_set=8)
     with pytest.raises(ConfigError, match="the mesh has seq=2; leave seq out, or offload"):
