@@ -35,9 +35,7 @@ def test_the_second_process_finds_what_the_first_compiled(tiny_shape, tmp_path, 
     assert f"of {full['programs']}" in printed
 
 
-def test_each_method_runs_with_an_empty_and_then_with_a_full_cache(
-    tiny_shape, tmp_path, monkeypatch
-):
+def test_each_method_has_an_empty_and_then_a_full_cache(tiny_shape, tmp_path, monkeypatch):
     """Nothing runs: processes give what they are told to; what fails is in its row."""
     times = ("first_token", "last_token", "warm_first_token", "warm_last_token", "compile")
     facts, folders = {"device": "cpu", "jax": "1.2.3"}, []

@@ -186,9 +186,6 @@ def test_a_wrong_kernel_is_seen(tmp_path, monkeypatch):
     assert second["failed"] == "NotImplementedError: no such layout"
     assert "NaN or infinities are not the definition's" in third["failed"]
     assert not any(row["passed"] for row in (first, second, third))
-
-
-def test_difference():
     for found, expected, error in [
         ([1.0, 4.0], [1.0, 5.0], 0.2),
         ([-np.inf, 5.0], [-np.inf, 5.0], 0.0),

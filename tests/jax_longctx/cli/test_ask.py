@@ -109,9 +109,7 @@ def test_save_and_load_give_the_same_answer(run, loads, book, tmp_path):
 
 # The tests' own compile cache may want to grow meanwhile.
 @pytest.mark.filterwarnings("ignore:Error writing persistent compilation cache entry")
-def test_a_full_disk_below_a_context_is_one_line_after_the_answer(
-    run, loads, book, tmp_path, caplog, monkeypatch
-):
+def test_a_full_disk_is_one_line_after_the_answer(run, loads, book, tmp_path, caplog, monkeypatch):
     common = ("ask", book, "Who?", "-c", "m", "--max-tokens", 10)
     answer = run(*common).stdout
     # Python would keep a module's bytecode cut off, and never be able to import it again.
@@ -132,9 +130,7 @@ def test_a_full_disk_below_a_context_is_one_line_after_the_answer(
     assert list(tmp_path.iterdir()) == [book]
 
 
-def test_contexts_that_cannot_be_kept_or_are_damaged_are_refused_before_the_text_is_read(
-    run, loads, tiny, book, tmp_path, monkeypatch
-):
+def test_contexts_that_cannot_be_kept_are_refused(run, loads, tiny, book, tmp_path, monkeypatch):
     prefill = create_autospec(tiny.prefill)
     monkeypatch.setattr(tiny, "prefill", prefill)
     common = ("ask", book, "Who?", "-c", "m", "--save-context")
@@ -185,9 +181,7 @@ def test_bad_options_and_texts_are_refused_before_the_model_loads(run, loads, bo
 
 
 @pytest.mark.parametrize("command", ["ask", "generate"])
-def test_a_text_beyond_the_trained_length_is_told_before_it_is_read(
-    run, loads, tiny, book, monkeypatch, command
-):
+def test_a_text_beyond_the_trained_length_is_told(run, loads, tiny, book, monkeypatch, command):
     monkeypatch.setattr(tiny.engine, "config", dataclasses.replace(tiny.config, max_position=32))
     given = (book, "Who?") if command == "ask" else (book.read_text(),)
     result = run(command, *given, "-c", "m", "--max-tokens", 4, "--json")

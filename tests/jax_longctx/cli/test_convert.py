@@ -32,7 +32,15 @@ def calls(monkeypatch):
     return made
 
 
-def test_directions(run, calls, tmp_path):
+def test_options_and_directions(run, calls, tmp_path):
+    for args, message in [
+        ("--dtype int8", "--dtype 'int8' is not one of"),
+        ("--to-hf --dtype float32", "leave out --dtype"),
+        ("--to-hf --weights int8", "leave out --weights"),
+        ("--weights bfloat16", "--weights 'bfloat16' is not one of fp8, int8"),
+    ]:
+        refused(run("convert", "source", tmp_path / "new", *args.split()), message)
+    assert calls == []
     source = tmp_path / "model.gguf"
     source.touch()
     forms = ("--dtype", "bfloat16", "--weights", "int8")
@@ -46,17 +54,6 @@ def test_directions(run, calls, tmp_path):
         ("convert", str(source), tmp_path / "new", {"dtype": "bfloat16", "weights": "int8"}),
         ("export", str(tmp_path / "new"), tmp_path / "hf", {}),
     ]
-
-
-def test_bad_options(run, calls, tmp_path):
-    for args, message in [
-        ("--dtype int8", "--dtype 'int8' is not one of"),
-        ("--to-hf --dtype float32", "leave out --dtype"),
-        ("--to-hf --weights int8", "leave out --weights"),
-        ("--weights bfloat16", "--weights 'bfloat16' is not one of fp8, int8"),
-    ]:
-        refused(run("convert", "source", tmp_path / "new", *args.split()), message)
-    assert calls == []
 
 
 @pytest.mark.slow
@@ -90,7 +87,7 @@ def refused(result, message):
     assert result.stderr.count("\n") == 1
 
 
-def test_two_questions_and_the_python_api_agree(run, checkpoint, book):
+def test_the_python_api_agrees_and_exports_are_the_same(run, checkpoint, book, source, tmp_path):
     result = run("ask", book, "Who?", "Why?", "-c", checkpoint, "--max-tokens", 8, "--json")
     assert result.exit_code == 0, result.output
     model = jax_longctx.load(checkpoint)
@@ -99,9 +96,6 @@ def test_two_questions_and_the_python_api_agree(run, checkpoint, book):
     for line, question in zip(result.stdout.splitlines(), ("Who?", "Why?"), strict=True):
         (answer,) = model.ask(context, layout.question(question), max_tokens=8)
         assert json.loads(line)["answer"] == answer.text
-
-
-def test_export_gives_the_same_bits_back(run, source, checkpoint, tmp_path):
     result = run("convert", checkpoint, tmp_path / "hf", "--to-hf")
     assert result.exit_code == 0, result.output
     before, after = (
@@ -124,9 +118,7 @@ def test_what_is_no_checkpoint_or_does_not_go_with_it(run, checkpoint, tmp_path)
         if path.is_file() and path.stat().st_size > 4096:
             path.write_bytes(path.read_bytes()[:1000])
     refused(run("generate", "The", "-c", damaged), "damaged")
-
-
-def test_wrong_tokenizer(run, checkpoint, tmp_path):
+    # A tokenizer that is not the checkpoint's.
     wrong = tmp_path / "wrong"
     shutil.copytree(checkpoint, wrong)
     path = str(wrong / "tokenizer" / "tokenizer.json")

@@ -106,9 +106,7 @@ def test_an_answer_is_its_first_words_and_right_where_it_holds_the_truth_whole()
 
 
 @pytest.mark.slow
-def test_it_finds_nothing_with_a_random_model_and_says_so_again_for_the_same_seed(
-    tiny_demo, tmp_path
-):
+def test_a_random_model_finds_nothing_and_says_so_again_for_its_seed(tiny_demo, tmp_path):
     model = tmp_path / "model"
     result = tiny_demo("--seed", 4, model=model)
     assert result.exit_code == 3, result.output

@@ -50,9 +50,7 @@ def answered(model, engine, work):
     return [row] * len(work.contexts)
 
 
-def test_what_was_answered_before_an_interruption_is_in_the_file(
-    run, loads, short_text, tmp_path, monkeypatch
-):
+def test_an_interruption_keeps_what_was_answered(run, loads, short_text, tmp_path, monkeypatch):
     batches = []
 
     def answer(model, engine, work):

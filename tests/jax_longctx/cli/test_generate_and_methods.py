@@ -7,7 +7,7 @@ import pytest
 from jax_longctx.methods import METHODS
 
 
-def test_streams_the_continuation_or_gives_a_record(run, loads, tiny):
+def test_prompts_are_continued_or_give_a_record(run, loads, tiny):
     (answer,) = tiny.generate("The pass key", max_tokens=12)
     given = ("generate", "The pass key", "-c", "m", "--max-tokens", 12)
     result = run(*given)
@@ -20,9 +20,7 @@ def test_streams_the_continuation_or_gives_a_record(run, loads, tiny):
     prompt = tiny.tokenizer.encode("The pass key", bos=True)
     assert record["tokens"] == {"prompt": len(prompt), "answer": len(answer.tokens)}
     assert record["seconds"]["prefill"] > 0
-
-
-def test_stdin_is_a_prompt_without_its_last_line_break(run, loads):
+    # From stdin without the last line break.
     limit = ("-c", "m", "--max-tokens", 6)
     given = run("generate", "The pass", *limit).stdout
     assert run("generate", "-", *limit, stdin="The pass\n").stdout == given

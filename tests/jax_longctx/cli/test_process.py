@@ -256,9 +256,7 @@ def test_no_file_gets_the_number_of_a_closed_stream(tmp_path):
     )
     line = f'"$PYTHON" -c "{code}" "$FILE" <&- 2>&-'
     assert int(shell(line, FILE=str(tmp_path / "file")).stdout) > 2
-
-
-def test_closed_stderr_does_not_stop_the_work():
+    # A closed stderr does not stop the work.
     for closed in ("2>&-", "2>/dev/full"):
         done = shell(f"{LONGCTX} --help {closed}")
         assert done.returncode == 0 and "Exit codes" in done.stdout

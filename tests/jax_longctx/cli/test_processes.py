@@ -44,9 +44,7 @@ def write_rows(path):
 
 
 @pytest.mark.thorough
-def test_two_processes_answer_as_one_and_go_on_after_the_first_was_killed(
-    checkpoint, begin, run, tmp_path
-):
+def test_two_processes_answer_as_one_also_after_a_kill(checkpoint, begin, run, tmp_path):
     given = write_rows(tmp_path / "in.jsonl")
     common = ("-c", checkpoint, *LIMIT, "--rows", 2, "--temperature", 0.7)
     one = tmp_path / "one.jsonl"
@@ -123,9 +121,7 @@ def test_options_that_do_not_go_together(run):
         result = run(*options, "methods", "full")
         assert result.exit_code == 2 and message in result.stderr
         assert result.stderr.count("\n") == 1
-
-
-def test_one_process_joins_nothing(run):
+    # One process joins nothing.
     assert run("--processes", "1", "methods", "--help").exit_code == 0
     assert process.number() is None and process.is_leader()
 
@@ -163,9 +159,7 @@ def test_the_job_is_joined_as_the_launcher_says(run, monkeypatch):
     assert given == [(None, None, None), ("host:1234", 4, 3)]
     times = [call.kwargs["heartbeat_timeout_seconds"] for call in joined.call_args_list]
     assert max(times) <= 20
-
-
-def test_every_process_needs_a_device(monkeypatch):
+    # Every process needs a device.
     devices = [types.SimpleNamespace(process_index=n // 2) for n in range(4)]
     monkeypatch.setattr(sharding.jax, "devices", lambda: devices)
     with pytest.raises(ConfigError, match=r"leaves process 1 without a device.* 4 devices"):

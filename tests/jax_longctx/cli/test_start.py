@@ -197,9 +197,7 @@ def test_completion_is_installed_for_a_shell(tmp_path):
         (None, "TPU_LIBRARY_PATH", "libtpu.so", True),
     ],
 )
-def test_libtpu_is_hidden_where_there_is_no_tpu(
-    tmp_path, monkeypatch, node, variable, value, hidden
-):
+def test_absent_tpus_hide_libtpu(tmp_path, monkeypatch, node, variable, value, hidden):
     for name in ("JAX_PLATFORMS", "JAX_FORCE_TPU_INIT", "TPU_LIBRARY_PATH"):
         monkeypatch.delenv(name, raising=False)
     if variable:
@@ -229,7 +227,7 @@ NAMES = ["ask", "generate", "batch", "serve", "plan", "warm", "convert", "method
 NAMES += ["lm-eval"]
 
 
-def test_help_of_every_command_has_an_example(run):
+def test_help_teaches_and_usage_errors_are_one_line(run):
     shown = run().output
     for command in NAMES:
         result = run(command, "--help")
@@ -238,9 +236,6 @@ def test_help_of_every_command_has_an_example(run):
         assert command in shown
     shown = " ".join(run("--help").stdout.split())
     assert all(f"{code} {what}" in shown for code, what in CODES.items())
-
-
-def test_usage_errors_are_one_line(run):
     for args, message in [
         ("ask", "Missing option '--checkpoint' / '-c'; see 'jax-longctx ask --help'"),
         ("aks", "No such command 'aks'. Did you mean 'ask'?; see 'jax-longctx --help'"),

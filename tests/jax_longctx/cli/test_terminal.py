@@ -13,7 +13,7 @@ from jax_longctx.cli.terminal import Terminal, read_text
 from jax_longctx.errors import InputError
 
 
-def test_text_goes_to_stdout_and_notes_to_stderr(capsys):
+def test_text_goes_to_stdout_and_notes_to_stderr(capsys, monkeypatch):
     terminal = Terminal()
     terminal.write("The [bold]answer[/bold] ")
     terminal.write("is \x1b[31m42.")
@@ -22,6 +22,15 @@ def test_text_goes_to_stdout_and_notes_to_stderr(capsys):
     # Into a file or a pipe the text goes as it is.
     assert shown.out == "The [bold]answer[/bold] is \x1b[31m42."
     assert shown.err == "took [1] second\n"
+    # In JSON mode no text is streamed.
+    terminal = Terminal(as_json=True)
+    terminal.write("streamed")
+    terminal.record({"answer": "Größe\n"})
+    assert capsys.readouterr().out == '{"answer": "Größe\\n"}\n'
+    # A model cannot steer the terminal.
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    Terminal().write("a\tb\n\x1b[2J\x9bé")
+    assert capsys.readouterr().out == "a\tb\n\ufffd[2J\ufffdé"
 
 
 def on_terminal(monkeypatch, width=80):
@@ -29,19 +38,6 @@ def on_terminal(monkeypatch, width=80):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(width))
-
-
-def test_a_model_cannot_steer_the_terminal(capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    Terminal().write("a\tb\n\x1b[2J\x9bé")
-    assert capsys.readouterr().out == "a\tb\n\ufffd[2J\ufffdé"
-
-
-def test_json_mode_streams_no_text(capsys):
-    terminal = Terminal(as_json=True)
-    terminal.write("streamed")
-    terminal.record({"answer": "Größe\n"})
-    assert capsys.readouterr().out == '{"answer": "Größe\\n"}\n'
 
 
 def test_progress_without_a_terminal_is_a_line_every_ten_seconds(capsys, monkeypatch):
@@ -173,9 +169,7 @@ def test_where_nothing_can_be_written_is_named_before_the_work(tmp_path, monkeyp
         "eval resa-errors -c model --out",
     ],
 )
-def test_commands_look_where_they_write_before_they_work(
-    run, loads, tmp_path, command, monkeypatch
-):
+def test_commands_look_first_where_they_write(run, loads, tmp_path, command, monkeypatch):
     words = command.split()
     option = words[-1]
     (tmp_path / "file").write_text("")

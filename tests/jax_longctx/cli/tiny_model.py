@@ -22,12 +22,9 @@ def write_tokenizer(folder):
     backend = tokenizers.Tokenizer(token_models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|begin|>", "<|end|>", "<|turn|>"],
-        show_progress=False,
-    )
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|begin|>", "<|end|>", "<|turn|>"]
+    how = {"vocab_size": 300, "initial_alphabet": alphabet, "special_tokens": special}
+    trainer = trainers.BpeTrainer(show_progress=False, **how)
     backend.train_from_iterator(["The pass key is 12345. Remember it. " * 4], trainer)
     backend.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": TEMPLATE}
@@ -36,16 +33,13 @@ def write_tokenizer(folder):
 
 def hf_config(vocab_size):
     """`config.json` of a Llama of two small layers."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": vocab_size}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": vocab_size,
+        **sizes,
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},

@@ -49,6 +49,13 @@ def test_a_part_goes_on_from_the_one_before():
     assert (second.name, second.lengths, second.trials) == ("long", (128,), 1)
     assert (second.methods, second.tasks) == (first.methods, first.tasks)
     assert third.name == "part" and (third.lengths, third.trials) == ((128,), 1)
+    # The module's own example is a configuration.
+    example = (config.__doc__ or "").partition("    title")[1:]
+    toml = "".join(example).partition("A part is")[0]
+    parsed = parse_config(tomllib.loads(toml))
+    assert len(parsed.cells()) == 8 and parsed.run.checkpoint == "smollm2"
+    with pytest.raises(ConfigError):
+        parse_config({"part": [PART], "run": {"seed": -1}})
 
 
 @pytest.mark.parametrize(
@@ -92,15 +99,6 @@ def test_specs_and_files_that_are_no_toml(tmp_path):
     (tmp_path / "eval.toml").write_text("[run")
     with pytest.raises(InputError, match=r"eval\.toml is not TOML"):
         read_config(tmp_path / "eval.toml")
-
-
-def test_the_modules_own_example_is_a_configuration():
-    example = (config.__doc__ or "").partition("    title")[1:]
-    toml = "".join(example).partition("A part is")[0]
-    parsed = parse_config(tomllib.loads(toml))
-    assert len(parsed.cells()) == 8 and parsed.run.checkpoint == "smollm2"
-    with pytest.raises(ConfigError):
-        parse_config({"part": [PART], "run": {"seed": -1}})
 
 
 ROOT = Path(__file__).parents[3]
@@ -219,7 +217,7 @@ def test_stars_ablations_are_of_blocks_of_a_quarter_on_four_tasks():
     assert {each.anchor_size for each in varied if each not in whole} == {0, 2048, 4096, 8192}
 
 
-def test_resas_table_1_has_its_column_of_questions():
+def test_published_methods_are_those_of_the_papers_suite():
     _, found = parts("resa")
     tables = [table for table in PUBLISHED if table.paper == "resa"]
     assert [tuple(table.tasks) for table in tables] == [found["Table 1"].tasks] * 2
@@ -227,10 +225,7 @@ def test_resas_table_1_has_its_column_of_questions():
     # Llama-3.1-8B with Quest, without and with RESA.
     quest, resa = (tables[0].rows[name]["values"] for name in ("Quest", "Quest + RESA"))
     assert (quest[-1], resa[-1]) == (86, 87)
-
-
-def test_published_methods_are_those_of_the_papers_suite():
-    """With the very same settings, so that the suite's rows stand below the paper's."""
+    # With the very same settings, so that the suite's rows stand below the paper's.
     for table in PUBLISHED:
         _, found = parts(table.paper)
         assert set(table.tasks) <= set(TASKS)

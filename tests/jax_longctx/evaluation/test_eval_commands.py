@@ -135,9 +135,7 @@ def test_mistakes_are_one_line_before_the_model_is_loaded(run, loads, small, mon
     runner.check_config(parse_config({"part": [{**PART, "tasks": ["passkey", "vt"]}]}))
 
 
-def test_an_interruption_leaves_rows_and_the_next_run_goes_on(
-    run, loads, small, tmp_path, monkeypatch
-):
+def test_after_an_interruption_a_run_goes_on(run, loads, small, tmp_path, monkeypatch):
     answer, asked = runner.answer_batch, []
 
     def interrupted(model, engine, work):

@@ -36,10 +36,7 @@ def test_place_and_size():
         assert share == pytest.approx(depth, abs=4 / around)
         # Nothing of the text is lost or cut: the numbered sentences with one more between.
         assert (head.strip() + " " + tail.strip()).strip() == numbered((words(text) - 5) // 4)
-
-
-def test_a_text_is_filled_by_what_its_sentences_have_together():
-    """As with tokens of subwords: alone a sentence has one more, or joints of many cost some."""
+    # Alone a sentence of subwords has one token more, or joints of many cost some.
     for more, missing in ((bool, 5), (lambda text: len(text) // 300, 8)):
 
         def count(text, more=more):
@@ -111,6 +108,21 @@ def test_the_greatest_that_fits():
         assert largest(size, 12 + 7 * 100 + 6, guess=guess, each=each) == 100
         # A good guess of both is enough, and so is one that is too high.
         assert len(calls) <= (3 if each == 7.0 and guess in (99, 100, 101, 150, 5000) else 29)
+    # Limits, and sizes that do not grow evenly.
+    assert largest(lambda n: 7 * n, 100, guess=3, each=7.0, limit=5) == 5
+    assert largest(lambda n: 7 * n, 100, guess=9, each=7.0, limit=14) == 14
+    assert largest(lambda n: 7 * n, 0, guess=9, each=7.0) == 0
+    assert largest(lambda n: 7 * n + 1, 0, guess=9, each=7.0) == -1
+    size, calls = counted(lambda n: n**3)
+    assert largest(size, 10**9 + 5, guess=20_000, each=1.0) == 1000
+    assert len(calls) <= 40
+
+    def size(n):
+        return 5 * n - 3 * (n % 4 == 0)
+
+    for most in range(20, 90):
+        found = largest(size, most, guess=9, each=5.0)
+        assert size(found) <= most < size(found + 1)
 
 
 def test_texts_of_units_take_few_counts():
@@ -139,20 +151,3 @@ def test_texts_of_units_take_few_counts():
         most_units(len, text, 6, limit=3)
     with pytest.raises(LengthError, match="0 tokens are too few"):
         most_units(len, text, -5, fewest=0, limit=3)
-
-
-def test_limits_and_sizes_that_do_not_grow_evenly():
-    assert largest(lambda n: 7 * n, 100, guess=3, each=7.0, limit=5) == 5
-    assert largest(lambda n: 7 * n, 100, guess=9, each=7.0, limit=14) == 14
-    assert largest(lambda n: 7 * n, 0, guess=9, each=7.0) == 0
-    assert largest(lambda n: 7 * n + 1, 0, guess=9, each=7.0) == -1
-    size, calls = counted(lambda n: n**3)
-    assert largest(size, 10**9 + 5, guess=20_000, each=1.0) == 1000
-    assert len(calls) <= 40
-
-    def size(n):
-        return 5 * n - 3 * (n % 4 == 0)
-
-    for most in range(20, 90):
-        found = largest(size, most, guess=9, each=5.0)
-        assert size(found) <= most < size(found + 1)

@@ -246,19 +246,7 @@ def test_a_task_says_how_its_answers_are_drawn(exact, monkeypatch):
             generations(exact, ("a", {"max_gen_toks": 8, ignored: 4}))
 
 
-def test_what_is_too_long_is_refused_before_anything_is_computed(loaded, monkeypatch):
-    monkeypatch.setattr(loaded.engine, "prefill", None)
-    model, eight = model_of(loaded, max_length=20), {"max_gen_toks": 8}
-    message = r"1 of 2 requests are longer than max_length=20, one has \d+ tokens and 8 to follow"
-    with pytest.raises(InputError, match=message):
-        generations(model, ("a", eight), (PROMPT, eight))
-    with pytest.raises(InputError, match=r"1 of 1 requests.* and 0 to follow"):
-        likelihoods(model, (PROMPT, "a"))
-    with pytest.raises(InputError, match="ask for shorter answers"):
-        generations(model_of(loaded, max_length=8, truncation=True), ("a", eight))
-
-
-def test_the_start_of_a_prompt_is_left_out_where_that_is_asked_for(loaded, caplog):
+def test_what_is_too_long_is_cut_if_asked_for_or_refused(loaded, caplog, monkeypatch):
     model = model_of(loaded, max_length=20, truncation=True)
     tokens = loaded.tokenizer.encode(PROMPT, bos=True)
     with caplog.at_level(logging.WARNING):
@@ -273,6 +261,16 @@ def test_the_start_of_a_prompt_is_left_out_where_that_is_asked_for(loaded, caplo
     cut = [tokens[-(21 - len(then)) :]] * ROWS
     expected = loglikelihoods(loaded.engine, cut, [then] * ROWS)
     assert found[0] == pytest.approx(expected[0].total, abs=1e-5)
+    # Before anything is computed.
+    monkeypatch.setattr(loaded.engine, "prefill", None)
+    model, eight = model_of(loaded, max_length=20), {"max_gen_toks": 8}
+    message = r"1 of 2 requests are longer than max_length=20, one has \d+ tokens and 8 to follow"
+    with pytest.raises(InputError, match=message):
+        generations(model, ("a", eight), (PROMPT, eight))
+    with pytest.raises(InputError, match=r"1 of 1 requests.* and 0 to follow"):
+        likelihoods(model, (PROMPT, "a"))
+    with pytest.raises(InputError, match="ask for shorter answers"):
+        generations(model_of(loaded, max_length=8, truncation=True), ("a", eight))
 
 
 def test_arguments_that_do_not_fit_are_named(checkpoint, loaded):
@@ -370,7 +368,7 @@ def template(exact, monkeypatch):
     return lambda source: monkeypatch.setattr(exact.tokenizer, "_chat", ChatTemplate(source, {}))
 
 
-def test_a_template_that_refuses_the_system_gets_the_other_messages(exact, template, caplog):
+def test_templates_that_refuse_the_system_and_answers_that_are_left_open(exact, template, caplog):
     template(REFUSES + "{{ messages[0]['content'] }}!")
     with caplog.at_level(logging.WARNING):
         assert exact.apply_chat_template([SYSTEM, USER]) == "hello !"
@@ -382,9 +380,7 @@ def test_a_template_that_refuses_the_system_gets_the_other_messages(exact, templ
     with caplog.at_level(logging.WARNING), pytest.raises(InputError, match="never"):
         exact.apply_chat_template([USER])
     assert caplog.text == ""
-
-
-def test_the_start_of_an_answer_is_left_open(exact, template):
+    # The start of an answer is left open.
     for source, text in [
         ("{{ messages[0]['content'] }}<end>", "hello "),
         ("{{ messages[0]['content'] | trim }}<end>", "hello"),

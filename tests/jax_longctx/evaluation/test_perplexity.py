@@ -207,24 +207,6 @@ def test_a_table_has_perplexities_paired_differences_and_times():
     assert ends[:1] + ends[2:5] == ["chosen pages on the device", "61.3%", "-", "-"]
 
 
-def test_the_scale_of_a_plot_is_in_plain_numbers(tmp_path, monkeypatch):
-    labels, save = set(), Figure.savefig
-
-    def watch(self, *args, **options):
-        save(self, *args, **options)
-        axis = self.axes[0].yaxis
-        ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
-        labels.update(tick.label1.get_text() for tick in ticks)
-
-    monkeypatch.setattr(Figure, "savefig", watch)
-    for low, high, shown in [(2.60, 2.75, {"14", "15"}), (1.0, 9.0, {"10", "100", "1000"})]:
-        labels.clear()
-        windows = [(90, 94, [low]), (95, 99, [high])]
-        plot([a_run("full", [low, high], windows=windows)], tmp_path / "curve.png")
-        assert shown <= labels
-        assert not any("10^" in label for label in labels)
-
-
 def test_a_plot_tells_every_curve_by_more_than_its_colour(tmp_path, monkeypatch):
     drawn, whole = [], Axes.plot
 
@@ -245,3 +227,19 @@ def test_a_plot_tells_every_curve_by_more_than_its_colour(tmp_path, monkeypatch)
     drawn.clear()
     plot([a_run("quest", [1.0, 3.0])], tmp_path / "one.png")
     assert len(drawn) == 1
+    # The scale is in plain numbers.
+    labels, save = set(), Figure.savefig
+
+    def watch(self, *args, **options):
+        save(self, *args, **options)
+        axis = self.axes[0].yaxis
+        ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+        labels.update(tick.label1.get_text() for tick in ticks)
+
+    monkeypatch.setattr(Figure, "savefig", watch)
+    for low, high, shown in [(2.60, 2.75, {"14", "15"}), (1.0, 9.0, {"10", "100", "1000"})]:
+        labels.clear()
+        windows = [(90, 94, [low]), (95, 99, [high])]
+        plot([a_run("full", [low, high], windows=windows)], tmp_path / "curve.png")
+        assert shown <= labels
+        assert not any("10^" in label for label in labels)

@@ -125,7 +125,7 @@ def test_scores_are_those_of_the_rows(page, rows):
     assert snapkv[3][-2:] == [f"+0 [{low:+.0f}, {high:+.0f}]", "1 refused"]
 
 
-def test_costs_leave_compiled_batches_out(page, rows):
+def test_costs_refused_rows_and_other_figures_have_their_tables(page, rows):
     _, parsed = page
     costs = parsed.tables["At 1,024 tokens"]
     start = next(i for i, line in enumerate(costs) if line[1] == ["cache while answering"])
@@ -135,9 +135,7 @@ def test_costs_leave_compiled_batches_out(page, rows):
     times = [r["seconds"]["first_token"] for r in rows if "snapkv" in r["label"] and "seconds" in r]
     assert statistics.median(sorted(times)[:-1]) == 1.0 and max(times) == 99.0
     assert snapkv[1] == ["4.0 MiB", f"{TIMES} 0.50"] and snapkv[3] == ["1.00 s", f"{TIMES} 0.50"]
-
-
-def test_refused_rows_other_measures_and_the_papers_figures_have_their_tables(page):
+    # Refused rows, other measures and the paper's figures have their tables.
     text, parsed = page
     cells = ["snapkv budget=64", "vt", "1,024", "1", "a cache | of <64>"]
     assert parsed.tables["Refused"][1] == [[cell] for cell in cells]
@@ -151,7 +149,7 @@ def test_refused_rows_other_measures_and_the_papers_figures_have_their_tables(pa
     assert '<td class="theirs">100</td>' in text
 
 
-def test_the_page_is_whole_and_alone(page):
+def test_the_page_is_whole_and_alone(page, folder):
     text, parsed = page
     assert "<h1>A &amp; B</h1>" in text and "tiny &lt;model&gt;" in text
     # Both lengths' fronts, the heatmap of each task with depths, the curve.
@@ -164,9 +162,7 @@ def test_the_page_is_whole_and_alone(page):
     assert "currentColor" in text and "#010203" not in text
     assert "prefers-color-scheme: dark" in text and "@media print" in text
     assert not re.search(r"<script|@import|url\((?!#)", text)
-
-
-def test_markdown_has_the_same_figures_and_pictures(page, folder):
+    # Markdown has the same figures and pictures.
     text = (folder / "report.md").read_text()
     assert "| full | 63.8 | 90 [60, 98] |" in text
     assert "a cache \\| of <64>" in text

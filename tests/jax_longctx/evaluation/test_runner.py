@@ -138,9 +138,7 @@ def test_every_row_is_what_its_prompt_gives_alone(small, tiny, tmp_path, compute
 
 
 @pytest.mark.slow
-def test_programs_of_all_tasks_compile_before_the_first_batch(
-    small, tiny, tmp_path, monkeypatch, compiled
-):
+def test_programs_of_all_tasks_compile_first(small, tiny, tmp_path, monkeypatch, compiled):
     """Questions and answers of the tasks differ, which other programs read.
 
     Two methods compile together; the third is one too many, and the fourth has no rows to answer.
@@ -174,9 +172,7 @@ def test_programs_of_all_tasks_compile_before_the_first_batch(
 
 
 @pytest.mark.slow
-def test_programs_that_methods_share_on_the_disk_leave_nothing_to_compile(
-    small, tiny, tmp_path, compiled
-):
+def test_programs_that_methods_share_are_compiled_once(small, tiny, tmp_path, compiled):
     """The second method's first program is read from the disk; the others get its results."""
     engine = tiny.engine
     looped = Engine(engine.config, engine.params, Full(), engine.mesh, chunk=64, by_layer=False)
@@ -251,9 +247,7 @@ def test_a_chat_template_stands_around_context_and_question(tiny):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_at_any_write_computes_nothing_twice(
-    small, tiny, tmp_path, computed, monkeypatch
-):
+def test_a_killed_run_computes_nothing_twice(small, tiny, tmp_path, computed, monkeypatch):
     chosen = config(trials=5)
     whole = without_times(evaluate(tiny, tmp_path / "whole", chosen))
     append = lines.append
@@ -444,9 +438,7 @@ def test_a_batch_that_does_not_fit_is_halved(small, tiny, tmp_path, failing):
     assert len(rows) == 3 and not any("refused" in row for row in rows)
 
 
-def test_what_was_short_of_memory_is_tried_again_by_the_next_run(
-    small, tiny, tmp_path, monkeypatch, computed, failing
-):
+def test_short_of_memory_is_tried_again(small, tiny, tmp_path, monkeypatch, computed, failing):
     chosen = config(("full", "infllm"), tasks=("small", FEW), trials=2)
     with monkeypatch.context() as patch:
         patch.setattr(tiny.engine, "memory_limit", 1000)
@@ -480,9 +472,7 @@ def test_of_two_folders_the_one_that_had_the_memory_counts(tmp_path):
         assert read_rows(*(tmp_path / name for name in order)) == [found]
 
 
-def test_of_several_processes_one_short_of_memory_does_not_go_its_own_way(
-    small, tiny, tmp_path, monkeypatch, failing
-):
+def test_a_process_short_of_memory_ends_the_job(small, tiny, tmp_path, monkeypatch, failing):
     """The others may be in the middle of the same batch: the job ends."""
     failing(short(lambda work: monkeypatch.setattr(jax, "process_count", lambda: 2) or True))
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):

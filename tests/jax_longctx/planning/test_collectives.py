@@ -14,12 +14,6 @@ from tests.support import tiny_config
 # by what it computes; a kernel whose attributes take several lines; a collective in two halves.
 HLO = """HloModule jit_step
 
-%add.1 (x: f32[], y: f32[]) -> f32[] {{
-  %x = f32[] parameter(0)
-  %y = f32[] parameter(1)
-  ROOT %sum = f32[] add(%x, %y)
-}}
-
 %inner_body (state.2: (s32[], bf16[2,8])) -> (s32[], bf16[2,8]) {{
   %state.2 = (s32[], bf16[2,8]{{1,0}}) parameter(0)
   %part = bf16[2,8]{{1,0:T(8,128)(2,1)}} get-tuple-element(%state.2), index=1
@@ -29,11 +23,6 @@ HLO = """HloModule jit_step
   %gather = bf16[2,8]{{1,0:T(8,128)(2,1)}} all-gather(%kernel), dimensions={{0}}
   %count.2 = s32[] get-tuple-element(%state.2), index=0
   ROOT %next.2 = (s32[], bf16[2,8]{{1,0}}) tuple(%count.2, %gather)
-}}
-
-%inner_condition (state.3: (s32[], bf16[2,8])) -> pred[] {{
-  %state.3 = (s32[], bf16[2,8]{{1,0}}) parameter(0)
-  ROOT %more.3 = pred[] fusion(%state.3), kind=kLoop
 }}
 
 %outer_body.sunk (state.4: (bf16[2,8], s32[])) -> (bf16[2,8], s32[]) {{
@@ -84,7 +73,6 @@ ENTRY %main (part.8: bf16[2,8], begin.8: s32[]) -> (bf16[2,8], s32[]) {{
 body=%until_done_body
 }}
 """
-SIZES = {"data": 1, "seq": 2, "tensor": 2}
 
 
 @pytest.mark.parametrize(
@@ -147,13 +135,11 @@ def _compiled(target, layers):
         config=tiny_config(num_layers=layers, num_kv_heads=2, head_dim=128),
         method=small_method("full"),
         target=parse_target(target),
-        context=100,
-        reserve=40,
-        chunk=32,
+        **{"context": 100, "reserve": 40, "chunk": 32},
     )
     # The tests' exact matmuls are for CPU.
     with jax.default_matmul_precision("default"):
-        return compile_plan(wanted, SIZES)
+        return compile_plan(wanted, {"data": 1, "seq": 2, "tensor": 2})
 
 
 @pytest.mark.slow
@@ -175,9 +161,7 @@ def test_each_layer_adds_the_same(target):
     pytest.importorskip("libtpu")
     # A loop over one layer is none.
     one, two, four = (_compiled(target, layers) for layers in (1, 2, 4))
-    for name, found in one.items():
-        if found.kind == "finish":
-            continue
+    for name in (name for name, found in one.items() if found.kind != "finish"):
         for figure in ("collectives", "moved"):
             first, second, fourth = (getattr(each[name], figure) for each in (one, two, four))
             assert second - first > 0

@@ -240,15 +240,6 @@ def test_a_proposed_mesh_fits_uses_all_devices_and_is_the_fastest():
     assert not nowhere.fits and nowhere.largest == 0
 
 
-def test_targets_are_as_their_data_sheets_say_and_unknown_ones_are_named():
-    h100, h200 = (parse_target(name).chip for name in ("h100x8", "h200x8"))
-    assert (h200.memory, h200.flops, h200.bandwidth) == (141 * 10**9, 989e12, 4.8e12)
-    assert dataclasses.replace(h200, memory=h100.memory, bandwidth=h100.bandwidth) == h100
-    for name in ("v5e", "v5e:4", "v5p:4x4", "h100x0", "tpu", "v5e:0x4"):
-        with pytest.raises(InputError, match="is not understood; expected v5e:4x4"):
-            parse_target(name)
-
-
 def test_constants_are_told_with_their_source(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     for target, told in [
@@ -286,6 +277,13 @@ def test_what_does_not_go_together_is_refused():
         request(context=0)
     with pytest.raises(InputError, match="cannot compile for h100x8 on this machine"):
         compile_plan(request(target="h100x8"), {"tensor": 2})
+    # Targets are as their data sheets say, and unknown ones are named.
+    h100, h200 = (parse_target(name).chip for name in ("h100x8", "h200x8"))
+    assert (h200.memory, h200.flops, h200.bandwidth) == (141 * 10**9, 989e12, 4.8e12)
+    assert dataclasses.replace(h200, memory=h100.memory, bandwidth=h100.bandwidth) == h100
+    for name in ("v5e", "v5e:4", "v5p:4x4", "h100x0", "tpu", "v5e:0x4"):
+        with pytest.raises(InputError, match="is not understood; expected v5e:4x4"):
+            parse_target(name)
 
 
 def test_the_command_tells_what_is_arithmetic(run):
@@ -302,9 +300,7 @@ def test_the_command_tells_what_is_arithmetic(run):
     shown = run(*command, "--mesh", "seq=2,tensor=4").stdout
     assert "arithmetic" in shown and "roofline" in shown and "constants: 459 TFLOP/s" in shown
     assert "the largest context that fits" in shown and "(proposed)" not in shown
-
-
-def test_mistakes_are_one_line(run):
+    # Mistakes are one line.
     for options, message in [
         ("--target v9", "--target 'v9' is not understood"),
         ("--target cpu --model gpt", "unknown model preset 'gpt'"),

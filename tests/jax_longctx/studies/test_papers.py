@@ -149,9 +149,7 @@ def test_nothing_left_out_is_no_error(shallow):
     for record in records:
         assert record["kept"] == 1
         assert max(record["score_error"], record["output_error"]) < 1e-5
-
-
-def test_bad_input_says_what_is_wrong(shallow):
+    # Bad input says what is wrong.
     for texts, method, said in [
         ([[1] * 5], Resa(), "the shortest has 5"),
         ([], Resa(), "the shortest has 0"),

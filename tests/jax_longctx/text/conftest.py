@@ -19,13 +19,9 @@ def byte_level():
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|begin|>", "<|end|>", "<|turn|>"],
-        show_progress=False,
-    )
-    backend.train_from_iterator([TEXT], trainer)
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|begin|>", "<|end|>", "<|turn|>"]
+    how = {"vocab_size": 300, "initial_alphabet": alphabet, "special_tokens": special}
+    backend.train_from_iterator([TEXT], trainers.BpeTrainer(show_progress=False, **how))
     backend.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
     )
@@ -39,19 +35,11 @@ def byte_fallback():
     tokens += ["▁", *"aehiksty", "▁t", "▁th", "▁the"]
     vocab = {token: index for index, token in enumerate(tokens)}
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e")]
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True)
-    )
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    model = models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence(spaces)
+    joined = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*joined, decoders.Strip(" ", 1, 0)])
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
     return backend

@@ -54,7 +54,7 @@ def test_random_ids_in_any_split(request, kind, data):
     assert "".join(shown) + rest == tokenizer.decode(ids)
 
 
-def test_character_is_held_until_it_is_whole_and_no_longer(byte_level):
+def test_character_is_held_until_it_is_whole_and_no_longer(byte_level, byte_fallback):
     tokenizer = Tokenizer(byte_level, {})
     ids = [byte_level.token_to_id(char) for char in byte_level.encode("🙈").tokens]
     decoder = tokenizer.stream_decoder()
@@ -64,19 +64,14 @@ def test_character_is_held_until_it_is_whole_and_no_longer(byte_level):
     decoder = tokenizer.stream_decoder()
     assert decoder.push(tokenizer.encode("key 🙈")[:-1]) == "key "
     assert decoder.flush() == "\ufffd"
-    tokenizer = Tokenizer(byte_level, {})
     decoder = tokenizer.stream_decoder()
     for token in tokenizer.encode("The pass key is 12345."):
         assert decoder.push([token]) == tokenizer.decode([token])
-
-
-def test_continuation_keeps_the_space_between_prompt_and_answer(byte_fallback):
-    """A Llama 2 decoder drops a text's first space; an answer is not a text's beginning."""
+    # A Llama 2 decoder drops a text's first space; an answer is not a text's beginning.
     tokenizer = Tokenizer(byte_fallback, {})
-    prompt = tokenizer.encode("the key")
     answer = [byte_fallback.token_to_id("▁the")]
     assert tokenizer.decode(answer) == "the"
-    assert tokenizer.stream_decoder(after=prompt).push(answer) == " the"
+    assert tokenizer.stream_decoder(after=tokenizer.encode("the key")).push(answer) == " the"
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
@@ -120,18 +115,13 @@ def test_any_split_cuts_where_the_whole_text_does(pieces, stops):
 
 
 def test_stops_by_hand():
-    stopper = StopStrings(["\n\nUser:"])
-    assert stopper.push("Yes.\n") == "Yes."
-    assert stopper.push("\nUs") == ""
-    assert stopper.push("er: more") == ""
-    assert stopper.stopped == "\n\nUser:"
-    assert stopper.push("never shown") == ""
-    assert stopper.flush() == ""
-    stopper = StopStrings(["END"])
-    assert stopper.push("EN") == ""
-    assert stopper.push("TER") == "ENTER"
-    assert stopper.push("E") == ""
-    assert stopper.flush() == "E"
+    for stop, pieces, shown, rest in [
+        ("\n\nUser:", ["Yes.\n", "\nUs", "er: more", "never shown"], ["Yes.", "", "", ""], ""),
+        ("END", ["EN", "TER", "E"], ["", "ENTER", ""], "E"),
+    ]:
+        stopper = StopStrings([stop])
+        assert [stopper.push(piece) for piece in pieces] == shown
+        assert stopper.stopped == (None if rest else stop) and stopper.flush() == rest
     assert stopped_by(["ab", "c"], ["abc", "b"]) == ("", "abc")
     assert stopped_by(["ab", "d"], ["abc", "b"]) == ("a", "b")
     assert StopStrings().push("any\n") == "any\n"

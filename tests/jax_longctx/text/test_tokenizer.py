@@ -44,7 +44,11 @@ def test_round_trip_and_special_ids_which_are_added_once(directory, text):
     assert tokenizer.encode(rendered, bos=True) == [0, *plain, 1]
 
 
-def test_config_decides_on_bos_before_the_post_processor(directory):
+def test_configs_decide_on_special_tokens(directory):
+    for value, expected in ((2, (1, 2)), ([1, 2], (1, 2)), (None, (1,))):
+        rewrite(directory / "generation_config.json", eos_token_id=value)
+        assert Tokenizer.load(directory).eos_ids == expected
+    # The tokenizer's on the first, before the post-processor.
     rewrite(directory / "tokenizer_config.json", add_bos_token=False)
     tokenizer = Tokenizer.load(directory)
     assert tokenizer.bos_id == 0
@@ -57,12 +61,6 @@ def test_config_decides_on_bos_before_the_post_processor(directory):
     (directory / "tokenizer_config.json").write_text("{}")
     rewrite(directory / "special_tokens_map.json", eos_token="<|turn|>")
     assert Tokenizer.load(directory).eos_ids == (2,)
-
-
-def test_end_ids_of_the_generation_config_join_the_tokenizers(directory):
-    for value, expected in ((2, (1, 2)), ([1, 2], (1, 2)), (None, (1,))):
-        rewrite(directory / "generation_config.json", eos_token_id=value)
-        assert Tokenizer.load(directory).eos_ids == expected
 
 
 def test_truncation_saved_in_the_file_does_not_cut_the_text(tmp_path, byte_level, text):
@@ -156,9 +154,7 @@ def test_layout_cuts_after_the_document(byte_level):
     for template in ("nothing", "{{ messages[0]['content'] * 2 }}"):
         with pytest.raises(ConfigError, match="exactly once"):
             chat_layout(make(byte_level, template))
-
-
-def test_plain_layouts(byte_level):
+    # Without a template.
     assert plain_layout().context("Text.") == "Text."
     assert plain_layout().question("Why?") == "\n\nQuestion: Why?\nAnswer:"
     assert plain_layout(stem=True).question("The pass key is") == "\n\nThe pass key is"
