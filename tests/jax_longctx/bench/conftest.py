@@ -43,5 +43,4 @@ def bench(*args, code=0):
 
 
 def measured(*args):
-    """What a command of `bench` hands over."""
     return json.loads(bench(*args, "--json").stdout)

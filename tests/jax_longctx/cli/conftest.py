@@ -58,14 +58,11 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def checkpoint(source, tmp_path_factory):
-    """The same, converted."""
     return converted(tmp_path_factory, source)
 
 
 @pytest.fixture
 def run():
-    """Runs the command line in this process."""
-
     def invoke(*args, stdin=None):
         return CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
 

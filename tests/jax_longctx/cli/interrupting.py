@@ -75,8 +75,6 @@ class Try:
 
 
 class Campaign:
-    """Tries in one folder, which is made anew."""
-
     def __init__(self, folder, seed):
         self.folder, self.draw = folder.absolute(), random.Random(seed)
         write_files(self.folder)
@@ -138,7 +136,6 @@ class Campaign:
             signal.signal(signal.SIGINT, before)
 
     def finish(self, command, work):
-        """What the undisturbed command writes to stdout."""
         process = self.start(command, work)
         stdout, stderr = process.communicate(timeout=patience(600))
         assert process.returncode == 0, (command, process.returncode, stderr)

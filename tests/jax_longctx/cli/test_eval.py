@@ -106,13 +106,10 @@ def test_the_ablations_of_the_guide_have_one_scope():
 def test_mistakes_are_named_before_anything_is_loaded_or_run(run, loads, text, tmp_path):
     perplexity = ("eval", "perplexity", "-c", "model", "--text", text)
     for command, args, message in [
-        (PASSKEY, "-m nothing", "unknown method 'nothing'"),
         (PASSKEY, "-m full -m streaming-llm:budget=x", "expected a whole number"),
         (PASSKEY, "--depths 2 --depth 0.5", "--depths and --depth are two ways"),
         (PASSKEY, "--length 8", "--length must be at least 64 tokens, got 8"),
         (("eval", "table", tmp_path / "none.json"), "", "none.json"),
-        (perplexity, "--protocol P9", "'P9' is not one of P1, P2, P3, P4, P5"),
-        (perplexity, "--question Why?", "--question is for P3 and P4"),
         (perplexity, "--protocol P3 -m citrus:chunk=16,budget=64", "citrus reads a text for a"),
         (perplexity, "-m full -m snapkv:budget=x", "expected a whole number"),
         (perplexity, "--length 0", "should be greater than or equal to 1"),

@@ -84,7 +84,6 @@ def test_mistakes_are_named(run, loads):
     for args, stdin, message in [
         (("methods", "--set", "budget=4"), None, "name the method"),
         (("methods", "full", "--context", "0"), None, "must be at least 1"),
-        (("methods", "full", "--model", "gpt"), None, "gpt"),
         (("methods", "ful"), None, "error: unknown method 'ful'; known: "),
         (("methods", "ful"), None, "did you mean 'full'?"),
         (("generate", "-c", "m", ""), None, "error: the prompt is empty"),

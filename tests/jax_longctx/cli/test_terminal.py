@@ -34,7 +34,6 @@ def test_text_goes_to_stdout_and_notes_to_stderr(capsys, monkeypatch):
 
 
 def on_terminal(monkeypatch, width=80):
-    """Has the test write to a terminal."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(width))

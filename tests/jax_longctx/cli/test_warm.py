@@ -71,7 +71,6 @@ def test_every_shape_is_compiled_before_its_first_batch(
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def results(name):
-        """What the command writes, less times."""
         jax.clear_caches()
         given = folder / "in.jsonl", folder / name, "--max-tokens", 4, "--rows", 2
         if command == "eval":

@@ -49,7 +49,6 @@ def hf_config(vocab_size):
 
 
 def write_source(folder, **changes):
-    """A Hugging Face directory of a tiny random model and its tokenizer."""
     config = {**hf_config(vocab_size=300), **changes}
     write_checkpoint(folder, config, random_state(config))
     write_tokenizer(folder)

@@ -108,14 +108,12 @@ def test_a_suite_by_its_name_and_lists(run, loads, small, tmp_path, monkeypatch)
 
 def test_mistakes_are_one_line_before_the_model_is_loaded(run, loads, small, monkeypatch):
     for args, message in [
-        (("eval", "--suite", "quack", "-o", "x"), "unknown suite 'quack'; known: "),
         (("eval", "-o", "x"), "--suite is missing"),
         (("eval", "--suite", "quick", "tasks"), "options before tasks are for --suite"),
         ((*RUN[:4], "--length", "64", "-o", "x"), "--task is missing"),
         ((*RUN[:6], "-o", "x"), "--length is missing"),
         (RUN, "--output is missing"),
         ((*RUN[:2], *RUN[4:], "-o", "x"), "no model given; name one with --checkpoint"),
-        ((*RUN, "-m", "nothing", "-o", "x"), "unknown method 'nothing'"),
         ((*RUN, "-m", "snapkv:budget=many", "-o", "x"), "expected a whole number"),
         ((*RUN, "-t", "smal", "-o", "x"), "did you mean 'small'"),
         ((*RUN[:-1], "0", "-o", "x"), "trials of at least 1"),

@@ -51,7 +51,6 @@ def model_of(loaded, **options):
 
 
 def under(loaded, method, settings, **options):
-    """The loaded weights under another method."""
     engine = loaded.engine
     made = jax_longctx.make_method(method, settings)
     other = jax_longctx.Engine(engine.config, engine.params, made, engine.mesh, chunk=CHUNK)
@@ -364,7 +363,6 @@ def test_the_command_line_hands_its_arguments_over(monkeypatch):
 
 @pytest.fixture
 def template(exact, monkeypatch):
-    """Gives the model's tokenizer another chat template."""
     return lambda source: monkeypatch.setattr(exact.tokenizer, "_chat", ChatTemplate(source, {}))
 
 

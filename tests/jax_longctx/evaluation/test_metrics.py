@@ -53,7 +53,6 @@ def test_rouge_token_f1_and_needlebench():
 
 
 def bootstrap(values):
-    """The interval alone."""
     mean, low, high = intervals.bootstrap(np.array(values))
     assert mean == pytest.approx(np.mean(values))
     return low, high

@@ -34,7 +34,6 @@ def engine_of(method):
 
 
 def numpy_losses(text, attend, first):
-    """Losses of the text's tokens from `first` on."""
     params = to_numpy(jax.device_get(engine_of(Full()).params))
     logits = forward(CONFIG, params, text[:-1].tolist(), attend)[first - 1 :]
     top = logits.max(-1)
@@ -42,25 +41,21 @@ def numpy_losses(text, attend, first):
     return np.log(np.exp(logits - top[:, None]).sum(-1)) + top - chosen
 
 
-@pytest.mark.parametrize("name", PROTOCOLS)
-def test_full_attention_by_every_protocol_is_the_dense_loss(name):
-    protocol = PROTOCOLS[name]
-    score = None if protocol.score is None else SCORE
-    # The last batch of two is not full.
-    found = score_texts(engine_of(Full()), TEXTS, through=protocol.through, score=score, batch=2)
-    first = 1 if score is None else LENGTH - SCORE
-    expected = [numpy_losses(text, causal_attend(1e4), first) for text in TEXTS]
-    np.testing.assert_allclose(found.losses, expected, atol=1e-4)
-    assert len(found.read_seconds) == len(found.score_seconds) == 2
-    assert (found.through, found.ahead) == (protocol.through, False)
-
-
-def test_the_papers_protocols():
+def test_full_attention_by_every_protocol_is_the_dense_loss():
     said = {name: (p.through, p.length, p.score, p.window) for name, p in PROTOCOLS.items()}
     decoded = {"P1": ("decode", 16384, 256, 16), "P2": ("decode", 16384, 50, 10)}
     streams = {"P3": ("context", 65536, None, 8192), "P4": ("context", 65536, None, 4096)}
     assert said == decoded | streams | {"P5": ("question", 16384, 256, 16)}
-    assert [name for name, p in PROTOCOLS.items() if p.stream] == [*streams]
+    for name, protocol in PROTOCOLS.items():
+        assert protocol.stream == (name in streams)
+        score, first = (None, 1) if protocol.score is None else (SCORE, LENGTH - SCORE)
+        # The last batch of two is not full.
+        how = {"through": protocol.through, "score": score, "batch": 2}
+        found = score_texts(engine_of(Full()), TEXTS, **how)
+        expected = [numpy_losses(text, causal_attend(1e4), first) for text in TEXTS]
+        np.testing.assert_allclose(found.losses, expected, atol=1e-4)
+        assert len(found.read_seconds) == len(found.score_seconds) == 2
+        assert (found.through, found.ahead) == (protocol.through, False)
 
 
 def test_p1_is_what_a_method_decodes_from_what_it_kept():
@@ -122,8 +117,7 @@ def test_star_reads_the_question_after_blocks_that_saw_their_own_alone():
 def test_what_chunks_choose_together_is_decoded_unless_asked_for():
     method = ReAttention(global_size=4, local_size=16, span=4, count=2, kept=2, chunk=8)
     engine, texts = engine_of(method), TEXTS[:1]
-    full = score_texts(engine_of(Full()), TEXTS[:2], through="context", batch=2)
-    assert not full.ahead
+    assert not score_texts(engine_of(Full()), TEXTS[:2], through="context", batch=2).ahead
     alone = score_texts(engine, texts, through="context")
     assert (alone.through, alone.ahead) == ("decode", False)
     together = score_texts(engine, texts, through="context", ahead=True)
@@ -131,18 +125,15 @@ def test_what_chunks_choose_together_is_decoded_unless_asked_for():
     # Up to the scope's size everything is attended.
     np.testing.assert_allclose(alone.losses[0, :19], together.losses[0, :19], atol=1e-4)
     assert np.abs(alone.losses - together.losses).max() > 1e-3
-
-
-@pytest.mark.slow
-def test_a_stream_may_be_read_for_a_question():
+    # A stream may be read for a question.
     engine = engine_of(Citrus(budget=24, chunk=8))
-    losses = [
-        score_texts(engine, TEXTS[:1], through="context", question=asked).losses
+    one, other = (
+        score_texts(engine, texts, through="context", question=asked).losses
         for asked in ([1, 2], [9, 8, 7])
-    ]
+    )
     # What the question keeps shows only once something had to leave.
-    np.testing.assert_allclose(losses[0][0, :23], losses[1][0, :23], atol=1e-4)
-    assert np.abs(losses[0] - losses[1]).max() > 1e-3
+    np.testing.assert_allclose(one[0, :23], other[0, :23], atol=1e-4)
+    assert np.abs(one - other).max() > 1e-3
 
 
 def test_progress_counts_scored_tokens_and_nothing_to_score_is_refused():

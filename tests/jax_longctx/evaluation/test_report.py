@@ -1,7 +1,6 @@
 """Every figure of a report against the rows it was made of; the page needs nothing beside it."""
 
 import html
-import json
 import math
 import re
 import statistics
@@ -48,7 +47,6 @@ def refused(label, task, index, why):
 
 
 def of_spec(text, task, score):
-    """A row of a method with all of its settings."""
     spec = Spec.parse(text)
     made = settings_of(make_method(spec.name, spec.at(1024)))
     return row(spec.label, task, 0, score, method=made)
@@ -95,7 +93,6 @@ def folder(tmp_path_factory):
 
 
 def reported(folder, rows, about):
-    """The page's text, and what is found in it."""
     write_report(folder, rows, about)
     text = (folder / "report.html").read_text()
     return text, Page(text)
@@ -199,20 +196,17 @@ def test_ours_stand_below_theirs_of_the_same_settings(tmp_path):
 def test_pairs_are_the_same_prompts_alone():
     other = row("h2o", "passkey", 0, 0.0, prompt_sha256="another text")
     rows = [*scored("full", "passkey", [100.0] * 2), other, row("h2o", "passkey", 1, 0.0)]
+    for label, values in (("full", (1.0, 2.0, 3.0)), ("h2o", (1.5, 2.5, 3.5))):
+        rows += [
+            row(label, "stream", i, 0.0, measures={"nll": value}) for i, value in enumerate(values)
+        ]
     (group,) = summarise(rows).groups
-    found = group.scores["h2o", "passkey"]
-    assert found.score.value.count == 2
-    assert (found.score.difference.mean, found.score.difference.count) == (-100.0, 1)
+    found = group.scores["h2o", "passkey"].score
+    assert found.value.count == 2
+    assert (found.difference.mean, found.difference.count) == (-100.0, 1)
     assert group.scores["full", "passkey"].score.difference is None
-    rows = [
-        row(label, "stream", i, 0.0, measures={"nll": value})
-        for label, values in (("full", (1.0, 2.0, 3.0)), ("h2o", (1.5, 2.5, 3.5)))
-        for i, value in enumerate(values)
-    ]
-    (group,) = summarise(rows).groups
-    found = group.scores["h2o", "stream"]
-    assert found.score is None
-    measure = found.others["nll"]
+    assert group.scores["h2o", "stream"].score is None
+    measure = group.scores["h2o", "stream"].others["nll"]
     assert (measure.value.mean, measure.value.count) == (2.5, 3)
     # Each text is half a nat worse, whatever the texts: resampling pairs, not values, says so.
     assert (measure.difference.mean, measure.difference.low, measure.difference.high) == (0.5,) * 3
@@ -241,14 +235,14 @@ def test_what_a_report_says_of_its_run_is_kept(tmp_path):
     assert read_about(tmp_path) == {}
     write_about(tmp_path, {"title": "T"})
     assert read_about(tmp_path) == {"title": "T"}
-    (tmp_path / "about.json").write_text("{")
-    with pytest.raises(InputError, match="damaged"):
-        read_about(tmp_path)
-    with pytest.raises(InputError, match=r"rows\.jsonl cannot be read"):
-        read_rows(tmp_path)
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"format": 1, "given": {}}) + "\n")
-    with pytest.raises(InputError, match="holds no rows yet"):
-        read_rows(tmp_path)
+    for name, text, read, message in (
+        ("about.json", "{", read_about, "damaged"),
+        ("none.jsonl", "", read_rows, r"rows\.jsonl cannot be read"),
+        ("rows.jsonl", '{"format": 1, "given": {}}\n', read_rows, "holds no rows yet"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(InputError, match=message):
+            read(tmp_path)
 
 
 def test_a_table_by_length_has_shares_with_wilsons_interval():

@@ -43,10 +43,8 @@ def by_key(rows):
 
 
 def without_times(rows):
-    return {
-        key: {name: value for name, value in row.items() if name not in ("seconds", "compiled")}
-        for key, row in by_key(rows).items()
-    }
+    kept = [{k: v for k, v in row.items() if k not in ("seconds", "compiled")} for row in rows]
+    return by_key(kept)
 
 
 @pytest.fixture
@@ -139,11 +137,7 @@ def test_every_row_is_what_its_prompt_gives_alone(small, tiny, tmp_path, compute
 
 @pytest.mark.slow
 def test_programs_of_all_tasks_compile_first(small, tiny, tmp_path, monkeypatch, compiled):
-    """Questions and answers of the tasks differ, which other programs read.
-
-    Two methods compile together; the third is one too many, and the fourth has no rows to answer.
-    More rows of the others fit than of the first.
-    """
+    """Two methods compile together; a third is one too many, and one has no rows to answer."""
     monkeypatch.setattr(runner, "TOGETHER", 2)
     order, compile_ = [], runner.compile_batch
 
@@ -151,10 +145,11 @@ def test_programs_of_all_tasks_compile_first(small, tiny, tmp_path, monkeypatch,
         order.append((work.method, work.rows, len(compiled)))
         return compile_(model, engine, work, **how)
 
-    def fitting(engine, rows, *about):
-        return 1 if isinstance(engine.method, Full) else rows
-
-    monkeypatch.setattr(runner, "rows_that_fit", fitting)
+    # More rows of the others fit than of the first.
+    monkeypatch.setattr(
+        runner, "rows_that_fit", lambda engine, rows, *_: 1 if engine.method == Full() else rows
+    )
+    # Questions and answers of the tasks differ, which other programs read.
     tasks = ("small:asks=12", "small", "small:asks=40,max_new=70")
     size = dict(lengths=(768,), trials=2)
     evaluate(tiny, tmp_path, config(("snapkv:budget=64",), tasks, **size))
@@ -206,8 +201,10 @@ def test_contexts_in_the_hosts_memory_give_the_same_rows(small, tiny, tmp_path, 
     tier = {"offload": "host", "working_set": 64}
     there = evaluate(tiny, tmp_path / "there", config(**chosen, **tier))
     assert [setup.offload for setup in engines] == [None, Offload(64)]
-    answers = [{key: row["answer"] for key, row in by_key(x).items()} for x in (here, there)]
-    assert answers[0] == answers[1] and len(answers[0]) == 4
+    found, expected = (
+        {key: row["answer"] for key, row in by_key(x).items()} for x in (there, here)
+    )
+    assert found == expected and len(found) == 4
     (row,) = evaluate(tiny, tmp_path / "no", config((STREAMING,), trials=1, **tier))
     assert row["refused"].startswith("streaming-llm cannot be offloaded")
     with pytest.raises(ConfigError, match="give offload host too"):
@@ -316,17 +313,18 @@ def test_a_run_goes_on_with_more_of_everything(small, tiny, tmp_path, computed):
 
 
 def test_rows_of_another_run_are_left_alone_and_two_never_write_one_file(small, tiny, tmp_path):
-    evaluate(tiny, tmp_path, config(trials=1))
-    before = (tmp_path / "rows.jsonl").read_bytes()
+    one, rows = config(trials=1), tmp_path / "rows.jsonl"
+    evaluate(tiny, tmp_path, one)
+    before = rows.read_bytes()
     with pytest.raises(InputError, match="was begun with seed 0, now it is 1"):
         evaluate(tiny, tmp_path, config(trials=1, seed=1))
-    assert (tmp_path / "rows.jsonl").read_bytes() == before
-    (tmp_path / "rows.jsonl").write_text('{"format": 9}\n')
+    assert rows.read_bytes() == before
+    rows.write_text('{"format": 9}\n')
     with pytest.raises(InputError, match="not a file of rows: format 9, expected 1"):
-        evaluate(tiny, tmp_path, config(trials=1))
+        evaluate(tiny, tmp_path, one)
     first = RowStore(tmp_path / "other", {"seed": 0})
     with pytest.raises(InputError, match=r"rows\.jsonl is being written by another run"):
-        evaluate(tiny, tmp_path / "other", config(trials=1))
+        evaluate(tiny, tmp_path / "other", one)
     first.close()
     RowStore(tmp_path / "other", {"seed": 0}).close()
 

@@ -163,7 +163,6 @@ def compared(means: Float[np.ndarray, " n"], base: Float[np.ndarray, " n"]) -> d
 def measured(
     checkpoint: str, forms: list[str], count: int, length: int, behind: int, batch: int
 ) -> None:
-    """Prints a row for each form."""
     model = jax_longctx.load(checkpoint, dtype="float32", chunk=length)
     encode = model.tokenizer.encode
     lead = encode("", bos=True)

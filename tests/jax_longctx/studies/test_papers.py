@@ -212,7 +212,6 @@ def test_it_answers_as_reattention_and_counts_what_was_attended(by_layer, sizes)
 
 
 def test_scopes_of_short_texts_and_of_other_contexts():
-    """A text within the first scope is attended whole."""
     engine = tiny_engine(WatchedReAttention(**SETTINGS), chunk=8)
     context = engine.prefill([text[:10] for text in CONTEXTS], reserve=16)
     with pytest.raises(InputError, match="nothing was asked of this context yet"):

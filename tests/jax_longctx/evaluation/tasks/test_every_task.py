@@ -14,7 +14,6 @@ everywhere = pytest.mark.parametrize("name", CASES)
 
 
 def of(name, *, trials=3, seed=5, count=words, tokens=None, **settings) -> list[Sample]:
-    """Prompts of a task's case."""
     case = CASES[name]
     task = make_task(name, {**case.settings, **settings})
     return list(task.samples(count, tokens=tokens or case.tokens, trials=trials, seed=seed))

@@ -44,7 +44,7 @@ def test_one_needle_stands_at_its_depth_and_many_at_theirs(birds):
 
 def test_parts_of_one_needle_and_of_many():
     task, (sample, *_) = drawn("niah_single")
-    place = sample.outputs[0]
+    (place,) = sample.outputs
     said = task.parts(f" {place}.\nMore words", sample)
     assert said == {"rouge_1": 100, "rouge_2": 100, "rouge_l": 100, "needlebench": 100}
     # One of two words, and nothing of the place's letters but one word's.
