@@ -19,8 +19,6 @@ import numpy as np
 from checkpoints_convert.names import IGNORED, expected_tensors
 from jax_longctx.errors import CheckpointError, file_errors
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.settings import StoredForm
-from pallas_kernels.quantised import FORMS
 from pallas_kernels.quantised_matrix import quantise_matrix
 
 # Bytes read at a time where they are only hashed or compared.
@@ -170,7 +168,7 @@ def read_array(file: HashedFile, tensor: SourceTensor, dtype: np.dtype) -> np.nd
 
 
 def read_quantised(
-    file: HashedFile, tensor: SourceTensor, dtype: np.dtype, form: StoredForm
+    file: HashedFile, tensor: SourceTensor, dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
     """A matrix in 8 bits, and the scale of each row: `[rows, columns]`, `[rows, 1]`.
 
@@ -181,10 +179,10 @@ def read_quantised(
       CheckpointError: as `read_array`.
     """
     rows, columns = tensor.shape
-    values = np.empty((rows, columns), FORMS[form][0])
+    values = np.empty((rows, columns), np.int8)
     scales = np.empty((rows, 1), np.float32)
     for begin, piece in _pieces(file, tensor, tensor.dtype if tensor.blocks else dtype):
-        made = quantise_matrix(piece, form, (1,))
+        made = quantise_matrix(piece, (1,))
         values[begin : begin + len(piece)] = made.values
         scales[begin : begin + len(piece)] = made.scales
     return values, scales

@@ -43,10 +43,9 @@ from jax_longctx.errors import (
 from jax_longctx.locks import only_writer
 from jax_longctx.models import storage
 from jax_longctx.models.llama import ParamInfo, check_mesh, stored_paths
-from jax_longctx.settings import StoredForm, check_name
+from jax_longctx.settings import StoredForm, check_form
 from jax_longctx.sharding import logical_sharding, make_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
-from pallas_kernels.quantised import FORMS
 from pallas_kernels.quantised_matrix import QuantisedMatrix
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -59,13 +58,13 @@ class Step:
 
     Attributes:
       dtype: of the parameters; of those in 8 bits that of the floats that are rounded.
-      form: the 8-bit form; None for floats.
+      eight_bits: whether they are stored in 8 bits.
     """
 
     tensor: SourceTensor
     wanted: FileTensor
     dtype: np.dtype
-    form: StoredForm | None
+    eight_bits: bool
 
     @property
     def stored(self) -> dict[str, tuple[ParamInfo, np.dtype]]:
@@ -73,8 +72,8 @@ class Step:
         found: dict[str, tuple[ParamInfo, np.dtype]] = {}
         for part in self.wanted.parts:
             array: Any = (part.info, self.dtype)
-            if self.form is not None:
-                values = (part.info, np.dtype(FORMS[self.form][0]))
+            if self.eight_bits:
+                values = (part.info, np.dtype(np.int8))
                 scales = (part.info.of_scales, np.dtype(np.float32))
                 array = QuantisedMatrix(values, scales, self.dtype)
             found |= stored_paths(part.path, array)
@@ -87,12 +86,12 @@ class Step:
 
     def read(self, file: HashedFile) -> Iterator[tuple[str, np.ndarray]]:
         """The arrays that are stored: views of one tensor, or of its numbers and its scales."""
-        if self.form is None:
+        if not self.eight_bits:
             array = read_array(file, self.tensor, self.dtype)
             for part in self.wanted.parts:
                 yield part.path, part.from_file(array)
             return
-        values, scales = read_quantised(file, self.tensor, self.dtype, self.form)
+        values, scales = read_quantised(file, self.tensor, self.dtype)
         for part in self.wanted.parts:
             views = QuantisedMatrix(part.from_file(values), part.from_file(scales), self.dtype)
             yield from stored_paths(part.path, views).items()
@@ -177,7 +176,7 @@ def convert(
     Args:
       dtype: "float32", "bfloat16", "float16", or "source" (or None) for each tensor's own, where
         quantised values count as float32.
-      weights: "int8" or "fp8" for the layers' matrices in 8 bits, rounded from their values in
+      weights: "int8" for the layers' matrices in 8 bits, rounded from their values in
         `dtype`; from quantised blocks of a GGUF file directly.
       mesh: devices over which the parameters are sharded; one by default.
       progress: called with (bytes done, bytes in all) of the parameters.
@@ -192,7 +191,7 @@ def convert(
     if given and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of source, {', '.join(DTYPES)}")
     if weights is not None:
-        check_name(FORMS, weights, "weights")
+        check_form(weights, "weights", ("int8",))
     if jax.process_count() > 1:
         raise ConfigError("a conversion runs in one process; start it on one host")
     mesh = make_mesh() if mesh is None else mesh
@@ -207,7 +206,7 @@ def convert(
                 tensor,
                 expected[tensor.name],
                 np.dtype(jnp.dtype(dtype)) if given else tensor.dtype,
-                cast(StoredForm | None, weights),
+                weights is not None,
             )
             for tensor in opened.tensors
         ]
@@ -229,11 +228,9 @@ def convert(
     return storage.read_manifest(destination)
 
 
-def _step(
-    tensor: SourceTensor, wanted: FileTensor, dtype: np.dtype, weights: StoredForm | None
-) -> Step:
+def _step(tensor: SourceTensor, wanted: FileTensor, dtype: np.dtype, eight_bits: bool) -> Step:
     matrix = all(part.info.in_8_bits for part in wanted.parts)
-    return Step(tensor, wanted, dtype, weights if matrix else None)
+    return Step(tensor, wanted, dtype, eight_bits and matrix)
 
 
 def _check_space(destination: Path, needed: int) -> None:

@@ -141,11 +141,11 @@ def load(
       mesh: devices to run on, one by default (see `make_mesh`).
       dtype: of weights and cache: "float32", "bfloat16" or "float16"; the checkpoint's by default.
       chunk: tokens a prefill pass takes.
-      kv: "int8" or "fp8" for caches that hold keys and values in 8 bits; None, or "bfloat16" beside
-        bfloat16 weights, for the weights' dtype.
-      weights: "int8" or "fp8" for the layers' matrices in 8 bits, made as they load; None, or
-        "bfloat16" beside dtype bfloat16, for `dtype`. A checkpoint that was converted to 8 bits
-        needs none, and takes no other.
+      kv: "int8" for caches that hold keys and values in 8 bits; None, or "bfloat16" beside bfloat16
+        weights, for the weights' dtype.
+      weights: "int8" for the layers' matrices in 8 bits, made as they load; None, or "bfloat16"
+        beside dtype bfloat16, for `dtype`. A checkpoint that was converted to 8 bits needs none,
+        and takes no other.
       offload: "host" for contexts in the host's memory, of which the device keeps what every step
         reads, and a working set; None for the devices' memory.
       working_set: tokens of a row that the working set of each layer holds; by default

@@ -22,9 +22,9 @@ MOST_PENALTY = 1e6
 SEEDS = 2**64
 # Of weights and caches.
 DTYPES = ("float32", "bfloat16", "float16")
-# 8-bit forms of keys and values, or of weights; bfloat16 is the model's own dtype.
-StoredForm = Literal["fp8", "int8"]
-FORM_NAMES = ("bfloat16", "fp8", "int8")
+# The 8-bit form of keys and values, or of weights; bfloat16 is the model's own dtype.
+StoredForm = Literal["int8"]
+FORM_NAMES = ("bfloat16", "int8")
 
 _NOUNS = {
     bool: "true or false",
@@ -48,6 +48,16 @@ def check_name(table: Collection[str], name: str, noun: str) -> None:
     near = difflib.get_close_matches(name, table, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"unknown {noun} {name!r}; known: {', '.join(table)}{hint}")
+
+
+def check_form(name: str, noun: str, known: Collection[str] = FORM_NAMES) -> None:
+    """Raises ConfigError for a form that is not offered, of keys and values or of weights."""
+    if name == "fp8":
+        raise ConfigError(
+            f"{noun} fp8 is not offered any more: int8 takes the same bytes and loses less; "
+            f"use int8"
+        )
+    check_name(known, name, noun)
 
 
 def at_least(
@@ -82,13 +92,13 @@ def weights_form(
       held: the form in which a checkpoint holds them already; None where it holds floats.
 
     Raises:
-      ConfigError: an unknown name, "bfloat16" for a model of another dtype, or another form than
-        the checkpoint's.
+      ConfigError: an unknown name, or "bfloat16" for a model of another dtype or for a checkpoint
+        of 8 bits.
     """
     if held is None:
         return _form("weights", weights, dtype)
     if weights is not None:
-        check_name(FORM_NAMES, weights, "weights")
+        check_form(weights, "weights")
     if weights not in (None, held):
         raise ConfigError(
             f"weights {weights}: the checkpoint was converted with weights {held}, and what they "
@@ -100,7 +110,7 @@ def weights_form(
 def _form(noun: str, name: str | None, dtype: str) -> StoredForm | None:
     if name is None:
         return None
-    check_name(FORM_NAMES, name, noun)
+    check_form(name, noun)
     if name != "bfloat16":
         return cast(StoredForm, name)
     if dtype != "bfloat16":

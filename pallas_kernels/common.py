@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped
 
 from pallas_kernels.plane import Plane
-from pallas_kernels.quantised import FORMS, SCALES, AnyStored, Quantised, dequantised
+from pallas_kernels.quantised import SCALES, AnyStored, Quantised, dequantised
 
 # Arrays of an attention: queries or outputs; a number for each query and head, as its log-sum-exp;
 # a cache's keys or values, in 8 bits too (`Stored`), or of one layer of many (`AnyCache`); a number
@@ -38,11 +38,10 @@ BLOCK, _TILE = 8192, 128
 
 
 def empty(shape: tuple[int, ...], dtype: Any, form: str | None) -> Any:
-    """Zeros of that shape in an 8-bit form, or where `form` is None as an array."""
+    """Zeros of that shape in `form`, "int8", or where it is None as an array."""
     if form is None:
         return jnp.zeros(shape, dtype)
-    kind, _ = FORMS[form]
-    return Quantised(jnp.zeros(shape, kind), jnp.zeros(shape[:-1], SCALES), jnp.dtype(dtype))
+    return Quantised(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], SCALES), jnp.dtype(dtype))
 
 
 def cut(x: Any, start: Any, size: int) -> Any:

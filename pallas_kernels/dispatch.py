@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels.plane import Plane, part_of
-from pallas_kernels.quantised import Quantised, dequantised
+from pallas_kernels.quantised import EightBits, Quantised, dequantised
 
 _logger = logging.getLogger("pallas_kernels")
 
@@ -27,14 +27,14 @@ class Kernel(NamedTuple):
         in its place: it runs all of them, everywhere.
       held_back: why it is not preferred, and runs only by its name; None where it is preferred.
       planes: whether it reads a `Plane` where it lies; others are given the layer's part.
-      forms: the 8-bit forms of what is stored that it reads (see `quantised`).
+      eight_bits: whether it reads what is stored in 8 bits (see `quantised`).
     """
 
     run: Callable[..., Any]
     unsupported: Callable[[], str | None] | None
     held_back: str | None = None
     planes: bool = False
-    forms: tuple[str, ...] = ()
+    eight_bits: bool = False
 
 
 class UnknownImplementation(ValueError):
@@ -57,9 +57,9 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-def form_of(*arrays: Any) -> str | None:
-    """The 8-bit form of the first `Quantised` among the arrays; None where there is none."""
-    return next((x.form for x in arrays if isinstance(x, Quantised)), None)
+def in_8_bits(*arrays: Any) -> bool:
+    """Whether any of these is stored in 8 bits."""
+    return any(isinstance(x, EightBits) for x in arrays)
 
 
 def select(
@@ -67,7 +67,7 @@ def select(
     asked: str | None,
     shapes: str,
     *,
-    form: str | None = None,
+    eight_bits: bool = False,
     stored: str = "keys and values",
     **implementations: Callable[..., Any] | Kernel,
 ) -> Callable[..., Any]:
@@ -76,7 +76,7 @@ def select(
     Args:
       asked: the name that the caller gave, or None to choose one.
       shapes: what the log shows of the arguments; one line is logged for each.
-      form: the 8-bit form of the `stored` arguments, None where they are arrays.
+      eight_bits: whether `stored` arguments are in 8 bits.
       implementations: functions that run anywhere, `xla` among them, and the platforms' `Kernel`s.
 
     Raises:
@@ -84,20 +84,20 @@ def select(
       UnknownImplementation: there is none of that name.
     """
     on = platform()
-    shapes = shapes if form is None else f"{shapes}, {stored} in {form}"
+    shapes = f"{shapes}, {stored} in int8" if eight_bits else shapes
     if asked is not None:
         if asked not in implementations:
             raise UnknownImplementation(operation, asked, tuple(implementations))
         chosen, why, found = asked, "asked for", implementations[asked]
         if isinstance(found, Kernel) and found.unsupported is not None:
             needs = f"it needs platform {asked}, this program is for {on}"
-            reason = _reason(found, form, stored) if asked == on else needs
+            reason = _reason(found, eight_bits, stored) if asked == on else needs
             if reason is not None:
                 raise NotImplementedError(f"{operation}: {asked!r} cannot run {shapes}: {reason}")
     else:
         chosen, why, found = "xla", "no kernel for this platform", implementations.get(on)
         if isinstance(found, Kernel):
-            reason = found.held_back or _reason(found, form, stored)
+            reason = found.held_back or _reason(found, eight_bits, stored)
             chosen, why = (on, "preferred") if reason is None else ("xla", f"not {on}: {reason}")
     _log_once(operation, on, shapes, chosen, why)
     found = implementations[chosen]
@@ -114,12 +114,12 @@ def select(
     return run_on_parts
 
 
-def _reason(kernel: Kernel, form: str | None, stored: str) -> str | None:
+def _reason(kernel: Kernel, eight_bits: bool, stored: str) -> str | None:
     """Why the kernel cannot run the arguments, or None."""
     if kernel.unsupported is None:
         return None
-    if form is not None and form not in kernel.forms:
-        return f"the kernel reads no {stored} in {form}"
+    if eight_bits and not kernel.eight_bits:
+        return f"the kernel reads no {stored} in int8"
     return kernel.unsupported()
 
 

@@ -1,4 +1,4 @@
-"""Matrices in 8 bits as the first operand of a wgmma: from shared memory to registers, as 16 bits.
+"""Matrices in int8 as the first operand of a wgmma: from shared memory to registers, as 16 bits.
 
 wgmma takes its first operand from registers too. So numbers in 8 bits become 16 bits, exactly, on
 their way from shared memory to the tensor cores, and nothing is written back. A wgmma has its 64
@@ -11,10 +11,8 @@ other and takes them for the numbers that it must have:
 - `columns_of` makes the transpose. It takes the 4 bytes for one column of 4 rows. So the rows come
   in another order, and with them the product's, which `in_row_order` undoes.
 
-A pair of int8 numbers takes 4 instructions: a prmt brings both bytes into one register, two lop3
-make them the mantissas of two differences, and a subtraction gives those. fp8 takes 5: its exponent
-and mantissa move into their places, and a product with a power of 2 corrects the exponent. Loads
-have no bank conflicts.
+A pair of numbers takes 4 instructions: a prmt brings both bytes into one register, two lop3 make
+them the mantissas of two differences, and a subtraction gives those. Loads have no bank conflicts.
 """
 
 from typing import Any
@@ -34,28 +32,15 @@ from pallas_kernels import hopper
 # PTX for two numbers in $1 and $2, whose bytes `{bytes}` picks twice each; the result is $0.
 _CONVERSIONS = {
     # With m of 7 bits and the sign s: (128 + m) - (128 + 128 s).
-    ("int8", "bfloat16"): """
+    "bfloat16": """
         lop3.b32 x, p, 0x007f007f, 0x43004300, 0xea;
         lop3.b32 y, p, 0x00800080, 0x43004300, 0xea;
         sub.bf16x2 $0, x, y;""",
     # (1024 + 128 + x) - (1024 + 128)
-    ("int8", "float16"): """
+    "float16": """
         lop3.b32 x, p, 0x00ff00ff, 0x64806480, 0x6a;
         mov.b32 y, 0x64806480;
         sub.f16x2 $0, x, y;""",
-    # Exponents have another bias: by 2^120, by 2^8.
-    ("float8_e4m3fn", "bfloat16"): """
-        shr.u32 x, p, 4;
-        and.b32 x, x, 0x07f007f0;
-        lop3.b32 x, p, 0x80008000, x, 0xea;
-        mov.b32 y, 0x7b807b80;
-        mul.bf16x2 $0, x, y;""",
-    ("float8_e4m3fn", "float16"): """
-        shr.u32 x, p, 1;
-        and.b32 x, x, 0x3f803f80;
-        lop3.b32 x, p, 0x80008000, x, 0xea;
-        mov.b32 y, 0x5c005c00;
-        mul.f16x2 $0, x, y;""",
 }
 
 
@@ -63,7 +48,7 @@ def rows_of(ref: Any, dtype: Any, interpreted: bool) -> Float[Array, "R C"]:
     """The matrix in shared memory (`hopper.tiled`) with its columns `in_column_order`.
 
     Args:
-      ref: [R,C] in 8 bits: rows a multiple of 64, 64 or 128 columns.
+      ref: [R,C], int8: rows a multiple of 64, 64 or 128 columns.
     """
     if interpreted:
         return in_column_order(ref[...]).astype(dtype)
@@ -86,7 +71,7 @@ def columns_of(ref: Any, dtype: Any, interpreted: bool) -> Float[Array, "C R"]:
     """The transpose of the matrix in shared memory, whose products are put `in_row_order`.
 
     Args:
-      ref: [R,C] in 8 bits: rows a multiple of 16, 64 or 128 columns.
+      ref: [R,C], int8: rows a multiple of 16, 64 or 128 columns.
     """
     if interpreted:
         x = ref[...].T.astype(dtype)
@@ -199,7 +184,7 @@ def _fragments(ref: Any, shape: tuple[int, int], dtype: Any, size: int, words: A
     Args:
       size: bytes of a word.
     """
-    ptx = _CONVERSIONS[jnp.dtype(ref.dtype).name, jnp.dtype(dtype).name]
+    ptx = _CONVERSIONS[jnp.dtype(dtype).name]
     width = ref.shape[1]
     layout = plgpu.Layout.WGMMA
 

@@ -1,10 +1,9 @@
-"""`Quantised`: keys or values in 8 bits, with a scale for each token of each head.
+"""`Quantised`: keys or values in int8, with a scale for each token of each head.
 
-x is stored as round(x / scale) for int8, or as x / scale rounded to float8_e4m3fn; scale is the
-largest magnitude of the token's head over the largest number of the form. Scales are bfloat16,
-rounded up, so that no value passes that number: their rounding costs step width, under 1%, and no
-error of its own. An int8 number is off by at most scale / 2, an fp8 number by 1/16 of itself (or
-scale / 1024 near 0). A token of H numbers takes H + 2 bytes: for H = 128 that is 0.508 of bfloat16.
+x is stored as round(x / scale); scale is the largest magnitude of the token's head over 127. Scales
+are bfloat16, rounded up, so that no value passes 127: their rounding costs step width, under 1%,
+and no error of its own. A number is off by at most scale / 2. A token of H numbers takes H + 2
+bytes: for H = 128 that is 0.508 of bfloat16.
 
 A value that is not finite makes its scale so, and all numbers of that token come back as NaN.
 """
@@ -20,11 +19,8 @@ from jaxtyping import Float
 
 from pallas_kernels.plane import Plane
 
-# The 8-bit forms by name: the dtype, and the largest magnitude that is stored.
-FORMS: dict[str, tuple[Any, float]] = {
-    "int8": (jnp.int8, 127.0),
-    "fp8": (jnp.float8_e4m3fn, 448.0),
-}
+# The largest magnitude that is stored.
+MOST = 127.0
 SCALES = jnp.bfloat16
 
 
@@ -54,12 +50,6 @@ class EightBits:
         """Values and scales."""
         return sum(x.size * jnp.dtype(x.dtype).itemsize for x in (self.values, self.scales))
 
-    @property
-    def form(self) -> str:
-        """ "int8" or "fp8"."""
-        kind = jnp.dtype(self.values.dtype)
-        return next(name for name, (dtype, _) in FORMS.items() if jnp.dtype(dtype) == kind)
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +57,7 @@ class Quantised(EightBits):
     """Keys or values of a cache in 8 bits; it stands for an array [B, K, S, H] of `dtype`.
 
     Attributes:
-      values: [B, K, S, H], int8 or float8_e4m3fn.
+      values: [B, K, S, H], int8.
       scales: [B, K, S], bfloat16.
       dtype: what reads return.
     """
@@ -79,16 +69,13 @@ class Quantised(EightBits):
         return Quantised(values, scales, self.dtype)
 
 
-def quantise(x: Float[Array, "*B H"], form: str) -> Quantised:
+def quantise(x: Float[Array, "*B H"]) -> Quantised:
     """The 8-bit form of an array whose last axis is a token's head."""
-    kind, most = FORMS[form]
     wide = x.astype(jnp.float32)
-    scales = _rounded_up(jnp.max(jnp.abs(wide), axis=-1) / most)
+    scales = _rounded_up(jnp.max(jnp.abs(wide), axis=-1) / MOST)
     divisor = scales.astype(jnp.float32)[..., None]
-    values = wide / jnp.where(divisor == 0, 1.0, divisor)
-    if form == "int8":
-        values = jnp.round(values)
-    return Quantised(jnp.clip(values, -most, most).astype(kind), scales, x.dtype)
+    values = jnp.round(wide / jnp.where(divisor == 0, 1.0, divisor))
+    return Quantised(jnp.clip(values, -MOST, MOST).astype(jnp.int8), scales, x.dtype)
 
 
 def _rounded_up(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
@@ -101,7 +88,7 @@ def _rounded_up(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
 def stored_as(like: Any, x: Float[Array, "*B H"]) -> Any:
     """x as `like` stores keys or values: `Quantised`, or an array of its dtype."""
     if isinstance(like, Quantised):
-        return dataclasses.replace(quantise(x, like.form), dtype=like.dtype)
+        return dataclasses.replace(quantise(x), dtype=like.dtype)
     return x.astype(like.dtype)
 
 

@@ -1,10 +1,9 @@
-"""`QuantisedMatrix`: a weight in 8 bits, with a scale for each of its outputs.
+"""`QuantisedMatrix`: a weight in int8, with a scale for each of its outputs.
 
-w is stored as round(w / scale) for int8, or as w / scale rounded to float8_e4m3fn; scale is the
-largest magnitude of the output's column over the largest number of the form, in float32. A product
-multiplies with the numbers, which bfloat16, float16 and float32 hold exactly, sums in float32 and
-multiplies each output by its scale. So its only error is that of the stored numbers: scale / 2 at
-most for int8, 1/16 of the number for fp8 (or scale / 1024 near 0).
+w is stored as round(w / scale); scale is the largest magnitude of the output's column over 127, in
+float32. A product multiplies with the numbers, which bfloat16, float16 and float32 hold exactly,
+sums in float32 and multiplies each output by its scale. So its only error is that of the stored
+numbers: scale / 2 at most.
 
 Scales have the axes of the matrix, of size 1 along its inputs. So both arrays are stacked, joined,
 cut and divided over devices by the same code.
@@ -20,7 +19,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Shaped
 
-from pallas_kernels.quantised import FORMS, EightBits
+from pallas_kernels.quantised import MOST, EightBits
 
 # A column whose scale is smaller becomes zeros: the scale's inverse would not be finite.
 TINY = float(np.finfo(np.float32).tiny)
@@ -32,7 +31,7 @@ class QuantisedMatrix(EightBits):
     """A weight in 8 bits; it stands for an array of `dtype`.
 
     Attributes:
-      values: int8 or float8_e4m3fn, in the weight's shape.
+      values: int8, in the weight's shape.
       scales: float32; of size 1 along the axes of inputs.
       dtype: of the weight that was stored, and of products.
     """
@@ -60,7 +59,7 @@ AnyMatrix = Array | QuantisedMatrix
 
 
 def quantise_matrix(
-    w: Float[Array, "..."] | Float[np.ndarray, "..."], form: str, inputs: Sequence[int]
+    w: Float[Array, "..."] | Float[np.ndarray, "..."], inputs: Sequence[int]
 ) -> QuantisedMatrix:
     """The 8-bit form of a weight, in arrays of JAX or of numpy as `w` is.
 
@@ -69,15 +68,12 @@ def quantise_matrix(
     Args:
       inputs: the axes that a product sums over.
     """
-    kind, most = FORMS[form]
     xp: Any = w.__array_namespace__()
     wide = w.astype(jnp.float32)
     # Products, for compilers turn a division by what is constant along an axis into one.
-    scales = xp.max(xp.abs(wide), axis=tuple(inputs), keepdims=True) * np.float32(1 / most)
-    values = wide * (1.0 / xp.where(scales < TINY, 1.0, scales))
-    if form == "int8":
-        values = xp.round(values)
-    return QuantisedMatrix(xp.clip(values, -most, most).astype(kind), scales, w.dtype)
+    scales = xp.max(xp.abs(wide), axis=tuple(inputs), keepdims=True) * np.float32(1 / MOST)
+    values = xp.round(wide * (1.0 / xp.where(scales < TINY, 1.0, scales)))
+    return QuantisedMatrix(xp.clip(values, -MOST, MOST).astype(jnp.int8), scales, w.dtype)
 
 
 def dequantised_matrix(w: AnyMatrix) -> Float[Array, "..."]:

@@ -73,7 +73,7 @@ def run(
       blocks: blocks of 32 steps that are timed.
       random_cache: draws the context's keys and values, of methods that keep all of them, in place
         of a prefill.
-      kv: "int8" or "fp8" for caches in 8 bits; None for bfloat16.
+      kv: "int8" for caches in 8 bits; None for bfloat16.
     """
     mesh = make_mesh() if mesh is None else mesh
     check_mesh(mesh)

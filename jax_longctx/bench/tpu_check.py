@@ -161,7 +161,7 @@ def checks() -> list[Check]:
     )
     whole_k = whole_k.at[..., 3:].set(0)
     # In 8 bits, with NaN as the scales of slots that may not be read.
-    stored = [quantise(x, "int8") for x in (k, v)]
+    stored = [quantise(x) for x in (k, v)]
     unread = (jnp.arange(SLOTS) >= lengths[:, None])[:, None]
     spoilt_stored = [
         replace(x, scales=jnp.where(unread, jnp.nan, x.scales.astype(jnp.float32)).astype(SCALES))

@@ -160,6 +160,11 @@ def ask(
         return Session(loaded, request, answers, terminal, compiling).choose(document)
 
     with compiling.watching():
+        if request.load_context is not None:
+            from jax_longctx.engine.context_io import saved_manifest
+
+            # What cannot be read is refused before the model loads.
+            saved_manifest(request.load_context)
         begin: dict[str, Any] = {} if document is None else {"ahead": compiling.ahead(ahead)}
         if method.method in (None, options.AUTO):
             begin["choose"] = chosen

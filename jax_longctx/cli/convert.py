@@ -1,19 +1,18 @@
 """`jax-longctx convert`: checkpoints in and out."""
 
 from pathlib import Path
-from typing import get_args
 
 from jax_longctx.cli import options
 from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
-from jax_longctx.settings import StoredForm
+from jax_longctx.settings import check_form
 
 
 def _check_weights(name: str) -> None:
-    if name not in get_args(StoredForm):
-        known = ", ".join(get_args(StoredForm))
-        raise ConfigError(f"--weights {name!r} is not one of {known}; for floats give --dtype")
+    if name == "bfloat16":
+        raise ConfigError("--weights takes int8 alone here; for floats give --dtype")
+    check_form(name, "--weights", ("int8",))
 
 
 @options.command
@@ -29,8 +28,8 @@ def convert(
         "memory; on a CPU float32 is the fastest."
     ),
     weights: str | None = option(
-        "int8 or fp8, for the matrices of the layers; --dtype unless given. 8 bits nearly halve "
-        "the checkpoint, and every command then loads them as they are.",
+        "int8, for the matrices of the layers; --dtype unless given. It nearly halves the "
+        "checkpoint, and every command then loads them as they are.",
         metavar="FORM",
         callback=options.checked(_check_weights),
     ),

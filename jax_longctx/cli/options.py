@@ -26,9 +26,9 @@ from jax_longctx.methods import METHODS, check_method, make_method, settings_of
 from jax_longctx.models.presets import PRESETS, preset
 from jax_longctx.settings import (
     DTYPES,
-    FORM_NAMES,
     PLACES,
     Sampling,
+    check_form,
     check_name,
     offload_of,
     parse_mesh,
@@ -130,16 +130,6 @@ def _check_dtype(name: str) -> None:
         raise ConfigError(f"--dtype {name!r} is not one of {', '.join(DTYPES)}")
 
 
-def _check_kv(name: str) -> None:
-    if name not in FORM_NAMES:
-        raise ConfigError(f"--kv {name!r} is not one of {', '.join(FORM_NAMES)}")
-
-
-def _check_weights(name: str) -> None:
-    if name not in FORM_NAMES:
-        raise ConfigError(f"--weights {name!r} is not one of {', '.join(FORM_NAMES)}")
-
-
 def parse_specs(specs: list[str] | None) -> list[Spec]:
     """The values of `--method`, with known names; full attention without any."""
     parsed = [Spec.parse(text) for text in specs or ["full"]]
@@ -198,20 +188,20 @@ def dtype(
 def kv() -> Any:
     """`--kv`: `str | None`; whether bfloat16 is the weights' dtype is checked later."""
     return option(
-        "bfloat16, fp8 or int8, for the keys and values of caches; the weights' dtype unless "
-        "given. 8 bits nearly halve the caches, under every method.",
+        "bfloat16 or int8, for the keys and values of caches; the weights' dtype unless given. "
+        "int8 nearly halves the caches, under every method.",
         metavar="FORM",
-        callback=checked(_check_kv),
+        callback=checked(lambda name: check_form(name, "--kv")),
     )
 
 
 def weights() -> Any:
     """`--weights`: `str | None`; whether bfloat16 is the model's dtype is checked later."""
     return option(
-        "bfloat16, fp8 or int8, for the matrices of the layers; the checkpoint's form or --dtype "
-        "unless given. 8 bits are made as the weights load, and nearly halve them.",
+        "bfloat16 or int8, for the matrices of the layers; the checkpoint's form or --dtype unless "
+        "given. int8 is made as the weights load, and nearly halves them.",
         metavar="FORM",
-        callback=checked(_check_weights),
+        callback=checked(lambda name: check_form(name, "--weights")),
     )
 
 

@@ -234,32 +234,40 @@ def _finish(path: Path, partial: Path, described: dict[str, Any]) -> None:
         raise CheckpointError(f"{path} could not be written: {error.strerror}") from error
 
 
+def saved_manifest(path: str | Path) -> dict[str, Any]:
+    """What the manifest of a saved context says; its arrays are not read.
+
+    Raises:
+      CheckpointError: not a saved context, its manifest is damaged, or it is in fp8.
+    """
+    path = Path(path).absolute()
+    try:
+        described = read_sealed(path / MANIFEST, FORMAT, REMEDY)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not a saved context (no {MANIFEST})") from None
+    made_by = described.get("made_by")
+    if isinstance(made_by, dict) and made_by.get("kv") == "fp8":
+        raise CheckpointError(
+            f"{path} holds keys and values in fp8, which is not read any more; read the text again "
+            f"with kv int8"
+        )
+    return described
+
+
 def method_of(path: str | Path) -> Any:
     """The method under which a context was saved, with its settings.
 
     Raises:
-      CheckpointError: not a saved context, or damaged.
+      CheckpointError: as `saved_manifest`.
       ConfigError: there is no such method here.
     """
-    path = Path(path).absolute()
-    try:
-        made_by = read_sealed(path / MANIFEST, FORMAT, REMEDY)["made_by"]["method"]
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is not a saved context (no {MANIFEST})") from None
+    made_by = saved_manifest(path)["made_by"]["method"]
     return make_method(made_by["name"], made_by["settings"])
 
 
 def saved_tokens(path: str | Path) -> list[list[int]]:
-    """The token ids of each row of a saved context; its arrays are not read.
-
-    Raises:
-      CheckpointError: not a saved context, or its manifest is damaged.
-    """
-    path = Path(path).absolute()
-    try:
-        return read_sealed(path / MANIFEST, FORMAT, REMEDY)["rows"]
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is not a saved context (no {MANIFEST})") from None
+    """The token ids of each row of a saved context; CheckpointError as `saved_manifest`."""
+    return saved_manifest(path)["rows"]
 
 
 def load_context(engine: Engine, path: str | Path) -> Context:
@@ -268,11 +276,7 @@ def load_context(engine: Engine, path: str | Path) -> Context:
     Raises:
       CheckpointError: not a saved context, damaged, or made by another model or method.
     """
-    path = Path(path).absolute()
-    try:
-        described = read_sealed(path / MANIFEST, FORMAT, REMEDY)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is not a saved context (no {MANIFEST})") from None
+    path, described = Path(path).absolute(), saved_manifest(path)
     if (wrong := _wrong(described, engine.config.vocab_size)) is not None:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {wrong}; {REMEDY}")
     made_by = described["made_by"]

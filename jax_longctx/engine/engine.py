@@ -147,7 +147,7 @@ class Engine:
         not, and the caller keeps them, the weights are in memory twice.
       by_layer: whether the host loops over the layers, not the device (see `Setup`). None: the host
         on CPUs, which read weights faster apart than as slices of a stack.
-      kv: "int8" or "fp8": caches hold keys and values in 8 bits (see `pallas_kernels.quantised`).
+      kv: "int8": caches hold keys and values in 8 bits (see `pallas_kernels.quantised`).
         None: in the weights' dtype, which "bfloat16" asks for by name.
       offload: "host": keys and values of contexts lie in the host's memory. The device keeps what
         the method reads in every step, and a working set (see `caches.offloaded`).

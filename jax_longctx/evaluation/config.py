@@ -29,7 +29,15 @@ from jax_longctx.errors import ConfigError
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import TASKS
 from jax_longctx.methods import check_method
-from jax_longctx.settings import at_least, check_name, from_toml, look_up, offload_of, read_toml
+from jax_longctx.settings import (
+    at_least,
+    check_form,
+    check_name,
+    from_toml,
+    look_up,
+    offload_of,
+    read_toml,
+)
 from jax_longctx.studies.published import PUBLISHED
 
 SUITES = Path(__file__).parent / "suites"
@@ -49,8 +57,8 @@ class RunOptions:
       dtype: of weights and caches; the checkpoint's by default.
       mesh: devices, `data=2,tensor=2`; one by default.
       chat: whether prompts use the checkpoint's chat template.
-      kv: keys and values of caches: bfloat16, fp8 or int8; the weights' dtype by default.
-      weights: matrices of the layers: bfloat16, fp8 or int8; `dtype` by default.
+      kv: keys and values of caches: bfloat16 or int8; the weights' dtype by default.
+      weights: matrices of the layers: bfloat16 or int8; `dtype` by default.
       offload, working_set: where the contexts of all methods but exact attention lie, as for
         `Engine`. Answers do not depend on it, so a run may go on with another one.
     """
@@ -69,6 +77,9 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         offload_of(self.offload, self.working_set)
+        for name in ("kv", "weights"):
+            if (form := getattr(self, name)) is not None:
+                check_form(form, name)
         at_least(1, self, "batch", "chunk", within="config: [run] ")
         at_least(0, self, "seed", within="config: [run] ")
 

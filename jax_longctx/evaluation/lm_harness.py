@@ -70,8 +70,8 @@ class LongctxLM(TemplateLM):
       device: JAX's name of the platform ("cpu", "cuda", "tpu"). JAX chooses by default, and for
         "cuda:0", the default of the harness's command line.
       dtype: "float32", "bfloat16" or "float16"; the checkpoint's by default and for "auto".
-      kv: keys and values of caches: "bfloat16", "fp8" or "int8"; the weights' dtype by default.
-      weights: matrices of the layers: "bfloat16", "fp8" or "int8"; `dtype` by default.
+      kv: keys and values of caches: "bfloat16" or "int8"; the weights' dtype by default.
+      weights: matrices of the layers: "bfloat16" or "int8"; `dtype` by default.
       mesh: devices, e.g. "data=2/tensor=4" (a comma would end the argument).
       prefill_chunk: tokens of a prefill pass (`chunk` is a setting of several methods).
       max_length: most tokens of prompt and answer, and of a rolling window; by default the length

@@ -21,7 +21,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.settings import StoredForm
 from jax_longctx.sharding import AnyMesh, check_divisible, logical_sharding, weight_sharding
-from pallas_kernels.quantised import FORMS
 from pallas_kernels.quantised_matrix import (
     AnyMatrix,
     QuantisedMatrix,
@@ -117,7 +116,7 @@ class ParamInfo:
             return jax.ShapeDtypeStruct(self.shape, dtype, sharding=sharding)
         scales = self.of_scales
         return QuantisedMatrix(
-            jax.ShapeDtypeStruct(self.shape, FORMS[weights][0], sharding=sharding),
+            jax.ShapeDtypeStruct(self.shape, jnp.int8, sharding=sharding),
             jax.ShapeDtypeStruct(scales.shape, jnp.float32, sharding=scales.sharding(mesh)),
             jnp.dtype(dtype),
         )
@@ -639,11 +638,10 @@ def stored_paths(path: str, x: Any) -> dict[str, Any]:
 def form_of_weights(params: Any) -> StoredForm | None:
     """The 8-bit form of the weights among these parameters; None where all are arrays."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantisedMatrix))
-    forms = (x.form for x in leaves if isinstance(x, QuantisedMatrix))
-    return cast(StoredForm | None, next(forms, None))
+    return "int8" if any(isinstance(x, QuantisedMatrix) for x in leaves) else None
 
 
-def quantised_weights(config: ModelConfig, mesh: AnyMesh, params: Any, form: StoredForm) -> Any:
+def quantised_weights(config: ModelConfig, mesh: AnyMesh, params: Any) -> Any:
     """The parameters, some or all and a layer apart, with the layers' matrices in 8 bits.
 
     Each matrix is taken out of the dicts of `params` when its 8-bit form is made: what that takes
@@ -656,17 +654,17 @@ def quantised_weights(config: ModelConfig, mesh: AnyMesh, params: Any, form: Sto
         if info.in_8_bits:
             *folders, name = path.split(".")
             del functools.reduce(dict.__getitem__, folders, params)[name]
-            w = jax.block_until_ready(_quantiser(info, mesh, form)(w))
+            w = jax.block_until_ready(_quantiser(info, mesh)(w))
         found[path] = w
     return traverse_util.unflatten_dict(found, sep=".")
 
 
 @functools.lru_cache(maxsize=64)
-def _quantiser(info: ParamInfo, mesh: AnyMesh, form: StoredForm) -> Callable[[Array], Any]:
-    shardings = jax.tree.map(lambda x: x.sharding, info.abstract(mesh, jnp.float32, form))
+def _quantiser(info: ParamInfo, mesh: AnyMesh) -> Callable[[Array], Any]:
+    shardings = jax.tree.map(lambda x: x.sharding, info.abstract(mesh, jnp.float32, "int8"))
 
     def parts(w: Array) -> tuple[Array, Array]:
-        made = quantise_matrix(w, form, info.inputs)
+        made = quantise_matrix(w, info.inputs)
         return made.values, made.scales
 
     run = jax.jit(parts, out_shardings=(shardings.values, shardings.scales))
@@ -713,7 +711,7 @@ def init_params(
         make = _maker(info, kind, mesh, jnp.dtype(dtype))
         params[path] = make(jax.random.key(seed + index))
         if weights is not None and info.in_8_bits:
-            params[path] = _quantiser(info, mesh, weights)(params[path])
+            params[path] = _quantiser(info, mesh)(params[path])
     return traverse_util.unflatten_dict(params, sep=".")
 
 

@@ -38,7 +38,6 @@ from jax_longctx.errors import CheckpointError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, param_infos, quantised_weights, stored_paths
 from jax_longctx.settings import StoredForm, weights_form
-from pallas_kernels.quantised import FORMS
 from pallas_kernels.quantised_matrix import QuantisedMatrix
 
 # 1 had no digests.
@@ -64,9 +63,6 @@ ORBAX = "0.12.8"
 CLOSED = "Event loop is closed"
 # Orbax's folder of arrays, and in it OCDBT's folders of data files.
 STATE, DATA = "state", "d"
-
-# Names of the dtypes of 8-bit forms.
-EIGHT_BITS = {jnp.dtype(kind).name for kind, _ in FORMS.values()}
 
 _zarr3_metadata: Any = getattr(tensorstore_utils, "_build_zarr3_metadata", None)
 
@@ -232,7 +228,7 @@ def _check_store(path: str, store: Any, wanted: jax.ShapeDtypeStruct) -> None:
         raise ValueError(f"{path} is stored with shape {(*store.shape,)}, expected {wanted.shape}")
     # Floats are cast to each other; 8 bits mean what their scales say.
     found, expected = store.dtype.name, jnp.dtype(wanted.dtype).name
-    if found != expected and {found, expected} & EIGHT_BITS:
+    if found != expected and "int8" in (found, expected):
         raise ValueError(f"{path} is stored as {found}, expected {expected}")
     codec, *_ = store.spec().to_json()["metadata"]["codecs"]
     if CHECKSUM not in codec.get("configuration", {}).get("codecs", []):
@@ -379,7 +375,7 @@ class Manifest:
             path: TensorEntry(tuple(entry["shape"]), entry["dtype"])
             for path, entry in fields["tensors"].items()
         }
-        if fields.get("weights") not in (None, *FORMS):
+        if fields.get("weights") not in (None, "int8"):
             raise ValueError(f"its weights are in {fields['weights']!r}")
         return cls(**fields)
 
@@ -388,11 +384,17 @@ def read_manifest(directory: str | Path) -> Manifest:
     """The manifest of a checkpoint directory.
 
     Raises:
-      CheckpointError: the directory is no converted checkpoint.
+      CheckpointError: the directory is no converted checkpoint, or holds its matrices in fp8.
     """
     path = Path(directory) / MANIFEST
     try:
-        return Manifest.from_fields(read_sealed(path, FORMAT, REMEDY, FORMAT_8_BITS))
+        fields = read_sealed(path, FORMAT, REMEDY, FORMAT_8_BITS)
+        if fields.get("weights") == "fp8":
+            raise CheckpointError(
+                f"{directory} holds its matrices in fp8, which is not read any more; {REMEDY} with "
+                f"--weights int8"
+            )
+        return Manifest.from_fields(fields)
     except FileNotFoundError:
         raise CheckpointError(
             f"{directory} is not a converted checkpoint (no {MANIFEST}); "
@@ -417,7 +419,7 @@ def load_params(
 
     Raises:
       CheckpointError: the checkpoint is incomplete, damaged, or of another model than its manifest.
-      ConfigError: the model does not divide over the mesh, or is stored in another 8-bit form.
+      ConfigError: the model does not divide over the mesh, or these weights are no form of it.
     """
     manifest = read_manifest(directory)
     check_mesh(manifest.config, mesh)
@@ -440,7 +442,7 @@ def load_params(
     found: dict[str, Any] = {}
     for piece in _pieces(wanted):
         params = traverse_util.unflatten_dict(load_arrays(folder, piece, REMEDY), sep=".")
-        stored = quantised_weights(manifest.config, mesh, params, form)
+        stored = quantised_weights(manifest.config, mesh, params)
         found |= traverse_util.flatten_dict(stored, sep=".")
     return traverse_util.unflatten_dict(found, sep=".")
 

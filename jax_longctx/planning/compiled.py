@@ -359,8 +359,7 @@ def _tpu_devices(topology: str) -> list[Any]:
 
 def local_arrays(tree: Any) -> set[tuple[str, tuple[int, ...]]]:
     """Types and shapes of a device's part of these arrays (shapes on a mesh), as HLO has them."""
-    kinds = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
-    kinds |= {"int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
+    kinds = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "int8": "s8"}
     return {
         (kinds[leaf.dtype.name], leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(tree)

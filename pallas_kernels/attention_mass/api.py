@@ -29,8 +29,8 @@ from pallas_kernels.common import (
     block_size,
     check_heads,
 )
-from pallas_kernels.dispatch import form_of
-from pallas_kernels.quantised import FORMS, Quantised
+from pallas_kernels.dispatch import in_8_bits
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.tpu_common import unsupported_keys
 
 
@@ -72,23 +72,23 @@ def attention_mass(
     check_heads("attention_mass", q, k)
     cut = None
     if isinstance(k, Quantised) and causal_start is not None and k.shape[2] > BLOCK:
-        cut = f"causal queries over more than {BLOCK} keys in {k.form}"
+        cut = f"causal queries over more than {BLOCK} keys in int8"
     run = dispatch.select(
         "attention_mass",
         implementation,
         dispatch.shape_class(q, k.shape[1]),
-        form=form_of(k),
+        eight_bits=in_8_bits(k),
         xla=xla.attention_mass,
         gpu=dispatch.Kernel(
             partial(_by_block, gpu.attention_mass),
             lambda: cut or gpu.unsupported(q, k, squares, over_group == over_queries == "sum"),
-            forms=tuple(FORMS),
+            eight_bits=True,
         ),
         tpu=dispatch.Kernel(
             partial(_by_block, tpu.attention_mass),
             lambda: cut or unsupported_keys(q),
             planes=True,
-            forms=tuple(FORMS),
+            eight_bits=True,
         ),
         reference=reference.attention_mass,
     )

@@ -22,9 +22,9 @@ from jaxtyping import Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.common import AnyCache, Stored, Window, check_heads
 from pallas_kernels.decode_attention import gpu, reference, tpu, xla
-from pallas_kernels.dispatch import form_of
+from pallas_kernels.dispatch import in_8_bits
 from pallas_kernels.plane import Plane, part_of
-from pallas_kernels.quantised import FORMS, Quantised
+from pallas_kernels.quantised import Quantised
 
 # Queries of a kv head that a pass over a shared cache takes: the rows of a GPU's matmul tile.
 SHARED_QUERIES = 64
@@ -61,13 +61,13 @@ def decode_attention(
         "decode_attention",
         implementation,
         dispatch.shape_class(q, k.shape[1], window),
-        form=form_of(k, v),
+        eight_bits=in_8_bits(k, v),
         xla=xla.decode_attention,
         gpu=dispatch.Kernel(
-            gpu.decode_attention, lambda: gpu.unsupported(q, k, v), forms=tuple(FORMS)
+            gpu.decode_attention, lambda: gpu.unsupported(q, k, v), eight_bits=True
         ),
         tpu=dispatch.Kernel(
-            tpu.decode_attention, lambda: tpu.unsupported(q, k, v), planes=True, forms=("int8",)
+            tpu.decode_attention, lambda: tpu.unsupported(q, k, v), planes=True, eight_bits=True
         ),
         reference=reference.decode_attention,
     )
@@ -165,10 +165,10 @@ def attend_with_logits(
         "attend_with_logits",
         implementation,
         dispatch.shape_class(q, k.shape[1]),
-        form=form_of(k, v),
+        eight_bits=in_8_bits(k, v),
         xla=partial(_both, xla),
         gpu=dispatch.Kernel(
-            gpu.attend_with_logits, lambda: gpu.unsupported_logits(q, k, v), forms=tuple(FORMS)
+            gpu.attend_with_logits, lambda: gpu.unsupported_logits(q, k, v), eight_bits=True
         ),
         reference=partial(_both, reference),
     )

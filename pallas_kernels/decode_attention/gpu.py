@@ -51,7 +51,7 @@ from pallas_kernels.common import (
     pack_rows,
     unpack_rows,
 )
-from pallas_kernels.dispatch import form_of
+from pallas_kernels.dispatch import in_8_bits
 from pallas_kernels.quantised import AnyStored, Quantised, parts_of
 
 _BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
@@ -145,9 +145,8 @@ def unsupported(q: Array, k: AnyStored, v: AnyStored | None = None) -> str | Non
         return f"{rows} queries for one kv head, at most {hopper.ROWS}"
     if k.shape[2] % hopper.TILE_ROWS:
         return f"{k.shape[2]} slots are not whole tiles of {hopper.TILE_ROWS}"
-    form = form_of(k, v)
-    if form is not None and k.shape[2] % _BLOCK:
-        return f"{k.shape[2]} slots of {form} are not whole blocks of {_BLOCK}"
+    if in_8_bits(k, v) and k.shape[2] % _BLOCK:
+        return f"{k.shape[2]} slots of int8 are not whole blocks of {_BLOCK}"
     if k.shape[0] > _MAX_BATCH:
         return f"{k.shape[0]} rows, at most {_MAX_BATCH}"
     return hopper.unsupported(q)

@@ -27,9 +27,9 @@ from pallas_kernels.common import (
     check_heads,
     merge,
 )
-from pallas_kernels.dispatch import form_of
+from pallas_kernels.dispatch import in_8_bits
 from pallas_kernels.prefill_attention import gpu, reference, tpu, xla
-from pallas_kernels.quantised import FORMS, Quantised
+from pallas_kernels.quantised import Quantised
 
 
 def causal_attention(
@@ -86,17 +86,17 @@ def cache_attention(
         "cache_attention",
         implementation,
         dispatch.shape_class(q, k.shape[1], window),
-        form=form_of(k, v),
+        eight_bits=in_8_bits(k, v),
         xla=partial(xla.cache_attention, window=given),
         gpu=dispatch.Kernel(
             partial(_by_block, gpu.cache_attention),
             lambda: gpu.unsupported_cache(q, window),
-            forms=tuple(FORMS),
+            eight_bits=True,
         ),
         tpu=dispatch.Kernel(
             partial(_by_block, tpu.cache_attention),
             lambda: tpu.unsupported_cache(q, k, window),
-            forms=tuple(FORMS),
+            eight_bits=True,
         ),
         reference=partial(reference.cache_attention, window=given),
     )

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.quantised_matrix import AnyMatrix, QuantisedMatrix
+from pallas_kernels.quantised_matrix import AnyMatrix
 from pallas_kernels.row_matmul import gpu, reference, xla
 from pallas_kernels.row_matmul.rows import Added, Gated, dtype_of, of_products, shape_of
 
@@ -49,9 +49,9 @@ def row_matmul(
         implementation,
         f"{x.dtype} {x.shape[1]} to {w.shape[1]}",
         xla=xla.row_matmul,
-        form=w.form if isinstance(w, QuantisedMatrix) else None,
+        eight_bits=dispatch.in_8_bits(w),
         stored="weights",
-        gpu=dispatch.Kernel(gpu.row_matmul, lambda: gpu.unsupported(x, w), forms=gpu.FORMS),
+        gpu=dispatch.Kernel(gpu.row_matmul, lambda: gpu.unsupported(x, w), eight_bits=True),
         reference=reference.row_matmul,
     )
     return run(x, w, dtype=x.dtype if dtype is None else dtype)
@@ -88,9 +88,9 @@ def row_sums(
         implementation,
         f"{dtype} {inputs} to {w.shape[1]}",
         xla=functools.partial(of_products, product=xla.row_matmul),
-        form=w.form if isinstance(w, QuantisedMatrix) else None,
+        eight_bits=dispatch.in_8_bits(w),
         stored="weights",
-        gpu=dispatch.Kernel(gpu.row_sums, lambda: gpu.unsupported(x, w), forms=gpu.FORMS),
+        gpu=dispatch.Kernel(gpu.row_sums, lambda: gpu.unsupported(x, w), eight_bits=True),
         reference=functools.partial(of_products, product=reference.row_matmul),
     )
     return run(rows, w)

@@ -27,8 +27,7 @@ A matrix in 8 bits comes in tiles of as many numbers, of half the bytes, with mo
 flight. The warpgroup turns a tile into the dtype of the rows, exactly, in the registers that wgmma
 takes its first operand from (`hopper_bits`). The scales multiply the sums outside. While one worker
 of a processor converts, the other's copies and products go on. A multiprocessor gets a tile in some
-950 cycles. The conversion takes 450 of each of its schedulers for int8 and 580 for fp8. Not
-measured.
+950 cycles. The conversion takes 450 of each of its schedulers. Not measured.
 
 The one row of `row_sums` may be made of an earlier product's sums. Every worker makes the inputs of
 its next tile in registers, from the L2 cache, while that tile comes. Some workers also write the
@@ -53,8 +52,6 @@ from pallas_kernels import hopper, hopper_bits
 from pallas_kernels.quantised_matrix import AnyMatrix, QuantisedMatrix
 from pallas_kernels.row_matmul.rows import Added, AfterNorm, Gated, Sums, dtype_of, shape_of
 
-# The 8-bit forms of a matrix that this kernel reads.
-FORMS = ("int8", "fp8")
 # Tiles in flight, elements of a tile, outputs of a tile where they are many, and workers of a
 # processor.
 _STAGES, _TILE, _WIDE, _WORKERS = 3, 16384, 128, 2

@@ -26,9 +26,8 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.common import AnyCache, check_heads, fold_rows, merge, unfold_rows
-from pallas_kernels.dispatch import form_of
+from pallas_kernels.dispatch import in_8_bits
 from pallas_kernels.plane import part_of
-from pallas_kernels.quantised import FORMS
 from pallas_kernels.sparse_decode_attention import gpu, reference, tpu, xla
 from pallas_kernels.sparse_decode_attention.lists import Around, Shared, lists_of
 
@@ -141,12 +140,12 @@ def sparse_decode_attention(
         operation,
         implementation,
         f"{dispatch.shape_class(q, k.shape[1])}, pages of {page_size}",
-        form=form_of(k, v),
+        eight_bits=in_8_bits(k, v),
         xla=dispatch.Kernel(every(xla.sparse_decode_attention), None, planes=True),
         gpu=dispatch.Kernel(
             partial(gpu.sparse_decode_attention, first_page=first_page, beside=beside),
             lambda: without or gpu.unsupported(q, k, lists, page_size, priors),
-            forms=tuple(FORMS),
+            eight_bits=True,
         ),
         tpu=dispatch.Kernel(
             every(tpu.sparse_decode_attention),

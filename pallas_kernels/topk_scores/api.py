@@ -23,8 +23,8 @@ from pallas_kernels.common import (
     block_size,
     check_heads,
 )
-from pallas_kernels.dispatch import form_of
-from pallas_kernels.quantised import FORMS, Quantised
+from pallas_kernels.dispatch import in_8_bits
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.topk_scores import gpu, reference, tpu, xla
 from pallas_kernels.topk_scores.merge import merge_topk
 
@@ -80,18 +80,18 @@ def topk_scores(
         "topk_scores",
         implementation,
         f"{dispatch.shape_class(q, k.shape[1])}, {count} best{tiles}",
-        form=form_of(k),
+        eight_bits=in_8_bits(k),
         xla=xla.topk_scores,
         gpu=dispatch.Kernel(
             partial(_by_block, gpu.topk_scores),
             lambda: gpu.unsupported(q, k, count, tile_best),
-            forms=tuple(FORMS),
+            eight_bits=True,
         ),
         tpu=dispatch.Kernel(
             partial(_by_block, tpu.topk_scores),
             lambda: tpu.unsupported(q, tile_best),
             planes=True,
-            forms=tuple(FORMS),
+            eight_bits=True,
         ),
         reference=reference.topk_scores,
     )

@@ -20,14 +20,12 @@ from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.models.llama import param_infos
 from jax_longctx.models.storage import bytes_below, load_params, read_manifest, read_sealed
 from jax_longctx.sharding import make_mesh
-from pallas_kernels.quantised_matrix import QuantisedMatrix, dequantised_matrix
+from pallas_kernels.quantised_matrix import QuantisedMatrix
 from tests.checkpoints_convert.test_gguf import write_gguf
 from tests.checkpoints_convert.test_interruption import stop_at
 from tests.checkpoints_convert.test_names import assert_same_parameters, flat
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
 from tests.jax_longctx.models.test_checkpoint import change, refused
-
-FORMS = ["int8", "fp8"]
 
 
 def written(folder, family="llama", dtype="bfloat16", **changes):
@@ -62,15 +60,14 @@ def test_stored_weights_are_those_made_at_loading(tmp_path, monkeypatch, family,
     monkeypatch.setattr(files, "PIECE", 4 * 32 * 5)
     source = written(tmp_path, family, "float32")
     floats = convert(source, tmp_path / "floats", dtype=dtype)
-    for form in FORMS:
-        ours = tmp_path / form
-        manifest = convert(source, ours, dtype=dtype, weights=form)
-        assert (manifest.dtype, manifest.weights) == (floats.dtype, form)
-        assert (floats.weights, read_manifest(ours)) == (None, manifest)
-        for mesh in (make_mesh(), make_mesh(1, 2, 2)):
-            expected = load_params(tmp_path / "floats", mesh, weights=form)
-            assert_same_bits(load_params(ours, mesh), expected)
-            assert_same_bits(load_params(ours, mesh, weights=form), expected)
+    ours = tmp_path / "int8"
+    manifest = convert(source, ours, dtype=dtype, weights="int8")
+    assert (manifest.dtype, manifest.weights) == (floats.dtype, "int8")
+    assert (floats.weights, read_manifest(ours)) == (None, manifest)
+    for mesh in (make_mesh(), make_mesh(1, 2, 2)):
+        expected = load_params(tmp_path / "floats", mesh, weights="int8")
+        assert_same_bits(load_params(ours, mesh), expected)
+        assert_same_bits(load_params(ours, mesh, weights="int8"), expected)
 
 
 def test_a_matrix_takes_a_byte_a_number(tmp_path):
@@ -112,13 +109,12 @@ def test_loads_without_a_flag_and_answers_the_same(whole):
 
 
 def test_another_form_and_what_needs_floats_is_refused(whole, tmp_path):
-    for other in ("fp8", "bfloat16"):
-        with pytest.raises(ConfigError, match=f"weights {other}: .* converted with weights int8"):
-            jax_longctx.load(whole / "int8", weights=other)
+    with pytest.raises(ConfigError, match=r"weights bfloat16: .* converted with weights int8"):
+        jax_longctx.load(whole / "int8", weights="bfloat16")
     with pytest.raises(ConfigError, match="holds its matrices in int8"):
         export(whole / "int8", tmp_path / "back")
     assert not any(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match="unknown weights 'bfloat16'; known: int8, fp8"):
+    with pytest.raises(ConfigError, match="unknown weights 'bfloat16'; known: int8"):
         convert(whole / "hf", tmp_path / "ours", weights="bfloat16")
 
 
@@ -146,7 +142,7 @@ def test_a_damaged_checkpoint_is_refused(whole, tmp_path):
     changed(copy, tensors=kept)
     refused(copy, "parameter layers.1.mlp.up.scales is missing")
     changed(copy, tensors=tensors, weights="fp8")
-    refused(copy, "is stored as int8, expected float8_e4m3fn")
+    refused(copy, "holds its matrices in fp8", "convert the source again with --weights int8")
     changed(copy, weights="int3")
     refused(copy, "manifest.json is damaged", "int3")
     changed(copy, weights="int8")
@@ -206,25 +202,10 @@ def test_no_matrix_of_floats_is_made(tmp_path, monkeypatch):
     tensor = next(x for x in read_directory(path)[1] if x.name == "blk.0.ffn_up.weight")
     file = HashedFile(path)
     tracemalloc.start()
-    values, scales = read_quantised(file, tensor, np.dtype(jnp.bfloat16), "int8")
+    values, scales = read_quantised(file, tensor, np.dtype(jnp.bfloat16))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     file.close()
     assert (values.shape, scales.shape) == ((4096, 2048), (4096, 1))
     # The numbers, and some pieces of floats; all in bfloat16 would be twice the numbers.
     assert peak < values.nbytes + scales.nbytes + 10 * files.PIECE < 1.4 * values.nbytes
-
-
-def test_fp8_of_blocks(tmp_path):
-    config = hf_config("qwen3", hidden_size=64, intermediate_size=96)
-    path = write_gguf(tmp_path / "m.gguf", config, random_state(config), kind=Kind.Q8_0)
-    convert(path, tmp_path / "floats")
-    convert(path, tmp_path / "ours", weights="fp8")
-    expected = dict(flat(load_params(tmp_path / "floats", make_mesh(), weights="fp8")))
-    found = dict(flat(load_params(tmp_path / "ours", make_mesh())))
-    w = found["layers.0.mlp.up"]
-    assert w.form == "fp8"
-    # Float32 holds the blocks exactly, so here the detour is none.
-    np.testing.assert_array_equal(
-        dequantised_matrix(w), dequantised_matrix(expected["layers.0.mlp.up"])
-    )

@@ -97,21 +97,18 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
         ),
         "rows-of-8-bits": (
             partial(row_gpu.row_matmul, dtype=jnp.float32),
-            (rows, quantise_matrix(w, "fp8", (0,))),
+            (rows, quantise_matrix(w, (0,))),
         ),
         "decode-int8": (
             partial(decode_gpu.decode_attention, scale=0.1),
-            (one, quantise(k, "int8"), quantise(v, "int8"), bound),
+            (one, quantise(k), quantise(v), bound),
         ),
         # As methods that rotate keys as they read hand them on.
         "logits-of-floats-beside-int8": (
             partial(decode_gpu.attend_with_logits, scale=0.1),
-            (one, k, quantise(v, "int8"), bound),
+            (one, k, quantise(v), bound),
         ),
-        "sparse-fp8": (
-            sparse,
-            (one, quantise(k, "fp8"), quantise(v, "fp8"), pages, bound * 0, bound),
-        ),
+        "sparse-int8": (sparse, (one, quantise(k), quantise(v), pages, bound * 0, bound)),
         "sparse": (sparse, (one, k, v, pages, bound * 0, bound)),
         "sparse-around": (
             lambda *args: sparse(*args, around=Around(args[-1] + 9, 4, 9)),

@@ -11,20 +11,18 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper, hopper_bits
-from pallas_kernels.quantised import FORMS
 from tests.gpu_plugin import compiler
 from tests.jax_longctx.engine.gpu_programs import H200
 
-# Name: what runs, rows and columns of the matrix in shared memory, its form, the floats' dtype.
-KERNELS: dict[str, tuple[str, int, int, str, str]] = {
-    f"{what}_{columns}_{form}_{dtype}": (what, 256 if columns == 64 else 128, columns, form, dtype)
+# Name: what runs, rows and columns of the matrix in shared memory, the floats' dtype.
+KERNELS: dict[str, tuple[str, int, int, str]] = {
+    f"{what}_{columns}_{dtype}": (what, 256 if columns == 64 else 128, columns, dtype)
     for what in ("rows", "columns")
     for columns in (64, 128)
-    for form in FORMS
     for dtype in ("bfloat16", "float16")
 }
 KERNELS |= {
-    f"{what}_{columns}": (what, 64, columns, "int8", "bfloat16")
+    f"{what}_{columns}": (what, 64, columns, "bfloat16")
     for what in ("order", "over", "weights")
     for columns in (64, 128)
 }
@@ -37,7 +35,7 @@ def outputs(what: str, rows: int, columns: int, dtype: str) -> jax.ShapeDtypeStr
 
 
 def kernel(name: str) -> Any:
-    what, rows, columns, form, dtype = KERNELS[name]
+    what, rows, columns, dtype = KERNELS[name]
     found = outputs(what, rows, columns, dtype)
 
     def body(x_ref, w_ref, out_ref, w, across, weights, ready):
@@ -62,12 +60,11 @@ def kernel(name: str) -> Any:
             plgpu.copy_smem_to_gmem(weights, out_ref)
             plgpu.wait_smem_to_gmem(0)
 
-    kind, _ = FORMS[form]
     return plgpu.kernel(
         body,
         out_type=found,
         scratch_types=dict(
-            w=hopper.tiled(rows, columns, dtype=kind),
+            w=hopper.tiled(rows, columns, dtype=jnp.int8),
             across=plgpu.SMEM((4, 8), jnp.float32),
             weights=hopper.tiled(8, columns, dtype=dtype),
             ready=plgpu.Barrier(),
@@ -78,8 +75,8 @@ def kernel(name: str) -> Any:
 
 def main() -> None:
     compiled = compiler(H200)
-    for name, (_, rows, columns, form, _) in KERNELS.items():
-        compiled(kernel(name), ((columns, 8), jnp.float32), ((rows, columns), FORMS[form][0]))
+    for name, (_, rows, columns, _) in KERNELS.items():
+        compiled(kernel(name), ((columns, 8), jnp.float32), ((rows, columns), jnp.int8))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ programs = functools.cache(gpu_programs.programs)
         *("voted", "sums", "sparse-one-around", "mass-squares", "merge"),
         *("sparse-shared", "pages-shared", "pages-shared-together"),
         *("rows-of-sums", "rows-gated"),
-        *("rows-of-8-bits", "decode-int8", "logits-of-floats-beside-int8", "sparse-fp8"),
+        *("rows-of-8-bits", "decode-int8", "logits-of-floats-beside-int8", "sparse-int8"),
     ],
 )
 def test_lowers_for_cuda_within_a_manual_shard_map(

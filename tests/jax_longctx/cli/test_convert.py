@@ -37,7 +37,7 @@ def test_options_and_directions(run, calls, tmp_path):
         ("--dtype int8", "--dtype 'int8' is not one of"),
         ("--to-hf --dtype float32", "leave out --dtype"),
         ("--to-hf --weights int8", "leave out --weights"),
-        ("--weights bfloat16", "--weights 'bfloat16' is not one of fp8, int8"),
+        ("--weights bfloat16", "--weights takes int8 alone here; for floats give --dtype"),
     ]:
         refused(run("convert", "source", tmp_path / "new", *args.split()), message)
     assert calls == []
@@ -75,7 +75,7 @@ def test_commands_take_a_checkpoint_in_8_bits(run, source, checkpoint, book, tmp
     warmed = run("warm", folder, "--length", 20, "--question", 4, "--answer", 4)
     assert warmed.exit_code == 0, warmed.output
     for again in ((*plan, folder), ("warm", folder), (*ask, "-c", folder)):
-        result = run(*again, "--weights", "fp8")
+        result = run(*again, "--weights", "bfloat16")
         assert result.exit_code == 2 and "converted with weights int8" in result.stderr, again
     refused(run("convert", folder, tmp_path / "hf", "--to-hf"), "holds its matrices in int8")
 

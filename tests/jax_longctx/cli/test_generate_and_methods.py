@@ -26,10 +26,10 @@ def test_prompts_are_continued_or_give_a_record(run, loads, tiny):
     assert run("generate", "-", *limit, stdin="The pass\n").stdout == given
     assert run("generate", *limit, stdin="The pass").stdout == given
     # The seed decides the draw, and forms of numbers reach the model.
-    how = ("--temperature", 1.5, "--kv", "fp8", "--weights", "int8", "--seed")
+    how = ("--temperature", 1.5, "--kv", "int8", "--weights", "int8", "--seed")
     drawn = [run("generate", "The", *limit, *how, seed).stdout for seed in (1, 1, 0, 2, 3)]
     assert drawn[0] == drawn[1] and len(set(drawn)) > 1
-    assert (loads[-1][1]["kv"], loads[-1][1]["weights"]) == ("fp8", "int8")
+    assert (loads[-1][1]["kv"], loads[-1][1]["weights"]) == ("int8", "int8")
 
 
 def test_methods_table_and_json_say_the_same(run, monkeypatch):
@@ -112,9 +112,9 @@ def test_methods_and_plan_count_keys_and_values_in_8_bits(run):
     assert 0.5 < kept / wide < 0.6
     shown = run(*where, "--kv", "int8").stdout
     assert "llama-3.1-8b, bfloat16, keys and values in int8, full" in shown
-    shown = run(*where, "--kv", "fp8", *forms).stdout
-    assert "llama-3.1-8b, bfloat16, weights in int8, keys and values in fp8, full" in shown
+    shown = run(*where, "--kv", "int8", *forms).stdout
+    assert "llama-3.1-8b, bfloat16, weights in int8, keys and values in int8, full" in shown
     for form in ("--kv", "--weights"):
         refused = run(*where, form, "int4")
         assert refused.exit_code == 2
-        assert f"{form} 'int4' is not one of bfloat16, fp8, int8" in refused.stderr
+        assert f"unknown {form} 'int4'; known: bfloat16, int8" in refused.stderr

@@ -55,7 +55,7 @@ def test_rows_over_one_context_answer_as_they_do_alone(name):
 
 @pytest.mark.parametrize(
     ("name", "kv", "by_layer"),
-    [("full", "int8", False), ("quest", "int8", True), ("arkvale", "fp8", True)],
+    [("full", "int8", False), ("quest", "int8", True), ("arkvale", "int8", True)],
 )
 @pytest.mark.quick("full")
 def test_rows_over_one_context_in_8_bits(name, kv, by_layer):

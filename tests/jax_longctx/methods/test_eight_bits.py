@@ -25,7 +25,7 @@ from jax_longctx.parts.partial import FifoCache
 from jax_longctx.sharding import make_mesh
 from pallas_kernels import quantised
 from pallas_kernels.plane import Plane, part_of
-from pallas_kernels.quantised import FORMS, Quantised
+from pallas_kernels.quantised import Quantised
 from tests.drawing import normal
 from tests.jax_longctx.engine.lowering import compile_layer, no_persistent_cache
 from tests.jax_longctx.methods.harness import ALIKE, answer_logits
@@ -41,15 +41,9 @@ EACH = [
     for name in APART
     if name not in ALIKE
 ]
-# Methods handle both forms alike.
-FORM_OF = [
-    *(pytest.param(*each.values, "int8", marks=each.marks) for each in EACH),
-    *(pytest.param(name, "fp8", marks=pytest.mark.thorough) for name in MARKS),
-]
-assert {"int8", "fp8"} == set(FORMS)
 ROWS = [[37, 9], [5, 5], [6, 6]]
 # Compiled: one by one their operations would be as many programs of each shape.
-quantise = jax.jit(quantised.quantise, static_argnums=1)
+quantise = jax.jit(quantised.quantise)
 dequantised = jax.jit(quantised.dequantised)
 
 
@@ -65,19 +59,17 @@ def error(method, kv):
     return np.abs(logits(method, kv) - logits(small_method("full"), None)).max()
 
 
-@pytest.mark.parametrize("form", sorted(FORMS))
-def test_full_attention_is_off_by_the_rounding_of_keys_and_values(form):
+def test_full_attention_is_off_by_the_rounding_of_keys_and_values():
     """Against a model whose keys and values are rounded beforehand, by their definition."""
-    off = error(small_method("full"), form)
-    assert 0 < off < {"int8": 0.06, "fp8": 0.25}[form]
+    assert 0 < error(small_method("full"), "int8") < 0.06
 
 
-@pytest.mark.parametrize(("name", "form"), FORM_OF)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.quick("h2o", "full")
-def test_with_nothing_left_out_it_is_as_near_as_full_attention(name, form):
+def test_with_nothing_left_out_it_is_as_near_as_full_attention(name):
     """Rounding is no worse than under full attention, give or take."""
-    allowed = 2 * error(small_method("full"), form)
-    assert 0 < error(make_method(name, EVERYTHING[name]), form) < allowed
+    allowed = 2 * error(small_method("full"), "int8")
+    assert 0 < error(make_method(name, EVERYTHING[name]), "int8") < allowed
 
 
 def answers(engine, contexts, questions):
@@ -89,28 +81,25 @@ def asked(engine, context, questions):
     return joined(engine.stream(context, questions, max_tokens=8))
 
 
-def step_logits(name, form, *rows, **options):
-    return answer_logits(tiny_engine(small_method(name), chunk=16, kv=form, **options), rows)
+def step_logits(name, *rows, **options):
+    return answer_logits(tiny_engine(small_method(name), chunk=16, kv="int8", **options), rows)
 
 
 # Methods of a kind meet 8 bits alike, in batches, loops and on meshes.
 TOGETHER = [
-    *((name, "int8", (1, 1, 1)) for name in ("h2o", "snapkv")),
-    *(
-        pytest.param(name, form, (2, 2, 2), marks=pytest.mark.thorough)
-        for name, form in [*((kind, "int8") for kind in KINDS), ("h2o", "fp8"), ("quest", "fp8")]
-    ),
+    *((name, (1, 1, 1)) for name in ("h2o", "snapkv")),
+    *(pytest.param(kind, (2, 2, 2), marks=pytest.mark.thorough) for kind in KINDS),
 ]
 
 
-@pytest.mark.parametrize(("name", "form", "mesh"), TOGETHER)
-def test_a_ragged_batch_in_the_devices_loop_is_each_row_alone_in_the_hosts(name, form, mesh):
+@pytest.mark.parametrize(("name", "mesh"), TOGETHER)
+def test_a_ragged_batch_in_the_devices_loop_is_each_row_alone_in_the_hosts(name, mesh):
     contexts, questions = random_rows([90, 40, 1, 0]), random_rows([3, 5, 2, 2], seed=1)
     given, places = random_rows([4] * 4, seed=2), make_mesh(*mesh)
     rows = contexts, questions, given
-    together = step_logits(name, form, *rows, mesh=places, by_layer=False)
+    together = step_logits(name, *rows, mesh=places, by_layer=False)
     for row in range(4):
-        alone = step_logits(name, form, *([part[row]] for part in rows), by_layer=True)
+        alone = step_logits(name, *([part[row]] for part in rows), by_layer=True)
         np.testing.assert_allclose(together[row], alone[0], atol=1e-4)
 
 
@@ -203,15 +192,14 @@ def test_chosen_tokens_keep_their_numbers_and_scales(name, everything_kept):
 
 @pytest.mark.parametrize("one", [False, True])
 @pytest.mark.parametrize("oldest", [False, True])
-@pytest.mark.parametrize("form", sorted(FORMS))
-def test_a_token_is_rounded_once(form, oldest, one):
+def test_a_token_is_rounded_once(oldest, one):
     """However often it moves."""
     heads, width, size = 2, 8, 6
     arrays = (np.zeros(shape, np.float32) for shape in [(1, heads, width), (1, heads, 16, width)])
-    shape = dataclasses.replace(layer_shape(*arrays), kv=form)
+    shape = dataclasses.replace(layer_shape(*arrays), kv="int8")
     cache = empty_budget_cache(shape, size, grows=False)
     text = np.asarray(normal(1, 24, heads, width))
-    stored = quantise(np.swapaxes(text, 1, 2), form)
+    stored = quantise(np.swapaxes(text, 1, 2))
     step = 1 if one else 3
     # Compiled, as the engine runs them: one by one their operations would be as many programs.
     drop = jax.jit(functools.partial(drop_oldest, first=2, one=one))
@@ -236,12 +224,7 @@ def test_a_token_is_rounded_once(form, oldest, one):
             back = np.asarray(dequantised(cache.v))[0, head, :count]
             exact = 2 * np.asarray(text)[0, at, head]
             step_size = np.asarray(cache.v.scales, np.float32)[0, head, :count, None]
-            allowed = (
-                step_size / 2
-                if form == "int8"
-                else np.maximum(np.abs(exact) / 16, step_size / 1024)
-            )
-            assert (np.abs(back - exact) <= allowed * (1 + 1e-5)).all()
+            assert (np.abs(back - exact) <= step_size / 2 * (1 + 1e-5)).all()
 
 
 # Storage.
@@ -257,7 +240,7 @@ def test_numbers_and_scales_are_written_and_read_together(
     monkeypatch.setattr(append_only, "platform", lambda: platform)
     slots = 16
     before, text = (normal(rows, 2, size, 8, seed=seed) for seed, size in ((0, slots), (1, tokens)))
-    old, new = quantise(before, "int8"), quantise(text, "int8")
+    old, new = quantise(before), quantise(text)
     start = np.array([3, 0, slots - tokens], np.int32)[:rows]
     valid = np.array([tokens, max(tokens - 2, 1), tokens], np.int32)[:rows]
     listed = np.broadcast_to(np.array([[[5, -1, 0, slots - 1]]], np.int32), (rows, 1, 4))
@@ -293,20 +276,20 @@ def test_numbers_and_scales_are_written_and_read_together(
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
+    "name",
     [
-        *(("full", "fp8"), ("citrus", "int8")),
+        *("full", "citrus"),
         *(
-            pytest.param(name, "int8", marks=pytest.mark.thorough)
+            pytest.param(name, marks=pytest.mark.thorough)
             for name in ("h2o", "quest", "resa", "star", "snapkv", "refreshkv")
         ),
     ],
 )
-def test_a_context_keeps_its_8_bits_saved_and_grown(name, form, tmp_path):
+def test_a_context_keeps_its_8_bits_saved_and_grown(name, tmp_path):
     """A question and answer of more than was reserved make numbers and scales grow."""
     contexts, questions = random_rows([90, 40]), random_rows([3, 5], seed=1)
     config = tiny_config(num_layers=1)
-    engine = tiny_engine(small_method(name), config=config, chunk=16, kv=form)
+    engine = tiny_engine(small_method(name), config=config, chunk=16, kv="int8")
     context = engine.prefill(contexts, reserve=1, questions=questions)
     save_context(engine, context, tmp_path / "kept")
     loaded = load_context(engine, tmp_path / "kept")
@@ -317,12 +300,12 @@ def test_a_context_keeps_its_8_bits_saved_and_grown(name, form, tmp_path):
     assert asked(engine, loaded, questions) == first
     assert answers(engine, contexts, questions) == first
     other = tiny_engine(small_method(name), config=config, chunk=16)
-    with pytest.raises(CheckpointError, match=f"made with kv {form}, this engine has None"):
+    with pytest.raises(CheckpointError, match="made with kv int8, this engine has None"):
         load_context(other, tmp_path / "kept")
 
 
 def test_names_of_kv():
-    with pytest.raises(ConfigError, match="unknown kv 'int4'; known: bfloat16, fp8, int8"):
+    with pytest.raises(ConfigError, match="unknown kv 'int4'; known: bfloat16, int8"):
         tiny_engine(kv="int4")
     with pytest.raises(ConfigError, match=r"kv bfloat16: .* loaded in float32, .*; leave kv away"):
         tiny_engine(kv="bfloat16")

@@ -8,12 +8,10 @@ has two logits for a key, with the key that was rounded and with the one that wa
 says which counts; and so for values. Stored numbers are rounded and then floats again, so the
 figures are of rounding alone.
 
-Forms of a token's key or value are `int8` and `fp8`, as `--kv` stores them; `e3m4`, as fp8 with 3
-bits of exponent and 4 of mantissa; `fp8-centred`, of what is left without each channel's mean over
-the row's first 128 tokens; and `int4`, with a least number and a step in float16, for keys of
-`group` tokens of a channel, for values of `group` channels of a token. As in KIVI (Liu et al. 2024,
-section 3, arXiv 2402.02750) keys are rounded in blocks of `newest` tokens, values when `newest`
-tokens have followed.
+Forms of a token's key or value are `int8`, as `--kv` stores it, and `int4`, with a least number and
+a step in float16, for keys of `group` tokens of a channel, for values of `group` channels of a
+token. As in KIVI (Liu et al. 2024, section 3, arXiv 2402.02750) keys are rounded in blocks of
+`newest` tokens, values when `newest` tokens have followed.
 
 The result is one JSON object a form: its perplexity, and the mean of the texts' differences in
 log-perplexity in percent, with a 95% interval by Student's t. With `--behind N` the first N tokens
@@ -42,23 +40,13 @@ from jax_longctx.parts.appending import Appending
 from pallas_kernels.common import group_heads
 from pallas_kernels.quantised import dequantised, quantise
 
-# Tokens whose mean is taken away.
-SAMPLE = 128
-
 
 def rounded(
     x: Float[Array, "B K S H"], form: str, group: int, *, keys: bool
 ) -> Float[Array, "B K S H"]:
     """The numbers that are stored for `x`."""
-    if form in ("int8", "fp8"):
-        return dequantised(quantise(x, form))
-    if form == "e3m4":
-        step = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / float(jnp.finfo(jnp.float8_e3m4).max)
-        step = jnp.where(step == 0, 1.0, step)
-        return (x / step).astype(jnp.float8_e3m4).astype(x.dtype) * step
-    if form == "fp8-centred":
-        mean = jnp.mean(x[:, :, :SAMPLE], axis=2, keepdims=True)
-        return dequantised(quantise(x - mean, "fp8")) + mean
+    if form == "int8":
+        return dequantised(quantise(x))
     if form == "int4":
         return _int4(x, group, axis=2 if keys else 3)
     raise ValueError(f"unknown form {form!r}")
@@ -133,12 +121,6 @@ EXACT = "as they are"
 FORMS: dict[str, dict[str, Any]] = {
     EXACT: {},
     "int8": {"keys": "int8", "values": "int8"},
-    "fp8": {"keys": "fp8", "values": "fp8"},
-    "fp8, keys alone": {"keys": "fp8"},
-    "fp8, values alone": {"values": "fp8"},
-    "fp8, keys centred": {"keys": "fp8-centred", "values": "fp8"},
-    "fp8, centred keys alone": {"keys": "fp8-centred"},
-    "e3m4": {"keys": "e3m4", "values": "e3m4"},
     "int4, groups of 32, newest 128, keys alone": {"keys": "int4", "newest": 128},
     "int4, groups of 32, newest 128, values alone": {"values": "int4", "newest": 128},
 }

@@ -1,0 +1,55 @@
+"""fp8, once a form of caches and weights: who asks for it, or has it stored, is told of int8."""
+
+import pytest
+
+from checkpoints_convert import convert
+from jax_longctx.engine.context_io import load_context, method_of, save_context, saved_tokens
+from jax_longctx.errors import CheckpointError, ConfigError
+from jax_longctx.evaluation.config import RunOptions
+from jax_longctx.settings import from_toml, kv_form, weights_form
+from tests.jax_longctx.engine.test_context_io import change
+from tests.support import tiny_engine
+
+INSTEAD = "fp8 is not offered any more: int8 takes the same bytes and loses less; use int8"
+
+
+@pytest.mark.parametrize(
+    ("asked", "noun"),
+    [
+        (lambda: kv_form("fp8", "bfloat16"), "kv"),
+        (lambda: tiny_engine(kv="fp8"), "kv"),
+        (lambda: weights_form("fp8", "bfloat16"), "weights"),
+        (lambda: weights_form("fp8", "bfloat16", "int8"), "weights"),
+        (lambda: convert("source", "new", weights="fp8"), "weights"),
+        (lambda: RunOptions(kv="fp8"), "kv"),
+        (lambda: from_toml(RunOptions, {"weights": "fp8"}, "run"), "weights"),
+    ],
+)
+def test_what_asks_for_it_in_python(asked, noun):
+    with pytest.raises(ConfigError, match=f"^{noun} {INSTEAD}$"):
+        asked()
+
+
+@pytest.mark.parametrize(
+    "args",
+    ["generate The -c m --kv", "plan --weights", "bench decode --kv", "convert . new --weights"],
+)
+def test_what_asks_for_it_on_the_command_line(run, loads, args):
+    result = run(*args.split(), "fp8")
+    assert result.exit_code == 2 and loads == []
+    assert result.stderr == f"error: {args.split()[-1]} {INSTEAD}\n"
+
+
+def test_a_context_in_fp8_is_refused_before_the_model_loads(run, loads, tiny, tmp_path):
+    folder, engine = tmp_path / "read", tiny.engine
+    save_context(engine, engine.prefill([[5, 6, 7]], reserve=4), folder)
+    assert saved_tokens(folder) == [[5, 6, 7]]
+    change(folder, made_by={"kv": "fp8", "method": {"name": "full", "settings": {}}})
+    said = f"{folder} holds keys and values in fp8, .*; read the text again with kv int8"
+    for read in (saved_tokens, method_of, lambda path: load_context(engine, path)):
+        with pytest.raises(CheckpointError, match=said):
+            read(folder)
+    for method in ((), ("-m", "full")):
+        result = run("ask", "Who?", "-c", "m", *method, "--load-context", folder)
+        assert result.exit_code == 2 and "read the text again with kv int8" in result.stderr
+    assert loads == []
