@@ -61,10 +61,21 @@ def checkpoint(source, tmp_path_factory):
     return converted(tmp_path_factory, source)
 
 
+def refused(result, message):
+    """A command ended with exit code 2 and one line, which holds the message."""
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert result.stderr.startswith("error: ") and message in result.stderr, result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 @pytest.fixture
 def run():
-    def invoke(*args, stdin=None):
-        return CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
+    """Runs the command line in this process, which ends with this exit code where it is given."""
+
+    def invoke(*args, stdin=None, code=None):
+        result = CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
+        assert code in (None, result.exit_code), result.output
+        return result
 
     return invoke
 

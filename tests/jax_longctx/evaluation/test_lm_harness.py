@@ -71,9 +71,8 @@ def likelihoods(model, *pairs):
 
 def evaluate(folder, model, tasks, **options):
     manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
-    return lm_eval.simple_evaluate(
-        model=model, tasks=tasks, task_manager=manager, bootstrap_iters=0, **options
-    )
+    how = {"task_manager": manager, "bootstrap_iters": 0, **options}
+    return lm_eval.simple_evaluate(model=model, tasks=tasks, **how)
 
 
 def same(found, expected):
@@ -122,13 +121,12 @@ def exact(loaded):
 @pytest.mark.parametrize("name", ["bos", pytest.param("no_bos", marks=pytest.mark.slow)])
 def test_results_are_those_of_the_harness_own_model(folder, name, run):
     settings = {key: value for key, value in RUNS[run].items() if key != "tasks"}
+    settings["batch_size"] = ROWS
     for task, golden in GOLDENS[f"{name}.{run}"].items():
         arguments = {"checkpoint": str(folder / name), "prefill_chunk": CHUNK}
         if "rolling" in task:
             arguments["max_length"] = MAX_LENGTH
-        results = evaluate(
-            folder, "jax-longctx", [task], model_args=arguments, batch_size=ROWS, **settings
-        )
+        results = evaluate(folder, "jax-longctx", [task], model_args=arguments, **settings)
         samples = sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
         assert [[list(a) for a in sample["arguments"]] for sample in samples] == golden["arguments"]
         responses = json.loads(json.dumps([sample["resps"] for sample in samples]))

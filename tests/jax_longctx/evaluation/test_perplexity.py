@@ -10,14 +10,8 @@ from matplotlib.figure import Figure
 
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import InputError
-from jax_longctx.evaluation.perplexity import (
-    cut_texts,
-    markdown,
-    perplexity,
-    plot,
-    score_texts,
-    windows,
-)
+from jax_longctx.evaluation import perplexity
+from jax_longctx.evaluation.perplexity import cut_texts, markdown, plot, score_texts
 from jax_longctx.evaluation.specs import PROTOCOLS
 from jax_longctx.methods import Citrus, Full, ReAttention, SnapKV, Star, StreamingLLM
 from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy, weighted_values
@@ -152,9 +146,9 @@ def test_progress_counts_scored_tokens_and_nothing_to_score_is_refused():
 
 def test_windows_are_means_over_positions_of_texts_that_lie_apart():
     losses = np.arange(10, dtype=np.float32).reshape(2, 5)
-    found = windows(losses, first=7, window=2)
+    found = perplexity.windows(losses, first=7, window=2)
     assert found == [(7, 8, [0.5, 5.5]), (9, 10, [2.5, 7.5]), (11, 11, [4.0, 9.0])]
-    assert perplexity([1.0, 3.0]) == pytest.approx(np.exp(2))
+    assert perplexity.perplexity([1.0, 3.0]) == pytest.approx(np.exp(2))
     documents = [range(100, 107), range(0, 31), range(200, 203)]
     # Of 5 tokens: one in the first, six in the second, none in the third.
     every = cut_texts(documents, count=7, length=6, lead=[-1])
@@ -211,10 +205,8 @@ def test_a_plot_tells_every_curve_by_more_than_its_colour(tmp_path, monkeypatch)
     assert [at for at, _, _ in drawn] == [[92.0, 97.0]] * 4
     expected = [np.exp([1, 3]), [1, 1], np.exp([2, 4]), np.exp([1, 1])]
     np.testing.assert_allclose([values for _, values, _ in drawn], expected)
-    (line, marker), (other, another) = (
-        (style["linestyle"], style["marker"]) for _, _, style in drawn[::2]
-    )
-    assert line != other and marker != another
+    one, _, other, _ = (style for _, _, style in drawn)
+    assert one["linestyle"] != other["linestyle"] and one["marker"] != other["marker"]
     drawn.clear()
     plot([a_run("quest", [1.0, 3.0])], tmp_path / "one.png")
     assert len(drawn) == 1

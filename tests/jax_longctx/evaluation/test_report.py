@@ -197,9 +197,8 @@ def test_pairs_are_the_same_prompts_alone():
     other = row("h2o", "passkey", 0, 0.0, prompt_sha256="another text")
     rows = [*scored("full", "passkey", [100.0] * 2), other, row("h2o", "passkey", 1, 0.0)]
     for label, values in (("full", (1.0, 2.0, 3.0)), ("h2o", (1.5, 2.5, 3.5))):
-        rows += [
-            row(label, "stream", i, 0.0, measures={"nll": value}) for i, value in enumerate(values)
-        ]
+        for i, value in enumerate(values):
+            rows.append(row(label, "stream", i, 0.0, measures={"nll": value}))
     (group,) = summarise(rows).groups
     found = group.scores["h2o", "passkey"].score
     assert found.value.count == 2
