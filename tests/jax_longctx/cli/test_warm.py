@@ -48,8 +48,7 @@ def test_programs_compile_while_weights_load(command, checkpoint, book, run, tim
         wait(self, **how)
 
     monkeypatch.setattr(Compiling, "wait", waited)
-    result = run(*args, code=0)
-    found, plain = json.loads(result.stdout), json.loads(expected.stdout)
+    found, plain = json.loads(run(*args, code=0).stdout), json.loads(expected.stdout)
     assert found["answer"] == plain["answer"] and order == ["load"]
     seconds = found["seconds"]
     assert seconds["compile"] > max(seconds["prefill"], seconds["first_token"], 0.1)
@@ -175,8 +174,7 @@ def test_after_warm_nothing_is_compiled_neither_by_warm_nor_by_an_ask(run, check
     jax.clear_caches()
     given = ("-c", checkpoint, "-m", "snapkv", "--max-tokens", 8, *SAMPLING, "--json")
     with CompileClock() as clock:
-        result = run("ask", book, "What is the pass key?", *given, code=0)
-    answer = json.loads(result.stdout)
+        answer = json.loads(run("ask", book, "What is the pass key?", *given, code=0).stdout)
     assert answer["tokens"] == {"context": 52, "question": 26, "answer": 8}
     assert clock.programs == clock.hits > 10
     assert 0 < answer["seconds"]["compile"]
@@ -198,5 +196,4 @@ def test_what_cannot_be_warmed_is_refused(run, tmp_path):
         ("llama-9", "llama-3.1-8b"),
         (tmp_path, "is not a converted checkpoint"),
     ):
-        result = run("warm", model)
-        assert result.exit_code == 2 and message in result.output
+        assert message in run("warm", model, code=2).output

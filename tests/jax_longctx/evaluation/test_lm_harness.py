@@ -103,13 +103,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(folder):
-    return str(folder / "bos")
-
-
-@pytest.fixture(scope="module")
-def loaded(checkpoint):
-    return jax_longctx.load(checkpoint, chunk=CHUNK)
+def loaded(folder):
+    return jax_longctx.load(folder / "bos", chunk=CHUNK)
 
 
 @pytest.fixture
@@ -270,7 +265,7 @@ def test_what_is_too_long_is_cut_if_asked_for_or_refused(loaded, caplog, monkeyp
         generations(model_of(loaded, max_length=8, truncation=True), ("a", eight))
 
 
-def test_arguments_that_do_not_fit_are_named(checkpoint, loaded):
+def test_arguments_that_do_not_fit_are_named(folder, loaded):
     for arguments, message in [
         ({"method": "nothing"}, "unknown method 'nothing'"),
         ({"method": "streaming-llm", "width": 3}, "has no setting 'width'"),
@@ -285,7 +280,7 @@ def test_arguments_that_do_not_fit_are_named(checkpoint, loaded):
         ({"rolling": "guess"}, "rolling=guess"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            LongctxLM(checkpoint, **arguments)
+            LongctxLM(str(folder / "bos"), **arguments)
     with pytest.raises(ConfigError, match="has its method"):
         LongctxLM(loaded, "full")
 
@@ -299,7 +294,8 @@ def test_the_longest_request_is_what_the_model_was_extended_to(loaded, monkeypat
         assert model_of(loaded, max_length=77).max_length == 77
 
 
-def test_method_mesh_and_dtype_are_those_asked_for(checkpoint, folder, loaded):
+def test_method_mesh_and_dtype_are_those_asked_for(folder, loaded):
+    checkpoint = str(folder / "bos")
     text = f"checkpoint={checkpoint},method=streaming-llm,budget=64,chunk=16,sink=2"
     text += ",mesh=data=2/tensor=2,dtype=bfloat16,device=cpu"
     model = LongctxLM.create_from_arg_string(text, {"batch_size": 2})
@@ -313,7 +309,7 @@ def test_method_mesh_and_dtype_are_those_asked_for(checkpoint, folder, loaded):
     # What the harness's command line says for itself.
     plain = LongctxLM(checkpoint, dtype="auto", device="cuda:0").get_model_info()
     assert plain["model_dtype"] == "float32" and plain["method"]["name"] == "full"
-    name, again = (LongctxLM(str(folder / "bos")).tokenizer_name for _ in range(2))
+    name, again = (LongctxLM(checkpoint).tokenizer_name for _ in range(2))
     assert name == again and name.startswith("bos-") and "/" not in name
     assert model_of(loaded).chat_template(True) == loaded.tokenizer.chat_template
 

@@ -171,8 +171,7 @@ def test_an_offloaded_context_is_counted_apart_from_the_devices():
 def test_a_mesh_for_an_offloaded_context_does_not_divide_the_text(run):
     assert propose_mesh(request("quest", "cpux8", offload="host", batch=2))["seq"] == 1
     given = ("plan", "--target", "h200x1", "-m", "quest", "--offload", "host", "--json")
-    result = run(*given, "--context", 65536, code=0)
-    memory = json.loads(result.stdout)["memory_bytes"]
+    memory = json.loads(run(*given, "--context", 65536, code=0).stdout)["memory_bytes"]
     assert memory["host"] > memory["cache"] > 0
     result = run(*given, "--mesh", "seq=1,tensor=1", "--set", "allocation=psa-digest")
     refused(result, "quest cannot be offloaded: allocation=psa-digest")
@@ -282,8 +281,7 @@ def test_what_does_not_go_together_is_refused():
 def test_the_command_tells_what_is_arithmetic(run):
     command = ("plan", "--target", "v5p:2x2x2", "--context", 131072, "--chunk", 4096)
     command += ("--model", "llama-3.2-1b")
-    result = run(*command, "--json", code=0)
-    record = json.loads(result.stdout)
+    record = json.loads(run(*command, "--json", code=0).stdout)
     assert record["mesh_proposed"] and record["devices"] == 8 and record["compiled"] is None
     memory = record["memory_bytes"]
     assert memory["fits"] and memory["source"].startswith("arithmetic")
