@@ -117,22 +117,6 @@ def test_mistakes_are_named_before_anything_is_loaded_or_run(run, loads, text, t
         refused(run(*command, *args.split()), message)
 
 
-@pytest.mark.slow
-def test_resa_errors_fall_with_the_estimate(run, loads, text, tmp_path):
-    out = tmp_path / "errors.json"
-    args = ["eval", "resa-errors", "-c", "model", "--selector", "ideal", "--ratio", "0.1"]
-    args += ["--texts", "2", "--queries", "3", "--text", text, "--tokens"]
-    result = run(*args, 200, "--out", out, code=0)
-    records = json.loads(out.read_text())
-    assert [record["settings"]["lam"] for record in records] == [0.0, 0.25, 0.5, 0.75, 1.0]
-    assert {record["queries"] for record in records} == {6}
-    assert result.stdout.count("ideal") == 5
-    half, none = records[2]["by_layer"], records[0]["by_layer"]
-    below = sum(a[0] < b[0] for a, b in zip(half, none, strict=True))
-    assert f"{below}/{len(none)}" in result.stdout
-    assert "ask for fewer" in run(*args, 100_000, code=2).stderr
-
-
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "text.txt"
@@ -237,3 +221,16 @@ def test_measurements_of_the_papers(run, loads, text, tmp_path):
     assert np.shape(short["share"]) == (2, 4) and long["length"] == 64
     said = f"| 64 | {np.mean(long['first']):,.1f} | {100 * np.mean(long['share']):.1f} |"
     assert said in result.stdout
+    # RESA's errors fall with the estimate.
+    out = tmp_path / "errors.json"
+    args = ["eval", "resa-errors", "-c", "model", "--selector", "ideal", "--ratio", "0.1"]
+    args += ["--texts", "2", "--queries", "3", "--text", text, "--tokens"]
+    result = run(*args, 200, "--out", out, code=0)
+    records = json.loads(out.read_text())
+    assert [record["settings"]["lam"] for record in records] == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert {record["queries"] for record in records} == {6}
+    assert result.stdout.count("ideal") == 5
+    half, none = records[2]["by_layer"], records[0]["by_layer"]
+    below = sum(a[0] < b[0] for a, b in zip(half, none, strict=True))
+    assert f"{below}/{len(none)}" in result.stdout
+    assert "ask for fewer" in run(*args, 100_000, code=2).stderr

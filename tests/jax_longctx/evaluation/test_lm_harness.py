@@ -265,7 +265,7 @@ def test_what_is_too_long_is_cut_if_asked_for_or_refused(loaded, caplog, monkeyp
         generations(model_of(loaded, max_length=8, truncation=True), ("a", eight))
 
 
-def test_arguments_that_do_not_fit_are_named(folder, loaded):
+def test_arguments_that_do_not_fit_are_named(folder, loaded, monkeypatch):
     for arguments, message in [
         ({"method": "nothing"}, "unknown method 'nothing'"),
         ({"method": "streaming-llm", "width": 3}, "has no setting 'width'"),
@@ -283,10 +283,7 @@ def test_arguments_that_do_not_fit_are_named(folder, loaded):
             LongctxLM(str(folder / "bos"), **arguments)
     with pytest.raises(ConfigError, match="has its method"):
         LongctxLM(loaded, "full")
-
-
-def test_the_longest_request_is_what_the_model_was_extended_to(loaded, monkeypatch):
-    """`yarn` and `linear` go beyond `max_position`; where nothing limits a model, that is left."""
+    # `yarn` and `linear` go beyond `max_position`; where nothing limits a model, that is left.
     for trained, most in ((1024.0, 1024), (math.inf, 256)):
         known = property(lambda self, trained=trained: trained)
         monkeypatch.setattr(jax_longctx.ModelConfig, "trained_length", known)

@@ -232,7 +232,7 @@ def test_a_proposed_mesh_fits_uses_all_devices_and_is_the_fastest():
     assert not nowhere.fits and nowhere.largest == 0
 
 
-def test_constants_are_told_with_their_source(run, monkeypatch):
+def test_the_command_prints_its_sources_and_what_the_guide_shows(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     for target, told in [
         ("cpu", "constants: 0.3 TFLOP/s, 0.02 TB/s; assumed: link 10 GB/s"),
@@ -241,10 +241,7 @@ def test_constants_are_told_with_their_source(run, monkeypatch):
     ]:
         given = ("--mesh", "seq=1", "--target", *target.split())
         assert told in run("plan", "--model", "llama-3.2-1b", *given).stdout
-
-
-def test_the_guide_shows_what_the_command_prints(run, monkeypatch):
-    """Its compiled lines are of a compile that takes minutes; those are left out."""
+    # The guide's compiled lines are of a compile that takes minutes; those are left out.
     guide = (Path(__file__).parents[3] / "docs/guides/memory.md").read_text()
     pattern = r"```\njax-longctx (plan [^\n]*) --compile\n```\n\n```\n(.*?)```"
     command, block = re.search(pattern, guide, re.DOTALL).groups()

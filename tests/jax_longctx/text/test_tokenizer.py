@@ -32,7 +32,7 @@ def rewrite(path, **changes):
     path.write_text(json.dumps(config | changes))
 
 
-def test_round_trip_and_special_ids_which_are_added_once(directory, text):
+def test_round_trip_and_special_ids_which_are_added_once(directory, text, tmp_path, byte_level):
     tokenizer = Tokenizer.load(directory)
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -45,6 +45,13 @@ def test_round_trip_and_special_ids_which_are_added_once(directory, text):
     rendered = tokenizer.chat([{"role": "user", "content": " key "}])
     assert rendered == "<|begin|>key<|end|>"
     assert tokenizer.encode(rendered, bos=True) == [0, *plain, 1]
+    # Truncation saved in the file does not cut the text.
+    byte_level.enable_truncation(max_length=5)
+    byte_level.enable_padding(length=8)
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("a")) == 1
 
 
 def test_configs_decide_on_special_tokens(directory):
@@ -64,15 +71,6 @@ def test_configs_decide_on_special_tokens(directory):
     (directory / "tokenizer_config.json").write_text("{}")
     rewrite(directory / "special_tokens_map.json", eos_token="<|turn|>")
     assert Tokenizer.load(directory).eos_ids == (2,)
-
-
-def test_truncation_saved_in_the_file_does_not_cut_the_text(tmp_path, byte_level, text):
-    byte_level.enable_truncation(max_length=5)
-    byte_level.enable_padding(length=8)
-    byte_level.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert len(tokenizer.encode("a")) == 1
 
 
 def test_wrong_tokenizer_and_text_are_one_clear_error(directory):
@@ -169,7 +167,7 @@ def test_layout_cuts_after_the_document(byte_level):
         Tokenizer(byte_level, {}).chat([])
 
 
-def test_helpers_that_templates_expect_and_refusals():
+def test_helpers_refusals_and_forms_of_templates(tmp_path, byte_level):
     assert render("{{ messages[0] | tojson }}", "é") == '{"role": "user", "content": "é"}'
     assert render("{% for i in [1, 2] %}{{ i }}{% break %}{% endfor %}") == "1"
     assert render("{% generation %}{{ messages[0]['content'] }}{% endgeneration %}") == "x"
@@ -181,9 +179,6 @@ def test_helpers_that_templates_expect_and_refusals():
         render("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InputError, match="refuses"):
         render("{{ messages.append(1) }}")
-
-
-def test_template_forms(tmp_path, byte_level):
     named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
     assert select_template(None) is None
     assert select_template("X") == "X"

@@ -52,7 +52,7 @@ def test_longbench(tmp_path):
     assert task.score("city", sample) == 0
 
 
-def test_leval(tmp_path):
+def test_leval_and_infinitebench(tmp_path):
     asked = ["Question 1: which?\nA. x\nB. y", "How many?", "Who?", "Why?"]
     outputs = ["(B)", "The answer is 1,200", "Ann", "AC"]
     line = {"instructions": asked, "outputs": outputs, "input": "Long text."}
@@ -69,14 +69,6 @@ def test_leval(tmp_path):
     assert [task.score(text, samples[3]) for text in ("A", "ABC", "CA", "")] == [0, 0, 100, 0]
     shorter = make_task("leval", {"file": "x", "answer_tokens": 7})
     assert (task.max_new, shorter.max_new) == (512, 7)
-
-
-def infinitebench(**changes):
-    line = {"id": 3, "context": "Long text.", "input": "Which?", "answer": ["two"], "options": []}
-    return {**line, **changes}
-
-
-def test_infinitebench(tmp_path):
     line = infinitebench(options=["one", "two", "twenty"])
     task, (sample,) = of_lines("infinitebench", tmp_path / "longbook_choice_eng.jsonl", [line])
     assert task.label == "infinitebench@longbook_choice_eng" and task.max_new == 40
@@ -90,6 +82,11 @@ def test_infinitebench(tmp_path):
     key = infinitebench(answer="71432")
     task, (sample,) = of_lines("infinitebench", tmp_path / "passkey.jsonl", [key])
     assert task.score("It is 71432.", sample) == 100 and task.score("7 71432", sample) == 0
+
+
+def infinitebench(**changes):
+    line = {"id": 3, "context": "Long text.", "input": "Which?", "answer": ["two"], "options": []}
+    return {**line, **changes}
 
 
 def test_scores():
