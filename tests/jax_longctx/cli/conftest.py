@@ -1,5 +1,8 @@
 """A tiny random model with a real tokenizer, and the command line run over it."""
 
+import itertools
+import json
+import os
 from unittest.mock import create_autospec
 
 import pytest
@@ -7,6 +10,7 @@ from typer.testing import CliRunner
 
 import jax_longctx
 from jax_longctx import api
+from jax_longctx.batch import lines
 from jax_longctx.cli.main import app
 from jax_longctx.models.llama import init_params
 from jax_longctx.text import Tokenizer
@@ -59,6 +63,20 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="session")
 def checkpoint(source, tmp_path_factory):
     return converted(tmp_path_factory, source)
+
+
+def die_at(patch, count):
+    """The process dies at its `count`-th write of lines, half of the bytes written."""
+    append, writes = lines.append, itertools.count(1)
+
+    def dying(file, rows):
+        if next(writes) < count:
+            return append(file, rows)
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        os.write(file.fileno(), text.encode()[: len(text) // 2])
+        raise SystemError("killed")
+
+    patch.setattr(lines, "append", dying)
 
 
 def refused(result, message):

@@ -84,9 +84,8 @@ def test_each_fact_stands_once_in_its_third_and_none_among_the_newest(tiny):
     for seed in range(2):
         story = demo_facts.write_story(haystack, begun, random.Random(seed), 10_000)
         assert 9_000 < story.tokens == len(begun(story.text)) <= 10_000
-        for fact, place, (low, high) in zip(
-            story.facts, story.places, demo_facts.DEPTHS, strict=True
-        ):
+        depths = zip(story.facts, story.places, demo_facts.DEPTHS, strict=True)
+        for fact, place, (low, high) in depths:
             assert story.text.count(fact.opening) == story.text.count(fact.sentence) == 1
             assert place == len(begun(story.text.partition(fact.sentence)[0]))
             # At the next border of sentences, which paragraphs may be apart.

@@ -19,11 +19,11 @@ PASSKEY = ("eval", "passkey", "-c", "model")
 
 
 @pytest.mark.slow
-def test_passkey_scores_every_method_on_the_same_prompts(run, loads, short_text, tmp_path):
+def test_passkey_scores_every_method_on_the_same_prompts(run, loads, text, tmp_path):
     out, png = tmp_path / "runs.json", tmp_path / "map.png"
     args = [*PASSKEY, "--length", "512", "--length", "640", "--trials", "3", "--depths", "3"]
     args += ["--batch", "2", "-m", "full", "-m", "streaming-llm:budget=64,chunk=16"]
-    result = run(*args, "--text", short_text, "--out", out, "--heatmap", png, code=0)
+    result = run(*args, "--text", text, "--out", out, "--heatmap", png, code=0)
     assert result.stdout.startswith("| method | 512 | 640 |\n")
     assert "| streaming-llm budget=64 chunk=16 |" in result.stdout
     rows = json.loads(out.read_text())["rows"]
@@ -49,7 +49,7 @@ def answered(model, engine, work):
     return [row] * len(work.contexts)
 
 
-def test_an_interruption_keeps_what_was_answered(run, loads, short_text, tmp_path, monkeypatch):
+def test_an_interruption_keeps_what_was_answered(run, loads, text, tmp_path, monkeypatch):
     batches = []
 
     def answer(model, engine, work):
@@ -59,7 +59,7 @@ def test_an_interruption_keeps_what_was_answered(run, loads, short_text, tmp_pat
         return answered(model, engine, work)
 
     monkeypatch.setattr(runner, "answer_batch", answer)
-    args = [*PASSKEY, "--length", "512", "--batch", "2", "--text", short_text]
+    args = [*PASSKEY, "--length", "512", "--batch", "2", "--text", text]
     out = tmp_path / "runs.json"
     assert run(*args, "--out", out).exit_code == 130
     assert run("eval", "table", out).stdout.count("n=2") == 1
@@ -121,13 +121,6 @@ def test_mistakes_are_named_before_anything_is_loaded_or_run(run, loads, text, t
 def text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("Rain falls on the roof. Leaves turn. " * 60)
-    return path
-
-
-@pytest.fixture
-def short_text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("Rain falls. " * 40)
     return path
 
 

@@ -89,7 +89,7 @@ def test_star_reads_the_question_after_blocks_that_saw_their_own_alone():
     found = score_texts(engine_of(method), TEXTS, through="question", score=SCORE).losses
     for text, losses in zip(TEXTS, found, strict=True):
         # The last context token goes with the question.
-        kept = read_blocks(method, CONFIG, params(), text[: prompt - 1])
+        kept = read_blocks(method, CONFIG, params(), text[: prompt - 1].tolist())
         logits = tail_logits(CONFIG, params(), kept, text[prompt - 1 : -1])
         np.testing.assert_allclose(losses, losses_of(logits, text[prompt:]), atol=1e-4)
 

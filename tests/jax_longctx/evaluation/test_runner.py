@@ -2,15 +2,12 @@
 
 import contextlib
 import hashlib
-import itertools
-import json
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jax_longctx.api import LongContext
-from jax_longctx.batch import lines
 from jax_longctx.engine import Engine
 from jax_longctx.engine.programs import CompileClock, forget
 from jax_longctx.errors import ConfigError, InputError, LongctxError
@@ -23,6 +20,7 @@ from jax_longctx.models.llama import init_params
 from jax_longctx.settings import Offload
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import PromptLayout
+from tests.jax_longctx.cli.conftest import die_at
 from tests.jax_longctx.evaluation.conftest import SmallTask
 from tests.stored_programs import storing
 
@@ -246,21 +244,11 @@ def test_a_chat_template_stands_around_context_and_question(tiny):
 def test_a_killed_run_computes_nothing_twice(small, tiny, tmp_path, computed, monkeypatch):
     chosen = config(trials=5)
     whole = without_times(evaluate(tiny, tmp_path / "whole", chosen))
-    append = lines.append
     for fatal in range(1, 10):
-        folder, writes = tmp_path / str(fatal), itertools.count(1)
-
-        def dying(file, rows, writes=writes, fatal=fatal):
-            if next(writes) < fatal:
-                return append(file, rows)
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            file.write(text.encode()[: len(text) // 2])
-            file.flush()
-            raise SystemError("killed")
-
+        folder = tmp_path / str(fatal)
         computed.clear()
         with monkeypatch.context() as patch, contextlib.suppress(SystemError):
-            patch.setattr(lines, "append", dying)
+            die_at(patch, fatal)
             evaluate(tiny, folder, chosen)
             break
         before = sum(computed)

@@ -39,7 +39,6 @@ def test_round_trip_and_special_ids_which_are_added_once(directory, text, tmp_pa
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (0, (1,))
     assert tokenizer.decode([0, *ids, 1]) == text
     assert tokenizer.vocab_size == 300
-    tokenizer = Tokenizer.load(directory)
     plain = tokenizer.encode("key")
     assert tokenizer.encode("key", bos=True) == [0, *plain]
     rendered = tokenizer.chat([{"role": "user", "content": " key "}])
