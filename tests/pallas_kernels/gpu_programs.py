@@ -19,7 +19,6 @@ from pallas_kernels.page_scores import SharedPages
 from pallas_kernels.quantised import quantise
 from pallas_kernels.quantised_matrix import quantise_matrix
 from pallas_kernels.row_matmul import gpu as row_gpu
-from pallas_kernels.row_matmul.rows import Added, Gated, Sums
 from pallas_kernels.select_large_k import gpu as select_gpu
 from pallas_kernels.select_pages import gpu as pages_gpu
 from pallas_kernels.select_pages import shared_gpu as shared_pages_gpu
@@ -45,7 +44,6 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
     sparse = partial(sparse_gpu.sparse_decode_attention, page_size=16, scale=0.1)
     pages = jnp.zeros((1, 2, 20), jnp.int32)
     rows, w = jnp.zeros((3, 512), jnp.bfloat16), jnp.zeros((512, 192), jnp.bfloat16)
-    row, sums = rows[:1], Sums(jnp.zeros((3, 8, 512)), jnp.ones((1, 512)), 1)
     choose = partial(pages_gpu.select_pages, size=20)
     shared_pages = SharedPages(k, v, None, bound)
     choose_shared = partial(shared_pages_gpu.select_pages, size=20, shared=shared_pages)
@@ -89,11 +87,6 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
         "rows-many-outputs": (
             partial(row_gpu.row_matmul, dtype=jnp.bfloat16),
             (w[:1].reshape(1, -1), w),
-        ),
-        "rows-of-sums": (row_gpu.row_sums, (Added(row, sums, row[0]), w)),
-        "rows-gated": (
-            row_gpu.row_sums,
-            (Gated(sums, jnp.ones(4), 512, 1e-5, jax.nn.silu, jnp.bfloat16), w[:256]),
         ),
         "rows-of-8-bits": (
             partial(row_gpu.row_matmul, dtype=jnp.float32),

@@ -25,7 +25,6 @@ programs = functools.cache(gpu_programs.programs)
         *("sparse", "sparse-around", "sparse-flat-prior", "select", "ties"),
         *("voted", "sums", "sparse-one-around", "mass-squares", "merge"),
         *("sparse-shared", "pages-shared", "pages-shared-together"),
-        *("rows-of-sums", "rows-gated"),
         *("rows-of-8-bits", "decode-int8", "logits-of-floats-beside-int8", "sparse-fp8"),
     ],
 )
