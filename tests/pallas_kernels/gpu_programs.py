@@ -11,7 +11,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import hopper_merge
 from pallas_kernels.attention_mass import gpu as mass_gpu
 from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.decode_attention import gpu as decode_gpu
@@ -60,20 +59,9 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
             (one, k, bound * 0, bound, exact[:, :1]),
         ),
         "ties": (lambda x, t: gpu_ties.tied_best(x, 4, t), (jnp.zeros((32, 1088)), jnp.zeros(32))),
-        "sums": (
-            lambda x, n: gpu_ties.best_of_sums(x, n, 4, 0.1),
-            (jnp.zeros((1, 8, 1024)), bound),
-        ),
         "sparse-one-around": (
             lambda *args: sparse(*args, around=Around(args[-1] + 9, 4, 9), first_page=1),
             (one, k, v, pages[:, :1], bound * 0 + 4, bound),
-        ),
-        "merge": (
-            lambda out, lse, *beside: hopper_merge.merged(out, lse, 4, jnp.bfloat16, beside),
-            (
-                *(jnp.zeros((2, 9, 8, 64)), jnp.zeros((2, 9, 64))),
-                *(jnp.zeros((2, 4, 64), jnp.bfloat16), jnp.zeros((2, 4))),
-            ),
         ),
         "voted": (
             partial(
