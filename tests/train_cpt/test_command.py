@@ -28,6 +28,9 @@ from train_cpt.metrics import read_metrics
 from train_cpt.run import RunConfig, read_config, run_config
 from train_cpt.step import place_texts
 
+ROOT = Path(__file__).parents[2]
+PROCESSES, STEPS = 2, 4
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -234,7 +237,7 @@ def test_a_file_becomes_five_sections(tmp_path):
 
 
 def test_the_guides_run_is_a_configuration():
-    guide = (Path(__file__).parents[2] / "docs/guides/train.md").read_text()
+    guide = (ROOT / "docs/guides/train.md").read_text()
     run = guide.split("<<'TOML'\n")[1].split("TOML\n")[0]
     config = from_toml(RunConfig, tomllib.loads(run))
     assert config.pattern.tail == 50 and len(config.data.sources) == 4
@@ -278,21 +281,14 @@ def test_files_that_are_no_toml_are_refused(tmp_path):
         read_config(path)
 
 
-ROOT = Path(__file__).parents[2]
-PROCESSES, STEPS = 2, 4
-
-
 def run_in_processes(folder):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.train_cpt.tiny_files", folder, PROCESSES, port]
-    started = [
-        subprocess.Popen(
-            [*map(str, command), str(process)], cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
-        for process in range(PROCESSES)
-    ]
+    words = [sys.executable, "-m", "tests.train_cpt.tiny_files", folder, PROCESSES, port]
+    commands = [[str(word) for word in (*words, process)] for process in range(PROCESSES)]
+    how = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen(command, **how) for command in commands]
     for child in started:
         _, said = child.communicate(timeout=patience(300))
         assert child.returncode == 0, said[-3000:]

@@ -257,13 +257,6 @@ def prose(words, count=60):
     return "\n\n".join(f"The {words} of part {number} is in the book." for number in range(count))
 
 
-def collected(tmp_path, least=300):
-    size = collect([tmp_path / "machine"], tmp_path / "out.jsonl", least=least)
-    documents = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert size == (len(documents), sum(len(document["text"]) for document in documents))
-    return {document["from"].split("/machine/")[1]: document for document in documents}
-
-
 def test_manuals_and_docstrings_are_documents_and_repeats_are_left_out(tmp_path):
     folder = tmp_path / "machine"
     (folder / "package").mkdir(parents=True)
@@ -280,7 +273,10 @@ def test_manuals_and_docstrings_are_documents_and_repeats_are_left_out(tmp_path)
     )
     (folder / "package" / "b.py").write_text(f'def f():\n    """{prose("function")}"""\n')
     (folder / "package" / "c.py").write_text("no python")
-    found = collected(tmp_path)
+    size = collect([folder], tmp_path / "out.jsonl", least=300)
+    documents = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert size == (len(documents), sum(len(document["text"]) for document in documents))
+    found = {document["from"].split("/machine/")[1]: document for document in documents}
     assert sorted(found) == ["again.rst", "guide.md.gz", "guide.txt", "package"]
     assert found["guide.md.gz"]["text"] == prose("kernel")
     # `again.rst` is read first: what it shares with the guide stays there.

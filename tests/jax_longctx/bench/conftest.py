@@ -11,19 +11,16 @@ from jax_longctx.bench import timing
 from jax_longctx.cli.main import app
 from jax_longctx.models import presets
 
+# Numbers of the tiny shape's weights in a layer.
+LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
+
 
 @pytest.fixture
 def tiny_shape(monkeypatch):
     """The preset `tiny`, which a test may change."""
-    shape = dict(
-        presets.PRESETS["llama-3.1-8b"],
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = {**presets.PRESETS["llama-3.1-8b"], **sizes}
     monkeypatch.setitem(presets.PRESETS, "tiny", shape)
     return shape
 
@@ -49,5 +46,4 @@ def bench(*args, code=0):
 
 
 def measured(*args):
-    """What a command of `bench` hands over."""
     return json.loads(bench(*args, "--json").stdout)

@@ -16,11 +16,8 @@ from jax_longctx.methods import METHODS, STUDIES, Full, make_method
 from jax_longctx.models import presets
 from jax_longctx.settings import Offload
 from jax_longctx.sharding import make_mesh
-from tests.jax_longctx.bench.conftest import bench, measured
+from tests.jax_longctx.bench.conftest import LAYER, bench, measured
 from tests.support import joined, random_rows, tiny_engine
-
-# Numbers of a layer's weights.
-LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
 
 
 @pytest.fixture
@@ -79,9 +76,7 @@ def test_offloaded_contexts_are_timed_and_what_they_fetch_is_told(tiny_preset, m
 
 def _stub(monkeypatch, timed):
     """Steps take what `timed(engine, rows)` returns; nothing runs."""
-    stub = create_autospec(
-        decode.step_of, side_effect=lambda engine, context, rows, *_: timed(engine, rows)
-    )
+    stub = create_autospec(decode.step_of, side_effect=lambda *given: timed(given[0], given[2]))
     monkeypatch.setattr(decode, "step_of", stub)
     monkeypatch.setattr(decode, "one_row", create_autospec(decode.one_row, return_value=None))
 
@@ -132,7 +127,7 @@ def test_forms_and_tiers_are_those_asked_for_and_count_as_bytes(tiny_preset, mon
         assert tiers[-2:] == [None, Offload(192, prefetch=ahead)]
 
 
-def test_where_full_attention_fails_there_is_no_ratio(tiny_preset, monkeypatch, tmp_path):
+def test_failures_are_rows_without_a_ratio(tiny_preset, monkeypatch, tmp_path):
     def timed(engine, rows):
         if isinstance(engine.method, Full):
             raise CapacityError("too much")
@@ -147,15 +142,11 @@ def test_where_full_attention_fails_there_is_no_ratio(tiny_preset, monkeypatch, 
     assert "speedup" not in quest
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("quest"))
     assert line.split()[-1] == "-" and ["25.0", "200.00", "ms"] == line.split()[-4:-1]
-
-
-def test_all_methods_are_timed_unless_named(tiny_preset, monkeypatch):
-    """Those that refuse the model have a row that says so."""
-    _stub(monkeypatch, lambda engine, rows: Step(0.5, None))
+    # All methods are timed unless named; those that refuse the model have a row that says so.
     rows = measured("decode", "--model", "tiny")["rows"]
     assert [row["method"] for row in rows] == [name for name in METHODS if name not in STUDIES]
     failed = {row["method"]: row["failed"] for row in rows if "failed" in row}
-    assert [*failed] == ["dynamic-ntk"] and "rope" in failed["dynamic-ntk"]
+    assert [*failed] == ["full", "dynamic-ntk"] and "rope" in failed["dynamic-ntk"]
 
 
 @pytest.mark.slow
@@ -301,9 +292,9 @@ def test_a_random_cache_stands_for_a_context(tiny_preset):
     assert [len(row) for row in next(engine.stream(context, [[1], [2]], max_tokens=4))] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
+def test_bad_options_are_named(tiny_preset, monkeypatch):
+    monkeypatch.setattr(prefill, "WARM", 18)
+    for args, said in [
         ("decode --layers 1", "--layers must be from 2 to 2, got 1"),
         ("decode --layers 3", "--layers must be from 2 to 2, got 3"),
         *((f"decode --case {bad}", "expected BATCHxCONTEXT") for bad in ("3", "0x5", "ax5", "5x")),
@@ -313,9 +304,6 @@ def test_a_random_cache_stands_for_a_context(tiny_preset):
         ("prefill --case 40", "--case 40: question and answer need 130 tokens"),
         ("prefill --out /proc/found.json", "nothing can be written to the folder /proc"),
         ("prefill --mesh seq=64", "needs 64 devices, 8 found"),
-    ],
-)
-def test_bad_options_are_named(tiny_preset, args, said, monkeypatch):
-    monkeypatch.setattr(prefill, "WARM", 18)
-    result = bench(*args.split(), "--model", "tiny", "-m", "full", code=2)
-    assert said in result.stderr and result.stderr.count("\n") <= 2
+    ]:
+        result = bench(*args.split(), "--model", "tiny", "-m", "full", code=2)
+        assert said in result.stderr and result.stderr.count("\n") <= 2

@@ -28,19 +28,18 @@ def _peaks(monkeypatch):
 
 def test_every_run_of_a_step_takes_place_and_a_longer_one_takes_longer():
     """Neither its unused results nor its constant arguments let a run be dropped."""
-    seen = []
+    seen, given = [], (jnp.arange(4.0), jnp.ones(3))
 
     def step(i, q, table):
         io_callback(lambda index: seen.append(int(index)), None, i, ordered=True)
         return q.sum() + table, jnp.argmax(table)
 
-    q = jnp.arange(4.0)
-    timing = measure(step, q, jnp.ones(3), repeats=2, inner=5)
+    timing = measure(step, *given, repeats=2, inner=5)
     jax.effects_barrier()
     assert seen == list(range(5)) * 3  # once to warm up
     assert 0 <= timing.least <= timing.seconds <= timing.most
     seen.clear()
-    measure(step, q, jnp.ones(3), repeats=2, inner=5, least=1e3)
+    measure(step, *given, repeats=2, inner=5, least=1e3)
     jax.effects_barrier()
     assert seen == list(range(5)) * 3 + list(range(5 * 64)) * 3
     x = jnp.ones((64, 64)), jnp.ones((512, 512))
@@ -106,9 +105,8 @@ def test_the_runs_of_a_case_agree():
     first, later = (sparse.run("xla", jnp.int32(i), *inputs) for i in (0, 1))
     assert not np.array_equal(first[1], later[1])  # other pages every time
     operations = {case.operation for case in found.values()}
-    assert len(operations) == 10 and all(
-        case.run or "chosen" in case.others for case in found.values()
-    )
+    assert len(operations) == 10
+    assert all(case.run or "chosen" in case.others for case in found.values())
 
 
 @pytest.mark.slow
@@ -186,9 +184,6 @@ def test_a_wrong_kernel_is_seen(tmp_path, monkeypatch):
     assert second["failed"] == "NotImplementedError: no such layout"
     assert "NaN or infinities are not the definition's" in third["failed"]
     assert not any(row["passed"] for row in (first, second, third))
-
-
-def test_difference():
     for found, expected, error in [
         ([1.0, 4.0], [1.0, 5.0], 0.2),
         ([-np.inf, 5.0], [-np.inf, 5.0], 0.0),

@@ -19,12 +19,12 @@ from jax_longctx.caches import (
     where_rows,
     write_run,
 )
-from jax_longctx.contract import CacheShape
 from jax_longctx.engine import programs
 from jax_longctx.engine.programs import Setup
 from jax_longctx.methods import Full
 from jax_longctx.sharding import logical_spec, make_mesh, tree_specs
 from pallas_kernels.plane import Plane
+from tests.jax_longctx.methods.selecting import layer_shape
 from tests.support import tiny_config
 
 HEADS, SLOTS, HEAD_DIM = 2, 64, 4
@@ -143,13 +143,9 @@ def test_both_forms_write_the_same_shard(layer):
             np.testing.assert_array_equal(found, expected, err_msg=f"{start=} {valid=}")
 
 
-def test_a_segment_longer_than_a_shard_is_written_whole_for_a_tpu(setup, monkeypatch):
-    monkeypatch.setattr(append_only, "platform", lambda: "tpu")
-    buffer, new = random_arrays(1, 17)
-    got = compiled_write(setup)(buffer, new, np.array([5], np.int32), np.array([17], np.int32))
-    expected = buffer.copy()
-    expected[0, :, 5:22] = np.swapaxes(new[0], 0, 1)
-    np.testing.assert_array_equal(got, expected)
+def taken(buffer, slots):
+    lines = np.take_along_axis(buffer, np.maximum(slots, 0)[..., None], axis=2)
+    return np.where((slots < 0)[..., None], 0.0, lines)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -160,14 +156,7 @@ def test_slots_are_gathered_from_every_shard(setup, batch):
     slots[:, :, :4] = [0, SLOTS - 1, 15, 16]
     slots[:, :, 4:6] = -1
     got = compiled(setup, gather_slots, (BUFFER, CHOSEN), KEPT)(dealt(setup, buffer), slots)
-    expected = np.take_along_axis(buffer, np.maximum(slots, 0)[..., None], axis=2)
-    expected[slots < 0] = 0.0
-    np.testing.assert_array_equal(got, expected)
-
-
-# What every shard of the slots says of itself, side by side.
-BY_SHARD = PartitionSpec("data", "seq")
-LISTS = logical_spec(("batch", None))
+    np.testing.assert_array_equal(got, taken(buffer, slots))
 
 
 @pytest.mark.parametrize("lists", [1, HEADS])
@@ -175,9 +164,13 @@ def test_lines_are_read_of_one_list_or_of_one_a_head(lists):
     buffer, _ = random_arrays(3, 1)
     slots = np.random.default_rng(2).integers(-1, SLOTS, (3, lists, 40)).astype(np.int32)
     slots[..., :3] = [0, SLOTS - 1, -1]
-    expected = np.take_along_axis(buffer, np.maximum(slots, 0)[..., None], axis=2)
-    expected = np.where((slots < 0)[..., None], 0.0, expected)
-    np.testing.assert_array_equal(read_lines(jnp.asarray(buffer), jnp.asarray(slots)), expected)
+    got = read_lines(jnp.asarray(buffer), jnp.asarray(slots))
+    np.testing.assert_array_equal(got, taken(buffer, slots))
+
+
+# What every shard of the slots says of itself, side by side.
+BY_SHARD = PartitionSpec("data", "seq")
+LISTS = logical_spec(("batch", None))
 
 
 def test_each_shard_counts_its_own_slots(setup):
@@ -239,17 +232,12 @@ def test_shards_hold_runs_of_a_monotone_list(setup, descending):
             np.testing.assert_array_equal(entries[first : first + count], mine)
 
 
-def test_rows_are_chosen_in_every_leaf():
+def test_rows_are_chosen_in_every_leaf_and_in_a_plane_where_they_lie():
     pick = jnp.array([True, False, True])
     old = (jnp.zeros(3), jnp.zeros((3, 2, 2)))
-    got = where_rows(pick, (jnp.ones(3), jnp.ones((3, 2, 2))), old)
-    for leaf in got:
+    for leaf in where_rows(pick, (jnp.ones(3), jnp.ones((3, 2, 2))), old):
         np.testing.assert_array_equal(leaf.reshape(3, -1).mean(axis=1), [1, 0, 1])
-
-
-def test_rows_of_a_plane_are_chosen_where_they_lie():
-    pick, layer = jnp.array([True, False, True]), jnp.int32(1)
-    old, ones = Plane(jnp.zeros((2, 3, 4)), layer), jnp.ones((3, 4))
+    old, ones = Plane(jnp.zeros((2, 3, 4)), jnp.int32(1)), jnp.ones((3, 4))
     assert where_rows(pick, old, old) is old
     for new in (ones, old.write(ones)):
         got = where_rows(pick, new, old)
@@ -257,20 +245,8 @@ def test_rows_of_a_plane_are_chosen_where_they_lie():
 
 
 def cache_of(batch):
-    config = tiny_config()
-    shape = CacheShape(
-        batch=batch,
-        slots=SLOTS,
-        reserve=8,
-        chunk=16,
-        num_heads=config.num_heads,
-        num_kv_heads=HEADS,
-        head_dim=HEAD_DIM,
-        dtype=jnp.float32,
-        layer=0,
-        num_layers=1,
-        window=None,
-    )
+    sizes = [(batch, 4, HEAD_DIM), (batch, HEADS, SLOTS, HEAD_DIM)]
+    shape = layer_shape(*(np.zeros(size, np.float32) for size in sizes))
     return append_only.empty_append_cache(shape)
 
 
@@ -293,18 +269,22 @@ def test_an_empty_cache_is_empty_and_its_buffers_are_its_own():
 
 
 def test_the_context_is_found_again_after_a_question(setup):
-    """What a rewound cache counts as valid is the context, whatever the question wrote behind."""
-    cache, (k, v) = append_tokens(setup, cache_of(3), 16, [16, 0, 9], seed=2)
+    """What a rewound cache counts as valid is the context, whatever the question wrote behind.
+
+    Positions run ahead of the slots where a method has dropped tokens.
+    """
+    cache = dataclasses.replace(cache_of(3), position=jnp.array([0, 0, 40]))
+    cache, (k, v) = append_tokens(setup, cache, 16, [16, 0, 9], seed=2)
     np.testing.assert_array_equal(cache.context_length, [0, 0, 0])
     cache = cache.end_context(reserve=0)
     asked, (more, _) = append_tokens(setup, cache, 5, [5, 2, 0], seed=4)
     np.testing.assert_array_equal(asked.length, [21, 2, 9])
-    np.testing.assert_array_equal(asked.position, [21, 2, 9])
+    np.testing.assert_array_equal(asked.position, [21, 2, 49])
     keys = ordered(setup, asked.k)
     np.testing.assert_array_equal(keys[0, :, 16:21], np.swapaxes(more[0], 0, 1))
     back = asked.rewind()
     np.testing.assert_array_equal(back.length, [16, 0, 9])
-    np.testing.assert_array_equal(back.position, [16, 0, 9])
+    np.testing.assert_array_equal(back.position, [16, 0, 49])
     keys, values = ordered(setup, back.k), ordered(setup, back.v)
     for b, count in enumerate([16, 0, 9]):
         np.testing.assert_array_equal(keys[b, :, :count], np.swapaxes(k[b, :count], 0, 1))
@@ -312,17 +292,6 @@ def test_the_context_is_found_again_after_a_question(setup):
     # A second question lands where the first did.
     again, (other, _) = append_tokens(setup, back, 5, [5, 5, 5], seed=6)
     np.testing.assert_array_equal(ordered(setup, again.k)[1, :, :5], np.swapaxes(other[1], 0, 1))
-
-
-def test_a_position_may_run_ahead_of_the_slots(setup):
-    """Methods that drop tokens: both are remembered and come back."""
-    cache = dataclasses.replace(cache_of(1), position=jnp.array([40]))
-    cache, _ = append_tokens(setup, cache, 5, [5], seed=2)
-    cache = cache.end_context(reserve=0)
-    asked, _ = append_tokens(setup, cache, 5, [3], seed=3)
-    back = asked.rewind()
-    assert (int(asked.length[0]), int(asked.position[0])) == (8, 48)
-    assert (int(back.length[0]), int(back.position[0])) == (5, 45)
 
 
 def test_a_rewound_cache_shares_the_buffers_and_not_the_counts():

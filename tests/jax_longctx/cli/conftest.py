@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 import jax_longctx
 from jax_longctx import api
 from jax_longctx.cli.main import app
+from jax_longctx.models.llama import init_params
+from jax_longctx.text import Tokenizer
 from tests.jax_longctx.cli.tiny_model import converted, hf_config, write_source, write_tokenizer
 
 
@@ -21,38 +23,21 @@ def tokenizer_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny(tokenizer_folder):
     """The tiny model under full attention, as `jax_longctx.load` would return it."""
-    from jax_longctx.api import LongContext
-    from jax_longctx.models.llama import init_params
-    from jax_longctx.text import Tokenizer
-
     tokenizer = Tokenizer.load(tokenizer_folder)
     config = jax_longctx.ModelConfig.from_hf(hf_config(tokenizer.vocab_size))
-    mesh = jax_longctx.make_mesh()
+    mesh, method = jax_longctx.make_mesh(), jax_longctx.make_method("full")
     params = init_params(config, mesh, seed=1)
-    method = jax_longctx.make_method("full")
-    return LongContext(jax_longctx.Engine(config, params, method, mesh, chunk=64), tokenizer)
-
-
-def enter_checkpoints(tmp_path_factory, monkeypatch):
-    """Goes where the folders `m` and `model` look like checkpoints."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    for name in ("m", "model"):
-        (folder / name).mkdir()
-        (folder / name / "manifest.json").touch()
-    monkeypatch.chdir(folder)
-
-
-@pytest.fixture
-def checkpoints(tmp_path_factory, monkeypatch):
-    """Runs where the folders `m` and `model` look like checkpoints."""
-    enter_checkpoints(tmp_path_factory, monkeypatch)
+    return api.LongContext(jax_longctx.Engine(config, params, method, mesh, chunk=64), tokenizer)
 
 
 @pytest.fixture
 def loads(tiny, tmp_path_factory, monkeypatch):
-    """`load` returns the tiny model for `m` and `model`; its arguments are listed."""
-    enter_checkpoints(tmp_path_factory, monkeypatch)
-    calls = []
+    """`load` returns the tiny model for the folders `m` and `model`; its arguments are listed."""
+    folder, calls = tmp_path_factory.mktemp("checkpoints"), []
+    for name in ("m", "model"):
+        (folder / name).mkdir()
+        (folder / name / "manifest.json").touch()
+    monkeypatch.chdir(folder)
 
     def given(checkpoint, **options):
         calls.append((checkpoint, options))
@@ -73,16 +58,24 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def checkpoint(source, tmp_path_factory):
-    """The same, converted."""
     return converted(tmp_path_factory, source)
+
+
+def refused(result, message):
+    """A command ended with exit code 2 and one line, which holds the message."""
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert result.stderr.startswith("error: ") and message in result.stderr, result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.fixture
 def run():
-    """Runs the command line in this process."""
+    """Runs the command line in this process, which ends with this exit code where it is given."""
 
-    def invoke(*args, stdin=None):
-        return CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
+    def invoke(*args, stdin=None, code=None):
+        result = CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
+        assert code in (None, result.exit_code), result.output
+        return result
 
     return invoke
 

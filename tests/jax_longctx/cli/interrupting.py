@@ -7,7 +7,6 @@ at the end unless all of them ended as they must; with names it tries these comm
 import dataclasses
 import itertools
 import json
-import os
 import random
 import signal
 import subprocess
@@ -15,9 +14,12 @@ import sys
 import time
 from pathlib import Path
 
+import checkpoints_convert
+from tests.jax_longctx.cli.tiny_model import write_source
+from tests.jax_longctx.cli.two_processes import environment
 from tests.patience import patience
+from tests.train_cpt.tiny_files import CONFIG
 
-ROOT = Path(__file__).parents[3]
 # Seconds from the signal to the end of the process, on a fast machine at rest.
 LIMIT = 2.0
 BOOK = "The pass key is 12345. Remember it. "
@@ -26,14 +28,12 @@ BOOK = "The pass key is 12345. Remember it. "
 def commands(folder):
     """Every command, by name, as it is given in a working folder beside `files`."""
     model = ("-c", folder / "model", "--chunk", 64)
+    evaluated = f"eval run -c {folder / 'model'} -m full -t passkey --length 256 --trials 2"
     return {
         "ask": ("ask", folder / "book.txt", "Who?", *model, "--save-context", "read"),
         "generate": ("generate", BOOK, *model, "--max-tokens", 20),
         "batch": ("batch", folder / "in.jsonl", "out.jsonl", *model, "--rows", 2),
-        "eval": (
-            *("eval", "run", "-c", folder / "model", "-m", "full", "-t", "passkey"),
-            *("--length", 256, "--trials", 2, "-o", "report"),
-        ),
+        "eval": (*evaluated.split(), "-o", "report"),
         "convert": ("convert", folder / "hf", "converted"),
         "plan": ("plan", "--model", folder / "model", "--target", "v5e:2x2", "--context", 4096),
         "bench": ("bench", "kernels", "--only", "select_large_k", "--shrink", 512, "--repeats", 1),
@@ -44,9 +44,6 @@ def commands(folder):
 
 def write_files(folder):
     """A source, its checkpoint, a book, rows of a batch, and texts to train on."""
-    import checkpoints_convert
-    from tests.jax_longctx.cli.tiny_model import write_source
-
     write_source(folder / "hf")
     checkpoints_convert.convert(str(folder / "hf"), folder / "model")
     (folder / "book.txt").write_text(BOOK * 8)
@@ -55,15 +52,6 @@ def write_files(folder):
     (folder / "texts").mkdir()
     for number in range(4):
         (folder / "texts" / f"{number}.txt").write_text(f"text {number} " * 20)
-
-
-def write_run(folder, work):
-    """The configuration of a training run in its working folder."""
-    from tests.train_cpt.tiny_files import CONFIG
-
-    text = CONFIG.format(folder=work).replace(f"{work}/model", f"{folder}/model")
-    text = text.replace(f"{work}/texts", f"{folder}/texts")
-    (work / "run.toml").write_text(text.replace("steps = 2", "steps = 8") + "save_every = 2\n")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,18 +75,10 @@ class Try:
 
 
 class Campaign:
-    """Tries in one folder, which is made anew."""
-
     def __init__(self, folder, seed):
         self.folder, self.draw = folder.absolute(), random.Random(seed)
         write_files(self.folder)
-        self.environment = {
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
-            "PYTHONPATH": str(ROOT),
-        }
+        self.environment = environment(self.folder / "compiled")
 
     def interrupt(self, name, count):
         """Yields `count` tries of a command, of which an undisturbed run before and after works."""
@@ -136,29 +116,26 @@ class Campaign:
         return None
 
     def work(self, name, kind):
-        folder = self.folder / name / kind
-        folder.mkdir(parents=True)
-        write_run(self.folder, folder)
-        return folder
+        """A working folder, with the configuration of a training run."""
+        work = self.folder / name / kind
+        work.mkdir(parents=True)
+        text = CONFIG.format(folder=work).replace("steps = 2", "steps = 8") + "save_every = 2\n"
+        for shared in ("model", "texts"):
+            text = text.replace(f"{work}/{shared}", f"{self.folder}/{shared}")
+        (work / "run.toml").write_text(text)
+        return work
 
     def start(self, command, work):
         # Of a shell's background job Ctrl-C is ignored, and so of its children.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        command = [sys.executable, "-m", "jax_longctx", *map(str, command)]
         try:
-            return subprocess.Popen(
-                [sys.executable, "-m", "jax_longctx", *map(str, command)],
-                cwd=work,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+            return subprocess.Popen(command, cwd=work, env=self.environment, text=True, **pipes)
         finally:
             signal.signal(signal.SIGINT, before)
 
     def finish(self, command, work):
-        """What the undisturbed command writes to stdout."""
         process = self.start(command, work)
         stdout, stderr = process.communicate(timeout=patience(600))
         assert process.returncode == 0, (command, process.returncode, stderr)
@@ -184,15 +161,13 @@ class Campaign:
 
 
 def main(folder, count, seed, *names):
-    campaign = Campaign(folder, seed)
-    tries, names = [], names or list(commands(folder))
+    campaign, names = Campaign(folder, seed), names or list(commands(folder))
+    tries = []
     for number, name in enumerate(names):
-        share = count // len(names) + (number < count % len(names))
-        for found in campaign.interrupt(name, share):
+        for found in campaign.interrupt(name, count // len(names) + (number < count % len(names))):
             tries.append(found)
             print(f"{'right' if found.right else 'WRONG'} {found}", flush=True)
-    slowest = max(found.seconds for found in tries)
-    right = sum(found.right for found in tries)
+    slowest, right = max(found.seconds for found in tries), sum(found.right for found in tries)
     print(json.dumps({"seed": seed, "tries": count, "right": right, "slowest": round(slowest, 2)}))
     sys.exit(right != count)
 

@@ -14,6 +14,7 @@ import checkpoints_convert
 import jax_longctx
 from jax_longctx.models.storage import describe_files, read_manifest
 from jax_longctx.text import chat_layout
+from tests.jax_longctx.cli.conftest import refused
 
 
 @pytest.fixture
@@ -32,23 +33,7 @@ def calls(monkeypatch):
     return made
 
 
-def test_directions(run, calls, tmp_path):
-    source = tmp_path / "model.gguf"
-    source.touch()
-    forms = ("--dtype", "bfloat16", "--weights", "int8")
-    result = run("convert", source, tmp_path / "new", *forms)
-    assert result.exit_code == 0, result.output
-    assert f"written to {tmp_path / 'new'}" in result.stderr
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "manifest.json").touch()
-    assert run("convert", tmp_path / "new", tmp_path / "hf", "--to-hf").exit_code == 0
-    assert calls == [
-        ("convert", str(source), tmp_path / "new", {"dtype": "bfloat16", "weights": "int8"}),
-        ("export", str(tmp_path / "new"), tmp_path / "hf", {}),
-    ]
-
-
-def test_bad_options(run, calls, tmp_path):
+def test_options_and_directions(run, calls, tmp_path):
     for args, message in [
         ("--dtype int8", "--dtype 'int8' is not one of"),
         ("--to-hf --dtype float32", "leave out --dtype"),
@@ -57,6 +42,18 @@ def test_bad_options(run, calls, tmp_path):
     ]:
         refused(run("convert", "source", tmp_path / "new", *args.split()), message)
     assert calls == []
+    source = tmp_path / "model.gguf"
+    source.touch()
+    forms = ("--dtype", "bfloat16", "--weights", "int8")
+    result = run("convert", source, tmp_path / "new", *forms, code=0)
+    assert f"written to {tmp_path / 'new'}" in result.stderr
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "manifest.json").touch()
+    assert run("convert", tmp_path / "new", tmp_path / "hf", "--to-hf").exit_code == 0
+    assert calls == [
+        ("convert", str(source), tmp_path / "new", {"dtype": "bfloat16", "weights": "int8"}),
+        ("export", str(tmp_path / "new"), tmp_path / "hf", {}),
+    ]
 
 
 @pytest.mark.slow
@@ -75,35 +72,22 @@ def test_commands_take_a_checkpoint_in_8_bits(run, source, checkpoint, book, tmp
     assert (small["weights"], large["weights"]) == ("int8", None)
     assert small["memory_bytes"]["weights"] < large["memory_bytes"]["weights"]
     assert run("methods", "full", "-c", folder, "--context", 64).exit_code == 0
-    warmed = run("warm", folder, "--length", 20, "--question", 4, "--answer", 4)
-    assert warmed.exit_code == 0, warmed.output
+    run("warm", folder, "--length", 20, "--question", 4, "--answer", 4, code=0)
     for again in ((*plan, folder), ("warm", folder), (*ask, "-c", folder)):
         result = run(*again, "--weights", "fp8")
         assert result.exit_code == 2 and "converted with weights int8" in result.stderr, again
     refused(run("convert", folder, tmp_path / "hf", "--to-hf"), "holds its matrices in int8")
 
 
-def refused(result, message):
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ") and message in result.stderr, result.stderr
-    assert result.stderr.count("\n") == 1
-
-
-def test_two_questions_and_the_python_api_agree(run, checkpoint, book):
-    result = run("ask", book, "Who?", "Why?", "-c", checkpoint, "--max-tokens", 8, "--json")
-    assert result.exit_code == 0, result.output
+def test_the_python_api_agrees_and_exports_are_the_same(run, checkpoint, book, source, tmp_path):
+    result = run("ask", book, "Who?", "Why?", "-c", checkpoint, "--max-tokens", 8, "--json", code=0)
     model = jax_longctx.load(checkpoint)
     layout = chat_layout(model.tokenizer)
     context = model.prefill(layout.context(book.read_text()))
     for line, question in zip(result.stdout.splitlines(), ("Who?", "Why?"), strict=True):
         (answer,) = model.ask(context, layout.question(question), max_tokens=8)
         assert json.loads(line)["answer"] == answer.text
-
-
-def test_export_gives_the_same_bits_back(run, source, checkpoint, tmp_path):
-    result = run("convert", checkpoint, tmp_path / "hf", "--to-hf")
-    assert result.exit_code == 0, result.output
+    result = run("convert", checkpoint, tmp_path / "hf", "--to-hf", code=0)
     before, after = (
         safetensors.numpy.load_file(folder / "model.safetensors")
         for folder in (source, tmp_path / "hf")
@@ -124,9 +108,7 @@ def test_what_is_no_checkpoint_or_does_not_go_with_it(run, checkpoint, tmp_path)
         if path.is_file() and path.stat().st_size > 4096:
             path.write_bytes(path.read_bytes()[:1000])
     refused(run("generate", "The", "-c", damaged), "damaged")
-
-
-def test_wrong_tokenizer(run, checkpoint, tmp_path):
+    # A tokenizer that is not the checkpoint's.
     wrong = tmp_path / "wrong"
     shutil.copytree(checkpoint, wrong)
     path = str(wrong / "tokenizer" / "tokenizer.json")

@@ -53,27 +53,22 @@ def test_fields_are_options_and_the_dataclass_comes_whole(invoke):
     found = invoke("cook", "-d", "soup", "Ann", "Bob", "--no-salted", "--side", "a", "--side", "b")
     cooked = {"dish": "soup", "minutes": 5, "salted": False, "sides": ["a", "b"]}
     assert json.loads(found.stdout) == [cooked, ["Ann", "Bob"], 1]
-
-
-def test_names_types_and_bounds_are_checked_as_of_any_option(invoke):
-    for args, message in [
-        (("cook", "Ann"), "Missing option '--dish' / '-d'"),
-        (("cook", "Ann", "-d", "soup", "--minutes", "0"), "greater than or equal to 1"),
-        (("cook", "Ann", "-d", "soup", "--minutes", "few"), "a valid integer"),
-        (("cook", "-d", "soup"), "Missing argument"),
-    ]:
-        result = invoke(*args)
-        said = " ".join(result.output.replace("│", " ").split())
-        assert result.exit_code == 2 and message in said, said
-
-
-def test_the_dataclass_refuses_what_its_fields_together_do_not_allow(invoke):
-    assert isinstance(invoke("cook", "Ann", "-d", "stone").exception, InputError)
-
-
-def test_only_some_fields_may_be_options(invoke):
+    # Only some fields may be options.
     assert json.loads(invoke("serve", "-d", "soup").stdout)["minutes"] == 5
     assert invoke("serve", "-d", "soup", "--minutes", "3").exit_code == 2
+
+
+def test_names_types_bounds_and_what_fields_allow_together_are_checked(invoke):
+    for args, message in [
+        ("cook Ann", "Missing option '--dish' / '-d'"),
+        ("cook Ann -d soup --minutes 0", "greater than or equal to 1"),
+        ("cook Ann -d soup --minutes few", "a valid integer"),
+        ("cook -d soup", "Missing argument"),
+    ]:
+        result = invoke(*args.split())
+        said = " ".join(result.output.replace("│", " ").split())
+        assert result.exit_code == 2 and message in said, said
+    assert isinstance(invoke("cook", "Ann", "-d", "stone").exception, InputError)
 
 
 def test_help_is_of_the_fields_below_their_heading(invoke):

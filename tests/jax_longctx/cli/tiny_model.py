@@ -16,19 +16,21 @@ TEMPLATE = (
 )
 
 
-def write_tokenizer(folder):
-    """A byte-level BPE with a chat template, as Hugging Face lays it out."""
-    folder.mkdir(parents=True, exist_ok=True)
+def byte_level(text):
+    """A byte-level BPE of few merges, trained on the text."""
     backend = tokenizers.Tokenizer(token_models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|begin|>", "<|end|>", "<|turn|>"],
-        show_progress=False,
-    )
-    backend.train_from_iterator(["The pass key is 12345. Remember it. " * 4], trainer)
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|begin|>", "<|end|>", "<|turn|>"]
+    how = {"vocab_size": 300, "initial_alphabet": alphabet, "special_tokens": special}
+    backend.train_from_iterator([text], trainers.BpeTrainer(show_progress=False, **how))
+    return backend
+
+
+def write_tokenizer(folder):
+    """A byte-level BPE with a chat template, as Hugging Face lays it out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    backend = byte_level("The pass key is 12345. Remember it. " * 4)
     backend.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -36,16 +38,13 @@ def write_tokenizer(folder):
 
 def hf_config(vocab_size):
     """`config.json` of a Llama of two small layers."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": vocab_size}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": vocab_size,
+        **sizes,
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -55,7 +54,6 @@ def hf_config(vocab_size):
 
 
 def write_source(folder, **changes):
-    """A Hugging Face directory of a tiny random model and its tokenizer."""
     config = {**hf_config(vocab_size=300), **changes}
     write_checkpoint(folder, config, random_state(config))
     write_tokenizer(folder)

@@ -14,13 +14,8 @@ COMMAND = "from jax_longctx.__main__ import main; main()"
 
 def environment(cache=None):
     """That of a process with one device, which keeps its programs in the folder."""
-    told = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "1",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
-        "PYTHONPATH": str(ROOT),
-    }
+    told = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    told |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "true", "PYTHONPATH": str(ROOT)}
     if cache is not None:
         told["JAX_COMPILATION_CACHE_DIR"] = str(cache)
         told["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -38,13 +33,10 @@ def jobs(count):
 
 def start(arguments, *, count, cache, began):
     """`jax-longctx` with these arguments in `count` processes, which are put into `began`."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    how["env"] = environment(cache)
     started = [
-        subprocess.Popen(
-            [sys.executable, "-c", COMMAND, *map(str, (*job, *arguments))],
-            env=environment(cache),
-            **pipes,
-        )
+        subprocess.Popen([sys.executable, "-c", COMMAND, *map(str, (*job, *arguments))], **how)
         for job in jobs(count)
     ]
     began += started

@@ -14,19 +14,15 @@ __all__ = ["checkpoint", "computed", "loads", "run", "small", "source", "tiny", 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmallTask(Task):
-    """Counts the letters of an answer of a tiny random model: it is scored, if by no sense.
-
-    Attributes:
-      graded: whether a score may be anything from 0 to 100.
-      stored: as many prompts as there are, as long as they are, as if from a file; 0 for as many as
-        asked for.
-      asks: times that the question is repeated.
-    """
+    """Counts the letters of an answer of a tiny random model: it is scored, if by no sense."""
 
     name: str = dataclasses.field(default="small", metadata={"fixed": True})
     metric: str = dataclasses.field(default="letters", metadata={"fixed": True})
+    # A score may be anything from 0 to 100.
     graded: bool = False
+    # Prompts, as long as they are, as if from a file; 0 for as many as asked for.
     stored: int = 0
+    # Times that the question is repeated.
     asks: int = 1
     max_new: int = 4
 
@@ -56,7 +52,6 @@ class SmallTask(Task):
 
 @pytest.fixture
 def small(monkeypatch):
-    """The task `small`, known by name."""
     monkeypatch.setitem(TASKS, "small", SmallTask())
 
 

@@ -51,7 +51,6 @@ def model_of(loaded, **options):
 
 
 def under(loaded, method, settings, **options):
-    """The loaded weights under another method."""
     engine = loaded.engine
     made = jax_longctx.make_method(method, settings)
     other = jax_longctx.Engine(engine.config, engine.params, made, engine.mesh, chunk=CHUNK)
@@ -72,9 +71,8 @@ def likelihoods(model, *pairs):
 
 def evaluate(folder, model, tasks, **options):
     manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
-    return lm_eval.simple_evaluate(
-        model=model, tasks=tasks, task_manager=manager, bootstrap_iters=0, **options
-    )
+    how = {"task_manager": manager, "bootstrap_iters": 0, **options}
+    return lm_eval.simple_evaluate(model=model, tasks=tasks, **how)
 
 
 def same(found, expected):
@@ -105,13 +103,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(folder):
-    return str(folder / "bos")
-
-
-@pytest.fixture(scope="module")
-def loaded(checkpoint):
-    return jax_longctx.load(checkpoint, chunk=CHUNK)
+def loaded(folder):
+    return jax_longctx.load(folder / "bos", chunk=CHUNK)
 
 
 @pytest.fixture
@@ -123,13 +116,12 @@ def exact(loaded):
 @pytest.mark.parametrize("name", ["bos", pytest.param("no_bos", marks=pytest.mark.slow)])
 def test_results_are_those_of_the_harness_own_model(folder, name, run):
     settings = {key: value for key, value in RUNS[run].items() if key != "tasks"}
+    settings["batch_size"] = ROWS
     for task, golden in GOLDENS[f"{name}.{run}"].items():
         arguments = {"checkpoint": str(folder / name), "prefill_chunk": CHUNK}
         if "rolling" in task:
             arguments["max_length"] = MAX_LENGTH
-        results = evaluate(
-            folder, "jax-longctx", [task], model_args=arguments, batch_size=ROWS, **settings
-        )
+        results = evaluate(folder, "jax-longctx", [task], model_args=arguments, **settings)
         samples = sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
         assert [[list(a) for a in sample["arguments"]] for sample in samples] == golden["arguments"]
         responses = json.loads(json.dumps([sample["resps"] for sample in samples]))
@@ -246,19 +238,7 @@ def test_a_task_says_how_its_answers_are_drawn(exact, monkeypatch):
             generations(exact, ("a", {"max_gen_toks": 8, ignored: 4}))
 
 
-def test_what_is_too_long_is_refused_before_anything_is_computed(loaded, monkeypatch):
-    monkeypatch.setattr(loaded.engine, "prefill", None)
-    model, eight = model_of(loaded, max_length=20), {"max_gen_toks": 8}
-    message = r"1 of 2 requests are longer than max_length=20, one has \d+ tokens and 8 to follow"
-    with pytest.raises(InputError, match=message):
-        generations(model, ("a", eight), (PROMPT, eight))
-    with pytest.raises(InputError, match=r"1 of 1 requests.* and 0 to follow"):
-        likelihoods(model, (PROMPT, "a"))
-    with pytest.raises(InputError, match="ask for shorter answers"):
-        generations(model_of(loaded, max_length=8, truncation=True), ("a", eight))
-
-
-def test_the_start_of_a_prompt_is_left_out_where_that_is_asked_for(loaded, caplog):
+def test_what_is_too_long_is_cut_if_asked_for_or_refused(loaded, caplog, monkeypatch):
     model = model_of(loaded, max_length=20, truncation=True)
     tokens = loaded.tokenizer.encode(PROMPT, bos=True)
     with caplog.at_level(logging.WARNING):
@@ -273,9 +253,19 @@ def test_the_start_of_a_prompt_is_left_out_where_that_is_asked_for(loaded, caplo
     cut = [tokens[-(21 - len(then)) :]] * ROWS
     expected = loglikelihoods(loaded.engine, cut, [then] * ROWS)
     assert found[0] == pytest.approx(expected[0].total, abs=1e-5)
+    # Before anything is computed.
+    monkeypatch.setattr(loaded.engine, "prefill", None)
+    model, eight = model_of(loaded, max_length=20), {"max_gen_toks": 8}
+    message = r"1 of 2 requests are longer than max_length=20, one has \d+ tokens and 8 to follow"
+    with pytest.raises(InputError, match=message):
+        generations(model, ("a", eight), (PROMPT, eight))
+    with pytest.raises(InputError, match=r"1 of 1 requests.* and 0 to follow"):
+        likelihoods(model, (PROMPT, "a"))
+    with pytest.raises(InputError, match="ask for shorter answers"):
+        generations(model_of(loaded, max_length=8, truncation=True), ("a", eight))
 
 
-def test_arguments_that_do_not_fit_are_named(checkpoint, loaded):
+def test_arguments_that_do_not_fit_are_named(folder, loaded):
     for arguments, message in [
         ({"method": "nothing"}, "unknown method 'nothing'"),
         ({"method": "streaming-llm", "width": 3}, "has no setting 'width'"),
@@ -290,7 +280,7 @@ def test_arguments_that_do_not_fit_are_named(checkpoint, loaded):
         ({"rolling": "guess"}, "rolling=guess"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            LongctxLM(checkpoint, **arguments)
+            LongctxLM(str(folder / "bos"), **arguments)
     with pytest.raises(ConfigError, match="has its method"):
         LongctxLM(loaded, "full")
 
@@ -304,7 +294,8 @@ def test_the_longest_request_is_what_the_model_was_extended_to(loaded, monkeypat
         assert model_of(loaded, max_length=77).max_length == 77
 
 
-def test_method_mesh_and_dtype_are_those_asked_for(checkpoint, folder, loaded):
+def test_method_mesh_and_dtype_are_those_asked_for(folder, loaded):
+    checkpoint = str(folder / "bos")
     text = f"checkpoint={checkpoint},method=streaming-llm,budget=64,chunk=16,sink=2"
     text += ",mesh=data=2/tensor=2,dtype=bfloat16,device=cpu"
     model = LongctxLM.create_from_arg_string(text, {"batch_size": 2})
@@ -318,7 +309,7 @@ def test_method_mesh_and_dtype_are_those_asked_for(checkpoint, folder, loaded):
     # What the harness's command line says for itself.
     plain = LongctxLM(checkpoint, dtype="auto", device="cuda:0").get_model_info()
     assert plain["model_dtype"] == "float32" and plain["method"]["name"] == "full"
-    name, again = (LongctxLM(str(folder / "bos")).tokenizer_name for _ in range(2))
+    name, again = (LongctxLM(checkpoint).tokenizer_name for _ in range(2))
     assert name == again and name.startswith("bos-") and "/" not in name
     assert model_of(loaded).chat_template(True) == loaded.tokenizer.chat_template
 
@@ -366,11 +357,10 @@ def test_the_command_line_hands_its_arguments_over(monkeypatch):
 
 @pytest.fixture
 def template(exact, monkeypatch):
-    """Gives the model's tokenizer another chat template."""
     return lambda source: monkeypatch.setattr(exact.tokenizer, "_chat", ChatTemplate(source, {}))
 
 
-def test_a_template_that_refuses_the_system_gets_the_other_messages(exact, template, caplog):
+def test_templates_that_refuse_the_system_and_answers_that_are_left_open(exact, template, caplog):
     template(REFUSES + "{{ messages[0]['content'] }}!")
     with caplog.at_level(logging.WARNING):
         assert exact.apply_chat_template([SYSTEM, USER]) == "hello !"
@@ -382,9 +372,7 @@ def test_a_template_that_refuses_the_system_gets_the_other_messages(exact, templ
     with caplog.at_level(logging.WARNING), pytest.raises(InputError, match="never"):
         exact.apply_chat_template([USER])
     assert caplog.text == ""
-
-
-def test_the_start_of_an_answer_is_left_open(exact, template):
+    # The start of an answer is left open.
     for source, text in [
         ("{{ messages[0]['content'] }}<end>", "hello "),
         ("{{ messages[0]['content'] | trim }}<end>", "hello"),

@@ -1,7 +1,6 @@
 """Every figure of a report against the rows it was made of; the page needs nothing beside it."""
 
 import html
-import json
 import math
 import re
 import statistics
@@ -48,7 +47,6 @@ def refused(label, task, index, why):
 
 
 def of_spec(text, task, score):
-    """A row of a method with all of its settings."""
     spec = Spec.parse(text)
     made = settings_of(make_method(spec.name, spec.at(1024)))
     return row(spec.label, task, 0, score, method=made)
@@ -95,7 +93,6 @@ def folder(tmp_path_factory):
 
 
 def reported(folder, rows, about):
-    """The page's text, and what is found in it."""
     write_report(folder, rows, about)
     text = (folder / "report.html").read_text()
     return text, Page(text)
@@ -125,7 +122,7 @@ def test_scores_are_those_of_the_rows(page, rows):
     assert snapkv[3][-2:] == [f"+0 [{low:+.0f}, {high:+.0f}]", "1 refused"]
 
 
-def test_costs_leave_compiled_batches_out(page, rows):
+def test_costs_refused_rows_and_other_figures_have_their_tables(page, rows):
     _, parsed = page
     costs = parsed.tables["At 1,024 tokens"]
     start = next(i for i, line in enumerate(costs) if line[1] == ["cache while answering"])
@@ -135,9 +132,7 @@ def test_costs_leave_compiled_batches_out(page, rows):
     times = [r["seconds"]["first_token"] for r in rows if "snapkv" in r["label"] and "seconds" in r]
     assert statistics.median(sorted(times)[:-1]) == 1.0 and max(times) == 99.0
     assert snapkv[1] == ["4.0 MiB", f"{TIMES} 0.50"] and snapkv[3] == ["1.00 s", f"{TIMES} 0.50"]
-
-
-def test_refused_rows_other_measures_and_the_papers_figures_have_their_tables(page):
+    # Refused rows, other measures and the paper's figures have their tables.
     text, parsed = page
     cells = ["snapkv budget=64", "vt", "1,024", "1", "a cache | of <64>"]
     assert parsed.tables["Refused"][1] == [[cell] for cell in cells]
@@ -151,7 +146,7 @@ def test_refused_rows_other_measures_and_the_papers_figures_have_their_tables(pa
     assert '<td class="theirs">100</td>' in text
 
 
-def test_the_page_is_whole_and_alone(page):
+def test_the_page_is_whole_and_alone(page, folder):
     text, parsed = page
     assert "<h1>A &amp; B</h1>" in text and "tiny &lt;model&gt;" in text
     # Both lengths' fronts, the heatmap of each task with depths, the curve.
@@ -164,9 +159,7 @@ def test_the_page_is_whole_and_alone(page):
     assert "currentColor" in text and "#010203" not in text
     assert "prefers-color-scheme: dark" in text and "@media print" in text
     assert not re.search(r"<script|@import|url\((?!#)", text)
-
-
-def test_markdown_has_the_same_figures_and_pictures(page, folder):
+    # Markdown has the same figures and pictures.
     text = (folder / "report.md").read_text()
     assert "| full | 63.8 | 90 [60, 98] |" in text
     assert "a cache \\| of <64>" in text
@@ -203,20 +196,16 @@ def test_ours_stand_below_theirs_of_the_same_settings(tmp_path):
 def test_pairs_are_the_same_prompts_alone():
     other = row("h2o", "passkey", 0, 0.0, prompt_sha256="another text")
     rows = [*scored("full", "passkey", [100.0] * 2), other, row("h2o", "passkey", 1, 0.0)]
+    for label, values in (("full", (1.0, 2.0, 3.0)), ("h2o", (1.5, 2.5, 3.5))):
+        for i, value in enumerate(values):
+            rows.append(row(label, "stream", i, 0.0, measures={"nll": value}))
     (group,) = summarise(rows).groups
-    found = group.scores["h2o", "passkey"]
-    assert found.score.value.count == 2
-    assert (found.score.difference.mean, found.score.difference.count) == (-100.0, 1)
+    found = group.scores["h2o", "passkey"].score
+    assert found.value.count == 2
+    assert (found.difference.mean, found.difference.count) == (-100.0, 1)
     assert group.scores["full", "passkey"].score.difference is None
-    rows = [
-        row(label, "stream", i, 0.0, measures={"nll": value})
-        for label, values in (("full", (1.0, 2.0, 3.0)), ("h2o", (1.5, 2.5, 3.5)))
-        for i, value in enumerate(values)
-    ]
-    (group,) = summarise(rows).groups
-    found = group.scores["h2o", "stream"]
-    assert found.score is None
-    measure = found.others["nll"]
+    assert group.scores["h2o", "stream"].score is None
+    measure = group.scores["h2o", "stream"].others["nll"]
     assert (measure.value.mean, measure.value.count) == (2.5, 3)
     # Each text is half a nat worse, whatever the texts: resampling pairs, not values, says so.
     assert (measure.difference.mean, measure.difference.low, measure.difference.high) == (0.5,) * 3
@@ -245,14 +234,14 @@ def test_what_a_report_says_of_its_run_is_kept(tmp_path):
     assert read_about(tmp_path) == {}
     write_about(tmp_path, {"title": "T"})
     assert read_about(tmp_path) == {"title": "T"}
-    (tmp_path / "about.json").write_text("{")
-    with pytest.raises(InputError, match="damaged"):
-        read_about(tmp_path)
-    with pytest.raises(InputError, match=r"rows\.jsonl cannot be read"):
-        read_rows(tmp_path)
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"format": 1, "given": {}}) + "\n")
-    with pytest.raises(InputError, match="holds no rows yet"):
-        read_rows(tmp_path)
+    for name, text, read, message in (
+        ("about.json", "{", read_about, "damaged"),
+        ("none.jsonl", "", read_rows, r"rows\.jsonl cannot be read"),
+        ("rows.jsonl", '{"format": 1, "given": {}}\n', read_rows, "holds no rows yet"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(InputError, match=message):
+            read(tmp_path)
 
 
 def test_a_table_by_length_has_shares_with_wilsons_interval():

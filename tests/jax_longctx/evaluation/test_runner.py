@@ -43,10 +43,8 @@ def by_key(rows):
 
 
 def without_times(rows):
-    return {
-        key: {name: value for name, value in row.items() if name not in ("seconds", "compiled")}
-        for key, row in by_key(rows).items()
-    }
+    kept = [{k: v for k, v in row.items() if k not in ("seconds", "compiled")} for row in rows]
+    return by_key(kept)
 
 
 @pytest.fixture
@@ -138,14 +136,8 @@ def test_every_row_is_what_its_prompt_gives_alone(small, tiny, tmp_path, compute
 
 
 @pytest.mark.slow
-def test_programs_of_all_tasks_compile_before_the_first_batch(
-    small, tiny, tmp_path, monkeypatch, compiled
-):
-    """Questions and answers of the tasks differ, which other programs read.
-
-    Two methods compile together; the third is one too many, and the fourth has no rows to answer.
-    More rows of the others fit than of the first.
-    """
+def test_programs_of_all_tasks_compile_first(small, tiny, tmp_path, monkeypatch, compiled):
+    """Two methods compile together; a third is one too many, and one has no rows to answer."""
     monkeypatch.setattr(runner, "TOGETHER", 2)
     order, compile_ = [], runner.compile_batch
 
@@ -153,10 +145,11 @@ def test_programs_of_all_tasks_compile_before_the_first_batch(
         order.append((work.method, work.rows, len(compiled)))
         return compile_(model, engine, work, **how)
 
-    def fitting(engine, rows, *about):
-        return 1 if isinstance(engine.method, Full) else rows
-
-    monkeypatch.setattr(runner, "rows_that_fit", fitting)
+    # More rows of the others fit than of the first.
+    monkeypatch.setattr(
+        runner, "rows_that_fit", lambda engine, rows, *_: 1 if engine.method == Full() else rows
+    )
+    # Questions and answers of the tasks differ, which other programs read.
     tasks = ("small:asks=12", "small", "small:asks=40,max_new=70")
     size = dict(lengths=(768,), trials=2)
     evaluate(tiny, tmp_path, config(("snapkv:budget=64",), tasks, **size))
@@ -174,9 +167,7 @@ def test_programs_of_all_tasks_compile_before_the_first_batch(
 
 
 @pytest.mark.slow
-def test_programs_that_methods_share_on_the_disk_leave_nothing_to_compile(
-    small, tiny, tmp_path, compiled
-):
+def test_programs_that_methods_share_are_compiled_once(small, tiny, tmp_path, compiled):
     """The second method's first program is read from the disk; the others get its results."""
     engine = tiny.engine
     looped = Engine(engine.config, engine.params, Full(), engine.mesh, chunk=64, by_layer=False)
@@ -210,8 +201,9 @@ def test_contexts_in_the_hosts_memory_give_the_same_rows(small, tiny, tmp_path, 
     tier = {"offload": "host", "working_set": 64}
     there = evaluate(tiny, tmp_path / "there", config(**chosen, **tier))
     assert [setup.offload for setup in engines] == [None, Offload(64)]
-    answers = [{key: row["answer"] for key, row in by_key(x).items()} for x in (here, there)]
-    assert answers[0] == answers[1] and len(answers[0]) == 4
+    there, here = (by_key(rows) for rows in (there, here))
+    assert len(there) == 4
+    assert all(row["answer"] == here[key]["answer"] for key, row in there.items())
     (row,) = evaluate(tiny, tmp_path / "no", config((STREAMING,), trials=1, **tier))
     assert row["refused"].startswith("streaming-llm cannot be offloaded")
     with pytest.raises(ConfigError, match="give offload host too"):
@@ -251,9 +243,7 @@ def test_a_chat_template_stands_around_context_and_question(tiny):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_at_any_write_computes_nothing_twice(
-    small, tiny, tmp_path, computed, monkeypatch
-):
+def test_a_killed_run_computes_nothing_twice(small, tiny, tmp_path, computed, monkeypatch):
     chosen = config(trials=5)
     whole = without_times(evaluate(tiny, tmp_path / "whole", chosen))
     append = lines.append
@@ -322,19 +312,29 @@ def test_a_run_goes_on_with_more_of_everything(small, tiny, tmp_path, computed):
 
 
 def test_rows_of_another_run_are_left_alone_and_two_never_write_one_file(small, tiny, tmp_path):
-    evaluate(tiny, tmp_path, config(trials=1))
-    before = (tmp_path / "rows.jsonl").read_bytes()
+    one, rows = config(trials=1), tmp_path / "rows.jsonl"
+    evaluate(tiny, tmp_path, one)
+    before = rows.read_bytes()
     with pytest.raises(InputError, match="was begun with seed 0, now it is 1"):
         evaluate(tiny, tmp_path, config(trials=1, seed=1))
-    assert (tmp_path / "rows.jsonl").read_bytes() == before
-    (tmp_path / "rows.jsonl").write_text('{"format": 9}\n')
+    assert rows.read_bytes() == before
+    rows.write_text('{"format": 9}\n')
     with pytest.raises(InputError, match="not a file of rows: format 9, expected 1"):
-        evaluate(tiny, tmp_path, config(trials=1))
+        evaluate(tiny, tmp_path, one)
     first = RowStore(tmp_path / "other", {"seed": 0})
     with pytest.raises(InputError, match=r"rows\.jsonl is being written by another run"):
-        evaluate(tiny, tmp_path / "other", config(trials=1))
+        evaluate(tiny, tmp_path / "other", one)
     first.close()
     RowStore(tmp_path / "other", {"seed": 0}).close()
+    # Of two folders the one that had the memory counts.
+    row = {"label": "full", "task_label": "small", "length": 64, "index": 0, "prompt_sha256": "a"}
+    short, found = row | {"refused": "no", "short_of_memory": True}, row | {"answer": "7"}
+    for name, kept in (("short", short), ("found", found)):
+        store = RowStore(tmp_path / name, {})
+        store.add([kept])
+        store.close()
+    for order in (("short", "found"), ("found", "short")):
+        assert read_rows(*(tmp_path / name for name in order)) == [found]
 
 
 def test_what_cannot_be_asked_is_refused_with_the_reason(small, tiny, tmp_path, monkeypatch):
@@ -444,9 +444,7 @@ def test_a_batch_that_does_not_fit_is_halved(small, tiny, tmp_path, failing):
     assert len(rows) == 3 and not any("refused" in row for row in rows)
 
 
-def test_what_was_short_of_memory_is_tried_again_by_the_next_run(
-    small, tiny, tmp_path, monkeypatch, computed, failing
-):
+def test_short_of_memory_is_tried_again(small, tiny, tmp_path, monkeypatch, computed, failing):
     chosen = config(("full", "infllm"), tasks=("small", FEW), trials=2)
     with monkeypatch.context() as patch:
         patch.setattr(tiny.engine, "memory_limit", 1000)
@@ -469,20 +467,7 @@ def test_what_was_short_of_memory_is_tried_again_by_the_next_run(
     assert by_key(evaluate(tiny, tmp_path, chosen)) == rows and computed == []
 
 
-def test_of_two_folders_the_one_that_had_the_memory_counts(tmp_path):
-    row = {"label": "full", "task_label": "small", "length": 64, "index": 0, "prompt_sha256": "a"}
-    short, found = row | {"refused": "no", "short_of_memory": True}, row | {"answer": "7"}
-    for name, kept in (("short", short), ("found", found)):
-        store = RowStore(tmp_path / name, {})
-        store.add([kept])
-        store.close()
-    for order in (("short", "found"), ("found", "short")):
-        assert read_rows(*(tmp_path / name for name in order)) == [found]
-
-
-def test_of_several_processes_one_short_of_memory_does_not_go_its_own_way(
-    small, tiny, tmp_path, monkeypatch, failing
-):
+def test_a_process_short_of_memory_ends_the_job(small, tiny, tmp_path, monkeypatch, failing):
     """The others may be in the middle of the same batch: the job ends."""
     failing(short(lambda work: monkeypatch.setattr(jax, "process_count", lambda: 2) or True))
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):

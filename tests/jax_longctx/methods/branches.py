@@ -6,7 +6,6 @@ slots (`LayerContext.agree`).
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +18,10 @@ from jax_longctx.models.llama import init_params
 from jax_longctx.sharding import make_mesh
 from tests.support import tiny_config
 
-__all__ = ["decided_by_floats"]
-
 COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "ppermute", "all_to_all")
 
 
-def decided_by_floats(method: Any, step: int = 1) -> list[bool]:
+def decided_by_floats(method, step=1):
     """For every branch with a collective in the program of an answer's `step`: by floats or not."""
     config, mesh = tiny_config(num_layers=1), make_mesh(1, 2, 2)
     setup = programs.Setup(config, method, mesh, jnp.dtype(jnp.float32), 16, by_layer=True)
@@ -38,7 +35,7 @@ def decided_by_floats(method: Any, step: int = 1) -> list[bool]:
     segment = decode_segment(ones, ones, np.zeros(2, bool), step_variant(method, step))
     params = jax.eval_shape(lambda: init_params(config, mesh, seed=0, dtype=jnp.float32))
 
-    def step(params: Any, caches: Any, total: Any) -> Any:
+    def step(params, caches, total):
         return programs.run_segment(setup, params, caches, segment, total, None, "none")
 
     found: list[bool] = []
@@ -46,7 +43,7 @@ def decided_by_floats(method: Any, step: int = 1) -> list[bool]:
     return found
 
 
-def _visit(jaxpr: Any, outside: dict[Any, Any], found: list[bool]) -> None:
+def _visit(jaxpr, outside, found):
     """`outside` says which variable of an outer program each input is."""
     made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
     made |= {name: source for name, source in outside.items() if name not in made}
@@ -62,7 +59,7 @@ def _visit(jaxpr: Any, outside: dict[Any, Any], found: list[bool]) -> None:
             found.append(_from_floats(eqn.invars[0], made))
 
 
-def _from_floats(name: Any, made: dict[Any, Any]) -> bool:
+def _from_floats(name, made):
     """Whether a value comes from floats that the shards have not agreed on."""
     queue, done = [(name, made)], set()
     while queue:

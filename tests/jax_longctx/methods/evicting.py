@@ -1,12 +1,8 @@
 """What the tests of methods that evict share: rows, and a comparison with numpy."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import jax
 import numpy as np
 
-from jax_longctx.engine import Engine
 from jax_longctx.parts.evicting import AnswerCache
 from tests.jax_longctx.methods.harness import oracle_params, steps
 from tests.jax_longctx.methods.oracles.evictors import Evicting
@@ -20,7 +16,7 @@ ANSWERS = random_rows([6] * 4, seed=2)
 NOTHING = [[]] * 4
 
 
-def kept_tokens(caches: Sequence[Any]) -> list[list[list[tuple[int, ...]]]]:
+def kept_tokens(caches):
     """Kept tokens by layer, row and kv head."""
     return [
         [
@@ -36,14 +32,14 @@ def kept_tokens(caches: Sequence[Any]) -> list[list[list[tuple[int, ...]]]]:
     ]
 
 
-def _tokens(cache: Any) -> tuple[np.ndarray, np.ndarray]:
+def _tokens(cache):
     if not isinstance(cache, AnswerCache):
         return np.asarray(cache.token), np.asarray(cache.length)
     store, limit = cache.store, cache.limit
     return np.asarray(store.tokens(limit, store.capacity)), np.asarray(store.length(limit))
 
 
-def answer_tokens(cache: AnswerCache, slots: np.ndarray) -> tuple[int, ...]:
+def answer_tokens(cache, slots):
     """The tokens in a head's slots that the next step will read beside its own."""
     kept = sorted(int(token) for token in slots if token >= 0)
     if cache.budget is not None and len(kept) > cache.budget:
@@ -52,13 +48,7 @@ def answer_tokens(cache: AnswerCache, slots: np.ndarray) -> tuple[int, ...]:
     return tuple(kept)
 
 
-def compare(
-    engine: Engine,
-    rule: Any,
-    contexts: Sequence[Sequence[int]] = CONTEXTS,
-    questions: Sequence[Sequence[int]] = NOTHING,
-    answers: Sequence[Sequence[int]] = (),
-) -> list[Evicting]:
+def compare(engine, rule, contexts=CONTEXTS, questions=NOTHING, answers=()):
     """The engine's rows together against numpy's one by one, after each segment.
 
     Kept tokens of every layer and head, the statistics, the position, and the logits.

@@ -6,8 +6,6 @@ row.
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -50,15 +48,13 @@ class Run:
     caches: tuple[Any, ...]
 
     @classmethod
-    def of(
-        cls, engine: Engine, contexts: Sequence[Sequence[int]], reserve: int = 32, slots: int = 0
-    ) -> "Run":
+    def of(cls, engine, contexts, reserve=32, slots=0):
         slots = slots or bucket(max(map(len, contexts)) + reserve + 1, engine.mesh.shape["seq"])
         total = jnp.array([len(row) for row in contexts], jnp.int32)
         caches = programs.init_caches(engine.setup, len(contexts), slots, reserve)
         return cls(engine, slots, reserve, total, caches)
 
-    def feed(self, segments: Iterable[Segment]) -> Iterator[Step]:
+    def feed(self, segments):
         for segment in segments:
             self.caches, logits = programs.run_segment(
                 self.engine.setup, self.engine.params, self.caches, segment, self.total, None, "all"
@@ -66,9 +62,7 @@ class Run:
             layers = programs.per_layer(self.caches)
             yield Step(segment, layers, np.asarray(logits), segment.chunk_lengths)
 
-    def read(
-        self, contexts: Sequence[Sequence[int]], questions: Sequence[Sequence[int]] | None = None
-    ) -> Iterator[Step]:
+    def read(self, contexts, questions=None):
         """The contexts, beside their questions where the method needs them."""
         asked = questions if self.engine.method.info.needs_question else None
         prompt = self.engine.prompt("context", self.slots, context=contexts, question=asked)
@@ -77,9 +71,7 @@ class Run:
             self.engine.setup, self.caches, self.total, self.reserve
         )
 
-    def answer(
-        self, questions: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
-    ) -> Iterator[Step]:
+    def answer(self, questions, answers):
         method = self.engine.method
         prompt = self.engine.prompt("question", self.slots, question=questions)
         yield from self.feed(method.segments(prompt))
@@ -89,7 +81,7 @@ class Run:
             )
         yield from self.tokens(answers)
 
-    def tokens(self, answers: Sequence[Sequence[int]]) -> Iterator[Step]:
+    def tokens(self, answers):
         ones, done = np.ones((len(answers), 1), np.int32), np.zeros(len(answers), bool)
         for step, column in enumerate(zip(*answers, strict=True), start=1):
             tokens, variant = (
@@ -99,28 +91,20 @@ class Run:
             yield from self.feed([decode_segment(tokens, ones, done, variant)])
 
 
-def under(engine: Engine, method: Any) -> Engine:
+def under(engine, method):
     """The engine with another method."""
     other = copy.copy(engine)
     other.method, other.setup = method, dataclasses.replace(engine.setup, method=method)
     return other
 
 
-def steps(
-    engine: Engine,
-    contexts: Sequence[Sequence[int]],
-    questions: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[int]] = (),
-    reserve: int = 32,
-) -> Iterator[Step]:
+def steps(engine, contexts, questions, answers=(), reserve=32):
     run = Run.of(engine, contexts, reserve)
     yield from run.read(contexts, questions)
     yield from run.answer(questions, answers)
 
 
-def prefill(
-    engine: Engine, contexts: list[list[int]], questions: list[list[int]] | None = None
-) -> Context:
+def prefill(engine, contexts, questions=None):
     """A context made by the programs of `steps`, so that none are compiled for it."""
     run = Run.of(engine, contexts)
     for _ in run.read(contexts, questions):
@@ -128,9 +112,7 @@ def prefill(
     return Context(contexts, len(contexts), run.slots, run.reserve, run.total, run.caches)
 
 
-def ask(
-    engine: Engine, context: Context, questions: list[list[int]], answers: list[list[int]]
-) -> list[np.ndarray]:
+def ask(engine, context, questions, answers):
     """Each row's last logits, after every segment of the question and token of the answer.
 
     A context that only grows lends its buffers, as it does to `Engine.stream`.
@@ -143,7 +125,7 @@ def ask(
     return logits
 
 
-def ask_twice(engine: Engine, folder: Path, rows: Any, others: Any) -> Context:
+def ask_twice(engine, folder, rows, others):
     """A question is answered alike after `others`, and from a context saved and loaded."""
     contexts, *asked = rows
     context = prefill(engine, contexts, asked[0])
@@ -157,23 +139,23 @@ def ask_twice(engine: Engine, folder: Path, rows: Any, others: Any) -> Context:
     return loaded
 
 
-def last_logits(step: Step) -> np.ndarray:
+def last_logits(step):
     """`[B, V]`: each row's logits at its last valid token of the step."""
     at = np.maximum(step.valid - 1, 0)
     return step.logits[np.arange(len(at)), at]
 
 
-def texts(lengths: Any, answer: int, seed: int = 0) -> Any:
+def texts(lengths, answer, seed=0):
     """Random rows; `lengths` are pairs of a context's and a question's."""
     sizes = *zip(*lengths, strict=True), [answer] * len(lengths)
     return tuple(random_rows(list(each), seed=seed + n) for n, each in enumerate(sizes))
 
 
-def whole_rows(rows: Any) -> list[list[int]]:
+def whole_rows(rows):
     return [[token for part in parts for token in part] for parts in zip(*rows, strict=True)]
 
 
-def row_logits(engine: Engine, rows: Any, each: Any = None, reserve: int = 32) -> list[np.ndarray]:
+def row_logits(engine, rows, each=None, reserve=32):
     """Every row's logits `[tokens, V]`, in order; `each(step)` looks at each step."""
     pieces: list[list[np.ndarray]] = [[] for _ in rows[0]]
     for step in steps(engine, *rows, reserve=reserve):
@@ -184,22 +166,39 @@ def row_logits(engine: Engine, rows: Any, each: Any = None, reserve: int = 32) -
     return [np.concatenate(piece) for piece in pieces]
 
 
-def oracle_params(engine: Engine) -> Any:
+def with_caches(engine, rows):
+    """Every row's logits, and the layers' caches after the question's first segment."""
+    held = []
+
+    def look(step):
+        if step.segment.role == "query" and not held:
+            held.extend(jax.device_get(step.caches))
+
+    return row_logits(engine, rows, look), held
+
+
+def answer_logits(engine, rows, before=0, reserve=32):
+    """Logits `[B, A, V]` of the answers' tokens, and of so many `before` them."""
+    size = len(rows[2][0]) + before
+    return np.stack([logits[-size:] for logits in row_logits(engine, rows, reserve=reserve)])
+
+
+def oracle_params(engine):
     return to_numpy(jax.device_get(engine.params))
 
 
-def full_logits(engine: Engine, rows: Any) -> list[np.ndarray]:
+def full_logits(engine, rows):
     """Every row's logits `[tokens, V]` under full attention, by numpy."""
     params, attend = oracle_params(engine), causal_attend(engine.config.rope.theta)
     return [forward(engine.config, params, row, attend) for row in whole_rows(rows)]
 
 
-def check_rows(got: Any, expected: Any, atol: float = 1e-4) -> None:
+def check_rows(got, expected, atol=1e-4):
     for mine, theirs in zip(got, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=atol)
 
 
-def traces(oracle: Any, engine: Engine, rules: Any, rows: Any, **options: Any) -> list[Any]:
+def traces(oracle, engine, rules, rows, **options):
     """The account that an oracle's module gives of each row."""
     params, whole = oracle_params(engine), whole_rows(rows)
     calls = [oracle.calls_of(rules, *map(len, parts)) for parts in zip(*rows, strict=True)]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +15,6 @@ from jax_longctx.methods.resa import Resa
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.parts import residual
 from jax_longctx.sharding import make_mesh
-
-__all__ = [
-    "LAMS",
-    "SLOTS",
-    "Case",
-    "Step",
-    "case",
-    "filled",
-    "layer_shape",
-    "on_one_device",
-    "plain_context",
-    "step",
-]
 
 SLOTS = 64
 LAMS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -67,11 +54,11 @@ class Step(NamedTuple):
     prior_lse: np.ndarray
 
 
-def case(lengths: tuple[int, ...] = (50, 33, 9), answered: int = 2, seed: int = 0) -> Case:
+def case(lengths=(50, 33, 9), answered=2, seed=0):
     rng = np.random.default_rng(seed)
     batch = len(lengths)
 
-    def normal(*shape: int) -> np.ndarray:
+    def normal(*shape):
         return rng.normal(size=shape).astype(np.float32)
 
     k, v = (normal(batch, SLOTS, KV_HEADS, WIDTH) for _ in "kv")
@@ -83,12 +70,12 @@ def case(lengths: tuple[int, ...] = (50, 33, 9), answered: int = 2, seed: int = 
     return Case(q, k, v, n, n - np.int32(answered), mean_q)
 
 
-def plain_context() -> LayerContext:
+def plain_context():
     rope = RopeConfig(kind="default", theta=1e4, trained_length=128)
     return LayerContext(scale=WIDTH**-0.5, window=None, rope=rope, total=jnp.zeros(1, jnp.int32))
 
 
-def layer_shape(q: Any, k: Any) -> CacheShape:
+def layer_shape(q, k):
     """Of one layer with queries `[B, N, H]` and a cache `[B, K, S, H]`."""
     batch, heads, slots, width = k.shape
     return CacheShape(
@@ -106,7 +93,7 @@ def layer_shape(q: Any, k: Any) -> CacheShape:
     )
 
 
-def filled(base: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any) -> Any:
+def filled(base, q, k, v, lengths, prompts):
     """A selector's cache with these keys and values in it."""
     ctx, shape = plain_context(), layer_shape(q, k)
     store = AppendCache(k, v, lengths, lengths, lengths, lengths)
@@ -114,7 +101,7 @@ def filled(base: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any) -> Any
     return dataclasses.replace(cache, prompt=prompts)
 
 
-def _body(method: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any, mean_q: Any) -> Any:
+def _body(method, q, k, v, lengths, prompts, mean_q):
     """A decode step whose own token is already the last of the row."""
     base = method.base if isinstance(method, Resa) else method
     ctx, slots = plain_context(), k.shape[2]
@@ -143,7 +130,7 @@ def _body(method: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any, mean_
     chosen = base.attend_selected(q[:, None], cache, ctx, prior)
     everything = chosen.kept == lengths[:, None]
 
-    def combine(lam: float, literal: bool) -> Any:
+    def combine(lam, literal):
         return residual.combine(chosen, prior, everything, lam=lam, literal=literal)
 
     out, lse = combine(method.lam, method.lambda_mode == "paper_literal")
@@ -155,7 +142,7 @@ def _body(method: Any, q: Any, k: Any, v: Any, lengths: Any, prompts: Any, mean_
 
 
 @functools.cache
-def _program(method: Any, sizes: tuple[int, int, int]) -> Any:
+def _program(method, sizes):
     spec = PartitionSpec
     heads, cache = spec("data", "tensor"), spec("data", "tensor", "seq")
     rows = spec("data")
@@ -171,7 +158,7 @@ def _program(method: Any, sizes: tuple[int, int, int]) -> Any:
     )
 
 
-def step(method: Any, given: Case, sizes: tuple[int, int, int] = (1, 1, 1)) -> Step:
+def step(method, given, sizes=(1, 1, 1)):
     """The newest token's query against the row, by `method`."""
     k, v = (np.swapaxes(x, 1, 2) for x in (given.k, given.v))
     run = _program(method, sizes)
@@ -179,7 +166,7 @@ def step(method: Any, given: Case, sizes: tuple[int, int, int] = (1, 1, 1)) -> S
     return Step(*(np.asarray(x) for x in done))
 
 
-def on_one_device(body: Any) -> Any:
+def on_one_device(body):
     """`body` compiled inside a manual mesh of one device, as the engine runs methods."""
     everywhere = PartitionSpec()
     shard_map = functools.partial(

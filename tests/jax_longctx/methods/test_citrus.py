@@ -13,8 +13,9 @@ import pytest
 
 from jax_longctx.contract import beside, chunk_segments
 from jax_longctx.engine import Engine
-from jax_longctx.methods import H2O, TOVA, Citrus, CitrusStandard
+from jax_longctx.methods import H2O, TOVA, Citrus
 from jax_longctx.methods.citrus_individual import CitrusIndividual, ThreadCaches
+from jax_longctx.methods.citrus_standard import CitrusStandard
 from jax_longctx.methods.h2o_shared import H2OShared
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.evicting import kept_tokens

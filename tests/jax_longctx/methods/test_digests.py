@@ -11,13 +11,18 @@ import numpy as np
 import pytest
 
 from jax_longctx.caches import AppendCache
-from jax_longctx.contract import CacheShape
 from jax_longctx.methods import ArkVale, IdealTopK, Quest
 from jax_longctx.methods.arkvale import Digest
 from jax_longctx.parts import page_digests
 from jax_longctx.parts.page_digests import digest_scores
 from tests.jax_longctx.methods.oracles.selection import page_score, softmax_output
-from tests.jax_longctx.methods.selecting import case, on_one_device, plain_context, step
+from tests.jax_longctx.methods.selecting import (
+    case,
+    layer_shape,
+    on_one_device,
+    plain_context,
+    step,
+)
 
 KINDS = ("quest", *typing.get_args(Digest))
 PAGE, PAGES, HEADS, KV_HEADS, WIDTH = 4, 6, 4, 2, 8
@@ -111,19 +116,6 @@ def test_qs_4_digests_kept_up_are_digests_made_anew():
     method = ArkVale(page_size=PAGE, digest="sphere-mean")
     q, keys, _ = data(3, (24, 24, 24))
     k = jnp.asarray(np.swapaxes(keys, 1, 2))
-    shape = CacheShape(
-        batch=3,
-        slots=PAGES * PAGE,
-        reserve=0,
-        chunk=8,
-        num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=WIDTH,
-        dtype=jnp.float32,
-        layer=0,
-        num_layers=1,
-        window=None,
-    )
     made = {}
 
     def after(digests, past, length, added):
@@ -137,7 +129,7 @@ def test_qs_4_digests_kept_up_are_digests_made_anew():
             made[added] = on_one_device(body)
         return made[added](digests, k, *(jnp.array(x, jnp.int32) for x in (past, length)))
 
-    fresh = method.init_cache(shape)
+    fresh = method.init_cache(layer_shape(q, k))
     empty = fresh.digests
     digests, lengths = empty, np.array([0, 0, 0])
     for added, counts in [(7, (7, 3, 7)), (7, (5, 0, 7)), (1, (1, 1, 1)), (1, (1, 0, 1))]:

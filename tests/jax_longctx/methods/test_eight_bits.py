@@ -16,7 +16,6 @@ from jax_longctx.caches import (
     drop_oldest,
     empty_budget_cache,
 )
-from jax_longctx.contract import CacheShape
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import footprint
 from jax_longctx.engine.context_io import load_context, save_context
@@ -29,7 +28,8 @@ from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.quantised import FORMS, Quantised
 from tests.drawing import normal
 from tests.jax_longctx.engine.lowering import compile_layer, no_persistent_cache
-from tests.jax_longctx.methods.harness import ALIKE, last_logits, steps
+from tests.jax_longctx.methods.harness import ALIKE, answer_logits
+from tests.jax_longctx.methods.selecting import layer_shape
 from tests.small_methods import APART, EVERYTHING, KINDS, small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
@@ -53,20 +53,11 @@ quantise = jax.jit(quantised.quantise, static_argnums=1)
 dequantised = jax.jit(quantised.dequantised)
 
 
-def rows_of():
-    return [random_rows(lengths, seed=seed) for seed, lengths in enumerate(ROWS)]
-
-
 @functools.cache
 def logits(method, kv):
     """Logits of two rows' questions and answers, the answers given."""
-    engine = tiny_engine(method, chunk=16, kv=kv)
-    found = [[], []]
-    for step in steps(engine, *rows_of()):
-        if step.segment.role in ("query", "decode"):
-            for row in range(2):
-                found[row].append(step.logits[row, : step.valid[row]])
-    return np.concatenate([*found[0], *found[1]])
+    rows = [random_rows(lengths, seed=seed) for seed, lengths in enumerate(ROWS)]
+    return answer_logits(tiny_engine(method, chunk=16, kv=kv), rows, before=5)
 
 
 def error(method, kv):
@@ -98,14 +89,8 @@ def asked(engine, context, questions):
     return joined(engine.stream(context, questions, max_tokens=8))
 
 
-def step_logits(name, form, contexts, questions, given, **options):
-    engine = tiny_engine(small_method(name), chunk=16, kv=form, **options)
-    found = [
-        last_logits(step)
-        for step in steps(engine, contexts, questions, given)
-        if step.segment.role == "decode"
-    ]
-    return np.stack(found, axis=1)  # [B, steps, V]
+def step_logits(name, form, *rows, **options):
+    return answer_logits(tiny_engine(small_method(name), chunk=16, kv=form, **options), rows)
 
 
 # Methods of a kind meet 8 bits alike, in batches, loops and on meshes.
@@ -135,10 +120,7 @@ POSITIONS = ("true", "shifted")
 
 
 def caches_after(name, kv="int8", apart=True, **settings):
-    """The first layer's caches after context and question of one long row and one short.
-
-    With `apart` those of the answer, where a method makes others for it.
-    """
+    """The first layer's after a long and a short row's question; `apart`: those of the answer."""
     method = dataclasses.replace(small_method(name), **settings)
     engine = tiny_engine(method, chunk=16, kv=kv, by_layer=True)
     contexts, questions = random_rows([100, 30]), random_rows([3, 5], seed=1)
@@ -225,10 +207,8 @@ def test_chosen_tokens_keep_their_numbers_and_scales(name, everything_kept):
 def test_a_token_is_rounded_once(form, oldest, one):
     """However often it moves."""
     heads, width, size = 2, 8, 6
-    shape = CacheShape(
-        batch=1, slots=16, reserve=0, chunk=4, num_heads=heads, num_kv_heads=heads, head_dim=width,
-        dtype=jnp.float32, layer=0, num_layers=1, window=None, kv=form,
-    )  # fmt: skip
+    arrays = (np.zeros(shape, np.float32) for shape in [(1, heads, width), (1, heads, 16, width)])
+    shape = dataclasses.replace(layer_shape(*arrays), kv=form)
     cache = empty_budget_cache(shape, size, grows=False)
     text = np.asarray(normal(1, 24, heads, width))
     stored = quantise(np.swapaxes(text, 1, 2), form)

@@ -22,7 +22,7 @@ from jax_longctx.sharding import leaf_axes, make_mesh
 from tests.checkpoints_convert.tiny import random_state, write_checkpoint
 from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
 from tests.jax_longctx.methods.branches import decided_by_floats
-from tests.jax_longctx.methods.harness import ALIKE, steps
+from tests.jax_longctx.methods.harness import ALIKE, answer_logits, texts
 from tests.small_methods import APART, EVERYTHING, SMALL, small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
@@ -88,21 +88,13 @@ def test_bfloat16_with_nothing_left_out_is_near_full_attention(name):
 
 @functools.cache
 def bfloat16_logits(method, dtype=jnp.bfloat16):
-    """Logits `[N, V]` of two rows' questions and answers."""
+    """Of two rows' questions and answers."""
     config, mesh = tiny_config(num_layers=1), make_mesh()
     params = init_params(config, mesh, seed=0, dtype=jnp.bfloat16)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     engine = Engine(config, params, method, mesh, chunk=16)
-    rows = [
-        random_rows(lengths, seed=seed) for seed, lengths in enumerate([[37, 9], [5, 5], [6, 6]])
-    ]
-    # Row by row: methods cut a question differently.
-    logits = [[], []]
-    for step in steps(engine, *rows):
-        if step.segment.role in ("query", "decode"):
-            for row in range(2):
-                logits[row].append(step.logits[row, : step.valid[row]])
-    return np.concatenate([*logits[0], *logits[1]]).astype(np.float32)
+    rows = texts([(37, 5), (9, 5)], 6)
+    return answer_logits(engine, rows, before=5).astype(np.float32)
 
 
 # With a share of the prompt as a budget too, which grows with it, and full steps by the queries.

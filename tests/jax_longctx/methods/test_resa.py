@@ -1,6 +1,7 @@
 """Sparse decode by whole models against numpy, step by step, and RESA's prior as it grows."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,10 @@ import pytest
 
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import Prompt
-from jax_longctx.methods import ArkVale, ArkValePaged, Quest, Resa
+from jax_longctx.methods import Quest, Resa
 from jax_longctx.parts import residual
 from jax_longctx.sharding import make_mesh
-from tests.jax_longctx.methods.harness import last_logits, steps
+from tests.jax_longctx.methods.harness import oracle_params, row_logits, texts
 from tests.jax_longctx.methods.oracles.selection import decode_logits
 from tests.jax_longctx.methods.selecting import (
     HEADS,
@@ -26,126 +27,75 @@ from tests.jax_longctx.methods.selecting import (
     plain_context,
     step,
 )
+from tests.jax_longctx.methods.test_refusals import made
 from tests.jax_longctx.methods.test_selection import CASES, full, prior_of, row_of
-from tests.oracle import to_numpy
-from tests.support import joined, random_rows, tiny_config, tiny_engine
+from tests.support import joined, tiny_config, tiny_engine
 
 CHUNK = 8
 # Rows that reach a second shard's slots (128 a shard) in the answer and in the question, one that
-# is attended whole, one without a context.
-CONTEXTS = random_rows([122, 124, 7, 0])
-# One question is longer than a chunk, so that rows' questions end in different segments.
-QUESTIONS = random_rows([3, 11, 5, 2], seed=1)
-ANSWERS = random_rows([7] * 4, seed=2)
-FIXED = {"sink": 2, "local": 5}
+# is attended whole, one without a context. One question is longer than a chunk, so that rows'
+# questions end in different segments.
+ROWS = CONTEXTS, QUESTIONS, ANSWERS = texts([(122, 3), (124, 11), (7, 5), (0, 2)], 7)
 ONE_LAYER = tiny_config(num_layers=1)
+# Method, its settings beside `FIXED`, what it ranks by, mesh.
+FIXED = "sink=2 local=5"
 MODELS = {
-    "arkvale": (
-        ArkVale(ratio=0.3, page_size=4, digest="sphere-mean", **FIXED),
-        "arkvale",
-        (1, 4, 1),
-    ),
-    "arkvale resident": (
-        ArkValePaged(budget=8, page_size=4, resident=40, **FIXED),
-        "arkvale",
-        (2, 2, 2),
-    ),
-    "resa": (Resa(budget=8, page_size=4, lam=0.5, **FIXED), "quest", (1, 1, 1)),
+    "arkvale": ("arkvale", "ratio=0.3 page_size=4 digest=sphere-mean", "arkvale", (1, 4, 1)),
+    "resident": ("arkvale-paged", "budget=8 page_size=4 resident=40", "arkvale", (2, 2, 2)),
+    "resa": ("resa", "budget=8 page_size=4 lam=0.5", "quest", (1, 1, 1)),
     "resa ada": (
-        Resa(
-            budget=8,
-            page_size=4,
-            selector="arkvale",
-            digest="centroid",
-            growth="append-fixed-mean",
-            lambda_mode="paper_literal",
-            granularity="kv_head",
-            allocation="ada-floor",
-            **FIXED,
-        ),
-        "arkvale",
-        (2, 2, 2),
+        "resa",
+        "budget=8 page_size=4 selector=arkvale digest=centroid growth=append-fixed-mean "
+        "lambda_mode=paper_literal granularity=kv_head allocation=ada-floor",
+        *("arkvale", (2, 2, 2)),
     ),
     "resa rebuild": (
-        Resa(
-            budget=8,
-            page_size=4,
-            lam=0.5,
-            growth="rebuild",
-            rebuild_every=3,
-            prior_group="mean",
-            **FIXED,
-        ),
-        "quest",
-        (2, 2, 2),
+        "resa",
+        "budget=8 page_size=4 lam=0.5 growth=rebuild rebuild_every=3 prior_group=mean",
+        *("quest", (2, 2, 2)),
     ),
     "resa frozen": (
-        Resa(
-            budget=8,
-            selector="ideal",
-            growth="frozen",
-            prior_group="mean",
-            allocation="psa-resa",
-            **FIXED,
-        ),
-        "ideal",
-        (1, 4, 1),
+        "resa",
+        "budget=8 selector=ideal growth=frozen prior_group=mean allocation=psa-resa",
+        *("ideal", (1, 4, 1)),
     ),
 }
 
 
-@pytest.fixture(scope="module")
-def engine():
-    return tiny_engine(MODELS["resa"][0], config=ONE_LAYER, chunk=CHUNK)
+@functools.cache
+def engine_of(model):
+    name, settings, _, sizes = MODELS[model]
+    method = made(name, f"{settings} {FIXED}")
+    return tiny_engine(method, config=ONE_LAYER, mesh=make_mesh(*sizes), chunk=CHUNK)
 
 
 # What quest does alone, it does in `resa` too.
 @pytest.mark.parametrize(
-    "name",
+    "model",
     [pytest.param(name, marks=() if name == "resa" else pytest.mark.thorough) for name in MODELS],
 )
-def test_x21_rs_7_rs_8_logits_of_every_step_equal_numpy(name, engine):
+def test_x21_rs_7_rs_8_logits_of_every_step_equal_numpy(model):
     """Whatever the chunks, and on any mesh; RESA's p0 and mu_k grow as if made anew."""
-    method, kind, sizes = MODELS[name]
-    if name != "resa":
-        engine = tiny_engine(method, config=ONE_LAYER, mesh=make_mesh(*sizes), chunk=CHUNK)
-    params = to_numpy(jax.device_get(engine.params))
-    asked = [np.zeros(0)] * 4
-    decoded = []
-    for done in steps(engine, CONTEXTS, QUESTIONS, ANSWERS):
-        rows = last_logits(done)
-        if done.segment.role == "query":
-            asked = [
-                rows[b] if done.segment.valid[b, 0] else asked[b] for b in range(len(CONTEXTS))
-            ]
-        elif done.segment.role == "decode":
-            decoded.append(rows)
-            caches = done.caches
-    got = np.stack([np.stack(asked), *decoded], axis=1)
-    for row in range(len(CONTEXTS)):
-        prompt = CONTEXTS[row] + QUESTIONS[row]
-        expected, kept = decode_logits(kind, method, engine.config, params, prompt, ANSWERS[row])
-        np.testing.assert_allclose(got[row], expected, atol=1e-4)
-        cache = caches[0]
-        np.testing.assert_array_equal(np.asarray(cache.kept)[row], kept[0])
-        assert int(cache.steps[row]) == len(ANSWERS[row])
-    assert (kept_share(caches[-1], 0) < 0.6).any()
+    engine, last = engine_of(model), []
+    logits = row_logits(engine, ROWS, lambda step: last.append(step.caches))
+    cache, shares = last[-1][0], []
+    for row, (context, question, answer) in enumerate(zip(*ROWS, strict=True)):
+        prompt, numpys = context + question, (engine.config, oracle_params(engine))
+        expected, kept = decode_logits(MODELS[model][2], engine.method, *numpys, prompt, answer)
+        np.testing.assert_allclose(logits[row][-8:], expected, atol=1e-4)
+        np.testing.assert_array_equal(cache.kept[row], kept[0])
+        assert int(cache.steps[row]) == len(answer)
+        shares.append(kept[0] / len(answer) / (len(prompt) + len(answer)))
+    assert (shares[0] < 0.6).any(), "much must be left out"
 
 
-def kept_share(cache, row):
-    length = len(CONTEXTS[row]) + len(QUESTIONS[row]) + len(ANSWERS[row])
-    return np.asarray(cache.kept)[row] / int(cache.steps[row]) / length
-
-
-def test_a_prompts_last_token_alone_is_a_question(engine):
+def test_a_prompts_last_token_alone_is_a_question():
     """`generate` feeds it so; the prior must be made after it, and with it."""
-    prompts = [context or [1] for context in CONTEXTS]
+    engine, prompts = engine_of("resa"), [context or [1] for context in CONTEXTS]
     answers = joined(engine.generate(prompts, max_tokens=9))
-    params = to_numpy(jax.device_get(engine.params))
+    numpys = engine.config, oracle_params(engine)
     for prompt, answer in zip(prompts, answers, strict=True):
-        logits, _ = decode_logits(
-            "quest", engine.method, engine.config, params, prompt, answer[:-1]
-        )
+        logits, _ = decode_logits("quest", engine.method, *numpys, prompt, answer[:-1])
         assert logits.argmax(-1).tolist() == answer
 
 

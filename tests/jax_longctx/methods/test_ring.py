@@ -11,14 +11,18 @@ from jax_longctx.engine import programs
 from jax_longctx.methods import Full
 from jax_longctx.methods.ring import Ring
 from jax_longctx.sharding import make_mesh
-from tests.jax_longctx.methods.harness import last_logits, steps
-from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy, weighted_values
-from tests.support import random_rows, tiny_engine
+from tests.jax_longctx.methods.harness import (
+    check_rows,
+    full_logits,
+    oracle_params,
+    texts,
+    with_caches,
+)
+from tests.oracle import forward, probabilities, rope, weighted_values
+from tests.support import tiny_engine
 
 # Beyond three shards of four; an odd length within the second; within the first; one token.
-CONTEXTS = random_rows([450, 201, 77, 1])
-QUESTIONS = random_rows([3, 2, 20, 1], seed=1)
-ANSWERS = random_rows([3] * 4, seed=2)
+ROWS = CONTEXTS, *_ = texts([(450, 3), (201, 2), (77, 20), (1, 1)], 3)
 
 
 def engine_of(mesh, **settings):
@@ -28,11 +32,7 @@ def engine_of(mesh, **settings):
 @functools.cache
 def expected():
     """Logits `[B, 4, V]` of each row's question's last token and of its answer."""
-    engine = tiny_engine()
-    params = to_numpy(jax.device_get(engine.params))
-    rows = [[*a, *b, *c] for a, b, c in zip(CONTEXTS, QUESTIONS, ANSWERS, strict=True)]
-    attend = causal_attend(engine.config.rope.theta)
-    return np.stack([forward(engine.config, params, row, attend)[-4:] for row in rows])
+    return [logits[-4:] for logits in full_logits(tiny_engine(), ROWS)]
 
 
 @functools.cache
@@ -57,25 +57,15 @@ def plain():
 )
 def test_r1_r2_r4_it_is_full_attention(mesh, order):
     """Also in ragged rows that end within a shard; keys lie where one device has them."""
-    engine = engine_of(mesh, order=order)
-    seen, held = [], []
-    for step in steps(engine, CONTEXTS, QUESTIONS, ANSWERS):
-        if step.segment.role == "query" and not held:
-            held = [
-                {name: np.asarray(getattr(cache, name)) for name in "kv"} for cache in step.caches
-            ]
-        seen.append(step)
+    logits, held = with_caches(engine_of(mesh, order=order), ROWS)
     for ours, theirs in zip(held, plain(), strict=True):
         for row, tokens in enumerate(CONTEXTS):
             for name in "kv":
-                both = (x[row, :, : len(tokens)] for x in (ours[name], getattr(theirs, name)))
+                both = (
+                    x[row, :, : len(tokens)] for x in (getattr(ours, name), getattr(theirs, name))
+                )
                 np.testing.assert_allclose(*map(np.asarray, both), atol=2e-5)
-    for column, step in enumerate(seen[-3:], start=1):
-        np.testing.assert_allclose(last_logits(step), expected()[:, column], atol=1e-4)
-    for row, length in enumerate(len(question) for question in QUESTIONS):
-        asked = [step for step in seen if step.segment.role == "query" and step.valid[row]]
-        np.testing.assert_allclose(last_logits(asked[-1])[row], expected()[row, 0], atol=1e-4)
-        assert sum(step.valid[row] for step in asked) == length
+    check_rows([row[-4:] for row in logits], expected())
 
 
 SLOW = pytest.mark.slow
@@ -96,7 +86,7 @@ def test_r3_a_cut_ring_sees_itself_and_the_shards_before(hops):
         keys.append(rope(k, at, theta))
         return weighted_values(probabilities(rope(q, at, theta), keys[-1], visible), v)
 
-    forward(engine.config, to_numpy(jax.device_get(engine.params)), row, attend)
+    forward(engine.config, oracle_params(engine), row, attend)
     for cache, mine in zip(programs.per_layer(context.caches), keys, strict=True):
         held = np.asarray(cache.k)[0, :, : len(row)].swapaxes(0, 1)
         np.testing.assert_allclose(held, mine, atol=1e-4)

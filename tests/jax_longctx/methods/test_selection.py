@@ -5,8 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jax_longctx.methods import ArkVale, ArkValePaged, IdealTopK, Quest, Resa
+from jax_longctx.methods.arkvale import ArkVale
+from jax_longctx.methods.ideal_topk import IdealTopK
+from jax_longctx.methods.quest import Quest
+from jax_longctx.methods.resa import Resa
 from jax_longctx.parts.selecting import Selecting, SelectingPages
+from jax_longctx.studies.arkvale_paged import ArkValePaged
 from tests.jax_longctx.methods.oracles.selection import resa_output, selected, softmax_output
 from tests.jax_longctx.methods.selecting import (
     KV_HEADS,

@@ -13,13 +13,13 @@ from jax_longctx.methods import METHODS, make_method
 from jax_longctx.planning.compiled import count_collectives
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.lowering import compile_decode
-from tests.jax_longctx.methods.harness import last_logits, steps
+from tests.jax_longctx.methods.harness import answer_logits, texts
 from tests.small_methods import SMALL
-from tests.support import random_rows, tiny_config, tiny_engine
+from tests.support import tiny_config, tiny_engine
 
 # 1,024 slots over four shards, of 256 each; over eight, of 128 each. `test_every_method` has every
 # method on two.
-LENGTHS = (850, 301)
+LENGTHS = [(850, 5), (301, 3)]
 # Settings that choose in different ways.
 CASES = {
     "full": {},
@@ -42,13 +42,10 @@ PAIRS = [
 
 @functools.cache
 def logits(name, shards):
-    """Logits `[B, A, V]` of the answers' tokens."""
     method = make_method(name if name in METHODS else name.rsplit("-", 1)[0], CASES[name])
     config = tiny_config(num_layers=1, max_position=4096)
     engine = tiny_engine(method, config=config, mesh=make_mesh(1, shards, 1), chunk=64)
-    rows = [random_rows(each, seed=n) for n, each in enumerate([LENGTHS, [5, 3], [4, 4]])]
-    seen = list(steps(engine, *rows))
-    return np.stack([last_logits(step) for step in seen if step.segment.role == "decode"], axis=1)
+    return answer_logits(engine, texts(LENGTHS, 4))
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""Star Attention against numpy, on meshes of up to four shards (spec: S1-S8, S10, S11, S14)."""
+"""Star Attention against numpy, on meshes of up to four shards, and what decodes over its cache.
+
+The names carry the spec's ids (S1-S14).
+"""
 
 import dataclasses
 import functools
@@ -10,34 +13,30 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jax_longctx.contract import Prompt
-from jax_longctx.engine import Engine, programs
-from jax_longctx.methods import Full
+from jax_longctx.engine import programs
+from jax_longctx.methods import Full, make_method, settings_of
 from jax_longctx.methods.star import Star
 from jax_longctx.sharding import make_mesh
-from tests.jax_longctx.methods.harness import last_logits, steps
-from tests.jax_longctx.methods.oracles.star import answer_logits, read_blocks
-from tests.oracle import to_numpy
+from jax_longctx.studies.star_released_mask import StarReleasedMask
+from tests.jax_longctx.methods.harness import (
+    answer_logits,
+    check_rows,
+    oracle_params,
+    texts,
+    with_caches,
+)
+from tests.jax_longctx.methods.oracles.star import read_blocks, tail_logits
 from tests.support import random_rows, tiny_engine
 
 # Beyond three shards of four, in 8 blocks of 64; within the second shard; two blocks; one token.
-CONTEXTS = random_rows([450, 201, 77, 1])
-QUESTIONS = random_rows([3, 2, 20, 1], seed=1)
-ANSWERS = random_rows([3] * 4, seed=2)
+ROWS = CONTEXTS, QUESTIONS, ANSWERS = texts([(450, 3), (201, 2), (77, 20), (1, 1)], 3)
 STAR = Star(block=64)
+thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
-@functools.cache
-def model():
-    engine = tiny_engine()
-    return engine, to_numpy(jax.device_get(engine.params))
-
-
-def engine_of(method, mesh=(1, 4, 1), chunk=24):
-    """The same weights on any mesh; chunks that do not divide a block."""
-    engine, _ = model()
-    mesh = make_mesh(*mesh)
-    params = tiny_engine(mesh=mesh).params
-    return Engine(engine.config, params, method, mesh, chunk=chunk)
+def engine_of(method, mesh=(1, 4, 1)):
+    """Chunks do not divide a block."""
+    return tiny_engine(method, mesh=make_mesh(*mesh), chunk=24)
 
 
 @functools.cache
@@ -46,12 +45,11 @@ def expected(method):
 
     Logits `[B, 4, V]` of the question's last token and the answer's, and the keys `[L][T, K, H]`.
     """
-    engine, params = model()
-    found = []
-    for row, question, answer in zip(CONTEXTS, QUESTIONS, ANSWERS, strict=True):
-        kept = read_blocks(method, engine.config, params, row)
-        logits = answer_logits(engine.config, params, kept, [*question, *answer])
-        found.append((logits[-4:], [k for k, _ in kept]))
+    engine = engine_of(STAR, (1, 1, 1))
+    model, found = (engine.config, oracle_params(engine)), []
+    for row, question, answer in zip(*ROWS, strict=True):
+        kept = read_blocks(method, *model, row)
+        found.append((tail_logits(*model, kept, [*question, *answer])[-4:], [k for k, _ in kept]))
     return found
 
 
@@ -70,22 +68,15 @@ def test_all_blocks_but_the_first_have_an_anchor_of_one_token_too():
 
 def compare(engine, method):
     """Every row's kept keys, and its logits at the question's end and in the answer."""
-    wanted, seen, held = expected(method), [], []
-    for step in steps(engine, CONTEXTS, QUESTIONS, ANSWERS):
-        if step.segment.role == "query" and not held:
-            held = [np.asarray(cache.k) for cache in step.caches]
-        seen.append(step)
-    for layer, ours in enumerate(held):
-        for row, (_, keys) in enumerate(wanted):
-            kept = ours[row, :, : len(CONTEXTS[row])].swapaxes(0, 1)
-            np.testing.assert_allclose(kept, keys[layer], atol=1e-4)
+    logits, held = with_caches(engine, ROWS)
     assert len(held) == engine.config.num_layers
-    for column, step in enumerate(seen[-3:], start=1):
-        logits = np.stack([row[column] for row, _ in wanted])
-        np.testing.assert_allclose(last_logits(step), logits, atol=1e-4)
+    for row, (wanted, keys) in enumerate(expected(method)):
+        np.testing.assert_allclose(logits[row][-4:], wanted, atol=1e-4)
+        mine = [cache.k[row, :, : len(CONTEXTS[row])].swapaxes(0, 1) for cache in held]
+        check_rows(mine, keys)
 
 
-@pytest.mark.parametrize("kv", [pytest.param("recompute", marks=pytest.mark.thorough), "broadcast"])
+@pytest.mark.parametrize("kv", [thorough("recompute"), "broadcast"])
 def test_s3_s4_s7_s11_blocks_question_and_answer_equal_numpy(kv):
     method = dataclasses.replace(STAR, anchor_kv=kv)
     compare(engine_of(method), method)
@@ -108,13 +99,13 @@ def test_s5_s6_any_number_of_shards_gives_the_same(kv, mesh):
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"anchor": 0}, marks=pytest.mark.thorough),
-        pytest.param({"anchor": 20, "anchor_kv": "broadcast"}, marks=pytest.mark.thorough),
+        thorough({"anchor": 0}),
+        thorough({"anchor": 20, "anchor_kv": "broadcast"}),
         {"content": "previous", "positions": "previous"},
-        pytest.param({"positions": "previous"}, marks=pytest.mark.thorough),
-        pytest.param({"content": "shuffled", "anchor": 30}, marks=pytest.mark.thorough),
-        pytest.param({"content": "constant", "constant": 7}, marks=pytest.mark.thorough),
-        pytest.param({"content": "random", "anchor": 30}, marks=pytest.mark.thorough),
+        thorough({"positions": "previous"}),
+        thorough({"content": "shuffled", "anchor": 30}),
+        thorough({"content": "constant", "constant": 7}),
+        thorough({"content": "random", "anchor": 30}),
     ],
     ids=str,
 )
@@ -127,7 +118,7 @@ def test_s14_anchors_equal_numpy(changes):
 def test_random_positions_are_ascending_below_the_block():
     method = dataclasses.replace(STAR, positions="random", anchor=30)
     engine = engine_of(method, (1, 1, 1))
-    cache = method.init_cache(shape_of(engine))
+    cache = method.init_cache(programs.cache_shapes(engine.setup, 1, 256, 8)[0])
     cache = dataclasses.replace(cache, filled=jnp.full((1, 1), 128, jnp.int32))
     setup = engine.setup
 
@@ -142,10 +133,6 @@ def test_random_positions_are_ascending_below_the_block():
     (drawn,) = np.asarray(run(cache))
     assert (np.diff(drawn) > 0).all() and drawn[0] >= 0 and drawn[-1] < 128
     assert drawn.tolist() != list(range(30))
-
-
-def shape_of(engine):
-    return programs.cache_shapes(engine.setup, 1, 256, 8)[0]
 
 
 @pytest.mark.slow
@@ -172,3 +159,87 @@ def test_s10_only_the_answers_tokens_are_appended():
     assert (
         type(programs.per_layer(context.caches)[0]).__name__ == "AppendCache"
     )  # the anchors are gone
+
+
+DECODES = {
+    "quest": {"decode.page_size": 8},
+    "ideal-topk": {},
+    "resa": {"decode.page_size": 8},
+    "resa-arkvale": {"decode.page_size": 8, "decode.selector": "arkvale"},
+    "resa-ideal": {"decode.selector": "ideal"},
+    "resa-frozen": {"decode.page_size": 8, "decode.growth": "frozen"},
+    "resa-first-dense": {"decode.page_size": 8, "decode.skip_layers": 1},
+    "refreshkv": {},
+}
+
+
+def star(name, budget, **settings):
+    """Star whose second phase is the method of that name."""
+    decode, *_ = name.split("-") if name.startswith("resa") else [name]
+    given = {"decode": decode, "decode.budget": budget, **DECODES[name], **settings}
+    if decode != "refreshkv":
+        given["decode.local"] = 16
+    return make_method("star", {"block": 64, **given})
+
+
+@functools.cache
+def logits_of(method, lengths, mesh=(1, 1, 1)):
+    return answer_logits(engine_of(method, mesh), texts(lengths, 4), before=1)
+
+
+# Each method and setting is in one of the two tests.
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["quest", "resa", "resa-frozen", "refreshkv"])
+def test_two_blocks_decode_as_the_method_alone(name):
+    """Two blocks on two shards are full attention: keys, pages and mean queries are all there."""
+    lengths = (128, 3), (100, 5)
+    method = star(name, 16)
+    assert make_method("star", settings_of(method)["settings"]) == method
+    mine, alone = logits_of(method, lengths, (1, 2, 1)), logits_of(method.decode, lengths)
+    np.testing.assert_allclose(mine, alone, atol=1e-4)
+    # A small budget reads less than everything.
+    assert np.abs(mine - logits_of(Full(), lengths))[:, 1:].max() > 1e-3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["ideal-topk", "resa-arkvale", "resa-ideal", "resa-first-dense"])
+def test_a_budget_for_all_is_star_with_full_attention(name):
+    lengths, mesh = ((250, 3), (70, 5)), (1, 4, 1)
+    for_all, whole = (logits_of(it, lengths, mesh) for it in (star(name, 1024), Star(block=64)))
+    np.testing.assert_allclose(for_all, whole, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh", [(1, 4, 1), pytest.param((1, 1, 1), marks=pytest.mark.thorough)], ids=str
+)
+def test_s13_the_authors_mask_hides_a_hosts_last_keys_from_a_questions_first_rows(mesh):
+    """Also a question of more tokens than a host holds (ST-B2). One host has nothing to hide."""
+    method = StarReleasedMask(block=128)
+    rows = texts([(201, 5), (300, 140)], 3)
+    engine = engine_of(method, mesh)
+    params = oracle_params(engine)
+    mine = answer_logits(engine, rows, before=1, reserve=150)
+    for b, (context, question, answer) in enumerate(zip(*rows, strict=True)):
+        kept = read_blocks(method, engine.config, params, context)
+        count, hidden = len(question), []
+        for r in range(count):
+            hosts = range((len(context) - 1) // 128 if mesh[1] > 1 else 0)
+            # Of a host's 128 keys row r sees those up to 128 - count + r.
+            seen = max(128 - count + r + 1, 0)
+            hidden.append([128 * host + slot for host in hosts for slot in range(seen, 128)])
+        wanted = tail_logits(engine.config, params, kept, [*question, *answer], hidden)
+        np.testing.assert_allclose(mine[b], wanted[-4:], atol=1e-4)
+        plain = tail_logits(engine.config, params, kept, [*question, *answer])
+        assert (np.abs(wanted - plain)[-4:].max() > 1e-3) == (mesh[1] > 1)
+
+
+def test_s12_no_token_compiles_anything():
+    engine = engine_of(Star(block=64), (1, 2, 1))
+    context = engine.prefill([random_rows([100])[0]], reserve=64)
+    stream = engine.stream(context, [[1, 2]], max_tokens=60)
+    tokens = [next(stream), next(stream)]
+    before = programs.decode_block._cache_size()
+    tokens += stream
+    assert sum(len(block[0]) for block in tokens) == 60
+    assert programs.decode_block._cache_size() == before

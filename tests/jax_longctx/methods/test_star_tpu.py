@@ -9,8 +9,8 @@ from jax_longctx.engine import Sampling, programs
 from jax_longctx.engine.capacity import bucket, bytes_per_device, staged_caches
 from jax_longctx.engine.sampling import sampling_static
 from jax_longctx.methods import make_method
-from jax_longctx.planning.compiled import abstract_values, count_collectives
-from jax_longctx.sharding import make_mesh, tree_shardings
+from jax_longctx.planning.compiled import abstract_values, count_collectives, placed
+from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.lowering import (
     abstract_params,
     abstract_state,
@@ -43,14 +43,6 @@ def setup_of(name, settings, seq, tensor):
     return programs.Setup(config, method, mesh, jnp.dtype(jnp.bfloat16), 512)
 
 
-def placed(setup, caches):
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        caches,
-        tree_shardings(setup.mesh, caches),
-    )
-
-
 def prefill(setup):
     """A compiled program for each kind of segment, by its variant and columns on a shard."""
     slots = bucket(CONTEXT + RESERVE + 1, setup.mesh.shape["seq"])
@@ -70,7 +62,13 @@ def prefill(setup):
         kind = segment.variant, segment.tokens.shape[1] // shards
         if kind not in found:
             lowered = programs.whole_segment.lower(
-                setup, abstract_params(setup), placed(setup, caches), segment, total, None, "none"
+                setup,
+                abstract_params(setup),
+                placed(setup.mesh, caches),
+                segment,
+                total,
+                None,
+                "none",
             )
             found[kind] = lowered.compile()
     return found
@@ -84,7 +82,7 @@ def decode(setup):
     lowered = programs.decode_block.lower(
         setup,
         abstract_params(setup),
-        placed(setup, caches),
+        placed(setup.mesh, caches),
         abstract_state(1),
         total,
         total.update(shape=(1, 32)),

@@ -53,7 +53,7 @@ def serving(model, folder, **options):
     run = functools.partial(served.run, bound, on_ready=ready.set)
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert ready.wait(400)
+    assert ready.wait(patience(400))
     assert not faults, faults
     running = Running(served, f"http://127.0.0.1:{bound.getsockname()[1]}", faults, thread)
     try:

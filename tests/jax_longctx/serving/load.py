@@ -70,7 +70,7 @@ def memory(pid: int) -> int:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("checkpoint")
-    numbers = {"clients": 32, "contexts": 4, "sentences": 60, "read": 0, "tokens": 16}
+    numbers = {"clients": 32, "contexts": 4, "sentences": 60, "tokens": 16}
     numbers |= {"length": 2048, "rows": 8, "share-from": 8192}
     options.add_argument("--minutes", type=float, default=10)
     for name, default in numbers.items():
@@ -94,18 +94,9 @@ def main() -> None:
         server.kill()
 
 
-def read_seconds(server: Process, number: int, sentences: int) -> float:
-    """Seconds to read one new text."""
-    with server.http() as http:
-        http.timeout = 600
-        began = time.monotonic()
-        read(http, text=book(number, sentences), ttl=1)
-        return time.monotonic() - began
-
-
 def measured(server: Process, given: argparse.Namespace) -> dict[str, object]:
     """Runs the clients; what they saw."""
-    first, between, errors, differing, reading, used = [], [], [], [], [], []
+    first, between, errors, differing, used = [], [], [], [], []
     with server.http() as http:
         http.timeout = 600
         texts = [book(number, given.sentences) for number in range(given.contexts)]
@@ -113,15 +104,7 @@ def measured(server: Process, given: argparse.Namespace) -> dict[str, object]:
     cases = list(itertools.product([name["id"] for name in names], QUESTIONS, (1, 2)))
     with server.client() as client:
         alone = {case: ask(client, "model", case, given.tokens) for case in cases}
-    # The first compiles.
-    reads = [read_seconds(server, 1000 + n, given.read) for n in range(3 if given.read else 0)]
     end = time.monotonic() + 60 * given.minutes
-
-    def read_on() -> None:
-        for number in itertools.count(2000):
-            if not given.read or time.monotonic() >= end:
-                return
-            reading.append(read_seconds(server, number, given.read))
 
     def work(number: int) -> None:
         draw = random.Random(number)
@@ -139,7 +122,6 @@ def measured(server: Process, given: argparse.Namespace) -> dict[str, object]:
                     differing.append({"alone": alone[case][0], "found": text})
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(given.clients)]
-    threads.append(threading.Thread(target=read_on))
     began = time.monotonic()
     for thread in threads:
         thread.start()
@@ -165,8 +147,6 @@ def measured(server: Process, given: argparse.Namespace) -> dict[str, object]:
         "alone_between_ms": percentiles([gap for _, _, gaps in alone.values() for gap in gaps]),
         "first_token_ms": percentiles(first),
         "between_ms": percentiles(between),
-        "reading_alone_s": [round(seconds, 2) for seconds in reads[1:]],
-        "reading_amid_s": [round(seconds, 2) for seconds in reading],
         "memory_first_minute_mib": round(np.mean(early) / 2**20, 1),
         "memory_last_minute_mib": round(np.mean(late) / 2**20, 1),
     }

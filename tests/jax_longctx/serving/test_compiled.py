@@ -97,7 +97,7 @@ def test_requests_are_taken_when_the_programs_are_compiled(tiny, tmp_path):
 
     def compiling(done, total):
         came.set()
-        assert held.wait(60)
+        assert held.wait(patience(60))
 
     options = ServeOptions(name="tiny", contexts=tmp_path / "c", lengths=LENGTHS, ready_for=8)
     faults, ready = [], threading.Event()
@@ -109,7 +109,7 @@ def test_requests_are_taken_when_the_programs_are_compiled(tiny, tmp_path):
         thread.start()
         body = {"model": "tiny", "prompt": "One", "max_tokens": 2}
         try:
-            assert came.wait(60)
+            assert came.wait(patience(60))
             assert httpx.get(f"{url}/health").status_code == 200
             found = httpx.get(f"{url}/ready")
             assert (found.status_code, found.json()["status"]) == (503, "compiling")
@@ -117,7 +117,7 @@ def test_requests_are_taken_when_the_programs_are_compiled(tiny, tmp_path):
             assert refused.status_code == 503 and "Retry-After" in refused.headers
             assert not ready.is_set()
             held.set()
-            assert ready.wait(60)
+            assert ready.wait(patience(60))
             assert httpx.get(f"{url}/ready").status_code == 200
             assert (
                 httpx.post(f"{url}/v1/completions", json=body, timeout=patience(60)).status_code

@@ -59,7 +59,7 @@ def chat(client, question, context=None, model="tiny", **how):
     """The server's answer to one question, about a context where one is named."""
     messages = [{"role": "user", "content": question}]
     more = {} if context is None else {"context": context}
-    return client.chat.completions.create(model="tiny", messages=messages, extra_body=more, **how)
+    return client.chat.completions.create(model=model, messages=messages, extra_body=more, **how)
 
 
 def read(http, **body):

@@ -2,7 +2,9 @@
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, processors
+
+from tests.jax_longctx.cli import tiny_model
 
 # RUF001: the full-width signs are the point.
 TEXT = "The pass key is 12345. 你好，世界。 Größe naïve façade Ελλάδα 🙂👩‍👩‍👧 日本語テキスト\n" * 4  # noqa: RUF001
@@ -15,17 +17,8 @@ def text():
 
 @pytest.fixture
 def byte_level():
-    """A byte-level BPE (Llama 3, Qwen, SmolLM): few merges, so characters span several tokens."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|begin|>", "<|end|>", "<|turn|>"],
-        show_progress=False,
-    )
-    backend.train_from_iterator([TEXT], trainer)
+    """As Llama 3, Qwen and SmolLM have one: its characters span several tokens."""
+    backend = tiny_model.byte_level(TEXT)
     backend.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
     )
@@ -39,19 +32,11 @@ def byte_fallback():
     tokens += ["▁", *"aehiksty", "▁t", "▁th", "▁the"]
     vocab = {token: index for index, token in enumerate(tokens)}
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e")]
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True)
-    )
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    model = models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence(spaces)
+    joined = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*joined, decoders.Strip(" ", 1, 0)])
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
     return backend

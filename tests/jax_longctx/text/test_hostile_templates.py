@@ -111,14 +111,6 @@ def test_an_odd_template_renders(monkeypatch):
     assert render("<{{ messages[0].content }}>", document) == f"<{document}>"
 
 
-def test_rendering_again_takes_no_new_process():
-    template = ChatTemplate("{{ messages | length }}", {})
-    template.render([], add_generation_prompt=True)
-    process = tokenizer._RENDERER._process
-    assert [template.render([], add_generation_prompt=True) for _ in range(100)] == ["0"] * 100
-    assert tokenizer._RENDERER._process is process and process.poll() is None
-
-
 def test_an_interrupt_leaves_no_reply_behind_and_a_killed_process_is_replaced():
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -137,3 +129,9 @@ def test_an_interrupt_leaves_no_reply_behind_and_a_killed_process_is_replaced():
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert render("b") == "b"
+    # Rendering again takes no new process.
+    template = ChatTemplate("{{ messages | length }}", {})
+    template.render([], add_generation_prompt=True)
+    process = tokenizer._RENDERER._process
+    assert [template.render([], add_generation_prompt=True) for _ in range(100)] == ["0"] * 100
+    assert tokenizer._RENDERER._process is process and process.poll() is None

@@ -28,24 +28,18 @@ def drawn(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """How a task is checked.
+    """How a task is checked."""
 
-    Attributes:
-      answer: the right answer, read from the prompt.
-      slack: most words that may be missing to the length asked for; of real tokens `real_slack`.
-      text: whether the task has a text to hide in; lengths are looked at in one of short sentences.
-      tokens: words of a prompt.
-      settings: the task's.
-      hidden: whether the right answers stand in the context, that many times each, and neither
-        in the query nor in the answer prefix; 0 where they need not.
-    """
-
+    # The right answer, read from the prompt.
     answer: Callable[[Sample], str]
+    # Most words that may be missing to the length asked for; of real tokens the latter.
     slack: int = 5
     real_slack: int = 25
+    # Whether it has a text to hide in; lengths are looked at in one of short sentences.
     text: bool = False
     tokens: int = 600
     settings: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    # How often each right answer stands in the context, and not behind it; 0 where it need not.
     hidden: int = 1
 
 
@@ -55,7 +49,6 @@ def passkey(sample):
 
 
 def kept(sample):
-    """Where the things of the question are kept, each in a sentence."""
     found = []
     for thing in re.findall(r"the (\w+ \w+ of \w+)", sample.query):
         (place,) = re.findall(rf"The {thing} is kept in the ([\w ]+)\.", sample.context)
@@ -64,7 +57,6 @@ def kept(sample):
 
 
 def secrets(sample):
-    """All that the context assigns to the keys of the question."""
     keys = re.search(r"assigned to (.*) in the text above", sample.query)[1]
     named = re.split(r",? and |, ", keys)
     pairs = re.findall(r"A secret \w+ assigned to ([\w-]+) is: ([\w-]+)\.", sample.context)
@@ -72,7 +64,6 @@ def secrets(sample):
 
 
 def variables(sample):
-    """All that come to hold the value of the question."""
     value, held = re.search(r"the value (\d+)", sample.query)[1], {}
     for name, other, number in re.findall(r"VAR (\w+) = (?:VAR (\w+)|(\d+))", sample.context):
         held[name] = number or held[other]
@@ -80,14 +71,12 @@ def variables(sample):
 
 
 def repeated(sample):
-    """The ten most common words of the last list."""
     listed = sample.context.rpartition("Find them.")[2].split()
     assert listed[::2] == [f"{i + 1}." for i in range(len(listed) // 2)]
     return ", ".join(word for word, _ in Counter(listed[1::2]).most_common(10))
 
 
 def coded(sample):
-    """The three most frequent words behind the dots."""
     text = sample.context.partition("comes up.")[2].split()
     (dots, _), *three = Counter(text).most_common(4)
     assert dots == "..."
@@ -106,7 +95,6 @@ def entry(sample):
 
 
 def chain(sample):
-    """A chain through the list, from its last key on."""
     keys = re.findall(r"Name of key: (\w+)-(\w+)", sample.context)
     after, found = dict(keys), [keys[-1]]
     while len(found) < int(re.search(r"chain of (\d+) keys", sample.query)[1]):
@@ -118,15 +106,14 @@ def chain(sample):
 def page_rows(sample):
     """What the page lists, record by record, blank cells as N/A."""
     page = re.search(r"```html\n(.*)\n```", sample.context, re.DOTALL)[1]
-    records = [
+    rows = [
         re.findall(r"<(?:td|h3|span|dd)\b[^>]*>([^<]*)", record)
         for record in re.split(r"(?=<(?:tr|h3|dl)\b)", page)
     ]
-    return [[html.unescape(cell) or "N/A" for cell in row] for row in records if row]
+    return [[html.unescape(cell) or "N/A" for cell in row] for row in rows if row]
 
 
 def table(sample):
-    """The page's records in the form asked for."""
     rows = page_rows(sample)
     wanted = re.search(r"whose (\w+) is (below|at least) ([\d.]+) of", sample.query)
     if wanted is not None:
@@ -158,7 +145,6 @@ def facts(text):
 
 
 def room_of_person(told, person):
-    """The last room that the person went to."""
     rooms = [fact["room"] for fact in told if fact.get("who") == person]
     return rooms[-1] if rooms else None
 
@@ -202,13 +188,13 @@ def answer_from(told, question):
 
 
 def story(sample):
-    """The one answer that the facts in the text leave."""
     told = facts(sample.context.partition("<context>")[2])
     (answer,) = answer_from(told, sample.query.partition("Question: ")[2])
     return f" {answer.upper()}. Or the"
 
 
 _SECRETS = ("single_2", "single_3", "multikey_1", "multivalue", "multiquery")
+_TABLE = {"output": 60, "max_new": 100}
 CASES: dict[str, Case] = {
     "passkey": Case(answer=passkey, text=True, hidden=2),
     "niah_single": Case(answer=kept, text=True),
@@ -220,14 +206,7 @@ CASES: dict[str, Case] = {
     "vt": Case(answer=variables, hidden=0),
     "cwe": Case(answer=repeated, slack=1, hidden=0),
     "chain_of_key": Case(answer=chain, slack=4),
-    "html_tsv_syn": Case(
-        answer=table,
-        settings={"output": 60, "max_new": 100},
-        slack=10,
-        real_slack=70,
-        hidden=0,
-        tokens=800,
-    ),
+    "html_tsv_syn": Case(answer=table, settings=_TABLE, slack=10, real_slack=70, hidden=0),
     **{f"babilong_qa{n}": Case(answer=story, text=True, hidden=0) for n in range(1, 6)},
     **{f"qa_{n}": Case(answer=entry, slack=23, real_slack=110, hidden=0) for n in (1, 2)},
     "fwe": Case(answer=coded, slack=10, real_slack=40, hidden=0),

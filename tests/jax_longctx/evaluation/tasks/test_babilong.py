@@ -4,46 +4,51 @@ import random
 
 import pytest
 
-from jax_longctx.evaluation.tasks.babilong import (
-    LABELS,
-    PEOPLE,
-    RANGES,
-    ROOMS,
-    THINGS,
-    draw_story,
-    label_score,
-)
+from jax_longctx.evaluation.tasks import babilong
 from tests.jax_longctx.evaluation.tasks.cases import answer_from, drawn, facts, words
 
 KINDS = ("qa1", "qa2", "qa3", "qa4", "qa5")
 
 
 def stories(kind, number=60):
+    """Stories, each with what it tells."""
     draw = random.Random(f"tests {kind}")
-    fewest, most = RANGES[kind]
-    return [draw_story(kind, draw, draw.randint(fewest, min(most, 40))) for _ in range(number)]
+    fewest, most = babilong.RANGES[kind]
+    for _ in range(number):
+        story = babilong.draw_story(kind, draw, draw.randint(fewest, min(most, 40)))
+        yield story, facts(" ".join(story.facts))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_replay_gives_the_one_answer(kind):
-    answers = set()
-    for story in stories(kind):
-        told = facts(" ".join(story.facts))
-        assert len(told) == len(story.facts)
-        assert answer_from(told, story.question) == {story.answer}
-        assert story.answer in LABELS[kind]
-        assert story.answer not in story.question
-        answers.add(story.answer)
-    assert len(answers) >= (7 if kind == "qa5" else 6)
+def test_replay_gives_the_one_answer():
+    for kind in KINDS:
+        answers = set()
+        for story, told in stories(kind):
+            assert len(told) == len(story.facts)
+            assert answer_from(told, story.question) == {story.answer}
+            assert story.answer in babilong.LABELS[kind] and story.answer not in story.question
+            answers.add(story.answer)
+        assert len(answers) >= (7 if kind == "qa5" else 6)
+    # Everybody and everything is told of.
+    told = [fact for _, told in stories("qa2") for fact in told]
+    for key, known in (
+        ("who", babilong.PEOPLE),
+        ("room", babilong.ROOMS),
+        ("taken", babilong.THINGS),
+    ):
+        assert {fact[key] for fact in told if key in fact} == set(known)
+    pairs = [told for _, told in stories("qa4")]
+    assert {len(pair) for pair in pairs} == {2}
+    # The room that both speak of: in some stories the first fact names it last, in some first.
+    assert {pair[0]["two"] == pair[1]["one"] for pair in pairs} == {True, False}
 
 
 @pytest.mark.parametrize("kind", ["qa2", "qa3", "qa5"])
 def test_worlds_obey_their_rules(kind):
     """Only who is in a thing's room takes it, only who holds it drops or gives it, in one room."""
     seen = set()
-    for story in stories(kind):
+    for _, told in stories(kind):
         place, holder, lies = {}, {}, {}
-        for fact in facts(" ".join(story.facts)):
+        for fact in told:
             if "who" in fact:
                 assert place.get(fact["who"]) != fact["room"]
                 place[fact["who"]] = fact["room"]
@@ -60,17 +65,6 @@ def test_worlds_obey_their_rules(kind):
                 holder[fact["gift"]] = fact["getter"]
             seen |= set(fact)
     assert {"who", "taken", "dropped"} <= seen and ("gift" in seen) == (kind == "qa5")
-
-
-def test_who_and_what_there_is():
-    told = [fact for story in stories("qa2") for fact in facts(" ".join(story.facts))]
-    assert {fact["who"] for fact in told if "who" in fact} == set(PEOPLE)
-    assert {fact["room"] for fact in told if "room" in fact} == set(ROOMS)
-    assert {fact["taken"] for fact in told if "taken" in fact} == set(THINGS)
-    pairs = [facts(" ".join(story.facts)) for story in stories("qa4")]
-    assert {len(pair) for pair in pairs} == {2}
-    # The room that both speak of: in some stories the first fact names it last, in some first.
-    assert {pair[0]["two"] == pair[1]["one"] for pair in pairs} == {True, False}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,7 +84,7 @@ def test_facts_stand_in_their_order_at_their_depths(kind, tmp_path):
         assert [n / around for n in before] == pytest.approx(sample.meta["depths"], abs=0.01)
         assert sample.meta["question"] in sample.query
         assert sample.query.startswith("\n</context>\n\n")
-        fewest, most = RANGES[kind]
+        fewest, most = babilong.RANGES[kind]
         assert fewest <= len(sample.meta["facts"]) <= most
 
 
@@ -109,9 +103,9 @@ def test_examples_are_solved_and_the_same_everywhere():
         assert words(" ".join(sample.meta["facts"])) <= 300
 
 
-@pytest.mark.parametrize(
-    ("answer", "score"),
-    [
+def test_the_one_label_left_counts():
+    question = "Where was the milk before the garden?"
+    for answer, score in [
         ("kitchen", 100),
         ("The milk is in the KITCHEN. Before it was in the office", 100),
         ("kitchen <context> office", 100),
@@ -123,18 +117,13 @@ def test_examples_are_solved_and_the_same_everywhere():
         ("office", 0),
         ("Somewhere. kitchen", 0),
         ("", 0),
-    ],
-)
-def test_the_one_label_left_counts(answer, score):
-    question = "Where was the milk before the garden?"
-    assert label_score(answer, "kitchen", question, ROOMS) == score
-
-
-def test_names_are_labels_in_any_case_and_another_question_ends_an_answer():
-    question = "Who did Bill give the apple to?"
-    assert label_score("bill gave the APPLE to fred", "Fred", question, LABELS["qa5"]) == 100
-    assert label_score("fred and jeff", "Fred", question, LABELS["qa5"]) == 0
+    ]:
+        assert babilong.label_score(answer, "kitchen", question, babilong.ROOMS) == score, answer
+    # Names are labels in any case, and another question ends an answer.
+    question, labels = "Who did Bill give the apple to?", babilong.LABELS["qa5"]
+    for answer, score in (("bill gave the APPLE to fred", 100), ("fred and jeff", 0)):
+        assert babilong.label_score(answer, "Fred", question, labels) == score
     task, (sample,) = drawn("babilong_qa1", trials=1)
-    others = " ".join(ROOMS)
+    others = " ".join(babilong.ROOMS)
     assert task.score(f" {sample.outputs[0]}\nQuestion: {others}", sample) == 100
     assert task.score(f" {sample.outputs[0]}\n{others}", sample) == 0

@@ -14,7 +14,6 @@ everywhere = pytest.mark.parametrize("name", CASES)
 
 
 def of(name, *, trials=3, seed=5, count=words, tokens=None, **settings) -> list[Sample]:
-    """Prompts of a task's case."""
     case = CASES[name]
     task = make_task(name, {**case.settings, **settings})
     return list(task.samples(count, tokens=tokens or case.tokens, trials=trials, seed=seed))
@@ -22,6 +21,8 @@ def of(name, *, trials=3, seed=5, count=words, tokens=None, **settings) -> list[
 
 def test_every_task_has_a_case_but_those_of_a_users_file():
     assert set(TASKS) == {*CASES, "longbench", "leval", "infinitebench"}
+    with pytest.raises(ConfigError, match=r"unknown task 'passkeys'.*did you mean 'passkey'"):
+        make_task("passkeys")
 
 
 @pytest.fixture(scope="module")
@@ -34,33 +35,27 @@ def short_sentences(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    """SmolLM2's tokenizer and its count of tokens."""
+    """Counts tokens of SmolLM2's tokenizer."""
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)
     tokenizer = Tokenizer.load(folder)
-    return tokenizer, lambda text: len(tokenizer.encode(text))
+    return lambda text: len(tokenizer.encode(text))
 
 
 @everywhere
-def test_prompts_have_the_length_asked_for(name, short_sentences):
-    case, task = CASES[name], make_task(name, CASES[name].settings)
-    for tokens in (case.tokens, case.tokens + 401):
-        for sample in of(name, tokens=tokens, **short_sentences(name)):
+def test_prompts_have_the_length_asked_for(name, short_sentences, real):
+    """By words, and by a real tokenizer's tokens."""
+    case, task, tokens = CASES[name], make_task(name, CASES[name].settings), CASES[name].tokens
+    for size, trials, count, slack in (
+        (tokens, 3, words, case.slack),
+        (tokens + 401, 3, words, case.slack),
+        (3 * tokens, 1, real, case.real_slack),
+    ):
+        how = {"tokens": size, "trials": trials, "count": count}
+        for sample in of(name, **how, **short_sentences(name)):
             asked = sample.query + sample.answer_prefix
-            length = 1 + words(sample.context) + words(asked) + task.max_new
-            assert sample.length == length
-            assert tokens - case.slack <= length <= tokens
-
-
-@everywhere
-def test_prompts_have_the_length_asked_for_in_real_tokens(name, short_sentences, real):
-    tokenizer, count = real
-    case, task = CASES[name], make_task(name, CASES[name].settings)
-    tokens = 3 * case.tokens
-    for sample in of(name, trials=1, count=count, tokens=tokens, **short_sentences(name)):
-        asked = tokenizer.encode(sample.query + sample.answer_prefix)
-        assert sample.length == 1 + count(sample.context) + len(asked) + task.max_new
-        assert tokens - case.real_slack <= sample.length <= tokens
+            assert sample.length == 1 + count(sample.context) + count(asked) + task.max_new
+            assert size - slack <= sample.length <= size
 
 
 @everywhere
@@ -101,12 +96,9 @@ def test_a_task_says_what_it_is_and_what_it_refuses(name):
     assert about["about"].strip()
     with pytest.raises(LengthError, match="few"):
         of(name, tokens=20)
-    with pytest.raises(ConfigError, match="max_new must be at least 1, got 0"):
-        make_task(name, {"max_new": "0"})
-    with pytest.raises(ConfigError, match=f"task '{name}' has no setting 'name'"):
-        make_task(name, {"name": "x"})
-
-
-def test_an_unknown_task_is_refused():
-    with pytest.raises(ConfigError, match=r"unknown task 'passkeys'.*did you mean 'passkey'"):
-        make_task("passkeys")
+    for settings, message in (
+        ({"max_new": "0"}, "max_new must be at least 1, got 0"),
+        ({"name": "x"}, f"task '{name}' has no setting 'name'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_task(name, settings)

@@ -6,14 +6,7 @@ import re
 import pytest
 
 from jax_longctx.errors import ConfigError, InputError
-from jax_longctx.evaluation.tasks import describe, make_task
-from jax_longctx.evaluation.tasks.files import (
-    INFINITEBENCH,
-    LEVAL,
-    LONGBENCH,
-    SCORES,
-    choice_letters,
-)
+from jax_longctx.evaluation.tasks import describe, files, make_task
 from jax_longctx.evaluation.tasks.ruler_qa import read_questions
 from tests.jax_longctx.evaluation.tasks.cases import drawn, words
 
@@ -40,9 +33,7 @@ def test_longbench(tmp_path):
     assert one.length == 1 + 2 + words(one.query + one.answer_prefix) + 32
     assert task.score("Ann", one) == 100 and task.score("the Lee", one) == pytest.approx(200 / 3)
     assert task.parts("Bob", one) == {"token F1": 0}
-
-
-def test_code_goes_on_in_the_question_and_a_prompt_is_as_long_as_it_is(tmp_path):
+    # Code goes on in the question, and a prompt is as long as it is.
     lines = [longbench("lcc", input=""), longbench("repobench-p", input="    return a\n")]
     _, (one, two) = of_lines("longbench", tmp_path / "lcc.jsonl", lines)
     words_of_it = "\n\nWrite the next line of the code above."
@@ -52,9 +43,6 @@ def test_code_goes_on_in_the_question_and_a_prompt_is_as_long_as_it_is(tmp_path)
     assert sample.context == text.strip() and sample.length > 500
     _, samples = of_lines("longbench", tmp_path / "y.jsonl", [longbench()] * 5, trials=2)
     assert len(samples) == 2
-
-
-def test_classes(tmp_path):
     line = longbench("trec", answers=["Human: city"], all_classes=["city", "Human: city", "date"])
     task, (sample,) = of_lines("longbench", tmp_path / "trec.jsonl", [line])
     assert sample.meta["choices"] == ["city", "Human: city", "date"]
@@ -128,19 +116,19 @@ def test_scores():
         ("contained", "says BOB", ("x", "bob"), 100),
         ("numbers before the first wrong one", "", ("1",), 0),
     ]:
-        found = SCORES[metric](answer, outputs, ())
+        found = files.SCORES[metric](answer, outputs, ())
         assert found == pytest.approx(score), (metric, answer)
     read = {"B": "B", "(D)": "D", "DB.": "BD", "B, D and A since": "ABD", "Because": "", "": ""}
     read |= {"B) Because A is not": "B", "The right answer is C.": "C", "Answer: (A), (C)": "AC"}
-    assert {answer: choice_letters(answer) for answer in read} == read
+    assert {answer: files.choice_letters(answer) for answer in read} == read
 
 
 def test_every_data_set_has_a_metric_which_gives_its_own_answer_full_marks(tmp_path):
-    for _, metric, most in [*LONGBENCH.values(), *INFINITEBENCH.values()]:
-        assert metric in SCORES and most > 0
-    assert set(LEVAL.values()) <= set(SCORES)
-    assert len(LONGBENCH) == 21 and len(INFINITEBENCH) == 12
-    for dataset in LONGBENCH:
+    for _, metric, most in [*files.LONGBENCH.values(), *files.INFINITEBENCH.values()]:
+        assert metric in files.SCORES and most > 0
+    assert set(files.LEVAL.values()) <= set(files.SCORES)
+    assert len(files.LONGBENCH) == 21 and len(files.INFINITEBENCH) == 12
+    for dataset in files.LONGBENCH:
         answers = ["Paragraph 4"] if "passage" in dataset else ["right words"]
         line = longbench(dataset, answers=answers, all_classes=["right words", "else"])
         task, (sample,) = of_lines("longbench", tmp_path / f"{dataset}.jsonl", [line])
@@ -148,7 +136,7 @@ def test_every_data_set_has_a_metric_which_gives_its_own_answer_full_marks(tmp_p
         assert task.score("", sample) == 0, dataset
 
 
-def test_lines_that_are_something_else(tmp_path):
+def test_files_that_are_something_else(tmp_path):
     path = tmp_path / "bad.jsonl"
     for name, content, message in [
         ("longbench", "{", r"line 1: JSONDecodeError.*give the longbench file"),
@@ -167,6 +155,22 @@ def test_lines_that_are_something_else(tmp_path):
         assert json.dumps(describe(name)) and make_task(name).label == name
         with pytest.raises(ConfigError, match="answer_tokens must be at least 1, got 0"):
             make_task(name, {"answer_tokens": "0"})
+    path, none = tmp_path / "bad.json", "holds no question that has an answer"
+    for content, message in [
+        ("{", "holds no questions: JSONDecodeError"),
+        ('{"rows": []}', "holds no questions: KeyError"),
+        ('[{"question": "Q"}]', "holds no questions: KeyError"),
+        ("3", "holds no questions: Type"),
+        ("[]", none),
+        ('{"data": []}', none),
+    ]:
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(InputError, match=f"bad.json {message}.*give qa_syn, or a JSON file"):
+            of_file(path)
+    data = [{"title": "A", "paragraphs": [paragraph("Only.", ("Q?", ["A"]))]}]
+    path.write_text(json.dumps({"data": data}), encoding="utf-8")
+    with pytest.raises(InputError, match="all documents of the file answer the question"):
+        of_file(path)
 
 
 def of_file(path, *, tokens=300):
@@ -188,9 +192,8 @@ def squad(tmp_path):
         text = f"{name} fact {i}. " + "filler " * 20
         return paragraph(text, (f"{name} {i}?", [f"{name}{i}", "x", "x"]))
 
-    articles = [
-        {"title": name, "paragraphs": [fact(name, i) for i in range(3)]} for name in ("Ant", "Bee")
-    ]
+    told = {name: [fact(name, i) for i in range(3)] for name in ("Ant", "Bee")}
+    articles = [{"title": name, "paragraphs": facts} for name, facts in told.items()]
     articles[0]["paragraphs"][1]["qas"] += paragraph("", ("Nothing?", None))["qas"]
     path = tmp_path / "dev-v2.0.json"
     path.write_text(json.dumps({"version": "v2.0", "data": articles}), encoding="utf-8")
@@ -210,7 +213,7 @@ def hotpot(tmp_path):
     return path
 
 
-def test_squad_and_hotpot(squad, hotpot):
+def test_questions_are_read(squad, hotpot):
     read = read_questions(str(squad), 1)
     assert len(read.documents) == 6 and len(read.questions) == 6
     first = read.questions[0]
@@ -220,41 +223,7 @@ def test_squad_and_hotpot(squad, hotpot):
     assert read.documents[5] == "T11\nSays 11. More."
     second = read.questions[1]
     assert (second.answers, second.gold, second.near) == (("A1",), (5, 7), (4, 6))
-
-
-def test_documents_stand_in_a_drawn_order_near_ones_before_others(squad):
-    task, samples = of_file(squad, tokens=140)
-    assert task.label == "qa_1@dev-v2.0"
-    places = set()
-    for sample in samples:
-        name, number = sample.query.removesuffix("?").split()[-2:]
-        listed = re.findall(r"Document (\d+):\n(\w+) fact (\d)", sample.context)
-        assert [int(i) for i, _, _ in listed] == list(range(1, len(listed) + 1))
-        # Three fit, all of the same article.
-        assert sorted(listed, key=lambda found: found[2]) == [
-            (found[0], name, str(i)) for i, found in enumerate(sorted(listed, key=lambda f: f[2]))
-        ]
-        assert len(listed) == 3 == sample.meta["documents"]
-        places.add(next(i for i, _, found in listed if found == number))
-    assert places == {"1", "2", "3"}
-
-
-def test_a_set_that_is_used_up_starts_over_and_any_answer_is_right(squad):
-    _, (sample, *_) = of_file(squad, tokens=900)
-    listed = re.findall(r"\n(\w+ fact \d)", sample.context)
-    name, number = sample.query.removesuffix("?").split()[-2:]
-    assert len(set(listed)) == 6 < len(listed)
-    assert listed.count(f"{name} fact {number}") == 1
-    task, (sample, *_) = of_file(squad)
-    assert sample.outputs[1] == "x"
-    assert task.score("X, I think", sample) == 100
-    assert task.score("none", sample) == 0
-    assert task.parts(f"the {sample.outputs[0]}\nand more", sample) == {"f1": 100}
-    assert task.parts(f"{sample.outputs[0]} it is", sample) == {"f1": 50}
-    assert task.parts("", sample) == {"f1": 0}
-
-
-def test_the_made_up_set():
+    # The made-up set.
     one, two = read_questions("qa_syn", 1), read_questions("qa_syn", 2)
     assert one.documents == two.documents and len(set(one.documents)) == 3600
     assert len(one.questions) == 9000 and len(two.questions) == 3000
@@ -267,20 +236,29 @@ def test_the_made_up_set():
     assert make_task("qa_1").label == "qa_1@qa_syn" and make_task("qa_2").label == "qa_2@qa_syn"
 
 
-def test_files_of_questions_that_are_something_else(tmp_path):
-    path, none = tmp_path / "bad.json", "holds no question that has an answer"
-    for content, message in [
-        ("{", "holds no questions: JSONDecodeError"),
-        ('{"rows": []}', "holds no questions: KeyError"),
-        ('[{"question": "Q"}]', "holds no questions: KeyError"),
-        ("3", "holds no questions: Type"),
-        ("[]", none),
-        ('{"data": []}', none),
-    ]:
-        path.write_text(content, encoding="utf-8")
-        with pytest.raises(InputError, match=f"bad.json {message}.*give qa_syn, or a JSON file"):
-            of_file(path)
-    data = [{"title": "A", "paragraphs": [paragraph("Only.", ("Q?", ["A"]))]}]
-    path.write_text(json.dumps({"data": data}), encoding="utf-8")
-    with pytest.raises(InputError, match="all documents of the file answer the question"):
-        of_file(path)
+def test_documents_stand_in_a_drawn_order_near_ones_before_others(squad):
+    task, samples = of_file(squad, tokens=140)
+    assert task.label == "qa_1@dev-v2.0"
+    places = set()
+    for sample in samples:
+        name, number = sample.query.removesuffix("?").split()[-2:]
+        listed = re.findall(r"Document (\d+):\n(\w+) fact (\d)", sample.context)
+        assert [int(i) for i, _, _ in listed] == list(range(1, len(listed) + 1))
+        # Three fit, all of the same article.
+        assert sorted(found[1:] for found in listed) == [(name, str(i)) for i in range(3)]
+        assert len(listed) == 3 == sample.meta["documents"]
+        places.add(next(i for i, _, found in listed if found == number))
+    assert places == {"1", "2", "3"}
+    # A set that is used up starts over, and any answer is right.
+    _, (sample, *_) = of_file(squad, tokens=900)
+    listed = re.findall(r"\n(\w+ fact \d)", sample.context)
+    name, number = sample.query.removesuffix("?").split()[-2:]
+    assert len(set(listed)) == 6 < len(listed)
+    assert listed.count(f"{name} fact {number}") == 1
+    task, (sample, *_) = of_file(squad)
+    assert sample.outputs[1] == "x"
+    assert task.score("X, I think", sample) == 100
+    assert task.score("none", sample) == 0
+    assert task.parts(f"the {sample.outputs[0]}\nand more", sample) == {"f1": 100}
+    assert task.parts(f"{sample.outputs[0]} it is", sample) == {"f1": 50}
+    assert task.parts("", sample) == {"f1": 0}

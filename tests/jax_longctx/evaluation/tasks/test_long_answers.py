@@ -55,38 +55,7 @@ def test_only_records_asked_for_are_right():
     stock = Condition("Stock", below=False, bound=7.0)
     assert [stock.holds(cell) for cell in ("7", "6", "N/A")] == [True, False, False]
     assert (str(price), str(stock)) == ("Price is below 10.5", "Stock is at least 7")
-
-
-GOLD = "A\tB\n1\tx y\n2\tz\n3\tN/A"
-
-
-@pytest.mark.parametrize(
-    ("answer", "precision", "recall", "f1"),
-    [
-        (GOLD, 100, 100, 100),
-        (f"Here: ```tsv\n{GOLD}\n``` done", 100, 100, 100),
-        (f"```tsv\n{GOLD}", 100, 100, 100),
-        # To the last fence, here of another block: what stands between is a row of another width.
-        (f"```tsv\n{GOLD}\n```\nor\n```", 75, 100, 600 / 7),
-        # Order and header names do not count, nor case, punctuation, articles and white space.
-        ("x\ty\n3.\tn/a\n2\tThe Z!\n1\tXY", 100, 100, 100),
-        ("A\tB\n1\tx y\n1\tx y\n9\tq\n9\tr", 50, 100 / 3, 40),
-        # The last row is dropped where its width is another; a row before it becomes all N/A.
-        ("A\tB\n1\tx y\n2", 100, 100 / 3, 50),
-        ("A\tB\n1\n2\tz\n3\tN/A", 200 / 3, 200 / 3, 200 / 3),
-        ("A\tB\n1\tx y\n\n2\tz", 200 / 3, 200 / 3, 200 / 3),
-        ("A\tB\n5\tq", 0, 0, 0),
-        ("A\tB", 0, 0, 0),
-        ("A\tB\tC\n1\tx y\t3", 0, 0, 0),
-        ("", 0, 0, 0),
-    ],
-)
-def test_tables_are_scored(answer, precision, recall, f1):
-    found = score_table(answer, GOLD)
-    assert found == pytest.approx({"f1": f1, "precision": precision, "recall": recall})
-
-
-def test_a_task_scores_what_follows_its_header_and_needs_room():
+    # What follows the header is scored, and needs room.
     task, (sample, *_) = pages(trials=1)
     rows = sample.outputs[0].split("\n")[1:]
     half = "\n" + "\n".join(rows[: len(rows) // 2])
@@ -99,10 +68,35 @@ def test_a_task_scores_what_follows_its_header_and_needs_room():
     assert 0 < short.meta["records"] < long.meta["records"]
     with pytest.raises(LengthError, match="few"):
         pages(tokens=320, trials=1)
-    with pytest.raises(ConfigError, match="max_new must be at least output = 500, got 100"):
-        make_task("html_tsv_syn", {"max_new": "100"})
-    with pytest.raises(ConfigError, match="output must be at least 1, got 0"):
-        make_task("html_tsv_syn", {"output": "0"})
+    for name, value, message in (("max_new", "100", "output = 500"), ("output", "0", "1")):
+        with pytest.raises(ConfigError, match=f"{name} must be at least {message}, got {value}"):
+            make_task("html_tsv_syn", {name: value})
+
+
+GOLD = "A\tB\n1\tx y\n2\tz\n3\tN/A"
+
+
+def test_tables_are_scored():
+    for answer, precision, recall, f1 in [
+        (GOLD, 100, 100, 100),
+        (f"Here: ```tsv\n{GOLD}\n``` done", 100, 100, 100),
+        (f"```tsv\n{GOLD}", 100, 100, 100),
+        # To the last fence, here of another block: between is a row of another width.
+        (f"```tsv\n{GOLD}\n```\nor\n```", 75, 100, 600 / 7),
+        # Order and header names do not count, nor case, punctuation, articles and white space.
+        ("x\ty\n3.\tn/a\n2\tThe Z!\n1\tXY", 100, 100, 100),
+        ("A\tB\n1\tx y\n1\tx y\n9\tq\n9\tr", 50, 100 / 3, 40),
+        # The last row is dropped where its width is another; one before it becomes all N/A.
+        ("A\tB\n1\tx y\n2", 100, 100 / 3, 50),
+        ("A\tB\n1\n2\tz\n3\tN/A", 200 / 3, 200 / 3, 200 / 3),
+        ("A\tB\n1\tx y\n\n2\tz", 200 / 3, 200 / 3, 200 / 3),
+        ("A\tB\n5\tq", 0, 0, 0),
+        ("A\tB", 0, 0, 0),
+        ("A\tB\tC\n1\tx y\t3", 0, 0, 0),
+        ("", 0, 0, 0),
+    ]:
+        expected = {"f1": f1, "precision": precision, "recall": recall}
+        assert score_table(answer, GOLD) == pytest.approx(expected), answer
 
 
 @pytest.mark.parametrize("steps", [3, 10])
@@ -131,12 +125,9 @@ def test_keys_are_one_cycle_and_the_example_is_another(steps):
         assert sample.answer_prefix == f"\n\nA chain of {steps} keys:"
 
 
-KEYS = ("red-dog", "dog-sun", "sun-cup", "cup-red", "a-b-c", "c-red")
-
-
-@pytest.mark.parametrize(
-    ("answer", "score"),
-    [
+def test_a_chain_counts_to_its_first_break():
+    keys = ("red-dog", "dog-sun", "sun-cup", "cup-red", "a-b-c", "c-red")
+    for answer, score in [
         ("red-dog, dog-sun, sun-cup, cup-red", 100),
         ("cup-red, red-dog, dog-sun, sun-cup", 100),
         ("red-dog, dog-sun, cup-red, red-dog", 50),
@@ -148,19 +139,15 @@ KEYS = ("red-dog", "dog-sun", "sun-cup", "cup-red", "a-b-c", "c-red")
         ("a-b-c, c-red, red-dog", 75),
         ("red-dog dog-sun", 0),
         ("", 0),
-    ],
-)
-def test_a_chain_counts_to_its_first_break(answer, score):
-    assert chain_score(answer, KEYS, 4) == score
-
-
-def test_the_papers_examples_and_a_list_of_more_keys():
-    """Its table 12: of ten keys three before the break are worth 0.3, two 0.2."""
+    ]:
+        assert chain_score(answer, keys, 4) == score, answer
+    # Table 12 of the paper: of ten keys three before the break are worth 0.3, two 0.2.
     ring = [f"{i}-{(i + 1) % 12}" for i in range(12)]
     chain = [f"{i}-{i + 1}" for i in range(10)]
     assert chain_score(", ".join(chain), ring, 10) == 100
     assert chain_score(", ".join([*chain[:3], "5-6", *chain[4:]]), ring, 10) == 30
     assert chain_score(", ".join([*chain[:2], "2-9", *chain[3:]]), ring, 10) == 20
+    # A list of more keys.
     lengths = range(350, 365, 3)
     few = [drawn("chain_of_key", tokens=tokens)[1][0].meta["keys"] for tokens in lengths]
     assert few == sorted(few) and few[0] >= 11

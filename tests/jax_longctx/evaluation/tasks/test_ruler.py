@@ -44,7 +44,7 @@ def test_one_needle_stands_at_its_depth_and_many_at_theirs(birds):
 
 def test_parts_of_one_needle_and_of_many():
     task, (sample, *_) = drawn("niah_single")
-    place = sample.outputs[0]
+    (place,) = sample.outputs
     said = task.parts(f" {place}.\nMore words", sample)
     assert said == {"rouge_1": 100, "rouge_2": 100, "rouge_l": 100, "needlebench": 100}
     # One of two words, and nothing of the place's letters but one word's.
@@ -84,9 +84,7 @@ def test_ruler_needles_are_as_many_and_as_deep_as_asked(birds):
         before = itertools.accumulate(words(part) - 3 * bool(i) for i, part in enumerate(parts))
         for depth, place in zip(depths, before, strict=False):
             assert place == pytest.approx(depth * around, abs=5)
-
-
-def test_needles_among_needles_stand_anywhere_in_lines_of_their_own():
+    # Needles among needles stand anywhere in lines of their own.
     for name in ("niah_multikey_2", "niah_multikey_3"):
         _, samples = drawn(name, trials=20)
         places = []
@@ -252,6 +250,11 @@ def test_depths_are_taken_in_turn_and_met_within_a_sentence():
     _, samples = drawn("passkey", at="0.9/0.1")
     assert [sample.meta["depth"] for sample in samples] == [0.9, 0.1, 0.9]
     assert drawn("passkey", depths=1)[1][0].meta["depth"] == 0
+    # Only the first number counts.
+    task, (sample, *_) = drawn("passkey")
+    key = sample.outputs[0]
+    assert [task.score(f" {text}", sample) for text in (key, f"1 {key}", key + "0")] == [100, 0, 0]
+    assert SENTENCE.startswith(STEM.strip())
 
 
 def test_texts(tmp_path):
@@ -274,10 +277,3 @@ def test_texts(tmp_path):
             (tmp_path / "own.txt").write_bytes(content)
         with pytest.raises(InputError, match=message):
             drawn("passkey", haystack=str(tmp_path / "own.txt"))
-
-
-def test_only_the_first_number_counts():
-    task, (sample, *_) = drawn("passkey")
-    key = sample.outputs[0]
-    assert [task.score(f" {text}", sample) for text in (key, f"1 {key}", key + "0")] == [100, 0, 0]
-    assert SENTENCE.startswith(STEM.strip())

@@ -4,14 +4,10 @@ A chunk and the instruction are two forward passes here, where the library makes
 """
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from tests.oracle import forward, probabilities, rope, weighted_values
-
-__all__ = ["Kept", "Rule", "View", "look", "nothing", "read"]
 
 
 @dataclasses.dataclass
@@ -27,18 +23,18 @@ class Kept:
     mass: np.ndarray  # [n, K]
     rows: np.ndarray  # [n, K]
 
-    def best(self, scores: np.ndarray, count: int) -> "Kept":
+    def best(self, scores, count):
         """The `count` best of each head's slots by `scores` [n, K], in their old order."""
         order = np.argsort(-scores, axis=0, kind="stable")[:count]
         order = np.sort(order, axis=0)
 
-        def pick(x: np.ndarray) -> np.ndarray:
+        def pick(x):
             index = order if x.ndim == 2 else order[..., None]
             return np.take_along_axis(x, index, axis=0)
 
         return Kept(*(pick(getattr(self, field.name)) for field in dataclasses.fields(self)))
 
-    def joined(self, other: "Kept") -> "Kept":
+    def joined(self, other):
         return Kept(
             *(
                 np.concatenate([getattr(x, field.name) for x in (self, other)])
@@ -58,12 +54,12 @@ class View:
     logits: np.ndarray
     own: np.ndarray
 
-    def per_head(self, kv_heads: int, which: str) -> np.ndarray:
+    def per_head(self, kv_heads, which):
         """Sum over rows, mean over each kv head's query heads: [n, K]."""
         summed = getattr(self, which).sum(1)
         return summed.reshape(kv_heads, len(summed) // kv_heads, -1).mean(1).T
 
-    def kept(self, first: int, mass: np.ndarray | None = None, weight: float = 0) -> Kept:
+    def kept(self, first, mass=None, weight=0):
         """The tokens as they join a cache; `first` is their first index in the text.
 
         `weight` is that of the rows that have looked at them.
@@ -75,14 +71,12 @@ class View:
         return Kept(self.k, self.v, token, mass, weight * after)
 
 
-def look(
-    config: Any, params: Any, tokens: list[int], caches: list[Kept]
-) -> tuple[np.ndarray, list[View]]:
+def look(config, params, tokens, caches):
     """Logits of `tokens` after the caches, which stay as they are, and each layer's view."""
     views = []
     theta = config.rope.theta
 
-    def attend(layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    def attend(layer, q, k, v):
         cache = caches[layer]
         past, new = len(cache.k), len(q)
         at = past + np.arange(new)
@@ -97,7 +91,7 @@ def look(
     return forward(config, params, tokens, attend), views
 
 
-def nothing(config: Any) -> list[Kept]:
+def nothing(config):
     """Every layer's empty cache."""
     size = (0, config.num_kv_heads, config.head_dim)
     head = np.zeros(size[:2])
@@ -120,7 +114,7 @@ class Rule:
     evict_first: bool = False
     mean: bool = False
 
-    def evicted(self, cache: Kept, view: View) -> Kept:
+    def evicted(self, cache, view):
         if self.form == "h2o":
             rows = np.where(cache.rows > 0, cache.rows, 1) if self.mean else 1
             return cache.best(cache.mass / rows, self.kept)
@@ -130,26 +124,21 @@ class Rule:
         scores[: self.sink] = np.inf
         return cache.best(np.repeat(scores[:, None], view.k.shape[1], axis=1), self.kept)
 
-    def accumulate(self, cache: Kept, chunk: View, probe: View) -> None:
+    def accumulate(self, cache, chunk, probe):
         heads = cache.k.shape[1]
         weight = self.alpha * chunk.cached.shape[1] / probe.cached.shape[1]
         cache.mass = cache.mass + (1 - self.alpha) * chunk.per_head(heads, "cached")
         cache.mass = cache.mass + weight * probe.per_head(heads, "cached")
         cache.rows = cache.rows + chunk.cached.shape[1]
 
-    def joined(self, cache: Kept, chunk: View, looks: View, start: int) -> Kept:
+    def joined(self, cache, chunk, looks, start):
         """The cache after the chunk at `start` and what `looks` has seen of it."""
         own = (1 - self.alpha) * chunk.per_head(cache.k.shape[1], "own")
         left = cache if self.evict_first else self.evicted(cache, looks)
         return left.joined(chunk.kept(start, own, 1 - self.alpha))
 
 
-Steps = Iterator[tuple[np.ndarray, list[list[Kept]]]]
-
-
-def read(
-    config: Any, params: Any, context: list[int], question: list[int], answer: list[int], rule: Rule
-) -> Steps:
+def read(config, params, context, question, answer, rule):
     """(logits, caches of each thread) after each chunk, the probe, the question, each token."""
     threads = [nothing(config) for _ in range(2 if rule.form == "individual" else 1)]
     for start in range(0, len(context), rule.chunk):
@@ -168,15 +157,7 @@ def read(
     yield from _answer(config, params, question, answer, threads[-1], rule, len(context))
 
 
-def _answer(
-    config: Any,
-    params: Any,
-    question: list[int],
-    answer: list[int],
-    caches: list[Kept],
-    rule: Rule,
-    first: int,
-) -> Steps:
+def _answer(config, params, question, answer, caches, rule, first):
     """The question as a probe and as a text, then the answer, which only join."""
     logits, views = look(config, params, question, caches)
     for layer, view in enumerate(views):

@@ -1,13 +1,10 @@
 """InfLLM in numpy, from its closed form: every distance, mask and score materialised."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
 from tests.oracle import forward, rope, weighted_values
-
-__all__ = ["Rules", "Trace", "calls_of", "follow"]
 
 # Units of equal tokens have equal scores, but for float64's rounding.
 DIGITS = 9
@@ -29,7 +26,7 @@ class Rules:
     far: int | None = None
     temperature: float = 1.0
 
-    def units(self, read: int) -> int:
+    def units(self, read):
         return max(0, (read - self.w - self.i0) // self.bs)
 
 
@@ -57,7 +54,7 @@ class Trace:
     paid: list[list[dict[int, float]]]
 
 
-def calls_of(rules: Rules, context: int, question: int, answer: int) -> list[int]:
+def calls_of(rules, context, question, answer):
     """How many tokens each forward call reads."""
     calls = []
     for size in (context, question - 1):
@@ -65,7 +62,7 @@ def calls_of(rules: Rules, context: int, question: int, answer: int) -> list[int
     return calls + [1] * (1 + answer)
 
 
-def choose(rules: Rules, layer: Layer, q_far: np.ndarray) -> list[set[int]]:
+def choose(rules, layer, q_far):
     """The units that every head attends, from queries [T, N, H] at the far distance."""
     heads = q_far.shape[1]
     if not layer.units:
@@ -77,7 +74,7 @@ def choose(rules: Rules, layer: Layer, q_far: np.ndarray) -> list[set[int]]:
     return [set(np.argsort(-scores, kind="stable")[: rules.kb].tolist()) for scores in by_head]
 
 
-def represent(rules: Rules, layer: Layer, unit: int) -> np.ndarray:
+def represent(rules, layer, unit):
     """The mean of the keys that received most, by query head."""
     begin = rules.i0 + unit * rules.bs
     heads = len(layer.received)
@@ -90,9 +87,7 @@ def represent(rules: Rules, layer: Layer, unit: int) -> np.ndarray:
     return np.stack(rows)
 
 
-def attend(
-    rules: Rules, layer: Layer, theta: float, q: np.ndarray, begin: int
-) -> tuple[np.ndarray, list[set[int]], int, dict[int, float]]:
+def attend(rules, layer, theta, q, begin):
     """Output [T, N, H], the chosen units, how many keys the last query saw, what units received."""
     size, heads, dim = q.shape
     group = heads // layer.k.shape[1]
@@ -131,7 +126,7 @@ def attend(
     return weighted_values(p, doubled), chosen, int((both[0, -1] > -np.inf).sum()), paid
 
 
-def attend_all(layer: Layer, theta: float, q: np.ndarray) -> np.ndarray:
+def attend_all(layer, theta, q):
     """Full attention of the newest token at true positions."""
     group, tokens = q.shape[1] // layer.k.shape[1], np.arange(len(layer.k))
     keys = np.repeat(rope(layer.k, tokens, theta), group, axis=1)
@@ -140,14 +135,7 @@ def attend_all(layer: Layer, theta: float, q: np.ndarray) -> np.ndarray:
     return weighted_values(p / p.sum(-1, keepdims=True), layer.v)
 
 
-def follow(
-    rules: Rules,
-    config: Any,
-    params: Any,
-    tokens: list[int],
-    calls: list[int],
-    dense: int = 0,
-) -> Trace:
+def follow(rules, config, params, tokens, calls, dense=0):
     """Reads `tokens` in those calls, of which the last `dense` attend everything."""
     shape = (0, config.num_kv_heads, config.head_dim)
     layers = [
@@ -156,7 +144,7 @@ def follow(
     ]
     trace = Trace([], [], [], layers, [])
 
-    def step(index: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    def step(index, q, k, v):
         layer = layers[index]
         begin = len(layer.k)
         layer.k, layer.v = np.concatenate([layer.k, k]), np.concatenate([layer.v, v])

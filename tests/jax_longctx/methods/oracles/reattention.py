@@ -2,14 +2,10 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from tests.oracle import forward, probabilities, rope, weighted_values
-
-__all__ = ["Rules", "Trace", "calls_of", "chosen", "follow", "votes_kept"]
 
 TILE = 128
 # Equal tokens have equal scores, but for float64's rounding.
@@ -43,7 +39,7 @@ class Trace:
     keys: list[np.ndarray]
 
 
-def calls_of(rules: Rules, context: int, question: int, answer: int) -> list[int]:
+def calls_of(rules, context, question, answer):
     """How many tokens each forward call reads."""
     first = rules.g + rules.w
     if rules.released:
@@ -55,13 +51,13 @@ def calls_of(rules: Rules, context: int, question: int, answer: int) -> list[int
     return [call for call in calls if call] + [1] * (alone + answer)
 
 
-def votes_kept(named: Sequence[int], kept: int) -> list[int]:
+def votes_kept(named, kept):
     """The most named, ties to the smaller, ascending."""
     votes = Counter(index for index in named if index >= 0)
     return sorted(sorted(votes, key=lambda index: (-votes[index], index))[:kept])
 
 
-def named_keys(rules: Rules, q: np.ndarray, middle: np.ndarray) -> list[int]:
+def named_keys(rules, q, middle):
     """Every (query, head)'s best indices of the middle [M, K, H]."""
     tokens, heads, _ = q.shape
     kv_heads = middle.shape[1]
@@ -80,7 +76,7 @@ def named_keys(rules: Rules, q: np.ndarray, middle: np.ndarray) -> list[int]:
     return named
 
 
-def chosen(rules: Rules, q: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def chosen(rules, q, keys):
     """Indices that raw queries [T, N, H], the newest tokens of raw `keys` [L, K, H], attend."""
     length = len(keys)
     if length <= rules.g + rules.w:
@@ -98,14 +94,14 @@ def chosen(rules: Rules, q: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return np.array([index for part in parts for index in part])
 
 
-def follow(rules: Rules, config: Any, params: Any, tokens: list[int], calls: list[int]) -> Trace:
+def follow(rules, config, params, tokens, calls):
     """Reads `tokens` in those calls."""
     store: list[list[np.ndarray]] = [[] for _ in range(config.num_layers)]
     values: list[list[np.ndarray]] = [[] for _ in range(config.num_layers)]
     trace = Trace([], [], [])
     theta = config.rope.theta
 
-    def attend(layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    def attend(layer, q, k, v):
         store[layer].append(k)
         values[layer].append(v)
         keys, size = np.concatenate(store[layer]), len(q)

@@ -12,10 +12,8 @@ import numpy as np
 
 from tests.oracle import causal_attend, forward, rope
 
-__all__ = ["decode_logits", "page_cache", "page_score", "resa_output", "selected", "softmax_output"]
 
-
-def page_score(kind: str, digest: str, keys: np.ndarray, q: np.ndarray) -> float:
+def page_score(kind, digest, keys, q):
     """What a page of keys `[Z, H]` promises to `q`, unscaled."""
     if kind == "ideal":
         return float(keys[0] @ q)
@@ -39,7 +37,7 @@ def page_score(kind: str, digest: str, keys: np.ndarray, q: np.ndarray) -> float
     return float(np.maximum(q * (centre + radius), q * (centre - radius)).sum())
 
 
-def _span(settings: Any, n: int) -> tuple[int, int]:
+def _span(settings, n):
     """The tokens between the fixed ones."""
     start, stop, page = settings.sink, n - settings.local, settings.page_size
     if settings.whole_pages:
@@ -48,23 +46,16 @@ def _span(settings: Any, n: int) -> tuple[int, int]:
     return start, max(start, stop)
 
 
-def _top(scores: np.ndarray, count: int) -> list[int]:
+def _top(scores, count):
     return sorted(np.argsort(-scores, kind="stable")[:count].tolist())
 
 
-def _softmax(x: np.ndarray) -> np.ndarray:
+def _softmax(x):
     e = np.exp(x - x.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)
 
 
-def selected(
-    kind: str,
-    settings: Any,
-    q: np.ndarray,
-    k: np.ndarray,
-    prompt: int,
-    prior: tuple[np.ndarray, np.ndarray] | None = None,
-) -> np.ndarray:
+def selected(kind, settings, q, k, prompt, prior=None):
     """Which keys each head attends, bool `[N, n]`.
 
     q `[N, H]` and k `[n, K, H]` after rotary embedding; prior is (p0 `[N, n]`, bias `[N]`).
@@ -81,7 +72,7 @@ def selected(
     tokens = [np.arange(max(p * page, start), min((p + 1) * page, stop)) for p in pages]
     digest = getattr(settings, "digest", "")
 
-    def keys(page_id: int, head: int) -> np.ndarray:
+    def keys(page_id, head):
         return k[page_id * page : (page_id + 1) * page, head // group]
 
     scores = np.array(
@@ -101,7 +92,7 @@ def selected(
     return kept
 
 
-def _page_means(settings: Any, q: np.ndarray, k: np.ndarray) -> dict[int, float]:
+def _page_means(settings, q, k):
     """Mean score over all heads of every page that may be selected."""
     n, page, group = len(k), settings.page_size, len(q) // k.shape[1]
     start, stop = _span(settings, n)
@@ -119,9 +110,7 @@ def _page_means(settings: Any, q: np.ndarray, k: np.ndarray) -> dict[int, float]
     }
 
 
-def page_cache(
-    settings: Any, q: np.ndarray, k: np.ndarray, cached: set[int] | None
-) -> tuple[set[int], np.ndarray]:
+def page_cache(settings, q, k, cached):
     """ArkVale's page cache after a step, or after the prompt (None), and the kept keys `[N, n]`."""
     room, page = settings.resident // settings.page_size, settings.page_size
     means = _page_means(settings, q, k)
@@ -145,20 +134,12 @@ def page_cache(
     return cached, np.repeat(kept[None], len(q), axis=0)
 
 
-def _lists(
-    kind: str,
-    settings: Any,
-    scores: np.ndarray,
-    sizes: np.ndarray,
-    scale: float,
-    kv_heads: int,
-    count: int,
-) -> list[list[int]]:
+def _lists(kind, settings, scores, sizes, scale, kv_heads, count):
     """Each query head's pages, of scores `[N, P]` of pages with log sizes `[P]`."""
     heads = len(scores)
     group = heads // kv_heads
 
-    def by_kv(x: np.ndarray) -> np.ndarray:
+    def by_kv(x):
         return x.reshape(kv_heads, group, -1).mean(1)
 
     mass = _softmax(scale * scores + sizes)
@@ -175,7 +156,7 @@ def _lists(
     return [_top(pooled.mean(0), count)] * heads
 
 
-def _count(settings: Any, prompt: int) -> int:
+def _count(settings, prompt):
     budget = settings.budget
     if settings.ratio is not None:
         budget = math.floor(Fraction(str(settings.ratio)) * prompt)
@@ -184,7 +165,7 @@ def _count(settings: Any, prompt: int) -> int:
     return max(budget // settings.page_size, settings.min_pages)
 
 
-def _ada(settings: Any, mass: np.ndarray, count: int) -> list[list[int]]:
+def _ada(settings, mass, count):
     heads, pages = mass.shape
     count = min(count, pages)
     safe = math.floor(Fraction(str(settings.alpha)) * count)
@@ -200,7 +181,7 @@ def _ada(settings: Any, mass: np.ndarray, count: int) -> list[list[int]]:
     return [sorted(p for h, p in kept if h == head) for head in range(heads)]
 
 
-def _psa(settings, picks, scores, tokens, forced, weight, guess, given) -> list[int]:
+def _psa(settings, picks, scores, tokens, forced, weight, guess, given):
     """Pages from the best on until enough; `given` are the prior's logits with the bias."""
     order = sorted(picks, key=lambda p: (-scores[p], p))
     for t in range(settings.min_pages, len(order) + 1):
@@ -223,7 +204,7 @@ def _psa(settings, picks, scores, tokens, forced, weight, guess, given) -> list[
     return order
 
 
-def softmax_output(q: np.ndarray, k: np.ndarray, v: np.ndarray, kept: np.ndarray) -> np.ndarray:
+def softmax_output(q, k, v, kept):
     """`[N, H]`: exact attention of each head to its kept keys."""
     group = len(q) // k.shape[1]
     logits = np.einsum("nh,snh->ns", q, np.repeat(k, group, 1)) * q.shape[1] ** -0.5
@@ -231,16 +212,7 @@ def softmax_output(q: np.ndarray, k: np.ndarray, v: np.ndarray, kept: np.ndarray
     return np.einsum("ns,snh->nh", weights, np.repeat(v, group, 1))
 
 
-def resa_output(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    kept: np.ndarray,
-    p0: np.ndarray,
-    bias: np.ndarray,
-    lam: float,
-    literal: bool = False,
-) -> np.ndarray:
+def resa_output(q, k, v, kept, p0, bias, lam, literal=False):
     """`[N, H]`: exact logits where kept, p0 + bias (and lam as a factor of weight) elsewhere."""
     group = len(q) // k.shape[1]
     logits = np.einsum("nh,snh->ns", q, np.repeat(k, group, 1)) * q.shape[1] ** -0.5
@@ -251,9 +223,7 @@ def resa_output(
     return np.einsum("ns,snh->nh", weights * factor / total, np.repeat(v, group, 1))
 
 
-def prior_of(
-    method: Any, q: np.ndarray, k: np.ndarray, asked: list[Any], means: Any, prompt: int
-) -> tuple[Any, Any]:
+def prior_of(method, q, k, asked, means, prompt):
     """RESA's (p0, bias) of a step, and the means it leaves; `asked` are all queries, q last."""
     mean_q, mean_k = means
     group = len(q) // k.shape[1]
@@ -271,14 +241,7 @@ def prior_of(
     return (p0, bias), means
 
 
-def decode_logits(
-    kind: str,
-    method: Any,
-    config: Any,
-    params: Any,
-    prompt: list[int],
-    answer: list[int],
-) -> tuple[np.ndarray, np.ndarray]:
+def decode_logits(kind, method, config, params, prompt, answer):
     """Logits `[1 + steps, V]` after the prompt and each answer token, kept tokens `[L, N]` in all.
 
     `method` also has RESA's settings where it is RESA.

@@ -4,8 +4,6 @@ import numpy as np
 
 from tests.oracle import forward, probabilities, rope, weighted_values
 
-__all__ = ["answer_logits", "read_blocks"]
-
 
 def read_blocks(method, config, params, row):
     """Rotated keys and values `[L][2][T, K, H]` of a text, each block read behind its anchor."""
@@ -41,7 +39,7 @@ def read_blocks(method, config, params, row):
     return kept
 
 
-def answer_logits(config, params, kept, tail, hidden=None):
+def tail_logits(config, params, kept, tail, hidden=None):
     """Logits `[len(tail), V]` of question and answer over what was kept and themselves.
 
     `hidden[r]` are slots of the text that token r of the tail does not see.
