@@ -63,7 +63,7 @@ from jax_longctx.contract import (
     step_variant,
     stripes,
 )
-from jax_longctx.engine.products import CHAINED, Divided, FewRows, gathers_weights
+from jax_longctx.engine.products import Divided, FewRows, gathers_weights
 from jax_longctx.engine.sampling import (
     Choices,
     RowValues,
@@ -75,7 +75,6 @@ from jax_longctx.engine.sampling import (
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import (
     PLAIN,
-    Hidden,
     Products,
     ends_of,
     gathered_ends,
@@ -391,7 +390,7 @@ class Setup:
         """How a layer multiplies this many rows, which all shards of `seq` have, with weights."""
         few = self.platform == "gpu" and self.mesh.size == 1 and rows <= MAX_ROWS
         if few:
-            return FewRows(self.mesh, CHAINED and self.config.traits.norm == "rms")
+            return FewRows(self.mesh)
         return Divided(self.mesh) if self.mesh.shape["seq"] > 1 else PLAIN
 
     @property
@@ -635,7 +634,7 @@ def _through_layer(
     x, cache, before = _attended(
         setup, local, params, x, cache, tree_specs(cache), segment, total, before
     )
-    return setup.products(x.shape[0] * x.shape[1]).whole(x), cache, before
+    return x, cache, before
 
 
 def _brought_ahead(
@@ -662,13 +661,13 @@ def _attended(
     setup: Setup,
     local: Any,
     params: Any,
-    x: Hidden,
+    x: Float[Array, "B T D"],
     cache: Any,
     specs: Any,
     segment: Segment,
     total: Int[Array, " B"],
     before: "Before | None",
-) -> tuple[Hidden, Any, "Before | None"]:
+) -> tuple[Float[Array, "B T D"], Any, "Before | None"]:
     """A layer of these parameters, whose attention is `local` over a cache of these `specs`.
 
     Returns:
@@ -693,10 +692,10 @@ def _attended(
             products = Divided(mesh, spread=True)
     layer, guess = layer_of(config, params), None
     if before is not None:
-        _, (q, *_) = layer.attn.project(layer.attn_norm, before.hidden, products)
+        q, *_ = layer.attn.project(layer.attn_norm, before.hidden, products)
         guess = q, before.known
     x, cache = layer.attended(x, cache, attend, products)
-    before = None if before is None else Before(products.whole(x), jnp.ones((), jnp.bool_))
+    before = None if before is None else Before(x, jnp.ones((), jnp.bool_))
     return layer.transformed(x, products), cache, before
 
 
@@ -764,8 +763,8 @@ def _through_run(
     # Under `jit` the layers of a turn share one lowering, and their kernels are compiled once.
     @jax.jit
     def layer(
-        index: Array, x: Hidden, before: "Before | None", stacks: Any, own: Any
-    ) -> tuple[Hidden, "Before | None", Any, Any]:
+        index: Array, x: Array, before: "Before | None", stacks: Any, own: Any
+    ) -> tuple[Array, "Before | None", Any, Any]:
         parts = [
             part
             if part is not None
@@ -804,7 +803,7 @@ def _through_run(
             if small and not same.issuperset(group):
                 news = jnp.stack([own[i] for own in each])
                 stacks[i] = jax.lax.dynamic_update_slice_in_dim(stacks[i], news, begin, 0)
-        return setup.products(x.shape[0] * x.shape[1]).whole(x), before, stacks
+        return x, before, stacks
 
     with jax.named_scope(f"layers_{first}_to_{first + run.count - 1}"):
         carry = x, before, joined
