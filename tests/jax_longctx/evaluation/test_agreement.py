@@ -1,10 +1,8 @@
 """Attention weights of any method from its outputs alone, and agreement with full attention."""
 
-import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,7 +12,6 @@ from jax_longctx.errors import InputError
 from jax_longctx.evaluation import agreement
 from jax_longctx.evaluation.agreement import attention_weights, scored_states, shows_weights
 from jax_longctx.methods import METHODS, StreamingLLM
-from jax_longctx.parts.evicting import Evicting
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy
 from tests.small_methods import KINDS, small_method
@@ -63,7 +60,7 @@ def test_full_attentions_weights_are_the_dense_ones():
     for score, asked, batch in [(119, 1, 1), (0, 1, 1), (4, 116, 1), (4, 0, 1), (4, 1, 0)]:
         with pytest.raises(InputError, match="ask for fewer"):
             scored_states(full_engine(), texts, score=score, asked=asked, batch=batch)
-    engine = engine_of(LoudestValues(budget=20, chunk=8))
+    engine = engine_of(ByValues(budget=20, chunk=8))
     assert not shows_weights(engine)
     with pytest.raises(InputError, match="chooses by values"):
         attention_weights(engine, TEXT, queries=QUERIES)
@@ -103,15 +100,8 @@ def test_what_was_evicted_has_no_weight():
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoudestValues(Evicting):
-    """The tokens whose values have the largest norm."""
-
+class ByValues(StreamingLLM):
     by_values = True
-
-    def rank(self, seen):
-        values = jnp.concatenate([seen.cache.v, jnp.swapaxes(seen.v, 1, 2)], axis=2)
-        return jnp.linalg.norm(values, axis=-1)
 
 
 @pytest.mark.slow

@@ -294,30 +294,23 @@ def test_nested_loops_multiply(start, bound, step, direction, passes):
 # One gather, cut into fusions with what runs beside it, and another one in a fusion of its own.
 FUSED = """
 %begun (x.1: bf16[2,8]) -> bf16[4,8] {
-  %x.1 = bf16[2,8]{1,0} parameter(0)
   ROOT %gather.1 = bf16[4,8]{1,0} all-gather(%x.1), channel_id=3, dimensions={0}
 }
 
 %beside (x.2: bf16[2,8], y.2: f32[8]) -> f32[8] {
-  %x.2 = bf16[2,8]{1,0} parameter(0)
-  %y.2 = f32[8]{0} parameter(1)
   %gather.2 = bf16[4,8]{1,0} all-gather(%x.2), channel_id=3, dimensions={0}
   ROOT %twice.2 = f32[8]{0} add(%y.2, %y.2)
 }
 
 %ended (x.3: bf16[2,8]) -> bf16[4,8] {
-  %x.3 = bf16[2,8]{1,0} parameter(0)
   ROOT %gather.3 = bf16[4,8]{1,0} all-gather(%x.3), channel_id=3, dimensions={0}
 }
 
 %other (x.4: bf16[2,8]) -> bf16[4,8] {
-  %x.4 = bf16[2,8]{1,0} parameter(0)
   ROOT %gather.4 = bf16[4,8]{1,0} all-gather(%x.4), channel_id=4, dimensions={0}
 }
 
 ENTRY %main (x.5: bf16[2,8], y.5: f32[8]) -> bf16[4,8] {
-  %x.5 = bf16[2,8]{1,0} parameter(0)
-  %y.5 = f32[8]{0} parameter(1)
   %async-collective-start = bf16[4,8]{1,0} fusion(%x.5), kind=kCustom, calls=%begun
   %fusion.5 = f32[8]{0} fusion(%x.5, %y.5), kind=kOutput, calls=%beside
   %async-collective-done = bf16[4,8]{1,0} fusion(%x.5), kind=kCustom, calls=%ended
