@@ -66,8 +66,7 @@ def test_offloaded_contexts_are_timed_and_what_they_fetch_is_told(tiny_preset, m
         full, quest = record["rows"]
         assert "fetched" not in full and full["host"] == 0 < quest["host"]
         found = quest["fetched"]
-        # The question's last token, and blocks of 32 steps, of both layers and rows. The question
-        # is read once for all rows.
+        # The question's last token, read once, and blocks of 32 steps, of both layers and rows.
         assert found["steps"] % 4 == 0 and found["steps"] >= 2 * 2 * 3 * 32
         assert found["hits"] > 0 and found["misses"] > 0 and found["ahead"] > 0
         assert found["hit_rate"] == found["hits"] / (found["hits"] + found["misses"])

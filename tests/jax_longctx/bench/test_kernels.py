@@ -135,10 +135,7 @@ def test_every_tpu_kernel_has_a_check_and_no_tpu_is_one_line(tmp_path):
 @pytest.mark.optimized
 @pytest.mark.slow
 def test_the_checks_compile_for_tpus():
-    """The first person with a TPU learns something of the kernels, and not of the checks.
-
-    The kernels' own tests compile for TPUs of other kinds too.
-    """
+    """The first person with a TPU learns something of the kernels, and not of the checks."""
     pytest.importorskip("libtpu")
     from jax.experimental import topologies
 

@@ -35,18 +35,13 @@ def begin(cache):
         child.communicate()
 
 
-def write_rows(path):
-    rows = [{"id": n, "prompt": TEXT * (1 + n % 3)} for n in range(8)]
-    rows[3] = {"prompt": 5}
-    rows[5] = {"file": "book.txt", "questions": ["Who?", "Why?"]}
-    (path.parent / "book.txt").write_text(TEXT * 4)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.mark.thorough
 def test_two_processes_answer_as_one_also_after_a_kill(checkpoint, begin, run, tmp_path):
-    given = write_rows(tmp_path / "in.jsonl")
+    given, rows = tmp_path / "in.jsonl", [{"id": n, "prompt": TEXT * (1 + n % 3)} for n in range(8)]
+    rows[3] = {"prompt": 5}
+    rows[5] = {"file": "book.txt", "questions": ["Who?", "Why?"]}
+    (tmp_path / "book.txt").write_text(TEXT * 4)
+    given.write_text("".join(json.dumps(row) + "\n" for row in rows))
     common = ("-c", checkpoint, *LIMIT, "--rows", 2, "--temperature", 0.7)
     one = tmp_path / "one.jsonl"
     # One of the rows fails.

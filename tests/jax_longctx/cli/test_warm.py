@@ -1,7 +1,4 @@
-"""Programs are compiled before they are needed: beside loading, and by `warm`.
-
-`warm` fills the cache without weights: an `ask` of that shape then compiles nothing.
-"""
+"""Programs are compiled before they are needed: beside loading, and by `warm`, for `ask`."""
 
 import json
 from unittest.mock import Mock

@@ -286,8 +286,7 @@ body=%until_done_body
 )
 def test_nested_loops_multiply(start, bound, step, direction, passes):
     text = HLO.format(start=start, bound=bound, step=step, direction=direction)
-    # Five gathers and a reduction of 32 bytes in each pass; one gather and one reduction of eight
-    # numbers.
+    # Five gathers and a reduction of 32 bytes in each pass; one of each of eight numbers.
     assert count_collectives(text) == (passes * 6 + 2, passes * 6 * 32 + 64)
 
 

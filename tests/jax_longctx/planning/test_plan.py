@@ -81,8 +81,7 @@ def test_work_of_an_8b_model_written_down_anew():
     assert plan.decode.read == pytest.approx(2 * weights + cache / 2, rel=0.01)
     assert plan.decode.linear == 2 * weights
     assert plan.prefill.linear == pytest.approx(linear / 2, rel=1e-3)
-    # A layer gathers q, k and v, merges the shards' attention, and adds up the output projection
-    # and the MLP.
+    # A layer gathers q, k and v, merges the shards' attention, and adds up its two projections.
     assert plan.decode.collectives == 4 * 4
     gathered = 24 * 128 * 2 * 3 / 4
     merged, summed = 3 * 16 * (128 * 2 + 4), 2 * 2 * 4096 * 2 * 7 / 8
@@ -100,8 +99,7 @@ def test_a_ring_divides_the_work_and_zigzag_halves_the_last_shards():
     # The last of four shards attends to 3.5 shards of 4, where the mean is 2.
     assert ring.attention == pytest.approx(zigzag.attention * 3.5 / 2, rel=0.01)
     assert zigzag.attention == pytest.approx(full.attention, rel=0.01)
-    # Keys and values of three other shards, in both layers, and three quarters of their weights and
-    # of the embedding.
+    # Keys and values of three other shards, in both layers; three quarters of all weights.
     weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 64 * 32
     assert ring.received == 2 * 3 * CONTEXT / 4 * 2 * 2 * 8 * 4 + weights * 4 * 3 / 4
     # Each layer's weights are four arrays.
