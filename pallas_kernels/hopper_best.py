@@ -14,8 +14,9 @@ come before them.
 
 Work: 2 operations a score and count, one reduction over the block a count. Rows of more than
 16,384 scores do not fit the registers; they are read again from the L2 cache for each count.
-Not measured. Until 2026-11-25 the list was found by matrix products of counts; then the choice of
-64 of 8,192 took 21 us in a step.
+On an H200 a step of Quest over 131,072 tokens, 8B shape, takes 5.36 ms, with XLA's search 6.98;
+under RESA 5.64 and 7.10. Rejected: the list by matrix products of counts, which took 21 us for 64
+of 8,192.
 """
 
 import functools

@@ -63,7 +63,7 @@ from jax_longctx.contract import (
     step_variant,
     stripes,
 )
-from jax_longctx.engine.products import CHAINED, Divided, FewRows, gathers_weights
+from jax_longctx.engine.products import Divided, FewRows, gathers_weights
 from jax_longctx.engine.sampling import (
     Choices,
     RowValues,
@@ -75,7 +75,6 @@ from jax_longctx.engine.sampling import (
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import (
     PLAIN,
-    Hidden,
     Products,
     ends_of,
     gathered_ends,
@@ -391,7 +390,7 @@ class Setup:
         """How a layer multiplies this many rows, which all shards of `seq` have, with weights."""
         few = self.platform == "gpu" and self.mesh.size == 1 and rows <= MAX_ROWS
         if few:
-            return FewRows(self.mesh, CHAINED and self.config.traits.norm == "rms")
+            return FewRows(self.mesh)
         return Divided(self.mesh) if self.mesh.shape["seq"] > 1 else PLAIN
 
     @property
@@ -610,20 +609,19 @@ def _through_layer(
         (out, _), cache = setup.method.attend((q, k, v), cache, segment, ctx)
         return out, cache
 
-    x, cache = _attended(setup, local, params, x, cache, tree_specs(cache), segment, total)
-    return setup.products(x.shape[0] * x.shape[1]).whole(x), cache
+    return _attended(setup, local, params, x, cache, tree_specs(cache), segment, total)
 
 
 def _attended(
     setup: Setup,
     local: Any,
     params: Any,
-    x: Hidden,
+    x: Float[Array, "B T D"],
     cache: Any,
     specs: Any,
     segment: Segment,
     total: Int[Array, " B"],
-) -> tuple[Hidden, Any]:
+) -> tuple[Float[Array, "B T D"], Any]:
     """A layer of these parameters, whose attention is `local` over a cache of these `specs`."""
 
     def attend(q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
@@ -702,7 +700,7 @@ def _through_run(
 
     # Under `jit` the layers of a turn share one lowering, and their kernels are compiled once.
     @jax.jit
-    def layer(index: Array, x: Hidden, stacks: Any, own: Any) -> tuple[Hidden, Any, Any]:
+    def layer(index: Array, x: Array, stacks: Any, own: Any) -> tuple[Array, Any, Any]:
         parts = [
             part
             if part is not None
@@ -741,7 +739,7 @@ def _through_run(
             if small and not same.issuperset(group):
                 news = jnp.stack([own[i] for own in each])
                 stacks[i] = jax.lax.dynamic_update_slice_in_dim(stacks[i], news, begin, 0)
-        return setup.products(x.shape[0] * x.shape[1]).whole(x), stacks
+        return x, stacks
 
     with jax.named_scope(f"layers_{first}_to_{first + run.count - 1}"):
         x, stacks = jax.lax.fori_loop(0, run.count // a_turn, turn, (x, joined))

@@ -25,7 +25,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.contract import decode_segment, step_variant
 from jax_longctx.engine import programs
-from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import bucket, fetched_of
 from jax_longctx.engine.engine import BLOCK, Engine, Rows
 from jax_longctx.engine.programs import Program, program
@@ -84,33 +83,6 @@ def loglikelihoods(
     """
     states = forced_states(engine, contexts, continuations, **options)
     return gathered(engine, states, len(contexts))
-
-
-def compile_loglikelihoods(
-    engine: Engine,
-    contexts: Sequence[int],
-    continuations: Sequence[int],
-    *,
-    questions: Sequence[int] | None = None,
-    **options: Any,
-) -> Compilation:
-    """Compiles the programs of a `loglikelihoods`, in threads; reads no weights.
-
-    The scores that follow find them, or wait for those that are not ready.
-
-    Args:
-      contexts, continuations, questions: tokens of each row's.
-      options: as in `forced_states`.
-
-    Raises:
-      InputError, CapacityError: as `forced_states`.
-    """
-    rows, then = ([[0] * size for size in sizes] for sizes in (contexts, continuations))
-    asked = None if questions is None else [[0] * size for size in questions]
-    compilation = Compilation(engine.mesh)
-    with compilation.rehearsing():
-        loglikelihoods(engine, rows, then, questions=asked, **options)
-    return compilation
 
 
 def gathered(engine: Engine, states: Iterable[States], rows: int) -> list[Likelihood]:

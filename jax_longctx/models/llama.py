@@ -67,8 +67,6 @@ def sums_of_squares(x: Float[Array, "... D"]) -> Float[Array, "... 1"]:
 # What families choose from (`jax_longctx.models.config`).
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu}
 NORMS: dict[str, Callable[[Array, Array, float], Array]] = {"rms": rms_norm}
-# Of the norms that are a product of scale, vector and a number: the number, of a sum of squares.
-NORM_FACTORS: dict[str, Callable[[Array, int, float], Array]] = {"rms": rms_factor}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,60 +135,17 @@ class Norm(nnx.Module):
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         return NORMS[self.kind](x, self.scale[...], self.eps)
 
-    @property
-    def factor(self) -> Callable[[Float[Array, "..."]], Float[Array, "..."]] | None:
-        """Gives what multiplies vectors besides the scale, from the sums of their squares.
-
-        None where the norm is not the product of vector, scale and a number.
-        """
-        factor, (size,) = NORM_FACTORS.get(self.kind), self.scale.shape
-        return None if factor is None else lambda squares: factor(squares, size, self.eps)
-
-
-# The hidden states between a layer's halves and between layers: [B,T,D], or what `Products` makes
-# in their place.
-Hidden = Any
-
 
 class Products:
-    """How a layer multiplies with its weights. The engine has another way for few rows on a GPU.
-
-    What is added to the hidden states may be kept as sums that the next product adds up (`Hidden`).
-    So may the hidden units of the MLP, between `gated` and `added`. `whole`, `normed` and `gated`
-    take such hidden states.
-    """
+    """How a layer multiplies with its weights. The engine has another way for few rows on a GPU."""
 
     def of(self, x: Array, w: AnyMatrix, axes: int = 1) -> Array:
         """The last axes of x with as many first ones of w."""
         return jnp.tensordot(x, w, axes) if isinstance(w, jax.Array) else w.product(x, axes)
 
-    def normed(self, norm: Norm, x: Hidden, w: AnyMatrix) -> tuple[Array, Array]:
-        """x, added up, and the last axis of the normed x with the first one of w."""
-        return x, self.of(self.placed(norm(x), "batch", None, None), w)
-
-    def gated(
-        self, norm: Norm, x: Hidden, w: AnyMatrix, activation: str, bias: Array | None
-    ) -> tuple[Array, Any]:
-        """x, added up, and the gated MLP's hidden units of the normed x, for `added`.
-
-        Args:
-          w: [D,2,F], of gate and up.
-          bias: [2,F], or None.
-        """
-        x, both_BTCF = self.normed(norm, x, w)
-        if bias is not None:
-            both_BTCF = both_BTCF + bias
-        gated_BTF = ACTIVATIONS[activation](both_BTCF[:, :, 0]) * both_BTCF[:, :, 1]
-        return x, self.placed(gated_BTF, "batch", None, "mlp")
-
-    def added(self, x: Array, y: Any, w: AnyMatrix, bias: Array | None, axes: int = 1) -> Hidden:
-        """x plus the last axes of y with as many first ones of w, and the bias."""
-        product = self.placed(self.of(y, w, axes), "batch", "tokens", None)
-        return x + (product if bias is None else product + bias)
-
-    def whole(self, x: Hidden) -> Array:
-        """The hidden states, added up."""
-        return x
+    def normed(self, norm: Norm, x: Array, w: AnyMatrix) -> Array:
+        """The last axis of the normed x with the first one of w."""
+        return self.of(self.placed(norm(x), "batch", None, None), w)
 
     def placed(self, x: Array, *axes: str | None) -> Array:
         """x, which has these logical axes, on the shards where the next step needs it.
@@ -239,18 +194,15 @@ class Attention(nnx.Module):
             self.k_norm = Norm(h, config)
         self.config = config
 
-    def project(
-        self, norm: Norm, x: Hidden, products: Products
-    ) -> tuple[Array, tuple[Array, Array, Array]]:
-        """x, and q_BTNH, k_BTKH, v_BTKH of the normed x, before rotary embedding."""
+    def project(self, norm: Norm, x_BTD: Array, products: Products) -> tuple[Array, Array, Array]:
+        """q_BTNH, k_BTKH, v_BTKH of the normed x, before rotary embedding."""
         if self.joined:
-            x_BTD, new_BTKXH = products.normed(norm, x, self.qkv[...])
+            new_BTKXH = products.normed(norm, x_BTD, self.qkv[...])
             new_BTKXH = products.placed(new_BTKXH, "batch", None, "kv_heads", None, "head_dim")
             new_BTKXH = products.placed(new_BTKXH, "batch", "tokens", "kv_heads", None, None)
             q_BTKGH, k_BTKH, v_BTKH = new_BTKXH[..., :-2, :], *jnp.moveaxis(new_BTKXH, 3, 0)[-2:]
             q_BTNH = q_BTKGH.reshape(*q_BTKGH.shape[:2], -1, q_BTKGH.shape[-1])
         else:
-            x_BTD = products.whole(x)
             normed_BTD = products.placed(norm(x_BTD), "batch", None, None)
             q_BTNH, k_BTKH, v_BTKH = (
                 products.placed(
@@ -269,13 +221,13 @@ class Attention(nnx.Module):
             v_BTKH = v_BTKH + self.v_bias[...]
         if self.config.qk_norm:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
-        return x_BTD, (q_BTNH, k_BTKH, v_BTKH)
+        return q_BTNH, k_BTKH, v_BTKH
 
-    def output(self, x_BTD: Array, out_BTNH: Array, products: Products) -> Hidden:
-        """x plus the output."""
+    def output(self, out_BTNH: Array, products: Products) -> Array:
+        """What is added to the hidden states, [B,T,D]."""
         out_BTNH = products.placed(out_BTNH, "batch", None, "heads", "head_dim")
-        bias = self.o_bias[...] if self.config.o_bias else None
-        return products.added(x_BTD, out_BTNH, self.o[...], bias, axes=2)
+        product = products.placed(products.of(out_BTNH, self.o[...], 2), "batch", "tokens", None)
+        return product + self.o_bias[...] if self.config.o_bias else product
 
 
 class MLP(nnx.Module):
@@ -299,22 +251,21 @@ class MLP(nnx.Module):
             self.up_bias = _param((f,), ("mlp",))
             self.down_bias = _param((d,), ("embed",))
 
-    def __call__(self, norm: Norm, x: Hidden, products: Products) -> Hidden:
-        """x plus the output for the normed x."""
+    def __call__(self, norm: Norm, x_BTD: Array, products: Products) -> Array:
+        """What is added to the hidden states, [B,T,D]: the output for the normed x."""
         if self.joined:
-            bias = jnp.stack([self.gate_bias[...], self.up_bias[...]]) if self.bias else None
-            x_BTD, gated = products.gated(norm, x, self.gate_up[...], self.activation, bias)
+            both_BTCF = products.normed(norm, x_BTD, self.gate_up[...])
+            gate_BTF, up_BTF = both_BTCF[:, :, 0], both_BTCF[:, :, 1]
         else:
-            x_BTD = products.whole(x)
             normed_BTD = products.placed(norm(x_BTD), "batch", None, None)
             gate_BTF = products.of(normed_BTD, self.gate[...])
             up_BTF = products.of(normed_BTD, self.up[...])
-            if self.bias:
-                gate_BTF, up_BTF = gate_BTF + self.gate_bias[...], up_BTF + self.up_bias[...]
-            gated_BTF = ACTIVATIONS[self.activation](gate_BTF) * up_BTF
-            gated = products.placed(gated_BTF, "batch", None, "mlp")
-        bias = self.down_bias[...] if self.bias else None
-        return products.added(x_BTD, gated, self.down[...], bias)
+        if self.bias:
+            gate_BTF, up_BTF = gate_BTF + self.gate_bias[...], up_BTF + self.up_bias[...]
+        gated_BTF = ACTIVATIONS[self.activation](gate_BTF) * up_BTF
+        gated_BTF = products.placed(gated_BTF, "batch", None, "mlp")
+        product = products.placed(products.of(gated_BTF, self.down[...]), "batch", "tokens", None)
+        return product + self.down_bias[...] if self.bias else product
 
 
 class Layer(nnx.Module):
@@ -328,17 +279,17 @@ class Layer(nnx.Module):
 
     def __call__(
         self,
-        x: Hidden,
+        x_BTD: Array,
         cache: Any,
         attend: Attend,
         products: Products = PLAIN,
-    ) -> tuple[Hidden, Any]:
+    ) -> tuple[Array, Any]:
         with jax.named_scope("attention"):
-            x_BTD, (q, k, v) = self.attn.project(self.attn_norm, x, products)
+            q, k, v = self.attn.project(self.attn_norm, x_BTD, products)
             out_BTNH, cache = attend(q, k, v, cache)
-            x = self.attn.output(x_BTD, out_BTNH, products)
+            x_BTD = x_BTD + self.attn.output(out_BTNH, products)
         with jax.named_scope("mlp"):
-            return self.mlp(self.mlp_norm, x, products), cache
+            return x_BTD + self.mlp(self.mlp_norm, x_BTD, products), cache
 
 
 class Llama(nnx.Module):

@@ -35,7 +35,7 @@ from jax_longctx.parts.voted_keys import tie_tolerance
 from jax_longctx.sharding import axes_field
 from pallas_kernels.common import quotient
 from pallas_kernels.plane import Plane, part_of
-from pallas_kernels.topk_scores import best_of_sums, entries_to_sum, tied_places
+from pallas_kernels.topk_scores import tied_places
 
 # Each shard's capacity is a multiple of it.
 GRANULE = 128
@@ -177,11 +177,6 @@ def best_units(
     # A fused multiply and sum: a matmul of mixed dtypes would copy the representatives.
     wide, number = part_of(units).astype(jnp.float32), min(count, units.shape[2])
     query = query.astype(jnp.float32)[:, :, None]
-    entries = entries_to_sum(len(query), units.shape[2], number)
-    if entries is not None and not each_head and ctx.seq_size * ctx.head_shards == 1:
-        spare = (0, 0), (0, 0), (0, entries - units.shape[2]), (0, 0)
-        scores_BNE = jnp.sum(query * jnp.pad(wide, spare), -1)
-        return best_of_sums(scores_BNE, packed, number, tie_tolerance(units.dtype))[1][:, None]
     scores_BXP = jnp.sum(query * wide, -1)
     if not each_head:
         scores_BXP = ctx.psum_heads(jnp.sum(scores_BXP, axis=1, keepdims=True))

@@ -14,7 +14,8 @@ All heads of a row share one selection; every row and layer has its own. A chunk
 in an array of the cache's length. A single token's few votes are compared with each other, at a
 cost that does not depend on the length. For 32 heads, k = 4 and 131,072 slots, steps 2 and 3 take
 16 us for a token on an H200. For a chunk of 512 they took 80, of which the sort of all slots was
-60; two kernels have taken the place of this sort (`_best_by_page`) and are not timed there yet.
+60; two kernels have taken the place of this sort (`_best_by_page`). They take 6% off reading
+131,072 tokens through 8 layers of the 8B shape: 2.17 s in place of 2.30.
 
 Ties. A key before rotary embedding does not depend on its position. In the first layer it depends
 on its token alone, so equal tokens have equal keys. Their computed keys differ by rounding: a

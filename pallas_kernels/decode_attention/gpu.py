@@ -40,7 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from pallas_kernels import hopper, hopper_bits, hopper_merge, hopper_slots
+from pallas_kernels import hopper, hopper_bits, hopper_slots
 from pallas_kernels.common import (
     Attended,
     PerQuery,
@@ -59,13 +59,11 @@ _MAX_BATCH = 240  # lines of the plan that fit shared memory
 _FEW = 8  # rows whose plan every block of threads makes in its registers
 # Slots of one step, steps in flight, and how many steps it takes to begin a head.
 _BLOCK, _STAGES, _BEGIN = 128, 3, 1
-# Whether keys and values of 16 bits have their slots as rows of the products too.
-FLOATS_BY_SLOTS = False
 _LOGIT_ROWS = 96  # of the buffer through which logits are written
 # The merge: threads of a block, each with one channel of one row or two, and the most pieces that
 # registers hold.
-_MERGE_THREADS, _MERGE_MOST = hopper_merge.THREADS, hopper_merge.MOST
-_MERGE_LAYOUT = hopper_merge.LAYOUT
+_MERGE_THREADS, _MERGE_MOST = 128, 40
+_MERGE_LAYOUT = plgpu.Layout.WG_STRIDED((_MERGE_THREADS,), vec_size=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,15 +85,9 @@ class _Job:
     by_slots: bool
 
     @property
-    def block(self) -> int:
-        """Slots of a step. By slots, blocks of 16 bits are smaller, for more in flight."""
-        floats = self.stored == (self.dtype, self.dtype)
-        return _BLOCK // 2 if self.by_slots and floats else _BLOCK
-
-    @property
     def shape(self) -> tuple[int, int, int]:
         """Slots of a step, head dim and rows, as `hopper_slots` takes them."""
-        return self.block, self.head_dim, self.tile_rows
+        return _BLOCK, self.head_dim, self.tile_rows
 
     @property
     def few(self) -> bool:
@@ -214,7 +206,6 @@ def _attention(
     """Output, log-sum-exp, and the logits [B,N,S] or None."""
     batch, kv_heads, slots, head_dim = k.shape
     numbers, scales = parts_of(k, v)
-    by_slots = bool(scales) or FLOATS_BY_SLOTS
     job = _Job(
         batch=batch,
         kv_heads=kv_heads,
@@ -228,7 +219,7 @@ def _attention(
         windowed=windowed,
         logits=logits,
         stored=(numbers[0].dtype, numbers[1].dtype),
-        by_slots=by_slots,
+        by_slots=bool(scales),
     )
     if job.few:
         # A launch less. Without a window every row begins at 0.
@@ -236,7 +227,7 @@ def _attention(
     else:
         plan = (_plan(low, high, job),)
     q_rows = pack_rows(q, kv_heads)
-    if by_slots and isinstance(k, Quantised):
+    if isinstance(k, Quantised):
         q_rows = hopper_bits.in_column_order(q_rows)
     out, lse, *found = _partials(q_rows, (*numbers, *scales), plan, job)
     out_BKRH, lse_BKR = _merged(out, lse, plan, job, q.dtype)
@@ -251,7 +242,7 @@ def _attention(
 def _steps(low: Any, high: Any, job: _Job) -> Any:
     """Steps of a head of a row: one to begin it and one a block."""
     # A later query's window begins later: with low below 0 as well.
-    blocks = lax.div(high + (job.block - 1), job.block) - lax.div(jnp.maximum(low, 0), job.block)
+    blocks = lax.div(high + (_BLOCK - 1), _BLOCK) - lax.div(jnp.maximum(low, 0), _BLOCK)
     return jnp.where((high > low) & (blocks > 0), _BEGIN + blocks, 0)
 
 
@@ -405,7 +396,7 @@ def _each_piece(plan, job: _Job, work: Callable) -> tuple[Array, Array]:
 
         def head(h: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
             start = base + h * steps
-            block = lax.div(jnp.maximum(plan[b, _LOW], 0), job.block)
+            block = lax.div(jnp.maximum(plan[b, _LOW], 0), _BLOCK)
             # A head's first steps are those to begin it.
             runs = [
                 jnp.maximum(x - start - _BEGIN, 0)
@@ -450,7 +441,7 @@ def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     @pl.loop(piece.first, piece.last)
     def _step(j):
         step = piece.ahead + j
-        block = (piece.row, piece.head, pl.ds(j * job.block, job.block))
+        block = (piece.row, piece.head, pl.ds(j * _BLOCK, _BLOCK))
 
         def copy(ref, place, ready):
             plgpu.copy_gmem_to_smem(ref.at[block], place, ready)
@@ -499,10 +490,10 @@ def _attend_by_slots(reader: Array, refs, job: _Job, scratch: dict, piece: _Piec
     plgpu.barrier_wait(scratch["asked"].at[tile])
 
     def mask(s: Array, j: Array) -> Array:
-        s = _mask(s, j * job.block, piece, job, axis=0)
+        s = _mask(s, j * _BLOCK, piece, job, axis=0)
         for ref in logits_ref:
             head = piece.row * job.kv_heads + piece.head
-            place = ref.at[head, :, pl.ds(j * job.block, job.block)].transpose((1, 0))
+            place = ref.at[head, :, pl.ds(j * _BLOCK, _BLOCK)].transpose((1, 0))
             logits = plgpu.layout_cast(s * (1 / hopper.LOG2_E), plgpu.Layout.WGMMA_TRANSPOSED)
             hopper.store_little(logits, place)
         return s
@@ -612,7 +603,22 @@ def _merge_kernel(*refs, job: _Job, together: int) -> None:
             other = jnp.broadcast_to(lse_ref[at, group * together + row], shape)
             its_lse = jnp.where(mine[row], other, its_lse)
         lses.append(jnp.where(there, its_lse, -jnp.inf))
-    merged, found = hopper_merge.weighed(means, lses)
+    merged, found = _weighed(means, lses)
     merged_ref[head, group] = merged.astype(merged_ref.dtype)
     for row in range(together):
         total_ref[head, group * together + row] = jnp.where(mine[row], found, -jnp.inf).max()
+
+
+def _weighed(means: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
+    """Of every thread's channel the merged mean and its log-sum-exp; 0 and -inf without any.
+
+    A part that is absent has log-sum-exp -inf and a finite mean.
+    """
+    top = functools.reduce(jnp.maximum, lses)
+    some = top > -jnp.inf
+    top = jnp.where(some, top, 0.0)
+    weights = [jnp.exp(x - top) for x in lses]
+    total = jnp.where(some, functools.reduce(jnp.add, weights), 1.0)
+    weighted = [mean * weight for mean, weight in zip(means, weights, strict=True)]
+    merged = functools.reduce(jnp.add, weighted) / total
+    return merged, jnp.where(some, top + jnp.log(total), -jnp.inf)

@@ -1,5 +1,5 @@
 """The product of a few rows with a matrix, read once: what decoding does with every weight."""
 
-from pallas_kernels.row_matmul.api import MAX_ROWS, row_matmul, row_sums
+from pallas_kernels.row_matmul.api import MAX_ROWS, row_matmul
 
-__all__ = ["MAX_ROWS", "row_matmul", "row_sums"]
+__all__ = ["MAX_ROWS", "row_matmul"]

@@ -1,14 +1,8 @@
 """x @ w of a few rows x, bound by the bytes of w, which may be in 8 bits.
 
-`row_sums` is the same product before its sums are added up, of rows that may be made of such sums.
-
 Implementations: `xla` on every platform, `gpu` (Mosaic), `reference` for tests.
 """
 
-import functools
-from typing import Any
-
-import jax
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
@@ -16,7 +10,6 @@ from jaxtyping import Float
 from pallas_kernels import dispatch
 from pallas_kernels.quantised_matrix import AnyMatrix
 from pallas_kernels.row_matmul import gpu, reference, xla
-from pallas_kernels.row_matmul.rows import Added, Gated, dtype_of, of_products, shape_of
 
 # With more rows a matmul of the compiler's is as quick.
 MAX_ROWS = 16
@@ -55,42 +48,3 @@ def row_matmul(
         reference=reference.row_matmul,
     )
     return run(x, w, dtype=x.dtype if dtype is None else dtype)
-
-
-def row_sums(
-    rows: Float[Array, "R D"] | Added | Gated,
-    w: AnyMatrix,
-    *,
-    implementation: str | None = None,
-) -> Any:
-    """The sums of rows @ w, which whoever takes them adds up.
-
-    Args:
-      rows: at most 16; made of sums, one.
-      w: [D, N]; a `QuantisedMatrix` has a scale for each output.
-      implementation: "xla", "gpu" or "reference"; None picks by platform and shape.
-
-    Returns:
-      `Sums`; of `Added` rows `AfterNorm`.
-
-    Raises:
-      ValueError: the shapes or dtypes do not fit, or there are too many rows.
-    """
-    (count, inputs), dtype = shape_of(rows), dtype_of(rows)
-    x = jax.ShapeDtypeStruct((count, inputs), dtype)
-    if inputs != w.shape[0] or dtype != w.dtype:
-        raise ValueError(f"row_sums: {dtype}{x.shape} does not fit {w.dtype}{w.shape}")
-    most = MAX_ROWS if isinstance(rows, Array) else 1
-    if not 0 < count <= most:
-        raise ValueError(f"row_sums: {count} rows; expected 1 to {most}")
-    run = dispatch.select(
-        "row_sums",
-        implementation,
-        f"{dtype} {inputs} to {w.shape[1]}",
-        xla=functools.partial(of_products, product=xla.row_matmul),
-        eight_bits=dispatch.in_8_bits(w),
-        stored="weights",
-        gpu=dispatch.Kernel(gpu.row_sums, lambda: gpu.unsupported(x, w), eight_bits=True),
-        reference=functools.partial(of_products, product=reference.row_matmul),
-    )
-    return run(rows, w)

@@ -16,7 +16,8 @@ Shared memory of the first launch: ring 128 KiB, queries up to 64 KiB and 4; of 
 
 Roofline of the first: the bytes of the shared digests, and the scores, which go to the L2 cache and
 come back from it: 4 bytes a query head and page. For 8,192 pages of 8 kv heads of 128 with two
-bounds in bfloat16, and 16 rows of 32 query heads, 34 MB and 17. Not measured yet.
+bounds in bfloat16, and 16 rows of 32 query heads, 34 MB and 17. On an H200 a step of Quest for 16
+rows over one context of 131,072 tokens, 8B shape, takes 8.56 ms, with XLA's form 9.44.
 """
 
 import functools

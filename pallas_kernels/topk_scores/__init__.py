@@ -1,12 +1,9 @@
 """The best keys of every query by dot product, exact, without a T x S matrix of scores."""
 
 from pallas_kernels.topk_scores.api import topk_scores
-from pallas_kernels.topk_scores.gpu_ties import best_of_sums
-from pallas_kernels.topk_scores.merge import entries_to_sum, merge_topk, tied_places, tied_top_k
+from pallas_kernels.topk_scores.merge import merge_topk, tied_places, tied_top_k
 
 __all__ = [
-    "best_of_sums",
-    "entries_to_sum",
     "merge_topk",
     "tied_places",
     "tied_top_k",

@@ -59,15 +59,6 @@ def tied_places(
     return values, jnp.where(values > -jnp.inf, at, -1)
 
 
-def entries_to_sum(rows: int, entries: int, count: int) -> int | None:
-    """How many entries of each row `best_of_sums` takes in place of so many; None where it cannot.
-
-    It ranks the sums of several heads' scores, on Hopper, with a tolerance that it makes of them.
-    """
-    padded = gpu_ties.line(entries)
-    return padded if hopper_takes(rows, padded, count) else None
-
-
 def merge_topk(
     values: Float[Array, "*B E"],
     indices: Int[Array, "*B E"],

@@ -7,7 +7,8 @@ the slots of the spans up to its own. A thread then holds a place of the list, a
 spans for the first one that ends behind it.
 
 Roofline: the latency of 5 passes over the votes: 128 of them some 600 cycles each, 2 us in all. In
-its place XLA has eight kernels in a row. Not measured.
+its place XLA has eight kernels in a row. On an H200 a step of ReAttention over 131,072 tokens, 8B
+shape, takes 7.89 ms, with XLA's form 8.09.
 """
 
 import functools

@@ -11,7 +11,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import hopper_merge
 from pallas_kernels.attention_mass import gpu as mass_gpu
 from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.decode_attention import gpu as decode_gpu
@@ -19,7 +18,6 @@ from pallas_kernels.page_scores import SharedPages
 from pallas_kernels.quantised import quantise
 from pallas_kernels.quantised_matrix import quantise_matrix
 from pallas_kernels.row_matmul import gpu as row_gpu
-from pallas_kernels.row_matmul.rows import Added, Gated, Sums
 from pallas_kernels.select_large_k import gpu as select_gpu
 from pallas_kernels.select_pages import gpu as pages_gpu
 from pallas_kernels.select_pages import shared_gpu as shared_pages_gpu
@@ -45,7 +43,6 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
     sparse = partial(sparse_gpu.sparse_decode_attention, page_size=16, scale=0.1)
     pages = jnp.zeros((1, 2, 20), jnp.int32)
     rows, w = jnp.zeros((3, 512), jnp.bfloat16), jnp.zeros((512, 192), jnp.bfloat16)
-    row, sums = rows[:1], Sums(jnp.zeros((3, 8, 512)), jnp.ones((1, 512)), 1)
     choose = partial(pages_gpu.select_pages, size=20)
     shared_pages = SharedPages(k, v, None, bound)
     choose_shared = partial(shared_pages_gpu.select_pages, size=20, shared=shared_pages)
@@ -62,20 +59,9 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
             (one, k, bound * 0, bound, exact[:, :1]),
         ),
         "ties": (lambda x, t: gpu_ties.tied_best(x, 4, t), (jnp.zeros((32, 1088)), jnp.zeros(32))),
-        "sums": (
-            lambda x, n: gpu_ties.best_of_sums(x, n, 4, 0.1),
-            (jnp.zeros((1, 8, 1024)), bound),
-        ),
         "sparse-one-around": (
             lambda *args: sparse(*args, around=Around(args[-1] + 9, 4, 9), first_page=1),
             (one, k, v, pages[:, :1], bound * 0 + 4, bound),
-        ),
-        "merge": (
-            lambda out, lse, *beside: hopper_merge.merged(out, lse, 4, jnp.bfloat16, beside),
-            (
-                *(jnp.zeros((2, 9, 8, 64)), jnp.zeros((2, 9, 64))),
-                *(jnp.zeros((2, 4, 64), jnp.bfloat16), jnp.zeros((2, 4))),
-            ),
         ),
         "voted": (
             partial(
@@ -89,11 +75,6 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
         "rows-many-outputs": (
             partial(row_gpu.row_matmul, dtype=jnp.bfloat16),
             (w[:1].reshape(1, -1), w),
-        ),
-        "rows-of-sums": (row_gpu.row_sums, (Added(row, sums, row[0]), w)),
-        "rows-gated": (
-            row_gpu.row_sums,
-            (Gated(sums, jnp.ones(4), 512, 1e-5, jax.nn.silu, jnp.bfloat16), w[:256]),
         ),
         "rows-of-8-bits": (
             partial(row_gpu.row_matmul, dtype=jnp.float32),

@@ -36,10 +36,6 @@ TIES: dict[str, tuple[Any, list[tuple[tuple[int, ...], Any]]]] = {
         ),
         [((2, 4), jnp.float32), ((2, 64, 8), jnp.float32), ((2, 64, 8), jnp.int32)],
     ),
-    "best_of_sums": (
-        lambda held, scores, **how: gpu_ties.best_of_sums(scores, held, 16, 1e-5, **how),
-        [((2,), jnp.int32), ((2, 32, 512), jnp.float32)],
-    ),
 }
 
 

@@ -175,24 +175,6 @@ def _ties(case: Case, interpret: Any) -> None:
     np.testing.assert_array_equal(found_at, at)
 
 
-def _sums(case: Case, interpret: Any) -> None:
-    """The last entries are none; some of the others tie."""
-    entries, count = gpu_ties.line(case.slots), dict(case.options)["count"]
-    scores = np.array(normal(case.rows, case.kv_heads, entries, seed=6))
-    scores[:, :, 7:11], scores[:, :, case.slots :] = scores[:, :, 3:4], np.nan
-    held = _ints([case.slots, 3, 0, case.slots // 2], case.rows)
-    sums = np.sum(scores, axis=1)
-    inside = np.arange(entries) < held[:, None]
-    usual = np.sqrt(np.sum(np.where(inside, sums**2, 0), 1) / np.maximum(held, 1))
-    tolerance = (0.05 * usual).astype(np.float32)
-    values, at = _tied_top_k(np.where(inside, sums, np.float32(-np.inf)), count, tolerance)
-    run = partial(gpu_ties.best_of_sums, count=count, tolerance=0.05, interpret=interpret)
-    found_values, found_at = _compiled(run, scores, held)
-    assert np.any(values[1] > -np.inf)
-    np.testing.assert_allclose(found_values, values, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(found_at, at)
-
-
 def _mass(case: Case, interpret: Any) -> None:
     q, k, _ = case.arrays()
     lengths = case.lengths()
@@ -410,7 +392,6 @@ CASES: dict[str, Row] = {
     "topk-few": _row(_topk, rows=4, slots=384, workers=17, count=4),
     "topk-few-queries": _row(_topk, queries=3, workers=1, count=9),
     "ties": _row(_ties, slots=700, count=9),
-    "sums": _row(_sums, rows=4, kv_heads=6, slots=300, count=5),
     "voted": _row(_voted, rows=2, slots=128, **VOTED),
     "voted-pages": _row(_voted, rows=4, **VOTED_PAGES),
     "mass-sum": _row(_mass, queries=70, **SUM),
@@ -468,7 +449,7 @@ CASES |= {
 # One of each kernel; the others are `slow`, for the interpreter is.
 QUICK = {
     *("decode-queries-and-window", "logits", "topk-few", "mass-max-causal"),
-    *("ties", "sums", "voted", "sparse-around", "sparse-one-around", "select-short"),
+    *("ties", "voted", "sparse-around", "sparse-one-around", "select-short"),
     *("pages", "pages-together", "sparse-flat-prior", "sparse-beside"),
     *("sparse-shared-around", "pages-shared", "pages-shared-together"),
 }
@@ -532,7 +513,6 @@ for _rows in (1, 8):
         f"voted-pages-{_rows}": _row(_voted, **_voters, votes=512, kept=64, local=1024, page=16),
     }
 LARGE |= {
-    "sums": _row(_sums, rows=2, kv_heads=32, slots=1100, count=16),
     "pages-points": _row(_pages, rows=5, slots=4096, size=64, point=True),
     "pages-shared-points": _row(
         _pages, rows=16, group=8, slots=4096, size=64, point=True, shared=4000

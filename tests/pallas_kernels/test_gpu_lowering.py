@@ -23,9 +23,8 @@ programs = functools.cache(gpu_programs.programs)
     [
         *("decode", "decode-merged", "logits", "topk", "topk-plain-max", "topk-few", "mass"),
         *("sparse", "sparse-around", "sparse-flat-prior", "select", "ties"),
-        *("voted", "sums", "sparse-one-around", "mass-squares", "merge"),
+        *("voted", "sparse-one-around", "mass-squares"),
         *("sparse-shared", "pages-shared", "pages-shared-together"),
-        *("rows-of-sums", "rows-gated"),
         *("rows-of-8-bits", "decode-int8", "logits-of-floats-beside-int8", "sparse-int8"),
     ],
 )

@@ -103,11 +103,8 @@ def tied(name: str, draw: np.random.Generator) -> Iterator[list[np.ndarray]]:
     for cut in (-np.inf, 0.5, 2.0):
         shapes = TIES[name][1]
         bounds = draw.random(shapes[0][0]).astype(np.float32) / 5
-        if name == "best_of_sums":
-            bounds = np.array([400, 7], np.int32)
         scores = draw.standard_normal(shapes[1][0]).astype(np.float32)
-        if name != "best_of_sums":
-            scores[scores < cut] = -np.inf
+        scores[scores < cut] = -np.inf
         if cut == 0.5:
             scores = np.round(scores * 4) / 4
         slots = draw.permutation(4 * scores.size)[: scores.size].astype(np.int32)

@@ -1,6 +1,5 @@
 """x @ w of a few rows: every implementation against the definition."""
 
-import functools
 from functools import partial
 from typing import Any
 
@@ -12,8 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.quantised_matrix import quantise_matrix
-from pallas_kernels.row_matmul import MAX_ROWS, gpu, reference, row_matmul, row_sums
-from pallas_kernels.row_matmul.rows import Added, Gated, Sums
+from pallas_kernels.row_matmul import MAX_ROWS, gpu, reference, row_matmul
 from tests.drawing import normal
 
 # Rows, inputs, outputs; the kernel's tiles hold 64 or 128 outputs.
@@ -94,71 +92,6 @@ def test_the_kernel_of_8_bits_lowers_and_fits_shared_memory(rows, outputs):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_on_a_gpu(shape, dtype, form):
     check(jax.jit(gpu.row_matmul, static_argnames="dtype"), shape, dtype, form)
-
-
-@functools.cache
-def layer(dim: int, hidden: int, form: str | None) -> tuple[Any, ...]:
-    """x, what is multiplied first, three matrices and a norm's scale."""
-    shapes = (1, dim), (1, dim), (dim, dim), (dim, 2 * hidden), (hidden, dim), (dim,)
-    x, y, *matrices, scale = (
-        jax.device_put(
-            (np.asarray(normal(*shape, seed=seed)) * shape[0] ** -0.5).astype(jnp.bfloat16)
-        )
-        for seed, shape in enumerate(shapes)
-    )
-    if form is not None:
-        matrices = [quantised(w, (0,)) for w in matrices]
-    return x, y, *matrices, jax.device_put(1 + np.asarray(scale))
-
-
-def through(run: Any, x: Any, y: Any, first: Any, both: Any, last: Any, scale: Any) -> list[Any]:
-    """The sums of three products, of which each takes what the one before it leaves."""
-    sums = run(y, first)
-    after = run(Added(x, sums, scale), both)
-    gated = Gated(after.sums, after.squares, x.shape[1], 1e-5, jax.nn.silu, x.dtype)
-    found = sums.whole(), after.sums.whole(), run(gated, last).whole()
-    return [*found, after.x.astype(jnp.float32), jnp.sum(after.squares)]
-
-
-def check_through(run: Any, form: str | None, dim: int = 512, hidden: int = 768) -> None:
-    given = layer(dim, hidden, form)
-    definition = partial(through, partial(row_sums, implementation="reference"))
-    found, expected = (jax.device_get(jax.jit(each)(*given)) for each in (run, definition))
-    for one, wanted in zip(found, expected, strict=True):
-        # The kernel rounds the gate less often than XLA does.
-        np.testing.assert_allclose(one, wanted, atol=1e-2 * np.max(np.abs(wanted)))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_products_of_sums_on_any_platform(form):
-    check_through(partial(through, row_sums), form)
-
-
-# Of few processors the workers have many blocks of outputs, of 132 a block has many workers.
-@pytest.mark.parametrize(("form", "processors"), [(None, 3), ("int8", 132)])
-def test_the_kernel_of_sums_interpreted(monkeypatch, form, processors):
-    monkeypatch.setattr(hopper, "processors", lambda: processors)
-    run = partial(gpu.row_sums, interpret=INTERPRETED)
-    check_through(partial(through, run), form)
-    # Parts that nobody has are zeros: all can be added up.
-    sums = jax.jit(run)(*layer(512, 768, form)[1:3])
-    assert np.isfinite(sums.parts).all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("sizes", [(512, 768), (2048, 8192), (4096, 14336)], ids=str)
-def test_sums_on_a_gpu(sizes, form):
-    check_through(partial(through, gpu.row_sums), form, *sizes)
-
-
-def test_sums_that_do_not_fit_are_refused():
-    x, y, w, both, _, scale = layer(512, 768, None)
-    with pytest.raises(ValueError, match=r"row_sums: bfloat16\(1, 512\) does not fit"):
-        row_sums(y, both[:256])
-    two = Sums(jnp.zeros((1, 8, 512)), None, 2)
-    with pytest.raises(ValueError, match="2 rows; expected 1 to 1"):
-        row_sums(Added(jnp.concatenate([x, x]), two, scale), w)
 
 
 def test_what_does_not_fit_is_refused(monkeypatch):

@@ -11,6 +11,9 @@ from jax_longctx.bench import timing
 from jax_longctx.cli.main import app
 from jax_longctx.models import presets
 
+# Numbers of the tiny shape's weights in a layer.
+LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
+
 
 @pytest.fixture
 def tiny_shape(monkeypatch):

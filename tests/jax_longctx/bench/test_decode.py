@@ -16,11 +16,8 @@ from jax_longctx.methods import METHODS, STUDIES, Full, make_method
 from jax_longctx.models import presets
 from jax_longctx.settings import Offload
 from jax_longctx.sharding import make_mesh
-from tests.jax_longctx.bench.conftest import bench, measured
+from tests.jax_longctx.bench.conftest import LAYER, bench, measured
 from tests.support import joined, random_rows, tiny_engine
-
-# Numbers of a layer's weights.
-LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
 
 
 @pytest.fixture
@@ -69,8 +66,7 @@ def test_offloaded_contexts_are_timed_and_what_they_fetch_is_told(tiny_preset, m
         full, quest = record["rows"]
         assert "fetched" not in full and full["host"] == 0 < quest["host"]
         found = quest["fetched"]
-        # The question's last token, and blocks of 32 steps, of both layers and rows. The question
-        # is read once for all rows.
+        # The question's last token, read once, and blocks of 32 steps, of both layers and rows.
         assert found["steps"] % 4 == 0 and found["steps"] >= 2 * 2 * 3 * 32
         assert found["hits"] > 0 and found["misses"] > 0
         assert found["hit_rate"] == found["hits"] / (found["hits"] + found["misses"])
@@ -79,9 +75,7 @@ def test_offloaded_contexts_are_timed_and_what_they_fetch_is_told(tiny_preset, m
 
 def _stub(monkeypatch, timed):
     """Steps take what `timed(engine, rows)` returns; nothing runs."""
-    stub = create_autospec(
-        decode.step_of, side_effect=lambda engine, context, rows, *_: timed(engine, rows)
-    )
+    stub = create_autospec(decode.step_of, side_effect=lambda *given: timed(given[0], given[2]))
     monkeypatch.setattr(decode, "step_of", stub)
     monkeypatch.setattr(decode, "one_row", create_autospec(decode.one_row, return_value=None))
 

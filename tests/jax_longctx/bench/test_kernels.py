@@ -28,19 +28,18 @@ def _peaks(monkeypatch):
 
 def test_every_run_of_a_step_takes_place_and_a_longer_one_takes_longer():
     """Neither its unused results nor its constant arguments let a run be dropped."""
-    seen = []
+    seen, given = [], (jnp.arange(4.0), jnp.ones(3))
 
     def step(i, q, table):
         io_callback(lambda index: seen.append(int(index)), None, i, ordered=True)
         return q.sum() + table, jnp.argmax(table)
 
-    q = jnp.arange(4.0)
-    timing = measure(step, q, jnp.ones(3), repeats=2, inner=5)
+    timing = measure(step, *given, repeats=2, inner=5)
     jax.effects_barrier()
     assert seen == list(range(5)) * 3  # once to warm up
     assert 0 <= timing.least <= timing.seconds <= timing.most
     seen.clear()
-    measure(step, q, jnp.ones(3), repeats=2, inner=5, least=1e3)
+    measure(step, *given, repeats=2, inner=5, least=1e3)
     jax.effects_barrier()
     assert seen == list(range(5)) * 3 + list(range(5 * 64)) * 3
     x = jnp.ones((64, 64)), jnp.ones((512, 512))
@@ -106,9 +105,8 @@ def test_the_runs_of_a_case_agree():
     first, later = (sparse.run("xla", jnp.int32(i), *inputs) for i in (0, 1))
     assert not np.array_equal(first[1], later[1])  # other pages every time
     operations = {case.operation for case in found.values()}
-    assert len(operations) == 10 and all(
-        case.run or "chosen" in case.others for case in found.values()
-    )
+    assert len(operations) == 10
+    assert all(case.run or "chosen" in case.others for case in found.values())
 
 
 @pytest.mark.slow
@@ -137,10 +135,7 @@ def test_every_tpu_kernel_has_a_check_and_no_tpu_is_one_line(tmp_path):
 @pytest.mark.optimized
 @pytest.mark.slow
 def test_the_checks_compile_for_tpus():
-    """The first person with a TPU learns something of the kernels, and not of the checks.
-
-    The kernels' own tests compile for TPUs of other kinds too.
-    """
+    """The first person with a TPU learns something of the kernels, and not of the checks."""
     pytest.importorskip("libtpu")
     from jax.experimental import topologies
 

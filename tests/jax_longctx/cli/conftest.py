@@ -1,5 +1,8 @@
 """A tiny random model with a real tokenizer, and the command line run over it."""
 
+import itertools
+import json
+import os
 from unittest.mock import create_autospec
 
 import pytest
@@ -7,6 +10,7 @@ from typer.testing import CliRunner
 
 import jax_longctx
 from jax_longctx import api
+from jax_longctx.batch import lines
 from jax_longctx.cli.main import app
 from jax_longctx.models.llama import init_params
 from jax_longctx.text import Tokenizer
@@ -61,10 +65,35 @@ def checkpoint(source, tmp_path_factory):
     return converted(tmp_path_factory, source)
 
 
+def die_at(patch, count):
+    """The process dies at its `count`-th write of lines, half of the bytes written."""
+    append, writes = lines.append, itertools.count(1)
+
+    def dying(file, rows):
+        if next(writes) < count:
+            return append(file, rows)
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        os.write(file.fileno(), text.encode()[: len(text) // 2])
+        raise SystemError("killed")
+
+    patch.setattr(lines, "append", dying)
+
+
+def refused(result, message):
+    """A command ended with exit code 2 and one line, which holds the message."""
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert result.stderr.startswith("error: ") and message in result.stderr, result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 @pytest.fixture
 def run():
-    def invoke(*args, stdin=None):
-        return CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
+    """Runs the command line in this process, which ends with this exit code where it is given."""
+
+    def invoke(*args, stdin=None, code=None):
+        result = CliRunner().invoke(app, [str(arg) for arg in args], input=stdin)
+        assert code in (None, result.exit_code), result.output
+        return result
 
     return invoke
 

@@ -2,15 +2,14 @@
 
 import dataclasses
 import json
-import os
 
 import pytest
 
 import jax_longctx.batch.run as run_module
 from jax_longctx.batch import BatchOptions, compile_first
-from jax_longctx.batch import lines as lines_module
 from jax_longctx.engine import Engine, Sampling
 from jax_longctx.locks import only_writer
+from tests.jax_longctx.cli.conftest import die_at
 from tests.small_methods import small_method
 
 BOOK = "The pass key is 12345. Remember it. "
@@ -53,30 +52,18 @@ def batch(run, loads, given, out):
     def answer(*options, rows=None, into=out, code=0):
         if rows is not None:
             write(given, rows)
-        result = run("batch", given, into, "-c", "m", *options)
-        assert result.exit_code == code, result.output
-        return result
+        return run("batch", given, into, "-c", "m", *options, code=code)
 
     return answer
 
 
 @pytest.fixture
 def killed(batch, monkeypatch):
-    """Runs it in a process that dies at a write to the disk, half of the bytes written."""
+    """Runs it in a process that dies at a write to the disk."""
 
     def at(count, *options, **how):
-        append, left = lines_module.append, [count]
-
-        def dying(file, lines):
-            left[0] -= 1
-            if left[0]:
-                return append(file, lines)
-            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-            os.write(file.fileno(), text.encode()[: len(text) // 2])
-            raise SystemError("killed")
-
         with monkeypatch.context() as patch:
-            patch.setattr(lines_module, "append", dying)
+            die_at(patch, count)
             return batch(*options, **how)
 
     return at

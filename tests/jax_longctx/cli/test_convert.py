@@ -14,6 +14,7 @@ import checkpoints_convert
 import jax_longctx
 from jax_longctx.models.storage import describe_files, read_manifest
 from jax_longctx.text import chat_layout
+from tests.jax_longctx.cli.conftest import refused
 
 
 @pytest.fixture
@@ -44,8 +45,7 @@ def test_options_and_directions(run, calls, tmp_path):
     source = tmp_path / "model.gguf"
     source.touch()
     forms = ("--dtype", "bfloat16", "--weights", "int8")
-    result = run("convert", source, tmp_path / "new", *forms)
-    assert result.exit_code == 0, result.output
+    result = run("convert", source, tmp_path / "new", *forms, code=0)
     assert f"written to {tmp_path / 'new'}" in result.stderr
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "manifest.json").touch()
@@ -72,32 +72,22 @@ def test_commands_take_a_checkpoint_in_8_bits(run, source, checkpoint, book, tmp
     assert (small["weights"], large["weights"]) == ("int8", None)
     assert small["memory_bytes"]["weights"] < large["memory_bytes"]["weights"]
     assert run("methods", "full", "-c", folder, "--context", 64).exit_code == 0
-    warmed = run("warm", folder, "--length", 20, "--question", 4, "--answer", 4)
-    assert warmed.exit_code == 0, warmed.output
+    run("warm", folder, "--length", 20, "--question", 4, "--answer", 4, code=0)
     for again in ((*plan, folder), ("warm", folder), (*ask, "-c", folder)):
         result = run(*again, "--weights", "bfloat16")
         assert result.exit_code == 2 and "converted with weights int8" in result.stderr, again
     refused(run("convert", folder, tmp_path / "hf", "--to-hf"), "holds its matrices in int8")
 
 
-def refused(result, message):
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ") and message in result.stderr, result.stderr
-    assert result.stderr.count("\n") == 1
-
-
 def test_the_python_api_agrees_and_exports_are_the_same(run, checkpoint, book, source, tmp_path):
-    result = run("ask", book, "Who?", "Why?", "-c", checkpoint, "--max-tokens", 8, "--json")
-    assert result.exit_code == 0, result.output
+    result = run("ask", book, "Who?", "Why?", "-c", checkpoint, "--max-tokens", 8, "--json", code=0)
     model = jax_longctx.load(checkpoint)
     layout = chat_layout(model.tokenizer)
     context = model.prefill(layout.context(book.read_text()))
     for line, question in zip(result.stdout.splitlines(), ("Who?", "Why?"), strict=True):
         (answer,) = model.ask(context, layout.question(question), max_tokens=8)
         assert json.loads(line)["answer"] == answer.text
-    result = run("convert", checkpoint, tmp_path / "hf", "--to-hf")
-    assert result.exit_code == 0, result.output
+    result = run("convert", checkpoint, tmp_path / "hf", "--to-hf", code=0)
     before, after = (
         safetensors.numpy.load_file(folder / "model.safetensors")
         for folder in (source, tmp_path / "hf")

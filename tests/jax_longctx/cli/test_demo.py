@@ -14,15 +14,7 @@ from PIL import Image
 
 import jax_longctx
 from jax_longctx.cli import demo as demo_module
-from jax_longctx.cli.demo_facts import (
-    DEPTHS,
-    FACTS,
-    KINDS,
-    Fact,
-    draw_facts,
-    first_words,
-    write_story,
-)
+from jax_longctx.cli import demo_facts
 from jax_longctx.cli.demo_picture import BIN, Look, picture
 from jax_longctx.cli.terminal import write_whole
 from jax_longctx.errors import InputError, LengthError
@@ -52,42 +44,19 @@ def tiny_demo(run, long_source, tmp_path_factory, tmp_path, monkeypatch):
 
 
 def test_facts_are_varied_and_of_different_kinds():
-    drawn = [draw_facts(random.Random(seed)) for seed in range(300)]
+    drawn = [demo_facts.draw_facts(random.Random(seed)) for seed in range(300)]
     assert len(set(drawn)) == 300
     for facts in drawn:
-        assert len(facts) == FACTS
+        assert len(facts) == demo_facts.FACTS
         for fact in facts:
             assert fact.sentence == f"{fact.opening} {fact.truth}."
             assert fact.asked.endswith(fact.opening) and fact.truth not in fact.asked
-        assert len({tuple(fact.opening.split()[-2:]) for fact in facts}) == FACTS
-    assert len(KINDS) == 6
-    for kind in KINDS:
+        assert len({tuple(fact.opening.split()[-2:]) for fact in facts}) == demo_facts.FACTS
+    assert len(demo_facts.KINDS) == 6
+    for kind in demo_facts.KINDS:
         assert len({kind(random.Random(seed)) for seed in range(300)}) > 70
-    assert draw_facts(random.Random(5)) == drawn[5]
-
-
-def test_each_fact_stands_once_in_its_third_and_none_among_the_newest(tiny):
-    encode = tiny.tokenizer.encode
-    haystack = Haystack(python_topics(), lambda piece: len(encode(piece)))
-
-    def begun(text):
-        return encode(text, bos=True)
-
-    for seed in range(2):
-        story = write_story(haystack, begun, random.Random(seed), 10_000)
-        assert 9_000 < story.tokens == len(begun(story.text)) <= 10_000
-        for fact, place, (low, high) in zip(story.facts, story.places, DEPTHS, strict=True):
-            assert story.text.count(fact.opening) == story.text.count(fact.sentence) == 1
-            assert place == len(begun(story.text.partition(fact.sentence)[0]))
-            # At the next border of sentences, which paragraphs may be apart.
-            assert low * 10_000 - 700 < place < high * 10_000 + 700
-        assert story.places[-1] < story.tokens - demo_module.SETTINGS["local_size"]
-    assert story == write_story(haystack, begun, random.Random(seed), 10_000)
-    with pytest.raises(LengthError, match="too few for any text"):
-        write_story(haystack, begun, random.Random(seed), 100)
-
-
-def test_an_answer_is_its_first_words_and_right_where_it_holds_the_truth_whole():
+    assert demo_facts.draw_facts(random.Random(5)) == drawn[5]
+    # An answer is its first words, and right where it holds the truth whole.
     for truth, answer, right in [
         ("86465", " 86465.", True),
         ("86465", " 864651", False),
@@ -99,10 +68,32 @@ def test_an_answer_is_its_first_words_and_right_where_it_holds_the_truth_whole()
         ("fig", " figure", False),
         ("fig", "", False),
     ]:
-        assert Fact("What?", "It is", truth).is_right(answer) is right, (truth, answer)
+        assert demo_facts.Fact("What?", "It is", truth).is_right(answer) is right, (truth, answer)
     said = {" boathouse. The": "boathouse", ":\n\n32162": "32162", " :\n.": ""}
     said |= {" 5:48\nQuestion: Who": "5:48", ' "C" module': 'C" module'}
-    assert {answer: first_words(answer) for answer in said} == said
+    assert {answer: demo_facts.first_words(answer) for answer in said} == said
+
+
+def test_each_fact_stands_once_in_its_third_and_none_among_the_newest(tiny):
+    encode = tiny.tokenizer.encode
+    haystack = Haystack(python_topics(), lambda piece: len(encode(piece)))
+
+    def begun(text):
+        return encode(text, bos=True)
+
+    for seed in range(2):
+        story = demo_facts.write_story(haystack, begun, random.Random(seed), 10_000)
+        assert 9_000 < story.tokens == len(begun(story.text)) <= 10_000
+        depths = zip(story.facts, story.places, demo_facts.DEPTHS, strict=True)
+        for fact, place, (low, high) in depths:
+            assert story.text.count(fact.opening) == story.text.count(fact.sentence) == 1
+            assert place == len(begun(story.text.partition(fact.sentence)[0]))
+            # At the next border of sentences, which paragraphs may be apart.
+            assert low * 10_000 - 700 < place < high * 10_000 + 700
+        assert story.places[-1] < story.tokens - demo_module.SETTINGS["local_size"]
+    assert story == demo_facts.write_story(haystack, begun, random.Random(seed), 10_000)
+    with pytest.raises(LengthError, match="too few for any text"):
+        demo_facts.write_story(haystack, begun, random.Random(seed), 100)
 
 
 @pytest.mark.slow

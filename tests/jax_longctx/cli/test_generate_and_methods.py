@@ -5,13 +5,13 @@ import json
 import pytest
 
 from jax_longctx.methods import METHODS
+from tests.jax_longctx.cli.conftest import refused
 
 
 def test_prompts_are_continued_or_give_a_record(run, loads, tiny):
     (answer,) = tiny.generate("The pass key", max_tokens=12)
     given = ("generate", "The pass key", "-c", "m", "--max-tokens", 12)
-    result = run(*given)
-    assert result.exit_code == 0, result.output
+    result = run(*given, code=0)
     assert result.stdout == answer.text + "\n"
     assert "context 3 tokens" in result.stderr or "tokens/s" in result.stderr
     (line,) = run(*given, "--json").stdout.splitlines()
@@ -90,8 +90,7 @@ def test_mistakes_are_named(run, loads):
         (("generate", "-c", "m", "-"), "", "error: stdin is empty"),
         (("generate", "-c", "m"), "", "error: stdin is empty"),
     ]:
-        result = run(*args, stdin=stdin)
-        assert result.exit_code == 2 and message in result.stderr
+        refused(run(*args, stdin=stdin), message)
     assert loads == []
 
 
@@ -115,6 +114,4 @@ def test_methods_and_plan_count_keys_and_values_in_8_bits(run):
     shown = run(*where, "--kv", "int8", *forms).stdout
     assert "llama-3.1-8b, bfloat16, weights in int8, keys and values in int8, full" in shown
     for form in ("--kv", "--weights"):
-        refused = run(*where, form, "int4")
-        assert refused.exit_code == 2
-        assert f"unknown {form} 'int4'; known: bfloat16, int8" in refused.stderr
+        refused(run(*where, form, "int4"), f"unknown {form} 'int4'; known: bfloat16, int8")

@@ -1,16 +1,20 @@
-"""Whole processes: Ctrl-C leaves a clean terminal, outputs that fail end in a line, faults show."""
+"""Whole processes: Ctrl-C ends them at any moment, outputs that fail end in a line, faults show."""
 
 import os
 import pty
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 
 import pytest
 
+from jax_longctx.cli import process
+from tests.jax_longctx.cli.interrupting import LIMIT, Campaign, Try, commands
 from tests.patience import patience
 
 # A process of the command line with one more command, which says on stdout that it has begun.
@@ -111,10 +115,6 @@ def started(code, **how):
     return subprocess.Popen([sys.executable, "-c", code], **pipes | how)
 
 
-def longctx(*args):
-    return [sys.executable, "-m", "jax_longctx", *args]
-
-
 def shell(line, **variables):
     environment = {**os.environ, "PYTHON": sys.executable, **variables}
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
@@ -182,7 +182,8 @@ def test_a_second_ctrl_c_does_not_wait():
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's list of threads")
 def test_ctrl_c_while_the_command_line_is_imported():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(longctx("--help"), stdout=-1, stderr=-1)
+    command = [sys.executable, "-m", "jax_longctx", "--help"]
+    process = subprocess.Popen(command, stdout=-1, stderr=-1)
     signal.signal(signal.SIGINT, before)
     threads = Path(f"/proc/{process.pid}/task")
     # A second thread listens: imports begin.
@@ -269,3 +270,45 @@ def test_our_own_faults_show_a_traceback(error):
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert done.stderr.rstrip().endswith(f"{error}: a fault of ours")
+
+
+COMMANDS = 2
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_ctrl_c_at_random_moments_of_commands(tmp_path, record_property):
+    seed = int.from_bytes(os.urandom(4))
+    record_property("seed", seed)
+    campaign = Campaign(tmp_path, seed)
+    drawn = random.Random(seed).sample(list(commands(tmp_path)), COMMANDS)
+    for name in drawn:
+        for found in campaign.interrupt(name, 1):
+            assert found.right, f"seed {seed}, of {drawn}: {found}"
+
+
+def test_the_campaign_sees_what_is_wrong():
+    right = {"name": "ask", "after": 1.0, "seconds": 0.1, "code": 130}
+    right["stderr"] = "reading: 10/100 tokens\n6 rows in 5 s, 0 with an error\ninterrupted\n"
+    assert Try(**right).right
+    wrong = [{"code": 0}, {"code": -signal.SIGINT}, {"seconds": LIMIT}, {"stderr": ""}]
+    wrong.append({"stderr": "error: the checkpoint is damaged\n"})
+    for said in (
+        "Traceback (most recent call last):",
+        "ValueError: the row is damaged",
+        "error: the row is damaged",
+    ):
+        wrong.append({"stderr": f"{said}\ninterrupted\n"})
+    for changes in wrong:
+        assert not Try(**right | changes).right, changes
+
+
+def test_nothing_is_raised_where_an_extension_begins():
+    """Jaxlib aborts the process at an exception in its import; then Ctrl-C ends it at once."""
+
+    class Loader(ExtensionFileLoader):
+        def exec_module(self, module):
+            return process._begins_an_extension(sys._getframe())
+
+    assert Loader("jaxlib._jax", "_jax.so").exec_module(None)
+    assert not process._begins_an_extension(sys._getframe())

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from jax_longctx.cli.process import CODES, TPU_NODES, hide_absent_tpu
+from tests.jax_longctx.cli.conftest import refused
 from tests.jax_longctx.cli.two_processes import ROOT, environment
 
 COMMAND = Path(sys.executable).parent / "jax-longctx"
@@ -119,10 +120,7 @@ PIPE, TERMINAL = {"NO_COLOR": "1"}, {"FORCE_COLOR": "1", "TERM": "xterm"}
 
 @pytest.fixture(scope="module")
 def without_jax(tmp_path_factory):
-    """What the command lines do where a text and what looks like a model are, but no JAX.
-
-    Exit code, stdout, stderr and exception, by the lines and whether they are on a terminal.
-    """
+    """Exit code, stdout, stderr and exception by the line and whether it is on a terminal."""
     folder = tmp_path_factory.mktemp("without_jax")
     (folder / "text").write_text("The pass key is 12345.")
     (folder / "model").mkdir()
@@ -215,21 +213,16 @@ def test_absent_tpus_hide_libtpu(tmp_path, monkeypatch, node, variable, value, h
 def test_a_machine_without_a_tpu_hears_nothing_of_libtpu():
     if any(node for pattern in TPU_NODES for node in Path("/dev").glob(pattern)):
         pytest.skip("this machine may have a TPU")
-    environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
-    done = subprocess.run(
-        [COMMAND, "methods", "full", "--json"], env=environment, capture_output=True, text=True
-    )
+    how = {"env": {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}}
+    command = [COMMAND, "methods", "full", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, **how)
     assert (done.returncode, done.stderr) == (0, "starting\n")
     assert json.loads(done.stdout)["name"] == "full"
 
 
-NAMES = ["ask", "generate", "batch", "serve", "plan", "warm", "convert", "methods", "demo"]
-NAMES += ["lm-eval"]
-
-
 def test_help_teaches_and_usage_errors_are_one_line(run):
     shown = run().output
-    for command in NAMES:
+    for command in "ask generate batch serve plan warm convert methods demo lm-eval".split():
         result = run(command, "--help")
         assert result.exit_code == 0
         assert f"jax-longctx {command} " in " ".join(result.stdout.split())
@@ -243,9 +236,7 @@ def test_help_teaches_and_usage_errors_are_one_line(run):
         ("ask a q --top-k many -c x", "Invalid value for '--top-k'"),
         ("demo --tokens many", "Invalid value for '--tokens'"),
     ]:
-        result = run(*args.split())
-        assert (result.exit_code, result.stdout) == (2, "")
-        assert result.stderr.startswith(f"error: {message}") and result.stderr.count("\n") == 1
+        refused(run(*args.split()), f"error: {message}")
 
 
 # Runs the command line as `python -m jax_longctx` does and writes the files whose functions are
@@ -254,11 +245,9 @@ def test_help_teaches_and_usage_errors_are_one_line(run):
 WATCHED = """
 import inspect, json, runpy, sys
 
-files, (root, out, *arguments) = set(), sys.argv[1:]
-monitoring, packages = sys.monitoring, tuple(
-    f"{root}/{name}/"
-    for name in ("jax_longctx", "pallas_kernels", "checkpoints_convert", "train_cpt")
-)
+files, monitoring, (root, out, *arguments) = set(), sys.monitoring, sys.argv[1:]
+names = "jax_longctx", "pallas_kernels", "checkpoints_convert", "train_cpt"
+packages = tuple(f"{root}/{name}/" for name in names)
 
 def entered(code, offset):
     if not code.co_filename.startswith(packages) or not code.co_flags & inspect.CO_OPTIMIZED:

@@ -1,7 +1,4 @@
-"""Programs are compiled before they are needed: beside loading, and by `warm`.
-
-`warm` fills the cache without weights: an `ask` of that shape then compiles nothing.
-"""
+"""Programs are compiled before they are needed: beside loading, and by `warm`, for `ask`."""
 
 import json
 from unittest.mock import Mock
@@ -34,8 +31,7 @@ def times(tmp_path):
 def test_programs_compile_while_weights_load(command, checkpoint, book, run, times, monkeypatch):
     words = {"ask": (book, "Who?"), "generate": ("The pass key",)}[command]
     args = [command, *words, "-c", checkpoint, "--max-tokens", 4, "--json"]
-    expected = run(*args)
-    assert expected.exit_code == 0, expected.output
+    expected = run(*args, code=0)
     assert not times.exists()
     jax.clear_caches()
     waits, order = [], []
@@ -49,9 +45,7 @@ def test_programs_compile_while_weights_load(command, checkpoint, book, run, tim
         wait(self, **how)
 
     monkeypatch.setattr(Compiling, "wait", waited)
-    result = run(*args)
-    assert result.exit_code == 0, result.output
-    found, plain = json.loads(result.stdout), json.loads(expected.stdout)
+    found, plain = json.loads(run(*args, code=0).stdout), json.loads(expected.stdout)
     assert found["answer"] == plain["answer"] and order == ["load"]
     seconds = found["seconds"]
     assert seconds["compile"] > max(seconds["prefill"], seconds["first_token"], 0.1)
@@ -63,10 +57,9 @@ def test_programs_compile_while_weights_load(command, checkpoint, book, run, tim
 
 @pytest.mark.parametrize("command", ["batch", "eval"])
 @pytest.mark.slow
-def test_every_shape_is_compiled_before_its_first_batch(
-    command, checkpoint, run, times, tmp_path_factory, monkeypatch
-):
-    folder = tmp_path_factory.mktemp(command)
+def test_every_shape_is_compiled_first(command, checkpoint, run, times, tmp_path, monkeypatch):
+    folder = tmp_path / "work"
+    folder.mkdir()
     lines = [{"prompt": "The pass key is"}, {"context": "A book. " * 40, "question": "Who?"}]
     (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -76,8 +69,7 @@ def test_every_shape_is_compiled_before_its_first_batch(
         if command == "eval":
             given = ("passkey", "--noise", "--length", 512, "--trials", 2, "-m", "full")
             given += ("-m", "streaming-llm:budget=64,chunk=16", "--out", folder / name)
-        result = run(command, *given, "-c", checkpoint)
-        assert result.exit_code == 0, result.output
+        run(command, *given, "-c", checkpoint, code=0)
         text = (folder / name).read_text()
         if command == "batch":
             return text
@@ -168,8 +160,7 @@ def test_after_warm_nothing_is_compiled_neither_by_warm_nor_by_an_ask(run, check
     for again in (False, True):
         # What this process has compiled is forgotten, not what the cache holds.
         jax.clear_caches()
-        result = run("warm", checkpoint, "-m", "snapkv", *SIZES, *SAMPLING, "--json")
-        assert result.exit_code == 0, result.output
+        result = run("warm", checkpoint, "-m", "snapkv", *SIZES, *SAMPLING, "--json", code=0)
         record = json.loads(result.stdout)
         (case,) = record["cases"]
         assert case["programs"] > 10
@@ -180,9 +171,7 @@ def test_after_warm_nothing_is_compiled_neither_by_warm_nor_by_an_ask(run, check
     jax.clear_caches()
     given = ("-c", checkpoint, "-m", "snapkv", "--max-tokens", 8, *SAMPLING, "--json")
     with CompileClock() as clock:
-        result = run("ask", book, "What is the pass key?", *given)
-    assert result.exit_code == 0, result.output
-    answer = json.loads(result.stdout)
+        answer = json.loads(run("ask", book, "What is the pass key?", *given, code=0).stdout)
     assert answer["tokens"] == {"context": 52, "question": 26, "answer": 8}
     assert clock.programs == clock.hits > 10
     assert 0 < answer["seconds"]["compile"]
@@ -192,8 +181,7 @@ def test_after_warm_nothing_is_compiled_neither_by_warm_nor_by_an_ask(run, check
 def test_programs_of_an_offloaded_context_are_warmed(run, checkpoint, cache):
     tier = ["--offload", "host", "--working-set", 64]
     quest = "quest:budget=16,sink=2,local=16"
-    result = run("warm", checkpoint, "-m", quest, *SIZES, *tier, "--json")
-    assert result.exit_code == 0, result.output
+    result = run("warm", checkpoint, "-m", quest, *SIZES, *tier, "--json", code=0)
     record = json.loads(result.stdout)
     assert (record["offload"], record["working_set"]) == ("host", 64)
     result = run("warm", checkpoint, "-m", "snapkv", *SIZES, *tier)
@@ -205,5 +193,4 @@ def test_what_cannot_be_warmed_is_refused(run, tmp_path):
         ("llama-9", "llama-3.1-8b"),
         (tmp_path, "is not a converted checkpoint"),
     ):
-        result = run("warm", model)
-        assert result.exit_code == 2 and message in result.output
+        assert message in run("warm", model, code=2).output

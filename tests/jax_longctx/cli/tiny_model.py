@@ -16,16 +16,21 @@ TEMPLATE = (
 )
 
 
-def write_tokenizer(folder):
-    """A byte-level BPE with a chat template, as Hugging Face lays it out."""
-    folder.mkdir(parents=True, exist_ok=True)
+def byte_level(text):
+    """A byte-level BPE of few merges, trained on the text."""
     backend = tokenizers.Tokenizer(token_models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|begin|>", "<|end|>", "<|turn|>"]
     how = {"vocab_size": 300, "initial_alphabet": alphabet, "special_tokens": special}
-    trainer = trainers.BpeTrainer(show_progress=False, **how)
-    backend.train_from_iterator(["The pass key is 12345. Remember it. " * 4], trainer)
+    backend.train_from_iterator([text], trainers.BpeTrainer(show_progress=False, **how))
+    return backend
+
+
+def write_tokenizer(folder):
+    """A byte-level BPE with a chat template, as Hugging Face lays it out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    backend = byte_level("The pass key is 12345. Remember it. " * 4)
     backend.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

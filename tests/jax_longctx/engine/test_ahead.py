@@ -13,7 +13,6 @@ import pytest
 from jax_longctx.engine.ahead import Compilation, begun_or_none
 from jax_longctx.engine.engine import Engine, blocks_of_all
 from jax_longctx.engine.programs import EVENTS, CompileClock, Program
-from jax_longctx.engine.scoring import compile_loglikelihoods, loglikelihoods
 from jax_longctx.errors import InputError
 from jax_longctx.models.llama import (
     abstract_params,
@@ -100,28 +99,6 @@ def check_run(method, by_layer, compiled, **options):
     found = answers(engine, rows, asked, keep=True)
     assert compiled == before
     assert found == answers(loaded, rows, asked, keep=True)
-
-
-@pytest.mark.parametrize(
-    ("by_layer", "through"),
-    [(False, "context"), (True, "decode"), also(False, "decode"), also(True, "context")],
-    ids=named,
-)
-def test_scores_that_follow_compile_nothing(by_layer, through, compiled):
-    jax.clear_caches()
-    method, mesh = small_method("full"), make_mesh()
-    rows, then = random_rows([60], seed=1), random_rows([40], seed=2)
-    engine = unloaded(method, by_layer, mesh)
-    compilation = compile_loglikelihoods(engine, [60], [40], through=through)
-    compilation.wait(check=True)
-    assert len(compilation) >= 2
-    loaded = tiny_engine(method, mesh=mesh, chunk=32, by_layer=by_layer)
-    before = compiled.copy()
-    engine.take_params(loaded.params)
-    (found,) = loglikelihoods(engine, rows, then, through=through)
-    assert compiled == before
-    (expected,) = loglikelihoods(loaded, rows, then, through=through)
-    assert found.total == expected.total and len(found.logprobs) == 40
 
 
 @pytest.mark.parametrize(

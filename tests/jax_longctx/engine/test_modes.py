@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.engine import programs
-from jax_longctx.engine.products import Divided, FewRows, Unfinished
+from jax_longctx.engine.products import Divided, FewRows
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.methods import Full, RefreshKV
 from jax_longctx.models.llama import PLAIN
@@ -89,9 +89,10 @@ def test_with_layers_that_differ():
     check(Full(), windows=(7, None, None))
 
 
-@pytest.mark.parametrize("name", ["full", "quest", also("streaming-llm")])
-@pytest.mark.quick("full")
-def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "biases"), [("full", False), also("full", True), also("quest", False)]
+)
+def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, name, biases):
     """`FewRows` with the products that XLA makes; the kernel has tests of its own."""
     used = []
 
@@ -100,37 +101,13 @@ def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, name):
         return FewRows(setup.mesh) if rows <= MAX_ROWS else PLAIN
 
     # Programs are kept by their setup: no other test has this model.
-    other = dict(mlp_dim=40)
+    other = dict(mlp_dim=40, qkv_bias=biases, o_bias=biases, mlp_bias=biases)
     expected = results(small_method(name), True, scored=name == "full", **other)
     monkeypatch.setattr(programs.Setup, "products", products)
     found = results(small_method(name), False, scored=name == "full", **other)
     assert found[0] == expected[0] and min(used) <= MAX_ROWS
     for row, wanted in zip(found[1], expected[1], strict=True):
         np.testing.assert_allclose(row, wanted, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "biases"), [("full", False), also("full", True), also("quest", False)]
-)
-def test_products_that_take_the_sums_of_the_ones_before_answer_alike(monkeypatch, name, biases):
-    """One row, whose products are chained where no bias lies between them."""
-    finished = []
-
-    class Counted(FewRows):
-        def whole(self, x):
-            finished.append(isinstance(x, Unfinished))
-            return super().whole(x)
-
-    def products(setup, rows):
-        return Counted(setup.mesh, True) if rows <= MAX_ROWS else PLAIN
-
-    # Programs are kept by their setup: no other test has this model.
-    other = dict(mlp_dim=48, qkv_bias=biases, o_bias=biases, mlp_bias=biases, rows=1)
-    expected = results(small_method(name), True, **other)
-    monkeypatch.setattr(programs.Setup, "products", products)
-    found = results(small_method(name), False, **other)
-    assert found[0] == expected[0] and any(finished) != biases
-    np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
 
 
 def test_products_of_few_rows_are_for_one_gpu(monkeypatch):

@@ -1,10 +1,8 @@
 """Attention weights of any method from its outputs alone, and agreement with full attention."""
 
-import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,7 +12,6 @@ from jax_longctx.errors import InputError
 from jax_longctx.evaluation import agreement
 from jax_longctx.evaluation.agreement import attention_weights, scored_states, shows_weights
 from jax_longctx.methods import METHODS, StreamingLLM
-from jax_longctx.parts.evicting import Evicting
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy
 from tests.small_methods import KINDS, small_method
@@ -50,13 +47,23 @@ def dense_weights(text):
 
 def test_full_attentions_weights_are_the_dense_ones():
     seen = []
-    how = {"queries": QUERIES, "score": 6, "asked": 3}
-    weights = attention_weights(
-        full_engine(), TEXT, **how, progress=lambda done, total: seen.append((done, total))
-    )
+    how = {"queries": QUERIES, "score": 6, "asked": 3, "progress": lambda *at: seen.append(at)}
+    weights = attention_weights(full_engine(), TEXT, **how)
     np.testing.assert_allclose(weights, dense_weights(TEXT), atol=1e-5)
     # 119 tokens in runs of 8, in batches of 8 of which the last is not full.
     assert seen == [(8, 15), (15, 15)]
+    # Texts that are too short and methods that choose by values are refused.
+    for queries, score, asked in [(4, 3, 1), (4, 119, 1), (4, 4, 116), (0, 4, 1)]:
+        with pytest.raises(InputError, match="ask for fewer"):
+            attention_weights(full_engine(), TEXT, queries=queries, score=score, asked=asked)
+    texts = np.array([TEXT], np.int32)
+    for score, asked, batch in [(119, 1, 1), (0, 1, 1), (4, 116, 1), (4, 0, 1), (4, 1, 0)]:
+        with pytest.raises(InputError, match="ask for fewer"):
+            scored_states(full_engine(), texts, score=score, asked=asked, batch=batch)
+    engine = engine_of(ByValues(budget=20, chunk=8))
+    assert not shows_weights(engine)
+    with pytest.raises(InputError, match="chooses by values"):
+        attention_weights(engine, TEXT, queries=QUERIES)
 
 
 @pytest.mark.parametrize(
@@ -93,15 +100,8 @@ def test_what_was_evicted_has_no_weight():
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoudestValues(Evicting):
-    """The tokens whose values have the largest norm."""
-
+class ByValues(StreamingLLM):
     by_values = True
-
-    def rank(self, seen):
-        values = jnp.concatenate([seen.cache.v, jnp.swapaxes(seen.v, 1, 2)], axis=2)
-        return jnp.linalg.norm(values, axis=-1)
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_divergences_are_those_of_the_whole_distributions(monkeypatch):
     np.testing.assert_allclose(scores[0].logprobs, q[np.arange(5), texts[0, 115:]], atol=1e-4)
 
 
-def test_measures_by_hand():
+def test_measures_by_hand_and_their_table():
     full = np.array([0.4, 0.1, 0.3, 0.2])
     other = np.array([0.0, 0.25, 0.25, 0.5])
     # Two heads, the second full attention's own; two layers the other way round.
@@ -159,43 +159,6 @@ def test_measures_by_hand():
     assert chosen.tolist() == [[True, True, True, False], [True, True, True, False]]
     attended = np.array([[True, False, True, True], [False] * 4])
     assert agreement.recall(chosen, attended).tolist() == [pytest.approx(2 / 3), 0]
-
-
-@pytest.mark.slow
-def test_methods_are_compared_on_the_same_texts():
-    texts = np.array([TEXT], np.int32)
-    engines = [engine_of(small_method(name)) for name in ("full", "ring", "snapkv")]
-    done = []
-    exact, ring, snapkv = agreement.attention_agreement(
-        full_engine(), engines, texts, queries=QUERIES, top=3, progress=lambda *at: done.append(at)
-    )
-    assert ring is None and not shows_weights(engines[1])
-    (exact,), (snapkv,) = exact, snapkv
-    assert exact["mass"] == pytest.approx([1, 1]) and exact["recall"] == [1, 1]
-    # Tokens 115 to 118 see those before them and themselves.
-    assert exact["attended"] == [117.5] * 2
-    # The question's token sees all 116, those after it the 48 that were kept and each other.
-    assert snapkv["attended"] == [(116 + 49 + 50 + 51) / 4] * 2 and max(snapkv["mass"]) < 0.95
-    assert done == [(1, 3), (2, 3), (3, 3)]
-    with pytest.raises(InputError, match="shows no weights"):
-        attention_weights(engines[1], TEXT, queries=2)
-
-
-def test_texts_that_are_too_short_and_methods_that_choose_by_values_are_refused():
-    for queries, score, asked in [(4, 3, 1), (4, 119, 1), (4, 4, 116), (0, 4, 1)]:
-        with pytest.raises(InputError, match="ask for fewer"):
-            attention_weights(full_engine(), TEXT, queries=queries, score=score, asked=asked)
-    texts = np.array([TEXT], np.int32)
-    for score, asked, batch in [(119, 1, 1), (0, 1, 1), (4, 116, 1), (4, 0, 1), (4, 1, 0)]:
-        with pytest.raises(InputError, match="ask for fewer"):
-            scored_states(full_engine(), texts, score=score, asked=asked, batch=batch)
-    engine = engine_of(LoudestValues(budget=20, chunk=8))
-    assert not shows_weights(engine)
-    with pytest.raises(InputError, match="chooses by values"):
-        attention_weights(engine, TEXT, queries=QUERIES)
-
-
-def test_a_table_has_intervals_and_means_over_layers():
     texts = [
         {"mass": [0.5, 0.7], "recall": [0.2, 0.4], "attended": [3.0, 5.0], "entropy": [1.0, 2.0]},
         {"mass": [0.9, 0.7], "recall": [0.6, 0.4], "attended": [7.0, 5.0], "entropy": [1.0, 2.0]},
@@ -211,3 +174,23 @@ def test_a_table_has_intervals_and_means_over_layers():
     assert f"| `ring budget=4` | {both} | - | - | - | - |" in table
     assert "2 texts of 50 tokens, the last 4 decoded" in table and "newest 2 queries" in table
     assert "newest" not in agreement.markdown([other])
+
+
+@pytest.mark.slow
+def test_methods_are_compared_on_the_same_texts():
+    texts = np.array([TEXT], np.int32)
+    engines = [engine_of(small_method(name)) for name in ("full", "ring", "snapkv")]
+    done = []
+    how = {"queries": QUERIES, "top": 3, "progress": lambda *at: done.append(at)}
+    compared = agreement.attention_agreement
+    exact, ring, snapkv = compared(full_engine(), engines, texts, **how)
+    assert ring is None and not shows_weights(engines[1])
+    (exact,), (snapkv,) = exact, snapkv
+    assert exact["mass"] == pytest.approx([1, 1]) and exact["recall"] == [1, 1]
+    # Tokens 115 to 118 see those before them and themselves.
+    assert exact["attended"] == [117.5] * 2
+    # The question's token sees all 116, those after it the 48 that were kept and each other.
+    assert snapkv["attended"] == [(116 + 49 + 50 + 51) / 4] * 2 and max(snapkv["mass"]) < 0.95
+    assert done == [(1, 3), (2, 3), (3, 3)]
+    with pytest.raises(InputError, match="shows no weights"):
+        attention_weights(engines[1], TEXT, queries=2)

@@ -13,21 +13,16 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.evaluation import config, runner
 from jax_longctx.evaluation.config import parse_config
 from jax_longctx.evaluation.rows import read_rows
+from tests.jax_longctx.cli.conftest import refused
 
 RUN = ("eval", "run", "-c", "model", "-t", "small", "--length", "64", "--trials", "2")
 PART = {"methods": ["full"], "tasks": ["small"], "lengths": [64], "trials": 1}
 TOML = "".join(f"{name} = {json.dumps(value)}\n" for name, value in PART.items())
 
 
-def refused(result, message):
-    assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
-    assert message in result.stderr
-
-
 def test_run_writes_rows_and_a_report_and_goes_on(run, loads, small, tmp_path):
     out = tmp_path / "out"
-    result = run(*RUN, "--output", out)
-    assert result.exit_code == 0, result.output
+    result = run(*RUN, "--output", out, code=0)
     assert result.stdout.startswith("At 64 tokens\n\n| method | mean | small n = 2 letters")
     assert (out / "report.html").is_file() and (out / "report.md").is_file()
     (row, _) = read_rows(out)
@@ -62,8 +57,7 @@ def test_a_file_in_place_of_options(run, loads, small, tmp_path):
     toml, out = tmp_path / "eval.toml", tmp_path / "out"
     toml.write_text(f'title = "Mine"\n[run]\ncheckpoint = "model"\nchunk = 32\n[[part]]\n{TOML}')
     given = ("eval", "run", "--config", toml, "--output", out)
-    result = run(*given, "--chunk", 64)
-    assert result.exit_code == 0, result.output
+    run(*given, "--chunk", 64, code=0)
     assert loads[0][1]["chunk"] == 64 and "<h1>Mine</h1>" in (out / "report.html").read_text()
     refused(run(*given, "-t", "small"), "--task and --config exclude each other")
     toml.write_text(toml.read_text().replace("trials", "trails"))
@@ -98,8 +92,7 @@ def test_a_suite_by_its_name_and_lists(run, loads, small, tmp_path, monkeypatch)
     out = tmp_path / "out"
     given = ("eval", "--suite", "paper:some", "--output", out)
     refused(run(*given), "name one with --checkpoint")
-    result = run(*given, "-c", "model")
-    assert result.exit_code == 0, result.output
+    run(*given, "-c", "model", code=0)
     assert len(read_rows(out)) == 1 and loads[0][0] == Path("model")
     assert run("eval", "suites").stdout.startswith("paper:some: Some; 1 cells, 1 rows")
     listed = run("eval", "tasks").stdout

@@ -71,9 +71,8 @@ def likelihoods(model, *pairs):
 
 def evaluate(folder, model, tasks, **options):
     manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
-    return lm_eval.simple_evaluate(
-        model=model, tasks=tasks, task_manager=manager, bootstrap_iters=0, **options
-    )
+    how = {"task_manager": manager, "bootstrap_iters": 0, **options}
+    return lm_eval.simple_evaluate(model=model, tasks=tasks, **how)
 
 
 def same(found, expected):
@@ -104,13 +103,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(folder):
-    return str(folder / "bos")
-
-
-@pytest.fixture(scope="module")
-def loaded(checkpoint):
-    return jax_longctx.load(checkpoint, chunk=CHUNK)
+def loaded(folder):
+    return jax_longctx.load(folder / "bos", chunk=CHUNK)
 
 
 @pytest.fixture
@@ -122,13 +116,12 @@ def exact(loaded):
 @pytest.mark.parametrize("name", ["bos", pytest.param("no_bos", marks=pytest.mark.slow)])
 def test_results_are_those_of_the_harness_own_model(folder, name, run):
     settings = {key: value for key, value in RUNS[run].items() if key != "tasks"}
+    settings["batch_size"] = ROWS
     for task, golden in GOLDENS[f"{name}.{run}"].items():
         arguments = {"checkpoint": str(folder / name), "prefill_chunk": CHUNK}
         if "rolling" in task:
             arguments["max_length"] = MAX_LENGTH
-        results = evaluate(
-            folder, "jax-longctx", [task], model_args=arguments, batch_size=ROWS, **settings
-        )
+        results = evaluate(folder, "jax-longctx", [task], model_args=arguments, **settings)
         samples = sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
         assert [[list(a) for a in sample["arguments"]] for sample in samples] == golden["arguments"]
         responses = json.loads(json.dumps([sample["resps"] for sample in samples]))
@@ -272,7 +265,7 @@ def test_what_is_too_long_is_cut_if_asked_for_or_refused(loaded, caplog, monkeyp
         generations(model_of(loaded, max_length=8, truncation=True), ("a", eight))
 
 
-def test_arguments_that_do_not_fit_are_named(checkpoint, loaded):
+def test_arguments_that_do_not_fit_are_named(folder, loaded, monkeypatch):
     for arguments, message in [
         ({"method": "nothing"}, "unknown method 'nothing'"),
         ({"method": "streaming-llm", "width": 3}, "has no setting 'width'"),
@@ -287,13 +280,10 @@ def test_arguments_that_do_not_fit_are_named(checkpoint, loaded):
         ({"rolling": "guess"}, "rolling=guess"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            LongctxLM(checkpoint, **arguments)
+            LongctxLM(str(folder / "bos"), **arguments)
     with pytest.raises(ConfigError, match="has its method"):
         LongctxLM(loaded, "full")
-
-
-def test_the_longest_request_is_what_the_model_was_extended_to(loaded, monkeypatch):
-    """`yarn` and `linear` go beyond `max_position`; where nothing limits a model, that is left."""
+    # `yarn` and `linear` go beyond `max_position`; where nothing limits a model, that is left.
     for trained, most in ((1024.0, 1024), (math.inf, 256)):
         known = property(lambda self, trained=trained: trained)
         monkeypatch.setattr(jax_longctx.ModelConfig, "trained_length", known)
@@ -301,7 +291,8 @@ def test_the_longest_request_is_what_the_model_was_extended_to(loaded, monkeypat
         assert model_of(loaded, max_length=77).max_length == 77
 
 
-def test_method_mesh_and_dtype_are_those_asked_for(checkpoint, folder, loaded):
+def test_method_mesh_and_dtype_are_those_asked_for(folder, loaded):
+    checkpoint = str(folder / "bos")
     text = f"checkpoint={checkpoint},method=streaming-llm,budget=64,chunk=16,sink=2"
     text += ",mesh=data=2/tensor=2,dtype=bfloat16,device=cpu"
     model = LongctxLM.create_from_arg_string(text, {"batch_size": 2})
@@ -315,7 +306,7 @@ def test_method_mesh_and_dtype_are_those_asked_for(checkpoint, folder, loaded):
     # What the harness's command line says for itself.
     plain = LongctxLM(checkpoint, dtype="auto", device="cuda:0").get_model_info()
     assert plain["model_dtype"] == "float32" and plain["method"]["name"] == "full"
-    name, again = (LongctxLM(str(folder / "bos")).tokenizer_name for _ in range(2))
+    name, again = (LongctxLM(checkpoint).tokenizer_name for _ in range(2))
     assert name == again and name.startswith("bos-") and "/" not in name
     assert model_of(loaded).chat_template(True) == loaded.tokenizer.chat_template
 

@@ -10,17 +10,13 @@ from matplotlib.figure import Figure
 
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import InputError
-from jax_longctx.evaluation.perplexity import (
-    cut_texts,
-    markdown,
-    perplexity,
-    plot,
-    score_texts,
-    windows,
-)
+from jax_longctx.evaluation import perplexity
+from jax_longctx.evaluation.perplexity import cut_texts, markdown, plot, score_texts
 from jax_longctx.evaluation.specs import PROTOCOLS
 from jax_longctx.methods import Citrus, Full, ReAttention, SnapKV, Star, StreamingLLM
-from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy, weighted_values
+from tests.jax_longctx.methods.oracles.evictors import Evicting, StreamingRule
+from tests.jax_longctx.methods.oracles.star import read_blocks, tail_logits
+from tests.oracle import causal_attend, forward, to_numpy
 from tests.support import random_rows, tiny_config, tiny_engine
 
 LENGTH, SCORE = 70, 9
@@ -33,12 +29,21 @@ def engine_of(method):
     return tiny_engine(method, config=CONFIG, chunk=16)
 
 
-def numpy_losses(text, attend, first):
-    params = to_numpy(jax.device_get(engine_of(Full()).params))
-    logits = forward(CONFIG, params, text[:-1].tolist(), attend)[first - 1 :]
+@functools.cache
+def params():
+    return to_numpy(jax.device_get(engine_of(Full()).params))
+
+
+def losses_of(logits, scored):
     top = logits.max(-1)
-    chosen = logits[np.arange(len(logits)), text[first:]]
+    chosen = logits[np.arange(len(logits)), scored]
     return np.log(np.exp(logits - top[:, None]).sum(-1)) + top - chosen
+
+
+def dense_losses(text, first):
+    """Under full attention, of the text's tokens from `first` on."""
+    logits = forward(CONFIG, params(), text[:-1].tolist(), causal_attend(1e4))
+    return losses_of(logits[first - 1 :], text[first:])
 
 
 def test_full_attention_by_every_protocol_is_the_dense_loss():
@@ -52,7 +57,7 @@ def test_full_attention_by_every_protocol_is_the_dense_loss():
         # The last batch of two is not full.
         how = {"through": protocol.through, "score": score, "batch": 2}
         found = score_texts(engine_of(Full()), TEXTS, **how)
-        expected = [numpy_losses(text, causal_attend(1e4), first) for text in TEXTS]
+        expected = [dense_losses(text, first) for text in TEXTS]
         np.testing.assert_allclose(found.losses, expected, atol=1e-4)
         assert len(found.read_seconds) == len(found.score_seconds) == 2
         assert (found.through, found.ahead) == (protocol.through, False)
@@ -65,52 +70,28 @@ def test_p1_is_what_a_method_decodes_from_what_it_kept():
     context, asked, scored = (part.tolist() for part in np.split(TEXTS, (prompt - 1, prompt), 1))
     expected = loglikelihoods(engine, context, scored, questions=asked)
     np.testing.assert_allclose(found, [-row.logprobs for row in expected], atol=1e-5)
-    dense = [numpy_losses(text, causal_attend(1e4), prompt) for text in TEXTS]
+    dense = [dense_losses(text, prompt) for text in TEXTS]
     assert np.abs(found - dense).max() > 1e-2
 
 
-def streaming_attend(budget, sink, chunk):
-    """Chunk after chunk over first and newest tokens at positions in the cache, then eviction."""
-
-    def attend(layer, q, k, v):
-        out, kept = np.zeros_like(q), []
-        for start in range(0, len(q), chunk):
-            new = list(range(start, min(start + chunk, len(q))))
-            seen = kept + new
-            at = np.arange(len(seen))
-            queries = rope(q[new], at[len(kept) :], 1e4)
-            visible = at[len(kept) :, None] >= at[None, :]
-            p = probabilities(queries, rope(k[seen], at, 1e4), visible)
-            out[new] = weighted_values(p, v[seen])
-            over = max(len(seen) - budget, 0)
-            kept = seen[:sink] + seen[sink + over :]
-        return out
-
-    return attend
-
-
 def test_a_stream_is_scored_chunk_by_chunk_under_eviction():
-    engine = engine_of(StreamingLLM(budget=24, chunk=8))
-    found = score_texts(engine, TEXTS, through="context", batch=3).losses
-    expected = [numpy_losses(text, streaming_attend(24, 4, 8), 1) for text in TEXTS]
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    method = StreamingLLM(budget=24, chunk=8)
+    found = score_texts(engine_of(method), TEXTS, through="context", batch=3).losses
+    for text, losses in zip(TEXTS, found, strict=True):
+        row = Evicting(CONFIG, params(), StreamingRule(method))
+        chunks = np.split(text[:-1], range(8, LENGTH - 1, 8))
+        logits = np.concatenate([row.feed(chunk, "context") for chunk in chunks])
+        np.testing.assert_allclose(losses, losses_of(logits, text[1:]), atol=1e-4)
 
 
 def test_star_reads_the_question_after_blocks_that_saw_their_own_alone():
-    block, prompt = 16, LENGTH - SCORE
-
-    def attend(layer, q, k, v):
-        at = np.arange(len(q))
-        visible = at[:, None] >= at[None, :]
+    method, prompt = Star(block=16), LENGTH - SCORE
+    found = score_texts(engine_of(method), TEXTS, through="question", score=SCORE).losses
+    for text, losses in zip(TEXTS, found, strict=True):
         # The last context token goes with the question.
-        context = (at < prompt - 1)[:, None]
-        own = at[:, None] // block == at[None, :] // block
-        visible &= ~context | own | (at[None, :] < block)
-        return weighted_values(probabilities(rope(q, at, 1e4), rope(k, at, 1e4), visible), v)
-
-    found = score_texts(engine_of(Star(block=block)), TEXTS, through="question", score=SCORE)
-    expected = [numpy_losses(text, attend, prompt) for text in TEXTS]
-    np.testing.assert_allclose(found.losses, expected, atol=1e-4)
+        kept = read_blocks(method, CONFIG, params(), text[: prompt - 1].tolist())
+        logits = tail_logits(CONFIG, params(), kept, text[prompt - 1 : -1])
+        np.testing.assert_allclose(losses, losses_of(logits, text[prompt:]), atol=1e-4)
 
 
 @pytest.mark.slow
@@ -152,9 +133,9 @@ def test_progress_counts_scored_tokens_and_nothing_to_score_is_refused():
 
 def test_windows_are_means_over_positions_of_texts_that_lie_apart():
     losses = np.arange(10, dtype=np.float32).reshape(2, 5)
-    found = windows(losses, first=7, window=2)
+    found = perplexity.windows(losses, first=7, window=2)
     assert found == [(7, 8, [0.5, 5.5]), (9, 10, [2.5, 7.5]), (11, 11, [4.0, 9.0])]
-    assert perplexity([1.0, 3.0]) == pytest.approx(np.exp(2))
+    assert perplexity.perplexity([1.0, 3.0]) == pytest.approx(np.exp(2))
     documents = [range(100, 107), range(0, 31), range(200, 203)]
     # Of 5 tokens: one in the first, six in the second, none in the third.
     every = cut_texts(documents, count=7, length=6, lead=[-1])
@@ -211,10 +192,8 @@ def test_a_plot_tells_every_curve_by_more_than_its_colour(tmp_path, monkeypatch)
     assert [at for at, _, _ in drawn] == [[92.0, 97.0]] * 4
     expected = [np.exp([1, 3]), [1, 1], np.exp([2, 4]), np.exp([1, 1])]
     np.testing.assert_allclose([values for _, values, _ in drawn], expected)
-    (line, marker), (other, another) = (
-        (style["linestyle"], style["marker"]) for _, _, style in drawn[::2]
-    )
-    assert line != other and marker != another
+    one, _, other, _ = (style for _, _, style in drawn)
+    assert one["linestyle"] != other["linestyle"] and one["marker"] != other["marker"]
     drawn.clear()
     plot([a_run("quest", [1.0, 3.0])], tmp_path / "one.png")
     assert len(drawn) == 1

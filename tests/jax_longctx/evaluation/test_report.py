@@ -197,9 +197,8 @@ def test_pairs_are_the_same_prompts_alone():
     other = row("h2o", "passkey", 0, 0.0, prompt_sha256="another text")
     rows = [*scored("full", "passkey", [100.0] * 2), other, row("h2o", "passkey", 1, 0.0)]
     for label, values in (("full", (1.0, 2.0, 3.0)), ("h2o", (1.5, 2.5, 3.5))):
-        rows += [
-            row(label, "stream", i, 0.0, measures={"nll": value}) for i, value in enumerate(values)
-        ]
+        for i, value in enumerate(values):
+            rows.append(row(label, "stream", i, 0.0, measures={"nll": value}))
     (group,) = summarise(rows).groups
     found = group.scores["h2o", "passkey"].score
     assert found.value.count == 2
@@ -211,6 +210,22 @@ def test_pairs_are_the_same_prompts_alone():
     # Each text is half a nat worse, whatever the texts: resampling pairs, not values, says so.
     assert (measure.difference.mean, measure.difference.low, measure.difference.high) == (0.5,) * 3
     assert group.scores["full", "stream"].others["nll"].difference is None
+    # A table by length has shares with Wilson's interval.
+    half = [100.0, 100.0, 0.0, 0.0]
+    rows = scored("full", "passkey", half) + scored("citrus budget=64", "passkey", half)
+    rows += [row("full", "passkey", 0, 100.0, length=2048), refused("h2o", "passkey", 0, "long")]
+    assert table_text(lengths_table(rows)).splitlines() == [
+        "| method | 1,024 | 2,048 |",
+        "|---|---:|---:|",
+        "| full | 50 [15, 85] n=4 | 100 [21, 100] n=1 |",
+        "| citrus budget=64 | 50 [15, 85] n=4 | \N{EN DASH} |",
+        "| h2o | \N{EN DASH} | \N{EN DASH} |",
+    ]
+    rows = [row("full", "a", 0, 100.0), row("full", "b", 0, 50.0), row("h2o", "a", 0, 100.0)]
+    (group,) = summarise(rows).groups
+    assert group.means == {"full": 75.0}
+    points = [(1, 50), (2, 40), (2, 60), (3, 60), (4, 90), (1, 30)]
+    assert best_of(points) == [(1, 50), (2, 60), (4, 90)]
 
 
 def test_runs_of_perplexity_are_rows():
@@ -243,21 +258,3 @@ def test_what_a_report_says_of_its_run_is_kept(tmp_path):
         (tmp_path / name).write_text(text)
         with pytest.raises(InputError, match=message):
             read(tmp_path)
-
-
-def test_a_table_by_length_has_shares_with_wilsons_interval():
-    half = [100.0, 100.0, 0.0, 0.0]
-    rows = scored("full", "passkey", half) + scored("citrus budget=64", "passkey", half)
-    rows += [row("full", "passkey", 0, 100.0, length=2048), refused("h2o", "passkey", 0, "long")]
-    assert table_text(lengths_table(rows)).splitlines() == [
-        "| method | 1,024 | 2,048 |",
-        "|---|---:|---:|",
-        "| full | 50 [15, 85] n=4 | 100 [21, 100] n=1 |",
-        "| citrus budget=64 | 50 [15, 85] n=4 | \N{EN DASH} |",
-        "| h2o | \N{EN DASH} | \N{EN DASH} |",
-    ]
-    rows = [row("full", "a", 0, 100.0), row("full", "b", 0, 50.0), row("h2o", "a", 0, 100.0)]
-    (group,) = summarise(rows).groups
-    assert group.means == {"full": 75.0}
-    points = [(1, 50), (2, 40), (2, 60), (3, 60), (4, 90), (1, 30)]
-    assert best_of(points) == [(1, 50), (2, 60), (4, 90)]

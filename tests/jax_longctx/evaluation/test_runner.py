@@ -2,15 +2,12 @@
 
 import contextlib
 import hashlib
-import itertools
-import json
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jax_longctx.api import LongContext
-from jax_longctx.batch import lines
 from jax_longctx.engine import Engine
 from jax_longctx.engine.programs import CompileClock, forget
 from jax_longctx.errors import ConfigError, InputError, LongctxError
@@ -23,6 +20,7 @@ from jax_longctx.models.llama import init_params
 from jax_longctx.settings import Offload
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import PromptLayout
+from tests.jax_longctx.cli.conftest import die_at
 from tests.jax_longctx.evaluation.conftest import SmallTask
 from tests.stored_programs import storing
 
@@ -201,10 +199,9 @@ def test_contexts_in_the_hosts_memory_give_the_same_rows(small, tiny, tmp_path, 
     tier = {"offload": "host", "working_set": 64}
     there = evaluate(tiny, tmp_path / "there", config(**chosen, **tier))
     assert [setup.offload for setup in engines] == [None, Offload(64)]
-    found, expected = (
-        {key: row["answer"] for key, row in by_key(x).items()} for x in (there, here)
-    )
-    assert found == expected and len(found) == 4
+    there, here = (by_key(rows) for rows in (there, here))
+    assert len(there) == 4
+    assert all(row["answer"] == here[key]["answer"] for key, row in there.items())
     (row,) = evaluate(tiny, tmp_path / "no", config((STREAMING,), trials=1, **tier))
     assert row["refused"].startswith("streaming-llm cannot be offloaded")
     with pytest.raises(ConfigError, match="give offload host too"):
@@ -247,21 +244,11 @@ def test_a_chat_template_stands_around_context_and_question(tiny):
 def test_a_killed_run_computes_nothing_twice(small, tiny, tmp_path, computed, monkeypatch):
     chosen = config(trials=5)
     whole = without_times(evaluate(tiny, tmp_path / "whole", chosen))
-    append = lines.append
     for fatal in range(1, 10):
-        folder, writes = tmp_path / str(fatal), itertools.count(1)
-
-        def dying(file, rows, writes=writes, fatal=fatal):
-            if next(writes) < fatal:
-                return append(file, rows)
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            file.write(text.encode()[: len(text) // 2])
-            file.flush()
-            raise SystemError("killed")
-
+        folder = tmp_path / str(fatal)
         computed.clear()
         with monkeypatch.context() as patch, contextlib.suppress(SystemError):
-            patch.setattr(lines, "append", dying)
+            die_at(patch, fatal)
             evaluate(tiny, folder, chosen)
             break
         before = sum(computed)
@@ -327,6 +314,15 @@ def test_rows_of_another_run_are_left_alone_and_two_never_write_one_file(small, 
         evaluate(tiny, tmp_path / "other", one)
     first.close()
     RowStore(tmp_path / "other", {"seed": 0}).close()
+    # Of two folders the one that had the memory counts.
+    row = {"label": "full", "task_label": "small", "length": 64, "index": 0, "prompt_sha256": "a"}
+    short, found = row | {"refused": "no", "short_of_memory": True}, row | {"answer": "7"}
+    for name, kept in (("short", short), ("found", found)):
+        store = RowStore(tmp_path / name, {})
+        store.add([kept])
+        store.close()
+    for order in (("short", "found"), ("found", "short")):
+        assert read_rows(*(tmp_path / name for name in order)) == [found]
 
 
 def test_what_cannot_be_asked_is_refused_with_the_reason(small, tiny, tmp_path, monkeypatch):
@@ -457,17 +453,6 @@ def test_short_of_memory_is_tried_again(small, tiny, tmp_path, monkeypatch, comp
     assert by_key(read_rows(tmp_path)) == rows
     computed.clear()
     assert by_key(evaluate(tiny, tmp_path, chosen)) == rows and computed == []
-
-
-def test_of_two_folders_the_one_that_had_the_memory_counts(tmp_path):
-    row = {"label": "full", "task_label": "small", "length": 64, "index": 0, "prompt_sha256": "a"}
-    short, found = row | {"refused": "no", "short_of_memory": True}, row | {"answer": "7"}
-    for name, kept in (("short", short), ("found", found)):
-        store = RowStore(tmp_path / name, {})
-        store.add([kept])
-        store.close()
-    for order in (("short", "found"), ("found", "short")):
-        assert read_rows(*(tmp_path / name for name in order)) == [found]
 
 
 def test_a_process_short_of_memory_ends_the_job(small, tiny, tmp_path, monkeypatch, failing):

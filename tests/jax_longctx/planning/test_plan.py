@@ -19,6 +19,7 @@ from jax_longctx.planning.compiled import compile_plan
 from jax_longctx.planning.plan import PlanRequest, make_plan, propose_mesh
 from jax_longctx.planning.targets import parse_target
 from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.cli.conftest import refused
 from tests.small_methods import small_method
 from tests.support import tiny_config
 
@@ -80,8 +81,7 @@ def test_work_of_an_8b_model_written_down_anew():
     assert plan.decode.read == pytest.approx(2 * weights + cache / 2, rel=0.01)
     assert plan.decode.linear == 2 * weights
     assert plan.prefill.linear == pytest.approx(linear / 2, rel=1e-3)
-    # A layer gathers q, k and v, merges the shards' attention, and adds up the output projection
-    # and the MLP.
+    # A layer gathers q, k and v, merges the shards' attention, and adds up its two projections.
     assert plan.decode.collectives == 4 * 4
     gathered = 24 * 128 * 2 * 3 / 4
     merged, summed = 3 * 16 * (128 * 2 + 4), 2 * 2 * 4096 * 2 * 7 / 8
@@ -99,8 +99,7 @@ def test_a_ring_divides_the_work_and_zigzag_halves_the_last_shards():
     # The last of four shards attends to 3.5 shards of 4, where the mean is 2.
     assert ring.attention == pytest.approx(zigzag.attention * 3.5 / 2, rel=0.01)
     assert zigzag.attention == pytest.approx(full.attention, rel=0.01)
-    # Keys and values of three other shards, in both layers, and three quarters of their weights and
-    # of the embedding.
+    # Keys and values of three other shards, in both layers; three quarters of all weights.
     weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 64 * 32
     assert ring.received == 2 * 3 * CONTEXT / 4 * 2 * 2 * 8 * 4 + weights * 4 * 3 / 4
     # Each layer's weights are four arrays.
@@ -170,13 +169,10 @@ def test_an_offloaded_context_is_counted_apart_from_the_devices():
 def test_a_mesh_for_an_offloaded_context_does_not_divide_the_text(run):
     assert propose_mesh(request("quest", "cpux8", offload="host", batch=2))["seq"] == 1
     given = ("plan", "--target", "h200x1", "-m", "quest", "--offload", "host", "--json")
-    result = run(*given, "--context", 65536)
-    assert result.exit_code == 0, result.output
-    memory = json.loads(result.stdout)["memory_bytes"]
+    memory = json.loads(run(*given, "--context", 65536, code=0).stdout)["memory_bytes"]
     assert memory["host"] > memory["cache"] > 0
     result = run(*given, "--mesh", "seq=1,tensor=1", "--set", "allocation=psa-digest")
-    assert result.exit_code == 2
-    assert "quest cannot be offloaded: allocation=psa-digest" in result.stderr
+    refused(result, "quest cannot be offloaded: allocation=psa-digest")
 
 
 def test_weights_that_do_not_divide_over_seq_stay_whole_and_are_named(run, monkeypatch):
@@ -222,9 +218,8 @@ def test_the_largest_context_fits_and_little_more_does_not(method, target, sizes
 
 @pytest.mark.thorough
 def test_a_proposed_mesh_fits_uses_all_devices_and_is_the_fastest():
-    wanted = request(
-        config=eight_billion(), target="v5e:4x4", context=131072, dtype="bfloat16", batch=2
-    )
+    how = {"context": 131072, "dtype": "bfloat16", "batch": 2}
+    wanted = request(config=eight_billion(), target="v5e:4x4", **how)
     sizes = propose_mesh(wanted)
     chosen = make_plan(wanted, sizes, largest=False)
     assert chosen.fits and sizes["data"] * sizes["seq"] * sizes["tensor"] == 16
@@ -235,7 +230,7 @@ def test_a_proposed_mesh_fits_uses_all_devices_and_is_the_fastest():
     assert not nowhere.fits and nowhere.largest == 0
 
 
-def test_constants_are_told_with_their_source(run, monkeypatch):
+def test_the_command_prints_its_sources_and_what_the_guide_shows(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     for target, told in [
         ("cpu", "constants: 0.3 TFLOP/s, 0.02 TB/s; assumed: link 10 GB/s"),
@@ -244,10 +239,7 @@ def test_constants_are_told_with_their_source(run, monkeypatch):
     ]:
         given = ("--mesh", "seq=1", "--target", *target.split())
         assert told in run("plan", "--model", "llama-3.2-1b", *given).stdout
-
-
-def test_the_guide_shows_what_the_command_prints(run, monkeypatch):
-    """Its compiled lines are of a compile that takes minutes; those are left out."""
+    # The guide's compiled lines are of a compile that takes minutes; those are left out.
     guide = (Path(__file__).parents[3] / "docs/guides/memory.md").read_text()
     pattern = r"```\njax-longctx (plan [^\n]*) --compile\n```\n\n```\n(.*?)```"
     command, block = re.search(pattern, guide, re.DOTALL).groups()
@@ -284,9 +276,7 @@ def test_what_does_not_go_together_is_refused():
 def test_the_command_tells_what_is_arithmetic(run):
     command = ("plan", "--target", "v5p:2x2x2", "--context", 131072, "--chunk", 4096)
     command += ("--model", "llama-3.2-1b")
-    result = run(*command, "--json")
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.stdout)
+    record = json.loads(run(*command, "--json", code=0).stdout)
     assert record["mesh_proposed"] and record["devices"] == 8 and record["compiled"] is None
     memory = record["memory_bytes"]
     assert memory["fits"] and memory["source"].startswith("arithmetic")
@@ -297,8 +287,7 @@ def test_the_command_tells_what_is_arithmetic(run):
     assert "the largest context that fits" in shown and "(proposed)" not in shown
     # A mistake is one line.
     result = run("plan", "--target", "cpu", "--mesh", "seq=2")
-    assert result.exit_code == 2 and "needs 2 devices, cpu has 1" in result.stderr
-    assert result.stderr.count("\n") == 1
+    refused(result, "needs 2 devices, cpu has 1")
 
 
 @pytest.mark.thorough

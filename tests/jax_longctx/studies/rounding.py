@@ -142,21 +142,6 @@ def compared(means: Float[np.ndarray, " n"], base: Float[np.ndarray, " n"]) -> d
     }
 
 
-def measured(
-    checkpoint: str, forms: list[str], count: int, length: int, behind: int, batch: int
-) -> None:
-    model = jax_longctx.load(checkpoint, dtype="float32", chunk=length)
-    encode = model.tokenizer.encode
-    lead = encode("", bos=True)
-    texts = cut_texts([encode(python_topics())], count=count, length=length, lead=lead)
-    how, base = {"through": "context", "score": length - 1 - behind, "batch": batch}, None
-    for name in dict.fromkeys([EXACT, *forms]):
-        engine = model.with_method(Rounded(**FORMS[name], behind=behind)).engine
-        losses = score_texts(engine, texts, **how).losses.mean(1, dtype=np.float64)
-        base = losses if base is None else base
-        print(json.dumps({"form": name, **compared(losses, base)}), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint")
@@ -164,8 +149,17 @@ def main() -> None:
         parser.add_argument(f"--{option}", type=int, default=value)
     parser.add_argument("--form", action="append", choices=list(FORMS), help="all unless given")
     given = parser.parse_args()
-    sizes = (given.texts, given.length, given.behind, given.batch)
-    measured(given.checkpoint, given.form or list(FORMS), *sizes)
+    length, base = given.length, None
+    model = jax_longctx.load(given.checkpoint, dtype="float32", chunk=length)
+    encode = model.tokenizer.encode
+    lead, book = encode("", bos=True), encode(python_topics())
+    texts = cut_texts([book], count=given.texts, length=length, lead=lead)
+    how = {"through": "context", "score": length - 1 - given.behind, "batch": given.batch}
+    for name in dict.fromkeys([EXACT, *(given.form or FORMS)]):
+        engine = model.with_method(Rounded(**FORMS[name], behind=given.behind)).engine
+        losses = score_texts(engine, texts, **how).losses.mean(1, dtype=np.float64)
+        base = losses if base is None else base
+        print(json.dumps({"form": name, **compared(losses, base)}), flush=True)
 
 
 if __name__ == "__main__":

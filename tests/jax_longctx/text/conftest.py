@@ -2,7 +2,9 @@
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, processors
+
+from tests.jax_longctx.cli import tiny_model
 
 # RUF001: the full-width signs are the point.
 TEXT = "The pass key is 12345. 你好，世界。 Größe naïve façade Ελλάδα 🙂👩‍👩‍👧 日本語テキスト\n" * 4  # noqa: RUF001
@@ -15,13 +17,8 @@ def text():
 
 @pytest.fixture
 def byte_level():
-    """A byte-level BPE (Llama 3, Qwen, SmolLM): few merges, so characters span several tokens."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|begin|>", "<|end|>", "<|turn|>"]
-    how = {"vocab_size": 300, "initial_alphabet": alphabet, "special_tokens": special}
-    backend.train_from_iterator([TEXT], trainers.BpeTrainer(show_progress=False, **how))
+    """As Llama 3, Qwen and SmolLM have one: its characters span several tokens."""
+    backend = tiny_model.byte_level(TEXT)
     backend.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
     )

@@ -1,15 +1,18 @@
-"""The tokenizer's files and ids, chat templates, and where a prompt is cut."""
+"""The tokenizer's files, chat templates and prompts; streamed text is the whole text, cut alike."""
 
 import json
+import random
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
-from jax_longctx.text import Tokenizer, chat_layout, check_vocabulary, plain_layout
-from jax_longctx.text.tokenizer import ChatTemplate, select_template
+from jax_longctx.text import StopStrings, Tokenizer, chat_layout, check_vocabulary, plain_layout
+from jax_longctx.text.tokenizer import ChatTemplate, StreamDecoder, select_template
 
 
 @pytest.fixture
@@ -29,19 +32,25 @@ def rewrite(path, **changes):
     path.write_text(json.dumps(config | changes))
 
 
-def test_round_trip_and_special_ids_which_are_added_once(directory, text):
+def test_round_trip_and_special_ids_which_are_added_once(directory, text, tmp_path, byte_level):
     tokenizer = Tokenizer.load(directory)
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (0, (1,))
     assert tokenizer.decode([0, *ids, 1]) == text
     assert tokenizer.vocab_size == 300
-    tokenizer = Tokenizer.load(directory)
     plain = tokenizer.encode("key")
     assert tokenizer.encode("key", bos=True) == [0, *plain]
     rendered = tokenizer.chat([{"role": "user", "content": " key "}])
     assert rendered == "<|begin|>key<|end|>"
     assert tokenizer.encode(rendered, bos=True) == [0, *plain, 1]
+    # Truncation saved in the file does not cut the text.
+    byte_level.enable_truncation(max_length=5)
+    byte_level.enable_padding(length=8)
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("a")) == 1
 
 
 def test_configs_decide_on_special_tokens(directory):
@@ -61,15 +70,6 @@ def test_configs_decide_on_special_tokens(directory):
     (directory / "tokenizer_config.json").write_text("{}")
     rewrite(directory / "special_tokens_map.json", eos_token="<|turn|>")
     assert Tokenizer.load(directory).eos_ids == (2,)
-
-
-def test_truncation_saved_in_the_file_does_not_cut_the_text(tmp_path, byte_level, text):
-    byte_level.enable_truncation(max_length=5)
-    byte_level.enable_padding(length=8)
-    byte_level.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert len(tokenizer.encode("a")) == 1
 
 
 def test_wrong_tokenizer_and_text_are_one_clear_error(directory):
@@ -166,7 +166,7 @@ def test_layout_cuts_after_the_document(byte_level):
         Tokenizer(byte_level, {}).chat([])
 
 
-def test_helpers_that_templates_expect_and_refusals():
+def test_helpers_refusals_and_forms_of_templates(tmp_path, byte_level):
     assert render("{{ messages[0] | tojson }}", "é") == '{"role": "user", "content": "é"}'
     assert render("{% for i in [1, 2] %}{{ i }}{% break %}{% endfor %}") == "1"
     assert render("{% generation %}{{ messages[0]['content'] }}{% endgeneration %}") == "x"
@@ -178,9 +178,6 @@ def test_helpers_that_templates_expect_and_refusals():
         render("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InputError, match="refuses"):
         render("{{ messages.append(1) }}")
-
-
-def test_template_forms(tmp_path, byte_level):
     named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
     assert select_template(None) is None
     assert select_template("X") == "X"
@@ -194,3 +191,111 @@ def test_template_forms(tmp_path, byte_level):
     assert Tokenizer.load(tmp_path).chat([]) == "config"
     (tmp_path / "chat_template.jinja").write_text("file{{ eos_token }}")
     assert Tokenizer.load(tmp_path).chat([]) == "file<|end|>"
+
+
+SETTINGS = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def split(ids, rng):
+    start = 0
+    while start < len(ids):
+        stop = start + rng.choice([0, 1, 1, 2, 3, 7, 40])
+        yield ids[start:stop]
+        start = stop
+
+
+def stream(tokenizer, pieces):
+    decoder = tokenizer.stream_decoder()
+    shown = [decoder.push(piece) for piece in pieces]
+    return shown, decoder.flush()
+
+
+@SETTINGS
+@given(data=st.data())
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_ids_in_any_split(request, kind, text, data):
+    """Random ids are mostly invalid UTF-8, with special tokens between; real text is not."""
+    tokenizer = Tokenizer(request.getfixturevalue(kind), {})
+    some = st.integers(0, tokenizer.vocab_size - 1)
+    one = st.one_of(some, st.sampled_from(tokenizer.encode("🙂é€")))
+    whole = tokenizer.encode(text)
+    ids = data.draw(st.one_of(st.lists(one, max_size=60), st.just(whole)))
+    shown, rest = stream(tokenizer, split(ids, random.Random(data.draw(st.integers(0, 99)))))
+    assert "".join(shown) + rest == tokenizer.decode(ids)
+    assert ids != whole or "\ufffd" not in "".join(shown)
+
+
+def test_character_is_held_until_it_is_whole_and_no_longer(byte_level, byte_fallback):
+    tokenizer = Tokenizer(byte_level, {})
+    ids = [byte_level.token_to_id(char) for char in byte_level.encode("🙈").tokens]
+    decoder = tokenizer.stream_decoder()
+    assert len(ids) >= 2
+    assert [decoder.push([token]) for token in ids] == [""] * (len(ids) - 1) + ["🙈"]
+    # One that is not whole comes out at the end.
+    decoder = tokenizer.stream_decoder()
+    assert decoder.push(tokenizer.encode("key 🙈")[:-1]) == "key "
+    assert decoder.flush() == "\ufffd"
+    decoder = tokenizer.stream_decoder()
+    for token in tokenizer.encode("The pass key is 12345."):
+        assert decoder.push([token]) == tokenizer.decode([token])
+    # A Llama 2 decoder drops a text's first space; an answer is not a text's beginning.
+    tokenizer = Tokenizer(byte_fallback, {})
+    answer = [byte_fallback.token_to_id("▁the")]
+    assert tokenizer.decode(answer) == "the"
+    assert tokenizer.stream_decoder(after=tokenizer.encode("the key")).push(answer) == " the"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("sample", ["日本語 text 🙂 ", "\ufffd", "bytes"])
+def test_each_id_is_decoded_a_bounded_number_of_times(request, kind, sample, monkeypatch):
+    """Counted, not timed: text, and endless invalid bytes, which show no certain character."""
+    tokenizer = Tokenizer(request.getfixturevalue(kind), {})
+    invalid = tokenizer.encode("日")[-1:] * 3000
+    ids = invalid if sample == "bytes" else tokenizer.encode(sample * 3000)[:3000]
+    decode, seen = StreamDecoder._decode, []
+    monkeypatch.setattr(
+        StreamDecoder, "_decode", lambda self: seen.append(len(self._window)) or decode(self)
+    )
+    shown, rest = stream(tokenizer, ([token] for token in ids))
+    assert "".join(shown) + rest == tokenizer.decode(ids)
+    assert 0 < sum(seen) <= 30 * len(ids)
+
+
+def cut(text, stops):
+    """What is shown of a whole text: everything before the stop string that starts first."""
+    starts = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(starts)] if starts else text
+
+
+def stopped_by(pieces, stops):
+    stopper = StopStrings(stops)
+    shown = [stopper.push(piece) for piece in pieces]
+    return "".join(shown) + stopper.flush(), stopper.stopped
+
+
+@given(
+    st.lists(st.text("ab\n", max_size=5), max_size=8),
+    st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
+)
+def test_any_split_cuts_where_the_whole_text_does(pieces, stops):
+    text = "".join(pieces)
+    shown, stopped = stopped_by(pieces, stops)
+    assert shown == cut(text, stops)
+    assert (stopped is not None) == any(stop in text for stop in stops)
+
+
+def test_stops_by_hand():
+    for stop, pieces, shown, rest in [
+        ("\n\nUser:", ["Yes.\n", "\nUs", "er: more", "never shown"], ["Yes.", "", "", ""], ""),
+        ("END", ["EN", "TER", "E"], ["", "ENTER", ""], "E"),
+    ]:
+        stopper = StopStrings([stop])
+        assert [stopper.push(piece) for piece in pieces] == shown
+        assert stopper.stopped == (None if rest else stop) and stopper.flush() == rest
+    assert stopped_by(["ab", "c"], ["abc", "b"]) == ("", "abc")
+    assert stopped_by(["ab", "d"], ["abc", "b"]) == ("a", "b")
+    assert StopStrings().push("any\n") == "any\n"
+    with pytest.raises(InputError, match="stop string is empty"):
+        StopStrings(["", "x"])

@@ -1,8 +1,4 @@
-"""One case a task: settings, a length, and who answers it from the prompt alone.
-
-The answerers read prompts by regular expressions, as written here, and share nothing with the
-generators.
-"""
+"""One case a task: settings, a length, and who answers it by reading the prompt alone."""
 
 import dataclasses
 import html

@@ -4,15 +4,7 @@ import random
 
 import pytest
 
-from jax_longctx.evaluation.tasks.babilong import (
-    LABELS,
-    PEOPLE,
-    RANGES,
-    ROOMS,
-    THINGS,
-    draw_story,
-    label_score,
-)
+from jax_longctx.evaluation.tasks import babilong
 from tests.jax_longctx.evaluation.tasks.cases import answer_from, drawn, facts, words
 
 KINDS = ("qa1", "qa2", "qa3", "qa4", "qa5")
@@ -21,9 +13,9 @@ KINDS = ("qa1", "qa2", "qa3", "qa4", "qa5")
 def stories(kind, number=60):
     """Stories, each with what it tells."""
     draw = random.Random(f"tests {kind}")
-    fewest, most = RANGES[kind]
+    fewest, most = babilong.RANGES[kind]
     for _ in range(number):
-        story = draw_story(kind, draw, draw.randint(fewest, min(most, 40)))
+        story = babilong.draw_story(kind, draw, draw.randint(fewest, min(most, 40)))
         yield story, facts(" ".join(story.facts))
 
 
@@ -33,12 +25,16 @@ def test_replay_gives_the_one_answer():
         for story, told in stories(kind):
             assert len(told) == len(story.facts)
             assert answer_from(told, story.question) == {story.answer}
-            assert story.answer in LABELS[kind] and story.answer not in story.question
+            assert story.answer in babilong.LABELS[kind] and story.answer not in story.question
             answers.add(story.answer)
         assert len(answers) >= (7 if kind == "qa5" else 6)
     # Everybody and everything is told of.
     told = [fact for _, told in stories("qa2") for fact in told]
-    for key, known in (("who", PEOPLE), ("room", ROOMS), ("taken", THINGS)):
+    for key, known in (
+        ("who", babilong.PEOPLE),
+        ("room", babilong.ROOMS),
+        ("taken", babilong.THINGS),
+    ):
         assert {fact[key] for fact in told if key in fact} == set(known)
     pairs = [told for _, told in stories("qa4")]
     assert {len(pair) for pair in pairs} == {2}
@@ -88,7 +84,7 @@ def test_facts_stand_in_their_order_at_their_depths(kind, tmp_path):
         assert [n / around for n in before] == pytest.approx(sample.meta["depths"], abs=0.01)
         assert sample.meta["question"] in sample.query
         assert sample.query.startswith("\n</context>\n\n")
-        fewest, most = RANGES[kind]
+        fewest, most = babilong.RANGES[kind]
         assert fewest <= len(sample.meta["facts"]) <= most
 
 
@@ -122,12 +118,12 @@ def test_the_one_label_left_counts():
         ("Somewhere. kitchen", 0),
         ("", 0),
     ]:
-        assert label_score(answer, "kitchen", question, ROOMS) == score, answer
+        assert babilong.label_score(answer, "kitchen", question, babilong.ROOMS) == score, answer
     # Names are labels in any case, and another question ends an answer.
-    question = "Who did Bill give the apple to?"
-    assert label_score("bill gave the APPLE to fred", "Fred", question, LABELS["qa5"]) == 100
-    assert label_score("fred and jeff", "Fred", question, LABELS["qa5"]) == 0
+    question, labels = "Who did Bill give the apple to?", babilong.LABELS["qa5"]
+    for answer, score in (("bill gave the APPLE to fred", 100), ("fred and jeff", 0)):
+        assert babilong.label_score(answer, "Fred", question, labels) == score
     task, (sample,) = drawn("babilong_qa1", trials=1)
-    others = " ".join(ROOMS)
+    others = " ".join(babilong.ROOMS)
     assert task.score(f" {sample.outputs[0]}\nQuestion: {others}", sample) == 100
     assert task.score(f" {sample.outputs[0]}\n{others}", sample) == 0

@@ -6,14 +6,7 @@ import re
 import pytest
 
 from jax_longctx.errors import ConfigError, InputError
-from jax_longctx.evaluation.tasks import describe, make_task
-from jax_longctx.evaluation.tasks.files import (
-    INFINITEBENCH,
-    LEVAL,
-    LONGBENCH,
-    SCORES,
-    choice_letters,
-)
+from jax_longctx.evaluation.tasks import describe, files, make_task
 from jax_longctx.evaluation.tasks.ruler_qa import read_questions
 from tests.jax_longctx.evaluation.tasks.cases import drawn, words
 
@@ -59,7 +52,7 @@ def test_longbench(tmp_path):
     assert task.score("city", sample) == 0
 
 
-def test_leval(tmp_path):
+def test_leval_and_infinitebench(tmp_path):
     asked = ["Question 1: which?\nA. x\nB. y", "How many?", "Who?", "Why?"]
     outputs = ["(B)", "The answer is 1,200", "Ann", "AC"]
     line = {"instructions": asked, "outputs": outputs, "input": "Long text."}
@@ -76,14 +69,6 @@ def test_leval(tmp_path):
     assert [task.score(text, samples[3]) for text in ("A", "ABC", "CA", "")] == [0, 0, 100, 0]
     shorter = make_task("leval", {"file": "x", "answer_tokens": 7})
     assert (task.max_new, shorter.max_new) == (512, 7)
-
-
-def infinitebench(**changes):
-    line = {"id": 3, "context": "Long text.", "input": "Which?", "answer": ["two"], "options": []}
-    return {**line, **changes}
-
-
-def test_infinitebench(tmp_path):
     line = infinitebench(options=["one", "two", "twenty"])
     task, (sample,) = of_lines("infinitebench", tmp_path / "longbook_choice_eng.jsonl", [line])
     assert task.label == "infinitebench@longbook_choice_eng" and task.max_new == 40
@@ -97,6 +82,11 @@ def test_infinitebench(tmp_path):
     key = infinitebench(answer="71432")
     task, (sample,) = of_lines("infinitebench", tmp_path / "passkey.jsonl", [key])
     assert task.score("It is 71432.", sample) == 100 and task.score("7 71432", sample) == 0
+
+
+def infinitebench(**changes):
+    line = {"id": 3, "context": "Long text.", "input": "Which?", "answer": ["two"], "options": []}
+    return {**line, **changes}
 
 
 def test_scores():
@@ -123,19 +113,19 @@ def test_scores():
         ("contained", "says BOB", ("x", "bob"), 100),
         ("numbers before the first wrong one", "", ("1",), 0),
     ]:
-        found = SCORES[metric](answer, outputs, ())
+        found = files.SCORES[metric](answer, outputs, ())
         assert found == pytest.approx(score), (metric, answer)
     read = {"B": "B", "(D)": "D", "DB.": "BD", "B, D and A since": "ABD", "Because": "", "": ""}
     read |= {"B) Because A is not": "B", "The right answer is C.": "C", "Answer: (A), (C)": "AC"}
-    assert {answer: choice_letters(answer) for answer in read} == read
+    assert {answer: files.choice_letters(answer) for answer in read} == read
 
 
 def test_every_data_set_has_a_metric_which_gives_its_own_answer_full_marks(tmp_path):
-    for _, metric, most in [*LONGBENCH.values(), *INFINITEBENCH.values()]:
-        assert metric in SCORES and most > 0
-    assert set(LEVAL.values()) <= set(SCORES)
-    assert len(LONGBENCH) == 21 and len(INFINITEBENCH) == 12
-    for dataset in LONGBENCH:
+    for _, metric, most in [*files.LONGBENCH.values(), *files.INFINITEBENCH.values()]:
+        assert metric in files.SCORES and most > 0
+    assert set(files.LEVAL.values()) <= set(files.SCORES)
+    assert len(files.LONGBENCH) == 21 and len(files.INFINITEBENCH) == 12
+    for dataset in files.LONGBENCH:
         answers = ["Paragraph 4"] if "passage" in dataset else ["right words"]
         line = longbench(dataset, answers=answers, all_classes=["right words", "else"])
         task, (sample,) = of_lines("longbench", tmp_path / f"{dataset}.jsonl", [line])
@@ -199,9 +189,8 @@ def squad(tmp_path):
         text = f"{name} fact {i}. " + "filler " * 20
         return paragraph(text, (f"{name} {i}?", [f"{name}{i}", "x", "x"]))
 
-    articles = [
-        {"title": name, "paragraphs": [fact(name, i) for i in range(3)]} for name in ("Ant", "Bee")
-    ]
+    told = {name: [fact(name, i) for i in range(3)] for name in ("Ant", "Bee")}
+    articles = [{"title": name, "paragraphs": facts} for name, facts in told.items()]
     articles[0]["paragraphs"][1]["qas"] += paragraph("", ("Nothing?", None))["qas"]
     path = tmp_path / "dev-v2.0.json"
     path.write_text(json.dumps({"version": "v2.0", "data": articles}), encoding="utf-8")
@@ -253,9 +242,7 @@ def test_documents_stand_in_a_drawn_order_near_ones_before_others(squad):
         listed = re.findall(r"Document (\d+):\n(\w+) fact (\d)", sample.context)
         assert [int(i) for i, _, _ in listed] == list(range(1, len(listed) + 1))
         # Three fit, all of the same article.
-        assert sorted(listed, key=lambda found: found[2]) == [
-            (found[0], name, str(i)) for i, found in enumerate(sorted(listed, key=lambda f: f[2]))
-        ]
+        assert sorted(found[1:] for found in listed) == [(name, str(i)) for i in range(3)]
         assert len(listed) == 3 == sample.meta["documents"]
         places.add(next(i for i, _, found in listed if found == number))
     assert places == {"1", "2", "3"}

@@ -55,6 +55,22 @@ def test_only_records_asked_for_are_right():
     stock = Condition("Stock", below=False, bound=7.0)
     assert [stock.holds(cell) for cell in ("7", "6", "N/A")] == [True, False, False]
     assert (str(price), str(stock)) == ("Price is below 10.5", "Stock is at least 7")
+    # What follows the header is scored, and needs room.
+    task, (sample, *_) = pages(trials=1)
+    rows = sample.outputs[0].split("\n")[1:]
+    half = "\n" + "\n".join(rows[: len(rows) // 2])
+    assert task.parts(half, sample)["precision"] == 100
+    assert task.parts(half, sample)["recall"] == pytest.approx(50, abs=5)
+    assert task.score(half, sample) == pytest.approx(200 / 3, abs=5)
+    assert task.stop == ("\n```",)
+    _, (short, *_) = pages(tokens=400, trials=1)
+    _, (long, *_) = pages(trials=1)
+    assert 0 < short.meta["records"] < long.meta["records"]
+    with pytest.raises(LengthError, match="few"):
+        pages(tokens=320, trials=1)
+    for name, value, message in (("max_new", "100", "output = 500"), ("output", "0", "1")):
+        with pytest.raises(ConfigError, match=f"{name} must be at least {message}, got {value}"):
+            make_task("html_tsv_syn", {name: value})
 
 
 GOLD = "A\tB\n1\tx y\n2\tz\n3\tN/A"
@@ -81,24 +97,6 @@ def test_tables_are_scored():
     ]:
         expected = {"f1": f1, "precision": precision, "recall": recall}
         assert score_table(answer, GOLD) == pytest.approx(expected), answer
-
-
-def test_a_task_scores_what_follows_its_header_and_needs_room():
-    task, (sample, *_) = pages(trials=1)
-    rows = sample.outputs[0].split("\n")[1:]
-    half = "\n" + "\n".join(rows[: len(rows) // 2])
-    assert task.parts(half, sample)["precision"] == 100
-    assert task.parts(half, sample)["recall"] == pytest.approx(50, abs=5)
-    assert task.score(half, sample) == pytest.approx(200 / 3, abs=5)
-    assert task.stop == ("\n```",)
-    _, (short, *_) = pages(tokens=400, trials=1)
-    _, (long, *_) = pages(trials=1)
-    assert 0 < short.meta["records"] < long.meta["records"]
-    with pytest.raises(LengthError, match="few"):
-        pages(tokens=320, trials=1)
-    for name, value, message in (("max_new", "100", "output = 500"), ("output", "0", "1")):
-        with pytest.raises(ConfigError, match=f"{name} must be at least {message}, got {value}"):
-            make_task("html_tsv_syn", {name: value})
 
 
 @pytest.mark.parametrize("steps", [3, 10])

@@ -61,15 +61,6 @@ def test_parts_of_one_needle_and_of_many():
     assert task.parts(answer + sample.outputs[3], sample)["all"] == 100
 
 
-def test_facts_of_a_text_are_not_asked_for(tmp_path):
-    """Every place of the first adjective drawn stands in the text, so another noun is taken."""
-    pairs = [f"{first} {second}" for first in ADJECTIVES for second in NOUNS[:150]]
-    path = tmp_path / "pairs.txt"
-    path.write_text(". ".join(map(str.capitalize, pairs)), encoding="utf-8")
-    _, samples = drawn("niah_single", tokens=300, trials=8, haystack=str(path))
-    assert all(sample.outputs[0] not in pairs for sample in samples)
-
-
 def test_ruler_needles_are_as_many_and_as_deep_as_asked(birds):
     _, samples = drawn("niah_multikey_1", keys=7, haystack=birds)
     levels = [round(100 * i / 39) / 100 for i in range(40)]
@@ -257,7 +248,7 @@ def test_depths_are_taken_in_turn_and_met_within_a_sentence():
     assert SENTENCE.startswith(STEM.strip())
 
 
-def test_texts(tmp_path):
+def test_texts_and_facts_of_theirs_that_are_not_asked_for(tmp_path):
     path = tmp_path / "own.words.txt"
     path.write_text("Ducks swim. Geese fly. " * 10, encoding="utf-8")
     task, (sample, *_) = drawn("passkey", tokens=120, haystack=str(path))
@@ -277,3 +268,9 @@ def test_texts(tmp_path):
             (tmp_path / "own.txt").write_bytes(content)
         with pytest.raises(InputError, match=message):
             drawn("passkey", haystack=str(tmp_path / "own.txt"))
+    # Every place of the first adjective drawn stands in the text, so another noun is taken.
+    pairs = [f"{first} {second}" for first in ADJECTIVES for second in NOUNS[:150]]
+    path = tmp_path / "pairs.txt"
+    path.write_text(". ".join(map(str.capitalize, pairs)), encoding="utf-8")
+    _, samples = drawn("niah_single", tokens=300, trials=8, haystack=str(path))
+    assert all(sample.outputs[0] not in pairs for sample in samples)
