@@ -11,8 +11,10 @@ balls and points), and the budget over the length.
 
 Differs from the authors' code: all keys stay on the device and exactly the best pages are attended,
 as in the paper. Their code attends a cache of pages that it updates with the best ones; the method
-`arkvale-paged` emulates it. The page that is being filled has a digest too, which is not used: the
-local window covers that page.
+`arkvale-paged` emulates it. Their settings are 32 pages, the first and the window's two among them,
+where the window includes the page that is being filled, and the first two layers dense:
+`budget=960,sink=32,local=33,whole_pages=true,skip_layers=2`. The page that is being filled has a
+digest too, which is not used: the local window covers that page.
 """
 
 from typing import Literal
@@ -49,15 +51,6 @@ class ArkVale(SelectingPages):
     digest: Digest = "cuboid-mean"
 
     pools = "scores"
-
-    @classmethod
-    def released(cls) -> "ArkVale":
-        """The authors' settings: 32 pages, the first and the window's two among them.
-
-        The window includes the page that is being filled; the first two layers are dense.
-        `ArkValePaged.released()` also attends what their code attends.
-        """
-        return cls(budget=30 * 32, sink=32, local=33, whole_pages=True, skip_layers=2)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,9 +8,10 @@ Bytes of a decode step, as a share of full attention's: 1 / page_size for the bo
 over the length. All keys stay in memory.
 
 The defaults are those of RESA (appendix, "Additional Configuration"): fixed tokens on top of the
-budget, every layer sparse. `Quest.released()` is the authors' accuracy code: no fixed tokens, at
-least three pages, the first two layers dense. Pages are ranked for each query head, so a group may
-read a page several times; `granularity=kv_head` ranks by the group's mean softmax.
+budget, every layer sparse. The authors' accuracy code has no fixed tokens, at least three pages,
+and the first two layers dense: `sink=0,local=0,min_pages=3,skip_layers=2`. Pages are ranked for
+each query head, so a group may read a page several times; `granularity=kv_head` ranks by the
+group's mean softmax.
 """
 
 from jaxtyping import Array, Bool, Float
@@ -23,11 +24,6 @@ from jax_longctx.parts.selecting import SelectingPages
 @method(source="Tang et al. 2024, section 3")
 class Quest(SelectingPages):
     """Decode reads the pages whose keys' bounds promise most."""
-
-    @classmethod
-    def released(cls) -> "Quest":
-        """What the authors' released accuracy code computes."""
-        return cls(sink=0, local=0, min_pages=3, skip_layers=2)
 
     @property
     def own_tokens(self) -> int | None:

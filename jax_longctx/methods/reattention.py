@@ -23,7 +23,8 @@ scores that differ by rounding alone tie, ties go to the lower slot (`parts.vote
 candidates cast no votes, and a span has exactly m slots, even or odd. By default also: the ranking
 is exact (theirs keeps the best key of each tile of 128), decode reads the right kv heads (theirs
 reads h mod K), and the local part has w tokens (theirs up to 128 fewer, so that the middle is whole
-tiles). `ReAttention.released()` computes what their code computes.
+tiles). `align=128,selector=tilemax128,decode_heads=scrambled,first_chunk=released` computes what
+their code computes.
 """
 
 import dataclasses
@@ -99,13 +100,6 @@ class ReAttention(Appending):
     def stripes(self) -> bool:
         """Tiles of 128 begin behind the global part: they would cross the stripes."""
         return self.selector == "exact"
-
-    @classmethod
-    def released(cls) -> "ReAttention":
-        """What the authors' released code computes, with its defaults."""
-        return cls(
-            align=128, selector="tilemax128", decode_heads="scrambled", first_chunk="released"
-        )
 
     def __post_init__(self) -> None:
         self.at_least(0, "global_size")

@@ -10,6 +10,8 @@ step
 
 All keys are on the device here; emulated is which of them a step attends. When a page leaves the
 window, the released code drops a page by the previous step's scores; here the newest ones count.
+The authors' settings are those that `ArkVale` names, and `resident=4000`: a cache of 128 pages,
+sinks and window among them.
 """
 
 import dataclasses
@@ -52,11 +54,6 @@ class ArkValePaged(ArkVale):
     """
 
     resident: int = 4096
-
-    @classmethod
-    def released(cls) -> "ArkValePaged":
-        """The authors' settings: a cache of 128 pages, sinks and window among them."""
-        return cls(resident=125 * 32, **vars(ArkVale.released()))
 
     def __post_init__(self) -> None:
         super().__post_init__()

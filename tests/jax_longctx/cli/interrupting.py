@@ -78,7 +78,8 @@ class Campaign:
     def __init__(self, folder, seed):
         self.folder, self.draw = folder.absolute(), random.Random(seed)
         write_files(self.folder)
-        self.environment = environment(self.folder / "compiled")
+        compiled = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled")}
+        self.environment = environment() | compiled
 
     def interrupt(self, name, count):
         """Yields `count` tries of a command, of which an undisturbed run before and after works."""

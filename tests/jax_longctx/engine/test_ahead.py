@@ -21,6 +21,7 @@ from jax_longctx.models.llama import (
     stacking_programs,
 )
 from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.engine.test_running import compilations
 from tests.small_methods import small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
@@ -38,32 +39,6 @@ def named(value):
     return MODES[value] if isinstance(value, bool) else value
 
 
-@pytest.fixture
-def compiled():
-    """The names of the programs that are compiled meanwhile."""
-    names = []
-
-    def listen(event, seconds, **about):
-        if event == PROGRAM:
-            names.append(about["fun_name"])
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
-def unloaded(method, by_layer, mesh, **options):
-    """An engine of the tiny model that has shapes in place of weights."""
-    config = tiny_config()
-    params = abstract_params(config, mesh, jnp.float32)
-    return Engine(config, params, method, mesh, chunk=32, by_layer=by_layer, **options)
-
-
-def answers(engine, rows, asked, keep):
-    context = engine.prefill(rows, reserve=QUESTION[0] + ANSWER, questions=asked)
-    return joined(engine.stream(context, asked, max_tokens=ANSWER, keep=keep))
-
-
 @pytest.mark.parametrize(
     ("name", "by_layer"),
     [
@@ -74,72 +49,76 @@ def answers(engine, rows, asked, keep):
     ],
     ids=named,
 )
-def test_the_run_that_follows_compiles_nothing(name, by_layer, compiled):
-    check_run(small_method(name), by_layer, compiled)
+def test_the_run_that_follows_compiles_nothing(name, by_layer):
+    check_run(small_method(name), by_layer)
 
 
 @pytest.mark.parametrize("by_layer", MODES, ids=named)
 @pytest.mark.slow
-def test_the_run_of_an_offloaded_context_compiles_nothing(by_layer, compiled):
+def test_the_run_of_an_offloaded_context_compiles_nothing(by_layer):
     """What stands in for the host's arrays lies in its memory: else programs are others."""
-    check_run(small_method("quest"), by_layer, compiled, offload="host")
+    check_run(small_method("quest"), by_layer, offload="host")
 
 
-def check_run(method, by_layer, compiled, **options):
-    jax.clear_caches()
-    mesh = make_mesh()
-    rows, asked = random_rows(CONTEXT, seed=1), random_rows(QUESTION, seed=2)
-    engine = unloaded(method, by_layer, mesh, **options)
-    compilation = engine.compile(CONTEXT, QUESTION, max_tokens=ANSWER)
-    compilation.wait(check=True)
+def check_run(method, by_layer, **options):
+    compilation, compiled = run(method, by_layer, CONTEXT, QUESTION, make_mesh(), **options)
     assert len(compilation) > 3 and compilation.seconds > 0
-    loaded = tiny_engine(method, mesh=mesh, chunk=32, by_layer=by_layer)
-    before = compiled.copy()
-    engine.take_params(loaded.params)
-    found = answers(engine, rows, asked, keep=True)
-    assert compiled == before
-    assert found == answers(loaded, rows, asked, keep=True)
+    assert not compiled
+
+
+def run(method, by_layer, context, question, mesh, **options):
+    """The compilation ahead, and what a run that answers as always compiles all the same."""
+
+    def answers(engine):
+        rows, asked = random_rows(context, seed=1), random_rows(question, seed=2)
+        held = engine.prefill(rows, reserve=QUESTION[0] + ANSWER, questions=asked)
+        return joined(engine.stream(held, asked, max_tokens=ANSWER))
+
+    jax.clear_caches()
+    config, how = tiny_config(), {"chunk": 32, "by_layer": by_layer}
+    # Shapes in place of weights.
+    params = abstract_params(config, mesh, jnp.float32)
+    engine = Engine(config, params, method, mesh, **how, **options)
+    ahead = engine.compile(context, question, max_tokens=ANSWER)
+    ahead.wait(check=True)
+    loaded = tiny_engine(method, mesh=mesh, **how)
+    with compilations() as compiled:
+        engine.take_params(loaded.params)
+        found = answers(engine)
+    assert found == answers(loaded)
+    return ahead, compiled
 
 
 @pytest.mark.parametrize(
     "sizes", [also((1, 1, 1), id="one device"), pytest.param((1, 1, 2), id="a mesh")]
 )
-def test_weights_are_stacked_by_the_programs_that_were_lowered(sizes, compiled):
+def test_weights_are_stacked_by_the_programs_that_were_lowered(sizes):
     jax.clear_caches()
     config, mesh = tiny_config(), make_mesh(*sizes)
     lowered = stacking_programs(config, abstract_params(config, mesh, jnp.float32))
-    for program in lowered:
-        program.compile()
-    before = compiled.copy()
+    with compilations() as ahead:
+        for program in lowered:
+            program.compile()
+    assert len(ahead) == len(lowered) > 3
     params = init_params(config, mesh)
-    of_init = compiled[len(before) :]
-    stacked = stacked_layers(config, params)
-    assert compiled == [*before, *of_init] and len(before) == len(lowered) > 3
+    with compilations() as compiled:
+        stacked = stacked_layers(config, params)
+    assert not compiled
     layer = params["layers"]["1"]
     assert (stacked["layers"]["attn"]["o"][1] == layer["attn"]["o"]).all()
     assert (stacked["layers"]["mlp"]["gate_up"][1, :, 1] == layer["mlp"]["up"]).all()
 
 
 @pytest.mark.slow
-def test_on_a_mesh_the_large_programs_are_found(compiled):
-    jax.clear_caches()
-    method, mesh = small_method("quest"), make_mesh(2, 2, 2)
-    rows, asked = random_rows([90, 40], seed=1), random_rows([5, 3], seed=2)
-    engine = unloaded(method, False, mesh)
-    engine.compile([90, 40], [5, 3], max_tokens=ANSWER).wait(check=True)
-    loaded = tiny_engine(method, mesh=mesh, chunk=32, by_layer=False)
-    engine.take_params(loaded.params)
-    compiled.clear()
-    found = answers(engine, rows, asked, keep=True)
+def test_on_a_mesh_the_large_programs_are_found():
+    _, compiled = run(small_method("quest"), False, [90, 40], [5, 3], make_mesh(2, 2, 2))
     large = {"jit(_segment)", "jit(_decode_block)", "jit(_through_layer)", "jit(_finish)"}
     assert not large & set(compiled)
-    assert found == answers(loaded, rows, asked, keep=True)
 
 
 def test_a_rehearsal_takes_steps_of_every_variant():
-    assert [blocks_of_all(small_method("full"), tokens) for tokens in (1, 2, 3, 60)] == [
-        *(1, 2, 3, 3)
-    ]
+    steps = [blocks_of_all(small_method("full"), tokens) for tokens in (1, 2, 3, 60)]
+    assert steps == [1, 2, 3, 3]
     # A full step comes now and then: the rehearsal goes on until its second.
     assert blocks_of_all(small_method("refreshkv"), 200) > 3
 

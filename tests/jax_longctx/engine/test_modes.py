@@ -4,19 +4,17 @@ The host calls a layer's program for each layer, or a program loops over the lay
 (`Setup.by_layer`). The loop reads joined weights, so its sums may differ in their last bits.
 """
 
-from functools import partial
-
 import numpy as np
 import pytest
 
-from jax_longctx.engine import programs
+from jax_longctx.engine import Sampling, programs
 from jax_longctx.engine.products import Divided, FewRows
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.methods import Full, RefreshKV
 from jax_longctx.models.llama import PLAIN
 from jax_longctx.sharding import make_mesh
 from pallas_kernels.row_matmul import MAX_ROWS
-from tests.small_methods import APART, KINDS, small_method
+from tests.small_methods import KINDS, small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 # Chunks of 16 tokens: the context takes several, the rows end in different ones.
@@ -28,71 +26,77 @@ GIVEN = random_rows([7, 4], seed=3)
 LAYERS = 3
 
 
-def results(method, by_layer, sizes=(1, 1, 1), rows=2, scored=True, **changes):
-    """The tokens of each question's answer, and each row's log-probabilities of given tokens."""
-    config = tiny_config(num_layers=LAYERS, **changes)
-    mesh = make_mesh(*sizes)
+def results(method, by_layer, sizes=(1, 1, 1), scored=True, sampling=None, **changes):
+    """The tokens of each question's answer, and each row's log-probabilities of given tokens.
+
+    Where tokens are drawn, the first question is asked again, up to one of its answer's tokens.
+    """
+    config, mesh = tiny_config(num_layers=LAYERS, **changes), make_mesh(*sizes)
     engine = tiny_engine(method, config=config, mesh=mesh, chunk=16, by_layer=by_layer)
+    options = {"max_tokens": TOKENS, "sampling": sampling or Sampling()}
     answers = []
-    needs_question = method.info.needs_question
-    contexts = CONTEXTS[:rows]
-    for all_questions in QUESTIONS:
-        questions = all_questions[:rows]
-        if needs_question or not answers:
-            context = engine.prefill(contexts, reserve=40, questions=questions)
-        answers.append(joined(engine.stream(context, questions, max_tokens=TOKENS)))
+    for questions in QUESTIONS:
+        if method.info.needs_question or not answers:
+            context = engine.prefill(CONTEXTS, reserve=40, questions=questions)
+        answers.append(joined(engine.stream(context, questions, **options)))
+    assert all(len(row) == TOKENS for answer in answers for row in answer)
+    if sampling:
+        stop = answers[0][0][3]
+        ended = joined(engine.stream(context, QUESTIONS[0], stop_ids=[stop], **options))
+        assert ended[0] == answers[0][0][: answers[0][0].index(stop) + 1]
+        answers.append(ended)
     if not scored:
         return answers, []
-    found = loglikelihoods(engine, contexts, GIVEN[:rows], questions=QUESTIONS[0][:rows])
+    found = loglikelihoods(engine, CONTEXTS, GIVEN, questions=QUESTIONS[0])
     return answers, [row.logprobs for row in found]
 
 
-def check(method, *args, **options):
-    (answers, scores), (expected, likely) = (
-        results(method, by_layer, *args, **options) for by_layer in (False, True)
-    )
-    assert answers == expected
-    assert all(len(row) == TOKENS for answer in answers for row in answer)
-    for found, wanted in zip(scores, likely, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-5)
+def check_equal(found, expected):
+    assert found[0] == expected[0]
+    for row, wanted in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose(row, wanted, atol=1e-5)
 
 
-also = partial(pytest.param, marks=pytest.mark.slow)
-# All tokens stay; full and partial steps; tokens leave after the context.
+def check(method, **options):
+    check_equal(*(results(method, by_layer, **options) for by_layer in (False, True)))
+
+
+# All tokens stay; full and partial steps; tokens leave after the context. Priors; pages of a cache.
 QUICK = ("full", "refreshkv", "snapkv")
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else also(name) for name in APART])
-@pytest.mark.quick("full", "refreshkv")
+@pytest.mark.parametrize("name", [*KINDS, "resa", "arkvale-paged"])
+@pytest.mark.quick(*QUICK)
 def test_a_loop_over_layers_answers_as_the_host_does(name):
-    # Given tokens take programs of their own, which methods of a kind have alike.
-    check(small_method(name), scored=name in KINDS)
+    # Given tokens take programs of their own.
+    check(small_method(name), scored=name in QUICK)
 
 
-MESHES = {"full": (1, 2, 1), "snapkv": (1, 1, 2), "quest": (1, 2, 1)}
-
-
-@pytest.mark.parametrize("name", ["full", *map(also, ("snapkv", "quest"))])
-@pytest.mark.slow
-def test_on_a_mesh_too(name):
-    check(small_method(name), MESHES[name], scored=name == "full")
-
-
-@pytest.mark.slow
-def test_with_a_conditional_that_returns_part_of_the_cache():
-    check(RefreshKV(budget=48, qc_stride=2, threshold=0.9))
-
-
-@pytest.mark.slow
-def test_with_layers_that_differ():
-    """Runs of one layer and of two."""
-    check(Full(), windows=(7, None, None))
+DRAWN = Sampling(temperature=0.8, repetition_penalty=1.3, seed=5)
 
 
 @pytest.mark.parametrize(
-    ("name", "biases"), [("full", False), also("full", True), also("quest", False)]
+    ("method", "options"),
+    [
+        (Full(), {"sizes": (2, 2, 2), "sampling": DRAWN}),
+        (small_method("snapkv"), {"sizes": (1, 1, 2), "scored": False}),
+        (small_method("quest"), {"sizes": (1, 2, 1), "scored": False}),
+        # A conditional that returns part of the cache.
+        (RefreshKV(budget=48, qc_stride=2, threshold=0.9), {}),
+        # Layers that differ: runs of one and of two.
+        (Full(), {"windows": (7, None, None)}),
+    ],
+    ids=["mesh-full", "mesh-snapkv", "mesh-quest", "conditional", "windows"],
 )
-def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, name, biases):
+@pytest.mark.slow
+def test_on_a_mesh_and_with_other_layers_too(method, options):
+    check(method, **options)
+
+
+@pytest.mark.parametrize(
+    "biases", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "biases"]
+)
+def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, biases):
     """`FewRows` with the products that XLA makes; the kernel has tests of its own."""
     used = []
 
@@ -102,12 +106,10 @@ def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, name, biase
 
     # Programs are kept by their setup: no other test has this model.
     other = dict(mlp_dim=40, qkv_bias=biases, o_bias=biases, mlp_bias=biases)
-    expected = results(small_method(name), True, scored=name == "full", **other)
+    expected = results(Full(), True, **other)
     monkeypatch.setattr(programs.Setup, "products", products)
-    found = results(small_method(name), False, scored=name == "full", **other)
-    assert found[0] == expected[0] and min(used) <= MAX_ROWS
-    for row, wanted in zip(found[1], expected[1], strict=True):
-        np.testing.assert_allclose(row, wanted, atol=1e-5)
+    check_equal(results(Full(), False, **other), expected)
+    assert min(used) <= MAX_ROWS
 
 
 def test_products_of_few_rows_are_for_one_gpu(monkeypatch):

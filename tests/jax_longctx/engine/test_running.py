@@ -12,14 +12,12 @@ from jax_longctx.engine.running import Chosen, Request, RunningBatch
 from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.methods import make_method
 from jax_longctx.sharding import make_mesh
-from tests.small_methods import APART, small_method
-from tests.support import joined, random_rows, tiny_config, tiny_engine
+from tests.small_methods import KINDS, small_method
+from tests.support import joined, random_rows, tiny_engine
 
 RESERVE = 40
 CONTEXTS = random_rows([64, 37, 90])
 QUESTIONS = random_rows([5, 2, 3, 7, 1], seed=1)
-CONFIG = tiny_config(num_layers=2)
-
 
 # Of every kind, and of one kind alone: `Engine.stream` has a program for each kind.
 EVERY_KIND = [
@@ -44,26 +42,40 @@ def requests(samplings):
     ]
 
 
-def slots(engine):
-    return engine.slots_for(90 + 128)
+@pytest.fixture(scope="module")
+def engine():
+    return tiny_engine(chunk=16)
+
+
+@pytest.fixture
+def context(engine):
+    return engine.prefill([CONTEXTS[0]], reserve=RESERVE)
+
+
+def batch_of(engine, places):
+    """With room for the longest context."""
+    slots = engine.slots_for(90 + 128)
+    return RunningBatch(engine, places=places, slots=slots, reserve=RESERVE)
+
+
+def tokens(row):
+    return [chosen.token for chosen in row]
 
 
 def alone(engine, context, request, row=0):
     """The row's answer by `Engine.stream`."""
-    questions = [list(request.question)] * context.batch
+    seed = request.sampling.of_rows(1).seed * context.batch
     stream = engine.stream(
         context,
-        questions,
-        sampling=dataclasses.replace(
-            request.sampling, seed=request.sampling.of_rows(1).seed * context.batch
-        ),
+        [list(request.question)] * context.batch,
+        sampling=dataclasses.replace(request.sampling, seed=seed),
         max_tokens=request.max_tokens,
         stop_ids=request.stop_ids,
     )
     return joined(stream)[row]
 
 
-def run(batch, queue, *, sizes=(1, 4, 3)):
+def run(batch, queue):
     """Answers of all (context, request), which join as places become free."""
     waiting, found, ended, places = list(enumerate(queue)), {}, {}, {}
     for turn in range(200):
@@ -74,7 +86,7 @@ def run(batch, queue, *, sizes=(1, 4, 3)):
             found[number], places[place] = [first], number
             if place in batch.ended:
                 ended[places.pop(place)] = batch.ended[place]
-        for place, chosen in batch.step(sizes[turn % len(sizes)]).items():
+        for place, chosen in batch.step((1, 4, 3)[turn % 3]).items():
             found[places[place]] += chosen
         for place, reason in batch.ended.items():
             if place in places:
@@ -85,35 +97,34 @@ def run(batch, queue, *, sizes=(1, 4, 3)):
 
 
 def check_method(method, *, places=3, mesh=None, samplings=ONE_KIND):
-    engine = tiny_engine(method, config=CONFIG, chunk=16, mesh=mesh)
-    asked = requests(samplings)
+    engine = tiny_engine(method, chunk=16, mesh=mesh)
+    batch, asked = batch_of(engine, places), requests(samplings)
     contexts = [
         engine.prefill(
-            [CONTEXTS[number % len(CONTEXTS)]],
+            [CONTEXTS[number % 3]],
             reserve=RESERVE,
             questions=[request.question],
-            capacity=slots(engine),
+            capacity=batch.slots,
         )
         for number, request in enumerate(asked)
     ]
     queue = list(zip(contexts, asked, strict=True))
     expected = [alone(engine, *each) for each in queue]
-    batch = RunningBatch(engine, places=places, slots=slots(engine), reserve=RESERVE)
     found, ended = run(batch, queue)
-    assert [[chosen.token for chosen in row] for row in found] == expected
+    assert list(map(tokens, found)) == expected
     assert set(ended.values()) == {"length"} and len(ended) == len(queue)
     assert batch.free == places
     # The contexts are as they were.
     assert alone(engine, *queue[1]) == expected[1]
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", [*KINDS, "resa", "arkvale-paged"])
 @pytest.mark.quick("full", "snapkv", "refreshkv", "quest")
 def test_each_row_answers_as_it_does_alone(name):
     check_method(small_method(name), samplings=EVERY_KIND if name == "full" else ONE_KIND)
 
 
-@pytest.mark.parametrize("name", ["full", pytest.param("refreshkv", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["full", "refreshkv"])
 @pytest.mark.slow
 def test_on_a_mesh(name):
     check_method(small_method(name), places=4, mesh=make_mesh(2, 1, 2))
@@ -154,13 +165,13 @@ def test_rows_whose_steps_differ_soon_go_together():
 
 
 @contextlib.contextmanager
-def compilations():
-    """The names of the programs that are compiled within it."""
+def compilations(of="/jax/core/compile/backend_compile_duration"):
+    """The names of the programs that are compiled within it; of other events, their functions."""
     found = []
 
-    def listen(event, duration_secs, **about):
-        if event == "/jax/core/compile/backend_compile_duration":
-            found.append(about.get("fun_name"))
+    def listen(event, seconds, fun_name="", **_):
+        if event == of:
+            found.append(fun_name)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
@@ -169,14 +180,19 @@ def compilations():
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-@pytest.mark.parametrize("by_layer", [True, False])
-@pytest.mark.parametrize("name", ["full", "refreshkv", "streaming-llm"])
-@pytest.mark.quick("full", "refreshkv")
+@pytest.mark.parametrize(
+    ("name", "by_layer"),
+    [
+        ("full", True),
+        ("refreshkv", False),
+        pytest.param("refreshkv", True, marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_is_compiled_as_rows_join_and_leave(name, by_layer, monkeypatch):
     # A long run of tests may have used so many mappings that all programs are dropped right here.
     monkeypatch.setattr(programs, "limit_mappings", lambda: None)
-    engine = tiny_engine(small_method(name), config=CONFIG, chunk=16, by_layer=by_layer)
-    batch = RunningBatch(engine, places=3, slots=slots(engine), reserve=RESERVE)
+    engine = tiny_engine(small_method(name), chunk=16, by_layer=by_layer)
+    batch = batch_of(engine, 3)
     sizes = {"reserve": RESERVE, "capacity": batch.slots}
     contexts = [engine.prefill([row], **sizes) for row in CONTEXTS]
     longest, *others = sorted(requests(EVERY_KIND), key=lambda each: -len(each.question))
@@ -197,71 +213,61 @@ def test_nothing_is_compiled_as_rows_join_and_leave(name, by_layer, monkeypatch)
 
 @pytest.mark.slow
 def test_rows_of_one_context_may_join_each_on_its_own():
-    engine = tiny_engine(small_method("h2o"), config=CONFIG, chunk=16)
+    engine = tiny_engine(small_method("h2o"), chunk=16)
     context = engine.prefill(CONTEXTS, reserve=RESERVE)
-    batch = RunningBatch(engine, places=3, slots=slots(engine), reserve=RESERVE)
+    batch = batch_of(engine, 3)
     request = Request(QUESTIONS[0], ONE_KIND[0], max_tokens=7)
-    expected = alone(engine, context, request, row=2)
     batch.join(context, request, row=1)
     place, first = batch.join(context, request, row=2)
-    found = [first, *batch.step()[place]]
-    assert [chosen.token for chosen in found] == expected
+    assert tokens([first, *batch.step()[place]]) == alone(engine, context, request, row=2)
 
 
-@pytest.mark.parametrize("name", ["quest", "snapkv", "refreshkv", "resa", "streaming-llm"])
+@pytest.mark.parametrize("name", ["quest", "snapkv", "refreshkv", "resa"])
 @pytest.mark.quick("snapkv")
 def test_contexts_of_other_sizes_may_join(name):
     """Smaller caches than a place's, and larger ones of a text that fits."""
-    engine = tiny_engine(small_method(name), config=CONFIG, chunk=16)
+    engine = tiny_engine(small_method(name), chunk=16)
     request = Request(QUESTIONS[0], ONE_KIND[0], max_tokens=12)
     batch = RunningBatch(engine, places=3, slots=engine.slots_for(300), reserve=RESERVE)
     for capacity, slots in ((0, 256), (900, 1024)):
         context = engine.prefill([CONTEXTS[0]], reserve=4, capacity=capacity)
         assert (context.slots, batch.slots) == (slots, 384)
-        expected = alone(engine, context, request)
         ((found,), _) = run(batch, [(context, request)])
-        assert [chosen.token for chosen in found] == expected
+        assert tokens(found) == alone(engine, context, request)
 
 
-def test_a_row_ends_with_a_stop_or_leaves():
-    engine = tiny_engine(config=CONFIG, chunk=16)
-    context = engine.prefill([CONTEXTS[0]], reserve=RESERVE)
-    batch = RunningBatch(engine, places=2, slots=slots(engine), reserve=RESERVE)
-    tokens = alone(engine, context, Request(QUESTIONS[0], max_tokens=20))
-    at = next(at for at in range(2, 20) if tokens[at] not in tokens[:at])
-    stopping = Request(QUESTIONS[0], max_tokens=20, stop_ids=(tokens[at],))
+def test_a_row_ends_with_a_stop_or_leaves(engine, context):
+    batch = batch_of(engine, 2)
+    answer = alone(engine, context, Request(QUESTIONS[0], max_tokens=20))
+    at = next(at for at in range(2, 20) if answer[at] not in answer[:at])
+    stopping = Request(QUESTIONS[0], max_tokens=20, stop_ids=(answer[at],))
     first, _ = batch.join(context, stopping)
     second, _ = batch.join(context, Request(QUESTIONS[1], max_tokens=30))
     assert batch.free == 0 and sorted(batch.running) == [first, second]
     with pytest.raises(InputError, match="all 2 places are taken"):
         batch.join(context, stopping)
     found = batch.step(25)
-    assert [chosen.token for chosen in found[first]] == tokens[1 : at + 1]
+    assert tokens(found[first]) == answer[1 : at + 1]
     assert batch.ended == {first: "stop"} and len(found[second]) == 25
     batch.leave(second)
     batch.leave(second)
     assert batch.free == 2 and batch.step() == {} and batch.ended == {}
     # The first token may end an answer already; more stop ids than the batch had room for.
-    stops = (tokens[0], *range(40, 60))
+    stops = (answer[0], *range(40, 60))
     place, chosen = batch.join(context, Request(QUESTIONS[0], max_tokens=20, stop_ids=stops))
-    assert chosen.token == tokens[0] and batch.ended == {place: "stop"} and batch.free == 2
+    assert chosen.token == answer[0] and batch.ended == {place: "stop"} and batch.free == 2
     ((again,), ended) = run(batch, [(context, dataclasses.replace(stopping, stop_ids=(99,) * 20))])
-    assert [chosen.token for chosen in again] == tokens and ended == {0: "length"}
+    assert tokens(again) == answer and ended == {0: "length"}
 
 
-def test_log_probabilities_are_those_of_the_models_logits():
-    engine = tiny_engine(config=CONFIG, chunk=16)
-    context = engine.prefill([CONTEXTS[0]], reserve=RESERVE)
-    batch = RunningBatch(engine, places=2, slots=slots(engine), reserve=RESERVE)
+def test_log_probabilities_are_those_of_the_models_logits(engine, context):
     sampling = Sampling(temperature=2.0, repetition_penalty=1.5, top_k=30, seed=3)
     queue = [
-        (context, Request(QUESTIONS[0], sampling, 8, logprobs=4)),
-        (context, Request(QUESTIONS[0], sampling, 8, logprobs=0)),
-        (context, Request(QUESTIONS[0], sampling, 8)),
+        (context, Request(QUESTIONS[0], sampling, 8, logprobs=logprobs))
+        for logprobs in (4, 0, None)
     ]
-    found, _ = run(batch, queue)
-    tokens = [chosen.token for chosen in found[0]]
-    (logits,) = engine.score([[*CONTEXTS[0], *QUESTIONS[0], *tokens]])
+    found, _ = run(batch_of(engine, 2), queue)
+    (logits,) = engine.score([[*CONTEXTS[0], *QUESTIONS[0], *tokens(found[0])]])
     before = len(CONTEXTS[0]) + len(QUESTIONS[0]) - 1
     for step, (many, own, none) in enumerate(zip(*found, strict=True)):
         row = logits[before + step].astype(np.float64)
@@ -274,15 +280,14 @@ def test_log_probabilities_are_those_of_the_models_logits():
         np.testing.assert_allclose([value for _, value in many.best], row[best], atol=1e-4)
 
 
-def test_a_row_whose_logits_are_no_numbers_ends_alone():
-    engine = tiny_engine(config=CONFIG, chunk=16)
-    good = engine.prefill([CONTEXTS[0]], reserve=RESERVE)
-    bad = engine.prefill([CONTEXTS[1]], reserve=RESERVE)
-    expected = alone(engine, good, Request(QUESTIONS[0], max_tokens=9))
-    batch = RunningBatch(engine, places=3, slots=slots(engine), reserve=RESERVE)
-    place, first = batch.join(good, Request(QUESTIONS[0], max_tokens=9))
-    worse, _ = batch.join(bad, Request(QUESTIONS[0], max_tokens=9))
-
+def test_a_row_whose_logits_are_no_numbers_ends_alone(engine, context):
+    bad, request = (
+        engine.prefill([CONTEXTS[1]], reserve=RESERVE),
+        Request(QUESTIONS[0], max_tokens=9),
+    )
+    expected, batch = alone(engine, context, request), batch_of(engine, 3)
+    place, first = batch.join(context, request)
+    worse, _ = batch.join(bad, request)
     # Stacked caches have the layers first.
     axis = 0 if engine.setup.by_layer else 1
 
@@ -294,32 +299,29 @@ def test_a_row_whose_logits_are_no_numbers_ends_alone():
     found = [first, *batch.step(3)[place]]
     assert batch.ended == {worse: "not finite"} and batch.free == 2
     found += batch.step()[place]
-    assert [chosen.token for chosen in found] == expected and batch.ended == {place: "length"}
+    assert tokens(found) == expected and batch.ended == {place: "length"}
     # The place is as good as new.
-    ((again,), _) = run(batch, [(good, Request(QUESTIONS[0], max_tokens=9))])
-    assert [chosen.token for chosen in again] == expected
+    ((again,), _) = run(batch, [(context, request)])
+    assert tokens(again) == expected
 
 
 def test_what_never_fits_is_refused_with_the_arithmetic():
-    engine = tiny_engine(config=CONFIG, chunk=16)
-    context = engine.prefill([CONTEXTS[0]], reserve=RESERVE)
-    batch = RunningBatch(engine, places=1, slots=128, reserve=RESERVE)
-    batch.fits(context, Request(QUESTIONS[0], max_tokens=58))
-    expected = "64 tokens, a question of 5 and an answer of 59 need 129 slots, .* has 128; shorten"
-    with pytest.raises(CapacityError, match=expected):
-        batch.fits(context, Request(QUESTIONS[0], max_tokens=59))
-    budget = tiny_engine(small_method("snapkv"), config=CONFIG, chunk=16)
-    context = budget.prefill([CONTEXTS[0]], reserve=RESERVE)
-    batch = RunningBatch(budget, places=1, slots=128, reserve=RESERVE)
-    batch.fits(context, Request(QUESTIONS[0], max_tokens=123))
-    with pytest.raises(CapacityError, match="need 129 slots, a place of this batch reserves 128"):
-        batch.fits(context, Request(QUESTIONS[0], max_tokens=124))
-    small = tiny_engine(config=CONFIG, chunk=16, memory_limit=100_000)
+    for name, most, expected in [
+        ("full", 58, "64 tokens, a question of 5 and an answer of 59 need 129 slots, .* shorten"),
+        ("snapkv", 123, "need 129 slots, a place of this batch reserves 128"),
+    ]:
+        engine = tiny_engine(small_method(name), chunk=16)
+        context = engine.prefill([CONTEXTS[0]], reserve=RESERVE)
+        batch = RunningBatch(engine, places=1, slots=128, reserve=RESERVE)
+        batch.fits(context, Request(QUESTIONS[0], max_tokens=most))
+        with pytest.raises(CapacityError, match=expected):
+            batch.fits(context, Request(QUESTIONS[0], max_tokens=most + 1))
+    small = tiny_engine(chunk=16, memory_limit=100_000)
     with pytest.raises(CapacityError, match=r"a cache of 1,024 tokens needs .* tokens would fit"):
         RunningBatch(small, places=8, slots=1024, reserve=RESERVE)
 
 
-def test_bad_requests_are_named():
+def test_bad_requests_are_named(engine):
     for wrong, message in [
         ({"question": []}, "the question is empty"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
@@ -327,30 +329,30 @@ def test_bad_requests_are_named():
     ]:
         with pytest.raises(InputError, match=message):
             Request(**{"question": [1], **wrong})
-    engine = tiny_engine(small_method("citrus"), config=CONFIG, chunk=16)
-    context = engine.prefill([CONTEXTS[0]], reserve=RESERVE, questions=QUESTIONS[:1])
-    batch = RunningBatch(engine, places=1, slots=slots(engine), reserve=RESERVE)
-    with pytest.raises(InputError, match="read the context for another question"):
-        batch.fits(context, Request(QUESTIONS[1]))
-    with pytest.raises(InputError, match="rows 0 to 0, there is no row 1"):
-        batch.fits(context, Request(QUESTIONS[0]), row=1)
-    with pytest.raises(InputError, match="holds token id 64"):
-        batch.fits(context, Request([64]))
-    with pytest.raises(InputError, match="1 rows need as many seeds, 2 given"):
-        batch.join(context, Request(QUESTIONS[0], Sampling(seed=(1, 2)), max_tokens=3))
+    asked = tiny_engine(small_method("citrus"), chunk=16)
+    context = asked.prefill([CONTEXTS[0]], reserve=RESERVE, questions=QUESTIONS[:1])
+    batch, question = batch_of(asked, 1), QUESTIONS[0]
+    seeds = Request(question, Sampling(seed=(1, 2)), max_tokens=3)
+    for act, message in [
+        (
+            lambda: batch.fits(context, Request(QUESTIONS[1])),
+            "read the context for another question",
+        ),
+        (lambda: batch.fits(context, Request(question), row=1), "rows 0 to 0, there is no row 1"),
+        (lambda: batch.fits(context, Request([64])), "holds token id 64"),
+        (lambda: batch.join(context, seeds), "1 rows need as many seeds, 2 given"),
+        (lambda: batch_of(engine, 1).fits(context, Request(question)), "was prefilled under"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            act()
     assert batch.free == 1
-    other = tiny_engine(config=CONFIG, chunk=16)
-    with pytest.raises(InputError, match="was prefilled under"):
-        RunningBatch(other, places=1, slots=128, reserve=8).fits(context, Request(QUESTIONS[0]))
 
 
-def test_a_text_is_read_between_the_blocks_of_rows_that_run():
-    engine = tiny_engine(config=CONFIG, chunk=16)
-    context = engine.prefill([CONTEXTS[0]], reserve=RESERVE)
+def test_a_text_is_read_between_the_blocks_of_rows_that_run(engine, context):
     request = Request(QUESTIONS[0], max_tokens=30)
     expected = alone(engine, context, request)
     other = alone(engine, engine.prefill([CONTEXTS[2]], reserve=RESERVE), request)
-    batch = RunningBatch(engine, places=2, slots=slots(engine), reserve=RESERVE)
+    batch = batch_of(engine, 2)
     place, first = batch.join(context, request)
     found, told, reading = [first], [], engine.reading([CONTEXTS[2]], reserve=RESERVE)
     while True:
@@ -363,7 +365,7 @@ def test_a_text_is_read_between_the_blocks_of_rows_that_run():
     assert told == [16, 32, 48, 64, 80, 90]
     beside, start = batch.join(second, request)
     more = batch.step()
-    assert [chosen.token for chosen in [*found, *more[place]]] == expected
-    assert [chosen.token for chosen in [start, *more[beside]]] == other
+    assert tokens([*found, *more[place]]) == expected
+    assert tokens([start, *more[beside]]) == other
     # One that is given up leaves nothing behind.
     next(engine.reading([CONTEXTS[1]], reserve=RESERVE))

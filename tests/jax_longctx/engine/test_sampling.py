@@ -18,20 +18,22 @@ from jax_longctx.errors import InputError
 
 ROWS = 20_000
 LOGITS = np.array([0.5, 2.0, -1.0, 1.0, 2.0, -3.0], np.float32)
+# Of probabilities 0.4, 0.3, 0.2, 0.1, not in their order.
+SHUFFLED = np.log(np.array([0.2, 0.4, 0.1, 0.3], np.float32))
+FILTERS = [{}, {"top_k": 40}, {"top_p": 0.99}]
+NAN, INF = float("nan"), float("inf")
 
 
 def pick(logits, sampling, *, seen=None, count=0):
     """Tokens of `logits [B, V]` through one compiled `next_token`, as the engine calls it."""
     logits = jnp.asarray(logits, jnp.float32)
     rows = len(logits)
-    run = jax.jit(next_token, static_argnums=5)
-    given = sampling.of_rows(rows)
-    tokens = run(
+    tokens = jax.jit(next_token, static_argnums=5)(
         logits,
         None if seen is None else jnp.asarray(seen),
-        jnp.full(logits.shape[:1], count, jnp.int32),
+        jnp.full(rows, count, jnp.int32),
         jnp.ones(rows, bool),
-        sampling_values(given, rows),
+        sampling_values(sampling.of_rows(rows), rows),
         sampling_static(sampling),
     )
     return np.asarray(tokens)
@@ -42,75 +44,55 @@ def softmax(logits):
     return weights / weights.sum()
 
 
-def check_frequencies(sampling, expected, logits=LOGITS):
+@pytest.mark.parametrize("options", [{"top_k": 3, "top_p": 0.5, "seed": 7}, {"temperature": 1e-4}])
+def test_greedy_and_a_tiny_temperature_take_the_largest(options):
+    logits = np.random.default_rng(0).normal(size=(50, 64)).astype(np.float32)
+    np.testing.assert_array_equal(pick(logits, Sampling(**options)), logits.argmax(axis=1))
+    # Of equals the first.
+    assert pick(LOGITS[None], Sampling()) == [1]
+
+
+# The share that is drawn of the three best at temperature 2.
+WARM = softmax(SHUFFLED[[1, 3, 0]] / 2.0)
+
+
+@pytest.mark.parametrize(
+    ("logits", "kept", "options"),
+    [
+        *((LOGITS, range(6), {"temperature": it}) for it in (0.5, 1.0, 3.0)),
+        # A k beyond the vocabulary is all of it; of the two best, equal, the first comes first.
+        (LOGITS, [1], {"temperature": 2.0, "top_k": 1}),
+        (LOGITS, [1, 4, 3], {"temperature": 2.0, "top_k": 3}),
+        (LOGITS, range(6), {"temperature": 2.0, "top_k": 100}),
+        # The smallest set that reaches p.
+        *((SHUFFLED, [1], {"top_p": p}) for p in (1e-6, 0.39)),
+        *((SHUFFLED, [1, 3], {"top_p": p}) for p in (0.41, 0.69)),
+        (SHUFFLED, [1, 3, 0], {"top_p": 0.71}),
+        (SHUFFLED, range(4), {"top_p": 0.95}),
+        # Of equals only as many as it needs.
+        (np.zeros(4), [0, 1], {"top_p": 0.45}),
+        # It counts after temperature and top-k, as transformers orders them.
+        (SHUFFLED, [1, 3], {"temperature": 2.0, "top_k": 3, "top_p": float(WARM[:2].sum()) - 0.01}),
+    ],
+    ids=str,
+)
+def test_frequencies_are_those_of_what_is_kept(logits, kept, options):
     """Six standard deviations of a frequency over `ROWS` independent rows; zeros stay zeros."""
+    sampling = Sampling(**{"temperature": 1.0, "seed": 1, **options})
+    expected = np.zeros(len(logits))
+    expected[list(kept)] = softmax(logits[list(kept)] / sampling.temperature)
     drawn = pick(np.tile(logits, (ROWS, 1)), sampling)
     frequency = np.bincount(drawn, minlength=len(logits)) / ROWS
     error = 6 * np.sqrt(expected * (1 - expected) / ROWS)
     assert np.all(np.abs(frequency - expected) <= error), (frequency, expected)
 
 
-def test_greedy_takes_the_largest_and_of_equals_the_first():
-    logits = np.random.default_rng(0).normal(size=(50, 64)).astype(np.float32)
-    sampling = Sampling(top_k=3, top_p=0.5, seed=7)
-    np.testing.assert_array_equal(pick(logits, sampling), logits.argmax(axis=1))
-    assert pick(LOGITS[None], Sampling()) == [1]
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_frequencies_follow_the_temperature(temperature):
-    expected = softmax(LOGITS / temperature)
-    check_frequencies(Sampling(temperature=temperature, seed=1), expected)
-
-
-def test_a_tiny_temperature_is_greedy():
-    logits = np.random.default_rng(1).normal(size=(50, 64)).astype(np.float32)
-    drawn = pick(logits, Sampling(temperature=1e-4))
-    np.testing.assert_array_equal(drawn, logits.argmax(axis=1))
-
-
-@pytest.mark.parametrize(("top_k", "kept"), [(1, [1]), (3, [1, 4, 3]), (100, range(6))])
-def test_top_k_draws_from_the_k_best(top_k, kept):
-    """A k beyond the vocabulary is all of it; of the two best, equal, the first comes first."""
-    masked = np.full_like(LOGITS, -np.inf)
-    masked[list(kept)] = LOGITS[list(kept)]
-    sampling = Sampling(temperature=2.0, top_k=top_k, seed=2)
-    check_frequencies(sampling, softmax(masked / 2.0))
-
-
-# Logits of probabilities 0.4, 0.3, 0.2, 0.1, not in their order.
-SHUFFLED = np.log(np.array([0.2, 0.4, 0.1, 0.3], np.float32))
-
-
 def test_few_candidates_are_ranked_without_the_rest_of_the_vocabulary():
     kinds = [sampling_static(Sampling(temperature=1.0, top_k=k)).kinds for k in (0, 1, 128, 129)]
     assert kinds == [(DRAWN,), (AMONG_FEW,), (AMONG_FEW,), (AMONG_ALL,)]
-
-
-@pytest.mark.parametrize(
-    ("top_p", "kept"),
-    [(1e-6, [1]), (0.39, [1]), (0.41, [1, 3]), (0.69, [1, 3]), (0.71, [1, 3, 0]), (0.95, range(4))],
-)
-def test_top_p_draws_from_the_smallest_set_that_reaches_p(top_p, kept):
-    expected = np.zeros(4)
-    expected[list(kept)] = np.exp(SHUFFLED[list(kept)])
-    sampling = Sampling(temperature=1.0, top_p=top_p, seed=3)
-    check_frequencies(sampling, expected / expected.sum(), SHUFFLED)
-
-
-def test_top_p_keeps_of_equals_only_as_many_as_it_needs():
-    expected = np.array([0.5, 0.5, 0, 0])
-    check_frequencies(Sampling(temperature=1.0, top_p=0.45, seed=4), expected, np.zeros(4))
-
-
-def test_top_p_counts_after_temperature_and_top_k():
-    """As transformers orders them: of the three best, at temperature 2, p's share."""
-    warm = softmax(SHUFFLED[[1, 3, 0]] / 2.0)
-    assert warm[0] < 0.45 < warm[:2].sum() < 0.8 < np.exp(SHUFFLED[[1, 3, 0]]).sum()
-    two = Sampling(temperature=2.0, top_k=3, top_p=float(warm[:2].sum()) - 0.01, seed=5)
-    expected = np.zeros(4)
-    expected[[1, 3]] = warm[:2] / warm[:2].sum()
-    check_frequencies(two, expected, SHUFFLED)
+    # A share that rounds to all leaves nothing out.
+    almost = Sampling(temperature=1.0, top_p=1 - 1e-9)
+    assert sampling_static(almost) == sampling_static(Sampling(temperature=1.0))
 
 
 def test_the_penalty_divides_positive_and_multiplies_negative_logits():
@@ -125,43 +107,22 @@ def test_the_penalty_divides_positive_and_multiplies_negative_logits():
     assert pick([[-1.0, -1.2]], Sampling(repetition_penalty=1.5), seen=[[True, False]]) == [1]
 
 
-def test_the_penalty_shifts_what_is_drawn():
-    seen = np.tile([False, True, False, False, True, True], (ROWS, 1))
-    sampling = Sampling(temperature=1.0, repetition_penalty=2.0, seed=6)
-    drawn = pick(np.tile(LOGITS, (ROWS, 1)), sampling, seen=seen)
-    expected = softmax(np.array([0.5, 1.0, -1.0, 1.0, 1.0, -6.0]))
-    frequency = np.bincount(drawn, minlength=6) / ROWS
-    error = 6 * np.sqrt(expected * (1 - expected) / ROWS)
-    assert np.all(np.abs(frequency - expected) <= error)
-
-
-FILTERS = [{}, {"top_k": 40}, {"top_p": 0.99}]
-
-
 @pytest.mark.parametrize("options", FILTERS, ids=str)
-def test_rows_draw_by_their_place_under_one_seed(options):
+def test_rows_draw_by_their_seeds_and_by_their_places_under_one(options):
     """Place, seed and token each change the draw; the batch does not."""
     flat = np.zeros((64, 50), np.float32)
-    sampling = Sampling(temperature=1.0, seed=11, **options)
+    sampling, other = (Sampling(temperature=1.0, seed=seed, **options) for seed in (11, 12))
     drawn = pick(flat, sampling)
     assert len(set(drawn.tolist())) > 20
-    np.testing.assert_array_equal(pick(flat, sampling), drawn)
     places = [30, 2, 63]
-    np.testing.assert_array_equal(
-        pick(flat[:3], sampling.at((place,) for place in places)), drawn[places]
-    )
-    other = Sampling(temperature=1.0, seed=12, **options)
+    among = sampling.at((place,) for place in places)
+    np.testing.assert_array_equal(pick(flat[:3], among), drawn[places])
     assert np.mean(pick(flat, other) == drawn) < 0.25
     assert np.mean(pick(flat, sampling, count=1) == drawn) < 0.25
-
-
-@pytest.mark.parametrize("options", FILTERS, ids=str)
-def test_a_row_with_a_seed_of_its_own_draws_alike_wherever_it_stands(options):
+    # A row with a seed of its own draws alike wherever it stands.
     logits = np.random.default_rng(4).normal(size=(16, 50)).astype(np.float32)
-    seeds = (7, *range(100, 114), 7)
-    sampling = Sampling(temperature=1.0, seed=seeds, **options)
-    logits[15] = logits[0]
-    drawn = pick(logits, sampling)
+    logits[15], seeds = logits[0], (7, *range(100, 114), 7)
+    drawn = pick(logits, Sampling(temperature=1.0, seed=seeds, **options))
     assert drawn[0] == drawn[15]
     for row in (0, 3, 15):
         alone = Sampling(temperature=1.0, seed=(seeds[row],), **options)
@@ -207,11 +168,6 @@ def test_the_largest_temperature_draws_from_all_alike():
         assert np.abs(np.bincount(drawn, minlength=4) / ROWS - 0.25).max() < 0.02
 
 
-def test_a_share_that_rounds_to_all_leaves_nothing_out():
-    almost = Sampling(temperature=1.0, top_p=1 - 1e-9)
-    assert sampling_static(almost) == sampling_static(Sampling(temperature=1.0))
-
-
 @pytest.mark.parametrize("penalty", [1e-6, 1e6])
 @pytest.mark.parametrize("temperature", [0.0, 1e-38, 1.0])
 def test_the_extremes_of_the_penalty_keep_the_order(penalty, temperature):
@@ -225,36 +181,20 @@ def test_the_extremes_of_the_penalty_keep_the_order(penalty, temperature):
         assert set(drawn.tolist()) == {0, 1}
 
 
-NAN, INF = float("nan"), float("inf")
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "range_", "values"),
     [
-        ({"temperature": -0.1}, "temperature must be at least 0 and finite, got -0.1"),
-        ({"temperature": NAN}, "temperature must be at least 0 and finite, got nan"),
-        ({"temperature": INF}, "temperature must be at least 0 and finite, got inf"),
-        ({"top_k": -1}, r"top_k must be at least 0 \(0 is off\), got -1"),
-        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
-        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
-        ({"top_p": NAN}, "top_p must be above 0 and at most 1, got nan"),
-        (
-            {"repetition_penalty": 0.0},
-            "repetition_penalty must be from 1e-06 to 1,000,000, got 0.0",
-        ),
-        ({"repetition_penalty": NAN}, "repetition_penalty must be from .*, got nan"),
-        ({"repetition_penalty": INF}, "repetition_penalty must be from .*, got inf"),
-        ({"repetition_penalty": 1e-30}, "repetition_penalty must be from .*, got 1e-30"),
-        ({"seed": -1}, "seed must be from 0 to .*, got -1"),
-        ({"seed": (1, 2**64)}, r"seed must be from 0 to .* each row, got \(1, 1844.*\)"),
-        ({"seed": ()}, r"seed must be from 0 to .* each row, got \(\)"),
+        ("temperature", "at least 0 and finite", (-0.1, NAN, INF)),
+        ("top_k", r"at least 0 \(0 is off\)", (-1,)),
+        ("top_p", "above 0 and at most 1", (0.0, 1.5, NAN)),
+        ("repetition_penalty", "from 1e-06 to 1,000,000", (0.0, NAN, INF, 1e-30)),
+        ("seed", "from 0 to .*", (-1, (1, 2**64), ())),
     ],
-    ids=str,
 )
-def test_bad_settings_are_named(options, message):
-    with pytest.raises(InputError, match=f"^{message}$"):
-        Sampling(**options)
-
-
-def test_edges_of_the_ranges_are_good():
+def test_bad_settings_are_named(name, range_, values):
+    for value in values:
+        with pytest.raises(InputError, match=f"^{name} must be {range_}, got ") as error:
+            Sampling(**{name: value})
+        assert str(error.value).endswith(f"got {value}")
+    # The edges are good.
     Sampling(temperature=0.0, top_k=0, top_p=1.0, repetition_penalty=0.5)

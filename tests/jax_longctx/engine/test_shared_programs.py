@@ -3,38 +3,23 @@
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import bucket, reserved, slots_for
+from tests.jax_longctx.engine.test_running import compilations
 from tests.small_methods import small_method
-from tests.support import random_rows, tiny_config, tiny_engine
+from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 also = partial(pytest.param, marks=pytest.mark.slow)
-TRACED = "/jax/core/compile/jaxpr_trace_duration"
-
-
-@pytest.fixture
-def traced():
-    """The names of all functions traced since the test began."""
-    seen = []
-
-    def listen(event, duration, fun_name="", **_):
-        if event == TRACED:
-            seen.append(fun_name)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
+TRACED = programs.EVENTS[0]
 
 
 def answer(engine, text, question, tokens):
     contexts, questions = random_rows([text]), random_rows([question], seed=1)
     context = engine.prefill(contexts, reserve=question + tokens, questions=questions)
-    return [
-        token
-        for (block,) in engine.stream(context, questions, max_tokens=tokens)
-        for token in block
-    ]
+    return joined(engine.stream(context, questions, max_tokens=tokens))[0]
 
 
 @pytest.mark.parametrize(
@@ -45,38 +30,49 @@ def answer(engine, text, question, tokens):
         *(also(name, True) for name in ("citrus", "reattention", "star")),
     ],
 )
-def test_other_lengths_trace_nothing(name, by_layer, traced):
+def test_other_lengths_trace_nothing(name, by_layer):
     # Other tests may have traced the same programs.
     jax.clear_caches()
     config = tiny_config(num_layers=2)
     engine = tiny_engine(small_method(name), config=config, chunk=16, by_layer=by_layer)
     answer(engine, 103, 8, 12)
-    first = len(traced)
-    assert first > 0
-    # Of a text, a question and an answer each, and of all at once.
-    for lengths in [(120, 8, 12), (103, 5, 12), (103, 8, 17), (97, 6, 15)]:
-        assert len(answer(engine, *lengths)) == lengths[-1]
-        assert len(traced) == first, lengths
-    # A longer text has a larger cache.
-    answer(engine, 300, 8, 12)
-    assert len(traced) > first
+    with compilations(TRACED) as traced:
+        # Of a text, a question and an answer each, and of all at once.
+        for lengths in [(120, 8, 12), (103, 5, 12), (103, 8, 17), (97, 6, 15)]:
+            assert len(answer(engine, *lengths)) == lengths[-1]
+            assert not traced, lengths
+        # A longer text has a larger cache.
+        answer(engine, 300, 8, 12)
+        assert traced
 
 
-@pytest.mark.parametrize("name", ["quest", "snapkv"])
 @pytest.mark.slow
-def test_methods_share_the_programs_without_layers(name, traced):
-    """Which programs a method traces anew, after another of the same shapes."""
-    # Other tests may have traced them.
+def test_methods_share_the_programs_without_layers():
+    """Which programs methods trace anew, after another of the same shapes."""
     jax.clear_caches()
-    config = tiny_config(num_layers=2)
-    answer(tiny_engine(config=config, chunk=16, by_layer=True), 103, 8, 12)
     shared = {"_embedded", "_normed", "_marker", "_wanted", "_next_state", "_fed", "start_answer"}
-    assert shared <= set(traced)
-    traced.clear()
-    engine = tiny_engine(small_method(name), config=config, chunk=16, by_layer=True)
-    answer(engine, 103, 8, 12)
-    assert "_through_layer" in traced
-    assert shared.isdisjoint(traced)
+    for name in ("full", "quest", "snapkv"):
+        engine = tiny_engine(small_method(name), chunk=16, by_layer=True)
+        with compilations(TRACED) as traced:
+            answer(engine, 103, 8, 12)
+        assert "_through_layer" in traced
+        assert shared & set(traced) == (shared if name == "full" else set())
+
+
+def test_layers_that_are_alike_share_a_program_and_take_their_caches():
+    config = tiny_config(num_layers=5, windows=(7, None, 7, None, None))
+    engine = tiny_engine(config=config, by_layer=True)
+    caches = programs.init_caches(engine.setup, 1, 128, 0)
+    prompt = engine.prompt("context", 128, context=random_rows([24]))
+    (segment,), total = engine.method.segments(prompt), jnp.array([24], jnp.int32)
+    with compilations() as compiled:
+        new, _ = programs.run_segment(
+            engine.setup, engine.params, caches, segment, total, None, "all"
+        )
+    assert compiled.count("jit(_through_layer)") == 2
+    finished = programs.finish_context(engine.setup, new, total, 0)
+    assert all(cache.k.is_deleted() and cache.v.is_deleted() for cache in (*caches, *new))
+    assert [int(cache.length[0]) for cache in finished] == [24] * 5
 
 
 def test_long_texts_share_a_capacity_within_a_sixtyfourth():

@@ -38,7 +38,7 @@ LENGTHS = [(37, 4), (5, 1), (20, 12), (0, 3)]
 ANSWER = 5
 NAMES = ("global_size", "local_size", "span", "count", "kept", "chunk")
 SMALL = Rules(g=2, w=8, m=4, k=2, kept=3, c=8)
-RELEASED = {
+RELEASED: dict[str, Any] = {
     "align": 128,
     "selector": "tilemax128",
     "decode_heads": "scrambled",
@@ -370,9 +370,9 @@ def test_chunks_of_the_paper_and_of_the_released_code():
     assert plan(ReAttention(), 5000) == paper
     assert plan(ReAttention(), 4000)[-1] == (WHOLE, 416, 512)
     assert plan(ReAttention(), 0) == []
-    released = plan(ReAttention.released(), 5000)
+    released = plan(ReAttention(**RELEASED), 5000)
     assert released == [*whole, (WHOLE, 8, 512), ("", 512, 512), ("", 384, 512)]
-    first = [size for variant, size, _ in plan(ReAttention.released(), 131071) if variant]
+    first = [size for variant, size, _ in plan(ReAttention(**RELEASED), 131071) if variant]
     assert sum(first) == 4095
 
 
@@ -394,7 +394,7 @@ def test_the_questions_last_token_goes_alone_unless_told_otherwise():
 
 def test_settings_reach_the_released_behaviour():
     method = make_method("reattention", {key: str(value) for key, value in RELEASED.items()})
-    assert method == ReAttention.released()
+    assert method == ReAttention(**RELEASED)
     described: Any = settings_of(method)
     assert make_method(**described) == method
     assert ReAttention().scope_size == 8192

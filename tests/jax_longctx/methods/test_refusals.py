@@ -171,6 +171,7 @@ MODELS = [
     ),
     ("dynamic-ntk", "factor=1", scaled("default"), None),
     ("citrus", "budget=8 chunk=8", {}, None),
+    ("roco", "recent_ratio=0 decode_recent_ratio=0", {}, None),
     ("h2o", "", {"num_layers": 3, "windows": (30, None, 7)}, "a sliding window of 7 tokens"),
     (
         *("streaming-llm", "budget=125 chunk=4", {}),

@@ -10,7 +10,6 @@ from jax_longctx.methods.ideal_topk import IdealTopK
 from jax_longctx.methods.quest import Quest
 from jax_longctx.methods.resa import Resa
 from jax_longctx.parts.selecting import Selecting, SelectingPages
-from jax_longctx.studies.arkvale_paged import ArkValePaged
 from tests.jax_longctx.methods.oracles.selection import resa_output, selected, softmax_output
 from tests.jax_longctx.methods.selecting import (
     KV_HEADS,
@@ -185,13 +184,3 @@ def test_pages_chosen_at_once_are_those_of_the_best_scores(base, monkeypatch):
     expected = lists()
     # One list may stand for those of all kv heads.
     np.testing.assert_array_equal(np.broadcast_to(at_once, expected.shape), expected)
-
-
-def test_presets_are_the_authors_settings():
-    quest, arkvale = Quest.released(), ArkVale.released()
-    assert (quest.page_size, quest.min_pages, quest.skip_layers) == (16, 3, 2)
-    # 32 pages: one of sinks, one of the window beside the page that is being filled, 30 chosen.
-    assert (arkvale.budget, arkvale.sink, arkvale.local) == (960, 32, 33)
-    assert (arkvale.page_size, arkvale.granularity, arkvale.skip_layers) == (32, "layer", 2)
-    paged = ArkValePaged.released()
-    assert (paged.resident, paged.budget, paged.whole_pages) == (4000, 960, True)
