@@ -1,9 +1,8 @@
 """Compilation ahead: the run that follows compiles nothing, and answers as it always does."""
 
-import itertools
+import functools
 import threading
 import time
-from functools import partial
 
 import jax
 import jax.monitoring
@@ -27,40 +26,26 @@ from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 CONTEXT, QUESTION, ANSWER = [90], [5], 20
 PROGRAM = EVENTS[-1]
-MODES = {False: "looped", True: "by layer"}
-OFTEN = ("full", "snapkv", "refreshkv")
-QUICK = [("full", True), ("refreshkv", False)]
-also = partial(pytest.param, marks=pytest.mark.slow)
-most = partial(pytest.param, marks=pytest.mark.thorough)
-
-
-def named(value):
-    """What a case's name says of a parameter: a mode by its word."""
-    return MODES[value] if isinstance(value, bool) else value
+also = functools.partial(pytest.param, marks=pytest.mark.slow)
+most = functools.partial(pytest.param, marks=pytest.mark.thorough)
+HOST = {"offload": "host"}
 
 
 @pytest.mark.parametrize(
-    ("name", "by_layer"),
+    ("name", "by_layer", "options"),
     [
-        *QUICK,
-        *(also(*pair) for pair in itertools.product(OFTEN, MODES) if pair not in QUICK),
+        ("full", True, {}),
+        ("refreshkv", False, {}),
+        *(also(*each, {}) for each in (("refreshkv", True), ("snapkv", True), ("snapkv", False))),
+        # What stands in for the host's arrays lies in its memory: else programs are others.
+        *(also("quest", by_layer, HOST) for by_layer in (True, False)),
         # Questions at prefill, units, and pages that each row has its own number of.
-        *(most(name, False) for name in ("citrus", "infllm", "free-pages")),
+        *(most(name, False, {}) for name in ("citrus", "infllm", "free-pages")),
     ],
-    ids=named,
+    ids=str,
 )
-def test_the_run_that_follows_compiles_nothing(name, by_layer):
-    check_run(small_method(name), by_layer)
-
-
-@pytest.mark.parametrize("by_layer", MODES, ids=named)
-@pytest.mark.slow
-def test_the_run_of_an_offloaded_context_compiles_nothing(by_layer):
-    """What stands in for the host's arrays lies in its memory: else programs are others."""
-    check_run(small_method("quest"), by_layer, offload="host")
-
-
-def check_run(method, by_layer, **options):
+def test_the_run_that_follows_compiles_nothing(name, by_layer, options):
+    method = small_method(name)
     compilation, compiled = run(method, by_layer, CONTEXT, QUESTION, make_mesh(), **options)
     assert len(compilation) > 3 and compilation.seconds > 0
     assert not compiled

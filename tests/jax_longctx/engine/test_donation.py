@@ -12,30 +12,27 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.extend.core import Literal
+from jax.tree_util import tree_leaves_with_path as leaves_with_path
 
 from jax_longctx.engine import Engine, programs, scoring
 from jax_longctx.engine.programs import IN_PLACE
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.models.llama import init_params
 from jax_longctx.sharding import make_mesh
-from tests.small_methods import APART, small_method
+from tests.small_methods import KINDS, small_method
 from tests.support import random_rows, tiny_config
 
-WHOLE = (
-    (programs, "whole_segment"),
-    (programs, "finish_donated"),
-    (programs, "decode_block"),
-    (programs, "start_answer"),
-    (scoring, "forced_block"),
-)
-BY_LAYER = (
-    (programs, "_through_layer"),
-    (programs, "_finish_layer_donated"),
-)
+# Of either mode.
+PROGRAMS = {
+    False: [
+        *((programs, name) for name in ("whole_segment", "finish_donated", "decode_block")),
+        (programs, "start_answer"),
+        (scoring, "forced_block"),
+    ],
+    True: [(programs, "_through_layer"), (programs, "_finish_layer_donated")],
+}
 # Of every kind of cache one, for which all programs are looked at.
-KINDS = ("full", "snapkv", "citrus", "resa", "star")
-# The kinds whose whole programs are looked at by tests that are not `slow`.
-QUICK = ("snapkv", "citrus")
+EACH = ("full", "snapkv", "citrus", "resa", "star")
 # What calls a program of its own, or marks a value, and hands it on as it is.
 CALLS = ("jit", "pjit", "closed_call", "shard_map", "sharding_constraint")
 
@@ -43,14 +40,10 @@ CALLS = ("jit", "pjit", "closed_call", "shard_map", "sharding_constraint")
 def crossings(traced):
     """What is returned in the buffer of a donated leaf, where that or it has another of its own."""
     lowered = traced.lower()
-    arguments = [
-        (jax.tree_util.keystr(path), info)
-        for path, info in jax.tree_util.tree_leaves_with_path(lowered.args_info[0])
-    ]
-    outputs = [
-        (jax.tree_util.keystr(path), info)
-        for path, info in jax.tree_util.tree_leaves_with_path(lowered.out_info)
-    ]
+    arguments, outputs = (
+        [(jax.tree_util.keystr(path), info) for path, info in leaves_with_path(tree)]
+        for tree in (lowered.args_info[0], lowered.out_info)
+    )
     signature = lowered.as_text().partition("@main(")[2].partition(") -> ")[0]
     given = re.split(r"%arg\d+: ", signature)[1:]
     assert len(given) == len(arguments), "an argument was left out as unused"
@@ -135,69 +128,53 @@ class Looked:
         )
 
 
-def looked_at(monkeypatch, name, looked, **options):
-    """An engine whose programs are looked at, contexts and questions."""
+CASES = [(name, True) for name in EACH]
+CASES += [(name, False) for name in {*KINDS, *EACH, "arkvale-paged"}]
+CASES = [
+    pytest.param(*case, marks=() if case[1] or case[0] == "citrus" else pytest.mark.slow)
+    for case in sorted(CASES)
+]
+
+
+@pytest.mark.parametrize(("name", "by_layer"), CASES)
+def test_no_leaf_is_written_where_another_lay(name, by_layer, monkeypatch):
     # As many kv heads as heads: more leaves are then of one shape.
     config, mesh = tiny_config(num_heads=4, num_kv_heads=4), make_mesh()
-    engine = Engine(config, init_params(config, mesh), small_method(name), mesh, **options)
-    for (module, program), look in looked.items():
-        monkeypatch.setattr(module, program, look)
-    return engine, random_rows([70, 40]), random_rows([5, 3], seed=1)
-
-
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in APART if name not in QUICK]
-
-
-@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
-@pytest.mark.quick("citrus")
-def test_no_leaf_is_written_where_another_lay(name, monkeypatch):
-    looked = {program: Looked(*program) for program in WHOLE}
-    engine, contexts, questions = looked_at(monkeypatch, name, looked, chunk=32, by_layer=False)
-    context = engine.prefill(contexts, reserve=40, questions=questions)
-    list(engine.stream(context, questions, max_tokens=4))
-    if name in KINDS:
-        # Of caches that have grown, and of given tokens.
-        list(engine.stream(context, questions, max_tokens=200))
+    method, params = small_method(name), init_params(config, mesh)
+    engine = Engine(config, params, method, mesh, chunk=32, by_layer=by_layer)
+    contexts, questions = random_rows([70, 40]), random_rows([5, 3], seed=1)
+    looked = {program: Looked(*program) for program in PROGRAMS[by_layer]}
+    for program, look in looked.items():
+        monkeypatch.setattr(*program, look)
+    if not by_layer:
+        context = engine.prefill(contexts, reserve=40, questions=questions)
+        # Also of caches that have grown.
+        for most in (4, 200) if name in EACH else (4,):
+            list(engine.stream(context, questions, max_tokens=most))
+    if name in EACH:
         loglikelihoods(engine, contexts, questions)
     for program, look in looked.items():
-        assert look.seen or (name not in KINDS and program[0] is scoring), program
+        assert look.seen or (name not in EACH and program[0] is scoring), program
         assert not look.crossings, program
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_no_leaf_of_a_layer_is_written_where_another_lay(name, monkeypatch):
-    looked = {program: Looked(*program) for program in BY_LAYER}
-    engine, contexts, questions = looked_at(monkeypatch, name, looked, chunk=32, by_layer=True)
-    loglikelihoods(engine, contexts, questions)
-    for program, look in looked.items():
-        assert look.seen, program
-        assert not look.crossings, program
-
-
-def test_an_argument_that_is_not_used_would_be_noticed():
+def test_other_leaves_places_and_names_would_be_noticed():
     def first_twice(tree):
         return {"a": tree["a"] + 0.0, "b": tree["a"] + 1.0}
 
     def in_other_order(tree):
         return [{"b": tree["b"]}, {"a": tree["a"]}]
 
-    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
-    tree = {"a": shape, "b": shape}
-    with pytest.raises(AssertionError, match="left out"):
-        crossings(jax.jit(first_twice, donate_argnums=0).trace(tree))
-    assert not crossings(jax.jit(first_twice, donate_argnums=0, **IN_PLACE).trace(tree))
-    # What is returned first takes the first buffer.
-    assert crossings(jax.jit(in_other_order, donate_argnums=0, **IN_PLACE).trace(tree))
-
-
-def test_leaves_that_change_names_would_be_noticed():
-    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
-
-    @jax.jit
     def exchanged(tree):
         return {"a": tree["b"], "b": tree["a"], "c": tree["c"]}
 
-    found = crossings(
-        jax.jit(exchanged, donate_argnums=0, **IN_PLACE).trace(dict.fromkeys("abc", shape))
-    )
-    assert found == [("[0]['b']", "['a']"), ("[0]['a']", "['b']")]
+    def found(function, names="ab", **options):
+        tree = dict.fromkeys(names, jax.ShapeDtypeStruct((3,), jnp.float32))
+        return crossings(jax.jit(function, donate_argnums=0, **options).trace(tree))
+
+    with pytest.raises(AssertionError, match="left out"):
+        found(first_twice)
+    assert not found(first_twice, **IN_PLACE)
+    # What is returned first takes the first buffer.
+    assert found(in_other_order, **IN_PLACE)
+    assert found(exchanged, "abc", **IN_PLACE) == [("[0]['b']", "['a']"), ("[0]['a']", "['b']")]
