@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.engine import Engine, Sampling, capacity, programs
-from jax_longctx.engine.capacity import bucket, check_fits
+from jax_longctx.engine.capacity import check_fits
 from jax_longctx.engine.context_io import save_context
 from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.methods import DynamicNTK, Full
@@ -262,11 +262,3 @@ def test_what_is_said_of_memory(monkeypatch, tmp_path):
 def test_a_mesh_that_does_not_divide_the_heads_is_refused():
     with pytest.raises(ConfigError, match="kv_heads=2 does not divide over mesh axis tensor=4"):
         tiny_engine(mesh=make_mesh(tensor=4))
-
-
-def test_buckets_waste_at_most_a_sixteenth():
-    for tokens in (1, 127, 128, 129, 1000, 4096, 4097, 33_000, 1_000_001):
-        slots = bucket(tokens)
-        assert tokens <= slots <= max(128, tokens * 17 / 16 + 128)
-        assert bucket(tokens, 3) % (3 * 128) == 0
-    assert len({bucket(n) for n in range(32_769, 65_537)}) == 64

@@ -93,20 +93,14 @@ def test_what_a_method_answers_is_what_it_finds_most_likely(name):
     engine, questions = engine_of(name), random_rows([3, 2, 5], seed=1)
     contexts = random_rows([90, 40, 17])
     context = engine.prefill(contexts, reserve=16, questions=questions)
-    answers = [[] for _ in questions]
-    for block in engine.stream(context, questions, max_tokens=9):
-        for answer, new in zip(answers, block, strict=True):
-            answer.extend(new)
+    answers = joined(engine.stream(context, questions, max_tokens=9))
     answers = [answer[: 9 - 3 * row] for row, answer in enumerate(answers)]
-    found = loglikelihoods(
-        engine, contexts, answers, questions=questions, total=list(map(len, contexts))
-    )
+    options = {"questions": questions, "total": list(map(len, contexts))}
+    found = loglikelihoods(engine, contexts, answers, **options)
     assert [len(scores.greedy) for scores in found] == [9, 6, 3]
     assert all(scores.is_greedy for scores in found)
     worse = [[*answer[:-1], (answer[-1] + 1) % 64] for answer in answers]
-    changed = loglikelihoods(
-        engine, contexts, worse, questions=questions, total=list(map(len, contexts))
-    )
+    changed = loglikelihoods(engine, contexts, worse, **options)
     for one, other in zip(found, changed, strict=True):
         np.testing.assert_array_equal(other.greedy, [*one.greedy[:-1], False])
         np.testing.assert_allclose(other.logprobs[:-1], one.logprobs[:-1], atol=1e-5)
@@ -187,20 +181,17 @@ def _sizes(jaxpr):
     return found
 
 
-@pytest.mark.parametrize(
-    ("contexts", "continuations", "options", "said"),
-    [
-        ([[1], []], [[2], [2]], {}, "row 1 has 0 tokens before the 1 that are scored"),
-        ([[1]], [[]], {}, "row 0 has 1 tokens before the 0 that are scored"),
-        ([[1]], [[2], [3]], {}, "1 contexts need as many continuations and questions, 2 and 1"),
-        ([[1]], [[2]], {"questions": [[1], [2]]}, "1 and 2 given"),
-        ([[1, 2]] * 2, [[3]] * 2, {"questions": [[4], []]}, "question of row 1 is empty"),
-        ([[1]], [[64]], {}, "token id 64"),
-    ],
-)
-def test_bad_input_is_named(contexts, continuations, options, said):
-    with pytest.raises(InputError, match=said):
-        loglikelihoods(engine_of(), contexts, continuations, **options)
+def test_bad_input_is_named():
+    for contexts, continuations, questions, said in [
+        ([[1], []], [[2], [2]], None, "row 1 has 0 tokens before the 1 that are scored"),
+        ([[1]], [[]], None, "row 0 has 1 tokens before the 0 that are scored"),
+        ([[1]], [[2], [3]], None, "1 contexts need as many continuations and questions, 2 and 1"),
+        ([[1]], [[2]], [[1], [2]], "1 and 2 given"),
+        ([[1, 2]] * 2, [[3]] * 2, [[4], []], "question of row 1 is empty"),
+        ([[1]], [[64]], None, "token id 64"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            loglikelihoods(engine_of(), contexts, continuations, questions=questions)
 
 
 def test_a_method_that_reads_for_a_question_gets_one():

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 
 from jax_longctx.engine import programs
-from jax_longctx.engine.capacity import bucket, reserved, slots_for
 from tests.jax_longctx.engine.test_running import compilations
 from tests.small_methods import small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
@@ -62,21 +61,3 @@ def test_layers_that_are_alike_share_a_program_and_take_their_caches():
     finished = programs.finish_context(engine.setup, new, total, 0)
     assert all(cache.k.is_deleted() and cache.v.is_deleted() for cache in (*caches, *new))
     assert [int(cache.length[0]) for cache in finished] == [24] * 5
-
-
-def test_long_texts_share_a_capacity_within_a_sixtyfourth():
-    for tokens in (16_000, 40_000, 130_000, 1_000_000):
-        slots = slots_for(tokens, 200)
-        assert tokens + 257 <= slots <= (tokens + 257) * (1 + 1 / 64)
-        # As many tokens as there are slots in a step have the same capacity.
-        alike = [
-            slots_for(tokens + more, 200) == slots for more in range(-tokens // 64, tokens // 64)
-        ]
-        assert sum(alike) >= tokens // 130
-    assert bucket(slots_for(1_000_000)) == slots_for(1_000_000)
-
-
-def test_reserves_come_in_few_sizes():
-    assert reserved(0) == 0
-    assert [reserved(tokens) for tokens in (1, 128, 129, 256, 300)] == [128, 128, 256, 256, 384]
-    assert all(reserved(reserved(tokens)) == reserved(tokens) for tokens in range(1, 70_000, 11))

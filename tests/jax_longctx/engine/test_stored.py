@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from jax_longctx.engine import programs, stored
-from jax_longctx.engine.engine import Engine
 from jax_longctx.engine.programs import forget
-from jax_longctx.models.llama import init_params
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import small_method
 from tests.stored_programs import lowerings, storing
-from tests.support import joined, random_rows, tiny_config
+from tests.support import joined, random_rows, tiny_engine
 
 CONTEXT, QUESTION, ANSWER = [90], [5], 20
 
@@ -33,16 +31,15 @@ def lowered():
 
 
 def engine_of(name):
-    config = tiny_config()
-    mesh = make_mesh()
-    params = init_params(config, mesh, seed=0, dtype=jnp.float32)
-    return Engine(config, params, small_method(name), mesh, chunk=32, by_layer=False)
+    return tiny_engine(small_method(name), chunk=32, by_layer=False)
 
 
-def compiled(engine):
+def compiled(name):
+    """An engine whose programs are ready, and how many these are."""
+    engine = engine_of(name)
     compilation = engine.compile(CONTEXT, QUESTION, max_tokens=ANSWER)
     compilation.wait(check=True)
-    return compilation
+    return engine, len(compilation)
 
 
 def answer(engine):
@@ -57,12 +54,12 @@ def test_a_new_process_lowers_nothing_and_answers_alike(folder, lowered, monkeyp
     """What is damaged, or cannot be loaded, is compiled again."""
     expected = answer(engine_of(name))
     forget()
-    count = len(compiled(engine_of(name)))
+    _, count = compiled(name)
     assert len(lowered) == count == len(list(folder.glob("longctx-*")))
     lowered.clear()
     forget()
-    engine = engine_of(name)
-    assert len(compiled(engine)) == count and not lowered
+    engine, again = compiled(name)
+    assert again == count and not lowered
     # The run takes what was stored.
     with monkeypatch.context() as patched:
         for program in (programs.whole_segment, programs.decode_block):
@@ -75,8 +72,7 @@ def test_a_new_process_lowers_nothing_and_answers_alike(folder, lowered, monkeyp
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
     forget()
-    engine = engine_of(name)
-    compiled(engine)
+    engine, _ = compiled(name)
     assert len(lowered) == count and "is damaged; the program is compiled again" in caplog.text
     assert answer(engine) == expected
     forget()
@@ -85,8 +81,7 @@ def test_a_new_process_lowers_nothing_and_answers_alike(folder, lowered, monkeyp
         raise jax.errors.JaxRuntimeError("of another driver")
 
     monkeypatch.setattr(stored, "load", refuses)
-    engine = engine_of(name)
-    compiled(engine)
+    engine, _ = compiled(name)
     assert "of another driver" in caplog.text and not list(folder.iterdir())
     assert answer(engine) == expected
 
@@ -98,11 +93,9 @@ def test_methods_of_equal_caches_have_programs_of_their_own(folder):
     expected = [answer(engine_of(name)) for name in names]
     assert expected[0] != expected[1]
     for name in names:
-        compiled(engine_of(name))
+        compiled(name)
     forget()
-    engines = [engine_of(name) for name in names]
-    for engine in engines:
-        compiled(engine)
+    engines = [compiled(name)[0] for name in names]
     assert [answer(engine) for engine in engines] == expected
 
 
