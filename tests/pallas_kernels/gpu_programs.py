@@ -7,6 +7,7 @@ lowers all of them with the installed JAX and needs no other file of the tests.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,90 +34,70 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
     q = jnp.zeros((1, 200, 8, 128), jnp.bfloat16)
     k = v = jnp.zeros((1, 2, 1024, 128), jnp.bfloat16)
     one, bound = q[:, :1], jnp.array([1000], jnp.int32)
-    exact = jnp.zeros(q.shape[:3])
-    how = Reduction(
-        scale=0.1, valid=bound, causal_start=bound, over_group="max", over_queries="max"
-    )
-    mass = partial(mass_gpu.attention_mass, how=how)
-    squared = Reduction(scale=0.1, valid=bound, causal_start=bound, squares=True)
-    squares = partial(mass_gpu.attention_mass, how=squared)
+    none, exact = bound * 0, jnp.zeros(q.shape[:3])
+    causal = dict(scale=0.1, valid=bound, causal_start=bound)
+    most = Reduction(**causal, over_group="max", over_queries="max")
+    squares = partial(mass_gpu.attention_mass, how=Reduction(**causal, squares=True))
+    decode = partial(decode_gpu.decode_attention, scale=0.1)
+    logits = partial(decode_gpu.attend_with_logits, scale=0.1)
+    topk = partial(topk_gpu.topk_scores, count=4)
+    matmul = partial(row_gpu.row_matmul, dtype=jnp.float32)
     sparse = partial(sparse_gpu.sparse_decode_attention, page_size=16, scale=0.1)
     pages = jnp.zeros((1, 2, 20), jnp.int32)
+    listed, listed_once = (pages, none + 4, bound), (pages[:, :1], none + 4, bound)
     rows, w = jnp.zeros((3, 512), jnp.bfloat16), jnp.zeros((512, 192), jnp.bfloat16)
     choose = partial(pages_gpu.select_pages, size=20)
     shared_pages = SharedPages(k, v, None, bound)
     choose_shared = partial(shared_pages_gpu.select_pages, size=20, shared=shared_pages)
-    chosen = one[:, 0], k, v, None, bound * 0, bound, bound
+    chosen = one[:, 0], k, v, None, none, bound, bound
     heads = [jnp.repeat(x, 4, axis=axis) for x, axis in ((one, 2), (k, 1), (v, 1))]
+    k8, v8 = quantise(k), quantise(v)
+    spans = dict(kept=127, span=32, first=32, page=1, slots=9999, size=8192)
+
+    def around(*args: jax.Array, **how: Any) -> Any:
+        return sparse(*args, around=Around(args[-1] + 9, 4, 9), **how)
+
+    def flat(q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, *bounds: Any) -> Any:
+        return sparse(q, k, v, pages[:, 1], *bounds, heads=pages[:, 0], prior_query=q)
+
     return {
-        "decode": (partial(decode_gpu.decode_attention, scale=0.1), (one, k, v, bound)),
-        "decode-merged": (partial(decode_gpu.decode_attention, scale=0.1), (*heads, bound)),
-        "logits": (partial(decode_gpu.attend_with_logits, scale=0.1), (one, k, v, bound)),
-        "topk": (partial(topk_gpu.topk_scores, count=4), (q, k, bound * 0, bound, exact)),
-        "topk-plain-max": (partial(topk_gpu.topk_scores, count=2), (q, k, bound * 0, bound, exact)),
-        "topk-few": (
-            partial(topk_gpu.topk_scores, count=4),
-            (one, k, bound * 0, bound, exact[:, :1]),
-        ),
+        "decode": (decode, (one, k, v, bound)),
+        "decode-merged": (decode, (*heads, bound)),
+        "decode-int8": (decode, (one, k8, v8, bound)),
+        "logits": (logits, (one, k, v, bound)),
+        # As methods that rotate keys as they read hand them on.
+        "logits-of-floats-beside-int8": (logits, (one, k, v8, bound)),
+        "topk": (topk, (q, k, none, bound, exact)),
+        "topk-plain-max": (partial(topk, count=2), (q, k, none, bound, exact)),
+        "topk-few": (topk, (one, k, none, bound, exact[:, :1])),
         "ties": (lambda x, t: gpu_ties.tied_best(x, 4, t), (jnp.zeros((32, 1088)), jnp.zeros(32))),
-        "sparse-one-around": (
-            lambda *args: sparse(*args, around=Around(args[-1] + 9, 4, 9), first_page=1),
-            (one, k, v, pages[:, :1], bound * 0 + 4, bound),
-        ),
         "voted": (
-            partial(
-                voted_gpu.voted_slots, kept=127, span=32, first=32, page=1, slots=9999, size=8192
-            ),
+            partial(voted_gpu.voted_slots, **spans),
             (jnp.zeros((1, 128), jnp.int32), bound, bound),
         ),
-        "mass": (lambda *args: mass(*args)[0], (q, k, jnp.zeros(q.shape[:3]), bound)),
-        "mass-squares": (squares, (q, k, jnp.zeros(q.shape[:3]), bound)),
-        "rows": (partial(row_gpu.row_matmul, dtype=jnp.float32), (rows, w)),
-        "rows-many-outputs": (
-            partial(row_gpu.row_matmul, dtype=jnp.bfloat16),
-            (w[:1].reshape(1, -1), w),
+        "mass": (
+            lambda *args: mass_gpu.attention_mass(*args, how=most)[0],
+            (q, k, exact, bound),
         ),
-        "rows-of-8-bits": (
-            partial(row_gpu.row_matmul, dtype=jnp.float32),
-            (rows, quantise_matrix(w, (0,))),
+        "mass-squares": (squares, (q, k, exact, bound)),
+        "rows": (matmul, (rows, w)),
+        "rows-many-outputs": (partial(matmul, dtype=jnp.bfloat16), (w[:1].reshape(1, -1), w)),
+        "rows-of-8-bits": (matmul, (rows, quantise_matrix(w, (0,)))),
+        "sparse": (sparse, (one, k, v, pages, none, bound)),
+        "sparse-int8": (sparse, (one, k8, v8, pages, none, bound)),
+        "sparse-around": (around, (one, k, v, *listed)),
+        "sparse-one-around": (
+            partial(around, first_page=1),
+            (one, k, v, *listed_once),
         ),
-        "decode-int8": (
-            partial(decode_gpu.decode_attention, scale=0.1),
-            (one, quantise(k), quantise(v), bound),
-        ),
-        # As methods that rotate keys as they read hand them on.
-        "logits-of-floats-beside-int8": (
-            partial(decode_gpu.attend_with_logits, scale=0.1),
-            (one, k, quantise(v), bound),
-        ),
-        "sparse-int8": (sparse, (one, quantise(k), quantise(v), pages, bound * 0, bound)),
-        "sparse": (sparse, (one, k, v, pages, bound * 0, bound)),
-        "sparse-around": (
-            lambda *args: sparse(*args, around=Around(args[-1] + 9, 4, 9)),
-            (one, k, v, pages, bound * 0 + 4, bound),
-        ),
+        "sparse-shared": (partial(around, shared=Shared(k, v, bound)), (one, k, v, *listed)),
+        "sparse-flat-prior": (flat, (one, k, v, pages, none, bound)),
         "select": (partial(select_gpu.select, size=600), (jnp.zeros((1, 70_000)), bound)),
         "select-short": (partial(select_gpu.select, size=9), (jnp.zeros((1, 5000)), bound)),
         "pages": (partial(choose, together=False), chosen),
         "pages-together": (partial(choose, together=True), chosen),
-        "sparse-shared": (
-            lambda *args: sparse(
-                *args, around=Around(args[-1] + 9, 4, 9), shared=Shared(k, v, bound)
-            ),
-            (one, k, v, pages, bound * 0 + 4, bound),
-        ),
         "pages-shared": (partial(choose_shared, together=False), chosen),
         "pages-shared-together": (partial(choose_shared, together=True), chosen),
-        "sparse-flat-prior": (
-            lambda q, k, v, pages, *bounds: sparse_gpu.sparse_decode_attention(
-                *(q, k, v, pages[:, 1], *bounds),
-                heads=pages[:, 0],
-                page_size=16,
-                scale=0.1,
-                prior_query=q,
-            ),
-            (one, k, v, pages, bound * 0, bound),
-        ),
     }
 
 

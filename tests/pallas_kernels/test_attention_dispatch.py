@@ -48,11 +48,8 @@ def test_a_kernel_that_cannot_run_is_replaced_and_the_reason_logged(
     k, lengths = _cache(slots=200)
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
         cache_attention(q, k, k, lengths, scale=1.0)
-    assert (
-        caplog.records[0]
-        .getMessage()
-        .endswith("xla (not tpu: 200 slots are not a multiple of 128)")
-    )
+    (record,) = caplog.records
+    assert record.getMessage().endswith("xla (not tpu: 200 slots are not a multiple of 128)")
 
 
 def test_the_platform_is_that_of_the_mesh_traced_for() -> None:
@@ -63,35 +60,33 @@ def test_the_platform_is_that_of_the_mesh_traced_for() -> None:
         assert dispatch.platform() == "tpu"
 
 
-@pytest.mark.parametrize("name", ["gpu", "tpu"], ids=["cudnn", "splash"])
-def test_an_asked_for_kernel_of_another_platform_raises(name: str) -> None:
-    q, fresh = _chunk()
-    k, lengths = _cache()
-    with pytest.raises(NotImplementedError, match=f"needs platform {name}"):
-        causal_attention(q, fresh, fresh, scale=1.0, implementation=name)
-    with pytest.raises(NotImplementedError, match=f"needs platform {name}"):
-        cache_attention(q, k, k, lengths, scale=1.0, implementation=name)
+REFUSED, WRONG = NotImplementedError, ValueError
 
 
-def test_an_unknown_implementation_is_named() -> None:
-    q, fresh = _chunk()
-    with pytest.raises(ValueError, match="no implementation 'triton'; there are xla, gpu, tpu"):
-        causal_attention(q, fresh, fresh, scale=1.0, implementation="triton")
-
-
-def test_many_queries_are_not_for_decode() -> None:
-    q, _ = _chunk(queries=17)
-    k, lengths = _cache()
-    with pytest.raises(NotImplementedError, match="17 queries, at most 16: use cache_attention"):
-        decode_attention(q, k, k, lengths, scale=1.0)
-
-
-def test_a_window_needs_the_queries_positions() -> None:
-    q, _ = _chunk()
-    k, lengths = _cache()
-    for attend in (cache_attention, decode_attention):
-        with pytest.raises(ValueError, match="window needs query_start"):
-            attend(q, k, k, lengths, scale=1.0, window=4)
+@pytest.mark.parametrize(
+    ("attend", "shape", "how", "error", "message"),
+    [
+        (causal_attention, None, dict(implementation="gpu"), REFUSED, "needs platform gpu"),
+        (causal_attention, None, dict(implementation="tpu"), REFUSED, "needs platform tpu"),
+        (causal_attention, None, dict(implementation="x"), WRONG, "'x'; there are xla, gpu, tpu"),
+        (cache_attention, (2, 256), dict(implementation="gpu"), REFUSED, "needs platform gpu"),
+        (cache_attention, (2, 256), dict(implementation="tpu"), REFUSED, "needs platform tpu"),
+        (decode_attention, (2, 256), dict(queries=17), REFUSED, "most 16: use cache_attention"),
+        (cache_attention, (2, 256), dict(window=4), WRONG, "window needs query_start"),
+        (decode_attention, (2, 256), dict(window=4), WRONG, "window needs query_start"),
+        (cache_attention, (3, 256), {}, WRONG, "does not fit"),
+        (cache_attention, (2, 0), {}, WRONG, "does not fit"),
+        (cache_attention, (2, 64), dict(scale=0), WRONG, "scale is 0; expected a number above 0"),
+    ],
+)
+def test_what_cannot_run_is_named(attend, shape, how, error, message) -> None:
+    """`shape` is that of a cache: kv heads and slots."""
+    how = {"scale": 1.0} | how
+    q, fresh = _chunk(queries=how.pop("queries", 4))
+    k = fresh if shape is None else jnp.ones((1, *shape, 64))
+    lengths = [] if shape is None else [jnp.array([1], jnp.int32)]
+    with pytest.raises(error, match=message):
+        attend(q, k, k, *lengths, **how)
 
 
 def test_lengths_outside_the_cache_are_its_ends() -> None:
@@ -105,22 +100,23 @@ def test_lengths_outside_the_cache_are_its_ends() -> None:
             assert all(bool(jnp.array_equal(x, y)) for x, y in zip(beyond, within, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 256, 64), (1, 2, 0, 64)], ids=["heads", "empty"])
-def test_shapes_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
-    q, _ = _chunk()
-    k = jnp.ones(shape)
-    with pytest.raises(ValueError, match="does not fit"):
-        cache_attention(q, k, k, jnp.array([1], jnp.int32), scale=1.0)
-
-
-def test_reasons_against_cudnn() -> None:
-    reasons = {
-        "takes bfloat16 and float16, not float32": gpu.unsupported_causal(_chunk()[0]),
-        "head dim 32": gpu.unsupported_causal(_chunk(head_dim=32, dtype="bfloat16")[0]),
-        "cuDNN is not detected": gpu.unsupported_causal(_chunk(dtype="bfloat16")[0]),
-        "no sliding window": gpu.unsupported_cache(_chunk()[0], 8),
-    }
-    for expected, reason in reasons.items():
+def test_reasons_against_cudnn_and_splash() -> None:
+    large = []  # of a batch too large to make: seen by its shapes alone
+    jax.eval_shape(
+        lambda q, k: large.append(tpu.unsupported_cache(q, k, None)),
+        jax.ShapeDtypeStruct((64, 2048, 32, 128), jnp.bfloat16),
+        jax.ShapeDtypeStruct((64, 8, 131072, 128), jnp.bfloat16),
+    )
+    for expected, reason in (
+        ("takes bfloat16 and float16, not float32", gpu.unsupported_causal(_chunk()[0])),
+        ("head dim 32", gpu.unsupported_causal(_chunk(head_dim=32, dtype="bfloat16")[0])),
+        ("cuDNN is not detected", gpu.unsupported_causal(_chunk(dtype="bfloat16")[0])),
+        ("no sliding window", gpu.unsupported_cache(_chunk()[0], 8)),
+        ("head dim 32", tpu.unsupported_causal(_chunk(head_dim=32)[0])),
+        ("not float16", tpu.unsupported_causal(_chunk(dtype="float16")[0])),
+        ("no sliding window", tpu.unsupported_cache(_chunk()[0], _cache()[0], 8)),
+        ("scalar memory", large[0]),
+    ):
         assert reason is not None and expected in reason
 
 
@@ -130,23 +126,6 @@ def test_a_jax_without_the_private_binding_is_a_reason(monkeypatch: pytest.Monke
     monkeypatch.setattr(cudnn, "fused_attention_stablehlo", SimpleNamespace(MaskType=None))
     reason = gpu.unsupported_causal(_chunk(dtype="bfloat16")[0])
     assert reason is not None and "lacks ['check_cudnn_version', 'dot_product_attention']" in reason
-
-
-def test_reasons_against_splash() -> None:
-    large = []  # of a batch too large to make: seen by its shapes alone
-    jax.eval_shape(
-        lambda q, k: large.append(tpu.unsupported_cache(q, k, None)),
-        jax.ShapeDtypeStruct((64, 2048, 32, 128), jnp.bfloat16),
-        jax.ShapeDtypeStruct((64, 8, 131072, 128), jnp.bfloat16),
-    )
-    reasons = {
-        "head dim 32": tpu.unsupported_causal(_chunk(head_dim=32)[0]),
-        "not float16": tpu.unsupported_causal(_chunk(dtype="float16")[0]),
-        "no sliding window": tpu.unsupported_cache(_chunk()[0], _cache()[0], 8),
-        "scalar memory": large[0],
-    }
-    for expected, reason in reasons.items():
-        assert reason is not None and expected in reason
 
 
 def test_what_is_held_back_runs_only_where_it_is_asked_for(

@@ -11,27 +11,28 @@ import pytest
 
 from pallas_kernels.attention_mass import attention_mass, xla
 from pallas_kernels.prefill_attention import cache_attention
+from tests.drawing import normal
 
 BATCH, HEAD_DIM = 4, 8
 
 
-def _expected(q, k, lse, lengths, *, scale, valid, start, over_group, over_queries):
-    """Mass and squares by loops over rows and heads, in float64."""
-    (b, t, n, _), (_, kv_heads, s, _) = q.shape, k.shape
-    group = n // kv_heads
-    p = np.zeros((b, kv_heads, group, t, s))
-    for row in range(b):
-        for head in range(n):
-            logits = scale * q[row, :, head].astype(np.float64) @ k[row, head // group].T
-            with np.errstate(over="ignore", invalid="ignore"):
-                weights = np.exp(logits - lse[row, :, head, None])
-            weights[np.isneginf(lse[row, :, head])] = 0
-            if valid is not None:
-                weights[max(valid[row], 0) :] = 0
-            weights[:, max(lengths[row], 0) :] = 0
-            if start is not None:
-                weights[np.arange(s) > start[row] + np.arange(t)[:, None]] = 0
-            p[row, head // group, head % group] = weights
+def _expected(q, k, lse, lengths, valid, start, over_group, over_queries):
+    """Mass and squares of all queries' weights [B,K,G,T,S], in float64."""
+    (b, t, n, h), (_, kv_heads, s, _) = q.shape, k.shape
+    q = q.reshape(b, t, kv_heads, n // kv_heads, h).astype(np.float64)
+    logits = np.einsum("btkgh,bksh->bkgts", q, k)
+    lse = lse.reshape(*q.shape[:-1]).transpose(0, 2, 3, 1)[..., None]
+    slot, query = np.arange(s), np.arange(t)[:, None]
+
+    def of_rows(x):
+        return np.asarray(x)[:, None, None, None, None]
+
+    counts = np.isfinite(lse) & (slot < of_rows(lengths))
+    if valid is not None:
+        counts &= query < of_rows(valid)
+    if start is not None:
+        counts &= slot <= of_rows(start) + query
+    p = np.exp(np.where(counts, logits - np.where(counts, lse, 0), -np.inf))
     per_head = p.sum(3) if over_queries == "sum" else p.max(3)
     mass = {"sum": per_head.sum(2), "max": per_head.max(2), "first": per_head[:, :, 0]}
     return mass[over_group], (p.mean(2) ** 2).sum(2)
@@ -71,27 +72,16 @@ def _compiled(keys: int, pairs: int, implementation: str = "xla", **static: Any)
     return call
 
 
-def _check(run: Callable, q, k, lse, lengths, valid, start, group, over_queries, squares) -> None:
+def _check(run: Callable, lengths, valid, start, group, over_queries, squares, *inputs) -> None:
     rows = {"valid": valid, "causal_start": start}
     rows = {name: jnp.asarray(x, jnp.int32) for name, x in rows.items() if x is not None}
-    result = run(q, k, lse, jnp.asarray(lengths, jnp.int32), **rows)
-    expected = _expected(
-        q,
-        k,
-        lse,
-        lengths,
-        scale=1.0,
-        valid=valid,
-        start=start,
-        over_group=group,
-        over_queries=over_queries,
-    )
-    results = result if squares else (result,)
-    beyond = (np.arange(k.shape[2]) >= np.asarray(lengths)[:, None])[:, None].repeat(2, 1)
-    for one, other in zip(results, expected, strict=False):
+    result = run(*inputs, jnp.asarray(lengths, jnp.int32), **rows)
+    expected = _expected(*inputs, lengths, valid, start, group, over_queries)
+    for one, other in zip(result if squares else (result,), expected, strict=False):
         assert one.dtype == jnp.float32
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-6)
-        assert (np.asarray(one)[beyond] == 0).all()
+        beyond = np.arange(one.shape[-1]) >= np.asarray(lengths)[:, None, None]
+        assert (np.asarray(one)[np.broadcast_to(beyond, one.shape)] == 0).all()
 
 
 # Blocks of 8 keys: rows that end beside their edges, one empty, one beyond the capacity's end.
@@ -111,10 +101,10 @@ def test_blocks_of_keys_and_queries(
     """7 queries in blocks of 2 against 21 slots in blocks of 8: neither divides."""
     run = _compiled(8, 16, over_group=group, over_queries=over_queries, squares=squares)
     for lengths in LENGTHS:
-        q, k, lse = _inputs(7, 21, lengths)
+        inputs = _inputs(7, 21, lengths)
         for valid, start in zip(ROWS, STARTS, strict=True):
             at = start if causal else None
-            _check(run, q, k, lse, lengths, valid, at, group, over_queries, squares)
+            _check(run, lengths, valid, at, group, over_queries, squares, *inputs)
 
 
 @pytest.mark.parametrize("groups", [1, 4, 8])
@@ -124,32 +114,31 @@ def test_groups_and_one_query(groups: int, queries: int) -> None:
     lengths = (0, 1, 12, 13)
     run = _compiled(8, 64, over_group="sum", squares=True)
     for large in (False, True):
-        q, k, lse = _inputs(queries, 13, lengths, groups, large)
-        _check(run, q, k, lse, lengths, None, None, "sum", "sum", True)
+        inputs = _inputs(queries, 13, lengths, groups, large)
+        _check(run, lengths, None, None, "sum", "sum", True, *inputs)
 
 
 def test_one_query_is_causal_and_may_not_count() -> None:
     lengths, valid, start = (13, 13, 13, 5), (1, 1, 0, 1), (4, 0, 9, 9)
     q, k, lse = _inputs(1, 13, lengths)
     run = _compiled(8, 64, over_group="first")
-    _check(run, q, k, np.abs(lse), lengths, valid, start, "first", "sum", False)
+    _check(run, lengths, valid, start, "first", "sum", False, q, k, np.abs(lse))
 
 
 @pytest.mark.parametrize("options", [{"squares": True, "over_group": "first"}, {}])
 def test_the_reference_is_the_definition(options: dict) -> None:
     lengths = (0, 1, 20, 21)
-    q, k, lse = _inputs(7, 21, lengths)
     run = _compiled(8, 24, "reference", **options)
     group, squares = options.get("over_group", "sum"), options.get("squares", False)
-    _check(run, q, k, lse, lengths, ROWS[1], STARTS[0], group, "sum", squares)
+    inputs = _inputs(7, 21, lengths)
+    _check(run, lengths, ROWS[1], STARTS[0], group, "sum", squares, *inputs)
 
 
 def test_mass_of_whole_attention_sums_to_the_number_of_queries() -> None:
     """With the attention's own log-sum-exp every counted query and head spreads a mass of 1."""
     lengths = jnp.array([0, 1, 300, 1100], jnp.int32)
-    keys = jax.random.split(jax.random.key(0), 2)
-    q = jax.random.normal(keys[0], (4, 6, 4, HEAD_DIM)).astype(jnp.bfloat16)
-    k = jax.random.normal(keys[1], (4, 2, 1100, HEAD_DIM)).astype(jnp.bfloat16)
+    shapes = (4, 6, 4, HEAD_DIM), (4, 2, 1100, HEAD_DIM)
+    q, k = (normal(*shape, seed=i, dtype="bfloat16") for i, shape in enumerate(shapes))
     _, lse = cache_attention(q, k, k, lengths, scale=0.7)
     mass = attention_mass(q, k, lse, lengths, scale=0.7, valid=jnp.array([6, 6, 6, 2]))
     np.testing.assert_allclose(mass.sum(-1)[:, 0], [0, 12, 12, 4], rtol=1e-3)
@@ -167,46 +156,46 @@ def test_rows_beyond_valid_and_keys_outside_the_blocks_may_hold_nan() -> None:
     np.testing.assert_array_equal(np.asarray(late)[0, :, 5:], 0)
 
 
-def _count_blocks(monkeypatch: pytest.MonkeyPatch, **rows: Any) -> int:
-    """How many blocks of 8 keys and 2 queries a stream of 7 queries over 21 slots computes."""
-    visited = []
-    probabilities = xla._probabilities
+# The last query stands at slot 8 + 6 and the first of the second block's at 8.
+FIRST_SEES = dict(lengths=[21] * 4, causal_start=[8, 0, 2, 3])
+# The second block's slots, from 8, are seen by queries 4 to 6: by the last two blocks of them.
+LATER_SEES = dict(lengths=[21] * 4, causal_start=[4, 0, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("rows", "visited"),
+    [
+        (dict(lengths=[21, 1, 0, 8]), 12),
+        (dict(lengths=[99, 1, -1, 8]), 12),
+        (dict(lengths=[8, 1, 0, 3]), 4),
+        (dict(lengths=[0, 0, 0, 0]), 0),
+        (FIRST_SEES, 8),
+        (dict(FIRST_SEES, valid=[99] * 4), 8),
+        (LATER_SEES, 4 + 2),
+    ],
+)
+def test_blocks_that_nobody_fills_or_sees_are_not_computed(
+    monkeypatch: pytest.MonkeyPatch, rows: dict[str, list[int]], visited: int
+) -> None:
+    """Counted for three blocks of 8 keys and four of 2 queries: 7 queries over 21 slots."""
+    found, probabilities = [], xla._probabilities
 
     def count(*args):
-        jax.debug.callback(lambda: visited.append(1))
+        jax.debug.callback(lambda: found.append(1))
         return probabilities(*args)
 
     monkeypatch.setattr(xla, "_probabilities", count)
-    q, k, lse = _inputs(7, 21, (21,) * BATCH)
-    rows = {name: jnp.asarray(x, jnp.int32) for name, x in rows.items()}
-    jax.block_until_ready(_compiled.__wrapped__(8, 16)(q, k, lse, **rows))
+    arrays = {name: jnp.asarray(x, jnp.int32) for name, x in rows.items()}
+    run = _compiled.__wrapped__(8, 16)
+    jax.block_until_ready(run(*_inputs(7, 21, (21,) * BATCH), **arrays))
     jax.effects_barrier()
-    monkeypatch.undo()
-    return len(visited)
-
-
-def test_blocks_that_nobody_fills_or_sees_are_not_computed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Counted for three blocks of keys and four of queries."""
-    count = functools.partial(_count_blocks, monkeypatch)
-    assert count(lengths=[21, 1, 0, 8]) == 12
-    assert count(lengths=[99, 1, -1, 8]) == 12
-    assert count(lengths=[8, 1, 0, 3]) == 4
-    assert count(lengths=[0, 0, 0, 0]) == 0
-    # The last query stands at slot 8 + 6 and the first of the second block's at 8.
-    assert count(lengths=[21] * 4, causal_start=[8, 0, 2, 3]) == 8
-    assert count(lengths=[21] * 4, causal_start=[8, 0, 2, 3], valid=[99] * 4) == 8
-    # The second block's slots, from 8, are seen by queries 4 to 6: by the last two blocks of them.
-    assert count(lengths=[21] * 4, causal_start=[4, 0, 2, 3]) == 4 + 2
+    assert len(found) == visited
 
 
 def _program(queries: int, slots: int, heads: int = 8, **options: Any) -> jax.stages.Compiled:
-    shapes = [(1, queries, heads, 64), (1, 2, slots, 64), (1, queries, heads), (1,)]
-    arguments = [
-        jax.ShapeDtypeStruct(shape, jnp.int32 if len(shape) == 1 else jnp.float32)
-        for shape in shapes
-    ]
+    shapes = (1, queries, heads, 64), (1, 2, slots, 64), (1, queries, heads)
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    arguments.append(jax.ShapeDtypeStruct((1,), jnp.int32))
     run = jax.jit(functools.partial(attention_mass, scale=0.1, implementation="xla", **options))
     return run.lower(*arguments).compile()
 

@@ -1,5 +1,6 @@
 """What the compiled attentions keep in memory, read from the programs."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -26,38 +27,23 @@ def _temporaries(function, *shapes, donate=(), dtype="float32") -> int:
 
 
 def _cache_temporaries(queries: int, slots: int) -> int:
+    attend = functools.partial(cache_attention, scale=0.1, implementation="xla")
     cache = 1, 2, slots, 64
-    return _temporaries(
-        lambda q, k, v, n: cache_attention(q, k, v, n, scale=0.1, implementation="xla"),
-        (1, queries, 8, 64),
-        cache,
-        cache,
-        (1,),
-    )
-
-
-def test_streaming_takes_no_more_memory_for_a_longer_cache() -> None:
-    short, long = _cache_temporaries(1024, 4096), _cache_temporaries(1024, 65536)
-    assert long <= short * 1.01
-    assert long < 1024 * 65536 * 8 * 4 / 20  # a twentieth of the T x S scores
+    return _temporaries(attend, (1, queries, 8, 64), cache, cache, (1,))
 
 
 def test_streaming_takes_no_more_memory_than_its_queries_ask_for() -> None:
-    """Beyond one block of scores only copies of q, out and lse grow with T."""
-    short, long = _cache_temporaries(1024, 8192), _cache_temporaries(8192, 8192)
-    rows = 8192 * 8 * (64 + 1) * 4
-    assert long <= short + 4 * rows
+    """None for a longer cache; beyond a block of scores only copies of q, out and lse grow."""
+    short, middle, long = (_cache_temporaries(1024, slots) for slots in (4096, 8192, 65536))
+    assert long <= short * 1.01
+    assert long < 1024 * 65536 * 8 * 4 / 20  # a twentieth of the T x S scores
+    assert _cache_temporaries(8192, 8192) <= middle + 4 * 8192 * 8 * (64 + 1) * 4
 
 
 def test_causal_attention_does_not_hold_the_square_of_scores() -> None:
+    attend = functools.partial(causal_attention, scale=0.1, implementation="xla")
     fresh = 1, 8192, 2, 64
-    temporaries = _temporaries(
-        lambda q, k, v: causal_attention(q, k, v, scale=0.1, implementation="xla"),
-        (1, 8192, 8, 64),
-        fresh,
-        fresh,
-    )
-    assert temporaries < 8192**2 * 8 * 4 / 20
+    assert _temporaries(attend, (1, 8192, 8, 64), fresh, fresh) < 8192**2 * 8 * 4 / 20
 
 
 def _decode(q, k, v, held):
@@ -112,14 +98,8 @@ def test_a_step_after_an_append_copies_no_cache(
 
     layers, slots = 4, 8192
     cache = 1, kv_heads, slots, head_dim
-    temporaries = _temporaries(
-        step,
-        (1, 1, heads, head_dim),
-        (1, 1, kv_heads, head_dim),
-        [(cache, cache)] * layers,
-        (1,),
-        donate=2,
-        dtype=dtype,
-    )
+    fresh = [(1, 1, count, head_dim) for count in (heads, kv_heads)]
+    caches = [(cache, cache)] * layers
+    temporaries = _temporaries(step, *fresh, caches, (1,), donate=2, dtype=dtype)
     item = jnp.dtype(dtype).itemsize
     assert temporaries < layers * 2 * kv_heads * slots * head_dim * item / 20

@@ -1,7 +1,6 @@
 """cuDNN's attention without a GPU: what it is asked to do, and the program that asks it."""
 
 import inspect
-from collections.abc import Iterator
 from functools import partial
 
 import jax
@@ -11,6 +10,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as binding
 
 from pallas_kernels.prefill_attention import gpu, reference
+from tests.drawing import normal
 
 SIGNATURE = inspect.signature(binding.dot_product_attention)
 SLOTS, LENGTHS = 1024, (0, 1, 511, 512, 513, 1024)
@@ -38,16 +38,19 @@ def _like_cudnn(*args, **kwargs) -> tuple[jax.Array, jax.Array]:
 
 
 @pytest.fixture
-def _cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binding, "check_cudnn_version", lambda: 91200)
-    yield
+
+
+def _program(*arguments: jax.Array) -> str:
+    traced = jax.jit(partial(gpu.cache_attention, scale=0.2)).trace(*arguments)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def _inputs(dtype: str = "float32") -> tuple[jax.Array, ...]:
-    keys = jax.random.split(jax.random.key(3), 3)
-    rows, cache = len(LENGTHS), (len(LENGTHS), 2, SLOTS, 64)
-    q = jax.random.normal(keys[0], (rows, 5, 6, 64)).astype(dtype)
-    k, v = (jax.random.normal(key, cache).astype(dtype) for key in keys[1:])
+    rows = len(LENGTHS)
+    shapes = (rows, 5, 6, 64), *[(rows, 2, SLOTS, 64)] * 2
+    q, k, v = (normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes))
     return q, k, v, jnp.array(LENGTHS, jnp.int32)
 
 
@@ -63,24 +66,11 @@ def test_ragged_rows_and_garbage_beyond_them(monkeypatch: pytest.MonkeyPatch, pa
     np.testing.assert_allclose(lse, expected[1], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "rows, queries, slots, parts",
-    [
-        (1, 32, 131072, 32),
-        (1, 64, 131072, 16),
-        (1, 256, 131072, 4),
-        (1, 512, 131072, 1),
-        (4, 64, 131072, 4),
-        (1, 64, 6144, 2),
-        (1, 64, 4160, 2),
-        (1, 64, 4095, 1),
-    ],
-)
-def test_a_question_fills_the_processors(
-    rows: int, queries: int, slots: int, parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_question_fills_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.hopper, "processors", lambda: 132)
-    assert gpu._parts(8 * rows, 4 * queries, slots) == parts
+    assert [gpu._parts(8, 4 * queries, 131072) for queries in (32, 64, 256, 512)] == [32, 16, 4, 1]
+    assert [gpu._parts(8, 4 * 64, slots) for slots in (6144, 4160, 4095)] == [2, 2, 1]
+    assert gpu._parts(8 * 4, 4 * 64, 131072) == 4
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -95,9 +85,9 @@ def test_a_chunk_against_itself(monkeypatch: pytest.MonkeyPatch, window: int | N
 
 
 def test_the_program_for_cuda_hands_cudnn_the_cache_as_it_lies(_cudnn: None) -> None:
-    q, k, v, lengths = _inputs("bfloat16")
-    traced = jax.jit(partial(gpu.cache_attention, scale=0.2)).trace(q, k, v, lengths)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    q, *rest = _inputs("bfloat16")
+    assert gpu.unsupported_causal(q) is None is gpu.unsupported_cache(q, None)
+    text = _program(q, *rest)
     assert "@__cudnn$fmhaSoftmax(%" in text
     assert ", %arg1, %arg2, " in text.split("@__cudnn$fmhaSoftmax")[1]
     assert "bf16>, tensor<6x6x5xf32>" in text  # the log-sum-exp [B,N,T], not rounded
@@ -109,15 +99,8 @@ def test_a_question_over_a_long_cache_is_read_in_parts(
     """The rows of one key head that the program gives cuDNN: two heads in 32 parts."""
     monkeypatch.setattr(gpu.hopper, "processors", lambda: 132)
     q, k = (jnp.zeros((1, *shape, 64), jnp.bfloat16) for shape in ((5, 6), (2, 65536)))
-    traced = jax.jit(partial(gpu.cache_attention, scale=0.2)).trace(q, k, k, jnp.array([9]))
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = _program(q, k, k, jnp.array([9]))
     assert "tensor<64x1x2048x64xbf16>" in text and "tensor<64x1x15x64xbf16>" in text
-
-
-def test_cudnn_runs_what_it_can(_cudnn: None) -> None:
-    q, *_ = _inputs("bfloat16")
-    assert gpu.unsupported_causal(q) is None
-    assert gpu.unsupported_cache(q, None) is None
 
 
 @pytest.mark.gpu
@@ -125,12 +108,8 @@ def test_cudnn_runs_what_it_can(_cudnn: None) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_on_a_gpu(head_dim: int, window: int | None) -> None:
     """The chunk against itself and against ragged rows of a cache, beside the definition."""
-    keys = jax.random.split(jax.random.key(0), 5)
     shapes = (2, 1000, 8, head_dim), *[(2, 1000, 2, head_dim)] * 2, *[(2, 2, 2048, head_dim)] * 2
-    q, k, v, *cache = (
-        jax.random.normal(key, shape).astype("bfloat16")
-        for key, shape in zip(keys, shapes, strict=True)
-    )
+    q, k, v, *cache = (normal(*x, seed=i, dtype="bfloat16") for i, x in enumerate(shapes))
     options = dict(scale=head_dim**-0.5, window=window)
     pairs = [(gpu.causal_attention, reference.causal_attention, (q, k, v), options)]
     lengths = jnp.array([0, 1500], jnp.int32)

@@ -2,7 +2,7 @@
 Hopper GPU."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from pallas_kernels.common import Window, merge
 from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.page_scores import SharedPages
+from pallas_kernels.quantised import Quantised, dequantised, quantise
 from pallas_kernels.select_large_k import gpu as select_gpu
 from pallas_kernels.select_large_k import reference as select_reference
 from pallas_kernels.select_pages import gpu as pages_gpu
@@ -52,6 +53,8 @@ class Case:
     slots: int = 256
     head_dim: int = 64
     dtype: str = "bfloat16"
+    # Of keys and of values: "int8", or None where they are of the dtype.
+    forms: tuple[str | None, str | None] = (None, None)
     workers: int = 3
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -64,6 +67,11 @@ class Case:
             for i, shape in enumerate((queries, cache, cache))
         ]
 
+    def stored(self, keys: np.ndarray, values: np.ndarray) -> list[Any]:
+        """As the cache has them."""
+        pairs = zip((keys, values), self.forms, strict=True)
+        return [x if form is None else _quantise(x) for x, form in pairs]
+
     def lengths(self) -> np.ndarray:
         """A full row, an empty one and what ends beside the kernels' blocks."""
         return np.array([self.slots, 0, 129, 1, 127, 128, 64, 65][: self.rows], np.int32)
@@ -74,8 +82,14 @@ def _compiled(function: Callable, *arguments: Any, **options: Any) -> Any:
     return jax.device_get(jax.jit(partial(function, **options))(*arguments))
 
 
-def _exact(*arrays: np.ndarray) -> list[np.ndarray]:
-    return [np.asarray(x, np.float32) for x in arrays]
+_quantise = jax.jit(quantise)
+_dequantised = jax.jit(lambda x: dequantised(replace(x, dtype=jnp.dtype(jnp.float32))))
+
+
+def _exact(*arrays: Any) -> list[np.ndarray]:
+    """In float32, what is stored in 8 bits too."""
+    whole = (_dequantised(x) if isinstance(x, Quantised) else x for x in arrays)
+    return [np.asarray(x, np.float32) for x in whole]
 
 
 def _ints(values: Any, rows: int) -> np.ndarray:
@@ -98,6 +112,7 @@ def _assert_attention(result: tuple, expected: tuple) -> None:
 def _decode(case: Case, interpret: Any) -> None:
     q, k, v = case.arrays()
     lengths = case.lengths()
+    k, v = case.stored(*_spoiled(lengths, k, v))
     options = dict(scale=case.head_dim**-0.5, **dict(case.options))
     if "window" in options:
         # The third row's window begins blocks after its last slot.
@@ -108,7 +123,7 @@ def _decode(case: Case, interpret: Any) -> None:
     reference = decode_reference.decode_attention
     expected = _compiled(reference, *_exact(q, k, v), lengths, **options)
     attend = partial(decode_gpu.decode_attention, interpret=interpret, **options)
-    result = _compiled(attend, q, *_spoiled(lengths, k, v), lengths)
+    result = _compiled(attend, q, k, v, lengths)
     assert not np.any(result[0][1])
     assert np.all(np.isneginf(result[1][1]))
     _assert_attention(result, expected)
@@ -116,6 +131,7 @@ def _decode(case: Case, interpret: Any) -> None:
 
 def _logits(case: Case, interpret: Any) -> None:
     q, k, v = case.arrays()
+    k, v = case.stored(k, v)
     lengths, how = case.lengths(), dict(scale=case.head_dim**-0.5)
     exact = *_exact(q, k, v), lengths
     expected = _compiled(decode_reference.decode_attention, *exact, **how)
@@ -268,12 +284,14 @@ def _sparse(case: Case, interpret: Any) -> None:
             expected = merge([expected[:2], (out.astype(jnp.float32), lse)])
         return expected
 
-    expected = _compiled(define, *_exact(q, k, v), each, start, stop)
+    expected = _compiled(define, *_exact(q, *case.stored(k, v)), each, start, stop)
     if around:
         given["around"] = Around(jax.device_put(end), 5, 64)
     if split:
         shared, (k, v) = _parted(split, 2 * page_size, k, v)
-        given["shared"] = Shared(*shared, jax.device_put(np.array([split], np.int32)))
+        split_at = jax.device_put(np.array([split], np.int32))
+        given["shared"] = Shared(*case.stored(*shared), split_at)
+    k, v = case.stored(k, v)
     run = partial(sparse_gpu.sparse_decode_attention, interpret=interpret, **options, **given)
     result = _compiled(run, q, k, v, pages, start, stop)
     assert np.any(np.isneginf(result[1])) and np.any(np.isfinite(result[1]))
@@ -377,6 +395,7 @@ FIRST = dict(over_group="first", over_queries="max")
 LISTS = dict(lists=2, entries=20, page_size=16)
 SHORT_LISTS = dict(lists=2, entries=4, page_size=32)
 LONG_LISTS = dict(lists=2, entries=60, page_size=16)
+LONG = dict(rows=1, workers=16, slots=1024)
 ONE = dict(one=True, first_page=2)
 LEAST = dict(short=True, least=True)
 VOTED = dict(votes=20, kept=5, span=8, first=4, local=20)
@@ -404,11 +423,9 @@ CASES: dict[str, Row] = {
     "sparse-list-a-head": _row(_sparse, rows=1, dtype="float16", lists=4, entries=18, page_size=8),
     "sparse-prior": _row(_sparse, rows=1, group=5, **SHORT_LISTS, prior=True),
     "sparse-around": _row(_sparse, rows=4, workers=16, **SHORT_LISTS, around=True),
-    "sparse-merged": _row(_sparse, rows=1, workers=16, slots=1024, **LONG_LISTS),
+    "sparse-merged": _row(_sparse, **LONG, **LONG_LISTS),
     "sparse-beside": _row(
-        _sparse,
-        **dict(rows=1, workers=16, slots=1024, head_dim=128, dtype="float16"),
-        **dict(LONG_LISTS, beside=True),
+        _sparse, **dict(LONG, head_dim=128, dtype="float16"), **LONG_LISTS, beside=True
     ),
     "sparse-few-beside": _row(_sparse, rows=2, **SHORT_LISTS, beside=True),
     "sparse-one": _row(_sparse, workers=12, slots=512, **LISTS, **ONE),
@@ -425,9 +442,7 @@ CASES: dict[str, Row] = {
     "pages-points": _row(_pages, rows=1, slots=200, head_dim=128, size=201, point=True),
     "pages-together": _row(_pages, slots=136, workers=12, size=20, together=True),
     "sparse-flat-prior": _row(
-        _sparse,
-        **dict(rows=2, workers=6, group=3, lists=2, entries=7, page_size=32),
-        **dict(flat=True, prior=True),
+        _sparse, rows=2, workers=6, group=3, **dict(SHORT_LISTS, entries=7), flat=True, prior=True
     ),
     "sparse-shared": _row(_sparse, workers=1, lists=4, entries=9, page_size=16, shared=128),
     "sparse-shared-around": _row(
@@ -446,12 +461,44 @@ CASES |= {
         "-points": dict(rows=4, slots=200, workers=6, size=20, point=True),
     }.items()
 }
+# Methods that rotate keys as they read hand floats beside values in 8 bits.
+FORMS = {"int8": ("int8", "int8"), "floats-int8": (None, "int8"), "int8-floats": ("int8", None)}
+IN_8_BITS = {
+    f"{name}-{form}": (check, dict(given, forms=forms))
+    for name, check, given in (
+        ("decode", _decode, dict(head_dim=128)),
+        ("decode-window", _decode, dict(queries=3, window=40)),
+        ("decode-many-queries", _decode, dict(queries=16, head_dim=128)),
+        ("logits", _logits, dict(head_dim=64)),
+    )
+    for form, forms in FORMS.items()
+}
+CASES |= {name: _row(check, **given) for name, (check, given) in IN_8_BITS.items()}
+INT8 = dict(forms=FORMS["int8"])
+CASES |= {
+    "sparse-prior-int8": _row(_sparse, rows=2, workers=8, slots=512, **LISTS, prior=True, **INT8),
+    "sparse-list-a-head-int8": _row(_sparse, rows=2, lists=4, entries=9, page_size=16, **INT8),
+    "sparse-flat-prior-int8": _row(
+        _sparse, rows=2, **dict(LISTS, entries=7), flat=True, prior=True, **INT8
+    ),
+    "sparse-prior-floats-int8": _row(
+        _sparse, rows=2, **SHORT_LISTS, prior=True, forms=FORMS["floats-int8"]
+    ),
+    "sparse-around-int8": _row(_sparse, rows=2, workers=4, **SHORT_LISTS, around=True, **INT8),
+    "sparse-merged-around-int8": _row(
+        _sparse, rows=2, workers=32, slots=512, **LISTS, around=True, **INT8
+    ),
+    "sparse-shared-around-int8": _row(
+        _sparse, rows=2, workers=4, **SHORT_LISTS, shared=128, around=True, **INT8
+    ),
+}
 # One of each kernel; the others are `slow`, for the interpreter is.
 QUICK = {
     *("decode-queries-and-window", "logits", "topk-few", "mass-max-causal"),
-    *("ties", "voted", "sparse-around", "sparse-one-around", "select-short"),
-    *("pages", "pages-together", "sparse-flat-prior", "sparse-beside"),
-    *("sparse-shared-around", "pages-shared", "pages-shared-together"),
+    *("ties", "voted", "sparse-one-around", "sparse-flat-prior", "sparse-few-beside"),
+    *("sparse-shared-around", "select-short", "pages-together"),
+    *("pages-shared", "pages-shared-together"),
+    *("decode-int8", "decode-floats-int8", "sparse-flat-prior-int8", "sparse-shared-around-int8"),
 }
 
 # What the GPU runs: more rows and heads, both head dims and dtypes, groups of 1, 4 and 8.
@@ -460,6 +507,7 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
     _of = dict(kv_heads=4, group=_group, head_dim=_dim, dtype=_dtype)
     _large, _queries = dict(_of, slots=4096), dict(_of, slots=4096, queries=300)
     _listed = dict(_large, lists=4, page_size=16)
+    _shared = dict(_large, rows=16, lists=4, shared=3072)
     _named = {
         "decode": _row(_decode, **_large, rows=8),
         "decode-window": _row(_decode, **_large, queries=4, window=200),
@@ -480,27 +528,18 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
         "sparse-pages-of-64": _row(_sparse, **_large, lists=4, entries=40, page_size=64),
         "sparse-prior": _row(_sparse, **_listed, entries=100, prior=True),
         "sparse-flat-prior": _row(_sparse, **_listed, entries=60, flat=True, prior=True),
-        "sparse-shared": _row(
-            _sparse,
-            **dict(_large, rows=16, lists=4 * _group, entries=64, page_size=16, shared=3072),
-        ),
-        "sparse-shared-around": _row(
-            _sparse,
-            **dict(_large, rows=16, lists=4, entries=70, page_size=32, shared=3072, around=True),
-        ),
+        "sparse-shared": _row(_sparse, **dict(_shared, lists=4 * _group), entries=64, page_size=16),
+        "sparse-shared-around": _row(_sparse, **_shared, entries=70, page_size=32, around=True),
     }
-    for _rows, _shared in ((16, 8200), (3, 1016), (40, 2000)):
-        _box = dict(_of, rows=_rows, slots=_shared + 84, shared=_shared)
-        _named |= {
-            f"pages-shared-{_shared}": _row(_pages, **_box, size=64),
-            f"pages-shared-together-{_shared}": _row(_pages, **_box, size=32, together=True),
-        }
-    for _count in (2048, 8192, 10_000):
-        _box = dict(_of, rows=8, slots=_count)
-        _named |= {
-            f"pages-{_count}": _row(_pages, **_box, size=64),
-            f"pages-together-{_count}": _row(_pages, **_box, size=128, together=True),
-        }
+    _boxes = {
+        f"pages-shared-{_split}": dict(rows=_rows, slots=_split + 84, shared=_split)
+        for _rows, _split in ((16, 8200), (3, 1016), (40, 2000))
+    }
+    _boxes |= {f"pages-{_count}": dict(rows=8, slots=_count) for _count in (2048, 8192, 10_000)}
+    for _name, _box in _boxes.items():
+        _named[_name] = _row(_pages, **_of, **_box, size=64)
+        _size = 32 if "shared" in _box else 128
+        _named[f"{_name}-together"] = _row(_pages, **_of, **_box, size=_size, together=True)
     LARGE |= {f"{_name}-{_dim}-{_dtype}-{_group}": _case for _name, _case in _named.items()}
 LARGE |= {
     f"ties-{_slots}": _row(_ties, rows=32, slots=_slots, count=16)
@@ -522,6 +561,12 @@ LARGE |= {
     ),
     "pages-that-no-block-can-keep": _row(_pages, rows=2, slots=20_000, size=64),
 }
+LARGE |= {
+    f"{_name}-{_slots}-{_group}": _row(_check, slots=_slots, group=_group, **_given)
+    for _name, (_check, _given) in IN_8_BITS.items()
+    for _slots in (256, 8192)
+    for _group in (1, 4)
+}
 for _slots in (8192, 131072, 300000):
     LARGE[f"select-{_slots}"] = _row(_select, rows=4, slots=_slots)
 for _slots in (512, 1000, 8192, 16384):
@@ -541,25 +586,29 @@ def test_interpreted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check(case, INTERPRETED)
 
 
-def test_rows_too_many_for_registers_have_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_gpu, "_FEW", 0)
+@pytest.mark.parametrize(
+    ("module", "name", "most", "row"),
+    [
+        pytest.param(decode_gpu, "_FEW", 0, CASES["decode-queries-and-window"], id="plan-of-rows"),
+        pytest.param(
+            *(select_gpu, "_KEPT", select_gpu._VECTOR, _row(_select, rows=4, slots=5000)),
+            marks=pytest.mark.thorough,
+            id="rows-that-no-cluster-can-keep",
+        ),
+        pytest.param(
+            *(hopper_best, "_KEPT", 1, _row(_select, rows=2, slots=5000, short=True)),
+            id="scores-that-no-block-can-keep",
+        ),
+    ],
+)
+def test_what_has_no_room_is_read_again(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, most: int, row: Row
+) -> None:
+    """From where it lies, whose room would be in registers or in shared memory."""
+    monkeypatch.setattr(module, name, most)
     monkeypatch.setattr(hopper, "processors", lambda: 3)
-    _decode(CASES["decode-queries-and-window"][1], INTERPRETED)
-
-
-@pytest.mark.thorough
-def test_rows_that_no_cluster_can_keep_are_read_in_every_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(select_gpu, "_KEPT", select_gpu._VECTOR)
-    _select(Case(rows=4, slots=5000), INTERPRETED)
-
-
-def test_scores_that_no_block_can_keep_are_read_for_every_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(hopper_best, "_KEPT", 1)
-    _select(_row(_select, rows=2, slots=5000, short=True)[1], INTERPRETED)
+    check, case = row
+    check(case, INTERPRETED)
 
 
 @pytest.mark.gpu
@@ -575,13 +624,10 @@ def test_what_the_kernels_leave_to_others(monkeypatch: pytest.MonkeyPatch) -> No
 
     def reasons(q: np.ndarray, k: np.ndarray, **given: Any) -> list[str | None]:
         q, k = jax.device_put((q, k))
-        options = (
-            dict(count=4, tile_best=None, squares=False, page_size=16, ball=False, size=9) | given
-        )
-        count, tile_best = options["count"], options["tile_best"]
+        options = dict(count=4, squares=False, page_size=16, ball=False, size=9) | given
         return [
             decode_gpu.unsupported(q, k),
-            topk_gpu.unsupported(q, k, count, tile_best),
+            topk_gpu.unsupported(q, k, options["count"], options.get("tile_best")),
             mass_gpu.unsupported(q, k, options["squares"], not options["squares"]),
             sparse_gpu.unsupported(q, k, 2, options["page_size"], 0),
             pages_gpu.unsupported(q[:, 0], k, options["ball"], options["size"]),

@@ -3,6 +3,7 @@
 The interpreter's memory begins as NaN, so whatever a kernel reads before writing shows.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.common import Window
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention import tpu as decode_tpu
+from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.quantised import dequantised, quantise
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
 from pallas_kernels.sparse_decode_attention import tpu as sparse_tpu
 from pallas_kernels.topk_scores import reference as topk_reference
@@ -46,6 +49,9 @@ def _nan_where(mask: np.ndarray, x: np.ndarray) -> np.ndarray:
     return np.where(mask, x.dtype.type(np.nan), x)
 
 
+_quantised = jax.jit(quantise)
+
+
 def _run(function: Any, *arguments: Any, **options: Any) -> Any:
     """Results in numpy of one program."""
     return jax.device_get(jax.jit(partial(function, **options))(*arguments))
@@ -60,34 +66,55 @@ def _assert_attention(result: tuple, expected: tuple, dtype: str, logit: float =
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("queries", "kv_heads", "groups", "head_dim", "dtype", "logits"),
-    [
-        pytest.param(1, 2, 1, 128, "bfloat16", 1.0, id="mha"),
-        pytest.param(1, 1, 8, 128, "float32", 60.0, id="mqa-of-eight-large-logits"),
-        pytest.param(3, 2, 3, 64, "bfloat16", 1.0, id="narrow-heads"),
-        pytest.param(1, 1, 4, 64, "float32", 0.0, marks=pytest.mark.slow, id="equal-logits"),
-        pytest.param(16, 1, 4, 256, "float32", 1.0, marks=pytest.mark.slow, id="wide-heads"),
-    ],
+def _table(names: str, cases: dict[str, tuple], *quick: str) -> Callable:
+    """The cases by their ids, of which only these are quick."""
+    rows = [
+        pytest.param(*case, id=label, marks=() if label in quick else pytest.mark.slow)
+        for label, case in cases.items()
+    ]
+    return pytest.mark.parametrize(names, rows)
+
+
+@_table(
+    "queries, kv_heads, groups, head_dim, dtype, logits",
+    {
+        "mha": (1, 2, 1, 128, "bfloat16", 1.0),
+        "mqa-of-eight-large-logits": (1, 1, 8, 128, "float32", 60.0),
+        "narrow-heads": (3, 2, 3, 64, "bfloat16", 1.0),
+        "equal-logits": (1, 1, 4, 64, "float32", 0.0),
+        "wide-heads": (16, 1, 4, 256, "float32", 1.0),
+        "int8": (1, 2, 2, 128, "int8", 2.0),
+        "int8-narrow-heads": (3, 2, 2, 64, "int8", 2.0),
+    },
+    *("mqa-of-eight-large-logits", "narrow-heads", "int8"),
 )
 def test_decode_attention(
     queries: int, kv_heads: int, groups: int, head_dim: int, dtype: str, logits: float
 ) -> None:
     """Blocks that do not divide the cache; nothing beyond a row's length is seen, NaN included."""
+    store = _quantised if dtype == "int8" else np.asarray
+    dtype = "float32" if dtype == "int8" else dtype
     lengths = np.array(LENGTHS, np.int32)
     cache = len(LENGTHS), kv_heads, 300, head_dim
     q, k, v = _random(dtype, (len(LENGTHS), queries, kv_heads * groups, head_dim), cache, cache)
     scale = logits * head_dim**-0.5
-    expected = _run(decode_reference.decode_attention, q, k, v, lengths, scale=scale)
+    floats = (dequantised(store(x)) for x in (k, v))
+    expected = _run(decode_reference.decode_attention, q, *floats, lengths, scale=scale)
     run = partial(decode_tpu.decode_attention, scale=scale, block=BLOCK, interpret=INTERPRET)
-    k, v = (_spoil(x, lengths) for x in (k, v))
+    k, v = (store(_spoil(x, lengths)) for x in (k, v))
     result = _run(run, q, k, v, lengths)
     assert not np.any(result[0][0]) and np.all(np.isneginf(result[1][0]))
     _assert_attention(result, expected, dtype, max(1.0, logits))
 
 
-@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
-def test_windowed_decode_attention_reads_only_what_the_window_reaches(head_dim: int) -> None:
+@_table(
+    "head_dim, store",
+    {"64": (64, np.asarray), "128": (128, np.asarray), "int8": (64, _quantised)},
+    "64",
+)
+def test_windowed_decode_attention_reads_only_what_the_window_reaches(
+    head_dim: int, store: Callable
+) -> None:
     """Slots that no query's window reaches may be NaN if no block in reach holds them."""
     lengths = np.array([0, 1, 130, 400, 500, 512], np.int32)
     cache = 6, 2, 512, head_dim
@@ -97,26 +124,26 @@ def test_windowed_decode_attention_reads_only_what_the_window_reaches(head_dim: 
     start = jax.device_put(40 + lengths + behind)
     window = Window(size=100, slot_start=40, query_start=start)
     options = dict(scale=0.3, window=window)
-    expected = _run(decode_reference.decode_attention, q, k, v, lengths, **options)
+    floats = (dequantised(store(x)) for x in (k, v))
+    expected = _run(decode_reference.decode_attention, q, *floats, lengths, **options)
     assert np.all(np.isneginf(expected[1][5]))
     k, v = (_spoil(x, lengths) for x in (k, v))
     unreached = np.arange(512) < (lengths + behind - 99)[:, None] // BLOCK * BLOCK
-    k, v = (_nan_where(unreached[:, None, :, None], x) for x in (k, v))
+    k, v = (store(_nan_where(unreached[:, None, :, None], x)) for x in (k, v))
     run = partial(decode_tpu.decode_attention, block=BLOCK, interpret=INTERPRET, **options)
     _assert_attention(jax.jit(run)(q, k, v, lengths), expected, "float32")
 
 
-@pytest.mark.parametrize(
-    ("queries", "kv_heads", "groups", "head_dim", "dtype", "count"),
-    [
-        pytest.param(1, 2, 8, 128, "bfloat16", 4, id="decode"),
+@_table(
+    "queries, kv_heads, groups, head_dim, dtype, count",
+    {
+        "decode": (1, 2, 8, 128, "bfloat16", 4),
         # 150 rows in two tiles, the second one reaching beyond them.
-        pytest.param(
-            *(50, 1, 3, 64, "float32", 10), marks=pytest.mark.slow, id="narrow-heads-two-tiles"
-        ),
-        pytest.param(3, 2, 1, 128, "float32", 1, marks=pytest.mark.slow, id="mha-one-best"),
-        pytest.param(3, 1, 4, 64, "bfloat16", 16, marks=pytest.mark.slow, id="sixteen-best"),
-    ],
+        "narrow-heads-two-tiles": (50, 1, 3, 64, "float32", 10),
+        "mha-one-best": (3, 2, 1, 128, "float32", 1),
+        "sixteen-best": (3, 1, 4, 64, "bfloat16", 16),
+    },
+    "decode",
 )
 def test_topk_scores(
     queries: int, kv_heads: int, groups: int, head_dim: int, dtype: str, count: int
@@ -187,32 +214,19 @@ def test_the_best_of_tiles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         topk_scores(q, k, *bounds, count=1, tile_best=128, implementation="tpu")
 
 
-@pytest.mark.parametrize(
-    ("queries", "kv_heads", "groups", "head_dim", "dtype", "options"),
-    [
-        pytest.param(1, 2, 8, 128, "bfloat16", {}, id="decode"),
-        pytest.param(
-            40, 2, 3, 64, "float32", {"causal": True, "over_queries": "max"}, id="causal-max"
-        ),
-        pytest.param(
-            *(40, 1, 2, 128, "float32", {"squares": True, "over_group": "max"}),
-            marks=pytest.mark.slow,
-            id="squares",
-        ),
-        pytest.param(
-            17,
-            1,
-            4,
-            128,
-            "bfloat16",
-            {"squares": True, "over_group": "first", "causal": True},
-            marks=pytest.mark.slow,
-            id="squares-first-causal",
-        ),
-        pytest.param(
-            33, 1, 4, 64, "float32", {"over_group": "first"}, marks=pytest.mark.slow, id="first"
-        ),
-    ],
+SQUARES, FIRST = {"squares": True}, {"over_group": "first"}
+
+
+@_table(
+    "queries, kv_heads, groups, head_dim, dtype, options",
+    {
+        "decode": (1, 2, 8, 128, "bfloat16", {}),
+        "causal-max": (40, 2, 3, 64, "float32", {"causal": True, "over_queries": "max"}),
+        "squares": (40, 1, 2, 128, "float32", {**SQUARES, "over_group": "max"}),
+        "squares-first-causal": (17, 1, 4, 128, "bfloat16", {**SQUARES, **FIRST, "causal": True}),
+        "first": (33, 1, 4, 64, "float32", FIRST),
+    },
+    "causal-max",
 )
 def test_attention_mass(
     queries: int, kv_heads: int, groups: int, head_dim: int, dtype: str, options: dict
@@ -220,12 +234,8 @@ def test_attention_mass(
     """Two tiles of queries, the second one not full; padded queries and far keys hold NaN."""
     lengths = np.array((*LENGTHS, 300), np.int32)
     valid = np.array([queries, queries, queries, queries - 1, 1, queries, 0], np.int32)
-    q, k, lse = _random(
-        dtype,
-        (7, queries, kv_heads * groups, head_dim),
-        (7, kv_heads, 300, head_dim),
-        (7, queries, kv_heads * groups),
-    )
+    shape = 7, queries, kv_heads * groups
+    q, k, lse = _random(dtype, (*shape, head_dim), (7, kv_heads, 300, head_dim), shape)
     lse = lse.astype("float32")
     lse[5, 0, 0] = -np.inf
     options = dict(options)
@@ -245,15 +255,16 @@ def test_attention_mass(
             np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("lists", "kv_heads", "groups", "page_size", "dtype", "form"),
-    [
-        pytest.param(2, 2, 3, 16, "bfloat16", "", id="by-kv-head"),
-        pytest.param(4, 2, 2, 8, "float32", "prior", id="by-query-head-with-a-prior"),
-        pytest.param(2, 2, 3, 8, "float32", "flat, prior", id="flat-with-a-prior"),
-        pytest.param(1, 1, 8, 64, "float32", "", marks=pytest.mark.slow, id="mqa-large-pages"),
-        pytest.param(2, 2, 1, 16, "bfloat16", "flat", marks=pytest.mark.slow, id="flat"),
-    ],
+@_table(
+    "lists, kv_heads, groups, page_size, dtype, form",
+    {
+        "by-kv-head": (2, 2, 3, 16, "bfloat16", ""),
+        "by-query-head-with-a-prior": (4, 2, 2, 8, "float32", "prior"),
+        "flat-with-a-prior": (2, 2, 3, 8, "float32", "flat, prior"),
+        "mqa-large-pages": (1, 1, 8, 64, "float32", ""),
+        "flat": (2, 2, 1, 16, "bfloat16", "flat"),
+    },
+    *("by-query-head-with-a-prior", "flat-with-a-prior"),
 )
 def test_sparse_decode_attention(
     lists: int, kv_heads: int, groups: int, page_size: int, dtype: str, form: str
@@ -320,16 +331,14 @@ def test_reasons_against_the_sparse_kernel(changes: dict, reason: str | None) ->
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "reason"),
     [
-        (128, "bfloat16", None),
-        (64, "float32", None),
+        *((128, "bfloat16", "None"), (64, "float32", "None")),
         (32, "float32", "head dim 32 is not one of"),
         (128, "float16", "bfloat16 and float32, not float16"),
     ],
 )
-def test_reasons_against_keys(head_dim: int, dtype: str, reason: str | None) -> None:
+def test_reasons_against_keys(head_dim: int, dtype: str, reason: str) -> None:
     q = jnp.ones((1, 1, 1, head_dim), dtype)
-    for found in (unsupported_keys(q), topk_tpu.unsupported(q, None)):
-        assert found is None if reason is None else reason in str(found)
+    assert reason in str(unsupported_keys(q)) and reason in str(topk_tpu.unsupported(q, None))
 
 
 @pytest.mark.parametrize("slots", [1, 128, 129, 4096, 4097, 5000, 131072])
@@ -340,3 +349,61 @@ def test_blocks_of_keys_cover_the_cache_evenly(slots: int) -> None:
         assert block % 128 == 0 and block <= max(128, most)
         assert (-(-slots // block) - 1) * block < slots
         assert -(-slots // block) == -(-slots // max(128, most // 128 * 128))
+
+
+# Of planes: two rows, two kv heads and their slots.
+FILLED, NONE = jnp.array([200, 256], jnp.int32), jnp.zeros(2, jnp.int32)
+
+
+def _decode(q: jax.Array, k: Any, v: Any, **options: Any) -> Any:
+    return decode_tpu.decode_attention(q, k, v, FILLED, scale=0.3, block=128, **options)
+
+
+def _topk(q: jax.Array, k: Any, v: Any, **options: Any) -> Any:
+    tolerance = jnp.zeros(q.shape[:3])
+    return topk_tpu.topk_scores(q, k, NONE, FILLED, tolerance, count=4, **options)
+
+
+def _mass(q: jax.Array, k: Any, v: Any, **options: Any) -> Any:
+    how = Reduction(valid=NONE + 1, scale=0.3)
+    return mass_tpu.attention_mass(q, k, jnp.zeros(q.shape[:3]), FILLED, how, **options)
+
+
+def _sparse(q: jax.Array, k: Any, v: Any, **options: Any) -> Any:
+    pages = jnp.array([[0, 5, 11, -1], [15, 2, 3, 9]], jnp.int32)
+    pages = jnp.broadcast_to(pages[:, None], (2, 2, 4))
+    return sparse_tpu.sparse_decode_attention(
+        q, k, v, pages, NONE, FILLED, page_size=16, scale=0.3, **options
+    )
+
+
+@_table(
+    "kernel, head_dim, int8",
+    {
+        "decode": (_decode, 128, False),
+        "decode-narrow-heads": (_decode, 64, False),
+        "decode-int8": (_decode, 128, True),
+        "decode-int8-narrow-heads": (_decode, 64, True),
+        "topk": (_topk, 128, False),
+        "mass": (_mass, 128, False),
+        "sparse": (_sparse, 128, False),
+    },
+    *("topk", "decode-int8-narrow-heads"),
+)
+def test_a_plane_is_read_as_its_part(kernel: Callable, head_dim: int, int8: bool) -> None:
+    """Where it lies in a stack, with the bits of the part alone."""
+    rng = np.random.default_rng(3)
+    q = jnp.asarray(rng.normal(size=(2, 1, 4, head_dim)), jnp.float32)
+    stacks = np.full((2, 3, 2, 2, 256, head_dim), np.nan, np.float32)
+    stacks[:, 1] = rng.normal(size=stacks[:, 1].shape)
+    run = jax.jit(partial(kernel, interpret=INTERPRET))
+    stored = _quantised(stacks) if int8 else jnp.asarray(stacks)
+
+    def plane(i: int) -> Any:
+        return jax.tree.map(lambda part: Plane(part[i], jnp.int32(1)), stored)
+
+    k, v = plane(0), plane(1)
+    found, expected = run(q, k, v), run(q, part_of(k), part_of(v))
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.isfinite(theirs).all()
+        np.testing.assert_array_equal(ours, theirs)

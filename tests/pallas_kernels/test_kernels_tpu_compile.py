@@ -5,7 +5,10 @@ kernel that asks for more.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,21 +36,6 @@ HEADS, ROW = P("data", "tensor"), P("data")  # [B, heads, ...] and [B]
 QUERIES = P("data", None, "tensor")  # [B, T, heads, ...]
 
 
-def cases(names: str, main: dict[str, tuple], also: dict[str, tuple]) -> pytest.MarkDecorator:
-    """A kernel's main cases for every chip, and others for the one whose tests are quick."""
-    chips = [(chip, () if chip == QUICK else pytest.mark.slow) for chip in TOPOLOGIES]
-    rows = [
-        pytest.param(chip, *case, id=f"{chip}-{label}", marks=marks)
-        for chip, marks in chips
-        for label, case in main.items()
-    ]
-    rows += [
-        pytest.param(QUICK, *case, id=f"{QUICK}-{label}", marks=pytest.mark.thorough)
-        for label, case in also.items()
-    ]
-    return pytest.mark.parametrize(f"mesh, {names}", rows, indirect=["mesh"])
-
-
 @functools.cache
 def _mesh(chip: str) -> Mesh:
     from jax.experimental import topologies
@@ -57,8 +45,8 @@ def _mesh(chip: str) -> Mesh:
 
 
 @pytest.fixture
-def mesh(request: pytest.FixtureRequest) -> Mesh:
-    return _mesh(request.param)
+def mesh() -> Mesh:
+    return _mesh(QUICK)
 
 
 @pytest.fixture(autouse=True)
@@ -83,165 +71,128 @@ def _compile(
     return jax.jit(manual, donate_argnums=donate).lower(*shapes).compile()
 
 
-def _assert_kernel_without_a_copy(
-    compiled: jax.stages.Compiled, name: str, cache_bytes: int
-) -> None:
-    """The kernel runs under its name, and the program holds nothing of the cache's size."""
+PAIR = QUERIES, QUERIES
+LONG = 131072
+
+
+def _bounds(rows: int, count: int = 1) -> list[tuple]:
+    return [(ROW, (rows,), jnp.int32)] * count
+
+
+def _decode(
+    head_dim: int = 128,
+    *,
+    rows: int = 4,
+    queries: int = 1,
+    kv_heads: int = 8,
+    groups: int = 4,
+    slots: int = 65536,
+    dtype: Any = jnp.bfloat16,
+    window: int | None = None,
+    int8: bool = False,
+) -> tuple:
+    shape = rows, kv_heads, slots, head_dim
+    parts = [(HEADS, shape, jnp.int8), (HEADS, shape[:3], jnp.bfloat16)]
+    stored = parts if int8 else [(HEADS, shape, dtype)]
+
+    def run(q: jax.Array, n: jax.Array, *arrays: jax.Array) -> Any:
+        halves = arrays[: len(stored)], arrays[len(stored) :]
+        k, v = (Quantised(*x, jnp.dtype(dtype)) if int8 else x[0] for x in halves)
+        return decode_attention(q, k, v, n, scale=0.1, window=window, query_start=n)
+
+    q = QUERIES, (rows, queries, kv_heads * groups, head_dim), dtype
+    cache_bytes = 2 * math.prod(shape) // 4 * jnp.dtype(stored[0][2]).itemsize
+    return "decode_attention", run, PAIR, (q, *_bounds(rows), *stored * 2), cache_bytes
+
+
+def _topk(queries: int, count: int, head_dim: int) -> tuple:
+    q = QUERIES, (2, queries, 32, head_dim), jnp.bfloat16
+    k = HEADS, (2, 8, LONG, head_dim), jnp.bfloat16
+    run = partial(topk_scores, count=count)
+    return "topk_scores", run, PAIR, (q, k, *_bounds(2, 2)), LONG * 4 * head_dim * 2
+
+
+def _mass(queries: int, head_dim: int, causal: bool = False, **options: Any) -> tuple:
+    def run(q: jax.Array, k: jax.Array, lse: jax.Array, n: jax.Array) -> Any:
+        start = n if causal else None
+        return attention_mass(q, k, lse, n, scale=0.1, causal_start=start, **options)
+
+    q = QUERIES, (2, queries, 32, head_dim), jnp.bfloat16
+    k = HEADS, (2, 8, LONG, head_dim), jnp.bfloat16
+    lse = QUERIES, (2, queries, 32), jnp.float32
+    outs = (HEADS, HEADS) if options.get("squares") else HEADS
+    # Against the logits, which the kernel never holds; a few queries' are as small as k.
+    logits = min(LONG * 4 * max(head_dim * 2, 8 * queries), 10 * 2**27)
+    return "attention_mass", run, outs, (q, k, lse, *_bounds(2)), logits
+
+
+def _sparse(lists: int, page_size: int, entries: int, flat: bool = False) -> tuple:
+    """A list a kv head or query head, or one of entries of all heads with a prior's query."""
+    q = QUERIES, (4, 1, 32, 128), jnp.bfloat16
+    cache = HEADS, (4, 8, LONG, 128), jnp.bfloat16
+    listed = ROW, (4, entries), jnp.int32
+    pages = [listed, listed, q] if flat else [(HEADS, (4, lists, entries), jnp.int32)]
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> Any:
+        start, stop, pages, *more = rest
+        given = dict(zip(("heads", "prior_query"), more, strict=False))
+        how = dict(page_size=page_size, scale=0.1)
+        return sparse_decode_attention(q, k, v, pages, start, stop, **how, **given)
+
+    arguments = q, cache, cache, *_bounds(4, 2), *pages
+    # Neither the cache nor the listed pages are copied.
+    gathered = 2 * 2 * lists * entries * page_size * 128 * 2
+    return "sparse_decode_attention", run, PAIR * (1 + flat), arguments, gathered
+
+
+MAIN = {
+    "decode-64": _decode(64),
+    "decode-128": _decode(128),
+    "decode-int8": _decode(128, int8=True),
+    "topk-prefill": _topk(512, 4, 128),
+    "mass-causal": _mass(512, 128, causal=True),
+    "mass-decode": _mass(1, 128),
+    "sparse": _sparse(8, 16, 256),
+    "sparse-flat-prior": _sparse(1, 64, 512, flat=True),
+}
+# Also for any group: with many queries, in float32, and where no block divides the cache.
+ODD = dict(rows=2, queries=5, kv_heads=4, slots=5000, dtype=jnp.float32)
+ALSO = {
+    "decode-64-window": _decode(64, window=4096),
+    "decode-128-window": _decode(128, window=4096),
+    "decode-64-int8": _decode(64, int8=True),
+    **{f"decode-group-{groups}": _decode(groups=groups, **ODD) for groups in (1, 3, 8)},
+    "topk-narrow-heads": _topk(512, 4, 64),
+    "topk-decode": _topk(1, 16, 128),
+    "mass-narrow-heads": _mass(512, 64, over_group="max"),
+    "mass-squares": _mass(2048, 128, squares=True),
+    "sparse-query-heads": _sparse(32, 64, 64),
+}
+
+
+@pytest.mark.parametrize(
+    ("chip", "program"),
+    [
+        *(
+            pytest.param(chip, program, id=f"{chip}-{label}", marks=marks)
+            for chip, marks in ((x, () if x == QUICK else pytest.mark.slow) for x in TOPOLOGIES)
+            for label, program in MAIN.items()
+        ),
+        *(
+            pytest.param(QUICK, program, id=f"{QUICK}-{label}", marks=pytest.mark.thorough)
+            for label, program in ALSO.items()
+        ),
+    ],
+)
+def test_a_kernel_compiles_without_a_copy(chip: str, program: tuple) -> None:
+    """It runs under its name, and the program holds nothing of the cache's size."""
+    name, run, outs, arguments, cache_bytes = program
+    compiled = _compile(run, _mesh(chip), outs, *arguments)
     text = compiled.as_text()
     assert "tpu_custom_call" in text and name in text
     assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 10
 
 
-@cases(
-    "head_dim, window",
-    {"64": (64, None), "128": (128, None)},
-    {"64-window": (64, 4096), "128-window": (128, 4096)},
-)
-def test_tpu_decode_attention_compiles(mesh: Mesh, head_dim: int, window: int | None) -> None:
-    cache = HEADS, (4, 8, 65536, head_dim), jnp.bfloat16
-    compiled = _compile(
-        lambda q, k, v, n: decode_attention(q, k, v, n, scale=0.1, window=window, query_start=n),
-        mesh,
-        (QUERIES, QUERIES),
-        (QUERIES, (4, 1, 32, head_dim), jnp.bfloat16),
-        cache,
-        cache,
-        (ROW, (4,), jnp.int32),
-    )
-    _assert_kernel_without_a_copy(compiled, "decode_attention", 2 * 65536 * 8 * head_dim * 2)
-
-
-@cases("head_dim", {"128": (128,)}, {"64": (64,)})
-def test_tpu_decode_attention_of_int8_compiles(mesh: Mesh, head_dim: int) -> None:
-    shape, bfloat16 = (4, 8, 65536, head_dim), jnp.dtype(jnp.bfloat16)
-    stored = [(HEADS, shape, jnp.int8), (HEADS, shape[:3], jnp.bfloat16)]
-
-    def attend(q, k, k_scales, v, v_scales, n):
-        keys, values = Quantised(k, k_scales, bfloat16), Quantised(v, v_scales, bfloat16)
-        return decode_attention(q, keys, values, n, scale=0.1)
-
-    compiled = _compile(
-        attend,
-        mesh,
-        (QUERIES, QUERIES),
-        (QUERIES, (4, 1, 32, head_dim), jnp.bfloat16),
-        *(stored * 2),
-        (ROW, (4,), jnp.int32),
-    )
-    _assert_kernel_without_a_copy(compiled, "decode_attention", 2 * 65536 * 8 * head_dim)
-
-
-@cases("groups", {}, {"1": (1,), "3": (3,), "8": (8,)})
-def test_tpu_decode_attention_compiles_for_any_group(mesh: Mesh, groups: int) -> None:
-    """Also with many queries, in float32, and where no block divides the cache."""
-    cache = HEADS, (2, 4, 5000, 128), jnp.float32
-    compiled = _compile(
-        lambda q, k, v, n: decode_attention(q, k, v, n, scale=0.1),
-        mesh,
-        (QUERIES, QUERIES),
-        (QUERIES, (2, 5, 4 * groups, 128), jnp.float32),
-        cache,
-        cache,
-        (ROW, (2,), jnp.int32),
-    )
-    _assert_kernel_without_a_copy(compiled, "decode_attention", 2 * 2 * 5000 * 128 * 4)
-
-
-@cases(
-    "queries, count, head_dim",
-    {"prefill": (512, 4, 128)},
-    {"narrow-heads": (512, 4, 64), "decode": (1, 16, 128)},
-)
-def test_tpu_topk_scores_compiles(mesh: Mesh, queries: int, count: int, head_dim: int) -> None:
-    slots = 131072
-    compiled = _compile(
-        lambda q, k, start, stop: topk_scores(q, k, start, stop, count=count),
-        mesh,
-        (QUERIES, QUERIES),
-        (QUERIES, (2, queries, 32, head_dim), jnp.bfloat16),
-        (HEADS, (2, 8, slots, head_dim), jnp.bfloat16),
-        *[(ROW, (2,), jnp.int32)] * 2,
-    )
-    _assert_kernel_without_a_copy(compiled, "topk_scores", slots * 4 * head_dim * 2)
-
-
-@cases(
-    "queries, head_dim, options",
-    {"causal": (512, 128, {"causal": True}), "decode": (1, 128, {})},
-    {
-        "narrow-heads": (512, 64, {"over_group": "max"}),
-        "squares": (2048, 128, {"squares": True}),
-    },
-)
-def test_tpu_attention_mass_compiles(
-    mesh: Mesh, queries: int, head_dim: int, options: dict
-) -> None:
-    slots = 131072
-    options = dict(options)
-    causal, squares = options.pop("causal", False), options.get("squares", False)
-    compiled = _compile(
-        lambda q, k, lse, n: attention_mass(
-            q, k, lse, n, scale=0.1, causal_start=n if causal else None, **options
-        ),
-        mesh,
-        (HEADS, HEADS) if squares else HEADS,
-        (QUERIES, (2, queries, 32, head_dim), jnp.bfloat16),
-        (HEADS, (2, 8, slots, head_dim), jnp.bfloat16),
-        (QUERIES, (2, queries, 32), jnp.float32),
-        (ROW, (2,), jnp.int32),
-    )
-    # Against the logits, which the kernel never holds; a few queries' are as small as k.
-    logits = slots * 4 * max(head_dim * 2, 8 * queries)
-    _assert_kernel_without_a_copy(compiled, "attention_mass", min(logits, 10 * 2**27))
-
-
-@cases("lists, page_size", {"kv-heads": (8, 16)}, {"query-heads": (32, 64)})
-def test_tpu_sparse_decode_attention_compiles(mesh: Mesh, lists: int, page_size: int) -> None:
-    slots = 131072
-    cache = HEADS, (4, 8, slots, 128), jnp.bfloat16
-    compiled = _compile(
-        lambda q, k, v, pages, start, stop: sparse_decode_attention(
-            q, k, v, pages, start, stop, page_size=page_size, scale=0.1
-        ),
-        mesh,
-        (QUERIES, QUERIES),
-        (QUERIES, (4, 1, 32, 128), jnp.bfloat16),
-        cache,
-        cache,
-        (HEADS, (4, lists, 4096 // page_size), jnp.int32),
-        *[(ROW, (4,), jnp.int32)] * 2,
-    )
-    # Neither the cache nor the listed pages are copied.
-    gathered = 2 * 2 * lists * 4096 * 128 * 2
-    _assert_kernel_without_a_copy(compiled, "sparse_decode_attention", gathered)
-
-
-@cases("entries", {"512": (512,)}, {})
-def test_tpu_flat_sparse_decode_attention_with_a_prior_compiles(mesh: Mesh, entries: int) -> None:
-    slots = 131072
-    cache = HEADS, (4, 8, slots, 128), jnp.bfloat16
-    q, listed = (QUERIES, (4, 1, 32, 128), jnp.bfloat16), (ROW, (4, entries), jnp.int32)
-    compiled = _compile(
-        lambda q, prior, k, v, heads, pages, start, stop: sparse_decode_attention(
-            *(q, k, v, pages, start, stop),
-            heads=heads,
-            page_size=64,
-            scale=0.1,
-            prior_query=prior,
-        ),
-        mesh,
-        (QUERIES,) * 4,
-        *(q, q, cache, cache, listed, listed),
-        *[(ROW, (4,), jnp.int32)] * 2,
-    )
-    gathered = 2 * 2 * entries * 64 * 128 * 2
-    _assert_kernel_without_a_copy(compiled, "sparse_decode_attention", gathered)
-
-
-on_one_chip = pytest.mark.parametrize("mesh", [QUICK], indirect=True)
-
-
-@on_one_chip
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tpu_causal_attention_compiles(mesh: Mesh, head_dim: int, window: int | None) -> None:
@@ -249,48 +200,41 @@ def test_tpu_causal_attention_compiles(mesh: Mesh, head_dim: int, window: int | 
     compiled = _compile(
         lambda q, k, v: causal_attention(q, k, v, scale=0.1, window=window),
         mesh,
-        (QUERIES, QUERIES),
+        PAIR,
         (QUERIES, (2, 600, 16, head_dim), jnp.bfloat16),
         *(fresh, fresh),
     )
     assert "tpu_custom_call" in compiled.as_text()
 
 
-def _compile_cache_attention(
-    mesh: Mesh, batch: int, queries: int, slots: int, head_dim: int, window: int | None = None
-) -> jax.stages.Compiled:
+@pytest.mark.parametrize(
+    ("batch", "queries", "slots", "head_dim", "window"),
+    [
+        (2, 256, 65536, 64, None),
+        (8, 256, 65536, 128, None),
+        pytest.param(2, 2048, 32768, 128, 4096, marks=pytest.mark.slow),
+    ],
+)
+def test_tpu_cache_attention_compiles_without_copying_the_cache(
+    mesh: Mesh, batch: int, queries: int, slots: int, head_dim: int, window: int | None
+) -> None:
+    """Splash has no window against a cache: XLA's loop, without a T x S matrix of scores."""
     cache = HEADS, (batch, 4, slots, head_dim), jnp.bfloat16
-    return _compile(
+    compiled = _compile(
         lambda q, k, v, n: cache_attention(q, k, v, n, scale=0.1, window=window, query_start=n),
         mesh,
-        (QUERIES, QUERIES),
+        PAIR,
         (QUERIES, (batch, queries, 16, head_dim), jnp.bfloat16),
-        *(cache, cache),
-        (ROW, (batch,), jnp.int32),
+        *(cache, cache, *_bounds(batch)),
     )
+    kernels = compiled.as_text().count("tpu_custom_call")
+    # Whole blocks, and the cut one.
+    assert kernels == 0 if window else kernels >= 2
+    scores, cache_bytes = queries * slots * 8 * 4, batch // 2 * 2 * slots * head_dim * 2 * 2
+    most = scores if window else cache_bytes
+    assert compiled.memory_analysis().temp_size_in_bytes < most / 20
 
 
-@on_one_chip
-@pytest.mark.parametrize(("head_dim", "batch"), [(64, 2), (128, 8)])
-def test_tpu_cache_attention_compiles_without_copying_the_cache(
-    mesh: Mesh, head_dim: int, batch: int
-) -> None:
-    compiled = _compile_cache_attention(mesh, batch, 256, 65536, head_dim)
-    assert compiled.as_text().count("tpu_custom_call") >= 2  # whole blocks, and the cut one
-    cache_bytes = batch // 2 * 2 * 65536 * head_dim * 2 * 2
-    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 20
-
-
-@pytest.mark.slow
-@on_one_chip
-def test_tpu_windowed_cache_attention_compiles_to_streaming_xla(mesh: Mesh) -> None:
-    """Splash has no window against a cache: XLA's loop, without a T x S matrix of scores."""
-    compiled = _compile_cache_attention(mesh, 2, 2048, 32768, 128, window=4096)
-    assert "tpu_custom_call" not in compiled.as_text()
-    assert compiled.memory_analysis().temp_size_in_bytes < 2048 * 32768 * 8 * 4 / 20
-
-
-@on_one_chip
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tpu_decode_after_an_append_compiles_in_place(mesh: Mesh, head_dim: int) -> None:
     def append_and_decode(q, fresh, k, v, lengths):
@@ -316,7 +260,6 @@ def test_tpu_decode_after_an_append_compiles_in_place(mesh: Mesh, head_dim: int)
 
 
 @pytest.mark.slow
-@on_one_chip
 def test_selection_for_a_tpu_compiles_without_scatter_or_sort(mesh: Mesh) -> None:
     def select(scores, k):
         return select_large_k(scores, jnp.broadcast_to(k[:, None], scores.shape[:2]), size=4096)

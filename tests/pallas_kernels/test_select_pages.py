@@ -1,4 +1,4 @@
-"""The best pages by their digests, against the definition and by what must hold."""
+"""The scores of pages and the best of them by their digests, against the definitions."""
 
 import functools
 from typing import Any
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch, hopper
+from pallas_kernels.page_scores import page_scores
 from pallas_kernels.plane import Plane
 from pallas_kernels.select_pages import SharedPages, select_pages
 
@@ -43,6 +44,7 @@ def _run(together: bool, name: str | None = None, size: int = SIZE) -> Any:
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["box", "ball", "point"])
+@pytest.mark.quick("box-float32", "ball-bfloat16", "point-float16-True")
 def test_ragged_rows_are_listed_as_the_definition_says(kind: str, dtype: str, together: bool):
     arguments = *_digests(kind, dtype), FIRST, LAST, COUNT
     lists = np.asarray(_run(together)(*arguments))
@@ -77,20 +79,18 @@ def test_lists_longer_than_the_cache_end_in_none() -> None:
     arguments = *_digests("box"), FIRST, LAST, COUNT * 10
     lists = _run(False, size=PAGES + 9)(*arguments)
     assert (lists[0] == jnp.where(jnp.arange(33) < PAGES, jnp.arange(33), -1)).all()
-    np.testing.assert_array_equal(
-        lists, _run(False, "reference", PAGES + 9)(*arguments[:-1], COUNT * 10)
-    )
+    np.testing.assert_array_equal(lists, _run(False, "reference", PAGES + 9)(*arguments))
 
 
-def test_planes_are_their_layers_part() -> None:
+def test_planes_are_their_layers_part_and_one_count_serves_all_rows() -> None:
     q, high, low, _ = _digests("box")
 
     @jax.jit
     def of_planes(q: Any, high: Any, low: Any) -> Any:
         planes = [Plane(jnp.stack([x * 0, x, -x]), jnp.int32(1)) for x in (high, low)]
-        return select_pages(q, *planes, None, FIRST, LAST, COUNT, size=SIZE)
+        return select_pages(q, *planes, None, FIRST, LAST, 4, size=SIZE)
 
-    expected = _run(False)(q, high, low, None, FIRST, LAST, COUNT)
+    expected = _run(False)(q, high, low, None, FIRST, LAST, jnp.full_like(COUNT, 4))
     np.testing.assert_array_equal(of_planes(q, high, low), expected)
 
 
@@ -121,6 +121,7 @@ def _shared(kind: str, dtype: str, *, spare: int = 3) -> tuple[tuple[Any, ...], 
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["box", "ball", "point"])
+@pytest.mark.quick("box-bfloat16-True", "ball-float32-False", "point-float32-True")
 def test_rows_that_share_pages_list_what_each_lists_alone(kind: str, dtype: str, together: bool):
     whole, (*parted, shared) = _shared(kind, dtype)
     bounds = SHARED_FIRST, SHARED_LAST, COUNT
@@ -139,13 +140,6 @@ def test_rows_that_share_pages_list_what_each_lists_alone(kind: str, dtype: str,
         alone = (x if x is None else np.asarray(x)[row : row + 1] for x in (*whole, *bounds))
         np.testing.assert_array_equal(expected[row : row + 1], _run(together)(*alone))
     np.testing.assert_array_equal(expected[2, 0], [17, 18, 19, 20, 21, 22, -1])
-
-
-def test_one_count_serves_all_rows() -> None:
-    digests = _digests("point")
-    lists = select_pages(*digests, FIRST, LAST, 4, size=SIZE)
-    expected = _run(False)(*digests, FIRST, LAST, jnp.full_like(COUNT, 4))
-    np.testing.assert_array_equal(lists, expected)
 
 
 def test_a_gpu_takes_its_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,15 +177,69 @@ def test_a_gpu_takes_its_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_does_not_fit_is_refused(unchecked_signatures) -> None:
     q, high, low, _ = _digests("box")
     radius = high[..., 0]
-    with pytest.raises(ValueError, match="query heads a multiple"):
-        select_pages(q[:, :5], high, low, None, FIRST, LAST, COUNT, size=SIZE)
-    with pytest.raises(ValueError, match="a box or a ball"):
-        select_pages(q, high, low, radius, FIRST, LAST, COUNT, size=SIZE)
     shared = SharedPages(high[:1], low[:1], None, jnp.array([8], jnp.int32))
-    with pytest.raises(ValueError, match="of another form than the rows' own"):
-        select_pages(q, high, None, None, FIRST, LAST, COUNT, size=SIZE, shared=shared)
+    box = q, high, low
+    for digests, count, given, message in (
+        ((q[:, :5], high, low, None), COUNT, {}, "query heads a multiple"),
+        ((*box, radius), COUNT, {}, "a box or a ball"),
+        ((q, high, None, None), COUNT, dict(shared=shared), "of another form than the rows' own"),
+        (
+            (*box, None),
+            COUNT,
+            dict(shared=shared._replace(high=high, low=low)),
+            "query heads a multiple",
+        ),
+        ((*box, None), 8, {}, "count 8 does not fit size 7"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            select_pages(*digests, FIRST, LAST, count, size=SIZE, **given)
+
+
+FILLED = jnp.array([0, 1, 5, 6], jnp.int32)
+SCORES = jax.jit(page_scores)
+
+
+def _bounds(kv_heads: int, groups: int, dtype: str) -> tuple[np.ndarray, ...]:
+    """q [B,N,H], keys [B,K,6,4,H] of several magnitudes as `dtype` holds them, and their ends."""
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(len(FILLED), kv_heads * groups, 16))
+    keys = rng.normal(size=(len(FILLED), kv_heads, 6, 4, 16))
+    keys *= 10.0 ** rng.integers(-2, 3, size=keys.shape)
+    q, keys = (np.asarray(jnp.asarray(x, dtype).astype(jnp.float32)) for x in (q, keys))
+    return q, keys, keys.max(axis=3), keys.min(axis=3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("kv_heads", "groups"), [(2, 4), (3, 1), (1, 8)])
+def test_page_scores_bound_every_key(dtype: str, kv_heads: int, groups: int) -> None:
+    """The score is the box's best corner; only the sum rounds. Nothing unfilled is looked at."""
+    q, keys, *bounds = _bounds(kv_heads, groups, dtype)
+    filled = np.arange(6) < np.asarray(FILLED)[:, None, None]
+    stored = (np.where(filled[..., None], x, np.nan) for x in bounds)
+    scores = SCORES(*(jnp.asarray(x, dtype) for x in (q, *stored)), FILLED)
+    assert scores.dtype == jnp.float32
+    filled = np.broadcast_to(filled, scores.shape)
+    assert np.isneginf(np.asarray(scores)[~filled]).all()
+    q, keys, *bounds = (x.astype(np.float64) for x in (q, keys, *bounds))
+    keys, *bounds = (np.repeat(x, groups, axis=1) for x in (keys, *bounds))
+    terms = np.maximum(*(q[:, :, None] * x for x in bounds))
+    rounding = 1e-6 * np.abs(terms).sum(axis=3)
+    scores = np.where(filled, scores, terms.sum(axis=3))
+    assert (np.abs(scores - terms.sum(axis=3)) <= rounding).all()
+    assert (scores >= np.einsum("bnh,bnpzh->bnpz", q, keys).max(axis=3) - rounding).all()
+
+
+def test_float32_bounds_are_multiplied_at_the_highest_precision() -> None:
+    """The default precision of a TPU would round them to bfloat16; a CPU's does not."""
+    q, _, *bounds = _bounds(2, 4, "float32")
+    with jax.default_matmul_precision("default"):
+        program = str(jax.make_jaxpr(SCORES)(q, *bounds, FILLED))
+    assert program.count("Precision.HIGHEST") == 4  # both operands of two matmuls
+
+
+def test_bounds_of_other_shapes_are_refused(unchecked_signatures) -> None:
+    q, _, *bounds = map(jnp.asarray, _bounds(2, 4, "float32"))
     with pytest.raises(ValueError, match="query heads a multiple"):
-        shared = shared._replace(high=high, low=low)
-        select_pages(q, high, low, None, FIRST, LAST, COUNT, size=SIZE, shared=shared)
-    with pytest.raises(ValueError, match="count 8 does not fit size 7"):
-        select_pages(q, high, low, None, FIRST, LAST, 8, size=SIZE)
+        page_scores(q[:, :3], *bounds, FILLED)
+    with pytest.raises(ValueError, match="one dtype"):
+        page_scores(q, bounds[0], bounds[1].astype(jnp.bfloat16), FILLED)

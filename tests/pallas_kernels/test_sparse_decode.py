@@ -1,9 +1,8 @@
 """Attention to chosen pages against a softmax written out in numpy, and what it keeps in memory."""
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,16 +119,14 @@ def _by_numpy(case: Case, lists: jax.Array, arrays: tuple[jax.Array, ...]) -> li
     for b, n in np.ndindex(ROWS, heads):
         kv = n // case.groups
         pages = set(np.asarray(lists)[b, n * lists.shape[1] // heads].tolist())
-        slots = [
-            s
-            for s in range(max(0, STARTS[b]), min(STOPS[b], SLOTS))
-            if s // case.page_size in pages
-        ]
-        behind = prior[b, n, slots] if case.prior != "query" else None
-        if behind is None:
+        held = range(max(0, STARTS[b]), min(STOPS[b], SLOTS))
+        slots = [s for s in held if s // case.page_size in pages]
+        scores = case.scale * k[b, kv, slots] @ q[b, 0, n]
+        if case.prior == "query":
             behind = case.scale * k[b, kv, slots] @ prior[b, 0, n]
-        both = (case.scale * k[b, kv, slots] @ q[b, 0, n], out, lse), (behind,)
-        for logits, o, e in (both[0], (*both[1], out_prior, lse_prior)):
+        else:
+            behind = prior[b, n, slots]
+        for logits, o, e in ((scores, out, lse), (behind, out_prior, lse_prior)):
             if np.isfinite(logits).any():
                 weights = np.exp(logits - logits.max())
                 o[b, 0, n] = weights @ v[b, kv, slots] / weights.sum()
@@ -167,16 +164,8 @@ def test_attention_to_chosen_pages(case: Case) -> None:
     assert np.isneginf(expected[1][[2, 5]]).all() and np.isfinite(expected[1]).any()
 
 
-@functools.cache
-def _small(lists: str) -> Callable:
-    """Compiled once for all that hypothesis draws; two entries a block."""
-    options = dict(page_size=4, scale=0.5, block=2)
-    if lists == "flat":
-        run = partial(xla.sparse_decode_attention, **options)
-        return jax.jit(
-            lambda q, k, v, heads, *rest, **given: run(q, k, v, *rest, heads=heads, **given)
-        )
-    return jax.jit(partial(xla.sparse_decode_attention, **options))
+# Compiled once for all that hypothesis draws; two entries a block.
+small = jax.jit(partial(xla.sparse_decode_attention, page_size=4, scale=0.5, block=2))
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -197,20 +186,19 @@ def test_any_bounds_and_lists_attend_alike_in_every_form(
     chosen = rng.random(order.shape) < 0.5
     lists, others = (jnp.asarray(np.where(x, order, -1), jnp.int32) for x in (chosen, ~chosen))
     limits = tuple(jnp.array(x, jnp.int32) for x in zip(*bounds, strict=True))
-    shared = _small("kv heads")
+
+    def attend(pages: jax.Array, **given: jax.Array) -> Any:
+        return small(q, k, v, pages, *limits, prior=prior, **given)
+
     near = partial(np.testing.assert_allclose, atol=1e-5)
-    results = shared(q, k, v, lists, *limits, prior=prior)
-    each = _small("query heads")(q, k, v, jnp.repeat(lists, 2, axis=1), *limits, prior=prior)
-    flat = _small("flat")(q, k, v, *_flat(lists, seed), *limits, prior=prior)
-    jax.tree.map(near, each, results)
-    jax.tree.map(near, flat, results)
-    rest = shared(q, k, v, others, *limits, prior=prior)
-    whole = jnp.broadcast_to(jnp.arange(5, dtype=jnp.int32), (2, 2, 5))
-    everything = shared(q, k, v, whole, *limits, prior=prior)
+    results, rest = attend(lists), attend(others)
+    heads, pages = _flat(lists, seed)
+    jax.tree.map(near, attend(jnp.repeat(lists, 2, axis=1)), results)
+    jax.tree.map(near, attend(pages, heads=heads), results)
+    everything = attend(jnp.broadcast_to(jnp.arange(5, dtype=jnp.int32), (2, 2, 5)))
     for i in (0, 2):
-        jax.tree.map(
-            near, merge([results[i : i + 2], rest[i : i + 2]]), tuple(everything[i : i + 2])
-        )
+        merged = merge([results[i : i + 2], rest[i : i + 2]])
+        jax.tree.map(near, merged, tuple(everything[i : i + 2]))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
@@ -218,15 +206,10 @@ def test_one_list_may_be_for_all_heads_and_begin_at_any_page(implementation: str
     case = Case(dtype="float32")
     *arrays, _ = _inputs(case)
     lists = _lists(case)[:, :1]
-    run = partial(
-        sparse_decode_attention,
-        *arrays,
-        start=jnp.array(STARTS),
-        stop=jnp.array(STOPS),
-        page_size=case.page_size,
-        scale=case.scale,
-        implementation=implementation,
-    )
+    how = dict(page_size=case.page_size, scale=case.scale, implementation=implementation)
+    run = partial(sparse_decode_attention, *arrays, **how)
+    run = partial(run, start=jnp.array(STARTS), stop=jnp.array(STOPS))
+    run = jax.jit(run, static_argnames="first_page")
     each = jnp.broadcast_to(lists, (ROWS, case.kv_heads, lists.shape[2]))
     expected, found = run(each), run(lists)
     later = run(jnp.where(lists > 0, lists - 1, -1), first_page=1)
@@ -241,6 +224,7 @@ def test_one_list_may_be_for_all_heads_and_begin_at_any_page(implementation: str
 
 @pytest.mark.parametrize("split", [0, 8, 24])
 @pytest.mark.parametrize("lists", ["kv heads", "query heads"])
+@pytest.mark.quick("kv heads-24", "query heads-8")
 def test_rows_that_share_slots_attend_as_alone(lists: str, split: int) -> None:
     """Each row over all its slots, in a cache of its own, is the definition."""
     case = Case(lists=lists, prior=None)
@@ -270,32 +254,30 @@ def test_rows_that_share_slots_attend_as_alone(lists: str, split: int) -> None:
         np.testing.assert_allclose(np.asarray(found[0])[row], alone[0][0], atol=1e-5)
 
 
-def _temporaries(page_size: int, lists: tuple[int, ...], flat: bool = False) -> int:
-    """Bytes for 32 heads over 8 of 128 and a bfloat16 cache of a million slots, 4 GB."""
-    shape = jax.ShapeDtypeStruct
-    cache = shape((1, 8, 2**20, 128), jnp.bfloat16)
-    q = shape((1, 1, 32, 128), jnp.bfloat16)
-    ids = shape(lists, jnp.int32)
-    bounds = [shape((1,), jnp.int32)] * 2
-    given = dict(prior=shape((1, 32, 2**20), jnp.float32)) | (dict(heads=ids) if flat else {})
-    run = jax.jit(partial(sparse_decode_attention, page_size=page_size, scale=0.1))
-    compiled = run.lower(q, cache, cache, ids, *bounds, **given).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
 @pytest.mark.parametrize(
-    ("page_size", "lists"), [(16, (1, 8, 4096)), (16, (1, 32, 512)), (1, (1, 8, 16384))]
+    ("page_size", "lists"),
+    [
+        *((16, (1, *x)) for x in ((8, 4096), (32, 512), (32768,))),
+        (1, (1, 8, 16384)),
+        (1, (1, 32768)),
+    ],
 )
 def test_long_lists_copy_blocks_of_pages_and_never_the_cache(
     page_size: int, lists: tuple[int, ...]
 ) -> None:
-    """Up to 65,536 slots a head are chosen: 268 MB of keys and values."""
-    assert _temporaries(page_size, lists) < 128 * 2**20
+    """Of 32 heads over 8 of 128 and a bfloat16 cache of a million slots, 4 GB.
 
-
-@pytest.mark.parametrize("page_size", [16, 1])
-def test_long_flat_lists_copy_blocks_of_pages_and_never_the_cache(page_size: int) -> None:
-    assert _temporaries(page_size, (1, 32768), flat=True) < 128 * 2**20
+    Up to 65,536 slots a head are chosen: 268 MB of keys and values.
+    """
+    shape = jax.ShapeDtypeStruct
+    cache = shape((1, 8, 2**20, 128), jnp.bfloat16)
+    q = shape((1, 1, 32, 128), jnp.bfloat16)
+    ids, bounds = shape(lists, jnp.int32), [shape((1,), jnp.int32)] * 2
+    given = dict(prior=shape((1, 32, 2**20), jnp.float32))
+    given |= dict(heads=ids) if len(lists) == 2 else {}
+    run = jax.jit(partial(sparse_decode_attention, page_size=page_size, scale=0.1))
+    compiled = run.lower(q, cache, cache, ids, *bounds, **given).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 128 * 2**20
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -339,31 +321,22 @@ def test_bad_arguments_are_named(unchecked_signatures) -> None:
     q, k, v, prior = _inputs(case)
     lists = _lists(case)
     bounds = [jnp.array(x, jnp.int32) for x in (STARTS, STOPS)]
-    options = dict(page_size=8, scale=1.0)
-    with pytest.raises(ValueError, match="2 kv heads or 8 query heads, or for all"):
-        sparse_decode_attention(q, k, v, jnp.tile(lists, (1, 2, 1))[:, :3], *bounds, **options)
-    with pytest.raises(ValueError, match="pages of 0 slots"):
-        sparse_decode_attention(q, k, v, lists, *bounds, page_size=0, scale=1.0)
-    with pytest.raises(ValueError, match=r"expected float32\(7, 8, 43\)"):
-        sparse_decode_attention(q, k, v, lists, *bounds, **options, prior=prior[..., 1:])
-    with pytest.raises(ValueError, match="both prior and prior_query"):
-        sparse_decode_attention(q, k, v, lists, *bounds, **options, prior=prior, prior_query=q)
-    with pytest.raises(ValueError, match="as q has"):
-        sparse_decode_attention(q, k, v, lists, *bounds, **options, prior_query=q[:, :, 1:])
-    with pytest.raises(ValueError, match="one shape"):
-        sparse_decode_attention(q, k, v, lists[:, 0, 1:], *bounds, heads=lists[:, 0], **options)
-    with pytest.raises(ValueError, match="attend to those slots in a call of their own"):
-        sparse_decode_attention(q, k, v, lists, *bounds, **options, around=Around(bounds[1], 1, 1))
-    with pytest.raises(ValueError, match="does not fit"):
-        sparse_decode_attention(q[:, :, :3], k, v, lists, *bounds, **options)
-    with pytest.raises(ValueError, match="beside given with a prior"):
-        beside = (q, prior[:, None, :, 0])
-        sparse_decode_attention(q, k, v, lists, *bounds, **options, prior=prior, beside=beside)
     shared = Shared(k[:1], v[:1], jnp.array([8], jnp.int32))
-    with pytest.raises(ValueError, match="first_page or beside given with"):
-        sparse_decode_attention(q, k, v, lists, *bounds, **options, shared=shared, first_page=1)
-    with pytest.raises(ValueError, match="shared slots given with a flat list or a prior"):
-        sparse_decode_attention(q, k, v, lists, *bounds, **options, shared=shared, prior_query=q)
-    with pytest.raises(ValueError, match="does not fit"):
-        shared = Shared(k, v, jnp.array([8], jnp.int32))
-        sparse_decode_attention(q, k, v, lists, *bounds, **options, shared=shared)
+    beside = q, prior[:, None, :, 0]
+    for changed, message in (
+        (dict(pages=jnp.tile(lists, (1, 2, 1))[:, :3]), "2 kv heads or 8 query heads, or for all"),
+        (dict(page_size=0), "pages of 0 slots"),
+        (dict(prior=prior[..., 1:]), r"expected float32\(7, 8, 43\)"),
+        (dict(prior=prior, prior_query=q), "both prior and prior_query"),
+        (dict(prior_query=q[:, :, 1:]), "as q has"),
+        (dict(pages=lists[:, 0, 1:], heads=lists[:, 0]), "one shape"),
+        (dict(around=Around(bounds[1], 1, 1)), "attend to those slots in a call of their own"),
+        (dict(q=q[:, :, :3]), "does not fit"),
+        (dict(prior=prior, beside=beside), "beside given with a prior"),
+        (dict(shared=shared, first_page=1), "first_page or beside given with"),
+        (dict(shared=shared, prior_query=q), "shared slots given with a flat list or a prior"),
+        (dict(shared=shared._replace(k=k, v=v)), "does not fit"),
+    ):
+        given = dict(q=q, k=k, v=v, pages=lists, start=bounds[0], stop=bounds[1], page_size=8)
+        with pytest.raises(ValueError, match=message):
+            sparse_decode_attention(**given | changed, scale=1.0)

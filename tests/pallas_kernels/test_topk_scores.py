@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.topk_scores import merge_topk, reference, topk_scores, xla
+from tests.drawing import normal
 
 # Of a block of 32 keys: rows that begin and end beside its edges, an empty one, one that is whole.
 SLOTS = 80
@@ -62,6 +63,10 @@ CASES = {
 }
 
 
+def _bounds(start: tuple[int, ...], stop: tuple[int, ...]) -> list[jax.Array]:
+    return [jnp.array(x, jnp.int32) for x in (start, stop)]
+
+
 def _inputs(case: Case, seed: int = 0) -> tuple[jax.Array, ...]:
     """q, k, start, stop and tolerance; NaN outside the rows' slots."""
     rng = np.random.default_rng(seed)
@@ -79,13 +84,8 @@ def _inputs(case: Case, seed: int = 0) -> tuple[jax.Array, ...]:
     slots = np.arange(SLOTS)
     held = (slots >= np.array(STARTS)[:, None]) & (slots < np.array(STOPS)[:, None])
     k = np.where(held[:, None, :, None], k, np.nan)
-    return (
-        jnp.asarray(q, case.dtype),
-        jnp.asarray(k, case.dtype),
-        jnp.array(STARTS, jnp.int32),
-        jnp.array(STOPS, jnp.int32),
-        jnp.full(q.shape[:3], case.tolerance, jnp.float32),
-    )
+    q, k = (jnp.asarray(x, case.dtype) for x in (q, k))
+    return q, k, *_bounds(STARTS, STOPS), jnp.full(q.shape[:3], case.tolerance, jnp.float32)
 
 
 def _by_numpy(case: Case, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -109,10 +109,6 @@ def _by_numpy(case: Case, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.
     return values, indices
 
 
-def _exact(x: jax.Array) -> np.ndarray:
-    return np.asarray(x.astype(jnp.float32))
-
-
 def _run(count: int, tile_best: int | None = None, implementation: str = "xla") -> Callable:
     """The door, compiled."""
     options = dict(count=count, tile_best=tile_best, implementation=implementation)
@@ -123,7 +119,7 @@ def _run(count: int, tile_best: int | None = None, implementation: str = "xla") 
 def test_best_keys(case: Case) -> None:
     """Both implementations name numpy's slots in numpy's order; nothing outside is looked at."""
     q, k, *rest = _inputs(case)
-    values, indices = _by_numpy(case, _exact(q), _exact(k))
+    values, indices = _by_numpy(case, *(np.asarray(x.astype(jnp.float32)) for x in (q, k)))
     options = dict(count=case.count, tile_best=case.tile_best)
     runs = {
         "xla": jax.jit(partial(xla.topk_scores, **options, blocks=case.blocks)),
@@ -137,58 +133,48 @@ def test_best_keys(case: Case) -> None:
     assert (indices[5] == -1).all() and np.isneginf(values[5]).all()
 
 
-def test_equal_scores_go_to_the_first_slots() -> None:
-    """Zeros of either sign are equal."""
-    case = CASES["all-equal"]
-    q, k, start, stop, _ = _inputs(case)
-    values, indices = _run(4)(q, k, start, stop)
-    np.testing.assert_array_equal(indices[0, 0, 0], [0, 1, 2, 3])
-    np.testing.assert_array_equal(indices[6, 0, 0], [7, 8, -1, -1])
-    np.testing.assert_array_equal(values[6, 0, 0], [0, 0, -np.inf, -np.inf])
-    assert not np.signbit(values[6, 0, 0, :2]).any()
-    signs = jnp.array([-0.0, 0.0, -0.0, 0.0, 0.0])[None, None, :, None]
-    bounds = [jnp.array([x], jnp.int32) for x in (0, 5)]
-    _, indices = _run(4)(jnp.ones((1, 1, 1, 1)), signs, *bounds)
-    np.testing.assert_array_equal(indices[0, 0, 0], [0, 1, 2, 3])
+INF, NAN = np.inf, np.nan
+FEW = [1.0, NAN, 3.0, -INF, NAN, NAN, INF, 2.0]
+PLANTED = [0.0] * 130 + [1.0, 2, 3, 4] + [0.0] * 378
 
 
-@pytest.mark.parametrize("tile_best", [None, 4])
-def test_a_score_that_is_no_number_is_never_returned(tile_best: int | None) -> None:
-    q = jnp.ones((1, 2, 1, 1))
-    q = q.at[0, 1].set(jnp.nan)
-    k = jnp.array([1.0, jnp.nan, 3.0, -jnp.inf, jnp.nan, jnp.nan, jnp.inf, 2.0])[
-        None, None, :, None
-    ]
-    start, stop = jnp.array([0], jnp.int32), jnp.array([8], jnp.int32)
-    for implementation in ("xla", "reference"):
-        _, indices = _run(5, tile_best, implementation)(q, k, start, stop)
-        expected = [6, 2, 7, 0, -1] if tile_best is None else [6, 2, -1, -1, -1]
-        np.testing.assert_array_equal(indices[0, 0, 0], expected)
-        np.testing.assert_array_equal(indices[0, 1, 0], [-1] * 5)
+@pytest.mark.parametrize(
+    ("scores", "tile_best", "start", "expected"),
+    [
+        pytest.param([-0.0, 0.0, -0.0, 0.0, 0.0], None, 0, [0, 1, 2, 3], id="zeros-of-both-signs"),
+        pytest.param([-0.0, 0.0], None, 0, [0, 1, -1, -1], id="few-zeros"),
+        pytest.param(FEW, None, 0, [6, 2, 7, 0, -1], id="no-numbers"),
+        pytest.param(FEW, 4, 0, [6, 2, -1, -1, -1], id="no-numbers-in-tiles"),
+        # All winners are in one tile: the released kernel's rule finds only one of them.
+        pytest.param(PLANTED, None, 1, [133, 132, 131, 130], id="planted"),
+        pytest.param(PLANTED, 128, 1, [133, 1, 257, 385], id="planted-in-a-tile"),
+    ],
+)
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_the_slots_of_few_scores(
+    scores: list, tile_best: int | None, start: int, expected: list[int], implementation: str
+) -> None:
+    """Equal ones go to the first slots; one that is no number is never returned."""
+    q = jnp.ones((1, 2, 1, 1)).at[0, 1].set(jnp.nan)
+    k = jnp.array(scores)[None, None, :, None]
+    run = _run(len(expected), tile_best, implementation)
+    values, indices = run(q, k, *_bounds((start,), (len(scores),)))
+    np.testing.assert_array_equal(indices[0, 0, 0], expected)
+    np.testing.assert_array_equal(indices[0, 1, 0], [-1] * len(expected))
+    found = [scores[slot] if slot >= 0 else -INF for slot in expected]
+    np.testing.assert_array_equal(values[0, 0, 0], found)
+    assert implementation == "reference" or not np.signbit(np.asarray(values)[values == 0]).any()
 
 
 def test_padded_queries_get_nothing_and_bounds_are_clipped() -> None:
     q, k, *_ = _inputs(CASES["one-pass"])
     q, k = q[4:5, :, :, :], jnp.nan_to_num(k[4:5])
-    bounds = [jnp.array([x], jnp.int32) for x in (-9, SLOTS + 9)]
     valid = jnp.array([3], jnp.int32)
-    values, indices = _run(2)(q, k, *bounds, valid=valid)
+    values, indices = _run(2)(q, k, *_bounds((-9,), (SLOTS + 9,)), valid=valid)
     assert (indices[0, 3:] == -1).all() and jnp.isneginf(values[0, 3:]).all()
     assert (indices[0, :3] >= 0).all() and jnp.isfinite(values[0, :3]).all()
-    whole = [jnp.array([x], jnp.int32) for x in (0, SLOTS)]
-    expected = _run(2, None, "reference")(q, k, *whole)
+    expected = _run(2, None, "reference")(q, k, *_bounds((0,), (SLOTS,)))
     np.testing.assert_array_equal(indices[0, :3], expected[1][0, :3])
-
-
-def test_the_best_of_a_tile_hides_the_other_keys_of_that_tile() -> None:
-    """All winners in one tile: exact search finds them, the released kernel's rule only one."""
-    k = jnp.zeros((1, 1, 512, 1)).at[0, 0, 130:134, 0].set(jnp.arange(4.0) + 1)
-    q = jnp.ones((1, 1, 1, 1))
-    start, stop = jnp.array([1], jnp.int32), jnp.array([512], jnp.int32)
-    _, exact = _run(4)(q, k, start, stop)
-    np.testing.assert_array_equal(exact[0, 0, 0], [133, 132, 131, 130])
-    _, tiled = _run(4, 128)(q, k, start, stop)
-    np.testing.assert_array_equal(tiled[0, 0, 0], [133, 1, 257, 385])
 
 
 @functools.cache
@@ -218,7 +204,7 @@ def test_any_bounds_stream_like_the_definition_and_merge(
         jnp.asarray(rng.integers(-2, 3, shape), jnp.float32)
         for shape in ((2, 3, 4, 3), (2, 2, 45, 3))
     )
-    start, stop = (jnp.array(x, jnp.int32) for x in zip(*bounds, strict=True))
+    start, stop = _bounds(*zip(*bounds, strict=True))
     run = _small(tile_best)
     # Scores differ by 1 if at all: noise in a fourth dimension is within the tolerance.
     noise = jnp.asarray(rng.uniform(-0.1, 0.1, k.shape[:-1]), jnp.float32)
@@ -244,21 +230,22 @@ def test_any_bounds_stream_like_the_definition_and_merge(
 def test_merging_orders_by_score_then_slot_and_pads() -> None:
     values = jnp.array([5.0, 7.0, 99.0, 7.0, -jnp.inf, -0.0, 0.0])
     indices = jnp.array([4, 9, -1, 3, -1, 8, 2], jnp.int32)
-    best, slots = merge_topk(values, indices, 8, jnp.float32(0))
+    merged = jax.jit(merge_topk, static_argnums=2)
+    best, slots = merged(values, indices, 8, jnp.float32(0))
     np.testing.assert_array_equal(slots, [3, 9, 4, 2, 8, -1, -1, -1])
     np.testing.assert_array_equal(best, [7, 7, 5, 0, 0, -np.inf, -np.inf, -np.inf])
-    np.testing.assert_array_equal(merge_topk(values, indices, 2, jnp.float32(0))[1], [3, 9])
-    np.testing.assert_array_equal(merge_topk(values, indices, 4, jnp.float32(2))[1], [3, 4, 9, 2])
+    np.testing.assert_array_equal(merged(values, indices, 2, jnp.float32(0))[1], [3, 9])
+    np.testing.assert_array_equal(merged(values, indices, 4, jnp.float32(2))[1], [3, 4, 9, 2])
 
 
 def test_of_a_chain_parts_may_rank_otherwise_than_the_whole() -> None:
     """The limit of ties by tolerance: 9.3 ties with 10 and 10 with 10.5, but 9.3 not with 10.5."""
     q, k = jnp.ones((1, 1, 1, 1)), jnp.array([9.3, 10.0, 10.5])[None, None, :, None]
-    bounds, tolerance = [jnp.array([x], jnp.int32) for x in (0, 3)], jnp.ones((1, 1, 1))
-    for run in (reference.topk_scores, xla.topk_scores):
-        assert run(q, k, *bounds, tolerance, count=1)[1].item() == 1
+    given = q, k, *_bounds((0,), (3,)), jnp.ones((1, 1, 1))
     # Of the first two alone the first comes first, and then loses to the third.
-    assert xla.topk_scores(q, k, *bounds, tolerance, count=1, blocks=(1, 2))[1].item() == 2
+    in_blocks = partial(xla.topk_scores, blocks=(1, 2))
+    for run, first in ((reference.topk_scores, 1), (xla.topk_scores, 1), (in_blocks, 2)):
+        assert jax.jit(partial(run, count=1))(*given)[1].item() == first
 
 
 def test_blocks_outside_the_bounds_are_not_visited() -> None:
@@ -271,11 +258,10 @@ def test_blocks_outside_the_bounds_are_not_visited() -> None:
 
     merge = xla._merge_block
     q, k = jnp.ones((1, 2, 2, 4)), jnp.ones((1, 1, 4096, 4))
-    start, stop = jnp.array([1030], jnp.int32), jnp.array([1100], jnp.int32)
+    given = q, k, *_bounds((1030,), (1100,)), jnp.zeros(q.shape[:3])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "_merge_block", count_turns)
-        exact = jnp.zeros(q.shape[:3])
-        _, indices = xla.topk_scores(q, k, start, stop, exact, count=2, blocks=(2, 64))
+        _, indices = jax.jit(partial(xla.topk_scores, count=2, blocks=(2, 64)))(*given)
         jax.effects_barrier()
     np.testing.assert_array_equal(indices[0, 0, 0], [1030, 1031])
     assert len(visited) == 2
@@ -287,32 +273,32 @@ def test_long_caches_take_bounded_memory(queries: int, slots: int, tile_best: in
     """The keys are 1 and 2 GB; the scores of 512 queries would be 69 GB."""
     shapes = (1, queries, 32, 128), (1, 8, slots, 128)
     arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    bounds = [jax.ShapeDtypeStruct((1,), jnp.int32)] * 2
+    arguments += [jax.ShapeDtypeStruct((1,), jnp.int32)] * 2
     run = jax.jit(partial(topk_scores, count=4, tile_best=tile_best))
-    memory = run.lower(*arguments, *bounds).compile().memory_analysis()
+    memory = run.lower(*arguments).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 256 * 2**20
 
 
 def test_bad_arguments_are_named() -> None:
     q, k, start, stop, _ = _inputs(CASES["one-pass"])
-    with pytest.raises(ValueError, match="count 17"):
-        topk_scores(q, k, start, stop, count=17)
-    with pytest.raises(ValueError, match="tile_best 0"):
-        topk_scores(q, k, start, stop, count=1, tile_best=0)
-    with pytest.raises(ValueError, match="one dtype"):
-        topk_scores(q.astype(jnp.bfloat16), k, start, stop, count=1)
+    for changed, message in (
+        (dict(count=17), "count 17"),
+        (dict(tile_best=0), "tile_best 0"),
+        (dict(q=q.astype(jnp.bfloat16)), "one dtype"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            topk_scores(**dict(q=q, k=k, start=start, stop=stop, count=1) | changed)
 
 
 def test_a_cpus_smaller_blocks_rank_the_same(monkeypatch):
-    random = np.random.default_rng(7)
-    q = jnp.asarray(random.standard_normal((1, 512, 9, 16)), jnp.float32)
-    k = jnp.asarray(random.standard_normal((1, 3, 5000, 16)), jnp.float32)
-    bounds = jnp.array([32]), jnp.array([4700])
+    q, k = normal(1, 512, 9, 16), normal(1, 3, 5000, 16, seed=1)
+    given = q, k, *_bounds((32,), (4700,)), jnp.full((1, 512, 9), 1e-4)
     sizes, results = set(), []
     for platform in ("cpu", "gpu"):
         monkeypatch.setattr(xla, "platform", lambda platform=platform: platform)
         sizes.add(xla._blocks(q, k, None))
-        results.append(xla.topk_scores(q, k, *bounds, jnp.full((1, 512, 9), 1e-4), count=4))
+        run = jax.jit(lambda *args: xla.topk_scores(*args, count=4))
+        results.append(run(*given))
     assert sizes == {(64, 2048), (256, 1024)}
     np.testing.assert_array_equal(results[0][1], results[1][1])
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-5)

@@ -1,5 +1,9 @@
-"""The choice of the best by one block of threads: the compiled PTX runs in NumPy."""
+"""What single blocks of threads compute on Hopper: the compiled PTX runs in NumPy.
 
+What goes from shared memory to registers, and the choice of the best.
+"""
+
+import re
 from collections.abc import Iterator
 
 import jax.numpy as jnp
@@ -7,9 +11,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import hopper_bits
 from tests.gpu_plugin import needs_plugin
-from tests.pallas_kernels import ptx, ptx_block
-from tests.pallas_kernels.hopper_best_programs import KERNELS, TIES
+from tests.pallas_kernels import ptx
+from tests.pallas_kernels.hopper_programs import BEST, BITS, TIES, outputs
+
+pytestmark = [pytest.mark.slow, needs_plugin]
 
 # Of a row of `n` scores the first one that counts, the one after the last, and k of `places`.
 BOUNDS = {
@@ -51,8 +58,8 @@ def large(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The PTX of every kernel."""
-    found = ptx.compiled("hopper_best_programs", tmp_path_factory.mktemp("ptx"))
-    assert found.keys() == KERNELS.keys() | TIES.keys()
+    found = ptx.compiled("hopper_programs", tmp_path_factory.mktemp("ptx"))
+    assert found.keys() == BITS.keys() | BEST.keys() | TIES.keys()
     return found
 
 
@@ -72,15 +79,9 @@ def best(
     return np.concatenate([found, np.full(places - len(found), -1)])
 
 
-@pytest.mark.slow
-@needs_plugin
-def test_every_thread_finds_its_places(programs: dict[str, str]) -> None:
-    for name in KERNELS:
-        check_places(name, programs[name])
-
-
-def check_places(name: str, program: str) -> None:
-    tiles, places, gap = KERNELS[name]
+@pytest.mark.parametrize("name", BEST)
+def test_every_thread_finds_its_places(programs: dict[str, str], name: str) -> None:
+    tiles, places, gap = BEST[name]
     cases = [(random, "all"), (ties, "some"), (zeros, "fewer than places"), (no_numbers, "all")]
     cases += [(large, "fewer than k"), (random, "none"), (ties, "k is 0")]
     if tiles > 4:  # which take long
@@ -91,7 +92,7 @@ def check_places(name: str, program: str) -> None:
         bounds = BOUNDS[which](scores.size, places)
         out = np.full(2 * places * 4, 0x77, np.uint8)
         given = [np.array(bounds, np.int32).view(np.uint8), scores.view(np.uint8), out]
-        ptx_block.run(program, given, draw=draw)
+        ptx.run(programs[name], dict(enumerate(given)), draw=draw)
         expected = best(scores, bounds, places, gap)
         before, found = out.view(np.int32).reshape(2, places)
         np.testing.assert_array_equal(found, expected, f"{name}, {make.__name__}, {which}")
@@ -111,14 +112,8 @@ def tied(name: str, draw: np.random.Generator) -> Iterator[list[np.ndarray]]:
         yield [bounds, scores, slots.reshape(scores.shape)][: len(shapes)]
 
 
-@pytest.mark.slow
-@needs_plugin
-def test_ties_are_ranked_as_in_the_interpreter(programs: dict[str, str]) -> None:
-    for name in TIES:
-        check_ranks(name, programs[name])
-
-
-def check_ranks(name: str, program: str) -> None:
+@pytest.mark.parametrize("name", TIES)
+def test_ties_are_ranked_as_in_the_interpreter(programs: dict[str, str], name: str) -> None:
     draw, (run, _) = np.random.default_rng(5), TIES[name]
     for given in tied(name, draw):
         how = plgpu.InterpretGPUParams(inline_mgpu="ignore")
@@ -128,6 +123,54 @@ def check_ranks(name: str, program: str) -> None:
         memory = [x.view(np.uint8).reshape(-1) for x in (*given[1:], given[0])] + found
         # A block of threads a row.
         for index in np.ndindex(expected[0].shape[:-1]):
-            ptx_block.run(program, memory, block=index[::-1], draw=draw)
+            ptx.run(programs[name], dict(enumerate(memory)), block=index[::-1], draw=draw)
         for x, wanted in zip(found, expected, strict=True):
             np.testing.assert_array_equal(x.view(wanted.dtype).reshape(wanted.shape), wanted, name)
+
+
+def swizzled(shape: tuple[int, int], width: int) -> np.ndarray:
+    """Where TMA puts the bytes of a matrix whose rows have `width` bytes, 64 or 128."""
+    place = np.arange(shape[0] * shape[1])
+    return place ^ ((place >> 7 & (width // 16 - 1)) << 4)
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_every_thread_has_its_numbers(programs: dict[str, str], name: str) -> None:
+    program = programs[name]
+    what, rows, columns, dtype = BITS[name]
+    draw = np.random.default_rng(0)
+    stored = draw.integers(0, 256, (rows, columns)).astype(np.uint8)
+    x = draw.standard_normal((columns, 8)).astype(np.float32)
+    shape = outputs(what, rows, columns, dtype)
+    place = ptx.shared_address(program)
+    shared = np.zeros(2**18, np.uint8)
+    shared[place + swizzled(stored.shape, columns)] = stored.reshape(-1)
+    out = np.zeros(shape.size * shape.dtype.itemsize, np.uint8)
+    numbers = {int(n) for n in re.findall(r"_kernel_param_(\d+)", program)}
+    # The kernel's arrays that no TMA copies: x where it is read, and the results.
+    takes_x = what not in ("rows", "columns")
+    arguments = {n: x.view(np.uint8).reshape(-1) if takes_x and n == 0 else out for n in numbers}
+    warps = ptx.run(program, arguments, shared, draw=draw)
+    assert all(warp.conflicts <= 1 for warp in warps), name
+    found = out.view(shape.dtype).reshape(shape.shape)
+    if what in ("rows", "columns"):
+        w = jnp.asarray(stored.view(np.int8))
+        run = hopper_bits.rows_of if what == "rows" else hopper_bits.columns_of
+        np.testing.assert_array_equal(found, run(w, jnp.dtype(dtype), interpreted=True), name)
+    elif what == "order":
+        np.testing.assert_array_equal(found, hopper_bits.in_row_order(jnp.asarray(x), True).T, name)
+    elif what == "over":
+        np.testing.assert_allclose(
+            found, np.broadcast_to(x.sum(0), x.shape), atol=1e-5, err_msg=name
+        )
+    else:
+        # In tiles of 64 columns, as TMA would put them there.
+        copied = re.search(r"global\.shared::cta[^;]*\}\s*\], \[(%r\d+)\]", program)
+        place = int(warps[0].registers[copied[1]][0])
+        tiles = shared[
+            place
+            + np.tile(swizzled((8, 128), 128), (columns // 64, 1))
+            + np.arange(columns // 64)[:, None] * 1024
+        ]
+        tiles = tiles.view(shape.dtype).reshape(-1, 8, 64).swapaxes(0, 1)
+        np.testing.assert_array_equal(tiles.reshape(8, -1), x.T.astype(shape.dtype), name)

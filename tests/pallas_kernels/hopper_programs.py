@@ -1,7 +1,8 @@
-"""Compiles small kernels of `hopper_bits` for an H200 that need not be there.
+"""Compiles kernels of `hopper_bits`, `hopper_best` and `gpu_ties` for an H200 that may be absent.
 
-`python -m tests.pallas_kernels.hopper_bits_programs` in a process that finds JAX's CUDA plugin,
-with `MOSAIC_GPU_DUMP_TO` and `MOSAIC_GPU_DUMP_PTX`: one file of PTX for each name of `KERNELS`.
+`python -m tests.pallas_kernels.hopper_programs` in a process that finds JAX's CUDA plugin, with
+`MOSAIC_GPU_DUMP_TO` and `MOSAIC_GPU_DUMP_PTX`: one file of PTX for each name of `BITS`, `BEST` and
+`TIES`.
 """
 
 from typing import Any
@@ -10,18 +11,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper, hopper_bits
+from pallas_kernels import hopper, hopper_best, hopper_bits
+from pallas_kernels.topk_scores import gpu_ties
 from tests.gpu_plugin import compiler
 from tests.jax_longctx.engine.gpu_programs import H200
 
 # Name: what runs, rows and columns of the matrix in shared memory, the floats' dtype.
-KERNELS: dict[str, tuple[str, int, int, str]] = {
+BITS: dict[str, tuple[str, int, int, str]] = {
     f"{what}_{columns}_{dtype}": (what, 256 if columns == 64 else 128, columns, dtype)
     for what in ("rows", "columns")
     for columns in (64, 128)
     for dtype in ("bfloat16", "float16")
 }
-KERNELS |= {
+BITS |= {
     f"{what}_{columns}": (what, 64, columns, "bfloat16")
     for what in ("order", "over", "weights")
     for columns in (64, 128)
@@ -34,8 +36,8 @@ def outputs(what: str, rows: int, columns: int, dtype: str) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct(shape.get(what, (8, columns)), kind)
 
 
-def kernel(name: str) -> Any:
-    what, rows, columns, dtype = KERNELS[name]
+def from_bits(name: str) -> Any:
+    what, rows, columns, dtype = BITS[name]
     found = outputs(what, rows, columns, dtype)
 
     def body(x_ref, w_ref, out_ref, w, across, weights, ready):
@@ -73,10 +75,58 @@ def kernel(name: str) -> Any:
     )
 
 
+# Name: tiles of a row of scores, places of its list, and the gap in the row.
+BEST: dict[str, tuple[int, int, tuple[int, int] | None]] = {
+    "best_one": (1, 64, None),
+    "best_few": (2, 20, None),
+    "best_gap": (2, 64, (1000, 1408)),
+    # More than registers hold.
+    "best_many": (5, 512, None),
+}
+# Name: what runs, and the shapes and dtypes of its arguments.
+TIES: dict[str, tuple[Any, list[tuple[tuple[int, ...], Any]]]] = {
+    "tied_best": (
+        lambda tolerance, scores, **how: gpu_ties.tied_best(scores, 4, tolerance, **how),
+        [((2,), jnp.float32), ((2, 1536), jnp.float32)],
+    ),
+    "ranked_lists": (
+        lambda tolerance, values, slots, **how: gpu_ties.ranked_lists(
+            *(values, slots, 60, 4, tolerance), **how
+        ),
+        [((2, 4), jnp.float32), ((2, 64, 8), jnp.float32), ((2, 64, 8), jnp.int32)],
+    ),
+}
+
+
+def best(name: str) -> Any:
+    """Of first, last and k [3] and scores [T,64,64] the list, which is the second of two."""
+    tiles, places, gap = BEST[name]
+
+    def body(bounds_ref, scores_ref, list_ref, **scratch) -> None:
+        bounds = bounds_ref[0], bounds_ref[1], bounds_ref[2]
+
+        def scores(i: Any) -> Any:
+            return hopper_best.load(scores_ref.at[i])
+
+        edges = None if gap is None else tuple(map(jnp.int32, gap))
+        hopper_best.best(tiles, scores, bounds, list_ref.at[1], scratch, False, gap=edges)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((2, places), jnp.int32),
+        scratch_types=hopper_best.scratch(tiles),
+        kernel_name=name,
+    )
+
+
 def main() -> None:
     compiled = compiler(H200)
-    for name, (_, rows, columns, _) in KERNELS.items():
-        compiled(kernel(name), ((columns, 8), jnp.float32), ((rows, columns), jnp.int8))
+    for name, (_, rows, columns, _) in BITS.items():
+        compiled(from_bits(name), ((columns, 8), jnp.float32), ((rows, columns), jnp.int8))
+    for name, (tiles, _, _) in BEST.items():
+        compiled(best(name), ((3,), jnp.int32), ((tiles, 64, 64), jnp.float32))
+    for run, shapes in TIES.values():
+        compiled(run, *shapes)
 
 
 if __name__ == "__main__":
