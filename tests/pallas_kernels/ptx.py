@@ -109,7 +109,7 @@ def run(
     # What was never stored is no number that tests expect.
     memory = {0: np.full(1 << 16, 0xA5, np.uint8) if shared is None else shared}
     memory |= {number + 1: x for number, x in arguments.items()}
-    warps = [_Warp(*program, memory, warp, block) for warp in range(4)]
+    warps = [_Warp(program, memory, warp, block) for warp in range(4)]
     steps, going = [warp.steps() for warp in warps], list(range(4))
     while going:
         reached = {each: next(steps[each], None) for each in draw.permutation(going).tolist()}
@@ -124,19 +124,9 @@ class _Warp:
     `conflicts` is the most words of one bank that it loaded at once.
     """
 
-    def __init__(
-        self,
-        statements: list[Statement],
-        labels: dict[str, int],
-        memory: dict[int, np.ndarray],
-        warp: int,
-        block: tuple[int, ...],
-    ):
-        self.statements, self.labels, self.memory = statements, labels, memory
-        self.conflicts = 0
-        self.registers: dict[str, np.ndarray] = {
-            "%tid.x": (warp * LANES + LANE).astype(np.uint64),
-        }
+    def __init__(self, program: Any, memory: dict[int, np.ndarray], warp: int, block: Any) -> None:
+        (self.statements, self.labels), self.memory, self.conflicts = program, memory, 0
+        self.registers = {"%tid.x": (warp * LANES + LANE).astype(np.uint64)}
         for axis, index in zip("xyz", block, strict=False):
             self.registers[f"%ctaid.{axis}"] = np.full(LANES, index, np.uint64)
 

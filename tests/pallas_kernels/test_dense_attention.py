@@ -278,20 +278,18 @@ def test_a_window_does_not_visit_the_blocks_outside_it() -> None:
 
 def test_a_cpus_smaller_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(head_dim=16)
-    shapes = (1, 512, 9, 16), (1, 3, 1600, 16), (1, 3, 1600, 16)
-    q, k, v = _random(case, *shapes)
+    q, k, v = _random(case, (1, 512, 9, 16), *[(1, 3, 1600, 16)] * 2)
     fresh_k, fresh_v = (x[:, :, :512].swapaxes(1, 2) for x in (k, v))
-    sizes, results, causal = set(), [], []
+    sizes, results = set(), []
     for platform in ("cpu", "gpu"):
         monkeypatch.setattr(xla, "platform", lambda platform=platform: platform)
         sizes.add(xla._query_block(q.shape, 512))
-        attend = jax.jit(lambda *args: xla.cache_attention(*args, scale=0.25))
-        results.append(attend(q, k, v, jnp.array([1500])))
-        attend = jax.jit(lambda *args: xla.causal_attention(*args, scale=0.25))
-        causal.append(attend(q, fresh_k, fresh_v))
+        cached = jax.jit(lambda *args: xla.cache_attention(*args, scale=0.25))
+        causal = jax.jit(lambda *args: xla.causal_attention(*args, scale=0.25))
+        results.append((cached(q, k, v, jnp.array([1500])), causal(q, fresh_k, fresh_v)))
     assert sizes == {256, 512}
-    _assert_close(*results, case)
-    _assert_close(*causal, case)
+    for found, expected in zip(*results, strict=True):
+        _assert_close(found, expected, case)
 
 
 @pytest.mark.parametrize("lengths", [(1024, 1024), (1024, 1100), (1600, 511), (1535, 0)])

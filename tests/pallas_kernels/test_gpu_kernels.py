@@ -389,69 +389,66 @@ def _row(check: Callable[[Case, Any], None], **given: Any) -> Row:
     return check, Case(**{k: v for k, v in given.items() if k in own}, options=options)
 
 
+decode, logits, topk, ties, mass, sparse, select, pages, voted = (
+    partial(_row, check)
+    for check in (_decode, _logits, _topk, _ties, _mass, _sparse, _select, _pages, _voted)
+)
 SUM = dict(over_group="sum", over_queries="sum")
 MAX = dict(over_group="max", over_queries="sum", causal=True)
 FIRST = dict(over_group="first", over_queries="max")
 LISTS = dict(lists=2, entries=20, page_size=16)
 SHORT_LISTS = dict(lists=2, entries=4, page_size=32)
-LONG_LISTS = dict(lists=2, entries=60, page_size=16)
-LONG = dict(rows=1, workers=16, slots=1024)
+WIDE = dict(head_dim=128, dtype="float16")
 ONE = dict(one=True, first_page=2)
 LEAST = dict(short=True, least=True)
 VOTED = dict(votes=20, kept=5, span=8, first=4, local=20)
 VOTED_PAGES = dict(votes=150, kept=9, span=20, first=20, local=40, page=16)
 
 CASES: dict[str, Row] = {
-    "decode": _row(_decode, head_dim=128),
-    "decode-queries-and-window": _row(_decode, queries=4, dtype="float16", workers=1, window=100),
-    "logits": _row(_logits, head_dim=128, group=3),
-    "topk": _row(_topk, queries=40, kv_heads=1, slots=512, count=2),
-    "topk-many": _row(_topk, queries=40, kv_heads=1, slots=512, count=6),
-    "topk-split": _row(_topk, rows=2, queries=9, group=1, workers=10, count=1),
-    "topk-few": _row(_topk, rows=4, slots=384, workers=17, count=4),
-    "topk-few-queries": _row(_topk, queries=3, workers=1, count=9),
-    "ties": _row(_ties, slots=700, count=9),
-    "voted": _row(_voted, rows=2, slots=128, **VOTED),
-    "voted-pages": _row(_voted, rows=4, **VOTED_PAGES),
-    "mass-sum": _row(_mass, queries=70, **SUM),
-    "mass-max-causal": _row(_mass, rows=2, queries=40, slots=200, **MAX),
-    "mass-squares": _row(_mass, rows=2, queries=70, slots=200, squares=True, causal=True),
-    "mass-squares-group": _row(_mass, queries=5, group=8, squares=True),
-    "mass-squares-one": _row(_mass, queries=9, group=1, squares=True),
-    "mass-first": _row(_mass, rows=2, queries=3, dtype="float16", **FIRST),
-    "sparse": _row(_sparse, rows=2, workers=8, slots=512, **LISTS),
-    "sparse-list-a-head": _row(_sparse, rows=1, dtype="float16", lists=4, entries=18, page_size=8),
-    "sparse-prior": _row(_sparse, rows=1, group=5, **SHORT_LISTS, prior=True),
-    "sparse-around": _row(_sparse, rows=4, workers=16, **SHORT_LISTS, around=True),
-    "sparse-merged": _row(_sparse, **LONG, **LONG_LISTS),
-    "sparse-beside": _row(
-        _sparse, **dict(LONG, head_dim=128, dtype="float16"), **LONG_LISTS, beside=True
+    "decode": decode(head_dim=128),
+    "decode-queries-and-window": decode(queries=4, dtype="float16", workers=1, window=100),
+    "logits": logits(head_dim=128, group=3),
+    "topk": topk(queries=40, kv_heads=1, slots=512, count=2),
+    "topk-many": topk(queries=40, kv_heads=1, slots=512, count=6),
+    "topk-split": topk(rows=2, queries=9, group=1, workers=10, count=1),
+    "topk-few": topk(rows=4, slots=384, workers=17, count=4),
+    "topk-few-queries": topk(queries=3, workers=1, count=9),
+    "ties": ties(slots=700, count=9),
+    "voted": voted(rows=2, slots=128, **VOTED),
+    "voted-pages": voted(rows=4, **VOTED_PAGES),
+    "mass-sum": mass(queries=70, **SUM),
+    "mass-max-causal": mass(rows=2, queries=40, slots=200, **MAX),
+    "mass-squares": mass(rows=2, queries=70, slots=200, squares=True, causal=True),
+    "mass-squares-group": mass(queries=5, group=8, squares=True),
+    "mass-squares-one": mass(queries=9, group=1, squares=True),
+    "mass-first": mass(rows=2, queries=3, dtype="float16", **FIRST),
+    "sparse": sparse(rows=2, workers=8, slots=512, **LISTS),
+    "sparse-list-a-head": sparse(rows=1, dtype="float16", lists=4, entries=18, page_size=8),
+    "sparse-prior": sparse(rows=1, group=5, **SHORT_LISTS, prior=True),
+    "sparse-around": sparse(rows=4, workers=16, **SHORT_LISTS, around=True),
+    "sparse-merged": sparse(rows=1, workers=16, slots=1024, lists=2, entries=60, page_size=16),
+    "sparse-beside": sparse(**dict(WIDE, rows=1, workers=8, slots=512), **LISTS, beside=True),
+    "sparse-few-beside": sparse(rows=2, **SHORT_LISTS, beside=True),
+    "sparse-one": sparse(workers=12, slots=512, **LISTS, **ONE),
+    "sparse-one-around": sparse(workers=12, **SHORT_LISTS, **ONE, around=True),
+    "sparse-around-prior": sparse(rows=2, workers=16, slots=512, **LISTS, prior=True, around=True),
+    "select": select(rows=1, slots=200),
+    "select-short": select(rows=4, slots=300, short=True),
+    "select-short-least": select(rows=4, slots=300, **LEAST),
+    "select-short-tiles": select(slots=9000, short=True),
+    "pages": pages(rows=4, kv_heads=1, group=3, slots=136, size=24),
+    "pages-group": pages(rows=2, group=9, slots=72, dtype="float16", size=70),
+    "pages-points": pages(rows=1, slots=200, head_dim=128, size=201, point=True),
+    "pages-together": pages(slots=136, workers=12, size=20, together=True),
+    "sparse-flat-prior": sparse(
+        rows=2, workers=6, group=3, **dict(SHORT_LISTS, entries=7), flat=True, prior=True
     ),
-    "sparse-few-beside": _row(_sparse, rows=2, **SHORT_LISTS, beside=True),
-    "sparse-one": _row(_sparse, workers=12, slots=512, **LISTS, **ONE),
-    "sparse-one-around": _row(_sparse, workers=12, **SHORT_LISTS, **ONE, around=True),
-    "sparse-around-prior": _row(
-        _sparse, rows=2, workers=16, slots=512, **LISTS, prior=True, around=True
-    ),
-    "select": _row(_select, rows=1, slots=200),
-    "select-short": _row(_select, rows=4, slots=300, short=True),
-    "select-short-least": _row(_select, rows=4, slots=300, **LEAST),
-    "select-short-tiles": _row(_select, slots=9000, short=True),
-    "pages": _row(_pages, rows=4, kv_heads=1, group=3, slots=136, size=24),
-    "pages-group": _row(_pages, rows=2, group=9, slots=72, dtype="float16", size=70),
-    "pages-points": _row(_pages, rows=1, slots=200, head_dim=128, size=201, point=True),
-    "pages-together": _row(_pages, slots=136, workers=12, size=20, together=True),
-    "sparse-flat-prior": _row(
-        _sparse, rows=2, workers=6, group=3, **dict(SHORT_LISTS, entries=7), flat=True, prior=True
-    ),
-    "sparse-shared": _row(_sparse, workers=1, lists=4, entries=9, page_size=16, shared=128),
-    "sparse-shared-around": _row(
-        _sparse, rows=4, workers=16, **SHORT_LISTS, shared=128, around=True
-    ),
+    "sparse-shared": sparse(workers=1, lists=4, entries=9, page_size=16, shared=128),
+    "sparse-shared-around": sparse(rows=4, workers=16, **SHORT_LISTS, shared=128, around=True),
 }
 # What rows share ends in the middle of a line of scores.
 CASES |= {
-    f"pages-shared{name}": _row(_pages, shared=136, **given)
+    f"pages-shared{name}": pages(shared=136, **given)
     for name, given in {
         "": dict(slots=196, workers=6, size=20),
         # More rows of a tile of columns than steps in flight, and more tiles than workers.
@@ -464,38 +461,38 @@ CASES |= {
 # Methods that rotate keys as they read hand floats beside values in 8 bits.
 FORMS = {"int8": ("int8", "int8"), "floats-int8": (None, "int8"), "int8-floats": ("int8", None)}
 IN_8_BITS = {
-    f"{name}-{form}": (check, dict(given, forms=forms))
-    for name, check, given in (
-        ("decode", _decode, dict(head_dim=128)),
-        ("decode-window", _decode, dict(queries=3, window=40)),
-        ("decode-many-queries", _decode, dict(queries=16, head_dim=128)),
-        ("logits", _logits, dict(head_dim=64)),
+    f"{name}-{form}": partial(make, forms=forms)
+    for name, make in (
+        ("decode", partial(decode, head_dim=128)),
+        ("decode-window", partial(decode, queries=3, window=40)),
+        ("decode-many-queries", partial(decode, queries=16, head_dim=128)),
+        ("logits", logits),
     )
     for form, forms in FORMS.items()
 }
-CASES |= {name: _row(check, **given) for name, (check, given) in IN_8_BITS.items()}
+CASES |= {name: make() for name, make in IN_8_BITS.items()}
 INT8 = dict(forms=FORMS["int8"])
 CASES |= {
-    "sparse-prior-int8": _row(_sparse, rows=2, workers=8, slots=512, **LISTS, prior=True, **INT8),
-    "sparse-list-a-head-int8": _row(_sparse, rows=2, lists=4, entries=9, page_size=16, **INT8),
-    "sparse-flat-prior-int8": _row(
-        _sparse, rows=2, **dict(LISTS, entries=7), flat=True, prior=True, **INT8
+    "sparse-prior-int8": sparse(rows=2, workers=8, slots=512, **LISTS, prior=True, **INT8),
+    "sparse-list-a-head-int8": sparse(rows=2, lists=4, entries=9, page_size=16, **INT8),
+    "sparse-flat-prior-int8": sparse(
+        rows=2, **dict(LISTS, entries=7), flat=True, prior=True, **INT8
     ),
-    "sparse-prior-floats-int8": _row(
-        _sparse, rows=2, **SHORT_LISTS, prior=True, forms=FORMS["floats-int8"]
+    "sparse-prior-floats-int8": sparse(
+        rows=2, **SHORT_LISTS, prior=True, forms=FORMS["floats-int8"]
     ),
-    "sparse-around-int8": _row(_sparse, rows=2, workers=4, **SHORT_LISTS, around=True, **INT8),
-    "sparse-merged-around-int8": _row(
-        _sparse, rows=2, workers=32, slots=512, **LISTS, around=True, **INT8
+    "sparse-around-int8": sparse(rows=2, workers=4, **SHORT_LISTS, around=True, **INT8),
+    "sparse-merged-around-int8": sparse(
+        rows=2, workers=32, slots=512, **LISTS, around=True, **INT8
     ),
-    "sparse-shared-around-int8": _row(
-        _sparse, rows=2, workers=4, **SHORT_LISTS, shared=128, around=True, **INT8
+    "sparse-shared-around-int8": sparse(
+        rows=2, workers=8, **SHORT_LISTS, shared=128, around=True, **INT8
     ),
 }
 # One of each kernel; the others are `slow`, for the interpreter is.
 QUICK = {
     *("decode-queries-and-window", "logits", "topk-few", "mass-max-causal"),
-    *("ties", "voted", "sparse-one-around", "sparse-flat-prior", "sparse-few-beside"),
+    *("ties", "voted", "sparse-one-around", "sparse-flat-prior", "sparse-beside"),
     *("sparse-shared-around", "select-short", "pages-together"),
     *("pages-shared", "pages-shared-together"),
     *("decode-int8", "decode-floats-int8", "sparse-flat-prior-int8", "sparse-shared-around-int8"),
@@ -509,27 +506,27 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
     _listed = dict(_large, lists=4, page_size=16)
     _shared = dict(_large, rows=16, lists=4, shared=3072)
     _named = {
-        "decode": _row(_decode, **_large, rows=8),
-        "decode-window": _row(_decode, **_large, queries=4, window=200),
-        "topk": _row(_topk, **_queries, count=4),
-        "logits": _row(_logits, **_large, rows=8),
-        "topk-one": _row(_topk, **_large, count=7),
-        "mass-sum": _row(_mass, **_queries, **SUM),
-        "mass-max": _row(_mass, **_queries, **MAX),
-        "mass-squares": _row(_mass, **_queries, squares=True),
-        "mass-squares-causal": _row(_mass, **_queries, squares=True, causal=True),
-        "mass-one": _row(_mass, **_large, queries=3, **FIRST),
-        "sparse": _row(_sparse, **_listed, entries=100),
-        "sparse-around": _row(_sparse, **_listed, entries=70, around=True),
-        "sparse-beside": _row(_sparse, **_listed, entries=200, beside=True),
-        "sparse-one-around": _row(
-            _sparse, **_large, lists=4, entries=17, page_size=64, around=True, **ONE
+        "decode": decode(**_large, rows=8),
+        "decode-window": decode(**_large, queries=4, window=200),
+        "topk": topk(**_queries, count=4),
+        "logits": logits(**_large, rows=8),
+        "topk-one": topk(**_large, count=7),
+        "mass-sum": mass(**_queries, **SUM),
+        "mass-max": mass(**_queries, **MAX),
+        "mass-squares": mass(**_queries, squares=True),
+        "mass-squares-causal": mass(**_queries, squares=True, causal=True),
+        "mass-one": mass(**_large, queries=3, **FIRST),
+        "sparse": sparse(**_listed, entries=100),
+        "sparse-around": sparse(**_listed, entries=70, around=True),
+        "sparse-beside": sparse(**_listed, entries=200, beside=True),
+        "sparse-one-around": sparse(
+            **_large, lists=4, entries=17, page_size=64, around=True, **ONE
         ),
-        "sparse-pages-of-64": _row(_sparse, **_large, lists=4, entries=40, page_size=64),
-        "sparse-prior": _row(_sparse, **_listed, entries=100, prior=True),
-        "sparse-flat-prior": _row(_sparse, **_listed, entries=60, flat=True, prior=True),
-        "sparse-shared": _row(_sparse, **dict(_shared, lists=4 * _group), entries=64, page_size=16),
-        "sparse-shared-around": _row(_sparse, **_shared, entries=70, page_size=32, around=True),
+        "sparse-pages-of-64": sparse(**_large, lists=4, entries=40, page_size=64),
+        "sparse-prior": sparse(**_listed, entries=100, prior=True),
+        "sparse-flat-prior": sparse(**_listed, entries=60, flat=True, prior=True),
+        "sparse-shared": sparse(**dict(_shared, lists=4 * _group), entries=64, page_size=16),
+        "sparse-shared-around": sparse(**_shared, entries=70, page_size=32, around=True),
     }
     _boxes = {
         f"pages-shared-{_split}": dict(rows=_rows, slots=_split + 84, shared=_split)
@@ -537,41 +534,36 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
     }
     _boxes |= {f"pages-{_count}": dict(rows=8, slots=_count) for _count in (2048, 8192, 10_000)}
     for _name, _box in _boxes.items():
-        _named[_name] = _row(_pages, **_of, **_box, size=64)
+        _named[_name] = pages(**_of, **_box, size=64)
         _size = 32 if "shared" in _box else 128
-        _named[f"{_name}-together"] = _row(_pages, **_of, **_box, size=_size, together=True)
+        _named[f"{_name}-together"] = pages(**_of, **_box, size=_size, together=True)
     LARGE |= {f"{_name}-{_dim}-{_dtype}-{_group}": _case for _name, _case in _named.items()}
 LARGE |= {
-    f"ties-{_slots}": _row(_ties, rows=32, slots=_slots, count=16)
-    for _slots in (136, 1024, 8320, 12288)
+    f"ties-{_slots}": ties(rows=32, slots=_slots, count=16) for _slots in (136, 1024, 8320, 12288)
 }
 for _rows in (1, 8):
     _voters = dict(rows=_rows, slots=20_480, span=32, first=32)
     LARGE |= {
-        f"voted-{_rows}": _row(_voted, **_voters, votes=128, kept=127, local=4096),
-        f"voted-pages-{_rows}": _row(_voted, **_voters, votes=512, kept=64, local=1024, page=16),
+        f"voted-{_rows}": voted(**_voters, votes=128, kept=127, local=4096),
+        f"voted-pages-{_rows}": voted(**_voters, votes=512, kept=64, local=1024, page=16),
     }
 LARGE |= {
-    "pages-points": _row(_pages, rows=5, slots=4096, size=64, point=True),
-    "pages-shared-points": _row(
-        _pages, rows=16, group=8, slots=4096, size=64, point=True, shared=4000
-    ),
-    "pages-shared-that-no-block-can-keep": _row(
-        _pages, rows=2, slots=20_000, size=64, shared=19_000
-    ),
-    "pages-that-no-block-can-keep": _row(_pages, rows=2, slots=20_000, size=64),
+    "pages-points": pages(rows=5, slots=4096, size=64, point=True),
+    "pages-shared-points": pages(rows=16, group=8, slots=4096, size=64, point=True, shared=4000),
+    "pages-shared-that-no-block-can-keep": pages(rows=2, slots=20_000, size=64, shared=19_000),
+    "pages-that-no-block-can-keep": pages(rows=2, slots=20_000, size=64),
 }
 LARGE |= {
-    f"{_name}-{_slots}-{_group}": _row(_check, slots=_slots, group=_group, **_given)
-    for _name, (_check, _given) in IN_8_BITS.items()
+    f"{_name}-{_slots}-{_group}": _make(slots=_slots, group=_group)
+    for _name, _make in IN_8_BITS.items()
     for _slots in (256, 8192)
     for _group in (1, 4)
 }
 for _slots in (8192, 131072, 300000):
-    LARGE[f"select-{_slots}"] = _row(_select, rows=4, slots=_slots)
+    LARGE[f"select-{_slots}"] = select(rows=4, slots=_slots)
 for _slots in (512, 1000, 8192, 16384):
-    LARGE[f"select-short-{_slots}"] = _row(_select, rows=4, slots=_slots, short=True)
-    LARGE[f"select-short-least-{_slots}"] = _row(_select, rows=4, slots=_slots, **LEAST)
+    LARGE[f"select-short-{_slots}"] = select(rows=4, slots=_slots, short=True)
+    LARGE[f"select-short-least-{_slots}"] = select(rows=4, slots=_slots, **LEAST)
 
 
 # The interpreter multiplies with NumPy, which warns of what is infinite or no number.
@@ -591,12 +583,12 @@ def test_interpreted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     [
         pytest.param(decode_gpu, "_FEW", 0, CASES["decode-queries-and-window"], id="plan-of-rows"),
         pytest.param(
-            *(select_gpu, "_KEPT", select_gpu._VECTOR, _row(_select, rows=4, slots=5000)),
+            *(select_gpu, "_KEPT", select_gpu._VECTOR, select(rows=4, slots=5000)),
             marks=pytest.mark.thorough,
             id="rows-that-no-cluster-can-keep",
         ),
         pytest.param(
-            *(hopper_best, "_KEPT", 1, _row(_select, rows=2, slots=5000, short=True)),
+            *(hopper_best, "_KEPT", 1, select(rows=2, slots=5000, short=True)),
             id="scores-that-no-block-can-keep",
         ),
     ],

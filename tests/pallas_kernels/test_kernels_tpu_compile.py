@@ -212,9 +212,10 @@ def test_tpu_causal_attention_compiles(mesh: Mesh, head_dim: int, window: int | 
     [
         (2, 256, 65536, 64, None),
         (8, 256, 65536, 128, None),
-        pytest.param(2, 2048, 32768, 128, 4096, marks=pytest.mark.slow),
+        (2, 2048, 32768, 128, 4096),
     ],
 )
+@pytest.mark.quick("128-None")
 def test_tpu_cache_attention_compiles_without_copying_the_cache(
     mesh: Mesh, batch: int, queries: int, slots: int, head_dim: int, window: int | None
 ) -> None:

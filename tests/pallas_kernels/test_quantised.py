@@ -25,7 +25,7 @@ from pallas_kernels.decode_attention import tpu as decode_tpu
 from pallas_kernels.dispatch import Kernel, in_8_bits, select
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.prefill_attention import api, cache_attention, reference, xla
-from pallas_kernels.quantised import Quantised, stored_as
+from pallas_kernels.quantised import stored_as
 from pallas_kernels.sparse_decode_attention import Shared, sparse_decode_attention
 from pallas_kernels.sparse_decode_attention import api as sparse_api
 from pallas_kernels.topk_scores import api as topk_api
@@ -257,12 +257,11 @@ def test_sparse_decode_attention_of_rows_that_share_slots(lists):
         x.map(lambda y: jnp.concatenate([jnp.repeat(y[:1, :, :200], B, 0), y[:, :, 200:]], 2))
         for x in (k, v)
     ]
-    q, start, stop = draw(B, 1, K * G, H), jnp.array([3, 3]), jnp.array([290, 210])
     pages = jnp.tile(jnp.array([0, 3, 20, 28, -1]), (B, lists, 1))
-    how = {"page_size": 10, "scale": 0.3}
-    args = pages, start, stop
-    found = compiled(sparse_decode_attention, q, *own, *args, **how, shared=shared)
-    expected = compiled(sparse_decode_attention, q, *whole, *args, **how)
+    q, args = draw(B, 1, K * G, H), (pages, jnp.array([3, 3]), jnp.array([290, 210]))
+    attend = functools.partial(sparse_decode_attention, page_size=10, scale=0.3)
+    found = compiled(attend, q, *own, *args, shared=shared)
+    expected = compiled(attend, q, *whole, *args)
     close(found, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -270,10 +269,7 @@ def test_a_kernel_that_reads_no_8_bits_is_refused_by_name_and_passed_over():
     def run(*args):
         return "kernel"
 
-    kernels = {
-        "xla": lambda *args: "xla",
-        "cpu": Kernel(run, lambda: None),
-    }
+    kernels = {"xla": lambda *args: "xla", "cpu": Kernel(run, lambda: None)}
     assert select("op", None, "shapes", **kernels)() == "kernel"
     assert select("op", None, "shapes", eight_bits=True, **kernels)() == "xla"
     with pytest.raises(NotImplementedError, match="the kernel reads no keys and values in int8"):
@@ -283,10 +279,8 @@ def test_a_kernel_that_reads_no_8_bits_is_refused_by_name_and_passed_over():
 
 
 def test_heads_that_do_not_fit_are_refused():
-    k, v = stored()
     with pytest.raises(ValueError, match="does not fit"):
-        decode_attention(draw(B, 1, K * G, H, dtype=jnp.bfloat16), k, v, LENGTHS, scale=0.3)
-    assert isinstance(k, Quantised)
+        decode_attention(draw(B, 1, K * G, H, dtype=jnp.bfloat16), *stored(), LENGTHS, scale=0.3)
 
 
 def test_slots_around_listed_pages_are_read_in_every_form(monkeypatch):
@@ -304,7 +298,7 @@ def test_slots_around_listed_pages_are_read_in_every_form(monkeypatch):
         assert not sparse_api.takes_shared(q, k, pages, 4, shared)
 
 
-def test_what_the_gpu_kernel_refuses_of_8_bits():
+def test_what_the_kernels_refuse_of_8_bits():
     def reason(rows, slots, form="int8"):
         q = jnp.zeros((rows, 1, 4, 64), jnp.bfloat16)
         k, v = (empty((rows, 1, slots, 64), jnp.bfloat16, each) for each in (None, form))
@@ -313,9 +307,7 @@ def test_what_the_gpu_kernel_refuses_of_8_bits():
     assert reason(1, 1000) == "1000 slots of int8 are not whole blocks of 128"
     assert "whole blocks" not in str(reason(1, 1000, None))
     assert reason(241, 1024) == "241 rows, at most 240"
-
-
-def test_the_tpu_kernel_leaves_floats_beside_8_bits_to_others():
+    # Floats beside 8 bits are left to others.
     q = jnp.zeros((B, 1, K * G, 128), jnp.bfloat16)
     k, v = (empty((B, K, 256, 128), jnp.bfloat16, form) for form in (None, "int8"))
     assert "reads both alike" in str(decode_tpu.unsupported(q, k, v))

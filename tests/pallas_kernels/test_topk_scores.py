@@ -1,6 +1,5 @@
 """Every implementation of the best keys against the definition; its memory and its merge."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -177,15 +176,13 @@ def test_padded_queries_get_nothing_and_bounds_are_clipped() -> None:
     np.testing.assert_array_equal(indices[0, :3], expected[1][0, :3])
 
 
-@functools.cache
-def _small(tile_best: int | None) -> dict[str, Callable]:
-    """Compiled once for all that hypothesis draws; the keys of a block do not divide the slots."""
-    options = dict(count=3, tile_best=tile_best)
-    return {
-        "xla": jax.jit(partial(xla.topk_scores, **options, blocks=(2, 8))),
-        "reference": jax.jit(partial(reference.topk_scores, **options)),
-        "merge": jax.jit(merge_topk, static_argnums=2),
-    }
+# Compiled once for all that hypothesis draws; the keys of a block do not divide the slots.
+HOW = ("count", "tile_best")
+SMALL = {
+    "xla": jax.jit(partial(xla.topk_scores, blocks=(2, 8)), static_argnames=HOW),
+    "reference": jax.jit(reference.topk_scores, static_argnames=HOW),
+}
+merged = jax.jit(merge_topk, static_argnums=2)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -205,7 +202,7 @@ def test_any_bounds_stream_like_the_definition_and_merge(
         for shape in ((2, 3, 4, 3), (2, 2, 45, 3))
     )
     start, stop = _bounds(*zip(*bounds, strict=True))
-    run = _small(tile_best)
+    run = {name: partial(f, count=3, tile_best=tile_best) for name, f in SMALL.items()}
     # Scores differ by 1 if at all: noise in a fourth dimension is within the tolerance.
     noise = jnp.asarray(rng.uniform(-0.1, 0.1, k.shape[:-1]), jnp.float32)
     noisy = jnp.pad(q, [(0, 0)] * 3 + [(0, 1)], constant_values=1), jnp.c_[k, noise[..., None]]
@@ -223,14 +220,13 @@ def test_any_bounds_stream_like_the_definition_and_merge(
                 for bounds in ((start, middle), (middle, stop))
             ]
             listed = (np.concatenate(x, axis=-1) for x in zip(*parts[::-1], strict=True))
-            _, slots = run["merge"](*listed, 3, allowed)
+            _, slots = merged(*listed, 3, allowed)
             np.testing.assert_array_equal(slots, expected[1])
 
 
 def test_merging_orders_by_score_then_slot_and_pads() -> None:
     values = jnp.array([5.0, 7.0, 99.0, 7.0, -jnp.inf, -0.0, 0.0])
     indices = jnp.array([4, 9, -1, 3, -1, 8, 2], jnp.int32)
-    merged = jax.jit(merge_topk, static_argnums=2)
     best, slots = merged(values, indices, 8, jnp.float32(0))
     np.testing.assert_array_equal(slots, [3, 9, 4, 2, 8, -1, -1, -1])
     np.testing.assert_array_equal(best, [7, 7, 5, 0, 0, -np.inf, -np.inf, -np.inf])
