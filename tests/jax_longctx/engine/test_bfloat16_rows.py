@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.contract import own_tokens
 from jax_longctx.engine import Engine, Sampling
 from jax_longctx.engine.running import Request, RunningBatch
 from jax_longctx.models.llama import init_params
@@ -53,12 +52,9 @@ def answers(name, *, shared, config=CONFIG, share_alone=True):
         for text in (CONTEXTS[:1] if shared else CONTEXTS)
     ]
     queue = [(held[number % len(held)], request) for number, request in enumerate(requests)]
-    places: dict[str, Any] = {"slots": capacity, "reserve": RESERVE}
-    own = dict(places)
-    if shared:
-        # As a server runs it, also for a single row.
-        assert own_tokens(engine.method) is not None
-        places["context"] = queue[0][0]
+    own: dict[str, Any] = {"slots": capacity, "reserve": RESERVE}
+    places = own | ({"context": held[0]} if shared else {})
+    # A single row too as a server runs it.
     one = RunningBatch(engine, places=1, **(places if share_alone else own))
     alone = [run(one, [each])[0][0] for each in queue]
     amid, _ = run(RunningBatch(engine, places=len(queue), **places), queue)

@@ -4,6 +4,7 @@ The programs are those of a CPU, a layer's each; `test_tpu_compile` and `test_gp
 those that loop over the layers.
 """
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -12,10 +13,10 @@ from jax_longctx.methods import Full
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.lowering import (
     cache_bytes,
-    compile_finish,
     compile_layer,
     compile_segment,
     no_persistent_cache,
+    sharded_caches,
 )
 from tests.support import tiny_config
 
@@ -67,7 +68,10 @@ def test_the_last_logits_of_a_question_cost_one_row():
 
 def test_full_attention_finishes_in_place():
     setup, batch, slots = setup_of(layers=2), 4, 4096
-    memory = compile_finish(setup, batch, slots).memory_analysis()
+    total = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    caches = sharded_caches(setup, batch, slots)
+    finish = programs.finish_donated.lower(setup, caches, total, "context", 0)
+    memory = finish.compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4096
     # All but the numbers that say where the context ended, which are replaced.
     replaced = 2 * 2 * batch * jnp.dtype(jnp.int32).itemsize

@@ -418,19 +418,6 @@ def test_what_is_pinned_is_counted_and_never_lies_on_the_device_as_a_whole():
     assert programs.pinned_bytes() == before
 
 
-def test_a_running_batch_has_room_for_a_row_on_its_way_to_its_place():
-    sizes = {"places": 2, "slots": 512, "reserve": 64}
-    _, engine = engines("infllm")
-    held = RunningBatch(engine, **sizes)._caches.held
-    own = capacity.bytes_per_device(engine.mesh, held)
-    # Of one row.
-    layer = capacity.bytes_per_device(engine.mesh, held, host=True) // engine.config.num_layers // 2
-    for layers, fits in ((1, False), (2, True)):
-        engine.memory_limit = int((own + layers * layer) / capacity.USABLE) + 1
-        with contextlib.nullcontext() if fits else pytest.raises(CapacityError):
-            RunningBatch(engine, **sizes)
-
-
 def test_what_xla_keeps_pinned_can_be_promised_again(monkeypatch, tmp_path):
     """XLA keeps what it pinned for GPUs, and the system counts it as used."""
     meminfo = tmp_path / "meminfo"
@@ -459,15 +446,25 @@ def test_what_xla_keeps_pinned_can_be_promised_again(monkeypatch, tmp_path):
         capacity.check_host(mesh, 910_000)
 
 
-def test_a_running_batch_checks_the_room_of_a_place_and_the_mesh(monkeypatch):
+def test_a_running_batch_checks_its_room_and_the_mesh(monkeypatch):
     _, engine = engines("infllm")
     context = engine.prefill(random_rows([300]), reserve=64, capacity=512)
     batch = RunningBatch(engine, places=2, slots=256, reserve=64)
     with pytest.raises(CapacityError, match="a place of this batch has 256"):
         batch.join(context, Request([1, 2], max_tokens=4))
     _, two = engines("infllm", mesh=make_mesh(2, 1, 1))
+    sizes = {"places": 2, "slots": 512, "reserve": 64}
     with pytest.raises(ConfigError, match="divides them over data=2; leave data out, or offload"):
-        RunningBatch(two, places=2, slots=512, reserve=64)
+        RunningBatch(two, **sizes)
+    # For a row on its way to its place too.
+    held = RunningBatch(engine, **sizes)._caches.held
+    own = capacity.bytes_per_device(engine.mesh, held)
+    # Of one row.
+    layer = capacity.bytes_per_device(engine.mesh, held, host=True) // engine.config.num_layers // 2
+    for layers, fits in ((1, False), (2, True)):
+        engine.memory_limit = int((own + layers * layer) / capacity.USABLE) + 1
+        with contextlib.nullcontext() if fits else pytest.raises(CapacityError):
+            RunningBatch(engine, **sizes)
     monkeypatch.setattr(capacity, "available_host_bytes", lambda mesh: 10_000)
     with pytest.raises(CapacityError, match="of the host's memory"):
-        RunningBatch(engine, places=2, slots=512, reserve=64)
+        RunningBatch(engine, **sizes)
