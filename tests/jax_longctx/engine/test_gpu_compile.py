@@ -78,10 +78,10 @@ def compiled(methods: Collection[str]) -> dict[str, list[dict[str, Any]]]:
     for line in output(module, *methods).splitlines():
         each = json.loads(line)
         found[each["method"]].append(each)
-    every = {"context", "finish", "question", "decode"}
     for method, programs in found.items():
         alone = any(option in method for option in (":rows=", ":only="))
-        assert {each["kind"] for each in programs} == ({"decode"} if alone else every)
+        every = {"decode"} if alone else gpu_programs.kinds(method)
+        assert {each["kind"] for each in programs} == every
     return found
 
 
