@@ -76,13 +76,6 @@ def quantise_matrix(
     return QuantisedMatrix(xp.clip(values, -MOST, MOST).astype(jnp.int8), scales, w.dtype)
 
 
-def dequantised_matrix(w: AnyMatrix) -> Float[Array, "..."]:
-    """The weight that is stood for; an array as it is. Not for whole models."""
-    if not isinstance(w, QuantisedMatrix):
-        return w
-    return (w.values.astype(jnp.float32) * w.scales).astype(w.dtype)
-
-
 def matrix_of(w: AnyMatrix, inputs: int) -> Any:
     """The weight as [inputs, outputs]."""
     if isinstance(w, QuantisedMatrix):

@@ -6,13 +6,17 @@ looks for plugins once, when it begins. One line of JSON is printed for each pro
 of the kind that `only` names; with `rows` for the step of rows that share a context.
 """
 
-import dataclasses
 import json
 import math
 import re
 import sys
 from collections.abc import Iterator
 from typing import Any
+
+from jax_longctx.planning.collectives import _Computation
+from jax_longctx.planning.collectives import _computations as computations
+
+Program = dict[str, _Computation]
 
 # What XLA asks of a GPU, here an H200, with no more memory than the arguments of a program take:
 # when it is full, programs must be the same.
@@ -50,9 +54,6 @@ A_TURN = 2
 # Elements of arrays whose copies are looked for.
 LEAST = 2**20
 
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
-_INSTRUCTION = re.compile(r"^(?:ROOT )?%?[\w.\-]+ = (?P<type>.*?) (?P<op>[a-z][\w\-]*)\(")
-_ARRAY = re.compile(r"([a-z]+\d+\w*)\[([\d,]+)\]")
 # Instructions that launch kernels; of asynchronous ones the start counts.
 _KERNELS = ("fusion", "fusion-start", "custom-call", "copy", "copy-start", "sort", "async-start")
 # Instructions whose result may be an array of their own.
@@ -61,120 +62,85 @@ _MAKING = ("copy", "copy-start", "fusion", "fusion-start", "dynamic-slice", "tra
 _IN_PLACE = ("dynamic-update-slice", "scatter")
 
 
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    """One line of a compiled program."""
-
-    op: str
-    text: str
-    arrays: list[tuple[int, ...]]
-    root: bool
-    kinds: list[str]
-
-    def called(self, name: str) -> str | None:
-        """The computation that the attribute of this name calls."""
-        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.text)
-        return found[1] if found else None
+def called(each: Any, name: str) -> str:
+    """The computation that an instruction's attribute of this name calls, or an empty text."""
+    return each.attribute(rf"\b{name}=%?([\w.\-]+)")
 
 
-def computations(text: str) -> dict[str, list[Instruction]]:
-    """The instructions of every computation of a compiled program."""
-    found: dict[str, list[Instruction]] = {}
-    current: list[Instruction] = []
-    for line in text.splitlines():
-        stripped = line.strip()
-        if begun := _COMPUTATION.match(line):
-            current = found.setdefault(begun[1], [])
-        elif made := _INSTRUCTION.match(stripped):
-            kinds, arrays = [], []
-            for kind, sizes in _ARRAY.findall(made["type"]):
-                kinds.append(kind)
-                arrays.append(tuple(int(size) for size in sizes.split(",")))
-            root = stripped.startswith("ROOT")
-            current.append(Instruction(made["op"], stripped, arrays, root, kinds))
-    return found
+def arrays(each: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Types and shapes of the arrays that an instruction makes, but for single numbers."""
+    found = re.findall(r"([a-z]+\d+\w*)\[([\d,]+)\]", each.shape)
+    return [(kind, tuple(map(int, sizes.split(",")))) for kind, sizes in found]
 
 
-def layer_loops(program: dict[str, list[Instruction]], layers: int) -> list[str]:
+def layer_loops(program: Program, layers: int) -> list[str]:
     """The bodies of the loops that run as often as there are layers."""
     wanted = f'known_trip_count":{{"n":"{layers}"}}'
     return [
-        body
-        for instructions in program.values()
-        for each in instructions
-        if each.op == "while" and wanted in each.text and (body := each.called("body"))
+        called(each, "body")
+        for computation in program.values()
+        for each in computation.instructions.values()
+        if each.operation == "while" and wanted in each.attributes
     ]
 
 
-def kernels(program: dict[str, list[Instruction]], name: str) -> int:
+def kernels(program: Program, name: str) -> int:
     """Kernels that one pass through a computation launches; those of inner loops count once."""
     count = 0
-    for each in program[name]:
-        count += each.op in _KERNELS
+    for each in program[name].instructions.values():
+        count += each.operation in _KERNELS
         for attribute in ("body", "to_apply", "true_computation", "false_computation"):
-            inner = each.called(attribute)
-            if inner and each.op in ("while", "call", "conditional"):
+            inner = called(each, attribute)
+            if inner and each.operation in ("while", "call", "conditional"):
                 count += kernels(program, inner)
-        if each.op == "conditional" and (
-            branches := re.search(r"branch_computations={(.*?)}", each.text)
-        ):
-            count += max(kernels(program, one.strip(" %")) for one in branches[1].split(","))
+        if branches := each.attribute(r"branch_computations={(.*?)}"):
+            count += max(kernels(program, one.strip(" %")) for one in branches.split(","))
     return count
 
 
-def unfused(program: dict[str, list[Instruction]]) -> Iterator[Instruction]:
+def unfused(program: Program) -> Iterator[Any]:
     """The instructions whose results are in memory: those outside of fusions."""
     inner = {
-        called
-        for instructions in program.values()
-        for each in instructions
-        if each.op in ("fusion", "fusion-start") and (called := each.called("calls"))
+        called(each, "calls")
+        for computation in program.values()
+        for each in computation.instructions.values()
+        if each.operation in ("fusion", "fusion-start")
     }
-    for name, instructions in program.items():
+    for name, computation in program.items():
         if name not in inner:
-            yield from instructions
+            yield from computation.instructions.values()
 
 
-def copies(
-    program: dict[str, list[Instruction]], sizes: dict[int, str]
-) -> Iterator[tuple[str, str]]:
+def copies(program: Program, sizes: dict[int, str]) -> Iterator[tuple[str, str]]:
     """Instructions that make an array as large as one of `sizes`, and what that is.
 
     Neither what writes into an argument's buffer counts nor what hands an address on.
     """
     for each in unfused(program):
-        if each.op not in _MAKING:
+        if each.operation not in _MAKING:
             continue
-        if each.op.startswith("fusion") and not _makes(program, each):
+        if each.operation.startswith("fusion") and not _makes(program, each):
             continue
-        for array in _results(program, each):
+        # The type of a start has those of its operands too.
+        started = each.operation == "fusion-start"
+        for _, array in arrays(program[called(each, "calls")].root if started else each):
             if math.prod(array) in sizes:
-                yield each.text[:160] + _origin(each), sizes[math.prod(array)]
+                text = f"{each.shape} {each.operation}({each.written})"[:160]
+                # Where in the source it comes from.
+                origin = each.attribute(r'op_name="([^"]*)"')
+                yield f"{text} ... {origin}" if origin else text, sizes[math.prod(array)]
 
 
-def _origin(each: Instruction) -> str:
-    """Where in the source an instruction comes from."""
-    found = re.search(r'op_name="([^"]*)"', each.text)
-    return f" ... {found[1]}" if found else ""
-
-
-def _results(program: dict[str, list[Instruction]], each: Instruction) -> list[tuple[int, ...]]:
-    """The arrays that an instruction makes. The type of a start has those of its operands too."""
-    if each.op != "fusion-start":
-        return each.arrays
-    (root,) = (one for one in program[each.called("calls") or ""] if one.root)
-    return root.arrays
-
-
-def _makes(program: dict[str, list[Instruction]], fusion: Instruction) -> bool:
+def _makes(program: Program, fusion: Any) -> bool:
     """Whether a fusion's result is memory of its own."""
-    if "address_computation" in fusion.text or "dynamic_slice_fusion" in fusion.text:
+    told = fusion.name + fusion.attributes
+    if "address_computation" in told or "dynamic_slice_fusion" in told:
         return False
     # What has no operand copies nothing: it begins an array that is filled later.
-    if " fusion()" in fusion.text:
+    if not fusion.operands:
         return False
-    body = program[fusion.called("calls") or ""]
-    return not any(each.op in _IN_PLACE for each in body)
+    body = program[called(fusion, "calls")].instructions.values()
+    return not any(each.operation in _IN_PLACE for each in body)
 
 
 def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
@@ -237,6 +203,14 @@ def host_shardings() -> None:
     sharding.NamedSharding = made
 
 
+def kinds(method: str) -> set[str]:
+    """The kinds of programs that are looked at: chunks read weights alike under all methods."""
+    if method.startswith("full:turn="):
+        return {"context", "finish", "question", "decode"}
+    chunk = {"context"} if method.startswith("full:") or ":offload=" in method else set()
+    return chunk | {"finish", "decode"}
+
+
 def main(methods: list[str]) -> None:
     import jax
     from jax.experimental import topologies
@@ -287,7 +261,7 @@ def main(methods: list[str]) -> None:
                     }
         used_of: Any = used_programs if rows == 1 else shared_decode
         for used in used_of(request, setup, rows):
-            if only not in (None, used.kind):
+            if used.kind not in (kinds(said) if only is None else (only,)):
                 continue
             compiled = used.lower().compile()
             program = computations(compiled.as_text())

@@ -50,14 +50,10 @@ def compile_segment(
     setup: programs.Setup, batch: int, slots: int, tokens: int, logits: str = "none"
 ) -> jax.stages.Compiled:
     """One prefill segment of `tokens` columns."""
-    segment = _segment(batch, tokens)
     last = None
     if logits == "last":
         last = jax.ShapeDtypeStruct((batch, setup.config.vocab_size), jnp.float32)
-    caches = sharded_caches(setup, batch, slots)
-    return programs.whole_segment.lower(
-        setup, abstract_params(setup), caches, segment, _ints(batch), last, logits
-    ).compile()
+    return _compiled(setup, slots, _segment(batch, tokens), last, logits)
 
 
 def compile_spread(setup: programs.Setup, batch: int, slots: int) -> jax.stages.Compiled:
@@ -71,10 +67,15 @@ def compile_spread(setup: programs.Setup, batch: int, slots: int) -> jax.stages.
     )
     (segment,) = setup.method.segments(prompt)
     assert segment.spread
-    caches = sharded_caches(setup, batch, slots)
-    return programs.whole_segment.lower(
-        setup, abstract_params(setup), caches, segment, _ints(batch), None, "none"
-    ).compile()
+    return _compiled(setup, slots, segment, None, "none")
+
+
+def _compiled(
+    setup: programs.Setup, slots: int, segment: Segment, last: Any, logits: str
+) -> jax.stages.Compiled:
+    batch = len(segment.tokens)
+    given = abstract_params(setup), sharded_caches(setup, batch, slots), segment, _ints(batch)
+    return programs.whole_segment.lower(setup, *given, last, logits).compile()
 
 
 def largest_result(text: str, operation: str) -> int:
@@ -102,12 +103,6 @@ def compile_layer(
         _segment(batch, tokens),
         _ints(batch),
     ).compile()
-
-
-def compile_finish(setup: programs.Setup, batch: int, slots: int) -> jax.stages.Compiled:
-    """The end of the context."""
-    caches = sharded_caches(setup, batch, slots)
-    return programs.finish_donated.lower(setup, caches, _ints(batch), "context", 0).compile()
 
 
 def _segment(batch: int, tokens: int) -> Segment:

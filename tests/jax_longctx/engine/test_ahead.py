@@ -1,4 +1,4 @@
-"""Compilation ahead: the run that follows compiles nothing, and answers as it always does."""
+"""Which programs are compiled: ahead, shared by texts and methods, and by kinds of steps."""
 
 import functools
 import threading
@@ -9,26 +9,24 @@ import jax.monitoring
 import jax.numpy as jnp
 import pytest
 
+from jax_longctx.engine import programs
 from jax_longctx.engine.ahead import Compilation, begun_or_none
 from jax_longctx.engine.engine import Engine, blocks_of_all
-from jax_longctx.engine.programs import EVENTS, CompileClock, Program
+from jax_longctx.engine.programs import EVENTS, CompileClock, Program, answer_variants, decode_turns
 from jax_longctx.errors import InputError
-from jax_longctx.models.llama import (
-    abstract_params,
-    init_params,
-    stacked_layers,
-    stacking_programs,
-)
+from jax_longctx.methods import Full, make_method
+from jax_longctx.models.llama import abstract_params, init_params, stacked_layers, stacking_programs
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.test_running import compilations
 from tests.small_methods import small_method
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 CONTEXT, QUESTION, ANSWER = [90], [5], 20
-PROGRAM = EVENTS[-1]
 also = functools.partial(pytest.param, marks=pytest.mark.slow)
 most = functools.partial(pytest.param, marks=pytest.mark.thorough)
 HOST = {"offload": "host"}
+TRACED, *_, PROGRAM = EVENTS
+REFRESH = make_method("refreshkv", {"schedule": "fixed", "stride": "3"})
 
 
 @pytest.mark.parametrize(
@@ -51,14 +49,14 @@ def test_the_run_that_follows_compiles_nothing(name, by_layer, options):
     assert not compiled
 
 
+def answers(engine, texts=CONTEXT, questions=QUESTION, tokens=ANSWER):
+    rows, asked = random_rows(texts, seed=1), random_rows(questions, seed=2)
+    context = engine.prefill(rows, reserve=questions[0] + tokens, questions=asked)
+    return joined(engine.stream(context, asked, max_tokens=tokens))
+
+
 def run(method, by_layer, context, question, mesh, **options):
     """The compilation ahead, and what a run that answers as always compiles all the same."""
-
-    def answers(engine):
-        rows, asked = random_rows(context, seed=1), random_rows(question, seed=2)
-        held = engine.prefill(rows, reserve=QUESTION[0] + ANSWER, questions=asked)
-        return joined(engine.stream(held, asked, max_tokens=ANSWER))
-
     jax.clear_caches()
     config, how = tiny_config(), {"chunk": 32, "by_layer": by_layer}
     # Shapes in place of weights.
@@ -69,8 +67,8 @@ def run(method, by_layer, context, question, mesh, **options):
     loaded = tiny_engine(method, mesh=mesh, **how)
     with compilations() as compiled:
         engine.take_params(loaded.params)
-        found = answers(engine)
-    assert found == answers(loaded)
+        found = answers(engine, context, question)
+    assert found == answers(loaded, context, question)
     return ahead, compiled
 
 
@@ -141,9 +139,8 @@ def test_seconds_of_compilation_are_joined_where_they_nest(monkeypatch):
         # An inner trace from 2 to 3, the outer from 1 to 4, a program from 4 to 6.
         for event, seconds in ((0, 1.0), (0, 3.0), (2, 2.0)):
             jax.monitoring.record_event_duration_secs(EVENTS[event], seconds)
-        thread = threading.Thread(
-            target=jax.monitoring.record_event_duration_secs, args=(PROGRAM, 6.0)
-        )
+        record = jax.monitoring.record_event_duration_secs
+        thread = threading.Thread(target=record, args=(PROGRAM, 6.0))
         thread.start()
         thread.join()
         jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
@@ -152,3 +149,72 @@ def test_seconds_of_compilation_are_joined_where_they_nest(monkeypatch):
     assert (clock.programs, clock.hits) == (2, 1)
     jax.monitoring.record_event_duration_secs(PROGRAM, 6.0)
     assert clock.programs == 2
+
+
+@pytest.mark.parametrize("name", ["snapkv", "refreshkv", "citrus", "reattention", "star"])
+@pytest.mark.quick("snapkv")
+def test_other_lengths_trace_nothing(name):
+    # Other tests may have traced the same programs.
+    jax.clear_caches()
+    engine = tiny_engine(small_method(name), chunk=16, by_layer=name != "refreshkv")
+    with compilations(TRACED) as traced:
+        answers(engine, [103], [8], 12)
+        assert traced
+        traced.clear()
+        # Of a text, a question and an answer each, and of all at once.
+        for text, question, tokens in [(120, 8, 12), (103, 5, 12), (103, 8, 17), (97, 6, 15)]:
+            assert len(answers(engine, [text], [question], tokens)[0]) == tokens
+            assert not traced, (text, question, tokens)
+
+
+@pytest.mark.slow
+def test_methods_share_the_programs_without_layers():
+    """Which programs methods trace anew, after another of the same shapes."""
+    jax.clear_caches()
+    shared = {"_embedded", "_normed", "_marker", "_wanted", "_next_state", "_fed", "start_answer"}
+    for name in ("full", "quest", "snapkv"):
+        engine = tiny_engine(small_method(name), chunk=16, by_layer=True)
+        with compilations(TRACED) as traced:
+            answers(engine)
+        assert "_through_layer" in traced
+        assert shared & set(traced) == (shared if name == "full" else set())
+
+
+def test_layers_that_are_alike_share_a_program_and_take_their_caches():
+    config = tiny_config(num_layers=5, windows=(7, None, 7, None, None))
+    engine = tiny_engine(config=config, by_layer=True)
+    caches = programs.init_caches(engine.setup, 1, 128, 0)
+    prompt = engine.prompt("context", 128, context=random_rows([24]))
+    (segment,), total = engine.method.segments(prompt), jnp.array([24], jnp.int32)
+    given = engine.setup, engine.params, caches, segment, total, None, "all"
+    with compilations() as compiled:
+        new, _ = programs.run_segment(*given)
+    assert compiled.count("jit(_through_layer)") == 2
+    finished = programs.finish_context(engine.setup, new, total, 0)
+    assert all(cache.k.is_deleted() and cache.v.is_deleted() for cache in (*caches, *new))
+    assert [int(cache.length[0]) for cache in finished] == [24] * 5
+
+
+def test_an_answers_kinds_of_steps_in_the_order_of_their_first():
+    assert answer_variants(REFRESH, 20) == ("partial", "check")
+    # Steps 1 and 2 are partial, and the first token of an answer takes none.
+    assert answer_variants(REFRESH, 3) == ("partial",)
+    always = make_method("refreshkv", {"schedule": "fixed", "stride": "1"})
+    assert answer_variants(always, 9) == ("check",)
+    # A program is compiled for an answer of one token too.
+    assert answer_variants(Full(), 1) == ("",)
+
+
+def test_turns_count_from_the_blocks_first_step():
+    turns = decode_turns(REFRESH, ("partial", "check"), [range(5, 11), range(3, 5)], 8)
+    # Steps 6 and 9 of the first row are full; the block has room for two more.
+    assert turns.tolist() == [[0, 1, 0, 0, 1, 0, -1, -1], [1, 0, *[-1] * 6]]
+    assert decode_turns(Full(), ("",), [range(1, 3)], 3).tolist() == [[0, 0, -1]]
+
+
+def test_an_answer_may_end_before_the_first_step_of_another_kind():
+    engine = tiny_engine(REFRESH, config=tiny_config(num_layers=1), by_layer=True)
+    prompts = random_rows([21])
+    longer = joined(engine.generate(prompts, max_tokens=7))
+    # Of the block of steps 2 to 5 step 3 would be a full one.
+    assert joined(engine.generate(prompts, max_tokens=3)) == [longer[0][:3]]

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.contract import own_tokens
 from jax_longctx.engine import Engine, Sampling
 from jax_longctx.engine.running import Request, RunningBatch
 from jax_longctx.models.llama import init_params
@@ -28,14 +27,8 @@ CONTEXTS = random_rows([164, 137, 190, 150], vocab=512)
 QUESTIONS = random_rows([5, 2, 7, 1, 4], vocab=512, seed=1)
 ANSWER, RESERVE = 16, 40
 CONFIG = tiny_config(
-    num_layers=2,
-    model_dim=256,
-    mlp_dim=640,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=32,
-    vocab_size=512,
-    max_position=1024,
+    **{"model_dim": 256, "mlp_dim": 640, "num_heads": 8, "head_dim": 32},
+    **{"vocab_size": 512, "max_position": 1024},
 )
 
 
@@ -54,18 +47,14 @@ def answers(name, *, shared, config=CONFIG, share_alone=True):
         )
         for number, question in enumerate(QUESTIONS)
     ]
-    texts = [CONTEXTS[0 if shared else number % len(CONTEXTS)] for number in range(len(requests))]
-    known = {}
-    for text in map(tuple, texts):
-        if text not in known:
-            known[text] = engine.prefill([text], reserve=RESERVE, capacity=capacity)
-    queue = [(known[tuple(t)], request) for t, request in zip(texts, requests, strict=True)]
-    places: dict[str, Any] = {"slots": capacity, "reserve": RESERVE}
-    own = dict(places)
-    if shared:
-        # As a server runs it, also for a single row.
-        assert own_tokens(engine.method) is not None
-        places["context"] = queue[0][0]
+    held = [
+        engine.prefill([text], reserve=RESERVE, capacity=capacity)
+        for text in (CONTEXTS[:1] if shared else CONTEXTS)
+    ]
+    queue = [(held[number % len(held)], request) for number, request in enumerate(requests)]
+    own: dict[str, Any] = {"slots": capacity, "reserve": RESERVE}
+    places = own | ({"context": held[0]} if shared else {})
+    # A single row too as a server runs it.
     one = RunningBatch(engine, places=1, **(places if share_alone else own))
     alone = [run(one, [each])[0][0] for each in queue]
     amid, _ = run(RunningBatch(engine, places=len(queue), **places), queue)
@@ -93,16 +82,18 @@ def differences(request, alone, amid, *, alike=True):
 
 @pytest.mark.parametrize(
     ("name", "shared"),
-    [
-        ("full", False),
-        ("quest", True),
-        ("refreshkv", False),
-        ("infllm", False),
-    ],
+    [("full", False), ("quest", True), ("refreshkv", False), ("infllm", False)],
 )
 @pytest.mark.slow
 def test_log_probabilities_amid_others_are_those_alone(name, shared):
-    check(name, answers(name, shared=shared))
+    found = [differences(*each) for each in answers(name, shared=shared)]
+    told = np.concatenate(found)
+    # Most tokens are compared, so few rows part early.
+    assert len(told) >= len(found) * ANSWER * 0.7
+    # The rounding shows, so that the comparison is one.
+    assert told.max() > 0
+    within = np.mean(told <= TOLERANCE)
+    assert within >= (SHARE if name in CHOOSING else 1.0), (within, told.max())
 
 
 @pytest.mark.gpu
@@ -117,14 +108,3 @@ def test_shared_rows_on_a_gpu_are_mostly_those_alone(name):
     told = np.concatenate([differences(*each, alike=False) for each in rows])
     assert len(told) >= 3 * len(rows)
     assert np.median(told) <= TOLERANCE
-
-
-def check(name, rows):
-    found = [differences(*each) for each in rows]
-    told = np.concatenate(found)
-    # Most tokens are compared, so few rows part early.
-    assert len(told) >= len(found) * ANSWER * 0.7
-    # The rounding shows, so that the comparison is one.
-    assert told.max() > 0
-    within = np.mean(told <= TOLERANCE)
-    assert within >= (SHARE if name in CHOOSING else 1.0), (within, told.max())

@@ -179,14 +179,6 @@ def test_a_prompt_alone_and_in_any_batch_draws_the_same_tokens(engine):
         assert found == [rows[place]]
 
 
-def test_what_is_refused_before_anything_is_read(engine, monkeypatch):
-    monkeypatch.setattr(engine, "prefill", None)
-    with pytest.raises(InputError, match="2 rows need as many seeds, 1 given"):
-        engine.generate([ROW, ROW], max_tokens=4, sampling=Sampling(temperature=1.0, seed=(1,)))
-    with pytest.raises(InputError, match="max_tokens must be at least 1"):
-        engine.generate([ROW], max_tokens=0)
-
-
 def test_the_penalty_counts_prompt_and_answer(engine):
     """A penalty so strong that no token comes twice, and none of the prompt's."""
     sampling = Sampling(repetition_penalty=1e6)
@@ -195,21 +187,23 @@ def test_the_penalty_counts_prompt_and_answer(engine):
     assert not {*answer} & {*ROW[:10]}
 
 
-def test_bad_input_is_named(engine):
-    context = engine.prefill([ROW, ROW], reserve=4)
-    for act, message in [
-        (lambda: engine.prefill([[1, 64]], reserve=4), "token id 64.*vocabulary is 0..63"),
-        (lambda: engine.prefill([[-1]], reserve=4), "token id -1"),
-        (lambda: engine.prefill([], reserve=4), "no rows given"),
-        (lambda: engine.generate([[]], max_tokens=4), "prompt 0 is empty"),
-        (lambda: next(engine.stream(context, [[1], []])), "question 1 is empty"),
-        (
-            lambda: next(engine.stream(context, [[1]])),
-            "2 contexts need as many questions, 1 given",
-        ),
-    ]:
+def test_bad_input_is_named(engine, monkeypatch):
+    def refused(message, act):
         with pytest.raises(InputError, match=message):
             act()
+
+    context = engine.prefill([ROW, ROW], reserve=4)
+    refused("token id 64.*vocabulary is 0..63", lambda: engine.prefill([[1, 64]], reserve=4))
+    refused("token id -1", lambda: engine.prefill([[-1]], reserve=4))
+    refused("no rows given", lambda: engine.prefill([], reserve=4))
+    refused("prompt 0 is empty", lambda: engine.generate([[]], max_tokens=4))
+    refused("question 1 is empty", lambda: next(engine.stream(context, [[1], []])))
+    refused("2 contexts need as many .*, 1 given", lambda: next(engine.stream(context, [[1]])))
+    # These before anything is read.
+    monkeypatch.setattr(engine, "prefill", None)
+    one = {"max_tokens": 4, "sampling": Sampling(temperature=1.0, seed=(1,))}
+    refused("2 rows need as many seeds, 1 given", lambda: engine.generate([ROW, ROW], **one))
+    refused("max_tokens must be at least 1", lambda: engine.generate([ROW], max_tokens=0))
 
 
 def test_a_context_is_refused_under_another_method(tmp_path):

@@ -12,10 +12,11 @@ from jax_longctx.api import LongContext
 from jax_longctx.engine import Request, RunningBatch, capacity, programs
 from jax_longctx.engine.capacity import footprint, held_bytes, slots_for, stores_of
 from jax_longctx.engine.context_io import load_context, save_context
-from jax_longctx.errors import CapacityError, ConfigError, InputError
+from jax_longctx.errors import CapacityError, ConfigError
 from jax_longctx.methods import make_method
 from jax_longctx.settings import Offload
 from jax_longctx.sharding import HOST, make_mesh
+from tests.jax_longctx.engine.test_running import run, tokens
 from tests.jax_longctx.methods.harness import steps
 from tests.small_methods import SMALL
 from tests.support import joined, random_rows, tiny_engine, word_tokenizer
@@ -182,11 +183,10 @@ def test_a_cache_that_grows(name, by_layer):
     for engine in engines(name, by_layer):
         context = engine.prefill(rows_of()[0], reserve=64)
         slots = context.slots
-        long = answers(engine, context, 6, (200, 30, 17, 1), 40)
-        assert context.slots > slots
-        found.append((long, answers(engine, context, 6, (200, 30, 17, 1), 40)))
-    (here, there), (first, again) = found, found[0]
-    assert here == there and first == again
+        for _ in range(2):
+            found.append(answers(engine, context, 6, (200, 30, 17, 1), 40))
+            assert context.slots > slots
+    assert all(each == found[0] for each in found)
 
 
 @pytest.mark.parametrize("name", ["infllm", "quest"])
@@ -236,33 +236,30 @@ def test_what_was_fetched_is_counted():
     assert there.fetched.steps == layers * len(rows) * 2
 
 
-@pytest.mark.parametrize("kv", [None, "int8"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_footprint_tells_device_and_host_apart(name, kv):
+def test_a_footprint_tells_device_and_host_apart(name):
     """What a context really takes is compared where one is saved."""
-    whole, found = (
-        footprint(engine.setup, batch=4, context=300, reserve=48) for engine in engines(name, kv=kv)
-    )
-    # All keys and values lie in the host's memory, but for the scales of 8 bits.
-    assert whole.host == 0 and whole.kept > found.host
-    parts = 1 if name == "reattention" else 2
-    numbers = parts * 2 * 4 * 2 * slots_for(300, 48) * 8
-    assert found.host == numbers * (1 if kv else 4)
+    for kv, size in ((None, 4), ("int8", 1)):
+        whole, found = (
+            footprint(engine.setup, batch=4, context=300, reserve=48)
+            for engine in engines(name, kv=kv)
+        )
+        # All keys and values lie in the host's memory, but for the scales of 8 bits.
+        assert whole.host == 0 and whole.kept > found.host
+        parts = 1 if name == "reattention" else 2
+        assert found.host == parts * 2 * 4 * 2 * slots_for(300, 48) * 8 * size
 
 
 @pytest.mark.slow
 def test_a_device_without_room_for_the_context_takes_it_offloaded():
     here, there = engines("infllm")
-    rows = random_rows([3000])
-    need = [
-        footprint(engine.setup, batch=1, context=3000, reserve=32).peak for engine in (here, there)
-    ]
-    assert need[1] < need[0] / 2
-    for engine in (here, there):
-        engine.memory_limit = int(1.3 * need[1])
+    room = {"batch": 1, "context": 3000, "reserve": 32}
+    whole, need = (footprint(engine.setup, **room).peak for engine in (here, there))
+    assert need < whole / 2
+    here.memory_limit = there.memory_limit = int(1.3 * need)
+    there.prefill(random_rows([3000]), reserve=32)
     with pytest.raises(CapacityError, match="a cache of"):
-        here.prefill(rows, reserve=32)
-    there.prefill(rows, reserve=32)
+        here.prefill(random_rows([3000]), reserve=32)
 
 
 def test_a_host_without_room_is_refused_with_arithmetic(monkeypatch):
@@ -315,14 +312,9 @@ def test_questions_about_one_text_follow_one_another():
     for engine in engines("quest"):
         model = LongContext(engine, word_tokenizer(64))
         context = engine.prefill(random_rows([200]), reserve=48)
-        asked = random_rows([4, 6], seed=3)
-        given = model.ask_all_tokens(context, asked, max_tokens=8)
+        given = model.ask_all_tokens(context, random_rows([4, 6], seed=3), max_tokens=8)
         found.append([answer.tokens for answer in given])
-        if engine.setup.offload is not None:
-            assert all(answer.fetched.steps for answer in given)
-            with pytest.raises(InputError, match="cannot share a context in the host's memory"):
-                RunningBatch(engine, places=2, reserve=64, context=context)
-    assert found[0] == found[1]
+    assert found[0] == found[1] and all(answer.fetched.steps for answer in given)
 
 
 def pages_of(stores, count):
@@ -335,27 +327,21 @@ def ran(engine):
 
     The last answer is that of the first context, asked alone after that.
     """
-    lengths, tokens = (300, 70, 100, 9), (20, 5, 12, 9)
+    sizes, limits = (512, 256, 256, 512), (20, 5, 12, 9)
     contexts = [
         engine.prefill([row], reserve=64, capacity=size)
-        for row, size in zip(random_rows(list(lengths), seed=4), (512, 256, 256, 512), strict=True)
+        for row, size in zip(random_rows([300, 70, 100, 9], seed=4), sizes, strict=True)
     ]
     assert {context.slots for context in contexts} == {256, 512}
     questions = random_rows([5, 9, 1, 12], seed=5)
-    batch, found, running = RunningBatch(engine, places=2, slots=512, reserve=64), {}, {}
-    waiting = list(range(4))
-    while waiting or running:
-        while waiting and batch.free:
-            row = waiting.pop(0)
-            request = Request(questions[row], max_tokens=tokens[row])
-            place, first = batch.join(contexts[row], request)
-            running[place], found[row] = row, [first.token]
-        for place, new in batch.step(3).items():
-            found[running[place]] += [chosen.token for chosen in new]
-        for place in batch.ended:
-            del running[place]
-    again = joined(engine.stream(contexts[0], questions[:1], max_tokens=tokens[0]))
-    return [found[row] for row in range(4)] + again, batch
+    asked = [
+        Request(question, max_tokens=limit)
+        for question, limit in zip(questions, limits, strict=True)
+    ]
+    batch = RunningBatch(engine, places=2, slots=512, reserve=64)
+    found, _ = run(batch, list(zip(contexts, asked, strict=True)))
+    again = joined(engine.stream(contexts[0], questions[:1], max_tokens=limits[0]))
+    return [*map(tokens, found), *again], batch
 
 
 @pytest.mark.parametrize(
@@ -375,27 +361,22 @@ def test_rows_join_and_leave_a_running_batch(name, by_layer, kv):
     assert pages_of(stores, "misses") > 0
 
 
-def test_what_is_pinned_is_counted():
-    _, engine = engines("infllm")
+def test_what_is_pinned_is_counted_and_never_lies_on_the_device_as_a_whole():
+    """InfLLM reads and answers with the pool alone."""
+    _, engine = engines("infllm", True)
     before = programs.pinned_bytes()
-    context = engine.prefill(random_rows([300]), reserve=64, capacity=512)
-    held = sum(x.nbytes for store in stores_of(context.caches) for x in host_arrays(store))
+    context = engine.prefill(random_rows([3000]), reserve=32)
+    stores = stores_of(context.caches)
+    held = sum(x.nbytes for store in stores for x in host_arrays(store))
     assert held and programs.pinned_bytes() == before + held
+    largest = max(
+        leaf.nbytes for leaf in jax.tree.leaves(context.caches) if leaf.sharding.memory_kind != HOST
+    )
+    assert stores[0].pool_k.shape[2] < context.slots / 8
+    assert largest <= stores[0].k.nbytes / 4
+    del stores
     context.caches = None
     assert programs.pinned_bytes() == before
-
-
-def test_a_running_batch_has_room_for_a_row_on_its_way_to_its_place():
-    sizes = {"places": 2, "slots": 512, "reserve": 64}
-    _, engine = engines("infllm")
-    held = RunningBatch(engine, **sizes)._caches.held
-    own = capacity.bytes_per_device(engine.mesh, held)
-    # Of one row.
-    layer = capacity.bytes_per_device(engine.mesh, held, host=True) // engine.config.num_layers // 2
-    for layers, fits in ((1, False), (2, True)):
-        engine.memory_limit = int((own + layers * layer) / capacity.USABLE) + 1
-        with contextlib.nullcontext() if fits else pytest.raises(CapacityError):
-            RunningBatch(engine, **sizes)
 
 
 def test_what_xla_keeps_pinned_can_be_promised_again(monkeypatch, tmp_path):
@@ -426,27 +407,25 @@ def test_what_xla_keeps_pinned_can_be_promised_again(monkeypatch, tmp_path):
         capacity.check_host(mesh, 910_000)
 
 
-def test_a_running_batch_checks_the_room_of_a_place_and_the_mesh(monkeypatch):
+def test_a_running_batch_checks_its_room_and_the_mesh(monkeypatch):
     _, engine = engines("infllm")
     context = engine.prefill(random_rows([300]), reserve=64, capacity=512)
     batch = RunningBatch(engine, places=2, slots=256, reserve=64)
     with pytest.raises(CapacityError, match="a place of this batch has 256"):
         batch.join(context, Request([1, 2], max_tokens=4))
     _, two = engines("infllm", mesh=make_mesh(2, 1, 1))
+    sizes = {"places": 2, "slots": 512, "reserve": 64}
     with pytest.raises(ConfigError, match="divides them over data=2; leave data out, or offload"):
-        RunningBatch(two, places=2, slots=512, reserve=64)
+        RunningBatch(two, **sizes)
+    # For a row on its way to its place too.
+    held = RunningBatch(engine, **sizes)._caches.held
+    own = capacity.bytes_per_device(engine.mesh, held)
+    # Of one row.
+    layer = capacity.bytes_per_device(engine.mesh, held, host=True) // engine.config.num_layers // 2
+    for layers, fits in ((1, False), (2, True)):
+        engine.memory_limit = int((own + layers * layer) / capacity.USABLE) + 1
+        with contextlib.nullcontext() if fits else pytest.raises(CapacityError):
+            RunningBatch(engine, **sizes)
     monkeypatch.setattr(capacity, "available_host_bytes", lambda mesh: 10_000)
     with pytest.raises(CapacityError, match="of the host's memory"):
-        RunningBatch(engine, places=2, slots=512, reserve=64)
-
-
-def test_keys_never_lie_on_the_device_as_a_whole():
-    """InfLLM reads and answers with the pool alone."""
-    _, engine = engines("infllm", True)
-    context = engine.prefill(random_rows([3000]), reserve=32)
-    (store, *_) = stores_of(context.caches)
-    largest = max(
-        leaf.nbytes for leaf in jax.tree.leaves(context.caches) if leaf.sharding.memory_kind != HOST
-    )
-    assert store.pool_k.shape[2] < context.slots / 8
-    assert largest <= store.k.nbytes / 4
+        RunningBatch(engine, **sizes)
