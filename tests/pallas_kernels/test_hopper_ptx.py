@@ -4,7 +4,7 @@ What goes from shared memory to registers, and the choice of the best.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,30 +29,17 @@ BOUNDS = {
 }
 
 
-def random(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return draw.standard_normal(shape).astype(np.float32)
-
-
-def ties(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return np.round(random(draw, shape) * 2) / 2
-
-
-def zeros(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Of both signs, which are equal."""
-    return np.where(draw.random(shape) < 0.5, -0.0, 0.0).astype(np.float32)
-
-
-def no_numbers(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    x = random(draw, shape)
-    x[draw.random(shape) < 0.3] = np.nan
-    x[draw.random(shape) < 0.3] = -np.inf
-    return x
-
-
-def large(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    x = -np.abs(random(draw, shape)) * 1e30
-    x[draw.random(shape) < 0.01] = np.inf
-    return x
+# Scores made of normal ones.
+SCORES: dict[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
+    "random": lambda draw, x: x,
+    "ties": lambda draw, x: np.round(x * 2) / 2,
+    # Of both signs, which are equal.
+    "zeros": lambda draw, x: np.copysign(0, x),
+    "no numbers": lambda draw, x: np.where(
+        draw.random(x.shape) < 0.3, np.nan, np.where(draw.random(x.shape) < 0.3, -np.inf, x)
+    ),
+    "large": lambda draw, x: np.where(draw.random(x.shape) < 0.01, np.inf, -np.abs(x) * 1e30),
+}
 
 
 @pytest.fixture(scope="module")
@@ -82,20 +69,21 @@ def best(
 @pytest.mark.parametrize("name", BEST)
 def test_every_thread_finds_its_places(programs: dict[str, str], name: str) -> None:
     tiles, places, gap = BEST[name]
-    cases = [(random, "all"), (ties, "some"), (zeros, "fewer than places"), (no_numbers, "all")]
-    cases += [(large, "fewer than k"), (random, "none"), (ties, "k is 0")]
+    cases = [("random", "all"), ("ties", "some"), ("zeros", "fewer than places")]
+    cases += [("no numbers", "all"), ("large", "fewer than k"), ("ties", "k is 0")]
     if tiles > 4:  # which take long
-        cases = [(random, "some"), (no_numbers, "all"), (large, "fewer than k")]
-    for seed, (make, which) in enumerate(cases):
+        cases = [("random", "some"), ("no numbers", "all"), ("large", "fewer than k")]
+    for seed, (make, which) in enumerate([*cases, ("random", "none")]):
         draw = np.random.default_rng(seed)
-        scores = make(draw, (tiles * 64 * 64,))
+        normal = draw.standard_normal(tiles * 64 * 64).astype(np.float32)
+        scores = SCORES[make](draw, normal).astype(np.float32)
         bounds = BOUNDS[which](scores.size, places)
         out = np.full(2 * places * 4, 0x77, np.uint8)
         given = [np.array(bounds, np.int32).view(np.uint8), scores.view(np.uint8), out]
         ptx.run(programs[name], dict(enumerate(given)), draw=draw)
         expected = best(scores, bounds, places, gap)
         before, found = out.view(np.int32).reshape(2, places)
-        np.testing.assert_array_equal(found, expected, f"{name}, {make.__name__}, {which}")
+        np.testing.assert_array_equal(found, expected, f"{name}, {make}, {which}")
         assert np.all(before == 0x77777777), name
 
 

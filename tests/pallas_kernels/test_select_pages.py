@@ -144,34 +144,29 @@ def test_rows_that_share_pages_list_what_each_lists_alone(kind: str, dtype: str,
 
 def test_a_gpu_takes_its_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "compute_capability", lambda: hopper.CAPABILITY)
-    shapes = (1, 32, 128), (1, 8, 2048, 128)
-    q, high = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
-    number = jax.ShapeDtypeStruct((1,), jnp.int32)
+    shape, found = jax.ShapeDtypeStruct, []
 
-    found: list[str] = []
-
-    def kernels(q: Any, high: Any, *, size: int = 64, **how: Any) -> int:
+    def kernels(rows: int = 1, head_dim: int = 128, *, size: int = 64, **how: Any) -> int:
+        q, high = (shape((rows, *x, head_dim), jnp.bfloat16) for x in ((32,), (8, 2048)))
+        number = shape((rows,), jnp.int32)
         run = functools.partial(select_pages, size=size, **how)
         with mock.patch.object(dispatch, "platform", lambda: "gpu"):
             traced = jax.jit(run).trace(q, high, high, None, number, number, number)
         found.append(str(traced.jaxpr))
         return found[-1].count("kernel_name")
 
-    assert kernels(q, high) == 2
+    assert kernels() == 2
     assert "score_pages" in found[0] and "choose_best" in found[0]
-    assert kernels(q, high, together=True) == 2
+    assert kernels(together=True) == 2
     # The choice alone: products by XLA.
-    small = [jax.ShapeDtypeStruct((*x.shape[:-1], 96), x.dtype) for x in (q, high)]
-    assert kernels(*small) == 1
-    assert kernels(q, high, size=1000) == 0
+    assert kernels(head_dim=96) == 1
+    assert kernels(size=1000) == 0
     # Of rows that share pages two, however many rows there are.
+    pages = jnp.zeros((1, 8, 2048, 128), jnp.bfloat16)
+    shared = SharedPages(pages, pages, None, jnp.array([2000], jnp.int32))
     for rows in (1, 16, 50):
-        asked = [jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for x in (q, high)]
-        pages = jnp.zeros(high.shape, high.dtype)
-        shared = SharedPages(pages, pages, None, jnp.array([2000], jnp.int32))
-        number = jax.ShapeDtypeStruct((rows,), jnp.int32)
         for together in (False, True):
-            assert kernels(*asked, together=together, shared=shared) == 2
+            assert kernels(rows, together=together, shared=shared) == 2
 
 
 def test_what_does_not_fit_is_refused(unchecked_signatures) -> None:
