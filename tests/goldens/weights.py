@@ -5,10 +5,11 @@ A tensor depends on the seed, its name and its shape alone, not on the order of 
 
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-__all__ = ["random_state", "random_tokens"]
+__all__ = ["hf_shapes", "random_state", "random_tokens"]
 
 # What a weight's uniform distribution is scaled to: its standard deviation times sqrt(fan in).
 # Queries and keys are large, so that attention is uneven and depends on positions.
@@ -18,6 +19,38 @@ GAINS = {"q_proj": 1.6, "k_proj": 1.6, "lm_head": 2.0}
 def random_state(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, np.ndarray]:
     """A float32 state dict of these names and shapes."""
     return {name: _tensor(name, tuple(shape), seed) for name, shape in shapes.items()}
+
+
+def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes as transformers has them, written down apart from the converter's table."""
+    d, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
+    h = config.get("head_dim") or d // heads
+    family = config["architectures"][0]
+    qkv_bias = family == "Qwen2ForCausalLM" or config.get("attention_bias", False)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d)}
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        shapes[layer + "input_layernorm.weight"] = (d,)
+        shapes[layer + "post_attention_layernorm.weight"] = (d,)
+        for name, rows in (("q", heads * h), ("k", kv * h), ("v", kv * h)):
+            shapes[layer + f"self_attn.{name}_proj.weight"] = (rows, d)
+            if qkv_bias:
+                shapes[layer + f"self_attn.{name}_proj.bias"] = (rows,)
+        shapes[layer + "self_attn.o_proj.weight"] = (d, heads * h)
+        if config.get("attention_bias"):
+            shapes[layer + "self_attn.o_proj.bias"] = (d,)
+        if family == "Qwen3ForCausalLM":
+            shapes[layer + "self_attn.q_norm.weight"] = (h,)
+            shapes[layer + "self_attn.k_norm.weight"] = (h,)
+        for name, shape in (("gate", (f, d)), ("up", (f, d)), ("down", (d, f))):
+            shapes[layer + f"mlp.{name}_proj.weight"] = shape
+            if config.get("mlp_bias"):
+                shapes[layer + f"mlp.{name}_proj.bias"] = shape[:1]
+    shapes["model.norm.weight"] = (d,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (v, d)
+    return shapes
 
 
 def random_tokens(count: int, vocab: int, seed: int) -> np.ndarray:

@@ -53,18 +53,11 @@ def found_gradients(batches=1, **changes):
     return jax.device_get(run(setup_of(**changes), host_params(), tokens))
 
 
-def assert_same(found, expected, **tolerance):
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(ours, theirs, **tolerance)
-
-
 def test_the_loss_is_that_of_the_next_tokens():
     setup = setup_of(pattern=Pattern())
     params = host_params()
-    logits = [
-        forward(setup.config, to_numpy(params), list(row), causal_attend(1e4)) for row in TEXTS
-    ]
-    odds = np.stack(logits)[:, :-1]
+    attend, arrays = causal_attend(1e4), to_numpy(params)
+    odds = np.stack([forward(setup.config, arrays, list(row), attend) for row in TEXTS])[:, :-1]
     odds -= np.log(np.exp(odds).sum(-1, keepdims=True))
     losses = -np.take_along_axis(odds, TEXTS[:, 1:, None], 2)[..., 0]
     for last in (LENGTH - 1, 4):
@@ -77,7 +70,11 @@ def test_the_loss_is_that_of_the_next_tokens():
 
 
 def test_micro_batches_add_up_and_layers_run_again_are_the_same():
-    assert_same(found_gradients(batches=2, remat="full"), found_gradients(), rtol=1e-4, atol=1e-7)
+    found = found_gradients(batches=2, remat="full")
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7),
+        *(found, found_gradients()),
+    )
 
 
 def test_layers_run_again_keep_less():
@@ -207,11 +204,9 @@ def plain_cross_entropy(hidden, table, targets, weights):
 def inputs():
     words, rng = 38, np.random.default_rng(0)
     # Large logits: a softmax that does not subtract the maximum overflows.
-    hidden = 30 * rng.standard_normal((2, 6, 8)).astype(np.float32)
-    table = rng.standard_normal((words, 8)).astype(np.float32)
-    targets = rng.integers(0, words, (2, 6)).astype(np.int32)
-    weights = rng.integers(0, 3, (2, 6)).astype(np.float32)
-    return hidden, table, targets, weights
+    hidden, table = 30 * rng.standard_normal((2, 6, 8)), rng.standard_normal((words, 8))
+    targets, weights = rng.integers(0, words, (2, 6)), rng.integers(0, 3, (2, 6))
+    return *map(jnp.float32, (hidden, table)), jnp.int32(targets), jnp.float32(weights)
 
 
 @pytest.mark.parametrize(("mesh", "chunk"), [(MESHES[0], 5), (MESHES[1], 512)])
