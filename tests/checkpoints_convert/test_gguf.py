@@ -246,9 +246,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_lengths_that_no_file_has(refused, case):
-    raw, words = CASES[case]
+@pytest.mark.parametrize(("raw", "words"), CASES.values(), ids=CASES)
+def test_lengths_that_no_file_has(refused, raw, words):
     refused(raw, words, kind=LongctxError)
 
 

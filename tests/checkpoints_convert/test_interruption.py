@@ -69,17 +69,23 @@ def assert_converted(source, folder):
     assert_same_state(load_all(folder / "back"), load_all(source))
 
 
-def test_what_is_written_is_not_written_again(tmp_path, source, saved):
-    """Interrupted twice."""
+def test_what_is_written_is_not_written_again(tmp_path, source, saved, monkeypatch):
+    """Interrupted twice among the tensors, and once after them."""
     interrupt(source, tmp_path / "ours", 0.3)
     interrupt(source, tmp_path / "ours", 0.9)
     assert names_in(tmp_path) == ["hf", "ours.partial"]
     before = set().union(*saved)
     assert 5 < len(saved) == len(before)
     saved.clear()
-    convert(source, tmp_path / "ours")
+    stop = create_autospec(Partial.check, side_effect=KeyboardInterrupt)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Partial, "check", stop)
+        convert(source, tmp_path / "ours")
     again = set().union(*saved)
     assert before and again and not before & again
+    saved.clear()
+    convert(source, tmp_path / "ours")
+    assert saved == []
     assert_converted(source, tmp_path)
 
 
@@ -148,17 +154,6 @@ def test_what_cannot_be_continued_is_begun_anew(tmp_path, source, saved, state):
     saved.clear()
     convert(source, tmp_path / "ours")
     assert len(set().union(*saved)) == len(random_state(hf_config("llama")))
-    assert_converted(source, tmp_path)
-
-
-def test_interrupted_after_the_tensors(tmp_path, source, saved, monkeypatch):
-    stop = create_autospec(Partial.check, side_effect=KeyboardInterrupt)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Partial, "check", stop)
-        convert(source, tmp_path / "ours")
-    saved.clear()
-    convert(source, tmp_path / "ours")
-    assert saved == []
     assert_converted(source, tmp_path)
 
 
