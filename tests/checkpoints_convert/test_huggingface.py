@@ -21,7 +21,6 @@ from tests.checkpoints_convert.tiny import (
     hf_config,
     params_from_hf,
     random_state,
-    same_bits,
     write_checkpoint,
 )
 
@@ -38,7 +37,8 @@ def load_all(folder):
 def assert_same_state(found, expected):
     assert set(found) == set(expected)
     for name, value in expected.items():
-        assert same_bits(found[name], value), name
+        assert found[name].dtype == value.dtype and found[name].shape == value.shape, name
+        assert found[name].tobytes() == value.tobytes(), name
 
 
 def there_and_back(folder, described, state, expected=None, *, shards=1, **options):
@@ -51,10 +51,6 @@ def there_and_back(folder, described, state, expected=None, *, shards=1, **optio
     export(folder / "ours", folder / "back")
     assert_same_state(load_all(folder / "back"), state if expected is None else expected)
     return manifest
-
-
-def exported_config(folder):
-    return json.loads((folder / "back" / "config.json").read_text())
 
 
 # Every type, and every family.
@@ -71,7 +67,7 @@ def test_round_trip_gives_back_every_bit(tmp_path, family, dtype):
     manifest = there_and_back(folder, described, random_state(described, dtype), **how)
     assert manifest.dtype == dtype
     assert manifest.config == model_config(described)
-    written = exported_config(folder)
+    written = json.loads((folder / "back" / "config.json").read_text())
     assert model_config(written) == manifest.config
     assert written["torch_dtype"] == dtype
     assert (written["bos_token_id"], written["eos_token_id"]) == (256, [257])
@@ -114,17 +110,6 @@ def test_values_are_cast_to_the_type_asked_for(tmp_path, monkeypatch, dtype):
     assert_same_parameters(load_params(tmp_path / "ours", make_mesh()), expected)
 
 
-def test_a_file_that_leaves_keys_out_converts(tmp_path):
-    """As Llama 2 was published, without theta and head size; here without kv heads as well."""
-    described = hf_config("llama", num_key_value_heads=4)
-    left_out = ("num_key_value_heads", "rope_theta")
-    said = {key: value for key, value in described.items() if key not in left_out}
-    manifest = there_and_back(tmp_path, said, random_state(described))
-    assert manifest.config == model_config(described)
-    assert (manifest.config.rope.theta, manifest.config.num_kv_heads) == (10000.0, 4)
-    assert read_config(tmp_path / "back" / "config.json") == manifest.config
-
-
 def test_internlm2_is_split_and_exported_as_llama(tmp_path):
     dynamic = {"type": "dynamic", "factor": 2.0}
     described = hf_config("llama", num_attention_heads=8, rope_scaling=dynamic)
@@ -137,7 +122,7 @@ def test_internlm2_is_split_and_exported_as_llama(tmp_path):
     del theirs["bias"]
     biased = model_config(described | theirs)
     assert biased == dataclasses.replace(config, qkv_bias=True, o_bias=True)
-    assert model_config(exported_config(tmp_path)) == config
+    assert read_config(tmp_path / "back" / "config.json") == config
 
 
 def test_export_splits_into_shards_with_an_index_and_progress_counts_every_byte(tmp_path):

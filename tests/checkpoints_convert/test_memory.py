@@ -62,17 +62,20 @@ def peaks_of(actions):
     return [int(line) for line in done.stdout.splitlines()]
 
 
-# (what is called, from, to, its options).
+# What is called, from, to, its options.
 BACK = ("export", "ours", "back", {})
-TWO_BYTES = [("convert", "hf", "ours", {"dtype": "source"}), BACK]
-# The embedding, the largest tensor, stays in two bytes.
-EIGHT_BITS = [("convert", "hf", "ours", {"weights": "int8"})]
-FOUR_BYTES = [("convert", "hf", "ours", {"dtype": "float32"}), BACK]
 
 
 @pytest.mark.parametrize(
     ("actions", "item"),
-    [(TWO_BYTES, 2), (EIGHT_BITS, 2), pytest.param(FOUR_BYTES, 4, marks=pytest.mark.thorough)],
+    [
+        ([("convert", "hf", "ours", {"dtype": "source"}), BACK], 2),
+        # The embedding, the largest tensor, stays in two bytes.
+        ([("convert", "hf", "ours", {"weights": "int8"})], 2),
+        pytest.param(
+            [("convert", "hf", "ours", {"dtype": "float32"}), BACK], 4, marks=pytest.mark.thorough
+        ),
+    ],
     ids=["two bytes", "eight bits", "four bytes"],
 )
 def test_peak_memory_is_a_few_tensors(tmp_path, large, actions, item):

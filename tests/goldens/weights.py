@@ -27,30 +27,29 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     h = config.get("head_dim") or d // heads
     family = config["architectures"][0]
-    qkv_bias = family == "Qwen2ForCausalLM" or config.get("attention_bias", False)
+    biased, mlp_biased = (config.get(f"{part}_bias", False) for part in ("attention", "mlp"))
+    qkv_biased = biased or family == "Qwen2ForCausalLM"
+    layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (d,)}
+    layer["post_attention_layernorm.weight"] = (d,)
+    for name, rows, columns, has_bias in (
+        ("self_attn.q", heads * h, d, qkv_biased),
+        ("self_attn.k", kv * h, d, qkv_biased),
+        ("self_attn.v", kv * h, d, qkv_biased),
+        ("self_attn.o", d, heads * h, biased),
+        ("mlp.gate", f, d, mlp_biased),
+        ("mlp.up", f, d, mlp_biased),
+        ("mlp.down", d, f, mlp_biased),
+    ):
+        layer[f"{name}_proj.weight"] = (rows, columns)
+        if has_bias:
+            layer[f"{name}_proj.bias"] = (rows,)
+    if family == "Qwen3ForCausalLM":
+        layer |= {f"self_attn.{name}_norm.weight": (h,) for name in "qk"}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d)}
     for i in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{i}."
-        shapes[layer + "input_layernorm.weight"] = (d,)
-        shapes[layer + "post_attention_layernorm.weight"] = (d,)
-        for name, rows in (("q", heads * h), ("k", kv * h), ("v", kv * h)):
-            shapes[layer + f"self_attn.{name}_proj.weight"] = (rows, d)
-            if qkv_bias:
-                shapes[layer + f"self_attn.{name}_proj.bias"] = (rows,)
-        shapes[layer + "self_attn.o_proj.weight"] = (d, heads * h)
-        if config.get("attention_bias"):
-            shapes[layer + "self_attn.o_proj.bias"] = (d,)
-        if family == "Qwen3ForCausalLM":
-            shapes[layer + "self_attn.q_norm.weight"] = (h,)
-            shapes[layer + "self_attn.k_norm.weight"] = (h,)
-        for name, shape in (("gate", (f, d)), ("up", (f, d)), ("down", (d, f))):
-            shapes[layer + f"mlp.{name}_proj.weight"] = shape
-            if config.get("mlp_bias"):
-                shapes[layer + f"mlp.{name}_proj.bias"] = shape[:1]
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes["model.norm.weight"] = (d,)
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (v, d)
-    return shapes
+    return shapes if config["tie_word_embeddings"] else shapes | {"lm_head.weight": (v, d)}
 
 
 def random_tokens(count: int, vocab: int, seed: int) -> np.ndarray:

@@ -222,12 +222,10 @@ def test_batches_go_through_every_epoch_and_their_position_can_be_taken_up(tmp_p
     np.testing.assert_array_equal(np.sort(first), np.arange(80))
     assert not np.array_equal(first, np.sort(first)) and not np.array_equal(rest, first[:40])
 
-    again = start()
+    again, resumed = start(), start()
     for _ in range(9):
         next(again)
-    position = json.loads(json.dumps(again.get_state()))
-    resumed = start()
-    resumed.set_state(position)
+    resumed.set_state(json.loads(json.dumps(again.get_state())))
     for expected in taken[9:]:
         np.testing.assert_array_equal(next(resumed), expected)
     assert not np.array_equal(next(start(seed=1)), taken[0])
@@ -279,11 +277,12 @@ def test_manuals_and_docstrings_are_documents_and_repeats_are_left_out(tmp_path)
 
 def test_nothing_is_overwritten_and_nothing_found_is_said(tmp_path):
     (tmp_path / "machine").mkdir()
-    with pytest.raises(InputError, match="no document of 9 characters"):
-        collect([tmp_path / "machine"], tmp_path / "out.jsonl", least=9)
-    with pytest.raises(InputError, match="gone is no folder"):
-        collect([tmp_path / "gone"], tmp_path / "out.jsonl")
-    (tmp_path / "out.jsonl").write_text("mine")
-    with pytest.raises(InputError, match="exists already"):
-        collect([tmp_path / "machine"], tmp_path / "out.jsonl")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["machine", "out.jsonl"]
+    (tmp_path / "mine.jsonl").write_text("mine")
+    for folder, out, message in (
+        ("machine", "out.jsonl", "no document of 9 characters"),
+        ("gone", "out.jsonl", "gone is no folder"),
+        ("machine", "mine.jsonl", "exists already"),
+    ):
+        with pytest.raises(InputError, match=message):
+            collect([tmp_path / folder], tmp_path / out, least=9)
+    assert (tmp_path / "mine.jsonl").read_text() == "mine" and len(list(tmp_path.iterdir())) == 2

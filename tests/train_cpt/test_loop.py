@@ -1,6 +1,7 @@
 """The loop and its metrics: what a run leaves, how it stops, and that it goes on the same."""
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -43,6 +44,7 @@ from train_cpt.metrics import device_peak, metrics_log, read_metrics, text_flops
 from train_cpt.step import text_losses
 
 ROOT = Path(__file__).parents[2]
+no_params = functools.partial(pytest.fail, "the run is begun anew")
 EVALUATED = dataclasses.replace(LOOP, evaluate_every=8)
 
 
@@ -52,10 +54,6 @@ def straight(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
     prepare_tiny(folder / "data")
     return folder, run_tiny(folder / "run", folder / "data", loop=EVALUATED)
-
-
-def no_params():
-    raise AssertionError("the run is begun anew")
 
 
 def test_a_run_has_a_line_a_step_and_keeps_the_newest_checkpoints_and_the_best(straight):
@@ -187,12 +185,12 @@ def events_of(directory):
     """(step, name, value) of every scalar, and the steps that readers are told to forget."""
     scalars, forgotten = [], []
     for path in sorted((directory / "tensorboard").iterdir()):
-        data, at = path.read_bytes(), 0
-        while at < len(data):
+        data = path.read_bytes()
+        while data:
             # A record is its length, a checksum of that, the event, a checksum.
-            (size,) = struct.unpack_from("<Q", data, at)
-            event = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
-            at += size + 16
+            (size,) = struct.unpack_from("<Q", data)
+            event = event_pb2.Event.FromString(data[12 : 12 + size])
+            data = data[size + 16 :]
             scalars += [(event.step, item.tag, item.simple_value) for item in event.summary.value]
             if event.session_log.status == event.session_log.START:
                 forgotten.append(event.step)
