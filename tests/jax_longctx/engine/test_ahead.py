@@ -49,14 +49,14 @@ def test_the_run_that_follows_compiles_nothing(name, by_layer, options):
     assert not compiled
 
 
+def answers(engine, texts=CONTEXT, questions=QUESTION, tokens=ANSWER):
+    rows, asked = random_rows(texts, seed=1), random_rows(questions, seed=2)
+    context = engine.prefill(rows, reserve=questions[0] + tokens, questions=asked)
+    return joined(engine.stream(context, asked, max_tokens=tokens))
+
+
 def run(method, by_layer, context, question, mesh, **options):
     """The compilation ahead, and what a run that answers as always compiles all the same."""
-
-    def answers(engine):
-        rows, asked = random_rows(context, seed=1), random_rows(question, seed=2)
-        held = engine.prefill(rows, reserve=QUESTION[0] + ANSWER, questions=asked)
-        return joined(engine.stream(held, asked, max_tokens=ANSWER))
-
     jax.clear_caches()
     config, how = tiny_config(), {"chunk": 32, "by_layer": by_layer}
     # Shapes in place of weights.
@@ -67,8 +67,8 @@ def run(method, by_layer, context, question, mesh, **options):
     loaded = tiny_engine(method, mesh=mesh, **how)
     with compilations() as compiled:
         engine.take_params(loaded.params)
-        found = answers(engine)
-    assert found == answers(loaded)
+        found = answers(engine, context, question)
+    assert found == answers(loaded, context, question)
     return ahead, compiled
 
 
@@ -151,12 +151,6 @@ def test_seconds_of_compilation_are_joined_where_they_nest(monkeypatch):
     assert clock.programs == 2
 
 
-def answer(engine, text, question, tokens):
-    contexts, questions = random_rows([text]), random_rows([question], seed=1)
-    context = engine.prefill(contexts, reserve=question + tokens, questions=questions)
-    return joined(engine.stream(context, questions, max_tokens=tokens))[0]
-
-
 @pytest.mark.parametrize("name", ["snapkv", "refreshkv", "citrus", "reattention", "star"])
 @pytest.mark.quick("snapkv")
 def test_other_lengths_trace_nothing(name):
@@ -164,13 +158,13 @@ def test_other_lengths_trace_nothing(name):
     jax.clear_caches()
     engine = tiny_engine(small_method(name), chunk=16, by_layer=name != "refreshkv")
     with compilations(TRACED) as traced:
-        answer(engine, 103, 8, 12)
+        answers(engine, [103], [8], 12)
         assert traced
         traced.clear()
         # Of a text, a question and an answer each, and of all at once.
-        for lengths in [(120, 8, 12), (103, 5, 12), (103, 8, 17), (97, 6, 15)]:
-            assert len(answer(engine, *lengths)) == lengths[-1]
-            assert not traced, lengths
+        for text, question, tokens in [(120, 8, 12), (103, 5, 12), (103, 8, 17), (97, 6, 15)]:
+            assert len(answers(engine, [text], [question], tokens)[0]) == tokens
+            assert not traced, (text, question, tokens)
 
 
 @pytest.mark.slow
@@ -181,7 +175,7 @@ def test_methods_share_the_programs_without_layers():
     for name in ("full", "quest", "snapkv"):
         engine = tiny_engine(small_method(name), chunk=16, by_layer=True)
         with compilations(TRACED) as traced:
-            answer(engine, 103, 8, 12)
+            answers(engine)
         assert "_through_layer" in traced
         assert shared & set(traced) == (shared if name == "full" else set())
 

@@ -39,17 +39,13 @@ LOOP = """
   ROOT %s = f32[1,64]{1,0} dynamic-slice(%p, %i), dynamic_slice_sizes={1,64}
 }
 
-%address (p: f32[4,64], i: s32[]) -> f32[1,64] {
-  ROOT %s = f32[1,64]{1,0} dynamic-slice(%p, %i), dynamic_slice_sizes={1,64}
-}
-
 %written (p: f32[4,64], x: f32[1,64], i: s32[]) -> f32[4,64] {
   ROOT %u = f32[4,64]{1,0} dynamic-update-slice(%p, %x, %i)
 }
 
 %body (c: (f32[4,64], s32[])) -> (f32[4,64], s32[]) {
   %a = f32[1,64]{1,0} fusion(%p, %i), kind=kLoop, calls=%copied, metadata={op_name="here"}
-  %b = f32[1,64]{1,0} fusion(%p, %i), kind=kCustom, calls=%address, backend_config={"dynamic_slice_fusion"}
+  %b = f32[1,64]{1,0} fusion(%p, %i), kind=kCustom, calls=%copied, backend_config={"dynamic_slice_fusion"}
   %c = f32[4,64]{1,0} fusion(%p, %b, %i), kind=kLoop, calls=%written
   ROOT %t = (f32[4,64]{1,0}, s32[]) tuple(%c, %i)
 }

@@ -9,11 +9,10 @@ import pytest
 from jax_longctx.engine import programs, stored
 from jax_longctx.engine.programs import forget
 from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.engine.test_ahead import ANSWER, CONTEXT, QUESTION, answers
 from tests.small_methods import small_method
 from tests.stored_programs import lowerings, storing
-from tests.support import joined, random_rows, tiny_engine
-
-CONTEXT, QUESTION, ANSWER = [90], [5], 20
+from tests.support import tiny_engine
 
 
 @pytest.fixture
@@ -42,17 +41,11 @@ def compiled(name):
     return engine, len(compilation)
 
 
-def answer(engine):
-    rows, asked = random_rows(CONTEXT, seed=1), random_rows(QUESTION, seed=2)
-    context = engine.prefill(rows, reserve=QUESTION[0] + ANSWER, questions=asked)
-    return joined(engine.stream(context, asked, max_tokens=ANSWER))
-
-
 @pytest.mark.parametrize("name", ["full", "refreshkv"])
 @pytest.mark.slow
 def test_a_new_process_lowers_nothing_and_answers_alike(folder, lowered, monkeypatch, name, caplog):
     """What is damaged, or cannot be loaded, is compiled again."""
-    expected = answer(engine_of(name))
+    expected = answers(engine_of(name))
     forget()
     _, count = compiled(name)
     assert len(lowered) == count == len(list(folder.glob("longctx-*")))
@@ -64,7 +57,7 @@ def test_a_new_process_lowers_nothing_and_answers_alike(folder, lowered, monkeyp
     with monkeypatch.context() as patched:
         for program in (programs.whole_segment, programs.decode_block):
             patched.setattr(program, "jitted", None)
-        assert answer(engine) == expected
+        assert answers(engine) == expected
     if name != "full":
         return
     for file in folder.iterdir():
@@ -74,7 +67,7 @@ def test_a_new_process_lowers_nothing_and_answers_alike(folder, lowered, monkeyp
     forget()
     engine, _ = compiled(name)
     assert len(lowered) == count and "is damaged; the program is compiled again" in caplog.text
-    assert answer(engine) == expected
+    assert answers(engine) == expected
     forget()
 
     def refuses(*args):
@@ -83,20 +76,20 @@ def test_a_new_process_lowers_nothing_and_answers_alike(folder, lowered, monkeyp
     monkeypatch.setattr(stored, "load", refuses)
     engine, _ = compiled(name)
     assert "of another driver" in caplog.text and not list(folder.iterdir())
-    assert answer(engine) == expected
+    assert answers(engine) == expected
 
 
 @pytest.mark.slow
 def test_methods_of_equal_caches_have_programs_of_their_own(folder):
     """Their arguments differ in nothing but what is static."""
     names = "full", "reattention"
-    expected = [answer(engine_of(name)) for name in names]
+    expected = [answers(engine_of(name)) for name in names]
     assert expected[0] != expected[1]
     for name in names:
         compiled(name)
     forget()
     engines = [compiled(name)[0] for name in names]
-    assert [answer(engine) for engine in engines] == expected
+    assert [answers(engine) for engine in engines] == expected
 
 
 @dataclasses.dataclass(frozen=True)

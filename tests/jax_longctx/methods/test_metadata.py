@@ -122,7 +122,7 @@ def test_query_aware_is_whether_two_questions_read_different_tokens(name):
 def test_keeps_all_and_answers_apart_are_what_becomes_of_the_memory(name):
     """With a text 200 tokens longer all keys take more; an answer apart has other arrays.
 
-    The bytes are those of the compiled programs (`engine/test_footprint.py`).
+    The bytes are those of the compiled programs (`engine/test_capacity.py`).
     """
     info, setup = engine_of(name).method.info, engine_of(name).setup
     short, long = (footprint(setup, batch=1, context=n, reserve=RESERVE) for n in (200, 400))
