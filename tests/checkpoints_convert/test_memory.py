@@ -1,6 +1,5 @@
 """Peak memory of a conversion and of an export, on a checkpoint of 1 GB."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -10,9 +9,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from tests.checkpoints_convert.tiny import hf_config, hf_shapes, write_tokenizer
+from tests.checkpoints_convert.tiny import hf_config, hf_shapes, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"vocab_size": 65536, "hidden_size": 1024, "intermediate_size": 4096}
@@ -43,24 +41,14 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """Random bfloat16 in shards of about 400 MB; the bits are drawn, with small exponents."""
-    folder = tmp_path_factory.mktemp("large")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    write_tokenizer(folder)
     rng = np.random.default_rng(0)
-    placed, shard = {}, {}
-    shapes = hf_shapes(CONFIG)
-    for tensor, shape in shapes.items():
-        bits = rng.integers(0, 1 << 16, shape, dtype=np.uint16) & 0xBFFF
-        shard[tensor] = bits.view(ml_dtypes.bfloat16)
-        whole = sum(value.nbytes for value in shard.values()) > 400e6
-        if whole or len(placed | shard) == len(shapes):
-            name = f"model-{len(set(placed.values())) + 1:05d}.safetensors"
-            save_file(shard, folder / name)
-            placed |= dict.fromkeys(shard, name)
-            shard.clear()
-    index = {"metadata": {}, "weight_map": placed}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    yield folder
+    bits = {
+        name: rng.integers(0, 1 << 16, shape, dtype=np.uint16) & 0xBFFF
+        for name, shape in hf_shapes(CONFIG).items()
+    }
+    state = {name: array.view(ml_dtypes.bfloat16) for name, array in bits.items()}
+    folder = tmp_path_factory.mktemp("large") / "hf"
+    yield write_checkpoint(folder, CONFIG, state, shards=3)
     # Gigabytes that pytest would keep for three runs.
     shutil.rmtree(folder)
 
@@ -74,17 +62,20 @@ def peaks_of(actions):
     return [int(line) for line in done.stdout.splitlines()]
 
 
-# (what is called, from, to, its options).
+# What is called, from, to, its options.
 BACK = ("export", "ours", "back", {})
-TWO_BYTES = [("convert", "hf", "ours", {"dtype": "source"}), BACK]
-# The embedding, the largest tensor, stays in two bytes.
-EIGHT_BITS = [("convert", "hf", "ours", {"weights": "int8"})]
-FOUR_BYTES = [("convert", "hf", "ours", {"dtype": "float32"}), BACK]
 
 
 @pytest.mark.parametrize(
     ("actions", "item"),
-    [(TWO_BYTES, 2), (EIGHT_BITS, 2), pytest.param(FOUR_BYTES, 4, marks=pytest.mark.thorough)],
+    [
+        ([("convert", "hf", "ours", {"dtype": "source"}), BACK], 2),
+        # The embedding, the largest tensor, stays in two bytes.
+        ([("convert", "hf", "ours", {"weights": "int8"})], 2),
+        pytest.param(
+            [("convert", "hf", "ours", {"dtype": "float32"}), BACK], 4, marks=pytest.mark.thorough
+        ),
+    ],
     ids=["two bytes", "eight bits", "four bytes"],
 )
 def test_peak_memory_is_a_few_tensors(tmp_path, large, actions, item):
@@ -95,5 +86,4 @@ def test_peak_memory_is_a_few_tensors(tmp_path, large, actions, item):
     peaks = peaks_of([(name, (folder[a], folder[b]), how) for name, a, b, how in actions])
     for made in tmp_path.iterdir():
         shutil.rmtree(made)
-    print(f"{[f'{peak / 1e6:.0f} MB' for peak in peaks]} for a largest of {LARGEST * item / 1e6}")
     assert max(peaks) <= most, dict(zip(map(str, actions), peaks, strict=True))

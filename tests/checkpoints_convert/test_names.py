@@ -1,10 +1,11 @@
-"""Where a Hugging Face file's numbers go, and the layouts of InternLM2 and GGUF made of it."""
+"""The layouts of InternLM2 and GGUF made of a Hugging Face file's, and names of parameters."""
 
 import jax
 import numpy as np
 
 from checkpoints_convert.config import model_config
-from tests.checkpoints_convert.tiny import hf_config, params_from_hf, random_state
+from checkpoints_convert.names import expected_tensors, naming_of
+from tests.checkpoints_convert.tiny import hf_config, random_state
 
 
 def flat(tree, prefix=""):
@@ -58,16 +59,9 @@ def paired_rows(weight, heads):
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def test_projections_are_laid_out_by_head():
-    described = hf_config("qwen2")
-    state, layer = random_state(described), "model.layers.1."
-    params = params_from_hf(model_config(described), state)["layers"]["1"]
-    attn, mlp = params["attn"], params["mlp"]
-    for name, heads in (("q", 4), ("k", 2), ("v", 2)):
-        weight, bias = (state[f"{layer}self_attn.{name}_proj.{x}"] for x in ("weight", "bias"))
-        for d, n, i in [(0, 0, 0), (5, heads - 1, 7), (31, heads // 2, 1)]:
-            assert attn[name][d, n, i] == weight[n * 8 + i, d]
-            assert attn[f"{name}_bias"][n, i] == bias[n * 8 + i]
-    assert attn["o"][2, 1, 31] == state[f"{layer}self_attn.o_proj.weight"][31, 2 * 8 + 1]
-    for name, at in (("gate", (3, 40)), ("up", (3, 40)), ("down", (40, 3))):
-        assert mlp[name][at] == state[f"{layer}mlp.{name}_proj.weight"][at[::-1]]
+def test_a_naming_is_known_by_the_tensors_that_it_expects():
+    described = hf_config("llama")
+    config, state = model_config(described), random_state(described)
+    for naming, tensors in (("hf", state), ("internlm2", internlm2_state(state, config))):
+        assert naming_of(tensors) == naming
+        assert expected_tensors(config, naming).keys() == tensors.keys()

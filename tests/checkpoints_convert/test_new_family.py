@@ -7,7 +7,6 @@ import textwrap
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from checkpoints_convert import convert, export
@@ -19,7 +18,8 @@ from jax_longctx.models import config, llama
 from jax_longctx.models.config import FAMILIES, LLAMA_NAMES, Family
 from jax_longctx.models.storage import load_params, read_manifest
 from jax_longctx.sharding import make_mesh
-from tests.checkpoints_convert.tiny import hf_config, random_state, same_bits, write_checkpoint
+from tests.checkpoints_convert.test_huggingface import assert_same_state, load_all
+from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
 from tests.oracle import probabilities, rope, weighted_values
 from tests.outside import files_of
 
@@ -108,9 +108,7 @@ def test_a_new_family_is_converted_run_and_exported(tmp_path, robin):
     (ours,) = Engine(config, params, make_method("full", {}), make_mesh()).score([tokens])
     np.testing.assert_allclose(ours, robin_logits(described, state, tokens), atol=2e-4)
     export(tmp_path / "ours", tmp_path / "back")
-    again = load_file(tmp_path / "back" / "model.safetensors")
-    assert again.keys() == state.keys()
-    assert all(same_bits(again[name], value) for name, value in state.items())
+    assert_same_state(load_all(tmp_path / "back"), state)
     written = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (written["model_type"], written["hidden_act"]) == ("robin", "gelu")
 
@@ -124,7 +122,7 @@ def test_a_family_that_always_ties_names_no_head(tmp_path, robin, monkeypatch):
     source = write_checkpoint(tmp_path / "hf", described, state)
     assert convert(source, tmp_path / "ours").config.tie_embeddings
     export(tmp_path / "ours", tmp_path / "back")
-    assert load_file(tmp_path / "back" / "model.safetensors").keys() == state.keys()
+    assert load_all(tmp_path / "back").keys() == state.keys()
     untied = write_checkpoint(tmp_path / "un", described | {"tie_word_embeddings": False}, state)
     with pytest.raises(ConfigError, match=r"'robin' has no head .* set tie_word_embeddings to"):
         convert(untied, tmp_path / "other")
@@ -157,7 +155,7 @@ def test_what_a_family_lacks_is_told(tmp_path, robin, monkeypatch):
 
 def test_an_entry_that_lacks_a_name_is_refused():
     lacking = {ours: theirs for ours, theirs in LLAMA_NAMES.items() if "k" not in ours}
-    with pytest.raises(ConfigError, match=r"`names` lacks layers\.\*\.attn\.k$"):
-        Family(architecture="ToyForCausalLM", names=lacking)
-    with pytest.raises(ConfigError, match=r"lacks layers\.\*\.attn\.k, layers\.\*\.attn\.k_norm$"):
-        Family(architecture="ToyForCausalLM", names=lacking, qk_norm=True)
+    k = r"layers\.\*\.attn\.k"
+    for qk_norm, names in ((False, k), (True, f"{k}, {k}_norm")):
+        with pytest.raises(ConfigError, match=f"`names` lacks {names}$"):
+            Family(architecture="ToyForCausalLM", names=lacking, qk_norm=qk_norm)

@@ -15,22 +15,11 @@ from safetensors.numpy import save_file
 
 from checkpoints_convert.names import expected_tensors, naming_of
 from jax_longctx.models.config import ModelConfig
+from tests.goldens.cases import SIZES
+from tests.goldens.weights import hf_shapes
 
-BASE = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "bos_token_id": 256,
-    "eos_token_id": [257],
-}
+BASE = {**SIZES, "vocab_size": 300, "intermediate_size": 48, "max_position_embeddings": 128}
+BASE |= {"bos_token_id": 256, "eos_token_id": [257]}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
@@ -44,12 +33,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "qwen2-tied": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
-    "qwen3-tied": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "head_dim": 16,
-        "tie_word_embeddings": True,
-    },
 }
+FAMILIES["qwen3-tied"] = FAMILIES["qwen3"] | {"tie_word_embeddings": True}
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -60,38 +45,6 @@ DTYPES = {
 
 def hf_config(family: str, **changes: Any) -> dict[str, Any]:
     return {**BASE, **FAMILIES[family], **changes}
-
-
-def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes as transformers has them, written down apart from the converter's table."""
-    d, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
-    h = config.get("head_dim") or d // heads
-    family = config["architectures"][0]
-    qkv_bias = family == "Qwen2ForCausalLM" or config.get("attention_bias", False)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d)}
-    for i in range(config["num_hidden_layers"]):
-        layer = f"model.layers.{i}."
-        shapes[layer + "input_layernorm.weight"] = (d,)
-        shapes[layer + "post_attention_layernorm.weight"] = (d,)
-        for name, rows in (("q", heads * h), ("k", kv * h), ("v", kv * h)):
-            shapes[layer + f"self_attn.{name}_proj.weight"] = (rows, d)
-            if qkv_bias:
-                shapes[layer + f"self_attn.{name}_proj.bias"] = (rows,)
-        shapes[layer + "self_attn.o_proj.weight"] = (d, heads * h)
-        if config.get("attention_bias"):
-            shapes[layer + "self_attn.o_proj.bias"] = (d,)
-        if family == "Qwen3ForCausalLM":
-            shapes[layer + "self_attn.q_norm.weight"] = (h,)
-            shapes[layer + "self_attn.k_norm.weight"] = (h,)
-        for name, shape in (("gate", (f, d)), ("up", (f, d)), ("down", (d, f))):
-            shapes[layer + f"mlp.{name}_proj.weight"] = shape
-            if config.get("mlp_bias"):
-                shapes[layer + f"mlp.{name}_proj.bias"] = shape[:1]
-    shapes["model.norm.weight"] = (d,)
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (v, d)
-    return shapes
 
 
 def random_state(
@@ -128,11 +81,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_checkpoint(
-    folder: Path,
-    config: dict[str, Any],
-    state: dict[str, np.ndarray],
-    *,
-    shards: int = 1,
+    folder: Path, config: dict[str, Any], state: dict[str, np.ndarray], *, shards: int = 1
 ) -> Path:
     """The directory that `save_pretrained` would write."""
     folder.mkdir(parents=True)
@@ -162,9 +111,3 @@ def full_disk():
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
-    return (
-        one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-    )

@@ -4,28 +4,30 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-__all__ = ["MODELS", "ROPES", "SEEDS"]
+__all__ = ["MODELS", "ROPES", "SEEDS", "SIZES"]
 
 Config = dict[str, Any]
 
 
+# What the tiny models have in common.
+SIZES: Config = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
+
+
 def _config(model_type: str, **changes: Any) -> Config:
-    return {
-        "model_type": model_type,
-        "architectures": [f"{model_type.capitalize()}ForCausalLM"],
-        "vocab_size": 101,
-        "hidden_size": 32,
-        "intermediate_size": 56,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-        "rope_theta": 10000.0,
-        **changes,
-    }
+    architectures = [f"{model_type.capitalize()}ForCausalLM"]
+    return {"model_type": model_type, "architectures": architectures, **SIZES, **changes}
 
 
 _llama, _mistral, _qwen2 = (partial(_config, it) for it in ("llama", "mistral", "qwen2"))

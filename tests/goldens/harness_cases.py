@@ -13,10 +13,12 @@ from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 if __package__:
-    from tests.goldens.weights import random_state
+    from tests.goldens.cases import SIZES
+    from tests.goldens.weights import hf_shapes, random_state
 else:
     # The script that makes the goldens lies beside this file.
-    from weights import random_state
+    from cases import SIZES
+    from weights import hf_shapes, random_state
 
 __all__ = ["MAX_LENGTH", "RUNS", "SEED", "TASKS", "write_model", "write_tasks"]
 
@@ -33,22 +35,8 @@ SPECIAL = ["<|begin|>", "<|end|>", "<|turn|>"]
 ALPHABET = string.ascii_letters + string.digits + ".,:;?!'-_|<>" + "ĠĊ"
 # Pairs that a tokenizer joins, also across a word's leading space, written "Ġ".
 MERGES = [("t", "h"), ("th", "e"), ("Ġ", "a"), ("Ġ", "the"), ("i", "s"), ("Ġ", "is"), ("o", "n")]
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
+CONFIG = {**SIZES, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+CONFIG |= {"intermediate_size": 48, "attention_bias": False, "mlp_bias": False}
 
 CHOICES = [
     {"question": "the sun is", "choices": [" a star", " the moon", "isKJb"], "right": 0},
@@ -137,24 +125,9 @@ def write_model(folder: Path, *, adds_bos: bool) -> Path:
     size = backend.get_vocab_size(with_added_tokens=True)
     config = {**CONFIG, **ids, "vocab_size": size, "torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
-    state = random_state(_shapes(size), SEED)
+    state = random_state(hf_shapes(config), SEED)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def _shapes(vocabulary: int) -> dict[str, tuple[int, ...]]:
-    model, mlp = CONFIG["hidden_size"], CONFIG["intermediate_size"]
-    narrow = model // CONFIG["num_attention_heads"] * CONFIG["num_key_value_heads"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, model)}
-    for layer in range(CONFIG["num_hidden_layers"]):
-        inside = f"model.layers.{layer}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{inside}.{norm}.weight"] = (model,)
-        for name, rows in (("q", model), ("k", narrow), ("v", narrow), ("o", model)):
-            shapes[f"{inside}.self_attn.{name}_proj.weight"] = (rows, model)
-        for name, shape in (("gate", (mlp, model)), ("up", (mlp, model)), ("down", (model, mlp))):
-            shapes[f"{inside}.mlp.{name}_proj.weight"] = shape
-    return shapes | {"model.norm.weight": (model,), "lm_head.weight": (vocabulary, model)}
 
 
 def write_tasks(folder: Path) -> Path:

@@ -5,10 +5,11 @@ A tensor depends on the seed, its name and its shape alone, not on the order of 
 
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-__all__ = ["random_state", "random_tokens"]
+__all__ = ["hf_shapes", "random_state", "random_tokens"]
 
 # What a weight's uniform distribution is scaled to: its standard deviation times sqrt(fan in).
 # Queries and keys are large, so that attention is uneven and depends on positions.
@@ -18,6 +19,37 @@ GAINS = {"q_proj": 1.6, "k_proj": 1.6, "lm_head": 2.0}
 def random_state(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, np.ndarray]:
     """A float32 state dict of these names and shapes."""
     return {name: _tensor(name, tuple(shape), seed) for name, shape in shapes.items()}
+
+
+def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes as transformers has them, written down apart from the converter's table."""
+    d, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
+    h = config.get("head_dim") or d // heads
+    family = config["architectures"][0]
+    biased, mlp_biased = (config.get(f"{part}_bias", False) for part in ("attention", "mlp"))
+    qkv_biased = biased or family == "Qwen2ForCausalLM"
+    layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (d,)}
+    layer["post_attention_layernorm.weight"] = (d,)
+    for name, rows, columns, has_bias in (
+        ("self_attn.q", heads * h, d, qkv_biased),
+        ("self_attn.k", kv * h, d, qkv_biased),
+        ("self_attn.v", kv * h, d, qkv_biased),
+        ("self_attn.o", d, heads * h, biased),
+        ("mlp.gate", f, d, mlp_biased),
+        ("mlp.up", f, d, mlp_biased),
+        ("mlp.down", d, f, mlp_biased),
+    ):
+        layer[f"{name}_proj.weight"] = (rows, columns)
+        if has_bias:
+            layer[f"{name}_proj.bias"] = (rows,)
+    if family == "Qwen3ForCausalLM":
+        layer |= {f"self_attn.{name}_norm.weight": (h,) for name in "qk"}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d)}
+    for i in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (d,)
+    return shapes if config["tie_word_embeddings"] else shapes | {"lm_head.weight": (v, d)}
 
 
 def random_tokens(count: int, vocab: int, seed: int) -> np.ndarray:

@@ -1,5 +1,8 @@
-"""The training patterns against dense masked attention, and against decoding with RefreshKV."""
+"""The training patterns against dense masked attention, and against decoding with RefreshKV; and
+evaluations by both.
+"""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,14 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.errors import ConfigError
-from jax_longctx.methods.refreshkv import RefreshKV
+from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.evaluation.perplexity import perplexity, score_texts
+from jax_longctx.methods import RefreshKV
 from jax_longctx.models.llama import model_of
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import last_logits, steps
 from tests.jax_longctx.methods.oracles.partial_cache import choose
 from tests.oracle import probabilities
 from tests.support import random_rows, tiny_config, tiny_engine
+from tests.train_cpt.tiny_run import tiny_setup
 from train_cpt.attention import (
     Pattern,
     attend_with,
@@ -22,20 +27,25 @@ from train_cpt.attention import (
     check_attention,
     pattern_attention,
 )
-from train_cpt.step import hidden_states
+from train_cpt.evaluate import dev_losses, drop_interval, parse_method
+from train_cpt.step import hidden_states, text_losses
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 8
 SCALE = HEAD_DIM**-0.5
 PREFIX, TAIL = 18, 6
-MOST = PREFIX + TAIL
+LENGTH = PREFIX + TAIL
 CONFIG = tiny_config(num_layers=1)
 PATTERN = Pattern(tail=TAIL, budget=5, kernel=3)
+# RefreshKV without full steps.
+NEVER = "refreshkv:budget=5,kernel=3,schedule=fixed,stride=1000,evict_on_push=false"
+TEXTS = np.array(random_rows([LENGTH] * 4, seed=7), np.int32)
+CAUSAL = np.broadcast_to(np.tri(LENGTH, dtype=bool), (BATCH, KV_HEADS, LENGTH, LENGTH))
 
 
-def inputs(length):
+def inputs():
     """q, k, v and the gradient of the output."""
-    rng = np.random.default_rng(length)
-    shapes = [(BATCH, length, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    rng = np.random.default_rng(0)
+    shapes = [(BATCH, LENGTH, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
@@ -54,18 +64,8 @@ def with_gradients(attention, q, k, v, dout):
 
 
 @jax.jit
-def _dense_gradients(q, k, v, dout, seen):
-    return with_gradients(functools.partial(dense_attention, seen=seen), q, k, v, dout)
-
-
 def dense_gradients(q, k, v, dout, seen):
-    """Those of plain masked attention, of one program: texts are filled up to `MOST` tokens."""
-    length = q.shape[1]
-    more = (0, MOST - length)
-    arrays = [np.pad(array, [(0, 0), more, (0, 0), (0, 0)]) for array in (q, k, v, dout)]
-    # What is filled up sees itself.
-    seen = np.pad(seen, [(0, 0), (0, 0), more, more]) | np.eye(MOST, dtype=bool)
-    return [found[:, :length] for found in _dense_gradients(*arrays, seen)]
+    return with_gradients(functools.partial(dense_attention, seen=seen), q, k, v, dout)
 
 
 def assert_same(found, expected):
@@ -73,16 +73,11 @@ def assert_same(found, expected):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-def causal_mask(length):
-    seen = np.tril(np.ones((length, length), bool))
-    return np.broadcast_to(seen, (BATCH, KV_HEADS, length, length))
-
-
 def masked_tail(q, k, pattern):
     """`[B, K, T, S]`: causal, but of the prefix the last rows see what numpy's choice keeps."""
     how = {"budget": pattern.budget, "kernel": pattern.kernel, "over": pattern.over_group}
     how |= {"kind": "max", "forced": int(pattern.force_self)}
-    seen = causal_mask(q.shape[1]).copy()
+    seen = CAUSAL.copy()
     for row in range(BATCH):
         p = probabilities(q[row, PREFIX - 1 : PREFIX], k[row, :PREFIX], np.ones((1, PREFIX), bool))
         for head, ids in enumerate(choose(p, KV_HEADS, **how)):
@@ -90,30 +85,22 @@ def masked_tail(q, k, pattern):
     return seen
 
 
-@pytest.mark.parametrize("length", [1, 5, 13])
-def test_causal_gradients_are_those_of_dense_attention(length):
-    streamed = functools.partial(causal_attention, scale=SCALE, block=5)
-    arrays = inputs(length)
-    found = jax.jit(functools.partial(with_gradients, streamed))(*arrays)
-    assert_same(found, dense_gradients(*arrays, causal_mask(length)))
-
-
-@pytest.mark.parametrize("shards", [(2, 5), (3, 4)])
-def test_runs_of_a_texts_queries_have_the_gradients_of_the_whole(shards):
-    count, own = shards
-    q, k, v, dout = inputs(count * own)
-    expected = dense_gradients(q, k, v, dout, causal_mask(count * own))
+@pytest.mark.parametrize(("count", "block"), [(1, 5), (1, 24), (1, 99), (2, 5), (3, 3), (24, 1)])
+def test_the_gradients_of_a_texts_runs_of_queries_are_those_of_dense_attention(count, block):
+    q, k, v, dout = inputs()
+    own = LENGTH // count
 
     @jax.jit
     def run(q, k, v, dout, ahead):
-        attend = functools.partial(causal_attention, scale=SCALE, block=3, ahead=ahead)
+        attend = functools.partial(causal_attention, scale=SCALE, block=block, ahead=ahead)
         return with_gradients(attend, q, k, v, dout)
 
     runs = [
         run(q[:, start : start + own], k, v, dout[:, start : start + own], jnp.int32(start))
-        for start in range(0, count * own, own)
+        for start in range(0, LENGTH, own)
     ]
     outs, dqs, dks, dvs = zip(*runs, strict=True)
+    expected = dense_gradients(q, k, v, dout, CAUSAL)
     assert_same([np.concatenate(outs, 1), np.concatenate(dqs, 1), sum(dks), sum(dvs)], expected)
 
 
@@ -126,19 +113,17 @@ def test_runs_of_a_texts_queries_have_the_gradients_of_the_whole(shards):
     ],
 )
 def test_the_patterns_gradients_are_those_of_a_dense_mask(pattern):
-    q, k, v, dout = inputs(PREFIX + TAIL)
+    q, k, v, dout = inputs()
     seen = masked_tail(q, k, pattern)
-    assert not np.array_equal(seen, causal_mask(PREFIX + TAIL))
+    assert not np.array_equal(seen, CAUSAL)
     sparse = functools.partial(pattern_attention, pattern, scale=SCALE)
     found = jax.jit(functools.partial(with_gradients, sparse))(q, k, v, dout)
     assert_same(found, dense_gradients(q, k, v, dout, seen))
 
 
 @functools.cache
-def engine_of():
-    """Decodes by RefreshKV without full steps, with the same weights."""
-    method = RefreshKV(budget=5, kernel=3, schedule="fixed", stride=1000, evict_on_push=False)
-    return tiny_engine(method, config=CONFIG, chunk=PREFIX)
+def engine_of(spec):
+    return tiny_engine(parse_method(spec), config=CONFIG, chunk=PREFIX)
 
 
 @functools.cache
@@ -151,16 +136,13 @@ def model_logits(pattern, mesh=(1, 1, 1)):
         model = model_of(CONFIG, params)
         return model.logits(hidden_states(model, tokens, attend))
 
-    return np.asarray(run(jax.device_get(engine_of().params), jnp.array(TEXTS, jnp.int32)))
-
-
-TEXTS = random_rows([PREFIX + TAIL] * 2, seed=7)
+    return np.asarray(run(jax.device_get(engine_of(NEVER).params), TEXTS))
 
 
 def test_rk_6_the_pattern_is_decoding_without_a_full_step():
     ends = [(0, 0), (0, PREFIX), (PREFIX, None)]
-    parts = [[row[begin:end] for row in TEXTS] for begin, end in ends]
-    decoded = [last_logits(step) for step in steps(engine_of(), *parts)]
+    parts = [TEXTS[:, begin:end].tolist() for begin, end in ends]
+    decoded = [last_logits(step) for step in steps(engine_of(NEVER), *parts)]
     logits = model_logits(PATTERN)
     np.testing.assert_allclose(logits[:, PREFIX - 1 :], np.stack(decoded, 1), atol=1e-4)
     # The pattern is another than causal attention, on the last rows alone.
@@ -169,15 +151,19 @@ def test_rk_6_the_pattern_is_decoding_without_a_full_step():
     assert np.all(np.abs(logits[:, PREFIX:] - causal[:, PREFIX:]).max(-1) > 1e-3)
 
 
-def test_rk_7_a_budget_of_the_whole_prefix_or_more_is_causal():
-    pattern = Pattern(tail=TAIL, budget=2048, kernel=3)
-    np.testing.assert_allclose(model_logits(pattern), model_logits(Pattern()), atol=1e-5)
-
-
-@pytest.mark.parametrize("mesh", [(2, 1, 2), (1, 4, 2)])
-def test_the_pattern_is_the_same_over_data_tokens_and_heads(mesh):
-    # With four shards of six tokens the tail is one shard's, the choosing row another's.
-    np.testing.assert_allclose(model_logits(PATTERN, mesh), model_logits(PATTERN), atol=1e-5)
+@pytest.mark.parametrize(
+    ("pattern", "mesh", "expected"),
+    [
+        (Pattern(tail=TAIL, budget=2048, kernel=3), (1, 1, 1), Pattern()),
+        (PATTERN, (2, 1, 2), PATTERN),
+        # With four shards of six tokens the tail is one shard's, the choosing row another's.
+        (PATTERN, (1, 4, 2), PATTERN),
+    ],
+)
+def test_rk_7_a_budget_of_the_prefix_is_causal_and_every_mesh_computes_the_same(
+    pattern, mesh, expected
+):
+    np.testing.assert_allclose(model_logits(pattern, mesh), model_logits(expected), atol=1e-5)
 
 
 @pytest.mark.optimized
@@ -208,3 +194,71 @@ def test_no_rows_of_scores_over_the_whole_text_are_held():
 def test_what_cannot_be_trained_is_refused(config, mesh, tail, message):
     with pytest.raises(ConfigError, match=message):
         check_attention(config, make_mesh(*mesh), Pattern(tail=tail), 24)
+
+
+@functools.cache
+def losses_of(spec):
+    how = {"through": "decode", "score": TAIL, "batch": len(TEXTS)}
+    return score_texts(engine_of(spec), TEXTS, **how).losses
+
+
+def setup_of(pattern):
+    return dataclasses.replace(tiny_setup(), pattern=pattern)
+
+
+def trained_losses(pattern):
+    """Mean loss of every text's last tokens as training computes it."""
+    params = jax.device_get(engine_of("full").params)
+    return [float(text_losses(setup_of(pattern), params, text[None], TAIL)) for text in TEXTS]
+
+
+def test_decoding_computes_what_training_does():
+    """Full attention as causal training, RefreshKV without full steps as its pattern."""
+    full, sparse = losses_of("full"), losses_of(NEVER).mean(1)
+    assert full.shape == (len(TEXTS), TAIL)
+    np.testing.assert_allclose(full.mean(1), trained_losses(Pattern()), atol=1e-4)
+    np.testing.assert_allclose(sparse, trained_losses(PATTERN), atol=1e-4)
+    assert np.all(np.abs(sparse - full.mean(1)) > 1e-3)
+
+
+@pytest.mark.thorough
+def test_an_evaluation_reads_the_dev_texts_as_trained_and_as_decoded():
+    params = engine_of("full").params
+    dev = np.concatenate([TEXTS, TEXTS[:1]])
+    how = {"rows": 1, "texts": 4, "methods": [NEVER]}
+    found = dev_losses(setup_of(PATTERN), params, dev, **how)
+    assert found == {
+        "dev_loss": pytest.approx(np.mean(trained_losses(PATTERN)), abs=1e-4),
+        f"dev_perplexity/{NEVER}": pytest.approx(perplexity(losses_of(NEVER)), rel=1e-4),
+    }
+    # Without a sparse tail all tokens but the first count, or as many as are asked for.
+    few = dev_losses(setup_of(Pattern()), params, dev, rows=4, texts=7, last=TAIL)
+    assert few["dev_loss"] == pytest.approx(np.mean(losses_of("full")), abs=1e-4)
+    every = dev_losses(setup_of(Pattern()), params, dev, rows=4, texts=7)["dev_loss"]
+    assert abs(every - few["dev_loss"]) > 1e-3
+
+
+def test_methods_are_named_with_their_settings():
+    method = parse_method("refreshkv:schedule=fixed,stride=25")
+    assert method == dataclasses.replace(RefreshKV(), schedule="fixed", stride=25)
+    with pytest.raises(InputError, match=r"'refreshkv:stride' is not understood"):
+        parse_method("refreshkv:stride")
+    with pytest.raises(ConfigError, match="unknown method"):
+        parse_method("nothing")
+
+
+def test_what_losses_fell_by_has_an_interval_over_texts():
+    rng = np.random.default_rng(0)
+    before = rng.normal(3, 1, 400)
+    # The texts differ much more than what they fell by: only paired does the interval close.
+    after = before - rng.normal(0.1, 0.2, 400)
+    estimate, low, high = drop_interval(before, after)
+    assert estimate == pytest.approx(np.mean(before - after))
+    # 1.96 standard errors of 0.01.
+    assert high - low == pytest.approx(2 * 1.96 * 0.2 / 20, rel=0.15) and low < estimate < high
+    more = drop_interval(before, after, (before + 1, after + 1))
+    assert more == pytest.approx((0, 0, 0), abs=1e-12)
+    assert drop_interval(before, before - 1, (before, before - 0.25)) == pytest.approx([0.75] * 3)
+    # A single text has no interval.
+    assert drop_interval(before[:1], before[:1] - 1)[0] == pytest.approx(1)
+    assert np.isnan(drop_interval(before[:1], before[:1] - 1)[1:]).all()

@@ -55,9 +55,9 @@ def write_table(path, texts, column="text"):
     table = pa.table({"id": range(len(texts)), column: texts})
     if path.suffix == ".parquet":
         pq.write_table(table, path, row_group_size=2)
-        return
-    with path.open("wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
-        stream.write_table(table, max_chunksize=2)
+    else:
+        with pa.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table, max_chunksize=2)
 
 
 def save_dataset(folder, texts):
@@ -151,33 +151,21 @@ def test_windows_follow_each_other_and_everything_is_counted_and_recorded(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "data"]
 
 
-def test_a_split_depends_on_the_text_alone(tmp_path):
-    prepared(tmp_path / "all")
+def test_a_split_depends_on_the_text_alone_and_has_its_windows_in_the_smallest_dtype(tmp_path):
     prepared(tmp_path / "some", texts(40)[::-2])
-    found = {}
+    small = prepared(tmp_path / "small")
+    wide = prepared(tmp_path / "wide", vocab_size=128256)
     for split in ("train", "dev", "test"):
-        every, some = (
-            {chr(row[0]) for row in opened(tmp_path / name, split)} for name in ("all", "some")
-        )
-        assert some <= every and some
-        found[split] = every
-    assert sum(map(len, found.values())) == len(set().union(*found.values())) == 40
-    assert len(found["train"]) > len(found["dev"])
-    everything = [split_of(text, (0.0, 1.0, 0.0)) for _, text in texts(40)]
-    assert set(everything) == {"dev"}
-
-
-def test_files_hold_all_windows_in_order_in_the_smallest_dtype(tmp_path):
-    documents = texts(40)
-    small = prepared(tmp_path / "small", documents)
-    wide = prepared(tmp_path / "wide", documents, vocab_size=128256)
-    for split in ("train", "dev", "test"):
-        own = [text for _, text in documents if split_of(text, SHARES) == split]
+        own = [text for _, text in texts(40) if split_of(text, SHARES) == split]
+        some = {chr(row[0]) for row in opened(tmp_path / "some", split)}
+        assert some and some <= {text[0] for text in own}
         expected = np.array([encode(text)[:LENGTH] for text in own for _ in range(2)])
         for name, manifest, dtype in (("small", small, "uint16"), ("wide", wide, "uint32")):
             found = opened(tmp_path / name, split)
             assert found.dtype == dtype and len(found) == manifest.windows[split]
             np.testing.assert_array_equal(found, expected)
+    assert small.windows["train"] > small.windows["dev"]
+    assert {split_of(text, (0.0, 1.0, 0.0)) for _, text in texts(40)} == {"dev"}
 
 
 def test_bad_data_sets_are_refused_and_nothing_is_overwritten(tmp_path):
@@ -234,12 +222,10 @@ def test_batches_go_through_every_epoch_and_their_position_can_be_taken_up(tmp_p
     np.testing.assert_array_equal(np.sort(first), np.arange(80))
     assert not np.array_equal(first, np.sort(first)) and not np.array_equal(rest, first[:40])
 
-    again = start()
+    again, resumed = start(), start()
     for _ in range(9):
         next(again)
-    position = json.loads(json.dumps(again.get_state()))
-    resumed = start()
-    resumed.set_state(position)
+    resumed.set_state(json.loads(json.dumps(again.get_state())))
     for expected in taken[9:]:
         np.testing.assert_array_equal(next(resumed), expected)
     assert not np.array_equal(next(start(seed=1)), taken[0])
@@ -291,11 +277,12 @@ def test_manuals_and_docstrings_are_documents_and_repeats_are_left_out(tmp_path)
 
 def test_nothing_is_overwritten_and_nothing_found_is_said(tmp_path):
     (tmp_path / "machine").mkdir()
-    with pytest.raises(InputError, match="no document of 9 characters"):
-        collect([tmp_path / "machine"], tmp_path / "out.jsonl", least=9)
-    with pytest.raises(InputError, match="gone is no folder"):
-        collect([tmp_path / "gone"], tmp_path / "out.jsonl")
-    (tmp_path / "out.jsonl").write_text("mine")
-    with pytest.raises(InputError, match="exists already"):
-        collect([tmp_path / "machine"], tmp_path / "out.jsonl")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["machine", "out.jsonl"]
+    (tmp_path / "mine.jsonl").write_text("mine")
+    for folder, out, message in (
+        ("machine", "out.jsonl", "no document of 9 characters"),
+        ("gone", "out.jsonl", "gone is no folder"),
+        ("machine", "mine.jsonl", "exists already"),
+    ):
+        with pytest.raises(InputError, match=message):
+            collect([tmp_path / folder], tmp_path / out, least=9)
+    assert (tmp_path / "mine.jsonl").read_text() == "mine" and len(list(tmp_path.iterdir())) == 2

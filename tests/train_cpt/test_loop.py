@@ -1,6 +1,7 @@
 """The loop and its metrics: what a run leaves, how it stops, and that it goes on the same."""
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import create_autospec
 
 import jax
@@ -42,6 +44,7 @@ from train_cpt.metrics import device_peak, metrics_log, read_metrics, text_flops
 from train_cpt.step import text_losses
 
 ROOT = Path(__file__).parents[2]
+no_params = functools.partial(pytest.fail, "the run is begun anew")
 EVALUATED = dataclasses.replace(LOOP, evaluate_every=8)
 
 
@@ -51,10 +54,6 @@ def straight(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
     prepare_tiny(folder / "data")
     return folder, run_tiny(folder / "run", folder / "data", loop=EVALUATED)
-
-
-def no_params():
-    raise AssertionError("the run is begun anew")
 
 
 def test_a_run_has_a_line_a_step_and_keeps_the_newest_checkpoints_and_the_best(straight):
@@ -77,15 +76,6 @@ def test_a_run_has_a_line_a_step_and_keeps_the_newest_checkpoints_and_the_best(s
     assert 4 <= len(dev) < 8
     expected = text_losses(tiny_setup(), outcome.state.params, dev[:4].astype(np.int32), 4)
     np.testing.assert_allclose(lines[-1]["dev_loss"], expected, rtol=1e-6)
-
-
-def test_a_finished_run_is_left_as_it_is(straight):
-    folder, outcome = straight
-    before = lines_of(folder / "run")
-    facts = {**FACTS, "versions": {"jax": "newer"}}
-    again = run_tiny(folder / "run", folder / "data", facts=facts, make_params=no_params)
-    assert again.ended == "done" and digest(again.state) == digest(outcome.state)
-    assert lines_of(folder / "run") == before
 
 
 def test_sigterm_saves_and_the_run_goes_on_the_same(straight, tmp_path):
@@ -135,28 +125,28 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_serves(straight, tmp
 
 
 def test_a_loss_that_is_no_number_stops_with_its_batch(straight, tmp_path):
-    folder, _ = straight
-
-    def broken():
-        return jax.tree.map(lambda leaf: leaf * np.nan, tiny_params())
-
+    broken = jax.tree.map(lambda leaf: leaf * np.nan, tiny_params())
     with pytest.raises(InputError, match=r"loss of step 1 is nan; .*newest checkpoint is none"):
-        run_tiny(tmp_path / "run", folder / "data", make_params=broken)
+        run_tiny(tmp_path / "run", straight[0] / "data", make_params=lambda: broken)
     assert np.load(tmp_path / "run" / "bad-batch-1.npy").shape == (2, 4, LENGTH)
     assert lines_of(tmp_path / "run") == []
 
 
-def test_other_runs_and_folders_are_left_alone(straight, tmp_path):
-    folder, _ = straight
+def test_finished_runs_other_runs_and_folders_are_left_alone(straight, tmp_path):
+    folder, outcome = straight
     before = lines_of(folder / "run")
-    with pytest.raises(InputError, match=r"holds another run \(its 'config' differs"):
-        run_tiny(folder / "run", folder / "data", facts={"config": {"tiny": False}})
-    assert lines_of(folder / "run") == before
-    with pytest.raises(InputError, match="is not empty and no run"):
-        run_tiny(folder / "data", folder / "data")
+    facts = {**FACTS, "versions": {"jax": "newer"}}
+    again = run_tiny(folder / "run", folder / "data", facts=facts, make_params=no_params)
+    assert again.ended == "done" and digest(again.state) == digest(outcome.state)
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(InputError, match=r"run\.json cannot be read"):
-        run_tiny(tmp_path, folder / "data")
+    for place, facts, message in (
+        (folder / "run", {"config": {"tiny": False}}, r"holds another run \(its 'config' differs"),
+        (folder / "data", FACTS, "is not empty and no run"),
+        (tmp_path, FACTS, r"run\.json cannot be read"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run_tiny(place, folder / "data", facts=facts)
+    assert lines_of(folder / "run") == before
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(straight, tmp_path):
@@ -195,12 +185,12 @@ def events_of(directory):
     """(step, name, value) of every scalar, and the steps that readers are told to forget."""
     scalars, forgotten = [], []
     for path in sorted((directory / "tensorboard").iterdir()):
-        data, at = path.read_bytes(), 0
-        while at < len(data):
+        data = path.read_bytes()
+        while data:
             # A record is its length, a checksum of that, the event, a checksum.
-            (size,) = struct.unpack_from("<Q", data, at)
-            event = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
-            at += size + 16
+            (size,) = struct.unpack_from("<Q", data)
+            event = event_pb2.Event.FromString(data[12 : 12 + size])
+            data = data[size + 16 :]
             scalars += [(event.step, item.tag, item.simple_value) for item in event.summary.value]
             if event.session_log.status == event.session_log.START:
                 forgotten.append(event.step)
@@ -243,10 +233,8 @@ def test_a_device_without_a_data_sheet_is_measured():
     peak, source = device_peak(jax.devices()[0], "float32")
     assert source == "measured" and 1e8 < peak < 1e14
 
-    class Listed:
-        device_kind = "NVIDIA H200"
-
-    assert device_peak(Listed(), "bfloat16") == (989.4e12, "data sheet")
+    listed = SimpleNamespace(device_kind="NVIDIA H200")
+    assert device_peak(listed, "bfloat16") == (989.4e12, "data sheet")
 
 
 @pytest.mark.slow
@@ -265,7 +253,9 @@ def test_a_step_is_measured(monkeypatch, tmp_path):
     assert f"MFU {ours['mfu']:.1%}" in result.stdout and found["transformers"] is None
 
 
-def test_the_baseline_counts_as_one_device(monkeypatch):
+def test_the_baseline_counts_as_one_device_and_where_it_cannot_run_that_is_one_line(monkeypatch):
+    result = CliRunner().invoke(app, ["train", "bench"])
+    assert result.exit_code == 2 and "error: the transformers baseline failed" in result.stderr
     monkeypatch.setattr(bench, "preset", lambda name: tiny_config(num_layers=1))
     # A new record each time: `run` adds to it.
     peer = create_autospec(bench.run_peer, side_effect=lambda *_, **__: {"seconds": 1e-3})
@@ -280,8 +270,3 @@ def test_the_baseline_counts_as_one_device(monkeypatch):
     one, four = rates((1, 1, 1)), rates((2, 1, 2))
     assert one["tokens_per_second"] == four["tokens_per_second"] == 64_000
     assert one["mfu"] == pytest.approx(four["mfu"], rel=1e-3)
-
-
-def test_a_baseline_that_cannot_run_is_one_line():
-    result = CliRunner().invoke(app, ["train", "bench"])
-    assert result.exit_code == 2 and "error: the transformers baseline failed" in result.stderr

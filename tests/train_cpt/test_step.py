@@ -14,19 +14,9 @@ from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, to_numpy
 from tests.support import random_rows, tiny_config
 from tests.train_cpt.tiny_run import tiny_params, tiny_setup
+from train_cpt import step
 from train_cpt.attention import Pattern, attend_with
-from train_cpt.step import (
-    OptimizerConfig,
-    abstract_state,
-    cross_entropy,
-    gradients,
-    hidden_states,
-    init_state,
-    learning_rate,
-    make_optimizer,
-    text_losses,
-    train_step,
-)
+from train_cpt.step import OptimizerConfig
 
 LENGTH = 16
 TEXTS = np.array(random_rows([LENGTH] * 8, seed=3), np.int32)
@@ -48,36 +38,30 @@ def host_params():
 @functools.cache
 def found_gradients(batches=1, **changes):
     """Loss and gradients of all texts as so many micro-batches, as numpy."""
-    run = jax.jit(gradients, static_argnums=0)
+    run = jax.jit(step.gradients, static_argnums=0)
     tokens = TEXTS.reshape(batches, -1, LENGTH)
     return jax.device_get(run(setup_of(**changes), host_params(), tokens))
-
-
-def assert_same(found, expected, **tolerance):
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(ours, theirs, **tolerance)
 
 
 def test_the_loss_is_that_of_the_next_tokens():
     setup = setup_of(pattern=Pattern())
     params = host_params()
-    logits = [
-        forward(setup.config, to_numpy(params), list(row), causal_attend(1e4)) for row in TEXTS
-    ]
-    odds = np.stack(logits)[:, :-1]
+    attend, arrays = causal_attend(1e4), to_numpy(params)
+    odds = np.stack([forward(setup.config, arrays, list(row), attend) for row in TEXTS])[:, :-1]
     odds -= np.log(np.exp(odds).sum(-1, keepdims=True))
     losses = -np.take_along_axis(odds, TEXTS[:, 1:, None], 2)[..., 0]
     for last in (LENGTH - 1, 4):
-        mean = text_losses(setup, params, TEXTS, last)
+        mean = step.text_losses(setup, params, TEXTS, last)
         np.testing.assert_allclose(mean, losses[:, -last:].mean(), rtol=1e-5)
     sparse = setup_of()
-    mean = text_losses(sparse, params, TEXTS, LENGTH - 1)
+    mean = step.text_losses(sparse, params, TEXTS, LENGTH - 1)
     np.testing.assert_allclose(found_gradients()[0], mean, rtol=1e-6)
     assert abs(mean - losses.mean()) > 1e-4
 
 
 def test_micro_batches_add_up_and_layers_run_again_are_the_same():
-    assert_same(found_gradients(batches=2, remat="full"), found_gradients(), rtol=1e-4, atol=1e-7)
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7)
+    jax.tree.map(same, found_gradients(batches=2, remat="full"), found_gradients())
 
 
 def test_layers_run_again_keep_less():
@@ -86,11 +70,11 @@ def test_layers_run_again_keep_less():
     def kept(remat):
         config = tiny_config(num_layers=3)
         attend = attend_with(config, make_mesh(), PATTERN)
-        params = abstract_state(setup_of(config=config)).params
+        params = step.abstract_state(setup_of(config=config)).params
 
         def residuals(params, tokens):
             def run(params):
-                return hidden_states(model_of(config, params), tokens, attend, remat)
+                return step.hidden_states(model_of(config, params), tokens, attend, remat)
 
             return jax.vjp(run, params)[1]
 
@@ -115,10 +99,10 @@ def test_a_bfloat16_pass_gives_float32_gradients_close_to_exact_ones():
 def trained(mesh):
     """Losses of six steps on the same texts, and the state after them."""
     setup = tiny_setup(mesh)
-    state = init_state(setup, host_params())
+    state = step.init_state(setup, host_params())
     losses = []
     for _ in range(6):
-        state, metrics = train_step(setup, state, TEXTS.reshape(2, 4, LENGTH))
+        state, metrics = step.train_step(setup, state, TEXTS.reshape(2, 4, LENGTH))
         losses.append(float(metrics["loss"]))
     return losses, state, metrics
 
@@ -139,14 +123,14 @@ def test_steps_lower_the_loss_and_are_the_same_over_data_tokens_and_tensor():
 
 def test_the_optimizer_is_clipped_adamw():
     config = OptimizerConfig(steps=5, warmup=2, learning_rate=0.1, weight_decay=0.01, clip=1.0)
-    optimizer = make_optimizer(config)
+    optimizer = step.make_optimizer(config)
     rng = np.random.default_rng(0)
     weights = rng.standard_normal(6)
     mean, square = np.zeros(6), np.zeros(6)
     params = jnp.array(weights, jnp.float32)
     state = optimizer.init(params)
     update = jax.jit(optimizer.update)
-    for number in range(1, 6):
+    for number, rate in enumerate([0.05, 0.1, 0.1, 0.1 * 2 / 3, 0.1 / 3], start=1):
         gradient = rng.standard_normal(6) * (0.1 if number == 3 else 3.0)
         updates, state = update(jnp.array(gradient, jnp.float32), state, params)
         params = params + updates
@@ -154,8 +138,8 @@ def test_the_optimizer_is_clipped_adamw():
         mean = 0.9 * mean + 0.1 * gradient
         square = 0.999 * square + 0.001 * gradient**2
         turned = mean / (1 - 0.9**number) / (np.sqrt(square / (1 - 0.999**number)) + 1e-8)
-        rate = [0.05, 0.1, 0.1, 0.1 * 2 / 3, 0.1 / 3][number - 1]
-        np.testing.assert_allclose(learning_rate(config, jnp.int32(number - 1)), rate, rtol=1e-6)
+        found = step.learning_rate(config, jnp.int32(number - 1))
+        np.testing.assert_allclose(found, rate, rtol=1e-6)
         weights = weights - rate * (turned + 0.01 * weights)
         np.testing.assert_allclose(params, weights, atol=1e-5)
 
@@ -163,7 +147,7 @@ def test_the_optimizer_is_clipped_adamw():
 def test_the_defaults_are_the_papers():
     config = OptimizerConfig(steps=100)
     assert (config.learning_rate, config.warmup, config.weight_decay) == (5e-6, 20, 0.0)
-    halved = make_optimizer(OptimizerConfig(steps=100, first_moment="bfloat16"))
+    halved = step.make_optimizer(OptimizerConfig(steps=100, first_moment="bfloat16"))
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(halved.init(jnp.ones(3))) if leaf.shape]
     assert dtypes == [jnp.bfloat16, jnp.float32]
 
@@ -195,7 +179,7 @@ def test_weights_in_8_bits_are_refused():
     setup = setup_of()
     params = init_params(setup.config, setup.mesh, weights="int8")
     with pytest.raises(ConfigError, match="weights as floats, got int8; load them without"):
-        init_state(setup, params)
+        step.init_state(setup, params)
 
 
 def plain_cross_entropy(hidden, table, targets, weights):
@@ -207,16 +191,14 @@ def plain_cross_entropy(hidden, table, targets, weights):
 def inputs():
     words, rng = 38, np.random.default_rng(0)
     # Large logits: a softmax that does not subtract the maximum overflows.
-    hidden = 30 * rng.standard_normal((2, 6, 8)).astype(np.float32)
-    table = rng.standard_normal((words, 8)).astype(np.float32)
-    targets = rng.integers(0, words, (2, 6)).astype(np.int32)
-    weights = rng.integers(0, 3, (2, 6)).astype(np.float32)
-    return hidden, table, targets, weights
+    hidden, table = 30 * rng.standard_normal((2, 6, 8)), rng.standard_normal((words, 8))
+    targets, weights = rng.integers(0, words, (2, 6)), rng.integers(0, 3, (2, 6))
+    return *map(jnp.float32, (hidden, table)), jnp.int32(targets), jnp.float32(weights)
 
 
 @pytest.mark.parametrize(("mesh", "chunk"), [(MESHES[0], 5), (MESHES[1], 512)])
 def test_chunked_cross_entropy_is_the_plain_one(mesh, chunk):
-    ours = functools.partial(cross_entropy, mesh=make_mesh(*mesh), chunk=chunk)
+    ours = functools.partial(step.cross_entropy, mesh=make_mesh(*mesh), chunk=chunk)
 
     def run(loss):
         both = jax.value_and_grad(lambda *arrays: 0.5 * loss(*arrays), argnums=(0, 1))
@@ -233,7 +215,7 @@ def test_chunked_cross_entropy_is_the_plain_one(mesh, chunk):
 @pytest.mark.optimized
 def test_logits_of_a_large_vocabulary_are_never_whole():
     tokens, words, width = 4096, 131072, 16
-    loss = functools.partial(cross_entropy, mesh=make_mesh(), chunk=64)
+    loss = functools.partial(step.cross_entropy, mesh=make_mesh(), chunk=64)
     shapes = [(1, tokens, width), (words, width), (1, tokens), (1, tokens)]
     dtypes = [jnp.bfloat16, jnp.float32, jnp.int32, jnp.float32]
     arrays = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]

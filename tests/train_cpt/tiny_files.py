@@ -48,30 +48,26 @@ def write_tiny(folder):
     (folder / "run.toml").write_text(CONFIG.format(folder=folder))
 
 
-def run_interrupted(path):
-    """The run of a configuration, ended by a SIGTERM to the last process alone, and taken up."""
-    from train_cpt.run import read_config, run_config
-
-    config, stopped = read_config(path), []
-
-    def progress(step, steps, line):
-        if step == 2 and jax.process_index() == jax.process_count() - 1 and not stopped:
-            stopped.append(step)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    for ended, steps in (("terminated", 2), ("done", config.optimizer.steps)):
-        outcome = run_config(config, note=print, progress=progress)
-        assert (outcome.ended, outcome.step) == (ended, steps)
-
-
 def main(folder: Path, processes: int, port: int, process: int) -> None:
+    """The run of a configuration, ended by a SIGTERM to the last process alone, and taken up."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4 // processes)
     jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.distributed.initialize(f"localhost:{port}", processes, process)
-    run_interrupted(folder / "run.toml")
+    from train_cpt.run import read_config, run_config
+
+    config, stopped = read_config(folder / "run.toml"), []
+
+    def progress(step, steps, line):
+        if step == 2 and process == processes - 1 and not stopped:
+            stopped.append(step)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    for ended, steps in (("terminated", 2), ("done", config.optimizer.steps)):
+        outcome = run_config(config, note=print, progress=progress)
+        assert (outcome.ended, outcome.step) == (ended, steps)
 
 
 if __name__ == "__main__":

@@ -45,16 +45,10 @@ def tiny_setup(mesh=(1, 1, 1)):
 
 def prepare_tiny(folder):
     """A data set of random texts of 64 letters."""
-    rng = np.random.default_rng(0)
-    letters = [bytes(rng.integers(0, 64, LENGTH).tolist()) for _ in range(60)]
-    prepare(
-        [(str(number), text.decode("latin-1")) for number, text in enumerate(letters)],
-        lambda text: list(text.encode("latin-1")),
-        folder,
-        length=LENGTH,
-        vocab_size=64,
-        tokenizer="letters",
-    )
+    rows = np.random.default_rng(0).integers(0, 64, (60, LENGTH))
+    texts = [(str(number), bytes(row.tolist()).decode()) for number, row in enumerate(rows)]
+    how = {"length": LENGTH, "vocab_size": 64, "tokenizer": "letters"}
+    prepare(texts, lambda text: list(text.encode()), folder, **how)
 
 
 def tiny_params():
@@ -75,24 +69,25 @@ def digest(state):
     return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
 
 
-def losses_of(folder):
-    """(step, loss) of every line of the metrics."""
-    return [(line["step"], line["loss"]) for line in map(json.loads, lines_of(folder))]
-
-
 def lines_of(folder):
     metrics = folder / "metrics.jsonl"
     return metrics.read_text().splitlines() if metrics.exists() else []
 
 
+def losses_of(folder):
+    """(step, loss) of every line of the metrics."""
+    return [(line["step"], line["loss"]) for line in map(json.loads, lines_of(folder))]
+
+
 def begin(folder, data, pause=0.0):
-    """Starts the run in a process of its own; where it ends, the state's digest is written."""
+    """Starts the run in a process of its own; where it ends, it writes `end`."""
     child = os.fork()
     if child:
         return child
     try:
         outcome = run_tiny(folder, data, progress=lambda *_: time.sleep(pause))
-        (folder / "digest").write_text(digest(outcome.state))
+        # Every bit of the state, and every loss.
+        (folder / "end").write_text(f"{digest(outcome.state)} {losses_of(folder)}")
     except BaseException:
         traceback.print_exc()
     finally:
@@ -117,6 +112,8 @@ def main(folder, kills, seed):
     data, straight, broken = folder / "data", folder / "straight", folder / "broken"
     prepare_tiny(data)
     os.waitpid(begin(straight, data), 0)
+    expected = (straight / "end").read_text()
+    assert len(losses_of(straight)) == STEPS
     rng, killed = random.Random(seed), 0
     while killed < kills:
         # Steps take longer here, so that most kills meet one, or the checkpoint behind it.
@@ -126,23 +123,15 @@ def main(folder, kills, seed):
             time.sleep(rng.random() * 0.1)
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        if (broken / "digest").exists():
+        if (broken / "end").exists():
             # It was quicker: the next kills meet another run.
-            compare(straight, broken)
+            assert (broken / "end").read_text() == expected
             broken = broken.with_name(f"{broken.name}-again")
         else:
             killed += 1
     os.waitpid(begin(broken, data), 0)
-    compare(straight, broken)
+    assert (broken / "end").read_text() == expected
     print(json.dumps({"killed": killed}))
-
-
-def compare(straight, broken):
-    """Every bit of the state, and every loss."""
-    digests = [(path / "digest").read_text() for path in (straight, broken)]
-    assert digests[0] == digests[1], digests
-    assert losses_of(straight) == losses_of(broken)
-    assert len(losses_of(straight)) == STEPS
 
 
 if __name__ == "__main__":
