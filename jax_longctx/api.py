@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import stat
 import time
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -42,6 +43,7 @@ from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import Fetched, Footprint, footprint
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS, NOT_FINITE
+from jax_longctx.engine.program_files import trusted
 from jax_longctx.engine.running import cannot_share
 from jax_longctx.engine.scoring import Likelihood, loglikelihoods
 from jax_longctx.errors import CapacityError, ConfigError, InputError, TrainedLengthWarning
@@ -703,14 +705,15 @@ def keep_compilations() -> None:
     """Turns on JAX's persistent compilation cache, in `jax_longctx` under the user's cache folder.
 
     Each start removes the least recently used programs beyond `MOST_BYTES`. A cache folder set by
-    `JAX_COMPILATION_CACHE_DIR` or `jax.config` is used instead, and nothing is removed from it;
+    `JAX_COMPILATION_CACHE_DIR` or `jax.config` is used instead, and nothing is removed from it.
+    None is used that others can write (see `program_files`);
     `JAX_ENABLE_COMPILATION_CACHE=false` turns the cache off.
     """
     config = jax.config
     if config.jax_compilation_cache_dir is not None or not config.jax_enable_compilation_cache:
         return
     folder = _cache_folder()
-    if folder is not None:
+    if folder is not None and trusted(folder):
         _make_room(folder, MOST_BYTES, MOST_FILES)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         # JAX leaves out what compiles in less than a second. A first token needs some fifty such
@@ -723,7 +726,11 @@ def _cache_folder() -> Path | None:
     try:
         # A user without a home has no cache.
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_longctx"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        about = folder.stat()
+        if about.st_uid == os.geteuid():
+            # Earlier versions let others write where the user's umask does.
+            folder.chmod(stat.S_IMODE(about.st_mode) & ~0o022)
     except (OSError, RuntimeError):
         return None
     return folder if os.access(folder, os.W_OK | os.X_OK) else None

@@ -178,10 +178,12 @@ def _cache_folder() -> Path:
     import jax
 
     from jax_longctx.api import keep_compilations
+    from jax_longctx.engine.program_files import trusted
 
     keep_compilations()
     folder = jax.config.jax_compilation_cache_dir
-    if folder is None or not jax.config.jax_enable_compilation_cache:
+    kept = folder is not None and ("://" in folder or trusted(Path(folder)))
+    if not kept or not jax.config.jax_enable_compilation_cache:
         raise InputError(
             "there is no compilation cache to fill: it is turned off, or its folder cannot be "
             "written; name one with JAX_COMPILATION_CACHE_DIR"

@@ -17,7 +17,6 @@ import collections
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import time
 import warnings
@@ -33,6 +32,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jax_longctx.engine import stored
+from jax_longctx.engine.program_files import drop
 from jax_longctx.engine.programs import Program, calls_to
 from jax_longctx.errors import LongctxError
 from jax_longctx.sharding import HOST, logical_sharding, tree_shardings
@@ -45,8 +45,6 @@ WORKERS = 8
 # In the folder of the persistent cache: how long compilation took last time, by what was compiled.
 TIMES = "compile-times.json"
 MOST_TIMES = 500
-
-_logger = logging.getLogger(__name__)
 
 
 def most_workers() -> int:
@@ -141,10 +139,12 @@ class Compilation:
             try:
                 made = stored.load(self._mesh, payload, program.split(args)[1], shapes)
             except Exception as error:  # whatever the runtime finds wrong with it
-                _logger.warning("%s cannot be loaded, and is compiled again: %s", path.name, error)
-                path.unlink(missing_ok=True)
+                drop(path, error)
                 ready.set_result(None)
-                return _lowered(program, args).compile()
+                lowered = _lowered(program, args)
+                made = lowered.compile()
+                stored.write(path, made, lowered.out_info)
+                return made
             ready.set_result(made)
             return made
 
@@ -334,7 +334,7 @@ def read_times() -> dict[str, float]:
     file = _times_file()
     try:
         found = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(found, dict):
         return {}

@@ -5,6 +5,9 @@ to ten seconds for the programs of a first token, most of them for lowering kern
 is found by what it is made of: the text of this library, the versions below it, the devices, the
 static arguments, and the shapes, dtypes and shardings of the others. Programs of another package's
 method are not stored. A program lies beside JAX's own, where the folder of the persistent cache is.
+
+A stored program is a pickle of JAX's, and machine code. It runs only from a file that nobody else
+can write, and only under the name that it was stored under (see `program_files`).
 """
 
 import dataclasses
@@ -24,6 +27,8 @@ import jax
 import numpy as np
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh, NamedSharding
+
+from jax_longctx.engine.program_files import opened, store, trusted
 
 # The packages whose text the programs are made of.
 PACKAGES = ("jax_longctx", "pallas_kernels")
@@ -48,7 +53,9 @@ def folder(mesh: Mesh) -> Path | None:
         return None
     if mesh.devices.flat[0].platform == "cpu" or jax.process_count() > 1:
         return None
-    return Path(config.jax_compilation_cache_dir)
+    where = Path(config.jax_compilation_cache_dir)
+    # A folder in a bucket is none that `Path` can name.
+    return where if "://" not in config.jax_compilation_cache_dir and trusted(where) else None
 
 
 def path_of(
@@ -87,34 +94,20 @@ def write(path: Path, compiled: Any, results: Any) -> None:
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type), results
     )
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         payload, _, _ = serialize_executable.serialize(compiled)
         content = pickle.dumps((shapes, payload))
-        partial.write_bytes(_DIGEST(content).digest() + content)
-        partial.replace(path)
-    except (OSError, ValueError, TypeError, pickle.PicklingError, jax.errors.JaxRuntimeError) as e:
+    except (ValueError, TypeError, pickle.PicklingError, RuntimeError) as e:
+        # RuntimeErrors are JAX's, also of programs that it cannot store.
         _logger.info("%s is not stored: %s", path.name, e)
-        partial.unlink(missing_ok=True)
+        return
+    store(path, content)
 
 
 def read(path: Path | None) -> tuple[Any, bytes] | None:
-    """The shapes of a program's results, and the program as stored; None where it is not there.
-
-    A damaged file is removed.
-    """
-    if path is None:
-        return None
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    size = _DIGEST().digest_size
-    if _DIGEST(content[size:]).digest() != content[:size]:
-        _logger.warning("%s is damaged; the program is compiled again", path.name)
-        path.unlink(missing_ok=True)
-        return None
-    return pickle.loads(content[size:])
+    """The shapes of a program's results, and the program as stored; None as `opened`."""
+    content = None if path is None else opened(path)
+    return None if content is None else pickle.loads(content)
 
 
 def load(mesh: Mesh, payload: bytes, arguments: tuple[Any, ...], shapes: Any) -> Any:

@@ -1,15 +1,24 @@
 """Where compiled programs are kept, when they are not, and when they are dropped."""
 
+import hashlib
 import os
+import pickle
+import warnings
 from pathlib import Path
 from unittest.mock import create_autospec
 
 import jax
+import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jax_longctx import api
 from jax_longctx.api import keep_compilations
-from jax_longctx.engine import programs
+from jax_longctx.cli import warm
+from jax_longctx.engine import program_files, programs
+from jax_longctx.engine import stored as stored_programs
+from jax_longctx.engine.programs import CompileClock
+from jax_longctx.errors import InputError
 from tests.small_methods import KINDS, small_method
 from tests.support import random_rows, tiny_config, tiny_engine
 
@@ -92,6 +101,143 @@ def test_programs_of_others_are_no_reason_not_to_begin(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     keep_compilations()
     assert jax.config.jax_compilation_cache_dir == str(folder) and (folder / "theirs").exists()
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """Two programs of the same shapes in JAX's cache, and what runs them anew."""
+    compiled, folder = CompileClock(), tmp_path / "programs"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()
+    x = np.arange(3.0, dtype=np.float32)
+
+    def answers():
+        jax.clear_caches()
+        functions = (lambda x: x + 2, lambda x: x * 5)
+        found = [np.asarray(jax.jit(function)(x)).tolist() for function in functions]
+        assert found == [[2.0, 3.0, 4.0], [0.0, 5.0, 10.0]]
+        return compiled.hits
+
+    with compiled:
+        yield folder, answers
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+    compilation_cache.reset_cache()
+
+
+def swap(first, second):
+    content = first.read_bytes(), second.read_bytes()
+    first.write_bytes(content[1])
+    second.write_bytes(content[0])
+
+
+def pipe(*files):
+    for file in files:
+        file.unlink()
+        os.mkfifo(file)
+
+
+FAULTS = {
+    "swapped": swap,
+    "cut": lambda *files: [os.truncate(file, 60) for file in files],
+    "emptied": lambda *files: [os.truncate(file, 0) for file in files],
+    "no longer sealed": lambda *files: [file.write_bytes(file.read_bytes()[32:]) for file in files],
+    "open to others": lambda *files: [file.chmod(0o666) for file in files],
+    "pipes": pipe,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_cannot_be_trusted_is_compiled_again_and_replaced(stored, fault, caplog):
+    folder, answers = stored
+    assert answers() == 0 and answers() == 2
+    files = sorted(folder.iterdir())
+    assert len(files) == 2
+    FAULTS[fault](*files)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        assert answers() == 2
+        # They were replaced.
+        assert answers() == 4
+    (line,) = caplog.messages
+    assert str(folder) in line and "compiled again" in line and shown == []
+    assert sorted(folder.iterdir()) == files
+
+
+def test_another_processor_has_programs_of_its_own(stored, tmp_path, monkeypatch):
+    folder, answers = stored
+    assert answers() == 0
+    other = tmp_path / "cpuinfo"
+    other.write_text("flags : fewer\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(program_files, "PROCESSOR", other)
+        assert answers() == 0
+    assert answers() == 2 and len(list(folder.iterdir())) == 4
+
+
+def test_a_program_that_cannot_be_replaced_is_compiled_each_time(stored, caplog):
+    folder, answers = stored
+    assert answers() == 0
+    for file in folder.iterdir():
+        file.unlink()
+        file.mkdir()
+        (file / "another's").touch()
+    assert answers() == answers() == 0 and len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("mode", "owner"), [(0o777, None), (0o775, None), (0o755, 4321)])
+def test_no_program_runs_from_a_folder_that_others_can_write(
+    stored, mode, owner, caplog, monkeypatch
+):
+    folder, answers = stored
+    folder.mkdir()
+    folder.chmod(mode)
+    if owner is not None and os.geteuid() == 0:
+        os.chown(folder, owner, -1)
+    elif owner is not None:
+        monkeypatch.setattr(program_files.os, "geteuid", lambda: owner)
+    assert answers() == answers() == 0 and list(folder.iterdir()) == []
+    (line,) = caplog.messages
+    assert f"{folder} is not used" in line and "JAX_COMPILATION_CACHE_DIR" in line
+    assert (f"mode {mode:o}" if owner is None else "belongs to user") in line
+    with pytest.raises(InputError, match="there is no compilation cache to fill"):
+        warm._cache_folder()
+
+
+def test_the_users_own_folder_is_closed_to_others(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "jax_longctx").mkdir()
+    (tmp_path / "jax_longctx").chmod(0o777)
+    keep_compilations()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "jax_longctx")
+    assert (tmp_path / "jax_longctx").stat().st_mode & 0o777 == 0o755
+
+
+class Hostile:
+    """Its pickle makes a folder when it is read."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("how", ["plain", "sealed for another name", "open to others", "whole"])
+def test_no_pickle_is_read_that_others_can_have_written(tmp_path, how):
+    file, made = tmp_path / "longctx-1", tmp_path / "made"
+    content = pickle.dumps(Hostile(made))
+    if how == "plain":
+        file.write_bytes(hashlib.sha256(content).digest() + content)
+    elif how == "sealed for another name":
+        program_files.store(tmp_path / "longctx-2", content)
+        (tmp_path / "longctx-2").rename(file)
+    else:
+        program_files.store(file, content)
+        file.chmod(0o646 if how == "open to others" else 0o600)
+    found = stored_programs.read(file)
+    assert made.exists() == file.exists() == (how == "whole") and found is None
 
 
 def _mappings():

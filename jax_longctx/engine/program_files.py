@@ -1,0 +1,144 @@
+"""Compiled programs on the disk: only whole ones run, of files that nobody else can write.
+
+A program is machine code, and JAX stores it as a pickle. Whoever can write its file can run code
+in this process, with or without pickles. So folders and files must belong to this user or to root,
+and nobody else may write to them (`trusted`).
+
+Each file begins with a digest of its name and its content. What is damaged, was stored under
+another name or cannot be loaded is removed (`opened`), compiled again and stored again (`store`).
+
+`stored` keeps its programs so, and so does JAX's persistent cache once this module is imported. By
+itself that cache runs any program that lies under the wanted name, and never replaces a damaged
+one. Its keys say here what the processor can do: machines may share a folder, and code for another
+processor may crash. A cache in a bucket, or with a limit of its own, is left to JAX.
+"""
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from jax._src import cache_key, compilation_cache
+from jax._src.compilation_cache_interface import CacheInterface
+from jax._src.lru_cache import LRUCache
+
+_logger = logging.getLogger(__name__)
+# Folders of which the log has said that they hold programs that are not used.
+_told: set[Path] = set()
+PROCESSOR = Path("/proc/cpuinfo")
+
+
+def distrust(path: Path) -> str | None:
+    """Why others may have written a file or a folder, or None; OSError as `Path.stat`."""
+    about = path.stat()
+    if about.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {about.st_uid}, this process to user {os.geteuid()}"
+    if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others can write to it (mode {stat.S_IMODE(about.st_mode):o})"
+    return None
+
+
+@functools.cache
+def trusted(folder: Path) -> bool:
+    """Whether programs in the folder may run, which is made if need be; the log says why not."""
+    try:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        why = distrust(folder)
+    except OSError as error:
+        why = str(error.strerror)
+    if why is not None:
+        advice = "let JAX_COMPILATION_CACHE_DIR name a folder that only you can write to"
+        _logger.warning("the compilation cache %s is not used: %s; %s", folder, why, advice)
+    return why is None
+
+
+def store(file: Path, content: bytes) -> None:
+    """Writes a file whole or not at all; what cannot be written is left out."""
+    partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(_digest(file.name, content) + content)
+        partial.chmod(0o644)
+        partial.replace(file)
+    except OSError as error:
+        _logger.info("%s is not stored: %s", file, error)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def opened(file: Path) -> bytes | None:
+    """What was given to `store`; None where the file is not there, or not to be used."""
+    try:
+        why = distrust(file) or (None if file.is_file() else "it is no file")
+        content = b"" if why else file.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        why, content = error.strerror, b""
+    size = hashlib.sha256().digest_size
+    if not why and content[:size] != _digest(file.name, content[size:]):
+        why = "it is damaged, or was stored under another name"
+    return drop(file, why) if why else content[size:]
+
+
+def drop(file: Path, why: Any) -> None:
+    """Removes a program that cannot be used; the log tells of the first in each folder."""
+    level = logging.INFO if file.parent in _told else logging.WARNING
+    _told.add(file.parent)
+    said = "the compiled program %s is not used: %s; it and others of its kind are compiled again"
+    _logger.log(level, said, file, why)
+    with contextlib.suppress(OSError):
+        file.unlink(missing_ok=True)
+
+
+def _digest(name: str, content: bytes) -> bytes:
+    digest = hashlib.sha256(name.encode() + b"\0")
+    digest.update(content)
+    return digest.digest()
+
+
+class SealedCache(CacheInterface):
+    """JAX's persistent cache, of files that are sealed and replaced by what is compiled anew."""
+
+    def __init__(self, path: str):
+        self._path = Path(path)
+
+    def get(self, key: str) -> bytes | None:
+        """The program, or None."""
+        return opened(self._file(key)) if trusted(self._path) else None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Stores a program, which was not found or could not be loaded."""
+        if trusted(self._path):
+            store(self._file(key), value)
+
+    def _file(self, key: str) -> Path:
+        return self._path / f"{key}-sealed-cache"
+
+
+def _cache(path: str, *, max_size: int) -> CacheInterface:
+    return (
+        LRUCache(path, max_size=max_size) if "://" in path or max_size >= 0 else SealedCache(path)
+    )
+
+
+def _processor() -> str:
+    """What the processor can do."""
+    return _features(PROCESSOR)
+
+
+@functools.cache
+def _features(about: Path) -> str:
+    text = about.read_text() if about.exists() else os.uname().machine
+    known = ("vendor_id", "cpu family", "model", "flags", "Features")
+    return "\n".join(sorted({line for line in text.splitlines() if line.startswith(known)})) or text
+
+
+# JAX has no option for either. A test notices a JAX that looks elsewhere.
+compilation_cache.LRUCache = _cache
+cache_key.custom_hook = _processor
+# A cache that was opened before is not sealed.
+compilation_cache.reset_cache()
