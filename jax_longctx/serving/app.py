@@ -9,6 +9,7 @@ the time is over, the job is cancelled.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import hmac
 import json
@@ -32,7 +33,7 @@ from jax_longctx.engine.running import Request as RowRequest
 from jax_longctx.errors import LongctxError
 from jax_longctx.serving import schema
 from jax_longctx.serving.answers import Answer
-from jax_longctx.serving.contexts import Contexts, Entry
+from jax_longctx.serving.contexts import Contexts, Entry, was_deleted
 from jax_longctx.serving.metrics import Metrics
 from jax_longctx.serving.prompts import Prompt, Prompts
 from jax_longctx.serving.scheduler import (
@@ -131,7 +132,7 @@ class Service:
             if asked.stream:
                 return self._streamed(job, self._progress(entry, stream))
             await self._watched(request, job, _rest(stream))
-            return JSONResponse(entry.record(), status_code=201)
+            return JSONResponse(_record(entry), status_code=201)
 
     async def list_contexts(self, request: Request) -> Response:
         """GET /v1/contexts"""
@@ -145,7 +146,9 @@ class Service:
     async def delete_context(self, request: Request) -> Response:
         """DELETE /v1/contexts/{id}"""
         name = self._entry(request.path_params["id"]).id
-        self.contexts.remove(name)
+        delete = functools.partial(self.contexts.remove, name, deleted=True)
+        if not await anyio.to_thread.run_sync(delete):
+            raise _no_context(name)
         self.scheduler.wake()
         return JSONResponse({"id": name, "object": "context.deleted", "deleted": True})
 
@@ -282,12 +285,7 @@ class Service:
     def _entry(self, name: str, param: str | None = None) -> Entry:
         entry = self.contexts.find(name)
         if entry is None:
-            raise RequestError(
-                f"there is no context {name!r:.200}; it was deleted, or its time is over",
-                status=404,
-                param=param,
-                code="context_not_found",
-            )
+            raise _no_context(name, param)
         return entry
 
     # -- answers -----------------------------------------------------------------------------------
@@ -315,8 +313,8 @@ class Service:
             except BaseException:
                 self.contexts.release(prompt.text)
                 raise
-            about = {"request": row, "reader": reader, "cached": prompt.cached}
-            job, stream = self._submitted(place, text=prompt.text, **about)
+            how = {"request": row, "reader": reader, "cached": prompt.cached, "about": entry}
+            job, stream = self._submitted(place, text=prompt.text, **how)
             answer = Answer(
                 kind=kind,
                 model=self.name,
@@ -430,7 +428,7 @@ class Service:
             if isinstance(event, Reading):
                 told = {"id": entry.id, "object": "context.progress"}
                 yield {**told, "tokens_read": event.done, "tokens": event.total}
-        yield entry.record()
+        yield _record(entry)
 
     def _streamed(self, job: Job, records: AsyncGenerator[Any]) -> Response:
         """Server-sent events of these records; the job ends with them, whether sent or not."""
@@ -439,6 +437,18 @@ class Service:
         response.seconds = job.came + self.access.seconds + LAST_SECONDS - time.monotonic()
         response.ended = lambda: self.scheduler.cancel(job)
         return response
+
+
+def _no_context(name: str, param: str | None = None) -> RequestError:
+    told = f"there is no context {name!r:.200}; it was deleted, or its time is over"
+    return RequestError(told, status=404, param=param, code="context_not_found")
+
+
+def _record(entry: Entry) -> dict[str, Any]:
+    """A context that was read, unless it was deleted meanwhile."""
+    if entry.deleted:
+        raise was_deleted(entry)
+    return entry.record()
 
 
 class _Stream(StreamingResponse):

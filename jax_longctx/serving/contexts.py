@@ -5,20 +5,24 @@ A `Text` is one row of token ids. It is unread, in memory, on the disk, or both.
 one text. A text without an entry was read for a request, and is kept for later ones as long as
 there is room. The store keeps the books; the scheduler reads, saves and loads.
 
-Any thread may change the books. The scheduler's thread alone changes files, but for a folder that
-is being saved, and leaves those that are being saved or loaded (`Text.busy`). Other threads only
-note what the files lack (`touch`, `remove`), and the scheduler brings them up to date
-(`update_files`).
+Any thread may change the books. On the disk a text is a folder `KEY` with the saved context, and a
+file `KEY.json` with its entries. The file is written last and removed first, so that a folder
+without a file is rubbish. An id is removed from the file before it leaves the books, in any thread
+(`remove`). The scheduler's thread alone removes folders, and leaves those that are being saved or
+loaded (`Text.busy`). It also writes later what a killed server may lack (`update_files`).
 
-On the disk a text is a folder `KEY` with the saved context, and a file `KEY.json` with its entries.
-The file is written last and removed first, so that a folder without a file is rubbish. All lie in
-a folder named by model and method, so that a server finds only contexts that it can use.
+All lie in a folder named by model and method, so that a server finds only contexts that it can use.
+What it finds at its start must be whole, made by the same model and method, and of the text that
+its name says, because KEY is a hash of the text. Anything else is left where it lies, with a line
+in the log.
 """
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 import os
 import secrets
@@ -30,13 +34,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pydantic
 
-from jax_longctx.engine.context_io import saved_tokens
+from jax_longctx.engine.context_io import saved_manifest
 from jax_longctx.errors import CheckpointError, InputError, file_errors
 from jax_longctx.locks import lock
+from jax_longctx.models.storage import read_sealed, seal
 from jax_longctx.serving.schema import RequestError
 
+log = logging.getLogger(__name__)
+
 Tokens = np.ndarray
+# Of KEY.json; those before it had neither a format nor a digest.
+FORMAT = 1
+REMEDY = "read its text again"
 # Held by the server that keeps its contexts in the folder.
 LOCK = "server.lock"
 
@@ -101,6 +112,7 @@ class Entry:
       created, expires: seconds since the epoch; an entry does not expire while its text is read.
       ttl: seconds that it lives after its last use.
       save: whether the text is to be on the disk always.
+      deleted: whether a client deleted it.
     """
 
     id: str
@@ -110,6 +122,7 @@ class Entry:
     ttl: float
     expires: float
     save: bool
+    deleted: bool = False
 
     def record(self) -> dict[str, Any]:
         """The entry as the server shows it."""
@@ -130,12 +143,47 @@ class Entry:
         }
 
 
+class _SavedEntry(pydantic.BaseModel):
+    """An entry in KEY.json."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    id: str = pydantic.Field(pattern=r"^ctx_[0-9a-f]{24}$")
+    chat: bool
+    created: pydantic.FiniteFloat
+    ttl: float = pydantic.Field(gt=0)
+    save: bool
+
+
+class _SavedText(pydantic.BaseModel):
+    """KEY.json: the text's key and the ids that name it."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    key: str
+    total: int
+    entries: list[_SavedEntry]
+
+
+def was_deleted(entry: Entry) -> RequestError:
+    """The error of a request for a context that another request deleted meanwhile."""
+    told = f"the context {entry.id!r} was deleted before this request was answered"
+    return RequestError(told, status=410, code="context_deleted")
+
+
+def key_of(row: Tokens, total: int, salt: bytes = b"") -> str:
+    """A text's key: a hash of what decides how it is read. `row` are int32 ids."""
+    told = json.dumps([len(row), total]).encode() + row.tobytes() + salt
+    return hashlib.sha256(told).hexdigest()[:32]
+
+
 @dataclasses.dataclass(eq=False)
 class Contexts:
     """The books of all texts and entries; any thread may call it.
 
     Attributes:
       folder: for saved contexts; made if need be, and held by one server at a time.
+      made_by: model, weights and method, as saved contexts state them.
       ttl: seconds that an entry lives after its last use, where it does not say.
       most_ttl: most seconds that an entry may say.
       most: entries at a time.
@@ -146,6 +194,7 @@ class Contexts:
     """
 
     folder: Path
+    made_by: dict[str, Any]
     ttl: float
     most_ttl: float = math.inf
     most: int = 1024
@@ -155,8 +204,8 @@ class Contexts:
         self.lock = threading.RLock()
         self._texts: dict[str, Text] = {}
         self._entries: dict[str, Entry] = {}
-        # Texts whose ids were removed, and those that were used: their files do not say so yet.
-        self._outdated: set[Text] = set()
+        # Texts whose folder is rubbish by now, and texts that were used: their files do not say so.
+        self._unnamed: set[Text] = set()
         self._touched: set[Text] = set()
         self._held = _hold(self.folder)
         self._find_saved()
@@ -172,8 +221,7 @@ class Contexts:
         row = np.asarray(tokens, np.int32)
         # A text for one question is read anew each time.
         salt = b"" if question is None else secrets.token_bytes(16)
-        told = json.dumps([len(row), total]).encode() + row.tobytes() + salt
-        key = hashlib.sha256(told).hexdigest()[:32]
+        key = key_of(row, total, salt)
         with self.lock:
             text = self._texts.setdefault(key, Text(key, row, total, question))
             return self.use(text)
@@ -263,6 +311,7 @@ class Contexts:
             ]
             for text in gone:
                 del self._texts[text.key]
+            self._unnamed -= {*gone}
         for text in gone:
             self.remove_files(text)
         return gone
@@ -317,39 +366,60 @@ class Contexts:
                 key=lambda entry: entry.created,
             )
 
-    def remove(self, name: str) -> bool:
-        """Removes an id; its text becomes one without a name. False where there is none."""
+    def remove(self, name: str, *, deleted: bool = False) -> bool:
+        """Removes an id from the disk, then from the books; its text becomes one without a name.
+
+        Args:
+          deleted: a client deletes it, and jobs that still wait for it fail.
+
+        Returns:
+          False where there is no such id.
+
+        Raises:
+          CheckpointError: its file could not be changed; nothing has changed then.
+        """
         with self.lock:
-            entry = self._entries.pop(name, None)
+            entry = self._entries.get(name)
             if entry is None:
                 return False
-            entry.text.entries.discard(name)
-            entry.text.keep = False
-            self._outdated.add(entry.text)
+            text = entry.text
+            text.entries.discard(name)
+            try:
+                if text.saved:
+                    self.write_entries(text)
+            except CheckpointError:
+                text.entries.add(name)
+                raise
+            del self._entries[name]
+            text.keep, entry.deleted = False, deleted
         return True
 
-    def expired(self) -> list[str]:
+    def give_up(self, entry: Entry) -> None:
+        """Removes an id whose text is not ready; on a full disk a later `expired` does."""
+        entry.expires = 0.0
+        self.expired()
+
+    def expired(self) -> None:
         """Removes the ids whose time is over."""
         now = time.time()
         with self.lock:
             names = [name for name, entry in self._entries.items() if entry.expires < now]
         for name in names:
-            self.remove(name)
-        return names
+            # On a full disk the file keeps the id, and the next turn tries again.
+            with contextlib.suppress(CheckpointError):
+                self.remove(name)
 
-    # -- files (the scheduler's thread alone) ------------------------------------------------------
+    # -- files (of folders the scheduler's thread alone) -------------------------------------------
 
     def update_files(self) -> None:
-        """Writes to the files of saved texts what the books say by now."""
+        """Removes folders that no id names any more, and notes which saved texts were used."""
         with self.lock:
-            outdated = {text for text in self._outdated if not text.busy}
-            self._outdated -= outdated
+            unnamed = {text for text in self._unnamed if not text.busy}
+            self._unnamed -= unnamed
             touched, self._touched = self._touched, set()
-        for text in outdated:
-            if text.saved:
-                # On a full disk the file keeps the id, and a later server removes it.
-                with contextlib.suppress(CheckpointError):
-                    self.write_entries(text)
+        for text in unnamed:
+            if not text.saved:
+                self.remove_files(text)
         for text in touched:
             if text.saved:
                 # A server that starts later counts from this file's time.
@@ -387,73 +457,130 @@ class Contexts:
         text.stored = sum(path.stat().st_size for path in files)
 
     def write_entries(self, text: Text) -> None:
-        """Writes the ids that name a saved text, whole or not at all; none: removes its files.
+        """Writes the ids that name a saved text, whole or not at all.
+
+        Without any the file is removed, and the folder by `update_files`.
 
         Raises:
-          CheckpointError: the file could not be written.
+          CheckpointError: the file could not be written or removed.
         """
-        with self.lock:
-            entries = [self._entries[name] for name in sorted(text.entries)]
-        if entries:
-            self._write(text, entries)
-        else:
-            self.remove_files(text)
-
-    def _write(self, text: Text, entries: list[Entry]) -> None:
-        names = ("id", "chat", "created", "ttl", "save")
-        described = {
-            "total": text.total,
-            "entries": [{name: getattr(entry, name) for name in names} for entry in entries],
-        }
         file = self._file(text)
         # `save_context` makes a folder KEY.partial.
         partial = file.with_name(f"{file.name}.partial")
-        try:
-            partial.write_text(json.dumps(described), encoding="utf-8")
-            partial.replace(file)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise CheckpointError(f"{file} could not be written: {error.strerror}") from error
-        text.saved = True
+        with self.lock:
+            entries = [self._entries[name] for name in sorted(text.entries)]
+            described = {
+                "key": text.key,
+                "total": text.total,
+                "entries": [
+                    {name: getattr(entry, name) for name in _SavedEntry.model_fields}
+                    for entry in entries
+                ],
+            }
+            try:
+                if entries:
+                    partial.write_text(json.dumps(seal(FORMAT, described)), encoding="utf-8")
+                    partial.replace(file)
+                else:
+                    file.unlink(missing_ok=True)
+                    self._unnamed.add(text)
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    partial.unlink(missing_ok=True)
+                raise CheckpointError(f"{file} could not be written: {error.strerror}") from error
+            text.saved = bool(entries)
 
     def remove_files(self, text: Text) -> None:
         """Removes the text's files, if there are any."""
         if text.saved or self.path(text).exists():
-            text.saved = False
-            with contextlib.suppress(OSError):
+            with self.lock, contextlib.suppress(OSError):
+                text.saved = False
                 self._file(text).unlink(missing_ok=True)
             shutil.rmtree(self.path(text), ignore_errors=True)
 
     def _find_saved(self) -> None:
         """Takes in what an earlier server saved, and removes what it left unfinished."""
-        kept = set()
+        kept, found = set(), []
         for file in sorted(self.folder.glob("*.json")):
+            kept |= {file.stem, file.name}
             try:
-                described = json.loads(file.read_text(encoding="utf-8"))
-                (row,) = saved_tokens(self.folder / file.stem)
-                text = Text(file.stem, np.asarray(row, np.int32), described["total"], saved=True)
-                used = file.stat().st_mtime
-                entries = [
-                    Entry(text=text, expires=used + each["ttl"], **each)
-                    for each in described["entries"]
-                ]
-            except (OSError, ValueError, KeyError, TypeError, CheckpointError):
-                # Damaged: its client reads the text again.
-                file.unlink(missing_ok=True)
+                found.append((file, *self._saved(file)))
+            except CheckpointError as error:
+                log.warning("a saved context is not used: %s", error)
+        named = collections.Counter(entry.id for *_, entries in found for entry in entries)
+        for file, text, entries in found:
+            if any(named[entry.id] > 1 for entry in entries):
+                told = "a saved context is not used: %s has an id that is there twice; %s"
+                log.warning(told, file, REMEDY)
                 continue
-            text.entries = {entry.id for entry in entries}
-            text.used = time.monotonic()
+            text.used, text.entries = time.monotonic(), {entry.id for entry in entries}
             self.count_stored(text)
             self._texts[text.key] = text
             self._entries |= {entry.id: entry for entry in entries}
-            kept.add(file.stem)
         for path in self.folder.iterdir():
             if path.is_dir() and path.name not in kept:
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name.endswith((".partial", ".lock")) and path.name != LOCK:
                 path.unlink(missing_ok=True)
         self.expired()
+
+    def _saved(self, file: Path) -> tuple[Text, list[Entry]]:
+        """The text of a file KEY.json and of the folder KEY, and the ids that name it.
+
+        Raises:
+          CheckpointError: they are damaged, or of another text, model or method.
+        """
+        key = file.stem
+        if not file.is_file():
+            raise CheckpointError(f"{file} is not a file")
+        try:
+            described = _SavedText.model_validate(_described(file))
+            used = file.stat().st_mtime
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        except pydantic.ValidationError as error:
+            (wrong, *_) = error.errors(include_url=False)
+            where = ".".join(map(str, wrong["loc"]))
+            raise CheckpointError(
+                f"{file} is not what a server writes: {where}: {wrong['msg']}"
+            ) from error
+        saved = saved_manifest(self.folder / key)
+        if saved.get("made_by") != self.made_by:
+            raise CheckpointError(
+                f"{self.folder / key} was read by another model or under another method than "
+                f"{self.folder.name} is for; put it back where it belongs, or {REMEDY}"
+            )
+        rows, most = saved.get("rows"), self.made_by["model"]["vocab_size"]
+        row: list[int] = rows[0] if isinstance(rows, list) and rows else []
+        if not isinstance(row, list) or any(type(n) is not int or not 0 <= n < most for n in row):
+            raise CheckpointError(f"{self.folder / key} has no tokens of this model; {REMEDY}")
+        tokens, told = np.asarray(row, np.int32), [described.total]
+        if {described.key, key_of(tokens, described.total)} != {key} or saved.get("total") != told:
+            raise CheckpointError(
+                f"{file} and the folder {key} beside it are not of the text that has this name; "
+                f"put back what belongs there, or {REMEDY}"
+            )
+        text = Text(key, tokens, described.total, saved=True)
+        return text, [
+            Entry(text=text, expires=used + each.ttl, **each.model_dump())
+            for each in described.entries
+        ]
+
+
+def _described(file: Path) -> Any:
+    """What KEY.json says.
+
+    Raises:
+      OSError, CheckpointError: it cannot be read, or is damaged.
+    """
+    try:
+        given = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        given = None
+    if isinstance(given, dict) and sorted(given) == ["entries", "total"]:
+        # Of an earlier version, without a digest.
+        return {"key": file.stem, **given}
+    return read_sealed(file, FORMAT, REMEDY)
 
 
 def _hold(folder: Path) -> int:

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_longctx.api import LongContext
 from jax_longctx.contract import Stage, own_tokens
@@ -30,9 +31,10 @@ from jax_longctx.engine import Context, Progress, programs
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import SMALLEST, SPARE, available_bytes, bytes_per_device
 from jax_longctx.engine.context_io import Saving, load_context, made_by_engine, save_context
-from jax_longctx.engine.distributed import share
+from jax_longctx.engine.distributed import share, to_host
 from jax_longctx.engine.running import Chosen, Request, RunningBatch, cannot_share
-from jax_longctx.errors import CapacityError, InputError, LongctxError
+from jax_longctx.errors import CapacityError, CheckpointError, InputError, LongctxError
+from jax_longctx.serving.contexts import key_of
 from jax_longctx.settings import Sampling
 
 log = logging.getLogger(__name__)
@@ -289,18 +291,25 @@ class Executor:
         """Begins to read a saved context into memory, one at a time, as `save` does.
 
         Raises:
-          CheckpointError: as `load_context`.
+          CheckpointError: as `load_context`, or it is of another text than `key`.
         """
         if self._several:
-            self.contexts[key] = load_context(self.engine, path)
+            self.contexts[key] = self._saved(key, path)
         else:
-            self._loading = key, self._files.submit(load_context, self.engine, path)
+            self._loading = key, self._files.submit(self._saved, key, path)
+
+    def _saved(self, key: str, path: str) -> Context:
+        context = load_context(self.engine, path)
+        row, total = np.asarray(context.rows[0], np.int32), int(to_host(context.total)[0])
+        if context.batch != 1 or key_of(row, total) != key:
+            raise CheckpointError(f"{path} holds another text than the one that was saved there")
+        return context
 
     def loaded(self, *, wait: bool = False) -> bool:
         """Whether the context that `load` began is in memory; with `wait` returns when it is.
 
         Raises:
-          CheckpointError: as `load_context`.
+          CheckpointError: as `load`.
         """
         if self._loading is None:
             return True

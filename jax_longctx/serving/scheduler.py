@@ -33,7 +33,7 @@ from jax_longctx.engine.engine import NOT_FINITE
 from jax_longctx.engine.running import Chosen, Request
 from jax_longctx.errors import CapacityError, CheckpointError, LongctxError
 from jax_longctx.memory import shown_bytes
-from jax_longctx.serving.contexts import Contexts, Entry, Text
+from jax_longctx.serving.contexts import Contexts, Entry, Text, was_deleted
 from jax_longctx.serving.executor import Executor, Team, request_values
 from jax_longctx.serving.metrics import Metrics
 from jax_longctx.serving.pace import READ_SECONDS, Pace
@@ -101,6 +101,8 @@ class Job:
       send: takes the job's events, in the scheduler's thread.
       entry: what names the text, of a job that reads it for a client; removed with a job that
         ends before the text is `ready`.
+      about: the context that the question is about; where it is deleted before the answer begins,
+        the job fails.
       reader: turns the answer's tokens into text.
       cached: tokens of the text that were read before this job came.
       cancelled: the client is gone.
@@ -109,6 +111,7 @@ class Job:
     text: Text
     send: Callable[[Event], None]
     entry: Entry | None = None
+    about: Entry | None = None
     request: Request | None = None
     reader: AnswerReader | None = None
     cached: int = 0
@@ -143,9 +146,8 @@ class _Row:
 
 
 def _saves(job: Job) -> bool:
-    """Whether the job is to save its text, whose id may have been deleted meanwhile."""
-    entry = job.entry
-    return entry is not None and entry.save and entry.id in job.text.entries
+    """Whether the job is to save its text."""
+    return job.entry is not None and job.entry.save
 
 
 @dataclasses.dataclass(eq=False)
@@ -348,8 +350,11 @@ class Scheduler:
                 self._do("leave", number=place)
                 self._end_row(place)
         for job in self._queued():
+            named = job.entry or job.about
             if job.cancelled:
                 self._end(job)
+            elif named is not None and named.deleted:
+                self._fail(job, was_deleted(named))
         self.contexts.expired()
         self.contexts.update_files()
         for text in self.contexts.damaged():
@@ -420,7 +425,7 @@ class Scheduler:
         self._loading, self._loading_need, text.busy = text, need, True
         try:
             self._do("load", key=text.key, path=str(self.contexts.path(text)))
-        except CheckpointError as error:
+        except LongctxError as error:
             self._not_loaded(text, error)
 
     def _end_load(self, *, wait: bool = False) -> None:
@@ -429,7 +434,7 @@ class Scheduler:
         try:
             if text is None or not self._do("loaded", wait=wait):
                 return
-        except CheckpointError as error:
+        except LongctxError as error:
             assert text is not None
             self._not_loaded(text, error)
             return
@@ -437,10 +442,15 @@ class Scheduler:
         self._loading, self._loading_need, text.busy = None, 0, False
         self.metrics.loaded.inc()
 
-    def _not_loaded(self, text: Text, error: CheckpointError) -> None:
-        """Removes the damaged files of a text, which is read again."""
-        log.warning("a saved context cannot be loaded, its text is read again: %s", error)
+    def _not_loaded(self, text: Text, error: LongctxError) -> None:
+        """Removes damaged files, whose text is read again; another error fails the text's jobs."""
         self._loading, self._loading_need, text.busy = None, 0, False
+        if not isinstance(error, CheckpointError):
+            for job in self._queued():
+                if job.text is text:
+                    self._fail(job, from_library(error))
+            return
+        log.warning("a saved context cannot be loaded, its text is read again: %s", error)
         self.contexts.remove_files(text)
         text.damaged = True
 
@@ -710,7 +720,7 @@ class Scheduler:
         """Takes the job out of the books of contexts, with an id whose text is not ready."""
         self.contexts.release(job.text)
         if job.entry is not None and not job.ready:
-            self.contexts.remove(job.entry.id)
+            self.contexts.give_up(job.entry)
 
     def _end(self, job: Job) -> None:
         """Takes the job out of the books."""

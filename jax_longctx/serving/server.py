@@ -119,6 +119,7 @@ class LongServer:
         folder = options.contexts / hashlib.sha256(digest).hexdigest()[:16]
         self.contexts = Contexts(
             folder,
+            executor.made_by,
             ttl=options.ttl,
             most_ttl=options.most_ttl,
             most=options.most_contexts,

@@ -352,7 +352,7 @@ def test_a_context_that_is_deleted_while_it_is_loaded_or_saved(serve, tiny, monk
     monkeypatch.setattr(ocp, "save", slow)
     with running.http() as http:
         name = read(http, text=BOOK)["id"]
-        with aside(read, http, text=BOOK, save=True):
+        with aside(refused, http, 410, "was deleted before", text=BOOK, save=True):
             assert begun.wait(patience(20))
             listed = [each["id"] for each in http.get("/v1/contexts").json()["data"]]
             assert len(listed) == 2 and name in listed
