@@ -706,8 +706,7 @@ def keep_compilations() -> None:
 
     Each start removes the least recently used programs beyond `MOST_BYTES`. A cache folder set by
     `JAX_COMPILATION_CACHE_DIR` or `jax.config` is used instead, and nothing is removed from it.
-    None is used that others can write (see `program_files`);
-    `JAX_ENABLE_COMPILATION_CACHE=false` turns the cache off.
+    `JAX_ENABLE_COMPILATION_CACHE=false` turns the cache off. None is used that others can write.
     """
     config = jax.config
     if config.jax_compilation_cache_dir is not None or not config.jax_enable_compilation_cache:
@@ -727,10 +726,8 @@ def _cache_folder() -> Path | None:
         # A user without a home has no cache.
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_longctx"
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        about = folder.stat()
-        if about.st_uid == os.geteuid():
-            # Earlier versions let others write where the user's umask does.
-            folder.chmod(stat.S_IMODE(about.st_mode) & ~0o022)
+        # Earlier versions let others write where the user's umask does.
+        folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o022)
     except (OSError, RuntimeError):
         return None
     return folder if os.access(folder, os.W_OK | os.X_OK) else None

@@ -1,16 +1,13 @@
-"""Compiled programs on the disk: only whole ones run, of files that nobody else can write.
+"""Compiled programs on the disk, of `stored` and of JAX's persistent cache.
 
-A program is machine code, and JAX stores it as a pickle. Whoever can write its file can run code
-in this process, with or without pickles. So folders and files must belong to this user or to root,
-and nobody else may write to them (`trusted`).
+A program is machine code, and JAX stores it as a pickle: whoever can write its file can run code in
+this process. So folders and files must be this user's or root's, and nobody else may write to them
+(`trusted`). A file begins with a digest of its name and its content. What is damaged, was stored
+under another name or cannot be loaded is removed (`opened`), compiled again and stored again.
 
-Each file begins with a digest of its name and its content. What is damaged, was stored under
-another name or cannot be loaded is removed (`opened`), compiled again and stored again (`store`).
-
-`stored` keeps its programs so, and so does JAX's persistent cache once this module is imported. By
-itself that cache runs any program that lies under the wanted name, and never replaces a damaged
-one. Its keys say here what the processor can do: machines may share a folder, and code for another
-processor may crash. A cache in a bucket, or with a limit of its own, is left to JAX.
+By itself JAX's cache runs any program under the wanted name, and never replaces a damaged one. Nor
+do its keys say what the processor can do, though code for another one may crash; here they do. A
+cache in a bucket, or with a limit of its own, is left to JAX.
 """
 
 import contextlib
@@ -29,7 +26,6 @@ from jax._src.lru_cache import LRUCache
 _logger = logging.getLogger(__name__)
 # Folders of which the log has said that they hold programs that are not used.
 _told: set[Path] = set()
-PROCESSOR = Path("/proc/cpuinfo")
 
 
 def distrust(path: Path) -> str | None:
@@ -37,9 +33,8 @@ def distrust(path: Path) -> str | None:
     about = path.stat()
     if about.st_uid not in (os.geteuid(), 0):
         return f"it belongs to user {about.st_uid}, this process to user {os.geteuid()}"
-    if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"others can write to it (mode {stat.S_IMODE(about.st_mode):o})"
-    return None
+    mode = stat.S_IMODE(about.st_mode)
+    return f"others can write to it (mode {mode:o})" if mode & 0o022 else None
 
 
 @functools.cache
@@ -49,7 +44,7 @@ def trusted(folder: Path) -> bool:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         why = distrust(folder)
     except OSError as error:
-        why = str(error.strerror)
+        why = error.strerror
     if why is not None:
         advice = "let JAX_COMPILATION_CACHE_DIR name a folder that only you can write to"
         _logger.warning("the compilation cache %s is not used: %s; %s", folder, why, advice)
@@ -70,7 +65,7 @@ def store(file: Path, content: bytes) -> None:
 
 
 def opened(file: Path) -> bytes | None:
-    """What was given to `store`; None where the file is not there, or not to be used."""
+    """What was given to `store`; None where the file is not there, or is not used and removed."""
     try:
         why = distrust(file) or (None if file.is_file() else "it is no file")
         content = b"" if why else file.read_bytes()
@@ -85,7 +80,7 @@ def opened(file: Path) -> bytes | None:
 
 
 def drop(file: Path, why: Any) -> None:
-    """Removes a program that cannot be used; the log tells of the first in each folder."""
+    """Removes a program that is not used; the log tells of the first in each folder."""
     level = logging.INFO if file.parent in _told else logging.WARNING
     _told.add(file.parent)
     said = "the compiled program %s is not used: %s; it and others of its kind are compiled again"
@@ -95,9 +90,7 @@ def drop(file: Path, why: Any) -> None:
 
 
 def _digest(name: str, content: bytes) -> bytes:
-    digest = hashlib.sha256(name.encode() + b"\0")
-    digest.update(content)
-    return digest.digest()
+    return hashlib.sha256(b"%b\0%b" % (name.encode(), content)).digest()
 
 
 class SealedCache(CacheInterface):
@@ -111,7 +104,7 @@ class SealedCache(CacheInterface):
         return opened(self._file(key)) if trusted(self._path) else None
 
     def put(self, key: str, value: bytes) -> None:
-        """Stores a program, which was not found or could not be loaded."""
+        """Stores a program."""
         if trusted(self._path):
             store(self._file(key), value)
 
@@ -120,21 +113,17 @@ class SealedCache(CacheInterface):
 
 
 def _cache(path: str, *, max_size: int) -> CacheInterface:
-    return (
-        LRUCache(path, max_size=max_size) if "://" in path or max_size >= 0 else SealedCache(path)
-    )
-
-
-def _processor() -> str:
-    """What the processor can do."""
-    return _features(PROCESSOR)
+    ours = "://" not in path and max_size == -1
+    return SealedCache(path) if ours else LRUCache(path, max_size=max_size)
 
 
 @functools.cache
-def _features(about: Path) -> str:
-    text = about.read_text() if about.exists() else os.uname().machine
+def _processor() -> str:
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.exists() else []
     known = ("vendor_id", "cpu family", "model", "flags", "Features")
-    return "\n".join(sorted({line for line in text.splitlines() if line.startswith(known)})) or text
+    said = {line for line in lines if line.startswith(known)}
+    return "\n".join([os.uname().machine, *sorted(said)])
 
 
 # JAX has no option for either. A test notices a JAX that looks elsewhere.

@@ -6,8 +6,7 @@ is found by what it is made of: the text of this library, the versions below it,
 static arguments, and the shapes, dtypes and shardings of the others. Programs of another package's
 method are not stored. A program lies beside JAX's own, where the folder of the persistent cache is.
 
-A stored program is a pickle of JAX's, and machine code. It runs only from a file that nobody else
-can write, and only under the name that it was stored under (see `program_files`).
+`program_files` says why a program is a pickle, and when it is not loaded.
 """
 
 import dataclasses

@@ -132,7 +132,9 @@ class Service:
             if asked.stream:
                 return self._streamed(job, self._progress(entry, stream))
             await self._watched(request, job, _rest(stream))
-            return JSONResponse(_record(entry), status_code=201)
+            if entry.deleted:
+                raise was_deleted(entry)
+            return JSONResponse(entry.record(), status_code=201)
 
     async def list_contexts(self, request: Request) -> Response:
         """GET /v1/contexts"""
@@ -148,7 +150,8 @@ class Service:
         name = self._entry(request.path_params["id"]).id
         delete = functools.partial(self.contexts.remove, name, deleted=True)
         if not await anyio.to_thread.run_sync(delete):
-            raise _no_context(name)
+            # Another request was faster.
+            self._entry(name)
         self.scheduler.wake()
         return JSONResponse({"id": name, "object": "context.deleted", "deleted": True})
 
@@ -285,7 +288,12 @@ class Service:
     def _entry(self, name: str, param: str | None = None) -> Entry:
         entry = self.contexts.find(name)
         if entry is None:
-            raise _no_context(name, param)
+            raise RequestError(
+                f"there is no context {name!r:.200}; it was deleted, or its time is over",
+                status=404,
+                param=param,
+                code="context_not_found",
+            )
         return entry
 
     # -- answers -----------------------------------------------------------------------------------
@@ -428,7 +436,9 @@ class Service:
             if isinstance(event, Reading):
                 told = {"id": entry.id, "object": "context.progress"}
                 yield {**told, "tokens_read": event.done, "tokens": event.total}
-        yield _record(entry)
+        if entry.deleted:
+            raise was_deleted(entry)
+        yield entry.record()
 
     def _streamed(self, job: Job, records: AsyncGenerator[Any]) -> Response:
         """Server-sent events of these records; the job ends with them, whether sent or not."""
@@ -437,18 +447,6 @@ class Service:
         response.seconds = job.came + self.access.seconds + LAST_SECONDS - time.monotonic()
         response.ended = lambda: self.scheduler.cancel(job)
         return response
-
-
-def _no_context(name: str, param: str | None = None) -> RequestError:
-    told = f"there is no context {name!r:.200}; it was deleted, or its time is over"
-    return RequestError(told, status=404, param=param, code="context_not_found")
-
-
-def _record(entry: Entry) -> dict[str, Any]:
-    """A context that was read, unless it was deleted meanwhile."""
-    if entry.deleted:
-        raise was_deleted(entry)
-    return entry.record()
 
 
 class _Stream(StreamingResponse):

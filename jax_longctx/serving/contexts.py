@@ -143,10 +143,8 @@ class Entry:
         }
 
 
-class _SavedEntry(pydantic.BaseModel):
+class _SavedEntry(pydantic.BaseModel, extra="forbid", strict=True):
     """An entry in KEY.json."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
     id: str = pydantic.Field(pattern=r"^ctx_[0-9a-f]{24}$")
     chat: bool
@@ -155,14 +153,12 @@ class _SavedEntry(pydantic.BaseModel):
     save: bool
 
 
-class _SavedText(pydantic.BaseModel):
-    """KEY.json: the text's key and the ids that name it."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+class _SavedText(pydantic.BaseModel, extra="forbid", strict=True):
+    """KEY.json."""
 
     key: str
     total: int
-    entries: list[_SavedEntry]
+    entries: list[_SavedEntry] = pydantic.Field(min_length=1)
 
 
 def was_deleted(entry: Entry) -> RequestError:
@@ -367,37 +363,27 @@ class Contexts:
             )
 
     def remove(self, name: str, *, deleted: bool = False) -> bool:
-        """Removes an id from the disk, then from the books; its text becomes one without a name.
+        """Removes an id, from the disk first; its text becomes one without a name.
 
         Args:
-          deleted: a client deletes it, and jobs that still wait for it fail.
+          deleted: whether a client deletes it.
 
         Returns:
-          False where there is no such id.
+          False where there is none.
 
         Raises:
-          CheckpointError: its file could not be changed; nothing has changed then.
+          CheckpointError: its file could not be changed, and it stays.
         """
         with self.lock:
             entry = self._entries.get(name)
             if entry is None:
                 return False
-            text = entry.text
-            text.entries.discard(name)
-            try:
-                if text.saved:
-                    self.write_entries(text)
-            except CheckpointError:
-                text.entries.add(name)
-                raise
+            if entry.text.saved:
+                self.write_entries(entry.text, without=name)
             del self._entries[name]
-            text.keep, entry.deleted = False, deleted
+            entry.text.entries.discard(name)
+            entry.text.keep, entry.deleted = False, deleted
         return True
-
-    def give_up(self, entry: Entry) -> None:
-        """Removes an id whose text is not ready; on a full disk a later `expired` does."""
-        entry.expires = 0.0
-        self.expired()
 
     def expired(self) -> None:
         """Removes the ids whose time is over."""
@@ -456,10 +442,11 @@ class Contexts:
         files = [path for path in self.path(text).rglob("*") if path.is_file()]
         text.stored = sum(path.stat().st_size for path in files)
 
-    def write_entries(self, text: Text) -> None:
-        """Writes the ids that name a saved text, whole or not at all.
+    def write_entries(self, text: Text, *, without: str | None = None) -> None:
+        """Writes the ids that name a saved text; where none is left, `update_files` removes it.
 
-        Without any the file is removed, and the folder by `update_files`.
+        Args:
+          without: an id that is left out.
 
         Raises:
           CheckpointError: the file could not be written or removed.
@@ -468,15 +455,11 @@ class Contexts:
         # `save_context` makes a folder KEY.partial.
         partial = file.with_name(f"{file.name}.partial")
         with self.lock:
-            entries = [self._entries[name] for name in sorted(text.entries)]
-            described = {
-                "key": text.key,
-                "total": text.total,
-                "entries": [
-                    {name: getattr(entry, name) for name in _SavedEntry.model_fields}
-                    for entry in entries
-                ],
-            }
+            entries = [
+                {name: getattr(self._entries[each], name) for name in _SavedEntry.model_fields}
+                for each in sorted(text.entries - {without})
+            ]
+            described = {"key": text.key, "total": text.total, "entries": entries}
             try:
                 if entries:
                     partial.write_text(json.dumps(seal(FORMAT, described)), encoding="utf-8")
@@ -504,19 +487,17 @@ class Contexts:
         for file in sorted(self.folder.glob("*.json")):
             kept |= {file.stem, file.name}
             try:
-                found.append((file, *self._saved(file)))
+                found += self._saved(file)
             except CheckpointError as error:
                 log.warning("a saved context is not used: %s", error)
-        named = collections.Counter(entry.id for *_, entries in found for entry in entries)
-        for file, text, entries in found:
-            if any(named[entry.id] > 1 for entry in entries):
-                told = "a saved context is not used: %s has an id that is there twice; %s"
-                log.warning(told, file, REMEDY)
+        counts = collections.Counter(entry.id for entry in found)
+        for entry in found:
+            if counts[entry.id] > 1:
+                told = "the saved context %s is not used: it is there twice, as %s"
+                log.warning(told, entry.id, self._file(entry.text))
                 continue
-            text.used, text.entries = time.monotonic(), {entry.id for entry in entries}
-            self.count_stored(text)
-            self._texts[text.key] = text
-            self._entries |= {entry.id: entry for entry in entries}
+            entry.text.entries.add(entry.id)
+            self._texts[entry.text.key], self._entries[entry.id] = entry.text, entry
         for path in self.folder.iterdir():
             if path.is_dir() and path.name not in kept:
                 shutil.rmtree(path, ignore_errors=True)
@@ -524,63 +505,45 @@ class Contexts:
                 path.unlink(missing_ok=True)
         self.expired()
 
-    def _saved(self, file: Path) -> tuple[Text, list[Entry]]:
-        """The text of a file KEY.json and of the folder KEY, and the ids that name it.
+    def _saved(self, file: Path) -> list[Entry]:
+        """The ids of a file KEY.json, which name the text in the folder KEY.
 
         Raises:
-          CheckpointError: they are damaged, or of another text, model or method.
+          CheckpointError: file or folder is damaged, or of another text, model or method.
         """
         key = file.stem
         if not file.is_file():
             raise CheckpointError(f"{file} is not a file")
         try:
-            described = _SavedText.model_validate(_described(file))
-            used = file.stat().st_mtime
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-        except pydantic.ValidationError as error:
-            (wrong, *_) = error.errors(include_url=False)
-            where = ".".join(map(str, wrong["loc"]))
-            raise CheckpointError(
-                f"{file} is not what a server writes: {where}: {wrong['msg']}"
-            ) from error
+            given = json.loads(file.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            given = None
+        if isinstance(given, dict) and sorted(given) == ["entries", "total"]:
+            # Of an earlier version, without a digest.
+            given = {"key": key, **given}
+        else:
+            given = read_sealed(file, FORMAT, REMEDY)
         saved = saved_manifest(self.folder / key)
-        if saved.get("made_by") != self.made_by:
+        try:
+            described = _SavedText.model_validate(given)
+            (tokens,), total = np.asarray(saved.get("rows"), np.int32), described.total
+            told = described.key, key_of(tokens, total), saved.get("total"), saved.get("made_by")
+        except (OverflowError, TypeError, ValueError) as error:
+            why = " ".join(str(error).split())
+            told = f"{file} or the folder {key} is no server's: {why:.200}; {REMEDY}"
+            raise CheckpointError(told) from error
+        if told != (key, key, [total], self.made_by):
             raise CheckpointError(
-                f"{self.folder / key} was read by another model or under another method than "
-                f"{self.folder.name} is for; put it back where it belongs, or {REMEDY}"
+                f"{file} or the folder {key} beside it is of another text, model or method; put "
+                f"back what belongs there, or {REMEDY}"
             )
-        rows, most = saved.get("rows"), self.made_by["model"]["vocab_size"]
-        row: list[int] = rows[0] if isinstance(rows, list) and rows else []
-        if not isinstance(row, list) or any(type(n) is not int or not 0 <= n < most for n in row):
-            raise CheckpointError(f"{self.folder / key} has no tokens of this model; {REMEDY}")
-        tokens, told = np.asarray(row, np.int32), [described.total]
-        if {described.key, key_of(tokens, described.total)} != {key} or saved.get("total") != told:
-            raise CheckpointError(
-                f"{file} and the folder {key} beside it are not of the text that has this name; "
-                f"put back what belongs there, or {REMEDY}"
-            )
-        text = Text(key, tokens, described.total, saved=True)
-        return text, [
+        text = Text(key, tokens, total, saved=True, used=time.monotonic())
+        self.count_stored(text)
+        used = file.stat().st_mtime
+        return [
             Entry(text=text, expires=used + each.ttl, **each.model_dump())
             for each in described.entries
         ]
-
-
-def _described(file: Path) -> Any:
-    """What KEY.json says.
-
-    Raises:
-      OSError, CheckpointError: it cannot be read, or is damaged.
-    """
-    try:
-        given = json.loads(file.read_bytes())
-    except (ValueError, RecursionError):
-        given = None
-    if isinstance(given, dict) and sorted(given) == ["entries", "total"]:
-        # Of an earlier version, without a digest.
-        return {"key": file.stem, **given}
-    return read_sealed(file, FORMAT, REMEDY)
 
 
 def _hold(folder: Path) -> int:

@@ -425,7 +425,7 @@ class Scheduler:
         self._loading, self._loading_need, text.busy = text, need, True
         try:
             self._do("load", key=text.key, path=str(self.contexts.path(text)))
-        except LongctxError as error:
+        except CheckpointError as error:
             self._not_loaded(text, error)
 
     def _end_load(self, *, wait: bool = False) -> None:
@@ -434,7 +434,7 @@ class Scheduler:
         try:
             if text is None or not self._do("loaded", wait=wait):
                 return
-        except LongctxError as error:
+        except CheckpointError as error:
             assert text is not None
             self._not_loaded(text, error)
             return
@@ -442,15 +442,10 @@ class Scheduler:
         self._loading, self._loading_need, text.busy = None, 0, False
         self.metrics.loaded.inc()
 
-    def _not_loaded(self, text: Text, error: LongctxError) -> None:
-        """Removes damaged files, whose text is read again; another error fails the text's jobs."""
-        self._loading, self._loading_need, text.busy = None, 0, False
-        if not isinstance(error, CheckpointError):
-            for job in self._queued():
-                if job.text is text:
-                    self._fail(job, from_library(error))
-            return
+    def _not_loaded(self, text: Text, error: CheckpointError) -> None:
+        """Removes the damaged files of a text, which is read again."""
         log.warning("a saved context cannot be loaded, its text is read again: %s", error)
+        self._loading, self._loading_need, text.busy = None, 0, False
         self.contexts.remove_files(text)
         text.damaged = True
 
@@ -720,7 +715,9 @@ class Scheduler:
         """Takes the job out of the books of contexts, with an id whose text is not ready."""
         self.contexts.release(job.text)
         if job.entry is not None and not job.ready:
-            self.contexts.give_up(job.entry)
+            # Where the disk is full it is removed later.
+            job.entry.expires = 0.0
+            self.contexts.expired()
 
     def _end(self, job: Job) -> None:
         """Takes the job out of the books."""
