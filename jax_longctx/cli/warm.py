@@ -182,8 +182,8 @@ def _cache_folder() -> Path:
 
     keep_compilations()
     folder = jax.config.jax_compilation_cache_dir
-    kept = folder is not None and ("://" in folder or trusted(Path(folder)))
-    if not kept or not jax.config.jax_enable_compilation_cache:
+    used = jax.config.jax_enable_compilation_cache
+    if folder is None or not used or not ("://" in folder or trusted(Path(folder))):
         raise InputError(
             "there is no compilation cache to fill: it is turned off, or its folder cannot be "
             "written; name one with JAX_COMPILATION_CACHE_DIR"

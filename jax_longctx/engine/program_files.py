@@ -127,7 +127,8 @@ def _processor() -> str:
 
 
 # JAX has no option for either. A test notices a JAX that looks elsewhere.
-compilation_cache.LRUCache = _cache
+_hooked: Any = compilation_cache
+_hooked.LRUCache = _cache
 cache_key.custom_hook = _processor
 # A cache that was opened before is not sealed.
 compilation_cache.reset_cache()
