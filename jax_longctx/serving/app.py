@@ -459,7 +459,7 @@ class _Stream(StreamingResponse):
         try:
             async with asyncio.timeout(self.seconds):
                 await super().__call__(scope, receive, send)
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError):
             # The response is not complete: the server closes the connection.
             pass
         finally:
@@ -579,6 +579,10 @@ def _guarded(service: Service, route: str, handler: Handler) -> Handler:
         except ClientDisconnect:
             # Nobody reads it.
             response = Response(status_code=499)
+        except asyncio.CancelledError:
+            # The grace of a server that ends is over.
+            told = "the server has shut down before this request was answered"
+            response = _error(RequestError(told, status=503, retry_after=10))
         except HTTPException as error:
             response = _error(RequestError(str(error.detail), status=error.status_code))
         except LongctxError as error:

@@ -1,8 +1,10 @@
 """A deleted context is gone: from the disk before its client is told, and for who waits for it."""
 
+import contextlib
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.jax_longctx.serving.test_abuse import check_idle, slow, slow_request
@@ -50,6 +52,30 @@ def test_reading_stops_where_the_context_is_deleted(serve, tiny, monkeypatch, ho
         assert "longctx_read_tokens_total 0.0" in http.get("/metrics").text
         check_empty(running)
         assert read(http, text=BOOK)["state"] == "ready"
+
+
+def test_a_server_that_ends_keeps_no_context_that_was_not_read(serve, tiny, monkeypatch):
+    running, answers = serve(tiny, grace=1.0), []
+    with running.http() as http:
+
+        def post(**how):
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                answers.append(http.post("/v1/contexts", json={"text": BOOK, "save": True, **how}))
+
+        with (
+            held(monkeypatch, running.served.team.executor, "read_on") as reader,
+            aside(post),
+            aside(post, stream=True),
+        ):
+            wait_until(lambda: len(listed(http)) == 2)
+            running.served.stop()
+            wait_until(lambda: answers)
+            reader.go.set()
+    running.thread.join(patience(20))
+    assert [answer.status_code for answer in answers] == [503, 503]
+    assert "shut down" in answers[0].text
+    with serve(tiny).http() as http:
+        assert listed(http) == []
 
 
 def test_a_context_that_is_deleted_between_reading_and_its_answer(serve, tiny, monkeypatch):
