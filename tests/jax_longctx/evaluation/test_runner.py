@@ -123,7 +123,7 @@ def test_every_row_is_what_its_prompt_gives_alone(small, tiny, tmp_path, compute
     row = rows[0]
     assert row["method"] == {"name": "full", "settings": {}} and row["device"] == "here"
     settings = {"graded": False, "stored": 0, "asks": 1, "max_new": 4}
-    assert row["task"] == {"name": "small", "settings": settings}
+    assert row["task"] == {"name": "small", "settings": settings, "files": {}}
     assert (row["seed"], row["length"], row["outputs"]) == (0, 64, [str(row["index"])])
     assert row["seconds"]["first_token"] > 0 and row["seconds"]["token"] > 0
     # Two layers of keys and values of two heads, eight wide, in float32, in 256 slots and lengths.
@@ -307,7 +307,7 @@ def test_rows_of_another_run_are_left_alone_and_two_never_write_one_file(small, 
         evaluate(tiny, tmp_path, config(trials=1, seed=1))
     assert rows.read_bytes() == before
     rows.write_text('{"format": 9}\n')
-    with pytest.raises(InputError, match="not a file of rows: format 9, expected 1"):
+    with pytest.raises(InputError, match="has format 9, expected 2: another version"):
         evaluate(tiny, tmp_path, one)
     first = RowStore(tmp_path / "other", {"seed": 0})
     with pytest.raises(InputError, match=r"rows\.jsonl is being written by another run"):
@@ -379,7 +379,7 @@ def test_a_text_that_is_gone_or_another_ends_the_run_and_leaves_the_rows(small, 
     assert "measures" in row
     before = (folder / "rows.jsonl").read_bytes()
     book.write_text("Snow falls. The wind turns. Night comes.\n")
-    with pytest.raises(InputError, match="prompt 0 of passkey@book max_new=4 at 256 tokens in oth"):
+    with pytest.raises(InputError, match=r"with passkey@book max_new=4 files\.haystack"):
         evaluate(tiny, folder, two)
     assert (folder / "rows.jsonl").read_bytes() == before
 
