@@ -251,10 +251,13 @@ class LongContext:
     @property
     def made_by(self) -> dict[str, Any]:
         """What answers depend on beside texts and options of decoding, for `jax_longctx.origin`."""
+        return {**made_by_engine(self.engine), "tokenizer": self.tokenizer_digest}
+
+    @property
+    def tokenizer_digest(self) -> str | None:
+        """Of the checkpoint's tokenizer and chat template; None without a manifest."""
         manifest = self.manifest
-        files = None if manifest is None else [dict(manifest.tokenizer_files), manifest.extras]
-        tokenizer = None if files is None else digest_of(files)
-        return {**made_by_engine(self.engine), "tokenizer": tokenizer}
+        return manifest and digest_of([dict(manifest.tokenizer_files), dict(manifest.extras)])
 
     def layout(self, chat: bool | None = None) -> PromptLayout:
         """The checkpoint's chat template around text and question; plain where there is none.

@@ -21,7 +21,7 @@ OVERWRITE = "choose another name, or give --overwrite to replace it"
 
 def digest_of(value: Any) -> str:
     """A short hash of a JSON value."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def differences(known: Any, given: Any, name: str = "") -> Iterator[str]:
@@ -61,19 +61,24 @@ def check_same(
         )
 
 
-def check_result(path: Path, given: Mapping[str, Any]) -> None:
-    """Raises OriginError where a file of JSON results exists that was not made from this."""
+def check_result(
+    path: Path, given: Mapping[str, Any], kept_in: Path | None = None
+) -> dict[str, Any]:
+    """What a JSON file with results holds, or the one where their origin is `kept_in`.
+
+    Raises:
+      OriginError: it holds no origin, or another one than the `given`.
+    """
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))[MADE_FROM]
-        dict(known)
-    except FileNotFoundError:
-        return
+        found = json.loads((kept_in or path).read_text(encoding="utf-8"))
+        known = dict(found[MADE_FROM])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         raise OriginError(
-            f"{path} exists and does not say what it was made from: another command or an earlier "
-            f"version wrote it; {OVERWRITE}"
+            f"{path} exists, and {kept_in or 'it'} does not say what it was made from: another "
+            f"command or an earlier version wrote it; {OVERWRITE}"
         ) from None
     check_same(path, known, given, made="made")
+    return found
 
 
 def _shown(value: Any) -> str:

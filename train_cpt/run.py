@@ -40,6 +40,7 @@ from jax_longctx.text import Tokenizer, check_vocabulary
 from train_cpt.attention import Pattern, check_attention
 from train_cpt.data import (
     DataConfig,
+    check_made_from,
     document_files,
     file_record,
     open_windows,
@@ -158,7 +159,7 @@ def _run(config: RunConfig, note: Callable[[str], None], progress: Progress | No
         params, best = outcome.state.params, outcome.best.step
         _write_model(output / MODEL, checkpoint, manifest, params, outcome.step)
         if best not in (0, outcome.step) and not from_leader((output / BEST).exists):
-            with Checkpoints(output / CHECKPOINTS, config.loop.keep) as saved:
+            with Checkpoints(output / CHECKPOINTS, config.loop.keep, facts) as saved:
                 params = saved.restore(best, setup).params
             _write_model(output / BEST, checkpoint, manifest, params, best)
     return outcome
@@ -184,8 +185,9 @@ def _prepare(
     model: ModelConfig,
     note: Callable[[str], None],
 ) -> None:
-    """Makes the data set if it does not exist."""
+    """Makes the data set if it does not exist, or checks that it was made from these sources."""
     if data.directory.exists():
+        check_made_from(data)
         return
     if not data.sources:
         raise InputError(
@@ -201,6 +203,7 @@ def _prepare(
             vocab_size=model.vocab_size,
             tokenizer=known_as,
             shares=data.shares,
+            field=data.field,
             sources=map(file_record, files),
         )
     counts = made.documents

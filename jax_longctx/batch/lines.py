@@ -22,14 +22,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_longctx.errors import CheckpointError, InputError, OriginError, file_errors
-from jax_longctx.models.storage import read_sealed, seal, sha256_of, write_text
-from jax_longctx.origin import OVERWRITE, check_same
+from jax_longctx.errors import InputError, OriginError, file_errors
+from jax_longctx.models.storage import sha256_of, write_text
+from jax_longctx.origin import MADE_FROM, OVERWRITE, check_result, check_same
 
 # 1 had no checksums; 2 had other facts, and checksums that did not begin with the header.
 FORMAT = 3
-ORIGIN_FORMAT = 1
-CHECKSUM, DIGEST = "crc32", "output_sha256"
+CHECKSUM, DIGEST = "crc32", "sha256"
 # Key of the origin in the header; a run with another may not resume.
 GIVEN = "given"
 
@@ -98,13 +97,10 @@ def read_checked(path: Path, first: int | None = None) -> list[dict[str, Any]]:
     """
     found = read(path)
     for number, entry in enumerate(found, start=1):
-        told, header = entry.pop(CHECKSUM, None), first is None
+        told = entry.pop(CHECKSUM, None)
         if told != checksum(entry, first or 0):
-            raise ValueError(
-                f"line {number} is not what was written there (its {CHECKSUM} differs)"
-            )
-        if header:
-            first = told
+            raise ValueError(f"line {number} is not what was written (its {CHECKSUM} differs)")
+        first = told if first is None else first
     return found
 
 
@@ -120,18 +116,8 @@ def check_complete(output: Path, given: Mapping[str, Any]) -> list[dict[str, Any
     Raises:
       OriginError: it was made from something else, or was changed since.
     """
-    origin = output.with_name(output.name + ".origin")
-    try:
-        known = read_sealed(origin, ORIGIN_FORMAT, "remove it, and choose another name")
-    except FileNotFoundError:
-        raise OriginError(
-            f"{output} exists, and no {origin.name} says what it was made from: another program or "
-            f"an earlier version wrote it; {OVERWRITE}"
-        ) from None
-    except CheckpointError as error:
-        raise OriginError(str(error)) from error
-    check_same(output, known[GIVEN], given, made="made")
-    if sha256_of(output) != known[DIGEST]:
+    *_, origin = files_of(output)
+    if check_result(output, given, origin).get(DIGEST) != sha256_of(output):
         raise OriginError(f"{output} was changed after it was written; {OVERWRITE}")
     return read(output)
 
@@ -220,8 +206,8 @@ class Journal:
         """Renames the partial file to the output, whose origin is written first."""
         self.close()
         with file_errors(f"{self.output} cannot be written", "run again to go on"):
-            fields = {GIVEN: self._header[GIVEN], DIGEST: sha256_of(self.partial)}
-            write_text(self._origin, json.dumps(seal(ORIGIN_FORMAT, fields), indent=1))
+            fields = {MADE_FROM: self._header[GIVEN], DIGEST: sha256_of(self.partial)}
+            write_text(self._origin, json.dumps(fields, indent=1))
             os.replace(self.partial, self.output)
             self.journal.unlink()
 
@@ -239,8 +225,8 @@ class Journal:
                 raise ValueError("it holds no whole line")
             if (version := found[0].get("format")) != FORMAT:
                 raise OriginError(
-                    f"{self.journal} has format {version!r:.20}, expected {FORMAT}: another version "
-                    f"wrote it; go on with that version, or {self._anew}"
+                    f"{self.journal} has format {version!r:.20}, expected {FORMAT}: another "
+                    f"version wrote it; go on with that version, or {self._anew}"
                 )
             header, *entries = read_checked(self.journal)
         except ValueError as error:

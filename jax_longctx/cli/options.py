@@ -483,7 +483,7 @@ class Result(Output):
 
     overwrite: bool = overwrite("a file")
 
-    def begin(self, model: "LongContext", **given: Any) -> dict[str, Any]:
+    def begin(self, model: "LongContext | None", **given: Any) -> dict[str, Any]:
         """What the file is made from; raises OriginError where it exists and is of another origin.
 
         Args:
@@ -492,8 +492,8 @@ class Result(Output):
         if self.out is None:
             return {}
         # All processes: it needs the weights.
-        made_from = {**given, **model.made_by}
-        if not self.overwrite:
+        made_from = {**given, **({} if model is None else model.made_by)}
+        if self.out.is_file() and not self.overwrite:
             check_result(self.out, made_from)
         return {MADE_FROM: made_from}
 

@@ -21,8 +21,8 @@ texts.
 
 `eval perplexity --out` writes a JSON record for each run: `method`, `given` settings, `question`,
 `ahead`, `score` (tokens), `text_hashes`, `means` (nll of every text), `windows` (first and last
-position, nll of every text there), `read_seconds` and `score_seconds` of every batch, `batch`, and with
-`--offload` `fetched`, what decode steps chose of the texts in the host's memory.
+position, nll of every text there), `read_seconds` and `score_seconds` of every batch, `batch`, and
+with `--offload` `fetched`, what decode steps chose of the texts in the host's memory.
 """
 
 import dataclasses
