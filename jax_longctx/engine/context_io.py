@@ -282,7 +282,7 @@ def load_context(engine: Engine, path: str | Path) -> Context:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {wrong}; {REMEDY}")
     made_by, ours = described["made_by"], made_by_engine(engine)
     # Earlier versions wrote fewer facts.
-    ours = {key: value for key, value in ours.items() if key in made_by or key != "values"}
+    ours = {key: value for key, value in ours.items() if key in made_by or key != "all_weights"}
     check_same(path, made_by, ours, REMEDY, made="made", kind=CheckpointError)
     data = engine.mesh.shape["data"]
     batch, slots, reserve = (described[key] for key in ("batch", "slots", "reserve"))
@@ -433,7 +433,7 @@ def made_by_engine(engine: Engine) -> dict[str, Any]:
     described = {
         "model": engine.config.to_dict(),
         "weights": engine.fingerprint,
-        "values": engine.checksum,
+        "all_weights": engine.checksum,
         "dtype": jnp.dtype(engine.setup.dtype).name,
         "method": settings_of(engine.method),
         "kv": engine.setup.kv,

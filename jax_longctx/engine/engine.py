@@ -219,23 +219,14 @@ class Engine:
         return self._hash_of_weights(_sum_of_bits)
 
     def _hash_of_weights(self, of: Callable[[Array], Array]) -> str:
-        # One program for the layers and one for the ends: of arrays one by one it would be many.
-        @jax.jit
-        def pieces(tree: Any) -> Any:
-            return jax.tree.map(of, tree)
-
-        @jax.jit
-        def layer(stacks: Any, index: Any) -> Any:
-            return pieces(layer_params(stacks, index))
-
         stacks = {"layers": self.params["layers"]}
         layers = {
-            str(index): pieces(layer_params(stacks, index))
+            str(index): _of_each(of, layer_params(stacks, index))
             if self.setup.by_layer
-            else layer(stacks, index)
+            else _of_layer(of, stacks, index)
             for index in range(self.config.num_layers)
         }
-        first = {**pieces(programs.without_layers(self.params)), "layers": layers}
+        first = {**_of_each(of, programs.without_layers(self.params)), "layers": layers}
         values = np.concatenate(jax.tree.leaves(jax.tree.map(to_host, first)))
         return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
@@ -724,6 +715,17 @@ def _check_questions(questions: Rows, count: int) -> None:
     for row, question in enumerate(questions):
         if not len(question):
             raise InputError(f"question {row} is empty; it needs at least one token")
+
+
+# One program for a layer and one for the ends: of arrays one by one it would be many.
+@functools.partial(jax.jit, static_argnums=0)
+def _of_each(of: Callable[[Array], Array], tree: Any) -> Any:
+    return jax.tree.map(of, tree)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _of_layer(of: Callable[[Array], Array], stacks: Any, index: Any) -> Any:
+    return jax.tree.map(of, layer_params(stacks, index))
 
 
 def _first_values(x: Array) -> Array:

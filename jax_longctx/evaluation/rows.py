@@ -32,7 +32,7 @@ from jax_longctx.origin import check_same
 # 1 had no checksums.
 FORMAT, UNCHECKED = 2, 1
 # Facts of an origin that one of the versions does not write.
-APART = ("model", "values", "tokenizer", "chunk")
+APART = ("model", "all_weights", "tokenizer", "chunk")
 # Settings of a task that name a text: its label has the name, `files` the contents.
 SOURCES = ("haystack", "file")
 OTHER = "give another folder as --output, or --overwrite to begin anew"

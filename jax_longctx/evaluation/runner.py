@@ -333,7 +333,7 @@ class _Leader:
         own |= {"chat": run.chat} | {name: form for name, form in forms.items() if form is not None}
         self.given = own | {"chunk": self.model.engine.chunk}
         # Each row has its own method.
-        origin = own | {key: by[key] for key in ("model", "values", "tokenizer")}
+        origin = own | {key: by[key] for key in ("model", "all_weights", "tokenizer")}
         bases = [self._base(cell, 0) for cell in self.cells]
         self.store = RowStore(self.output, origin, bases, overwrite=self.overwrite)
         wanted = [self._key(cell, i) for cell in self.cells for i in range(cell.trials)]

@@ -208,7 +208,7 @@ class LongServer:
 
 def _folder(contexts: Path, made_by: dict[str, Any]) -> Path:
     """The folder of the contexts of a model and a method; an earlier version's gets its name."""
-    earlier = {key: value for key, value in made_by.items() if key != "values"}
+    earlier = {key: value for key, value in made_by.items() if key != "all_weights"}
     names = [json.dumps(facts, sort_keys=True).encode() for facts in (earlier, made_by)]
     old, folder = (contexts / hashlib.sha256(name).hexdigest()[:16] for name in names)
     if old.is_dir() and not folder.exists():
