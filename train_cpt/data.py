@@ -286,26 +286,22 @@ def check_made_from(config: DataConfig) -> None:
     manifest, path = read_manifest(config.directory), config.directory / SOURCES
     known: dict[str, Any] = {"shares": manifest.shares, "field": manifest.field or config.field}
     given: dict[str, Any] = {"shares": config.shares, "field": config.field}
+
+    def digests(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+        return {record["path"]: record["sha256"][:16] for record in records}
+
     if config.sources:
         try:
             with file_errors(f"{path} cannot be read", "prepare the data again"):
-                listed = lines.read(path)
-            known["sources"] = _numbered(listed)
+                before = digests(lines.read(path))
         except (ValueError, LookupError, TypeError) as error:
             raise InputError(f"{path} is damaged: {error}; prepare the data again") from error
-        given["sources"] = _numbered(map(file_record, document_files(config.sources)))
+        now = digests(map(file_record, document_files(config.sources)))
         # A file that was moved is the same.
-        one, other = ([sha for _, sha in x["sources"].values()] for x in (known, given))
-        if one == other:
-            del known["sources"], given["sources"]
+        if sorted(before.values()) != sorted(now.values()):
+            known["sources"], given["sources"] = before, now
     remedy = "name another [data] directory, or leave sources out to take it as it is"
     check_same(config.directory, known, given, remedy, made="made")
-
-
-def _numbered(sources: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Path and digest of each file, by its number."""
-    named = ([source["path"], source["sha256"][:16]] for source in sources)
-    return {str(number): source for number, source in enumerate(named)}
 
 
 def batches(windows: Windows, *, micro_batches: int, rows: int, seed: int) -> Any:

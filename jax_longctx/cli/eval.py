@@ -487,7 +487,7 @@ def passkey(
             asked = dataclasses.replace(trials, batch=1, text=None)
             how = {**dataclasses.asdict(asked), "lengths": part.lengths, "methods": part.methods}
             how["text"] = digest_of(text.read_text(encoding="utf-8")) if text.exists() else None
-            made_from.update(output.begin(loaded, command="eval passkey", **how))
+            made_from.update(output.begin("eval passkey", loaded, **how))
 
         def saved() -> None:
             from jax_longctx.evaluation.rows import read_rows

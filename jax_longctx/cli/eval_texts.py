@@ -113,8 +113,9 @@ def perplexity(
     tokens = _cut(loaded, scoring.text, scoring.texts, length, join=kind.stream)
     texts = list(map(digest_of, tokens.tolist()))
     how = {"score": scoring.score or kind.score, "window": scoring.window or kind.window}
+    names = [spec.label for spec in chosen]
     how |= {"protocol": scoring.protocol, "ahead": scoring.ahead, "question": scoring.question}
-    whole = output.begin(loaded, command="eval perplexity", texts=texts, methods=methods, **how)
+    whole = output.begin("eval perplexity", loaded, texts=texts, methods=names, **how)
     runs: list[dict[str, Any]] = []
     for engine, spec, asked in plans:
         scored = LongContext(engine, loaded.tokenizer, loaded.manifest)
@@ -229,8 +230,9 @@ def agreement(
     tokens = _cut(loaded, text, texts, length)
     how = {"score": score, "asked": asked}
     sizes = {"queries": min(queries, score), "top": top}
-    facts = {"command": "eval agreement", "texts": digest_of(tokens.tolist()), "methods": methods}
-    whole = output.begin(loaded, **facts, **how, **sizes, attention=attention)
+    facts: dict[str, Any] = {**how, **sizes, "attention": attention}
+    facts |= {"texts": digest_of(tokens.tolist()), "methods": [spec.label for spec in chosen]}
+    whole = output.begin("eval agreement", loaded, **facts)
     with terminal.waiting("full attention's predictions"):
         exact = scored_states(full, tokens, batch=batch, **how)
     runs: list[dict[str, Any]] = []
@@ -288,8 +290,8 @@ def citrus_overlap(
     length = 4 * (tokens + len(asked))
     rows = _cut(loaded, text, texts, length).tolist()
     counts, ratios, size = top or [25, 50, 100], [], len(asked)
-    facts = {"command": "eval citrus-overlap", "texts": digest_of(rows), "top": counts}
-    whole = output.begin(loaded, **facts, tokens=tokens, instruction=instruction)
+    facts = {"texts": digest_of(rows), "top": counts, "tokens": tokens, "instruction": instruction}
+    whole = output.begin("eval citrus-overlap", loaded, **facts)
     with terminal.progress("overlap", "texts") as update:
         for done, row in enumerate(rows, start=1):
             followers = [row[-size:], asked, row[-2 * size : -size]]
@@ -343,7 +345,7 @@ def resa_spectrum(
     wanted = sorted(lengths or [512, 1024, 2048])
     cut = {length: _cut(loaded, text, texts, length) for length in wanted}
     texts_read = {length: digest_of(rows.tolist()) for length, rows in cut.items()}
-    whole = output.begin(loaded, command="eval resa-spectrum", texts=texts_read)
+    whole = output.begin("eval resa-spectrum", loaded, texts=texts_read)
     records, lines = [], ["| tokens | first singular value | its share, % | cosine to the prior |"]
     lines.append("| --- | --- | --- | --- |")
     for length, rows in cut.items():
@@ -398,14 +400,12 @@ def resa_errors(
             f"{len(ids):,}; ask for fewer or give a longer --text"
         )
     cut = [ids[i * (len(ids) // texts) :][:tokens] for i in range(texts)]
-    facts = {"command": "eval resa-errors", "selectors": selectors, "ratios": ratios}
-    whole = output.begin(loaded, **facts, texts=digest_of(cut), queries=queries)
+    selectors, ratios = selectors or ["quest", "arkvale", "ideal"], ratios or [0.025, 0.05, 0.1]
+    facts = {"selectors": selectors, "ratios": ratios, "queries": queries}
+    whole = output.begin("eval resa-errors", loaded, texts=digest_of(cut), **facts)
     records: list[dict[str, Any]] = []
-    for selector in selectors or ["quest", "arkvale", "ideal"]:
-        methods = [
-            make_method("resa", {"selector": selector, "ratio": ratio})
-            for ratio in ratios or [0.025, 0.05, 0.1]
-        ]
+    for selector in selectors:
+        methods = [make_method("resa", {"selector": selector, "ratio": ratio}) for ratio in ratios]
         with terminal.waiting(f"{selector}: {texts} texts of {tokens:,} tokens"):
             records += attention_errors(loaded.engine, cut, methods, queries=queries)
     output.save({**whole, "records": records})

@@ -483,16 +483,17 @@ class Result(Output):
 
     overwrite: bool = overwrite("a file")
 
-    def begin(self, model: "LongContext | None", **given: Any) -> dict[str, Any]:
+    def begin(self, command: str, model: "LongContext | None", **given: Any) -> dict[str, Any]:
         """What the file is made from; raises OriginError where it exists and is of another origin.
 
         Args:
-          given: the command, its texts and the options that change its results.
+          given: the command's texts, and the options that change its results.
         """
         if self.out is None:
             return {}
         # All processes: it needs the weights.
-        made_from = {**given, **({} if model is None else model.made_by)}
+        by = {} if model is None else model.made_by
+        made_from = {"command": command, **given, **by}
         if self.out.is_file() and not self.overwrite:
             check_result(self.out, made_from)
         return {MADE_FROM: made_from}

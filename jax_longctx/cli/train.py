@@ -158,8 +158,8 @@ def evaluate(
     texts = digest_of(dataclasses.asdict(read_data_manifest(data)))
     how = dataclasses.asdict(scoring)
     facts = {key: value for key, value in how.items() if key not in ("batch", "chunk", "mesh")}
-    facts |= {"command": "train evaluate", "methods": methods}
-    whole = output.begin(None, **facts, checkpoints=digests, data_set=texts)
+    facts |= {"methods": methods or ["full"], "checkpoints": digests, "data_set": texts}
+    whole = output.begin("train evaluate", None, **facts)
     with contextlib.ExitStack() as bars:
 
         def watch(doing: str) -> Any:

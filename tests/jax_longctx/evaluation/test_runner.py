@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from jax_longctx.api import LongContext
 from jax_longctx.engine import Engine
 from jax_longctx.engine.programs import CompileClock, forget
-from jax_longctx.errors import ConfigError, InputError, LongctxError
+from jax_longctx.errors import ConfigError, InputError, LongctxError, OriginError
 from jax_longctx.evaluation import compute, runner
 from jax_longctx.evaluation.config import parse_config
 from jax_longctx.evaluation.rows import RowStore, read_rows
@@ -323,6 +324,102 @@ def test_rows_of_another_run_are_left_alone_and_two_never_write_one_file(small, 
         store.close()
     for order in (("short", "found"), ("found", "short")):
         assert read_rows(*(tmp_path / name for name in order)) == [found]
+
+
+def test_finished_rows_of_something_else_are_not_called_complete(
+    small, tiny, tmp_path, computed, monkeypatch
+):
+    base, folder, book = tiny.engine, tmp_path / "out", tmp_path / "book.txt"
+    (tmp_path / "two").mkdir()
+
+    def run(*, text="Rain falls.", at=book, weight=0.0, tokenizer=None, overwrite=False, **options):
+        at.write_text(text)
+        scale = base.params["final_norm"]["scale"].at[-1].add(weight)
+        params = {**base.params, "final_norm": {"scale": scale}}
+        monkeypatch.setattr(LongContext, "tokenizer_digest", tokenizer)
+        model = LongContext(
+            Engine(base.config, params, Full(), base.mesh, chunk=32), tiny.tokenizer
+        )
+        tasks = ("small", f"passkey:haystack={at},max_new=4")
+        chosen = config(tasks=tasks, lengths=(256,), trials=1, **options)
+        return evaluate(model, folder, chosen, overwrite=overwrite)
+
+    run()
+    before = (folder / "rows.jsonl").read_bytes()
+    computed.clear()
+    for change, named in (
+        ({"seed": 1}, "seed 0, now it is 1"),
+        ({"chat": True}, "chat False, now it is True"),
+        ({"weight": 1.0}, "all_weights '"),
+        ({"tokenizer": "other"}, "tokenizer None, now it is 'other'"),
+        ({"text": "Snow falls."}, r"passkey@book max_new=4 files\.haystack '"),
+        ({"text": "Snow falls.", "at": tmp_path / "two" / "book.txt"}, r"files\.haystack '"),
+    ):
+        with pytest.raises(
+            OriginError, match=rf"rows\.jsonl was begun with .*{named}.*--overwrite"
+        ):
+            run(**change)
+    # A text that was moved, and how rows are computed, change no answer.
+    run(at=tmp_path / "two" / "book.txt", batch=1)
+    assert (folder / "rows.jsonl").read_bytes() == before and computed == []
+    assert {row["seed"] for row in run(seed=1, overwrite=True)} == {1} and sum(computed) == 2
+    run(seed=1, overwrite=True)
+    assert sum(computed) == 2
+
+
+def test_a_method_or_task_that_means_something_else_is_named(tmp_path):
+    row = {"label": "snapkv", "task_label": "small", "length": 64, "index": 0}
+    row |= {"method": {"settings": {"window": 16}}, "task": {"settings": {"max_new": 4}}}
+    store = RowStore(tmp_path, {}, [row])
+    store.add([row])
+    store.close()
+    for change, named in (
+        ({"method": {"settings": {"window": 32}}}, r"method\.settings\.window 16, now it is 32"),
+        ({"task": {"settings": {"max_new": 8}}}, r"small 64\.max_new 4, now it is 8"),
+    ):
+        with pytest.raises(OriginError, match=named):
+            RowStore(tmp_path, {}, [row | change])
+    # At another length both are of their own.
+    RowStore(tmp_path, {}, [row | change | {"length": 128}]).close()
+
+
+def test_damaged_and_foreign_rows_are_named_by_file_and_line(small, tiny, tmp_path, computed):
+    one, other = tmp_path / "one", tmp_path / "other"
+    evaluate(tiny, one, config(trials=2))
+    evaluate(tiny, other, config(trials=2, seed=1))
+    path, foreign = one / "rows.jsonl", (other / "rows.jsonl").read_text().splitlines()
+    text = path.read_text()
+    lines = text.splitlines()
+    # Others read it as JSON lines.
+    assert sorted(json.loads(line)["index"] for line in lines[1:]) == [0, 1]
+    for number, damaged in (
+        (1, lines[0].replace('"seed": 0', '"seed": 1')),
+        (1, lines[0].replace('"format": 2', '"format": 1')),
+        (2, lines[1].replace('"finish"', '"finisH"', 1)),
+        (2, foreign[1]),
+        (3, lines[2].replace('"crc32"', '"crc33"')),
+        (3, "{"),
+        (3, "[]"),
+    ):
+        changed = [*lines[: number - 1], damaged, *lines[number:]]
+        path.write_text("".join(f"{line}\n" for line in changed))
+        for read in (lambda: read_rows(one), lambda: evaluate(tiny, one, config(trials=2))):
+            with pytest.raises(OriginError, match=rf"one/rows\.jsonl is damaged: line {number} is"):
+                read()
+    # Without that line its row is computed again.
+    computed.clear()
+    path.write_text("".join(f"{line}\n" for line in lines[:2]))
+    assert len(evaluate(tiny, one, config(trials=2))) == 2 and computed == [1]
+    # What an earlier version wrote is read and goes on.
+    old = [json.loads(line) for line in lines]
+    for each in old:
+        del each["crc32"]
+    given = {"checkpoint": tiny.engine.fingerprint, "seed": 0, "dtype": "float32", "chunk": 64}
+    old[0] = {"format": 1, "given": given | {"chat": False}}
+    path.write_text("".join(json.dumps(each) + "\n" for each in old[:2]))
+    assert len(evaluate(tiny, one, config(trials=2))) == len(read_rows(one)) == 2
+    with pytest.raises(OriginError, match="was begun with seed 0, now it is 1"):
+        evaluate(tiny, one, config(seed=1))
 
 
 def test_what_cannot_be_asked_is_refused_with_the_reason(small, tiny, tmp_path, monkeypatch):
