@@ -298,7 +298,7 @@ def check_made_from(config: DataConfig) -> None:
             raise InputError(f"{path} is damaged: {error}; prepare the data again") from error
         now = digests(map(file_record, document_files(config.sources)))
         # A file that was moved is the same.
-        if sorted(before.values()) != sorted(now.values()):
+        if before and sorted(before.values()) != sorted(now.values()):
             known["sources"], given["sources"] = before, now
     remedy = "name another [data] directory, or leave sources out to take it as it is"
     check_same(config.directory, known, given, remedy, made="made")
