@@ -39,8 +39,6 @@ def check_same(
     known: Mapping[str, Any],
     given: Mapping[str, Any],
     other: str = OVERWRITE,
-    *,
-    made: str = "begun",
     kind: type[LongctxError] = OriginError,
 ) -> None:
     """Raises an error that names what differs between the `known` origin and the `given` one.
@@ -48,7 +46,6 @@ def check_same(
     Args:
       path: what was made, for the error.
       other: what the user can do instead, for the error.
-      made: "begun" or "made".
       kind: of the error.
     """
     # As JSON reads it back: tuples are lists there.
@@ -56,8 +53,7 @@ def check_same(
     if found:
         more = f" (and {len(found) - NAMED} more)" if len(found) > NAMED else ""
         raise kind(
-            f"{path} was {made} with {'; '.join(found[:NAMED])}{more}; run with the same, or "
-            f"{other}"
+            f"{path} was made with {'; '.join(found[:NAMED])}{more}; run with the same, or {other}"
         )
 
 
@@ -77,7 +73,7 @@ def check_result(
             f"{path} exists, and {kept_in or 'it'} does not say what it was made from: another "
             f"command or an earlier version wrote it; {OVERWRITE}"
         ) from None
-    check_same(path, known, given, made="made")
+    check_same(path, known, given)
     return found
 
 

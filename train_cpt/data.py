@@ -301,7 +301,7 @@ def check_made_from(config: DataConfig) -> None:
         if before and sorted(before.values()) != sorted(now.values()):
             known["sources"], given["sources"] = before, now
     remedy = "name another [data] directory, or leave sources out to take it as it is"
-    check_same(config.directory, known, given, remedy, made="made")
+    check_same(config.directory, known, given, remedy)
 
 
 def batches(windows: Windows, *, micro_batches: int, rows: int, seed: int) -> Any:

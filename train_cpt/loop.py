@@ -37,12 +37,12 @@ from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.memory import peak_memory
 from jax_longctx.models import storage
-from jax_longctx.origin import check_same, digest_of
+from jax_longctx.origin import check_same
 from jax_longctx.settings import at_least
 from train_cpt.attention import check_attention
 from train_cpt.data import Windows, batches
 from train_cpt.evaluate import dev_losses, parse_method
-from train_cpt.metrics import RUN, metrics_log, origin_of, step_rates
+from train_cpt.metrics import RUN, metrics_log, step_rates
 from train_cpt.step import (
     TrainSetup,
     TrainState,
@@ -54,6 +54,9 @@ from train_cpt.step import (
 
 CHECKPOINTS, VERSIONS = "checkpoints", "versions"
 FORMAT, POSITION = 1, "position.json"
+# Facts of `run.json` that may differ in a resumed run: they change neither texts nor steps.
+FREE = (VERSIONS, "run.checkpoint", "run.output", "run.mesh", "data.directory", "data.sources")
+FREE += ("loop.save_every", "loop.keep")
 
 # (steps done, steps in all, the newest line of metrics)
 Progress = Callable[[int, int, Mapping[str, Any]], None]
@@ -111,15 +114,15 @@ class Checkpoints:
     Args:
       folder: of the checkpoints, made if missing.
       keep: number of newest checkpoints that are kept.
-      facts: of the run, whose checkpoints alone are restored; of any run by default.
 
     Attributes:
       best: the best step so far, whose checkpoint is kept too.
     """
 
-    def __init__(self, folder: Path, keep: int, facts: Mapping[str, Any] | None = None):
+    def __init__(self, folder: Path, keep: int):
         self.folder, self.best, self._keep = folder, Best(), keep
-        self._run = None if facts is None else digest_of(origin_of(facts))
+        run = folder.parent / RUN
+        self._run = storage.sha256_of(run)[:16] if run.exists() else None
         options = ocp.CheckpointManagerOptions(create=True, preservation_policy=self)
         handlers: dict[str, Any] = {
             # Zarr 3 has checksums. Weights hardly compress.
@@ -189,10 +192,10 @@ class Checkpoints:
                 f"{error.filename} is missing (earlier versions wrote none); {remedy}"
             ) from None
         # Earlier versions wrote neither.
-        known = {key: position.get(key) for key in ("run", "step") if position.get(key)}
-        ours = {"run": self._run or known.get("run"), "step": step}
-        ours = {key: ours[key] for key in known}
-        check_same(folder, known, ours, remedy, made="made", kind=CheckpointError)
+        ours = {"run": self._run, "step": step}
+        known = {key: position.get(key) or value for key, value in ours.items()}
+        aside = f"move {folder} away to go on from the checkpoint before"
+        check_same(folder, known, ours, aside, kind=CheckpointError)
         target = abstract_state(setup)
         arrays = storage.load_arrays(folder, _by_path(target), remedy)
         if data is not None:
@@ -235,7 +238,7 @@ def train(
     Args:
       make_params: makes the initial weights; not called for a resumed run.
       facts: the configuration of the run, JSON-able. Those of an existing run may differ in
-        `metrics.FREE` alone.
+        `FREE` alone.
 
     Raises:
       ConfigError: texts, batch or mesh do not fit each other.
@@ -251,7 +254,7 @@ def train(
         seed=loop.seed,
     )
     with (
-        Checkpoints(directory / CHECKPOINTS, loop.keep, facts) as saved,
+        Checkpoints(directory / CHECKPOINTS, loop.keep) as saved,
         _termination() as terminated,
         metrics_log(directory, saved.newest, write=is_leader()) as write,
     ):
@@ -340,7 +343,17 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
         raise InputError(f"{path} cannot be read: {error!s:.200}") from error
     if not isinstance(found, dict):
         raise InputError(f"{path} holds no facts of a run; name another folder")
-    check_same(directory, origin_of(found), origin_of(ours), "name another folder to begin a run")
+    known, given = map(_without_free, (found, ours))
+    check_same(directory, known, given, "name another folder to begin a run")
+
+
+def _without_free(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that every resumed run must share."""
+    kept = {name: value for name, value in facts.items() if name not in FREE}
+    for name, value in kept.items():
+        if isinstance(value, Mapping):
+            kept[name] = {key: x for key, x in value.items() if f"{name}.{key}" not in FREE}
+    return kept
 
 
 @contextlib.contextmanager

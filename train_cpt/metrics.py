@@ -50,9 +50,6 @@ DATA_SHEETS = {
 }
 
 RUN, METRICS, EVENTS, PLOT = "run.json", "metrics.jsonl", "tensorboard", "loss.png"
-# Facts of `run.json` that may differ in a resumed run: they change neither texts nor steps.
-FREE = ("versions", "run.checkpoint", "run.output", "run.mesh", "data.directory", "data.sources")
-FREE += ("loop.save_every", "loop.keep")
 
 Line = Mapping[str, Any]
 
@@ -63,7 +60,7 @@ def metrics_log(
 ) -> Iterator[Callable[[Line], None]]:
     """Appends lines to a run's metrics, after it drops an incomplete one and those after `step`.
 
-    Each line has a CRC-32 (`jax_longctx.batch.lines`) that begins with the run's facts.
+    Each line has a CRC-32 (`jax_longctx.batch.lines`) that begins with `run.json`.
 
     TensorBoard's files are append-only: an entry tells TensorBoard to ignore later steps.
 
@@ -102,24 +99,10 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
     return found
 
 
-def origin_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts that every resumed run must share."""
-    kept = {name: value for name, value in facts.items() if name not in FREE}
-    for name, value in kept.items():
-        if isinstance(value, Mapping):
-            kept[name] = {key: x for key, x in value.items() if f"{name}.{key}" not in FREE}
-    return kept
-
-
 def _first_of(directory: Path) -> int:
     """What the checksums of a run's lines begin with, so that those of other runs differ."""
-    try:
-        facts = json.loads((directory / RUN).read_text(encoding="utf-8"))
-        return zlib.crc32(json.dumps(origin_of(facts)).encode())
-    except FileNotFoundError:
-        return 0
-    except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"{directory / RUN} cannot be read: {error!s:.200}") from error
+    path = directory / RUN
+    return zlib.crc32(path.read_bytes()) if path.exists() else 0
 
 
 def _whole_lines(directory: Path) -> list[dict[str, Any]]:

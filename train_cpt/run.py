@@ -159,7 +159,7 @@ def _run(config: RunConfig, note: Callable[[str], None], progress: Progress | No
         params, best = outcome.state.params, outcome.best.step
         _write_model(output / MODEL, checkpoint, manifest, params, outcome.step)
         if best not in (0, outcome.step) and not from_leader((output / BEST).exists):
-            with Checkpoints(output / CHECKPOINTS, config.loop.keep, facts) as saved:
+            with Checkpoints(output / CHECKPOINTS, config.loop.keep) as saved:
                 params = saved.restore(best, setup).params
             _write_model(output / BEST, checkpoint, manifest, params, best)
     return outcome

@@ -388,7 +388,7 @@ def _chosen_chat(model: "LongContext", request: Request) -> bool:
     saved, ours = prompt["chat"], {"tokenizer": model.tokenizer_digest}
     # Earlier versions did not say.
     known = {"tokenizer": prompt.get("tokenizer") or ours["tokenizer"]}
-    check_same(load, known, ours, "read the text again", made="made", kind=CheckpointError)
+    check_same(load, known, ours, "read the text again", kind=CheckpointError)
     if chat is not None and chat != saved:
         was = "in the chat template" if saved else "without chat template"
         raise InputError(f"{load} was read {was}; ask that way, or read the text again")

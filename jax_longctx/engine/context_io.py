@@ -283,7 +283,7 @@ def load_context(engine: Engine, path: str | Path) -> Context:
     made_by, ours = described["made_by"], made_by_engine(engine)
     # Earlier versions wrote fewer facts.
     ours = {key: value for key, value in ours.items() if key in made_by or key != "all_weights"}
-    check_same(path, made_by, ours, REMEDY, made="made", kind=CheckpointError)
+    check_same(path, made_by, ours, REMEDY, kind=CheckpointError)
     data = engine.mesh.shape["data"]
     batch, slots, reserve = (described[key] for key in ("batch", "slots", "reserve"))
     seq = engine.mesh.shape["seq"]

@@ -20,7 +20,7 @@ the prompt again, and its row replaces the earlier one, which stays in the file.
 any numbers, `curves` series such as `{"perplexity": [[position, nats, tokens], ...]}`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,6 @@ from jax_longctx.origin import check_same
 FORMAT, UNCHECKED = 2, 1
 # Facts of an origin that one of the versions does not write.
 APART = ("model", "all_weights", "tokenizer", "chunk")
-# Settings of a task that name a text: its label has the name, `files` the contents.
-SOURCES = ("haystack", "file")
 OTHER = "give another folder as --output, or --overwrite to begin anew"
 NAME = "rows.jsonl"
 
@@ -52,7 +50,7 @@ class RowStore:
 
     Args:
       given: the origin that every run into the folder must share, JSON values.
-      wanted: a row without answer of each method, task and length of the run.
+      files: digests of the files that each task reads, by the task's label and the setting.
       overwrite: begin anew where the folder holds rows of another origin.
 
     Attributes:
@@ -68,7 +66,7 @@ class RowStore:
         self,
         folder: Path,
         given: Mapping[str, Any],
-        wanted: Iterable[Mapping[str, Any]] = (),
+        files: Mapping[str, Mapping[str, str]],
         *,
         overwrite: bool = False,
     ):
@@ -84,7 +82,7 @@ class RowStore:
                     f"folder as --output"
                 )
             try:
-                header = self._resume(given, wanted)
+                header = self._resume(given, files)
             except OriginError:
                 if not overwrite:
                     raise
@@ -102,20 +100,19 @@ class RowStore:
         self._again = {key for key, row in self._rows.items() if row.get("short_of_memory")}
 
     def _resume(
-        self, given: Mapping[str, Any], wanted: Iterable[Mapping[str, Any]]
+        self, given: Mapping[str, Any], files: Mapping[str, Mapping[str, str]]
     ) -> dict[str, Any] | None:
         """Takes the rows that are there, and returns their header; None without one."""
         if not lines.cut(self.path):
             return None
         header, *rows = _read(self.path)
-        known = header["given"]
-        check_same(self.path, *_comparable(known, given), OTHER)
+        check_same(self.path, *_comparable(header["given"], given), OTHER)
         self._rows = {key_of(row): row for row in rows}
-        shared = {key: fact for row in rows for key, fact in _facts(row)}
-        for row in wanted:
-            for key, fact in _facts(row):
-                name = " ".join(map(str, key))
-                check_same(self.path, {name: shared.get(key, fact)}, {name: fact}, OTHER)
+        # Earlier versions did not say.
+        found = {row["task_label"]: row.get("task", {}).get("files") for row in rows}
+        both = [label for label in files if found.get(label) is not None]
+        known, now = ({label: each[label] for label in both} for each in (found, files))
+        check_same(self.path, known, now, OTHER)
         return header
 
     @property
@@ -171,7 +168,7 @@ def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:
         known = {key: value for key, value in header["given"].items() if key != "seed"}
         first = first or known
         why = "write a report of each: one report is of one model, asked in one way"
-        check_same(folder, *_comparable(first, known), why, made="made")
+        check_same(folder, *_comparable(first, known), why)
         for row in rows:
             key = key_of(row), row.get("prompt_sha256")
             if key not in joined or joined[key].get("short_of_memory"):
@@ -184,9 +181,7 @@ def check_model(folder: Path, file: Path, made_from: Mapping[str, Any]) -> None:
     known = _read(folder / NAME)[0]["given"]
     both = [key for key in ("dtype", *APART) if key in known and key in made_from]
     one, other = ({key: facts[key] for key in both} for facts in (made_from, known))
-    check_same(
-        file, one, other, f"leave {file} out: {folder} has another model's rows", made="made"
-    )
+    check_same(file, one, other, f"leave {file} out: {folder} has another model's rows")
 
 
 def _comparable(
@@ -196,16 +191,6 @@ def _comparable(
     left = {key for key in APART if not (key in known and key in given)}
     one, other = ({k: v for k, v in facts.items() if k not in left} for facts in (known, given))
     return one, other
-
-
-def _facts(row: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """What all rows of one task, and of one task or method and a length, share, by a key."""
-    task, label, length = row.get("task", {}), row["task_label"], row["length"]
-    if "files" in task:
-        yield (label, "files"), task["files"]
-    settings = task.get("settings", {}).items()
-    yield (label, length), {key: value for key, value in settings if key not in SOURCES}
-    yield (row["label"], length, "method"), row.get("method")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ from jax_longctx.evaluation.compute import (
     rows_that_fit,
 )
 from jax_longctx.evaluation.config import Cell, EvalConfig
-from jax_longctx.evaluation.rows import NAME, SOURCES, Key, RowStore, key_of
+from jax_longctx.evaluation.rows import NAME, Key, RowStore, key_of
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import Sample, Task, describe, make_task
 from jax_longctx.methods import make_method, settings_of
@@ -43,6 +43,8 @@ from jax_longctx.text import PromptLayout, Tokenizer, chat_layout
 
 # Methods whose programs compile at a time.
 TOGETHER = 10
+# Settings of a task that may name a file.
+SOURCES = ("haystack", "file")
 
 _logger = logging.getLogger(__name__)
 
@@ -335,7 +337,8 @@ class _Leader:
         # Each row has its own method.
         origin = own | {key: by[key] for key in ("model", "all_weights", "tokenizer")}
         bases = [self._base(cell, 0) for cell in self.cells]
-        self.store = RowStore(self.output, origin, bases, overwrite=self.overwrite)
+        files = {base["task_label"]: base["task"]["files"] for base in bases}
+        self.store = RowStore(self.output, origin, files, overwrite=self.overwrite)
         wanted = [self._key(cell, i) for cell in self.cells for i in range(cell.trials)]
         self.progress = Progress(len(wanted), sum(key in self.store for key in wanted))
         try:

@@ -142,7 +142,7 @@ def test_finished_runs_other_runs_and_folders_are_left_alone(straight, tmp_path)
     assert again.ended == "done" and digest(again.state) == digest(outcome.state)
     (tmp_path / "run.json").write_text("{")
     for place, facts, message in (
-        (folder / "run", {"config": {"tiny": False}}, "begun with config.tiny True, now it is Fal"),
+        (folder / "run", {"config": {"tiny": False}}, "made with config.tiny True, now it is Fal"),
         (folder / "data", FACTS, "is not empty and no run"),
         (tmp_path, FACTS, r"run\.json cannot be read"),
     ):
@@ -251,15 +251,16 @@ def test_damaged_and_foreign_metrics_are_named_by_file_and_line(tmp_path):
 
 def test_checkpoints_of_another_run_or_step_are_not_restored(straight, tmp_path):
     newest = straight[0] / "run" / "checkpoints" / str(STEPS)
-    for facts, step, named in (
-        ({"config": {"tiny": False}}, STEPS, "made with run '"),
-        (FACTS, STEPS + 1, f"made with step {STEPS}, now it is {STEPS + 1}"),
+    for run, step, named in (
+        ("{}", STEPS, "run '"),
+        (json.dumps(FACTS, indent=1), 13, "step 12, now"),
     ):
-        folder = tmp_path / str(step)
+        folder = tmp_path / str(step) / "checkpoints"
         shutil.copytree(newest, folder / str(step))
+        (folder.parent / "run.json").write_text(run)
         with (
-            Checkpoints(folder, LOOP.keep, facts) as saved,
-            pytest.raises(CheckpointError, match=rf"{step} was {named}"),
+            Checkpoints(folder, LOOP.keep) as saved,
+            pytest.raises(CheckpointError, match=rf"checkpoints/{step} was made with {named}"),
         ):
             saved.restore(step, tiny_setup())
 

@@ -288,7 +288,7 @@ def test_other_runs_are_refused_and_a_finished_one_is_left_alone(batch, killed, 
         )
     assert sorted(out.parent.glob("out*")) == []
     killed(2, *LIMIT, code=1)
-    assert "was begun with max_tokens 6, now it is 7" in refused("--max-tokens", 7)
+    assert "was made with max_tokens 6, now it is 7" in refused("--max-tokens", 7)
     # Where contexts are held does not change answers.
     batch(*LIMIT, "--offload", "host", rows=ROWS)
     before = out.read_bytes()
@@ -340,7 +340,7 @@ def changed(tiny, given, book, monkeypatch):
 def test_answers_of_something_else_are_neither_called_complete_nor_continued(
     batch, killed, changed, out, finished
 ):
-    made, name = ("made", out.name) if finished else ("begun", f"{out.name}.journal")
+    name = out.name if finished else f"{out.name}.journal"
     changed()
     batch(*SHORT) if finished else killed(3, *SHORT, code=1)
     before = {path: path.read_bytes() for path in out.parent.glob("out*")}
@@ -348,7 +348,7 @@ def test_answers_of_something_else_are_neither_called_complete_nor_continued(
         changed(**what)
         if named is not None:
             said = " ".join(batch(*SHORT, *options, code=2).stderr.split())
-            assert f"{name} was {made} with {named}" in said and "--overwrite" in said, said
+            assert f"{name} was made with {named}" in said and "--overwrite" in said, said
             assert {path: path.read_bytes() for path in out.parent.glob("out*")} == before
             continue
         said = batch(*SHORT, *options).stderr

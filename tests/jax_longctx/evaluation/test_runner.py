@@ -304,22 +304,22 @@ def test_rows_of_another_run_are_left_alone_and_two_never_write_one_file(small, 
     one, rows = config(trials=1), tmp_path / "rows.jsonl"
     evaluate(tiny, tmp_path, one)
     before = rows.read_bytes()
-    with pytest.raises(InputError, match="was begun with seed 0, now it is 1"):
+    with pytest.raises(InputError, match="was made with seed 0, now it is 1"):
         evaluate(tiny, tmp_path, config(trials=1, seed=1))
     assert rows.read_bytes() == before
     rows.write_text('{"format": 9}\n')
     with pytest.raises(InputError, match="has format 9, expected 2: another version"):
         evaluate(tiny, tmp_path, one)
-    first = RowStore(tmp_path / "other", {"seed": 0})
+    first = RowStore(tmp_path / "other", {"seed": 0}, {})
     with pytest.raises(InputError, match=r"rows\.jsonl is being written by another run"):
         evaluate(tiny, tmp_path / "other", one)
     first.close()
-    RowStore(tmp_path / "other", {"seed": 0}).close()
+    RowStore(tmp_path / "other", {"seed": 0}, {}).close()
     # Of two folders the one that had the memory counts.
     row = {"label": "full", "task_label": "small", "length": 64, "index": 0, "prompt_sha256": "a"}
     short, found = row | {"refused": "no", "short_of_memory": True}, row | {"answer": "7"}
     for name, kept in (("short", short), ("found", found)):
-        store = RowStore(tmp_path / name, {})
+        store = RowStore(tmp_path / name, {}, {})
         store.add([kept])
         store.close()
     for order in (("short", "found"), ("found", "short")):
@@ -352,12 +352,10 @@ def test_finished_rows_of_something_else_are_not_called_complete(
         ({"chat": True}, "chat False, now it is True"),
         ({"weight": 1.0}, "all_weights '"),
         ({"tokenizer": "other"}, "tokenizer None, now it is 'other'"),
-        ({"text": "Snow falls."}, r"passkey@book max_new=4 files\.haystack '"),
-        ({"text": "Snow falls.", "at": tmp_path / "two" / "book.txt"}, r"files\.haystack '"),
+        ({"text": "Snow falls."}, r"passkey@book max_new=4\.haystack '"),
+        ({"text": "Snow falls.", "at": tmp_path / "two" / "book.txt"}, r"max_new=4\.haystack '"),
     ):
-        with pytest.raises(
-            OriginError, match=rf"rows\.jsonl was begun with .*{named}.*--overwrite"
-        ):
+        with pytest.raises(OriginError, match=rf"rows\.jsonl was made with .*{named}.*--overwrite"):
             run(**change)
     # A text that was moved, and how rows are computed, change no answer.
     run(at=tmp_path / "two" / "book.txt", batch=1)
@@ -365,22 +363,6 @@ def test_finished_rows_of_something_else_are_not_called_complete(
     assert {row["seed"] for row in run(seed=1, overwrite=True)} == {1} and sum(computed) == 2
     run(seed=1, overwrite=True)
     assert sum(computed) == 2
-
-
-def test_a_method_or_task_that_means_something_else_is_named(tmp_path):
-    row = {"label": "snapkv", "task_label": "small", "length": 64, "index": 0}
-    row |= {"method": {"settings": {"window": 16}}, "task": {"settings": {"max_new": 4}}}
-    store = RowStore(tmp_path, {}, [row])
-    store.add([row])
-    store.close()
-    for change, named in (
-        ({"method": {"settings": {"window": 32}}}, r"method\.settings\.window 16, now it is 32"),
-        ({"task": {"settings": {"max_new": 8}}}, r"small 64\.max_new 4, now it is 8"),
-    ):
-        with pytest.raises(OriginError, match=named):
-            RowStore(tmp_path, {}, [row | change])
-    # At another length both are of their own.
-    RowStore(tmp_path, {}, [row | change | {"length": 128}]).close()
 
 
 def test_damaged_and_foreign_rows_are_named_by_file_and_line(small, tiny, tmp_path, computed):
@@ -418,7 +400,7 @@ def test_damaged_and_foreign_rows_are_named_by_file_and_line(small, tiny, tmp_pa
     old[0] = {"format": 1, "given": given | {"chat": False}}
     path.write_text("".join(json.dumps(each) + "\n" for each in old[:2]))
     assert len(evaluate(tiny, one, config(trials=2))) == len(read_rows(one)) == 2
-    with pytest.raises(OriginError, match="was begun with seed 0, now it is 1"):
+    with pytest.raises(OriginError, match="was made with seed 0, now it is 1"):
         evaluate(tiny, one, config(seed=1))
 
 
@@ -476,7 +458,7 @@ def test_a_text_that_is_gone_or_another_ends_the_run_and_leaves_the_rows(small, 
     assert "measures" in row
     before = (folder / "rows.jsonl").read_bytes()
     book.write_text("Snow falls. The wind turns. Night comes.\n")
-    with pytest.raises(InputError, match=r"with passkey@book max_new=4 files\.haystack"):
+    with pytest.raises(InputError, match=r"with passkey@book max_new=4\.haystack"):
         evaluate(tiny, folder, two)
     assert (folder / "rows.jsonl").read_bytes() == before
 
