@@ -20,6 +20,7 @@ the prompt again, and its row replaces the earlier one, which stays in the file.
 any numbers, `curves` series such as `{"perplexity": [[position, nats, tokens], ...]}`.
 """
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ class RowStore:
     Attributes:
       rows: the newest row of each key.
       resumed: whether an earlier run wrote here.
+      earlier: whether an earlier version did, whose rows do not say what text they were drawn from.
 
     Raises:
       OriginError: the folder holds rows of another origin, or damaged ones.
@@ -81,21 +83,19 @@ class RowStore:
                     f"{self.path} is being written by another run; wait for it, or give another "
                     f"folder as --output"
                 )
-            try:
+            header = None
+            with contextlib.suppress(*[OriginError] * overwrite):
                 header = self._resume(given, files)
-            except OriginError:
-                if not overwrite:
-                    raise
-                self._file.truncate(0)
-                header, self._rows = None, {}
             self.resumed = header is not None
             if header is None:
-                header = {"format": FORMAT, "given": given}
+                header, self._rows = {"format": FORMAT, "given": given}, {}
+                self._file.truncate(0)
                 lines.append(self._file, [lines.checked(header)])
         except BaseException:
             self._file.close()
             raise
-        self._first = lines.checksum(header) if header["format"] == FORMAT else None
+        self.earlier = header["format"] == UNCHECKED
+        self._first = lines.checksum(header)
         # A run tries each of these once more; within one run the memory stays as it is.
         self._again = {key for key, row in self._rows.items() if row.get("short_of_memory")}
 
@@ -134,10 +134,9 @@ class RowStore:
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
         """Writes rows; they are on the disk when this returns."""
-        rows = list(rows)
-        first = self._first
+        rows, first = list(rows), self._first
         lines.append(
-            self._file, [row if first is None else lines.checked(row, first) for row in rows]
+            self._file, rows if self.earlier else [lines.checked(row, first) for row in rows]
         )
         self._rows.update((key_of(row), row) for row in rows)
         self._again.difference_update(map(key_of, rows))

@@ -293,6 +293,7 @@ class _Leader:
             (cell.task, cell.length): make_task(cell.task.name, cell.task.at(cell.length))
             for cell in self.cells
         }
+        self.files = {key: _files_of(task) for key, task in self.tasks.items()}
         self.batch: list[_Job] = []
         self.soon: list[Sized] = []
         self.work = self._work()
@@ -336,8 +337,7 @@ class _Leader:
         self.given = own | {"chunk": self.model.engine.chunk}
         # Each row has its own method.
         origin = own | {key: by[key] for key in ("model", "all_weights", "tokenizer")}
-        bases = [self._base(cell, 0) for cell in self.cells]
-        files = {base["task_label"]: base["task"]["files"] for base in bases}
+        files = {_shown(self.tasks[key], key[0]): found for key, found in self.files.items()}
         self.store = RowStore(self.output, origin, files, overwrite=self.overwrite)
         wanted = [self._key(cell, i) for cell in self.cells for i in range(cell.trials)]
         self.progress = Progress(len(wanted), sum(key in self.store for key in wanted))
@@ -349,7 +349,8 @@ class _Leader:
 
     def _length(self, length: int, cells: list[Cell]) -> Iterator[Work]:
         """The batches of one length, method after method."""
-        if all(self._key(cell, i) in self.store for cell in cells for i in range(cell.trials)):
+        keys = (self._key(cell, i) for cell in cells for i in range(cell.trials))
+        if not self.store.earlier and all(key in self.store for key in keys):
             return
         drawn = self._drawn(length, cells)
         for cell in cells:
@@ -494,14 +495,14 @@ class _Leader:
         task = self.tasks[cell.task, cell.length]
         label, shown, length, _ = self._key(cell, index)
         names: Any = describe(cell.task.name)["settings"]
-        settings = {name: getattr(task, name) for name in names}
+        shown_task = {"name": task.name, "settings": {name: getattr(task, name) for name in names}}
         return {
             "label": label,
             "task_label": shown,
             "length": length,
             "index": index,
             "method": settings_of(make_method(cell.method.name, cell.method.at(length))),
-            "task": {"name": task.name, "settings": settings, "files": _files_of(settings)},
+            "task": shown_task | {"files": self.files[cell.task, cell.length]},
             "metric": task.metric,
             **self.given,
             **self.facts,
@@ -517,18 +518,12 @@ class _Job:
     base: dict[str, Any]
 
 
-def _files_of(settings: Mapping[str, Any]) -> dict[str, str]:
+def _files_of(task: Task) -> dict[str, str]:
     """A digest of each file that a task's settings name."""
-    paths = {key: settings.get(key) or "" for key in SOURCES}
-    found = {key: path for key, path in paths.items() if os.path.isfile(path)}
-    return {key: _digest(path, os.stat(path).st_mtime_ns) for key, path in found.items()}
-
-
-@functools.lru_cache
-def _digest(path: str, changed: int) -> str:
-    """Of a file, read again only after it changed."""
-    with file_errors(f"{path} cannot be read"):
-        return sha256_of(Path(path))[:16]
+    paths = {key: getattr(task, key, "") for key in SOURCES}
+    with file_errors(f"{task.label} cannot be drawn"):
+        found = {key: path for key, path in paths.items() if os.path.isfile(path)}
+        return {key: sha256_of(Path(path))[:16] for key, path in found.items()}
 
 
 def _trials(cells: Sequence[Cell]) -> dict[Spec, int]:
