@@ -41,7 +41,7 @@ from jax_longctx.engine import (
 )
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import Fetched, Footprint, footprint
-from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.engine.context_io import load_context, made_by_engine, save_context
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS, NOT_FINITE
 from jax_longctx.engine.program_files import trusted
 from jax_longctx.engine.running import cannot_share
@@ -52,6 +52,7 @@ from jax_longctx.methods import METHODS, STUDIES, Full
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import abstract_params
 from jax_longctx.models.storage import Manifest, load_params, read_manifest, tokenizer_folder
+from jax_longctx.origin import digest_of
 from jax_longctx.settings import DTYPES, check_name, weights_form
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import (
@@ -248,6 +249,17 @@ class LongContext:
         how |= {"kv": old.setup.kv, "offload": offload, "working_set": working_set}
         engine = Engine(old.config, old.params, method, old.mesh, **how)
         return LongContext(engine, self.tokenizer, self.manifest)
+
+    @property
+    def made_by(self) -> dict[str, Any]:
+        """What answers depend on beside texts and options of decoding, for `jax_longctx.origin`."""
+        return {**made_by_engine(self.engine), "tokenizer": self.tokenizer_digest}
+
+    @property
+    def tokenizer_digest(self) -> str | None:
+        """Of the checkpoint's tokenizer and chat template; None without a manifest."""
+        manifest = self.manifest
+        return manifest and digest_of([dict(manifest.tokenizer_files), dict(manifest.extras)])
 
     def layout(self, chat: bool | None = None) -> PromptLayout:
         """The checkpoint's chat template around text and question; plain where there is none.

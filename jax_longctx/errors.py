@@ -16,6 +16,10 @@ class InputError(LongctxError):
     """A prompt, a file or an option that cannot be used."""
 
 
+class OriginError(InputError):
+    """An output that exists and was made from something else, or is not what was written."""
+
+
 class LengthError(InputError):
     """A length in tokens that a task cannot fit into, or cannot fill."""
 

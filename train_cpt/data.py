@@ -35,8 +35,10 @@ import grain
 import numpy as np
 from jaxtyping import Integer
 
+from jax_longctx.batch import lines
 from jax_longctx.errors import ConfigError, InputError, file_errors
 from jax_longctx.models.storage import read_sealed, seal, sha256_of
+from jax_longctx.origin import check_same
 
 # 1 had several files a split and no digest of its own.
 FORMAT = 2
@@ -87,6 +89,7 @@ class DataManifest:
       digests: SHA-256 of each split's file.
       documents: counts of the documents `used`, and left out as `short` or as `repeated`.
       dropped_tokens: tokens behind the last whole windows.
+      field: where JSON lines and tables had their text; earlier versions do not say.
     """
 
     length: int
@@ -96,6 +99,7 @@ class DataManifest:
     digests: dict[str, str]
     documents: dict[str, int]
     dropped_tokens: int
+    field: str | None = None
 
 
 def split_of(text: str, shares: tuple[float, float, float]) -> str:
@@ -114,6 +118,7 @@ def prepare(
     vocab_size: int,
     tokenizer: str,
     shares: tuple[float, float, float] = (0.8, 0.1, 0.1),
+    field: str | None = None,
     sources: Iterable[Mapping[str, Any]] = (),
 ) -> DataManifest:
     """Writes a data set.
@@ -123,6 +128,7 @@ def prepare(
       encode: text to ids below `vocab_size`.
       length: tokens of a window.
       tokenizer: fingerprint of the tokenizer, for the manifest.
+      field: of the text in JSON lines and tables, for the manifest.
       sources: records of the files read (`file_record`).
 
     Raises:
@@ -159,6 +165,7 @@ def prepare(
             digests={split: sha256_of(_split_file(building, split)) for split in SPLITS},
             documents=counts,
             dropped_tokens=dropped,
+            field=field,
         )
         with (building / SOURCES).open("w", encoding="utf-8") as file:
             file.writelines(f"{json.dumps(source)}\n" for source in sources)
@@ -267,6 +274,34 @@ def read_manifest(directory: Path) -> DataManifest:
         return DataManifest(**read_sealed(directory / MANIFEST, FORMAT, "prepare the data again"))
     except FileNotFoundError:
         raise InputError(f"{directory} is not a prepared data set (no {MANIFEST})") from None
+
+
+def check_made_from(config: DataConfig) -> None:
+    """Checks a data set against what its configuration would make it of.
+
+    Raises:
+      OriginError: it was made from other files, or in another way.
+      InputError: a source, or the data set's list of them, cannot be read.
+    """
+    manifest, path = read_manifest(config.directory), config.directory / SOURCES
+    known: dict[str, Any] = {"shares": manifest.shares, "field": manifest.field or config.field}
+    given: dict[str, Any] = {"shares": config.shares, "field": config.field}
+
+    def digests(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+        return {record["path"]: record["sha256"][:16] for record in records}
+
+    if config.sources:
+        try:
+            with file_errors(f"{path} cannot be read", "prepare the data again"):
+                before = digests(lines.read(path))
+        except (ValueError, LookupError, TypeError) as error:
+            raise InputError(f"{path} is damaged: {error}; prepare the data again") from error
+        now = digests(map(file_record, document_files(config.sources)))
+        # A file that was moved is the same.
+        if before and sorted(before.values()) != sorted(now.values()):
+            known["sources"], given["sources"] = before, now
+    remedy = "name another [data] directory, or leave sources out to take it as it is"
+    check_same(config.directory, known, given, remedy)
 
 
 def batches(windows: Windows, *, micro_batches: int, rows: int, seed: int) -> Any:

@@ -2,7 +2,8 @@
 
 A run is a folder:
 
-    run.json         the configuration, which a resumed run must share, and the versions
+    run.json         the configuration, which a resumed run must share (but for mesh, paths and
+                     intervals of checkpoints), and the versions
     metrics.jsonl    one line a step: loss, gradient norm, learning rate, tokens a second, MFU,
                      peak memory; the dev loss after an evaluation
     tensorboard/     the same as TensorBoard events, for `tensorboard --logdir`
@@ -36,11 +37,12 @@ from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.memory import peak_memory
 from jax_longctx.models import storage
+from jax_longctx.origin import check_same
 from jax_longctx.settings import at_least
 from train_cpt.attention import check_attention
 from train_cpt.data import Windows, batches
 from train_cpt.evaluate import dev_losses, parse_method
-from train_cpt.metrics import metrics_log, step_rates
+from train_cpt.metrics import RUN, metrics_log, step_rates
 from train_cpt.step import (
     TrainSetup,
     TrainState,
@@ -50,11 +52,11 @@ from train_cpt.step import (
     step_program,
 )
 
-RUN, CHECKPOINTS = "run.json", "checkpoints"
+CHECKPOINTS, VERSIONS = "checkpoints", "versions"
 FORMAT, POSITION = 1, "position.json"
-
-# The facts that may differ in a resumed run.
-VERSIONS = "versions"
+# Facts of `run.json` that may differ in a resumed run: they change neither texts nor steps.
+FREE = (VERSIONS, "run.checkpoint", "run.output", "run.mesh", "data.directory", "data.sources")
+FREE += ("loop.save_every", "loop.keep")
 
 # (steps done, steps in all, the newest line of metrics)
 Progress = Callable[[int, int, Mapping[str, Any]], None]
@@ -119,6 +121,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int):
         self.folder, self.best, self._keep = folder, Best(), keep
+        run = folder.parent / RUN
+        self._run = storage.sha256_of(run)[:16] if run.exists() else None
         options = ocp.CheckpointManagerOptions(create=True, preservation_policy=self)
         handlers: dict[str, Any] = {
             # Zarr 3 has checksums. Weights hardly compress.
@@ -153,7 +157,8 @@ class Checkpoints:
         """Starts a save; the next step may overwrite the state once this returns."""
         # JSON has no infinity.
         best = dataclasses.asdict(self.best) if self.best.step else {}
-        position = storage.seal(FORMAT, {"data": data.get_state(), "best": best})
+        facts = {"run": self._run, "step": step}
+        position = storage.seal(FORMAT, {"data": data.get_state(), "best": best, **facts})
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(_by_path(state)), position=ocp.args.JsonSave(position)
         )
@@ -186,6 +191,11 @@ class Checkpoints:
             raise CheckpointError(
                 f"{error.filename} is missing (earlier versions wrote none); {remedy}"
             ) from None
+        # Earlier versions wrote neither.
+        ours = {"run": self._run, "step": step}
+        known = {key: position.get(key) or value for key, value in ours.items()}
+        aside = f"move {folder} away to go on from the checkpoint before"
+        check_same(folder, known, ours, aside, kind=CheckpointError)
         target = abstract_state(setup)
         arrays = storage.load_arrays(folder, _by_path(target), remedy)
         if data is not None:
@@ -227,8 +237,8 @@ def train(
 
     Args:
       make_params: makes the initial weights; not called for a resumed run.
-      facts: the configuration of the run, JSON-able. They must equal those of an existing run, with
-        the exception of `VERSIONS`.
+      facts: the configuration of the run, JSON-able. Those of an existing run may differ in
+        `FREE` alone.
 
     Raises:
       ConfigError: texts, batch or mesh do not fit each other.
@@ -331,16 +341,19 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
         return
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error!s:.200}") from error
-    if found != ours:
-        names = sorted(set(found) | set(ours)) if isinstance(found, dict) else []
-        differ = [name for name in names if found.get(name) != ours.get(name)]
-        if differ == [VERSIONS]:
-            return
-        other = next((name for name in differ if name != VERSIONS), RUN)
-        raise InputError(
-            f"{directory} holds another run (its {other!r} differs); name another folder to begin "
-            f"one, or run that configuration again to go on"
-        )
+    if not isinstance(found, dict):
+        raise InputError(f"{path} holds no facts of a run; name another folder")
+    known, given = map(_without_free, (found, ours))
+    check_same(directory, known, given, "name another folder to begin a run")
+
+
+def _without_free(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that every resumed run must share."""
+    kept = {name: value for name, value in facts.items() if name not in FREE}
+    for name, value in kept.items():
+        if isinstance(value, Mapping):
+            kept[name] = {key: x for key, x in value.items() if f"{name}.{key}" not in FREE}
+    return kept
 
 
 @contextlib.contextmanager

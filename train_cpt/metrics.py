@@ -17,6 +17,7 @@ import functools
 import json
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import tensorboardX
 
+from jax_longctx.batch import lines
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.storage import partial_of, write_text
@@ -47,7 +49,7 @@ DATA_SHEETS = {
     "TPU v6e": 918e12,
 }
 
-METRICS, EVENTS, PLOT = "metrics.jsonl", "tensorboard", "loss.png"
+RUN, METRICS, EVENTS, PLOT = "run.json", "metrics.jsonl", "tensorboard", "loss.png"
 
 Line = Mapping[str, Any]
 
@@ -56,7 +58,9 @@ Line = Mapping[str, Any]
 def metrics_log(
     directory: Path, step: int, *, write: bool = True
 ) -> Iterator[Callable[[Line], None]]:
-    """Appends lines to a run's metrics, after it drops incomplete lines and those after `step`.
+    """Appends lines to a run's metrics, after it drops an incomplete one and those after `step`.
+
+    Each line has a CRC-32 (`jax_longctx.batch.lines`) that begins with `run.json`.
 
     TensorBoard's files are append-only: an entry tells TensorBoard to ignore later steps.
 
@@ -66,9 +70,9 @@ def metrics_log(
     if not write:
         yield lambda line: None
         return
-    path = directory / METRICS
-    kept = [line for line in _whole_lines(path) if line["step"] <= step]
-    write_text(path, "".join(f"{json.dumps(line)}\n" for line in kept))
+    path, first = directory / METRICS, _first_of(directory)
+    kept = [line for line in _whole_lines(directory) if line["step"] <= step]
+    write_text(path, "".join(f"{json.dumps(lines.checked(line, first))}\n" for line in kept))
     events = tensorboardX.SummaryWriter(
         str(directory / EVENTS),
         purge_step=step + 1 if step else None,
@@ -76,11 +80,10 @@ def metrics_log(
         # Names have a resolution of a second; a run may resume within one.
         filename_suffix=f".{time.time_ns()}",
     )
-    with contextlib.closing(events), path.open("a", encoding="utf-8") as file:
+    with contextlib.closing(events), path.open("ab") as file:
 
         def append(line: Line) -> None:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
+            lines.append(file, [lines.checked(line, first)])
             for name, value in line.items():
                 if name != "step":
                     events.add_scalar(name, value, line["step"])
@@ -90,17 +93,33 @@ def metrics_log(
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics, in order; raises InputError where there are none."""
-    lines = list(_whole_lines(directory / METRICS))
-    if not lines:
+    found = _whole_lines(directory)
+    if not found:
         raise InputError(f"{directory} holds no metrics of a training run ({METRICS})")
-    return lines
+    return found
 
 
-def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """All complete lines."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)
+def _first_of(directory: Path) -> int:
+    """What the checksums of a run's lines begin with, so that those of other runs differ."""
+    path = directory / RUN
+    return zlib.crc32(path.read_bytes()) if path.exists() else 0
+
+
+def _whole_lines(directory: Path) -> list[dict[str, Any]]:
+    """All complete lines. Raises InputError where one is damaged or of another run."""
+    path = directory / METRICS
+    try:
+        found = lines.read(path) if path.exists() else []
+        # Earlier versions wrote no checksums.
+        if any(lines.CHECKSUM in line for line in found):
+            found = lines.read_checked(path, _first_of(directory))
+        if not all(type(line.get("step")) is int for line in found):
+            raise ValueError("a line has no step")
+    except ValueError as error:
+        raise InputError(
+            f"{path} is damaged: {error}; remove that line to go on without it"
+        ) from error
+    return found
 
 
 def plot_losses(runs: Sequence[Path], path: Path) -> None:
@@ -116,11 +135,11 @@ def plot_losses(runs: Sequence[Path], path: Path) -> None:
 
     metrics = [read_metrics(run) for run in runs]
     figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for number, (run, lines) in enumerate(zip(runs, metrics, strict=True)):
+    for number, (run, found) in enumerate(zip(runs, metrics, strict=True)):
         name = f"{run.name}: " if len(runs) > 1 else ""
         colour = f"C{number}"
-        axis.plot(*_curve(lines, "loss"), color=colour, linewidth=1, label=f"{name}training")
-        steps, losses = _curve(lines, "dev_loss")
+        axis.plot(*_curve(found, "loss"), color=colour, linewidth=1, label=f"{name}training")
+        steps, losses = _curve(found, "dev_loss")
         if steps:
             axis.plot(
                 steps, losses, color=colour, marker="o", linestyle="--", label=f"{name}dev split"
@@ -134,8 +153,8 @@ def plot_losses(runs: Sequence[Path], path: Path) -> None:
     partial_of(path).replace(path)
 
 
-def _curve(lines: Sequence[Line], name: str) -> tuple[list[int], list[float]]:
-    points = [(line["step"], line[name]) for line in lines if name in line]
+def _curve(metrics: Sequence[Line], name: str) -> tuple[list[int], list[float]]:
+    points = [(line["step"], line[name]) for line in metrics if name in line]
     return [step for step, _ in points], [value for _, value in points]
 
 

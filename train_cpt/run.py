@@ -40,6 +40,7 @@ from jax_longctx.text import Tokenizer, check_vocabulary
 from train_cpt.attention import Pattern, check_attention
 from train_cpt.data import (
     DataConfig,
+    check_made_from,
     document_files,
     file_record,
     open_windows,
@@ -184,8 +185,9 @@ def _prepare(
     model: ModelConfig,
     note: Callable[[str], None],
 ) -> None:
-    """Makes the data set if it does not exist."""
+    """Makes the data set if it does not exist, or checks that it was made from these sources."""
     if data.directory.exists():
+        check_made_from(data)
         return
     if not data.sources:
         raise InputError(
@@ -201,6 +203,7 @@ def _prepare(
             vocab_size=model.vocab_size,
             tokenizer=known_as,
             shares=data.shares,
+            field=data.field,
             sources=map(file_record, files),
         )
     counts = made.documents

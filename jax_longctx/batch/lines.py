@@ -1,16 +1,18 @@
 """JSON lines on disk that survive a kill at any moment: an incomplete last line is dropped.
 
-The first line of a file that can be resumed holds the options of its run. `Journal` keeps the files
-of a batch run:
+The first line of a file that can be resumed holds the origin of its run (`jax_longctx.origin`).
+`Journal` keeps the files of a batch run:
 
     OUT.jsonl.partial    finished rows in the order of the input; becomes OUT.jsonl at the end
-    OUT.jsonl.journal    the run's options, the answers of the window's finished batches, and the
+    OUT.jsonl.journal    the run's origin, the answers of the window's finished batches, and the
                          size of the partial file
+    OUT.jsonl.origin     written at the end: the origin of OUT.jsonl, and its SHA-256
 
 A batch is written to the journal before its rows are written to the partial file. After a kill the
 partial file is cut to the size in the journal, and the batches in the journal are not computed
 again. Each window of rows starts a new journal, so it stays small. Each of its lines has a CRC-32,
-and so has the partial file: a run does not resume from files that were changed.
+and so has the partial file: a run does not resume from files that were changed. A line's CRC-32
+begins with its file's first line, so a line of another run's file is noticed too.
 """
 
 import json
@@ -20,12 +22,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_longctx.errors import InputError, file_errors
+from jax_longctx.errors import InputError, OriginError, file_errors
+from jax_longctx.models.storage import sha256_of, write_text
+from jax_longctx.origin import MADE_FROM, OVERWRITE, check_result, check_same
 
-# 1 had no checksums.
-FORMAT = 2
-CHECKSUM = "crc32"
-# Key of the options in the header; a run with other options may not resume.
+# 1 had no checksums; 2 had other facts, and checksums that did not begin with the header.
+FORMAT = 3
+CHECKSUM, DIGEST = "crc32", "sha256"
+# Key of the origin in the header; a run with another may not resume.
 GIVEN = "given"
 
 
@@ -72,18 +76,50 @@ def read(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def check_given(path: Path, known: Mapping[str, Any], given: Mapping[str, Any], other: str) -> None:
-    """Raises InputError where the `known` options of a run differ from the `given` ones.
+def checked(entry: Mapping[str, Any], first: int = 0) -> dict[str, Any]:
+    """The entry with a CRC-32 that begins with `first`, the `checksum` of its file's header."""
+    return {**entry, CHECKSUM: checksum(entry, first)}
+
+
+def checksum(entry: Mapping[str, Any], first: int = 0) -> int:
+    """The CRC-32 of an entry."""
+    return zlib.crc32(json.dumps(entry).encode(), first)
+
+
+def read_checked(path: Path, first: int | None = None) -> list[dict[str, Any]]:
+    """Every whole line, without its CRC-32.
 
     Args:
-      other: what the user can do instead, for the error.
+      first: what checksums begin with; that of the first line where it is a header.
+
+    Raises:
+      ValueError: a line is damaged, or of another file; it is named by its number.
     """
-    for key in [*given, *known]:
-        if known.get(key) != given.get(key):
-            raise InputError(
-                f"{path} was begun with {key} {known.get(key)!r:.80}, now it is "
-                f"{given.get(key)!r:.80}; run with the same, or {other}"
-            )
+    found = read(path)
+    for number, entry in enumerate(found, start=1):
+        told = entry.pop(CHECKSUM, None)
+        if told != checksum(entry, first or 0):
+            raise ValueError(f"line {number} is not what was written (its {CHECKSUM} differs)")
+        first = told if first is None else first
+    return found
+
+
+def files_of(output: Path) -> list[Path]:
+    """The files of a run, finished or not, from the output on."""
+    ends = ("", ".partial", ".journal", ".origin")
+    return [output.with_name(output.name + end) for end in ends]
+
+
+def check_complete(output: Path, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a finished output.
+
+    Raises:
+      OriginError: it was made from something else, or was changed since.
+    """
+    *_, origin = files_of(output)
+    if check_result(output, given, origin).get(DIGEST) != sha256_of(output):
+        raise OriginError(f"{output} was changed after it was written; {OVERWRITE}")
+    return read(output)
 
 
 class Journal:
@@ -91,7 +127,7 @@ class Journal:
 
     Args:
       output: path of the finished file.
-      given: options and input of the run, JSON values.
+      given: the origin, JSON values.
       chosen: values that a new run chooses by itself.
 
     Attributes:
@@ -100,14 +136,13 @@ class Journal:
       resumed: whether it resumes an earlier run.
 
     Raises:
-      InputError: the files belong to a run with other options, are damaged, or cannot be written.
+      OriginError: the files belong to a run with another origin, or are damaged.
+      InputError: they cannot be written.
     """
 
     def __init__(self, output: Path, given: dict[str, Any], chosen: dict[str, Any]):
-        self.output = output
-        self.partial = output.with_name(output.name + ".partial")
-        self.journal = output.with_name(output.name + ".journal")
-        self._anew = f"remove it and {self.partial.name} to begin anew"
+        self.output, self.partial, self.journal, self._origin = files_of(output)
+        self._anew = f"remove it and {self.partial.name}, or give --overwrite, to begin anew"
         # JSON turns tuples into lists, as in the header that is read back.
         given = json.loads(json.dumps(given))
         # Size and CRC-32 of the partial file.
@@ -117,12 +152,12 @@ class Journal:
             self.resumed = self.journal.exists()
             if self.resumed:
                 self._header = self._read()
-                check_given(self.journal, self._header[GIVEN], given, self._anew)
+                check_same(self.journal, self._header[GIVEN], given, self._anew)
                 self._check_partial()
             elif self.partial.exists():
-                raise InputError(
-                    f"{self.partial} is there without its {self.journal.name}; remove it to "
-                    f"begin anew"
+                raise OriginError(
+                    f"{self.partial} is there without its {self.journal.name}; remove it, or give "
+                    f"--overwrite, to begin anew"
                 )
             else:
                 self._header = {"format": FORMAT, GIVEN: given, "chosen": chosen}
@@ -155,7 +190,7 @@ class Journal:
         """Adds a finished batch to the journal, on disk when it returns."""
         entry = {"window": window, "batch": batch, "answers": answers}
         self._entries.append(entry)
-        append(self._log, [_checked(entry)])
+        append(self._log, [self._checked(entry)])
 
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
         """Appends the next rows of the output to the partial file."""
@@ -165,13 +200,16 @@ class Journal:
             "bytes": self._written["bytes"] + len(text),
             "of": zlib.crc32(text, self._written["of"]),
         }
-        append(self._log, [_checked(self._written)])
+        append(self._log, [self._checked(self._written)])
 
     def finish(self) -> None:
-        """Renames the partial file to the output; all rows are written."""
+        """Renames the partial file to the output, whose origin is written first."""
         self.close()
-        os.replace(self.partial, self.output)
-        self.journal.unlink()
+        with file_errors(f"{self.output} cannot be written", "run again to go on"):
+            fields = {MADE_FROM: self._header[GIVEN], DIGEST: sha256_of(self.partial)}
+            write_text(self._origin, json.dumps(fields, indent=1))
+            os.replace(self.partial, self.output)
+            self.journal.unlink()
 
     def close(self) -> None:
         """Closes the files; the run can resume later."""
@@ -185,14 +223,14 @@ class Journal:
             found = read(self.journal)
             if not found:
                 raise ValueError("it holds no whole line")
-            header, *entries = found
-            if header.get("format") != FORMAT:
-                raise ValueError(f"format {header.get('format')!r:.20}, expected {FORMAT}")
-            for number, entry in enumerate(found, start=1):
-                if entry.pop(CHECKSUM, None) != _checksum(entry):
-                    raise ValueError(f"line {number} is not what was written")
+            if (version := found[0].get("format")) != FORMAT:
+                raise OriginError(
+                    f"{self.journal} has format {version!r:.20}, expected {FORMAT}: another "
+                    f"version wrote it; go on with that version, or {self._anew}"
+                )
+            header, *entries = read_checked(self.journal)
         except ValueError as error:
-            raise InputError(f"{self.journal} is damaged: {error}; {self._anew}") from error
+            raise OriginError(f"{self.journal} is damaged: {error}; {self._anew}") from error
         self._entries = [entry for entry in entries if "batch" in entry]
         self._written = [self._written, *(entry for entry in entries if "of" in entry)][-1]
         return header
@@ -206,24 +244,19 @@ class Journal:
             while piece := file.read(min(left, 1 << 20)):
                 found, left = zlib.crc32(piece, found), left - len(piece)
             if left or found != self._written["of"]:
-                raise InputError(
+                raise OriginError(
                     f"{self.partial} is damaged: its first {known:,} bytes are not what was "
-                    f"written; remove it and {self.journal.name} to begin anew"
+                    f"written; remove it and {self.journal.name}, or give --overwrite, to begin "
+                    f"anew"
                 )
             file.truncate(known)
 
     def _begin_journal(self) -> None:
         fresh = self.journal.with_name(self.journal.name + ".new")
         with fresh.open("wb") as file:
-            kept = [self._header, *self._entries, self._written]
-            append(file, [_checked(entry) for entry in kept])
+            kept = map(self._checked, [*self._entries, self._written])
+            append(file, [checked(self._header), *kept])
         os.replace(fresh, self.journal)
 
-
-def _checked(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry and its CRC-32."""
-    return {**entry, CHECKSUM: _checksum(entry)}
-
-
-def _checksum(entry: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(entry).encode())
+    def _checked(self, entry: dict[str, Any]) -> dict[str, Any]:
+        return checked(entry, checksum(self._header))

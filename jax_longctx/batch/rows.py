@@ -87,21 +87,6 @@ class Job:
         return len(self.context) + max(map(len, self.questions))
 
 
-def scan(path: Path) -> tuple[int, str]:
-    """The number of rows and the file's SHA-256. InputError when it cannot be read or is empty."""
-    rows, digest = 0, hashlib.sha256()
-    with (
-        file_errors(f"{path} cannot be read", "give a file of JSON lines"),
-        path.open("rb") as lines,
-    ):
-        for line in lines:
-            digest.update(line)
-            rows += bool(line.strip())
-    if not rows:
-        raise InputError(f'{path} holds no rows; give JSON lines such as {{"prompt": "..."}}')
-    return rows, digest.hexdigest()
-
-
 @dataclasses.dataclass(frozen=True)
 class RowReader:
     """Reads the rows of one input.
@@ -115,6 +100,37 @@ class RowReader:
     tokenizer: Tokenizer
     layout: PromptLayout
     under: Path | None = None
+
+    def scan(self) -> tuple[int, str]:
+        """The number of rows, and a digest of the input and of the files that its rows name.
+
+        Raises:
+          InputError: the input cannot be read, or is empty.
+        """
+        rows, digest, files = 0, hashlib.sha256(), dict[str, str]()
+        with (
+            file_errors(f"{self.path} cannot be read", "give a file of JSON lines"),
+            self.path.open("rb") as lines,
+        ):
+            for line in filter(bytes.strip, lines):
+                rows += 1
+                digest.update(f"{self._digest_of_file(line, files)} ".encode() + line)
+        if not rows:
+            raise InputError(
+                f'{self.path} holds no rows; give JSON lines such as {{"prompt": "..."}}'
+            )
+        return rows, digest.hexdigest()[:16]
+
+    def _digest_of_file(self, raw: bytes, known: dict[str, str]) -> str:
+        """Of the text of the row's file, or why it has none."""
+        try:
+            fields = _fields(raw)
+            name = _text(fields, "file") if "file" in fields else ""
+            if name and name not in known:
+                known[name] = hashlib.sha256(self._file(fields).encode()).hexdigest()
+            return known[name] if name else ""
+        except InputError as error:
+            return str(error)
 
     def rows(self, start: int = 0) -> Iterator[Row]:
         """Every row from number `start` on, in order."""

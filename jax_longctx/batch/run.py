@@ -7,7 +7,6 @@ the next batch begins.
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 import time
 import warnings
@@ -17,14 +16,13 @@ from typing import Any
 
 from jax_longctx.api import Answer, LongContext
 from jax_longctx.batch import lines
-from jax_longctx.batch.rows import Batch, Row, RowReader, pack, scan
+from jax_longctx.batch.rows import Batch, Row, RowReader, pack
 from jax_longctx.engine import Sampling
 from jax_longctx.engine.ahead import Compilation, begun_or_none
 from jax_longctx.engine.capacity import available_bytes, expected_bytes, footprint
 from jax_longctx.engine.distributed import from_leader, is_leader
-from jax_longctx.errors import CapacityError, InputError, TrainedLengthWarning
+from jax_longctx.errors import CapacityError, InputError, OriginError, TrainedLengthWarning
 from jax_longctx.locks import only_writer
-from jax_longctx.methods import settings_of
 
 # Full batches of a window: enough to find rows of similar length, few enough that the output is
 # written soon after the input is read.
@@ -96,17 +94,23 @@ def run_batch(
     output: Path,
     options: BatchOptions,
     *,
+    overwrite: bool = False,
     progress: Callable[[BatchProgress], None] | None = None,
 ) -> BatchProgress | None:
     """Answers every row of `source` in `output`; resumes an interrupted run.
 
     Every process of a job calls it; the leader reads and writes, the others return None.
 
+    Args:
+      overwrite: replace an output, or an interrupted run, that was made from something else.
+
     Raises:
-      InputError: `source` cannot be read, or `output` belongs to another run.
+      OriginError: `output` was made from something else, and there is no `overwrite`.
+      InputError: `source` cannot be read, or changed meanwhile.
     """
-    # All processes call `_memory`, which needs all of them; the leader alone uses the result.
-    leader = _Leader(model, source, output, options, _memory(model), progress)
+    # These need all processes; the leader alone uses them.
+    memory, made_by = _memory(model), model.made_by
+    leader = _Leader(model, source, output, options, memory, progress, made_by, overwrite)
     work = leader.work()
     answers: Answers | None = None
     shapes: set[tuple[int, ...]] = set()
@@ -154,6 +158,8 @@ class _Leader:
     options: BatchOptions
     memory: int | None
     report: Callable[[BatchProgress], None] | None
+    made_by: dict[str, Any] = dataclasses.field(default_factory=dict)
+    overwrite: bool = False
 
     def __post_init__(self) -> None:
         self.layout = self.model.layout(self.options.chat)
@@ -164,18 +170,39 @@ class _Leader:
 
     def work(self) -> Work:
         """Yields every batch that is not computed yet and receives its answers."""
-        total, digest = scan(self.source)
+        total, digest = self._reader().scan()
+        given = _given(self.model, self.made_by, self.options, digest)
         with only_writer(self.output):
-            if self.output.exists():
-                errors = _check_complete(self.output, self.source)
-                self.progress = BatchProgress(total=total, before=total, errors=errors)
-            else:
+            try:
+                finished = self._begin(given)
+            except OriginError:
+                if not self.overwrite:
+                    raise
+                for path in lines.files_of(self.output):
+                    path.unlink(missing_ok=True)
+                finished = self._begin(given)
+            if finished is None:
                 yield from self._windows(total, digest)
+            else:
+                errors = sum("error" in row for row in finished)
+                self.progress = BatchProgress(total=total, before=total, errors=errors)
+
+    def _begin(self, given: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """The rows of a finished output, or None once the journal of another is open."""
+        if self.output.exists():
+            rows = lines.check_complete(self.output, given)
+            # A kill between the two last steps of a run leaves the journal behind.
+            self.output.with_name(self.output.name + ".journal").unlink(missing_ok=True)
+            return rows
+        # Answers depend neither on the memory nor on the rows of a batch; the batches do.
+        chosen = {"memory": self.memory, "rows": self.options.rows}
+        self.journal = lines.Journal(self.output, given, chosen)
+        self.options = dataclasses.replace(self.options, rows=self.journal.chosen["rows"])
+        return None
 
     def first(self) -> Batch | None:
         """The first batch of a new run; nothing is written."""
-        names = (self.output.name + end for end in ("", ".partial", ".journal"))
-        if any(self.output.with_name(name).exists() for name in names):
+        if any(path.exists() for path in lines.files_of(self.output)):
             return None
         try:
             rows = list(itertools.islice(self._reader().rows(), self.options.window))
@@ -196,8 +223,7 @@ class _Leader:
         return pack(jobs, options.rows, options.max_tokens, fits)
 
     def _windows(self, total: int, digest: str) -> Work:
-        options, given = self.options, _given(self.model, self.options, digest)
-        self.journal = lines.Journal(self.output, given, {"memory": self.memory})
+        options = self.options
         self.progress = BatchProgress(
             total=total,
             before=self.journal.rows,
@@ -212,6 +238,11 @@ class _Leader:
                 if not self.rows:
                     break
                 yield from self._window(window)
+            if self._reader().scan() != (total, digest):
+                raise InputError(
+                    f"{self.source}, or a file that it names, changed while it was read; put it "
+                    f"back and run again, or give --overwrite to begin anew"
+                )
         finally:
             self.journal.close()
         self.journal.finish()
@@ -411,22 +442,16 @@ def _tokens(row: Row, answer: dict[str, Any]) -> dict[str, int]:
     return {key: answer[key] for key in ("context", "question", "answer")}
 
 
-def _given(model: LongContext, options: BatchOptions, digest: str) -> dict[str, Any]:
-    """The options that a resumed run must have. Mesh and offload do not change answers."""
-    checkpoint, setup = None, model.engine.setup
-    if model.manifest is not None:
-        checkpoint = hashlib.sha256(model.manifest.to_json().encode()).hexdigest()
-    return {
-        "input": digest,
-        "checkpoint": checkpoint,
-        **settings_of(model.engine.method),
-        "dtype": str(setup.dtype),
-        "chunk": model.engine.chunk,
-        # Left out where a run without it can go on.
-        **({} if setup.kv is None else {"kv": setup.kv}),
-        **({} if setup.weights is None else {"weights": setup.weights}),
-        **dataclasses.asdict(options),
-    }
+def _given(
+    model: LongContext, made_by: dict[str, Any], options: BatchOptions, digest: str
+) -> dict[str, Any]:
+    """The origin of the output."""
+    given = dataclasses.asdict(options)
+    del given["rows"]
+    if options.files_under is not None:
+        given["files_under"] = str(Path(options.files_under).resolve())
+    given["chat"] = model.tokenizer.has_chat if options.chat is None else options.chat
+    return {"input": digest, **given, **made_by}
 
 
 def _memory(model: LongContext) -> int | None:
@@ -436,21 +461,6 @@ def _memory(model: LongContext) -> int | None:
 
 def _planned(model: LongContext, free: int | None) -> int | None:
     return None if free is None else int(PLANNED * free) * model.engine.mesh.size
-
-
-def _check_complete(output: Path, source: Path) -> int:
-    """The errors of a finished output. InputError unless it has all rows of this input."""
-    with source.open("rb") as rows:
-        wanted = [number for number, row in enumerate(rows, start=1) if row.strip()]
-    try:
-        found = lines.read(output)
-    except (OSError, ValueError):
-        found = []
-    if [row.get("line") for row in found] != wanted:
-        raise InputError(f"{output} exists and is not of this input; choose another name")
-    # A kill between the two last steps of a run leaves the journal behind.
-    output.with_name(output.name + ".journal").unlink(missing_ok=True)
-    return sum("error" in row for row in found)
 
 
 def _errors(partial: Path) -> int:

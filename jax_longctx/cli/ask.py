@@ -25,14 +25,14 @@ from jax_longctx.cli.terminal import (
 )
 from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.memory import shown_bytes
+from jax_longctx.origin import check_same
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
     from jax_longctx.engine import Context
     from jax_longctx.engine.ahead import Compilation
-    from jax_longctx.text import Tokenizer
 
-# Written beside a saved context: whether it uses the chat template.
+# Written beside a saved context: whether it uses the chat template, and a digest of the tokenizer.
 PROMPT_FILE = "prompt.json"
 
 
@@ -191,7 +191,7 @@ class Session:
                 "this method reads the text for each question; there is no context to save or load"
             )
         self.unsaved: CheckpointError | InputError | None = None
-        self.chat = _chosen_chat(model.tokenizer, request)
+        self.chat = _chosen_chat(model, request)
         # Imported late: it imports tokenizers and templates.
         from jax_longctx.text import chat_layout, plain_layout
 
@@ -293,7 +293,8 @@ class Session:
         try:
             with self.terminal.waiting("saving the context"):
                 self.model.save_context(context, folder)
-                save({"chat": self.chat}, folder / PROMPT_FILE)
+                prompt = {"chat": self.chat, "tokenizer": self.model.tokenizer_digest}
+                save(prompt, folder / PROMPT_FILE)
         except (CheckpointError, InputError) as error:
             self.unsaved = error
         else:
@@ -378,20 +379,24 @@ class Session:
             self.terminal.record({"question": asked, **record})
 
 
-def _chosen_chat(tokenizer: "Tokenizer", request: Request) -> bool:
+def _chosen_chat(model: "LongContext", request: Request) -> bool:
     """Whether the prompt uses the chat template: as given, as saved, or where there is one."""
     load, chat = request.load_context, False if request.completion else request.chat
-    saved = None if load is None else _read_prompt(load)
-    if saved is None:
-        return tokenizer.has_chat if chat is None else chat
+    prompt = None if load is None else _read_prompt(load)
+    if load is None or prompt is None:
+        return model.tokenizer.has_chat if chat is None else chat
+    saved, ours = prompt["chat"], {"tokenizer": model.tokenizer_digest}
+    # Earlier versions did not say.
+    known = {"tokenizer": prompt.get("tokenizer") or ours["tokenizer"]}
+    check_same(load, known, ours, "read the text again", kind=CheckpointError)
     if chat is not None and chat != saved:
         was = "in the chat template" if saved else "without chat template"
         raise InputError(f"{load} was read {was}; ask that way, or read the text again")
     return saved
 
 
-def _read_prompt(folder: Path) -> bool | None:
-    """Whether a saved context uses the chat template; None where it was saved from Python."""
+def _read_prompt(folder: Path) -> dict[str, Any] | None:
+    """Chat template and tokenizer of a saved context; None where it was saved from Python."""
     try:
         value: Any = json.loads((folder / PROMPT_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -400,4 +405,4 @@ def _read_prompt(folder: Path) -> bool | None:
         raise CheckpointError(f"{folder / PROMPT_FILE} is damaged: {error}") from error
     if not isinstance(value, dict) or not isinstance(value.get("chat"), bool):
         raise CheckpointError(f"{folder / PROMPT_FILE} does not say whether it is a chat")
-    return value["chat"]
+    return value

@@ -1,7 +1,7 @@
 """`jax-longctx batch`: many prompts and questions, JSON lines in, JSON lines out."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -59,12 +59,15 @@ def batch(
         metavar="DIR",
         rich_help_panel=_BATCH,
     ),
+    overwrite: bool = options.overwrite("an OUT.jsonl, or an interrupted run of it,"),
 ) -> None:
     """Answer many prompts or questions, from JSON lines to JSON lines.
 
     Rows of similar length are computed together and written, in the order of the input, to
     OUT.jsonl.partial, which becomes OUT.jsonl. Run the same command again to go on after an
-    interruption. A row without an answer gets a line with "error", and the exit code is 3.
+    interruption. OUT.jsonl.origin says what the answers were made from: an output of another input,
+    model, method or options is an error. A row without an answer gets a line with "error", and the
+    exit code is 3.
 
     [bold]Examples[/bold]
 
@@ -100,7 +103,8 @@ def batch(
             detail = f"{rate:,.0f} tokens/s, {now.errors:,} with an error"
             update(now.done, now.total - now.before, detail)
 
-        outcome = run_batch(loaded, source, output, wanted, progress=progress)
+        how: dict[str, Any] = {"overwrite": overwrite, "progress": progress}
+        outcome = run_batch(loaded, source, output, wanted, **how)
     if outcome is not None:
         terminal.note(_closing(outcome, output))
     if outcome is not None and outcome.errors:

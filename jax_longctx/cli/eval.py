@@ -15,14 +15,13 @@ from jax_longctx.cli.options import argument, only, option
 from jax_longctx.cli.terminal import (
     Compiling,
     Terminal,
-    check_file,
     check_folder,
     check_matplotlib,
     check_plot,
     read_text,
-    save,
 )
 from jax_longctx.errors import InputError
+from jax_longctx.origin import MADE_FROM, digest_of
 from jax_longctx.settings import parse_mesh
 
 if TYPE_CHECKING:
@@ -59,6 +58,10 @@ def _folder() -> Any:
         "-o",
         metavar="DIR",
     )
+
+
+def _overwrite() -> Any:
+    return options.overwrite("the rows of a folder")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,6 +153,7 @@ def _eval(
         "Run a suite in place of a command; [bold]eval suites[/bold] lists them.", metavar="NAME"
     ),
     output: Path | None = _folder(),
+    overwrite: bool = _overwrite(),
 ) -> None:
     """Score methods on tasks with known answers.
 
@@ -160,7 +164,7 @@ def _eval(
         jax-longctx eval run -c smollm2 -m snapkv:budget=512 -t passkey --length 4096 -o out
     """
     if context.invoked_subcommand is not None:
-        if suite is not None or output is not None or given != Overrides():
+        if suite is not None or output is not None or overwrite or given != Overrides():
             raise InputError(
                 f"options before {context.invoked_subcommand} are for --suite, which takes no "
                 f"command; write them after it"
@@ -170,7 +174,7 @@ def _eval(
         raise InputError("--suite is missing; give its name, or a command: see eval --help")
     from jax_longctx.evaluation.config import read_suite
 
-    _run(given.over(read_suite(suite)), output, Terminal())
+    _run(given.over(read_suite(suite)), output, Terminal(), overwrite)
 
 
 @eval_app.command()
@@ -179,6 +183,7 @@ def run(
     choice: Choice,
     overrides: Overrides,
     output: Path | None = _folder(),
+    overwrite: bool = _overwrite(),
     as_json: bool = options.as_json(),
 ) -> None:
     """Run methods on tasks and lengths, and write rows and a report.
@@ -192,10 +197,10 @@ def run(
 
         jax-longctx eval run --config eval.toml --output out
     """
-    _run(overrides.over(choice.read()), output, Terminal(as_json=as_json))
+    _run(overrides.over(choice.read()), output, Terminal(as_json=as_json), overwrite)
 
 
-def _run(config: "EvalConfig", output: Path | None, terminal: Terminal) -> None:
+def _run(config: "EvalConfig", output: Path | None, terminal: Terminal, overwrite: bool) -> None:
     """Computes the rows that `output` does not hold yet, and writes the report."""
     if output is None:
         raise InputError("--output is missing; name a folder for rows and report")
@@ -205,7 +210,8 @@ def _run(config: "EvalConfig", output: Path | None, terminal: Terminal) -> None:
     if config.run.checkpoint != DEMO:
         options.check_checkpoint(Path(config.run.checkpoint))
     check_matplotlib("the report")
-    rows = _computed(config, output, terminal, lambda **how: _open(config, terminal, **how))
+    how: dict[str, Any] = {"overwrite": overwrite}
+    rows = _computed(config, output, terminal, lambda **how: _open(config, terminal, **how), **how)
     if rows is None:
         return
     from jax_longctx.evaluation.report import write_about
@@ -221,11 +227,14 @@ def _computed(
     terminal: Terminal,
     open_model: Callable[..., "LongContext"],
     saved: Callable[[], None] = lambda: None,
+    *,
+    overwrite: bool = False,
+    begin: Callable[["LongContext"], object] = lambda model: None,
 ) -> list[dict[str, Any]] | None:
     """All rows, after computing those that the folder lacks; None but in the first process.
 
-    `open_model` takes options of `api.load`. `saved` is called after each batch of rows that is
-    saved. The bar shows this run's rows alone.
+    `open_model` takes options of `api.load`. `begin` is called with the model, and `saved` after
+    each batch of rows that is saved. The bar shows this run's rows alone.
     """
     with terminal.starting():
         from jax_longctx.evaluation.runner import Draws, check_config, compile_first, run_eval
@@ -241,6 +250,7 @@ def _computed(
     with compiling.watching():
         model = open_model(ahead=compiling.ahead(ahead))
         compiling.wait()
+    begin(model)
     with terminal.progress("evaluating", "rows") as update:
 
         def show(progress: "Progress") -> None:
@@ -255,7 +265,8 @@ def _computed(
             name = f"{name} ({Path(model.manifest.source).name})"
         facts = {"checkpoint": name, **{k: known[k] for k in ("device", "mesh", "versions")}}
         watch = show if process.is_leader() else None
-        return run_eval(model, config, folder, facts=facts, progress=watch, drawn=drawn)
+        how: dict[str, Any] = {"facts": facts, "overwrite": overwrite, "drawn": drawn}
+        return run_eval(model, config, folder, progress=watch, **how)
 
 
 @eval_app.command()
@@ -283,11 +294,12 @@ def report(
     with terminal.starting():
         from jax_longctx.evaluation.perplexity import perplexity_rows
         from jax_longctx.evaluation.report import read_about
-        from jax_longctx.evaluation.rows import read_rows
+        from jax_longctx.evaluation.rows import check_model, read_rows
 
     rows = read_rows(folder, *(more or ()))
     for file in perplexity or ():
         rows += _read(file, "perplexity", "runs", perplexity_rows)
+        check_model(folder, file, json.loads(read_text(str(file))).get(MADE_FROM, {}))
     _report(folder, rows, read_about(folder), terminal)
 
 
@@ -428,9 +440,8 @@ def passkey(
     ),
     trials: Trials,
     methods: list[str] | None = options.methods(),
-    out: Path | None = option("Write every answer to this JSON file as it comes."),
+    output: options.Result,
     heatmap: Path | None = _heatmap(),
-    as_json: bool = options.as_json(),
 ) -> None:
     """How often a number hidden in a long text is found.
 
@@ -447,9 +458,8 @@ def passkey(
     """
     from jax_longctx.evaluation.config import EvalConfig, Part, RunOptions
 
-    check_file(out)
     check_plot(heatmap, "--heatmap")
-    terminal = Terminal(as_json=as_json)
+    terminal, made_from = output.terminal(), {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         task = trials.task(folder)
@@ -472,17 +482,25 @@ def passkey(
         )
         config = EvalConfig(run=how, part=(part,))
 
+        def begin(loaded: "LongContext") -> None:
+            text = folder / "text.txt"
+            asked = dataclasses.replace(trials, batch=1, text=None)
+            how = {**dataclasses.asdict(asked), "lengths": part.lengths, "methods": part.methods}
+            how["text"] = digest_of(text.read_text(encoding="utf-8")) if text.exists() else None
+            made_from.update(output.begin("eval passkey", loaded, **how))
+
         def saved() -> None:
             from jax_longctx.evaluation.rows import read_rows
 
-            save({"rows": read_rows(folder)}, out)
+            output.save({**made_from, "rows": read_rows(folder)})
 
         rows = _computed(
             config,
             folder,
             terminal,
             lambda **loading: model.open(terminal, resident=True, **loading),
-            saved if out else lambda: None,
+            saved if output.out else lambda: None,
+            begin=begin,
         )
     if rows is not None:
         _report_passkeys(rows, heatmap, terminal)

@@ -24,6 +24,7 @@ from jax_longctx.evaluation.specs import Spec
 from jax_longctx.memory import peak_memory
 from jax_longctx.methods import METHODS, check_method, make_method, settings_of
 from jax_longctx.models.presets import PRESETS, preset
+from jax_longctx.origin import MADE_FROM, check_result
 from jax_longctx.settings import (
     DTYPES,
     PLACES,
@@ -256,6 +257,12 @@ def as_json() -> Any:
     return option(help, "--json", default=False, show_default=False)
 
 
+def overwrite(what: str) -> Any:
+    """`--overwrite`: `bool`."""
+    help = f"Replace {what} that was made from something else; without it that is an error."
+    return option(help, "--overwrite", default=False, show_default=False)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MethodChoice:
     """One method by name, and its settings."""
@@ -468,6 +475,28 @@ class Output:
         """Writes the file, and prints JSON or the tables and lines of `shown` on stdout."""
         self.save(result)
         self.terminal().result(result, shown)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result(Output):
+    """An output that holds what it was made from (`jax_longctx.origin`)."""
+
+    overwrite: bool = overwrite("a file")
+
+    def begin(self, command: str, model: "LongContext | None", **given: Any) -> dict[str, Any]:
+        """What the file is made from; raises OriginError where it exists and is of another origin.
+
+        Args:
+          given: the command's texts, and the options that change its results.
+        """
+        if self.out is None:
+            return {}
+        # All processes: it needs the weights.
+        by = {} if model is None else model.made_by
+        made_from = {"command": command, **given, **by}
+        if self.out.is_file() and not self.overwrite:
+            check_result(self.out, made_from)
+        return {MADE_FROM: made_from}
 
 
 def run_facts(model: "LongContext") -> dict[str, Any]:

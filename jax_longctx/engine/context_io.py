@@ -39,6 +39,7 @@ from jax_longctx.models.storage import (
     seal,
     writing,
 )
+from jax_longctx.origin import check_same
 from jax_longctx.sharding import RULES, leaf_axes, logical_sharding, tree_shardings
 
 # 1 had no digests.
@@ -279,13 +280,10 @@ def load_context(engine: Engine, path: str | Path) -> Context:
     path, described = Path(path).absolute(), saved_manifest(path)
     if (wrong := _wrong(described, engine.config.vocab_size)) is not None:
         raise CheckpointError(f"{path / MANIFEST} is damaged: {wrong}; {REMEDY}")
-    made_by = described["made_by"]
-    for key, value in made_by_engine(engine).items():
-        if made_by.get(key) != value:
-            raise CheckpointError(
-                f"{path} was made with {key} {made_by.get(key)}, this engine has {value}; "
-                f"load it with what made it, or prefill again"
-            )
+    made_by, ours = described["made_by"], made_by_engine(engine)
+    # Earlier versions wrote fewer facts.
+    ours = {key: value for key, value in ours.items() if key in made_by or key != "all_weights"}
+    check_same(path, made_by, ours, REMEDY, kind=CheckpointError)
     data = engine.mesh.shape["data"]
     batch, slots, reserve = (described[key] for key in ("batch", "slots", "reserve"))
     seq = engine.mesh.shape["seq"]
@@ -435,6 +433,7 @@ def made_by_engine(engine: Engine) -> dict[str, Any]:
     described = {
         "model": engine.config.to_dict(),
         "weights": engine.fingerprint,
+        "all_weights": engine.checksum,
         "dtype": jnp.dtype(engine.setup.dtype).name,
         "method": settings_of(engine.method),
         "kv": engine.setup.kv,

@@ -211,24 +211,22 @@ class Engine:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Tells one set of weights from another: a hash of a few values of every parameter."""
+        return self._hash_of_weights(_first_values)
 
-        # One program for the layers and one for the ends: of arrays one by one it would be many.
-        @jax.jit
-        def pieces(tree: Any) -> Any:
-            return jax.tree.map(lambda x: x[(0,) * (x.ndim - 1)][:16].astype(jnp.float32), tree)
+    @functools.cached_property
+    def checksum(self) -> str:
+        """A hash of all values of every parameter, the same on every mesh."""
+        return self._hash_of_weights(_sum_of_bits)
 
-        @jax.jit
-        def layer(stacks: Any, index: Any) -> Any:
-            return pieces(layer_params(stacks, index))
-
+    def _hash_of_weights(self, of: Callable[[Array], Array]) -> str:
         stacks = {"layers": self.params["layers"]}
         layers = {
-            str(index): pieces(layer_params(stacks, index))
+            str(index): _of_each(of, layer_params(stacks, index))
             if self.setup.by_layer
-            else layer(stacks, index)
+            else _of_layer(of, stacks, index)
             for index in range(self.config.num_layers)
         }
-        first = {**pieces(programs.without_layers(self.params)), "layers": layers}
+        first = {**_of_each(of, programs.without_layers(self.params)), "layers": layers}
         values = np.concatenate(jax.tree.leaves(jax.tree.map(to_host, first)))
         return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
@@ -717,3 +715,32 @@ def _check_questions(questions: Rows, count: int) -> None:
     for row, question in enumerate(questions):
         if not len(question):
             raise InputError(f"question {row} is empty; it needs at least one token")
+
+
+# One program for a layer and one for the ends: of arrays one by one it would be many.
+@functools.partial(jax.jit, static_argnums=0)
+def _of_each(of: Callable[[Array], Array], tree: Any) -> Any:
+    return jax.tree.map(of, tree)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _of_layer(of: Callable[[Array], Array], stacks: Any, index: Any) -> Any:
+    return jax.tree.map(of, layer_params(stacks, index))
+
+
+def _first_values(x: Array) -> Array:
+    return x[(0,) * (x.ndim - 1)][:16].astype(jnp.float32)
+
+
+def _sum_of_bits(x: Array) -> Array:
+    """[1], the sum of a hash of each value's bits and place; its order does not matter."""
+    kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for axis, size in enumerate(x.shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    bits = jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32)
+    # Steps of MurmurHash3's finalizer.
+    mixed = bits ^ (place * jnp.uint32(0x9E3779B1))
+    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
+    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)[None]

@@ -20,9 +20,9 @@ Intervals are of a bootstrap over texts, and differences are paired: every metho
 texts.
 
 `eval perplexity --out` writes a JSON record for each run: `method`, `given` settings, `question`,
-`ahead`, `score` (tokens), `means` (nll of every text), `windows` (first and last position, nll of
-every text there), `read_seconds` and `score_seconds` of every batch, `batch`, and with
-`--offload` `fetched`, what decode steps chose of the texts in the host's memory.
+`ahead`, `score` (tokens), `text_hashes`, `means` (nll of every text), `windows` (first and last
+position, nll of every text there), `read_seconds` and `score_seconds` of every batch, `batch`, and
+with `--offload` `fetched`, what decode steps chose of the texts in the host's memory.
 """
 
 import dataclasses
@@ -324,8 +324,8 @@ def perplexity_rows(run: Mapping[str, Any]) -> list[dict[str, Any]]:
         common
         | {
             "index": index,
-            # All runs of a file have the same texts.
-            "prompt_sha256": f"text {index}",
+            # Earlier versions wrote no hashes: all runs of a file have the same texts.
+            "prompt_sha256": run["text_hashes"][index] if "text_hashes" in run else f"text {index}",
             "measures": {"nats a token": mean},
             "curves": {
                 "perplexity": [

@@ -1,13 +1,15 @@
 """The rows of a run on the disk: one JSON object for each method, task, length and prompt.
 
-    DIR/rows.jsonl    a header with the run's fixed options, then one row a line as they are made
+    DIR/rows.jsonl    a header with the run's origin, then one row a line as they are made
 
 A row is written when its batch is done, and is not computed again. A run may be continued with more
-methods, tasks, lengths or trials. A row is complete in itself:
+methods, tasks, lengths or trials. Each line has a CRC-32 (`batch.lines`). A row is complete in
+itself:
 
     {"method": {"name", "settings"}, "label": "snapkv budget=L/8",
-     "task": {"name", "settings"}, "task_label": "passkey", "metric", "length", "index", "seed",
-     "prompt_sha256", "tokens": {"context", "question", "answer"}, "meta": {"depth": 0.5, ...},
+     "task": {"name", "settings", "files": {SETTING: digest}}, "task_label": "passkey",
+     "metric", "length", "index", "seed", "prompt_sha256",
+     "tokens": {"context", "question", "answer"}, "meta": {"depth": 0.5, ...},
      "outputs", "answer", "finish", "measures": {"score": 100.0},
      "seconds": {"first_token", "token"}, "compiled", "rows",
      "bytes": {"resident", "read"}, "checkpoint", "device", "mesh", "dtype", "versions"}
@@ -18,15 +20,21 @@ the prompt again, and its row replaces the earlier one, which stays in the file.
 any numbers, `curves` series such as `{"perplexity": [[position, nats, tokens], ...]}`.
 """
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jax_longctx.batch import lines
-from jax_longctx.errors import InputError, file_errors
+from jax_longctx.errors import InputError, OriginError, file_errors
 from jax_longctx.locks import lock
+from jax_longctx.origin import check_same
 
-FORMAT = 1
+# 1 had no checksums.
+FORMAT, UNCHECKED = 2, 1
+# Facts of an origin that one of the versions does not write.
+APART = ("model", "all_weights", "tokenizer", "chunk")
+OTHER = "give another folder as --output, or --overwrite to begin anew"
 NAME = "rows.jsonl"
 
 # Label of the method, label of the task, length, index.
@@ -42,20 +50,29 @@ class RowStore:
     """The rows of one folder, read and extended by a run.
 
     Args:
-      given: options that every run into the folder must share, JSON values.
+      given: the origin that every run into the folder must share, JSON values.
+      files: digests of the files that each task reads, by the task's label and the setting.
+      overwrite: begin anew where the folder holds rows of another origin.
 
     Attributes:
       rows: the newest row of each key.
       resumed: whether an earlier run wrote here.
+      earlier: whether an earlier version did, whose rows do not say what text they were drawn from.
 
     Raises:
-      InputError: the folder cannot be written, holds rows of another run, or another process is
-        writing there.
+      OriginError: the folder holds rows of another origin, or damaged ones.
+      InputError: the folder cannot be written, or another process is writing there.
     """
 
-    def __init__(self, folder: Path, given: Mapping[str, Any]):
-        self.path = folder / NAME
-        rows: list[dict[str, Any]] = []
+    def __init__(
+        self,
+        folder: Path,
+        given: Mapping[str, Any],
+        files: Mapping[str, Mapping[str, str]],
+        *,
+        overwrite: bool = False,
+    ):
+        self.path, self._rows = folder / NAME, {}
         with file_errors(f"{self.path} cannot be written"):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab")
@@ -66,20 +83,37 @@ class RowStore:
                     f"{self.path} is being written by another run; wait for it, or give another "
                     f"folder as --output"
                 )
-            self.resumed = lines.cut(self.path) > 0
-            if self.resumed:
-                header, *rows = _read(self.path)
-                lines.check_given(
-                    self.path, header["given"], given, "give another folder as --output"
-                )
-            else:
-                lines.append(self._file, [{"format": FORMAT, "given": given}])
+            header = None
+            with contextlib.suppress(*[OriginError] * overwrite):
+                header = self._resume(given, files)
+            self.resumed = header is not None
+            if header is None:
+                header, self._rows = {"format": FORMAT, "given": given}, {}
+                self._file.truncate(0)
+                lines.append(self._file, [lines.checked(header)])
         except BaseException:
             self._file.close()
             raise
-        self._rows = {key_of(row): row for row in rows}
+        self.earlier = header["format"] == UNCHECKED
+        self._first = lines.checksum(header)
         # A run tries each of these once more; within one run the memory stays as it is.
         self._again = {key for key, row in self._rows.items() if row.get("short_of_memory")}
+
+    def _resume(
+        self, given: Mapping[str, Any], files: Mapping[str, Mapping[str, str]]
+    ) -> dict[str, Any] | None:
+        """Takes the rows that are there, and returns their header; None without one."""
+        if not lines.cut(self.path):
+            return None
+        header, *rows = _read(self.path)
+        check_same(self.path, *_comparable(header["given"], given), OTHER)
+        self._rows = {key_of(row): row for row in rows}
+        # Earlier versions did not say.
+        found = {row["task_label"]: row.get("task", {}).get("files") for row in rows}
+        both = [label for label in files if found.get(label) is not None]
+        known, now = ({label: each[label] for label in both} for each in (found, files))
+        check_same(self.path, known, now, OTHER)
+        return header
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -100,8 +134,10 @@ class RowStore:
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
         """Writes rows; they are on the disk when this returns."""
-        rows = list(rows)
-        lines.append(self._file, rows)
+        rows, first = list(rows), self._first
+        lines.append(
+            self._file, rows if self.earlier else [lines.checked(row, first) for row in rows]
+        )
         self._rows.update((key_of(row), row) for row in rows)
         self._again.difference_update(map(key_of, rows))
 
@@ -116,8 +152,9 @@ def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:
     Of rows with the same key and prompt the first folder's counts, unless it was short of memory.
 
     Raises:
-      InputError: a folder has no rows, or differs from the first in model, dtype or chat layout,
-        which tables do not show.
+      OriginError: a folder differs from the first in model, dtype, chat layout or another fact that
+        tables do not show, or a line is damaged.
+      InputError: a folder has no rows.
     """
     joined: dict[tuple[Key, str | None], dict[str, Any]] = {}
     first: Mapping[str, Any] = {}
@@ -127,14 +164,10 @@ def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:
             header, *rows = _read(path)
         if not rows:
             raise InputError(f"{path} holds no rows yet")
-        first = first or header["given"]
-        for key in ("checkpoint", "dtype", "chat"):
-            one, other = first.get(key), header["given"].get(key)
-            if one != other:
-                raise InputError(
-                    f"{folder} was run with {key} {one!r:.20}, {each} with {other!r:.20}; a report "
-                    f"is of one model, asked in one way: write one of each"
-                )
+        known = {key: value for key, value in header["given"].items() if key != "seed"}
+        first = first or known
+        why = "write a report of each: one report is of one model, asked in one way"
+        check_same(folder, *_comparable(first, known), why)
         for row in rows:
             key = key_of(row), row.get("prompt_sha256")
             if key not in joined or joined[key].get("short_of_memory"):
@@ -142,14 +175,41 @@ def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:
     return list(joined.values())
 
 
+def check_model(folder: Path, file: Path, made_from: Mapping[str, Any]) -> None:
+    """Raises OriginError where results were not made by the model of the folder's rows."""
+    known = _read(folder / NAME)[0]["given"]
+    both = [key for key in ("dtype", *APART) if key in known and key in made_from]
+    one, other = ({key: facts[key] for key in both} for facts in (made_from, known))
+    check_same(file, one, other, f"leave {file} out: {folder} has another model's rows")
+
+
+def _comparable(
+    known: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both origins without facts that only one of two versions writes."""
+    left = {key for key in APART if not (key in known and key in given)}
+    one, other = ({k: v for k, v in facts.items() if k not in left} for facts in (known, given))
+    return one, other
+
+
 def _read(path: Path) -> list[dict[str, Any]]:
+    """The header and the rows. Raises OriginError where a line is damaged or of another file."""
     try:
-        header, *rows = lines.read(path)
-        if header["format"] != FORMAT:
-            raise ValueError(f"format {header['format']}, expected {FORMAT}")
-        dict(header["given"])
-        for row in rows:
+        header = next(iter(lines.read(path)), {})
+        if (version := header.get("format")) not in (FORMAT, UNCHECKED):
+            raise OriginError(
+                f"{path} has format {version!r:.20}, expected {FORMAT}: another version or program "
+                f"wrote it; {OTHER}"
+            )
+        if version == UNCHECKED and lines.CHECKSUM not in header:
+            found = lines.read(path)
+        else:
+            found = lines.read_checked(path)
+        dict(found[0]["given"])
+        for row in found[1:]:
             key_of(row)
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is not a file of rows: {error}") from error
-    return [header, *rows]
+        raise OriginError(
+            f"{path} is damaged: {error}; remove that line to compute its row again, or {OTHER}"
+        ) from error
+    return found

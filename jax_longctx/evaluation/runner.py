@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import itertools
 import logging
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from jax_longctx.engine import Engine
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import available_bytes, expected_bytes, reserved
 from jax_longctx.engine.distributed import from_leader, is_leader
-from jax_longctx.errors import ConfigError, LengthError
+from jax_longctx.errors import ConfigError, LengthError, file_errors
 from jax_longctx.evaluation.compute import (
     Sized,
     Work,
@@ -37,10 +38,13 @@ from jax_longctx.evaluation.rows import NAME, Key, RowStore, key_of
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import Sample, Task, describe, make_task
 from jax_longctx.methods import make_method, settings_of
+from jax_longctx.models.storage import sha256_of
 from jax_longctx.text import PromptLayout, Tokenizer, chat_layout
 
 # Methods whose programs compile at a time.
 TOGETHER = 10
+# Settings of a task that may name a file.
+SOURCES = ("haystack", "file")
 
 _logger = logging.getLogger(__name__)
 
@@ -172,6 +176,7 @@ def run_eval(
     output: Path,
     *,
     facts: Mapping[str, Any],
+    overwrite: bool = False,
     progress: Callable[[Progress], None] | None = None,
     drawn: "Draws | None" = None,
 ) -> list[dict[str, Any]] | None:
@@ -181,15 +186,18 @@ def run_eval(
 
     Args:
       facts: fields of every row: checkpoint, device, mesh, versions.
+      overwrite: begin anew where `output` has rows of another origin.
       drawn: the prompts that `compile_first` drew, of the same configuration.
 
     Raises:
-      ConfigError, InputError: a method or task is wrong, or `output` is of another run.
+      ConfigError, InputError: a method or task is wrong.
+      OriginError: `output` has rows of another origin, or damaged ones.
     """
     check_config(config)
-    memory = available_bytes(model.engine.mesh)
+    # These need all processes; the leader alone uses them.
+    memory, made_by = available_bytes(model.engine.mesh), model.made_by
     drawn = {} if drawn is None else drawn
-    leader = _Leader(model, config, output, facts, memory, progress, drawn)
+    leader = _Leader(model, config, output, facts, memory, progress, drawn, made_by, overwrite)
     compiled: set[Any] = set()
     used: set[Any] = set()
     engine, given = model.engine, None
@@ -274,6 +282,8 @@ class _Leader:
     memory: int | None
     report: Callable[[Progress], None] | None
     known: Draws
+    made_by: dict[str, Any] = dataclasses.field(default_factory=dict)
+    overwrite: bool = False
 
     def __post_init__(self) -> None:
         chat = self.config.run.chat
@@ -283,6 +293,7 @@ class _Leader:
             (cell.task, cell.length): make_task(cell.task.name, cell.task.at(cell.length))
             for cell in self.cells
         }
+        self.files = {key: _files_of(task) for key, task in self.tasks.items()}
         self.batch: list[_Job] = []
         self.soon: list[Sized] = []
         self.work = self._work()
@@ -319,12 +330,15 @@ class _Leader:
     def _work(self) -> Generator[Work]:
         # A run can only be continued with the same values. The fingerprint is of the weights: a
         # checkpoint that is converted again is stored in other files.
-        engine, run = self.model.engine, self.config.run
-        options = {"dtype": str(engine.setup.dtype), "chunk": engine.chunk, "chat": run.chat}
-        forms = {"kv": engine.setup.kv, "weights": engine.setup.weights}
-        options |= {name: form for name, form in forms.items() if form is not None}
-        self.given = {"checkpoint": engine.fingerprint, "seed": run.seed, **options}
-        self.store = RowStore(self.output, self.given)
+        run, setup, by = self.config.run, self.model.engine.setup, self.made_by
+        forms = {"kv": setup.kv, "weights": setup.weights}
+        own = {"checkpoint": by["weights"], "seed": run.seed, "dtype": by["dtype"]}
+        own |= {"chat": run.chat} | {name: form for name, form in forms.items() if form is not None}
+        self.given = own | {"chunk": self.model.engine.chunk}
+        # Each row has its own method.
+        origin = own | {key: by[key] for key in ("model", "all_weights", "tokenizer")}
+        files = {_shown(self.tasks[key], key[0]): found for key, found in self.files.items()}
+        self.store = RowStore(self.output, origin, files, overwrite=self.overwrite)
         wanted = [self._key(cell, i) for cell in self.cells for i in range(cell.trials)]
         self.progress = Progress(len(wanted), sum(key in self.store for key in wanted))
         try:
@@ -335,7 +349,8 @@ class _Leader:
 
     def _length(self, length: int, cells: list[Cell]) -> Iterator[Work]:
         """The batches of one length, method after method."""
-        if all(self._key(cell, i) in self.store for cell in cells for i in range(cell.trials)):
+        keys = (self._key(cell, i) for cell in cells for i in range(cell.trials))
+        if not self.store.earlier and all(key in self.store for key in keys):
             return
         drawn = self._drawn(length, cells)
         for cell in cells:
@@ -480,13 +495,14 @@ class _Leader:
         task = self.tasks[cell.task, cell.length]
         label, shown, length, _ = self._key(cell, index)
         names: Any = describe(cell.task.name)["settings"]
+        shown_task = {"name": task.name, "settings": {name: getattr(task, name) for name in names}}
         return {
             "label": label,
             "task_label": shown,
             "length": length,
             "index": index,
             "method": settings_of(make_method(cell.method.name, cell.method.at(length))),
-            "task": {"name": task.name, "settings": {name: getattr(task, name) for name in names}},
+            "task": shown_task | {"files": self.files[cell.task, cell.length]},
             "metric": task.metric,
             **self.given,
             **self.facts,
@@ -500,6 +516,14 @@ class _Job:
     task: Task
     prompt: Prompt
     base: dict[str, Any]
+
+
+def _files_of(task: Task) -> dict[str, str]:
+    """A digest of each file that a task's settings name."""
+    paths = {key: getattr(task, key, "") for key in SOURCES}
+    with file_errors(f"{task.label} cannot be drawn"):
+        found = {key: path for key, path in paths.items() if os.path.isfile(path)}
+        return {key: sha256_of(Path(path))[:16] for key, path in found.items()}
 
 
 def _trials(cells: Sequence[Cell]) -> dict[Spec, int]:

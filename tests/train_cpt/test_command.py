@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import shutil
 import socket
 import subprocess
 import sys
@@ -140,6 +141,7 @@ def test_a_trained_checkpoint_is_compared_under_methods(trained):
         (["--texts", "9"], "the train split has 8 texts, asked for 9"),
         (["--split", "last"], "--split must be one of train, dev, test, got 'last'"),
         (["-c", str(folder / "gone")], "gone is not a converted checkpoint"),
+        (["--tail", "3", "--texts", "3", "--out", str(out)], "with tail 4, now it is 3; run with"),
     ]:
         result = CliRunner().invoke(app, [*words, *changes])
         assert result.exit_code == 2 and message in result.stderr
@@ -153,7 +155,11 @@ def test_a_trained_checkpoint_is_compared_under_methods(trained):
         ("length = 16", "length = 17", "holds windows of 16 tokens, the run asks for 17"),
         ("/data", "/other", "no training text: of 5 documents 0 have the 99 tokens"),
         ("tail = 4", "tail = 16", "tail=16 leaves none of a text's 16 tokens"),
-        ("rows = 2", "rows = 1", "holds another run (its 'loop' differs)"),
+        ("rows = 2", "rows = 1", "{}/run was made with loop.rows 2, now it is 1; "),
+        ("0.01", "0.02", "made with optimizer.learning_rate 0.01, now it is 0.02; "),
+        ("[1, 0, 0]", "[0, 1, 0]", "{}/data was made with shares [1.0, 0.0, 0.0], now it is [0.0,"),
+        ("length", 'field = "body"\nlength', "data was made with field 'text', now it is 'body'"),
+        ("/texts", "/others", "{}/data was made with sources.{}/others/0.txt None, now"),
         ("/model", "/eight", "eight holds its matrices in int8, which cannot be trained; convert "),
         ("/run", "/locked", "another process is writing {}/locked"),
         ("/data", "/locked", "another process is writing {}/locked"),
@@ -164,6 +170,9 @@ def test_a_trained_checkpoint_is_compared_under_methods(trained):
 def test_bad_input_is_one_line_and_nothing_is_overwritten(trained, old, new, message):
     folder, _ = trained
     config = changed(folder, old, new)
+    if new == "/others" and not (folder / "others").exists():
+        shutil.copytree(folder / "texts", folder / "others")
+        (folder / "others" / "0.txt").write_text("another text " * 5)
     if new == "/eight":
         checkpoints_convert.convert(folder / "hf", folder / "eight", weights="int8")
     if old in ('texts"]', "sources"):
@@ -177,6 +186,19 @@ def test_bad_input_is_one_line_and_nothing_is_overwritten(trained, old, new, mes
         message = message.replace("{}", str(folder))
         assert code == 2 and said.startswith("error: ") and message in said, said
         assert written(folder) == before
+
+
+def test_a_run_goes_on_where_neither_texts_nor_steps_change(trained):
+    folder, _ = trained
+    shutil.copytree(folder / "texts", folder / "moved")
+    for old, new in (
+        ("rows = 2", "rows = 2\nsave_every = 7\nkeep = 1"),
+        ("sources", "#"),
+        ("/texts", "/moved"),
+        ('dtype = "float32"', 'dtype = "float32"\nmesh = "data=2"'),
+    ):
+        code, said = train(changed(folder, old, new))
+        assert code == 0 and "2 steps done" in said, (new, said)
 
 
 # Orbax's writers learn of the error one by one, the last ones when they are collected.

@@ -39,7 +39,7 @@ from tests.train_cpt.tiny_run import (
 from train_cpt import bench
 from train_cpt.attention import Pattern
 from train_cpt.data import open_windows
-from train_cpt.loop import Best, LoopConfig, train
+from train_cpt.loop import Best, Checkpoints, LoopConfig, train
 from train_cpt.metrics import device_peak, metrics_log, read_metrics, text_flops
 from train_cpt.step import text_losses
 
@@ -91,8 +91,10 @@ def test_sigterm_saves_and_the_run_goes_on_the_same(straight, tmp_path):
     assert (first.step, first.ended) == (5, "terminated")
     assert signal.getsignal(signal.SIGTERM) is before
     # Lines of steps after the checkpoint, and one that was cut short, are dropped.
+    with metrics_log(tmp_path / "run", 5) as write:
+        write({"step": 6, "loss": 0})
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "loss": 0}\n{"step": 7, "lo')
+        file.write('{"step": 7, "lo')
     second = run_tiny(tmp_path / "run", folder / "data", make_params=no_params)
     assert digest(second.state) == digest(outcome.state)
     assert losses_of(tmp_path / "run") == losses_of(folder / "run")
@@ -140,7 +142,7 @@ def test_finished_runs_other_runs_and_folders_are_left_alone(straight, tmp_path)
     assert again.ended == "done" and digest(again.state) == digest(outcome.state)
     (tmp_path / "run.json").write_text("{")
     for place, facts, message in (
-        (folder / "run", {"config": {"tiny": False}}, r"holds another run \(its 'config' differs"),
+        (folder / "run", {"config": {"tiny": False}}, "made with config.tiny True, now it is Fal"),
         (folder / "data", FACTS, "is not empty and no run"),
         (tmp_path, FACTS, r"run\.json cannot be read"),
     ):
@@ -214,6 +216,53 @@ def test_lines_are_events_too_and_both_go_on_from_a_step(tmp_path):
     ]
     assert [value for _, _, value in scalars] == pytest.approx([1, 0.5, 1 / 3, 7, 8])
     assert forgotten == [3]
+
+
+def test_damaged_and_foreign_metrics_are_named_by_file_and_line(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder, facts in ((one, FACTS), (other, {"config": {"tiny": False}})):
+        folder.mkdir()
+        (folder / "run.json").write_text(json.dumps(facts))
+        with metrics_log(folder, 0) as write:
+            write({"step": 1, "loss": 2.5})
+            write({"step": 2, "loss": 1.5})
+    lines, path = lines_of(one), one / "metrics.jsonl"
+    # Others read it as JSON lines.
+    assert [json.loads(line)["loss"] for line in lines] == [2.5, 1.5]
+    for number, damaged in (
+        (1, lines[0].replace("2.5", "3.5")),
+        (2, lines_of(other)[1]),
+        (2, '{"step": 2, "loss": 1.5}'),
+        (2, "{"),
+    ):
+        path.write_text(
+            "".join(f"{line}\n" for line in [*lines[: number - 1], damaged, *lines[number:]])
+        )
+        for read in (lambda: read_metrics(one), lambda: metrics_log(one, 2).__enter__()):
+            with pytest.raises(InputError, match=rf"one/metrics\.jsonl is damaged: line {number} "):
+                read()
+    # Those of an earlier version have no checksums, and get them where the run goes on.
+    path.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 1.5}\n')
+    assert len(read_metrics(one)) == 2
+    with metrics_log(one, 1) as write:
+        write({"step": 2, "loss": 1.5})
+    assert lines_of(one) == lines
+
+
+def test_checkpoints_of_another_run_or_step_are_not_restored(straight, tmp_path):
+    newest = straight[0] / "run" / "checkpoints" / str(STEPS)
+    for run, step, named in (
+        ("{}", STEPS, "run '"),
+        (json.dumps(FACTS, indent=1), 13, "step 12, now"),
+    ):
+        folder = tmp_path / str(step) / "checkpoints"
+        shutil.copytree(newest, folder / str(step))
+        (folder.parent / "run.json").write_text(run)
+        with (
+            Checkpoints(folder, LOOP.keep) as saved,
+            pytest.raises(CheckpointError, match=rf"checkpoints/{step} was made with {named}"),
+        ):
+            saved.restore(step, tiny_setup())
 
 
 def test_flops_count_the_matmuls_and_the_pairs_that_meet():

@@ -99,6 +99,10 @@ def test_save_and_load_give_the_same_answer(run, loads, book, tmp_path):
     refused(run(*asking, tmp_path / "plain", "--chat"), "was read without chat template")
     again = run("ask", book, "Who?", *common, "--save-context", tmp_path / "chat")
     refused(again, "exists")
+    prompt = tmp_path / "chat" / "prompt.json"
+    prompt.write_text('{"chat": true, "tokenizer": "other"}')
+    said = f"{prompt.parent} was made with tokenizer 'other', now it is None"
+    refused(run(*asking, tmp_path / "chat"), said)
 
 
 # The tests' own compile cache may want to grow meanwhile.

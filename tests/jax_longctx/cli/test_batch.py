@@ -108,7 +108,10 @@ def test_every_row_as_it_is_answered_alone(batch, tiny, out, method, monkeypatch
     assert [line["line"] for line in found] == [1, 2, 3, 4, 5, 6]
     assert [line.get("id") for line in found] == ["a", 7, None, None, "b", None]
     check_answers(tiny, found, out.parent)
-    assert sorted(path.name for path in out.parent.glob("out*")) == ["out.jsonl"]
+    assert sorted(path.name for path in out.parent.glob("out*")) == [
+        "out.jsonl",
+        "out.jsonl.origin",
+    ]
 
 
 BAD = {
@@ -285,14 +288,110 @@ def test_other_runs_are_refused_and_a_finished_one_is_left_alone(batch, killed, 
         )
     assert sorted(out.parent.glob("out*")) == []
     killed(2, *LIMIT, code=1)
-    assert "was begun with max_tokens 6, now it is 7" in refused("--max-tokens", 7)
-    assert "was begun with input" in refused(rows=ROWS[1:])
+    assert "was made with max_tokens 6, now it is 7" in refused("--max-tokens", 7)
     # Where contexts are held does not change answers.
     batch(*LIMIT, "--offload", "host", rows=ROWS)
     before = out.read_bytes()
     assert "complete already" in batch(*LIMIT).stderr
     assert out.read_bytes() == before
-    assert "is not of this input" in refused(rows=ROWS[1:])
+
+
+FEW = [{"file": "book.txt", "question": "Why?"}, {"prompt": "12"}]
+SHORT = ("--max-tokens", 2, "--rows", 1)
+# What changes, and what the error names; None where answers stay the same.
+CHANGES = {
+    "a row": ({"rows": [FEW[0], {"prompt": "13"}]}, (), "input"),
+    "one more": ({"rows": [FEW[1], *FEW]}, (), "input"),
+    "order": ({"rows": FEW[::-1]}, (), "input"),
+    "text of a file": ({"text": "Another book. "}, (), "input"),
+    "limit": ({}, ("--max-tokens", 3), "max_tokens 2, now it is 3"),
+    "seed": ({}, ("--seed", 1), "sampling.seed 0, now it is 1"),
+    "temperature": ({}, ("--temperature", 0.5), "sampling.temperature 0.0, now it is 0.5"),
+    "stop": ({}, ("--stop", "x"), "stop [], now it is ['x']"),
+    "template": ({}, ("--no-chat",), "chat True, now it is False"),
+    "method": ({"method": "snapkv"}, (), "method.name 'full', now it is 'snapkv'"),
+    "one weight": ({"weight": 1.0}, (), "all_weights '"),
+    "tokenizer": ({"tokenizer": "other"}, (), "tokenizer None, now it is 'other'"),
+    "a copy of the weights": ({"weight": 0.0}, (), None),
+    "rows of a batch": ({}, ("--rows", 2), None),
+    "path and memory": ({}, ("-c", "model", "--chunk", 32, "--offload", "host"), None),
+}
+
+
+@pytest.fixture
+def changed(tiny, given, book, monkeypatch):
+    """Makes a change of `CHANGES`, and takes it back with the test."""
+    base = tiny.engine
+
+    def change(rows=FEW, text=BOOK, method="full", weight=0.0, tokenizer=None):
+        write(given, rows)
+        book.write_text(text)
+        # The last value of an array: the fingerprint is of the first ones.
+        scale = base.params["final_norm"]["scale"].at[-1].add(weight)
+        params = {**base.params, "final_norm": {"scale": scale}}
+        engine = Engine(base.config, params, small_method(method), base.mesh, chunk=64)
+        monkeypatch.setattr(tiny, "engine", engine)
+        monkeypatch.setattr(type(tiny), "tokenizer_digest", tokenizer)
+
+    return change
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_answers_of_something_else_are_neither_called_complete_nor_continued(
+    batch, killed, changed, out, finished
+):
+    name = out.name if finished else f"{out.name}.journal"
+    changed()
+    batch(*SHORT) if finished else killed(3, *SHORT, code=1)
+    before = {path: path.read_bytes() for path in out.parent.glob("out*")}
+    for what, options, named in CHANGES.values():
+        changed(**what)
+        if named is not None:
+            said = " ".join(batch(*SHORT, *options, code=2).stderr.split())
+            assert f"{name} was made with {named}" in said and "--overwrite" in said, said
+            assert {path: path.read_bytes() for path in out.parent.glob("out*")} == before
+            continue
+        said = batch(*SHORT, *options).stderr
+        assert ("complete already" if finished else "going on: ") in said
+        out.unlink()
+        for path, content in before.items():
+            path.write_bytes(content)
+    what, options, _ = CHANGES["limit"]
+    changed(**what)
+    whole = batch(*SHORT, *options, "--overwrite", into=out.with_name("whole"))
+    assert "2 rows in " in whole.stderr
+    batch(*SHORT, *options, "--overwrite")
+    assert out.read_bytes() == out.with_name("whole").read_bytes()
+    # The same command goes on with what it began.
+    assert "complete already" in batch(*SHORT, *options, "--overwrite").stderr
+
+
+def test_an_output_that_was_changed_or_has_no_origin_is_not_called_complete(batch, out):
+    batch(*SHORT, rows=FEW)
+    origin, text = out.with_name("out.jsonl.origin"), out.read_text()
+    out.write_text(text.replace('"finish"', '"finisH"', 1))
+    assert "was changed after it was written" in batch(*SHORT, code=2).stderr.replace("\n", " ")
+    out.write_text(text)
+    for damage in (origin.read_text().replace("sha", "shA"), "{}", "[", None):
+        origin.write_text(damage) if damage is not None else origin.unlink()
+        assert "--overwrite" in batch(*SHORT, code=2).stderr.replace("\n", " ")
+        assert out.read_text() == text
+    # A journal of the version before this one.
+    out.rename(out.with_name("out.jsonl.partial"))
+    out.with_name("out.jsonl.journal").write_text('{"format": 2, "given": {}}\n')
+    said = batch(*SHORT, code=2).stderr.replace("\n", " ")
+    assert "has format 2, expected 3: another version wrote it" in said
+    batch(*SHORT, "--overwrite")
+    assert out.read_text() == text
+
+
+def test_an_input_that_changes_while_it_is_answered_is_an_error(batch, book, out, monkeypatch):
+    compute = run_module._compute
+    monkeypatch.setattr(
+        run_module, "_compute", lambda *args: book.write_text("Another. ") and compute(*args)
+    )
+    assert "changed while it was read" in batch(*SHORT, rows=FEW, code=2).stderr.replace("\n", " ")
+    assert not out.exists()
 
 
 def test_damage_between_two_runs_is_refused_or_computed_again(run, batch, killed, given, out):
@@ -342,7 +441,7 @@ def test_no_input_and_an_output_that_is_a_folder_are_refused(batch, loads, given
 def test_nothing_is_compiled_for_what_was_begun_or_does_not_fit(tiny, given, out, monkeypatch):
     options = BatchOptions(rows=4, max_tokens=6)
     assert len(compile_first(tiny, given, out, options)) > 3
-    for end in ("", ".partial", ".journal"):
+    for end in ("", ".partial", ".journal", ".origin"):
         begun = out.with_name(out.name + end)
         begun.touch()
         assert compile_first(tiny, given, out, options) is None

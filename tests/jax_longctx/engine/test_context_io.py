@@ -8,11 +8,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from jax_longctx.engine import programs
-from jax_longctx.engine.context_io import Saving, load_context, save_context
+from jax_longctx.engine import Engine, programs
+from jax_longctx.engine.context_io import Saving, load_context, made_by_engine, save_context
 from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.locks import only_writer
-from jax_longctx.methods import DynamicNTK
+from jax_longctx.methods import DynamicNTK, Full
 from jax_longctx.models.storage import read_sealed, seal
 from jax_longctx.sharding import make_mesh
 from tests.support import random_rows, tiny_config, tiny_engine
@@ -148,6 +148,16 @@ def test_another_engine_is_refused(saved):
     ]:
         with pytest.raises(CheckpointError, match=f"was made with {named}"):
             load_context(tiny_engine(chunk=16, **other), saved)
+    params = tiny_engine(chunk=16).params
+    scale = params["final_norm"]["scale"].at[-1].add(1.0)
+    near = Engine(tiny_config(), {**params, "final_norm": {"scale": scale}}, Full(), make_mesh())
+    with pytest.raises(CheckpointError, match="was made with all_weights '"):
+        load_context(near, saved)
+    # An earlier version did not look at all weights.
+    text, made_by = (saved / "context.json").read_text(), made_by_engine(near)
+    change(saved, made_by={key: x for key, x in made_by.items() if key != "all_weights"})
+    assert load_context(near, saved).lengths == [45, 9]
+    (saved / "context.json").write_text(text)
     # Slots divide over two shards, but not in the runs of 128 that pages divide.
     change(saved, slots=384)
     said = "384 slots, which do not divide over 2 shards in runs of 128; .* seq divides 3,"

@@ -35,6 +35,10 @@ def test_run_writes_rows_and_a_report_and_goes_on(run, loads, small, tmp_path):
     assert (out / "report.html").read_bytes() == page
     (tmp_path / "empty").mkdir()
     refused(run("eval", "report", out, "--perplexity", out / "rows.jsonl"), "no results of")
+    other = tmp_path / "perplexity.json"
+    other.write_text('{"runs": [], "made_from": {"all_weights": "others"}}')
+    said = f"{other} was made with all_weights 'others', now it is "
+    refused(run("eval", "report", out, "--perplexity", other), said)
     refused(run("eval", "report", tmp_path / "empty"), "give the --output of a run")
 
 
@@ -47,10 +51,11 @@ def test_a_report_of_two_folders(run, loads, small, tmp_path):
     # Two prompts in each folder: full attention's of both are the same two.
     assert "4 rows; " in result.stderr
     assert "| full |" in result.stdout and "| streaming-llm budget=32 chunk=16 |" in result.stdout
-    header, _, rows = (two / "rows.jsonl").read_text().partition("\n")
-    (two / "rows.jsonl").write_text(header.replace('"chat": false', '"chat": true') + "\n" + rows)
-    said = f"one was run with chat False, {two} with True; a report is of one model"
-    refused(run("eval", "report", one, two), said)
+    run(*RUN, "-o", tmp_path / "chat", "--chat", code=0)
+    said = (
+        f"{one} was made with chat False, now it is True; run with the same, or write a report of"
+    )
+    refused(run("eval", "report", one, tmp_path / "chat"), said)
 
 
 def test_a_file_in_place_of_options(run, loads, small, tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from jax_longctx.api import LongContext
 from jax_longctx.engine import Engine
 from jax_longctx.engine.programs import CompileClock, forget
-from jax_longctx.errors import ConfigError, InputError, LongctxError
+from jax_longctx.errors import ConfigError, InputError, LongctxError, OriginError
 from jax_longctx.evaluation import compute, runner
 from jax_longctx.evaluation.config import parse_config
 from jax_longctx.evaluation.rows import RowStore, read_rows
@@ -123,7 +124,7 @@ def test_every_row_is_what_its_prompt_gives_alone(small, tiny, tmp_path, compute
     row = rows[0]
     assert row["method"] == {"name": "full", "settings": {}} and row["device"] == "here"
     settings = {"graded": False, "stored": 0, "asks": 1, "max_new": 4}
-    assert row["task"] == {"name": "small", "settings": settings}
+    assert row["task"] == {"name": "small", "settings": settings, "files": {}}
     assert (row["seed"], row["length"], row["outputs"]) == (0, 64, [str(row["index"])])
     assert row["seconds"]["first_token"] > 0 and row["seconds"]["token"] > 0
     # Two layers of keys and values of two heads, eight wide, in float32, in 256 slots and lengths.
@@ -303,26 +304,104 @@ def test_rows_of_another_run_are_left_alone_and_two_never_write_one_file(small, 
     one, rows = config(trials=1), tmp_path / "rows.jsonl"
     evaluate(tiny, tmp_path, one)
     before = rows.read_bytes()
-    with pytest.raises(InputError, match="was begun with seed 0, now it is 1"):
+    with pytest.raises(InputError, match="was made with seed 0, now it is 1"):
         evaluate(tiny, tmp_path, config(trials=1, seed=1))
     assert rows.read_bytes() == before
     rows.write_text('{"format": 9}\n')
-    with pytest.raises(InputError, match="not a file of rows: format 9, expected 1"):
+    with pytest.raises(InputError, match="has format 9, expected 2: another version"):
         evaluate(tiny, tmp_path, one)
-    first = RowStore(tmp_path / "other", {"seed": 0})
+    first = RowStore(tmp_path / "other", {"seed": 0}, {})
     with pytest.raises(InputError, match=r"rows\.jsonl is being written by another run"):
         evaluate(tiny, tmp_path / "other", one)
     first.close()
-    RowStore(tmp_path / "other", {"seed": 0}).close()
+    RowStore(tmp_path / "other", {"seed": 0}, {}).close()
     # Of two folders the one that had the memory counts.
     row = {"label": "full", "task_label": "small", "length": 64, "index": 0, "prompt_sha256": "a"}
     short, found = row | {"refused": "no", "short_of_memory": True}, row | {"answer": "7"}
     for name, kept in (("short", short), ("found", found)):
-        store = RowStore(tmp_path / name, {})
+        store = RowStore(tmp_path / name, {}, {})
         store.add([kept])
         store.close()
     for order in (("short", "found"), ("found", "short")):
         assert read_rows(*(tmp_path / name for name in order)) == [found]
+
+
+def test_finished_rows_of_something_else_are_not_called_complete(
+    small, tiny, tmp_path, computed, monkeypatch
+):
+    base, folder, book = tiny.engine, tmp_path / "out", tmp_path / "book.txt"
+    (tmp_path / "two").mkdir()
+
+    def run(*, text="Rain falls.", at=book, weight=0.0, tokenizer=None, overwrite=False, **options):
+        at.write_text(text)
+        scale = base.params["final_norm"]["scale"].at[-1].add(weight)
+        params = {**base.params, "final_norm": {"scale": scale}}
+        monkeypatch.setattr(LongContext, "tokenizer_digest", tokenizer)
+        model = LongContext(
+            Engine(base.config, params, Full(), base.mesh, chunk=32), tiny.tokenizer
+        )
+        tasks = ("small", f"passkey:haystack={at},max_new=4")
+        chosen = config(tasks=tasks, lengths=(256,), trials=1, **options)
+        return evaluate(model, folder, chosen, overwrite=overwrite)
+
+    run()
+    before = (folder / "rows.jsonl").read_bytes()
+    computed.clear()
+    for change, named in (
+        ({"seed": 1}, "seed 0, now it is 1"),
+        ({"chat": True}, "chat False, now it is True"),
+        ({"weight": 1.0}, "all_weights '"),
+        ({"tokenizer": "other"}, "tokenizer None, now it is 'other'"),
+        ({"text": "Snow falls."}, r"passkey@book max_new=4\.haystack '"),
+        ({"text": "Snow falls.", "at": tmp_path / "two" / "book.txt"}, r"max_new=4\.haystack '"),
+    ):
+        with pytest.raises(OriginError, match=rf"rows\.jsonl was made with .*{named}.*--overwrite"):
+            run(**change)
+    # A text that was moved, and how rows are computed, change no answer.
+    run(at=tmp_path / "two" / "book.txt", batch=1)
+    assert (folder / "rows.jsonl").read_bytes() == before and computed == []
+    assert {row["seed"] for row in run(seed=1, overwrite=True)} == {1} and sum(computed) == 2
+    run(seed=1, overwrite=True)
+    assert sum(computed) == 2
+
+
+def test_damaged_and_foreign_rows_are_named_by_file_and_line(small, tiny, tmp_path, computed):
+    one, other = tmp_path / "one", tmp_path / "other"
+    evaluate(tiny, one, config(trials=2))
+    evaluate(tiny, other, config(trials=2, seed=1))
+    path, foreign = one / "rows.jsonl", (other / "rows.jsonl").read_text().splitlines()
+    text = path.read_text()
+    lines = text.splitlines()
+    # Others read it as JSON lines.
+    assert sorted(json.loads(line)["index"] for line in lines[1:]) == [0, 1]
+    for number, damaged in (
+        (1, lines[0].replace('"seed": 0', '"seed": 1')),
+        (1, lines[0].replace('"format": 2', '"format": 1')),
+        (2, lines[1].replace('"finish"', '"finisH"', 1)),
+        (2, foreign[1]),
+        (3, lines[2].replace('"crc32"', '"crc33"')),
+        (3, "{"),
+        (3, "[]"),
+    ):
+        changed = [*lines[: number - 1], damaged, *lines[number:]]
+        path.write_text("".join(f"{line}\n" for line in changed))
+        for read in (lambda: read_rows(one), lambda: evaluate(tiny, one, config(trials=2))):
+            with pytest.raises(OriginError, match=rf"one/rows\.jsonl is damaged: line {number} is"):
+                read()
+    # Without that line its row is computed again.
+    computed.clear()
+    path.write_text("".join(f"{line}\n" for line in lines[:2]))
+    assert len(evaluate(tiny, one, config(trials=2))) == 2 and computed == [1]
+    # What an earlier version wrote is read and goes on.
+    old = [json.loads(line) for line in lines]
+    for each in old:
+        del each["crc32"]
+    given = {"checkpoint": tiny.engine.fingerprint, "seed": 0, "dtype": "float32", "chunk": 64}
+    old[0] = {"format": 1, "given": given | {"chat": False}}
+    path.write_text("".join(json.dumps(each) + "\n" for each in old[:2]))
+    assert len(evaluate(tiny, one, config(trials=2))) == len(read_rows(one)) == 2
+    with pytest.raises(OriginError, match="was made with seed 0, now it is 1"):
+        evaluate(tiny, one, config(seed=1))
 
 
 def test_what_cannot_be_asked_is_refused_with_the_reason(small, tiny, tmp_path, monkeypatch):
@@ -379,7 +458,7 @@ def test_a_text_that_is_gone_or_another_ends_the_run_and_leaves_the_rows(small, 
     assert "measures" in row
     before = (folder / "rows.jsonl").read_bytes()
     book.write_text("Snow falls. The wind turns. Night comes.\n")
-    with pytest.raises(InputError, match="prompt 0 of passkey@book max_new=4 at 256 tokens in oth"):
+    with pytest.raises(InputError, match=r"with passkey@book max_new=4\.haystack"):
         evaluate(tiny, folder, two)
     assert (folder / "rows.jsonl").read_bytes() == before
 

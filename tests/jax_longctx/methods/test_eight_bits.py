@@ -300,7 +300,7 @@ def test_a_context_keeps_its_8_bits_saved_and_grown(name, tmp_path):
     assert asked(engine, loaded, questions) == first
     assert answers(engine, contexts, questions) == first
     other = tiny_engine(small_method(name), config=config, chunk=16)
-    with pytest.raises(CheckpointError, match="made with kv int8, this engine has None"):
+    with pytest.raises(CheckpointError, match="made with kv 'int8', now it is None"):
         load_context(other, tmp_path / "kept")
 
 

@@ -144,6 +144,21 @@ def test_every_matrix_of_a_layer_is_in_8_bits_and_nothing_else():
     assert engine.fingerprint != engine_of(random_params()).fingerprint
 
 
+def test_the_checksum_of_weights_is_of_every_value_and_not_of_the_mesh():
+    params = random_params()
+    whole = engine_of(params).checksum
+    assert whole == engine_of(params, by_layer=False).checksum
+    for mesh in (make_mesh(1, 2, 2), make_mesh(2, 1, 2)):
+        spread = Engine(CONFIG, random_params(mesh), Full(), mesh)
+        assert spread.checksum == whole
+    table = params["embed"]["table"]
+    # One value, the sign of one, and two rows in each other's place.
+    rows = jnp.arange(len(table)).at[5].set(6).at[6].set(5)
+    for changed in (table.at[-1, -1].add(1e-6), table.at[3, 3].multiply(-1), table[rows]):
+        other = engine_of({**params, "embed": {"table": changed}})
+        assert other.checksum != whole and other.fingerprint == engine_of(params).fingerprint
+
+
 def test_shapes_are_those_of_the_weights():
     mesh = make_mesh(1, 2, 2)
     made, shapes = random_params(mesh, "int8"), abstract_params(CONFIG, mesh, jnp.float32, "int8")
