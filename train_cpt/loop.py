@@ -8,7 +8,8 @@ A run is a folder:
     tensorboard/     the same as TensorBoard events, for `tensorboard --logdir`
     checkpoints/     the newest checkpoints, and the one with the lowest dev loss (Orbax): weights,
                      moments and step count (`state`), and the position in the data and the best
-                     step so far (`position`), all with checksums
+                     step so far (`position`), all with checksums; `state/arrays.json` and the
+                     position say of which run and step they are
 
 A killed run resumes from its newest whole checkpoint and computes the same bits as without the
 kill: the checkpoint holds all that a step depends on. Metrics of steps that run again are removed
@@ -18,6 +19,7 @@ the run without a checkpoint, and its batch is saved.
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import signal
@@ -33,9 +35,10 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jax_longctx.engine.distributed import from_leader, is_leader
-from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from jax_longctx.errors import CheckpointError, ConfigError, DamagedError, InputError
 from jax_longctx.memory import peak_memory
 from jax_longctx.models import storage
+from jax_longctx.paths import whole_path
 from jax_longctx.settings import at_least
 from train_cpt.attention import check_attention
 from train_cpt.data import Windows, batches
@@ -51,10 +54,11 @@ from train_cpt.step import (
 )
 
 RUN, CHECKPOINTS = "run.json", "checkpoints"
-FORMAT, POSITION = 1, "position.json"
+FORMAT, POSITION, ARRAYS = 1, "position.json", "arrays.json"
 
-# The facts that may differ in a resumed run.
+# The facts that may differ in a resumed run: versions, and where its files lie.
 VERSIONS = "versions"
+PLACES = {"run": ("checkpoint", "output"), "data": ("directory",)}
 
 # (steps done, steps in all, the newest line of metrics)
 Progress = Callable[[int, int, Mapping[str, Any]], None]
@@ -106,11 +110,44 @@ class Best:
     dev_loss: float = float("inf")
 
 
+class _State(ocp.PyTreeCheckpointHandler):
+    """Orbax's handler of the state; before a checkpoint counts as whole, it is described.
+
+    Args:
+      run: the digest of the run.
+    """
+
+    def __init__(self, run: str):
+        # Zarr 3 has checksums. Weights hardly compress.
+        super().__init__(use_zarr3=True, use_compression=False)
+        self._run = run
+
+    def finalize(self, directory: Any) -> None:
+        """Writes the digests of files and arrays, when all processes have written theirs."""
+        super().finalize(directory)
+        if not is_leader():
+            return
+        folder = Path(directory)
+        # As they are called when the folder has its name.
+        files = {
+            f"{storage.STATE}/{name}": it for name, it in storage.describe_files(folder).items()
+        }
+        arrays = storage.array_digests(folder)
+        described = storage.seal(FORMAT, {"run": self._run, "files": files, "arrays": arrays})
+        storage.write_text(folder / ARRAYS, json.dumps(described))
+
+
+@ocp.args.register_with_handler(_State, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class _StateSave(ocp.args.PyTreeSave):
+    """What `_State` saves: Orbax finds a handler by the class of its arguments."""
+
+
 class Checkpoints:
     """The checkpoints of one run; a context manager that waits for unfinished writes.
 
     Args:
-      folder: of the checkpoints, made if missing.
+      folder: of the checkpoints, made if missing, in that of a run.
       keep: number of newest checkpoints that are kept.
 
     Attributes:
@@ -118,16 +155,14 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int):
-        self.folder, self.best, self._keep = folder, Best(), keep
+        self.folder, self.best, self._keep = whole_path(folder), Best(), keep
+        self._run = _run_digest(self.folder.parent)
         options = ocp.CheckpointManagerOptions(create=True, preservation_policy=self)
         handlers: dict[str, Any] = {
-            # Zarr 3 has checksums. Weights hardly compress.
-            "state": ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False),
+            "state": _State(self._run),
             "position": ocp.JsonCheckpointHandler(POSITION),
         }
-        self._manager = ocp.CheckpointManager(
-            folder.absolute(), options=options, item_handlers=handlers
-        )
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -153,9 +188,10 @@ class Checkpoints:
         """Starts a save; the next step may overwrite the state once this returns."""
         # JSON has no infinity.
         best = dataclasses.asdict(self.best) if self.best.step else {}
-        position = storage.seal(FORMAT, {"data": data.get_state(), "best": best})
+        where = {"run": self._run, "step": step, "data": data.get_state(), "best": best}
+        position = storage.seal(FORMAT, where)
         items = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(_by_path(state)), position=ocp.args.JsonSave(position)
+            state=_StateSave(_by_path(state)), position=ocp.args.JsonSave(position)
         )
         with storage.writing(self.folder):
             self._manager.save(step, args=items, force=True)
@@ -176,22 +212,36 @@ class Checkpoints:
         """The state of a step. With `data`, also sets its position and the best step so far.
 
         Raises:
-          CheckpointError: the checkpoint is damaged.
+          DamagedError: the checkpoint is damaged, or files of it are of another one.
+          CheckpointError: it cannot be read.
         """
         folder = self.folder / str(step)
         remedy = f"remove {folder} to go on from the checkpoint before"
         try:
             position = storage.read_sealed(folder / "position" / POSITION, FORMAT, remedy)
+            # Earlier versions wrote no digests of arrays, and not whose they are.
+            known = "run" in position
+            stored = position
+            if known:
+                stored = storage.read_sealed(folder / storage.STATE / ARRAYS, FORMAT, remedy)
+                storage.check_stored(folder, stored["files"], stored["arrays"], remedy)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{error.filename} is missing (earlier versions wrote none); {remedy}"
             ) from None
         target = abstract_state(setup)
         arrays = storage.load_arrays(folder, _by_path(target), remedy)
+        state = jax.tree.unflatten(jax.tree.structure(target), arrays.values())
+        found = [position["run"], position["step"], stored["run"]] if known else []
+        if int(state.step) != step or found not in ([], [self._run, step, self._run]):
+            raise DamagedError(
+                f"{folder} has files of another run or another step; move it away to go on from "
+                f"the checkpoint before"
+            )
         if data is not None:
             self.best = Best(**position["best"]) if position["best"] else Best()
             data.set_state(position["data"])
-        return jax.tree.unflatten(jax.tree.structure(target), arrays.values())
+        return state
 
 
 def _by_path(state: TrainState) -> dict[str, Any]:
@@ -319,7 +369,7 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
     """Writes `run.json`, or checks that it holds the same facts; overwrites nothing."""
     path, ours = directory / RUN, json.loads(json.dumps(facts))
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = _facts_of(path)
     except FileNotFoundError:
         # A run killed at its start has left at most the unfinished file.
         if directory.exists() and any(
@@ -329,18 +379,40 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         storage.write_text(path, json.dumps(ours, indent=1))
         return
+    ours = _decisive(ours)
+    if differ := [name for name in {**found, **ours} if found.get(name) != ours.get(name)]:
+        raise InputError(
+            f"{directory} holds another run (its {differ[0]!r} differs); name another folder to "
+            f"begin one, or run that configuration again to go on"
+        )
+
+
+def _facts_of(path: Path) -> dict[str, Any]:
+    """The facts of `run.json` that must not differ; raises InputError where it cannot be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a JSON {type(found).__name__}, expected an object")
+    except FileNotFoundError:
+        raise
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error!s:.200}") from error
-    if found != ours:
-        names = sorted(set(found) | set(ours)) if isinstance(found, dict) else []
-        differ = [name for name in names if found.get(name) != ours.get(name)]
-        if differ == [VERSIONS]:
-            return
-        other = next((name for name in differ if name != VERSIONS), RUN)
-        raise InputError(
-            f"{directory} holds another run (its {other!r} differs); name another folder to begin "
-            f"one, or run that configuration again to go on"
-        )
+    return _decisive(found)
+
+
+def _decisive(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts without those that may differ."""
+    kept = {name: value for name, value in facts.items() if name != VERSIONS}
+    for section, names in PLACES.items():
+        if isinstance(value := kept.get(section), Mapping):
+            kept[section] = {name: it for name, it in value.items() if name not in names}
+    return kept
+
+
+def _run_digest(directory: Path) -> str:
+    """Says of which run a checkpoint is: two runs of the same facts write the same bits."""
+    facts = json.dumps(_facts_of(directory / RUN), sort_keys=True)
+    return hashlib.sha256(facts.encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from jax_longctx.cli.terminal import (
 )
 from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.memory import shown_bytes
+from jax_longctx.paths import whole_path
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
@@ -148,7 +149,7 @@ def ask(
         jax-longctx ask "And why?" -c llama3 --load-context read
     """
     if request.save_context is not None:
-        check_folder(request.save_context.absolute().parent, "--save-context")
+        check_folder(whole_path(request.save_context).parent, "--save-context")
     document = None if request.file is None else read_text(request.file)
     terminal = Terminal(as_json=as_json)
     compiling = Compiling(terminal)
@@ -281,7 +282,7 @@ class Session:
         tokens = len(self.model.tokenizer.encode(self.layout.context(document), bos=True))
         footprint = self.model.footprint(tokens, reserve=reserve)
         needed = footprint.kept + footprint.host
-        free = shutil.disk_usage(folder.absolute().parent).free
+        free = shutil.disk_usage(whole_path(folder).parent).free
         if needed > free:
             raise CheckpointError(
                 f"the context takes {shown_bytes(needed)}, the disk of {folder} has "

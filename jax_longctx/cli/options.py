@@ -19,11 +19,12 @@ from typer.models import OptionInfo
 
 import jax_longctx
 from jax_longctx.cli.terminal import Terminal, check_argument, check_file, save
-from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from jax_longctx.errors import CheckpointError, ConfigError, InputError, file_errors
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.memory import peak_memory
 from jax_longctx.methods import METHODS, check_method, make_method, settings_of
 from jax_longctx.models.presets import PRESETS, preset
+from jax_longctx.paths import expanded, whole_path
 from jax_longctx.settings import (
     DTYPES,
     PLACES,
@@ -82,6 +83,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run(**values: Any) -> None:
+        values = {name: _at_home(value) for name, value in values.items()}
         made = {
             group: kind(**{name: values.pop(name) for name in names})
             for group, (kind, names) in groups.items()
@@ -92,6 +94,13 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     described.__signature__ = inspect.Signature(flat)
     run.__annotations__ = {each.name: each.annotation for each in flat}
     return run
+
+
+def _at_home(value: Any) -> Any:
+    """An option's path, or its paths, without `~`."""
+    if isinstance(value, list):
+        return [_at_home(each) for each in value]
+    return expanded(value) if isinstance(value, Path) else value
 
 
 def _parameter(name: str, kind: Any, field: Any, panel: str | None = None) -> inspect.Parameter:
@@ -118,7 +127,9 @@ def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
 
 def check_checkpoint(folder: Path) -> None:
     """CheckpointError where the folder has no manifest; loading checks the contents."""
-    if not (folder / "manifest.json").is_file():
+    with file_errors(f"{folder} cannot be read", kind=CheckpointError):
+        found = (whole_path(folder) / "manifest.json").is_file()
+    if not found:
         raise CheckpointError(
             f"{folder} is not a converted checkpoint (no manifest.json); "
             f"make one: jax-longctx convert SOURCE DESTINATION"

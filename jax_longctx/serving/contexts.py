@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 import os
 import secrets
@@ -32,9 +33,12 @@ from typing import Any
 import numpy as np
 
 from jax_longctx.engine.context_io import saved_tokens
-from jax_longctx.errors import CheckpointError, InputError, file_errors
+from jax_longctx.errors import CheckpointError, DamagedError, InputError, file_errors
 from jax_longctx.locks import lock
+from jax_longctx.paths import whole_path
 from jax_longctx.serving.schema import RequestError
+
+log = logging.getLogger(__name__)
 
 Tokens = np.ndarray
 # Held by the server that keeps its contexts in the folder.
@@ -158,6 +162,7 @@ class Contexts:
         # Texts whose ids were removed, and those that were used: their files do not say so yet.
         self._outdated: set[Text] = set()
         self._touched: set[Text] = set()
+        self.folder = whole_path(self.folder)
         self._held = _hold(self.folder)
         self._find_saved()
 
@@ -438,9 +443,13 @@ class Contexts:
                     Entry(text=text, expires=used + each["ttl"], **each)
                     for each in described["entries"]
                 ]
-            except (OSError, ValueError, KeyError, TypeError, CheckpointError):
-                # Damaged: its client reads the text again.
+            except (DamagedError, ValueError, KeyError, TypeError):
+                # Its client reads the text again.
                 file.unlink(missing_ok=True)
+                continue
+            except (OSError, CheckpointError) as error:
+                log.warning("a saved context is left alone, it cannot be read: %s", error)
+                kept.add(file.stem)
                 continue
             text.entries = {entry.id for entry in entries}
             text.used = time.monotonic()

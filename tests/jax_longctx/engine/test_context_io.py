@@ -27,7 +27,7 @@ def answer(engine, context):
 def change(folder, **fields):
     """Another manifest, with a digest of its own."""
     path = folder / "context.json"
-    path.write_text(json.dumps(seal(2, read_sealed(path, 2, "") | fields)))
+    path.write_text(json.dumps(seal(3, read_sealed(path, 3, "") | fields)))
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +176,8 @@ def test_damage_is_named(engine, saved):
     ):
         manifest.write_text(damaged)
         refused(engine, saved, "context.json is damaged", "prefill again")
-    manifest.write_text(text.replace('"format": 2', '"format": 1'))
-    refused(engine, saved, "context.json has format 1, expected 2", "prefill again")
+    manifest.write_text(text.replace('"format": 3', '"format": 1'))
+    refused(engine, saved, "context.json has format 1, expected 3", "prefill again")
     manifest.write_text(text)
     shutil.rmtree(saved / "caches")
     refused(engine, saved, saved / "caches", "cannot be read: No such file", "prefill again")

@@ -1,0 +1,42 @@
+"""Paths as users write them, and as Orbax and TensorStore take them."""
+
+import os
+from pathlib import Path
+
+from jax_longctx.errors import InputError, file_errors
+
+# TensorStore keeps names with this end for itself.
+LOCKS = ".__lock"
+
+
+def expanded(path: str | Path) -> Path:
+    """The path, its leading `~` or `~USER` replaced by that user's home.
+
+    Shells leave it in `--option=~/x`, and files hold what was typed.
+    """
+    return Path(os.path.expanduser(path))
+
+
+def whole_path(path: str | Path) -> Path:
+    """The only form in which a path reaches Orbax or TensorStore: absolute, without `~` and links.
+
+    TensorStore refuses `.`, `..` and doubled slashes. `..` after a link is the parent of what the
+    link names, as the system has it. A later change of the working directory changes nothing.
+
+    Raises:
+      InputError: there is no working directory, or TensorStore cannot name the path.
+    """
+    shown = ascii(str(path))
+    try:
+        with file_errors(f"{shown} has no absolute path", "enter a folder that exists"):
+            found = Path(os.path.realpath(expanded(path)))
+        str(found).encode()
+    except ValueError as error:  # a null byte, or no UTF-8
+        raise InputError(f"{shown} cannot be used: {error}; choose another name") from error
+    for part in found.parts:
+        if "\\" in part or part.endswith(LOCKS):
+            raise InputError(
+                f"{found} cannot be used: the storage library takes no {part!r} in a path (no "
+                f"backslash, no end {LOCKS}); rename it"
+            )
+    return found
