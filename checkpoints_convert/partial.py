@@ -9,6 +9,7 @@ whose arrays must have these digests.
 import contextlib
 import dataclasses
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +43,8 @@ def check_destination(destination: Path) -> None:
     """Raises CheckpointError unless the destination can be made."""
     if destination.is_dir() and not any(destination.iterdir()):
         return
-    if destination.exists():
+    # Also a link to itself, which does not count as existing.
+    if os.path.lexists(destination):
         raise CheckpointError(f"{destination} exists; choose another name or delete it")
 
 

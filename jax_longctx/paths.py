@@ -28,7 +28,7 @@ def whole_path(path: str | Path) -> Path:
     """
     shown = ascii(str(path))
     try:
-        with file_errors(f"{shown} has no absolute path", "enter a folder that exists"):
+        with file_errors(f"{shown}: no working directory", "change to another"):
             found = Path(os.path.realpath(expanded(path)))
         str(found).encode()
     except ValueError as error:  # a null byte, or no UTF-8

@@ -23,7 +23,7 @@ from jax_longctx.cli.terminal import (
     read_text,
     save,
 )
-from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.errors import CheckpointError, InputError, file_errors
 from jax_longctx.memory import shown_bytes
 from jax_longctx.paths import whole_path
 
@@ -105,7 +105,7 @@ class Request:
             )
         if load is None and not words:
             raise InputError("no FILE given; expected FILE QUESTION... (- reads stdin)")
-        if save is not None and save.exists():
+        if save is not None and os.path.lexists(whole_path(save)):
             raise InputError(f"{save} exists; choose another name for --save-context")
         if self.completion and self._asked:
             raise InputError(
@@ -149,7 +149,11 @@ def ask(
         jax-longctx ask "And why?" -c llama3 --load-context read
     """
     if request.save_context is not None:
-        check_folder(whole_path(request.save_context).parent, "--save-context")
+        folder = whole_path(request.save_context)
+        check_folder(folder.parent, "--save-context")
+        with file_errors(f"--save-context {request.save_context} cannot be written"):
+            # A name that is too long is known before the text is read.
+            folder.with_name(f"{folder.name}.partial").exists()
     document = None if request.file is None else read_text(request.file)
     terminal = Terminal(as_json=as_json)
     compiling = Compiling(terminal)

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import os
 import platform
 import typing
 from collections.abc import Callable, Iterable
@@ -83,7 +84,6 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run(**values: Any) -> None:
-        values = {name: _at_home(value) for name, value in values.items()}
         made = {
             group: kind(**{name: values.pop(name) for name in names})
             for group, (kind, names) in groups.items()
@@ -96,22 +96,33 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _at_home(value: Any) -> Any:
-    """An option's path, or its paths, without `~`."""
-    if isinstance(value, list):
-        return [_at_home(each) for each in value]
-    return expanded(value) if isinstance(value, Path) else value
-
-
 def _parameter(name: str, kind: Any, field: Any, panel: str | None = None) -> inspect.Parameter:
     """A keyword parameter for typer; one that is no `option` or `argument` stays as it is."""
     if isinstance(field, dataclasses.Field):
         mark = copy.copy(field.metadata["mark"])
         if isinstance(mark, OptionInfo):
             mark.rich_help_panel = mark.rich_help_panel or panel
+        if Path in (kind, *typing.get_args(kind)) or list[Path] in (kind, *typing.get_args(kind)):
+            mark.callback, mark.exists = _at_home(copy.copy(mark)), False
         kind, field = Annotated[kind, mark], field.default
     default = inspect.Parameter.empty if field is dataclasses.MISSING else field
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def _at_home(mark: Any) -> Callable[[Any], Any]:
+    """The callback of an option of paths: `~` goes, then what typer and the option's own check."""
+    noun = "path" if mark.file_okay and mark.dir_okay else "dir" if mark.dir_okay else "file"
+
+    def callback(value: Any) -> Any:
+        many = isinstance(value, list)
+        paths = [expanded(each) for each in (value if many else [value]) if each is not None]
+        for path in paths:
+            if mark.exists and not os.path.exists(path):
+                raise typer.BadParameter(f"{noun} {str(path)!r} does not exist")
+        value = paths if many else next(iter(paths), None)
+        return value if mark.callback is None else mark.callback(value)
+
+    return callback
 
 
 def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import queue
 import shutil
 import time
@@ -219,7 +220,7 @@ def _begin(path: Path, partial: Path, held: contextlib.ExitStack) -> None:
         held.enter_context(only_writer(path))
     except InputError as error:
         raise CheckpointError(str(error)) from error
-    if path.exists():
+    if os.path.lexists(path):
         raise InputError(f"{path} exists; choose another name or delete it")
     shutil.rmtree(partial, ignore_errors=True)
     held.callback(shutil.rmtree, partial, ignore_errors=True)
