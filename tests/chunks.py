@@ -30,9 +30,9 @@ def put(chunk, content):
     path.write_bytes(whole[:offset] + content + whole[offset + len(content) :])
 
 
-def pairs_in(database):
+def pairs_in(*databases):
     """Pairs of chunks of one size that hold different bytes."""
-    chunks = chunks_in(database).values()
+    chunks = [chunk for database in databases for chunk in chunks_in(database).values()]
     same = ((one, other) for one, other in combinations(chunks, 2) if one[2] == other[2])
     return [pair for pair in same if content_of(pair[0]) != content_of(pair[1])]
 

@@ -286,6 +286,7 @@ def train(
       CheckpointError: the newest checkpoint cannot be read.
     """
     _check(loop, setup, windows, dev)
+    directory = whole_path(directory)
     from_leader(lambda: _claim(directory, facts))
     data = batches(
         windows,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.engine import programs
 from jax_longctx.engine.context_io import Saving, load_context, save_context
@@ -15,6 +16,7 @@ from jax_longctx.locks import only_writer
 from jax_longctx.methods import DynamicNTK
 from jax_longctx.models.storage import read_sealed, seal
 from jax_longctx.sharding import make_mesh
+from tests.chunks import chunks_in, content_of, exchange, pairs_in, put
 from tests.support import random_rows, tiny_config, tiny_engine
 
 QUESTIONS = random_rows([4, 2], seed=5)
@@ -24,10 +26,12 @@ def answer(engine, context):
     return list(engine.stream(context, QUESTIONS[: context.batch], max_tokens=6))
 
 
-def change(folder, **fields):
+def change(folder, *, version=3, without=(), **fields):
     """Another manifest, with a digest of its own."""
     path = folder / "context.json"
-    path.write_text(json.dumps(seal(3, read_sealed(path, 3, "") | fields)))
+    fields = read_sealed(path, 3, "") | fields
+    kept = {name: value for name, value in fields.items() if name not in without}
+    path.write_text(json.dumps(seal(version, kept)))
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +199,64 @@ def test_a_flipped_bit_or_a_missing_end_of_the_arrays_is_refused(engine, saved, 
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_chunks_of_another_array_or_context_are_refused(engine, tmp_path):
+    """All their checksums are right. Without compression chunks of one shape are of one size."""
+    plain = ocp.Context()
+    plain.array.saving.use_compression = False
+    for name, seed in (("saved", 0), ("other", 1)):
+        context = engine.prefill(random_rows([45, 9], seed=seed), reserve=16)
+        with plain:
+            save_context(engine, context, tmp_path / name)
+    saved, state = tmp_path / "saved", tmp_path / "saved/caches/state"
+    for one, another in (pairs := pairs_in(state)):
+        exchange(one, another)
+        refused(engine, saved, "caches is damaged", "is not the array", "prefill again")
+        exchange(one, another)
+    theirs, chunks = chunks_in(tmp_path / "other/caches/state"), chunks_in(state)
+    for key, chunk in chunks.items():
+        ours = content_of(chunk)
+        put(chunk, content_of(theirs[key]))
+        refused(engine, saved, "is not the array that was written", "prefill again")
+        put(chunk, ours)
+    assert len(pairs) > 3 and len(chunks) > 3
+    load_context(engine, saved)
+    shutil.copytree(tmp_path / "other/caches", saved / "caches", dirs_exist_ok=True)
+    refused(engine, saved, "caches", "damaged", "prefill again")
+
+
+def test_a_context_of_an_earlier_version_answers_the_same(engine, saved):
+    expected = answer(engine, load_context(engine, saved))
+    change(saved, version=2, without=["arrays"])
+    assert answer(engine, load_context(engine, saved)) == expected
+
+
+def test_a_context_is_saved_and_loaded_by_any_path(engine, tmp_path, pool, monkeypatch):
+    """The working directory changes while it is saved."""
+    context = engine.prefill(random_rows([45, 9]), reserve=16)
+    expected = answer(engine, context)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "two"))
+    (tmp_path / "one" / "link").symlink_to(tmp_path / "two" / "linked")
+    for given, found in {
+        "../x ü": "x ü",
+        "./.././one//y/": "one/y",
+        f"/{tmp_path}/z": "z",
+        "~/w": "two/w",
+        # It names nothing yet.
+        "link": "two/linked",
+    }.items():
+        monkeypatch.chdir(tmp_path / "one")
+        saving = Saving(engine, context, given, pool)
+        monkeypatch.chdir(tmp_path)
+        assert saving.go_on(wait=True)
+        monkeypatch.chdir(tmp_path / "one")
+        assert answer(engine, load_context(engine, given)) == expected
+        assert (tmp_path / found / "context.json").is_file()
+        with pytest.raises(InputError, match="exists; choose another"):
+            save_context(engine, context, given)
+
+
 def test_what_no_engine_writes_is_refused(engine, saved):
     """A manifest with a right digest, as a program that writes others would leave it."""
     text = (saved / "context.json").read_text()
@@ -212,6 +274,7 @@ def test_what_no_engine_writes_is_refused(engine, saved):
         ({"questions": [[1]]}, "questions [[1]] is not"),
         ({"made_by": []}, "made_by [] is not"),
         ({"files": {"a": 1}}, "files {'a': 1} is not"),
+        ({"arrays": []}, "arrays [] is not"),
         ({"more": 1}, "it holds"),
     ]:
         change(saved, **fields)
