@@ -1,8 +1,10 @@
 """Random damage to everything that is written and read back: refused in one line, or harmless.
 
-A byte is changed, an end is lost, or a file is. The environment's DAMAGE_SEED makes other draws.
+A byte is changed, an end is lost, or a file is; stored chunks or files change places, or come from
+another run of the same shapes. The environment's DAMAGE_SEED makes other draws.
 """
 
+import collections
 import functools
 import json
 import os
@@ -13,6 +15,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 import jax_longctx
 from checkpoints_convert import convert
@@ -20,6 +23,7 @@ from jax_longctx.batch import BatchOptions, lines, run_batch
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import LongctxError
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
+from tests.chunks import exchange, pairs_in
 from tests.support import random_rows, tiny_engine
 from tests.train_cpt.tiny_run import LOOP, STEPS, digest, prepare_tiny, run_tiny, tiny_setup
 from train_cpt.loop import Checkpoints
@@ -27,17 +31,18 @@ from train_cpt.loop import Checkpoints
 pytestmark = pytest.mark.thorough
 
 SEED = int(os.environ.get("DAMAGE_SEED", "0"))
-FAULTS = 50
+FAULTS = 60
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Of floats, and of matrices in 8 bits."""
+    """Of floats, and of matrices in 8 bits, each beside others of the same shapes."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    described = hf_config("llama", num_hidden_layers=1)
-    write_checkpoint(folder / "hf", described, random_state(described))
-    convert(folder / "hf", folder / "floats")
-    convert(folder / "hf", folder / "int8", weights="int8")
+    described = hf_config("llama", num_hidden_layers=2)
+    for seed, more in enumerate(("", " other")):
+        write_checkpoint(folder / f"hf{more}", described, random_state(described, seed=seed))
+        convert(folder / f"hf{more}", folder / f"floats{more}")
+        convert(folder / f"hf{more}", folder / f"int8{more}", weights="int8")
     return folder
 
 
@@ -51,20 +56,25 @@ def answering(checkpoints, tmp_path, monkeypatch, name="floats"):
         weights = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(model.engine.params)]
         return answer.tokens, answer.text, model.tokenizer.chat_template, weights
 
-    return folder, read
+    return folder, read, checkpoints / f"{name} other"
 
 
 def saved_context(checkpoints, tmp_path, monkeypatch):
-    engine, folder = tiny_engine(chunk=16), tmp_path / "context"
-    context = engine.prefill(random_rows([45, 9]), reserve=16)
-    save_context(engine, context, folder)
+    engine, folder, other = tiny_engine(chunk=16), tmp_path / "context", tmp_path / "other"
+    plain = ocp.Context()
+    # So that chunks of one shape are of one size.
+    plain.array.saving.use_compression = False
+    for seed, place in enumerate((folder, other)):
+        context = engine.prefill(random_rows([45, 9], seed=seed), reserve=16)
+        with plain:
+            save_context(engine, context, place)
     asked = random_rows([4, 2], seed=5)
 
     def read():
         loaded = load_context(engine, folder)
         return loaded.rows, list(engine.stream(loaded, asked, max_tokens=3))
 
-    return folder, read
+    return folder, read, other
 
 
 def killed_batch(checkpoints, tmp_path, monkeypatch):
@@ -93,12 +103,13 @@ def killed_batch(checkpoints, tmp_path, monkeypatch):
         patch.setattr(lines, "append", dying)
         with pytest.raises(SystemError):
             read()
-    return folder, read
+    return folder, read, None
 
 
 def training(checkpoints, tmp_path, monkeypatch):
     prepare_tiny(tmp_path / "data")
     run_tiny(tmp_path / "run", tmp_path / "data")
+    run_tiny(tmp_path / "other", tmp_path / "data", facts={"config": "another"})
     folder, setup = tmp_path / "run" / "checkpoints", tiny_setup()
 
     class Position:
@@ -115,7 +126,7 @@ def training(checkpoints, tmp_path, monkeypatch):
             return step, digest(state), data.state, saved.best
 
     assert read()[0] == STEPS
-    return folder, read
+    return folder, read, tmp_path / "other" / "checkpoints"
 
 
 def snapshot(folder):
@@ -129,8 +140,35 @@ def put_back(folder, files):
         path.write_bytes(content)
 
 
-def damage(draw, files):
+def places(folder, other):
+    """Pairs of equal size that may change places: chunks; and files, with those of the other."""
+    indices = [path for path in folder.rglob("manifest.ocdbt") if "process" not in path.parent.name]
+    chunks = [pair for path in indices for pair in pairs_in(path.parent)]
+    sizes = collections.defaultdict(list)
+    for path in other.rglob("*"):
+        if path.is_file():
+            sizes[path.stat().st_size].append(path)
+    files = [
+        (path, theirs)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        for theirs in sizes[path.stat().st_size]
+    ]
+    names = [(path, other / path.relative_to(folder)) for path in folder.rglob("*")]
+    return chunks, files + [pair for pair in names if pair[1].is_file()]
+
+
+def damage(draw, files, found):
     """One fault, in words."""
+    chunks, others = found
+    if chunks and draw.random() < 0.15:
+        one, another = draw.choice(chunks)
+        exchange(one, another)
+        return f"{one} and {another} are exchanged"
+    if others and draw.random() < 0.2:
+        path, theirs = draw.choice(others)
+        shutil.copy(theirs, path)
+        return f"{path} is {theirs}"
     # As often a small file as a place anywhere.
     sizes = [len(content) if draw.random() < 0.5 else 300 for content in files.values()]
     (path,) = draw.choices(list(files), sizes)
@@ -159,15 +197,17 @@ TARGETS = {
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_damage_changes_an_answer(target, checkpoints, tmp_path, monkeypatch, capfd):
-    folder, read = TARGETS[target](checkpoints, tmp_path, monkeypatch)
+    folder, read, other = TARGETS[target](checkpoints, tmp_path, monkeypatch)
     # A string's seed is the same in every process.
     draw, files = random.Random(f"{SEED} {target}"), snapshot(folder)
     whole = read()
     put_back(folder, files)
+    found = places(folder, other) if other else ([], [])
+    assert other is None or all(found)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refused = 0
     for _ in range(FAULTS):
-        fault = f"seed {SEED}: {damage(draw, files)}"
+        fault = f"seed {SEED}: {damage(draw, files, found)}"
         try:
             assert read() == whole, fault
         except LongctxError as error:
