@@ -10,18 +10,14 @@ LOCKS = ".__lock"
 
 
 def expanded(path: str | Path) -> Path:
-    """The path, its leading `~` or `~USER` replaced by that user's home.
-
-    Shells leave it in `--option=~/x`, and files hold what was typed.
-    """
+    """The path, a leading `~` or `~USER` replaced, which shells leave in `--option=~/x`."""
     return Path(os.path.expanduser(path))
 
 
 def whole_path(path: str | Path) -> Path:
     """The only form in which a path reaches Orbax or TensorStore: absolute, without `~` and links.
 
-    TensorStore refuses `.`, `..` and doubled slashes. `..` after a link is the parent of what the
-    link names, as the system has it. A later change of the working directory changes nothing.
+    TensorStore refuses `.`, `..` and doubled slashes. `..` after a link is its target's parent.
 
     Raises:
       InputError: there is no working directory, or TensorStore cannot name the path.

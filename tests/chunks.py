@@ -1,4 +1,4 @@
-"""Where the chunks of stored arrays lie, so that tests can exchange them."""
+"""Chunks of stored arrays in each other's place; all their checksums are right."""
 
 from itertools import combinations
 
@@ -18,16 +18,14 @@ def chunks_in(database):
 
 
 def content_of(chunk):
-    """Its bytes, checksums included."""
     path, offset, size = chunk
     return path.read_bytes()[offset : offset + size]
 
 
 def put(chunk, content):
-    """Other bytes in its place."""
-    path, offset, _ = chunk
-    whole = path.read_bytes()
-    path.write_bytes(whole[:offset] + content + whole[offset + len(content) :])
+    with chunk[0].open("r+b") as file:
+        file.seek(chunk[1])
+        file.write(content)
 
 
 def pairs_in(*databases):
@@ -38,7 +36,22 @@ def pairs_in(*databases):
 
 
 def exchange(one, other):
-    """Each chunk in the other's place."""
     first, second = content_of(one), content_of(other)
     put(one, second)
     put(other, first)
+
+
+def wrong_chunks(database, other):
+    """Yields while a pair is exchanged, and while a chunk is the other's: 8 to 60 times."""
+    theirs, pairs = chunks_in(other), pairs_in(database)[:30]
+    taken = [(chunk, theirs[key]) for key, chunk in chunks_in(database).items()][:30]
+    assert pairs and len(pairs) + len(taken) >= 8
+    for one, another in pairs:
+        exchange(one, another)
+        yield
+        exchange(one, another)
+    for ours, chunk in taken:
+        content = content_of(ours)
+        put(ours, content_of(chunk))
+        yield
+        put(ours, content)

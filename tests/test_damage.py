@@ -4,7 +4,6 @@ A byte is changed, an end is lost, or a file is; stored chunks or files change p
 another run of the same shapes. The environment's DAMAGE_SEED makes other draws.
 """
 
-import collections
 import functools
 import json
 import os
@@ -141,21 +140,17 @@ def put_back(folder, files):
 
 
 def places(folder, other):
-    """Pairs of equal size that may change places: chunks; and files, with those of the other."""
+    """Pairs of chunks that may change places, and of files with files that may be put there."""
     indices = [path for path in folder.rglob("manifest.ocdbt") if "process" not in path.parent.name]
-    chunks = [pair for path in indices for pair in pairs_in(path.parent)]
-    sizes = collections.defaultdict(list)
-    for path in other.rglob("*"):
-        if path.is_file():
-            sizes[path.stat().st_size].append(path)
+    theirs = [(path, path.stat().st_size) for path in other.rglob("*") if path.is_file()]
     files = [
-        (path, theirs)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-        for theirs in sizes[path.stat().st_size]
+        (ours, path)
+        for ours in sorted(folder.rglob("*"))
+        for path, size in theirs
+        if ours.is_file()
+        and (ours.stat().st_size == size or other / ours.relative_to(folder) == path)
     ]
-    names = [(path, other / path.relative_to(folder)) for path in folder.rglob("*")]
-    return chunks, files + [pair for pair in names if pair[1].is_file()]
+    return [pair for path in indices for pair in pairs_in(path.parent)], files
 
 
 def damage(draw, files, found):

@@ -111,11 +111,7 @@ class Best:
 
 
 class _State(ocp.PyTreeCheckpointHandler):
-    """Orbax's handler of the state; before a checkpoint counts as whole, it is described.
-
-    Args:
-      run: the digest of the run.
-    """
+    """Orbax's handler of the state of a run, whose digest is `run`."""
 
     def __init__(self, run: str):
         # Zarr 3 has checksums. Weights hardly compress.
@@ -123,18 +119,15 @@ class _State(ocp.PyTreeCheckpointHandler):
         self._run = run
 
     def finalize(self, directory: Any) -> None:
-        """Writes the digests of files and arrays, when all processes have written theirs."""
+        """Describes what all processes have written, before the checkpoint counts as whole."""
         super().finalize(directory)
-        if not is_leader():
-            return
-        folder = Path(directory)
-        # As they are called when the folder has its name.
-        files = {
-            f"{storage.STATE}/{name}": it for name, it in storage.describe_files(folder).items()
-        }
-        arrays = storage.array_digests(folder)
-        described = storage.seal(FORMAT, {"run": self._run, "files": files, "arrays": arrays})
-        storage.write_text(folder / ARRAYS, json.dumps(described))
+        if is_leader():
+            found = storage.describe_files(folder := Path(directory))
+            # As they are called when the folder has its name.
+            files = {f"{storage.STATE}/{name}": entry for name, entry in found.items()}
+            arrays = storage.array_digests(folder)
+            described = storage.seal(FORMAT, {"run": self._run, "files": files, "arrays": arrays})
+            storage.write_text(folder / ARRAYS, json.dumps(described))
 
 
 @ocp.args.register_with_handler(_State, for_save=True, for_restore=True)
@@ -216,15 +209,16 @@ class Checkpoints:
           CheckpointError: it cannot be read.
         """
         folder = self.folder / str(step)
-        remedy = f"remove {folder} to go on from the checkpoint before"
+        remedy = f"move {folder} away to go on from the checkpoint before"
         try:
             position = storage.read_sealed(folder / "position" / POSITION, FORMAT, remedy)
-            # Earlier versions wrote no digests of arrays, and not whose they are.
-            known = "run" in position
-            stored = position
-            if known:
+            runs, steps = {self._run}, {step}
+            # Earlier versions wrote neither digests of arrays nor whose they are.
+            if "run" in position:
                 stored = storage.read_sealed(folder / storage.STATE / ARRAYS, FORMAT, remedy)
                 storage.check_stored(folder, stored["files"], stored["arrays"], remedy)
+                runs |= {position["run"], stored["run"]}
+                steps.add(position["step"])
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{error.filename} is missing (earlier versions wrote none); {remedy}"
@@ -232,12 +226,9 @@ class Checkpoints:
         target = abstract_state(setup)
         arrays = storage.load_arrays(folder, _by_path(target), remedy)
         state = jax.tree.unflatten(jax.tree.structure(target), arrays.values())
-        found = [position["run"], position["step"], stored["run"]] if known else []
-        if int(state.step) != step or found not in ([], [self._run, step, self._run]):
-            raise DamagedError(
-                f"{folder} has files of another run or another step; move it away to go on from "
-                f"the checkpoint before"
-            )
+        steps.add(int(state.step))
+        if len(runs) + len(steps) > 2:
+            raise DamagedError(f"{folder} has files of another run or another step; {remedy}")
         if data is not None:
             self.best = Best(**position["best"]) if position["best"] else Best()
             data.set_state(position["data"])
@@ -370,7 +361,7 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
     """Writes `run.json`, or checks that it holds the same facts; overwrites nothing."""
     path, ours = directory / RUN, json.loads(json.dumps(facts))
     try:
-        found = _facts_of(path)
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         # A run killed at its start has left at most the unfinished file.
         if directory.exists() and any(
@@ -380,7 +371,9 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         storage.write_text(path, json.dumps(ours, indent=1))
         return
-    ours = _decisive(ours)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error!s:.200}") from error
+    found, ours = _decisive(found) if isinstance(found, dict) else {RUN: found}, _decisive(ours)
     if differ := [name for name in {**found, **ours} if found.get(name) != ours.get(name)]:
         raise InputError(
             f"{directory} holds another run (its {differ[0]!r} differs); name another folder to "
@@ -388,32 +381,19 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
         )
 
 
-def _facts_of(path: Path) -> dict[str, Any]:
-    """The facts of `run.json` that must not differ; raises InputError where it cannot be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds a JSON {type(found).__name__}, expected an object")
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error!s:.200}") from error
-    return _decisive(found)
-
-
 def _decisive(facts: Mapping[str, Any]) -> dict[str, Any]:
     """The facts without those that may differ."""
     kept = {name: value for name, value in facts.items() if name != VERSIONS}
     for section, names in PLACES.items():
-        if isinstance(value := kept.get(section), Mapping):
+        if isinstance(value := kept.get(section), dict):
             kept[section] = {name: it for name, it in value.items() if name not in names}
     return kept
 
 
 def _run_digest(directory: Path) -> str:
     """Says of which run a checkpoint is: two runs of the same facts write the same bits."""
-    facts = json.dumps(_facts_of(directory / RUN), sort_keys=True)
-    return hashlib.sha256(facts.encode()).hexdigest()
+    facts = _decisive(json.loads((directory / RUN).read_text(encoding="utf-8")))
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -359,7 +359,7 @@ def _wrong(described: dict[str, Any], vocabulary: int) -> str | None:
     keys = ["made_by", "rows", "questions", "batch", "slots", "reserve", "total", "files", "arrays"]
     if sorted(described) != sorted(keys):
         return f"it holds {', '.join(described) or 'nothing'}, expected {', '.join(keys)}"
-    made_by, rows, questions, batch, slots, reserve, total, files, arrays = map(described.get, keys)
+    made_by, rows, questions, batch, slots, reserve, total, files = (described[k] for k in keys[:8])
     checks = {
         "made_by": isinstance(made_by, dict),
         "rows": is_rows(rows) and len(rows) > 0,
@@ -370,7 +370,7 @@ def _wrong(described: dict[str, Any], vocabulary: int) -> str | None:
         "total": isinstance(total, list) and len(total) == batch and all(map(is_count, total)),
         "files": isinstance(files, dict)
         and all(isinstance(entry, list) and len(entry) == 2 for entry in files.values()),
-        "arrays": isinstance(arrays, dict),
+        "arrays": isinstance(described["arrays"], dict),
     }
     for key, holds in checks.items():
         if not holds:

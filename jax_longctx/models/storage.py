@@ -4,12 +4,11 @@
 restored straight onto their shards.
 
 Orbax writes arrays as Zarr 3 inside OCDBT. OCDBT has a CRC-32C on its index and none on values, so
-every chunk of an array gets one of its own here, which TensorStore checks at each read. Sums that
-are right do not say whose chunk it is. So the manifest has a digest of each array, a SHA-256 of the
-sums of its chunks (`array_digests`): loading reads the sums alone once more, 4 bytes a chunk, and
-finds chunks and files of another array or checkpoint. The manifest is written last. It lists the
-small files with their sizes and SHA-256, and holds a SHA-256 of itself. Saved contexts and training
-checkpoints are stored by the same functions.
+every chunk of an array gets one of its own here, which TensorStore checks at each read. It does not
+say whose chunk that is. So the manifest has a digest of each array: of the CRCs of its chunks,
+which loading reads apart (`array_digests`). The manifest is written last. It lists the small files
+with their sizes and SHA-256, and holds a SHA-256 of itself. Saved contexts and training checkpoints
+are stored by the same functions.
 """
 
 import collections
@@ -52,8 +51,6 @@ REMEDY = "convert the source again"
 MANIFEST, PARAMS, TOKENIZER = "manifest.json", "params", "tokenizer"
 # Each file below a folder: its size, and its SHA-256, or None where TensorStore checks the file.
 type Files = Mapping[str, list[Any]]
-# The digest of each stored array, by path (see `array_digests`).
-type Digests = Mapping[str, str]
 
 # Seconds to wait for the other workers of a failed save or load.
 WORKERS = 2.0
@@ -71,7 +68,6 @@ CLOSED = "Event loop is closed"
 STATE, DATA = "state", "d"
 # TensorStore's errors that name bytes which are not what was written.
 DAMAGE = re.compile(r"DATA_LOSS|OUT_OF_RANGE|NOT_FOUND|Error .*\bdecoding\b")
-SYSTEM = re.compile(r"os_error_code='(\d+)'")
 
 _zarr3_metadata: Any = getattr(tensorstore_utils, "_build_zarr3_metadata", None)
 
@@ -111,14 +107,9 @@ def read_sealed(path: Path, version: int, remedy: str, *others: int) -> dict[str
         if not isinstance(fields, dict):
             raise ValueError(f"it holds a JSON {type(fields).__name__}, expected an object")
         if (found := fields.get("format")) not in (version, *others):
-            if isinstance(found, int) and found > max((version, *others)):
-                raise CheckpointError(
-                    f"{path} has format {found}, expected {version}: a newer version of "
-                    f"jax-longctx wrote it; use that version"
-                )
             raise CheckpointError(
                 f"{path} has format {found!r:.20}, expected {version}: another version wrote it; "
-                f"{remedy}"
+                f"use that one, or {remedy}"
             )
         if fields.pop(DIGEST, None) != _digest(fields):
             raise ValueError(f"its {DIGEST} does not match, it was changed after it was written")
@@ -201,14 +192,11 @@ def check_files(folder: Path, files: Files, remedy: str) -> None:
             )
 
 
-def check_stored(folder: Path, files: Files, digests: Digests, remedy: str) -> None:
-    """`check_files` of a folder that Orbax wrote, and a check that its arrays are those written.
+def check_stored(folder: Path, files: Files, digests: Mapping[str, str], remedy: str) -> None:
+    """`check_files` of a folder that Orbax wrote, and a check of whose chunks its arrays have.
 
     Args:
-      digests: of arrays by path; empty for what earlier versions wrote.
-
-    Raises:
-      DamagedError, CheckpointError: as `check_files`; or an array has other chunks.
+      digests: of arrays by path (`array_digests`); empty for what earlier versions wrote.
     """
     check_files(folder, files, remedy)
     if not digests:
@@ -219,20 +207,18 @@ def check_stored(folder: Path, files: Files, digests: Digests, remedy: str) -> N
         raise _unread(folder, error, remedy) from error
     if differ := [path for path, digest in digests.items() if found.get(path) != digest]:
         raise DamagedError(
-            f"{folder} is damaged: {differ[0]} is not the array that was written, but of another "
-            f"array or another folder; {remedy}"
+            f"{folder} is damaged: {differ[0]} has other chunks than it was written with; {remedy}"
         )
 
 
 def array_digests(database: Path) -> dict[str, str]:
     """The digest of each array in a folder of OCDBT, by dot-joined path.
 
-    It is the SHA-256 of the array's metadata, of the names of its chunks, and of the CRC-32C that
-    the chunks end with, which TensorStore compares with their bytes at each read. Of a chunk only
-    its end is read here.
+    It is the SHA-256 of the array's metadata and of its chunks' names and CRC-32Cs, which
+    TensorStore compares with their bytes at each read. Here only the ends of chunks are read.
 
     Raises:
-      OSError, ValueError: as TensorStore, which cannot read the arrays' index.
+      OSError, ValueError: TensorStore cannot read them.
     """
     base = ts.KvStore.open({"driver": "file", "path": f"{whole_path(database)}/"}).result()
     root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
@@ -240,21 +226,18 @@ def array_digests(database: Path) -> dict[str, str]:
     for key, entry in sorted(_entries(base, root)):
         path, _, part = key.decode().partition("/")
         arrays[path][part] = entry
-    described = {path: _value(base, parts["zarr.json"]) for path, parts in arrays.items()}
-    ends = {}
+    ends: dict[str, list[tuple[str, Callable[[], bytes]]]] = {}
     for path, parts in arrays.items():
-        metadata = json.loads(described[path]())
+        described = _value(base, parts.pop("zarr.json"))
+        metadata = json.loads(described())
         whole = metadata["chunk_grid"]["configuration"]["chunk_shape"]
         # A stored chunk is one chunk and its sum, and an index of 20 bytes.
         last = 24 if metadata["codecs"][0]["configuration"].get("chunk_shape") == whole else None
-        ends[path] = {
-            part: _value(base, entry, last) for part, entry in parts.items() if part != "zarr.json"
-        }
+        ends[path] = [("", described)]
+        ends[path] += [(part, _value(base, entry, last)) for part, entry in parts.items()]
     # All reads have begun.
     return {
-        path: hashlib.sha256(
-            b"".join([described[path](), *(f"{p} ".encode() + end() for p, end in found.items())])
-        ).hexdigest()
+        path: hashlib.sha256(b"".join(part.encode() + end() for part, end in found)).hexdigest()
         for path, found in ends.items()
     }
 
@@ -286,11 +269,9 @@ def _value(base: Any, entry: Mapping[str, Any], last: int | None = None) -> Call
 
 def _unread(folder: Path, error: Exception, remedy: str) -> CheckpointError:
     """Why TensorStore could not read the arrays; it is damage only where it says so."""
-    # After the bracket TensorStore gives a line of its source and the whole spec.
-    said = first_line(error).split(" [")[0]
-    if DAMAGE.match(said) and not SYSTEM.search(str(error)):
+    if DAMAGE.match(said := why_failed(error)):
         return DamagedError(f"{folder} is damaged: {said}; {remedy}")
-    return CheckpointError(f"{folder} cannot be read: {why_unwritten(error)}")
+    return CheckpointError(f"{folder} cannot be read: {said}")
 
 
 def load_arrays(
@@ -405,7 +386,7 @@ def writing(path: Path) -> Iterator[None]:
         with quiet_orbax():
             yield
     except (OSError, ValueError) as error:  # ValueError: the disk is full
-        raise CheckpointError(f"{path} could not be written: {why_unwritten(error)}") from error
+        raise CheckpointError(f"{path} could not be written: {why_failed(error)}") from error
 
 
 @functools.cache
@@ -424,12 +405,13 @@ def _hush_late_writes() -> None:
     sys.unraisablehook = unless_late
 
 
-def why_unwritten(error: Exception) -> str:
-    """Why Orbax could not write, without the names of its internal files."""
-    found = SYSTEM.search(str(error))
+def why_failed(error: Exception) -> str:
+    """Why Orbax or TensorStore failed, without the names of their internal files."""
+    found = re.search(r"os_error_code='(\d+)'", str(error))
     if found is not None:
         return os.strerror(int(found[1]))
-    return first_line(error)
+    # After the bracket TensorStore gives a line of its source and the whole spec.
+    return first_line(error).split(" [")[0]
 
 
 def first_line(error: BaseException) -> str:
@@ -439,8 +421,7 @@ def first_line(error: BaseException) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """A stored array: shape, dtype, and its digest (`array_digests`), which is "" where an earlier
-    version wrote it."""
+    """A stored array; the digest (`array_digests`) is "" where an earlier version wrote it."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -1,11 +1,9 @@
 """Every path that reaches the storage library is whole, and names the folder the system names."""
 
-import os
-
 import pytest
 
 from jax_longctx.errors import InputError
-from jax_longctx.paths import expanded, whole_path
+from jax_longctx.paths import whole_path
 
 PATHS = {
     "../there": "there",
@@ -14,6 +12,7 @@ PATHS = {
     "a b/ü 漢#?%&=:*": "here/a b/ü 漢#?%&=:*",
     "n" * 255: f"here/{'n' * 255}",
     "~/x": "home/x",
+    "~nobody-here/~": "here/~nobody-here/~",
     "link": "far/in",
     # As the system has it: not `here`.
     "link/../x": "far/x",
@@ -35,27 +34,22 @@ def here(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("given", "found"), PATHS.items(), ids=[name[:20] for name in PATHS])
 def test_a_path_is_whole(here, given, found):
-    assert whole_path(given) == here / found
-    # With two slashes at its start, which pathlib keeps, and once more.
-    twice = f"/{os.path.abspath(given)}" if ".." not in given and "~" not in given else given
-    assert str(whole_path(whole_path(twice))) == str(here / found)
+    assert str(whole_path(given)) == str(here / found)
+    # With the two slashes at its start that pathlib keeps.
+    assert str(whole_path(f"/{here / found}")) == str(here / found)
 
 
-def test_what_has_no_home_or_only_contains_a_tilde_stays(here):
-    assert str(expanded("~nobody-here/x")) == "~nobody-here/x" and str(expanded("a/~")) == "a/~"
-
-
-@pytest.mark.parametrize("name", ["back\\slash", "x.__lock", "x.__lock/y", "\udcff", "a\0b"])
+@pytest.mark.parametrize("name", ["back\\slash", "x.__lock/y", "\udcff", "a\0b"])
 def test_what_the_library_cannot_name_is_refused(here, name):
     with pytest.raises(InputError, match=r"cannot be used: .*; (rename|choose)") as caught:
         whole_path(f"../{name}")
-    assert "\n" not in str(caught.value) and str(caught.value).isprintable()
+    assert str(caught.value).isprintable()
 
 
-def test_without_a_working_directory_a_whole_path_still_serves(here):
-    (here / "here" / "gone").mkdir()
-    os.chdir(here / "here" / "gone")
-    (here / "here" / "gone").rmdir()
+def test_without_a_working_directory_a_whole_path_still_serves(here, monkeypatch):
+    (here / "gone").mkdir()
+    monkeypatch.chdir(here / "gone")
+    (here / "gone").rmdir()
     assert whole_path(here / "far") == here / "far"
     with pytest.raises(InputError, match=r"'x': no working directory: No such .*; change to"):
         whole_path("x")

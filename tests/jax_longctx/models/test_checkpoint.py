@@ -1,9 +1,8 @@
 """Reading a checkpoint: its manifest, its arrays on a mesh, and every way it can be damaged."""
 
-import errno
 import json
-import os
 import shutil
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,7 @@ from jax_longctx.models.storage import (
     tokenizer_folder,
 )
 from jax_longctx.sharding import make_mesh
-from tests.chunks import chunks_in, content_of, exchange, pairs_in, put
+from tests.chunks import chunks_in, wrong_chunks
 from tests.support import tiny_config
 
 
@@ -162,8 +161,7 @@ NARROW = {"layers.0.mlp.up": {"shape": [32, 47], "dtype": "float32"}}
 TEXTS = ("", "{", "[]", '{"format": 2}', json.dumps(seal(2, {"x": 2})), "[" * 200_000, "\xff")
 DAMAGE = [
     *((replaced(text), ("manifest.json", "damaged", AGAIN)) for text in TEXTS),
-    *((said(format=it), (f"format {it}, expected 2", AGAIN)) for it in (1, None, [1])),
-    (said(format=9), ("format 9, expected 2: a newer version of jax-longctx wrote it; use that",)),
+    *((said(format=it), (f"format {it}, expected 2", AGAIN)) for it in (1, 9, None, [1])),
     (edited, ("manifest.json", "damaged", "sha256 does not match")),
     (unreadable, ("manifest.json", "cannot be read")),
     *((overwritten(name), (name, "damaged", AGAIN)) for name in ("manifest.ocdbt", "_METADATA")),
@@ -235,26 +233,14 @@ def test_a_flipped_bit_of_an_array_is_refused(copy, whole, shape, capfd):
 
 
 def test_chunks_and_files_of_another_array_or_checkpoint_are_refused(copy, other, capfd):
-    """All their checksums are right."""
-    state = copy / "params" / "state"
-    theirs, refusals = chunks_in(other / "params" / "state"), 0
-    for one, another in pairs_in(state):
-        exchange(one, another)
-        refused(copy, copy / "params", "is not the array that was written", AGAIN)
-        exchange(one, another)
-        refusals += 1
-    for key, chunk in chunks_in(state).items():
-        ours = content_of(chunk)
-        put(chunk, content_of(theirs[key]))
-        refused(copy, f"{key.split('/')[0]} is not the array that was written", AGAIN)
-        put(chunk, ours)
-        refusals += 1
-    assert refusals > 30
+    state, theirs = copy / "params" / "state", other / "params" / "state"
+    for _ in wrong_chunks(state, theirs):
+        refused(copy, copy / "params", "has other chunks than", AGAIN)
     load_params(copy, make_mesh())
     # Whole files, also with the index that names them.
-    for name in {chunk[0].relative_to(state) for chunk in chunks_in(state).values()}:
-        shutil.copy(next((other / "params/state" / name.parent).iterdir()), state / name)
-    refused(copy, copy / "params", AGAIN)
+    for path in {path for path, *_ in chunks_in(state).values()}:
+        shutil.copy(next((theirs / path.parent.relative_to(state)).iterdir()), path)
+    refused(copy, copy / "params", "damaged", AGAIN)
     shutil.copytree(other / "params", copy / "params", dirs_exist_ok=True)
     refused(copy, copy / "params", "damaged", AGAIN)
     assert "Traceback" not in capfd.readouterr().err
@@ -271,20 +257,20 @@ def test_digests_of_an_index_of_several_levels_and_of_chunks_in_parts(tmp_path):
     }
     config = {"max_decoded_node_bytes": 600, "max_inline_value_bytes": 16}
 
-    def digests(name, last):
+    def digests(name, first):
         base = {"driver": "file", "path": f"{tmp_path}/{name}/"}
         for number in range(8):
             kvstore = {"driver": "ocdbt", "base": base, "config": config, "path": f"a.{number}/"}
             spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata}
             values = np.arange(16, dtype=np.float32) + number
             # In the first part of its chunk.
-            values[0] = last if number == 7 else 1
+            values[0] = first if number == 7 else 1
             ts.open(spec, create=True).result()[:] = values
         return array_digests(tmp_path / name)
 
-    one, other = digests("one", 1), digests("other", 2)
-    assert list(one) == [f"a.{number}" for number in range(8)] and one == digests("again", 1)
-    assert [path for path in one if one[path] != other[path]] == ["a.7"]
+    one, another = digests("one", 1), digests("another", 2)
+    assert len(one) == 8 and one == digests("again", 1)
+    assert [path for path in one if one[path] != another[path]] == ["a.7"]
 
 
 def test_a_checkpoint_without_digests_of_arrays_loads(copy, whole):
@@ -293,20 +279,17 @@ def test_a_checkpoint_without_digests_of_arrays_loads(copy, whole):
     jax.tree.map(np.testing.assert_array_equal, load_params(copy, make_mesh()), whole[2])
 
 
-@pytest.mark.parametrize("way", ["..", "//", "~", "./.", "link/.."])
+@pytest.mark.parametrize("way", ["../copy", "~/copy", "./../copy/.//", "link/.."])
 def test_a_checkpoint_loads_by_any_path(copy, whole, way, monkeypatch):
     (copy.parent / "here").mkdir()
     (copy.parent / "here" / "link").symlink_to(copy / "tokenizer")
     monkeypatch.chdir(copy.parent / "here")
     monkeypatch.setenv("HOME", str(copy.parent))
-    ways = {"..": "../copy", "//": f"/{copy}", "~": "~/copy", "./.": "./../copy/.//"}
-    loaded = load_params(ways.get(way, "link/.."), make_mesh())
-    jax.tree.map(np.testing.assert_array_equal, loaded, whole[2])
+    jax.tree.map(np.testing.assert_array_equal, load_params(way, make_mesh()), whole[2])
 
 
 UNREAD = {
     "PERMISSION_DENIED: Failed to open: x [os_error_code='13'] [spec]": "Permission denied",
-    "UNKNOWN: Failed to read [os_error_code='5'] [spec]": "Input/output error",
     "DATA_LOSS: Error reading [os_error_code='116']": "Stale file handle",
     "RESOURCE_EXHAUSTED: too many": "RESOURCE_EXHAUSTED: too many",
     'Error parsing object member "base": Invalid file path: "x"': "Invalid file path",
@@ -314,28 +297,19 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("said", UNREAD, ids=UNREAD.values())
-@pytest.mark.parametrize("place", ["open", "ocdbt"])
+@pytest.mark.parametrize("place", ["open", "dump"])
 def test_what_cannot_be_read_is_not_called_damaged(copy, monkeypatch, said, place):
     """No digest says anything of bytes that were not read, so nothing is to be made again."""
 
-    def failing(*given, **how):
-        raise ValueError(said)
-
-    target, name = (storage.ts, "open") if place == "open" else (storage.ts.ocdbt, "dump")
-    monkeypatch.setattr(target, name, failing)
+    target = {"open": storage.ts, "dump": storage.ts.ocdbt}[place]
+    monkeypatch.setattr(target, place, Mock(side_effect=ValueError(said)))
     with pytest.raises(CheckpointError, match=f"params cannot be read: .*{UNREAD[said]}") as caught:
         load_params(copy, make_mesh())
     assert not isinstance(caught.value, DamagedError) and AGAIN not in str(caught.value)
 
 
 def test_a_file_that_cannot_be_opened_is_not_called_damaged(copy, monkeypatch):
-    monkeypatch.setattr(storage, "sha256_of", lambda path: os.open(path / "x", os.O_RDONLY))
-    refused(copy, AGAIN)  # A path below a file: something was put in a folder's place.
-
-    def busy(path):
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(storage, "sha256_of", busy)
+    monkeypatch.setattr(storage, "sha256_of", Mock(side_effect=OSError(24, "Too many open files")))
     with pytest.raises(CheckpointError, match=r"cannot be read: Too many open files$") as caught:
         load_params(copy, make_mesh())
     assert not isinstance(caught.value, DamagedError)
