@@ -118,7 +118,7 @@ def _at_home(mark: Any) -> Callable[[Any], Any]:
         paths = [expanded(each) for each in (value if many else [value]) if each is not None]
         for path in paths:
             if mark.exists and not os.path.exists(path):
-                raise typer.BadParameter(f"{noun} {str(path)!r} does not exist")
+                raise typer.BadParameter(f"{noun} {str(path)!r} does not exist.")
         value = paths if many else next(iter(paths), None)
         return value if mark.callback is None else mark.callback(value)
 
