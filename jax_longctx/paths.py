@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from jax_longctx.errors import InputError, file_errors
+from jax_longctx.errors import InputError
 
 # TensorStore keeps names with this end for itself.
 LOCKS = ".__lock"
@@ -24,9 +24,11 @@ def whole_path(path: str | Path) -> Path:
     """
     shown = ascii(str(path))
     try:
-        with file_errors(f"{shown}: no working directory", "change to another"):
-            found = Path(os.path.realpath(expanded(path)))
+        found = Path(os.path.realpath(expanded(path)))
         str(found).encode()
+    except OSError as error:
+        said = f"{shown}: no working directory: {error.strerror}; change to another"
+        raise InputError(said) from error
     except ValueError as error:  # a null byte, or no UTF-8
         raise InputError(f"{shown} cannot be used: {error}; choose another name") from error
     for part in found.parts:

@@ -20,7 +20,7 @@ from typer.models import OptionInfo
 
 import jax_longctx
 from jax_longctx.cli.terminal import Terminal, check_argument, check_file, save
-from jax_longctx.errors import CheckpointError, ConfigError, InputError, file_errors
+from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.memory import peak_memory
 from jax_longctx.methods import METHODS, check_method, make_method, settings_of
@@ -138,8 +138,10 @@ def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
 
 def check_checkpoint(folder: Path) -> None:
     """CheckpointError where the folder has no manifest; loading checks the contents."""
-    with file_errors(f"{folder} cannot be read", kind=CheckpointError):
+    try:
         found = (whole_path(folder) / "manifest.json").is_file()
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
     if not found:
         raise CheckpointError(
             f"{folder} is not a converted checkpoint (no manifest.json); "
