@@ -25,6 +25,7 @@ from checkpoints_convert.partial import GROUP, OnProgress, check_destination
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.locks import only_writer
 from jax_longctx.models import storage
+from jax_longctx.paths import whole_path
 
 # A tensor to write, and its stored type.
 Stored = tuple[FileTensor, np.dtype]
@@ -54,7 +55,7 @@ def export(
             f"{checkpoint} holds its matrices in {manifest.weights}, for which there is no Hugging "
             f"Face form here; convert the source without weights, and export that"
         )
-    destination = Path(destination).expanduser().absolute()
+    destination = whole_path(destination)
     scratch = destination.with_name(destination.name + ".exporting")
     tokenizer = storage.tokenizer_folder(checkpoint, manifest)
     with only_writer(destination):
@@ -94,6 +95,7 @@ def _write_shards(
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     shards, total, done = in_groups(stored, _nbytes, limit), sum(map(_nbytes, stored)), 0
     placed: dict[str, str] = {}
+    params = storage.params_folder(checkpoint, manifest)
     for number, tensors in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         name = name if len(shards) > 1 else "model.safetensors"
@@ -106,7 +108,7 @@ def _write_shards(
                     for tensor, dtype in batch
                     for part in tensor.parts
                 }
-                arrays = storage.restore(checkpoint, manifest, wanted)
+                arrays = storage.load_arrays(params, wanted, storage.REMEDY)
                 for tensor, _ in batch:
                     parts = [
                         part.to_file(np.asarray(arrays.pop(part.path))) for part in tensor.parts

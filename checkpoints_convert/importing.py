@@ -43,6 +43,7 @@ from jax_longctx.errors import (
 from jax_longctx.locks import only_writer
 from jax_longctx.models import storage
 from jax_longctx.models.llama import ParamInfo, check_mesh, stored_paths
+from jax_longctx.paths import expanded, whole_path
 from jax_longctx.settings import StoredForm, check_form
 from jax_longctx.sharding import logical_sharding, make_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
@@ -106,7 +107,7 @@ def open_source(source: str | Path) -> Source:
       CheckpointError: the source is not a checkpoint, or incomplete.
       ConfigError: the architecture is not implemented.
     """
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_file() and path.name.endswith(".safetensors"):
         raise CheckpointError(f"{path}: name its folder, which holds the config and tokenizer")
     if path.is_file():
@@ -195,7 +196,7 @@ def convert(
     if jax.process_count() > 1:
         raise ConfigError("a conversion runs in one process; start it on one host")
     mesh = make_mesh() if mesh is None else mesh
-    destination = Path(destination).expanduser().absolute()
+    destination = whole_path(destination)
     with only_writer(destination):
         check_destination(destination)
         opened = open_source(source)
@@ -317,11 +318,10 @@ def _write_rest(
         for step in steps
         for path, (info, dtype) in step.stored.items()
     }
-    partial.check(entries)
     manifest = storage.Manifest(
         config=opened.config,
         dtype=bytes_of.most_common(1)[0][0],
-        tensors=entries,
+        tensors=partial.check(entries),
         source=opened.label,
         sources={path.name: digest for path, digest in {**opened.read_files, **hashes}.items()},
         files=storage.describe_files(partial.folder / storage.PARAMS),

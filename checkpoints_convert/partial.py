@@ -1,12 +1,15 @@
 """The unfinished conversion on disk: `DESTINATION.partial`, renamed when it is whole.
 
 Orbax's partial save writes each group of tensors into a folder of its own. After each group,
-`progress.json` records the tensors of that folder. A group that was interrupted has no record and
-is deleted on resuming. At the end Orbax merges the folders into one checkpoint.
+`progress.json` records the arrays of that folder and their digests. A group that was interrupted
+has no record and is deleted on resuming. At the end Orbax merges the folders into one checkpoint,
+whose arrays must have these digests.
 """
 
 import contextlib
+import dataclasses
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +30,8 @@ SETTLE = 0.5
 PROGRESS = "progress.json"
 # Orbax's folder of groups, until they are merged.
 GROUPS = storage.PARAMS + ".partial_save"
+# In the folder of a group: the arrays of the only process that converts.
+OWN = f"{storage.STATE}/ocdbt.process_0"
 # Bytes of a group of parameters, also in an export. Each group costs Orbax some tens of
 # milliseconds; an interruption loses at most one.
 GROUP = 64 << 20
@@ -38,7 +43,8 @@ def check_destination(destination: Path) -> None:
     """Raises CheckpointError unless the destination can be made."""
     if destination.is_dir() and not any(destination.iterdir()):
         return
-    if destination.exists():
+    # Also a link to itself, which does not count as existing.
+    if os.path.lexists(destination):
         raise CheckpointError(f"{destination} exists; choose another name or delete it")
 
 
@@ -57,7 +63,8 @@ class Partial:
         self.destination = destination
         self.folder = destination.with_name(destination.name + SUFFIX)
         self._made_from = json.loads(json.dumps(made_from))
-        self._groups: dict[str, list[str]] = {}
+        # The digest of each array of a folder; "" where an earlier version began the conversion.
+        self._groups: dict[str, dict[str, str]] = {}
         self._state = "writing"
         self._settle = 0.0
         self._check_ours()
@@ -83,8 +90,8 @@ class Partial:
         with self._orbax():
             tree = traverse_util.unflatten_dict(dict(arrays), sep=".")
             ocp.partial.save(str(self.folder / storage.PARAMS), tree)
-        (new,) = self._folders() - before
-        self._groups[new] = list(arrays)
+            (new,) = self._folders() - before
+            self._groups[new] = storage.array_digests(self.folder / GROUPS / new / OWN)
         self._note()
 
     def merge(self) -> None:
@@ -96,10 +103,10 @@ class Partial:
         self._state = "merged"
         self._note()
 
-    def check(self, entries: Mapping[str, storage.TensorEntry]) -> None:
-        """Raises CheckpointError unless all arrays are stored whole."""
+    def check(self, entries: Mapping[str, storage.TensorEntry]) -> dict[str, storage.TensorEntry]:
+        """The entries with their digests; CheckpointError unless all arrays are stored whole."""
         folder = self.folder / storage.PARAMS
-        base = {"driver": "file", "path": f"{folder / 'state'}/"}
+        base = {"driver": "file", "path": f"{folder / storage.STATE}/"}
         lacking, wanted = [], 0
         with self._orbax():
             for path, entry in entries.items():
@@ -110,6 +117,9 @@ class Partial:
                 if found != (entry.shape, entry.dtype, True):
                     lacking.append(path)
                 wanted += array.size * array.dtype.numpy_dtype.itemsize
+            digests = storage.array_digests(folder / storage.STATE)
+        noted = {path: it for group in self._groups.values() for path, it in group.items() if it}
+        lacking += [path for path in noted if noted[path] != digests.get(path)]
         # Nothing is compressed.
         written = storage.bytes_below(folder)
         if lacking or written < wanted:
@@ -117,6 +127,7 @@ class Partial:
                 f"{self.destination} was not written whole ({written} of at least {wanted} bytes, "
                 f"lacking {lacking[:1]}); another program may have changed it; convert again"
             )
+        return {path: dataclasses.replace(it, digest=digests[path]) for path, it in entries.items()}
 
     def publish(self) -> None:
         """Gives the whole folder its name."""
@@ -178,7 +189,11 @@ class Partial:
         if state == "merging":
             # Orbax moves files while it merges, and does not record how far it came.
             return False
-        self._groups, self._state = groups, state
+        self._groups = {
+            name: found if isinstance(found, dict) else dict.fromkeys(found, "")
+            for name, found in groups.items()
+        }
+        self._state = state
         if self.merged:
             return (self.folder / storage.PARAMS).is_dir()
         for name in self._folders() - set(self._groups):

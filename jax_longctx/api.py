@@ -53,6 +53,7 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import abstract_params
 from jax_longctx.models.storage import Manifest, load_params, read_manifest, tokenizer_folder
 from jax_longctx.origin import digest_of
+from jax_longctx.paths import whole_path
 from jax_longctx.settings import DTYPES, check_name, weights_form
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import (
@@ -169,7 +170,7 @@ def load(
     keep_compilations()
     if offload is not None:
         allow_pinned()
-    mesh = mesh or make_mesh()
+    mesh, checkpoint = mesh or make_mesh(), whole_path(checkpoint)
     manifest = read_manifest(checkpoint)
     tokenizer = Tokenizer.load(tokenizer_folder(checkpoint, manifest))
     check_vocabulary(tokenizer, manifest.config)

@@ -28,6 +28,10 @@ class CheckpointError(LongctxError):
     """A checkpoint that is incomplete, damaged, or not a checkpoint at all."""
 
 
+class DamagedError(CheckpointError):
+    """Files that are not what was written, as a digest proves. Only these may be deleted."""
+
+
 class CapacityError(LongctxError):
     """A context that does not fit: bytes needed, bytes available, and what would fit."""
 

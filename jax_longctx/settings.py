@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from jax_longctx.errors import ConfigError, InputError, LongctxError
+from jax_longctx.paths import expanded
 
 MESH_AXES = ("data", "seq", "tensor")
 # Largest repetition penalty: a larger product with a logit could exceed float32's range.
@@ -283,7 +284,7 @@ def _convert(value: Any, hint: Any, *, text: bool = False) -> Any:
         found = {"true": True, "false": False}.get(value.lower())
     elif text or (hint, type(value)) in ((float, int), (Path, str)):
         try:
-            found = hint(value)
+            found = expanded(value) if hint is Path else hint(value)
         except ValueError:
             found = None
     if type(found) is hint or (hint is Path and isinstance(found, Path)):

@@ -29,6 +29,7 @@ MAY_IMPORT = {
         "jax_longctx.errors",
         "jax_longctx.locks",
         "jax_longctx.models",
+        "jax_longctx.paths",
         "jax_longctx.settings",
         "jax_longctx.sharding",
         "jax_longctx.text",

@@ -9,7 +9,8 @@ A run is a folder:
     tensorboard/     the same as TensorBoard events, for `tensorboard --logdir`
     checkpoints/     the newest checkpoints, and the one with the lowest dev loss (Orbax): weights,
                      moments and step count (`state`), and the position in the data and the best
-                     step so far (`position`), all with checksums
+                     step so far (`position`), all with checksums; `state/arrays.json` and the
+                     position say of which run and step they are
 
 A killed run resumes from its newest whole checkpoint and computes the same bits as without the
 kill: the checkpoint holds all that a step depends on. Metrics of steps that run again are removed
@@ -34,10 +35,11 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jax_longctx.engine.distributed import from_leader, is_leader
-from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from jax_longctx.errors import CheckpointError, ConfigError, DamagedError, InputError
 from jax_longctx.memory import peak_memory
 from jax_longctx.models import storage
 from jax_longctx.origin import check_same
+from jax_longctx.paths import whole_path
 from jax_longctx.settings import at_least
 from train_cpt.attention import check_attention
 from train_cpt.data import Windows, batches
@@ -53,7 +55,7 @@ from train_cpt.step import (
 )
 
 CHECKPOINTS, VERSIONS = "checkpoints", "versions"
-FORMAT, POSITION = 1, "position.json"
+FORMAT, POSITION, ARRAYS = 1, "position.json", "arrays.json"
 # Facts of `run.json` that may differ in a resumed run: they change neither texts nor steps.
 FREE = (VERSIONS, "run.checkpoint", "run.output", "run.mesh", "data.directory", "data.sources")
 FREE += ("loop.save_every", "loop.keep")
@@ -108,11 +110,37 @@ class Best:
     dev_loss: float = float("inf")
 
 
+class _State(ocp.PyTreeCheckpointHandler):
+    """Orbax's handler of the state of a run, whose `run.json` has the digest `run`."""
+
+    def __init__(self, run: str | None):
+        # Zarr 3 has checksums. Weights hardly compress.
+        super().__init__(use_zarr3=True, use_compression=False)
+        self._run = run
+
+    def finalize(self, directory: Any) -> None:
+        """Describes what all processes have written, before the checkpoint counts as whole."""
+        super().finalize(directory)
+        if is_leader():
+            found = storage.describe_files(folder := Path(directory))
+            # As they are called when the folder has its name.
+            files = {f"{storage.STATE}/{name}": entry for name, entry in found.items()}
+            arrays = storage.array_digests(folder)
+            described = storage.seal(FORMAT, {"run": self._run, "files": files, "arrays": arrays})
+            storage.write_text(folder / ARRAYS, json.dumps(described))
+
+
+@ocp.args.register_with_handler(_State, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class _StateSave(ocp.args.PyTreeSave):
+    """What `_State` saves: Orbax finds a handler by the class of its arguments."""
+
+
 class Checkpoints:
     """The checkpoints of one run; a context manager that waits for unfinished writes.
 
     Args:
-      folder: of the checkpoints, made if missing.
+      folder: of the checkpoints, made if missing, in that of a run.
       keep: number of newest checkpoints that are kept.
 
     Attributes:
@@ -120,18 +148,15 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int):
-        self.folder, self.best, self._keep = folder, Best(), keep
-        run = folder.parent / RUN
+        self.folder, self.best, self._keep = whole_path(folder), Best(), keep
+        run = self.folder.parent / RUN
         self._run = storage.sha256_of(run)[:16] if run.exists() else None
         options = ocp.CheckpointManagerOptions(create=True, preservation_policy=self)
         handlers: dict[str, Any] = {
-            # Zarr 3 has checksums. Weights hardly compress.
-            "state": ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False),
+            "state": _State(self._run),
             "position": ocp.JsonCheckpointHandler(POSITION),
         }
-        self._manager = ocp.CheckpointManager(
-            folder.absolute(), options=options, item_handlers=handlers
-        )
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -157,10 +182,10 @@ class Checkpoints:
         """Starts a save; the next step may overwrite the state once this returns."""
         # JSON has no infinity.
         best = dataclasses.asdict(self.best) if self.best.step else {}
-        facts = {"run": self._run, "step": step}
-        position = storage.seal(FORMAT, {"data": data.get_state(), "best": best, **facts})
+        where = {"run": self._run, "step": step, "data": data.get_state(), "best": best}
+        position = storage.seal(FORMAT, where)
         items = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(_by_path(state)), position=ocp.args.JsonSave(position)
+            state=_StateSave(_by_path(state)), position=ocp.args.JsonSave(position)
         )
         with storage.writing(self.folder):
             self._manager.save(step, args=items, force=True)
@@ -181,27 +206,34 @@ class Checkpoints:
         """The state of a step. With `data`, also sets its position and the best step so far.
 
         Raises:
-          CheckpointError: the checkpoint is damaged.
+          DamagedError: the checkpoint is damaged, or files of it are of another one.
+          CheckpointError: it cannot be read.
         """
         folder = self.folder / str(step)
-        remedy = f"remove {folder} to go on from the checkpoint before"
+        remedy = f"move {folder} away to go on from the checkpoint before"
         try:
             position = storage.read_sealed(folder / "position" / POSITION, FORMAT, remedy)
+            runs, steps = {self._run}, {step}
+            # Earlier versions wrote neither digests of arrays nor whose they are.
+            if "run" in position:
+                stored = storage.read_sealed(folder / storage.STATE / ARRAYS, FORMAT, remedy)
+                storage.check_stored(folder, stored["files"], stored["arrays"], remedy)
+                runs |= {position["run"], stored["run"]}
+                steps.add(position["step"])
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{error.filename} is missing (earlier versions wrote none); {remedy}"
             ) from None
-        # Earlier versions wrote neither.
-        ours = {"run": self._run, "step": step}
-        known = {key: position.get(key) or value for key, value in ours.items()}
-        aside = f"move {folder} away to go on from the checkpoint before"
-        check_same(folder, known, ours, aside, kind=CheckpointError)
         target = abstract_state(setup)
         arrays = storage.load_arrays(folder, _by_path(target), remedy)
+        state = jax.tree.unflatten(jax.tree.structure(target), arrays.values())
+        steps.add(int(state.step))
+        if len(runs) + len(steps) > 2:
+            raise DamagedError(f"{folder} has files of another run or another step; {remedy}")
         if data is not None:
             self.best = Best(**position["best"]) if position["best"] else Best()
             data.set_state(position["data"])
-        return jax.tree.unflatten(jax.tree.structure(target), arrays.values())
+        return state
 
 
 def _by_path(state: TrainState) -> dict[str, Any]:
@@ -246,6 +278,7 @@ def train(
       CheckpointError: the newest checkpoint cannot be read.
     """
     _check(loop, setup, windows, dev)
+    directory = whole_path(directory)
     from_leader(lambda: _claim(directory, facts))
     data = batches(
         windows,

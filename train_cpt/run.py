@@ -34,6 +34,7 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.locks import only_writer
 from jax_longctx.models import storage
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.paths import whole_path
 from jax_longctx.settings import from_toml, parse_mesh, read_toml
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
@@ -105,8 +106,14 @@ def run_config(
       LongctxError: the configuration, the data, the checkpoint or the run is not usable, or another
         process writes the run's folder.
     """
+    run, data = config.run, config.data
+    run = dataclasses.replace(
+        run, checkpoint=whole_path(run.checkpoint), output=whole_path(run.output)
+    )
+    data = dataclasses.replace(data, directory=whole_path(data.directory))
+    config = dataclasses.replace(config, run=run, data=data)
     with contextlib.ExitStack() as held:
-        from_leader(lambda: held.enter_context(only_writer(config.run.output.absolute())))
+        from_leader(lambda: held.enter_context(only_writer(config.run.output)))
         return _run(config, note, progress)
 
 
@@ -194,7 +201,7 @@ def _prepare(
             f"{data.directory} does not exist; name what to make it of: [data] sources"
         )
     files = document_files(data.sources)
-    with only_writer(data.directory.absolute()):
+    with only_writer(data.directory):
         made = prepare(
             read_documents(files, data.field),
             lambda text: tokenizer.encode(text, bos=True),
@@ -231,20 +238,22 @@ def _write_model(
     from_leader(begin)
     params = jax.tree.map(lambda leaf: leaf.astype(manifest.dtype), params)
     with storage.writing(destination):
-        ocp.save(str((building / storage.PARAMS).absolute()), params)
+        ocp.save(str(building / storage.PARAMS), params)
     written = dataclasses.replace(
         manifest,
-        tensors={
-            path: dataclasses.replace(entry, dtype=manifest.dtype)
-            for path, entry in manifest.tensors.items()
-        },
         source=f"{manifest.source}, after {step} steps of continued pretraining",
     )
 
     def finish() -> None:
-        whole = dataclasses.replace(
-            written, files=storage.describe_files(building / storage.PARAMS)
-        )
+        params = building / storage.PARAMS
+        with storage.writing(destination):
+            digests = storage.array_digests(params / storage.STATE)
+        tensors = {
+            path: dataclasses.replace(entry, dtype=manifest.dtype, digest=digests[path])
+            for path, entry in manifest.tensors.items()
+        }
+        files = storage.describe_files(params)
+        whole = dataclasses.replace(written, tensors=tensors, files=files)
         storage.write_text(building / storage.MANIFEST, whole.to_json())
         building.replace(destination)
 

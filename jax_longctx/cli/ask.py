@@ -23,9 +23,10 @@ from jax_longctx.cli.terminal import (
     read_text,
     save,
 )
-from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.errors import CheckpointError, InputError, file_errors
 from jax_longctx.memory import shown_bytes
 from jax_longctx.origin import check_same
+from jax_longctx.paths import whole_path
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
@@ -104,7 +105,7 @@ class Request:
             )
         if load is None and not words:
             raise InputError("no FILE given; expected FILE QUESTION... (- reads stdin)")
-        if save is not None and save.exists():
+        if save is not None and os.path.lexists(whole_path(save)):
             raise InputError(f"{save} exists; choose another name for --save-context")
         if self.completion and self._asked:
             raise InputError(
@@ -148,7 +149,11 @@ def ask(
         jax-longctx ask "And why?" -c llama3 --load-context read
     """
     if request.save_context is not None:
-        check_folder(request.save_context.absolute().parent, "--save-context")
+        folder = whole_path(request.save_context)
+        check_folder(folder.parent, "--save-context")
+        with file_errors(f"--save-context {request.save_context} cannot be written"):
+            # A name that is too long is known before the text is read.
+            folder.with_name(f"{folder.name}.partial").exists()
     document = None if request.file is None else read_text(request.file)
     terminal = Terminal(as_json=as_json)
     compiling = Compiling(terminal)
@@ -281,7 +286,7 @@ class Session:
         tokens = len(self.model.tokenizer.encode(self.layout.context(document), bos=True))
         footprint = self.model.footprint(tokens, reserve=reserve)
         needed = footprint.kept + footprint.host
-        free = shutil.disk_usage(folder.absolute().parent).free
+        free = shutil.disk_usage(whole_path(folder).parent).free
         if needed > free:
             raise CheckpointError(
                 f"the context takes {shown_bytes(needed)}, the disk of {folder} has "

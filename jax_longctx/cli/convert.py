@@ -1,11 +1,13 @@
 """`jax-longctx convert`: checkpoints in and out."""
 
+import os
 from pathlib import Path
 
 from jax_longctx.cli import options
 from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from jax_longctx.paths import expanded
 from jax_longctx.settings import check_form
 
 
@@ -55,7 +57,7 @@ def convert(
             raise InputError(f"--to-hf writes the checkpoint's own dtype; leave out {name}")
     if to_hf:
         options.check_checkpoint(Path(source))
-    elif not (Path(source).expanduser().exists() or _is_hub_id(source)):
+    elif not (os.path.exists(expanded(source)) or _is_hub_id(source)):
         raise CheckpointError(
             f"{source} does not exist; expected a Hugging Face directory, a GGUF file, "
             f"or a hub id such as owner/name"

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import os
 import platform
 import typing
 from collections.abc import Callable, Iterable
@@ -25,6 +26,7 @@ from jax_longctx.memory import peak_memory
 from jax_longctx.methods import METHODS, check_method, make_method, settings_of
 from jax_longctx.models.presets import PRESETS, preset
 from jax_longctx.origin import MADE_FROM, check_result
+from jax_longctx.paths import expanded, whole_path
 from jax_longctx.settings import (
     DTYPES,
     PLACES,
@@ -101,9 +103,27 @@ def _parameter(name: str, kind: Any, field: Any, panel: str | None = None) -> in
         mark = copy.copy(field.metadata["mark"])
         if isinstance(mark, OptionInfo):
             mark.rich_help_panel = mark.rich_help_panel or panel
+        if Path in (kind, *typing.get_args(kind)) or list[Path] in (kind, *typing.get_args(kind)):
+            mark.callback, mark.exists = _at_home(copy.copy(mark)), False
         kind, field = Annotated[kind, mark], field.default
     default = inspect.Parameter.empty if field is dataclasses.MISSING else field
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def _at_home(mark: Any) -> Callable[[Any], Any]:
+    """The callback of an option of paths: `~` goes, then what typer and the option's own check."""
+    noun = "path" if mark.file_okay and mark.dir_okay else "dir" if mark.dir_okay else "file"
+
+    def callback(value: Any) -> Any:
+        many = isinstance(value, list)
+        paths = [expanded(each) for each in (value if many else [value]) if each is not None]
+        for path in paths:
+            if mark.exists and not os.path.exists(path):
+                raise typer.BadParameter(f"{noun} {str(path)!r} does not exist.")
+        value = paths if many else next(iter(paths), None)
+        return value if mark.callback is None else mark.callback(value)
+
+    return callback
 
 
 def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
@@ -119,7 +139,11 @@ def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
 
 def check_checkpoint(folder: Path) -> None:
     """CheckpointError where the folder has no manifest; loading checks the contents."""
-    if not (folder / "manifest.json").is_file():
+    try:
+        found = (whole_path(folder) / "manifest.json").is_file()
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
+    if not found:
         raise CheckpointError(
             f"{folder} is not a converted checkpoint (no manifest.json); "
             f"make one: jax-longctx convert SOURCE DESTINATION"

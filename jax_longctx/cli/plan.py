@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
@@ -11,6 +10,7 @@ from jax_longctx.cli import options
 from jax_longctx.cli.options import option
 from jax_longctx.cli.terminal import Terminal, shown_time, table
 from jax_longctx.memory import shown_bytes
+from jax_longctx.paths import expanded
 from jax_longctx.planning.targets import parse_target
 from jax_longctx.settings import StoredForm, parse_mesh, weights_form
 
@@ -139,8 +139,8 @@ def _config(model: str, terminal: Terminal) -> tuple[Any, StoredForm | None]:
     """The model, and the 8-bit form in which a checkpoint holds its matrices."""
     from jax_longctx.models.presets import preset
 
-    path = Path(model)
-    if not path.exists():
+    path = expanded(model)
+    if not os.path.exists(path):
         return preset(model), None
     with terminal.starting():
         from checkpoints_convert import read_config

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import os
 import sys
 import tempfile
 import time
@@ -427,7 +428,7 @@ def check_file(out: Path | None, option: str = "--out") -> None:
     """Makes the file's folder; raises InputError where the file could not be written there."""
     if out is None:
         return
-    if out.is_dir():
+    if os.path.isdir(out):
         raise InputError(f"{option} {out} is a folder; name a file")
     _check_writable(out.parent, f"{option} {out}")
 

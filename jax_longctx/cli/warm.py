@@ -1,6 +1,7 @@
 """`jax-longctx warm`: compile what a command will need, before there are texts or weights."""
 
 import dataclasses
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from jax_longctx.cli.terminal import Terminal, shown_time
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.models.presets import PRESETS, preset
+from jax_longctx.paths import expanded
 from jax_longctx.settings import StoredForm, offload_of, parse_mesh, weights_form
 
 
@@ -107,7 +109,7 @@ def warm(
 
 
 def _check_model(model: str) -> None:
-    if Path(model).exists():
+    if os.path.exists(expanded(model)):
         options.check_checkpoint(Path(model))
     elif model not in PRESETS:
         # Raises the error that lists the names.
@@ -123,7 +125,7 @@ class _Model:
         self.stop_ids: tuple[int, ...] = ()
         self._stacked = False
         self._held: StoredForm | None = None
-        if not Path(model).exists():
+        if not os.path.exists(expanded(model)):
             self.config, self.dtype = preset(model), jnp.dtype(dtype or "bfloat16")
             return
         from jax_longctx.models.storage import read_manifest, tokenizer_folder

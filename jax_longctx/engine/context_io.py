@@ -3,13 +3,15 @@
 Saved under a temporary name and renamed when complete, so a folder of that name is a whole
 context or none. What it was made by (model, method and its settings, capacity) is stored and
 compared on loading: the arrays mean nothing under another method. So are the shapes, before
-anything is allocated. Checksums cover all of it (see `models.storage`).
+anything is allocated. Checksums cover all of it, and say whose arrays they are (see
+`models.storage`).
 """
 
 import contextlib
 import dataclasses
 import functools
 import json
+import os
 import queue
 import shutil
 import time
@@ -28,11 +30,13 @@ from jax_longctx.engine import Context, programs
 from jax_longctx.engine.capacity import GRANULE, check_host, finished_caches
 from jax_longctx.engine.distributed import from_leader, to_host
 from jax_longctx.engine.engine import Engine
-from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.errors import CheckpointError, DamagedError, InputError
 from jax_longctx.locks import only_writer
 from jax_longctx.methods import make_method, settings_of
 from jax_longctx.models.storage import (
-    check_files,
+    STATE,
+    array_digests,
+    check_stored,
     describe_files,
     load_arrays,
     read_sealed,
@@ -40,10 +44,11 @@ from jax_longctx.models.storage import (
     writing,
 )
 from jax_longctx.origin import check_same
+from jax_longctx.paths import whole_path
 from jax_longctx.sharding import RULES, leaf_axes, logical_sharding, tree_shardings
 
-# 1 had no digests.
-FORMAT = 2
+# 1 had no digests, 2 none of arrays.
+FORMAT, OLDER = 3, 2
 REMEDY = "prefill again"
 MANIFEST, CACHES = "context.json", "caches"
 # Counts and tokens are int32 on devices.
@@ -71,7 +76,7 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
             leaf = moved(axes, _with_rows(leaf, axes, context.batch))
             # A copy of a layer leaves the devices before the next one is made.
             leaves.append(to_host(leaf) if copies and jax.process_count() == 1 else leaf)
-    _write(Path(path).absolute(), described, leaves)
+    _write(whole_path(path), described, leaves)
 
 
 def _saved_layers(engine: Engine, context: Context) -> Iterator[Any]:
@@ -104,7 +109,7 @@ class Saving:
         self, engine: Engine, context: Context, path: str | Path, pool: ThreadPoolExecutor
     ):
         self._described = _described(engine, context)
-        self._context, self._path = context, Path(path).absolute()
+        self._context, self._path = context, whole_path(path)
         self._moved = functools.partial(_moved, engine, SlotLayout.in_order, context.slots)
         runs = enumerate(context.usable_caches())
         self._left = [(run, n) for run, cache in runs for n in range(programs.layers_in(cache))]
@@ -216,7 +221,7 @@ def _begin(path: Path, partial: Path, held: contextlib.ExitStack) -> None:
         held.enter_context(only_writer(path))
     except InputError as error:
         raise CheckpointError(str(error)) from error
-    if path.exists():
+    if os.path.lexists(path):
         raise InputError(f"{path} exists; choose another name or delete it")
     shutil.rmtree(partial, ignore_errors=True)
     held.callback(shutil.rmtree, partial, ignore_errors=True)
@@ -227,12 +232,11 @@ def _begin(path: Path, partial: Path, held: contextlib.ExitStack) -> None:
 
 
 def _finish(path: Path, partial: Path, described: dict[str, Any]) -> None:
-    try:
-        sealed = seal(FORMAT, {**described, "files": describe_files(partial / CACHES)})
+    with writing(path):
+        files, arrays = describe_files(partial / CACHES), array_digests(partial / CACHES / STATE)
+        sealed = seal(FORMAT, {**described, "files": files, "arrays": arrays})
         (partial / MANIFEST).write_text(json.dumps(sealed), encoding="utf-8")
         partial.rename(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} could not be written: {error.strerror}") from error
 
 
 def saved_manifest(path: str | Path) -> dict[str, Any]:
@@ -241,9 +245,9 @@ def saved_manifest(path: str | Path) -> dict[str, Any]:
     Raises:
       CheckpointError: not a saved context, its manifest is damaged, or it is in fp8.
     """
-    path = Path(path).absolute()
+    path = whole_path(path)
     try:
-        described = read_sealed(path / MANIFEST, FORMAT, REMEDY)
+        described = {"arrays": {}} | read_sealed(path / MANIFEST, FORMAT, REMEDY, OLDER)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a saved context (no {MANIFEST})") from None
     made_by = described.get("made_by")
@@ -277,9 +281,9 @@ def load_context(engine: Engine, path: str | Path) -> Context:
     Raises:
       CheckpointError: not a saved context, damaged, or made by another model or method.
     """
-    path, described = Path(path).absolute(), saved_manifest(path)
+    path, described = whole_path(path), saved_manifest(path)
     if (wrong := _wrong(described, engine.config.vocab_size)) is not None:
-        raise CheckpointError(f"{path / MANIFEST} is damaged: {wrong}; {REMEDY}")
+        raise DamagedError(f"{path / MANIFEST} is damaged: {wrong}; {REMEDY}")
     made_by, ours = described["made_by"], made_by_engine(engine)
     # Earlier versions wrote fewer facts.
     ours = {key: value for key, value in ours.items() if key in made_by or key != "all_weights"}
@@ -302,7 +306,7 @@ def load_context(engine: Engine, path: str | Path) -> Context:
         )
         for setup in (apart, engine.setup)
     )
-    check_files(path / CACHES, described["files"], REMEDY)
+    check_stored(path / CACHES, described["files"], described["arrays"], REMEDY)
     wanted = _saved_arrays(engine, structure, batch)
     put = functools.partial(_moved, engine, SlotLayout.dealt, slots)
 
@@ -350,10 +354,10 @@ def _wrong(described: dict[str, Any], vocabulary: int) -> str | None:
             for row in value
         )
 
-    keys = ["made_by", "rows", "questions", "batch", "slots", "reserve", "total", "files"]
+    keys = ["made_by", "rows", "questions", "batch", "slots", "reserve", "total", "files", "arrays"]
     if sorted(described) != sorted(keys):
         return f"it holds {', '.join(described) or 'nothing'}, expected {', '.join(keys)}"
-    made_by, rows, questions, batch, slots, reserve, total, files = (described[k] for k in keys)
+    made_by, rows, questions, batch, slots, reserve, total, files = (described[k] for k in keys[:8])
     checks = {
         "made_by": isinstance(made_by, dict),
         "rows": is_rows(rows) and len(rows) > 0,
@@ -364,6 +368,7 @@ def _wrong(described: dict[str, Any], vocabulary: int) -> str | None:
         "total": isinstance(total, list) and len(total) == batch and all(map(is_count, total)),
         "files": isinstance(files, dict)
         and all(isinstance(entry, list) and len(entry) == 2 for entry in files.values()),
+        "arrays": isinstance(described["arrays"], dict),
     }
     for key, holds in checks.items():
         if not holds:

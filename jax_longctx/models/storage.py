@@ -4,9 +4,11 @@
 restored straight onto their shards.
 
 Orbax writes arrays as Zarr 3 inside OCDBT. OCDBT has a CRC-32C on its index and none on values, so
-every chunk of an array gets one of its own here, which TensorStore checks at each read. The
-manifest is written last. It lists the small files with their sizes and SHA-256, and holds a SHA-256
-of itself. Saved contexts and training checkpoints are stored by the same functions.
+every chunk of an array gets one of its own here, which TensorStore checks at each read. It does not
+say whose chunk that is. So the manifest has a digest of each array: of the CRCs of its chunks,
+which loading reads apart (`array_digests`). The manifest is written last. It lists the small files
+with their sizes and SHA-256, and holds a SHA-256 of itself. Saved contexts and training checkpoints
+are stored by the same functions.
 """
 
 import collections
@@ -34,9 +36,10 @@ from flax import traverse_util
 from jax.sharding import Mesh
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from jax_longctx.errors import CheckpointError
+from jax_longctx.errors import CheckpointError, DamagedError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, param_infos, quantised_weights, stored_paths
+from jax_longctx.paths import whole_path
 from jax_longctx.settings import StoredForm, weights_form
 from pallas_kernels.quantised_matrix import QuantisedMatrix
 
@@ -63,6 +66,8 @@ ORBAX = "0.12.8"
 CLOSED = "Event loop is closed"
 # Orbax's folder of arrays, and in it OCDBT's folders of data files.
 STATE, DATA = "state", "d"
+# TensorStore's errors that name bytes which are not what was written.
+DAMAGE = re.compile(r"DATA_LOSS|OUT_OF_RANGE|NOT_FOUND|Error .*\bdecoding\b")
 
 _zarr3_metadata: Any = getattr(tensorstore_utils, "_build_zarr3_metadata", None)
 
@@ -94,7 +99,8 @@ def read_sealed(path: Path, version: int, remedy: str, *others: int) -> dict[str
 
     Raises:
       FileNotFoundError: no such file.
-      CheckpointError: the file is damaged, or of another version.
+      DamagedError: the file is damaged.
+      CheckpointError: the file cannot be read, or is of another version.
     """
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -103,7 +109,7 @@ def read_sealed(path: Path, version: int, remedy: str, *others: int) -> dict[str
         if (found := fields.get("format")) not in (version, *others):
             raise CheckpointError(
                 f"{path} has format {found!r:.20}, expected {version}: another version wrote it; "
-                f"{remedy}"
+                f"use that one, or {remedy}"
             )
         if fields.pop(DIGEST, None) != _digest(fields):
             raise ValueError(f"its {DIGEST} does not match, it was changed after it was written")
@@ -112,7 +118,7 @@ def read_sealed(path: Path, version: int, remedy: str, *others: int) -> dict[str
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error!s:.200}; {remedy}") from error
+        raise DamagedError(f"{path} is damaged: {error!s:.200}; {remedy}") from error
     del fields["format"]
     return fields
 
@@ -160,24 +166,112 @@ def bytes_below(folder: Path) -> int:
 
 
 def check_files(folder: Path, files: Files, remedy: str) -> None:
-    """Raises CheckpointError where a file is missing or has changed.
+    """Checks that files are what was written.
 
     Args:
-      remedy: what to do about it, for the error.
+      remedy: what to do about damage, for the error.
+
+    Raises:
+      DamagedError: a file is missing or has changed.
+      CheckpointError: a file cannot be read, which says nothing of its bytes.
     """
     for name, (size, digest) in files.items():
         path = folder / name
         try:
             found = path.stat().st_size
             same = digest is None or found != size or sha256_of(path) == digest
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise DamagedError(f"{path} cannot be read: {error.strerror}; {remedy}") from error
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}; {remedy}") from error
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         if found != size:
-            raise CheckpointError(f"{path} is damaged: {found} bytes, expected {size}; {remedy}")
+            raise DamagedError(f"{path} is damaged: {found} bytes, expected {size}; {remedy}")
         if not same:
-            raise CheckpointError(
+            raise DamagedError(
                 f"{path} is damaged: its SHA-256 is not the one it was written with; {remedy}"
             )
+
+
+def check_stored(folder: Path, files: Files, digests: Mapping[str, str], remedy: str) -> None:
+    """`check_files` of a folder that Orbax wrote, and a check of whose chunks its arrays have.
+
+    Args:
+      digests: of arrays by path (`array_digests`); empty for what earlier versions wrote.
+    """
+    check_files(folder, files, remedy)
+    if not digests:
+        return
+    try:
+        found = array_digests(folder / STATE)
+    except (OSError, ValueError) as error:
+        raise _unread(folder, error, remedy) from error
+    if differ := [path for path, digest in digests.items() if found.get(path) != digest]:
+        raise DamagedError(
+            f"{folder} is damaged: {differ[0]} has other chunks than it was written with; {remedy}"
+        )
+
+
+def array_digests(database: Path) -> dict[str, str]:
+    """The digest of each array in a folder of OCDBT, by dot-joined path.
+
+    It is the SHA-256 of the array's metadata and of its chunks' names and CRC-32Cs, which
+    TensorStore compares with their bytes at each read. Here only the ends of chunks are read.
+
+    Raises:
+      OSError, ValueError: TensorStore cannot read them.
+    """
+    base = ts.KvStore.open({"driver": "file", "path": f"{whole_path(database)}/"}).result()
+    root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
+    arrays: dict[str, dict[str, Any]] = collections.defaultdict(dict)
+    for key, entry in sorted(_entries(base, root)):
+        path, _, part = key.decode().partition("/")
+        arrays[path][part] = entry
+    ends: dict[str, list[tuple[str, Callable[[], bytes]]]] = {}
+    for path, parts in arrays.items():
+        described = _value(base, parts.pop("zarr.json"))
+        metadata = json.loads(described())
+        whole = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        # A stored chunk is one chunk and its sum, and an index of 20 bytes.
+        last = 24 if metadata["codecs"][0]["configuration"].get("chunk_shape") == whole else None
+        ends[path] = [("", described)]
+        ends[path] += [(part, _value(base, entry, last)) for part, entry in parts.items()]
+    # All reads have begun.
+    return {
+        path: hashlib.sha256(b"".join(part.encode() + end() for part, end in found)).hexdigest()
+        for path, found in ends.items()
+    }
+
+
+def _entries(
+    base: Any, node: Mapping[str, Any], prefix: bytes = b""
+) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each key below a node of OCDBT's tree, and its entry; no two keys are the same."""
+    if "location" not in node:  # nothing is stored
+        return
+    found = ts.ocdbt.dump(base, node["location"]).result()
+    for entry in found["entries"]:
+        if found["height"]:
+            yield from _entries(base, entry, prefix + entry["subtree_common_prefix"])
+        else:
+            yield prefix + entry["key"], entry
+
+
+def _value(base: Any, entry: Mapping[str, Any], last: int | None = None) -> Callable[[], bytes]:
+    """Begins to read an entry's value, or only so many bytes of its end; gives the bytes."""
+    if "inline_value" in entry:
+        value = entry["inline_value"][-last if last else 0 :]
+        return lambda: value
+    *file, offset, size = entry["indirect_value"].split(":")
+    skipped = max(0, int(size) - last) if last else 0
+    place = ":".join([*file, str(int(offset) + skipped), str(int(size) - skipped)])
+    return ts.ocdbt.dump(base, place).result
+
+
+def _unread(folder: Path, error: Exception, remedy: str) -> CheckpointError:
+    """Why TensorStore could not read the arrays; it is damage only where it says so."""
+    if DAMAGE.match(said := why_failed(error)):
+        return DamagedError(f"{folder} is damaged: {said}; {remedy}")
+    return CheckpointError(f"{folder} cannot be read: {said}")
 
 
 def load_arrays(
@@ -193,9 +287,10 @@ def load_arrays(
       remedy: what to do about damage, for the error.
 
     Raises:
-      CheckpointError: an array is missing, damaged, or of another shape.
+      DamagedError: an array is missing, damaged, or of another shape.
+      CheckpointError: an array cannot be read, which says nothing of its bytes.
     """
-    base = {"driver": "file", "path": f"{folder.absolute() / STATE}/"}
+    base = {"driver": "file", "path": f"{whole_path(folder) / STATE}/"}
     # The index of the arrays is read once.
     context = ts.Context({"cache_pool#index": {"total_bytes_limit": 100_000_000}})
     index = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#index"}
@@ -209,7 +304,8 @@ def load_arrays(
         }
         stores = {path: future.result() for path, future in opened.items()}
         for path, store in stores.items():
-            _check_store(path, store, wanted[path])
+            if (wrong := _check_store(path, store, wanted[path])) is not None:
+                raise DamagedError(f"{folder} is damaged: {wrong}; {remedy}")
         for path, store in stores.items():
             reads.append((path, *_begin_read(store, wanted[path])))
             while sum(size for _, size, _ in reads) > AHEAD:
@@ -217,22 +313,22 @@ def load_arrays(
                 loaded[path] = array()
         loaded.update((path, array()) for path, _, array in reads)
     except (OSError, ValueError) as error:
-        # After the bracket TensorStore gives a line of its source and the whole spec.
-        said = str(error).strip().splitlines()[0].split(" [")[0]
-        raise CheckpointError(f"{folder} is damaged: {said:.300}; {remedy}") from error
+        raise _unread(folder, error, remedy) from error
     return loaded
 
 
-def _check_store(path: str, store: Any, wanted: jax.ShapeDtypeStruct) -> None:
+def _check_store(path: str, store: Any, wanted: jax.ShapeDtypeStruct) -> str | None:
+    """What of a stored array is not what its folder says; None for the right one."""
     if store.shape != wanted.shape:
-        raise ValueError(f"{path} is stored with shape {(*store.shape,)}, expected {wanted.shape}")
+        return f"{path} is stored with shape {(*store.shape,)}, expected {wanted.shape}"
     # Floats are cast to each other; 8 bits mean what their scales say.
     found, expected = store.dtype.name, jnp.dtype(wanted.dtype).name
     if found != expected and "int8" in (found, expected):
-        raise ValueError(f"{path} is stored as {found}, expected {expected}")
+        return f"{path} is stored as {found}, expected {expected}"
     codec, *_ = store.spec().to_json()["metadata"]["codecs"]
     if CHECKSUM not in codec.get("configuration", {}).get("codecs", []):
-        raise ValueError(f"{path} has no checksums")
+        return f"{path} has no checksums"
+    return None
 
 
 def _begin_read(store: Any, wanted: jax.ShapeDtypeStruct) -> tuple[int, Callable[[], jax.Array]]:
@@ -290,7 +386,7 @@ def writing(path: Path) -> Iterator[None]:
         with quiet_orbax():
             yield
     except (OSError, ValueError) as error:  # ValueError: the disk is full
-        raise CheckpointError(f"{path} could not be written: {why_unwritten(error)}") from error
+        raise CheckpointError(f"{path} could not be written: {why_failed(error)}") from error
 
 
 @functools.cache
@@ -309,12 +405,13 @@ def _hush_late_writes() -> None:
     sys.unraisablehook = unless_late
 
 
-def why_unwritten(error: Exception) -> str:
-    """Why Orbax could not write, without the names of its internal files."""
+def why_failed(error: Exception) -> str:
+    """Why Orbax or TensorStore failed, without the names of their internal files."""
     found = re.search(r"os_error_code='(\d+)'", str(error))
     if found is not None:
         return os.strerror(int(found[1]))
-    return first_line(error)
+    # After the bracket TensorStore gives a line of its source and the whole spec.
+    return first_line(error).split(" [")[0]
 
 
 def first_line(error: BaseException) -> str:
@@ -324,10 +421,11 @@ def first_line(error: BaseException) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """Shape and dtype of a stored array."""
+    """A stored array; the digest (`array_digests`) is "" where an earlier version wrote it."""
 
     shape: tuple[int, ...]
     dtype: str
+    digest: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -372,7 +470,7 @@ class Manifest:
         """The manifest with these fields; raises ValueError, KeyError or TypeError if damaged."""
         fields["config"] = ModelConfig.from_dict(fields["config"])
         fields["tensors"] = {
-            path: TensorEntry(tuple(entry["shape"]), entry["dtype"])
+            path: TensorEntry(tuple(entry["shape"]), entry["dtype"], entry.get("digest", ""))
             for path, entry in fields["tensors"].items()
         }
         if fields.get("weights") not in (None, "int8"):
@@ -386,7 +484,7 @@ def read_manifest(directory: str | Path) -> Manifest:
     Raises:
       CheckpointError: the directory is no converted checkpoint, or holds its matrices in fp8.
     """
-    path = Path(directory) / MANIFEST
+    path = whole_path(directory) / MANIFEST
     try:
         fields = read_sealed(path, FORMAT, REMEDY, FORMAT_8_BITS)
         if fields.get("weights") == "fp8":
@@ -401,7 +499,7 @@ def read_manifest(directory: str | Path) -> Manifest:
             f"make one: jax-longctx convert SOURCE DESTINATION"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error!s:.200}; {REMEDY}") from error
+        raise DamagedError(f"{path} is damaged: {error!s:.200}; {REMEDY}") from error
 
 
 def load_params(
@@ -421,6 +519,7 @@ def load_params(
       CheckpointError: the checkpoint is incomplete, damaged, or of another model than its manifest.
       ConfigError: the model does not divide over the mesh, or these weights are no form of it.
     """
+    directory = whole_path(directory)
     manifest = read_manifest(directory)
     check_mesh(manifest.config, mesh)
     target = jnp.dtype(manifest.dtype if dtype is None else dtype)
@@ -431,14 +530,13 @@ def load_params(
     wanted: dict[str, jax.ShapeDtypeStruct] = {}
     for path, x in shapes.items():
         wanted |= stored_paths(path, x)
-    _check_entries(Path(directory) / MANIFEST, manifest.tensors, wanted)
+    _check_entries(directory / MANIFEST, manifest.tensors, wanted)
     form = weights_form(weights, target.name, manifest.weights)
+    folder = params_folder(directory, manifest)
     if form is None or form == manifest.weights:
-        arrays = restore(directory, manifest, wanted)
+        arrays = load_arrays(folder, wanted, REMEDY)
         params = {path: _joined(path, x, arrays) for path, x in shapes.items()}
         return traverse_util.unflatten_dict(params, sep=".")
-    folder = Path(directory).absolute() / PARAMS
-    check_files(folder, manifest.files, REMEDY)
     found: dict[str, Any] = {}
     for piece in _pieces(wanted):
         params = traverse_util.unflatten_dict(load_arrays(folder, piece, REMEDY), sep=".")
@@ -487,17 +585,16 @@ def _pieces(
         yield piece
 
 
-def restore(
-    directory: str | Path, manifest: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, jax.Array]:
-    """Some or all parameters, by dot-joined path.
+def params_folder(directory: str | Path, manifest: Manifest) -> Path:
+    """The folder of the parameters, after a check of its files and of whose arrays they hold.
 
     Raises:
-      CheckpointError: the stored arrays are incomplete or damaged.
+      CheckpointError: it is incomplete or damaged.
     """
-    folder = Path(directory).absolute() / PARAMS
-    check_files(folder, manifest.files, REMEDY)
-    return load_arrays(folder, wanted, REMEDY)
+    folder = whole_path(directory) / PARAMS
+    digests = {path: entry.digest for path, entry in manifest.tensors.items() if entry.digest}
+    check_stored(folder, manifest.files, digests, REMEDY)
+    return folder
 
 
 def tokenizer_folder(directory: str | Path, manifest: Manifest) -> Path:
@@ -506,6 +603,6 @@ def tokenizer_folder(directory: str | Path, manifest: Manifest) -> Path:
     Raises:
       CheckpointError: a file is missing or damaged.
     """
-    folder = Path(directory) / TOKENIZER
+    folder = whole_path(directory) / TOKENIZER
     check_files(folder, manifest.tokenizer_files, REMEDY)
     return folder

@@ -40,6 +40,7 @@ from jax_longctx.engine.context_io import saved_manifest
 from jax_longctx.errors import CheckpointError, InputError, file_errors
 from jax_longctx.locks import lock
 from jax_longctx.models.storage import read_sealed, seal
+from jax_longctx.paths import whole_path
 from jax_longctx.serving.schema import RequestError
 
 log = logging.getLogger(__name__)
@@ -203,6 +204,7 @@ class Contexts:
         # Texts whose folder is rubbish by now, and texts that were used: their files do not say so.
         self._unnamed: set[Text] = set()
         self._touched: set[Text] = set()
+        self.folder = whole_path(self.folder)
         self._held = _hold(self.folder)
         self._find_saved()
 

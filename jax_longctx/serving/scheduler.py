@@ -31,7 +31,7 @@ from typing import Any, Literal
 from jax_longctx.api import AnswerReader
 from jax_longctx.engine.engine import NOT_FINITE
 from jax_longctx.engine.running import Chosen, Request
-from jax_longctx.errors import CapacityError, CheckpointError, LongctxError
+from jax_longctx.errors import CapacityError, CheckpointError, DamagedError, LongctxError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.serving.contexts import Contexts, Entry, Text, was_deleted
 from jax_longctx.serving.executor import Executor, Team, request_values
@@ -443,11 +443,13 @@ class Scheduler:
         self.metrics.loaded.inc()
 
     def _not_loaded(self, text: Text, error: CheckpointError) -> None:
-        """Removes the damaged files of a text, which is read again."""
+        """Lets a text be read again; its files are removed if they are damaged."""
         log.warning("a saved context cannot be loaded, its text is read again: %s", error)
         self._loading, self._loading_need, text.busy = None, 0, False
-        self.contexts.remove_files(text)
-        text.damaged = True
+        text.damaged = isinstance(error, DamagedError)
+        if text.damaged:
+            self.contexts.remove_files(text)
+        text.saved = False
 
     def _end_files(self, *, wait: bool = False) -> None:
         """Takes up texts that were saved and loaded meanwhile; with `wait`, when they are."""

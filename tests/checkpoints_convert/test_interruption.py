@@ -22,6 +22,7 @@ from jax_longctx.locks import only_writer
 from tests.checkpoints_convert.test_huggingface import assert_same_state, load_all
 from tests.checkpoints_convert.test_names import flat
 from tests.checkpoints_convert.tiny import full_disk, hf_config, random_state, write_checkpoint
+from tests.chunks import exchange, pairs_in
 
 ROOT = Path(__file__).parents[2]
 SECOND = "model-00002-of-00002.safetensors"
@@ -128,6 +129,30 @@ def test_what_does_not_fit_a_partial_is_refused_until_it_is_gone(tmp_path, sourc
     assert (tmp_path / "ours.partial").exists()
     convert(source, tmp_path / "ours", dtype="bfloat16", resume=False)
     assert names_in(tmp_path) == ["hf", "ours"]
+
+
+def test_an_array_that_was_changed_in_a_partial_is_found(tmp_path, source):
+    """Chunks of two arrays of one shape are exchanged, with their checksums."""
+    interrupt(source, tmp_path / "ours", 0.9)
+    groups = (tmp_path / "ours.partial").glob("params.partial_save/*/state/ocdbt.process_0")
+    one, another = pairs_in(*groups)[0]
+    exchange(one, another)
+    with pytest.raises(CheckpointError, match=r"not written whole .*lacking \['"):
+        convert(source, tmp_path / "ours")
+    assert names_in(tmp_path) == ["hf"]
+
+
+def test_a_partial_of_an_earlier_version_is_continued(tmp_path, source, saved):
+    """It noted names of arrays without digests."""
+    interrupt(source, tmp_path / "ours", 0.9)
+    path = tmp_path / "ours.partial" / "progress.json"
+    noted = json.loads(path.read_text())
+    noted["groups"] = {name: list(found) for name, found in noted["groups"].items()}
+    path.write_text(json.dumps(noted))
+    saved.clear()
+    convert(source, tmp_path / "ours")
+    assert 0 < len(saved) < 10
+    assert_converted(source, tmp_path)
 
 
 def test_a_folder_that_only_has_the_name_of_a_partial_is_kept(tmp_path, source):

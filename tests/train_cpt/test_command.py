@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import os
 import shutil
 import socket
 import subprocess
@@ -85,6 +86,21 @@ def test_train_writes_a_checkpoint_and_goes_on_with_nothing(trained):
     assert [line["step"] for line in read_metrics(folder / "run")] == [1, 2]
     assert (folder / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert not (folder / "run" / "best").exists()
+
+
+def test_a_configuration_names_its_places_by_any_path(trained, monkeypatch):
+    """The same run: its places are no part of what it is."""
+    folder, _ = trained
+    text = (folder / "run.toml").read_text()
+    for old, new in {"model": "~/model", "run": "./../run", "data": "../data//"}.items():
+        assert f'"{folder}/{old}"' in text
+        text = text.replace(f'"{folder}/{old}"', f'"{new}"')
+    (folder / "places.toml").write_text(text)
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.chdir(folder / "texts")
+    said = train("~/places.toml")
+    assert said[0] == 0 and "2 steps done; the model is in ../run/model" in said[1]
+    assert sorted(os.listdir()) == [*(f"{number}.txt" for number in range(4)), "short.md"]
 
 
 @pytest.mark.slow

@@ -198,7 +198,7 @@ def test_bad_data_sets_are_refused_and_nothing_is_overwritten(tmp_path):
         opened(data)
     fields = json.loads((data / "manifest.json").read_text())
     for changes, message in (
-        ({"format": 1}, r"manifest\.json has format 1, expected 2: .*; prepare the data again"),
+        ({"format": 1}, r"manifest\.json has format 1, expected 2: .* prepare the data again"),
         ({"length": 4}, r"manifest\.json is damaged: its sha256 does not match"),
     ):
         (data / "manifest.json").write_text(json.dumps({**fields, **changes}))

@@ -21,6 +21,8 @@ from typer.testing import CliRunner
 
 from jax_longctx.cli.main import app
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from jax_longctx.models.storage import read_sealed, seal
+from tests.chunks import wrong_chunks
 from tests.patience import patience
 from tests.support import tiny_config
 from tests.train_cpt.tiny_run import (
@@ -39,7 +41,7 @@ from tests.train_cpt.tiny_run import (
 from train_cpt import bench
 from train_cpt.attention import Pattern
 from train_cpt.data import open_windows
-from train_cpt.loop import Best, Checkpoints, LoopConfig, train
+from train_cpt.loop import Best, LoopConfig, train
 from train_cpt.metrics import device_peak, metrics_log, read_metrics, text_flops
 from train_cpt.step import text_losses
 
@@ -115,7 +117,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_serves(straight, tmp
             path.unlink()
             if damaged is not None:
                 path.write_bytes(damaged)
-            with pytest.raises(CheckpointError, match=rf"checkpoints/{STEPS}.*; remove ") as caught:
+            with pytest.raises(CheckpointError, match=rf"checkpoints/{STEPS}.*; move ") as caught:
                 run_tiny(tmp_path / "run", folder / "data", make_params=no_params)
             assert "\n" not in str(caught.value) and "learning rate" not in str(caught.value)
         path.write_bytes(content)
@@ -124,6 +126,66 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_serves(straight, tmp
     again = run_tiny(tmp_path / "run", folder / "data", loop=EVALUATED, make_params=no_params)
     assert digest(again.state) == digest(outcome.state) and again.best == outcome.best
     assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["10", "12", "8"]
+
+
+@pytest.fixture
+def copied(straight, tmp_path):
+    """The newest checkpoint of a copy of the finished run, and what reads it."""
+    shutil.copytree(straight[0] / "run", tmp_path / "run")
+    again = functools.partial(run_tiny, tmp_path / "run", straight[0] / "data")
+    return tmp_path / "run/checkpoints" / str(STEPS), lambda: again(make_params=no_params)
+
+
+def test_chunks_and_files_of_another_step_or_run_are_refused(straight, copied, tmp_path):
+    newest, read = copied
+    run_tiny(tmp_path / "other", straight[0] / "data", facts={"config": {"tiny": False}})
+    whole = shutil.copytree(newest, tmp_path / "whole")
+    before, theirs = newest.with_name("10"), tmp_path / "other/checkpoints" / str(STEPS)
+    for _ in wrong_chunks(newest / "state", before / "state"):
+        with pytest.raises(CheckpointError, match=f"{newest} .* has other chunks .*; move "):
+            read()
+    for source in (before, theirs):
+        for items in (["state"], ["position"], ["state", "position"]):
+            for item in items:
+                shutil.rmtree(newest / item)
+                shutil.copytree(source / item, newest / item)
+            with pytest.raises(
+                CheckpointError, match=f"{newest} has files of another run or anoth"
+            ):
+                read()
+            shutil.rmtree(newest)
+            shutil.copytree(whole, newest)
+    (newest / "state" / "arrays.json").unlink()
+    with pytest.raises(CheckpointError, match=r"arrays\.json is missing"):
+        read()
+    # As an earlier version wrote it.
+    path = newest / "position" / "position.json"
+    position = read_sealed(path, 1, "")
+    path.write_text(json.dumps(seal(1, {key: position[key] for key in ("data", "best")})))
+    assert digest(read().state) == digest(straight[1].state)
+
+
+def test_a_run_goes_on_by_any_path_and_where_it_was_moved(straight, tmp_path, monkeypatch):
+    """The working directory changes while it runs."""
+    folder, outcome = straight
+
+    def facts(place):
+        return {"run": {"output": place, "dtype": "float32"}, "data": {"directory": place}}
+
+    def progress(step, steps, line):
+        os.chdir(folder)
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    run_tiny(Path("../a run"), folder / "data", facts=facts("../a run"), progress=progress)
+    shutil.move(tmp_path / "a run", tmp_path / "moved")
+    os.chdir(tmp_path / "here")
+    how = {"facts": facts("../moved"), "make_params": no_params}
+    again = run_tiny(Path(f"/{tmp_path}/here/../moved"), folder / "data", **how)
+    assert digest(again.state) == digest(outcome.state)
+    assert sorted(os.listdir(tmp_path)) == ["here", "moved"]
 
 
 def test_a_loss_that_is_no_number_stops_with_its_batch(straight, tmp_path):
@@ -247,22 +309,6 @@ def test_damaged_and_foreign_metrics_are_named_by_file_and_line(tmp_path):
     with metrics_log(one, 1) as write:
         write({"step": 2, "loss": 1.5})
     assert lines_of(one) == lines
-
-
-def test_checkpoints_of_another_run_or_step_are_not_restored(straight, tmp_path):
-    newest = straight[0] / "run" / "checkpoints" / str(STEPS)
-    for run, step, named in (
-        ("{}", STEPS, "run '"),
-        (json.dumps(FACTS, indent=1), 13, "step 12, now"),
-    ):
-        folder = tmp_path / str(step) / "checkpoints"
-        shutil.copytree(newest, folder / str(step))
-        (folder.parent / "run.json").write_text(run)
-        with (
-            Checkpoints(folder, LOOP.keep) as saved,
-            pytest.raises(CheckpointError, match=rf"checkpoints/{step} was made with {named}"),
-        ):
-            saved.restore(step, tiny_setup())
 
 
 def test_flops_count_the_matmuls_and_the_pairs_that_meet():

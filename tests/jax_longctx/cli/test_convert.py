@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -54,6 +55,41 @@ def test_options_and_directions(run, calls, tmp_path):
         ("convert", str(source), tmp_path / "new", {"dtype": "bfloat16", "weights": "int8"}),
         ("export", str(tmp_path / "new"), tmp_path / "hf", {}),
     ]
+
+
+@pytest.mark.parametrize(
+    "place", ["..", "~", *(pytest.param(it, marks=pytest.mark.slow) for it in ("link/..", "/"))]
+)
+def test_commands_take_any_path(run, source, book, tmp_path, monkeypatch, place):
+    """As it is typed, and as shells hand on `--option=~/x`."""
+    for name in ("here", "home ü/in"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "home ü" / "in")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home ü"))
+    there = f"/{tmp_path}/here/.././x//" if place == "/" else f"{place}/"
+    model, asked = f"{there}model", ("--max-tokens", 2, "-m", "full", "--json")
+    run("convert", source, model, code=0)
+    run("generate", "The", f"--checkpoint={model}", *asked, code=0)
+    keep = (f"--save-context={there}read", "-c", model)
+    first = run("ask", book, "Who?", *keep, *asked, code=0)
+    load = (f"--load-context={there}read", "-c", model)
+    again = run("ask", "Who?", *load, *asked, code=0)
+    assert json.loads(again.stdout)["answer"] == json.loads(first.stdout)["answer"]
+    refused(run("ask", book, "Who?", *keep, *asked), "exists; choose another name")
+    run("convert", model, f"{there}hf", "--to-hf", code=0)
+    assert "exists; choose another" in run("convert", source, f"{there}hf", code=2).stderr
+    run("plan", f"--model={model}", "--target", "h200x1", "--context", 64, code=0)
+    assert os.listdir(".") == ["link"]
+
+
+def test_names_that_are_too_long_are_refused_before_anything_is_read(run, checkpoint, book, loads):
+    """A name that only the parts of a checkpoint would be too long for, too."""
+    for name in ("n" * 250, "n" * 300):
+        refused(run("ask", book, "Who?", "-c", "m", "--save-context", name), "File name too long")
+        refused(run("convert", checkpoint, name, "--to-hf"), "File name too long")
+    refused(run("generate", "The", "-c", "n" * 300), "cannot be read: File name too long")
+    assert loads == []
 
 
 @pytest.mark.slow

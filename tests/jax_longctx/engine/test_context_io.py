@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.engine import Engine, programs
 from jax_longctx.engine.context_io import Saving, load_context, made_by_engine, save_context
@@ -15,6 +16,7 @@ from jax_longctx.locks import only_writer
 from jax_longctx.methods import DynamicNTK, Full
 from jax_longctx.models.storage import read_sealed, seal
 from jax_longctx.sharding import make_mesh
+from tests.chunks import wrong_chunks
 from tests.support import random_rows, tiny_config, tiny_engine
 
 QUESTIONS = random_rows([4, 2], seed=5)
@@ -27,7 +29,7 @@ def answer(engine, context):
 def change(folder, **fields):
     """Another manifest, with a digest of its own."""
     path = folder / "context.json"
-    path.write_text(json.dumps(seal(2, read_sealed(path, 2, "") | fields)))
+    path.write_text(json.dumps(seal(3, read_sealed(path, 3, "") | fields)))
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +188,8 @@ def test_damage_is_named(engine, saved):
     ):
         manifest.write_text(damaged)
         refused(engine, saved, "context.json is damaged", "prefill again")
-    manifest.write_text(text.replace('"format": 2', '"format": 1'))
-    refused(engine, saved, "context.json has format 1, expected 2", "prefill again")
+    manifest.write_text(text.replace('"format": 3', '"format": 1'))
+    refused(engine, saved, "context.json has format 1, expected 3", "prefill again")
     manifest.write_text(text)
     shutil.rmtree(saved / "caches")
     refused(engine, saved, saved / "caches", "cannot be read: No such file", "prefill again")
@@ -203,6 +205,48 @@ def test_a_flipped_bit_or_a_missing_end_of_the_arrays_is_refused(engine, saved, 
     largest.write_bytes(content[:middle])
     refused(engine, saved, f"{largest} is damaged: {middle} bytes, expected {len(content)}")
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_chunks_of_another_array_or_context_are_refused(engine, tmp_path):
+    """Without compression chunks of one shape are of one size."""
+    plain, saved, other = ocp.Context(), tmp_path / "saved", tmp_path / "other"
+    plain.array.saving.use_compression = False
+    for seed, folder in enumerate((saved, other)):
+        context = engine.prefill(random_rows([45, 9], seed=seed), reserve=16)
+        with plain:
+            save_context(engine, context, folder)
+    for _ in wrong_chunks(saved / "caches/state", other / "caches/state"):
+        refused(engine, saved, "caches is damaged", "has other chunks than", "prefill again")
+    load_context(engine, saved)
+    shutil.copytree(other / "caches", saved / "caches", dirs_exist_ok=True)
+    refused(engine, saved, "caches", "damaged", "prefill again")
+
+
+def test_a_context_of_an_earlier_version_answers_the_same(engine, saved):
+    expected, path = answer(engine, load_context(engine, saved)), saved / "context.json"
+    fields = read_sealed(path, 3, "")
+    del fields["arrays"]
+    path.write_text(json.dumps(seal(2, fields)))
+    assert answer(engine, load_context(engine, saved)) == expected
+
+
+def test_a_context_is_saved_and_loaded_by_any_path(engine, tmp_path, pool, monkeypatch):
+    """The working directory changes while it is saved; the link names nothing yet."""
+    context = engine.prefill(random_rows([45, 9]), reserve=16)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "two"))
+    (tmp_path / "one" / "link").symlink_to(tmp_path / "two" / "linked")
+    given = {"../x ü": "x ü", "./.././one//y/": "one/y", f"/{tmp_path}/z": "z", "~/w": "two/w"}
+    for path, found in (given | {"link": "two/linked"}).items():
+        monkeypatch.chdir(tmp_path / "one")
+        saving = Saving(engine, context, path, pool)
+        monkeypatch.chdir(tmp_path)
+        assert saving.go_on(wait=True) and (tmp_path / found / "context.json").is_file()
+        monkeypatch.chdir(tmp_path / "one")
+        assert answer(engine, load_context(engine, path)) == answer(engine, context)
+        with pytest.raises(InputError, match="exists; choose another"):
+            save_context(engine, context, path)
 
 
 def test_what_no_engine_writes_is_refused(engine, saved):
@@ -222,6 +266,7 @@ def test_what_no_engine_writes_is_refused(engine, saved):
         ({"questions": [[1]]}, "questions [[1]] is not"),
         ({"made_by": []}, "made_by [] is not"),
         ({"files": {"a": 1}}, "files {'a': 1} is not"),
+        ({"arrays": []}, "arrays [] is not"),
         ({"more": 1}, "it holds"),
     ]:
         change(saved, **fields)

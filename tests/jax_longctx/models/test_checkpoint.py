@@ -2,20 +2,23 @@
 
 import json
 import shutil
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from jax_longctx.errors import CheckpointError, ConfigError
+from jax_longctx.errors import CheckpointError, ConfigError, DamagedError
 from jax_longctx.models import storage
 from jax_longctx.models.llama import init_params, param_infos, quantised_weights
 from jax_longctx.models.storage import (
     Manifest,
     TensorEntry,
+    array_digests,
     describe_files,
     load_params,
     read_manifest,
@@ -24,25 +27,27 @@ from jax_longctx.models.storage import (
     tokenizer_folder,
 )
 from jax_longctx.sharding import make_mesh
+from tests.chunks import chunks_in, wrong_chunks
 from tests.support import tiny_config
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def written(folder, seed):
     """A checkpoint, made without the converter, and its parameters."""
-    folder = tmp_path_factory.mktemp("checkpoint")
     config = tiny_config()
-    params, infos = init_params(config, make_mesh(), seed=3), param_infos(config)
+    params, infos = init_params(config, make_mesh(), seed=seed), param_infos(config)
     context = ocp.Context()
     context.array.saving.use_compression = False
     with context:
         ocp.save(str(folder / "params"), params)
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+    digests = array_digests(folder / "params" / "state")
     manifest = Manifest(
         config=config,
         dtype="float32",
-        tensors={path: TensorEntry(it.shape, "float32") for path, it in infos.items()},
+        tensors={
+            path: TensorEntry(it.shape, "float32", digests[path]) for path, it in infos.items()
+        },
         source="nowhere",
         sources={"model.safetensors": "00ff"},
         files=describe_files(folder / "params"),
@@ -51,6 +56,17 @@ def whole(tmp_path_factory):
     )
     (folder / "manifest.json").write_text(manifest.to_json())
     return folder, manifest, params
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("checkpoint"), 3)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """Another checkpoint of the same shapes."""
+    return written(tmp_path_factory.mktemp("other"), 4)[0]
 
 
 @pytest.fixture
@@ -103,7 +119,7 @@ def test_a_manifest_is_read_as_written_and_what_is_none_or_does_not_fit_refused(
     refused(whole[0], "kv_heads=2", mesh=make_mesh(tensor=4), kind=ConfigError)
 
 
-def written(text):
+def replaced(text):
     return lambda folder: (folder / "manifest.json").write_text(text, encoding="latin-1")
 
 
@@ -144,8 +160,8 @@ WIDER, DEEPER = tiny_config(mlp_dim=64), tiny_config(num_layers=3)
 NARROW = {"layers.0.mlp.up": {"shape": [32, 47], "dtype": "float32"}}
 TEXTS = ("", "{", "[]", '{"format": 2}', json.dumps(seal(2, {"x": 2})), "[" * 200_000, "\xff")
 DAMAGE = [
-    *((written(text), ("manifest.json", "damaged", AGAIN)) for text in TEXTS),
-    *((said(format=it), (f"format {it}, expected 2", AGAIN)) for it in (1, None, [1])),
+    *((replaced(text), ("manifest.json", "damaged", AGAIN)) for text in TEXTS),
+    *((said(format=it), (f"format {it}, expected 2", AGAIN)) for it in (1, 9, None, [1])),
     (edited, ("manifest.json", "damaged", "sha256 does not match")),
     (unreadable, ("manifest.json", "cannot be read")),
     *((overwritten(name), (name, "damaged", AGAIN)) for name in ("manifest.ocdbt", "_METADATA")),
@@ -214,6 +230,89 @@ def test_a_flipped_bit_of_an_array_is_refused(copy, whole, shape, capfd):
     path.write_bytes(content)
     load_params(copy, mesh)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_chunks_and_files_of_another_array_or_checkpoint_are_refused(copy, other, capfd):
+    state, theirs = copy / "params" / "state", other / "params" / "state"
+    for _ in wrong_chunks(state, theirs):
+        refused(copy, copy / "params", "has other chunks than", AGAIN)
+    load_params(copy, make_mesh())
+    # Whole files, also with the index that names them.
+    for path in {path for path, *_ in chunks_in(state).values()}:
+        shutil.copy(next((theirs / path.parent.relative_to(state)).iterdir()), path)
+    refused(copy, copy / "params", "damaged", AGAIN)
+    shutil.copytree(other / "params", copy / "params", dirs_exist_ok=True)
+    refused(copy, copy / "params", "damaged", AGAIN)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_digests_of_an_index_of_several_levels_and_of_chunks_in_parts(tmp_path):
+    """Orbax writes both only when asked, or for tens of thousands of arrays."""
+    parts = {"codecs": [{"name": "bytes"}, {"name": "crc32c"}], "chunk_shape": [4]}
+    metadata = {
+        "shape": [16],
+        "data_type": "float32",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [8]}},
+        "codecs": [{"name": "sharding_indexed", "configuration": parts}],
+    }
+    config = {"max_decoded_node_bytes": 600, "max_inline_value_bytes": 16}
+
+    def digests(name, first):
+        base = {"driver": "file", "path": f"{tmp_path}/{name}/"}
+        for number in range(8):
+            kvstore = {"driver": "ocdbt", "base": base, "config": config, "path": f"a.{number}/"}
+            spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata}
+            values = np.arange(16, dtype=np.float32) + number
+            # In the first part of its chunk.
+            values[0] = first if number == 7 else 1
+            ts.open(spec, create=True).result()[:] = values
+        return array_digests(tmp_path / name)
+
+    one, another = digests("one", 1), digests("another", 2)
+    assert len(one) == 8 and one == digests("again", 1)
+    assert [path for path in one if one[path] != another[path]] == ["a.7"]
+
+
+def test_a_checkpoint_without_digests_of_arrays_loads(copy, whole):
+    """As earlier versions wrote it."""
+    change(copy, tensors=TENSORS)
+    jax.tree.map(np.testing.assert_array_equal, load_params(copy, make_mesh()), whole[2])
+
+
+@pytest.mark.parametrize("way", ["../copy", "~/copy", "./../copy/.//", "link/.."])
+def test_a_checkpoint_loads_by_any_path(copy, whole, way, monkeypatch):
+    (copy.parent / "here").mkdir()
+    (copy.parent / "here" / "link").symlink_to(copy / "tokenizer")
+    monkeypatch.chdir(copy.parent / "here")
+    monkeypatch.setenv("HOME", str(copy.parent))
+    jax.tree.map(np.testing.assert_array_equal, load_params(way, make_mesh()), whole[2])
+
+
+UNREAD = {
+    "PERMISSION_DENIED: Failed to open: x [os_error_code='13'] [spec]": "Permission denied",
+    "DATA_LOSS: Error reading [os_error_code='116']": "Stale file handle",
+    "RESOURCE_EXHAUSTED: too many": "RESOURCE_EXHAUSTED: too many",
+    'Error parsing object member "base": Invalid file path: "x"': "Invalid file path",
+}
+
+
+@pytest.mark.parametrize("said", UNREAD, ids=UNREAD.values())
+@pytest.mark.parametrize("place", ["open", "dump"])
+def test_what_cannot_be_read_is_not_called_damaged(copy, monkeypatch, said, place):
+    """No digest says anything of bytes that were not read, so nothing is to be made again."""
+
+    target = {"open": storage.ts, "dump": storage.ts.ocdbt}[place]
+    monkeypatch.setattr(target, place, Mock(side_effect=ValueError(said)))
+    with pytest.raises(CheckpointError, match=f"params cannot be read: .*{UNREAD[said]}") as caught:
+        load_params(copy, make_mesh())
+    assert not isinstance(caught.value, DamagedError) and AGAIN not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_opened_is_not_called_damaged(copy, monkeypatch):
+    monkeypatch.setattr(storage, "sha256_of", Mock(side_effect=OSError(24, "Too many open files")))
+    with pytest.raises(CheckpointError, match=r"cannot be read: Too many open files$") as caught:
+        load_params(copy, make_mesh())
+    assert not isinstance(caught.value, DamagedError)
 
 
 def test_arrays_without_checksums_are_refused(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from orbax.checkpoint import v1 as ocp
 
 import jax_longctx
 from jax_longctx.errors import CapacityError, CheckpointError
+from jax_longctx.serving import contexts, executor
 from jax_longctx.serving.app import Access
 from tests.jax_longctx.serving.tiny import (
     BOOK,
@@ -310,6 +311,40 @@ def test_a_damaged_saved_context_is_read_again(serve, tiny, tmp_path, named, cap
     second.stop()
     third = serve(tiny, contexts=folder)
     with third.client() as client, third.http() as http:
+        assert ask(client, name, "What?")[0] == expected
+        assert "longctx_contexts_loaded_total 1.0" in http.get("/metrics").text
+
+
+def test_a_sound_context_that_cannot_be_read_stays(serve, tiny, tmp_path, monkeypatch, caplog):
+    """Its folder has a relative path with `..`, and the working directory changes."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    first = serve(tiny, contexts=Path("../kept"))
+    os.chdir(tmp_path)
+    with first.http() as http:
+        name = read(http, text=BOOK, chat=False, save=True)["id"]
+    first.stop()
+    files = sorted(path for path in (tmp_path / "kept").rglob("*") if path.is_file())
+    os.chdir(tmp_path / "here")
+    expected = asked(tiny, BOOK, "What?", chat=False)
+
+    def busy(*given):
+        raise CheckpointError("x cannot be read: Too many open files")
+
+    for owner, function in ((executor, "load_context"), (contexts, "saved_manifest")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, function, busy)
+            running = serve(tiny, contexts=Path("../kept"))
+            with running.http() as http, running.client() as client:
+                if owner is executor:
+                    assert ask(client, name, "What?")[0] == expected
+                assert http.get(f"/v1/contexts/{name}").is_success == (owner is executor)
+            running.stop()
+        assert "Too many open files" in caplog.text
+        caplog.clear()
+        assert sorted(path for path in (tmp_path / "kept").rglob("*") if path.is_file()) == files
+    last = serve(tiny, contexts=tmp_path / "kept")
+    with last.http() as http, last.client() as client:
         assert ask(client, name, "What?")[0] == expected
         assert "longctx_contexts_loaded_total 1.0" in http.get("/metrics").text
 
