@@ -425,6 +425,7 @@ def _given(model: LongContext, options: BatchOptions, digest: str) -> dict[str, 
         # Left out where a run without it can go on.
         **({} if setup.kv is None else {"kv": setup.kv}),
         **({} if setup.weights is None else {"weights": setup.weights}),
+        **({"parse_special": True} if model.tokenizer.parse_special else {}),
         **dataclasses.asdict(options),
     }
 

@@ -310,6 +310,13 @@ class ModelChoice:
     weights: str | None = weights()
     offload: str | None = offload()
     working_set: int | None = working_set()
+    parse_special: bool = option(
+        "Read special tokens that are written in texts, questions and messages as tokens; else "
+        "they are plain text, which cannot end a turn.",
+        "--parse-special",
+        default=False,
+        show_default=False,
+    )
 
     def __post_init__(self) -> None:
         offload_of(self.offload, self.working_set)
@@ -356,6 +363,7 @@ class ModelChoice:
                 weights=self.weights,
                 offload=None if resident else self.offload,
                 working_set=None if resident else self.working_set,
+                parse_special=self.parse_special,
                 **how,
             )
 
