@@ -10,8 +10,7 @@
 `LongContext` adds text to `Engine`: tokens, stop strings, timings. Texts and questions are fed as
 they are, a question following directly on its text; a `PromptLayout` puts the chat template, or a
 plain "Question: ... Answer:", around them, as the command line does. Special tokens that are
-written in texts and questions are plain text; `load(parse_special=True)` reads them as tokens, and
-`generate` always does.
+written in texts and questions are plain text, but in the prompts of `generate`.
 """
 
 import collections
@@ -175,11 +174,8 @@ def load(
         allow_pinned()
     mesh = mesh or make_mesh()
     manifest = read_manifest(checkpoint)
-    tokenizer = Tokenizer.load(
-        tokenizer_folder(checkpoint, manifest),
-        eos=manifest.extras.get("eos_token_id"),
-        parse_special=parse_special,
-    )
+    folder, eos = tokenizer_folder(checkpoint, manifest), manifest.extras.get("eos_token_id")
+    tokenizer = Tokenizer.load(folder, eos=eos, parse_special=parse_special)
     check_vocabulary(tokenizer, manifest.config)
     kind = jnp.dtype(manifest.dtype if dtype is None else dtype)
     form = weights_form(weights, kind.name, manifest.weights)
@@ -526,7 +522,7 @@ class LongContext:
     ) -> list[Answer]:
         """Continues each prompt: its last token is the question, the tokens before the context.
 
-        Special tokens that are written in a prompt are read as tokens.
+        Special tokens in a prompt count.
 
         Warns first where a prompt is too long for model and method (see `length_warning`).
         """
@@ -554,11 +550,9 @@ class LongContext:
         """
         rows = [self.tokenizer.encode(text, bos=True) for text in _listed(contexts)]
         # Behind an empty context a continuation is the beginning.
-        empty = {number for number, text in enumerate(_listed(contexts)) if not str(text)}
-        continued = [
-            self.tokenizer.encode(text, begins=number in empty)
-            for number, text in enumerate(_listed(continuations))
-        ]
+        first = {at for at, text in enumerate(_listed(contexts)) if not str(text)}
+        texts = enumerate(_listed(continuations))
+        continued = [self.tokenizer.encode(text, begins=at in first) for at, text in texts]
         return loglikelihoods(self.engine, rows, continued, **options)
 
     def footprint(self, tokens: int, *, batch: int = 1, reserve: int = 256) -> Footprint:

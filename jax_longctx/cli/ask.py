@@ -250,7 +250,7 @@ class Session:
             raise self.unsaved
 
     def _context(
-        self, document: str | None, questions: list["PromptText"], question: "PromptText | None"
+        self, document: str | None, questions: list[Any], question: "PromptText | None"
     ) -> tuple["Context", float | None]:
         """The context, and the seconds of its prefill; None for a loaded context."""
         if document is None:
@@ -299,9 +299,7 @@ class Session:
         else:
             self.terminal.note(f"context saved to {folder}")
 
-    def _answer_all(
-        self, context: "Context", prefill: float | None, questions: list["PromptText"]
-    ) -> None:
+    def _answer_all(self, context: "Context", prefill: float | None, questions: list[Any]) -> None:
         """Answers all questions together. The first one's text is shown as it comes."""
         shows, asked = not self.terminal.as_json, self.request.questions
         how = self.answers.arguments()
@@ -337,12 +335,7 @@ class Session:
             )
 
     def _answer(
-        self,
-        context: "Context",
-        number: int,
-        question: "PromptText",
-        prefill: float | None,
-        keep: bool,
+        self, context: "Context", number: int, question: Any, prefill: float | None, keep: bool
     ) -> None:
         """Answers question `number`, laid out as `question`; its number decides its seed."""
         asked, how = self.request.questions[number], self.answers.arguments()

@@ -311,11 +311,10 @@ class ModelChoice:
     offload: str | None = offload()
     working_set: int | None = working_set()
     parse_special: bool = option(
-        "Read special tokens that are written in texts, questions and messages as tokens; else "
-        "they are plain text, which cannot end a turn.",
+        "Read special tokens that are written in texts, questions and messages as tokens, not as "
+        "plain text.",
         "--parse-special",
         default=False,
-        show_default=False,
     )
 
     def __post_init__(self) -> None:

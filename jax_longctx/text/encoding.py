@@ -4,15 +4,14 @@ A special token that is written in a document is text; one that a chat template 
 many sentencepiece tokenizers put a space before each text (the dummy prefix), which must not stand
 before a piece that continues another.
 
-Most texts need no care and are encoded at once. Else the text is cut at the added tokens that
-count, and each section is encoded by a copy of the tokenizer that knows no special token, with the
-prefix or without. The ids are those of the whole text: sections are not cut further.
+Most texts need no care. Else a text is cut at the added tokens that count, and each section is
+encoded by a copy of the tokenizer that knows no special token, with the prefix or without.
 """
 
 import json
 import re
 import secrets
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import tokenizers
@@ -27,82 +26,72 @@ Spans = Sequence[tuple[int, int]]
 
 
 class Encoder:
-    """Encodes with one backend.
-
-    Args:
-      ends: ids that end an answer; added tokens among them count as special.
-    """
+    """Encodes with one backend; added tokens among `ends` are special."""
 
     def __init__(self, backend: tokenizers.Tokenizer, ends: Container[int]):
         added = backend.get_added_tokens_decoder()
         self._added = {token: info.content for token, info in added.items()}
-        special = {
-            token: info
+        self._special = {
+            token: info.content
             for token, info in added.items()
             if info.special or token in ends or _LOOKS_SPECIAL.fullmatch(info.content)
         }
-        self._special = {token: info.content for token, info in special.items()}
-        folds = backend.normalizer is not None
-        self._folds = folds and any(info.normalized for info in special.values())
-        # A copy of the backend by (whether the text begins, whether special tokens are plain).
+        # Copies of the backend by (whether the text begins, whether special tokens are text).
         self._copies = {(True, False): backend}
-        normalizer, splitter = _described(backend.normalizer), _described(backend.pre_tokenizer)
-        self._has_prefix = (normalizer, splitter) != (_continued(normalizer), _continued(splitter))
-        # Added tokens behind which the prefix stands again. A normalizer does not see what is
-        # between tokens that are found in its own output.
-        every = any(word in json.dumps(splitter) for word in ('"always"', '_space": true'))
-        self._again = frozenset(
+        steps = [
+            None if step is None else json.loads(step.__getstate__())
+            for step in (backend.normalizer, backend.pre_tokenizer)
+        ]
+        self._has_prefix = steps != [_continued(step) for step in steps]
+        said = json.dumps(steps)
+        every = '"always"' in said or '"add_prefix_space": true' in said
+        # Added tokens behind which the prefix stands again; a normalizer does not see where those
+        # stand that are found in its own output.
+        self._again = {
             token
             for token, info in added.items()
-            if self._has_prefix
-            and (every or ('"Prepend"' in json.dumps(normalizer) and not info.normalized))
-        )
+            if self._has_prefix and (every or ('"Prepend"' in said and not info.normalized))
+        }
 
     def encode(self, text: str, plain: Spans = (), *, begins: bool) -> list[int]:
-        """Token ids of `text`.
+        """Token ids; special tokens in the `plain` parts are text.
 
         Args:
-          plain: parts in which special tokens are text.
           begins: no other text stands before this one.
 
         Raises:
           InputError: the text holds half of a surrogate pair.
         """
-        ids, written = self._ids(text, begins), False
+        ids, own = self._ids(text, begins), None
         if plain:
             starts, ends = zip(*plain, strict=True)
             others = zip((0, *ends), (*starts, len(text)), strict=True)
             own = sum(self._count(self._ids(text[a:b], True)) for a, b in others)
-            written = self._count(ids) != own
-        if written or not (begins or self._again.isdisjoint(ids)):
-            return self._in_sections(text, plain, begins)
-        return ids
+        if own in (None, self._count(ids)) and (begins or self._again.isdisjoint(ids)):
+            return ids
+        ids, at = [], 0
+        for token, first, start, end in self._added_in(text, begins):
+            last = first + len(self._added[token])
+            if token in self._special and any(first < b and a < last for a, b in plain):
+                continue
+            ids += [*self._ids(text[at:start], begins, as_text=True), token]
+            at, begins = end, token in self._again
+        return ids + self._ids(text[at:], begins, as_text=True)
 
     def special_in(self, text: str) -> list[int]:
         """Index of the first character of each special token that is written in `text`."""
-        if not self._folds and not any(content in text for content in self._special.values()):
+        if not any(content in text for content in self._special.values()):
             return []
-        whole = _encoded(self._copy(True, False).encode_batch, text)
-        return [
-            max(start, text.find(self._special[token], start, end))
-            for token, (start, end) in zip(whole.ids, whole.offsets, strict=True)
-            if token in self._special
-        ]
+        found = self._added_in(text, True)
+        return [first for token, first, _, _ in found if token in self._special]
 
-    def _in_sections(self, text: str, plain: Spans, begins: bool) -> list[int]:
+    def _added_in(self, text: str, begins: bool) -> Iterator[tuple[int, int, int, int]]:
+        """Added tokens in `text`: id, first character, and what they take (spaces around, too)."""
         whole = _encoded(self._copy(begins, False).encode_batch, text)
-        ids: list[int] = []
-        at = 0
         for token, (start, end) in zip(whole.ids, whole.offsets, strict=True):
-            content = self._added.get(token, "")
             # An unknown character has the id of an added token, whose text it is not.
-            first = text.find(content, start, end) if content else -1
-            last = first + len(content)
-            as_text = token in self._special and any(first < b and a < last for a, b in plain)
-            if first >= 0 and not as_text:
-                ids += [*self._ids(text[at:start], begins, as_text=True), token]
-                at, begins = end, token in self._again
-        return ids + self._ids(text[at:], begins, as_text=True)
+            if token in self._added and (at := text.find(self._added[token], start, end)) >= 0:
+                yield token, at, start, end
 
     def _ids(self, text: str, begins: bool, *, as_text: bool = False) -> list[int]:
         # A batch of one, because `encode` blocks other threads, half a second a megabyte, and
@@ -133,17 +122,10 @@ def _encoded(encode: Callable[..., list[tokenizers.Encoding]], text: str) -> tok
     return encoded
 
 
-def _described(step: Any) -> Any:
-    """A normalizer or pre-tokenizer as `tokenizer.json` writes it."""
-    return None if step is None else json.loads(step.__getstate__())
-
-
 def _continued(step: Any, first: bool = True) -> Any:
-    """A step as `tokenizer.json` writes it, for text that continues another: without prefix.
+    """A step of `tokenizer.json` without the prefix, for text that continues another.
 
-    Args:
-      first: whether it is the first of its steps. Behind another one, a step that puts a prefix
-        before all that it gets puts it before words, which keep it.
+    Behind other steps (not `first`), one that puts it before all that it gets puts it before words.
     """
     match step:
         case {"type": "Prepend"}:
@@ -154,28 +136,23 @@ def _continued(step: Any, first: bool = True) -> Any:
             return {**step, "add_prefix_space": False}
         case {"type": "Sequence"}:
             (name,) = step.keys() - {"type"}
-            steps = [_continued(each, first=at == 0) for at, each in enumerate(step[name])]
+            steps = [_continued(each, at == 0) for at, each in enumerate(step[name])]
             return {**step, name: [each for each in steps if each is not None]}
     return step
 
 
 def _hide(described: dict[str, Any], contents: Iterable[str]) -> None:
-    """Gives the tokens of a `tokenizer.json` names that no text holds; their ids stay."""
-    secret = secrets.token_hex(8)
+    """Gives tokens of a `tokenizer.json` names that no text holds; their ids stay."""
+    secret, model = secrets.token_hex(8), described["model"]
     hidden = {text: f"\ufdd0{secret}{number}" for number, text in enumerate(contents)}
     for token in described["added_tokens"]:
         token["content"] = hidden.get(token["content"], token["content"])
-    model = described["model"]
-    pieces = model["vocab"]
-    if isinstance(pieces, dict):
+    if isinstance(pieces := model["vocab"], dict):
         model["vocab"] = {hidden.get(piece, piece): token for piece, token in pieces.items()}
     else:  # Unigram
         model["vocab"] = [[hidden.get(piece, piece), score] for piece, score in pieces]
-    if "merges" in model:
-        merges = model["merges"]
-        model["merges"] = [
-            pair for pair in merges if hidden.keys().isdisjoint((*pair, "".join(pair)))
-        ]
+    for merge in [*model.get("merges", ())]:
+        if not hidden.keys().isdisjoint((*merge, "".join(merge))):
+            model["merges"].remove(merge)
     if model.get("unk_token") in hidden:
         model["unk_token"] = hidden[model["unk_token"]]
-    described["post_processor"] = None

@@ -122,11 +122,11 @@ class Tokenizer:
         self._backend = backend
         self.bos_id = _special_id(backend, settings, "bos_token")
         added = backend.get_added_tokens_decoder()
-        written = {info.content: token for token, info in added.items()}
-        known = [text for text in END_TOKENS if text in (chat_template or "")]
         ends = [_special_id(backend, settings, "eos_token"), *map(int, eos_ids)]
-        ends = dict.fromkeys([*ends, *map(written.get, known)])
-        self.eos_ids: tuple[int, ...] = tuple(token for token in ends if token is not None)
+        written = {info.content: token for token, info in added.items()}
+        ends += [written.get(text) for text in END_TOKENS if text in (chat_template or "")]
+        ends = dict.fromkeys(token for token in ends if token is not None)
+        self.eos_ids: tuple[int, ...] = tuple(ends)
         ids = backend.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
         self.own_size = max((token for token in ids if token not in added), default=-1) + 1
@@ -137,15 +137,12 @@ class Tokenizer:
             self._chat = ChatTemplate(chat_template, special_texts(settings))
 
     @classmethod
-    def load(
-        cls, directory: str | Path, *, eos: Any = None, parse_special: bool = False
-    ) -> "Tokenizer":
-        """Reads the tokenizer files of `directory`.
+    def load(cls, directory: str | Path, *, eos: Any = None, **how: bool) -> "Tokenizer":
+        """Reads the tokenizer files of `directory`; `how` is `parse_special`.
 
         Args:
           eos: `eos_token_id` of the checkpoint's config.json, or None. Where generation_config.json
             names ids too, only added tokens count: configs hold defaults of other models.
-          parse_special: whether special tokens that are written in a text count.
 
         Raises:
           CheckpointError: a file is missing, unreadable or not what it should be.
@@ -169,9 +166,7 @@ class Tokenizer:
         template = _read(directory / "chat_template.jinja")
         if template is None:
             template = select_template(settings.get("chat_template"))
-        return cls(
-            backend, settings, eos_ids=eos_ids, chat_template=template, parse_special=parse_special
-        )
+        return cls(backend, settings, eos_ids=eos_ids, chat_template=template, **how)
 
     @property
     def has_chat(self) -> bool:
@@ -201,12 +196,11 @@ class Tokenizer:
           parse_special: whether special tokens in a plain `str` become their ids, as in one that is
             a rendered template. A `PromptText` says itself which do.
         """
-        laid = PromptText(text) if isinstance(text, str) and parse_special else text
-        laid = PromptText.of("", laid) if isinstance(laid, str) else laid
-        begins = bos if begins is None else begins
-        plain = () if self.parse_special else laid.plain
-        ids = self._encoder.encode(laid.text, plain, begins=begins)
-        if bos and self.adds_bos and not laid.templated and ids[:1] != [self.bos_id]:
+        if isinstance(text, str):
+            text = PromptText(text) if parse_special else PromptText.of("", text)
+        plain = () if self.parse_special else text.plain
+        ids = self._encoder.encode(text.text, plain, begins=bos if begins is None else begins)
+        if bos and self.adds_bos and not text.templated and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]  # pyright: ignore[reportReturnType]
         return ids
 
@@ -229,12 +223,12 @@ class Tokenizer:
             raise ConfigError(
                 "this checkpoint has no chat template; ask by plain completion instead (--no-chat)"
             )
-        given = [dict(message) for message in messages]
-        mark, whole = _MARK, json.dumps(given, ensure_ascii=False)
-        while mark in whole:
+        given, mark = [dict(message) for message in messages], _MARK
+        while mark in json.dumps(given, ensure_ascii=False):
             mark += _MARK
 
         def marked(value: Any) -> Any:
+            """The value with a mark behind the first character of each special token."""
             if isinstance(value, str):
                 at = [0, *(first + 1 for first in self._encoder.special_in(value)), len(value)]
                 return mark.join(value[a:b] for a, b in itertools.pairwise(at))
@@ -243,7 +237,6 @@ class Tokenizer:
             return [marked(each) for each in value] if isinstance(value, list | tuple) else value
 
         pieces = self._chat.render(marked(given), add_generation_prompt=answer).split(mark)
-        # A mark stands behind the first character of a special token.
         ends = itertools.accumulate(map(len, pieces[:-1]))
         return PromptText("".join(pieces), tuple((end - 1, end) for end in ends), templated=True)
 
@@ -520,8 +513,7 @@ atexit.register(_RENDERER.stop)
 class PromptLayout:
     """Texts before the document, between document and question, and after the question.
 
-    Attributes:
-      templated: they are those of a chat template.
+    `templated` are those of a chat template.
     """
 
     before: str
@@ -569,8 +561,7 @@ def chat_layout(tokenizer: Tokenizer) -> PromptLayout:
 def check_vocabulary(tokenizer: Tokenizer, config: Any) -> None:
     """Raises CheckpointError when the tokenizer has ids that the model has no embedding for.
 
-    Added tokens may be beyond the embeddings (the padding token of old Llama 2 folders); a text
-    that holds one is an error.
+    Added tokens may (the padding of old Llama 2 folders): only a text that holds one is an error.
     """
     if tokenizer.own_size > config.vocab_size:
         raise CheckpointError(

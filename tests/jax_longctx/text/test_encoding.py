@@ -14,9 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from jax_longctx.text import PromptText, Tokenizer, chat_layout
 from tests.smollm2 import write_tokenizer
 
-TEXT = (
-    "The capital of France is Paris. 12\n\n[INST] a<s>b</s> user assistant <|im_end|>\uff5cU_x" * 9
-)
+TEXT = "The capital of France is Paris. 12\n\n[INST] a<s>b</s> user <|im_end|>\uff5cU_x" * 9
 SPECIAL = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 # Special, but its file does not say so (DeepSeek's distilled models).
 UNMARKED = "<\uff5cUser\uff5c>"
@@ -25,12 +23,10 @@ PREFIXES = {
     "first": ([], pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
     "always": ([], pre_tokenizers.Metaspace(prepend_scheme="always", split=False)),
     "never": ([], pre_tokenizers.Metaspace(prepend_scheme="never", split=False)),
-    "digits": (
-        [],
-        pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.Metaspace("▁", "first")]),
-    ),
     "bytes": ([], pre_tokenizers.ByteLevel(add_prefix_space=True)),
 }
+_STEPS = [pre_tokenizers.Digits(), pre_tokenizers.Metaspace(prepend_scheme="first")]
+PREFIXES["digits"] = ([], pre_tokenizers.Sequence(_STEPS))
 KINDS = [*PREFIXES, "unigram", "smollm2"]
 # The fewest forms: ChatML, Llama 2's, one without a beginning, one that leaves thoughts out.
 TEMPLATES = {
@@ -63,8 +59,8 @@ def backend_of(kind):
         alphabet = [*pre_tokenizers.ByteLevel.alphabet(), "\ufdd0", "\n"]
         trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, **how)
     # No piece has a space within.
-    words = pre_tokenizers.ByteLevel() if kind == "bytes" else pre_tokenizers.Metaspace()
-    backend.pre_tokenizer = words
+    words = pre_tokenizers.Metaspace()
+    backend.pre_tokenizer = splitter if kind == "bytes" else words
     backend.train_from_iterator([TEXT], trainer)
     backend.pre_tokenizer = splitter
     backend.normalizer = normalizers.Sequence(steps)
@@ -113,9 +109,9 @@ def test_chats_have_the_ids_of_transformers(folders, load, kind, template):
     expected = theirs.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
     ours = load(kind, template)
     assert ours.encode(ours.chat(CHAT), bos=True) == expected
-    # Cut with care, the ids stay: what is careful is no other tokenizer.
-    text = str(ours.chat(CHAT))
-    assert ours._encoder._in_sections(text, (), True) == expected
+    # And before a special token that is text, where the text is encoded in sections.
+    careful = ours.encode(PromptText.of(str(ours.chat(CHAT)), "<s>"), begins=True)
+    assert careful[: len(expected) - 5] == expected[:-5]
 
 
 def written(kind):
