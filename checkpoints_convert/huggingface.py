@@ -70,6 +70,9 @@ def open_huggingface(folder: Path, label: str) -> files.Source:
         )
     described = files.read_json(config_path)
     config = model_config(described)
+    nested = described.get("text_config")
+    said = {**nested} if isinstance(nested, dict) else {}
+    said |= {key: value for key, value in described.items() if value is not None}
     tokenizer = {name: folder / name for name in TOKENIZER_FILES if (folder / name).exists()}
     if not tokenizer.keys() & {"tokenizer.json", "tokenizer.model"}:
         raise CheckpointError(
@@ -95,7 +98,7 @@ def open_huggingface(folder: Path, label: str) -> files.Source:
     return files.Source(
         label=label,
         config=config,
-        extras={key: described[key] for key in EXTRAS if described.get(key) is not None},
+        extras={key: said[key] for key in EXTRAS if said.get(key) is not None},
         naming=naming,
         tensors=tensors,
         read_files=digests,

@@ -133,7 +133,7 @@ def _check_tokenizer(source: Source) -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             source.write_tokenizer(Path(folder))
-            tokenizer = Tokenizer.load(folder)
+            tokenizer = Tokenizer.load(folder, eos=source.extras.get("eos_token_id"))
             check_vocabulary(tokenizer, source.config)
             if tokenizer.has_chat:
                 _check_chat(tokenizer)

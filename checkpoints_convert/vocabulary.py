@@ -21,6 +21,7 @@ from tokenizers import pre_tokenizers as pre
 from checkpoints_convert.files import read_json
 from jax_longctx.errors import CheckpointError, LongctxError
 from jax_longctx.models.storage import first_line
+from jax_longctx.text.tokenizer import END_TOKENS
 
 # Types of tokens in sentencepiece and GGUF.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
@@ -212,9 +213,15 @@ def _tokenizer_files(
         for name, key in SPECIAL.items()
         if 0 <= said.get(key, -1) < len(tokens)
     }
+    kinds = said.get("token_type") or [NORMAL] * len(tokens)
+    # As in llama.cpp: some files do not mark ends of turns. "</s>" may be a piece of HTML.
+    kinds = [
+        CONTROL if token in END_TOKENS and token != "</s>" else kind
+        for token, kind in zip(tokens, kinds, strict=True)
+    ]
     vocabulary = Vocabulary(
         tokens=tokens,
-        kinds=said.get("token_type") or [NORMAL] * len(tokens),
+        kinds=kinds,
         bos=said.get("bos_token_id") if adds_bos else None,
     )
     if split is not None:
@@ -238,7 +245,7 @@ def _tokenizer_files(
         "tokenizer.json": tokenizer.to_str(pretty=False),
         "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2),
     }
-    ends = [said[key] for key in ENDS if key in said]
+    ends = [said[key] for key in ENDS if key in said and 0 <= said[key] < len(tokens)]
     if ends:
         files["generation_config.json"] = json.dumps({"eos_token_id": list(dict.fromkeys(ends))})
     return files
@@ -248,7 +255,7 @@ def sentencepiece_files(folder: Path, vocab_size: int) -> dict[str, str]:
     """File name -> text, from `tokenizer.model` and the added tokens of `tokenizer_config.json`.
 
     Args:
-      vocab_size: embeddings of the model; ids must be below it.
+      vocab_size: embeddings of the model; only ids directly behind the model's own may be beyond.
 
     Raises:
       CheckpointError: the model is damaged, or is not BPE.
@@ -260,15 +267,19 @@ def sentencepiece_files(folder: Path, vocab_size: int) -> dict[str, str]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, DecodeError) as error:
         raise CheckpointError(f"{path} is not a sentencepiece BPE model: {error}") from error
-    settings = folder / "tokenizer_config.json"
+    settings, older = folder / "tokenizer_config.json", folder / "added_tokens.json"
     config = read_json(settings) if settings.exists() else {}
+    decoder = config.get("added_tokens_decoder", {})
     try:
-        added = config.get("added_tokens_decoder", {})
-        added = [(int(key), str(entry["content"])) for key, entry in added.items()]
+        added = {int(key): str(entry["content"]) for key, entry in decoder.items()}
+        if not added and older.exists():
+            added = {int(token): text for text, token in read_json(older).items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{settings}: its added_tokens_decoder is damaged") from error
-    for index, text in added:
-        if not 0 <= index < vocab_size:
+    # Old Llama 2 folders add a padding token, for which the model has no embedding.
+    most = max(vocab_size, len(tokens) + len(added))
+    for index, text in sorted(added.items()):
+        if not 0 <= index < most:
             raise CheckpointError(
                 f"{settings}: wrong tokenizer, its ids reach {index!s:.20} but the model has "
                 f"{vocab_size} embeddings; use the tokenizer files of this model"

@@ -9,7 +9,8 @@
 
 `LongContext` adds text to `Engine`: tokens, stop strings, timings. Texts and questions are fed as
 they are, a question following directly on its text; a `PromptLayout` puts the chat template, or a
-plain "Question: ... Answer:", around them, as the command line does.
+plain "Question: ... Answer:", around them, as the command line does. Special tokens that are
+written in texts and questions are plain text, but in the prompts of `generate`.
 """
 
 import collections
@@ -58,6 +59,7 @@ from jax_longctx.settings import DTYPES, check_name, weights_form
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import (
     PromptLayout,
+    PromptText,
     StopStrings,
     Tokenizer,
     chat_layout,
@@ -75,6 +77,7 @@ MOST_BYTES = 2 * 1024**3
 # Most small ones: each start looks at every file.
 MOST_FILES = 20_000
 
+Texts = str | PromptText | Sequence[str | PromptText]
 OnText = Callable[[int, str], None]
 OnProgress = Callable[[Progress], None]
 
@@ -135,6 +138,7 @@ def load(
     weights: str | None = None,
     offload: str | None = None,
     working_set: int | None = None,
+    parse_special: bool = False,
     choose: Callable[["LongContext"], Method] | None = None,
     ahead: Callable[["LongContext"], object] | None = None,
 ) -> "LongContext":
@@ -154,6 +158,8 @@ def load(
         reads, and a working set; None for the devices' memory.
       working_set: tokens of a row that the working set of each layer holds; by default
         `settings.SHARES` times what a step chooses.
+      parse_special: whether special tokens that are written in texts, questions and messages are
+        read as tokens. Else they are plain text: a document cannot end a turn.
       choose: called before the weights load, with the model under full attention: gives the method.
         `method` must not be given then.
       ahead: called with the model while its weights load, in one process alone: to `compile` what
@@ -172,7 +178,8 @@ def load(
         allow_pinned()
     mesh, checkpoint = mesh or make_mesh(), whole_path(checkpoint)
     manifest = read_manifest(checkpoint)
-    tokenizer = Tokenizer.load(tokenizer_folder(checkpoint, manifest))
+    folder, eos = tokenizer_folder(checkpoint, manifest), manifest.extras.get("eos_token_id")
+    tokenizer = Tokenizer.load(folder, eos=eos, parse_special=parse_special)
     check_vocabulary(tokenizer, manifest.config)
     kind = jnp.dtype(manifest.dtype if dtype is None else dtype)
     form = weights_form(weights, kind.name, manifest.weights)
@@ -254,7 +261,8 @@ class LongContext:
     @property
     def made_by(self) -> dict[str, Any]:
         """What answers depend on beside texts and options of decoding, for `jax_longctx.origin`."""
-        return {**made_by_engine(self.engine), "tokenizer": self.tokenizer_digest}
+        special = {"parse_special": True} if self.tokenizer.parse_special else {}
+        return {**made_by_engine(self.engine), "tokenizer": self.tokenizer_digest, **special}
 
     @property
     def tokenizer_digest(self) -> str | None:
@@ -289,10 +297,10 @@ class LongContext:
 
     def prefill(
         self,
-        texts: str | Sequence[str],
+        texts: Texts,
         *,
         reserve: int = 256,
-        questions: str | Sequence[str] | None = None,
+        questions: Texts | None = None,
         progress: OnProgress | None = None,
     ) -> Context:
         """Prefills one text, or a batch of texts of any lengths, into a context.
@@ -309,7 +317,7 @@ class LongContext:
     def ask(
         self,
         context: Context,
-        questions: str | Sequence[str],
+        questions: Texts,
         *,
         keep: bool = True,
         **options: Unpack[AnswerOptions],
@@ -343,7 +351,7 @@ class LongContext:
     def ask_all(
         self,
         context: Context,
-        questions: str | Sequence[str],
+        questions: Texts,
         *,
         keep: bool = True,
         **options: Unpack[AnswerOptions],
@@ -523,16 +531,19 @@ class LongContext:
 
     def generate(
         self,
-        prompts: str | Sequence[str],
+        prompts: Texts,
         *,
         progress: OnProgress | None = None,
         **options: Unpack[AnswerOptions],
     ) -> list[Answer]:
         """Continues each prompt: its last token is the question, the tokens before the context.
 
+        Special tokens in a prompt count.
+
         Warns first where a prompt is too long for model and method (see `length_warning`).
         """
-        rows = [self.tokenizer.encode(prompt, bos=True) for prompt in _listed(prompts)]
+        encode = functools.partial(self.tokenizer.encode, bos=True, parse_special=True)
+        rows = list(map(encode, _listed(prompts)))
         self._warn_beyond(max(map(len, rows), default=0))
         seconds = 0.0
 
@@ -547,16 +558,17 @@ class LongContext:
         answers = self._answers(stream, lasts, list(map(len, rows)), **options)
         return [dataclasses.replace(answer, prefill_seconds=seconds) for answer in answers]
 
-    def score(
-        self, contexts: str | Sequence[str], continuations: str | Sequence[str], **options: Any
-    ) -> list[Likelihood]:
+    def score(self, contexts: Texts, continuations: Texts, **options: Any) -> list[Likelihood]:
         """Log-likelihood of each continuation after its context, under the method.
 
         A continuation directly follows its context, like a question. Options and errors are those
         of `jax_longctx.engine.scoring.forced_states`.
         """
         rows = [self.tokenizer.encode(text, bos=True) for text in _listed(contexts)]
-        continued = self._encode(_listed(continuations))
+        # Behind an empty context a continuation is the beginning.
+        first = {at for at, text in enumerate(_listed(contexts)) if not str(text)}
+        texts = enumerate(_listed(continuations))
+        continued = [self.tokenizer.encode(text, begins=at in first) for at, text in texts]
         return loglikelihoods(self.engine, rows, continued, **options)
 
     def footprint(self, tokens: int, *, batch: int = 1, reserve: int = 256) -> Footprint:
@@ -653,7 +665,7 @@ class LongContext:
         special = [token for text in stop if (token := self.tokenizer.special_id(text)) is not None]
         return [*(self.tokenizer.eos_ids if stop_at_eos else ()), *special]
 
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str | PromptText]) -> list[list[int]]:
         return [self.tokenizer.encode(text) for text in texts]
 
 
@@ -710,8 +722,8 @@ def _goes_on(name: str, config: ModelConfig) -> bool:
     return method.info.keeps_all and reach(method, config, FAR) < FAR
 
 
-def _listed(texts: str | Sequence[str]) -> list[str]:
-    return [texts] if isinstance(texts, str) else list(texts)
+def _listed(texts: Texts) -> list[str | PromptText]:
+    return [texts] if isinstance(texts, str | PromptText) else list(texts)
 
 
 def keep_compilations() -> None:

@@ -125,7 +125,7 @@ def prepare(
 
     Args:
       documents: (name, text).
-      encode: text to ids below `vocab_size`.
+      encode: text to ids.
       length: tokens of a window.
       tokenizer: fingerprint of the tokenizer, for the manifest.
       field: of the text in JSON lines and tables, for the manifest.
@@ -133,7 +133,8 @@ def prepare(
 
     Raises:
       ConfigError: the length or the shares make no sense.
-      InputError: the folder exists already, or no document is long enough for the training split.
+      InputError: the folder exists already, a document has an id of `vocab_size` or more, or none
+        is long enough for the training split.
     """
     if length < 2:
         raise ConfigError(f"data: a window needs at least 2 tokens, got {length}")
@@ -146,7 +147,7 @@ def prepare(
     dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
     counts = {"used": 0, "short": 0, "repeated": 0, "dropped": 0, "longest": 0}
     try:
-        found = _cut(documents, encode, length, counts)
+        found = _cut(documents, encode, length, vocab_size, counts)
         by_split = ((split_of(text, shares), tokens) for text, tokens in found)
         windows = _write_splits(building, by_split, length, dtype)
         dropped, longest = counts.pop("dropped"), counts.pop("longest")
@@ -181,17 +182,23 @@ def _cut(
     documents: Iterable[tuple[str, str]],
     encode: Callable[[str], list[int]],
     length: int,
+    vocab_size: int,
     counts: dict[str, int],
 ) -> Iterator[tuple[str, list[int]]]:
     """(text, tokens of its whole windows) of each document used; updates `counts`."""
     seen = set()
-    for _, text in documents:
+    for name, text in documents:
         digest = _text_digest(text)
         if digest in seen:
             counts["repeated"] += 1
             continue
         seen.add(digest)
         tokens = encode(text)
+        if (largest := max(tokens, default=0)) >= vocab_size:
+            raise InputError(
+                f"{name} holds token id {largest}, the model has {vocab_size} embeddings; leave "
+                f"that token out of the document, or use the checkpoint's tokenizer"
+            )
         counts["longest"] = max(counts["longest"], len(tokens))
         rest = len(tokens) % length
         if rest == len(tokens):

@@ -161,8 +161,8 @@ class RowReader:
             raise InputError(f"unknown key {unknown[0]!r}; known: {', '.join(KEYS)}")
         encode, given = self.tokenizer.encode, {key for key in fields if key != "id"}
         if given == {"prompt"}:
-            prompt = encode(_text(fields, "prompt"), bos=True)
-            # The last token is the question, as in `generate`.
+            # As in `generate`: the last token is the question.
+            prompt = encode(_text(fields, "prompt"), bos=True, parse_special=True)
             return "prompt", tuple(prompt[:-1]), (tuple(prompt[-1:]),)
         texts, asked = given & {"context", "file"}, given & {"question", "questions"}
         if "prompt" in given or len(texts) != 1 or len(asked) != 1:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
     from jax_longctx.engine import Context
     from jax_longctx.engine.ahead import Compilation
+    from jax_longctx.text import PromptText
 
 # Written beside a saved context: whether it uses the chat template, and a digest of the tokenizer.
 PROMPT_FILE = "prompt.json"
@@ -242,7 +243,7 @@ class Session:
         context, seconds = None, None
         with self.terminal.warnings():
             if not self.rereads and self.model.together(len(questions)):
-                self._answer_all(*self._context(document, questions, ""), questions)
+                self._answer_all(*self._context(document, questions, None), questions)
                 questions = []
             for number, question in enumerate(questions):
                 if context is None or self.rereads:
@@ -255,7 +256,7 @@ class Session:
             raise self.unsaved
 
     def _context(
-        self, document: str | None, questions: list[str], question: str
+        self, document: str | None, questions: list[Any], question: "PromptText | None"
     ) -> tuple["Context", float | None]:
         """The context, and the seconds of its prefill; None for a loaded context."""
         if document is None:
@@ -305,7 +306,7 @@ class Session:
         else:
             self.terminal.note(f"context saved to {folder}")
 
-    def _answer_all(self, context: "Context", prefill: float | None, questions: list[str]) -> None:
+    def _answer_all(self, context: "Context", prefill: float | None, questions: list[Any]) -> None:
         """Answers all questions together. The first one's text is shown as it comes."""
         shows, asked = not self.terminal.as_json, self.request.questions
         how = self.answers.arguments()
@@ -341,7 +342,7 @@ class Session:
             )
 
     def _answer(
-        self, context: "Context", number: int, question: str, prefill: float | None, keep: bool
+        self, context: "Context", number: int, question: Any, prefill: float | None, keep: bool
     ) -> None:
         """Answers question `number`, laid out as `question`; its number decides its seed."""
         asked, how = self.request.questions[number], self.answers.arguments()
@@ -364,7 +365,7 @@ class Session:
         self,
         context: "Context",
         number: int,
-        question: str,
+        question: "PromptText",
         answer: "Answer",
         prefill: float | None,
         compiled: float,

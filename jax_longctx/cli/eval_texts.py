@@ -146,7 +146,7 @@ def _cut(
 
     encode = model.tokenizer.encode
     read = [read_text(str(file)) for file in files] if files else [python_topics()]
-    documents = [encode(part) for part in read]
+    documents = [encode(part, begins=True) for part in read]
     if join:
         documents = [[token for document in documents for token in document]]
     return cut_texts(documents, count=count, length=length, lead=encode("", bos=True))
@@ -393,7 +393,8 @@ def resa_errors(
     from jax_longctx.methods import make_method
     from jax_longctx.studies.resa_errors import attention_errors
 
-    ids = loaded.tokenizer.encode(python_topics() if text is None else read_text(str(text)))
+    whole = python_topics() if text is None else read_text(str(text))
+    ids = loaded.tokenizer.encode(whole, begins=True)
     if texts * tokens > len(ids):
         raise InputError(
             f"{texts} texts of {tokens:,} tokens need {texts * tokens:,}, the text has "

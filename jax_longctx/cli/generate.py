@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 @options.command
 def generate(
-    model: options.ModelChoice,
+    *,
+    # Special tokens in a prompt are always read as tokens.
+    model: options.ModelChoice = options.only(
+        "checkpoint", "dtype", "mesh", "chunk", "kv", "weights", "offload", "working_set"
+    ),
     method: options.MethodChoice,
     answers: options.AnswerOptions,
     prompt: str | None = argument(
@@ -38,13 +42,16 @@ def generate(
     terminal = Terminal(as_json=as_json)
     compiling = Compiling(terminal)
 
+    def count(loaded: "LongContext") -> int:
+        return len(loaded.tokenizer.encode(text, bos=True, parse_special=True))
+
     def ahead(loaded: "LongContext") -> "Compilation":
-        length = len(loaded.tokenizer.encode(text, bos=True))
+        length = count(loaded)
         how = {"total": [length], "keep": False, **answers.arguments()}
         return loaded.compile([length - 1], [1], **how)
 
     def chosen(loaded: "LongContext") -> Any:
-        tokens = len(loaded.tokenizer.encode(text, bos=True)) + answers.max_tokens
+        tokens = count(loaded) + answers.max_tokens
         return options.choose_method(terminal, loaded, tokens, reserve=answers.max_tokens)
 
     how: dict[str, Any] = {"choose": chosen} if method.method == options.AUTO else {}
@@ -65,7 +72,7 @@ def generate(
         asked = began + answer.prefill_seconds
         seconds = answer.prefill_seconds - compiling.clock.seconds(began, asked)
         answer, compiled = compiling.apart(answer, asked), compiling.news()
-    length = len(loaded.tokenizer.encode(text, bos=True))
+    length = count(loaded)
     terminal.note(closing_note(answer, length, seconds, None, compiled))
     if as_json:
         record = answers.record(loaded, answer, {"prompt": length}, seconds, {}, compiled)

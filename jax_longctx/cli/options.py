@@ -341,6 +341,12 @@ class ModelChoice:
     weights: str | None = weights()
     offload: str | None = offload()
     working_set: int | None = working_set()
+    parse_special: bool = option(
+        "Read special tokens that are written in texts, questions and messages as tokens, not as "
+        "plain text.",
+        "--parse-special",
+        default=False,
+    )
 
     def __post_init__(self) -> None:
         offload_of(self.offload, self.working_set)
@@ -387,6 +393,7 @@ class ModelChoice:
                 weights=self.weights,
                 offload=None if resident else self.offload,
                 working_set=None if resident else self.working_set,
+                parse_special=self.parse_special,
                 **how,
             )
 

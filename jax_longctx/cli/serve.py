@@ -175,9 +175,7 @@ class Limits:
 @options.command
 def serve(
     *,
-    model: options.ModelChoice = options.only(
-        "checkpoint", "dtype", "mesh", "chunk", "kv", "weights", "offload", "working_set"
-    ),
+    model: options.ModelChoice,
     method: options.MethodChoice,
     listening: Listening,
     limits: Limits,

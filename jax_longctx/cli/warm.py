@@ -134,7 +134,8 @@ class _Model:
         manifest = read_manifest(model)
         self.config, self.dtype = manifest.config, jnp.dtype(dtype or manifest.dtype)
         self._held = manifest.weights
-        self.stop_ids = tuple(Tokenizer.load(tokenizer_folder(model, manifest)).eos_ids)
+        folder, eos = tokenizer_folder(model, manifest), manifest.extras.get("eos_token_id")
+        self.stop_ids = Tokenizer.load(folder, eos=eos).eos_ids
 
     def compile(
         self,

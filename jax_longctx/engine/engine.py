@@ -628,7 +628,7 @@ class Engine:
             if bad.size:
                 raise InputError(
                     f"row {b} holds token id {bad[0]}, the model's vocabulary is "
-                    f"0..{vocabulary - 1}; use the tokenizer that belongs to the checkpoint"
+                    f"0..{vocabulary - 1}; leave that token out, or use the checkpoint's tokenizer"
                 )
         return [*map(list, rows), *([] for _ in range(-len(rows) % self.mesh.shape["data"]))]
 

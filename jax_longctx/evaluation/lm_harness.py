@@ -10,7 +10,8 @@ make three kinds of requests, and every method supports them:
   `jax_longctx.engine.scoring`).
 - `loglikelihood_rolling`: windows as the harness cuts them, read as a context (`rolling=`).
 
-Token boundaries follow the harness: its `_encode_pair` splits contexts and continuations, an empty
+Special tokens in a text are read as tokens: the harness renders chat templates itself. Token
+boundaries follow the harness: its `_encode_pair` splits contexts and continuations, an empty
 context is the beginning-of-text token, and a rolling text starts with it. A request longer than
 `max_length` is an error before anything is computed. With `truncation=true` the start of such
 prompts is left out, as in the harness's own models, with a warning.
@@ -200,7 +201,9 @@ class LongctxLM(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Token ids, by default with the beginning-of-text token if the tokenizer uses one."""
-        return self.tokenizer.encode(string, bos=add_special_tokens is not False)
+        # Every text of the harness begins: it cuts continuations off as ids.
+        bos = add_special_tokens is not False
+        return self.tokenizer.encode(string, bos=bos, begins=True, parse_special=True)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -211,14 +214,14 @@ class LongctxLM(TemplateLM):
         the template refuses the system's message, it is left out with a warning.
         """
         try:
-            text = self.tokenizer.chat(chat_history, answer=add_generation_prompt)
+            text = self.tokenizer.chat(chat_history, answer=add_generation_prompt).text
         except InputError as error:
             others = [message for message in chat_history if message["role"] != "system"]
             if len(others) == len(chat_history):
                 raise
             utils.warning_once(logger, f"{error}; the system's message is left out")
             chat_history = others
-            text = self.tokenizer.chat(chat_history, answer=add_generation_prompt)
+            text = self.tokenizer.chat(chat_history, answer=add_generation_prompt).text
         return text if add_generation_prompt else _open_ended(text, chat_history[-1]["content"])
 
     # Requests of the harness.

@@ -39,7 +39,7 @@ from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import Sample, Task, describe, make_task
 from jax_longctx.methods import make_method, settings_of
 from jax_longctx.models.storage import sha256_of
-from jax_longctx.text import PromptLayout, Tokenizer, chat_layout
+from jax_longctx.text import PromptLayout, PromptText, Tokenizer, chat_layout
 
 # Methods whose programs compile at a time.
 TOGETHER = 10
@@ -96,9 +96,10 @@ def draw(
     """
 
     def count(text: str) -> int:
-        return len(tokenizer.encode(text))
+        return len(tokenizer.encode(text, begins=True))
 
-    room = tokens - count(layout.before) - count(layout.after)
+    own = PromptText(layout.before), PromptText(layout.after)
+    room = tokens - sum(len(tokenizer.encode(text)) for text in own)
     prompts: list[Prompt] = []
     try:
         for sample in task.samples(count, tokens=room, trials=trials, seed=seed):
@@ -109,8 +110,8 @@ def draw(
 
 
 def _prompt(sample: Sample, tokenizer: Tokenizer, layout: PromptLayout, room: int) -> Prompt:
-    context = layout.before + sample.context
-    question = sample.query + layout.after + sample.answer_prefix
+    context = PromptText.of(layout.before, sample.context, templated=layout.templated)
+    question = PromptText.of("", sample.query, layout.after, sample.answer_prefix)
     refused = None
     if sample.length > room:
         refused = f"the prompt has {sample.length:,} tokens, {room:,} were asked for; it is not cut"

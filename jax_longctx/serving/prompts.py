@@ -20,7 +20,7 @@ from jax_longctx.api import LongContext
 from jax_longctx.errors import InputError
 from jax_longctx.serving.contexts import Contexts, Entry, Text
 from jax_longctx.serving.schema import ChatRequest, CompletionRequest, Message, RequestError
-from jax_longctx.text import chat_layout, plain_layout
+from jax_longctx.text import PromptText, chat_layout, plain_layout
 
 # Stands for the text in the template; no text contains it.
 _DOCUMENT = "\ue000document\ue000"
@@ -102,7 +102,8 @@ class Prompts:
         given, tokenizer = asked.prompt, self.model.tokenizer
         if isinstance(given, str):
             self._check_characters(len(given), "prompt")
-            row = tokenizer.encode(given, bos=entry is None)
+            # Clients send rendered templates.
+            row = tokenizer.encode(given, bos=entry is None, parse_special=True)
         else:
             (row,) = self.model.engine.padded([given])[:1]
         if not row:
@@ -147,7 +148,7 @@ class Prompts:
         self._check_whole(len(row), 1, "text")
         return self.contexts.text(row, len(row)), chat
 
-    def _question(self, entry: Entry, messages: Sequence[Message]) -> str:
+    def _question(self, entry: Entry, messages: Sequence[Message]) -> PromptText:
         """The text between the context's and the answer."""
         first, *more = messages
         content = first.for_template()["content"]
@@ -172,14 +173,14 @@ class Prompts:
             raise RequestError("the first message is empty", param="messages")
         opened = {"role": "user", "content": f"{_DOCUMENT}\n\n{content}"}
         tokenizer = self.model.tokenizer
-        before, found, after = tokenizer.chat([opened, *rest]).partition(_DOCUMENT)
-        if not found or before != self._layouts[True].before:
+        found = tokenizer.chat([opened, *rest]).after(_DOCUMENT)
+        if found is None or found[0] != self._layouts[True].before:
             raise RequestError(
                 "the chat template puts something else before the text when there are several "
                 "messages; ask one question a request",
                 param="messages",
             )
-        return after
+        return found[1]
 
     def _about(self, entry: Entry, question: list[int], wanted: int | None) -> Prompt:
         """A question about a named context."""

@@ -2,6 +2,7 @@
 
 from jax_longctx.text.tokenizer import (
     PromptLayout,
+    PromptText,
     StopStrings,
     Tokenizer,
     chat_layout,
@@ -11,6 +12,7 @@ from jax_longctx.text.tokenizer import (
 
 __all__ = [
     "PromptLayout",
+    "PromptText",
     "StopStrings",
     "Tokenizer",
     "chat_layout",

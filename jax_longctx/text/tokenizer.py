@@ -10,6 +10,9 @@ document, and is read once. The question is the rest: in a chat, the question an
 open the answer. The two are tokenised separately, so every method gets the same ids, however it
 reads the context.
 
+Special tokens count only where a template writes them (`PromptText`). In documents, questions and
+messages they are plain text, unless the tokenizer is loaded with `parse_special`.
+
 Chat templates are rendered in a child process with limits of time and memory. One process serves
 all templates (`chat_worker`). It starts with the first template, and imports jinja2 while the
 checkpoint loads. A template that exceeds a limit ends this process only; the next template starts
@@ -19,13 +22,16 @@ a new one.
 import atexit
 import dataclasses
 import functools
+import itertools
 import json
 import os
+import re
+import secrets
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +51,54 @@ MEMORY = 2**30
 # No template contains or strips these private-use characters.
 _DOCUMENT = "\ue000document\ue000"
 _QUESTION = "\ue000question\ue000"
+# Marks special tokens that are written in messages, while the template renders them.
+_MARK = "\ufdd0"
+
+# Tokens that end a turn or a text, most of them from llama.cpp's list. A checkpoint's files may
+# name another end only (the one of its base model).
+END_TOKENS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|eot|>", "<|return|>"),
+    *("<|endoftext|>", "<|end_of_text|>", "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>"),
+    *("<end_of_turn>", "<end_of_utterance>", "<\uff5cend▁of▁sentence\uff5c>", "[|endofturn|]"),
+    *("</s>", "<EOT>", "[EOT]", "[EOS]"),
+)
+
+# Added tokens that are special though some files do not say so, as in llama.cpp.
+_LOOKS_SPECIAL = re.compile(r"<\|[^|\s]+\|>|<\uff5c[^\uff5c\s]+\uff5c>")
+
+# Parts of a text: the first character of each, and the one behind it.
+Spans = Sequence[tuple[int, int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptText:
+    """A text that a template wrote in part.
+
+    Attributes:
+      plain: the parts that are the user's, in which special tokens are plain text.
+      templated: a chat template wrote the beginning, with a beginning-of-text token or without.
+    """
+
+    text: str
+    plain: Spans = ()
+    templated: bool = False
+
+    @classmethod
+    def of(cls, *parts: str, templated: bool = False) -> "PromptText":
+        """Parts of the template and of the user in turn."""
+        ends = list(itertools.accumulate(map(len, parts)))
+        spans = zip(ends[::2], ends[1::2], strict=False)
+        return cls("".join(parts), tuple(spans), templated)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def after(self, mark: str) -> tuple[str, "PromptText"] | None:
+        """The text before the first `mark`, and what follows it; None where there is none."""
+        before, found, after = self.text.partition(mark)
+        cut = len(self.text) - len(after)
+        plain = tuple((max(a - cut, 0), b - cut) for a, b in self.plain if b > cut)
+        return (before, PromptText(after, plain)) if found else None
 
 
 class Tokenizer:
@@ -52,9 +106,12 @@ class Tokenizer:
 
     Attributes:
       bos_id: id of the beginning-of-text token, or None.
-      eos_ids: ids that end an answer: the tokenizer's own and those of the generation config.
+      eos_ids: ids that end an answer: the tokenizer's own, those that a config names, and the
+        known `END_TOKENS` that the chat template writes.
       adds_bos: whether this tokenizer starts a text with `bos_id`.
       vocab_size: one more than the largest id, added tokens included.
+      own_size: the same without added tokens.
+      parse_special: whether special tokens that are written in a text count.
     """
 
     def __init__(
@@ -64,24 +121,35 @@ class Tokenizer:
         *,
         eos_ids: Iterable[int] = (),
         chat_template: str | None = None,
+        parse_special: bool = False,
     ):
         # Files saved after training often have these set; they would silently cut the context.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.bos_id = _special_id(backend, settings, "bos_token")
-        own_eos = _special_id(backend, settings, "eos_token")
-        ends = dict.fromkeys([own_eos, *map(int, eos_ids)])
-        self.eos_ids: tuple[int, ...] = tuple(token for token in ends if token is not None)
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        added = backend.get_added_tokens_decoder()
+        ends = [_special_id(backend, settings, "eos_token"), *map(int, eos_ids)]
+        written = {info.content: token for token, info in added.items()}
+        ends += [written.get(text) for text in END_TOKENS if text in (chat_template or "")]
+        ends = dict.fromkeys(token for token in ends if token is not None)
+        self.eos_ids: tuple[int, ...] = tuple(ends)
+        ids = backend.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=-1) + 1
+        self.own_size = max((token for token in ids if token not in added), default=-1) + 1
+        self.parse_special, self._encoder = parse_special, Encoder(backend, self.eos_ids)
         self.adds_bos = _adds_bos(backend, settings, self.bos_id)
         self._chat = None
         if chat_template is not None:
             self._chat = ChatTemplate(chat_template, special_texts(settings))
 
     @classmethod
-    def load(cls, directory: str | Path) -> "Tokenizer":
-        """Reads the tokenizer files of `directory`.
+    def load(cls, directory: str | Path, *, eos: Any = None, **how: bool) -> "Tokenizer":
+        """Reads the tokenizer files of `directory`; `how` is `parse_special`.
+
+        Args:
+          eos: `eos_token_id` of the checkpoint's config.json, or None. Where generation_config.json
+            names ids too, only added tokens count: configs hold defaults of other models.
 
         Raises:
           CheckpointError: a file is missing, unreadable or not what it should be.
@@ -98,17 +166,14 @@ class Tokenizer:
         settings = dict(_read_json(directory / "special_tokens_map.json"))
         settings |= _read_json(directory / "tokenizer_config.json")
         generation = _read_json(directory / "generation_config.json")
-        eos = generation.get("eos_token_id")
-        eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        if not all(isinstance(token, int) for token in eos_ids):
-            raise CheckpointError(
-                f"{directory / 'generation_config.json'}: eos_token_id is {eos!r:.100}, "
-                f"expected an id or a list of ids"
-            )
+        eos_ids = _end_ids(generation, directory / "generation_config.json")
+        named = _end_ids({"eos_token_id": eos}, "config.json")
+        added = backend.get_added_tokens_decoder()
+        eos_ids += [token for token in named if not eos_ids or token in added]
         template = _read(directory / "chat_template.jinja")
         if template is None:
             template = select_template(settings.get("chat_template"))
-        return cls(backend, settings, eos_ids=eos_ids, chat_template=template)
+        return cls(backend, settings, eos_ids=eos_ids, chat_template=template, **how)
 
     @property
     def has_chat(self) -> bool:
@@ -120,21 +185,29 @@ class Tokenizer:
         """The chat template's own text, where there is one."""
         return None if self._chat is None else self._chat.source
 
-    def encode(self, text: str, bos: bool = False) -> list[int]:
-        """Token ids of `text`; special tokens written out in the text become their ids.
+    def encode(
+        self,
+        text: str | PromptText,
+        bos: bool = False,
+        *,
+        begins: bool | None = None,
+        parse_special: bool = False,
+    ) -> list[int]:
+        """Token ids of `text`.
 
         Args:
           bos: the text begins here. The beginning-of-text token is added if this tokenizer uses
-            one, unless the text (a rendered chat) already starts with it.
+            one, unless a chat template decides on it or the text already starts with it.
+          begins: whether the tokenizer's dummy prefix, if any, is put before the text; by default
+            as `bos`. A piece that continues another has none.
+          parse_special: whether special tokens in a plain `str` become their ids, as in one that is
+            a rendered template. A `PromptText` says itself which do.
         """
-        try:
-            # A batch of one, because `encode` blocks other threads, half a second a megabyte, and
-            # with them the handling of Ctrl-C.
-            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
-            ids = encoded.ids
-        except TypeError as error:  # the package raises this for half a surrogate pair
-            raise InputError("the text holds characters that are not Unicode (no UTF-8)") from error
-        if bos and self.adds_bos and ids[:1] != [self.bos_id]:
+        if isinstance(text, str):
+            text = PromptText(text) if parse_special else PromptText.of("", text)
+        plain = () if self.parse_special else text.plain
+        ids = self._encoder.encode(text.text, plain, begins=bos if begins is None else begins)
+        if bos and self.adds_bos and not text.templated and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]  # pyright: ignore[reportReturnType]
         return ids
 
@@ -146,7 +219,7 @@ class Tokenizer:
         """A decoder for ids that arrive in pieces; `after` are the ids they continue, if any."""
         return StreamDecoder(self._backend, self.special_ids, self.byte_ids, after)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True) -> str:
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True) -> PromptText:
         """The messages in the checkpoint's chat layout, ending where the answer starts.
 
         Raises:
@@ -157,7 +230,22 @@ class Tokenizer:
             raise ConfigError(
                 "this checkpoint has no chat template; ask by plain completion instead (--no-chat)"
             )
-        return self._chat.render(messages, add_generation_prompt=answer)
+        given, mark = [dict(message) for message in messages], _MARK
+        while mark in json.dumps(given, ensure_ascii=False):
+            mark += _MARK
+
+        def marked(value: Any) -> Any:
+            """The value with a mark behind the first character of each special token."""
+            if isinstance(value, str):
+                at = [0, *(first + 1 for first in self._encoder.special_in(value)), len(value)]
+                return mark.join(value[a:b] for a, b in itertools.pairwise(at))
+            if isinstance(value, Mapping):
+                return {key: marked(each) for key, each in value.items()}
+            return [marked(each) for each in value] if isinstance(value, list | tuple) else value
+
+        pieces = self._chat.render(marked(given), add_generation_prompt=answer).split(mark)
+        ends = itertools.accumulate(map(len, pieces[:-1]))
+        return PromptText("".join(pieces), tuple((end - 1, end) for end in ends), templated=True)
 
     def piece(self, token: int) -> str | None:
         """The token's entry in the vocabulary, as its file writes it; None for an unknown id."""
@@ -187,6 +275,144 @@ class Tokenizer:
         if letter is None or self._backend.decode([letter], skip_special_tokens=False) != "A":
             return frozenset()
         return frozenset(token for token in ids if token is not None)
+
+
+class Encoder:
+    """Encodes with one backend; added tokens among `ends` are special.
+
+    Most texts need no care. Else a text is cut at the added tokens that count, and each section is
+    encoded by a copy of the tokenizer that knows no special token, with the dummy prefix or without
+    (a space that many sentencepiece tokenizers put before each text).
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, ends: Container[int]):
+        added = backend.get_added_tokens_decoder()
+        self._added = {token: info.content for token, info in added.items()}
+        self._special = {
+            token: info.content
+            for token, info in added.items()
+            if info.special or token in ends or _LOOKS_SPECIAL.fullmatch(info.content)
+        }
+        # Copies of the backend by (whether the text begins, whether special tokens are text).
+        self._copies = {(True, False): backend}
+        steps = [
+            None if step is None else json.loads(step.__getstate__())
+            for step in (backend.normalizer, backend.pre_tokenizer)
+        ]
+        self._has_prefix = steps != [_continued(step) for step in steps]
+        said = json.dumps(steps)
+        every = '"always"' in said or '"add_prefix_space": true' in said
+        # Added tokens behind which the prefix stands again; a normalizer does not see where those
+        # stand that are found in its own output.
+        self._again = {
+            token
+            for token, info in added.items()
+            if self._has_prefix and (every or ('"Prepend"' in said and not info.normalized))
+        }
+
+    def encode(self, text: str, plain: Spans = (), *, begins: bool) -> list[int]:
+        """Token ids; special tokens in the `plain` parts are text.
+
+        Args:
+          begins: no other text stands before this one.
+
+        Raises:
+          InputError: the text holds half of a surrogate pair.
+        """
+        ids, own = self._ids(text, begins), None
+        if plain:
+            starts, ends = zip(*plain, strict=True)
+            others = zip((0, *ends), (*starts, len(text)), strict=True)
+            own = sum(self._count(self._ids(text[a:b], True)) for a, b in others)
+        if own in (None, self._count(ids)) and (begins or self._again.isdisjoint(ids)):
+            return ids
+        ids, at = [], 0
+        for token, first, start, end in self._added_in(text, begins):
+            last = first + len(self._added[token])
+            if token in self._special and any(first < b and a < last for a, b in plain):
+                continue
+            ids += [*self._ids(text[at:start], begins, as_text=True), token]
+            at, begins = end, token in self._again
+        return ids + self._ids(text[at:], begins, as_text=True)
+
+    def special_in(self, text: str) -> list[int]:
+        """Index of the first character of each special token that is written in `text`."""
+        if not any(content in text for content in self._special.values()):
+            return []
+        found = self._added_in(text, True)
+        return [first for token, first, _, _ in found if token in self._special]
+
+    def _added_in(self, text: str, begins: bool) -> Iterator[tuple[int, int, int, int]]:
+        """Added tokens in `text`: id, first character, and what they take (spaces around, too)."""
+        whole = _encoded(self._copy(begins, False).encode_batch, text)
+        for token, (start, end) in zip(whole.ids, whole.offsets, strict=True):
+            # An unknown character has the id of an added token, whose text it is not.
+            if token in self._added and (at := text.find(self._added[token], start, end)) >= 0:
+                yield token, at, start, end
+
+    def _ids(self, text: str, begins: bool, *, as_text: bool = False) -> list[int]:
+        # A batch of one, because `encode` blocks other threads, half a second a megabyte, and
+        # with them the handling of Ctrl-C.
+        return _encoded(self._copy(begins, as_text).encode_batch_fast, text).ids if text else []
+
+    def _count(self, ids: Iterable[int]) -> int:
+        return sum(map(self._special.__contains__, ids))
+
+    def _copy(self, begins: bool, as_text: bool) -> tokenizers.Tokenizer:
+        key = begins or not self._has_prefix, as_text
+        if key not in self._copies:
+            described = json.loads(self._copies[True, False].to_str())
+            if not key[0]:
+                for name in ("normalizer", "pre_tokenizer"):
+                    described[name] = _continued(described[name])
+            if as_text:
+                _hide(described, self._special.values())
+            self._copies[key] = tokenizers.Tokenizer.from_str(json.dumps(described))
+        return self._copies[key]
+
+
+def _encoded(encode: Callable[..., list[tokenizers.Encoding]], text: str) -> tokenizers.Encoding:
+    try:
+        (encoded,) = encode([text], add_special_tokens=False)
+    except TypeError as error:  # the package raises this for half a surrogate pair
+        raise InputError("the text holds characters that are not Unicode (no UTF-8)") from error
+    return encoded
+
+
+def _continued(step: Any, first: bool = True) -> Any:
+    """A step of `tokenizer.json` without the prefix, for text that continues another.
+
+    Behind other steps (not `first`), one that puts it before all that it gets puts it before words.
+    """
+    match step:
+        case {"type": "Prepend"}:
+            return None
+        case {"type": "Metaspace", "prepend_scheme": scheme} if first or scheme == "first":
+            return {**step, "prepend_scheme": "never"}
+        case {"type": "ByteLevel"} if first:
+            return {**step, "add_prefix_space": False}
+        case {"type": "Sequence"}:
+            (name,) = step.keys() - {"type"}
+            steps = [_continued(each, at == 0) for at, each in enumerate(step[name])]
+            return {**step, name: [each for each in steps if each is not None]}
+    return step
+
+
+def _hide(described: dict[str, Any], contents: Iterable[str]) -> None:
+    """Gives tokens of a `tokenizer.json` names that no text holds; their ids stay."""
+    secret, model = secrets.token_hex(8), described["model"]
+    hidden = {text: f"\ufdd0{secret}{number}" for number, text in enumerate(contents)}
+    for token in described["added_tokens"]:
+        token["content"] = hidden.get(token["content"], token["content"])
+    if isinstance(pieces := model["vocab"], dict):
+        model["vocab"] = {hidden.get(piece, piece): token for piece, token in pieces.items()}
+    else:  # Unigram
+        model["vocab"] = [[hidden.get(piece, piece), score] for piece, score in pieces]
+    for merge in [*model.get("merges", ())]:
+        if not hidden.keys().isdisjoint((*merge, "".join(merge))):
+            model["merges"].remove(merge)
+    if model.get("unk_token") in hidden:
+        model["unk_token"] = hidden[model["unk_token"]]
 
 
 class StreamDecoder:
@@ -328,6 +554,8 @@ class ChatTemplate:
                 "variables": {
                     **self._special_tokens,
                     "messages": [dict(message) for message in messages],
+                    "tools": None,
+                    "documents": None,
                     "add_generation_prompt": add_generation_prompt,
                 },
                 "seconds": SECONDS,
@@ -428,23 +656,27 @@ atexit.register(_RENDERER.stop)
 
 @dataclasses.dataclass(frozen=True)
 class PromptLayout:
-    """Texts before the document, between document and question, and after the question."""
+    """Texts before the document, between document and question, and after the question.
+
+    `templated` are those of a chat template.
+    """
 
     before: str
     between: str
     after: str
+    templated: bool = False
 
-    def context(self, document: str) -> str:
+    def context(self, document: str) -> PromptText:
         """The context's text. Raises InputError when the document is empty."""
         if not document.strip():
             raise InputError("the document is empty; give a text to ask about")
-        return self.before + document
+        return PromptText.of(self.before, document, templated=self.templated)
 
-    def question(self, question: str) -> str:
+    def question(self, question: str) -> PromptText:
         """The text between the context and the answer. Raises InputError when it is empty."""
         if not question.strip():
             raise InputError("a question is empty; write what to ask of the document")
-        return self.between + question + self.after
+        return PromptText.of(self.between, question, self.after)
 
 
 def plain_layout(stem: bool = False) -> PromptLayout:
@@ -461,21 +693,24 @@ def chat_layout(tokenizer: Tokenizer) -> PromptLayout:
       ConfigError: there is no template, or it does not contain the message exactly once.
     """
     content = f"{_DOCUMENT}\n\n{_QUESTION}"
-    text = tokenizer.chat([{"role": "user", "content": content}])
+    text = tokenizer.chat([{"role": "user", "content": content}]).text
     before, found_document, rest = text.partition(_DOCUMENT)
     between, found_question, after = rest.partition(_QUESTION)
     if not (found_document and found_question) or "\ue000" in before + between + after:
         raise ConfigError(
             "the chat template does not show a user's message exactly once; use --no-chat"
         )
-    return PromptLayout(before, between, after)
+    return PromptLayout(before, between, after, templated=True)
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: Any) -> None:
-    """Raises CheckpointError when the tokenizer has ids that the model has no embedding for."""
-    if tokenizer.vocab_size > config.vocab_size:
+    """Raises CheckpointError when the tokenizer has ids that the model has no embedding for.
+
+    Added tokens may (the padding of old Llama 2 folders): only a text that holds one is an error.
+    """
+    if tokenizer.own_size > config.vocab_size:
         raise CheckpointError(
-            f"wrong tokenizer: its ids reach {tokenizer.vocab_size - 1}, the model has "
+            f"wrong tokenizer: its ids reach {tokenizer.own_size - 1}, the model has "
             f"{config.vocab_size} embeddings; convert again with the tokenizer files of this model"
         )
 
@@ -503,6 +738,17 @@ def _special_id(
     if token is None:
         raise CheckpointError(f"{name} {text!r} is not in the tokenizer's vocabulary")
     return token
+
+
+def _end_ids(config: Mapping[str, Any], path: str | Path) -> list[int]:
+    """The `eos_token_id` of a config: an id, a list of them, or none."""
+    given = config.get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(isinstance(token, int) for token in ids):
+        raise CheckpointError(
+            f"{path}: eos_token_id is {given!r:.100}, expected an id or a list of ids"
+        )
+    return [token for token in ids if 0 <= token < 2**31]
 
 
 def _adds_bos(

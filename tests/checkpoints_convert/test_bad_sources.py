@@ -141,6 +141,10 @@ CASES = {
     "nested tensors": (nested(ONE), ["{}/" + ONE, "nested too deeply"]),
     "nested index": (nested(INDEX), ["{}/" + INDEX, "nested too deeply"]),
     "nested config": (nested(CONFIG), ["{}/" + CONFIG, "nested too deeply"]),
+    "no end": (
+        with_json(CONFIG, eos_token_id="2"),
+        ["{}: config.json: eos_token_id is '2', expec"],
+    ),
     "no tokenizer": (gone("tokenizer.json"), ["{}", "no tokenizer"]),
     "another tokenizer": (tokenizer_of_another_model, ["{}", "wrong tokenizer", "300"]),
 }

@@ -7,11 +7,14 @@ import json
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from safetensors.numpy import load_file
 
+import jax_longctx
 from checkpoints_convert import convert, export, read_config
 from checkpoints_convert.config import model_config
-from jax_longctx.errors import CheckpointError
+from jax_longctx.cli import warm
+from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.models.storage import load_params, read_manifest
 from jax_longctx.sharding import make_mesh
 from tests.checkpoints_convert.test_names import assert_same_parameters, internlm2_state
@@ -97,6 +100,44 @@ def test_stored_types_may_differ_and_come_back_but_for_float64(tmp_path):
     # A model computes in one type.
     params = load_params(tmp_path / "ours", make_mesh())
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ends"),
+    [
+        ({"eos_token_id": 256}, None, (257, 256)),
+        ({"eos_token_id": [257, 5]}, None, (257, 5)),
+        ({"eos_token_id": None, "text_config": {"eos_token_id": [256]}}, None, (257, 256)),
+        # Beside generation_config.json only added tokens count: 5 is a letter.
+        ({"eos_token_id": [5, 256]}, 7, (257, 7, 256)),
+        ({"eos_token_id": [-1, 2**32 - 1]}, [2**40], (257,)),
+    ],
+)
+def test_answers_end_with_the_ids_of_all_files(tmp_path, config, generation, ends):
+    described = hf_config("llama") | config
+    source = write_checkpoint(tmp_path / "hf", described, random_state(described))
+    if generation is not None:
+        named = json.dumps({"eos_token_id": generation})
+        (source / "generation_config.json").write_text(named)
+    convert(source, tmp_path / "ours")
+    assert jax_longctx.load(tmp_path / "ours").end_ids((), True) == [*ends]
+    # `warm` compiles for as many of them.
+    assert warm._Model(str(tmp_path / "ours"), None).stop_ids == ends
+
+
+def test_an_added_token_without_embedding_is_an_error_only_where_it_appears(tmp_path):
+    """As `<pad>` of old Llama 2 folders."""
+    described = hf_config("llama", vocab_size=258)
+    source = write_checkpoint(tmp_path / "hf", described, random_state(described))
+    backend = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
+    backend.add_special_tokens(["<pad>"])
+    backend.save(str(source / "tokenizer.json"))
+    convert(source, tmp_path / "ours")
+    model = jax_longctx.load(tmp_path / "ours")
+    (answer,) = model.ask(model.prefill("a <pad> is text"), "<pad>?", max_tokens=2)
+    assert len(answer.tokens) == 2
+    with pytest.raises(InputError, match=r"holds token id 258, .* 0\.\.257; leave that token out"):
+        model.generate("a <pad>")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

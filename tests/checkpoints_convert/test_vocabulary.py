@@ -101,7 +101,7 @@ def test_byte_level(tmp_path, trained, pre):
     theirs = transformers_tokenizer("llama", metadata)
     assert len(ours.encode(TEXT[-30_000:])) < 15_000
     for text in [TEXT[-30_000:], *HARD]:
-        ids = ours.encode(text)
+        ids = ours.encode(text, parse_special=True)
         if "think" not in text and not SPLITS[pre].nfc:
             assert ids == trained[pre].encode(text, add_special_tokens=False).ids
         # transformers does not know that smollm takes digits out first, and Llama 3's rule that a
@@ -110,10 +110,10 @@ def test_byte_level(tmp_path, trained, pre):
             assert ids == theirs.encode(text, add_special_tokens=False).ids
         if not any(mark in text for mark in (*CONTROLS, "\u0301")):
             assert ours.decode(ids) == text
-    assert ours.encode("<think><|end|>") == [3, 1]
+    assert ours.encode("<think><|end|>", parse_special=True) == [3, 1]
     assert ours.adds_bos == (pre in ("llama-bpe", "tekken"))
     assert (ours.bos_id, ours.eos_ids) == (0, (1, 2))
-    assert ours.chat([{"role": "user", "content": "hi"}]) == "hi"
+    assert str(ours.chat([{"role": "user", "content": "hi"}])) == "hi"
     assert ours.special_ids == {0, 1, 2}
 
 
@@ -123,6 +123,32 @@ def test_the_files_word_on_bos_is_followed(tmp_path, trained):
         assert made_of(metadata, tmp_path).adds_bos is said
         plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
         assert (plain.encode("a").ids[0] == 0) is said
+
+
+@pytest.mark.parametrize(
+    ("changes", "template", "ends"),
+    [
+        # The file names the end of text alone; its template writes the end of the turn.
+        ({"eos_token_id": 0}, "{{ messages }}<|end|>", (0, 1)),
+        ({"eos_token_id": 0}, "{{ messages }}", (0,)),
+        # Not marked as a control token, and a token that no file has (unset).
+        ({"eos_token_id": 0, "token_type": 1}, "<|end|>", (0, 1)),
+        ({"eos_token_id": 0, "token_type": 4}, "<|end|>", (0, 1)),
+        ({"eos_token_id": 2, "eot_token_id": 1, "eom_token_id": 0}, "", (2, 1, 0)),
+        ({"eos_token_id": 2**32 - 1, "eot_token_id": 2}, "", (2,)),
+    ],
+)
+def test_answers_end_where_the_file_or_its_template_says(
+    tmp_path, trained, changes, template, ends
+):
+    metadata = bpe_metadata(trained["qwen2"], "qwen2")
+    del metadata["tokenizer.ggml.eot_token_id"]
+    kind = changes.pop("token_type", 3)
+    metadata["tokenizer.ggml.token_type"][1] = kind
+    metadata |= {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+    ours = made_of(metadata | {"tokenizer.chat_template": template}, tmp_path)
+    assert ours.eos_ids == ends
+    assert ours.encode("<|end|>", parse_special=True) == [1]
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +198,7 @@ def test_sentencepiece(tmp_path, pieces):
     ours = made_of(metadata, tmp_path)
     theirs = transformers_tokenizer("llama", metadata)
     for text in [TEXT[:2000], "two  spaces", " a space first", "Привет 🙂 1234", "a\nb\tc"]:
-        ids = ours.encode(text)
+        ids = ours.encode(text, begins=True)
         assert ids == merge_by_score(text, tokens, scores), text
         # transformers puts no second space before a text that begins with one.
         if not text.startswith(" "):
@@ -213,9 +239,24 @@ def test_tokenizer_model_alone_is_enough(tmp_path, pieces):
     convert(source, tmp_path / "ours")
     ours = Tokenizer.load(tmp_path / "ours" / "tokenizer")
     tokens, scores, _ = pieces
-    assert ours.encode(TEXT[:2000]) == merge_by_score(TEXT[:2000], tokens, scores)
-    assert ours.encode("<|im_end|>") == [790] and 790 in ours.special_ids
+    assert ours.encode(TEXT[:2000], begins=True) == merge_by_score(TEXT[:2000], tokens, scores)
+    assert ours.encode("<|im_end|>", parse_special=True) == [790] and 790 in ours.special_ids
     assert ours.adds_bos and ours.eos_ids == (2,)
+
+
+def test_added_tokens_of_old_folders(tmp_path, pieces):
+    """They have no added_tokens_decoder, and perhaps no embedding for the padding."""
+    size = len(pieces[0])
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(pieces))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": size}))
+    (text,) = (sentencepiece_files(tmp_path, size)[name] for name in ["tokenizer.json"])
+    (tmp_path / "tokenizer.json").write_text(text)
+    ours = Tokenizer.load(tmp_path)
+    assert ours.encode("<pad>", parse_special=True) == [size]
+    assert (ours.vocab_size, ours.own_size) == (size + 1, size - 1)
+    (tmp_path / "added_tokens.json").write_text('{"<pad>": []}')
+    with pytest.raises(CheckpointError, match="damaged"):
+        sentencepiece_files(tmp_path, size)
 
 
 def test_damaged_sentencepiece_models_are_refused(tmp_path, pieces):
@@ -270,5 +311,5 @@ def test_smollm2_reads_as_the_golden_says(tmp_path):
     assert ours.decode(ours.encode(TEXT)) == TEXT
     assert (ours.bos_id, ours.eos_ids, ours.adds_bos) == (1, (2,), False)
     chat = ours.chat([{"role": "user", "content": "Hi"}])
-    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert str(chat).endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert ours.encode(chat)[0] == 1

@@ -8,20 +8,23 @@ from unittest.mock import create_autospec
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 import jax_longctx
+from jax_longctx import api
 from jax_longctx.api import LongContext
 from jax_longctx.cli.options import run_facts
-from jax_longctx.engine import Engine, RunningBatch
+from jax_longctx.engine import Context, Engine, RunningBatch
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.models.llama import abstract_params
 from jax_longctx.sharding import make_mesh
-from jax_longctx.text import Tokenizer
+from jax_longctx.text import PromptText, Tokenizer
 from tests.jax_longctx.cli.tiny_model import write_tokenizer
 from tests.jax_longctx.engine.test_running import compilations
+from tests.jax_longctx.text.test_encoding import backend_of
 from tests.small_methods import small_method
 from tests.support import joined, tiny_config, tiny_engine
 
@@ -48,7 +51,7 @@ def test_generate_is_the_engines_tokens_as_text_and_the_layout_may_be_plain(mode
     assert answer.text == model.tokenizer.decode(answer.tokens)
     assert answer.finish == "length"
     layout = model.layout(chat=False)
-    assert layout.question("Why?") == "\n\nQuestion: Why?\nAnswer:"
+    assert str(layout.question("Why?")) == "\n\nQuestion: Why?\nAnswer:"
     assert model.layout() == model.layout(chat=model.tokenizer.has_chat)
 
 
@@ -221,6 +224,45 @@ def test_a_score_is_that_of_the_engines_tokens(model):
     assert model.score("some text", "and more", through="context")[0].total == pytest.approx(
         expected[0].total, abs=1e-4
     )
+
+
+class SeenError(Exception):
+    pass
+
+
+def seen(monkeypatch, place, name, call):
+    """The positional arguments with which `place.name` is called."""
+    fake = create_autospec(getattr(place, name), side_effect=SeenError)
+    monkeypatch.setattr(place, name, fake)
+    with pytest.raises(SeenError):
+        call()
+    return fake.call_args.args
+
+
+def test_each_way_in_encodes_texts_as_text_and_pieces_without_prefix(monkeypatch):
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(backend_of("legacy")), {"bos_token": "<s>"})
+    model = LongContext(tiny_engine(chunk=16), tokenizer)
+    encode, engine, fed = tokenizer.encode, model.engine, functools.partial(seen, monkeypatch)
+    first, then, special = "The capital of France is", " Paris</s>", set(range(1, 5))
+    whole = encode(first + then, begins=True)
+    one, two = encode(first, begins=True), encode(then)
+    assert one + two == whole and special.isdisjoint(whole)
+    (rows,) = fed(engine, "prefill", lambda: model.prefill(first + then))
+    assert rows == [whole]
+    context = create_autospec(Context, instance=True, lengths=[4], batch=1)
+    (_, rows) = fed(model, "ask_tokens", lambda: model.ask(context, then))
+    assert rows == [two]
+    (_, rows) = fed(model, "ask_all_tokens", lambda: model.ask_all(context, [then, first]))
+    assert rows == [two, encode(first)]
+    (_, contexts, rows) = fed(
+        api, "loglikelihoods", lambda: model.score([first, ""], [then, first])
+    )
+    assert (contexts, rows) == ([one, []], [two, one])
+    # A rendered template, and one of whose parts the library knows.
+    (rows,) = fed(
+        engine, "generate", lambda: model.generate([first + then, PromptText.of("", then)])
+    )
+    assert rows == [[*encode(first + " Paris", begins=True), 2], encode(then, begins=True)]
 
 
 def test_mistakes_are_named(model, tmp_path):

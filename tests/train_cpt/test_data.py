@@ -41,6 +41,12 @@ def prepared(directory, documents=None, **changes):
     return prepare(documents, encode, directory, **how)
 
 
+def test_an_id_without_embedding_is_named(tmp_path):
+    with pytest.raises(InputError, match="d1 holds token id 34, the model has 34 embeddings"):
+        prepared(tmp_path / "data", vocab_size=34)
+    assert not (tmp_path / "data").exists()
+
+
 def opened(directory, split="train"):
     return open_windows(directory, split, length=LENGTH, tokenizer="bytes")
 

@@ -1,8 +1,11 @@
 """Rows are packed by length, in few shapes, within memory, and always the same way."""
 
+import json
 import random
 
-from jax_longctx.batch.rows import Job, pack
+from jax_longctx.batch.rows import Job, RowReader, pack
+from jax_longctx.text import Tokenizer, chat_layout
+from tests.jax_longctx.cli import tiny_model
 
 
 def job(row, length, questions=1):
@@ -27,6 +30,18 @@ def test_every_job_once_in_batches_of_like_lengths():
     assert len({(batch.rows, batch.slots, batch.reserve) for batch in batches}) <= 35
     shuffled = draw.sample(jobs, len(jobs))
     assert pack(shuffled, 8, 64, many) == batches
+
+
+def test_special_tokens_are_text_in_contexts_and_questions(tmp_path):
+    tiny_model.write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    text = "a<|turn|>b"
+    rows = {"context": text, "question": text}, {"prompt": text}
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked, prompt = RowReader(tmp_path / "in.jsonl", tokenizer, chat_layout(tokenizer)).rows()
+    assert asked.context.count(2) == asked.questions[0].count(2) == 1
+    assert (prompt.context + prompt.questions[0]).count(2) == 1
+    assert len(prompt.context) < len(tokenizer.encode(text)) - 1
 
 
 def test_memory_and_the_limit_bound_the_rows():

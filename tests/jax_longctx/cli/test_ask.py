@@ -83,8 +83,10 @@ def test_json_record_and_a_stop(run, loads, tiny, book):
     assert (record["method"], record["sampling"]["seed"]) == ("full", 5)
     assert set(record["versions"]) == {"jax_longctx", "jax", "python"}
     stop = answer.text[3:5]
-    cut = json.loads(run(*given, "--stop", stop).stdout)["answer"]
+    assert loads[-1][1]["parse_special"] is False
+    cut = json.loads(run(*given, "--stop", stop, "--parse-special").stdout)["answer"]
     assert cut == answer.text[: answer.text.index(stop)]
+    assert loads[-1][1]["parse_special"] is True
 
 
 def test_save_and_load_give_the_same_answer(run, loads, book, tmp_path):

@@ -1,6 +1,7 @@
 """Rows: what one prompt at a time gives, once each, also after a kill or short of memory."""
 
 import contextlib
+import functools
 import hashlib
 import json
 
@@ -16,6 +17,7 @@ from jax_longctx.evaluation import compute, runner
 from jax_longctx.evaluation.config import parse_config
 from jax_longctx.evaluation.rows import RowStore, read_rows
 from jax_longctx.evaluation.runner import compile_first, draw
+from jax_longctx.evaluation.tasks.task import Sample
 from jax_longctx.methods.full import Full
 from jax_longctx.models.llama import init_params
 from jax_longctx.settings import Offload
@@ -227,9 +229,20 @@ def test_all_methods_get_the_same_prompts_and_the_whole_question(small, tiny, tm
     assert full.slots == max(map(len, full.contexts)) + full.reserve + 1
 
 
+def test_special_tokens_in_a_sample_are_text(tiny):
+    layout = PromptLayout("<|turn|>user\n", "", "<|end|>\n<|turn|>assistant\n", templated=True)
+    sample = Sample(0, "a<|end|>", "<|turn|>?", "<|end|>", ("",), 60, {})
+    prompt = runner._prompt(sample, tiny.tokenizer, layout, 60)
+    special = (
+        [token for token in prompt.context if token < 3],
+        [token for token in prompt.question if token < 3],
+    )
+    assert special == ([2], [1, 2])
+
+
 def test_a_chat_template_stands_around_context_and_question(tiny):
     layout = PromptLayout("<|turn|>user\n", "\n\n", "<|end|>\n<|turn|>assistant\n")
-    count = tiny.tokenizer.encode
+    count = functools.partial(tiny.tokenizer.encode, parse_special=True)
     words = len(count(layout.before)) + len(count(layout.after))
     drawn = draw(SmallTask(), tiny.tokenizer, layout, tokens=100, trials=1, seed=0)
     (prompt,) = drawn.prompts

@@ -1,6 +1,7 @@
 """Contexts: read once, asked many times, by their ids or by prompts that begin with them."""
 
 import errno
+import functools
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import jax_longctx
 from jax_longctx.errors import CapacityError, CheckpointError
 from jax_longctx.serving import contexts, executor
 from jax_longctx.serving.app import Access
+from jax_longctx.text import PromptText
 from tests.jax_longctx.serving.tiny import (
     BOOK,
     aside,
@@ -81,15 +83,38 @@ def test_a_chat_goes_on_about_a_context(server, client, tiny):
     about, how = {"context": context}, {"seed": 4, "max_tokens": 12}
     found = client.chat.completions.create(model="tiny", messages=messages, extra_body=about, **how)
     whole = [{**messages[0], "content": f"{BOOK}\n\nWhat?"}, *messages[1:]]
-    text = tiny.tokenizer.chat(whole)
     layout = tiny.layout(True)
-    rest = text.removeprefix(layout.context(BOOK))
-    assert len(rest) < len(text)
+    before, rest = tiny.tokenizer.chat(whole).after(BOOK)
+    assert before == layout.before
     expected = asked_plainly(tiny, layout.context(BOOK), rest, seed=4)
     assert found.choices[0].message.content == expected
     for wrong in (messages[:2], [{"role": "system", "content": "Be short."}, messages[0]]):
         with pytest.raises(openai.BadRequestError, match="begin and end with the user's"):
             client.chat.completions.create(model="tiny", messages=wrong, extra_body=about)
+
+
+def test_special_tokens_count_in_completions_alone(server, client, tiny):
+    text, encode = "a<|end|>\n<|turn|>user\nb", tiny.tokenizer.encode
+    parsed, messages = encode(text, parse_special=True), [{"role": "user", "content": text}]
+    assert len(parsed) < len(encode(text)) - 10
+    create = functools.partial(client.chat.completions.create, model="tiny", max_tokens=1)
+    found, chat = create(messages=messages), encode(tiny.tokenizer.chat(messages))
+    assert found.usage.prompt_tokens == len(chat)
+    assert sum(token < 3 for token in chat) == 3
+    assert complete(client, text, max_tokens=1).usage.prompt_tokens == len(parsed)
+    with server.http() as http:
+        context = read(http, text=text)
+        about, size = {"context": context["id"]}, context["tokens"]
+        assert size == len(encode(PromptText(tiny.layout().before))) + len(encode(text))
+    usage = complete(client, text, max_tokens=1, extra_body=about).usage
+    assert usage.prompt_tokens == size + len(parsed)
+    for turns in (1, 3):
+        chat = [*messages, {"role": "assistant", "content": text}, *messages][:turns]
+        whole = [{**chat[0], "content": f"x\n\n{text}"}, *chat[1:]]
+        _, rest = tiny.tokenizer.chat(whole).after("x")
+        found = create(messages=chat, extra_body=about)
+        assert found.usage.prompt_tokens == size + len(encode(rest))
+        assert sum(token < 3 for token in encode(rest)) == 2 * turns
 
 
 def test_contexts_are_listed_shown_and_deleted_and_end_with_their_time(server):
@@ -302,7 +327,7 @@ def test_a_damaged_saved_context_is_read_again(serve, tiny, tmp_path, named, cap
         if named:
             assert ask(client, name, "What?")[0] == expected
         else:
-            check_prompt(client, tiny, BOOK + tiny.layout(False).question("What?"))
+            check_prompt(client, tiny, f"{BOOK}{tiny.layout(False).question('What?')}")
         # It is saved while answers are given.
         wait_until(lambda: shown(http, name)["saved"])
         assert shown(http, name)["state"] == "ready"

@@ -1,0 +1,168 @@
+"""Special tokens that are written in texts, and pieces that continue another, for each kind of
+tokenizer; chats against transformers.
+"""
+
+import functools
+import itertools
+import json
+import random
+
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+
+from jax_longctx.text import PromptText, Tokenizer, chat_layout
+from tests.smollm2 import write_tokenizer
+
+TEXT = "The capital of France is Paris. 12\n\n[INST] a<s>b</s> user <|im_end|>\uff5cU_x" * 9
+SPECIAL = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+# Special, but its file does not say so (DeepSeek's distilled models).
+UNMARKED = "<\uff5cUser\uff5c>"
+PREFIXES = {
+    "legacy": ([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")], None),
+    "first": ([], pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
+    "always": ([], pre_tokenizers.Metaspace(prepend_scheme="always", split=False)),
+    "never": ([], pre_tokenizers.Metaspace(prepend_scheme="never", split=False)),
+    "bytes": ([], pre_tokenizers.ByteLevel(add_prefix_space=True)),
+}
+_STEPS = [pre_tokenizers.Digits(), pre_tokenizers.Metaspace(prepend_scheme="first")]
+PREFIXES["digits"] = ([], pre_tokenizers.Sequence(_STEPS))
+KINDS = [*PREFIXES, "unigram", "smollm2"]
+# The fewest forms: ChatML, Llama 2's, one without a beginning, one that leaves thoughts out.
+TEMPLATES = {
+    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "llama2": "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}[INST] "
+    "{{ m.content | trim }} [/INST]{% else %} {{ m.content }} {{ eos_token }}{% endif %}"
+    "{% endfor %}",
+    "thoughts": f"{{% for m in messages %}}{UNMARKED}{{% if tools is none and documents is none %}}"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') }}{% endif %}</s>{% endfor %}",
+}
+CHAT = [
+    {"role": "user", "content": "  What is the\n\ncapital? "},
+    {"role": "assistant", "content": "<think>hm</think>\n\nParis. é🙂"},
+    {"role": "user", "content": "[INST] Why?"},
+]
+
+
+@functools.cache
+def backend_of(kind):
+    """A small trained tokenizer with this prefix, and the special tokens."""
+    steps, splitter = PREFIXES["always" if kind == "unigram" else kind]
+    how = {"special_tokens": list(SPECIAL), "show_progress": False}
+    if kind == "unigram":
+        # Its special tokens have the best scores.
+        backend = tokenizers.Tokenizer(models.Unigram())
+        trainer = trainers.UnigramTrainer(vocab_size=120, unk_token="<unk>", **how)
+    else:
+        backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+        alphabet = [*pre_tokenizers.ByteLevel.alphabet(), "\ufdd0", "\n"]
+        trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, **how)
+    # No piece has a space within.
+    words = pre_tokenizers.Metaspace()
+    backend.pre_tokenizer = splitter if kind == "bytes" else words
+    backend.train_from_iterator([TEXT], trainer)
+    backend.pre_tokenizer = splitter
+    backend.normalizer = normalizers.Sequence(steps)
+    spaces = [decoders.Replace("▁", " "), decoders.Fuse()]
+    backend.decoder = decoders.ByteLevel() if kind == "bytes" else decoders.Sequence(spaces)
+    backend.add_tokens([AddedToken(UNMARKED, normalized=False), AddedToken("<think>")])
+    return backend.to_str()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder of tokenizer files by kind and template."""
+    smollm2 = tmp_path_factory.mktemp("smollm2")
+    write_tokenizer(smollm2)
+
+    @functools.cache
+    def folder(kind, template):
+        if kind == "smollm2":
+            return smollm2
+        path = tmp_path_factory.mktemp(kind)
+        (path / "tokenizer.json").write_text(backend_of(kind))
+        config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+        config |= {"add_bos_token": True, "chat_template": TEMPLATES[template]}
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (path / "tokenizer_config.json").write_text(json.dumps(config))
+        return path
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def load(folders):
+    @functools.cache
+    def tokenizer(kind, template="chatml", **how):
+        return Tokenizer.load(folders(kind, template), **how)
+
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "template"), [*itertools.product(KINDS[:-1], TEMPLATES), ("smollm2", "its own")]
+)
+def test_chats_have_the_ids_of_transformers(folders, load, kind, template):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folders(kind, template))
+    expected = theirs.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+    ours = load(kind, template)
+    assert ours.encode(ours.chat(CHAT), bos=True) == expected
+    # And before a special token that is text, where the text is encoded in sections.
+    careful = ours.encode(PromptText.of(str(ours.chat(CHAT)), "<s>"), begins=True)
+    assert careful[: len(expected) - 5] == expected[:-5]
+
+
+def written(kind):
+    """Texts with special tokens in them, whole and in parts."""
+    draw, parts = random.Random(kind), ["<|im_", "end|>", " ", "\n", "Paris", " the", "12"]
+    for _ in range(6):
+        yield "x" + "".join(draw.choices([*SPECIAL[1:], UNMARKED, *parts], k=8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_count_only_where_a_template_writes_them(load, kind):
+    tokenizer, parsing = load(kind), load(kind, parse_special=True)
+    special = {tokenizer._backend.token_to_id(each) for each in (*SPECIAL[1:], UNMARKED)}
+    layout = chat_layout(tokenizer)
+
+    def count(ids):
+        return sum(token in special for token in ids)
+
+    neutral = count(tokenizer.encode(tokenizer.chat([{"role": "user", "content": "x"}] * 3)))
+    for text in written(kind):
+        ids = tokenizer.encode(text)
+        assert count(ids) == 0 and tokenizer.decode(ids) == text
+        assert tokenizer.encode(text, parse_special=True) == parsing.encode(text)
+        begun, asked = layout.context(text), layout.question(text)
+        for laid, own in ((begun, layout.before), (asked, layout.between + layout.after)):
+            ids = tokenizer.encode(laid)
+            assert count(ids) == count(tokenizer.encode(PromptText(own)))
+            shown = tokenizer._backend.decode(ids, skip_special_tokens=False)
+            # Some put the prefix behind special tokens too.
+            assert shown.replace("> ", ">") == str(laid).replace("> ", ">")
+        # Several messages: one has the character that marks, one is cut by some templates.
+        texts = (text, "\ufdd0" + text, "</think>")
+        chat = tokenizer.chat([{"role": "user", "content": each} for each in texts])
+        assert all(each in str(chat) for each in texts)
+        assert count(tokenizer.encode(chat)) == neutral
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_piece_that_continues_another_has_no_prefix(load, kind):
+    """Beside the whole text: cut before a word, within one, and around a special token."""
+    tokenizer = load(kind)
+    encode = functools.partial(tokenizer.encode, parse_special=True)
+    for first, then in [
+        ("The capital of France is", " Paris"),
+        ("The capital", "\n\nis Paris"),
+        ("The capital is 12", "34."),
+        ("The capital", "</s>is</s>Paris"),
+        ("The capital</s>", ""),
+    ]:
+        two, one = encode(first, bos=True) + encode(then), encode(first + then, bos=True)
+        assert tokenizer.decode(two) == tokenizer.decode(one)
+        assert two == one or kind == "unigram", (then, two, one)
+    # Behind an empty context a continuation is the beginning.
+    assert encode("", bos=True) + encode("Paris", begins=True) == encode("Paris", bos=True)
