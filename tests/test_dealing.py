@@ -1,5 +1,6 @@
 """Which tests a run takes, how long tests wait, and where their compiled programs lie."""
 
+import json
 import os
 import subprocess
 import sys
@@ -64,43 +65,41 @@ def test_passes(case):
 """
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Runs pytest over a small file under this folder's hooks; its exit status and output."""
-    folder = tmp_path_factory.mktemp("dealt")
-    (folder / "conftest.py").write_text("from tests.conftest import *")
-    (folder / "test_inner.py").write_text(INNER)
+# Runs pytest in one process again and again: to import what is under test is what a run takes.
+RUNS = """
+import contextlib, io, json, sys
+import pytest
 
-    def run(*options):
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-        done = subprocess.run(
-            [*command, "-c", os.devnull, "--rootdir", folder, folder],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
-        return done.returncode, done.stdout
-
-    return run
+for options in json.load(sys.stdin):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        status = pytest.main(options)
+    print(json.dumps([int(status), said.getvalue()]))
+"""
 
 
-def test_three_thirds_are_the_whole(run):
-    counts = []
-    for third in range(3):
-        status, output = run("--third", str(third))
-        assert status == 0
-        counts.append(int(output.split(" passed")[0].split()[-1]))
+def test_thirds_are_the_whole_and_no_test_begins_when_the_time_is_over(tmp_path):
+    """Of a small file under this folder's hooks."""
+    (tmp_path / "conftest.py").write_text("from tests.conftest import *")
+    (tmp_path / "test_inner.py").write_text(INNER)
+    past, later = (("--until", str(time.time() + seconds)) for seconds in (-1, 600))
+    runs = [*(("--third", str(third)) for third in range(3)), past, (*past, "--third", "0"), later]
+    common = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-c", RUNS],
+        input=json.dumps([[*common, *options, str(tmp_path)] for options in runs]),
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    *thirds, over, over_for_a_third, whole = map(json.loads, done.stdout.splitlines())
+    assert [status for status, _ in thirds] == [0, 0, 0]
+    counts = [int(output.split(" passed")[0].split()[-1]) for _, output in thirds]
     assert sum(counts) == 40 and 0 < min(counts)
-
-
-def test_no_test_begins_when_the_time_is_over(run):
-    status, output = run("--until", str(time.time() - 1))
-    assert status == 1 and "40 tests: test_inner.py (40)" in output
-    status, output = run("--until", str(time.time() - 1), "--third", "0")
-    assert status == 0 and "left for want of time" in output
-    status, output = run("--until", str(time.time() + 600))
-    assert status == 0 and "40 passed" in output
+    assert over[0] == 1 and "40 tests: test_inner.py (40)" in over[1]
+    assert over_for_a_third[0] == 0 and "left for want of time" in over_for_a_third[1]
+    assert whole[0] == 0 and "40 passed" in whole[1]
 
 
 def test_waits_are_longer_where_the_machine_is_slower(monkeypatch):

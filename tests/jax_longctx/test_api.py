@@ -81,7 +81,8 @@ def test_an_answer_ends_before_a_stop_string(model):
     assert model.ask(context, "why", max_tokens=40, stop_at_eos=False)[0].text == whole
 
 
-@pytest.mark.parametrize("name", ["quest", pytest.param("h2o", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["full", "quest", "h2o"])
+@pytest.mark.quick("full")
 def test_many_questions_over_one_text_are_answered_as_each_alone(model, name, monkeypatch):
     """Together where rows share the text, at most two at a time here; else one by one."""
     monkeypatch.setattr(jax_longctx.api, "TOGETHER", 2)

@@ -77,7 +77,8 @@ SMALL, AS_8B = ("float32", 9, 3, 64), ("bfloat16", 32, 8, 128)
 @pytest.mark.parametrize(
     ("attend", "dtype", "heads", "kv_heads", "head_dim"),
     [
-        *((attend, *sizes) for attend in (_decode, _halves) for sizes in (SMALL, AS_8B)),
+        *((_decode, *AS_8B), (_halves, *AS_8B)),
+        *(pytest.param(it, *SMALL, marks=pytest.mark.slow) for it in (_decode, _halves)),
         *((_topk, *SMALL), (_sparse, *SMALL), (_mass, *AS_8B)),
     ],
 )

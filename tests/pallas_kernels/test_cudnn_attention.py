@@ -54,7 +54,7 @@ def _inputs(dtype: str = "float32") -> tuple[jax.Array, ...]:
     return q, k, v, jnp.array(LENGTHS, jnp.int32)
 
 
-@pytest.mark.parametrize("parts", [1, 8])
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_ragged_rows_and_garbage_beyond_them(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     monkeypatch.setattr(binding, "dot_product_attention", _like_cudnn)
     q, k, v, lengths = _inputs()

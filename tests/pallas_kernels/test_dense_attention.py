@@ -90,8 +90,8 @@ CAUSAL_CASES = {
 
 
 # What is interpreted is slow: only these cases are not `slow`.
-QUICK = ("groups-of-four", "bfloat16-wide", "window")
-QUICK_CAUSAL = ("bfloat16", "window")
+QUICK = ("bfloat16-wide", "window")
+QUICK_CAUSAL = ("window",)
 # The definition against itself: that it runs by its name too.
 OF_REFERENCE = ("mha", "window", "one-token")
 

@@ -492,10 +492,8 @@ CASES |= {
 # One of each kernel; the others are `slow`, for the interpreter is.
 QUICK = {
     *("decode-queries-and-window", "logits", "topk-few", "mass-max-causal"),
-    *("ties", "voted", "sparse-one-around", "sparse-flat-prior", "sparse-beside"),
-    *("sparse-shared-around", "select-short", "pages-together"),
-    *("pages-shared", "pages-shared-together"),
-    *("decode-int8", "decode-floats-int8", "sparse-flat-prior-int8", "sparse-shared-around-int8"),
+    *("ties", "voted", "sparse-shared-around", "sparse-flat-prior-int8", "select-short"),
+    *("pages-together", "pages-shared", "decode-floats-int8"),
 }
 
 # What the GPU runs: more rows and heads, both head dims and dtypes, groups of 1, 4 and 8.
@@ -581,7 +579,11 @@ def test_interpreted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "most", "row"),
     [
-        pytest.param(decode_gpu, "_FEW", 0, CASES["decode-queries-and-window"], id="plan-of-rows"),
+        pytest.param(
+            *(decode_gpu, "_FEW", 0, CASES["decode-queries-and-window"]),
+            marks=pytest.mark.slow,
+            id="plan-of-rows",
+        ),
         pytest.param(
             *(select_gpu, "_KEPT", select_gpu._VECTOR, select(rows=4, slots=5000)),
             marks=pytest.mark.thorough,

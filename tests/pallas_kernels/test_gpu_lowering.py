@@ -26,7 +26,7 @@ programs = functools.cache(gpu_programs.programs)
 
 # One of each form of a kernel whose program no other has; the others are lowered by the smoke test.
 QUICK = {"decode-merged", "topk-few", "mass", "sparse-around", "sparse-flat-prior", "select"}
-QUICK |= {"ties", "voted", "pages-shared", "rows-of-8-bits", "decode-int8", "sparse-int8"}
+QUICK |= {"ties", "voted", "pages-shared", "rows-of-8-bits", "decode-int8"}
 # As on a JAX without the private operation.
 PLAIN = "topk-plain-max"
 # Both halves of a search are kernels, and the merge of few pieces.
@@ -131,7 +131,7 @@ def _rows(rows: int, outputs: int) -> tuple[Callable, list]:
     ],
     ids=lambda x: x.__name__.strip("_") if callable(x) else "-".join(map(str, x)),
 )
-@pytest.mark.quick("128-16-int8-int8", "12-int8-int8", "16-28672")
+@pytest.mark.quick("128-16-int8-int8", "16-28672")
 def test_the_largest_finds_place_in_shared_memory(make: Callable, given: tuple) -> None:
     """Lowering refuses what is too large.
 

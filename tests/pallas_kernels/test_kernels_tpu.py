@@ -97,7 +97,7 @@ def _table(names: str, cases: dict[str, tuple], *quick: str) -> Callable:
         "int8": (1, 2, 2, 128, "int8", 2.0),
         "int8-narrow-heads": (3, 2, 2, 64, "int8", 2.0),
     },
-    *("mqa-of-eight-large-logits", "narrow-heads", "int8"),
+    *("narrow-heads", "int8"),
 )
 def test_decode_attention(
     queries: int, kv_heads: int, groups: int, head_dim: int, dtype: str, logits: float
@@ -276,7 +276,7 @@ def test_attention_mass(
         "mqa-large-pages": (1, 1, 8, 64, "float32", ""),
         "flat": (2, 2, 1, 16, "bfloat16", "flat"),
     },
-    *("by-query-head-with-a-prior", "flat-with-a-prior"),
+    "flat-with-a-prior",
 )
 def test_sparse_decode_attention(
     lists: int, kv_heads: int, groups: int, page_size: int, dtype: str, form: str

@@ -26,11 +26,13 @@ from pallas_kernels.sparse_decode_attention import sparse_decode_attention
 from pallas_kernels.topk_scores import topk_scores
 
 pytestmark = pytest.mark.optimized
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 pytest.importorskip("libtpu")
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-# The chip whose tests are not `slow`. By default a kernel has 16 MiB of vector memory on each.
+# The chip whose tests are not `slow`, but for programs whose parts others have. By default a kernel
+# has 16 MiB of vector memory on each.
 QUICK = "v5e"
 HEADS, ROW = P("data", "tensor"), P("data")  # [B, heads, ...] and [B]
 QUERIES = P("data", None, "tensor")  # [B, T, heads, ...]
@@ -155,6 +157,7 @@ MAIN = {
     "sparse": _sparse(8, 16, 256),
     "sparse-flat-prior": _sparse(1, 64, 512, flat=True),
 }
+MORE = ("decode-128", "mass-causal", "sparse")
 # Also for any group: with many queries, in float32, and where no block divides the cache.
 ODD = dict(rows=2, queries=5, kv_heads=4, slots=5000, dtype=jnp.float32)
 ALSO = {
@@ -174,8 +177,12 @@ ALSO = {
     ("chip", "program"),
     [
         *(
-            pytest.param(chip, program, id=f"{chip}-{label}", marks=marks)
-            for chip, marks in ((x, () if x == QUICK else pytest.mark.slow) for x in TOPOLOGIES)
+            pytest.param(
+                *(chip, program),
+                id=f"{chip}-{label}",
+                marks=() if chip == QUICK and label not in MORE else pytest.mark.slow,
+            )
+            for chip in TOPOLOGIES
             for label, program in MAIN.items()
         ),
         *(
@@ -193,8 +200,9 @@ def test_a_kernel_compiles_without_a_copy(chip: str, program: tuple) -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 10
 
 
-@pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "window"), [(64, 300), (128, None), *(slow(64, None), slow(128, 300))]
+)
 def test_tpu_causal_attention_compiles(mesh: Mesh, head_dim: int, window: int | None) -> None:
     fresh = QUERIES, (2, 600, 4, head_dim), jnp.bfloat16
     compiled = _compile(

@@ -133,16 +133,21 @@ LISTED = {
 PRIOR = {"prior_query": draw(B, 1, K * G, H, seed=7)}
 # Also over more than one block, of which the last is moved back.
 OPERATIONS = [
-    *((decode_attention, slots, queries, {}) for slots in (S, 5000) for queries in (1, 3)),
-    *((decode_attention, slots, 3, {"window": 20}) for slots in (S, 5000)),
+    *((decode_attention, S, 1, {}), (decode_attention, 5000, 3, {})),
+    (decode_attention, 5000, 3, {"window": 20}),
     (cache_attention, 1300, 24, {}),
     *((attention_mass, S, queries, {"squares": x}) for queries in (1, 9) for x in (False, True)),
     (topk_scores, 2500, 3, {"tile_best": None}),
-    pytest.param(topk_scores, 2500, 3, {"tile_best": 32}, marks=pytest.mark.slow),
+    *((sparse_decode_attention, S, 1, {"listed": it, **PRIOR}) for it in ("pages", "flat")),
     *(
-        (sparse_decode_attention, S, 1, {"listed": listed, **prior})
-        for listed in LISTED
-        for prior in ({}, PRIOR)
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            *((decode_attention, S, 3, {}), (decode_attention, 5000, 1, {})),
+            (decode_attention, S, 3, {"window": 20}),
+            (topk_scores, 2500, 3, {"tile_best": 32}),
+            *((sparse_decode_attention, S, 1, {"listed": it}) for it in LISTED),
+            (sparse_decode_attention, S, 1, {"listed": "pages of query heads", **PRIOR}),
+        )
     ),
 ]
 

@@ -147,7 +147,18 @@ def _run(case: Case, module, arrays: tuple[jax.Array, ...], lists: jax.Array):
     return run(q, k, v, lists, *bounds, **given)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+# What the other cases have too.
+SLOW = ("mha", "mqa-of-eight", "blocks", "a-page-larger-than-the-cache", "large-logits")
+SLOW += ("flat-blocks", "flat-bfloat16", "prior-query-of-query-heads")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=pytest.mark.slow if name in SLOW else ())
+        for name, case in CASES.items()
+    ],
+)
 def test_attention_to_chosen_pages(case: Case) -> None:
     arrays, lists = _inputs(case), _lists(case)
     expected = _by_numpy(case, lists, arrays)

@@ -114,7 +114,18 @@ def _run(count: int, tile_best: int | None = None, implementation: str = "xla") 
     return jax.jit(partial(topk_scores, **options))
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+# What the other cases have too.
+SLOW = ("mha-of-one-key", "mqa-of-eight", "ties-in-one-pass", "near-ties")
+SLOW += ("best-of-tiles-in-one-block", "best-of-tiles-with-ties")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=pytest.mark.slow if name in SLOW else ())
+        for name, case in CASES.items()
+    ],
+)
 def test_best_keys(case: Case) -> None:
     """Both implementations name numpy's slots in numpy's order; nothing outside is looked at."""
     q, k, *rest = _inputs(case)

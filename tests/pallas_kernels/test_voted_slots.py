@@ -10,6 +10,8 @@ import pytest
 
 from pallas_kernels.voted_slots import reference, voted_slots
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
 
 def voted_slots_of(
     *,
@@ -45,11 +47,11 @@ def voted_slots_of(
 @pytest.mark.parametrize(
     "options",
     [
-        dict(slots=128, votes=24, kept=5, span=8, first=4, local=20),
+        slow(dict(slots=128, votes=24, kept=5, span=8, first=4, local=20)),
         dict(slots=640, votes=128, kept=127, span=32, first=32, local=96),
         dict(slots=512, votes=40, kept=6, span=32, first=20, local=50, page=16),
         dict(slots=300, votes=33, kept=300, span=1, first=0, local=1),
-        dict(slots=400, votes=50, kept=3, span=17, first=8, local=64, page=8),
+        slow(dict(slots=400, votes=50, kept=3, span=17, first=8, local=64, page=8)),
     ],
 )
 def test_the_listed_slots_are_those_of_the_definition(options):

@@ -85,7 +85,13 @@ def masked_tail(q, k, pattern):
     return seen
 
 
-@pytest.mark.parametrize(("count", "block"), [(1, 5), (1, 24), (1, 99), (2, 5), (3, 3), (24, 1)])
+@pytest.mark.parametrize(
+    ("count", "block"),
+    [
+        *((1, 5), (1, 99), (3, 3)),
+        *(pytest.param(*it, marks=pytest.mark.slow) for it in ((1, 24), (2, 5), (24, 1))),
+    ],
+)
 def test_the_gradients_of_a_texts_runs_of_queries_are_those_of_dense_attention(count, block):
     q, k, v, dout = inputs()
     own = LENGTH // count
@@ -109,7 +115,9 @@ def test_the_gradients_of_a_texts_runs_of_queries_are_those_of_dense_attention(c
     [
         PATTERN,
         Pattern(tail=TAIL, budget=3, kernel=1, over_group="mean", force_self=False),
-        Pattern(tail=TAIL, budget=4, kernel=3, over_group="first"),
+        pytest.param(
+            Pattern(tail=TAIL, budget=4, kernel=3, over_group="first"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_patterns_gradients_are_those_of_a_dense_mask(pattern):
@@ -155,7 +163,7 @@ def test_rk_6_the_pattern_is_decoding_without_a_full_step():
     ("pattern", "mesh", "expected"),
     [
         (Pattern(tail=TAIL, budget=2048, kernel=3), (1, 1, 1), Pattern()),
-        (PATTERN, (2, 1, 2), PATTERN),
+        pytest.param(PATTERN, (2, 1, 2), PATTERN, marks=pytest.mark.slow),
         # With four shards of six tokens the tail is one shard's, the choosing row another's.
         (PATTERN, (1, 4, 2), PATTERN),
     ],

@@ -99,8 +99,13 @@ def runs(tokens):
     yield [SLOTS - half, SLOTS - 1, end], [half, 1, tokens]
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 16, 17])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("batch", "tokens"),
+    [
+        *((1, 1), (1, 16), (3, 1), (3, 5), (3, 16), (3, 17)),
+        *(pytest.param(1, tokens, marks=pytest.mark.slow) for tokens in (5, 17)),
+    ],
+)
 def test_a_run_lands_where_numpy_puts_it(setup, platform, batch, tokens):
     write = compiled_write(setup)
     buffer, new = random_arrays(batch, tokens)

@@ -208,7 +208,7 @@ def test_slots_stay_where_they_are_as_a_cache_grows():
 
 
 @pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.quick("True")
+@pytest.mark.slow
 def test_a_running_batch_answers_as_alone(shares):
     """Places of another size than the context, or rows that share the first stripes of a text."""
     engine = engine_of(Full(), 4)

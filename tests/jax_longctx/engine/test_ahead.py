@@ -32,9 +32,9 @@ REFRESH = make_method("refreshkv", {"schedule": "fixed", "stride": "3"})
 @pytest.mark.parametrize(
     ("name", "by_layer", "options"),
     [
-        ("full", True, {}),
         ("refreshkv", False, {}),
-        *(also(*each, {}) for each in (("refreshkv", True), ("snapkv", True), ("snapkv", False))),
+        *(also(name, True, {}) for name in ("full", "refreshkv", "snapkv")),
+        also("snapkv", False, {}),
         # What stands in for the host's arrays lies in its memory: else programs are others.
         *(also("quest", by_layer, HOST) for by_layer in (True, False)),
         # Questions at prefill, units, and pages that each row has its own number of.

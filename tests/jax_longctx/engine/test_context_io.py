@@ -71,8 +71,7 @@ def pool():
     ("by_layer", "sizes"),
     [
         (True, (1, 1, 1)),
-        (False, (1, 1, 1)),
-        pytest.param(False, (2, 2, 2), marks=pytest.mark.slow),
+        *(pytest.param(False, sizes, marks=pytest.mark.slow) for sizes in ((1, 1, 1), (2, 2, 2))),
     ],
     ids=str,
 )

@@ -130,9 +130,9 @@ class Looked:
 
 CASES = [(name, True) for name in EACH]
 CASES += [(name, False) for name in {*KINDS, *EACH, "arkvale-paged"}]
+QUICK = [("citrus", False), *((name, True) for name in ("full", "snapkv", "star"))]
 CASES = [
-    pytest.param(*case, marks=() if case[1] or case[0] == "citrus" else pytest.mark.slow)
-    for case in sorted(CASES)
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in sorted(CASES)
 ]
 
 

@@ -55,7 +55,9 @@ def test_decode_gives_the_logits_of_prefill(engine, whole_logits):
     assert answer == [int(row.argmax()) for row in logits[len(ROW) - 1 : -1]]
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 1)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(2, 2, 2), pytest.param((1, 4, 1), marks=pytest.mark.slow)], ids=str
+)
 def test_ragged_rows_equal_single_rows(engine, sizes):
     rows = random_rows([45, 1, 17, 16], seed=3)
     together = tiny_engine(mesh=make_mesh(*sizes), chunk=16).score(rows)

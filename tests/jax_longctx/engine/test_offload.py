@@ -97,9 +97,10 @@ def check_same(method, **how):
 @pytest.mark.parametrize(
     # Units in either mode, and values alone; a stored byte each.
     ("name", "by_layer", "kv"),
-    [("infllm", True, None), slow("infllm", False, "int8"), slow("reattention", False, "int8")],
+    [("infllm", True, None), ("infllm", False, "int8"), ("reattention", False, "int8")],
     ids=named,
 )
+@pytest.mark.slow
 def test_offloaded_contexts_give_the_same_logits(name, by_layer, kv):
     check_same(small_method(name), by_layer=by_layer, kv=kv)
     _, (store, *_) = logits(small_method(name), "host", by_layer=by_layer, kv=kv)

@@ -119,7 +119,7 @@ def check_method(method, *, places=3, mesh=None, samplings=ONE_KIND):
 
 
 @pytest.mark.parametrize("name", [*KINDS, "resa", "arkvale-paged"])
-@pytest.mark.quick("full", "snapkv", "refreshkv", "quest")
+@pytest.mark.quick("full", "snapkv")
 def test_each_row_answers_as_it_does_alone(name):
     check_method(small_method(name), samplings=EVERY_KIND if name == "full" else ONE_KIND)
 
@@ -176,8 +176,10 @@ def compilations(of="/jax/core/compile/backend_compile_duration"):
     ("name", "by_layer"),
     [
         ("full", True),
-        ("refreshkv", False),
-        pytest.param("refreshkv", True, marks=pytest.mark.slow),
+        *(
+            pytest.param("refreshkv", by_layer, marks=pytest.mark.slow)
+            for by_layer in (True, False)
+        ),
     ],
 )
 def test_nothing_is_compiled_as_rows_join_and_leave(name, by_layer, monkeypatch):

@@ -20,6 +20,8 @@ ROWS = 20_000
 LOGITS = np.array([0.5, 2.0, -1.0, 1.0, 2.0, -3.0], np.float32)
 # Of probabilities 0.4, 0.3, 0.2, 0.1, not in their order.
 SHUFFLED = np.log(np.array([0.2, 0.4, 0.1, 0.3], np.float32))
+# One program for all numbers of logits.
+_next_token = jax.jit(next_token, static_argnums=5)
 FILTERS = [{}, {"top_k": 40}, {"top_p": 0.99}]
 NAN, INF = float("nan"), float("inf")
 
@@ -28,7 +30,7 @@ def pick(logits, sampling, *, seen=None, count=0):
     """Tokens of `logits [B, V]` through one compiled `next_token`, as the engine calls it."""
     logits = jnp.asarray(logits, jnp.float32)
     rows = len(logits)
-    tokens = jax.jit(next_token, static_argnums=5)(
+    tokens = _next_token(
         logits,
         None if seen is None else jnp.asarray(seen),
         jnp.full(rows, count, jnp.int32),

@@ -46,7 +46,7 @@ def test_methods_that_keep_every_key_share():
 
 
 @pytest.mark.parametrize("name", ["full", "dynamic-ntk", "star", "quest", "arkvale"])
-@pytest.mark.quick("full", "quest")
+@pytest.mark.quick("full")
 def test_rows_over_one_context_answer_as_they_do_alone(name):
     check_method(small_method(name))
 
@@ -55,7 +55,7 @@ def test_rows_over_one_context_answer_as_they_do_alone(name):
     ("name", "kv", "by_layer"),
     [("full", "int8", False), ("quest", "int8", True), ("arkvale", "int8", True)],
 )
-@pytest.mark.quick("full")
+@pytest.mark.slow
 def test_rows_over_one_context_in_8_bits(name, kv, by_layer):
     check_method(small_method(name), by_layer=by_layer, kv=kv)
 

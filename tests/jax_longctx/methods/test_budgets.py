@@ -156,7 +156,9 @@ def test_a_head_without_fixed_tokens_or_pages_is_no_nan():
     assert until(0.5, nothing, nothing[..., None], nothing).tolist() == [[[True]]]
 
 
-@pytest.mark.parametrize("allocation", ["psa-oracle", "psa-estimate"])
+@pytest.mark.parametrize(
+    "allocation", [pytest.param("psa-oracle", marks=pytest.mark.slow), "psa-estimate"]
+)
 def test_bu_5_x1_all_of_the_mass_is_full_attention(allocation):
     given = case((50, 33, 9, 1), answered=0)
     method = IdealTopK(budget=64, sink=3, local=5, allocation=allocation, epsilon=1.0)

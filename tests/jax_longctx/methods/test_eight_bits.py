@@ -93,6 +93,7 @@ TOGETHER = [
 
 
 @pytest.mark.parametrize(("name", "mesh"), TOGETHER)
+@pytest.mark.quick("h2o")
 def test_a_ragged_batch_in_the_devices_loop_is_each_row_alone_in_the_hosts(name, mesh):
     contexts, questions = random_rows([90, 40, 1, 0]), random_rows([3, 5, 2, 2], seed=1)
     given, places = random_rows([4] * 4, seed=2), make_mesh(*mesh)
@@ -167,7 +168,7 @@ EVICTING = [
 
 
 @pytest.mark.parametrize(("name", "positions"), EVICTING)
-@pytest.mark.quick("h2o-true", "citrus-true")
+@pytest.mark.quick("h2o-true")
 def test_eviction_moves_numbers_and_scales_together(name, positions, everything_kept):
     # What CItruS's setting leaves open, its methods do not take.
     takes = "positions" in {field.name for field in dataclasses.fields(small_method(name))}
@@ -182,6 +183,7 @@ def test_eviction_moves_numbers_and_scales_together(name, positions, everything_
 
 
 @pytest.mark.parametrize("name", ["snapkv", "refreshkv"])
+@pytest.mark.quick("refreshkv")
 def test_chosen_tokens_keep_their_numbers_and_scales(name, everything_kept):
     (cache,) = parts(caches_after(name), FifoCache)
     limit = cache.capacity if name == "snapkv" else 49
@@ -278,7 +280,7 @@ def test_numbers_and_scales_are_written_and_read_together(
 @pytest.mark.parametrize(
     "name",
     [
-        *("full", "citrus"),
+        *("full", pytest.param("citrus", marks=pytest.mark.slow)),
         *(
             pytest.param(name, marks=pytest.mark.thorough)
             for name in ("h2o", "quest", "resa", "star", "snapkv", "refreshkv")
@@ -345,6 +347,7 @@ def test_bytes_of_keys_and_values(name):
         ),
     ],
 )
+@pytest.mark.quick("full-1", "quest-256")
 def test_no_program_holds_keys_or_values_as_floats(name, tokens):
     """The temporaries of a layer's program stay below its keys alone in bfloat16."""
     config = tiny_config(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=128)

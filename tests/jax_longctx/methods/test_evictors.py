@@ -114,7 +114,7 @@ def test_a_mesh_keeps_what_one_device_keeps(name):
     compare(engine_of(method, mesh=(2, 2, 2)), RULES[type(method)](method))
 
 
-@pytest.mark.parametrize("name", [*OWN, "citrus"])
+@pytest.mark.parametrize("name", [*OWN, pytest.param("citrus", marks=pytest.mark.slow)])
 def test_h2_1_tv_1_rc_1_sl_1_x1_x20_a_budget_for_all_is_full_attention(name):
     """Of the row that loses nothing."""
     engine, questions = with_questions(name)
@@ -195,7 +195,7 @@ def test_tv_4_protection_matters_where_the_current_token_is_the_lowest():
     assert agreed and not all(same)
 
 
-@pytest.mark.parametrize("positions", ["shifted", "true"])
+@pytest.mark.parametrize("positions", ["shifted", pytest.param("true", marks=pytest.mark.slow)])
 def test_x22_an_answer_turns_the_ring_of_newest_tokens_several_times(positions):
     """Rows whose first tokens, which never leave, come with the answer are among them."""
     method = StreamingLLM(budget=8, sink=3, chunk=4, positions=positions)

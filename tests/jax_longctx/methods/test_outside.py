@@ -90,7 +90,10 @@ def test_a_selector_is_one_file_of_at_most_30_lines_that_imports_its_kind():
     assert ours == {"jax_longctx.contract", "jax_longctx.parts.selecting"}
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 4, 1), (2, 2, 2)])
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 2, 2), *(pytest.param(it, marks=pytest.mark.slow) for it in ((1, 1, 1), (1, 4, 1)))],
+)
 def test_a_selector_reads_the_pages_drawn_first_whatever_query_and_mesh(random_pages, sizes):
     got = step(random_pages(budget=12, seed=3), GIVEN, sizes)
     key = jax.random.key(3)

@@ -190,10 +190,14 @@ def test_e7_e12_meshes_and_released_behaviour_equal_numpy(rules, mesh, lengths, 
     [
         pytest.param({"m": 1, "k": 16, "kept": 16}, 25, 26, id="e2 everything selected"),
         # A middle of 8 and 15 in chunks, of 16 under a lone token, under spans of 32.
-        pytest.param({"m": 32, "k": 1, "kept": 1}, 25, 26, id="e3 one vote covers it"),
+        pytest.param(
+            *({"m": 32, "k": 1, "kept": 1}, 25, 26),
+            **{"id": "e3 one vote covers it", "marks": pytest.mark.slow},
+        ),
         pytest.param({"k": 0}, 37, 10, id="e4 no keys are streaming-llm"),
         pytest.param(
-            {"m": 2, "k": 4, "kept": 16, "original": True}, 37, 14, id="e11 original positions"
+            *({"m": 2, "k": 4, "kept": 16, "original": True}, 37, 14),
+            **{"id": "e11 original positions", "marks": pytest.mark.slow},
         ),
     ],
 )

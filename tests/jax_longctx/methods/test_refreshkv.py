@@ -219,7 +219,7 @@ def test_a_ratio_is_of_the_prompt_whatever_the_capacity():
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        ((2, 2, 2), {}),
+        pytest.param((2, 2, 2), {}, marks=pytest.mark.slow),
         pytest.param((1, 4, 1), {"indexed": True}, marks=pytest.mark.thorough),
     ],
     ids=str,

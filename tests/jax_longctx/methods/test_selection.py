@@ -62,6 +62,10 @@ CASES = {
     ),
     "resa psa": (dataclasses.replace(RESA, budget=40, allocation="psa-resa", epsilon=0.8), CUBE),
 }
+# Cases whose parts the others have are `slow`.
+MORE = ("quest whole_pages count_fixed", "ideal", "ada blend", "ada arkvale", "psa digest")
+MORE += ("resa mean", "resa arkvale")
+EACH = [pytest.param(name, marks=pytest.mark.slow if name in MORE else ()) for name in CASES]
 GIVEN = case((50, 33, 9, 64), answered=2)
 
 
@@ -96,7 +100,7 @@ def full(given, row):
     return softmax_output(q, k, v, np.ones((len(q), len(k)), bool))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EACH)
 def test_x22_a_step_equals_numpy_on_each_row_alone(name):
     method, sizes = CASES[name]
     got = step(method, GIVEN, sizes)
@@ -124,6 +128,7 @@ def test_x22_a_step_equals_numpy_on_each_row_alone(name):
 
 
 @pytest.mark.parametrize("name", ["resa quest", "resa arkvale", "resa ada"])
+@pytest.mark.quick("quest", "ada")
 def test_rs_1_x15_bu_9_without_residual_resa_is_its_selector(name):
     method, sizes = CASES[name]
     bases = {CASES[key][0]: CASES[key] for key in ("quest", "arkvale", "ada floor")}
@@ -134,7 +139,7 @@ def test_rs_1_x15_bu_9_without_residual_resa_is_its_selector(name):
 SHORT = case((15, 9, 1, 5), answered=0, seed=1)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "psa" not in name])
+@pytest.mark.parametrize("name", [each for each in EACH if "psa" not in each.values[0]])
 def test_x1_rs_3_qs_1_av_5_it_1_a_budget_for_all_is_full_attention(name):
     """The fixed tokens and three pages hold these rows; the longest needs the fixed ones."""
     method, sizes = CASES[name]
@@ -163,8 +168,13 @@ def test_x17_qs_2_av_3_pages_of_one_token_are_ideal():
         QUEST,
         dataclasses.replace(QUEST, whole_pages=True, sink=0, ratio=0.2),
         ARKVALE,
-        dataclasses.replace(ARKVALE, granularity="query_head", digest="sphere-max"),
-        dataclasses.replace(ARKVALE, digest="centroid", min_pages=40),
+        *(
+            pytest.param(dataclasses.replace(ARKVALE, **changes), marks=pytest.mark.slow)
+            for changes in (
+                {"granularity": "query_head", "digest": "sphere-max"},
+                {"digest": "centroid", "min_pages": 40},
+            )
+        ),
     ],
 )
 def test_pages_chosen_at_once_are_those_of_the_best_scores(base, monkeypatch):

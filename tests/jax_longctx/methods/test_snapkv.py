@@ -95,7 +95,7 @@ def compare(engine, caches, **changes):
     "changes",
     [
         {},
-        {"decode_policy": "grow"},
+        pytest.param({"decode_policy": "grow"}, marks=pytest.mark.slow),
         # Every query head has its own cache, as in the released code.
         pytest.param({"expand_kv": True, "decode_policy": "grow"}, marks=pytest.mark.thorough),
     ],
@@ -116,14 +116,19 @@ def test_a_mesh_equals_numpy():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"kernel": 1},
         {"pool": "avg", "kernel": 5},
-        {"pool": "avg", "over_group": "max"},
-        {"over_group": "max", "kernel": 7},
         {"over_group": "first"},
         {"over_group": "layer", "kernel": 1},
         {"budget": 5},
-        {"expand_kv": True, "pool": "avg"},
+        *(
+            pytest.param(changes, marks=pytest.mark.slow)
+            for changes in (
+                {"kernel": 1},
+                {"pool": "avg", "over_group": "max"},
+                {"over_group": "max", "kernel": 7},
+                {"expand_kv": True, "pool": "avg"},
+            )
+        ),
     ],
     ids=str,
 )

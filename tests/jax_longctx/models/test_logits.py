@@ -72,7 +72,7 @@ SLOW = (*("llama_mha", "llama_mqa", "llama_head_dim", "mistral", "qwen2", "qwen3
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS],
 )
-@pytest.mark.quick("llama", "qwen3", "window")
+@pytest.mark.quick("tied", "mlp_bias", "llama3", "layer_types")
 def test_logits_and_greedy_continuation_are_those_of_transformers(name, monkeypatch):
     golden = Golden(name)
     assert golden.config == MODELS[name], "cases.py changed: make the goldens anew"

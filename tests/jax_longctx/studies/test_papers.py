@@ -132,7 +132,12 @@ def resa_expected(engine, kind, method):
 
 
 @pytest.mark.parametrize(
-    "kind", ["quest", "arkvale", pytest.param("ideal", marks=pytest.mark.thorough)]
+    "kind",
+    [
+        "quest",
+        pytest.param("arkvale", marks=pytest.mark.slow),
+        pytest.param("ideal", marks=pytest.mark.thorough),
+    ],
 )
 def test_errors_equal_numpy(shallow, kind):
     records = attention_errors(shallow, TEXTS, [METHODS[kind]], queries=QUERIES)
