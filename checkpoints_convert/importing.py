@@ -29,6 +29,7 @@ from checkpoints_convert.files import (
     in_groups,
     read_array,
     read_quantised,
+    reading,
 )
 from checkpoints_convert.huggingface import fetch, open_huggingface
 from checkpoints_convert.names import FileTensor, expected_tensors
@@ -40,6 +41,7 @@ from jax_longctx.errors import (
     LongctxError,
     file_errors,
 )
+from jax_longctx.files import check_plain
 from jax_longctx.locks import only_writer
 from jax_longctx.models import storage
 from jax_longctx.models.llama import ParamInfo, check_mesh, stored_paths
@@ -109,7 +111,9 @@ def open_source(source: str | Path) -> Source:
     path = Path(source).expanduser()
     if path.is_file() and path.name.endswith(".safetensors"):
         raise CheckpointError(f"{path}: name its folder, which holds the config and tokenizer")
-    if path.is_file():
+    if path.exists() and not path.is_dir():
+        with reading(path):
+            check_plain(path)
         # Only GGUF files need the package `gguf`.
         from checkpoints_convert.gguf import open_gguf
 

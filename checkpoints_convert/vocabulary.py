@@ -10,6 +10,7 @@ pieces and their scores.
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ from tokenizers import pre_tokenizers as pre
 
 from checkpoints_convert.files import read_json
 from jax_longctx.errors import CheckpointError, LongctxError
+from jax_longctx.files import read_bytes
 from jax_longctx.models.storage import first_line
 
 # Types of tokens in sentencepiece and GGUF.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+# The first line of a vocabulary of tiktoken: a token in base64, and its rank.
+TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 # The model type of BPE in sentencepiece.
 BPE = 2
 
@@ -255,7 +259,13 @@ def sentencepiece_files(folder: Path, vocab_size: int) -> dict[str, str]:
     """
     path = folder / "tokenizer.model"
     try:
-        tokens, scores, kinds, prefix = _read_pieces(path.read_bytes())
+        data = read_bytes(path)
+        if TIKTOKEN.match(data):
+            raise CheckpointError(
+                f"{path} is a vocabulary of tiktoken, which is not read; put the model's "
+                f"tokenizer.json beside it"
+            )
+        tokens, scores, kinds, prefix = _read_pieces(data)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, DecodeError) as error:

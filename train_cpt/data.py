@@ -36,6 +36,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from jax_longctx.errors import ConfigError, InputError, file_errors
+from jax_longctx.files import check_plain, open_plain, read_text
 from jax_longctx.models.storage import read_sealed, seal, sha256_of
 
 # 1 had several files a split and no digest of its own.
@@ -324,6 +325,7 @@ def read_documents(files: Iterable[Path], field: str = "text") -> Iterator[tuple
     """
     for path in files:
         with file_errors(f"{path} cannot be read"):
+            check_plain(path)
             if path.suffix in LINES_SUFFIXES:
                 yield from _lines(path, field)
             elif path.suffix in TABLE_SUFFIXES:
@@ -354,7 +356,7 @@ def _files_below(folder: Path) -> list[Path]:
 def _listed(state: Path) -> list[Path]:
     """The files that a saved `Dataset` lists; none where `state.json` is another program's."""
     try:
-        fields = json.loads(state.read_text(encoding="utf-8"))
+        fields = json.loads(read_text(state))
     except (OSError, ValueError) as error:
         raise InputError(f"{state} cannot be read: {error}") from error
     entries = fields.get("_data_files", []) if isinstance(fields, dict) else []
@@ -363,13 +365,13 @@ def _listed(state: Path) -> list[Path]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text (byte {error.start})") from error
 
 
 def _lines(path: Path, field: str) -> Iterator[tuple[str, str]]:
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

@@ -34,6 +34,7 @@ from jax.experimental import multihost_utils
 
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from jax_longctx.files import read_text
 from jax_longctx.memory import peak_memory
 from jax_longctx.models import storage
 from jax_longctx.settings import at_least
@@ -319,7 +320,7 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
     """Writes `run.json`, or checks that it holds the same facts; overwrites nothing."""
     path, ours = directory / RUN, json.loads(json.dumps(facts))
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
     except FileNotFoundError:
         # A run killed at its start has left at most the unfinished file.
         if directory.exists() and any(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jax_longctx.errors import InputError
+from jax_longctx.files import create, read_bytes
 from jax_longctx.models.storage import partial_of
 
 SUFFIXES = (".txt", ".rst", ".md", ".info")
@@ -51,7 +52,7 @@ def collect(
         raise InputError(f"{destination} exists already; nothing was overwritten, name another")
     seen: set[bytes] = set()
     count = size = 0
-    with partial_of(destination).open("w", encoding="utf-8") as file:
+    with create(partial_of(destination)) as file:
         for number, folder in enumerate(folders, start=1):
             for name, text in _documents(folder):
                 fresh = _fresh(text, seen)
@@ -92,7 +93,7 @@ def _documents(folder: Path) -> Iterator[tuple[str, str]]:
 def _manual(path: Path) -> str:
     """The text of a file; empty where it is not UTF-8, or not gzip despite its suffix."""
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
     except (OSError, EOFError, UnicodeDecodeError):
         return ""
@@ -104,7 +105,7 @@ def _docstrings(path: Path) -> list[str]:
         with warnings.catch_warnings():
             # Invalid escape sequences.
             warnings.simplefilter("ignore")
-            tree = ast.parse(path.read_bytes())
+            tree = ast.parse(read_bytes(path))
     except (OSError, SyntaxError, ValueError, RecursionError):
         return []
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

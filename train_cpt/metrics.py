@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import tensorboardX
 
 from jax_longctx.errors import InputError
+from jax_longctx.files import read_text
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.storage import partial_of, write_text
 from jax_longctx.planning.plan import matmul_weights
@@ -98,7 +99,7 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
 
 def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
     """All complete lines."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in read_text(path).splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
             yield json.loads(line)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.errors import InputError, file_errors
+from jax_longctx.files import open_plain
 
 # 1 had no checksums.
 FORMAT = 2
@@ -59,7 +60,7 @@ def cut(path: Path) -> int:
 def read(path: Path) -> list[dict[str, Any]]:
     """Every whole line. Raises ValueError for one that is no JSON object."""
     found = []
-    with path.open("rb") as lines:
+    with open_plain(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 break

@@ -24,6 +24,7 @@ from typing import Any
 
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.errors import InputError, file_errors
+from jax_longctx.files import open_plain, read_bytes
 from jax_longctx.text import PromptLayout, Tokenizer
 
 KEYS = ("id", "prompt", "context", "file", "question", "questions")
@@ -92,7 +93,7 @@ def scan(path: Path) -> tuple[int, str]:
     rows, digest = 0, hashlib.sha256()
     with (
         file_errors(f"{path} cannot be read", "give a file of JSON lines"),
-        path.open("rb") as lines,
+        open_plain(path) as lines,
     ):
         for line in lines:
             digest.update(line)
@@ -119,7 +120,7 @@ class RowReader:
     def rows(self, start: int = 0) -> Iterator[Row]:
         """Every row from number `start` on, in order."""
         index = 0
-        with self.path.open("rb") as lines:
+        with open_plain(self.path) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     if index >= start:
@@ -168,7 +169,7 @@ class RowReader:
             under = None if self.under is None else self.under.resolve()
             if under is not None and not path.is_relative_to(under):
                 raise InputError(f"file {name!r} is not under {under}, as files must be")
-            return path.read_bytes().decode("utf-8-sig")
+            return read_bytes(path).decode("utf-8-sig")
         except (OSError, RuntimeError, ValueError) as error:
             # A name may have a zero byte, links may form a loop, a file may not be UTF-8.
             reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error

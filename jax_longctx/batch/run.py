@@ -23,6 +23,7 @@ from jax_longctx.engine.ahead import Compilation, begun_or_none
 from jax_longctx.engine.capacity import available_bytes, expected_bytes, footprint
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import CapacityError, InputError, TrainedLengthWarning
+from jax_longctx.files import open_plain
 from jax_longctx.locks import only_writer
 from jax_longctx.methods import settings_of
 
@@ -440,7 +441,7 @@ def _planned(model: LongContext, free: int | None) -> int | None:
 
 def _check_complete(output: Path, source: Path) -> int:
     """The errors of a finished output. InputError unless it has all rows of this input."""
-    with source.open("rb") as rows:
+    with open_plain(source) as rows:
         wanted = [number for number, row in enumerate(rows, start=1) if row.strip()]
     try:
         found = lines.read(output)

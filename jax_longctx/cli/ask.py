@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jax_longctx import files
 from jax_longctx.cli import options
 from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import (
@@ -393,7 +394,7 @@ def _chosen_chat(tokenizer: "Tokenizer", request: Request) -> bool:
 def _read_prompt(folder: Path) -> bool | None:
     """Whether a saved context uses the chat template; None where it was saved from Python."""
     try:
-        value: Any = json.loads((folder / PROMPT_FILE).read_text(encoding="utf-8"))
+        value: Any = json.loads(files.read_text(folder / PROMPT_FILE))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from jax_longctx.cli import process
 from jax_longctx.errors import InputError, TrainedLengthWarning
+from jax_longctx.files import read_bytes
 from jax_longctx.memory import memory_used, peak_memory, shown_bytes
 
 if TYPE_CHECKING:
@@ -396,7 +397,7 @@ def _read(source: str) -> str:
     if source == "-" and sys.stdin is None:
         raise InputError("stdin is closed; pipe a text in, or give a text file")
     try:
-        raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+        raw = sys.stdin.buffer.read() if source == "-" else read_bytes(source)
     except OSError as error:
         raise InputError(
             f"{name} cannot be read: {error.strerror}; give a text file, or - for stdin"

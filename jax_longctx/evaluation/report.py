@@ -25,6 +25,7 @@ from jax_longctx.evaluation.tables import (
     score_table,
     table_text,
 )
+from jax_longctx.files import read_text
 from jax_longctx.studies.published import PUBLISHED
 
 ABOUT = "about.json"
@@ -113,7 +114,7 @@ def write_about(folder: Path, about: About) -> None:
 def read_about(folder: Path) -> About:
     """Reads the fields of `write_about`; empty if there is no such file."""
     try:
-        return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        return json.loads(read_text(folder / ABOUT))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

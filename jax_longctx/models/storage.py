@@ -35,6 +35,7 @@ from jax.sharding import Mesh
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jax_longctx.errors import CheckpointError
+from jax_longctx.files import create, open_plain, read_text
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, param_infos, quantised_weights, stored_paths
 from jax_longctx.settings import StoredForm, weights_form
@@ -97,7 +98,7 @@ def read_sealed(path: Path, version: int, remedy: str, *others: int) -> dict[str
       CheckpointError: the file is damaged, or of another version.
     """
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(read_text(path))
         if not isinstance(fields, dict):
             raise ValueError(f"it holds a JSON {type(fields).__name__}, expected an object")
         if (found := fields.get("format")) not in (version, *others):
@@ -124,7 +125,7 @@ def _digest(fields: Mapping[str, Any]) -> str:
 def write_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all, and onto the disk."""
     scratch = partial_of(path)
-    with scratch.open("w", encoding="utf-8") as file:
+    with create(scratch) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -138,7 +139,7 @@ def partial_of(path: Path) -> Path:
 
 def sha256_of(path: Path) -> str:
     """Of a file's bytes."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

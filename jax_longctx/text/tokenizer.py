@@ -32,6 +32,7 @@ from typing import Any
 import tokenizers
 
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from jax_longctx.files import read_text
 
 # Decoded tokens that stay in the stream decoder's window, because the text of a token (a leading
 # space, a run of bytes) depends on the tokens before it. Four would suffice.
@@ -520,7 +521,7 @@ def _adds_bos(
 def _read(path: Path) -> str | None:
     """The file's text, or None if there is no such file."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except FileNotFoundError:
         return None
     except OSError as error:
