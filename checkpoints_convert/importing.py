@@ -12,6 +12,7 @@ import dataclasses
 import math
 import re
 import shutil
+import string
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -138,6 +139,7 @@ def _check_tokenizer(source: Source) -> None:
             source.write_tokenizer(Path(folder))
             tokenizer = Tokenizer.load(folder)
             check_vocabulary(tokenizer, source.config)
+            _check_encoding(tokenizer)
             if tokenizer.has_chat:
                 _check_chat(tokenizer)
         except OSError as error:
@@ -148,6 +150,16 @@ def _check_tokenizer(source: Source) -> None:
             # The folder is temporary.
             said = str(error).replace(f"{folder}/", "")
             raise CheckpointError(f"{source.label}: {said}") from error
+
+
+def _check_encoding(tokenizer: Tokenizer) -> None:
+    """Encodes runs of every ASCII character, which hostile tokenizers take for ever to encode."""
+    try:
+        tokenizer.encode("".join(40 * character for character in string.printable))
+    except InputError as error:
+        # The remedy after the semicolon is for a text.
+        said = str(error).rpartition(";")[0]
+        raise CheckpointError(f"{said}; fetch the model's own tokenizer.json") from error
 
 
 def _check_chat(tokenizer: Tokenizer) -> None:

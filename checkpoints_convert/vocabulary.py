@@ -26,6 +26,8 @@ from jax_longctx.models.storage import first_line
 
 # Types of tokens in sentencepiece and GGUF.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+# The most characters of a piece; published ones have some 100.
+LONGEST = 1000
 # The first line of a vocabulary of tiktoken: a token in base64, and its rank.
 TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 # The model type of BPE in sentencepiece.
@@ -146,8 +148,12 @@ def sentencepiece(
 
 def _merges(vocabulary: Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
     """All splits of a piece into two others, the piece with the best score first."""
-    rows = zip(vocabulary.tokens, scores, vocabulary.kinds, strict=True)
+    rows = list(zip(vocabulary.tokens, scores, vocabulary.kinds, strict=True))
     ids = vocabulary.ids
+    longest = max((len(token) for token, _, kind in rows if kind == NORMAL), default=0)
+    if longest > LONGEST:
+        # The splits of a piece grow with the square of its length.
+        raise ValueError(f"a piece of {longest:,} characters, expected at most {LONGEST:,}")
     found = [
         (-score, ids[token[:cut]], ids[token[cut:]], token[:cut], token[cut:])
         for token, score, kind in rows

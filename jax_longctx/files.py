@@ -1,14 +1,18 @@
 """Files that users name: one that is read is a plain file, and one that is made is no link.
 
-Opening a FIFO that nobody writes blocks for ever, and a device may never end. The errors are
+Opening a FIFO that nobody writes blocks for ever, and a device may never end. Their errors are
 OSErrors, so callers name the path and say what to do as for any other file.
 """
 
+import contextlib
 import errno
+import io
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
+
+from jax_longctx.errors import file_errors
 
 KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -43,6 +47,30 @@ def read_bytes(path: str | Path) -> bytes:
 def read_text(path: str | Path, encoding: str = "utf-8") -> str:
     """The text of a plain file; raises OSError as `check_plain`, and UnicodeDecodeError."""
     return read_bytes(path).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def write_whole(content: str | bytes, path: Path) -> None:
+    """Writes a file, whole or not at all, also when it is interrupted; text in UTF-8.
+
+    Raises:
+      InputError: the file cannot be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with file_errors(f"{path} could not be written"):
+            with open(partial, "wb", opener=no_link) as file:
+                file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            partial.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def save_figure(figure: Any, path: Path, **how: Any) -> None:
+    """Writes a figure of matplotlib as `write_whole`; `how` is passed to `savefig`."""
+    made = io.BytesIO()
+    figure.savefig(made, **{"format": path.suffix.removeprefix(".") or "png", **how})
+    write_whole(made.getvalue(), path)
 
 
 def create(path: Path) -> TextIO:

@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import tensorboardX
 
 from jax_longctx.errors import InputError
-from jax_longctx.files import read_text
+from jax_longctx.files import read_text, save_figure
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.storage import partial_of, write_text
+from jax_longctx.models.storage import write_text
 from jax_longctx.planning.plan import matmul_weights
 from train_cpt.attention import Pattern
 from train_cpt.step import TrainSetup
@@ -130,9 +130,8 @@ def plot_losses(runs: Sequence[Path], path: Path) -> None:
     axis.set_ylabel("loss (nats a token)")
     axis.grid(alpha=0.3)
     axis.legend()
-    figure.savefig(partial_of(path), dpi=150, format="png")
+    save_figure(figure, path, dpi=150, format="png")
     pyplot.close(figure)
-    partial_of(path).replace(path)
 
 
 def _curve(lines: Sequence[Line], name: str) -> tuple[list[int], list[float]]:

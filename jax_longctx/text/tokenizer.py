@@ -10,21 +10,14 @@ document, and is read once. The question is the rest: in a chat, the question an
 open the answer. The two are tokenised separately, so every method gets the same ids, however it
 reads the context.
 
-Chat templates are rendered in a child process with limits of time and memory. One process serves
-all templates (`chat_worker`). It starts with the first template, and imports jinja2 while the
-checkpoint loads. A template that exceeds a limit ends this process only; the next template starts
-a new one.
+Chat templates are rendered, and texts encoded, in child processes with limits of time and memory
+(`child`). One serves all templates. It starts with the first template, and imports jinja2 while the
+checkpoint loads.
 """
 
-import atexit
 import dataclasses
 import functools
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,12 +26,12 @@ import tokenizers
 
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.files import read_text
+from jax_longctx.text.child import RENDERER, BoundedTokenizer
 
 # Decoded tokens that stay in the stream decoder's window, because the text of a token (a leading
 # space, a run of bytes) depends on the tokens before it. Four would suffice.
 _OVERLAP = 8
 
-WORKER = Path(__file__).with_name("chat_worker.py")
 # Limits of one rendering, compilation included: thousands of times what published templates need.
 SECONDS = 3.0
 MEMORY = 2**30
@@ -56,6 +49,9 @@ class Tokenizer:
       eos_ids: ids that end an answer: the tokenizer's own and those of the generation config.
       adds_bos: whether this tokenizer starts a text with `bos_id`.
       vocab_size: one more than the largest id, added tokens included.
+
+    Args:
+      file: the text of the `tokenizer.json` that the backend was made of, if any.
     """
 
     def __init__(
@@ -65,11 +61,13 @@ class Tokenizer:
         *,
         eos_ids: Iterable[int] = (),
         chat_template: str | None = None,
+        file: str | None = None,
     ):
         # Files saved after training often have these set; they would silently cut the context.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._encoder = BoundedTokenizer(backend.to_str() if file is None else file)
         self.bos_id = _special_id(backend, settings, "bos_token")
         own_eos = _special_id(backend, settings, "eos_token")
         ends = dict.fromkeys([own_eos, *map(int, eos_ids)])
@@ -92,10 +90,7 @@ class Tokenizer:
         text = _read(path)
         if text is None:
             raise CheckpointError(f"{path} not found; convert the checkpoint with its tokenizer")
-        try:
-            backend = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the package raises the bare class on any fault in the file
-            raise CheckpointError(f"{path} is not a tokenizer file: {error}") from error
+        backend = BoundedTokenizer(text).load(str(path))
         settings = dict(_read_json(directory / "special_tokens_map.json"))
         settings |= _read_json(directory / "tokenizer_config.json")
         generation = _read_json(directory / "generation_config.json")
@@ -109,7 +104,7 @@ class Tokenizer:
         template = _read(directory / "chat_template.jinja")
         if template is None:
             template = select_template(settings.get("chat_template"))
-        return cls(backend, settings, eos_ids=eos_ids, chat_template=template)
+        return cls(backend, settings, eos_ids=eos_ids, chat_template=template, file=text)
 
     @property
     def has_chat(self) -> bool:
@@ -128,13 +123,7 @@ class Tokenizer:
           bos: the text begins here. The beginning-of-text token is added if this tokenizer uses
             one, unless the text (a rendered chat) already starts with it.
         """
-        try:
-            # A batch of one, because `encode` blocks other threads, half a second a megabyte, and
-            # with them the handling of Ctrl-C.
-            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
-            ids = encoded.ids
-        except TypeError as error:  # the package raises this for half a surrogate pair
-            raise InputError("the text holds characters that are not Unicode (no UTF-8)") from error
+        ids = self._encoder.encode(text).ids
         if bos and self.adds_bos and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]  # pyright: ignore[reportReturnType]
         return ids
@@ -314,7 +303,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
         self.source = source
         self._special_tokens = dict(special_tokens)
-        _RENDERER.start()
+        RENDERER.start()
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
         """The messages as one text.
@@ -323,7 +312,7 @@ class ChatTemplate:
           ConfigError: the template is not valid, fails, or exceeds a limit.
           InputError: the template refuses the messages.
         """
-        reply = _RENDERER.render(
+        reply = RENDERER.ask(
             {
                 "source": self.source,
                 "variables": {
@@ -356,75 +345,6 @@ def select_template(value: Any) -> str | None:
     raise CheckpointError(
         f"chat_template is a {type(value).__name__}; expected text or a list of named templates"
     )
-
-
-class _Renderer:
-    """The child process that renders; threads take turns."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.RLock()
-
-    def start(self) -> None:
-        """Starts the process unless it runs, without waiting for it."""
-        with self._lock:
-            if self._process is not None and self._process.poll() is None:
-                return
-            self.stop()
-            # The child gets this process's import paths, so that it can skip `site`.
-            paths = os.pathsep.join(path for path in sys.path if path)
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-S", "-P", str(WORKER)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": paths},
-                    # Ctrl-C reaches only the parent; when the parent ends, so do stdin and child.
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise ConfigError(
-                    f"the process that renders chat templates cannot start: {error.strerror}"
-                ) from error
-
-    def render(self, request: dict[str, Any]) -> dict[str, str]:
-        """The child's reply, or `error` with the reason why there is none."""
-        line = json.dumps(request).encode() + b"\n"
-        with self._lock:
-            self.start()
-            process = self._process
-            assert process is not None and process.stdin is not None and process.stdout is not None
-            try:
-                process.stdin.write(line)
-                process.stdin.flush()
-                reply = process.stdout.readline()
-            except BrokenPipeError:
-                reply = b""
-            except BaseException:
-                # Otherwise the pipe would hold this reply when the next one is read.
-                process.kill()
-                self.stop()
-                raise
-            if reply.endswith(b"\n"):
-                return json.loads(reply)
-            code = self.stop()
-        if code == -signal.SIGPROF:
-            return {"error": f"takes more than {request['seconds']:g} s of processor time"}
-        return {"error": f"ends the process that renders it (exit code {code})"}
-
-    def stop(self) -> int | None:
-        """Ends the process, if there is one, and returns its exit code."""
-        process, self._process = self._process, None
-        if process is None:
-            return None
-        # Closes stdin, which ends the process, and waits for the end.
-        process.communicate()
-        return process.returncode
-
-
-_RENDERER = _Renderer()
-atexit.register(_RENDERER.stop)
 
 
 @dataclasses.dataclass(frozen=True)
