@@ -9,6 +9,7 @@ import errno
 import io
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -71,6 +72,23 @@ def save_figure(figure: Any, path: Path, **how: Any) -> None:
     made = io.BytesIO()
     figure.savefig(made, **{"format": path.suffix.removeprefix(".") or "png", **how})
     write_whole(made.getvalue(), path)
+
+
+def write_all(file: Any, data: bytes) -> None:
+    """Writes to an unbuffered file, whose close then has nothing left that could fail."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of the block names the file; those of a full disk name none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def create(path: Path) -> TextIO:

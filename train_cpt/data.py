@@ -137,35 +137,37 @@ def prepare(
     if directory.exists():
         raise InputError(f"{directory} exists already; nothing was overwritten, name another")
     building = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
-    building.mkdir(parents=True)
+    with file_errors(f"{directory} could not be written"):
+        building.mkdir(parents=True)
     dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
     counts = {"used": 0, "short": 0, "repeated": 0, "dropped": 0, "longest": 0}
     try:
-        found = _cut(documents, encode, length, counts)
-        by_split = ((split_of(text, shares), tokens) for text, tokens in found)
-        windows = _write_splits(building, by_split, length, dtype)
-        dropped, longest = counts.pop("dropped"), counts.pop("longest")
-        if not windows["train"]:
-            raise InputError(
-                f"no training text: of {counts['used'] + counts['short']} documents "
-                f"{counts['used']} have the {length} tokens of a window (the longest has "
-                f"{longest}), none of them in the training split; give longer documents or a "
-                f"smaller length"
+        with file_errors(f"{directory} could not be written"):
+            found = _cut(documents, encode, length, counts)
+            by_split = ((split_of(text, shares), tokens) for text, tokens in found)
+            windows = _write_splits(building, by_split, length, dtype)
+            dropped, longest = counts.pop("dropped"), counts.pop("longest")
+            if not windows["train"]:
+                raise InputError(
+                    f"no training text: of {counts['used'] + counts['short']} documents "
+                    f"{counts['used']} have the {length} tokens of a window (the longest has "
+                    f"{longest}), none of them in the training split; give longer documents or a "
+                    f"smaller length"
+                )
+            manifest = DataManifest(
+                length=length,
+                tokenizer=tokenizer,
+                shares=shares,
+                windows=windows,
+                digests={split: sha256_of(_split_file(building, split)) for split in SPLITS},
+                documents=counts,
+                dropped_tokens=dropped,
             )
-        manifest = DataManifest(
-            length=length,
-            tokenizer=tokenizer,
-            shares=shares,
-            windows=windows,
-            digests={split: sha256_of(_split_file(building, split)) for split in SPLITS},
-            documents=counts,
-            dropped_tokens=dropped,
-        )
-        with (building / SOURCES).open("w", encoding="utf-8") as file:
-            file.writelines(f"{json.dumps(source)}\n" for source in sources)
-        fields = seal(FORMAT, dataclasses.asdict(manifest))
-        (building / MANIFEST).write_text(json.dumps(fields, indent=1), encoding="utf-8")
-        building.rename(directory)
+            with (building / SOURCES).open("w", encoding="utf-8") as file:
+                file.writelines(f"{json.dumps(source)}\n" for source in sources)
+            fields = seal(FORMAT, dataclasses.asdict(manifest))
+            (building / MANIFEST).write_text(json.dumps(fields, indent=1), encoding="utf-8")
+            building.rename(directory)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return manifest

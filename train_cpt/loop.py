@@ -33,7 +33,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jax_longctx.engine.distributed import from_leader, is_leader
-from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from jax_longctx.errors import CheckpointError, ConfigError, InputError, file_errors
 from jax_longctx.files import read_text
 from jax_longctx.memory import peak_memory
 from jax_longctx.models import storage
@@ -327,8 +327,9 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
             entry != storage.partial_of(path) for entry in directory.iterdir()
         ):
             raise InputError(f"{directory} is not empty and no run; name another folder") from None
-        directory.mkdir(parents=True, exist_ok=True)
-        storage.write_text(path, json.dumps(ours, indent=1))
+        with file_errors(f"{path} could not be written"):
+            directory.mkdir(parents=True, exist_ok=True)
+            storage.write_text(path, json.dumps(ours, indent=1))
         return
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error!s:.200}") from error
@@ -370,7 +371,8 @@ def _check_finite(
         step = line["step"]
         kept = directory / f"bad-batch-{step}.npy"
         if is_leader():
-            np.save(kept, windows[numbers])
+            with file_errors(f"{kept} could not be written"):
+                np.save(kept, windows[numbers])
         saved.wait()
         newest = f"of step {saved.newest}" if saved.newest else "none"
         raise InputError(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jax_longctx.errors import InputError
-from jax_longctx.files import create, read_bytes
+from jax_longctx.files import create, naming, read_bytes
 from jax_longctx.models.storage import partial_of
 
 SUFFIXES = (".txt", ".rst", ".md", ".info")
@@ -52,7 +52,7 @@ def collect(
         raise InputError(f"{destination} exists already; nothing was overwritten, name another")
     seen: set[bytes] = set()
     count = size = 0
-    with create(partial_of(destination)) as file:
+    with naming(destination), create(partial_of(destination)) as file:
         for number, folder in enumerate(folders, start=1):
             for name, text in _documents(folder):
                 fresh = _fresh(text, seen)

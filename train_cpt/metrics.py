@@ -16,6 +16,8 @@ import contextlib
 import functools
 import json
 import math
+import socket
+import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,10 +25,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tensorboardX
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.summary import scalar
 
-from jax_longctx.errors import InputError
-from jax_longctx.files import read_text, save_figure
+from jax_longctx.errors import InputError, file_errors
+from jax_longctx.files import read_text, save_figure, write_all
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.storage import write_text
 from jax_longctx.planning.plan import matmul_weights
@@ -67,26 +71,43 @@ def metrics_log(
     if not write:
         yield lambda line: None
         return
-    path = directory / METRICS
-    kept = [line for line in _whole_lines(path) if line["step"] <= step]
-    write_text(path, "".join(f"{json.dumps(line)}\n" for line in kept))
-    events = tensorboardX.SummaryWriter(
-        str(directory / EVENTS),
-        purge_step=step + 1 if step else None,
-        flush_secs=10,
-        # Names have a resolution of a second; a run may resume within one.
-        filename_suffix=f".{time.time_ns()}",
-    )
-    with contextlib.closing(events), path.open("a", encoding="utf-8") as file:
+    path, shown = directory / METRICS, directory / EVENTS
+    # Names have a resolution of a second; a run may resume within one.
+    own = shown / f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{time.time_ns()}"
+    with contextlib.ExitStack() as held:
+        with _writing(path):
+            kept = [line for line in _whole_lines(path) if line["step"] <= step]
+            write_text(path, "".join(f"{json.dumps(line)}\n" for line in kept))
+            file = held.enter_context(path.open("ab", 0))
+        with _writing(own):
+            shown.mkdir(parents=True, exist_ok=True)
+            events = held.enter_context(own.open("wb", 0))
+            write_all(events, _record(file_version="brain.Event:2"))
+            if step:
+                forget = SessionLog(status=SessionLog.START)
+                write_all(events, _record(step=step + 1, session_log=forget))
 
         def append(line: Line) -> None:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            for name, value in line.items():
-                if name != "step":
-                    events.add_scalar(name, value, line["step"])
+            values = [scalar(name, value) for name, value in line.items() if name != "step"]
+            with _writing(path):
+                write_all(file, (json.dumps(line) + "\n").encode("utf-8"))
+            with _writing(own):
+                for summary in values:
+                    write_all(events, _record(step=line["step"], summary=summary))
 
         yield append
+
+
+def _writing(path: Path) -> contextlib.AbstractContextManager[None]:
+    return file_errors(f"{path} could not be written", "run again to go on")
+
+
+def _record(**fields: Any) -> bytes:
+    """An event as TensorBoard reads it: its length, the event, and a checksum of each."""
+    event = Event(wall_time=time.time(), **fields).SerializeToString()
+    length = struct.pack("<Q", len(event))
+    parts = (length, event)
+    return b"".join(part + struct.pack("<I", masked_crc32c(part)) for part in parts)
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.errors import InputError, file_errors
-from jax_longctx.files import open_plain
+from jax_longctx.files import no_link, open_plain, write_all
 
 # 1 had no checksums.
 FORMAT = 2
@@ -38,8 +38,7 @@ def append(file: Any, lines: Sequence[Mapping[str, Any]]) -> bytes:
     """
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8")
     with file_errors(f"{file.name} could not be written", "run again to go on"):
-        file.write(text)
-        file.flush()
+        write_all(file, text)
         os.fsync(file.fileno())
     return text
 
@@ -129,10 +128,11 @@ class Journal:
                 self._header = {"format": FORMAT, GIVEN: given, "chosen": chosen}
                 self._begin_journal()
             self.chosen = self._header["chosen"]
-            self._out = self.partial.open("ab")
-            self._log = self.journal.open("ab")
+            self._out = open(self.partial, "ab", 0, opener=no_link)
+            self._log = open(self.journal, "ab", 0, opener=no_link)
         except OSError as error:
-            raise InputError(f"{error.filename} cannot be written: {error.strerror}") from error
+            what = error.filename or self.partial
+            raise InputError(f"{what} cannot be written: {error.strerror}") from error
 
     @property
     def rows(self) -> int:
@@ -150,7 +150,7 @@ class Journal:
             self._log.close()
             self._entries = [entry for entry in self._entries if entry["window"] == window]
             self._begin_journal()
-            self._log = self.journal.open("ab")
+            self._log = open(self.journal, "ab", 0, opener=no_link)
 
     def keep(self, window: int, batch: int, answers: Any) -> None:
         """Adds a finished batch to the journal, on disk when it returns."""
@@ -202,7 +202,7 @@ class Journal:
         """Cuts the partial file to the size in the journal; later rows are written again."""
         known = self._written["bytes"]
         self.partial.touch()
-        with self.partial.open("r+b") as file:
+        with open(self.partial, "r+b", 0, opener=no_link) as file:
             found, left = 0, known
             while piece := file.read(min(left, 1 << 20)):
                 found, left = zlib.crc32(piece, found), left - len(piece)
@@ -215,7 +215,7 @@ class Journal:
 
     def _begin_journal(self) -> None:
         fresh = self.journal.with_name(self.journal.name + ".new")
-        with fresh.open("wb") as file:
+        with open(fresh, "wb", 0, opener=no_link) as file:
             kept = [self._header, *self._entries, self._written]
             append(file, [_checked(entry) for entry in kept])
         os.replace(fresh, self.journal)

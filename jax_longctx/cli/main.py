@@ -7,6 +7,7 @@ names and files, so help and refusals are quick.
 
 import dataclasses
 import errno
+import os
 import platform
 import sys
 import traceback
@@ -32,7 +33,7 @@ from jax_longctx.cli.plan import plan
 from jax_longctx.cli.serve import serve
 from jax_longctx.cli.train import train_app
 from jax_longctx.cli.warm import warm
-from jax_longctx.errors import LongctxError
+from jax_longctx.errors import LongctxError, file_errors
 
 # A full disk, a quota and a size limit are not faults of the program.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -44,6 +45,7 @@ class CommandLine(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             with process.unwinding():
+                _check_folder()
                 result = super().invoke(ctx)
                 sys.stdout.flush()
                 return result
@@ -79,6 +81,12 @@ class CommandLine(typer.core.TyperGroup):
                 traceback.print_exc()
                 process.leave_job(process.FAULT)
             raise _ended(f"error: {lost}", process.FAULT) from error
+
+
+def _check_folder() -> None:
+    """InputError where the working directory was deleted: relative paths would name nothing."""
+    with file_errors("the working directory cannot be used", "change to one that exists"):
+        os.getcwd()
 
 
 def _ended(message: str, code: int) -> typer.Exit:

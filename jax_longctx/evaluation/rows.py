@@ -58,7 +58,7 @@ class RowStore:
         rows: list[dict[str, Any]] = []
         with file_errors(f"{self.path} cannot be written"):
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab")
+            self._file = self.path.open("ab", 0)
             alone = lock(self._file.fileno())
         try:
             if not alone:

@@ -35,7 +35,7 @@ from jax.sharding import Mesh
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jax_longctx.errors import CheckpointError
-from jax_longctx.files import create, open_plain, read_text
+from jax_longctx.files import create, naming, open_plain, read_text
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, param_infos, quantised_weights, stored_paths
 from jax_longctx.settings import StoredForm, weights_form
@@ -125,11 +125,12 @@ def _digest(fields: Mapping[str, Any]) -> str:
 def write_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all, and onto the disk."""
     scratch = partial_of(path)
-    with create(scratch) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
+    with naming(path):
+        with create(scratch) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
 
 
 def partial_of(path: Path) -> Path:
@@ -264,7 +265,8 @@ def quiet_orbax() -> Iterator[None]:
     try:
         yield
     except Exception:
-        # Workers that fail after the first one would still log and write.
+        # Workers that fail after the first one would still log and write, some after this.
+        levels = [logging.CRITICAL for _ in loggers]
         end = time.monotonic() + WORKERS
         for thread in set(threading.enumerate()) - threads:
             thread.join(max(0.0, end - time.monotonic()))
@@ -315,6 +317,8 @@ def why_unwritten(error: Exception) -> str:
     found = re.search(r"os_error_code='(\d+)'", str(error))
     if found is not None:
         return os.strerror(int(found[1]))
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return first_line(error)
 
 
