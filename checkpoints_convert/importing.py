@@ -41,9 +41,11 @@ from jax_longctx.errors import (
     InputError,
     LongctxError,
     file_errors,
+    reason,
 )
 from jax_longctx.files import check_plain
 from jax_longctx.locks import only_writer
+from jax_longctx.memory import shown_bytes
 from jax_longctx.models import storage
 from jax_longctx.models.llama import ParamInfo, check_mesh, stored_paths
 from jax_longctx.settings import StoredForm, check_form
@@ -134,22 +136,24 @@ def open_source(source: str | Path) -> Source:
 
 def _check_tokenizer(source: Source) -> None:
     """The tokenizer files must be ones that the other commands can load."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
+    try:
+        with tempfile.TemporaryDirectory() as folder:
             source.write_tokenizer(Path(folder))
-            tokenizer = Tokenizer.load(folder)
-            check_vocabulary(tokenizer, source.config)
-            _check_encoding(tokenizer)
-            if tokenizer.has_chat:
-                _check_chat(tokenizer)
-        except OSError as error:
-            raise CheckpointError(
-                f"{source.label}: its tokenizer cannot be read: {error}"
-            ) from error
-        except LongctxError as error:
-            # The folder is temporary.
-            said = str(error).replace(f"{folder}/", "")
-            raise CheckpointError(f"{source.label}: {said}") from error
+            try:
+                tokenizer = Tokenizer.load(folder)
+                check_vocabulary(tokenizer, source.config)
+                _check_encoding(tokenizer)
+                if tokenizer.has_chat:
+                    _check_chat(tokenizer)
+            except LongctxError as error:
+                # The folder is temporary.
+                said = str(error).replace(f"{folder}/", "")
+                raise CheckpointError(f"{source.label}: {said}") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{source.label}: its tokenizer cannot be copied to a temporary folder, to try it: "
+            f"{reason(error)}; name another folder in TMPDIR"
+        ) from error
 
 
 def _check_encoding(tokenizer: Tokenizer) -> None:
@@ -238,7 +242,7 @@ def convert(
             # KeyboardInterrupt is no Exception: an interrupted conversion stays and can resume.
             partial.discard()
             if isinstance(error, OSError):
-                said = f"{destination} could not be written: {error}"
+                said = f"{destination} could not be written: {reason(error)}"
                 raise CheckpointError(said) from error
             raise
     return storage.read_manifest(destination)
@@ -258,7 +262,7 @@ def _check_space(destination: Path, needed: int) -> None:
         free = shutil.disk_usage(parent).free + storage.bytes_below(begun)
     if needed > free:
         raise CheckpointError(
-            f"{destination} needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free on its disk; "
+            f"{destination} needs {shown_bytes(needed)}, {shown_bytes(free)} are free on its disk; "
             f"free some, or convert to a two-byte --dtype"
         )
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from jax_longctx.errors import file_errors
+from jax_longctx.errors import InputError, file_errors
 
 KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -50,6 +50,17 @@ def read_text(path: str | Path, encoding: str = "utf-8") -> str:
     return read_bytes(path).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
 
 
+def check_text(text: str, where: str) -> None:
+    """Raises InputError where a text from JSON holds half of a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{where}: half of a surrogate pair ({text[error.start]!a}) is not UTF-8 text; mend "
+            f"that line, or leave it out"
+        ) from error
+
+
 def write_whole(content: str | bytes, path: Path) -> None:
     """Writes a file, whole or not at all, also when it is interrupted; text in UTF-8.
 
@@ -57,13 +68,14 @@ def write_whole(content: str | bytes, path: Path) -> None:
       InputError: the file cannot be written.
     """
     partial = path.with_name(path.name + ".partial")
-    try:
-        with file_errors(f"{path} could not be written"):
-            with open(partial, "wb", opener=no_link) as file:
-                file.write(content.encode("utf-8") if isinstance(content, str) else content)
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    with file_errors(f"{path} could not be written"):
+        file = open(partial, "wb", 0, opener=no_link)
+        try:
+            with file:
+                write_all(file, data)
             partial.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
+        finally:
             partial.unlink(missing_ok=True)
 
 

@@ -36,7 +36,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from jax_longctx.errors import ConfigError, InputError, file_errors
-from jax_longctx.files import check_plain, open_plain, read_text
+from jax_longctx.files import check_plain, check_text, open_plain, read_text
 from jax_longctx.models.storage import read_sealed, seal, sha256_of
 
 # 1 had several files a split and no digest of its own.
@@ -380,13 +380,14 @@ def _lines(path: Path, field: str) -> Iterator[tuple[str, str]]:
             where = f"{path}:{number}"
             try:
                 value = json.loads(line)
-            except ValueError as error:  # bad UTF-8 too
+            except (ValueError, RecursionError) as error:  # bad UTF-8 too
                 raise InputError(f"{where}: this line is not JSON: {error}") from error
             text = value.get(field) if isinstance(value, dict) else None
             if not isinstance(text, str):
                 raise InputError(
                     f"{where}: expected an object with a text {field!r}; name the field"
                 )
+            check_text(text, where)
             yield where, text
 
 

@@ -113,6 +113,9 @@ class Journal:
         # Size and CRC-32 of the partial file.
         self._written = {"rows": 0, "bytes": 0, "of": 0}
         self._entries: list[dict[str, Any]] = []
+        for path in (self.partial, self.journal):
+            if path.is_symlink():
+                raise InputError(f"{path} is a symbolic link, which is not written to; remove it")
         try:
             self.resumed = self.journal.exists()
             if self.resumed:
@@ -128,8 +131,8 @@ class Journal:
                 self._header = {"format": FORMAT, GIVEN: given, "chosen": chosen}
                 self._begin_journal()
             self.chosen = self._header["chosen"]
-            self._out = open(self.partial, "ab", 0, opener=no_link)
-            self._log = open(self.journal, "ab", 0, opener=no_link)
+            self._out = self.partial.open("ab", 0)
+            self._log = self.journal.open("ab", 0)
         except OSError as error:
             what = error.filename or self.partial
             raise InputError(f"{what} cannot be written: {error.strerror}") from error
@@ -150,7 +153,7 @@ class Journal:
             self._log.close()
             self._entries = [entry for entry in self._entries if entry["window"] == window]
             self._begin_journal()
-            self._log = open(self.journal, "ab", 0, opener=no_link)
+            self._log = self.journal.open("ab", 0)
 
     def keep(self, window: int, batch: int, answers: Any) -> None:
         """Adds a finished batch to the journal, on disk when it returns."""
@@ -202,7 +205,7 @@ class Journal:
         """Cuts the partial file to the size in the journal; later rows are written again."""
         known = self._written["bytes"]
         self.partial.touch()
-        with open(self.partial, "r+b", 0, opener=no_link) as file:
+        with self.partial.open("r+b") as file:
             found, left = 0, known
             while piece := file.read(min(left, 1 << 20)):
                 found, left = zlib.crc32(piece, found), left - len(piece)

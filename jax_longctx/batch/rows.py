@@ -24,7 +24,7 @@ from typing import Any
 
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.errors import InputError, file_errors
-from jax_longctx.files import open_plain, read_bytes
+from jax_longctx.files import check_text, open_plain, read_bytes
 from jax_longctx.text import PromptLayout, Tokenizer
 
 KEYS = ("id", "prompt", "context", "file", "question", "questions")
@@ -130,7 +130,7 @@ class RowReader:
     def _row(self, index: int, line: int, raw: bytes) -> Row:
         name: str | int | None = None
         try:
-            fields = _fields(raw)
+            fields = _fields(raw, f"{self.path}, line {line}")
             name = fields.get("id")
             kind, context, questions = self._parts(fields)
         except InputError as error:
@@ -176,12 +176,11 @@ class RowReader:
             raise InputError(f"file {name!r} cannot be read as text: {reason}") from error
 
 
-def _fields(raw: bytes) -> dict[str, Any]:
+def _fields(raw: bytes, where: str) -> dict[str, Any]:
     try:
         text = raw.decode("utf-8-sig")
         fields = json.loads(text)
-        # Escapes may give a lone surrogate, which is not text.
-        json.dumps(fields, ensure_ascii=False).encode("utf-8")
+        check_text(json.dumps(fields, ensure_ascii=False), where)
     except UnicodeError as error:
         raise InputError(f"the row is not UTF-8 text: {error!s:.120}") from error
     except (ValueError, RecursionError) as error:

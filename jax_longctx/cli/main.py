@@ -33,10 +33,11 @@ from jax_longctx.cli.plan import plan
 from jax_longctx.cli.serve import serve
 from jax_longctx.cli.train import train_app
 from jax_longctx.cli.warm import warm
-from jax_longctx.errors import LongctxError, file_errors
+from jax_longctx.errors import LongctxError, file_errors, reason
+from jax_longctx.memory import memory_limit, shown_bytes
 
-# A full disk, a quota and a size limit are not faults of the program.
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# A full disk, a quota, a size limit and a link in the way are not faults of the program.
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ELOOP}
 
 
 class CommandLine(typer.core.TyperGroup):
@@ -67,8 +68,14 @@ class CommandLine(typer.core.TyperGroup):
         except Exception as error:
             if isinstance(error, OSError) and error.errno in FULL:
                 what = error.filename or "a file"
-                shown = f"error: {what} could not be written: {error.strerror}; free some space"
+                advice = "; free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+                shown = f"error: {what} could not be written: {reason(error)}{advice}"
                 raise _ended(shown, process.REFUSED) from error
+            if (limit := memory_limit()) is not None and _short_of_memory(error):
+                said = (
+                    f"ulimit -v allows {shown_bytes(limit)} of address space, which is too little"
+                )
+                raise _ended(f"error: {said}; raise it", process.REFUSED) from error
             # A fault in one process of a job must end the others too: see `process.leave_job`.
             if process.number() is None:
                 if isinstance(error, EOFError):
@@ -87,6 +94,16 @@ def _check_folder() -> None:
     """InputError where the working directory was deleted: relative paths would name nothing."""
     with file_errors("the working directory cannot be used", "change to one that exists"):
         os.getcwd()
+
+
+def _short_of_memory(error: Exception) -> bool:
+    """Whether the error says that the system gave no memory; threads and libraries take it too."""
+    said = ("can't start new thread", "failed to map segment", "RESOURCE_EXHAUSTED")
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or any(sign in str(error) for sign in said)
+    )
 
 
 def _ended(message: str, code: int) -> typer.Exit:

@@ -25,7 +25,7 @@ from rich.text import Text
 from jax_longctx.cli import process
 from jax_longctx.errors import InputError, TrainedLengthWarning
 from jax_longctx.files import read_bytes, write_whole
-from jax_longctx.memory import memory_used, peak_memory, shown_bytes
+from jax_longctx.memory import check_memory_limit, memory_used, peak_memory, shown_bytes
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
@@ -91,6 +91,7 @@ class Terminal:
         Raises InputError where the block needs a package of the `extra` that is not installed.
         """
         if "jax" not in sys.modules:
+            check_memory_limit()
             process.hide_absent_tpu()
             if not self._console.is_terminal:
                 self.note(doing)

@@ -34,7 +34,7 @@ from flax import traverse_util
 from jax.sharding import Mesh
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from jax_longctx.errors import CheckpointError
+from jax_longctx.errors import CheckpointError, reason
 from jax_longctx.files import create, naming, open_plain, read_text
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, param_infos, quantised_weights, stored_paths
@@ -316,9 +316,9 @@ def why_unwritten(error: Exception) -> str:
     """Why Orbax could not write, without the names of its internal files."""
     found = re.search(r"os_error_code='(\d+)'", str(error))
     if found is not None:
-        return os.strerror(int(found[1]))
+        error = OSError(int(found[1]), os.strerror(int(found[1])))
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+        return reason(error)
     return first_line(error)
 
 

@@ -46,7 +46,10 @@ def main() -> None:
         if sys.platform == "linux":  # macOS does not enforce it; there time alone is bounded
             # An earlier tokenizer's memory counts as none.
             held = _held_bytes() if "tokenizer" in request else 0
-            resource.setrlimit(resource.RLIMIT_AS, (held + request["memory"], most_bytes))
+            allowed = held + request["memory"]
+            if most_bytes != resource.RLIM_INFINITY:
+                allowed = min(allowed, most_bytes)
+            resource.setrlimit(resource.RLIMIT_AS, (allowed, most_bytes))
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         # A chat is about as long as its messages; a hostile template may fill the memory.
         reply = (

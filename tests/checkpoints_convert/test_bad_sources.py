@@ -322,7 +322,7 @@ def test_destinations_that_cannot_be_written(tmp_path, source, refused, monkeypa
     shutil.rmtree(tmp_path / "ours")
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    refused("needs", "0.00 GB are free", "--dtype")
+    refused("needs", "1000 B are free", "--dtype")
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path, source):

@@ -103,10 +103,10 @@ def write_checkpoint(
 
 
 @contextlib.contextmanager
-def full_disk():
+def full_disk(size=30_000):
     """The system refuses to write more than this to a file, as a full disk would."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
         yield
     finally:
