@@ -247,7 +247,7 @@ class _Settings:
         if isinstance(value, list):
             # A number for each layer.
             layers, first = self._metadata.get(f"{self._prefix}.block_count"), value[:1]
-            if len(value) != layers or value != layers * first:
+            if len(value) != layers or value != len(value) * first:
                 raise ConfigError(
                     f"{self.path}: {self._prefix}.{key} differs by layer or is not of "
                     f"{layers} layers: {value!s:.80}"

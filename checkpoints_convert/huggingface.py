@@ -49,10 +49,9 @@ OTHERS = {
     "*-of-*.safetensors": "{} is a shard without its index; fetch {index} too",
     "*.safetensors": "{} has another name; rename it to {single} if it is the whole model",
     "*.gguf": "{} is a model by itself; name that file",
-    "*.bin": "{} is not read; save it as safetensors",
-    "*.pt*": "{} is not read; save it as safetensors",
-    "*.h5": "{} is not read; save it as safetensors",
-    "*.msgpack": "{} is not read; save it as safetensors",
+    **dict.fromkeys(
+        ("*.bin", "*.pt*", "*.h5", "*.msgpack"), "{} is not read; save it as safetensors"
+    ),
 }
 TOKENIZERS = "tekken.json", "*.tiktoken", "tiktoken.model", "*.spm", "vocab.json"
 

@@ -4,14 +4,12 @@ Opening a FIFO that nobody writes blocks for ever, and a device may never end. T
 OSErrors, so callers name the path and say what to do as for any other file.
 """
 
-import contextlib
 import errno
 import io
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 from jax_longctx.errors import InputError, file_errors
 
@@ -33,7 +31,7 @@ def check_plain(path: str | Path) -> None:
         raise OSError(errno.EINVAL, f"it is {KINDS.get(kind, 'no plain file')}", str(path))
 
 
-def open_plain(path: str | Path) -> BinaryIO:
+def open_plain(path: str | Path) -> io.BufferedReader:
     """A plain file, to read its bytes; raises OSError as `check_plain`."""
     check_plain(path)
     return open(path, "rb")
@@ -91,16 +89,6 @@ def write_all(file: Any, data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[file.write(left) :]
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """An OSError of the block names the file; those of a full disk name none."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 
 def create(path: Path) -> TextIO:

@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import scalar
 
@@ -55,6 +55,8 @@ DATA_SHEETS = {
 METRICS, EVENTS, PLOT = "metrics.jsonl", "tensorboard", "loss.png"
 
 Line = Mapping[str, Any]
+# Its classes are made when it is imported.
+_proto: Any = event_pb2
 
 
 @contextlib.contextmanager
@@ -84,7 +86,7 @@ def metrics_log(
             events = held.enter_context(own.open("wb", 0))
             write_all(events, _record(file_version="brain.Event:2"))
             if step:
-                forget = SessionLog(status=SessionLog.START)
+                forget = {"status": _proto.SessionLog.START}
                 write_all(events, _record(step=step + 1, session_log=forget))
 
         def append(line: Line) -> None:
@@ -104,7 +106,7 @@ def _writing(path: Path) -> contextlib.AbstractContextManager[None]:
 
 def _record(**fields: Any) -> bytes:
     """An event as TensorBoard reads it: its length, the event, and a checksum of each."""
-    event = Event(wall_time=time.time(), **fields).SerializeToString()
+    event = _proto.Event(wall_time=time.time(), **fields).SerializeToString()
     length = struct.pack("<Q", len(event))
     parts = (length, event)
     return b"".join(part + struct.pack("<I", masked_crc32c(part)) for part in parts)

@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import os
 import platform
+import re
 import sys
 import traceback
 from importlib import metadata
@@ -38,6 +39,10 @@ from jax_longctx.memory import memory_limit, shown_bytes
 
 # A full disk, a quota, a size limit and a link in the way are not faults of the program.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ELOOP}
+
+
+# What is said where the system gives no memory, to threads and libraries too.
+NO_MEMORY = re.compile(r"MemoryError|Cannot allocate|start new thread|map segment|RESOURCE_EXH")
 
 
 class CommandLine(typer.core.TyperGroup):
@@ -71,7 +76,7 @@ class CommandLine(typer.core.TyperGroup):
                 advice = "; free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
                 shown = f"error: {what} could not be written: {reason(error)}{advice}"
                 raise _ended(shown, process.REFUSED) from error
-            if (limit := memory_limit()) is not None and _short_of_memory(error):
+            if (limit := memory_limit()) is not None and NO_MEMORY.search(f"{error!r}"):
                 said = (
                     f"ulimit -v allows {shown_bytes(limit)} of address space, which is too little"
                 )
@@ -94,16 +99,6 @@ def _check_folder() -> None:
     """InputError where the working directory was deleted: relative paths would name nothing."""
     with file_errors("the working directory cannot be used", "change to one that exists"):
         os.getcwd()
-
-
-def _short_of_memory(error: Exception) -> bool:
-    """Whether the error says that the system gave no memory; threads and libraries take it too."""
-    said = ("can't start new thread", "failed to map segment", "RESOURCE_EXHAUSTED")
-    return (
-        isinstance(error, MemoryError)
-        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or any(sign in str(error) for sign in said)
-    )
 
 
 def _ended(message: str, code: int) -> typer.Exit:

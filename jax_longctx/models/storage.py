@@ -35,7 +35,7 @@ from jax.sharding import Mesh
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jax_longctx.errors import CheckpointError, reason
-from jax_longctx.files import create, naming, open_plain, read_text
+from jax_longctx.files import create, open_plain, read_text
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, param_infos, quantised_weights, stored_paths
 from jax_longctx.settings import StoredForm, weights_form
@@ -125,12 +125,11 @@ def _digest(fields: Mapping[str, Any]) -> str:
 def write_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all, and onto the disk."""
     scratch = partial_of(path)
-    with naming(path):
-        with create(scratch) as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
+    with create(scratch) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
 
 
 def partial_of(path: Path) -> Path:

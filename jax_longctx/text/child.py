@@ -88,6 +88,11 @@ class Child:
             code = self.stop()
         if code == -signal.SIGPROF:
             return {"error": f"takes more than {request['seconds']:.3g} s of processor time"}
+        if code == 1:
+            raise ConfigError(
+                "the process for chat templates and texts cannot work; give it more memory "
+                "(ulimit -v), or install jax-longctx again"
+            )
         if code == -signal.SIGABRT:
             return {"error": "takes too much memory"}
         return {"error": f"ends the process that it runs in (exit code {code})"}
@@ -136,7 +141,7 @@ class BoundedTokenizer:
         Raises:
           CheckpointError: `name`, the file, is no tokenizer, or exceeds a limit.
         """
-        reply = self._ask({}, len(self._file))
+        reply = self._ask({}, 0)
         if "ids" not in reply:
             raise CheckpointError(f"{name} is not a tokenizer file: it {reply['error']}")
         backend = tokenizers.Tokenizer.from_str(self._file)
@@ -171,7 +176,8 @@ class BoundedTokenizer:
         try:
             reply = child.ask(request)
             if "unknown" in reply:
-                more = _limits(len(self._file) + characters)
+                # Loading takes some 25 bytes of memory for one of the file.
+                more = _limits(len(self._file) // 16 + characters)
                 reply = child.ask({**request, "file": self._file, **more})
             return reply
         finally:

@@ -71,14 +71,7 @@ def read_questions(source: str, hops: int) -> QuestionSet:
         data = json.loads(read_file(source, advice))
         check_text(json.dumps(data, ensure_ascii=False), source)
         read = _squad(data["data"]) if isinstance(data, Mapping) else _hotpot(data)
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{source} holds no questions: {error!r}; {advice}") from error
     if not read.questions:
         raise InputError(f"{source} holds no question that has an answer; {advice}")
