@@ -114,8 +114,8 @@ class Journal:
         self._written = {"rows": 0, "bytes": 0, "of": 0}
         self._entries: list[dict[str, Any]] = []
         for path in (self.partial, self.journal):
-            if path.is_symlink():
-                raise InputError(f"{path} is a symbolic link, which is not written to; remove it")
+            if path.is_symlink() or (path.exists() and not path.is_file()):
+                raise InputError(f"{path} is a link or no plain file; remove it")
         try:
             self.resumed = self.journal.exists()
             if self.resumed:

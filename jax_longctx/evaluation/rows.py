@@ -24,6 +24,7 @@ from typing import Any
 
 from jax_longctx.batch import lines
 from jax_longctx.errors import InputError, file_errors
+from jax_longctx.files import check_plain
 from jax_longctx.locks import lock
 
 FORMAT = 1
@@ -58,6 +59,8 @@ class RowStore:
         rows: list[dict[str, Any]] = []
         with file_errors(f"{self.path} cannot be written"):
             folder.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                check_plain(self.path)
             self._file = self.path.open("ab", 0)
             alone = lock(self._file.fileno())
         try:

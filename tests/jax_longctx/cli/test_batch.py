@@ -175,6 +175,7 @@ def test_a_run_that_was_killed_at_any_write_goes_on(batch, killed, tmp_path, mon
 
 
 def test_a_full_disk_is_named_by_its_file_and_the_run_goes_on(batch, tiny, out):
+    batch(*LIMIT, into=out.with_name("first.jsonl"))  # compiles, and writes what is compiled
     for size, name in ((100, "out.jsonl.journal"), (700, "out.jsonl.")):
         with full_disk(size):
             said = batch(*LIMIT, code=2).stderr
@@ -191,6 +192,10 @@ def test_links_in_place_of_a_runs_files_are_left_alone(batch, out):
         link.symlink_to(precious)
         batch(*LIMIT, code=2)
         link.unlink()
+        if end in (".partial", ".journal"):
+            os.mkfifo(link)
+            assert "is a link or no plain file; remove it" in batch(*LIMIT, code=2).stderr
+            link.unlink()
         assert precious.read_text() == "keep" and not out.exists()
 
 

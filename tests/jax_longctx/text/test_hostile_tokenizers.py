@@ -78,9 +78,11 @@ def test_a_tokenizer_that_fails_here_is_not_loaded(loaded, steps, words):
 def test_ids_and_offsets_are_those_of_the_package_and_one_process_serves_them(loaded, byte_level):
     tokenizer, text = loaded(), "The pass key is 12345. Größe \U0001f9ff <|end|>" * 99
     (whole,) = byte_level.encode_batch([text], add_special_tokens=False)
-    for _ in range(20):
+    seen: list[object] = []
+    for times in range(20):
         found = tokenizer._encoder.encode(text, offsets=True)
         assert (found.ids, found.offsets) == (whole.ids, whole.offsets)
         assert tokenizer.encode(text) == whole.ids
-    started = [each for each in child._encoders.queue if each._process is not None]
-    assert len(started) == 1
+        started = [each._process for each in child._encoders.queue]
+        assert started == seen or not times
+        seen = started
