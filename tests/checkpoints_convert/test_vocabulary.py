@@ -263,9 +263,7 @@ def test_a_piece_whose_splits_take_for_ever_is_refused(pieces):
     metadata = spm_metadata(pieces)
     for name, more in (("tokens", "a" * 1001), ("scores", 0.0), ("token_type", 1)):
         metadata[f"tokenizer.ggml.{name}"] = [*metadata[f"tokenizer.ggml.{name}"], more]
-    with pytest.raises(
-        CheckpointError, match="a piece of 1,001 characters, expected at most 1,000"
-    ):
+    with pytest.raises(CheckpointError, match="a piece of 1,001 characters, expected"):
         gguf_tokenizer_files(Path("m.gguf"), metadata)
 
 
