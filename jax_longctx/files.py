@@ -103,4 +103,5 @@ def no_link(path: str, flags: int) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise OSError(errno.ELOOP, "it is a symbolic link; remove it", path) from None
+        said = f"{os.path.basename(path)} is a symbolic link; remove it"
+        raise OSError(errno.ELOOP, said, path) from None
