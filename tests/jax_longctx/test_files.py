@@ -43,9 +43,7 @@ def test_a_link_is_not_written_through(tmp_path):
     (tmp_path / "out.png.partial").symlink_to("precious")
     figure = type("Figure", (), {"savefig": lambda self, file, **how: file.write(b"drawn")})()
     for write in (lambda path: write_whole("new", path), lambda path: save_figure(figure, path)):
-        with pytest.raises(
-            InputError, match=r"out\.png could not be written: out.png.partial is a sym"
-        ):
+        with pytest.raises(InputError, match=r"out.png could not be .*: out.png.partial is a sym"):
             write(tmp_path / "out.png")
     assert (tmp_path / "precious").read_text() == "keep"
 
