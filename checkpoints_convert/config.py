@@ -40,24 +40,32 @@ def read_config(path: Path) -> ModelConfig:
       CheckpointError: the file is not JSON.
       ConfigError: the model is not implemented, or a value is out of range.
     """
-    return model_config(read_json(path))
+    return model_config(read_json(path), str(path))
 
 
-def model_config(described: Mapping[str, Any]) -> ModelConfig:
+def model_config(described: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """The model that the entries of a `config.json` describe.
+
+    Args:
+      where: the file that they are of, for errors.
 
     Raises:
       ConfigError: a model that is not implemented, or a value out of range.
     """
+    try:
+        return _model_config(described)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _model_config(described: Mapping[str, Any]) -> ModelConfig:
     family = _family(described)
     known = {key: described[key] for key in KEYS if key in described}
     for key, value in known.items():
         most = MOST_LAYERS if key == "num_hidden_layers" else LARGEST
         for number in _integers(value):
             if abs(number) > most:
-                raise ConfigError(
-                    f"config.json: {key!r} holds {number!s:.20}, expected at most {most}"
-                )
+                raise ConfigError(f"{key!r} holds {number!s:.20}, expected at most {most}")
     if family == INTERNLM2:
         # With its fused projection split, it is a Llama. Its flag of biases has another name.
         family, known["attention_bias"] = "llama", described.get("bias", True)
@@ -75,7 +83,7 @@ def _family(described: Mapping[str, Any]) -> str:
     known["InternLM2ForCausalLM"] = INTERNLM2
     family, names = described.get("model_type"), described.get("architectures") or ()
     if not isinstance(names, list | tuple):
-        raise ConfigError(f"config.json: 'architectures' must be a list, got {names!r}")
+        raise ConfigError(f"'architectures' must be a list, got {names!r}")
     for name in names:
         if name not in known:
             raise ConfigError(
@@ -127,6 +135,6 @@ def _with_defaults(family: str, known: Mapping[str, Any]) -> dict[str, Any]:
         return {**config.to_dict(), "model_type": family}
     except Exception as error:  # wrong values raise many classes, KeyError among them
         said = " ".join(str(error).split())
-        raise ConfigError(f"config.json cannot be used: {said:.300}") from error
+        raise ConfigError(f"it cannot be used: {said:.300}") from error
     finally:
         logging.set_verbosity(verbosity)

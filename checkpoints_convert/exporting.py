@@ -22,7 +22,7 @@ from checkpoints_convert.files import in_groups
 from checkpoints_convert.huggingface import DTYPE_NAMES
 from checkpoints_convert.names import FileTensor, expected_tensors
 from checkpoints_convert.partial import GROUP, OnProgress, check_destination
-from jax_longctx.errors import CheckpointError, ConfigError
+from jax_longctx.errors import CheckpointError, ConfigError, reason
 from jax_longctx.locks import only_writer
 from jax_longctx.models import storage
 from jax_longctx.paths import whole_path
@@ -71,7 +71,8 @@ def export(
             storage.write_text(scratch / "config.json", json.dumps(config, indent=2))
             scratch.rename(destination)
         except OSError as error:
-            raise CheckpointError(f"{destination} could not be written: {error}") from error
+            said = f"{destination} could not be written: {reason(error)}"
+            raise CheckpointError(said) from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from checkpoints_convert.names import IGNORED, expected_tensors
 from jax_longctx.errors import CheckpointError, file_errors
+from jax_longctx.files import open_plain, read_bytes
 from jax_longctx.models.config import ModelConfig
 from pallas_kernels.quantised_matrix import quantise_matrix
 
@@ -89,7 +90,7 @@ class HashedFile:
     def __init__(self, path: Path):
         self.path, self._hash = path, hashlib.sha256()
         with reading(path):
-            self._file = path.open("rb")
+            self._file = open_plain(path)
         self.close = self._file.close
 
     def read(self, offset: int, size: int) -> bytes:
@@ -139,7 +140,7 @@ def reading(path: Path) -> contextlib.AbstractContextManager[None]:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object that a file holds."""
     with reading(path):
-        return parse_json(path.read_bytes(), f"{path} is not a JSON file")
+        return parse_json(read_bytes(path), f"{path} is not a JSON file")
 
 
 def parse_json(raw: bytes, fault: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def open_gguf(path: Path, label: str) -> Source:
     metadata, found, factors = read_directory(path)
     shapes = {tensor.name: tensor.shape for tensor in found}
     described = config_from_metadata(path, metadata, shapes, factors)
-    config = model_config(described)
+    config = model_config(described, str(path))
     return Source(
         label=label,
         config=config,
@@ -245,7 +245,14 @@ class _Settings:
     def get(self, key: str, default: Any, kind: type = int) -> Any:
         value = self._metadata.get(f"{self._prefix}.{key}", default)
         if isinstance(value, list):
-            raise ConfigError(f"{self.path}: {self._prefix}.{key} differs by layer: {value!s:.80}")
+            # A number for each layer.
+            layers, first = self._metadata.get(f"{self._prefix}.block_count"), value[:1]
+            if len(value) != layers or value != len(value) * first:
+                raise ConfigError(
+                    f"{self.path}: {self._prefix}.{key} differs by layer or is not of "
+                    f"{layers} layers: {value!s:.80}"
+                )
+            (value,) = first
         if value is not default and not isinstance(value, kind):
             raise CheckpointError(
                 f"{self.path}: {self._prefix}.{key} is {value!r:.80}, expected {kind.__name__}"

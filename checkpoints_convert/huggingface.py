@@ -20,6 +20,7 @@ from checkpoints_convert.config import model_config
 from checkpoints_convert.names import naming_of, tensor_name
 from checkpoints_convert.vocabulary import sentencepiece_files
 from jax_longctx.errors import CheckpointError
+from jax_longctx.files import open_plain
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.storage import first_line, sha256_of
 
@@ -38,6 +39,21 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
+
+# What a folder may hold in place of weights that are read, the first that is found, and what to do.
+OTHERS = {
+    "adapter_*": "{} is of a LoRA adapter, which is no whole model; merge it into its base model "
+    "(peft: merge_and_unload) and convert that",
+    "consolidated*": "{} is in the layout of the model's makers; fetch the files for transformers "
+    "(config.json, model*.safetensors)",
+    "*-of-*.safetensors": "{} is a shard without its index; fetch {index} too",
+    "*.safetensors": "{} has another name; rename it to {single} if it is the whole model",
+    "*.gguf": "{} is a model by itself; name that file",
+    **dict.fromkeys(
+        ("*.bin", "*.pt*", "*.h5", "*.msgpack"), "{} is not read; save it as safetensors"
+    ),
+}
+TOKENIZERS = "tekken.json", "*.tiktoken", "tiktoken.model", "*.spm", "vocab.json"
 
 # Entries of the config that an export writes back besides the model.
 EXTRAS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -67,19 +83,22 @@ def open_huggingface(folder: Path, label: str) -> files.Source:
         raise CheckpointError(
             f"{folder} is not a checkpoint: it has no config.json (expected a Hugging Face "
             f"directory with config.json, *.safetensors and tokenizer files, or a GGUF file)"
+            + _other_weights(folder)
         )
     described = files.read_json(config_path)
-    config = model_config(described)
+    config = model_config(described, str(config_path))
+    found = _find_tensors(folder)
     nested = described.get("text_config")
     said = {**nested} if isinstance(nested, dict) else {}
     said |= {key: value for key, value in described.items() if value is not None}
     tokenizer = {name: folder / name for name in TOKENIZER_FILES if (folder / name).exists()}
     if not tokenizer.keys() & {"tokenizer.json", "tokenizer.model"}:
+        others = [path.name for name in TOKENIZERS for path in sorted(folder.glob(name))]
+        hint = f"; {others[0]} is not read" if others else ""
         raise CheckpointError(
-            f"{folder} has no tokenizer (tokenizer.json or tokenizer.model); "
+            f"{folder} has no tokenizer (tokenizer.json or tokenizer.model){hint}; "
             f"put the model's tokenizer files beside its weights"
         )
-    found = _find_tensors(folder)
     naming = naming_of(tensor.name for tensor in found)
     tied = config.tie_embeddings and config.traits.has_head
     head = tensor_name(config, naming, "head.table") if tied else None
@@ -110,9 +129,9 @@ def _find_tensors(folder: Path) -> list[files.SourceTensor]:
     if not (folder / INDEX).exists():
         if (folder / SINGLE).exists():
             return read_header(folder / SINGLE)
-        others = sorted(path.name for path in folder.glob("*.bin"))
-        hint = f"; {others[0]} is not read, save it as safetensors" if others else ""
-        raise CheckpointError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}{hint}")
+        raise CheckpointError(
+            f"{folder} has no weights: neither {SINGLE} nor {INDEX}{_other_weights(folder)}"
+        )
     placed = files.read_json(folder / INDEX).get("weight_map")
     if not isinstance(placed, dict):
         raise CheckpointError(f"{folder / INDEX} has no weight_map")
@@ -135,6 +154,14 @@ def _find_tensors(folder: Path) -> list[files.SourceTensor]:
     return tensors
 
 
+def _other_weights(folder: Path) -> str:
+    """What the folder holds in place of the weights that are read, for an error."""
+    for name, said in OTHERS.items():
+        for path in sorted(folder.glob(name)):
+            return "; " + said.format(path.name, index=INDEX, single=SINGLE)
+    return ""
+
+
 def _check_tied_head(
     config: ModelConfig, naming: str, tensors: list[files.SourceTensor], head: str | None
 ) -> None:
@@ -152,7 +179,7 @@ def _check_tied_head(
 def _same_bytes(one: files.SourceTensor, other: files.SourceTensor) -> bool:
     if (one.nbytes, one.dtype) != (other.nbytes, other.dtype):
         return False
-    with files.reading(one.file), one.file.open("rb") as first, other.file.open("rb") as second:
+    with files.reading(one.file), open_plain(one.file) as first, open_plain(other.file) as second:
         first.seek(one.offset)
         second.seek(other.offset)
         for begin in range(0, one.nbytes, files.STEP):
@@ -169,7 +196,7 @@ def read_header(path: Path) -> list[files.SourceTensor]:
       CheckpointError: the file is not safetensors, damaged or truncated, or has weights of a type
         that is not implemented (quantised).
     """
-    with files.reading(path), path.open("rb") as file:
+    with files.reading(path), open_plain(path) as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else HEADER_LIMIT
         size = path.stat().st_size

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import re
 import shutil
+import string
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from checkpoints_convert.files import (
     in_groups,
     read_array,
     read_quantised,
+    reading,
 )
 from checkpoints_convert.huggingface import fetch, open_huggingface
 from checkpoints_convert.names import FileTensor, expected_tensors
@@ -39,8 +41,11 @@ from jax_longctx.errors import (
     InputError,
     LongctxError,
     file_errors,
+    reason,
 )
+from jax_longctx.files import check_plain
 from jax_longctx.locks import only_writer
+from jax_longctx.memory import shown_bytes
 from jax_longctx.models import storage
 from jax_longctx.models.llama import ParamInfo, check_mesh, stored_paths
 from jax_longctx.paths import expanded, whole_path
@@ -110,7 +115,9 @@ def open_source(source: str | Path) -> Source:
     path = expanded(source)
     if path.is_file() and path.name.endswith(".safetensors"):
         raise CheckpointError(f"{path}: name its folder, which holds the config and tokenizer")
-    if path.is_file():
+    if path.exists() and not path.is_dir():
+        with reading(path):
+            check_plain(path)
         # Only GGUF files need the package `gguf`.
         from checkpoints_convert.gguf import open_gguf
 
@@ -130,21 +137,34 @@ def open_source(source: str | Path) -> Source:
 
 def _check_tokenizer(source: Source) -> None:
     """The tokenizer files must be ones that the other commands can load."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
+    try:
+        with tempfile.TemporaryDirectory() as folder:
             source.write_tokenizer(Path(folder))
-            tokenizer = Tokenizer.load(folder, eos=source.extras.get("eos_token_id"))
-            check_vocabulary(tokenizer, source.config)
-            if tokenizer.has_chat:
-                _check_chat(tokenizer)
-        except OSError as error:
-            raise CheckpointError(
-                f"{source.label}: its tokenizer cannot be read: {error}"
-            ) from error
-        except LongctxError as error:
-            # The folder is temporary.
-            said = str(error).replace(f"{folder}/", "")
-            raise CheckpointError(f"{source.label}: {said}") from error
+            try:
+                tokenizer = Tokenizer.load(folder, eos=source.extras.get("eos_token_id"))
+                check_vocabulary(tokenizer, source.config)
+                _check_encoding(tokenizer)
+                if tokenizer.has_chat:
+                    _check_chat(tokenizer)
+            except LongctxError as error:
+                # The folder is temporary.
+                said = str(error).replace(f"{folder}/", "")
+                raise CheckpointError(f"{source.label}: {said}") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{source.label}: its tokenizer cannot be copied to a temporary folder, to try it: "
+            f"{reason(error)}; name another folder in TMPDIR"
+        ) from error
+
+
+def _check_encoding(tokenizer: Tokenizer) -> None:
+    """Encodes runs of every ASCII character, which hostile tokenizers take for ever to encode."""
+    try:
+        tokenizer.encode("".join(40 * character for character in string.printable))
+    except InputError as error:
+        # The remedy after the semicolon is for a text.
+        said = str(error).rpartition(";")[0]
+        raise CheckpointError(f"{said}; fetch the model's own tokenizer.json") from error
 
 
 def _check_chat(tokenizer: Tokenizer) -> None:
@@ -223,7 +243,7 @@ def convert(
             # KeyboardInterrupt is no Exception: an interrupted conversion stays and can resume.
             partial.discard()
             if isinstance(error, OSError):
-                said = f"{destination} could not be written: {error}"
+                said = f"{destination} could not be written: {reason(error)}"
                 raise CheckpointError(said) from error
             raise
     return storage.read_manifest(destination)
@@ -243,7 +263,7 @@ def _check_space(destination: Path, needed: int) -> None:
         free = shutil.disk_usage(parent).free + storage.bytes_below(begun)
     if needed > free:
         raise CheckpointError(
-            f"{destination} needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free on its disk; "
+            f"{destination} needs {shown_bytes(needed)}, {shown_bytes(free)} are free on its disk; "
             f"free some, or convert to a two-byte --dtype"
         )
 

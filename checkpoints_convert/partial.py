@@ -22,6 +22,7 @@ from flax import traverse_util
 from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.errors import CheckpointError
+from jax_longctx.files import read_text
 from jax_longctx.models import storage
 
 SUFFIX = ".partial"
@@ -174,7 +175,7 @@ class Partial:
     def _continue(self) -> bool:
         """Continues the existing partial; returns False where there is none to continue."""
         try:
-            noted = json.loads((self.folder / PROGRESS).read_text(encoding="utf-8"))
+            noted = json.loads(read_text(self.folder / PROGRESS))
         except FileNotFoundError:
             return False
         except (OSError, ValueError) as error:

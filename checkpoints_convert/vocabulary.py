@@ -10,6 +10,7 @@ pieces and their scores.
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,16 @@ from tokenizers import pre_tokenizers as pre
 
 from checkpoints_convert.files import read_json
 from jax_longctx.errors import CheckpointError, LongctxError
+from jax_longctx.files import read_bytes
 from jax_longctx.models.storage import first_line
 from jax_longctx.text.tokenizer import END_TOKENS
 
 # Types of tokens in sentencepiece and GGUF.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+# The most characters of a piece; published ones have some 100.
+LONGEST = 1000
+# The first line of a vocabulary of tiktoken: a token in base64, and its rank.
+TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 # The model type of BPE in sentencepiece.
 BPE = 2
 
@@ -143,8 +149,12 @@ def sentencepiece(
 
 def _merges(vocabulary: Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
     """All splits of a piece into two others, the piece with the best score first."""
-    rows = zip(vocabulary.tokens, scores, vocabulary.kinds, strict=True)
+    rows = list(zip(vocabulary.tokens, scores, vocabulary.kinds, strict=True))
     ids = vocabulary.ids
+    longest = max((len(token) for token, _, kind in rows if kind == NORMAL), default=0)
+    if longest > LONGEST:
+        # The splits of a piece grow with the square of its length.
+        raise ValueError(f"a piece of {longest:,} characters, expected at most {LONGEST:,}")
     found = [
         (-score, ids[token[:cut]], ids[token[cut:]], token[:cut], token[cut:])
         for token, score, kind in rows
@@ -262,7 +272,13 @@ def sentencepiece_files(folder: Path, vocab_size: int) -> dict[str, str]:
     """
     path = folder / "tokenizer.model"
     try:
-        tokens, scores, kinds, prefix = _read_pieces(path.read_bytes())
+        data = read_bytes(path)
+        if TIKTOKEN.match(data):
+            raise CheckpointError(
+                f"{path} is a vocabulary of tiktoken, which is not read; put the model's "
+                f"tokenizer.json beside it"
+            )
+        tokens, scores, kinds, prefix = _read_pieces(data)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, DecodeError) as error:

@@ -1,6 +1,7 @@
 """Errors that the user can act on: one line with what was wrong, what was expected, what to do."""
 
 import contextlib
+import errno
 from collections.abc import Iterator
 
 
@@ -40,6 +41,12 @@ class TrainedLengthWarning(UserWarning):
     """A text is longer than the model was trained for, and the method does not compensate."""
 
 
+def reason(error: OSError) -> str:
+    """Why a file was not read or written, in words."""
+    limit = " (ulimit -f limits the size of files)" if error.errno == errno.EFBIG else ""
+    return f"{error.strerror or error}{limit}"
+
+
 @contextlib.contextmanager
 def file_errors(
     said: str, advice: str = "", kind: type[LongctxError] = InputError
@@ -49,4 +56,4 @@ def file_errors(
         yield
     except OSError as error:
         advice = f"; {advice}" if advice else ""
-        raise kind(f"{said}: {error.strerror or error}{advice}") from error
+        raise kind(f"{said}: {reason(error)}{advice}") from error

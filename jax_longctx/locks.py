@@ -4,10 +4,12 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from jax_longctx.errors import InputError, file_errors
+from jax_longctx.files import no_link
 
 # Errors of file systems without locks, where writers go on without one.
 UNLOCKED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
@@ -20,7 +22,8 @@ def only_writer(path: Path) -> Iterator[None]:
     A killed process leaves the file but not the lock, so the next writer is not refused.
 
     Raises:
-      InputError: another process is writing `path`, or its folder cannot be written.
+      InputError: another process is writing `path`, its folder cannot be written, or what is named
+        `PATH.lock` is a link or no lock.
     """
     name = path.with_name(path.name + ".lock")
     with file_errors(f"{path} cannot be written"):
@@ -50,8 +53,11 @@ def lock(held: int) -> bool:
 
 def _acquire(name: Path) -> int | None:
     while True:
-        held = os.open(name, os.O_RDWR | os.O_CREAT, 0o666)
+        held = no_link(str(name), os.O_RDWR | os.O_CREAT)
         try:
+            found = os.fstat(held)
+            if not stat.S_ISREG(found.st_mode) or found.st_size:
+                raise InputError(f"{name} is in the way: it is no lock of a writer; move it")
             locked = lock(held)
             # The previous holder may have deleted this file, and another process made a new one.
             with contextlib.suppress(FileNotFoundError):

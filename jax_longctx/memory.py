@@ -5,9 +5,13 @@ import resource
 import sys
 from pathlib import Path
 
+from jax_longctx.errors import InputError
+
 _STATM = Path("/proc/self/statm")
 # What bounds the host's memory that XLA pins for GPUs, in GiB; read when JAX starts.
 POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+# Address space that JAX takes before there is a model.
+LEAST_ADDRESSES = 2 << 30
 # Share of the host's memory that may be pinned.
 PINNED = 0.9
 
@@ -19,6 +23,22 @@ def allow_pinned() -> None:
     """
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     os.environ.setdefault(POOL, str(max(int(PINNED * size) >> 30, 1)))
+
+
+def memory_limit() -> int | None:
+    """Bytes of address space that this process may have (`ulimit -v`); None for any number."""
+    least, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if least == resource.RLIM_INFINITY else least
+
+
+def check_memory_limit() -> None:
+    """Raises InputError where JAX, whose threads end the process then, cannot start."""
+    limit = memory_limit()
+    if limit is not None and limit < LEAST_ADDRESSES:
+        raise InputError(
+            f"ulimit -v allows {shown_bytes(limit)} of address space; JAX takes "
+            f"{shown_bytes(LEAST_ADDRESSES)} to start, and the model more: raise it"
+        )
 
 
 def memory_used() -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from jax_longctx.errors import ConfigError, InputError, LongctxError
+from jax_longctx.files import read_text
 from jax_longctx.paths import expanded
 
 MESH_AXES = ("data", "seq", "tensor")
@@ -204,7 +205,7 @@ def parse_settings(
 def read_toml(path: Path) -> dict[str, Any]:
     """The parsed file. Raises InputError when it cannot be read or is not TOML."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:  # TOML and UTF-8

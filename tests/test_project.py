@@ -27,7 +27,9 @@ MAY_IMPORT = {
     "checkpoints_convert": (
         "checkpoints_convert",
         "jax_longctx.errors",
+        "jax_longctx.files",
         "jax_longctx.locks",
+        "jax_longctx.memory",
         "jax_longctx.models",
         "jax_longctx.paths",
         "jax_longctx.settings",

@@ -37,6 +37,7 @@ from jaxtyping import Integer
 
 from jax_longctx.batch import lines
 from jax_longctx.errors import ConfigError, InputError, file_errors
+from jax_longctx.files import check_plain, check_text, open_plain, read_text
 from jax_longctx.models.storage import read_sealed, seal, sha256_of
 from jax_longctx.origin import check_same
 
@@ -143,36 +144,38 @@ def prepare(
     if directory.exists():
         raise InputError(f"{directory} exists already; nothing was overwritten, name another")
     building = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
-    building.mkdir(parents=True)
+    with file_errors(f"{directory} could not be written"):
+        building.mkdir(parents=True)
     dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
     counts = {"used": 0, "short": 0, "repeated": 0, "dropped": 0, "longest": 0}
     try:
-        found = _cut(documents, encode, length, vocab_size, counts)
-        by_split = ((split_of(text, shares), tokens) for text, tokens in found)
-        windows = _write_splits(building, by_split, length, dtype)
-        dropped, longest = counts.pop("dropped"), counts.pop("longest")
-        if not windows["train"]:
-            raise InputError(
-                f"no training text: of {counts['used'] + counts['short']} documents "
-                f"{counts['used']} have the {length} tokens of a window (the longest has "
-                f"{longest}), none of them in the training split; give longer documents or a "
-                f"smaller length"
+        with file_errors(f"{directory} could not be written"):
+            found = _cut(documents, encode, length, counts)
+            by_split = ((split_of(text, shares), tokens) for text, tokens in found)
+            windows = _write_splits(building, by_split, length, dtype)
+            dropped, longest = counts.pop("dropped"), counts.pop("longest")
+            if not windows["train"]:
+                raise InputError(
+                    f"no training text: of {counts['used'] + counts['short']} documents "
+                    f"{counts['used']} have the {length} tokens of a window (the longest has "
+                    f"{longest}), none of them in the training split; give longer documents or a "
+                    f"smaller length"
+                )
+            manifest = DataManifest(
+                length=length,
+                tokenizer=tokenizer,
+                shares=shares,
+                windows=windows,
+                digests={split: sha256_of(_split_file(building, split)) for split in SPLITS},
+                documents=counts,
+                dropped_tokens=dropped,
+                field=field,
             )
-        manifest = DataManifest(
-            length=length,
-            tokenizer=tokenizer,
-            shares=shares,
-            windows=windows,
-            digests={split: sha256_of(_split_file(building, split)) for split in SPLITS},
-            documents=counts,
-            dropped_tokens=dropped,
-            field=field,
-        )
-        with (building / SOURCES).open("w", encoding="utf-8") as file:
-            file.writelines(f"{json.dumps(source)}\n" for source in sources)
-        fields = seal(FORMAT, dataclasses.asdict(manifest))
-        (building / MANIFEST).write_text(json.dumps(fields, indent=1), encoding="utf-8")
-        building.rename(directory)
+            with (building / SOURCES).open("w", encoding="utf-8") as file:
+                file.writelines(f"{json.dumps(source)}\n" for source in sources)
+            fields = seal(FORMAT, dataclasses.asdict(manifest))
+            (building / MANIFEST).write_text(json.dumps(fields, indent=1), encoding="utf-8")
+            building.rename(directory)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return manifest
@@ -366,6 +369,7 @@ def read_documents(files: Iterable[Path], field: str = "text") -> Iterator[tuple
     """
     for path in files:
         with file_errors(f"{path} cannot be read"):
+            check_plain(path)
             if path.suffix in LINES_SUFFIXES:
                 yield from _lines(path, field)
             elif path.suffix in TABLE_SUFFIXES:
@@ -396,7 +400,7 @@ def _files_below(folder: Path) -> list[Path]:
 def _listed(state: Path) -> list[Path]:
     """The files that a saved `Dataset` lists; none where `state.json` is another program's."""
     try:
-        fields = json.loads(state.read_text(encoding="utf-8"))
+        fields = json.loads(read_text(state))
     except (OSError, ValueError) as error:
         raise InputError(f"{state} cannot be read: {error}") from error
     entries = fields.get("_data_files", []) if isinstance(fields, dict) else []
@@ -405,26 +409,27 @@ def _listed(state: Path) -> list[Path]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text (byte {error.start})") from error
 
 
 def _lines(path: Path, field: str) -> Iterator[tuple[str, str]]:
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             where = f"{path}:{number}"
             try:
                 value = json.loads(line)
-            except ValueError as error:  # bad UTF-8 too
+            except (ValueError, RecursionError) as error:  # bad UTF-8 too
                 raise InputError(f"{where}: this line is not JSON: {error}") from error
             text = value.get(field) if isinstance(value, dict) else None
             if not isinstance(text, str):
                 raise InputError(
                     f"{where}: expected an object with a text {field!r}; name the field"
                 )
+            check_text(text, where)
             yield where, text
 
 

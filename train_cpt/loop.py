@@ -35,7 +35,8 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jax_longctx.engine.distributed import from_leader, is_leader
-from jax_longctx.errors import CheckpointError, ConfigError, DamagedError, InputError
+from jax_longctx.errors import CheckpointError, ConfigError, DamagedError, InputError, file_errors
+from jax_longctx.files import read_text
 from jax_longctx.memory import peak_memory
 from jax_longctx.models import storage
 from jax_longctx.origin import check_same
@@ -362,15 +363,16 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
     """Writes `run.json`, or checks that it holds the same facts; overwrites nothing."""
     path, ours = directory / RUN, json.loads(json.dumps(facts))
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
     except FileNotFoundError:
         # A run killed at its start has left at most the unfinished file.
         if directory.exists() and any(
             entry != storage.partial_of(path) for entry in directory.iterdir()
         ):
             raise InputError(f"{directory} is not empty and no run; name another folder") from None
-        directory.mkdir(parents=True, exist_ok=True)
-        storage.write_text(path, json.dumps(ours, indent=1))
+        with file_errors(f"{path} could not be written"):
+            directory.mkdir(parents=True, exist_ok=True)
+            storage.write_text(path, json.dumps(ours, indent=1))
         return
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error!s:.200}") from error
@@ -415,7 +417,8 @@ def _check_finite(
         step = line["step"]
         kept = directory / f"bad-batch-{step}.npy"
         if is_leader():
-            np.save(kept, windows[numbers])
+            with file_errors(f"{kept} could not be written"):
+                np.save(kept, windows[numbers])
         saved.wait()
         newest = f"of step {saved.newest}" if saved.newest else "none"
         raise InputError(

@@ -8,6 +8,7 @@ which fewer than one word in forty is "the", are left out too.
 """
 
 import ast
+import contextlib
 import gzip
 import hashlib
 import json
@@ -16,7 +17,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from jax_longctx.errors import InputError
+from jax_longctx.errors import InputError, file_errors
+from jax_longctx.files import create, read_bytes
 from jax_longctx.models.storage import partial_of
 
 SUFFIXES = (".txt", ".rst", ".md", ".info")
@@ -51,7 +53,11 @@ def collect(
         raise InputError(f"{destination} exists already; nothing was overwritten, name another")
     seen: set[bytes] = set()
     count = size = 0
-    with partial_of(destination).open("w", encoding="utf-8") as file:
+    partial = partial_of(destination)
+    with contextlib.ExitStack() as held:
+        held.enter_context(file_errors(f"{destination} could not be written"))
+        held.callback(partial.unlink, missing_ok=True)
+        file = held.enter_context(create(partial))
         for number, folder in enumerate(folders, start=1):
             for name, text in _documents(folder):
                 fresh = _fresh(text, seen)
@@ -63,12 +69,12 @@ def collect(
                 count, size = count + 1, size + len(fresh)
             if progress is not None:
                 progress(number, len(folders))
-    if not count:
-        partial_of(destination).unlink()
-        raise InputError(
-            f"no document of {least:,} characters of English was found; name other folders"
-        )
-    partial_of(destination).rename(destination)
+        if not count:
+            raise InputError(
+                f"no document of {least:,} characters of English was found; name other folders"
+            )
+        file.close()
+        partial.rename(destination)
     return count, size
 
 
@@ -92,7 +98,7 @@ def _documents(folder: Path) -> Iterator[tuple[str, str]]:
 def _manual(path: Path) -> str:
     """The text of a file; empty where it is not UTF-8, or not gzip despite its suffix."""
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
     except (OSError, EOFError, UnicodeDecodeError):
         return ""
@@ -104,7 +110,7 @@ def _docstrings(path: Path) -> list[str]:
         with warnings.catch_warnings():
             # Invalid escape sequences.
             warnings.simplefilter("ignore")
-            tree = ast.parse(path.read_bytes())
+            tree = ast.parse(read_bytes(path))
     except (OSError, SyntaxError, ValueError, RecursionError):
         return []
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

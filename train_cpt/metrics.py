@@ -16,6 +16,8 @@ import contextlib
 import functools
 import json
 import math
+import socket
+import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,12 +26,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tensorboardX
+from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.summary import scalar
 
 from jax_longctx.batch import lines
-from jax_longctx.errors import InputError
+from jax_longctx.errors import InputError, file_errors
+from jax_longctx.files import save_figure, write_all
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.storage import partial_of, write_text
+from jax_longctx.models.storage import write_text
 from jax_longctx.planning.plan import matmul_weights
 from train_cpt.attention import Pattern
 from train_cpt.step import TrainSetup
@@ -52,6 +57,8 @@ DATA_SHEETS = {
 RUN, METRICS, EVENTS, PLOT = "run.json", "metrics.jsonl", "tensorboard", "loss.png"
 
 Line = Mapping[str, Any]
+# Its classes are made when it is imported.
+_proto: Any = event_pb2
 
 
 @contextlib.contextmanager
@@ -70,25 +77,46 @@ def metrics_log(
     if not write:
         yield lambda line: None
         return
-    path, first = directory / METRICS, _first_of(directory)
-    kept = [line for line in _whole_lines(directory) if line["step"] <= step]
-    write_text(path, "".join(f"{json.dumps(lines.checked(line, first))}\n" for line in kept))
-    events = tensorboardX.SummaryWriter(
-        str(directory / EVENTS),
-        purge_step=step + 1 if step else None,
-        flush_secs=10,
-        # Names have a resolution of a second; a run may resume within one.
-        filename_suffix=f".{time.time_ns()}",
-    )
-    with contextlib.closing(events), path.open("ab") as file:
+    path, shown = directory / METRICS, directory / EVENTS
+    # Names have a resolution of a second; a run may resume within one.
+    own = shown / f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{time.time_ns()}"
+    with contextlib.ExitStack() as held:
+        with _writing(path):
+            first = _first_of(directory)
+            kept = [line for line in _whole_lines(directory) if line["step"] <= step]
+            write_text(
+                path, "".join(f"{json.dumps(lines.checked(line, first))}\n" for line in kept)
+            )
+            file = held.enter_context(path.open("ab", 0))
+        with _writing(own):
+            shown.mkdir(parents=True, exist_ok=True)
+            events = held.enter_context(own.open("wb", 0))
+            write_all(events, _record(file_version="brain.Event:2"))
+            if step:
+                forget = {"status": _proto.SessionLog.START}
+                write_all(events, _record(step=step + 1, session_log=forget))
 
         def append(line: Line) -> None:
-            lines.append(file, [lines.checked(line, first)])
-            for name, value in line.items():
-                if name != "step":
-                    events.add_scalar(name, value, line["step"])
+            values = [scalar(name, value) for name, value in line.items() if name != "step"]
+            with _writing(path):
+                lines.append(file, [lines.checked(line, first)])
+            with _writing(own):
+                for summary in values:
+                    write_all(events, _record(step=line["step"], summary=summary))
 
         yield append
+
+
+def _writing(path: Path) -> contextlib.AbstractContextManager[None]:
+    return file_errors(f"{path} could not be written", "run again to go on")
+
+
+def _record(**fields: Any) -> bytes:
+    """An event as TensorBoard reads it: its length, the event, and a checksum of each."""
+    event = _proto.Event(wall_time=time.time(), **fields).SerializeToString()
+    length = struct.pack("<Q", len(event))
+    parts = (length, event)
+    return b"".join(part + struct.pack("<I", masked_crc32c(part)) for part in parts)
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
@@ -148,9 +176,8 @@ def plot_losses(runs: Sequence[Path], path: Path) -> None:
     axis.set_ylabel("loss (nats a token)")
     axis.grid(alpha=0.3)
     axis.legend()
-    figure.savefig(partial_of(path), dpi=150, format="png")
+    save_figure(figure, path, dpi=150, format="png")
     pyplot.close(figure)
-    partial_of(path).replace(path)
 
 
 def _curve(metrics: Sequence[Line], name: str) -> tuple[list[int], list[float]]:

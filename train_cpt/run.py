@@ -30,7 +30,7 @@ from orbax.checkpoint import v1 as ocp
 
 import jax_longctx
 from jax_longctx.engine.distributed import from_leader
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import CheckpointError, ConfigError, InputError, file_errors
 from jax_longctx.locks import only_writer
 from jax_longctx.models import storage
 from jax_longctx.models.config import ModelConfig
@@ -232,8 +232,11 @@ def _write_model(
 
     def begin() -> None:
         shutil.rmtree(building, ignore_errors=True)
-        building.mkdir()
-        shutil.copytree(checkpoint / storage.TOKENIZER, building / storage.TOKENIZER)
+        with file_errors(f"{destination} could not be written", kind=CheckpointError):
+            tokenizer = building / storage.TOKENIZER
+            tokenizer.mkdir(parents=True)
+            for name in manifest.tokenizer_files:
+                shutil.copyfile(checkpoint / storage.TOKENIZER / name, tokenizer / name)
 
     from_leader(begin)
     params = jax.tree.map(lambda leaf: leaf.astype(manifest.dtype), params)
@@ -254,7 +257,8 @@ def _write_model(
         }
         files = storage.describe_files(params)
         whole = dataclasses.replace(written, tensors=tensors, files=files)
-        storage.write_text(building / storage.MANIFEST, whole.to_json())
-        building.replace(destination)
+        with file_errors(f"{destination} could not be written", kind=CheckpointError):
+            storage.write_text(building / storage.MANIFEST, whole.to_json())
+            building.replace(destination)
 
     from_leader(finish)

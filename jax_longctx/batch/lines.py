@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.errors import InputError, OriginError, file_errors
+from jax_longctx.files import no_link, open_plain, write_all
 from jax_longctx.models.storage import sha256_of, write_text
 from jax_longctx.origin import MADE_FROM, OVERWRITE, check_result, check_same
 
@@ -41,8 +42,7 @@ def append(file: Any, lines: Sequence[Mapping[str, Any]]) -> bytes:
     """
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode("utf-8")
     with file_errors(f"{file.name} could not be written", "run again to go on"):
-        file.write(text)
-        file.flush()
+        write_all(file, text)
         os.fsync(file.fileno())
     return text
 
@@ -63,7 +63,7 @@ def cut(path: Path) -> int:
 def read(path: Path) -> list[dict[str, Any]]:
     """Every whole line. Raises ValueError for one that is no JSON object."""
     found = []
-    with path.open("rb") as lines:
+    with open_plain(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 break
@@ -148,6 +148,9 @@ class Journal:
         # Size and CRC-32 of the partial file.
         self._written = {"rows": 0, "bytes": 0, "of": 0}
         self._entries: list[dict[str, Any]] = []
+        for path in (self.partial, self.journal):
+            if path.is_symlink() or (path.exists() and not path.is_file()):
+                raise InputError(f"{path} is a link or no plain file; remove it")
         try:
             self.resumed = self.journal.exists()
             if self.resumed:
@@ -163,10 +166,11 @@ class Journal:
                 self._header = {"format": FORMAT, GIVEN: given, "chosen": chosen}
                 self._begin_journal()
             self.chosen = self._header["chosen"]
-            self._out = self.partial.open("ab")
-            self._log = self.journal.open("ab")
+            self._out = self.partial.open("ab", 0)
+            self._log = self.journal.open("ab", 0)
         except OSError as error:
-            raise InputError(f"{error.filename} cannot be written: {error.strerror}") from error
+            what = error.filename or self.partial
+            raise InputError(f"{what} cannot be written: {error.strerror}") from error
 
     @property
     def rows(self) -> int:
@@ -184,7 +188,7 @@ class Journal:
             self._log.close()
             self._entries = [entry for entry in self._entries if entry["window"] == window]
             self._begin_journal()
-            self._log = self.journal.open("ab")
+            self._log = self.journal.open("ab", 0)
 
     def keep(self, window: int, batch: int, answers: Any) -> None:
         """Adds a finished batch to the journal, on disk when it returns."""
@@ -253,7 +257,7 @@ class Journal:
 
     def _begin_journal(self) -> None:
         fresh = self.journal.with_name(self.journal.name + ".new")
-        with fresh.open("wb") as file:
+        with open(fresh, "wb", 0, opener=no_link) as file:
             kept = map(self._checked, [*self._entries, self._written])
             append(file, [checked(self._header), *kept])
         os.replace(fresh, self.journal)

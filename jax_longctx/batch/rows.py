@@ -24,6 +24,7 @@ from typing import Any
 
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.errors import InputError, file_errors
+from jax_longctx.files import check_text, open_plain, read_bytes
 from jax_longctx.text import PromptLayout, Tokenizer
 
 KEYS = ("id", "prompt", "context", "file", "question", "questions")
@@ -135,7 +136,7 @@ class RowReader:
     def rows(self, start: int = 0) -> Iterator[Row]:
         """Every row from number `start` on, in order."""
         index = 0
-        with self.path.open("rb") as lines:
+        with open_plain(self.path) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     if index >= start:
@@ -145,7 +146,7 @@ class RowReader:
     def _row(self, index: int, line: int, raw: bytes) -> Row:
         name: str | int | None = None
         try:
-            fields = _fields(raw)
+            fields = _fields(raw, f"{self.path}, line {line}")
             name = fields.get("id")
             kind, context, questions = self._parts(fields)
         except InputError as error:
@@ -184,19 +185,18 @@ class RowReader:
             under = None if self.under is None else self.under.resolve()
             if under is not None and not path.is_relative_to(under):
                 raise InputError(f"file {name!r} is not under {under}, as files must be")
-            return path.read_bytes().decode("utf-8-sig")
+            return read_bytes(path).decode("utf-8-sig")
         except (OSError, RuntimeError, ValueError) as error:
             # A name may have a zero byte, links may form a loop, a file may not be UTF-8.
             reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
             raise InputError(f"file {name!r} cannot be read as text: {reason}") from error
 
 
-def _fields(raw: bytes) -> dict[str, Any]:
+def _fields(raw: bytes, where: str) -> dict[str, Any]:
     try:
         text = raw.decode("utf-8-sig")
         fields = json.loads(text)
-        # Escapes may give a lone surrogate, which is not text.
-        json.dumps(fields, ensure_ascii=False).encode("utf-8")
+        check_text(json.dumps(fields, ensure_ascii=False), where)
     except UnicodeError as error:
         raise InputError(f"the row is not UTF-8 text: {error!s:.120}") from error
     except (ValueError, RecursionError) as error:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.errors import InputError
+from jax_longctx.files import save_figure
 
 Row = Mapping[str, Any]
 
@@ -56,7 +57,7 @@ def draw(rows: Sequence[Row], path: Path, *, title: str = "", description: str =
         ax.spines[["top", "right"]].set_visible(False)
     if title:
         figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=120, metadata={"Description": description})
+    save_figure(figure, path, dpi=120, metadata={"Description": description})
     pyplot.close(figure)
 
 

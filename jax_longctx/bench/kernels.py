@@ -22,6 +22,7 @@ from jax import Array, lax
 
 from jax_longctx.bench.timing import copy_bandwidth, device_facts, measure
 from jax_longctx.contract import LayerContext
+from jax_longctx.files import save_figure
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.parts.residual import Background, combine, prior_of
 from jax_longctx.parts.sparse_decode import Selected
@@ -552,4 +553,4 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.set_title(f"{result['device']}, bfloat16")
     axes.legend(fontsize="small")
     axes.grid(True, which="both", alpha=0.2)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path, dpi=150)

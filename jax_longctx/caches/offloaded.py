@@ -585,7 +585,8 @@ def empty_store(shape: CacheShape, reads: Reads) -> AppendCache | Offloaded:
         if frames < chosen:
             raise ConfigError(
                 f"a working set of {shape.offload.working_set:,} tokens is too small: a step "
-                f"chooses up to {chosen * page:,} of a row; raise working_set to that or more"
+                f"chooses up to {chosen * page:,} of a row of {shape.slots:,}; raise working_set "
+                f"to that or more"
             )
     frames = max(min(frames, pages), 1)
     head = -(-reads.first // page)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jax_longctx import files
 from jax_longctx.cli import options
 from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import (
@@ -404,7 +405,7 @@ def _chosen_chat(model: "LongContext", request: Request) -> bool:
 def _read_prompt(folder: Path) -> dict[str, Any] | None:
     """Chat template and tokenizer of a saved context; None where it was saved from Python."""
     try:
-        value: Any = json.loads((folder / PROMPT_FILE).read_text(encoding="utf-8"))
+        value: Any = json.loads(files.read_text(folder / PROMPT_FILE))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -8,7 +8,8 @@ import typer
 from jax_longctx.cli import options, process
 from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import Compiling, Terminal, check_file, per_second
-from jax_longctx.errors import InputError
+from jax_longctx.errors import InputError, file_errors
+from jax_longctx.files import check_plain
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
@@ -77,6 +78,8 @@ def batch(
     """
     if source.resolve() == output.resolve():
         raise InputError(f"IN.jsonl and OUT.jsonl are both {source}; choose another output")
+    with file_errors(f"{source} cannot be read", "give a file of JSON lines"):
+        check_plain(source)
     check_file(output, "OUT.jsonl")
     terminal = Terminal()
     with terminal.starting():

@@ -19,6 +19,7 @@ from jax_longctx.cli.terminal import (
     table,
 )
 from jax_longctx.errors import InputError
+from jax_longctx.files import write_whole
 from jax_longctx.memory import shown_bytes
 from jax_longctx.settings import MESH_AXES, offload_of, parse_mesh
 
@@ -94,7 +95,7 @@ def kernels(
 
     result = run(only=only, shrink=shrink, repeats=repeats, say=terminal.note)
     if out is not None and process.is_leader():
-        (out / "kernels.md").write_text(markdown(result), encoding="utf-8")
+        write_whole(markdown(result), out / "kernels.md")
         plot(result, out / "kernels.png")
         save(result, out / "kernels.json")
     if as_json:

@@ -24,9 +24,10 @@ from rich.text import Text
 from jax_longctx.cli import options, process
 from jax_longctx.cli.demo_facts import FACTS, Story, first_words, write_story
 from jax_longctx.cli.options import option
-from jax_longctx.cli.terminal import Terminal, check_file, write_whole
+from jax_longctx.cli.terminal import Terminal, check_file
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.haystack import Haystack, python_topics
+from jax_longctx.files import write_whole
 from jax_longctx.memory import peak_memory, shown_bytes
 
 if TYPE_CHECKING:

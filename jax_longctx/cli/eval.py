@@ -21,6 +21,7 @@ from jax_longctx.cli.terminal import (
     read_text,
 )
 from jax_longctx.errors import InputError
+from jax_longctx.files import write_whole
 from jax_longctx.origin import MADE_FROM, digest_of
 from jax_longctx.settings import parse_mesh
 
@@ -545,5 +546,5 @@ def _report_passkeys(rows: list[dict[str, Any]], heatmap: Path | None, terminal:
     rows = [row | {"task_label": "passkey"} for row in rows]
     if heatmap is not None and process.is_leader():
         for plot in heatmaps(rows):
-            heatmap.write_bytes(plot.png())
+            write_whole(plot.png(), heatmap)
     terminal.records(rows, lambda rows: table_text(lengths_table(rows)) + "\n")

@@ -7,7 +7,9 @@ names and files, so help and refusals are quick.
 
 import dataclasses
 import errno
+import os
 import platform
+import re
 import sys
 import traceback
 from importlib import metadata
@@ -32,10 +34,15 @@ from jax_longctx.cli.plan import plan
 from jax_longctx.cli.serve import serve
 from jax_longctx.cli.train import train_app
 from jax_longctx.cli.warm import warm
-from jax_longctx.errors import LongctxError
+from jax_longctx.errors import LongctxError, file_errors, reason
+from jax_longctx.memory import memory_limit, shown_bytes
 
-# A full disk, a quota and a size limit are not faults of the program.
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# A full disk, a quota, a size limit and a link in the way are not faults of the program.
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ELOOP}
+
+
+# What is said where the system gives no memory, to threads and libraries too.
+NO_MEMORY = re.compile(r"MemoryError|Cannot allocate|start new thread|map segment|RESOURCE_EXH")
 
 
 class CommandLine(typer.core.TyperGroup):
@@ -44,6 +51,7 @@ class CommandLine(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             with process.unwinding():
+                _check_folder()
                 result = super().invoke(ctx)
                 sys.stdout.flush()
                 return result
@@ -65,8 +73,14 @@ class CommandLine(typer.core.TyperGroup):
         except Exception as error:
             if isinstance(error, OSError) and error.errno in FULL:
                 what = error.filename or "a file"
-                shown = f"error: {what} could not be written: {error.strerror}; free some space"
+                advice = "; free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+                shown = f"error: {what} could not be written: {reason(error)}{advice}"
                 raise _ended(shown, process.REFUSED) from error
+            if (limit := memory_limit()) is not None and NO_MEMORY.search(f"{error!r}"):
+                said = (
+                    f"ulimit -v allows {shown_bytes(limit)} of address space, which is too little"
+                )
+                raise _ended(f"error: {said}; raise it", process.REFUSED) from error
             # A fault in one process of a job must end the others too: see `process.leave_job`.
             if process.number() is None:
                 if isinstance(error, EOFError):
@@ -79,6 +93,12 @@ class CommandLine(typer.core.TyperGroup):
                 traceback.print_exc()
                 process.leave_job(process.FAULT)
             raise _ended(f"error: {lost}", process.FAULT) from error
+
+
+def _check_folder() -> None:
+    """InputError where the working directory was deleted: relative paths would name nothing."""
+    with file_errors("the working directory cannot be used", "change to one that exists"):
+        os.getcwd()
 
 
 def _ended(message: str, code: int) -> typer.Exit:

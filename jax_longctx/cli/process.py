@@ -33,7 +33,7 @@ from typing import NoReturn, TextIO
 from jax_longctx.errors import InputError
 
 DONE, FAULT, REFUSED, PARTLY = 0, 1, 2, 3
-INTERRUPTED, READER_GONE = 130, 141
+INTERRUPTED, READER_GONE, TERMINATED = 130, 141, 143
 CODES = {
     DONE: "done",
     FAULT: "a fault of the program or of another process of the job",
@@ -42,6 +42,7 @@ CODES = {
     "check failed (bench tpu-check)",
     INTERRUPTED: "interrupted by Ctrl-C",
     READER_GONE: "the reader of stdout or stderr is gone",
+    TERMINATED: "ended by SIGTERM, unfinished",
 }
 
 # Seconds that a command has for unwinding.

@@ -17,6 +17,7 @@ from jax_longctx.cli import options, process
 from jax_longctx.cli.options import option
 from jax_longctx.cli.terminal import Terminal, check_folder
 from jax_longctx.errors import InputError
+from jax_longctx.files import read_text
 from jax_longctx.memory import shown_bytes
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Listening:
         keys = os.environ.get(KEYS, "").replace(",", " ").split()
         if self.api_key_file is not None:
             try:
-                lines = self.api_key_file.read_text(encoding="utf-8-sig").splitlines()
+                lines = read_text(self.api_key_file, "utf-8-sig").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 raise InputError(
                     f"--api-key-file {self.api_key_file} cannot be read: {error}"

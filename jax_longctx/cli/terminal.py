@@ -25,7 +25,8 @@ from rich.text import Text
 
 from jax_longctx.cli import process
 from jax_longctx.errors import InputError, TrainedLengthWarning
-from jax_longctx.memory import memory_used, peak_memory, shown_bytes
+from jax_longctx.files import read_bytes, write_whole
+from jax_longctx.memory import check_memory_limit, memory_used, peak_memory, shown_bytes
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
@@ -91,6 +92,7 @@ class Terminal:
         Raises InputError where the block needs a package of the `extra` that is not installed.
         """
         if "jax" not in sys.modules:
+            check_memory_limit()
             process.hide_absent_tpu()
             if not self._console.is_terminal:
                 self.note(doing)
@@ -397,7 +399,7 @@ def _read(source: str) -> str:
     if source == "-" and sys.stdin is None:
         raise InputError("stdin is closed; pipe a text in, or give a text file")
     try:
-        raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+        raw = sys.stdin.buffer.read() if source == "-" else read_bytes(source)
     except OSError as error:
         raise InputError(
             f"{name} cannot be read: {error.strerror}; give a text file, or - for stdin"
@@ -430,6 +432,9 @@ def check_file(out: Path | None, option: str = "--out") -> None:
         return
     if os.path.isdir(out):
         raise InputError(f"{option} {out} is a folder; name a file")
+    if out.exists() and not out.is_file():
+        # The finished file would take its place.
+        raise InputError(f"{option} {out} is a device, a FIFO or a socket; name a file")
     _check_writable(out.parent, f"{option} {out}")
 
 
@@ -476,23 +481,6 @@ def save(record: Any, out: Path | None) -> None:
     if out is None or not process.is_leader():
         return
     write_whole(json.dumps(record, indent=1).encode("utf-8"), out)
-
-
-def write_whole(content: bytes, out: Path) -> None:
-    """Writes a file, whole or not at all, also when it is interrupted.
-
-    Raises:
-      InputError: the file cannot be written.
-    """
-    partial = out.with_name(out.name + ".partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(out)
-    except OSError as error:
-        raise InputError(f"{out} could not be written: {error.strerror}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
 def table(headers: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> rich.table.Table:

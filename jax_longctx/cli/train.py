@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from jax_longctx.cli import options
+from jax_longctx.cli import options, process
 from jax_longctx.cli.options import argument, only, option
 from jax_longctx.cli.terminal import Terminal, check_file, check_plot
 from jax_longctx.errors import InputError
@@ -34,7 +34,8 @@ def train(
 ) -> None:
     """Continue the pretraining of a checkpoint on long texts.
 
-    Run the command again to resume after a kill, Ctrl-C or SIGTERM, which saves the last step.
+    Run the command again to resume after a kill, Ctrl-C or SIGTERM, which saves the last step and
+    ends with exit code 143.
     Needs the extra `train`. The run's folder gets metrics.jsonl, tensorboard/ and loss.png, and the
     result as model/, for [bold]ask -c[/bold] and [bold]convert --to-hf[/bold]; best/ is the model
     of the lowest dev loss, where that came before the last step.
@@ -71,7 +72,7 @@ def _report(outcome: Any, newest: dict[str, Any], output: Path, terminal: Termin
     loss, best = f", {_moment(newest)}" if newest else "", outcome.best
     if outcome.ended != "done":
         terminal.note(f"ended after step {outcome.step}{loss}, saved; run again to go on")
-        return
+        raise typer.Exit(process.TERMINATED)
     terminal.note(f"{outcome.step} steps done{loss}; the model is in {output / MODEL}")
     if (output / BEST).exists():
         terminal.note(

@@ -79,7 +79,12 @@ def check_offload(setup: programs.Setup) -> None:
             f"seq={setup.mesh.shape['seq']}; leave seq out, or offload"
         )
     # The size of the working set is checked as a cache is made.
-    programs.abstract_caches(setup, 1, slots_for(1), 0)
+    try:
+        programs.abstract_caches(setup, 1, slots_for(1), 0)
+    except ConfigError:
+        # The error names what the longest text needs, so that no text is refused again.
+        programs.abstract_caches(setup, 1, slots_for(setup.config.max_position), 0)
+        raise
 
 
 def bytes_per_device(mesh: AnyMesh, abstract: Any, *, host: bool = False) -> int:

@@ -42,6 +42,7 @@ from jax_longctx.engine.scoring import States, Through, forced_states, gathered
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.intervals import bootstrap
 from jax_longctx.evaluation.plots import Plot, draw_line, drawing, panels
+from jax_longctx.files import write_whole
 
 AHEAD = " \\*"
 
@@ -292,7 +293,7 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
         if len(axes) == 2:
             axes[1].set_ylabel("ratio to full attention")
         axes[-1].set_xlabel("position of the scored tokens")
-    path.write_bytes(Plot("perplexity", "", figure).png())
+    write_whole(Plot("perplexity", "", figure).png(), path)
 
 
 def _curve(run: dict[str, Any]) -> tuple[list[float], list[float]]:

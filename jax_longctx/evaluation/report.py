@@ -25,6 +25,7 @@ from jax_longctx.evaluation.tables import (
     score_table,
     table_text,
 )
+from jax_longctx.files import read_text, write_whole
 from jax_longctx.studies.published import PUBLISHED
 
 ABOUT = "about.json"
@@ -107,13 +108,13 @@ def make_sections(
 
 def write_about(folder: Path, about: About) -> None:
     """Writes the fields that rows do not have: `title`, `about`, `published`."""
-    _write(folder / ABOUT, json.dumps(about, indent=1))
+    write_whole(json.dumps(about, indent=1), folder / ABOUT)
 
 
 def read_about(folder: Path) -> About:
     """Reads the fields of `write_about`; empty if there is no such file."""
     try:
-        return json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        return json.loads(read_text(folder / ABOUT))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -125,9 +126,10 @@ def write_report(folder: Path, rows: Sequence[Row], about: About) -> Summary:
     summary = summarise(rows)
     sections = make_sections(rows, summary, about.get("published", ()))
     title, words = about.get("title") or "Evaluation", about.get("about", "")
-    (folder / PICTURES).mkdir(parents=True, exist_ok=True)
+    with file_errors(f"{folder / PICTURES} cannot be written"):
+        (folder / PICTURES).mkdir(parents=True, exist_ok=True)
     for plot in (plot for section in sections for plot in section.plots):
-        _write(folder / PICTURES / plot.file, plot.png())
+        write_whole(plot.png(), folder / PICTURES / plot.file)
     from jinja2 import Environment, PackageLoader
 
     facts = {"title": title, "about": words, "facts": _facts(rows), "sections": sections}
@@ -139,7 +141,7 @@ def write_report(folder: Path, rows: Sequence[Row], about: About) -> Summary:
             keep_trailing_newline=True,
         )
         pages.filters |= {"plain": plain, "text": table_text}
-        _write(folder / name, pages.get_template(name).render(facts, pictures=PICTURES))
+        write_whole(pages.get_template(name).render(facts, pictures=PICTURES), folder / name)
     return summary
 
 
@@ -163,11 +165,3 @@ def _facts(rows: Sequence[Row]) -> list[tuple[str, str]]:
         ("rows", f"{len(rows):,}"),
     ]
     return [(name, value) for name, value in facts if value]
-
-
-def _write(path: Path, content: str | bytes) -> None:
-    """Writes under a temporary name first, so that no file is incomplete."""
-    partial = path.with_name(path.name + ".partial")
-    with file_errors(f"{path} could not be written"):
-        partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
-        partial.replace(path)

@@ -27,6 +27,7 @@ from typing import Any
 
 from jax_longctx.batch import lines
 from jax_longctx.errors import InputError, OriginError, file_errors
+from jax_longctx.files import check_plain
 from jax_longctx.locks import lock
 from jax_longctx.origin import check_same
 
@@ -75,7 +76,9 @@ class RowStore:
         self.path, self._rows = folder / NAME, {}
         with file_errors(f"{self.path} cannot be written"):
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab")
+            if self.path.exists():
+                check_plain(self.path)
+            self._file = self.path.open("ab", 0)
             alone = lock(self._file.fileno())
         try:
             if not alone:

@@ -36,7 +36,8 @@ from flax import traverse_util
 from jax.sharding import Mesh
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from jax_longctx.errors import CheckpointError, DamagedError
+from jax_longctx.errors import CheckpointError, DamagedError, reason
+from jax_longctx.files import create, open_plain, read_text
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, param_infos, quantised_weights, stored_paths
 from jax_longctx.paths import whole_path
@@ -103,7 +104,7 @@ def read_sealed(path: Path, version: int, remedy: str, *others: int) -> dict[str
       CheckpointError: the file cannot be read, or is of another version.
     """
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(read_text(path))
         if not isinstance(fields, dict):
             raise ValueError(f"it holds a JSON {type(fields).__name__}, expected an object")
         if (found := fields.get("format")) not in (version, *others):
@@ -130,7 +131,7 @@ def _digest(fields: Mapping[str, Any]) -> str:
 def write_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all, and onto the disk."""
     scratch = partial_of(path)
-    with scratch.open("w", encoding="utf-8") as file:
+    with create(scratch) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -144,7 +145,7 @@ def partial_of(path: Path) -> Path:
 
 def sha256_of(path: Path) -> str:
     """Of a file's bytes."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -359,7 +360,8 @@ def quiet_orbax() -> Iterator[None]:
     try:
         yield
     except Exception:
-        # Workers that fail after the first one would still log and write.
+        # Workers that fail after the first one would still log and write, some after this.
+        levels = [logging.CRITICAL for _ in loggers]
         end = time.monotonic() + WORKERS
         for thread in set(threading.enumerate()) - threads:
             thread.join(max(0.0, end - time.monotonic()))
@@ -409,7 +411,9 @@ def why_failed(error: Exception) -> str:
     """Why Orbax or TensorStore failed, without the names of their internal files."""
     found = re.search(r"os_error_code='(\d+)'", str(error))
     if found is not None:
-        return os.strerror(int(found[1]))
+        error = OSError(int(found[1]), os.strerror(int(found[1])))
+    if isinstance(error, OSError) and error.strerror:
+        return reason(error)
     # After the bracket TensorStore gives a line of its source and the whole spec.
     return first_line(error).split(" [")[0]
 

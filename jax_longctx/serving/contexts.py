@@ -552,7 +552,7 @@ def _hold(folder: Path) -> int:
     """Locks the folder for this server; the kernel releases the lock when the process ends."""
     with file_errors(f"{folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
-        held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         alone = lock(held)
     if not alone:
         os.close(held)

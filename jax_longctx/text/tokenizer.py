@@ -13,37 +13,31 @@ reads the context.
 Special tokens count only where a template writes them (`PromptText`). In documents, questions and
 messages they are plain text, unless the tokenizer is loaded with `parse_special`.
 
-Chat templates are rendered in a child process with limits of time and memory. One process serves
-all templates (`chat_worker`). It starts with the first template, and imports jinja2 while the
-checkpoint loads. A template that exceeds a limit ends this process only; the next template starts
-a new one.
+Chat templates are rendered, and texts encoded, in child processes with limits of time and memory
+(`child`). One serves all templates. It starts with the first template, and imports jinja2 while the
+checkpoint loads.
 """
 
-import atexit
 import dataclasses
 import functools
 import itertools
 import json
-import os
 import re
 import secrets
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from jax_longctx.files import read_text
+from jax_longctx.text.child import RENDERER, BoundedTokenizer
 
 # Decoded tokens that stay in the stream decoder's window, because the text of a token (a leading
 # space, a run of bytes) depends on the tokens before it. Four would suffice.
 _OVERLAP = 8
 
-WORKER = Path(__file__).with_name("chat_worker.py")
 # Limits of one rendering, compilation included: thousands of times what published templates need.
 SECONDS = 3.0
 MEMORY = 2**30
@@ -112,6 +106,9 @@ class Tokenizer:
       vocab_size: one more than the largest id, added tokens included.
       own_size: the same without added tokens.
       parse_special: whether special tokens that are written in a text count.
+
+    Args:
+      file: the text of the `tokenizer.json` that the backend was made of, if any.
     """
 
     def __init__(
@@ -122,6 +119,7 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         chat_template: str | None = None,
         parse_special: bool = False,
+        file: str | None = None,
     ):
         # Files saved after training often have these set; they would silently cut the context.
         backend.no_truncation()
@@ -137,14 +135,15 @@ class Tokenizer:
         ids = backend.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
         self.own_size = max((token for token in ids if token not in added), default=-1) + 1
-        self.parse_special, self._encoder = parse_special, Encoder(backend, self.eos_ids)
+        self.parse_special = parse_special
+        self._encoder = Encoder(backend, file or backend.to_str(), self.eos_ids)
         self.adds_bos = _adds_bos(backend, settings, self.bos_id)
         self._chat = None
         if chat_template is not None:
             self._chat = ChatTemplate(chat_template, special_texts(settings))
 
     @classmethod
-    def load(cls, directory: str | Path, *, eos: Any = None, **how: bool) -> "Tokenizer":
+    def load(cls, directory: str | Path, *, eos: Any = None, **how: Any) -> "Tokenizer":
         """Reads the tokenizer files of `directory`; `how` is `parse_special`.
 
         Args:
@@ -159,10 +158,7 @@ class Tokenizer:
         text = _read(path)
         if text is None:
             raise CheckpointError(f"{path} not found; convert the checkpoint with its tokenizer")
-        try:
-            backend = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the package raises the bare class on any fault in the file
-            raise CheckpointError(f"{path} is not a tokenizer file: {error}") from error
+        backend = BoundedTokenizer(text).load(str(path))
         settings = dict(_read_json(directory / "special_tokens_map.json"))
         settings |= _read_json(directory / "tokenizer_config.json")
         generation = _read_json(directory / "generation_config.json")
@@ -173,7 +169,8 @@ class Tokenizer:
         template = _read(directory / "chat_template.jinja")
         if template is None:
             template = select_template(settings.get("chat_template"))
-        return cls(backend, settings, eos_ids=eos_ids, chat_template=template, **how)
+        how |= {"chat_template": template, "file": text}
+        return cls(backend, settings, eos_ids=eos_ids, **how)
 
     @property
     def has_chat(self) -> bool:
@@ -278,14 +275,14 @@ class Tokenizer:
 
 
 class Encoder:
-    """Encodes with one backend; added tokens among `ends` are special.
+    """Encodes as the backend does that `file` describes; added tokens among `ends` are special.
 
     Most texts need no care. Else a text is cut at the added tokens that count, and each section is
     encoded by a copy of the tokenizer that knows no special token, with the dummy prefix or without
     (a space that many sentencepiece tokenizers put before each text).
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, ends: Container[int]):
+    def __init__(self, backend: tokenizers.Tokenizer, file: str, ends: Container[int]):
         added = backend.get_added_tokens_decoder()
         self._added = {token: info.content for token, info in added.items()}
         self._special = {
@@ -293,8 +290,8 @@ class Encoder:
             for token, info in added.items()
             if info.special or token in ends or _LOOKS_SPECIAL.fullmatch(info.content)
         }
-        # Copies of the backend by (whether the text begins, whether special tokens are text).
-        self._copies = {(True, False): backend}
+        # Copies by (whether the text begins, whether special tokens are text).
+        self._file, self._copies = file, {(True, False): BoundedTokenizer(file)}
         steps = [
             None if step is None else json.loads(step.__getstate__())
             for step in (backend.normalizer, backend.pre_tokenizer)
@@ -317,7 +314,7 @@ class Encoder:
           begins: no other text stands before this one.
 
         Raises:
-          InputError: the text holds half of a surrogate pair.
+          InputError: as `BoundedTokenizer.encode`.
         """
         ids, own = self._ids(text, begins), None
         if plain:
@@ -344,39 +341,29 @@ class Encoder:
 
     def _added_in(self, text: str, begins: bool) -> Iterator[tuple[int, int, int, int]]:
         """Added tokens in `text`: id, first character, and what they take (spaces around, too)."""
-        whole = _encoded(self._copy(begins, False).encode_batch, text)
+        whole = self._copy(begins, False).encode(text, offsets=True)
         for token, (start, end) in zip(whole.ids, whole.offsets, strict=True):
             # An unknown character has the id of an added token, whose text it is not.
             if token in self._added and (at := text.find(self._added[token], start, end)) >= 0:
                 yield token, at, start, end
 
     def _ids(self, text: str, begins: bool, *, as_text: bool = False) -> list[int]:
-        # A batch of one, because `encode` blocks other threads, half a second a megabyte, and
-        # with them the handling of Ctrl-C.
-        return _encoded(self._copy(begins, as_text).encode_batch_fast, text).ids if text else []
+        return self._copy(begins, as_text).encode(text).ids if text else []
 
     def _count(self, ids: Iterable[int]) -> int:
         return sum(map(self._special.__contains__, ids))
 
-    def _copy(self, begins: bool, as_text: bool) -> tokenizers.Tokenizer:
+    def _copy(self, begins: bool, as_text: bool) -> BoundedTokenizer:
         key = begins or not self._has_prefix, as_text
         if key not in self._copies:
-            described = json.loads(self._copies[True, False].to_str())
+            described = json.loads(self._file)
             if not key[0]:
                 for name in ("normalizer", "pre_tokenizer"):
                     described[name] = _continued(described[name])
             if as_text:
                 _hide(described, self._special.values())
-            self._copies[key] = tokenizers.Tokenizer.from_str(json.dumps(described))
+            self._copies[key] = BoundedTokenizer(json.dumps(described))
         return self._copies[key]
-
-
-def _encoded(encode: Callable[..., list[tokenizers.Encoding]], text: str) -> tokenizers.Encoding:
-    try:
-        (encoded,) = encode([text], add_special_tokens=False)
-    except TypeError as error:  # the package raises this for half a surrogate pair
-        raise InputError("the text holds characters that are not Unicode (no UTF-8)") from error
-    return encoded
 
 
 def _continued(step: Any, first: bool = True) -> Any:
@@ -539,7 +526,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
         self.source = source
         self._special_tokens = dict(special_tokens)
-        _RENDERER.start()
+        RENDERER.start()
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
         """The messages as one text.
@@ -548,7 +535,7 @@ class ChatTemplate:
           ConfigError: the template is not valid, fails, or exceeds a limit.
           InputError: the template refuses the messages.
         """
-        reply = _RENDERER.render(
+        reply = RENDERER.ask(
             {
                 "source": self.source,
                 "variables": {
@@ -583,75 +570,6 @@ def select_template(value: Any) -> str | None:
     raise CheckpointError(
         f"chat_template is a {type(value).__name__}; expected text or a list of named templates"
     )
-
-
-class _Renderer:
-    """The child process that renders; threads take turns."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.RLock()
-
-    def start(self) -> None:
-        """Starts the process unless it runs, without waiting for it."""
-        with self._lock:
-            if self._process is not None and self._process.poll() is None:
-                return
-            self.stop()
-            # The child gets this process's import paths, so that it can skip `site`.
-            paths = os.pathsep.join(path for path in sys.path if path)
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-S", "-P", str(WORKER)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": paths},
-                    # Ctrl-C reaches only the parent; when the parent ends, so do stdin and child.
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise ConfigError(
-                    f"the process that renders chat templates cannot start: {error.strerror}"
-                ) from error
-
-    def render(self, request: dict[str, Any]) -> dict[str, str]:
-        """The child's reply, or `error` with the reason why there is none."""
-        line = json.dumps(request).encode() + b"\n"
-        with self._lock:
-            self.start()
-            process = self._process
-            assert process is not None and process.stdin is not None and process.stdout is not None
-            try:
-                process.stdin.write(line)
-                process.stdin.flush()
-                reply = process.stdout.readline()
-            except BrokenPipeError:
-                reply = b""
-            except BaseException:
-                # Otherwise the pipe would hold this reply when the next one is read.
-                process.kill()
-                self.stop()
-                raise
-            if reply.endswith(b"\n"):
-                return json.loads(reply)
-            code = self.stop()
-        if code == -signal.SIGPROF:
-            return {"error": f"takes more than {request['seconds']:g} s of processor time"}
-        return {"error": f"ends the process that renders it (exit code {code})"}
-
-    def stop(self) -> int | None:
-        """Ends the process, if there is one, and returns its exit code."""
-        process, self._process = self._process, None
-        if process is None:
-            return None
-        # Closes stdin, which ends the process, and waits for the end.
-        process.communicate()
-        return process.returncode
-
-
-_RENDERER = _Renderer()
-atexit.register(_RENDERER.stop)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -766,7 +684,7 @@ def _adds_bos(
 def _read(path: Path) -> str | None:
     """The file's text, or None if there is no such file."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except FileNotFoundError:
         return None
     except OSError as error:

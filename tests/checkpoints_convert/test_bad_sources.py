@@ -1,14 +1,19 @@
 """Every kind of bad source: one line with the file and the tensor, and nothing left behind."""
 
+import contextlib
 import json
+import os
 import shutil
+import socket
 import struct
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
 from safetensors.numpy import load_file, save_file
+from tokenizers.pre_tokenizers import Split
 
 from checkpoints_convert import convert, export
 from jax_longctx.errors import CheckpointError, ConfigError, InputError, LongctxError
@@ -102,10 +107,46 @@ def others_only(source):
     gone(TWO, INDEX)(source)
 
 
+def instead(*files, of=(ONE, TWO, INDEX)):
+    """Other files in place of these."""
+
+    def edit(source):
+        gone(*of)(source)
+        for name, content in files:
+            (source / name).write_bytes(content)
+
+    return edit
+
+
+def special(name, make):
+    """A FIFO, a socket or a link to a device under the name of a file."""
+
+    def edit(source):
+        (source / name).unlink(missing_ok=True)
+        make(source / name)
+
+    return edit
+
+
+def bound(path):
+    """A socket; the name that it is bound to has at most 107 bytes."""
+    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):
+        made.bind(path.name)
+
+
 def tokenizer_of_another_model(source):
     words = tokenizers.models.WordLevel({str(i): i for i in range(301)}, unk_token="0")
     tokenizers.Tokenizer(words).save(str(source / "tokenizer.json"))
     (source / "tokenizer_config.json").unlink()
+
+
+def hostile_tokenizer():
+    """A small one whose pattern backtracks for ever on some texts."""
+    words = {text: number for number, text in enumerate(["a", "<|begin|>", "<|end|>"])}
+    model = tokenizers.models.WordLevel(words, unk_token="a")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = Split(tokenizers.Regex("(a+)+$"), "isolated")
+    return made.to_str()
 
 
 def nested(name):
@@ -148,6 +189,47 @@ CASES = {
     "no tokenizer": (gone("tokenizer.json"), ["{}", "no tokenizer"]),
     "another tokenizer": (tokenizer_of_another_model, ["{}", "wrong tokenizer", "300"]),
 }
+# What the folder holds in place of a whole model is named, and what to do.
+TIKTOKEN = b"IQ== 0\nIg== 1\n"
+CASES |= {
+    "shards alone": (gone(INDEX), ["{}", ONE, "without its index; fetch " + INDEX]),
+    "another name": (instead(("weights.safetensors", b"")), ["weights.safetensors", "rename it"]),
+    "mistral's layout": (instead(("consolidated.safetensors", b"")), ["consolidated.safetensors"]),
+    "meta's layout": (
+        instead(("consolidated.00.pth", b""), ("params.json", b"{}"), of=(ONE, TWO, INDEX, CONFIG)),
+        ["no config.json", "consolidated.00.pth", "fetch the files for transformers"],
+    ),
+    "an adapter": (
+        instead(("adapter_config.json", b"{}"), of=(ONE, TWO, INDEX, CONFIG, "tokenizer.json")),
+        ["{}", "adapter_config.json is of a LoRA adapter", "merge"],
+    ),
+    "gguf in a folder": (instead(("m-Q8_0.gguf", b"GGUF")), ["m-Q8_0.gguf", "name that file"]),
+    "tensorflow": (instead(("tf_model.h5", b"")), ["tf_model.h5 is not read"]),
+    "tiktoken": (
+        instead(("tokenizer.model", TIKTOKEN), of=("tokenizer.json",)),
+        ["{}/tokenizer.model", "tiktoken", "tokenizer.json beside it"],
+    ),
+    "qwen's tiktoken": (
+        instead(("qwen.tiktoken", TIKTOKEN), of=("tokenizer.json",)),
+        ["no tokenizer", "qwen.tiktoken is not read"],
+    ),
+}
+# What would block or never end where a file is expected.
+CASES |= {
+    f"{kind} in place of {name}": (
+        special(name, make),
+        ["{}", name, f"cannot be read: it is {kind}"],
+    )
+    for kind, make, name in [
+        ("a FIFO", os.mkfifo, ONE),
+        ("a FIFO", os.mkfifo, CONFIG),
+        ("a FIFO", os.mkfifo, INDEX),
+        ("a FIFO", os.mkfifo, "tokenizer.json"),
+        ("a socket", bound, "generation_config.json"),
+        ("a device", lambda path: path.symlink_to("/dev/zero"), "tokenizer_config.json"),
+        ("a folder", Path.mkdir, "special_tokens_map.json"),
+    ]
+}
 # A file of the tokenizer that other commands would refuse.
 CASES |= {
     f"{name}: {text[:29]}": (written(name, text.encode()), ["{}: ", words])
@@ -156,6 +238,7 @@ CASES |= {
         ("tokenizer_config.json", '{"eos_token": "<none>"}', "'<none>' is not in the tokenizer's"),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "is not valid at its line 1: "),
         ("tokenizer_config.json", '{"chat_template": "{{ range(10**9) }}"}', "; repair it in the"),
+        ("tokenizer.json", hostile_tokenizer(), "retry-limit-in-match over on a text"),
         ("special_tokens_map.json", "[]", "special_tokens_map.json holds a list"),
         ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id is '2', expected an id"),
     ]
@@ -213,6 +296,8 @@ def test_what_is_no_checkpoint_or_of_sizes_that_no_tensors_have(tmp_path, source
     text.write_text("nothing of a model\n" * 20)
     refused(text, "not a GGUF file", source=text)
     refused("nowhere", "does not exist", source=str(tmp_path / "nowhere"))
+    os.mkfifo(tmp_path / "m.gguf")
+    refused("m.gguf cannot be read: it is a FIFO", source=tmp_path / "m.gguf")
     refused("name its folder", source=source / ONE)
     with_json(CONFIG, architectures=["GPT2LMHeadModel"])(source)
     refused("GPT2LMHeadModel", kind=ConfigError)
@@ -241,7 +326,7 @@ def test_destinations_that_cannot_be_written(tmp_path, source, refused, monkeypa
     shutil.rmtree(tmp_path / "ours")
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    refused("needs", "0.00 GB are free", "--dtype")
+    refused("needs", "1000 B are free", "--dtype")
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path, source):

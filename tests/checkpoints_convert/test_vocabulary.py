@@ -300,6 +300,14 @@ def test_metadata_that_is_no_tokenizer_is_refused(trained):
         gguf_tokenizer_files(Path("m.gguf"), metadata)
 
 
+def test_a_piece_whose_splits_take_for_ever_is_refused(pieces):
+    metadata = spm_metadata(pieces)
+    for name, more in (("tokens", "a" * 1001), ("scores", 0.0), ("token_type", 1)):
+        metadata[f"tokenizer.ggml.{name}"] = [*metadata[f"tokenizer.ggml.{name}"], more]
+    with pytest.raises(CheckpointError, match="a piece of 1,001 characters, expected"):
+        gguf_tokenizer_files(Path("m.gguf"), metadata)
+
+
 def test_smollm2_reads_as_the_golden_says(tmp_path):
     """Token ids and decoded text by transformers' own reading of the file (tests/goldens)."""
     write_tokenizer(tmp_path)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,14 @@ def write_checkpoint(
 
 
 @contextlib.contextmanager
-def full_disk():
+def full_disk(size=30_000):
     """The system refuses to write more than this to a file, as a full disk would."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    limits, kept = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+    # Python would keep a module's bytecode cut off, and never be able to import it again.
+    sys.dont_write_bytecode = True
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        sys.dont_write_bytecode = kept

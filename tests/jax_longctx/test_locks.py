@@ -35,6 +35,25 @@ def test_the_second_writer_is_refused_and_the_next_is_not(tmp_path):
             pass
 
 
+def test_a_link_or_a_users_file_under_the_locks_name_is_left_alone(tmp_path):
+    (tmp_path / "precious").write_text("keep")
+    (tmp_path / "a.lock").symlink_to(tmp_path / "precious")
+    (tmp_path / "b.lock").symlink_to(tmp_path / "made")
+    (tmp_path / "c.lock").write_text("keep")
+    os.mkfifo(tmp_path / "d.lock")
+    before = sorted(tmp_path.iterdir())
+    for name, why in (
+        ("a", "symbolic link"),
+        ("b", "symbolic link"),
+        ("c", "no lock"),
+        ("d", "no"),
+    ):
+        with pytest.raises(InputError, match=rf"{name}[^ ]* .*{why}"), only_writer(tmp_path / name):
+            pass
+    assert sorted(tmp_path.iterdir()) == before
+    assert (tmp_path / "precious").read_text() == (tmp_path / "c.lock").read_text() == "keep"
+
+
 def hold(path, ready):
     with only_writer(path):
         ready.set()

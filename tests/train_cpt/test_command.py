@@ -1,10 +1,12 @@
 """`jax-longctx train`: its configuration, and from texts to a checkpoint; by two processes too."""
 
+import contextlib
 import gc
 import json
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from typer.testing import CliRunner
 
 import checkpoints_convert
 from jax_longctx.cli.main import app
+from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.locks import only_writer
 from jax_longctx.models.storage import load_params, read_manifest
@@ -217,15 +220,39 @@ def test_a_run_goes_on_where_neither_texts_nor_steps_change(trained):
         assert code == 0 and "2 steps done" in said, (new, said)
 
 
+def test_a_run_that_sigterm_ends_says_that_it_is_unfinished(folder, monkeypatch):
+    @contextlib.contextmanager
+    def progress(*_):
+        yield lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+
+    config = changed(folder, "/run", "/ended")
+    with monkeypatch.context() as patch:
+        patch.setattr(Terminal, "progress", progress)
+        code, said = train(config)
+    assert code == 143 and "ended after step 1, loss " in said, said
+    code, said = train(config)
+    assert code == 0 and "2 steps done" in said, said
+
+
 # Orbax's writers learn of the error one by one, the last ones when they are collected.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_disk_that_fills_up_is_one_line(trained, capfd):
+@pytest.mark.parametrize(
+    ("size", "old", "full"),
+    [
+        (30_000, "/run", "full/checkpoints"),
+        (200, "/run", "full/run.json"),
+        (100, "/data", "full"),
+    ],
+)
+def test_a_disk_that_fills_up_is_one_line(trained, capfd, size, old, full):
     folder, _ = trained
-    with full_disk():
-        code, said = train(changed(folder, "/run", "/full"))
+    shutil.rmtree(folder / "full", ignore_errors=True)
+    config = changed(folder, old, "/full")
+    with full_disk(size):
+        code, said = train(config)
     gc.collect()
-    full = folder / "full" / "checkpoints"
-    assert code == 2 and said.endswith(f"error: {full} could not be written: File too large"), said
+    why = "could not be written: File too large (ulimit -f limits the size of files)"
+    assert code == 2 and said.endswith(f"error: {folder / full} {why}"), said
     assert "Traceback" not in said + capfd.readouterr().err
 
 

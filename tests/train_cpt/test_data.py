@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import os
 import sys
 
 import numpy as np
@@ -113,6 +114,10 @@ def test_saved_datasets_are_read_by_what_they_list(tmp_path):
     [
         ("x.jsonl", b'{"text": "a"}\n{"body": "b"}', r"x.jsonl:2: expected an object with a text"),
         ("x.jsonl", b"[", "x.jsonl:1: this line is not JSON"),
+        ("x.jsonl", b"[" * 200_000, "x.jsonl:1: this line is not JSON"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": "b\\udc80"}', r"x.jsonl:2: half of a surrogate pair"),
+        ("x.jsonl", None, "x.jsonl cannot be read: it is a FIFO"),
+        ("x.parquet", None, "x.parquet cannot be read: it is a FIFO"),
         ("x.txt", b"ab\xff", r"x.txt is not UTF-8 text \(byte 2\)"),
         ("x.pdf", b"", "x.pdf has an unknown suffix; expected .txt"),
         ("x.parquet", b"PAR1 but no more", "x.parquet is damaged: Parquet"),
@@ -128,6 +133,8 @@ def test_bad_documents_are_refused(tmp_path, name, content, message):
     if isinstance(content, dict):
         ((column, values),) = content.items()
         write_table(path, values, column)
+    elif content is None:
+        os.mkfifo(path)
     elif name:
         path.write_bytes(content)
     with pytest.raises(InputError, match=message):

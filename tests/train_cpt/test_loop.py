@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from jax_longctx.cli.main import app
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.models.storage import read_sealed, seal
+from tests.checkpoints_convert.tiny import full_disk
 from tests.chunks import wrong_chunks
 from tests.patience import patience
 from tests.support import tiny_config
@@ -259,6 +260,17 @@ def events_of(directory):
             if event.session_log.status == event.session_log.START:
                 forgotten.append(event.step)
     return scalars, forgotten
+
+
+@pytest.mark.parametrize(("size", "name"), [(20, "events.out.tfevents."), (60, "metrics.jsonl")])
+def test_a_full_disk_is_named_by_its_file(tmp_path, size, name):
+    line = {"step": 1, "loss": 0.5, "gradient_norm": 0.25, "learning_rate": 0.125, "mfu": 0.5}
+    with (
+        full_disk(size),
+        pytest.raises(InputError, match=rf"{name}.* could not be "),
+    ):
+        with metrics_log(tmp_path, 0) as write:
+            write(line)
 
 
 def test_lines_are_events_too_and_both_go_on_from_a_step(tmp_path):

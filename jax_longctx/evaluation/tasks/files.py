@@ -24,6 +24,7 @@ from jax_longctx.errors import InputError
 from jax_longctx.evaluation.haystack import Fitted, read_file
 from jax_longctx.evaluation.metrics import normalize, rouge, string_match_part, token_f1
 from jax_longctx.evaluation.tasks.task import Count, Sample, Task, fixed
+from jax_longctx.files import check_text
 
 _LETTERS = string.ascii_uppercase
 QA = "Answer the question from the text above. Give the answer alone, as short as it can be."
@@ -177,10 +178,12 @@ def read_records(name: str, file: str) -> tuple[Record, ...]:
     records, path = [], Path(file)
     for number, line in enumerate(read_file(file, advice).splitlines(), start=1):
         try:
-            found = FORMATS[name](json.loads(line), path) if line.strip() else []
+            parsed = json.loads(line) if line.strip() else None
+            check_text(json.dumps(parsed, ensure_ascii=False), f"{file}, line {number}")
+            found = [] if parsed is None else FORMATS[name](parsed, path)
             if not all(record.context and record.outputs for record in found):
                 raise ValueError("no context, or no answer")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{file}, line {number}: {error!r}; {advice}") from error
         records += found
     return tuple(records)

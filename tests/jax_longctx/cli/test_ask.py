@@ -124,7 +124,8 @@ def test_a_full_disk_is_one_line_after_the_answer(run, loads, book, tmp_path, ca
         signal.signal(signal.SIGXFSZ, ignored)
     assert (result.exit_code, result.stdout) == (2, answer), result.output
     error = result.stderr.splitlines()[-1]
-    assert error == f"error: {tmp_path / 'read'} could not be written: File too large"
+    why = "File too large (ulimit -f limits the size of files)"
+    assert error == f"error: {tmp_path / 'read'} could not be written: {why}"
     assert result.stderr.count("error") == 1
     assert caplog.text == ""
     assert list(tmp_path.iterdir()) == [book]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 
@@ -9,6 +10,7 @@ import jax_longctx.batch.run as run_module
 from jax_longctx.batch import BatchOptions, compile_first
 from jax_longctx.engine import Engine, Sampling
 from jax_longctx.locks import only_writer
+from tests.checkpoints_convert.tiny import full_disk
 from tests.jax_longctx.cli.conftest import die_at
 from tests.small_methods import small_method
 
@@ -125,7 +127,7 @@ BAD = {
     '{"file": "none.txt", "question": "y"}': "file 'none.txt' cannot be read as text: No such",
     '{"promt": "x"}': "unknown key 'promt'",
     '{"id": [1], "prompt": "x"}': "id is [1]",
-    '{"prompt": "\\ud800"}': "not UTF-8",
+    '{"prompt": "\\ud800"}': "in.jsonl, line 23: half of a surrogate pair ('\\ud800') is not UTF-8",
 }
 
 
@@ -173,6 +175,31 @@ def test_a_run_that_was_killed_at_any_write_goes_on(batch, killed, tmp_path, mon
         # At most the batch that was being written is computed again.
         assert len(computed) <= 4 + 1
     assert count > 8
+
+
+def test_a_full_disk_is_named_by_its_file_and_the_run_goes_on(batch, tiny, out):
+    batch(*LIMIT, into=out.with_name("first.jsonl"))  # compiles, and writes what is compiled
+    for size, name in ((100, "out.jsonl.journal"), (700, "out.jsonl.")):
+        with full_disk(size):
+            said = batch(*LIMIT, code=2).stderr
+        assert name in said and "could not be written: File too large" in said, said
+    batch(*LIMIT)
+    check_answers(tiny, lines_of(out), out.parent)
+
+
+def test_links_in_place_of_a_runs_files_are_left_alone(batch, out):
+    precious = out.with_name("precious")
+    precious.write_text("keep")
+    for end in (".partial", ".journal", ".journal.new", ".lock"):
+        link = out.with_name(out.name + end)
+        link.symlink_to(precious)
+        batch(*LIMIT, code=2)
+        link.unlink()
+        if end in (".partial", ".journal"):
+            os.mkfifo(link)
+            assert "is a link or no plain file; remove it" in batch(*LIMIT, code=2).stderr
+            link.unlink()
+        assert precious.read_text() == "keep" and not out.exists()
 
 
 def test_equal_prompts_draw_by_their_line(batch, tiny, tmp_path, monkeypatch):
@@ -432,6 +459,10 @@ def test_no_input_and_an_output_that_is_a_folder_are_refused(batch, loads, given
     given.unlink()
     before = sorted(out.parent.iterdir())
     assert "does not exist" in batch(code=2).stderr
+    os.mkfifo(given)
+    assert "in.jsonl cannot be read: it is a FIFO; give a" in batch(code=2).stderr
+    given.unlink()
+    assert "/dev/null is a device, a FIFO" in batch(rows=ROWS[:1], into="/dev/null", code=2).stderr
     assert "is a folder; name a file" in batch(rows=ROWS[:1], into=out.parent, code=2).stderr
     assert loads == []
     assert "holds no rows" in batch(rows=[], code=2).stderr

@@ -16,9 +16,9 @@ import jax_longctx
 from jax_longctx.cli import demo as demo_module
 from jax_longctx.cli import demo_facts
 from jax_longctx.cli.demo_picture import BIN, Look, picture
-from jax_longctx.cli.terminal import write_whole
 from jax_longctx.errors import InputError, LengthError
 from jax_longctx.evaluation.haystack import Haystack, python_topics
+from jax_longctx.files import write_whole
 from tests.jax_longctx.cli.tiny_model import write_source
 
 

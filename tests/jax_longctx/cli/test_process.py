@@ -221,6 +221,8 @@ def test_a_reader_of_both_that_leaves_ends_quietly():
     assert (done.returncode, done.stdout, done.stderr) == (141, "word ", "")
 
 
+# As Python says that the system gives no thread.
+SHORT = '"$PYTHON" -c "$SHORT"'
 LONGCTX, NO_STDOUT = '"$PYTHON" -m jax_longctx', "error: stdout cannot be written: "
 # Python would keep a module's bytecode cut off, and never be able to import it again.
 FULL = "export PYTHONDONTWRITEBYTECODE=1; ulimit -f 20; trap '' XFSZ; "
@@ -237,13 +239,26 @@ FULL = "export PYTHONDONTWRITEBYTECODE=1; ulimit -f 20; trap '' XFSZ; "
         ('"$PYTHON" -c "$WRITING"', "could not be written: No space left on device; free some"),
         (f"{LONGCTX} ask - Who? -c . <&-", "stdin is closed; pipe a text in"),
         (f"{LONGCTX} generate -c . <&-", "no prompt given"),
+        (f"mkdir a; cd a; rmdir ../a; {LONGCTX} methods", "error: the working directory cannot"),
+        (f"ulimit -v 1500000; echo a | {LONGCTX} ask - Who? -c .", "ulimit -v allows 1.4 GiB of"),
+        (
+            f"ulimit -v 4000000; {SHORT}",
+            "ulimit -v allows 3.8 GiB of address space",
+        ),
+        (
+            f"mkfifo f; {LONGCTX} ask f Who? -c .",
+            "f cannot be read: it is a FIFO; give a text",
+        ),
+        (f"echo {{}} > i; {LONGCTX} batch i /dev/null -c .", "OUT.jsonl /dev/null is a device, a"),
         (f"{LONGCTX} generate $'key \\xff' -c .", "error: the prompt is not UTF-8"),
     ],
 )
 def test_what_cannot_be_read_or_written_is_one_line(tmp_path, line, message):
     (tmp_path / "manifest.json").touch()
     writing = code_of('    with open("/dev/full", "w") as file:\n        file.write("much")')
-    done = shell(f"cd {tmp_path}; {line}", TALKATIVE=talking(WRITE), WRITING=writing)
+    short = code_of("""    raise RuntimeError("can't start new thread")""")
+    codes = {"TALKATIVE": talking(WRITE), "WRITING": writing, "SHORT": short}
+    done = shell(f"cd {tmp_path}; {line}", **codes)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: ")

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from jax_longctx.errors import ConfigError, InputError
-from jax_longctx.text import tokenizer
+from jax_longctx.text import child, tokenizer
 from jax_longctx.text.tokenizer import ChatTemplate
 
 LOOP, END = "{% for i in range(99999) %}", "{% endfor %}"
@@ -125,13 +125,13 @@ def test_an_interrupt_leaves_no_reply_behind_and_a_killed_process_is_replaced():
         signal.signal(signal.SIGALRM, before)
     assert render("{{ messages[0].content }}") == "hello"
     assert render("a") == "a"
-    process = tokenizer._RENDERER._process
+    process = child.RENDERER._process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert render("b") == "b"
     # Rendering again takes no new process.
     template = ChatTemplate("{{ messages | length }}", {})
     template.render([], add_generation_prompt=True)
-    process = tokenizer._RENDERER._process
+    process = child.RENDERER._process
     assert [template.render([], add_generation_prompt=True) for _ in range(100)] == ["0"] * 100
-    assert tokenizer._RENDERER._process is process and process.poll() is None
+    assert child.RENDERER._process is process and process.poll() is None

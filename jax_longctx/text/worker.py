@@ -1,12 +1,15 @@
-"""Renders chat templates in a process of its own; `tokenizer` starts this file as a script.
+"""Renders chat templates and encodes texts in a process of its own, which `child` starts.
 
-Templates come with a checkpoint and are not trusted. jinja2's immutable sandbox limits what they
-can access, but not their time and memory: the kernel limits those of this process. A timer of
-processor time kills it when a template takes too long.
+Templates and tokenizers come with a checkpoint and are not trusted. jinja2's immutable sandbox
+limits what templates can access, but not their time and memory: the kernel limits those of this
+process. A timer of processor time kills it when a request takes too long.
 
-Reads one JSON request a line and writes one JSON reply a line: `text`; `refuses`, the template's
-reason to reject the messages; or `error`, the fault of the template. Imports nothing of the
-library, so that it starts fast.
+Reads one JSON request a line and writes one JSON reply a line. To a template: `text`; `refuses`,
+the template's reason to reject the messages; or `error`, the fault of the template. To a text (or
+to none, where a tokenizer is only to be loaded): `ids`, and `offsets` where they are asked for;
+`unknown`, where the file of the tokenizer is to be sent too; `refuses`, where the text is not
+Unicode; or `error`, the fault of the tokenizer. Imports nothing of the library, so that it starts
+fast.
 
 Templates find the names that Hugging Face defines: `raise_exception`, `strftime_now`, the `tojson`
 filter, loop controls, and the `generation` block (which marks the assistant's words for training
@@ -28,6 +31,8 @@ import jinja2.sandbox
 
 # Most characters of an error's text, which the template may make of any length.
 MOST_CHARACTERS = 300
+# Most tokenizers that are held: of a checkpoint, and copies of it that differ in their settings.
+MOST_TOKENIZERS = 8
 
 
 def main() -> None:
@@ -35,20 +40,69 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The parent may ignore it; the default ends the process.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    _, most_bytes = resource.getrlimit(resource.RLIMIT_AS)
     for line in sys.stdin.buffer:
         request = json.loads(line)
         if sys.platform == "linux":  # macOS does not enforce it; there time alone is bounded
-            _, most = resource.getrlimit(resource.RLIMIT_AS)
-            resource.setrlimit(resource.RLIMIT_AS, (request["memory"], most))
+            # An earlier tokenizer's memory counts as none.
+            held = _held_bytes() if "tokenizer" in request else 0
+            allowed = held + request["memory"]
+            if most_bytes != resource.RLIM_INFINITY:
+                allowed = min(allowed, most_bytes)
+            resource.setrlimit(resource.RLIMIT_AS, (allowed, most_bytes))
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         # A chat is about as long as its messages; a hostile template may fill the memory.
-        reply = _reply(request, most=2**20 + 4 * len(line))
+        reply = (
+            _encoded(request)
+            if "tokenizer" in request
+            else _rendered(request, most=2**20 + 4 * len(line))
+        )
+        if sys.platform == "linux":
+            # The next request may be longer.
+            resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
         sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.flush()
 
 
-def _reply(request: dict[str, Any], most: int) -> dict[str, str]:
+def _held_bytes() -> int:
+    """Of address space."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+# The last tokenizers by the digests of their files, the newest last.
+_tokenizers: dict[str, Any] = {}
+
+
+def _encoded(request: dict[str, Any]) -> dict[str, Any]:
+    import tokenizers
+
+    key = request["tokenizer"]
+    try:
+        backend = _tokenizers.pop(key, None)
+        if backend is None:
+            if "file" not in request:
+                return {"unknown": True}
+            backend = tokenizers.Tokenizer.from_str(request["file"])
+            backend.no_truncation()
+            backend.no_padding()
+            while len(_tokenizers) >= MOST_TOKENIZERS:
+                _tokenizers.pop(next(iter(_tokenizers)))
+        _tokenizers[key] = backend
+        if "text" not in request:
+            # As the library does to learn of the beginning-of-text token.
+            return {"ids": backend.encode("").ids}
+        encode = backend.encode_batch if request["offsets"] else backend.encode_batch_fast
+        (found,) = encode([request["text"]], add_special_tokens=False)
+        return {"ids": found.ids, **({"offsets": found.offsets} if request["offsets"] else {})}
+    except TypeError:  # the package raises this for half a surrogate pair
+        return {"refuses": "it holds characters that are not Unicode (no UTF-8)"}
+    except BaseException as error:  # Rust's panics are no Exception
+        return {"error": f"fails: {_shown(error)}"}
+
+
+def _rendered(request: dict[str, Any], most: int) -> dict[str, str]:
     try:
         template = _compiled(request["source"])
     except jinja2.TemplateSyntaxError as error:
@@ -72,7 +126,7 @@ def _compiled(source: str) -> jinja2.Template:
     return _environment().from_string(source)
 
 
-def _shown(error: Exception) -> str:
+def _shown(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "it takes too much memory"
     return _line(f"{type(error).__name__}: {error}")

@@ -1,0 +1,107 @@
+"""Files that users name: one that is read is a plain file, and one that is made is no link.
+
+Opening a FIFO that nobody writes blocks for ever, and a device may never end. Their errors are
+OSErrors, so callers name the path and say what to do as for any other file.
+"""
+
+import errno
+import io
+import os
+import stat
+from pathlib import Path
+from typing import Any, TextIO
+
+from jax_longctx.errors import InputError, file_errors
+
+KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def check_plain(path: str | Path) -> None:
+    """Raises OSError where the path is no plain file and no pipe of the shell's (`<(...)`)."""
+    kind = stat.S_IFMT(os.stat(path).st_mode)
+    # A pipe without a name has a writer: its link below /dev/fd leads to no path.
+    unnamed = kind == stat.S_IFIFO and not os.path.exists(os.path.realpath(path))
+    if kind != stat.S_IFREG and not unnamed:
+        raise OSError(errno.EINVAL, f"it is {KINDS.get(kind, 'no plain file')}", str(path))
+
+
+def open_plain(path: str | Path) -> io.BufferedReader:
+    """A plain file, to read its bytes; raises OSError as `check_plain`."""
+    check_plain(path)
+    return open(path, "rb")
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """The bytes of a plain file; raises OSError as `check_plain`."""
+    with open_plain(path) as file:
+        return file.read()
+
+
+def read_text(path: str | Path, encoding: str = "utf-8") -> str:
+    """The text of a plain file; raises OSError as `check_plain`, and UnicodeDecodeError."""
+    return read_bytes(path).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def check_text(text: str, where: str) -> None:
+    """Raises InputError where a text from JSON holds half of a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{where}: half of a surrogate pair ({text[error.start]!a}) is not UTF-8 text; mend "
+            f"that line, or leave it out"
+        ) from error
+
+
+def write_whole(content: str | bytes, path: Path) -> None:
+    """Writes a file, whole or not at all, also when it is interrupted; text in UTF-8.
+
+    Raises:
+      InputError: the file cannot be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    with file_errors(f"{path} could not be written"):
+        file = open(partial, "wb", 0, opener=no_link)
+        try:
+            with file:
+                write_all(file, data)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def save_figure(figure: Any, path: Path, **how: Any) -> None:
+    """Writes a figure of matplotlib as `write_whole`; `how` is passed to `savefig`."""
+    made = io.BytesIO()
+    figure.savefig(made, **{"format": path.suffix.removeprefix(".") or "png", **how})
+    write_whole(made.getvalue(), path)
+
+
+def write_all(file: Any, data: bytes) -> None:
+    """Writes to an unbuffered file, whose close then has nothing left that could fail."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def create(path: Path) -> TextIO:
+    """A file to write a text to, in UTF-8; raises OSError where the path is a symbolic link."""
+    return open(path, "w", encoding="utf-8", opener=no_link)
+
+
+def no_link(path: str, flags: int) -> int:
+    """An opener that raises OSError for a symbolic link, whose target it would write to."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        said = f"{os.path.basename(path)} is a symbolic link; remove it"
+        raise OSError(errno.ELOOP, said, path) from None
