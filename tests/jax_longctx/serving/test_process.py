@@ -109,8 +109,8 @@ def test_what_cannot_work_is_refused_at_once(checkpoint, tmp_path, monkeypatch):
     keys.write_text("\n")
     marked.write_bytes(b"\xef\xbb\xbf\n")
 
-    def refused(*arguments):
-        given = ("serve", "-c", checkpoint, *SMALL, "--port", 0, *arguments)
+    def refused(*arguments, limits=SMALL):
+        given = ("serve", "-c", checkpoint, *limits, "--port", 0, *arguments)
         result = CliRunner().invoke(app, [*map(str, given)])
         assert result.exit_code == 2, result.output
         return result.stderr.splitlines()[-1]
@@ -128,6 +128,8 @@ def test_what_cannot_work_is_refused_at_once(checkpoint, tmp_path, monkeypatch):
             (("-m", "auto"), "name a method here"),
         ]:
             assert said in refused(*arguments)
+        # Questions and answers have half of it.
+        assert "cannot listen" in refused("--port", port, limits=("--length", 100))
         # The command alone takes this for a process of a job, whose end would be that of pytest.
         job = create_autospec(process, instance=True, number=lambda: 0)
         monkeypatch.setattr("jax_longctx.cli.serve.process", job)
