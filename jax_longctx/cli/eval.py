@@ -41,7 +41,7 @@ class _Group(typer.core.TyperGroup):
     context_class = typer.Context
 
 
-eval_app = typer.Typer(
+eval_app = options.App(
     cls=_Group, no_args_is_help=True, help="Score methods on tasks with known answers."
 )
 eval_app.command()(eval_texts.perplexity)
@@ -428,7 +428,7 @@ def passkey(
     ),
     trials: Trials,
     methods: list[str] | None = options.methods(),
-    out: Path | None = option("Write every answer to this JSON file as it comes."),
+    out: Path | None = option("Write every answer to this JSON file as it comes.", "--out", "-o"),
     heatmap: Path | None = _heatmap(),
     as_json: bool = options.as_json(),
 ) -> None:

@@ -5,8 +5,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from jax_longctx.cli import options
 from jax_longctx.cli.options import argument, only, option
 from jax_longctx.cli.terminal import Terminal, check_file, check_plot, save
@@ -14,7 +12,7 @@ from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.settings import parse_mesh
 
-train_app = typer.Typer(
+train_app = options.App(
     no_args_is_help=True, help="Continue the pretraining of a checkpoint on long texts."
 )
 
@@ -92,7 +90,7 @@ def _moment(line: dict[str, Any]) -> str:
 @options.command
 def plot(
     runs: list[Path] = argument("Folders of training runs.", default=...),
-    out: Path = option("The PNG to write.", default=Path("loss.png")),
+    out: Path = option("The PNG to write.", "--out", "-o", default=Path("loss.png")),
 ) -> None:
     """Plot the losses of one or several runs, finished or not."""
     check_plot(out, "--out")
@@ -131,7 +129,7 @@ def evaluate(
     data: Path = option("The prepared data set.", default=..., exists=True, show_default=False),
     scoring: Scoring,
     methods: list[str] | None = options.methods(),
-    out: Path | None = option("Write every text's loss to this JSON."),
+    out: Path | None = option("Write every text's loss to this JSON.", "--out", "-o"),
 ) -> None:
     """Perplexity of texts' last tokens under inference methods, before and after training.
 
@@ -170,7 +168,7 @@ def collect(
     folders: list[Path] = argument(
         "Folders of manuals, or of installed Python packages.", default=...
     ),
-    out: Path = option("The JSON lines to write.", default=...),
+    out: Path = option("The JSON lines to write.", "--out", "-o", default=...),
 ) -> None:
     """Collect English text from this machine, to train on without a download.
 

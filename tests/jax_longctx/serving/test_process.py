@@ -110,8 +110,11 @@ def test_what_cannot_work_is_refused_at_once(checkpoint, tmp_path, monkeypatch):
     marked.write_bytes(b"\xef\xbb\xbf\n")
 
     def refused(*arguments, limits=SMALL):
-        given = ("serve", "-c", checkpoint, *limits, "--port", 0, *arguments)
-        result = CliRunner().invoke(app, [*map(str, given)])
+        given = ("-c", checkpoint, *limits, "--port", 0, *arguments)
+        # Each option once, the last one.
+        options = dict(zip(map(str, given[::2]), map(str, given[1::2]), strict=True))
+        words = [word for option in options.items() for word in option]
+        result = CliRunner().invoke(app, ["serve", *words])
         assert result.exit_code == 2, result.output
         return result.stderr.splitlines()[-1]
 
