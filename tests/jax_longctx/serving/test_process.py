@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import jax_longctx
 from jax_longctx.cli import process
 from jax_longctx.cli.main import app
+from tests.jax_longctx.cli.conftest import last_of_each
 from tests.jax_longctx.cli.tiny_model import converted
 from tests.jax_longctx.cli.two_processes import COMMAND, jobs
 from tests.jax_longctx.serving.processes import Process
@@ -110,10 +111,7 @@ def test_what_cannot_work_is_refused_at_once(checkpoint, tmp_path, monkeypatch):
     marked.write_bytes(b"\xef\xbb\xbf\n")
 
     def refused(*arguments, limits=SMALL):
-        given = ("-c", checkpoint, *limits, "--port", 0, *arguments)
-        # Each option once, the last one.
-        options = dict(zip(map(str, given[::2]), map(str, given[1::2]), strict=True))
-        words = [word for option in options.items() for word in option]
+        words = last_of_each(["-c", checkpoint, *limits, "--port", 0, *arguments])
         result = CliRunner().invoke(app, ["serve", *words])
         assert result.exit_code == 2, result.output
         return result.stderr.splitlines()[-1]
