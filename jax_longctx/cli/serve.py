@@ -44,9 +44,17 @@ class Listening:
         metavar="NAME",
     )
     api_key_file: Path | None = option(
-        f"File with the API keys, one a line; {KEYS} gives them too. Without keys everyone may "
-        "ask.",
+        f"File with the API keys, one a line; {KEYS} gives them too. Without keys everyone on this "
+        "machine may ask.",
         metavar="FILE",
+    )
+    no_key: bool = option(
+        "Let everyone who reaches --host ask, without a key.", "--no-key", default=False
+    )
+    allow_origin: list[str] | None = option(
+        "Let pages of this origin ask from a browser, as https://example.org; * for all. May be "
+        "repeated.",
+        metavar="ORIGIN",
     )
     files_under: Path | None = option(
         "Let requests name files in this folder as texts. Links that leave the folder are refused. "
@@ -206,9 +214,10 @@ def serve(
     check_folder(limits.contexts, "--contexts")
     with terminal.starting(extra="serve"):
         from jax_longctx.serving import server
-    if not (keys or listening.loopback):
-        terminal.note(
-            f"warning: everyone who reaches {listening.host} may ask; --api-key-file limits it"
+    if not (keys or listening.loopback or listening.no_key):
+        raise InputError(
+            f"everyone who reaches {listening.host} could ask; give --api-key-file, or --no-key to "
+            f"allow it"
         )
     loaded = model.open(terminal, method)
     if limits.contexts is None and process.number() is not None:
@@ -263,6 +272,8 @@ def _options(
         ),
         access=Access(
             keys=keys,
+            hosts=[listening.host.lower()] if listening.loopback else None,
+            origins=listening.allow_origin or (),
             files_under=listening.files_under,
             body=listening.max_body * MIB,
             bodies=4 * listening.max_body * MIB,
