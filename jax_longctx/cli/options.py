@@ -408,6 +408,10 @@ class AnswerOptions:
     top_p: float = option(
         "Sample from the likeliest tokens that together reach probability p; 1 is all.", default=1.0
     )
+    min_p: float = option(
+        "Sample from tokens of at least this share of the likeliest one's probability; 0 is all.",
+        default=0.0,
+    )
     repetition_penalty: float = option(
         "Above 1 makes tokens that were used already less likely; 1 is off.", default=1.0
     )
