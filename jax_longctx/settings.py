@@ -316,10 +316,12 @@ class Sampling:
     """How tokens are sampled.
 
     Attributes:
-      temperature: divides the logits; 0 is greedy (and ignores top_k, top_p and seed).
+      temperature: divides the logits; 0 is greedy (and ignores top_k, top_p, min_p and seed).
       top_k: samples from the k most likely tokens only; 0 is all.
       top_p: samples from the smallest set of most likely tokens whose probability reaches p; 1 is
         all.
+      min_p: samples from tokens of at least this share of the likeliest one's probability alone,
+        after temperature (Nguyen et al. 2025); 0 is all.
       repetition_penalty: divides positive and multiplies negative logits of tokens that are
         already in prompt or answer (Keskar et al. 2019, section 4.1); 1 is off.
       seed: one seed for all rows, from which each row derives its own by its place, so that equal
@@ -330,6 +332,7 @@ class Sampling:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | tuple[int, ...] = 0
 
@@ -341,6 +344,7 @@ class Sampling:
             "temperature": (0 <= self.temperature < math.inf, "at least 0 and finite"),
             "top_k": (self.top_k >= 0, "at least 0 (0 is off)"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
             "repetition_penalty": (
                 least <= self.repetition_penalty <= most,
                 f"from {least:g} to {most:,.0f}",

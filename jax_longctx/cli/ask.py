@@ -115,6 +115,17 @@ class Request:
             )
         if self.completion and self.chat:
             raise InputError("--completion is without chat template; leave out --chat")
+        files = [question for question in self._asked if os.path.isfile(question)]
+        if files:
+            raise InputError(
+                f"{files[0]} is a file where a question is expected; one text is read: join the "
+                f"files into one, and ask about that"
+            )
+        if not self.questions and words and words[0] != "-" and not os.path.exists(words[0]):
+            raise InputError(
+                f"{words[0]!r:.80} stands where FILE is expected, and no question follows; "
+                f"expected FILE QUESTION... (- QUESTION reads the text from stdin)"
+            )
         if not self.questions:
             raise InputError("no question given; add QUESTION, or --completion STEM")
         if not all(question.strip() for question in self.questions):

@@ -23,7 +23,7 @@ from jax_longctx.files import write_whole
 from jax_longctx.memory import shown_bytes
 from jax_longctx.settings import MESH_AXES, offload_of, parse_mesh
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measure on this device, as ratios in one run.")
+bench_app = options.App(no_args_is_help=True, help="Measure on this device, as ratios in one run.")
 
 
 def _layers() -> Any:
@@ -75,7 +75,9 @@ def kernels(
     only: str = option("Run the cases whose name holds this, e.g. 'topk_scores'.", default=""),
     shrink: int = option("Take 1/N of the slots, to try it on a small device.", default=1, min=1),
     repeats: int = option("Timed loops; the median counts.", default=20, min=1),
-    out: Path | None = option("Write kernels.json, kernels.md and kernels.png to this folder."),
+    out: Path | None = option(
+        "Write kernels.json, kernels.md and kernels.png to this folder.", "--out", "-o"
+    ),
     as_json: bool = options.as_json(),
 ) -> None:
     """Time every kernel on this device, random bfloat16 inputs.
@@ -705,7 +707,9 @@ def _name(row: dict[str, Any]) -> str:
 @bench_app.command()
 @options.command
 def tpu_check(
-    out: Path = option("Write everything to this JSON file.", default=Path("tpu-check.json")),
+    out: Path = option(
+        "Write everything to this JSON file.", "--out", "-o", default=Path("tpu-check.json")
+    ),
     interpret: bool = option(
         "Run the kernels' checks alone, in an interpreter on a CPU.", "--interpret", default=False
     ),

@@ -41,7 +41,7 @@ class _Group(typer.core.TyperGroup):
     context_class = typer.Context
 
 
-eval_app = typer.Typer(
+eval_app = options.App(
     cls=_Group, no_args_is_help=True, help="Score methods on tasks with known answers."
 )
 eval_app.command()(eval_texts.perplexity)

@@ -1,5 +1,6 @@
 """`jax-longctx generate`: plain completion of a prompt."""
 
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,10 @@ def _prompt_text(prompt: str | None) -> str:
         raise InputError("no prompt given; give PROMPT, or pipe a text in")
     if prompt is None or prompt == "-":
         return read_text("-").removesuffix("\n")
+    if os.path.isfile(prompt):
+        raise InputError(
+            f"{prompt} is a file; to continue its text: jax-longctx generate - < {prompt}"
+        )
     if not prompt:
         raise InputError("the prompt is empty; give some text")
     return check_argument("the prompt", prompt)

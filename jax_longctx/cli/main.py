@@ -119,7 +119,7 @@ def lost_process(error: BaseException) -> str | None:
     return f"another process of the job has ended, see its messages; here: {first:.200}"
 
 
-app = typer.Typer(
+app = options.App(
     cls=CommandLine,
     name="jax-longctx",
     help="Ask questions about texts longer than the model, the memory or the budget allows.\n\n"

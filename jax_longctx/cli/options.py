@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 from typer.models import OptionInfo
 
 import jax_longctx
@@ -63,6 +64,32 @@ def only(*names: str) -> Any:
 def _field(mark: Any, default: Any) -> Any:
     default = dataclasses.MISSING if default is ... else default
     return dataclasses.field(default=default, metadata={"mark": mark})
+
+
+class Command(typer.core.TyperCommand):
+    """A command that refuses a second value of an option that takes one: it would lose the first.
+
+    A contradiction of flags (--chat --no-chat) is refused, too.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for each in given if not ctx.resilient_parsing else ():
+            flag = getattr(each, "is_flag", False) and not each.secondary_opts
+            if given.count(each) > 1 and not (flag or getattr(each, "multiple", False)):
+                raise InputError(
+                    f"{'/'.join([*each.opts, *each.secondary_opts])} is given "
+                    f"{given.count(each)} times, and one value counts; give it once"
+                )
+        return super().parse_args(ctx, args)
+
+
+class App(typer.Typer):
+    """A group of such commands."""
+
+    def command(self, name: str | None = None, **how: Any) -> Any:
+        """As `typer.Typer.command`."""
+        return super().command(name, **{"cls": Command, **how})
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
@@ -419,6 +446,10 @@ class AnswerOptions:
     top_p: float = option(
         "Sample from the likeliest tokens that together reach probability p; 1 is all.", default=1.0
     )
+    min_p: float = option(
+        "Sample from tokens of at least this share of the likeliest one's probability; 0 is all.",
+        default=0.0,
+    )
     repetition_penalty: float = option(
         "Above 1 makes tokens that were used already less likely; 1 is off.", default=1.0
     )
@@ -489,7 +520,7 @@ class AnswerOptions:
 class Output:
     """Where results go: a file, and a table or JSON on stdout."""
 
-    out: Path | None = option("Write everything to this JSON file.")
+    out: Path | None = option("Write everything to this JSON file.", "--out", "-o")
     as_json: bool = as_json()
 
     def __post_init__(self) -> None:

@@ -29,7 +29,9 @@ ROOFLINE = "arithmetic over the constants above; not measured"
 def plan(
     *,
     target: str = option(
-        "v5e:4x4, v5p:4x4x4, v6e:8x8, h100x8, h200x8 (any number), or cpu.", default=...
+        "v5e:4x4, v5p:4x4x4, v6e:8x8; a100, h100, h200, b200, l40s, rtx4090, rtx5090, mi300x or "
+        "cpu, of several with their number: h100x8.",
+        default=...,
     ),
     method: options.MethodChoice,
     model: str = option(
@@ -73,7 +75,13 @@ def plan(
     dtype = dtype or "bfloat16"
     with terminal.starting():
         from jax_longctx.methods import make_method, settings_of
-        from jax_longctx.planning.plan import HOST_LINK, PlanRequest, make_plan, propose_mesh
+        from jax_longctx.planning.plan import (
+            HOST_LINK,
+            PlanRequest,
+            alternatives,
+            make_plan,
+            propose_mesh,
+        )
 
         chosen = method.make() or make_method("full")
         sizes: dict[str, Any] = {"context": context, "batch": batch}
@@ -91,6 +99,7 @@ def plan(
         )
     with terminal.waiting("planning"):
         made = make_plan(request, propose_mesh(request) if mesh is None else parse_mesh(mesh))
+        others = {} if made.fits else alternatives(request, made.mesh)
     compiled = None
     if compiles:
         made, compiled = _compile(request, made, terminal)
@@ -110,6 +119,9 @@ def plan(
         "constants": {**dataclasses.asdict(devices.chip), "host_link": HOST_LINK},
         **_figures(made, ARITHMETIC if compiled is None else COMPILED),
         "compiled": compiled,
+        "alternatives": {
+            name: each.weights + each.cache + each.temporaries for name, each in others.items()
+        },
     }
     record["method"] = record.pop("name")
     terminal.result(record, _shown)
@@ -259,6 +271,11 @@ def _compiled_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _verdict(record: dict[str, Any]) -> str:
+    fitting = [f"{name} ({shown_bytes(need)})" for name, need in record["alternatives"].items()]
+    return _bounds(record) + (f"; this fits: {', '.join(fitting)}" if fitting else "")
+
+
+def _bounds(record: dict[str, Any]) -> str:
     memory, compiled = record["memory_bytes"], record["compiled"]
     largest, context = memory["largest_context"], record["context"]
     if memory["weights"] >= memory["available"] or largest == 0:

@@ -45,9 +45,17 @@ class Listening:
         metavar="NAME",
     )
     api_key_file: Path | None = option(
-        f"File with the API keys, one a line; {KEYS} gives them too. Without keys everyone may "
-        "ask.",
+        f"File with the API keys, one a line; {KEYS} gives them too. Without keys everyone on this "
+        "machine may ask.",
         metavar="FILE",
+    )
+    no_key: bool = option(
+        "Let everyone who reaches --host ask, without a key.", "--no-key", default=False
+    )
+    allow_origin: list[str] | None = option(
+        "Let pages of this origin ask from a browser, as https://example.org; * for all. May be "
+        "repeated.",
+        metavar="ORIGIN",
     )
     files_under: Path | None = option(
         "Let requests name files in this folder as texts. Links that leave the folder are refused. "
@@ -123,10 +131,15 @@ class Limits:
         metavar="TOKENS",
         default=8192,
     )
-    max_tokens: int = option(
-        "Longest answer in tokens; also of a chat request that names no number.", default=1024
+    max_tokens: int | None = option(
+        "Longest answer in tokens; also of a chat request that names no number. 1,024 unless "
+        "given, or half of --length where that is less.",
+        metavar="TOKENS",
     )
-    max_question: int = option("Longest question about a context, in tokens.", default=1024)
+    max_question: int | None = option(
+        "Longest question about a context, in tokens. As --max-tokens unless given.",
+        metavar="TOKENS",
+    )
     contexts: Path | None = option(
         "Folder for contexts that are saved. They are found again after a restart. A temporary "
         "one unless given. Several processes need one that all of them see.",
@@ -157,9 +170,10 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("rows", "share_from", "max_tokens", "max_question", "max_contexts"):
-            if getattr(self, name) < 1:
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 shown = name.replace("_", "-")
-                raise InputError(f"--{shown} must be at least 1, got {getattr(self, name)}")
+                raise InputError(f"--{shown} must be at least 1, got {value}")
         if self.queue < 0:
             raise InputError(f"--queue must be at least 0, got {self.queue}")
         if not self.ttl > 0:
@@ -199,9 +213,10 @@ def serve(
     check_folder(limits.contexts, "--contexts")
     with terminal.starting(extra="serve"):
         from jax_longctx.serving import server
-    if not (keys or listening.loopback):
-        terminal.note(
-            f"warning: everyone who reaches {listening.host} may ask; --api-key-file limits it"
+    if not (keys or listening.loopback or listening.no_key):
+        raise InputError(
+            f"everyone who reaches {listening.host} could ask; give --api-key-file, or --no-key to "
+            f"allow it"
         )
     loaded = model.open(terminal, method)
     if limits.contexts is None and process.number() is not None:
@@ -238,6 +253,8 @@ def _options(
     from jax_longctx.serving.server import ServeOptions
 
     memory, disk = limits.context_memory, limits.context_disk
+    whole = limits.length or loaded.config.trained_length
+    most = min(1024, max(1, whole // 2))
     ready_for = limits.ready_for
     if ready_for is None:
         ready_for = limits.share_from if loaded.compiles_ahead else 0
@@ -247,13 +264,15 @@ def _options(
         name=listening.name or checkpoint.resolve().name,
         contexts=limits.contexts or temporary or Path(os.devnull),
         lengths=Lengths(
-            whole=limits.length or loaded.config.trained_length,
-            question=limits.max_question,
-            answer=limits.max_tokens,
+            whole=whole,
+            question=limits.max_question or most,
+            answer=limits.max_tokens or most,
             share_from=limits.share_from,
         ),
         access=Access(
             keys=keys,
+            hosts=[listening.host.lower()] if listening.loopback else None,
+            origins=listening.allow_origin or (),
             files_under=listening.files_under,
             body=listening.max_body * MIB,
             bodies=4 * listening.max_body * MIB,

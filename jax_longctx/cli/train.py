@@ -5,8 +5,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from jax_longctx.cli import options, process
 from jax_longctx.cli.options import argument, only, option
 from jax_longctx.cli.terminal import Terminal, check_file, check_plot
@@ -15,7 +13,7 @@ from jax_longctx.memory import shown_bytes
 from jax_longctx.origin import digest_of
 from jax_longctx.settings import parse_mesh
 
-train_app = typer.Typer(
+train_app = options.App(
     no_args_is_help=True, help="Continue the pretraining of a checkpoint on long texts."
 )
 
@@ -94,7 +92,7 @@ def _moment(line: dict[str, Any]) -> str:
 @options.command
 def plot(
     runs: list[Path] = argument("Folders of training runs.", default=...),
-    out: Path = option("The PNG to write.", default=Path("loss.png")),
+    out: Path = option("The PNG to write.", "--out", "-o", default=Path("loss.png")),
 ) -> None:
     """Plot the losses of one or several runs, finished or not."""
     check_plot(out, "--out")
@@ -178,7 +176,7 @@ def collect(
     folders: list[Path] = argument(
         "Folders of manuals, or of installed Python packages.", default=...
     ),
-    out: Path = option("The JSON lines to write.", default=...),
+    out: Path = option("The JSON lines to write.", "--out", "-o", default=...),
 ) -> None:
     """Collect English text from this machine, to train on without a download.
 

@@ -33,7 +33,7 @@ def warm(
     answer: int = option("Longest answer in tokens, as --max-tokens of ask.", default=128, min=1),
     rows: int = option("Rows of the batch.", default=1, min=1),
     answers: options.AnswerOptions = options.only(
-        "temperature", "top_k", "top_p", "repetition_penalty"
+        "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
     ),
     dtype: str | None = options.dtype(),
     mesh: str | None = options.mesh(),

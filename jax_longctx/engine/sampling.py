@@ -1,4 +1,4 @@
-"""The choice of each row's next token: penalty, temperature, top-k, top-p, and log-probabilities.
+"""The choice of each row's next token by penalty, temperature, top-k, top-p, min-p; its logprob.
 
 Every row of a batch has values of its own (`RowValues`), which are arrays: rows with other values
 need no other program. What is static is only which kinds of choice a program holds. A step costs
@@ -51,7 +51,7 @@ class RowValues:
 
     Attributes:
       temperature: 0 is greedy.
-      top_k, top_p, penalty: as in `Sampling`.
+      top_k, top_p, min_p, penalty: as in `Sampling`.
       keys: of the random draws: two words of the row's seed.
       limit: most tokens of the row's answer.
       stops: token ids that end it, padded with -1.
@@ -61,6 +61,7 @@ class RowValues:
     temperature: Float[Array, " B"]
     top_k: Int[Array, " B"]
     top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
     penalty: Float[Array, " B"]
     keys: UInt32[Array, "B 2"]
     limit: Int[Array, " B"]
@@ -148,6 +149,7 @@ def sampling_values(
         temperature=number(sampling.temperature) * np.float32(sampling.temperature > 0),
         top_k=np.full(rows, top_k, np.int32),
         top_p=number(sampling.top_p),
+        min_p=np.full(rows, sampling.min_p, np.float32),
         penalty=number(sampling.repetition_penalty),
         keys=row_keys(sampling, rows),
         limit=np.full(rows, max_tokens, np.int32),
@@ -178,7 +180,7 @@ def next_token(
     values: RowValues,
     static: SamplingStatic,
 ) -> Int[Array, " B"]:
-    """The next token of each row: penalty, temperature, top-k, top-p, as transformers orders them.
+    """The next token of each row: penalty, temperature, top-k, top-p, min-p, as in transformers.
 
     Args:
       seen: tokens under the repetition penalty; None when it is off in every row.
@@ -222,7 +224,10 @@ def _choice(
         return jax.random.gumbel(key, (vocabulary,), jnp.float32)
 
     noise_BV = jax.vmap(noise)(values.keys, count)
-    token_B = jnp.argmax(logits + noise_BV, axis=-1).astype(jnp.int32)
+    # The largest logit is 0 now, so this is a share of its probability.
+    least_B1 = jnp.log(values.min_p)[:, None]
+    likely = jnp.where(logits >= least_B1, logits, -jnp.inf)
+    token_B = jnp.argmax(likely + noise_BV, axis=-1).astype(jnp.int32)
     if most > DRAWN:
         width = min(FEW, vocabulary) if most == AMONG_FEW else vocabulary
         ranked, tokens = jax.lax.top_k(logits, width)
@@ -232,6 +237,7 @@ def _choice(
         kept = jnp.pad(kept, ((0, 0), (0, width - kept.shape[1])), constant_values=-jnp.inf)
         if most == AMONG_ALL:
             kept = jnp.where(few_B1, kept, _kept(ranked, values))
+        kept = jnp.where(ranked >= least_B1, kept, -jnp.inf)
         # Noise goes with the token, not with its rank, which rounding may change.
         pick_B = jnp.argmax(kept + jnp.take_along_axis(noise_BV, tokens, axis=-1), axis=-1)
         picked_B = jnp.take_along_axis(tokens, pick_B[:, None], axis=-1)[:, 0].astype(jnp.int32)

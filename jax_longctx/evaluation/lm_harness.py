@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 # Last tokens of a prompt that are its question, for methods that need one at prefill.
 QUESTION = 64
 HARNESS_DEVICE = "cuda:0"
-SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 

@@ -17,6 +17,7 @@ Attention takes 4 N H FLOPs a pair of query and key in each layer. The pairs are
 - for any other: for each token as many keys as a decode step reads at that length.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -33,7 +34,8 @@ from jax_longctx.contract import Method, Planned, PrefillWork, Prompt, Segment
 from jax_longctx.contract.merging import merge_cost
 from jax_longctx.engine import capacity, programs
 from jax_longctx.engine.products import gathers_weights
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import ConfigError, InputError, LongctxError
+from jax_longctx.methods import make_method
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import ParamInfo, check_mesh, param_infos
 from jax_longctx.planning.targets import Chip, Target
@@ -228,6 +230,32 @@ def propose_mesh(request: PlanRequest) -> dict[str, int]:
     raise ConfigError(f"the model divides over no mesh of {request.target.name}")
 
 
+def alternatives(request: PlanRequest, mesh: dict[str, int]) -> dict[str, Plan]:
+    """What fits on a mesh where the request does not: options of the command line, and plans.
+
+    Of 8-bit weights, 8-bit keys and values, contexts in the host's memory and a method with a
+    budget, as few together as needed; empty where all together do not fit.
+    """
+    changes: dict[str, dict[str, Any]] = {
+        "--weights int8": {"weights": "int8"},
+        "--kv int8": {"kv": "int8"},
+        "--offload host": {"offload": "host"},
+        "-m snapkv": {"method": make_method("snapkv")},
+    }
+    for count in range(1, len(changes) + 1):
+        found = {}
+        for names in itertools.combinations(changes, count):
+            with contextlib.suppress(LongctxError):
+                changed = {key: value for name in names for key, value in changes[name].items()}
+                other = dataclasses.replace(request, **changed)
+                made = make_plan(other, mesh, largest=False)
+                if made.fits and other != request:
+                    found[" ".join(names)] = made
+        if found:
+            return found
+    return {}
+
+
 def _meshes(count: int) -> list[dict[str, int]]:
     divisors = [size for size in range(1, count + 1) if count % size == 0]
     return [
@@ -300,7 +328,7 @@ class _Case:
                 estimate += max(body // config.num_layers * _stored_bytes(setup), table * item)
             else:
                 estimate += 2 * shards * tokens * config.model_dim * item
-        if setup.weights is not None and self.request.target.kind != "tpu":
+        if setup.weights is not None and self.request.target.topology is None:
             # A layer's matrices as numbers of the model's dtype, which XLA makes before products of
             # many rows, some of them ahead. A TPU's products convert as they read.
             estimate += _matrices(setup) * item

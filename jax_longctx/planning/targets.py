@@ -3,7 +3,8 @@
 Memory, dense bfloat16 FLOP/s and bandwidth are from the makers' data sheets, except for `cpu`,
 where they are assumed. Link bandwidth, latency of a collective and the shares of the peaks that
 programs reach are assumptions, chosen from published kernel timings and, for H100 and H200, from
-this library's own on an H200. Every plan prints all of them.
+this library's own on an H200. Its kernels are for Hopper; other GPUs run XLA's programs, for which
+lower shares are assumed. Every plan prints all of them.
 """
 
 import dataclasses
@@ -49,6 +50,12 @@ CHIPS = {
     "v6e": Chip(32 * GIB, 918e12, 1.64e12, 180e9, 3e-6, 0.5, 0.3, 0.8),
     "h100": Chip(80 * 10**9, 989e12, 3.35e12, 370e9, 12e-6, 0.7, 0.55, 0.72),
     "h200": Chip(141 * 10**9, 989e12, 4.8e12, 370e9, 12e-6, 0.7, 0.55, 0.72),
+    "a100": Chip(80 * 10**9, 312e12, 2.04e12, 250e9, 12e-6, 0.65, 0.25, 0.6),
+    "l40s": Chip(48 * 10**9, 362e12, 0.864e12, 25e9, 15e-6, 0.65, 0.25, 0.6),
+    "rtx4090": Chip(24 * 10**9, 165e12, 1.01e12, 25e9, 15e-6, 0.65, 0.25, 0.6),
+    "rtx5090": Chip(32 * 10**9, 210e12, 1.79e12, 50e9, 15e-6, 0.65, 0.25, 0.6),
+    "b200": Chip(180 * 10**9, 2250e12, 8e12, 750e9, 12e-6, 0.6, 0.25, 0.6),
+    "mi300x": Chip(192 * 10**9, 1307e12, 5.3e12, 370e9, 15e-6, 0.5, 0.25, 0.6),
     "cpu": Chip(16 * GIB, 0.3e12, 20e9, 10e9, 50e-6, 0.3, 0.1, 0.6, data_sheet=False),
 }
 
@@ -75,16 +82,17 @@ class Target:
 
 
 def parse_target(name: str) -> Target:
-    """`v5e:4x4`, `v5p:4x4x4`, `v6e:8x8`, `h100x8`, `h200x8`, `cpu`; else raises InputError."""
+    """`v5e:4x4`, `v5p:4x4x4`, `v6e:8x8`, `h100x8` and other GPUs, `cpu`; else InputError."""
     tpu = re.fullmatch(r"(v5e|v5p|v6e):(\d+(?:x\d+){1,2})", name)
     if tpu is not None:
         kind, sizes = tpu[1], [int(size) for size in tpu[2].split("x")]
         if len(sizes) == (3 if kind == "v5p" else 2) and min(sizes) > 0:
             return Target(name, kind, math.prod(sizes), name)
-    gpus = re.fullmatch(r"(h100|h200|cpu)(?:x(\d+))?", name)
+    others = "|".join(kind for kind in CHIPS if not kind.startswith("v"))
+    gpus = re.fullmatch(rf"({others})(?:x(\d+))?", name)
     if gpus is not None and int(gpus[2] or 1) > 0:
         return Target(name, gpus[1], int(gpus[2] or 1), None)
     raise InputError(
-        f"--target {name!r} is not understood; expected v5e:4x4, v5p:4x4x4, v6e:8x8, h100x8, "
-        f"h200x8 or cpu, with the sizes you have"
+        f"--target {name!r} is not understood; expected v5e:4x4, v5p:4x4x4, v6e:8x8, or with a "
+        f"number as h100x8: {others.replace('|', ', ')}"
     )

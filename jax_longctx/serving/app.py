@@ -23,6 +23,8 @@ import pydantic
 from starlette.applications import Starlette
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -34,6 +36,7 @@ from jax_longctx.errors import LongctxError
 from jax_longctx.serving import schema
 from jax_longctx.serving.answers import Answer
 from jax_longctx.serving.contexts import Contexts, Entry, was_deleted
+from jax_longctx.serving.doors import Doors
 from jax_longctx.serving.metrics import Metrics
 from jax_longctx.serving.prompts import Prompt, Prompts
 from jax_longctx.serving.scheduler import (
@@ -53,6 +56,9 @@ from jax_longctx.serving.schema import RequestError
 OPEN = ("/health", "/ready")
 # For a stream's last event, which says that the time is over.
 LAST_SECONDS = 2.0
+# What is still taken of a body that is refused: most clients read no answer before they have sent
+# all, and a connection that is closed meanwhile loses it.
+DROPPED_SECONDS, DROPPED_BODIES = 5.0, 4
 DONE = b"data: [DONE]\n\n"
 
 
@@ -62,6 +68,9 @@ class Access:
 
     Attributes:
       keys: SHA-256 digests of the API keys; none: everyone may ask.
+      hosts: names, in lower case, besides loopback that a request's `Host` may have where there
+        are no keys; None: any.
+      origins: of pages that browsers may ask from; "*": of all. None else may.
       files_under: the folder that `file` of a context may name a file of, or None.
       body: most bytes of a request.
       bodies: most bytes of all requests that are being received or tokenised.
@@ -70,6 +79,8 @@ class Access:
     """
 
     keys: Sequence[bytes] = ()
+    hosts: Sequence[str] | None = ()
+    origins: Sequence[str] = ()
     files_under: Path | None = None
     body: int = 64 * 2**20
     bodies: int = 256 * 2**20
@@ -189,7 +200,7 @@ class Service:
 
     @contextlib.contextmanager
     def _admitted(self) -> Iterator[Place]:
-        """A place for the request, taken before its body is read."""
+        """A place for the request, which counts when its body has come."""
         with self.scheduler.place() as place:
             try:
                 yield place
@@ -230,19 +241,25 @@ class Service:
             raise RequestError(
                 f"the body did not arrive within {seconds:g} s", status=408
             ) from None
+        self.scheduler.take(place)
         return b"".join(pieces)
 
     async def _parsed[Model: pydantic.BaseModel](
         self, kind: type[Model], request: Request, place: Place
     ) -> Model:
         """The request's JSON, checked in a worker thread."""
+        given = _content_type(request)
+        if given != "application/json":
+            # Browsers send other types to any server, without asking it first.
+            raise RequestError(
+                f"the content type is {given!r:.80}; send JSON as application/json", status=415
+            )
         body = await self._body(request, place)
         return await anyio.to_thread.run_sync(schema.parsed, kind, body)
 
     async def _context_request(self, request: Request, place: Place) -> schema.ContextRequest:
         """The request for a context, from JSON or from a form with a file."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "multipart/form-data":
+        if _content_type(request) != "multipart/form-data":
             return await self._parsed(schema.ContextRequest, request, place)
         form = _form(request, await self._body(request, place))
         values = await anyio.to_thread.run_sync(asyncio.run, form)
@@ -499,6 +516,10 @@ async def _form(request: Request, body: bytes) -> dict[str, Any]:
     return values
 
 
+def _content_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 def _form_error(name: str, what: str) -> RequestError:
     return RequestError(f"the form's field {name[:80]!r} {what}", param=name[:80])
 
@@ -531,6 +552,18 @@ async def _gone(request: Request) -> None:
         pass
 
 
+async def _drop(request: Request, most: int) -> None:
+    """Takes what is left of a body, for a while."""
+    with contextlib.suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(DROPPED_SECONDS):
+            more = True
+            while more and most > 0:
+                # Not `stream`: that has begun already.
+                message = await request.receive()
+                more = message["type"] == "http.request" and message.get("more_body", False)
+                most -= len(message.get("body", b""))
+
+
 async def _lines(records: AsyncGenerator[Any]) -> AsyncGenerator[bytes]:
     """These records as events; an error is the last of them."""
     async with contextlib.aclosing(records):
@@ -560,7 +593,7 @@ def _error(error: RequestError) -> Response:
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    if error.status in (408, 413, 429):
+    if error.status in (408, 413, 415, 429):
         # What is left of the body is not read.
         headers["connection"] = "close"
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
@@ -589,6 +622,8 @@ def _guarded(service: Service, route: str, handler: Handler) -> Handler:
             response = _error(schema.from_library(error))
         except RequestError as error:
             response = _error(error)
+            if error.status in (413, 415):
+                await _drop(request, DROPPED_BODIES * service.access.body)
         service.metrics.requests.labels(route, str(response.status_code)).inc()
         return response
 
@@ -623,7 +658,16 @@ def make_app(service: Service) -> Starlette:
         message = f"a fault of the server: {type(error).__name__}"
         return _error(RequestError(message, status=500))
 
+    access = service.access
+    # Who has a key is no page that was led here.
+    hosts = None if access.hosts is None or access.keys else frozenset(access.hosts)
+    inside = [Middleware(Doors, hosts=hosts, origins=frozenset(access.origins))]
+    if access.origins:
+        allowed: dict[str, Any] = {"allow_origins": access.origins}
+        allowed |= {"allow_methods": ["*"], "allow_headers": ["*"]}
+        inside.insert(0, Middleware(CORSMiddleware, **allowed))
     return Starlette(
+        middleware=inside,
         routes=[
             Route(path, _guarded(service, path, handler), methods=[method])
             for method, path, handler in routes

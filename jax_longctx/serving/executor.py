@@ -55,6 +55,7 @@ class Executor:
       length: most tokens of text, question and answer.
       reserve: most tokens of a question and its answer.
       share_from: tokens of a text from which on its rows share it.
+      fitted: gives rows caches that fit them (see `RunningBatch`); `compile` needs fixed ones.
 
     Attributes:
       made_by: model, weights and method, as saved contexts state them.
@@ -65,13 +66,21 @@ class Executor:
     """
 
     def __init__(
-        self, model: LongContext, *, places: int, length: int, reserve: int, share_from: int
+        self,
+        model: LongContext,
+        *,
+        places: int,
+        length: int,
+        reserve: int,
+        share_from: int,
+        fitted: bool = False,
     ):
         self.model, self.engine, self.places = model, model.engine, places
         self._length = length
         self._share_from = share_from if cannot_share(self.engine) is None else length + 1
         slots = self.engine.slots_for(min(length, self._share_from + reserve))
-        self._short = RunningBatch(self.engine, places=places, slots=slots, reserve=reserve)
+        self._rows_how: dict[str, Any] = {"places": places, "reserve": reserve, "fitted": fitted}
+        self._short = RunningBatch(self.engine, slots=slots, **self._rows_how)
         self.reserve = self._short.reserve
         # Both ask all processes.
         self.made_by = made_by_engine(self.engine)
@@ -369,8 +378,7 @@ class Executor:
         if context.lengths[0] < self._share_from:
             return self._short
         if key not in self._shared:
-            how: dict[str, Any] = {"places": self.places, "reserve": self.reserve}
-            self._shared[key] = RunningBatch(self.engine, context=context, **how)
+            self._shared[key] = RunningBatch(self.engine, context=context, **self._rows_how)
         return self._shared[key]
 
     def nothing(self) -> None:

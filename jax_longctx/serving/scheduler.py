@@ -127,11 +127,13 @@ class Place:
     Attributes:
       came: when the request came, of `time.monotonic`.
       body: bytes of its body in memory.
+      taken: whether it counts.
       given: whether a job has the place now, which gives it back at its end.
     """
 
     came: float = dataclasses.field(default_factory=time.monotonic)
     body: int = 0
+    taken: bool = False
     given: bool = False
 
 
@@ -215,28 +217,38 @@ class Scheduler:
 
     @contextlib.contextmanager
     def place(self) -> Iterator[Place]:
-        """A place for a request, before anything of it is read; `submit` gives it to a job.
+        """A place for a request, looked for before anything of it is read.
+
+        It counts from `take` on, when the request's body is there; `submit` gives it to a job.
 
         Raises:
           RequestError: no place is free (429), or the server is shutting down (503).
         """
         with self._changed:
-            self._check_accepts()
-            if self._jobs >= self.most:
-                raise RequestError(
-                    f"{self._jobs} requests are being answered or wait already; try again later",
-                    status=429,
-                    code="rate_limit_exceeded",
-                    retry_after=self._patience(),
-                )
-            self._jobs += 1
+            self._check_room()
         place = Place()
         try:
             yield place
         finally:
-            if not place.given:
+            if place.taken and not place.given:
                 with self._changed:
                     self._jobs -= 1
+
+    def take(self, place: Place) -> None:
+        """Takes the place; RequestError as `place`."""
+        with self._changed:
+            self._check_room()
+            self._jobs, place.taken = self._jobs + 1, True
+
+    def _check_room(self) -> None:
+        self._check_accepts()
+        if self._jobs >= self.most:
+            raise RequestError(
+                f"{self._jobs} requests are being answered or wait already; try again later",
+                status=429,
+                code="rate_limit_exceeded",
+                retry_after=self._patience(),
+            )
 
     def submit(self, job: Job, place: Place) -> None:
         """Takes a job. Its text and id are released when it ends, or here where it is refused.

@@ -12,7 +12,7 @@ import json
 import logging
 import reprlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -27,6 +27,8 @@ MOST_STOPS = 16
 COMPLETION_TOKENS = 16
 # Most fields of one JSON object. Each unknown field is a fault, and all of them are collected.
 MOST_FIELDS = 64
+# A top_p that no second token fits into.
+NO_MORE = 1e-9
 # Longest part of a wrong value, or of its field's name, that an error shows.
 SHOWN = 80
 
@@ -44,17 +46,27 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "logit_bias": ({},),
     "tools": ([],),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none",),
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
-    "store": (False,),
+    "store": (False, True),
+    "verbosity": ("low", "medium", "high"),
 }
-# Labels of the client's own; answers never depend on them.
-LABELS = ("user", "safety_identifier", "metadata", "prompt_cache_key")
+# Fields of a message that have no effect here, in the same way.
+MESSAGES_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
+    "tool_calls": ([],),
+    "annotations": ([],),
+    "function_call": (),
+    "audio": (),
+    "refusal": (),
+}
+# Labels and hints of the client's own; answers never depend on them.
+LABELS = ("user", "safety_identifier", "metadata", "prompt_cache_key", "reasoning_effort")
+MESSAGE_LABELS = ("name",)
 
 
 class RequestError(Exception):
@@ -118,6 +130,37 @@ type Items[Item] = Annotated[list[Item], Field(fail_fast=True)]
 type TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
+def _supported(
+    given: Any, without: Mapping[str, tuple[Any, ...]], labels: Sequence[str], where: str = ""
+) -> Any:
+    """An object without fields that have no effect here.
+
+    Args:
+      without: fields, with their values that ask for nothing.
+      labels: fields that may have any value.
+      where: the object's place in the request.
+
+    Raises:
+      RequestError: a field asks for what there is not.
+    """
+    if not isinstance(given, dict):
+        return given
+    kept = {name: value for name, value in given.items() if name not in labels}
+    for name, allowed in without.items():
+        value = kept.pop(name, None)
+        if value is None or any(
+            value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed
+        ):
+            continue
+        shown = " or ".join(json.dumps(each) for each in allowed)
+        raise RequestError(
+            f"{where}{name} is not supported: leave it out{shown and f', or give {shown}'}",
+            param=f"{where}{name}",
+            code="unsupported",
+        )
+    return kept
+
+
 class StreamOptions(_Model):
     """`include_usage`: whether the last event of a stream counts the tokens."""
 
@@ -131,7 +174,8 @@ class _Answered(_Model):
     model: str
     context: str | None = None
     temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, ge=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
     top_k: int = Field(default=0, ge=0, lt=2**31)
     repetition_penalty: float = Field(default=1.0, gt=0, le=1e6)
     seed: int | None = Field(default=None, ge=-(2**63), lt=SEEDS)
@@ -143,25 +187,7 @@ class _Answered(_Model):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _supported(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        kept = dict(given)
-        for name, allowed in WITHOUT_EFFECT.items():
-            value = kept.pop(name, None)
-            if value is None or any(
-                value == each and isinstance(value, bool) == isinstance(each, bool)
-                for each in allowed
-            ):
-                continue
-            shown = " or ".join(json.dumps(each) for each in allowed)
-            raise RequestError(
-                f"{name} is not supported: leave it out, or give {shown}",
-                param=name,
-                code="unsupported",
-            )
-        for name in LABELS:
-            kept.pop(name, None)
-        return kept
+        return _supported(given, WITHOUT_EFFECT, LABELS)
 
     @pydantic.field_validator("stop")
     @classmethod
@@ -171,12 +197,6 @@ class _Answered(_Model):
             raise ValueError(f"expected at most {MOST_STOPS} strings, none of them empty")
         return stops
 
-    @pydantic.model_validator(mode="after")
-    def _streams(self) -> "_Answered":
-        if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options needs stream: true", param="stream_options")
-        return self
-
     @property
     def stops(self) -> list[str]:
         """The stop strings."""
@@ -184,7 +204,7 @@ class _Answered(_Model):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Whether a stream ends with the usage; an answer that is no stream has it always."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self) -> Sampling:
@@ -199,7 +219,9 @@ class _Answered(_Model):
         return Sampling(
             temperature=self.temperature,
             top_k=self.top_k,
-            top_p=self.top_p,
+            # OpenAI's 0 is the likeliest token alone.
+            top_p=self.top_p or NO_MORE,
+            min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             seed=seed,
         ).of_rows(1)
@@ -210,6 +232,8 @@ class TextPart(_Model):
 
     type: Literal["text"]
     text: str
+    # A hint for servers that cache where they are told to.
+    cache_control: dict[str, Any] | None = None
 
 
 class Message(_Model):
@@ -217,6 +241,15 @@ class Message(_Model):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Items[TextPart]
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _plain(cls, given: Any) -> Any:
+        kept = _supported(given, MESSAGES_WITHOUT_EFFECT, MESSAGE_LABELS, "messages.")
+        if isinstance(kept, dict) and kept.get("role") == "assistant":
+            # An answer of tool calls alone, which there were none of.
+            kept["content"] = kept.get("content") or ""
+        return kept
 
     def for_template(self) -> dict[str, str]:
         """As chat templates take it; OpenAI's `developer` is their `system`."""

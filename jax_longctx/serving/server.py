@@ -229,6 +229,8 @@ def make_team(model: LongContext, options: ServeOptions) -> Team:
             length=lengths.whole,
             reserve=reserve,
             share_from=lengths.share_from,
+            # Elsewhere empty places cost little, and another size would take a program of its own.
+            fitted=not (model.compiles_ahead or options.ready_for),
         )
     )
 

@@ -86,6 +86,18 @@ def refused(result, message):
     assert result.stderr.count("\n") == 1
 
 
+def last_of_each(options):
+    """The options and their values, of each the last one: given twice they are refused."""
+    found: dict[str, list[str]] = {}
+    for word in map(str, options):
+        if word.startswith("-"):
+            found[word] = [word]
+            values = found[word]
+        else:
+            values.append(word)
+    return [word for words in found.values() for word in words]
+
+
 @pytest.fixture
 def run():
     """Runs the command line in this process, which ends with this exit code where it is given."""

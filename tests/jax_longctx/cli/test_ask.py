@@ -216,7 +216,10 @@ def test_the_file_and_the_questions(tmp_path):
     book.write_text("text")
     for words, how, message in [
         ((), {}, "no FILE given"),
-        (("book.txt",), {}, "no question given"),
+        ((str(book),), {}, "no question given"),
+        (("Who wrote it?",), {}, "no question follows; expected FILE QUESTION... \\(- QUESTION"),
+        ((str(book), str(book), "q"), {}, "is a file where a question is expected"),
+        (("-", str(book)), {}, "is a file where a question is expected"),
         (("book.txt", "Who?", " "), {}, "a question is empty"),
         (("book.txt",), {"stems": [""]}, "a question is empty"),
         (("book.txt", "Who?"), {"stems": ["The key is"]}, "exclude each other"),

@@ -11,7 +11,7 @@ from jax_longctx.batch import BatchOptions, compile_first
 from jax_longctx.engine import Engine, Sampling
 from jax_longctx.locks import only_writer
 from tests.checkpoints_convert.tiny import full_disk
-from tests.jax_longctx.cli.conftest import die_at
+from tests.jax_longctx.cli.conftest import die_at, last_of_each
 from tests.small_methods import small_method
 
 BOOK = "The pass key is 12345. Remember it. "
@@ -54,7 +54,7 @@ def batch(run, loads, given, out):
     def answer(*options, rows=None, into=out, code=0):
         if rows is not None:
             write(given, rows)
-        return run("batch", given, into, "-c", "m", *options, code=code)
+        return run("batch", given, into, "-c", "m", *last_of_each(options), code=code)
 
     return answer
 
@@ -443,7 +443,7 @@ def test_damage_between_two_runs_is_refused_or_computed_again(run, batch, killed
             path.unlink()
             if damaged is not None:
                 path.write_bytes(damaged)
-            result = run("batch", given, out, "-c", "m", *options)
+            result = run("batch", given, out, "-c", "m", *last_of_each(options))
             if result.exit_code == 0:
                 assert out.read_bytes() == whole.read_bytes()
                 out.unlink()

@@ -89,6 +89,11 @@ def test_mistakes_are_named(run, loads):
         (("generate", "-c", "m", ""), None, "error: the prompt is empty"),
         (("generate", "-c", "m", "-"), "", "error: stdin is empty"),
         (("generate", "-c", "m"), "", "error: stdin is empty"),
+        (("generate", "-c", "m", __file__), None, "is a file; to continue its text"),
+        (("plan", "-m", "full", "-m", "quest"), None, "--method/-m is given 2 times"),
+        (("generate", "a", "-c", "m", "--seed", 1, "--seed", 1), None, "--seed is given 2 times"),
+        (("ask", "-", "a", "--chat", "--no-chat"), None, "--chat/--no-chat is given 2 times"),
+        (("eval", "run", "-o", "a", "--output", "b"), None, "--output/-o is given 2"),
     ]:
         refused(run(*args, stdin=stdin), message)
     assert loads == []

@@ -8,6 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from jax_longctx.cli import options
+from jax_longctx.cli.main import app
 from jax_longctx.cli.options import argument, only, option
 from jax_longctx.errors import InputError
 
@@ -69,6 +70,22 @@ def test_names_types_bounds_and_what_fields_allow_together_are_checked(invoke):
         said = " ".join(result.output.replace("│", " ").split())
         assert result.exit_code == 2 and message in said, said
     assert isinstance(invoke("cook", "Ann", "-d", "stone").exception, InputError)
+
+
+def test_a_file_to_write_is_named_alike_everywhere():
+    """`--out` and `--output` are `-o`, in each command."""
+
+    def commands(group):
+        for each in group.commands.values():
+            yield from commands(each) if hasattr(each, "commands") else [each]
+
+    named = [
+        parameter.opts
+        for command in commands(typer.main.get_command(app))
+        for parameter in command.params
+        if {"--out", "--output"} & set(parameter.opts)
+    ]
+    assert len(named) > 15 and all("-o" in names for names in named), named
 
 
 def test_help_is_of_the_fields_below_their_heading(invoke):

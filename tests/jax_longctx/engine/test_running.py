@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_longctx.engine import Sampling, programs
+from jax_longctx.engine import Sampling, programs, running
 from jax_longctx.engine.running import Chosen, Request, RunningBatch
 from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.methods import make_method
@@ -52,10 +52,10 @@ def context(engine):
     return engine.prefill([CONTEXTS[0]], reserve=RESERVE)
 
 
-def batch_of(engine, places):
+def batch_of(engine, places, fitted=False):
     """With room for the longest context."""
     slots = engine.slots_for(90 + 128)
-    return RunningBatch(engine, places=places, slots=slots, reserve=RESERVE)
+    return RunningBatch(engine, places=places, slots=slots, reserve=RESERVE, fitted=fitted)
 
 
 def tokens(row):
@@ -96,12 +96,12 @@ def run(batch, queue):
     raise AssertionError("the batch does not end")
 
 
-def check_method(method, *, places=3, mesh=None, samplings=ONE_KIND):
+def check_method(method, *, places=3, mesh=None, samplings=ONE_KIND, fitted=False, texts=CONTEXTS):
     engine = tiny_engine(method, chunk=16, mesh=mesh)
-    batch, asked = batch_of(engine, places), requests(samplings)
+    batch, asked = batch_of(engine, places, fitted), requests(samplings)
     contexts = [
         engine.prefill(
-            [CONTEXTS[number % 3]],
+            [texts[number % 3]],
             reserve=RESERVE,
             questions=[request.question],
             capacity=batch.slots,
@@ -122,6 +122,25 @@ def check_method(method, *, places=3, mesh=None, samplings=ONE_KIND):
 @pytest.mark.quick("full", "snapkv")
 def test_each_row_answers_as_it_does_alone(name):
     check_method(small_method(name), samplings=EVERY_KIND if name == "full" else ONE_KIND)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.quick("full")
+def test_rows_move_to_caches_of_other_sizes(name, monkeypatch):
+    """One that joins may need more places or slots, those that are left need less."""
+    sizes, fit = [], RunningBatch._fit
+
+    def fitted(batch, *more):
+        fit(batch, *more)
+        sizes.append((len(batch._state.done), batch._caches.slots))
+
+    monkeypatch.setattr(RunningBatch, "_fit", fitted)
+    monkeypatch.setattr(running, "FITTED_FROM", 128)
+    check_method(small_method(name), fitted=True, texts=random_rows([64, 150, 90]))
+    # The last row is alone again.
+    assert {rows for rows, _ in sizes} == {1, 3} and sizes[-1][0] == 1
+    grows = small_method(name).info.keeps_all
+    assert {slots for _, slots in sizes} >= ({128, 256} if grows else {128})
 
 
 @pytest.mark.parametrize("name", ["full", "refreshkv"])

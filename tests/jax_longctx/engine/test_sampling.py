@@ -71,6 +71,10 @@ WARM = softmax(SHUFFLED[[1, 3, 0]] / 2.0)
         *((SHUFFLED, [1, 3], {"top_p": p}) for p in (0.41, 0.69)),
         (SHUFFLED, [1, 3, 0], {"top_p": 0.71}),
         (SHUFFLED, range(4), {"top_p": 0.95}),
+        # A share of the likeliest one's, behind temperature, with and without a rank.
+        *((SHUFFLED, [1, 3], {"min_p": 0.6, **more}) for more in ({}, {"top_k": 3})),
+        (SHUFFLED, [1, 3, 0], {"min_p": 0.6, "temperature": 2.0}),
+        (SHUFFLED, [1], {"min_p": 1.0, "top_p": 0.9}),
         # Of equals only as many as it needs.
         (np.zeros(4), [0, 1], {"top_p": 0.45}),
         # It counts after temperature and top-k, as transformers orders them.
@@ -189,6 +193,7 @@ def test_the_extremes_of_the_penalty_keep_the_order(penalty, temperature):
         ("temperature", "at least 0 and finite", (-0.1, NAN, INF)),
         ("top_k", r"at least 0 \(0 is off\)", (-1,)),
         ("top_p", "above 0 and at most 1", (0.0, 1.5, NAN)),
+        ("min_p", "from 0 to 1", (-0.1, 1.5, NAN)),
         ("repetition_penalty", "from 1e-06 to 1,000,000", (0.0, NAN, INF, 1e-30)),
         ("seed", "from 0 to .*", (-1, (1, 2**64), ())),
     ],

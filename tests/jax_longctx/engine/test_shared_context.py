@@ -25,12 +25,12 @@ def requests():
     ]
 
 
-def check_method(method, *, sizes=(1, 1, 1), context=CONTEXT, places=3, **options):
+def check_method(method, *, sizes=(1, 1, 1), context=CONTEXT, places=3, fitted=False, **options):
     engine = tiny_engine(method, chunk=64, mesh=make_mesh(*sizes), **options)
     held = engine.prefill(context, reserve=64)
     asked = requests()
     expected = [alone(engine, held, request) for request in asked]
-    batch = RunningBatch(engine, places=places, reserve=64, context=held)
+    batch = RunningBatch(engine, places=places, reserve=64, context=held, fitted=fitted)
     found, _ = run(batch, [(held, request) for request in asked])
     assert list(map(tokens, found)) == expected
     # The context is as it was.
@@ -45,10 +45,13 @@ def test_methods_that_keep_every_key_share():
     assert own_tokens(make_method("quest", {"allocation": "psa-estimate"})) is None
 
 
-@pytest.mark.parametrize("name", ["full", "dynamic-ntk", "star", "quest", "arkvale"])
+@pytest.mark.parametrize(
+    ("name", "fitted"),
+    [("full", False), ("dynamic-ntk", False), ("star", True), ("quest", True), ("arkvale", False)],
+)
 @pytest.mark.quick("full")
-def test_rows_over_one_context_answer_as_they_do_alone(name):
-    check_method(small_method(name))
+def test_rows_over_one_context_answer_as_they_do_alone(name, fitted):
+    check_method(small_method(name), fitted=fitted)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import bytes_per_device, slots_for
 from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.memory import shown_bytes
 from jax_longctx.methods import make_method
 from jax_longctx.models.llama import init_params
 from jax_longctx.models.presets import preset
@@ -268,9 +269,43 @@ def test_what_does_not_go_together_is_refused():
     h100, h200 = (parse_target(name).chip for name in ("h100x8", "h200x8"))
     assert (h200.memory, h200.flops, h200.bandwidth) == (141 * 10**9, 989e12, 4.8e12)
     assert dataclasses.replace(h200, memory=h100.memory, bandwidth=h100.bandwidth) == h100
+    for name in ("a100", "l40sx2", "rtx4090", "rtx5090", "b200x8", "mi300x"):
+        chip = parse_target(name).chip
+        # A step of a model that fills the memory takes 10 to 60 ms at the whole bandwidth.
+        assert 0.01 < chip.memory / chip.bandwidth < 0.06 and chip.flops > 150e12
     for name in ("v5e", "v5e:4", "v5p:4x4", "h100x0", "tpu", "v5e:0x4"):
         with pytest.raises(InputError, match="is not understood; expected v5e:4x4"):
             parse_target(name)
+
+
+def test_what_would_fit_is_named(run, monkeypatch):
+    """As few changes as needed, each with its bytes, which are those of a plan with it."""
+    monkeypatch.setenv("COLUMNS", "200")
+    given = ("plan", "--target", "rtx4090", "--context")
+    for tokens, fitting in [
+        (60_000, {"--weights int8", "--kv int8", "--offload host -m quest", "-m snapkv"}),
+        (131_072, {"--weights int8 --kv int8"}),
+    ]:
+        record = json.loads(run(*given, tokens, "--json", code=0).stdout)
+        found = record["alternatives"]
+        assert found and set(found) <= fitting, found
+        shown = " ".join(run(*given, tokens).stdout.split())
+        for options, need in [*found.items()][:1]:
+            other = json.loads(run(*given, tokens, *options.split(), "--json", code=0).stdout)
+            memory = other["memory_bytes"]
+            assert memory["fits"] and f"{options} ({shown_bytes(need)})" in shown
+            assert need == sum(memory[name] for name in ("weights", "cache", "temporaries"))
+    everything = ("--weights", "int8", "--kv", "int8", "-m", "snapkv")
+    huge = ("plan", "--target", "v5e:1x1", "--model", "llama-3.1-70b", *everything)
+    assert json.loads(run(*huge, "--json", code=0).stdout)["alternatives"] == {}
+
+
+def test_matrices_in_8_bits_become_floats_on_gpus_alone():
+    on_gpu, on_tpu = (
+        make_plan(request(target=target, weights="int8", dtype="bfloat16"), {}, largest=False)
+        for target in ("a100", "v5e:1x1")
+    )
+    assert on_gpu.temporaries > on_tpu.temporaries
 
 
 def test_the_command_tells_what_is_arithmetic(run):

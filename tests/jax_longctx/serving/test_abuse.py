@@ -173,7 +173,7 @@ def test_forms_that_are_none_are_4xx(server):
 
 def test_unknown_urls_and_methods_and_bodies_beyond_the_limit_are_4xx(server):
     huge = b"x" * ((1 << 20) + 1)
-    with server.http() as http:
+    with server.http(headers={"content-type": "application/json"}) as http:
         for path in ("/", "/v1", "/v1/embeddings", "/v1/contexts/a/b", "/v1/models/other"):
             answer = http.get(path)
             assert answer.status_code == 404 and answer.json()["error"]["message"]
@@ -195,7 +195,8 @@ def connect(running):
 def begin_post(running, sent, declared, path="/v1/completions"):
     """A connection that has sent the beginning of a request's body."""
     raw = connect(running)
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {declared}\r\n\r\n"
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json"]
+    head = "\r\n".join([*lines, f"content-length: {declared}", "", ""])
     raw.sendall(head.encode() + sent)
     return raw
 
@@ -214,10 +215,11 @@ def slowed(monkeypatch, owner, name):
 def test_slow_senders_are_ended(serve, tiny):
     seconds = patience(0.3)
     running = serve(tiny, access=Access(body_seconds=seconds), header_seconds=seconds)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+    head += b"content-type: application/json\r\n"
     begun = [b"", head, head + b"content-length: 100\r\n\r\n{"]
     # The second request of a connection is waited for no longer than the first.
-    again = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    again = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with contextlib.ExitStack() as stack:
         slow = [stack.enter_context(connect(running)) for _ in [*begun, again]]
         for one, sent in zip(slow, [*begun, again], strict=True):
@@ -299,7 +301,8 @@ def test_a_text_is_given_up_when_its_client_goes_away(serve, tiny, monkeypatch):
 async def post(app, path, body, *, sends):
     """Posts to the app without a socket; `sends` takes its messages."""
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST"}
-    scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "headers": []}
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers}
     sent = iter([{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}])
 
     async def receive():
@@ -429,20 +432,36 @@ def test_too_many_requests_are_told_when_to_come_again(slow):
     check_idle(running)
 
 
-def test_a_place_is_taken_before_the_body_is_read(serve, tiny):
-    running = serve(tiny, rows=1, queue=0)
-    with begin_post(running, b"{", 100) as first, running.http() as http:
-        wait_until(lambda: running.served.scheduler._jobs == 1)
+def test_a_slow_body_holds_no_place_and_a_full_queue_asks_for_none(slow):
+    running = slow(rows=1, queue=0)
+    with begin_post(running, b"{", 100) as first, running.client() as client:
+        wait_until(lambda: running.served.service._bodies == 1)
+        stream = client.completions.create(**slow_request(stream=True))
+        next(iter(stream))
         # Nothing of this body is asked for.
         with begin_post(running, b"", 1 << 20) as second:
             head = second.recv(1000).lower()
         assert b" 429 " in head.splitlines()[0]
         assert b"retry-after: " in head and b"connection: close" in head
-        assert http.get("/health").status_code == 200
         first.sendall(b"x" * 99)
-        assert b" 400 " in first.recv(1000).splitlines()[0]
-        check_idle(running)
-        assert http.post("/v1/completions", json=COMPLETION).status_code == 200
+        # Its body came when the place was taken.
+        assert b" 429 " in first.recv(1000).splitlines()[0]
+        stream.close()
+    check_idle(running)
+
+
+def test_a_client_that_sends_all_of_its_body_first_reads_the_refusal(server):
+    with server.http() as http:
+        for size, kind, status in ((3 << 20, "application/json", 413), (9, "text/plain", 415)):
+            told = {"content-type": kind}
+            answer = http.post("/v1/completions", content=b" " * size, headers=told)
+            assert answer.status_code == status and answer.json()["error"]["message"]
+    # A real client's socket, which does not read meanwhile.
+    with begin_post(server, b"", 3 << 20) as sent:
+        for _ in range(3):
+            sent.sendall(b" " * (1 << 20))
+        assert b" 413 " in sent.recv(1000).splitlines()[0]
+    check_idle(server)
 
 
 def test_the_bodies_of_all_requests_have_a_limit(serve, tiny):
@@ -478,9 +497,9 @@ def test_the_time_of_a_request_begins_with_its_headers(serve, tiny):
         assert b" 408 " in raw.recv(1000).splitlines()[0]
         assert time.monotonic() - began < patience(10)
     # The time that the body took is not there for the answer.
-    body = json.dumps(slow_request(max_tokens=1)).encode()
+    body = slow_request(max_tokens=1)
     with running.http() as http:
-        assert http.post("/v1/completions", content=body).status_code == 200
+        assert http.post("/v1/completions", json=body).status_code == 200
         prompts = running.served.service.prompts
         completion = prompts.completion
 
@@ -489,7 +508,7 @@ def test_the_time_of_a_request_begins_with_its_headers(serve, tiny):
             return completion(*given)
 
         prompts.completion = late
-        assert http.post("/v1/completions", content=body).status_code == 504
+        assert http.post("/v1/completions", json=body).status_code == 504
     check_idle(running)
 
 

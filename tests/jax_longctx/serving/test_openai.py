@@ -84,15 +84,57 @@ def test_stops_end_the_text_before_them(client, tiny):
     [
         {"temperature": 0.0},
         {"temperature": 0.7, "top_p": 0.8},
+        {"temperature": 1.8, "min_p": 0.02},
         pytest.param({"temperature": 1.5, "top_k": 5}, marks=pytest.mark.slow),
         pytest.param({"temperature": 0.9, "repetition_penalty": 1.3}, marks=pytest.mark.slow),
     ],
 )
 def test_sampling_options_are_those_of_the_library(client, tiny, how):
-    ours = {key: how[key] for key in ("top_k", "repetition_penalty") if key in how}
+    ours = {key: how[key] for key in ("top_k", "min_p", "repetition_penalty") if key in how}
     theirs = {key: value for key, value in how.items() if key not in ours}
     found = complete(client, PROMPT, seed=11, max_tokens=16, extra_body=ours, **theirs)
     assert found.choices[0].text == generated(tiny, PROMPT, seed=11, max_tokens=16, **how).text
+
+
+def test_fields_that_change_nothing_are_taken(server, client):
+    """As clients send them, beside what asks for nothing."""
+    plain = {"model": "tiny", "seed": 3, "max_tokens": 6, "temperature": 0.7}
+    asked = [
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "How?"},
+    ]
+    expected = chat_body(client, plain | {"messages": asked})
+    part = {"type": "text", "text": "How?", "cache_control": {"type": "ephemeral"}}
+    decked = [
+        {"role": "user", "content": "Why?", "name": "bob", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [], "annotations": [], "audio": None}
+        | {"refusal": None, "function_call": None},
+        {"role": "user", "content": [part], "annotations": []},
+    ]
+    beside = [
+        {"tools": [], "tool_choice": "auto", "functions": None, "user": "x", "store": True},
+        {"metadata": {"a": "b"}, "reasoning_effort": "high", "verbosity": "low"},
+        {"stream_options": {"include_usage": True}, "min_p": 0, "n": 1, "logit_bias": {}},
+    ]
+    for more in beside:
+        assert chat_body(client, plain | {"messages": decked} | more) == expected
+    # The likeliest token alone.
+    greedy = chat_body(client, plain | {"messages": asked, "temperature": 0})
+    assert chat_body(client, plain | {"messages": asked, "top_p": 0}) == greedy
+    for message, said in [
+        ({"tool_calls": [{"id": "1"}]}, "messages.tool_calls is not supported: leave it out, or"),
+        ({"audio": {"id": "1"}}, "messages.audio is not supported: leave it out"),
+        ({"nickname": "bob"}, "unknown field 'messages.0.nickname'"),
+        ({"content": None}, "messages.0.content is missing"),
+    ]:
+        with pytest.raises(openai.BadRequestError, match=said):
+            chat_body(client, plain | {"messages": [{"role": "user", "content": "a"} | message]})
+
+
+def chat_body(client, body):
+    """The text of the answer to a whole body."""
+    return client.post("/chat/completions", body=body, cast_to=object)["choices"][0]["message"]
 
 
 def test_without_a_seed_each_answer_is_drawn_anew(client):
@@ -221,7 +263,7 @@ def test_an_answer_amid_31_others_is_that_alone(serve, tiny):
     ("changes", "status", "said"),
     [
         ({"model": "other"}, 404, "there is no model 'other'"),
-        ({"extra_body": {"stream_options": {"include_usage": True}}}, 400, "needs stream: true"),
+        ({"extra_body": {"tool_choice": "required"}}, 400, 'give "none" or "auto"'),
         ({"n": 2}, 400, "n is not supported: leave it out, or give 1"),
         ({"temperature": 3.0}, 400, "temperature: Input should be less than or equal to 2"),
         ({"max_tokens": 65}, 400, "max_tokens is 65, this server gives at most 64"),

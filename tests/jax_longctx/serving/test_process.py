@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import jax_longctx
 from jax_longctx.cli import process
 from jax_longctx.cli.main import app
+from tests.jax_longctx.cli.conftest import last_of_each
 from tests.jax_longctx.cli.tiny_model import converted
 from tests.jax_longctx.cli.two_processes import COMMAND, jobs
 from tests.jax_longctx.serving.processes import Process
@@ -112,9 +113,9 @@ def test_what_cannot_work_is_refused_at_once(checkpoint, tmp_path, monkeypatch):
     keys.write_text("\n")
     marked.write_bytes(b"\xef\xbb\xbf\n")
 
-    def refused(*arguments):
-        given = ("serve", "-c", checkpoint, *SMALL, "--port", 0, *arguments)
-        result = CliRunner().invoke(app, [*map(str, given)])
+    def refused(*arguments, limits=SMALL):
+        words = last_of_each(["-c", checkpoint, *limits, "--port", 0, *arguments])
+        result = CliRunner().invoke(app, ["serve", *words])
         assert result.exit_code == 2, result.output
         return result.stderr.splitlines()[-1]
 
@@ -131,6 +132,8 @@ def test_what_cannot_work_is_refused_at_once(checkpoint, tmp_path, monkeypatch):
             (("-m", "auto"), "name a method here"),
         ]:
             assert said in refused(*arguments)
+        # Questions and answers have half of it.
+        assert "cannot listen" in refused("--port", port, limits=("--length", 100))
         # The command alone takes this for a process of a job, whose end would be that of pytest.
         job = create_autospec(process, instance=True, number=lambda: 0)
         monkeypatch.setattr("jax_longctx.cli.serve.process", job)
