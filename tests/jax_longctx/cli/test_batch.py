@@ -54,7 +54,7 @@ def batch(run, loads, given, out):
     def answer(*options, rows=None, into=out, code=0):
         if rows is not None:
             write(given, rows)
-        return run("batch", given, into, "-c", "m", *last_of_each(options), code=code)
+        return run("batch", given, into, *last_of_each(["-c", "m", *options]), code=code)
 
     return answer
 
