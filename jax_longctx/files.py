@@ -9,7 +9,7 @@ import io
 import os
 import stat
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from jax_longctx.errors import InputError, file_errors
 
@@ -89,11 +89,6 @@ def write_all(file: Any, data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[file.write(left) :]
-
-
-def create(path: Path) -> TextIO:
-    """A file to write a text to, in UTF-8; raises OSError where the path is a symbolic link."""
-    return open(path, "w", encoding="utf-8", opener=no_link)
 
 
 def no_link(path: str, flags: int) -> int:

@@ -263,7 +263,7 @@ def agreement(
 @options.command
 def citrus_overlap(
     model: options.ModelChoice = only("checkpoint", "dtype"),
-    output: options.Result = only("out", "overwrite"),
+    output: options.Output = only("out"),
     text: list[Path] | None = _files(),
     texts: int = _count(20),
     tokens: int = option("Tokens of the first context.", default=200, min=1),
@@ -290,8 +290,6 @@ def citrus_overlap(
     length = 4 * (tokens + len(asked))
     rows = _cut(loaded, text, texts, length).tolist()
     counts, ratios, size = top or [25, 50, 100], [], len(asked)
-    facts = {"texts": digest_of(rows), "top": counts, "tokens": tokens, "instruction": instruction}
-    whole = output.begin("eval citrus-overlap", loaded, **facts)
     with terminal.progress("overlap", "texts") as update:
         for done, row in enumerate(rows, start=1):
             followers = [row[-size:], asked, row[-2 * size : -size]]
@@ -304,7 +302,7 @@ def citrus_overlap(
     means = dict(zip(counts, np.mean(ratios, axis=0), strict=True))
     by_layer = {str(count): found.tolist() for count, found in means.items()}
     record = {"tokens": tokens, "texts": len(rows), "instruction": instruction}
-    output.save({**whole, **record, "by_layer": by_layer})
+    output.save({**record, "by_layer": by_layer})
     lines = ["| k | layers | text and instruction | text and other text | chance |"]
     lines.append("| --- | --- | --- | --- | --- |")
     # One line for each k and third of the layers.
@@ -320,7 +318,7 @@ def citrus_overlap(
 @options.command
 def resa_spectrum(
     model: options.ModelChoice = only("checkpoint", "dtype"),
-    output: options.Result = only("out", "overwrite"),
+    output: options.Output = only("out"),
     text: list[Path] | None = _files(),
     texts: int = option("Texts of each length.", default=3, min=1),
     lengths: list[int] | None = option(
@@ -344,8 +342,6 @@ def resa_spectrum(
 
     wanted = sorted(lengths or [512, 1024, 2048])
     cut = {length: _cut(loaded, text, texts, length) for length in wanted}
-    texts_read = {length: digest_of(rows.tolist()) for length, rows in cut.items()}
-    whole = output.begin("eval resa-spectrum", loaded, texts=texts_read)
     records, lines = [], ["| tokens | first singular value | its share, % | cosine to the prior |"]
     lines.append("| --- | --- | --- | --- |")
     for length, rows in cut.items():
@@ -355,14 +351,14 @@ def resa_spectrum(
         records.append({"length": length, **{name: x.tolist() for name, x in means.items()}})
         first, share, prior = (means[name].mean() for name in ("first", "share", "prior"))
         lines.append(f"| {length:,} | {first:,.1f} | {100 * share:.1f} | {prior:.3f} |")
-    output.save({**whole, "texts": texts, "lengths": records})
+    output.save({"texts": texts, "lengths": records})
     terminal.write("\n".join(lines) + f"\n\nMeans over layers, heads and {texts} texts.\n")
 
 
 @options.command
 def resa_errors(
     model: options.ModelChoice = only("checkpoint", "dtype"),
-    output: options.Result = only("out", "overwrite"),
+    output: options.Output = only("out"),
     selectors: list[str] | None = option(
         "quest, arkvale or ideal; all three unless given.", "--selector"
     ),
@@ -401,16 +397,15 @@ def resa_errors(
             f"{len(ids):,}; ask for fewer or give a longer --text"
         )
     cut = [ids[i * (len(ids) // texts) :][:tokens] for i in range(texts)]
-    selectors, ratios = selectors or ["quest", "arkvale", "ideal"], ratios or [0.025, 0.05, 0.1]
-    facts = {"selectors": selectors, "ratios": ratios, "queries": queries}
-    whole = output.begin("eval resa-errors", loaded, texts=digest_of(cut), **facts)
     records: list[dict[str, Any]] = []
-    for selector in selectors:
-        methods = [make_method("resa", {"selector": selector, "ratio": ratio}) for ratio in ratios]
+    for selector in selectors or ["quest", "arkvale", "ideal"]:
+        methods = [
+            make_method("resa", {"selector": selector, "ratio": ratio})
+            for ratio in ratios or [0.025, 0.05, 0.1]
+        ]
         with terminal.waiting(f"{selector}: {texts} texts of {tokens:,} tokens"):
             records += attention_errors(loaded.engine, cut, methods, queries=queries)
-    output.save({**whole, "records": records})
-    output.terminal().result(records, _errors)
+    output.hand_over(records, _errors)
 
 
 def _errors(records: list[dict[str, Any]]) -> Iterable[Any]:

@@ -103,7 +103,7 @@ def _parameter(name: str, kind: Any, field: Any, panel: str | None = None) -> in
         mark = copy.copy(field.metadata["mark"])
         if isinstance(mark, OptionInfo):
             mark.rich_help_panel = mark.rich_help_panel or panel
-        if Path in (kind, *typing.get_args(kind)) or list[Path] in (kind, *typing.get_args(kind)):
+        if {Path, list[Path]} & {kind, *typing.get_args(kind)}:
             mark.callback, mark.exists = _at_home(copy.copy(mark)), False
         kind, field = Annotated[kind, mark], field.default
     default = inspect.Parameter.empty if field is dataclasses.MISSING else field
@@ -514,7 +514,7 @@ class Result(Output):
 
     overwrite: bool = overwrite("a file")
 
-    def begin(self, command: str, model: "LongContext | None", **given: Any) -> dict[str, Any]:
+    def begin(self, command: str, model: "LongContext", **given: Any) -> dict[str, Any]:
         """What the file is made from; raises OriginError where it exists and is of another origin.
 
         Args:
@@ -523,8 +523,7 @@ class Result(Output):
         if self.out is None:
             return {}
         # All processes: it needs the weights.
-        by = {} if model is None else model.made_by
-        made_from = {"command": command, **given, **by}
+        made_from = {"command": command, **given, **model.made_by}
         if self.out.is_file() and not self.overwrite:
             check_result(self.out, made_from)
         return {MADE_FROM: made_from}

@@ -529,8 +529,10 @@ class Contexts:
         try:
             described = _SavedText.model_validate(given)
             (tokens,), total = np.asarray(saved.get("rows"), np.int32), described.total
-            told = described.key, key_of(tokens, total), saved.get("total"), saved.get("made_by")
-        except (OverflowError, TypeError, ValueError) as error:
+            # Earlier versions wrote fewer facts.
+            made_by = {**self.made_by, **saved["made_by"]}
+            told = described.key, key_of(tokens, total), saved.get("total"), made_by
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             why = " ".join(str(error).split())
             told = f"{file} or the folder {key} is no server's: {why:.200}; {REMEDY}"
             raise CheckpointError(told) from error
