@@ -150,7 +150,7 @@ def prepare(
     counts = {"used": 0, "short": 0, "repeated": 0, "dropped": 0, "longest": 0}
     try:
         with file_errors(f"{directory} could not be written"):
-            found = _cut(documents, encode, length, counts)
+            found = _cut(documents, encode, length, vocab_size, counts)
             by_split = ((split_of(text, shares), tokens) for text, tokens in found)
             windows = _write_splits(building, by_split, length, dtype)
             dropped, longest = counts.pop("dropped"), counts.pop("longest")

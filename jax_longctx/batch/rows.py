@@ -111,7 +111,7 @@ class RowReader:
         rows, digest, files = 0, hashlib.sha256(), dict[str, str]()
         with (
             file_errors(f"{self.path} cannot be read", "give a file of JSON lines"),
-            self.path.open("rb") as lines,
+            open_plain(self.path) as lines,
         ):
             for line in filter(bytes.strip, lines):
                 rows += 1
@@ -125,7 +125,7 @@ class RowReader:
     def _digest_of_file(self, raw: bytes, known: dict[str, str]) -> str:
         """Of the text of the row's file, or why it has none."""
         try:
-            fields = _fields(raw)
+            fields = _fields(raw, str(self.path))
             name = _text(fields, "file") if "file" in fields else ""
             if name and name not in known:
                 known[name] = hashlib.sha256(self._file(fields).encode()).hexdigest()
