@@ -42,9 +42,8 @@ def main() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         if sys.platform == "linux":  # macOS does not enforce it; there time alone is bounded
-            # An earlier tokenizer's memory counts as none.
-            held = _held_bytes() if "tokenizer" in request else 0
-            allowed = held + request["memory"]
+            # What an earlier request left counts as none.
+            allowed = _held_bytes() + request["memory"]
             if most_bytes != resource.RLIM_INFINITY:
                 allowed = min(allowed, most_bytes)
             resource.setrlimit(resource.RLIMIT_AS, (allowed, most_bytes))
