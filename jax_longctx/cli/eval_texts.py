@@ -190,7 +190,7 @@ def _score(
 def agreement(
     *,
     model: options.ModelChoice = only("checkpoint", "dtype", "mesh", "chunk", "kv", "weights"),
-    output: options.Result,
+    output: options.Output,
     methods: list[str] | None = options.methods(),
     text: list[Path] | None = _files(),
     length: int = option("Tokens of a text.", default=2048, min=1),
@@ -230,9 +230,6 @@ def agreement(
     tokens = _cut(loaded, text, texts, length)
     how = {"score": score, "asked": asked}
     sizes = {"queries": min(queries, score), "top": top}
-    facts: dict[str, Any] = {**how, **sizes, "attention": attention}
-    facts |= {"texts": digest_of(tokens.tolist()), "methods": [spec.label for spec in chosen]}
-    whole = output.begin("eval agreement", loaded, **facts)
     with terminal.waiting("full attention's predictions"):
         exact = scored_states(full, tokens, batch=batch, **how)
     runs: list[dict[str, Any]] = []
@@ -244,7 +241,7 @@ def agreement(
             kl, same = divergences(full, exact, states)
         means = {"kl": kl.mean(1, dtype="float64").tolist(), "same": same.mean(1).tolist()}
         runs.append({**facts, **how, **sizes, "attention": None, **means})
-    output.save({**whole, "runs": runs})
+    output.save({"runs": runs})
     if attention:
         with terminal.progress("attention", "texts") as update:
             found = attention_agreement(
@@ -256,7 +253,7 @@ def agreement(
                 name = run["method"]
                 why = "reads a text in parts side by side, or chooses by values"
                 terminal.note(f"{name} {why}: no weights shown")
-        output.save({**whole, "runs": runs})
+        output.save({"runs": runs})
     terminal.records(runs, markdown)
 
 
