@@ -11,7 +11,7 @@ from jax_longctx.cli.options import only, option
 from jax_longctx.cli.terminal import Terminal, check_plot, read_text, table
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.specs import PROTOCOLS, Protocol, Spec
-from jax_longctx.origin import digest_of
+from jax_longctx.origin import MADE_FROM, check_result, digest_of
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
@@ -78,7 +78,8 @@ def perplexity(
         "checkpoint", "dtype", "mesh", "chunk", "kv", "weights", "offload", "working_set"
     ),
     scoring: Scoring,
-    output: options.Result,
+    output: options.Output,
+    overwrite: bool = options.overwrite("a file"),
     methods: list[str] | None = options.methods(),
     plot: Path | None = option("Write a PNG: perplexity by position."),
 ) -> None:
@@ -112,17 +113,24 @@ def perplexity(
     length = scoring.length or kind.length
     tokens = _cut(loaded, scoring.text, scoring.texts, length, join=kind.stream)
     texts = list(map(digest_of, tokens.tolist()))
-    how = {"score": scoring.score or kind.score, "window": scoring.window or kind.window}
-    names = [spec.label for spec in chosen]
-    how |= {"protocol": scoring.protocol, "ahead": scoring.ahead, "question": scoring.question}
-    whole = output.begin("eval perplexity", loaded, texts=texts, methods=names, **how)
+    made_from = {
+        "command": "eval perplexity",
+        "texts": texts,
+        "methods": [spec.label for spec in chosen],
+        "score": scoring.score or kind.score,
+        "window": scoring.window or kind.window,
+        **{name: getattr(scoring, name) for name in ("protocol", "ahead", "question")},
+        **loaded.made_by,
+    }
+    if output.out is not None and output.out.is_file() and not overwrite:
+        check_result(output.out, made_from)
     runs: list[dict[str, Any]] = []
     for engine, spec, asked in plans:
         scored = LongContext(engine, loaded.tokenizer, loaded.manifest)
         facts = {**options.run_facts(scored), "given": dict(spec.settings), "question": asked}
         found = _score(scored, tokens, scoring, facts, terminal)
         runs.append({**facts, "protocol": scoring.protocol, **found, "text_hashes": texts})
-        output.save({**whole, "runs": runs})
+        output.save({MADE_FROM: made_from, "runs": runs})
     if plot is not None and process.is_leader():
         draw(runs, plot)
     terminal.records(runs, markdown)

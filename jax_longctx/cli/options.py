@@ -25,7 +25,6 @@ from jax_longctx.evaluation.specs import Spec
 from jax_longctx.memory import peak_memory
 from jax_longctx.methods import METHODS, check_method, make_method, settings_of
 from jax_longctx.models.presets import PRESETS, preset
-from jax_longctx.origin import MADE_FROM, check_result
 from jax_longctx.paths import expanded, whole_path
 from jax_longctx.settings import (
     DTYPES,
@@ -506,27 +505,6 @@ class Output:
         """Writes the file, and prints JSON or the tables and lines of `shown` on stdout."""
         self.save(result)
         self.terminal().result(result, shown)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result(Output):
-    """An output that holds what it was made from (`jax_longctx.origin`)."""
-
-    overwrite: bool = overwrite("a file")
-
-    def begin(self, command: str, model: "LongContext", **given: Any) -> dict[str, Any]:
-        """What the file is made from; raises OriginError where it exists and is of another origin.
-
-        Args:
-          given: the command's texts, and the options that change its results.
-        """
-        if self.out is None:
-            return {}
-        # All processes: it needs the weights.
-        made_from = {"command": command, **given, **model.made_by}
-        if self.out.is_file() and not self.overwrite:
-            check_result(self.out, made_from)
-        return {MADE_FROM: made_from}
 
 
 def run_facts(model: "LongContext") -> dict[str, Any]:
