@@ -39,7 +39,8 @@ def kept(folder):
 
 def found(folder):
     """What a later server finds: ids by the names of the texts that they name."""
-    contexts = Contexts(folder, MADE, ttl=100)
+    # Earlier versions did not state all weights.
+    contexts = Contexts(folder, MADE | {"all_weights": "a hash"}, ttl=100)
     listed = [(entry.text.tokens.tolist(), entry.id) for entry in contexts.listed()]
     contexts.close()
     return {name: each for name, row in ROWS.items() for tokens, each in listed if tokens == row}
