@@ -246,13 +246,11 @@ class _Settings:
         value = self._metadata.get(f"{self._prefix}.{key}", default)
         if isinstance(value, list):
             # A number for each layer.
-            layers, first = self._metadata.get(f"{self._prefix}.block_count"), value[:1]
-            if len(value) != layers or value != len(value) * first:
+            if not value or value != len(value) * value[:1]:
                 raise ConfigError(
-                    f"{self.path}: {self._prefix}.{key} differs by layer or is not of "
-                    f"{layers} layers: {value!s:.80}"
+                    f"{self.path}: {self._prefix}.{key} differs by layer: {value!s:.80}"
                 )
-            (value,) = first
+            value = value[0]
         if value is not default and not isinstance(value, kind):
             raise CheckpointError(
                 f"{self.path}: {self._prefix}.{key} is {value!r:.80}, expected {kind.__name__}"

@@ -12,7 +12,6 @@ import dataclasses
 import math
 import re
 import shutil
-import string
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -143,7 +142,6 @@ def _check_tokenizer(source: Source) -> None:
             try:
                 tokenizer = Tokenizer.load(folder, eos=source.extras.get("eos_token_id"))
                 check_vocabulary(tokenizer, source.config)
-                _check_encoding(tokenizer)
                 if tokenizer.has_chat:
                     _check_chat(tokenizer)
             except LongctxError as error:
@@ -155,16 +153,6 @@ def _check_tokenizer(source: Source) -> None:
             f"{source.label}: its tokenizer cannot be copied to a temporary folder, to try it: "
             f"{reason(error)}; name another folder in TMPDIR"
         ) from error
-
-
-def _check_encoding(tokenizer: Tokenizer) -> None:
-    """Encodes runs of every ASCII character, which hostile tokenizers take for ever to encode."""
-    try:
-        tokenizer.encode("".join(40 * character for character in string.printable))
-    except InputError as error:
-        # The remedy after the semicolon is for a text.
-        said = str(error).rpartition(";")[0]
-        raise CheckpointError(f"{said}; fetch the model's own tokenizer.json") from error
 
 
 def _check_chat(tokenizer: Tokenizer) -> None:

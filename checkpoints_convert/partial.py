@@ -64,7 +64,7 @@ class Partial:
         self.destination = destination
         self.folder = destination.with_name(destination.name + SUFFIX)
         self._made_from = json.loads(json.dumps(made_from))
-        # The digest of each array of a folder; "" where an earlier version began the conversion.
+        # The digest of each array of a folder.
         self._groups: dict[str, dict[str, str]] = {}
         self._state = "writing"
         self._settle = 0.0
@@ -119,8 +119,8 @@ class Partial:
                     lacking.append(path)
                 wanted += array.size * array.dtype.numpy_dtype.itemsize
             digests = storage.array_digests(folder / storage.STATE)
-        noted = {path: it for group in self._groups.values() for path, it in group.items() if it}
-        lacking += [path for path in noted if noted[path] != digests.get(path)]
+        noted = [each for group in self._groups.values() for each in group.items()]
+        lacking += [path for path, digest in noted if digests.get(path) != digest]
         # Nothing is compressed.
         written = storage.bytes_below(folder)
         if lacking or written < wanted:
@@ -187,14 +187,11 @@ class Partial:
             raise self._refusal(f"its {PROGRESS} is damaged") from error
         if changed:
             raise self._refusal(f"it was begun with another {changed[0]}")
-        if state == "merging":
-            # Orbax moves files while it merges, and does not record how far it came.
+        if state == "merging" or not all(isinstance(group, dict) for group in groups.values()):
+            # Orbax moves files while it merges, and does not record how far it came. Earlier
+            # versions recorded no digests.
             return False
-        self._groups = {
-            name: found if isinstance(found, dict) else dict.fromkeys(found, "")
-            for name, found in groups.items()
-        }
-        self._state = state
+        self._groups, self._state = groups, state
         if self.merged:
             return (self.folder / storage.PARAMS).is_dir()
         for name in self._folders() - set(self._groups):

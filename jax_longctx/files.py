@@ -9,26 +9,21 @@ import io
 import os
 import stat
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from jax_longctx.errors import InputError, file_errors
 
-KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a folder",
-}
-
 
 def check_plain(path: str | Path) -> None:
-    """Raises OSError where the path is no plain file and no pipe of the shell's (`<(...)`)."""
+    """Raises OSError where the path is no plain file and no pipe of the shell's (`<(...)`).
+
+    A folder is left to `open`, which raises one.
+    """
     kind = stat.S_IFMT(os.stat(path).st_mode)
     # A pipe without a name has a writer: its link below /dev/fd leads to no path.
     unnamed = kind == stat.S_IFIFO and not os.path.exists(os.path.realpath(path))
-    if kind != stat.S_IFREG and not unnamed:
-        raise OSError(errno.EINVAL, f"it is {KINDS.get(kind, 'no plain file')}", str(path))
+    if kind not in (stat.S_IFREG, stat.S_IFDIR) and not unnamed:
+        raise OSError(errno.EINVAL, "it is a FIFO, a socket or a device", str(path))
 
 
 def open_plain(path: str | Path) -> io.BufferedReader:
@@ -89,11 +84,6 @@ def write_all(file: Any, data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[file.write(left) :]
-
-
-def create(path: Path) -> TextIO:
-    """A file to write a text to, in UTF-8; raises OSError where the path is a symbolic link."""
-    return open(path, "w", encoding="utf-8", opener=no_link)
 
 
 def no_link(path: str, flags: int) -> int:

@@ -25,16 +25,10 @@ def allow_pinned() -> None:
     os.environ.setdefault(POOL, str(max(int(PINNED * size) >> 30, 1)))
 
 
-def memory_limit() -> int | None:
-    """Bytes of address space that this process may have (`ulimit -v`); None for any number."""
-    least, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return None if least == resource.RLIM_INFINITY else least
-
-
-def check_memory_limit() -> None:
-    """Raises InputError where JAX, whose threads end the process then, cannot start."""
-    limit = memory_limit()
-    if limit is not None and limit < LEAST_ADDRESSES:
+def check_memory_limit(least: float = LEAST_ADDRESSES) -> None:
+    """Raises InputError where `ulimit -v` allows fewer bytes: JAX's threads may end the process."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < least:
         raise InputError(
             f"ulimit -v allows {shown_bytes(limit)} of address space; JAX takes "
             f"{shown_bytes(LEAST_ADDRESSES)} to start, and the model more: raise it"

@@ -39,6 +39,8 @@ def check_same(
     known: Mapping[str, Any],
     given: Mapping[str, Any],
     other: str = OVERWRITE,
+    *,
+    free: tuple[str, ...] = (),
     kind: type[LongctxError] = OriginError,
 ) -> None:
     """Raises an error that names what differs between the `known` origin and the `given` one.
@@ -46,10 +48,12 @@ def check_same(
     Args:
       path: what was made, for the error.
       other: what the user can do instead, for the error.
+      free: facts that may differ.
       kind: of the error.
     """
     # As JSON reads it back: tuples are lists there.
-    found = list(differences(known, json.loads(json.dumps(given))))
+    found = differences(known, json.loads(json.dumps(given)))
+    found = [each for each in found if not each.startswith(free)]
     if found:
         more = f" (and {len(found) - NAMED} more)" if len(found) > NAMED else ""
         raise kind(

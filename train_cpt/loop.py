@@ -378,17 +378,7 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
         raise InputError(f"{path} cannot be read: {error!s:.200}") from error
     if not isinstance(found, dict):
         raise InputError(f"{path} holds no facts of a run; name another folder")
-    known, given = map(_without_free, (found, ours))
-    check_same(directory, known, given, "name another folder to begin a run")
-
-
-def _without_free(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts that every resumed run must share."""
-    kept = {name: value for name, value in facts.items() if name not in FREE}
-    for name, value in kept.items():
-        if isinstance(value, Mapping):
-            kept[name] = {key: x for key, x in value.items() if f"{name}.{key}" not in FREE}
-    return kept
+    check_same(directory, found, ours, "name another folder to begin a run", free=FREE)
 
 
 @contextlib.contextmanager

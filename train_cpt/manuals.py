@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jax_longctx.errors import InputError, file_errors
-from jax_longctx.files import create, read_bytes
+from jax_longctx.files import no_link, read_bytes
 from jax_longctx.models.storage import partial_of
 
 SUFFIXES = (".txt", ".rst", ".md", ".info")
@@ -57,7 +57,7 @@ def collect(
     with contextlib.ExitStack() as held:
         held.enter_context(file_errors(f"{destination} could not be written"))
         held.callback(partial.unlink, missing_ok=True)
-        file = held.enter_context(create(partial))
+        file = held.enter_context(open(partial, "w", encoding="utf-8", opener=no_link))
         for number, folder in enumerate(folders, start=1):
             for name, text in _documents(folder):
                 fresh = _fresh(text, seen)

@@ -142,7 +142,8 @@ class Journal:
 
     def __init__(self, output: Path, given: dict[str, Any], chosen: dict[str, Any]):
         self.output, self.partial, self.journal, self._origin = files_of(output)
-        self._anew = f"remove it and {self.partial.name}, or give --overwrite, to begin anew"
+        both = f"{self.partial.name} and {self.journal.name}"
+        self._anew = f"remove {both}, or give --overwrite, to begin anew"
         # JSON turns tuples into lists, as in the header that is read back.
         given = json.loads(json.dumps(given))
         # Size and CRC-32 of the partial file.
@@ -159,8 +160,7 @@ class Journal:
                 self._check_partial()
             elif self.partial.exists():
                 raise OriginError(
-                    f"{self.partial} is there without its {self.journal.name}; remove it, or give "
-                    f"--overwrite, to begin anew"
+                    f"{self.partial} is there without its {self.journal.name}; {self._anew}"
                 )
             else:
                 self._header = {"format": FORMAT, GIVEN: given, "chosen": chosen}
@@ -250,8 +250,7 @@ class Journal:
             if left or found != self._written["of"]:
                 raise OriginError(
                     f"{self.partial} is damaged: its first {known:,} bytes are not what was "
-                    f"written; remove it and {self.journal.name}, or give --overwrite, to begin "
-                    f"anew"
+                    f"written; {self._anew}"
                 )
             file.truncate(known)
 

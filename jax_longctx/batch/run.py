@@ -228,7 +228,7 @@ class _Leader:
             total=total,
             before=self.journal.rows,
             resumed=self.journal.resumed,
-            errors=_errors(self.journal.partial),
+            errors=sum("error" in row for row in lines.read(self.journal.partial)),
         )
         first = self.journal.rows // options.window
         rows = self._reader().rows(first * options.window)
@@ -461,13 +461,3 @@ def _memory(model: LongContext) -> int | None:
 
 def _planned(model: LongContext, free: int | None) -> int | None:
     return None if free is None else int(PLANNED * free) * model.engine.mesh.size
-
-
-def _errors(partial: Path) -> int:
-    """Rows with an error in an unfinished output."""
-    try:
-        return sum("error" in line for line in lines.read(partial))
-    except ValueError as error:
-        raise InputError(
-            f"{partial} is damaged: {error}; remove it and its journal to begin anew"
-        ) from error

@@ -15,14 +15,16 @@ from jax_longctx.cli.options import argument, only, option
 from jax_longctx.cli.terminal import (
     Compiling,
     Terminal,
+    check_file,
     check_folder,
     check_matplotlib,
     check_plot,
     read_text,
+    save,
 )
 from jax_longctx.errors import InputError
 from jax_longctx.files import write_whole
-from jax_longctx.origin import MADE_FROM, digest_of
+from jax_longctx.origin import MADE_FROM
 from jax_longctx.settings import parse_mesh
 
 if TYPE_CHECKING:
@@ -59,10 +61,6 @@ def _folder() -> Any:
         "-o",
         metavar="DIR",
     )
-
-
-def _overwrite() -> Any:
-    return options.overwrite("the rows of a folder")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +152,7 @@ def _eval(
         "Run a suite in place of a command; [bold]eval suites[/bold] lists them.", metavar="NAME"
     ),
     output: Path | None = _folder(),
-    overwrite: bool = _overwrite(),
+    overwrite: bool = options.overwrite("the rows of a folder"),
 ) -> None:
     """Score methods on tasks with known answers.
 
@@ -184,7 +182,7 @@ def run(
     choice: Choice,
     overrides: Overrides,
     output: Path | None = _folder(),
-    overwrite: bool = _overwrite(),
+    overwrite: bool = options.overwrite("the rows of a folder"),
     as_json: bool = options.as_json(),
 ) -> None:
     """Run methods on tasks and lengths, and write rows and a report.
@@ -230,12 +228,11 @@ def _computed(
     saved: Callable[[], None] = lambda: None,
     *,
     overwrite: bool = False,
-    begin: Callable[["LongContext"], object] = lambda model: None,
 ) -> list[dict[str, Any]] | None:
     """All rows, after computing those that the folder lacks; None but in the first process.
 
-    `open_model` takes options of `api.load`. `begin` is called with the model, and `saved` after
-    each batch of rows that is saved. The bar shows this run's rows alone.
+    `open_model` takes options of `api.load`. `saved` is called after each batch of rows that is
+    saved. The bar shows this run's rows alone.
     """
     with terminal.starting():
         from jax_longctx.evaluation.runner import Draws, check_config, compile_first, run_eval
@@ -251,7 +248,6 @@ def _computed(
     with compiling.watching():
         model = open_model(ahead=compiling.ahead(ahead))
         compiling.wait()
-    begin(model)
     with terminal.progress("evaluating", "rows") as update:
 
         def show(progress: "Progress") -> None:
@@ -441,8 +437,9 @@ def passkey(
     ),
     trials: Trials,
     methods: list[str] | None = options.methods(),
-    output: options.Result,
+    out: Path | None = option("Write every answer to this JSON file as it comes."),
     heatmap: Path | None = _heatmap(),
+    as_json: bool = options.as_json(),
 ) -> None:
     """How often a number hidden in a long text is found.
 
@@ -459,8 +456,9 @@ def passkey(
     """
     from jax_longctx.evaluation.config import EvalConfig, Part, RunOptions
 
+    check_file(out)
     check_plot(heatmap, "--heatmap")
-    terminal, made_from = output.terminal(), {}
+    terminal = Terminal(as_json=as_json)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         task = trials.task(folder)
@@ -483,25 +481,17 @@ def passkey(
         )
         config = EvalConfig(run=how, part=(part,))
 
-        def begin(loaded: "LongContext") -> None:
-            text = folder / "text.txt"
-            asked = dataclasses.replace(trials, batch=1, text=None)
-            how = {**dataclasses.asdict(asked), "lengths": part.lengths, "methods": part.methods}
-            how["text"] = digest_of(text.read_text(encoding="utf-8")) if text.exists() else None
-            made_from.update(output.begin("eval passkey", loaded, **how))
-
         def saved() -> None:
             from jax_longctx.evaluation.rows import read_rows
 
-            output.save({**made_from, "rows": read_rows(folder)})
+            save({"rows": read_rows(folder)}, out)
 
         rows = _computed(
             config,
             folder,
             terminal,
             lambda **loading: model.open(terminal, resident=True, **loading),
-            saved if output.out else lambda: None,
-            begin=begin,
+            saved if out else lambda: None,
         )
     if rows is not None:
         _report_passkeys(rows, heatmap, terminal)

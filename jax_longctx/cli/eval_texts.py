@@ -11,7 +11,7 @@ from jax_longctx.cli.options import only, option
 from jax_longctx.cli.terminal import Terminal, check_plot, read_text, table
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.specs import PROTOCOLS, Protocol, Spec
-from jax_longctx.origin import digest_of
+from jax_longctx.origin import MADE_FROM, check_result, digest_of
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
@@ -78,7 +78,8 @@ def perplexity(
         "checkpoint", "dtype", "mesh", "chunk", "kv", "weights", "offload", "working_set"
     ),
     scoring: Scoring,
-    output: options.Result,
+    output: options.Output,
+    overwrite: bool = options.overwrite("a file"),
     methods: list[str] | None = options.methods(),
     plot: Path | None = option("Write a PNG: perplexity by position."),
 ) -> None:
@@ -112,17 +113,24 @@ def perplexity(
     length = scoring.length or kind.length
     tokens = _cut(loaded, scoring.text, scoring.texts, length, join=kind.stream)
     texts = list(map(digest_of, tokens.tolist()))
-    how = {"score": scoring.score or kind.score, "window": scoring.window or kind.window}
-    names = [spec.label for spec in chosen]
-    how |= {"protocol": scoring.protocol, "ahead": scoring.ahead, "question": scoring.question}
-    whole = output.begin("eval perplexity", loaded, texts=texts, methods=names, **how)
+    made_from = {
+        "command": "eval perplexity",
+        "texts": texts,
+        "methods": [spec.label for spec in chosen],
+        "score": scoring.score or kind.score,
+        "window": scoring.window or kind.window,
+        **{name: getattr(scoring, name) for name in ("protocol", "ahead", "question")},
+        **loaded.made_by,
+    }
+    if output.out is not None and output.out.is_file() and not overwrite:
+        check_result(output.out, made_from)
     runs: list[dict[str, Any]] = []
     for engine, spec, asked in plans:
         scored = LongContext(engine, loaded.tokenizer, loaded.manifest)
         facts = {**options.run_facts(scored), "given": dict(spec.settings), "question": asked}
         found = _score(scored, tokens, scoring, facts, terminal)
         runs.append({**facts, "protocol": scoring.protocol, **found, "text_hashes": texts})
-        output.save({**whole, "runs": runs})
+        output.save({MADE_FROM: made_from, "runs": runs})
     if plot is not None and process.is_leader():
         draw(runs, plot)
     terminal.records(runs, markdown)
@@ -190,7 +198,7 @@ def _score(
 def agreement(
     *,
     model: options.ModelChoice = only("checkpoint", "dtype", "mesh", "chunk", "kv", "weights"),
-    output: options.Result,
+    output: options.Output,
     methods: list[str] | None = options.methods(),
     text: list[Path] | None = _files(),
     length: int = option("Tokens of a text.", default=2048, min=1),
@@ -230,9 +238,6 @@ def agreement(
     tokens = _cut(loaded, text, texts, length)
     how = {"score": score, "asked": asked}
     sizes = {"queries": min(queries, score), "top": top}
-    facts: dict[str, Any] = {**how, **sizes, "attention": attention}
-    facts |= {"texts": digest_of(tokens.tolist()), "methods": [spec.label for spec in chosen]}
-    whole = output.begin("eval agreement", loaded, **facts)
     with terminal.waiting("full attention's predictions"):
         exact = scored_states(full, tokens, batch=batch, **how)
     runs: list[dict[str, Any]] = []
@@ -244,7 +249,7 @@ def agreement(
             kl, same = divergences(full, exact, states)
         means = {"kl": kl.mean(1, dtype="float64").tolist(), "same": same.mean(1).tolist()}
         runs.append({**facts, **how, **sizes, "attention": None, **means})
-    output.save({**whole, "runs": runs})
+    output.save({"runs": runs})
     if attention:
         with terminal.progress("attention", "texts") as update:
             found = attention_agreement(
@@ -256,14 +261,14 @@ def agreement(
                 name = run["method"]
                 why = "reads a text in parts side by side, or chooses by values"
                 terminal.note(f"{name} {why}: no weights shown")
-        output.save({**whole, "runs": runs})
+        output.save({"runs": runs})
     terminal.records(runs, markdown)
 
 
 @options.command
 def citrus_overlap(
     model: options.ModelChoice = only("checkpoint", "dtype"),
-    output: options.Result = only("out", "overwrite"),
+    output: options.Output = only("out"),
     text: list[Path] | None = _files(),
     texts: int = _count(20),
     tokens: int = option("Tokens of the first context.", default=200, min=1),
@@ -290,8 +295,6 @@ def citrus_overlap(
     length = 4 * (tokens + len(asked))
     rows = _cut(loaded, text, texts, length).tolist()
     counts, ratios, size = top or [25, 50, 100], [], len(asked)
-    facts = {"texts": digest_of(rows), "top": counts, "tokens": tokens, "instruction": instruction}
-    whole = output.begin("eval citrus-overlap", loaded, **facts)
     with terminal.progress("overlap", "texts") as update:
         for done, row in enumerate(rows, start=1):
             followers = [row[-size:], asked, row[-2 * size : -size]]
@@ -304,7 +307,7 @@ def citrus_overlap(
     means = dict(zip(counts, np.mean(ratios, axis=0), strict=True))
     by_layer = {str(count): found.tolist() for count, found in means.items()}
     record = {"tokens": tokens, "texts": len(rows), "instruction": instruction}
-    output.save({**whole, **record, "by_layer": by_layer})
+    output.save({**record, "by_layer": by_layer})
     lines = ["| k | layers | text and instruction | text and other text | chance |"]
     lines.append("| --- | --- | --- | --- | --- |")
     # One line for each k and third of the layers.
@@ -320,7 +323,7 @@ def citrus_overlap(
 @options.command
 def resa_spectrum(
     model: options.ModelChoice = only("checkpoint", "dtype"),
-    output: options.Result = only("out", "overwrite"),
+    output: options.Output = only("out"),
     text: list[Path] | None = _files(),
     texts: int = option("Texts of each length.", default=3, min=1),
     lengths: list[int] | None = option(
@@ -344,8 +347,6 @@ def resa_spectrum(
 
     wanted = sorted(lengths or [512, 1024, 2048])
     cut = {length: _cut(loaded, text, texts, length) for length in wanted}
-    texts_read = {length: digest_of(rows.tolist()) for length, rows in cut.items()}
-    whole = output.begin("eval resa-spectrum", loaded, texts=texts_read)
     records, lines = [], ["| tokens | first singular value | its share, % | cosine to the prior |"]
     lines.append("| --- | --- | --- | --- |")
     for length, rows in cut.items():
@@ -355,14 +356,14 @@ def resa_spectrum(
         records.append({"length": length, **{name: x.tolist() for name, x in means.items()}})
         first, share, prior = (means[name].mean() for name in ("first", "share", "prior"))
         lines.append(f"| {length:,} | {first:,.1f} | {100 * share:.1f} | {prior:.3f} |")
-    output.save({**whole, "texts": texts, "lengths": records})
+    output.save({"texts": texts, "lengths": records})
     terminal.write("\n".join(lines) + f"\n\nMeans over layers, heads and {texts} texts.\n")
 
 
 @options.command
 def resa_errors(
     model: options.ModelChoice = only("checkpoint", "dtype"),
-    output: options.Result = only("out", "overwrite"),
+    output: options.Output = only("out"),
     selectors: list[str] | None = option(
         "quest, arkvale or ideal; all three unless given.", "--selector"
     ),
@@ -401,16 +402,15 @@ def resa_errors(
             f"{len(ids):,}; ask for fewer or give a longer --text"
         )
     cut = [ids[i * (len(ids) // texts) :][:tokens] for i in range(texts)]
-    selectors, ratios = selectors or ["quest", "arkvale", "ideal"], ratios or [0.025, 0.05, 0.1]
-    facts = {"selectors": selectors, "ratios": ratios, "queries": queries}
-    whole = output.begin("eval resa-errors", loaded, texts=digest_of(cut), **facts)
     records: list[dict[str, Any]] = []
-    for selector in selectors:
-        methods = [make_method("resa", {"selector": selector, "ratio": ratio}) for ratio in ratios]
+    for selector in selectors or ["quest", "arkvale", "ideal"]:
+        methods = [
+            make_method("resa", {"selector": selector, "ratio": ratio})
+            for ratio in ratios or [0.025, 0.05, 0.1]
+        ]
         with terminal.waiting(f"{selector}: {texts} texts of {tokens:,} tokens"):
             records += attention_errors(loaded.engine, cut, methods, queries=queries)
-    output.save({**whole, "records": records})
-    output.terminal().result(records, _errors)
+    output.hand_over(records, _errors)
 
 
 def _errors(records: list[dict[str, Any]]) -> Iterable[Any]:

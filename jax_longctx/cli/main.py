@@ -7,6 +7,7 @@ names and files, so help and refusals are quick.
 
 import dataclasses
 import errno
+import math
 import os
 import platform
 import re
@@ -34,13 +35,11 @@ from jax_longctx.cli.plan import plan
 from jax_longctx.cli.serve import serve
 from jax_longctx.cli.train import train_app
 from jax_longctx.cli.warm import warm
-from jax_longctx.errors import LongctxError, file_errors, reason
-from jax_longctx.memory import memory_limit, shown_bytes
+from jax_longctx.errors import InputError, LongctxError, file_errors, reason
+from jax_longctx.memory import check_memory_limit
 
 # A full disk, a quota, a size limit and a link in the way are not faults of the program.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ELOOP}
-
-
 # What is said where the system gives no memory, to threads and libraries too.
 NO_MEMORY = re.compile(r"MemoryError|Cannot allocate|start new thread|map segment|RESOURCE_EXH")
 
@@ -76,11 +75,11 @@ class CommandLine(typer.core.TyperGroup):
                 advice = "; free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
                 shown = f"error: {what} could not be written: {reason(error)}{advice}"
                 raise _ended(shown, process.REFUSED) from error
-            if (limit := memory_limit()) is not None and NO_MEMORY.search(f"{error!r}"):
-                said = (
-                    f"ulimit -v allows {shown_bytes(limit)} of address space, which is too little"
-                )
-                raise _ended(f"error: {said}; raise it", process.REFUSED) from error
+            if NO_MEMORY.search(f"{error!r}"):
+                try:
+                    check_memory_limit(math.inf)
+                except InputError as limit:
+                    raise _ended(f"error: {limit}", process.REFUSED) from error
             # A fault in one process of a job must end the others too: see `process.leave_job`.
             if process.number() is None:
                 if isinstance(error, EOFError):

@@ -26,7 +26,6 @@ from jax_longctx.evaluation.specs import Spec
 from jax_longctx.memory import peak_memory
 from jax_longctx.methods import METHODS, check_method, make_method, settings_of
 from jax_longctx.models.presets import PRESETS, preset
-from jax_longctx.origin import MADE_FROM, check_result
 from jax_longctx.paths import expanded, whole_path
 from jax_longctx.settings import (
     DTYPES,
@@ -130,7 +129,7 @@ def _parameter(name: str, kind: Any, field: Any, panel: str | None = None) -> in
         mark = copy.copy(field.metadata["mark"])
         if isinstance(mark, OptionInfo):
             mark.rich_help_panel = mark.rich_help_panel or panel
-        if Path in (kind, *typing.get_args(kind)) or list[Path] in (kind, *typing.get_args(kind)):
+        if {Path, list[Path]} & {kind, *typing.get_args(kind)}:
             mark.callback, mark.exists = _at_home(copy.copy(mark)), False
         kind, field = Annotated[kind, mark], field.default
     default = inspect.Parameter.empty if field is dataclasses.MISSING else field
@@ -537,28 +536,6 @@ class Output:
         """Writes the file, and prints JSON or the tables and lines of `shown` on stdout."""
         self.save(result)
         self.terminal().result(result, shown)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result(Output):
-    """An output that holds what it was made from (`jax_longctx.origin`)."""
-
-    overwrite: bool = overwrite("a file")
-
-    def begin(self, command: str, model: "LongContext | None", **given: Any) -> dict[str, Any]:
-        """What the file is made from; raises OriginError where it exists and is of another origin.
-
-        Args:
-          given: the command's texts, and the options that change its results.
-        """
-        if self.out is None:
-            return {}
-        # All processes: it needs the weights.
-        by = {} if model is None else model.made_by
-        made_from = {"command": command, **given, **by}
-        if self.out.is_file() and not self.overwrite:
-            check_result(self.out, made_from)
-        return {MADE_FROM: made_from}
 
 
 def run_facts(model: "LongContext") -> dict[str, Any]:

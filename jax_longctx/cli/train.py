@@ -9,10 +9,9 @@ import typer
 
 from jax_longctx.cli import options, process
 from jax_longctx.cli.options import argument, only, option
-from jax_longctx.cli.terminal import Terminal, check_file, check_plot
+from jax_longctx.cli.terminal import Terminal, check_file, check_plot, save
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
-from jax_longctx.origin import digest_of
 from jax_longctx.settings import parse_mesh
 
 train_app = options.App(
@@ -133,7 +132,7 @@ def evaluate(
     data: Path = option("The prepared data set.", default=..., exists=True, show_default=False),
     scoring: Scoring,
     methods: list[str] | None = options.methods(),
-    output: options.Result = only("out", "overwrite"),
+    out: Path | None = option("Write every text's loss to this JSON."),
 ) -> None:
     """Perplexity of texts' last tokens under inference methods, before and after training.
 
@@ -146,29 +145,23 @@ def evaluate(
         jax-longctx train evaluate -c small -c runs/first/model --data data-8k
         -m full -m refreshkv:schedule=fixed,stride=25 -m snapkv
     """
+    check_file(out)
     terminal = Terminal()
     with terminal.starting(extra="train"):
-        from jax_longctx.models.storage import read_manifest
         from train_cpt.data import SPLITS
-        from train_cpt.data import read_manifest as read_data_manifest
         from train_cpt.evaluate import evaluate as run
         from train_cpt.evaluate import markdown
     if scoring.split not in SPLITS:
         raise InputError(f"--split must be one of {', '.join(SPLITS)}, got {scoring.split!r}")
-    digests = [digest_of(read_manifest(folder).to_json()) for folder in checkpoints]
-    texts = digest_of(dataclasses.asdict(read_data_manifest(data)))
-    how = dataclasses.asdict(scoring)
-    facts = {key: value for key, value in how.items() if key not in ("batch", "chunk", "mesh")}
-    facts |= {"methods": methods or ["full"], "checkpoints": digests, "data_set": texts}
-    whole = output.begin("train evaluate", None, **facts)
     with contextlib.ExitStack() as bars:
 
         def watch(doing: str) -> Any:
             bars.close()
             return bars.enter_context(terminal.progress(doing, "tokens"))
 
+        how = dataclasses.asdict(scoring)
         result = run(checkpoints, methods or ["full"], data, watch=watch, **how)
-    output.save({**whole, **result})
+    save(result, out)
     terminal.write(markdown(result))
 
 

@@ -5,8 +5,7 @@ this process. So folders and files must be this user's or root's, and nobody els
 (`trusted`). A file begins with a digest of its name and its content. What is damaged, was stored
 under another name or cannot be loaded is removed (`opened`), compiled again and stored again.
 
-By itself JAX's cache runs any program under the wanted name, and never replaces a damaged one. Nor
-do its keys say what the processor can do, though code for another one may crash; here they do. A
+By itself JAX's cache runs any program under the wanted name, and never replaces a damaged one. A
 cache in a bucket, or with a limit of its own, is left to JAX.
 """
 
@@ -19,7 +18,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from jax._src import cache_key, compilation_cache
+from jax._src import compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 from jax._src.lru_cache import LRUCache
 
@@ -117,18 +116,8 @@ def _cache(path: str, *, max_size: int) -> CacheInterface:
     return SealedCache(path) if ours else LRUCache(path, max_size=max_size)
 
 
-@functools.cache
-def _processor() -> str:
-    about = Path("/proc/cpuinfo")
-    lines = about.read_text().splitlines() if about.exists() else []
-    known = ("vendor_id", "cpu family", "model", "flags", "Features")
-    said = {line for line in lines if line.startswith(known)}
-    return "\n".join([os.uname().machine, *sorted(said)])
-
-
-# JAX has no option for either. A test notices a JAX that looks elsewhere.
+# JAX has no option for it. A test notices a JAX that looks elsewhere.
 _hooked: Any = compilation_cache
 _hooked.LRUCache = _cache
-cache_key.custom_hook = _processor
 # A cache that was opened before is not sealed.
 compilation_cache.reset_cache()

@@ -32,9 +32,7 @@ from jax_longctx.locks import lock
 from jax_longctx.origin import check_same
 
 # 1 had no checksums.
-FORMAT, UNCHECKED = 2, 1
-# Facts of an origin that one of the versions does not write.
-APART = ("model", "all_weights", "tokenizer", "chunk")
+FORMAT = 2
 OTHER = "give another folder as --output, or --overwrite to begin anew"
 NAME = "rows.jsonl"
 
@@ -58,7 +56,6 @@ class RowStore:
     Attributes:
       rows: the newest row of each key.
       resumed: whether an earlier run wrote here.
-      earlier: whether an earlier version did, whose rows do not say what text they were drawn from.
 
     Raises:
       OriginError: the folder holds rows of another origin, or damaged ones.
@@ -97,7 +94,6 @@ class RowStore:
         except BaseException:
             self._file.close()
             raise
-        self.earlier = header["format"] == UNCHECKED
         self._first = lines.checksum(header)
         # A run tries each of these once more; within one run the memory stays as it is.
         self._again = {key for key, row in self._rows.items() if row.get("short_of_memory")}
@@ -109,13 +105,11 @@ class RowStore:
         if not lines.cut(self.path):
             return None
         header, *rows = _read(self.path)
-        check_same(self.path, *_comparable(header["given"], given), OTHER)
+        check_same(self.path, header["given"], given, OTHER)
         self._rows = {key_of(row): row for row in rows}
-        # Earlier versions did not say.
-        found = {row["task_label"]: row.get("task", {}).get("files") for row in rows}
-        both = [label for label in files if found.get(label) is not None]
-        known, now = ({label: each[label] for label in both} for each in (found, files))
-        check_same(self.path, known, now, OTHER)
+        found = {row["task_label"]: row["task"]["files"] for row in rows}
+        now = {label: files[label] for label in found if label in files}
+        check_same(self.path, {label: found[label] for label in now}, now, OTHER)
         return header
 
     @property
@@ -138,9 +132,7 @@ class RowStore:
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
         """Writes rows; they are on the disk when this returns."""
         rows, first = list(rows), self._first
-        lines.append(
-            self._file, rows if self.earlier else [lines.checked(row, first) for row in rows]
-        )
+        lines.append(self._file, [lines.checked(row, first) for row in rows])
         self._rows.update((key_of(row), row) for row in rows)
         self._again.difference_update(map(key_of, rows))
 
@@ -170,7 +162,7 @@ def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:
         known = {key: value for key, value in header["given"].items() if key != "seed"}
         first = first or known
         why = "write a report of each: one report is of one model, asked in one way"
-        check_same(folder, *_comparable(first, known), why)
+        check_same(folder, first, known, why)
         for row in rows:
             key = key_of(row), row.get("prompt_sha256")
             if key not in joined or joined[key].get("short_of_memory"):
@@ -181,38 +173,22 @@ def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:
 def check_model(folder: Path, file: Path, made_from: Mapping[str, Any]) -> None:
     """Raises OriginError where results were not made by the model of the folder's rows."""
     known = _read(folder / NAME)[0]["given"]
-    both = [key for key in ("dtype", *APART) if key in known and key in made_from]
-    one, other = ({key: facts[key] for key in both} for facts in (made_from, known))
+    # Earlier versions wrote results without an origin.
+    both = [key for key in ("dtype", "model", "all_weights", "tokenizer") if key in made_from]
+    one, other = ({key: facts.get(key) for key in both} for facts in (made_from, known))
     check_same(file, one, other, f"leave {file} out: {folder} has another model's rows")
-
-
-def _comparable(
-    known: Mapping[str, Any], given: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both origins without facts that only one of two versions writes."""
-    left = {key for key in APART if not (key in known and key in given)}
-    one, other = ({k: v for k, v in facts.items() if k not in left} for facts in (known, given))
-    return one, other
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     """The header and the rows. Raises OriginError where a line is damaged or of another file."""
     try:
-        header = next(iter(lines.read(path)), {})
-        if (version := header.get("format")) not in (FORMAT, UNCHECKED):
+        if (version := next(iter(lines.read(path)), {}).get("format")) != FORMAT:
             raise OriginError(
                 f"{path} has format {version!r:.20}, expected {FORMAT}: another version or program "
                 f"wrote it; {OTHER}"
             )
-        if version == UNCHECKED and lines.CHECKSUM not in header:
-            found = lines.read(path)
-        else:
-            found = lines.read_checked(path)
-        dict(found[0]["given"])
-        for row in found[1:]:
-            key_of(row)
-    except (ValueError, KeyError, TypeError) as error:
+        return lines.read_checked(path)
+    except ValueError as error:
         raise OriginError(
             f"{path} is damaged: {error}; remove that line to compute its row again, or {OTHER}"
         ) from error
-    return found

@@ -351,7 +351,7 @@ class _Leader:
     def _length(self, length: int, cells: list[Cell]) -> Iterator[Work]:
         """The batches of one length, method after method."""
         keys = (self._key(cell, i) for cell in cells for i in range(cell.trials))
-        if not self.store.earlier and all(key in self.store for key in keys):
+        if all(key in self.store for key in keys):
             return
         drawn = self._drawn(length, cells)
         for cell in cells:

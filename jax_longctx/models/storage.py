@@ -37,7 +37,7 @@ from jax.sharding import Mesh
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jax_longctx.errors import CheckpointError, DamagedError, reason
-from jax_longctx.files import create, open_plain, read_text
+from jax_longctx.files import no_link, open_plain, read_text
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, param_infos, quantised_weights, stored_paths
 from jax_longctx.paths import whole_path
@@ -131,7 +131,7 @@ def _digest(fields: Mapping[str, Any]) -> str:
 def write_text(path: Path, text: str) -> None:
     """Writes a file whole or not at all, and onto the disk."""
     scratch = partial_of(path)
-    with create(scratch) as file:
+    with open(scratch, "w", encoding="utf-8", opener=no_link) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -17,7 +17,6 @@ its name says, because KEY is a hash of the text. Anything else is left where it
 in the log.
 """
 
-import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -38,6 +37,7 @@ import pydantic
 
 from jax_longctx.engine.context_io import saved_manifest
 from jax_longctx.errors import CheckpointError, InputError, file_errors
+from jax_longctx.files import read_text
 from jax_longctx.locks import lock
 from jax_longctx.models.storage import read_sealed, seal
 from jax_longctx.paths import whole_path
@@ -492,12 +492,7 @@ class Contexts:
                 found += self._saved(file)
             except CheckpointError as error:
                 log.warning("a saved context is not used: %s", error)
-        counts = collections.Counter(entry.id for entry in found)
         for entry in found:
-            if counts[entry.id] > 1:
-                told = "the saved context %s is not used: it is there twice, as %s"
-                log.warning(told, entry.id, self._file(entry.text))
-                continue
             entry.text.entries.add(entry.id)
             self._texts[entry.text.key], self._entries[entry.id] = entry.text, entry
         for path in self.folder.iterdir():
@@ -514,10 +509,8 @@ class Contexts:
           CheckpointError: file or folder is damaged, or of another text, model or method.
         """
         key = file.stem
-        if not file.is_file():
-            raise CheckpointError(f"{file} is not a file")
         try:
-            given = json.loads(file.read_bytes())
+            given = json.loads(read_text(file))
         except (OSError, ValueError, RecursionError):
             given = None
         if isinstance(given, dict) and sorted(given) == ["entries", "total"]:
@@ -529,8 +522,10 @@ class Contexts:
         try:
             described = _SavedText.model_validate(given)
             (tokens,), total = np.asarray(saved.get("rows"), np.int32), described.total
-            told = described.key, key_of(tokens, total), saved.get("total"), saved.get("made_by")
-        except (OverflowError, TypeError, ValueError) as error:
+            # Earlier versions wrote fewer facts.
+            made_by = {**self.made_by, **saved["made_by"]}
+            told = described.key, key_of(tokens, total), saved.get("total"), made_by
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             why = " ".join(str(error).split())
             told = f"{file} or the folder {key} is no server's: {why:.200}; {REMEDY}"
             raise CheckpointError(told) from error

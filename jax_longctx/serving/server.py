@@ -20,7 +20,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jax_longctx.api import LongContext
-from jax_longctx.errors import InputError, file_errors
+from jax_longctx.errors import InputError
 from jax_longctx.serving.app import Access, Service, make_app
 from jax_longctx.serving.contexts import Contexts
 from jax_longctx.serving.executor import Executor, Team
@@ -115,9 +115,11 @@ class LongServer:
         free, budget = executor.free_bytes, options.context_bytes
         if budget is None:
             budget = CONTEXTS_BYTES if free is None else max(1, int(CONTEXTS_SHARE * free))
-        folder = _folder(options.contexts, executor.made_by)
+        # `Contexts` compares all weights. Earlier versions did not know their hash.
+        facts = {key: fact for key, fact in executor.made_by.items() if key != "all_weights"}
+        digest = json.dumps(facts, sort_keys=True).encode()
         self.contexts = Contexts(
-            folder,
+            options.contexts / hashlib.sha256(digest).hexdigest()[:16],
             executor.made_by,
             ttl=options.ttl,
             most_ttl=options.most_ttl,
@@ -205,17 +207,6 @@ class LongServer:
         self._ended, self._signal = True, self._signal or number
         self.scheduler.refuse()
         self._server.should_exit = True
-
-
-def _folder(contexts: Path, made_by: dict[str, Any]) -> Path:
-    """The folder of the contexts of a model and a method; an earlier version's gets its name."""
-    earlier = {key: value for key, value in made_by.items() if key != "all_weights"}
-    names = [json.dumps(facts, sort_keys=True).encode() for facts in (earlier, made_by)]
-    old, folder = (contexts / hashlib.sha256(name).hexdigest()[:16] for name in names)
-    if old.is_dir() and not folder.exists():
-        with file_errors(f"{old} cannot be renamed to {folder.name}"):
-            old.rename(folder)
-    return folder
 
 
 def make_team(model: LongContext, options: ServeOptions) -> Team:

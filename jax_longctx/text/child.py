@@ -40,6 +40,7 @@ class Child:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.RLock()
+        atexit.register(self.stop)
 
     def start(self) -> None:
         """Starts the process unless it runs, without waiting for it."""
@@ -105,10 +106,8 @@ class Child:
 RENDERER = Child()
 # Who is first in line was used last, and has the tokenizer.
 _encoders: queue.LifoQueue[Child] = queue.LifoQueue()
-for _child in (RENDERER, *(Child() for _ in range(ENCODERS))):
-    atexit.register(_child.stop)
-    if _child is not RENDERER:
-        _encoders.put(_child)
+for _ in range(ENCODERS):
+    _encoders.put(Child())
 
 
 @dataclasses.dataclass(frozen=True)

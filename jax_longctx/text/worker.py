@@ -31,8 +31,6 @@ import jinja2.sandbox
 
 # Most characters of an error's text, which the template may make of any length.
 MOST_CHARACTERS = 300
-# Most tokenizers that are held: of a checkpoint, and copies of it that differ in their settings.
-MOST_TOKENIZERS = 8
 
 
 def main() -> None:
@@ -44,9 +42,8 @@ def main() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         if sys.platform == "linux":  # macOS does not enforce it; there time alone is bounded
-            # An earlier tokenizer's memory counts as none.
-            held = _held_bytes() if "tokenizer" in request else 0
-            allowed = held + request["memory"]
+            # What an earlier request left counts as none.
+            allowed = _held_bytes() + request["memory"]
             if most_bytes != resource.RLIM_INFINITY:
                 allowed = min(allowed, most_bytes)
             resource.setrlimit(resource.RLIMIT_AS, (allowed, most_bytes))
@@ -71,7 +68,7 @@ def _held_bytes() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-# The last tokenizers by the digests of their files, the newest last.
+# By the digests of their files.
 _tokenizers: dict[str, Any] = {}
 
 
@@ -80,16 +77,14 @@ def _encoded(request: dict[str, Any]) -> dict[str, Any]:
 
     key = request["tokenizer"]
     try:
-        backend = _tokenizers.pop(key, None)
+        backend = _tokenizers.get(key)
         if backend is None:
             if "file" not in request:
                 return {"unknown": True}
             backend = tokenizers.Tokenizer.from_str(request["file"])
             backend.no_truncation()
             backend.no_padding()
-            while len(_tokenizers) >= MOST_TOKENIZERS:
-                _tokenizers.pop(next(iter(_tokenizers)))
-        _tokenizers[key] = backend
+            _tokenizers[key] = backend
         if "text" not in request:
             # As the library does to learn of the beginning-of-text token.
             return {"ids": backend.encode("").ids}

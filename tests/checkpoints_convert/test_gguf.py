@@ -148,10 +148,9 @@ def test_numbers_of_layers_that_are_all_equal_are_one_number(tmp_path, key, valu
     state = random_state(CONFIG)
     manifest = converted(tmp_path, CONFIG, state, tweak=per_layer(key, [value] * 2))
     assert manifest.config == model_config(CONFIG)
-    for others in ([value, value + 1], [value] * 3):
-        write_gguf(tmp_path / "m.gguf", CONFIG, state, tweak=per_layer(key, others))
-        with pytest.raises(ConfigError, match=rf"m\.gguf: llama\.{key} differs by layer or is not"):
-            open_source(tmp_path / "m.gguf")
+    write_gguf(tmp_path / "m.gguf", CONFIG, state, tweak=per_layer(key, [value, value + 1]))
+    with pytest.raises(ConfigError, match=rf"m\.gguf: llama\.{key} differs by layer"):
+        open_source(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16")])

@@ -162,18 +162,6 @@ def test_what_cannot_be_trusted_is_compiled_again_and_replaced(stored, fault, ca
     assert sorted(folder.iterdir()) == files
 
 
-def test_another_processor_has_programs_of_its_own(stored, monkeypatch):
-    folder, answers = stored
-    assert answers() == 0
-    other = create_autospec(Path.read_text, return_value="flags : fewer")
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", other)
-        program_files._processor.cache_clear()
-        assert answers() == 0
-    program_files._processor.cache_clear()
-    assert answers() == 2 and len(list(folder.iterdir())) == 4
-
-
 def test_a_program_that_cannot_be_replaced_is_compiled_each_time(stored, caplog):
     folder, answers = stored
     assert answers() == 0

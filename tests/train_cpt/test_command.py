@@ -160,7 +160,6 @@ def test_a_trained_checkpoint_is_compared_under_methods(trained):
         (["--texts", "9"], "the train split has 8 texts, asked for 9"),
         (["--split", "last"], "--split must be one of train, dev, test, got 'last'"),
         (["-c", str(folder / "gone")], "gone is not a converted checkpoint"),
-        (["--tail", "3", "--texts", "3", "--out", str(out)], "with tail 4, now it is 3; run with"),
     ]:
         result = CliRunner().invoke(app, [*words, *changes])
         assert result.exit_code == 2 and message in result.stderr

@@ -26,7 +26,6 @@ from jax_longctx.evaluation.haystack import most_units, read_file
 from jax_longctx.evaluation.metrics import clean, string_match_part, token_f1
 from jax_longctx.evaluation.tasks.task import Count, Sample, Task, fixed
 from jax_longctx.evaluation.tasks.words import NOUNS, distinct, invented_name
-from jax_longctx.files import check_text
 
 QA_SYN = "qa_syn"
 PEOPLE = 3000
@@ -69,7 +68,6 @@ def read_questions(source: str, hops: int) -> QuestionSet:
     advice = "give qa_syn, or a JSON file as SQuAD or HotpotQA publish theirs"
     try:
         data = json.loads(read_file(source, advice))
-        check_text(json.dumps(data, ensure_ascii=False), source)
         read = _squad(data["data"]) if isinstance(data, Mapping) else _hotpot(data)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{source} holds no questions: {error!r}; {advice}") from error

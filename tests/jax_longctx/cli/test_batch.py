@@ -460,7 +460,7 @@ def test_no_input_and_an_output_that_is_a_folder_are_refused(batch, loads, given
     before = sorted(out.parent.iterdir())
     assert "does not exist" in batch(code=2).stderr
     os.mkfifo(given)
-    assert "in.jsonl cannot be read: it is a FIFO; give a" in batch(code=2).stderr
+    assert "it is a FIFO, a socket or a device; give a" in batch(code=2).stderr
     given.unlink()
     assert "/dev/null is a device, a FIFO" in batch(rows=ROWS[:1], into="/dev/null", code=2).stderr
     assert "is a folder; name a file" in batch(rows=ROWS[:1], into=out.parent, code=2).stderr

@@ -247,7 +247,7 @@ FULL = "export PYTHONDONTWRITEBYTECODE=1; ulimit -f 20; trap '' XFSZ; "
         ),
         (
             f"mkfifo f; {LONGCTX} ask f Who? -c .",
-            "f cannot be read: it is a FIFO; give a text",
+            "f cannot be read: it is a FIFO, a socket or a device; give a text",
         ),
         (f"echo {{}} > i; {LONGCTX} batch i /dev/null -c .", "OUT.jsonl /dev/null is a device, a"),
         (f"{LONGCTX} generate $'key \\xff' -c .", "error: the prompt is not UTF-8"),

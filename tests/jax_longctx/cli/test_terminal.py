@@ -201,6 +201,6 @@ def test_texts_come_without_the_byte_order_mark_and_others_are_refused(tmp_path)
         path.write_bytes(content)
         with pytest.raises(InputError, match=message):
             read_text(str(path))
-    for missing, message in (("none.txt", "No such file"), ("", "it is a folder")):
+    for missing, message in (("none.txt", "No such file"), ("", "Is a directory")):
         with pytest.raises(InputError, match=f"cannot be read: {message}"):
             read_text(str(tmp_path / missing))

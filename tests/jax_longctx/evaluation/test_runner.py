@@ -389,7 +389,6 @@ def test_damaged_and_foreign_rows_are_named_by_file_and_line(small, tiny, tmp_pa
     assert sorted(json.loads(line)["index"] for line in lines[1:]) == [0, 1]
     for number, damaged in (
         (1, lines[0].replace('"seed": 0', '"seed": 1')),
-        (1, lines[0].replace('"format": 2', '"format": 1')),
         (2, lines[1].replace('"finish"', '"finisH"', 1)),
         (2, foreign[1]),
         (3, lines[2].replace('"crc32"', '"crc33"')),
@@ -405,16 +404,6 @@ def test_damaged_and_foreign_rows_are_named_by_file_and_line(small, tiny, tmp_pa
     computed.clear()
     path.write_text("".join(f"{line}\n" for line in lines[:2]))
     assert len(evaluate(tiny, one, config(trials=2))) == 2 and computed == [1]
-    # What an earlier version wrote is read and goes on.
-    old = [json.loads(line) for line in lines]
-    for each in old:
-        del each["crc32"]
-    given = {"checkpoint": tiny.engine.fingerprint, "seed": 0, "dtype": "float32", "chunk": 64}
-    old[0] = {"format": 1, "given": given | {"chat": False}}
-    path.write_text("".join(json.dumps(each) + "\n" for each in old[:2]))
-    assert len(evaluate(tiny, one, config(trials=2))) == len(read_rows(one)) == 2
-    with pytest.raises(OriginError, match="was made with seed 0, now it is 1"):
-        evaluate(tiny, one, config(seed=1))
 
 
 def test_what_cannot_be_asked_is_refused_with_the_reason(small, tiny, tmp_path, monkeypatch):

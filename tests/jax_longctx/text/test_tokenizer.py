@@ -83,7 +83,7 @@ def test_wrong_tokenizer_and_text_are_one_clear_error(directory):
     with pytest.raises(CheckpointError, match=r"tokenizer\.json not found"):
         Tokenizer.load(directory)
     (directory / "tokenizer.json").mkdir()
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read: it is a folder"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read: Is a directory"):
         Tokenizer.load(directory)
 
 
