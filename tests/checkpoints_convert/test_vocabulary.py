@@ -125,30 +125,24 @@ def test_the_files_word_on_bos_is_followed(tmp_path, trained):
         assert (plain.encode("a").ids[0] == 0) is said
 
 
-@pytest.mark.parametrize(
-    ("changes", "template", "ends"),
-    [
+def test_answers_end_where_the_file_or_its_template_says(tmp_path, trained):
+    for changes, kind, template, ends in (
         # The file names the end of text alone; its template writes the end of the turn.
-        ({"eos_token_id": 0}, "{{ messages }}<|end|>", (0, 1)),
-        ({"eos_token_id": 0}, "{{ messages }}", (0,)),
-        # Not marked as a control token, and a token that no file has (unset).
-        ({"eos_token_id": 0, "token_type": 1}, "<|end|>", (0, 1)),
-        ({"eos_token_id": 0, "token_type": 4}, "<|end|>", (0, 1)),
-        ({"eos_token_id": 2, "eot_token_id": 1, "eom_token_id": 0}, "", (2, 1, 0)),
-        ({"eos_token_id": 2**32 - 1, "eot_token_id": 2}, "", (2,)),
-    ],
-)
-def test_answers_end_where_the_file_or_its_template_says(
-    tmp_path, trained, changes, template, ends
-):
-    metadata = bpe_metadata(trained["qwen2"], "qwen2")
-    del metadata["tokenizer.ggml.eot_token_id"]
-    kind = changes.pop("token_type", 3)
-    metadata["tokenizer.ggml.token_type"][1] = kind
-    metadata |= {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
-    ours = made_of(metadata | {"tokenizer.chat_template": template}, tmp_path)
-    assert ours.eos_ids == ends
-    assert ours.encode("<|end|>", parse_special=True) == [1]
+        ({"eos_token_id": 0}, 3, "{{ messages }}<|end|>", (0, 1)),
+        ({"eos_token_id": 0}, 3, "{{ messages }}", (0,)),
+        # Not marked as a control token.
+        ({"eos_token_id": 0}, 1, "<|end|>", (0, 1)),
+        ({"eos_token_id": 2, "eot_token_id": 1, "eom_token_id": 0}, 3, "", (2, 1, 0)),
+        # A token that no file has: unset.
+        ({"eos_token_id": 2**32 - 1, "eot_token_id": 2}, 3, "", (2,)),
+    ):
+        metadata = bpe_metadata(trained["qwen2"], "qwen2", **{"tokenizer.chat_template": template})
+        del metadata["tokenizer.ggml.eot_token_id"]
+        metadata["tokenizer.ggml.token_type"][1] = kind
+        metadata |= {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+        ours = made_of(metadata, tmp_path)
+        assert ours.eos_ids == ends
+        assert ours.encode("<|end|>", parse_special=True) == [1]
 
 
 @pytest.fixture(scope="module")
@@ -249,8 +243,7 @@ def test_added_tokens_of_old_folders(tmp_path, pieces):
     size = len(pieces[0])
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(pieces))
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": size}))
-    (text,) = (sentencepiece_files(tmp_path, size)[name] for name in ["tokenizer.json"])
-    (tmp_path / "tokenizer.json").write_text(text)
+    (tmp_path / "tokenizer.json").write_text(sentencepiece_files(tmp_path, size)["tokenizer.json"])
     ours = Tokenizer.load(tmp_path)
     assert ours.encode("<pad>", parse_special=True) == [size]
     assert (ours.vocab_size, ours.own_size) == (size + 1, size - 1)
