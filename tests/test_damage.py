@@ -132,12 +132,12 @@ def evaluation(asked, root, twin):
     """The rows of an evaluation, which goes on where they end."""
     model, folder = asked.getfixturevalue("tiny"), root / "rows"
     asked.getfixturevalue("small")
-    evaluate(model, folder, config(trials=3, seed=twin))
 
-    def read(**changed):
-        evaluate(model, folder, config(**{"trials": 3, "seed": twin, **changed}))
+    def read():
+        evaluate(model, folder, config(trials=3, seed=twin))
         return without_times(read_rows(folder))
 
+    read()
     return folder, read
 
 
@@ -326,7 +326,7 @@ def test_no_damage_changes_an_answer(target, request, tmp_path, caplog):
 
 
 def test_what_is_unfinished_answers_nothing_else(request, tmp_path):
-    """Input and options change under a journal, an output, and an evaluation's rows."""
+    """Input and options change under a journal or an output."""
     draw = random.Random(f"{SEED} inputs")
     folder, read, files, _ = made(request, tmp_path, "killed_batch")
     other = jax_longctx.load(request.getfixturevalue("checkpoints") / "floats1", chunk=16)
@@ -354,11 +354,3 @@ def test_what_is_unfinished_answers_nothing_else(request, tmp_path):
         refusal(refused.value, folder)
         # What was answered is not lost.
         assert read() == whole, changed
-    folder, read, files, _ = made(request, tmp_path / "more", "evaluation")
-    whole = read()
-    with pytest.raises(LongctxError) as refused:
-        read(seed=5)
-    refusal(refused.value, folder)
-    # New cells stand beside the old ones.
-    found = read(lengths=(96,), methods=("streaming-llm:budget=32,chunk=16",))
-    assert whole.items() < found.items()

@@ -236,20 +236,14 @@ def test_tokenizer_model_alone_is_enough(tmp_path, pieces):
     assert ours.encode(TEXT[:2000], begins=True) == merge_by_score(TEXT[:2000], tokens, scores)
     assert ours.encode("<|im_end|>", parse_special=True) == [790] and 790 in ours.special_ids
     assert ours.adds_bos and ours.eos_ids == (2,)
-
-
-def test_added_tokens_of_old_folders(tmp_path, pieces):
-    """They have no added_tokens_decoder, and perhaps no embedding for the padding."""
-    size = len(pieces[0])
-    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(pieces))
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": size}))
-    (tmp_path / "tokenizer.json").write_text(sentencepiece_files(tmp_path, size)["tokenizer.json"])
-    ours = Tokenizer.load(tmp_path)
-    assert ours.encode("<pad>", parse_special=True) == [size]
-    assert (ours.vocab_size, ours.own_size) == (size + 1, size - 1)
-    (tmp_path / "added_tokens.json").write_text('{"<pad>": []}')
-    with pytest.raises(CheckpointError, match="damaged"):
-        sentencepiece_files(tmp_path, size)
+    # Older folders have another file, and perhaps no embedding for the padding.
+    (source / "tokenizer_config.json").unlink()
+    (source / "added_tokens.json").write_text(json.dumps({"<pad>": len(tokens)}))
+    text = sentencepiece_files(source, len(tokens))["tokenizer.json"]
+    (source / "tokenizer.json").write_text(text)
+    old = Tokenizer.load(source)
+    assert old.encode("<pad>", parse_special=True) == [len(tokens)]
+    assert (old.vocab_size, old.own_size) == (len(tokens) + 1, len(tokens) - 1)
 
 
 def test_damaged_sentencepiece_models_are_refused(tmp_path, pieces):
@@ -263,6 +257,9 @@ def test_damaged_sentencepiece_models_are_refused(tmp_path, pieces):
             sentencepiece_files(tmp_path, 800)
         assert str(path) in str(caught.value)
     path.write_bytes(good)
+    (tmp_path / "added_tokens.json").write_text('{"<pad>": []}')
+    with pytest.raises(CheckpointError, match="damaged"):
+        sentencepiece_files(tmp_path, 800)
     for added, word in [
         ({"1000000000": {"content": "<far>"}}, "wrong tokenizer, its ids reach 1000000000 but"),
         ({"5": {}}, "its added_tokens_decoder is damaged"),

@@ -110,53 +110,55 @@ def test_sigterm_saves_and_the_run_goes_on_the_same(straight, tmp_path, monkeypa
     assert sorted(os.listdir(tmp_path)) == ["here", "moved"]
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_serves(straight, tmp_path, capfd):
+@pytest.fixture
+def copied(straight, tmp_path):
+    """The newest checkpoint of a copy of the finished run, what reads it, and checks the error."""
+    run, data = shutil.copytree(straight[0] / "run", tmp_path / "run"), straight[0] / "data"
+    read = functools.partial(run_tiny, run, data, loop=EVALUATED, make_params=no_params)
+
+    def refused(message):
+        with pytest.raises(CheckpointError, match=rf"run/checkpoints/{STEPS}.*{message}") as caught:
+            read()
+        assert "\n" not in str(caught.value) and "learning rate" not in str(caught.value)
+
+    return run / "checkpoints" / str(STEPS), read, refused
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_serves(straight, copied, capfd):
     """A flipped bit in the middle, half a file, and a missing file, of the largest files."""
-    folder, outcome = straight
-    shutil.copytree(folder / "run", tmp_path / "run")
-    newest = tmp_path / "run" / "checkpoints" / str(STEPS)
+    newest, read, refused = copied
     for item in ("state", "position"):
         files = [path for path in (newest / item).rglob("*") if path.is_file()]
         path = max(files, key=lambda path: path.stat().st_size)
         content = path.read_bytes()
         middle = len(content) // 2
         flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-        for damaged in (flipped, content[:middle], None):
-            path.unlink()
-            if damaged is not None:
-                path.write_bytes(damaged)
-            with pytest.raises(CheckpointError, match=rf"checkpoints/{STEPS}.*; move ") as caught:
-                run_tiny(tmp_path / "run", folder / "data", make_params=no_params)
-            assert "\n" not in str(caught.value) and "learning rate" not in str(caught.value)
+        for damaged in (flipped, content[:middle]):
+            path.write_bytes(damaged)
+            refused("; move ")
+        path.unlink()
+        refused("; move ")
         path.write_bytes(content)
     assert "Traceback" not in capfd.readouterr().err
     shutil.rmtree(newest)
-    again = run_tiny(tmp_path / "run", folder / "data", loop=EVALUATED, make_params=no_params)
-    assert digest(again.state) == digest(outcome.state) and again.best == outcome.best
-    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["10", "12", "8"]
+    again = read()
+    assert digest(again.state) == digest(straight[1].state) and again.best == straight[1].best
+    assert sorted(os.listdir(newest.parent)) == ["10", "12", "8"]
 
 
-def test_chunks_and_files_of_another_step_or_run_are_refused(straight, tmp_path):
-    folder, outcome = straight
-    run_tiny(tmp_path / "other", folder / "data", facts={"config": {"tiny": False}})
-    shutil.copytree(folder / "run", tmp_path / "run")
-    newest = tmp_path / "run/checkpoints" / str(STEPS)
+def test_chunks_and_files_of_another_step_or_run_are_refused(straight, copied, tmp_path):
+    newest, read, refused = copied
+    run_tiny(tmp_path / "other", straight[0] / "data", facts={"config": {"tiny": False}})
     whole = shutil.copytree(newest, tmp_path / "whole")
     before, theirs = newest.with_name("10"), tmp_path / "other/checkpoints" / str(STEPS)
-    read = functools.partial(run_tiny, tmp_path / "run", folder / "data", make_params=no_params)
-
-    def refused(message):
-        with pytest.raises(CheckpointError, match=message):
-            read()
-
     for _ in wrong_chunks(newest / "state", before / "state"):
-        refused(f"{newest} .* has other chunks .*; move ")
+        refused(" has other chunks .*; move ")
     for source in (before, theirs):
         for items in (["state"], ["position"], ["state", "position"]):
             for item in items:
                 shutil.rmtree(newest / item)
                 shutil.copytree(source / item, newest / item)
-            refused(f"{newest} has files of another run or anoth")
+            refused(" has files of another run or anoth")
             shutil.rmtree(newest)
             shutil.copytree(whole, newest)
     (newest / "state" / "arrays.json").unlink()
@@ -165,7 +167,7 @@ def test_chunks_and_files_of_another_step_or_run_are_refused(straight, tmp_path)
     path = newest / "position" / "position.json"
     position = read_sealed(path, 1, "")
     path.write_text(json.dumps(seal(1, {key: position[key] for key in ("data", "best")})))
-    assert digest(read().state) == digest(outcome.state)
+    assert digest(read().state) == digest(straight[1].state)
 
 
 def test_a_loss_that_is_no_number_stops_with_its_batch(straight, tmp_path):

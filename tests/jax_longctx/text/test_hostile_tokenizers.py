@@ -43,7 +43,6 @@ LOADING = {
     "a decoder that doubles": (replaced("decoder", "a", "aa"), "1.1e\\+12 times as long"),
     "a decoder's pattern": (replaced("decoder", "(a+)+$", "", "Regex", 1), "inf times as long"),
     "a damaged map": (("normalizer", {"type": "Precompiled", "precompiled_charsmap": "A"}), "it "),
-    "no steps": (("normalizer", {"type": "Sequence", "normalizers": 1}), "not a tokenizer file"),
 }
 
 
