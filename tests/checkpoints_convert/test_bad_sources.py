@@ -5,6 +5,7 @@ import os
 import shutil
 import struct
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -92,17 +93,6 @@ def missing_tensor_without_an_index(source):
     (source / INDEX).unlink()
 
 
-def folder_in_place_of_a_file(source):
-    """Permissions do not stop the superuser that tests may run as."""
-    (source / ONE).unlink()
-    (source / ONE).mkdir()
-
-
-def others_only(source):
-    (source / ONE).rename(source / "pytorch_model.bin")
-    gone(TWO, INDEX)(source)
-
-
 def instead(name, *others, make=lambda path: path.write_bytes(b"IQ== 0\nIg== 1\n")):
     """A file in place of others; by default as tiktoken's are."""
 
@@ -125,7 +115,6 @@ def nested(name):
     return written(name, header + b"[" * 200_000 + b" " * 8)
 
 
-ENDLESS = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
 NO_HEADER = struct.pack("<Q", 20) + b"not a JSON header at all, no" * 10
 
 # What is done to the source, and the words of the error; "{}" is the source's folder.
@@ -141,8 +130,8 @@ CASES = {
     "wrong shape": (edited(lambda x: x[:40].copy()), ["{}/" + TWO, UP, "[40, 32]", "[48, 32]"]),
     "another type": (edited(lambda x: x.astype(np.int8)), ["{}/" + TWO, UP, "I8", "GGUF"]),
     "missing shard": (gone(TWO), ["{}/" + TWO, "missing", "model."]),
-    "unreadable": (folder_in_place_of_a_file, ["{}/" + ONE, "cannot be read"]),
-    "no weights": (others_only, ["{}", "no weights", "pytorch_model.bin"]),
+    # Permissions do not stop the superuser that tests may run as.
+    "unreadable": (instead(ONE, ONE, make=Path.mkdir), ["{}/" + ONE, "cannot be read"]),
     "index without a map": (written(INDEX, b"{}"), [INDEX, "weight_map"]),
     "index beside": (index_of("../hf2/" + ONE), ["{}/" + INDEX, "../hf2/", "the same folder"]),
     "index elsewhere": (index_of("/tmp/" + ONE), ["{}/" + INDEX, "/tmp/", "the same folder"]),
@@ -154,30 +143,23 @@ CASES = {
     "nested index": (nested(INDEX), ["{}/" + INDEX, "nested too deeply"]),
     "nested config": (nested(CONFIG), ["{}/" + CONFIG, "nested too deeply"]),
     "no end": (with_json(CONFIG, eos_token_id="2"), ["{}: config.json: eos_token_id is '2', exp"]),
-    "endless splits": (with_json("tokenizer.json", pre_tokenizer=ENDLESS), ["{}", "retry-limit"]),
     "no tokenizer": (gone("tokenizer.json"), ["{}", "no tokenizer"]),
     "another tokenizer": (tokenizer_of_another_model, ["{}", "wrong tokenizer", "300"]),
 }
 WEIGHTS = ONE, TWO, INDEX
+CASES["shards alone"] = gone(INDEX), ["{}", ONE, "without its index; fetch " + INDEX]
 CASES |= {
-    "shards alone": (gone(INDEX), ["{}", ONE, "without its index; fetch " + INDEX]),
-    "another name": (instead("w.safetensors", *WEIGHTS), ["{}", "w.safetensors", "rename it"]),
-    "mistral's": (
-        instead("consolidated.safetensors", *WEIGHTS),
-        ["consolidated", "fetch the files"],
-    ),
-    "meta's": (
-        instead("consolidated.00.pth", *WEIGHTS, CONFIG),
-        ["no config.json", "fetch the files"],
-    ),
-    "an adapter": (
-        instead("adapter_config.json", *WEIGHTS, CONFIG),
-        ["{}", "a LoRA adapter", "merge"],
-    ),
-    "gguf in a folder": (instead("m-Q8_0.gguf", *WEIGHTS), ["m-Q8_0.gguf", "name that file"]),
-    "tensorflow": (instead("tf_model.h5", *WEIGHTS), ["tf_model.h5 is not read"]),
-    "tiktoken": (instead("tokenizer.model", "tokenizer.json"), ["{}/tokenizer.model", "tiktoken"]),
-    "qwen's": (instead("qwen.tiktoken", "tokenizer.json"), ["no tok", "qwen.tiktoken is not read"]),
+    f"instead: {name}": (instead(name, *others), ["{}", name, words])
+    for name, others, words in [
+        ("w.safetensors", WEIGHTS, "has another name; rename it"),
+        ("consolidated.safetensors", WEIGHTS, "fetch the files for transformers"),
+        ("consolidated.00.pth", (*WEIGHTS, CONFIG), "fetch the files for transformers"),
+        ("adapter_config.json", (*WEIGHTS, CONFIG), "is of a LoRA adapter"),
+        ("m-Q8_0.gguf", WEIGHTS, "name that file"),
+        ("pytorch_model.bin", WEIGHTS, "is not read; save it as safetensors"),
+        ("tokenizer.model", ["tokenizer.json"], "is a vocabulary of tiktoken"),
+        ("qwen.tiktoken", ["tokenizer.json"], "is not read"),
+    ]
 }
 CASES |= {
     f"a FIFO: {name}": (instead(name, name, make=os.mkfifo), ["{}", name, "read: it is a FIFO"])

@@ -145,8 +145,7 @@ def test_numbers_of_layers_that_are_all_equal_are_one_number(tmp_path, refused, 
         return write_gguf(tmp_path / "m.gguf", CONFIG, state, tweak=by_layer)
 
     assert open_source(write(value, value)).config == model_config(CONFIG)
-    for values in ((value, value + 1), (value,) * 3):
-        refused(write(*values), f"llama.{name} differs by layer or is not", kind=ConfigError)
+    refused(write(value, value + 1), f"llama.{name} differs by layer", kind=ConfigError)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16")])
