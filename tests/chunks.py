@@ -22,36 +22,30 @@ def content_of(chunk):
     return path.read_bytes()[offset : offset + size]
 
 
-def put(chunk, content):
-    with chunk[0].open("r+b") as file:
-        file.seek(chunk[1])
-        file.write(content)
-
-
-def pairs_in(*databases):
-    """Pairs of chunks of one size that hold different bytes."""
-    chunks = [chunk for database in databases for chunk in chunks_in(database).values()]
-    same = ((one, other) for one, other in combinations(chunks, 2) if one[2] == other[2])
+def differing(pairs):
+    """Those of one size that hold different bytes."""
+    same = ((one, other) for one, other in pairs if one[2] == other[2])
     return [pair for pair in same if content_of(pair[0]) != content_of(pair[1])]
 
 
+def pairs_in(*databases):
+    chunks = [chunk for database in databases for chunk in chunks_in(database).values()]
+    return differing(combinations(chunks, 2))
+
+
 def exchange(one, other):
-    first, second = content_of(one), content_of(other)
-    put(one, second)
-    put(other, first)
+    for (path, offset, _), content in [(one, content_of(other)), (other, content_of(one))]:
+        with path.open("r+b") as file:
+            file.seek(offset)
+            file.write(content)
 
 
 def wrong_chunks(database, other):
-    """Yields while a pair is exchanged, and while a chunk is the other's: 8 to 60 times."""
-    theirs, pairs = chunks_in(other), pairs_in(database)[:30]
-    taken = [(chunk, theirs[key]) for key, chunk in chunks_in(database).items()][:30]
-    assert pairs and len(pairs) + len(taken) >= 8
-    for one, another in pairs:
+    """Yields while a pair is exchanged, of the first or with the other: 8 to 60 times."""
+    theirs, own = chunks_in(other), pairs_in(database)[:30]
+    taken = differing((chunk, theirs[key]) for key, chunk in chunks_in(database).items())[:30]
+    assert own and taken and len(own) + len(taken) >= 8
+    for one, another in own + taken:
         exchange(one, another)
         yield
         exchange(one, another)
-    for ours, chunk in taken:
-        content = content_of(ours)
-        put(ours, content_of(chunk))
-        yield
-        put(ours, content)

@@ -1,10 +1,8 @@
 """Every kind of bad source: one line with the file and the tensor, and nothing left behind."""
 
-import contextlib
 import json
 import os
 import shutil
-import socket
 import struct
 import time
 from pathlib import Path
@@ -95,42 +93,14 @@ def missing_tensor_without_an_index(source):
     (source / INDEX).unlink()
 
 
-def folder_in_place_of_a_file(source):
-    """Permissions do not stop the superuser that tests may run as."""
-    (source / ONE).unlink()
-    (source / ONE).mkdir()
-
-
-def others_only(source):
-    (source / ONE).rename(source / "pytorch_model.bin")
-    gone(TWO, INDEX)(source)
-
-
-def instead(*files, of=(ONE, TWO, INDEX)):
-    """Other files in place of these."""
+def instead(name, *others, make=lambda path: path.write_bytes(b"IQ== 0\nIg== 1\n")):
+    """A file in place of others; by default as tiktoken's are."""
 
     def edit(source):
-        gone(*of)(source)
-        for name, content in files:
-            (source / name).write_bytes(content)
-
-    return edit
-
-
-def special(name, make):
-    """A FIFO, a socket or a link to a device under the name of a file."""
-
-    def edit(source):
-        (source / name).unlink(missing_ok=True)
+        gone(*others)(source)
         make(source / name)
 
     return edit
-
-
-def bound(path):
-    """A socket; the name that it is bound to has at most 107 bytes."""
-    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):
-        made.bind(path.name)
 
 
 def tokenizer_of_another_model(source):
@@ -160,8 +130,8 @@ CASES = {
     "wrong shape": (edited(lambda x: x[:40].copy()), ["{}/" + TWO, UP, "[40, 32]", "[48, 32]"]),
     "another type": (edited(lambda x: x.astype(np.int8)), ["{}/" + TWO, UP, "I8", "GGUF"]),
     "missing shard": (gone(TWO), ["{}/" + TWO, "missing", "model."]),
-    "unreadable": (folder_in_place_of_a_file, ["{}/" + ONE, "cannot be read"]),
-    "no weights": (others_only, ["{}", "no weights", "pytorch_model.bin"]),
+    # Permissions do not stop the superuser that tests may run as.
+    "unreadable": (instead(ONE, ONE, make=Path.mkdir), ["{}/" + ONE, "cannot be read"]),
     "index without a map": (written(INDEX, b"{}"), [INDEX, "weight_map"]),
     "index beside": (index_of("../hf2/" + ONE), ["{}/" + INDEX, "../hf2/", "the same folder"]),
     "index elsewhere": (index_of("/tmp/" + ONE), ["{}/" + INDEX, "/tmp/", "the same folder"]),
@@ -172,53 +142,28 @@ CASES = {
     "nested tensors": (nested(ONE), ["{}/" + ONE, "nested too deeply"]),
     "nested index": (nested(INDEX), ["{}/" + INDEX, "nested too deeply"]),
     "nested config": (nested(CONFIG), ["{}/" + CONFIG, "nested too deeply"]),
-    "no end": (
-        with_json(CONFIG, eos_token_id="2"),
-        ["{}: config.json: eos_token_id is '2', expec"],
-    ),
+    "no end": (with_json(CONFIG, eos_token_id="2"), ["{}: config.json: eos_token_id is '2', exp"]),
     "no tokenizer": (gone("tokenizer.json"), ["{}", "no tokenizer"]),
     "another tokenizer": (tokenizer_of_another_model, ["{}", "wrong tokenizer", "300"]),
 }
-# What the folder holds in place of a whole model is named, and what to do.
-TIKTOKEN = b"IQ== 0\nIg== 1\n"
+WEIGHTS = ONE, TWO, INDEX
+CASES["shards alone"] = gone(INDEX), ["{}", ONE, "without its index; fetch " + INDEX]
 CASES |= {
-    "shards alone": (gone(INDEX), ["{}", ONE, "without its index; fetch " + INDEX]),
-    "another name": (instead(("weights.safetensors", b"")), ["weights.safetensors", "rename it"]),
-    "mistral's layout": (instead(("consolidated.safetensors", b"")), ["consolidated.safetensors"]),
-    "meta's layout": (
-        instead(("consolidated.00.pth", b""), ("params.json", b"{}"), of=(ONE, TWO, INDEX, CONFIG)),
-        ["no config.json", "consolidated.00.pth", "fetch the files for transformers"],
-    ),
-    "an adapter": (
-        instead(("adapter_config.json", b"{}"), of=(ONE, TWO, INDEX, CONFIG, "tokenizer.json")),
-        ["{}", "adapter_config.json is of a LoRA adapter", "merge"],
-    ),
-    "gguf in a folder": (instead(("m-Q8_0.gguf", b"GGUF")), ["m-Q8_0.gguf", "name that file"]),
-    "tensorflow": (instead(("tf_model.h5", b"")), ["tf_model.h5 is not read"]),
-    "tiktoken": (
-        instead(("tokenizer.model", TIKTOKEN), of=("tokenizer.json",)),
-        ["{}/tokenizer.model", "tiktoken", "tokenizer.json beside it"],
-    ),
-    "qwen's tiktoken": (
-        instead(("qwen.tiktoken", TIKTOKEN), of=("tokenizer.json",)),
-        ["no tokenizer", "qwen.tiktoken is not read"],
-    ),
-}
-# What would block or never end where a file is expected.
-CASES |= {
-    f"{kind} in place of {name}": (
-        special(name, make),
-        ["{}", name, "cannot be read: "],
-    )
-    for kind, make, name in [
-        ("a FIFO", os.mkfifo, ONE),
-        ("a FIFO", os.mkfifo, CONFIG),
-        ("a FIFO", os.mkfifo, INDEX),
-        ("a FIFO", os.mkfifo, "tokenizer.json"),
-        ("a socket", bound, "generation_config.json"),
-        ("a device", lambda path: path.symlink_to("/dev/zero"), "tokenizer_config.json"),
-        ("a folder", Path.mkdir, "special_tokens_map.json"),
+    f"instead: {name}": (instead(name, *others), ["{}", name, words])
+    for name, others, words in [
+        ("w.safetensors", WEIGHTS, "has another name; rename it"),
+        ("consolidated.safetensors", WEIGHTS, "fetch the files for transformers"),
+        ("consolidated.00.pth", (*WEIGHTS, CONFIG), "fetch the files for transformers"),
+        ("adapter_config.json", (*WEIGHTS, CONFIG), "is of a LoRA adapter"),
+        ("m-Q8_0.gguf", WEIGHTS, "name that file"),
+        ("pytorch_model.bin", WEIGHTS, "is not read; save it as safetensors"),
+        ("tokenizer.model", ["tokenizer.json"], "is a vocabulary of tiktoken"),
+        ("qwen.tiktoken", ["tokenizer.json"], "is not read"),
     ]
+}
+CASES |= {
+    f"a FIFO: {name}": (instead(name, name, make=os.mkfifo), ["{}", name, "read: it is a FIFO"])
+    for name in (ONE, INDEX, CONFIG, "tokenizer.json", "tokenizer_config.json")
 }
 # A file of the tokenizer that other commands would refuse.
 CASES |= {

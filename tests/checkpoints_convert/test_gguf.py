@@ -131,26 +131,21 @@ def test_quantised_values(tmp_path, name, monkeypatch):
     assert_params(tmp_path, config, state | values)
 
 
-def per_layer(key, values):
-    """Writes a number a layer in place of one for all."""
-
-    def tweak(writer):
-        del writer.kv_data[0][f"llama.{key}"]
-        writer.add_array(f"llama.{key}", values)
-
-    return tweak
-
-
 @pytest.mark.parametrize(
-    ("key", "value"), [("attention.head_count_kv", 2), ("feed_forward_length", 48)]
+    ("name", "value"), [("attention.head_count_kv", 2), ("feed_forward_length", 48)]
 )
-def test_numbers_of_layers_that_are_all_equal_are_one_number(tmp_path, key, value):
+def test_numbers_of_layers_that_are_all_equal_are_one_number(tmp_path, refused, name, value):
     state = random_state(CONFIG)
-    manifest = converted(tmp_path, CONFIG, state, tweak=per_layer(key, [value] * 2))
-    assert manifest.config == model_config(CONFIG)
-    write_gguf(tmp_path / "m.gguf", CONFIG, state, tweak=per_layer(key, [value, value + 1]))
-    with pytest.raises(ConfigError, match=rf"m\.gguf: llama\.{key} differs by layer"):
-        open_source(tmp_path / "m.gguf")
+
+    def write(*values):
+        def by_layer(writer):
+            del writer.kv_data[0][f"llama.{name}"]
+            writer.add_array(f"llama.{name}", values)
+
+        return write_gguf(tmp_path / "m.gguf", CONFIG, state, tweak=by_layer)
+
+    assert open_source(write(value, value)).config == model_config(CONFIG)
+    refused(write(value, value + 1), f"llama.{name} differs by layer", kind=ConfigError)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16")])

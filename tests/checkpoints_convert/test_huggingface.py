@@ -7,14 +7,13 @@ import json
 import jax
 import numpy as np
 import pytest
-import tokenizers
 from safetensors.numpy import load_file
 
 import jax_longctx
 from checkpoints_convert import convert, export, read_config
 from checkpoints_convert.config import model_config
 from jax_longctx.cli import warm
-from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.errors import CheckpointError
 from jax_longctx.models.storage import load_params, read_manifest
 from jax_longctx.sharding import make_mesh
 from tests.checkpoints_convert.test_names import assert_same_parameters, internlm2_state
@@ -123,21 +122,6 @@ def test_answers_end_with_the_ids_of_all_files(tmp_path, config, generation, end
     assert jax_longctx.load(tmp_path / "ours").end_ids((), True) == [*ends]
     # `warm` compiles for as many of them.
     assert warm._Model(str(tmp_path / "ours"), None).stop_ids == ends
-
-
-def test_an_added_token_without_embedding_is_an_error_only_where_it_appears(tmp_path):
-    """As `<pad>` of old Llama 2 folders."""
-    described = hf_config("llama", vocab_size=258)
-    source = write_checkpoint(tmp_path / "hf", described, random_state(described))
-    backend = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
-    backend.add_special_tokens(["<pad>"])
-    backend.save(str(source / "tokenizer.json"))
-    convert(source, tmp_path / "ours")
-    model = jax_longctx.load(tmp_path / "ours")
-    (answer,) = model.ask(model.prefill("a <pad> is text"), "<pad>?", max_tokens=2)
-    assert len(answer.tokens) == 2
-    with pytest.raises(InputError, match=r"holds token id 258, .* 0\.\.257; leave that token out"):
-        model.generate("a <pad>")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -125,30 +125,24 @@ def test_the_files_word_on_bos_is_followed(tmp_path, trained):
         assert (plain.encode("a").ids[0] == 0) is said
 
 
-@pytest.mark.parametrize(
-    ("changes", "template", "ends"),
-    [
+def test_answers_end_where_the_file_or_its_template_says(tmp_path, trained):
+    for changes, kind, template, ends in (
         # The file names the end of text alone; its template writes the end of the turn.
-        ({"eos_token_id": 0}, "{{ messages }}<|end|>", (0, 1)),
-        ({"eos_token_id": 0}, "{{ messages }}", (0,)),
-        # Not marked as a control token, and a token that no file has (unset).
-        ({"eos_token_id": 0, "token_type": 1}, "<|end|>", (0, 1)),
-        ({"eos_token_id": 0, "token_type": 4}, "<|end|>", (0, 1)),
-        ({"eos_token_id": 2, "eot_token_id": 1, "eom_token_id": 0}, "", (2, 1, 0)),
-        ({"eos_token_id": 2**32 - 1, "eot_token_id": 2}, "", (2,)),
-    ],
-)
-def test_answers_end_where_the_file_or_its_template_says(
-    tmp_path, trained, changes, template, ends
-):
-    metadata = bpe_metadata(trained["qwen2"], "qwen2")
-    del metadata["tokenizer.ggml.eot_token_id"]
-    kind = changes.pop("token_type", 3)
-    metadata["tokenizer.ggml.token_type"][1] = kind
-    metadata |= {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
-    ours = made_of(metadata | {"tokenizer.chat_template": template}, tmp_path)
-    assert ours.eos_ids == ends
-    assert ours.encode("<|end|>", parse_special=True) == [1]
+        ({"eos_token_id": 0}, 3, "{{ messages }}<|end|>", (0, 1)),
+        ({"eos_token_id": 0}, 3, "{{ messages }}", (0,)),
+        # Not marked as a control token.
+        ({"eos_token_id": 0}, 1, "<|end|>", (0, 1)),
+        ({"eos_token_id": 2, "eot_token_id": 1, "eom_token_id": 0}, 3, "", (2, 1, 0)),
+        # A token that no file has: unset.
+        ({"eos_token_id": 2**32 - 1, "eot_token_id": 2}, 3, "", (2,)),
+    ):
+        metadata = bpe_metadata(trained["qwen2"], "qwen2", **{"tokenizer.chat_template": template})
+        del metadata["tokenizer.ggml.eot_token_id"]
+        metadata["tokenizer.ggml.token_type"][1] = kind
+        metadata |= {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+        ours = made_of(metadata, tmp_path)
+        assert ours.eos_ids == ends
+        assert ours.encode("<|end|>", parse_special=True) == [1]
 
 
 @pytest.fixture(scope="module")
@@ -242,21 +236,14 @@ def test_tokenizer_model_alone_is_enough(tmp_path, pieces):
     assert ours.encode(TEXT[:2000], begins=True) == merge_by_score(TEXT[:2000], tokens, scores)
     assert ours.encode("<|im_end|>", parse_special=True) == [790] and 790 in ours.special_ids
     assert ours.adds_bos and ours.eos_ids == (2,)
-
-
-def test_added_tokens_of_old_folders(tmp_path, pieces):
-    """They have no added_tokens_decoder, and perhaps no embedding for the padding."""
-    size = len(pieces[0])
-    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(pieces))
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": size}))
-    (text,) = (sentencepiece_files(tmp_path, size)[name] for name in ["tokenizer.json"])
-    (tmp_path / "tokenizer.json").write_text(text)
-    ours = Tokenizer.load(tmp_path)
-    assert ours.encode("<pad>", parse_special=True) == [size]
-    assert (ours.vocab_size, ours.own_size) == (size + 1, size - 1)
-    (tmp_path / "added_tokens.json").write_text('{"<pad>": []}')
-    with pytest.raises(CheckpointError, match="damaged"):
-        sentencepiece_files(tmp_path, size)
+    # Older folders have another file, and perhaps no embedding for the padding.
+    (source / "tokenizer_config.json").unlink()
+    (source / "added_tokens.json").write_text(json.dumps({"<pad>": len(tokens)}))
+    text = sentencepiece_files(source, len(tokens))["tokenizer.json"]
+    (source / "tokenizer.json").write_text(text)
+    old = Tokenizer.load(source)
+    assert old.encode("<pad>", parse_special=True) == [len(tokens)]
+    assert (old.vocab_size, old.own_size) == (len(tokens) + 1, len(tokens) - 1)
 
 
 def test_damaged_sentencepiece_models_are_refused(tmp_path, pieces):
@@ -270,6 +257,9 @@ def test_damaged_sentencepiece_models_are_refused(tmp_path, pieces):
             sentencepiece_files(tmp_path, 800)
         assert str(path) in str(caught.value)
     path.write_bytes(good)
+    (tmp_path / "added_tokens.json").write_text('{"<pad>": []}')
+    with pytest.raises(CheckpointError, match="damaged"):
+        sentencepiece_files(tmp_path, 800)
     for added, word in [
         ({"1000000000": {"content": "<far>"}}, "wrong tokenizer, its ids reach 1000000000 but"),
         ({"5": {}}, "its added_tokens_decoder is damaged"),

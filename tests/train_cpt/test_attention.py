@@ -85,13 +85,8 @@ def masked_tail(q, k, pattern):
     return seen
 
 
-@pytest.mark.parametrize(
-    ("count", "block"),
-    [
-        *((1, 5), (1, 99), (3, 3)),
-        *(pytest.param(*it, marks=pytest.mark.slow) for it in ((1, 24), (2, 5), (24, 1))),
-    ],
-)
+@pytest.mark.parametrize(("count", "block"), [(1, 5), (1, 24), (1, 99), (2, 5), (3, 3), (24, 1)])
+@pytest.mark.quick("1-5", "1-99", "3-3")
 def test_the_gradients_of_a_texts_runs_of_queries_are_those_of_dense_attention(count, block):
     q, k, v, dout = inputs()
     own = LENGTH // count
@@ -115,11 +110,10 @@ def test_the_gradients_of_a_texts_runs_of_queries_are_those_of_dense_attention(c
     [
         PATTERN,
         Pattern(tail=TAIL, budget=3, kernel=1, over_group="mean", force_self=False),
-        pytest.param(
-            Pattern(tail=TAIL, budget=4, kernel=3, over_group="first"), marks=pytest.mark.slow
-        ),
+        Pattern(tail=TAIL, budget=4, kernel=3, over_group="first"),
     ],
 )
+@pytest.mark.quick("pattern0", "pattern1")
 def test_the_patterns_gradients_are_those_of_a_dense_mask(pattern):
     q, k, v, dout = inputs()
     seen = masked_tail(q, k, pattern)

@@ -42,12 +42,6 @@ def prepared(directory, documents=None, **changes):
     return prepare(documents, encode, directory, **how)
 
 
-def test_an_id_without_embedding_is_named(tmp_path):
-    with pytest.raises(InputError, match="d1 holds token id 34, the model has 34 embeddings"):
-        prepared(tmp_path / "data", vocab_size=34)
-    assert not (tmp_path / "data").exists()
-
-
 def opened(directory, split="train"):
     return open_windows(directory, split, length=LENGTH, tokenizer="bytes")
 
@@ -187,6 +181,7 @@ def test_bad_data_sets_are_refused_and_nothing_is_overwritten(tmp_path):
         ({"length": 21}, InputError, "of 40 documents 0 have the 21 tokens .*longest has 20"),
         ({"shares": (0.5, 0.1, 0.1)}, ConfigError, "must add up to 1"),
         ({"length": 1}, ConfigError, "at least 2 tokens, got 1"),
+        ({"vocab_size": 34}, InputError, "d1 holds token id 34, the model has 34 embeddings"),
     ):
         with pytest.raises(error, match=message):
             prepared(data, **changes)

@@ -81,112 +81,93 @@ def test_a_run_has_a_line_a_step_and_keeps_the_newest_checkpoints_and_the_best(s
     np.testing.assert_allclose(lines[-1]["dev_loss"], expected, rtol=1e-6)
 
 
-def test_sigterm_saves_and_the_run_goes_on_the_same(straight, tmp_path):
+def test_sigterm_saves_and_the_run_goes_on_the_same(straight, tmp_path, monkeypatch):
+    """By another path, where it was moved; the working directory changes while it runs."""
     folder, outcome = straight
     before = signal.getsignal(signal.SIGTERM)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
 
     def progress(step, steps, line):
         assert (steps, line["step"]) == (STEPS, step)
+        os.chdir(folder)
         if step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    first = run_tiny(tmp_path / "run", folder / "data", progress=progress)
+    first = run_tiny(Path("../a run"), folder / "data", progress=progress)
     assert (first.step, first.ended) == (5, "terminated")
     assert signal.getsignal(signal.SIGTERM) is before
+    run = shutil.move(tmp_path / "a run", tmp_path / "moved")
     # Lines of steps after the checkpoint, and one that was cut short, are dropped.
-    with metrics_log(tmp_path / "run", 5) as write:
+    with metrics_log(run, 5) as write:
         write({"step": 6, "loss": 0})
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+    with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')
-    second = run_tiny(tmp_path / "run", folder / "data", make_params=no_params)
+    again = Path(f"/{tmp_path}/here/../moved")
+    second = run_tiny(again, folder / "data", make_params=no_params)
     assert digest(second.state) == digest(outcome.state)
-    assert losses_of(tmp_path / "run") == losses_of(folder / "run")
+    assert losses_of(run) == losses_of(folder / "run")
+    assert sorted(os.listdir(tmp_path)) == ["here", "moved"]
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_serves(straight, tmp_path, capfd):
+@pytest.fixture
+def copied(straight, tmp_path):
+    """The newest checkpoint of a copy of the finished run, what reads it, and checks the error."""
+    run, data = shutil.copytree(straight[0] / "run", tmp_path / "run"), straight[0] / "data"
+    read = functools.partial(run_tiny, run, data, loop=EVALUATED, make_params=no_params)
+
+    def refused(message):
+        with pytest.raises(CheckpointError, match=rf"run/checkpoints/{STEPS}.*{message}") as caught:
+            read()
+        assert "\n" not in str(caught.value) and "learning rate" not in str(caught.value)
+
+    return run / "checkpoints" / str(STEPS), read, refused
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_serves(straight, copied, capfd):
     """A flipped bit in the middle, half a file, and a missing file, of the largest files."""
-    folder, outcome = straight
-    shutil.copytree(folder / "run", tmp_path / "run")
-    newest = tmp_path / "run" / "checkpoints" / str(STEPS)
+    newest, read, refused = copied
     for item in ("state", "position"):
         files = [path for path in (newest / item).rglob("*") if path.is_file()]
         path = max(files, key=lambda path: path.stat().st_size)
         content = path.read_bytes()
         middle = len(content) // 2
         flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-        for damaged in (flipped, content[:middle], None):
-            path.unlink()
-            if damaged is not None:
-                path.write_bytes(damaged)
-            with pytest.raises(CheckpointError, match=rf"checkpoints/{STEPS}.*; move ") as caught:
-                run_tiny(tmp_path / "run", folder / "data", make_params=no_params)
-            assert "\n" not in str(caught.value) and "learning rate" not in str(caught.value)
+        for damaged in (flipped, content[:middle]):
+            path.write_bytes(damaged)
+            refused("; move ")
+        path.unlink()
+        refused("; move ")
         path.write_bytes(content)
     assert "Traceback" not in capfd.readouterr().err
     shutil.rmtree(newest)
-    again = run_tiny(tmp_path / "run", folder / "data", loop=EVALUATED, make_params=no_params)
-    assert digest(again.state) == digest(outcome.state) and again.best == outcome.best
-    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["10", "12", "8"]
-
-
-@pytest.fixture
-def copied(straight, tmp_path):
-    """The newest checkpoint of a copy of the finished run, and what reads it."""
-    shutil.copytree(straight[0] / "run", tmp_path / "run")
-    again = functools.partial(run_tiny, tmp_path / "run", straight[0] / "data")
-    return tmp_path / "run/checkpoints" / str(STEPS), lambda: again(make_params=no_params)
+    again = read()
+    assert digest(again.state) == digest(straight[1].state) and again.best == straight[1].best
+    assert sorted(os.listdir(newest.parent)) == ["10", "12", "8"]
 
 
 def test_chunks_and_files_of_another_step_or_run_are_refused(straight, copied, tmp_path):
-    newest, read = copied
+    newest, read, refused = copied
     run_tiny(tmp_path / "other", straight[0] / "data", facts={"config": {"tiny": False}})
     whole = shutil.copytree(newest, tmp_path / "whole")
     before, theirs = newest.with_name("10"), tmp_path / "other/checkpoints" / str(STEPS)
     for _ in wrong_chunks(newest / "state", before / "state"):
-        with pytest.raises(CheckpointError, match=f"{newest} .* has other chunks .*; move "):
-            read()
+        refused(" has other chunks .*; move ")
     for source in (before, theirs):
         for items in (["state"], ["position"], ["state", "position"]):
             for item in items:
                 shutil.rmtree(newest / item)
                 shutil.copytree(source / item, newest / item)
-            with pytest.raises(
-                CheckpointError, match=f"{newest} has files of another run or anoth"
-            ):
-                read()
+            refused(" has files of another run or anoth")
             shutil.rmtree(newest)
             shutil.copytree(whole, newest)
     (newest / "state" / "arrays.json").unlink()
-    with pytest.raises(CheckpointError, match=r"arrays\.json is missing"):
-        read()
+    refused(r"arrays\.json is missing")
     # As an earlier version wrote it.
     path = newest / "position" / "position.json"
     position = read_sealed(path, 1, "")
     path.write_text(json.dumps(seal(1, {key: position[key] for key in ("data", "best")})))
     assert digest(read().state) == digest(straight[1].state)
-
-
-def test_a_run_goes_on_by_any_path_and_where_it_was_moved(straight, tmp_path, monkeypatch):
-    """The working directory changes while it runs."""
-    folder, outcome = straight
-
-    def facts(place):
-        return {"run": {"output": place, "dtype": "float32"}, "data": {"directory": place}}
-
-    def progress(step, steps, line):
-        os.chdir(folder)
-        if step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    run_tiny(Path("../a run"), folder / "data", facts=facts("../a run"), progress=progress)
-    shutil.move(tmp_path / "a run", tmp_path / "moved")
-    os.chdir(tmp_path / "here")
-    how = {"facts": facts("../moved"), "make_params": no_params}
-    again = run_tiny(Path(f"/{tmp_path}/here/../moved"), folder / "data", **how)
-    assert digest(again.state) == digest(outcome.state)
-    assert sorted(os.listdir(tmp_path)) == ["here", "moved"]
 
 
 def test_a_loss_that_is_no_number_stops_with_its_batch(straight, tmp_path):
@@ -265,12 +246,9 @@ def events_of(directory):
 @pytest.mark.parametrize(("size", "name"), [(20, "events.out.tfevents."), (60, "metrics.jsonl")])
 def test_a_full_disk_is_named_by_its_file(tmp_path, size, name):
     line = {"step": 1, "loss": 0.5, "gradient_norm": 0.25, "learning_rate": 0.125, "mfu": 0.5}
-    with (
-        full_disk(size),
-        pytest.raises(InputError, match=rf"{name}.* could not be "),
-    ):
-        with metrics_log(tmp_path, 0) as write:
-            write(line)
+    said = rf"{name}.* could not be "
+    with full_disk(size), pytest.raises(InputError, match=said), metrics_log(tmp_path, 0) as write:
+        write(line)
 
 
 def test_lines_are_events_too_and_both_go_on_from_a_step(tmp_path):
@@ -300,27 +278,22 @@ def test_damaged_and_foreign_metrics_are_named_by_file_and_line(tmp_path):
         with metrics_log(folder, 0) as write:
             write({"step": 1, "loss": 2.5})
             write({"step": 2, "loss": 1.5})
-    lines, path = lines_of(one), one / "metrics.jsonl"
-    # Others read it as JSON lines.
-    assert [json.loads(line)["loss"] for line in lines] == [2.5, 1.5]
-    for number, damaged in (
-        (1, lines[0].replace("2.5", "3.5")),
-        (2, lines_of(other)[1]),
-        (2, '{"step": 2, "loss": 1.5}'),
-        (2, "{"),
+    (first, second), (_, foreign) = lines_of(one), lines_of(other)
+    plain, path = '{"step": 2, "loss": 1.5}', one / "metrics.jsonl"
+    for number, lines in (
+        (1, (first.replace("2.5", "3.5"), second)),
+        *((2, (first, damaged)) for damaged in (foreign, plain, "{")),
     ):
-        path.write_text(
-            "".join(f"{line}\n" for line in [*lines[: number - 1], damaged, *lines[number:]])
-        )
+        path.write_text("\n".join((*lines, "")))
         for read in (lambda: read_metrics(one), lambda: metrics_log(one, 2).__enter__()):
             with pytest.raises(InputError, match=rf"one/metrics\.jsonl is damaged: line {number} "):
                 read()
     # Those of an earlier version have no checksums, and get them where the run goes on.
-    path.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 1.5}\n')
+    path.write_text(f'{{"step": 1, "loss": 2.5}}\n{plain}\n')
     assert len(read_metrics(one)) == 2
     with metrics_log(one, 1) as write:
         write({"step": 2, "loss": 1.5})
-    assert lines_of(one) == lines
+    assert lines_of(one) == [first, second]
 
 
 def test_flops_count_the_matmuls_and_the_pairs_that_meet():
