@@ -12,6 +12,7 @@ from jax_longctx.models.storage import seal
 from jax_longctx.serving import contexts as module
 from jax_longctx.serving.contexts import Contexts
 from tests.jax_longctx.serving.tiny import BOOK, asked, chat, read
+from tests.support import swap
 
 MADE = {"method": {"name": "full"}}
 ROWS = {"a": [1, 2, 3], "b": [4, 5, 6]}
@@ -43,13 +44,6 @@ def found(folder):
     listed = [(entry.text.tokens.tolist(), entry.id) for entry in contexts.listed()]
     contexts.close()
     return {name: each for name, row in ROWS.items() for tokens, each in listed if tokens == row}
-
-
-def swap(first, second):
-    aside = first.with_name("aside")
-    first.rename(aside)
-    second.rename(first)
-    aside.rename(second)
 
 
 def resealed(a, b, name, value):
