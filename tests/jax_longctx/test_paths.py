@@ -42,12 +42,3 @@ def test_what_the_library_cannot_name_is_refused(here, name):
     with pytest.raises(InputError, match=r"cannot be used: .*; (rename|choose)") as caught:
         whole_path(f"../{name}")
     assert str(caught.value).isprintable()
-
-
-def test_without_a_working_directory_a_whole_path_still_serves(here, monkeypatch):
-    (here / "gone").mkdir()
-    monkeypatch.chdir(here / "gone")
-    (here / "gone").rmdir()
-    assert whole_path(here / "far") == here / "far"
-    with pytest.raises(InputError, match=r"'x': no working directory: No such .*; change to"):
-        whole_path("x")

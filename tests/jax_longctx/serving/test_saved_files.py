@@ -21,7 +21,7 @@ ROWS = {"a": [1, 2, 3], "b": [4, 5, 6]}
 def write_context(folder, row, **changes):
     """A saved context's manifest: its arrays are not looked at before they are loaded."""
     folder.mkdir(exist_ok=True)
-    described = {"made_by": MADE, "rows": [[*row]], "total": [len(row)], **changes}
+    described = {"made_by": MADE, "rows": [row], "total": [len(row)], **changes}
     (folder / context_io.MANIFEST).write_text(json.dumps(seal(context_io.FORMAT, described)))
 
 
@@ -54,10 +54,6 @@ def resealed(a, b, name, value):
     b.write_text(json.dumps(seal(module.FORMAT, fields)))
 
 
-def rewritten(a, b, row=(4, 5, 6), **changes):
-    write_context(b.with_suffix(""), row, **changes)
-
-
 def unsealed(*files):
     """As the version before wrote them."""
     for file in files:
@@ -77,12 +73,10 @@ FAULTS = {
     "the same id": (same_id, ""),
     "copied": (shutil.copy, "a"),
     "edited": (lambda a, b: b.write_text(b.read_text().replace("100", "900")), "a"),
-    "a list": (lambda a, b: b.write_text("[]"), "a"),
     "a pipe": (lambda a, b: [b.unlink(), os.mkfifo(b)], "a"),
     "no folder": (lambda a, b: shutil.rmtree(b.with_suffix("")), "a"),
-    "another text": (functools.partial(rewritten, row=(4, 5, 7)), "a"),
-    "another total": (functools.partial(rewritten, total=[4]), "a"),
-    "another method": (functools.partial(rewritten, made_by={"method": {"name": "quest"}}), "a"),
+    "another text": (lambda a, b: write_context(b.with_suffix(""), [4, 5, 7]), "a"),
+    "another method": (lambda a, b: write_context(b.with_suffix(""), [4, 5, 6], made_by={}), "a"),
 }
 for name, value in (
     *(("id", 5), ("id", "../a"), ("chat", "yes"), ("created", float("inf")), ("ttl", -1)),
