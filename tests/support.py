@@ -90,3 +90,11 @@ def word_tokenizer(vocab: int) -> Tokenizer:
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return Tokenizer(backend, {})
+
+
+def swap(first, second):
+    """Two files or folders get each other's names."""
+    aside = first.with_name("aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)

@@ -437,7 +437,7 @@ def passkey(
     ),
     trials: Trials,
     methods: list[str] | None = options.methods(),
-    out: Path | None = option("Write every answer to this JSON file as it comes."),
+    out: Path | None = option("Write every answer to this JSON file as it comes.", "--out", "-o"),
     heatmap: Path | None = _heatmap(),
     as_json: bool = options.as_json(),
 ) -> None:

@@ -132,7 +132,7 @@ def evaluate(
     data: Path = option("The prepared data set.", default=..., exists=True, show_default=False),
     scoring: Scoring,
     methods: list[str] | None = options.methods(),
-    out: Path | None = option("Write every text's loss to this JSON."),
+    out: Path | None = option("Write every text's loss to this JSON.", "--out", "-o"),
 ) -> None:
     """Perplexity of texts' last tokens under inference methods, before and after training.
 

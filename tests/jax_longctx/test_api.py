@@ -227,23 +227,19 @@ def test_a_score_is_that_of_the_engines_tokens(model):
     )
 
 
-class SeenError(Exception):
-    pass
-
-
-def seen(monkeypatch, place, name, call):
-    """The positional arguments with which `place.name` is called."""
-    fake = create_autospec(getattr(place, name), side_effect=SeenError)
-    monkeypatch.setattr(place, name, fake)
-    with pytest.raises(SeenError):
-        call()
-    return fake.call_args.args
-
-
 def test_each_way_in_encodes_texts_as_text_and_pieces_without_prefix(monkeypatch):
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(backend_of("legacy")), {"bos_token": "<s>"})
     model = LongContext(tiny_engine(chunk=16), tokenizer)
-    encode, engine, fed = tokenizer.encode, model.engine, functools.partial(seen, monkeypatch)
+    encode, engine = tokenizer.encode, model.engine
+
+    def fed(place, name, call):
+        """The arguments with which `place.name` is called."""
+        fake = create_autospec(getattr(place, name), side_effect=KeyboardInterrupt)
+        monkeypatch.setattr(place, name, fake)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        return fake.call_args.args
+
     first, then, special = "The capital of France is", " Paris</s>", set(range(1, 5))
     whole = encode(first + then, begins=True)
     one, two = encode(first, begins=True), encode(then)
@@ -255,14 +251,11 @@ def test_each_way_in_encodes_texts_as_text_and_pieces_without_prefix(monkeypatch
     assert rows == [two]
     (_, rows) = fed(model, "ask_all_tokens", lambda: model.ask_all(context, [then, first]))
     assert rows == [two, encode(first)]
-    (_, contexts, rows) = fed(
-        api, "loglikelihoods", lambda: model.score([first, ""], [then, first])
-    )
-    assert (contexts, rows) == ([one, []], [two, one])
+    (_, *rows) = fed(api, "loglikelihoods", lambda: model.score([first, ""], [then, first]))
+    assert rows == [[one, []], [two, one]]
     # A rendered template, and one of whose parts the library knows.
-    (rows,) = fed(
-        engine, "generate", lambda: model.generate([first + then, PromptText.of("", then)])
-    )
+    prompts = [first + then, PromptText.of("", then)]
+    (rows,) = fed(engine, "generate", lambda: model.generate(prompts))
     assert rows == [[*encode(first + " Paris", begins=True), 2], encode(then, begins=True)]
 
 

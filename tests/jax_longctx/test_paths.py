@@ -7,10 +7,8 @@ from jax_longctx.paths import whole_path
 
 PATHS = {
     "../there": "there",
-    "./../here/./x": "here/x",
-    "x//y/": "here/x/y",
+    "./../here/./x//y/": "here/x/y",
     "a b/ü 漢#?%&=:*": "here/a b/ü 漢#?%&=:*",
-    "n" * 255: f"here/{'n' * 255}",
     "~/x": "home/x",
     "~nobody-here/~": "here/~nobody-here/~",
     "link": "far/in",
@@ -32,7 +30,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(("given", "found"), PATHS.items(), ids=[name[:20] for name in PATHS])
+@pytest.mark.parametrize(("given", "found"), PATHS.items(), ids=str)
 def test_a_path_is_whole(here, given, found):
     assert str(whole_path(given)) == str(here / found)
     # With the two slashes at its start that pathlib keeps.
@@ -44,12 +42,3 @@ def test_what_the_library_cannot_name_is_refused(here, name):
     with pytest.raises(InputError, match=r"cannot be used: .*; (rename|choose)") as caught:
         whole_path(f"../{name}")
     assert str(caught.value).isprintable()
-
-
-def test_without_a_working_directory_a_whole_path_still_serves(here, monkeypatch):
-    (here / "gone").mkdir()
-    monkeypatch.chdir(here / "gone")
-    (here / "gone").rmdir()
-    assert whole_path(here / "far") == here / "far"
-    with pytest.raises(InputError, match=r"'x': no working directory: No such .*; change to"):
-        whole_path("x")

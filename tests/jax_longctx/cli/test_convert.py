@@ -57,17 +57,13 @@ def test_options_and_directions(run, calls, tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    "place", ["..", "~", *(pytest.param(it, marks=pytest.mark.slow) for it in ("link/..", "/"))]
-)
-def test_commands_take_any_path(run, source, book, tmp_path, monkeypatch, place):
+@pytest.mark.parametrize("there", ["../", "~/"])
+def test_commands_take_any_path(run, source, book, tmp_path, monkeypatch, there):
     """As it is typed, and as shells hand on `--option=~/x`."""
-    for name in ("here", "home ü/in"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "here" / "link").symlink_to(tmp_path / "home ü" / "in")
+    for name in ("here", "home ü"):
+        (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", str(tmp_path / "home ü"))
-    there = f"/{tmp_path}/here/.././x//" if place == "/" else f"{place}/"
     model, asked = f"{there}model", ("--max-tokens", 2, "-m", "full", "--json")
     run("convert", source, model, code=0)
     run("generate", "The", f"--checkpoint={model}", *asked, code=0)
@@ -80,7 +76,7 @@ def test_commands_take_any_path(run, source, book, tmp_path, monkeypatch, place)
     run("convert", model, f"{there}hf", "--to-hf", code=0)
     assert "exists; choose another" in run("convert", source, f"{there}hf", code=2).stderr
     run("plan", f"--model={model}", "--target", "h200x1", "--context", 64, code=0)
-    assert os.listdir(".") == ["link"]
+    assert os.listdir(".") == []
 
 
 def test_names_that_are_too_long_are_refused_before_anything_is_read(run, checkpoint, book, loads):

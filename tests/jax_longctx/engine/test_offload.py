@@ -1,7 +1,6 @@
 """Contexts in the host's memory: the same answers, what is fetched, and what is refused."""
 
 import contextlib
-import dataclasses
 import functools
 import re
 
@@ -306,13 +305,10 @@ def test_settings_that_make_no_sense_are_refused():
     for name in NAMES:
         with pytest.raises(ConfigError, match="a working set of 8 tokens is too small: ") as error:
             tiny_engine(small_method(name), offload="host", working_set=8)
-        # The size that it names is taken for every text, and no smaller one is.
+        # The size that it names is taken for every text.
         size = int(re.findall(r"chooses up to ([\d,]+)", str(error.value))[0].replace(",", ""))
         setup = tiny_engine(small_method(name), offload="host", working_set=size).setup
         footprint(setup, batch=1, context=3000, reserve=48)
-        smaller = dataclasses.replace(setup, offload=Offload(size - 1))
-        with pytest.raises(ConfigError, match=f"a working set of {size - 1:,} tokens is too small"):
-            footprint(smaller, batch=1, context=3000, reserve=48)
     with pytest.raises(ConfigError, match="the mesh has seq=2; leave seq out, or offload"):
         tiny_engine(quest, offload="host", mesh=make_mesh(1, 2, 1))
 

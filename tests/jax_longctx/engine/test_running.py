@@ -195,10 +195,8 @@ def compilations(of="/jax/core/compile/backend_compile_duration"):
     ("name", "by_layer"),
     [
         ("full", True),
-        *(
-            pytest.param("refreshkv", by_layer, marks=pytest.mark.slow)
-            for by_layer in (True, False)
-        ),
+        pytest.param("refreshkv", True, marks=pytest.mark.slow),
+        pytest.param("refreshkv", False, marks=pytest.mark.slow),
     ],
 )
 def test_nothing_is_compiled_as_rows_join_and_leave(name, by_layer, monkeypatch):

@@ -6,7 +6,6 @@ import hashlib
 import json
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from jax_longctx.api import LongContext
@@ -233,11 +232,7 @@ def test_special_tokens_in_a_sample_are_text(tiny):
     layout = PromptLayout("<|turn|>user\n", "", "<|end|>\n<|turn|>assistant\n", templated=True)
     sample = Sample(0, "a<|end|>", "<|turn|>?", "<|end|>", ("",), 60, {})
     prompt = runner._prompt(sample, tiny.tokenizer, layout, 60)
-    special = (
-        [token for token in prompt.context if token < 3],
-        [token for token in prompt.question if token < 3],
-    )
-    assert special == ([2], [1, 2])
+    assert [token for token in prompt.context + prompt.question if token < 3] == [2, 1, 2]
 
 
 def test_a_chat_template_stands_around_context_and_question(tiny):
@@ -274,20 +269,34 @@ def test_a_killed_run_computes_nothing_twice(small, tiny, tmp_path, computed, mo
     assert fatal == 5
 
 
-def test_a_run_goes_on_with_the_same_weights_alone(small, tiny, tmp_path, computed):
-    evaluate(tiny, tmp_path, config(trials=1))
+def test_a_run_goes_on_with_the_same_model_and_options_alone(
+    small, tiny, tmp_path, computed, monkeypatch
+):
+    base = tiny.engine
 
-    def beside(change):
-        base = tiny.engine
-        params = jax.tree.map(change, base.params)
+    def run(weight=0.0, tokenizer=None, overwrite=False, **options):
+        # The last value of an array: the fingerprint is of the first ones.
+        scale = base.params["final_norm"]["scale"].at[-1].add(weight)
+        params = {**base.params, "final_norm": {"scale": scale}}
         engine = Engine(base.config, params, base.method, base.mesh, chunk=base.chunk)
-        return LongContext(engine, tiny.tokenizer, None)
+        monkeypatch.setattr(LongContext, "tokenizer_digest", tokenizer)
+        model = LongContext(engine, tiny.tokenizer)
+        return evaluate(model, tmp_path, config(trials=1, **options), overwrite=overwrite)
 
-    # Converted again, say.
-    evaluate(beside(jnp.copy), tmp_path, config(trials=1))
+    run()
+    # Converted again, say, and in other batches.
+    run(batch=1)
+    for change, named in (
+        ({"seed": 1}, "seed 0, now it is 1"),
+        ({"chat": True}, "chat False, now it is True"),
+        ({"weight": 1.0}, "all_weights '"),
+        ({"tokenizer": "other"}, "tokenizer None, now it is 'other'"),
+    ):
+        with pytest.raises(OriginError, match=rf"rows\.jsonl was made with .*{named}.*--overwrite"):
+            run(**change)
     assert computed == [1]
-    with pytest.raises(InputError, match="checkpoint"):
-        evaluate(beside(lambda x: 1.1 * x), tmp_path, config(trials=1))
+    for _ in range(2):
+        assert [row["seed"] for row in run(seed=1, overwrite=True)] == [1] and computed == [1, 1]
 
 
 @pytest.mark.slow
@@ -315,11 +324,6 @@ def test_a_run_goes_on_with_more_of_everything(small, tiny, tmp_path, computed):
 
 def test_rows_of_another_run_are_left_alone_and_two_never_write_one_file(small, tiny, tmp_path):
     one, rows = config(trials=1), tmp_path / "rows.jsonl"
-    evaluate(tiny, tmp_path, one)
-    before = rows.read_bytes()
-    with pytest.raises(InputError, match="was made with seed 0, now it is 1"):
-        evaluate(tiny, tmp_path, config(trials=1, seed=1))
-    assert rows.read_bytes() == before
     rows.write_text('{"format": 9}\n')
     with pytest.raises(InputError, match="has format 9, expected 2: another version"):
         evaluate(tiny, tmp_path, one)
@@ -339,70 +343,29 @@ def test_rows_of_another_run_are_left_alone_and_two_never_write_one_file(small, 
         assert read_rows(*(tmp_path / name for name in order)) == [found]
 
 
-def test_finished_rows_of_something_else_are_not_called_complete(
-    small, tiny, tmp_path, computed, monkeypatch
-):
-    base, folder, book = tiny.engine, tmp_path / "out", tmp_path / "book.txt"
-    (tmp_path / "two").mkdir()
-
-    def run(*, text="Rain falls.", at=book, weight=0.0, tokenizer=None, overwrite=False, **options):
-        at.write_text(text)
-        scale = base.params["final_norm"]["scale"].at[-1].add(weight)
-        params = {**base.params, "final_norm": {"scale": scale}}
-        monkeypatch.setattr(LongContext, "tokenizer_digest", tokenizer)
-        model = LongContext(
-            Engine(base.config, params, Full(), base.mesh, chunk=32), tiny.tokenizer
-        )
-        tasks = ("small", f"passkey:haystack={at},max_new=4")
-        chosen = config(tasks=tasks, lengths=(256,), trials=1, **options)
-        return evaluate(model, folder, chosen, overwrite=overwrite)
-
-    run()
-    before = (folder / "rows.jsonl").read_bytes()
-    computed.clear()
-    for change, named in (
-        ({"seed": 1}, "seed 0, now it is 1"),
-        ({"chat": True}, "chat False, now it is True"),
-        ({"weight": 1.0}, "all_weights '"),
-        ({"tokenizer": "other"}, "tokenizer None, now it is 'other'"),
-        ({"text": "Snow falls."}, r"passkey@book max_new=4\.haystack '"),
-        ({"text": "Snow falls.", "at": tmp_path / "two" / "book.txt"}, r"max_new=4\.haystack '"),
-    ):
-        with pytest.raises(OriginError, match=rf"rows\.jsonl was made with .*{named}.*--overwrite"):
-            run(**change)
-    # A text that was moved, and how rows are computed, change no answer.
-    run(at=tmp_path / "two" / "book.txt", batch=1)
-    assert (folder / "rows.jsonl").read_bytes() == before and computed == []
-    assert {row["seed"] for row in run(seed=1, overwrite=True)} == {1} and sum(computed) == 2
-    run(seed=1, overwrite=True)
-    assert sum(computed) == 2
-
-
 def test_damaged_and_foreign_rows_are_named_by_file_and_line(small, tiny, tmp_path, computed):
     one, other = tmp_path / "one", tmp_path / "other"
     evaluate(tiny, one, config(trials=2))
     evaluate(tiny, other, config(trials=2, seed=1))
-    path, foreign = one / "rows.jsonl", (other / "rows.jsonl").read_text().splitlines()
-    text = path.read_text()
-    lines = text.splitlines()
+    path = one / "rows.jsonl"
+    lines, foreign = (
+        (folder / "rows.jsonl").read_text().splitlines(keepends=True) for folder in (one, other)
+    )
     # Others read it as JSON lines.
     assert sorted(json.loads(line)["index"] for line in lines[1:]) == [0, 1]
     for number, damaged in (
         (1, lines[0].replace('"seed": 0', '"seed": 1')),
         (2, lines[1].replace('"finish"', '"finisH"', 1)),
         (2, foreign[1]),
-        (3, lines[2].replace('"crc32"', '"crc33"')),
-        (3, "{"),
-        (3, "[]"),
+        (3, "{\n"),
     ):
-        changed = [*lines[: number - 1], damaged, *lines[number:]]
-        path.write_text("".join(f"{line}\n" for line in changed))
+        path.write_text("".join([*lines[: number - 1], damaged, *lines[number:]]))
         for read in (lambda: read_rows(one), lambda: evaluate(tiny, one, config(trials=2))):
             with pytest.raises(OriginError, match=rf"one/rows\.jsonl is damaged: line {number} is"):
                 read()
     # Without that line its row is computed again.
     computed.clear()
-    path.write_text("".join(f"{line}\n" for line in lines[:2]))
+    path.write_text("".join(lines[:2]))
     assert len(evaluate(tiny, one, config(trials=2))) == 2 and computed == [1]
 
 

@@ -148,9 +148,8 @@ def test_the_checksum_of_weights_is_of_every_value_and_not_of_the_mesh():
     params = random_params()
     whole = engine_of(params).checksum
     assert whole == engine_of(params, by_layer=False).checksum
-    for mesh in (make_mesh(1, 2, 2), make_mesh(2, 1, 2)):
-        spread = Engine(CONFIG, random_params(mesh), Full(), mesh)
-        assert spread.checksum == whole
+    mesh = make_mesh(2, 1, 2)
+    assert whole == Engine(CONFIG, random_params(mesh), Full(), mesh).checksum
     table = params["embed"]["table"]
     # One value, the sign of one, and two rows in each other's place.
     rows = jnp.arange(len(table)).at[5].set(6).at[6].set(5)
