@@ -522,8 +522,10 @@ class Contexts:
         try:
             described = _SavedText.model_validate(given)
             (tokens,), total = np.asarray(saved.get("rows"), np.int32), described.total
-            # Earlier versions wrote fewer facts.
-            made_by = {**self.made_by, **saved["made_by"]}
+            made_by = dict(saved["made_by"])
+            if "all_weights" in self.made_by:
+                # Earlier versions did not state it.
+                made_by.setdefault("all_weights", self.made_by["all_weights"])
             told = described.key, key_of(tokens, total), saved.get("total"), made_by
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             why = " ".join(str(error).split())

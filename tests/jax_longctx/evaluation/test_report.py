@@ -253,7 +253,7 @@ def test_what_a_report_says_of_its_run_is_kept(tmp_path):
     for name, text, read, message in (
         ("about.json", "{", read_about, "damaged"),
         ("none.jsonl", "", read_rows, r"rows\.jsonl cannot be read"),
-        ("rows.jsonl", '{"format": 1, "given": {}}\n', read_rows, "holds no rows yet"),
+        ("rows.jsonl", '{"format": 1, "given": {}}\n', read_rows, "format 1, expected 2: another"),
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(InputError, match=message):
