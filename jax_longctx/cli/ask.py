@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from jax_longctx.text import PromptText
 
 # Written beside a saved context: whether it uses the chat template, and a digest of the tokenizer.
-PROMPT_FILE = "prompt.json"
+PROMPT_FILE, PROMPT_FORMAT = "prompt.json", 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -308,11 +308,13 @@ class Session:
 
     def _save(self, context: "Context", folder: Path) -> None:
         """Saves the context. An error is raised only after all questions are answered."""
+        from jax_longctx.models.storage import seal
+
         try:
             with self.terminal.waiting("saving the context"):
                 self.model.save_context(context, folder)
                 prompt = {"chat": self.chat, "tokenizer": self.model.tokenizer_digest}
-                save(prompt, folder / PROMPT_FILE)
+                save(seal(PROMPT_FORMAT, prompt), folder / PROMPT_FILE)
         except (CheckpointError, InputError) as error:
             self.unsaved = error
         else:
@@ -415,12 +417,18 @@ def _chosen_chat(model: "LongContext", request: Request) -> bool:
 
 def _read_prompt(folder: Path) -> dict[str, Any] | None:
     """Chat template and tokenizer of a saved context; None where it was saved from Python."""
+    from jax_longctx.models.storage import read_sealed
+
+    path = folder / PROMPT_FILE
     try:
-        value: Any = json.loads(files.read_text(folder / PROMPT_FILE))
+        value: Any = json.loads(files.read_text(path))
+        # Those of earlier versions have neither format nor digest.
+        if isinstance(value, dict) and value.keys() - {"chat", "tokenizer"}:
+            value = read_sealed(path, PROMPT_FORMAT, "read the text again")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / PROMPT_FILE} is damaged: {error}") from error
+        raise CheckpointError(f"{path} is damaged: {error}; read the text again") from error
     if not isinstance(value, dict) or not isinstance(value.get("chat"), bool):
         raise CheckpointError(f"{folder / PROMPT_FILE} does not say whether it is a chat")
     return value

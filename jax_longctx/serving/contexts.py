@@ -159,6 +159,7 @@ class _SavedText(pydantic.BaseModel, extra="forbid", strict=True):
 
     key: str
     total: int
+    tokenizer: str | None = None
     entries: list[_SavedEntry] = pydantic.Field(min_length=1)
 
 
@@ -181,6 +182,7 @@ class Contexts:
     Attributes:
       folder: for saved contexts; made if need be, and held by one server at a time.
       made_by: model, weights and method, as saved contexts state them.
+      tokenizer: a digest of tokenizer and chat template, by which texts and questions are laid out.
       ttl: seconds that an entry lives after its last use, where it does not say.
       most_ttl: most seconds that an entry may say.
       most: entries at a time.
@@ -192,6 +194,7 @@ class Contexts:
 
     folder: Path
     made_by: dict[str, Any]
+    tokenizer: str | None = dataclasses.field(default=None, kw_only=True)
     ttl: float
     most_ttl: float = math.inf
     most: int = 1024
@@ -461,7 +464,8 @@ class Contexts:
                 {name: getattr(self._entries[each], name) for name in _SavedEntry.model_fields}
                 for each in sorted(text.entries - {without})
             ]
-            described = {"key": text.key, "total": text.total, "entries": entries}
+            described = {"key": text.key, "total": text.total, "tokenizer": self.tokenizer}
+            described["entries"] = entries
             try:
                 if entries:
                     partial.write_text(json.dumps(seal(FORMAT, described)), encoding="utf-8")
@@ -531,10 +535,12 @@ class Contexts:
             why = " ".join(str(error).split())
             told = f"{file} or the folder {key} is no server's: {why:.200}; {REMEDY}"
             raise CheckpointError(told) from error
-        if told != (key, key, [total], self.made_by):
+        # Earlier versions did not state it.
+        same = described.tokenizer in (None, self.tokenizer)
+        if told != (key, key, [total], self.made_by) or not same:
             raise CheckpointError(
-                f"{file} or the folder {key} beside it is of another text, model or method; put "
-                f"back what belongs there, or {REMEDY}"
+                f"{file} or the folder {key} beside it is of another text, model, method or "
+                f"tokenizer; put back what belongs there, or {REMEDY}"
             )
         text = Text(key, tokens, total, saved=True, used=time.monotonic())
         self.count_stored(text)

@@ -437,7 +437,7 @@ class Scheduler:
         self._loading, self._loading_need, text.busy = text, need, True
         try:
             self._do("load", key=text.key, path=str(self.contexts.path(text)))
-        except CheckpointError as error:
+        except (CapacityError, CheckpointError) as error:
             self._not_loaded(text, error)
 
     def _end_load(self, *, wait: bool = False) -> None:
@@ -446,7 +446,7 @@ class Scheduler:
         try:
             if text is None or not self._do("loaded", wait=wait):
                 return
-        except CheckpointError as error:
+        except (CapacityError, CheckpointError) as error:
             assert text is not None
             self._not_loaded(text, error)
             return
@@ -454,7 +454,7 @@ class Scheduler:
         self._loading, self._loading_need, text.busy = None, 0, False
         self.metrics.loaded.inc()
 
-    def _not_loaded(self, text: Text, error: CheckpointError) -> None:
+    def _not_loaded(self, text: Text, error: LongctxError) -> None:
         """Lets a text be read again; its files are removed if they are damaged."""
         log.warning("a saved context cannot be loaded, its text is read again: %s", error)
         self._loading, self._loading_need, text.busy = None, 0, False

@@ -121,6 +121,7 @@ class LongServer:
         self.contexts = Contexts(
             options.contexts / hashlib.sha256(digest).hexdigest()[:16],
             executor.made_by,
+            tokenizer=model.tokenizer_digest,
             ttl=options.ttl,
             most_ttl=options.most_ttl,
             most=options.most_contexts,

@@ -102,6 +102,9 @@ def test_save_and_load_give_the_same_answer(run, loads, book, tmp_path):
     again = run("ask", book, "Who?", *common, "--save-context", tmp_path / "chat")
     refused(again, "exists")
     prompt = tmp_path / "chat" / "prompt.json"
+    prompt.write_text(prompt.read_text().replace("true", "false"))
+    refused(run(*asking, tmp_path / "chat"), "prompt.json is damaged: its sha256")
+    # As earlier versions wrote it.
     prompt.write_text('{"chat": true, "tokenizer": "other"}')
     said = f"{prompt.parent} was made with tokenizer 'other', now it is None"
     refused(run(*asking, tmp_path / "chat"), said)

@@ -344,11 +344,11 @@ def test_a_sound_context_that_cannot_be_read_stays(serve, tiny, tmp_path, monkey
     first.stop()
     files = sorted(path for path in (tmp_path / "kept").rglob("*") if path.is_file())
     expected = asked(tiny, BOOK, "What?", chat=False)
-    busy = Mock(side_effect=CheckpointError("x cannot be read: Too many open files"))
-    for patched in (True, False):
+    errors = CheckpointError("x cannot be read: Too many open files"), CapacityError("no memory")
+    for patched in (*errors, None):
         with monkeypatch.context() as patch:
             if patched:
-                patch.setattr(executor, "load_context", busy)
+                patch.setattr(executor, "load_context", Mock(side_effect=patched))
             running = serve(tiny, contexts=tmp_path / "kept")
             with running.http() as http, running.client() as client:
                 assert ask(client, name, "What?")[0] == expected
@@ -356,7 +356,7 @@ def test_a_sound_context_that_cannot_be_read_stays(serve, tiny, tmp_path, monkey
                 assert loaded in http.get("/metrics").text
             running.stop()
         assert sorted(path for path in (tmp_path / "kept").rglob("*") if path.is_file()) == files
-    assert "Too many open files" in caplog.text
+    assert "Too many open files" in caplog.text and "no memory" in caplog.text
 
 
 def test_a_text_that_is_saved_goes_where_another_cannot_be_saved(serve, tiny, monkeypatch):

@@ -77,6 +77,7 @@ FAULTS = {
 for name, value in (
     *(("id", 5), ("id", "../a"), ("chat", "yes"), ("created", float("inf")), ("ttl", -1)),
     *(("save", 1), ("more", 1), ("total", "3"), ("total", 7), ("key", "0" * 32), ("entries", [])),
+    ("tokenizer", "another's"),
 ):
     FAULTS[f"{name} {value}"] = (functools.partial(resealed, name=name, value=value), "a")
 
