@@ -21,7 +21,7 @@ import os
 import stat
 import time
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -139,6 +139,7 @@ def load(
     offload: str | None = None,
     working_set: int | None = None,
     parse_special: bool = False,
+    template: Mapping[str, Any] | None = None,
     choose: Callable[["LongContext"], Method] | None = None,
     ahead: Callable[["LongContext"], object] | None = None,
 ) -> "LongContext":
@@ -160,6 +161,7 @@ def load(
         `settings.SHARES` times what a step chooses.
       parse_special: whether special tokens that are written in texts, questions and messages are
         read as tokens. Else they are plain text: a document cannot end a turn.
+      template: variables of the chat template by name, as {"enable_thinking": False}.
       choose: called before the weights load, with the model under full attention: gives the method.
         `method` must not be given then.
       ahead: called with the model while its weights load, in one process alone: to `compile` what
@@ -179,7 +181,8 @@ def load(
     mesh, checkpoint = mesh or make_mesh(), whole_path(checkpoint)
     manifest = read_manifest(checkpoint)
     folder, eos = tokenizer_folder(checkpoint, manifest), manifest.extras.get("eos_token_id")
-    tokenizer = Tokenizer.load(folder, eos=eos, parse_special=parse_special)
+    how = {"parse_special": parse_special, "variables": template}
+    tokenizer = Tokenizer.load(folder, eos=eos, **how)
     check_vocabulary(tokenizer, manifest.config)
     kind = jnp.dtype(manifest.dtype if dtype is None else dtype)
     form = weights_form(weights, kind.name, manifest.weights)
@@ -266,9 +269,12 @@ class LongContext:
 
     @property
     def tokenizer_digest(self) -> str | None:
-        """Of the checkpoint's tokenizer and chat template; None without a manifest."""
-        manifest = self.manifest
-        return manifest and digest_of([dict(manifest.tokenizer_files), dict(manifest.extras)])
+        """Of the checkpoint's tokenizer, chat template and variables; None without a manifest."""
+        manifest, variables = self.manifest, self.tokenizer.variables
+        if manifest is None:
+            return None
+        facts: list[Any] = [dict(manifest.tokenizer_files), dict(manifest.extras)]
+        return digest_of([*facts, variables] if variables else facts)
 
     def layout(self, chat: bool | None = None) -> PromptLayout:
         """The checkpoint's chat template around text and question; plain where there is none.

@@ -160,15 +160,15 @@ def offload_of(place: str | None, working_set: int | None) -> Offload | None:
     return Offload(working_set)
 
 
-def parse_pairs(pairs: Iterable[str]) -> dict[str, str]:
-    """`["budget=512"]`, the values of `--set`, -> `{"budget": "512"}`; InputError for others."""
+def parse_pairs(pairs: Iterable[str], option: str = "--set") -> dict[str, str]:
+    """`["budget=512"]`, the values of an option, -> `{"budget": "512"}`; InputError for others."""
     settings: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not (key and equals):
-            raise InputError(f"--set {pair!r} is not understood; expected KEY=VALUE")
+            raise InputError(f"{option} {pair!r} is not understood; expected KEY=VALUE")
         if key in settings:
-            raise InputError(f"--set {key} is given twice; give it once")
+            raise InputError(f"{option} {key} is given twice; give it once")
         settings[key] = value
     return settings
 

@@ -1,13 +1,15 @@
 """`jax-longctx convert`: checkpoints in and out."""
 
 import os
+import shlex
 from pathlib import Path
 
 from jax_longctx.cli import options
 from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
-from jax_longctx.paths import expanded
+from jax_longctx.memory import shown_bytes
+from jax_longctx.paths import expanded, whole_path
 from jax_longctx.settings import check_form
 
 
@@ -74,6 +76,22 @@ def convert(
                 source, destination, dtype=dtype, weights=weights, progress=update
             )
     terminal.note(f"written to {destination}")
+    if not to_hf:
+        _tell(destination, terminal)
+
+
+def _tell(destination: Path, terminal: Terminal) -> None:
+    """What was made, and what to type next."""
+    from jax_longctx.models.storage import read_manifest
+
+    manifest, folder = read_manifest(destination), whole_path(destination)
+    config, form = manifest.config, manifest.weights
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    terminal.note(
+        f"{config.num_layers} layers, {manifest.dtype}{f' in {form}' if form else ''}, "
+        f"{shown_bytes(size)}, trained to {config.trained_length:,} tokens"
+    )
+    terminal.note(f"next: jax-longctx ask FILE QUESTION -c {shlex.quote(str(destination))}")
 
 
 def _is_hub_id(source: str) -> bool:

@@ -7,8 +7,10 @@ import copy
 import dataclasses
 import functools
 import inspect
+import json
 import os
 import platform
+import shlex
 import typing
 from collections.abc import Callable, Iterable
 from importlib import metadata
@@ -166,14 +168,32 @@ def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
 def check_checkpoint(folder: Path) -> None:
     """CheckpointError where the folder has no manifest; loading checks the contents."""
     try:
-        found = (whole_path(folder) / "manifest.json").is_file()
+        where = whole_path(folder)
+        if (where / "manifest.json").is_file():
+            return
+        of_gguf = where.suffix == ".gguf" and where.is_file()
+        known = of_gguf or any((where / name).is_file() for name in ("config.json", "params.json"))
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
-    if not found:
-        raise CheckpointError(
-            f"{folder} is not a converted checkpoint (no manifest.json); "
-            f"make one: jax-longctx convert SOURCE DESTINATION"
-        )
+    what, source, made = "no manifest.json", "SOURCE", "DESTINATION"
+    if known:
+        what = "it is a GGUF file" if of_gguf else "it is as other libraries write them"
+        source, made = str(folder), f"{where.stem}-converted"
+    raise CheckpointError(
+        f"{folder} is not a converted checkpoint ({what}); make one, once: jax-longctx convert "
+        f"{shlex.quote(source)} {shlex.quote(made)}"
+    )
+
+
+def template_variables(pairs: Iterable[str]) -> dict[str, Any]:
+    """The values of `--template`: JSON, or text where it is none. InputError for others."""
+    found: dict[str, Any] = {}
+    for key, text in parse_pairs(pairs, "--template").items():
+        try:
+            found[key] = json.loads(text)
+        except ValueError:
+            found[key] = text
+    return found
 
 
 def _check_dtype(name: str) -> None:
@@ -373,6 +393,11 @@ class ModelChoice:
         "--parse-special",
         default=False,
     )
+    template: list[str] | None = option(
+        "A variable of the chat template, as enable_thinking=false; may be repeated.",
+        metavar="KEY=VALUE",
+        callback=checked(template_variables),
+    )
 
     def __post_init__(self) -> None:
         offload_of(self.offload, self.working_set)
@@ -420,6 +445,7 @@ class ModelChoice:
                 offload=None if resident else self.offload,
                 working_set=None if resident else self.working_set,
                 parse_special=self.parse_special,
+                template=template_variables(self.template or ()),
                 **how,
             )
 

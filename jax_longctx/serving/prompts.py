@@ -12,7 +12,8 @@ use a text again only for the same text.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -122,10 +123,26 @@ class Prompts:
                 "this checkpoint has no chat template; send a prompt to /v1/completions",
                 param="messages",
             )
+        variables = asked.chat_template_kwargs
         if entry is None:
-            row = tokenizer.encode(tokenizer.chat(messages), bos=True)
-            return self._split(row, asked.wanted_tokens)
-        question = tokenizer.encode(self._question(entry, asked.messages))
+            opens = asked.add_generation_prompt and not asked.continue_final_message
+            text = tokenizer.chat(messages, answer=opens, variables=variables)
+            if asked.continue_final_message:
+                text = text.until(messages[-1]["content"].strip())
+            if text is None:
+                raise RequestError(
+                    "the chat template does not show the last message as it is, so that it cannot "
+                    "be continued",
+                    param="continue_final_message",
+                )
+            return self._split(tokenizer.encode(text, bos=True), asked.wanted_tokens)
+        if asked.continue_final_message or not asked.add_generation_prompt:
+            raise RequestError(
+                "an answer about a context is a new message; leave out continue_final_message and "
+                "add_generation_prompt",
+                param="context",
+            )
+        question = tokenizer.encode(self._question(entry, asked.messages, variables))
         return self._about(entry, question, asked.wanted_tokens)
 
     def context(self, text: str, chat: bool | None) -> tuple[Text, bool]:
@@ -148,7 +165,9 @@ class Prompts:
         self._check_whole(len(row), 1, "text")
         return self.contexts.text(row, len(row)), chat
 
-    def _question(self, entry: Entry, messages: Sequence[Message]) -> PromptText:
+    def _question(
+        self, entry: Entry, messages: Sequence[Message], variables: Mapping[str, Any]
+    ) -> PromptText:
         """The text between the context's and the answer."""
         first, *more = messages
         content = first.for_template()["content"]
@@ -161,8 +180,16 @@ class Prompts:
                 f"message, so put what it says into the first question",
                 param="messages",
             )
+        layout = self._layouts[entry.chat]
+        if variables and entry.chat:
+            layout = chat_layout(self.model.tokenizer, variables)
+            if layout.before != self._layouts[True].before:
+                raise RequestError(
+                    "with these variables the chat template puts something else before the text",
+                    param="chat_template_kwargs",
+                )
         if not more:
-            return self._layouts[entry.chat].question(content)
+            return layout.question(content)
         if not entry.chat:
             raise RequestError(
                 "this context was read without chat template, so that it takes one message",
@@ -173,7 +200,7 @@ class Prompts:
             raise RequestError("the first message is empty", param="messages")
         opened = {"role": "user", "content": f"{_DOCUMENT}\n\n{content}"}
         tokenizer = self.model.tokenizer
-        found = tokenizer.chat([opened, *rest]).after(_DOCUMENT)
+        found = tokenizer.chat([opened, *rest], variables=variables).after(_DOCUMENT)
         if found is None or found[0] != self._layouts[True].before:
             raise RequestError(
                 "the chat template puts something else before the text when there are several "

@@ -261,17 +261,34 @@ class Message(_Model):
 
 
 class ChatRequest(_Answered):
-    """`POST /v1/chat/completions`."""
+    """`POST /v1/chat/completions`.
+
+    Attributes:
+      chat_template_kwargs: variables of the chat template.
+      add_generation_prompt: whether the template opens an answer behind the messages.
+      continue_final_message: whether the answer goes on with the last message, which stays open.
+    """
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(
+        default_factory=dict, max_length=16
+    )
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.continue_final_message and "add_generation_prompt" in self.model_fields_set:
+            if self.add_generation_prompt:
+                raise RequestError(
+                    "continue_final_message opens no new answer; leave out add_generation_prompt",
+                    param="add_generation_prompt",
+                )
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise RequestError(
                 "max_tokens and max_completion_tokens exclude each other; give one of them",

@@ -94,6 +94,14 @@ class PromptText:
         plain = tuple((max(a - cut, 0), b - cut) for a, b in self.plain if b > cut)
         return (before, PromptText(after, plain)) if found else None
 
+    def until(self, last: str) -> "PromptText | None":
+        """The text up to the end of the last `last`; None where there is none."""
+        end = self.text.rfind(last) + len(last)
+        if not last or end < len(last):
+            return None
+        plain = tuple((a, min(b, end)) for a, b in self.plain if a < end)
+        return PromptText(self.text[:end], plain, self.templated)
+
 
 class Tokenizer:
     """Text <-> token ids of one checkpoint.
@@ -106,6 +114,7 @@ class Tokenizer:
       vocab_size: one more than the largest id, added tokens included.
       own_size: the same without added tokens.
       parse_special: whether special tokens that are written in a text count.
+      variables: of the chat template, by name, beside those that every template finds.
 
     Args:
       file: the text of the `tokenizer.json` that the backend was made of, if any.
@@ -119,6 +128,7 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         chat_template: str | None = None,
         parse_special: bool = False,
+        variables: Mapping[str, Any] | None = None,
         file: str | None = None,
     ):
         # Files saved after training often have these set; they would silently cut the context.
@@ -135,7 +145,7 @@ class Tokenizer:
         ids = backend.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
         self.own_size = max((token for token in ids if token not in added), default=-1) + 1
-        self.parse_special = parse_special
+        self.parse_special, self.variables = parse_special, dict(variables or {})
         self._encoder = Encoder(backend, file or backend.to_str(), self.eos_ids)
         self.adds_bos = _adds_bos(backend, settings, self.bos_id)
         self._chat = None
@@ -144,7 +154,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str | Path, *, eos: Any = None, **how: Any) -> "Tokenizer":
-        """Reads the tokenizer files of `directory`; `how` is `parse_special`.
+        """Reads the tokenizer files of `directory`; `how` are `parse_special` and `variables`.
 
         Args:
           eos: `eos_token_id` of the checkpoint's config.json, or None. Where generation_config.json
@@ -216,19 +226,30 @@ class Tokenizer:
         """A decoder for ids that arrive in pieces; `after` are the ids they continue, if any."""
         return StreamDecoder(self._backend, self.special_ids, self.byte_ids, after)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True) -> PromptText:
-        """The messages in the checkpoint's chat layout, ending where the answer starts.
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        answer: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> PromptText:
+        """The messages in the checkpoint's chat layout.
+
+        Args:
+          answer: whether it ends where the answer starts, or behind the last message.
+          variables: of the template, in place of the tokenizer's own of the same names.
 
         Raises:
           ConfigError: the checkpoint has no chat template, or it is no valid template.
-          InputError: the template refuses these messages.
+          InputError: the template refuses these messages, or variables have names of its own.
         """
         if self._chat is None:
             raise ConfigError(
                 "this checkpoint has no chat template; ask by plain completion instead (--no-chat)"
             )
         given, mark = [dict(message) for message in messages], _MARK
-        while mark in json.dumps(given, ensure_ascii=False):
+        variables = self.variables | dict(variables or {})
+        while mark in json.dumps([given, variables], ensure_ascii=False):
             mark += _MARK
 
         def marked(value: Any) -> Any:
@@ -240,7 +261,8 @@ class Tokenizer:
                 return {key: marked(each) for key, each in value.items()}
             return [marked(each) for each in value] if isinstance(value, list | tuple) else value
 
-        pieces = self._chat.render(marked(given), add_generation_prompt=answer).split(mark)
+        how = {"add_generation_prompt": answer, "variables": marked(variables)}
+        pieces = self._chat.render(marked(given), **how).split(mark)
         ends = itertools.accumulate(map(len, pieces[:-1]))
         return PromptText("".join(pieces), tuple((end - 1, end) for end in ends), templated=True)
 
@@ -528,23 +550,33 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         RENDERER.start()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The messages as one text.
 
         Raises:
           ConfigError: the template is not valid, fails, or exceeds a limit.
-          InputError: the template refuses the messages.
+          InputError: the template refuses the messages, or variables have names of its own.
         """
+        own = {
+            **self._special_tokens,
+            "messages": [dict(message) for message in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        variables = variables or {}
+        if taken := sorted(own.keys() & variables.keys()):
+            raise InputError(f"the template's variable {taken[0]!r} is set for you; leave it out")
         reply = RENDERER.ask(
             {
                 "source": self.source,
-                "variables": {
-                    **self._special_tokens,
-                    "messages": [dict(message) for message in messages],
-                    "tools": None,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                },
+                "variables": {**own, **variables},
                 "seconds": SECONDS,
                 "memory": MEMORY,
             }
@@ -604,14 +636,18 @@ def plain_layout(stem: bool = False) -> PromptLayout:
     return PromptLayout("", "\n\nQuestion: ", "\nAnswer:")
 
 
-def chat_layout(tokenizer: Tokenizer) -> PromptLayout:
+def chat_layout(tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None) -> PromptLayout:
     """The checkpoint's chat template around document and question, in one user message.
+
+    Args:
+      variables: as for `Tokenizer.chat`.
 
     Raises:
       ConfigError: there is no template, or it does not contain the message exactly once.
     """
     content = f"{_DOCUMENT}\n\n{_QUESTION}"
-    text = tokenizer.chat([{"role": "user", "content": content}]).text
+    asked = [{"role": "user", "content": content}]
+    text = tokenizer.chat(asked, variables=variables).text
     before, found_document, rest = text.partition(_DOCUMENT)
     between, found_question, after = rest.partition(_QUESTION)
     if not (found_document and found_question) or "\ue000" in before + between + after:

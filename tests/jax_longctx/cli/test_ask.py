@@ -96,6 +96,10 @@ def test_save_and_load_give_the_same_answer(run, loads, book, tmp_path):
         again = run("ask", *asked, *common, "--load-context", tmp_path / name)
         assert first.exit_code == again.exit_code == 0, first.output + again.output
         assert again.stdout == first.stdout
+    variables = [word for each in ("a=false", "b=2", "c=x y") for word in ("--template", each)]
+    run("ask", book, "Who?", *common, *variables, code=0)
+    assert loads[-1][1]["template"] == {"a": False, "b": 2, "c": "x y"}
+    refused(run("ask", book, "Who?", *common, "--template", "a"), "--template 'a' is not")
     asking = ("ask", "Who?", *common, "--load-context")
     refused(run(*asking, tmp_path / "chat", "--no-chat"), "was read in the chat template")
     refused(run(*asking, tmp_path / "plain", "--chat"), "was read without chat template")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def calls(monkeypatch):
 
     for name in ("convert", "export"):
         monkeypatch.setattr(checkpoints_convert, name, record(name), raising=False)
+    monkeypatch.setattr("jax_longctx.cli.convert._tell", lambda *_: None)
     return made
 
 
@@ -65,7 +67,12 @@ def test_commands_take_any_path(run, source, book, tmp_path, monkeypatch, there)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", str(tmp_path / "home ü"))
     model, asked = f"{there}model", ("--max-tokens", 2, "-m", "full", "--json")
-    run("convert", source, model, code=0)
+    written, made, after = run("convert", source, model, code=0).stderr.splitlines()[-3:]
+    shown = str(Path(model).expanduser())
+    assert written == f"written to {shown}" and made.startswith("2 layers, float32, "), made
+    assert after == f"next: jax-longctx ask FILE QUESTION -c {shlex.quote(shown)}"
+    unread = run("generate", "The", "-c", source)
+    refused(unread, f"once: jax-longctx convert {source} {source.name}-converted")
     run("generate", "The", f"--checkpoint={model}", *asked, code=0)
     keep = (f"--save-context={there}read", "-c", model)
     first = run("ask", book, "Who?", *keep, *asked, code=0)

@@ -12,7 +12,8 @@ from tests.checkpoints_convert.tiny import random_state, write_checkpoint
 
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n"
+    "{% if think is defined %}<|turn|>{{ think }}{% endif %}{% endif %}"
 )
 
 

@@ -17,7 +17,7 @@ import jax_longctx
 from jax_longctx.errors import CapacityError, CheckpointError
 from jax_longctx.serving import executor
 from jax_longctx.serving.app import Access
-from jax_longctx.text import PromptText
+from jax_longctx.text import PromptText, chat_layout
 from tests.jax_longctx.serving.tiny import (
     BOOK,
     aside,
@@ -73,6 +73,38 @@ def test_answers_about_a_context_are_those_of_ask(server, client, tiny, chat):
         found = complete(client, " Remember", seed=1, max_tokens=8, extra_body=about)
         expected = asked_plainly(tiny, layout.context(BOOK), " Remember", seed=1, max_tokens=8)
         assert found.choices[0].text == expected
+
+
+def test_the_templates_variables_and_the_last_message_are_the_requests(server, client, tiny):
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "A key "}]
+    tokenizer, layout, think = tiny.tokenizer, tiny.layout(True), {"think": "<|end|>"}
+    with server.http() as http:
+        about = read(http, text=BOOK)["id"]
+
+    def answered(messages=turns[:1], **body):
+        how = {"model": "tiny", "seed": 4, "max_tokens": 12, "extra_body": body}
+        return client.chat.completions.create(messages=messages, **how).choices[0].message.content
+
+    def expected(prompt):
+        return generated(tiny, prompt, seed=4).text
+
+    assert answered(chat_template_kwargs=think) == expected(
+        tokenizer.chat(turns[:1], variables=think)
+    )
+    closed = tokenizer.chat(turns, answer=False)
+    assert answered(turns, add_generation_prompt=False) == expected(closed)
+    assert answered(turns, continue_final_message=True) == expected(closed.until("A key"))
+    assert answered(chat_template_kwargs=think, context=about) == asked_plainly(
+        tiny, layout.context(BOOK), chat_layout(tokenizer, think).question("Why?"), seed=4
+    )
+    for body, said in [
+        ({"chat_template_kwargs": {"messages": "x"}}, "variable 'messages' is set for you"),
+        ({"chat_template_kwargs": {"think": [1]}}, "chat_template_kwargs.think"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "opens no new answer"),
+        ({"continue_final_message": True, "context": about}, "about a context is a new message"),
+    ]:
+        with pytest.raises(openai.BadRequestError, match=said):
+            answered(**body)
 
 
 def test_a_chat_goes_on_about_a_context(server, client, tiny):

@@ -193,6 +193,15 @@ def test_helpers_refusals_and_forms_of_templates(tmp_path, byte_level):
     assert str(Tokenizer.load(tmp_path).chat([])) == "config"
     (tmp_path / "chat_template.jinja").write_text("file{{ eos_token }}")
     assert str(Tokenizer.load(tmp_path).chat([])) == "file<|end|>"
+    # Variables of the tokenizer and of one chat; those of the library are its own.
+    (tmp_path / "chat_template.jinja").write_text("{{ think }} {{ more is defined }}")
+    tokenizer = Tokenizer.load(tmp_path, variables={"think": False})
+    assert str(tokenizer.chat([])) == "False False"
+    said = tokenizer.chat([], variables={"think": "<|end|>", "more": 1})
+    assert str(said) == "<|end|> True" and tokenizer.eos_ids[0] not in tokenizer.encode(said)
+    for name in ("messages", "add_generation_prompt", "eos_token"):
+        with pytest.raises(InputError, match=f"variable '{name}' is set for you"):
+            tokenizer.chat([], variables={name: 1})
 
 
 SETTINGS = settings(
