@@ -20,8 +20,9 @@ def check_plain(path: str | Path) -> None:
     A folder is left to `open`, which raises one.
     """
     kind = stat.S_IFMT(os.stat(path).st_mode)
-    # A pipe without a name has a writer: its link below /dev/fd leads to no path.
-    unnamed = kind == stat.S_IFIFO and not os.path.exists(os.path.realpath(path))
+    # A pipe without a name has a writer: what is below /dev/fd leads to no path, or to itself.
+    real = os.path.realpath(path)
+    unnamed = kind == stat.S_IFIFO and (real.startswith("/dev/") or not os.path.exists(real))
     if kind not in (stat.S_IFREG, stat.S_IFDIR) and not unnamed:
         raise OSError(errno.EINVAL, "it is a FIFO, a socket or a device", str(path))
 

@@ -293,6 +293,9 @@ def check_made_from(config: DataConfig) -> None:
       OriginError: it was made from other files, or in another way.
       InputError: a source, or the data set's list of them, cannot be read.
     """
+    if not config.sources:
+        # It is taken as it is.
+        return
     manifest, path = read_manifest(config.directory), config.directory / SOURCES
     known: dict[str, Any] = {"shares": manifest.shares, "field": manifest.field or config.field}
     given: dict[str, Any] = {"shares": config.shares, "field": config.field}
@@ -300,16 +303,19 @@ def check_made_from(config: DataConfig) -> None:
     def digests(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
         return {record["path"]: record["sha256"][:16] for record in records}
 
-    if config.sources:
-        try:
-            with file_errors(f"{path} cannot be read", "prepare the data again"):
-                before = digests(lines.read(path))
-        except (ValueError, LookupError, TypeError) as error:
-            raise InputError(f"{path} is damaged: {error}; prepare the data again") from error
+    try:
+        with file_errors(f"{path} cannot be read", "prepare the data again"):
+            before = digests(lines.read(path))
+    except (ValueError, LookupError, TypeError) as error:
+        raise InputError(f"{path} is damaged: {error}; prepare the data again") from error
+    try:
         now = digests(map(file_record, document_files(config.sources)))
-        # A file that was moved is the same.
-        if before and sorted(before.values()) != sorted(now.values()):
-            known["sources"], given["sources"] = before, now
+    except InputError as error:
+        told = f"{error}; or leave sources out to take {config.directory} as it is"
+        raise InputError(told) from error
+    # A file that was moved is the same.
+    if before and sorted(before.values()) != sorted(now.values()):
+        known["sources"], given["sources"] = before, now
     remedy = "name another [data] directory, or leave sources out to take it as it is"
     check_same(config.directory, known, given, remedy)
 

@@ -68,10 +68,9 @@ def opened(file: Path) -> bytes | None:
     try:
         why = distrust(file) or (None if file.is_file() else "it is no file")
         content = b"" if why else file.read_bytes()
-    except FileNotFoundError:
+    except OSError:
+        # It is not there, or cannot be read now.
         return None
-    except OSError as error:
-        why, content = error.strerror, b""
     size = hashlib.sha256().digest_size
     if not why and content[:size] != _digest(file.name, content[size:]):
         why = "it is damaged, or was stored under another name"

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +102,39 @@ class Child:
         process.communicate()
         return process.returncode
 
+    def forget(self) -> None:
+        """In a forked process: leaves the child to the process that started it."""
+        process, self._process, self._lock = self._process, None, threading.RLock()
+        if process is not None:
+            # Neither waited for nor closed here: another thread may have held its pipes.
+            process.returncode = 0
+            _left.append(process)
+
+
+_left: list[subprocess.Popen[bytes]] = []
+
+
+def _line_of(children: Iterable[Child]) -> "queue.LifoQueue[Child]":
+    line: queue.LifoQueue[Child] = queue.LifoQueue()
+    for child in children:
+        line.put(child)
+    return line
+
 
 RENDERER = Child()
+_own = [Child() for _ in range(ENCODERS)]
 # Who is first in line was used last, and has the tokenizer.
-_encoders: queue.LifoQueue[Child] = queue.LifoQueue()
-for _ in range(ENCODERS):
-    _encoders.put(Child())
+_encoders = _line_of(_own)
+
+
+def _forked() -> None:
+    global _encoders
+    for child in (RENDERER, *_own):
+        child.forget()
+    _encoders = _line_of(_own)
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,8 @@ Chat templates are rendered, and texts encoded, in child processes with limits o
 checkpoint loads.
 """
 
+import bisect
+import collections
 import dataclasses
 import functools
 import itertools
@@ -247,10 +249,10 @@ class Tokenizer:
             raise ConfigError(
                 "this checkpoint has no chat template; ask by plain completion instead (--no-chat)"
             )
-        given, mark = [dict(message) for message in messages], _MARK
+        given = [dict(message) for message in messages]
         variables = self.variables | dict(variables or {})
-        while mark in json.dumps([given, variables], ensure_ascii=False):
-            mark += _MARK
+        written = re.findall(f"{_MARK}+", json.dumps([given, variables], ensure_ascii=False))
+        mark = _MARK * (1 + max(map(len, written), default=0))
 
         def marked(value: Any) -> Any:
             """The value with a mark behind the first character of each special token."""
@@ -313,7 +315,7 @@ class Encoder:
             if info.special or token in ends or _LOOKS_SPECIAL.fullmatch(info.content)
         }
         # Copies by (whether the text begins, whether special tokens are text).
-        self._file, self._copies = file, {(True, False): BoundedTokenizer(file)}
+        self._backend, self._copies = backend, {(True, False): BoundedTokenizer(file)}
         steps = [
             None if step is None else json.loads(step.__getstate__())
             for step in (backend.normalizer, backend.pre_tokenizer)
@@ -342,13 +344,19 @@ class Encoder:
         if plain:
             starts, ends = zip(*plain, strict=True)
             others = zip((0, *ends), (*starts, len(text)), strict=True)
-            own = sum(self._count(self._ids(text[a:b], True)) for a, b in others)
+            parts = collections.Counter(text[a:b] for a, b in others)
+            own = sum(n * self._count(self._ids(part, True)) for part, n in parts.items())
         if own in (None, self._count(ids)) and (begins or self._again.isdisjoint(ids)):
             return ids
-        ids, at = [], 0
+        ids, at, begun = [], 0, [a for a, _ in plain]
         for token, first, start, end in self._added_in(text, begins):
-            last = first + len(self._added[token])
-            if token in self._special and any(first < b and a < last for a, b in plain):
+            if token in self._special:
+                # The last plain part that begins before the token's end.
+                near = bisect.bisect_left(begun, first + len(self._added[token])) - 1
+                if near >= 0 and plain[near][1] > first:
+                    continue
+            elif token not in self._again:
+                # The copy knows it.
                 continue
             ids += [*self._ids(text[at:start], begins, as_text=True), token]
             at, begins = end, token in self._again
@@ -378,7 +386,8 @@ class Encoder:
     def _copy(self, begins: bool, as_text: bool) -> BoundedTokenizer:
         key = begins or not self._has_prefix, as_text
         if key not in self._copies:
-            described = json.loads(self._file)
+            # Not the file: it may be of an older form.
+            described = json.loads(self._backend.to_str())
             if not key[0]:
                 for name in ("normalizer", "pre_tokenizer"):
                     described[name] = _continued(described[name])

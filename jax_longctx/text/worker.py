@@ -68,7 +68,8 @@ def _held_bytes() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-# By the digests of their files.
+# By the digests of their files: of a checkpoint, and copies of it that differ in their settings.
+MOST_TOKENIZERS = 8
 _tokenizers: dict[str, Any] = {}
 
 
@@ -84,6 +85,8 @@ def _encoded(request: dict[str, Any]) -> dict[str, Any]:
             backend = tokenizers.Tokenizer.from_str(request["file"])
             backend.no_truncation()
             backend.no_padding()
+            while len(_tokenizers) >= MOST_TOKENIZERS:
+                _tokenizers.pop(next(iter(_tokenizers)))
             _tokenizers[key] = backend
         if "text" not in request:
             # As the library does to learn of the beginning-of-text token.

@@ -1,11 +1,16 @@
 """Tokenizers that a stranger wrote: one line in bounded time and memory, and the next works."""
 
 import json
+import subprocess
+import sys
+import time
 
 import pytest
+import tokenizers
 
 from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.text import Tokenizer, child
+from tests.patience import patience
 
 
 @pytest.fixture
@@ -72,3 +77,56 @@ def test_ids_and_offsets_are_those_of_the_package_and_one_process_serves_them(by
         found = bounded.encode(text, offsets=True)
         assert (found.ids, found.offsets) == (whole.ids, whole.offsets)
         assert [each._process for each in child._encoders.queue] == started
+
+
+FORK = """
+import os, signal, sys
+from jax_longctx.text import Tokenizer
+tokenizer = Tokenizer.load(sys.argv[1])
+signal.alarm(int(float(sys.argv[2])))
+expected = tokenizer.encode("The pass key")
+child = os.fork()
+assert tokenizer.encode("The pass key") == expected
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+    assert tokenizer.encode("The pass key") == expected
+"""
+
+
+def test_a_forked_process_encodes_in_children_of_its_own(tmp_path, byte_level):
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    words = [sys.executable, "-c", FORK, str(tmp_path), str(patience(30))]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+def test_files_of_older_forms_have_copies_too(byte_level):
+    """Merges as text, a Metaspace without its scheme, no normalizer: as the package reads them."""
+    model = {
+        "type": "BPE",
+        "vocab": {"</s>": 0, "</": 1, "s>": 2, "\u2581": 3, "a": 4, "\u2581a": 5},
+    }
+    model |= {"merges": ["</ s>", "\u2581 a"], "unk_token": None}
+    added = {"id": 0, "content": "</s>", "special": True, "single_word": False, "lstrip": False}
+    described = {"version": "1.0", "added_tokens": [added | {"rstrip": False, "normalized": False}]}
+    described |= {"model": model, "post_processor": None, "decoder": None}
+    described["pre_tokenizer"] = {
+        "type": "Metaspace",
+        "replacement": "\u2581",
+        "add_prefix_space": True,
+    }
+    file = json.dumps(described)
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(file), {}, file=file)
+    assert tokenizer.encode("a", bos=True) == [5] and tokenizer.encode("a") == [4]
+    assert 0 not in tokenizer.encode("a</s>a") and 0 in tokenizer.encode("</s>", parse_special=True)
+
+
+def test_many_special_tokens_in_a_message_take_no_time_of_their_own(byte_level):
+    template = "{{ messages[0].content }}"
+    tokenizer = Tokenizer(byte_level, {}, chat_template=template)
+    begun = time.process_time()
+    for text in ("<|end|>" * 20_000, "\ufdd0" * 100_000):
+        said = tokenizer.chat([{"role": "user", "content": text}])
+        assert str(said) == text
+        assert tokenizer.special_ids.isdisjoint(tokenizer.encode(said))
+    assert time.process_time() - begun < patience(5)
