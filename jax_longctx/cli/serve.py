@@ -50,7 +50,9 @@ class Listening:
         metavar="FILE",
     )
     no_key: bool = option(
-        "Let everyone who reaches --host ask, without a key.", "--no-key", default=False
+        "Let everyone who reaches --host ask, without a key, and by any name.",
+        "--no-key",
+        default=False,
     )
     allow_origin: list[str] | None = option(
         "Let pages of this origin ask from a browser, as https://example.org; * for all. May be "
@@ -137,7 +139,8 @@ class Limits:
         metavar="TOKENS",
     )
     max_question: int | None = option(
-        "Longest question about a context, in tokens. As --max-tokens unless given.",
+        "Longest question about a context, in tokens. 1,024 unless given, or half of --length "
+        "where that is less.",
         metavar="TOKENS",
     )
     contexts: Path | None = option(
@@ -271,8 +274,8 @@ def _options(
         ),
         access=Access(
             keys=keys,
-            hosts=[listening.host.lower()] if listening.loopback else None,
-            origins=listening.allow_origin or (),
+            hosts=None if listening.no_key or not listening.loopback else [listening.host.lower()],
+            origins=[origin.lower().rstrip("/") for origin in listening.allow_origin or ()],
             files_under=listening.files_under,
             body=listening.max_body * MIB,
             bodies=4 * listening.max_body * MIB,

@@ -234,8 +234,8 @@ def _places(engine: Engine, reserve: int, rows: int, slots: int) -> tuple[Any, .
     return caches
 
 
-def _check_places(engine: Engine, reserve: int, rows: int, slots: int) -> None:
-    """CapacityError where caches of their own for so many rows do not fit."""
+def _check_places(engine: Engine, reserve: int, rows: int, slots: int) -> int:
+    """Bytes on each device of caches of their own for so many rows; CapacityError if too many."""
     shapes = _places(engine, reserve, rows, slots)
     need, double = (
         bytes_per_device(engine.mesh, caches) + _seating_bytes(engine.mesh, caches, rows)
@@ -244,6 +244,7 @@ def _check_places(engine: Engine, reserve: int, rows: int, slots: int) -> None:
     engine.check_bytes(slots, need, (double - need) / slots)
     if engine.setup.offload is not None:
         check_host(engine.mesh, shapes)
+    return need
 
 
 def cannot_share(engine: Engine, texts: int = 1) -> str | None:
@@ -311,6 +312,7 @@ class RunningBatch:
     Attributes:
       slots, reserve: as they were rounded.
       ended: why rows ended, by place, in the latest `join` or `step`.
+      growing: bytes on each device that the places may take beside those that they have now.
 
     Raises:
       CapacityError: caches of so many rows do not fit.
@@ -342,16 +344,18 @@ class RunningBatch:
         self._make: Callable[..., _Whole | _Branches]
         if context is None:
             self.slots = engine.slots_for(slots - SPARE)
-            _check_places(engine, self.reserve, rows, self.slots)
+            need = _check_places(engine, self.reserve, rows, self.slots)
             self._make = functools.partial(_Whole, engine, self.reserve)
         else:
-            self.slots = context.slots
+            self.slots, need = context.slots, 0
             engine.check_context(context)
             why = cannot_share(engine, context.batch)
             if why is not None:
                 raise InputError(f"{why}; leave out `context`, so that each row has its own")
             self._make = functools.partial(_Branches, engine, self.reserve, context)
         self._most, self._fitted = rows, fitted
+        # While rows move, their old caches are there too.
+        self.growing = need if fitted else 0
         size = self._size([0]) if fitted else (rows, self.slots)
         self._caches = self._make(*size)
         self._state, self._total, self._values = self._empty(size[0])
@@ -425,6 +429,8 @@ class RunningBatch:
         if not self._caches.axes.isdisjoint({"slots", "pages", "share"}):
             slots = len(context.rows[row]) + len(request.question) + request.max_tokens + SPARE
         self.ended = {}
+        # Before the context's buffers are lent.
+        self._fit(slots)
         with engine.asked(context, keep=True) as run:
             logits = engine.read_question(run, context, rows)
             if engine.method.info.answers_apart:
@@ -440,7 +446,6 @@ class RunningBatch:
             (first,) = _tokens(choices, 0, request)
             reason = self._reason(request, first.token, 1, bool(np.all(state.finite)))
             if reason is None:
-                self._fit(slots)
                 taken = {each.index for each in self._rows.values()}
                 new = _Row(request, min(set(range(self.places)) - taken), slots)
                 at = jnp.int32(new.index)
@@ -466,7 +471,9 @@ class RunningBatch:
         self.ended = {}
         if not self._rows:
             return {}
-        self._fit()
+        # Rows that fit stay where they are when there is no memory for smaller caches beside.
+        with contextlib.suppress(CapacityError):
+            self._fit()
         engine, most = self.engine, max(1, min(most, BLOCK))
         steps = [range(0)] * len(self._values.limit)
         for row in self._rows.values():
@@ -563,7 +570,11 @@ class RunningBatch:
             made[: len(indices)] = np.asarray(old)[indices]
             return made
 
-        self._state, self._total, self._values = jax.tree.map(moved, self._empty(size[0]), kept)
+        state, total, values = self._empty(size[0])
+        stops = _widened(values.stops, self._values.stops.shape[1])
+        made = state, total, dataclasses.replace(values, stops=stops)
+        state, total, self._values = jax.tree.map(moved, made, kept)
+        self._state, self._total = programs.everywhere(self.engine.setup.ends, (state, total))
         self._given = None
 
     def _empty(self, rows: int) -> tuple[DecodeState, Any, RowValues]:

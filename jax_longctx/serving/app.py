@@ -224,6 +224,7 @@ class Service:
         try:
             async with asyncio.timeout(seconds):
                 async for piece in request.stream():
+                    request.state.taken = place.body + len(piece)
                     if place.body + len(piece) > limit:
                         raise too_large
                     if self._bodies + len(piece) > self.access.bodies:
@@ -553,15 +554,20 @@ async def _gone(request: Request) -> None:
 
 
 async def _drop(request: Request, most: int) -> None:
-    """Takes what is left of a body, for a while."""
-    with contextlib.suppress(TimeoutError, ClientDisconnect):
+    """Takes what is left of a body of known size, for a while.
+
+    A client that waits for `100 Continue` has sent nothing, and reads the answer.
+    """
+    declared = request.headers.get("content-length", "")
+    if "expect" in request.headers or not declared.isdigit():
+        return
+    left = min(int(declared) - getattr(request.state, "taken", 0), most)
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DROPPED_SECONDS):
-            more = True
-            while more and most > 0:
+            while left > 0:
                 # Not `stream`: that has begun already.
                 message = await request.receive()
-                more = message["type"] == "http.request" and message.get("more_body", False)
-                most -= len(message.get("body", b""))
+                left = 0 if message["type"] != "http.request" else left - len(message["body"])
 
 
 async def _lines(records: AsyncGenerator[Any]) -> AsyncGenerator[bytes]:

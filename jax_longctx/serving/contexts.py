@@ -383,8 +383,11 @@ class Contexts:
             entry = self._entries.get(name)
             if entry is None:
                 return False
-            if entry.text.saved:
+            # A text that could not be loaded has its file still.
+            saved = entry.text.saved
+            if saved or self._file(entry.text).exists():
                 self.write_entries(entry.text, without=name)
+                entry.text.saved = entry.text.saved and saved
             del self._entries[name]
             entry.text.entries.discard(name)
             entry.text.keep, entry.deleted = False, deleted

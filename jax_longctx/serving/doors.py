@@ -36,22 +36,21 @@ class Doors:
             await self._app(scope, receive, send)
             return
         error = RequestError(why, status=403, code="forbidden")
-        # What there is of a body is not read.
-        headers = {"connection": "close"}
-        await JSONResponse(error.body(), error.status, headers)(scope, receive, send)
+        await JSONResponse(error.body(), error.status)(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> str | None:
         host, origin = headers.get("host", ""), headers.get("origin")
         if self._hosts is not None:
             name = _name(f"//{host}")
-            if name not in self._hosts and not _is_loopback(name):
+            # Browsers always name one.
+            if host and name not in self._hosts and not _is_loopback(name):
                 return (
                     f"this server is not {name!r:.80}; ask it as {LOOPBACK}, or start it with "
-                    f"--host or an API key"
+                    f"an API key or --no-key"
                 )
         if origin is None or not self._origins.isdisjoint({origin, "*"}):
             return None
-        if urlsplit(origin).netloc.lower() == host.lower():
+        if host and origin.lower().partition("://")[2] == host.lower():
             return None
         return f"pages of {origin!r:.80} may not ask; start the server with --allow-origin"
 
@@ -67,4 +66,4 @@ def _is_loopback(name: str) -> bool:
     try:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
-        return name == LOOPBACK
+        return name.rstrip(".").rpartition(".")[2] == LOOPBACK

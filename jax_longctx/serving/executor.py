@@ -84,7 +84,8 @@ class Executor:
         self.reserve = self._short.reserve
         # Both ask all processes.
         self.made_by = made_by_engine(self.engine)
-        self.free_bytes = available_bytes(self.engine.mesh)
+        free = available_bytes(self.engine.mesh)
+        self.free_bytes = None if free is None else max(0, free - self._short.growing)
         self.contexts: dict[str, Context] = {}
         self._reading: dict[str, Generator[Progress, None, Context]] = {}
         self._shared: dict[str, RunningBatch] = {}

@@ -126,9 +126,11 @@ class Prompts:
         variables = asked.chat_template_kwargs
         if entry is None:
             opens = asked.add_generation_prompt and not asked.continue_final_message
+            if asked.continue_final_message:
+                messages[-1]["content"] = messages[-1]["content"].rstrip() + _DOCUMENT
             text = tokenizer.chat(messages, answer=opens, variables=variables)
             if asked.continue_final_message:
-                text = text.until(messages[-1]["content"].strip())
+                text = text.until(_DOCUMENT)
             if text is None:
                 raise RequestError(
                     "the chat template does not show the last message as it is, so that it cannot "

@@ -96,10 +96,10 @@ class PromptText:
         plain = tuple((max(a - cut, 0), b - cut) for a, b in self.plain if b > cut)
         return (before, PromptText(after, plain)) if found else None
 
-    def until(self, last: str) -> "PromptText | None":
-        """The text up to the end of the last `last`; None where there is none."""
-        end = self.text.rfind(last) + len(last)
-        if not last or end < len(last):
+    def until(self, mark: str) -> "PromptText | None":
+        """The text before the last `mark`; None where there is none."""
+        end = self.text.rfind(mark)
+        if end < 0:
             return None
         plain = tuple((a, min(b, end)) for a, b in self.plain if a < end)
         return PromptText(self.text[:end], plain, self.templated)

@@ -139,6 +139,16 @@ def test_rows_move_to_caches_of_other_sizes(name, monkeypatch):
     check_method(small_method(name), fitted=True, texts=random_rows([64, 150, 90]))
     # The last row is alone again.
     assert {rows for rows, _ in sizes} == {1, 3} and sizes[-1][0] == 1
+    if name == "full":
+        # More tokens end an answer than the columns that an empty place has.
+        batch = batch_of(engine := tiny_engine(chunk=16), 2, fitted=True)
+        context = engine.prefill([CONTEXTS[0]], reserve=RESERVE)
+        many = [
+            Request(QUESTIONS[0], max_tokens=9, stop_ids=range(20 * n, 20 * n + n)) for n in (40, 1)
+        ]
+        assert [tokens(row) for row in run(batch, [(context, each) for each in many])[0]] == [
+            alone(engine, context, each) for each in many
+        ]
     grows = small_method(name).info.keeps_all
     assert {slots for _, slots in sizes} >= ({128, 256} if grows else {128})
 

@@ -49,7 +49,7 @@ def test_methods_that_keep_every_key_share():
     ("name", "fitted"),
     [("full", False), ("dynamic-ntk", False), ("star", True), ("quest", True), ("arkvale", False)],
 )
-@pytest.mark.quick("full")
+@pytest.mark.quick("full", "star")
 def test_rows_over_one_context_answer_as_they_do_alone(name, fitted):
     check_method(small_method(name), fitted=fitted)
 
