@@ -130,9 +130,9 @@ def test_a_trained_checkpoint_is_compared_under_methods(trained):
     out = folder / "table.json"
     methods = ["-m", "full", "-m", "streaming-llm:budget=6,chunk=8", "--tail", "4", "--batch", "2"]
     models = ["-c", str(folder / "model"), "-c", str(folder / "run" / "model")]
-    split = ["--data", str(folder / "data"), "--split", "train"]
-    words = ["train", "evaluate", *models, *methods, *split]
-    result = CliRunner().invoke(app, [*words, "--texts", "3", "--out", str(out)])
+    words = ["train", "evaluate", *models, *methods, "--data", str(folder / "data")]
+    split = ["--split", "train"]
+    result = CliRunner().invoke(app, [*words, *split, "--texts", "3", "--out", str(out)])
     assert result.exit_code == 0, result.stderr
     found = json.loads(out.read_text())
     assert [len(run["losses"]) for run in found["runs"]] == [3] * 4
@@ -142,9 +142,9 @@ def test_a_trained_checkpoint_is_compared_under_methods(trained):
     assert f"| {means[0] - means[2]:+.4f} [" in rows[2] and rows[2].endswith(" | - |")
     assert f"| {means[1] - means[3] - means[0] + means[2]:+.4f} [" in rows[3]
     for changes, message in [
-        (["--texts", "9"], "the train split has 8 texts, asked for 9"),
+        ([*split, "--texts", "9"], "the train split has 8 texts, asked for 9"),
         (["--split", "last"], "--split must be one of train, dev, test, got 'last'"),
-        (["-c", str(folder / "gone")], "gone is not a converted checkpoint"),
+        ([*split, "-c", str(folder / "gone")], "gone is not a converted checkpoint"),
     ]:
         result = CliRunner().invoke(app, [*words, *changes])
         assert result.exit_code == 2 and message in result.stderr
