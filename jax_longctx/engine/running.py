@@ -66,8 +66,9 @@ from jax_longctx.sharding import HOST, Leaf, axes_of, leaf_axes, tree_shardings
 GROWING = ("slots", "room", "pages", "share")
 # Tokens that end an answer take that many columns, or a multiple: few programs are compiled.
 STOP_COLUMNS = 16
-# Sizes of a fitted batch: places by powers of four, slots by powers of two from here on. Of 135M
-# weights in float32 a step of 1, 2, 4, 8 rows takes 6, 10, 11, 22 ms on two cores.
+# Sizes of a fitted batch: places by powers of four, slots by powers of two from here on. Matmuls of
+# 1, 2, 4, 8 rows take 6, 10, 11, 22 ms on two cores beside other work (eight MLPs and the output
+# table of the 135M shape in float32).
 FITTED_FROM = 512
 
 # Why a row ended: a token of its `stop_ids`, its `max_tokens`, or logits that are no numbers.
