@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jax_longctx.engine import ahead, stored
-from jax_longctx.engine.programs import forget
+from jax_longctx.engine.compiling import forget
 
 
 @contextlib.contextmanager

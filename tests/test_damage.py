@@ -22,8 +22,8 @@ from orbax.checkpoint import v1 as ocp
 import jax_longctx
 from checkpoints_convert import convert
 from jax_longctx.batch import BatchOptions, lines, run_batch
+from jax_longctx.engine.compiling import forget
 from jax_longctx.engine.context_io import load_context, save_context
-from jax_longctx.engine.programs import forget
 from jax_longctx.errors import LongctxError
 from jax_longctx.evaluation.rows import read_rows
 from jax_longctx.models.llama import init_params

@@ -39,7 +39,7 @@ from jax_longctx.contract.merging import by_gather, by_sum, merge_way
 from jax_longctx.engine import Engine
 from jax_longctx.engine.capacity import SPARE, footprint, reserved
 from jax_longctx.engine.engine import BLOCK
-from jax_longctx.engine.programs import without_layers
+from jax_longctx.engine.setup import without_layers
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method
 from jax_longctx.models.llama import ends_of, gathered_ends, gathered_layer, layer_of, layer_params

@@ -26,8 +26,13 @@ from jaxtyping import Int
 
 from jax_longctx.bench.timing import call_times
 from jax_longctx.caches import AppendCache
-from jax_longctx.engine import Context, Engine, capacity, programs
+from jax_longctx.engine import Context, Engine, capacity
+from jax_longctx.engine.allocate import abstract_caches, empty_like
+from jax_longctx.engine.decode import answer_variants, decode_turns, first_state, next_block
 from jax_longctx.engine.engine import BLOCK
+from jax_longctx.engine.finish import finish_question, fork
+from jax_longctx.engine.prefill import run_segment
+from jax_longctx.engine.runs import layers_in, with_layer
 from jax_longctx.engine.sampling import sampling_static, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.settings import Sampling
@@ -118,16 +123,14 @@ class Answering:
         caches, total = context.usable_caches(), context.total
         context.caches = None
         if method.info.append_only:
-            caches = tuple(programs.fork(method, cache) for cache in caches)
+            caches = tuple(fork(method, cache) for cache in caches)
         logits = jnp.zeros((1, engine.config.vocab_size), jnp.float32)
         for segment in method.segments(engine.prompt("question", 0, question=[list(QUESTION)])):
             given = setup, engine.params, caches, segment, total, logits
-            caches, logits = programs.run_segment(*given, "last")
+            caches, logits = run_segment(*given, "last")
             del given
         if method.info.answers_apart:
-            caches = programs.finish_question(
-                setup, caches, total, capacity.bucket(tokens + capacity.SPARE)
-            )
+            caches = finish_question(setup, caches, total, capacity.bucket(tokens + capacity.SPARE))
         leaves, structure = jax.tree.flatten(caches)
         axes, shardings = leaf_axes(caches), jax.tree.leaves(tree_shardings(setup.mesh, caches))
         # Each array of the one row is freed when its copies are made.
@@ -143,14 +146,14 @@ class Answering:
         everywhere = NamedSharding(setup.mesh, PartitionSpec())
         self._total = jax.device_put(jnp.repeat(total, rows), everywhere)
         state = dataclasses.replace(
-            programs.first_state(np.ones(rows, bool), None),
+            first_state(np.ones(rows, bool), None),
             token=jnp.full((rows,), first, jnp.int32),
             count=jnp.ones((rows,), jnp.int32),
         )
         sampling = Sampling().of_rows(rows)
         self._state = jax.device_put(state, everywhere)
         self._values: Any = jax.device_put(sampling_values(sampling, rows, max_tokens=tokens))
-        variants = programs.answer_variants(method, capacity.reserved(tokens))
+        variants = answer_variants(method, capacity.reserved(tokens))
         self._static = BLOCK, variants, sampling_static(sampling)
 
     def block(self) -> Int[np.ndarray, "B X"]:
@@ -161,9 +164,9 @@ class Answering:
             raise ValueError(f"block: step {steps.stop} of an answer of {self._tokens} tokens")
         self._next = steps.stop
         rows = len(self._total)
-        turns = programs.decode_turns(engine.method, variants, [steps] * rows, BLOCK)
+        turns = decode_turns(engine.method, variants, [steps] * rows, BLOCK)
         given = self._total, turns, self._values, self._static
-        self._caches, self._state, chosen = programs.next_block(
+        self._caches, self._state, chosen = next_block(
             engine.setup, engine.params, self._caches, self._state, *given
         )
         return np.asarray(chosen.token)
@@ -255,7 +258,7 @@ def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Con
     setup, offloaded = engine.setup, engine.setup.offload is not None
     if offloaded:
         setup = dataclasses.replace(setup, by_layer=True, offload=None)
-    shapes = programs.abstract_caches(setup, batch, slots, reserve)
+    shapes = abstract_caches(setup, batch, slots, reserve)
 
     numbers = itertools.count(1)
 
@@ -306,12 +309,12 @@ def _on_host(
 ) -> tuple[Any, ...]:
     """The engine's caches of these layers', whose keys and values go to the host's memory."""
     setup = engine.setup
-    empty = programs.abstract_caches(setup, batch, slots, reserve)
+    empty = abstract_caches(setup, batch, slots, reserve)
     runs = capacity.finished_caches(setup, empty, "context", reserve)
     capacity.check_host(engine.mesh, runs)
     filled = []
-    for run in programs.empty_like(setup, runs):
-        for index in range(programs.layers_in(run)):
-            run = programs.with_layer(run, jnp.int32(index), next(layers))
+    for run in empty_like(setup, runs):
+        for index in range(layers_in(run)):
+            run = with_layer(run, jnp.int32(index), next(layers))
         filled.append(run)
     return tuple(filled)

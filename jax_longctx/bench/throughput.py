@@ -18,7 +18,7 @@ from jax_longctx.bench.steps import answer_tokens, check_mesh
 from jax_longctx.bench.timing import Shape, copy_bandwidth
 from jax_longctx.contract import Method
 from jax_longctx.engine.capacity import USABLE, available_bytes, footprint
-from jax_longctx.engine.programs import Setup
+from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method
 from jax_longctx.sharding import make_mesh

@@ -23,8 +23,9 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from jax_longctx.engine import Engine, programs
+from jax_longctx.engine import Engine
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
+from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.methods import settings_of
 from jax_longctx.models.config import ModelConfig
@@ -290,12 +291,12 @@ class Shape:
             tier = {"offload": self.offload, "working_set": self.working_set}
         return Engine(cut, params, method, self.mesh, chunk=self.chunk, kv=self.kv, **tier)
 
-    def setup(self, method: Any) -> programs.Setup:
+    def setup(self, method: Any) -> Setup:
         """The setup of the whole model."""
         dtype, kv = jnp.dtype(jnp.bfloat16), kv_form(self.kv, "bfloat16")
         tier = offload_of(self.offload, self.working_set) if self._offloaded(method) else None
         given: dict[str, Any] = {"kv": kv, "weights": self.weights, "offload": tier}
-        return programs.Setup(self.config, method, self.mesh, dtype, self.chunk, **given)
+        return Setup(self.config, method, self.mesh, dtype, self.chunk, **given)
 
     def _offloaded(self, method: Any) -> bool:
         """Whether the method's contexts lie in the host's memory: not full attention's."""

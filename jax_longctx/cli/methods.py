@@ -112,7 +112,7 @@ def _memory(
     import jax.numpy as jnp
 
     from jax_longctx.engine.capacity import check_offload, footprint
-    from jax_longctx.engine.programs import Setup
+    from jax_longctx.engine.setup import Setup
     from jax_longctx.sharding import make_mesh
 
     form = kv_form(kv, dtype)

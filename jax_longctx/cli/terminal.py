@@ -217,7 +217,7 @@ class Compiling:
     def watching(self) -> Iterator[None]:
         """While the command runs. Imports JAX."""
         with self._terminal.starting():
-            from jax_longctx.engine.programs import CompileClock
+            from jax_longctx.engine.compile_clock import CompileClock
 
         with CompileClock() as self.clock:
             yield
@@ -240,7 +240,7 @@ class Compiling:
             return
         from jax_longctx.engine.ahead import key_of, read_times, write_time
 
-        key = key_of(self._engine)
+        key = key_of(self._engine.setup, self._engine.mesh)
         last = read_times().get(key)
         detail = "" if last is None else f"{shown_time(last)} last time"
         with self.clock.waiting(), self._terminal.progress("compiling", "programs") as update:

@@ -66,7 +66,7 @@ def warm(
     sizes |= {"offload": offload, "working_set": working_set}
     sampling = answers.sampling
     with terminal.starting():
-        from jax_longctx.engine.programs import CompileClock
+        from jax_longctx.engine.compile_clock import CompileClock
         from jax_longctx.memory import allow_pinned
         from jax_longctx.methods import make_method
         from jax_longctx.sharding import make_mesh

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +32,11 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jax_longctx.engine import stored
+from jax_longctx.engine.compiling import Program, calls_to
 from jax_longctx.engine.program_files import drop
-from jax_longctx.engine.programs import Program, calls_to
+from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import LongctxError
 from jax_longctx.sharding import HOST, logical_sharding, tree_shardings
-
-if TYPE_CHECKING:
-    from jax_longctx.engine.engine import Engine
 
 # Most programs that compile at a time; each of a large model takes a few GiB of the host's memory.
 WORKERS = 8
@@ -311,14 +309,13 @@ def _zeros(leaf: Any, sharding: Any) -> Any:
     return jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
 
 
-def key_of(engine: "Engine") -> str:
+def key_of(setup: Setup, mesh: Mesh) -> str:
     """What compilation takes equally long for: model, method, mesh, device and chunk."""
-    setup = engine.setup
     facts = (
         setup.config,
         setup.method,
-        dict(engine.mesh.shape),
-        engine.mesh.devices.flat[0].device_kind,
+        dict(mesh.shape),
+        mesh.devices.flat[0].device_kind,
         str(setup.dtype),
         setup.chunk,
         setup.by_layer,

@@ -20,8 +20,11 @@ from jax.sharding import Mesh
 
 from jax_longctx.caches import Offloaded
 from jax_longctx.contract import SlotLayout, Stage, cannot_offload
-from jax_longctx.engine import programs
+from jax_longctx.engine.allocate import abstract_caches, most_pinned, pinned_bytes
 from jax_longctx.engine.distributed import to_host
+from jax_longctx.engine.finish import finish_one
+from jax_longctx.engine.runs import layers_in
+from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CapacityError, ConfigError
 from jax_longctx.memory import POOL, shown_bytes
 from jax_longctx.methods import METHODS, make_method, settings_of
@@ -62,7 +65,7 @@ def slots_for(context: int, reserve: int = 0, seq_shards: int = 1) -> int:
     return bucket(context + reserved(reserve) + SPARE, seq_shards)
 
 
-def check_offload(setup: programs.Setup) -> None:
+def check_offload(setup: Setup) -> None:
     """Raises ConfigError where caches of this setup cannot lie in the host's memory, as it asks."""
     if setup.offload is None:
         return
@@ -80,10 +83,10 @@ def check_offload(setup: programs.Setup) -> None:
         )
     # The size of the working set is checked as a cache is made.
     try:
-        programs.abstract_caches(setup, 1, slots_for(1), 0)
+        abstract_caches(setup, 1, slots_for(1), 0)
     except ConfigError:
         # The error names what the longest text needs, so that no text is refused again.
-        programs.abstract_caches(setup, 1, slots_for(setup.config.max_position), 0)
+        abstract_caches(setup, 1, slots_for(setup.config.max_position), 0)
         raise
 
 
@@ -116,7 +119,7 @@ def stores_of(caches: Any) -> list[Offloaded]:
     return [node for node in nodes if isinstance(node, Offloaded)]
 
 
-def passing_bytes(setup: programs.Setup, caches: Any) -> int:
+def passing_bytes(setup: Setup, caches: Any) -> int:
     """Bytes on each device of keys and values that are there while a chunk is read, and not kept.
 
     A method that reads by full attention brings a layer's to the device, in the order of pages,
@@ -125,8 +128,7 @@ def passing_bytes(setup: programs.Setup, caches: Any) -> int:
     if setup.method.info.phase not in ("none", "decode"):
         return 0
     layers = [
-        bytes_per_device(setup.mesh, cache, host=True) // programs.layers_in(cache)
-        for cache in caches
+        bytes_per_device(setup.mesh, cache, host=True) // layers_in(cache) for cache in caches
     ]
     return 2 * max(layers, default=0)
 
@@ -243,7 +245,7 @@ def available_host_bytes(mesh: Mesh) -> int | None:
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024
     if keeps_pinned(mesh):
-        pool = max((int(os.environ.get(POOL, "64")) << 30) - programs.pinned_bytes(), 0)
+        pool = max((int(os.environ.get(POOL, "64")) << 30) - pinned_bytes(), 0)
         free = pool if free is None else min(free + kept_bytes(mesh), pool)
     return _least(free)
 
@@ -257,7 +259,7 @@ def kept_bytes(mesh: Mesh) -> int:
     """Bytes of the host's memory that XLA keeps of arrays that are gone."""
     if not keeps_pinned(mesh):
         return 0
-    return max(programs.most_pinned() - programs.pinned_bytes(), 0)
+    return max(most_pinned() - pinned_bytes(), 0)
 
 
 def check_host(mesh: Mesh, abstract: Any) -> None:
@@ -396,7 +398,7 @@ class Footprint:
 
 
 def footprint(
-    setup: programs.Setup, *, batch: int, context: int, reserve: int, per_device: bool = False
+    setup: Setup, *, batch: int, context: int, reserve: int, per_device: bool = False
 ) -> Footprint:
     """The caches of `batch` rows of `context` tokens, with `reserve` for question and answer.
 
@@ -429,21 +431,19 @@ def _bytes(arrays: collections.Counter[Any]) -> int:
 
 
 def staged_caches(
-    setup: programs.Setup, batch: int, context: int, reserve: int
+    setup: Setup, batch: int, context: int, reserve: int
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     """Shapes of every layer's cache: empty, after the context, and while answering."""
     reserve = reserved(reserve)
     slots = slots_for(context, reserve, setup.mesh.shape["seq"])
-    empty = programs.abstract_caches(setup, batch, slots, reserve)
+    empty = abstract_caches(setup, batch, slots, reserve)
     kept = answering = finished_caches(setup, empty, "context", reserve)
     if setup.method.info.answers_apart:
         answering = finished_caches(setup, kept, "question", reserve)
     return empty, kept, answering
 
 
-def finished_caches(
-    setup: programs.Setup, caches: Any, stage: Stage, reserve: int
-) -> tuple[Any, ...]:
+def finished_caches(setup: Setup, caches: Any, stage: Stage, reserve: int) -> tuple[Any, ...]:
     """Shapes after `finish`; layers that are alike are traced once."""
     found: dict[Any, Any] = {}
     finished, layer = [], 0
@@ -454,16 +454,14 @@ def finished_caches(
         if key not in found:
             batch = leaves[0].shape[isinstance(cache, Stacked)]
             total = jax.ShapeDtypeStruct((batch,), jnp.int32)
-            finish = functools.partial(
-                programs.finish_one, setup, window, stage=stage, reserve=reserve
-            )
+            finish = functools.partial(finish_one, setup, window, stage=stage, reserve=reserve)
             found[key] = jax.eval_shape(finish, cache, total)
         finished.append(found[key])
-        layer += programs.layers_in(cache)
+        layer += layers_in(cache)
     return tuple(finished)
 
 
-def read_bytes(setup: programs.Setup, caches: tuple[Any, ...], length: int) -> int:
+def read_bytes(setup: Setup, caches: tuple[Any, ...], length: int) -> int:
     """What a decode step reads of all layers' caches (shapes will do) at context `length`."""
     # Arrays that have a size and no memory.
     hollow = jax.tree.map(

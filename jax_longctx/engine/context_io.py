@@ -26,10 +26,12 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.contract import SlotLayout, resized
-from jax_longctx.engine import Context, programs
+from jax_longctx.engine import Context
+from jax_longctx.engine.allocate import abstract_caches, empty_like
 from jax_longctx.engine.capacity import GRANULE, check_host, finished_caches
 from jax_longctx.engine.distributed import from_leader, to_host
 from jax_longctx.engine.engine import Engine
+from jax_longctx.engine.runs import as_run, copied_layer, each_layer, layers_in, with_layer
 from jax_longctx.errors import CheckpointError, DamagedError, InputError
 from jax_longctx.locks import only_writer
 from jax_longctx.methods import make_method, settings_of
@@ -83,11 +85,11 @@ def _saved_layers(engine: Engine, context: Context) -> Iterator[Any]:
     """Each layer's cache on the devices, where it lies or, of one in the host's memory, a copy."""
     caches = context.usable_caches()
     if engine.setup.offload is None:
-        yield from programs.each_layer(caches)
+        yield from each_layer(caches)
         return
     for cache in caches:
-        for index in range(programs.layers_in(cache)):
-            yield programs.copied_layer(cache, jnp.int32(index))
+        for index in range(layers_in(cache)):
+            yield copied_layer(cache, jnp.int32(index))
 
 
 class Saving:
@@ -112,7 +114,7 @@ class Saving:
         self._context, self._path = context, whole_path(path)
         self._moved = functools.partial(_moved, engine, SlotLayout.in_order, context.slots)
         runs = enumerate(context.usable_caches())
-        self._left = [(run, n) for run, cache in runs for n in range(programs.layers_in(cache))]
+        self._left = [(run, n) for run, cache in runs for n in range(layers_in(cache))]
         self._left.reverse()
         # Layers that the thread has not taken yet are on the devices twice.
         self._copies: queue.Queue[Any] = queue.Queue(maxsize=2)
@@ -174,7 +176,7 @@ class Saving:
             time.sleep(PAUSE)
 
     def _copied(self, run: int, number: int) -> Any:
-        layer = programs.copied_layer(self._context.usable_caches()[run], jnp.int32(number))
+        layer = copied_layer(self._context.usable_caches()[run], jnp.int32(number))
         leaves, structure = jax.tree.flatten(layer)
         return structure.unflatten(map(self._moved, leaf_axes(layer), leaves))
 
@@ -302,7 +304,7 @@ def load_context(engine: Engine, path: str | Path) -> Context:
     apart = dataclasses.replace(engine.setup, by_layer=True, offload=None)
     structure, runs = (
         finished_caches(
-            setup, programs.abstract_caches(setup, len(rows), slots, reserve), "context", reserve
+            setup, abstract_caches(setup, len(rows), slots, reserve), "context", reserve
         )
         for setup in (apart, engine.setup)
     )
@@ -322,17 +324,17 @@ def load_context(engine: Engine, path: str | Path) -> Context:
         return jax.tree.unflatten(jax.tree.structure(caches), leaves)
 
     if engine.setup.offload is None:
-        caches = programs.as_run(engine.setup, loaded(structure, 0), runs)
+        caches = as_run(engine.setup, loaded(structure, 0), runs)
     else:
         # One layer after the other passes over the devices.
         check_host(engine.mesh, runs)
         filled, first, layers = [], 0, iter(structure)
-        for run in programs.empty_like(engine.setup, runs):
-            for index in range(programs.layers_in(run)):
+        for run in empty_like(engine.setup, runs):
+            for index in range(layers_in(run)):
                 layer = next(layers)
                 (cache,) = loaded((layer,), first)
                 first += len(jax.tree.leaves(layer))
-                run = programs.with_layer(run, jnp.int32(index), cache)
+                run = with_layer(run, jnp.int32(index), cache)
             filled.append(run)
         caches = tuple(filled)
     questions = described["questions"]

@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
 from jax_longctx.contract import Method, Prompt, Segment, Stage, step_variant
-from jax_longctx.engine import programs
 from jax_longctx.engine.ahead import Compilation
+from jax_longctx.engine.allocate import abstract_caches, init_caches
 from jax_longctx.engine.capacity import (
     SPARE,
     Fetched,
@@ -39,8 +39,20 @@ from jax_longctx.engine.capacity import (
     reserved,
     slots_for,
 )
+from jax_longctx.engine.decode import (
+    DecodeState,
+    answer_variants,
+    decode_turns,
+    first_state,
+    next_block,
+    start_answer,
+)
 from jax_longctx.engine.distributed import to_host
+from jax_longctx.engine.finish import finish_context, finish_question, fork, whole_finish
+from jax_longctx.engine.mappings import limit_mappings
+from jax_longctx.engine.prefill import Logits, run_segment
 from jax_longctx.engine.sampling import RowValues, sampling_static, sampling_values
+from jax_longctx.engine.setup import Setup, without_layers
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import (
@@ -184,7 +196,7 @@ class Engine:
         self.chunk, self.memory_limit = chunk, memory_limit
         form = kv_form(kv, dtype.name)
         tier = offload_of(offload, working_set)
-        self.setup = programs.Setup(
+        self.setup = Setup(
             config, method, mesh, dtype, chunk, by_layer, form, form_of_weights(params), tier
         )
         check_offload(self.setup)
@@ -226,7 +238,7 @@ class Engine:
             else _of_layer(of, stacks, index)
             for index in range(self.config.num_layers)
         }
-        first = {**_of_each(of, programs.without_layers(self.params)), "layers": layers}
+        first = {**_of_each(of, without_layers(self.params)), "layers": layers}
         values = np.concatenate(jax.tree.leaves(jax.tree.map(to_host, first)))
         return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
@@ -294,7 +306,7 @@ class Engine:
         asked = self.needed_questions(questions, len(contexts))
         self.check_capacity(len(rows), slots, reserve)
         known = jax.device_put(np.array(totals, np.int32))
-        caches = programs.init_caches(self.setup, len(rows), slots, reserve)
+        caches = init_caches(self.setup, len(rows), slots, reserve)
         everything, done, marker = sum(lengths), 0, None
         begun = time.perf_counter()
 
@@ -305,7 +317,7 @@ class Engine:
             self.prompt("context", slots, context=rows, question=asked)
         ):
             previous = marker
-            caches, marker = programs.run_segment(
+            caches, marker = run_segment(
                 self.setup, self.params, caches, segment, known, None, "none"
             )
             # What is read twice (an anchor, on every shard) is no progress.
@@ -320,7 +332,7 @@ class Engine:
         if marker is not None:
             marker.block_until_ready()
         yield told(everything)
-        caches = programs.finish_context(self.setup, caches, known, reserve)
+        caches = finish_context(self.setup, caches, known, reserve)
         sizes = (len(contexts), slots, reserve)
         return Context(rows, *sizes, known, caches, questions=asked, method=self.method)
 
@@ -413,7 +425,7 @@ class Engine:
             raise InputError(
                 "this method read the context for other questions; prefill again for these"
             )
-        programs.limit_mappings()
+        limit_mappings()
         self.ensure_reserve(context, max(map(len, rows)) + max_tokens)
         with self.asked(context, keep) as run:
             logits = self.read_question(run, context, rows)
@@ -424,23 +436,21 @@ class Engine:
             values = sampling_values(sampling, len(rows), **limits)
             values: RowValues = jax.device_put(values)
             seen = self.seen(context.rows, rows) if sampling.penalised else None
-            state = programs.first_state(np.array([len(row) > 0 for row in rows]), seen)
+            state = first_state(np.array([len(row) > 0 for row in rows]), seen)
             static = sampling_static(sampling)
             given = self.setup.ends, state, logits, values, static
-            state, chosen = programs.start_answer(*given)
+            state, chosen = start_answer(*given)
             self._check_finite(state)
             yield _chosen(np.asarray(chosen.token), context.batch)
             blocks, first = iter(FIRST_BLOCKS), 1
-            variants = programs.answer_variants(self.method, reserved(max_tokens))
+            variants = answer_variants(self.method, reserved(max_tokens))
             while not np.all(np.asarray(state.done)):
                 # Beyond the answer a step may be of a kind that its program does not hold.
                 steps = range(first, min(first + next(blocks, BLOCK), max_tokens))
                 first = steps.stop
-                which = programs.decode_turns(self.method, variants, [steps] * len(rows), BLOCK)
+                which = decode_turns(self.method, variants, [steps] * len(rows), BLOCK)
                 given = state, context.total, which, values, (BLOCK, variants, static)
-                run.caches, state, chosen = programs.next_block(
-                    self.setup, self.params, run.caches, *given
-                )
+                run.caches, state, chosen = next_block(self.setup, self.params, run.caches, *given)
                 self._check_finite(state)
                 self.fetched = fetched_of(run.caches, context.batch)
                 yield _chosen(np.asarray(chosen.token), context.batch)
@@ -468,9 +478,9 @@ class Engine:
         reserve = bucket(max_tokens + SPARE)
         whole = run.caches
         given = self.setup, whole, context.total
-        answering = programs.whole_finish.eval_shape(*given, "question", reserve)
+        answering = whole_finish.eval_shape(*given, "question", reserve)
         self.check_bytes(context.slots, bytes_per_device(self.mesh, answering), 0.0)
-        run.caches = programs.finish_question(*given, reserve)
+        run.caches = finish_question(*given, reserve)
         # A fork that is a copy is of no more use.
         run.whole = whole if keep and self.method.info.append_only else None
 
@@ -480,12 +490,12 @@ class Engine:
         """Feeds the questions; the logits of each row's first token, zeros of a row without one."""
         logits = jax.device_put(np.zeros((len(rows), self.config.vocab_size), np.float32))
         for segment in self.method.segments(self.prompt("question", 0, question=rows)):
-            run.caches, logits = programs.run_segment(
+            run.caches, logits = run_segment(
                 self.setup, self.params, run.caches, segment, context.total, logits, "last"
             )
         return logits
 
-    def _check_finite(self, state: programs.DecodeState) -> None:
+    def _check_finite(self, state: DecodeState) -> None:
         if not np.all(np.asarray(state.finite)):
             raise InputError(NOT_FINITE)
 
@@ -515,7 +525,7 @@ class Engine:
             return caches
         if not lends:
             self.check_bytes(context.slots, bytes_per_device(self.mesh, caches), 0.0)
-        forks = tuple(programs.fork(self.method, cache) for cache in caches)
+        forks = tuple(fork(self.method, cache) for cache in caches)
         if lends:
             context.caches = None
         return forks
@@ -525,7 +535,7 @@ class Engine:
         rows: list[list[int]],
         total: Sequence[int],
         questions: Rows | None,
-        logits: programs.Logits,
+        logits: Logits,
     ) -> Iterator[tuple[Segment, jax.Array]]:
         """The rows as contexts, with what `run_segment` returns of each segment.
 
@@ -537,7 +547,7 @@ class Engine:
         """
         slots = self.slots_for(max(map(len, rows)))
         self.check_capacity(len(rows), slots, 0)
-        caches = programs.init_caches(self.setup, len(rows), slots, 0)
+        caches = init_caches(self.setup, len(rows), slots, 0)
         totals = jax.device_put(np.array(total, np.int32))
         prompt = self.prompt("context", slots, context=rows, question=questions)
         for segment in self.method.segments(prompt):
@@ -545,7 +555,7 @@ class Engine:
                 raise InputError(
                     "this method reads a text in parts side by side; it cannot score one"
                 )
-            caches, found = programs.run_segment(
+            caches, found = run_segment(
                 self.setup, self.params, caches, segment, totals, None, logits
             )
             yield segment, found
@@ -635,8 +645,7 @@ class Engine:
     def check_capacity(self, batch: int, slots: int, reserve: int) -> None:
         """CapacityError unless new caches of that size fit beside what is in memory already."""
         shapes = [
-            programs.abstract_caches(self.setup, batch, count, reserve)
-            for count in (slots, 2 * slots)
+            abstract_caches(self.setup, batch, count, reserve) for count in (slots, 2 * slots)
         ]
         need, double = (
             bytes_per_device(self.mesh, each) + passing_bytes(self.setup, each) for each in shapes
@@ -648,9 +657,7 @@ class Engine:
     def new_cache_bytes(self, tokens: int, reserve: int) -> int:
         """Bytes on each device of the caches of one text of `tokens` tokens, `reserve` included."""
         batch, slots = self.mesh.shape["data"], self.slots_for(tokens)
-        return bytes_per_device(
-            self.mesh, programs.abstract_caches(self.setup, batch, slots, reserve)
-        )
+        return bytes_per_device(self.mesh, abstract_caches(self.setup, batch, slots, reserve))
 
     def memory_expected(self) -> int | None:
         """Free bytes of each device beside the weights, loaded or not; None where unknown."""

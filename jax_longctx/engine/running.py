@@ -40,7 +40,7 @@ from jax_longctx.caches.branched import (
     without_context,
 )
 from jax_longctx.contract import own_tokens
-from jax_longctx.engine import programs
+from jax_longctx.engine.allocate import abstract_caches, host_zeros
 from jax_longctx.engine.capacity import (
     SPARE,
     bucket,
@@ -49,8 +49,18 @@ from jax_longctx.engine.capacity import (
     finished_caches,
     reserved,
 )
+from jax_longctx.engine.compiling import IN_PLACE, program
+from jax_longctx.engine.decode import (
+    DecodeState,
+    answer_variants,
+    decode_turns,
+    first_state,
+    next_block,
+    start_answer,
+)
 from jax_longctx.engine.engine import BLOCK, Context, Engine, Run, blocks_of_all
-from jax_longctx.engine.programs import DecodeState, program
+from jax_longctx.engine.mappings import limit_mappings
+from jax_longctx.engine.runs import layers_in, seated_store
 from jax_longctx.engine.sampling import (
     ANY,
     MOST_LOGPROBS,
@@ -58,6 +68,7 @@ from jax_longctx.engine.sampling import (
     RowValues,
     sampling_values,
 )
+from jax_longctx.engine.setup import Ends, Setup, everywhere, replicated
 from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.settings import Sampling
 from jax_longctx.sharding import HOST, Leaf, axes_of, leaf_axes, tree_shardings
@@ -227,7 +238,7 @@ class _Branches:
 def _places(engine: Engine, reserve: int, rows: int, slots: int) -> tuple[Any, ...]:
     """Shapes of the caches of that many rows in the middle of their answers."""
     setup = engine.setup
-    caches = programs.abstract_caches(setup, rows, slots, reserve)
+    caches = abstract_caches(setup, rows, slots, reserve)
     caches = finished_caches(setup, caches, "context", reserve)
     if setup.method.info.answers_apart:
         # As `Engine.answer_apart` has it.
@@ -262,7 +273,7 @@ def cannot_share(engine: Engine, texts: int = 1) -> str | None:
             f"rows share a context of one text, on a mesh with data=1: this context has {texts} "
             f"texts, the mesh data={mesh['data']}"
         )
-    caches = programs.abstract_caches(engine.setup, 1, engine.slots_for(1), 0)
+    caches = abstract_caches(engine.setup, 1, engine.slots_for(1), 0)
     in_blocks = mesh["seq"] > 1 and not engine.setup.slot_layout.in_stripes
     if in_blocks and any("pages" in axes for axes in leaf_axes(caches)):
         return (
@@ -341,7 +352,7 @@ class RunningBatch:
                 f"offload host: a running batch copies rows between places, the mesh divides them "
                 f"over data={data}; leave data out, or offload"
             )
-        programs.limit_mappings()
+        limit_mappings()
         self._make: Callable[..., _Whole | _Branches]
         if context is None:
             self.slots = engine.slots_for(slots - SPARE)
@@ -363,7 +374,7 @@ class RunningBatch:
         self._given: RowValues | None = None
         # No answer is longer, of methods whose steps differ.
         longest = max(self.slots, self.reserve)
-        self._variants = programs.answer_variants(engine.method, longest)
+        self._variants = answer_variants(engine.method, longest)
         # By place.
         self._rows: dict[int, _Row] = {}
         self.ended: dict[int, Reason] = {}
@@ -421,7 +432,7 @@ class RunningBatch:
             raise InputError(f"all {self.places} places are taken; wait until a row ends")
         engine, rows = self.engine, [[] for _ in context.rows]
         rows[row] = list(request.question)
-        programs.limit_mappings()
+        limit_mappings()
         engine.ensure_reserve(context, len(request.question))
         values = _values_of(request)
         seen = engine.seen([context.rows[row]], [request.question])
@@ -437,9 +448,9 @@ class RunningBatch:
             if engine.method.info.answers_apart:
                 engine.answer_apart(run, context, self.reserve, keep=True)
             ends, number = engine.setup.ends, jnp.int32(row)
-            state, choices = programs.start_answer(
+            state, choices = start_answer(
                 ends,
-                programs.everywhere(ends, programs.first_state(np.ones(1, bool), seen)),
+                everywhere(ends, first_state(np.ones(1, bool), seen)),
                 _row_of(ends, logits, number),
                 jax.device_put(values),
                 ANY,
@@ -479,12 +490,12 @@ class RunningBatch:
         steps = [range(0)] * len(self._values.limit)
         for row in self._rows.values():
             steps[row.index] = range(row.count, min(row.count + most, row.request.max_tokens))
-        turns = programs.decode_turns(engine.method, self._variants, steps, BLOCK)
+        turns = decode_turns(engine.method, self._variants, steps, BLOCK)
         if self._given is None:
             self._given = jax.device_put(self._values)
         given = self._state, self._total, turns, self._given, (BLOCK, self._variants, ANY)
         with self._caches.lent() as run:
-            run.caches, self._state, choices = programs.next_block(
+            run.caches, self._state, choices = next_block(
                 engine.setup, engine.params, run.caches, *given
             )
         choices, finite = jax.tree.map(np.asarray, (choices, self._state.finite))
@@ -537,8 +548,8 @@ class RunningBatch:
                 request = Request([0] * asked, max_tokens=room, stop_ids=stop_ids)
                 place, _ = self.join(context, request)
                 # What stands in for the new state has no row, and the host would run no step.
-                begun = programs.first_state(np.ones(len(self._state.done), bool), self._state.seen)
-                self._state = programs.everywhere(self.engine.setup.ends, begun)
+                begun = first_state(np.ones(len(self._state.done), bool), self._state.seen)
+                self._state = everywhere(self.engine.setup.ends, begun)
                 # A first step is given other arrays than a later one.
                 for _ in range(max(2, blocks_of_all(self.engine.method, room))):
                     self.step()
@@ -575,15 +586,15 @@ class RunningBatch:
         stops = _widened(values.stops, self._values.stops.shape[1])
         made = state, total, dataclasses.replace(values, stops=stops)
         state, total, self._values = jax.tree.map(moved, made, kept)
-        self._state, self._total = programs.everywhere(self.engine.setup.ends, (state, total))
+        self._state, self._total = everywhere(self.engine.setup.ends, (state, total))
         self._given = None
 
     def _empty(self, rows: int) -> tuple[DecodeState, Any, RowValues]:
         """State, totals and values of places without rows."""
         seen: Any = np.zeros((rows, self.engine.config.vocab_size), bool)
-        state = programs.first_state(np.zeros(rows, bool), seen)
+        state = first_state(np.zeros(rows, bool), seen)
         ends, total = self.engine.setup.ends, np.zeros(rows, np.int32)
-        state, total = programs.everywhere(ends, (state, total))
+        state, total = everywhere(ends, (state, total))
         return state, total, _with_stops(sampling_values(Sampling(seed=(0,)), rows))
 
     def _free(self, place: int, *, running: bool) -> None:
@@ -641,7 +652,7 @@ def _seating_bytes(mesh: Mesh, caches: tuple[Any, ...], rows: int) -> int:
     Keys and values in the host's memory pass through the device a layer at a time, and lie there
     twice, as they were read and as they are put back (temporaries of the program for an H200).
     """
-    layers = (bytes_per_device(mesh, run, host=True) // programs.layers_in(run) for run in caches)
+    layers = (bytes_per_device(mesh, run, host=True) // layers_in(run) for run in caches)
     return 2 * max(layers) // rows
 
 
@@ -662,7 +673,7 @@ def _tokens(choices: Choices, row: int, request: Request) -> list[Chosen]:
     return found
 
 
-def _zeros(setup: programs.Setup, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
+def _zeros(setup: Setup, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
     """Empty caches, made on their shards."""
 
     where = tree_shardings(setup.mesh, shapes)
@@ -674,29 +685,27 @@ def _zeros(setup: programs.Setup, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
     kept = [at for at in jax.tree.leaves(where) if at.memory_kind != HOST]
     made = iter(jax.jit(make, out_shardings=kept)())
     return jax.tree.map(
-        lambda x, at: programs.host_zeros(x, at) if at.memory_kind == HOST else next(made),
+        lambda x, at: host_zeros(x, at) if at.memory_kind == HOST else next(made),
         shapes,
         where,
     )
 
 
 @program(static=(0,))
-def _row_of(
-    ends: programs.Ends, logits: Float[Array, "B V"], row: Int[Array, ""]
-) -> Float[Array, "1 V"]:
-    return programs.replicated(ends, jax.lax.dynamic_slice_in_dim(logits, row, 1))
+def _row_of(ends: Ends, logits: Float[Array, "B V"], row: Int[Array, ""]) -> Float[Array, "1 V"]:
+    return replicated(ends, jax.lax.dynamic_slice_in_dim(logits, row, 1))
 
 
-@program(static=(0,), donate_argnums=1, **programs.IN_PLACE)
-def _stopped(ends: programs.Ends, state: DecodeState, place: Int[Array, ""]) -> DecodeState:
+@program(static=(0,), donate_argnums=1, **IN_PLACE)
+def _stopped(ends: Ends, state: DecodeState, place: Int[Array, ""]) -> DecodeState:
     """The state without the row at `place`."""
     done, finite = (x.at[place].set(True) for x in (state.done, state.finite))
-    return programs.replicated(ends, dataclasses.replace(state, done=done, finite=finite))
+    return replicated(ends, dataclasses.replace(state, done=done, finite=finite))
 
 
-@program(static=(0,), donate_argnums=(1, 2), **programs.IN_PLACE)
+@program(static=(0,), donate_argnums=(1, 2), **IN_PLACE)
 def _stated(
-    ends: programs.Ends,
+    ends: Ends,
     state: DecodeState,
     total: Int[Array, " B"],
     row_state: DecodeState,
@@ -711,12 +720,12 @@ def _stated(
 
     state = jax.tree.map(set_row, state, row_state)
     total = set_row(total, jax.lax.dynamic_slice_in_dim(row_total, row, 1))
-    return programs.replicated(ends, (state, total))
+    return replicated(ends, (state, total))
 
 
-@program(static=(0,), donate_argnums=1, **programs.IN_PLACE)
+@program(static=(0,), donate_argnums=1, **IN_PLACE)
 def _seated(
-    setup: programs.Setup,
+    setup: Setup,
     caches: tuple[Any, ...],
     row_caches: tuple[Any, ...],
     row: Int[Array, ""],
@@ -736,7 +745,7 @@ def _seated(
                 return old.with_own(jax.tree.map(put, old.own, about.own, new.own))
             return branch_of(old, about, new, row, place, layout)
         if isinstance(old, Offloaded):
-            return programs.seated_store(old, new, row, place)
+            return seated_store(old, new, row, place)
         axis = about.axes.index("batch")
         for number, (size, own, name) in enumerate(
             zip(old.shape, new.shape, about.axes, strict=True)

@@ -24,11 +24,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.contract import decode_segment, step_variant
-from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import bucket, fetched_of
+from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, program
 from jax_longctx.engine.engine import BLOCK, Engine, Rows
-from jax_longctx.engine.programs import Program, program
+from jax_longctx.engine.finish import finish_question
+from jax_longctx.engine.layers import hidden_states
+from jax_longctx.engine.prefill import run_segment
+from jax_longctx.engine.setup import Ends, Setup, replicated, without_layers
 from jax_longctx.errors import InputError
+from jax_longctx.models.llama import ends_of
 
 Through = Literal["decode", "question", "context"]
 
@@ -101,7 +105,7 @@ def gathered(engine: Engine, states: Iterable[States], rows: int) -> list[Likeli
             # Nothing to read; the queue on the device still stays short.
             piece.hidden.block_until_ready()
             continue
-        params = programs.without_layers(engine.params)
+        params = without_layers(engine.params)
         scores = token_scores(engine.setup.ends, params, piece.hidden, piece.targets)
         # One piece computes while the next is dispatched.
         if queued is not None:
@@ -209,13 +213,13 @@ class _Fed:
         )
         caches, total, self.at = context.usable_caches(), context.total, np.array(begun)
         for segment in segments:
-            caches, hidden = programs.run_segment(
+            caches, hidden = run_segment(
                 engine.setup, engine.params, caches, segment, total, None, "hidden"
             )
             if segment.role != "probe":
                 yield self._states(hidden, segment.chunk_lengths)
         if decodes and method.info.answers_apart:
-            caches = programs.finish_question(engine.setup, caches, total, reserve=bucket(most))
+            caches = finish_question(engine.setup, caches, total, reserve=bucket(most))
         if decodes:
             yield from self._decoded(caches, total)
 
@@ -249,7 +253,7 @@ class _Fed:
 
 
 def _forced_block(
-    setup: programs.Setup,
+    setup: Setup,
     params: Any,
     caches: tuple[Any, ...],
     tokens: Int[Any, "B X"],
@@ -264,7 +268,7 @@ def _forced_block(
         valid_B = index < counts
         token_B1 = jax.lax.dynamic_slice_in_dim(tokens, index, 1, axis=1)
         segment = decode_segment(token_B1, valid_B.astype(jnp.int32)[:, None], ~valid_B, variant)
-        hidden_B1D, caches = programs.hidden_states(setup, params, caches, segment, total)
+        hidden_B1D, caches = hidden_states(setup, params, caches, segment, total)
         return caches, jax.lax.dynamic_update_slice_in_dim(hidden_BXD, hidden_B1D, index, axis=1)
 
     dtype = params["embed"]["table"].dtype
@@ -278,14 +282,12 @@ def _forced_block(
 
 
 # All layers, and all steps, as one program.
-forced_block = Program(
-    _forced_block, static=(0, 6), donate_argnums=2, **programs.IN_PLACE, **programs.LOOPED
-)
+forced_block = Program(_forced_block, static=(0, 6), donate_argnums=2, **IN_PLACE, **LOOPED)
 
 
 @program(static=(0,))
 def token_scores(
-    ends: programs.Ends,
+    ends: Ends,
     params: Any,
     hidden: Float[Array, "B T D"],
     targets: Int[Any, "B T"],
@@ -294,7 +296,7 @@ def token_scores(
 
     Logits are made of a few columns at a time: `[B, T, V]` is never in memory.
     """
-    model = programs.ends_of(ends.config, params)
+    model = ends_of(ends.config, params)
 
     def score(hidden_BXD: Array, targets_BX: Array) -> tuple[Array, Array]:
         logits_BXV = model.logits(hidden_BXD)
@@ -307,7 +309,7 @@ def token_scores(
     return by_columns(ends, score, hidden, targets)
 
 
-def by_columns(ends: programs.Ends, function: Any, *arrays: Array) -> Any:
+def by_columns(ends: Ends, function: Any, *arrays: Array) -> Any:
     """`function` of arrays `[B, T, ...]`, results `[B, T]`, over blocks of a few columns.
 
     As many columns as have `LOGITS` logits; what comes back is the same on all devices.
@@ -325,4 +327,4 @@ def by_columns(ends: programs.Ends, function: Any, *arrays: Array) -> Any:
     whole = jax.tree.map(
         lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, blocks * size)[:, :columns], found
     )
-    return programs.replicated(ends, whole)
+    return replicated(ends, whole)

@@ -45,13 +45,18 @@ from jax_longctx.contract import (
     decode_segment,
     step_variant,
 )
-from jax_longctx.engine import Engine, programs
+from jax_longctx.engine import Engine
+from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.distributed import to_host
+from jax_longctx.engine.finish import finish_context, finish_question
+from jax_longctx.engine.prefill import run_segment
 from jax_longctx.engine.scoring import by_columns, forced_states
+from jax_longctx.engine.setup import Ends, without_layers
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.intervals import bootstrap
 from jax_longctx.evaluation.perplexity import batches, label, pipe_table, shown_interval
+from jax_longctx.models.llama import ends_of
 from jax_longctx.sharding import Stacked, axes_field, logical_sharding
 
 
@@ -93,9 +98,9 @@ def scored_states(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _compare(
-    ends: programs.Ends, params: Any, full: Float[Array, "B T D"], other: Float[Array, "B T D"]
+    ends: Ends, params: Any, full: Float[Array, "B T D"], other: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    model = programs.ends_of(ends.config, params)
+    model = ends_of(ends.config, params)
 
     def compare(full_BXD: Array, other_BXD: Array) -> tuple[Array, Array]:
         p_BXV, q_BXV = (
@@ -115,7 +120,7 @@ def divergences(
 
     `engine` has the model of both.
     """
-    params = programs.without_layers(engine.params)
+    params = without_layers(engine.params)
     pairs = [
         _compare(engine.setup.ends, params, one[None], two[None])
         for one, two in zip(full, other, strict=True)
@@ -348,13 +353,11 @@ def _seen(
     total = jnp.full((rows,), len(fed) + 1, jnp.int32)
     caches = tuple(
         _marking_from(cache, firsts, engine.mesh)
-        for cache in programs.init_caches(setup, rows, slots, reserve)
+        for cache in init_caches(setup, rows, slots, reserve)
     )
 
     def run(caches: tuple[Any, ...], segment: Segment) -> tuple[Any, ...]:
-        caches, marker = programs.run_segment(
-            setup, engine.params, caches, segment, total, None, "none"
-        )
+        caches, marker = run_segment(setup, engine.params, caches, segment, total, None, "none")
         # At most one program waits on the device.
         marker.block_until_ready()
         return caches
@@ -365,11 +368,11 @@ def _seen(
         engine.prompt("context", slots, context=[read] * rows, question=needed)
     ):
         caches = run(caches, part)
-    caches = programs.finish_context(setup, caches, total, reserve)
+    caches = finish_context(setup, caches, total, reserve)
     for part in engine.method.segments(engine.prompt("question", 0, question=questions)):
         caches = run(caches, part)
     if engine.method.info.answers_apart:
-        caches = programs.finish_question(setup, caches, total, reserve=bucket(reserve))
+        caches = finish_question(setup, caches, total, reserve=bucket(reserve))
     ones, going = np.ones((rows, 1), np.int32), np.zeros(rows, bool)
     for step, token in enumerate(fed[prompt:], start=1):
         tokens = np.full((rows, 1), token, np.int32)

@@ -33,11 +33,15 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from jax_longctx.contract import Prompt, Segment, Stage
-from jax_longctx.engine import Sampling, programs
+from jax_longctx.engine import Sampling
 from jax_longctx.engine.ahead import Listing
 from jax_longctx.engine.capacity import bytes_per_device, reserved, staged_caches
+from jax_longctx.engine.decode import DecodeState, answer_variants, decode_block, first_state
 from jax_longctx.engine.engine import BLOCK
+from jax_longctx.engine.finish import finish_donated, whole_finish
+from jax_longctx.engine.prefill import Logits, whole_segment
 from jax_longctx.engine.sampling import Choices, RowValues, sampling_static, sampling_values
+from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models import llama
 from jax_longctx.planning.collectives import count_collectives, count_reads
@@ -131,7 +135,7 @@ class UsedProgram:
 
     Attributes:
       name: unique among the programs of a run.
-      function: of `engine.programs`, wrapped in `jit`.
+      function: a `Program`.
       args: its arguments; arrays as shapes, or as numpy.
       resident: bytes of weights and caches on each device while it runs.
     """
@@ -150,7 +154,7 @@ class UsedProgram:
             return self.function.lower(*self.args)
 
 
-def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> list[UsedProgram]:
+def used_programs(request: PlanRequest, setup: Setup, rows: int) -> list[UsedProgram]:
     """The programs of a run of `rows` rows, in the order of first use."""
     method, shards = setup.method, setup.mesh.shape["seq"]
     context, reserve, vocabulary = request.context, request.reserve, setup.config.vocab_size
@@ -185,7 +189,7 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
             found.append(UsedProgram(numbered, kind, jitted, given, resident))
 
     def add_segments(
-        kind: Kind, caches: Any, segments: Iterable[Segment], logits: Any, wanted: programs.Logits
+        kind: Kind, caches: Any, segments: Iterable[Segment], logits: Any, wanted: Logits
     ) -> None:
         """Adds the programs of a stage's segments, each signature once."""
         signatures = set()
@@ -198,7 +202,7 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
             whole = jax.tree.map(lambda leaf: np.repeat(leaf, rows, axis=0), segment)
             args = (setup, params, placed(setup.mesh, caches), whole, total, logits, wanted)
             name = _segment_name(kind, segment, shards)
-            add(name, kind, caches, programs.whole_segment, *args)
+            add(name, kind, caches, whole_segment, *args)
 
     def add_end(
         stage: Stage, caches: Any, function: Any, reserve: int, beside: tuple[Any, ...] = ()
@@ -209,7 +213,7 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
     longest = max(reserve - 1, 1)
     segments = context_segments(setup, context, reserve, longest)
     add_segments("context", empty, segments, None, "none")
-    add_end("context", empty, programs.finish_donated, reserved(reserve))
+    add_end("context", empty, finish_donated, reserved(reserve))
     asked = Prompt(
         "question", setup.chunk, question=[range(longest)], shards=shards, vocab_size=vocabulary
     )
@@ -218,8 +222,8 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
     if method.info.answers_apart:
         # A program of one layer runs beside what the layers before it were given.
         beside = answering if setup.by_layer else ()
-        add_end("question", kept, programs.whole_finish, reserved(reserve), beside)
-    variants = programs.answer_variants(method, reserved(reserve))
+        add_end("question", kept, whole_finish, reserved(reserve), beside)
+    variants = answer_variants(method, reserved(reserve))
     kinds = " and ".join(filter(None, variants))
     turns = _shape(jnp.int32, rows, BLOCK)
     if setup.by_layer:
@@ -230,7 +234,7 @@ def used_programs(request: PlanRequest, setup: programs.Setup, rows: int) -> lis
         f"decode, {kinds} steps" if kinds else "decode",
         "decode",
         answering,
-        programs.decode_block,
+        decode_block,
         *(setup, params, placed(setup.mesh, answering), made(abstract_state(rows)), total),
         *(turns, made(abstract_values(rows))),
         (BLOCK, variants, sampling_static(Sampling())),
@@ -246,7 +250,7 @@ def _called(mesh: Any, function: Any, args: tuple[Any, ...]) -> list[tuple[Any, 
             return tuple(stand_in(given, each) for each in result)
         if result is None:
             return None
-        if isinstance(result, programs.DecodeState | Choices):
+        if isinstance(result, DecodeState | Choices):
             return _zeros(result)
         if not hasattr(result, "shape"):
             return placed(mesh, result)
@@ -292,7 +296,7 @@ def _segment_name(kind: Kind, segment: Segment, shards: int) -> str:
     return f"{kind}{role}{variant}, {size} tokens"
 
 
-def abstract_params(setup: programs.Setup) -> Any:
+def abstract_params(setup: Setup) -> Any:
     """The parameters as shapes on the mesh, stacked where the setup loops over layers."""
     params = llama.abstract_params(setup.config, setup.mesh, setup.dtype, setup.weights)
     return params if setup.by_layer else llama.stacked_layers(setup.config, params)
@@ -307,9 +311,9 @@ def placed(mesh: Any, caches: Any) -> Any:
     )
 
 
-def abstract_state(rows: int) -> programs.DecodeState:
+def abstract_state(rows: int) -> DecodeState:
     """The state of greedy decoding, as shapes."""
-    return jax.eval_shape(lambda: programs.first_state(np.ones(rows, bool), None))
+    return jax.eval_shape(lambda: first_state(np.ones(rows, bool), None))
 
 
 def abstract_values(rows: int) -> RowValues:

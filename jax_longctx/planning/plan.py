@@ -32,8 +32,10 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jax_longctx.contract import Method, Planned, PrefillWork, Prompt, Segment
 from jax_longctx.contract.merging import merge_cost
-from jax_longctx.engine import capacity, programs
+from jax_longctx.engine import capacity
+from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.products import gathers_weights
+from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import ConfigError, InputError, LongctxError
 from jax_longctx.methods import make_method
 from jax_longctx.models.config import ModelConfig
@@ -90,12 +92,12 @@ class PlanRequest:
         """Rows, padded to the mesh's data axis."""
         return -(-self.batch // sizes["data"]) * sizes["data"]
 
-    def setup(self, mesh: Any) -> programs.Setup:
+    def setup(self, mesh: Any) -> Setup:
         """The programs' setup. ConfigError where method, model and mesh do not fit together."""
         self.method.validate(self.config)
         check_mesh(self.config, mesh)
         kv, weights = kv_form(self.kv, self.dtype), weights_form(self.weights, self.dtype)
-        setup = programs.Setup(
+        setup = Setup(
             self.config,
             self.method,
             mesh,
@@ -286,7 +288,7 @@ class _Case:
     """A request on one mesh, at any context length; `scale` multiplies estimated temporaries."""
 
     request: PlanRequest
-    setup: programs.Setup
+    setup: Setup
     rows: int
     scale: float = 1.0
 
@@ -351,7 +353,7 @@ class _Case:
 
 
 @functools.lru_cache(maxsize=64)
-def _footprint(setup: programs.Setup, rows: int, context: int, reserve: int) -> capacity.Footprint:
+def _footprint(setup: Setup, rows: int, context: int, reserve: int) -> capacity.Footprint:
     return capacity.footprint(setup, batch=rows, context=context, reserve=reserve, per_device=True)
 
 
@@ -368,7 +370,7 @@ def _decode_seconds(work: Work, chip: Chip) -> float:
     return max(compute, read) + _waiting(work, chip)
 
 
-def _host_seconds(setup: programs.Setup, context: int, reserve: int, host: int) -> float:
+def _host_seconds(setup: Setup, context: int, reserve: int, host: int) -> float:
     """Seconds of transfers between a device and the host's memory while a context is read.
 
     All of it is written once. A method that reads by full attention has it brought for each chunk.
@@ -384,7 +386,7 @@ def _waiting(work: Work, chip: Chip) -> float:
     return work.received / chip.link + work.collectives * chip.latency
 
 
-def weight_bytes(setup: programs.Setup) -> int:
+def weight_bytes(setup: Setup) -> int:
     """Bytes of parameters on each device."""
     infos = param_infos(setup.config).values()
     shapes = [info.abstract(setup.mesh, setup.dtype, setup.weights) for info in infos]
@@ -394,12 +396,12 @@ def weight_bytes(setup: programs.Setup) -> int:
     )
 
 
-def _stored_bytes(setup: programs.Setup) -> int:
+def _stored_bytes(setup: Setup) -> int:
     """Bytes of a number of the layers' matrices."""
     return setup.dtype.itemsize if setup.weights is None else 1
 
 
-def _matrices(setup: programs.Setup) -> int:
+def _matrices(setup: Setup) -> int:
     """Numbers of a device's parts of the matrices of a layer."""
     return sum(
         math.prod(info.sharding(setup.mesh).shard_shape(info.shape))
@@ -408,7 +410,7 @@ def _matrices(setup: programs.Setup) -> int:
     )
 
 
-def step_weight_bytes(setup: programs.Setup) -> int:
+def step_weight_bytes(setup: Setup) -> int:
     """Bytes of parameters that a decode step reads on each device.
 
     A step reads one row of the embedding table, unless the table is the head too.
@@ -430,7 +432,7 @@ def matmul_weights(config: ModelConfig) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def own_matmuls(setup: programs.Setup, gathered: bool = False) -> tuple[int, int]:
+def own_matmuls(setup: Setup, gathered: bool = False) -> tuple[int, int]:
     """Numbers of matmul weights on a device: those of all layers, and those of the head.
 
     Args:
@@ -455,9 +457,7 @@ def _matmuls(config: ModelConfig, part: Callable[[ParamInfo], tuple[int, ...]]) 
     return sum(sizes.values()), tables[0]
 
 
-def _context_prompt(
-    setup: programs.Setup, context: int, reserve: int, question: int = QUESTION
-) -> Prompt:
+def _context_prompt(setup: Setup, context: int, reserve: int, question: int = QUESTION) -> Prompt:
     """One row of `context` tokens, as the engine passes it to the method."""
     shards = setup.mesh.shape["seq"]
     return Prompt(
@@ -472,14 +472,14 @@ def _context_prompt(
 
 
 def context_segments(
-    setup: programs.Setup, context: int, reserve: int, question: int = QUESTION
+    setup: Setup, context: int, reserve: int, question: int = QUESTION
 ) -> Iterator[Segment]:
     """The segments of one row, for a question of that many tokens."""
     return iter(setup.method.segments(_context_prompt(setup, context, reserve, question)))
 
 
 def prefill_work(
-    setup: programs.Setup, *, batch: int, context: int, reserve: int, question: int = QUESTION
+    setup: Setup, *, batch: int, context: int, reserve: int, question: int = QUESTION
 ) -> Work:
     """The work of prefilling `batch` rows of `context` tokens.
 
@@ -512,7 +512,7 @@ def prefill_work(
     )
 
 
-def decode_work(setup: programs.Setup, *, batch: int, read: int) -> Work:
+def decode_work(setup: Setup, *, batch: int, read: int) -> Work:
     """The work of one decode step; `read` is the bytes that it reads of all caches."""
     config, shape = setup.config, setup.mesh.shape
     tensor, rows = shape["tensor"], batch // shape["data"]
@@ -530,15 +530,13 @@ def decode_work(setup: programs.Setup, *, batch: int, read: int) -> Work:
     )
 
 
-def _sum_parts(setup: programs.Setup, axis: str) -> int:
+def _sum_parts(setup: Setup, axis: str) -> int:
     """The number of devices that a product with weights along that axis is summed over."""
     whole = undivided(setup.mesh, **{axis: weight_axes(setup.config)[axis]})
     return setup.mesh.shape["tensor"] * (1 if whole else setup.mesh.shape["seq"])
 
 
-def _traffic(
-    setup: programs.Setup, tokens: float, segments: int, spread: bool
-) -> tuple[float, int]:
+def _traffic(setup: Setup, tokens: float, segments: int, spread: bool) -> tuple[float, int]:
     """Bytes that a device receives for `tokens` in all `segments`, and number of collectives."""
     config, item = setup.config, setup.dtype.itemsize
     tensor, shards = setup.mesh.shape["tensor"], setup.mesh.shape["seq"]
@@ -581,13 +579,13 @@ def _traffic(
     return received, collectives
 
 
-def _gathers_weights(setup: programs.Setup, tokens: float, segments: int) -> bool:
+def _gathers_weights(setup: Setup, tokens: float, segments: int) -> bool:
     """Whether passes over so many spread tokens on a shard gather weights, not the tokens."""
     return gathers_weights(setup.config, setup.mesh, int(tokens / max(segments, 1)))
 
 
 def _row_work(
-    setup: programs.Setup, context: int, reserve: int, question: int = QUESTION
+    setup: Setup, context: int, reserve: int, question: int = QUESTION
 ) -> tuple[PrefillWork, int, bool]:
     """One row's work, its number of segments, and whether they are spread over the shards."""
     method, shards = setup.method, setup.mesh.shape["seq"]
@@ -609,7 +607,7 @@ def _row_work(
     tokens = context * columns / held if columns > setup.chunk else float(context)
     if method.info.phase in ("none", "decode"):
         return PrefillWork(tokens, context * (context + 1) / 2 / shards), count, False
-    caches = programs.abstract_caches(
+    caches = abstract_caches(
         setup, setup.mesh.shape["data"], prompt.slots, capacity.reserved(reserve)
     )
     per_layer = setup.token_bytes * setup.config.num_layers * setup.mesh.shape["data"]
@@ -622,7 +620,7 @@ def _row_work(
     return PrefillWork(tokens, tokens * float(np.mean(keys)) / divided), count, False
 
 
-def _layers(setup: programs.Setup, work: PrefillWork, context: int) -> float:
+def _layers(setup: Setup, work: PrefillWork, context: int) -> float:
     """Pairs of all layers; a sliding window bounds the keys of each token."""
     return sum(
         work.pairs if window is None else min(work.pairs, context * window)

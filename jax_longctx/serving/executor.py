@@ -27,12 +27,13 @@ import numpy as np
 
 from jax_longctx.api import LongContext
 from jax_longctx.contract import Stage, own_tokens
-from jax_longctx.engine import Context, Progress, programs
+from jax_longctx.engine import Context, Progress
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import SMALLEST, SPARE, available_bytes, bytes_per_device
 from jax_longctx.engine.context_io import Saving, load_context, made_by_engine, save_context
 from jax_longctx.engine.distributed import share, to_host
 from jax_longctx.engine.running import Chosen, Request, RunningBatch, cannot_share
+from jax_longctx.engine.runs import copied_layer
 from jax_longctx.errors import CapacityError, CheckpointError, InputError, LongctxError
 from jax_longctx.serving.contexts import key_of
 from jax_longctx.settings import Sampling
@@ -167,7 +168,7 @@ class Executor:
                 try:
                     for cache in context.usable_caches():
                         # To save it.
-                        programs.copied_layer(cache, jnp.int32(0))
+                        copied_layer(cache, jnp.int32(0))
                     if questions:
                         self._batch("", context).rehearse(context, questions)
                 finally:

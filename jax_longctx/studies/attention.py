@@ -27,8 +27,9 @@ from jaxtyping import Array, Float
 
 from jax_longctx.caches import AppendCache, Rewinding, write_run
 from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, WithCache
-from jax_longctx.engine import Engine, programs
+from jax_longctx.engine import Engine
 from jax_longctx.engine.distributed import to_host
+from jax_longctx.engine.runs import each_layer
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.agreement import top_tokens
 from jax_longctx.parts.appending import Appending
@@ -78,7 +79,7 @@ def queries_and_keys(
     recorder = Engine(engine.config, engine.params, Recorder(), engine.mesh, chunk=engine.chunk)
     context = recorder.prefill([text], reserve=0)
     found = []
-    for cache in programs.each_layer(context.usable_caches()):
+    for cache in each_layer(context.usable_caches()):
         arrays = cache.queries, cache.store.k
         q, k = (to_host(x[0, :, : len(text)].astype(jnp.float32)) for x in arrays)
         found.append((q, k))

@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, Offloaded, local_slots
 from jax_longctx.contract import CHUNK_ROWS, QKV, Attended, CacheShape, LayerContext, Segment, Stage
-from jax_longctx.engine import programs
 from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.engine import Context
+from jax_longctx.engine.runs import each_layer
 from jax_longctx.errors import InputError
 from jax_longctx.methods.reattention import ReAttention
 from jax_longctx.sharding import Stacked, axes_field
@@ -91,7 +91,7 @@ def scope_shares(context: Context, row: int = 0) -> Float[np.ndarray, "L T"]:
     """
     counted = tuple(map(_counted, context.usable_caches()))
     shares = []
-    for counts, steps in programs.each_layer(counted):
+    for counts, steps in each_layer(counted):
         number = int(to_host(steps)[row])
         if not number:
             raise InputError("nothing was asked of this context yet; ask a question first")

@@ -21,8 +21,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import LayerContext
-from jax_longctx.engine import Engine, programs
+from jax_longctx.engine import Engine
 from jax_longctx.engine.capacity import bucket
+from jax_longctx.engine.runs import each_layer
+from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import InputError
 from jax_longctx.methods.resa import Resa
 from jax_longctx.parts.selecting import SelectiveCache
@@ -73,7 +75,7 @@ def attention_errors(
     kept = np.zeros((len(methods), engine.config.num_layers))
     for text in texts:
         caches = recorder.prefill([text], reserve=0, capacity=slots).usable_caches()
-        for layer, cache in enumerate(programs.each_layer(caches)):
+        for layer, cache in enumerate(each_layer(caches)):
             for index, measure in enumerate(measures):
                 errors, share = measure(cache, jnp.int32(len(text) - queries))
                 sums[index, layer] += np.asarray(errors)
@@ -93,7 +95,7 @@ def attention_errors(
     ]
 
 
-def _measure(setup: programs.Setup, method: Resa, queries: int) -> Any:
+def _measure(setup: Setup, method: Resa, queries: int) -> Any:
     """`(one layer's cache of one text, tokens of its prompt) -> (errors [2, lams], kept share)`."""
 
     def body(cache: Recorded, prompt: Array) -> tuple[Array, Array]:

@@ -9,8 +9,10 @@ import pytest
 
 from jax_longctx.bench import decode, e2e, prefill, steps, throughput
 from jax_longctx.bench.steps import Answering, Kernels, Step
-from jax_longctx.engine import Context, Engine, programs
+from jax_longctx.engine import Context, Engine
 from jax_longctx.engine.capacity import footprint
+from jax_longctx.engine.runs import per_layer
+from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CapacityError, LongctxError
 from jax_longctx.methods import METHODS, STUDIES, Full, make_method
 from jax_longctx.models import presets
@@ -229,7 +231,7 @@ def test_the_kernels_of_a_step_are_those_of_one_block_after_the_timed_ones(monke
         return Kernels(32 * 40, 32 * 4e-3)
 
     engine = create_autospec(Engine, instance=True)
-    engine.setup = create_autospec(programs.Setup, instance=True, platform="gpu")
+    engine.setup = create_autospec(Setup, instance=True, platform="gpu")
     made = create_autospec(Answering, return_value=answering)
     monkeypatch.setattr(steps, "Answering", made)
     monkeypatch.setattr(steps, "profiled", profiled)
@@ -281,7 +283,7 @@ def test_end_to_end_ratios_are_against_the_roofline_and_the_baseline(tiny_preset
 def test_a_random_cache_stands_for_a_context(tiny_preset):
     engine = tiny_engine()
     context = steps.random_context(engine, 2, 100, 16)
-    for cache in programs.per_layer(context.caches):
+    for cache in per_layer(context.caches):
         np.testing.assert_array_equal(cache.length, [100, 100])
         np.testing.assert_array_equal(cache.context_length, [100, 100])
         assert 0.9 < float(cache.k[:, :, :100].std()) < 1.1

@@ -19,8 +19,7 @@ from jax_longctx.caches import (
     where_rows,
     write_run,
 )
-from jax_longctx.engine import programs
-from jax_longctx.engine.programs import Setup
+from jax_longctx.engine.setup import Setup
 from jax_longctx.methods import Full
 from jax_longctx.sharding import logical_spec, make_mesh, tree_specs
 from pallas_kernels.plane import Plane
@@ -38,7 +37,7 @@ KEPT = logical_spec(("batch", "kv_heads", None, None))
 def setup(request, monkeypatch):
     """Shards of the slots, and slots of a stripe: each of the four shards holds two of them."""
     shards, stripe = request.param
-    monkeypatch.setattr(programs, "STRIPE", stripe)
+    monkeypatch.setattr("jax_longctx.engine.setup.STRIPE", stripe)
     return Setup(tiny_config(), Full(), make_mesh(seq=shards), jnp.dtype(jnp.float32), 512)
 
 

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_longctx.engine import programs
+from jax_longctx.engine.finish import whole_finish
+from jax_longctx.engine.setup import Setup
 from jax_longctx.methods import InfLLM, ReAttention, SnapKV
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.lowering import (
@@ -24,7 +25,7 @@ SIZES = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "max_position": 81
 def compile_question_end(setup):
     caches = sharded_caches(setup, 1, SLOTS)
     total = jax.ShapeDtypeStruct((1,), jnp.int32)
-    return programs.whole_finish.lower(setup, caches, total, "question", 64).compile()
+    return whole_finish.lower(setup, caches, total, "question", 64).compile()
 
 
 def compile_step(setup):
@@ -47,7 +48,7 @@ def test_reads_copy_no_cache_compiled_for_tpu(method, compiled):
     v5e = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
     mesh = make_mesh(devices=v5e.devices)
     config = tiny_config(num_layers=1, **SIZES)
-    setup = programs.Setup(config, method, mesh, jnp.dtype(jnp.bfloat16), 512)
+    setup = Setup(config, method, mesh, jnp.dtype(jnp.bfloat16), 512)
     with no_persistent_cache(), jax.default_matmul_precision("default"):
         memory = compiled(setup).memory_analysis()
     assert memory is not None

@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jax_longctx.contract import STRIPE, SlotLayout
-from jax_longctx.engine import programs
 from jax_longctx.engine.capacity import grow
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.engine.running import Request, RunningBatch
+from jax_longctx.engine.runs import each_layer
 from jax_longctx.methods import Full, ReAttention, Ring, make_method
 from jax_longctx.parts.voted_keys import Scope
 from jax_longctx.sharding import RULES, make_mesh
@@ -152,7 +152,7 @@ def test_a_quarter_of_the_room_fills_every_shard_alike():
     engine = engine_of(small_method("reattention"), shards)
     (text,) = random_rows([1024])
     context = engine.prefill([text], reserve=16, capacity=4096)
-    (cache,) = programs.each_layer(context.usable_caches())
+    (cache,) = each_layer(context.usable_caches())
     keys = np.asarray(cache.k)[0, 0].reshape(shards, -1, cache.k.shape[3])
     # Empty slots are zeros.
     filled = np.any(keys != 0, axis=-1)
@@ -175,9 +175,7 @@ def test_contexts_move_between_meshes(name, meshes, tmp_path):
     for shards, engine in engines.items():
         context = engine.prefill([text], reserve=16, capacity=1024)
         save_context(engine, context, tmp_path / str(shards))
-        (cache,) = programs.each_layer(
-            load_context(engines[1], tmp_path / str(shards)).usable_caches()
-        )
+        (cache,) = each_layer(load_context(engines[1], tmp_path / str(shards)).usable_caches())
         saved[shards] = np.asarray(cache.store.k)[:, :, : len(text)]
         np.testing.assert_allclose(saved[shards], saved[1], atol=1e-5)
         expected = expected or answer(engine, context, question)
@@ -196,13 +194,13 @@ def test_slots_stay_where_they_are_as_a_cache_grows():
         slots = context.slots
         answers.append(answer(engine, context, question))
         assert context.slots > slots
-        (cache,) = programs.each_layer(context.usable_caches())
+        (cache,) = each_layer(context.usable_caches())
         assert {len(x.addressable_shards) for x in (cache.store.k, cache.digests.high)} == {shards}
     assert answers[0] == answers[1]
     layout = SlotLayout(4, STRIPE)
     engine = engine_of(Full(), 4)
     caches = engine.prefill([text], reserve=8).usable_caches()
-    (old,), (new,) = (programs.each_layer(x) for x in (caches, grow(caches, 512, layout)))
+    (old,), (new,) = (each_layer(x) for x in (caches, grow(caches, 512, layout)))
     each = [np.asarray(x.k).reshape(*x.k.shape[:2], 4, -1, x.k.shape[3]) for x in (old, new)]
     np.testing.assert_array_equal(each[1][:, :, :, : each[0].shape[3]], each[0])
 

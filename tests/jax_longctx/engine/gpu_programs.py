@@ -49,7 +49,7 @@ device_description_str: "NVIDIA H200"
 # of a chunk has as many elements as a layer's weights.
 CONTEXT, RESERVE, CHUNK = 16_000, 512, 1536
 # Layers of a turn of a decode step's loop unless told: each takes time to compile. A GPU has more
-# (`programs.LAYERS_A_TURN`). Every loop has two turns.
+# (`layers.LAYERS_A_TURN`). Every loop has two turns.
 A_TURN = 2
 # Elements of arrays whose copies are looked for.
 LEAST = 2**20
@@ -152,8 +152,8 @@ def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
 
     from jax_longctx.caches.branched import branches, split_of, with_context
     from jax_longctx.contract import own_tokens
-    from jax_longctx.engine import programs
     from jax_longctx.engine.capacity import staged_caches
+    from jax_longctx.engine.decode import answer_variants, decode_block
     from jax_longctx.engine.engine import BLOCK
     from jax_longctx.engine.sampling import GREEDY, SamplingStatic
     from jax_longctx.planning import compiled
@@ -166,7 +166,7 @@ def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
     branched = functools.partial(branches, rows=rows, room=room, split=split)
     caches = with_context(jax.eval_shape(branched, context), context)
     shape = jax.ShapeDtypeStruct
-    variants = programs.answer_variants(request.method, request.reserve)
+    variants = answer_variants(request.method, request.reserve)
     args = (
         *(setup, compiled.abstract_params(setup), compiled.placed(setup.mesh, caches)),
         *(compiled.abstract_state(rows), shape((rows,), jnp.int32)),
@@ -174,7 +174,7 @@ def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
         # Other choices of a token are no part of the loop over layers, and take long to compile.
         (BLOCK, variants, SamplingStatic((GREEDY,))),
     )
-    return [compiled.UsedProgram("shared decode", "decode", programs.decode_block, args, 0)]
+    return [compiled.UsedProgram("shared decode", "decode", decode_block, args, 0)]
 
 
 def host_shardings() -> None:
@@ -221,7 +221,7 @@ def main(methods: list[str]) -> None:
     # The plugin is registered with the first backend.
     jax.devices("cpu")
 
-    from jax_longctx.engine import programs
+    from jax_longctx.engine import layers
     from jax_longctx.engine.capacity import staged_caches
     from jax_longctx.methods import make_method
     from jax_longctx.models.config import ModelConfig
@@ -238,10 +238,10 @@ def main(methods: list[str]) -> None:
         options = dict(form.split("=") for form in forms)
         rows = int(options.pop("rows", 1))
         only = options.pop("only", None)
-        a_turn = programs.LAYERS_A_TURN = int(options.pop("turn", A_TURN))
-        layers = 2 * a_turn
+        a_turn = layers.LAYERS_A_TURN = int(options.pop("turn", A_TURN))
+        count = 2 * a_turn
         request = PlanRequest(
-            config=ModelConfig.from_hf(PRESETS["llama-3.1-8b"] | {"num_hidden_layers": layers}),
+            config=ModelConfig.from_hf(PRESETS["llama-3.1-8b"] | {"num_hidden_layers": count}),
             method=make_method(name),
             target=parse_target("h200"),
             context=CONTEXT,
@@ -254,10 +254,10 @@ def main(methods: list[str]) -> None:
         sizes = {}
         for what, tree in (("weights", abstract_params(setup)["layers"]), ("cache", caches)):
             for leaf in jax.tree.leaves(tree):
-                if leaf.shape[:1] == (layers,) and leaf.size >= LEAST:
+                if leaf.shape[:1] == (count,) and leaf.size >= LEAST:
                     sizes |= {
                         leaf.size: f"all layers' {what}",
-                        leaf.size // layers: f"a layer's {what}",
+                        leaf.size // count: f"a layer's {what}",
                     }
         used_of: Any = used_programs if rows == 1 else shared_decode
         for used in used_of(request, setup, rows):
@@ -265,7 +265,7 @@ def main(methods: list[str]) -> None:
                 continue
             compiled = used.lower().compile()
             program = computations(compiled.as_text())
-            turns = 2 if used.kind == "decode" else layers
+            turns = 2 if used.kind == "decode" else count
             found = {
                 "method": said,
                 "kind": used.kind,

@@ -9,9 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_longctx.contract import CHUNK_ROWS, Prompt, RowGroup, Segment, step_variant
-from jax_longctx.engine import Sampling, programs
+from jax_longctx.engine import Sampling
+from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import bytes_per_device
+from jax_longctx.engine.decode import decode_block
+from jax_longctx.engine.layers import _through_layer
+from jax_longctx.engine.prefill import whole_segment
 from jax_longctx.engine.sampling import sampling_static
+from jax_longctx.engine.setup import Setup
 from jax_longctx.models.llama import layer_params
 from jax_longctx.planning.compiled import abstract_params, abstract_state, abstract_values, placed
 from jax_longctx.planning.compiled import no_persistent_cache as no_persistent_cache
@@ -19,22 +24,20 @@ from jax_longctx.planning.compiled import no_persistent_cache as no_persistent_c
 COLUMNS = 32
 
 
-def sharded_caches(setup: programs.Setup, batch: int, slots: int) -> tuple[Any, ...]:
+def sharded_caches(setup: Setup, batch: int, slots: int) -> tuple[Any, ...]:
     """Every layer's cache as shapes on the mesh."""
-    return placed(setup.mesh, programs.abstract_caches(setup, batch, slots, 0))
+    return placed(setup.mesh, abstract_caches(setup, batch, slots, 0))
 
 
-def cache_bytes(setup: programs.Setup, batch: int, slots: int) -> int:
+def cache_bytes(setup: Setup, batch: int, slots: int) -> int:
     """Bytes of all layers' caches on each device."""
-    return bytes_per_device(setup.mesh, programs.abstract_caches(setup, batch, slots, 0))
+    return bytes_per_device(setup.mesh, abstract_caches(setup, batch, slots, 0))
 
 
-def compile_decode(
-    setup: programs.Setup, batch: int, slots: int, *steps: int
-) -> jax.stages.Compiled:
+def compile_decode(setup: Setup, batch: int, slots: int, *steps: int) -> jax.stages.Compiled:
     """A block of greedy decode steps of the kinds that an answer's `steps` are, or its first."""
     variants = tuple(step_variant(setup.method, step) for step in steps or (1,))
-    return programs.decode_block.lower(
+    return decode_block.lower(
         setup,
         abstract_params(setup),
         sharded_caches(setup, batch, slots),
@@ -47,7 +50,7 @@ def compile_decode(
 
 
 def compile_segment(
-    setup: programs.Setup, batch: int, slots: int, tokens: int, logits: str = "none"
+    setup: Setup, batch: int, slots: int, tokens: int, logits: str = "none"
 ) -> jax.stages.Compiled:
     """One prefill segment of `tokens` columns."""
     last = None
@@ -56,7 +59,7 @@ def compile_segment(
     return _compiled(setup, slots, _segment(batch, tokens), last, logits)
 
 
-def compile_spread(setup: programs.Setup, batch: int, slots: int) -> jax.stages.Compiled:
+def compile_spread(setup: Setup, batch: int, slots: int) -> jax.stages.Compiled:
     """The segment of a context that fills half of the slots, spread over the shards of `seq`."""
     prompt = Prompt(
         "context",
@@ -71,11 +74,11 @@ def compile_spread(setup: programs.Setup, batch: int, slots: int) -> jax.stages.
 
 
 def _compiled(
-    setup: programs.Setup, slots: int, segment: Segment, last: Any, logits: str
+    setup: Setup, slots: int, segment: Segment, last: Any, logits: str
 ) -> jax.stages.Compiled:
     batch = len(segment.tokens)
     given = abstract_params(setup), sharded_caches(setup, batch, slots), segment, _ints(batch)
-    return programs.whole_segment.lower(setup, *given, last, logits).compile()
+    return whole_segment.lower(setup, *given, last, logits).compile()
 
 
 def largest_result(text: str, operation: str) -> int:
@@ -89,12 +92,10 @@ def largest_result(text: str, operation: str) -> int:
     )
 
 
-def compile_layer(
-    setup: programs.Setup, batch: int, slots: int, tokens: int
-) -> jax.stages.Compiled:
+def compile_layer(setup: Setup, batch: int, slots: int, tokens: int) -> jax.stages.Compiled:
     """The first layer's program of a segment of `tokens` columns, of one that goes by layer."""
     hidden = jax.ShapeDtypeStruct((batch, tokens, setup.config.model_dim), setup.dtype)
-    return programs._through_layer.lower(
+    return _through_layer.lower(
         setup,
         setup.config.windows[0],
         layer_params(abstract_params(setup), 0),

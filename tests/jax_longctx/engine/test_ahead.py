@@ -9,10 +9,14 @@ import jax.monitoring
 import jax.numpy as jnp
 import pytest
 
-from jax_longctx.engine import programs
 from jax_longctx.engine.ahead import Compilation, begun_or_none
+from jax_longctx.engine.allocate import init_caches
+from jax_longctx.engine.compile_clock import EVENTS, CompileClock
+from jax_longctx.engine.compiling import Program
+from jax_longctx.engine.decode import answer_variants, decode_turns
 from jax_longctx.engine.engine import Engine, blocks_of_all
-from jax_longctx.engine.programs import EVENTS, CompileClock, Program, answer_variants, decode_turns
+from jax_longctx.engine.finish import finish_context
+from jax_longctx.engine.prefill import run_segment
 from jax_longctx.errors import InputError
 from jax_longctx.methods import Full, make_method
 from jax_longctx.models.llama import abstract_params, init_params, stacked_layers, stacking_programs
@@ -183,14 +187,14 @@ def test_methods_share_the_programs_without_layers():
 def test_layers_that_are_alike_share_a_program_and_take_their_caches():
     config = tiny_config(num_layers=5, windows=(7, None, 7, None, None))
     engine = tiny_engine(config=config, by_layer=True)
-    caches = programs.init_caches(engine.setup, 1, 128, 0)
+    caches = init_caches(engine.setup, 1, 128, 0)
     prompt = engine.prompt("context", 128, context=random_rows([24]))
     (segment,), total = engine.method.segments(prompt), jnp.array([24], jnp.int32)
     given = engine.setup, engine.params, caches, segment, total, None, "all"
     with compilations() as compiled:
-        new, _ = programs.run_segment(*given)
+        new, _ = run_segment(*given)
     assert compiled.count("jit(_through_layer)") == 2
-    finished = programs.finish_context(engine.setup, new, total, 0)
+    finished = finish_context(engine.setup, new, total, 0)
     assert all(cache.k.is_deleted() and cache.v.is_deleted() for cache in (*caches, *new))
     assert [int(cache.length[0]) for cache in finished] == [24] * 5
 

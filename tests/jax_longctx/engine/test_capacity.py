@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.engine import programs
+from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import bucket, footprint, grow, reserved, slots_for
+from jax_longctx.engine.finish import finish_context, finish_donated, whole_finish
+from jax_longctx.engine.setup import Setup
 from jax_longctx.methods import METHODS
 from jax_longctx.sharding import OwnAxis, axes_field, leaf_axes, make_mesh, tree_specs
 from tests.small_methods import small_method
@@ -21,7 +23,7 @@ BATCH, CONTEXT, RESERVE = 2, 900, 128
 
 def setup_of(name):
     dtype = jnp.dtype(jnp.float32)
-    return programs.Setup(tiny_config(), small_method(name), make_mesh(), dtype, 16)
+    return Setup(tiny_config(), small_method(name), make_mesh(), dtype, 16)
 
 
 def size_of(tree):
@@ -42,17 +44,17 @@ def test_claims_are_what_the_compiler_counts(name):
     setup = setup_of(name)
     claimed = footprint(setup, batch=BATCH, context=CONTEXT, reserve=RESERVE)
     slots = bucket(CONTEXT + RESERVE + 1)
-    empty = programs.abstract_caches(setup, BATCH, slots, RESERVE)
+    empty = abstract_caches(setup, BATCH, slots, RESERVE)
     total = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
-    finish = programs.finish_donated
+    finish = finish_donated
     taken, made = compiled(finish, setup, empty, total, "context", RESERVE)
     # XLA leaves out what `finish` drops unread, which is in memory all the same.
     peaks = [max(taken, size_of(empty)) + made]
-    kept = jax.eval_shape(lambda c, t: programs.finish_context(setup, c, t, RESERVE), empty, total)
+    kept = jax.eval_shape(lambda c, t: finish_context(setup, c, t, RESERVE), empty, total)
     answering = size_of(kept)
     assert claimed.kept == answering
     if setup.method.info.answers_apart:
-        finish = programs.whole_finish
+        finish = whole_finish
         taken, made = compiled(finish, setup, kept, total, "question", bucket(RESERVE))
         # Nothing was donated, and a few numbers a row may be handed on.
         peaks.append(max(taken, size_of(kept)) + made)

@@ -9,7 +9,7 @@ import jax
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from jax_longctx.engine import Engine, programs
+from jax_longctx.engine import Engine
 from jax_longctx.engine.context_io import Saving, load_context, save_context
 from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.locks import only_writer
@@ -102,7 +102,7 @@ def test_a_save_that_fails_leaves_nothing_behind(engine, tmp_path, pool, monkeyp
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(programs, "copied_layer", full)
+        patched.setattr("jax_longctx.engine.context_io.copied_layer", full)
         with pytest.raises(CheckpointError, match="no room for a copy of a layer"):
             Saving(engine, context, tmp_path / "context", pool).go_on()
     saving = Saving(engine, context, tmp_path / "context", pool)

@@ -14,8 +14,9 @@ import pytest
 from jax.extend.core import Literal
 from jax.tree_util import tree_leaves_with_path as leaves_with_path
 
-from jax_longctx.engine import Engine, programs, scoring
-from jax_longctx.engine.programs import IN_PLACE
+from jax_longctx.engine import Engine, decode, engine, finish, layers, prefill, scoring
+from jax_longctx.engine.compiling import IN_PLACE
+from jax_longctx.engine.decode import DecodeState
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.models.llama import init_params
 from jax_longctx.sharding import make_mesh
@@ -25,11 +26,13 @@ from tests.support import random_rows, tiny_config
 # Of either mode.
 PROGRAMS = {
     False: [
-        *((programs, name) for name in ("whole_segment", "finish_donated", "decode_block")),
-        (programs, "start_answer"),
+        (prefill, "whole_segment"),
+        (finish, "finish_donated"),
+        (decode, "decode_block"),
+        (engine, "start_answer"),
         (scoring, "forced_block"),
     ],
-    True: [(programs, "_through_layer"), (programs, "_finish_layer_donated")],
+    True: [(layers, "_through_layer"), (finish, "_finish_layer_donated")],
 }
 # Of every kind of cache one, for which all programs are looked at.
 EACH = ("full", "snapkv", "citrus", "resa", "star")
@@ -118,14 +121,12 @@ class Looked:
 
         def numbers(node):
             """The logits were numbers, and a block ends the answer."""
-            if not isinstance(node, programs.DecodeState):
+            if not isinstance(node, DecodeState):
                 return node
             done = jnp.full_like(node.done, self.answers)
             return dataclasses.replace(node, finite=jnp.ones_like(done), done=done)
 
-        return jax.tree.map(
-            numbers, made, is_leaf=lambda node: isinstance(node, programs.DecodeState)
-        )
+        return jax.tree.map(numbers, made, is_leaf=lambda node: isinstance(node, DecodeState))
 
 
 CASES = [(name, True) for name in EACH]

@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from jax_longctx.engine import Engine, Sampling, capacity, programs
+from jax_longctx.engine import Engine, Sampling, capacity
 from jax_longctx.engine.capacity import check_fits
 from jax_longctx.engine.context_io import save_context
+from jax_longctx.engine.runs import per_layer
 from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.methods import DynamicNTK, Full
 from jax_longctx.models.config import RopeConfig
@@ -147,9 +148,7 @@ def test_a_longer_answer_than_reserved_grows_the_cache(engine):
     assert grown == collect(engine, long, question, max_tokens=150)
     assert short.slots > before
     assert {
-        leaf.shape[2]
-        for leaf in jax.tree.leaves(programs.per_layer(short.caches))
-        if leaf.ndim == 4
+        leaf.shape[2] for leaf in jax.tree.leaves(per_layer(short.caches)) if leaf.ndim == 4
     } == {short.slots}
 
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_longctx.engine import programs
+from jax_longctx.engine.finish import finish_donated
+from jax_longctx.engine.setup import Setup
 from jax_longctx.methods import Full
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.lowering import (
@@ -32,7 +33,7 @@ def _compiled_here():
 def setup_of(layers=1):
     """Heads of Llama 3.1 8B, and few weights: XLA on CPU keeps some of them a second time."""
     config = tiny_config(num_layers=layers, num_heads=32, num_kv_heads=8, head_dim=128)
-    return programs.Setup(config, Full(), make_mesh(), jnp.dtype(jnp.bfloat16), 512, by_layer=True)
+    return Setup(config, Full(), make_mesh(), jnp.dtype(jnp.bfloat16), 512, by_layer=True)
 
 
 def test_decode_copies_no_cache():
@@ -60,7 +61,7 @@ def test_the_last_logits_of_a_question_cost_one_row():
     """A segment's logits are taken at each row's end, not at every column."""
     tokens, vocabulary = 256, 65536
     config = tiny_config(num_layers=1, vocab_size=vocabulary)
-    setup = programs.Setup(config, Full(), make_mesh(), jnp.dtype(jnp.bfloat16), 512)
+    setup = Setup(config, Full(), make_mesh(), jnp.dtype(jnp.bfloat16), 512)
     every = tokens * vocabulary * jnp.dtype(jnp.float32).itemsize
     memory = compile_segment(setup, 1, 4096, tokens, "last").memory_analysis()
     assert memory.temp_size_in_bytes < every / 2
@@ -70,7 +71,7 @@ def test_full_attention_finishes_in_place():
     setup, batch, slots = setup_of(layers=2), 4, 4096
     total = jax.ShapeDtypeStruct((batch,), jnp.int32)
     caches = sharded_caches(setup, batch, slots)
-    finish = programs.finish_donated.lower(setup, caches, total, "context", 0)
+    finish = finish_donated.lower(setup, caches, total, "context", 0)
     memory = finish.compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4096
     # All but the numbers that say where the context ended, which are replaced.

@@ -7,9 +7,10 @@ The host calls a layer's program for each layer, or a program loops over the lay
 import numpy as np
 import pytest
 
-from jax_longctx.engine import Sampling, programs
+from jax_longctx.engine import Sampling
 from jax_longctx.engine.products import Divided, FewRows
 from jax_longctx.engine.scoring import loglikelihoods
+from jax_longctx.engine.setup import Setup
 from jax_longctx.methods import Full, RefreshKV
 from jax_longctx.models.llama import PLAIN
 from jax_longctx.sharding import make_mesh
@@ -104,7 +105,7 @@ def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, biases):
     # Programs are kept by their setup: no other test has this model.
     other = dict(mlp_dim=40, qkv_bias=biases, o_bias=biases, mlp_bias=biases)
     expected = results(Full(), True, scored=biases, **other)
-    monkeypatch.setattr(programs.Setup, "products", products)
+    monkeypatch.setattr(Setup, "products", products)
     check_equal(results(Full(), False, scored=biases, **other), expected)
     assert min(used) <= MAX_ROWS
 
@@ -112,7 +113,7 @@ def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, biases):
 def test_products_of_few_rows_are_for_one_gpu(monkeypatch):
     one, two = (tiny_engine(mesh=make_mesh(1, size, 1)).setup for size in (1, 2))
     assert one.products(1) is PLAIN
-    monkeypatch.setattr(programs, "_platform", lambda mesh: "gpu")
+    monkeypatch.setattr("jax_longctx.engine.setup._platform", lambda mesh: "gpu")
     assert isinstance(one.products(MAX_ROWS), FewRows)
     assert one.products(MAX_ROWS + 1) is PLAIN
     assert isinstance(two.products(1), Divided)

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_longctx.api import LongContext
-from jax_longctx.engine import Request, RunningBatch, capacity, programs
+from jax_longctx.engine import Request, RunningBatch, allocate, capacity
+from jax_longctx.engine.allocate import host_zeros, pinned_bytes
 from jax_longctx.engine.capacity import footprint, held_bytes, slots_for, stores_of
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import CapacityError, ConfigError
@@ -371,11 +372,11 @@ def test_rows_join_and_leave_a_running_batch(name, by_layer, kv):
 def test_what_is_pinned_is_counted_and_never_lies_on_the_device_as_a_whole():
     """InfLLM reads and answers with the pool alone."""
     _, engine = engines("infllm", True)
-    before = programs.pinned_bytes()
+    before = pinned_bytes()
     context = engine.prefill(random_rows([3000]), reserve=32)
     stores = stores_of(context.caches)
     held = sum(x.nbytes for store in stores for x in host_arrays(store))
-    assert held and programs.pinned_bytes() == before + held
+    assert held and pinned_bytes() == before + held
     largest = max(
         leaf.nbytes for leaf in jax.tree.leaves(context.caches) if leaf.sharding.memory_kind != HOST
     )
@@ -383,7 +384,7 @@ def test_what_is_pinned_is_counted_and_never_lies_on_the_device_as_a_whole():
     assert largest <= stores[0].k.nbytes / 4
     del stores
     context.caches = None
-    assert programs.pinned_bytes() == before
+    assert pinned_bytes() == before
 
 
 def test_what_xla_keeps_pinned_can_be_promised_again(monkeypatch, tmp_path):
@@ -391,7 +392,7 @@ def test_what_xla_keeps_pinned_can_be_promised_again(monkeypatch, tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemAvailable: 1000 kB\n", encoding="ascii")
     monkeypatch.setattr(capacity, "MEMINFO", meminfo)
-    monkeypatch.setattr(programs, "_most_pinned", 0)
+    monkeypatch.setattr(allocate, "_most_pinned", 0)
     monkeypatch.setattr(capacity, "keeps_pinned", lambda mesh: True)
     monkeypatch.setattr(capacity, "bytes_per_device", lambda mesh, need, host: need)
     mesh, refused = make_mesh(), pytest.raises(CapacityError, match="the offloaded context needs")
@@ -401,7 +402,7 @@ def test_what_xla_keeps_pinned_can_be_promised_again(monkeypatch, tmp_path):
     with refused:
         capacity.check_host(mesh, 1_700_000)
     place = NamedSharding(mesh, PartitionSpec(), memory_kind=HOST)
-    held = programs.host_zeros(jax.ShapeDtypeStruct((900_000,), np.int8), place)
+    held = host_zeros(jax.ShapeDtypeStruct((900_000,), np.int8), place)
     meminfo.write_text("MemAvailable: 1 kB\n", encoding="ascii")
     # While arrays hold it, it is not there again.
     assert capacity.kept_bytes(mesh) == 0

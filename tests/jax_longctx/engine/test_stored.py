@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_longctx.engine import programs, stored
-from jax_longctx.engine.programs import forget
+from jax_longctx.engine import stored
+from jax_longctx.engine.compiling import forget
+from jax_longctx.engine.decode import decode_block
+from jax_longctx.engine.prefill import whole_segment
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.test_ahead import ANSWER, CONTEXT, QUESTION, answers
 from tests.small_methods import small_method
@@ -57,7 +59,7 @@ def test_a_new_process_lowers_nothing_and_answers_alike(folder, lowered, monkeyp
     assert again == count and not lowered
     # The run takes what was stored.
     with monkeypatch.context() as patched:
-        for program in (programs.whole_segment, programs.decode_block):
+        for program in (whole_segment, decode_block):
             patched.setattr(program, "jitted", None)
         assert answers(engine) == expected
     if name != "full":

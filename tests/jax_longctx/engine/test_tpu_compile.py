@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh
 
-from jax_longctx.engine import programs
+from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import bytes_per_device
 from jax_longctx.engine.products import gathers_weights
+from jax_longctx.engine.setup import Setup
 from jax_longctx.methods import Full, make_method
 from jax_longctx.models.presets import preset
 from jax_longctx.planning.collectives import count_collectives, count_reads
@@ -59,7 +60,7 @@ def on_v5e(mesh_sizes, method=None, **changes):
     v5e = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
     mesh = make_mesh(*mesh_sizes, devices=v5e.devices)
     config = tiny_config(**SIZES | changes)
-    return programs.Setup(config, method or Full(), mesh, jnp.dtype(jnp.bfloat16), 512)
+    return Setup(config, method or Full(), mesh, jnp.dtype(jnp.bfloat16), 512)
 
 
 def test_tpu_segment_compiles_in_place_with_its_kernel():
@@ -200,8 +201,8 @@ def test_tpu_programs_leave_an_offloaded_context_where_it_is(chip, name, kv):
     rope = dataclasses.replace(tiny_config().rope, trained_length=SLOTS)
     config = tiny_config(**SIZES, rope=rope, max_position=SLOTS)
     given = config, make_method(name), make_mesh(devices=devices), jnp.dtype(jnp.bfloat16), 512
-    setup = programs.Setup(*given, kv=kv, offload=Offload())
-    shapes = programs.abstract_caches(setup, 1, SLOTS, 0)
+    setup = Setup(*given, kv=kv, offload=Offload())
+    shapes = abstract_caches(setup, 1, SLOTS, 0)
     host, device = (bytes_per_device(setup.mesh, shapes, host=each) for each in (True, False))
     numbers = 2 * config.num_layers * config.num_kv_heads * SLOTS * config.head_dim
     if name == "reattention":

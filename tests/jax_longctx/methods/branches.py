@@ -13,7 +13,10 @@ import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
 from jax_longctx.contract import decode_segment, step_variant
-from jax_longctx.engine import programs
+from jax_longctx.engine.allocate import abstract_caches
+from jax_longctx.engine.finish import finish_context, finish_question
+from jax_longctx.engine.prefill import run_segment
+from jax_longctx.engine.setup import Setup
 from jax_longctx.models.llama import init_params
 from jax_longctx.sharding import make_mesh
 from tests.support import tiny_config
@@ -24,19 +27,19 @@ COLLECTIVES = ("psum", "pmax", "pmin", "all_gather", "ppermute", "all_to_all")
 def decided_by_floats(method, step=1):
     """For every branch with a collective in the program of an answer's `step`: by floats or not."""
     config, mesh = tiny_config(num_layers=1), make_mesh(1, 2, 2)
-    setup = programs.Setup(config, method, mesh, jnp.dtype(jnp.float32), 16, by_layer=True)
+    setup = Setup(config, method, mesh, jnp.dtype(jnp.float32), 16, by_layer=True)
     rows = jax.ShapeDtypeStruct((2,), jnp.int32)
-    caches = programs.abstract_caches(setup, 2, 256, 32)
-    caches = jax.eval_shape(lambda c, n: programs.finish_context(setup, c, n, 32), caches, rows)
+    caches = abstract_caches(setup, 2, 256, 32)
+    caches = jax.eval_shape(lambda c, n: finish_context(setup, c, n, 32), caches, rows)
     if method.info.answers_apart:
-        finish = functools.partial(programs.finish_question, setup, reserve=32)
+        finish = functools.partial(finish_question, setup, reserve=32)
         caches = jax.eval_shape(finish, caches, rows)
     ones = np.ones((2, 1), np.int32)
     segment = decode_segment(ones, ones, np.zeros(2, bool), step_variant(method, step))
     params = jax.eval_shape(lambda: init_params(config, mesh, seed=0, dtype=jnp.float32))
 
     def step(params, caches, total):
-        return programs.run_segment(setup, params, caches, segment, total, None, "none")
+        return run_segment(setup, params, caches, segment, total, None, "none")
 
     found: list[bool] = []
     _visit(jax.make_jaxpr(step)(params, caches, rows).jaxpr, {}, found)

@@ -13,9 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_longctx.contract import Segment, decode_segment, step_variant
-from jax_longctx.engine import Context, Engine, programs
+from jax_longctx.engine import Context, Engine
+from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.engine.finish import finish_context, finish_question, fork
+from jax_longctx.engine.prefill import run_segment
+from jax_longctx.engine.runs import per_layer
 from tests.oracle import causal_attend, forward, to_numpy
 from tests.support import random_rows
 
@@ -51,15 +55,15 @@ class Run:
     def of(cls, engine, contexts, reserve=32, slots=0):
         slots = slots or bucket(max(map(len, contexts)) + reserve + 1, engine.mesh.shape["seq"])
         total = jnp.array([len(row) for row in contexts], jnp.int32)
-        caches = programs.init_caches(engine.setup, len(contexts), slots, reserve)
+        caches = init_caches(engine.setup, len(contexts), slots, reserve)
         return cls(engine, slots, reserve, total, caches)
 
     def feed(self, segments):
         for segment in segments:
-            self.caches, logits = programs.run_segment(
+            self.caches, logits = run_segment(
                 self.engine.setup, self.engine.params, self.caches, segment, self.total, None, "all"
             )
-            layers = programs.per_layer(self.caches)
+            layers = per_layer(self.caches)
             yield Step(segment, layers, np.asarray(logits), segment.chunk_lengths)
 
     def read(self, contexts, questions=None):
@@ -67,16 +71,14 @@ class Run:
         asked = questions if self.engine.method.info.needs_question else None
         prompt = self.engine.prompt("context", self.slots, context=contexts, question=asked)
         yield from self.feed(self.engine.method.segments(prompt))
-        self.caches = programs.finish_context(
-            self.engine.setup, self.caches, self.total, self.reserve
-        )
+        self.caches = finish_context(self.engine.setup, self.caches, self.total, self.reserve)
 
     def answer(self, questions, answers):
         method = self.engine.method
         prompt = self.engine.prompt("question", self.slots, question=questions)
         yield from self.feed(method.segments(prompt))
         if method.info.answers_apart:
-            self.caches = programs.finish_question(
+            self.caches = finish_question(
                 self.engine.setup, self.caches, self.total, reserve=self.reserve
             )
         yield from self.tokens(answers)
@@ -117,7 +119,7 @@ def ask(engine, context, questions, answers):
 
     A context that only grows lends its buffers, as it does to `Engine.stream`.
     """
-    caches = tuple(programs.fork(engine.method, cache) for cache in context.usable_caches())
+    caches = tuple(fork(engine.method, cache) for cache in context.usable_caches())
     run = Run(engine, context.slots, context.reserve, context.total, caches)
     logits = [last_logits(step) for step in run.answer(questions, answers)]
     if engine.method.info.append_only:

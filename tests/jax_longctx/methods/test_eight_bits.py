@@ -16,9 +16,10 @@ from jax_longctx.caches import (
     drop_oldest,
     empty_budget_cache,
 )
-from jax_longctx.engine import programs
+from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import footprint
 from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.methods import METHODS, make_method
 from jax_longctx.parts.partial import FifoCache
@@ -319,10 +320,10 @@ def test_bytes_of_keys_and_values(name):
     """Resident and read bytes count numbers and scales: width + 2 for width * 4."""
     method, config = small_method(name), tiny_config(head_dim=64)
     setups = [
-        programs.Setup(config, method, make_mesh(), jnp.dtype(jnp.float32), 16, True, kv)
+        Setup(config, method, make_mesh(), jnp.dtype(jnp.float32), 16, True, kv)
         for kv in (None, "int8")
     ]
-    wide, kept = (programs.abstract_caches(setup, 1, 1024, 32)[0] for setup in setups)
+    wide, kept = (abstract_caches(setup, 1, 1024, 32)[0] for setup in setups)
     fewer = [
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
         for cache in (wide, kept)
@@ -353,10 +354,10 @@ def test_no_program_holds_keys_or_values_as_floats(name, tokens):
     config = tiny_config(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=128)
     settings = {"budget": 1024} if name in ("quest", "resa", "refreshkv") else {}
     method, slots = make_method(name, settings), 131_072
-    setup = programs.Setup(config, method, make_mesh(), jnp.dtype(jnp.bfloat16), 512, True, "int8")
+    setup = Setup(config, method, make_mesh(), jnp.dtype(jnp.bfloat16), 512, True, "int8")
     with no_persistent_cache():
         memory = compile_layer(setup, 1, slots, tokens).memory_analysis()
     keys = 2 * slots * 128 * 2
     assert memory.temp_size_in_bytes < keys / 2
-    stored = programs.abstract_caches(setup, 1, slots, 0)[0]
+    stored = abstract_caches(setup, 1, slots, 0)[0]
     assert memory.alias_size_in_bytes >= sum(x.nbytes for x in parts(stored, Quantised))

@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jax_longctx.contract import LayerContext, Prompt, method
-from jax_longctx.engine import programs
+from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import grow
 from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.engine.prefill import whole_segment
 from jax_longctx.methods import METHODS, InfLLM
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.parts.unit_memory import best_units
@@ -386,9 +387,9 @@ def test_a_longer_question_makes_room_for_its_units():
 @pytest.mark.slow
 def test_memory_beside_the_cache_does_not_grow_with_it():
     engine = tiny_engine(method_of(SMALL), config=ONE_LAYER)
-    caches = programs.abstract_caches(engine.setup, 1, 65536, 0)
+    caches = abstract_caches(engine.setup, 1, 65536, 0)
     (segment,) = engine.method.segments(Prompt("context", 8, random_rows([8])))
-    run = programs.whole_segment.lower(
+    run = whole_segment.lower(
         engine.setup, engine.params, caches, segment, jnp.array([8]), None, "none"
     )
     memory = run.compile().memory_analysis()

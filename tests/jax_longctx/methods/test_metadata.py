@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from jax_longctx.contract import decode_segment, step_variant
-from jax_longctx.engine import programs
+from jax_longctx.engine.allocate import abstract_caches, init_caches
 from jax_longctx.engine.capacity import bucket, footprint
+from jax_longctx.engine.finish import finish_context, finish_question
+from jax_longctx.engine.prefill import run_segment
 from jax_longctx.methods import METHODS, make_method
 from tests.small_methods import SMALL
 from tests.support import random_rows, tiny_config, tiny_engine
@@ -41,19 +43,17 @@ def read_context(engine, rows, context, question) -> tuple[Any, Any]:
     setup, method = engine.setup, engine.method
     slots = bucket(len(context) + RESERVE + 1)
     total = jnp.full(rows, len(context), jnp.int32)
-    (cache,) = programs.init_caches(setup, rows, slots, RESERVE)
+    (cache,) = init_caches(setup, rows, slots, RESERVE)
 
     def run(cache, segment):
-        (cache,), logits = programs.run_segment(
-            setup, engine.params, (cache,), segment, total, None, "all"
-        )
+        (cache,), logits = run_segment(setup, engine.params, (cache,), segment, total, None, "all")
         return cache, np.asarray(logits)
 
     asked = [question] * rows if method.info.needs_question else None
     prompt = engine.prompt("context", slots, context=[context] * rows, question=asked)
     for segment in method.segments(prompt):
         cache, _ = run(cache, segment)
-    (cache,) = programs.finish_context(setup, (cache,), total, RESERVE)
+    (cache,) = finish_context(setup, (cache,), total, RESERVE)
     return cache, run
 
 
@@ -81,8 +81,8 @@ def tokens_read(engine, question, answer):
     """
     method = engine.method
     setup, one = engine.setup, jnp.full(1, LENGTH, jnp.int32)
-    empty = programs.abstract_caches(setup, 1, bucket(LENGTH + RESERVE + 1), RESERVE)
-    (kept,) = jax.eval_shape(lambda c: programs.finish_context(setup, c, one, RESERVE), empty)
+    empty = abstract_caches(setup, 1, bucket(LENGTH + RESERVE + 1), RESERVE)
+    (kept,) = jax.eval_shape(lambda c: finish_context(setup, c, one, RESERVE), empty)
     heads, slots = holder_of(kept).v.shape[1:3]
     rows = heads * slots + 1
     cache, run = read_context(engine, rows, CONTEXT, question)
@@ -97,7 +97,7 @@ def tokens_read(engine, question, answer):
     cache = read_question(engine, cache, run, rows, question)
     if method.info.answers_apart:
         total = jnp.full(rows, LENGTH, jnp.int32)
-        (cache,) = programs.finish_question(setup, (cache,), total=total, reserve=RESERVE)
+        (cache,) = finish_question(setup, (cache,), total=total, reserve=RESERVE)
     ones, going = np.ones((rows, 1), np.int32), np.zeros(rows, bool)
     step = decode_segment(np.full((rows, 1), answer), ones, going, step_variant(method, 1))
     logits = run(cache, step)[1][:, 0]

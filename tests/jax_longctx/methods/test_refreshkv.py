@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from jax_longctx.contract import Prompt, decode_segment
-from jax_longctx.engine import programs
+from jax_longctx.engine.allocate import cache_shapes
 from jax_longctx.engine.capacity import grow
+from jax_longctx.engine.runs import per_layer
+from jax_longctx.engine.setup import Setup
 from jax_longctx.methods.refreshkv import RefreshKV
 from jax_longctx.methods.snapkv import SnapKV
 from jax_longctx.sharding import make_mesh
@@ -350,7 +352,7 @@ def test_an_answer_takes_the_steps_that_the_schedule_names():
     for column, step in enumerate(single, start=1):
         chosen = last_logits(step).argmax(axis=1)
         assert chosen.tolist() == [row[column] for row in answers]
-    (cache, *_) = programs.per_layer(context.caches)
+    (cache, *_) = per_layer(context.caches)
     assert cache.full_steps.tolist() == [3] * 4 and cache.steps.tolist() == [14] * 4
 
 
@@ -396,7 +398,7 @@ def test_a_partial_step_neither_reads_nor_copies_the_full_cache(step, branch):
     slots, batch = 16384, 2
     config = tiny_config(num_layers=1, num_heads=8, num_kv_heads=2, head_dim=64)
     method = RefreshKV(budget=512)
-    setup = programs.Setup(config, method, make_mesh(), jnp.dtype(jnp.float32), 512)
+    setup = Setup(config, method, make_mesh(), jnp.dtype(jnp.float32), 512)
     with no_persistent_cache():
         compiled = compile_decode(setup, batch, slots, step)
     computations = bodies(compiled.as_text())
@@ -420,7 +422,7 @@ def test_a_partial_step_neither_reads_nor_copies_the_full_cache(step, branch):
 def test_a_full_step_by_schedule_has_no_branch():
     """What a branch may change is copied on a GPU, and its predicate waited for."""
     method = RefreshKV(budget=6, schedule="fixed", stride=3)
-    setup = programs.Setup(tiny_config(num_layers=1), method, make_mesh(), jnp.dtype("float32"), 16)
+    setup = Setup(tiny_config(num_layers=1), method, make_mesh(), jnp.dtype("float32"), 16)
     for step in (1, 3):
         text = compile_decode(setup, 2, 256, step).as_text()
         assert "while(" in text and "conditional(" not in text
@@ -432,7 +434,7 @@ def test_one_program_of_both_kinds_of_steps_copies_no_cache():
     slots, batch = 16384, 2
     config = tiny_config(num_layers=1, num_heads=8, num_kv_heads=2, head_dim=64)
     method = RefreshKV(budget=512, schedule="fixed", stride=3)
-    setup = programs.Setup(config, method, make_mesh(), jnp.dtype(jnp.float32), 512)
+    setup = Setup(config, method, make_mesh(), jnp.dtype(jnp.float32), 512)
     with no_persistent_cache():
         compiled = compile_decode(setup, batch, slots, 1, 3)
     assert compiled.as_text().count(" while(") >= 3 and "conditional(" not in compiled.as_text()
@@ -443,7 +445,7 @@ def test_one_program_of_both_kinds_of_steps_copies_no_cache():
 
 
 def test_without_a_budget_there_is_room_for_a_share_of_any_prompt():
-    (shape,) = programs.cache_shapes(engine_of().setup, 2, 256, 16)
+    (shape,) = cache_shapes(engine_of().setup, 2, 256, 16)
     for settings, size in [({}, 32), ({"ratio": 0.3}, 77), ({"ratio": 1e-3}, 1)]:
         cache = jax.eval_shape(functools.partial(RefreshKV(**settings).init_cache, shape))
         assert cache.partial.chosen.shape[2] == size
@@ -465,7 +467,7 @@ def test_without_a_budget_there_is_room_for_a_share_of_any_prompt():
 )
 def test_a_partial_cache_grows_with_what_it_holds(settings, shapes):
     """After 256 more slots: of a list of tokens, and of buffers for them."""
-    (shape,) = programs.cache_shapes(engine_of().setup, 2, 256, 16)
+    (shape,) = cache_shapes(engine_of().setup, 2, 256, 16)
     cache = jax.eval_shape(lambda: grow((RefreshKV(**settings).init_cache(shape),), 256)[0])
     assert (cache.partial.chosen.shape[2], cache.partial.k.shape[2]) == shapes
     assert cache.store.k.shape[2] == 512

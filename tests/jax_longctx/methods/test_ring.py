@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.engine import programs
+from jax_longctx.engine.allocate import abstract_caches
+from jax_longctx.engine.prefill import whole_segment
+from jax_longctx.engine.runs import per_layer
 from jax_longctx.methods import Full
 from jax_longctx.methods.ring import Ring
 from jax_longctx.sharding import make_mesh
@@ -39,7 +41,7 @@ def expected():
 def plain():
     """Every layer's cache under full attention on one device."""
     context = tiny_engine(Full(), chunk=64).prefill(CONTEXTS, reserve=40)
-    return programs.per_layer(context.caches)
+    return per_layer(context.caches)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_r3_a_cut_ring_sees_itself_and_the_shards_before(hops):
         return weighted_values(probabilities(rope(q, at, theta), keys[-1], visible), v)
 
     forward(engine.config, oracle_params(engine), row, attend)
-    for cache, mine in zip(programs.per_layer(context.caches), keys, strict=True):
+    for cache, mine in zip(per_layer(context.caches), keys, strict=True):
         held = np.asarray(cache.k)[0, :, : len(row)].swapaxes(0, 1)
         np.testing.assert_allclose(held, mine, atol=1e-4)
 
@@ -97,12 +99,10 @@ def test_r6_keys_and_values_are_sent_once_less_than_there_are_shards(order, back
     """In zigzag order twice more, back to the order of the text."""
     engine = engine_of((1, 4, 1), order=order)
     setup = engine.setup
-    caches = programs.abstract_caches(setup, 1, 512, 8)
+    caches = abstract_caches(setup, 1, 512, 8)
     (segment,) = setup.method.segments(engine.prompt("context", 512, context=[[1] * 300]))
     total = jax.ShapeDtypeStruct((1,), jnp.int32)
-    lowered = programs.whole_segment.lower(
-        setup, engine.params, caches, segment, total, None, "none"
-    )
+    lowered = whole_segment.lower(setup, engine.params, caches, segment, total, None, "none")
     layer = lowered.as_text().count("collective_permute")
     # One function that all layers call.
     assert layer == 2 * (3 + back)
@@ -113,9 +113,7 @@ def test_a_context_can_be_empty_or_hold_an_empty_row():
     engine = engine_of((1, 2, 1))
     for contexts in ([[]], [[], CONTEXTS[1]]):
         context = engine.prefill(contexts, reserve=8)
-        assert programs.per_layer(context.caches)[0].length.tolist() == [
-            len(row) for row in contexts
-        ]
+        assert per_layer(context.caches)[0].length.tolist() == [len(row) for row in contexts]
         assert list(engine.stream(context, [[5]] * len(contexts), max_tokens=2))
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.engine import programs
+from jax_longctx.engine.finish import finish_question
 from jax_longctx.methods.snapkv import SnapKV
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import (
@@ -69,7 +69,7 @@ def whole():
 def decoded(engine, caches, **changes):
     """Logits and caches, token by token of the answers, under a variant of the method."""
     engine = under(engine, dataclasses.replace(METHOD, **changes))
-    caches = programs.finish_question(engine.setup, caches, TOTAL, reserve=16)
+    caches = finish_question(engine.setup, caches, TOTAL, reserve=16)
     for step in Run(engine, 128, 16, TOTAL, caches).tokens(ANSWERS):
         yield last_logits(step), step.caches
 
@@ -138,7 +138,7 @@ def test_sn_2_what_stays_equals_numpy(whole, changes):
     method = dataclasses.replace(METHOD, **changes)
     setup = dataclasses.replace(engine.setup, method=method)
     # A layer's choice depends on its own cache alone; the second is enough.
-    (cache,) = programs.finish_question(setup, caches[1:], TOTAL, reserve=8)
+    (cache,) = finish_question(setup, caches[1:], TOTAL, reserve=8)
     lists = in_order(cache, method.budget + 1)
     assert lists == [oracle(engine, row, **changes).lists[1] for row in range(4)]
 
@@ -158,7 +158,7 @@ def test_sn_3_x10_window_1_over_the_layer_is_tova_at_once(whole):
     setup = dataclasses.replace(engine.setup, method=method)
     one = {"queries": caches[1].queries[:, -1:], "lse": caches[1].lse[:, -1:]}
     newest = (dataclasses.replace(caches[1], **one),)
-    (kept,) = programs.finish_question(setup, newest, TOTAL, reserve=8)
+    (kept,) = finish_question(setup, newest, TOTAL, reserve=8)
     expected = []
 
     def attend(layer, q, k, v):

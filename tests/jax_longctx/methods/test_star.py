@@ -13,7 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jax_longctx.contract import Prompt
-from jax_longctx.engine import programs
+from jax_longctx.engine.allocate import cache_shapes
+from jax_longctx.engine.decode import decode_block
+from jax_longctx.engine.runs import per_layer
 from jax_longctx.methods import Full, make_method, settings_of
 from jax_longctx.methods.star import Star
 from jax_longctx.sharding import make_mesh
@@ -118,7 +120,7 @@ def test_s14_anchors_equal_numpy(changes):
 def test_random_positions_are_ascending_below_the_block():
     method = dataclasses.replace(STAR, positions="random", anchor=30)
     engine = engine_of(method, (1, 1, 1))
-    cache = method.init_cache(programs.cache_shapes(engine.setup, 1, 256, 8)[0])
+    cache = method.init_cache(cache_shapes(engine.setup, 1, 256, 8)[0])
     cache = dataclasses.replace(cache, filled=jnp.full((1, 1), 128, jnp.int32))
     setup = engine.setup
 
@@ -155,10 +157,8 @@ def test_s10_only_the_answers_tokens_are_appended():
     engine = engine_of(STAR, (1, 2, 1))
     for _ in engine.stream(context, [[1, 2, 3]], max_tokens=4):
         pass
-    assert programs.per_layer(context.caches)[0].length.tolist() == [201 + 3 + 3]
-    assert (
-        type(programs.per_layer(context.caches)[0]).__name__ == "AppendCache"
-    )  # the anchors are gone
+    assert per_layer(context.caches)[0].length.tolist() == [201 + 3 + 3]
+    assert type(per_layer(context.caches)[0]).__name__ == "AppendCache"  # the anchors are gone
 
 
 DECODES = {
@@ -239,7 +239,7 @@ def test_s12_no_token_compiles_anything():
     context = engine.prefill([random_rows([100])[0]], reserve=64)
     stream = engine.stream(context, [[1, 2]], max_tokens=60)
     tokens = [next(stream), next(stream)]
-    before = programs.decode_block._cache_size()
+    before = decode_block._cache_size()
     tokens += stream
     assert sum(len(block[0]) for block in tokens) == 60
-    assert programs.decode_block._cache_size() == before
+    assert decode_block._cache_size() == before

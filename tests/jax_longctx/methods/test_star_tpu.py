@@ -5,9 +5,12 @@ import jax.numpy as jnp
 import pytest
 
 from jax_longctx.contract import Prompt, step_variant
-from jax_longctx.engine import Sampling, programs
+from jax_longctx.engine import Sampling
 from jax_longctx.engine.capacity import bucket, bytes_per_device, staged_caches
+from jax_longctx.engine.decode import decode_block
+from jax_longctx.engine.prefill import whole_segment
 from jax_longctx.engine.sampling import sampling_static
+from jax_longctx.engine.setup import Setup
 from jax_longctx.methods import make_method
 from jax_longctx.planning.compiled import abstract_values, count_collectives, placed
 from jax_longctx.sharding import make_mesh
@@ -40,7 +43,7 @@ def setup_of(name, settings, seq, tensor):
     mesh = make_mesh(1, seq, tensor, devices=v5e.devices)
     config = tiny_config(num_layers=LAYERS, vocab_size=1024, **SHAPE)
     method = make_method(name, settings)
-    return programs.Setup(config, method, mesh, jnp.dtype(jnp.bfloat16), 512)
+    return Setup(config, method, mesh, jnp.dtype(jnp.bfloat16), 512)
 
 
 def prefill(setup):
@@ -61,7 +64,7 @@ def prefill(setup):
         shards = setup.mesh.shape["seq"] if segment.spread else 1
         kind = segment.variant, segment.tokens.shape[1] // shards
         if kind not in found:
-            lowered = programs.whole_segment.lower(
+            lowered = whole_segment.lower(
                 setup,
                 abstract_params(setup),
                 placed(setup.mesh, caches),
@@ -79,7 +82,7 @@ def decode(setup):
     _, _, caches = staged_caches(setup, 1, CONTEXT, RESERVE)
     static = (32, (step_variant(setup.method, 1),), sampling_static(Sampling()))
     total = jax.ShapeDtypeStruct((1,), jnp.int32)
-    lowered = programs.decode_block.lower(
+    lowered = decode_block.lower(
         setup,
         abstract_params(setup),
         placed(setup.mesh, caches),

@@ -16,7 +16,7 @@ from checkpoints_convert import convert
 from checkpoints_convert.config import model_config
 from jax_longctx.api import LongContext
 from jax_longctx.cli.demo import find_model
-from jax_longctx.engine import programs
+from jax_longctx.engine.decode import start_answer
 from jax_longctx.methods import DynamicNTK
 from tests.checkpoints_convert.test_names import internlm2_state
 from tests.goldens.cases import MODELS
@@ -51,12 +51,11 @@ def continued(
     """The answer to the golden's prompt, as text, and the logits of its first token."""
     logits = []
 
-    def start_answer(setup: Any, state: Any, last: Any, *rest: Any) -> Any:
+    def started(setup: Any, state: Any, last: Any, *rest: Any) -> Any:
         logits.append(np.asarray(last[0]))
-        return started(setup, state, last, *rest)
+        return start_answer(setup, state, last, *rest)
 
-    started = programs.start_answer
-    monkeypatch.setattr(programs, "start_answer", start_answer)
+    monkeypatch.setattr("jax_longctx.engine.engine.start_answer", started)
     model = LongContext(engine, word_tokenizer(golden.config["vocab_size"]))
     prompt = model.tokenizer.decode(golden.tokens)
     assert model.tokenizer.encode(prompt) == golden.tokens

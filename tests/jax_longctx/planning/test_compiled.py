@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.engine import Engine, programs
+from jax_longctx.engine import Engine, decode, finish, prefill
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import bytes_per_device, staged_caches
 from jax_longctx.methods import make_method
@@ -24,8 +24,13 @@ from tests.small_methods import small_method
 from tests.support import tiny_config
 
 RESERVE, CHUNK = 40, 32
-# Functions of `engine.programs`, with the arguments that a program is compiled for.
-FUNCTIONS = ("whole_segment", "finish_donated", "whole_finish", "decode_block")
+# The programs of a whole pass, and the modules that call them.
+FUNCTIONS = {
+    "whole_segment": prefill,
+    "finish_donated": finish,
+    "whole_finish": finish,
+    "decode_block": decode,
+}
 
 
 def request(method, context, batch=1, target="cpux8", layers=2):
@@ -49,7 +54,7 @@ class Watched:
     """Stands in for a program: notes what it is called with, and gives zeros for what it would."""
 
     def __init__(self, name, seen):
-        self.name, self.real, self.seen = name, getattr(programs, name), seen
+        self.name, self.real, self.seen = name, getattr(FUNCTIONS[name], name), seen
         self.answered = 0
 
     def eval_shape(self, *args):
@@ -80,9 +85,9 @@ def programs_of_a_run(wanted, mesh, monkeypatch):
     ):
         questions = [[3] * asked] * wanted.batch
         with monkeypatch.context() as patch:
-            for name in FUNCTIONS:
+            for name, module in FUNCTIONS.items():
                 seen = found if name in names else set()
-                patch.setattr(programs, name, Watched(name, seen))
+                patch.setattr(module, name, Watched(name, seen))
             context = engine.prefill(rows, reserve=RESERVE, questions=questions)
             list(engine.stream(context, questions, max_tokens=answered, stop_ids=(62, 63)))
     return found
@@ -107,7 +112,7 @@ def test_the_programs_are_those_of_a_run(name, context, sizes, monkeypatch):
     method = star if name == "star" else small_method(name)
     wanted = request(method, context, batch=sizes.get("data", 1))
     used = compiled.used_programs(wanted, wanted.setup(mesh), wanted.batch)
-    names = {id(getattr(programs, name)): name for name in FUNCTIONS}
+    names = {id(getattr(module, name)): name for name, module in FUNCTIONS.items()}
     planned = [signature(names[id(each.function)], each.args) for each in used]
     assert len(set(planned)) == len(planned)
     assert set(planned) == programs_of_a_run(wanted, mesh, monkeypatch)

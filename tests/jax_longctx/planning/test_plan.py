@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_longctx.engine import programs
+from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import bytes_per_device, slots_for
+from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.methods import make_method
@@ -50,8 +51,8 @@ def test_bytes_are_those_of_arrays_on_the_mesh(method):
     shards = [shard for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards]
     device = mesh.devices[1, 0, 1]
     assert plan.weights == sum(each.data.nbytes for each in shards if each.device == device)
-    setup = programs.Setup(wanted.config, wanted.method, mesh, jnp.dtype("float32"), 64)
-    empty = programs.abstract_caches(setup, 2, slots_for(CONTEXT, 100, 2), 128)
+    setup = Setup(wanted.config, wanted.method, mesh, jnp.dtype("float32"), 64)
+    empty = abstract_caches(setup, 2, slots_for(CONTEXT, 100, 2), 128)
     # The peak is that of the context's own caches, and more where the answer has its own.
     assert plan.cache >= bytes_per_device(mesh, empty)
     if not wanted.method.info.answers_apart and method != "refreshkv":

@@ -9,7 +9,7 @@ import pytest
 
 from jax_longctx.api import LongContext
 from jax_longctx.engine import Engine
-from jax_longctx.engine.programs import forget
+from jax_longctx.engine.compiling import forget
 from jax_longctx.serving.server import LongServer, ServeOptions, listen
 from tests.jax_longctx.engine.test_running import compilations
 from tests.jax_longctx.serving.tiny import LENGTHS

@@ -1,0 +1,126 @@
+"""The engine's jitted functions.
+
+Each is a `Program`, whose calls a rehearsal can take in its place (`engine.ahead`).
+"""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+
+# Options of a function that gives back every donated argument, updated, in the order they came.
+#
+# JAX pairs donated leaves with outputs by shape, in their order. A leaf left out as unused would
+# move all that follow: one leaf is then returned in another's buffer, which XLA's GPU compiler
+# overwrites before it has read it (jax-ml/jax#39625). With none left out each keeps its own.
+IN_PLACE: dict[str, Any] = {"keep_unused": True}
+# Options of programs that loop over layers. XLA's Triton matmuls copy each layer's weights out of
+# the stack first; cuBLAS takes their address. Command buffers that hold loops make the whole loop
+# one CUDA graph. Where weights and caches nearly fill the memory, rematerialization would compute
+# products several times, and copy caches that are written in place.
+# To choose how a fusion is compiled, XLA would run it with inputs and outputs of its own: one that
+# writes a token into all layers' caches takes twice their bytes, which need not be free.
+LOOPED: dict[str, Any] = {
+    "compiler_options": {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_disable_hlo_passes": "rematerialization",
+        "xla_gpu_experimental_enable_fusion_autotuner": False,
+        # Kernels that do not wait for one another run side by side.
+        "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+        # XLA's own kernels are launched while those before them end, and wait within.
+        "xla_gpu_enable_pdl": True,
+        "xla_gpu_enable_pdl_launch": True,
+        "xla_gpu_enable_command_buffer": (
+            "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
+        ),
+    }
+}
+# What is given the calls of `Program`s (see `calls_to`).
+_taker: contextvars.ContextVar[Any] = contextvars.ContextVar("taker", default=None)
+# Every `Program`; `forget` clears them.
+_programs: list["Program"] = []
+
+
+class Program:
+    """A jitted function of the engine, which a rehearsal compiles instead of executing it.
+
+    Its attributes are those of the jitted function.
+
+    Args:
+      function, options: as of `jax.jit`.
+      static: the positions of the static arguments.
+
+    Attributes:
+      name: tells it from other programs.
+      ready: of a rehearsal's calls, the compiled programs that are stored on the disk, or will be
+        (see `engine.stored`); None for one that could not be loaded.
+    """
+
+    def __init__(self, function: Any, *, static: Sequence[int] = (), **options: Any):
+        self.jitted: Any = jax.jit(function, static_argnums=static, **options)
+        self._static = static
+        self.name = f"{function.__module__}.{function.__qualname__} {static} {options}"
+        self.ready: dict[Any, Future[Any]] = {}
+        _programs.append(self)
+
+    def __call__(self, *args: Any) -> Any:
+        taker = _taker.get()
+        if taker is not None:
+            return taker.call(self, args)
+        if self.ready:
+            found = self.ready.get(self.key(args))
+            if found is not None and found.result() is not None:
+                return found.result()(*self.split(args)[1])
+        return self.jitted(*args)
+
+    def split(self, args: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...]]:
+        """The static arguments and the others."""
+        fixed = [args[position] for position in self._static]
+        return fixed, tuple(arg for i, arg in enumerate(args) if i not in self._static)
+
+    def key(self, args: tuple[Any, ...]) -> Any:
+        """What tells the program of these arguments from others of this process, as `jit` does."""
+        fixed, others = self.split(args)
+        leaves, structure = jax.tree.flatten(others)
+        signatures = tuple(map(_signature, leaves))
+        precision = jax.config.jax_default_matmul_precision
+        return id(self), precision, tuple(fixed), structure, signatures
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.jitted, name)
+
+
+def forget() -> None:
+    """Drops all compiled programs of this process."""
+    jax.clear_caches()
+    for each in _programs:
+        each.ready.clear()
+
+
+def program(**options: Any) -> Callable[[Any], Program]:
+    """Makes a `Program` of a function, with its options."""
+    return functools.partial(Program, **options)
+
+
+def _signature(leaf: Any) -> Any:
+    """What `jit` tells an argument's programs apart by."""
+    if not hasattr(leaf, "dtype"):
+        return leaf
+    placed = getattr(leaf, "committed", True)
+    sharding = getattr(leaf, "sharding", None) if placed else None
+    return np.shape(leaf), leaf.dtype, getattr(leaf, "weak_type", False), sharding
+
+
+@contextlib.contextmanager
+def calls_to(taker: Any) -> Iterator[None]:
+    """Within it, `taker.call` gets the calls of this thread's `Program`s; None runs them."""
+    token = _taker.set(taker)
+    try:
+        yield
+    finally:
+        _taker.reset(token)

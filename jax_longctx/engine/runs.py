@@ -1,0 +1,135 @@
+"""Caches of runs of layers, and one layer's part of them.
+
+A run is consecutive layers that are alike. Its caches are one `Stacked` cache, of arrays with a
+leading axis for the layers. A layer that is like no neighbour has a cache of its own.
+"""
+
+import functools
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Int
+
+from jax_longctx.caches import Offloaded
+from jax_longctx.engine.compiling import IN_PLACE, program
+from jax_longctx.engine.setup import Setup
+from jax_longctx.sharding import Stacked, leaf_fields, tree_shardings
+from pallas_kernels.plane import Plane
+
+
+def layers_in(cache: Any) -> int:
+    """How many layers' cache it is."""
+    return cache.count if isinstance(cache, Stacked) else 1
+
+
+def each_layer(caches: tuple[Any, ...]) -> Iterator[Any]:
+    """One layer's cache after another; those of a run are copied out of it, one at a time."""
+    for cache in caches:
+        if isinstance(cache, Stacked):
+            for index in range(cache.count):
+                yield jax.tree.map(operator.itemgetter(index), cache.cache)
+        else:
+            yield cache
+
+
+def per_layer(caches: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A cache for each layer: `each_layer`, all at once."""
+    return tuple(each_layer(caches))
+
+
+@program()
+def copied_layer(run: Any, layer: Int[Any, ""]) -> Any:
+    """A layer's cache in arrays of its own on the devices; `layer` counts within the run."""
+
+    def copied(node: Any) -> Any:
+        if isinstance(node, Offloaded):
+            return (_planes(node, layer) if isinstance(run, Stacked) else node).on_device()
+        return of_layer(node, layer) if isinstance(run, Stacked) else jnp.copy(node)
+
+    cache = run.cache if isinstance(run, Stacked) else run
+    return jax.tree.map(copied, cache, is_leaf=_is_offloaded)
+
+
+@program(donate_argnums=0, **IN_PLACE)
+def with_layer(run: Any, layer: Int[Any, ""], cache: Any) -> Any:
+    """`copied_layer` undone, at the end of a context: the run with another cache of a layer."""
+
+    def put(old: Any, new: Any) -> Any:
+        if not isinstance(run, Stacked):
+            return old.filled(new) if isinstance(old, Offloaded) else new
+        if not isinstance(old, Offloaded):
+            return jax.lax.dynamic_update_index_in_dim(old, new, layer, 0)
+        return _with_planes(old, _planes(old, layer).filled(new), layer)
+
+    before = run.cache if isinstance(run, Stacked) else run
+    after = jax.tree.map(put, before, cache, is_leaf=_is_offloaded)
+    return Stacked(after, run.count) if isinstance(run, Stacked) else after
+
+
+def _is_offloaded(node: Any) -> bool:
+    return isinstance(node, Offloaded)
+
+
+def _planes(stacks: Any, layer: Any) -> Any:
+    """A layer's part of every stack; of those that are `in_place` as a `Plane`."""
+    leaves, structure = jax.tree.flatten(stacks)
+    return structure.unflatten(
+        Plane(leaf, layer) if field.in_place else of_layer(leaf, layer)
+        for leaf, field in zip(leaves, leaf_fields(stacks), strict=True)
+    )
+
+
+def _with_planes(stacks: Any, parts: Any, layer: Any) -> Any:
+    """`_planes` undone."""
+    return jax.tree.map(
+        lambda whole, part: (
+            part.whole
+            if isinstance(part, Plane)
+            else jax.lax.dynamic_update_index_in_dim(whole, part, layer, 0)
+        ),
+        stacks,
+        parts,
+    )
+
+
+def seated_store(old: Offloaded, new: Offloaded, row: Any, place: Any) -> Offloaded:
+    """A store, or those of a run of layers, with row `row` of another one at `place`."""
+    if old.base.ndim == 1:
+        return old.seated(new, row, place)
+
+    def layer(index: Any, stores: Any) -> Any:
+        parts = _planes(stores, index).seated(_planes(new, index), row, place)
+        return _with_planes(stores, parts, index)
+
+    return jax.lax.fori_loop(0, len(old.base), layer, old)
+
+
+def as_run(setup: Setup, caches: tuple[Any, ...], like: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`per_layer` undone: caches in runs as `like` has them (shapes will do), on its shards."""
+    found, layer = [], 0
+    for run in like:
+        alike = caches[layer : layer + layers_in(run)]
+        layer += len(alike)
+        if isinstance(run, Stacked):
+            shardings, structure = jax.tree.flatten(tree_shardings(setup.mesh, run))
+            found.append(_stacker(structure, tuple(shardings))(*alike))
+        else:
+            found.append(alike[0])
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=64)
+def _stacker(structure: Any, shardings: tuple[Any, ...]) -> Any:
+    """Makes a run of its layers' caches; a function a kind of cache, so that it compiles once."""
+    return jax.jit(
+        lambda *each: Stacked(jax.tree.map(lambda *x: jnp.stack(x), *each), len(each)),
+        out_shardings=structure.unflatten(shardings),
+    )
+
+
+def of_layer(stacks: Any, layer: Any) -> Any:
+    """A layer's part of every stack."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stacks)

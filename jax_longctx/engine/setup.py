@@ -1,0 +1,147 @@
+"""What programs are compiled for: model, method, mesh, dtypes and sizes.
+
+Caches are donated everywhere and updated in place. `attend` and `finish` of a method run inside one
+manual `shard_map` over the whole mesh (`Setup.shard_map`). Projections, MLP and head are left to
+the compiler through shardings. Their weights are divided over `tensor` and `seq`
+(`sharding.weight_sharding`), in one of two ways:
+
+- Tokens that every shard of `seq` has (decode steps, chunks of prefill, questions) are multiplied
+  in place, with each device's own part of the weights (`products.Divided`).
+- Of tokens that are spread over `seq` (`Segment.spread`), either the tokens are gathered for each
+  product, or the weights, a layer's at a time: what is fewer bytes
+  (`products.gathers_weights`).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from jax_longctx.contract import STRIPE, LayerContext, Method, SlotLayout, stripes
+from jax_longctx.engine.products import Divided, FewRows
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.llama import PLAIN, Products, ends_of
+from jax_longctx.settings import Offload, StoredForm
+from jax_longctx.sharding import AnyMesh, logical_spec
+from pallas_kernels.common import empty
+from pallas_kernels.row_matmul import MAX_ROWS
+
+# Rows of a matmul that cuBLAS takes in bfloat16 with results in float32.
+LEAST_ROWS = 8
+BATCH = logical_spec(("batch",))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ends:
+    """What is static of programs without layers: all methods on a mesh share these programs."""
+
+    config: ModelConfig
+    mesh: AnyMesh
+    dtype: Any
+
+    def logits(self, params: Any, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """float32 logits of one hidden state a row."""
+        rows = hidden.shape[0]
+        if _platform(self.mesh) == "gpu" and rows < LEAST_ROWS:
+            # Of fewer XLA converts the whole head to float32 first.
+            hidden = jnp.pad(hidden, ((0, LEAST_ROWS - rows), (0, 0)))
+        return ends_of(self.config, params).logits(hidden)[:rows]
+
+
+def without_layers(params: Any) -> Any:
+    """The parameters that `Ends` needs."""
+    return {name: value for name, value in params.items() if name != "layers"}
+
+
+def _platform(mesh: AnyMesh) -> str:
+    if isinstance(mesh, AbstractMesh):
+        return jax.default_backend()
+    return mesh.devices.flat[0].platform
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Everything static: what the programs are compiled for.
+
+    Attributes:
+      by_layer: whether the host loops over the layers, not the device (see the module). A pass
+        then takes a dispatch for each layer, and a decode step waits for the host.
+      kv: the 8-bit form in which caches hold keys and values; None for arrays of `dtype`.
+      weights: the 8-bit form of the layers' matrices; None for arrays of `dtype`.
+      offload: keys and values lie in the host's memory; None for the devices'.
+    """
+
+    config: ModelConfig
+    method: Method
+    mesh: AnyMesh
+    dtype: Any
+    chunk: int
+    by_layer: bool = False
+    kv: StoredForm | None = None
+    weights: StoredForm | None = None
+    offload: Offload | None = None
+
+    @property
+    def platform(self) -> str:
+        """What the programs are for: "cpu", "gpu" or "tpu"."""
+        return _platform(self.mesh)
+
+    @property
+    def token_bytes(self) -> int:
+        """What a cache holds of one token in one layer, over all heads: key, value and scales."""
+        width = self.config.head_dim
+        token = jax.eval_shape(lambda: empty((1, 1, 1, width), self.dtype, self.kv))
+        parts = jax.tree.leaves(token)
+        return 2 * self.config.num_kv_heads * sum(x.size * x.dtype.itemsize for x in parts)
+
+    @property
+    def ends(self) -> Ends:
+        """Its part that does not depend on the method."""
+        return Ends(self.config, self.mesh, self.dtype)
+
+    def products(self, rows: int) -> Products:
+        """How a layer multiplies this many rows, which all shards of `seq` have, with weights."""
+        few = self.platform == "gpu" and self.mesh.size == 1 and rows <= MAX_ROWS
+        if few:
+            return FewRows(self.mesh)
+        return Divided(self.mesh) if self.mesh.shape["seq"] > 1 else PLAIN
+
+    @property
+    def slot_layout(self) -> SlotLayout:
+        """Where the slots of all caches lie.
+
+        A sliding window hides slots by their positions, and kernels know those of a block alone.
+        """
+        dealt = stripes(self.method) and not any(self.config.windows)
+        return SlotLayout(self.mesh.shape["seq"], STRIPE if dealt else None)
+
+    def layer_context(self, window: int | None, total: Array) -> LayerContext:
+        return LayerContext(
+            scale=self.config.softmax_scale,
+            window=window,
+            rope=self.config.rope,
+            total=total,
+            stripe=self.slot_layout.stripe,
+        )
+
+    def shard_map(self, body: Any, in_specs: Any, out_specs: Any) -> Any:
+        """`body` as one program a device, manual over every mesh axis."""
+        # Values that are equal on all shards of an axis (a psum's result) carry no proof of it
+        # through kernels, so the replication check stays off.
+        return jax.shard_map(
+            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+
+def everywhere(ends: Ends, tree: Any) -> Any:
+    """The arrays put on all devices, outside of jit."""
+    return jax.device_put(tree, NamedSharding(ends.mesh, PartitionSpec()))
+
+
+def replicated(ends: Ends, tree: Any) -> Any:
+    """The same on all devices: every process reads these."""
+    sharding = NamedSharding(ends.mesh, PartitionSpec())
+    return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: sharding, tree))
