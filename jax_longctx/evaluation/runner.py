@@ -202,9 +202,8 @@ def run_eval(
     compiled: set[Any] = set()
     used: set[Any] = set()
     engine, given = model.engine, None
-    found: list[dict[str, Any]] | None = None
     try:
-        while (message := from_leader(functools.partial(leader.next, found))) is not None:
+        while (message := from_leader(leader.next)) is not None:
             work = Work(**message)
             if given != (work.method, work.settings):
                 given = work.method, work.settings
@@ -218,6 +217,7 @@ def run_eval(
             if new:
                 # The first use of a program is slower than the next.
                 found = [row | ({"compiled": True} if "compiled" in row else {}) for row in found]
+            from_leader(functools.partial(leader.finish, found))
     finally:
         leader.work.close()
     return leader.store.rows if is_leader() else None
@@ -299,12 +299,14 @@ class _Leader:
         self.soon: list[Sized] = []
         self.work = self._work()
 
-    def next(self, found: list[dict[str, Any]] | None) -> dict[str, Any] | None:
-        """Takes the rows of the last batch and returns the next batch; None at the end."""
-        if found is not None:
-            self._add([_scored(job, row) for job, row in zip(self.batch, found, strict=True)])
+    def next(self) -> dict[str, Any] | None:
+        """The next batch; None at the end."""
         work = next(self.work, None)
         return None if work is None else dataclasses.asdict(work)
+
+    def finish(self, found: list[dict[str, Any]]) -> None:
+        """Scores and writes the rows of the batch that `next` returned."""
+        self._add([_scored(job, row) for job, row in zip(self.batch, found, strict=True)])
 
     def first(self) -> Work | None:
         """The first batch of a run into an empty folder, for which no weights are needed."""
