@@ -87,7 +87,7 @@ class CommandLine(typer.core.TyperGroup):
                     traceback.print_exc()
                     raise typer.Exit(process.FAULT) from error
                 raise
-            lost = lost_process(error)
+            lost = process.lost_process(error)
             if lost is None:
                 traceback.print_exc()
                 process.leave_job(process.FAULT)
@@ -107,15 +107,6 @@ def _ended(message: str, code: int) -> typer.Exit:
     if number is not None:
         process.leave_job(code)
     return typer.Exit(code)
-
-
-def lost_process(error: BaseException) -> str | None:
-    """The message where another process of the job has ended; None for any other error."""
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    signs = ("Gloo", "closed by peer", "heartbeat", "UNAVAILABLE", "coordination")
-    if not any(sign in first for sign in signs):
-        return None
-    return f"another process of the job has ended, see its messages; here: {first:.200}"
 
 
 app = options.App(

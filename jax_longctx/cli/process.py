@@ -387,6 +387,15 @@ def leave_job(code: int) -> NoReturn:
     os._exit(code)
 
 
+def lost_process(error: BaseException) -> str | None:
+    """The message where another process of the job has ended; None for any other error."""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    signs = ("Gloo", "closed by peer", "heartbeat", "UNAVAILABLE", "coordination")
+    if not any(sign in first for sign in signs):
+        return None
+    return f"another process of the job has ended, see its messages; here: {first:.200}"
+
+
 def hide_absent_tpu(devices: Path = Path("/dev")) -> None:
     """Hides libtpu from JAX where there is no TPU and no variable asks for one.
 

@@ -334,11 +334,9 @@ def _crashed(temporary: Path | None, error: BaseException) -> None:
 
     Nothing is unwound, so the temporary folder of contexts is removed here.
     """
-    from jax_longctx.cli.main import lost_process
-
     if temporary is not None:
         shutil.rmtree(temporary, ignore_errors=True)
-    lost = lost_process(error)
+    lost = process.lost_process(error)
     if lost is None:
         traceback.print_exception(error)
     shown: Any = lost or f"the scheduler failed: {type(error).__name__}: {error}"
