@@ -20,7 +20,7 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method
 from jax_longctx.models.llama import ends_of, gathered_ends, gathered_layer, layer_of, layer_params
 from jax_longctx.planning.plan import matmul_weights, prefill_work
-from jax_longctx.sharding import logical_sharding, logical_spec
+from jax_longctx.sharding import logical_sharding, logical_spec, make_mesh
 from pallas_kernels.prefill_attention import causal_attention
 
 # Merges in the timed chain, and calls queued in a timed loop.
@@ -54,8 +54,7 @@ QUEUED = 8
 SQUARE = 131_072
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """Tokens of context, question and answer together; block size of methods that have one."""
 
     tokens: int
@@ -66,8 +65,8 @@ def run(
     *,
     model: str,
     methods: Sequence[tuple[str, dict[str, str]]],
-    cases: Sequence[Case],
-    mesh: Mesh,
+    cases: Sequence[Sequence[Any]],
+    mesh: Mesh | None = None,
     layers: int | None = None,
     runs: int = 3,
     blocks: int = 2,
@@ -82,12 +81,16 @@ def run(
     """Every method at every case; JSON-able. A case that does not fit is recorded as failed.
 
     Args:
+      cases: arguments of `Case`.
+      mesh: all devices along `seq` unless given.
       kv, weights: 8-bit forms of keys and values, and of weights.
       offload, working_set: where contexts lie, of all methods but full attention.
 
     Raises:
       InputError: more layers than the shape has, or a case shorter than its answer.
     """
+    mesh = make_mesh(seq=len(jax.devices())) if mesh is None else mesh
+    cases = [Case(*case) for case in cases]
     # Settings are checked before weights are made.
     made = [[(name, *_made(name, own, case)) for name, own in methods] for case in cases]
     shape = Shape.make(model, mesh, layers, chunk, say, kv, weights, offload, working_set)

@@ -1,13 +1,14 @@
 """`jax-longctx bench`: measured times beside a baseline and a roofline of the same run."""
 
-from collections.abc import Callable, Iterable
+import dataclasses
+import importlib
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from jax_longctx.cli import options, process
-from jax_longctx.cli.options import option
+from jax_longctx.cli import bench_tables, options, process
+from jax_longctx.cli.options import only, option
 from jax_longctx.cli.terminal import (
     Terminal,
     check_file,
@@ -15,54 +16,80 @@ from jax_longctx.cli.terminal import (
     check_matplotlib,
     check_plot,
     save,
-    shown_time,
-    table,
 )
 from jax_longctx.errors import InputError
 from jax_longctx.files import write_whole
-from jax_longctx.memory import shown_bytes
-from jax_longctx.settings import MESH_AXES, offload_of, parse_mesh
+from jax_longctx.settings import offload_of, parse_mesh
 
 bench_app = options.App(no_args_is_help=True, help="Measure on this device, as ratios in one run.")
 
 
-def _layers() -> Any:
-    return option("Time this many layers, and one, and scale to all; all unless given.")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timed:
+    """Methods under a model of random weights, and how they run."""
 
-
-def _methods() -> Any:
-    return options.methods(
+    methods: list[str] | None = options.methods(
         "A method and its settings; repeat for several. All methods unless given."
     )
-
-
-def _random_cache() -> Any:
-    return option(
+    model: str = options.shape(names=("--model", "--preset"))
+    layers: int | None = option(
+        "Time this many layers, and one, and scale to all; all unless given."
+    )
+    random_cache: bool = option(
         "Draw the cache at random instead of reading a context (methods that keep all keys).",
         default=False,
     )
-
-
-def _chunk() -> Any:
-    return option("Tokens of a prefill pass.", default=8192, min=1)
-
-
-def _mesh() -> Any:
-    return options.mesh(
+    chunk: int = option("Tokens of a prefill pass.", default=8192, min=1)
+    kv: str | None = options.kv()
+    weights: str | None = options.weights()
+    offload: str | None = options.offload()
+    working_set: int | None = options.working_set()
+    mesh: str | None = options.mesh(
         "Devices, e.g. tensor=4 or seq=2,tensor=2, without data. One device unless given."
     )
-
-
-def _kernels() -> Any:
-    return option(
+    kernels: bool = option(
         "Count the kernels of a step in a profile (on GPUs).",
         "--kernels/--no-kernels",
         default=True,
     )
+    picture: Path | None = option(
+        "Draw times or throughput beside the limits as a PNG.", metavar="FILE"
+    )
+
+    def __post_init__(self) -> None:
+        offload_of(self.offload, self.working_set)
+        check_plot(self.picture, "--picture")
+
+    def run(self, bench: str, names: tuple[str, ...], terminal: Terminal, **how: Any) -> Any:
+        """The result of `jax_longctx.bench.BENCH`, given the fields `names`, and `how`."""
+        given = {name: getattr(self, name) for name in names} | how
+        with terminal.starting():
+            from jax_longctx.memory import allow_pinned
+
+            if self.offload is not None:
+                allow_pinned()
+            module = importlib.import_module(f"jax_longctx.bench.{bench}")
+            from jax_longctx.sharding import make_mesh
+
+        if "methods" in names:
+            given["methods"] = _all_or(self.methods)
+        if given["mesh"] is not None:
+            sizes: Any = parse_mesh(given["mesh"])
+            given["mesh"] = make_mesh(**sizes)
+        return module.run(**given, say=terminal.note)
+
+    def draw(self, result: dict[str, Any]) -> None:
+        """Draws the picture that was asked for."""
+        if self.picture is not None and process.is_leader():
+            from jax_longctx.bench.drawing import draw
+
+            title = f"{result['device']}, {result['model']} in bfloat16"
+            draw(result["rows"], self.picture, title=title)
 
 
-def _picture() -> Any:
-    return option("Draw times or throughput beside the limits as a PNG.", metavar="FILE")
+FORMS = ("kv", "weights")
+STEPS = ("methods", "model", "random_cache", "chunk", *FORMS, "mesh", "kernels")
+OFFLOADED = ("layers", "offload", "working_set")
 
 
 def _runs() -> Any:
@@ -144,47 +171,18 @@ def e2e(
         peer_options=("--compile",) if compiled else (),
         say=terminal.note,
     )
-    output.hand_over(result, _end_to_end)
-
-
-def _end_to_end(result: dict[str, Any]) -> Iterable[Any]:
-    rows = []
-    for row in result["rows"]:
-        cells = [row["what"], f"{row['context']:,}", shown_time(row["seconds"])]
-        against = ["-", "-", "-"]
-        if row["baseline_seconds"] is not None:
-            its = shown_time(row["baseline_seconds"])
-            against = [row["baseline"], its, f"{row['ratio']:.2f}"]
-        rows.append([*cells, *against])
-    made = table(("what", "context", "time", "against", "its time", "ours / its"), rows)
-    made.columns[3].justify = "left"
-    yield made
-    yield (
-        f"{result['device']}, {result['model']} in bfloat16, batch 1, chunk {result['chunk']:,}, "
-        f"jax {result['jax']}; copy {result['copy_bandwidth'] / 1e12:.2f} TB/s"
-    )
+    output.hand_over(result, bench_tables.end_to_end)
 
 
 @bench_app.command()
 @options.command
 def decode(
     output: options.Output,
-    methods: list[str] | None = _methods(),
-    model: str = options.shape(names=("--model", "--preset")),
+    timed: Timed,
     cases: list[str] | None = option(
         "E.g. 3x131072; repeat for several.", "--case", metavar="BATCHxCONTEXT"
     ),
     blocks: int = option("Blocks of 32 steps that are timed.", default=5, min=1),
-    layers: int | None = _layers(),
-    random_cache: bool = _random_cache(),
-    chunk: int = _chunk(),
-    kv: str | None = options.kv(),
-    weights: str | None = options.weights(),
-    offload: str | None = options.offload(),
-    working_set: int | None = options.working_set(),
-    mesh: str | None = _mesh(),
-    kernels: bool = _kernels(),
-    picture: Path | None = _picture(),
 ) -> None:
     """Time a decode step of methods beside full attention's, random bfloat16 weights.
 
@@ -200,43 +198,17 @@ def decode(
     """
     expected = "BATCHxCONTEXT, as 3x131072"
     sizes = [_case(text, "x", expected) for text in cases or ["1x32768"]]
-    check_plot(picture, "--picture")
-    offload_of(offload, working_set)
-    terminal = output.terminal()
-    with terminal.starting():
-        from jax_longctx.memory import allow_pinned
-
-        if offload is not None:
-            allow_pinned()
-        from jax_longctx.bench.decode import run
-        from jax_longctx.sharding import make_mesh
-
-    result = run(
-        model=model,
-        methods=_all_or(methods),
-        cases=[(batch, context) for batch, context in sizes],
-        blocks=blocks,
-        random_cache=random_cache,
-        layers=layers,
-        chunk=chunk,
-        kv=kv,
-        weights=weights,
-        offload=offload,
-        working_set=working_set,
-        mesh=make_mesh(**_sizes(mesh)),
-        kernels=kernels,
-        say=terminal.note,
-    )
-    output.hand_over(result, _steps)
-    _draw(result, picture)
+    how = {"cases": [(batch, context) for batch, context in sizes], "blocks": blocks}
+    result = timed.run("decode", (*STEPS, *OFFLOADED), output.terminal(), **how)
+    output.hand_over(result, bench_tables.steps)
+    timed.draw(result)
 
 
 @bench_app.command()
 @options.command
 def throughput(
     output: options.Output,
-    methods: list[str] | None = _methods(),
-    model: str = options.shape(names=("--model", "--preset")),
+    timed: Timed = only(*STEPS, "picture"),
     contexts: list[int] | None = option(
         "Tokens of context of each row; repeat for several.", "--context"
     ),
@@ -245,13 +217,6 @@ def throughput(
         "GiB of each device that caches may use; what is free unless given.", metavar="GIB"
     ),
     blocks: int = option("Blocks of 32 steps that are timed.", default=3, min=1),
-    random_cache: bool = _random_cache(),
-    chunk: int = _chunk(),
-    kv: str | None = options.kv(),
-    weights: str | None = options.weights(),
-    mesh: str | None = _mesh(),
-    kernels: bool = _kernels(),
-    picture: Path | None = _picture(),
 ) -> None:
     """Decoded tokens a second of methods at the largest batch that fits, random bfloat16 weights.
 
@@ -268,39 +233,21 @@ def throughput(
             raise InputError(f"--context must be at least 1 token, got {length}")
     if memory is not None and memory <= 0:
         raise InputError(f"--memory must be above 0 GiB, got {memory:g}")
-    check_plot(picture, "--picture")
-    terminal = output.terminal()
-    with terminal.starting():
-        from jax_longctx.bench.throughput import run
-        from jax_longctx.sharding import make_mesh
-
-    result = run(
-        model=model,
-        methods=_all_or(methods),
-        contexts=contexts or [32768],
-        blocks=blocks,
-        most=most,
-        memory=None if memory is None else int(memory * 2**30),
-        random_cache=random_cache,
-        chunk=chunk,
-        kv=kv,
-        weights=weights,
-        mesh=make_mesh(**_sizes(mesh)),
-        kernels=kernels,
-        say=terminal.note,
-    )
-    output.hand_over(result, _throughput)
-    _draw(result, picture)
+    how: dict[str, Any] = {"contexts": contexts or [32768], "blocks": blocks, "most": most}
+    how["memory"] = None if memory is None else int(memory * 2**30)
+    result = timed.run("throughput", STEPS, output.terminal(), **how)
+    output.hand_over(result, bench_tables.throughput)
+    timed.draw(result)
 
 
 @bench_app.command()
 @options.command
 def serve(
     output: options.Output,
+    timed: Timed = only("model", *FORMS, "mesh"),
     methods: list[str] | None = options.methods(
         "A method and its settings; repeat for several. full and quest unless given."
     ),
-    model: str = options.shape(names=("--model", "--preset")),
     context: int = option("Tokens of the text that all rows ask about.", default=131072, min=1),
     rows: int = option("Answers that are decoded together.", default=16, min=1),
     question: int = option("Tokens of each question.", default=32, min=1),
@@ -316,9 +263,6 @@ def serve(
         default=True,
     ),
     chunk: int = options.chunk(),
-    kv: str | None = options.kv(),
-    weights: str | None = options.weights(),
-    mesh: str | None = _mesh(),
 ) -> None:
     """Time many answers over one context, and decoding beside reading, random bfloat16 weights.
 
@@ -330,13 +274,10 @@ def serve(
 
         jax-longctx bench serve --model llama-3.1-8b --context 131072 --rows 16 --out serve.json
     """
-    terminal = output.terminal()
-    with terminal.starting():
-        from jax_longctx.bench.serve import run
-        from jax_longctx.sharding import make_mesh
-
-    result = run(
-        model=model,
+    result = timed.run(
+        "serve",
+        ("model", *FORMS, "mesh"),
+        output.terminal(),
         methods=_named(methods or ["full", "quest"]),
         context=context,
         rows=rows,
@@ -345,52 +286,8 @@ def serve(
         blocks=blocks,
         random_cache=random_cache,
         chunk=chunk,
-        kv=kv,
-        weights=weights,
-        mesh=make_mesh(**_sizes(mesh)),
-        say=terminal.note,
     )
-    output.hand_over(result, _served)
-
-
-def _served(result: dict[str, Any]) -> Iterable[Any]:
-    steps, reading = [], []
-    for row in result["rows"]:
-        name = _name(row)
-        if "seconds" in row:
-            times = [f"{row[key] * 1e3:.2f} ms" for key in ("alone_seconds", "seconds")]
-            speeds = [f"{row['tokens_per_second']:,.0f}", f"{row['speedup']:.1f}x"]
-            waits = [shown_time(row[key]) for key in ("question_seconds", "first_token")]
-            rest = [f"{row['share']:.0%}", *waits]
-            steps.append([name, "yes" if row["shared"] else "no", *times, *speeds, *rest])
-        if "read_alone" in row:
-            gaps = [shown_time(row[key]) for key in ("gap_p50", "gap_p99", "gap_most")]
-            rates = [f"{row[key]:,.0f}" for key in ("read_alone", "read_beside")]
-            reading.append([name, *gaps, *rates, f"{row['read_share']:.0%}"])
-        if "failed" in row:
-            steps.append([name, row["failed"]])
-    together = f"{result['rows'][0]['batch']} rows"
-    yield table(
-        (
-            *("method", "shared", "alone: step", f"{together}: step", "tokens/s"),
-            *("together / alone", "of limit", "question", "first token"),
-        ),
-        steps,
-    )
-    if reading:
-        yield f"\nwhile a text of {result['read']:,} tokens is read:"
-        yield table(
-            (
-                *("method", "between tokens: median", "p99", "most"),
-                *("read alone, tokens/s", "beside", "beside / alone"),
-            ),
-            reading,
-        )
-    yield (
-        f"{result['device']}, {result['model']} in bfloat16{_stored(result)}, a context of "
-        f"{result['rows'][0]['context']:,} tokens; chunk {result['chunk']:,}, jax {result['jax']}; "
-        f"copy {result['copy_bandwidth'] / 1e12:.2f} TB/s"
-    )
+    output.hand_over(result, bench_tables.served)
 
 
 def _all_or(methods: list[str] | None) -> list[tuple[str, dict[str, str]]]:
@@ -398,17 +295,6 @@ def _all_or(methods: list[str] | None) -> list[tuple[str, dict[str, str]]]:
     from jax_longctx.methods import METHODS, STUDIES
 
     return _named(methods) if methods else [(name, {}) for name in METHODS if name not in STUDIES]
-
-
-def _sizes(mesh: str | None) -> dict[str, Any]:
-    return dict(parse_mesh(mesh or ""))
-
-
-def _draw(result: dict[str, Any], picture: Path | None) -> None:
-    if picture is not None and process.is_leader():
-        from jax_longctx.bench.drawing import draw
-
-        draw(result["rows"], picture, title=f"{result['device']}, {result['model']} in bfloat16")
 
 
 def _named(methods: list[str]) -> list[tuple[str, dict[str, str]]]:
@@ -426,83 +312,11 @@ def _case(text: str, between: str, expected: str, optional: bool = False) -> lis
     return [int(number) for number in numbers]
 
 
-# Heads of a step's columns, and what stands there.
-_STEP_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "step": lambda row: f"{row['seconds'] * 1e3:.2f} ms",
-    "limit": lambda row: f"{row['limit_seconds'] * 1e3:.2f} ms",
-    "share": lambda row: f"{row['share']:.0%}",
-    "kernels a layer": lambda row: f"{row['kernels_layer']:.1f}",
-    "gaps": lambda row: f"{row['gap_seconds'] * 1e3:.2f} ms",
-}
-
-
-def _step_columns(result: dict[str, Any]) -> dict[str, Callable[[dict[str, Any]], str]]:
-    """The columns; without those of kernels where none were counted."""
-    counted = any("kernels" in row for row in result["rows"])
-    return {
-        head: cell
-        for head, cell in _STEP_COLUMNS.items()
-        if counted or head not in ("kernels a layer", "gaps")
-    }
-
-
-def _steps(result: dict[str, Any]) -> Iterable[Any]:
-    columns = _step_columns(result)
-    rows = []
-    for row in result["rows"]:
-        cells = [_name(row), f"{row['batch']} x {row['context']:,}"]
-        if "failed" in row:
-            rows.append([*cells, row["failed"]])
-            continue
-        # No ratio where full attention failed.
-        speedup = f"{row['speedup']:.2f}x" if "speedup" in row else "-"
-        rows.append([*cells, *(cell(row) for cell in columns.values()), speedup])
-    yield table(("method", "batch x context", *columns, "full / this"), rows)
-    yield (
-        f"{result['device']}, {result['model']} in bfloat16{_stored(result)}, "
-        f"{_layers_said(result['layers'])}; jax {result['jax']}; copy "
-        f"{result['copy_bandwidth'] / 1e12:.2f} TB/s"
-    )
-
-
-def _stored(result: dict[str, Any]) -> str:
-    """The forms of weights, keys and values, where they are not bfloat16."""
-    said = {"weights": "weights", "kv": "keys and values", "offload": "contexts"}
-    return "".join(f", {what} in {result[key]}" for key, what in said.items() if result.get(key))
-
-
-def _throughput(result: dict[str, Any]) -> Iterable[Any]:
-    columns = _step_columns(result)
-    rows = []
-    for row in result["rows"]:
-        cells = [_name(row), f"{row['context']:,}"]
-        if "failed" in row:
-            rows.append([*cells, row["failed"]])
-            continue
-        cells += [f"{row['batch']:,}", f"{row['tokens_per_second']:,.0f}"]
-        rows.append([*cells, *(cell(row) for cell in columns.values())])
-    yield table(("method", "context", "rows", "tokens/s a device", *columns), rows)
-    yield (
-        f"{result['device']} ({result['devices']}), {result['model']} in bfloat16"
-        f"{_stored(result)}; {shown_bytes(result['free'])} free for caches; jax {result['jax']}; "
-        f"copy {result['copy_bandwidth'] / 1e12:.2f} TB/s"
-    )
-
-
-def _layers_said(layers: dict[str, int]) -> str:
-    """The layers in a table's last line; `layers` has `timed` and `of`."""
-    if layers["timed"] == layers["of"]:
-        return f"all {layers['of']} layers"
-    return (
-        f"{layers['timed']} layers and 1 timed, scaled to {layers['of']}: a layer's time is "
-        f"their difference, the rest fixed"
-    )
-
-
 @bench_app.command()
 @options.command
 def prefill(
     output: options.Output,
+    timed: Timed = only("layers", *FORMS, "offload", "working_set"),
     methods: list[str] = options.methods(
         "A method and its settings; repeat for several. Speed is relative to the first.",
         default=...,
@@ -514,7 +328,6 @@ def prefill(
         metavar="TOKENS[:BLOCK]",
     ),
     mesh: str | None = options.mesh("Devices, e.g. seq=4; all along seq unless given."),
-    layers: int | None = _layers(),
     runs: int = _runs(),
     blocks: int = option(
         "Blocks of 32 decode steps that are timed; 0 times none.", default=2, min=0
@@ -523,10 +336,6 @@ def prefill(
     question: int = option(
         "Tokens of the question, which some methods read beside each chunk.", default=1, min=1
     ),
-    kv: str | None = options.kv(),
-    weights: str | None = options.weights(),
-    offload: str | None = options.offload(),
-    working_set: int | None = options.working_set(),
 ) -> None:
     """Time to first token and memory of methods, random bfloat16 weights.
 
@@ -541,50 +350,29 @@ def prefill(
 
         jax-longctx bench prefill -m infllm --case 1048576 --kv int8 --offload host
     """
-    expected, cases = (
-        "TOKENS or TOKENS:BLOCK, as 131072:32768",
-        cases or ["32768:8192", "131072:32768"],
-    )
-    sizes = [_case(text, ":", expected, optional=True) for text in cases]
-    offload_of(offload, working_set)
-    terminal = output.terminal()
-    with terminal.starting():
-        from jax_longctx.memory import allow_pinned
-
-        if offload is not None:
-            allow_pinned()
-        import jax
-
-        from jax_longctx.bench.prefill import Case, run
-        from jax_longctx.sharding import make_mesh
-
-    along = {"seq": len(jax.devices())} if mesh is None else parse_mesh(mesh)
-    data, seq, tensor = (along.get(axis, 1) for axis in MESH_AXES)
-    result = run(
+    expected = "TOKENS or TOKENS:BLOCK, as 131072:32768"
+    cases = cases or ["32768:8192", "131072:32768"]
+    result = timed.run(
+        "prefill",
+        (*FORMS, *OFFLOADED),
+        output.terminal(),
         model=model,
         methods=_named(methods),
-        cases=[Case(*case) for case in sizes],
-        mesh=make_mesh(data, seq, tensor),
-        layers=layers,
+        cases=[_case(text, ":", expected, optional=True) for text in cases],
+        mesh=mesh,
         runs=runs,
         blocks=blocks,
         chunk=chunk,
         question=question,
-        kv=kv,
-        weights=weights,
-        offload=offload,
-        working_set=working_set,
-        say=terminal.note,
     )
-    output.hand_over(result, _first_tokens)
+    output.hand_over(result, bench_tables.first_tokens)
 
 
 @bench_app.command()
 @options.command
 def cold(
     output: options.Output,
-    methods: list[str] | None = _methods(),
-    model: str = options.shape(names=("--model", "--preset")),
+    timed: Timed = only("methods", "model"),
     checkpoint: Path | None = option(
         "Converted checkpoint in place of a shape with random weights.",
         "--checkpoint",
@@ -619,9 +407,9 @@ def cold(
         from jax_longctx.bench.cold import run
 
     result = run(
-        model=model,
+        model=timed.model,
         checkpoint=checkpoint,
-        methods=_all_or(methods),
+        methods=_all_or(timed.methods),
         length=length,
         answer=answer,
         chunk=chunk,
@@ -630,78 +418,7 @@ def cold(
         ahead=ahead,
         say=terminal.note,
     )
-    output.hand_over(result, _cold)
-
-
-def _cold(result: dict[str, Any]) -> Iterable[Any]:
-    rows = []
-    for row in result["rows"]:
-        if "failed" in row:
-            rows.append([_name(row), row["failed"]])
-            continue
-        empty, full = row["empty"], row["full"]
-        times = [
-            *(empty["first_token"], empty["last_token"], full["first_token"], full["last_token"]),
-            *(empty["warm_first_token"], empty["warm_last_token"]),
-        ]
-        found = f"{full['from_cache']} of {full['programs']}"
-        rows.append([_name(row), *map(shown_time, times), found])
-    last = f"{result['answer']} tokens"
-    headers = ("method", "empty: first token", last, "full: first token", last)
-    yield table((*headers, "warm: first token", last, "found in full cache"), rows)
-    yield (
-        f"{result.get('device', 'no device')}, {result['model']} in {result['dtype']}, "
-        f"{result['context']:,} tokens, chunk {result['chunk']:,}, jax {result.get('jax', '-')}"
-    )
-
-
-_MEMORY = ("peak_bytes", "said_bytes")
-
-
-def _first_tokens(result: dict[str, Any]) -> Iterable[Any]:
-    times, work = [], []
-    for row in result["rows"]:
-        cells = [_name(row), f"{row['tokens']:,}"]
-        if "failed" in row:
-            times.append([*cells, row["failed"]])
-            continue
-        step = shown_time(row["step"], 1) if "step" in row else "-"
-        merging = f"{row['merge_share']:.1%}" if "merge_share" in row else "-"
-        first = shown_time(row["first_token"], 1)
-        speedup = f"{row['speedup']:.2f}x" if "speedup" in row else "-"
-        times.append([*cells, first, speedup, step, merging])
-        flops = [f"{row[kind] / 1e12:,.4g}" for kind in ("linear", "attention")]
-        ratio = [shown_time(row["model_seconds"], 1), f"{row['of_model']:.2f}"]
-        memory = [shown_bytes(row[key]) if key in row else "-" for key in _MEMORY]
-        work.append([*cells, *flops, f"{row['received'] / 1e9:,.3g} GB", *ratio, *memory])
-    first = result["rows"][0]["method"]
-    yield table(("method", "tokens", "first token", f"{first} / this", "step", "merging"), times)
-    yield "\nbusiest device:"
-    headers = ("linear TFLOP", "attention TFLOP", "received", "takes", "time / that")
-    headers += ("most memory", "caches")
-    yield table(("method", "tokens", *headers), work)
-    rates, merge = result["rates"], result["rates"]["merge"]
-    devices = ", ".join(f"{axis}={size}" for axis, size in result["mesh"].items())
-    yield (
-        f"\n{result['device']} {devices}, {result['model']} in bfloat16{_stored(result)}, "
-        f"{_layers_said(result['layers'])}; chunk {result['chunk']:,}, median of "
-        f"{result['runs']}, jax {result['jax']}"
-    )
-    linear, attention = (f"{rates[kind] / 1e12:,.3g} TFLOP/s" for kind in ("linear", "attention"))
-    received = rates["received"]
-    yield (
-        f"rates: linear {linear}, attention {attention} (causal, {rates['square']:,} tokens)"
-        + (f"; from a neighbour {received / 1e9:,.1f} GB/s" if received else "")
-    )
-    if merge:
-        yield (
-            f"a decode step's merge in a layer: {merge['by_sum'] * 1e6:.1f} us by pmax and psum, "
-            f"{merge['by_gather'] * 1e6:.1f} us by one all-gather; {merge['used']} is used"
-        )
-
-
-def _name(row: dict[str, Any]) -> str:
-    return " ".join([row["method"], *(f"{key}={value}" for key, value in row["settings"].items())])
+    output.hand_over(result, bench_tables.cold)
 
 
 @bench_app.command()
@@ -733,31 +450,7 @@ def tpu_check(
 
     result = run(interpret=interpret, minutes=minutes, say=terminal.note)
     save(result, out)
-    terminal.result(result, _tpu_check)
+    terminal.result(result, bench_tables.tpu_check)
     terminal.note(f"{out} holds all of it; please attach it to an issue")
     if not passed(result):
         raise typer.Exit(process.PARTLY)
-
-
-def _tpu_check(result: dict[str, Any]) -> Iterable[Any]:
-    rows = [
-        [row["kernel"], row["case"], "passed" if row["passed"] else "FAILED", _off(row)]
-        for row in result["checks"]
-    ]
-    yield table(("kernel", "reads", "check", "error"), rows)
-    if "kernels" in result:
-        from jax_longctx.bench.kernels import markdown
-
-        yield markdown(result["kernels"])
-    steps = result.get("steps", {})
-    if "rows" in steps:
-        yield from _steps(steps)
-    elif steps:
-        yield f"steps: {steps['failed']}"
-    yield f"{result['device']}, jax {result['jax']}, {shown_time(result['seconds'])}"
-
-
-def _off(row: dict[str, Any]) -> str:
-    if "failed" in row:
-        return row["failed"].splitlines()[0]
-    return f"{row['error']:.1e}, at most {row['tolerance']:.1e}"
