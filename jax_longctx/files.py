@@ -13,6 +13,17 @@ from typing import Any
 
 from jax_longctx.errors import InputError, file_errors
 
+# What a file is that begins with these bytes, and how a text is made of it.
+_WRITE = "write its text to a file first, e.g. with "
+_KINDS = {
+    b"%PDF-": ("a PDF, not a text", f"{_WRITE}pdftotext"),
+    b"PK\x03\x04": ("a zip archive (as .docx, .odt and .epub are), not a text", f"{_WRITE}pandoc"),
+    b"\xd0\xcf\x11\xe0": ("an old Office document, not a text", f"{_WRITE}libreoffice"),
+    b"\x1f\x8b": ("a gzip file, not a text", "unpack it first, with gunzip"),
+    b"\xff\xfe": ("UTF-16, not UTF-8 text", "convert it first, e.g. with iconv -f utf-16 -t utf-8"),
+}
+_OTHER = ("not UTF-8 text", "convert it first, e.g. with iconv -t utf-8")
+
 
 def check_plain(path: str | Path) -> None:
     """Raises OSError where the path is no plain file and no pipe of the shell's (`<(...)`).
@@ -42,6 +53,21 @@ def read_bytes(path: str | Path) -> bytes:
 def read_text(path: str | Path, encoding: str = "utf-8") -> str:
     """The text of a plain file; raises OSError as `check_plain`, and UnicodeDecodeError."""
     return read_bytes(path).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def decoded(raw: bytes, name: str) -> str:
+    """The UTF-8 text of a user's file, a byte order mark dropped.
+
+    Raises:
+      InputError: it is none; the error says what it is, where its first bytes tell.
+    """
+    what, advice = next((told for start, told in _KINDS.items() if raw.startswith(start)), _OTHER)
+    try:
+        if advice is _OTHER[1]:
+            return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        what = f"{what} (byte {error.start})"
+    raise InputError(f"{name} is {what}; {advice}")
 
 
 def check_text(text: str, where: str) -> None:

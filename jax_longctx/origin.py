@@ -62,7 +62,11 @@ def check_same(
 
 
 def check_result(
-    path: Path, given: Mapping[str, Any], kept_in: Path | None = None
+    path: Path,
+    given: Mapping[str, Any],
+    kept_in: Path | None = None,
+    *,
+    free: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """What a JSON file with results holds, or the one where their origin is `kept_in`.
 
@@ -77,7 +81,7 @@ def check_result(
             f"{path} exists, and {kept_in or 'it'} does not say what it was made from: another "
             f"command or an earlier version wrote it; {OVERWRITE}"
         ) from None
-    check_same(path, known, given)
+    check_same(path, known, given, free=free)
     return found
 
 

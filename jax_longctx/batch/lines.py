@@ -6,7 +6,8 @@ The first line of a file that can be resumed holds the origin of its run (`jax_l
     OUT.jsonl.partial    finished rows in the order of the input; becomes OUT.jsonl at the end
     OUT.jsonl.journal    the run's origin, the answers of the window's finished batches, and the
                          size of the partial file
-    OUT.jsonl.origin     written at the end: the origin of OUT.jsonl, and its SHA-256
+    OUT.jsonl.origin     written at the end: the origin of OUT.jsonl, its SHA-256, and a digest of
+                         the rows of the input that were answered
 
 A batch is written to the journal before its rows are written to the partial file. After a kill the
 partial file is cut to the size in the journal, and the batches in the journal are not computed
@@ -29,7 +30,7 @@ from jax_longctx.origin import MADE_FROM, OVERWRITE, check_result, check_same
 
 # 1 had no checksums; 2 had other facts, and checksums that did not begin with the header.
 FORMAT = 3
-CHECKSUM, DIGEST = "crc32", "sha256"
+CHECKSUM, DIGEST, ANSWERED = "crc32", "sha256", "answered"
 # Key of the origin in the header; a run with another may not resume.
 GIVEN = "given"
 
@@ -110,16 +111,22 @@ def files_of(output: Path) -> list[Path]:
     return [output.with_name(output.name + end) for end in ends]
 
 
-def check_complete(output: Path, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a finished output.
+def check_complete(
+    output: Path, given: Mapping[str, Any], free: tuple[str, ...] = ()
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows of a finished output, and what its origin's file holds.
+
+    Args:
+      free: facts of the origin that may differ.
 
     Raises:
       OriginError: it was made from something else, or was changed since.
     """
     *_, origin = files_of(output)
-    if check_result(output, given, origin).get(DIGEST) != sha256_of(output):
+    found = check_result(output, given, origin, free=free)
+    if found.get(DIGEST) != sha256_of(output):
         raise OriginError(f"{output} was changed after it was written; {OVERWRITE}")
-    return read(output)
+    return read(output), found
 
 
 class Journal:
@@ -129,9 +136,11 @@ class Journal:
       output: path of the finished file.
       given: the origin, JSON values.
       chosen: values that a new run chooses by itself.
+      free: facts of the origin in which the run that it resumes may differ.
 
     Attributes:
-      chosen: the values that the first run chose.
+      given, chosen: the origin, and the values that the first run chose.
+      answered: a digest of the rows that have an answer in the partial file.
       rows: lines of the partial file.
       resumed: whether it resumes an earlier run.
 
@@ -140,14 +149,20 @@ class Journal:
       InputError: they cannot be written.
     """
 
-    def __init__(self, output: Path, given: dict[str, Any], chosen: dict[str, Any]):
+    def __init__(
+        self,
+        output: Path,
+        given: dict[str, Any],
+        chosen: dict[str, Any],
+        free: tuple[str, ...] = (),
+    ):
         self.output, self.partial, self.journal, self._origin = files_of(output)
         both = f"{self.partial.name} and {self.journal.name}"
         self._anew = f"remove {both}, or give --overwrite, to begin anew"
         # JSON turns tuples into lists, as in the header that is read back.
         given = json.loads(json.dumps(given))
         # Size and CRC-32 of the partial file.
-        self._written = {"rows": 0, "bytes": 0, "of": 0}
+        self._written: dict[str, Any] = {"rows": 0, "bytes": 0, "of": 0}
         self._entries: list[dict[str, Any]] = []
         for path in (self.partial, self.journal):
             if path.is_symlink() or (path.exists() and not path.is_file()):
@@ -156,7 +171,7 @@ class Journal:
             self.resumed = self.journal.exists()
             if self.resumed:
                 self._header = self._read()
-                check_same(self.journal, self._header[GIVEN], given, self._anew)
+                check_same(self.journal, self._header[GIVEN], given, self._anew, free=free)
                 self._check_partial()
             elif self.partial.exists():
                 raise OriginError(
@@ -165,7 +180,7 @@ class Journal:
             else:
                 self._header = {"format": FORMAT, GIVEN: given, "chosen": chosen}
                 self._begin_journal()
-            self.chosen = self._header["chosen"]
+            self.given, self.chosen = self._header[GIVEN], self._header["chosen"]
             self._out = self.partial.open("ab", 0)
             self._log = self.journal.open("ab", 0)
         except OSError as error:
@@ -176,6 +191,10 @@ class Journal:
     def rows(self) -> int:
         return self._written["rows"]
 
+    @property
+    def answered(self) -> str:
+        return self._written.get(ANSWERED, "")
+
     def finished(self, window: int) -> dict[int, Any]:
         """The answers in the journal of the window's batches, by the batch's number."""
         return {
@@ -185,10 +204,18 @@ class Journal:
     def begin_window(self, window: int) -> None:
         """Drops the batches of earlier windows, whose rows are all in the partial file."""
         if any(entry["window"] != window for entry in self._entries):
-            self._log.close()
-            self._entries = [entry for entry in self._entries if entry["window"] == window]
-            self._begin_journal()
-            self._log = self.journal.open("ab", 0)
+            self._go_on_with([entry for entry in self._entries if entry["window"] == window])
+
+    def rebind(self, given: dict[str, Any]) -> None:
+        """Goes on with another origin, and drops the batches that are not in the partial file."""
+        self.given = self._header[GIVEN] = given
+        self._go_on_with([])
+
+    def _go_on_with(self, entries: list[dict[str, Any]]) -> None:
+        self._log.close()
+        self._entries = entries
+        self._begin_journal()
+        self._log = self.journal.open("ab", 0)
 
     def keep(self, window: int, batch: int, answers: Any) -> None:
         """Adds a finished batch to the journal, on disk when it returns."""
@@ -196,13 +223,14 @@ class Journal:
         self._entries.append(entry)
         append(self._log, [self._checked(entry)])
 
-    def write(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Appends the next rows of the output to the partial file."""
+    def write(self, rows: Sequence[dict[str, Any]], answered: str) -> None:
+        """Appends the next rows of the output to the partial file, which then has `answered`."""
         text = append(self._out, rows)
         self._written = {
             "rows": self.rows + len(rows),
             "bytes": self._written["bytes"] + len(text),
             "of": zlib.crc32(text, self._written["of"]),
+            ANSWERED: answered,
         }
         append(self._log, [self._checked(self._written)])
 
@@ -210,7 +238,8 @@ class Journal:
         """Renames the partial file to the output, whose origin is written first."""
         self.close()
         with file_errors(f"{self.output} cannot be written", "run again to go on"):
-            fields = {MADE_FROM: self._header[GIVEN], DIGEST: sha256_of(self.partial)}
+            fields = {MADE_FROM: self.given, DIGEST: sha256_of(self.partial)}
+            fields[ANSWERED] = self.answered
             write_text(self._origin, json.dumps(fields, indent=1))
             os.replace(self.partial, self.output)
             self.journal.unlink()

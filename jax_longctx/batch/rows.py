@@ -3,6 +3,7 @@
     {"prompt": "Once upon"}                                   continued as it is
     {"context": "A text ...", "question": "Who?"}             one answer
     {"file": "book.txt", "questions": ["Who?", "Where?"]}     several answers over one text
+    {"messages": [{"role": "user", "content": "Who?"}]}       a chat, as OpenAI's clients send it
 
 A row may have an "id" (text or a whole number). A row that cannot be used has an `error`, which is
 written to its line of the output. A "file" may be any file that the process can read, and answers
@@ -18,16 +19,18 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.errors import InputError, file_errors
-from jax_longctx.files import check_text, open_plain, read_bytes
-from jax_longctx.text import PromptLayout, Tokenizer
+from jax_longctx.files import check_text, decoded, open_plain, read_bytes
+from jax_longctx.origin import digest_of
+from jax_longctx.text import PromptLayout, PromptText, Tokenizer
 
-KEYS = ("id", "prompt", "context", "file", "question", "questions")
+KEYS = ("id", "prompt", "messages", "context", "file", "question", "questions")
+ROLES = ("system", "user", "assistant")
 # Fewest slots of a batch.
 SMALLEST = 256
 
@@ -43,6 +46,8 @@ class Row:
       context, questions: token ids; one question unless the row has several.
       kind: "prompt", "question" or "questions"; it decides the form of the output line.
       error: why the row cannot be answered, or None.
+      digest: of the line and of the file that it names.
+      kept: the row's line of an earlier output, which stays, or None.
     """
 
     index: int
@@ -52,6 +57,8 @@ class Row:
     questions: tuple[tuple[int, ...], ...] = ()
     kind: str = "prompt"
     error: str | None = None
+    digest: str = ""
+    kept: dict[str, Any] | None = None
 
     @property
     def total(self) -> int:
@@ -60,8 +67,8 @@ class Row:
         return len(self.context) + (len(self.questions[0]) if prompt else 0)
 
     def jobs(self, split: bool) -> Iterator["Job"]:
-        """One job, or with `split` a job for each question; none for a row with an error."""
-        if self.error is not None:
+        """One job, or with `split` a job for each question; none for one with an error, or kept."""
+        if self.error is not None or self.kept is not None:
             return
         groups = [(each,) for each in self.questions] if split else [self.questions]
         for number, questions in enumerate(groups):
@@ -108,39 +115,57 @@ class RowReader:
         Raises:
           InputError: the input cannot be read, or is empty.
         """
-        rows, digest, files = 0, hashlib.sha256(), dict[str, str]()
-        with (
-            file_errors(f"{self.path} cannot be read", "give a file of JSON lines"),
-            open_plain(self.path) as lines,
-        ):
-            for line in filter(bytes.strip, lines):
-                rows += 1
-                digest.update(f"{self._digest_of_file(line, files)} ".encode() + line)
+        rows, digest = 0, hashlib.sha256()
+        for content in self._contents():
+            rows += 1
+            digest.update(content)
         if not rows:
             raise InputError(
                 f'{self.path} holds no rows; give JSON lines such as {{"prompt": "..."}}'
             )
         return rows, digest.hexdigest()[:16]
 
-    def _digest_of_file(self, raw: bytes, known: dict[str, str]) -> str:
-        """Of the text of the row's file, or why it has none."""
+    def answered(self, found: Iterable[dict[str, Any]]) -> str:
+        """A digest of the input's rows that have an answer among the `found` lines of an output."""
+        digest = ""
+        for content, line in zip(self._contents(), found, strict=False):
+            digest = after(digest, hashlib.sha256(content).hexdigest(), line)
+        return digest
+
+    def _contents(self) -> Iterator[bytes]:
+        """What each row is made of: the digest of its file, if any, and the line."""
+        known: dict[str, str] = {}
+        with (
+            file_errors(f"{self.path} cannot be read", "give a file of JSON lines"),
+            open_plain(self.path) as lines,
+        ):
+            for line in filter(bytes.strip, lines):
+                yield self._content(line, known)
+
+    def _content(self, raw: bytes, known: dict[str, str]) -> bytes:
         try:
             fields = _fields(raw, str(self.path))
             name = _text(fields, "file") if "file" in fields else ""
             if name and name not in known:
                 known[name] = hashlib.sha256(self._file(fields).encode()).hexdigest()
-            return known[name] if name else ""
+            return f"{known[name] if name else ''} ".encode() + raw
         except InputError as error:
-            return str(error)
+            return f"{error} ".encode() + raw
 
-    def rows(self, start: int = 0) -> Iterator[Row]:
-        """Every row from number `start` on, in order."""
-        index = 0
+    def rows(
+        self, start: int = 0, kept: Mapping[int, dict[str, Any]] | None = None
+    ) -> Iterator[Row]:
+        """Every row from number `start` on, in order; `kept` are lines that stay, by the row."""
+        index, known = 0, dict[str, str]()
         with open_plain(self.path) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     if index >= start:
-                        yield self._row(index, number, line)
+                        digest = hashlib.sha256(self._content(line, known)).hexdigest()
+                        old = (kept or {}).get(index)
+                        row = Row(index=index, line=number, kept=old)
+                        row = row if old else self._row(index, number, line)
+                        yield dataclasses.replace(row, digest=digest)
                     index += 1
 
     def _row(self, index: int, line: int, raw: bytes) -> Row:
@@ -165,11 +190,14 @@ class RowReader:
             # As in `generate`: the last token is the question.
             prompt = encode(_text(fields, "prompt"), bos=True, parse_special=True)
             return "prompt", tuple(prompt[:-1]), (tuple(prompt[-1:]),)
+        if given == {"messages"}:
+            chat = encode(self._chat(fields["messages"]), bos=True)
+            return "prompt", tuple(chat[:-1]), (tuple(chat[-1:]),)
         texts, asked = given & {"context", "file"}, given & {"question", "questions"}
-        if "prompt" in given or len(texts) != 1 or len(asked) != 1:
+        if {"prompt", "messages"} & given or len(texts) != 1 or len(asked) != 1:
             raise InputError(
-                f"the row has {', '.join(sorted(given)) or 'nothing'}; expected prompt, or one of "
-                f"context and file with one of question and questions"
+                f"the row has {', '.join(sorted(given)) or 'nothing'}; expected prompt, messages, "
+                f"or one of context and file with one of question and questions"
             )
         document = _text(fields, "context") if "context" in texts else self._file(fields)
         (kind,) = asked
@@ -178,6 +206,24 @@ class RowReader:
         rows = (tuple(encode(self.layout.question(question))) for question in questions)
         return kind, tuple(context), tuple(rows)
 
+    def _chat(self, messages: Any) -> PromptText:
+        """The messages in the chat template; the answer follows the user's last."""
+        expected = "a list of objects with role (system, user or assistant) and content, a text"
+        if not isinstance(messages, list) or not messages:
+            raise InputError(f"messages is {messages!r:.80}; expected {expected}")
+        for each in messages:
+            known = isinstance(each, dict) and each.keys() == {"role", "content"}
+            if not known or each["role"] not in ROLES or not isinstance(each["content"], str):
+                raise InputError(f"messages has {each!r:.80}; expected {expected}")
+        if messages[-1]["role"] != "user":
+            raise InputError("the last of messages is not the user's; end them with the question")
+        if not self.tokenizer.has_chat:
+            raise InputError(
+                "messages need a chat template, and this checkpoint has none; give prompt, or take "
+                "a checkpoint with one"
+            )
+        return self.tokenizer.chat(messages)
+
     def _file(self, fields: dict[str, Any]) -> str:
         name = _text(fields, "file")
         try:
@@ -185,11 +231,16 @@ class RowReader:
             under = None if self.under is None else self.under.resolve()
             if under is not None and not path.is_relative_to(under):
                 raise InputError(f"file {name!r} is not under {under}, as files must be")
-            return read_bytes(path).decode("utf-8-sig")
+            return decoded(read_bytes(path), f"file {name!r}")
         except (OSError, RuntimeError, ValueError) as error:
-            # A name may have a zero byte, links may form a loop, a file may not be UTF-8.
-            reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
+            # A name may have a zero byte, links may form a loop.
+            reason = getattr(error, "strerror", None) or error
             raise InputError(f"file {name!r} cannot be read as text: {reason}") from error
+
+
+def after(answered: str, row: str, line: Mapping[str, Any]) -> str:
+    """The digest `answered` of rows, with one `row` more unless its line has an error."""
+    return answered if "error" in line else digest_of([answered, row])
 
 
 def _fields(raw: bytes, where: str) -> dict[str, Any]:

@@ -16,13 +16,15 @@ from typing import Any
 
 from jax_longctx.api import Answer, LongContext
 from jax_longctx.batch import lines
-from jax_longctx.batch.rows import Batch, Row, RowReader, pack
+from jax_longctx.batch.rows import Batch, Row, RowReader, after, pack
 from jax_longctx.engine import Sampling
 from jax_longctx.engine.ahead import Compilation, begun_or_none
 from jax_longctx.engine.capacity import available_bytes, expected_bytes, footprint
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import CapacityError, InputError, OriginError, TrainedLengthWarning
 from jax_longctx.locks import only_writer
+from jax_longctx.models.storage import sha256_of
+from jax_longctx.origin import MADE_FROM
 
 # Full batches of a window: enough to find rows of similar length, few enough that the output is
 # written soon after the input is read.
@@ -95,6 +97,7 @@ def run_batch(
     options: BatchOptions,
     *,
     overwrite: bool = False,
+    retry_errors: bool = False,
     progress: Callable[[BatchProgress], None] | None = None,
 ) -> BatchProgress | None:
     """Answers every row of `source` in `output`; resumes an interrupted run.
@@ -103,6 +106,8 @@ def run_batch(
 
     Args:
       overwrite: replace an output, or an interrupted run, that was made from something else.
+      retry_errors: try those rows again that have an error in the output of an earlier run. They,
+        and the files that they name, may differ from what they were.
 
     Raises:
       OriginError: `output` was made from something else, and there is no `overwrite`.
@@ -110,7 +115,9 @@ def run_batch(
     """
     # These need all processes; the leader alone uses them.
     memory, made_by = _memory(model), model.made_by
-    leader = _Leader(model, source, output, options, memory, progress, made_by, overwrite)
+    leader = _Leader(
+        model, source, output, options, memory, progress, made_by, overwrite, retry_errors
+    )
     work = leader.work()
     answers: Answers | None = None
     shapes: set[tuple[int, ...]] = set()
@@ -160,10 +167,11 @@ class _Leader:
     report: Callable[[BatchProgress], None] | None
     made_by: dict[str, Any] = dataclasses.field(default_factory=dict)
     overwrite: bool = False
+    retry: bool = False
 
     def __post_init__(self) -> None:
         self.layout = self.model.layout(self.options.chat)
-        self.begun, self.warned = time.perf_counter(), False
+        self.warned = False
         # Rows of the current window, and answers by the row's index and the question's number.
         self.rows: list[Row] = []
         self.answers: dict[int, dict[int, Any]] = {}
@@ -174,31 +182,70 @@ class _Leader:
         given = _given(self.model, self.made_by, self.options, digest)
         with only_writer(self.output):
             try:
-                finished = self._begin(given)
+                finished = self._begin(total, given)
             except OriginError:
                 if not self.overwrite:
                     raise
                 for path in lines.files_of(self.output):
                     path.unlink(missing_ok=True)
-                finished = self._begin(given)
+                finished = self._begin(total, given)
             if finished is None:
                 yield from self._windows(total, digest)
+                first = self.journal.resumed and not self.kept
+                if self.retry and first and self.progress.errors:
+                    self._begin(total, given)
+                    yield from self._windows(total, digest)
             else:
                 errors = sum("error" in row for row in finished)
                 self.progress = BatchProgress(total=total, before=total, errors=errors)
 
-    def _begin(self, given: dict[str, Any]) -> list[dict[str, Any]] | None:
+    def _begin(self, total: int, given: dict[str, Any]) -> list[dict[str, Any]] | None:
         """The rows of a finished output, or None once the journal of another is open."""
-        if self.output.exists():
-            rows = lines.check_complete(self.output, given)
+        output, partial, journal, _ = lines.files_of(self.output)
+        free, found, old = ("input",) if self.retry else (), [], None
+        if output.exists() and not partial.exists():
             # A kill between the two last steps of a run leaves the journal behind.
-            self.output.with_name(self.output.name + ".journal").unlink(missing_ok=True)
-            return rows
+            journal.unlink(missing_ok=True)
+            found, origin = lines.check_complete(output, given, free)
+            self._check_answered(found, origin.get(lines.ANSWERED), origin[MADE_FROM], given)
+            if not self.retry or (len(found) == total and not any("error" in row for row in found)):
+                return found
+        if output.exists():
+            # An earlier output stays until all its rows with errors were tried again.
+            found, old, free = lines.read(output), sha256_of(output), ()
+        self.kept = {number: row for number, row in enumerate(found) if "error" not in row}
         # Answers depend neither on the memory nor on the rows of a batch; the batches do.
-        chosen = {"memory": self.memory, "rows": self.options.rows}
-        self.journal = lines.Journal(self.output, given, chosen)
+        chosen = {"memory": self.memory, "rows": self.options.rows, "old": old}
+        self.journal = lines.Journal(output, given, chosen, free)
+        try:
+            if self.journal.chosen.get("old") != old:
+                raise OriginError(
+                    f"{output} is not the one that {journal} began with; put that back, or give "
+                    f"--overwrite to begin anew"
+                )
+            if (known := self.journal.given)["input"] != given["input"]:
+                found = lines.read(partial)
+                self._check_answered(found, self.journal.answered, known, given)
+                self.journal.rebind(given)
+        except OriginError:
+            self.journal.close()
+            raise
         self.options = dataclasses.replace(self.options, rows=self.journal.chosen["rows"])
         return None
+
+    def _check_answered(
+        self,
+        found: Sequence[dict[str, Any]],
+        answered: str | None,
+        known: dict[str, Any],
+        given: dict[str, Any],
+    ) -> None:
+        """OriginError where a row with an answer among the `found` lines is not what it was."""
+        if known["input"] != given["input"] and self._reader().answered(found) != answered:
+            raise OriginError(
+                f"{self.output} has answers to other rows than {self.source} has now; rows with an "
+                f"error alone may change: put the others back, or give --overwrite to begin anew"
+            )
 
     def first(self) -> Batch | None:
         """The first batch of a new run; nothing is written."""
@@ -223,15 +270,16 @@ class _Leader:
         return pack(jobs, options.rows, options.max_tokens, fits)
 
     def _windows(self, total: int, digest: str) -> Work:
-        options = self.options
+        options, self.begun = self.options, time.perf_counter()
+        first = self.journal.rows // options.window
+        self.later = sum(number >= first * options.window for number in self.kept)
         self.progress = BatchProgress(
             total=total,
-            before=self.journal.rows,
+            before=self.journal.rows + self.later,
             resumed=self.journal.resumed,
             errors=sum("error" in row for row in lines.read(self.journal.partial)),
         )
-        first = self.journal.rows // options.window
-        rows = self._reader().rows(first * options.window)
+        rows = self._reader().rows(first * options.window, self.kept)
         try:
             for window in itertools.count(first):
                 self.rows = list(itertools.islice(rows, options.window))
@@ -250,6 +298,7 @@ class _Leader:
     def _window(self, window: int) -> Work:
         self.journal.begin_window(window)
         self.answers = {row.index: {} for row in self.rows}
+        self.later -= sum(row.kept is not None for row in self.rows)
         self._warn_beyond()
         batches = self._packed(self.rows, self.journal.chosen["memory"])
         finished = self.journal.finished(window)
@@ -257,7 +306,7 @@ class _Leader:
             self._file(batches[number], answers)
         if finished:
             # Only in the window in which the earlier run ended.
-            before = self.journal.rows + self._waiting()
+            before = self._finished()
             self.progress = dataclasses.replace(self.progress, before=before)
         self._write()
         for number, batch in enumerate(batches):
@@ -287,18 +336,19 @@ class _Leader:
 
     def _write(self) -> None:
         """Writes the rows up to the first that is not answered."""
-        ready = []
+        ready, answered = [], self.journal.answered
         start = self.journal.rows - self.rows[0].index
         for row in self.rows[max(start, 0) :]:
             if row.error is None and not self._is_answered(row):
                 break
             found = self.answers[row.index]
-            ready.append(_line(row, [found[i] for i in sorted(found)]))
+            ready.append(row.kept or _line(row, [found[i] for i in sorted(found)]))
+            answered = after(answered, row.digest, ready[-1])
         if ready:
-            self.journal.write(ready)
+            self.journal.write(ready, answered)
         self.progress = dataclasses.replace(
             self.progress,
-            done=self.journal.rows + self._waiting() - self.progress.before,
+            done=self._finished() - self.progress.before,
             errors=self.progress.errors + sum("error" in line for line in ready),
             seconds=time.perf_counter() - self.begun,
         )
@@ -308,9 +358,11 @@ class _Leader:
     def _is_answered(self, row: Row) -> bool:
         return row.error is None and len(self.answers[row.index]) == len(row.questions)
 
-    def _waiting(self) -> int:
-        """Number of rows that are answered but not written, as an earlier row is not answered."""
-        return sum(row.index >= self.journal.rows and self._is_answered(row) for row in self.rows)
+    def _finished(self) -> int:
+        """Number of rows that are written, wait for an earlier row to be answered, or are kept."""
+        rows = self.journal.rows
+        waiting = sum(row.index >= rows and self._is_answered(row) for row in self.rows)
+        return rows + waiting + self.later
 
     def _fits(self, memory: int | None, context: int, reserve: int) -> int:
         """Rows of that size whose caches fit the memory, which is that of the first run."""

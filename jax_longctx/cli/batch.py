@@ -23,8 +23,9 @@ _BATCH = "Batch"
 def batch(
     *,
     source: Path = argument(
-        'Rows: {"prompt": ...}, or {"context": ..., "question": ...}, with "file" in '
-        'place of the context and "questions" as you like; an "id" comes back. Files are '
+        'Rows: {"prompt": ...}, {"messages": [...]} as OpenAI\'s clients send them, or '
+        '{"context": ..., "question": ...}, with "file" in place of the context and "questions" '
+        'as you like; an "id" comes back. Files are '
         "relative to the folder of IN.jsonl, and may be any that can be read (see "
         "--files-under).",
         default=...,
@@ -49,7 +50,8 @@ def batch(
     ),
     chat: bool | None = option(
         "The checkpoint's chat template for questions, or a plain 'Question: ... "
-        "Answer:'. The template is used where there is one; prompts are continued as they are.",
+        "Answer:'. The template is used where there is one, and for messages always; prompts are "
+        "continued as they are.",
         "--chat/--no-chat",
         rich_help_panel=_BATCH,
         show_default=False,
@@ -61,6 +63,13 @@ def batch(
         rich_help_panel=_BATCH,
     ),
     overwrite: bool = options.overwrite("an OUT.jsonl, or an interrupted run of it,"),
+    retry_errors: bool = option(
+        "Try the rows again that have an error in OUT.jsonl, or in an interrupted run of it. They "
+        "may have changed since; answered rows stay.",
+        "--retry-errors",
+        default=False,
+        rich_help_panel=_BATCH,
+    ),
 ) -> None:
     """Answer many prompts or questions, from JSON lines to JSON lines.
 
@@ -68,7 +77,7 @@ def batch(
     OUT.jsonl.partial, which becomes OUT.jsonl. Run the same command again to go on after an
     interruption. OUT.jsonl.origin says what the answers were made from: an output of another input,
     model, method or options is an error. A row without an answer gets a line with "error", and the
-    exit code is 3.
+    exit code is 3; mend such rows, or give more memory, and run again with --retry-errors.
 
     [bold]Examples[/bold]
 
@@ -106,8 +115,8 @@ def batch(
             detail = f"{rate:,.0f} tokens/s, {now.errors:,} with an error"
             update(now.done, now.total - now.before, detail)
 
-        how: dict[str, Any] = {"overwrite": overwrite, "progress": progress}
-        outcome = run_batch(loaded, source, output, wanted, **how)
+        how: dict[str, Any] = {"overwrite": overwrite, "retry_errors": retry_errors}
+        outcome = run_batch(loaded, source, output, wanted, progress=progress, **how)
     if outcome is not None:
         terminal.note(_closing(outcome, output))
     if outcome is not None and outcome.errors:
@@ -118,7 +127,7 @@ def _closing(outcome: "BatchProgress", output: Path) -> str:
     if not outcome.done and outcome.before == outcome.total:
         return (
             f"{output} is complete already: {outcome.total:,} rows, {outcome.errors:,} with an "
-            f"error; remove it to begin anew"
+            f"error; remove it to begin anew, or try these rows with --retry-errors"
         )
     rate = per_second(outcome.done, outcome.seconds)
     return (

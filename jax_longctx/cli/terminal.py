@@ -25,7 +25,7 @@ from rich.text import Text
 
 from jax_longctx.cli import process
 from jax_longctx.errors import InputError, TrainedLengthWarning
-from jax_longctx.files import read_bytes, write_whole
+from jax_longctx.files import decoded, read_bytes, write_whole
 from jax_longctx.memory import check_memory_limit, memory_used, peak_memory, shown_bytes
 
 if TYPE_CHECKING:
@@ -404,13 +404,7 @@ def _read(source: str) -> str:
         raise InputError(
             f"{name} cannot be read: {error.strerror}; give a text file, or - for stdin"
         ) from error
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{name} is not UTF-8 text (byte {error.start} is 0x{raw[error.start]:02x}); "
-            f"convert it first, e.g. with iconv -t utf-8"
-        ) from error
+    text = decoded(raw, name)
     if not text.strip():
         raise InputError(f"{name} is empty; give a text")
     return text

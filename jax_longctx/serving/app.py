@@ -32,7 +32,8 @@ from starlette.types import Receive, Scope, Send
 
 from jax_longctx.api import AnswerReader, LongContext
 from jax_longctx.engine.running import Request as RowRequest
-from jax_longctx.errors import LongctxError
+from jax_longctx.errors import InputError, LongctxError
+from jax_longctx.files import decoded
 from jax_longctx.serving import schema
 from jax_longctx.serving.answers import Answer
 from jax_longctx.serving.contexts import Contexts, Entry, was_deleted
@@ -588,11 +589,9 @@ def _event(record: Any) -> bytes:
 
 def _decoded(raw: bytes) -> str:
     try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            f"the file is not UTF-8 text (byte {error.start})", param="file"
-        ) from None
+        return decoded(raw, "the file")
+    except InputError as error:
+        raise RequestError(str(error), param="file") from None
 
 
 def _error(error: RequestError) -> Response:

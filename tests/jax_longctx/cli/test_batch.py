@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from os import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from jax_longctx.batch import BatchOptions, compile_first
 from jax_longctx.engine import Engine, Sampling
 from jax_longctx.locks import only_writer
 from tests.checkpoints_convert.tiny import full_disk
-from tests.jax_longctx.cli.conftest import die_at, last_of_each
+from tests.jax_longctx.cli.conftest import die_at, last_of_each, refused
 from tests.small_methods import small_method
 
 BOOK = "The pass key is 12345. Remember it. "
@@ -142,6 +143,64 @@ def test_bad_rows_are_named_and_the_others_answered(batch, tiny, given, out):
     assert "13 rows, 11 with an error" in result.stderr
     again = batch(*LIMIT, "--rows", 1, code=3)
     assert "complete already: 13 rows, 11 with an error" in again.stderr
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Who?<|end|>"},
+    {"role": "assistant", "content": "The pass."},
+    {"role": "user", "content": "Why?"},
+]
+
+
+def test_messages_are_laid_out_by_the_chat_template(batch, tiny, out, monkeypatch):
+    batch(*LIMIT, rows=[{"id": 1, "messages": CHAT}, {"messages": CHAT[1:2]}])
+    for line, messages in zip(lines_of(out), (CHAT, CHAT[1:2]), strict=True):
+        row = tiny.tokenizer.encode(tiny.tokenizer.chat(messages), bos=True)
+        context = tiny.engine.prefill([row[:-1]], reserve=128, total=[len(row)])
+        (answer,) = tiny.ask_tokens(context, [row[-1:]], max_tokens=6, keep=False)
+        assert line["answer"] == answer.text
+        assert line["tokens"] == {"prompt": len(row), "answer": len(answer.tokens)}
+    changed = [{**CHAT[0], "content": "Be long."}, *CHAT[1:]]
+    rows = [{"id": 1, "messages": changed}, {"messages": CHAT[1:2]}]
+    assert "was made with input" in batch(*LIMIT, rows=rows, code=2).stderr
+    wrong = {
+        "expected a list of objects with role": ["", [], ["Who?"], [{"role": "user"}]],
+        "'tool'": [[{"role": "tool", "content": "x"}]],
+        "'content': 3": [[{"role": "user", "content": 3}]],
+        "the last of messages is not the user's": [CHAT[:3]],
+    }
+    rows = [{"messages": value} for values in wrong.values() for value in values]
+    rows.append({"messages": CHAT, "prompt": "x"})
+    batch(*LIMIT, "--overwrite", rows=rows, code=3)
+    messages = [said for said, values in wrong.items() for _ in values]
+    for line, said in zip(lines_of(out), [*messages, "the row has messages, prompt"], strict=True):
+        assert said in line["error"], line
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny.tokenizer, "_chat", None)
+        batch(*LIMIT, "--overwrite", rows=[{"messages": CHAT}, {"prompt": "12"}], code=3)
+    without, answered = lines_of(out)
+    assert "messages need a chat template, and this checkpoint has none" in without["error"]
+    assert "answer" in answered
+
+
+BINARY = {
+    b"%PDF-1.4\ntext": "is a PDF, not a text; write its text to a file first, e.g. with pdftotext",
+    b"PK\x03\x04 [Content_Types].xml": "is a zip archive (as .docx, .odt and .epub are), not",
+    b"\x1f\x8b\x08": "is a gzip file, not a text; unpack it first",
+    "Text".encode("utf-16"): "is UTF-16, not UTF-8 text; convert it first",
+    b"text \xff": "is not UTF-8 text (byte 5); convert it first",
+}
+
+
+def test_a_file_that_is_no_text_is_named_for_what_it_is(batch, run, loads, out):
+    paths = [out.with_name(f"book{number}.pdf") for number in range(len(BINARY))]
+    for path, content in zip(paths, BINARY, strict=True):
+        path.write_bytes(content)
+    batch(*LIMIT, rows=[{"file": path.name, "question": "Who?"} for path in paths], code=3)
+    for path, line, said in zip(paths, lines_of(out), BINARY.values(), strict=True):
+        assert line["error"].startswith(f"file {path.name!r} {said}"), line
+        refused(run("ask", path, "Who?", "-c", "m"), f"{path} {said}")
 
 
 def test_a_row_that_does_not_fit_is_a_bad_row(batch, tiny, out, monkeypatch):
@@ -431,6 +490,107 @@ def test_damage_between_two_runs_is_refused_or_computed_again(run, batch, killed
                 refused += 1
     # Not those behind the last whole line, nor a lost end of the journal.
     assert refused >= 14
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """Numbers of the rows that are computed, in the order of their batches."""
+    rows, compute = [], run_module._compute
+
+    def counting(model, options, work):
+        rows.extend(job["row"] for job in work["jobs"])
+        return compute(model, options, work)
+
+    monkeypatch.setattr(run_module, "_compute", counting)
+    return rows
+
+
+MENDED = [
+    *({"prompt": "The pass key is " + "1" * n} for n in range(3)),
+    {"file": "late.txt", "questions": ["Who?", "Why?"]},
+    {"prompt": "Remember"},
+    {"messages": [{"role": "user", "content": "Who?"}]},
+]
+# Of the file that is not there yet, and of a row that is no object.
+FAULTY = [*MENDED[:3], MENDED[3], ["Remember"], MENDED[5]]
+
+
+@pytest.mark.parametrize("died", [None, 6, 9])
+def test_rows_with_errors_are_tried_again_and_the_others_stay(
+    batch, killed, out, monkeypatch, computed, died
+):
+    """Of a finished output, and of runs that died in the first and in a later window."""
+    monkeypatch.setattr(run_module, "WINDOW_BATCHES", 2)
+    options, again = ("--max-tokens", 2, "--rows", 1), ("--retry-errors",)
+    late, whole = out.with_name("late.txt"), out.with_name("whole.jsonl")
+    late.write_text(BOOK)
+    batch(*options, rows=MENDED, into=whole)
+    late.unlink()
+    if died is None:
+        batch(*options, rows=FAULTY, code=3)
+        assert ["error" in line for line in lines_of(out)] == [False] * 3 + [True] * 2 + [False]
+        assert "or try these rows with --retry-errors" in batch(*options, code=3).stderr
+    else:
+        killed(died, *options, rows=FAULTY, code=1)
+    before = len(out.with_name("out.jsonl.partial").read_text().splitlines()) if died else 6
+    late.write_text(BOOK)
+    # Without the option the input must be the same; with it, what was answered.
+    assert "made with input" in batch(*options, rows=MENDED, code=2).stderr.replace("\n", " ")
+    other = batch(*options, *again, rows=[{"prompt": "x"}, *MENDED[1:]], code=2)
+    assert "rows with an error alone may change" in " ".join(other.stderr.split())
+    computed.clear()
+    said = batch(*options, *again, rows=MENDED).stderr
+    assert out.read_bytes() == whole.read_bytes()
+    assert set(computed) == {3, 4} if died is None else set(computed) >= {3, 4}
+    assert not {row for row in computed if row < before - 2} & {0, 1} or died == 6
+    assert "2 rows in " in said or died
+    assert not list(out.parent.glob("*.partial")) + list(out.parent.glob("*.journal"))
+    computed.clear()
+    assert "complete already: 6 rows, 0 with an error" in batch(*options, *again).stderr
+    assert "complete already" in batch(*options).stderr and computed == []
+
+
+@pytest.mark.slow
+def test_a_second_try_that_was_killed_at_any_write_goes_on(
+    batch, killed, out, tiny, monkeypatch, computed
+):
+    """Rows that did not fit the memory; the earlier output stays until all were tried."""
+    monkeypatch.setattr(run_module, "WINDOW_BATCHES", 2)
+    options = ("--max-tokens", 2, "--rows", 1, "--retry-errors")
+    rows = [{"prompt": text} for text in (BOOK * 40, "12", "The pass", BOOK * 41, "", BOOK * 40)]
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny.engine, "memory_limit", 100_000)
+        batch(*options, rows=rows, code=3)
+    first = {path: path.read_bytes() for path in out.parent.glob("out*")}
+    assert ["error" in line for line in lines_of(out)] == [True, False, False, True, True, True]
+    whole = out.with_name("whole.jsonl")
+    batch(*options, into=whole, code=3)
+    for count in range(1, 100):
+        for path, content in first.items():
+            path.write_bytes(content)
+        try:
+            killed(count, *options, code=3)
+            break
+        except AssertionError:
+            assert out.read_bytes() == first[out]
+        computed.clear()
+        # What was begun goes on without the option, too.
+        batch(*options[: 4 if count > 1 else 5], code=3)
+        assert out.read_bytes() == whole.read_bytes() and set(computed) <= {0, 3, 5}
+    assert count > 6
+    # Between its last steps: the origin is written, the output is not.
+    for path, content in first.items():
+        path.write_bytes(content)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda old, new: replace(old, new) if new != out else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            raise batch(*options, code=1).exception
+    batch(*options[:4], code=3)
+    assert out.read_bytes() == whole.read_bytes()
+    # And an output that another put in place of the one that is tried again.
+    killed(5, *options, code=1, into=whole)
+    whole.write_text("")
+    assert "is not the one that" in " ".join(batch(*options, into=whole, code=2).stderr.split())
 
 
 def test_no_input_and_an_output_that_is_a_folder_are_refused(batch, loads, given, out):
