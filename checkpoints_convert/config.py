@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoints_convert.files import read_json
 from jax_longctx.errors import ConfigError
+from jax_longctx.files import read_json
 from jax_longctx.models.config import FAMILIES, SIZES, ModelConfig
 
 # The keys that the computation depends on.

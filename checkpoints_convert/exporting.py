@@ -22,10 +22,10 @@ from checkpoints_convert.files import in_groups
 from checkpoints_convert.huggingface import DTYPE_NAMES
 from checkpoints_convert.names import FileTensor, expected_tensors
 from checkpoints_convert.partial import GROUP, OnProgress, check_destination
-from jax_longctx.errors import CheckpointError, ConfigError, reason
+from jax_longctx.errors import CheckpointError, ConfigError
+from jax_longctx.files import reason, whole_path
 from jax_longctx.locks import only_writer
 from jax_longctx.models import storage
-from jax_longctx.paths import whole_path
 
 # A tensor to write, and its stored type.
 Stored = tuple[FileTensor, np.dtype]

@@ -3,10 +3,8 @@
 Files of tensors are read once, from front to back in byte ranges, and hashed at the same time.
 """
 
-import contextlib
 import dataclasses
 import hashlib
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints_convert.names import IGNORED, expected_tensors
-from jax_longctx.errors import CheckpointError, file_errors
-from jax_longctx.files import open_plain, read_bytes
+from jax_longctx.errors import CheckpointError
+from jax_longctx.files import open_plain, reading
 from jax_longctx.models.config import ModelConfig
 from pallas_kernels.quantised_matrix import quantise_matrix
 
@@ -130,30 +128,6 @@ def in_groups[T](items: Iterable[T], size: Callable[[T], int], limit: int) -> li
         groups[-1].append(item)
         held += size(item)
     return groups
-
-
-def reading(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Names the path in a CheckpointError where the block cannot read it."""
-    return file_errors(f"{path} cannot be read", kind=CheckpointError)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object that a file holds."""
-    with reading(path):
-        return parse_json(read_bytes(path), f"{path} is not a JSON file")
-
-
-def parse_json(raw: bytes, fault: str) -> dict[str, Any]:
-    """A JSON object; raises CheckpointError, which begins with `fault`, on anything else."""
-    try:
-        value = json.loads(raw.decode("utf-8"))
-    except ValueError as error:  # no UTF-8, or no JSON
-        raise CheckpointError(f"{fault}: {error}") from error
-    except RecursionError as error:
-        raise CheckpointError(f"{fault}: it is nested too deeply") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{fault}: it holds a {type(value).__name__}, expected an object")
-    return value
 
 
 def read_array(file: HashedFile, tensor: SourceTensor, dtype: np.dtype) -> np.ndarray:

@@ -20,7 +20,7 @@ from checkpoints_convert.config import model_config
 from checkpoints_convert.names import naming_of, tensor_name
 from checkpoints_convert.vocabulary import sentencepiece_files
 from jax_longctx.errors import CheckpointError
-from jax_longctx.files import open_plain
+from jax_longctx.files import open_plain, parse_json, read_json, reading
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.storage import first_line, sha256_of
 
@@ -85,7 +85,7 @@ def open_huggingface(folder: Path, label: str) -> files.Source:
             f"directory with config.json, *.safetensors and tokenizer files, or a GGUF file)"
             + _other_weights(folder)
         )
-    described = files.read_json(config_path)
+    described = read_json(config_path)
     config = model_config(described, str(config_path))
     found = _find_tensors(folder)
     nested = described.get("text_config")
@@ -109,7 +109,7 @@ def open_huggingface(folder: Path, label: str) -> files.Source:
         read.append(folder / INDEX)
     digests = {}
     for path in read:
-        with files.reading(path):
+        with reading(path):
             digests[path] = sha256_of(path)
     made = {}
     if "tokenizer.json" not in tokenizer:
@@ -132,7 +132,7 @@ def _find_tensors(folder: Path) -> list[files.SourceTensor]:
         raise CheckpointError(
             f"{folder} has no weights: neither {SINGLE} nor {INDEX}{_other_weights(folder)}"
         )
-    placed = files.read_json(folder / INDEX).get("weight_map")
+    placed = read_json(folder / INDEX).get("weight_map")
     if not isinstance(placed, dict):
         raise CheckpointError(f"{folder / INDEX} has no weight_map")
     tensors: list[files.SourceTensor] = []
@@ -179,7 +179,7 @@ def _check_tied_head(
 def _same_bytes(one: files.SourceTensor, other: files.SourceTensor) -> bool:
     if (one.nbytes, one.dtype) != (other.nbytes, other.dtype):
         return False
-    with files.reading(one.file), open_plain(one.file) as first, open_plain(other.file) as second:
+    with reading(one.file), open_plain(one.file) as first, open_plain(other.file) as second:
         first.seek(one.offset)
         second.seek(other.offset)
         for begin in range(0, one.nbytes, files.STEP):
@@ -196,7 +196,7 @@ def read_header(path: Path) -> list[files.SourceTensor]:
       CheckpointError: the file is not safetensors, damaged or truncated, or has weights of a type
         that is not implemented (quantised).
     """
-    with files.reading(path), open_plain(path) as file:
+    with reading(path), open_plain(path) as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else HEADER_LIMIT
         size = path.stat().st_size
@@ -205,7 +205,7 @@ def read_header(path: Path) -> list[files.SourceTensor]:
                 f"{path} is not a safetensors file, or truncated in its header ({size} bytes)"
             )
         raw = file.read(length)
-    header, begin = files.parse_json(raw, f"{path} is not a safetensors file"), 8 + length
+    header, begin = parse_json(raw, f"{path} is not a safetensors file"), 8 + length
     tensors = [
         _tensor(path, name, entry, begin)
         for name, entry in header.items()

@@ -29,25 +29,16 @@ from checkpoints_convert.files import (
     in_groups,
     read_array,
     read_quantised,
-    reading,
 )
 from checkpoints_convert.huggingface import fetch, open_huggingface
 from checkpoints_convert.names import FileTensor, expected_tensors
 from checkpoints_convert.partial import GROUP, SUFFIX, OnProgress, Partial, check_destination
-from jax_longctx.errors import (
-    CheckpointError,
-    ConfigError,
-    InputError,
-    LongctxError,
-    file_errors,
-    reason,
-)
-from jax_longctx.files import check_plain
+from jax_longctx.errors import CheckpointError, ConfigError, InputError, LongctxError
+from jax_longctx.files import check_plain, expanded, file_errors, reading, reason, whole_path
 from jax_longctx.locks import only_writer
 from jax_longctx.memory import shown_bytes
 from jax_longctx.models import storage
 from jax_longctx.models.llama import ParamInfo, check_mesh, stored_paths
-from jax_longctx.paths import expanded, whole_path
 from jax_longctx.settings import StoredForm, check_form
 from jax_longctx.sharding import logical_sharding, make_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary

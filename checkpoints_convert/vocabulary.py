@@ -19,9 +19,8 @@ from google.protobuf.message import DecodeError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 from tokenizers import pre_tokenizers as pre
 
-from checkpoints_convert.files import read_json
 from jax_longctx.errors import CheckpointError, LongctxError
-from jax_longctx.files import read_bytes
+from jax_longctx.files import read_bytes, read_json
 from jax_longctx.models.storage import first_line
 from jax_longctx.text.tokenizer import END_TOKENS
 

@@ -1,9 +1,5 @@
 """Errors that the user can act on: one line with what was wrong, what was expected, what to do."""
 
-import contextlib
-import errno
-from collections.abc import Iterator
-
 
 class LongctxError(Exception):
     """Base of every error on bad input; the command line prints it and exits with 2."""
@@ -39,21 +35,3 @@ class CapacityError(LongctxError):
 
 class TrainedLengthWarning(UserWarning):
     """A text is longer than the model was trained for, and the method does not compensate."""
-
-
-def reason(error: OSError) -> str:
-    """Why a file was not read or written, in words."""
-    limit = " (ulimit -f limits the size of files)" if error.errno == errno.EFBIG else ""
-    return f"{error.strerror or error}{limit}"
-
-
-@contextlib.contextmanager
-def file_errors(
-    said: str, advice: str = "", kind: type[LongctxError] = InputError
-) -> Iterator[None]:
-    """Raises an OSError of the block as a `kind`: what is `said`, why, and the advice."""
-    try:
-        yield
-    except OSError as error:
-        advice = f"; {advice}" if advice else ""
-        raise kind(f"{said}: {reason(error)}{advice}") from error

@@ -1,17 +1,73 @@
-"""Files that users name: one that is read is a plain file, and one that is made is no link.
+"""Paths and files that users name.
 
-Opening a FIFO that nobody writes blocks for ever, and a device may never end. Their errors are
-OSErrors, so callers name the path and say what to do as for any other file.
+A file that is read is a plain file, and one that is made is no link: opening a FIFO that nobody
+writes blocks for ever, and a device may never end. Their errors are OSErrors, so callers name the
+path and say what to do as for any other file.
 """
 
+import contextlib
 import errno
 import io
+import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jax_longctx.errors import InputError, file_errors
+from jax_longctx.errors import CheckpointError, InputError, LongctxError
+
+# TensorStore keeps names with this end for itself.
+LOCKS = ".__lock"
+
+
+def reason(error: OSError) -> str:
+    """Why a file was not read or written, in words."""
+    limit = " (ulimit -f limits the size of files)" if error.errno == errno.EFBIG else ""
+    return f"{error.strerror or error}{limit}"
+
+
+@contextlib.contextmanager
+def file_errors(
+    said: str, advice: str = "", kind: type[LongctxError] = InputError
+) -> Iterator[None]:
+    """Raises an OSError of the block as a `kind`: what is `said`, why, and the advice."""
+    try:
+        yield
+    except OSError as error:
+        advice = f"; {advice}" if advice else ""
+        raise kind(f"{said}: {reason(error)}{advice}") from error
+
+
+def expanded(path: str | Path) -> Path:
+    """The path, a leading `~` or `~USER` replaced, which shells leave in `--option=~/x`."""
+    return Path(os.path.expanduser(path))
+
+
+def whole_path(path: str | Path) -> Path:
+    """The only form in which a path reaches Orbax or TensorStore: absolute, without `~` and links.
+
+    TensorStore refuses `.`, `..` and doubled slashes. `..` after a link is its target's parent.
+
+    Raises:
+      InputError: there is no working directory, or TensorStore cannot name the path.
+    """
+    shown = ascii(str(path))
+    try:
+        found = Path(os.path.realpath(expanded(path)))
+        str(found).encode()
+    except OSError as error:
+        said = f"{shown}: no working directory: {error.strerror}; change to another"
+        raise InputError(said) from error
+    except ValueError as error:  # a null byte, or no UTF-8
+        raise InputError(f"{shown} cannot be used: {error}; choose another name") from error
+    for part in found.parts:
+        if "\\" in part or part.endswith(LOCKS):
+            raise InputError(
+                f"{found} cannot be used: the storage library takes no {part!r} in a path (no "
+                f"backslash, no end {LOCKS}); rename it"
+            )
+    return found
 
 # What a file is that begins with these bytes, and how a text is made of it.
 _WRITE = "write its text to a file first, e.g. with "
@@ -68,6 +124,30 @@ def decoded(raw: bytes, name: str) -> str:
     except UnicodeDecodeError as error:
         what = f"{what} (byte {error.start})"
     raise InputError(f"{name} is {what}; {advice}")
+
+
+def reading(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Names the path in a CheckpointError where the block cannot read it."""
+    return file_errors(f"{path} cannot be read", kind=CheckpointError)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds."""
+    with reading(path):
+        return parse_json(read_bytes(path), f"{path} is not a JSON file")
+
+
+def parse_json(raw: bytes, fault: str) -> dict[str, Any]:
+    """A JSON object; raises CheckpointError, which begins with `fault`, on anything else."""
+    try:
+        value = json.loads(raw.decode("utf-8"))
+    except ValueError as error:  # no UTF-8, or no JSON
+        raise CheckpointError(f"{fault}: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{fault}: it is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{fault}: it holds a {type(value).__name__}, expected an object")
+    return value
 
 
 def check_text(text: str, where: str) -> None:

@@ -8,8 +8,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from jax_longctx.errors import InputError, file_errors
-from jax_longctx.files import no_link
+from jax_longctx.errors import InputError
+from jax_longctx.files import file_errors, no_link
 
 # Errors of file systems without locks, where writers go on without one.
 UNLOCKED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from jax_longctx.errors import ConfigError, InputError, LongctxError
-from jax_longctx.files import read_text
-from jax_longctx.paths import expanded
+from jax_longctx.files import expanded, read_text
 
 MESH_AXES = ("data", "seq", "tensor")
 # Largest repetition penalty: a larger product with a logit could exceed float32's range.

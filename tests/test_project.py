@@ -31,7 +31,6 @@ MAY_IMPORT = {
         "jax_longctx.locks",
         "jax_longctx.memory",
         "jax_longctx.models",
-        "jax_longctx.paths",
         "jax_longctx.settings",
         "jax_longctx.sharding",
         "jax_longctx.text",

@@ -35,12 +35,11 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jax_longctx.engine.distributed import from_leader, is_leader
-from jax_longctx.errors import CheckpointError, ConfigError, DamagedError, InputError, file_errors
-from jax_longctx.files import read_text
+from jax_longctx.errors import CheckpointError, ConfigError, DamagedError, InputError
+from jax_longctx.files import file_errors, read_text, whole_path
 from jax_longctx.memory import peak_memory
 from jax_longctx.models import storage
 from jax_longctx.origin import check_same
-from jax_longctx.paths import whole_path
 from jax_longctx.settings import at_least
 from train_cpt.attention import check_attention
 from train_cpt.data import Windows, batches

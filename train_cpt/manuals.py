@@ -17,8 +17,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from jax_longctx.errors import InputError, file_errors
-from jax_longctx.files import no_link, read_bytes
+from jax_longctx.errors import InputError
+from jax_longctx.files import file_errors, no_link, read_bytes
 from jax_longctx.models.storage import partial_of
 
 SUFFIXES = (".txt", ".rst", ".md", ".info")

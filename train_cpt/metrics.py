@@ -31,8 +31,8 @@ from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import scalar
 
 from jax_longctx.batch import lines
-from jax_longctx.errors import InputError, file_errors
-from jax_longctx.files import save_figure, write_all
+from jax_longctx.errors import InputError
+from jax_longctx.files import file_errors, save_figure, write_all
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.storage import write_text
 from jax_longctx.planning.plan import matmul_weights

@@ -30,11 +30,11 @@ from orbax.checkpoint import v1 as ocp
 
 import jax_longctx
 from jax_longctx.engine.distributed import from_leader
-from jax_longctx.errors import CheckpointError, ConfigError, InputError, file_errors
+from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from jax_longctx.files import file_errors, whole_path
 from jax_longctx.locks import only_writer
 from jax_longctx.models import storage
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.paths import whole_path
 from jax_longctx.settings import from_toml, parse_mesh, read_toml
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary

@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_longctx.errors import InputError, OriginError, file_errors
-from jax_longctx.files import no_link, open_plain, write_all
+from jax_longctx.errors import InputError, OriginError
+from jax_longctx.files import file_errors, no_link, open_plain, write_all
 from jax_longctx.models.storage import sha256_of, write_text
 from jax_longctx.origin import MADE_FROM, OVERWRITE, check_result, check_same
 

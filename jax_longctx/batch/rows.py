@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.engine.capacity import bucket
-from jax_longctx.errors import InputError, file_errors
-from jax_longctx.files import check_text, decoded, open_plain, read_bytes
+from jax_longctx.errors import InputError
+from jax_longctx.files import check_text, decoded, file_errors, open_plain, read_bytes
 from jax_longctx.origin import digest_of
 from jax_longctx.text import PromptLayout, PromptText, Tokenizer
 

@@ -24,10 +24,10 @@ from jax_longctx.cli.terminal import (
     read_text,
     save,
 )
-from jax_longctx.errors import CheckpointError, InputError, file_errors
+from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.files import file_errors, whole_path
 from jax_longctx.memory import shown_bytes
 from jax_longctx.origin import check_same
-from jax_longctx.paths import whole_path
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext

@@ -8,8 +8,8 @@ import typer
 from jax_longctx.cli import options, process
 from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import Compiling, Terminal, check_file, per_second
-from jax_longctx.errors import InputError, file_errors
-from jax_longctx.files import check_plain
+from jax_longctx.errors import InputError
+from jax_longctx.files import check_plain, file_errors
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext

@@ -8,8 +8,8 @@ from jax_longctx.cli import options
 from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from jax_longctx.files import expanded, whole_path
 from jax_longctx.memory import shown_bytes
-from jax_longctx.paths import expanded, whole_path
 from jax_longctx.settings import check_form
 
 

@@ -35,7 +35,8 @@ from jax_longctx.cli.plan import plan
 from jax_longctx.cli.serve import serve
 from jax_longctx.cli.train import train_app
 from jax_longctx.cli.warm import warm
-from jax_longctx.errors import InputError, LongctxError, file_errors, reason
+from jax_longctx.errors import InputError, LongctxError
+from jax_longctx.files import file_errors, reason
 from jax_longctx.memory import check_memory_limit
 
 # A full disk, a quota, a size limit and a link in the way are not faults of the program.

@@ -25,10 +25,10 @@ import jax_longctx
 from jax_longctx.cli.terminal import Terminal, check_argument, check_file, save
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.evaluation.specs import Spec
+from jax_longctx.files import expanded, whole_path
 from jax_longctx.memory import peak_memory
 from jax_longctx.methods import METHODS, check_method, make_method, settings_of
 from jax_longctx.models.presets import PRESETS, preset
-from jax_longctx.paths import expanded, whole_path
 from jax_longctx.settings import (
     DTYPES,
     PLACES,

@@ -9,8 +9,8 @@ from rich.text import Text
 from jax_longctx.cli import options
 from jax_longctx.cli.options import option
 from jax_longctx.cli.terminal import Terminal, shown_time, table
+from jax_longctx.files import expanded
 from jax_longctx.memory import shown_bytes
-from jax_longctx.paths import expanded
 from jax_longctx.planning.targets import parse_target
 from jax_longctx.settings import StoredForm, parse_mesh, weights_form
 

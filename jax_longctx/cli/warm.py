@@ -10,9 +10,9 @@ from jax_longctx.cli import options
 from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import Terminal, shown_time
 from jax_longctx.errors import InputError
+from jax_longctx.files import expanded
 from jax_longctx.memory import shown_bytes
 from jax_longctx.models.presets import PRESETS, preset
-from jax_longctx.paths import expanded
 from jax_longctx.settings import StoredForm, offload_of, parse_mesh, weights_form
 
 

@@ -33,6 +33,7 @@ from jax_longctx.engine.distributed import from_leader, to_host
 from jax_longctx.engine.engine import Engine
 from jax_longctx.engine.runs import as_run, copied_layer, each_layer, layers_in, with_layer
 from jax_longctx.errors import CheckpointError, DamagedError, InputError
+from jax_longctx.files import whole_path
 from jax_longctx.locks import only_writer
 from jax_longctx.methods import make_method, settings_of
 from jax_longctx.models.storage import (
@@ -46,7 +47,6 @@ from jax_longctx.models.storage import (
     writing,
 )
 from jax_longctx.origin import check_same
-from jax_longctx.paths import whole_path
 from jax_longctx.sharding import RULES, leaf_axes, logical_sharding, tree_shardings
 
 # 1 had no digests, 2 none of arrays.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_longctx.errors import InputError, file_errors
+from jax_longctx.errors import InputError
 from jax_longctx.evaluation.plots import Plot, curves, heatmaps, pareto
 from jax_longctx.evaluation.summary import Row, Summary, summarise
 from jax_longctx.evaluation.tables import (
@@ -25,7 +25,7 @@ from jax_longctx.evaluation.tables import (
     score_table,
     table_text,
 )
-from jax_longctx.files import read_text, write_whole
+from jax_longctx.files import file_errors, read_text, write_whole
 from jax_longctx.studies.published import PUBLISHED
 
 ABOUT = "about.json"

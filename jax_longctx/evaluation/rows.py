@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.batch import lines
-from jax_longctx.errors import InputError, OriginError, file_errors
-from jax_longctx.files import check_plain
+from jax_longctx.errors import InputError, OriginError
+from jax_longctx.files import check_plain, file_errors
 from jax_longctx.locks import lock
 from jax_longctx.origin import check_same
 

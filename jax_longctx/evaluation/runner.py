@@ -24,7 +24,7 @@ from jax_longctx.engine import Engine
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import available_bytes, expected_bytes, reserved
 from jax_longctx.engine.distributed import from_leader, is_leader
-from jax_longctx.errors import ConfigError, LengthError, file_errors
+from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.compute import (
     Sized,
     Work,
@@ -37,6 +37,7 @@ from jax_longctx.evaluation.config import Cell, EvalConfig
 from jax_longctx.evaluation.rows import NAME, Key, RowStore, key_of
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import Sample, Task, describe, make_task
+from jax_longctx.files import file_errors
 from jax_longctx.methods import make_method, settings_of
 from jax_longctx.models.storage import sha256_of
 from jax_longctx.text import PromptLayout, PromptText, Tokenizer, chat_layout

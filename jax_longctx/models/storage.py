@@ -36,11 +36,10 @@ from flax import traverse_util
 from jax.sharding import Mesh
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from jax_longctx.errors import CheckpointError, DamagedError, reason
-from jax_longctx.files import no_link, open_plain, read_text
+from jax_longctx.errors import CheckpointError, DamagedError
+from jax_longctx.files import no_link, open_plain, read_text, reason, whole_path
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import check_mesh, param_infos, quantised_weights, stored_paths
-from jax_longctx.paths import whole_path
 from jax_longctx.settings import StoredForm, weights_form
 from pallas_kernels.quantised_matrix import QuantisedMatrix
 

@@ -36,11 +36,10 @@ import numpy as np
 import pydantic
 
 from jax_longctx.engine.context_io import saved_manifest
-from jax_longctx.errors import CheckpointError, InputError, file_errors
-from jax_longctx.files import read_text
+from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.files import file_errors, read_text, whole_path
 from jax_longctx.locks import lock
 from jax_longctx.models.storage import read_sealed, seal
-from jax_longctx.paths import whole_path
 from jax_longctx.serving.schema import RequestError
 
 log = logging.getLogger(__name__)

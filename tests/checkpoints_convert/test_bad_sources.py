@@ -173,7 +173,11 @@ CASES |= {
         ("tokenizer_config.json", '{"eos_token": "<none>"}', "'<none>' is not in the tokenizer's"),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "is not valid at its line 1: "),
         ("tokenizer_config.json", '{"chat_template": "{{ range(10**9) }}"}', "; repair it in the"),
-        ("special_tokens_map.json", "[]", "special_tokens_map.json holds a list"),
+        (
+            "special_tokens_map.json",
+            "[]",
+            "special_tokens_map.json is not a JSON file: it holds a list",
+        ),
         ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id is '2', expected an id"),
     ]
 }
