@@ -66,6 +66,7 @@ from jax_longctx.text import (
     check_vocabulary,
     plain_layout,
 )
+from jax_longctx.text.child import start_child
 
 # Most questions over one text that are answered at a time: of models whose heads share keys and
 # values by fours, as many as one pass over the text takes on a GPU.
@@ -178,6 +179,8 @@ def load(
     keep_compilations()
     if offload is not None:
         allow_pinned()
+    # It is ready when the tokenizer loads.
+    start_child()
     mesh, checkpoint = mesh or make_mesh(), whole_path(checkpoint)
     manifest = read_manifest(checkpoint)
     folder, eos = tokenizer_folder(checkpoint, manifest), manifest.extras.get("eos_token_id")

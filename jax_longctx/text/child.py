@@ -1,11 +1,11 @@
-"""Child processes that render templates and encode texts within limits of time and memory.
+"""Chat templates and encoding in child processes, within limits of time and memory.
 
-Each of them runs `worker`. A request that exceeds a limit ends its process only; the next request
-starts a new one.
+Each child runs `worker`, and serves one thread at a time. A request that exceeds a limit ends its
+process only; the next request starts a new one.
 """
 
 import atexit
-import dataclasses
+import contextlib
 import hashlib
 import json
 import math
@@ -14,8 +14,7 @@ import queue
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,69 +23,64 @@ import tokenizers
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 
 WORKER = Path(__file__).with_name("worker.py")
-# Processes that encode at the same time.
-ENCODERS = 4
-# Seconds of processor time and bytes of memory to encode a text or to load a tokenizer, and those
-# for each character of it: some ten times what the slowest published tokenizers take.
-SECONDS, MEMORY = 3.0, 2**29
+# Processes that work at the same time.
+CHILDREN = 4
+# Seconds of processor time and bytes of memory to render a template, to encode a text or to load a
+# tokenizer, and those for each character of a text or a tokenizer: some ten times what the slowest
+# published tokenizers take, and thousands of times what published templates need.
+SECONDS, MEMORY = 3.0, 2**30
 SECONDS_EACH, MEMORY_EACH = 2e-5, 1000
 # How many times longer a decoder, which runs in this process, may make a text.
 MOST_GROWTH = 100
 
 
 class Child:
-    """A child process that answers requests; threads take turns."""
+    """A child process that answers requests of one thread at a time."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.RLock()
-        atexit.register(self.stop)
 
-    def start(self) -> None:
-        """Starts the process unless it runs, without waiting for it."""
-        with self._lock:
-            if self._process is not None and self._process.poll() is None:
-                return
-            self.stop()
-            # The child gets this process's import paths, so that it can skip `site`.
-            paths = os.pathsep.join(path for path in sys.path if path)
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-S", "-P", str(WORKER)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    # A tokenizer's own threads would take address space.
-                    env={**os.environ, "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"},
-                    # Ctrl-C reaches only the parent; when the parent ends, so do stdin and child.
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise ConfigError(
-                    f"the process for chat templates and texts cannot start: {error.strerror}"
-                ) from error
+    def start(self) -> subprocess.Popen[bytes]:
+        """The process, which is started unless it runs; nothing waits for it."""
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self.stop()
+        # The child gets this process's import paths, so that it can skip `site`.
+        paths = os.pathsep.join(path for path in sys.path if path)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-S", "-P", str(WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                # A tokenizer's own threads would take address space.
+                env={**os.environ, "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"},
+                # Ctrl-C reaches only the parent; when the parent ends, so do stdin and child.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"the process for chat templates and texts cannot start: {error.strerror}"
+            ) from error
+        return self._process
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The child's reply, or `error` with the reason why there is none."""
-        line = json.dumps(request).encode() + b"\n"
-        with self._lock:
-            self.start()
-            process = self._process
-            assert process is not None and process.stdin is not None and process.stdout is not None
-            try:
-                process.stdin.write(line)
-                process.stdin.flush()
-                reply = process.stdout.readline()
-            except BrokenPipeError:
-                reply = b""
-            except BaseException:
-                # Otherwise the pipe would hold this reply when the next one is read.
-                process.kill()
-                self.stop()
-                raise
-            if reply.endswith(b"\n"):
-                return json.loads(reply)
-            code = self.stop()
+        line, process = json.dumps(request).encode() + b"\n", self.start()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            reply = process.stdout.readline()
+        except BrokenPipeError:
+            reply = b""
+        except BaseException:
+            # Otherwise the pipe would hold this reply when the next one is read.
+            self.stop()
+            raise
+        if reply.endswith(b"\n"):
+            return json.loads(reply)
+        code = self.stop()
         if code == -signal.SIGPROF:
             return {"error": f"takes more than {request['seconds']:.3g} s of processor time"}
         if code == -signal.SIGABRT:
@@ -94,55 +88,103 @@ class Child:
         return {"error": f"ends the process that it runs in (exit code {code})"}
 
     def stop(self) -> int | None:
-        """Ends the process, if there is one, and returns its exit code."""
+        """Ends the process, if there is one, at once, and returns its exit code."""
         process, self._process = self._process, None
         if process is None:
             return None
-        # Closes stdin, which ends the process, and waits for the end.
+        # Without effect on one that has ended.
+        process.kill()
         process.communicate()
         return process.returncode
 
-    def forget(self) -> None:
-        """In a forked process: leaves the child to the process that started it."""
-        process, self._process, self._lock = self._process, None, threading.RLock()
-        if process is not None:
-            # Neither waited for nor closed here: another thread may have held its pipes.
-            process.returncode = 0
-            _left.append(process)
+
+# All children of this process, and the idle ones: first in line is the one that was used last, and
+# has the tokenizer.
+_own: list[Child] = []
+_idle: "queue.LifoQueue[Child]" = queue.LifoQueue()
+_left: list[Child] = []
 
 
-_left: list[subprocess.Popen[bytes]] = []
+def _make_children() -> None:
+    """In a forked process too, which leaves its parent's: a thread there may hold their pipes."""
+    global _idle
+    _left.extend(_own)
+    _own[:], _idle = [Child() for _ in range(CHILDREN)], queue.LifoQueue()
+    for child in _own:
+        _idle.put(child)
 
 
-def _line_of(children: Iterable[Child]) -> "queue.LifoQueue[Child]":
-    line: queue.LifoQueue[Child] = queue.LifoQueue()
-    for child in children:
-        line.put(child)
-    return line
+def _stop_children() -> None:
+    for child in _own:
+        child.stop()
 
 
-RENDERER = Child()
-_own = [Child() for _ in range(ENCODERS)]
-# Who is first in line was used last, and has the tokenizer.
-_encoders = _line_of(_own)
+_make_children()
+os.register_at_fork(after_in_child=_make_children)
+atexit.register(_stop_children)
 
 
-def _forked() -> None:
-    global _encoders
-    for child in (RENDERER, *_own):
-        child.forget()
-    _encoders = _line_of(_own)
+@contextlib.contextmanager
+def _any_child() -> Iterator[Child]:
+    """A child for this thread alone."""
+    idle = _idle
+    child = idle.get()
+    try:
+        yield child
+    finally:
+        idle.put(child)
 
 
-os.register_at_fork(after_in_child=_forked)
+def start_child() -> None:
+    """Starts a process without waiting for it: it imports what requests need."""
+    with _any_child() as child:
+        child.start()
 
 
-@dataclasses.dataclass(frozen=True)
-class Encoded:
-    """Ids of a text; for `offsets`, where in the text each begins and ends."""
+class ChatTemplate:
+    """One chat template with the checkpoint's special tokens.
 
-    ids: list[int]
-    offsets: list[tuple[int, int]]
+    Attributes:
+      source: the template's own text.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]):
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The messages as one text.
+
+        Raises:
+          ConfigError: the template is not valid, fails, or exceeds a limit.
+          InputError: the template refuses the messages, or variables have names of its own.
+        """
+        own = {
+            **self._special_tokens,
+            "messages": [dict(message) for message in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        variables = variables or {}
+        if taken := sorted(own.keys() & variables.keys()):
+            raise InputError(f"the template's variable {taken[0]!r} is set for you; leave it out")
+        request = {"source": self.source, "variables": {**own, **variables}, **_limits(0)}
+        with _any_child() as child:
+            reply = child.ask(request)
+        if "refuses" in reply:
+            raise InputError(f"the chat template refuses the messages: {reply['refuses']}")
+        if "error" in reply:
+            raise ConfigError(
+                f"the chat template {reply['error']}; repair it, or ask without it (--no-chat)"
+            )
+        return reply["text"]
 
 
 class BoundedTokenizer:
@@ -175,8 +217,13 @@ class BoundedTokenizer:
             )
         return backend
 
-    def encode(self, text: str, *, offsets: bool = False) -> Encoded:
-        """Encodes without the special tokens that the tokenizer adds.
+    def encode(
+        self, text: str, *, offsets: bool = False
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids without the special tokens that the tokenizer adds, and where in the text each is.
+
+        Args:
+          offsets: whether to say where; an empty list else.
 
         Raises:
           InputError: the text is not Unicode, or the tokenizer fails or exceeds a limit on it.
@@ -189,20 +236,17 @@ class BoundedTokenizer:
                 f"the checkpoint's tokenizer {reply['error']} on a text of {len(text):,} "
                 f"characters; shorten the text, or convert with a sound tokenizer.json"
             )
-        return Encoded(reply["ids"], list(map(tuple, reply.get("offsets", ()))))
+        return reply["ids"], list(map(tuple, reply.get("offsets", ())))
 
     def _ask(self, request: dict[str, Any], characters: int) -> dict[str, Any]:
-        request = {**request, "tokenizer": self._key, **_limits(characters)}
-        child = _encoders.get()
-        try:
-            reply = child.ask(request)
+        request = {**request, "tokenizer": self._key}
+        with _any_child() as child:
+            reply = child.ask(request | _limits(characters))
             if "unknown" in reply:
                 # Loading takes some 25 bytes of memory for one of the file.
                 more = _limits(len(self._file) // 16 + characters)
                 reply = child.ask({**request, "file": self._file, **more})
-            return reply
-        finally:
-            _encoders.put(child)
+        return reply
 
 
 def _limits(characters: int) -> dict[str, float]:

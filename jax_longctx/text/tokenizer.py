@@ -1,52 +1,34 @@
-"""The checkpoint's tokenizer: text to ids, ids to text as they come, stop strings, and prompts.
+"""The checkpoint's tokenizer: text to ids, ids to text as they come, and stop strings.
 
 Reads the files of Hugging Face: `tokenizer.json` (the tokenizer itself), `tokenizer_config.json`
 (special tokens, chat template), and where they exist `chat_template.jinja`,
 `special_tokens_map.json` and `generation_config.json`. Needs the `tokenizers` package, not
 `transformers`.
 
-A prompt is split in two (`PromptLayout`). The context is everything up to and including the
-document, and is read once. The question is the rest: in a chat, the question and the tokens that
-open the answer. The two are tokenised separately, so every method gets the same ids, however it
-reads the context.
-
 Special tokens count only where a template writes them (`PromptText`). In documents, questions and
 messages they are plain text, unless the tokenizer is loaded with `parse_special`.
-
-Chat templates are rendered, and texts encoded, in child processes with limits of time and memory
-(`child`). One serves all templates. It starts with the first template, and imports jinja2 while the
-checkpoint loads.
 """
 
-import bisect
-import collections
-import dataclasses
 import functools
 import itertools
 import json
 import re
-import secrets
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
-from jax_longctx.files import read_text
-from jax_longctx.text.child import RENDERER, BoundedTokenizer
+from jax_longctx.files import read_json, read_text, reading
+from jax_longctx.text.child import BoundedTokenizer, ChatTemplate
+from jax_longctx.text.encoder import Encoder
+from jax_longctx.text.prompts import PromptText
 
 # Decoded tokens that stay in the stream decoder's window, because the text of a token (a leading
 # space, a run of bytes) depends on the tokens before it. Four would suffice.
 _OVERLAP = 8
 
-# Limits of one rendering, compilation included: thousands of times what published templates need.
-SECONDS = 3.0
-MEMORY = 2**30
-# Placeholders for document and question in the template, so that jinja never renders a document.
-# No template contains or strips these private-use characters.
-_DOCUMENT = "\ue000document\ue000"
-_QUESTION = "\ue000question\ue000"
 # Marks special tokens that are written in messages, while the template renders them.
 _MARK = "\ufdd0"
 
@@ -58,51 +40,6 @@ END_TOKENS = (
     *("<end_of_turn>", "<end_of_utterance>", "<\uff5cend▁of▁sentence\uff5c>", "[|endofturn|]"),
     *("</s>", "<EOT>", "[EOT]", "[EOS]"),
 )
-
-# Added tokens that are special though some files do not say so, as in llama.cpp.
-_LOOKS_SPECIAL = re.compile(r"<\|[^|\s]+\|>|<\uff5c[^\uff5c\s]+\uff5c>")
-
-# Parts of a text: the first character of each, and the one behind it.
-Spans = Sequence[tuple[int, int]]
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptText:
-    """A text that a template wrote in part.
-
-    Attributes:
-      plain: the parts that are the user's, in which special tokens are plain text.
-      templated: a chat template wrote the beginning, with a beginning-of-text token or without.
-    """
-
-    text: str
-    plain: Spans = ()
-    templated: bool = False
-
-    @classmethod
-    def of(cls, *parts: str, templated: bool = False) -> "PromptText":
-        """Parts of the template and of the user in turn."""
-        ends = list(itertools.accumulate(map(len, parts)))
-        spans = zip(ends[::2], ends[1::2], strict=False)
-        return cls("".join(parts), tuple(spans), templated)
-
-    def __str__(self) -> str:
-        return self.text
-
-    def after(self, mark: str) -> tuple[str, "PromptText"] | None:
-        """The text before the first `mark`, and what follows it; None where there is none."""
-        before, found, after = self.text.partition(mark)
-        cut = len(self.text) - len(after)
-        plain = tuple((max(a - cut, 0), b - cut) for a, b in self.plain if b > cut)
-        return (before, PromptText(after, plain)) if found else None
-
-    def until(self, mark: str) -> "PromptText | None":
-        """The text before the last `mark`; None where there is none."""
-        end = self.text.rfind(mark)
-        if end < 0:
-            return None
-        plain = tuple((a, min(b, end)) for a, b in self.plain if a < end)
-        return PromptText(self.text[:end], plain, self.templated)
 
 
 class Tokenizer:
@@ -167,18 +104,19 @@ class Tokenizer:
         """
         directory = Path(directory)
         path = directory / "tokenizer.json"
-        text = _read(path)
+        text = _text(path)
         if text is None:
             raise CheckpointError(f"{path} not found; convert the checkpoint with its tokenizer")
         backend = BoundedTokenizer(text).load(str(path))
-        settings = dict(_read_json(directory / "special_tokens_map.json"))
-        settings |= _read_json(directory / "tokenizer_config.json")
-        generation = _read_json(directory / "generation_config.json")
-        eos_ids = _end_ids(generation, directory / "generation_config.json")
+        names = "special_tokens_map.json", "tokenizer_config.json", "generation_config.json"
+        others = [directory / name for name in names]
+        read = [read_json(other) if other.exists() else {} for other in others]
+        settings = {**read[0], **read[1]}
+        eos_ids = _end_ids(read[2], others[2])
         named = _end_ids({"eos_token_id": eos}, "config.json")
         added = backend.get_added_tokens_decoder()
         eos_ids += [token for token in named if not eos_ids or token in added]
-        template = _read(directory / "chat_template.jinja")
+        template = _text(directory / "chat_template.jinja")
         if template is None:
             template = select_template(settings.get("chat_template"))
         how |= {"chat_template": template, "file": text}
@@ -298,141 +236,6 @@ class Tokenizer:
         return frozenset(token for token in ids if token is not None)
 
 
-class Encoder:
-    """Encodes as the backend does that `file` describes; added tokens among `ends` are special.
-
-    Most texts need no care. Else a text is cut at the added tokens that count, and each section is
-    encoded by a copy of the tokenizer that knows no special token, with the dummy prefix or without
-    (a space that many sentencepiece tokenizers put before each text).
-    """
-
-    def __init__(self, backend: tokenizers.Tokenizer, file: str, ends: Container[int]):
-        added = backend.get_added_tokens_decoder()
-        self._added = {token: info.content for token, info in added.items()}
-        self._special = {
-            token: info.content
-            for token, info in added.items()
-            if info.special or token in ends or _LOOKS_SPECIAL.fullmatch(info.content)
-        }
-        # Copies by (whether the text begins, whether special tokens are text).
-        self._backend, self._copies = backend, {(True, False): BoundedTokenizer(file)}
-        steps = [
-            None if step is None else json.loads(step.__getstate__())
-            for step in (backend.normalizer, backend.pre_tokenizer)
-        ]
-        self._has_prefix = steps != [_continued(step) for step in steps]
-        said = json.dumps(steps)
-        every = '"always"' in said or '"add_prefix_space": true' in said
-        # Added tokens behind which the prefix stands again; a normalizer does not see where those
-        # stand that are found in its own output.
-        self._again = {
-            token
-            for token, info in added.items()
-            if self._has_prefix and (every or ('"Prepend"' in said and not info.normalized))
-        }
-
-    def encode(self, text: str, plain: Spans = (), *, begins: bool) -> list[int]:
-        """Token ids; special tokens in the `plain` parts are text.
-
-        Args:
-          begins: no other text stands before this one.
-
-        Raises:
-          InputError: as `BoundedTokenizer.encode`.
-        """
-        ids, own = self._ids(text, begins), None
-        if plain:
-            starts, ends = zip(*plain, strict=True)
-            others = zip((0, *ends), (*starts, len(text)), strict=True)
-            parts = collections.Counter(text[a:b] for a, b in others)
-            own = sum(n * self._count(self._ids(part, True)) for part, n in parts.items())
-        if own in (None, self._count(ids)) and (begins or self._again.isdisjoint(ids)):
-            return ids
-        ids, at, begun = [], 0, [a for a, _ in plain]
-        for token, first, start, end in self._added_in(text, begins):
-            if token in self._special:
-                # The last plain part that begins before the token's end.
-                near = bisect.bisect_left(begun, first + len(self._added[token])) - 1
-                if near >= 0 and plain[near][1] > first:
-                    continue
-            elif token not in self._again:
-                # The copy knows it.
-                continue
-            ids += [*self._ids(text[at:start], begins, as_text=True), token]
-            at, begins = end, token in self._again
-        return ids + self._ids(text[at:], begins, as_text=True)
-
-    def special_in(self, text: str) -> list[int]:
-        """Index of the first character of each special token that is written in `text`."""
-        if not any(content in text for content in self._special.values()):
-            return []
-        found = self._added_in(text, True)
-        return [first for token, first, _, _ in found if token in self._special]
-
-    def _added_in(self, text: str, begins: bool) -> Iterator[tuple[int, int, int, int]]:
-        """Added tokens in `text`: id, first character, and what they take (spaces around, too)."""
-        whole = self._copy(begins, False).encode(text, offsets=True)
-        for token, (start, end) in zip(whole.ids, whole.offsets, strict=True):
-            # An unknown character has the id of an added token, whose text it is not.
-            if token in self._added and (at := text.find(self._added[token], start, end)) >= 0:
-                yield token, at, start, end
-
-    def _ids(self, text: str, begins: bool, *, as_text: bool = False) -> list[int]:
-        return self._copy(begins, as_text).encode(text).ids if text else []
-
-    def _count(self, ids: Iterable[int]) -> int:
-        return sum(map(self._special.__contains__, ids))
-
-    def _copy(self, begins: bool, as_text: bool) -> BoundedTokenizer:
-        key = begins or not self._has_prefix, as_text
-        if key not in self._copies:
-            # Not the file: it may be of an older form.
-            described = json.loads(self._backend.to_str())
-            if not key[0]:
-                for name in ("normalizer", "pre_tokenizer"):
-                    described[name] = _continued(described[name])
-            if as_text:
-                _hide(described, self._special.values())
-            self._copies[key] = BoundedTokenizer(json.dumps(described))
-        return self._copies[key]
-
-
-def _continued(step: Any, first: bool = True) -> Any:
-    """A step of `tokenizer.json` without the prefix, for text that continues another.
-
-    Behind other steps (not `first`), one that puts it before all that it gets puts it before words.
-    """
-    match step:
-        case {"type": "Prepend"}:
-            return None
-        case {"type": "Metaspace", "prepend_scheme": scheme} if first or scheme == "first":
-            return {**step, "prepend_scheme": "never"}
-        case {"type": "ByteLevel"} if first:
-            return {**step, "add_prefix_space": False}
-        case {"type": "Sequence"}:
-            (name,) = step.keys() - {"type"}
-            steps = [_continued(each, at == 0) for at, each in enumerate(step[name])]
-            return {**step, name: [each for each in steps if each is not None]}
-    return step
-
-
-def _hide(described: dict[str, Any], contents: Iterable[str]) -> None:
-    """Gives tokens of a `tokenizer.json` names that no text holds; their ids stay."""
-    secret, model = secrets.token_hex(8), described["model"]
-    hidden = {text: f"\ufdd0{secret}{number}" for number, text in enumerate(contents)}
-    for token in described["added_tokens"]:
-        token["content"] = hidden.get(token["content"], token["content"])
-    if isinstance(pieces := model["vocab"], dict):
-        model["vocab"] = {hidden.get(piece, piece): token for piece, token in pieces.items()}
-    else:  # Unigram
-        model["vocab"] = [[hidden.get(piece, piece), score] for piece, score in pieces]
-    for merge in [*model.get("merges", ())]:
-        if not hidden.keys().isdisjoint((*merge, "".join(merge))):
-            model["merges"].remove(merge)
-    if model.get("unk_token") in hidden:
-        model["unk_token"] = hidden[model["unk_token"]]
-
-
 class StreamDecoder:
     """Decodes ids that arrive in pieces: the returned texts, joined, are `decode(all ids)`.
 
@@ -547,58 +350,6 @@ class StopStrings:
         return len(text)
 
 
-class ChatTemplate:
-    """One chat template with the checkpoint's special tokens.
-
-    Attributes:
-      source: the template's own text.
-    """
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str]):
-        self.source = source
-        self._special_tokens = dict(special_tokens)
-        RENDERER.start()
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The messages as one text.
-
-        Raises:
-          ConfigError: the template is not valid, fails, or exceeds a limit.
-          InputError: the template refuses the messages, or variables have names of its own.
-        """
-        own = {
-            **self._special_tokens,
-            "messages": [dict(message) for message in messages],
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        variables = variables or {}
-        if taken := sorted(own.keys() & variables.keys()):
-            raise InputError(f"the template's variable {taken[0]!r} is set for you; leave it out")
-        reply = RENDERER.ask(
-            {
-                "source": self.source,
-                "variables": {**own, **variables},
-                "seconds": SECONDS,
-                "memory": MEMORY,
-            }
-        )
-        if "refuses" in reply:
-            raise InputError(f"the chat template refuses the messages: {reply['refuses']}")
-        if "error" in reply:
-            raise ConfigError(
-                f"the chat template {reply['error']}; repair it, or ask without it (--no-chat)"
-            )
-        return reply["text"]
-
-
 def select_template(value: Any) -> str | None:
     """The template of `tokenizer_config.json`: text, or a list of named ones ("default" wins)."""
     if value is None or isinstance(value, str):
@@ -611,59 +362,6 @@ def select_template(value: Any) -> str | None:
     raise CheckpointError(
         f"chat_template is a {type(value).__name__}; expected text or a list of named templates"
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptLayout:
-    """Texts before the document, between document and question, and after the question.
-
-    `templated` are those of a chat template.
-    """
-
-    before: str
-    between: str
-    after: str
-    templated: bool = False
-
-    def context(self, document: str) -> PromptText:
-        """The context's text. Raises InputError when the document is empty."""
-        if not document.strip():
-            raise InputError("the document is empty; give a text to ask about")
-        return PromptText.of(self.before, document, templated=self.templated)
-
-    def question(self, question: str) -> PromptText:
-        """The text between the context and the answer. Raises InputError when it is empty."""
-        if not question.strip():
-            raise InputError("a question is empty; write what to ask of the document")
-        return PromptText.of(self.between, question, self.after)
-
-
-def plain_layout(stem: bool = False) -> PromptLayout:
-    """Completion without a chat template: a question and "Answer:", or the answer's own `stem`."""
-    if stem:
-        return PromptLayout("", "\n\n", "")
-    return PromptLayout("", "\n\nQuestion: ", "\nAnswer:")
-
-
-def chat_layout(tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None) -> PromptLayout:
-    """The checkpoint's chat template around document and question, in one user message.
-
-    Args:
-      variables: as for `Tokenizer.chat`.
-
-    Raises:
-      ConfigError: there is no template, or it does not contain the message exactly once.
-    """
-    content = f"{_DOCUMENT}\n\n{_QUESTION}"
-    asked = [{"role": "user", "content": content}]
-    text = tokenizer.chat(asked, variables=variables).text
-    before, found_document, rest = text.partition(_DOCUMENT)
-    between, found_question, after = rest.partition(_QUESTION)
-    if not (found_document and found_question) or "\ue000" in before + between + after:
-        raise ConfigError(
-            "the chat template does not show a user's message exactly once; use --no-chat"
-        )
-    return PromptLayout(before, between, after, templated=True)
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: Any) -> None:
@@ -726,28 +424,12 @@ def _adds_bos(
     return backend.encode("", add_special_tokens=True).ids[:1] == [bos_id]
 
 
-def _read(path: Path) -> str | None:
+def _text(path: Path) -> str | None:
     """The file's text, or None if there is no such file."""
-    try:
-        return read_text(path)
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        with reading(path):
+            return read_text(path)
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not UTF-8 text (byte {error.start})") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    text = _read(path)
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    except RecursionError as error:
-        raise CheckpointError(f"{path} is not JSON that can be read: too deeply nested") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, expected a JSON object")
-    return value

@@ -31,7 +31,7 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.evaluation import lm_harness
 from jax_longctx.evaluation.lm_harness import LongctxLM
 from jax_longctx.methods import METHODS
-from jax_longctx.text.tokenizer import ChatTemplate
+from jax_longctx.text.child import ChatTemplate
 from tests.goldens.harness_cases import MAX_LENGTH, RUNS, write_model, write_tasks
 from tests.support import joined
 

@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from jax_longctx.errors import ConfigError, InputError
-from jax_longctx.text import child, tokenizer
-from jax_longctx.text.tokenizer import ChatTemplate
+from jax_longctx.text import child
+from jax_longctx.text.child import ChatTemplate
 
 LOOP, END = "{% for i in range(99999) %}", "{% endfor %}"
 TOO_LONG, TOO_MUCH = "takes more than 0.1 s of processor time", "it takes too much memory"
@@ -18,8 +18,8 @@ NESTED = "{% set n = namespace(s=[]) %}{% for i in range(9999) %}{% set n.s = [n
 @pytest.fixture(autouse=True)
 def limits(monkeypatch):
     """Less than users have, so that these tests are quick."""
-    monkeypatch.setattr(tokenizer, "SECONDS", 0.5)
-    monkeypatch.setattr(tokenizer, "MEMORY", 2**28)
+    monkeypatch.setattr(child, "SECONDS", 0.5)
+    monkeypatch.setattr(child, "MEMORY", 2**28)
 
 
 def render(source, content="hello"):
@@ -64,14 +64,14 @@ FAULTS = {
 def test_a_template_that_fails_is_one_line(monkeypatch, name):
     source, message = FAULTS[name]
     if message == TOO_LONG:
-        monkeypatch.setattr(tokenizer, "SECONDS", 0.1)
+        monkeypatch.setattr(child, "SECONDS", 0.1)
     with pytest.raises(ConfigError) as found:
         render(source)
     text = str(found.value)
     assert message in text and text.endswith("; repair it, or ask without it (--no-chat)")
     assert text.startswith("the chat template ") and text.isprintable() and len(text) < 450
     # Where the process ended, another one renders.
-    monkeypatch.setattr(tokenizer, "SECONDS", 0.5)
+    monkeypatch.setattr(child, "SECONDS", 0.5)
     assert render("{{ messages[0].content }}") == "hello"
 
 
@@ -125,13 +125,13 @@ def test_an_interrupt_leaves_no_reply_behind_and_a_killed_process_is_replaced():
         signal.signal(signal.SIGALRM, before)
     assert render("{{ messages[0].content }}") == "hello"
     assert render("a") == "a"
-    process = child.RENDERER._process
+    process = child._idle.queue[-1]._process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert render("b") == "b"
     # Rendering again takes no new process.
     template = ChatTemplate("{{ messages | length }}", {})
     template.render([], add_generation_prompt=True)
-    process = child.RENDERER._process
+    process = child._idle.queue[-1]._process
     assert [template.render([], add_generation_prompt=True) for _ in range(100)] == ["0"] * 100
-    assert child.RENDERER._process is process and process.poll() is None
+    assert child._idle.queue[-1]._process is process and process.poll() is None

@@ -72,11 +72,27 @@ def test_ids_and_offsets_are_those_of_the_package_and_one_process_serves_them(by
     bounded, text = child.BoundedTokenizer(byte_level.to_str()), "Größe \U0001f9ff <|end|>" * 99
     (whole,) = byte_level.encode_batch([text], add_special_tokens=False)
     bounded.encode(text)
-    started = [each._process for each in child._encoders.queue]
+    started = [each._process for each in child._idle.queue]
     for _ in range(20):
-        found = bounded.encode(text, offsets=True)
-        assert (found.ids, found.offsets) == (whole.ids, whole.offsets)
-        assert [each._process for each in child._encoders.queue] == started
+        assert bounded.encode(text, offsets=True) == (whole.ids, whole.offsets)
+        assert [each._process for each in child._idle.queue] == started
+
+
+BUSY = """
+import sys, threading
+from jax_longctx.text import child
+child.SECONDS = float(sys.argv[1])
+template = child.ChatTemplate("{{ 7 ** (10 ** 8) % 10 }}", {})
+how = {"args": ([],), "kwargs": {"add_generation_prompt": True}, "daemon": True}
+threading.Thread(target=template.render, **how).start()
+while not any(each._process for each in child._own): pass
+"""
+
+
+def test_a_process_ends_at_once_though_a_child_is_busy():
+    long = patience(20)
+    words = [sys.executable, "-c", BUSY, str(3 * long)]
+    subprocess.run(words, check=True, timeout=long)
 
 
 FORK = """
@@ -119,6 +135,17 @@ def test_files_of_older_forms_have_copies_too(byte_level):
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(file), {}, file=file)
     assert tokenizer.encode("a", bos=True) == [5] and tokenizer.encode("a") == [4]
     assert 0 not in tokenizer.encode("a</s>a") and 0 in tokenizer.encode("</s>", parse_special=True)
+
+
+def test_a_long_message_is_scanned_once_for_all_special_tokens(byte_level):
+    """3,000 scans of 2 MB take seconds."""
+    byte_level.add_special_tokens([f"<|reserved_{number}|>" for number in range(3000)])
+    encoder = Tokenizer(byte_level, {})._encoder
+    begun = time.process_time()
+    for text in ("a < b and reserved", "<|reserved_ 0"):
+        assert encoder.special_in(text * 150_000) == []
+    assert encoder.special_in("Größe <|end|> <|reserved_2999|>") == [6, 14]
+    assert time.process_time() - begun < patience(1)
 
 
 def test_many_special_tokens_in_a_message_take_no_time_of_their_own(byte_level):

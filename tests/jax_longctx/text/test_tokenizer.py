@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.text import StopStrings, Tokenizer, chat_layout, check_vocabulary, plain_layout
-from jax_longctx.text.tokenizer import ChatTemplate, StreamDecoder, select_template
+from jax_longctx.text.child import ChatTemplate
+from jax_longctx.text.tokenizer import StreamDecoder, select_template
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(directory, text):
 
 def test_damaged_files_are_named(directory):
     for name, content, message in [
-        ("tokenizer_config.json", b"{", "not JSON"),
+        ("tokenizer_config.json", b"{", "not a JSON file"),
         ("tokenizer_config.json", b"[]", "holds a list"),
         ("tokenizer_config.json", b'{"bos_token": "<missing>"}', "'<missing>' is not in"),
         ("tokenizer_config.json", b'{"chat_template": 3}', "chat_template is a int"),
