@@ -19,6 +19,16 @@ from jax_longctx.errors import CheckpointError, InputError, LongctxError
 
 # TensorStore keeps names with this end for itself.
 LOCKS = ".__lock"
+# What a file is that begins with these bytes, and how a text is made of it.
+_WRITE = "write its text to a file first, e.g. with "
+_KINDS = {
+    b"%PDF-": ("a PDF, not a text", f"{_WRITE}pdftotext"),
+    b"PK\x03\x04": ("a zip archive (as .docx, .odt and .epub are), not a text", f"{_WRITE}pandoc"),
+    b"\xd0\xcf\x11\xe0": ("an old Office document, not a text", f"{_WRITE}libreoffice"),
+    b"\x1f\x8b": ("a gzip file, not a text", "unpack it first, with gunzip"),
+    b"\xff\xfe": ("UTF-16, not UTF-8 text", "convert it first, e.g. with iconv -f utf-16 -t utf-8"),
+}
+_OTHER = ("not UTF-8 text", "convert it first, e.g. with iconv -t utf-8")
 
 
 def reason(error: OSError) -> str:
@@ -68,17 +78,6 @@ def whole_path(path: str | Path) -> Path:
                 f"backslash, no end {LOCKS}); rename it"
             )
     return found
-
-# What a file is that begins with these bytes, and how a text is made of it.
-_WRITE = "write its text to a file first, e.g. with "
-_KINDS = {
-    b"%PDF-": ("a PDF, not a text", f"{_WRITE}pdftotext"),
-    b"PK\x03\x04": ("a zip archive (as .docx, .odt and .epub are), not a text", f"{_WRITE}pandoc"),
-    b"\xd0\xcf\x11\xe0": ("an old Office document, not a text", f"{_WRITE}libreoffice"),
-    b"\x1f\x8b": ("a gzip file, not a text", "unpack it first, with gunzip"),
-    b"\xff\xfe": ("UTF-16, not UTF-8 text", "convert it first, e.g. with iconv -f utf-16 -t utf-8"),
-}
-_OTHER = ("not UTF-8 text", "convert it first, e.g. with iconv -t utf-8")
 
 
 def check_plain(path: str | Path) -> None:
