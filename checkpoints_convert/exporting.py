@@ -110,13 +110,9 @@ def _write_shards(
                     for part in tensor.parts
                 }
                 arrays = storage.load_arrays(params, wanted, storage.REMEDY)
-                for tensor, _ in batch:
-                    parts = [
-                        part.to_file(np.asarray(arrays.pop(part.path))) for part in tensor.parts
-                    ]
-                    values = np.concatenate(parts) if len(parts) > 1 else parts[0]
-                    file.write(np.ascontiguousarray(values).view(np.uint8).data)
-                    done += values.nbytes
+                for tensor, dtype in batch:
+                    _write_tensor(file, tensor, arrays)
+                    done += tensor.nbytes(dtype)
                     if progress is not None:
                         progress(done, total)
             file.flush()
@@ -124,6 +120,13 @@ def _write_shards(
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": placed}
         storage.write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
+
+
+def _write_tensor(file: BinaryIO, tensor: FileTensor, arrays: dict[str, jax.Array]) -> None:
+    """Takes its parts out of `arrays`, so that none of them is in memory afterwards."""
+    parts = [part.to_file(np.asarray(arrays.pop(part.path))) for part in tensor.parts]
+    values = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    file.write(np.ascontiguousarray(values).view(np.uint8).data)
 
 
 def _write_header(file: BinaryIO, tensors: Sequence[Stored]) -> None:

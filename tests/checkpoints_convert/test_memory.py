@@ -1,4 +1,4 @@
-"""Peak memory of a conversion and of an export, on a checkpoint of 1 GB."""
+"""Peak memory of a conversion and of an export, on a checkpoint of 700 MB."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from tests.checkpoints_convert.tiny import hf_config, hf_shapes, write_checkpoin
 ROOT = Path(__file__).parents[2]
 SIZES = {"vocab_size": 65536, "hidden_size": 1024, "intermediate_size": 4096}
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 16}
-CONFIG = hf_config("llama", num_hidden_layers=22, **SIZES, **HEADS)
+CONFIG = hf_config("llama", num_hidden_layers=13, **SIZES, **HEADS)
 LARGEST = 65536 * 1024
 
 # VmHWM is this program's own peak; ru_maxrss would begin at that of the process that started it.
@@ -56,7 +56,9 @@ def large(tmp_path_factory):
 def peaks_of(actions):
     """The highest peak of a process after each of the actions."""
     command = [sys.executable, "-W", "error", "-c", CODE, repr(actions)]
-    how = {"cwd": ROOT, "env": {**os.environ, "JAX_PLATFORMS": "cpu"}, "text": True}
+    # Freed arrays go back to the system at once: what glibc would keep of them differs by chance.
+    told = {"JAX_PLATFORMS": "cpu", "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    how = {"cwd": ROOT, "env": os.environ | told, "text": True}
     done = subprocess.run(command, capture_output=True, **how)
     assert done.returncode == 0, done.stderr
     return [int(line) for line in done.stdout.splitlines()]
@@ -79,17 +81,11 @@ BACK = ("export", "ours", "back", {})
     ids=["two bytes", "eight bits", "four bytes"],
 )
 def test_peak_memory_is_a_few_tensors(tmp_path, large, actions, item):
-    most = 2 * LARGEST * item + 300e6
+    most = 2 * LARGEST * item + 150e6
     whole = sum(np.prod(shape) for shape in hf_shapes(CONFIG).values()) * item
     assert most < whole * 0.6
     folder = {"hf": str(large)} | {to: str(tmp_path / to) for _, _, to, _ in actions}
     calls = [(name, (folder[a], folder[b]), how) for name, a, b, how in actions]
-    # The peak differs from run to run: four of one revision had 791, 831, 850 and 890 MB in floats.
-    # What the code itself holds is there in each.
-    for _ in range(3):
-        peaks = peaks_of(calls)
-        for made in tmp_path.iterdir():
-            shutil.rmtree(made)
-        if max(peaks) <= most:
-            break
+    peaks = peaks_of(calls)
+    shutil.rmtree(tmp_path)
     assert max(peaks) <= most, dict(zip(map(str, actions), peaks, strict=True))
