@@ -78,7 +78,9 @@ MOST_BYTES = 2 * 1024**3
 # Most small ones: each start looks at every file.
 MOST_FILES = 20_000
 
-Texts = str | PromptText | Sequence[str | PromptText]
+# A text of a list may be its token ids.
+Text = str | PromptText | list[int]
+Texts = str | PromptText | Sequence[Text]
 OnText = Callable[[int, str], None]
 OnProgress = Callable[[Progress], None]
 
@@ -318,8 +320,8 @@ class LongContext:
         reserves `reserve` tokens for a question and its answer, and grows for longer ones.
         `questions` are for methods that need the question at prefill.
         """
-        rows = [self.tokenizer.encode(text, bos=True) for text in _listed(texts)]
-        asked = None if questions is None else self._encode(_listed(questions))
+        rows = self._encode(texts, bos=True)
+        asked = None if questions is None else self._encode(questions)
         self._warn_beyond(max(map(len, rows), default=0))
         return self.engine.prefill(rows, reserve=reserve, questions=asked, progress=progress)
 
@@ -337,7 +339,7 @@ class LongContext:
           keep: whether the context stays usable for further questions. If False, its memory is
             freed as soon as the method allows.
         """
-        asked = self._encode(_listed(questions))
+        asked = self._encode(questions)
         if self.length_warning(max(context.lengths)) is None:
             # `prefill` has already warned where the text alone is too long.
             self._warn_beyond(max(map(len, asked), default=0) + max(context.lengths))
@@ -381,7 +383,7 @@ class LongContext:
         Raises:
           InputError: the context is of several texts, or as `ask`.
         """
-        asked = self._encode(_listed(questions))
+        asked = self._encode(questions)
         if self.length_warning(max(context.lengths)) is None:
             self._warn_beyond(max(map(len, asked), default=0) + max(context.lengths))
         return self.ask_all_tokens(context, asked, keep=keep, **options)
@@ -551,8 +553,7 @@ class LongContext:
 
         Warns first where a prompt is too long for model and method (see `length_warning`).
         """
-        encode = functools.partial(self.tokenizer.encode, bos=True, parse_special=True)
-        rows = list(map(encode, _listed(prompts)))
+        rows = self._encode(prompts, bos=True, parse_special=True)
         self._warn_beyond(max(map(len, rows), default=0))
         seconds = 0.0
 
@@ -573,11 +574,11 @@ class LongContext:
         A continuation directly follows its context, like a question. Options and errors are those
         of `jax_longctx.engine.scoring.forced_states`.
         """
-        rows = [self.tokenizer.encode(text, bos=True) for text in _listed(contexts)]
+        rows = self._encode(contexts, bos=True)
         # Behind an empty context a continuation is the beginning.
         first = {at for at, text in enumerate(_listed(contexts)) if not str(text)}
         texts = enumerate(_listed(continuations))
-        continued = [self.tokenizer.encode(text, begins=at in first) for at, text in texts]
+        continued = [self._encode([text], begins=at in first)[0] for at, text in texts]
         return loglikelihoods(self.engine, rows, continued, **options)
 
     def footprint(self, tokens: int, *, batch: int = 1, reserve: int = 256) -> Footprint:
@@ -674,8 +675,9 @@ class LongContext:
         special = [token for text in stop if (token := self.tokenizer.special_id(text)) is not None]
         return [*(self.tokenizer.eos_ids if stop_at_eos else ()), *special]
 
-    def _encode(self, texts: Sequence[str | PromptText]) -> list[list[int]]:
-        return [self.tokenizer.encode(text) for text in texts]
+    def _encode(self, texts: Texts, **how: Any) -> list[list[int]]:
+        encode = functools.partial(self.tokenizer.encode, **how)
+        return [text if isinstance(text, list) else encode(text) for text in _listed(texts)]
 
 
 class AnswerReader:
@@ -731,7 +733,7 @@ def _goes_on(name: str, config: ModelConfig) -> bool:
     return method.info.keeps_all and reach(method, config, FAR) < FAR
 
 
-def _listed(texts: Texts) -> list[str | PromptText]:
+def _listed(texts: Texts) -> list[Text]:
     return [texts] if isinstance(texts, str | PromptText) else list(texts)
 
 

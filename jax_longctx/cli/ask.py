@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
     from jax_longctx.engine import Context
     from jax_longctx.engine.ahead import Compilation
-    from jax_longctx.text import PromptText
 
 # Written beside a saved context: whether it uses the chat template, and a digest of the tokenizer.
 PROMPT_FILE, PROMPT_FORMAT = "prompt.json", 1
@@ -170,83 +169,102 @@ def ask(
     document = None if request.file is None else read_text(request.file)
     terminal = Terminal(as_json=as_json)
     compiling = Compiling(terminal)
-
-    def ahead(loaded: "LongContext") -> "Compilation":
-        return Session(loaded, request, answers, terminal, compiling).compile(document)
-
-    def chosen(loaded: "LongContext") -> Any:
-        return Session(loaded, request, answers, terminal, compiling).choose(document)
-
+    session = Session(request, answers, document, terminal, compiling)
     with compiling.watching():
         if request.load_context is not None:
             from jax_longctx.engine.context_io import saved_manifest
 
             # What cannot be read is refused before the model loads.
             saved_manifest(request.load_context)
-        begin: dict[str, Any] = {} if document is None else {"ahead": compiling.ahead(ahead)}
+        begin: dict[str, Any] = {}
+        if document is not None:
+            begin["ahead"] = compiling.ahead(session.compile)
         if method.method in (None, options.AUTO):
-            begin["choose"] = chosen
-        loaded = model.open(terminal, method, **begin)
-        Session(loaded, request, answers, terminal, compiling).run(document)
+            begin["choose"] = session.choose
+        session.run(model.open(terminal, method, **begin))
 
 
 class Session:
-    """One document, its context, and the questions asked of it."""
+    """One document, its context, and the questions asked of it.
+
+    `choose` and `compile` are called before the weights are there, `run` then. The first that is
+    called encodes the texts for all.
+
+    Attributes:
+      chat: whether the prompt uses the chat template.
+      text: token ids up to the question; None where a saved context replaces them.
+      questions: token ids of each, up to its answer.
+    """
+
+    model: "LongContext"
+    chat: bool
+    text: list[int] | None
+    questions: list[list[int]] | None = None
 
     def __init__(
         self,
-        model: "LongContext",
         request: Request,
         answers: options.AnswerOptions,
+        document: str | None,
         terminal: Terminal,
         compiling: Compiling,
     ):
-        self.model, self.request, self.answers, self.terminal = model, request, answers, terminal
-        self.compiling = compiling
-        self.rereads = model.engine.method.info.needs_question
-        if self.rereads and (request.save_context or request.load_context):
+        self.request, self.answers, self.document = request, answers, document
+        self.terminal, self.compiling = terminal, compiling
+        self.unsaved: CheckpointError | InputError | None = None
+
+    @property
+    def rereads(self) -> bool:
+        """Whether the text is prefilled for each question."""
+        return self.model.engine.method.info.needs_question
+
+    @property
+    def reserve(self) -> int:
+        """Tokens of the longest question and its answer."""
+        return max(map(len, self.questions or ())) + self.answers.max_tokens
+
+    def _take(self, model: "LongContext") -> list[list[int]]:
+        """The questions of this model, which has one tokenizer under any method."""
+        self.model = model
+        if self.rereads and (self.request.save_context or self.request.load_context):
             raise InputError(
                 "this method reads the text for each question; there is no context to save or load"
             )
-        self.unsaved: CheckpointError | InputError | None = None
-        self.chat = _chosen_chat(model, request)
-        # Imported late: it imports tokenizers and templates.
-        from jax_longctx.text import chat_layout, plain_layout
+        if self.questions is None:
+            # Imported late: it imports tokenizers and templates.
+            from jax_longctx.text import chat_layout, plain_layout
 
-        stem = bool(request.completion)
-        self.layout = chat_layout(model.tokenizer) if self.chat else plain_layout(stem=stem)
+            self.chat, encode = _chosen_chat(model, self.request), model.tokenizer.encode
+            stem = bool(self.request.completion)
+            layout = chat_layout(model.tokenizer) if self.chat else plain_layout(stem=stem)
+            self.questions = [encode(layout.question(asked)) for asked in self.request.questions]
+            document = self.document
+            self.text = None if document is None else encode(layout.context(document), bos=True)
+        return self.questions
 
-    def choose(self, document: str | None) -> Any:
+    def choose(self, model: "LongContext") -> Any:
         """The method for the document and the questions, or that of the saved context."""
-        if document is None:
+        asked, saving = self._take(model), self.request.save_context is not None
+        if self.text is None:
             from jax_longctx.engine.context_io import method_of
 
             assert self.request.load_context is not None
             return method_of(self.request.load_context)
-        count = self.model.tokenizer.encode
-        longest = max(len(count(self.layout.question(each))) for each in self.request.questions)
-        reserve = longest + self.answers.max_tokens
-        tokens = len(count(self.layout.context(document), bos=True)) + reserve
-        asked, saving = len(self.request.questions), self.request.save_context is not None
-        how = {"reserve": reserve, "questions": asked, "saving": saving}
-        return options.choose_method(self.terminal, self.model, tokens, **how)
+        how = {"reserve": self.reserve, "questions": len(asked), "saving": saving}
+        return options.choose_method(self.terminal, model, len(self.text) + self.reserve, **how)
 
-    def compile(self, document: str | None) -> "Compilation":
+    def compile(self, model: "LongContext") -> "Compilation":
         """Begins to compile what the document and the first question need."""
-        assert document is not None
-        count = self.model.tokenizer.encode
-        questions = [self.layout.question(question) for question in self.request.questions]
-        sizes = [len(count(text)) for text in questions]
-        how = self.answers.arguments()
-        tokens = len(count(self.layout.context(document), bos=True))
-        how["reserve"] = max(sizes) + self.answers.max_tokens
+        sizes = list(map(len, self._take(model)))
+        assert self.text is not None
+        tokens, how = len(self.text), {**self.answers.arguments(), "reserve": self.reserve}
         if self.rereads:
-            return self.model.compile([tokens], sizes[:1], keep=False, **how)
-        return self.model.compile_all(tokens, sizes, keep=len(sizes) > 1, **how)
+            return model.compile([tokens], sizes[:1], keep=False, **how)
+        return model.compile_all(tokens, sizes, keep=len(sizes) > 1, **how)
 
-    def run(self, document: str | None) -> None:
+    def run(self, model: "LongContext") -> None:
         """Prefills the document, or loads its context, and answers every question."""
-        questions = [self.layout.question(question) for question in self.request.questions]
+        questions = self._take(model)
         if self.rereads and len(questions) > 1:
             self.terminal.note(
                 f"this method needs the question while it reads: the text is read "
@@ -254,39 +272,34 @@ class Session:
             )
         context, seconds = None, None
         with self.terminal.warnings():
-            if not self.rereads and self.model.together(len(questions)):
-                self._answer_all(*self._context(document, questions, None), questions)
+            if not self.rereads and model.together(len(questions)):
+                self._answer_all(*self._context(None), questions)
                 questions = []
             for number, question in enumerate(questions):
                 if context is None or self.rereads:
-                    context, seconds = self._context(document, questions, question)
-                keep = number + 1 < len(questions) and not self.rereads
-                self._answer(context, number, question, seconds, keep=keep)
+                    context, seconds = self._context(question)
+                self._answer(context, number, question, seconds)
                 if not self.rereads:
                     seconds = None
         if self.unsaved is not None:
             raise self.unsaved
 
-    def _context(
-        self, document: str | None, questions: list[Any], question: "PromptText | None"
-    ) -> tuple["Context", float | None]:
+    def _context(self, question: list[int] | None) -> tuple["Context", float | None]:
         """The context, and the seconds of its prefill; None for a loaded context."""
-        if document is None:
+        if self.text is None:
             assert self.request.load_context is not None
             with self.terminal.waiting("loading the context"):
                 return self.model.load_context(self.request.load_context), None
-        longest = max(len(self.model.tokenizer.encode(text)) for text in questions)
-        reserve = longest + self.answers.max_tokens
         folder = self.request.save_context
         if folder is not None:
-            self._check_space(folder, document, reserve)
+            self._check_space(folder, len(self.text))
         self.compiling.wait(prefill=True)
         begun = time.perf_counter()
         with self.terminal.progress("reading") as update:
             context = self.model.prefill(
-                self.layout.context(document),
-                reserve=reserve,
-                questions=question if self.rereads else None,
+                [self.text],
+                reserve=self.reserve,
+                questions=[question] if question is not None and self.rereads else None,
                 progress=lambda now: update(now.done, now.total),
             )
         seconds = time.perf_counter() - begun - self.compiling.clock.seconds(begun)
@@ -294,10 +307,9 @@ class Session:
             self._save(context, folder)
         return context, seconds
 
-    def _check_space(self, folder: Path, document: str, reserve: int) -> None:
+    def _check_space(self, folder: Path, tokens: int) -> None:
         """CheckpointError where the context will not fit on the disk, before it is prefilled."""
-        tokens = len(self.model.tokenizer.encode(self.layout.context(document), bos=True))
-        footprint = self.model.footprint(tokens, reserve=reserve)
+        footprint = self.model.footprint(tokens, reserve=self.reserve)
         needed = footprint.kept + footprint.host
         free = shutil.disk_usage(whole_path(folder).parent).free
         if needed > free:
@@ -320,7 +332,9 @@ class Session:
         else:
             self.terminal.note(f"context saved to {folder}")
 
-    def _answer_all(self, context: "Context", prefill: float | None, questions: list[Any]) -> None:
+    def _answer_all(
+        self, context: "Context", prefill: float | None, questions: list[list[int]]
+    ) -> None:
         """Answers all questions together. The first one's text is shown as it comes."""
         shows, asked = not self.terminal.as_json, self.request.questions
         how = self.answers.arguments()
@@ -356,10 +370,15 @@ class Session:
             )
 
     def _answer(
-        self, context: "Context", number: int, question: Any, prefill: float | None, keep: bool
+        self,
+        context: "Context",
+        number: int,
+        question: list[int],
+        prefill: float | None,
     ) -> None:
-        """Answers question `number`, laid out as `question`; its number decides its seed."""
+        """Answers question `number`, of token ids `question`; its number decides its seed."""
         asked, how = self.request.questions[number], self.answers.arguments()
+        how["keep"] = number + 1 < len(self.request.questions) and not self.rereads
         how["sampling"] = self.answers.sampling.at([(0, number)])
         if len(self.request.questions) > 1 and not self.terminal.as_json:
             self.terminal.note(f"> {asked}")
@@ -368,9 +387,7 @@ class Session:
         # Streamed text shows progress; JSON mode needs a spinner.
         with self.terminal.waiting("answering", when=self.terminal.as_json):
             answer = self.terminal.stream(
-                lambda on_text: self.model.ask(
-                    context, question, keep=keep, on_text=on_text, **how
-                ),
+                lambda on_text: self.model.ask(context, [question], on_text=on_text, **how),
             )
         answer = self.compiling.apart(answer, began)
         self._close(context, number, question, answer, prefill, self.compiling.news())
@@ -379,7 +396,7 @@ class Session:
         self,
         context: "Context",
         number: int,
-        question: "PromptText",
+        question: list[int],
         answer: "Answer",
         prefill: float | None,
         compiled: float,
@@ -392,7 +409,7 @@ class Session:
             memory["host_bytes"] = context.host_bytes
         self.terminal.note(closing_note(answer, length, prefill, cache, compiled))
         if self.terminal.as_json:
-            tokens = {"context": length, "question": len(self.model.tokenizer.encode(question))}
+            tokens = {"context": length, "question": len(question)}
             record = self.answers.record(
                 self.model, answer, tokens, prefill or 0.0, memory, compiled
             )

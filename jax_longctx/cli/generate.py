@@ -1,5 +1,6 @@
 """`jax-longctx generate`: plain completion of a prompt."""
 
+import functools
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ from jax_longctx.errors import InputError
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
     from jax_longctx.engine.ahead import Compilation
+    from jax_longctx.text import Tokenizer
 
 
 @options.command
@@ -43,28 +45,30 @@ def generate(
     terminal = Terminal(as_json=as_json)
     compiling = Compiling(terminal)
 
-    def count(loaded: "LongContext") -> int:
-        return len(loaded.tokenizer.encode(text, bos=True, parse_special=True))
+    @functools.cache
+    def encoded(tokenizer: "Tokenizer") -> list[int]:
+        return tokenizer.encode(text, bos=True, parse_special=True)
 
     def ahead(loaded: "LongContext") -> "Compilation":
-        length = count(loaded)
+        length = len(encoded(loaded.tokenizer))
         how = {"total": [length], "keep": False, **answers.arguments()}
         return loaded.compile([length - 1], [1], **how)
 
     def chosen(loaded: "LongContext") -> Any:
-        tokens = count(loaded) + answers.max_tokens
+        tokens = len(encoded(loaded.tokenizer)) + answers.max_tokens
         return options.choose_method(terminal, loaded, tokens, reserve=answers.max_tokens)
 
     how: dict[str, Any] = {"choose": chosen} if method.method == options.AUTO else {}
     with compiling.watching():
         loaded = model.open(terminal, method, ahead=compiling.ahead(ahead), **how)
+        row = encoded(loaded.tokenizer)
         compiling.wait()
         with terminal.warnings(), terminal.progress("reading") as update:
             began = time.perf_counter()
             # The bar is erased when the first text comes; there is no spinner after it.
             answer = terminal.stream(
                 lambda on_text: loaded.generate(
-                    text,
+                    [row],
                     progress=lambda now: update(now.done, now.total),
                     on_text=on_text,
                     **answers.arguments(),
@@ -73,10 +77,9 @@ def generate(
         asked = began + answer.prefill_seconds
         seconds = answer.prefill_seconds - compiling.clock.seconds(began, asked)
         answer, compiled = compiling.apart(answer, asked), compiling.news()
-    length = count(loaded)
-    terminal.note(closing_note(answer, length, seconds, None, compiled))
+    terminal.note(closing_note(answer, len(row), seconds, None, compiled))
     if as_json:
-        record = answers.record(loaded, answer, {"prompt": length}, seconds, {}, compiled)
+        record = answers.record(loaded, answer, {"prompt": len(row)}, seconds, {}, compiled)
         terminal.record({"prompt": text, **record})
 
 

@@ -11,10 +11,12 @@ from unittest.mock import create_autospec
 import pytest
 
 import jax_longctx
+from jax_longctx import api
 from jax_longctx.cli.ask import Request
 from jax_longctx.errors import InputError
 from jax_longctx.models.storage import seal
 from jax_longctx.text import chat_layout, plain_layout
+from jax_longctx.text.encoder import Encoder
 from tests.jax_longctx.cli.conftest import refused
 
 
@@ -43,6 +45,29 @@ def test_layouts_of_chats_and_completions(run, loads, tiny, book):
         question = next(word for word in asked if not word.startswith("--"))
         answer = expected(tiny, layout, text, question, max_tokens=8)
         assert result.stdout == answer.text + "\n"
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "compiled ahead"])
+def test_each_text_is_encoded_once(run, tiny, loads, book, monkeypatch, ahead):
+    """Also where a method is chosen and programs are compiled before the weights are there."""
+
+    def load(checkpoint, *, choose=None, ahead=None, **options):
+        if choose is not None:
+            choose(tiny)
+        if ahead is not None:
+            ahead(tiny)
+        return tiny
+
+    monkeypatch.setattr(api, "load", load)
+    monkeypatch.setattr(api.LongContext, "compiles_ahead", ahead)
+    encoded, encode = [], Encoder.encode
+    monkeypatch.setattr(Encoder, "encode", lambda *a, **k: encoded.append(a[1]) or encode(*a, **k))
+    run("ask", book, "Who?", "Why?", "-c", "m", "--max-tokens", 2, code=0)
+    assert sum(book.read_text() in text for text in encoded) == 1
+    assert len(encoded) == len(set(encoded)) == 3
+    encoded.clear()
+    run("generate", book.read_text(), "-c", "m", "-m", "auto", "--max-tokens", 2, "--json", code=0)
+    assert encoded == [book.read_text()]
 
 
 def test_many_questions_over_one_reading(run, loads, tiny, book, monkeypatch):
