@@ -35,7 +35,7 @@ from jax_longctx.errors import InputError
 from jax_longctx.files import file_errors, save_figure, write_all
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.storage import write_text
-from jax_longctx.planning.plan import matmul_weights
+from jax_longctx.planning.work import matmul_weights
 from train_cpt.attention import Pattern
 from train_cpt.step import TrainSetup
 

@@ -22,7 +22,7 @@ from jax_longctx.engine import Engine
 from jax_longctx.engine.capacity import available_bytes, check_fits, footprint
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import make_method
-from jax_longctx.planning.plan import decode_work
+from jax_longctx.planning.work import decode_work
 from jax_longctx.sharding import make_mesh
 
 FULL: tuple[str, dict[str, str]] = ("full", {})

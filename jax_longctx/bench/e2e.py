@@ -13,7 +13,7 @@ from typing import Any
 from jax_longctx.bench.timing import Shape, answered, copy_bandwidth, device_facts, run_peer
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.methods import Full
-from jax_longctx.planning.plan import step_weight_bytes
+from jax_longctx.planning.work import step_weight_bytes
 from jax_longctx.sharding import make_mesh
 
 

@@ -2,7 +2,7 @@
 
 Random weights of a published shape, one row of random tokens: context, question and the answer fit
 in `tokens`. A method that reads a text for a question reads it beside each chunk. The predicted
-time is the FLOPs on the busiest device (see `planning.plan`) at two rates measured in the same run
+time is the FLOPs on the busiest device (see `planning.work`) at two rates measured in the same run
 on the same devices: `linear`, of the layers without attention, and `attention`, of a causal square.
 It leaves out communication. Also measured are the bytes a second that a device receives from its
 neighbour, and the time of one decode step's merge by each implementation (`contract.merging`), in a
@@ -43,7 +43,7 @@ from jax_longctx.engine.setup import without_layers
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method
 from jax_longctx.models.llama import ends_of, gathered_ends, gathered_layer, layer_of, layer_params
-from jax_longctx.planning.plan import matmul_weights, prefill_work
+from jax_longctx.planning.work import matmul_weights, prefill_work
 from jax_longctx.sharding import logical_sharding, logical_spec, make_mesh
 from pallas_kernels.prefill_attention import causal_attention
 

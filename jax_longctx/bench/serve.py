@@ -34,7 +34,7 @@ from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.running import Request, RunningBatch, cannot_share
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method
-from jax_longctx.planning.plan import decode_work
+from jax_longctx.planning.work import decode_work
 from jax_longctx.serving.pace import READ_SECONDS, Pace
 from jax_longctx.settings import Sampling
 from jax_longctx.sharding import make_mesh

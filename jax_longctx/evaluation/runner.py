@@ -6,11 +6,9 @@ share one cache size, so a method's programs are compiled once for the length. R
 on the disk before the next batch begins.
 """
 
-import array
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import importlib.util
 import itertools
 import logging
@@ -24,7 +22,7 @@ from jax_longctx.engine import Engine
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import available_bytes, expected_bytes, reserved
 from jax_longctx.engine.distributed import from_leader, is_leader
-from jax_longctx.errors import ConfigError, LengthError
+from jax_longctx.errors import ConfigError
 from jax_longctx.evaluation.compute import (
     Sized,
     Work,
@@ -34,13 +32,14 @@ from jax_longctx.evaluation.compute import (
     rows_that_fit,
 )
 from jax_longctx.evaluation.config import Cell, EvalConfig
+from jax_longctx.evaluation.prompts import Drawn, Prompt, draw
 from jax_longctx.evaluation.rows import NAME, Key, RowStore, key_of
 from jax_longctx.evaluation.specs import Spec
-from jax_longctx.evaluation.tasks import Sample, Task, describe, make_task
+from jax_longctx.evaluation.tasks import Task, describe, make_task
 from jax_longctx.files import file_errors
 from jax_longctx.methods import make_method, settings_of
 from jax_longctx.models.storage import sha256_of
-from jax_longctx.text import PromptLayout, PromptText, Tokenizer, chat_layout
+from jax_longctx.text import PromptLayout, chat_layout
 
 # Methods whose programs compile at a time.
 TOGETHER = 10
@@ -48,82 +47,6 @@ TOGETHER = 10
 SOURCES = ("haystack", "file")
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """One sample in tokens: the context, with a beginning-of-text token, and the question.
-
-    Attributes:
-      question: the sample's query and the start of its answer, tokenised on their own. Methods that
-        need the question at prefill get all of it.
-      sha256: of the text, context and question.
-      refused: why the prompt is not run.
-    """
-
-    sample: Sample
-    context: Sequence[int]
-    question: Sequence[int]
-    sha256: str
-    refused: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-    """The prompts of one task and length; `refused` says why prompts are missing."""
-
-    task: Task
-    prompts: list[Prompt]
-    refused: str | None = None
-
-    def sizes(self) -> tuple[int, int]:
-        """Most tokens of a context, and of a question with its answer, without refused prompts."""
-        usable = [prompt for prompt in self.prompts if prompt.refused is None]
-        longest = max((len(prompt.context) for prompt in usable), default=0)
-        asked = max((len(prompt.question) for prompt in usable), default=0)
-        return longest, asked + self.task.max_new
-
-
-def draw(
-    task: Task, tokenizer: Tokenizer, layout: PromptLayout, *, tokens: int, trials: int, seed: int
-) -> Drawn:
-    """`trials` prompts of at most `tokens` tokens, the layout's tokens and the answer included.
-
-    In a chat layout the start of the answer follows the answer header. A task with prompts of a
-    file may have fewer than `trials`, and longer ones, which are refused.
-
-    Raises:
-      InputError: the text or file that the task reads cannot be used.
-    """
-
-    def count(text: str) -> int:
-        return len(tokenizer.encode(text, begins=True))
-
-    own = PromptText(layout.before), PromptText(layout.after)
-    room = tokens - sum(len(tokenizer.encode(text)) for text in own)
-    prompts: list[Prompt] = []
-    try:
-        for sample in task.samples(count, tokens=room, trials=trials, seed=seed):
-            prompts.append(_prompt(sample, tokenizer, layout, room))
-    except LengthError as error:
-        return Drawn(task, prompts, " ".join(str(error).split()))
-    return Drawn(task, prompts)
-
-
-def _prompt(sample: Sample, tokenizer: Tokenizer, layout: PromptLayout, room: int) -> Prompt:
-    context = PromptText.of(layout.before, sample.context, templated=layout.templated)
-    question = PromptText.of("", sample.query, layout.after, sample.answer_prefix)
-    refused = None
-    if sample.length > room:
-        refused = f"the prompt has {sample.length:,} tokens, {room:,} were asked for; it is not cut"
-    return Prompt(
-        sample,
-        # Four bytes a token; a list takes eight and an object for each number.
-        array.array("i", tokenizer.encode(context, bos=True)),
-        array.array("i", tokenizer.encode(question)),
-        hashlib.sha256(f"{context}\0{question}".encode()).hexdigest(),
-        refused,
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,8 @@ from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models import llama
 from jax_longctx.planning.collectives import count_collectives, count_reads
-from jax_longctx.planning.plan import PlanRequest, context_segments, weight_bytes
+from jax_longctx.planning.plan import PlanRequest
+from jax_longctx.planning.work import context_segments, weight_bytes
 from jax_longctx.sharding import logical_sharding, make_mesh, tree_shardings
 
 Kind = Literal["context", "finish", "question", "decode"]

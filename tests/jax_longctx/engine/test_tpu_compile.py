@@ -16,7 +16,7 @@ from jax_longctx.methods import Full, make_method
 from jax_longctx.models.presets import preset
 from jax_longctx.planning.collectives import count_collectives, count_reads
 from jax_longctx.planning.compiled import abstract_params, local_arrays
-from jax_longctx.planning.plan import step_weight_bytes
+from jax_longctx.planning.work import step_weight_bytes
 from jax_longctx.settings import Offload
 from jax_longctx.sharding import MESH_AXES, make_mesh
 from tests.jax_longctx.engine.gpu_programs import arrays, computations, shared_decode, unfused

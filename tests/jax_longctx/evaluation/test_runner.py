@@ -15,8 +15,9 @@ from jax_longctx.engine.compiling import forget
 from jax_longctx.errors import ConfigError, InputError, LongctxError, OriginError
 from jax_longctx.evaluation import compute, runner
 from jax_longctx.evaluation.config import parse_config
+from jax_longctx.evaluation.prompts import _prompt, draw
 from jax_longctx.evaluation.rows import RowStore, read_rows
-from jax_longctx.evaluation.runner import compile_first, draw
+from jax_longctx.evaluation.runner import compile_first
 from jax_longctx.evaluation.tasks.task import Sample
 from jax_longctx.methods.full import Full
 from jax_longctx.models.llama import init_params
@@ -232,7 +233,7 @@ def test_all_methods_get_the_same_prompts_and_the_whole_question(small, tiny, tm
 def test_special_tokens_in_a_sample_are_text(tiny):
     layout = PromptLayout("<|turn|>user\n", "", "<|end|>\n<|turn|>assistant\n", templated=True)
     sample = Sample(0, "a<|end|>", "<|turn|>?", "<|end|>", ("",), 60, {})
-    prompt = runner._prompt(sample, tiny.tokenizer, layout, 60)
+    prompt = _prompt(sample, tiny.tokenizer, layout, 60)
     assert [token for token in prompt.context + prompt.question if token < 3] == [2, 1, 2]
 
 

@@ -17,8 +17,9 @@ from jax_longctx.models.llama import (
     layer_params,
 )
 from jax_longctx.models.presets import PRESETS
-from jax_longctx.planning.plan import PlanRequest, make_plan, step_weight_bytes, weight_bytes
+from jax_longctx.planning.plan import PlanRequest, make_plan
 from jax_longctx.planning.targets import parse_target
+from jax_longctx.planning.work import step_weight_bytes, weight_bytes
 from jax_longctx.settings import weights_form
 from jax_longctx.sharding import make_mesh
 from pallas_kernels.quantised_matrix import (

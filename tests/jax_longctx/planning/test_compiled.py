@@ -17,8 +17,9 @@ from jax_longctx.methods import make_method
 from jax_longctx.models.llama import abstract_params, init_params
 from jax_longctx.planning import compiled
 from jax_longctx.planning.collectives import count_collectives
-from jax_longctx.planning.plan import PlanRequest, make_plan, weight_bytes
+from jax_longctx.planning.plan import PlanRequest, make_plan
 from jax_longctx.planning.targets import parse_target
+from jax_longctx.planning.work import weight_bytes
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import small_method
 from tests.support import tiny_config

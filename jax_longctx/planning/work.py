@@ -1,0 +1,302 @@
+"""Work of a run on each device of a mesh: FLOPs, bytes read and received, from shapes alone.
+
+Weights take 2 FLOPs a matmul weight and token; the embedding is a look-up, the head is computed for
+a row's last token. A device multiplies with its own part of the weights. Where a segment's tokens
+are spread over `seq`, it gathers the parts of all shards of `seq` first, or the tokens: what is
+fewer bytes (`products.gathers_weights`).
+
+Attention takes 4 N H FLOPs a pair of query and key in each layer. The pairs are
+
+- those that a method states itself (`contract.Planned`);
+- for segments that are spread over the shards: the causal pairs of each shard's tokens as if they
+  were one text (too many where a shard has several blocks);
+- for a method that does not change prefill: all causal pairs, the keys divided over the shards;
+- for any other: for each token as many keys as a decode step reads at that length.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+
+from jax_longctx.contract import Planned, PrefillWork, Prompt, Segment
+from jax_longctx.contract.merging import merge_cost
+from jax_longctx.engine import capacity
+from jax_longctx.engine.allocate import abstract_caches
+from jax_longctx.engine.products import gathers_weights
+from jax_longctx.engine.setup import Setup
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.llama import ParamInfo, param_infos
+from jax_longctx.sharding import logical_sharding, undivided
+
+# Number of lengths at which the keys that a token attends to are computed.
+SAMPLES = 8
+
+QUESTION = 32
+
+# Weights of a layer that are gathered for tokens that are spread over `seq`: those of q, k and v,
+# of the output projection, of gate and up, and of down.
+GATHERS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """Work of one device.
+
+    Attributes:
+      linear, attention: FLOPs.
+      read: bytes read of weights and cache.
+      received: bytes received over the interconnect.
+      collectives: number of collectives that run one after the other.
+    """
+
+    linear: float
+    attention: float
+    read: float
+    received: float
+    collectives: int
+
+
+def weight_bytes(setup: Setup) -> int:
+    """Bytes of parameters on each device."""
+    infos = param_infos(setup.config).values()
+    shapes = [info.abstract(setup.mesh, setup.dtype, setup.weights) for info in infos]
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(shapes)
+    )
+
+
+def stored_bytes(setup: Setup) -> int:
+    """Bytes of a number of the layers' matrices."""
+    return setup.dtype.itemsize if setup.weights is None else 1
+
+
+def matrices(setup: Setup) -> int:
+    """Numbers of a device's parts of the matrices of a layer."""
+    return sum(
+        math.prod(info.sharding(setup.mesh).shard_shape(info.shape))
+        for path, info in param_infos(setup.config).items()
+        if path.startswith("layers.0.") and info.in_8_bits
+    )
+
+
+def step_weight_bytes(setup: Setup) -> int:
+    """Bytes of parameters that a decode step reads on each device.
+
+    A step reads one row of the embedding table, unless the table is the head too.
+    """
+    _, head = own_matmuls(setup)
+    tables = 0 if setup.config.tie_embeddings else head
+    return weight_bytes(setup) - tables * setup.dtype.itemsize
+
+
+def weight_axes(config: ModelConfig) -> dict[str, int]:
+    """Sizes of the axes of `sharding.OVER_SEQ`."""
+    return {"head_dim": config.head_dim, "mlp": config.mlp_dim, "vocab": config.vocab_size}
+
+
+@functools.lru_cache(maxsize=8)
+def matmul_weights(config: ModelConfig) -> tuple[int, int]:
+    """Numbers of matmul weights: those of all layers, and those of the head."""
+    return _matmuls(config, lambda info: info.shape)
+
+
+@functools.lru_cache(maxsize=256)
+def own_matmuls(setup: Setup, gathered: bool = False) -> tuple[int, int]:
+    """Numbers of matmul weights on a device: those of all layers, and those of the head.
+
+    Args:
+      gathered: over `seq`, as tokens that are spread over it need them.
+    """
+    mesh = setup.mesh
+
+    def part(info: ParamInfo) -> tuple[int, ...]:
+        sharding = logical_sharding(mesh, info.axes) if gathered else info.sharding(mesh)
+        return sharding.shard_shape(info.shape)
+
+    return _matmuls(setup.config, part)
+
+
+def _matmuls(config: ModelConfig, part: Callable[[ParamInfo], tuple[int, ...]]) -> tuple[int, int]:
+    sizes = {
+        path: math.prod(part(info))
+        for path, info in param_infos(config).items()
+        if len(info.shape) > 1 and not path.endswith("bias")
+    }
+    tables = [sizes.pop("embed.table"), sizes.pop("head.table", None)]
+    return sum(sizes.values()), tables[0]
+
+
+def _context_prompt(setup: Setup, context: int, reserve: int, question: int = QUESTION) -> Prompt:
+    """One row of `context` tokens, as the engine passes it to the method."""
+    shards = setup.mesh.shape["seq"]
+    return Prompt(
+        "context",
+        setup.chunk,
+        context=[range(context)],
+        question=[range(question)] if setup.method.info.needs_question else None,
+        slots=capacity.slots_for(context, reserve, shards),
+        shards=shards,
+        vocab_size=context,
+    )
+
+
+def context_segments(
+    setup: Setup, context: int, reserve: int, question: int = QUESTION
+) -> Iterator[Segment]:
+    """The segments of one row, for a question of that many tokens."""
+    return iter(setup.method.segments(_context_prompt(setup, context, reserve, question)))
+
+
+def prefill_work(
+    setup: Setup, *, batch: int, context: int, reserve: int, question: int = QUESTION
+) -> Work:
+    """The work of prefilling `batch` rows of `context` tokens.
+
+    Args:
+      question: tokens of each row's question, for methods that read it beside each chunk.
+    """
+    config, tensor, item = setup.config, setup.mesh.shape["tensor"], setup.dtype.itemsize
+    rows, layers = batch // setup.mesh.shape["data"], config.num_layers
+    work, segments, spread = row_work(setup, context, reserve, question)
+    spreads = spread and setup.mesh.shape["seq"] > 1
+    # Of spread tokens a shard multiplies its own with all weights, or all with its own weights.
+    body, _ = own_matmuls(setup, gathered=spreads)
+    _, head = own_matmuls(setup)
+    received, collectives = _traffic(setup, rows * work.tokens, segments, spread)
+    read = segments * weight_bytes(setup)
+    if spreads:
+        kv = 2 * config.num_kv_heads // tensor * config.head_dim * item
+        received += layers * rows * work.received * kv
+        collectives += layers * work.collectives
+        if _gathers_weights(setup, rows * work.tokens, segments):
+            # They are read where they lie, and again as they are used.
+            read += segments * body * stored_bytes(setup)
+    pairs = rows * _layers(setup, work, context)
+    return Work(
+        linear=rows * 2 * (body * work.tokens + head),
+        attention=4 * config.num_heads * config.head_dim * pairs / tensor,
+        read=read,
+        received=received,
+        collectives=collectives,
+    )
+
+
+def decode_work(setup: Setup, *, batch: int, read: int) -> Work:
+    """The work of one decode step; `read` is the bytes that it reads of all caches."""
+    config, shape = setup.config, setup.mesh.shape
+    tensor, rows = shape["tensor"], batch // shape["data"]
+    body, head = own_matmuls(setup)
+    received, collectives = _traffic(setup, rows, 1, spread=False)
+    # Small caches are replicated over the axis `seq`; the larger ones are divided.
+    divided = shape["data"] * tensor * (shape["seq"] if setup.method.info.keeps_all else 1)
+    pairs = read / setup.token_bytes
+    return Work(
+        linear=rows * 2 * (body + head),
+        attention=4 * config.num_heads * config.head_dim * pairs / divided,
+        read=step_weight_bytes(setup) + read / divided,
+        received=received,
+        collectives=collectives,
+    )
+
+
+def sum_parts(setup: Setup, axis: str) -> int:
+    """The number of devices that a product with weights along that axis is summed over."""
+    whole = undivided(setup.mesh, **{axis: weight_axes(setup.config)[axis]})
+    return setup.mesh.shape["tensor"] * (1 if whole else setup.mesh.shape["seq"])
+
+
+def _traffic(setup: Setup, tokens: float, segments: int, spread: bool) -> tuple[float, int]:
+    """Bytes that a device receives for `tokens` in all `segments`, and number of collectives."""
+    config, item = setup.config, setup.dtype.itemsize
+    tensor, shards = setup.mesh.shape["tensor"], setup.mesh.shape["seq"]
+    received, collectives = 0.0, 0
+    for axis in ("head_dim", "mlp"):
+        parts = tensor if spread else sum_parts(setup, axis)
+        if parts > 1:
+            # An all-reduce a layer of attention's output, and one of the MLP's: each is a
+            # reduce-scatter and an all-gather.
+            received += 2 * tokens * config.model_dim * item * (parts - 1) / parts
+            collectives += segments
+    if shards > 1 and not spread:
+        # Partial results over each shard's own keys.
+        size = int(tokens / segments * config.num_heads) // tensor
+        sent, times = merge_cost(size, config.head_dim, item, shards)
+        received += segments * sent
+        collectives += segments * times
+        if sum_parts(setup, "head_dim") > tensor:
+            # Queries, keys and values, of whose width each shard computes a part.
+            heads = (config.num_heads + 2 * config.num_kv_heads) // tensor
+            received += tokens * heads * config.head_dim * item * (shards - 1) / shards
+            collectives += segments
+    received, collectives = config.num_layers * received, config.num_layers * collectives
+    if shards > 1 and spread and _gathers_weights(setup, tokens, segments):
+        own, whole = own_matmuls(setup), own_matmuls(setup, gathered=True)
+        each = stored_bytes(setup), item
+        more = (size * (b - a) for size, a, b in zip(each, own, whole, strict=True))
+        received += segments * sum(more)
+        gathers = [whole[0] > own[0], whole[1] > own[1]]
+        collectives += segments * (gathers[0] * GATHERS * config.num_layers + gathers[1])
+    elif shards > 1 and spread:
+        # The tokens are gathered twice, and their results added up twice; heads change places
+        # before attention and after it.
+        heads = 2 * (config.num_heads + config.num_kv_heads) // tensor * config.head_dim
+        moved = 4 * (shards - 1) * config.model_dim + heads * (shards - 1) / shards
+        received += config.num_layers * tokens * moved * item
+        # The embedding: all tokens' hidden states, added up over the vocabulary's shards.
+        received += 2 * tokens * (shards - 1) * config.model_dim * item
+        collectives += segments * (6 * config.num_layers + 1)
+    return received, collectives
+
+
+def _gathers_weights(setup: Setup, tokens: float, segments: int) -> bool:
+    """Whether passes over so many spread tokens on a shard gather weights, not the tokens."""
+    return gathers_weights(setup.config, setup.mesh, int(tokens / max(segments, 1)))
+
+
+def row_work(
+    setup: Setup, context: int, reserve: int, question: int = QUESTION
+) -> tuple[PrefillWork, int, bool]:
+    """One row's work, its number of segments, and whether they are spread over the shards."""
+    method, shards = setup.method, setup.mesh.shape["seq"]
+    prompt = _context_prompt(setup, context, reserve, question)
+    segment = next(iter(method.segments(prompt)), None)
+    if segment is None:
+        return PrefillWork(0, 0), 0, False
+    columns = segment.tokens.shape[1] // (shards if segment.spread else 1)
+    held = max(1, int(segment.chunk_lengths[0]))
+    count = 1 if segment.spread else -(-context // held)
+    if isinstance(method, Planned):
+        work = method.prefill_work(prompt)
+        return work, work.passes, segment.spread
+    if segment.spread:
+        most = [int(np.max(each.valid)) for each in method.segments(prompt)]
+        tokens = sum(most)
+        return PrefillWork(tokens, tokens * (tokens + 1) / 2), len(most), True
+    # Columns beside the text's own (an instruction) are computed in every segment.
+    tokens = context * columns / held if columns > setup.chunk else float(context)
+    if method.info.phase in ("none", "decode"):
+        return PrefillWork(tokens, context * (context + 1) / 2 / shards), count, False
+    caches = abstract_caches(
+        setup, setup.mesh.shape["data"], prompt.slots, capacity.reserved(reserve)
+    )
+    per_layer = setup.token_bytes * setup.config.num_layers * setup.mesh.shape["data"]
+    middles = [(i + 0.5) / SAMPLES for i in range(SAMPLES)]
+    keys = [
+        min(context * at, capacity.read_bytes(setup, caches, max(1, int(context * at))) / per_layer)
+        for at in middles
+    ]
+    divided = shards if method.info.keeps_all else 1
+    return PrefillWork(tokens, tokens * float(np.mean(keys)) / divided), count, False
+
+
+def _layers(setup: Setup, work: PrefillWork, context: int) -> float:
+    """Pairs of all layers; a sliding window bounds the keys of each token."""
+    return sum(
+        work.pairs if window is None else min(work.pairs, context * window)
+        for window in setup.config.windows
+    )
