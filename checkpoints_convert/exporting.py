@@ -23,7 +23,7 @@ from checkpoints_convert.huggingface import DTYPE_NAMES
 from checkpoints_convert.names import FileTensor, expected_tensors
 from checkpoints_convert.partial import GROUP, OnProgress, check_destination
 from jax_longctx.errors import CheckpointError, ConfigError
-from jax_longctx.files import reason, whole_path
+from jax_longctx.files import reason, whole_path, write_text
 from jax_longctx.locks import only_writer
 from jax_longctx.models import storage
 
@@ -68,7 +68,7 @@ def export(
                 shutil.copyfile(tokenizer / name, scratch / name)
             config = manifest.config.to_hf() | dict(manifest.extras)
             config["torch_dtype"] = manifest.dtype
-            storage.write_text(scratch / "config.json", json.dumps(config, indent=2))
+            write_text(scratch / "config.json", json.dumps(config, indent=2))
             scratch.rename(destination)
         except OSError as error:
             said = f"{destination} could not be written: {reason(error)}"
@@ -119,7 +119,7 @@ def _write_shards(
             os.fsync(file.fileno())
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": placed}
-        storage.write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
+        write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
 
 
 def _write_tensor(file: BinaryIO, tensor: FileTensor, arrays: dict[str, jax.Array]) -> None:

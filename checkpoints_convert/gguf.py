@@ -24,8 +24,8 @@ from checkpoints_convert.config import model_config
 from checkpoints_convert.files import Source, SourceTensor, check_tensors
 from checkpoints_convert.vocabulary import gguf_tokenizer_files
 from jax_longctx.errors import CheckpointError, ConfigError
+from jax_longctx.files import first_line
 from jax_longctx.models.config import FAMILIES
-from jax_longctx.models.storage import first_line
 
 READABLE = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),

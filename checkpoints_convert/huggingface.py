@@ -20,9 +20,8 @@ from checkpoints_convert.config import model_config
 from checkpoints_convert.names import naming_of, tensor_name
 from checkpoints_convert.vocabulary import sentencepiece_files
 from jax_longctx.errors import CheckpointError
-from jax_longctx.files import open_plain, parse_json, read_json, reading
+from jax_longctx.files import first_line, open_plain, parse_json, read_json, reading, sha256_of
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.storage import first_line, sha256_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

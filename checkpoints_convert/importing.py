@@ -34,11 +34,20 @@ from checkpoints_convert.huggingface import fetch, open_huggingface
 from checkpoints_convert.names import FileTensor, expected_tensors
 from checkpoints_convert.partial import GROUP, SUFFIX, OnProgress, Partial, check_destination
 from jax_longctx.errors import CheckpointError, ConfigError, InputError, LongctxError
-from jax_longctx.files import check_plain, expanded, file_errors, reading, reason, whole_path
+from jax_longctx.files import (
+    check_plain,
+    expanded,
+    file_errors,
+    reading,
+    reason,
+    whole_path,
+    write_text,
+)
 from jax_longctx.locks import only_writer
 from jax_longctx.memory import shown_bytes
 from jax_longctx.models import storage
-from jax_longctx.models.llama import ParamInfo, check_mesh, stored_paths
+from jax_longctx.models.llama import ParamInfo
+from jax_longctx.models.params import check_mesh, stored_paths
 from jax_longctx.settings import StoredForm, check_form
 from jax_longctx.sharding import logical_sharding, make_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
@@ -328,5 +337,5 @@ def _write_rest(
         extras=opened.extras,
         weights=cast(StoredForm | None, weights),
     )
-    storage.write_text(partial.folder / storage.MANIFEST, manifest.to_json())
+    write_text(partial.folder / storage.MANIFEST, manifest.to_json())
     partial.publish()

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from jax_longctx.models.config import LLAMA_NAMES, ModelConfig
-from jax_longctx.models.llama import ParamInfo, param_infos
+from jax_longctx.models.llama import ParamInfo
+from jax_longctx.models.params import param_infos
 
 # Our modules -> those of InternLM2's files.
 INTERNLM2_NAMES = {

@@ -22,7 +22,7 @@ from flax import traverse_util
 from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.errors import CheckpointError
-from jax_longctx.files import read_text
+from jax_longctx.files import partial_of, read_text, write_text
 from jax_longctx.models import storage
 
 SUFFIX = ".partial"
@@ -164,7 +164,7 @@ class Partial:
 
     def _check_ours(self) -> None:
         """Raises CheckpointError where a folder of that name is not a partial."""
-        known = {PROGRESS, storage.partial_of(Path(PROGRESS)).name}
+        known = {PROGRESS, partial_of(Path(PROGRESS)).name}
         if not self.folder.exists() or (self.folder / PROGRESS).exists():
             return
         if not self.folder.is_dir() or {path.name for path in self.folder.iterdir()} - known:
@@ -212,4 +212,4 @@ class Partial:
 
     def _note(self) -> None:
         noted = {"made_from": self._made_from, "state": self._state, "groups": self._groups}
-        storage.write_text(self.folder / PROGRESS, json.dumps(noted))
+        write_text(self.folder / PROGRESS, json.dumps(noted))

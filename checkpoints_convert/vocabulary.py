@@ -20,8 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 
 from jax_longctx.errors import CheckpointError, LongctxError
-from jax_longctx.files import read_bytes, read_json
-from jax_longctx.models.storage import first_line
+from jax_longctx.files import first_line, read_bytes, read_json
 from jax_longctx.text.tokenizer import END_TOKENS
 
 # Types of tokens in sentencepiece and GGUF.

@@ -52,7 +52,7 @@ from jax_longctx.files import whole_path
 from jax_longctx.memory import allow_pinned
 from jax_longctx.methods import METHODS, STUDIES, Full
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import abstract_params
+from jax_longctx.models.params import abstract_params
 from jax_longctx.models.storage import Manifest, load_params, read_manifest, tokenizer_folder
 from jax_longctx.origin import digest_of
 from jax_longctx.settings import DTYPES, check_name, weights_form

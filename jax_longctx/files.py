@@ -7,18 +7,21 @@ path and say what to do as for any other file.
 
 import contextlib
 import errno
+import hashlib
 import io
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_longctx.errors import CheckpointError, InputError, LongctxError
+from jax_longctx.errors import CheckpointError, DamagedError, InputError, LongctxError
 
 # TensorStore keeps names with this end for itself.
 LOCKS = ".__lock"
+# Key of the digest in a sealed file.
+DIGEST = "sha256"
 # What a file is that begins with these bytes, and how a text is made of it.
 _WRITE = "write its text to a file first, e.g. with "
 _KINDS = {
@@ -35,6 +38,11 @@ def reason(error: OSError) -> str:
     """Why a file was not read or written, in words."""
     limit = " (ulimit -f limits the size of files)" if error.errno == errno.EFBIG else ""
     return f"{error.strerror or error}{limit}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 @contextlib.contextmanager
@@ -160,22 +168,82 @@ def check_text(text: str, where: str) -> None:
         ) from error
 
 
-def write_whole(content: str | bytes, path: Path) -> None:
-    """Writes a file, whole or not at all, also when it is interrupted; text in UTF-8.
+def sha256_of(path: Path) -> str:
+    """Of a file's bytes."""
+    with open_plain(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def seal(version: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with their `format` and digest, to write as JSON (see `read_sealed`)."""
+    # As JSON reads it back: tuples are lists there.
+    fields = json.loads(json.dumps({"format": version, **fields}))
+    return {**fields, DIGEST: _digest(fields)}
+
+
+def read_sealed(path: Path, version: int, remedy: str, *others: int) -> dict[str, Any]:
+    """The fields given to `seal`, from a JSON file.
+
+    Args:
+      version, others: the expected `format`, and others that are read.
+      remedy: what to do about another format or about damage, for the error.
 
     Raises:
-      InputError: the file cannot be written.
+      FileNotFoundError: no such file.
+      DamagedError: the file is damaged.
+      CheckpointError: the file cannot be read, or is of another version.
     """
-    partial = path.with_name(path.name + ".partial")
+    try:
+        fields = json.loads(read_text(path))
+        if not isinstance(fields, dict):
+            raise ValueError(f"it holds a JSON {type(fields).__name__}, expected an object")
+        if (found := fields.get("format")) not in (version, *others):
+            raise CheckpointError(
+                f"{path} has format {found!r:.20}, expected {version}: another version wrote it; "
+                f"use that one, or {remedy}"
+            )
+        if fields.pop(DIGEST, None) != _digest(fields):
+            raise ValueError(f"its {DIGEST} does not match, it was changed after it was written")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path} is damaged: {error!s:.200}; {remedy}") from error
+    del fields["format"]
+    return fields
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
+def partial_of(path: Path) -> Path:
+    """The name of a file or a folder until it is whole."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def write_text(path: Path, content: str | bytes, scratch: Path | None = None) -> None:
+    """Writes a file whole or not at all, also when it is interrupted, and onto the disk.
+
+    Text is UTF-8. `scratch` is the file until it is whole. Raises OSError as `open` does.
+    """
+    scratch = scratch or partial_of(path)
     data = content.encode("utf-8") if isinstance(content, str) else content
+    file = open(scratch, "wb", 0, opener=no_link)
+    try:
+        with file:
+            write_all(file, data)
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def write_whole(content: str | bytes, path: Path) -> None:
+    """`write_text` of an output that a user named. Raises InputError where it cannot be written."""
     with file_errors(f"{path} could not be written"):
-        file = open(partial, "wb", 0, opener=no_link)
-        try:
-            with file:
-                write_all(file, data)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_text(path, content, path.with_name(f"{path.name}.partial"))
 
 
 def save_figure(figure: Any, path: Path, **how: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_longctx.models.llama import layer_params
+from jax_longctx.models.params import layer_params
 
 __all__ = ["causal_attend", "forward", "probabilities", "rope", "to_numpy"]
 

@@ -13,7 +13,7 @@ import tokenizers
 from jax_longctx.engine import Engine
 from jax_longctx.methods import Full
 from jax_longctx.models.config import ModelConfig, RopeConfig
-from jax_longctx.models.llama import init_params
+from jax_longctx.models.params import init_params
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import Tokenizer
 

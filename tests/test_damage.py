@@ -26,7 +26,7 @@ from jax_longctx.engine.compiling import forget
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import LongctxError
 from jax_longctx.evaluation.rows import read_rows
-from jax_longctx.models.llama import init_params
+from jax_longctx.models.params import init_params
 from jax_longctx.settings import Sampling
 from jax_longctx.sharding import make_mesh
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint

@@ -31,7 +31,8 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.contract import LayerContext
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import Attend, check_mesh
+from jax_longctx.models.llama import Attend
+from jax_longctx.models.params import check_mesh
 from jax_longctx.parts.appending import refuse_windows
 from jax_longctx.parts.partial import pooled_scores
 from jax_longctx.settings import at_least

@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_longctx.bench.timing import run_peer
 from jax_longctx.memory import peak_memory
-from jax_longctx.models.llama import init_params
+from jax_longctx.models.params import init_params
 from jax_longctx.models.presets import preset
 from train_cpt.metrics import device_peak, step_rates
 from train_cpt.step import Remat, TrainSetup, init_state, place_texts, step_program

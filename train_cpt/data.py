@@ -37,8 +37,16 @@ from jaxtyping import Integer
 
 from jax_longctx.batch import lines
 from jax_longctx.errors import ConfigError, InputError
-from jax_longctx.files import check_plain, check_text, file_errors, open_plain, read_text
-from jax_longctx.models.storage import read_sealed, seal, sha256_of
+from jax_longctx.files import (
+    check_plain,
+    check_text,
+    file_errors,
+    open_plain,
+    read_sealed,
+    read_text,
+    seal,
+    sha256_of,
+)
 from jax_longctx.origin import check_same
 
 # 1 had several files a split and no digest of its own.

@@ -31,8 +31,9 @@ from jax_longctx.evaluation.perplexity import (
     shown_interval,
 )
 from jax_longctx.evaluation.specs import Spec
+from jax_longctx.files import sha256_of
 from jax_longctx.methods import make_method, settings_of
-from jax_longctx.models.storage import load_params, read_manifest, sha256_of, tokenizer_folder
+from jax_longctx.models.storage import load_params, read_manifest, tokenizer_folder
 from jax_longctx.settings import parse_mesh
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import Tokenizer

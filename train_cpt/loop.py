@@ -36,7 +36,16 @@ from jax.experimental import multihost_utils
 
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import CheckpointError, ConfigError, DamagedError, InputError
-from jax_longctx.files import file_errors, read_text, whole_path
+from jax_longctx.files import (
+    file_errors,
+    partial_of,
+    read_sealed,
+    read_text,
+    seal,
+    sha256_of,
+    whole_path,
+    write_text,
+)
 from jax_longctx.memory import peak_memory
 from jax_longctx.models import storage
 from jax_longctx.origin import check_same
@@ -126,8 +135,8 @@ class _State(ocp.PyTreeCheckpointHandler):
             # As they are called when the folder has its name.
             files = {f"{storage.STATE}/{name}": entry for name, entry in found.items()}
             arrays = storage.array_digests(folder)
-            described = storage.seal(FORMAT, {"run": self._run, "files": files, "arrays": arrays})
-            storage.write_text(folder / ARRAYS, json.dumps(described))
+            described = seal(FORMAT, {"run": self._run, "files": files, "arrays": arrays})
+            write_text(folder / ARRAYS, json.dumps(described))
 
 
 @ocp.args.register_with_handler(_State, for_save=True, for_restore=True)
@@ -150,7 +159,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int):
         self.folder, self.best, self._keep = whole_path(folder), Best(), keep
         run = self.folder.parent / RUN
-        self._run = storage.sha256_of(run)[:16] if run.exists() else None
+        self._run = sha256_of(run)[:16] if run.exists() else None
         options = ocp.CheckpointManagerOptions(create=True, preservation_policy=self)
         handlers: dict[str, Any] = {
             "state": _State(self._run),
@@ -183,7 +192,7 @@ class Checkpoints:
         # JSON has no infinity.
         best = dataclasses.asdict(self.best) if self.best.step else {}
         where = {"run": self._run, "step": step, "data": data.get_state(), "best": best}
-        position = storage.seal(FORMAT, where)
+        position = seal(FORMAT, where)
         items = ocp.args.Composite(
             state=_StateSave(_by_path(state)), position=ocp.args.JsonSave(position)
         )
@@ -212,11 +221,11 @@ class Checkpoints:
         folder = self.folder / str(step)
         remedy = f"move {folder} away to go on from the checkpoint before"
         try:
-            position = storage.read_sealed(folder / "position" / POSITION, FORMAT, remedy)
+            position = read_sealed(folder / "position" / POSITION, FORMAT, remedy)
             runs, steps = {self._run}, {step}
             # Earlier versions wrote neither digests of arrays nor whose they are.
             if "run" in position:
-                stored = storage.read_sealed(folder / storage.STATE / ARRAYS, FORMAT, remedy)
+                stored = read_sealed(folder / storage.STATE / ARRAYS, FORMAT, remedy)
                 storage.check_stored(folder, stored["files"], stored["arrays"], remedy)
                 runs |= {position["run"], stored["run"]}
                 steps.add(position["step"])
@@ -365,13 +374,11 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
         found = json.loads(read_text(path))
     except FileNotFoundError:
         # A run killed at its start has left at most the unfinished file.
-        if directory.exists() and any(
-            entry != storage.partial_of(path) for entry in directory.iterdir()
-        ):
+        if directory.exists() and any(entry != partial_of(path) for entry in directory.iterdir()):
             raise InputError(f"{directory} is not empty and no run; name another folder") from None
         with file_errors(f"{path} could not be written"):
             directory.mkdir(parents=True, exist_ok=True)
-            storage.write_text(path, json.dumps(ours, indent=1))
+            write_text(path, json.dumps(ours, indent=1))
         return
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error!s:.200}") from error

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jax_longctx.errors import InputError
-from jax_longctx.files import file_errors, no_link, read_bytes
-from jax_longctx.models.storage import partial_of
+from jax_longctx.files import file_errors, no_link, partial_of, read_bytes
 
 SUFFIXES = (".txt", ".rst", ".md", ".info")
 # Changes, licences and lists of names are not prose.

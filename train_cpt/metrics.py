@@ -32,9 +32,8 @@ from tensorboardX.summary import scalar
 
 from jax_longctx.batch import lines
 from jax_longctx.errors import InputError
-from jax_longctx.files import file_errors, save_figure, write_all
+from jax_longctx.files import file_errors, save_figure, write_all, write_text
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.storage import write_text
 from jax_longctx.planning.work import matmul_weights
 from train_cpt.attention import Pattern
 from train_cpt.step import TrainSetup

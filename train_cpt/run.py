@@ -31,7 +31,7 @@ from orbax.checkpoint import v1 as ocp
 import jax_longctx
 from jax_longctx.engine.distributed import from_leader
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
-from jax_longctx.files import file_errors, whole_path
+from jax_longctx.files import file_errors, partial_of, sha256_of, whole_path, write_text
 from jax_longctx.locks import only_writer
 from jax_longctx.models import storage
 from jax_longctx.models.config import ModelConfig
@@ -146,8 +146,8 @@ def _run(config: RunConfig, note: Callable[[str], None], progress: Progress | No
     )
     facts = {
         **config.to_dict(),
-        "checkpoint": storage.sha256_of(checkpoint / storage.MANIFEST),
-        "data_set": storage.sha256_of(config.data.directory / storage.MANIFEST),
+        "checkpoint": sha256_of(checkpoint / storage.MANIFEST),
+        "data_set": sha256_of(config.data.directory / storage.MANIFEST),
         VERSIONS: _versions(),
     }
     outcome = train(
@@ -228,7 +228,7 @@ def _write_model(
     # As the leader sees it, so that all processes do the same.
     if from_leader(destination.exists):
         return
-    building = storage.partial_of(destination)
+    building = partial_of(destination)
 
     def begin() -> None:
         shutil.rmtree(building, ignore_errors=True)
@@ -258,7 +258,7 @@ def _write_model(
         files = storage.describe_files(params)
         whole = dataclasses.replace(written, tensors=tensors, files=files)
         with file_errors(f"{destination} could not be written", kind=CheckpointError):
-            storage.write_text(building / storage.MANIFEST, whole.to_json())
+            write_text(building / storage.MANIFEST, whole.to_json())
             building.replace(destination)
 
     from_leader(finish)

@@ -25,7 +25,8 @@ from jaxtyping import Array, Float, Int, Integer
 
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import Attend, Layer, Llama, form_of_weights, model_of, param_infos
+from jax_longctx.models.llama import Attend, Layer, Llama, model_of
+from jax_longctx.models.params import form_of_weights, param_infos
 from jax_longctx.settings import at_least
 from jax_longctx.sharding import logical_sharding, logical_spec
 from train_cpt.attention import Pattern, attend_with

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.errors import InputError, OriginError
-from jax_longctx.files import file_errors, no_link, open_plain, write_all
-from jax_longctx.models.storage import sha256_of, write_text
+from jax_longctx.files import file_errors, no_link, open_plain, sha256_of, write_all, write_text
 from jax_longctx.origin import MADE_FROM, OVERWRITE, check_result, check_same
 
 # 1 had no checksums; 2 had other facts, and checksums that did not begin with the header.

@@ -22,8 +22,8 @@ from jax_longctx.engine.ahead import Compilation, begun_or_none
 from jax_longctx.engine.capacity import available_bytes, expected_bytes, footprint
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.errors import CapacityError, InputError, OriginError, TrainedLengthWarning
+from jax_longctx.files import sha256_of
 from jax_longctx.locks import only_writer
-from jax_longctx.models.storage import sha256_of
 from jax_longctx.origin import MADE_FROM
 
 # Full batches of a window: enough to find rows of similar length, few enough that the output is

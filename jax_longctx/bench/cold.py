@@ -28,7 +28,7 @@ from jax_longctx.engine.compile_clock import CompileClock
 from jax_longctx.errors import LongctxError
 from jax_longctx.methods import make_method
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import init_params
+from jax_longctx.models.params import init_params
 from jax_longctx.models.presets import PRESETS
 from jax_longctx.models.storage import load_params, read_manifest
 from jax_longctx.sharding import make_mesh

@@ -42,7 +42,8 @@ from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.setup import without_layers
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method
-from jax_longctx.models.llama import ends_of, gathered_ends, gathered_layer, layer_of, layer_params
+from jax_longctx.models.llama import ends_of, gathered_ends, gathered_layer, layer_of
+from jax_longctx.models.params import layer_params
 from jax_longctx.planning.work import matmul_weights, prefill_work
 from jax_longctx.sharding import logical_sharding, logical_spec, make_mesh
 from pallas_kernels.prefill_attention import causal_attention

@@ -29,7 +29,7 @@ from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.methods import settings_of
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import first_layers, init_params, stacked_layers
+from jax_longctx.models.params import first_layers, init_params, stacked_layers
 from jax_longctx.models.presets import PRESETS, preset
 from jax_longctx.settings import StoredForm, kv_form, offload_of, weights_form
 

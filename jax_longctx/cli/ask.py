@@ -25,7 +25,7 @@ from jax_longctx.cli.terminal import (
     save,
 )
 from jax_longctx.errors import CheckpointError, InputError
-from jax_longctx.files import file_errors, whole_path
+from jax_longctx.files import file_errors, read_sealed, seal, whole_path
 from jax_longctx.memory import shown_bytes
 from jax_longctx.origin import check_same
 
@@ -320,8 +320,6 @@ class Session:
 
     def _save(self, context: "Context", folder: Path) -> None:
         """Saves the context. An error is raised only after all questions are answered."""
-        from jax_longctx.models.storage import seal
-
         try:
             with self.terminal.waiting("saving the context"):
                 self.model.save_context(context, folder)
@@ -434,8 +432,6 @@ def _chosen_chat(model: "LongContext", request: Request) -> bool:
 
 def _read_prompt(folder: Path) -> dict[str, Any] | None:
     """Chat template and tokenizer of a saved context; None where it was saved from Python."""
-    from jax_longctx.models.storage import read_sealed
-
     path = folder / PROMPT_FILE
     try:
         value: Any = json.loads(files.read_text(path))

@@ -150,7 +150,7 @@ class _Model:
         The first time also what stacks the weights' layers, where a device loops over them.
         """
         from jax_longctx.engine import Engine
-        from jax_longctx.models.llama import abstract_params, stacking_programs
+        from jax_longctx.models.params import abstract_params, stacking_programs
 
         form = weights_form(how["weights"], self.dtype.name, self._held)
         params = abstract_params(self.config, mesh, self.dtype, form)

@@ -33,7 +33,7 @@ from jax_longctx.engine.distributed import from_leader, to_host
 from jax_longctx.engine.engine import Engine
 from jax_longctx.engine.runs import as_run, copied_layer, each_layer, layers_in, with_layer
 from jax_longctx.errors import CheckpointError, DamagedError, InputError
-from jax_longctx.files import whole_path
+from jax_longctx.files import read_sealed, seal, whole_path
 from jax_longctx.locks import only_writer
 from jax_longctx.methods import make_method, settings_of
 from jax_longctx.models.storage import (
@@ -42,8 +42,6 @@ from jax_longctx.models.storage import (
     check_stored,
     describe_files,
     load_arrays,
-    read_sealed,
-    seal,
     writing,
 )
 from jax_longctx.origin import check_same

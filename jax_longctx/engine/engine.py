@@ -55,12 +55,7 @@ from jax_longctx.engine.sampling import RowValues, sampling_static, sampling_val
 from jax_longctx.engine.setup import Setup, without_layers
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import (
-    check_mesh,
-    form_of_weights,
-    layer_params,
-    stacked_layers,
-)
+from jax_longctx.models.params import check_mesh, form_of_weights, layer_params, stacked_layers
 from jax_longctx.settings import Sampling, kv_form, offload_of
 
 Rows = Sequence[Sequence[int]]
@@ -151,8 +146,8 @@ class Engine:
 
     Args:
       params: nested dict of the model's parameters, on the mesh; or of their shapes
-        (`models.llama.abstract_params`), until `take_params` gives the weights. The layers'
-        matrices may be in 8 bits (`models.llama.quantised_weights`).
+        (`models.params.abstract_params`), until `take_params` gives the weights. The layers'
+        matrices may be in 8 bits (`models.params.quantised_weights`).
       chunk: tokens of a row that one prefill pass takes.
       memory_limit: bytes on each device that a new cache may use; None asks the device.
       consume: whether `params` may be emptied where they are stacked for a loop over layers. If

@@ -4,7 +4,7 @@ Neither compiles every layer of the model:
 
 - The device loops. One program holds the whole pass. A `fori_loop` goes over the layers of each run
   (`_through_run`), so that XLA compiles a layer once for each run. Weights are stacked too
-  (`models.llama.stacked_layers`). Large arrays of the cache reach the method as `Plane`s.
+  (`models.params.stacked_layers`). Large arrays of the cache reach the method as `Plane`s.
 - The host loops. Each piece of a pass (embedding, layer, norm, logits) is a program. The host calls
   the layer's program once for each layer. Weights and caches are a layer apart.
 

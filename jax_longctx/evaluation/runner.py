@@ -36,9 +36,8 @@ from jax_longctx.evaluation.prompts import Drawn, Prompt, draw
 from jax_longctx.evaluation.rows import NAME, Key, RowStore, key_of
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import Task, describe, make_task
-from jax_longctx.files import file_errors
+from jax_longctx.files import file_errors, sha256_of
 from jax_longctx.methods import make_method, settings_of
-from jax_longctx.models.storage import sha256_of
 from jax_longctx.text import PromptLayout, chat_layout
 
 # Methods whose programs compile at a time.

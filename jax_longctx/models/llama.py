@@ -8,35 +8,28 @@ long-context method runs on this one model.
 Arrays carry the letters of the glossary: B batch, T tokens of the segment, N query heads, K kv
 heads, H head dim, D model, F ffn, V vocabulary.
 
-Parameters come in two forms. Apart, `params["layers"]` holds each layer's arrays under its number:
-checkpoints and training have this form, and engines whose host calls each layer. Stacked
-(`stacked_layers`), it holds one array for all layers of each kind of weight, which a loop over the
-layers indexes. In either form the layers' matrices may be in 8 bits (`quantised_weights`): each is
-a `QuantisedMatrix` then; the embedding, the head, norms and biases stay arrays. The engine runs the
-layers one by one (`layer_of`); `Llama.hidden`, for training, unrolls them.
+Parameters are nested dicts (`models.params`). The engine runs the layers one by one (`layer_of`);
+`Llama.hidden`, for training, unrolls them.
 """
 
 import dataclasses
 import functools
-import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.settings import StoredForm
-from jax_longctx.sharding import AnyMesh, check_divisible, logical_sharding, weight_sharding
+from jax_longctx.sharding import AnyMesh, logical_sharding, weight_sharding
 from pallas_kernels.quantised_matrix import (
     AnyMatrix,
     QuantisedMatrix,
     map_parts,
-    quantise_matrix,
 )
 
 # (q_BTNH, k_BTKH, v_BTKH, the layer's cache) -> (out_BTNH, cache)
@@ -118,6 +111,11 @@ class ParamInfo:
             jax.ShapeDtypeStruct(scales.shape, jnp.float32, sharding=scales.sharding(mesh)),
             jnp.dtype(dtype),
         )
+
+
+def info_of(leaf: Any) -> ParamInfo:
+    """Of a leaf of `abstract_model`'s state."""
+    return ParamInfo(tuple(leaf.shape), leaf.get_metadata("axes"))
 
 
 def _param(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
@@ -363,10 +361,7 @@ def gathered_layer(config: ModelConfig, mesh: AnyMesh, params: Any) -> Any:
 
 
 def _gathered(split: tuple[Any, Any], mesh: AnyMesh, params: Any) -> Any:
-    infos = {
-        path: ParamInfo(tuple(leaf.shape), leaf.get_metadata("axes"))
-        for path, leaf in nnx.to_flat_state(split[1])
-    }
+    infos = {path: info_of(leaf) for path, leaf in nnx.to_flat_state(split[1])}
 
     def gathered(array: Any, info: ParamInfo) -> Any:
         return jax.lax.with_sharding_constraint(array, logical_sharding(mesh, info.axes))
@@ -378,164 +373,6 @@ def _gathered(split: tuple[Any, Any], mesh: AnyMesh, params: Any) -> Any:
             info = QuantisedMatrix(info, info.of_scales, None)
         placed[path] = map_parts(array, gathered, info)
     return traverse_util.unflatten_dict(placed)
-
-
-def layer_params(params: Any, index: Any) -> Any:
-    """One layer's parameters by the names of a checkpoint, from either form of `params`.
-
-    Of stacked ones the index may be traced.
-    """
-    layers = params["layers"]
-    if "0" in layers:
-        return layers[str(index)]
-    layer = jax.tree.map(lambda x: x[index], layers)
-    qkv, gate_up = layer["attn"].pop("qkv"), layer["mlp"].pop("gate_up")
-
-    def queries(x: Any) -> Any:
-        # An array, or numpy's.
-        return x[:, :, :-2].reshape(x.shape[0], -1, x.shape[3])
-
-    layer["attn"] |= {"q": map_parts(qkv, queries)}
-    layer["attn"] |= {
-        name: map_parts(qkv, lambda x, at=at: x[:, :, at]) for name, at in (("k", -2), ("v", -1))
-    }
-    layer["mlp"] |= {
-        name: map_parts(gate_up, lambda x, at=at: x[:, at]) for name, at in (("gate", 0), ("up", 1))
-    }
-    return layer
-
-
-def first_layers(params: Any, count: int) -> Any:
-    """The parameters of a model that ends after so many layers."""
-    layers = params["layers"]
-    if "0" in layers:
-        kept: Any = {name: layers[name] for name in map(str, range(count))}
-    else:
-        kept = jax.tree.map(lambda x: x[:count] if count < x.shape[0] else x, layers)
-    return {**params, "layers": kept}
-
-
-def stacked_layers(config: ModelConfig, params: Any, *, consume: bool = False) -> Any:
-    """The parameters with those of all layers stacked, [L, ...], as a loop over layers needs them.
-
-    The weights of queries, keys and values are joined, and those of gate and up (see `Attention`,
-    `MLP`). Stacked parameters are returned as they are. Shapes give shapes.
-
-    Args:
-      consume: removes the arrays from the dicts of `params`, so that each is freed as soon as it is
-        copied. The most memory that this takes beside the weights is the largest stack's.
-    """
-    layers = params["layers"]
-    if "0" not in layers:
-        return params
-    each = [layers[str(index)] for index in range(len(layers))]
-    stacks: dict[str, dict[str, Any]] = {}
-    for part, name, names in _stacks(each[0]):
-        nested = isinstance(each[0][part][names[0]], dict)
-        group = _group(each, part, names)
-        made = _stack_of(config, group)
-        stacks.setdefault(part, {})[name] = {"scale": made} if nested else made
-        if consume:
-            group.clear()
-            jax.block_until_ready(made)
-            for layer, one in itertools.product(each, names):
-                del layer[part][one]
-    return {**params, "layers": stacks}
-
-
-def stacking_programs(config: ModelConfig, params: Any) -> list[Any]:
-    """The programs that `stacked_layers` calls for parameters of these shapes, lowered, each once.
-
-    Args:
-      params: shapes on a mesh, a layer apart.
-    """
-    layers = params["layers"]
-    each = [layers[str(index)] for index in range(len(layers))]
-    found: dict[Any, Any] = {}
-    for part, _, names in _stacks(each[0]):
-        for group in _parts_of(_group(each, part, names)):
-            key = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in group[0])
-            if key not in found:
-                sharding = _stack_sharding(group[0])
-                stacker = _stacker(len(names) - 1, config.num_kv_heads, sharding)
-                found[key] = stacker.lower(group)
-    return list(found.values())
-
-
-def _stacks(layer: Any) -> list[tuple[str, str, tuple[str, ...]]]:
-    """The part of a layer that each stack is of, its name, and the arrays that it joins."""
-    ways = {"attn": {"qkv": ("q", "k", "v")}, "mlp": {"gate_up": ("gate", "up")}}
-    found = []
-    for part, arrays in layer.items():
-        joins = ways.get(part, {})
-        joined = {name for names in joins.values() for name in names}
-        plain = {name: (name,) for name in arrays if name not in joined}
-        found += [(part, name, names) for name, names in {**plain, **joins}.items()]
-    return found
-
-
-def _group(layers: Sequence[Any], part: str, names: tuple[str, ...]) -> list[tuple[Any, ...]]:
-    """Each layer's arrays of these names."""
-    return [
-        tuple(one["scale"] if isinstance(one, dict) else one for one in map(layer[part].get, names))
-        for layer in layers
-    ]
-
-
-def _parts_of(layers: Sequence[tuple[Any, ...]]) -> list[Sequence[tuple[Any, ...]]]:
-    """The layers' arrays; of 8-bit weights the numbers, then the scales."""
-    if not isinstance(layers[0][0], QuantisedMatrix):
-        return [layers]
-    return [
-        [tuple(getattr(w, part) for w in arrays) for arrays in layers]
-        for part in ("values", "scales")
-    ]
-
-
-def _stack_of(config: ModelConfig, layers: Sequence[tuple[Any, ...]]) -> Any:
-    """`_stack`, also of 8-bit weights."""
-    first, (made, *scales) = layers[0][0], [_stack(config, part) for part in _parts_of(layers)]
-    return QuantisedMatrix(made, scales[0], first.dtype) if scales else made
-
-
-def _stack(config: ModelConfig, layers: Sequence[tuple[Any, ...]]) -> Any:
-    """One array of all layers: `layers[l]` holds a layer's arrays, which are joined if several."""
-    (first, *others), abstract = layers[0], isinstance(layers[0][0], jax.ShapeDtypeStruct)
-    if first.sharding is None:
-        return jax.eval_shape(_joined_stack(len(others), config.num_kv_heads), layers)
-    sharding = _stack_sharding(layers[0])
-    if abstract:
-        made = jax.eval_shape(_joined_stack(len(others), config.num_kv_heads), layers)
-        return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=sharding)
-    return _stacker(len(others), config.num_kv_heads, sharding)(layers)
-
-
-def _stack_sharding(arrays: tuple[Any, ...]) -> NamedSharding:
-    """Of the stack of a layer's arrays."""
-    first, *others = arrays
-    # Joined, heads [D,N,H] are [D,K,X,H] and gate and up [D,2,F]: the sharded axis stays one.
-    spec = tuple(first.sharding.spec) + (None,) * (first.ndim - len(first.sharding.spec))
-    if others:
-        spec = (spec[0], spec[1], None, spec[2]) if first.ndim == 3 else (spec[0], None, spec[1])
-    return NamedSharding(first.sharding.mesh, PartitionSpec(None, *spec))
-
-
-@functools.lru_cache(maxsize=64)
-def _stacker(others: int, kv_heads: int, sharding: NamedSharding) -> Any:
-    return jax.jit(_joined_stack(others, kv_heads), out_shardings=sharding)
-
-
-def _joined_stack(others: int, kv_heads: int) -> Callable[..., Array]:
-    def joined(arrays: tuple[Array, ...]) -> Array:
-        if not others:
-            return arrays[0]
-        if others == 1:
-            return jnp.stack(arrays, axis=1)
-        # Query head n is the n // G-th kv head's.
-        grouped = [x.reshape(x.shape[0], kv_heads, -1, x.shape[2]) for x in arrays]
-        return jnp.concatenate(grouped, axis=2)
-
-    return lambda layers: jnp.stack([joined(arrays) for arrays in layers])
 
 
 def _merged(split: tuple[Any, Any], params: Any) -> Any:
@@ -553,127 +390,3 @@ def _abstract_ends(config: ModelConfig) -> tuple[Any, Any]:
 @functools.lru_cache(maxsize=16)
 def _abstract_layer(config: ModelConfig, joined: bool) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: Layer(config, joined)))
-
-
-@functools.lru_cache(maxsize=16)
-def param_infos(config: ModelConfig) -> Mapping[str, ParamInfo]:
-    """Shape and logical axes of every parameter, by dot-joined path (`layers.0.attn.q`)."""
-    _, state = abstract_model(config)
-    return {
-        ".".join(map(str, path)): ParamInfo(tuple(leaf.shape), leaf.get_metadata("axes"))
-        for path, leaf in nnx.to_flat_state(state)
-        if isinstance(leaf, nnx.Param)
-    }
-
-
-def abstract_params(
-    config: ModelConfig, mesh: Any, dtype: Any, weights: StoredForm | None = None
-) -> Any:
-    """The parameters as shapes on the mesh, in a nested dict, a layer apart.
-
-    Args:
-      weights: the 8-bit form of the layers' matrices; None for arrays.
-    """
-    infos = param_infos(config).items()
-    shapes = {path: info.abstract(mesh, dtype, weights) for path, info in infos}
-    return traverse_util.unflatten_dict(shapes, sep=".")
-
-
-def stored_paths(path: str, x: Any) -> dict[str, Any]:
-    """A parameter as a checkpoint stores it, by path: an array; of 8 bits values and scales."""
-    if not isinstance(x, QuantisedMatrix):
-        return {path: x}
-    return {f"{path}.values": x.values, f"{path}.scales": x.scales}
-
-
-def form_of_weights(params: Any) -> StoredForm | None:
-    """The 8-bit form of the weights among these parameters; None where all are arrays."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, QuantisedMatrix))
-    return "int8" if any(isinstance(x, QuantisedMatrix) for x in leaves) else None
-
-
-def quantised_weights(config: ModelConfig, mesh: AnyMesh, params: Any) -> Any:
-    """The parameters, some or all and a layer apart, with the layers' matrices in 8 bits.
-
-    Each matrix is taken out of the dicts of `params` when its 8-bit form is made: what that takes
-    beside the weights is one matrix.
-    """
-    flat: dict[str, Any] = dict(traverse_util.flatten_dict(params, sep="."))
-    infos, found = param_infos(config), {}
-    for path in [*flat]:
-        info, w = infos[path], flat.pop(path)
-        if info.in_8_bits:
-            *folders, name = path.split(".")
-            del functools.reduce(dict.__getitem__, folders, params)[name]
-            w = jax.block_until_ready(_quantiser(info, mesh)(w))
-        found[path] = w
-    return traverse_util.unflatten_dict(found, sep=".")
-
-
-@functools.lru_cache(maxsize=64)
-def _quantiser(info: ParamInfo, mesh: AnyMesh) -> Callable[[Array], Any]:
-    shardings = jax.tree.map(lambda x: x.sharding, info.abstract(mesh, jnp.float32, "int8"))
-
-    def parts(w: Array) -> tuple[Array, Array]:
-        made = quantise_matrix(w, info.inputs)
-        return made.values, made.scales
-
-    run = jax.jit(parts, out_shardings=(shardings.values, shardings.scales))
-
-    def quantised(w: Array) -> QuantisedMatrix:
-        values, scales = run(w)
-        return QuantisedMatrix(values, scales, jnp.dtype(w.dtype))
-
-    return quantised
-
-
-def check_mesh(config: ModelConfig, mesh: AnyMesh) -> None:
-    """Raises ConfigError when the model's heads, MLP or vocabulary do not divide over the mesh."""
-    check_divisible(
-        mesh,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        mlp=config.mlp_dim,
-        vocab=config.vocab_size,
-    )
-
-
-def init_params(
-    config: ModelConfig,
-    mesh: Mesh,
-    *,
-    seed: int = 0,
-    dtype: Any = jnp.float32,
-    weights: StoredForm | None = None,
-) -> Any:
-    """Random parameters as a nested dict, made straight onto their shards.
-
-    One small program per distinct shape, so that a large model neither compiles for long nor
-    holds float32 copies of everything at once.
-
-    Args:
-      weights: the 8-bit form of the layers' matrices; None for arrays.
-    """
-    check_mesh(config, mesh)
-    params: dict[str, Any] = {}
-    for index, (path, info) in enumerate(param_infos(config).items()):
-        name = path.split(".")[-1]
-        kind = "one" if name == "scale" else "zero" if name.endswith("bias") else "normal"
-        make = _maker(info, kind, mesh, jnp.dtype(dtype))
-        params[path] = make(jax.random.key(seed + index))
-        if weights is not None and info.in_8_bits:
-            params[path] = _quantiser(info, mesh)(params[path])
-    return traverse_util.unflatten_dict(params, sep=".")
-
-
-# Kept, so that a second model of the same shapes compiles nothing.
-@functools.lru_cache(maxsize=64)
-def _maker(info: ParamInfo, kind: str, mesh: Mesh, dtype: Any) -> Callable[..., Array]:
-    fan_in = math.prod(info.shape[axis] for axis in info.inputs)
-
-    def make(key: Array) -> Array:
-        if kind != "normal":
-            return jnp.full(info.shape, 1 if kind == "one" else 0, dtype)
-        return (jax.random.normal(key, info.shape, jnp.float32) * fan_in**-0.5).astype(dtype)
-
-    return jax.jit(make, out_shardings=info.sharding(mesh))

@@ -37,9 +37,16 @@ from jax.sharding import Mesh
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jax_longctx.errors import CheckpointError, DamagedError
-from jax_longctx.files import no_link, open_plain, read_text, reason, whole_path
+from jax_longctx.files import (
+    first_line,
+    read_sealed,
+    reason,
+    seal,
+    sha256_of,
+    whole_path,
+)
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import check_mesh, param_infos, quantised_weights, stored_paths
+from jax_longctx.models.params import check_mesh, param_infos, quantised_weights, stored_paths
 from jax_longctx.settings import StoredForm, weights_form
 from pallas_kernels.quantised_matrix import QuantisedMatrix
 
@@ -58,7 +65,6 @@ WORKERS = 2.0
 AHEAD = 1 << 30
 # Bytes of arrays that are loaded before those among them that become 8 bits do.
 PIECE = 1 << 30
-DIGEST = "sha256"
 CHECKSUM = {"name": "crc32c"}
 # A release of Orbax whose arrays get checksums.
 ORBAX = "0.12.8"
@@ -81,71 +87,6 @@ def _with_checksums(*args: Any, **options: Any) -> dict[str, Any]:
 # Orbax has no option for checksums. `writing` refuses an Orbax that builds its metadata elsewhere.
 if _zarr3_metadata is not None:
     tensorstore_utils._build_zarr3_metadata = _with_checksums
-
-
-def seal(version: int, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with their `format` and digest, to write as JSON (see `read_sealed`)."""
-    # As JSON reads it back: tuples are lists there.
-    fields = json.loads(json.dumps({"format": version, **fields}))
-    return {**fields, DIGEST: _digest(fields)}
-
-
-def read_sealed(path: Path, version: int, remedy: str, *others: int) -> dict[str, Any]:
-    """The fields given to `seal`, from a JSON file.
-
-    Args:
-      version, others: the expected `format`, and others that are read.
-      remedy: what to do about another format or about damage, for the error.
-
-    Raises:
-      FileNotFoundError: no such file.
-      DamagedError: the file is damaged.
-      CheckpointError: the file cannot be read, or is of another version.
-    """
-    try:
-        fields = json.loads(read_text(path))
-        if not isinstance(fields, dict):
-            raise ValueError(f"it holds a JSON {type(fields).__name__}, expected an object")
-        if (found := fields.get("format")) not in (version, *others):
-            raise CheckpointError(
-                f"{path} has format {found!r:.20}, expected {version}: another version wrote it; "
-                f"use that one, or {remedy}"
-            )
-        if fields.pop(DIGEST, None) != _digest(fields):
-            raise ValueError(f"its {DIGEST} does not match, it was changed after it was written")
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{path} is damaged: {error!s:.200}; {remedy}") from error
-    del fields["format"]
-    return fields
-
-
-def _digest(fields: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all, and onto the disk."""
-    scratch = partial_of(path)
-    with open(scratch, "w", encoding="utf-8", opener=no_link) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
-
-
-def partial_of(path: Path) -> Path:
-    """The name of a file or a folder until it is whole."""
-    return path.with_name(f".{path.name}.partial")
-
-
-def sha256_of(path: Path) -> str:
-    """Of a file's bytes."""
-    with open_plain(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def describe_files(folder: Path) -> dict[str, list[Any]]:
@@ -415,11 +356,6 @@ def why_failed(error: Exception) -> str:
         return reason(error)
     # After the bracket TensorStore gives a line of its source and the whole spec.
     return first_line(error).split(" [")[0]
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,7 @@ from jax_longctx.engine.prefill import Logits, whole_segment
 from jax_longctx.engine.sampling import Choices, RowValues, sampling_static, sampling_values
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import ConfigError, InputError
-from jax_longctx.models import llama
+from jax_longctx.models import params as parameters
 from jax_longctx.planning.collectives import count_collectives, count_reads
 from jax_longctx.planning.plan import PlanRequest
 from jax_longctx.planning.work import context_segments, weight_bytes
@@ -299,8 +299,8 @@ def _segment_name(kind: Kind, segment: Segment, shards: int) -> str:
 
 def abstract_params(setup: Setup) -> Any:
     """The parameters as shapes on the mesh, stacked where the setup loops over layers."""
-    params = llama.abstract_params(setup.config, setup.mesh, setup.dtype, setup.weights)
-    return params if setup.by_layer else llama.stacked_layers(setup.config, params)
+    params = parameters.abstract_params(setup.config, setup.mesh, setup.dtype, setup.weights)
+    return params if setup.by_layer else parameters.stacked_layers(setup.config, params)
 
 
 def placed(mesh: Any, caches: Any) -> Any:

@@ -23,7 +23,7 @@ from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import ConfigError, InputError, LongctxError
 from jax_longctx.methods import make_method
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import check_mesh
+from jax_longctx.models.params import check_mesh
 from jax_longctx.planning.targets import Chip, Target
 from jax_longctx.planning.work import (
     Work,

@@ -37,9 +37,8 @@ import pydantic
 
 from jax_longctx.engine.context_io import saved_manifest
 from jax_longctx.errors import CheckpointError, InputError
-from jax_longctx.files import file_errors, read_text, whole_path
+from jax_longctx.files import file_errors, read_sealed, read_text, seal, whole_path
 from jax_longctx.locks import lock
-from jax_longctx.models.storage import read_sealed, seal
 from jax_longctx.serving.schema import RequestError
 
 log = logging.getLogger(__name__)

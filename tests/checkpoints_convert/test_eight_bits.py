@@ -18,8 +18,9 @@ from checkpoints_convert import convert, export, files, importing
 from checkpoints_convert.files import HashedFile, read_quantised
 from checkpoints_convert.gguf import read_directory
 from jax_longctx.errors import CheckpointError, ConfigError
-from jax_longctx.models.llama import param_infos
-from jax_longctx.models.storage import load_params, read_manifest, read_sealed
+from jax_longctx.files import read_sealed
+from jax_longctx.models.params import param_infos
+from jax_longctx.models.storage import load_params, read_manifest
 from jax_longctx.sharding import make_mesh
 from pallas_kernels.quantised_matrix import QuantisedMatrix
 from tests.checkpoints_convert.test_gguf import write_gguf

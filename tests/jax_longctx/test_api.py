@@ -19,7 +19,7 @@ from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS
 from jax_longctx.models.config import RopeConfig
-from jax_longctx.models.llama import abstract_params
+from jax_longctx.models.params import abstract_params
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import PromptText, Tokenizer
 from tests.jax_longctx.cli.tiny_model import write_tokenizer

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from jax_longctx.cli.main import app
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
-from jax_longctx.models.storage import read_sealed, seal
+from jax_longctx.files import read_sealed, seal
 from tests.checkpoints_convert.tiny import full_disk
 from tests.chunks import wrong_chunks
 from tests.patience import patience

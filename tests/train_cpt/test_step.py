@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jax_longctx.errors import ConfigError
-from jax_longctx.models.llama import init_params, model_of
+from jax_longctx.models.llama import model_of
+from jax_longctx.models.params import init_params
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, to_numpy
 from tests.support import random_rows, tiny_config

@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jax_longctx.models.llama import init_params
+from jax_longctx.models.params import init_params
 from jax_longctx.sharding import make_mesh
 from tests.support import tiny_config
 from train_cpt.attention import Pattern

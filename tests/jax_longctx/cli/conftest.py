@@ -12,7 +12,7 @@ import jax_longctx
 from jax_longctx import api
 from jax_longctx.batch import lines
 from jax_longctx.cli.main import app
-from jax_longctx.models.llama import init_params
+from jax_longctx.models.params import init_params
 from jax_longctx.text import Tokenizer
 from tests.jax_longctx.cli.tiny_model import converted, hf_config, write_source, write_tokenizer
 

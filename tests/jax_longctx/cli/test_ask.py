@@ -14,7 +14,7 @@ import jax_longctx
 from jax_longctx import api
 from jax_longctx.cli.ask import Request
 from jax_longctx.errors import InputError
-from jax_longctx.models.storage import seal
+from jax_longctx.files import seal
 from jax_longctx.text import chat_layout, plain_layout
 from jax_longctx.text.encoder import Encoder
 from tests.jax_longctx.cli.conftest import refused

@@ -17,7 +17,7 @@ from jax_longctx.engine.layers import _through_layer
 from jax_longctx.engine.prefill import whole_segment
 from jax_longctx.engine.sampling import sampling_static
 from jax_longctx.engine.setup import Setup
-from jax_longctx.models.llama import layer_params
+from jax_longctx.models.params import layer_params
 from jax_longctx.planning.compiled import abstract_params, abstract_state, abstract_values, placed
 from jax_longctx.planning.compiled import no_persistent_cache as no_persistent_cache
 

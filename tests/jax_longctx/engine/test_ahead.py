@@ -19,7 +19,12 @@ from jax_longctx.engine.finish import finish_context
 from jax_longctx.engine.prefill import run_segment
 from jax_longctx.errors import InputError
 from jax_longctx.methods import Full, make_method
-from jax_longctx.models.llama import abstract_params, init_params, stacked_layers, stacking_programs
+from jax_longctx.models.params import (
+    abstract_params,
+    init_params,
+    stacked_layers,
+    stacking_programs,
+)
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.test_running import compilations
 from tests.small_methods import small_method

@@ -13,7 +13,7 @@ import pytest
 
 from jax_longctx.engine import Engine, Sampling
 from jax_longctx.engine.running import Request, RunningBatch
-from jax_longctx.models.llama import init_params
+from jax_longctx.models.params import init_params
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.test_running import run
 from tests.small_methods import small_method

@@ -12,9 +12,9 @@ from orbax.checkpoint import v1 as ocp
 from jax_longctx.engine import Engine
 from jax_longctx.engine.context_io import Saving, load_context, save_context
 from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.files import read_sealed, seal
 from jax_longctx.locks import only_writer
 from jax_longctx.methods import DynamicNTK, Full
-from jax_longctx.models.storage import read_sealed, seal
 from jax_longctx.sharding import make_mesh
 from tests.chunks import wrong_chunks
 from tests.support import random_rows, tiny_config, tiny_engine

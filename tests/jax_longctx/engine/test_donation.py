@@ -18,7 +18,7 @@ from jax_longctx.engine import Engine, decode, engine, finish, layers, prefill, 
 from jax_longctx.engine.compiling import IN_PLACE
 from jax_longctx.engine.decode import DecodeState
 from jax_longctx.engine.scoring import loglikelihoods
-from jax_longctx.models.llama import init_params
+from jax_longctx.models.params import init_params
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import KINDS, small_method
 from tests.support import random_rows, tiny_config

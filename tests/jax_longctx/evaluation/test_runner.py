@@ -20,7 +20,7 @@ from jax_longctx.evaluation.rows import RowStore, read_rows
 from jax_longctx.evaluation.runner import compile_first
 from jax_longctx.evaluation.tasks.task import Sample
 from jax_longctx.methods.full import Full
-from jax_longctx.models.llama import init_params
+from jax_longctx.models.params import init_params
 from jax_longctx.settings import Offload
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import PromptLayout

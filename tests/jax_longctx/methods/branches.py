@@ -17,7 +17,7 @@ from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.finish import finish_context, finish_question
 from jax_longctx.engine.prefill import run_segment
 from jax_longctx.engine.setup import Setup
-from jax_longctx.models.llama import init_params
+from jax_longctx.models.params import init_params
 from jax_longctx.sharding import make_mesh
 from tests.support import tiny_config
 

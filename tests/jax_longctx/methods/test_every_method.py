@@ -17,7 +17,7 @@ from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import InputError
 from jax_longctx.methods import METHODS, make_method
 from jax_longctx.models.config import RopeConfig
-from jax_longctx.models.llama import init_params
+from jax_longctx.models.params import init_params
 from jax_longctx.sharding import leaf_axes, make_mesh
 from tests.checkpoints_convert.tiny import random_state, write_checkpoint
 from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer

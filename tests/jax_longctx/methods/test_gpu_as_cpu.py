@@ -12,7 +12,7 @@ import pytest
 
 from jax_longctx.engine import Engine
 from jax_longctx.engine.scoring import loglikelihoods
-from jax_longctx.models.llama import init_params
+from jax_longctx.models.params import init_params
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import SMALL, small_method
 from tests.support import random_rows, tiny_config

@@ -13,8 +13,9 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jax_longctx.errors import CheckpointError, ConfigError, DamagedError
+from jax_longctx.files import read_sealed, seal
 from jax_longctx.models import storage
-from jax_longctx.models.llama import init_params, param_infos, quantised_weights
+from jax_longctx.models.params import init_params, param_infos, quantised_weights
 from jax_longctx.models.storage import (
     Manifest,
     TensorEntry,
@@ -22,8 +23,6 @@ from jax_longctx.models.storage import (
     describe_files,
     load_params,
     read_manifest,
-    read_sealed,
-    seal,
     tokenizer_folder,
 )
 from jax_longctx.sharding import make_mesh

@@ -10,12 +10,7 @@ from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.methods import Full, Quest, Ring
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import (
-    abstract_params,
-    form_of_weights,
-    init_params,
-    layer_params,
-)
+from jax_longctx.models.params import abstract_params, form_of_weights, init_params, layer_params
 from jax_longctx.models.presets import PRESETS
 from jax_longctx.planning.plan import PlanRequest, make_plan
 from jax_longctx.planning.targets import parse_target

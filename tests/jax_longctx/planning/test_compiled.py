@@ -14,7 +14,7 @@ from jax_longctx.engine import Engine, decode, finish, prefill
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import bytes_per_device, staged_caches
 from jax_longctx.methods import make_method
-from jax_longctx.models.llama import abstract_params, init_params
+from jax_longctx.models.params import abstract_params, init_params
 from jax_longctx.planning import compiled
 from jax_longctx.planning.collectives import count_collectives
 from jax_longctx.planning.plan import PlanRequest, make_plan

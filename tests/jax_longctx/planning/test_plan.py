@@ -15,7 +15,7 @@ from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.methods import make_method
-from jax_longctx.models.llama import init_params
+from jax_longctx.models.params import init_params
 from jax_longctx.models.presets import preset
 from jax_longctx.planning.compiled import compile_plan
 from jax_longctx.planning.plan import PlanRequest, make_plan, propose_mesh

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from jax_longctx.engine import context_io
-from jax_longctx.models.storage import seal
+from jax_longctx.files import seal
 from jax_longctx.serving import contexts as module
 from jax_longctx.serving.contexts import Contexts
 from tests.jax_longctx.serving.tiny import BOOK, asked, chat, read
