@@ -106,14 +106,27 @@ def test_s5_s6_any_number_of_shards_gives_the_same(kv, mesh):
         {"content": "previous", "positions": "previous"},
         thorough({"positions": "previous"}),
         thorough({"content": "shuffled", "anchor": 30}),
-        thorough({"content": "constant", "constant": 7}),
-        thorough({"content": "random", "anchor": 30}),
     ],
     ids=str,
 )
 def test_s14_anchors_equal_numpy(changes):
     method = dataclasses.replace(STAR, **changes)
     compare(engine_of(method), method)
+
+
+def test_s14_an_anchor_holds_the_tokens_that_its_setting_names():
+    row, start = [*range(100, 100 + 4 * STAR.block)], 2 * STAR.block
+
+    def tokens(content, seed=0):
+        method = dataclasses.replace(STAR, content=content, anchor=9, constant=7, seed=seed)
+        return method.anchor_tokens(row, start, 64)
+
+    assert tokens("first") == row[:9] and tokens("constant") == [7] * 9
+    assert tokens("previous") == row[STAR.block : STAR.block + 9]
+    assert sorted(tokens("shuffled")) == row[:9] != tokens("shuffled")
+    assert set(tokens("random")) <= set(range(64)) and len(tokens("random")) == 9
+    for content in ("shuffled", "random"):
+        assert tokens(content) == tokens(content) != tokens(content, seed=1)
 
 
 @pytest.mark.thorough
