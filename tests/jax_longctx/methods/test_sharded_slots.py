@@ -34,8 +34,7 @@ OF_FOUR = ("ideal-topk", "infllm", "quest-ada", "refreshkv-indexed", "resa-psa",
 OF_EIGHT = ("reattention-tilemax", "resa-frozen", "snapkv")
 QUICK = ("reattention", 4)
 PAIRS = [
-    *((name, shards) for name in ("full", "reattention") for shards in (4, 8)),
-    *((name, 4) for name in OF_FOUR),
+    *((name, 4) for name in ("full", "reattention", *OF_FOUR)),
     *((name, 8) for name in OF_EIGHT),
 ]
 
