@@ -59,7 +59,6 @@ def drop_interval(
     before: Float[np.ndarray, " n"],
     after: Float[np.ndarray, " n"],
     than: tuple[np.ndarray, np.ndarray] | None = None,
-    seed: int = 0,
 ) -> tuple[float, float, float]:
     """The fall of the mean loss: (estimate, lower, upper), 95% by a bootstrap over texts.
 
@@ -70,7 +69,7 @@ def drop_interval(
     drops = before - after
     if than is not None:
         drops = drops - (than[0] - than[1])
-    return bootstrap(drops, seed)
+    return bootstrap(drops)
 
 
 def dev_losses(

@@ -22,6 +22,7 @@ from jax import Array, lax
 
 from jax_longctx.bench.timing import copy_bandwidth, device_facts, measure
 from jax_longctx.contract import LayerContext
+from jax_longctx.evaluation.perplexity import pipe_table
 from jax_longctx.files import save_figure
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.parts.residual import Background, combine, prior_of
@@ -482,23 +483,18 @@ def _select(slots: int) -> Case:
 
 def markdown(result: dict[str, Any]) -> str:
     """A table of all runs: time and spread, rates, share of the roofline, ratio to the chosen's."""
-    lines = [
-        f"{result['device']}, jax {result['jax']}: copy "
-        f"{result['copy_bandwidth'] / 1e12:.3g} TB/s, matmul "
-        f"{result['matmul_rate'] / 1e12:.3g} TFLOP/s; bfloat16, 32 heads over 8 kv heads of 128.",
-        "",
-        "| operation | shape | run | ms (least - most) | TFLOP/s | TB/s | of roofline "
-        "| vs chosen |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    head = ("operation", "shape", "run", "ms (least - most)", "TFLOP/s", "TB/s", "of roofline")
     chosen = {
         (row["operation"], row["shape"]): row["seconds"]
         for row in result["rows"]
         if row["run"] == "chosen" and "failed" not in row
     }
-    for row in result["rows"]:
-        lines.append("| " + " | ".join(_cells(row, chosen)) + " |")
-    return "\n".join(lines) + "\n"
+    return (
+        f"{result['device']}, jax {result['jax']}: copy "
+        f"{result['copy_bandwidth'] / 1e12:.3g} TB/s, matmul "
+        f"{result['matmul_rate'] / 1e12:.3g} TFLOP/s; bfloat16, 32 heads over 8 kv heads of 128."
+        "\n\n" + pipe_table((*head, "vs chosen"), [_cells(row, chosen) for row in result["rows"]])
+    )
 
 
 def _cells(row: dict[str, Any], chosen: dict[tuple[str, str], float]) -> list[str]:

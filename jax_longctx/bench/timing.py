@@ -111,9 +111,9 @@ def call_times(call: Callable[[], Any], repeats: int) -> list[float]:
     return times[1:]
 
 
-def copy_bandwidth(size: int = 1 << 31, repeats: int = 20) -> float:
+def copy_bandwidth(size: int = 1 << 31) -> float:
     """Bytes read and written a second while a compiled loop adds one to `size` bytes."""
-    x = jax.random.normal(jax.random.key(0), (size // 4,), jnp.float32)
+    x, repeats = jax.random.normal(jax.random.key(0), (size // 4,), jnp.float32), 20
     loop = jax.jit(lambda x: lax.fori_loop(0, repeats, lambda _, y: y + 1.0, x), donate_argnums=0)
 
     def again() -> Array:

@@ -288,6 +288,7 @@ def citrus_overlap(
     """
     terminal = output.terminal()
     loaded = model.open(terminal)
+    from jax_longctx.evaluation.perplexity import pipe_table
     from jax_longctx.studies.attention import importance, intersections
 
     asked = loaded.tokenizer.encode(instruction)
@@ -308,16 +309,16 @@ def citrus_overlap(
     by_layer = {str(count): found.tolist() for count, found in means.items()}
     record = {"tokens": tokens, "texts": len(rows), "instruction": instruction}
     output.save({**record, "by_layer": by_layer})
-    lines = ["| k | layers | text and instruction | text and other text | chance |"]
-    lines.append("| --- | --- | --- | --- | --- |")
+    lines = []
     # One line for each k and third of the layers.
     for count, found in means.items():
         borders = sorted({found.shape[1] * third // 3 for third in range(4)})
         for start, stop in itertools.pairwise(borders):
             shares = [*found[:, start:stop].mean(1), count / tokens]
-            shown = " | ".join(f"{share:.3f}" for share in shares)
-            lines.append(f"| {count} | {start}-{stop - 1} | {shown} |")
-    terminal.write("\n".join(lines) + f"\n\n{len(rows)} texts of {tokens} tokens.\n")
+            shown = (f"{share:.3f}" for share in shares)
+            lines.append([f"{count}", f"{start}-{stop - 1}", *shown])
+    head = ("k", "layers", "text and instruction", "text and other text", "chance")
+    terminal.write(f"{pipe_table(head, lines)}\n{len(rows)} texts of {tokens} tokens.\n")
 
 
 @options.command
@@ -343,21 +344,22 @@ def resa_spectrum(
     loaded = model.open(terminal)
     import numpy as np
 
+    from jax_longctx.evaluation.perplexity import pipe_table
     from jax_longctx.studies.attention import spectrum
 
     wanted = sorted(lengths or [512, 1024, 2048])
     cut = {length: _cut(loaded, text, texts, length) for length in wanted}
-    records, lines = [], ["| tokens | first singular value | its share, % | cosine to the prior |"]
-    lines.append("| --- | --- | --- | --- |")
+    records, lines = [], []
     for length, rows in cut.items():
         with terminal.waiting(f"{texts} texts of {length:,} tokens"):
             found = [spectrum(loaded.engine, row) for row in rows.tolist()]
         means = {name: np.mean([one[name] for one in found], axis=0) for name in found[0]}
         records.append({"length": length, **{name: x.tolist() for name, x in means.items()}})
         first, share, prior = (means[name].mean() for name in ("first", "share", "prior"))
-        lines.append(f"| {length:,} | {first:,.1f} | {100 * share:.1f} | {prior:.3f} |")
+        lines.append([f"{length:,}", f"{first:,.1f}", f"{100 * share:.1f}", f"{prior:.3f}"])
     output.save({"texts": texts, "lengths": records})
-    terminal.write("\n".join(lines) + f"\n\nMeans over layers, heads and {texts} texts.\n")
+    head = ("tokens", "first singular value", "its share, %", "cosine to the prior")
+    terminal.write(f"{pipe_table(head, lines)}\nMeans over layers, heads and {texts} texts.\n")
 
 
 @options.command

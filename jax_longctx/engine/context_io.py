@@ -270,11 +270,6 @@ def method_of(path: str | Path) -> Any:
     return make_method(made_by["name"], made_by["settings"])
 
 
-def saved_tokens(path: str | Path) -> list[list[int]]:
-    """The token ids of each row of a saved context; CheckpointError as `saved_manifest`."""
-    return saved_manifest(path)["rows"]
-
-
 def load_context(engine: Engine, path: str | Path) -> Context:
     """Reads a context that an engine of the same model and method saved, onto the engine's mesh.
 

@@ -10,15 +10,16 @@ from scipy import stats
 RESAMPLES = 5_000
 
 
-def wilson(right: float, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's score interval of a share `right / count`, 95% by default (Wilson 1927).
+def wilson(right: float, count: int) -> tuple[float, float]:
+    """Wilson's 95% score interval of a share `right / count` (Wilson 1927).
 
     Raises:
       ValueError: no trials, or more right ones than trials.
     """
     if not 0 <= right <= count or count == 0:
         raise ValueError(f"{right} of {count} is not a share; expected 0 <= right <= count > 0")
-    share, spread = right / count, z * z / count
+    z, share = 1.959964, right / count
+    spread = z * z / count
     centre = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * math.sqrt(share * (1 - share) / count + spread / (4 * count))
     # Exact at 0 and 1, where the formula only rounds to them.
@@ -26,7 +27,7 @@ def wilson(right: float, count: int, z: float = 1.959964) -> tuple[float, float]
     return low, 1.0 if right == count else centre + half
 
 
-def bootstrap(values: Float[np.ndarray, " n"], seed: int = 0) -> tuple[float, float, float]:
+def bootstrap(values: Float[np.ndarray, " n"]) -> tuple[float, float, float]:
     """A mean and its 95% interval by resampling the values (Efron 1979, percentiles).
 
     For differences between two runs on the same texts the interval is a paired one. Both ends are
@@ -50,7 +51,7 @@ def bootstrap(values: Float[np.ndarray, " n"], seed: int = 0) -> tuple[float, fl
         n_resamples=RESAMPLES,
         batch=max(1, 1_000_000 // len(values)),
         method="percentile",
-        rng=seed,
+        rng=0,
     )
     low, high = found.confidence_interval
     return mean, float(low), float(high)

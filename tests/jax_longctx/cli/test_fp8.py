@@ -3,7 +3,7 @@
 import pytest
 
 from checkpoints_convert import convert
-from jax_longctx.engine.context_io import load_context, method_of, save_context, saved_tokens
+from jax_longctx.engine.context_io import load_context, method_of, save_context, saved_manifest
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.evaluation.config import RunOptions
 from jax_longctx.settings import from_toml, kv_form, weights_form
@@ -43,10 +43,10 @@ def test_what_asks_for_it_on_the_command_line(run, loads, args):
 def test_a_context_in_fp8_is_refused_before_the_model_loads(run, loads, tiny, tmp_path):
     folder, engine = tmp_path / "read", tiny.engine
     save_context(engine, engine.prefill([[5, 6, 7]], reserve=4), folder)
-    assert saved_tokens(folder) == [[5, 6, 7]]
+    assert saved_manifest(folder)["rows"] == [[5, 6, 7]]
     change(folder, made_by={"kv": "fp8", "method": {"name": "full", "settings": {}}})
     said = f"{folder} holds keys and values in fp8, .*; read the text again with kv int8"
-    for read in (saved_tokens, method_of, lambda path: load_context(engine, path)):
+    for read in (saved_manifest, method_of, lambda path: load_context(engine, path)):
         with pytest.raises(CheckpointError, match=said):
             read(folder)
     for method in ((), ("-m", "full")):
