@@ -14,8 +14,9 @@ contexts are. `_Branches`: all rows go on from one context, whose keys and value
 
 On a CPU a step computes what empty places and slots hold, too. So a batch may be `fitted`: its
 caches have as many places and slots as its rows need, in a few sizes. They are made anew where a
-row joins that does not fit, and where those that are left need less. Each size has programs of its
-own, which are compiled when it first comes up.
+row joins that does not fit, and where those that are left have needed less for some steps, so that
+rows that come and go do not move the others each time. Each size has programs of its own, which are
+compiled when it first comes up.
 """
 
 import contextlib
@@ -81,6 +82,8 @@ STOP_COLUMNS = 16
 # 1, 2, 4, 8 rows take 6, 10, 11, 22 ms on two cores beside other work (eight MLPs and the output
 # table of the 135M shape in float32).
 FITTED_FROM = 512
+# Steps in which smaller caches would have done, before they are made.
+STEPS_TO_SHRINK = 16
 
 # Why a row ended: a token of its `stop_ids`, its `max_tokens`, or logits that are no numbers.
 Reason = Literal["stop", "length", "not finite"]
@@ -368,6 +371,8 @@ class RunningBatch:
         self._most, self._fitted = rows, fitted
         # While rows move, their old caches are there too.
         self.growing = need if fitted else 0
+        # Steps in which the rows needed less than they have.
+        self._idle = 0
         size = self._size([0]) if fitted else (rows, self.slots)
         self._caches = self._make(*size)
         self._state, self._total, self._values = self._empty(size[0])
@@ -568,8 +573,13 @@ class RunningBatch:
     def _fit(self, *more: int) -> None:
         """Moves the rows of a fitted batch to caches that fit them, and rows of `more` slots."""
         size = self._size([*(row.slots for row in self._rows.values()), *more])
-        if not self._fitted or size == (len(self._values.limit), self._caches.slots):
+        rows, slots = len(self._values.limit), self._caches.slots
+        self._idle = 0 if size == (rows, slots) else self._idle + 1
+        fits = size[0] <= rows and size[1] <= slots
+        waits = fits and self._rows and self._idle < STEPS_TO_SHRINK
+        if not self._fitted or not self._idle or waits:
             return
+        self._idle = 0
         old, self._caches = self._caches, self._make(*size)
         kept = self._state, self._total, self._values
         indices = [row.index for row in self._rows.values()]

@@ -137,6 +137,7 @@ def test_rows_move_to_caches_of_other_sizes(name, monkeypatch):
 
     monkeypatch.setattr(RunningBatch, "_fit", fitted)
     monkeypatch.setattr(running, "FITTED_FROM", 128)
+    monkeypatch.setattr(running, "STEPS_TO_SHRINK", 1)
     check_method(small_method(name), fitted=True, texts=random_rows([64, 150, 90]))
     # The last row is alone again.
     assert {rows for rows, _ in sizes} == {1, 3} and sizes[-1][0] == 1
@@ -152,6 +153,35 @@ def test_rows_move_to_caches_of_other_sizes(name, monkeypatch):
         ]
     grows = small_method(name).info.keeps_all
     assert {slots for _, slots in sizes} >= ({128, 256} if grows else {128})
+
+
+def test_rows_that_come_and_go_do_not_move_the_others(monkeypatch):
+    made, make = [], running._Whole.__init__
+
+    def counted(caches, engine, reserve, rows, slots):
+        make(caches, engine, reserve, rows, slots)
+        made.append(rows)
+
+    monkeypatch.setattr(running._Whole, "__init__", counted)
+    batch = batch_of(engine := tiny_engine(chunk=16), 2, fitted=True)
+    context = engine.prefill([CONTEXTS[0]], reserve=RESERVE)
+    request = Request(QUESTIONS[0], max_tokens=60)
+    stays, _ = batch.join(context, request)
+    for _ in range(3):
+        place, _ = batch.join(context, request)
+        batch.step(1)
+        batch.leave(place)
+        batch.step(1)
+    assert made == [1, 2]
+    for _ in range(running.STEPS_TO_SHRINK):
+        batch.step(1)
+    assert made == [1, 2, 1]
+    # A batch without rows has none to move.
+    batch.join(context, request)
+    for place in (0, 1):
+        batch.leave(place)
+    batch.join(context, request)
+    assert made == [1, 2, 1, 2, 1] and stays == 0
 
 
 @pytest.mark.parametrize("name", ["full", "refreshkv"])
