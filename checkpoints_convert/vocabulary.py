@@ -41,6 +41,14 @@ SPECIAL = {
 }
 # Ids that end an answer: end of text, of turn, of message.
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# The model's sampling, by its names in generation_config.json.
+SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -254,8 +262,13 @@ def _tokenizer_files(
         "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2),
     }
     ends = [said[key] for key in ENDS if key in said and 0 <= said[key] < len(tokens)]
-    if ends:
-        files["generation_config.json"] = json.dumps({"eos_token_id": list(dict.fromkeys(ends))})
+    generation: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(ends))} if ends else {}
+    for name, key in SAMPLING.items():
+        if (value := metadata.get(f"general.sampling.{key}")) is not None:
+            # 0.6 as float32 is 0.60000002.
+            generation[name] = float(f"{value:.6g}") if isinstance(value, float) else value
+    if generation:
+        files["generation_config.json"] = json.dumps(generation)
     return files
 
 

@@ -145,6 +145,16 @@ def test_answers_end_where_the_file_or_its_template_says(tmp_path, trained):
         assert ours.encode("<|end|>", parse_special=True) == [1]
 
 
+def test_the_files_sampling_is_kept(tmp_path, trained):
+    """As `generation_config.json` of Hugging Face names it."""
+    given = {"temp": float(np.float32(0.6)), "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.1}
+    given |= {"min_p": 0.0, "sequence": "kpt"}
+    said = {f"general.sampling.{name}": value for name, value in given.items()}
+    ours = made_of(bpe_metadata(trained["qwen2"], "qwen2", **said), tmp_path)
+    named = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
+    assert ours.generation == {"eos_token_id": [1, 2], **named, "repetition_penalty": 1.1}
+
+
 @pytest.fixture(scope="module")
 def pieces():
     """A sentencepiece vocabulary: specials, bytes, letters, then merged pieces, best first."""
