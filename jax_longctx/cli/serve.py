@@ -5,13 +5,15 @@ import dataclasses
 import functools
 import hashlib
 import ipaddress
+import logging
 import os
 import shutil
 import signal
 import tempfile
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jax_longctx.cli import options, process
 from jax_longctx.cli.options import option
@@ -74,6 +76,14 @@ class Listening:
         "Most seconds of a request, its body's arrival included.", default=600.0
     )
     grace: float = option("Seconds that answers have to finish after SIGTERM.", default=30.0)
+    sampling_defaults: Literal["model", "openai"] = option(
+        "Temperature, top_p, top_k, min_p and repetition_penalty where a request gives none: the "
+        "model's own, of its generation_config.json, or those of OpenAI's API (temperature 1).",
+        default="model",
+    )
+    no_request_log: bool = option(
+        "Write no line about each request to stderr.", "--no-request-log", default=False
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -251,8 +261,9 @@ def _options(
     keys: list[bytes],
     temporary: Path | None,
 ) -> "ServeOptions":
-    from jax_longctx.serving.app import Access
+    from jax_longctx.serving.doors import Access
     from jax_longctx.serving.prompts import Lengths
+    from jax_longctx.serving.schema import Sampled
     from jax_longctx.serving.server import ServeOptions
 
     memory, disk = limits.context_memory, limits.context_disk
@@ -263,6 +274,7 @@ def _options(
         ready_for = limits.share_from if loaded.compiles_ahead else 0
     elif ready_for and process.number() is not None:
         raise InputError("--ready-for is for a server of one process; leave it out")
+    own = listening.sampling_defaults == "model"
     return ServeOptions(
         name=listening.name or checkpoint.resolve().name,
         contexts=limits.contexts or temporary or Path(os.devnull),
@@ -274,13 +286,14 @@ def _options(
         ),
         access=Access(
             keys=keys,
-            hosts=None if listening.no_key or not listening.loopback else [listening.host.lower()],
+            hosts=None if listening.no_key else [listening.host.lower()],
             origins=[origin.lower().rstrip("/") for origin in listening.allow_origin or ()],
             files_under=listening.files_under,
             body=listening.max_body * MIB,
             bodies=4 * listening.max_body * MIB,
             seconds=listening.timeout,
         ),
+        sampled=Sampled.of_model(loaded.tokenizer.generation if own else {}),
         rows=limits.rows,
         queue=limits.queue,
         context_bytes=None if memory is None else max(1, int(memory * 2**30)),
@@ -302,8 +315,9 @@ def _lead(
 ) -> None:
     from jax_longctx.serving.server import LongServer, listen
 
+    logged = contextlib.nullcontext() if listening.no_request_log else _request_log()
     # Before the caches are made: an address in use is found at once.
-    with listen(listening.host, listening.port) as bound:
+    with listen(listening.host, listening.port) as bound, logged:
         port = bound.getsockname()[1]
         warning = loaded.length_warning(given.lengths.whole)
         if warning is not None:
@@ -318,6 +332,10 @@ def _lead(
 
             def ready() -> None:
                 shown.close()
+                said = given.sampled.model_dump(exclude_defaults=True)
+                if said:
+                    values = ", ".join(f"{name} {value:g}" for name, value in said.items())
+                    terminal.note(f"sampling, of the model's generation_config.json: {values}")
                 terminal.note(
                     f"serving {given.name} on http://{host}:{port}/v1 ({given.rows} rows of "
                     f"{given.lengths.whole:,} tokens, {shown_bytes(served.scheduler.budget)} for "
@@ -327,6 +345,24 @@ def _lead(
             ended = served.run(bound, on_ready=ready)
     if ended == signal.SIGINT:
         raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _request_log() -> Iterator[None]:
+    """Within it each request is a line of stderr."""
+    from jax_longctx.serving import metrics
+
+    lines = logging.StreamHandler()
+    lines.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    metrics.log.addHandler(lines)
+    metrics.log.setLevel(logging.INFO)
+    # Libraries give the root a handler, which would write each line again.
+    metrics.log.propagate = False
+    try:
+        yield
+    finally:
+        metrics.log.removeHandler(lines)
+        metrics.log.propagate = True
 
 
 def _crashed(temporary: Path | None, error: BaseException) -> None:

@@ -283,6 +283,7 @@ class Engine:
         total: Sequence[int] | None = None,
         capacity: int = 0,
         ahead: Callable[[], bool] = lambda: True,
+        states: Callable[[Segment, Array], None] | None = None,
     ) -> Generator[Progress, None, Context]:
         """`prefill`, a segment each turn: what needs the device meanwhile runs between two.
 
@@ -292,6 +293,8 @@ class Engine:
         Args:
           ahead: whether a turn may end while its segment computes, asked each turn. That reads
             fastest, but what runs between two turns waits for the segment.
+          states: takes each segment, in the text's order, and its tokens' hidden states
+            `[B, T, D]`. InputError where the method does not read a text token after token.
         """
         rows = self.padded(contexts)
         lengths = [len(row) for row in rows]
@@ -312,9 +315,14 @@ class Engine:
             self.prompt("context", slots, context=rows, question=asked)
         ):
             previous = marker
+            if states is not None:
+                _check_order(segment)
+            wanted: Logits = "none" if states is None else "hidden"
             caches, marker = run_segment(
-                self.setup, self.params, caches, segment, known, None, "none"
+                self.setup, self.params, caches, segment, known, None, wanted
             )
+            if states is not None:
+                states(segment, marker)
             # What is read twice (an anchor, on every shard) is no progress.
             earlier, done = done, min(done + int(segment.chunk_lengths.sum()), everything)
             if not ahead():
@@ -546,10 +554,7 @@ class Engine:
         totals = jax.device_put(np.array(total, np.int32))
         prompt = self.prompt("context", slots, context=rows, question=questions)
         for segment in self.method.segments(prompt):
-            if segment.spread:
-                raise InputError(
-                    "this method reads a text in parts side by side; it cannot score one"
-                )
+            _check_order(segment)
             caches, found = run_segment(
                 self.setup, self.params, caches, segment, totals, None, logits
             )
@@ -708,6 +713,11 @@ def blocks_of_all(method: Method, max_tokens: int) -> int:
 
 def _chosen(block_BX: np.ndarray, batch: int) -> list[list[int]]:
     return [[int(token) for token in row if token >= 0] for row in block_BX[:batch]]
+
+
+def _check_order(segment: Segment) -> None:
+    if segment.spread:
+        raise InputError("this method reads a text in parts side by side; it cannot score one")
 
 
 def _check_questions(questions: Rows, count: int) -> None:

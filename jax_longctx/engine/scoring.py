@@ -23,13 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.contract import decode_segment, step_variant
+from jax_longctx.contract import Segment, decode_segment, step_variant
 from jax_longctx.engine.capacity import bucket, fetched_of
 from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, program
 from jax_longctx.engine.engine import BLOCK, Engine, Rows
 from jax_longctx.engine.finish import finish_question
 from jax_longctx.engine.layers import hidden_states
 from jax_longctx.engine.prefill import run_segment
+from jax_longctx.engine.running import Chosen
+from jax_longctx.engine.sampling import MOST_LOGPROBS
 from jax_longctx.engine.setup import Ends, Setup, replicated, without_layers
 from jax_longctx.errors import InputError
 from jax_longctx.models.llama import ends_of
@@ -173,6 +175,42 @@ def forced_states(
     return fed.as_answer(through, list(asked))
 
 
+class TextScores:
+    """Log-probabilities of one text's tokens, from states of `Engine.reading`.
+
+    Args:
+      tokens: of the text, and the one behind it, which is scored too.
+      best: the most likely tokens that are kept of each place.
+    """
+
+    def __init__(self, engine: Engine, tokens: Sequence[int], best: int):
+        self._engine, self._tokens, self._best = engine, tokens, best
+        self._at, self._found = 0, list[tuple[int, Any]]()
+
+    def take(self, segment: Segment, hidden: Float[Array, "B T D"]) -> None:
+        """Scores the tokens behind those of the next segment of the text."""
+        size, begun = int(segment.chunk_lengths[0]), self._at + 1
+        targets = np.zeros(hidden.shape[:2], np.int32)
+        targets[0, :size] = self._tokens[begun : begun + size]
+        engine, self._at = self._engine, self._at + size
+        params = without_layers(engine.params)
+        self._found.append((size, ranked_scores(engine.setup.ends, params, hidden, targets)))
+
+    def chosen(self) -> list[Chosen]:
+        """Each token but the text's first, once the text is read."""
+        found: list[Chosen] = []
+        for size, arrays in self._found:
+            begun = len(found) + 1
+            tokens = self._tokens[begun : begun + size]
+            own, best, likely = (np.asarray(array)[0, :size] for array in arrays)
+            best, likely = best[:, : self._best].tolist(), likely[:, : self._best].tolist()
+            for token, logprob, *ranked in zip(tokens, own.tolist(), best, likely, strict=True):
+                pairs = tuple(zip(*ranked, strict=True))
+                # Of a token that is listed, the very number there.
+                found.append(Chosen(token, dict(pairs).get(token, logprob), pairs))
+        return found
+
+
 class _Fed:
     """The rows' texts, and how many of each one's tokens have been fed."""
 
@@ -309,8 +347,28 @@ def token_scores(
     return by_columns(ends, score, hidden, targets)
 
 
+@program(static=(0,))
+def ranked_scores(
+    ends: Ends,
+    params: Any,
+    hidden: Float[Array, "B T D"],
+    targets: Int[Any, "B T"],
+) -> tuple[Float[Array, "B T"], Int[Array, "B T M"], Float[Array, "B T M"]]:
+    """Log-probability of every target, and the M most likely tokens there with theirs."""
+    model = ends_of(ends.config, params)
+
+    def score(hidden_BXD: Array, targets_BX: Array) -> tuple[Array, Array, Array]:
+        log_BXV = jax.nn.log_softmax(model.logits(hidden_BXD))
+        tokens_V = jnp.arange(log_BXV.shape[-1])
+        likely_BXM, best_BXM = jax.lax.top_k(log_BXV, min(MOST_LOGPROBS, log_BXV.shape[-1]))
+        own_BX = jnp.sum(jnp.where(tokens_V == targets_BX[..., None], log_BXV, 0.0), axis=-1)
+        return own_BX, best_BXM.astype(jnp.int32), likely_BXM
+
+    return by_columns(ends, score, hidden, targets)
+
+
 def by_columns(ends: Ends, function: Any, *arrays: Array) -> Any:
-    """`function` of arrays `[B, T, ...]`, results `[B, T]`, over blocks of a few columns.
+    """`function` of arrays `[B, T, ...]`, results too, over blocks of a few columns.
 
     As many columns as have `LOGITS` logits; what comes back is the same on all devices.
     """
@@ -324,7 +382,9 @@ def by_columns(ends: Ends, function: Any, *arrays: Array) -> Any:
         return jnp.moveaxis(split, 1, 0)  # [blocks, B, size, ...]
 
     found = jax.lax.map(lambda block: function(*block), tuple(map(cut, arrays)))
-    whole = jax.tree.map(
-        lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, blocks * size)[:, :columns], found
-    )
-    return replicated(ends, whole)
+
+    def joined(array: Array) -> Array:
+        rows = jnp.moveaxis(array, 0, 1)  # [B, blocks, size, ...]
+        return rows.reshape(batch, blocks * size, *rows.shape[3:])[:, :columns]
+
+    return replicated(ends, jax.tree.map(joined, found))

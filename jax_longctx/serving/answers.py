@@ -7,17 +7,40 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from jax_longctx.engine.running import Chosen
-from jax_longctx.serving.schema import usage
+from jax_longctx.serving.jobs import Ended, Event, Job, Piece, Reading, Ready
+from jax_longctx.serving.prompts import Echo
 from jax_longctx.serving.tokens import Places, TokenNames
 from jax_longctx.text import Tokenizer
+
+# Tokens with the best ones at their places, as chats have them, and where each begins.
+type Scored = list[tuple[dict[str, Any], int]]
+
+
+@dataclasses.dataclass
+class Choice:
+    """The answer to one prompt.
+
+    Attributes:
+      prompt: tokens of the prompt.
+      places: of the answer's tokens.
+      echo: what the text begins with, until it is given out.
+    """
+
+    job: Job
+    prompt: int
+    places: Places
+    echo: Echo | None = None
+    tokens: int = 0
+    finish: str | None = None
+    texts: list[str] = dataclasses.field(default_factory=list)
+    scored: Scored = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
 class Answer:
-    """One answer on its way to the client.
+    """The answer to one request on its way to the client.
 
     Attributes:
-      after: the tokens that the answer's text follows on.
       logprobs: whether log-probabilities were asked for.
     """
 
@@ -25,75 +48,107 @@ class Answer:
     model: str
     fingerprint: str
     tokenizer: Tokenizer
-    after: Sequence[int]
     logprobs: bool
-    prompt: int
-    cached: int = 0
-    texts: list[str] = dataclasses.field(default_factory=list)
-    scored: list[tuple[dict[str, Any], int]] = dataclasses.field(default_factory=list)
+    choices: list[Choice] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
         self._names = TokenNames(self.tokenizer)
-        self._places = Places(self.tokenizer, self.after)
+
+    def add(self, job: Job, prompt: int, after: Sequence[int], echo: Echo | None) -> None:
+        """One more choice, of the prompt that the job answers."""
+        begun = 0 if echo is None else len(echo.text)
+        places = Places(self.tokenizer, after, begun)
+        self.choices.append(Choice(job, prompt, places, echo))
+
+    def take(self, number: int, event: Event) -> list[dict[str, Any]]:
+        """Takes an event of a choice's job into the answer; returns what a stream tells of it."""
+        choice, told = self.choices[number], list[dict[str, Any]]()
+        if choice.echo is not None and not isinstance(event, Reading):
+            echo, choice.echo = choice.echo, None
+            told.append(self._more(number, echo.text, self._echoed(echo, choice.job.scores)))
+        if isinstance(event, Piece):
+            choice.tokens += len(event.chosen)
+            told.append(self._more(number, event.text, self._scores(choice.places, event.chosen)))
+        elif isinstance(event, Ended | Ready):
+            # A job that only reads is of a request for no tokens.
+            end = event if isinstance(event, Ended) else Ended("length", 0)
+            choice.finish, choice.tokens = end.finish, end.tokens
+            empty = {} if self.kind == "chat" else ""
+            told.append(self._chunk(number, empty, None, choice.finish))
+        return told
 
     def opening(self) -> list[dict[str, Any]]:
         """What a stream begins with."""
         if self.kind == "completion":
             return []
-        return [self._chunk([self._choice({"role": "assistant", "content": ""}, None, None)])]
+        return [self._chunk(0, {"role": "assistant", "content": ""}, None, None)]
 
-    def piece(self, text: str, chosen: Sequence[Chosen]) -> dict[str, Any]:
-        """More text, as an event."""
-        logprobs = self._logprobs(self._scores(chosen))
-        part = {"content": text} if self.kind == "chat" else text
-        return self._chunk([self._choice(part, logprobs, None)])
-
-    def closing(self, finish: str) -> dict[str, Any]:
-        """The event that says why the answer ended."""
-        return self._chunk([self._choice({} if self.kind == "chat" else "", None, finish)])
-
-    def counted(self, tokens: int) -> dict[str, Any]:
+    def counted(self) -> dict[str, Any]:
         """The event with the usage."""
-        return {**self._chunk([]), "usage": usage(self.prompt, self.cached, tokens)}
+        return {**self._head("chunk"), "choices": [], "usage": self.usage()}
 
-    def take(self, text: str, chosen: Sequence[Chosen]) -> None:
-        """More text, for the whole answer."""
-        self.texts.append(text)
-        if self.logprobs:
-            self.scored += self._scores(chosen)
-
-    def whole(self, finish: str, tokens: int) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
         """The whole answer."""
-        text, logprobs = "".join(self.texts), self._logprobs(self.scored)
-        choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "logprobs": logprobs}
-        if self.kind == "chat":
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            choice["text"] = text
-        name = "chat.completion" if self.kind == "chat" else "text_completion"
-        counts = usage(self.prompt, self.cached, tokens)
-        return {**self._head(name), "choices": [choice], "usage": counts}
+        choices = []
+        for number, each in enumerate(self.choices):
+            text, logprobs = "".join(each.texts), self._logprobs(each.scored)
+            choice = {"index": number, "finish_reason": each.finish, "logprobs": logprobs}
+            if self.kind == "chat":
+                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            else:
+                choice["text"] = text
+            choices.append(choice)
+        return {**self._head("whole"), "choices": choices, "usage": self.usage()}
 
-    def _scores(self, chosen: Sequence[Chosen]) -> list[tuple[dict[str, Any], int]]:
-        """Tokens with the best ones at their places, as chats have them, and where each begins."""
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Tokens of the prompts, and of the answers as far as they are told."""
+        return sum(x.prompt for x in self.choices), sum(x.tokens for x in self.choices)
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's count of tokens; cached ones of the prompts were read before the request."""
+        prompt, answer = self.tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_tokens": prompt + answer,
+            "prompt_tokens_details": {"cached_tokens": sum(x.job.cached for x in self.choices)},
+        }
+
+    def _more(self, number: int, text: str, scored: Scored) -> dict[str, Any]:
+        """More text of a choice, for the whole answer and as an event."""
+        choice = self.choices[number]
+        choice.texts.append(text)
+        choice.scored += scored
+        part = {"content": text} if self.kind == "chat" else text
+        return self._chunk(number, part, self._logprobs(scored), None)
+
+    def _echoed(self, echo: Echo, scores: Sequence[Chosen]) -> Scored:
+        """The prompt's tokens; the first has no log-probability where nothing stands before it."""
+        if not self.logprobs:
+            return []
+        chosen = [Chosen(echo.first), *scores][echo.hidden :]
+        return self._scores(Places(self.tokenizer, special=True), chosen)
+
+    def _scores(self, places: Places, chosen: Sequence[Chosen]) -> Scored:
         if not self.logprobs:
             return []
         scored = []
         for each in chosen:
-            name, offset = self._places.next(each.token)
+            name, offset = places.next(each.token)
             names = self._names.distinct([token for token, _ in each.best])
             best = [self._entry(other, *pair) for other, pair in zip(names, each.best, strict=True)]
-            own = self._entry(name, each.token, 0.0 if each.logprob is None else each.logprob)
+            own = self._entry(name, each.token, each.logprob)
             scored.append(({**own, "top_logprobs": best}, offset))
         return scored
 
-    def _entry(self, name: str, token: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, name: str, token: int, logprob: float | None) -> dict[str, Any]:
         raw = self._names.raw(token)
         return {"token": name, "logprob": logprob, "bytes": None if raw is None else list(raw)}
 
-    def _logprobs(self, scored: Sequence[tuple[dict[str, Any], int]]) -> dict[str, Any] | None:
+    def _logprobs(self, scored: Scored) -> dict[str, Any] | None:
         """The `logprobs` of a choice."""
         if not self.logprobs:
             return None
@@ -104,22 +159,24 @@ class Answer:
         return {
             "tokens": [each["token"] for each in entries],
             "token_logprobs": [each["logprob"] for each in entries],
-            "top_logprobs": best,
+            # The first token of a prompt has none.
+            "top_logprobs": [
+                None if each["logprob"] is None else found
+                for each, found in zip(entries, best, strict=True)
+            ],
             "text_offset": [offset for _, offset in scored],
         }
 
-    def _choice(self, part: Any, logprobs: Any, finish: str | None) -> dict[str, Any]:
+    def _chunk(self, number: int, part: Any, logprobs: Any, finish: str | None) -> dict[str, Any]:
         name = "delta" if self.kind == "chat" else "text"
-        return {"index": 0, name: part, "logprobs": logprobs, "finish_reason": finish}
+        choice = {"index": number, name: part, "logprobs": logprobs, "finish_reason": finish}
+        return {**self._head("chunk"), "choices": [choice]}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        name = "chat.completion.chunk" if self.kind == "chat" else "text_completion"
-        return {**self._head(name), "choices": choices}
-
-    def _head(self, name: str) -> dict[str, Any]:
+    def _head(self, what: Literal["chunk", "whole"]) -> dict[str, Any]:
+        chat = {"chunk": "chat.completion.chunk", "whole": "chat.completion"}
         return {
             "id": self.id,
-            "object": name,
+            "object": chat[what] if self.kind == "chat" else "text_completion",
             "created": self.created,
             "model": self.model,
             "system_fingerprint": f"fp_{self.fingerprint}",

@@ -19,7 +19,6 @@ in the log.
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import math
@@ -40,106 +39,15 @@ from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.files import file_errors, read_sealed, read_text, seal, whole_path
 from jax_longctx.locks import lock
 from jax_longctx.serving.schema import RequestError
+from jax_longctx.serving.texts import Entry, Text, Tokens, key_of
 
 log = logging.getLogger(__name__)
 
-Tokens = np.ndarray
 # Of KEY.json; those before it had neither a format nor a digest.
 FORMAT = 1
 REMEDY = "read its text again"
 # Held by the server that keeps its contexts in the folder.
 LOCK = "server.lock"
-
-
-@dataclasses.dataclass(eq=False)
-class Text:
-    """One text, read or to be read.
-
-    Attributes:
-      key: a hash of what decides how it is read.
-      tokens: int32 ids.
-      total: tokens that were known when reading began (see `Engine.prefill`).
-      question: of methods that read a text for one question; such a text is never shared.
-      resident: bytes on each device, 0 while it is not in memory.
-      saved: whether the disk has it.
-      stored: bytes of its files when it was last saved; 0 before.
-      busy: whether it is being saved or loaded: it stays in the books, and its files stay.
-      damaged: whether its files were damaged: it is saved again after it is read.
-      reading: (tokens read, tokens to read) while it is being read.
-      keep: whether it stays in memory for later requests when nobody names it.
-      used: when it was last used, of `time.monotonic`.
-      jobs: requests that wait for it or are answered from it.
-      rows: rows that are answered from it; it stays in memory for them.
-      entries: the ids that name it.
-    """
-
-    key: str
-    tokens: Tokens
-    total: int
-    question: list[int] | None = None
-    resident: int = 0
-    saved: bool = False
-    stored: int = 0
-    busy: bool = False
-    damaged: bool = False
-    reading: tuple[int, int] | None = None
-    keep: bool = False
-    used: float = 0.0
-    jobs: int = 0
-    rows: int = 0
-    entries: set[str] = dataclasses.field(default_factory=set)
-
-    @property
-    def state(self) -> str:
-        """`waiting`, `reading`, `ready` or `saved`."""
-        if self.reading is not None:
-            return "reading"
-        return "ready" if self.resident else "saved" if self.saved else "waiting"
-
-    @property
-    def known(self) -> bool:
-        """Whether it need not be read."""
-        return bool(self.resident or self.saved)
-
-
-@dataclasses.dataclass
-class Entry:
-    """A text's name for clients.
-
-    Attributes:
-      chat: whether the text was laid out for the chat template.
-      created, expires: seconds since the epoch; an entry does not expire while its text is read.
-      ttl: seconds that it lives after its last use.
-      save: whether the text is to be on the disk always.
-      deleted: whether a client deleted it.
-    """
-
-    id: str
-    text: Text
-    chat: bool
-    created: float
-    ttl: float
-    expires: float
-    save: bool
-    deleted: bool = False
-
-    def record(self) -> dict[str, Any]:
-        """The entry as the server shows it."""
-        text = self.text
-        done, _ = text.reading or (0, 0)
-        return {
-            "id": self.id,
-            "object": "context",
-            "created": int(self.created),
-            "expires_at": None if self.expires == math.inf else int(self.expires),
-            "ttl": self.ttl,
-            "chat": self.chat,
-            "tokens": len(text.tokens),
-            "tokens_read": len(text.tokens) if text.known else done,
-            "state": text.state,
-            "saved": text.saved,
-            "bytes": text.resident,
-        }
 
 
 class _SavedEntry(pydantic.BaseModel, extra="forbid", strict=True):
@@ -159,18 +67,6 @@ class _SavedText(pydantic.BaseModel, extra="forbid", strict=True):
     total: int
     tokenizer: str | None = None
     entries: list[_SavedEntry] = pydantic.Field(min_length=1)
-
-
-def was_deleted(entry: Entry) -> RequestError:
-    """The error of a request for a context that another request deleted meanwhile."""
-    told = f"the context {entry.id!r} was deleted before this request was answered"
-    return RequestError(told, status=410, code="context_deleted")
-
-
-def key_of(row: Tokens, total: int, salt: bytes = b"") -> str:
-    """A text's key: a hash of what decides how it is read. `row` are int32 ids."""
-    told = json.dumps([len(row), total]).encode() + row.tobytes() + salt
-    return hashlib.sha256(told).hexdigest()[:32]
 
 
 @dataclasses.dataclass(eq=False)
@@ -215,15 +111,21 @@ class Contexts:
 
     # -- texts -------------------------------------------------------------------------------------
 
-    def text(self, tokens: Iterable[int], total: int, *, question: list[int] | None = None) -> Text:
+    def text(
+        self,
+        tokens: Iterable[int],
+        total: int,
+        *,
+        question: list[int] | None = None,
+        scored: tuple[int, int] | None = None,
+    ) -> Text:
         """The text of these tokens, known or new; a job is counted that uses it."""
-        row = np.asarray(tokens, np.int32)
-        # A text for one question is read anew each time.
-        salt = b"" if question is None else secrets.token_bytes(16)
-        key = key_of(row, total, salt)
+        made = Text("", np.asarray(tokens, np.int32), total, question, scored)
+        # One that is not shared is read anew each time.
+        salt = b"" if made.shared else secrets.token_bytes(16)
+        made.key = key_of(made.tokens, total, salt)
         with self.lock:
-            text = self._texts.setdefault(key, Text(key, row, total, question))
-            return self.use(text)
+            return self.use(self._texts.setdefault(made.key, made))
 
     def use(self, text: Text) -> Text:
         """Counts a job that uses the text, or the one that has its key by now."""
@@ -250,7 +152,7 @@ class Contexts:
                 text
                 for text in self._texts.values()
                 if (text.known or text.reading)
-                and text.question is None
+                and text.shared
                 and shortest <= len(text.tokens) < len(tokens)
                 and np.array_equal(text.tokens, tokens[: len(text.tokens)])
             ]
@@ -261,7 +163,7 @@ class Contexts:
         """Most tokens at the start of `tokens`, its last left out, that a known text has too."""
         longest = 0
         with self.lock:
-            rows = [text.tokens for text in self._texts.values() if text.question is None]
+            rows = [text.tokens for text in self._texts.values() if text.shared]
         for row in rows:
             size = min(len(row), len(tokens) - 1)
             differ = np.flatnonzero(row[:size] != tokens[:size])
@@ -444,9 +346,11 @@ class Contexts:
             )
 
     def count_stored(self, text: Text) -> None:
-        """Counts the bytes of the text's files."""
-        files = [path for path in self.path(text).rglob("*") if path.is_file()]
-        text.stored = sum(path.stat().st_size for path in files)
+        """Counts the bytes of the text's files, which are their owner's alone from now on."""
+        text.stored = 0
+        for path in [self.path(text), *self.path(text).rglob("*")]:
+            path.chmod(0o700 if path.is_dir() else 0o600)
+            text.stored += path.stat().st_size if path.is_file() else 0
 
     def write_entries(self, text: Text, *, without: str | None = None) -> None:
         """Writes the ids that name a saved text; where none is left, `update_files` removes it.
@@ -469,6 +373,7 @@ class Contexts:
             described["entries"] = entries
             try:
                 if entries:
+                    partial.touch(0o600)
                     partial.write_text(json.dumps(seal(FORMAT, described)), encoding="utf-8")
                     partial.replace(file)
                 else:
@@ -555,7 +460,10 @@ class Contexts:
 def _hold(folder: Path) -> int:
     """Locks the folder for this server; the kernel releases the lock when the process ends."""
     with file_errors(f"{folder} cannot be written"):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(0o700, parents=True, exist_ok=True)
+        folder.mkdir(0o700, exist_ok=True)
+        # An earlier version let others in.
+        folder.chmod(0o700)
         held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         alone = lock(held)
     if not alone:

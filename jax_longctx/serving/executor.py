@@ -34,8 +34,9 @@ from jax_longctx.engine.context_io import Saving, load_context, made_by_engine, 
 from jax_longctx.engine.distributed import share, to_host
 from jax_longctx.engine.running import Chosen, Request, RunningBatch, cannot_share
 from jax_longctx.engine.runs import copied_layer
+from jax_longctx.engine.scoring import TextScores
 from jax_longctx.errors import CapacityError, CheckpointError, InputError, LongctxError
-from jax_longctx.serving.contexts import key_of
+from jax_longctx.serving.texts import key_of
 from jax_longctx.settings import Sampling
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,8 @@ class Executor:
         self.free_bytes = None if free is None else max(0, free - self._short.growing)
         self.contexts: dict[str, Context] = {}
         self._reading: dict[str, Generator[Progress, None, Context]] = {}
+        # Of texts whose tokens' log-probabilities are wanted.
+        self.scores: dict[str, TextScores] = {}
         self._shared: dict[str, RunningBatch] = {}
         # Rows by number: their batch, and their place there.
         self._rows: dict[int, tuple[RunningBatch, int]] = {}
@@ -224,8 +227,20 @@ class Executor:
             for number, each in enumerate(segments)
         }
 
-    def read(self, key: str, tokens: list[int], total: int, question: list[int] | None) -> None:
-        """Begins to read a text; `read_on` reads it, piece by piece."""
+    def read(
+        self,
+        key: str,
+        tokens: list[int],
+        total: int,
+        question: list[int] | None,
+        scored: tuple[int, int] | None,
+    ) -> None:
+        """Begins to read a text (see `Text`); `read_on` reads it, piece by piece."""
+        states = None
+        if scored is not None:
+            behind, best = scored
+            self.scores[key] = TextScores(self.engine, [*tokens, behind], best)
+            states = self.scores[key].take
         self._reading[key] = self.engine.reading(
             [tokens],
             reserve=self.reserve,
@@ -234,6 +249,7 @@ class Executor:
             questions=None if question is None else [question],
             # Rows wait for no segment but those of the slice, and the slice's time is known.
             ahead=lambda: not self._rows,
+            states=states,
         )
 
     def read_on(self, key: str) -> tuple[int, int] | None:
@@ -250,6 +266,7 @@ class Executor:
             return None
         except LongctxError:
             del self._reading[key]
+            self.scores.pop(key, None)
             raise
         return now.done, now.total
 
@@ -258,8 +275,8 @@ class Executor:
         reading = self._reading.pop(key, None)
         if reading is not None:
             reading.close()
-        self._shared.pop(key, None)
-        self.contexts.pop(key, None)
+        for kept in (self._shared, self.contexts, self.scores):
+            kept.pop(key, None)
 
     def save(self, key: str, path: str) -> None:
         """Begins to write a context to a new folder, one at a time; `saved` goes on with it.
@@ -438,17 +455,21 @@ class Team:
 
     One process carries out its own orders. Of several the leader calls `do`, and the others stay in
     `follow` until the leader calls `dismiss`.
+
+    Attributes:
+      ordered: when the latest order was given, of `time.monotonic`.
     """
 
     def __init__(self, executor: Executor):
         self.executor = executor
-        self.several = jax.process_count() > 1
+        self.several, self.ordered = jax.process_count() > 1, time.monotonic()
 
     def do(self, order: str, **arguments: Any) -> Any:
         """Carries out an order everywhere; what it returns or raises here.
 
         The others raise the same errors of the library, because they do the same.
         """
+        self.ordered = time.monotonic()
         if self.several:
             share({"do": order, "with": arguments})
         return getattr(self.executor, order)(**arguments)

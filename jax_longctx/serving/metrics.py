@@ -1,9 +1,17 @@
-"""Figures of the server for Prometheus (`GET /metrics`)."""
+"""Figures of the server for Prometheus (`GET /metrics`), and a line in the log for each request."""
+
+import logging
+import time
+from urllib.parse import quote
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jax_longctx.memory import memory_used
+
+# At level INFO, one line for each request.
+log = logging.getLogger("jax_longctx.serving.requests")
 
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 2.5, 10)
 LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -51,3 +59,41 @@ class Metrics:
     def page(self) -> bytes:
         """The figures in Prometheus's text format."""
         return prometheus_client.generate_latest(self.registry)
+
+
+class Requests:
+    """Counts each request and logs it when its answer has ended; outside all that can refuse it.
+
+    What the handlers know they leave in the request's state: `route`, `context` and `tokens`, a
+    function that returns those of prompts and answers.
+
+    Args:
+      model: its name.
+    """
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, model: str):
+        self._app, self._metrics, self._model = app, metrics, model
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # A fault has no answer yet when it passes here.
+        status, began, state = 500, time.monotonic(), scope.setdefault("state", {})
+
+        async def sent(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sent)
+        finally:
+            self._metrics.requests.labels(state.get("route", "other"), str(status)).inc()
+            host, port = scope.get("client") or ("-", 0)
+            what = f'{host}:{port} "{scope["method"]} {quote(scope["path"]):.200}" {status}'
+            if "tokens" in state:
+                read, written = state["tokens"]()
+                what += f" model={self._model} context={state['context'] or '-'}"
+                what += f" in={read} out={written}"
+            log.info("%s %.3fs", what, time.monotonic() - began)

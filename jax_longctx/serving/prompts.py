@@ -19,8 +19,9 @@ import numpy as np
 
 from jax_longctx.api import LongContext
 from jax_longctx.errors import InputError
-from jax_longctx.serving.contexts import Contexts, Entry, Text
+from jax_longctx.serving.contexts import Contexts
 from jax_longctx.serving.schema import ChatRequest, CompletionRequest, Message, RequestError
+from jax_longctx.serving.texts import Entry, Text
 from jax_longctx.text import PromptText, chat_layout, plain_layout
 
 # Stands for the text in the template; no text contains it.
@@ -58,13 +59,28 @@ class Lengths:
 
 
 @dataclasses.dataclass(frozen=True)
+class Echo:
+    """A prompt as the answer's text begins with it.
+
+    Attributes:
+      first: the prompt's first token.
+      hidden: tokens before the text, which the server put there.
+    """
+
+    text: str
+    first: int
+    hidden: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Prompt:
     """A question about a text; the text counts it as a job.
 
     Attributes:
       after: the tokens that the answer's text follows on, as in `generate` and `ask`.
       cached: tokens of the text that are read, or being read for another request.
-      max_tokens: most tokens of the answer.
+      max_tokens: most tokens of the answer; 0: the text is read, and nothing answered.
+      echo: what the answer's text begins with.
     """
 
     text: Text
@@ -72,6 +88,7 @@ class Prompt:
     after: list[int]
     cached: int
     max_tokens: int
+    echo: Echo | None = None
 
 
 def reads_alike(model: LongContext) -> bool:
@@ -98,23 +115,51 @@ class Prompts:
         if model.tokenizer.has_chat:
             self._layouts[True] = chat_layout(model.tokenizer)
 
-    def completion(self, asked: CompletionRequest, entry: Entry | None) -> Prompt:
-        """Raises RequestError or a LongctxError for a prompt that cannot be answered."""
-        given, tokenizer = asked.prompt, self.model.tokenizer
-        if isinstance(given, str):
-            self._check_characters(len(given), "prompt")
-            # Clients send rendered templates.
-            row = tokenizer.encode(given, bos=entry is None, parse_special=True)
-        else:
-            (row,) = self.model.engine.padded([given])[:1]
+    def completion(self, asked: CompletionRequest, entry: Entry | None) -> list[Prompt]:
+        """Each prompt; raises RequestError or a LongctxError where one cannot be answered."""
+        rows = [self._row(each, entry) for each in asked.prompts]
+        wanted, scored = asked.wanted_tokens, asked.scored
+        info = self.model.engine.method.info
+        if scored is not None and (info.needs_question or info.looks_ahead):
+            raise RequestError(
+                "this server's method reads tokens of a text for later ones, so that a prompt's "
+                "tokens have no log-probabilities; leave out echo or logprobs",
+                param="echo",
+            )
+        if scored is not None and entry is not None:
+            raise RequestError(
+                "echo with logprobs is for whole prompts; leave out context", param="echo"
+            )
+        # All are checked before one counts as a job of its text.
+        most = [self._check(row, entry, wanted, "prompt") for row in rows]
+        found = [self._prompt(row, entry, n, scored) for row, n in zip(rows, most, strict=True)]
+        if not asked.echo:
+            return found
+        echoes = map(self._echo, asked.prompts, rows)
+        both = zip(found, echoes, strict=True)
+        return [dataclasses.replace(prompt, echo=echo) for prompt, echo in both]
+
+    def _row(self, given: str | list[int], entry: Entry | None) -> list[int]:
+        """A completion's prompt as token ids."""
+        if not isinstance(given, str):
+            return self.model.engine.padded([given])[0]
+        self._check_characters(len(given), "prompt")
+        # Clients send rendered templates.
+        row = self.model.tokenizer.encode(given, bos=entry is None, parse_special=True)
         if not row:
             raise RequestError("the prompt has no tokens", param="prompt")
-        if entry is None:
-            return self._split(row, asked.wanted_tokens)
-        return self._about(entry, row, asked.wanted_tokens)
+        return row
 
-    def chat(self, asked: ChatRequest, entry: Entry | None) -> Prompt:
-        """Raises RequestError or a LongctxError for a chat that cannot be answered."""
+    def _echo(self, given: str | list[int], row: list[int]) -> Echo:
+        tokenizer = self.model.tokenizer
+        if not isinstance(given, str):
+            return Echo(tokenizer.decode(row, special=True), row[0], 0)
+        begins = tokenizer.piece(row[0]) or ""
+        added = row[0] == tokenizer.bos_id and not given.startswith(begins)
+        return Echo(given, row[0], int(added))
+
+    def chat(self, asked: ChatRequest, entry: Entry | None) -> list[Prompt]:
+        """The one prompt; raises RequestError or a LongctxError where it cannot be answered."""
         tokenizer = self.model.tokenizer
         messages = [message.for_template() for message in asked.messages]
         self._check_characters(sum(len(each["content"]) for each in messages), "messages")
@@ -137,15 +182,17 @@ class Prompts:
                     "be continued",
                     param="continue_final_message",
                 )
-            return self._split(tokenizer.encode(text, bos=True), asked.wanted_tokens)
-        if asked.continue_final_message or not asked.add_generation_prompt:
+            row = tokenizer.encode(text, bos=True)
+        elif asked.continue_final_message or not asked.add_generation_prompt:
             raise RequestError(
                 "an answer about a context is a new message; leave out continue_final_message and "
                 "add_generation_prompt",
                 param="context",
             )
-        question = tokenizer.encode(self._question(entry, asked.messages, variables))
-        return self._about(entry, question, asked.wanted_tokens)
+        else:
+            row = tokenizer.encode(self._question(entry, asked.messages, variables))
+        most = self._check(row, entry, asked.wanted_tokens, "messages")
+        return [self._prompt(row, entry, most)]
 
     def context(self, text: str, chat: bool | None) -> tuple[Text, bool]:
         """The text to read, and whether it was laid out for the chat template.
@@ -211,25 +258,36 @@ class Prompts:
             )
         return found[1]
 
-    def _about(self, entry: Entry, question: list[int], wanted: int | None) -> Prompt:
-        """A question about a named context."""
-        text, limit = entry.text, self.lengths.question
-        if len(question) > limit:
+    def _check(self, row: list[int], entry: Entry | None, wanted: int | None, param: str) -> int:
+        """Tokens of the answer to a prompt, or to a question about a context."""
+        if entry is None:
+            return self._check_whole(len(row), wanted, param)
+        limit = self.lengths.question
+        if len(row) > limit:
             raise RequestError(
-                f"the question has {len(question):,} tokens, this server takes {limit:,} about a "
+                f"the question has {len(row):,} tokens, this server takes {limit:,} about a "
                 f"context; shorten it, or put it into the context",
                 code="context_length_exceeded",
             )
-        most = self._check_whole(len(text.tokens) + len(question), wanted, "messages")
-        self.contexts.touch(entry)
-        return Prompt(self.contexts.use(text), question, question, len(text.tokens), most)
+        return self._check_whole(len(entry.text.tokens) + len(row), wanted, param)
 
-    def _split(self, row: list[int], wanted: int | None) -> Prompt:
-        """A prompt of its own."""
-        most = self._check_whole(len(row), wanted, "messages")
-        if self.model.engine.method.info.needs_question:
-            text = self.contexts.text(row[:-1], len(row), question=row[-1:])
-            return Prompt(text, row[-1:], row[-1:], 0, most)
+    def _prompt(
+        self, row: list[int], entry: Entry | None, most: int, scored: int | None = None
+    ) -> Prompt:
+        """The prompt of these tokens, for an answer of `most` tokens.
+
+        Args:
+          entry: what names the context that they are about; None for a prompt of its own.
+          scored: the best tokens at each token of the prompt that are wanted; None: no scores.
+        """
+        if entry is not None:
+            self.contexts.touch(entry)
+            return Prompt(self.contexts.use(entry.text), row, row, len(entry.text.tokens), most)
+        last, asks = row[-1:], self.model.engine.method.info.needs_question
+        if asks or scored is not None:
+            how: Any = {"question": last if asks else None}
+            how["scored"] = None if scored is None else (row[-1], scored)
+            return Prompt(self.contexts.text(row[:-1], len(row), **how), last, last, 0, most)
         text, cached = self._known(row, most)
         if text is None:
             # As `generate` reads it. Where reading is alike the total changes nothing, and prompts
@@ -239,7 +297,7 @@ class Prompts:
             cached = len(text.tokens) if text.known or text.reading else 0
         size = len(text.tokens)
         text.keep = text.keep or size >= self.lengths.keep_from
-        return Prompt(text, row[size:], row[-1:], cached, most)
+        return Prompt(text, row[size:], last, cached, most)
 
     def _known(self, row: list[int], most: int) -> tuple[Text | None, int]:
         """The text at the prompt's beginning, if at least half of the prompt is known."""
@@ -275,10 +333,10 @@ class Prompts:
                 f"max_tokens is {wanted:,}, this server gives at most {answer:,}",
                 param="max_tokens",
             )
-        room = whole - given
-        if room < (wanted or 1):
+        room, least = whole - given, 1 if wanted is None else wanted
+        if room < least:
             raise RequestError(
-                f"a prompt of {given:,} tokens and an answer of {wanted or 1:,} are longer than "
+                f"a prompt of {given:,} tokens and an answer of {least:,} are longer than "
                 f"the {whole:,} tokens that this server takes; shorten the prompt or the answer",
                 param=param,
                 code="context_length_exceeded",

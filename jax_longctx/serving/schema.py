@@ -40,7 +40,6 @@ TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -168,16 +167,40 @@ class StreamOptions(_Model):
     include_obfuscation: Literal[False] = False
 
 
-class _Answered(_Model):
-    """What chat and completion requests share."""
+class Sampled(_Model):
+    """How answers are sampled where a request does not say; OpenAI's own defaults."""
 
-    model: str
-    context: str | None = None
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, ge=0, le=1)
     min_p: float = Field(default=0.0, ge=0, le=1)
     top_k: int = Field(default=0, ge=0, lt=2**31)
     repetition_penalty: float = Field(default=1.0, gt=0, le=1e6)
+
+    @classmethod
+    def of_model(cls, generation: Mapping[str, Any]) -> "Sampled":
+        """What a checkpoint's generation_config.json says of these; OpenAI's defaults of others.
+
+        As in vLLM, `do_sample` does not count, and a top_k of -1 is none.
+
+        Raises:
+          CheckpointError: a value is out of range.
+        """
+        said = {name: generation.get(name) for name in cls.model_fields}
+        said["top_k"] = 0 if said["top_k"] == -1 else said["top_k"]
+        try:
+            return cls.model_validate(said)
+        except pydantic.ValidationError as error:
+            raise CheckpointError(
+                f"the checkpoint's generation_config.json: {_first_fault(error)}; mend it, or "
+                f"start the server with --sampling-defaults openai"
+            ) from None
+
+
+class _Answered(Sampled):
+    """What chat and completion requests share."""
+
+    model: str
+    context: str | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=SEEDS)
     stop: str | Items[str] = Field(default_factory=list)
     max_tokens: int | None = Field(default=None, ge=1)
@@ -207,24 +230,24 @@ class _Answered(_Model):
         """Whether a stream ends with the usage; an answer that is no stream has it always."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self) -> Sampling:
-        """How the answer's tokens are drawn; the row's seed is that of `ask` and `generate`.
+    def sampling(self, defaults: Sampled) -> Sampling:
+        """How answers are drawn; a row's seed is that of `ask` and `generate`.
 
         A request without a seed draws one.
+
+        Args:
+          defaults: of what the request does not say.
 
         Raises:
           InputError: a value is out of range.
         """
         seed = secrets.randbits(64) if self.seed is None else self.seed % SEEDS
-        return Sampling(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            # OpenAI's 0 is the likeliest token alone.
-            top_p=self.top_p or NO_MORE,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            seed=seed,
-        ).of_rows(1)
+        said = {
+            name: getattr(self if name in self.model_fields_set else defaults, name)
+            for name in Sampled.model_fields
+        }
+        # OpenAI's 0 is the likeliest token alone.
+        return Sampling(**{**said, "top_p": said["top_p"] or NO_MORE}, seed=seed)
 
 
 class TextPart(_Model):
@@ -313,35 +336,60 @@ def _prompt_form(given: Any) -> str | None:
     return "ids" if isinstance(given, list) else None
 
 
+type OnePrompt = Annotated[
+    Annotated[str, Tag("text")] | Annotated[Items[TokenId], Tag("ids")],
+    Discriminator(
+        _prompt_form,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be a text or a list of token ids",
+    ),
+]
+
+
 class CompletionRequest(_Answered):
-    """`POST /v1/completions`; the prompt is text or token ids, or a list with one such."""
+    """`POST /v1/completions`.
 
-    prompt: Annotated[
-        Annotated[str, Tag("text")] | Annotated[Items[TokenId], Tag("ids")],
-        Discriminator(
-            _prompt_form,
-            custom_error_type="prompt_type",
-            custom_error_message="Input should be a text or a list of token ids",
-        ),
-    ]
+    Attributes:
+      prompts: each a text or token ids; the request's `prompt` is one of them, or their list.
+      echo: whether an answer's text begins with the prompt; `logprobs` are then its tokens' too.
+    """
+
+    prompts: Items[OnePrompt] = Field(alias="prompt")
+    max_tokens: int | None = Field(default=None, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool = False
 
-    @pydantic.field_validator("prompt", mode="before")
+    @pydantic.field_validator("prompts", mode="before")
     @classmethod
-    def _one_prompt(cls, given: Any) -> Any:
-        """The prompt without a list around it; its first element says which form it has."""
-        if isinstance(given, list) and given and isinstance(given[0], str | list):
-            given = given[0] if len(given) == 1 else None
-        if given in (None, "", []):
+    def _several(cls, given: Any) -> Any:
+        """A list of prompts, by what is first in it."""
+        listed = isinstance(given, list) and given and isinstance(given[0], str | list)
+        prompts = given if listed else [given]
+        if any(prompt in ("", []) for prompt in prompts):
             raise RequestError(
-                "prompt must be one text or one list of token ids, not empty", param="prompt"
+                "prompt must be one text or one list of token ids, or a list of such, none empty",
+                param="prompt",
             )
-        return given
+        return prompts
+
+    @pydantic.model_validator(mode="after")
+    def _some_text(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError(
+                "max_tokens is 0; give at least 1, or echo: true for the prompt alone",
+                param="max_tokens",
+            )
+        return self
 
     @property
     def wanted_tokens(self) -> int:
         """Most tokens of the answer."""
-        return self.max_tokens or COMPLETION_TOKENS
+        return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def scored(self) -> int | None:
+        """How many alternatives of each token of the prompt; None for no log-probabilities."""
+        return self.logprobs if self.echo else None
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -406,16 +454,6 @@ def _first_fault(error: pydantic.ValidationError) -> RequestError:
 
 
 # -- answers ---------------------------------------------------------------------------------------
-
-
-def usage(prompt: int, cached: int, answer: int) -> dict[str, Any]:
-    """OpenAI's count of tokens; `cached` of the prompt's were read before the request."""
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": answer,
-        "total_tokens": prompt + answer,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
 
 
 def model_entry(name: str, created: int) -> dict[str, Any]:

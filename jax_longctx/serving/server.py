@@ -21,12 +21,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jax_longctx.api import LongContext
 from jax_longctx.errors import InputError
-from jax_longctx.serving.app import Access, Service, make_app
+from jax_longctx.serving.app import Service, make_app
 from jax_longctx.serving.contexts import Contexts
+from jax_longctx.serving.doors import Access
 from jax_longctx.serving.executor import Executor, Team
 from jax_longctx.serving.metrics import Metrics
 from jax_longctx.serving.prompts import Lengths, Prompts
 from jax_longctx.serving.scheduler import Scheduler
+from jax_longctx.serving.schema import Sampled
 from jax_longctx.settings import at_least
 
 # Share of the memory beside the weights and the rows that texts may take, unless it is given. The
@@ -48,6 +50,7 @@ class ServeOptions:
       queue: most requests that wait beside them; more are answered with 429.
       lengths: limits in tokens.
       access: keys, files, and limits of requests.
+      sampled: how answers are sampled where a request does not say.
       contexts: the folder for saved contexts.
       context_bytes: bytes on each device for texts in memory; None: half of what is free.
       ttl: seconds that a context lives after its last use, where its request does not say.
@@ -65,6 +68,7 @@ class ServeOptions:
     contexts: Path
     lengths: Lengths
     access: Access = dataclasses.field(default_factory=Access)
+    sampled: Sampled = dataclasses.field(default_factory=Sampled)
     rows: int = 8
     queue: int = 64
     context_bytes: int | None = None
@@ -146,6 +150,7 @@ class LongServer:
             self.scheduler,
             self.metrics,
             options.access,
+            options.sampled,
         )
         self.app = make_app(self.service)
 

@@ -73,17 +73,35 @@ class TokenNames:
 
 
 class Places:
-    """Where an answer's tokens begin in its text."""
+    """Where tokens begin in their text.
 
-    def __init__(self, tokenizer: Tokenizer, after: Sequence[int]):
+    Args:
+      after: the tokens that the text follows on.
+      begun: characters before the text.
+      special: whether special tokens are in the text, as in a prompt's.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        after: Sequence[int] = (),
+        begun: int = 0,
+        *,
+        special: bool = False,
+    ):
         self._names = TokenNames(tokenizer)
-        self._decoder, self._sent = tokenizer.stream_decoder(after), 0
+        self._decoder, self._sent = tokenizer.stream_decoder(after), begun
+        self._special = tokenizer.special_ids if special else frozenset[int]()
 
     def next(self, token: int) -> tuple[str, int]:
         """The next token's name, and the characters before it.
 
         The parts of a character all begin where it does.
         """
+        if token in self._special:
+            before, name = self._sent, self._names.entry(token)
+            self._sent += len(name)
+            return name, before
         before, new = self._sent, self._decoder.push([token])
         self._sent += len(new)
         own = self._names.text(token)

@@ -54,6 +54,7 @@ class Tokenizer:
       own_size: the same without added tokens.
       parse_special: whether special tokens that are written in a text count.
       variables: of the chat template, by name, beside those that every template finds.
+      generation: what generation_config.json says, as it stands there.
 
     Args:
       file: the text of the `tokenizer.json` that the backend was made of, if any.
@@ -68,6 +69,7 @@ class Tokenizer:
         chat_template: str | None = None,
         parse_special: bool = False,
         variables: Mapping[str, Any] | None = None,
+        generation: Mapping[str, Any] | None = None,
         file: str | None = None,
     ):
         # Files saved after training often have these set; they would silently cut the context.
@@ -85,6 +87,7 @@ class Tokenizer:
         self.vocab_size = max(ids, default=-1) + 1
         self.own_size = max((token for token in ids if token not in added), default=-1) + 1
         self.parse_special, self.variables = parse_special, dict(variables or {})
+        self.generation = dict(generation or {})
         self._encoder = Encoder(backend, file or backend.to_str(), self.eos_ids)
         self.adds_bos = _adds_bos(backend, settings, self.bos_id)
         self._chat = None
@@ -119,7 +122,7 @@ class Tokenizer:
         template = _text(directory / "chat_template.jinja")
         if template is None:
             template = select_template(settings.get("chat_template"))
-        how |= {"chat_template": template, "file": text}
+        how |= {"chat_template": template, "generation": read[2], "file": text}
         return cls(backend, settings, eos_ids=eos_ids, **how)
 
     @property
@@ -158,9 +161,9 @@ class Tokenizer:
             return [self.bos_id, *ids]  # pyright: ignore[reportReturnType]
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without special tokens; bytes that are no UTF-8 become U+FFFD."""
-        return self._backend.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of `ids`, with `special` tokens or not; bytes that are no UTF-8 become U+FFFD."""
+        return self._backend.decode(list(ids), skip_special_tokens=not special)
 
     def stream_decoder(self, after: Sequence[int] = ()) -> "StreamDecoder":
         """A decoder for ids that arrive in pieces; `after` are the ids they continue, if any."""

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from jax_longctx.serving.app import Access
+from jax_longctx.serving.doors import Access
 from jax_longctx.serving.server import LongServer, ServeOptions, listen
 from tests.jax_longctx.cli.conftest import tiny, tokenizer_folder
 from tests.jax_longctx.serving.tiny import LENGTHS

@@ -19,8 +19,8 @@ import pytest
 import jax_longctx
 from jax_longctx.api import LongContext
 from jax_longctx.engine.capacity import reserved
-from jax_longctx.serving import app as app_module
-from jax_longctx.serving.app import Access
+from jax_longctx.serving import streams
+from jax_longctx.serving.doors import Access
 from jax_longctx.serving.schema import ChatRequest, CompletionRequest, RequestError, parsed
 from tests.jax_longctx.serving.tiny import LENGTHS, aside, generated, read, refused, wait_until
 from tests.patience import patience
@@ -341,7 +341,7 @@ def test_a_client_that_goes_before_its_stream_begins_leaves_nothing(slow, path, 
 
 
 def test_a_client_that_does_not_read_is_given_up(slow, monkeypatch):
-    monkeypatch.setattr(app_module, "LAST_SECONDS", 0.1)
+    monkeypatch.setattr(streams, "LAST_SECONDS", 0.1)
     running = slow(access=Access(seconds=patience(0.5)))
     count = 0
 
@@ -435,7 +435,7 @@ def test_too_many_requests_are_told_when_to_come_again(slow):
 def test_a_slow_body_holds_no_place_and_a_full_queue_asks_for_none(slow):
     running = slow(rows=1, queue=0)
     with begin_post(running, b"{", 100) as first, running.client() as client:
-        wait_until(lambda: running.served.service._bodies == 1)
+        wait_until(lambda: running.served.service.bodies._held == 1)
         stream = client.completions.create(**slow_request(stream=True))
         next(iter(stream))
         # Nothing of this body is asked for.
@@ -468,13 +468,13 @@ def test_the_bodies_of_all_requests_have_a_limit(serve, tiny):
     running = serve(tiny, access=Access(body=1000, bodies=1500))
     service = running.served.service
     with begin_post(running, b"x" * 900, 1000) as first:
-        wait_until(lambda: service._bodies == 900)
+        wait_until(lambda: service.bodies._held == 900)
         with begin_post(running, b"x" * 900, 1000) as second:
             assert b" 429 " in second.recv(1000).splitlines()[0]
-        assert service._bodies == 900
+        assert service.bodies._held == 900
         first.sendall(b"x" * 100)
         assert b" 400 " in first.recv(1000).splitlines()[0]
-    assert service._bodies == 0
+    assert service.bodies._held == 0
     check_idle(running)
 
 

@@ -16,7 +16,7 @@ from orbax.checkpoint import v1 as ocp
 import jax_longctx
 from jax_longctx.errors import CapacityError, CheckpointError
 from jax_longctx.serving import executor
-from jax_longctx.serving.app import Access
+from jax_longctx.serving.doors import Access
 from jax_longctx.text import PromptText, chat_layout
 from tests.jax_longctx.serving.tiny import (
     BOOK,

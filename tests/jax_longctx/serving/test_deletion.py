@@ -28,7 +28,7 @@ def check_empty(running):
     contexts, executor = running.served.contexts, running.served.team.executor
     wait_until(lambda: not (contexts._texts or executor.contexts or executor._reading))
     wait_until(lambda: [path.name for path in contexts.folder.iterdir()] == ["server.lock"])
-    assert running.served.scheduler._need == 0
+    assert running.served.scheduler._room.reading == 0
 
 
 @pytest.mark.parametrize("how", [{}, {"save": True}, {"stream": True}])

@@ -1,7 +1,9 @@
 """Which pages of browsers may ask, and under which names; and in real Chromium."""
 
+import asyncio
 import contextlib
 import functools
+import hashlib
 import http.server
 import json
 import re
@@ -11,11 +13,12 @@ import threading
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
 from typer.testing import CliRunner
 
 from jax_longctx.cli.main import app
-from jax_longctx.serving.app import Access
-from jax_longctx.serving.doors import Doors
+from jax_longctx.serving.doors import Access, Doors
 from tests.jax_longctx.serving.tiny import BOOK
 
 PAGE = "https://page.example"
@@ -63,9 +66,14 @@ def test_hosts_and_pages_that_may_ask(server, serve, tiny):
         assert asked(named.url, **headers) == status, headers
     preflight = {"origin": PAGE, "access-control-request-method": "DELETE"}
     preflight["access-control-request-headers"] = "authorization"
+    # A page on the internet asks a server of a private network.
+    preflight["access-control-request-private-network"] = "true"
     answer = httpx.options(f"{named.url}/v1/contexts/x", headers=preflight)
     assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == PAGE
+    assert answer.headers["access-control-allow-private-network"] == "true"
     assert httpx.options(f"{server.url}/v1/contexts/x", headers=preflight).status_code == 403
+    page = httpx.get(f"{named.url}/metrics").text
+    assert 'longctx_requests_total{route="other",status="403"} 2.0' in page
 
 
 def test_a_server_beyond_this_machine_has_keys_or_says_so(tmp_path):
@@ -77,6 +85,47 @@ def test_a_server_beyond_this_machine_has_keys_or_says_so(tmp_path):
         assert "manifest.json" in result.stderr and "--no-key" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("reached", "status"),
+    [
+        (("127.0.0.1", 80), 403),
+        (("::1", 80), 403),
+        (("::ffff:127.0.0.1", 80), 403),
+        (None, 403),
+        (("10.1.2.3", 80), 200),
+        (("/run/longctx.sock", None), 200),
+    ],
+)
+def test_who_reaches_a_server_beyond_loopback_asks_by_any_name(server, reached, status):
+    """As a server in Python listens whose `Access` names no hosts, or an application mounts it."""
+    outer = Starlette(routes=[Mount("/model", server.served.app)])
+
+    async def connected(scope, receive, send):
+        await outer({**scope, "server": reached}, receive, send)
+
+    async def ask():
+        transport = httpx.ASGITransport(connected)
+        async with httpx.AsyncClient(transport=transport, base_url="http://box.example") as http:
+            return await http.get("/model/v1/models"), await http.get("/model/health")
+
+    models, health = asyncio.run(ask())
+    assert (models.status_code, health.status_code) == (status, status)
+    if status == 403:
+        assert "Access.hosts" in models.json()["error"]["message"]
+
+
+def test_a_mounted_server_shows_whether_it_lives_without_a_key(serve, tiny):
+    keyed = serve(tiny, access=Access(keys=[hashlib.sha256(b"key").digest()]))
+    outer = Starlette(routes=[Mount("/model", keyed.served.app)])
+
+    async def ask():
+        transport = httpx.ASGITransport(outer)
+        async with httpx.AsyncClient(transport=transport, base_url="http://box") as http:
+            return [await http.get(f"/model/{path}") for path in ("health", "ready", "v1/models")]
+
+    assert [answer.status_code for answer in asyncio.run(ask())] == [200, 200, 401]
+
+
 def test_other_kinds_of_connections_are_handed_on():
     """As the start and the end of the application, which have no headers."""
     seen = []
@@ -85,7 +134,7 @@ def test_other_kinds_of_connections_are_handed_on():
         seen.append(scope["type"])
 
     with contextlib.closing(
-        Doors(inner, hosts=frozenset(), origins=frozenset())({"type": "lifespan"}, None, None)
+        Doors(inner, access=Access())({"type": "lifespan"}, None, None)
     ) as call:
         with pytest.raises(StopIteration):
             call.send(None)

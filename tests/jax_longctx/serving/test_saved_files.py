@@ -47,6 +47,28 @@ def found(folder):
     return {name: each for name, row in ROWS.items() for tokens, each in listed if tokens == row}
 
 
+def test_what_a_server_writes_is_its_owners_alone(serve, tiny, tmp_path):
+    """Under a mask that lets all read, in a folder of an earlier version, and in a new one."""
+    before = os.umask(0o022)
+    try:
+        for folder in (tmp_path / "a", tmp_path / "b" / "new"):
+            running = serve(tiny, contexts=folder)
+            with running.http() as http:
+                read(http, text=BOOK, save=True)
+            (own,) = folder.iterdir()
+            running.stop()
+            modes = {path: path.stat().st_mode & 0o777 for path in [own, *own.rglob("*")]}
+            assert len(modes) > 5
+            for path, mode in modes.items():
+                assert mode == (0o700 if path.is_dir() else 0o600), path
+            # As an earlier version left it.
+            own.chmod(0o755)
+            serve(tiny, contexts=folder).stop()
+            assert own.stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(before)
+
+
 def resealed(a, b, name, value):
     """The file of `b` with another value, of the text or of its entry, and the right digest."""
     fields = json.loads(b.read_text())

@@ -1,0 +1,188 @@
+"""What requests send: bodies within the limits of size and time, JSON, forms, files by name."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anyio.to_thread
+import pydantic
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+
+from jax_longctx.errors import InputError
+from jax_longctx.files import decoded
+from jax_longctx.serving import schema
+from jax_longctx.serving.doors import Access
+from jax_longctx.serving.jobs import Place
+from jax_longctx.serving.scheduler import Scheduler
+from jax_longctx.serving.schema import RequestError
+
+# What is still taken of a body that is refused: most clients read no answer before they have sent
+# all, and a connection that is closed meanwhile loses it.
+DROPPED_SECONDS, DROPPED_BODIES = 5.0, 4
+
+
+class Bodies:
+    """Takes requests' bodies; `Access` has the limits."""
+
+    def __init__(self, access: Access, scheduler: Scheduler):
+        self._access, self._scheduler = access, scheduler
+        # Bytes of all bodies in memory.
+        self._held = 0
+
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[Place]:
+        """A place for the request, which counts when its body has come."""
+        with self._scheduler.place() as place:
+            try:
+                yield place
+            finally:
+                self.drop(place)
+
+    def drop(self, place: Place) -> None:
+        """Counts that the request's body has left the memory."""
+        self._held, place.body = self._held - place.body, 0
+
+    async def json[Model: pydantic.BaseModel](
+        self, kind: type[Model], request: Request, place: Place
+    ) -> Model:
+        """The request's JSON, checked in a worker thread."""
+        given = _content_type(request)
+        if given != "application/json":
+            # Browsers send other types to any server, without asking it first.
+            raise RequestError(
+                f"the content type is {given!r:.80}; send JSON as application/json", status=415
+            )
+        body = await self._received(request, place)
+        return await anyio.to_thread.run_sync(schema.parsed, kind, body)
+
+    async def context(self, request: Request, place: Place) -> schema.ContextRequest:
+        """The request for a context, from JSON or from a form with a file."""
+        if _content_type(request) != "multipart/form-data":
+            return await self.json(schema.ContextRequest, request, place)
+        form = _form(request, await self._received(request, place))
+        values = await anyio.to_thread.run_sync(asyncio.run, form)
+        return await anyio.to_thread.run_sync(schema.parsed, schema.ContextRequest, values)
+
+    async def _received(self, request: Request, place: Place) -> bytes:
+        """The request's body; the request's place is taken then."""
+        access, limit = self._access, self._access.body
+        too_large = RequestError(
+            f"the body is larger than {limit:,} bytes", status=413, code="body_too_large"
+        )
+        declared = request.headers.get("content-length", "0")
+        if declared.isdigit() and int(declared) > limit:
+            raise too_large
+        pieces, seconds = [], min(access.body_seconds, access.seconds)
+        try:
+            async with asyncio.timeout(seconds):
+                async for piece in request.stream():
+                    request.state.taken = place.body + len(piece)
+                    if place.body + len(piece) > limit:
+                        raise too_large
+                    if self._held + len(piece) > access.bodies:
+                        raise RequestError(
+                            f"the bodies of all requests take {self._held:,} bytes, the server "
+                            f"holds {access.bodies:,}; try again later",
+                            status=429,
+                            code="rate_limit_exceeded",
+                            retry_after=1,
+                        )
+                    self._held += len(piece)
+                    place.body += len(piece)
+                    pieces.append(piece)
+        except TimeoutError:
+            raise RequestError(
+                f"the body did not arrive within {seconds:g} s", status=408
+            ) from None
+        self._scheduler.take(place)
+        return b"".join(pieces)
+
+    async def refuse(self, request: Request) -> None:
+        """Takes what is left of a body of known size, for a while.
+
+        A client that waits for `100 Continue` has sent nothing, and reads the answer.
+        """
+        declared = request.headers.get("content-length", "")
+        if "expect" in request.headers or not declared.isdigit():
+            return
+        left = int(declared) - getattr(request.state, "taken", 0)
+        left = min(left, DROPPED_BODIES * self._access.body)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DROPPED_SECONDS):
+                while left > 0:
+                    # Not `stream`: that has begun already.
+                    message = await request.receive()
+                    left = 0 if message["type"] != "http.request" else left - len(message["body"])
+
+    def text(self, asked: schema.ContextRequest) -> str:
+        """The text of a request for a context; one that it names is read from the disk."""
+        if asked.text is not None:
+            return asked.text
+        assert asked.file is not None
+        access, name, under = self._access, asked.file, self._access.files_under
+        if under is None:
+            raise RequestError(
+                "this server reads no files; send the text, or start it with --files-under DIR",
+                param="file",
+            )
+        refused = RequestError(f"{name!r:.200} is no file that may be read", param="file")
+        try:
+            path = (under / name).resolve()
+            if not path.is_relative_to(under.resolve()) or not path.is_file():
+                raise refused
+            if path.stat().st_size > access.body:
+                raise RequestError(f"the file is larger than {access.body:,} bytes", status=413)
+            return _decoded(path.read_bytes())
+        except (OSError, ValueError):
+            raise refused from None
+
+
+async def _form(request: Request, body: bytes) -> dict[str, Any]:
+    """The fields of a form, as JSON would give them; an uploaded `file` becomes `text`."""
+    sent = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def replay() -> Any:
+        return next(sent)
+
+    form = await Request(request.scope, replay).form(max_files=2, max_fields=8)
+    try:
+        values: dict[str, Any] = {}
+        seen: set[str] = set()
+        for name, value in form.multi_items():
+            if name in seen:
+                raise _form_error(name, "is there twice; send it once")
+            seen.add(name)
+            if isinstance(value, UploadFile):
+                if name != "file":
+                    raise _form_error(name, "is an upload; only 'file' is one")
+                values["text"] = _decoded(await value.read())
+            elif name == "file":
+                raise _form_error(name, "is not an upload; send its content, as with -F file=@NAME")
+            else:
+                # Forms have texts alone: ttl=60, stream=true.
+                with contextlib.suppress(ValueError, RecursionError):
+                    value = json.loads(value) if name != "text" else value
+                values[name] = value
+        if {"text", "file"} <= seen:
+            raise _form_error("text", "is beside 'file'; send one of the two")
+    finally:
+        await form.close()
+    return values
+
+
+def _content_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _form_error(name: str, what: str) -> RequestError:
+    return RequestError(f"the form's field {name[:80]!r} {what}", param=name[:80])
+
+
+def _decoded(raw: bytes) -> str:
+    try:
+        return decoded(raw, "the file")
+    except InputError as error:
+        raise RequestError(str(error), param="file") from None

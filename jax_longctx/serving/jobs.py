@@ -1,0 +1,101 @@
+"""Jobs that HTTP handlers give the scheduler, and the events that they get back."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+from jax_longctx.api import AnswerReader
+from jax_longctx.engine.running import Chosen, Request
+from jax_longctx.serving.schema import RequestError
+from jax_longctx.serving.texts import Entry, Text
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Tokens of the job's text that were read, and all of them."""
+
+    done: int
+    total: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """The job's text was read, and saved if that was asked."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """More of an answer: text that is certain, and the tokens that it came with."""
+
+    text: str
+    chosen: Sequence[Chosen]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """The end of an answer: `stop` or `length`, and the number of its tokens."""
+
+    finish: str
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """The job ended without its result."""
+
+    error: RequestError
+
+
+Event = Reading | Ready | Piece | Ended | Failed
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Job:
+    """To read a text, or with `request` to answer a question about it.
+
+    Attributes:
+      text: counted as used by this job (`Contexts.use`); the scheduler releases it.
+      send: takes the job's events, in the scheduler's thread.
+      entry: what names the text, of a job that reads it for a client; removed with a job that
+        ends before the text is `ready`.
+      about: the context that the question is about; where it is deleted before the answer begins,
+        the job fails.
+      reader: turns the answer's tokens into text.
+      cached: tokens of the text that were read before this job came.
+      scores: of the text's tokens and the one behind it (see `Text.scored`), once it is read.
+      cancelled: the client is gone.
+    """
+
+    text: Text
+    send: Callable[[Event], None]
+    entry: Entry | None = None
+    about: Entry | None = None
+    request: Request | None = None
+    reader: AnswerReader | None = None
+    cached: int = 0
+    scores: Sequence[Chosen] = ()
+    ready: bool = False
+    cancelled: bool = False
+    came: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def saves(self) -> bool:
+        """Whether the job is to save its text."""
+        return self.entry is not None and self.entry.save
+
+
+@dataclasses.dataclass
+class Place:
+    """A request's place among those that are answered or wait.
+
+    Attributes:
+      came: when the request came, of `time.monotonic`.
+      body: bytes of its body in memory.
+      taken: whether it counts.
+      given: whether jobs have the place now, which give it back at their ends.
+    """
+
+    came: float = dataclasses.field(default_factory=time.monotonic)
+    body: int = 0
+    taken: bool = False
+    given: bool = False
