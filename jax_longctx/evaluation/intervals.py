@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float
-from scipy import stats
 
 RESAMPLES = 5_000
 
@@ -44,6 +43,9 @@ def bootstrap(values: Float[np.ndarray, " n"]) -> tuple[float, float, float]:
     mean = float(np.mean(values))
     if len(values) == 1:
         return mean, math.nan, math.nan
+    # Takes longer to import than most commands take to begin.
+    from scipy import stats
+
     # In batches, to bound the memory for resamples of many values.
     found = stats.bootstrap(
         (values,),
