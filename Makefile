@@ -5,8 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Arguments handed on: `make test ARGS="-k rope"`, `make demo ARGS="--seed 7"`.
 ARGS ?=
-# A process a core, each some 3 GB; `make test WORKERS=` runs in one.
-WORKERS ?= -n auto --maxprocesses 4 --dist worksteal
+# A process more than cores, where each has so many GB: two on two cores leave a tenth of the time
+# unused, in which tests wait. `make test WORKERS=` runs in one.
+processes = -n $(shell workers=$$(($$(getconf _NPROCESSORS_ONLN) + 1)); \
+  fitting=$$(awk '/^MemTotal/ { print int($$2 / $(1)e6) }' /proc/meminfo 2>/dev/null || echo 2); \
+  [ $$workers -lt $$fitting ] || workers=$$fitting; [ $$workers -gt 0 ] || workers=1; \
+  echo $$workers) --dist worksteal
+test: WORKERS ?= $(call processes,3)
+test-thorough: WORKERS ?= $(call processes,6)
 
 # The stock python3, or the first newer one beside it; `make PYTHON=...` takes that one alone.
 PYTHON ?= python3
