@@ -144,6 +144,7 @@ def load(
     parse_special: bool = False,
     template: Mapping[str, Any] | None = None,
     choose: Callable[["LongContext"], Method] | None = None,
+    check: Callable[["LongContext"], object] | None = None,
     ahead: Callable[["LongContext"], object] | None = None,
 ) -> "LongContext":
     """Loads a checkpoint directory that `jax-longctx convert` wrote.
@@ -167,6 +168,7 @@ def load(
       template: variables of the chat template by name, as {"enable_thinking": False}.
       choose: called before the weights load, with the model under full attention: gives the method.
         `method` must not be given then.
+      check: called with the model before its weights load, to raise an error of the caller's own.
       ahead: called with the model while its weights load, in one process alone: to `compile` what
         will be asked. Nothing else works before the weights are there.
 
@@ -203,6 +205,8 @@ def load(
     model = LongContext(engine, tokenizer, manifest)
     if choose is not None:
         model = model.with_method(choose(model), **tier)
+    if check is not None:
+        check(model)
     if ahead is None or jax.process_count() > 1:
         params = load_params(checkpoint, mesh, kind, form)
     else:

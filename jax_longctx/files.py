@@ -129,7 +129,7 @@ def decoded(raw: bytes, name: str) -> str:
         if advice is _OTHER[1]:
             return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        what = f"{what} (byte {error.start})"
+        what = f"{what} (byte {error.start} is 0x{raw[error.start]:02x})"
     raise InputError(f"{name} is {what}; {advice}")
 
 
@@ -240,9 +240,30 @@ def write_text(path: Path, content: str | bytes, scratch: Path | None = None) ->
         scratch.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def folder_made(folder: Path) -> Iterator[None]:
+    """Makes a folder; at the end it and its new parents are removed where they are still empty.
+
+    Raises:
+      OSError: it cannot be made.
+    """
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for each in made:
+            with contextlib.suppress(OSError):
+                each.rmdir()
+
+
 def write_whole(content: str | bytes, path: Path) -> None:
-    """`write_text` of an output that a user named. Raises InputError where it cannot be written."""
-    with file_errors(f"{path} could not be written"):
+    """`write_text` of an output that a user named, in a folder that may be missing.
+
+    Raises:
+      InputError: it cannot be written.
+    """
+    with file_errors(f"{path} could not be written"), folder_made(path.parent):
         write_text(path, content, path.with_name(f"{path.name}.partial"))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jax_longctx.errors import InputError
-from jax_longctx.files import file_errors, no_link
+from jax_longctx.files import file_errors, folder_made, no_link
 
 # Errors of file systems without locks, where writers go on without one.
 UNLOCKED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
@@ -26,17 +26,19 @@ def only_writer(path: Path) -> Iterator[None]:
         `PATH.lock` is a link or no lock.
     """
     name = path.with_name(path.name + ".lock")
-    with file_errors(f"{path} cannot be written"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        held = _acquire(name)
-    if held is None:
-        raise InputError(f"another process is writing {path}; wait for it, or choose another name")
-    try:
-        yield
-    finally:
-        # Deleted before the lock is released, so that no other holder's file is deleted.
-        name.unlink(missing_ok=True)
-        os.close(held)
+    with contextlib.ExitStack() as made:
+        with file_errors(f"{path} cannot be written"):
+            made.enter_context(folder_made(path.parent))
+            held = _acquire(name)
+        if held is None:
+            said = f"another process is writing {path}; wait for it, or choose another name"
+            raise InputError(said)
+        try:
+            yield
+        finally:
+            # Deleted before the lock is released, so that no other holder's file is deleted.
+            name.unlink(missing_ok=True)
+            os.close(held)
 
 
 def lock(held: int) -> bool:

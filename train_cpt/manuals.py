@@ -56,6 +56,7 @@ def collect(
     with contextlib.ExitStack() as held:
         held.enter_context(file_errors(f"{destination} could not be written"))
         held.callback(partial.unlink, missing_ok=True)
+        destination.parent.mkdir(parents=True, exist_ok=True)
         file = held.enter_context(open(partial, "w", encoding="utf-8", opener=no_link))
         for number, folder in enumerate(folders, start=1):
             for name, text in _documents(folder):

@@ -27,6 +27,7 @@ from jax_longctx.cli.terminal import (
 from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.files import file_errors, read_sealed, seal, whole_path
 from jax_longctx.memory import shown_bytes
+from jax_longctx.methods import settings_of
 from jax_longctx.origin import check_same
 
 if TYPE_CHECKING:
@@ -170,17 +171,12 @@ def ask(
     terminal = Terminal(as_json=as_json)
     compiling = Compiling(terminal)
     session = Session(request, answers, document, terminal, compiling)
+    begin: dict[str, Any] = {"check": session.check}
+    if document is not None:
+        begin["ahead"] = compiling.ahead(session.compile)
+    if method.method in (None, options.AUTO):
+        begin["choose"] = session.choose
     with compiling.watching():
-        if request.load_context is not None:
-            from jax_longctx.engine.context_io import saved_manifest
-
-            # What cannot be read is refused before the model loads.
-            saved_manifest(request.load_context)
-        begin: dict[str, Any] = {}
-        if document is not None:
-            begin["ahead"] = compiling.ahead(session.compile)
-        if method.method in (None, options.AUTO):
-            begin["choose"] = session.choose
         session.run(model.open(terminal, method, **begin))
 
 
@@ -226,10 +222,6 @@ class Session:
     def _take(self, model: "LongContext") -> list[list[int]]:
         """The questions of this model, which has one tokenizer under any method."""
         self.model = model
-        if self.rereads and (self.request.save_context or self.request.load_context):
-            raise InputError(
-                "this method reads the text for each question; there is no context to save or load"
-            )
         if self.questions is None:
             # Imported late: it imports tokenizers and templates.
             from jax_longctx.text import chat_layout, plain_layout
@@ -241,6 +233,22 @@ class Session:
             document = self.document
             self.text = None if document is None else encode(layout.context(document), bos=True)
         return self.questions
+
+    def check(self, model: "LongContext") -> None:
+        """Raises an error where method, checkpoint and context do not fit; needs no weights."""
+        _chosen_chat(model, self.request)
+        save, load = self.request.save_context, self.request.load_context
+        if model.engine.method.info.needs_question and (save or load):
+            name = settings_of(model.engine.method)["name"]
+            raise InputError(
+                f"{name} reads the text for each question: it has no context for "
+                f"--{'save' if save else 'load'}-context; leave the option out, or take another "
+                f"method"
+            )
+        if load is not None:
+            from jax_longctx.engine.context_io import check_fits
+
+            check_fits(model.engine, load)
 
     def choose(self, model: "LongContext") -> Any:
         """The method for the document and the questions, or that of the saved context."""
@@ -311,7 +319,9 @@ class Session:
         """CheckpointError where the context will not fit on the disk, before it is prefilled."""
         footprint = self.model.footprint(tokens, reserve=self.reserve)
         needed = footprint.kept + footprint.host
-        free = shutil.disk_usage(whole_path(folder).parent).free
+        # The folder is made with the context.
+        there = next(each for each in whole_path(folder).parents if each.exists())
+        free = shutil.disk_usage(there).free
         if needed > free:
             raise CheckpointError(
                 f"the context takes {shown_bytes(needed)}, the disk of {folder} has "

@@ -101,7 +101,8 @@ def batch(
         return compile_first(loaded, source, output, wanted)
 
     with compiling.watching():
-        loaded = model.open(terminal, method, ahead=compiling.ahead(ahead))
+        how: dict[str, Any] = {"check": lambda loaded: loaded.layout(chat)}
+        loaded = model.open(terminal, method, ahead=compiling.ahead(ahead), **how)
         compiling.wait()
     first = True
     with terminal.warnings(), terminal.progress("answering", "rows") as update:
@@ -115,7 +116,7 @@ def batch(
             detail = f"{rate:,.0f} tokens/s, {now.errors:,} with an error"
             update(now.done, now.total - now.before, detail)
 
-        how: dict[str, Any] = {"overwrite": overwrite, "retry_errors": retry_errors}
+        how = {"overwrite": overwrite, "retry_errors": retry_errors}
         outcome = run_batch(loaded, source, output, wanted, progress=progress, **how)
     if outcome is not None:
         terminal.note(_closing(outcome, output))

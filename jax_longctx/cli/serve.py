@@ -231,16 +231,20 @@ def serve(
             f"everyone who reaches {listening.host} could ask; give --api-key-file, or --no-key to "
             f"allow it"
         )
-    loaded = model.open(terminal, method)
     if limits.contexts is None and process.number() is not None:
         raise InputError(
             "a server of several processes needs --contexts DIR, a folder that all of them see"
         )
+
+    def given_of(loaded: "LongContext", temporary: Path | None = None) -> "ServeOptions":
+        return _options(loaded, model.checkpoint, listening, limits, keys, temporary)
+
+    loaded = model.open(terminal, method, check=given_of)
     temporary = None
     if limits.contexts is None and process.is_leader():
         temporary = Path(tempfile.mkdtemp(prefix="jax-longctx-contexts-"))
     try:
-        given = _options(loaded, model.checkpoint, listening, limits, keys, temporary)
+        given = given_of(loaded, temporary)
         if process.is_leader():
             _lead(terminal, loaded, given, listening, temporary)
         else:

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from jax_longctx.cli import process
 from jax_longctx.errors import InputError, TrainedLengthWarning
-from jax_longctx.files import decoded, read_bytes, write_whole
+from jax_longctx.files import decoded, folder_made, read_bytes, write_whole
 from jax_longctx.memory import check_memory_limit, memory_used, peak_memory, shown_bytes
 
 if TYPE_CHECKING:
@@ -433,7 +433,7 @@ def check_file(out: Path | None, option: str = "--out") -> None:
 
 
 def check_folder(out: Path | None, option: str = "--out") -> None:
-    """Makes the folder; raises InputError where no file could be written to it."""
+    """Raises InputError where no file could be written to the folder; leaves nothing behind."""
     if out is not None:
         _check_writable(out, f"{option} {out}")
 
@@ -443,9 +443,8 @@ def _check_writable(folder: Path, what: str) -> None:
     if not process.is_leader():
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         # Permission bits do not show that a file system is read-only or virtual.
-        with tempfile.TemporaryFile(dir=folder):
+        with folder_made(folder), tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise InputError(

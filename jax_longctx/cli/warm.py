@@ -78,24 +78,28 @@ def warm(
         devices = make_mesh(**along)
         stopping = _Model(model, dtype)
     folder = _cache_folder()
+    # What does not fit is refused before the first compiles.
+    cases = [
+        (spec, tokens, stopping.engine(make_method(spec.name, spec.at(tokens)), devices, sizes))
+        for spec in specs
+        for tokens in length or [16000]
+    ]
     found = []
-    for spec in specs:
-        for tokens in length or [16000]:
-            made = make_method(spec.name, spec.at(tokens))
-            begun = time.perf_counter()
-            with CompileClock() as clock:
-                how = {"tokens": tokens, "sampling": sampling, **sizes}
-                stopping.compile(made, devices, how, terminal, spec.label)
-            found.append(
-                {
-                    "method": spec.name,
-                    "settings": spec.at(tokens),
-                    "length": tokens,
-                    "programs": clock.programs,
-                    "found": clock.hits,
-                    "seconds": round(time.perf_counter() - begun, 3),
-                }
-            )
+    for spec, tokens, engine in cases:
+        begun = time.perf_counter()
+        with CompileClock() as clock:
+            how = {"tokens": tokens, "sampling": sampling, **sizes}
+            stopping.compile(engine, how, terminal, spec.label)
+        found.append(
+            {
+                "method": spec.name,
+                "settings": spec.at(tokens),
+                "length": tokens,
+                "programs": clock.programs,
+                "found": clock.hits,
+                "seconds": round(time.perf_counter() - begun, 3),
+            }
+        )
     record = {
         "model": model,
         "mesh": dict(devices.shape),
@@ -137,28 +141,26 @@ class _Model:
         folder, eos = tokenizer_folder(model, manifest), manifest.extras.get("eos_token_id")
         self.stop_ids = Tokenizer.load(folder, eos=eos).eos_ids
 
-    def compile(
-        self,
-        method: Any,
-        mesh: Any,
-        how: dict[str, Any],
-        terminal: Terminal,
-        name: str,
-    ) -> None:
+    def engine(self, method: Any, mesh: Any, sizes: dict[str, Any]) -> Any:
+        """An engine without weights."""
+        from jax_longctx.engine import Engine
+        from jax_longctx.models.params import abstract_params
+
+        form = weights_form(sizes["weights"], self.dtype.name, self._held)
+        params = abstract_params(self.config, mesh, self.dtype, form)
+        given = {name: sizes[name] for name in ("chunk", "kv", "offload", "working_set")}
+        return Engine(self.config, params, method, mesh, **given)
+
+    def compile(self, engine: Any, how: dict[str, Any], terminal: Terminal, name: str) -> None:
         """Compiles, with progress, what one question and what several questions need.
 
         The first time also what stacks the weights' layers, where a device loops over them.
         """
-        from jax_longctx.engine import Engine
-        from jax_longctx.models.params import abstract_params, stacking_programs
+        from jax_longctx.models.params import stacking_programs
 
-        form = weights_form(how["weights"], self.dtype.name, self._held)
-        params = abstract_params(self.config, mesh, self.dtype, form)
-        given = {name: how[name] for name in ("chunk", "kv", "offload", "working_set")}
-        engine = Engine(self.config, params, method, mesh, **given)
         if not engine.setup.by_layer and not self._stacked:
             with terminal.waiting("compiling for the weights"):
-                for program in stacking_programs(self.config, params):
+                for program in stacking_programs(self.config, engine.params):
                     program.compile()
             self._stacked = True
         # A context that is kept for another question is forked.

@@ -270,27 +270,40 @@ def method_of(path: str | Path) -> Any:
     return make_method(made_by["name"], made_by["settings"])
 
 
-def load_context(engine: Engine, path: str | Path) -> Context:
-    """Reads a context that an engine of the same model and method saved, onto the engine's mesh.
+def check_fits(engine: Engine, path: str | Path) -> dict[str, Any]:
+    """What the manifest of a saved context says that the engine can load, but for its weights.
 
     Raises:
-      CheckpointError: not a saved context, damaged, or made by another model or method.
+      CheckpointError: not a saved context, its manifest is damaged, or it was made by another model
+        or method, or does not divide over the mesh.
     """
     path, described = whole_path(path), saved_manifest(path)
     if (wrong := _wrong(described, engine.config.vocab_size)) is not None:
         raise DamagedError(f"{path / MANIFEST} is damaged: {wrong}; {REMEDY}")
+    made_by, free = described["made_by"], ("weights", "all_weights")
+    check_same(path, made_by, _facts(engine), REMEDY, kind=CheckpointError, free=free)
+    slots, seq = described["slots"], engine.mesh.shape["seq"]
+    if slots % (GRANULE * seq):
+        raise CheckpointError(
+            f"{path} has {slots} slots, which do not divide over {seq} shards in runs of "
+            f"{GRANULE}; load it on a mesh whose seq divides {slots // GRANULE}, or prefill again"
+        )
+    return described
+
+
+def load_context(engine: Engine, path: str | Path) -> Context:
+    """Reads a context that an engine of the same model and method saved, onto the engine's mesh.
+
+    Raises:
+      CheckpointError: as `check_fits`; the context is damaged, or was made with other weights.
+    """
+    path, described = whole_path(path), check_fits(engine, path)
     made_by, ours = described["made_by"], made_by_engine(engine)
     # Earlier versions wrote fewer facts.
     ours = {key: value for key, value in ours.items() if key in made_by or key != "all_weights"}
     check_same(path, made_by, ours, REMEDY, kind=CheckpointError)
     data = engine.mesh.shape["data"]
     batch, slots, reserve = (described[key] for key in ("batch", "slots", "reserve"))
-    seq = engine.mesh.shape["seq"]
-    if slots % (GRANULE * seq):
-        raise CheckpointError(
-            f"{path} has {slots} slots, which do not divide over {seq} shards in runs of "
-            f"{GRANULE}; load it on a mesh whose seq divides {slots // GRANULE}, or prefill again"
-        )
     rows = [*described["rows"], *([] for _ in range(-batch % data))]
     total = jnp.array([*described["total"], *[0] * (len(rows) - batch)], jnp.int32)
     # On the disk all lie as they do on devices, a layer apart.
@@ -430,10 +443,13 @@ def _mover(
 
 def made_by_engine(engine: Engine) -> dict[str, Any]:
     """What a saved context is compared with: model, weights, dtype and method, as JSON values."""
+    return {**_facts(engine), "weights": engine.fingerprint, "all_weights": engine.checksum}
+
+
+def _facts(engine: Engine) -> dict[str, Any]:
+    """Those of `made_by_engine` that need no weights."""
     described = {
         "model": engine.config.to_dict(),
-        "weights": engine.fingerprint,
-        "all_weights": engine.checksum,
         "dtype": jnp.dtype(engine.setup.dtype).name,
         "method": settings_of(engine.method),
         "kv": engine.setup.kv,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jax_longctx.errors import InputError, LengthError
-from jax_longctx.files import decoded, read_bytes
+from jax_longctx.files import read_text
 
 # Fewest units from which the tokens of one unit are estimated.
 _PROBE = 20
@@ -174,9 +174,11 @@ def source_name(source: str) -> str:
 def read_file(path: str, advice: str) -> str:
     """The text of a user's UTF-8 file. Raises InputError, which ends in the advice."""
     try:
-        text = decoded(read_bytes(path), path).replace("\r\n", "\n").replace("\r", "\n")
+        text = read_text(path, "utf-8-sig")
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}; {advice}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text (byte {error.start}); {advice}") from error
     if not text.strip():
         raise InputError(f"{path} is empty; {advice}")
     return text

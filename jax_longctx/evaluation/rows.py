@@ -27,7 +27,7 @@ from typing import Any
 
 from jax_longctx.batch import lines
 from jax_longctx.errors import InputError, OriginError
-from jax_longctx.files import check_plain, file_errors
+from jax_longctx.files import check_plain, file_errors, folder_made
 from jax_longctx.locks import lock
 from jax_longctx.origin import check_same
 
@@ -71,13 +71,13 @@ class RowStore:
         overwrite: bool = False,
     ):
         self.path, self._rows = folder / NAME, {}
-        with file_errors(f"{self.path} cannot be written"):
-            folder.mkdir(parents=True, exist_ok=True)
-            if self.path.exists():
-                check_plain(self.path)
-            self._file = self.path.open("ab", 0)
-            alone = lock(self._file.fileno())
-        try:
+        with contextlib.ExitStack() as held:
+            with file_errors(f"{self.path} cannot be written"):
+                held.enter_context(folder_made(folder))
+                if self.path.exists():
+                    check_plain(self.path)
+                self._file = held.enter_context(self.path.open("ab", 0))
+                alone = lock(self._file.fileno())
             if not alone:
                 raise InputError(
                     f"{self.path} is being written by another run; wait for it, or give another "
@@ -90,10 +90,9 @@ class RowStore:
             if header is None:
                 header, self._rows = {"format": FORMAT, "given": given}, {}
                 self._file.truncate(0)
+                held.callback(self._remove_without_rows)
                 lines.append(self._file, [lines.checked(header)])
-        except BaseException:
-            self._file.close()
-            raise
+            self._held = held.pop_all()
         self._first = lines.checksum(header)
         # A run tries each of these once more; within one run the memory stays as it is.
         self._again = {key for key, row in self._rows.items() if row.get("short_of_memory")}
@@ -137,8 +136,12 @@ class RowStore:
         self._again.difference_update(map(key_of, rows))
 
     def close(self) -> None:
-        """Closes the file; the run can be continued later."""
-        self._file.close()
+        """Closes the file; the run can be continued later. A new one without rows is removed."""
+        self._held.close()
+
+    def _remove_without_rows(self) -> None:
+        if not self._rows:
+            self.path.unlink(missing_ok=True)
 
 
 def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ def test_the_second_writer_is_refused_and_the_next_is_not(tmp_path):
             pass
     with only_writer(path):
         pass
-    assert list((tmp_path / "new").iterdir()) == []
+    assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("x")
     with pytest.raises(InputError, match=r"file/model cannot be written: "):
         with only_writer(tmp_path / "file" / "model"):

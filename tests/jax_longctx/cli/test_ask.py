@@ -163,6 +163,47 @@ def test_a_full_disk_is_one_line_after_the_answer(run, loads, book, tmp_path, ca
     assert list(tmp_path.iterdir()) == [book]
 
 
+CITRUS = ("-m", "citrus", "--set", "budget=64", "--set", "chunk=32")
+# What the command line and the manifests alone refuse; READ is a context under full attention.
+UNFIT = [
+    (("ask", "BOOK", "Who?", *CITRUS, "--save-context", "new/read"), "citrus reads the text for"),
+    (("ask", "Who?", *CITRUS, "--load-context", "READ"), "it has no context for --load-context"),
+    (("ask", "Who?", "-m", "quest", "--load-context", "READ"), "method.name 'full', now it is 'qu"),
+    (("ask", "Who?", "--kv", "int8", "--load-context", "READ"), "kv None, now it is 'int8'"),
+    (("ask", "Who?", "--dtype", "bfloat16", "--load-context", "READ"), "dtype 'float32', now it"),
+    (("ask", "Who?", "--load-context", "READ", "--no-chat"), "was read in the chat template"),
+    (("generate", "The", "-m", "full", "--offload", "host"), "full"),
+    (("batch", "ROWS", "new/out", "-m", "snapkv", "--offload", "host"), "snapkv"),
+    (("serve", "--length", 300, "--max-tokens", 300, "--contexts", "new/c"), "allow longer texts"),
+    (("serve", "-m", "full", "--offload", "host", "--contexts", "new/c"), "full"),
+    (("eval", "run", "-t", "passkey", "--length", 99, "-m", "x", "-o", "new/o"), "unknown method"),
+    (("eval", "run", "-t", "passkey", "--length", 99, "--kv", "bfloat16", "-o", "new/o"), "kv bf"),
+    (("eval", "perplexity", *CITRUS[:2], "-o", "new/o.json"), "budget 1024 + chunk 256"),
+    (("eval", "passkey", "--mesh", "tensor=8", "-o", "new/o.json"), "heads=4"),
+]
+
+
+def test_what_does_not_fit_is_refused_before_weights_load_and_leaves_no_folder(
+    run, checkpoint, book, tmp_path, monkeypatch
+):
+    read, out = tmp_path / "read", tmp_path / "made" / "read"
+    run("ask", book, "Who?", "-c", checkpoint, "--max-tokens", 2, "--save-context", out, code=0)
+    out.rename(read)
+    out.parent.rmdir()
+    (tmp_path / "rows").write_text('{"prompt": "The"}\n')
+    monkeypatch.setattr(api, "load_params", lambda *_: pytest.fail("the weights load"))
+    names = {"BOOK": book, "READ": read, "ROWS": tmp_path / "rows"}
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    for words, said in UNFIT:
+        result = run(*(names.get(word, word) for word in words), "-c", checkpoint)
+        assert result.exit_code == 2 and said in " ".join(result.stderr.split()), result.output
+        assert sorted(tmp_path.rglob("*")) == before, words
+    words = ("warm", checkpoint, "-m", "quest", "-m", "full", "--offload", "host")
+    monkeypatch.setattr(jax_longctx.Engine, "compile", lambda *_, **__: pytest.fail("compiled"))
+    assert "full" in run(*words, code=2).stderr
+
+
 def test_contexts_that_cannot_be_kept_are_refused(run, loads, tiny, book, tmp_path, monkeypatch):
     prefill = create_autospec(tiny.prefill)
     monkeypatch.setattr(tiny, "prefill", prefill)

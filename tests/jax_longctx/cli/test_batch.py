@@ -189,7 +189,7 @@ BINARY = {
     b"PK\x03\x04 [Content_Types].xml": "is a zip archive (as .docx, .odt and .epub are), not",
     b"\x1f\x8b\x08": "is a gzip file, not a text; unpack it first",
     "Text".encode("utf-16"): "is UTF-16, not UTF-8 text; convert it first",
-    b"text \xff": "is not UTF-8 text (byte 5); convert it first",
+    b"text \xff": "is not UTF-8 text (byte 5 is 0xff); convert it first",
 }
 
 
