@@ -151,7 +151,15 @@ def test_a_build_fails_on_a_missing_name_and_on_what_it_would_load(tmp_path):
     page = tmp_path / "api/all.html"
     entries = "".join(f'<h2 id="{name}">' for name in hooks.public_names())
     page.write_text(entries)
+    # The theme's own: the navigation is hidden below 1,120 pixels, not 1,220.
+    (material,) = importlib.util.find_spec("material").submodule_search_locations
+    shutil.copytree(Path(material, "templates/assets"), tmp_path / "assets")
     hooks.on_post_build({"site_dir": tmp_path})
+    for name in ("stylesheets/main.*.css", "javascripts/bundle.*.js"):
+        (path,) = (tmp_path / "assets").glob(name)
+        assert "70em" in path.read_text() and "76.25em" not in path.read_text()
+    with pytest.raises(PluginError, match="the theme's width"):
+        hooks.on_post_build({"site_dir": tmp_path})
     page.write_text(entries.replace('"jax_longctx.load"', '"jax_longctx.loud"'))
     with pytest.raises(PluginError, match=r"lacks jax_longctx\.load;"):
         hooks.on_post_build({"site_dir": tmp_path})

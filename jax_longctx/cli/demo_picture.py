@@ -56,7 +56,7 @@ def _panel(axis: Any, look: Look, places: Sequence[int], number: int) -> None:
     always = heights > 0.999
     axis.bar(edges, heights, widths, align="edge", color=np.where(always, _ALWAYS, _CHOSEN))
     for other, place in enumerate(places):
-        asked = other == number
+        asked, late = other == number, place > 0.85 * tokens
         axis.axvline(
             place,
             color=_ASKED if asked else _OTHER,
@@ -67,8 +67,10 @@ def _panel(axis: Any, look: Look, places: Sequence[int], number: int) -> None:
         axis.annotate(
             "the fact" if asked else "another fact",
             (place, 1.0),
-            xytext=(3, -2),
+            # A line for each: labels of close facts would overlap.
+            xytext=(-3 if late else 3, -2 - 11 * sorted(places).index(place)),
             textcoords="offset points",
+            horizontalalignment="right" if late else "left",
             verticalalignment="top",
             fontsize=8,
             color=_ASKED if asked else "#666666",
@@ -77,7 +79,7 @@ def _panel(axis: Any, look: Look, places: Sequence[int], number: int) -> None:
         newest = edges[np.flatnonzero(~always).max(initial=-1) + 1]
         axis.annotate(
             "always\nread",
-            ((newest + tokens) / 2, 0.5),
+            ((newest + tokens) / 2, 0.25),
             horizontalalignment="center",
             verticalalignment="center",
             fontsize=8,

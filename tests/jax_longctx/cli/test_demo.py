@@ -1,6 +1,7 @@
 """The demo: facts and text, scoring, table, picture and exit codes, over a tiny random model."""
 
 import importlib.util
+import itertools
 import json
 import random
 import re
@@ -199,6 +200,21 @@ def test_the_picture_shows_each_answers_shares_and_the_places():
     assert titles == ["Where?  ReAttention: there (right)", "Who?  ReAttention: me (wrong)"]
 
 
+@pytest.mark.parametrize(
+    "places", [[330, 340, 700], [300, 301, 299], [990, 20, 985], [890, 990, 5]]
+)
+def test_labels_of_close_facts_do_not_overlap(places):
+    shares = np.zeros(1000)
+    shares[-150:] = 1
+    drawn = picture([Look("Where?", "there", True, shares)] * 3, places)
+    drawn.figure.canvas.draw()
+    for axis in drawn.figure.axes:
+        boxes = [text.get_window_extent() for text in axis.texts]
+        assert len(boxes) == 4
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+        assert all(axis.bbox.x0 <= box.x0 and box.x1 <= axis.bbox.x1 + 1 for box in boxes)
+
+
 def test_an_interrupted_write_leaves_what_was_there(tmp_path, monkeypatch):
     path = tmp_path / "demo.png"
     path.write_bytes(b"old")
@@ -210,7 +226,7 @@ def test_an_interrupted_write_leaves_what_was_there(tmp_path, monkeypatch):
     write_whole(b"new", path)
     assert path.read_bytes() == b"new"
     with pytest.raises(InputError, match="could not be written"):
-        write_whole(b"new", tmp_path / "nowhere" / "demo.png")
+        write_whole(b"new", path / "demo.png")
 
 
 def test_missing_packages_say_how_to_install_all(run, tmp_path, monkeypatch):
