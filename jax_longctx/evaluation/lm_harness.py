@@ -45,6 +45,7 @@ from jax_longctx.engine import Sampling
 from jax_longctx.engine.scoring import Through, loglikelihoods
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method, settings_of
+from jax_longctx.origin import MADE_FROM, check_same
 from jax_longctx.settings import DTYPES, at_least, parse_mesh
 from jax_longctx.sharding import make_mesh
 
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 # Last tokens of a prompt that are its question, for methods that need one at prefill.
 QUESTION = 64
 HARNESS_DEVICE = "cuda:0"
+# How a request is asked.
+ASKED = ("max_length", "question_tokens", "through", "rolling")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -191,10 +194,7 @@ class LongctxLM(TemplateLM):
             "model_sha": engine.fingerprint,
             "mesh": dict(engine.mesh.shape),
             "jax_device": engine.mesh.devices.flat[0].device_kind,
-            "max_length": self.max_length,
-            "question_tokens": self.question_tokens,
-            "through": self.through,
-            "rolling": self.rolling,
+            **{name: getattr(self, name) for name in ASKED},
         }
 
     def tok_encode(
@@ -223,6 +223,20 @@ class LongctxLM(TemplateLM):
             chat_history = others
             text = self.tokenizer.chat(chat_history, answer=add_generation_prompt).text
         return text if add_generation_prompt else _open_ended(text, chat_history[-1]["content"])
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Takes the harness's cache of answers (`--use_cache`), whose keys are requests alone.
+
+        Raises:
+          OriginError: it holds answers of another model, method or way to ask, or does not say.
+        """
+        if (kept := cache_hook.dbdict) is not None:
+            names = (*ASKED, "max_gen_toks", "truncation", "sample_seed")
+            given = self.model.made_by | {name: getattr(self, name) for name in names}
+            known = kept.get(MADE_FROM, {}) if len(kept) else given
+            check_same(Path(kept.filename), known, given, "name another file for --use_cache")
+            kept[MADE_FROM] = json.loads(json.dumps(given))
+        super().set_cache_hook(cache_hook)
 
     # Requests of the harness.
 

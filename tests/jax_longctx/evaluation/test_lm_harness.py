@@ -21,13 +21,14 @@ import lm_eval
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model, model_registry
 from lm_eval.tasks import TaskManager
+from sqlitedict import SqliteDict
 
 import checkpoints_convert
 import jax_longctx
 from jax_longctx.cli.main import app
 from jax_longctx.engine import Sampling
 from jax_longctx.engine.scoring import loglikelihoods
-from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.errors import ConfigError, InputError, OriginError
 from jax_longctx.evaluation import lm_harness
 from jax_longctx.evaluation.lm_harness import LongctxLM
 from jax_longctx.methods import METHODS
@@ -320,6 +321,27 @@ def test_what_was_answered_is_not_asked_again(folder, loaded, monkeypatch):
         monkeypatch.setattr(again, name, None)
     second = evaluate(folder, again, tasks, use_cache=cache)
     assert second["results"] == first["results"]
+    # Not of another model or method, or in another way; nor of who does not say.
+    engine = loaded.engine
+    scale = engine.params["final_norm"]["scale"].at[-1].add(1)
+    params = {**engine.params, "final_norm": {"scale": scale}}
+    full = jax_longctx.make_method("full")
+    other = jax_longctx.Engine(engine.config, params, full, engine.mesh, chunk=CHUNK)
+    for model, what in (
+        (
+            under(loaded, "streaming-llm", {"budget": 32, "chunk": 32}),
+            "method.name 'full', now it is 'stre",
+        ),
+        (model_of(loaded, through="question"), "through 'decode', now it is 'question'"),
+        (model_of(loaded, max_length=MAX_LENGTH - 1), "max_length "),
+        (model_of(jax_longctx.LongContext(other, loaded.tokenizer)), "all_weights "),
+    ):
+        with pytest.raises(OriginError, match=f"answers_rank0.db was made with {what}"):
+            evaluate(folder, model, tasks, use_cache=cache)
+    with SqliteDict(f"{cache}_rank0.db", autocommit=True) as kept:
+        del kept["made_from"]
+    with pytest.raises(OriginError, match="name another file for --use_cache"):
+        evaluate(folder, model_of(loaded), tasks, use_cache=cache)
 
 
 def test_the_harness_finds_the_model_whose_arguments_hide_no_setting_of_a_method():
