@@ -9,9 +9,11 @@ Of a `Plane` a kernel takes all layers' rows, and the row at which the layer's b
 scalar: no slice is made.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -108,50 +110,43 @@ def key_block(slots: int, most: int) -> int:
 def call(
     kernel: Callable[..., None],
     scalars: Sequence[Array],
-    arrays: Sequence[Array],
+    inputs: Sequence[tuple[Array, pl.BlockSpec]],
+    outputs: Sequence[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
+    scratch: Sequence[Any],
     *,
-    grid: tuple[int, ...],
-    parallel: int,
+    grid: tuple[Sequence[int], Sequence[int]],
     cost: tuple[int, int, int],
     interpret: pltpu.InterpretParams | bool,
     name: str,
-    in_specs: Sequence[Any],
-    out_specs: Sequence[Any],
-    out_shape: Sequence[Any],
-    scratch: Sequence[Any],
-    first: Array | None = None,
     **params: Any,
 ) -> Sequence[Array]:
-    """Run a kernel whose integer scalars are prefetched.
+    """Run kernel(scalars, inputs, outputs, scratch), of references.
 
     Args:
-      parallel: how many of the grid's first axes may be split over a chip's cores; steps along
-        the others run in order.
+      scalars: integers that are prefetched; the caches' `first_row` last, where there is a
+        `key_spec`.
+      grid: the axes that may be split over a chip's cores, then those whose steps run in order.
       cost: operations, transcendentals and bytes, for the compiler's schedule.
-      first: the caches' `first_row`, where there is a `key_spec`. It is prefetched after the
-        scalars, for the specs; the kernel does not see it.
     """
-    in_order = len(grid) - parallel
-    body, given = kernel, len(scalars)
-    if first is not None:
-        scalars = (*scalars, first)
+    ends = list(itertools.accumulate(map(len, (scalars, inputs, outputs)), initial=0))
 
-        def body(*refs):
-            kernel(*refs[:given], *refs[given + 1 :])
+    def body(*refs: Any) -> None:
+        kernel(*(refs[i:j] for i, j in itertools.zip_longest(ends, ends[1:])))
 
+    arrays, in_specs = zip(*inputs, strict=True)
+    out_shape, out_specs = zip(*outputs, strict=True)
+    semantics = ("parallel",) * len(grid[0]) + ("arbitrary",) * len(grid[1])
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=grid,
+            grid=(*grid[0], *grid[1]),
             in_specs=in_specs,
             out_specs=out_specs,
             scratch_shapes=scratch,
         ),
         out_shape=out_shape,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * parallel + ("arbitrary",) * in_order, **params
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, **params),
         cost_estimate=pl.CostEstimate(
             flops=cost[0], transcendentals=cost[1], bytes_accessed=cost[2]
         ),

@@ -85,21 +85,18 @@ def attention_mass(
 
     outputs = 2 if how.squares else 1
     pairs = q_BKGTH.size // head_dim * slots
+    sums_spec = pl.BlockSpec((1, 1, 1, block), lambda b, h, j, i, *_: (b, h, 0, j))
     sums = tpu.call(
         partial(_kernel, how=how, part=part),
-        (lengths, how.valid, causal_start),
-        (q_BKGTH, lse_BKGT1, tpu.as_stored(k)),
-        first=tpu.first_row(k),
-        grid=(batch, kv_heads, -(-slots // block), q_BKGTH.shape[3] // tile),
-        parallel=3,
-        in_specs=[
-            pl.BlockSpec((1, 1, groups, tile, head_dim), by_queries),
-            pl.BlockSpec((1, 1, groups, tile, 1), by_queries),
-            tpu.key_spec(head_dim, block, visited),
+        (lengths, how.valid, causal_start, tpu.first_row(k)),
+        [
+            (q_BKGTH, pl.BlockSpec((1, 1, groups, tile, head_dim), by_queries)),
+            (lse_BKGT1, pl.BlockSpec((1, 1, groups, tile, 1), by_queries)),
+            (tpu.as_stored(k), tpu.key_spec(head_dim, block, visited)),
         ],
-        out_specs=[pl.BlockSpec((1, 1, 1, block), lambda b, h, j, i, *_: (b, h, 0, j))] * outputs,
-        out_shape=[jax.ShapeDtypeStruct((batch, kv_heads, 1, slots), jnp.float32)] * outputs,
-        scratch=[pltpu.VMEM((groups, block), jnp.float32), pltpu.VMEM((1, block), jnp.float32)],
+        [(jax.ShapeDtypeStruct((batch, kv_heads, 1, slots), jnp.float32), sums_spec)] * outputs,
+        [pltpu.VMEM((groups, block), jnp.float32), pltpu.VMEM((1, block), jnp.float32)],
+        grid=((batch, kv_heads, -(-slots // block)), (q_BKGTH.shape[3] // tile,)),
         cost=(
             2 * pairs * head_dim,
             pairs,
@@ -122,20 +119,20 @@ def _blocks(groups: int, queries: int, slots: int) -> tuple[int, int, int]:
     return tile, part, tpu.key_block(slots, min(_LOGITS // (groups * part), _KEYS))
 
 
-def _kernel(
-    lengths,  # [B] filled slots that some query sees
-    valid,  # [B] queries that count
-    causal_start,  # [B] the first query's slot; unused without causal queries
-    q,  # [1, 1, G, T, H] a tile
-    lse,  # [1, 1, G, T, 1] in base 2
-    k,  # [1, 1, Z, H], or [1, 1, H, Z] for narrow heads
-    *rest,  # outputs, each [1, 1, 1, Z]; the sums over queries, [G, Z] and [1, Z]
-    how: Reduction,
-    part: int,  # queries whose logits are made at once; a tile has a whole number of parts
-):
-    *outs, heads, squared = rest
+def _kernel(scalars, inputs, outputs, scratch, *, how: Reduction, part: int) -> None:
+    """A tile of queries against a block of keys.
+
+    Args:
+      outputs: each [1, 1, 1, Z].
+      scratch: the sums over queries, [G, Z], and of the squares, [1, Z].
+      part: queries whose logits are made at once; a tile has a whole number of parts.
+    """
+    # [B] filled slots that some query sees, queries that count, and the first query's slot, which
+    # is unused without causal queries.
+    lengths, valid, causal_start, _ = scalars
+    heads, squared = scratch
     b, j, i = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    block, tile = squared.shape[1], q.shape[3]
+    block, tile = squared.shape[1], inputs[0].shape[3]
     key_start = j * block
 
     @pl.when(i == 0)
@@ -145,7 +142,7 @@ def _kernel(
 
     def add_part(at: Array, _: None) -> None:
         ahead = causal_start[b] + i * tile + at * part - key_start
-        probabilities = partial(_add_part, how, part, q, lse, k, heads, squared, at * part)
+        probabilities = partial(_add_part, how, part, inputs, scratch, at * part)
         if how.causal_start is None:
             probabilities(None)
             return
@@ -164,15 +161,19 @@ def _kernel(
         reduce = {"sum": jnp.sum, "max": jnp.max, "first": lambda x, **_: x[:1]}
         sums = [reduce[how.over_group](heads[...], axis=0, keepdims=True), squared[...]]
         held = key_start + lax.broadcasted_iota(jnp.int32, (1, block), 1) < lengths[b]
-        for out, x in zip(outs, sums, strict=False):
+        for out, x in zip(outputs, sums, strict=False):
             out[0, 0] = jnp.where(held, x, 0)
 
 
-def _add_part(how: Reduction, part: int, q, lse, k, heads, squared, start, ahead) -> None:
+def _add_part(how: Reduction, part: int, inputs, scratch, start, ahead) -> None:
     """Add the probabilities of the part's queries, from `start` on, to a block's sums.
 
     Query t of the part sees the keys up to ahead + t of the block, or all if `ahead` is None.
     """
+    # [1, 1, G, T, H] a tile, [1, 1, G, T, 1] in base 2, and [1, 1, Z, H], or [1, 1, H, Z] for
+    # narrow heads.
+    q, lse, k = inputs
+    heads, squared = scratch
     groups, head_dim = q.shape[2], q.shape[4]
     rows = pl.ds(pl.multiple_of(start, part), part)
     q_RH = q[0, 0, :, rows].reshape(groups * part, head_dim)

@@ -22,6 +22,7 @@ about 2000 on v6e.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,35 +98,26 @@ def decode_attention(
 
     keys = tpu.key_spec(head_dim, block, visited)
     rows_spec = pl.BlockSpec((1, 1, rows, head_dim), by_head)
+    scale_spec = tpu.scale_spec(kv_heads, block, visited)
+    position_spec = pl.BlockSpec((1, rows, 1), lambda b, *_: (b, 0, 0))
     visits = batch * kv_heads * steps * block
+    lse = jax.ShapeDtypeStruct((*q_BKRH.shape[:3], 1), jnp.float32)
     out_BKRH, lse_BKR1 = tpu.call(
-        partial(
-            _kernel,
-            scale=scale,
-            block=block,
-            steps=steps,
-            window=window.size if window else None,
-            scaled=bool(scales),
-        ),
-        (lengths, first_B, -(-lengths // block)),
-        (q_BKRH, *map(tpu.as_stored, values), *map(tpu.rows_of, scales), *positions),
-        first=tpu.first_row(values[0]),
-        grid=(batch, kv_heads, steps),
-        parallel=2,
-        in_specs=[rows_spec, keys, keys]
-        + [tpu.scale_spec(kv_heads, block, visited) for _ in scales]
-        + [pl.BlockSpec((1, rows, 1), lambda b, *_: (b, 0, 0)) for _ in positions],
-        out_specs=[rows_spec, pl.BlockSpec((1, 1, rows, 1), by_head)],
-        out_shape=[
-            jax.ShapeDtypeStruct(q_BKRH.shape, q.dtype),
-            jax.ShapeDtypeStruct((*q_BKRH.shape[:3], 1), jnp.float32),
+        partial(_kernel, job=_Job(scale, block, steps, window.size if window else None)),
+        (lengths, first_B, -(-lengths // block), tpu.first_row(values[0])),
+        [
+            (q_BKRH, rows_spec),
+            *((tpu.as_stored(x), keys) for x in values),
+            *((tpu.rows_of(x), scale_spec) for x in scales),
+            *((x, position_spec) for x in positions),
         ],
-        scratch=tpu.Softmax.scratch(rows, head_dim),
-        cost=(
-            4 * visits * rows * head_dim,
-            visits * rows,
-            2 * visits * least,
-        ),
+        [
+            (jax.ShapeDtypeStruct(q_BKRH.shape, q.dtype), rows_spec),
+            (lse, pl.BlockSpec((1, 1, rows, 1), by_head)),
+        ],
+        tpu.Softmax.scratch(rows, head_dim),
+        grid=((batch, kv_heads), (steps,)),
+        cost=(4 * visits * rows * head_dim, visits * rows, 2 * visits * least),
         interpret=interpret,
         name="decode_attention",
     )
@@ -149,24 +141,24 @@ def _block(slots: int, rows: int, key_bytes: int, converted: int) -> int:
     return tpu.key_block(slots, most)
 
 
-def _kernel(
-    lengths,  # [B] filled slots
-    first,  # [B] first visible block
-    stop,  # [B] the block after the last visible one
-    q,  # [1, 1, R, H]
-    k,  # [1, 1, Z, H], or [1, 1, H, Z] for narrow heads
-    v,
-    *rest,  # scales [1, K, Z] twice; with a window the rows' positions among the slots, [1, R, 1];
-    # outputs, scratch
-    scale: float,
-    block: int,
-    steps: int,
-    window: int | None,
-    scaled: bool,
-):
-    scales, rest = rest[: 2 * scaled], rest[2 * scaled :]
-    *positions, out, lse, top, total, acc = rest
-    softmax = tpu.Softmax(top, total, acc)
+class _Job(NamedTuple):
+    """The kernel's static arguments; `block` are slots."""
+
+    scale: float
+    block: int
+    steps: int
+    window: int | None
+
+
+def _kernel(scalars, inputs, outputs, scratch, *, job: _Job) -> None:
+    # [B] filled slots, the first visible block, the block after the last visible one.
+    lengths, first, stop, _ = scalars
+    # q [1, 1, R, H]; k and v [1, 1, Z, H], or [1, 1, H, Z] for narrow heads; scales [1, K, Z]
+    # twice; with a window the rows' positions among the slots, [1, R, 1].
+    q, k, v, *rest = inputs
+    scale, block, steps, window = job
+    scales, positions = rest[: len(rest) // 2 * 2], rest[len(rest) // 2 * 2 :]
+    softmax = tpu.Softmax(*scratch)
     b, j = pl.program_id(0), pl.program_id(2)
     at = first[b] + j
     minor = tpu.slots_minor(q.shape[3])
@@ -198,7 +190,7 @@ def _kernel(
     pl.when((at < stop[b]) & whole)(lambda: add_block(cut=False))
     pl.when((at < stop[b]) & ~whole)(lambda: add_block(cut=True))
 
-    pl.when(j == steps - 1)(lambda: softmax.write(out.at[0, 0], lse.at[0, 0]))
+    pl.when(j == steps - 1)(lambda: softmax.write(*(ref.at[0, 0] for ref in outputs)))
 
 
 def _own(scales: Array, head: Array) -> Float[Array, "1 Z"]:

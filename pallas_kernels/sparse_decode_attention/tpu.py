@@ -109,29 +109,30 @@ def sparse_decode_attention(
         return b, x, 0, 0
 
     rows_spec = pl.BlockSpec((1, 1, rows.shape[2], head_dim), by_list)
+    lse = jax.ShapeDtypeStruct((*rows.shape[:3], 1), jnp.float32)
     buffer = pltpu.VMEM((2, taken, head_dim), k.dtype)
     read = batch * lists * blocks * taken
     out_BXMH, lse_BXM1 = tpu.call(
         partial(_kernel, job=job),
         [x.reshape(-1) for x in scalars],
-        (rows, reader_BXCZ.reshape(batch, lists, 1, -1), k_stored, v_stored),
-        grid=(batch, lists, blocks),
-        parallel=1,
-        in_specs=[
-            rows_spec,
-            pl.BlockSpec((1, 1, 1, taken), lambda b, x, j, *_: (b, x, 0, j)),
-            *[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+        [
+            (rows, rows_spec),
+            (
+                reader_BXCZ.reshape(batch, lists, 1, -1),
+                pl.BlockSpec((1, 1, 1, taken), lambda b, x, j, *_: (b, x, 0, j)),
+            ),
+            *((x, pl.BlockSpec(memory_space=pl.ANY)) for x in (k_stored, v_stored)),
         ],
-        out_specs=[rows_spec, pl.BlockSpec((1, 1, rows.shape[2], 1), by_list)],
-        out_shape=[
-            jax.ShapeDtypeStruct(rows.shape, jnp.float32),
-            jax.ShapeDtypeStruct((*rows.shape[:3], 1), jnp.float32),
+        [
+            (jax.ShapeDtypeStruct(rows.shape, jnp.float32), rows_spec),
+            (lse, pl.BlockSpec((1, 1, rows.shape[2], 1), by_list)),
         ],
-        scratch=[
+        [
             *[buffer, buffer],
             pltpu.SemaphoreType.DMA((2, 2)),
             *tpu.Softmax.scratch(rows.shape[2], head_dim),
         ],
+        grid=((batch,), (lists, blocks)),
         cost=(
             4 * read * rows.shape[2] * head_dim,
             read * rows.shape[2],
@@ -218,25 +219,14 @@ class _Work:
             pltpu.make_async_copy(whole, whole, self.arrived.at[which, step % 2]).wait()
 
 
-def _kernel(
-    pages,
-    used,
-    whole,  # [B * X * J] whether every slot of the block counts
-    start,  # [B]
-    stop,  # [B]
-    first,  # [1] the caches' row of batch row 0
-    q,  # [1, 1, R, H]
-    readers,  # [1, 1, 1, M] the kv head whose rows see a slot, -1 for none; without heads 0
-    k,  # [B, K * S, H] in memory, or the rows of all layers
-    v,
-    out,
-    lse,
-    k_buffer,  # [2, M, H]
-    v_buffer,
-    arrived,
-    *softmax,
-    job: _Job,
-):
+def _kernel(scalars, inputs, outputs, scratch, *, job: _Job) -> None:
+    # `whole` [B * X * J] is whether every slot of the block counts; start and stop [B]; `first` [1]
+    # the caches' row of batch row 0.
+    pages, used, whole, start, stop, first = scalars
+    # q [1, 1, R, H]; `readers` [1, 1, 1, M] the kv head whose rows see a slot, -1 for none, without
+    # heads 0; k and v [B, K * S, H] in memory, or the rows of all layers.
+    q, readers, k, v = inputs
+    k_buffer, v_buffer, arrived, *softmax = scratch  # [2, M, H] each buffer
     b, x, j = (pl.program_id(axis) for axis in range(3))
     lists, blocks = pl.num_programs(1), pl.num_programs(2)
     page_size = job.page_size
@@ -269,7 +259,7 @@ def _kernel(
             scores_RM, _seen(readers[0, 0], q.shape[2], job), v_buffer[step % 2], minor=False
         )
 
-    pl.when(j == blocks - 1)(lambda: running.write(out.at[0, 0], lse.at[0, 0]))
+    pl.when(j == blocks - 1)(lambda: running.write(*(ref.at[0, 0] for ref in outputs)))
 
 
 def _seen(readers: Float[Array, "1 Z"], rows: int, job: _Job) -> Array:

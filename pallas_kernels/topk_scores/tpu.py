@@ -100,7 +100,8 @@ def topk_scores(
     )
     tolerance_BKR = pack_rows(tolerance, kv_heads)
 
-    def visited(b, h, r, j, start, stop, first, stop_block):
+    def visited(b, h, r, j, *scalars):
+        _, _, first, stop_block = scalars
         return b, h, jnp.minimum(first[b] + j, jnp.maximum(stop_block[b] - 1, 0))
 
     def rows_of(*sizes: int) -> pl.BlockSpec:
@@ -108,24 +109,22 @@ def topk_scores(
             (1, 1, *sizes), lambda b, h, r, j, *_: (b, h, r, 0) if axis else (b, h, 0, r)
         )
 
+    q_spec = pl.BlockSpec((1, 1, row_tile, head_dim), lambda b, h, r, j, *_: (b, h, r, 0))
+    tolerance_spec = rows_of(*((row_tile, 1) if axis else (1, row_tile)))
     lists = tpu.call(
         partial(_kernel, block=block, count=count),
-        (start, stop, first_B, stop_block_B),
-        (q_BKRH, tpu.as_stored(k), jnp.expand_dims(tolerance_BKR, 2 + axis)),
-        first=tpu.first_row(k),
-        grid=(batch, kv_heads, tiles, -(-slots // block)),
-        parallel=3,
-        in_specs=[
-            pl.BlockSpec((1, 1, row_tile, head_dim), lambda b, h, r, j, *_: (b, h, r, 0)),
-            tpu.key_spec(head_dim, block, visited),
-            rows_of(*((row_tile, 1) if axis else (1, row_tile))),
+        (start, stop, first_B, stop_block_B, tpu.first_row(k)),
+        [
+            (q_BKRH, q_spec),
+            (tpu.as_stored(k), tpu.key_spec(head_dim, block, visited)),
+            (jnp.expand_dims(tolerance_BKR, 2 + axis), tolerance_spec),
         ],
-        out_specs=[rows_of(*some_lists)] * 2,
-        out_shape=[
-            jax.ShapeDtypeStruct((batch, kv_heads, *all_lists), dtype)
+        [
+            (jax.ShapeDtypeStruct((batch, kv_heads, *all_lists), dtype), rows_of(*some_lists))
             for dtype in (jnp.float32, jnp.int32)
         ],
-        scratch=[pltpu.VMEM(scores, jnp.float32)],
+        [pltpu.VMEM(scores, jnp.float32)],
+        grid=((batch, kv_heads, tiles), (-(-slots // block),)),
         cost=(2 * q.size * slots, 0, k.size * k.dtype.itemsize * tiles),
         interpret=interpret,
         name="topk_scores",
@@ -155,21 +154,15 @@ def _blocks(rows: int, slots: int) -> tuple[int, int]:
     return row_tile, tpu.key_block(slots, _SCORES // row_tile)
 
 
-def _kernel(
-    start,  # [B] the first slot that counts
-    stop,  # [B] the slot after the last
-    first,  # [B] the block of the first slot
-    stop_block,  # [B] the block after the last slot's
-    q,  # [1, 1, R, H]
-    k,  # [1, 1, Z, H], or [1, 1, H, Z] for narrow heads
-    tolerance,  # [1, 1, 1, R], or [1, 1, R, 1] if the keys are along the lanes
-    values,  # [1, 1, C, R] the lists, best first; [1, 1, R, C] if the keys are along the lanes
-    indices,
-    scores,  # [Z, R] or [R, Z]
-    *,
-    block: int,
-    count: int,
-):
+def _kernel(scalars, inputs, outputs, scratch, *, block: int, count: int) -> None:
+    # [B] the first slot that counts, the one after the last, and the blocks of both.
+    start, stop, first, stop_block, _ = scalars
+    # [1, 1, R, H]; [1, 1, Z, H], or [1, 1, H, Z] for narrow heads; [1, 1, 1, R], or [1, 1, R, 1] if
+    # the keys are along the lanes.
+    q, k, tolerance = inputs
+    # [1, 1, C, R] the lists, best first; [1, 1, R, C] if the keys are along the lanes.
+    values, indices = outputs
+    (scores,) = scratch  # [Z, R] or [R, Z]
     b, j = pl.program_id(0), pl.program_id(3)
     at = first[b] + j
     rows = q.shape[2]
