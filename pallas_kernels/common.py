@@ -19,14 +19,15 @@ from pallas_kernels.quantised import SCALES, AnyStored, Quantised, dequantised
 
 # Arrays of an attention: queries or outputs; a number for each query and head, as its log-sum-exp;
 # a cache's keys or values, in 8 bits too (`Stored`), or of one layer of many (`AnyCache`); a number
-# for each row of the batch; a chunk's own keys or values; and (output, log-sum-exp), which an
-# attention returns.
+# for each row of the batch; each row's first slot that counts and the one after the last; a chunk's
+# own keys or values; and (output, log-sum-exp), which an attention returns.
 Queries = Float[Array, "B T N H"]
 PerQuery = Float[Array, "B T N"]
 Cache = Float[Array, "B K S H"]
 Stored = Cache | Quantised
 AnyCache = Stored | Plane
 PerRow = Int[Array, " B"]
+Bounds = tuple[PerRow, PerRow]
 Chunk = Float[Array, "B T K H"]
 Attended = tuple[Queries, PerQuery]
 
@@ -123,7 +124,7 @@ def unpack_rows(x: Shaped[Array, "B K R *H"], queries: int) -> Shaped[Array, "B 
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Window:
     """Only slots less than `size` before a query are seen.
 
@@ -133,17 +134,6 @@ class Window:
     size: int = field(metadata=dict(static=True))
     query_start: PerRow
     slot_start: Int[Array, ""] | int = 0
-
-    @staticmethod
-    def of(
-        size: int | None, query_start: PerRow | None, slot_start: Int[Array, ""] | int
-    ) -> "Window | None":
-        """None without a size. Raises ValueError where the first queries' positions are missing."""
-        if size is None:
-            return None
-        if query_start is None:
-            raise ValueError("attention: a window needs query_start, the first query's position")
-        return Window(size=size, query_start=query_start, slot_start=slot_start)
 
     def sees(self, slots: Int[Array, " C"], queries: Int[Array, " T"]) -> Bool[Array, "B T C"]:
         """Whether each of the queries sees each of the slots."""

@@ -22,7 +22,7 @@ of 8,192.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +136,8 @@ def _choose_kernel(
         return functools.reduce(jnp.add, each_part)
 
     bounds = bounds_of(bound_refs, row, slots, size)
-    best(tiles, sums, bounds, lists_ref.at[row, each], scratch, interpreted, least=least)
+    its = Row(tiles, sums, bounds, least=least)
+    best(its, lists_ref.at[row, each], scratch, interpreted)
 
 
 def _within(x: Array, first: Any, last: Any) -> Array:
@@ -145,28 +146,33 @@ def _within(x: Array, first: Any, last: Any) -> Array:
     return (x - first).astype(jnp.uint32) < (last - first).astype(jnp.uint32)
 
 
-def best(
-    tiles: int,
-    scores: Callable[[Any], Array],
-    bounds: tuple[Array, Array, Array],
-    list_ref: Any,
-    scratch: dict,
-    interpreted: bool,
-    gap: tuple[Any, Any] | None = None,
-    least: float = -math.inf,
-) -> None:
-    """Write the k best slots s, first <= s < last, to `list_ref` [C]: ascending, then -1.
+class Row(NamedTuple):
+    """A row of scores, and which of them are to be listed.
 
-    Args:
-      bounds: first, last and k, which is at most C.
-      scores: gives tile i of the scores, float32 [64,64], as `load` does.
-      list_ref: in global memory.
-      scratch: as the function makes it.
+    Attributes:
+      tiles: of the scores.
+      scores: gives tile i of them, float32 [64,64], as `load` does.
+      bounds: the first slot, the one after the last, and k.
       gap: where it begins and ends. Its slots are none, and the later ones are listed without them.
       least: as `choose` has it.
     """
+
+    tiles: int
+    scores: Callable[[Any], Array]
+    bounds: tuple[Array, Array, Array]
+    gap: tuple[Any, Any] | None = None
+    least: float = -math.inf
+
+
+def best(row: Row, list_ref: Any, scratch: dict, interpreted: bool) -> None:
+    """Write the k best slots of the row to `list_ref` [C]: ascending, then -1.
+
+    Args:
+      list_ref: in global memory; k is at most C.
+      scratch: as the function makes it.
+    """
+    tiles, scores, (first, last, k), gap, least = row
     every = range(tiles)
-    first, last, k = bounds
 
     def keys(i: Any) -> Array:
         slot = _slots(i)

@@ -19,7 +19,7 @@ takes 8.37 ms in place of 8.46 under full attention, but 6.00 in place of 5.36 u
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -132,26 +132,31 @@ def drain(scratch: dict, steps: Array) -> None:
         hopper.drain(free, steps, scratch["rings"][0].shape[0])
 
 
+class Reader(NamedTuple):
+    """One of the warpgroups that attend: its number below READERS, and what it works with."""
+
+    number: Array
+    scratch: dict[str, Any]
+    interpreted: bool
+
+
 def attend(
+    me: Reader,
     blocks: tuple[Any, Any],
     q: Any,
-    scratch: dict,
     *,
-    reader: Array,
     ahead: Any,
     mask: Callable[[Array, Array], Array],
     scale: float,
-    interpreted: bool,
 ) -> Carry:
     """Attend to this warpgroup's ones of the blocks first <= j < last, as they come.
 
     Args:
       q: [N,H] in shared memory, for 8 bits `hopper_bits.in_column_order`.
-      scratch: as of `scratch`.
-      reader: the warpgroup, 0 <= reader < READERS.
       ahead: block j is step `ahead` + j of the rings.
       mask: makes those of block j's logits [slots,N] -inf that are not seen.
     """
+    reader, scratch, interpreted = me
     rings, ready, free = (scratch[name] for name in ("rings", "ready", "free"))
     places, block, head_dim = rings[0].shape
     scales = scratch["scales"]
@@ -211,22 +216,14 @@ def attend(
     return lax.fori_loop(0, mine, step, start)
 
 
-def write(
-    carry: Carry,
-    out_ref: Any,
-    lse_ref: Any,
-    scratch: dict,
-    *,
-    reader: Array,
-    number: Any,
-    interpreted: bool,
-) -> None:
+def write(me: Reader, carry: Carry, out_ref: Any, lse_ref: Any, *, number: Any) -> None:
     """Merge what the warpgroups attended to, and begin to write it: all call this for every piece.
 
     Args:
       out_ref, lse_ref: [N,H] and [N] in global memory.
       number: of the piece, from 0.
     """
+    reader, scratch, interpreted = me
     acc, top, totals = carry
     total = hopper_bits.over_rows(totals, scratch["across"].at[reader], "sum", interpreted)
     handed, sums = scratch["handed"], scratch["handed_sums"]
@@ -267,7 +264,8 @@ def write(
         plgpu.copy_smem_to_gmem(scratch["lse_tile"], lse_ref)
 
 
-def finish(scratch: dict, reader: Array, pieces: Any) -> None:
+def finish(me: Reader, pieces: Any) -> None:
     """Wait for all writes and all hands: each warpgroup calls this after its last piece."""
-    pl.when((reader == 1) & (pieces > 0))(functools.partial(plgpu.barrier_wait, scratch["taken"]))
+    taken = me.scratch["taken"]
+    pl.when((me.number == 1) & (pieces > 0))(functools.partial(plgpu.barrier_wait, taken))
     hopper.written()

@@ -11,7 +11,7 @@ numbers 512 r + 4 t + e of r < 8 and e < 4.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -197,7 +197,8 @@ def write_list(
         target = utils.memref_ptr(list_ref)
         for i, (mask, pairs) in enumerate(zip(masks, counted, strict=True)):
             before = [earlier for earlier, _ in pairs]
-            _write_mask(i, mask, before, bases[i * RUNS // _LANES], lane, target, places, shift)
+            where = bases[i * RUNS // _LANES], lane
+            _write_mask(i, mask, before, where, _List(target, places, shift))
         thread = add(times(warp, _LANES), lane)
         for first in range(0, places, THREADS):
             place = add(thread, first)
@@ -299,17 +300,24 @@ def _bases(base: Any, words: int, runs: int, warp: Any, lane: Any) -> tuple[list
     return found, before
 
 
+class _List(NamedTuple):
+    """Where a list begins, how long it is, and the end and the size of a gap in the slots."""
+
+    target: Any
+    places: int
+    shift: Sequence[Any]
+
+
 def _write_mask(
-    number: int,
-    mask: Any,
-    before: Sequence[Any],
-    bases: Any,
-    lane: Any,
-    target: Any,
-    places: int,
-    shift: Sequence[Any],
+    number: int, mask: Any, before: Sequence[Any], where: tuple[Any, Any], listed: _List
 ) -> None:
-    """Write a thread's slots of one mask, lowest first; its warp goes on until all have theirs."""
+    """Write a thread's slots of one mask, lowest first; its warp goes on until all have theirs.
+
+    Args:
+      before: slots of the lanes before, of runs of even number and of odd.
+      where: the slots before the warp's runs, and the lane.
+    """
+    (bases, lane), (target, places, shift) = where, listed
     warp, _ = hopper_bits.warp_and_lane()
     own = times(add(times(warp, _LANES), lane), VECTOR)
     loop = scf.WhileOp([_i32()], [mask])

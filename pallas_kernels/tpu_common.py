@@ -135,7 +135,6 @@ def call(
 
     arrays, in_specs = zip(*inputs, strict=True)
     out_shape, out_specs = zip(*outputs, strict=True)
-    semantics = ("parallel",) * len(grid[0]) + ("arbitrary",) * len(grid[1])
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -146,7 +145,10 @@ def call(
             scratch_shapes=scratch,
         ),
         out_shape=out_shape,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, **params),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * len(grid[0]) + ("arbitrary",) * len(grid[1]),
+            **params,
+        ),
         cost_estimate=pl.CostEstimate(
             flops=cost[0], transcendentals=cost[1], bytes_accessed=cost[2]
         ),

@@ -28,7 +28,7 @@ from jax_longctx.models.config import RopeConfig
 from jax_longctx.parts.residual import Background, combine, prior_of
 from jax_longctx.parts.sparse_decode import Selected
 from pallas_kernels import dispatch
-from pallas_kernels.attention_mass import attention_mass
+from pallas_kernels.attention_mass import Reduction, attention_mass
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.page_scores import page_scores
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
@@ -281,7 +281,7 @@ def _topk(queries: int, slots: int, with_others: bool = True) -> Case:
 
     def run(how: str | None, _: Array, q: Array, k: Array) -> Any:
         stop = jnp.array([slots], jnp.int32)
-        return topk_scores(q, k, stop * 0, stop, count=best, implementation=how)
+        return topk_scores(q, k, (stop * 0, stop), count=best, implementation=how)
 
     def library(_: Array, q: Array, k: Array) -> Any:
         """All scores of one kv head at a time, and `lax.top_k`."""
@@ -321,7 +321,7 @@ def _mass(queries: int, slots: int) -> Case:
             12 + _random(2, 1, queries, N, dtype=jnp.float32),
         ),
         run=lambda how, _, q, k, lse: attention_mass(
-            q, k, lse, filled, scale=SCALE, implementation=how
+            q, k, lse, filled, Reduction(SCALE), implementation=how
         ),
         # This matmul writes its scores in bfloat16.
         others={

@@ -192,7 +192,7 @@ def checks() -> list[Check]:
     topk, mass = (topk_tpu, topk_reference), (mass_tpu, mass_reference)
     prefill = prefill_tpu, prefill_reference
     floats, paged = (q, *map(dequantised, stored), lengths), (q, k, v, listed, nothing, lengths)
-    ranked = whole_q, whole_k, nothing, lengths, exact
+    ranked = whole_q, whole_k, (nothing, lengths), exact
     # Masked slots are multiplied by zero here, so that they must be numbers.
     numbers = many, spoilt(k, 1e4), spoilt(v, 1e4), lengths
     eight_bits = q, *spoilt_stored, lengths

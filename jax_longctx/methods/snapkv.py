@@ -39,7 +39,7 @@ from jax_longctx.parts.partial import (
     pooled_scores,
 )
 from jax_longctx.sharding import axes_field
-from pallas_kernels.attention_mass import attention_mass
+from pallas_kernels.attention_mass import Reduction, attention_mass
 
 
 @jax.tree_util.register_dataclass
@@ -160,8 +160,8 @@ class SnapKV(Appending):
         seen_B = store.held(ctx, but_last=self.window)
 
         def given(q: Array, lse: Array, over_group: Any = "sum") -> Float[Array, "B K S"]:
-            how = {"scale": ctx.scale, "over_group": over_group}
-            return attention_mass(q, store.k, lse, seen_B, **how) / self.window
+            how = Reduction(ctx.scale, over_group=over_group)
+            return attention_mass(q, store.k, lse, seen_B, how) / self.window
 
         if self.expand_kv:
             heads = (*cache.lse.shape[:2], -1, group)  # [B, W, K, G]

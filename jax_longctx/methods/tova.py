@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from jax_longctx.contract import method
 from jax_longctx.parts.evicting import Evicting, Look
-from pallas_kernels.attention_mass import attention_mass
+from pallas_kernels.attention_mass import Reduction, attention_mass
 
 
 @method(source="Oren et al. 2024, section 3.2")
@@ -47,9 +47,9 @@ def _of_last_row(seen: Look) -> Float[Array, "B K U"]:
     last_B1 = jnp.maximum(seen.valid - 1, 0)[:, None]
     q_B1NH = jnp.take_along_axis(seen.q, last_B1[..., None, None], axis=1)
     lse_B1N = jnp.take_along_axis(seen.lse, last_B1[..., None], axis=1)
-    scale, length_B = seen.ctx.scale, seen.cache.length
-    past = attention_mass(q_B1NH, seen.past_k, lse_B1N, length_B, scale=scale)
+    how, length_B = Reduction(seen.ctx.scale), seen.cache.length
+    past = attention_mass(q_B1NH, seen.past_k, lse_B1N, length_B, how)
     # It sees every valid token of its segment, so no causal start is needed.
     k_BKTH = jnp.swapaxes(seen.k, 1, 2)
-    new = attention_mass(q_B1NH, k_BKTH, lse_B1N, seen.valid, scale=scale)
+    new = attention_mass(q_B1NH, k_BKTH, lse_B1N, seen.valid, how)
     return jnp.concatenate([past, new], axis=2)

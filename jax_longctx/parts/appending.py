@@ -29,7 +29,7 @@ from jax_longctx.contract import (
 )
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
-from pallas_kernels.common import merge
+from pallas_kernels.common import Window, merge
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
@@ -66,17 +66,18 @@ class Appending(Registered):
         past_B = cache.held(ctx)
         cache = cache.append(k, v, segment.valid_of(), ctx)
         whole = cache.on_device()
-        where: dict[str, Any] = {}
+        scale, window = ctx.scale, None
         if ctx.window is not None:
             # A slot is its position, and a shard's slots are one block where there is a window.
             first = ctx.seq_offset(whole.k.shape[2])
-            where = {"query_start": positions_BT[:, 0], "slot_start": first}
-        how = {"scale": ctx.scale, "window": ctx.window}
+            window = Window(ctx.window, positions_BT[:, 0], first)
         if q.shape[1] == 1:
-            part = decode_attention(q, whole.k, whole.v, whole.held(ctx), **where, **how)
+            held_B = whole.held(ctx)
+            part = decode_attention(q, whole.k, whole.v, held_B, scale=scale, window=window)
             return ctx.seq_merge(*part), cache
-        earlier = ctx.seq_merge(*cache_attention(q, whole.k, whole.v, past_B, **where, **how))
-        within = causal_attention(q, k, v, **how)
+        part = cache_attention(q, whole.k, whole.v, past_B, scale=scale, window=window)
+        earlier = ctx.seq_merge(*part)
+        within = causal_attention(q, k, v, scale=scale, window=ctx.window)
         return merge([earlier, within]), cache
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:

@@ -54,7 +54,7 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import least_window
 from jax_longctx.parts.partial import FifoCache, padded
 from jax_longctx.sharding import axes_field
-from pallas_kernels.attention_mass import attention_mass
+from pallas_kernels.attention_mass import Reduction, attention_mass
 from pallas_kernels.common import AnyCache, Stored, merge
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.plane import part_of
@@ -185,18 +185,18 @@ class Look:
     def mass(self, **options: Any) -> Any:
         """`attention_mass` of the segment's valid queries on every slot and token, `[B, K, U]`.
 
-        `options` are those of `attention_mass`; with `squares` a pair comes back.
+        `options` are those of `Reduction`; with `squares` a pair comes back.
         """
         past = self.mass_on_cache(**options)
         k_BKTH, start = jnp.swapaxes(self.k, 1, 2), jnp.zeros_like(self.valid)
-        how = {"scale": self.ctx.scale, "valid": self.valid, "causal_start": start, **options}
-        new = attention_mass(self.q, k_BKTH, self.lse, self.valid, **how)
+        how = Reduction(self.ctx.scale, self.valid, start, **options)
+        new = attention_mass(self.q, k_BKTH, self.lse, self.valid, how)
         return jax.tree.map(lambda *pair: jnp.concatenate(pair, axis=2), past, new)
 
     def mass_on_cache(self, **options: Any) -> Any:
         """`mass` on the cache's slots alone, `[B, K, C]`."""
-        how = {"scale": self.ctx.scale, "valid": self.valid, **options}
-        return attention_mass(self.q, self.past_k, self.lse, self.cache.length, **how)
+        how = Reduction(self.ctx.scale, self.valid, **options)
+        return attention_mass(self.q, self.past_k, self.lse, self.cache.length, how)
 
     def with_tokens(self, slots: Float[Array, "B K C"]) -> Float[Array, "B K U"]:
         """Values of slots, and zeros for the segment's tokens."""

@@ -56,8 +56,8 @@ from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.select_large_k import in_one_launch, select_large_k
 from pallas_kernels.topk_scores import merge_topk, topk_scores
+from pallas_kernels.voted_slots import Spans, spans_around, takes_votes, upto, voted_slots
 from pallas_kernels.voted_slots import most_voted as most_voted_of_few
-from pallas_kernels.voted_slots import spans_around, takes_votes, upto, voted_slots
 
 # The text's first slots, by whose keys the size of a key is estimated.
 _SAMPLE = 128
@@ -114,9 +114,9 @@ def best_keys(
         # This shard's first slots may be the rest of a tile that began on the shard before.
         before = start - ctx.seq_offset(own.size)
         whole_B = jnp.where(before < 0, before % tile, first_B)
-        lists = [rank(q, k, first_B, jnp.minimum(whole_B, end_B), count=1)]
+        lists = [rank(q, k, (first_B, jnp.minimum(whole_B, end_B)), count=1)]
         first_B = whole_B
-    lists.append(rank(q, k, first_B, end_B, count=count, tile_best=tile))
+    lists.append(rank(q, k, (first_B, end_B), count=count, tile_best=tile))
     if ctx.seq_size == 1:
         return lists[0][1]
     values, slots = (jnp.concatenate(x, axis=-1) for x in zip(*lists, strict=True))
@@ -465,8 +465,8 @@ def voted_scope(
         # Whole lines of threads write it.
         size = -(-min(most, slots) // _LANES) * _LANES
         if takes_votes(votes_BE.shape[1], size):
-            how = dict[str, Any](kept=kept, span=span, first=global_size, page=page)
-            found = voted_slots(votes_BE, stop, length, slots=slots, size=size, **how)
+            spans = Spans(kept, span, global_size, page)
+            found = voted_slots(votes_BE, stop, length, spans, slots=slots, size=size)
             return Listed(*found, most)
     pages_BM = most_voted(named, slots * ctx.seq_size // page, kept, ctx)
     centres_BM = jnp.where(pages_BM < 0, -1, pages_BM * page + page // 2)

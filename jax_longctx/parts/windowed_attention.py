@@ -47,8 +47,8 @@ from jax_longctx.caches import (
 from jax_longctx.contract import QKV, Attended, LayerContext
 from jax_longctx.parts.unit_memory import Layout, Packed
 from jax_longctx.parts.voted_keys import rotated_lines
-from pallas_kernels.attention_mass import attention_mass
-from pallas_kernels.common import block_of, group_heads, merge
+from pallas_kernels.attention_mass import Reduction, attention_mass
+from pallas_kernels.common import Window, block_of, group_heads, merge
 from pallas_kernels.decode_attention import (
     attend_logits,
     attend_with_logits,
@@ -150,9 +150,9 @@ class WindowedAttention:
         if not masked:
             return cache_attention(q, run.k, run.v, run.number, scale=scale)
         # Query t sees entry i where t >= valid - 1 - i; r = T - 1 - t counts them from the last.
-        start_B = self.valid - queries - run.first
-        how = {"scale": scale, "window": 1, "query_start": start_B}
-        out, lse = cache_attention(jnp.flip(q, axis=1), run.k, run.v, run.number, **how)
+        window = Window(1, self.valid - queries - run.first)
+        q = jnp.flip(q, axis=1)
+        out, lse = cache_attention(q, run.k, run.v, run.number, scale=scale, window=window)
         return jnp.flip(out, axis=1), jnp.flip(lse, axis=1)
 
     def beyond(self, q: Float[Array, "B 1 N H"], chosen: Int[Array, "B X E"]) -> Attended:
@@ -319,9 +319,12 @@ class WindowedAttention:
         """A chunk behind the run; amounts of entries that are no keys are garbage."""
         q, k, v = new
         queries, scale = q.shape[1], self.ctx.scale
-        leaving = {"window": self.layout.window, "query_start": back[:, 0]}
+        window = Window(self.layout.window, back[:, 0])
         k_edge, v_edge = (x[:, :, :queries] for x in (run.k, run.v))
-        parts = [*others, cache_attention(q, k_edge, v_edge, run.number, scale=scale, **leaving)]
+        parts = [
+            *others,
+            cache_attention(q, k_edge, v_edge, run.number, scale=scale, window=window),
+        ]
         if run.k.shape[2] > queries:
             k_stay, v_stay = (x[:, :, queries:] for x in (run.k, run.v))
             number_B = run.number - queries
@@ -404,8 +407,8 @@ def _mass_by_head(
 
     def one(head: tuple[Array, Array]) -> Array:
         q_BTKH, lse_BTK1 = (jnp.swapaxes(x, 1, 2) for x in head)
-        how = {"scale": scale, "causal_start": causal_start}
-        return attention_mass(q_BTKH, k, lse_BTK1[..., 0], lengths, **how)
+        how = Reduction(scale, causal_start=causal_start)
+        return attention_mass(q_BTKH, k, lse_BTK1[..., 0], lengths, how)
 
     mass_BKGS = jnp.moveaxis(jax.lax.map(one, heads_G), 0, 2)
     return mass_BKGS.reshape(k.shape[0], -1, k.shape[2])

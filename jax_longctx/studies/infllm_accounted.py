@@ -24,7 +24,7 @@ from jax_longctx.contract import QKV, Attended, CacheShape, LayerContext, method
 from jax_longctx.methods.infllm import InfLLM
 from jax_longctx.parts.unit_memory import Layout, UnitMemory
 from jax_longctx.sharding import axes_field
-from pallas_kernels.attention_mass import attention_mass
+from pallas_kernels.attention_mass import Reduction, attention_mass
 from pallas_kernels.select_large_k import select_mask
 
 
@@ -168,7 +168,7 @@ def _unit_mass(
     slots_BKE = jnp.broadcast_to(slots_B1E, (batch, kv_heads, slots_B1E.shape[2]))
     keys = gather_slots(store.k, slots_BKE, ctx)
     lengths_B = jnp.full_like(valid, keys.shape[2])
-    mass_BKE = attention_mass(q, keys, lse, lengths_B, scale=ctx.scale, valid=valid)
+    mass_BKE = attention_mass(q, keys, lse, lengths_B, Reduction(ctx.scale, valid))
     mass_BE = ctx.psum_heads(jnp.sum(mass_BKE, axis=1))
     mass_BC = jnp.sum(mass_BE.reshape(slots_BCZ.shape), axis=2)
     return jnp.where(chosen >= 0, mass_BC, 0.0)

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention_mass import gpu, reference, tpu, xla
-from pallas_kernels.attention_mass.reference import Masses, OverGroup, OverQueries, Reduction
+from pallas_kernels.attention_mass.reference import Masses, Reduction
 from pallas_kernels.common import (
     BLOCK,
     AnyCache,
@@ -39,13 +39,8 @@ def attention_mass(
     k: AnyCache,
     lse: Float[Array, "B T N"],
     lengths: Int[Array, " B"],
+    how: Reduction,
     *,
-    scale: float,
-    valid: Int[Array, " B"] | None = None,
-    causal_start: Int[Array, " B"] | None = None,
-    over_group: OverGroup = "sum",
-    over_queries: OverQueries = "sum",
-    squares: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "B K S"] | Any:
     """The mass of every slot in float32: per head over the queries, then over the group's heads.
@@ -56,22 +51,14 @@ def attention_mass(
     Args:
       lse: natural log, float32.
       lengths: filled slots of every row, taken as 0 below 0 and as S above S.
-      valid: only the queries t < valid[b] count (all when None); the others may hold anything.
-      causal_start: query t of row b stands at slot causal_start[b] + t and sees no later slot;
-        None lets every query see all filled slots.
-      over_group: sum or maximum over the query heads that share a kv head, or the first of them.
-      over_queries: sum or maximum over the queries of one head.
-      squares: return the squares too.
       implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
 
     Returns:
-      The mass, or with `squares` (mass, squares), both float32 [B,K,S]. The squares are the sum
-      over queries of the square of the group's mean probability (RoCo), however the mass is
-      reduced.
+      The mass, or with `squares` (mass, squares), both float32 [B,K,S].
     """
     check_heads("attention_mass", q, k)
     cut = None
-    if isinstance(k, Quantised) and causal_start is not None and k.shape[2] > BLOCK:
+    if isinstance(k, Quantised) and how.causal_start is not None and k.shape[2] > BLOCK:
         cut = f"causal queries over more than {BLOCK} keys in int8"
     run = dispatch.select(
         "attention_mass",
@@ -81,7 +68,7 @@ def attention_mass(
         xla=xla.attention_mass,
         gpu=dispatch.Kernel(
             partial(_by_block, gpu.attention_mass),
-            lambda: cut or gpu.unsupported(q, k, squares, over_group == over_queries == "sum"),
+            lambda: cut or gpu.unsupported(q, k, how),
             eight_bits=True,
         ),
         tpu=dispatch.Kernel(
@@ -93,14 +80,9 @@ def attention_mass(
         reference=reference.attention_mass,
     )
     batch, queries = q.shape[:2]
-    how = Reduction(
-        scale=scale,
-        valid=jnp.full((batch,), queries) if valid is None else jnp.clip(valid, 0, queries),
-        causal_start=causal_start,
-        over_group=over_group,
-        over_queries=over_queries,
-        squares=squares,
-    )
+    every = how.valid is None
+    valid = jnp.full((batch,), queries) if every else jnp.clip(how.valid, 0, queries)
+    how = replace(how, valid=valid)
     mass, squared = run(q, k, lse, jnp.clip(lengths, 0, k.shape[2]), how)
     return mass if squared is None else (mass, squared)
 

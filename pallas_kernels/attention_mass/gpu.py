@@ -24,7 +24,7 @@ cubed reaches 650 to 790); the maximum over heads with a causal mask 1.15 ms; 32
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -67,18 +67,30 @@ class _Job:
         return self.batch * self.kv_heads * pl.cdiv(self.slots, _TILE)
 
 
-def unsupported(q: Array, k: AnyStored, squares: bool, sums: bool) -> str | None:
-    """Why this kernel cannot run these arguments, or None.
+class _Item(NamedTuple):
+    """A tile of a head's keys, all scalars of the kernel.
 
-    Args:
-      sums: whether the mass is a sum over group and queries.
+    Attributes:
+      head: counted over all rows.
+      filled: slots of the row.
+      before: the worker's items with keys before this one.
     """
+
+    row: Any
+    head: Any
+    tile: Any
+    filled: Any
+    before: Any
+
+
+def unsupported(q: Array, k: AnyStored, how: Reduction) -> str | None:
+    """Why this kernel cannot run these arguments, or None."""
     if k.shape[2] % hopper.TILE_ROWS:
         return f"{k.shape[2]} slots are not whole tiles of {hopper.TILE_ROWS}"
     group = q.shape[2] // k.shape[1]
-    if squares and not sums:
+    if how.squares and not how.over_group == how.over_queries == "sum":
         return "squares beside a mass that is no sum"
-    if squares and _QUERIES % (group * _LANES):
+    if how.squares and _QUERIES % (group * _LANES):
         return f"squares of a group of {group}: {_QUERIES} rows do not hold whole groups of queries"
     return hopper.unsupported(q)
 
@@ -216,10 +228,7 @@ def _kernel(lengths_ref, q_ref, lse_ref, last_ref, k_ref, *out_refs, job: _Job, 
 
 
 def _each_item(lengths_ref, job: _Job, work: Callable) -> Array:
-    """Call work(row, head, tile, filled slots, items with keys before) for the worker's tiles.
-
-    Returns the number of items with keys.
-    """
+    """Call work(item) for the worker's tiles; returns the number of items with keys."""
     worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
     tiles = pl.cdiv(job.slots, _TILE)
 
@@ -228,16 +237,17 @@ def _each_item(lengths_ref, job: _Job, work: Callable) -> Array:
         head, tile = lax.div(index, tiles), lax.rem(index, tiles)
         row = lax.div(head, job.kv_heads)
         filled = lengths_ref[row]
-        work(row, head, tile, filled, before)
+        work(_Item(row, head, tile, filled, before))
         return before + (tile * _TILE < filled).astype(jnp.int32)
 
     count = lax.div(job.items - 1 - worker, workers) + 1
     return lax.fori_loop(0, count, item, jnp.int32(0))
 
 
-def _fetch(refs, k_ref, scratch, job: _Job, row, head, tile, filled, before) -> None:
+def _fetch(refs, k_ref, scratch, job: _Job, item: _Item) -> None:
     """Copy the item's keys, and all its head's queries tile by tile."""
     queries = job.queries
+    row, head, tile, filled, before = item
     steps = job.parts * job.steps
 
     @pl.when(tile * _TILE < filled)
@@ -276,9 +286,9 @@ def _fetch(refs, k_ref, scratch, job: _Job, row, head, tile, filled, before) -> 
                 plgpu.copy_gmem_to_smem(source, scratch[name].at[slot], ready)
 
 
-def _sum(out_refs, scratch, warpgroup, job: _Job, row, head, tile, filled, before) -> None:
+def _sum(out_refs, scratch, warpgroup, job: _Job, item: _Item) -> None:
     """The mass of the warpgroup's 64 keys of the item, and their squares."""
-    del row
+    _, head, tile, filled, before = item
     first = tile * _TILE + warpgroup * hopper.ROWS
     rows = pl.ds(first, hopper.ROWS)
     column = plgpu.Layout.WGMMA.reduce(1)

@@ -1,8 +1,10 @@
 """Attention mass by its definition, every probability materialised in float32; for tests only."""
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
@@ -17,16 +19,28 @@ OverQueries = Literal["sum", "max"]
 Masses = tuple[Float[Array, "B K S"], Float[Array, "B K S"] | None]
 
 
-@dataclass(frozen=True, kw_only=True)
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("valid", "causal_start"),
+    meta_fields=("scale", "over_group", "over_queries", "squares"),
+)
+@dataclass(frozen=True)
 class Reduction:
-    """Which queries count, and how their probabilities are reduced; see `api.attention_mass`.
+    """Which queries count, and how their probabilities are reduced.
 
     Attributes:
-      valid: within 0..T.
+      valid: [B] int32; only the queries t < valid[b] count (all when None); the others may hold
+        anything.
+      causal_start: query t of row b stands at slot causal_start[b] + t and sees no later slot;
+        None lets every query see all filled slots.
+      over_group: sum or maximum over the query heads that share a kv head, or the first of them.
+      over_queries: sum or maximum over the queries of one head.
+      squares: the sum over queries of the square of the group's mean probability, too (RoCo),
+        however the mass is reduced.
     """
 
     scale: float
-    valid: PerRow
+    valid: Any = None
     causal_start: PerRow | None = None
     over_group: OverGroup = "sum"
     over_queries: OverQueries = "sum"

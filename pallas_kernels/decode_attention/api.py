@@ -37,9 +37,7 @@ def decode_attention(
     lengths: Int[Array, " B"],
     *,
     scale: float,
-    window: int | None = None,
-    query_start: Int[Array, " B"] | None = None,
-    slot_start: Int[Array, ""] | int = 0,
+    window: Window | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Every query of row b against the slots below lengths[b]; the others hold anything finite.
@@ -47,8 +45,6 @@ def decode_attention(
     Args:
       q: at most 16 queries a row; more are for `cache_attention`.
       lengths: filled slots of every row, taken as 0 below 0 and as S above S.
-      window: slot s stands at position slot_start + s, query t at query_start[b] + t, and only
-        slots less than `window` before a query are seen.
       implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
     """
     check_heads("decode_attention", q, k, v)
@@ -60,7 +56,7 @@ def decode_attention(
     run = dispatch.select(
         "decode_attention",
         implementation,
-        dispatch.shape_class(q, k.shape[1], window),
+        dispatch.shape_class(q, k.shape[1], window and window.size),
         eight_bits=in_8_bits(k, v),
         xla=xla.decode_attention,
         gpu=dispatch.Kernel(
@@ -71,8 +67,7 @@ def decode_attention(
         ),
         reference=reference.decode_attention,
     )
-    given = Window.of(window, query_start, slot_start)
-    return run(q, k, v, jnp.clip(lengths, 0, k.shape[2]), scale=scale, window=given)
+    return run(q, k, v, jnp.clip(lengths, 0, k.shape[2]), scale=scale, window=window)
 
 
 def shared_decode_attention(

@@ -165,11 +165,11 @@ def decode_attention(
     interpret: Any = None,
 ) -> Attended:
     """Every query of row b sees the slots below lengths[b], within the window if there is one."""
-    low_B = jnp.zeros_like(lengths)
+    low_B = None
     if window is not None:
         # The first slot that query 0 sees; query t sees from t slots later.
         low_B = window.query_start - window.slot_start - window.size + 1
-    out, lse, _ = _attention(q, k, v, low_B, lengths, scale, interpret, windowed=window is not None)
+    out, lse, _ = _attention(q, k, v, (low_B, lengths), scale, interpret, logits=False)
     return out, lse
 
 
@@ -187,23 +187,25 @@ def attend_with_logits(
     The group's rows of each product are written while the kernel waits for the next block: 32 bytes
     a slot and head, beside the 512 that it reads.
     """
-    low_B = jnp.zeros_like(lengths)
-    return _attention(q, k, v, low_B, lengths, scale, interpret, logits=True)
+    return _attention(q, k, v, (None, lengths), scale, interpret, logits=True)
 
 
 def _attention(
     q: Array,
     k: Stored,
     v: Stored,
-    low: Array,
-    high: Array,
+    bounds: tuple[PerRow | None, PerRow],
     scale: float,
     interpret: Any,
     *,
-    windowed: bool = False,
-    logits: bool = False,
+    logits: bool,
 ) -> tuple[Queries, PerQuery, Any]:
-    """Output, log-sum-exp, and the logits [B,N,S] or None."""
+    """Output, log-sum-exp, and the logits [B,N,S] or None.
+
+    Args:
+      bounds: the first slot that each row's query 0 sees, None for 0; and the one after the last.
+    """
+    low, high = bounds
     batch, kv_heads, slots, head_dim = k.shape
     numbers, scales = parts_of(k, v)
     job = _Job(
@@ -216,16 +218,16 @@ def _attention(
         scale=scale,
         workers=hopper.processors(),
         interpret=interpret,
-        windowed=windowed,
+        windowed=low is not None,
         logits=logits,
         stored=(numbers[0].dtype, numbers[1].dtype),
         by_slots=bool(scales),
     )
     if job.few:
         # A launch less. Without a window every row begins at 0.
-        plan = (low.astype(jnp.int32), high.astype(jnp.int32))[not windowed :]
+        plan = tuple(x.astype(jnp.int32) for x in bounds if x is not None)
     else:
-        plan = (_plan(low, high, job),)
+        plan = (_plan(jnp.zeros_like(high) if low is None else low, high, job),)
     q_rows = pack_rows(q, kv_heads)
     if isinstance(k, Quantised):
         q_rows = hopper_bits.in_column_order(q_rows)
@@ -372,11 +374,12 @@ def _kernel(*refs, job: _Job, **scratch):
         most = hopper_slots.REGISTERS[0] if job.by_slots else 208
         plgpu.set_max_registers(most, action="increase")
         wait_for_plan()
-        attend = functools.partial(_attend_by_slots, role) if job.by_slots else _attend
-        pieces, _ = _each_piece(plan, job, functools.partial(attend, out_refs, job, scratch))
         if job.by_slots:
-            hopper_slots.finish(scratch, role, pieces)
+            me = hopper_slots.Reader(role, scratch, job.interpret is not None)
+            attend = functools.partial(_attend_by_slots, out_refs, job, me)
+            hopper_slots.finish(me, _each_piece(plan, job, attend)[0])
         else:
+            _each_piece(plan, job, functools.partial(_attend, out_refs, job, scratch))
             hopper.written()
 
 
@@ -482,8 +485,9 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     hopper.write_attended(carry, out_ref.at[piece.part], lse_ref.at[piece.part], scratch)
 
 
-def _attend_by_slots(reader: Array, refs, job: _Job, scratch: dict, piece: _Piece) -> None:
+def _attend_by_slots(refs, job: _Job, me: hopper_slots.Reader, piece: _Piece) -> None:
     """`_attend` of one of the warpgroups that take blocks in turn."""
+    scratch = me.scratch
     out_ref, lse_ref, *logits_ref = refs
     tile = lax.rem(piece.number, job.q_tiles)
     queries = scratch["q_tiles"].at[pl.ds(tile * job.tile_rows, job.tile_rows)]
@@ -498,19 +502,12 @@ def _attend_by_slots(reader: Array, refs, job: _Job, scratch: dict, piece: _Piec
             hopper.store_little(logits, place)
         return s
 
-    how: dict[str, Any] = dict(reader=reader, interpreted=job.interpret is not None)
-    carry = hopper_slots.attend(
-        (piece.first, piece.last),
-        queries,
-        scratch,
-        ahead=piece.ahead,
-        mask=mask,
-        scale=job.scale,
-        **how,
-    )
+    blocks = piece.first, piece.last
+    how: dict[str, Any] = dict(ahead=piece.ahead, mask=mask, scale=job.scale)
+    carry = hopper_slots.attend(me, blocks, queries, **how)
     plgpu.barrier_arrive(scratch["answered"].at[tile])
     part = out_ref.at[piece.part], lse_ref.at[piece.part]
-    hopper_slots.write(carry, *part, scratch, number=piece.number, **how)
+    hopper_slots.write(me, carry, *part, number=piece.number)
 
 
 def _mask(s: Array, slot: Array, piece: _Piece, job: _Job, axis: int = 1) -> Array:

@@ -66,9 +66,7 @@ def cache_attention(
     lengths: Int[Array, " B"],
     *,
     scale: float,
-    window: int | None = None,
-    query_start: Int[Array, " B"] | None = None,
-    slot_start: Int[Array, ""] | int = 0,
+    window: Window | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Every query of row b against the slots below lengths[b]; the others hold anything finite.
@@ -76,18 +74,15 @@ def cache_attention(
     Args:
       scale: of the scores, above 0.
       lengths: filled slots of every row, taken as 0 below 0 and as S above S.
-      window: slot s stands at position slot_start + s, query t at query_start[b] + t, and only
-        slots less than `window` before a query are seen.
       implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
     """
     check_heads("cache_attention", q, k, v)
-    given = Window.of(window, query_start, slot_start)
     run = dispatch.select(
         "cache_attention",
         implementation,
-        dispatch.shape_class(q, k.shape[1], window),
+        dispatch.shape_class(q, k.shape[1], window and window.size),
         eight_bits=in_8_bits(k, v),
-        xla=partial(xla.cache_attention, window=given),
+        xla=partial(xla.cache_attention, window=window),
         gpu=dispatch.Kernel(
             partial(_by_block, gpu.cache_attention),
             lambda: gpu.unsupported_cache(q, window),
@@ -98,7 +93,7 @@ def cache_attention(
             lambda: tpu.unsupported_cache(q, k, window),
             eight_bits=True,
         ),
-        reference=partial(reference.cache_attention, window=given),
+        reference=partial(reference.cache_attention, window=window),
     )
     return run(q, k, v, jnp.clip(lengths, 0, k.shape[2]), scale=scale)
 

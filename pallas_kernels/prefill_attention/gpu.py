@@ -34,6 +34,7 @@ from pallas_kernels.common import (
     Chunk,
     PerRow,
     Queries,
+    Window,
     blank_rows,
     merge,
     pack_rows,
@@ -59,7 +60,7 @@ def unsupported_causal(q: Array) -> str | None:
     return None
 
 
-def unsupported_cache(q: Array, window: int | None) -> str | None:
+def unsupported_cache(q: Array, window: Window | None) -> str | None:
     """Why cuDNN cannot run the chunk against the cache, or None."""
     if window is not None:
         return "cuDNN has no sliding window without a causal mask"

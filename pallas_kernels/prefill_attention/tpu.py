@@ -35,6 +35,7 @@ from pallas_kernels.common import (
     Chunk,
     PerRow,
     Queries,
+    Window,
     blank_rows,
     merge,
 )
@@ -56,7 +57,7 @@ def unsupported_causal(q: Array) -> str | None:
     return None
 
 
-def unsupported_cache(q: Array, k: AnyStored, window: int | None) -> str | None:
+def unsupported_cache(q: Array, k: AnyStored, window: Window | None) -> str | None:
     """Why splash cannot run the chunk against the cache, or None."""
     if window is not None:
         return "no sliding window against a cache"

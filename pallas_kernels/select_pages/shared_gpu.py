@@ -365,6 +365,5 @@ def _choose_kernel(*refs, job: _Job, **scratch) -> None:
             parts = [scores_ref.at[lax.div(each, job.group), column, tile]]
         return functools.reduce(jnp.add, map(hopper_best.load, parts))
 
-    bounds, list_ref = (first, last, count), lists_ref.at[row, each]
-    interpreted = job.interpret is not None
-    hopper_best.best(job.tiles, sums, bounds, list_ref, scratch, interpreted, gap=(split, own))
+    its = hopper_best.Row(job.tiles, sums, (first, last, count), gap=(split, own))
+    hopper_best.best(its, lists_ref.at[row, each], scratch, job.interpret is not None)

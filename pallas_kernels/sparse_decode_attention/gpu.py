@@ -383,19 +383,12 @@ def _kernel(*refs, job: _Job, **scratch):
             _mask if job.group is None else _mask_own_head, piece=piece, job=job
         )
         if job.by_slots:
-            how: dict[str, Any] = dict(reader=role, interpreted=job.interpret is not None)
-            carry = hopper_slots.attend(
-                (0, _steps(piece, job)),
-                scratch["q_tile"],
-                scratch,
-                ahead=0,
-                mask=mask,
-                scale=job.scale,
-                **how,
-            )
+            me = hopper_slots.Reader(role, scratch, job.interpret is not None)
+            blocks, how = (0, _steps(piece, job)), dict[str, Any](mask=mask, scale=job.scale)
+            carry = hopper_slots.attend(me, blocks, scratch["q_tile"], ahead=0, **how)
             part = out_ref.at[each, split], lse_ref.at[each, split]
-            hopper_slots.write(carry, *part, scratch, number=0, **how)
-            hopper_slots.finish(scratch, role, 1)
+            hopper_slots.write(me, carry, *part, number=0)
+            hopper_slots.finish(me, 1)
             return
         carry = hopper.attend_blocks(
             (0, _steps(piece, job)),

@@ -16,8 +16,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.common import (
     BLOCK,
     AnyCache,
+    Bounds,
     PerQuery,
-    PerRow,
     Queries,
     block_of,
     block_size,
@@ -34,8 +34,7 @@ MAX_COUNT = 16
 def topk_scores(
     q: Float[Array, "B T N H"],
     k: AnyCache,
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
+    bounds: tuple[Int[Array, " B"], Int[Array, " B"]],
     *,
     count: int,
     tolerance: Float[Array, "B T N"] | None = None,
@@ -55,7 +54,8 @@ def topk_scores(
     a few tolerances apart.
 
     Args:
-      start, stop: taken as 0 below 0 and as S above S; what lies outside may be anything.
+      bounds: start and stop, taken as 0 below 0 and as S above S. What lies outside may be
+        anything.
       count: how many slots, 1 to 16.
       tolerance: finite, at least 0; a few times the scores' rounding error, and far below the
         difference of scores that mean something. None is 0: equal scores alone tie.
@@ -95,12 +95,12 @@ def topk_scores(
         ),
         reference=reference.topk_scores,
     )
-    start, stop = (jnp.clip(x.astype(jnp.int32), 0, k.shape[2]) for x in (start, stop))
+    start, stop = (jnp.clip(x.astype(jnp.int32), 0, k.shape[2]) for x in bounds)
     if tolerance is None:
         tolerance = jnp.zeros(q.shape[:3], jnp.float32)
     # The kernels have no `tile_best`: they are not chosen where it is given.
     how = {} if tile_best is None else dict(tile_best=tile_best)
-    values, indices = run(q, k, start, stop, tolerance, count=count, **how)
+    values, indices = run(q, k, (start, stop), tolerance, count=count, **how)
     if valid is None:
         return values, indices
     padding_BT11 = (jnp.arange(q.shape[1]) >= valid[:, None])[..., None, None]
@@ -111,8 +111,7 @@ def _by_block(
     topk: Callable[..., tuple[Array, Array]],
     q: Queries,
     k: AnyCache,
-    start: PerRow,
-    stop: PerRow,
+    bounds: Bounds,
     tolerance: PerQuery,
     *,
     count: int,
@@ -124,17 +123,17 @@ def _by_block(
       block: slots of a block at most.
     """
     if not isinstance(k, Quantised):
-        return topk(q, k, start, stop, tolerance, count=count)
+        return topk(q, k, bounds, tolerance, count=count)
     size = block_size(k.shape[2], block)
 
     def part(number: Array | int) -> tuple[Array, Array]:
         begin = number * size
-        bounds = (jnp.clip(x - begin, 0, size) for x in (start, stop))
-        values, slots = topk(q, block_of(k, begin, size), *bounds, tolerance, count=count)
+        low, high = (jnp.clip(x - begin, 0, size) for x in bounds)
+        values, slots = topk(q, block_of(k, begin, size), (low, high), tolerance, count=count)
         return values, jnp.where(slots < 0, -1, slots + begin)
 
     def add(number: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
         values, slots = (jnp.concatenate(x, axis=-1) for x in zip(best, part(number), strict=True))
         return merge_topk(values, slots, count, tolerance)
 
-    return lax.fori_loop(1, -(-jnp.max(stop) // size), add, part(0))
+    return lax.fori_loop(1, -(-jnp.max(bounds[1]) // size), add, part(0))

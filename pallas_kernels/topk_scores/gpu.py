@@ -61,7 +61,7 @@ from jaxlib.mlir.dialects import arith
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, pack_rows, unpack_rows
+from pallas_kernels.common import Bounds, Cache, PerQuery, Queries, pack_rows, unpack_rows
 from pallas_kernels.quantised import AnyStored
 from pallas_kernels.topk_scores import gpu_ties
 
@@ -125,8 +125,7 @@ def unsupported(q: Array, k: AnyStored, count: int, tile_best: int | None) -> st
 def topk_scores(
     q: Queries,
     k: Cache,
-    start: PerRow,
-    stop: PerRow,
+    bounds: Bounds,
     tolerance: PerQuery,
     *,
     count: int,
@@ -151,6 +150,7 @@ def topk_scores(
         warpgroups=warpgroups,
     )
     # Apart, as they come from the program: to join them would be a launch.
+    start, stop = bounds
     bounds = start.astype(jnp.int32), stop.astype(jnp.int32)
     if rows <= _QUERIES:
         values, slots = _best_of_few(q_BKRH, k, bounds, tolerance_BKR, job)
@@ -191,7 +191,7 @@ def _better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ..
 
 
 def _best_blocks(
-    q: Rows, k: Cache, bounds: tuple[PerRow, PerRow], tolerance: Tolerances, job: _Job
+    q: Rows, k: Cache, bounds: Bounds, tolerance: Tolerances, job: _Job
 ) -> Int[Array, "B K C R"]:
     """The numbers of the blocks that hold every query's best keys, then -1."""
     rows, padded = q.shape[2], job.row_tiles * job.tile_rows
@@ -228,24 +228,14 @@ def _best_blocks(
     return jnp.swapaxes(_choose(values, ids, job.count, tolerance[..., :rows])[1], 2, 3)
 
 
-def _blocks_kernel(
-    start_ref,
-    stop_ref,
-    q_ref,
-    k_ref,
-    tolerance_ref,
-    *out_refs,
-    job: _Job,
-    q_tiles,
-    ring,
-    **barriers,
-) -> None:
+def _blocks_kernel(*refs, job: _Job, q_tiles, ring, **barriers) -> None:
+    *bound_refs, q_ref, k_ref, tolerance_ref, values_ref, ids_ref = refs
     head, split = lax.axis_index("head"), lax.axis_index("split")
     warpgroup = lax.axis_index("warpgroup")
     more, fewer = hopper.registers(job.warpgroups)
     row = lax.div(head, job.kv_heads)
     where = row, lax.rem(head, job.kv_heads)
-    bounds, begin, end = _run_of_split((start_ref, stop_ref), row, split, job)
+    bounds, begin, end = _run_of_split(bound_refs, row, split, job)
 
     @pl.when(warpgroup == job.warpgroups)
     def _copies():
@@ -288,7 +278,7 @@ def _blocks_kernel(
         # Per query and lane of a tile the best blocks.
         lists = lax.fori_loop(0, end - begin, step, [empty] * job.count)
         for j, found in enumerate(_merged(lists, tolerance, axis=1)):
-            for ref, x in zip(out_refs, found, strict=True):
+            for ref, x in zip((values_ref, ids_ref), found, strict=True):
                 ref[head, split, j, rows] = x
 
 
@@ -360,7 +350,7 @@ def _insert(lists: Lists, value: Array, number: Array, tolerance: Array) -> List
 def _best_keys(
     q: Rows,
     k: Cache,
-    bounds: tuple[PerRow, PerRow],
+    bounds: Bounds,
     tolerance: Tolerances,
     blocks: Int[Array, "B K C R"],
     interpret: Any,
@@ -382,7 +372,7 @@ def _best_keys(
     ids = ids.reshape(batch * kv_heads, count, -1)
     k = k.reshape(batch, kv_heads, -1, _BLOCK, head_dim)
     kernel = plgpu.kernel(
-        functools.partial(_rescore_kernel, kv_heads=kv_heads, tiles=tiles, rows=rows),
+        functools.partial(_rescore_kernel, rows=rows, kv_heads=kv_heads),
         out_type=hopper.outputs((len(ids), wanted, ids.shape[2]), jnp.float32, jnp.int32),
         scratch_types=dict(
             ids=plgpu.SMEM((count, hopper.ROWS), jnp.int32),
@@ -407,25 +397,11 @@ def _best_keys(
     return values, slots
 
 
-def _rescore_kernel(
-    start_ref,
-    stop_ref,
-    ids_ref,
-    q_ref,
-    k_ref,
-    tolerance_ref,
-    *out_refs,
-    ids,
-    queries,
-    ring,
-    scores,
-    loaded,
-    ready,
-    free,
-    kv_heads: int,
-    tiles: int,
-    rows: int,
-) -> None:
+def _rescore_kernel(*refs, rows: int, kv_heads: int, ids, ring, scores, **scratch) -> None:
+    """Of a tile of 64 query rows of a head, which has so many rows."""
+    *bound_refs, ids_ref, q_ref, k_ref, tolerance_ref, values_ref, slots_ref = refs
+    queries, loaded, ready, free = (scratch[x] for x in ("queries", "loaded", "ready", "free"))
+    tiles = pl.cdiv(rows, hopper.ROWS)
     tile, role = lax.axis_index("tile"), lax.axis_index("role")
     count = ids.shape[0]
     head, part = lax.div(tile, tiles), lax.rem(tile, tiles)
@@ -469,13 +445,13 @@ def _rescore_kernel(
         plgpu.commit_smem()
         across = plgpu.Layout.WGMMA.reduce(1)
         tolerance = plgpu.load(tolerance_ref.at[tile], layout=across, optimized=False)
-        bounds = start_ref[row], stop_ref[row]
+        start, stop = (ref[row] for ref in bound_refs)
         lists = []
-        for j in range(out_refs[0].shape[1]):
+        for j in range(values_ref.shape[1]):
             block = plgpu.load(ids_ref.at[head, j, own], layout=across, optimized=False)
-            lists.append(_block_of(scores.at[:, pl.ds(j * _BLOCK, _BLOCK)], block, bounds))
+            lists.append(_block_of(scores.at[:, pl.ds(j * _BLOCK, _BLOCK)], block, (start, stop)))
         for j, found in enumerate(_best_of(lists, tolerance)):
-            for ref, x in zip(out_refs, found, strict=True):
+            for ref, x in zip((values_ref, slots_ref), found, strict=True):
                 ref[head, j, own] = x
 
 
@@ -515,9 +491,7 @@ def _best_of(blocks: Lists, tolerance: Array) -> Lists:
     return chosen
 
 
-def _best_of_few(
-    q: Rows, k: Cache, bounds: tuple[PerRow, PerRow], tolerance: Tolerances, job: _Job
-) -> Ranked:
+def _best_of_few(q: Rows, k: Cache, bounds: Bounds, tolerance: Tolerances, job: _Job) -> Ranked:
     """Scores and slots of the `count` best keys of every query, best first; R at most 8.
 
     As `topk_scores` has it: ties to the lowest slot, -inf and -1 where there are fewer, NaN absent.
@@ -552,23 +526,13 @@ def _best_of_few(
     return values.reshape(shape), slots.reshape(shape)
 
 
-def _few_kernel(
-    start_ref,
-    stop_ref,
-    q_ref,
-    k_ref,
-    tolerance_ref,
-    *out_refs,
-    job: _Job,
-    queries,
-    ring,
-    **barriers,
-) -> None:
+def _few_kernel(*refs, job: _Job, queries, ring, **barriers) -> None:
+    *bound_refs, q_ref, k_ref, tolerance_ref, values_ref, slots_ref = refs
     head, split = lax.axis_index("head"), lax.axis_index("split")
     role = lax.axis_index("role")
     more, fewer = hopper.registers(1)
     row = lax.div(head, job.kv_heads)
-    bounds, begin, end = _run_of_split((start_ref, stop_ref), row, split, job)
+    bounds, begin, end = _run_of_split(bound_refs, row, split, job)
     ready, free, loaded = (barriers[name] for name in ("ready", "free", "loaded"))
 
     @pl.when(role == 1)
@@ -609,7 +573,7 @@ def _few_kernel(
         # Each place's best scores among the split's tiles, and their slots.
         lists = lax.fori_loop(0, end - begin, step, [empty] * job.count)
         for j, found in enumerate(_merged(lists, tolerance, axis=0)):
-            for ref, x in zip(out_refs, found, strict=True):
+            for ref, x in zip((values_ref, slots_ref), found, strict=True):
                 hopper.store_little(x, ref.at[head, split * job.count + j])
 
 

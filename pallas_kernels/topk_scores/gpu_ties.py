@@ -51,7 +51,7 @@ def tied_best(
     spare = (0, 0), (0, -entries % _LINE)
     scores = jnp.pad(scores.astype(jnp.float32), spare, constant_values=-jnp.inf)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, count=count, interpreted=interpret is not None),
+        functools.partial(_kernel, interpreted=interpret is not None),
         out_type=hopper.outputs((rows, count), jnp.float32, jnp.int32),
         scratch_types=hopper_warps.across(),
         grid=(rows,),
@@ -103,28 +103,18 @@ def ranked_lists(
     return found[0], found[1]
 
 
-def _kernel(
-    tolerance_ref, scores_ref, *out_refs, count: int, across: Any, interpreted: bool
-) -> None:
+def _kernel(tolerance_ref, scores_ref, *out_refs, across: Any, interpreted: bool) -> None:
     row, size = lax.axis_index("row"), scores_ref.shape[1]
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=_VECTOR)
     scores = plgpu.load(scores_ref.at[row], layout=layout)
     place = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
     refs = [ref.at[row] for ref in out_refs]
-    how: Any = dict(count=count, across=across, interpreted=interpreted, layout=layout)
+    how: Any = dict(across=across, interpreted=interpreted, layout=layout)
     _take(scores, place, tolerance_ref[row], refs, **how)
 
 
-def _lists_kernel(
-    tolerance_ref,
-    values_ref,
-    slots_ref,
-    *out_refs,
-    entries: int,
-    together: int,
-    across: Any,
-    interpreted: bool,
-) -> None:
+def _lists_kernel(*refs, entries: int, together: int, across: Any, interpreted: bool) -> None:
+    tolerance_ref, values_ref, slots_ref, *out_refs = refs
     head, row = lax.axis_index("head"), lax.axis_index("row")
     size = values_ref.shape[1]
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=1)
@@ -133,8 +123,8 @@ def _lists_kernel(
     # Every block of threads reads the entries of all rows, which lie side by side.
     mine = (lax.rem(place, together) == row) & (place < entries * together)
     values, tolerance = jnp.where(mine, values, -jnp.inf), tolerance_ref[head, row]
-    refs, count = [ref.at[head, row] for ref in out_refs], out_refs[0].shape[2]
-    how: Any = dict(count=count, across=across, interpreted=interpreted, layout=layout)
+    refs = [ref.at[head, row] for ref in out_refs]
+    how: Any = dict(across=across, interpreted=interpreted, layout=layout)
     _take(values, slots, tolerance, refs, **how)
 
 
@@ -144,12 +134,11 @@ def _take(
     tolerance: Array,
     out_refs: list[Any],
     *,
-    count: int,
     across: Any,
     interpreted: bool,
     layout: Any,
 ) -> None:
-    """Write scores and numbers of `count` entries, best first, the lowest number first in a tie."""
+    """Fill `out_refs` with scores and numbers, best first, the lowest number first in a tie."""
     values_ref, numbers_ref = out_refs
     above = scores + tolerance
     largest = functools.partial(
@@ -169,4 +158,4 @@ def _take(
         numbers_ref[i] = first
         return jnp.where(taken, -jnp.inf, left)
 
-    lax.fori_loop(0, count, take, scores)
+    lax.fori_loop(0, values_ref.shape[0], take, scores)

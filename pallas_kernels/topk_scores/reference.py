@@ -7,20 +7,20 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.common import Cache, PerQuery, PerRow, Queries
+from pallas_kernels.common import Bounds, Cache, PerQuery, PerRow, Queries
 
 
 def topk_scores(
     q: Queries,
     k: Cache,
-    start: PerRow,
-    stop: PerRow,
+    bounds: Bounds,
     tolerance: PerQuery,
     *,
     count: int,
     tile_best: int | None = None,
 ) -> tuple[Float[Array, "B T N C"], Int[Array, "B T N C"]]:
     """Sort every slot of [start, stop) by the best score it ties with, descending, then by slot."""
+    start, stop = bounds
     k_BNSH = jnp.repeat(k, q.shape[2] // k.shape[1], axis=1).astype(jnp.float32)
     scores_BTNS = jnp.einsum("BTNH,BNSH->BTNS", q.astype(jnp.float32), k_BNSH, precision="highest")
     slots_S = jnp.arange(k.shape[2])

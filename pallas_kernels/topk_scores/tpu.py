@@ -40,7 +40,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
 from pallas_kernels import tpu_common as tpu
-from pallas_kernels.common import AnyCache, PerQuery, PerRow, Queries, pack_rows, unpack_rows
+from pallas_kernels.common import (
+    AnyCache,
+    Bounds,
+    PerQuery,
+    Queries,
+    pack_rows,
+    unpack_rows,
+)
 
 # Query rows of a tile; how many are few; scores that are computed and swept at once; and keys of a
 # block of few rows, where the copy of the keys is the bound.
@@ -68,8 +75,7 @@ def unsupported(q: Array, tile_best: int | None) -> str | None:
 def topk_scores(
     q: Queries,
     k: AnyCache,
-    start: PerRow,
-    stop: PerRow,
+    bounds: Bounds,
     tolerance: PerQuery,
     *,
     count: int,
@@ -83,6 +89,7 @@ def topk_scores(
       interpret: parameters of the interpreter that runs the kernel on other platforms.
     """
     batch, kv_heads, slots, head_dim = k.shape
+    start, stop = bounds
     # Queries before heads: a tile of rows is a run of queries with all heads of the group.
     q_BKRH = pack_rows(q, kv_heads)
     rows = q_BKRH.shape[2]

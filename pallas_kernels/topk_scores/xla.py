@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.common import PerQuery, PerRow, Queries, Stored, block_of
+from pallas_kernels.common import Bounds, PerQuery, PerRow, Queries, Stored, block_of
 from pallas_kernels.dispatch import platform
 from pallas_kernels.quantised import Quantised, dequantised
 from pallas_kernels.topk_scores.merge import tied_top_k
@@ -45,8 +45,7 @@ Best = tuple[Array, Array]
 def topk_scores(
     q: Queries,
     k: Stored,
-    start: PerRow,
-    stop: PerRow,
+    bounds: Bounds,
     tolerance: PerQuery,
     *,
     count: int,
@@ -75,7 +74,7 @@ def topk_scores(
             lax.dynamic_slice_in_dim(x, first, query_block, axis=2).reshape(b, kv_heads, -1, *rest)
             for x, rest in ((q_BKTGH, (h,)), (tolerance_BKTG, ()))
         )
-        best = _rank_keys(q_BKRH, k, start, stop, tolerance_BKR, count, tile_best, key_block)
+        best = _rank_keys(q_BKRH, k, bounds, tolerance_BKR, count, tile_best, key_block)
         values, indices = (
             lax.dynamic_update_slice_in_dim(
                 whole, part.reshape(b, kv_heads, query_block, -1, count), first, axis=2
@@ -121,25 +120,24 @@ def _nothing(shape: tuple[int, ...]) -> Best:
 def _rank_keys(
     q: Float[Array, "B K R H"],
     k: Stored,
-    start: PerRow,
-    stop: PerRow,
+    bounds: Bounds,
     tolerance: Float[Array, "B K R"],
     count: int,
     tile_best: int | None,
     key_block: int,
 ) -> Best:
     """The best slots of one block of queries, [B,K,R,count], over blocks of keys."""
-    slots = k.shape[2]
+    slots, (start, stop) = k.shape[2], bounds
     some_B = start < stop
     low, high = jnp.min(jnp.where(some_B, start, slots)), jnp.max(jnp.where(some_B, stop, 0))
     if tile_best is None:
         tile = _tile(key_block, count)
-        bounds = low // key_block, (high + key_block - 1) // key_block
+        blocks = low // key_block, (high + key_block - 1) // key_block
     else:
         tile = tile_best
         key_block = -(-key_block // tile) * tile
         longest = jnp.max(jnp.where(some_B, stop - start, 0))
-        bounds = 0, (longest + key_block - 1) // key_block
+        blocks = 0, (longest + key_block - 1) // key_block
 
     def step(j: Array | int, best: Best) -> Best:
         if tile_best is None:
@@ -162,7 +160,7 @@ def _rank_keys(
     empty = _nothing((*q.shape[:-1], count))
     if tile_best is None and key_block == slots:
         return step(0, empty)
-    return lax.fori_loop(*bounds, step, empty)
+    return lax.fori_loop(*blocks, step, empty)
 
 
 def _tile(key_block: int, count: int) -> int:

@@ -10,32 +10,26 @@ from jaxtyping import Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.voted_slots import gpu, reference, xla
+from pallas_kernels.voted_slots.spans import Spans
 
 
 def voted_slots(
     named: Int[Array, "B E"],
     stop: Int[Array, " B"],
     length: Int[Array, " B"],
+    spans: Spans,
     *,
-    kept: int,
-    span: int,
-    first: int,
     slots: int,
     size: int,
-    page: int = 1,
     implementation: str | None = None,
 ) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
     """[0, first) and [stop[b], length[b]), and between them the spans around the most named.
-
-    The span around slot s is s - span // 2 and the `span - 1` slots after that. A page p stands for
-    its middle, slot p page + page // 2.
 
     Args:
       named: slots, or pages of `page` slots, int32; those below 0 are no votes. Others lie before
         stop[b], and their pages' last slots behind `first`.
       stop, length: at most `slots`; where stop[b] < first there are no votes, and stop[b] is
         min(length[b], first).
-      kept: how many named ones stay at most.
       slots: of the cache.
       size: static length of the lists.
       implementation: "xla", "gpu" or "reference"; None picks by platform.
@@ -45,12 +39,10 @@ def voted_slots(
       more than `size` the first come back.
 
     Raises:
-      ValueError: `kept`, `span`, `page` or `size` is below 1.
+      ValueError: `size`, or one of the spans but `first`, is below 1.
     """
-    if min(kept, span, page, size) < 1:
-        raise ValueError(
-            f"voted_slots: kept {kept}, span {span}, page {page}, size {size}; expected at least 1"
-        )
+    if min(spans.kept, spans.size, spans.page, size) < 1:
+        raise ValueError(f"voted_slots: {spans}, size {size}; expected at least 1")
     run = dispatch.select(
         "voted_slots",
         implementation,
@@ -59,8 +51,7 @@ def voted_slots(
         gpu=dispatch.Kernel(gpu.voted_slots, lambda: gpu.unsupported(named.shape[1], size)),
         reference=reference.voted_slots,
     )
-    how = dict(kept=kept, span=span, first=first, page=page, slots=slots, size=size)
-    return run(named, stop, length, **how)
+    return run(named, stop, length, spans, slots=slots, size=size)
 
 
 def takes_votes(votes: int, size: int) -> bool:

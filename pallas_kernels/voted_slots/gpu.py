@@ -13,7 +13,6 @@ shape, takes 7.89 ms, with XLA's form 8.09.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,23 +22,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Int
 
 from pallas_kernels import hopper
+from pallas_kernels.voted_slots.spans import Spans
 
 # Places of a list that a block of threads writes; votes that registers hold.
 _PLACES, _MOST = 128, 1024
 # Votes of a turn of the loops: so many reads of shared memory are under way.
 _TURN = 8
 _LAST = 2**31 - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """The static arguments, as the public function has them; `votes` in whole lines of threads."""
-
-    votes: int
-    kept: int
-    span: int
-    first: int
-    page: int
 
 
 def unsupported(votes: int, size: int) -> str | None:
@@ -55,11 +44,8 @@ def voted_slots(
     named: Int[Array, "B E"],
     stop: Int[Array, " B"],
     length: Int[Array, " B"],
+    spans: Spans,
     *,
-    kept: int,
-    span: int,
-    first: int,
-    page: int,
     slots: int,
     size: int,
     interpret: Any = None,
@@ -68,11 +54,10 @@ def voted_slots(
     batch, votes = named.shape
     spare = -votes % _PLACES
     named = jnp.pad(named.astype(jnp.int32), ((0, 0), (0, spare)), constant_values=-1)
-    job = _Job(votes=votes + spare, kept=kept, span=span, first=first, page=page)
-    numbers = plgpu.SMEM((job.votes,), jnp.int32)
+    numbers = plgpu.SMEM((votes + spare,), jnp.int32)
     names = "named", "votes", "centres", "lows", "sizes", "ends", "shifts"
     kernel = plgpu.kernel(
-        functools.partial(_kernel, job=job),
+        functools.partial(_kernel, spans=spans),
         out_type=(
             hopper.outputs((batch, size), jnp.int32)[0],
             hopper.outputs((batch,), jnp.int32)[0],
@@ -87,31 +72,36 @@ def voted_slots(
     return found[0], found[1]
 
 
-def _kernel(named_ref, stop_ref, length_ref, list_ref, number_ref, *, job: _Job, **scratch) -> None:
+def _over_votes(scratch: dict, start: Array, add: Callable[..., Array], **stored: Array) -> Array:
+    """Add up, for all votes i, of add(sum, i, ...) with the stored numbers of i."""
+    for name, x in stored.items():
+        scratch[name][...] = x
+    # All warps have stored.
+    plgpu.commit_smem()
+
+    def turn(number: Array, total: Array) -> Array:
+        for offset in range(_TURN):
+            i = number * _TURN + offset
+            total = add(total, i, *(scratch[name][i] for name in stored))
+        return total
+
+    return lax.fori_loop(0, scratch["named"].shape[0] // _TURN, turn, start)
+
+
+def _kernel(*refs, spans: Spans, **scratch) -> None:
+    named_ref, stop_ref, length_ref, list_ref, number_ref = refs
+    kept, span, first, page = spans
+    count = named_ref.shape[1]
     row, block = lax.axis_index("row"), lax.axis_index("block")
     stop, length = stop_ref[row], length_ref[row]
-    layout = plgpu.Layout.WG_STRIDED((job.votes,), vec_size=1)
+    layout = plgpu.Layout.WG_STRIDED((count,), vec_size=1)
     named = plgpu.load(named_ref.at[row], layout=layout)
     entry = plgpu.broadcasted_iota(jnp.int32, named.shape, 0, layout=layout)
     zeros = hopper.full(named.shape, 0, jnp.int32, layout)
 
-    def each(start: Array, add: Callable[..., Array], **stored: Array) -> Array:
-        """Add up, for all votes i, of add(sum, i, ...) with the stored numbers of i."""
-        for name, x in stored.items():
-            scratch[name][...] = x
-        # All warps have stored.
-        plgpu.commit_smem()
-
-        def turn(number: Array, total: Array) -> Array:
-            for offset in range(_TURN):
-                i = number * _TURN + offset
-                total = add(total, i, *(scratch[name][i] for name in stored))
-            return total
-
-        return lax.fori_loop(0, job.votes // _TURN, turn, start)
-
+    each = functools.partial(_over_votes, scratch)
     # A vote for a slot that an earlier one names counts more than there are votes.
-    most = job.votes + 1
+    most = count + 1
 
     def add_vote(total: Array, i: Array, its: Array) -> Array:
         one = jnp.where(entry > i, jnp.int32(most), jnp.int32(1))
@@ -120,23 +110,23 @@ def _kernel(named_ref, stop_ref, length_ref, list_ref, number_ref, *, job: _Job,
     votes = each(zeros, add_vote, named=named)
     votes = jnp.where((named >= 0) & (votes < most), votes, 0)
     stays = votes > 0
-    if job.kept < job.votes:
+    if kept < count:
 
         def add_ahead(total: Array, i: Array, its_votes: Array) -> Array:
             lower = (its_votes == votes) & (scratch["named"][i] < named)
             return total + jnp.where((its_votes > votes) | lower, 1, 0)
 
-        stays = stays & (each(zeros, add_ahead, votes=votes) < job.kept)
-    centre = jnp.where(stays, named * job.page + job.page // 2, -1)
+        stays = stays & (each(zeros, add_ahead, votes=votes) < kept)
+    centre = jnp.where(stays, named * page + page // 2, -1)
 
     def next_lower(found: Array, _: Array, its: Array) -> Array:
         return jnp.maximum(found, jnp.where(its < centre, its, -1))
 
     before = each(zeros - 1, next_lower, centres=centre)
-    begin, end = centre - job.span // 2, before - job.span // 2 + job.span
-    taken = jnp.maximum(jnp.minimum(end, stop), job.first)
-    low = jnp.maximum(begin, jnp.where(before < 0, job.first, taken))
-    high = jnp.where(centre < 0, low, jnp.minimum(begin + job.span, stop))
+    begin, end = centre - span // 2, before - span // 2 + span
+    taken = jnp.maximum(jnp.minimum(end, stop), first)
+    low = jnp.maximum(begin, jnp.where(before < 0, first, taken))
+    high = jnp.where(centre < 0, low, jnp.minimum(begin + span, stop))
     size = high - low
 
     def add_size(total: Array, _: Array, its_low: Array, its_size: Array) -> Array:
@@ -146,7 +136,7 @@ def _kernel(named_ref, stop_ref, length_ref, list_ref, number_ref, *, job: _Job,
     near, ends = jnp.sum(size), jnp.where(size > 0, ends, -1)
     own = plgpu.Layout.WG_STRIDED((_PLACES,), vec_size=1)
     place = plgpu.broadcasted_iota(jnp.int32, (_PLACES,), 0, layout=own) + block * _PLACES
-    first = jnp.minimum(length, job.first)
+    first = jnp.minimum(length, first)
     inner = place - first
 
     def first_behind(found: Array, _: Array, its_end: Array, its_shift: Array) -> Array:

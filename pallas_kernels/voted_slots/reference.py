@@ -4,20 +4,20 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int
 
+from pallas_kernels.voted_slots.spans import Spans
+
 
 def voted_slots(
     named: Int[Array, "B E"],
     stop: Int[Array, " B"],
     length: Int[Array, " B"],
+    spans: Spans,
     *,
-    kept: int,
-    span: int,
-    first: int,
-    page: int,
     slots: int,
     size: int,
 ) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
     """See the public function."""
+    kept, span, first, page = spans
     pages = -(-slots // page)
     votes_BP = jnp.sum(named[..., None] == jnp.arange(pages), axis=1)
     order_BP = jnp.argsort(-votes_BP, axis=-1, stable=True)

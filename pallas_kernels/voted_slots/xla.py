@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int
 
+from pallas_kernels.voted_slots.spans import Spans
+
 _LAST = jnp.iinfo(jnp.int32).max
 
 
@@ -61,15 +63,13 @@ def voted_slots(
     named: Int[Array, "B E"],
     stop: Int[Array, " B"],
     length: Int[Array, " B"],
+    spans: Spans,
     *,
-    kept: int,
-    span: int,
-    first: int,
-    page: int,
     slots: int,
     size: int,
 ) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
     """See the public function."""
+    kept, span, first, page = spans
     pages_BE = most_voted(named, kept)
     centres_BE = jnp.where(pages_BE < 0, -1, pages_BE * page + page // 2)
     low_BE, high_BE = spans_around(centres_BE, span, first, stop)

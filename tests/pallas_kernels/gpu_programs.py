@@ -26,6 +26,7 @@ from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.sparse_decode_attention.lists import Around, Shared
 from pallas_kernels.topk_scores import gpu as topk_gpu
 from pallas_kernels.topk_scores import gpu_ties
+from pallas_kernels.voted_slots import Spans
 from pallas_kernels.voted_slots import gpu as voted_gpu
 
 
@@ -52,7 +53,7 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
     chosen = one[:, 0], k, v, None, none, bound, bound
     heads = [jnp.repeat(x, 4, axis=axis) for x, axis in ((one, 2), (k, 1), (v, 1))]
     k8, v8 = quantise(k), quantise(v)
-    spans = dict(kept=127, span=32, first=32, page=1, slots=9999, size=8192)
+    spans = dict(spans=Spans(127, 32, 32), slots=9999, size=8192)
 
     def around(*args: jax.Array, **how: Any) -> Any:
         return sparse(*args, around=Around(args[-1] + 9, 4, 9), **how)
@@ -67,9 +68,9 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
         "logits": (logits, (one, k, v, bound)),
         # As methods that rotate keys as they read hand them on.
         "logits-of-floats-beside-int8": (logits, (one, k, v8, bound)),
-        "topk": (topk, (q, k, none, bound, exact)),
-        "topk-plain-max": (partial(topk, count=2), (q, k, none, bound, exact)),
-        "topk-few": (topk, (one, k, none, bound, exact[:, :1])),
+        "topk": (topk, (q, k, (none, bound), exact)),
+        "topk-plain-max": (partial(topk, count=2), (q, k, (none, bound), exact)),
+        "topk-few": (topk, (one, k, (none, bound), exact[:, :1])),
         "ties": (lambda x, t: gpu_ties.tied_best(x, 4, t), (jnp.zeros((32, 1088)), jnp.zeros(32))),
         "voted": (
             partial(voted_gpu.voted_slots, **spans),

@@ -109,7 +109,8 @@ def best(name: str) -> Any:
             return hopper_best.load(scores_ref.at[i])
 
         edges = None if gap is None else tuple(map(jnp.int32, gap))
-        hopper_best.best(tiles, scores, bounds, list_ref.at[1], scratch, False, gap=edges)
+        row = hopper_best.Row(tiles, scores, bounds, edges)
+        hopper_best.best(row, list_ref.at[1], scratch, False)
 
     return plgpu.kernel(
         body,

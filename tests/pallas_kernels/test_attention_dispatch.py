@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch, hopper
+from pallas_kernels.common import Window
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.prefill_attention import cache_attention, causal_attention, gpu, tpu
@@ -61,6 +62,7 @@ def test_the_platform_is_that_of_the_mesh_traced_for() -> None:
 
 
 REFUSED, WRONG = NotImplementedError, ValueError
+WINDOW = Window(8, jnp.zeros(1, jnp.int32))
 
 
 @pytest.mark.parametrize(
@@ -72,8 +74,6 @@ REFUSED, WRONG = NotImplementedError, ValueError
         (cache_attention, (2, 256), dict(implementation="gpu"), REFUSED, "needs platform gpu"),
         (cache_attention, (2, 256), dict(implementation="tpu"), REFUSED, "needs platform tpu"),
         (decode_attention, (2, 256), dict(queries=17), REFUSED, "most 16: use cache_attention"),
-        (cache_attention, (2, 256), dict(window=4), WRONG, "window needs query_start"),
-        (decode_attention, (2, 256), dict(window=4), WRONG, "window needs query_start"),
         (cache_attention, (3, 256), {}, WRONG, "does not fit"),
         (cache_attention, (2, 0), {}, WRONG, "does not fit"),
         (cache_attention, (2, 64), dict(scale=0), WRONG, "scale is 0; expected a number above 0"),
@@ -111,10 +111,10 @@ def test_reasons_against_cudnn_and_splash() -> None:
         ("takes bfloat16 and float16, not float32", gpu.unsupported_causal(_chunk()[0])),
         ("head dim 32", gpu.unsupported_causal(_chunk(head_dim=32, dtype="bfloat16")[0])),
         ("cuDNN is not detected", gpu.unsupported_causal(_chunk(dtype="bfloat16")[0])),
-        ("no sliding window", gpu.unsupported_cache(_chunk()[0], 8)),
+        ("no sliding window", gpu.unsupported_cache(_chunk()[0], WINDOW)),
         ("head dim 32", tpu.unsupported_causal(_chunk(head_dim=32)[0])),
         ("not float16", tpu.unsupported_causal(_chunk(dtype="float16")[0])),
-        ("no sliding window", tpu.unsupported_cache(_chunk()[0], _cache()[0], 8)),
+        ("no sliding window", tpu.unsupported_cache(_chunk()[0], _cache()[0], WINDOW)),
         ("scalar memory", large[0]),
     ):
         assert reason is not None and expected in reason

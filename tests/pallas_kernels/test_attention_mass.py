@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention_mass import attention_mass, xla
+from pallas_kernels.attention_mass import Reduction, attention_mass, xla
 from pallas_kernels.prefill_attention import cache_attention
 from tests.drawing import normal
 
@@ -58,9 +58,11 @@ def _inputs(
 @functools.cache
 def _compiled(keys: int, pairs: int, implementation: str = "xla", **static: Any) -> Callable:
     """One program for all rows of a shape; keys and pairs bound the blocks of the stream."""
-    run = jax.jit(
-        functools.partial(attention_mass, scale=1.0, implementation=implementation, **static)
-    )
+
+    @jax.jit
+    def run(*args, **rows):
+        how = Reduction(1.0, **static, **rows)
+        return attention_mass(*args, how, implementation=implementation)
 
     def call(q, k, lse, lengths, **rows):
         with pytest.MonkeyPatch.context() as patch:
@@ -140,7 +142,7 @@ def test_mass_of_whole_attention_sums_to_the_number_of_queries() -> None:
     shapes = (4, 6, 4, HEAD_DIM), (4, 2, 1100, HEAD_DIM)
     q, k = (normal(*shape, seed=i, dtype="bfloat16") for i, shape in enumerate(shapes))
     _, lse = cache_attention(q, k, k, lengths, scale=0.7)
-    mass = attention_mass(q, k, lse, lengths, scale=0.7, valid=jnp.array([6, 6, 6, 2]))
+    mass = attention_mass(q, k, lse, lengths, Reduction(0.7, jnp.array([6, 6, 6, 2])))
     np.testing.assert_allclose(mass.sum(-1)[:, 0], [0, 12, 12, 4], rtol=1e-3)
 
 
@@ -196,7 +198,8 @@ def _program(queries: int, slots: int, heads: int = 8, **options: Any) -> jax.st
     shapes = (1, queries, heads, 64), (1, 2, slots, 64), (1, queries, heads)
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     arguments.append(jax.ShapeDtypeStruct((1,), jnp.int32))
-    run = jax.jit(functools.partial(attention_mass, scale=0.1, implementation="xla", **options))
+    how = Reduction(0.1, **options)
+    run = jax.jit(functools.partial(attention_mass, how=how, implementation="xla"))
     return run.lower(*arguments).compile()
 
 

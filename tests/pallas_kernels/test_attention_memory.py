@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.attention_mass import attention_mass
+from pallas_kernels.attention_mass import Reduction, attention_mass
 from pallas_kernels.decode_attention import attend_logits, decode_attention, decode_logits
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.sparse_decode_attention import sparse_decode_attention
@@ -57,11 +57,11 @@ def _halves(q, k, v, held):
 
 def _mass(q, k, v, held):
     q, lse = decode_attention(q, k, v, held, scale=0.1)
-    return q, attention_mass(q, k, lse, held, scale=0.1).max(1)
+    return q, attention_mass(q, k, lse, held, Reduction(0.1)).max(1)
 
 
 def _topk(q, k, v, held):
-    values, _ = topk_scores(q, k, jnp.zeros_like(held), held, count=4)
+    values, _ = topk_scores(q, k, (jnp.zeros_like(held), held), count=4)
     return q + jnp.sum(values, axis=-1, keepdims=True), ()
 
 

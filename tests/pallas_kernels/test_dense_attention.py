@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -157,9 +158,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return interpret
 
 
-def _by_window(window: int | None, start: jax.Array, slot_start: jax.Array | int) -> dict:
-    """The options of the public functions against a cache."""
-    return {} if window is None else dict(window=window, query_start=start, slot_start=slot_start)
+def _window(size: int | None, *start: Any) -> Window | None:
+    return None if size is None else Window(size, *start)
 
 
 @pytest.mark.parametrize("operation", [*CACHE, *CAUSAL], ids=lambda f: f.__name__)
@@ -182,11 +182,10 @@ def test_attention_to_a_cache(
     q, k, v = _random(case, (len(LENGTHS), case.queries, heads, case.head_dim), cache, cache)
     # The first queries stand 0, 10, ... tokens after the last slot of their row.
     start = jax.device_put(case.slot_start + lengths + 10 * np.arange(len(LENGTHS), dtype=np.int32))
-    window = Window.of(case.window, start, case.slot_start)
-    expected = cache_reference(q, k, v, lengths, scale=case.scale, window=window)
+    options = dict(scale=case.scale, window=_window(case.window, start, case.slot_start))
+    expected = cache_reference(q, k, v, lengths, **options)
     interpreted(name)
-    options = _by_window(case.window, start, case.slot_start)
-    attend = jax.jit(partial(operation, scale=case.scale, implementation=name, **options))
+    attend = jax.jit(partial(operation, implementation=name, **options))
     # Of both signs, as queries are: whichever slot were seen, some head's scores would soar.
     slot = np.arange(SLOTS)
     beyond = (slot >= lengths[:, None])[:, None, :, None]
@@ -227,7 +226,7 @@ def _small(operation: Callable, name: str, window: int | None) -> Callable:
         options = dict(scale=0.3, implementation=name)
         if operation in CAUSAL:
             return operation(q, k, v, window=window, **options)
-        return operation(q, k, v, lengths, **options, **_by_window(window, start, slot_start))
+        return operation(q, k, v, lengths, window=_window(window, start, slot_start), **options)
 
     return jax.jit(run)
 

@@ -152,16 +152,16 @@ def _topk(case: Case, interpret: Any) -> None:
     noisy_q, noisy_k = q.copy(), k.copy()
     noisy_q[..., 4] = 1
     noisy_k[..., 4] = np.random.default_rng(9).integers(-4, 5, k.shape[:3]) / 256
-    bounds = [
+    bounds = tuple(
         np.array(x[: case.rows], np.int32) for x in ([5, 0, 100, 3], [case.slots, 130, 103, 3])
-    ]
+    )
     options = dict(case.options)
     reference = jax.jit(partial(topk_reference.topk_scores, **options))
     run = jax.jit(partial(topk_gpu.topk_scores, interpret=interpret, **options))
     slots = None
     for *arrays, allowed in ((q, k, 0), (noisy_q, noisy_k, 1 / 16)):
         arrays = [x.astype(jnp.dtype(case.dtype)) for x in arrays]
-        given = *arrays, *bounds, np.full(q.shape[:3], allowed, np.float32)
+        given = *arrays, bounds, np.full(q.shape[:3], allowed, np.float32)
         expected, found = reference(*given), run(*given)
         slots = np.asarray(expected[1]) if slots is None else slots
         np.testing.assert_array_equal(found[1], slots)
@@ -625,7 +625,9 @@ def test_what_the_kernels_leave_to_others(monkeypatch: pytest.MonkeyPatch) -> No
         return [
             decode_gpu.unsupported(q, k),
             topk_gpu.unsupported(q, k, options["count"], options.get("tile_best")),
-            mass_gpu.unsupported(q, k, options["squares"], not options["squares"]),
+            mass_gpu.unsupported(
+                q, k, Reduction(1.0, over_group="max", squares=options["squares"])
+            ),
             sparse_gpu.unsupported(q, k, 2, options["page_size"], 0),
             pages_gpu.unsupported(q[:, 0], k, options["ball"], options["size"]),
         ]
@@ -642,8 +644,9 @@ def test_what_the_kernels_leave_to_others(monkeypatch: pytest.MonkeyPatch) -> No
         [np.repeat(x, n, axis=2) for x, n in ((q[:, :, : k.shape[1]], 3), (q, 33), (q, 16))]
     )
     q, k = jax.device_put((q, k))
-    assert mass_gpu.unsupported(q, k, True, True) is None
-    assert "group of 3" in str(mass_gpu.unsupported(odd, k, True, True))
+    squares = Reduction(1.0, squares=True)
+    assert mass_gpu.unsupported(q, k, squares) is None
+    assert "group of 3" in str(mass_gpu.unsupported(odd, k, squares))
     assert "at most 64" in str(pages_gpu.unsupported(wide[:, 0], k, False, 9))
     assert "at most 64" in str(decode_gpu.unsupported(wide, k))
     many = jnp.zeros((241, 1, 8, 64), jnp.bfloat16)

@@ -181,7 +181,7 @@ def test_topk_scores(
     q, k = jnp.asarray(q, dtype), jnp.asarray(k, dtype)
     reference = jax.jit(partial(topk_reference.topk_scores, count=count))
     exact, tolerance = jnp.zeros(q.shape[:3]), jnp.full(q.shape[:3], 1 / 16)
-    expected = reference(q, k, starts, stops, exact)
+    expected = reference(q, k, (starts, stops), exact)
     outside = (jnp.arange(300) < starts[:, None]) | (jnp.arange(300) >= stops[:, None])
     blocks = BLOCK, BLOCK
     run = jax.jit(partial(topk_tpu.topk_scores, count=count, blocks=blocks, interpret=INTERPRET))
@@ -190,13 +190,13 @@ def test_topk_scores(
         k = jnp.where(outside[:, None, :, None], jnp.nan, k)
         return _in_stack(k, dtype == "bfloat16")
 
-    values, indices = run(q, spoilt(k), starts, stops, exact)
+    values, indices = run(q, spoilt(k), (starts, stops), exact)
     np.testing.assert_array_equal(indices, expected[1])
     np.testing.assert_array_equal(values, expected[0])
     noisy = [jnp.asarray(x, dtype) for x in (noisy_q, noisy_k)]
-    noisy_values, indices = run(noisy[0], spoilt(noisy[1]), starts, stops, tolerance)
+    noisy_values, indices = run(noisy[0], spoilt(noisy[1]), (starts, stops), tolerance)
     np.testing.assert_array_equal(indices, expected[1])
-    np.testing.assert_array_equal(noisy_values, reference(*noisy, starts, stops, tolerance)[0])
+    np.testing.assert_array_equal(noisy_values, reference(*noisy, (starts, stops), tolerance)[0])
     assert not np.signbit(values[0, 0, 0]).any()
 
 
@@ -214,7 +214,7 @@ def test_two_of_the_best_in_one_class() -> None:
     q = jnp.ones((len(planted), 1, 1, 64))
     start, stop = jnp.zeros(len(planted), jnp.int32), jnp.full(len(planted), 1024, jnp.int32)
     run = partial(topk_tpu.topk_scores, count=2, interpret=INTERPRET)
-    _, indices = jax.jit(run)(q, jnp.asarray(k), start, stop, jnp.zeros(q.shape[:3]))
+    _, indices = jax.jit(run)(q, jnp.asarray(k), (start, stop), jnp.zeros(q.shape[:3]))
     np.testing.assert_array_equal(indices[:, 0, 0], [best for _, best in planted])
 
 
@@ -223,7 +223,7 @@ def test_the_best_of_tiles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     bounds = jnp.array([0], jnp.int32), jnp.array([128], jnp.int32)
     monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
     with pytest.raises(NotImplementedError, match="tiles are counted from each row's start"):
-        topk_scores(q, k, *bounds, count=1, tile_best=128, implementation="tpu")
+        topk_scores(q, k, bounds, count=1, tile_best=128, implementation="tpu")
 
 
 SQUARES, FIRST = {"squares": True}, {"over_group": "first"}

@@ -17,7 +17,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.attention_mass import attention_mass
+from pallas_kernels.attention_mass import Reduction, attention_mass
+from pallas_kernels.common import Window
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.quantised import Quantised
@@ -100,7 +101,7 @@ def _decode(
     def run(q: jax.Array, n: jax.Array, *arrays: jax.Array) -> Any:
         halves = arrays[: len(stored)], arrays[len(stored) :]
         k, v = (Quantised(*x, jnp.dtype(dtype)) if int8 else x[0] for x in halves)
-        return decode_attention(q, k, v, n, scale=0.1, window=window, query_start=n)
+        return decode_attention(q, k, v, n, scale=0.1, window=window and Window(window, n))
 
     q = QUERIES, (rows, queries, kv_heads * groups, head_dim), dtype
     cache_bytes = 2 * math.prod(shape) // 4 * jnp.dtype(stored[0][2]).itemsize
@@ -110,14 +111,17 @@ def _decode(
 def _topk(queries: int, count: int, head_dim: int) -> tuple:
     q = QUERIES, (2, queries, 32, head_dim), jnp.bfloat16
     k = HEADS, (2, 8, LONG, head_dim), jnp.bfloat16
-    run = partial(topk_scores, count=count)
+
+    def run(q: jax.Array, k: jax.Array, *bounds: jax.Array) -> Any:
+        return topk_scores(q, k, bounds, count=count)
+
     return "topk_scores", run, PAIR, (q, k, *_bounds(2, 2)), LONG * 4 * head_dim * 2
 
 
 def _mass(queries: int, head_dim: int, causal: bool = False, **options: Any) -> tuple:
     def run(q: jax.Array, k: jax.Array, lse: jax.Array, n: jax.Array) -> Any:
         start = n if causal else None
-        return attention_mass(q, k, lse, n, scale=0.1, causal_start=start, **options)
+        return attention_mass(q, k, lse, n, Reduction(0.1, causal_start=start, **options))
 
     q = QUERIES, (2, queries, 32, head_dim), jnp.bfloat16
     k = HEADS, (2, 8, LONG, head_dim), jnp.bfloat16
@@ -230,7 +234,9 @@ def test_tpu_cache_attention_compiles_without_copying_the_cache(
     """Splash has no window against a cache: XLA's loop, without a T x S matrix of scores."""
     cache = HEADS, (batch, 4, slots, head_dim), jnp.bfloat16
     compiled = _compile(
-        lambda q, k, v, n: cache_attention(q, k, v, n, scale=0.1, window=window, query_start=n),
+        lambda q, k, v, n: cache_attention(
+            q, k, v, n, scale=0.1, window=window and Window(window, n)
+        ),
         mesh,
         PAIR,
         (QUERIES, (batch, queries, 16, head_dim), jnp.bfloat16),

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import hopper, quantised
+from pallas_kernels.attention_mass import Reduction, attention_mass
 from pallas_kernels.attention_mass import api as mass_api
-from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.attention_mass import reference as mass_reference
-from pallas_kernels.common import block_of, empty
+from pallas_kernels.common import Window, block_of, empty
 from pallas_kernels.decode_attention import (
     attend_logits,
     attend_with_logits,
@@ -162,13 +162,15 @@ def test_an_operation_over_8_bits_is_its_definition(operation, slots, queries, h
     rest = [v, stop]
     if operation is attention_mass:
         rest[0] = 4.0 + np.asarray(draw(B, queries, K * G, seed=4))
+        rest, how = [*rest, Reduction(**how)], {}
     elif operation is topk_scores:
-        rest[0], how = jnp.array([3, 0]), {"count": 4, "tile_best": how["tile_best"]}
+        rest, how = [(jnp.array([3, 0]), stop)], {"count": 4, "tile_best": how["tile_best"]}
     elif operation is sparse_decode_attention:
         pages, heads = LISTED[how.pop("listed")]
         rest, how = [v, pages, jnp.array([3, 0]), stop], how | heads | {"page_size": 10}
     elif "window" in how:
-        how["query_start"] = jax.device_put(np.asarray(stop) - queries)
+        start = jax.device_put(np.asarray(stop) - queries)
+        how["window"] = Window(how["window"], start)
     found, expected = both(operation, q, k, *rest, **how)
     # Slots are the same: they are below half the inverse of this.
     close(found, expected, rtol=2e-5, atol=2e-5 if operation is not attention_mass else 1e-6)
@@ -229,9 +231,8 @@ def test_a_kernel_of_mass_that_reads_floats_is_given_blocks(squares):
     k, _ = stored(640)
     q, lengths = draw(B, 9, K * G, H), jnp.array([600, 41])
     lse = 4.0 + np.asarray(draw(B, 9, K * G, seed=4))
-    given = {"scale": 0.3, "squares": squares}
-    expected = compiled(attention_mass, q, k, lse, lengths, **given, implementation="reference")
-    how = mass_reference.Reduction(**given, valid=jnp.full(B, 9))
+    how = Reduction(0.3, jnp.full(B, 9), squares=squares)
+    expected = compiled(attention_mass, q, k, lse, lengths, how, implementation="reference")
     by_block = functools.partial(mass_api._by_block, mass_reference.attention_mass)
     masses, squared = compiled(by_block, q, k, lse, lengths, how=how, block=256)
     found = (masses, squared) if squares else masses
@@ -244,7 +245,7 @@ def test_a_kernel_of_the_best_keys_that_reads_floats_is_given_blocks():
     k = k.map(lambda part: jnp.concatenate([part, part], axis=2))
     q, start, stop = draw(B, 3, K * G, H), jnp.array([3, 0]), jnp.array([630, 50])
     tolerance = jnp.full(q.shape[:3], 1e-4)
-    given = (q, k, start, stop)
+    given = (q, k, (start, stop))
     reference = functools.partial(topk_scores, tolerance=tolerance, implementation="reference")
     expected = compiled(reference, *given, count=4)
     by_block = functools.partial(topk_api._by_block, topk_reference.topk_scores)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,12 +63,12 @@ CASES = {
 }
 
 
-def _bounds(start: tuple[int, ...], stop: tuple[int, ...]) -> list[jax.Array]:
-    return [jnp.array(x, jnp.int32) for x in (start, stop)]
+def _bounds(start: tuple[int, ...], stop: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    return jnp.array(start, jnp.int32), jnp.array(stop, jnp.int32)
 
 
-def _inputs(case: Case, seed: int = 0) -> tuple[jax.Array, ...]:
-    """q, k, start, stop and tolerance; NaN outside the rows' slots."""
+def _inputs(case: Case, seed: int = 0) -> tuple[Any, ...]:
+    """q, k, bounds and tolerance; NaN outside the rows' slots."""
     rng = np.random.default_rng(seed)
     draw: dict[str, Callable] = {
         "normal": lambda *shape: rng.normal(size=shape),
@@ -84,7 +85,7 @@ def _inputs(case: Case, seed: int = 0) -> tuple[jax.Array, ...]:
     held = (slots >= np.array(STARTS)[:, None]) & (slots < np.array(STOPS)[:, None])
     k = np.where(held[:, None, :, None], k, np.nan)
     q, k = (jnp.asarray(x, case.dtype) for x in (q, k))
-    return q, k, *_bounds(STARTS, STOPS), jnp.full(q.shape[:3], case.tolerance, jnp.float32)
+    return q, k, _bounds(STARTS, STOPS), jnp.full(q.shape[:3], case.tolerance, jnp.float32)
 
 
 def _by_numpy(case: Case, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -168,7 +169,7 @@ def test_the_slots_of_few_scores(
     q = jnp.ones((1, 2, 1, 1)).at[0, 1].set(jnp.nan)
     k = jnp.array(scores)[None, None, :, None]
     run = _run(len(expected), tile_best, implementation)
-    values, indices = run(q, k, *_bounds((start,), (len(scores),)))
+    values, indices = run(q, k, _bounds((start,), (len(scores),)))
     np.testing.assert_array_equal(indices[0, 0, 0], expected)
     np.testing.assert_array_equal(indices[0, 1, 0], [-1] * len(expected))
     found = [scores[slot] if slot >= 0 else -INF for slot in expected]
@@ -180,10 +181,10 @@ def test_padded_queries_get_nothing_and_bounds_are_clipped() -> None:
     q, k, *_ = _inputs(CASES["one-pass"])
     q, k = q[4:5, :, :, :], jnp.nan_to_num(k[4:5])
     valid = jnp.array([3], jnp.int32)
-    values, indices = _run(2)(q, k, *_bounds((-9,), (SLOTS + 9,)), valid=valid)
+    values, indices = _run(2)(q, k, _bounds((-9,), (SLOTS + 9,)), valid=valid)
     assert (indices[0, 3:] == -1).all() and jnp.isneginf(values[0, 3:]).all()
     assert (indices[0, :3] >= 0).all() and jnp.isfinite(values[0, :3]).all()
-    expected = _run(2, None, "reference")(q, k, *_bounds((0,), (SLOTS,)))
+    expected = _run(2, None, "reference")(q, k, _bounds((0,), (SLOTS,)))
     np.testing.assert_array_equal(indices[0, :3], expected[1][0, :3])
 
 
@@ -218,17 +219,16 @@ def test_any_bounds_stream_like_the_definition_and_merge(
     noise = jnp.asarray(rng.uniform(-0.1, 0.1, k.shape[:-1]), jnp.float32)
     noisy = jnp.pad(q, [(0, 0)] * 3 + [(0, 1)], constant_values=1), jnp.c_[k, noise[..., None]]
     exact, tolerance = jnp.zeros(q.shape[:3]), jnp.full(q.shape[:3], 0.25)
-    expected = run["reference"](q, k, start, stop, exact)
-    jax.tree.map(np.testing.assert_array_equal, run["xla"](q, k, start, stop, exact), expected)
+    expected = run["reference"](q, k, (start, stop), exact)
+    jax.tree.map(np.testing.assert_array_equal, run["xla"](q, k, (start, stop), exact), expected)
     for name in ("reference", "xla"):
-        _, slots = run[name](*noisy, start, stop, tolerance)
+        _, slots = run[name](*noisy, (start, stop), tolerance)
         np.testing.assert_array_equal(slots, expected[1], err_msg=name)
     if tile_best is None:
         middle = jnp.clip(split, start, jnp.maximum(start, stop))
         for arrays, allowed in (((q, k), exact), (noisy, tolerance)):
             parts = [
-                run["xla"](*arrays, *bounds, allowed)
-                for bounds in ((start, middle), (middle, stop))
+                run["xla"](*arrays, bounds, allowed) for bounds in ((start, middle), (middle, stop))
             ]
             listed = (np.concatenate(x, axis=-1) for x in zip(*parts[::-1], strict=True))
             _, slots = merged(*listed, 3, allowed)
@@ -248,7 +248,7 @@ def test_merging_orders_by_score_then_slot_and_pads() -> None:
 def test_of_a_chain_parts_may_rank_otherwise_than_the_whole() -> None:
     """The limit of ties by tolerance: 9.3 ties with 10 and 10 with 10.5, but 9.3 not with 10.5."""
     q, k = jnp.ones((1, 1, 1, 1)), jnp.array([9.3, 10.0, 10.5])[None, None, :, None]
-    given = q, k, *_bounds((0,), (3,)), jnp.ones((1, 1, 1))
+    given = q, k, _bounds((0,), (3,)), jnp.ones((1, 1, 1))
     # Of the first two alone the first comes first, and then loses to the third.
     in_blocks = partial(xla.topk_scores, blocks=(1, 2))
     for run, first in ((reference.topk_scores, 1), (xla.topk_scores, 1), (in_blocks, 2)):
@@ -265,7 +265,7 @@ def test_blocks_outside_the_bounds_are_not_visited() -> None:
 
     merge = xla._merge_block
     q, k = jnp.ones((1, 2, 2, 4)), jnp.ones((1, 1, 4096, 4))
-    given = q, k, *_bounds((1030,), (1100,)), jnp.zeros(q.shape[:3])
+    given = q, k, _bounds((1030,), (1100,)), jnp.zeros(q.shape[:3])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "_merge_block", count_turns)
         _, indices = jax.jit(partial(xla.topk_scores, count=2, blocks=(2, 64)))(*given)
@@ -280,26 +280,26 @@ def test_long_caches_take_bounded_memory(queries: int, slots: int, tile_best: in
     """The keys are 1 and 2 GB; the scores of 512 queries would be 69 GB."""
     shapes = (1, queries, 32, 128), (1, 8, slots, 128)
     arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    arguments += [jax.ShapeDtypeStruct((1,), jnp.int32)] * 2
+    bounds = (jax.ShapeDtypeStruct((1,), jnp.int32),) * 2
     run = jax.jit(partial(topk_scores, count=4, tile_best=tile_best))
-    memory = run.lower(*arguments).compile().memory_analysis()
+    memory = run.lower(*arguments, bounds).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 256 * 2**20
 
 
 def test_bad_arguments_are_named() -> None:
-    q, k, start, stop, _ = _inputs(CASES["one-pass"])
+    q, k, bounds, _ = _inputs(CASES["one-pass"])
     for changed, message in (
         (dict(count=17), "count 17"),
         (dict(tile_best=0), "tile_best 0"),
         (dict(q=q.astype(jnp.bfloat16)), "one dtype"),
     ):
         with pytest.raises(ValueError, match=message):
-            topk_scores(**dict(q=q, k=k, start=start, stop=stop, count=1) | changed)
+            topk_scores(**dict(q=q, k=k, bounds=bounds, count=1) | changed)
 
 
 def test_a_cpus_smaller_blocks_rank_the_same(monkeypatch):
     q, k = normal(1, 512, 9, 16), normal(1, 3, 5000, 16, seed=1)
-    given = q, k, *_bounds((32,), (4700,)), jnp.full((1, 512, 9), 1e-4)
+    given = q, k, _bounds((32,), (4700,)), jnp.full((1, 512, 9), 1e-4)
     sizes, results = set(), []
     for platform in ("cpu", "gpu"):
         monkeypatch.setattr(xla, "platform", lambda platform=platform: platform)

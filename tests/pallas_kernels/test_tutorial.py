@@ -31,7 +31,7 @@ def test_its_implementation_is_the_definition(blocks: dict, block: int, window: 
         for i, shape in enumerate([(4, 3, 4, 16), (4, 2, 40, 16), (4, 2, 40, 16)])
     )
     lengths = jnp.array([0, 1, 17, 40], jnp.int32)
-    windowed = blocks["Window"].of(window, lengths + 2, 1)
+    windowed = window and blocks["Window"](window, lengths + 2, 1)
     options = dict(scale=0.3, window=windowed)
     run = partial(blocks["decode_attention"], block=block)
     for found, expected in zip(

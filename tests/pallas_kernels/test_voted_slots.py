@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.voted_slots import reference, voted_slots
+from pallas_kernels.voted_slots import Spans, reference, voted_slots
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
@@ -40,7 +40,7 @@ def voted_slots_of(
         names[::2] = random.integers(near, min(near + 9, high), len(names[::2]))
         names[random.random(votes) < 0.2] = -1
     size = -(-min(first + min(votes, kept) * span + local, slots) // 128) * 128
-    how = dict(kept=kept, span=span, first=first, page=page, slots=slots, size=size)
+    how = dict(spans=Spans(kept, span, first, page), slots=slots, size=size)
     return tuple(jnp.asarray(x, jnp.int32) for x in (named, stop, length)), how
 
 
@@ -67,5 +67,5 @@ def test_the_listed_slots_are_those_of_the_definition(options):
 
 def test_settings_below_one_are_refused():
     args, how = voted_slots_of(rows=1, slots=128, votes=9, kept=2, span=4, first=2, local=9, page=1)
-    with pytest.raises(ValueError, match="kept 2, span 0, page 1"):
-        voted_slots(*args, **{**how, "span": 0})
+    with pytest.raises(ValueError, match="kept=2, size=0, first=2, page=1"):
+        voted_slots(*args, **how | {"spans": how["spans"]._replace(size=0)})
