@@ -29,17 +29,40 @@ from pallas_kernels.common import AnyCache, check_heads, fold_rows, unfold_rows
 from pallas_kernels.plane import part_of
 
 
+class Digests(NamedTuple):
+    """A box (`high`, `low`), a ball (centre `high`, `radius`) or a point (`high`) for each page.
+
+    Attributes:
+      high, low: [B,K,P,H], arrays or planes; high >= low.
+    """
+
+    high: AnyCache
+    low: AnyCache | None = None
+    radius: Float[Array, "B K P"] | None = None
+
+
 class SharedPages(NamedTuple):
     """Digests of the pages below `split`, which rows share; page p of a row is its own p - split.
 
     Attributes:
-      high, low, radius: of one row, [1,K,P,H] and [1,K,P], as `select_pages` has them.
+      digests: of one row.
     """
 
-    high: AnyCache
-    low: AnyCache | None
-    radius: Float[Array, "1 K P"] | None
+    digests: Digests
     split: Int[Array, " 1"]
+
+
+class Best(NamedTuple):
+    """Which pages are listed: the count[b] best pages p, first[b] <= p < last[b].
+
+    Attributes:
+      first, last: the pages outside may hold anything.
+      count: for all rows or each; 0 below 0, and at most the lists' length.
+    """
+
+    first: Int[Array, " B"]
+    last: Int[Array, " B"]
+    count: Int[Array, " B"] | int
 
 
 def page_scores(
@@ -81,27 +104,23 @@ def page_scores(
 
 
 def shared_page_scores(
-    q: Float[Array, "B N H"],
-    high: Float[Array, "B K P H"],
-    low: Float[Array, "B K P H"] | None,
-    pages: Int[Array, " B"],
-    radius: Float[Array, "B K P"] | None,
-    shared: SharedPages,
+    q: Float[Array, "B N H"], own: Digests, pages: Int[Array, " B"], shared: SharedPages
 ) -> Float[Array, "B N X"]:
     """`page_scores` of rows that share the first pages, of X = shared and own pages at most.
 
     The shared digests are read once: the heads of all rows are those of one row.
 
     Args:
-      high, low, radius: of each row's own pages; `low` is None where it is `high`.
+      own: of each row's own pages.
       pages: filled pages of every row, shared and own.
     """
-    kv_heads, split = high.shape[1], shared.split
-    folded, theirs = fold_rows(q, kv_heads), part_of(shared)
+    kv_heads, split = own.high.shape[1], shared.split
+    folded, theirs = fold_rows(q, kv_heads), part_of(shared.digests)
     lowest = theirs.high if theirs.low is None else theirs.low
     before = page_scores(folded, theirs.high, lowest, split, theirs.radius)
     before_BNP = unfold_rows(before, q.shape[0], kv_heads)
-    own_BNP = page_scores(q, high, high if low is None else low, pages - split, radius)
+    lowest = own.high if own.low is None else own.low
+    own_BNP = page_scores(q, own.high, lowest, pages - split, own.radius)
     room = [(0, 0), (0, 0), (0, own_BNP.shape[2])]
     all_BNX = jnp.pad(before_BNP, room, constant_values=-jnp.inf)
     return lax.dynamic_update_slice_in_dim(all_BNX, own_BNP, split[0], axis=2)

@@ -34,8 +34,8 @@ from pallas_kernels.page_scores import page_scores
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.prefill_attention import gpu as cudnn
 from pallas_kernels.select_large_k import select_large_k
-from pallas_kernels.select_pages import select_pages
-from pallas_kernels.sparse_decode_attention import sparse_decode_attention
+from pallas_kernels.select_pages import Best, Digests, select_pages
+from pallas_kernels.sparse_decode_attention import Pages, sparse_decode_attention
 from pallas_kernels.topk_scores import topk_scores
 
 N, K, H = 32, 8, 128
@@ -337,8 +337,8 @@ def _sparse(batch: int, slots: int, entries: int) -> Case:
         # Other pages every time: the same pages would stay in the L2 cache.
         listed = (listed + i * 4099) % pages
         stop = jnp.full((batch,), slots, jnp.int32)
-        options: dict[str, Any] = dict(page_size=PAGE, scale=SCALE, implementation=how)
-        return sparse_decode_attention(q, k, v, listed, stop * 0, stop, **options)
+        chosen = Pages(listed, stop * 0, stop, PAGE)
+        return sparse_decode_attention(q, k, v, chosen, scale=SCALE, implementation=how)
 
     return Case(
         operation="sparse_decode_attention",
@@ -377,16 +377,15 @@ def _resa(batch: int, slots: int, entries: int) -> Case:
     ) -> Any:
         """`given` is a list of pages, or the bounds to select pages by."""
         listed = select(q, given) if isinstance(given, tuple) else given
-        listed = (listed + i * 4099) % pages
-        how: dict[str, Any] = dict(page_size=PAGE, scale=SCALE)
+        chosen = Pages((listed + i * 4099) % pages, stop * 0, stop, PAGE)
         if not resa:
-            return sparse_decode_attention(q, *kv, listed, stop * 0, stop, **how)
+            return sparse_decode_attention(q, *kv, chosen, scale=SCALE)
         prior = prior_of(background, q, ctx)
-        how |= dict(prior_query=prior.query)
-        out, lse, *behind = sparse_decode_attention(q, *kv, listed, stop * 0, stop, **how)
-        chosen = Selected(out, lse, *behind, kept=stop[:, None])
+        found = sparse_decode_attention(q, *kv, chosen, scale=SCALE, prior=prior.query)
+        out, lse, *behind = found
+        selected = Selected(out, lse, *behind, kept=stop[:, None])
         everything = jnp.zeros((batch, N), jnp.bool)
-        return combine(chosen, prior, everything, lam=1.0, literal=False)
+        return combine(selected, prior, everything, lam=1.0, literal=False)
 
     def step(resa: bool, selects: bool) -> Step:
         return lambda i, q, kv, listed, bounds, known: run(
@@ -456,7 +455,7 @@ def _pages(batch: int, slots: int) -> Case:
 
     def run(how: str, _: Any, q: Array, high: Array, low: Array) -> Array:
         options = {"size": size, "implementation": how}
-        return select_pages(q, high, low, None, first, last, size, **options)
+        return select_pages(q, Digests(high, low), Best(first, last, size), **options)
 
     return Case(
         operation="select_pages",

@@ -34,6 +34,7 @@ from pallas_kernels.plane import Plane
 from pallas_kernels.prefill_attention import reference as prefill_reference
 from pallas_kernels.prefill_attention import tpu as prefill_tpu
 from pallas_kernels.quantised import SCALES, dequantised, quantise
+from pallas_kernels.sparse_decode_attention import Pages
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
 from pallas_kernels.sparse_decode_attention import tpu as sparse_tpu
 from pallas_kernels.topk_scores import reference as topk_reference
@@ -191,7 +192,10 @@ def checks() -> list[Check]:
     decode, sparse = (decode_tpu, decode_reference), (sparse_tpu, sparse_reference)
     topk, mass = (topk_tpu, topk_reference), (mass_tpu, mass_reference)
     prefill = prefill_tpu, prefill_reference
-    floats, paged = (q, *map(dequantised, stored), lengths), (q, k, v, listed, nothing, lengths)
+    floats, paged = (
+        (q, *map(dequantised, stored), lengths),
+        (q, k, v, Pages(listed, nothing, lengths, PAGE)),
+    )
     ranked = whole_q, whole_k, (nothing, lengths), exact
     # Masked slots are multiplied by zero here, so that they must be numbers.
     numbers = many, spoilt(k, 1e4), spoilt(v, 1e4), lengths
@@ -199,7 +203,7 @@ def checks() -> list[Check]:
     return [
         check("decode_attention", decode, ROUNDED, (q, k, v, lengths), (1, 2), **scaled),
         check("decode_attention of int8", decode, ROUNDED, floats, (1, 2), eight_bits, **scaled),
-        check("sparse_decode_attention", sparse, ROUNDED, paged, (1, 2), **scaled, page_size=PAGE),
+        check("sparse_decode_attention", sparse, ROUNDED, paged, (1, 2), **scaled),
         check("topk_scores", topk, NEARLY, ranked, (1,), count=4),
         check("attention_mass", mass, NEARLY, (many, k, lse, lengths), (1,), how=how),
         check("cache_attention", prefill, ROUNDED, (many, k, v, lengths), (), numbers, **dense),

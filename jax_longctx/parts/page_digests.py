@@ -11,7 +11,7 @@ from jax_longctx.caches import Branched, parting
 from jax_longctx.contract import LayerContext
 from jax_longctx.sharding import axes_field
 from pallas_kernels.dispatch import platform
-from pallas_kernels.page_scores import SharedPages, page_scores, shared_page_scores
+from pallas_kernels.page_scores import Digests, SharedPages, page_scores, shared_page_scores
 from pallas_kernels.plane import Plane, part_of
 
 
@@ -34,6 +34,11 @@ class PageDigests:
         "batch", "kv_heads", "pages", None, in_place=True
     )
     radius: Float[Array, "B K P"] | None = axes_field("batch", "kv_heads", "pages")
+
+    @property
+    def plain(self) -> Digests:
+        """As the operations take them."""
+        return Digests(self.high, self.low, self.radius)
 
 
 def digest_scores(
@@ -60,9 +65,9 @@ def branched_scores(
     Args:
       own_length: this shard's slots of each row that it does not share.
     """
-    own, shared = part_of(digests.own), shared_pages(digests, page_size, ctx)
+    own, shared = part_of(digests.own.plain), shared_pages(digests, page_size, ctx)
     pages_B = shared.split + jnp.maximum(-(-own_length // page_size), 0)
-    return shared_page_scores(q, own.high, own.low, pages_B, own.radius, shared)
+    return shared_page_scores(q, own, pages_B, shared)
 
 
 def shared_pages(digests: Branched, page_size: int, ctx: LayerContext) -> SharedPages:
@@ -70,7 +75,7 @@ def shared_pages(digests: Branched, page_size: int, ctx: LayerContext) -> Shared
     shared, split = digests.shared, digests.split
     if ctx.seq_size > 1:
         split = ctx.slots(shared.high.shape[2], page_size).below(split)
-    return SharedPages(shared.high, shared.low, shared.radius, split)
+    return SharedPages(shared.plain, split)
 
 
 def masked_mean(

@@ -44,7 +44,7 @@ from jax_longctx.parts.partial import (
 )
 from jax_longctx.sharding import axes_field
 from pallas_kernels.decode_attention import attend_with_logits
-from pallas_kernels.sparse_decode_attention import sparse_decode_attention
+from pallas_kernels.sparse_decode_attention import Pages, sparse_decode_attention
 
 
 @jax.tree_util.register_dataclass
@@ -226,7 +226,6 @@ class PartialDecoding(Appending):
         # Tokens are slots of the full cache.
         local_BKC = local_slots(partial.tokens(limit, partial.chosen.shape[2] + 1), size, ctx)
         start_B = jnp.zeros_like(store.length)
-        out, lse = sparse_decode_attention(
-            q, store.k, store.v, local_BKC, start_B, start_B + size, page_size=1, scale=ctx.scale
-        )
+        tokens = Pages(local_BKC, start_B, start_B + size, 1)
+        out, lse = sparse_decode_attention(q, store.k, store.v, tokens, scale=ctx.scale)
         return ctx.seq_merge(out, lse)

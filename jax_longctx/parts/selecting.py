@@ -61,7 +61,7 @@ from jax_longctx.parts.sparse_decode import (
 )
 from jax_longctx.sharding import axes_field
 from pallas_kernels.plane import Plane
-from pallas_kernels.select_pages import select_pages
+from pallas_kernels.select_pages import Best, select_pages
 
 # Caches and their shards are whole numbers of this many slots, so that no page is cut.
 _GRANULE = 128
@@ -510,12 +510,9 @@ class SelectingPages(Selecting):
         assert digests is not None
         first_B = span.start // self.page_size
         last_B = jnp.where(span.stop > span.start, -(-span.stop // self.page_size), first_B)
-        lists = select_pages(
-            *(q[:, 0], digests.high, digests.low, digests.radius, first_B, last_B, count),
-            size=most,
-            together=together,
-            shared=shared,
-        )
+        best = Best(first_B, last_B, count)
+        how: dict[str, Any] = {"size": most, "together": together, "shared": shared}
+        lists = select_pages(q[:, 0], digests.plain, best, **how)
         if together and (shared is not None or isinstance(cache.store, Offloaded)):
             return jnp.broadcast_to(lists, (len(lists), cache.store.sizes[1], most))
         return lists

@@ -18,6 +18,7 @@ from jax_longctx.contract import LayerContext
 from pallas_kernels.common import AnyCache, merge
 from pallas_kernels.sparse_decode_attention import (
     Around,
+    Pages,
     Shared,
     sparse_decode_attention,
     takes_around,
@@ -67,9 +68,10 @@ class Prior(NamedTuple):
     bias: Float[Array, "B N"]
     logits: Float[Array, "B N S"] | None
 
-    def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of the attention."""
-        return {"prior_query": self.query} if self.logits is None else {"prior": self.logits}
+    @property
+    def given(self) -> Array:
+        """What the attention takes."""
+        return self.query if self.logits is None else self.logits
 
 
 class Selected(NamedTuple):
@@ -95,13 +97,9 @@ class Selected(NamedTuple):
 def sparse_attention(
     q: Float[Array, "B 1 N H"],
     store: Store,
-    pages: Int[Array, "B X C"] | Int[Array, "B E"],
-    start: Int[Array, " B"],
-    stop: Int[Array, " B"],
-    *,
-    page_size: int,
+    pages: Pages,
     ctx: LayerContext,
-    **how: Any,
+    prior: Prior | None = None,
 ) -> tuple[Array, ...]:
     """`sparse_decode_attention` of a store, whose rows may share a context.
 
@@ -109,9 +107,9 @@ def sparse_attention(
     rows share, `start` is the same for all of them, or beyond what they share; `stop` lies beyond
     it. Every page lies on one side. Flat lists and priors are not for these.
     """
-    own, shared = _caches(store, ctx)
-    given: dict[str, Any] = {"page_size": page_size, "scale": ctx.scale, "shared": shared}
-    return sparse_decode_attention(q, *own, pages, start, stop, **given, **how)
+    (k, v), shared = _caches(store, ctx)
+    known = None if prior is None else prior.given
+    return sparse_decode_attention(q, k, v, pages, scale=ctx.scale, prior=known, shared=shared)
 
 
 def _caches(store: Store, ctx: LayerContext) -> tuple[tuple[AnyCache, AnyCache], Shared | None]:
@@ -150,9 +148,7 @@ def attend_fixed(
         fixed_BC, slots = store.placed(fixed_BC), store.pool_k.shape[2]
     fixed_BKC = jnp.broadcast_to(fixed_BC[:, None], (batch, heads, sink + local))
     zero_B = jnp.zeros_like(store.length)
-    how: dict[str, Any] = {"page_size": 1, "ctx": ctx}
-    how |= {} if prior is None else prior.arguments()
-    return sparse_attention(q, store, fixed_BKC, zero_B, zero_B + slots, **how)
+    return sparse_attention(q, store, Pages(fixed_BKC, zero_B, zero_B + slots, 1), ctx, prior)
 
 
 def attend_lists(
@@ -180,8 +176,7 @@ def attend_lists(
         local = local_slots(lists.pages, slots // page_size, ctx, page_size)
         own = ctx.slots(slots)
         where = (own.below(span.start), own.below(span.stop))
-    how: dict[str, Any] = {"page_size": page_size, "ctx": ctx}
-    how |= {} if prior is None else prior.arguments()
+    around = None
     store, listed_pages = store.brought(local, valid, ctx, step=True)
     if isinstance(store, Offloaded):
         where = store.span(*where)
@@ -194,10 +189,11 @@ def attend_lists(
         one = one and not isinstance(store, Offloaded)
         (keys, _), shared = _caches(store, ctx)
         if one and takes_around(q, keys, listed_pages, page_size, prior is not None, shared):
-            fixed, how["around"] = None, Around(store.length, *fixed)
+            fixed, around = None, Around(store.length, *fixed)
         else:
             fixed = attend_fixed(q, store, span, *fixed, ctx, prior)
-    chosen = sparse_attention(q, store, listed_pages, *where, heads=lists.heads, **how)
+    pages = Pages(listed_pages, *where, page_size, lists.heads, around)
+    chosen = sparse_attention(q, store, pages, ctx, prior)
     parts = [chosen] if fixed is None else [fixed, chosen]
     out, lse = ctx.seq_merge(*_merged([(part[0], part[1]) for part in parts]))
     kept_BN = _kept(lists, span, store, q.shape[2])

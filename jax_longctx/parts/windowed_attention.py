@@ -58,6 +58,7 @@ from pallas_kernels.decode_attention import (
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.sparse_decode_attention import (
     Around,
+    Pages,
     sparse_decode_attention,
     takes_around,
 )
@@ -173,8 +174,8 @@ class WindowedAttention:
         if self.ctx.seq_size > 1:
             stop_B = self.ctx.slots(local).below(stop_B)
         span = self.store.span(jnp.zeros_like(stop_B), stop_B)
-        how = {"page_size": page, "scale": self.ctx.scale}
-        out, lse = sparse_decode_attention(q, *self.store.buffers, pages, *span, **how)
+        listed, scale = Pages(pages, *span, page), self.ctx.scale
+        out, lse = sparse_decode_attention(q, *self.store.buffers, listed, scale=scale)
         return out, lse
 
     def takes_units(self, q: Float[Array, "B 1 N H"], chosen: Int[Array, "B X C"]) -> bool:
@@ -197,15 +198,11 @@ class WindowedAttention:
         start_B = jnp.minimum(end_B, layout.sinks)
         # Behind the last unit less than another one is left, or just one.
         stop_B = jnp.minimum(layout.sinks + layout.units(self.begin) * layout.block, end_B)
-        out, lse = sparse_decode_attention(
-            *(q, store.k, store.v, chosen, start_B, stop_B),
-            page_size=self._page,
-            scale=self.ctx.scale,
-            around=Around(end_B, layout.sinks, layout.block),
-            first_page=layout.sinks // self._page,
-            beside=near,
-        )
-        return out, lse
+        around = Around(end_B, layout.sinks, layout.block)
+        first = layout.sinks // self._page
+        pages = Pages(chosen, start_B, stop_B, self._page, around=around, first=first)
+        out, lse = sparse_decode_attention(q, store.k, store.v, pages, scale=self.ctx.scale)
+        return merge([(out, lse), near])
 
     def units(self, q: Float[Array, "B T N H"], chosen: Int[Array, "B X E"]) -> Attended:
         """Attention to the chosen units' pages; X = 1 list for all heads, or N lists."""

@@ -13,42 +13,35 @@ Implementations: `xla` on every platform, `gpu` (Mosaic), `reference` for tests.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import AnyCache, check_heads
-from pallas_kernels.page_scores import SharedPages
+from pallas_kernels.common import check_heads
+from pallas_kernels.page_scores import Best, Digests, SharedPages
 from pallas_kernels.plane import part_of
 from pallas_kernels.select_pages import gpu, reference, shared_gpu, xla
 
 
 def select_pages(
     q: Float[Array, "B N H"],
-    high: AnyCache,
-    low: AnyCache | None,
-    radius: Float[Array, "B K P"] | None,
-    first: Int[Array, " B"],
-    last: Int[Array, " B"],
-    count: Int[Array, " B"] | int,
+    digests: Digests,
+    best: Best,
     *,
     size: int,
     together: bool = False,
     shared: SharedPages | None = None,
     implementation: str | None = None,
 ) -> Int[Array, "B X C"]:
-    """The count[b] best pages p, first[b] <= p < last[b], ascending, then -1 up to C = `size`.
+    """The best pages ascending, then -1 up to C = `size`, the static length of the lists.
 
     Args:
-      high, low: [B,K,P,H], arrays or planes; of the pages inside finite, and high >= low.
-      radius: with a ball, whose centre is `high`; then there is no `low`.
-      first, last: the pages outside may hold anything.
-      count: pages of each list, for all rows or each; 0 below 0, and `size` above it.
-      size: the static length of the lists.
+      digests: finite, of the pages inside the bounds.
       together: one list a row by the mean of all heads' scores, X = 1; or else X = N.
-      shared: of the first pages of all rows; `high`, `low` and `radius` are then each row's own, of
-        the pages behind these.
+      shared: of the first pages of all rows; `digests` are then each row's own, of the pages
+        behind these.
       implementation: "xla", "gpu" or "reference"; None picks by platform and shape.
 
     Raises:
@@ -56,25 +49,23 @@ def select_pages(
         an int is larger than `size`.
     """
     operation = "select_pages"
+    (high, low, radius), count = digests, best.count
     check_heads(operation, q, high, *([] if low is None else [low]))
     if low is not None and radius is not None:
         raise ValueError(f"{operation}: low and radius are both given; expected a box or a ball")
     if size < 1 or (isinstance(count, int) and count > size):
         raise ValueError(f"{operation}: count {count} does not fit size {size}, at least 1")
-    count_B = jnp.broadcast_to(jnp.asarray(count, jnp.int32), first.shape)
+    count_B = jnp.broadcast_to(jnp.asarray(count, jnp.int32), best.first.shape)
     pages, how = high.shape[2], dict[str, Any](size=size, together=together)
     kernel = dispatch.Kernel(
         gpu.select_pages, lambda: gpu.unsupported(q, high, radius is not None, size)
     )
     if shared is not None:
         theirs = part_of(shared)
-        check_heads(operation, q[:1], *(x for x in theirs[:2] if x is not None))
-        alike = [
-            (x is None) == (y is None) for x, y in ((low, theirs.low), (radius, theirs.radius))
-        ]
-        if not all(alike):
+        check_heads(operation, q[:1], *(x for x in theirs.digests[:2] if x is not None))
+        if jax.tree.structure(part_of(digests)) != jax.tree.structure(theirs.digests):
             raise ValueError(f"{operation}: shared digests of another form than the rows' own")
-        pages, how = pages + theirs.high.shape[2], how | dict(shared=theirs)
+        pages, how = pages + theirs.digests.high.shape[2], how | dict(shared=theirs)
         kernel = dispatch.Kernel(
             shared_gpu.select_pages, lambda: shared_gpu.unsupported(q, high, theirs, size)
         )
@@ -89,4 +80,4 @@ def select_pages(
         gpu=kernel,
         reference=reference.select_pages,
     )
-    return run(q, high, low, radius, first, last, count_B, **how)
+    return run(q, part_of(digests), best._replace(count=count_B), **how)

@@ -30,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper, hopper_best
+from pallas_kernels.page_scores import Best, Digests
 from pallas_kernels.quantised import AnyStored
 
 # Pages of a step, and steps in flight.
@@ -84,38 +85,33 @@ def unsupported(q: Array, high: AnyStored, ball: bool, size: int) -> str | None:
 
 def select_pages(
     q: Float[Array, "B N H"],
-    high: Float[Array, "B K P H"],
-    low: Float[Array, "B K P H"] | None,
-    radius: None,
-    first: Int[Array, " B"],
-    last: Int[Array, " B"],
-    count: Int[Array, " B"],
+    digests: Digests,
+    best: Best,
     *,
     size: int,
     together: bool,
     interpret: Any = None,
 ) -> Int[Array, "B X C"]:
     """See the public function."""
-    assert radius is None
-    batch, kv_heads, pages, head_dim = high.shape
+    batch, kv_heads, pages, head_dim = digests.high.shape
     job = _Job(
         batch=batch,
         kv_heads=kv_heads,
         group=q.shape[1] // kv_heads,
         head_dim=head_dim,
-        digests=1 if low is None else 2,
+        digests=1 if digests.low is None else 2,
         together=together,
         pages=pages,
         tiles=hopper_best.tiles_of(pages),
         splits=max(hopper.processors() // (batch * kv_heads), 1),
         size=size,
-        dtype=high.dtype,
+        dtype=digests.high.dtype,
         interpret=interpret,
     )
     # Apart, as they come from the program: to join them would be a launch.
-    bounds = [x.astype(jnp.int32) for x in (first, last, count)]
-    digests = [x for x in (high, low) if x is not None]
-    scores = _scores(_parts(q, job), digests, bounds, job)
+    bounds = [jnp.asarray(x, jnp.int32) for x in best]
+    stored: list[Any] = [x for x in digests if x is not None]
+    scores = _scores(_parts(q, job), stored, bounds, job)
     if together:
         scores, of = scores.reshape(batch, 1, kv_heads, *scores.shape[2:]), (1, 1)
     else:

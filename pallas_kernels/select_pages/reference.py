@@ -2,22 +2,19 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.page_scores import SharedPages
+from pallas_kernels.page_scores import Best, Digests, SharedPages
 from pallas_kernels.select_large_k import reference
 
 
 def select_pages(
     q: Float[Array, "B N H"],
-    high: Float[Array, "B K P H"],
-    low: Float[Array, "B K P H"] | None,
-    radius: Float[Array, "B K P"] | None,
-    first: Int[Array, " B"],
-    last: Int[Array, " B"],
-    count: Int[Array, " B"],
+    digests: Digests,
+    best: Best,
     *,
     size: int,
     together: bool,
@@ -25,9 +22,12 @@ def select_pages(
 ) -> Int[Array, "B X C"]:
     """See the public function."""
     if shared is not None:
-        high = _joined(shared.high, high, shared.split)
-        low = low if low is None else _joined(shared.low, low, shared.split)
-        radius = radius if radius is None else _joined(shared.radius, radius, shared.split)
+
+        def joined(theirs: Any, own: Any) -> Any:
+            return _joined(theirs, own, shared.split)
+
+        digests = jax.tree.map(joined, shared.digests, digests)
+    (high, low, radius), (first, last, count) = digests, best
     group = q.shape[1] // high.shape[1]
     corners = [
         jnp.repeat(x.astype(jnp.float32), group, axis=1) for x in (high, low) if x is not None

@@ -32,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper, hopper_best
-from pallas_kernels.page_scores import SharedPages
+from pallas_kernels.page_scores import Best, Digests, SharedPages
 from pallas_kernels.quantised import AnyStored
 
 # Pages of a step, and steps in flight.
@@ -88,9 +88,9 @@ class _Job:
 
 def unsupported(q: Array, high: AnyStored, shared: SharedPages, size: int) -> str | None:
     """Why these kernels cannot run these arguments, or None."""
-    if shared.radius is not None:
+    if shared.digests.radius is not None:
         return "a ball's radius"
-    theirs, own = (x.shape[2] for x in (shared.high, high))
+    theirs, own = (x.shape[2] for x in (shared.digests.high, high))
     if theirs % hopper.TILE_ROWS:
         return f"{theirs} shared pages are not whole tiles of {hopper.TILE_ROWS}"
     group = q.shape[1] // high.shape[1]
@@ -103,12 +103,8 @@ def unsupported(q: Array, high: AnyStored, shared: SharedPages, size: int) -> st
 
 def select_pages(
     q: Float[Array, "B N H"],
-    high: Float[Array, "B K P H"],
-    low: Float[Array, "B K P H"] | None,
-    radius: None,
-    first: Int[Array, " B"],
-    last: Int[Array, " B"],
-    count: Int[Array, " B"],
+    digests: Digests,
+    best: Best,
     *,
     size: int,
     together: bool,
@@ -116,8 +112,7 @@ def select_pages(
     interpret: Any = None,
 ) -> Int[Array, "B X C"]:
     """See the public function."""
-    assert radius is None
-    rows, kv_heads, own, head_dim = high.shape
+    rows, kv_heads, own, head_dim = digests.high.shape
     group = q.shape[1] // kv_heads
     # The sum of a group's scores takes whole tiles of columns. Groups that do not divide a tile, or
     # are not whole ones, have empty columns.
@@ -135,22 +130,21 @@ def select_pages(
         columns=pl.cdiv(tiles, passes) * tile,
         passes=passes,
         head_dim=head_dim,
-        digests=1 if low is None else 2,
+        digests=1 if digests.low is None else 2,
         together=together,
-        pages=(shared.high.shape[2], own + spare),
+        pages=(shared.digests.high.shape[2], own + spare),
         splits=max(hopper.processors() // (kv_heads * passes), 1),
         size=size,
-        dtype=high.dtype,
+        dtype=digests.high.dtype,
         interpret=interpret,
     )
     # Apart, as they come from the program: to join them would be a launch.
-    bounds = [x.astype(jnp.int32) for x in (first, last, count)]
+    bounds = [jnp.asarray(x, jnp.int32) for x in best]
     split = shared.split.astype(jnp.int32)
-    digests = [x for x in (high, low) if x is not None]
+    theirs, mine = ([x for x in each if x is not None] for each in (shared.digests, digests))
     if spare:
-        digests = [jnp.pad(x, ((0, 0), (0, 0), (0, spare), (0, 0))) for x in digests]
-    theirs: list[Any] = [x for x in (shared.high, shared.low) if x is not None]
-    scores = _scores(_columns(q, job), theirs, digests, split, job)
+        mine = [jnp.pad(x, ((0, 0), (0, 0), (0, spare), (0, 0))) for x in mine]
+    scores = _scores(_columns(q, job), theirs, mine, split, job)
     return _choose(scores, bounds, split, job)
 
 

@@ -5,6 +5,6 @@ from pallas_kernels.sparse_decode_attention.api import (
     takes_around,
     takes_shared,
 )
-from pallas_kernels.sparse_decode_attention.lists import Around, Shared
+from pallas_kernels.sparse_decode_attention.lists import Around, Pages, Shared
 
-__all__ = ["Around", "Shared", "sparse_decode_attention", "takes_around", "takes_shared"]
+__all__ = ["Around", "Pages", "Shared", "sparse_decode_attention", "takes_around", "takes_shared"]

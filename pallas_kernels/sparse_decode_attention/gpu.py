@@ -3,7 +3,7 @@
 The form is that of dense decode. One warpgroup copies pages into rings; the other attends to blocks
 of 128 slots, with all query heads of the list as rows of one wgmma. Where there are fewer lists (of
 a row and kv head, or query head) than multiprocessors, each list is cut into pieces, which XLA
-merges by their log-sum-exp, with another attention `beside` them. A piece is read up to its last
+merges by their log-sum-exp. A piece is read up to its last
 page, so lists may have different lengths; the kernel finds that page itself. There may be one list
 for all heads. Page numbers pass through shared memory. Only blocks with an entry of -1, or that
 `start` or `stop` cuts, are masked. Nothing is gathered in global memory.
@@ -47,10 +47,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
 from pallas_kernels import hopper, hopper_bits, hopper_slots
-from pallas_kernels.common import PerRow, Stored, merge
+from pallas_kernels.common import PerRow, Stored
 from pallas_kernels.quantised import AnyStored, Quantised, parts_of
 from pallas_kernels.sparse_decode_attention.lists import (
-    Around,
+    Pages,
     Shared,
     entries_of,
     lists_of,
@@ -145,90 +145,84 @@ def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
     k: Stored,
     v: Stored,
-    pages: Int[Array, "B ..."],
-    start: PerRow,
-    stop: PerRow,
+    pages: Pages,
     *,
-    heads: Int[Array, "B E"] | None = None,
-    page_size: int,
     scale: float,
-    prior_query: Float[Array, "B 1 N H"] | None = None,
-    around: Around | None = None,
+    prior: Float[Array, "B 1 N H"] | None = None,
     shared: Shared | None = None,
-    first_page: int = 0,
-    beside: tuple[Array, Array] | None = None,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
-    """Slot s counts where start[b] <= s < stop[b] and its page is listed, as in `reference`."""
-    kv_heads, slots = k.shape[1:3]
+    """The listed slots' attention, as in `reference`."""
+    kv_heads, around = k.shape[1], pages.around
     # Ids: pages of the list's head, or entries of a flat list.
-    ids = pages if heads is None else entries_of(heads, pages, kv_heads, slots // page_size)
+    ids = pages.listed
+    if pages.heads is not None:
+        ids = entries_of(pages, kv_heads, k.shape[2] // pages.size)
     batch, _, length = ids.shape
-    lists = lists_of(ids, kv_heads) if heads is None else 1
-    rows = rows_of(q, prior_query, lists)
-    before = after = 0
-    if around is not None:
-        before = pl.cdiv(around.before, page_size)
-        # They may begin at the end of a page.
-        after = pl.cdiv(around.after - 1, page_size) + 1 if around.after else 0
-    steps = pl.cdiv((length + before + after) * page_size, _BLOCK)
-    # Cut the lists until there is one worker a processor, and the ids of a piece fit.
-    splits = max(hopper.processors() // (batch * lists), 1)
-    whole = 1
-    if around is None:
-        splits = max(splits, pl.cdiv(length, _ID_LINE * _ID_LINES))
-        # Pieces begin at whole lines of ids.
-        whole = max(1, _ID_LINE * page_size // _BLOCK)
-    share = pl.cdiv(pl.cdiv(steps, min(splits, steps)), whole) * whole
+    lists = lists_of(ids, kv_heads) if pages.heads is None else 1
+    rows = rows_of(q, prior, lists)
     caches, scales = parts_of(k, v)
     job = _Job(
+        **_cut(pages, batch * lists, length),
         batch=batch,
         lists=lists,
         kv_heads=kv_heads,
-        pages_of_head=slots // page_size,
-        shared_pages=0 if shared is None else shared.k.shape[2] // page_size,
+        pages_of_head=k.shape[2] // pages.size,
+        shared_pages=0 if shared is None else shared.k.shape[2] // pages.size,
         rows=rows.shape[2],
-        group=None if heads is None else q.shape[2] // kv_heads,
+        group=None if pages.heads is None else q.shape[2] // kv_heads,
         head_dim=k.shape[3],
         dtype=q.dtype,
-        page_size=page_size,
-        splits=pl.cdiv(steps, share),
-        share=share,
-        listed=0 if around is None else length,
-        before=before,
-        after=after,
-        first_page=first_page,
+        page_size=pages.size,
+        first_page=pages.first,
         scale=scale,
         interpret=interpret,
         stored=(caches[0].dtype, caches[1].dtype),
         by_slots=bool(scales),
     )
     # Apart, as they come from the program: to join them would be a launch.
-    bounds: tuple[Array, ...] = (start, stop, stop if around is None else around.length)
-    theirs: list[Any] = []
+    bounds: tuple[Array, ...] = (pages.start, pages.stop)
+    bounds += (pages.stop if around is None else around.length,)
+    theirs, their_scales = [], [None] * len(scales)
     if shared is not None:
-        bounds += (jnp.broadcast_to(shared.split // page_size, (batch,)),)
+        bounds += (jnp.broadcast_to(shared.split // pages.size, (batch,)),)
         theirs, their_scales = parts_of(shared.k, shared.v)
-        each = zip(scales, their_scales, strict=True)
-    else:
-        each = ((x, None) for x in scales)
     if scales:
         every = jnp.broadcast_to(ids, (batch, lists, length))
-        listed = _visited(jnp.where(every < 0, -1, every + first_page), bounds, job)
+        listed = _visited(jnp.where(every < 0, -1, every + pages.first), bounds, job)
+        each = zip(scales, their_scales, strict=True)
         scales = [_listed_scales(*both, listed, bounds, job) for both in each]
     if isinstance(k, Quantised):
         rows = hopper_bits.in_column_order(rows)
-    room = job.splits * share * job.pages if around is None else length + -length % _ID_LINE
+    room = job.splits * job.share * job.pages if around is None else length + -length % _ID_LINE
     ids = jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, 0), (0, room - length)), constant_values=-1)
     padded_out, padded_lse = _partials(rows, (*caches, *theirs), tuple(scales), ids, bounds, job)
     shape = batch, lists, job.splits
     out = padded_out[:, :, : job.rows].reshape(*shape, job.rows, job.head_dim)
     lse = padded_lse[:, :, : job.rows].reshape(*shape, job.rows)
     if job.splits == 1:
-        found = results_of(out[:, :, 0], lse[:, :, 0], q)
-    else:
-        found = results_of(*hopper.merge_parts(out, lse, 2), q)
-    return found if beside is None else merge([(found[0], found[1]), beside])
+        return results_of(out[:, :, 0], lse[:, :, 0], q)
+    return results_of(*hopper.merge_parts(out, lse, 2), q)
+
+
+def _cut(pages: Pages, lists: int, length: int) -> dict[str, int]:
+    """The job's numbers of a list's pieces: one worker a processor, and the ids of a piece fit."""
+    around, before, after = pages.around, 0, 0
+    if around is not None:
+        before = pl.cdiv(around.before, pages.size)
+        # They may begin at the end of a page.
+        after = pl.cdiv(around.after - 1, pages.size) + 1 if around.after else 0
+    steps = pl.cdiv((length + before + after) * pages.size, _BLOCK)
+    splits, whole = max(hopper.processors() // lists, 1), 1
+    if around is None:
+        splits = max(splits, pl.cdiv(length, _ID_LINE * _ID_LINES))
+        # Pieces begin at whole lines of ids.
+        whole = max(1, _ID_LINE * pages.size // _BLOCK)
+    share = pl.cdiv(pl.cdiv(steps, min(splits, steps)), whole) * whole
+    listed = 0 if around is None else length
+    return dict(
+        splits=pl.cdiv(steps, share), share=share, listed=listed, before=before, after=after
+    )
 
 
 def _visited(

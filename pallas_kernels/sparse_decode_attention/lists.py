@@ -6,26 +6,70 @@ head, kv or query, has R query heads that follow each other. The flat list of a 
 query heads, ordered by kv head; a row counts only the entries of its own kv head.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.common import AnyCache
+from pallas_kernels.common import AnyCache, PerRow
 
 
-class Around(NamedTuple):
+@partial(jax.tree_util.register_dataclass, data_fields=("length",), meta_fields=("before", "after"))
+@dataclass(frozen=True)
+class Around:
     """The slots around those that may be listed: below `start`, and from `stop` up to `length`.
 
     Attributes:
-      length: at most the cache's slots.
+      length: [B], at most the cache's slots.
       before, after: the most slots below `start`, and from `stop` on, of any row.
     """
 
-    length: Int[Array, " B"]
+    length: PerRow
     before: int
     after: int
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("listed", "start", "stop", "heads", "around"),
+    meta_fields=("size", "first"),
+)
+@dataclass(frozen=True)
+class Pages:
+    """The slots s that are attended: of the listed pages s // size, start[b] <= s < stop[b].
+
+    Attributes:
+      listed: lists [B,X,C]: for X = K one for each kv head's group, for X = N one for each query
+        head, for X = 1 one for all heads; a page is at most once in a list, and -1 is no page.
+        With size 1 they are slots. With `heads` one flat list [B,E] a row.
+      start, stop: [B]; the slots outside may hold anything.
+      heads: entry e of row b is page listed[b,e] of kv head heads[b,e], in any order and at most
+        once in a row; -1 in either is no entry.
+      around: slots to attend beside the listed ones, where `takes_around` says that it can be.
+      first: the page that is listed as 0. Not with a flat list or shared slots.
+    """
+
+    listed: Int[Array, "B X C"] | Int[Array, "B E"]
+    start: PerRow
+    stop: PerRow
+    size: int
+    heads: Int[Array, "B E"] | None = None
+    around: Around | None = None
+    first: int = 0
+
+
+# What gives a prior's logits: a query in q's dtype, whose logits are scale query.k (RESA's mean
+# query), or themselves in float32, -inf for weight 0.
+Prior = Float[Array, "B 1 N H"] | Float[Array, "B N S"]
+
+
+def query_and_logits(prior: Prior | None) -> tuple[Any, Any]:
+    """The prior as the one or the other; None for what it is not."""
+    return (None, prior) if prior is not None and prior.ndim == 3 else (prior, None)
 
 
 class Shared(NamedTuple):
@@ -46,16 +90,14 @@ def lists_of(pages: Int[Array, "B X C"], kv_heads: int) -> int:
     return kv_heads if pages.shape[1] == 1 else pages.shape[1]
 
 
-def entries_of(
-    heads: Int[Array, "B E"] | None, pages: Array, kv_heads: int, pages_of_head: int
-) -> Int[Array, "B X C"]:
+def entries_of(pages: Pages, kv_heads: int, pages_of_head: int) -> Int[Array, "B X C"]:
     """The entries of lists [B,X,C] of a kv or a query head each; of flat ones [B,E] with X = 1."""
-    flat = heads is not None
+    listed, heads = pages.listed, pages.heads
     if heads is None:
-        heads = (jnp.arange(pages.shape[1]) * kv_heads // pages.shape[1])[:, None]
-    named = (heads >= 0) & (heads < kv_heads) & (pages >= 0) & (pages < pages_of_head)
-    entries = jnp.where(named, heads * pages_of_head + pages, -1).astype(jnp.int32)
-    return entries[:, None] if flat else entries
+        heads = (jnp.arange(listed.shape[1]) * kv_heads // listed.shape[1])[:, None]
+    named = (heads >= 0) & (heads < kv_heads) & (listed >= 0) & (listed < pages_of_head)
+    entries = jnp.where(named, heads * pages_of_head + listed, -1).astype(jnp.int32)
+    return entries if pages.heads is None else entries[:, None]
 
 
 def rows_of(

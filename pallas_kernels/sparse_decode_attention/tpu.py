@@ -30,12 +30,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from pallas_kernels import tpu_common as tpu
-from pallas_kernels.common import AnyCache, PerRow
+from pallas_kernels.common import AnyCache
 from pallas_kernels.quantised import AnyStored
-from pallas_kernels.sparse_decode_attention.lists import entries_of, results_of, rows_of
+from pallas_kernels.sparse_decode_attention.lists import Pages, entries_of, results_of, rows_of
 
 # Slots of a block: large enough that its copies take longer than a grid step's fixed cost.
 _BLOCK = 1024
@@ -62,26 +62,23 @@ def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
     k: AnyCache,
     v: AnyCache,
-    pages: Int[Array, "B ..."],
-    start: PerRow,
-    stop: PerRow,
+    pages: Pages,
     *,
-    heads: Int[Array, "B E"] | None = None,
-    page_size: int,
     scale: float,
-    prior_query: Float[Array, "B 1 N H"] | None = None,
+    prior: Float[Array, "B 1 N H"] | None = None,
     block: int | None = None,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> tuple[Array, ...]:
-    """Slot s counts where start[b] <= s < stop[b] and its page is listed, as in `reference`.
+    """The listed slots' attention, as in `reference`.
 
     Args:
       block: list entries of a block; None takes as many as make a few hundred slots.
       interpret: parameters of the interpreter that runs the kernel on other platforms.
     """
     kv_heads, slots, head_dim = k.shape[1:]
+    page_size, start, stop = pages.size, pages.start, pages.stop
     pages_of_head = slots // page_size
-    entries = entries_of(heads, pages, kv_heads, pages_of_head)
+    entries = entries_of(pages, kv_heads, pages_of_head)
     batch, lists, length = entries.shape
     block = block or min(max(_BLOCK // page_size, 1), length)
     blocks = -(-length // block)
@@ -96,13 +93,13 @@ def sparse_decode_attention(
     # The kernel knows an entry of -1 by its slots, which stand before slot 0.
     scalars = (entries, used_BX, whole_BXJ, jnp.maximum(start, 0), stop, tpu.first_row(k))
 
-    reader_BXC1 = (owner_BXC if heads is not None else jnp.zeros_like(owner_BXC))[..., None]
+    reader_BXC1 = (jnp.zeros_like(owner_BXC) if pages.heads is None else owner_BXC)[..., None]
     reader_BXCZ = jnp.where(held_BXCZ, reader_BXC1, -1).astype(jnp.float32)
     # One axis of all slots of a row, as entries number their pages.
     k_stored, v_stored = (tpu.as_stored(x).reshape(-1, kv_heads * slots, head_dim) for x in (k, v))
-    group = None if heads is None else q.shape[2] // kv_heads
+    group = None if pages.heads is None else q.shape[2] // kv_heads
     job = _Job(page_size, scale, pages_of_head, kv_heads, group)
-    rows = rows_of(q, prior_query, lists)
+    rows = rows_of(q, prior, lists)
     taken = block * page_size
 
     def by_list(b, x, j, *_):

@@ -24,10 +24,10 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels.common import MASKED, AnyCache, PerRow
+from pallas_kernels.common import MASKED, AnyCache
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.quantised import Quantised, dequantised
-from pallas_kernels.sparse_decode_attention.lists import rows_of
+from pallas_kernels.sparse_decode_attention.lists import Pages, Prior, query_and_logits, rows_of
 
 # Bytes of gathered keys and values of one block of entries.
 _GATHERED_BYTES = 32 * 2**20
@@ -52,18 +52,13 @@ def sparse_decode_attention(
     q: Float[Array, "B 1 N H"],
     k: AnyCache,
     v: AnyCache,
-    pages: Int[Array, "B ..."],
-    start: PerRow,
-    stop: PerRow,
+    pages: Pages,
     *,
-    heads: Int[Array, "B E"] | None = None,
-    page_size: int,
     scale: float,
-    prior: Float[Array, "B N S"] | None = None,
-    prior_query: Float[Array, "B 1 N H"] | None = None,
+    prior: Prior | None = None,
     block: int | None = None,
 ) -> tuple[Array, ...]:
-    """Slot s counts where start[b] <= s < stop[b] and its page is listed, as in `reference`.
+    """The listed slots' attention, as in `reference`.
 
     Args:
       block: list entries gathered at once; None picks by size.
@@ -73,43 +68,44 @@ def sparse_decode_attention(
     if not isinstance(k, Quantised):
         k, v = part_of(k), part_of(v)
     # A list serves the query heads that follow each other; it reads kv head x K / X.
-    lists = kv_heads if heads is not None else pages.shape[1]
+    lists = pages.listed.shape[1] if pages.heads is None else kv_heads
     group = n // lists
-    slot_bytes = page_size * 2 * jnp.dtype(k.dtype).itemsize
-    q_BXMH = rows_of(q, prior_query, lists)
+    query, logits = query_and_logits(prior)
+    slot_bytes = pages.size * 2 * jnp.dtype(k.dtype).itemsize
+    q_BXMH = rows_of(q, query, lists)
     heads_1X1 = (np.arange(lists, dtype=np.int32) * kv_heads // lists)[None, :, None]
 
     def part_of_lists(pages_BXC: Array) -> Partial:
-        slots_BXCZ, held_BXCZ = _slots_of(pages_BXC, start, stop, page_size, k.shape[2])
+        slots_BXCZ, held_BXCZ = _slots_of(pages_BXC, pages, k.shape[2])
         slots_BXM, held_BXM = (x.reshape(b, lists, -1) for x in (slots_BXCZ, held_BXCZ))
         k_BXMH, v_BXMH = (_gather(x, heads_1X1, slots_BXM) for x in (k, v))
         known = None
-        if prior is not None:
+        if logits is not None:
             each_BNM = jnp.repeat(slots_BXM, group, axis=1)
-            known_BNM = _gather(prior, jnp.arange(n)[None, :, None], each_BNM)
+            known_BNM = _gather(logits, jnp.arange(n)[None, :, None], each_BNM)
             known = known_BNM.reshape(b, lists, group, -1)
         return _softmaxes(q_BXMH, group, k_BXMH, v_BXMH, held_BXM, known, scale)
 
     def part_of_entries(heads_BE: Array, pages_BE: Array) -> Partial:
         named_BEK = heads_BE[..., None] == jnp.arange(kv_heads)
-        slots_BEZ, held_BEZ = _slots_of(pages_BE, start, stop, page_size, k.shape[2])
+        slots_BEZ, held_BEZ = _slots_of(pages_BE, pages, k.shape[2])
         held_BEZ &= jnp.any(named_BEK, axis=-1, keepdims=True)
         heads_BE1 = jnp.clip(heads_BE, 0, kv_heads - 1)[..., None]
         k_BEZH, v_BEZH = (_gather(x, heads_BE1, slots_BEZ) for x in (k, v))
         known = None
-        if prior is not None:
+        if logits is not None:
             each_BEG1 = heads_BE1[..., None] * group + jnp.arange(group)[:, None]
-            known = _gather(prior, each_BEG1, slots_BEZ[:, :, None])
+            known = _gather(logits, each_BEG1, slots_BEZ[:, :, None])
         q_BEMH = jnp.take_along_axis(q_BXMH, heads_BE1[..., None], axis=1)
         entries = _softmaxes(q_BEMH, group, k_BEZH, v_BEZH, held_BEZ, known, scale)
         return _sum_by_head(entries, heads_BE1, named_BEK)
 
-    if heads is None:
-        block = block or _block(pages.shape[2], b * lists * slot_bytes * h)
-        return _finish(_over_blocks(part_of_lists, (pages,), block), q)
-    partial_bytes = 4 * group * (1 if prior is prior_query is None else 2)
-    block = block or _block(pages.shape[1], b * h * (slot_bytes + partial_bytes))
-    return _finish(_over_blocks(part_of_entries, (heads, pages), block), q)
+    if pages.heads is None:
+        block = block or _block(pages.listed.shape[2], b * lists * slot_bytes * h)
+        return _finish(_over_blocks(part_of_lists, (pages.listed,), block), q)
+    partial_bytes = 4 * group * (1 if prior is None else 2)
+    block = block or _block(pages.listed.shape[1], b * h * (slot_bytes + partial_bytes))
+    return _finish(_over_blocks(part_of_entries, (pages.heads, pages.listed), block), q)
 
 
 def _block(entries: int, entry_bytes: int) -> int:
@@ -139,12 +135,12 @@ def _over_blocks(part: Callable[..., Partial], lists: tuple[Array, ...], block: 
 
 
 def _slots_of(
-    pages: Int[Array, "B ..."], start: PerRow, stop: PerRow, page_size: int, slots: int
+    listed: Int[Array, "B ..."], pages: Pages, slots: int
 ) -> tuple[Int[Array, "B ... Z"], Bool[Array, "B ... Z"]]:
-    """The slots of every page, within [0, S), and which of them count."""
-    slots_BAZ = pages[..., None] * page_size + jnp.arange(page_size)
-    start, stop = (x.reshape(-1, *[1] * pages.ndim) for x in (start, stop))
-    held = (pages[..., None] >= 0) & (slots_BAZ >= start) & (slots_BAZ < stop)
+    """The slots of some of the pages, within [0, S), and which of them count."""
+    slots_BAZ = listed[..., None] * pages.size + jnp.arange(pages.size)
+    start, stop = (x.reshape(-1, *[1] * listed.ndim) for x in (pages.start, pages.stop))
+    held = (listed[..., None] >= 0) & (slots_BAZ >= start) & (slots_BAZ < stop)
     return jnp.clip(slots_BAZ, 0, slots - 1), held & (slots_BAZ < slots)
 
 

@@ -6,8 +6,8 @@ lowers all of them with the installed JAX and needs no other file of the tests.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention_mass import gpu as mass_gpu
 from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.decode_attention import gpu as decode_gpu
-from pallas_kernels.page_scores import SharedPages
+from pallas_kernels.page_scores import Best, Digests, SharedPages
 from pallas_kernels.quantised import quantise
 from pallas_kernels.quantised_matrix import quantise_matrix
 from pallas_kernels.row_matmul import gpu as row_gpu
@@ -23,7 +23,7 @@ from pallas_kernels.select_large_k import gpu as select_gpu
 from pallas_kernels.select_pages import gpu as pages_gpu
 from pallas_kernels.select_pages import shared_gpu as shared_pages_gpu
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
-from pallas_kernels.sparse_decode_attention.lists import Around, Shared
+from pallas_kernels.sparse_decode_attention.lists import Around, Pages, Shared
 from pallas_kernels.topk_scores import gpu as topk_gpu
 from pallas_kernels.topk_scores import gpu_ties
 from pallas_kernels.voted_slots import Spans
@@ -43,23 +43,19 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
     logits = partial(decode_gpu.attend_with_logits, scale=0.1)
     topk = partial(topk_gpu.topk_scores, count=4)
     matmul = partial(row_gpu.row_matmul, dtype=jnp.float32)
-    sparse = partial(sparse_gpu.sparse_decode_attention, page_size=16, scale=0.1)
-    pages = jnp.zeros((1, 2, 20), jnp.int32)
-    listed, listed_once = (pages, none + 4, bound), (pages[:, :1], none + 4, bound)
+    sparse = partial(sparse_gpu.sparse_decode_attention, scale=0.1)
+    pages = Pages(jnp.zeros((1, 2, 20), jnp.int32), none, bound, 16)
+    listed = replace(pages, start=none + 4, around=Around(bound + 9, 4, 9))
+    listed_once = replace(listed, listed=pages.listed[:, :1], first=1)
+    flat = replace(pages, listed=pages.listed[:, 1], heads=pages.listed[:, 0])
     rows, w = jnp.zeros((3, 512), jnp.bfloat16), jnp.zeros((512, 192), jnp.bfloat16)
     choose = partial(pages_gpu.select_pages, size=20)
-    shared_pages = SharedPages(k, v, None, bound)
+    shared_pages = SharedPages(Digests(k, v), bound)
     choose_shared = partial(shared_pages_gpu.select_pages, size=20, shared=shared_pages)
-    chosen = one[:, 0], k, v, None, none, bound, bound
+    chosen = one[:, 0], Digests(k, v), Best(none, bound, bound)
     heads = [jnp.repeat(x, 4, axis=axis) for x, axis in ((one, 2), (k, 1), (v, 1))]
     k8, v8 = quantise(k), quantise(v)
     spans = dict(spans=Spans(127, 32, 32), slots=9999, size=8192)
-
-    def around(*args: jax.Array, **how: Any) -> Any:
-        return sparse(*args, around=Around(args[-1] + 9, 4, 9), **how)
-
-    def flat(q: jax.Array, k: jax.Array, v: jax.Array, pages: jax.Array, *bounds: Any) -> Any:
-        return sparse(q, k, v, pages[:, 1], *bounds, heads=pages[:, 0], prior_query=q)
 
     return {
         "decode": (decode, (one, k, v, bound)),
@@ -84,15 +80,12 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
         "rows": (matmul, (rows, w)),
         "rows-many-outputs": (partial(matmul, dtype=jnp.bfloat16), (w[:1].reshape(1, -1), w)),
         "rows-of-8-bits": (matmul, (rows, quantise_matrix(w, (0,)))),
-        "sparse": (sparse, (one, k, v, pages, none, bound)),
-        "sparse-int8": (sparse, (one, k8, v8, pages, none, bound)),
-        "sparse-around": (around, (one, k, v, *listed)),
-        "sparse-one-around": (
-            partial(around, first_page=1),
-            (one, k, v, *listed_once),
-        ),
-        "sparse-shared": (partial(around, shared=Shared(k, v, bound)), (one, k, v, *listed)),
-        "sparse-flat-prior": (flat, (one, k, v, pages, none, bound)),
+        "sparse": (sparse, (one, k, v, pages)),
+        "sparse-int8": (sparse, (one, k8, v8, pages)),
+        "sparse-around": (sparse, (one, k, v, listed)),
+        "sparse-one-around": (sparse, (one, k, v, listed_once)),
+        "sparse-shared": (partial(sparse, shared=Shared(k, v, bound)), (one, k, v, listed)),
+        "sparse-flat-prior": (lambda q, *rest: sparse(q, *rest, prior=q), (one, k, v, flat)),
         "select": (partial(select_gpu.select, size=600), (jnp.zeros((1, 70_000)), bound)),
         "select-short": (partial(select_gpu.select, size=9), (jnp.zeros((1, 5000)), bound)),
         "pages": (partial(choose, together=False), chosen),

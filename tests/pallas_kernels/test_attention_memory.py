@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels.attention_mass import Reduction, attention_mass
 from pallas_kernels.decode_attention import attend_logits, decode_attention, decode_logits
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
-from pallas_kernels.sparse_decode_attention import sparse_decode_attention
+from pallas_kernels.sparse_decode_attention import Pages, sparse_decode_attention
 from pallas_kernels.topk_scores import topk_scores
 
 pytestmark = pytest.mark.optimized
@@ -67,8 +67,8 @@ def _topk(q, k, v, held):
 
 def _sparse(q, k, v, held):
     pages = jnp.broadcast_to(held // 16 - jnp.arange(8), (1, k.shape[1], 8))
-    bounds = jnp.zeros_like(held), held
-    return sparse_decode_attention(q, k, v, pages, *bounds, page_size=16, scale=0.1)[0], ()
+    chosen = Pages(pages, jnp.zeros_like(held), held, 16)
+    return sparse_decode_attention(q, k, v, chosen, scale=0.1)[0], ()
 
 
 SMALL, AS_8B = ("float32", 9, 3, 64), ("bfloat16", 32, 8, 128)

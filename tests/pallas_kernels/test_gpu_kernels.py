@@ -19,7 +19,7 @@ from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.common import Window, merge
 from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.decode_attention import reference as decode_reference
-from pallas_kernels.page_scores import SharedPages
+from pallas_kernels.page_scores import Best, Digests, SharedPages
 from pallas_kernels.quantised import Quantised, dequantised, quantise
 from pallas_kernels.select_large_k import gpu as select_gpu
 from pallas_kernels.select_large_k import reference as select_reference
@@ -28,7 +28,7 @@ from pallas_kernels.select_pages import reference as pages_reference
 from pallas_kernels.select_pages import shared_gpu as shared_pages_gpu
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
-from pallas_kernels.sparse_decode_attention.lists import Around, Shared
+from pallas_kernels.sparse_decode_attention.lists import Around, Pages, Shared
 from pallas_kernels.topk_scores import gpu as topk_gpu
 from pallas_kernels.topk_scores import gpu_ties, tied_top_k
 from pallas_kernels.topk_scores import merge as merge_module
@@ -232,10 +232,8 @@ def _sparse(case: Case, interpret: Any) -> None:
     lists, entries, page_size = (options.pop(name) for name in ("lists", "entries", "page_size"))
     flat, around = options.pop("flat", False), options.pop("around", False)
     one, first_page = options.pop("one", False), options.pop("first_page", 0)
-    beside = options.pop("beside", False)
-    flipped = jax.device_put(np.flip(q, axis=2).copy())
     if options.pop("prior", False):
-        options["prior_query"] = flipped
+        options["prior"] = jax.device_put(np.flip(q, axis=2).copy())
     random = np.random.default_rng(3)
     pages = np.full((case.rows, lists, entries), -1, np.int32)
     for i, row in enumerate(pages.reshape(-1, entries)):  # a full list, an empty one, one with gaps
@@ -244,14 +242,15 @@ def _sparse(case: Case, interpret: Any) -> None:
         row[1 : count : max(count, 1)] = -1
     start = _ints([-9, 37, 70, 5], case.rows)
     stop = _ints([case.slots, case.slots - 30, 139, 9], case.rows)
-    options |= dict(page_size=page_size, scale=case.head_dim**-0.5)
+    options |= dict(scale=case.head_dim**-0.5)
+    heads, more = None, {}
     if flat:  # the lists of the kv heads, their entries mixed, absent ones named in either way
         order = random.permutation(lists * entries)
         heads = np.broadcast_to(np.arange(lists)[:, None], pages.shape).reshape(case.rows, -1)
         pages = pages.reshape(case.rows, -1)
         heads = np.where((pages < 0) & (heads > 0), -1, heads)[:, order]
         pages = np.where(heads < 0, 0, pages[:, order]).astype(np.int32)
-        options["heads"] = jax.device_put(heads.astype(np.int32))
+        heads = jax.device_put(heads.astype(np.int32))
     if around:  # a few slots before and after, one row without any, one that overlaps nothing
         start = _ints([4, 0, 3, 5], case.rows)
         stop = _ints([case.slots - 70, 0, 139, 5], case.rows)
@@ -261,39 +260,33 @@ def _sparse(case: Case, interpret: Any) -> None:
         every = np.where(pages < first_page, -1, pages)[:, :1]
         pages = np.where(every < 0, -1, every - first_page)
         each = np.broadcast_to(every, (case.rows, case.kv_heads, entries))
-        given = dict(first_page=first_page)
-    if beside:  # of which some heads see nothing
-        lse = 4 + np.array(normal(*q.shape[:3], seed=8))
-        lse[:, :, -1] = -np.inf
-        given["beside"] = flipped, jax.device_put(lse)
+        more["first"] = first_page
 
     def define(q: Any, k: Any, v: Any, each: Any, start: Any, stop: Any) -> tuple:
         reference = sparse_reference.sparse_decode_attention
-        expected = reference(q, k, v, each, start, stop, **options)
+        expected = reference(q, k, v, Pages(each, start, stop, page_size, heads), **options)
         if around:
             slots = jnp.arange(case.slots)
             outside = (slots < start[:, None]) | ((slots >= stop[:, None]) & (slots < end[:, None]))
             fixed = jnp.where(outside, slots, -1)[:, None]
             fixed = jnp.broadcast_to(fixed, (case.rows, case.kv_heads, case.slots))
-            all_slots = fixed, jnp.zeros_like(start), jnp.full_like(stop, case.slots)
-            more = reference(q, k, v, *all_slots, **{**options, "page_size": 1})
-            pairs = [(expected[i : i + 2], more[i : i + 2]) for i in range(0, len(more), 2)]
+            fixed = Pages(fixed, jnp.zeros_like(start), jnp.full_like(stop, case.slots), 1)
+            ends = reference(q, k, v, fixed, **options)
+            pairs = [(expected[i : i + 2], ends[i : i + 2]) for i in range(0, len(ends), 2)]
             expected = tuple(x for one, other in pairs for x in merge([one, other]))
-        if beside:
-            out, lse = given["beside"]
-            expected = merge([expected[:2], (out.astype(jnp.float32), lse)])
         return expected
 
     expected = _compiled(define, *_exact(q, *case.stored(k, v)), each, start, stop)
     if around:
-        given["around"] = Around(jax.device_put(end), 5, 64)
+        more["around"] = Around(jax.device_put(end), 5, 64)
     if split:
         shared, (k, v) = _parted(split, 2 * page_size, k, v)
         split_at = jax.device_put(np.array([split], np.int32))
         given["shared"] = Shared(*case.stored(*shared), split_at)
     k, v = case.stored(k, v)
     run = partial(sparse_gpu.sparse_decode_attention, interpret=interpret, **options, **given)
-    result = _compiled(run, q, k, v, pages, start, stop)
+    chosen = Pages(*jax.device_put((pages, start, stop)), page_size, heads, **more)
+    result = _compiled(run, q, k, v, chosen)
     assert np.any(np.isneginf(result[1])) and np.any(np.isfinite(result[1]))
     assert len(result) == len(expected)
     for i in range(0, len(result), 2):
@@ -353,22 +346,22 @@ def _pages(case: Case, interpret: Any) -> None:
         last[2:3], outside = pages - 1, page >= np.maximum(last, split)[:, None]
     high, low = (np.where(outside[:, None, :, None], np.nan, x) for x in (high, low))
     q, high, low = (x.astype(jnp.dtype(case.dtype)) for x in (q, high, low))
-    digests = q, high, None if point else low, None
-    bounds = [x.astype(np.int32) for x in (first, last, count)]
+    digests = Digests(high, None if point else low)
+    best = Best(*(x.astype(np.int32) for x in (first, last, count)))
     options = {"together": False} | options
-    expected = _compiled(pages_reference.select_pages, *digests, *bounds, **options)
+    expected = _compiled(pages_reference.select_pages, q, digests, best, **options)
     kernel = pages_gpu.select_pages
     if split:
         shared, (high, low) = _parted(split, -split % 8 + 8, high, low)
         if point:
             shared[1] = None
         split_at = jax.device_put(np.array([split], np.int32))
-        options["shared"] = SharedPages(*shared, radius=None, split=split_at)
-        digests = q, high, None if point else low, None
+        options["shared"] = SharedPages(Digests(*shared), split_at)
+        digests = Digests(high, None if point else low)
         kernel = shared_pages_gpu.select_pages
     run = partial(kernel, interpret=interpret, **options)
     assert np.any(expected >= 0) and np.any(expected < 0)
-    np.testing.assert_array_equal(_compiled(run, *digests, *bounds), expected)
+    np.testing.assert_array_equal(_compiled(run, q, digests, best), expected)
 
 
 def _voted(case: Case, interpret: Any) -> None:
@@ -427,8 +420,6 @@ CASES: dict[str, Row] = {
     "sparse-prior": sparse(rows=1, group=5, **SHORT_LISTS, prior=True),
     "sparse-around": sparse(rows=4, workers=16, **SHORT_LISTS, around=True),
     "sparse-merged": sparse(rows=1, workers=16, slots=1024, lists=2, entries=60, page_size=16),
-    "sparse-beside": sparse(**dict(WIDE, rows=1, workers=8, slots=512), **LISTS, beside=True),
-    "sparse-few-beside": sparse(rows=2, **SHORT_LISTS, beside=True),
     "sparse-one": sparse(workers=12, slots=512, **LISTS, **ONE),
     "sparse-one-around": sparse(workers=12, **SHORT_LISTS, **ONE, around=True),
     "sparse-around-prior": sparse(rows=2, workers=16, slots=512, **LISTS, prior=True, around=True),
@@ -519,7 +510,6 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
         "mass-one": mass(**_large, queries=3, **FIRST),
         "sparse": sparse(**_listed, entries=100),
         "sparse-around": sparse(**_listed, entries=70, around=True),
-        "sparse-beside": sparse(**_listed, entries=200, beside=True),
         "sparse-one-around": sparse(
             **_large, lists=4, entries=17, page_size=64, around=True, **ONE
         ),

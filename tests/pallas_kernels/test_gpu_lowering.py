@@ -17,6 +17,7 @@ from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.quantised_matrix import quantise_matrix
 from pallas_kernels.row_matmul import MAX_ROWS
 from pallas_kernels.row_matmul import gpu as row_gpu
+from pallas_kernels.sparse_decode_attention import Pages
 from pallas_kernels.sparse_decode_attention import gpu as sparse_gpu
 from pallas_kernels.topk_scores import gpu as topk_gpu
 from tests.pallas_kernels import gpu_programs
@@ -105,9 +106,12 @@ def _decode(name: str, width: int, queries: int, *forms: str | None) -> tuple[Ca
 
 def _sparse(rows: int, *forms: str | None) -> tuple[Callable, list]:
     q = _shape((4, 1, 2 * rows, 128), jnp.bfloat16)
-    rest = [_shape((4, 2, 256), jnp.int32), *[_shape((4,), jnp.int32)] * 2]
-    run = functools.partial(sparse_gpu.sparse_decode_attention, page_size=16, scale=0.1)
-    return run, [q, *_stored((4, 2, 4096, 128), forms), *rest]
+    lists = [_shape((4, 2, 256), jnp.int32), *[_shape((4,), jnp.int32)] * 2]
+
+    def run(q: Any, k: Any, v: Any, *lists: Any) -> Any:
+        return sparse_gpu.sparse_decode_attention(q, k, v, Pages(*lists, 16), scale=0.1)
+
+    return run, [q, *_stored((4, 2, 4096, 128), forms), *lists]
 
 
 def _rows(rows: int, outputs: int) -> tuple[Callable, list]:

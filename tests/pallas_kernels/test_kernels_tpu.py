@@ -23,6 +23,7 @@ from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention import tpu as decode_tpu
 from pallas_kernels.plane import Plane
 from pallas_kernels.quantised import dequantised, quantise
+from pallas_kernels.sparse_decode_attention import Pages
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
 from pallas_kernels.sparse_decode_attention import tpu as sparse_tpu
 from pallas_kernels.topk_scores import reference as topk_reference
@@ -293,22 +294,22 @@ def test_sparse_decode_attention(
     pages[2, 0] = 4, -1, 0, 2, 1  # page 0, cut by the row's stop, stands in for the -1
     starts = np.array([0, page_size, -2 * page_size, page_size + 1, 40], np.int32)
     stops = np.array([slots + 3, slots - page_size, 5, slots - 1, 40], np.int32)
-    listed = pages.astype(np.int32)
-    options: dict[str, Any] = dict(page_size=page_size, scale=128**-0.5)
+    listed, heads = pages.astype(np.int32), None
+    options: dict[str, Any] = dict(scale=128**-0.5)
     if "flat" in form:
         order = rng.permutation(lists * 5)
         heads = np.broadcast_to(np.arange(lists)[:, None], pages.shape).reshape(5, -1)[:, order]
-        options["heads"] = jax.device_put(heads.astype(np.int32))
+        heads = jax.device_put(heads.astype(np.int32))
         listed = listed.reshape(5, -1)[:, order]
     if "prior" in form:
-        options["prior_query"] = jax.device_put(np.flip(q, axis=2).copy())
-    arguments = listed, starts, stops
-    expected = _run(sparse_reference.sparse_decode_attention, q, k, v, *arguments, **options)
+        options["prior"] = jax.device_put(np.flip(q, axis=2).copy())
+    chosen = Pages(*jax.device_put((listed, starts, stops)), page_size, heads)
+    expected = _run(sparse_reference.sparse_decode_attention, q, k, v, chosen, **options)
     outside = (np.arange(slots) < starts[:, None]) | (np.arange(slots) >= stops[:, None])
     k, v = (_nan_where(outside[:, None, :, None], x) for x in (k, v))
     k, v = (_in_stack(x, "flat" not in form) for x in (k, v))
     run = partial(sparse_tpu.sparse_decode_attention, block=2, interpret=INTERPRET, **options)
-    result = _run(run, q, k, v, *arguments)
+    result = _run(run, q, k, v, chosen)
     assert len(result) == len(expected) == (4 if "prior" in form else 2)
     for out, lse, *of in zip(result[::2], result[1::2], expected[::2], expected[1::2], strict=True):
         assert not np.any(out[4]) and np.all(np.isneginf(lse[4]))

@@ -23,7 +23,7 @@ from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.select_large_k import select_large_k
-from pallas_kernels.sparse_decode_attention import sparse_decode_attention
+from pallas_kernels.sparse_decode_attention import Pages, sparse_decode_attention
 from pallas_kernels.topk_scores import topk_scores
 
 pytestmark = pytest.mark.optimized
@@ -140,10 +140,10 @@ def _sparse(lists: int, page_size: int, entries: int, flat: bool = False) -> tup
     pages = [listed, listed, q] if flat else [(HEADS, (4, lists, entries), jnp.int32)]
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> Any:
-        start, stop, pages, *more = rest
-        given = dict(zip(("heads", "prior_query"), more, strict=False))
-        how = dict(page_size=page_size, scale=0.1)
-        return sparse_decode_attention(q, k, v, pages, start, stop, **how, **given)
+        start, stop, listed, *more = rest
+        heads, prior = more or (None, None)
+        pages = Pages(listed, start, stop, page_size, heads)
+        return sparse_decode_attention(q, k, v, pages, scale=0.1, prior=prior)
 
     arguments = q, cache, cache, *_bounds(4, 2), *pages
     # Neither the cache nor the listed pages are copied.

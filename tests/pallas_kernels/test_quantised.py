@@ -26,7 +26,7 @@ from pallas_kernels.dispatch import Kernel, in_8_bits, select
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.prefill_attention import api, cache_attention, reference, xla
 from pallas_kernels.quantised import stored_as
-from pallas_kernels.sparse_decode_attention import Shared, sparse_decode_attention
+from pallas_kernels.sparse_decode_attention import Pages, Shared, sparse_decode_attention
 from pallas_kernels.sparse_decode_attention import api as sparse_api
 from pallas_kernels.topk_scores import api as topk_api
 from pallas_kernels.topk_scores import reference as topk_reference
@@ -123,14 +123,14 @@ def stored(slots=S):
 
 
 LISTED = {
-    "pages": (jnp.tile(jnp.array([0, 3, 29, -1]), (B, K, 1)), {}),
-    "pages of query heads": (jnp.tile(jnp.array([0, 3, 29, -1]), (B, K * G, 1)), {}),
+    "pages": (jnp.tile(jnp.array([0, 3, 29, -1]), (B, K, 1)), None),
+    "pages of query heads": (jnp.tile(jnp.array([0, 3, 29, -1]), (B, K * G, 1)), None),
     "flat": (
         jnp.array([[0, 7, 3, 7, -1], [1, 2, 4, 0, 3]]),
-        {"heads": jnp.array([[0, 0, 1, 1, 1], [1, 1, 0, 0, -1]])},
+        jnp.array([[0, 0, 1, 1, 1], [1, 1, 0, 0, -1]]),
     ),
 }
-PRIOR = {"prior_query": draw(B, 1, K * G, H, seed=7)}
+PRIOR = {"prior": draw(B, 1, K * G, H, seed=7)}
 # Also over more than one block, of which the last is moved back.
 OPERATIONS = [
     *((decode_attention, S, 1, {}), (decode_attention, 5000, 3, {})),
@@ -166,8 +166,8 @@ def test_an_operation_over_8_bits_is_its_definition(operation, slots, queries, h
     elif operation is topk_scores:
         rest, how = [(jnp.array([3, 0]), stop)], {"count": 4, "tile_best": how["tile_best"]}
     elif operation is sparse_decode_attention:
-        pages, heads = LISTED[how.pop("listed")]
-        rest, how = [v, pages, jnp.array([3, 0]), stop], how | heads | {"page_size": 10}
+        listed, heads = LISTED[how.pop("listed")]
+        rest = [v, Pages(listed, jnp.array([3, 0]), stop, 10, heads)]
     elif "window" in how:
         start = jax.device_put(np.asarray(stop) - queries)
         how["window"] = Window(how["window"], start)
@@ -264,10 +264,10 @@ def test_sparse_decode_attention_of_rows_that_share_slots(lists):
         for x in (k, v)
     ]
     pages = jnp.tile(jnp.array([0, 3, 20, 28, -1]), (B, lists, 1))
-    q, args = draw(B, 1, K * G, H), (pages, jnp.array([3, 3]), jnp.array([290, 210]))
-    attend = functools.partial(sparse_decode_attention, page_size=10, scale=0.3)
-    found = compiled(attend, q, *own, *args, shared=shared)
-    expected = compiled(attend, q, *whole, *args)
+    q, chosen = draw(B, 1, K * G, H), Pages(pages, jnp.array([3, 3]), jnp.array([290, 210]), 10)
+    attend = functools.partial(sparse_decode_attention, scale=0.3)
+    found = compiled(attend, q, *own, chosen, shared=shared)
+    expected = compiled(attend, q, *whole, chosen)
     close(found, expected, rtol=2e-5, atol=2e-5)
 
 

@@ -12,15 +12,16 @@ import pytest
 from pallas_kernels import dispatch, hopper
 from pallas_kernels.page_scores import page_scores
 from pallas_kernels.plane import Plane
-from pallas_kernels.select_pages import SharedPages, select_pages
+from pallas_kernels.select_pages import Best, Digests, SharedPages, select_pages
 
 ROWS, KV_HEADS, GROUP, PAGES, HEAD_DIM, SIZE = 4, 2, 3, 24, 8, 7
 FIRST = jnp.array([0, 3, 20, 5], jnp.int32)
 LAST = jnp.array([24, 22, 23, 5], jnp.int32)
 COUNT = jnp.array([7, 5, 7, 7], jnp.int32)
+BEST = Best(FIRST, LAST, COUNT)
 
 
-def _digests(kind: str, dtype: str = "float32", seed: int = 0) -> tuple[Any, ...]:
+def _digests(kind: str, dtype: str = "float32", seed: int = 0) -> tuple[Any, Digests]:
     """q and a box, ball or point a page, of few whole numbers: many scores tie, all are exact."""
     random = np.random.default_rng(seed)
     q = random.integers(-1, 2, (ROWS, KV_HEADS * GROUP, HEAD_DIM))
@@ -31,7 +32,7 @@ def _digests(kind: str, dtype: str = "float32", seed: int = 0) -> tuple[Any, ...
     q[..., 0], q[..., 1:5] = 0, np.where(q[..., 1:5] == 0, 1, q[..., 1:5])
     q[..., 5:] = 0
     ball = jnp.asarray(radius, jnp.float32) if kind == "ball" else None
-    return jnp.asarray(q, dtype), jnp.asarray(high, dtype), low, ball
+    return jnp.asarray(q, dtype), Digests(jnp.asarray(high, dtype), low, ball)
 
 
 @functools.cache
@@ -46,7 +47,7 @@ def _run(together: bool, name: str | None = None, size: int = SIZE) -> Any:
 @pytest.mark.parametrize("kind", ["box", "ball", "point"])
 @pytest.mark.quick("box-float32", "ball-bfloat16", "point-float16-True")
 def test_ragged_rows_are_listed_as_the_definition_says(kind: str, dtype: str, together: bool):
-    arguments = *_digests(kind, dtype), FIRST, LAST, COUNT
+    arguments = *_digests(kind, dtype), BEST
     lists = np.asarray(_run(together)(*arguments))
     assert lists.shape == (ROWS, 1 if together else KV_HEADS * GROUP, SIZE)
     np.testing.assert_array_equal(lists, _run(together, "reference")(*arguments))
@@ -56,42 +57,41 @@ def test_ragged_rows_are_listed_as_the_definition_says(kind: str, dtype: str, to
 
 
 def test_pages_outside_the_bounds_may_hold_anything() -> None:
-    q, high, low, _ = _digests("box")
+    q, digests = _digests("box")
     page = jnp.arange(PAGES)
     outside = ((page < FIRST[:, None]) | (page >= LAST[:, None]))[:, None, :, None]
-    garbage = [jnp.where(outside, jnp.nan, x) for x in (high, low)]
+    garbage = jax.tree.map(lambda x: jnp.where(outside, jnp.nan, x), digests)
     for together in (False, True):
-        lists = _run(together)(q, *garbage, None, FIRST, LAST, COUNT)
-        expected = _run(together)(q, high, low, None, FIRST, LAST, COUNT)
+        lists = _run(together)(q, garbage, BEST)
+        expected = _run(together)(q, digests, BEST)
         np.testing.assert_array_equal(lists, expected)
 
 
 def test_equal_scores_go_to_the_lowest_pages() -> None:
-    q, high, low, _ = _digests("box")
-    assert low is not None
-    same = [jnp.broadcast_to(x[:, :, :1], x.shape) for x in (high, low)]
-    lists = _run(False)(q, *same, None, FIRST, LAST, COUNT)
+    q, digests = _digests("box")
+    same = jax.tree.map(lambda x: jnp.broadcast_to(x[:, :, :1], x.shape), digests)
+    lists = _run(False)(q, same, BEST)
     assert (lists[0] == jnp.arange(SIZE)).all()
     assert (lists[1] == jnp.array([3, 4, 5, 6, 7, -1, -1])).all()
 
 
 def test_lists_longer_than_the_cache_end_in_none() -> None:
-    arguments = *_digests("box"), FIRST, LAST, COUNT * 10
+    arguments = *_digests("box"), BEST._replace(count=COUNT * 10)
     lists = _run(False, size=PAGES + 9)(*arguments)
     assert (lists[0] == jnp.where(jnp.arange(33) < PAGES, jnp.arange(33), -1)).all()
     np.testing.assert_array_equal(lists, _run(False, "reference", PAGES + 9)(*arguments))
 
 
 def test_planes_are_their_layers_part_and_one_count_serves_all_rows() -> None:
-    q, high, low, _ = _digests("box")
+    q, digests = _digests("box")
 
     @jax.jit
-    def of_planes(q: Any, high: Any, low: Any) -> Any:
-        planes = [Plane(jnp.stack([x * 0, x, -x]), jnp.int32(1)) for x in (high, low)]
-        return select_pages(q, *planes, None, FIRST, LAST, 4, size=SIZE)
+    def of_planes(q: Any, digests: Digests) -> Any:
+        planes = [Plane(jnp.stack([x * 0, x, -x]), jnp.int32(1)) for x in digests[:2]]
+        return select_pages(q, Digests(*planes), BEST._replace(count=4), size=SIZE)
 
-    expected = _run(False)(q, high, low, None, FIRST, LAST, jnp.full_like(COUNT, 4))
-    np.testing.assert_array_equal(of_planes(q, high, low), expected)
+    expected = _run(False)(q, digests, BEST._replace(count=jnp.full_like(COUNT, 4)))
+    np.testing.assert_array_equal(of_planes(q, digests), expected)
 
 
 # The first row has no page of its own, the third no other; the fourth has none.
@@ -101,21 +101,16 @@ SHARED_LAST = jnp.array([16, 22, 23, 16], jnp.int32)
 
 def _shared(kind: str, dtype: str, *, spare: int = 3) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Digests of rows that share the first pages: whole, and parted, with garbage in between."""
-    q, *whole = (x if x is None else np.array(x) for x in _digests(kind, dtype))
-    for x in whole:
-        if x is not None:
-            x[:, :, :SPLIT] = x[:1, :, :SPLIT]
-    room = [(0, 0), (0, 0), (0, spare)]
-    theirs = [
-        None
-        if x is None
-        else np.pad(x[:1, :, :SPLIT], [*room, (0, 0)][: x.ndim], constant_values=99)
-        for x in whole
-    ]
-    own = [x if x is None else x[:, :, SPLIT:] for x in whole]
-    return jax.device_put(
-        ((q, *whole), (q, *own, SharedPages(*theirs, split=np.array([SPLIT], np.int32))))
-    )
+    q, whole = jax.tree.map(np.array, _digests(kind, dtype))
+    room = [(0, 0), (0, 0), (0, spare), (0, 0)]
+
+    def parted(x: np.ndarray) -> np.ndarray:
+        x[:, :, :SPLIT] = x[:1, :, :SPLIT]
+        return np.pad(x[:1, :, :SPLIT], room[: x.ndim], constant_values=99)
+
+    shared = SharedPages(jax.tree.map(parted, whole), np.array([SPLIT], np.int32))
+    own = jax.tree.map(lambda x: x[:, :, SPLIT:], whole)
+    return jax.device_put(((q, whole), (q, own, shared)))
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -124,20 +119,18 @@ def _shared(kind: str, dtype: str, *, spare: int = 3) -> tuple[tuple[Any, ...], 
 @pytest.mark.quick("box-bfloat16-True", "ball-float32-False", "point-float32-True")
 def test_rows_that_share_pages_list_what_each_lists_alone(kind: str, dtype: str, together: bool):
     whole, (*parted, shared) = _shared(kind, dtype)
-    bounds = SHARED_FIRST, SHARED_LAST, COUNT
-    of_planes = shared._replace(
-        **{
-            name: Plane(jax.device_put(np.stack([x, -np.asarray(x)])), jnp.int32(0))
-            for name in ("high", "low")
-            if (x := getattr(shared, name)) is not None
-        }
-    )
-    expected = np.asarray(_run(together, "reference")(*parted, *bounds, shared=shared))
+    best = Best(SHARED_FIRST, SHARED_LAST, COUNT)
+    planes = [
+        x if x is None else Plane(jax.device_put(np.stack([x, -np.asarray(x)])), jnp.int32(0))
+        for x in shared.digests[:2]
+    ]
+    of_planes = shared._replace(digests=Digests(*planes, shared.digests.radius))
+    expected = np.asarray(_run(together, "reference")(*parted, best, shared=shared))
     for given in (shared, of_planes):
-        lists = _run(together)(*parted, *bounds, shared=given)
+        lists = _run(together)(*parted, best, shared=given)
         np.testing.assert_array_equal(lists, expected)
     for row in range(ROWS):
-        alone = (x if x is None else np.asarray(x)[row : row + 1] for x in (*whole, *bounds))
+        alone = jax.tree.map(lambda x, row=row: np.asarray(x)[row : row + 1], (*whole, best))
         np.testing.assert_array_equal(expected[row : row + 1], _run(together)(*alone))
     np.testing.assert_array_equal(expected[2, 0], [17, 18, 19, 20, 21, 22, -1])
 
@@ -151,7 +144,7 @@ def test_a_gpu_takes_its_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch) ->
         number = shape((rows,), jnp.int32)
         run = functools.partial(select_pages, size=size, **how)
         with mock.patch.object(dispatch, "platform", lambda: "gpu"):
-            traced = jax.jit(run).trace(q, high, high, None, number, number, number)
+            traced = jax.jit(run).trace(q, Digests(high, high), Best(number, number, number))
         found.append(str(traced.jaxpr))
         return found[-1].count("kernel_name")
 
@@ -163,31 +156,25 @@ def test_a_gpu_takes_its_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch) ->
     assert kernels(size=1000) == 0
     # Of rows that share pages two, however many rows there are.
     pages = jnp.zeros((1, 8, 2048, 128), jnp.bfloat16)
-    shared = SharedPages(pages, pages, None, jnp.array([2000], jnp.int32))
+    shared = SharedPages(Digests(pages, pages), jnp.array([2000], jnp.int32))
     for rows in (1, 16, 50):
         for together in (False, True):
             assert kernels(rows, together=together, shared=shared) == 2
 
 
 def test_what_does_not_fit_is_refused(unchecked_signatures) -> None:
-    q, high, low, _ = _digests("box")
-    radius = high[..., 0]
-    shared = SharedPages(high[:1], low[:1], None, jnp.array([8], jnp.int32))
-    box = q, high, low
-    for digests, count, given, message in (
-        ((q[:, :5], high, low, None), COUNT, {}, "query heads a multiple"),
-        ((*box, radius), COUNT, {}, "a box or a ball"),
-        ((q, high, None, None), COUNT, dict(shared=shared), "of another form than the rows' own"),
-        (
-            (*box, None),
-            COUNT,
-            dict(shared=shared._replace(high=high, low=low)),
-            "query heads a multiple",
-        ),
-        ((*box, None), 8, {}, "count 8 does not fit size 7"),
+    q, box = _digests("box")
+    split = jnp.array([8], jnp.int32)
+    shared = SharedPages(jax.tree.map(lambda x: x[:1], box), split)
+    for digests, changed, message in (
+        (box, dict(q=q[:, :5]), "query heads a multiple"),
+        (box._replace(radius=box.high[..., 0]), {}, "a box or a ball"),
+        (Digests(box.high), dict(shared=shared), "of another form than the rows' own"),
+        (box, dict(shared=SharedPages(box, split)), "query heads a multiple"),
+        (box, dict(best=Best(FIRST, LAST, 8)), "count 8 does not fit size 7"),
     ):
         with pytest.raises(ValueError, match=message):
-            select_pages(*digests, FIRST, LAST, count, size=SIZE, **given)
+            select_pages(**dict(q=q, digests=digests, best=BEST, size=SIZE) | changed)
 
 
 FILLED = jnp.array([0, 1, 5, 6], jnp.int32)

@@ -1,6 +1,6 @@
 """Attention to chosen pages against a softmax written out in numpy, and what it keeps in memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.common import merge
 from pallas_kernels.sparse_decode_attention import (
     Around,
+    Pages,
     Shared,
     reference,
     sparse_decode_attention,
@@ -26,6 +27,7 @@ from pallas_kernels.sparse_decode_attention import (
 SLOTS, LISTED = 43, 4
 STARTS = (-9, 4, 7, 8, 9, 20, 0)
 STOPS = (60, 40, 41, 32, 33, 20, 1)
+BOUNDS = jnp.array(STARTS, jnp.int32), jnp.array(STOPS, jnp.int32)
 ROWS = len(STARTS)
 
 
@@ -136,15 +138,13 @@ def _by_numpy(case: Case, lists: jax.Array, arrays: tuple[jax.Array, ...]) -> li
 
 def _run(case: Case, module, arrays: tuple[jax.Array, ...], lists: jax.Array):
     q, k, v, prior = arrays
-    options = dict(page_size=case.page_size, scale=case.scale)
+    options = dict(scale=case.scale)
     if module is xla:
         options |= dict(block=case.block)
-    bounds = (jnp.array(x, jnp.int32) for x in (STARTS, STOPS))
     run = jax.jit(partial(module.sparse_decode_attention, **options))
-    given = {None: {}, "logits": dict(prior=prior), "query": dict(prior_query=prior)}[case.prior]
-    if case.lists == "flat":
-        given["heads"], lists = _flat(lists)
-    return run(q, k, v, lists, *bounds, **given)
+    heads, lists = _flat(lists) if case.lists == "flat" else (None, lists)
+    pages = Pages(lists, *BOUNDS, case.page_size, heads)
+    return run(q, k, v, pages, prior=prior if case.prior else None)
 
 
 # What the other cases have too.
@@ -176,7 +176,7 @@ def test_attention_to_chosen_pages(case: Case) -> None:
 
 
 # Compiled once for all that hypothesis draws; two entries a block.
-small = jax.jit(partial(xla.sparse_decode_attention, page_size=4, scale=0.5, block=2))
+small = jax.jit(partial(xla.sparse_decode_attention, scale=0.5, block=2))
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -198,14 +198,14 @@ def test_any_bounds_and_lists_attend_alike_in_every_form(
     lists, others = (jnp.asarray(np.where(x, order, -1), jnp.int32) for x in (chosen, ~chosen))
     limits = tuple(jnp.array(x, jnp.int32) for x in zip(*bounds, strict=True))
 
-    def attend(pages: jax.Array, **given: jax.Array) -> Any:
-        return small(q, k, v, pages, *limits, prior=prior, **given)
+    def attend(listed: jax.Array, heads: jax.Array | None = None) -> Any:
+        return small(q, k, v, Pages(listed, *limits, 4, heads), prior=prior)
 
     near = partial(np.testing.assert_allclose, atol=1e-5)
     results, rest = attend(lists), attend(others)
     heads, pages = _flat(lists, seed)
     jax.tree.map(near, attend(jnp.repeat(lists, 2, axis=1)), results)
-    jax.tree.map(near, attend(pages, heads=heads), results)
+    jax.tree.map(near, attend(pages, heads), results)
     everything = attend(jnp.broadcast_to(jnp.arange(5, dtype=jnp.int32), (2, 2, 5)))
     for i in (0, 2):
         merged = merge([results[i : i + 2], rest[i : i + 2]])
@@ -217,18 +217,18 @@ def test_one_list_may_be_for_all_heads_and_begin_at_any_page(implementation: str
     case = Case(dtype="float32")
     *arrays, _ = _inputs(case)
     lists = _lists(case)[:, :1]
-    how = dict(page_size=case.page_size, scale=case.scale, implementation=implementation)
-    run = partial(sparse_decode_attention, *arrays, **how)
-    run = partial(run, start=jnp.array(STARTS), stop=jnp.array(STOPS))
-    run = jax.jit(run, static_argnames="first_page")
+    how = dict(scale=case.scale, implementation=implementation)
+    attend = jax.jit(partial(sparse_decode_attention, *arrays, **how))
+
+    def run(listed: jax.Array, first: int = 0) -> Any:
+        return attend(Pages(listed, *BOUNDS, case.page_size, first=first))
+
     each = jnp.broadcast_to(lists, (ROWS, case.kv_heads, lists.shape[2]))
     expected, found = run(each), run(lists)
-    later = run(jnp.where(lists > 0, lists - 1, -1), first_page=1)
+    later = run(jnp.where(lists > 0, lists - 1, -1), first=1)
     without = run(jnp.where(each == 0, -1, each))
     assert np.any(np.isfinite(expected[1])) and np.any(expected[1] != without[1])
-    beside = arrays[0], expected[1] - 1
-    merged, both = run(lists, beside=beside), merge([expected, beside])
-    for one, other in ((found, expected), (later, without), (merged, both)):
+    for one, other in ((found, expected), (later, without)):
         for x, y in zip(one, other, strict=True):
             np.testing.assert_array_equal(x, y)
 
@@ -250,13 +250,13 @@ def test_rows_that_share_slots_attend_as_alone(lists: str, split: int) -> None:
         x[:, :, :split] = y[:, :, :split]
         x[np.broadcast_to(beyond, x.shape)] = 0
     listed = _lists(case)
-    options = dict(page_size=8, scale=0.4)
-    define = jax.jit(partial(reference.sparse_decode_attention, **options))
-    expected = define(q, k, v, listed, start, stop)
+    define = jax.jit(partial(reference.sparse_decode_attention, scale=0.4))
+    pages = Pages(listed, *jax.device_put((start, stop)), 8)
+    expected = define(q, k, v, pages)
     shared = Shared(*jax.device_put(theirs), jnp.array([split], jnp.int32))
     for name in (None, "reference"):
-        run = jax.jit(partial(sparse_decode_attention, **options, implementation=name))
-        found = run(q, k[:, :, split:], v[:, :, split:], listed, start, stop, shared=shared)
+        run = jax.jit(partial(sparse_decode_attention, scale=0.4, implementation=name))
+        found = run(q, k[:, :, split:], v[:, :, split:], pages, shared=shared)
         np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
         np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
 
@@ -276,10 +276,14 @@ def test_long_lists_copy_blocks_of_pages_and_never_the_cache(
     cache = shape((1, 8, 2**20, 128), jnp.bfloat16)
     q = shape((1, 1, 32, 128), jnp.bfloat16)
     ids, bounds = shape((1, *lists), jnp.int32), [shape((1,), jnp.int32)] * 2
-    given = dict(prior=shape((1, 32, 2**20), jnp.float32))
-    given |= dict(heads=ids) if len(lists) == 1 else {}
-    run = jax.jit(partial(sparse_decode_attention, page_size=page_size, scale=0.1))
-    compiled = run.lower(q, cache, cache, ids, *bounds, **given).compile()
+    prior = shape((1, 32, 2**20), jnp.float32)
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any, prior: Any, ids: Any, *bounds: Any) -> Any:
+        pages = Pages(ids, *bounds, page_size, ids if ids.ndim == 2 else None)
+        return sparse_decode_attention(q, k, v, pages, scale=0.1, prior=prior)
+
+    compiled = run.lower(q, cache, cache, prior, ids, *bounds).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 128 * 2**20
 
 
@@ -296,12 +300,14 @@ def test_on_a_tpu_neither_the_cache_nor_the_prior_is_copied(flat: bool) -> None:
     cache = shape((1, 8, 2**17, 128), jnp.bfloat16)
     lists = shape((1, 1024) if flat else (1, 8, 128), jnp.int32)
 
-    def run(prior: jax.Array, heads: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
-        how = dict(page_size=16, scale=0.1, prior=prior, heads=heads if flat else None)
-        return sparse_decode_attention(*rest, **how, implementation="xla")
+    def run(prior: jax.Array, q: Any, k: Any, v: Any, *lists: jax.Array) -> tuple[jax.Array, ...]:
+        heads, *listed = lists
+        pages = Pages(*listed, 16, heads if flat else None)
+        how = dict(scale=0.1, prior=prior, implementation="xla")
+        return sparse_decode_attention(q, k, v, pages, **how)
 
     prior, q = shape((1, 32, 2**17), jnp.float32), shape((1, 1, 32, 128), jnp.bfloat16)
-    arguments = prior, lists, q, cache, cache, lists, *[shape((1,), jnp.int32)] * 2
+    arguments = prior, q, cache, cache, lists, lists, *[shape((1,), jnp.int32)] * 2
     manual = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     with jax.default_matmul_precision("default"):  # as users run it
         memory = jax.jit(manual).lower(*arguments).compile().memory_analysis()
@@ -312,11 +318,11 @@ def test_partial_results_of_a_head_are_summed_at_the_highest_precision() -> None
     """The default precision of a TPU would round them to bfloat16; a CPU's does not."""
     case = CASES["flat"]
     q, k, v, _ = _inputs(case)
-    bounds = [jnp.array(x, jnp.int32) for x in (STARTS, STOPS)]
-    heads, pages = _flat(_lists(case))
-    run = partial(sparse_decode_attention, page_size=8, scale=0.1, implementation="xla")
+    heads, listed = _flat(_lists(case))
+    pages = Pages(listed, *BOUNDS, 8, heads)
+    run = partial(sparse_decode_attention, scale=0.1, implementation="xla")
     with jax.default_matmul_precision("default"):
-        program = str(jax.make_jaxpr(run)(q, k, v, pages, *bounds, heads=heads))
+        program = str(jax.make_jaxpr(run)(q, k, v, pages))
     assert program.count("Precision.HIGHEST") == 4  # both operands of two sums
 
 
@@ -324,23 +330,23 @@ def test_bad_arguments_are_named(unchecked_signatures) -> None:
     case = Case()
     q, k, v, prior = _inputs(case)
     lists = _lists(case)
-    bounds = [jnp.array(x, jnp.int32) for x in (STARTS, STOPS)]
-    shared = Shared(k[:1], v[:1], jnp.array([8], jnp.int32))
-    beside = q, prior[:, None, :, 0]
+    pages, split = Pages(lists, *BOUNDS, 8), jnp.array([8], jnp.int32)
+    shared = dict(shared=Shared(k[:1], v[:1], split))
+    every = replace(pages, listed=jnp.tile(lists, (1, 2, 1))[:, :3])
+    around = replace(pages, around=Around(BOUNDS[1], 1, 1))
+    flat = replace(pages, listed=lists[:, 0], heads=lists[:, 0])
     for changed, message in (
-        (dict(pages=jnp.tile(lists, (1, 2, 1))[:, :3]), "2 kv heads or 8 query heads, or for all"),
-        (dict(page_size=0), "pages of 0 slots"),
+        (dict(pages=every), "2 kv heads or 8 query heads, or for all"),
+        (dict(pages=replace(pages, size=0)), "pages of 0 slots"),
         (dict(prior=prior[..., 1:]), r"expected float32\(7, 8, 43\)"),
-        (dict(prior=prior, prior_query=q), "both prior and prior_query"),
-        (dict(prior_query=q[:, :, 1:]), "as q has"),
-        (dict(pages=lists[:, 0, 1:], heads=lists[:, 0]), "one shape"),
-        (dict(around=Around(bounds[1], 1, 1)), "attend to those slots in a call of their own"),
+        (dict(prior=q[:, :, 1:]), "as q has"),
+        (dict(pages=replace(flat, listed=lists[:, 0, 1:])), "one shape"),
+        (dict(pages=around), "attend to those slots in a call of their own"),
         (dict(q=q[:, :, :3]), "does not fit"),
-        (dict(prior=prior, beside=beside), "beside given with a prior"),
-        (dict(shared=shared, first_page=1), "first_page or beside given with"),
-        (dict(shared=shared, prior_query=q), "shared slots given with a flat list or a prior"),
-        (dict(shared=shared._replace(k=k, v=v)), "does not fit"),
+        (dict(pages=replace(flat, first=1)), "a first page given with a flat list"),
+        (shared | dict(pages=replace(pages, first=1)), "a flat list, a prior or a first page"),
+        (shared | dict(prior=q), "shared slots given with a flat list, a prior"),
+        (dict(shared=Shared(k, v, split)), "does not fit"),
     ):
-        given = dict(q=q, k=k, v=v, pages=lists, start=bounds[0], stop=bounds[1], page_size=8)
         with pytest.raises(ValueError, match=message):
-            sparse_decode_attention(**given | changed, scale=1.0)
+            sparse_decode_attention(**dict(q=q, k=k, v=v, pages=pages) | changed, scale=1.0)
