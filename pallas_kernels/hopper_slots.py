@@ -165,12 +165,6 @@ def attend(
     first = first + lax.rem(reader + READERS - lax.rem(ahead + first, READERS), READERS)
     columns = q.shape[0]
 
-    def scaled(which: int, x: Array, slot: Array) -> Array:
-        if scales[which] is None:
-            return x
-        mine = plgpu.load(scales[which].at[slot], layout=plgpu.Layout.WGMMA.reduce(1))
-        return x * lax.broadcast_in_dim(mine.astype(jnp.float32), x.shape, [0])
-
     def step(i: Array, carry: Carry) -> Carry:
         acc, top, totals = carry
         j = first + i * READERS
@@ -181,7 +175,7 @@ def attend(
             keys = hopper_bits.rows_of(keys, q.dtype, interpreted)
         nothing = hopper.full((block, columns), 0.0)
         s = hopper.add_product(nothing, keys, q.transpose((1, 0)), interpreted)
-        s = scaled(0, s, slot)
+        s = _times(s, scales[0], slot)
         plgpu.barrier_arrive(free[0].at[slot])
         logits = mask(s * (scale * LOG2_E), j)
         new_top = jnp.maximum(top, hopper_bits.over_rows(logits, across, "max", interpreted))
@@ -192,7 +186,7 @@ def attend(
             totals = totals + p[row : row + hopper.ROWS]
         acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [1])
         plgpu.barrier_wait(ready[1].at[slot])
-        p = scaled(1, p, slot).astype(q.dtype)
+        p = _times(p, scales[1], slot).astype(q.dtype)
         weights.transpose((1, 0))[...] = plgpu.layout_cast(p, plgpu.Layout.WGMMA_TRANSPOSED)
         values = rings[1].at[slot]
         if scales[1] is not None:
@@ -214,6 +208,14 @@ def attend(
     )
     mine = lax.div(jnp.maximum(last - first + READERS - 1, 0), READERS)
     return lax.fori_loop(0, mine, step, start)
+
+
+def _times(x: Array, scales: Any, slot: Array) -> Array:
+    """A block's rows times its slots' scales, where there are any."""
+    if scales is None:
+        return x
+    mine = plgpu.load(scales.at[slot], layout=plgpu.Layout.WGMMA.reduce(1))
+    return x * lax.broadcast_in_dim(mine.astype(jnp.float32), x.shape, [0])
 
 
 def write(me: Reader, carry: Carry, out_ref: Any, lse_ref: Any, *, number: Any) -> None:

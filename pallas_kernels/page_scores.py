@@ -19,13 +19,13 @@ that read each bound once was rejected: in one run both took 75 us.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.common import AnyCache, check_heads, fold_rows, unfold_rows
+from pallas_kernels.common import check_heads, fold_rows, unfold_rows
 from pallas_kernels.plane import part_of
 
 
@@ -36,8 +36,8 @@ class Digests(NamedTuple):
       high, low: [B,K,P,H], arrays or planes; high >= low.
     """
 
-    high: AnyCache
-    low: AnyCache | None = None
+    high: Any
+    low: Any = None
     radius: Float[Array, "B K P"] | None = None
 
 

@@ -16,7 +16,13 @@ from jax_longctx.caches.append_only import (
     write_run,
 )
 from jax_longctx.caches.branched import Branched, attend_branched, parting
-from jax_longctx.caches.budget import BudgetCache, choose, drop_oldest, empty_budget_cache
+from jax_longctx.caches.budget import (
+    BudgetCache,
+    Joining,
+    choose,
+    drop_oldest,
+    empty_budget_cache,
+)
 from jax_longctx.caches.offloaded import (
     Offloaded,
     Reads,
@@ -31,6 +37,7 @@ __all__ = [
     "AppendCache",
     "Branched",
     "BudgetCache",
+    "Joining",
     "Offloaded",
     "Reads",
     "Rewinding",

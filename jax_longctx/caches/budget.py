@@ -9,7 +9,7 @@ to hold both; appending writes in place.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -95,41 +95,43 @@ def empty_budget_cache(
     )
 
 
+class Joining(NamedTuple):
+    """A segment whose tokens join a cache.
+
+    Attributes:
+      k, v: as they are to be stored.
+      statistics: of slots and tokens side by side (U = C + T), to be carried along where the cache
+        has any.
+      count: tokens to keep of the cache and the segment, at most C.
+      read: how many tokens of the text this segment held.
+    """
+
+    k: Float[Array, "B T K H"]
+    v: Float[Array, "B T K H"]
+    statistics: Float[Array, "B K U M"] | None
+    count: Int[Array, " B"]
+    read: Int[Array, " B"]
+
+
 def choose(
-    cache: BudgetCache,
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    scores: Float[Array, "B K U"],
-    statistics: Float[Array, "B K U M"] | None,
-    count: Int[Array, " B"],
-    read: Int[Array, " B"],
-    *,
-    one: bool = False,
+    cache: BudgetCache, new: Joining, scores: Float[Array, "B K U"], *, one: bool = False
 ) -> BudgetCache:
-    """Keeps each row's `count[b]` best-scored tokens of the cache and the segment, in token order.
+    """Keeps each row's best-scored tokens of the cache and the segment, in token order.
 
     Args:
-      k, v: the segment's, as they are to be stored.
-      scores: of slots and tokens side by side (U = C + T), -inf where there is none; +inf is kept
-        before all others. Among equals the older one stays.
-      statistics: of slots and tokens, to be carried along where the cache has any.
-      count: tokens to keep, at most C.
-      read: how many tokens of the text this segment held.
+      scores: of slots and tokens, -inf where there is none; +inf is kept before all others. Among
+        equals the older one stays.
       one: T is 1, and at most one slot or the new token leaves. Slots move down by one at most: a
         pass of selects over the cache. Choosing takes some forty dependent passes over the scores,
         too many for each layer of each decode step.
     """
-    take = _without_worst(cache, scores, count, read) if one else _best(cache, scores, count)
-    return _taken(cache, k, v, statistics, count, read, take)
+    take = _without_worst(cache, new, scores) if one else _best(cache, scores, new.count)
+    return _taken(cache, new, take)
 
 
 def drop_oldest(
     cache: BudgetCache,
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    statistics: Float[Array, "B K U M"] | None,
-    count: Int[Array, " B"],
-    read: Int[Array, " B"],
+    new: Joining,
     *,
     first: int,
     leaving: Int[Array, " B"],
@@ -141,7 +143,7 @@ def drop_oldest(
     """
     if one:
         place = jnp.where(leaving > 0, first, cache.k.shape[2] + 1)[:, None]
-        return _taken(cache, k, v, statistics, count, read, _moved_down(cache, place))
+        return _taken(cache, new, _moved_down(cache, place))
     place_C = jnp.arange(cache.k.shape[2])
     order_BC = place_C + jnp.where(place_C >= first, leaving[:, None], 0)
     length_B1 = cache.length[:, None]
@@ -155,34 +157,26 @@ def drop_oldest(
         mask = cached_BC.reshape(len(cached_BC), 1, -1, *[1] * (slots.ndim - 3))
         return jnp.where(mask, at(slots, order_BC), at(tokens, order_BC - length_B1))
 
-    return _taken(cache, k, v, statistics, count, read, take)
+    return _taken(cache, new, take)
 
 
-def _taken(
-    cache: BudgetCache,
-    k: Array,
-    v: Array,
-    statistics: Array | None,
-    count: Array,
-    read: Array,
-    take: Callable[[Array, Array], Array],
-) -> BudgetCache:
+def _taken(cache: BudgetCache, new: Joining, take: Callable[[Array, Array], Array]) -> BudgetCache:
     """The cache after `take` has picked from each array's slots and the segment's values."""
-    size = cache.k.shape[2]
+    size, statistics = cache.k.shape[2], new.statistics
 
-    def moved(kept: AnyCache, new: Array) -> Any:
+    def moved(kept: AnyCache, joins: Array) -> Any:
         """Tokens move as they are stored: none is rounded twice."""
-        return jax.tree.map(take, part_of(kept), stored_as(kept, jnp.swapaxes(new, 1, 2)))
+        return jax.tree.map(take, part_of(kept), stored_as(kept, jnp.swapaxes(joins, 1, 2)))
 
     if statistics is not None:
         statistics = take(statistics[:, :, :size], statistics[:, :, size:])
     return BudgetCache(
-        moved(cache.k, k),
-        moved(cache.v, v),
-        take(cache.token, cache.next_tokens(k.shape[1])),
+        moved(cache.k, new.k),
+        moved(cache.v, new.v),
+        take(cache.token, cache.next_tokens(new.k.shape[1])),
         statistics,
-        count,
-        cache.position + read,
+        new.count,
+        cache.position + new.read,
         cache.slots_axis,
     )
 
@@ -203,11 +197,11 @@ def _best(cache: BudgetCache, scores: Array, count: Array) -> Callable[[Array, A
 
 
 def _without_worst(
-    cache: BudgetCache, scores: Array, count: Array, read: Array
+    cache: BudgetCache, new: Joining, scores: Array
 ) -> Callable[[Array, Array], Array]:
     """Moves the slots after the worst down by one, and puts the new token behind the last."""
     size = cache.k.shape[2]
-    leaves_B = count < cache.length + read
+    leaves_B = new.count < cache.length + new.read
     # Among the worst the newest leaves: the last in slot order, where the token comes last of all.
     ranked_BKU = jnp.where(scores > -jnp.inf, scores, jnp.inf)
     worst_BK = size - jnp.argmin(jnp.flip(ranked_BKU, axis=2), axis=2)

@@ -58,6 +58,7 @@ from jax_longctx.parts.sparse_decode import Selected
 from jax_longctx.parts.unit_memory import GRANULE
 from jax_longctx.parts.voted_keys import Listed, Scope
 from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.voted_slots import Spans
 
 
 @method(source="composed here, of ReAttention, Quest, ArkVale and RESA")
@@ -226,10 +227,10 @@ class FreePages(Appending):
             none = jnp.zeros((len(length), 0), jnp.int32)
             return Scope(none, none, stop_B, length, sink, self.span, self.local, self.kept)
         assert cache.digests is not None
-        where = (q, cache.digests, sink // page, self.pages_before(stop_B), valid, ctx)
-        named_BTNC = best_pages(*where, count=self.count, page=page)
-        parts = dict(kept=self.kept, span=self.span, global_size=sink, local_size=self.local)
-        return voted_keys.voted_scope(named_BTNC, stop_B, cache.store, ctx, page=page, **parts)
+        ranked = voted_keys.KeySpan(sink // page, self.pages_before(stop_B), valid, page)
+        named_BTNC = best_pages(q, cache.digests, ranked, ctx, count=self.count)
+        where = (named_BTNC, stop_B, cache.store, ctx, Spans(self.kept, self.span, sink, page))
+        return voted_keys.voted_scope(*where, local_size=self.local)
 
     def estimate(
         self,

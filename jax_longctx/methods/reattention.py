@@ -54,6 +54,7 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts import voted_keys
 from jax_longctx.parts.appending import Appending, least_window
 from jax_longctx.parts.voted_keys import Listed, Scope
+from pallas_kernels.voted_slots import Spans
 
 TILE = 128
 # The variant of segments that attend to all cached tokens.
@@ -227,10 +228,10 @@ class ReAttention(Appending):
         if alone and self.decode_heads == "scrambled":
             q = voted_keys.scramble_heads(q, kv_heads, ctx)
         tile = TILE if self.selector == "tilemax128" and not alone else None
-        where = (q, cache.buffers[0], g, stop_B, valid, ctx)
-        named_BTNC = voted_keys.best_keys(*where, count=self.count, tile=tile, sizes=sizes)
-        parts = dict(kept=self.kept, span=self.span, global_size=g, local_size=w)
-        return voted_keys.voted_scope(named_BTNC, stop_B, cache, ctx, **parts)
+        ranked = (q, cache.buffers[0], voted_keys.KeySpan(g, stop_B, valid), ctx)
+        named_BTNC = voted_keys.best_keys(*ranked, count=self.count, tile=tile, sizes=sizes)
+        spans = Spans(self.kept, self.span, g)
+        return voted_keys.voted_scope(named_BTNC, stop_B, cache, ctx, spans, local_size=w)
 
     def read_bytes(self, cache: AppendCache | Offloaded, length: int) -> int:
         # All keys are ranked, empty slots too; the scope's keys and values are gathered.

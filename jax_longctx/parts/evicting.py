@@ -34,7 +34,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jax_longctx.caches import BudgetCache, choose, drop_oldest, empty_budget_cache, write_rows
+from jax_longctx.caches import (
+    BudgetCache,
+    Joining,
+    choose,
+    drop_oldest,
+    empty_budget_cache,
+    write_rows,
+)
 from jax_longctx.contract import (
     CHUNK_ROWS,
     QKV,
@@ -411,15 +418,15 @@ class Evicting(Registered):
             assert cache.statistics is not None
             sums += jnp.pad(cache.statistics, ((0, 0), (0, 0), (0, seen.k.shape[1]), (0, 0)))
         count_B = cache.length + seen.joining - seen.leaving
+        new = Joining(seen.store_k, seen.v, sums, count_B, seen.joining)
         # One token joins: at most one leaves.
         one = seen.k.shape[1] == 1 and (self.protocol == "own" or self.chunk == 1)
         if self.first is not None:
-            kept = (sums, count_B, seen.joining)
             # What leaves is known before attention. Were it moved before, XLA would copy the caches
             # of all layers for attention to read.
             leaving_B, _ = jax.lax.optimization_barrier((seen.leaving, seen.out))
             how = {"first": self.first, "leaving": leaving_B, "one": one}
-            return drop_oldest(cache, seen.store_k, seen.v, *kept, **how)
+            return drop_oldest(cache, new, **how)
         scores = self.rank(dataclasses.replace(seen, sums=sums))
         heads, candidates = cache.k.shape[1], seen.order.shape[2]
         if scores.shape not in [(len(cache.length), n, candidates) for n in (1, heads)]:
@@ -432,8 +439,7 @@ class Evicting(Registered):
         held = seen.present & (seen.order < seen.length + seen.joining[:, None, None])
         scores = jnp.where(held, scores, -jnp.inf)
         scores_BKU = jnp.broadcast_to(scores, (*cache.k.shape[:2], scores.shape[2]))
-        kept = (scores_BKU, sums, count_B, seen.joining)
-        return choose(cache, seen.store_k, seen.v, *kept, one=one)
+        return choose(cache, new, scores_BKU, one=one)
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
         """Nothing changes at the end of the context; after the question keys are rotated."""

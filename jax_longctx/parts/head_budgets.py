@@ -17,7 +17,7 @@ ids.
 """
 
 import fractions
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,18 +88,31 @@ def ada_kv(
     return Lists(pages_BE[:, None], jnp.where(mine_BE, head_BE, -1))
 
 
+class Enough(NamedTuple):
+    """How many pages a head visits.
+
+    Attributes:
+      share: of the attention, at which it stops.
+      known: where the missing mass is read from, as the allocation is named.
+      count, most: pages of each head at most, and the largest count.
+      least: pages of each head at least.
+    """
+
+    share: float
+    known: str
+    count: Int[Array, " B"]
+    most: int
+    least: int
+
+
 def progressive(
     q: Float[Array, "B 1 N H"],
     store: AppendCache,
     span: Span,
     scores: Float[Array, "B N P"],
-    count: Int[Array, " B"],
+    enough: Enough,
     ctx: LayerContext,
     *,
-    most: int,
-    least: int,
-    epsilon: float,
-    stop: str,
     forced: tuple[Float[Array, "B N"], ...],
     prior: Prior | None,
 ) -> Lists:
@@ -107,12 +120,10 @@ def progressive(
 
     Args:
       q: the rotated query.
-      count, most: pages of each head at most, and the largest count.
-      least: pages of each head at least.
-      stop: where the missing mass is read from, as the allocation is named.
       forced: log-sum-exps of this shard's fixed tokens, the query's own and then the prior's.
-      prior: RESA's, for `stop="resa"`.
+      prior: RESA's, where that is what is known.
     """
+    epsilon, stop, count, most, least = enough
     lists = best_first(scores, best_pages(scores, count, most))
     none_BN = jnp.full(lists.shape[:2], -jnp.inf)
     if stop == "digest":

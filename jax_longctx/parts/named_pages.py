@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.contract import LayerContext
 from jax_longctx.parts.page_digests import PageDigests
-from jax_longctx.parts.voted_keys import best_keys, key_sizes, score_tolerance
+from jax_longctx.parts.voted_keys import KeySpan, best_keys, key_sizes, score_tolerance
 from pallas_kernels.page_scores import page_scores
 from pallas_kernels.plane import part_of
 from pallas_kernels.topk_scores import merge_topk, tied_places
@@ -19,25 +19,22 @@ from pallas_kernels.topk_scores import merge_topk, tied_places
 def best_pages(
     q: Float[Array, "B T N H"],
     digests: PageDigests,
-    start: int,
-    stop: Int[Array, " B"],
-    valid: Int[Array, " B"],
+    span: KeySpan,
     ctx: LayerContext,
     *,
     count: int,
-    page: int,
 ) -> Int[Array, "B T N C"]:
-    """Global pages of each query's best scores in start <= page < stop[b]; then -1.
+    """Global pages of each query's best scores in the span; then -1.
 
-    Digests are boxes or points. C is `count`, or for one token at most a shard's pages. Tokens
-    beyond valid[b] name none. A page has `page` slots.
+    Digests are boxes or points. C is `count`, or for one token at most a shard's pages.
     """
+    start, stop, valid, page = span
     if q.shape[1] > 1:
         joined = digests.high
         if digests.low is not None:
             q = jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=-1)
             joined = jnp.concatenate([part_of(digests.high), part_of(digests.low)], axis=-1)
-        return best_keys(q, joined, start, stop, valid, ctx, count=count, page=page)
+        return best_keys(q, joined, span, ctx, count=count)
     high = part_of(digests.high)
     low = high if digests.low is None else part_of(digests.low)
     pages = high.shape[2]

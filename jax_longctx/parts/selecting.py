@@ -36,6 +36,7 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending
 from jax_longctx.parts.head_budgets import (
     Allocation,
+    Enough,
     Granularity,
     ada_kv,
     best_pages,
@@ -381,9 +382,9 @@ class Selecting(Appending):
         scores_BNP = gathered(own_BNP, span, ctx, self.page_size)
         kind, _, form = self.allocation.partition("-")
         if kind == "psa":
-            limits = {"most": most, "least": self.min_pages, "epsilon": self.epsilon}
-            given = (q, cache.store, span, scores_BNP, count_B, ctx)
-            return progressive(*given, **limits, stop=form, forced=forced, prior=prior)
+            enough = Enough(self.epsilon, form, count_B, most, self.min_pages)
+            given = (q, cache.store, span, scores_BNP, enough, ctx)
+            return progressive(*given, forced=forced, prior=prior)
         ranked = self.pooled(scores_BNP, span.tokens, kv_heads, ctx)
         if kind == "uniform":
             return Lists(best_pages(ranked, count_B, most))

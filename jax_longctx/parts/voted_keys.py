@@ -40,7 +40,7 @@ of 1,000 queries in float32 and one of 100 in bfloat16.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,29 +77,39 @@ def tie_tolerance(dtype: jnp.dtype) -> float:
     return max(2.0**-12, float(jnp.finfo(dtype).eps) / 2)
 
 
+class KeySpan(NamedTuple):
+    """The slots start <= s < stop[b] whose keys tokens rank.
+
+    Attributes:
+      valid: tokens of each row; those beyond name none.
+      page: keys stand for pages of so many slots, and so do `start`, `stop` and what is named.
+    """
+
+    start: int
+    stop: Int[Array, " B"]
+    valid: Int[Array, " B"]
+    page: int = 1
+
+
 def best_keys(
     q: Float[Array, "B T N H"],
     k: AnyCache,
-    start: int,
-    stop: Int[Array, " B"],
-    valid: Int[Array, " B"],
+    span: KeySpan,
     ctx: LayerContext,
     *,
     count: int,
     tile: int | None = None,
-    page: int = 1,
     sizes: Float[Array, "B K"] | None = None,
 ) -> Int[Array, "B T N C"]:
-    """Global slots of each query's `count` best keys in start <= s < stop[b]; then -1.
+    """Global slots of each query's `count` best keys of the span; then -1.
 
-    With `tile` only the best key of each tile of slots, counted from `start`, takes part: for
-    slots in blocks. Tokens beyond valid[b] name none. Scores that differ by at most
-    `score_tolerance` tie. With `page` keys stand for pages of so many slots, and so do `start`,
-    `stop` and the result.
+    With `tile` only the best key of each tile of slots, counted from the start, takes part: for
+    slots in blocks. Scores that differ by at most `score_tolerance` tie.
 
     Args:
       sizes: what `key_sizes` gives, where the caller has it.
     """
+    start, stop, valid, page = span
     own, alone = ctx.slots(k.shape[2], page), q.shape[1] == 1
     if sizes is None:
         sizes = key_sizes(k, stop, ctx, page)
@@ -443,20 +453,18 @@ def voted_scope(
     stop: Int[Array, " B"],
     store: AppendCache | Offloaded,
     ctx: LayerContext,
+    spans: Spans,
     *,
-    kept: int,
-    span: int,
-    global_size: int,
     local_size: int,
-    page: int = 1,
 ) -> "Scope | Listed":
-    """The scope whose spans lie around the `kept` most named slots, or pages' middles.
+    """The scope whose spans lie around the most named slots, or pages' middles.
 
     Args:
-      named: global slots, or pages of `page` slots; -1 for none.
+      named: global slots, or pages; -1 for none.
       local_size: the most slots of the last part, which begins at `stop`.
     """
     length, slots = store.length, store.sizes[2]
+    kept, span, global_size, page = spans
     # What is fetched is fetched by spans.
     listed = not isinstance(store, Offloaded)
     if named.shape[1] == 1 and ctx.seq_size == 1 and listed:
@@ -465,13 +473,12 @@ def voted_scope(
         # Whole lines of threads write it.
         size = -(-min(most, slots) // _LANES) * _LANES
         if takes_votes(votes_BE.shape[1], size):
-            spans = Spans(kept, span, global_size, page)
             found = voted_slots(votes_BE, stop, length, spans, slots=slots, size=size)
             return Listed(*found, most)
     pages_BM = most_voted(named, slots * ctx.seq_size // page, kept, ctx)
     centres_BM = jnp.where(pages_BM < 0, -1, pages_BM * page + page // 2)
-    spans = spans_around(centres_BM, span, global_size, stop)
-    return Scope(*spans, stop, length, global_size, span, local_size, kept)
+    around = spans_around(centres_BM, span, global_size, stop)
+    return Scope(*around, stop, length, global_size, span, local_size, kept)
 
 
 def attend_scope(

@@ -102,8 +102,9 @@ class InfLLMAccounted(InfLLM):
             far = self.far(new[0], ctx)
             store = after.store.on_device()
             mass_BC = _unit_mass(far, part[1], store, chosen_BC, valid, layout, ctx)
-        limits = (layout.units(cache.store.length), valid > 0, self.max_cached_block)
-        account = note_step(cache.account, chosen_BC, mass_BC, *limits, self.score_decay, ctx)
+        limits = (layout.units(cache.store.length), self.max_cached_block, self.score_decay)
+        account = note_step(cache.account, chosen_BC, mass_BC, *limits, ctx)
+        account = where_rows(valid > 0, account, cache.account)
         return part, dataclasses.replace(after, account=account)
 
 
@@ -119,12 +120,11 @@ def note_step(
     chosen: Int[Array, "B C"],
     mass: Float[Array, "B C"] | None,
     packed: Int[Array, " B"],
-    rows: Bool[Array, " B"],
     room: int,
     decay: float,
     ctx: LayerContext,
 ) -> UnitAccount:
-    """The account after the rows of `rows` attended the `chosen` units, -1 for none.
+    """The account after all rows attended the `chosen` units, -1 for none.
 
     Args:
       mass: the attention that each received, for `lru-s`; None for `lru`.
@@ -147,8 +147,7 @@ def note_step(
         key = jnp.where(resident, decay * key, 0.0) + received
     stays, key = (ctx.own_seq(x, axis=1) for x in (stays, key))
     hits_B, misses_B = account.hits + hits_B, account.misses + all_B - hits_B
-    new = UnitAccount(stays, key, account.steps + 1, hits_B, misses_B)
-    return where_rows(rows, new, account)
+    return UnitAccount(stays, key, account.steps + 1, hits_B, misses_B)
 
 
 def _unit_mass(

@@ -71,9 +71,8 @@ def sparse_decode_attention(
     if shared is not None:
         check_heads(OPERATION, q[:1], shared.k, shared.v)
         if flat or prior is not None or pages.first:
-            raise ValueError(
-                f"{OPERATION}: shared slots given with a flat list, a prior or a first page"
-            )
+            with_ = "a flat list, a prior or a first page"
+            raise ValueError(f"{OPERATION}: shared slots given with {with_}")
     alone = implementation not in (None, "gpu") or flat
     if pages.around is not None and (
         alone or not takes_around(q, k, pages.listed, pages.size, query is not None, shared)

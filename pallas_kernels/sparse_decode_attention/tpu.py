@@ -76,31 +76,17 @@ def sparse_decode_attention(
       interpret: parameters of the interpreter that runs the kernel on other platforms.
     """
     kv_heads, slots, head_dim = k.shape[1:]
-    page_size, start, stop = pages.size, pages.start, pages.stop
-    pages_of_head = slots // page_size
-    entries = entries_of(pages, kv_heads, pages_of_head)
-    batch, lists, length = entries.shape
-    block = block or min(max(_BLOCK // page_size, 1), length)
-    blocks = -(-length // block)
-    spare = [(0, 0), (0, 0), (0, blocks * block - length)]
-    entries = jnp.pad(entries, spare, constant_values=-1)
-    owner_BXC, page_BXC = jnp.divmod(entries, pages_of_head)
-    slots_BXCZ = page_BXC[..., None] * page_size + jnp.arange(page_size)
-    start_B111, stop_B111 = (x[:, None, None, None] for x in (start, stop))
-    held_BXCZ = (slots_BXCZ >= start_B111) & (slots_BXCZ < stop_B111) & (entries >= 0)[..., None]
-    used_BX = jnp.max(jnp.where(entries >= 0, jnp.arange(1, entries.shape[2] + 1), 0), axis=2)
-    whole_BXJ = jnp.all(held_BXCZ.reshape(batch, lists, blocks, -1), axis=3)
+    pages_of_head = slots // pages.size
+    listed, reader_BXCZ = _listed(pages, kv_heads, pages_of_head, block)
+    batch, lists, blocks = listed[2].shape
+    taken = listed[0].shape[2] // blocks * pages.size
     # The kernel knows an entry of -1 by its slots, which stand before slot 0.
-    scalars = (entries, used_BX, whole_BXJ, jnp.maximum(start, 0), stop, tpu.first_row(k))
-
-    reader_BXC1 = (jnp.zeros_like(owner_BXC) if pages.heads is None else owner_BXC)[..., None]
-    reader_BXCZ = jnp.where(held_BXCZ, reader_BXC1, -1).astype(jnp.float32)
+    scalars = (*listed, jnp.maximum(pages.start, 0), pages.stop, tpu.first_row(k))
     # One axis of all slots of a row, as entries number their pages.
     k_stored, v_stored = (tpu.as_stored(x).reshape(-1, kv_heads * slots, head_dim) for x in (k, v))
     group = None if pages.heads is None else q.shape[2] // kv_heads
-    job = _Job(page_size, scale, pages_of_head, kv_heads, group)
+    job = _Job(pages.size, scale, pages_of_head, kv_heads, group)
     rows = rows_of(q, prior, lists)
-    taken = block * page_size
 
     def by_list(b, x, j, *_):
         return b, x, 0, 0
@@ -141,6 +127,30 @@ def sparse_decode_attention(
         disable_bounds_checks=True,
     )
     return results_of(out_BXMH, lse_BXM1[..., 0], q)
+
+
+def _listed(
+    pages: Pages, kv_heads: int, pages_of_head: int, block: int | None
+) -> tuple[tuple[Array, Array, Array], Float[Array, "B X C Z"]]:
+    """The entries in whole blocks, how many a list uses, and whether every slot of a block counts.
+
+    And for each slot the kv head whose rows see it, -1 for none; without heads 0.
+    """
+    entries = entries_of(pages, kv_heads, pages_of_head)
+    batch, lists, length = entries.shape
+    block = block or min(max(_BLOCK // pages.size, 1), length)
+    blocks = -(-length // block)
+    spare = [(0, 0), (0, 0), (0, blocks * block - length)]
+    entries = jnp.pad(entries, spare, constant_values=-1)
+    owner_BXC, page_BXC = jnp.divmod(entries, pages_of_head)
+    slots_BXCZ = page_BXC[..., None] * pages.size + jnp.arange(pages.size)
+    start_B111, stop_B111 = (x[:, None, None, None] for x in (pages.start, pages.stop))
+    held_BXCZ = (slots_BXCZ >= start_B111) & (slots_BXCZ < stop_B111) & (entries >= 0)[..., None]
+    used_BX = jnp.max(jnp.where(entries >= 0, jnp.arange(1, entries.shape[2] + 1), 0), axis=2)
+    whole_BXJ = jnp.all(held_BXCZ.reshape(batch, lists, blocks, -1), axis=3)
+    reader_BXC1 = (jnp.zeros_like(owner_BXC) if pages.heads is None else owner_BXC)[..., None]
+    reader_BXCZ = jnp.where(held_BXCZ, reader_BXC1, -1).astype(jnp.float32)
+    return (entries, used_BX, whole_BXJ), reader_BXCZ
 
 
 @dataclass(frozen=True)

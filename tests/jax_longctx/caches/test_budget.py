@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.caches import BudgetCache, choose
+from jax_longctx.caches import BudgetCache, Joining, choose
 
 SIZE = 5
 # Rows that have room, are full, take nothing, and are empty; the score of the newest comes last.
@@ -56,10 +56,8 @@ def test_the_best_stay_in_order_with_their_sums(one):
     present = np.concatenate([np.arange(SIZE) < LENGTH[:, None], READ[:, None] > 0], axis=1)
     scores = np.where(present, SCORES, -np.inf)[:, None]
     count = np.minimum(LENGTH + READ, SIZE)
-    arrays = (newest, -newest, scores, sums, count, READ)
-    got = jax.jit(functools.partial(choose, one=one))(
-        cache, *(jnp.array(array) for array in arrays)
-    )
+    new = Joining(*(jnp.array(x) for x in (newest, -newest, sums, count, READ)))
+    got = jax.jit(functools.partial(choose, one=one))(cache, new, jnp.array(scores))
     np.testing.assert_array_equal(got.length, count)
     np.testing.assert_array_equal(got.position, LENGTH + 10 + READ)
     for row in range(rows):

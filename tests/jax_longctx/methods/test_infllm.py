@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jax_longctx.caches import where_rows
 from jax_longctx.contract import LayerContext, Prompt, method
 from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import grow
@@ -195,7 +196,7 @@ def test_it_13_policies_are_those_of_dicts(policy, shards):
 
     def body(cache, chosen, mass, packed, rows):
         paid = None if policy == "lru" else mass
-        return note_step(cache, chosen, paid, packed, rows, 5, 0.5, ctx)
+        return where_rows(rows, note_step(cache, chosen, paid, packed, 5, 0.5, ctx), cache)
 
     step = jax.jit(
         jax.shard_map(
