@@ -55,8 +55,7 @@ def topk_scores(
     a few tolerances apart.
 
     Args:
-      bounds: start and stop, taken as 0 below 0 and as S above S. What lies outside may be
-        anything.
+      bounds: start and stop, taken as 0 below 0 and as S above S; outside may lie anything.
       count: how many slots, 1 to 16.
       tolerance: finite, at least 0; a few times the scores' rounding error, and far below the
         difference of scores that mean something. None is 0: equal scores alone tie.
