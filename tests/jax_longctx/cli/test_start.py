@@ -62,7 +62,6 @@ COMMANDS = [
     "train --config text",
     "train plot model",
     "train evaluate -c model --data model -m snapkv",
-    "train collect model --out out.jsonl",
     "train bench",
 ]
 REFUSED = [
