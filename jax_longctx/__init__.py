@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jax_longctx.errors import LongctxError, TrainedLengthWarning
     from jax_longctx.methods import METHODS, make_method
     from jax_longctx.models.config import ModelConfig
+    from jax_longctx.run_spec import RunSpec
     from jax_longctx.settings import parse_mesh
     from jax_longctx.sharding import make_mesh
 
@@ -26,6 +27,7 @@ __all__ = [
     "LongctxError",
     "ModelConfig",
     "Progress",
+    "RunSpec",
     "Sampling",
     "TrainedLengthWarning",
     "load",
@@ -42,6 +44,7 @@ _HOMES = {
     "errors": ("LongctxError", "TrainedLengthWarning"),
     "methods": ("METHODS", "make_method"),
     "models.config": ("ModelConfig",),
+    "run_spec": ("RunSpec",),
     "settings": ("parse_mesh",),
     "sharding": ("make_mesh",),
 }

@@ -27,8 +27,6 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jax_longctx.contract import Method, reach
 from jax_longctx.engine import (
@@ -49,14 +47,12 @@ from jax_longctx.engine.running import cannot_share
 from jax_longctx.engine.scoring import Likelihood, loglikelihoods
 from jax_longctx.errors import CapacityError, ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.files import whole_path
-from jax_longctx.memory import allow_pinned
-from jax_longctx.methods import METHODS, STUDIES, Full
+from jax_longctx.methods import METHODS, STUDIES
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import abstract_params
 from jax_longctx.models.storage import Manifest, load_params, read_manifest, tokenizer_folder
 from jax_longctx.origin import digest_of
-from jax_longctx.settings import DTYPES, check_name, weights_form
-from jax_longctx.sharding import make_mesh
+from jax_longctx.run_spec import ON_DEVICES, RunSpec
 from jax_longctx.text import (
     PromptLayout,
     PromptText,
@@ -132,37 +128,19 @@ class Answer:
 
 def load(
     checkpoint: str | Path,
+    spec: RunSpec | None = None,
     *,
-    method: Method | None = None,
-    mesh: Mesh | None = None,
-    dtype: str | None = None,
-    chunk: int = 512,
-    kv: str | None = None,
-    weights: str | None = None,
-    offload: str | None = None,
-    working_set: int | None = None,
     parse_special: bool = False,
     template: Mapping[str, Any] | None = None,
     choose: Callable[["LongContext"], Method] | None = None,
     check: Callable[["LongContext"], object] | None = None,
     ahead: Callable[["LongContext"], object] | None = None,
+    **fields: Any,
 ) -> "LongContext":
     """Loads a checkpoint directory that `jax-longctx convert` wrote.
 
     Args:
-      method: a long-context method, full attention by default.
-      mesh: devices to run on, one by default (see `make_mesh`).
-      dtype: of weights and cache: "float32", "bfloat16" or "float16"; the checkpoint's by default.
-      chunk: tokens a prefill pass takes.
-      kv: "int8" for caches that hold keys and values in 8 bits; None, or "bfloat16" beside bfloat16
-        weights, for the weights' dtype.
-      weights: "int8" for the layers' matrices in 8 bits, made as they load; None, or "bfloat16"
-        beside dtype bfloat16, for `dtype`. A checkpoint that was converted to 8 bits needs none,
-        and takes no other.
-      offload: "host" for contexts in the host's memory, of which the device keeps what every step
-        reads, and a working set; None for the devices' memory.
-      working_set: tokens of a row that the working set of each layer holds; by default
-        `settings.SHARES` times what a step chooses.
+      spec: how it runs; by default full attention on one device, as the checkpoint is stored.
       parse_special: whether special tokens that are written in texts, questions and messages are
         read as tokens. Else they are plain text: a document cannot end a turn.
       template: variables of the chat template by name, as {"enable_thinking": False}.
@@ -171,47 +149,41 @@ def load(
       check: called with the model before its weights load, to raise an error of the caller's own.
       ahead: called with the model while its weights load, in one process alone: to `compile` what
         will be asked. Nothing else works before the weights are there.
+      fields: of `RunSpec`, in place of those of `spec`: method=, mesh=, dtype=, kv= ...
 
     Raises:
       CheckpointError: not a checkpoint, or damaged.
-      ConfigError: method or mesh do not fit the model, or the dtype is none of these.
+      ConfigError: method or mesh do not fit the model, or a field has no such value.
     """
-    if dtype is not None:
-        check_name(DTYPES, dtype, "dtype")
-    if method is not None and choose is not None:
+    spec = dataclasses.replace(spec or RunSpec(), **fields)
+    if spec.method is not None and choose is not None:
         raise ConfigError("load: method and choose exclude each other; give one of them")
     keep_compilations()
-    if offload is not None:
-        allow_pinned()
     # It is ready when the tokenizer loads.
     start_child()
-    mesh, checkpoint = mesh or make_mesh(), whole_path(checkpoint)
+    spec = dataclasses.replace(spec, mesh=spec.devices())
+    checkpoint = whole_path(checkpoint)
     manifest = read_manifest(checkpoint)
     folder, eos = tokenizer_folder(checkpoint, manifest), manifest.extras.get("eos_token_id")
     how = {"parse_special": parse_special, "variables": template}
     tokenizer = Tokenizer.load(folder, eos=eos, **how)
     check_vocabulary(tokenizer, manifest.config)
-    kind = jnp.dtype(manifest.dtype if dtype is None else dtype)
-    form = weights_form(weights, kind.name, manifest.weights)
-    shapes = abstract_params(manifest.config, mesh, kind, form)
-    tier: dict[str, Any] = {
-        "offload": offload,
-        "working_set": working_set,
-    }
+    spec = spec.over(manifest.dtype, manifest.weights)
+    shapes = abstract_params(manifest.config, spec)
     # A method that is chosen later is checked then.
-    given = {} if choose is not None else tier
-    made = method or Full()
-    engine = Engine(manifest.config, shapes, made, mesh, chunk=chunk, kv=kv, **given)
+    first = spec if choose is None else dataclasses.replace(spec, **ON_DEVICES)
+    engine = Engine(manifest.config, shapes, first)
     model = LongContext(engine, tokenizer, manifest)
     if choose is not None:
+        tier = {"offload": spec.offload, "working_set": spec.working_set}
         model = model.with_method(choose(model), **tier)
     if check is not None:
         check(model)
     if ahead is None or jax.process_count() > 1:
-        params = load_params(checkpoint, mesh, kind, form)
+        params = load_params(checkpoint, spec)
     else:
         with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:
-            loading = pool.submit(load_params, checkpoint, mesh, kind, form)
+            loading = pool.submit(load_params, checkpoint, spec)
             ahead(model)
             params = loading.result()
     model.engine.take_params(params, consume=True)
@@ -243,32 +215,17 @@ class LongContext:
         """
         return self.engine.setup.platform != "cpu" and jax.process_count() == 1
 
-    def with_method(
-        self,
-        method: Method,
-        *,
-        offload: str | None = None,
-        working_set: int | None = None,
-    ) -> "LongContext":
+    def with_method(self, method: Method, **changes: Any) -> "LongContext":
         """The same weights and tokenizer under another method; nothing is loaded or copied.
 
         A context belongs to the method that prefilled it: the other one prefills its own.
-
-        Args:
-          offload, working_set: as in `load`. Without `offload` an offloaded model stays so, with
-            its working set unless one is given.
+        `changes` are other fields of the `RunSpec`, which stays as it is else: an offloaded model
+        stays offloaded.
 
         Raises:
           ConfigError: the method does not fit the model or the mesh, or takes no such memory.
         """
-        old, tier = self.engine, self.engine.setup.offload
-        if offload is None and tier is not None:
-            offload = "host"
-            working_set = tier.working_set if working_set is None else working_set
-        how = {"chunk": old.chunk, "memory_limit": old.memory_limit, "by_layer": old.setup.by_layer}
-        how |= {"kv": old.setup.kv, "offload": offload, "working_set": working_set}
-        engine = Engine(old.config, old.params, method, old.mesh, **how)
-        return LongContext(engine, self.tokenizer, self.manifest)
+        return LongContext(self.engine.under(method, **changes), self.tokenizer, self.manifest)
 
     @property
     def made_by(self) -> dict[str, Any]:

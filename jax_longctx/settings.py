@@ -141,22 +141,6 @@ class Offload:
 # Times what a step chooses that a working set holds unless its size is given: methods choose much
 # of what they chose in the last steps.
 SHARES = 4
-# Where contexts may lie beside the devices.
-PLACES = ("host",)
-
-
-def offload_of(place: str | None, working_set: int | None) -> Offload | None:
-    """What the options `offload` and `working_set` say; None for contexts on devices.
-
-    Raises:
-      ConfigError: an unknown place, or a working set of a context that is not offloaded.
-    """
-    if place is None:
-        if working_set is not None:
-            raise ConfigError("working_set is for offloaded contexts; give offload host too")
-        return None
-    check_name(PLACES, place, "offload")
-    return Offload(working_set)
 
 
 def parse_pairs(pairs: Iterable[str], option: str = "--set") -> dict[str, str]:

@@ -6,25 +6,28 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tokenizers
 
 from jax_longctx.engine import Engine
-from jax_longctx.methods import Full
 from jax_longctx.models.config import ModelConfig, RopeConfig
 from jax_longctx.models.params import init_params
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import Tokenizer
 
 __all__ = [
     "engine_from_hf",
+    "engine_over",
     "joined",
     "random_rows",
     "tiny_config",
     "tiny_engine",
     "word_tokenizer",
 ]
+
+# Options of `Engine` that are no fields of `RunSpec`.
+OWN = {"by_layer", "consume", "memory_limit"}
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -54,12 +57,20 @@ def tiny_engine(method: Any = None, *, mesh: Any = None, seed: int = 0, **option
     config = options.pop("config", None) or tiny_config()
     # Engines share the arrays, each in dicts of its own.
     params = jax.tree.map(lambda leaf: leaf, _params(config, mesh, seed))
-    return Engine(config, params, method or Full(), mesh, **options)
+    return engine_over(config, params, method, mesh, **options)
+
+
+def engine_over(
+    config: ModelConfig, params: Any, method: Any = None, mesh: Any = None, **options: Any
+) -> Engine:
+    """An engine of these parameters; options are those of `Engine` and fields of `RunSpec`."""
+    own = {name: options.pop(name) for name in OWN & options.keys()}
+    return Engine(config, params, RunSpec(method=method, mesh=mesh, **options), **own)
 
 
 @functools.lru_cache(maxsize=32)
 def _params(config: ModelConfig, mesh: Any, seed: int) -> Any:
-    return init_params(config, mesh, seed=seed, dtype=jnp.float32)
+    return init_params(config, RunSpec(mesh=mesh), seed=seed)
 
 
 def engine_from_hf(
@@ -70,7 +81,7 @@ def engine_from_hf(
     from tests.checkpoints_convert.tiny import params_from_hf
 
     config = model_config(hf_config)
-    return Engine(config, params_from_hf(config, state), method or Full(), make_mesh(), **options)
+    return engine_over(config, params_from_hf(config, state), method, **options)
 
 
 def random_rows(lengths: list[int], vocab: int = 64, seed: int = 0) -> list[list[int]]:

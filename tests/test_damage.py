@@ -28,7 +28,6 @@ from jax_longctx.errors import LongctxError
 from jax_longctx.evaluation.rows import read_rows
 from jax_longctx.models.params import init_params
 from jax_longctx.settings import Sampling
-from jax_longctx.sharding import make_mesh
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
 from tests.chunks import exchange, pairs_in
 from tests.jax_longctx.cli.conftest import tiny, tokenizer_folder
@@ -143,7 +142,7 @@ def evaluation(asked, root, twin):
 
 def training(asked, root, twin):
     prepare_tiny(root / "data")
-    params = init_params(tiny_config(num_layers=1), make_mesh(), seed=twin)
+    params = init_params(tiny_config(num_layers=1), seed=twin)
     run_tiny(root / "run", root / "data", make_params=lambda: params)
     folder, setup = root / "run" / "checkpoints", tiny_setup()
 

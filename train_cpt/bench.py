@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_longctx.bench.timing import run_peer
 from jax_longctx.memory import peak_memory
 from jax_longctx.models.params import init_params
 from jax_longctx.models.presets import preset
+from jax_longctx.run_spec import RunSpec
 from train_cpt.metrics import device_peak, step_rates
 from train_cpt.step import Remat, TrainSetup, init_state, place_texts, step_program
 
@@ -30,7 +30,7 @@ def measure(setup: TrainSetup, length: int, rows: int, steps: int) -> dict[str, 
     begun = time.perf_counter()
     step = step_program(setup, placed.shape)
     compiled = time.perf_counter() - begun
-    state = init_state(setup, init_params(setup.config, setup.mesh, dtype=jnp.float32))
+    state = init_state(setup, init_params(setup.config, RunSpec(mesh=setup.mesh)))
     times = []
     for _ in range(steps + 1):
         begun = time.perf_counter()

@@ -11,6 +11,7 @@ are in nats a token. Intervals are of a paired bootstrap over texts: each resamp
 texts for all methods and both checkpoints.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,8 +35,7 @@ from jax_longctx.evaluation.specs import Spec
 from jax_longctx.files import sha256_of
 from jax_longctx.methods import make_method, settings_of
 from jax_longctx.models.storage import load_params, read_manifest, tokenizer_folder
-from jax_longctx.settings import parse_mesh
-from jax_longctx.sharding import make_mesh
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.text import Tokenizer
 from train_cpt.data import MANIFEST, Windows, open_windows
 from train_cpt.data import read_manifest as read_data_manifest
@@ -107,7 +107,7 @@ def dev_losses(
         cast = functools.partial(jax.tree.map, lambda leaf: leaf.astype(jnp.dtype(setup.dtype)))
         weights = jax.jit(cast, out_shardings=inference_shardings(setup))(params)
     for spec in methods:
-        engine = Engine(setup.config, weights, parse_method(spec), setup.mesh)
+        engine = Engine(setup.config, weights, RunSpec(method=parse_method(spec), mesh=setup.mesh))
         tokens = dev[: count * rows].astype(np.int32)
         scores = score_texts(engine, tokens, through="decode", score=last, batch=rows)
         found[f"dev_perplexity/{spec}"] = perplexity(scores.losses)
@@ -134,9 +134,7 @@ def evaluate(
     tail: int,
     count: int,
     batch: int,
-    chunk: int,
-    dtype: str | None = None,
-    mesh: str = "",
+    run: RunSpec,
     watch: Watch = lambda doing: lambda done, total: None,
 ) -> dict[str, Any]:
     """Mean losses of the last tokens of texts, by checkpoint and method; JSON-able.
@@ -145,8 +143,8 @@ def evaluate(
       methods: for `parse_method`.
       tail: last tokens of a text that are scored.
       count: texts of the split, evenly spaced.
-      batch, chunk: texts of a batch, and tokens of a prefill chunk.
-      dtype: of weights and caches; by default each checkpoint's own.
+      batch: texts of a batch.
+      run: how the models run; its method is not read.
       watch: called with a description of each run; returns a function of (done, total) tokens.
 
     Returns:
@@ -157,8 +155,7 @@ def evaluate(
       LongctxError: a checkpoint, a method, the data or the mesh does not fit.
     """
     made = [parse_method(spec) for spec in methods]
-    sizes: dict[str, Any] = dict(parse_mesh(mesh))
-    on = make_mesh(**sizes)
+    run = dataclasses.replace(run, mesh=run.devices())
     length = read_data_manifest(data).length
     # All checkpoints must have the tokenizer of the data.
     known_as = [tokenizer_digest(checkpoint) for checkpoint in checkpoints]
@@ -172,13 +169,13 @@ def evaluate(
     runs = []
     for checkpoint in checkpoints:
         manifest = read_manifest(checkpoint)
-        params = load_params(checkpoint, on, dtype)
-        for spec, method in zip(methods, made, strict=True):
-            engine = Engine(manifest.config, params, method, on, chunk=chunk)
-            progress = watch(f"{checkpoint.name}, {spec}")
+        params = load_params(checkpoint, run)
+        for name, method in zip(methods, made, strict=True):
+            engine = Engine(manifest.config, params, dataclasses.replace(run, method=method))
+            progress = watch(f"{checkpoint.name}, {name}")
             how: dict[str, Any] = {"through": "decode", "score": tail, "batch": batch}
             losses = score_texts(engine, texts, **how, progress=progress).losses
-            names = {"checkpoint": str(checkpoint), "source": manifest.source, "method": spec}
+            names = {"checkpoint": str(checkpoint), "source": manifest.source, "method": name}
             means = losses.mean(axis=1, dtype=np.float64).tolist()
             runs.append({**names, "settings": settings_of(method)["settings"], "losses": means})
     return {
@@ -188,9 +185,9 @@ def evaluate(
         "length": length,
         "tail": tail,
         "texts": len(texts),
-        "chunk": chunk,
-        "dtype": dtype,
-        "device": on.devices.flat[0].device_kind,
+        "chunk": run.chunk,
+        "dtype": run.dtype,
+        "device": run.mesh.devices.flat[0].device_kind,
         "jax": jax.__version__,
         "runs": runs,
     }

@@ -35,6 +35,7 @@ from jax_longctx.files import file_errors, partial_of, sha256_of, whole_path, wr
 from jax_longctx.locks import only_writer
 from jax_longctx.models import storage
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import from_toml, parse_mesh, read_toml
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
@@ -153,7 +154,7 @@ def _run(config: RunConfig, note: Callable[[str], None], progress: Progress | No
     outcome = train(
         config.loop,
         setup,
-        lambda: storage.load_params(checkpoint, setup.mesh, "float32"),
+        lambda: storage.load_params(checkpoint, RunSpec(mesh=setup.mesh, dtype="float32")),
         windows,
         dev,
         config.run.output,

@@ -14,15 +14,15 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_longctx.bench.timing import device_facts, printed
+from jax_longctx.cli.bench_options import Cold
 from jax_longctx.engine import Engine
 from jax_longctx.engine.compile_clock import CompileClock
 from jax_longctx.errors import LongctxError
@@ -31,7 +31,8 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import init_params
 from jax_longctx.models.presets import PRESETS
 from jax_longctx.models.storage import load_params, read_manifest
-from jax_longctx.sharding import make_mesh
+from jax_longctx.run_spec import RunSpec
+from jax_longctx.settings import parse_mesh
 
 # Tokens of the question.
 QUESTION = 32
@@ -41,39 +42,22 @@ STATES = ("empty", "full")
 
 
 def run(
-    *,
-    model: str,
-    checkpoint: Path | None,
-    methods: Sequence[tuple[str, dict[str, str]]],
-    length: int,
-    answer: int,
-    chunk: int,
-    dtype: str,
-    mesh: dict[str, int],
-    ahead: bool | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    asked: Cold, spec: RunSpec, say: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
-    """Every method with an empty and with a full cache; JSON-able.
-
-    Args:
-      model: a preset, of which random weights are made; unused with a `checkpoint`.
-      length, answer: tokens of the context and of the answer.
-      ahead: whether the programs compile side by side before the prefill begins (see
-        `engine.ahead`); as the commands do unless given.
-    """
+    """Every method with an empty and with a full cache; JSON-able."""
+    spec, checkpoint, answer = spec.over("bfloat16"), asked.checkpoint, asked.answer
+    run = {"chunk": spec.chunk, "dtype": spec.dtype, "mesh": spec.mesh}
     rows, facts = [], {}
-    for name, settings in methods:
+    for name, settings in asked.named():
         case = {
-            "model": None if checkpoint is not None else PRESETS[model],
+            "model": None if checkpoint is not None else PRESETS[asked.model],
             "checkpoint": None if checkpoint is None else str(checkpoint.absolute()),
             "method": name,
             "settings": settings,
-            "length": length,
+            "length": asked.length,
             "answer": answer,
-            "chunk": chunk,
-            "dtype": dtype,
-            "mesh": mesh,
-            "ahead": ahead,
+            "run": run,
+            "ahead": asked.ahead,
         }
         row: dict[str, Any] = {"method": name, "settings": settings}
         with tempfile.TemporaryDirectory(prefix="jax-longctx-cold-") as folder:
@@ -92,14 +76,13 @@ def run(
                 )
         rows.append(row)
     return {
-        "model": model if checkpoint is None else checkpoint.name,
+        "model": asked.model if checkpoint is None else checkpoint.name,
         **facts,
-        "context": length,
+        "context": asked.length,
         "answer": answer,
         "question": QUESTION,
-        "chunk": chunk,
-        "dtype": dtype,
-        "mesh": mesh,
+        **run,
+        "mesh": parse_mesh(spec.mesh or ""),
         "rows": rows,
     }
 
@@ -125,15 +108,14 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     Beside them are the seconds that this thread spent on compilation before the last token, the
     programs that were asked for, and those of them that the persistent cache held.
     """
-    mesh = make_mesh(**case["mesh"])
+    spec = RunSpec(method=make_method(case["method"], case["settings"]), **case["run"])
     if case["checkpoint"] is None:
-        config, dtype = ModelConfig.from_hf(case["model"]), jnp.dtype(case["dtype"])
-        params = init_params(config, mesh, dtype=dtype)
+        config = ModelConfig.from_hf(case["model"])
+        params = init_params(config, spec)
     else:
         config = read_manifest(case["checkpoint"]).config
-        params = load_params(case["checkpoint"], mesh, jnp.dtype(case["dtype"]))
-    method = make_method(case["method"], case["settings"])
-    engine = Engine(config, params, method, mesh, chunk=case["chunk"], consume=True)
+        params = load_params(case["checkpoint"], spec)
+    engine = Engine(config, params, spec, consume=True)
     jax.block_until_ready(engine.params)
     draw = np.random.default_rng(0).integers(0, config.vocab_size, case["length"] + QUESTION)
     tokens = [int(token) for token in draw]

@@ -10,63 +10,40 @@ does not depend on the values.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-from jax.sharding import Mesh
 
 from jax_longctx.bench.steps import Step, answer_tokens, check_mesh, one_row, step_of
 from jax_longctx.bench.timing import TOO_MUCH, Shape, copy_bandwidth, scaled
+from jax_longctx.cli.bench_options import Decode, Throughput
 from jax_longctx.contract import Method
 from jax_longctx.engine import Engine
 from jax_longctx.engine.capacity import available_bytes, check_fits, footprint
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import make_method
 from jax_longctx.planning.work import decode_work
-from jax_longctx.sharding import make_mesh
+from jax_longctx.run_spec import RunSpec
 
-FULL: tuple[str, dict[str, str]] = ("full", {})
-Methods = Sequence[tuple[str, dict[str, str]]]
+FULL = ("full", {})
 
 
 def run(
-    *,
-    model: str,
-    methods: Methods,
-    cases: Sequence[tuple[int, int]],
-    blocks: int,
-    random_cache: bool,
-    layers: int | None = None,
-    chunk: int = 8192,
-    kv: str | None = None,
-    weights: str | None = None,
-    offload: str | None = None,
-    working_set: int | None = None,
-    mesh: Mesh | None = None,
-    kernels: bool = True,
-    say: Callable[[str], None] = lambda text: None,
+    asked: Decode, spec: RunSpec, say: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
-    """Full attention and `methods` at every (batch, context) of `cases`; JSON-able.
+    """Full attention and the methods at every case; JSON-able.
 
     A case that does not fit the memory, or a method that refuses the model, is recorded as failed.
-    Where full attention fails, the other methods' rows have no ratio.
-
-    Args:
-      layers: to time; all of the shape's unless given (see `timing`).
-      offload, working_set: where the methods' contexts lie, as for `Engine`; full attention's lies
-        on the devices. Rows then say what was fetched.
-      mesh: without a data axis; one device unless given.
-      kernels: whether the kernels of a step are counted, on GPUs.
+    Where full attention fails, the other methods' rows have no ratio. Its contexts lie on the
+    devices. The mesh has no data axis.
     """
-    mesh = make_mesh() if mesh is None else mesh
-    check_mesh(mesh)
-    shape = Shape.make(model, mesh, layers, chunk, say, kv, weights, offload, working_set)
+    check_mesh(spec.devices())
+    shape = Shape.make(asked.model, spec, say, asked.layers)
     bandwidth = copy_bandwidth()
     say(f"copy {bandwidth / 1e12:.2f} TB/s")
-    timed, rows = Timed(shape, blocks, bandwidth, random_cache, kernels), []
-    for batch, length in cases:
+    timed, rows = Timed(shape, bandwidth, asked), []
+    for batch, length in asked.sizes:
         full = None
-        for name, settings in beside_full(methods):
+        for name, settings in asked.beside_full():
             say(f"{name}, {batch} x {length:,} ...")
             row: dict[str, Any] = {"method": name, "settings": settings}
             row |= {"batch": batch, "context": length}
@@ -77,12 +54,7 @@ def run(
                     row["speedup"] = full["seconds"] / row["seconds"]
             say(f"  {row['failed'] if 'failed' in row else _said(row)}")
             rows.append(row)
-    return {"model": model, **shape.facts(), "copy_bandwidth": bandwidth, "rows": rows}
-
-
-def beside_full(methods: Methods) -> list[tuple[str, dict[str, str]]]:
-    """Full attention, then the other methods."""
-    return [FULL, *(each for each in methods if each != FULL)]
+    return {"model": asked.model, **shape.facts(), "copy_bandwidth": bandwidth, "rows": rows}
 
 
 def _said(row: dict[str, Any]) -> str:
@@ -92,13 +64,11 @@ def _said(row: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """How steps are timed: see `run`; `bandwidth` is that of a copy, in bytes a second."""
+    """How steps are timed; `bandwidth` is that of a copy, in bytes a second."""
 
     shape: Shape
-    blocks: int
     bandwidth: float
-    random_cache: bool
-    kernels: bool
+    asked: Decode | Throughput
 
     def row(
         self, method: Method, batch: int, length: int, available: int | None = None
@@ -108,14 +78,14 @@ class Timed:
         Args:
           available: bytes of each device for caches; what is free unless given.
         """
-        shape, tokens = self.shape, answer_tokens(self.blocks)
+        shape, asked, tokens = self.shape, self.asked, answer_tokens(self.asked.blocks)
         sizes: dict[str, Any] = dict(batch=batch, context=length, reserve=1 + tokens)
 
         def measure(engine: Engine) -> Step:
             held = footprint(engine.setup, **sizes, per_device=True).resident
             check_fits(length, held, 0.0, available or available_bytes(shape.mesh))
-            context = one_row(engine, length, tokens, self.random_cache)
-            return step_of(engine, context, batch, self.blocks, self.kernels)
+            context = one_row(engine, length, tokens, asked.random_cache)
+            return step_of(engine, context, batch, asked.blocks, asked.kernels)
 
         try:
             measured = shape.times(method, measure)

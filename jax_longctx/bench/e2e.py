@@ -7,38 +7,32 @@ values) over the copy bandwidth measured in the same run.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jax_longctx.bench.timing import Shape, answered, copy_bandwidth, device_facts, run_peer
+from jax_longctx.cli.bench_options import EndToEnd
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.methods import Full
 from jax_longctx.planning.work import step_weight_bytes
-from jax_longctx.sharding import make_mesh
+from jax_longctx.run_spec import RunSpec
+
+# Tokens of an answer: the first, the short first blocks (17), and whole blocks.
+STEPS = 1 + 17 + 4 * BLOCK
+CONTEXTS = (32768, 131072)
 
 
 def run(
-    *,
-    model: str = "llama-3.1-8b",
-    contexts: Sequence[int] = (32768, 131072),
-    steps: int = 1 + 17 + 4 * BLOCK,
-    runs: int = 3,
-    chunk: int = 8192,
-    with_peer: bool = True,
-    peer_options: Sequence[str] = (),
-    say: Callable[[str], None] = lambda text: None,
+    asked: EndToEnd, spec: RunSpec, say: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
-    """Measures prefill and decode of full attention; JSON-able.
-
-    `steps` are generated tokens: the first, the short first blocks (17), and whole blocks.
-    """
-    baseline: dict[str, Any] = {}
-    if with_peer:
+    """Measures prefill and decode of full attention; JSON-able."""
+    contexts, baseline = asked.contexts or CONTEXTS, {}
+    if asked.peer:
         say("transformers (sdpa) ...")
-        arguments = ("--steps", steps, *peer_options, *contexts)
+        arguments = ("--steps", STEPS, *(["--compile"] if asked.compiled else ()), *contexts)
         module = "jax_longctx.bench.transformers_peer"
-        baseline = run_peer(module, model, *arguments, advice="leave it out")
-    shape = Shape.make(model, make_mesh(), None, chunk, say)
+        baseline = run_peer(module, asked.model, *arguments, advice="leave it out")
+    shape = Shape.make(asked.model, spec, say)
     bandwidth = copy_bandwidth()
     say(f"copy {bandwidth / 1e12:.2f} TB/s")
     weights = step_weight_bytes(shape.setup(Full()))
@@ -47,7 +41,7 @@ def run(
     for context in contexts:
         say(f"{context:,} tokens ...")
         # The last token of the prompt is the question.
-        firsts, each, per_token = answered(engine, context - 1, steps, runs, keep=True)
+        firsts, each, per_token = answered(engine, context - 1, STEPS, asked.runs, keep=True)
         first, step = statistics.median(firsts), statistics.median(each)
         need = weights + per_token * context
         theirs = baseline.get(str(context), {})
@@ -71,9 +65,9 @@ def run(
             for what, ours, name, seconds in against
         ]
     return {
-        "model": model,
+        "model": asked.model,
         **device_facts(),
-        "chunk": chunk,
+        "chunk": spec.chunk,
         "copy_bandwidth": bandwidth,
         "rows": rows,
         "baseline": baseline,

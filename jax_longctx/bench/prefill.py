@@ -19,8 +19,8 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,17 +35,20 @@ from jax_longctx.bench.timing import (
     call_times,
     scaled,
 )
+from jax_longctx.cli.bench_options import Prefill
 from jax_longctx.contract.merging import by_gather, by_sum, merge_way
 from jax_longctx.engine import Engine
 from jax_longctx.engine.capacity import SPARE, footprint, reserved
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.setup import without_layers
 from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.memory import allow_pinned
 from jax_longctx.methods import make_method
 from jax_longctx.models.llama import ends_of, gathered_ends, gathered_layer, layer_of
 from jax_longctx.models.params import layer_params
 from jax_longctx.planning.work import matmul_weights, prefill_work
-from jax_longctx.sharding import logical_sharding, logical_spec, make_mesh
+from jax_longctx.run_spec import RunSpec
+from jax_longctx.sharding import logical_sharding, logical_spec
 from pallas_kernels.prefill_attention import causal_attention
 
 # Merges in the timed chain, and calls queued in a timed loop.
@@ -55,63 +58,45 @@ QUEUED = 8
 SQUARE = 131_072
 
 
-class Case(NamedTuple):
-    """Tokens of context, question and answer together; block size of methods that have one."""
-
-    tokens: int
-    block: int | None = None
-
-
 def run(
-    *,
-    model: str,
-    methods: Sequence[tuple[str, dict[str, str]]],
-    cases: Sequence[Sequence[Any]],
-    mesh: Mesh | None = None,
-    layers: int | None = None,
-    runs: int = 3,
-    blocks: int = 2,
-    chunk: int = 8192,
-    question: int = 1,
-    kv: str | None = None,
-    weights: str | None = None,
-    offload: str | None = None,
-    working_set: int | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    asked: Prefill, spec: RunSpec, say: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
     """Every method at every case; JSON-able. A case that does not fit is recorded as failed.
 
-    Args:
-      cases: arguments of `Case`.
-      mesh: all devices along `seq` unless given.
-      kv, weights: 8-bit forms of keys and values, and of weights.
-      offload, working_set: where contexts lie, of all methods but full attention.
+    All devices lie along seq where the spec has no mesh.
 
     Raises:
       InputError: more layers than the shape has, or a case shorter than its answer.
     """
-    mesh = make_mesh(seq=len(jax.devices())) if mesh is None else mesh
-    cases = [Case(*case) for case in cases]
     # Settings are checked before weights are made.
-    made = [[(name, *_made(name, own, case)) for name, own in methods] for case in cases]
-    shape = Shape.make(model, mesh, layers, chunk, say, kv, weights, offload, working_set)
+    made = [
+        [(name, *_made(name, own, block)) for name, own in asked.named()]
+        for _, block in asked.sizes
+    ]
+    if spec.mesh is None:
+        if spec.offload is not None:
+            # Before the devices start.
+            allow_pinned()
+        spec = dataclasses.replace(spec, mesh=f"seq={len(jax.devices())}")
+    shape = Shape.make(asked.model, spec, say, asked.layers)
+    blocks, question, runs = asked.blocks, asked.question, asked.runs
     answer = WARM + blocks * BLOCK if blocks else 1
     # What the engine keeps beside the context: the slots of a case are all filled.
     beside = reserved(question + answer) + SPARE
     # The question's tokens are the last of the context.
     least = question + beside
-    for case in cases:
-        if case.tokens < least:
-            raise InputError(f"--case {case.tokens}: question and answer need {least} tokens")
+    for tokens, _ in asked.sizes:
+        if tokens < least:
+            raise InputError(f"--case {tokens}: question and answer need {least} tokens")
     say("rates ...")
-    rates = _rates(shape, max(case.tokens for case in cases), runs)
+    rates = _rates(shape, max(tokens for tokens, _ in asked.sizes), runs)
     rows = []
-    for case, chosen in zip(cases, made, strict=True):
+    for (tokens, block), chosen in zip(asked.sizes, made, strict=True):
         begun: list[dict[str, Any]] = []
         for name, settings, method in chosen:
-            say(f"{name} {settings or ''}, {case.tokens:,} tokens ...")
-            row = {"method": name, "settings": settings, "tokens": case.tokens, "block": case.block}
-            row |= _row(shape, method, case.tokens - beside, question, answer, runs, rates)
+            say(f"{name} {settings or ''}, {tokens:,} tokens ...")
+            row = {"method": name, "settings": settings, "tokens": tokens, "block": block}
+            row |= _row(shape, method, tokens - beside, question, answer, runs, rates)
             begun.append(row)
             # Of the first method: where it failed, the others have no ratio.
             if "first_token" in row and "first_token" in begun[0]:
@@ -119,10 +104,9 @@ def run(
             say(f"  {row.get('first_token', row.get('failed'))}")
         rows += begun
     return {
-        "model": model,
+        "model": asked.model,
         **shape.facts(),
-        "mesh": dict(mesh.shape),
-        "chunk": chunk,
+        "mesh": dict(shape.mesh.shape),
         "question": question,
         "runs": runs,
         "rates": rates,
@@ -130,13 +114,13 @@ def run(
     }
 
 
-def _made(name: str, settings: dict[str, str], case: Case) -> tuple[dict[str, str], Any]:
+def _made(name: str, settings: dict[str, str], block: int | None) -> tuple[dict[str, str], Any]:
     """The settings, with the case's block size where the method has blocks, and the method."""
     method = make_method(name, settings)
     has_blocks = "block" in {field.name for field in dataclasses.fields(method)}
-    if case.block is None or not has_blocks or "block" in settings:
+    if block is None or not has_blocks or "block" in settings:
         return settings, method
-    settings = {"block": str(case.block), **settings}
+    settings = {"block": str(block), **settings}
     return settings, make_method(name, settings)
 
 
@@ -231,11 +215,11 @@ def _linear_rate(shape: Shape, runs: int) -> float:
         return x
 
     sharding = logical_sharding(shape.mesh, ("batch", "tokens"))
-    make = functools.partial(jnp.zeros, (rows, shards * shape.chunk), jnp.int32)
+    make = functools.partial(jnp.zeros, (rows, shards * shape.spec.chunk), jnp.int32)
     tokens = jax.jit(make, out_shardings=sharding)()
     weights, _ = matmul_weights(engine.config)
     seconds = _timed(lambda: layers(engine.params, tokens), runs)
-    return 2 * weights / shape.mesh.shape["tensor"] * shape.chunk / seconds
+    return 2 * weights / shape.mesh.shape["tensor"] * shape.spec.chunk / seconds
 
 
 def _sharded(mesh: Mesh, body: Callable[..., Any], *sizes: int) -> Callable[[], Any]:

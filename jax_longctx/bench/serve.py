@@ -23,11 +23,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from jax_longctx.bench.decode import Methods
 from jax_longctx.bench.steps import QUESTION, check_mesh, one_row
 from jax_longctx.bench.timing import TOO_MUCH, WARM, Shape, call_times, copy_bandwidth, streamed
+from jax_longctx.cli.bench_options import Serve
 from jax_longctx.engine import Context, Engine
 from jax_longctx.engine.capacity import footprint
 from jax_longctx.engine.engine import BLOCK
@@ -35,9 +34,9 @@ from jax_longctx.engine.running import Request, RunningBatch, cannot_share
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method
 from jax_longctx.planning.work import decode_work
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.serving.pace import READ_SECONDS, Pace
 from jax_longctx.settings import Sampling
-from jax_longctx.sharding import make_mesh
 
 # Tokens of an answer while another text is read.
 ANSWER = 2048
@@ -48,47 +47,24 @@ ASKED = 5
 
 
 def run(
-    *,
-    model: str,
-    methods: Methods,
-    context: int,
-    rows: int,
-    question: int,
-    read: int,
-    blocks: int,
-    random_cache: bool,
-    chunk: int = 512,
-    kv: str | None = None,
-    weights: str | None = None,
-    mesh: Mesh | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    asked: Serve, spec: RunSpec, say: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
-    """Every method; JSON-able. One that refuses the model or the memory is recorded as failed.
-
-    Args:
-      context: tokens of the text that is asked about.
-      rows: answers that are decoded together.
-      question: tokens of each row's question, which is drawn at random.
-      read: tokens of the text that is read beside decoding; 0: none is read.
-      blocks: blocks of 32 steps that are timed.
-      random_cache: draws the context's keys and values, of methods that keep all of them, in place
-        of a prefill.
-      kv: "int8" for caches in 8 bits; None for bfloat16.
-    """
-    mesh = make_mesh() if mesh is None else mesh
-    check_mesh(mesh)
-    shape = Shape.make(model, mesh, None, chunk, say, kv, weights)
+    """Every method; JSON-able. One that refuses the model or the memory is recorded as failed."""
+    check_mesh(spec.devices())
+    shape = Shape.make(asked.model, spec, say)
+    context, rows, question = asked.context, asked.rows, asked.question
+    read = context if asked.read is None else asked.read
     bandwidth = copy_bandwidth()
     say(f"copy {bandwidth / 1e12:.2f} TB/s")
     found = []
-    for name, settings in methods:
+    for name, settings in asked.named():
         say(f"{name}: {rows} rows over {context:,} tokens ...")
         row: dict[str, Any] = {"method": name, "settings": settings, "context": context}
         row |= {"batch": rows, "question": question}
         method = make_method(name, settings)
         try:
-            measured = _Measured(shape.engine(method), context, rows, question, blocks, say)
-            row |= measured.steps(random_cache)
+            measured = _Measured(shape.engine(method), asked, say)
+            row |= measured.steps()
             sizes: dict[str, Any] = dict(batch=1, context=context, reserve=1)
             setup = shape.setup(method)
             moved = decode_work(setup, batch=1, read=footprint(setup, **sizes).read).read
@@ -100,8 +76,8 @@ def run(
             row["failed"] = str(error).splitlines()[0]
             say(f"  {row['failed']}")
         found.append(row)
-    facts = {"chunk": chunk, "read": read, "random_cache": random_cache}
-    return {"model": model, **shape.facts(), **facts, "copy_bandwidth": bandwidth, "rows": found}
+    facts = {**shape.facts(), "read": read, "random_cache": asked.random_cache}
+    return {"model": asked.model, **facts, "copy_bandwidth": bandwidth, "rows": found}
 
 
 @dataclasses.dataclass
@@ -109,27 +85,25 @@ class _Measured:
     """One method's figures."""
 
     engine: Engine
-    length: int
-    rows: int
-    question: int
-    blocks: int
+    asked: Serve
     say: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        draw, size = np.random.default_rng(self.rows), (self.rows, self.question)
+        rows, question = self.asked.rows, self.asked.question
+        draw, size = np.random.default_rng(rows), (rows, question)
         self._questions = draw.integers(0, self.engine.config.vocab_size, size).tolist()
-        self._asked = itertools.count()
+        self._numbers = itertools.count()
         self._joins: list[float] = []
-        self._answer = max(ANSWER, 1 + BLOCK * (WARM_BLOCKS + self.blocks))
+        self._answer = max(ANSWER, 1 + BLOCK * (WARM_BLOCKS + self.asked.blocks))
         self._context: Context
         self._batch: RunningBatch
 
-    def steps(self, random_cache: bool) -> dict[str, Any]:
+    def steps(self) -> dict[str, Any]:
         """Seconds a step of one row alone, and of all rows together."""
-        engine, rows = self.engine, self.rows
-        tokens = WARM + BLOCK * (1 + self.blocks)
-        reserve = max(tokens, self.question)
-        context = self._context = one_row(engine, self.length, reserve, random_cache)
+        engine, asked, rows = self.engine, self.asked, self.asked.rows
+        tokens = WARM + BLOCK * (1 + asked.blocks)
+        reserve = max(tokens, asked.question)
+        context = self._context = one_row(engine, asked.context, reserve, asked.random_cache)
         if context.questions is not None:
             raise InputError("this method reads a text for one question; rows cannot share it")
         how: dict[str, Any] = {"max_tokens": tokens, "sampling": Sampling(temperature=1.0, seed=0)}
@@ -138,15 +112,14 @@ class _Measured:
         alone = statistics.median(streamed(time.perf_counter(), stream)[1][1:])
         self.say(f"  one row alone {alone * 1e3:.2f} ms a step")
         why = cannot_share(engine)
-        given: dict[str, Any] = {"reserve": self.question + self._answer}
+        given: dict[str, Any] = {"reserve": asked.question + self._answer}
         given |= {"slots": context.slots} if why else {"context": context}
         self._batch = RunningBatch(engine, places=rows, **given)
         self._fill()
         self._step(BLOCK)
         # `call_times` begins with the second warm block.
-        seconds = statistics.median(call_times(lambda: self._step(BLOCK), self.blocks)) / BLOCK
+        seconds = statistics.median(call_times(lambda: self._step(BLOCK), asked.blocks)) / BLOCK
         self.say(f"  {rows} rows {seconds * 1e3:.2f} ms a step")
-        asked = self._question_seconds()
         return {
             "shared": why is None,
             "alone_seconds": alone,
@@ -156,7 +129,7 @@ class _Measured:
             "speedup": rows * alone / seconds,
             # The first join compiles.
             "first_token": statistics.median(self._joins[1:] or self._joins),
-            "question_seconds": asked,
+            "question_seconds": self._question_seconds(),
             "row_bytes": self._batch.resident_bytes // rows,
         }
 
@@ -181,9 +154,9 @@ class _Measured:
     def _fill(self) -> None:
         """Lets rows join until all places are taken."""
         while self._batch.free:
-            number = next(self._asked)
+            number = next(self._numbers)
             request = Request(
-                self._questions[number % self.rows],
+                self._questions[number % self.asked.rows],
                 Sampling(temperature=1.0, seed=number),
                 self._answer,
             )

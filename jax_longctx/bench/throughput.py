@@ -8,64 +8,45 @@ Time and limit of a step are those of `decode`. A step gives each row one token.
 the time: all rows are copies of one (see `steps`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from jax.sharding import Mesh
-
-from jax_longctx.bench.decode import Methods, Timed, beside_full
+from jax_longctx.bench.decode import Timed
 from jax_longctx.bench.steps import answer_tokens, check_mesh
 from jax_longctx.bench.timing import Shape, copy_bandwidth
+from jax_longctx.cli.bench_options import Throughput
 from jax_longctx.contract import Method
 from jax_longctx.engine.capacity import USABLE, available_bytes, footprint
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method
-from jax_longctx.sharding import make_mesh
+from jax_longctx.run_spec import RunSpec
 
 # How many batches are tried, each a sixteenth smaller.
 TRIES = 4
 
 
 def run(
-    *,
-    model: str,
-    methods: Methods,
-    contexts: Sequence[int],
-    blocks: int,
-    most: int | None = None,
-    memory: int | None = None,
-    random_cache: bool = False,
-    chunk: int = 8192,
-    kv: str | None = None,
-    weights: str | None = None,
-    mesh: Mesh | None = None,
-    kernels: bool = True,
-    say: Callable[[str], None] = lambda text: None,
+    asked: Throughput, spec: RunSpec, say: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
-    """Full attention and `methods` at every length of `contexts`; JSON-able.
-
-    Args:
-      most: rows beyond which no batch is tried.
-      memory: bytes of each device that caches may use, in place of what is free.
-      mesh, random_cache, kernels: as in `decode.run`.
+    """Full attention and the methods at every length; JSON-able. The mesh has no data axis.
 
     Raises:
-      InputError: the platform does not tell its free memory, and `memory` is not given.
+      InputError: the platform does not tell its free memory, and none is given.
     """
-    mesh = make_mesh() if mesh is None else mesh
+    mesh = spec.devices()
     check_mesh(mesh)
-    shape = Shape.make(model, mesh, None, chunk, say, kv, weights)
+    shape = Shape.make(asked.model, spec, say)
     bandwidth = copy_bandwidth()
-    free = available_bytes(mesh) if memory is None else memory
+    free = available_bytes(mesh) if asked.memory is None else int(asked.memory * 2**30)
     if free is None:
         raise InputError("this device does not tell its free memory; give it with --memory")
-    timed, rows = Timed(shape, blocks, bandwidth, random_cache, kernels), []
-    for length in contexts:
-        for name, settings in beside_full(methods):
+    timed, rows = Timed(shape, bandwidth, asked), []
+    for length in asked.contexts or [32768]:
+        for name, settings in asked.beside_full():
             say(f"{name}, {length:,} tokens ...")
             row: dict[str, Any] = {"method": name, "settings": settings, "context": length}
-            row |= _row(timed, make_method(name, settings), length, most, free)
+            row |= _row(timed, make_method(name, settings), length, asked.most, free)
             if "seconds" in row:
                 row["tokens_per_second"] = row["batch"] / row["seconds"] / mesh.size
                 row["limit_tokens_per_second"] = row["batch"] / row["limit_seconds"] / mesh.size
@@ -75,7 +56,7 @@ def run(
                 say(f"  {row['failed']}")
             rows.append(row)
     facts = {**shape.facts(), "devices": mesh.size, "free": free}
-    return {"model": model, **facts, "copy_bandwidth": bandwidth, "rows": rows}
+    return {"model": asked.model, **facts, "copy_bandwidth": bandwidth, "rows": rows}
 
 
 def _row(timed: Timed, method: Method, length: int, most: int | None, free: int) -> dict[str, Any]:
@@ -83,7 +64,7 @@ def _row(timed: Timed, method: Method, length: int, most: int | None, free: int)
 
     `by_arithmetic` is the batch that fits by arithmetic, which `most` does not bound.
     """
-    shape, reserve = timed.shape, 1 + answer_tokens(timed.blocks)
+    shape, reserve = timed.shape, 1 + answer_tokens(timed.asked.blocks)
     try:
         method.validate(shape.config)
         fits = largest_batch(shape.setup(method), length, reserve, int(USABLE * free))

@@ -24,14 +24,15 @@ from jax import Array, lax
 from jax.sharding import Mesh
 
 from jax_longctx.engine import Engine
+from jax_longctx.engine.capacity import setup_of
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CapacityError, InputError
-from jax_longctx.methods import settings_of
+from jax_longctx.evaluation.compute import compared
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import first_layers, init_params, stacked_layers
 from jax_longctx.models.presets import PRESETS, preset
-from jax_longctx.settings import StoredForm, kv_form, offload_of, weights_form
+from jax_longctx.run_spec import RunSpec
 
 # Steps before the full blocks of a stream: the question's token and the short first blocks.
 WARM = 1 + sum(FIRST_BLOCKS)
@@ -247,60 +248,38 @@ class Shape:
 
     config: ModelConfig
     params: Any
-    mesh: Mesh
+    spec: RunSpec
     layers: int
-    chunk: int
-    kv: str | None = None
-    weights: StoredForm | None = None
-    offload: str | None = None
-    working_set: int | None = None
 
     @classmethod
     def make(
-        cls,
-        model: str,
-        mesh: Mesh,
-        layers: int | None,
-        chunk: int,
-        say: Callable[[str], None],
-        kv: str | None = None,
-        weights: str | None = None,
-        offload: str | None = None,
-        working_set: int | None = None,
+        cls, model: str, spec: RunSpec, say: Callable[[str], None], layers: int | None = None
     ) -> "Shape":
         """Takes all layers unless given. InputError unless `layers` is from 2 to all."""
-        config = preset(model)
+        config, mesh = preset(model), spec.devices()
         timed = config.num_layers if layers is None else layers
         if not 2 <= timed <= config.num_layers:
             raise InputError(f"--layers must be from 2 to {config.num_layers}, got {layers}")
         say("making weights ...")
-        cut = _cut(config, timed)
-        form = weights_form(weights, "bfloat16")
-        params = init_params(cut, mesh, dtype=jnp.bfloat16, weights=form)
+        cut, spec = _cut(config, timed), dataclasses.replace(spec, mesh=mesh).over("bfloat16")
+        params = init_params(cut, spec)
         if mesh.devices.flat[0].platform != "cpu":
             params = stacked_layers(cut, params, consume=True)
-        return cls(config, params, mesh, timed, chunk, kv, form, offload, working_set)
+        return cls(config, params, spec, timed)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.spec.mesh
 
     def engine(self, method: Any, layers: int | None = None) -> Engine:
         """An engine of the method on the first layers, all that are timed unless given."""
         layers = layers or self.layers
         params = first_layers(self.params, layers)
-        cut = _cut(self.config, layers)
-        tier: dict[str, Any] = {}
-        if self._offloaded(method):
-            tier = {"offload": self.offload, "working_set": self.working_set}
-        return Engine(cut, params, method, self.mesh, chunk=self.chunk, kv=self.kv, **tier)
+        return Engine(_cut(self.config, layers), params, compared(self.spec, method))
 
     def setup(self, method: Any) -> Setup:
         """The setup of the whole model."""
-        dtype, kv = jnp.dtype(jnp.bfloat16), kv_form(self.kv, "bfloat16")
-        tier = offload_of(self.offload, self.working_set) if self._offloaded(method) else None
-        given: dict[str, Any] = {"kv": kv, "weights": self.weights, "offload": tier}
-        return Setup(self.config, method, self.mesh, dtype, self.chunk, **given)
-
-    def _offloaded(self, method: Any) -> bool:
-        """Whether the method's contexts lie in the host's memory: not full attention's."""
-        return self.offload is not None and settings_of(method)["name"] != "full"
+        return setup_of(self.config, compared(self.spec, method))
 
     def times[T](self, method: Any, measure: Callable[[Engine], T]) -> dict[int, T]:
         """`measure` by number of layers: the timed ones, and one where these are not all."""
@@ -309,8 +288,7 @@ class Shape:
 
     def facts(self) -> dict[str, Any]:
         layers = {"timed": self.layers, "of": self.config.num_layers}
-        stored = {"kv": self.kv, "weights": self.weights, "offload": self.offload}
-        return {**device_facts(), "layers": layers, **stored}
+        return {**device_facts(), "layers": layers, **self.spec.facts()}
 
 
 def _cut(config: ModelConfig, layers: int) -> ModelConfig:

@@ -25,7 +25,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jax_longctx.bench import decode, kernels
 from jax_longctx.bench.timing import device_facts
+from jax_longctx.cli.bench_options import Decode
 from jax_longctx.errors import InputError
+from jax_longctx.run_spec import RunSpec
 from pallas_kernels.attention_mass import reference as mass_reference
 from pallas_kernels.attention_mass import tpu as mass_tpu
 from pallas_kernels.decode_attention import reference as decode_reference
@@ -51,8 +53,8 @@ ROUNDED, NEARLY = 1.5e-2, 1e-3
 KERNELS_UNTIL, STEPS_UNTIL = 0.6, 0.85
 # The steps: layers of the shape that are timed, methods and the case.
 LAYERS = 4
-STEPS = (("full", {}), ("quest", {}), ("reattention", {}))
-CASE = (1, 32768)
+STEPS = ["full", "quest", "reattention"]
+CASE = "1x32768"
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,7 @@ def run(
 def _steps(say: Callable[[str], None]) -> dict[str, Any]:
     sizes: dict[str, Any] = dict(cases=[CASE], blocks=1, layers=LAYERS, random_cache=True)
     try:
-        return decode.run(model="llama-3.1-8b", methods=STEPS, **sizes, say=say)
+        return decode.run(Decode(methods=STEPS, **sizes), RunSpec(chunk=8192), say)
     # As above: the kernels' rows shall be sent back all the same.
     except Exception as fault:
         return {"failed": f"{type(fault).__name__}: {fault}"[:500]}

@@ -10,7 +10,7 @@ from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.files import expanded, whole_path
 from jax_longctx.memory import shown_bytes
-from jax_longctx.settings import check_form
+from jax_longctx.settings import DTYPES, check_form, check_name
 
 
 def _check_weights(name: str) -> None:
@@ -27,9 +27,11 @@ def convert(
         show_default=False,
     ),
     destination: Path = argument("The folder to write.", default=..., show_default=False),
-    dtype: str | None = options.dtype(
+    dtype: str | None = option(
         "float32, bfloat16 or float16; the source's unless given. Two bytes halve disk and "
-        "memory; on a CPU float32 is the fastest."
+        "memory; on a CPU float32 is the fastest.",
+        metavar="DTYPE",
+        callback=options.checked(lambda name: check_name(DTYPES, name, "--dtype")),
     ),
     weights: str | None = option(
         "int8, for the matrices of the layers; --dtype unless given. It nearly halves the "

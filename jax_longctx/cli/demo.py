@@ -29,6 +29,7 @@ from jax_longctx.errors import InputError
 from jax_longctx.evaluation.haystack import Haystack, python_topics
 from jax_longctx.files import write_whole
 from jax_longctx.memory import peak_memory, shown_bytes
+from jax_longctx.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
@@ -75,7 +76,7 @@ def demo(
     terminal.note(f"{FACTS} facts are hidden in a text of {tokens:,} tokens (seed {seed})")
     if source is not None:
         prepare_model(source, folder, terminal)
-    choice = options.ModelChoice(checkpoint=folder, dtype="float32")
+    choice = options.ModelChoice(checkpoint=folder, run=RunSpec(dtype="float32"))
     model = choice.open(terminal)
     story = tell(model, seed, tokens)
     for fact, place in zip(story.facts, story.places, strict=True):

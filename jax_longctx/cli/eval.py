@@ -76,12 +76,12 @@ class Overrides:
     )
     batch: int | None = option("Rows of one batch; fewer where memory is short.")
     chunk: int | None = option("Tokens of a prefill pass.")
-    dtype: str | None = options.dtype()
-    kv: str | None = options.kv()
-    weights: str | None = options.weights()
-    offload: str | None = options.offload()
-    working_set: int | None = options.working_set()
-    mesh: str | None = options.mesh()
+    dtype: str | None = options.run_option("dtype")
+    kv: str | None = options.run_option("kv")
+    weights: str | None = options.run_option("weights")
+    offload: str | None = options.run_option("offload")
+    working_set: int | None = options.run_option("working_set")
+    mesh: str | None = options.run_option("mesh")
     chat: bool | None = option(
         "The checkpoint's chat template around each prompt; plain completion unless given.",
         "--chat/--no-chat",
@@ -341,9 +341,7 @@ def _open(config: "EvalConfig", terminal: Terminal, **loading: Any) -> "LongCont
             raise InputError(
                 f"{checkpoint} is not there; run jax-longctx demo once, before the job's processes"
             )
-    names = ("mesh", "dtype", "chunk", "kv", "weights", "offload", "working_set")
-    how: dict[str, Any] = {name: getattr(config.run, name) for name in names}
-    choice = options.ModelChoice(checkpoint=checkpoint, **how)
+    choice = options.ModelChoice(checkpoint=checkpoint, run=config.run.spec)
     return choice.open(terminal, resident=True, **loading)
 
 
@@ -473,11 +471,7 @@ def passkey(
             checkpoint=str(model.checkpoint),
             seed=trials.seed,
             batch=trials.batch,
-            chunk=model.chunk,
-            kv=model.kv,
-            weights=model.weights,
-            offload=model.offload,
-            working_set=model.working_set,
+            **model.run.facts(),
         )
         config = EvalConfig(run=how, part=(part,))
 

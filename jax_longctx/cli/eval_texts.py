@@ -12,6 +12,7 @@ from jax_longctx.cli.terminal import Terminal, check_plot, read_text, table
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.specs import PROTOCOLS, Protocol, Spec
 from jax_longctx.origin import MADE_FROM, check_result, digest_of
+from jax_longctx.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
@@ -103,8 +104,7 @@ def perplexity(
     from jax_longctx.evaluation.perplexity import plot as draw
 
     plans: list[tuple[Any, Spec, str]] = []
-    tier = {"offload": model.offload, "working_set": model.working_set}
-    for engine, spec in zip(_engines(loaded, chosen, **tier), chosen, strict=True):
+    for engine, spec in zip(_engines(loaded, chosen, model.run), chosen, strict=True):
         reads_for = engine.method.info.needs_question and kind.through == "context"
         if reads_for and not scoring.question:
             raise InputError(f"{spec.name} reads a text for a question: give one with --question")
@@ -136,13 +136,13 @@ def perplexity(
     terminal.records(runs, markdown)
 
 
-def _engines(model: "LongContext", chosen: list[Spec], **tier: Any) -> list["Engine"]:
-    """An engine for each method, all made before the first runs; `tier` is for `engine_of`."""
+def _engines(model: "LongContext", chosen: list[Spec], run: RunSpec) -> list["Engine"]:
+    """An engine for each method, all made before the first runs."""
     from jax_longctx.evaluation.compute import engine_of
     from jax_longctx.methods import make_method
 
     methods = [make_method(spec.name, dict(spec.settings)) for spec in chosen]
-    return [engine_of(model, method, **tier) for method in methods]
+    return [engine_of(model, method, run) for method in methods]
 
 
 def _cut(
@@ -234,7 +234,7 @@ def agreement(
         scored_states,
     )
 
-    full, *engines = _engines(loaded, [Spec("full"), *chosen])
+    full, *engines = _engines(loaded, [Spec("full"), *chosen], model.run)
     tokens = _cut(loaded, text, texts, length)
     how = {"score": score, "asked": asked}
     sizes = {"queries": min(queries, score), "top": top}

@@ -1,5 +1,6 @@
 """`jax-longctx methods`: what each method does and costs, from its own metadata and caches."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.methods import METHODS, describe, make_method
 from jax_longctx.models.presets import preset
-from jax_longctx.settings import Offload, kv_form, offload_of, parse_pairs
+from jax_longctx.run_spec import RunSpec
+from jax_longctx.settings import parse_pairs
 
 # Tokens reserved for question and answer in the memory shown.
 RESERVE = 256
@@ -35,10 +37,9 @@ def methods(
     ),
     context: int = option("Tokens of context, for the memory shown.", default=32768),
     batch: int = option("Rows, for the memory shown.", default=1),
-    dtype: str | None = options.dtype(default="bfloat16"),
-    kv: str | None = options.kv(),
-    offload: str | None = options.offload(),
-    working_set: int | None = options.working_set(),
+    run: RunSpec = options.run(
+        "dtype", "kv", "offload", "working_set", dtype=options.dtype(default="bfloat16")
+    ),
     as_json: bool = options.as_json(),
 ) -> None:
     """List the long-context methods: what each changes, and what its caches cost.
@@ -58,7 +59,6 @@ def methods(
         raise InputError("--set is for a method's settings; name the method")
     if min(context, batch) < 1:
         raise InputError(f"--context and --batch must be at least 1, got {context} and {batch}")
-    tier = offload_of(offload, working_set)
     terminal = Terminal(as_json=as_json)
     described, failed = [], []
     with terminal.starting():
@@ -77,9 +77,9 @@ def methods(
                 failed.append(str(error))
                 continue
             method = make_method(each, parse_pairs(settings or ()))
-            measured = {"context": context, "batch": batch, "dtype": dtype, "kv": kv}
-            measured["offload"] = offload
-            memory = _memory(config, method, context, batch, dtype or "bfloat16", kv, tier)
+            measured = {"context": context, "batch": batch, "dtype": run.dtype, "kv": run.kv}
+            measured["offload"] = run.offload
+            memory = _memory(config, dataclasses.replace(run, method=method), context, batch)
             described.append(entry | {"memory": measured | memory})
     if as_json:
         for entry in described:
@@ -90,37 +90,22 @@ def methods(
         shape = model if checkpoint is None else checkpoint
         terminal.show(
             *_all(described),
-            f"\nmemory: {shape}, {kv or dtype}, {batch} x {context:,} tokens of context",
+            f"\nmemory: {shape}, {run.kv or run.dtype}, {batch} x {context:,} tokens of context",
         )
     if failed:
         raise ConfigError("; ".join(failed))
 
 
-def _memory(
-    config: Any,
-    method: Any,
-    context: int,
-    batch: int,
-    dtype: str,
-    kv: str | None,
-    offload: Offload | None,
-) -> dict[str, Any]:
+def _memory(config: Any, spec: RunSpec, context: int, batch: int) -> dict[str, Any]:
     """Bytes by name, or why the method does not run on this model."""
-    import dataclasses
-
     import jax
-    import jax.numpy as jnp
 
-    from jax_longctx.engine.capacity import check_offload, footprint
-    from jax_longctx.engine.setup import Setup
+    from jax_longctx.engine.capacity import footprint, setup_of
     from jax_longctx.sharding import make_mesh
 
-    form = kv_form(kv, dtype)
-    mesh = make_mesh(devices=jax.local_devices())
-    setup = Setup(config, method, mesh, jnp.dtype(dtype), 512, kv=form, offload=offload)
     try:
-        method.validate(config)
-        check_offload(setup)
+        mesh = make_mesh(devices=jax.local_devices())
+        setup = setup_of(config, dataclasses.replace(spec, mesh=mesh))
     except ConfigError as error:
         return {"refused": str(error)}
     found = footprint(setup, batch=batch, context=context, reserve=RESERVE)

@@ -23,22 +23,14 @@ from typer.models import OptionInfo
 
 import jax_longctx
 from jax_longctx.cli.terminal import Terminal, check_argument, check_file, save
-from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.files import expanded, whole_path
 from jax_longctx.memory import peak_memory
 from jax_longctx.methods import METHODS, check_method, make_method, settings_of
 from jax_longctx.models.presets import PRESETS, preset
-from jax_longctx.settings import (
-    DTYPES,
-    PLACES,
-    Sampling,
-    check_form,
-    check_name,
-    offload_of,
-    parse_mesh,
-    parse_pairs,
-)
+from jax_longctx.run_spec import ON_DEVICES, RunSpec
+from jax_longctx.settings import Sampling, parse_pairs
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
@@ -58,8 +50,16 @@ def argument(help: str, default: Any = None, **how: Any) -> Any:
 
 
 def only(*names: str) -> Any:
-    """The default of a dataclass parameter of which these fields alone become options."""
+    """The default of a dataclass parameter of whose options these alone are taken."""
     return dataclasses.field(metadata={"only": names})
+
+
+def marked(**marks: Any) -> Any:
+    """The default of a parameter, or field, whose dataclass has no marks: the marks of its fields.
+
+    Fields without a mark are left at their defaults.
+    """
+    return dataclasses.field(metadata={"marks": marks})
 
 
 def _field(mark: Any, default: Any) -> Any:
@@ -98,37 +98,46 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     A dataclass's `PANEL` is the heading of its options in the help.
     """
-    groups: dict[str, tuple[Any, list[str]]] = {}
-    flat: list[inspect.Parameter] = []
-    for given in inspect.signature(function, eval_str=True).parameters.values():
-        kind: Any = given.annotation
-        if not dataclasses.is_dataclass(kind):
-            flat.append(_parameter(given.name, kind, given.default))
-            continue
-        chosen = getattr(given.default, "metadata", {}).get("only")
-        fields = [f for f in dataclasses.fields(kind) if chosen is None or f.name in chosen]
-        hints, panel = typing.get_type_hints(kind), getattr(kind, "PANEL", None)
-        groups[given.name] = kind, [each.name for each in fields]
-        flat += [_parameter(each.name, hints[each.name], each, panel) for each in fields]
+    given = inspect.signature(function, eval_str=True).parameters.values()
+    parts = {each.name: _options(each.name, each.annotation, each.default) for each in given}
 
     @functools.wraps(function)
     def run(**values: Any) -> None:
-        made = {
-            group: kind(**{name: values.pop(name) for name in names})
-            for group, (kind, names) in groups.items()
-        }
-        function(**made, **values)
+        function(**{name: make(values) for name, (_, make) in parts.items()})
 
+    flat = [parameter for parameters, _ in parts.values() for parameter in parameters]
     described: Any = run
     described.__signature__ = inspect.Signature(flat)
     run.__annotations__ = {each.name: each.annotation for each in flat}
     return run
 
 
+def _options(
+    name: str, kind: Any, field: Any, panel: str | None = None, chosen: Any = None
+) -> tuple[list[inspect.Parameter], Callable[[dict[str, Any]], Any]]:
+    """A parameter's or field's options, and what makes its value of the options' values."""
+    if not dataclasses.is_dataclass(kind):
+        return [_parameter(name, kind, field, panel)], lambda values: values[name]
+    about = getattr(field, "metadata", {})
+    fields = {each.name: each for each in dataclasses.fields(kind) if each.metadata}
+    fields, chosen = about.get("marks", fields), about.get("only", chosen)
+    make_it: Any = kind
+    hints, panel = typing.get_type_hints(kind), getattr(kind, "PANEL", panel)
+    parts = {
+        key: _options(key, hints[key], each, panel, chosen)
+        for key, each in fields.items()
+        if chosen is None or key in chosen or "marks" in each.metadata
+    }
+    return [parameter for parameters, _ in parts.values() for parameter in parameters], (
+        lambda values: make_it(**{key: make(values) for key, (_, make) in parts.items()})
+    )
+
+
 def _parameter(name: str, kind: Any, field: Any, panel: str | None = None) -> inspect.Parameter:
     """A keyword parameter for typer; one that is no `option` or `argument` stays as it is."""
     if isinstance(field, dataclasses.Field):
-        mark = copy.copy(field.metadata["mark"])
+        # What Python gives as an object, as a mesh, is text here.
+        mark, kind = copy.copy(field.metadata["mark"]), str | None if kind is Any else kind
         if isinstance(mark, OptionInfo):
             mark.rich_help_panel = mark.rich_help_panel or panel
         if {Path, list[Path]} & {kind, *typing.get_args(kind)}:
@@ -196,11 +205,6 @@ def template_variables(pairs: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def _check_dtype(name: str) -> None:
-    if name not in DTYPES:
-        raise ConfigError(f"--dtype {name!r} is not one of {', '.join(DTYPES)}")
-
-
 def parse_specs(specs: list[str] | None) -> list[Spec]:
     """The values of `--method`, with known names; full attention without any."""
     parsed = [Spec.parse(text) for text in specs or ["full"]]
@@ -247,72 +251,66 @@ def settings() -> Any:
     )
 
 
-def dtype(
-    help: str = "float32, bfloat16 or float16, for weights and cache; the checkpoint's unless "
-    "given. Two bytes halve the memory; on a CPU float32 is the fastest.",
-    default: str | None = None,
-) -> Any:
+def dtype(default: str | None = None) -> Any:
     """`--dtype`: `str | None`."""
-    return option(help, default=default, metavar="DTYPE", callback=checked(_check_dtype))
-
-
-def kv() -> Any:
-    """`--kv`: `str | None`; whether bfloat16 is the weights' dtype is checked later."""
-    return option(
-        "bfloat16 or int8, for the keys and values of caches; the weights' dtype unless given. "
-        "int8 nearly halves the caches, under every method.",
-        metavar="FORM",
-        callback=checked(lambda name: check_form(name, "--kv")),
+    help = (
+        "float32, bfloat16 or float16, for weights and cache; the checkpoint's unless given. Two "
+        "bytes halve the memory; on a CPU float32 is the fastest."
     )
-
-
-def weights() -> Any:
-    """`--weights`: `str | None`; whether bfloat16 is the model's dtype is checked later."""
-    return option(
-        "bfloat16 or int8, for the matrices of the layers; the checkpoint's form or --dtype unless "
-        "given. int8 is made as the weights load, and nearly halves them.",
-        metavar="FORM",
-        callback=checked(lambda name: check_form(name, "--weights")),
-    )
-
-
-def offload() -> Any:
-    """`--offload`: `str | None`."""
-    return option(
-        "host: contexts lie in the host's memory, and the device keeps what each step reads and "
-        "a working set. For infllm, quest, arkvale, resa and free-pages, and for reattention, "
-        "whose keys stay on the device.",
-        metavar="PLACE",
-        callback=checked(lambda place: check_name(PLACES, place, "--offload")),
-    )
-
-
-def working_set() -> Any:
-    """`--working-set`: `int | None`."""
-    return option(
-        "Tokens of a row that each layer keeps on the device of an offloaded context, beside the "
-        "first and the newest; 4 times what a step chooses unless given.",
-        metavar="TOKENS",
-        min=1,
-    )
+    return option(help, default=default, metavar="DTYPE")
 
 
 def mesh(
     help: str = "Devices, e.g. data=1,seq=2,tensor=4: tensor splits weights and heads, seq the "
     "cache of one long text, data the rows of a batch. One device unless given.",
-    default: str | None = None,
 ) -> Any:
     """`--mesh`: `str | None`; the number of devices is checked later."""
-    return option(help, default=default, metavar="SIZES", callback=checked(parse_mesh))
+    return option(help, metavar="SIZES")
 
 
-def chunk() -> Any:
-    """`--chunk`: `int`."""
-    return option(
+# The options of a `RunSpec`.
+RUN = {
+    "dtype": dtype(),
+    "mesh": mesh(),
+    "chunk": option(
         "Tokens of a prefill pass. Larger is faster on an accelerator, smaller needs less memory; "
         "the answer stays the same.",
         default=512,
-    )
+    ),
+    "kv": option(
+        "bfloat16 or int8, for the keys and values of caches; the weights' dtype unless given. "
+        "int8 nearly halves the caches, under every method.",
+        metavar="FORM",
+    ),
+    "weights": option(
+        "bfloat16 or int8, for the matrices of the layers; the checkpoint's form or --dtype unless "
+        "given. int8 is made as the weights load, and nearly halves them.",
+        metavar="FORM",
+    ),
+    "offload": option(
+        "host: contexts lie in the host's memory, and the device keeps what each step reads and "
+        "a working set. For infllm, quest, arkvale, resa and free-pages, and for reattention, "
+        "whose keys stay on the device.",
+        metavar="PLACE",
+    ),
+    "working_set": option(
+        "Tokens of a row that each layer keeps on the device of an offloaded context, beside the "
+        "first and the newest; 4 times what a step chooses unless given.",
+        metavar="TOKENS",
+    ),
+}
+
+
+def run(*names: str, **marks: Any) -> Any:
+    """The options of a `RunSpec`, or of these fields of it; `marks` are others for some."""
+    return marked(**{name: {**RUN, **marks}[name] for name in names or RUN})
+
+
+def run_option(name: str) -> Any:
+    """The option of one field of a `RunSpec`, None where it is not given."""
+    field = copy.copy(RUN[name])
+    field.default = None
+    return field
 
 
 def shape(default: str = "llama-3.1-8b", names: tuple[str, ...] = ()) -> Any:
@@ -380,13 +378,7 @@ class ModelChoice:
         default=...,
         metavar="DIR",
     )
-    dtype: str | None = dtype()
-    mesh: str | None = mesh()
-    chunk: int = chunk()
-    kv: str | None = kv()
-    weights: str | None = weights()
-    offload: str | None = offload()
-    working_set: int | None = working_set()
+    run: RunSpec = run()
     parse_special: bool = option(
         "Read special tokens that are written in texts, questions and messages as tokens, not as "
         "plain text.",
@@ -400,9 +392,6 @@ class ModelChoice:
     )
 
     def __post_init__(self) -> None:
-        offload_of(self.offload, self.working_set)
-        if self.chunk < 1:
-            raise InputError(f"--chunk must be at least 1 token, got {self.chunk}")
         check_checkpoint(self.checkpoint)
 
     def open(
@@ -427,23 +416,13 @@ class ModelChoice:
             else:
                 made = None if method is None or "choose" in how else method.make()
             from jax_longctx.api import load
-            from jax_longctx.memory import allow_pinned
-            from jax_longctx.sharding import make_mesh
 
-            if self.offload is not None:
-                # Before a mesh starts the devices.
-                allow_pinned()
-            sizes: dict[str, Any] = dict(parse_mesh(self.mesh or ""))
+            run = self.run
+            if run.mesh is not None:
+                run = dataclasses.replace(run, mesh=run.devices())
             return load(
                 self.checkpoint,
-                method=made,
-                mesh=None if self.mesh is None else make_mesh(**sizes),
-                dtype=self.dtype,
-                chunk=self.chunk,
-                kv=self.kv,
-                weights=self.weights,
-                offload=None if resident else self.offload,
-                working_set=None if resident else self.working_set,
+                dataclasses.replace(run, method=made, **(ON_DEVICES if resident else {})),
                 parse_special=self.parse_special,
                 template=template_variables(self.template or ()),
                 **how,

@@ -12,7 +12,8 @@ from jax_longctx.cli.terminal import Terminal, shown_time, table
 from jax_longctx.files import expanded
 from jax_longctx.memory import shown_bytes
 from jax_longctx.planning.targets import parse_target
-from jax_longctx.settings import StoredForm, parse_mesh, weights_form
+from jax_longctx.run_spec import RunSpec
+from jax_longctx.settings import StoredForm, parse_mesh
 
 if TYPE_CHECKING:
     from jax_longctx.planning.plan import Plan, PlanRequest
@@ -42,13 +43,10 @@ def plan(
     context: int = option("Tokens of context.", default=131072),
     batch: int = option("Rows of the batch.", default=1),
     reserve: int = option("Tokens of question and answer.", default=256),
-    dtype: str | None = options.dtype(default="bfloat16"),
-    kv: str | None = options.kv(),
-    weights: str | None = options.weights(),
-    offload: str | None = options.offload(),
-    working_set: int | None = options.working_set(),
-    mesh: str | None = options.mesh(),
-    chunk: int = options.chunk(),
+    run: RunSpec = options.run(
+        *("dtype", "kv", "weights", "offload", "working_set", "mesh", "chunk"),
+        dtype=options.dtype(default="bfloat16"),
+    ),
     compiles: bool = option(
         "Compile the programs for the target on this machine, and show their memory.",
         "--compile",
@@ -72,7 +70,6 @@ def plan(
     # Nothing is computed, so JAX needs no device, and libtpu stays free for the compiler.
     os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
     config, held = _config(model, terminal)
-    dtype = dtype or "bfloat16"
     with terminal.starting():
         from jax_longctx.methods import make_method, settings_of
         from jax_longctx.planning.plan import (
@@ -84,21 +81,12 @@ def plan(
         )
 
         chosen = method.make() or make_method("full")
-        sizes: dict[str, Any] = {"context": context, "batch": batch}
-        sizes |= {"reserve": reserve, "chunk": chunk}
-        request = PlanRequest(
-            config=config,
-            method=chosen,
-            target=devices,
-            dtype=dtype,
-            kv=kv,
-            weights=weights_form(weights, dtype, held),
-            offload=offload,
-            working_set=working_set,
-            **sizes,
-        )
+        asked: dict[str, Any] = {"context": context, "batch": batch, "reserve": reserve}
+        run = dataclasses.replace(run.over("bfloat16", held), method=chosen)
+        request = PlanRequest(config=config, spec=run, target=devices, **asked)
     with terminal.waiting("planning"):
-        made = make_plan(request, propose_mesh(request) if mesh is None else parse_mesh(mesh))
+        sizes = propose_mesh(request) if run.mesh is None else parse_mesh(run.mesh)
+        made = make_plan(request, sizes)
         others = {} if made.fits else alternatives(request, made.mesh)
     compiled = None
     if compiles:
@@ -109,13 +97,9 @@ def plan(
         "target": devices.name,
         "devices": devices.count,
         "mesh": made.mesh,
-        "mesh_proposed": mesh is None,
-        **sizes,
-        "dtype": request.dtype,
-        "kv": request.kv,
-        "weights": request.weights,
-        "offload": request.offload,
-        "working_set": request.working_set,
+        "mesh_proposed": run.mesh is None,
+        **asked,
+        **run.facts(),
         "constants": {**dataclasses.asdict(devices.chip), "host_link": HOST_LINK},
         **_figures(made, ARITHMETIC if compiled is None else COMPILED),
         "compiled": compiled,

@@ -12,6 +12,7 @@ from jax_longctx.cli.options import argument, only, option
 from jax_longctx.cli.terminal import Terminal, check_file, check_plot, save
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import parse_mesh
 
 train_app = options.App(
@@ -112,9 +113,7 @@ class Scoring:
     tail: int = option("Last tokens of a text that are scored.", default=50, min=1)
     count: int = option("Texts, at even distances.", "--texts", default=200, min=1)
     batch: int = option("Texts of one batch.", default=8, min=1)
-    chunk: int = options.chunk()
-    dtype: str | None = options.dtype()
-    mesh: str | None = options.mesh(default="")
+    run: RunSpec = options.run("chunk", "dtype", "mesh")
 
 
 @train_app.command()
@@ -159,7 +158,7 @@ def evaluate(
             bars.close()
             return bars.enter_context(terminal.progress(doing, "tokens"))
 
-        how = dataclasses.asdict(scoring)
+        how = {each.name: getattr(scoring, each.name) for each in dataclasses.fields(scoring)}
         result = run(checkpoints, methods or ["full"], data, watch=watch, **how)
     save(result, out)
     terminal.write(markdown(result))

@@ -13,7 +13,7 @@ from jax_longctx.errors import InputError
 from jax_longctx.files import expanded
 from jax_longctx.memory import shown_bytes
 from jax_longctx.models.presets import PRESETS, preset
-from jax_longctx.settings import StoredForm, offload_of, parse_mesh, weights_form
+from jax_longctx.run_spec import RunSpec
 
 
 @options.command
@@ -35,13 +35,7 @@ def warm(
     answers: options.AnswerOptions = options.only(
         "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
     ),
-    dtype: str | None = options.dtype(),
-    mesh: str | None = options.mesh(),
-    chunk: int = options.chunk(),
-    kv: str | None = options.kv(),
-    weights: str | None = options.weights(),
-    offload: str | None = options.offload(),
-    working_set: int | None = options.working_set(),
+    run: RunSpec = options.run(),
     as_json: bool = options.as_json(),
 ) -> None:
     """Fill the compilation cache for a model, a method and a length, without weights.
@@ -59,28 +53,18 @@ def warm(
     """
     specs = options.parse_specs(methods)
     _check_model(model)
-    offload_of(offload, working_set)
     terminal = Terminal(as_json=as_json)
-    sizes: dict[str, Any] = {"rows": rows, "question": question, "answer": answer}
-    sizes |= {"chunk": chunk, "kv": kv, "weights": weights}
-    sizes |= {"offload": offload, "working_set": working_set}
     sampling = answers.sampling
     with terminal.starting():
         from jax_longctx.engine.compile_clock import CompileClock
-        from jax_longctx.memory import allow_pinned
         from jax_longctx.methods import make_method
-        from jax_longctx.sharding import make_mesh
 
-        if offload is not None:
-            # Before a mesh starts the devices.
-            allow_pinned()
-        along: dict[str, Any] = dict(parse_mesh(mesh or ""))
-        devices = make_mesh(**along)
-        stopping = _Model(model, dtype)
+        devices = run.devices()
+        stopping = _Model(model, dataclasses.replace(run, mesh=devices))
     folder = _cache_folder()
     # What does not fit is refused before the first compiles.
     cases = [
-        (spec, tokens, stopping.engine(make_method(spec.name, spec.at(tokens)), devices, sizes))
+        (spec, tokens, stopping.engine(make_method(spec.name, spec.at(tokens))))
         for spec in specs
         for tokens in length or [16000]
     ]
@@ -88,8 +72,9 @@ def warm(
     for spec, tokens, engine in cases:
         begun = time.perf_counter()
         with CompileClock() as clock:
-            how = {"tokens": tokens, "sampling": sampling, **sizes}
-            stopping.compile(engine, how, terminal, spec.label)
+            how: dict[str, Any] = {"max_tokens": answer, "sampling": sampling}
+            shape = [tokens] * rows, [question] * rows
+            stopping.compile(engine, shape, how, terminal, spec.label)
         found.append(
             {
                 "method": spec.name,
@@ -103,7 +88,8 @@ def warm(
     record = {
         "model": model,
         "mesh": dict(devices.shape),
-        **sizes,
+        **{"rows": rows, "question": question, "answer": answer},
+        **run.facts(),
         "sampling": dataclasses.asdict(sampling),
         "folder": str(folder),
         "cache_bytes": _bytes(folder),
@@ -123,35 +109,36 @@ def _check_model(model: str) -> None:
 class _Model:
     """The model that is compiled for: its configuration, and the ids that end its answers."""
 
-    def __init__(self, model: str, dtype: str | None):
-        import jax.numpy as jnp
-
+    def __init__(self, model: str, run: RunSpec):
         self.stop_ids: tuple[int, ...] = ()
         self._stacked = False
-        self._held: StoredForm | None = None
         if not os.path.exists(expanded(model)):
-            self.config, self.dtype = preset(model), jnp.dtype(dtype or "bfloat16")
+            self.config, self.run = preset(model), run.over("bfloat16")
             return
         from jax_longctx.models.storage import read_manifest, tokenizer_folder
         from jax_longctx.text import Tokenizer
 
         manifest = read_manifest(model)
-        self.config, self.dtype = manifest.config, jnp.dtype(dtype or manifest.dtype)
-        self._held = manifest.weights
+        self.config, self.run = manifest.config, run.over(manifest.dtype, manifest.weights)
         folder, eos = tokenizer_folder(model, manifest), manifest.extras.get("eos_token_id")
         self.stop_ids = Tokenizer.load(folder, eos=eos).eos_ids
 
-    def engine(self, method: Any, mesh: Any, sizes: dict[str, Any]) -> Any:
+    def engine(self, method: Any) -> Any:
         """An engine without weights."""
         from jax_longctx.engine import Engine
         from jax_longctx.models.params import abstract_params
 
-        form = weights_form(sizes["weights"], self.dtype.name, self._held)
-        params = abstract_params(self.config, mesh, self.dtype, form)
-        given = {name: sizes[name] for name in ("chunk", "kv", "offload", "working_set")}
-        return Engine(self.config, params, method, mesh, **given)
+        run = dataclasses.replace(self.run, method=method)
+        return Engine(self.config, abstract_params(self.config, run), run)
 
-    def compile(self, engine: Any, how: dict[str, Any], terminal: Terminal, name: str) -> None:
+    def compile(
+        self,
+        engine: Any,
+        shape: tuple[list[int], list[int]],
+        how: dict[str, Any],
+        terminal: Terminal,
+        name: str,
+    ) -> None:
         """Compiles, with progress, what one question and what several questions need.
 
         The first time also what stacks the weights' layers, where a device loops over them.
@@ -166,14 +153,7 @@ class _Model:
         # A context that is kept for another question is forked.
         for keep in (False, True):
             with terminal.waiting(f"lowering {name}"):
-                compilation = engine.compile(
-                    [how["tokens"]] * how["rows"],
-                    [how["question"]] * how["rows"],
-                    max_tokens=how["answer"],
-                    sampling=how["sampling"],
-                    stop_ids=self.stop_ids,
-                    keep=keep,
-                )
+                compilation = engine.compile(*shape, stop_ids=self.stop_ids, keep=keep, **how)
             with terminal.progress(f"compiling {name}", "programs") as update:
                 compilation.wait(update, check=True)
 

@@ -28,6 +28,10 @@ from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CapacityError, ConfigError
 from jax_longctx.memory import POOL, shown_bytes
 from jax_longctx.methods import METHODS, make_method, settings_of
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.params import check_mesh
+from jax_longctx.run_spec import RunSpec
+from jax_longctx.settings import kv_form, weights_form
 from jax_longctx.sharding import HOST, AnyMesh, Stacked, leaf_axes, tree_shardings
 
 SMALLEST = 128
@@ -63,6 +67,30 @@ def reserved(tokens: int) -> int:
 def slots_for(context: int, reserve: int = 0, seq_shards: int = 1) -> int:
     """Slots of a cache for a text, and for a question and its answer of `reserve` tokens."""
     return bucket(context + reserved(reserve) + SPARE, seq_shards)
+
+
+def setup_of(config: ModelConfig, spec: RunSpec) -> Setup:
+    """What is static of the run's programs; in bfloat16 unless the spec names a dtype.
+
+    Raises:
+      ConfigError: the method or the mesh does not fit the model, or cannot be offloaded.
+    """
+    spec, method = spec.over("bfloat16"), spec.chosen()
+    dtype, mesh = jnp.dtype(spec.dtype), spec.devices()
+    method.validate(config)
+    check_mesh(config, mesh)
+    setup = Setup(
+        config,
+        method,
+        mesh,
+        dtype,
+        spec.chunk,
+        kv=kv_form(spec.kv, dtype.name),
+        weights=weights_form(spec.weights, dtype.name),
+        offload=spec.tier,
+    )
+    check_offload(setup)
+    return setup
 
 
 def check_offload(setup: Setup) -> None:

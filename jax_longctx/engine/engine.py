@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
 from jax_longctx.contract import Method, Prompt, Segment, Stage, step_variant
@@ -30,13 +29,13 @@ from jax_longctx.engine.capacity import (
     bytes_per_device,
     check_fits,
     check_host,
-    check_offload,
     expected_bytes,
     fetched_of,
     grow,
     held_bytes,
     passing_bytes,
     reserved,
+    setup_of,
     slots_for,
 )
 from jax_longctx.engine.decode import (
@@ -52,11 +51,12 @@ from jax_longctx.engine.finish import finish_context, finish_question, fork, who
 from jax_longctx.engine.mappings import limit_mappings
 from jax_longctx.engine.prefill import Logits, run_segment
 from jax_longctx.engine.sampling import RowValues, sampling_static, sampling_values
-from jax_longctx.engine.setup import Setup, without_layers
-from jax_longctx.errors import InputError
+from jax_longctx.engine.setup import without_layers
+from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.params import check_mesh, form_of_weights, layer_params, stacked_layers
-from jax_longctx.settings import Sampling, kv_form, offload_of
+from jax_longctx.models.params import form_of_weights, layer_params, stacked_layers
+from jax_longctx.run_spec import RunSpec
+from jax_longctx.settings import Sampling
 
 Rows = Sequence[Sequence[int]]
 # Columns of a decode block: one host round trip for that many tokens. The first blocks of an
@@ -148,53 +148,42 @@ class Engine:
       params: nested dict of the model's parameters, on the mesh; or of their shapes
         (`models.params.abstract_params`), until `take_params` gives the weights. The layers'
         matrices may be in 8 bits (`models.params.quantised_weights`).
-      chunk: tokens of a row that one prefill pass takes.
+      spec: how it runs; its dtype and form of weights may be left to `params`.
       memory_limit: bytes on each device that a new cache may use; None asks the device.
       consume: whether `params` may be emptied where they are stacked for a loop over layers. If
         not, and the caller keeps them, the weights are in memory twice.
       by_layer: whether the host loops over the layers, not the device (see `Setup`). None: the host
         on CPUs, which read weights faster apart than as slices of a stack.
-      kv: "int8": caches hold keys and values in 8 bits (see `pallas_kernels.quantised`).
-        None: in the weights' dtype, which "bfloat16" asks for by name.
-      offload: "host": keys and values of contexts lie in the host's memory. The device keeps what
-        the method reads in every step, and a working set (see `caches.offloaded`).
-      working_set: tokens of a row that the working set of each layer holds; None for
-        `settings.SHARES` times what a step chooses.
 
     Raises:
-      ConfigError: the method or the mesh does not fit the model, or cannot be offloaded.
+      ConfigError: the method or the mesh does not fit the model, or cannot be offloaded, or the
+        weights have another dtype or form than the spec names.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         params: Any,
-        method: Method,
-        mesh: Mesh,
+        spec: RunSpec | None = None,
         *,
-        chunk: int = 512,
         memory_limit: int | None = None,
         by_layer: bool | None = None,
         consume: bool = False,
-        kv: str | None = None,
-        offload: str | None = None,
-        working_set: int | None = None,
     ):
-        if chunk < 1:
-            raise InputError(f"chunk must be at least 1 token, got {chunk}")
-        method.validate(config)
-        check_mesh(config, mesh)
-        dtype = jnp.dtype(params["embed"]["table"].dtype)
-        self.config, self.method, self.mesh = config, method, mesh
+        held = params["embed"]["table"].dtype.name
+        spec = (spec or RunSpec()).over(held, form_of_weights(params))
+        if spec.dtype != held:
+            raise ConfigError(
+                f"these weights are in {held}, the run is of dtype {spec.dtype}; load them in that "
+                f"dtype, or leave dtype away"
+            )
+        setup = setup_of(config, spec)
         if by_layer is None:
-            by_layer = bool(mesh.devices.flat[0].platform == "cpu")
-        self.chunk, self.memory_limit = chunk, memory_limit
-        form = kv_form(kv, dtype.name)
-        tier = offload_of(offload, working_set)
-        self.setup = Setup(
-            config, method, mesh, dtype, chunk, by_layer, form, form_of_weights(params), tier
-        )
-        check_offload(self.setup)
+            by_layer = setup.platform == "cpu"
+        self.setup = dataclasses.replace(setup, by_layer=by_layer)
+        self.config, self.memory_limit = config, memory_limit
+        self.method, self.mesh, self.chunk = setup.method, spec.devices(), setup.chunk
+        self.spec = dataclasses.replace(spec, method=self.method, mesh=self.mesh)
         # What the newest answer, or scored text, fetched from the host's memory; None where nothing
         # lies there.
         self.fetched: Fetched | None = None
@@ -214,6 +203,24 @@ class Engine:
             )
         apart = self.setup.by_layer
         self.params = params if apart else stacked_layers(self.config, params, consume=consume)
+
+    def under(self, method: Method, **changes: Any) -> "Engine":
+        """An engine of the same weights under another method; `changes` are fields of the spec.
+
+        The working set is that of the contexts' place: another place has its own, or the default.
+
+        Raises:
+          ConfigError: as at construction.
+        """
+        if "offload" in changes:
+            changes = {"working_set": None, **changes}
+        return Engine(
+            self.config,
+            self.params,
+            dataclasses.replace(self.spec, method=method, **changes),
+            memory_limit=self.memory_limit,
+            by_layer=self.setup.by_layer,
+        )
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -57,6 +57,7 @@ from jax_longctx.errors import InputError
 from jax_longctx.evaluation.intervals import bootstrap
 from jax_longctx.evaluation.perplexity import batches, label, pipe_table, shown_interval
 from jax_longctx.models.llama import ends_of
+from jax_longctx.run_spec import ON_DEVICES
 from jax_longctx.sharding import Stacked, axes_field, logical_sharding
 
 
@@ -318,16 +319,8 @@ def attention_weights(
             "it shows no weights"
         )
     batch = -(-batch // engine.mesh.shape["data"]) * engine.mesh.shape["data"]
-    marking = Engine(
-        engine.config,
-        engine.params,
-        # Methods keep `info` on the class; here the instance forwards it.
-        cast(Method, _Marking(engine.method, queries)),
-        engine.mesh,
-        chunk=engine.chunk,
-        memory_limit=engine.memory_limit,
-        kv=engine.setup.kv,
-    )
+    # Methods keep `info` on the class; here the instance forwards it.
+    marking = engine.under(cast(Method, _Marking(engine.method, queries)), **ON_DEVICES)
     # The last token predicts nothing that is scored.
     size, fed = engine.config.head_dim, list(text)[:-1]
     starts = range(0, len(fed), size)

@@ -18,6 +18,7 @@ from jax_longctx.engine.compile_clock import CompileClock
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CapacityError, LongctxError
 from jax_longctx.methods import settings_of
+from jax_longctx.run_spec import ON_DEVICES, RunSpec
 
 # Most of the free memory that the caches of a batch may take.
 PLANNED = 0.75
@@ -82,22 +83,24 @@ class Work:
 def engine_of(
     model: LongContext,
     method: Method,
-    *,
-    offload: str | None = None,
-    working_set: int | None = None,
+    spec: RunSpec,
 ) -> Engine:
-    """An engine of the model's weights under another method.
-
-    Args:
-      offload, working_set: where contexts lie, as for `Engine`. Those of exact attention, which
-        others are compared with, lie on the devices.
+    """An engine of the model's weights under another method; contexts lie where `spec` says.
 
     Raises:
       ConfigError: the method does not support the model, or cannot be offloaded.
     """
-    if settings_of(method)["name"] == "full":
-        return model.with_method(method).engine
-    return model.with_method(method, offload=offload, working_set=working_set).engine
+    given = compared(spec, method)
+    return model.engine.under(method, offload=given.offload, working_set=given.working_set)
+
+
+def compared(spec: RunSpec, method: Method) -> RunSpec:
+    """The spec of one of several methods.
+
+    Contexts of exact attention, which others are compared with, lie on the devices.
+    """
+    full = settings_of(method)["name"] == "full"
+    return dataclasses.replace(spec, method=method, **(ON_DEVICES if full else {}))
 
 
 def compile_batch(

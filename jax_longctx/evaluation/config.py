@@ -29,15 +29,8 @@ from jax_longctx.errors import ConfigError
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import TASKS
 from jax_longctx.methods import check_method
-from jax_longctx.settings import (
-    at_least,
-    check_form,
-    check_name,
-    from_toml,
-    look_up,
-    offload_of,
-    read_toml,
-)
+from jax_longctx.run_spec import RunSpec
+from jax_longctx.settings import at_least, check_name, from_toml, look_up, read_toml
 from jax_longctx.studies.published import PUBLISHED
 
 SUITES = Path(__file__).parent / "suites"
@@ -53,14 +46,10 @@ class RunOptions:
         must name it.
       seed: of the prompts.
       batch: rows that are computed together, fewer where memory is short.
-      chunk: tokens of a prefill pass.
-      dtype: of weights and caches; the checkpoint's by default.
-      mesh: devices, `data=2,tensor=2`; one by default.
       chat: whether prompts use the checkpoint's chat template.
-      kv: keys and values of caches: bfloat16 or int8; the weights' dtype by default.
-      weights: matrices of the layers: bfloat16 or int8; `dtype` by default.
-      offload, working_set: where the contexts of all methods but exact attention lie, as for
-        `Engine`. Answers do not depend on it, so a run may go on with another one.
+      chunk, dtype, mesh, kv, weights, offload, working_set: of the `RunSpec`. Contexts of exact
+        attention are not offloaded. Answers do not depend on where contexts lie, so a run may go on
+        with another place.
     """
 
     checkpoint: str = ""
@@ -76,17 +65,15 @@ class RunOptions:
     working_set: int | None = None
 
     def __post_init__(self) -> None:
-        offload_of(self.offload, self.working_set)
-        for name in ("kv", "weights"):
-            if (form := getattr(self, name)) is not None:
-                check_form(form, name)
         at_least(1, self, "batch", "chunk", within="config: [run] ")
         at_least(0, self, "seed", within="config: [run] ")
+        _ = self.spec
 
     @property
-    def tier(self) -> dict[str, Any]:
-        """The arguments of an engine that say where contexts lie."""
-        return {"offload": self.offload, "working_set": self.working_set}
+    def spec(self) -> RunSpec:
+        """How the model runs; `compared` makes a method's of it."""
+        names = ("mesh", "dtype", "chunk", "kv", "weights", "offload", "working_set")
+        return RunSpec(**{name: getattr(self, name) for name in names})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -130,7 +130,7 @@ def run_eval(
             work = Work(**message)
             if given != (work.method, work.settings):
                 given = work.method, work.settings
-                engine = engine_of(model, make_method(*given), **config.run.tier)
+                engine = engine_of(model, make_method(*given), config.run.spec)
             if model.compiles_ahead and work.shape not in compiled:
                 # Not beside a batch: its times would be others, and memory might not do for both.
                 compiled |= _compiled_ahead(model, config, work)
@@ -160,7 +160,7 @@ def _compiled_ahead(model: LongContext, config: EvalConfig, work: Work) -> set[A
         for each in (work, *work.following()):
             try:
                 made = make_method(each.method, each.settings)
-                engine = engine_of(model, made, **config.run.tier)
+                engine = engine_of(model, made, config.run.spec)
                 if compile_batch(model, engine, each, into=compilation) is not None:
                     begun.add(each.shape)
             except Exception as error:
@@ -191,7 +191,7 @@ def compile_first(
     work = _Leader(model, config, output, {}, memory, None, drawn).first()
     if work is None:
         return None
-    engine = engine_of(model, make_method(work.method, work.settings), **config.run.tier)
+    engine = engine_of(model, make_method(work.method, work.settings), config.run.spec)
     return compile_batch(model, engine, work)
 
 
@@ -329,7 +329,7 @@ class _Leader:
 
     def _engine(self, method: Spec, length: int) -> Engine:
         made = make_method(method.name, method.at(length))
-        return engine_of(self.model, made, **self.config.run.tier)
+        return engine_of(self.model, made, self.config.run.spec)
 
     def _method(
         self, method: Spec, length: int, jobs: list["_Job"], room: tuple[int, int]

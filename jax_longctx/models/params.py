@@ -21,6 +21,7 @@ from jaxtyping import Array
 
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import ParamInfo, abstract_model, info_of
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import StoredForm
 from jax_longctx.sharding import AnyMesh, check_divisible
 from pallas_kernels.quantised_matrix import QuantisedMatrix, map_parts, quantise_matrix
@@ -169,16 +170,13 @@ def param_infos(config: ModelConfig) -> Mapping[str, ParamInfo]:
     }
 
 
-def abstract_params(
-    config: ModelConfig, mesh: Any, dtype: Any, weights: StoredForm | None = None
-) -> Any:
+def abstract_params(config: ModelConfig, spec: RunSpec) -> Any:
     """The parameters as shapes on the mesh, in a nested dict, a layer apart.
 
-    Args:
-      weights: the 8-bit form of the layers' matrices; None for arrays.
+    They are in float32 unless the spec names a dtype, as are those of `init_params`.
     """
-    infos = param_infos(config).items()
-    shapes = {path: info.abstract(mesh, dtype, weights) for path, info in infos}
+    mesh, dtype, infos = spec.devices(), jnp.dtype(spec.dtype or "float32"), param_infos(config)
+    shapes = {path: info.abstract(mesh, dtype, spec.form) for path, info in infos.items()}
     return traverse_util.unflatten_dict(shapes, sep=".")
 
 
@@ -241,30 +239,22 @@ def check_mesh(config: ModelConfig, mesh: AnyMesh) -> None:
     )
 
 
-def init_params(
-    config: ModelConfig,
-    mesh: Mesh,
-    *,
-    seed: int = 0,
-    dtype: Any = jnp.float32,
-    weights: StoredForm | None = None,
-) -> Any:
+def init_params(config: ModelConfig, spec: RunSpec | None = None, *, seed: int = 0) -> Any:
     """Random parameters as a nested dict, made straight onto their shards.
 
     One small program per distinct shape, so that a large model neither compiles for long nor
     holds float32 copies of everything at once.
-
-    Args:
-      weights: the 8-bit form of the layers' matrices; None for arrays.
     """
+    spec = spec or RunSpec()
+    mesh, dtype = spec.devices(), jnp.dtype(spec.dtype or "float32")
     check_mesh(config, mesh)
     params: dict[str, Any] = {}
     for index, (path, info) in enumerate(param_infos(config).items()):
         name = path.split(".")[-1]
         kind = "one" if name == "scale" else "zero" if name.endswith("bias") else "normal"
-        make = _maker(info, kind, mesh, jnp.dtype(dtype))
+        make = _maker(info, kind, mesh, dtype)
         params[path] = make(jax.random.key(seed + index))
-        if weights is not None and info.in_8_bits:
+        if spec.form is not None and info.in_8_bits:
             params[path] = _quantiser(info, mesh)(params[path])
     return traverse_util.unflatten_dict(params, sep=".")
 

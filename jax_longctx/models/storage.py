@@ -33,7 +33,6 @@ import jax
 import jax.numpy as jnp
 import tensorstore as ts
 from flax import traverse_util
-from jax.sharding import Mesh
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jax_longctx.errors import CheckpointError, DamagedError
@@ -47,7 +46,8 @@ from jax_longctx.files import (
 )
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import check_mesh, param_infos, quantised_weights, stored_paths
-from jax_longctx.settings import StoredForm, weights_form
+from jax_longctx.run_spec import RunSpec
+from jax_longctx.settings import StoredForm
 from pallas_kernels.quantised_matrix import QuantisedMatrix
 
 # 1 had no digests.
@@ -441,18 +441,12 @@ def read_manifest(directory: str | Path) -> Manifest:
         raise DamagedError(f"{path} is damaged: {error!s:.200}; {REMEDY}") from error
 
 
-def load_params(
-    directory: str | Path, mesh: Mesh, dtype: Any = None, weights: StoredForm | None = None
-) -> dict[str, Any]:
+def load_params(directory: str | Path, spec: RunSpec | None = None) -> dict[str, Any]:
     """The parameters as nested dicts of arrays, each restored straight onto its shards.
 
-    Matrices that are stored in 8 bits stay so.
-
-    Args:
-      dtype: of all floats, and of products; by default the manifest's.
-      weights: the 8-bit form that the layers' matrices are brought to. They are restored in pieces
-        of about `PIECE` bytes, so the whole model is never in memory in `dtype`. By default they
-        stay as they are stored.
+    They have the spec's dtype, on its mesh. Matrices that the spec wants in 8 bits are restored in
+    pieces of about `PIECE` bytes, so the whole model is never in memory in that dtype. Those that
+    are stored in 8 bits stay so.
 
     Raises:
       CheckpointError: the checkpoint is incomplete, damaged, or of another model than its manifest.
@@ -460,19 +454,19 @@ def load_params(
     """
     directory = whole_path(directory)
     manifest = read_manifest(directory)
+    spec = (spec or RunSpec()).over(manifest.dtype, manifest.weights)
+    mesh, dtype = spec.devices(), jnp.dtype(spec.dtype)
     check_mesh(manifest.config, mesh)
-    target = jnp.dtype(manifest.dtype if dtype is None else dtype)
     shapes = {
-        path: info.abstract(mesh, target, manifest.weights)
+        path: info.abstract(mesh, dtype, manifest.weights)
         for path, info in param_infos(manifest.config).items()
     }
     wanted: dict[str, jax.ShapeDtypeStruct] = {}
     for path, x in shapes.items():
         wanted |= stored_paths(path, x)
     _check_entries(directory / MANIFEST, manifest.tensors, wanted)
-    form = weights_form(weights, target.name, manifest.weights)
     folder = params_folder(directory, manifest)
-    if form is None or form == manifest.weights:
+    if spec.form in (None, manifest.weights):
         arrays = load_arrays(folder, wanted, REMEDY)
         params = {path: _joined(path, x, arrays) for path, x in shapes.items()}
         return traverse_util.unflatten_dict(params, sep=".")

@@ -47,6 +47,7 @@ from jax_longctx.models import params as parameters
 from jax_longctx.planning.collectives import count_collectives, count_reads
 from jax_longctx.planning.plan import PlanRequest
 from jax_longctx.planning.work import context_segments, weight_bytes
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import logical_sharding, make_mesh, tree_shardings
 
 Kind = Literal["context", "finish", "question", "decode"]
@@ -299,7 +300,8 @@ def _segment_name(kind: Kind, segment: Segment, shards: int) -> str:
 
 def abstract_params(setup: Setup) -> Any:
     """The parameters as shapes on the mesh, stacked where the setup loops over layers."""
-    params = parameters.abstract_params(setup.config, setup.mesh, setup.dtype, setup.weights)
+    form = {"dtype": setup.dtype.name, "weights": setup.weights}
+    params = parameters.abstract_params(setup.config, RunSpec(mesh=setup.mesh, **form))
     return params if setup.by_layer else parameters.stacked_layers(setup.config, params)
 
 

@@ -13,17 +13,14 @@ import itertools
 import math
 from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-from jax_longctx.contract import Method
 from jax_longctx.engine import capacity
 from jax_longctx.engine.products import gathers_weights
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import ConfigError, InputError, LongctxError
 from jax_longctx.methods import make_method
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.params import check_mesh
 from jax_longctx.planning.targets import Chip, Target
 from jax_longctx.planning.work import (
     Work,
@@ -38,7 +35,8 @@ from jax_longctx.planning.work import (
     weight_axes,
     weight_bytes,
 )
-from jax_longctx.settings import at_least, kv_form, offload_of, weights_form
+from jax_longctx.run_spec import RunSpec
+from jax_longctx.settings import at_least
 from jax_longctx.sharding import MESH_AXES, undivided
 
 # Tokens of the answer, after the first, for which a mesh is proposed.
@@ -57,27 +55,18 @@ class PlanRequest:
     Attributes:
       context: tokens of each of `batch` rows.
       reserve: tokens of question and answer.
-      chunk: tokens that a prefill pass takes.
-      kv: the form of keys and values in caches, as for `Engine`.
-      weights: the form of the layers' matrices, as for `api.load`.
-      offload, working_set: where contexts lie, as for `Engine`.
+      spec: how it runs, in bfloat16 unless it names a dtype; its mesh is not read.
     """
 
     config: ModelConfig
-    method: Method
+    spec: RunSpec
     target: Target
     context: int
     batch: int = 1
     reserve: int = 256
-    chunk: int = 512
-    dtype: str = "bfloat16"
-    kv: str | None = None
-    weights: str | None = None
-    offload: str | None = None
-    working_set: int | None = None
 
     def __post_init__(self) -> None:
-        at_least(1, self, "context", "batch", "reserve", "chunk", error=InputError)
+        at_least(1, self, "context", "batch", "reserve", error=InputError)
 
     def rows(self, sizes: dict[str, int]) -> int:
         """Rows, padded to the mesh's data axis."""
@@ -85,21 +74,7 @@ class PlanRequest:
 
     def setup(self, mesh: Any) -> Setup:
         """The programs' setup. ConfigError where method, model and mesh do not fit together."""
-        self.method.validate(self.config)
-        check_mesh(self.config, mesh)
-        kv, weights = kv_form(self.kv, self.dtype), weights_form(self.weights, self.dtype)
-        setup = Setup(
-            self.config,
-            self.method,
-            mesh,
-            jnp.dtype(self.dtype),
-            self.chunk,
-            kv=kv,
-            weights=weights,
-            offload=offload_of(self.offload, self.working_set),
-        )
-        capacity.check_offload(setup)
-        return setup
+        return capacity.setup_of(self.config, dataclasses.replace(self.spec, mesh=mesh))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,7 +172,7 @@ def propose_mesh(request: PlanRequest) -> dict[str, int]:
     Raises:
       ConfigError: the model divides over no mesh, or the method refuses it.
     """
-    request.method.validate(request.config)
+    request.spec.method.validate(request.config)
     for count in range(request.target.count, 0, -1):
         plans = list(filter(None, (_tried(request, sizes) for sizes in _meshes(count))))
         if plans:
@@ -222,7 +197,8 @@ def alternatives(request: PlanRequest, mesh: dict[str, int]) -> dict[str, Plan]:
         for names in itertools.combinations(changes, count):
             with contextlib.suppress(LongctxError):
                 changed = {key: value for name in names for key, value in changes[name].items()}
-                other = dataclasses.replace(request, **changed)
+                spec = dataclasses.replace(request.spec, **changed)
+                other = dataclasses.replace(request, spec=spec)
                 made = make_plan(other, mesh, largest=False)
                 if made.fits and other != request:
                     found[" ".join(names)] = made
@@ -245,7 +221,7 @@ def _tried(request: PlanRequest, sizes: dict[str, int]) -> Plan | None:
     split = (config.num_heads, config.num_kv_heads, config.mlp_dim, config.vocab_size)
     if sizes["data"] > request.batch or any(size % tensor for size in split):
         return None
-    if request.offload is not None and sizes["seq"] > 1:
+    if request.spec.offload is not None and sizes["seq"] > 1:
         return None
     return make_plan(request, sizes, largest=False)
 

@@ -33,6 +33,7 @@ from jax_longctx.engine.runs import each_layer
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.agreement import top_tokens
 from jax_longctx.parts.appending import Appending
+from jax_longctx.run_spec import ON_DEVICES
 from jax_longctx.sharding import axes_field
 
 
@@ -76,7 +77,7 @@ def queries_and_keys(
 
     The engine gives model and mesh; its method does not matter.
     """
-    recorder = Engine(engine.config, engine.params, Recorder(), engine.mesh, chunk=engine.chunk)
+    recorder = engine.under(Recorder(), kv=None, **ON_DEVICES)
     context = recorder.prefill([text], reserve=0)
     found = []
     for cache in each_layer(context.usable_caches()):

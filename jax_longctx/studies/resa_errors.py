@@ -29,6 +29,7 @@ from jax_longctx.errors import InputError
 from jax_longctx.methods.resa import Resa
 from jax_longctx.parts.selecting import SelectiveCache
 from jax_longctx.parts.sparse_decode import named
+from jax_longctx.run_spec import ON_DEVICES
 from jax_longctx.studies.attention import Recorded, Recorder
 from pallas_kernels.plane import part_of
 from pallas_kernels.quantised import dequantised
@@ -68,7 +69,7 @@ def attention_errors(
         )
     if any(method.allocation.startswith("psa") for method in methods):
         raise InputError("attention errors are for fixed budgets: uniform, ada-floor, ada-blend")
-    recorder = Engine(engine.config, engine.params, Recorder(), engine.mesh, chunk=engine.chunk)
+    recorder = engine.under(Recorder(), kv=None, **ON_DEVICES)
     slots = bucket(max(map(len, texts)) + 1)
     measures = [_measure(recorder.setup, method, queries) for method in methods]
     sums = np.zeros((len(methods), engine.config.num_layers, 2, len(LAMS)))

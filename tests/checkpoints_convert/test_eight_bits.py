@@ -21,6 +21,7 @@ from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.files import read_sealed
 from jax_longctx.models.params import param_infos
 from jax_longctx.models.storage import load_params, read_manifest
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
 from pallas_kernels.quantised_matrix import QuantisedMatrix
 from tests.checkpoints_convert.test_gguf import write_gguf
@@ -68,9 +69,9 @@ def test_stored_weights_are_those_made_at_loading(tmp_path, monkeypatch, family,
     stored = {manifest.tensors[f"{path}.values"].dtype for path in matrices}
     assert matrices and stored == {"int8"} and not manifest.tensors.keys() & {*matrices}
     for mesh in (make_mesh(), make_mesh(1, 2, 2)):
-        expected = load_params(tmp_path / "floats", mesh, weights="int8")
-        assert_same_parameters(load_params(ours, mesh), expected, sharded=True)
-        again = load_params(ours, mesh, weights="int8")
+        expected = load_params(tmp_path / "floats", RunSpec(mesh=mesh, weights="int8"))
+        assert_same_parameters(load_params(ours, RunSpec(mesh=mesh)), expected, sharded=True)
+        again = load_params(ours, RunSpec(mesh=mesh, weights="int8"))
         assert_same_parameters(again, expected, sharded=True)
 
 
@@ -88,8 +89,8 @@ def test_loads_without_a_flag_and_answers_the_same(whole):
     ]
     assert said[0] == said[1] and len(said[0]) == 12
     model = jax_longctx.load(whole / "int8", dtype="float32")
-    query = dict(flat(load_params(whole / "int8", make_mesh())))["layers.0.attn.q"]
-    wider = dict(flat(load_params(whole / "int8", make_mesh(), "float32")))["layers.0.attn.q"]
+    query = dict(flat(load_params(whole / "int8")))["layers.0.attn.q"]
+    wider = dict(flat(load_params(whole / "int8", RunSpec(dtype="float32"))))["layers.0.attn.q"]
     assert isinstance(query, QuantisedMatrix) and model.engine.setup.dtype == jnp.float32
     assert (query.dtype, wider.dtype) == (jnp.bfloat16, jnp.float32)
     np.testing.assert_array_equal(query.values, wider.values)
@@ -121,8 +122,8 @@ def test_an_interrupted_conversion_goes_on(whole, tmp_path, monkeypatch):
     how["progress"] = lambda done, total: shares.append(done / total)
     convert(whole / "hf", tmp_path / "ours", **how)
     assert shares[0] > 0.5 and shares[-1] == 1
-    expected = load_params(whole / "int8", make_mesh())
-    assert_same_parameters(load_params(tmp_path / "ours", make_mesh()), expected)
+    expected = load_params(whole / "int8")
+    assert_same_parameters(load_params(tmp_path / "ours"), expected)
 
 
 def test_a_damaged_checkpoint_is_refused(whole, tmp_path):
@@ -145,8 +146,8 @@ def test_blocks_are_rounded_once(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", config, state, kind=Kind.Q8_0)
     convert(path, tmp_path / "ours", dtype="bfloat16", weights="int8")
     convert(path, tmp_path / "detour", dtype="bfloat16")
-    found = dict(flat(load_params(tmp_path / "ours", make_mesh())))
-    detour = dict(flat(load_params(tmp_path / "detour", make_mesh(), weights="int8")))
+    found = dict(flat(load_params(tmp_path / "ours")))
+    detour = dict(flat(load_params(tmp_path / "detour", RunSpec(weights="int8"))))
     farther = 0
     for layer, name in itertools.product(range(2), ("gate", "up", "down")):
         blocks = gguf.quants.quantize(

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from checkpoints_convert import convert, export
 from jax_longctx.cli.main import app
-from jax_longctx.engine import Engine
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.methods import make_method
 from jax_longctx.models import config, llama
@@ -22,6 +21,7 @@ from tests.checkpoints_convert.test_huggingface import assert_same_state, load_a
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
 from tests.oracle import probabilities, rope, weighted_values
 from tests.outside import files_of
+from tests.support import engine_over
 
 # Llama's names -> Robin's, written down apart from the table.
 RENAMED = {
@@ -103,9 +103,9 @@ def test_a_new_family_is_converted_run_and_exported(tmp_path, robin):
     assert result.exit_code == 0, result.output
     config = read_manifest(tmp_path / "ours").config
     assert config.family == "robin"
-    params = load_params(tmp_path / "ours", make_mesh())
+    params = load_params(tmp_path / "ours")
     tokens = np.random.default_rng(3).integers(0, 300, 40).tolist()
-    (ours,) = Engine(config, params, make_method("full", {}), make_mesh()).score([tokens])
+    (ours,) = engine_over(config, params, make_method("full", {}), make_mesh()).score([tokens])
     np.testing.assert_allclose(ours, robin_logits(described, state, tokens), atol=2e-4)
     export(tmp_path / "ours", tmp_path / "back")
     assert_same_state(load_all(tmp_path / "back"), state)

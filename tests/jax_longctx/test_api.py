@@ -14,19 +14,20 @@ import jax_longctx
 from jax_longctx import api
 from jax_longctx.api import LongContext
 from jax_longctx.cli.options import run_facts
-from jax_longctx.engine import Context, Engine, RunningBatch
+from jax_longctx.engine import Context, RunningBatch
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.models.params import abstract_params
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import PromptText, Tokenizer
 from tests.jax_longctx.cli.tiny_model import write_tokenizer
 from tests.jax_longctx.engine.test_running import compilations
 from tests.jax_longctx.text.test_encoding import backend_of
 from tests.small_methods import small_method
-from tests.support import joined, tiny_config, tiny_engine
+from tests.support import engine_over, joined, tiny_config, tiny_engine
 
 
 @pytest.fixture(scope="module")
@@ -311,9 +312,9 @@ def test_the_programs_of_many_questions_compile_ahead(model, name, by_layer):
     jax.clear_caches()
     config = longer(model)
     loaded = tiny_engine(small_method(name), config=config, chunk=64, by_layer=by_layer)
-    params = abstract_params(config, make_mesh(), np.dtype("float32"))
+    params = abstract_params(config, RunSpec())
     how = {"chunk": 64, "by_layer": by_layer}
-    engine = Engine(config, params, small_method(name), make_mesh(), **how)
+    engine = engine_over(config, params, small_method(name), make_mesh(), **how)
     many = LongContext(engine, model.tokenizer)
     text, questions = "some text that is long enough. " * 9, ["why", "how so", "who"]
     sizes = [len(model.tokenizer.encode(question)) for question in questions]

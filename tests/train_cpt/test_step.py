@@ -11,6 +11,7 @@ import pytest
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.llama import model_of
 from jax_longctx.models.params import init_params
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, to_numpy
 from tests.support import random_rows, tiny_config
@@ -178,7 +179,7 @@ def test_bad_settings_are_refused(make, fields, message, unchecked_signatures):
 
 def test_weights_in_8_bits_are_refused():
     setup = setup_of()
-    params = init_params(setup.config, setup.mesh, weights="int8")
+    params = init_params(setup.config, RunSpec(mesh=setup.mesh, weights="int8"))
     with pytest.raises(ConfigError, match="weights as floats, got int8; load them without"):
         step.init_state(setup, params)
 

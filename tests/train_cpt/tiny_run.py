@@ -52,7 +52,7 @@ def prepare_tiny(folder):
 
 
 def tiny_params():
-    return init_params(tiny_config(num_layers=1), make_mesh())
+    return init_params(tiny_config(num_layers=1))
 
 
 def run_tiny(folder, data, *, loop=LOOP, facts=FACTS, progress=None, make_params=tiny_params):

@@ -9,6 +9,7 @@ import pytest
 
 from jax_longctx.bench import decode, e2e, prefill, steps, throughput
 from jax_longctx.bench.steps import Answering, Kernels, Step
+from jax_longctx.cli.bench_options import Decode, Throughput
 from jax_longctx.engine import Context, Engine
 from jax_longctx.engine.capacity import footprint
 from jax_longctx.engine.runs import per_layer
@@ -16,6 +17,7 @@ from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CapacityError, LongctxError
 from jax_longctx.methods import METHODS, STUDIES, Full, make_method
 from jax_longctx.models import presets
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import Offload
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.bench.conftest import LAYER, bench, measured
@@ -89,8 +91,9 @@ def test_some_layers_stand_for_all(tiny_preset, monkeypatch):
     _stub(monkeypatch, lambda engine, rows: found[engine.config.num_layers])
     shape = presets.PRESETS["tiny"]
     monkeypatch.setitem(presets.PRESETS, "tiny", {**shape, "num_hidden_layers": 5})
-    how = {"methods": [("full", {})], "cases": [(1, 300)], "blocks": 1, "random_cache": True}
-    row, whole = (decode.run(model="tiny", layers=n, **how)["rows"][0] for n in (2, None))
+    how = {"methods": ["full"], "cases": ["1x300"], "blocks": 1, "random_cache": True}
+    asked = (Decode(model="tiny", layers=n, **how) for n in (2, None))
+    row, whole = (decode.run(each, RunSpec())["rows"][0] for each in asked)
     assert row["seconds"] == pytest.approx(0.5 + 3 * 0.2)
     assert (row["kernels"], row["kernels_layer"]) == pytest.approx((24 + 3 * 10, 10))
     assert row["gap_seconds"] == pytest.approx(1.1 - (0.4 + 3 * 0.15))
@@ -168,7 +171,7 @@ def test_the_largest_batch_fills_the_memory(tiny_preset, monkeypatch, tmp_path):
     assert snapkv["batch"] == snapkv["by_arithmetic"] - snapkv["by_arithmetic"] // 16
     assert snapkv["batch"] > 4 * full["batch"]
     for row, method in ((full, Full()), (snapkv, make_method("snapkv", {"budget": "64"}))):
-        setup = decode.Shape.make("tiny", make_mesh(), None, 512, lambda _: None)
+        setup = decode.Shape.make("tiny", RunSpec(), lambda _: None)
         sizes = {"context": 2000, "reserve": 1 + steps.answer_tokens(1)}
         held = [
             footprint(setup.setup(method), batch=row["by_arithmetic"] + more, **sizes).resident
@@ -185,7 +188,8 @@ def test_the_largest_batch_fills_the_memory(tiny_preset, monkeypatch, tmp_path):
     shown = [line[2:4] for line in lines if line and line[0] == "snapkv"]
     assert shown == [["590", "2"], ["600", "2"]]
     # Where no row fits, the row says so.
-    found = throughput.run(model="tiny", methods=[], contexts=[4000], blocks=1, memory=1000)
+    asked = Throughput(model="tiny", methods=["full"], contexts=[4000], blocks=1, memory=1e-6)
+    found = throughput.run(asked, RunSpec())
     assert found["rows"][0]["failed"] == "no row fits the memory"
 
 

@@ -205,8 +205,8 @@ def test_on_a_tpu_it_times_kernels_and_steps(tmp_path, monkeypatch, steady):
     monkeypatch.setattr(decode, "run", fails)
     out = tmp_path / "found.json"
     result = bench("tpu-check", "--out", out)
-    how = fails.call_args.kwargs
-    assert how["layers"] == 4 and how["cases"] == [(1, 32768)]
+    asked, spec, _ = fails.call_args.args
+    assert asked.layers == 4 and asked.sizes == [(1, 32768)] and spec.chunk == 8192
     found = json.loads(out.read_text())
     timed, *failed = found["kernels"]["rows"]
     assert timed["seconds"] > 0 and timed["share"] > 0

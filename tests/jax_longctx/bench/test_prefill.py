@@ -7,9 +7,10 @@ from unittest.mock import create_autospec
 import pytest
 
 from jax_longctx.bench import prefill, timing
+from jax_longctx.cli.bench_options import Prefill
 from jax_longctx.engine.capacity import SPARE, reserved
 from jax_longctx.methods import make_method
-from jax_longctx.sharding import make_mesh
+from jax_longctx.run_spec import RunSpec
 from tests.jax_longctx.bench.conftest import bench, measured
 from tests.patience import patience
 
@@ -137,12 +138,11 @@ def test_time_is_scaled_from_some_layers_and_one():
     # 3 s fixed and 0.5 s a layer.
     wanted = {"x": 19.0, "x_layer": 0.5, "x_fixed": 3.0}
     assert timing.scaled("x", {8: 7.0, 1: 3.5}, 32) == pytest.approx(wanted)
-    case = prefill.Case(1024, 256)
-    settings, method = prefill._made("star", {"anchor": "8"}, case)
+    settings, method = prefill._made("star", {"anchor": "8"}, 256)
     assert settings == {"block": "256", "anchor": "8"} and method.block == 256
-    assert prefill._made("star", {"block": "64"}, case)[1].block == 64
-    assert prefill._made("ring", {}, case) == ({}, make_method("ring"))
-    assert prefill._made("star", {}, prefill.Case(1024))[1].block == 32768
+    assert prefill._made("star", {"block": "64"}, 256)[1].block == 64
+    assert prefill._made("ring", {}, 256) == ({}, make_method("ring"))
+    assert prefill._made("star", {}, None)[1].block == 32768
 
 
 RATES = {"linear": 6e14, "attention": 5e14, "square": 65536, "received": 3e11}
@@ -160,10 +160,10 @@ def test_where_the_first_method_fails_there_is_no_ratio(tiny_preset, monkeypatch
     rows = [{"failed": "too much"}, {"first_token": 2.0}, {"first_token": 1.0}]
     monkeypatch.setattr(prefill, "_row", create_autospec(prefill._row, side_effect=rows))
     monkeypatch.setattr(prefill, "_rates", create_autospec(prefill._rates, return_value={}))
-    methods = [("full", {}), ("reattention", {}), ("dynamic-ntk", {})]
-    cases = [prefill.Case(1024)]
-    found = prefill.run(model="tiny", methods=methods, cases=cases, mesh=make_mesh())
-    assert [row["method"] for row in found["rows"]] == [name for name, _ in methods]
+    methods = ["full", "reattention", "dynamic-ntk"]
+    asked = Prefill(model="tiny", methods=methods, cases=["1024"])
+    found = prefill.run(asked, RunSpec(mesh="seq=1"))
+    assert [row["method"] for row in found["rows"]] == methods
     assert not any("speedup" in row for row in found["rows"])
 
 

@@ -146,7 +146,7 @@ def test_each_method_has_an_empty_and_then_a_full_cache(tiny_shape, tmp_path, mo
     def process(case, folder):
         if case["method"] == "star":
             return {"failed": "ConfigError: star: block must be at least 1"}
-        assert (case["length"], case["answer"], case["dtype"]) == (100, 4, "float32")
+        assert (case["length"], case["answer"], case["run"]["dtype"]) == (100, 4, "float32")
         folders.append(folder)
         held = 7 * (len(folders) - 1)
         return dict.fromkeys(times, 0.25) | {"programs": 7, "from_cache": held, "facts": facts}
@@ -162,7 +162,8 @@ def test_each_method_has_an_empty_and_then_a_full_cache(tiny_shape, tmp_path, mo
 
 def test_a_case_that_fails_ends_its_process_with_one_line(tiny_shape, tmp_path, monkeypatch):
     case = {"model": tiny_shape, "checkpoint": None, "method": "star", "settings": {"block": "0"}}
-    case |= {"length": 100, "answer": 4, "chunk": 512, "dtype": "float32", "mesh": {}}
+    run = {"chunk": 512, "dtype": "float32", "mesh": None}
+    case |= {"length": 100, "answer": 4, "run": run}
     monkeypatch.setattr(cold.sys, "argv", ["cold", json.dumps(case | {"ahead": None})])
     with pytest.raises(SystemExit) as ended:
         cold.main()

@@ -13,8 +13,10 @@ from jax_longctx import api
 from jax_longctx.batch import lines
 from jax_longctx.cli.main import app
 from jax_longctx.models.params import init_params
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.text import Tokenizer
 from tests.jax_longctx.cli.tiny_model import converted, hf_config, write_source, write_tokenizer
+from tests.support import engine_over
 
 
 @pytest.fixture(scope="session")
@@ -30,8 +32,8 @@ def tiny(tokenizer_folder):
     tokenizer = Tokenizer.load(tokenizer_folder)
     config = jax_longctx.ModelConfig.from_hf(hf_config(tokenizer.vocab_size))
     mesh, method = jax_longctx.make_mesh(), jax_longctx.make_method("full")
-    params = init_params(config, mesh, seed=1)
-    return api.LongContext(jax_longctx.Engine(config, params, method, mesh, chunk=64), tokenizer)
+    params = init_params(config, RunSpec(mesh=mesh), seed=1)
+    return api.LongContext(engine_over(config, params, method, mesh, chunk=64), tokenizer)
 
 
 @pytest.fixture
@@ -43,8 +45,8 @@ def loads(tiny, tmp_path_factory, monkeypatch):
         (folder / name / "manifest.json").touch()
     monkeypatch.chdir(folder)
 
-    def given(checkpoint, **options):
-        calls.append((checkpoint, options))
+    def given(checkpoint, spec, **options):
+        calls.append((checkpoint, vars(spec) | options))
         return tiny
 
     # The real function's signature is checked.

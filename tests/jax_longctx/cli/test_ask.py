@@ -51,7 +51,7 @@ def test_layouts_of_chats_and_completions(run, loads, tiny, book):
 def test_each_text_is_encoded_once(run, tiny, loads, book, monkeypatch, ahead):
     """Also where a method is chosen and programs are compiled before the weights are there."""
 
-    def load(checkpoint, *, choose=None, ahead=None, **options):
+    def load(checkpoint, spec, *, choose=None, ahead=None, **options):
         if choose is not None:
             choose(tiny)
         if ahead is not None:
@@ -239,11 +239,11 @@ def test_bad_options_and_texts_are_refused_before_the_model_loads(run, loads, bo
         (["--method", "ful"], "did you mean 'full'?"),
         (["--method", "full", "--set", "budget=3"], "has no setting 'budget'"),
         (["--method", "full", "--set", "a=1", "--set", "a=2"], "--set a is given twice"),
-        (["--dtype", "int8"], "--dtype 'int8' is not one of float32"),
+        (["--dtype", "int8"], "unknown dtype 'int8'; known: float32"),
         (["--mesh", "data=²"], "mesh 'data=²' is not understood"),
         (["--mesh", "data=4096"], "needs 4096 devices"),
-        (["--chunk", "0"], "--chunk must be at least 1"),
-        (["--offload", "disk"], "unknown --offload 'disk'; known: host"),
+        (["--chunk", "0"], "chunk must be at least 1 token, got 0"),
+        (["--offload", "disk"], "unknown offload 'disk'; known: host"),
         (["--working-set", 512], "working_set is for offloaded contexts; give offload host too"),
     ]:
         refused(run("ask", book, "Who?", "-c", "m", *args), message)

@@ -9,11 +9,12 @@ import pytest
 
 import jax_longctx.batch.run as run_module
 from jax_longctx.batch import BatchOptions, compile_first
-from jax_longctx.engine import Engine, Sampling
+from jax_longctx.engine import Sampling
 from jax_longctx.locks import only_writer
 from tests.checkpoints_convert.tiny import full_disk
 from tests.jax_longctx.cli.conftest import die_at, last_of_each, refused
 from tests.small_methods import small_method
+from tests.support import engine_over
 
 BOOK = "The pass key is 12345. Remember it. "
 ROWS = [
@@ -103,7 +104,7 @@ def check_answers(tiny, found, folder):
 @pytest.mark.parametrize("method", ["full", pytest.param("citrus", marks=pytest.mark.thorough)])
 def test_every_row_as_it_is_answered_alone(batch, tiny, out, method, monkeypatch):
     base = tiny.engine
-    engine = Engine(base.config, base.params, small_method(method), base.mesh, chunk=64)
+    engine = engine_over(base.config, base.params, small_method(method), base.mesh, chunk=64)
     monkeypatch.setattr(tiny, "engine", engine)
     result = batch(*LIMIT)
     assert result.stdout == "" and "6 rows" in result.stderr and "tokens/s" in result.stderr
@@ -396,7 +397,7 @@ def changed(tiny, given, book, monkeypatch):
         # The last value of an array: the fingerprint is of the first ones.
         scale = base.params["final_norm"]["scale"].at[-1].add(weight)
         params = {**base.params, "final_norm": {"scale": scale}}
-        engine = Engine(base.config, params, small_method(method), base.mesh, chunk=64)
+        engine = engine_over(base.config, params, small_method(method), base.mesh, chunk=64)
         monkeypatch.setattr(tiny, "engine", engine)
         monkeypatch.setattr(type(tiny), "tokenizer_digest", tokenizer)
 

@@ -38,7 +38,7 @@ def calls(monkeypatch):
 
 def test_options_and_directions(run, calls, tmp_path):
     for args, message in [
-        ("--dtype int8", "--dtype 'int8' is not one of"),
+        ("--dtype int8", "unknown --dtype 'int8'; known: float32, bfloat16"),
         ("--to-hf --dtype float32", "leave out --dtype"),
         ("--to-hf --weights int8", "leave out --weights"),
         ("--weights bfloat16", "--weights takes int8 alone here; for floats give --dtype"),

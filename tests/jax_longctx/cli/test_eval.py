@@ -10,11 +10,11 @@ import pytest
 
 from jax_longctx.cli import eval_texts
 from jax_longctx.cli.options import parse_specs
-from jax_longctx.engine import Engine
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.evaluation import runner
 from jax_longctx.methods import Full, make_method
 from tests.jax_longctx.cli.conftest import last_of_each, refused
+from tests.support import engine_over
 
 PASSKEY = ("eval", "passkey", "-c", "model")
 
@@ -186,7 +186,7 @@ def test_every_method_reads_the_same_texts(run, loads, tiny, text, tmp_path):
     assert [window[:2] for window in full["windows"]] == [[130, 145], [146, 149]]
     # The first text begins with the beginning-of-text token and the file's first words.
     tokens = tiny.tokenizer.encode(text.read_text(), bos=True)[:150]
-    engine = Engine(tiny.config, tiny.engine.params, Full(), tiny.engine.mesh, chunk=64)
+    engine = engine_over(tiny.config, tiny.engine.params, Full(), tiny.engine.mesh, chunk=64)
     scores = loglikelihoods(engine, [tokens[:130]], [tokens[130:]])[0]
     assert full["means"][0] == pytest.approx(-scores.total / 20, abs=1e-4)
     assert "`snapkv budget=32 window=8` |" in result.stdout

@@ -75,7 +75,7 @@ REFUSED = [
     ("batch text out.jsonl -c model --seed -1", "--seed must be at least 0"),
     ("ask nowhere Who? -c model", "nowhere cannot be read"),
     ("ask Who? -c model --load-context nowhere", "'nowhere' does not exist"),
-    ("generate hello -c model --dtype float64", "--dtype 'float64' is not one of"),
+    ("generate hello -c model --dtype float64", "unknown dtype 'float64'; known: float32"),
     ("batch nowhere out.jsonl -c model", "'nowhere' does not exist"),
     ("plan --target v5e:2x2 --model lama", "unknown model preset 'lama'"),
     ("plan --target v5f:2x2", "--target 'v5f:2x2' is not understood"),

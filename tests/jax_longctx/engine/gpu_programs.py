@@ -15,6 +15,7 @@ from typing import Any
 
 from jax_longctx.planning.collectives import _Computation
 from jax_longctx.planning.collectives import _computations as computations
+from jax_longctx.run_spec import RunSpec
 
 Program = dict[str, _Computation]
 
@@ -158,7 +159,7 @@ def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
     from jax_longctx.engine.sampling import GREEDY, SamplingStatic
     from jax_longctx.planning import compiled
 
-    own, layout = own_tokens(request.method), setup.slot_layout
+    own, layout = own_tokens(request.spec.method), setup.slot_layout
     assert own is not None
     _, context, _ = staged_caches(setup, 1, request.context, request.reserve)
     room = -(-(own + layout.turn + request.reserve) // layout.turn) * layout.turn
@@ -166,7 +167,7 @@ def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
     branched = functools.partial(branches, rows=rows, room=room, split=split)
     caches = with_context(jax.eval_shape(branched, context), context)
     shape = jax.ShapeDtypeStruct
-    variants = answer_variants(request.method, request.reserve)
+    variants = answer_variants(request.spec.method, request.reserve)
     args = (
         *(setup, compiled.abstract_params(setup), compiled.placed(setup.mesh, caches)),
         *(compiled.abstract_state(rows), shape((rows,), jnp.int32)),
@@ -242,12 +243,10 @@ def main(methods: list[str]) -> None:
         count = 2 * a_turn
         request = PlanRequest(
             config=ModelConfig.from_hf(PRESETS["llama-3.1-8b"] | {"num_hidden_layers": count}),
-            method=make_method(name),
+            spec=RunSpec(method=make_method(name), chunk=CHUNK, **options),
             target=parse_target("h200"),
             context=CONTEXT,
             reserve=RESERVE,
-            chunk=CHUNK,
-            **options,
         )
         setup = request.setup(mesh)
         caches = staged_caches(setup, 1, CONTEXT, RESERVE)

@@ -14,7 +14,7 @@ from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.compile_clock import EVENTS, CompileClock
 from jax_longctx.engine.compiling import Program
 from jax_longctx.engine.decode import answer_variants, decode_turns
-from jax_longctx.engine.engine import Engine, blocks_of_all
+from jax_longctx.engine.engine import blocks_of_all
 from jax_longctx.engine.finish import finish_context
 from jax_longctx.engine.prefill import run_segment
 from jax_longctx.errors import InputError
@@ -25,10 +25,11 @@ from jax_longctx.models.params import (
     stacked_layers,
     stacking_programs,
 )
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.test_running import compilations
 from tests.small_methods import small_method
-from tests.support import joined, random_rows, tiny_config, tiny_engine
+from tests.support import engine_over, joined, random_rows, tiny_config, tiny_engine
 
 CONTEXT, QUESTION, ANSWER = [90], [5], 20
 also = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -69,8 +70,8 @@ def run(method, by_layer, context, question, mesh, **options):
     jax.clear_caches()
     config, how = tiny_config(), {"chunk": 32, "by_layer": by_layer}
     # Shapes in place of weights.
-    params = abstract_params(config, mesh, jnp.float32)
-    engine = Engine(config, params, method, mesh, **how, **options)
+    params = abstract_params(config, RunSpec(mesh=mesh))
+    engine = engine_over(config, params, method, mesh, **how, **options)
     ahead = engine.compile(context, question, max_tokens=ANSWER)
     ahead.wait(check=True)
     loaded = tiny_engine(method, mesh=mesh, **how)
@@ -87,12 +88,12 @@ def run(method, by_layer, context, question, mesh, **options):
 def test_weights_are_stacked_by_the_programs_that_were_lowered(sizes):
     jax.clear_caches()
     config, mesh = tiny_config(), make_mesh(*sizes)
-    lowered = stacking_programs(config, abstract_params(config, mesh, jnp.float32))
+    lowered = stacking_programs(config, abstract_params(config, RunSpec(mesh=mesh)))
     with compilations() as ahead:
         for program in lowered:
             program.compile()
     assert len(ahead) == len(lowered) > 3
-    params = init_params(config, mesh)
+    params = init_params(config, RunSpec(mesh=mesh))
     with compilations() as compiled:
         stacked = stacked_layers(config, params)
     assert not compiled

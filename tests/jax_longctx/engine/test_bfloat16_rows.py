@@ -7,17 +7,17 @@ of rows. The model is wide enough for that: its logits spread over some nats.
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.engine import Engine, Sampling
+from jax_longctx.engine import Sampling
 from jax_longctx.engine.running import Request, RunningBatch
 from jax_longctx.models.params import init_params
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.test_running import run
 from tests.small_methods import small_method
-from tests.support import random_rows, tiny_config
+from tests.support import engine_over, random_rows, tiny_config
 
 # Nats, and the share of positions that keep to it where decode steps choose what they read: a
 # choice between keys that score nearly alike can differ.
@@ -35,8 +35,8 @@ CONFIG = tiny_config(
 def answers(name, *, shared, config=CONFIG, share_alone=True):
     """Of each row its request, and what it chose alone and amid the others."""
     mesh = make_mesh()
-    params = init_params(config, mesh, seed=0, dtype=jnp.bfloat16)
-    engine = Engine(config, params, small_method(name), mesh, chunk=64)
+    params = init_params(config, RunSpec(mesh=mesh, dtype="bfloat16"), seed=0)
+    engine = engine_over(config, params, small_method(name), mesh, chunk=64)
     capacity = engine.slots_for(190 + 128)
     requests = [
         Request(

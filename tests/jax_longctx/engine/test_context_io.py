@@ -9,15 +9,14 @@ import jax
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from jax_longctx.engine import Engine
 from jax_longctx.engine.context_io import Saving, load_context, save_context
 from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.files import read_sealed, seal
 from jax_longctx.locks import only_writer
-from jax_longctx.methods import DynamicNTK, Full
+from jax_longctx.methods import DynamicNTK
 from jax_longctx.sharding import make_mesh
 from tests.chunks import wrong_chunks
-from tests.support import random_rows, tiny_config, tiny_engine
+from tests.support import engine_over, random_rows, tiny_config, tiny_engine
 
 QUESTIONS = random_rows([4, 2], seed=5)
 
@@ -151,7 +150,7 @@ def test_another_engine_is_refused(saved):
             load_context(tiny_engine(chunk=16, **other), saved)
     params = tiny_engine(chunk=16).params
     scale = params["final_norm"]["scale"].at[-1].add(1.0)
-    near = Engine(tiny_config(), {**params, "final_norm": {"scale": scale}}, Full(), make_mesh())
+    near = engine_over(tiny_config(), {**params, "final_norm": {"scale": scale}})
     with pytest.raises(CheckpointError, match="was made with all_weights '"):
         load_context(near, saved)
     # Slots divide over two shards, but not in the runs of 128 that pages divide.

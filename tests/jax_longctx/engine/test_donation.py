@@ -14,14 +14,15 @@ import pytest
 from jax.extend.core import Literal
 from jax.tree_util import tree_leaves_with_path as leaves_with_path
 
-from jax_longctx.engine import Engine, decode, engine, finish, layers, prefill, scoring
+from jax_longctx.engine import decode, engine, finish, layers, prefill, scoring
 from jax_longctx.engine.compiling import IN_PLACE
 from jax_longctx.engine.decode import DecodeState
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.models.params import init_params
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import KINDS, small_method
-from tests.support import random_rows, tiny_config
+from tests.support import engine_over, random_rows, tiny_config
 
 # Of either mode.
 PROGRAMS = {
@@ -141,8 +142,8 @@ CASES = [
 def test_no_leaf_is_written_where_another_lay(name, by_layer, monkeypatch):
     # As many kv heads as heads: more leaves are then of one shape.
     config, mesh = tiny_config(num_heads=4, num_kv_heads=4), make_mesh()
-    method, params = small_method(name), init_params(config, mesh)
-    engine = Engine(config, params, method, mesh, chunk=32, by_layer=by_layer)
+    method, params = small_method(name), init_params(config, RunSpec(mesh=mesh))
+    engine = engine_over(config, params, method, mesh, chunk=32, by_layer=by_layer)
     contexts, questions = random_rows([70, 40]), random_rows([5, 3], seed=1)
     looked = {program: Looked(*program) for program in PROGRAMS[by_layer]}
     for program, look in looked.items():

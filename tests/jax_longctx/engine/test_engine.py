@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_longctx.engine import Engine, Sampling, capacity
+from jax_longctx.engine import Sampling, capacity
 from jax_longctx.engine.capacity import check_fits
 from jax_longctx.engine.context_io import save_context
 from jax_longctx.engine.runs import per_layer
@@ -14,7 +14,7 @@ from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.methods import DynamicNTK, Full
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.sharding import make_mesh
-from tests.support import joined, random_rows, tiny_config, tiny_engine
+from tests.support import engine_over, joined, random_rows, tiny_config, tiny_engine
 
 ROW = random_rows([45])[0]
 # A trained length below the row's, so that dynamic NTK does something.
@@ -212,14 +212,14 @@ def test_a_context_is_refused_under_another_method(tmp_path):
     engine = tiny_engine(chunk=16)
     context = engine.prefill([ROW], reserve=16)
     for method in (DynamicNTK(), DynamicNTK(factor=2.0)):
-        other = Engine(engine.config, engine.params, method, engine.mesh, chunk=16)
+        other = engine_over(engine.config, engine.params, method, engine.mesh, chunk=16)
         with pytest.raises(InputError, match=r"prefilled under Full\(\), .* has DynamicNTK"):
             next(other.stream(context, [[1]]))
         with pytest.raises(InputError, match="prefill again"):
             save_context(other, context, tmp_path / "saved")
     assert collect(engine, context, [[1]], max_tokens=2)
     # Equal settings are the same method.
-    equal = Engine(engine.config, engine.params, Full(), engine.mesh, chunk=32)
+    equal = engine_over(engine.config, engine.params, Full(), engine.mesh, chunk=32)
     assert collect(equal, context, [[1]], max_tokens=2)
 
 

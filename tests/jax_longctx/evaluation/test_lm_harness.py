@@ -34,7 +34,7 @@ from jax_longctx.evaluation.lm_harness import LongctxLM
 from jax_longctx.methods import METHODS
 from jax_longctx.text.child import ChatTemplate
 from tests.goldens.harness_cases import MAX_LENGTH, RUNS, write_model, write_tasks
-from tests.support import joined
+from tests.support import engine_over, joined
 
 ROOT = Path(__file__).parents[3]
 GOLDENS = json.loads((ROOT / "tests/goldens/data/lm_harness.json").read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def model_of(loaded, **options):
 def under(loaded, method, settings, **options):
     engine = loaded.engine
     made = jax_longctx.make_method(method, settings)
-    other = jax_longctx.Engine(engine.config, engine.params, made, engine.mesh, chunk=CHUNK)
+    other = engine_over(engine.config, engine.params, made, engine.mesh, chunk=CHUNK)
     return model_of(jax_longctx.LongContext(other, loaded.tokenizer), **options)
 
 

@@ -9,7 +9,6 @@ import jax
 import pytest
 
 from jax_longctx.api import LongContext
-from jax_longctx.engine import Engine
 from jax_longctx.engine.compile_clock import CompileClock
 from jax_longctx.engine.compiling import forget
 from jax_longctx.errors import ConfigError, InputError, LongctxError, OriginError
@@ -21,12 +20,14 @@ from jax_longctx.evaluation.runner import compile_first
 from jax_longctx.evaluation.tasks.task import Sample
 from jax_longctx.methods.full import Full
 from jax_longctx.models.params import init_params
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import Offload
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import PromptLayout
 from tests.jax_longctx.cli.conftest import die_at
 from tests.jax_longctx.evaluation.conftest import SmallTask
 from tests.stored_programs import storing
+from tests.support import engine_over
 
 STREAMING = "streaming-llm:budget=32,chunk=16"
 
@@ -172,7 +173,9 @@ def test_programs_of_all_tasks_compile_first(small, tiny, tmp_path, monkeypatch,
 def test_programs_that_methods_share_are_compiled_once(small, tiny, tmp_path, compiled):
     """The second method's first program is read from the disk; the others get its results."""
     engine = tiny.engine
-    looped = Engine(engine.config, engine.params, Full(), engine.mesh, chunk=64, by_layer=False)
+    looped = engine_over(
+        engine.config, engine.params, Full(), engine.mesh, chunk=64, by_layer=False
+    )
     model = LongContext(looped, tiny.tokenizer, tiny.manifest)
     with storing(tmp_path / "programs") as folder:
         folder.mkdir()
@@ -280,7 +283,7 @@ def test_a_run_goes_on_with_the_same_model_and_options_alone(
         # The last value of an array: the fingerprint is of the first ones.
         scale = base.params["final_norm"]["scale"].at[-1].add(weight)
         params = {**base.params, "final_norm": {"scale": scale}}
-        engine = Engine(base.config, params, base.method, base.mesh, chunk=base.chunk)
+        engine = engine_over(base.config, params, base.method, base.mesh, chunk=base.chunk)
         monkeypatch.setattr(LongContext, "tokenizer_digest", tokenizer)
         model = LongContext(engine, tiny.tokenizer)
         return evaluate(model, tmp_path, config(trials=1, **options), overwrite=overwrite)
@@ -403,8 +406,8 @@ def test_a_row_that_cannot_be_asked_takes_no_other_with_it(small, tiny, tmp_path
 def test_two_devices_share_the_rows_and_give_the_same(small, tiny, tmp_path):
     one = without_times(evaluate(tiny, tmp_path / "one", config(trials=3)))
     mesh = make_mesh(data=2)
-    params = init_params(tiny.engine.config, mesh, seed=1)
-    engine = Engine(tiny.engine.config, params, tiny.engine.method, mesh, chunk=64)
+    params = init_params(tiny.engine.config, RunSpec(mesh=mesh), seed=1)
+    engine = engine_over(tiny.engine.config, params, tiny.engine.method, mesh, chunk=64)
     model = LongContext(engine, tiny.tokenizer)
     two = without_times(evaluate(model, tmp_path / "two", config(trials=3, batch=3)))
     # Three rows are four on two devices.

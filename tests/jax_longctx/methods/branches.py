@@ -18,6 +18,7 @@ from jax_longctx.engine.finish import finish_context, finish_question
 from jax_longctx.engine.prefill import run_segment
 from jax_longctx.engine.setup import Setup
 from jax_longctx.models.params import init_params
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
 from tests.support import tiny_config
 
@@ -36,7 +37,7 @@ def decided_by_floats(method, step=1):
         caches = jax.eval_shape(finish, caches, rows)
     ones = np.ones((2, 1), np.int32)
     segment = decode_segment(ones, ones, np.zeros(2, bool), step_variant(method, step))
-    params = jax.eval_shape(lambda: init_params(config, mesh, seed=0, dtype=jnp.float32))
+    params = jax.eval_shape(lambda: init_params(config, RunSpec(mesh=mesh), seed=0))
 
     def step(params, caches, total):
         return run_segment(setup, params, caches, segment, total, None, "none")

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from jax_longctx.contract import beside, chunk_segments
-from jax_longctx.engine import Engine
 from jax_longctx.methods import H2O, TOVA, Citrus
 from jax_longctx.methods.citrus_individual import CitrusIndividual, ThreadCaches
 from jax_longctx.methods.citrus_standard import CitrusStandard
@@ -28,7 +27,7 @@ from tests.jax_longctx.methods.harness import (
     steps,
 )
 from tests.jax_longctx.methods.oracles.citrus import Kept, Rule, look, nothing, read
-from tests.support import random_rows, tiny_config, tiny_engine
+from tests.support import engine_over, random_rows, tiny_config, tiny_engine
 
 CHUNK, KEPT, RESERVE = 8, 16, 32
 SIZES = {"budget": KEPT + CHUNK, "chunk": CHUNK}
@@ -56,7 +55,7 @@ def _base(layers, mesh):
 def engine_with(method, *, layers=1, mesh=(1, 1, 1)):
     """The method on a random model, which methods share: compilation is what these tests cost."""
     base = _base(layers, mesh)
-    return Engine(base.config, base.params, method, base.mesh)
+    return engine_over(base.config, base.params, method, base.mesh)
 
 
 @functools.cache

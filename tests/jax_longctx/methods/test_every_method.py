@@ -11,20 +11,20 @@ from typer.testing import CliRunner
 
 from checkpoints_convert import convert
 from jax_longctx.cli.main import app
-from jax_longctx.engine import Engine
 from jax_longctx.engine.capacity import grow
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import InputError
 from jax_longctx.methods import METHODS, make_method
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.models.params import init_params
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import leaf_axes, make_mesh
 from tests.checkpoints_convert.tiny import random_state, write_checkpoint
 from tests.jax_longctx.cli.tiny_model import hf_config, write_tokenizer
 from tests.jax_longctx.methods.branches import decided_by_floats
 from tests.jax_longctx.methods.harness import ALIKE, answer_logits, texts
 from tests.small_methods import APART, EVERYTHING, SMALL, small_method
-from tests.support import joined, random_rows, tiny_config, tiny_engine
+from tests.support import engine_over, joined, random_rows, tiny_config, tiny_engine
 
 pytestmark = pytest.mark.thorough
 
@@ -90,9 +90,9 @@ def test_bfloat16_with_nothing_left_out_is_near_full_attention(name):
 def bfloat16_logits(method, dtype=jnp.bfloat16):
     """Of two rows' questions and answers."""
     config, mesh = tiny_config(num_layers=1), make_mesh()
-    params = init_params(config, mesh, seed=0, dtype=jnp.bfloat16)
+    params = init_params(config, RunSpec(mesh=mesh, dtype="bfloat16"), seed=0)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    engine = Engine(config, params, method, mesh, chunk=16)
+    engine = engine_over(config, params, method, mesh, chunk=16)
     rows = texts([(37, 5), (9, 5)], 6)
     return answer_logits(engine, rows, before=5).astype(np.float32)
 

@@ -13,9 +13,10 @@ import pytest
 from jax_longctx.engine import Engine
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.models.params import init_params
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import SMALL, small_method
-from tests.support import random_rows, tiny_config
+from tests.support import engine_over, random_rows, tiny_config
 
 # Of head dim 64, with groups of 3: what the kernels take and what no power of two is.
 SHAPE = {"model_dim": 96, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64}
@@ -26,8 +27,8 @@ def engine_on(device: Any, name: str, dtype: str) -> Engine:
     mesh = make_mesh(devices=[device])
     config = tiny_config(**SHAPE)
     # Some keys then draw more attention than others, as in trained models.
-    params = jax.tree.map(lambda x: 1.5 * x, init_params(config, mesh, dtype=dtype))
-    return Engine(config, params, small_method(name), mesh, chunk=64)
+    params = jax.tree.map(lambda x: 1.5 * x, init_params(config, RunSpec(mesh=mesh, dtype=dtype)))
+    return engine_over(config, params, small_method(name), mesh, chunk=64)
 
 
 def likelihoods(name: str, dtype: str, device: Any) -> np.ndarray:

@@ -10,6 +10,7 @@ from jax_longctx.methods import make_method
 from jax_longctx.planning.compiled import used_programs
 from jax_longctx.planning.plan import PlanRequest, make_plan
 from jax_longctx.planning.targets import parse_target
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import MESH_AXES
 from tests.support import tiny_config
 
@@ -22,7 +23,7 @@ HEADS = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "model_dim": 576, "m
 def wanted():
     return PlanRequest(
         config=tiny_config(num_layers=1, max_position=8192, **HEADS),
-        method=make_method("reattention", {"local_size": 1024, "kept": 63}),
+        spec=RunSpec(method=make_method("reattention", {"local_size": 1024, "kept": 63})),
         target=parse_target("h100x1"),
         context=TOKENS,
         reserve=32,

@@ -25,6 +25,7 @@ from jax_longctx.models.storage import (
     read_manifest,
     tokenizer_folder,
 )
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
 from tests.chunks import chunks_in, wrong_chunks
 from tests.support import tiny_config
@@ -33,7 +34,7 @@ from tests.support import tiny_config
 def written(folder, seed):
     """A checkpoint, made without the converter, and its parameters."""
     config = tiny_config()
-    params, infos = init_params(config, make_mesh(), seed=seed), param_infos(config)
+    params, infos = init_params(config, seed=seed), param_infos(config)
     context = ocp.Context()
     context.array.saving.use_compression = False
     with context:
@@ -83,7 +84,7 @@ def change(folder, *, version=2, **fields):
 
 def refused(folder, *words, mesh=None, kind=CheckpointError):
     with pytest.raises(kind) as caught:
-        load_params(folder, mesh or make_mesh())
+        load_params(folder, RunSpec(mesh=mesh))
     for word in words:
         assert str(word) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -93,7 +94,7 @@ def refused(folder, *words, mesh=None, kind=CheckpointError):
 def test_parameters_are_restored_onto_the_mesh(whole, shape):
     folder, _, params = whole
     mesh = make_mesh(**shape)
-    loaded = load_params(folder, mesh)
+    loaded = load_params(folder, RunSpec(mesh=mesh))
     assert jax.tree.structure(loaded) == jax.tree.structure(params)
     for ours, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -105,10 +106,10 @@ def test_parameters_are_restored_onto_the_mesh(whole, shape):
 
 def test_type_is_the_manifests_unless_asked_for(copy, whole):
     q = whole[2]["layers"]["0"]["attn"]["q"]
-    half = load_params(copy, make_mesh(), jnp.bfloat16)["layers"]["0"]["attn"]["q"]
+    half = load_params(copy, RunSpec(dtype="bfloat16"))["layers"]["0"]["attn"]["q"]
     np.testing.assert_array_equal(half, q.astype(jnp.bfloat16))
     change(copy, dtype="float16")
-    assert load_params(copy, make_mesh())["layers"]["0"]["attn"]["q"].dtype == jnp.float16
+    assert load_params(copy)["layers"]["0"]["attn"]["q"].dtype == jnp.float16
 
 
 def test_a_manifest_is_read_as_written_and_what_is_none_or_does_not_fit_refused(tmp_path, whole):
@@ -201,7 +202,7 @@ def test_every_file_that_is_missing_cut_or_changed_is_named(copy, whole):
             changed += 1
         path.write_bytes(content)
     assert changed > 3
-    load_params(copy, make_mesh())
+    load_params(copy)
     path = copy / "tokenizer" / "tokenizer.json"
     path.write_text("[]")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is damaged: its SHA-256"):
@@ -227,7 +228,7 @@ def test_a_flipped_bit_of_an_array_is_refused(copy, whole, shape, capfd):
         flipped += 1
     assert flipped == 16
     path.write_bytes(content)
-    load_params(copy, mesh)
+    load_params(copy, RunSpec(mesh=mesh))
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -267,7 +268,7 @@ def test_digests_of_an_index_of_several_levels_and_of_chunks_in_parts(tmp_path):
 def test_a_checkpoint_without_digests_of_arrays_loads(copy, whole):
     """As earlier versions wrote it."""
     change(copy, tensors=TENSORS)
-    jax.tree.map(np.testing.assert_array_equal, load_params(copy, make_mesh()), whole[2])
+    jax.tree.map(np.testing.assert_array_equal, load_params(copy), whole[2])
 
 
 DENIED = ValueError("PERMISSION_DENIED: Failed to open: x [os_error_code='13'] [spec]")
@@ -287,7 +288,7 @@ def test_what_cannot_be_read_is_not_called_damaged(copy, monkeypatch, owner, nam
     """No digest says anything of bytes that were not read, so nothing is to be made again."""
     monkeypatch.setattr(owner, name, Mock(side_effect=error))
     with pytest.raises(CheckpointError, match=f"params.* cannot be read: .*{said}") as caught:
-        load_params(copy, make_mesh())
+        load_params(copy)
     assert not isinstance(caught.value, DamagedError) and AGAIN not in str(caught.value)
 
 
@@ -320,9 +321,9 @@ def test_weights_load_in_8_bits(whole, monkeypatch, piece):
     monkeypatch.setattr(
         storage, "load_arrays", lambda *args: made.append(load(*args)) or dict(made[-1])
     )
-    found = load_params(folder, mesh, "bfloat16", "int8")
+    found = load_params(folder, RunSpec(mesh=mesh, dtype="bfloat16", weights="int8"))
     assert len(made) == (1 if piece > 1 else len(manifest.tensors))
-    floats = load_params(folder, mesh, "bfloat16")
+    floats = load_params(folder, RunSpec(mesh=mesh, dtype="bfloat16"))
     expected = quantised_weights(manifest.config, mesh, floats)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.engine import Engine
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.methods import Full, Quest, Ring
@@ -15,6 +14,7 @@ from jax_longctx.models.presets import PRESETS
 from jax_longctx.planning.plan import PlanRequest, make_plan
 from jax_longctx.planning.targets import parse_target
 from jax_longctx.planning.work import step_weight_bytes, weight_bytes
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import weights_form
 from jax_longctx.sharding import make_mesh
 from pallas_kernels.quantised_matrix import (
@@ -22,7 +22,7 @@ from pallas_kernels.quantised_matrix import (
     matrix_of,
     quantise_matrix,
 )
-from tests.support import joined, random_rows, tiny_config
+from tests.support import engine_over, joined, random_rows, tiny_config
 
 ROWS = random_rows([37, 12])
 # Products with biases, whose kv heads are no divisor of what is joined.
@@ -79,11 +79,11 @@ def test_a_product_is_that_of_the_numbers_that_are_stored(dtype):
 
 
 def engine_of(params, mesh=None, method=None, **options):
-    return Engine(CONFIG, params, method or Full(), mesh or make_mesh(), chunk=16, **options)
+    return engine_over(CONFIG, params, method or Full(), mesh or make_mesh(), chunk=16, **options)
 
 
 def random_params(mesh=None, form=None):
-    return init_params(CONFIG, mesh or make_mesh(), seed=5, weights=form)
+    return init_params(CONFIG, RunSpec(mesh=mesh, weights=form), seed=5)
 
 
 def stored_numbers(params):
@@ -145,7 +145,7 @@ def test_the_checksum_of_weights_is_of_every_value_and_not_of_the_mesh():
     whole = engine_of(params).checksum
     assert whole == engine_of(params, by_layer=False).checksum
     mesh = make_mesh(2, 1, 2)
-    assert whole == Engine(CONFIG, random_params(mesh), Full(), mesh).checksum
+    assert whole == engine_over(CONFIG, random_params(mesh), Full(), mesh).checksum
     table = params["embed"]["table"]
     # One value, the sign of one, and two rows in each other's place.
     rows = jnp.arange(len(table)).at[5].set(6).at[6].set(5)
@@ -156,7 +156,8 @@ def test_the_checksum_of_weights_is_of_every_value_and_not_of_the_mesh():
 
 def test_shapes_are_those_of_the_weights():
     mesh = make_mesh(1, 2, 2)
-    made, shapes = random_params(mesh, "int8"), abstract_params(CONFIG, mesh, jnp.float32, "int8")
+    shapes = abstract_params(CONFIG, RunSpec(mesh=mesh, weights="int8"))
+    made = random_params(mesh, "int8")
     assert jax.tree.structure(made) == jax.tree.structure(shapes)
 
     def check(leaf, shape):
@@ -167,7 +168,7 @@ def test_shapes_are_those_of_the_weights():
 
 
 def test_weights_of_another_form_are_refused():
-    engine = engine_of(abstract_params(CONFIG, make_mesh(), jnp.float32, "int8"))
+    engine = engine_of(abstract_params(CONFIG, RunSpec(weights="int8")))
     with pytest.raises(InputError, match=r"in no 8-bit form, the engine was made for int8; make"):
         engine.take_params(random_params())
     engine.take_params(random_params(form="int8"))
@@ -199,10 +200,9 @@ def test_plan_counts_them():
     for form in (None, "int8"):
         request = PlanRequest(
             config=ModelConfig.from_hf(PRESETS["llama-3.1-8b"]),
-            method=Quest(),
+            spec=RunSpec(method=Quest(), weights=form),
             target=parse_target("h200x1"),
             context=131072,
-            weights=form,
         )
         setups[form] = request.setup(make_mesh())
         plans[form] = make_plan(request, {"data": 1, "seq": 1, "tensor": 1})

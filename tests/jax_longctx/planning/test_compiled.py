@@ -20,9 +20,10 @@ from jax_longctx.planning.collectives import count_collectives
 from jax_longctx.planning.plan import PlanRequest, make_plan
 from jax_longctx.planning.targets import parse_target
 from jax_longctx.planning.work import weight_bytes
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import small_method
-from tests.support import tiny_config
+from tests.support import engine_over, tiny_config
 
 RESERVE, CHUNK = 40, 32
 # The programs of a whole pass, and the modules that call them.
@@ -37,10 +38,9 @@ FUNCTIONS = {
 def request(method, context, batch=1, target="cpux8", layers=2):
     return PlanRequest(
         config=tiny_config(num_layers=layers),
-        method=method,
+        spec=RunSpec(method=method, dtype="float32", chunk=CHUNK),
         target=parse_target(target),
-        dtype="float32",
-        **{"context": context, "batch": batch, "reserve": RESERVE, "chunk": CHUNK},
+        **{"context": context, "batch": batch, "reserve": RESERVE},
     )
 
 
@@ -75,8 +75,9 @@ class Watched:
 
 def programs_of_a_run(wanted, mesh, monkeypatch):
     """What an engine calls for a context, a question and an answer that fill the reserve."""
-    params = init_params(wanted.config, mesh)
-    engine = Engine(wanted.config, params, wanted.method, mesh, chunk=CHUNK, by_layer=False)
+    params = init_params(wanted.config, RunSpec(mesh=mesh))
+    spec = dataclasses.replace(wanted.spec, mesh=mesh)
+    engine = Engine(wanted.config, params, spec, by_layer=False)
     rows = [[1 + token % 50 for token in range(wanted.context)]] * wanted.batch
     found = set()
     # The longest question and the longest answer that the reserve has room for.
@@ -130,8 +131,8 @@ def test_the_programs_are_those_of_a_run_layer_by_layer(name, monkeypatch):
     setup = dataclasses.replace(wanted.setup(mesh), by_layer=True)
     used = compiled.used_programs(wanted, setup, 1)
     planned = {signature(each.function.__name__, each.args) for each in used}
-    params = abstract_params(wanted.config, mesh, jnp.float32)
-    engine = Engine(wanted.config, params, method, mesh, chunk=CHUNK, by_layer=True)
+    params = abstract_params(wanted.config, RunSpec(mesh=mesh))
+    engine = engine_over(wanted.config, params, method, mesh, chunk=CHUNK, by_layer=True)
     found, call = set(), Compilation.call
 
     def called(self, jitted, args):
@@ -331,7 +332,7 @@ def test_a_collective_that_is_cut_into_fusions_counts_once():
 def _compiled(target, layers):
     config = tiny_config(num_layers=layers, num_kv_heads=2, head_dim=128)
     wanted = dataclasses.replace(request(small_method("full"), 100, target=target), config=config)
-    wanted = dataclasses.replace(wanted, dtype="bfloat16")
+    wanted = dataclasses.replace(wanted, spec=dataclasses.replace(wanted.spec, dtype="bfloat16"))
     # The tests' exact matmuls are for CPU.
     with jax.default_matmul_precision("default"):
         return compiled.compile_plan(wanted, {"data": 1, "seq": 2, "tensor": 2})

@@ -20,6 +20,7 @@ from jax_longctx.models.presets import preset
 from jax_longctx.planning.compiled import compile_plan
 from jax_longctx.planning.plan import PlanRequest, make_plan, propose_mesh
 from jax_longctx.planning.targets import parse_target
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.cli.conftest import refused
 from tests.small_methods import small_method
@@ -30,13 +31,14 @@ CONTEXT = 1000
 
 
 def request(method="full", target="cpux8", config=None, **changes):
-    fields = {"context": CONTEXT, "dtype": "float32", "reserve": 100, "chunk": 64}
     made = make_method(method, {}) if isinstance(method, str) else method
+    sizes = {"context": CONTEXT, "batch": 1, "reserve": 100}
+    sizes = {name: changes.pop(name, size) for name, size in sizes.items()}
     return PlanRequest(
         config=config or tiny_config(),
-        method=made,
+        spec=RunSpec(**{"method": made, "dtype": "float32", "chunk": 64, **changes}),
         target=parse_target(target),
-        **{**fields, **changes},
+        **sizes,
     )
 
 
@@ -47,15 +49,15 @@ def eight_billion(layers=4):
 @pytest.mark.parametrize("method", ["full", "h2o", "quest", "refreshkv"])
 def test_bytes_are_those_of_arrays_on_the_mesh(method):
     wanted, mesh = request(small_method(method), batch=2), make_mesh(**EIGHT)
-    plan, params = make_plan(wanted, EIGHT), init_params(wanted.config, mesh)
+    plan, params = make_plan(wanted, EIGHT), init_params(wanted.config, RunSpec(mesh=mesh))
     shards = [shard for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards]
     device = mesh.devices[1, 0, 1]
     assert plan.weights == sum(each.data.nbytes for each in shards if each.device == device)
-    setup = Setup(wanted.config, wanted.method, mesh, jnp.dtype("float32"), 64)
+    setup = Setup(wanted.config, wanted.spec.method, mesh, jnp.dtype("float32"), 64)
     empty = abstract_caches(setup, 2, slots_for(CONTEXT, 100, 2), 128)
     # The peak is that of the context's own caches, and more where the answer has its own.
     assert plan.cache >= bytes_per_device(mesh, empty)
-    if not wanted.method.info.answers_apart and method != "refreshkv":
+    if not wanted.spec.method.info.answers_apart and method != "refreshkv":
         assert plan.cache == bytes_per_device(mesh, empty)
 
 

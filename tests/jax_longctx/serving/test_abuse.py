@@ -16,7 +16,6 @@ import jax
 import openai
 import pytest
 
-import jax_longctx
 from jax_longctx.api import LongContext
 from jax_longctx.engine.capacity import reserved
 from jax_longctx.serving import streams
@@ -24,6 +23,7 @@ from jax_longctx.serving.doors import Access
 from jax_longctx.serving.schema import ChatRequest, CompletionRequest, RequestError, parsed
 from tests.jax_longctx.serving.tiny import LENGTHS, aside, generated, read, refused, wait_until
 from tests.patience import patience
+from tests.support import engine_over
 
 CHAT = {
     "model": "tiny",
@@ -596,7 +596,7 @@ def test_errors_of_the_engine_are_the_requests_alone(serve, tiny):
     """Weights that hold NaN give one clear error, and the server goes on."""
     old = tiny.engine
     params = jax.tree.map(lambda x: x * float("nan"), old.params)
-    engine = jax_longctx.Engine(old.config, params, old.method, old.mesh, chunk=64)
+    engine = engine_over(old.config, params, old.method, old.mesh, chunk=64)
     running = serve(LongContext(engine, tiny.tokenizer))
     with running.client() as client:
         for prompt in ("The pass key is", "The pass key is 12345. Remember it. " * 8):

@@ -8,7 +8,6 @@ import jax
 import pytest
 
 from jax_longctx.api import LongContext
-from jax_longctx.engine import Engine
 from jax_longctx.engine.compiling import forget
 from jax_longctx.serving.server import LongServer, ServeOptions, listen
 from tests.jax_longctx.engine.test_running import compilations
@@ -16,6 +15,7 @@ from tests.jax_longctx.serving.tiny import LENGTHS
 from tests.patience import patience
 from tests.small_methods import small_method
 from tests.stored_programs import lowerings, storing
+from tests.support import engine_over
 
 LONG = " ".join(f"The number of item {n} is {n * n}." for n in range(7))
 
@@ -24,7 +24,7 @@ def model_of(tiny, name, by_layer=None):
     """The tiny model under another method, with an engine of its own."""
     engine = tiny.engine
     how = {"chunk": 32, "by_layer": by_layer}
-    made = Engine(engine.config, engine.params, small_method(name), engine.mesh, **how)
+    made = engine_over(engine.config, engine.params, small_method(name), engine.mesh, **how)
     return LongContext(made, tiny.tokenizer)
 
 

@@ -10,10 +10,11 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.api import LongContext
-from jax_longctx.engine import Engine, context_io
+from jax_longctx.engine import context_io
 from tests.jax_longctx.serving.tiny import BOOK, aside, needed_bytes, read, shown, wait_until
 from tests.patience import patience
 from tests.small_methods import small_method
+from tests.support import engine_over
 
 OTHER = "Nothing is known of the second book. " * 8
 # An answer that is long enough to be under way when a save begins.
@@ -41,7 +42,7 @@ def held(monkeypatch, owner, name):
 def model_of(tiny, name, by_layer):
     engine = tiny.engine
     how = {"chunk": 32, "by_layer": by_layer}
-    made = Engine(engine.config, engine.params, small_method(name), engine.mesh, **how)
+    made = engine_over(engine.config, engine.params, small_method(name), engine.mesh, **how)
     return LongContext(made, tiny.tokenizer)
 
 

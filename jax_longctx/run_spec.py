@@ -1,0 +1,119 @@
+"""`RunSpec`: how a model runs: its method, its devices, and the form and place of what it stores.
+
+It is made once, from flags, TOML or Python, checked as it is made, and passed whole. It needs no
+JAX until `devices` is called. `engine.capacity.setup_of` makes the static part of programs of it.
+"""
+
+import dataclasses
+from typing import Any
+
+from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.settings import (
+    DTYPES,
+    Offload,
+    StoredForm,
+    check_name,
+    kv_form,
+    parse_mesh,
+    weights_form,
+)
+
+# Where contexts may lie beside the devices.
+PLACES = ("host",)
+# Fields of a spec of contexts that are not offloaded.
+ON_DEVICES: dict[str, Any] = {"offload": None, "working_set": None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """How a model runs.
+
+    Attributes:
+      method: a long-context method; None for full attention.
+      mesh: devices: their numbers along the axes, as "seq=2,tensor=4", or a mesh (`make_mesh`);
+        None for one device.
+      dtype: of weights and caches: "float32", "bfloat16" or "float16"; None for that of the
+        checkpoint.
+      chunk: tokens of a row that one prefill pass takes.
+      kv: "int8" for caches that hold keys and values in 8 bits (see `pallas_kernels.quantised`);
+        None, or "bfloat16" beside bfloat16 weights, for the weights' dtype.
+      weights: "int8" for the layers' matrices in 8 bits; None, or "bfloat16" beside dtype bfloat16,
+        for `dtype`, or for the form in which a checkpoint holds them.
+      offload: "host" for contexts in the host's memory, of which the device keeps what every step
+        reads, and a working set (see `caches.offloaded`); None for the devices' memory.
+      working_set: tokens of a row that the working set of each layer holds; None for
+        `settings.SHARES` times what a step chooses.
+
+    Raises:
+      ConfigError: an unknown name, or a working set of contexts that are not offloaded.
+      InputError: `chunk` is below 1.
+    """
+
+    method: Any = None
+    mesh: Any = None
+    dtype: str | None = None
+    chunk: int = 512
+    kv: str | None = None
+    weights: str | None = None
+    offload: str | None = None
+    working_set: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.mesh, str):
+            parse_mesh(self.mesh)
+        if self.dtype is not None:
+            check_name(DTYPES, self.dtype, "dtype")
+        if self.chunk < 1:
+            raise InputError(f"chunk must be at least 1 token, got {self.chunk}")
+        kv_form(self.kv, self.dtype or "bfloat16")
+        _ = self.form, self.tier
+
+    @property
+    def tier(self) -> Offload | None:
+        """Where contexts lie beside the devices; None for nowhere else."""
+        if self.offload is None:
+            if self.working_set is not None:
+                raise ConfigError("working_set is for offloaded contexts; give offload host too")
+            return None
+        check_name(PLACES, self.offload, "offload")
+        return Offload(self.working_set)
+
+    @property
+    def form(self) -> StoredForm | None:
+        """The 8-bit form of the layers' matrices that `weights` names; None for none."""
+        return weights_form(self.weights, self.dtype or "bfloat16")
+
+    def over(self, dtype: str, weights: StoredForm | None = None) -> "RunSpec":
+        """The spec over weights of this dtype and 8-bit form, where it says none of its own.
+
+        Raises:
+          ConfigError: `weights` of the spec is no form that these weights can be brought to.
+        """
+        dtype = self.dtype or dtype
+        return dataclasses.replace(
+            self, dtype=dtype, weights=weights_form(self.weights, dtype, weights)
+        )
+
+    def chosen(self) -> Any:
+        """The method."""
+        from jax_longctx.methods import Full
+
+        return self.method or Full()
+
+    def devices(self) -> Any:
+        """The mesh; JAX's devices start. ConfigError where there are too few."""
+        if not (self.mesh is None or isinstance(self.mesh, str)):
+            return self.mesh
+        from jax_longctx.memory import allow_pinned
+        from jax_longctx.sharding import make_mesh
+
+        if self.offload is not None:
+            # Before a mesh starts the devices.
+            allow_pinned()
+        sizes: dict[str, Any] = dict(parse_mesh(self.mesh or ""))
+        return make_mesh(**sizes)
+
+    def facts(self) -> dict[str, Any]:
+        """What records say of the run beside its method and its devices."""
+        names = ("dtype", "chunk", "kv", "weights", "offload", "working_set")
+        return {name: getattr(self, name) for name in names}
