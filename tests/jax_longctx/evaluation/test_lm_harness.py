@@ -326,7 +326,7 @@ def test_what_was_answered_is_not_asked_again(folder, loaded, monkeypatch):
     scale = engine.params["final_norm"]["scale"].at[-1].add(1)
     params = {**engine.params, "final_norm": {"scale": scale}}
     full = jax_longctx.make_method("full")
-    other = jax_longctx.Engine(engine.config, params, full, engine.mesh, chunk=CHUNK)
+    other = engine_over(engine.config, params, full, engine.mesh, chunk=CHUNK)
     for model, what in (
         (
             under(loaded, "streaming-llm", {"budget": 32, "chunk": 32}),
