@@ -50,6 +50,7 @@ def select_pages(
     """
     operation = "select_pages"
     (high, low, radius), count = digests, best.count
+    digests = part_of(digests)
     check_heads(operation, q, high, *([] if low is None else [low]))
     if low is not None and radius is not None:
         raise ValueError(f"{operation}: low and radius are both given; expected a box or a ball")
@@ -63,7 +64,7 @@ def select_pages(
     if shared is not None:
         theirs = part_of(shared)
         check_heads(operation, q[:1], *(x for x in theirs.digests[:2] if x is not None))
-        if jax.tree.structure(part_of(digests)) != jax.tree.structure(theirs.digests):
+        if jax.tree.structure(digests) != jax.tree.structure(theirs.digests):
             raise ValueError(f"{operation}: shared digests of another form than the rows' own")
         pages, how = pages + theirs.digests.high.shape[2], how | dict(shared=theirs)
         kernel = dispatch.Kernel(
@@ -80,4 +81,4 @@ def select_pages(
         gpu=kernel,
         reference=reference.select_pages,
     )
-    return run(q, part_of(digests), best._replace(count=count_B), **how)
+    return run(q, digests, best._replace(count=count_B), **how)
