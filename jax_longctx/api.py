@@ -42,7 +42,7 @@ from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import Fetched, Footprint, footprint
 from jax_longctx.engine.context_io import load_context, made_by_engine, save_context
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS, NOT_FINITE
-from jax_longctx.engine.program_files import trusted
+from jax_longctx.engine.program_files import seal_cache, trusted
 from jax_longctx.engine.running import cannot_share
 from jax_longctx.engine.scoring import Likelihood, loglikelihoods
 from jax_longctx.errors import CapacityError, ConfigError, InputError, TrainedLengthWarning
@@ -705,6 +705,7 @@ def keep_compilations() -> None:
     `JAX_COMPILATION_CACHE_DIR` or `jax.config` is used instead, and nothing is removed from it.
     `JAX_ENABLE_COMPILATION_CACHE=false` turns the cache off. None is used that others can write.
     """
+    seal_cache()
     config = jax.config
     if config.jax_compilation_cache_dir is not None or not config.jax_enable_compilation_cache:
         return

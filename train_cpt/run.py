@@ -30,6 +30,7 @@ from orbax.checkpoint import v1 as ocp
 
 import jax_longctx
 from jax_longctx.engine.distributed import from_leader
+from jax_longctx.engine.program_files import seal_cache
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.files import file_errors, partial_of, sha256_of, whole_path, write_text
 from jax_longctx.locks import only_writer
@@ -119,6 +120,7 @@ def run_config(
 
 
 def _run(config: RunConfig, note: Callable[[str], None], progress: Progress | None) -> Outcome:
+    seal_cache()
     checkpoint = config.run.checkpoint
     manifest = storage.read_manifest(checkpoint)
     if manifest.weights is not None:

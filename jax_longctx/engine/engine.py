@@ -50,6 +50,7 @@ from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.finish import finish_context, finish_question, fork, whole_finish
 from jax_longctx.engine.mappings import limit_mappings
 from jax_longctx.engine.prefill import Logits, run_segment
+from jax_longctx.engine.program_files import seal_cache
 from jax_longctx.engine.sampling import RowValues, sampling_static, sampling_values
 from jax_longctx.engine.setup import without_layers
 from jax_longctx.errors import ConfigError, InputError
@@ -170,6 +171,7 @@ class Engine:
         by_layer: bool | None = None,
         consume: bool = False,
     ):
+        seal_cache()
         held = params["embed"]["table"].dtype.name
         spec = (spec or RunSpec()).over(held, form_of_weights(params))
         if spec.dtype != held:

@@ -115,8 +115,11 @@ def _cache(path: str, *, max_size: int) -> CacheInterface:
     return SealedCache(path) if ours else LRUCache(path, max_size=max_size)
 
 
-# JAX has no option for it. A test notices a JAX that looks elsewhere.
-_hooked: Any = compilation_cache
-_hooked.LRUCache = _cache
-# A cache that was opened before is not sealed.
-compilation_cache.reset_cache()
+@functools.cache
+def seal_cache() -> None:
+    """From now on JAX's persistent cache in this process is a `SealedCache`."""
+    # JAX has no option for it. A test notices a JAX that looks elsewhere.
+    hooked: Any = compilation_cache
+    hooked.LRUCache = _cache
+    # A cache that was opened before is not sealed.
+    compilation_cache.reset_cache()

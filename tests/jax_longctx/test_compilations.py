@@ -108,6 +108,7 @@ def test_programs_of_others_are_no_reason_not_to_begin(monkeypatch, tmp_path):
 @pytest.fixture
 def stored(tmp_path):
     """Two programs of the same shapes in JAX's cache, and what runs them anew."""
+    program_files.seal_cache()
     compiled, folder = CompileClock(), tmp_path / "programs"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     before = jax.config.jax_persistent_cache_min_compile_time_secs
