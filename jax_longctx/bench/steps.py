@@ -28,7 +28,7 @@ from jax_longctx.bench.timing import call_times
 from jax_longctx.caches import AppendCache
 from jax_longctx.engine import Context, Engine, capacity
 from jax_longctx.engine.allocate import abstract_caches, empty_like
-from jax_longctx.engine.decode import answer_variants, decode_turns, first_state, next_block
+from jax_longctx.engine.decode import Steps, answer_variants, decode_turns, first_state, next_block
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.finish import finish_question, fork
 from jax_longctx.engine.prefill import run_segment
@@ -153,21 +153,20 @@ class Answering:
         sampling = Sampling().of_rows(rows)
         self._state = jax.device_put(state, everywhere)
         self._values: Any = jax.device_put(sampling_values(sampling, rows, max_tokens=tokens))
-        variants = answer_variants(method, capacity.reserved(tokens))
-        self._static = BLOCK, variants, sampling_static(sampling)
+        self._static = answer_variants(method, capacity.reserved(tokens)), sampling_static(sampling)
 
     def block(self) -> Int[np.ndarray, "B X"]:
         """Each row's tokens of the next `BLOCK` steps."""
-        engine, variants = self._engine, self._static[1]
+        engine, variants = self._engine, self._static[0]
         steps = range(self._next, self._next + BLOCK)
         if steps.stop > self._tokens:
             raise ValueError(f"block: step {steps.stop} of an answer of {self._tokens} tokens")
         self._next = steps.stop
         rows = len(self._total)
         turns = decode_turns(engine.method, variants, [steps] * rows, BLOCK)
-        given = self._total, turns, self._values, self._static
+        given = Steps(self._total, turns, self._values, *self._static)
         self._caches, self._state, chosen = next_block(
-            engine.setup, engine.params, self._caches, self._state, *given
+            engine.setup, engine.params, self._caches, self._state, given
         )
         return np.asarray(chosen.token)
 

@@ -90,24 +90,33 @@ def start_answer(
     return replicated(ends, state.chosen(logits, ~state.done, values, sampling))
 
 
-# Columns of a block of decode steps, variants of the answer's steps, the sampling's static part.
-DecodeStatic = tuple[int, tuple[str, ...], SamplingStatic]
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The decode steps of a block: of which kinds they are, and how they choose tokens.
+
+    Attributes:
+      total: each row's total length, as rotary embedding sees it.
+      turns: step i of row b is of the variant of index turns[b, i]; none follow where that is
+        negative.
+      values: of each row's request.
+      variants: those of the answer's steps (`answer_variants`).
+      sampling: static of all rows' requests.
+    """
+
+    total: Int[Any, " B"]
+    turns: Int[Any, "B X"]
+    values: RowValues
+    variants: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    sampling: SamplingStatic = dataclasses.field(metadata={"static": True})
 
 
 def _decode_block(
-    setup: Setup,
-    params: Any,
-    caches: tuple[Any, ...],
-    state: DecodeState,
-    total: Int[Array, " B"],
-    turns: Int[Any, "B X"],
-    values: RowValues,
-    static: DecodeStatic,
+    setup: Setup, params: Any, caches: tuple[Any, ...], state: DecodeState, steps: Steps
 ) -> tuple[tuple[Any, ...], DecodeState, Choices]:
     """A block of decode steps on the device; stops early when every row is done.
 
-    Step i of row b is of the variant of index turns[b, i]; none follow where that is negative. X
-    columns of new tokens come back, -1 where a row chose none.
+    X columns of new tokens come back, -1 where a row chose none.
 
     A turn is one pass of the rows whose next step is of one variant; the other rows are no-ops in
     it. Rows that began together take all their steps together. Where rows differ, the variant that
@@ -119,32 +128,32 @@ def _decode_block(
     loop goes from one such run to the next. To start a program for each run would take as long as
     a step on a GPU.
     """
-    columns, variants, sampling = static
     ends, ends_params = setup.ends, without_layers(params)
-    several = len(variants) > 1
+    several = len(steps.variants) > 1
 
     def turn(carry: tuple[Any, ...]) -> Array:
         index, taken_B, _, state, _ = carry
-        return _turn(turns, index, taken_B, state, len(variants))
+        return _turn(steps.turns, index, taken_B, state, len(steps.variants))
 
     def step(number: int, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         index, taken_B, caches, state, choices = carry
-        token_B1, valid_B1, taken_B = _fed(turns, taken_B, state, number if several else None)
-        segment = decode_segment(token_B1, valid_B1, state.done, variants[number])
-        hidden_B1D, caches = hidden_states(setup, params, caches, segment, total)
-        state, choices = _next_state(
-            ends, ends_params, hidden_B1D, valid_B1, state, values, choices, index, sampling
-        )
+        own = number if several else None
+        token_B1, valid_B1, taken_B = _fed(steps.turns, taken_B, state, own)
+        segment = decode_segment(token_B1, valid_B1, state.done, steps.variants[number])
+        hidden_B1D, caches = hidden_states(setup, params, caches, segment, steps.total)
+        given = hidden_B1D, valid_B1, state, (choices, index)
+        state, choices = _next_state(ends, ends_params, *given, steps)
         return index + 1, taken_B, caches, state, choices
 
     def each_run(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        for number in range(len(variants)):
+        for number in range(len(steps.variants)):
             alike = functools.partial(lambda number, carry: turn(carry) == number, number)
             carry = jax.lax.while_loop(alike, functools.partial(step, number), carry)
         return carry
 
-    choices = no_choices(len(turns), columns, setup.config.vocab_size, sampling)
-    taken_B = np.zeros(len(turns), np.int32)
+    rows, columns = steps.turns.shape
+    choices = no_choices(rows, columns, setup.config.vocab_size, steps.sampling)
+    taken_B = np.zeros(rows, np.int32)
     if setup.by_layer:
         # Where a step leaves them, so that the first step's programs are those of the others.
         taken_B, choices = everywhere(ends, (taken_B, choices))
@@ -160,7 +169,7 @@ def _decode_block(
 
 
 # All layers, and all steps, as one program.
-decode_block = Program(_decode_block, static=(0, 7), donate_argnums=(2, 3), **IN_PLACE, **LOOPED)
+decode_block = Program(_decode_block, static=(0,), donate_argnums=(2, 3), **IN_PLACE, **LOOPED)
 
 
 def _pending(
@@ -205,27 +214,33 @@ def _fed(
     return state.token[:, None], valid_B[:, None], taken + valid_B
 
 
-@program(static=(0, 8))
+@program(static=(0,))
 def _next_state(
     ends: Ends,
     params: Any,
     hidden_B1D: Float[Array, "B 1 D"],
     valid_B1: Int[Array, "B 1"],
     state: DecodeState,
-    values: RowValues,
-    choices: Choices,
-    index: Int[Array, ""],
-    sampling: SamplingStatic,
+    chosen: tuple[Choices, Int[Array, ""]],
+    steps: Steps,
 ) -> tuple[DecodeState, Choices]:
-    """The state after each row's next token, which stands in its column."""
+    """The state after each row's next token, which stands in its column of the choices.
+
+    Args:
+      chosen: the choices so far, and the column.
+    """
+    choices, index = chosen
     logits_BV = ends.logits(params, hidden_B1D[:, 0])
-    state, column = state.chosen(logits_BV, valid_B1[:, 0] > 0, values, sampling)
+    state, column = state.chosen(logits_BV, valid_B1[:, 0] > 0, steps.values, steps.sampling)
     return replicated(ends, (state, choices.with_column(index, column)))
 
 
-def next_block(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], DecodeState, Choices]:
+def next_block(
+    setup: Setup, params: Any, caches: tuple[Any, ...], state: DecodeState, steps: Steps
+) -> tuple[tuple[Any, ...], DecodeState, Choices]:
     """`decode_block` or, with `Setup.by_layer`, its steps from Python."""
-    return (_decode_block if setup.by_layer else decode_block)(setup, *args)
+    run = _decode_block if setup.by_layer else decode_block
+    return run(setup, params, caches, state, steps)
 
 
 def answer_variants(method: Method, tokens: int) -> tuple[str, ...]:
@@ -238,7 +253,7 @@ def answer_variants(method: Method, tokens: int) -> tuple[str, ...]:
 def decode_turns(
     method: Method, variants: Sequence[str], steps: Sequence[range], columns: int
 ) -> Int[np.ndarray, "B X"]:
-    """`decode_block`'s `turns` for each row's steps of these numbers, X = `columns` at most."""
+    """`Steps.turns` for each row's steps of these numbers, X = `columns` at most."""
     turns = np.full((len(steps), columns), -1, np.int32)
     for row, numbers in enumerate(steps):
         indices = [variants.index(step_variant(method, step)) for step in numbers]

@@ -40,6 +40,7 @@ from jax_longctx.engine.capacity import (
 )
 from jax_longctx.engine.decode import (
     DecodeState,
+    Steps,
     answer_variants,
     decode_turns,
     first_state,
@@ -458,11 +459,13 @@ class Engine:
             variants = answer_variants(self.method, reserved(max_tokens))
             while not np.all(np.asarray(state.done)):
                 # Beyond the answer a step may be of a kind that its program does not hold.
-                steps = range(first, min(first + next(blocks, BLOCK), max_tokens))
-                first = steps.stop
-                which = decode_turns(self.method, variants, [steps] * len(rows), BLOCK)
-                given = state, context.total, which, values, (BLOCK, variants, static)
-                run.caches, state, chosen = next_block(self.setup, self.params, run.caches, *given)
+                numbers = range(first, min(first + next(blocks, BLOCK), max_tokens))
+                first = numbers.stop
+                turns = decode_turns(self.method, variants, [numbers] * len(rows), BLOCK)
+                steps = Steps(context.total, turns, values, variants, static)
+                run.caches, state, chosen = next_block(
+                    self.setup, self.params, run.caches, state, steps
+                )
                 self._check_finite(state)
                 self.fetched = fetched_of(run.caches, context.batch)
                 yield _chosen(np.asarray(chosen.token), context.batch)

@@ -11,6 +11,8 @@ Neither compiles every layer of the model:
 In the first mode the pieces are jitted too, and become parts of the one program.
 """
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +29,6 @@ from jax_longctx.engine.setup import BATCH, Ends, Setup, without_layers
 from jax_longctx.models.llama import PLAIN, ends_of, gathered_ends, gathered_layer, layer_of
 from jax_longctx.sharding import (
     AnyMesh,
-    Leaf,
     Stacked,
     leaf_fields,
     logical_sharding,
@@ -61,7 +62,8 @@ def hidden_states(
             x_BTD, cache = _through_layer(setup, window, weights, x_BTD, cache, segment, total)
         else:
             run = cache if isinstance(cache, Stacked) else _alone(cache)
-            x_BTD, run = _through_run(setup, window, layers, layer, x_BTD, run, segment, total)
+            each = LayerPass(setup, window, segment, total)
+            x_BTD, run = _through_run(each, layers, layer, x_BTD, run)
             cache = run if isinstance(cache, Stacked) else of_layer(run.cache, 0)
         updated.append(cache)
         layer += layers_in(cache)
@@ -100,43 +102,59 @@ def _through_layer(
     segment: Segment,
     total: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """One layer; the method's `attend` runs inside the manual `shard_map`."""
-
-    def local(q: Array, k: Array, v: Array, cache: Any, segment: Segment, total: Array) -> Any:
-        ctx = setup.layer_context(window, total)
-        (out, _), cache = setup.method.attend((q, k, v), cache, segment, ctx)
-        return out, cache
-
-    return _attended(setup, local, params, x, cache, tree_specs(cache), segment, total)
+    """One layer, with arrays of its own."""
+    return LayerPass(setup, window, segment, total).through(params, x, cache, tree_specs(cache))
 
 
-def _attended(
-    setup: Setup,
-    local: Any,
-    params: Any,
-    x: Float[Array, "B T D"],
-    cache: Any,
-    specs: Any,
-    segment: Segment,
-    total: Int[Array, " B"],
-) -> tuple[Float[Array, "B T D"], Any]:
-    """A layer of these parameters, whose attention is `local` over a cache of these `specs`."""
+@dataclasses.dataclass(frozen=True)
+class LayerPass:
+    """A segment on its way through layers that have the same sliding window.
 
-    def attend(q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
-        heads = logical_spec(("batch", segment.token_axis, "heads", None))
-        kv_heads = logical_spec(("batch", segment.token_axis, "kv_heads", None))
-        in_specs = (heads, kv_heads, kv_heads, specs, tree_specs(segment), BATCH)
-        run = setup.shard_map(local, in_specs, (heads, specs))
-        return run(q, k, v, cache, segment, total)
+    Attributes:
+      total: each row's total length, as rotary embedding sees it.
+      handed_on: after a layer was traced, the numbers of its cache's arrays that the method did not
+        change.
+    """
 
-    config, mesh = setup.config, setup.mesh
-    products = setup.products(x.shape[0] * x.shape[1])
-    if segment.spread and mesh.shape["seq"] > 1:
-        if gathers_weights(config, mesh, _tokens_of_a_shard(mesh, x)):
-            params, products = gathered_layer(config, mesh, params), PLAIN
-        else:
-            products = Divided(mesh, spread=True)
-    return layer_of(config, params)(x, cache, attend, products)
+    setup: Setup
+    window: int | None
+    segment: Segment
+    total: Int[Array, " B"]
+    handed_on: set[int] = dataclasses.field(default_factory=set)
+
+    def through(
+        self, weights: Any, x: Float[Array, "B T D"], cache: Any, specs: Any
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """A layer with these weights, over a cache whose arrays are sharded as `specs` say."""
+        config, mesh = self.setup.config, self.setup.mesh
+        products = self.setup.products(x.shape[0] * x.shape[1])
+        if self.segment.spread and mesh.shape["seq"] > 1:
+            if gathers_weights(config, mesh, _tokens_of_a_shard(mesh, x)):
+                weights, products = gathered_layer(config, mesh, weights), PLAIN
+            else:
+                products = Divided(mesh, spread=True)
+        return layer_of(config, weights)(x, cache, functools.partial(self._attend, specs), products)
+
+    def _attend(self, specs: Any, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
+        """What the layer calls with its queries, keys and values: `_attend_here` on each device."""
+        axis = self.segment.token_axis
+        heads = logical_spec(("batch", axis, "heads", None))
+        kv_heads = logical_spec(("batch", axis, "kv_heads", None))
+        in_specs = (heads, kv_heads, kv_heads, specs, tree_specs(self.segment), BATCH)
+        run = self.setup.shard_map(self._attend_here, in_specs, (heads, specs))
+        return run(q, k, v, cache, self.segment, self.total)
+
+    def _attend_here(
+        self, q: Array, k: Array, v: Array, cache: Any, segment: Segment, total: Array
+    ) -> tuple[Array, Any]:
+        """The method's `attend` over a device's part of heads and slots."""
+        ctx = self.setup.layer_context(self.window, total)
+        (out, _), after = self.setup.method.attend((q, k, v), cache, segment, ctx)
+        olds, structure = jax.tree.flatten(cache, is_leaf=_is_plane)
+        news = structure.flatten_up_to(after)
+        pairs = list(zip(olds, news, strict=True))
+        self.handed_on.update(i for i, (old, new) in enumerate(pairs) if old is new)
+        return out, structure.unflatten(_kept(old, new) for old, new in pairs)
 
 
 def _tokens_of_a_shard(mesh: AnyMesh, x: Array) -> int:
@@ -145,138 +163,155 @@ def _tokens_of_a_shard(mesh: AnyMesh, x: Array) -> int:
 
 
 def _through_run(
-    setup: Setup,
-    window: int | None,
-    layers: Any,
-    first: int,
-    x: Float[Array, "B T D"],
-    run: Stacked,
-    segment: Segment,
-    total: Int[Array, " B"],
+    each: LayerPass, layers: Any, first: int, x: Float[Array, "B T D"], run: Stacked
 ) -> tuple[Float[Array, "B T D"], Stacked]:
     """Consecutive layers that are alike, from layer `first` on, as a loop over one layer's program.
-
-    The loop carries the caches of all these layers. Arrays that are `in_place` reach the method as
-    `Plane`s. Of the others, which are small, the layer's part is cut out and put back.
 
     Args:
       layers: the stacked weights of all layers of the model.
     """
-    stacks, structure = jax.tree.flatten(run.cache)
-    fields = leaf_fields(run.cache)
-    plane: Any = Plane  # of specs here
-    specs = [
-        plane(logical_spec(("layers", *field.axes)), PartitionSpec())
-        if field.in_place
-        else logical_spec(field.axes)
-        for field in fields
-    ]
-
-    # While a layer is traced: the numbers of the arrays that the method hands on as they are.
-    same: set[int] = set()
-
-    def local(q: Array, k: Array, v: Array, parts: Any, segment: Segment, total: Array) -> Any:
-        ctx = setup.layer_context(window, total)
-        cache = structure.unflatten(parts)
-        (out, _), cache = setup.method.attend((q, k, v), cache, segment, ctx)
-        news = structure.flatten_up_to(cache)
-        same.update(i for i, (old, new) in enumerate(zip(parts, news, strict=True)) if old is new)
-        return out, [_kept(old, new) for old, new in zip(parts, news, strict=True)]
-
-    groups = _together(stacks, fields)
-
-    a_turn = 1
-    usual = segment.role == "decode" and segment.variant == step_variant(setup.method, 1)
-    if setup.platform == "gpu" and usual:
-        a_turn = max(n for n in range(1, LAYERS_A_TURN + 1) if run.count % n == 0)
-
-    joined = _joined(stacks, groups, axis=1)
-    few = [
-        not fields[group[0]].in_place and stack.size <= MOST_NUMBERS * run.count
-        for stack, group in zip(joined, groups, strict=True)
-    ]
+    carried = _Carried(run, each.handed_on)
+    a_turn = _layers_a_turn(each, run.count)
 
     # Under `jit` the layers of a turn share one lowering, and their kernels are compiled once.
     @jax.jit
     def layer(index: Array, x: Array, stacks: Any, own: Any) -> tuple[Array, Any, Any]:
-        parts = [
-            part
-            if part is not None
-            else Plane(stack, index)
-            if fields[group[0]].in_place
-            else of_layer(stack, index)
-            for stack, part, group in zip(stacks, own, groups, strict=True)
-        ]
+        cache = carried.cache_of(stacks, index, own)
         weights = of_layer(layers, first + index)
-        parts = _apart(parts, groups)
-        x, parts = _attended(setup, local, weights, x, parts, specs, segment, total)
-        given, stacks, news = stacks, [], _joined(parts, groups)
-        for stack, part, group, small in zip(given, news, groups, few, strict=True):
-            if isinstance(part, Plane):
-                stack = part.whole
-            elif not small and not same.issuperset(group):
-                stack = jax.lax.dynamic_update_index_in_dim(stack, part, index, 0)
-            stacks.append(stack)
-        own = [part if small else None for part, small in zip(news, few, strict=True)]
-        return x, stacks, own
+        x, cache = each.through(weights, x, cache, carried.specs)
+        return x, *carried.with_cache(stacks, index, cache)
 
     def turn(number: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         x, stacks = carry
-        begin = number * a_turn
-        # Few numbers are cut out, and put back, for all layers of the turn at once.
-        held = [
-            jax.lax.dynamic_slice_in_dim(stack, begin, a_turn) if small else None
-            for stack, small in zip(stacks, few, strict=True)
-        ]
-        each = []
+        begin, news = number * a_turn, []
+        held = carried.cut(stacks, begin, a_turn)
         for offset in range(a_turn):
             own = [None if part is None else part[offset] for part in held]
             x, stacks, own = layer(begin + offset, x, stacks, own)
-            each.append(own)
-        for i, (group, small) in enumerate(zip(groups, few, strict=True)):
-            if small and not same.issuperset(group):
-                news = jnp.stack([own[i] for own in each])
-                stacks[i] = jax.lax.dynamic_update_slice_in_dim(stacks[i], news, begin, 0)
-        return x, stacks
+            news.append(own)
+        return x, carried.put_back(stacks, begin, news)
 
     with jax.named_scope(f"layers_{first}_to_{first + run.count - 1}"):
-        x, stacks = jax.lax.fori_loop(0, run.count // a_turn, turn, (x, joined))
-    stacks = _apart(stacks, groups, axis=1)
-    return x, Stacked(structure.unflatten(stacks), run.count)
+        turns = run.count // a_turn
+        x, stacks = jax.lax.fori_loop(0, turns, turn, (x, carried.stacks(run)))
+    return x, Stacked(carried.whole(stacks), run.count)
 
 
-def _together(stacks: Sequence[Array], fields: Sequence[Leaf]) -> list[list[int]]:
-    """The numbers of the arrays in groups; the loop carries each group as one array.
+def _layers_a_turn(each: LayerPass, count: int) -> int:
+    """How many of `count` layers a turn of the loop takes."""
+    segment, setup = each.segment, each.setup
+    usual = segment.role == "decode" and segment.variant == step_variant(setup.method, 1)
+    if setup.platform != "gpu" or not usual:
+        return 1
+    return max(n for n in range(1, LAYERS_A_TURN + 1) if count % n == 0)
 
-    Small arrays of one shape, dtype and sharding (lengths, positions) form a group. To cut an array
-    out and to put it back takes a kernel each in every layer.
+
+class _Carried:
+    """The arrays of a run's cache as the loop over its layers carries them, in groups.
+
+    - An array that is `in_place` is a group. It reaches the method as a `Plane`.
+    - Small arrays of one shape, dtype and sharding (lengths, positions) are a group, joined to one
+      array. To cut an array out and to put it back takes a kernel each in every layer.
+    - Any other array is a group. A layer's part is cut out and put back, unless the method hands
+      it on as it is. Of `few` numbers those of all layers of a turn are cut out at once.
+
+    Attributes:
+      specs: of a layer's cache.
     """
-    groups: dict[Any, list[int]] = {}
-    for number, (stack, field) in enumerate(zip(stacks, fields, strict=True)):
-        small = not field.in_place and stack.ndim <= 2
-        alike = (stack.shape, stack.dtype, logical_spec(field.axes)) if small else number
-        groups.setdefault(alike, []).append(number)
-    return list(groups.values())
 
+    def __init__(self, run: Stacked, handed_on: set[int]):
+        leaves, self._structure = jax.tree.flatten(run.cache)
+        fields, self._handed_on = leaf_fields(run.cache), handed_on
+        groups: dict[Any, list[int]] = {}
+        for number, (leaf, field) in enumerate(zip(leaves, fields, strict=True)):
+            small = not field.in_place and leaf.ndim <= 2
+            alike = (leaf.shape, leaf.dtype, logical_spec(field.axes)) if small else number
+            groups.setdefault(alike, []).append(number)
+        self._groups = list(groups.values())
+        self._in_place = [fields[group[0]].in_place for group in self._groups]
+        self._few = [
+            not in_place and len(group) * leaves[group[0]].size <= MOST_NUMBERS * run.count
+            for group, in_place in zip(self._groups, self._in_place, strict=True)
+        ]
+        plane: Any = Plane  # of specs here
+        self.specs = self._structure.unflatten(
+            plane(logical_spec(("layers", *field.axes)), PartitionSpec())
+            if field.in_place
+            else logical_spec(field.axes)
+            for field in fields
+        )
 
-def _joined(arrays: Sequence[Any], groups: list[list[int]], axis: int = 0) -> list[Any]:
-    """The arrays of a group as one, along a new axis; one alone stays as it is."""
-    return [
-        arrays[group[0]] if len(group) == 1 else jnp.stack([arrays[i] for i in group], axis)
-        for group in groups
-    ]
+    def stacks(self, run: Stacked) -> list[Array]:
+        """All layers' arrays, one a group."""
+        return self._joined(jax.tree.leaves(run.cache), axis=1)
 
+    def whole(self, stacks: list[Array]) -> Any:
+        """`stacks` undone: the cache of a `Stacked`."""
+        return self._apart(stacks, axis=1)
 
-def _apart(joined: Sequence[Any], groups: list[list[int]], axis: int = 0) -> list[Any]:
-    """`_joined` undone."""
-    found = {}
-    for array, group in zip(joined, groups, strict=True):
-        several = len(group) > 1
-        for i, number in enumerate(group):
-            found[number] = (
-                jax.lax.index_in_dim(array, i, axis, keepdims=False) if several else array
+    def cut(self, stacks: list[Array], begin: Array, count: int) -> list[Array | None]:
+        """The parts of `count` layers of groups of few numbers; None of the others."""
+        return [
+            jax.lax.dynamic_slice_in_dim(stack, begin, count) if few else None
+            for stack, few in zip(stacks, self._few, strict=True)
+        ]
+
+    def put_back(self, stacks: list[Array], begin: Array, news: list[list[Any]]) -> list[Array]:
+        """`cut` undone, with each layer's new parts."""
+        for i, few in enumerate(self._few):
+            if few and self._changed(i):
+                parts = jnp.stack([own[i] for own in news])
+                stacks[i] = jax.lax.dynamic_update_slice_in_dim(stacks[i], parts, begin, 0)
+        return stacks
+
+    def cache_of(self, stacks: list[Array], layer: Array, own: list[Any]) -> Any:
+        """A layer's cache; `own` has its parts of few numbers."""
+        parts = [
+            few_of if few else Plane(stack, layer) if in_place else of_layer(stack, layer)
+            for stack, few_of, few, in_place in zip(
+                stacks, own, self._few, self._in_place, strict=True
             )
-    return [found[number] for number in sorted(found)]
+        ]
+        return self._apart(parts)
+
+    def with_cache(
+        self, stacks: list[Array], layer: Array, cache: Any
+    ) -> tuple[list[Array], list[Any]]:
+        """`cache_of` undone: the arrays with this cache in them, and its parts of few numbers."""
+        parts = self._joined(self._structure.flatten_up_to(cache))
+        after = []
+        for i, (stack, part) in enumerate(zip(stacks, parts, strict=True)):
+            if isinstance(part, Plane):
+                stack = part.whole
+            elif not self._few[i] and self._changed(i):
+                stack = jax.lax.dynamic_update_index_in_dim(stack, part, layer, 0)
+            after.append(stack)
+        return after, [part if few else None for part, few in zip(parts, self._few, strict=True)]
+
+    def _changed(self, group: int) -> bool:
+        return not self._handed_on.issuperset(self._groups[group])
+
+    def _joined(self, arrays: Sequence[Any], axis: int = 0) -> list[Any]:
+        """The arrays of a group as one, along a new axis; one alone stays as it is."""
+        return [
+            arrays[group[0]] if len(group) == 1 else jnp.stack([arrays[i] for i in group], axis)
+            for group in self._groups
+        ]
+
+    def _apart(self, joined: Sequence[Any], axis: int = 0) -> Any:
+        """`_joined` undone, as a cache."""
+        found = {}
+        for array, group in zip(joined, self._groups, strict=True):
+            for i, number in enumerate(group):
+                one = len(group) == 1
+                found[number] = (
+                    array if one else jax.lax.index_in_dim(array, i, axis, keepdims=False)
+                )
+        return self._structure.unflatten(found[number] for number in sorted(found))
+
+
+def _is_plane(node: Any) -> bool:
+    return isinstance(node, Plane)
 
 
 def _kept(old: Any, new: Any) -> Any:

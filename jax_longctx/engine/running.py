@@ -53,6 +53,7 @@ from jax_longctx.engine.capacity import (
 from jax_longctx.engine.compiling import IN_PLACE, program
 from jax_longctx.engine.decode import (
     DecodeState,
+    Steps,
     answer_variants,
     decode_turns,
     first_state,
@@ -496,12 +497,11 @@ class RunningBatch:
         for row in self._rows.values():
             steps[row.index] = range(row.count, min(row.count + most, row.request.max_tokens))
         turns = decode_turns(engine.method, self._variants, steps, BLOCK)
-        if self._given is None:
-            self._given = jax.device_put(self._values)
-        given = self._state, self._total, turns, self._given, (BLOCK, self._variants, ANY)
+        self._given = values = self._given or jax.device_put(self._values)
+        given = Steps(self._total, turns, values, self._variants, ANY)
         with self._caches.lent() as run:
             run.caches, self._state, choices = next_block(
-                engine.setup, engine.params, run.caches, *given
+                engine.setup, engine.params, run.caches, self._state, given
             )
         choices, finite = jax.tree.map(np.asarray, (choices, self._state.finite))
         found: dict[int, list[Chosen]] = {}

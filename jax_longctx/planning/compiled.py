@@ -36,7 +36,7 @@ from jax_longctx.contract import Prompt, Segment, Stage
 from jax_longctx.engine import Sampling
 from jax_longctx.engine.ahead import Listing
 from jax_longctx.engine.capacity import bytes_per_device, reserved, staged_caches
-from jax_longctx.engine.decode import DecodeState, answer_variants, decode_block, first_state
+from jax_longctx.engine.decode import DecodeState, Steps, answer_variants, decode_block, first_state
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.finish import finish_donated, whole_finish
 from jax_longctx.engine.prefill import Logits, whole_segment
@@ -237,9 +237,8 @@ def used_programs(request: PlanRequest, setup: Setup, rows: int) -> list[UsedPro
         "decode",
         answering,
         decode_block,
-        *(setup, params, placed(setup.mesh, answering), made(abstract_state(rows)), total),
-        *(turns, made(abstract_values(rows))),
-        (BLOCK, variants, sampling_static(Sampling())),
+        *(setup, params, placed(setup.mesh, answering), made(abstract_state(rows))),
+        Steps(total, turns, made(abstract_values(rows)), variants, sampling_static(Sampling())),
     )
     return found
 

@@ -154,7 +154,7 @@ def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
     from jax_longctx.caches.branched import branches, split_of, with_context
     from jax_longctx.contract import own_tokens
     from jax_longctx.engine.capacity import staged_caches
-    from jax_longctx.engine.decode import answer_variants, decode_block
+    from jax_longctx.engine.decode import Steps, answer_variants, decode_block
     from jax_longctx.engine.engine import BLOCK
     from jax_longctx.engine.sampling import GREEDY, SamplingStatic
     from jax_longctx.planning import compiled
@@ -170,10 +170,13 @@ def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
     variants = answer_variants(request.spec.method, request.reserve)
     args = (
         *(setup, compiled.abstract_params(setup), compiled.placed(setup.mesh, caches)),
-        *(compiled.abstract_state(rows), shape((rows,), jnp.int32)),
-        *(shape((rows, BLOCK), jnp.int32), compiled.abstract_values(rows)),
-        # Other choices of a token are no part of the loop over layers, and take long to compile.
-        (BLOCK, variants, SamplingStatic((GREEDY,))),
+        compiled.abstract_state(rows),
+        Steps(
+            *(shape((rows,), jnp.int32), shape((rows, BLOCK), jnp.int32)),
+            *(compiled.abstract_values(rows), variants),
+            # Other choices of a token are no part of the loop over layers, and compile for long.
+            SamplingStatic((GREEDY,)),
+        ),
     )
     return [compiled.UsedProgram("shared decode", "decode", decode_block, args, 0)]
 

@@ -12,7 +12,7 @@ from jax_longctx.contract import CHUNK_ROWS, Prompt, RowGroup, Segment, step_var
 from jax_longctx.engine import Sampling
 from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import bytes_per_device
-from jax_longctx.engine.decode import decode_block
+from jax_longctx.engine.decode import Steps, decode_block
 from jax_longctx.engine.layers import _through_layer
 from jax_longctx.engine.prefill import whole_segment
 from jax_longctx.engine.sampling import sampling_static
@@ -42,10 +42,10 @@ def compile_decode(setup: Setup, batch: int, slots: int, *steps: int) -> jax.sta
         abstract_params(setup),
         sharded_caches(setup, batch, slots),
         abstract_state(batch),
-        _ints(batch),
-        _ints(batch, COLUMNS),
-        abstract_values(batch),
-        (COLUMNS, variants, sampling_static(Sampling())),
+        Steps(
+            *(_ints(batch), _ints(batch, COLUMNS), abstract_values(batch)),
+            *(variants, sampling_static(Sampling())),
+        ),
     ).compile()
 
 

@@ -7,7 +7,7 @@ import pytest
 from jax_longctx.contract import Prompt, step_variant
 from jax_longctx.engine import Sampling
 from jax_longctx.engine.capacity import bucket, bytes_per_device, staged_caches
-from jax_longctx.engine.decode import decode_block
+from jax_longctx.engine.decode import Steps, decode_block
 from jax_longctx.engine.prefill import whole_segment
 from jax_longctx.engine.sampling import sampling_static
 from jax_longctx.engine.setup import Setup
@@ -80,17 +80,14 @@ def prefill(setup):
 def decode(setup):
     """The compiled block of decode steps, and bytes of the caches on a device."""
     _, _, caches = staged_caches(setup, 1, CONTEXT, RESERVE)
-    static = (32, (step_variant(setup.method, 1),), sampling_static(Sampling()))
+    static = (step_variant(setup.method, 1),), sampling_static(Sampling())
     total = jax.ShapeDtypeStruct((1,), jnp.int32)
     lowered = decode_block.lower(
         setup,
         abstract_params(setup),
         placed(setup.mesh, caches),
         abstract_state(1),
-        total,
-        total.update(shape=(1, 32)),
-        abstract_values(1),
-        static,
+        Steps(total, total.update(shape=(1, 32)), abstract_values(1), *static),
     )
     return lowered.compile(), bytes_per_device(setup.mesh, caches)
 

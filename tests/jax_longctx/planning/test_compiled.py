@@ -68,7 +68,7 @@ class Watched:
         if self.name != "decode_block":
             return given
         caches, state, chosen = given
-        self.answered += int(np.sum(np.asarray(args[5])[0] >= 0))
+        self.answered += int(np.sum(np.asarray(args[4].turns)[0] >= 0))
         done = jnp.full_like(state.done, self.answered >= RESERVE - 2)
         return caches, dataclasses.replace(state, done=done, finite=~state.finite), chosen
 
