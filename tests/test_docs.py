@@ -1,5 +1,6 @@
 """The documentation: pages are current, links and commands resolve, what is shown runs."""
 
+import ast
 import dataclasses
 import functools
 import importlib
@@ -141,6 +142,27 @@ def test_public_names_are_documented():
     pages = "".join(map(read, (DOCS / "api").glob("*.md")))
     modules = set(re.findall(r"^::: (\S+)", pages, re.MULTILINE))
     assert {name.rpartition(".")[0] for name in names} <= modules
+
+
+def test_the_page_on_a_decode_step_names_what_its_files_hold():
+    page = (ROOT / "docs/design/a-decode-step.md").read_text(encoding="utf-8")
+    sections = re.split(r"^## \d+\. (\S+)$", page, flags=re.MULTILINE)[1:]
+    assert len(set(sections[::2])) <= 8
+    for file, text in itertools.batched(sections, 2):
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        held = {name for node in tree.body for name in _names(node)}
+        named = re.findall(r"`([\w.]+)\(\)`", text)
+        assert named and set(named) <= held, (file, set(named) - held)
+
+
+def _names(node):
+    """What a statement of a module defines, with the functions of a class."""
+    if isinstance(node, ast.Assign):
+        yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+    if isinstance(node, ast.ClassDef):
+        yield from (f"{node.name}.{each}" for part in node.body for each in _names(part))
 
 
 def test_a_build_fails_on_a_missing_name_and_on_what_it_would_load(tmp_path):
