@@ -26,6 +26,15 @@ COMPILED = (
 ROOFLINE = "arithmetic over the constants above; not measured"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The texts that are planned for."""
+
+    context: int = option("Tokens of context.", default=131072)
+    batch: int = option("Rows of the batch.", default=1)
+    reserve: int = option("Tokens of question and answer.", default=256)
+
+
 @options.command
 def plan(
     *,
@@ -40,9 +49,7 @@ def plan(
         "checkpoint.",
         default="llama-3.1-8b",
     ),
-    context: int = option("Tokens of context.", default=131072),
-    batch: int = option("Rows of the batch.", default=1),
-    reserve: int = option("Tokens of question and answer.", default=256),
+    rows: Rows,
     run: RunSpec = options.run(
         *("dtype", "kv", "weights", "offload", "working_set", "mesh", "chunk"),
         dtype=options.dtype(default="bfloat16"),
@@ -81,7 +88,7 @@ def plan(
         )
 
         chosen = method.make() or make_method("full")
-        asked: dict[str, Any] = {"context": context, "batch": batch, "reserve": reserve}
+        asked: dict[str, Any] = dataclasses.asdict(rows)
         run = dataclasses.replace(run.over("bfloat16", held), method=chosen)
         request = PlanRequest(config=config, spec=run, target=devices, **asked)
     with terminal.waiting("planning"):

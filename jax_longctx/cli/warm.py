@@ -16,6 +16,15 @@ from jax_longctx.models.presets import PRESETS, preset
 from jax_longctx.run_spec import RunSpec
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The questions that later commands ask."""
+
+    question: int = option("Tokens of the question.", default=32, min=1)
+    answer: int = option("Longest answer in tokens, as --max-tokens of ask.", default=128, min=1)
+    rows: int = option("Rows of the batch.", default=1, min=1)
+
+
 @options.command
 def warm(
     *,
@@ -29,9 +38,7 @@ def warm(
     length: list[int] | None = option(
         "Tokens of the text; repeat for several. 16,000 unless given.", min=1
     ),
-    question: int = option("Tokens of the question.", default=32, min=1),
-    answer: int = option("Longest answer in tokens, as --max-tokens of ask.", default=128, min=1),
-    rows: int = option("Rows of the batch.", default=1, min=1),
+    asked: Asked,
     answers: options.AnswerOptions = options.only(
         "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
     ),
@@ -72,8 +79,8 @@ def warm(
     for spec, tokens, engine in cases:
         begun = time.perf_counter()
         with CompileClock() as clock:
-            how: dict[str, Any] = {"max_tokens": answer, "sampling": sampling}
-            shape = [tokens] * rows, [question] * rows
+            how: dict[str, Any] = {"max_tokens": asked.answer, "sampling": sampling}
+            shape = [tokens] * asked.rows, [asked.question] * asked.rows
             stopping.compile(engine, shape, how, terminal, spec.label)
         found.append(
             {
@@ -88,7 +95,7 @@ def warm(
     record = {
         "model": model,
         "mesh": dict(devices.shape),
-        **{"rows": rows, "question": question, "answer": answer},
+        **dataclasses.asdict(asked),
         **run.facts(),
         "sampling": dataclasses.asdict(sampling),
         "folder": str(folder),
