@@ -177,7 +177,7 @@ def _optimized(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def _limited_mappings() -> Iterator[None]:
     """Tests that use no engine compile too."""
-    from jax_longctx.engine.mappings import limit_mappings
+    from jax_longctx.engine.compiling import limit_mappings
 
     yield
     limit_mappings()

@@ -24,7 +24,7 @@ import numpy as np
 from jax_longctx.bench.timing import device_facts, printed
 from jax_longctx.cli.bench_options import Cold
 from jax_longctx.engine import Engine
-from jax_longctx.engine.compile_clock import CompileClock
+from jax_longctx.engine.compiling import CompileClock
 from jax_longctx.errors import LongctxError
 from jax_longctx.methods import make_method
 from jax_longctx.models.config import ModelConfig

@@ -30,8 +30,7 @@ from jax_longctx.engine import Context, Engine, capacity
 from jax_longctx.engine.allocate import abstract_caches, empty_like
 from jax_longctx.engine.decode import Steps, answer_variants, decode_turns, first_state, next_block
 from jax_longctx.engine.engine import BLOCK
-from jax_longctx.engine.finish import finish_question, fork
-from jax_longctx.engine.prefill import run_segment
+from jax_longctx.engine.prefill import finish_question, fork, run_segment
 from jax_longctx.engine.runs import layers_in, with_layer
 from jax_longctx.engine.sampling import sampling_static, sampling_values
 from jax_longctx.errors import InputError

@@ -217,7 +217,7 @@ class Compiling:
     def watching(self) -> Iterator[None]:
         """While the command runs. Imports JAX."""
         with self._terminal.starting():
-            from jax_longctx.engine.compile_clock import CompileClock
+            from jax_longctx.engine.compiling import CompileClock
 
         with CompileClock() as self.clock:
             yield

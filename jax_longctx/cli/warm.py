@@ -63,7 +63,7 @@ def warm(
     terminal = Terminal(as_json=as_json)
     sampling = answers.sampling
     with terminal.starting():
-        from jax_longctx.engine.compile_clock import CompileClock
+        from jax_longctx.engine.compiling import CompileClock
         from jax_longctx.methods import make_method
 
         devices = run.devices()

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jax_longctx.contract import CacheShape
-from jax_longctx.engine.mappings import limit_mappings
+from jax_longctx.engine.compiling import limit_mappings
 from jax_longctx.engine.setup import Setup
 from jax_longctx.sharding import HOST, Stacked, tree_shardings
 

@@ -22,7 +22,7 @@ from jax_longctx.caches import Offloaded
 from jax_longctx.contract import SlotLayout, Stage, cannot_offload
 from jax_longctx.engine.allocate import abstract_caches, most_pinned, pinned_bytes
 from jax_longctx.engine.distributed import to_host
-from jax_longctx.engine.finish import finish_one
+from jax_longctx.engine.prefill import finish_one
 from jax_longctx.engine.runs import layers_in
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CapacityError, ConfigError

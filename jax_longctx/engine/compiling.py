@@ -1,4 +1,4 @@
-"""The engine's jitted functions.
+"""The engine's jitted functions, how long they compile, and how many may be kept.
 
 Each is a `Program`, whose calls a rehearsal can take in its place (`engine.ahead`).
 """
@@ -6,11 +6,16 @@ Each is a `Program`, whose calls a rehearsal can take in its place (`engine.ahea
 import contextlib
 import contextvars
 import functools
+import logging
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.monitoring
 import numpy as np
 
 # Options of a function that gives back every donated argument, updated, in the order they came.
@@ -40,6 +45,19 @@ LOOPED: dict[str, Any] = {
         ),
     }
 }
+# JAX's events around tracing, lowering and compiling, or reading a compiled program.
+EVENTS = (
+    "/jax/core/compile/jaxpr_trace_duration",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration",
+    "/jax/core/compile/backend_compile_duration",
+)
+# This process's mappings, one a line, and the most that a process may have. Only Linux has them.
+MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
+_logger = logging.getLogger(__name__)
+# Counting mappings takes milliseconds. So it is done once in this many of JAX's events of tracing,
+# lowering and compiling, which is about once in twenty programs.
+COUNTED = 60
+_events = 0
 # What is given the calls of `Program`s (see `calls_to`).
 _taker: contextvars.ContextVar[Any] = contextvars.ContextVar("taker", default=None)
 # Every `Program`; `forget` clears them.
@@ -124,3 +142,84 @@ def calls_to(taker: Any) -> Iterator[None]:
         yield
     finally:
         _taker.reset(token)
+
+
+class CompileClock:
+    """How long a thread has traced, lowered and compiled, and how many programs it took.
+
+    JAX reports each of these with its duration when it ends. Tracing nests, so the intervals are
+    joined. What other threads compile meanwhile takes no time of this one; `waiting` adds the time
+    that it waits for them.
+
+    Attributes:
+      programs: programs that were asked for in the whole process.
+      hits: of these, programs that the persistent cache held.
+    """
+
+    def __init__(self) -> None:
+        self._thread, self._spans = threading.get_ident(), []
+        self.programs = self.hits = 0
+
+    def __enter__(self) -> "CompileClock":
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.register_event_listener(self._on_event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._on_duration)
+        jax.monitoring.unregister_event_listener(self._on_event)
+
+    def _on_duration(self, event: str, duration_secs: float, **about: str | int) -> None:
+        if event not in EVENTS:
+            return
+        self.programs += event == EVENTS[-1]
+        if threading.get_ident() == self._thread:
+            now = time.perf_counter()
+            self._spans.append((now - duration_secs, now))
+
+    def _on_event(self, event: str, **about: str | int) -> None:
+        self.hits += event == "/jax/compilation_cache/cache_hits"
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The time of the block counts as time for compilation."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spans.append((begun, time.perf_counter()))
+
+    def seconds(self, begun: float = 0.0, ended: float = float("inf")) -> float:
+        """Seconds of compilation between two times of `time.perf_counter()`."""
+        total, last = 0.0, begun
+        for start, end in sorted(self._spans):
+            start, end = max(start, last), min(end, ended)
+            if end > start:
+                total, last = total + end - start, end
+        return total
+
+
+def _on_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    global _events
+    _events += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_compilation)
+
+
+def limit_mappings() -> None:
+    """Drops all compiled programs once this process uses half of its memory mappings.
+
+    JAX keeps every program. On a CPU each takes tens of memory mappings, of which Linux gives a
+    process 65,530: twenty methods at a few text lengths use them up, and then LLVM ends the
+    process. A dropped program is compiled again, or read from the disk, when it is next called.
+    Call this outside of traced functions, before work that may compile.
+    """
+    global _events
+    if _events < COUNTED or not MAPPINGS.exists():
+        return
+    _events = 0
+    used, most = MAPPINGS.read_bytes().count(b"\n"), int(MOST_MAPPINGS.read_text())
+    if used > most // 2:
+        _logger.info("dropping all compiled programs: %d of %d mappings in use", used, most)
+        forget()

@@ -38,6 +38,7 @@ from jax_longctx.engine.capacity import (
     setup_of,
     slots_for,
 )
+from jax_longctx.engine.compiling import limit_mappings
 from jax_longctx.engine.decode import (
     DecodeState,
     Steps,
@@ -48,9 +49,14 @@ from jax_longctx.engine.decode import (
     start_answer,
 )
 from jax_longctx.engine.distributed import to_host
-from jax_longctx.engine.finish import finish_context, finish_question, fork, whole_finish
-from jax_longctx.engine.mappings import limit_mappings
-from jax_longctx.engine.prefill import Logits, run_segment
+from jax_longctx.engine.prefill import (
+    Logits,
+    finish_context,
+    finish_question,
+    fork,
+    run_segment,
+    whole_finish,
+)
 from jax_longctx.engine.program_files import seal_cache
 from jax_longctx.engine.sampling import RowValues, sampling_static, sampling_values
 from jax_longctx.engine.setup import without_layers

@@ -1,15 +1,20 @@
-"""One segment of a text or a question through the model."""
+"""One segment of a text or a question through the model, and the end of either."""
 
+import warnings
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.contract import CHUNK_ROWS, RowGroup, Segment
+from jax_longctx.contract import CHUNK_ROWS, Method, RowGroup, Segment, Stage
 from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, program
 from jax_longctx.engine.layers import hidden_states
-from jax_longctx.engine.setup import Ends, Setup, without_layers
+from jax_longctx.engine.runs import layers_in
+from jax_longctx.engine.setup import BATCH, Ends, Setup, without_layers
 from jax_longctx.models.llama import ends_of
+from jax_longctx.sharding import Stacked, tree_specs
 
 Logits = Literal["none", "hidden", "last", "all"]
 
@@ -75,3 +80,112 @@ def _wanted(
     ends_B11 = jnp.maximum(valid_B - 1, 0)[:, None, None]
     new_BV = ends.logits(params, jnp.take_along_axis(hidden_BTD, ends_B11, axis=1)[:, 0])
     return jnp.where((valid_B > 0)[:, None], new_BV, last)
+
+
+def finish_context(
+    setup: Setup, caches: tuple[Any, ...], total: Int[Array, " B"], reserve: int
+) -> tuple[Any, ...]:
+    """Every layer's `finish`, which may change the caches' shapes; `caches` are donated."""
+    run = _finish if setup.by_layer else finish_donated
+    with warnings.catch_warnings():
+        # A cache that shrinks cannot be finished in place, which jit would report.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        return run(setup, caches, total, "context", reserve)
+
+
+def finish_question(
+    setup: Setup, caches: tuple[Any, ...], total: Int[Array, " B"], reserve: int
+) -> tuple[Any, ...]:
+    """New caches for the answer, of a method that `answers_apart`; `caches` stay."""
+    run = _finish if setup.by_layer else whole_finish
+    return run(setup, caches, total, "question", reserve)
+
+
+def _finish_layer(
+    setup: Setup,
+    window: int | None,
+    cache: Any,
+    total: Int[Array, " B"],
+    stage: Stage,
+    reserve: int,
+) -> Any:
+    """The method's `finish` of a layer inside the manual `shard_map`; traced once for like ones."""
+    finish, specs, _ = _traced_finish(setup, window, cache, total, stage, reserve)
+    return setup.shard_map(finish, (tree_specs(cache), BATCH), specs)(cache, total)
+
+
+def _traced_finish(
+    setup: Setup, window: int | None, cache: Any, total: Any, stage: Stage, reserve: int
+) -> tuple[Any, Any, list[int | None]]:
+    """`finish` of a device's part, the specs of its result, and which arrays it hands on.
+
+    The last is for each array of the result its number among those of `cache`, or None for one that
+    is made anew or is sharded otherwise.
+    """
+    handed: list[int | None] = []
+
+    def finish(cache: Any, total: Array) -> Any:
+        new = setup.method.finish(cache, setup.layer_context(window, total), stage, reserve)
+        known = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(cache))}
+        handed[:] = [known.get(id(leaf)) for leaf in jax.tree.leaves(new)]
+        return new
+
+    # What comes back is known by tracing; its fields then say how it is sharded.
+    in_specs = (tree_specs(cache), BATCH)
+    traced = jax.eval_shape(setup.shard_map(finish, in_specs, PartitionSpec()), cache, total)
+    specs = tree_specs(traced)
+    before = jax.tree.leaves(in_specs[0])
+    for index, spec in enumerate(jax.tree.leaves(specs)):
+        number = handed[index]
+        if number is not None and before[number] != spec:
+            handed[index] = None
+    return finish, specs, handed
+
+
+finish_layer = Program(_finish_layer, static=(0, 1, 4, 5))
+_finish_layer_donated = Program(_finish_layer, static=(0, 1, 4, 5), donate_argnums=2, **IN_PLACE)
+
+
+def _finish(
+    setup: Setup, caches: tuple[Any, ...], total: Array, stage: Stage, reserve: int
+) -> tuple[Any, ...]:
+    finished, layer = [], 0
+    for cache in caches:
+        window = setup.config.windows[layer]
+        finished.append(finish_one(setup, window, cache, total, stage, reserve))
+        layer += layers_in(cache)
+    return tuple(finished)
+
+
+def finish_one(
+    setup: Setup, window: int | None, cache: Any, total: Array, stage: Stage, reserve: int
+) -> Any:
+    """`finish` of a layer, or of a run of them."""
+    each = _finish_layer_donated if stage == "context" else finish_layer
+    if not isinstance(cache, Stacked):
+        return each(setup, window, cache, total, stage, reserve)
+    stacks, structure = jax.tree.flatten(cache.cache)
+    one = structure.unflatten(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacks)
+    finish, specs, handed = _traced_finish(setup, window, one, total, stage, reserve)
+    change = setup.shard_map(finish, (tree_specs(one), BATCH), specs)
+
+    def made(_: None, parts: Any) -> tuple[None, Any]:
+        news = jax.tree.leaves(change(structure.unflatten(parts), total))
+        return None, [new for new, old in zip(news, handed, strict=True) if old is None]
+
+    # Of the arrays that are handed on no slice is made.
+    fresh = iter(jax.lax.scan(made, None, stacks)[1])
+    found = [next(fresh) if old is None else stacks[old] for old in handed]
+    return Stacked(jax.tree.unflatten(jax.tree.structure(specs), found), cache.count)
+
+
+def fork(method: Method, cache: Any) -> Any:
+    """The method's `fork` of a layer's cache, or of those of a run of layers."""
+    if isinstance(cache, Stacked):
+        return Stacked(jax.vmap(method.fork)(cache.cache), cache.count)
+    return method.fork(cache)
+
+
+# All layers as one program.
+finish_donated = Program(_finish, static=(0, 3, 4), donate_argnums=1, **IN_PLACE)
+whole_finish = Program(_finish, static=(0, 3, 4))

@@ -50,7 +50,7 @@ from jax_longctx.engine.capacity import (
     finished_caches,
     reserved,
 )
-from jax_longctx.engine.compiling import IN_PLACE, program
+from jax_longctx.engine.compiling import IN_PLACE, limit_mappings, program
 from jax_longctx.engine.decode import (
     DecodeState,
     Steps,
@@ -61,7 +61,6 @@ from jax_longctx.engine.decode import (
     start_answer,
 )
 from jax_longctx.engine.engine import BLOCK, Context, Engine, Run, blocks_of_all
-from jax_longctx.engine.mappings import limit_mappings
 from jax_longctx.engine.runs import layers_in, seated_store
 from jax_longctx.engine.sampling import (
     ANY,

@@ -27,9 +27,8 @@ from jax_longctx.contract import Segment, decode_segment, step_variant
 from jax_longctx.engine.capacity import bucket, fetched_of
 from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, program
 from jax_longctx.engine.engine import BLOCK, Engine, Rows
-from jax_longctx.engine.finish import finish_question
 from jax_longctx.engine.layers import hidden_states
-from jax_longctx.engine.prefill import run_segment
+from jax_longctx.engine.prefill import finish_question, run_segment
 from jax_longctx.engine.running import Chosen
 from jax_longctx.engine.sampling import MOST_LOGPROBS
 from jax_longctx.engine.setup import Ends, Setup, replicated, without_layers

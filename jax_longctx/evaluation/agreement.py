@@ -49,8 +49,7 @@ from jax_longctx.engine import Engine
 from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.distributed import to_host
-from jax_longctx.engine.finish import finish_context, finish_question
-from jax_longctx.engine.prefill import run_segment
+from jax_longctx.engine.prefill import finish_context, finish_question, run_segment
 from jax_longctx.engine.scoring import by_columns, forced_states
 from jax_longctx.engine.setup import Ends, without_layers
 from jax_longctx.errors import InputError

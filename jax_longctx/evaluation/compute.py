@@ -14,7 +14,7 @@ from jax_longctx.contract import Method
 from jax_longctx.engine import Engine
 from jax_longctx.engine.ahead import Compilation, begun_or_none
 from jax_longctx.engine.capacity import footprint, read_bytes, staged_caches
-from jax_longctx.engine.compile_clock import CompileClock
+from jax_longctx.engine.compiling import CompileClock
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CapacityError, LongctxError
 from jax_longctx.methods import settings_of

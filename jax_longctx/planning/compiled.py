@@ -38,8 +38,7 @@ from jax_longctx.engine.ahead import Listing
 from jax_longctx.engine.capacity import bytes_per_device, reserved, staged_caches
 from jax_longctx.engine.decode import DecodeState, Steps, answer_variants, decode_block, first_state
 from jax_longctx.engine.engine import BLOCK
-from jax_longctx.engine.finish import finish_donated, whole_finish
-from jax_longctx.engine.prefill import Logits, whole_segment
+from jax_longctx.engine.prefill import Logits, finish_donated, whole_finish, whole_segment
 from jax_longctx.engine.sampling import Choices, RowValues, sampling_static, sampling_values
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import ConfigError, InputError

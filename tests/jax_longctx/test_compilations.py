@@ -12,9 +12,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax_longctx import api
 from jax_longctx.api import keep_compilations
 from jax_longctx.cli import warm
-from jax_longctx.engine import mappings, program_files
+from jax_longctx.engine import compiling, program_files
 from jax_longctx.engine import stored as stored_programs
-from jax_longctx.engine.compile_clock import CompileClock
+from jax_longctx.engine.compiling import CompileClock
 from jax_longctx.errors import InputError
 from tests.small_methods import KINDS, small_method
 from tests.support import random_rows, swap, tiny_config, tiny_engine
@@ -193,19 +193,19 @@ def test_no_pickle_is_read_that_others_can_have_written(tmp_path):
 
 
 def _mappings():
-    return mappings.MAPPINGS.read_bytes().count(b"\n")
+    return compiling.MAPPINGS.read_bytes().count(b"\n")
 
 
 @pytest.mark.long
 @pytest.mark.thorough
-@pytest.mark.skipif(not mappings.MAPPINGS.exists(), reason="Linux alone limits mappings")
+@pytest.mark.skipif(not compiling.MAPPINGS.exists(), reason="Linux alone limits mappings")
 def test_method_upon_method_in_one_process_stays_within_its_mappings(monkeypatch, tmp_path):
     jax.clear_caches()
     # Linux gives 65,530, which takes longer to use up: a limit that some four methods reach.
     limit = _mappings() + 1_000
     most = tmp_path / "max_map_count"
     most.write_text(str(2 * limit))
-    monkeypatch.setattr(mappings, "MOST_MAPPINGS", most)
+    monkeypatch.setattr(compiling, "MOST_MAPPINGS", most)
     config, contexts, questions = tiny_config(num_layers=1), *map(random_rows, ([90], [3]))
     counts, answers = [], {}
     for name in [*KINDS, "full"]:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_longctx.engine.finish import whole_finish
+from jax_longctx.engine.prefill import whole_finish
 from jax_longctx.engine.setup import Setup
 from jax_longctx.methods import InfLLM, ReAttention, SnapKV
 from jax_longctx.sharding import make_mesh

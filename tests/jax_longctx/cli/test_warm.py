@@ -12,7 +12,7 @@ from jax_longctx.batch import run as batch
 from jax_longctx.cli.terminal import Compiling
 from jax_longctx.engine import Engine
 from jax_longctx.engine.ahead import MOST_TIMES, TIMES, read_times, write_time
-from jax_longctx.engine.compile_clock import CompileClock
+from jax_longctx.engine.compiling import CompileClock
 from jax_longctx.evaluation import runner
 
 LARGE = {f"jit({name})" for name in ("_through_layer", "_segment", "_decode_block", "_finish")}

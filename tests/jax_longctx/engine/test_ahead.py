@@ -11,12 +11,10 @@ import pytest
 
 from jax_longctx.engine.ahead import Compilation, begun_or_none
 from jax_longctx.engine.allocate import init_caches
-from jax_longctx.engine.compile_clock import EVENTS, CompileClock
-from jax_longctx.engine.compiling import Program
+from jax_longctx.engine.compiling import EVENTS, CompileClock, Program
 from jax_longctx.engine.decode import answer_variants, decode_turns
 from jax_longctx.engine.engine import blocks_of_all
-from jax_longctx.engine.finish import finish_context
-from jax_longctx.engine.prefill import run_segment
+from jax_longctx.engine.prefill import finish_context, run_segment
 from jax_longctx.errors import InputError
 from jax_longctx.methods import Full, make_method
 from jax_longctx.models.params import (

@@ -10,7 +10,7 @@ import pytest
 
 from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import bucket, footprint, grow, reserved, slots_for
-from jax_longctx.engine.finish import finish_context, finish_donated, whole_finish
+from jax_longctx.engine.prefill import finish_context, finish_donated, whole_finish
 from jax_longctx.engine.setup import Setup
 from jax_longctx.methods import METHODS
 from jax_longctx.sharding import OwnAxis, axes_field, leaf_axes, make_mesh, tree_specs

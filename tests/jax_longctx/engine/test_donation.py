@@ -14,7 +14,7 @@ import pytest
 from jax.extend.core import Literal
 from jax.tree_util import tree_leaves_with_path as leaves_with_path
 
-from jax_longctx.engine import decode, engine, finish, layers, prefill, scoring
+from jax_longctx.engine import decode, engine, layers, prefill, scoring
 from jax_longctx.engine.compiling import IN_PLACE
 from jax_longctx.engine.decode import DecodeState
 from jax_longctx.engine.scoring import loglikelihoods
@@ -28,12 +28,12 @@ from tests.support import engine_over, random_rows, tiny_config
 PROGRAMS = {
     False: [
         (prefill, "whole_segment"),
-        (finish, "finish_donated"),
+        (prefill, "finish_donated"),
         (decode, "decode_block"),
         (engine, "start_answer"),
         (scoring, "forced_block"),
     ],
-    True: [(layers, "_through_layer"), (finish, "_finish_layer_donated")],
+    True: [(layers, "_through_layer"), (prefill, "_finish_layer_donated")],
 }
 # Of every kind of cache one, for which all programs are looked at.
 EACH = ("full", "snapkv", "citrus", "resa", "star")

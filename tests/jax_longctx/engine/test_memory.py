@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_longctx.engine.finish import finish_donated
+from jax_longctx.engine.prefill import finish_donated
 from jax_longctx.engine.setup import Setup
 from jax_longctx.methods import Full
 from jax_longctx.sharding import make_mesh

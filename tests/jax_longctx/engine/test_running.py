@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_longctx.engine import Sampling, mappings, running
+from jax_longctx.engine import Sampling, compiling, running
 from jax_longctx.engine.running import Chosen, Request, RunningBatch
 from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.methods import make_method
@@ -242,7 +242,7 @@ def compilations(of="/jax/core/compile/backend_compile_duration"):
 )
 def test_nothing_is_compiled_as_rows_join_and_leave(name, by_layer, monkeypatch):
     # A long run of tests may have used so many mappings that all programs are dropped right here.
-    monkeypatch.setattr(mappings, "COUNTED", math.inf)
+    monkeypatch.setattr(compiling, "COUNTED", math.inf)
     engine = tiny_engine(small_method(name), chunk=16, by_layer=by_layer)
     batch = batch_of(engine, 3)
     sizes = {"reserve": RESERVE, "capacity": batch.slots}

@@ -9,8 +9,7 @@ import jax
 import pytest
 
 from jax_longctx.api import LongContext
-from jax_longctx.engine.compile_clock import CompileClock
-from jax_longctx.engine.compiling import forget
+from jax_longctx.engine.compiling import CompileClock, forget
 from jax_longctx.errors import ConfigError, InputError, LongctxError, OriginError
 from jax_longctx.evaluation import compute, runner
 from jax_longctx.evaluation.config import parse_config

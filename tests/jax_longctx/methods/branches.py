@@ -14,8 +14,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from jax_longctx.contract import decode_segment, step_variant
 from jax_longctx.engine.allocate import abstract_caches
-from jax_longctx.engine.finish import finish_context, finish_question
-from jax_longctx.engine.prefill import run_segment
+from jax_longctx.engine.prefill import finish_context, finish_question, run_segment
 from jax_longctx.engine.setup import Setup
 from jax_longctx.models.params import init_params
 from jax_longctx.run_spec import RunSpec

@@ -17,8 +17,7 @@ from jax_longctx.engine import Context, Engine
 from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.context_io import load_context, save_context
-from jax_longctx.engine.finish import finish_context, finish_question, fork
-from jax_longctx.engine.prefill import run_segment
+from jax_longctx.engine.prefill import finish_context, finish_question, fork, run_segment
 from jax_longctx.engine.runs import per_layer
 from tests.oracle import causal_attend, forward, to_numpy
 from tests.support import random_rows

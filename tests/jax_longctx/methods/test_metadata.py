@@ -11,8 +11,7 @@ import pytest
 from jax_longctx.contract import decode_segment, step_variant
 from jax_longctx.engine.allocate import abstract_caches, init_caches
 from jax_longctx.engine.capacity import bucket, footprint
-from jax_longctx.engine.finish import finish_context, finish_question
-from jax_longctx.engine.prefill import run_segment
+from jax_longctx.engine.prefill import finish_context, finish_question, run_segment
 from jax_longctx.methods import METHODS, make_method
 from tests.small_methods import SMALL
 from tests.support import random_rows, tiny_config, tiny_engine

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.engine.finish import finish_question
+from jax_longctx.engine.prefill import finish_question
 from jax_longctx.methods.snapkv import SnapKV
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import (
