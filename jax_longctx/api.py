@@ -42,8 +42,8 @@ from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import Fetched, Footprint, footprint
 from jax_longctx.engine.context_io import load_context, made_by_engine, save_context
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS, NOT_FINITE
+from jax_longctx.engine.places import cannot_share
 from jax_longctx.engine.program_files import seal_cache, trusted
-from jax_longctx.engine.running import cannot_share
 from jax_longctx.engine.scoring import Likelihood, loglikelihoods
 from jax_longctx.errors import CapacityError, ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.files import whole_path

@@ -30,7 +30,8 @@ from jax_longctx.cli.bench_options import Serve
 from jax_longctx.engine import Context, Engine
 from jax_longctx.engine.capacity import footprint
 from jax_longctx.engine.engine import BLOCK
-from jax_longctx.engine.running import Request, RunningBatch, cannot_share
+from jax_longctx.engine.places import cannot_share
+from jax_longctx.engine.running import Request, RunningBatch
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method
 from jax_longctx.planning.work import decode_work

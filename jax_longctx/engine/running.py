@@ -1,16 +1,12 @@
 """A running batch: rows that decode together, join and leave.
 
-A place of the batch holds one row: its caches, its state and its values. A row joins when its
-question has been read in caches of its own, which are then copied into the place, along the axis
-that `axes_field` calls `batch`. So this knows no method. The programs are those of `Engine.stream`
-over a batch of all places; a free place is a row that is done. No program depends on which rows are
-there or on what they ask for, so none is compiled as rows come and go.
+A place of the batch holds one row: its caches (`places`), its state and its values. A row joins
+when its question has been read in caches of its own, which are then copied into the place. The
+programs are those of `Engine.stream` over a batch of all places; a free place is a row that is
+done. No program depends on which rows are there or on what they ask for, so none is compiled as
+rows come and go.
 
 Each row's answer is that of `Engine.stream` of this row alone, up to the rounding of sums.
-
-The caches of the places are in one of two forms. `_Whole`: each place has its own, whatever the
-contexts are. `_Branches`: all rows go on from one context, whose keys and values they share
-(`caches.branched`); a place has a row's question and answer alone.
 
 On a CPU a step computes what empty places and slots hold, too. So a batch may be `fitted`: its
 caches have as many places and slots as its rows need, in a few sizes. They are made anew where a
@@ -22,34 +18,15 @@ compiled when it first comes up.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import Offloaded
-from jax_longctx.caches.branched import (
-    Branched,
-    branch_of,
-    branches,
-    split_of,
-    with_context,
-    without_context,
-)
-from jax_longctx.contract import own_tokens
-from jax_longctx.engine.allocate import abstract_caches, host_zeros
-from jax_longctx.engine.capacity import (
-    SPARE,
-    bucket,
-    bytes_per_device,
-    check_host,
-    finished_caches,
-    reserved,
-)
+from jax_longctx.engine.capacity import SPARE, reserved
 from jax_longctx.engine.compiling import IN_PLACE, limit_mappings, program
 from jax_longctx.engine.decode import (
     DecodeState,
@@ -60,22 +37,13 @@ from jax_longctx.engine.decode import (
     next_block,
     start_answer,
 )
-from jax_longctx.engine.engine import BLOCK, Context, Engine, Run, blocks_of_all
-from jax_longctx.engine.runs import layers_in, seated_store
-from jax_longctx.engine.sampling import (
-    ANY,
-    MOST_LOGPROBS,
-    Choices,
-    RowValues,
-    sampling_values,
-)
-from jax_longctx.engine.setup import Ends, Setup, everywhere, replicated
+from jax_longctx.engine.engine import BLOCK, Context, Engine, blocks_of_all
+from jax_longctx.engine.places import Branches, Whole, cannot_share, check_places
+from jax_longctx.engine.sampling import ANY, MOST_LOGPROBS, Choices, RowValues, sampling_values
+from jax_longctx.engine.setup import Ends, everywhere, replicated
 from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.settings import Sampling
-from jax_longctx.sharding import HOST, Leaf, axes_of, leaf_axes, tree_shardings
 
-# Axes of a cache whose sizes follow from the lengths of text, question and answer.
-GROWING = ("slots", "room", "pages", "share")
 # Tokens that end an answer take that many columns, or a multiple: few programs are compiled.
 STOP_COLUMNS = 16
 # Sizes of a fitted batch: places by powers of four, slots by powers of two from here on. Matmuls of
@@ -146,168 +114,6 @@ class _Row:
     count: int = 1
 
 
-class _Whole:
-    """The caches of a batch whose places are rows of any contexts."""
-
-    def __init__(self, engine: Engine, reserve: int, rows: int, slots: int):
-        shapes = _places(engine, reserve, rows, slots)
-        self._setup, self._reserve, self.slots = engine.setup, reserve, slots
-        self.axes = frozenset(name for axes in leaf_axes(shapes) for name in axes if name)
-        self.held = _zeros(engine.setup, shapes)
-
-    @property
-    def long(self) -> bool:
-        """Whether a place has room for so many tokens alone."""
-        return not self.axes.isdisjoint({"slots", "pages"})
-
-    def check(self, context: Context, row: int, asked: int, answer: int, slots: int) -> None:
-        """CapacityError where a row is larger than a place, of so many slots at most."""
-        length = len(context.rows[row])
-        if self.long and length + asked + answer + SPARE > slots:
-            raise CapacityError(
-                f"a context of {length:,} tokens, a question of {asked:,} and an answer of "
-                f"{answer:,} need {length + asked + answer + SPARE:,} slots, a place of this "
-                f"batch has {slots:,}; shorten them, or make a batch with more slots"
-            )
-        if "room" in self.axes:
-            _check_reserve(asked, answer, self._reserve)
-
-    def seat(self, given: tuple[Any, ...], row: Array, place: Array) -> None:
-        """Copies row `row` of these caches to a place."""
-        if jax.tree.structure(self.held) != jax.tree.structure(given):
-            raise InputError(
-                "the context's caches are of another form than this batch's; prefill it with the "
-                "engine that this batch runs on"
-            )
-        self.held = _seated(self._setup, self.held, given, row, place)
-
-    @contextlib.contextmanager
-    def lent(self) -> "Iterator[Run]":
-        """The caches for a block of decode steps, which changes them."""
-        run = Run(self.held)
-        try:
-            yield run
-        finally:
-            self.held = run.caches
-
-
-class _Branches:
-    """The caches of a batch whose rows go on from one context."""
-
-    def __init__(self, engine: Engine, reserve: int, context: Context, rows: int, slots: int):
-        own, setup = own_tokens(engine.method), engine.setup
-        assert own is not None
-        self._setup, self._reserve, self._context = setup, reserve, context
-        self.axes, self.long = frozenset[str](), False
-        layout = setup.slot_layout
-        split = split_of(context.lengths[0], own, layout)
-        # The most that a text has beyond its split, so that texts of one size share programs.
-        rest = own + layout.turn - 1
-        # The rows' own slots are divided over `seq` too.
-        whole = layout.turn
-        room = -(-(rest + reserve + SPARE) // whole) * whole
-        make = functools.partial(branches, rows=rows, room=room, split=split)
-        shapes = jax.eval_shape(make, context.usable_caches())
-        engine.check_bytes(room, bytes_per_device(engine.mesh, shapes), 0.0)
-        shardings = tree_shardings(engine.mesh, shapes)
-        self.slots = slots
-        given, structure = jax.tree.flatten(_as_shapes(context.usable_caches()))
-        leaves = tuple((leaf.shape, leaf.dtype) for leaf in given)
-        where = tuple(jax.tree.leaves(shardings))
-        self.held = _branch_maker(structure, leaves, where, rows, room)(jnp.int32(split))
-
-    def check(self, context: Context, row: int, asked: int, answer: int, slots: int) -> None:
-        """InputError for another context, CapacityError where a row is larger than a place."""
-        if context is not self._context:
-            raise InputError("the rows of this batch go on from another context")
-        _check_reserve(asked, answer, self._reserve)
-
-    def seat(self, given: tuple[Any, ...], row: Array, place: Array) -> None:
-        """Copies what row `row` of these caches has beyond the context to a place."""
-        self.held = _seated(self._setup, self.held, given, row, place)
-
-    @contextlib.contextmanager
-    def lent(self) -> "Iterator[Run]":
-        """The caches for a block of decode steps; the context's are lent too, and not changed."""
-        context = self._context
-        caches = context.usable_caches()
-        run, context.caches = Run(with_context(self.held, caches)), None
-        try:
-            yield run
-        finally:
-            self.held, context.caches = without_context(run.caches, caches)
-
-
-def _places(engine: Engine, reserve: int, rows: int, slots: int) -> tuple[Any, ...]:
-    """Shapes of the caches of that many rows in the middle of their answers."""
-    setup = engine.setup
-    caches = abstract_caches(setup, rows, slots, reserve)
-    caches = finished_caches(setup, caches, "context", reserve)
-    if setup.method.info.answers_apart:
-        # As `Engine.answer_apart` has it.
-        caches = finished_caches(setup, caches, "question", bucket(reserve + SPARE))
-    return caches
-
-
-def _check_places(engine: Engine, reserve: int, rows: int, slots: int) -> int:
-    """Bytes on each device of caches of their own for so many rows; CapacityError if too many."""
-    shapes = _places(engine, reserve, rows, slots)
-    need, double = (
-        bytes_per_device(engine.mesh, caches) + _seating_bytes(engine.mesh, caches, rows)
-        for caches in (shapes, _places(engine, reserve, rows, 2 * slots))
-    )
-    engine.check_bytes(slots, need, (double - need) / slots)
-    if engine.setup.offload is not None:
-        check_host(engine.mesh, shapes)
-    return need
-
-
-def cannot_share(engine: Engine, texts: int = 1) -> str | None:
-    """Why rows cannot share a context of so many texts, or None where they can."""
-    mesh, config = engine.mesh.shape, engine.config
-    if engine.setup.offload is not None:
-        return "rows cannot share a context in the host's memory"
-    if own_tokens(engine.method) is None:
-        return "under this method rows cannot share a context"
-    if any(window is not None for window in config.windows):
-        return "rows cannot share a context in layers with a sliding window"
-    if texts != 1 or mesh["data"] != 1:
-        return (
-            f"rows share a context of one text, on a mesh with data=1: this context has {texts} "
-            f"texts, the mesh data={mesh['data']}"
-        )
-    caches = abstract_caches(engine.setup, 1, engine.slots_for(1), 0)
-    in_blocks = mesh["seq"] > 1 and not engine.setup.slot_layout.in_stripes
-    if in_blocks and any("pages" in axes for axes in leaf_axes(caches)):
-        return (
-            "under a method that keeps digests of pages, and a block of slots on each shard, rows "
-            f"share a context on a mesh with seq=1: this one has seq={mesh['seq']}"
-        )
-    return None
-
-
-def _check_reserve(asked: int, answer: int, reserve: int) -> None:
-    if asked + answer > reserve:
-        raise CapacityError(
-            f"a question of {asked:,} tokens and an answer of {answer:,} need "
-            f"{asked + answer:,} slots, a place of this batch reserves {reserve:,}; "
-            "shorten them, or make a batch with a larger reserve"
-        )
-
-
-@functools.lru_cache(maxsize=64)
-def _branch_maker(structure: Any, leaves: Any, where: Any, rows: int, room: int) -> Any:
-    """Makes `branches` of caches of these shapes, given where rows part from the context."""
-    caches = structure.unflatten([jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
-    shapes = jax.eval_shape(functools.partial(branches, caches, rows, room), jnp.int32(0))
-    shardings = jax.tree.structure(shapes).unflatten(where)
-    return jax.jit(functools.partial(branches, caches, rows, room), out_shardings=shardings)
-
-
-def _as_shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-
-
 class RunningBatch:
     """Rows that decode together, join and leave: one engine, a fixed number of places.
 
@@ -356,18 +162,18 @@ class RunningBatch:
                 f"over data={data}; leave data out, or offload"
             )
         limit_mappings()
-        self._make: Callable[..., _Whole | _Branches]
+        self._make: Callable[..., Whole | Branches]
         if context is None:
             self.slots = engine.slots_for(slots - SPARE)
-            need = _check_places(engine, self.reserve, rows, self.slots)
-            self._make = functools.partial(_Whole, engine, self.reserve)
+            need = check_places(engine, self.reserve, rows, self.slots)
+            self._make = functools.partial(Whole, engine, self.reserve)
         else:
             self.slots, need = context.slots, 0
             engine.check_context(context)
             why = cannot_share(engine, context.batch)
             if why is not None:
                 raise InputError(f"{why}; leave out `context`, so that each row has its own")
-            self._make = functools.partial(_Branches, engine, self.reserve, context)
+            self._make = functools.partial(Branches, engine, self.reserve, context)
         self._most, self._fitted = rows, fitted
         # While rows move, their old caches are there too.
         self.growing = need if fitted else 0
@@ -655,16 +461,6 @@ def _widened(stops: Any, columns: int) -> Any:
     return np.pad(stops, ((0, 0), (0, columns - stops.shape[1])), constant_values=-1)
 
 
-def _seating_bytes(mesh: Mesh, caches: tuple[Any, ...], rows: int) -> int:
-    """Bytes of each device while a row goes to its place, of caches of so many rows.
-
-    Keys and values in the host's memory pass through the device a layer at a time, and lie there
-    twice, as they were read and as they are put back (temporaries of the program for an H200).
-    """
-    layers = (bytes_per_device(mesh, run, host=True) // layers_in(run) for run in caches)
-    return 2 * max(layers) // rows
-
-
 def _tokens(choices: Choices, row: int, request: Request) -> list[Chosen]:
     """What a row has chosen in a block."""
     token = np.asarray(choices.token)[row]
@@ -680,24 +476,6 @@ def _tokens(choices: Choices, row: int, request: Request) -> list[Chosen]:
         ranked = tuple((int(token), float(logprob)) for token, logprob in pairs)
         found.append(Chosen(int(token[x]), float(own[x]), ranked))
     return found
-
-
-def _zeros(setup: Setup, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Empty caches, made on their shards."""
-
-    where = tree_shardings(setup.mesh, shapes)
-
-    def make() -> list[Any]:
-        leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(where), strict=True)
-        return [jnp.zeros(x.shape, x.dtype) for x, at in leaves if at.memory_kind != HOST]
-
-    kept = [at for at in jax.tree.leaves(where) if at.memory_kind != HOST]
-    made = iter(jax.jit(make, out_shardings=kept)())
-    return jax.tree.map(
-        lambda x, at: host_zeros(x, at) if at.memory_kind == HOST else next(made),
-        shapes,
-        where,
-    )
 
 
 @program(static=(0,))
@@ -730,51 +508,3 @@ def _stated(
     state = jax.tree.map(set_row, state, row_state)
     total = set_row(total, jax.lax.dynamic_slice_in_dim(row_total, row, 1))
     return replicated(ends, (state, total))
-
-
-@program(static=(0,), donate_argnums=1, **IN_PLACE)
-def _seated(
-    setup: Setup,
-    caches: tuple[Any, ...],
-    row_caches: tuple[Any, ...],
-    row: Int[Array, ""],
-    place: Int[Array, ""],
-) -> tuple[Any, ...]:
-    """The batch's caches with row `row` of others at `place`.
-
-    Where these are of other sizes than the batch's, along axes that grow, the part that both have
-    is copied. What lies beyond holds no token of the row.
-    """
-    layout = setup.slot_layout
-
-    def put(old: Any, about: Any, new: Any) -> Any:
-        if isinstance(old, Branched):
-            if isinstance(new, Branched):
-                # A row of a batch moves to one of another size.
-                return old.with_own(jax.tree.map(put, old.own, about.own, new.own))
-            return branch_of(old, about, new, row, place, layout)
-        if isinstance(old, Offloaded):
-            return seated_store(old, new, row, place)
-        axis = about.axes.index("batch")
-        for number, (size, own, name) in enumerate(
-            zip(old.shape, new.shape, about.axes, strict=True)
-        ):
-            if number == axis or size == own:
-                continue
-            if name not in GROWING:
-                raise InputError(
-                    f"the context's caches have {own} {name or 'entries'}, this batch's {size}; "
-                    "prefill it with the engine that this batch runs on"
-                )
-            along = layout.along(name)
-            new = along.resized(new, number, size if along.in_stripes else min(size, own))
-        new = jax.lax.dynamic_slice_in_dim(new, row, 1, axis)
-        at = [place if number == axis else 0 for number in range(old.ndim)]
-        return jax.lax.dynamic_update_slice(old, new, at)
-
-    def store(node: Any) -> bool:
-        return isinstance(node, Branched | Offloaded)
-
-    fields = axes_of(caches, lambda axes: Leaf(axes, in_place=False))
-    seated = jax.tree.map(put, caches, fields, row_caches, is_leaf=store)
-    return jax.lax.with_sharding_constraint(seated, tree_shardings(setup.mesh, caches))

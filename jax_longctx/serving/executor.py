@@ -32,7 +32,8 @@ from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import SMALLEST, SPARE, available_bytes, bytes_per_device
 from jax_longctx.engine.context_io import Saving, load_context, made_by_engine, save_context
 from jax_longctx.engine.distributed import share, to_host
-from jax_longctx.engine.running import Chosen, Request, RunningBatch, cannot_share
+from jax_longctx.engine.places import cannot_share
+from jax_longctx.engine.running import Chosen, Request, RunningBatch
 from jax_longctx.engine.runs import copied_layer
 from jax_longctx.engine.scoring import TextScores
 from jax_longctx.errors import CapacityError, CheckpointError, InputError, LongctxError

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_longctx.engine import Sampling, compiling, running
+from jax_longctx.engine import Sampling, compiling, places, running
 from jax_longctx.engine.running import Chosen, Request, RunningBatch
 from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.methods import make_method
@@ -156,13 +156,13 @@ def test_rows_move_to_caches_of_other_sizes(name, monkeypatch):
 
 
 def test_rows_that_come_and_go_do_not_move_the_others(monkeypatch):
-    made, make = [], running._Whole.__init__
+    made, make = [], places.Whole.__init__
 
     def counted(caches, engine, reserve, rows, slots):
         make(caches, engine, reserve, rows, slots)
         made.append(rows)
 
-    monkeypatch.setattr(running._Whole, "__init__", counted)
+    monkeypatch.setattr(places.Whole, "__init__", counted)
     batch = batch_of(engine := tiny_engine(chunk=16), 2, fitted=True)
     context = engine.prefill([CONTEXTS[0]], reserve=RESERVE)
     request = Request(QUESTIONS[0], max_tokens=60)
