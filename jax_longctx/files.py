@@ -29,7 +29,10 @@ _KINDS = {
     b"PK\x03\x04": ("a zip archive (as .docx, .odt and .epub are), not a text", f"{_WRITE}pandoc"),
     b"\xd0\xcf\x11\xe0": ("an old Office document, not a text", f"{_WRITE}libreoffice"),
     b"\x1f\x8b": ("a gzip file, not a text", "unpack it first, with gunzip"),
-    b"\xff\xfe": ("UTF-16, not UTF-8 text", "convert it first, e.g. with iconv -f utf-16 -t utf-8"),
+    **dict.fromkeys(
+        (b"\xff\xfe", b"\xfe\xff"),
+        ("UTF-16, not UTF-8 text", "convert it first, e.g. with iconv -f utf-16 -t utf-8"),
+    ),
 }
 _OTHER = ("not UTF-8 text", "convert it first, e.g. with iconv -t utf-8")
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.engine.capacity import bucket
-from jax_longctx.errors import InputError
+from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.files import check_text, decoded, file_errors, open_plain, read_bytes
 from jax_longctx.origin import digest_of
 from jax_longctx.text import PromptLayout, PromptText, Tokenizer
@@ -163,8 +163,10 @@ class RowReader:
                     if index >= start:
                         digest = hashlib.sha256(self._content(line, known)).hexdigest()
                         old = (kept or {}).get(index)
-                        row = Row(index=index, line=number, kept=old)
-                        row = row if old else self._row(index, number, line)
+                        if old is None:
+                            row = self._row(index, number, line)
+                        else:
+                            row = Row(index=index, line=number, kept={**old, "line": number})
                         yield dataclasses.replace(row, digest=digest)
                     index += 1
 
@@ -174,7 +176,8 @@ class RowReader:
             fields = _fields(raw, f"{self.path}, line {line}")
             name = fields.get("id")
             kind, context, questions = self._parts(fields)
-        except InputError as error:
+        except (ConfigError, InputError) as error:
+            # A chat template that fails may fail on these messages alone.
             return Row(index=index, line=line, id=name, error=" ".join(str(error).split()))
         return Row(index=index, line=line, id=name, kind=kind, context=context, questions=questions)
 

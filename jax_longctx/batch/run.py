@@ -271,11 +271,11 @@ class _Leader:
 
     def _windows(self, total: int, digest: str) -> Work:
         options, self.begun = self.options, time.perf_counter()
-        first = self.journal.rows // options.window
+        written, first = self.journal.rows, self.journal.rows // options.window
         self.later = sum(number >= first * options.window for number in self.kept)
         self.progress = BatchProgress(
             total=total,
-            before=self.journal.rows + self.later,
+            before=written + sum(number >= written for number in self.kept),
             resumed=self.journal.resumed,
             errors=sum("error" in row for row in lines.read(self.journal.partial)),
         )

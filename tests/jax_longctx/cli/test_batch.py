@@ -11,6 +11,7 @@ import jax_longctx.batch.run as run_module
 from jax_longctx.batch import BatchOptions, compile_first
 from jax_longctx.engine import Sampling
 from jax_longctx.locks import only_writer
+from jax_longctx.text.child import ChatTemplate
 from tests.checkpoints_convert.tiny import full_disk
 from tests.jax_longctx.cli.conftest import die_at, last_of_each, refused
 from tests.small_methods import small_method
@@ -183,6 +184,15 @@ def test_messages_are_laid_out_by_the_chat_template(batch, tiny, out, monkeypatc
     without, answered = lines_of(out)
     assert "messages need a chat template, and this checkpoint has none" in without["error"]
     assert "answer" in answered
+    # A template may fail on some messages alone.
+    chosen = "{% if messages|length == 3 %}{{ 1 // 0 }}{% endif %}"
+    template = ChatTemplate(chosen + tiny.tokenizer.chat_template, {})
+    monkeypatch.setattr(tiny.tokenizer, "_chat", template)
+    chats = [{"messages": CHAT[1:]}, {"messages": CHAT[1:2]}]
+    batch(*LIMIT, "--overwrite", rows=chats, code=3)
+    failed, answered = lines_of(out)
+    assert "the chat template fails: ZeroDivisionError" in failed["error"]
+    assert "answer" in answered
 
 
 BINARY = {
@@ -190,6 +200,7 @@ BINARY = {
     b"PK\x03\x04 [Content_Types].xml": "is a zip archive (as .docx, .odt and .epub are), not",
     b"\x1f\x8b\x08": "is a gzip file, not a text; unpack it first",
     "Text".encode("utf-16"): "is UTF-16, not UTF-8 text; convert it first",
+    "\ufeffText".encode("utf-16-be"): "is UTF-16, not UTF-8 text; convert it first",
     b"text \xff": "is not UTF-8 text (byte 5 is 0xff); convert it first",
 }
 
@@ -549,6 +560,22 @@ def test_rows_with_errors_are_tried_again_and_the_others_stay(
     computed.clear()
     assert "complete already: 6 rows, 0 with an error" in batch(*options, *again).stderr
     assert "complete already" in batch(*options).stderr and computed == []
+
+
+def test_what_stays_is_counted_once_and_names_its_line(batch, killed, given, out):
+    options = ("--max-tokens", 2, "--rows", 1)
+    batch(*options, rows=[{"prompt": "1"}, {"prompt": "2"}, [3], {"prompt": "4"}], code=3)
+    kept = lines_of(out)
+    given.write_text('\n{"prompt": "1"}\n\n{"prompt": "2"}\n{"prompt": "3"}\n{"prompt": "4"}\n')
+    # It dies before a batch ends; the first two rows are in the partial file.
+    killed(4, *options, "--retry-errors", code=1)
+    assert len(lines_of(out.with_name("out.jsonl.partial"))) == 2
+    said = batch(*options, "--retry-errors").stderr
+    assert "going on: 3 of 4 rows were answered" in said and "1 rows in " in said
+    found = lines_of(out)
+    assert [line.pop("line") for line in found] == [2, 4, 5, 6]
+    assert [line.pop("line") for line in kept] == [1, 2, 3, 4]
+    assert [*found[:2], found[3]] == [*kept[:2], kept[3]]
 
 
 @pytest.mark.slow
