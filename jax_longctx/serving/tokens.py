@@ -90,26 +90,23 @@ class Places:
         special: bool = False,
     ):
         self._names = TokenNames(tokenizer)
-        self._decoder, self._sent = tokenizer.stream_decoder(after), begun
-        self._special = tokenizer.special_ids if special else frozenset[int]()
+        self._decoder, self._sent = tokenizer.stream_decoder(after, special=special), begun
+        self._special = tokenizer.special_ids
 
     def next(self, token: int) -> tuple[str, int]:
         """The next token's name, and the characters before it.
 
         The parts of a character all begin where it does.
         """
-        if token in self._special:
-            before, name = self._sent, self._names.entry(token)
-            self._sent += len(name)
-            return name, before
         before, new = self._sent, self._decoder.push([token])
         self._sent += len(new)
-        own = self._names.text(token)
+        names = self._names
+        own = names.entry(token) if token in self._special else names.text(token)
         # At the beginning of a text the decoder strips a space.
         own = new if own[:1] == " " and own[1:] == new else own
         if own and new.endswith(own):
             return own, self._sent - len(own)
-        return self._names.name(token), before
+        return names.name(token), before
 
 
 @functools.cache

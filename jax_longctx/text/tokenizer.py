@@ -165,9 +165,15 @@ class Tokenizer:
         """Text of `ids`, with `special` tokens or not; bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=not special)
 
-    def stream_decoder(self, after: Sequence[int] = ()) -> "StreamDecoder":
-        """A decoder for ids that arrive in pieces; `after` are the ids they continue, if any."""
-        return StreamDecoder(self._backend, self.special_ids, self.byte_ids, after)
+    def stream_decoder(
+        self, after: Sequence[int] = (), *, special: bool = False
+    ) -> "StreamDecoder":
+        """A decoder for ids that arrive in pieces, as `decode` reads them all.
+
+        `after` are the ids they continue, if any.
+        """
+        hidden = frozenset[int]() if special else self.special_ids
+        return StreamDecoder(self._backend, hidden, self.byte_ids, after)
 
     def chat(
         self,
@@ -252,12 +258,12 @@ class StreamDecoder:
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
-        special_ids: frozenset[int],
+        hidden_ids: frozenset[int],
         byte_ids: frozenset[int],
         after: Sequence[int] = (),
     ):
         self._backend = backend
-        self._special = special_ids
+        self._hidden = hidden_ids
         self._bytes = byte_ids
         self._run: list[int] = []
         self._window: list[int] = []
@@ -297,10 +303,10 @@ class StreamDecoder:
         return new
 
     def _plain(self, ids: Sequence[int]) -> list[int]:
-        return [token for token in ids if token not in self._special]
+        return [token for token in ids if token not in self._hidden]
 
     def _decode(self) -> str:
-        # Special ids are removed already; tokens that only look special must stay.
+        # Hidden ids are removed already; tokens that only look special must stay.
         return self._backend.decode(self._window, skip_special_tokens=False)
 
 

@@ -209,6 +209,13 @@ def test_tokens_of_a_sentencepiece_vocabulary_keep_their_spaces():
         ]
         for name, at in found:
             assert text[at:].startswith("\xe4" if name.startswith("bytes:") else name)
+    # Of a prompt, whose special tokens are in its text.
+    ids, places = [1, 5, 2, 3, 1, 6, 5], Places(tokenizer, special=True)
+    text = tokenizer.decode(ids, special=True)
+    found = [places.next(token) for token in ids]
+    shown = [("\xe4" if name.startswith("bytes:") else name, at) for name, at in found]
+    assert shown == [(name, text.index(name, at)) for name, at in shown]
+    assert [at for _, at in found] == [0, 4, 8, 8, 9, 13, 16] and text[16:] == " key"
 
 
 def test_a_chat_to_a_base_checkpoint_names_the_other_route(serve, tiny):
