@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from jax_longctx.engine.running import Chosen
+from jax_longctx.engine.scoring import TextScores
 from jax_longctx.serving.jobs import Ended, Event, Job, Piece, Reading, Ready
 from jax_longctx.serving.prompts import Echo
 from jax_longctx.serving.tokens import Places, TokenNames
@@ -125,11 +126,11 @@ class Answer:
         part = {"content": text} if self.kind == "chat" else text
         return self._chunk(number, part, self._logprobs(scored), None)
 
-    def _echoed(self, echo: Echo, scores: Sequence[Chosen]) -> Scored:
+    def _echoed(self, echo: Echo, scores: TextScores | None) -> Scored:
         """The prompt's tokens; the first has no log-probability where nothing stands before it."""
-        if not self.logprobs:
+        if scores is None:
             return []
-        chosen = [Chosen(echo.first), *scores][echo.hidden :]
+        chosen = [Chosen(echo.first), *scores.chosen()][echo.hidden :]
         return self._scores(Places(self.tokenizer, special=True), chosen)
 
     def _scores(self, places: Places, chosen: Sequence[Chosen]) -> Scored:

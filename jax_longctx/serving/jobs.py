@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from jax_longctx.api import AnswerReader
 from jax_longctx.engine.running import Chosen, Request
+from jax_longctx.engine.scoring import TextScores
 from jax_longctx.serving.schema import RequestError
 from jax_longctx.serving.texts import Entry, Text
 
@@ -73,7 +74,7 @@ class Job:
     request: Request | None = None
     reader: AnswerReader | None = None
     cached: int = 0
-    scores: Sequence[Chosen] = ()
+    scores: TextScores | None = None
     ready: bool = False
     cancelled: bool = False
     came: float = dataclasses.field(default_factory=time.monotonic)

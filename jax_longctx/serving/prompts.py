@@ -104,11 +104,14 @@ class Prompts:
 
     Args:
       reserve: tokens of question and answer that a context keeps room for.
+      most: prompts of one request.
     """
 
-    def __init__(self, model: LongContext, contexts: Contexts, lengths: Lengths, reserve: int):
+    def __init__(
+        self, model: LongContext, contexts: Contexts, lengths: Lengths, reserve: int, most: int
+    ):
         self.model, self.contexts, self.lengths = model, contexts, lengths
-        self.reserve = reserve
+        self.reserve, self.most = reserve, most
         self.alike = reads_alike(model)
         # Of contexts with and without the chat template.
         self._layouts = {False: plain_layout()}
@@ -117,6 +120,12 @@ class Prompts:
 
     def completion(self, asked: CompletionRequest, entry: Entry | None) -> list[Prompt]:
         """Each prompt; raises RequestError or a LongctxError where one cannot be answered."""
+        if len(asked.prompts) > self.most:
+            raise RequestError(
+                f"the request has {len(asked.prompts):,} prompts, this server takes "
+                f"{self.most:,} at a time; send fewer in one request",
+                param="prompt",
+            )
         rows = [self._row(each, entry) for each in asked.prompts]
         wanted, scored = asked.wanted_tokens, asked.scored
         info = self.model.engine.method.info

@@ -152,16 +152,10 @@ class Scheduler:
 
         Raises:
           RequestError: the server is shutting down (503), or there is no room for so many jobs now
-            (429) or ever (400).
+            (429).
         """
         with self._changed:
             try:
-                if len(jobs) > self.most:
-                    raise RequestError(
-                        f"the request has {len(jobs):,} prompts, this server takes {self.most:,} "
-                        f"at a time; send fewer in one request",
-                        param="prompt",
-                    )
                 self._check_room(len(jobs) - 1)
             except RequestError:
                 for job in jobs:
@@ -305,8 +299,9 @@ class Scheduler:
                     blocked = not self._fetch(job)
                 if not text.resident:
                     continue
-                if text.scored is not None and not job.scores:
-                    job.scores = self._executor.scores[text.key].chosen()
+                if text.scored is not None:
+                    # Read out in the request's own thread: rows would wait for a long text's.
+                    job.scores = self._executor.scores[text.key]
                 if job.request is None:
                     self._finish_reading(job)
                 elif self._executor.free:

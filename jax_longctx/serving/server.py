@@ -131,17 +131,18 @@ class LongServer:
             most=options.most_contexts,
             disk=options.context_disk,
         )
+        most = options.rows + options.queue
         self.scheduler = Scheduler(
             self.team,
             self.contexts,
             self.metrics,
             budget=budget,
-            most=options.rows + options.queue,
+            most=most,
             crashed=crashed,
             compiled=(options.ready_for, options.lengths.question) if options.ready_for else None,
             compiling=compiling,
         )
-        prompts = Prompts(model, self.contexts, options.lengths, executor.reserve)
+        prompts = Prompts(model, self.contexts, options.lengths, executor.reserve, most)
         self.service = Service(
             model,
             options.name,

@@ -1,12 +1,14 @@
 """Prompts that an answer begins with, their log-probabilities, and lists of prompts."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
 from jax_longctx.api import LongContext
-from jax_longctx.engine.scoring import loglikelihoods
+from jax_longctx.engine.scoring import TextScores, loglikelihoods
+from jax_longctx.serving.prompts import Prompts
 from jax_longctx.settings import Sampling
 from tests.jax_longctx.serving.tiny import complete, generated, read
 from tests.small_methods import small_method
@@ -104,7 +106,20 @@ def test_each_prompt_of_a_list_has_its_answer(client, tiny):
     assert chunk.usage.total_tokens == found.usage.total_tokens
 
 
-def test_scored_prompts_wait_among_other_requests(serve, tiny):
+def test_rows_do_not_wait_for_a_prompts_numbers(client, monkeypatch):
+    """The scheduler's thread does not read them out, which takes a second of a long text."""
+    threads, chosen = [], TextScores.chosen
+
+    def told(scores):
+        threads.append(threading.current_thread().name)
+        return chosen(scores)
+
+    monkeypatch.setattr(TextScores, "chosen", told)
+    echoed(client, [PROMPT, "Key"])
+    assert len(threads) == 2 and "scheduler" not in threads
+
+
+def test_scored_prompts_wait_among_other_requests(serve, tiny, monkeypatch):
     expected = [generated(tiny, PROMPT, seed=seed, max_tokens=24).text for seed in range(4)]
     row = tiny.tokenizer.encode(PROMPT, bos=True)
     running = serve(tiny, rows=2, queue=8)
@@ -118,7 +133,8 @@ def test_scored_prompts_wait_among_other_requests(serve, tiny):
             for choice, size in zip(each.result(), (3, 1), strict=True):
                 check_scores(tiny, choice, row * size)
         assert not running.served.team.executor.scores
-        # They take a place each.
+        # They take a place each, and more are refused before any is looked at.
+        monkeypatch.setattr(Prompts, "_row", None)
         with pytest.raises(openai.BadRequestError, match="has 11 prompts, this server takes 10"):
             echoed(client, [row] * 11)
 
