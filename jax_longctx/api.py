@@ -17,8 +17,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import os
-import stat
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -43,7 +41,7 @@ from jax_longctx.engine.capacity import Fetched, Footprint, footprint
 from jax_longctx.engine.context_io import load_context, made_by_engine, save_context
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS, NOT_FINITE
 from jax_longctx.engine.places import cannot_share
-from jax_longctx.engine.program_files import seal_cache, trusted
+from jax_longctx.engine.program_files import keep_compilations
 from jax_longctx.engine.scoring import Likelihood, loglikelihoods
 from jax_longctx.errors import CapacityError, ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.files import whole_path
@@ -69,11 +67,6 @@ from jax_longctx.text.child import start_child
 TOGETHER = 16
 # Longer than any text.
 FAR = 1 << 40
-# Of compiled programs on the disk: some ten methods on a large model, or a hundred on a small one.
-MOST_BYTES = 2 * 1024**3
-# Most small ones: each start looks at every file.
-MOST_FILES = 20_000
-
 # A text of a list may be its token ids.
 Text = str | PromptText | list[int]
 Texts = str | PromptText | Sequence[Text]
@@ -696,52 +689,3 @@ def _goes_on(name: str, config: ModelConfig) -> bool:
 
 def _listed(texts: Texts) -> list[Text]:
     return [texts] if isinstance(texts, str | PromptText) else list(texts)
-
-
-def keep_compilations() -> None:
-    """Turns on JAX's persistent compilation cache, in `jax_longctx` under the user's cache folder.
-
-    Each start removes the least recently used programs beyond `MOST_BYTES`. A cache folder set by
-    `JAX_COMPILATION_CACHE_DIR` or `jax.config` is used instead, and nothing is removed from it.
-    `JAX_ENABLE_COMPILATION_CACHE=false` turns the cache off. None is used that others can write.
-    """
-    seal_cache()
-    config = jax.config
-    if config.jax_compilation_cache_dir is not None or not config.jax_enable_compilation_cache:
-        return
-    folder = _cache_folder()
-    if folder is not None and trusted(folder):
-        _make_room(folder, MOST_BYTES, MOST_FILES)
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        # JAX leaves out what compiles in less than a second. A first token needs some fifty such
-        # programs, which are read in a tenth of the time.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def _cache_folder() -> Path | None:
-    """The cache folder; None where it cannot be written, of which JAX would warn."""
-    try:
-        # A user without a home has no cache.
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_longctx"
-        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        # Earlier versions let others write where the user's umask does.
-        folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o022)
-    except (OSError, RuntimeError):
-        return None
-    return folder if os.access(folder, os.W_OK | os.X_OK) else None
-
-
-def _make_room(folder: Path, most: int, files: int) -> None:
-    """Removes the least recently used files until `most` bytes in `files` files are left."""
-    try:
-        found = [(file, file.stat()) for file in folder.iterdir() if file.is_file()]
-        left, count = sum(about.st_size for _, about in found), len(found)
-        for file, about in sorted(found, key=lambda pair: max(pair[1].st_atime, pair[1].st_mtime)):
-            if left <= most and count <= files:
-                return
-            file.unlink(missing_ok=True)
-            left, count = left - about.st_size, count - 1
-    except OSError:
-        # Another process removed a file meanwhile, or it belongs to another user: neither is an
-        # error.
-        return

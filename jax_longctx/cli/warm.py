@@ -169,8 +169,7 @@ def _cache_folder() -> Path:
     """The persistent cache's folder, turned on. InputError where there is none."""
     import jax
 
-    from jax_longctx.api import keep_compilations
-    from jax_longctx.engine.program_files import trusted
+    from jax_longctx.engine.program_files import keep_compilations, trusted
 
     keep_compilations()
     folder = jax.config.jax_compilation_cache_dir

@@ -18,11 +18,16 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax._src import compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 from jax._src.lru_cache import LRUCache
 
 _logger = logging.getLogger(__name__)
+# Bytes of JAX's cache: some ten methods on a large model, or a hundred on a small one.
+MOST_BYTES = 2 * 1024**3
+# Most small files: each start looks at every one.
+MOST_FILES = 20_000
 # Folders of which the log has said that they hold programs that are not used.
 _told: set[Path] = set()
 
@@ -123,3 +128,52 @@ def seal_cache() -> None:
     hooked.LRUCache = _cache
     # A cache that was opened before is not sealed.
     compilation_cache.reset_cache()
+
+
+def keep_compilations() -> None:
+    """Turns on JAX's persistent compilation cache, in `jax_longctx` under the user's cache folder.
+
+    Each start removes the least recently used programs beyond `MOST_BYTES`. A cache folder set by
+    `JAX_COMPILATION_CACHE_DIR` or `jax.config` is used instead, and nothing is removed from it.
+    `JAX_ENABLE_COMPILATION_CACHE=false` turns the cache off. None is used that others can write.
+    """
+    seal_cache()
+    config: Any = jax.config
+    if config.jax_compilation_cache_dir is not None or not config.jax_enable_compilation_cache:
+        return
+    folder = _cache_folder()
+    if folder is not None and trusted(folder):
+        _make_room(folder)
+        config.update("jax_compilation_cache_dir", str(folder))
+        # JAX leaves out what compiles in less than a second. A first token needs some fifty such
+        # programs, which are read in a tenth of the time.
+        config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _cache_folder() -> Path | None:
+    """The cache folder; None where it cannot be written, of which JAX would warn."""
+    try:
+        # A user without a home has no cache.
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_longctx"
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        # Earlier versions let others write where the user's umask does.
+        folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o022)
+    except (OSError, RuntimeError):
+        return None
+    return folder if os.access(folder, os.W_OK | os.X_OK) else None
+
+
+def _make_room(folder: Path) -> None:
+    """Removes the least recently used files until both limits hold."""
+    try:
+        found = [(file, file.stat()) for file in folder.iterdir() if file.is_file()]
+        left, count = sum(about.st_size for _, about in found), len(found)
+        for file, about in sorted(found, key=lambda pair: max(pair[1].st_atime, pair[1].st_mtime)):
+            if left <= MOST_BYTES and count <= MOST_FILES:
+                return
+            file.unlink(missing_ok=True)
+            left, count = left - about.st_size, count - 1
+    except OSError:
+        # Another process removed a file meanwhile, or it belongs to another user: neither is an
+        # error.
+        return

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jax_longctx import api
-from jax_longctx.api import keep_compilations
 from jax_longctx.cli import warm
 from jax_longctx.engine import compiling, program_files
 from jax_longctx.engine import stored as stored_programs
 from jax_longctx.engine.compiling import CompileClock
+from jax_longctx.engine.program_files import keep_compilations
 from jax_longctx.errors import InputError
 from tests.small_methods import KINDS, small_method
 from tests.support import random_rows, swap, tiny_config, tiny_engine
@@ -84,11 +83,11 @@ def test_what_was_used_least_recently_leaves(monkeypatch, tmp_path):
         (folder / name).write_bytes(b"x" * 100)
         os.utime(folder / name, (read, written))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(api, "MOST_BYTES", 300)
+    monkeypatch.setattr(program_files, "MOST_BYTES", 300)
     keep_compilations()
     assert sorted(file.name for file in folder.iterdir()) == ["a", "b", "c", "tables"]
     jax.config.update("jax_compilation_cache_dir", None)
-    monkeypatch.setattr(api, "MOST_BYTES", 299)
+    monkeypatch.setattr(program_files, "MOST_BYTES", 299)
     keep_compilations()
     assert sorted(file.name for file in folder.iterdir()) == ["a", "c", "tables"]
 
@@ -99,7 +98,7 @@ def test_programs_of_others_are_no_reason_not_to_begin(monkeypatch, tmp_path):
     (folder / "theirs").write_bytes(b"x")
     refused = create_autospec(Path.unlink, side_effect=PermissionError("another user's"))
     monkeypatch.setattr(Path, "unlink", refused)
-    monkeypatch.setattr(api, "MOST_BYTES", 0)
+    monkeypatch.setattr(program_files, "MOST_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     keep_compilations()
     assert jax.config.jax_compilation_cache_dir == str(folder) and (folder / "theirs").exists()
