@@ -17,7 +17,7 @@ from jax_longctx.caches import AppendCache
 from jax_longctx.contract import Prompt
 from jax_longctx.methods import ReAttention, make_method, settings_of
 from jax_longctx.methods.reattention import WHOLE
-from jax_longctx.parts import voted_keys
+from jax_longctx.parts import counted_votes, voted_keys
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import (
     check_rows,
@@ -248,16 +248,16 @@ def test_ra_b10_spans_even_and_odd_are_cut_at_the_edges(span):
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_votes_keep_the_most_named_and_of_equals_the_lower(platform, monkeypatch):
-    monkeypatch.setattr(voted_keys, "platform", lambda: platform)
+    monkeypatch.setattr(counted_votes, "platform", lambda: platform)
     # Three blocks of entries and three pages, both with some to spare.
-    monkeypatch.setattr(voted_keys, "_VOTES", 10)
-    monkeypatch.setattr(voted_keys, "_LANES", 16)
+    monkeypatch.setattr(counted_votes, "_VOTES", 10)
+    monkeypatch.setattr(counted_votes, "_LANES", 16)
     rng = np.random.default_rng(0)
     # Few slots for many votes: ties at the cut; rows of no votes, of fewer than are kept, of one.
     named = rng.integers(-1, 12, (8, 3, 4, 2)).astype(np.int32)
     named[0], named[1] = -1, np.where(rng.random((3, 4, 2)) < 0.5, 7, 3)
     named[2], named[3] = 11, np.arange(24).reshape(3, 4, 2) // 2
-    kept = on_one_device(lambda x: voted_keys.most_voted(x, 40, 5, plain_context()))
+    kept = on_one_device(lambda x: counted_votes.most_voted(x, 40, 5, plain_context()))
     ascending, alone = (np.asarray(kept(x)) for x in (named, named.reshape(8, 1, -1, 2)))
     for row, single, votes in zip(ascending, alone, named, strict=True):
         expected = votes_kept(votes.ravel().tolist(), 5)
@@ -279,8 +279,8 @@ def votes_of(seed, slots, most):
 @pytest.mark.parametrize(("slots", "count"), [(96, 5), (96, 6), (96, 7), (90, 5)])
 def test_of_many_slots_those_in_the_best_pages_are_ranked(slots, count, monkeypatch):
     """Pages of 16; more kept than there are pages, or a page cut short, and all are sorted."""
-    monkeypatch.setattr(voted_keys, "_LANES", 16)
-    monkeypatch.setattr(voted_keys, "_MANY", 64)
+    monkeypatch.setattr(counted_votes, "_LANES", 16)
+    monkeypatch.setattr(counted_votes, "_MANY", 64)
     sorted_at_once, top_k = [], jax.lax.top_k
 
     def watched(x, k):
@@ -289,7 +289,7 @@ def test_of_many_slots_those_in_the_best_pages_are_ranked(slots, count, monkeypa
 
     monkeypatch.setattr(jax.lax, "top_k", watched)
     votes = votes_of(count, slots, 2)
-    most, at = voted_keys._most(jnp.array(votes, jnp.int32), count)
+    most, at = counted_votes._most(jnp.array(votes, jnp.int32), count)
     order = np.argsort(-votes, axis=-1, kind="stable")[:, :count]
     np.testing.assert_array_equal(at, order)
     np.testing.assert_array_equal(most, np.take_along_axis(votes, order, axis=-1))
@@ -301,7 +301,7 @@ def test_of_many_slots_those_in_the_best_pages_are_ranked(slots, count, monkeypa
 def test_slots_of_most_votes_are_found_by_pages(page):
     """Fewer have votes than are kept."""
     votes = votes_of(page, 96, 2**20)
-    best_by_page = jax.jit(voted_keys._best_by_page, static_argnums=(1, 2))
+    best_by_page = jax.jit(counted_votes._best_by_page, static_argnums=(1, 2))
     found = best_by_page(jnp.array(votes, jnp.int32), 5, page)
     for row, slots in zip(votes, np.asarray(found), strict=True):
         best = sorted(s for s in np.argsort(-row, kind="stable")[:5].tolist() if row[s])
@@ -309,16 +309,16 @@ def test_slots_of_most_votes_are_found_by_pages(page):
 
 
 def test_pages_are_as_long_as_makes_both_searches_short(monkeypatch):
-    monkeypatch.setattr(voted_keys, "in_one_launch", lambda slots, kept: slots <= 16_384)
+    monkeypatch.setattr(counted_votes, "in_one_launch", lambda slots, kept: slots <= 16_384)
     few = 1000
     for slots, votes, size in [
         *((16_384, few, 1), (133_120, few, 32), (2**20, few, 128)),
         # No page's size leaves both short; votes that float32 would not tell apart.
         *((2**22, few, None), (133_121, few, None), (16_384, 2**23, None)),
     ]:
-        assert voted_keys._page_size(slots, 127, votes) == size
-    monkeypatch.setattr(voted_keys, "in_one_launch", lambda slots, kept: False)
-    assert voted_keys._page_size(16, 5, few) is None
+        assert counted_votes._page_size(slots, 127, votes) == size
+    monkeypatch.setattr(counted_votes, "in_one_launch", lambda slots, kept: False)
+    assert counted_votes._page_size(16, 5, few) is None
 
 
 def test_of_a_tile_the_first_of_equal_scores_stays_where_nothing_else_ties():
