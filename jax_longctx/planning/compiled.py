@@ -157,89 +157,109 @@ class UsedProgram:
 
 def used_programs(request: PlanRequest, setup: Setup, rows: int) -> list[UsedProgram]:
     """The programs of a run of `rows` rows, in the order of first use."""
-    method, shards = setup.method, setup.mesh.shape["seq"]
-    context, reserve, vocabulary = request.context, request.reserve, setup.config.vocab_size
-    empty, kept, answering = staged_caches(setup, rows, context, reserve)
-    params, weights = abstract_params(setup), weight_bytes(setup)
-    # What a run layer by layer calls is listed by running it: of shapes only weights and caches.
-    made: Callable[[Any], Any] = _zeros if setup.by_layer else lambda shapes: shapes
-    total = made(_shape(jnp.int32, rows))
-    found: list[UsedProgram] = []
-    known: dict[Any, int] = {}
+    method, shards, reserve = setup.method, setup.mesh.shape["seq"], request.reserve
+    empty, kept, answering = staged_caches(setup, rows, request.context, reserve)
+    used, vocabulary = _Used(setup, rows), setup.config.vocab_size
+    longest = max(reserve - 1, 1)
+    segments = context_segments(setup, request.context, reserve, longest)
+    used.segments("context", empty, segments, None, "none")
+    used.end("context", empty, finish_donated, reserve)
+    asked = Prompt(
+        "question", setup.chunk, question=[range(longest)], shards=shards, vocab_size=vocabulary
+    )
+    logits = used.made(_shape(jnp.float32, rows, vocabulary))
+    used.segments("question", kept, method.segments(asked), logits, "last")
+    if method.info.answers_apart:
+        # A program of one layer runs beside what the layers before it were given.
+        used.end("question", kept, whole_finish, reserve, answering if setup.by_layer else ())
+    used.decode(answering, answer_variants(method, reserved(reserve)))
+    return used.found
 
-    def add(name: str, kind: Kind, caches: Any, function: Any, *args: Any) -> None:
+
+class _Used:
+    """Lists the programs of a run.
+
+    Attributes:
+      found: the list.
+    """
+
+    def __init__(self, setup: Setup, rows: int):
+        self.setup, self.rows = setup, rows
+        self.params, self.weights = abstract_params(setup), weight_bytes(setup)
+        self.total = self.made(_shape(jnp.int32, rows))
+        self.found: list[UsedProgram] = []
+        self._known: dict[Any, int] = {}
+
+    def made(self, shapes: Any) -> Any:
+        """The arguments of a program, other than weights and caches.
+
+        What a run layer by layer calls is listed by running it: there these are arrays.
+        """
+        return _zeros(shapes) if self.setup.by_layer else shapes
+
+    def add(self, name: str, kind: Kind, caches: Any, function: Any, *args: Any) -> None:
         """Adds a program, or those of its layers; a number makes a name unique."""
-        resident = weights + bytes_per_device(setup.mesh, caches)
+        resident = self.weights + bytes_per_device(self.setup.mesh, caches)
         parts = [("", function, args)]
-        if setup.by_layer:
+        if self.setup.by_layer:
             parts = [
                 (f": {PARTS[jitted.__name__]}", jitted, given)
-                for jitted, given in _called(setup.mesh, function, args)
+                for jitted, given in _called(self.setup.mesh, function, args)
             ]
         for part, jitted, given in parts:
             signature = jitted, _signature(given)
-            if setup.by_layer and signature in known:
+            if self.setup.by_layer and signature in self._known:
                 # The embedding of a chunk, say, whichever stage it is of.
-                at = known[signature]
-                most = max(found[at].resident, resident)
-                found[at] = dataclasses.replace(found[at], resident=most)
+                at = self._known[signature]
+                most = max(self.found[at].resident, resident)
+                self.found[at] = dataclasses.replace(self.found[at], resident=most)
                 continue
-            known[signature] = len(found)
-            same = sum(each.name.split(" #")[0] == name + part for each in found)
+            self._known[signature] = len(self.found)
+            same = sum(each.name.split(" #")[0] == name + part for each in self.found)
             numbered = f"{name}{part} #{same + 1}" if same else name + part
-            found.append(UsedProgram(numbered, kind, jitted, given, resident))
+            self.found.append(UsedProgram(numbered, kind, jitted, given, resident))
 
-    def add_segments(
-        kind: Kind, caches: Any, segments: Iterable[Segment], logits: Any, wanted: Logits
+    def segments(
+        self, kind: Kind, caches: Any, segments: Iterable[Segment], logits: Any, wanted: Logits
     ) -> None:
         """Adds the programs of a stage's segments, each signature once."""
-        signatures = set()
+        setup, signatures = self.setup, set()
         for segment in segments:
             signature = _signature(segment)
             if signature in signatures:
                 continue
             signatures.add(signature)
             # The segment has one row; all rows are alike.
-            whole = jax.tree.map(lambda leaf: np.repeat(leaf, rows, axis=0), segment)
-            args = (setup, params, placed(setup.mesh, caches), whole, total, logits, wanted)
-            name = _segment_name(kind, segment, shards)
-            add(name, kind, caches, whole_segment, *args)
+            whole = jax.tree.map(lambda leaf: np.repeat(leaf, self.rows, axis=0), segment)
+            args = setup, self.params, placed(setup.mesh, caches), whole, self.total
+            name = _segment_name(kind, segment, setup.mesh.shape["seq"])
+            self.add(name, kind, caches, whole_segment, *args, logits, wanted)
 
-    def add_end(
-        stage: Stage, caches: Any, function: Any, reserve: int, beside: tuple[Any, ...] = ()
+    def end(
+        self, stage: Stage, caches: Any, function: Any, reserve: int, beside: tuple[Any, ...] = ()
     ) -> None:
-        args = (setup, placed(setup.mesh, caches), total, stage, reserve)
-        add(f"end of the {stage}", "finish", (*caches, *beside), function, *args)
+        """Adds the program that ends a stage; the caches `beside` are in memory too."""
+        args = (self.setup, placed(self.setup.mesh, caches), self.total, stage, reserved(reserve))
+        self.add(f"end of the {stage}", "finish", (*caches, *beside), function, *args)
 
-    longest = max(reserve - 1, 1)
-    segments = context_segments(setup, context, reserve, longest)
-    add_segments("context", empty, segments, None, "none")
-    add_end("context", empty, finish_donated, reserved(reserve))
-    asked = Prompt(
-        "question", setup.chunk, question=[range(longest)], shards=shards, vocab_size=vocabulary
-    )
-    logits = made(_shape(jnp.float32, rows, vocabulary))
-    add_segments("question", kept, method.segments(asked), logits, "last")
-    if method.info.answers_apart:
-        # A program of one layer runs beside what the layers before it were given.
-        beside = answering if setup.by_layer else ()
-        add_end("question", kept, whole_finish, reserved(reserve), beside)
-    variants = answer_variants(method, reserved(reserve))
-    kinds = " and ".join(filter(None, variants))
-    turns = _shape(jnp.int32, rows, BLOCK)
-    if setup.by_layer:
-        # A step of each variant.
-        turns = np.full((rows, BLOCK), -1, np.int32)
-        turns[:, : len(variants)] = range(len(variants))
-    add(
-        f"decode, {kinds} steps" if kinds else "decode",
-        "decode",
-        answering,
-        decode_block,
-        *(setup, params, placed(setup.mesh, answering), made(abstract_state(rows))),
-        Steps(total, turns, made(abstract_values(rows)), variants, sampling_static(Sampling())),
-    )
-    return found
+    def decode(self, caches: Any, variants: tuple[str, ...]) -> None:
+        """Adds a block of decode steps."""
+        setup, rows = self.setup, self.rows
+        kinds = " and ".join(filter(None, variants))
+        turns = _shape(jnp.int32, rows, BLOCK)
+        if setup.by_layer:
+            # A step of each variant.
+            turns = np.full((rows, BLOCK), -1, np.int32)
+            turns[:, : len(variants)] = range(len(variants))
+        values = self.made(abstract_values(rows))
+        self.add(
+            f"decode, {kinds} steps" if kinds else "decode",
+            "decode",
+            caches,
+            decode_block,
+            *(setup, self.params, placed(setup.mesh, caches), self.made(abstract_state(rows))),
+            Steps(self.total, turns, values, variants, sampling_static(Sampling())),
+        )
 
 
 def _called(mesh: Any, function: Any, args: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:

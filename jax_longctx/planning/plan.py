@@ -111,6 +111,11 @@ class Plan:
     step: float
     moved: float = 0.0
 
+    @property
+    def used(self) -> int:
+        """Bytes of the device's memory that are used."""
+        return self.weights + self.cache + self.temporaries
+
 
 def make_plan(
     request: PlanRequest,
@@ -229,7 +234,7 @@ def _tried(request: PlanRequest, sizes: dict[str, int]) -> Plan | None:
 def _rank(plan: Plan) -> tuple[Any, ...]:
     if plan.fits:
         return False, plan.first_token + ANSWER * plan.step
-    return True, plan.weights + plan.cache + plan.temporaries
+    return True, plan.used
 
 
 @dataclasses.dataclass(frozen=True)
