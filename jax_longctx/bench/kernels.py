@@ -382,8 +382,7 @@ def _resa(batch: int, slots: int, entries: int) -> Case:
             return sparse_decode_attention(q, *kv, chosen, scale=SCALE)
         prior = prior_of(background, q, ctx)
         found = sparse_decode_attention(q, *kv, chosen, scale=SCALE, prior=prior.query)
-        out, lse, *behind = found
-        selected = Selected(out, lse, *behind, kept=stop[:, None])
+        selected = Selected(*found, kept=stop[:, None])
         everything = jnp.zeros((batch, N), jnp.bool)
         return combine(selected, prior, everything, lam=1.0, literal=False)
 

@@ -194,10 +194,8 @@ def checks() -> list[Check]:
     decode, sparse = (decode_tpu, decode_reference), (sparse_tpu, sparse_reference)
     topk, mass = (topk_tpu, topk_reference), (mass_tpu, mass_reference)
     prefill = prefill_tpu, prefill_reference
-    floats, paged = (
-        (q, *map(dequantised, stored), lengths),
-        (q, k, v, Pages(listed, nothing, lengths, PAGE)),
-    )
+    floats = q, *map(dequantised, stored), lengths
+    paged = q, k, v, Pages(listed, nothing, lengths, PAGE)
     ranked = whole_q, whole_k, (nothing, lengths), exact
     # Masked slots are multiplied by zero here, so that they must be numbers.
     numbers = many, spoilt(k, 1e4), spoilt(v, 1e4), lengths

@@ -1,7 +1,9 @@
 """`jax-longctx batch`: many prompts and questions, JSON lines in, JSON lines out."""
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -12,11 +14,28 @@ from jax_longctx.errors import InputError
 from jax_longctx.files import check_plain, file_errors
 
 if TYPE_CHECKING:
-    from jax_longctx.api import LongContext
     from jax_longctx.batch import BatchProgress
-    from jax_longctx.engine.ahead import Compilation
 
-_BATCH = "Batch"
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """How rows are read and put into batches."""
+
+    PANEL = "Batch"
+
+    rows: int = option("Most rows of one batch; fewer where memory is short.", default=8)
+    chat: bool | None = option(
+        "The checkpoint's chat template for questions, or a plain 'Question: ... "
+        "Answer:'. The template is used where there is one, and for messages always; prompts are "
+        "continued as they are.",
+        "--chat/--no-chat",
+        show_default=False,
+    )
+    files_under: str | None = option(
+        'Refuse rows whose "file" is not in this folder, links followed. Give it where '
+        "others write the rows: answers show what is in the files.",
+        metavar="DIR",
+    )
 
 
 @options.command
@@ -25,9 +44,8 @@ def batch(
     source: Path = argument(
         'Rows: {"prompt": ...}, {"messages": [...]} as OpenAI\'s clients send them, or '
         '{"context": ..., "question": ...}, with "file" in place of the context and "questions" '
-        'as you like; an "id" comes back. Files are '
-        "relative to the folder of IN.jsonl, and may be any that can be read (see "
-        "--files-under).",
+        'as you like; an "id" comes back. Files are relative to the folder of IN.jsonl, and may '
+        "be any that can be read (see --files-under).",
         default=...,
         metavar="IN.jsonl",
         exists=True,
@@ -43,32 +61,14 @@ def batch(
     model: options.ModelChoice,
     method: options.MethodChoice,
     answers: options.AnswerOptions,
-    rows: int = option(
-        "Most rows of one batch; fewer where memory is short.",
-        default=8,
-        rich_help_panel=_BATCH,
-    ),
-    chat: bool | None = option(
-        "The checkpoint's chat template for questions, or a plain 'Question: ... "
-        "Answer:'. The template is used where there is one, and for messages always; prompts are "
-        "continued as they are.",
-        "--chat/--no-chat",
-        rich_help_panel=_BATCH,
-        show_default=False,
-    ),
-    files_under: str | None = option(
-        'Refuse rows whose "file" is not in this folder, links followed. Give it where '
-        "others write the rows: answers show what is in the files.",
-        metavar="DIR",
-        rich_help_panel=_BATCH,
-    ),
+    rows: Rows,
     overwrite: bool = options.overwrite("an OUT.jsonl, or an interrupted run of it,"),
     retry_errors: bool = option(
         "Try the rows again that have an error in OUT.jsonl, or in an interrupted run of it. They "
         "may have changed since; answered rows stay.",
         "--retry-errors",
         default=False,
-        rich_help_panel=_BATCH,
+        rich_help_panel=Rows.PANEL,
     ),
 ) -> None:
     """Answer many prompts or questions, from JSON lines to JSON lines.
@@ -94,34 +94,36 @@ def batch(
     with terminal.starting():
         from jax_longctx.batch import BatchOptions, compile_first, run_batch
 
-    wanted = BatchOptions(rows=rows, chat=chat, files_under=files_under, **answers.arguments())
+    wanted = BatchOptions(**dataclasses.asdict(rows), **answers.arguments())
     compiling = Compiling(terminal)
-
-    def ahead(loaded: "LongContext") -> "Compilation | None":
-        return compile_first(loaded, source, output, wanted)
-
     with compiling.watching():
-        how: dict[str, Any] = {"check": lambda loaded: loaded.layout(chat)}
-        loaded = model.open(terminal, method, ahead=compiling.ahead(ahead), **how)
+        ahead = compiling.ahead(lambda loaded: compile_first(loaded, source, output, wanted))
+        check = {"check": lambda loaded: loaded.layout(rows.chat)}
+        loaded = model.open(terminal, method, ahead=ahead, **check)
         compiling.wait()
-    first = True
     with terminal.warnings(), terminal.progress("answering", "rows") as update:
-
-        def progress(now: "BatchProgress") -> None:
-            nonlocal first
-            if first and now.resumed:
-                terminal.note(f"going on: {now.before:,} of {now.total:,} rows were answered")
-            first = False
-            rate = per_second(now.tokens, now.seconds)
-            detail = f"{rate:,.0f} tokens/s, {now.errors:,} with an error"
-            update(now.done, now.total - now.before, detail)
-
         how = {"overwrite": overwrite, "retry_errors": retry_errors}
-        outcome = run_batch(loaded, source, output, wanted, progress=progress, **how)
+        outcome = run_batch(loaded, source, output, wanted, progress=_told(terminal, update), **how)
     if outcome is not None:
         terminal.note(_closing(outcome, output))
     if outcome is not None and outcome.errors:
         raise typer.Exit(process.PARTLY)
+
+
+def _told(terminal: Terminal, update: Callable[..., None]) -> Callable[["BatchProgress"], None]:
+    """Shows the progress of a run; once, that it goes on."""
+    first = True
+
+    def progress(now: "BatchProgress") -> None:
+        nonlocal first
+        if first and now.resumed:
+            terminal.note(f"going on: {now.before:,} of {now.total:,} rows were answered")
+        first = False
+        rate = per_second(now.tokens, now.seconds)
+        detail = f"{rate:,.0f} tokens/s, {now.errors:,} with an error"
+        update(now.done, now.total - now.before, detail)
+
+    return progress
 
 
 def _closing(outcome: "BatchProgress", output: Path) -> str:

@@ -1,5 +1,6 @@
 """`jax-longctx eval`: tasks with known answers, over methods and lengths, with intervals."""
 
+import copy
 import dataclasses
 import json
 import tempfile
@@ -63,6 +64,13 @@ def _folder() -> Any:
     )
 
 
+def _run_option(name: str) -> Any:
+    """The option of one field of a `RunSpec`, None where it is not given."""
+    field = copy.copy(options.RUN[name])
+    field.default = None
+    return field
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overrides:
     """Options that override `[run]` of a file or suite; None where not given."""
@@ -76,12 +84,12 @@ class Overrides:
     )
     batch: int | None = option("Rows of one batch; fewer where memory is short.")
     chunk: int | None = option("Tokens of a prefill pass.")
-    dtype: str | None = options.run_option("dtype")
-    kv: str | None = options.run_option("kv")
-    weights: str | None = options.run_option("weights")
-    offload: str | None = options.run_option("offload")
-    working_set: int | None = options.run_option("working_set")
-    mesh: str | None = options.run_option("mesh")
+    dtype: str | None = _run_option("dtype")
+    kv: str | None = _run_option("kv")
+    weights: str | None = _run_option("weights")
+    offload: str | None = _run_option("offload")
+    working_set: int | None = _run_option("working_set")
+    mesh: str | None = _run_option("mesh")
     chat: bool | None = option(
         "The checkpoint's chat template around each prompt; plain completion unless given.",
         "--chat/--no-chat",

@@ -62,12 +62,7 @@ def methods(
     terminal = Terminal(as_json=as_json)
     described, failed = [], []
     with terminal.starting():
-        if checkpoint is None:
-            config = preset(model)
-        else:
-            from jax_longctx.models.storage import read_manifest
-
-            config = read_manifest(checkpoint).config
+        config = _config(model, checkpoint)
         for each in [name] if name is not None else METHODS:
             try:
                 entry = describe(each)
@@ -94,6 +89,14 @@ def methods(
         )
     if failed:
         raise ConfigError("; ".join(failed))
+
+
+def _config(model: str, checkpoint: Path | None) -> Any:
+    if checkpoint is None:
+        return preset(model)
+    from jax_longctx.models.storage import read_manifest
+
+    return read_manifest(checkpoint).config
 
 
 def _memory(config: Any, spec: RunSpec, context: int, batch: int) -> dict[str, Any]:

@@ -220,13 +220,6 @@ def _named(table: Iterable[str]) -> Callable[[str], list[str]]:
 
 # The value of `--method` that leaves the choice to `jax_longctx.choosing`.
 AUTO = "auto"
-
-
-def _check_one_or_auto(name: str) -> None:
-    if name != AUTO:
-        check_method(name)
-
-
 ONE_METHOD = {"callback": checked(check_method), "autocompletion": _named(METHODS)}
 
 
@@ -306,13 +299,6 @@ def run(*names: str, **marks: Any) -> Any:
     return marked(**{name: {**RUN, **marks}[name] for name in names or RUN})
 
 
-def run_option(name: str) -> Any:
-    """The option of one field of a `RunSpec`, None where it is not given."""
-    field = copy.copy(RUN[name])
-    field.default = None
-    return field
-
-
 def shape(default: str = "llama-3.1-8b", names: tuple[str, ...] = ()) -> Any:
     """`--model`, or `names`: `str`."""
     how: dict[str, Any] = {"callback": checked(preset), "autocompletion": _named(PRESETS)}
@@ -344,7 +330,7 @@ class MethodChoice:
         "--method",
         "-m",
         metavar="NAME",
-        callback=checked(_check_one_or_auto),
+        callback=checked(lambda name: name == AUTO or check_method(name)),
         autocompletion=_named([AUTO, *METHODS]),
     )
     settings: list[str] | None = settings()
@@ -514,9 +500,8 @@ class AnswerOptions:
             "memory": {**memory, "peak_bytes": peak_memory()},
             **({} if answer.fetched is None else {"fetched": answer.fetched.record()}),
             **run_facts(model),
+            **self.arguments(),
             "sampling": dataclasses.asdict(self.sampling),
-            "max_tokens": self.max_tokens,
-            "stop": list(self.stop or ()),
         }
 
 

@@ -72,23 +72,16 @@ def plan(
 
         jax-longctx plan --method snapkv --target v5e:4x4 --mesh seq=2,tensor=8 --compile
     """
-    devices = parse_target(target)
-    terminal = Terminal(as_json=as_json)
+    devices, terminal = parse_target(target), Terminal(as_json=as_json)
     # Nothing is computed, so JAX needs no device, and libtpu stays free for the compiler.
     os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
     config, held = _config(model, terminal)
     with terminal.starting():
         from jax_longctx.methods import make_method, settings_of
-        from jax_longctx.planning.plan import (
-            HOST_LINK,
-            PlanRequest,
-            alternatives,
-            make_plan,
-            propose_mesh,
-        )
+        from jax_longctx.planning.plan import PlanRequest, alternatives, make_plan, propose_mesh
 
-        chosen = method.make() or make_method("full")
         asked: dict[str, Any] = dataclasses.asdict(rows)
+        chosen = method.make() or make_method("full")
         run = dataclasses.replace(run.over("bfloat16", held), method=chosen)
         request = PlanRequest(config=config, spec=run, target=devices, **asked)
     with terminal.waiting("planning"):
@@ -107,12 +100,9 @@ def plan(
         "mesh_proposed": run.mesh is None,
         **asked,
         **run.facts(),
-        "constants": {**dataclasses.asdict(devices.chip), "host_link": HOST_LINK},
-        **_figures(made, ARITHMETIC if compiled is None else COMPILED),
+        **_figures(request, made, ARITHMETIC if compiled is None else COMPILED),
         "compiled": compiled,
-        "alternatives": {
-            name: each.weights + each.cache + each.temporaries for name, each in others.items()
-        },
+        "alternatives": {name: each.used for name, each in others.items()},
     }
     record["method"] = record.pop("name")
     terminal.result(record, _shown)
@@ -155,9 +145,12 @@ def _config(model: str, terminal: Terminal) -> tuple[Any, StoredForm | None]:
     return read_config(path / "config.json" if path.is_dir() else path), None
 
 
-def _figures(made: "Plan", source: str) -> dict[str, Any]:
+def _figures(request: "PlanRequest", made: "Plan", source: str) -> dict[str, Any]:
     """The plan's part of the record; `source` describes the bytes of memory."""
+    from jax_longctx.planning.plan import HOST_LINK
+
     return {
+        "constants": {**dataclasses.asdict(request.target.chip), "host_link": HOST_LINK},
         "memory_bytes": {
             "weights": made.weights,
             "cache": made.cache,

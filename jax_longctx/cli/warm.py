@@ -63,7 +63,6 @@ def warm(
     terminal = Terminal(as_json=as_json)
     sampling = answers.sampling
     with terminal.starting():
-        from jax_longctx.engine.compiling import CompileClock
         from jax_longctx.methods import make_method
 
         devices = run.devices()
@@ -75,23 +74,12 @@ def warm(
         for spec in specs
         for tokens in length or [16000]
     ]
-    found = []
+    found, how = [], {"max_tokens": asked.answer, "sampling": sampling}
     for spec, tokens, engine in cases:
-        begun = time.perf_counter()
-        with CompileClock() as clock:
-            how: dict[str, Any] = {"max_tokens": asked.answer, "sampling": sampling}
-            shape = [tokens] * asked.rows, [asked.question] * asked.rows
-            stopping.compile(engine, shape, how, terminal, spec.label)
-        found.append(
-            {
-                "method": spec.name,
-                "settings": spec.at(tokens),
-                "length": tokens,
-                "programs": clock.programs,
-                "found": clock.hits,
-                "seconds": round(time.perf_counter() - begun, 3),
-            }
-        )
+        shape = [tokens] * asked.rows, [asked.question] * asked.rows
+        compiled = stopping.compile(engine, shape, how, terminal, spec.label)
+        about = {"method": spec.name, "settings": spec.at(tokens), "length": tokens}
+        found.append({**about, **compiled})
     record = {
         "model": model,
         "mesh": dict(devices.shape),
@@ -145,24 +133,32 @@ class _Model:
         how: dict[str, Any],
         terminal: Terminal,
         name: str,
-    ) -> None:
+    ) -> dict[str, Any]:
         """Compiles, with progress, what one question and what several questions need.
 
         The first time also what stacks the weights' layers, where a device loops over them.
+
+        Returns:
+          the numbers of programs, of those that the cache held, and the seconds.
         """
+        from jax_longctx.engine.compiling import CompileClock
         from jax_longctx.models.params import stacking_programs
 
-        if not engine.setup.by_layer and not self._stacked:
-            with terminal.waiting("compiling for the weights"):
-                for program in stacking_programs(self.config, engine.params):
-                    program.compile()
-            self._stacked = True
-        # A context that is kept for another question is forked.
-        for keep in (False, True):
-            with terminal.waiting(f"lowering {name}"):
-                compilation = engine.compile(*shape, stop_ids=self.stop_ids, keep=keep, **how)
-            with terminal.progress(f"compiling {name}", "programs") as update:
-                compilation.wait(update, check=True)
+        begun = time.perf_counter()
+        with CompileClock() as clock:
+            if not engine.setup.by_layer and not self._stacked:
+                with terminal.waiting("compiling for the weights"):
+                    for program in stacking_programs(self.config, engine.params):
+                        program.compile()
+                self._stacked = True
+            # A context that is kept for another question is forked.
+            for keep in (False, True):
+                with terminal.waiting(f"lowering {name}"):
+                    compilation = engine.compile(*shape, stop_ids=self.stop_ids, keep=keep, **how)
+                with terminal.progress(f"compiling {name}", "programs") as update:
+                    compilation.wait(update, check=True)
+        seconds = round(time.perf_counter() - begun, 3)
+        return {"programs": clock.programs, "found": clock.hits, "seconds": seconds}
 
 
 def _cache_folder() -> Path:
