@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -98,7 +98,7 @@ def batch(
     compiling = Compiling(terminal)
     with compiling.watching():
         ahead = compiling.ahead(lambda loaded: compile_first(loaded, source, output, wanted))
-        check = {"check": lambda loaded: loaded.layout(rows.chat)}
+        check: dict[str, Any] = {"check": lambda loaded: loaded.layout(rows.chat)}
         loaded = model.open(terminal, method, ahead=ahead, **check)
         compiling.wait()
     with terminal.warnings(), terminal.progress("answering", "rows") as update:
