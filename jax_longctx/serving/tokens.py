@@ -7,7 +7,7 @@ special token its entry in the vocabulary.
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jax_longctx.text import Tokenizer
 
@@ -22,13 +22,14 @@ class TokenNames:
         self._tokenizer = tokenizer
 
     @functools.cached_property
-    def _before(self) -> list[int]:
-        """Tokens of a text that the others follow; decoders strip a space at the beginning."""
-        return self._tokenizer.encode("a")
+    def _added(self) -> Callable[[int], str]:
+        """What a token adds to a text before it; decoders strip a space at the beginning.
 
-    def _added(self, token: int) -> str:
-        before = self._tokenizer.decode(self._before)
-        return self._tokenizer.decode([*self._before, token])[len(before) :]
+        It is kept: a long prompt and its likely tokens name the same ones many times.
+        """
+        before, decode = self._tokenizer.encode("a"), self._tokenizer.decode
+        begun = len(decode(before))
+        return functools.cache(lambda token: decode([*before, token])[begun:])
 
     def text(self, token: int) -> str:
         """What the token adds to a text; empty where it has none of its own."""

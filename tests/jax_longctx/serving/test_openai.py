@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import openai
@@ -198,6 +199,12 @@ def test_tokens_of_a_sentencepiece_vocabulary_keep_their_spaces():
     names = TokenNames(tokenizer)
     assert names.distinct([5, 6, 2, 1, 2]) == [" key", "key", "bytes:\\xc3", "</s>", "<0xC3>"]
     assert (names.raw(5), names.raw(2), names.raw(1)) == (b" key", b"\xc3", None)
+    with mock.patch.object(tokenizer, "decode", wraps=tokenizer.decode) as decode:
+        names = TokenNames(tokenizer)
+        for _ in range(3):
+            names.distinct([5, 6, 2, 1])
+    # Of the text before them, and of each token once.
+    assert decode.call_count == 5
     ids = [5, 2, 3, 6, 5, 8, 4]
     for after in ([], [4]):
         decoder, places = tokenizer.stream_decoder(after), Places(tokenizer, after)
