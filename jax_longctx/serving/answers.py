@@ -22,13 +22,11 @@ class Choice:
     """The answer to one prompt.
 
     Attributes:
-      prompt: tokens of the prompt.
       places: of the answer's tokens.
       echo: what the text begins with, until it is given out.
     """
 
     job: Job
-    prompt: int
     places: Places
     echo: Echo | None = None
     tokens: int = 0
@@ -57,11 +55,11 @@ class Answer:
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
         self._names = TokenNames(self.tokenizer)
 
-    def add(self, job: Job, prompt: int, after: Sequence[int], echo: Echo | None) -> None:
+    def add(self, job: Job, after: Sequence[int], echo: Echo | None) -> None:
         """One more choice, of the prompt that the job answers."""
         begun = 0 if echo is None else len(echo.text)
         places = Places(self.tokenizer, after, begun)
-        self.choices.append(Choice(job, prompt, places, echo))
+        self.choices.append(Choice(job, places, echo))
 
     def take(self, number: int, event: Event) -> list[dict[str, Any]]:
         """Takes an event of a choice's job into the answer; returns what a stream tells of it."""
@@ -106,7 +104,7 @@ class Answer:
     @property
     def tokens(self) -> tuple[int, int]:
         """Tokens of the prompts, and of the answers as far as they are told."""
-        return sum(x.prompt for x in self.choices), sum(x.tokens for x in self.choices)
+        return sum(x.job.prompt for x in self.choices), sum(x.tokens for x in self.choices)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's count of tokens; cached ones of the prompts were read before the request."""

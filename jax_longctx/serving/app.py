@@ -214,8 +214,8 @@ class Service:
                 )
                 reader = AnswerReader(answer.tokenizer, prompt.after, asked.stops, ends)
                 how["reader"] = reader
-            count = len(prompt.text.tokens) + len(prompt.question)
-            answer.add(call.add(**how), count, prompt.after, prompt.echo)
+            how["prompt"] = len(prompt.text.tokens) + len(prompt.question)
+            answer.add(call.add(**how), prompt.after, prompt.echo)
 
     async def _progress(self, entry: Entry, events: Events) -> AsyncGenerator[Any]:
         """The records of a context that is being read; the last is the context."""

@@ -62,6 +62,7 @@ class Job:
       about: the context that the question is about; where it is deleted before the answer begins,
         the job fails.
       reader: turns the answer's tokens into text.
+      prompt: tokens of the prompt that it answers.
       cached: tokens of the text that were read before this job came.
       scores: of the text's tokens and the one behind it (see `Text.scored`), once it is read.
       cancelled: the client is gone.
@@ -73,6 +74,7 @@ class Job:
     about: Entry | None = None
     request: Request | None = None
     reader: AnswerReader | None = None
+    prompt: int = 0
     cached: int = 0
     scores: TextScores | None = None
     ready: bool = False

@@ -126,9 +126,7 @@ class Prompts:
                 f"{self.most:,} at a time; send fewer in one request",
                 param="prompt",
             )
-        rows = [self._row(each, entry) for each in asked.prompts]
-        wanted, scored = asked.wanted_tokens, asked.scored
-        info = self.model.engine.method.info
+        scored, info = asked.scored, self.model.engine.method.info
         if scored is not None and (info.needs_question or info.looks_ahead):
             raise RequestError(
                 "this server's method reads tokens of a text for later ones, so that a prompt's "
@@ -139,8 +137,12 @@ class Prompts:
             raise RequestError(
                 "echo with logprobs is for whole prompts; leave out context", param="echo"
             )
+        rows, most = list[list[int]](), list[int]()
         # All are checked before one counts as a job of its text.
-        most = [self._check(row, entry, wanted, "prompt") for row in rows]
+        for number, each in enumerate(asked.prompts):
+            param = f"prompt.{number}" if len(asked.prompts) > 1 else "prompt"
+            rows.append(self._row(each, entry, param))
+            most.append(self._check(rows[-1], entry, asked.wanted_tokens, param))
         found = [self._prompt(row, entry, n, scored) for row, n in zip(rows, most, strict=True)]
         if not asked.echo:
             return found
@@ -148,15 +150,22 @@ class Prompts:
         both = zip(found, echoes, strict=True)
         return [dataclasses.replace(prompt, echo=echo) for prompt, echo in both]
 
-    def _row(self, given: str | list[int], entry: Entry | None) -> list[int]:
+    def _row(self, given: str | list[int], entry: Entry | None, param: str) -> list[int]:
         """A completion's prompt as token ids."""
         if not isinstance(given, str):
-            return self.model.engine.padded([given])[0]
-        self._check_characters(len(given), "prompt")
+            vocabulary = self.model.config.vocab_size
+            if (largest := max(given)) >= vocabulary:
+                raise RequestError(
+                    f"{param} holds token id {largest}, the model's vocabulary is "
+                    f"0..{vocabulary - 1}; take the checkpoint's tokenizer",
+                    param=param,
+                )
+            return given
+        self._check_characters(len(given), param)
         # Clients send rendered templates.
         row = self.model.tokenizer.encode(given, bos=entry is None, parse_special=True)
         if not row:
-            raise RequestError("the prompt has no tokens", param="prompt")
+            raise RequestError("the prompt has no tokens", param=param)
         return row
 
     def _echo(self, given: str | list[int], row: list[int]) -> Echo:

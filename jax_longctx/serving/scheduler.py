@@ -344,8 +344,13 @@ class Scheduler:
             if text.saved:
                 self.contexts.write_entries(text)
         job.ready = True
+        self._count_prompt(job)
         job.send(Ready())
         self._end(job)
+
+    def _count_prompt(self, job: Job) -> None:
+        self.metrics.prompt_tokens.inc(job.prompt)
+        self.metrics.cached_tokens.inc(job.cached)
 
     def _join(self, job: Job) -> bool:
         """Feeds the job's question; False where there is no room now."""
@@ -366,8 +371,7 @@ class Scheduler:
         row = self._rows[place] = _Row(job, time.monotonic())
         job.text.rows += 1
         self.metrics.first_token.observe(time.monotonic() - job.came)
-        self.metrics.prompt_tokens.inc(len(job.text.tokens) + len(job.request.question))
-        self.metrics.cached_tokens.inc(job.cached)
+        self._count_prompt(job)
         self._give(place, row, [first], broken=place in self._executor.broken)
         return True
 

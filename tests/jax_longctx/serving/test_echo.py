@@ -1,5 +1,6 @@
 """Prompts that an answer begins with, their log-probabilities, and lists of prompts."""
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -104,6 +105,32 @@ def test_each_prompt_of_a_list_has_its_answer(client, tiny):
             ends += each.finish_reason is not None
     assert (texts, ends) == (expected, 4)
     assert chunk.usage.total_tokens == found.usage.total_tokens
+
+
+def test_a_prompt_that_is_refused_is_named_and_none_is_read(client, server, tiny):
+    cases = {
+        "prompt.1 holds token id 99999, the model's": ["Key", [99999]],
+        "longer than the 512 tokens that this server takes": ["Key", "Key " * 9999],
+        "a prompt of 600 tokens": [[5], [5] * 600],
+    }
+    for said, prompts in cases.items():
+        with pytest.raises(openai.BadRequestError, match=said) as caught:
+            complete(client, prompts)
+        assert caught.value.param == "prompt.1"
+    with pytest.raises(openai.BadRequestError, match="prompt holds token id 284"):
+        complete(client, [tiny.config.vocab_size])
+    assert not any(text.jobs for text in server.served.contexts._texts.values())
+
+
+def test_a_prompt_without_an_answer_is_counted(client, server):
+    def counted():
+        with server.http() as http:
+            page = http.get("/metrics").text
+        return float(re.search(r"^longctx_prompt_tokens_total (.*)$", page, re.M)[1])
+
+    before = counted()
+    usage = complete(client, [PROMPT, [5]], max_tokens=0, extra_body={"echo": True}).usage
+    assert counted() == before + usage.prompt_tokens > before
 
 
 def test_rows_do_not_wait_for_a_prompts_numbers(client, monkeypatch):
