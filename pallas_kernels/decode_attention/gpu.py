@@ -29,8 +29,7 @@ each, and blocks of 64 slots.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,7 +37,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from pallas_kernels import hopper, hopper_bits, hopper_slots
 from pallas_kernels.common import (
@@ -51,83 +50,25 @@ from pallas_kernels.common import (
     pack_rows,
     unpack_rows,
 )
+from pallas_kernels.decode_attention.gpu_plan import (
+    BLOCK,
+    MAX_BATCH,
+    FewLines,
+    Job,
+    Piece,
+    each_piece,
+    part_of,
+    plan_of,
+)
 from pallas_kernels.dispatch import in_8_bits
 from pallas_kernels.quantised import AnyStored, Quantised, parts_of
 
-_BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
-_MAX_BATCH = 240  # lines of the plan that fit shared memory
-_FEW = 8  # rows whose plan every block of threads makes in its registers
-# Slots of one step, steps in flight, and how many steps it takes to begin a head.
-_BLOCK, _STAGES, _BEGIN = 128, 3, 1
+_STAGES = 3  # steps in flight
 _LOGIT_ROWS = 96  # of the buffer through which logits are written
 # The merge: threads of a block, each with one channel of one row or two, and the most pieces that
 # registers hold.
 _MERGE_THREADS, _MERGE_MOST = 128, 40
 _MERGE_LAYOUT = plgpu.Layout.WG_STRIDED((_MERGE_THREADS,), vec_size=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """The kernel's static arguments."""
-
-    batch: int
-    kv_heads: int
-    rows: int
-    head_dim: int
-    group: int
-    dtype: Any
-    scale: float
-    workers: int
-    interpret: Any
-    windowed: bool
-    logits: bool
-    stored: tuple[Any, Any]  # dtypes of keys and of values
-    by_slots: bool
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Slots of a step, head dim and rows, as `hopper_slots` takes them."""
-        return _BLOCK, self.head_dim, self.tile_rows
-
-    @property
-    def few(self) -> bool:
-        """Whether the kernels are given the rows' bounds in place of the plan."""
-        return self.batch <= _FEW
-
-    @property
-    def tile_rows(self) -> int:
-        """Rows read and written: whole tiles."""
-        return pl.cdiv(self.rows, hopper.TILE_ROWS) * hopper.TILE_ROWS
-
-    @property
-    def parts(self) -> int:
-        """The most workers that visit one head."""
-        # All heads of a row are as long: with K of them none is in more than 1/K of the workers.
-        return self.workers // self.kv_heads + 2
-
-    @property
-    def q_tiles(self) -> int:
-        """Heads whose queries are in shared memory: the next one's too where there is room."""
-        return 2 if self.tile_rows == hopper.TILE_ROWS else 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Piece:
-    """A run of one head's blocks, all scalars of the kernel.
-
-    Blocks `first` to `last` of row `row`, head `head`; slots low <= s < high count; block j is
-    the worker's step ahead + j; it is the worker's piece `number`; its results are part `part`.
-    """
-
-    row: Any
-    head: Any
-    part: Any
-    low: Any
-    high: Any
-    first: Any
-    last: Any
-    ahead: Any
-    number: Any
 
 
 def unsupported(q: Array, k: AnyStored, v: AnyStored | None = None) -> str | None:
@@ -137,10 +78,10 @@ def unsupported(q: Array, k: AnyStored, v: AnyStored | None = None) -> str | Non
         return f"{rows} queries for one kv head, at most {hopper.ROWS}"
     if k.shape[2] % hopper.TILE_ROWS:
         return f"{k.shape[2]} slots are not whole tiles of {hopper.TILE_ROWS}"
-    if in_8_bits(k, v) and k.shape[2] % _BLOCK:
-        return f"{k.shape[2]} slots of int8 are not whole blocks of {_BLOCK}"
-    if k.shape[0] > _MAX_BATCH:
-        return f"{k.shape[0]} rows, at most {_MAX_BATCH}"
+    if in_8_bits(k, v) and k.shape[2] % BLOCK:
+        return f"{k.shape[2]} slots of int8 are not whole blocks of {BLOCK}"
+    if k.shape[0] > MAX_BATCH:
+        return f"{k.shape[0]} rows, at most {MAX_BATCH}"
     return hopper.unsupported(q)
 
 
@@ -149,8 +90,8 @@ def unsupported_logits(q: Array, k: AnyStored, v: AnyStored) -> str | None:
     rows = q.shape[2] // k.shape[1]
     if rows > hopper.TILE_ROWS:
         return f"logits of {rows} queries for one kv head, at most {hopper.TILE_ROWS}"
-    if k.shape[2] % _BLOCK:
-        return f"{k.shape[2]} slots are not whole blocks of {_BLOCK}"
+    if k.shape[2] % BLOCK:
+        return f"{k.shape[2]} slots are not whole blocks of {BLOCK}"
     return unsupported(q, k, v)
 
 
@@ -208,7 +149,7 @@ def _attention(
     low, high = bounds
     batch, kv_heads, slots, head_dim = k.shape
     numbers, scales = parts_of(k, v)
-    job = _Job(
+    job = Job(
         batch=batch,
         kv_heads=kv_heads,
         rows=q.shape[1] * q.shape[2] // kv_heads,
@@ -227,7 +168,7 @@ def _attention(
         # A launch less. Without a window every row begins at 0.
         plan = tuple(x.astype(jnp.int32) for x in bounds if x is not None)
     else:
-        plan = (_plan(jnp.zeros_like(high) if low is None else low, high, job),)
+        plan = (plan_of(jnp.zeros_like(high) if low is None else low, high, job),)
     q_rows = pack_rows(q, kv_heads)
     if isinstance(k, Quantised):
         q_rows = hopper_bits.in_column_order(q_rows)
@@ -241,54 +182,8 @@ def _attention(
     return out, lse, logits_BKGS.reshape(batch, q.shape[2], slots)
 
 
-def _steps(low: Any, high: Any, job: _Job) -> Any:
-    """Steps of a head of a row: one to begin it and one a block."""
-    # A later query's window begins later: with low below 0 as well.
-    blocks = lax.div(high + (_BLOCK - 1), _BLOCK) - lax.div(jnp.maximum(low, 0), _BLOCK)
-    return jnp.where((high > low) & (blocks > 0), _BEGIN + blocks, 0)
-
-
-@dataclass(frozen=True)
-class _FewLines:
-    """The plan of few rows as scalars of a kernel."""
-
-    columns: tuple[list[Any], ...]
-
-    @staticmethod
-    def of(refs: Sequence[Any], job: _Job) -> "_FewLines":
-        """From the rows' last slots or, with a window, their first and last ones."""
-        *low_ref, high_ref = refs
-        high = [high_ref[b] for b in range(job.batch)]
-        low = [low_ref[0][b] if low_ref else jnp.int32(0) for b in range(job.batch)]
-        steps, base = [_steps(*each, job) for each in zip(low, high, strict=True)], [jnp.int32(0)]
-        for each in steps:
-            base.append(base[-1] + job.kv_heads * each)
-        return _FewLines((base, low, high, steps))
-
-    def __getitem__(self, at: tuple[Any, int]) -> Any:
-        row, values = at[0], self.columns[at[1]]
-        if isinstance(row, int):
-            return values[row]
-        found = values[-1]
-        for i, value in enumerate(values[:-1]):
-            found = jnp.where(row == i, value, found)
-        return found
-
-
-def _plan(low: PerRow, high: PerRow, job: _Job) -> Int[Array, "Q 4"]:
-    """One line a row: its first step among those of all rows and heads, its slots, a head's steps.
-
-    The last line holds the number of all steps.
-    """
-    steps = _steps(low, high, job)
-    before = jnp.arange(job.batch + 1)[:, None] > jnp.arange(job.batch)
-    base = job.kv_heads * jnp.sum(jnp.where(before, steps, 0), axis=1)
-    columns = [jnp.pad(x, (0, 1)) for x in (low, high, steps)]
-    return jnp.stack([base, *columns], axis=1).astype(jnp.int32)
-
-
 def _partials(
-    q: Float[Array, "B K R H"], caches: tuple[Any, ...], plan: tuple[Array, ...], job: _Job
+    q: Float[Array, "B K R H"], caches: tuple[Any, ...], plan: tuple[Array, ...], job: Job
 ) -> Sequence[Array]:
     """The attention of every worker to its piece of every head it visits.
 
@@ -310,7 +205,7 @@ def _partials(
         lse_rows, threads = hopper.ROWS, 2
         # The tiles of 64 rows overlap: of each the first rows count.
         q_rows = hopper.ROWS + (job.q_tiles - 1) * job.tile_rows
-        used = hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype)
+        used = hopper.rings_scratch(_STAGES, BLOCK, job.head_dim, job.dtype)
         # A block's logits leave at once.
         used |= hopper.out_scratch(job.tile_rows, *([_LOGIT_ROWS] if job.logits else []))
     kernel = plgpu.kernel(
@@ -341,13 +236,13 @@ def _partials(
     return kernel(*plan, hopper.pad_rows(q), *caches)
 
 
-def _kernel(*refs, job: _Job, **scratch):
+def _kernel(*refs, job: Job, **scratch):
     first = 2 if job.few and job.windowed else 1
     plan_refs, q_ref, refs = refs[:first], refs[first], refs[first + 1 :]
     given = len(refs) - (3 if job.logits else 2)
     caches, out_refs = refs[:given], refs[given:]
     role, planned = lax.axis_index("role"), scratch["planned"]
-    plan: Any = _FewLines.of(plan_refs, job) if job.few else scratch["plan"]
+    plan: Any = FewLines.of(plan_refs, job) if job.few else scratch["plan"]
     readers = hopper_slots.READERS if job.by_slots else 1
 
     def wait_for_plan() -> None:
@@ -361,7 +256,7 @@ def _kernel(*refs, job: _Job, **scratch):
             plgpu.copy_gmem_to_smem(plan_refs[0], plan, planned)
         wait_for_plan()
         work = functools.partial(_fetch, (q_ref, *caches), job, scratch)
-        pieces, steps = _each_piece(plan, job, work)
+        pieces, steps = each_piece(plan, job, work)
         hopper.drain(scratch["answered"], pieces, job.q_tiles)
         if job.by_slots:
             hopper_slots.drain(scratch, steps)
@@ -377,58 +272,13 @@ def _kernel(*refs, job: _Job, **scratch):
         if job.by_slots:
             me = hopper_slots.Reader(role, scratch, job.interpret is not None)
             attend = functools.partial(_attend_by_slots, out_refs, job, me)
-            hopper_slots.finish(me, _each_piece(plan, job, attend)[0])
+            hopper_slots.finish(me, each_piece(plan, job, attend)[0])
         else:
-            _each_piece(plan, job, functools.partial(_attend, out_refs, job, scratch))
+            each_piece(plan, job, functools.partial(_attend, out_refs, job, scratch))
             hopper.written()
 
 
-def _each_piece(plan, job: _Job, work: Callable) -> tuple[Array, Array]:
-    """Call work(piece) for every head with a block in this worker's run of steps, in order.
-
-    Returns the number of its pieces and of their blocks.
-    """
-    worker = lax.axis_index("worker")
-    share = lax.div(plan[job.batch, _BASE] + (job.workers - 1), job.workers)
-    begin = worker * share
-
-    def row(b: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
-        base, steps = plan[b, _BASE], plan[b, _STEPS]
-        first = jnp.maximum(begin, base)
-        last = jnp.minimum(begin + share, plan[b + 1, _BASE])
-
-        def head(h: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
-            start = base + h * steps
-            block = lax.div(jnp.maximum(plan[b, _LOW], 0), _BLOCK)
-            # A head's first steps are those to begin it.
-            runs = [
-                jnp.maximum(x - start - _BEGIN, 0)
-                for x in (jnp.maximum(first, start), jnp.minimum(last, start + steps))
-            ]
-            pieces, blocks = done
-            piece = _Piece(
-                row=b,
-                head=h,
-                part=worker + b * job.kv_heads + h,
-                low=plan[b, _LOW],
-                high=plan[b, _HIGH],
-                first=runs[0] + block,
-                last=runs[1] + block,
-                ahead=blocks - runs[0] - block,
-                number=pieces,
-            )
-            pl.when(runs[1] > runs[0])(lambda: work(piece))
-            return pieces + (runs[1] > runs[0]).astype(jnp.int32), blocks + runs[1] - runs[0]
-
-        # A row without steps in this run has no head to visit.
-        each = jnp.maximum(steps, 1)
-        heads = lax.div(first - base, each), lax.div(last - 1 - base, each) + 1
-        return lax.fori_loop(jnp.where(last > first, heads[0], heads[1]), heads[1], head, done)
-
-    return lax.fori_loop(0, job.batch, row, (jnp.int32(0), jnp.int32(0)))
-
-
-def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
+def _fetch(refs, job: Job, scratch: dict, piece: Piece) -> None:
     """Copy the piece's queries, and its blocks of keys and values, as there is room for them."""
     q_ref, *caches = refs
     tile = lax.rem(piece.number, job.q_tiles)
@@ -444,7 +294,7 @@ def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     @pl.loop(piece.first, piece.last)
     def _step(j):
         step = piece.ahead + j
-        block = (piece.row, piece.head, pl.ds(j * _BLOCK, _BLOCK))
+        block = (piece.row, piece.head, pl.ds(j * BLOCK, BLOCK))
 
         def copy(ref, place, ready):
             plgpu.copy_gmem_to_smem(ref.at[block], place, ready)
@@ -458,7 +308,7 @@ def _fetch(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
         )
 
 
-def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
+def _attend(refs, job: Job, scratch: dict, piece: Piece) -> None:
     """Attend to the piece's slots, and write the result to the piece's part."""
     out_ref, lse_ref, *logits_ref = refs
     tile = lax.rem(piece.number, job.q_tiles)
@@ -466,9 +316,9 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     plgpu.barrier_wait(scratch["asked"].at[tile])
 
     def mask(s: Array, j: Array) -> Array:
-        s = _mask(s, j * _BLOCK, piece, job)
+        s = _mask(s, j * BLOCK, piece, job)
         for ref in logits_ref:
-            place = ref.at[piece.row * job.kv_heads + piece.head, :, pl.ds(j * _BLOCK, _BLOCK)]
+            place = ref.at[piece.row * job.kv_heads + piece.head, :, pl.ds(j * BLOCK, BLOCK)]
             hopper.write_rows(s * (1 / hopper.LOG2_E), place, scratch["out_tile"])
         return s
 
@@ -485,7 +335,7 @@ def _attend(refs, job: _Job, scratch: dict, piece: _Piece) -> None:
     hopper.write_attended(carry, out_ref.at[piece.part], lse_ref.at[piece.part], scratch)
 
 
-def _attend_by_slots(refs, job: _Job, me: hopper_slots.Reader, piece: _Piece) -> None:
+def _attend_by_slots(refs, job: Job, me: hopper_slots.Reader, piece: Piece) -> None:
     """`_attend` of one of the warpgroups that take blocks in turn."""
     scratch = me.scratch
     out_ref, lse_ref, *logits_ref = refs
@@ -494,10 +344,10 @@ def _attend_by_slots(refs, job: _Job, me: hopper_slots.Reader, piece: _Piece) ->
     plgpu.barrier_wait(scratch["asked"].at[tile])
 
     def mask(s: Array, j: Array) -> Array:
-        s = _mask(s, j * _BLOCK, piece, job, axis=0)
+        s = _mask(s, j * BLOCK, piece, job, axis=0)
         for ref in logits_ref:
             head = piece.row * job.kv_heads + piece.head
-            place = ref.at[head, :, pl.ds(j * _BLOCK, _BLOCK)].transpose((1, 0))
+            place = ref.at[head, :, pl.ds(j * BLOCK, BLOCK)].transpose((1, 0))
             logits = plgpu.layout_cast(s * (1 / hopper.LOG2_E), plgpu.Layout.WGMMA_TRANSPOSED)
             hopper.store_little(logits, place)
         return s
@@ -510,7 +360,7 @@ def _attend_by_slots(refs, job: _Job, me: hopper_slots.Reader, piece: _Piece) ->
     hopper_slots.write(me, carry, *part, number=piece.number)
 
 
-def _mask(s: Array, slot: Array, piece: _Piece, job: _Job, axis: int = 1) -> Array:
+def _mask(s: Array, slot: Array, piece: Piece, job: Job, axis: int = 1) -> Array:
     """-inf where a slot of that axis, counted from `slot`, is not seen by the other axis' query."""
     slots = hopper.iota(s.shape, axis) + slot
     seen = slots < piece.high
@@ -528,7 +378,7 @@ def _merged(
     out: Float[Array, "P R8 H"],
     lse: Float[Array, "P M"],
     plan: tuple[Array, ...],
-    job: _Job,
+    job: Job,
     dtype: Any,
 ) -> tuple[Float[Array, "B K R H"], Float[Array, "B K R"]]:
     """Every head's parts by their log-sum-exp; a head without any is 0 and -inf."""
@@ -551,8 +401,8 @@ def _merged(
         out, lse = kernel(*plan, out.reshape(out.shape[0], -1, _MERGE_THREADS), lse)
         out, lse = out.reshape(heads, -1, job.head_dim)[:, : job.rows], lse[:, : job.rows]
     else:
-        lines = _FewLines.of(plan, job) if job.few else plan[0]
-        at_XP, mine_XP = _piece(lines, jnp.arange(heads)[:, None], jnp.arange(parts), job)
+        lines = FewLines.of(plan, job) if job.few else plan[0]
+        at_XP, mine_XP = part_of(lines, jnp.arange(heads)[:, None], jnp.arange(parts), job)
         mine_XP1 = mine_XP[..., None]
         lse = jnp.where(mine_XP1, lse.at[at_XP, : job.rows].get(mode="clip"), -jnp.inf)
         # Parts that were not written may hold anything.
@@ -562,20 +412,7 @@ def _merged(
     return out.reshape(*shape, *out.shape[1:]), lse.reshape(*shape, -1)
 
 
-def _piece(plan: Any, head: Any, i: Any, job: _Job) -> tuple[Array, Array]:
-    """The i-th part that a head may have, heads counted over all rows; and whether it exists."""
-    row = lax.div(head, job.kv_heads)
-    share = jnp.maximum(lax.div(plan[job.batch, _BASE] + (job.workers - 1), job.workers), 1)
-    steps = plan[row, _STEPS]
-    start = plan[row, _BASE] + steps * lax.rem(head, job.kv_heads)
-    worker = lax.div(start, share) + i
-    begin = worker * share
-    # Where a worker's run ends before the head's first block nothing is written.
-    mine = (begin < start + steps) & (steps > 0) & (begin + share > start + _BEGIN)
-    return worker + head, mine
-
-
-def _merge_kernel(*refs, job: _Job, together: int) -> None:
+def _merge_kernel(*refs, job: Job, together: int) -> None:
     """The pieces of a head's attention as one: a block of threads takes `together` query rows.
 
     It reads its pieces' log-sum-exps and means, which are few and lie in the L2 cache. Their
@@ -583,14 +420,14 @@ def _merge_kernel(*refs, job: _Job, together: int) -> None:
     H200.
     """
     *plan_refs, out_ref, lse_ref, merged_ref, total_ref = refs
-    plan = _FewLines.of(plan_refs, job) if job.few else plan_refs[0]
+    plan = FewLines.of(plan_refs, job) if job.few else plan_refs[0]
     head, group = lax.axis_index("head"), lax.axis_index("group")
     shape, last = (_MERGE_THREADS,), out_ref.shape[0] - 1
     thread = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_MERGE_LAYOUT)
     mine = [lax.div(thread, job.head_dim) == i for i in range(together)]
     means, lses = [], []
     for i in range(job.parts):
-        piece, there = _piece(plan, head, i, job)
+        piece, there = part_of(plan, head, i, job)
         at = jnp.minimum(piece, last)
         there = jnp.broadcast_to(there, shape)
         mean = plgpu.load(out_ref.at[at, group], layout=_MERGE_LAYOUT)

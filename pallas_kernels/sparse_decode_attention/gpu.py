@@ -49,6 +49,13 @@ from jaxtyping import Float, Int
 from pallas_kernels import hopper, hopper_bits, hopper_slots
 from pallas_kernels.common import PerRow, Stored
 from pallas_kernels.quantised import AnyStored, Quantised, parts_of
+from pallas_kernels.sparse_decode_attention.gpu_job import (
+    BLOCK,
+    ID_LINE,
+    ID_LINES,
+    Job,
+    cut_lists,
+)
 from pallas_kernels.sparse_decode_attention.lists import (
     Pages,
     Shared,
@@ -58,64 +65,9 @@ from pallas_kernels.sparse_decode_attention.lists import (
     rows_of,
 )
 
-# Slots of a step. Pages of a step are the copies that a barrier waits for.
-_BLOCK = 128
+# Pages of a step are the copies that a barrier waits for.
 _PAGE_SIZES = (8, 16, 32, 64, 128)
-# Page ids of a worker's piece of a list pass through shared memory in lines of 16 bytes, the least
-# that TMA copies, and in as many as one copy takes.
-_ID_LINE, _ID_LINES = 4, 256
 _STAGES = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """The kernel's static arguments."""
-
-    batch: int
-    lists: int  # of a row
-    kv_heads: int
-    pages_of_head: int
-    shared_pages: int  # of a head, of the slots that rows share; 0 where they share none
-    rows: int  # query rows of a list
-    group: int | None  # query heads of a kv head in a flat list; None for lists of one head
-    head_dim: int
-    dtype: Any
-    page_size: int
-    splits: int
-    share: int  # steps of a worker at most
-    listed: int  # ids of a list that lie whole in shared memory; 0 where those of a piece do
-    before: int  # pages at the row's beginning that follow the listed ones
-    after: int  # pages from the bound `stop` on that follow these
-    first_page: int  # the page that is listed as 0
-    scale: float
-    interpret: Any
-    stored: tuple[Any, Any]  # dtypes of keys and of values
-    by_slots: bool
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Slots of a step, head dim and rows, as `hopper_slots` takes them."""
-        return _BLOCK, self.head_dim, self.tile_rows
-
-    @property
-    def slots_axis(self) -> int:
-        """The axis of the logits along which the slots lie."""
-        return 0 if self.by_slots else 1
-
-    @property
-    def slots(self) -> int:
-        """Slots of a row, shared and own."""
-        return (self.pages_of_head + self.shared_pages) * self.page_size
-
-    @property
-    def pages(self) -> int:
-        """Pages of a step."""
-        return _BLOCK // self.page_size
-
-    @property
-    def tile_rows(self) -> int:
-        """Rows read and written: whole tiles."""
-        return pl.cdiv(self.rows, hopper.TILE_ROWS) * hopper.TILE_ROWS
 
 
 def unsupported(q: Array, k: AnyStored, lists: int, page_size: int, priors: int) -> str | None:
@@ -137,7 +89,7 @@ def unsupported(q: Array, k: AnyStored, lists: int, page_size: int, priors: int)
 
 def unsupported_around(listed: int) -> str | None:
     """Why lists of so many pages cannot be read with the slots around them, or None."""
-    most = _ID_LINE * _ID_LINES
+    most = ID_LINE * ID_LINES
     return f"lists of {listed} pages, at most {most}" if listed > most else None
 
 
@@ -162,8 +114,8 @@ def sparse_decode_attention(
     lists = lists_of(ids, kv_heads) if pages.heads is None else 1
     rows = rows_of(q, prior, lists)
     caches, scales = parts_of(k, v)
-    job = _Job(
-        **_cut(pages, batch * lists, length),
+    job = Job(
+        **cut_lists(pages, batch * lists, length),
         batch=batch,
         lists=lists,
         kv_heads=kv_heads,
@@ -194,7 +146,7 @@ def sparse_decode_attention(
         scales = [_listed_scales(*both, listed, bounds, job) for both in each]
     if isinstance(k, Quantised):
         rows = hopper_bits.in_column_order(rows)
-    room = job.splits * job.share * job.pages if around is None else length + -length % _ID_LINE
+    room = job.splits * job.share * job.pages if around is None else length + -length % ID_LINE
     ids = jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, 0), (0, room - length)), constant_values=-1)
     padded_out, padded_lse = _partials(rows, (*caches, *theirs), tuple(scales), ids, bounds, job)
     shape = batch, lists, job.splits
@@ -205,29 +157,7 @@ def sparse_decode_attention(
     return results_of(*hopper.merge_parts(out, lse, 2), q)
 
 
-def _cut(pages: Pages, lists: int, length: int) -> dict[str, int]:
-    """The job's numbers of a list's pieces: one worker a processor, and the ids of a piece fit."""
-    around, before, after = pages.around, 0, 0
-    if around is not None:
-        before = pl.cdiv(around.before, pages.size)
-        # They may begin at the end of a page.
-        after = pl.cdiv(around.after - 1, pages.size) + 1 if around.after else 0
-    steps = pl.cdiv((length + before + after) * pages.size, _BLOCK)
-    splits, whole = max(hopper.processors() // lists, 1), 1
-    if around is None:
-        splits = max(splits, pl.cdiv(length, _ID_LINE * _ID_LINES))
-        # Pieces begin at whole lines of ids.
-        whole = max(1, _ID_LINE * pages.size // _BLOCK)
-    share = pl.cdiv(pl.cdiv(steps, min(splits, steps)), whole) * whole
-    listed = 0 if around is None else length
-    return dict(
-        splits=pl.cdiv(steps, share), share=share, listed=listed, before=before, after=after
-    )
-
-
-def _visited(
-    ids: Int[Array, "B X E"], bounds: tuple[PerRow, ...], job: _Job
-) -> Int[Array, "B X M"]:
+def _visited(ids: Int[Array, "B X E"], bounds: tuple[PerRow, ...], job: Job) -> Int[Array, "B X M"]:
     """Every list's pages in the order of the steps; the entries of a flat list."""
     steps = job.splits * job.share * job.pages
     if job.listed:
@@ -245,7 +175,7 @@ def _listed_scales(
     shared: Array | None,
     pages: Int[Array, "B X M"],
     bounds: tuple[PerRow, ...],
-    job: _Job,
+    job: Job,
 ) -> Float[Array, "Y Z"]:
     """The scales of the slots of every list's pages, as `_fetch` copies these.
 
@@ -280,7 +210,7 @@ def _partials(
     scales: tuple[Any, ...],
     ids: Int[Array, "B Z E"],
     bounds: tuple[PerRow, ...],
-    job: _Job,
+    job: Job,
 ) -> tuple[Float[Array, "Y P M8 H"], Float[Array, "Y P L"]]:
     """The attention of every piece of all Y lists; rows beyond the job's hold anything.
 
@@ -294,13 +224,13 @@ def _partials(
     q = hopper.whole_rows(q, job.interpret)
     parts = batch * job.lists, job.splits
     # Each piece's, or those of all.
-    ids = ids.reshape(batch * ids.shape[1], 1 if job.listed else job.splits, -1, _ID_LINE)
+    ids = ids.reshape(batch * ids.shape[1], 1 if job.listed else job.splits, -1, ID_LINE)
     if job.by_slots:
         used = hopper_slots.scratch(job.shape, job.stored, job.dtype, job.pages)
         q_rows = lse_rows = job.tile_rows
         threads = 1 + hopper_slots.READERS
     else:
-        used = hopper.rings_scratch(_STAGES, _BLOCK, job.head_dim, job.dtype, job.pages)
+        used = hopper.rings_scratch(_STAGES, BLOCK, job.head_dim, job.dtype, job.pages)
         used |= hopper.out_scratch(job.tile_rows)
         q_rows = lse_rows = hopper.ROWS
         threads = 2
@@ -329,7 +259,7 @@ def _partials(
     return out, lse
 
 
-def _kernel(*refs, job: _Job, **scratch):
+def _kernel(*refs, job: Job, **scratch):
     given = 4 if job.shared_pages else 3
     bound_refs, (ids_ref, q_ref, k_ref, v_ref, *refs) = refs[:given], refs[given:]
     *refs, out_ref, lse_ref = refs
@@ -413,12 +343,12 @@ class _Piece:
     own: Any
 
 
-def _id(piece: _Piece, step: Array, j: int, job: _Job) -> Array:
+def _id(piece: _Piece, step: Array, j: int, job: Job) -> Array:
     """Id j of a step: a page or a flat list's entry; negative for none."""
     n = step * job.pages + j
 
     def found(at: Array) -> Array:
-        page = piece.ids[lax.div(at, _ID_LINE), lax.rem(at, _ID_LINE)]
+        page = piece.ids[lax.div(at, ID_LINE), lax.rem(at, ID_LINE)]
         return jnp.where(page < 0, page, page + job.first_page) if job.first_page else page
 
     if not job.listed:
@@ -430,7 +360,7 @@ def _id(piece: _Piece, step: Array, j: int, job: _Job) -> Array:
     return jnp.where(n < job.listed, found(jnp.minimum(n, job.listed - 1)), page)
 
 
-def _seen(piece: _Piece, step: Array, j: int, job: _Job) -> tuple[Any, Any]:
+def _seen(piece: _Piece, step: Array, j: int, job: Job) -> tuple[Any, Any]:
     """The slots of page j of a step that count: from the first up to the second."""
     start, stop, end = piece.bounds
     if not job.listed:
@@ -441,7 +371,7 @@ def _seen(piece: _Piece, step: Array, j: int, job: _Job) -> tuple[Any, Any]:
     return first, last
 
 
-def _steps(piece: _Piece, job: _Job) -> Array:
+def _steps(piece: _Piece, job: Job) -> Array:
     """Steps of this piece up to the last that has a page."""
 
     def empty(steps: Array) -> Array:
@@ -453,7 +383,7 @@ def _steps(piece: _Piece, job: _Job) -> Array:
 
 
 def _fetch(
-    refs: list, scale_refs: list, piece: _Piece, head: Array, job: _Job, scratch: dict
+    refs: list, scale_refs: list, piece: _Piece, head: Array, job: Job, scratch: dict
 ) -> None:
     """Copy the pages of the steps into the rings; for none listed any page, which is masked.
 
@@ -495,7 +425,7 @@ def _fetch(
                 plgpu.copy_gmem_to_smem(own.at[entry], part, ready)
 
         def copy_scales(ref, place, ready):
-            block = pl.ds((piece.first + i) * _BLOCK, _BLOCK)
+            block = pl.ds((piece.first + i) * BLOCK, BLOCK)
             plgpu.copy_gmem_to_smem(ref.at[block], place, ready)
 
         if job.by_slots:
@@ -513,7 +443,7 @@ def _fetch(
         hopper.drain(free, steps, _STAGES)
 
 
-def _mask(s: Array, step: Array, *, piece: _Piece, job: _Job) -> Array:
+def _mask(s: Array, step: Array, *, piece: _Piece, job: Job) -> Array:
     """-inf outside the bounds, where the slots of a page that is none (-1) lie too: below 0."""
     column, limits, whole = hopper.iota(s.shape, job.slots_axis), [], jnp.bool_(True)
     for j in range(job.pages):
@@ -533,7 +463,7 @@ def _mask(s: Array, step: Array, *, piece: _Piece, job: _Job) -> Array:
     return lax.cond(whole, lambda s: s, some, s)
 
 
-def _mask_own_head(s: Array, step: Array, *, piece: _Piece, job: _Job) -> Array:
+def _mask_own_head(s: Array, step: Array, *, piece: _Piece, job: Job) -> Array:
     """Of a flat list: -inf outside the bounds, and for the rows of other kv heads."""
     assert job.group is not None
     entries = [_id(piece, step, j, job) for j in range(job.pages)]
@@ -553,7 +483,7 @@ def _mask_own_head(s: Array, step: Array, *, piece: _Piece, job: _Job) -> Array:
     return jnp.where(seen, s, -jnp.inf)
 
 
-def _slots(shape: tuple[int, ...], pages: list[Array], job: _Job) -> Array:
+def _slots(shape: tuple[int, ...], pages: list[Array], job: Job) -> Array:
     """The slot of every column of a block."""
     column = hopper.iota(shape, job.slots_axis)
     slot = column

@@ -4,7 +4,7 @@ Many queries. The keys are cut into blocks of 16. Only the `count` blocks with t
 can hold one of the `count` best keys, since each of them holds a key that is at least as good as
 all keys of the other blocks (ties: lower block, lower slots). So a first kernel keeps, for every
 query, the best blocks and their maxima. A second kernel scores the keys of these blocks again, and
-they are ranked exactly. Scores stay in registers.
+they are ranked exactly (`gpu_rescore`). Scores stay in registers.
 
 A tile of 128 keys is laid out block-minor in shared memory (column c is key c // 8 of block c % 8).
 So the maximum over a block is taken elementwise among the registers of one thread: no shuffle, one
@@ -17,16 +17,6 @@ Grid: tiles of 128 query rows (the queries of one kv head's group, query-major),
 of the keys where rows are few. Two warpgroups of 64 rows take turns on the tensor cores; a third
 copies. Shared memory: queries 32 KiB, ring of 5 tiles 160 KiB. Registers: scores [64,128] and
 lists.
-
-Scoring the chosen blocks again: a program takes 64 query rows. A step copies the 16 keys of four
-blocks of a query (4 KiB each, by block number) and multiplies them, as the 64 rows of a wgmma, with
-the query's group of 8. Each row needs one column of the result; the others are dropped. The scores
-of all 64 queries are kept in shared memory, and in the end each query's best are chosen among them
-in registers. Nothing is gathered in global memory, and neither all scores nor the lists of the
-first kernel's places are written there. Shared memory: queries 16 KiB, ring of 4 steps 64 KiB,
-scores 16 KiB. Bytes moved: C blocks of 16 keys a query, at least 4; the more queries choose the
-same blocks, the more of them come from the L2 cache. On an H200, 16,384 queries and 4 random blocks
-each: 0.081 ms for 268 MB, 3.3 TB/s, without the choice.
 
 A few queries, as in decoding (up to 8 a kv head). One query would use only G of the 64 rows of a
 wgmma, so here the queries are its 8 columns, and the keys its rows. A thread holds a few scores of
@@ -64,13 +54,21 @@ from pallas_kernels import hopper
 from pallas_kernels.common import Bounds, Cache, PerQuery, Queries, pack_rows, unpack_rows
 from pallas_kernels.quantised import AnyStored
 from pallas_kernels.topk_scores import gpu_ties
+from pallas_kernels.topk_scores.gpu_rescore import (
+    BLOCK,
+    LAST,
+    Lists,
+    Ranked,
+    Rows,
+    Tolerances,
+    best_keys,
+)
 
-# Keys of a tile, and of a block whose best score alone is ranked. A thread of a wgmma holds columns
+# Keys of a tile, of whose blocks the best score alone is ranked. A thread of a wgmma holds columns
 # c and c + 1 of every 8: with the keys of a tile laid out block-minor, the maximum over a block is
 # taken among one thread's registers.
-_TILE, _BLOCK = 128, 16
-_LANES = _TILE // _BLOCK
-_LAST = np.int32(2**31 - 1)
+_TILE = 128
+_LANES = _TILE // BLOCK
 # Each list entry takes 8 registers of every thread.
 _MAX_COUNT = 8
 # Warpgroups of 64 query rows where there are more rows than that, and tiles of keys in flight.
@@ -78,18 +76,8 @@ _WARPGROUPS, _STAGES = 2, 5
 # Queries of a kv head that are few: the columns of the smallest wgmma.
 _QUERIES = 8
 _HALVES = _TILE // hopper.ROWS
-# Of the second search: blocks whose keys make the 64 rows of a wgmma, queries of its right side, of
-# which a row of the result uses one, and steps in flight.
-_STEP, _GROUP, _RESCORE_STAGES = hopper.ROWS // _BLOCK, 8, 4
 # Elementwise operations of the compiler's own are private to JAX (as of 0.11.2).
 _POINTWISE = hasattr(FragmentedArray, "_pointwise")
-
-# A kv head's queries; a tolerance for each; the scores and numbers found for each; and lists of
-# both in registers, best first.
-Rows = Float[Array, "B K R H"]
-Tolerances = Float[Array, "B K R"]
-Ranked = tuple[Float[Array, "*R C"], Int[Array, "*R C"]]
-Lists = list[tuple[Array, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +144,7 @@ def topk_scores(
         values, slots = _best_of_few(q_BKRH, k, bounds, tolerance_BKR, job)
     else:
         ids_BKCR = _best_blocks(q_BKRH, k, bounds, tolerance_BKR, job)
-        values, slots = _best_keys(q_BKRH, k, bounds, tolerance_BKR, ids_BKCR, interpret)
+        values, slots = best_keys(q_BKRH, k, bounds, tolerance_BKR, ids_BKCR, interpret)
     return unpack_rows(values, q.shape[1]), unpack_rows(slots, q.shape[1])
 
 
@@ -171,7 +159,7 @@ def _choose(
     for _ in range(count):
         value, one, _ = lax.reduce(
             (values, ids, tolerances),
-            (np.float32(-np.inf), _LAST, np.float32(0)),
+            (np.float32(-np.inf), LAST, np.float32(0)),
             _better,
             (values.ndim - 1,),
         )
@@ -198,7 +186,7 @@ def _best_blocks(
     spare = (0, 0), (0, 0), (0, padded - rows)
     q, tolerance = jnp.pad(q, (*spare, (0, 0))), jnp.pad(tolerance, spare)
     # Block-minor: one copy takes key i of each of a tile's 8 blocks.
-    k = k.reshape(*k.shape[:2], -1, _LANES, _BLOCK, job.head_dim)
+    k = k.reshape(*k.shape[:2], -1, _LANES, BLOCK, job.head_dim)
     shape = job.batch * job.kv_heads, job.splits, job.count, padded
     warpgroups = job.warpgroups
     kernel = plgpu.kernel(
@@ -207,7 +195,7 @@ def _best_blocks(
         scratch_types=dict(
             q_tiles=hopper.tiled(warpgroups, hopper.ROWS, job.head_dim, dtype=job.dtype),
             ring=hopper.tiled(_STAGES, _TILE, job.head_dim, dtype=job.dtype),
-            ready=plgpu.Barrier(num_arrivals=_BLOCK, num_barriers=_STAGES),
+            ready=plgpu.Barrier(num_arrivals=BLOCK, num_barriers=_STAGES),
             free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=_STAGES),
             loaded=plgpu.Barrier(num_barriers=warpgroups),
         ),
@@ -243,7 +231,7 @@ def _blocks_kernel(*refs, job: _Job, q_tiles, ring, **barriers) -> None:
         keys = k_ref.at[where]
 
         def copy(i, slot):
-            for key in range(_BLOCK):
+            for key in range(BLOCK):
                 plgpu.copy_gmem_to_smem(
                     keys.at[begin + i, :, key],
                     ring.at[slot, pl.ds(key * _LANES, _LANES)],
@@ -295,7 +283,7 @@ def _run_of_split(bound_refs, row, split, job: _Job) -> tuple[tuple[Array, Array
 def _mask(s: Array, first: Array, bounds: tuple[Array, Array]) -> Array:
     column = hopper.iota(s.shape, 1)
     # Column c is key c // 8 of block c % 8.
-    slot = first + (column & (_LANES - 1)) * _BLOCK + (column >> (_LANES.bit_length() - 1))
+    slot = first + (column & (_LANES - 1)) * BLOCK + (column >> (_LANES.bit_length() - 1))
     return jnp.where((slot >= bounds[0]) & (slot < bounds[1]), s, -jnp.inf)
 
 
@@ -345,150 +333,6 @@ def _insert(lists: Lists, value: Array, number: Array, tolerance: Array) -> List
         new = (new_value, listed), (new_number, its_number)
         result.append(tuple(jnp.where(better[j], x, old) for x, old in new))
     return result
-
-
-def _best_keys(
-    q: Rows,
-    k: Cache,
-    bounds: Bounds,
-    tolerance: Tolerances,
-    blocks: Int[Array, "B K C R"],
-    interpret: Any,
-) -> Ranked:
-    """The best keys of the listed blocks, as many as there are blocks; -1 lists none."""
-    batch, kv_heads, rows, head_dim = q.shape
-    wanted = blocks.shape[2]
-    # A query takes whole steps. Those of few blocks read the first block of all again, from the
-    # L2 cache.
-    count = pl.cdiv(wanted, _STEP) * _STEP
-    # Two programs find place on a multiprocessor.
-    stages = _RESCORE_STAGES - (count > _STEP)
-    tiles = pl.cdiv(rows, hopper.ROWS)
-    spare = 0, tiles * hopper.ROWS - rows
-    whole = (0, 0), (0, 0)
-    q = jnp.pad(q, (*whole, spare, (0, 0))).reshape(-1, hopper.ROWS // _GROUP, _GROUP, head_dim)
-    tolerance = jnp.pad(tolerance, (*whole, spare)).reshape(-1, hopper.ROWS)
-    ids = jnp.pad(blocks, (*whole, (0, count - wanted), spare), constant_values=-1)
-    ids = ids.reshape(batch * kv_heads, count, -1)
-    k = k.reshape(batch, kv_heads, -1, _BLOCK, head_dim)
-    kernel = plgpu.kernel(
-        functools.partial(_rescore_kernel, rows=rows, kv_heads=kv_heads),
-        out_type=hopper.outputs((len(ids), wanted, ids.shape[2]), jnp.float32, jnp.int32),
-        scratch_types=dict(
-            ids=plgpu.SMEM((count, hopper.ROWS), jnp.int32),
-            queries=hopper.tiled(*q.shape[1:], dtype=q.dtype),
-            ring=hopper.tiled(stages, hopper.ROWS, head_dim, dtype=k.dtype),
-            # Those of rows that there are not stay undefined.
-            scores=plgpu.SMEM((hopper.ROWS, count * _BLOCK), jnp.float32),
-            loaded=plgpu.Barrier(num_barriers=2),
-            ready=plgpu.Barrier(num_arrivals=_STEP, num_barriers=stages),
-            free=plgpu.Barrier(num_barriers=stages),
-        ),
-        grid=(len(q),),
-        grid_names=("tile",),
-        num_threads=2,
-        thread_name="role",
-        interpret=interpret,
-        kernel_name="topk_rescore",
-    )
-    shape = batch, kv_heads, wanted, -1
-    found = kernel(*bounds, ids, q, k, tolerance)
-    values, slots = (jnp.swapaxes(x.reshape(shape)[..., :rows], 2, 3) for x in found)
-    return values, slots
-
-
-def _rescore_kernel(*refs, rows: int, kv_heads: int, ids, ring, scores, **scratch) -> None:
-    """Of a tile of 64 query rows of a head, which has so many rows."""
-    *bound_refs, ids_ref, q_ref, k_ref, tolerance_ref, values_ref, slots_ref = refs
-    queries, loaded, ready, free = (scratch[x] for x in ("queries", "loaded", "ready", "free"))
-    tiles = pl.cdiv(rows, hopper.ROWS)
-    tile, role = lax.axis_index("tile"), lax.axis_index("role")
-    count = ids.shape[0]
-    head, part = lax.div(tile, tiles), lax.rem(tile, tiles)
-    row = lax.div(head, kv_heads)
-    # Steps of a query, and of all queries.
-    each = count // _STEP
-    steps = jnp.minimum(rows - part * hopper.ROWS, hopper.ROWS) * each
-    own = pl.ds(part * hopper.ROWS, hopper.ROWS)
-
-    @pl.when(role == 1)
-    def _copies():
-        plgpu.copy_gmem_to_smem(ids_ref.at[head, :, own], ids, loaded.at[0])
-        plgpu.barrier_wait(loaded.at[0])
-        keys = k_ref.at[row, lax.rem(head, kv_heads)]
-
-        def copy(i, slot):
-            for j in range(_STEP):
-                block = jnp.maximum(ids[lax.rem(i, each) * _STEP + j, lax.div(i, each)], 0)
-                place = ring.at[slot, pl.ds(j * _BLOCK, _BLOCK)]
-                plgpu.copy_gmem_to_smem(keys.at[block], place, ready.at[slot])
-
-        hopper.copy_ahead(steps, free, ring.shape[0], copy)
-
-    @pl.when(role == 0)
-    def _scores():
-        plgpu.copy_gmem_to_smem(q_ref.at[tile], queries, loaded.at[1])
-        plgpu.barrier_wait(loaded.at[1])
-        column = hopper.iota((hopper.ROWS, _GROUP), 1)
-
-        @pl.loop(0, steps)
-        def _step(i):
-            slot, query = lax.rem(i, ring.shape[0]), lax.div(i, each)
-            group = queries.at[lax.div(query, _GROUP)]
-            plgpu.barrier_wait(ready.at[slot])
-            s = hopper.product(ring.at[slot], group.transpose((1, 0)))
-            plgpu.barrier_arrive(free.at[slot])
-            mine = jnp.where(column == lax.rem(query, _GROUP), s, 0.0).sum(axis=1)
-            scores.at[query, pl.ds(lax.rem(i, each) * hopper.ROWS, hopper.ROWS)][...] = mine
-
-        # All warps have stored.
-        plgpu.commit_smem()
-        across = plgpu.Layout.WGMMA.reduce(1)
-        tolerance = plgpu.load(tolerance_ref.at[tile], layout=across, optimized=False)
-        start, stop = (ref[row] for ref in bound_refs)
-        lists = []
-        for j in range(values_ref.shape[1]):
-            block = plgpu.load(ids_ref.at[head, j, own], layout=across, optimized=False)
-            lists.append(_block_of(scores.at[:, pl.ds(j * _BLOCK, _BLOCK)], block, (start, stop)))
-        for j, found in enumerate(_best_of(lists, tolerance)):
-            for ref, x in zip((values_ref, slots_ref), found, strict=True):
-                ref[head, j, own] = x
-
-
-def _block_of(scores: Any, block: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Of 64 queries the scores of one block's keys each and their slots, [64,16].
-
-    -inf beyond the bounds, where a query lists no block, and for NaN.
-
-    Args:
-      block: [64], -1 for none.
-    """
-    shape = hopper.ROWS, _BLOCK
-    value = plgpu.load(scores, layout=plgpu.Layout.WGMMA, optimized=False)
-    block = lax.broadcast_in_dim(block, shape, [0])
-    slot = block * _BLOCK + hopper.iota(shape, 1)
-    some = (block >= 0) & (slot >= bounds[0]) & (slot < bounds[1]) & (value > -jnp.inf)
-    return jnp.where(some, value, -jnp.inf), slot
-
-
-def _best_of(blocks: Lists, tolerance: Array) -> Lists:
-    """The best of every query's keys in order, [64] scores and slots, as many as there are blocks.
-
-    As `_choose` has it, within registers.
-    """
-
-    shape, chosen = blocks[0][0].shape, []
-    for _ in range(len(blocks)):
-        best = functools.reduce(jnp.maximum, [value for value, _ in blocks]).max(axis=1)
-        least = lax.broadcast_in_dim(best - tolerance, shape, [0])
-        tied = [jnp.where(value >= least, slot, _LAST) for value, slot in blocks]
-        lowest = functools.reduce(jnp.minimum, tied).min(axis=1)
-        one = lax.broadcast_in_dim(lowest, shape, [0])
-        its = [jnp.where(slot == one, value, -jnp.inf) for value, slot in blocks]
-        its_value = functools.reduce(jnp.maximum, its).max(axis=1)
-        chosen.append((its_value, jnp.where(its_value > -jnp.inf, lowest, -1)))
-        blocks = [(jnp.where(slot == one, -jnp.inf, value), slot) for value, slot in blocks]
-    return chosen
 
 
 def _best_of_few(q: Rows, k: Cache, bounds: Bounds, tolerance: Tolerances, job: _Job) -> Ranked:
@@ -587,7 +431,7 @@ def _merged(lists: Lists, tolerance: Array, axis: int) -> Lists:
     for left in reversed(range(len(lists))):
         value, number = lists[0]
         best = lax.broadcast_in_dim(value.max(axis=axis), shape, [1 - axis])
-        lowest = jnp.where(value >= best - tolerance, number, _LAST).min(axis=axis)
+        lowest = jnp.where(value >= best - tolerance, number, LAST).min(axis=axis)
         gone = number == lax.broadcast_in_dim(lowest, shape, [1 - axis])
         its_value = jnp.where(gone, value, -jnp.inf).max(axis=axis)
         merged.append((its_value, jnp.where(its_value > -jnp.inf, lowest, -1)))

@@ -98,7 +98,7 @@ def _stored(shape: tuple[int, ...], forms: tuple[str | None, ...]) -> list[Any]:
 
 def _decode(name: str, width: int, queries: int, *forms: str | None) -> tuple[Callable, list]:
     """For the most rows that it takes: the plan has a line a row."""
-    rows = decode_gpu._MAX_BATCH
+    rows = decode_gpu.MAX_BATCH
     q = _shape((rows, queries, 32, width), jnp.bfloat16)
     run = functools.partial(getattr(decode_gpu, name), scale=1.0)
     return run, [q, *_stored((rows, 8, 1024, width), forms), _shape((rows,), jnp.int32)]

@@ -1,0 +1,188 @@
+"""Which worker attends to which slots of dense decode, and where its results lie (see `gpu`).
+
+The plan has a line for each row: its first step among those of all rows and heads, its first slot
+and the one after its last, and the steps of a head. Its last line holds the number of all steps.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jaxtyping import Int
+
+from pallas_kernels import hopper
+from pallas_kernels.common import PerRow
+
+_BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
+MAX_BATCH = 240  # lines of the plan that fit shared memory
+_FEW = 8  # rows whose plan every block of threads makes in its registers
+# Slots of one step, and how many steps it takes to begin a head.
+BLOCK, _BEGIN = 128, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The kernel's static arguments."""
+
+    batch: int
+    kv_heads: int
+    rows: int
+    head_dim: int
+    group: int
+    dtype: Any
+    scale: float
+    workers: int
+    interpret: Any
+    windowed: bool
+    logits: bool
+    stored: tuple[Any, Any]  # dtypes of keys and of values
+    by_slots: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Slots of a step, head dim and rows, as `hopper_slots` takes them."""
+        return BLOCK, self.head_dim, self.tile_rows
+
+    @property
+    def few(self) -> bool:
+        """Whether the kernels are given the rows' bounds in place of the plan."""
+        return self.batch <= _FEW
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows read and written: whole tiles."""
+        return pl.cdiv(self.rows, hopper.TILE_ROWS) * hopper.TILE_ROWS
+
+    @property
+    def parts(self) -> int:
+        """The most workers that visit one head."""
+        # All heads of a row are as long: with K of them none is in more than 1/K of the workers.
+        return self.workers // self.kv_heads + 2
+
+    @property
+    def q_tiles(self) -> int:
+        """Heads whose queries are in shared memory: the next one's too where there is room."""
+        return 2 if self.tile_rows == hopper.TILE_ROWS else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A run of one head's blocks, all scalars of the kernel.
+
+    Blocks `first` to `last` of row `row`, head `head`; slots low <= s < high count; block j is
+    the worker's step ahead + j; it is the worker's piece `number`; its results are part `part`.
+    """
+
+    row: Any
+    head: Any
+    part: Any
+    low: Any
+    high: Any
+    first: Any
+    last: Any
+    ahead: Any
+    number: Any
+
+
+def _steps(low: Any, high: Any, job: Job) -> Any:
+    """Steps of a head of a row: one to begin it and one a block."""
+    # A later query's window begins later: with low below 0 as well.
+    blocks = lax.div(high + (BLOCK - 1), BLOCK) - lax.div(jnp.maximum(low, 0), BLOCK)
+    return jnp.where((high > low) & (blocks > 0), _BEGIN + blocks, 0)
+
+
+@dataclass(frozen=True)
+class FewLines:
+    """The plan of few rows as scalars of a kernel."""
+
+    columns: tuple[list[Any], ...]
+
+    @staticmethod
+    def of(refs: Sequence[Any], job: Job) -> "FewLines":
+        """From the rows' last slots or, with a window, their first and last ones."""
+        *low_ref, high_ref = refs
+        high = [high_ref[b] for b in range(job.batch)]
+        low = [low_ref[0][b] if low_ref else jnp.int32(0) for b in range(job.batch)]
+        steps, base = [_steps(*each, job) for each in zip(low, high, strict=True)], [jnp.int32(0)]
+        for each in steps:
+            base.append(base[-1] + job.kv_heads * each)
+        return FewLines((base, low, high, steps))
+
+    def __getitem__(self, at: tuple[Any, int]) -> Any:
+        row, values = at[0], self.columns[at[1]]
+        if isinstance(row, int):
+            return values[row]
+        found = values[-1]
+        for i, value in enumerate(values[:-1]):
+            found = jnp.where(row == i, value, found)
+        return found
+
+
+def plan_of(low: PerRow, high: PerRow, job: Job) -> Int[Array, "Q 4"]:
+    """The plan as an array."""
+    steps = _steps(low, high, job)
+    before = jnp.arange(job.batch + 1)[:, None] > jnp.arange(job.batch)
+    base = job.kv_heads * jnp.sum(jnp.where(before, steps, 0), axis=1)
+    columns = [jnp.pad(x, (0, 1)) for x in (low, high, steps)]
+    return jnp.stack([base, *columns], axis=1).astype(jnp.int32)
+
+
+def each_piece(plan, job: Job, work: Callable) -> tuple[Array, Array]:
+    """Call work(piece) for every head with a block in this worker's run of steps, in order.
+
+    Returns the number of its pieces and of their blocks.
+    """
+    worker = lax.axis_index("worker")
+    share = lax.div(plan[job.batch, _BASE] + (job.workers - 1), job.workers)
+    begin = worker * share
+
+    def row(b: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+        base, steps = plan[b, _BASE], plan[b, _STEPS]
+        first = jnp.maximum(begin, base)
+        last = jnp.minimum(begin + share, plan[b + 1, _BASE])
+
+        def head(h: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+            start = base + h * steps
+            block = lax.div(jnp.maximum(plan[b, _LOW], 0), BLOCK)
+            # A head's first steps are those to begin it.
+            runs = [
+                jnp.maximum(x - start - _BEGIN, 0)
+                for x in (jnp.maximum(first, start), jnp.minimum(last, start + steps))
+            ]
+            pieces, blocks = done
+            piece = Piece(
+                row=b,
+                head=h,
+                part=worker + b * job.kv_heads + h,
+                low=plan[b, _LOW],
+                high=plan[b, _HIGH],
+                first=runs[0] + block,
+                last=runs[1] + block,
+                ahead=blocks - runs[0] - block,
+                number=pieces,
+            )
+            pl.when(runs[1] > runs[0])(lambda: work(piece))
+            return pieces + (runs[1] > runs[0]).astype(jnp.int32), blocks + runs[1] - runs[0]
+
+        # A row without steps in this run has no head to visit.
+        each = jnp.maximum(steps, 1)
+        heads = lax.div(first - base, each), lax.div(last - 1 - base, each) + 1
+        return lax.fori_loop(jnp.where(last > first, heads[0], heads[1]), heads[1], head, done)
+
+    return lax.fori_loop(0, job.batch, row, (jnp.int32(0), jnp.int32(0)))
+
+
+def part_of(plan: Any, head: Any, i: Any, job: Job) -> tuple[Array, Array]:
+    """The i-th part that a head may have, heads counted over all rows; and whether it exists."""
+    row = lax.div(head, job.kv_heads)
+    share = jnp.maximum(lax.div(plan[job.batch, _BASE] + (job.workers - 1), job.workers), 1)
+    steps = plan[row, _STEPS]
+    start = plan[row, _BASE] + steps * lax.rem(head, job.kv_heads)
+    worker = lax.div(start, share) + i
+    begin = worker * share
+    # Where a worker's run ends before the head's first block nothing is written.
+    mine = (begin < start + steps) & (steps > 0) & (begin + share > start + _BEGIN)
+    return worker + head, mine
