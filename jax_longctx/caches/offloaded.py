@@ -21,16 +21,10 @@ attention) gets them on the device for the time of one layer (`on_device`).
 
 Where steps rank every key (`Reads.all_keys`), keys lie on the device as in an `AppendCache`, and
 the pool is one of values alone.
-
-Compilers decide the form of the host's arrays. A page is fetched by one index along one axis: a TPU
-slices no two axes of a host's array at places that it cannot know to be aligned. The last axes but
-one have 16 slots at most: a TPU would copy an array in 8 bits to give it larger tiles. Scales of 8
-bits stay on the device, as they are small.
 """
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -45,6 +39,19 @@ from jax_longctx.caches.append_only import (
     write_rows,
 )
 from jax_longctx.caches.branched import Branched
+from jax_longctx.caches.host_pages import (
+    joined,
+    page_shape,
+    row_of,
+    rows_of,
+    rows_to_host,
+    shifted,
+    to_device,
+    to_host,
+    whole_on_device,
+    with_slots,
+    write_at,
+)
 from jax_longctx.caches.working_set import Fetches, WorkingSet, empty_working_set
 from jax_longctx.contract import CacheShape, LayerContext, resized
 from jax_longctx.errors import ConfigError
@@ -57,10 +64,7 @@ from pallas_kernels.quantised import Quantised
 # Beside all keys the pool of values is shorter.
 _Pool = Float[Array, "B K R H"] | Quantised | Plane
 
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 TURNS = (16, 4, 1)
-# Slots of the last axis but one of the host's arrays.
-_LINES = 16
 # Of each row, as in an `AppendCache`.
 _COUNTS = ("length", "position", "context_length", "context_position")
 # The pool is a multiple of this, which kernels tile by.
@@ -261,8 +265,7 @@ class Offloaded(Rewinding):
         first = self.before_tail * self.page
         size = self.pool_v.shape[2] - first
         pools = [
-            _write_at(x, _shifted(cut(x, first, size), base - self.base), first)
-            for x in self._pools
+            write_at(x, shifted(cut(x, first, size), base - self.base), first) for x in self._pools
         ]
         return dataclasses.replace(self._with(pools), base=base)
 
@@ -277,11 +280,11 @@ class Offloaded(Rewinding):
             found = []
             place = (index, first_B[index])
             for pool, (host, scales) in zip(self._pools, hosts, strict=True):
-                part = _row_of(pool, index, at_B[index], run * self.page)
+                part = row_of(pool, index, at_B[index], run * self.page)
                 if scales is not None:
                     first = first_B[index] * self.page
-                    scales = _write_at(scales, part.scales[None], first, index)
-                found.append((_to_host(host, part, place, run), scales))
+                    scales = write_at(scales, part.scales[None], first, index)
+                found.append((to_host(host, part, place, run), scales))
             return tuple(found)
 
         hosts = self._hosts
@@ -295,9 +298,8 @@ class Offloaded(Rewinding):
         size = _tail(store.newest, store.page, max(reserve, store.chunk), first)
 
         def tail(x: Any) -> Any:
-            moved = _shifted(cut(x, first, x.shape[2] - first), base - store.base)
-            kept = jax.tree.map(lambda part: resized(part, 2, size), moved)
-            return _joined(cut(x, 0, first), kept)
+            moved = shifted(cut(x, first, x.shape[2] - first), base - store.base)
+            return joined(cut(x, 0, first), with_slots(moved, size))
 
         pools = [tail(x) for x in store._pools]
         return dataclasses.replace(store._with(pools), base=base, settled=True)
@@ -352,16 +354,16 @@ class Offloaded(Rewinding):
             line, one = (row, page), head if apart else None
             found = []
             for pool, (host, scales) in zip(pools, self._hosts, strict=True):
-                values = _to_device(host, line, one)  # [1, K, page, H]
+                values = to_device(host, line, one)  # [1, K, page, H]
                 put = (slot, row, head)
                 if scales is None:
-                    found.append(_write_at(pool, values, *put))
+                    found.append(write_at(pool, values, *put))
                     continue
-                own = _row_of(scales, row, page * self.page, self.page)
+                own = row_of(scales, row, page * self.page, self.page)
                 if apart:
                     own = jax.lax.dynamic_slice_in_dim(own, head, 1)
                 parts = Quantised(values, own[None], pool.dtype)
-                found.append(_write_at(pool, parts, *put))
+                found.append(write_at(pool, parts, *put))
             return tuple(found)
 
         def turn(width: int, carry: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -385,9 +387,9 @@ class Offloaded(Rewinding):
         """All keys and values on the device, as an `AppendCache`: a copy, for a short time."""
         slots = self.sizes[2]
         first = self.before_tail * self.page
-        found = [] if self.keys is None else [_resized(part_of(self.keys), slots)]
+        found = [] if self.keys is None else [with_slots(part_of(self.keys), slots)]
         for pool, (host, scales) in zip(self._pools, self._hosts, strict=True):
-            whole = resized(_whole(host), 2, slots)
+            whole = resized(whole_on_device(host), 2, slots)
             if isinstance(pool, Quantised):
                 whole = Quantised(whole, resized(part_of(scales), 2, slots), pool.dtype)
             if self.settled:
@@ -399,8 +401,7 @@ class Offloaded(Rewinding):
 
                 whole = jax.tree.map(overlaid, whole, tail)
             found.append(whole)
-        counts = (self.length, self.position, self.context_length, self.context_position)
-        return AppendCache(found[0], found[1], *counts)
+        return AppendCache(found[0], found[1], *(getattr(self, name) for name in _COUNTS))
 
     def row(self, row: Any) -> "Offloaded":
         """One row alone, its pages still in the host's memory."""
@@ -408,7 +409,7 @@ class Offloaded(Rewinding):
         def one_row(x: Any) -> Any:
             if isinstance(x, Quantised):
                 return x.map(one_row)
-            rows, first = _lines(x)
+            rows, first = rows_of(x)
             return jax.lax.dynamic_slice_in_dim(rows, first + row, 1)
 
         names = ("k", "v", "k_scales", "v_scales", "pool_k", "pool_v", "keys", "base", *_COUNTS)
@@ -422,7 +423,7 @@ class Offloaded(Rewinding):
         Both contexts have ended. The row's keys and values are on the device meanwhile.
         """
         whole, slots = given.row(row).on_device(), self.frames.pages * self.page
-        k, v = (_resized(x, slots) for x in (whole.k, whole.v))
+        k, v = (with_slots(x, slots) for x in (whole.k, whole.v))
         return self.filled(dataclasses.replace(whole, k=k, v=v), place)
 
     def filled(self, whole: AppendCache, row: Any = 0) -> "Offloaded":
@@ -437,8 +438,8 @@ class Offloaded(Rewinding):
         first = self.before_tail * self.page
         store, pools, hosts = self, [], []
         if self.keys is not None:
-            keys = _resized(whole.k, self.keys.shape[2])
-            store = dataclasses.replace(self, keys=_write_at(self.keys, keys, 0, row))
+            keys = with_slots(whole.k, self.keys.shape[2])
+            store = dataclasses.replace(self, keys=write_at(self.keys, keys, 0, row))
         olds = zip(store._pools, store._hosts, strict=True)
         for x, (pool, (host, scale)) in zip(store._given(whole.k, whole.v), olds, strict=True):
             size = pool.shape[2] - first
@@ -448,40 +449,24 @@ class Offloaded(Rewinding):
                 cut_row = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=1)
                 return jax.vmap(cut_row)(padded, base)
 
-            head = _resized(x, self.head * self.page)
-            pool = _write_at(_write_at(pool, head, 0, row), jax.tree.map(tail, x), first, row)
+            head = with_slots(x, self.head * self.page)
+            pool = write_at(write_at(pool, head, 0, row), jax.tree.map(tail, x), first, row)
             pools.append(pool)
-            values = x.values if isinstance(x, Quantised) else x
-            rows, at = _lines(host)
-            _, pages, heads, *lines = rows.shape
-            new = values[:, :, : pages * self.page].reshape(-1, heads, pages, *lines)
-            new = jax.device_put(jnp.swapaxes(new, 1, 2), HOST)
-            begin = (at + row, *(0 for _ in new.shape[1:]))
-            rows = jax.lax.dynamic_update_slice(rows, new, begin)
             if isinstance(x, Quantised):
-                scale = _write_at(scale, x.scales[:, :, : scale.shape[2]], 0, row)
-            hosts.append((host.with_rows(rows) if isinstance(host, Plane) else rows, scale))
+                scale = write_at(scale, x.scales[:, :, : scale.shape[2]], 0, row)
+            hosts.append((rows_to_host(host, x, row, self.page), scale))
         counts = {name: getattr(whole, name) for name in _COUNTS} | {"base": base}
+        write_row = jax.lax.dynamic_update_slice_in_dim
         return dataclasses.replace(
             store._with(pools, hosts),
             frames=self.frames.emptied(row, len(base)),
-            **{name: _write_rows_of(getattr(self, name), x, row) for name, x in counts.items()},
+            **{name: write_row(getattr(self, name), x, row, 0) for name, x in counts.items()},
         )
 
 
 def pages_of_run(slots: int, page: int) -> int:
     """The most pages of `page` slots that a run of `slots` slots touches."""
     return (slots + page - 2) // page + 1
-
-
-def _resized(x: Any, slots: int) -> Any:
-    """Keys or values with so many slots."""
-    return jax.tree.map(lambda part: resized(part, 2, slots), x)
-
-
-def _write_rows_of(x: Array, part: Array, row: Any) -> Array:
-    """`x`, [B, ...], with the rows `part` from `row` on."""
-    return jax.lax.dynamic_update_slice_in_dim(x, part, row, axis=0)
 
 
 def _beside(x: Int[Array, " B"], like: Array) -> Array:
@@ -493,76 +478,6 @@ def _tail(newest: int, page: int, more: int, first: int) -> int:
     """Slots of a tail with room for `more` tokens, behind `first` slots of the pool."""
     need = newest + more + 4 * page + 1
     return -(-(first + need) // _GRANULE) * _GRANULE - first
-
-
-def _shifted(x: Any, by: Int[Array, " B"]) -> Any:
-    """Each row's slots moved down by by[b]; the last ones are garbage."""
-    roll = jax.vmap(lambda row, count: jnp.roll(row, -count, axis=1))
-    return jax.tree.map(lambda part: roll(part, by), x)
-
-
-def _joined(first: Any, second: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=2), first, second)
-
-
-def _lines(x: Any) -> tuple[Array, Any]:
-    """The rows of an array, those of all layers of a plane, and the first that is this layer's."""
-    return x.rows() if isinstance(x, Plane) else (x, 0)
-
-
-def _write_at(x: Any, part: Any, slot: Any, row: Any = 0, head: Any = 0) -> Any:
-    """`x` with `part`, [rows, heads, slots, ...], written from (row, head, slot) on."""
-    if isinstance(x, Quantised):
-        return x.map(lambda old, new: _write_at(old, new, slot, row, head), part)
-    rows, first = _lines(x)
-    place = (first + row, head, slot, *(0 for _ in rows.shape[3:]))
-    rows = jax.lax.dynamic_update_slice(rows, part.astype(rows.dtype), place)
-    return x.with_rows(rows) if isinstance(x, Plane) else rows
-
-
-def _row_of(x: Any, row: Any, slot: Any, size: int) -> Any:
-    """`size` slots of one row from `slot` on, [K, size, ...]."""
-    if isinstance(x, Quantised):
-        return x.map(lambda part: _row_of(part, row, slot, size))
-    rows, first = _lines(x)
-    place = (first + row, 0, slot, *(0 for _ in rows.shape[3:]))
-    return jax.lax.dynamic_slice(rows, place, (1, rows.shape[1], size, *rows.shape[3:]))[0]
-
-
-def _to_host(host: Any, part: Any, place: tuple[Any, Any], run: int) -> Any:
-    """The host's pages with `run` of them from `place` (row, page) on, of `part` [K, slots, H]."""
-    values = part.values if isinstance(part, Quantised) else part
-    rows, first = _lines(host)
-    _, pages, heads, *lines = rows.shape
-    new = jnp.swapaxes(values.reshape(heads, run, *lines), 0, 1)
-    flat = rows.reshape(-1, heads, *lines)
-    at = (first + place[0]) * pages + place[1]
-    new = jax.device_put(new, HOST)
-    flat = jax.lax.dynamic_update_slice(flat, new, (at, *(0 for _ in new.shape[1:])))
-    flat = flat.reshape(rows.shape)
-    return host.with_rows(flat) if isinstance(host, Plane) else flat
-
-
-def _to_device(host: Any, place: tuple[Any, Any], head: Any) -> Shaped[Array, "1 K Z H"]:
-    """One page of all heads, or of one."""
-    rows, first = _lines(host)
-    _, pages, heads, *lines = rows.shape
-    at = (first + place[0]) * pages + place[1]
-    flat = rows.reshape(-1, heads, *lines)
-    if head is not None:
-        flat, at = rows.reshape(-1, 1, *lines), at * heads + head
-    found = jax.lax.dynamic_index_in_dim(flat, at, 0, keepdims=True)
-    found = jax.device_put(found, DEVICE)
-    return found.reshape(1, flat.shape[1], -1, lines[-1])
-
-
-def _whole(host: Any) -> Shaped[Array, "B K S H"]:
-    """A layer's pages on the device, as slots."""
-    found = host
-    if isinstance(host, Plane):
-        found = jax.lax.dynamic_index_in_dim(host.whole, host.layer, 0, keepdims=False)
-    found = jnp.swapaxes(jax.device_put(found, DEVICE), 1, 2)
-    return found.reshape(*found.shape[:2], -1, found.shape[-1])
 
 
 # What holds all keys and values of some rows.
@@ -593,7 +508,6 @@ def empty_store(shape: CacheShape, reads: Reads) -> AppendCache | Offloaded:
     first = (head + frames) * page
     size = first + _tail(reads.newest, page, reads.chunk, first)
     group, groups = ("kv_heads", shape.num_kv_heads) if reads.apart else (None, 1)
-    lines = math.gcd(page, _LINES)
     names = ("v",) if reads.all_keys else ("k", "v")
     arrays: dict[str, Any] = dict.fromkeys(("k", "k_scales", "pool_k", "keys"))
     if reads.all_keys:
@@ -604,7 +518,7 @@ def empty_store(shape: CacheShape, reads: Reads) -> AppendCache | Offloaded:
         if isinstance(pool, Quantised):
             numbers = (shape.batch, shape.num_kv_heads, shape.slots)
             scales, kind = jnp.zeros(numbers, pool.scales.dtype), pool.values.dtype
-        host = (shape.batch, pages, shape.num_kv_heads, page // lines, lines, shape.head_dim)
+        host = (shape.batch, pages, shape.num_kv_heads, *page_shape(page), shape.head_dim)
         arrays |= {name: jnp.zeros(host, kind), f"{name}_scales": scales, f"pool_{name}": pool}
     # An array for each field: a donated buffer may be named once.
     counts = {name: jnp.zeros((shape.batch,), jnp.int32) for name in ("base", *_COUNTS)}
