@@ -31,10 +31,12 @@ from jax_longctx.engine import (
     Chosen,
     Context,
     Engine,
+    Lengths,
     Progress,
     Request,
     RunningBatch,
     Sampling,
+    compile_ahead,
 )
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import Fetched, Footprint, footprint
@@ -246,19 +248,18 @@ class LongContext:
 
     def compile(
         self,
-        contexts: Sequence[int],
-        questions: Sequence[int],
+        lengths: Lengths,
         *,
         stop: Sequence[str] = (),
         stop_at_eos: bool = True,
         **options: Any,
     ) -> Compilation:
-        """Compiles what contexts and questions of these many tokens need, in threads.
+        """Compiles what texts, questions and answers of these lengths need, in threads.
 
-        `stop` and `stop_at_eos` are as in `ask`; `options` are those of `Engine.compile`.
+        `stop` and `stop_at_eos` are as in `ask`; `options` are those of `engine.compile_ahead`.
         """
         stop_ids = self.end_ids(stop, stop_at_eos)
-        return self.engine.compile(contexts, questions, stop_ids=stop_ids, **options)
+        return compile_ahead(self.engine, lengths, stop_ids=stop_ids, **options)
 
     def prefill(
         self,
@@ -420,9 +421,9 @@ class LongContext:
         size: dict[str, Any] = {"reserve": reserve, "capacity": capacity}
         size["total"] = None if total is None else [total]
         if not self.together(len(questions)):
-            how: dict[str, Any] = {"sampling": sampling, "max_tokens": max_tokens, "keep": keep}
+            lengths = Lengths([context], [(questions[0], max_tokens)], **size)
             ends = {"stop": stop, "stop_at_eos": stop_at_eos}
-            return self.compile([context], questions[:1], **size, **how, **ends)
+            return self.compile(lengths, sampling=sampling, keep=keep, **ends)
         # What stands in for a token while programs are compiled is 0, which must end no answer.
         ids = [token + 1 for token in self.end_ids(stop, stop_at_eos)]
         compilation = Compilation(self.engine.mesh)

@@ -17,7 +17,7 @@ from typing import Any
 from jax_longctx.api import Answer, LongContext
 from jax_longctx.batch import lines
 from jax_longctx.batch.rows import Batch, Row, RowReader, after, pack
-from jax_longctx.engine import Sampling
+from jax_longctx.engine import Lengths, Sampling
 from jax_longctx.engine.ahead import Compilation, begun_or_none
 from jax_longctx.engine.capacity import available_bytes, expected_bytes, footprint
 from jax_longctx.engine.distributed import from_leader, is_leader
@@ -393,15 +393,16 @@ def _compute(model: LongContext, options: BatchOptions, work: dict[str, Any]) ->
 def _compile(model: LongContext, options: BatchOptions, work: dict[str, Any]) -> Compilation | None:
     """Begins to compile what a batch and its first questions need; None where it does not fit."""
     jobs = _padded(work)
-    how = {"reserve": work["reserve"], "capacity": work["slots"], **_ends(options)}
-    lengths, totals = [len(job["context"]) for job in jobs], [job["total"] for job in jobs]
+    size = {"reserve": work["reserve"], "capacity": work["slots"]}
+    contexts, totals = [len(job["context"]) for job in jobs], [job["total"] for job in jobs]
     asked = [list(map(len, job["questions"])) for job in jobs]
     if _together(model, jobs):
-        begin = functools.partial(model.compile_all, lengths[0], asked[0], total=totals[0], **how)
-        return begun_or_none(begin)
-    first, more = [sizes[0] for sizes in asked], max(map(len, asked)) > 1
-    how |= {"total": totals, "sampling": options.sampling, "keep": more}
-    return begun_or_none(functools.partial(model.compile, lengths, first, **how))
+        how = {"total": totals[0], **size, **_ends(options)}
+        return begun_or_none(functools.partial(model.compile_all, contexts[0], asked[0], **how))
+    first, more = max(sizes[0] for sizes in asked), max(map(len, asked)) > 1
+    lengths = Lengths(contexts, [(first, options.max_tokens)], total=totals, **size)
+    how: dict[str, Any] = {"sampling": options.sampling, "stop": options.stop, "keep": more}
+    return begun_or_none(functools.partial(model.compile, lengths, **how))
 
 
 def _ends(options: BatchOptions) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from jax_longctx.bench.timing import device_facts, printed
 from jax_longctx.cli.bench_options import Cold
-from jax_longctx.engine import Engine
+from jax_longctx.engine import Engine, Lengths, compile_ahead
 from jax_longctx.engine.compiling import CompileClock
 from jax_longctx.errors import LongctxError
 from jax_longctx.methods import make_method
@@ -147,7 +147,8 @@ def _answer(
     context, question = tokens[:-QUESTION], tokens[-QUESTION:]
     begun = time.perf_counter()
     if ahead:
-        compilation = engine.compile([len(context)], [QUESTION], max_tokens=answer, keep=False)
+        lengths = Lengths([len(context)], [(QUESTION, answer)])
+        compilation = compile_ahead(engine, lengths, keep=False)
         with clock.waiting():
             compilation.wait(prefill=True)
     prefilled = engine.prefill([context], reserve=QUESTION + answer, questions=[question])

@@ -266,9 +266,9 @@ class Session:
         sizes = list(map(len, self._take(model)))
         assert self.text is not None
         tokens, how = len(self.text), {**self.answers.arguments(), "reserve": self.reserve}
-        if self.rereads:
-            return model.compile([tokens], sizes[:1], keep=False, **how)
-        return model.compile_all(tokens, sizes, keep=len(sizes) > 1, **how)
+        # A text that is read anew for each question is asked one at a time.
+        alike = sizes[:1] if self.rereads else sizes
+        return model.compile_all(tokens, alike, keep=len(alike) > 1, **how)
 
     def run(self, model: "LongContext") -> None:
         """Prefills the document, or loads its context, and answers every question."""

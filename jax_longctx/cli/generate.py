@@ -50,9 +50,12 @@ def generate(
         return tokenizer.encode(text, bos=True, parse_special=True)
 
     def ahead(loaded: "LongContext") -> "Compilation":
+        from jax_longctx.engine import Lengths
+
         length = len(encoded(loaded.tokenizer))
-        how = {"total": [length], "keep": False, **answers.arguments()}
-        return loaded.compile([length - 1], [1], **how)
+        how = answers.arguments()
+        lengths = Lengths([length - 1], [(1, how.pop("max_tokens"))], total=[length])
+        return loaded.compile(lengths, keep=False, **how)
 
     def chosen(loaded: "LongContext") -> Any:
         tokens = len(encoded(loaded.tokenizer)) + answers.max_tokens

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax_longctx.cli import options
 from jax_longctx.cli.options import argument, option
@@ -14,6 +14,10 @@ from jax_longctx.files import expanded
 from jax_longctx.memory import shown_bytes
 from jax_longctx.models.presets import PRESETS, preset
 from jax_longctx.run_spec import RunSpec
+from jax_longctx.settings import Sampling
+
+if TYPE_CHECKING:
+    from jax_longctx.engine import Lengths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,7 @@ def warm(
     terminal = Terminal(as_json=as_json)
     sampling = answers.sampling
     with terminal.starting():
+        from jax_longctx.engine import Lengths
         from jax_longctx.methods import make_method
 
         devices = run.devices()
@@ -74,10 +79,10 @@ def warm(
         for spec in specs
         for tokens in length or [16000]
     ]
-    found, how = [], {"max_tokens": asked.answer, "sampling": sampling}
+    found = []
     for spec, tokens, engine in cases:
-        shape = [tokens] * asked.rows, [asked.question] * asked.rows
-        compiled = stopping.compile(engine, shape, how, terminal, spec.label)
+        lengths = Lengths([tokens] * asked.rows, [(asked.question, asked.answer)])
+        compiled = stopping.compile(engine, lengths, sampling, terminal, spec.label)
         about = {"method": spec.name, "settings": spec.at(tokens), "length": tokens}
         found.append({**about, **compiled})
     record = {
@@ -129,8 +134,8 @@ class _Model:
     def compile(
         self,
         engine: Any,
-        shape: tuple[list[int], list[int]],
-        how: dict[str, Any],
+        lengths: "Lengths",
+        sampling: Sampling,
         terminal: Terminal,
         name: str,
     ) -> dict[str, Any]:
@@ -141,6 +146,7 @@ class _Model:
         Returns:
           the numbers of programs, of those that the cache held, and the seconds.
         """
+        from jax_longctx.engine import compile_ahead
         from jax_longctx.engine.compiling import CompileClock
         from jax_longctx.models.params import stacking_programs
 
@@ -154,7 +160,9 @@ class _Model:
             # A context that is kept for another question is forked.
             for keep in (False, True):
                 with terminal.waiting(f"lowering {name}"):
-                    compilation = engine.compile(*shape, stop_ids=self.stop_ids, keep=keep, **how)
+                    compilation = compile_ahead(
+                        engine, lengths, sampling=sampling, stop_ids=self.stop_ids, keep=keep
+                    )
                 with terminal.progress(f"compiling {name}", "programs") as update:
                     compilation.wait(update, check=True)
         seconds = round(time.perf_counter() - begun, 3)

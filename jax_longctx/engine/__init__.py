@@ -1,7 +1,19 @@
 """Prefill, questions, sampling and decoding over any method."""
 
-from jax_longctx.engine.engine import Context, Engine, Progress
+from jax_longctx.engine.context import Context, Progress
+from jax_longctx.engine.engine import Engine
+from jax_longctx.engine.rehearsal import Lengths, compile_ahead
 from jax_longctx.engine.running import Chosen, Request, RunningBatch
 from jax_longctx.settings import Sampling
 
-__all__ = ["Chosen", "Context", "Engine", "Progress", "Request", "RunningBatch", "Sampling"]
+__all__ = [
+    "Chosen",
+    "Context",
+    "Engine",
+    "Lengths",
+    "Progress",
+    "Request",
+    "RunningBatch",
+    "Sampling",
+    "compile_ahead",
+]

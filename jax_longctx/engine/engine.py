@@ -8,18 +8,15 @@ that streaming costs one host round trip a block, not one a token.
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jax_longctx.contract import Method, Prompt, Segment, Stage, step_variant
-from jax_longctx.engine.ahead import Compilation
+from jax_longctx.contract import Method, Prompt, Segment, Stage
 from jax_longctx.engine.allocate import abstract_caches, init_caches
 from jax_longctx.engine.capacity import (
     SPARE,
@@ -39,6 +36,7 @@ from jax_longctx.engine.capacity import (
     slots_for,
 )
 from jax_longctx.engine.compiling import limit_mappings
+from jax_longctx.engine.context import Context, Progress, Run
 from jax_longctx.engine.decode import (
     DecodeState,
     Steps,
@@ -48,7 +46,6 @@ from jax_longctx.engine.decode import (
     next_block,
     start_answer,
 )
-from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.prefill import (
     Logits,
     finish_context,
@@ -59,10 +56,10 @@ from jax_longctx.engine.prefill import (
 )
 from jax_longctx.engine.program_files import seal_cache
 from jax_longctx.engine.sampling import RowValues, sampling_static, sampling_values
-from jax_longctx.engine.setup import without_layers
+from jax_longctx.engine.weights_hash import first_values, hash_of_weights, sum_of_bits
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.params import form_of_weights, layer_params, stacked_layers
+from jax_longctx.models.params import form_of_weights, stacked_layers
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import Sampling
 
@@ -76,77 +73,6 @@ NOT_FINITE = (
     "the model's logits are not finite: its weights hold NaN or infinite values, or overflow in "
     "this dtype; convert the checkpoint again or try float32"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """Tokens read so far, of all rows, and the seconds it took."""
-
-    done: int
-    total: int
-    seconds: float
-
-
-@dataclasses.dataclass
-class Context:
-    """A prefilled context: a handle for `Engine.stream`; the engine alone changes it.
-
-    Attributes:
-      rows: the context's token ids, padding rows included.
-      batch: rows that are the caller's (the rest pads the mesh's data axis).
-      slots: capacity of the cache in tokens.
-      reserve: slots that are free for a question and its answer.
-      total: each row's total length, as rotary embedding sees it.
-      caches: one a layer, or one for each run of layers that are alike (see `Setup`); None while a
-        question over an append-only method borrows them.
-      questions: the questions it was read for, where the method needs them at prefill.
-      answering_bytes: what the newest answer's caches held, over all devices.
-      host_bytes: what they held in the hosts' memory.
-      method: the method that prefilled it; no other can ask it. None is not checked.
-    """
-
-    rows: list[list[int]]
-    batch: int
-    slots: int
-    reserve: int
-    total: jax.Array
-    caches: tuple[Any, ...] | None
-    questions: list[list[int]] | None = None
-    answering_bytes: int = 0
-    host_bytes: int = 0
-    method: Method | None = None
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each row."""
-        return [len(row) for row in self.rows[: self.batch]]
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes the caches hold, over all devices."""
-        return held_bytes(self.usable_caches())[0]
-
-    def usable_caches(self) -> tuple[Any, ...]:
-        """The caches. Raises InputError while they are lent out, or when they were lost."""
-        if self.caches is None:
-            raise InputError(
-                "this context is answering another question (finish or close that first), or was "
-                "given up for its last one"
-            )
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.caches)):
-            raise InputError("this context was lost to an interruption; prefill it again")
-        return self.caches
-
-
-@dataclasses.dataclass
-class Run:
-    """The caches of the question at hand: always the newest, the older ones were donated.
-
-    `whole` are the context's and the question's, where the answer is read from others.
-    """
-
-    caches: tuple[Any, ...]
-    whole: tuple[Any, ...] | None = None
 
 
 class Engine:
@@ -199,7 +125,7 @@ class Engine:
         self.take_params(params, consume=consume)
 
     def take_params(self, params: Any, *, consume: bool = False) -> None:
-        """Takes the weights, as at construction; an engine of shapes alone can only `compile`.
+        """Takes the weights, as at construction; one of shapes alone can only compile ahead.
 
         Raises:
           InputError: weights of another form than those at construction.
@@ -234,24 +160,12 @@ class Engine:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Tells one set of weights from another: a hash of a few values of every parameter."""
-        return self._hash_of_weights(_first_values)
+        return hash_of_weights(self.params, self.config.num_layers, first_values)
 
     @functools.cached_property
     def checksum(self) -> str:
         """A hash of all values of every parameter, the same on every mesh."""
-        return self._hash_of_weights(_sum_of_bits)
-
-    def _hash_of_weights(self, of: Callable[[Array], Array]) -> str:
-        stacks = {"layers": self.params["layers"]}
-        layers = {
-            str(index): _of_each(of, layer_params(stacks, index))
-            if self.setup.by_layer
-            else _of_layer(of, stacks, index)
-            for index in range(self.config.num_layers)
-        }
-        first = {**_of_each(of, without_layers(self.params)), "layers": layers}
-        values = np.concatenate(jax.tree.leaves(jax.tree.map(to_host, first)))
-        return hashlib.sha256(values.tobytes()).hexdigest()[:16]
+        return hash_of_weights(self.params, self.config.num_layers, sum_of_bits)
 
     def prefill(
         self,
@@ -332,7 +246,7 @@ class Engine:
         ):
             previous = marker
             if states is not None:
-                _check_order(segment)
+                check_order(segment)
             wanted: Logits = "none" if states is None else "hidden"
             caches, marker = run_segment(
                 self.setup, self.params, caches, segment, known, None, wanted
@@ -354,65 +268,6 @@ class Engine:
         caches = finish_context(self.setup, caches, known, reserve)
         sizes = (len(contexts), slots, reserve)
         return Context(rows, *sizes, known, caches, questions=asked, method=self.method)
-
-    def compile(
-        self,
-        contexts: Sequence[int],
-        questions: Sequence[int],
-        *,
-        max_tokens: int,
-        reserve: int | None = None,
-        total: Sequence[int] | None = None,
-        capacity: int = 0,
-        sampling: Sampling | None = None,
-        stop_ids: Sequence[int] = (),
-        keep: bool = True,
-        others: Sequence[tuple[int, int]] = (),
-        into: Compilation | None = None,
-    ) -> Compilation:
-        """Compiles the programs of a `prefill` and a `stream`, in threads; reads no weights.
-
-        The prefill and the stream that follow find them, or wait for those that are not ready.
-
-        Args:
-          contexts, questions: tokens of each row's context and question.
-          reserve: of `prefill`; the longest question and the answer unless given.
-          max_tokens, total, capacity, sampling, stop_ids, keep: as in `prefill` and `stream`.
-          others: pairs (question tokens, answer tokens) of later runs over contexts of this size;
-            `reserve` must have room for the longest.
-          into: a compilation that takes these programs too, and that its owner closes.
-
-        Raises:
-          InputError, CapacityError: as `prefill` and `stream`.
-        """
-        rows = [[0] * length for length in contexts]
-        compilation = Compilation(self.mesh) if into is None else into
-        runs = [(questions, max_tokens)]
-        runs += [([question] * len(rows), answer) for question, answer in others]
-        if reserve is None:
-            reserve = max(max(lengths) + answer for lengths, answer in runs)
-        with compilation.rehearsing(last=into is None):
-            for lengths, answer in runs:
-                asked = [[0] * length for length in lengths]
-                context = self.prefill(
-                    rows, reserve=reserve, questions=asked, total=total, capacity=capacity
-                )
-                if lengths is questions:
-                    compilation.prefill_ends()
-                stream = self.stream(
-                    context,
-                    asked,
-                    sampling=sampling,
-                    max_tokens=answer,
-                    stop_ids=stop_ids,
-                    keep=keep,
-                )
-                with contextlib.closing(stream):
-                    for _ in range(blocks_of_all(self.method, answer)):
-                        next(stream)
-                # Before the next one's caches.
-                del context, stream
-        return compilation
 
     def stream(
         self,
@@ -477,7 +332,7 @@ class Engine:
                 yield _chosen(np.asarray(chosen.token), context.batch)
 
     @contextlib.contextmanager
-    def asked(self, context: Context, keep: bool) -> "Iterator[Run]":
+    def asked(self, context: Context, keep: bool) -> Iterator[Run]:
         """Forks the context for one question; afterwards the context is as it was, if kept."""
         run = Run(self._fork(context, keep))
         try:
@@ -494,7 +349,7 @@ class Engine:
                 f"{self.method}; ask it under the method that made it, or prefill again"
             )
 
-    def answer_apart(self, run: "Run", context: Context, max_tokens: int, keep: bool) -> None:
+    def answer_apart(self, run: Run, context: Context, max_tokens: int, keep: bool) -> None:
         """The answer's own caches, made from the context's and the question's."""
         reserve = bucket(max_tokens + SPARE)
         whole = run.caches
@@ -506,7 +361,7 @@ class Engine:
         run.whole = whole if keep and self.method.info.append_only else None
 
     def read_question(
-        self, run: "Run", context: Context, rows: list[list[int]]
+        self, run: Run, context: Context, rows: list[list[int]]
     ) -> Float[Array, "B V"]:
         """Feeds the questions; the logits of each row's first token, zeros of a row without one."""
         logits = jax.device_put(np.zeros((len(rows), self.config.vocab_size), np.float32))
@@ -550,54 +405,6 @@ class Engine:
         if lends:
             context.caches = None
         return forks
-
-    def read_text(
-        self,
-        rows: list[list[int]],
-        total: Sequence[int],
-        questions: Rows | None,
-        logits: Logits,
-    ) -> Iterator[tuple[Segment, jax.Array]]:
-        """The rows as contexts, with what `run_segment` returns of each segment.
-
-        Args:
-          rows: padded to the mesh, as `total` is.
-
-        Raises:
-          InputError: the method does not read a text token after token.
-        """
-        slots = self.slots_for(max(map(len, rows)))
-        self.check_capacity(len(rows), slots, 0)
-        caches = init_caches(self.setup, len(rows), slots, 0)
-        totals = jax.device_put(np.array(total, np.int32))
-        prompt = self.prompt("context", slots, context=rows, question=questions)
-        for segment in self.method.segments(prompt):
-            _check_order(segment)
-            caches, found = run_segment(
-                self.setup, self.params, caches, segment, totals, None, logits
-            )
-            yield segment, found
-
-    def score(self, rows: Rows, *, total: Sequence[int] | None = None) -> list[np.ndarray]:
-        """float32 logits `[length, V]` of every token of each row, fed as a context.
-
-        Of short texts: see `scoring.loglikelihoods` for long ones. `total` is each row's total
-        length for rotary embedding, its own length by default.
-
-        Raises:
-          InputError: the method reads a context for a question, so that a text has no one score,
-            or not token after token.
-        """
-        if self.method.info.needs_question:
-            raise InputError("this method reads a text for a question; it cannot score one alone")
-        padded = self.padded(rows)
-        lengths = [*(total or map(len, rows))] + [0] * (len(padded) - len(rows))
-        pieces: list[list[np.ndarray]] = [[] for _ in rows]
-        for segment, logits in self.read_text(padded, lengths, None, "all"):
-            block, valid = to_host(logits), segment.chunk_lengths
-            for b, piece in enumerate(pieces):
-                piece.append(block[b, : int(valid[b])])
-        return [np.concatenate(piece) for piece in pieces]
 
     def generate(
         self,
@@ -715,25 +522,12 @@ def _checked(sampling: Sampling | None, max_tokens: int, rows: int) -> Sampling:
     return (sampling or Sampling()).of_rows(rows)
 
 
-def blocks_of_all(method: Method, max_tokens: int) -> int:
-    """How many blocks an answer yields until it has taken a step of every variant twice."""
-    steps: dict[str, list[int]] = {}
-    for step in range(1, max_tokens):
-        steps.setdefault(step_variant(method, step), []).append(step)
-    last = max((found[:2][-1] for found in steps.values()), default=0)
-    # The first token is the question's.
-    count, ahead = 1, iter(FIRST_BLOCKS)
-    while last > 0:
-        last -= next(ahead, BLOCK)
-        count += 1
-    return count
-
-
 def _chosen(block_BX: np.ndarray, batch: int) -> list[list[int]]:
     return [[int(token) for token in row if token >= 0] for row in block_BX[:batch]]
 
 
-def _check_order(segment: Segment) -> None:
+def check_order(segment: Segment) -> None:
+    """Raises InputError unless the segment's tokens follow those of the one before."""
     if segment.spread:
         raise InputError("this method reads a text in parts side by side; it cannot score one")
 
@@ -745,32 +539,3 @@ def _check_questions(questions: Rows, count: int) -> None:
     for row, question in enumerate(questions):
         if not len(question):
             raise InputError(f"question {row} is empty; it needs at least one token")
-
-
-# One program for a layer and one for the ends: of arrays one by one it would be many.
-@functools.partial(jax.jit, static_argnums=0)
-def _of_each(of: Callable[[Array], Array], tree: Any) -> Any:
-    return jax.tree.map(of, tree)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _of_layer(of: Callable[[Array], Array], stacks: Any, index: Any) -> Any:
-    return jax.tree.map(of, layer_params(stacks, index))
-
-
-def _first_values(x: Array) -> Array:
-    return x[(0,) * (x.ndim - 1)][:16].astype(jnp.float32)
-
-
-def _sum_of_bits(x: Array) -> Array:
-    """[1], the sum of a hash of each value's bits and place; its order does not matter."""
-    kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    place = jnp.zeros(x.shape, jnp.uint32)
-    for axis, size in enumerate(x.shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    bits = jax.lax.bitcast_convert_type(x, kind).astype(jnp.uint32)
-    # Steps of MurmurHash3's finalizer.
-    mixed = bits ^ (place * jnp.uint32(0x9E3779B1))
-    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
-    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
-    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)[None]

@@ -34,7 +34,8 @@ from jax_longctx.engine.capacity import (
     finished_caches,
 )
 from jax_longctx.engine.compiling import IN_PLACE, program
-from jax_longctx.engine.engine import Context, Engine, Run
+from jax_longctx.engine.context import Context, Run
+from jax_longctx.engine.engine import Engine
 from jax_longctx.engine.runs import layers_in, seated_store
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CapacityError, InputError

@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.engine.capacity import SPARE, reserved
 from jax_longctx.engine.compiling import IN_PLACE, limit_mappings, program
+from jax_longctx.engine.context import Context
 from jax_longctx.engine.decode import (
     DecodeState,
     Steps,
@@ -37,8 +38,9 @@ from jax_longctx.engine.decode import (
     next_block,
     start_answer,
 )
-from jax_longctx.engine.engine import BLOCK, Context, Engine, blocks_of_all
+from jax_longctx.engine.engine import BLOCK, Engine
 from jax_longctx.engine.places import Branches, Whole, cannot_share, check_places
+from jax_longctx.engine.rehearsal import blocks_of_all
 from jax_longctx.engine.sampling import ANY, MOST_LOGPROBS, Choices, RowValues, sampling_values
 from jax_longctx.engine.setup import Ends, everywhere, replicated
 from jax_longctx.errors import CapacityError, ConfigError, InputError

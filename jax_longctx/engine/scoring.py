@@ -24,11 +24,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.contract import Segment, decode_segment, step_variant
+from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.capacity import bucket, fetched_of
 from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, program
-from jax_longctx.engine.engine import BLOCK, Engine, Rows
+from jax_longctx.engine.distributed import to_host
+from jax_longctx.engine.engine import BLOCK, Engine, Rows, check_order
 from jax_longctx.engine.layers import hidden_states
-from jax_longctx.engine.prefill import finish_question, run_segment
+from jax_longctx.engine.prefill import Logits, finish_question, run_segment
 from jax_longctx.engine.running import Chosen
 from jax_longctx.engine.sampling import MOST_LOGPROBS
 from jax_longctx.engine.setup import Ends, Setup, replicated, without_layers
@@ -76,6 +78,56 @@ class Likelihood:
     def is_greedy(self) -> bool:
         """Whether greedy decoding would have written it."""
         return bool(np.all(self.greedy))
+
+
+def score(
+    engine: Engine, rows: Rows, *, total: Sequence[int] | None = None
+) -> list[Float[np.ndarray, "T V"]]:
+    """float32 logits of every token of each row, fed as a context.
+
+    Of short texts: see `loglikelihoods` for long ones. `total` is each row's total length for
+    rotary embedding, its own length by default.
+
+    Raises:
+      InputError: the method reads a context for a question, so that a text has no one score, or not
+        token after token.
+      CapacityError: the caches do not fit; nothing has been computed.
+    """
+    if engine.method.info.needs_question:
+        raise InputError("this method reads a text for a question; it cannot score one alone")
+    padded = engine.padded(rows)
+    lengths = [*(total or map(len, rows))] + [0] * (len(padded) - len(rows))
+    pieces: list[list[np.ndarray]] = [[] for _ in rows]
+    for segment, logits in _read_text(engine, padded, lengths, None, "all"):
+        block, valid = to_host(logits), segment.chunk_lengths
+        for b, piece in enumerate(pieces):
+            piece.append(block[b, : int(valid[b])])
+    return [np.concatenate(piece) for piece in pieces]
+
+
+def _read_text(
+    engine: Engine,
+    rows: list[list[int]],
+    total: Sequence[int],
+    questions: Rows | None,
+    logits: Logits,
+) -> Iterator[tuple[Segment, Array]]:
+    """The rows as contexts, with what `run_segment` returns of each segment.
+
+    `rows` are padded to the mesh, as `total` is. InputError where the method does not read a text
+    token after token.
+    """
+    slots = engine.slots_for(max(map(len, rows)))
+    engine.check_capacity(len(rows), slots, 0)
+    caches = init_caches(engine.setup, len(rows), slots, 0)
+    totals = jax.device_put(np.array(total, np.int32))
+    prompt = engine.prompt("context", slots, context=rows, question=questions)
+    for segment in engine.method.segments(prompt):
+        check_order(segment)
+        caches, found = run_segment(
+            engine.setup, engine.params, caches, segment, totals, None, logits
+        )
+        yield segment, found
 
 
 def loglikelihoods(
@@ -225,7 +277,7 @@ class _Fed:
         asked = self.engine.needed_questions(questions, self.count)
         read = [text[:-1] for text in self.texts]
         total = [*self.total, *[0] * (len(read) - self.count)]
-        for segment, hidden in self.engine.read_text(read, total, asked, "hidden"):
+        for segment, hidden in _read_text(self.engine, read, total, asked, "hidden"):
             yield self._states(hidden, segment.chunk_lengths)
 
     def as_answer(self, through: Through, asked: list[int]) -> Iterator[States]:

@@ -11,7 +11,7 @@ import jax
 
 from jax_longctx.api import LongContext
 from jax_longctx.contract import Method
-from jax_longctx.engine import Engine
+from jax_longctx.engine import Engine, Lengths
 from jax_longctx.engine.ahead import Compilation, begun_or_none
 from jax_longctx.engine.capacity import footprint, read_bytes, staged_caches
 from jax_longctx.engine.compiling import CompileClock
@@ -108,21 +108,16 @@ def compile_batch(
 ) -> Compilation | None:
     """Begins to compile what the batch needs; None where it does not fit, or is refused.
 
-    `into` is as of `Engine.compile`.
+    `into` is as of `compile_ahead`.
     """
     contexts, _ = _padded(work)
     run = LongContext(engine, model.tokenizer, model.manifest)
-    (question, answer), *others = work.asked
+    asked = [(question, answer) for question, answer in work.asked]
     return begun_or_none(
         lambda: run.compile(
-            list(map(len, contexts)),
-            [question] * len(contexts),
-            reserve=work.reserve,
-            capacity=work.slots,
-            max_tokens=answer,
+            Lengths([*map(len, contexts)], asked, reserve=work.reserve, capacity=work.slots),
             stop=work.stop,
             keep=False,
-            others=[(question, answer) for question, answer in others],
             into=into,
         )
     )

@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, Offloaded, local_slots
 from jax_longctx.contract import CHUNK_ROWS, QKV, Attended, CacheShape, LayerContext, Segment, Stage
+from jax_longctx.engine import Context
 from jax_longctx.engine.distributed import to_host
-from jax_longctx.engine.engine import Context
 from jax_longctx.engine.runs import each_layer
 from jax_longctx.errors import InputError
 from jax_longctx.methods.reattention import ReAttention

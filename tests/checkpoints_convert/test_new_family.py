@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from checkpoints_convert import convert, export
 from jax_longctx.cli.main import app
+from jax_longctx.engine.scoring import score
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.methods import make_method
 from jax_longctx.models import config, llama
@@ -105,7 +106,7 @@ def test_a_new_family_is_converted_run_and_exported(tmp_path, robin):
     assert config.family == "robin"
     params = load_params(tmp_path / "ours")
     tokens = np.random.default_rng(3).integers(0, 300, 40).tolist()
-    (ours,) = engine_over(config, params, make_method("full", {}), make_mesh()).score([tokens])
+    (ours,) = score(engine_over(config, params, make_method("full", {}), make_mesh()), [tokens])
     np.testing.assert_allclose(ours, robin_logits(described, state, tokens), atol=2e-4)
     export(tmp_path / "ours", tmp_path / "back")
     assert_same_state(load_all(tmp_path / "back"), state)

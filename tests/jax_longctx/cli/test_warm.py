@@ -10,7 +10,6 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax_longctx import api
 from jax_longctx.batch import run as batch
 from jax_longctx.cli.terminal import Compiling
-from jax_longctx.engine import Engine
 from jax_longctx.engine.ahead import MOST_TIMES, TIMES, read_times, write_time
 from jax_longctx.engine.compiling import CompileClock
 from jax_longctx.evaluation import runner
@@ -81,10 +80,10 @@ def test_every_shape_is_compiled_first(command, checkpoint, run, times, tmp_path
     expected, order, names = results("alone"), [], []
     # Both name the module that computes a batch.
     module, compute = {"batch": (batch, "_compute"), "eval": (runner, "answer_batch")}[command]
-    answer, load, compile_ = getattr(module, compute), api.load_params, Engine.compile
+    answer, load, compile_ = getattr(module, compute), api.load_params, api.compile_ahead
 
-    def compiled(self, *args, **how):
-        made = compile_(self, *args, **how)
+    def compiled(*args, **how):
+        made = compile_(*args, **how)
         order.append("compile")
         return made
 
@@ -99,7 +98,7 @@ def test_every_shape_is_compiled_first(command, checkpoint, run, times, tmp_path
         names.append(about.get("fun_name"))
 
     monkeypatch.setattr(api.LongContext, "compiles_ahead", True)
-    monkeypatch.setattr(Engine, "compile", compiled)
+    monkeypatch.setattr(api, "compile_ahead", compiled)
     monkeypatch.setattr(module, compute, answered)
     monkeypatch.setattr(api, "load_params", lambda *a: order.append("load") or load(*a))
     jax.monitoring.register_event_duration_secs_listener(listen)

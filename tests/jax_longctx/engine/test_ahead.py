@@ -13,8 +13,8 @@ from jax_longctx.engine.ahead import Compilation, begun_or_none
 from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.compiling import EVENTS, CompileClock, Program
 from jax_longctx.engine.decode import answer_variants, decode_turns
-from jax_longctx.engine.engine import blocks_of_all
 from jax_longctx.engine.prefill import finish_context, run_segment
+from jax_longctx.engine.rehearsal import Lengths, blocks_of_all, compile_ahead
 from jax_longctx.errors import InputError
 from jax_longctx.methods import Full, make_method
 from jax_longctx.models.params import (
@@ -70,7 +70,7 @@ def run(method, by_layer, context, question, mesh, **options):
     # Shapes in place of weights.
     params = abstract_params(config, RunSpec(mesh=mesh))
     engine = engine_over(config, params, method, mesh, **how, **options)
-    ahead = engine.compile(context, question, max_tokens=ANSWER)
+    ahead = compile_ahead(engine, Lengths(context, [(max(question), ANSWER)]))
     ahead.wait(check=True)
     loaded = tiny_engine(method, mesh=mesh, **how)
     with compilations() as compiled:

@@ -10,6 +10,7 @@ from jax_longctx.engine import Sampling, capacity
 from jax_longctx.engine.capacity import check_fits
 from jax_longctx.engine.context_io import save_context
 from jax_longctx.engine.runs import per_layer
+from jax_longctx.engine.scoring import score
 from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.methods import DynamicNTK, Full
 from jax_longctx.models.config import RopeConfig
@@ -32,7 +33,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def whole_logits():
-    return tiny_engine(chunk=64).score([ROW])[0]
+    return score(tiny_engine(chunk=64), [ROW])[0]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def whole_logits():
 )
 def test_logits_do_not_depend_on_the_chunk(method, chunk):
     whole, chunked = (
-        tiny_engine(method, config=SHORT, chunk=size).score([ROW])[0] for size in (64, chunk)
+        score(tiny_engine(method, config=SHORT, chunk=size), [ROW])[0] for size in (64, chunk)
     )
     np.testing.assert_allclose(chunked, whole, atol=1e-4)
 
@@ -51,7 +52,7 @@ def test_decode_gives_the_logits_of_prefill(engine, whole_logits):
     """Each greedy token is the argmax of a whole forward over everything before it."""
     context = engine.prefill([ROW[:-1]], reserve=24)
     answer = collect(engine, context, [ROW[-1:]], max_tokens=20)[0]
-    logits = engine.score([ROW + answer])[0]
+    logits = score(engine, [ROW + answer])[0]
     np.testing.assert_allclose(logits[: len(ROW)], whole_logits, atol=1e-4)
     assert answer == [int(row.argmax()) for row in logits[len(ROW) - 1 : -1]]
 
@@ -61,9 +62,9 @@ def test_decode_gives_the_logits_of_prefill(engine, whole_logits):
 )
 def test_ragged_rows_equal_single_rows(engine, sizes):
     rows = random_rows([45, 1, 17, 16], seed=3)
-    together = tiny_engine(mesh=make_mesh(*sizes), chunk=16).score(rows)
+    together = score(tiny_engine(mesh=make_mesh(*sizes), chunk=16), rows)
     for row, logits in zip(rows, together, strict=True):
-        np.testing.assert_allclose(logits, engine.score([row])[0], atol=1e-5)
+        np.testing.assert_allclose(logits, score(engine, [row])[0], atol=1e-5)
 
 
 @pytest.mark.parametrize(("chunk", "sizes"), [(5, (2, 2, 2)), (16, (1, 4, 1))], ids=str)
@@ -72,23 +73,23 @@ def test_windows_on_some_layers_equal_one_device(sizes, chunk):
     """Windows shorter and longer than a chunk; segments that cross the borders of slot shards."""
     config = tiny_config(windows=(7, None))
     rows = random_rows([45, 1, 150], seed=3)
-    sharded = tiny_engine(config=config, mesh=make_mesh(*sizes), chunk=chunk).score(rows)
+    sharded = score(tiny_engine(config=config, mesh=make_mesh(*sizes), chunk=chunk), rows)
     for row, logits in zip(rows, sharded, strict=True):
-        whole = tiny_engine(config=config, chunk=64).score([row])[0]
+        whole = score(tiny_engine(config=config, chunk=64), [row])[0]
         np.testing.assert_allclose(logits, whole, atol=1e-4)
-        assert np.abs(logits - tiny_engine(chunk=64).score([row])[0]).max() > 1e-3 or len(row) < 7
+        assert np.abs(logits - score(tiny_engine(chunk=64), [row])[0]).max() > 1e-3 or len(row) < 7
 
 
 def test_dynamic_ntk_uses_each_rows_own_total(engine):
     ntk = tiny_engine(DynamicNTK(factor=4.0), config=SHORT, chunk=16)
     full = tiny_engine(config=SHORT, chunk=16)
     rows = random_rows([45, 16, 9], seed=3)
-    together = ntk.score(rows)
+    together = score(ntk, rows)
     for row, logits in zip(rows, together, strict=True):
-        np.testing.assert_allclose(logits, ntk.score([row])[0], atol=1e-5)
+        np.testing.assert_allclose(logits, score(ntk, [row])[0], atol=1e-5)
     # Up to the trained length it is full attention, beyond it is not.
-    np.testing.assert_allclose(together[1], full.score([rows[1]])[0], atol=1e-5)
-    assert np.abs(together[0] - full.score([rows[0]])[0]).max() > 1e-2
+    np.testing.assert_allclose(together[1], score(full, [rows[1]])[0], atol=1e-5)
+    assert np.abs(together[0] - score(full, [rows[0]])[0]).max() > 1e-2
 
 
 def test_how_much_is_reserved_does_not_change_an_answer():
@@ -96,7 +97,7 @@ def test_how_much_is_reserved_does_not_change_an_answer():
     short = joined(engine.generate([ROW], max_tokens=8))[0]
     assert joined(engine.generate([ROW], max_tokens=60))[0][:8] == short
     # It is the greedy choice of one whole forward over the prompt.
-    assert short[0] == int(engine.score([ROW])[0][-1].argmax())
+    assert short[0] == int(score(engine, [ROW])[0][-1].argmax())
 
 
 def test_one_context_answers_many_questions(engine):

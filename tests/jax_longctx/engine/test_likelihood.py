@@ -10,7 +10,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jax_longctx.engine import scoring
-from jax_longctx.engine.scoring import loglikelihoods
+from jax_longctx.engine.scoring import loglikelihoods, score
 from jax_longctx.errors import InputError
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.sharding import make_mesh
@@ -58,7 +58,7 @@ def test_dynamic_ntk_scores_as_one_forward_over_the_tokens_that_are_fed(through)
     )
     before, after = CONTEXTS[2], CONTINUATIONS[0]
     (found,) = loglikelihoods(engine, [before], [after], through=through)
-    logits = engine.score([[*before, *after[:-1]]])[0][len(before) - 1 :]
+    logits = score(engine, [[*before, *after[:-1]]])[0][len(before) - 1 :]
     expected = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(after)), after]
     np.testing.assert_allclose(found.logprobs, expected, atol=1e-5)
 

@@ -10,6 +10,7 @@ import pytest
 
 from jax_longctx.engine import Sampling, compiling, places, running
 from jax_longctx.engine.running import Chosen, Request, RunningBatch
+from jax_longctx.engine.scoring import score
 from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.methods import make_method
 from jax_longctx.sharding import make_mesh
@@ -319,7 +320,7 @@ def test_log_probabilities_are_those_of_the_models_logits(engine, context):
         for logprobs in (4, 0, None)
     ]
     found, _ = run(batch_of(engine, 2), queue)
-    (logits,) = engine.score([[*CONTEXTS[0], *QUESTIONS[0], *tokens(found[0])]])
+    (logits,) = score(engine, [[*CONTEXTS[0], *QUESTIONS[0], *tokens(found[0])]])
     before = len(CONTEXTS[0]) + len(QUESTIONS[0]) - 1
     for step, (many, own, none) in enumerate(zip(*found, strict=True)):
         row = logits[before + step].astype(np.float64)

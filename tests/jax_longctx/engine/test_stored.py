@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_longctx.engine import stored
+from jax_longctx.engine import Lengths, compile_ahead, stored
 from jax_longctx.engine.compiling import forget
 from jax_longctx.engine.decode import decode_block
 from jax_longctx.engine.prefill import whole_segment
@@ -39,7 +39,7 @@ def engine_of(name):
 def compiled(name):
     """An engine whose programs are ready, and how many these are."""
     engine = engine_of(name)
-    compilation = engine.compile(CONTEXT, QUESTION, max_tokens=ANSWER)
+    compilation = compile_ahead(engine, Lengths(CONTEXT, [(QUESTION[0], ANSWER)]))
     compilation.wait(check=True)
     return engine, len(compilation)
 

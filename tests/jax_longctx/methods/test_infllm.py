@@ -16,6 +16,7 @@ from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import grow
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.engine.prefill import whole_segment
+from jax_longctx.engine.scoring import score
 from jax_longctx.methods import METHODS, InfLLM
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.parts.unit_memory import best_units
@@ -324,7 +325,7 @@ def test_it_3_without_positions_and_with_every_unit_it_is_full_attention():
     rules = Rules(i0=0, w=8, bs=3, kb=99, r=1, x=1)
     engine = tiny_engine(method_of(rules), config=tiny_config(num_layers=1, rope=endless))
     (row,) = random_rows([61])
-    np.testing.assert_allclose(engine.score([row])[0], dense(engine, row, 1), atol=1e-4)
+    np.testing.assert_allclose(score(engine, [row])[0], dense(engine, row, 1), atol=1e-4)
 
 
 def test_it_18_a_unit_that_says_what_is_asked_is_chosen():

@@ -10,6 +10,7 @@ import pytest
 from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.prefill import whole_segment
 from jax_longctx.engine.runs import per_layer
+from jax_longctx.engine.scoring import score
 from jax_longctx.methods import Full
 from jax_longctx.methods.ring import Ring
 from jax_longctx.sharding import make_mesh
@@ -119,4 +120,4 @@ def test_a_context_can_be_empty_or_hold_an_empty_row():
 
 def test_logits_of_a_text_are_refused():
     with pytest.raises(Exception, match="cannot score one"):
-        engine_of((1, 2, 1)).score([CONTEXTS[1]])
+        score(engine_of((1, 2, 1)), [CONTEXTS[1]])

@@ -17,6 +17,7 @@ from checkpoints_convert.config import model_config
 from jax_longctx.api import LongContext
 from jax_longctx.cli.demo import find_model
 from jax_longctx.engine.decode import start_answer
+from jax_longctx.engine.scoring import score
 from jax_longctx.methods import DynamicNTK
 from tests.checkpoints_convert.test_names import internlm2_state
 from tests.goldens.cases import MODELS
@@ -78,7 +79,7 @@ def test_logits_and_greedy_continuation_are_those_of_transformers(name, monkeypa
     engine = engine_from_hf(golden.config, golden.state, chunk=CHUNK)
     # An error in the logits could only change a choice if it were half the smallest gap.
     assert golden.gap > 1e-3
-    (ours,) = engine.score([golden.tokens])
+    (ours,) = score(engine, [golden.tokens])
     assert ours.dtype == np.float32
     assert largest_error(ours, golden.logits) <= 1e-4
     # Dynamic frequencies follow the length of the row, which differs from token to token.
@@ -90,7 +91,7 @@ def test_logits_and_greedy_continuation_are_those_of_transformers(name, monkeypa
     if dynamic:
         whole = golden.tokens + golden.greedy
         rows = [whole[:end] for end in range(len(golden.tokens), len(whole))]
-        assert [int(np.argmax(logits[-1])) for logits in engine.score(rows)] == golden.greedy
+        assert [int(np.argmax(logits[-1])) for logits in score(engine, rows)] == golden.greedy
 
 
 def test_dynamic_ntk_over_a_plain_model_is_the_dynamic_rope_of_transformers(monkeypatch):
@@ -100,15 +101,15 @@ def test_dynamic_ntk_over_a_plain_model_is_the_dynamic_rope_of_transformers(monk
     plain = {**golden.config, "rope_scaling": None}
     method = DynamicNTK(factor=factor)
     engine = engine_from_hf(plain, golden.state, method, chunk=CHUNK)
-    (ours,) = engine.score([golden.tokens])
+    (ours,) = score(engine, [golden.tokens])
     assert largest_error(ours, golden.logits) <= 1e-4
     _, first = continued(golden, engine, monkeypatch, 1)
     assert largest_error(first, golden.logits[-1]) <= 1e-4
     # The trained length matters, and up to it the method is full attention.
     unscaled = engine_from_hf(plain, golden.state, chunk=CHUNK)
-    assert largest_error(unscaled.score([golden.tokens])[0], golden.logits) > 0.1
+    assert largest_error(score(unscaled, [golden.tokens])[0], golden.logits) > 0.1
     short = golden.tokens[:trained]
-    np.testing.assert_array_equal(engine.score([short])[0], unscaled.score([short])[0])
+    np.testing.assert_array_equal(score(engine, [short])[0], score(unscaled, [short])[0])
 
 
 def test_internlm2_is_the_llama_whose_projections_it_fuses():
@@ -117,7 +118,7 @@ def test_internlm2_is_the_llama_whose_projections_it_fuses():
     config = {key: value for key, value in golden.config.items() if key != "attention_bias"}
     state = internlm2_state(golden.state, model_config(golden.config))
     engine = engine_from_hf(config | flags, state, chunk=CHUNK)
-    (ours,) = engine.score([golden.tokens])
+    (ours,) = score(engine, [golden.tokens])
     assert largest_error(ours, golden.logits) <= 1e-4
 
 
@@ -136,7 +137,7 @@ def test_smollm2_from_gguf_is_transformers_reading_of_it(smollm2):
     text = (DATA / "smollm2_prompt.txt").read_text(encoding="utf-8")
     tokens = stored["tokens"].tolist()
     assert smollm2.tokenizer.encode(text, bos=False) == tokens
-    (ours,) = smollm2.engine.score([tokens])
+    (ours,) = score(smollm2.engine, [tokens])
     assert largest_error(ours[-1], stored["last_logits"]) <= 1e-3
     columns = stored["row_logits"].shape[1]
     assert largest_error(ours[stored["rows"], :columns], stored["row_logits"]) <= 1e-3

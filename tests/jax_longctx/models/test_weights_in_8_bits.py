@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.engine.scoring import score
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.methods import Full, Quest, Ring
 from jax_longctx.models.config import ModelConfig
@@ -95,9 +96,9 @@ def stored_numbers(params):
 def test_a_model_is_the_one_of_the_numbers_that_are_stored(by_layer):
     """Rounding is all that differs, and it is there."""
     kept = random_params(form="int8")
-    given = engine_of(stored_numbers(kept)).score(ROWS)
-    exact = engine_of(random_params()).score(ROWS)
-    found = engine_of(kept, by_layer=by_layer).score(ROWS)
+    given = score(engine_of(stored_numbers(kept)), ROWS)
+    exact = score(engine_of(random_params()), ROWS)
+    found = score(engine_of(kept, by_layer=by_layer), ROWS)
     for row, wanted, float_row in zip(found, given, exact, strict=True):
         np.testing.assert_allclose(row, wanted, atol=1e-4)
         assert 1e-3 < np.abs(row - float_row).max() < 0.3

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.engine import Engine, decode, prefill
+from jax_longctx.engine import Engine, Lengths, compile_ahead, decode, prefill
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import bytes_per_device, staged_caches
 from jax_longctx.methods import make_method
@@ -143,7 +143,8 @@ def test_the_programs_are_those_of_a_run_layer_by_layer(name, monkeypatch):
     monkeypatch.setattr(Compilation, "call", called)
     # The longest question and the longest answer that the reserve has room for.
     for asked, answered in ((RESERVE - 1, 1), (1, RESERVE - 1)):
-        engine.compile([100], [asked], max_tokens=answered, reserve=RESERVE).wait(check=True)
+        lengths = Lengths([100], [(asked, answered)], reserve=RESERVE)
+        compile_ahead(engine, lengths).wait(check=True)
     # A short question and a short answer are of other shapes than the longest.
     assert planned <= found and len(planned) > 6
 

@@ -17,6 +17,7 @@ import tokenizers
 from tokenizers import decoders
 
 from jax_longctx.api import LongContext
+from jax_longctx.engine.scoring import score
 from jax_longctx.serving.tokens import Places, TokenNames
 from jax_longctx.text import Tokenizer
 from tests.jax_longctx.serving.tiny import BOOK, asked, chat, complete, generated, read
@@ -149,7 +150,7 @@ def test_logprobs_are_those_of_the_model(client, tiny):
     content = found.choices[0].logprobs.content
     answer = generated(tiny, chat_of(tiny, "Why?"), max_tokens=8, temperature=0.0)
     prompt = tiny.tokenizer.encode(chat_of(tiny, "Why?"), bos=True)
-    (logits,) = tiny.engine.score([prompt + answer.tokens])
+    (logits,) = score(tiny.engine, [prompt + answer.tokens])
     logits = logits[len(prompt) - 1 : -1].astype(np.float64)
     expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     assert len(content) == len(answer.tokens)

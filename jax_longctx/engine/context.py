@@ -1,0 +1,81 @@
+"""What `Engine` hands out of a text: how far it is read, and its caches once it is."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jax_longctx.contract import Method
+from jax_longctx.engine.capacity import held_bytes
+from jax_longctx.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Tokens read so far, of all rows, and the seconds it took."""
+
+    done: int
+    total: int
+    seconds: float
+
+
+@dataclasses.dataclass
+class Context:
+    """A prefilled context: a handle for `Engine.stream`; the engine alone changes it.
+
+    Attributes:
+      rows: the context's token ids, padding rows included.
+      batch: rows that are the caller's (the rest pads the mesh's data axis).
+      slots: capacity of the cache in tokens.
+      reserve: slots that are free for a question and its answer.
+      total: each row's total length, as rotary embedding sees it.
+      caches: one a layer, or one for each run of layers that are alike (see `Setup`); None while a
+        question over an append-only method borrows them.
+      questions: the questions it was read for, where the method needs them at prefill.
+      answering_bytes: what the newest answer's caches held, over all devices.
+      host_bytes: what they held in the hosts' memory.
+      method: the method that prefilled it; no other can ask it. None is not checked.
+    """
+
+    rows: list[list[int]]
+    batch: int
+    slots: int
+    reserve: int
+    total: jax.Array
+    caches: tuple[Any, ...] | None
+    questions: list[list[int]] | None = None
+    answering_bytes: int = 0
+    host_bytes: int = 0
+    method: Method | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [len(row) for row in self.rows[: self.batch]]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes the caches hold, over all devices."""
+        return held_bytes(self.usable_caches())[0]
+
+    def usable_caches(self) -> tuple[Any, ...]:
+        """The caches. Raises InputError while they are lent out, or when they were lost."""
+        if self.caches is None:
+            raise InputError(
+                "this context is answering another question (finish or close that first), or was "
+                "given up for its last one"
+            )
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.caches)):
+            raise InputError("this context was lost to an interruption; prefill it again")
+        return self.caches
+
+
+@dataclasses.dataclass
+class Run:
+    """The caches of the question at hand: always the newest, the older ones were donated.
+
+    `whole` are the context's and the question's, where the answer is read from others.
+    """
+
+    caches: tuple[Any, ...]
+    whole: tuple[Any, ...] | None = None
