@@ -190,6 +190,11 @@ class Stacked:
     count: int = dataclasses.field(metadata={"static": True})
 
 
+def layers_in(cache: Any) -> int:
+    """How many layers' cache it is."""
+    return cache.count if isinstance(cache, Stacked) else 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """What an array's field says of it: its logical axes, `in_place` and `host` (`axes_field`)."""

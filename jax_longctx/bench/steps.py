@@ -31,11 +31,11 @@ from jax_longctx.engine.allocate import abstract_caches, empty_like
 from jax_longctx.engine.decode import Steps, answer_variants, decode_turns, first_state, next_block
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.prefill import finish_question, fork, run_segment
-from jax_longctx.engine.runs import layers_in, with_layer
+from jax_longctx.engine.runs import with_layer
 from jax_longctx.engine.sampling import sampling_static, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.settings import Sampling
-from jax_longctx.sharding import HOST, Leaf, axes_of, leaf_axes, tree_shardings
+from jax_longctx.sharding import HOST, Leaf, axes_of, layers_in, leaf_axes, tree_shardings
 from pallas_kernels.quantised import stored_as
 
 # The question of every row.

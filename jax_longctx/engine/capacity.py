@@ -23,7 +23,6 @@ from jax_longctx.contract import SlotLayout, Stage, cannot_offload
 from jax_longctx.engine.allocate import abstract_caches, most_pinned, pinned_bytes
 from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.prefill import finish_one
-from jax_longctx.engine.runs import layers_in
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CapacityError, ConfigError
 from jax_longctx.memory import POOL, shown_bytes
@@ -32,7 +31,7 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import check_mesh
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import kv_form, weights_form
-from jax_longctx.sharding import HOST, AnyMesh, Stacked, leaf_axes, tree_shardings
+from jax_longctx.sharding import HOST, AnyMesh, Stacked, layers_in, leaf_axes, tree_shardings
 
 SMALLEST = 128
 # Slots beyond the longest row, which a storage may write garbage to (see `caches.write_run`).

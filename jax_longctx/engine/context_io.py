@@ -31,7 +31,7 @@ from jax_longctx.engine.allocate import abstract_caches, empty_like
 from jax_longctx.engine.capacity import GRANULE, check_host, finished_caches
 from jax_longctx.engine.distributed import from_leader, to_host
 from jax_longctx.engine.engine import Engine
-from jax_longctx.engine.runs import as_run, copied_layer, each_layer, layers_in, with_layer
+from jax_longctx.engine.runs import as_run, copied_layer, each_layer, with_layer
 from jax_longctx.errors import CheckpointError, DamagedError, InputError
 from jax_longctx.files import read_sealed, seal, whole_path
 from jax_longctx.locks import only_writer
@@ -45,7 +45,7 @@ from jax_longctx.models.storage import (
     writing,
 )
 from jax_longctx.origin import check_same
-from jax_longctx.sharding import RULES, leaf_axes, logical_sharding, tree_shardings
+from jax_longctx.sharding import RULES, layers_in, leaf_axes, logical_sharding, tree_shardings
 
 # 1 had no digests, 2 none of arrays.
 FORMAT, OLDER = 3, 2

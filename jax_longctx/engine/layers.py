@@ -24,12 +24,13 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.contract import Segment, step_variant
 from jax_longctx.engine.compiling import IN_PLACE, program
 from jax_longctx.engine.products import Divided, gathers_weights
-from jax_longctx.engine.runs import layers_in, of_layer
+from jax_longctx.engine.runs import of_layer
 from jax_longctx.engine.setup import BATCH, Ends, Setup, without_layers
 from jax_longctx.models.llama import PLAIN, ends_of, gathered_ends, gathered_layer, layer_of
 from jax_longctx.sharding import (
     AnyMesh,
     Stacked,
+    layers_in,
     leaf_fields,
     logical_sharding,
     logical_spec,

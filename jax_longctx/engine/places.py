@@ -36,10 +36,10 @@ from jax_longctx.engine.capacity import (
 from jax_longctx.engine.compiling import IN_PLACE, program
 from jax_longctx.engine.context import Context, Run
 from jax_longctx.engine.engine import Engine
-from jax_longctx.engine.runs import layers_in, seated_store
+from jax_longctx.engine.runs import seated_store
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CapacityError, InputError
-from jax_longctx.sharding import Leaf, axes_of, leaf_axes, tree_shardings
+from jax_longctx.sharding import Leaf, axes_of, layers_in, leaf_axes, tree_shardings
 
 # Axes of a cache whose sizes follow from the lengths of text, question and answer.
 GROWING = ("slots", "room", "pages", "share")

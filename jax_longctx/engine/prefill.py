@@ -11,10 +11,9 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.contract import CHUNK_ROWS, Method, RowGroup, Segment, Stage
 from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, program
 from jax_longctx.engine.layers import hidden_states
-from jax_longctx.engine.runs import layers_in
 from jax_longctx.engine.setup import BATCH, Ends, Setup, without_layers
 from jax_longctx.models.llama import ends_of
-from jax_longctx.sharding import Stacked, tree_specs
+from jax_longctx.sharding import Stacked, layers_in, tree_specs
 
 Logits = Literal["none", "hidden", "last", "all"]
 

@@ -16,13 +16,8 @@ from jaxtyping import Int
 from jax_longctx.caches import Offloaded
 from jax_longctx.engine.compiling import IN_PLACE, program
 from jax_longctx.engine.setup import Setup
-from jax_longctx.sharding import Stacked, leaf_fields, tree_shardings
+from jax_longctx.sharding import Stacked, layers_in, leaf_fields, tree_shardings
 from pallas_kernels.plane import Plane
-
-
-def layers_in(cache: Any) -> int:
-    """How many layers' cache it is."""
-    return cache.count if isinstance(cache, Stacked) else 1
 
 
 def each_layer(caches: tuple[Any, ...]) -> Iterator[Any]:
