@@ -125,7 +125,7 @@ class Engine:
         self.take_params(params, consume=consume)
 
     def take_params(self, params: Any, *, consume: bool = False) -> None:
-        """Takes the weights, as at construction; one of shapes alone can only compile ahead.
+        """Takes the weights, as at construction; without them an engine can only compile ahead.
 
         Raises:
           InputError: weights of another form than those at construction.
