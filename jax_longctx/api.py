@@ -13,7 +13,6 @@ plain "Question: ... Answer:", around them, as the command line does. Special to
 written in texts and questions are plain text, but in the prompts of `generate`.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -22,13 +21,13 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import jax
 
+from jax_longctx.answers import Answer, AnswerOptions, AnswerReader, Asked, read_together
 from jax_longctx.contract import Method, reach
 from jax_longctx.engine import (
-    Chosen,
     Context,
     Engine,
     Lengths,
@@ -39,9 +38,8 @@ from jax_longctx.engine import (
     compile_ahead,
 )
 from jax_longctx.engine.ahead import Compilation
-from jax_longctx.engine.capacity import Fetched, Footprint, footprint
+from jax_longctx.engine.capacity import Footprint, footprint
 from jax_longctx.engine.context_io import load_context, made_by_engine, save_context
-from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS, NOT_FINITE
 from jax_longctx.engine.places import cannot_share
 from jax_longctx.engine.program_files import keep_compilations
 from jax_longctx.engine.scoring import Likelihood, loglikelihoods
@@ -56,7 +54,6 @@ from jax_longctx.run_spec import ON_DEVICES, RunSpec
 from jax_longctx.text import (
     PromptLayout,
     PromptText,
-    StopStrings,
     Tokenizer,
     chat_layout,
     check_vocabulary,
@@ -67,58 +64,11 @@ from jax_longctx.text.child import start_child
 # Most questions over one text that are answered at a time: of models whose heads share keys and
 # values by fours, as many as one pass over the text takes on a GPU.
 TOGETHER = 16
-# Longer than any text.
-FAR = 1 << 40
+FAR = 1 << 40  # longer than any text
 # A text of a list may be its token ids.
 Text = str | PromptText | list[int]
 Texts = str | PromptText | Sequence[Text]
-OnText = Callable[[int, str], None]
 OnProgress = Callable[[Progress], None]
-
-
-class AnswerOptions(TypedDict, total=False):
-    """How answers are sampled and where they end.
-
-    Attributes:
-      sampling: greedy by default.
-      max_tokens: most tokens of an answer, 128 by default.
-      stop: strings that end an answer; may be special tokens, as text.
-      stop_at_eos: whether the tokenizer's end-of-text ids end an answer, True by default.
-      on_text: called with (row, new text) as the answers arrive.
-    """
-
-    sampling: Sampling | None
-    max_tokens: int
-    stop: Sequence[str]
-    stop_at_eos: bool
-    on_text: OnText | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """One row's answer.
-
-    Attributes:
-      text: up to, not including, the stop string that ended it.
-      tokens: the generated ids, the one that ended the answer included.
-      finish: "stop" (a stop id or string) or "length" (max_tokens).
-      prefill_seconds: of `generate`; 0 for `ask`, whose context was prefilled earlier.
-      first_token_seconds: from the start of the question to its first token.
-      decode_seconds: from the first token to the last.
-      warning: None, or that text, question and answer are longer than the model was trained for
-        (see `LongContext.length_warning`).
-      fetched: what the answers of the call fetched from the host's memory, over all its rows; None
-        where contexts lie on the devices.
-    """
-
-    text: str
-    tokens: list[int]
-    finish: str
-    prefill_seconds: float
-    first_token_seconds: float
-    decode_seconds: float
-    warning: str | None = None
-    fetched: Fetched | None = None
 
 
 def load(
@@ -167,8 +117,7 @@ def load(
     shapes = abstract_params(manifest.config, spec)
     # A method that is chosen later is checked then.
     first = spec if choose is None else dataclasses.replace(spec, **ON_DEVICES)
-    engine = Engine(manifest.config, shapes, first)
-    model = LongContext(engine, tokenizer, manifest)
+    model = LongContext(Engine(manifest.config, shapes, first), tokenizer, manifest)
     if choose is not None:
         tier = {"offload": spec.offload, "working_set": spec.working_set}
         model = model.with_method(choose(model), **tier)
@@ -312,7 +261,7 @@ class LongContext:
         stream = functools.partial(self.engine.stream, context, rows, keep=keep)
         # Where their numbers differ, `stream` says so.
         given = [length + len(row) for length, row in zip(context.lengths, rows, strict=False)]
-        return self._answers(stream, rows, given, **options)
+        return self._answers(stream, rows, given, Asked.of(options))
 
     def ask_all(
         self,
@@ -362,16 +311,16 @@ class LongContext:
             )
         if not len(asked):
             raise InputError("no questions given; expected at least one")
-        how: dict[str, Any] = dict(options)
-        sampling, on_text = how.pop("sampling", None) or Sampling(), how.pop("on_text", None)
+        how = Asked.of(options)
+        sampling = how.sampling
         if not isinstance(sampling.seed, tuple):
             sampling = sampling.at((0, number) for number in range(len(asked)))
         seeds = sampling.of_rows(len(asked)).seed
         assert isinstance(seeds, tuple)
         samplings = [dataclasses.replace(sampling, seed=(seed,)) for seed in seeds]
-        batch = self._batch(context, list(map(len, asked)), how.get("max_tokens", 128))
+        batch = self._batch(context, list(map(len, asked)), how.max_tokens)
         if batch is not None:
-            answers = self._together(batch, context, asked, samplings, on_text, **how)
+            answers = self._together(batch, context, asked, samplings, how)
             if not keep:
                 context.caches = None
             return answers
@@ -379,11 +328,10 @@ class LongContext:
         for number, (row, one) in enumerate(zip(asked, samplings, strict=True)):
 
             def told(_: int, text: str, number: int = number) -> None:
-                if on_text is not None:
-                    on_text(number, text)
+                how.tell(number, text)
 
             stays = keep or number + 1 < len(asked)
-            one_row: dict[str, Any] = {**how, "sampling": one, "on_text": told}
+            one_row: AnswerOptions = {**options, "sampling": one, "on_text": told}
             answers += self.ask_tokens(context, [row], keep=stays, **one_row)
         return answers
 
@@ -412,28 +360,25 @@ class LongContext:
         total: int | None = None,
         capacity: int = 0,
         keep: bool = True,
-        sampling: Sampling | None = None,
-        max_tokens: int = 128,
-        stop: Sequence[str] = (),
-        stop_at_eos: bool = True,
+        **options: Unpack[AnswerOptions],
     ) -> Compilation:
         """`compile` of what `ask_all` needs for a text and questions of these many tokens."""
-        size: dict[str, Any] = {"reserve": reserve, "capacity": capacity}
-        size["total"] = None if total is None else [total]
+        totals, how = None if total is None else [total], Asked.of(options)
+        size: dict[str, Any] = {"reserve": reserve, "capacity": capacity, "total": totals}
         if not self.together(len(questions)):
-            lengths = Lengths([context], [(questions[0], max_tokens)], **size)
-            ends = {"stop": stop, "stop_at_eos": stop_at_eos}
-            return self.compile(lengths, sampling=sampling, keep=keep, **ends)
+            lengths = Lengths([context], [(questions[0], how.max_tokens)], **size)
+            ends = {"stop": how.stop, "stop_at_eos": how.stop_at_eos}
+            return self.compile(lengths, sampling=how.sampling, keep=keep, **ends)
         # What stands in for a token while programs are compiled is 0, which must end no answer.
-        ids = [token + 1 for token in self.end_ids(stop, stop_at_eos)]
+        ids = [token + 1 for token in self.end_ids(how.stop, how.stop_at_eos)]
         compilation = Compilation(self.engine.mesh)
         with compilation.rehearsing():
             held = self.engine.prefill([[0] * context], **size)
             compilation.prefill_ends()
-            batch = self._batch(held, questions, max_tokens)
+            batch = self._batch(held, questions, how.max_tokens)
             if batch is not None:
                 lengths = list(dict.fromkeys(questions))
-                batch.rehearse(held, lengths, max_tokens=max_tokens, stop_ids=ids)
+                batch.rehearse(held, lengths, max_tokens=how.max_tokens, stop_ids=ids)
         return compilation
 
     def together(self, questions: int) -> bool:
@@ -446,48 +391,15 @@ class LongContext:
         context: Context,
         asked: Sequence[Sequence[int]],
         samplings: Sequence[Sampling],
-        on_text: OnText | None,
-        *,
-        max_tokens: int = 128,
-        stop: Sequence[str] = (),
-        stop_at_eos: bool = True,
+        how: Asked,
     ) -> list[Answer]:
         """`ask_all` of rows that share the context."""
-        ends, begun = self.end_ids(stop, stop_at_eos), time.perf_counter()
+        ends, begun = self.end_ids(how.stop, how.stop_at_eos), time.perf_counter()
         context.answering_bytes = batch.resident_bytes + context.resident_bytes
-        readers = [AnswerReader(self.tokenizer, row, stop, ends) for row in asked]
-        times: list[list[float]] = [[] for _ in asked]
-        waiting, running = collections.deque(range(len(asked))), dict[int, int]()
-        blocks = iter(FIRST_BLOCKS)
-
-        def told(number: int, text: str) -> None:
-            if text and on_text is not None:
-                on_text(number, text)
-
-        def heard(place: int, chosen: Sequence[Chosen]) -> None:
-            """A row's new tokens; the row leaves once its answer has ended."""
-            number, reason = running[place], batch.ended.get(place)
-            reader = readers[number]
-            if reason == "not finite":
-                raise InputError(NOT_FINITE)
-            told(number, reader.push([each.token for each in chosen]))
-            times[number].append(time.perf_counter())
-            if reason is not None or reader.finished:
-                batch.leave(place)
-                del running[place]
-                told(number, reader.flush())
-
-        while waiting or running:
-            while waiting and batch.free:
-                number = waiting.popleft()
-                how: dict[str, Any] = {"max_tokens": max_tokens, "stop_ids": ends}
-                request = Request(asked[number], samplings[number], **how)
-                place, first = batch.join(context, request)
-                running[place] = number
-                heard(place, [first])
-            for place, chosen in batch.step(next(blocks, BLOCK)).items():
-                if chosen:
-                    heard(place, chosen)
+        readers = [AnswerReader(self.tokenizer, row, how.stop, ends) for row in asked]
+        limits: dict[str, Any] = {"max_tokens": how.max_tokens, "stop_ids": ends}
+        requests = [Request(*each, **limits) for each in zip(asked, samplings, strict=True)]
+        times = read_together(batch, context, requests, readers, how)
         answers = []
         for row, reader, (first, *later) in zip(asked, readers, times, strict=True):
             warning = self.length_warning(context.lengths[0] + len(row) + len(reader.tokens))
@@ -504,9 +416,8 @@ class LongContext:
     ) -> list[Answer]:
         """Continues each prompt: its last token is the question, the tokens before the context.
 
-        Special tokens in a prompt count.
-
-        Warns first where a prompt is too long for model and method (see `length_warning`).
+        Special tokens in a prompt count. Warns first where a prompt is too long for model and
+        method (see `length_warning`).
         """
         rows = self._encode(prompts, bos=True, parse_special=True)
         self._warn_beyond(max(map(len, rows), default=0))
@@ -520,7 +431,7 @@ class LongContext:
             return blocks
 
         lasts = [row[-1:] for row in rows]
-        answers = self._answers(stream, lasts, list(map(len, rows)), **options)
+        answers = self._answers(stream, lasts, list(map(len, rows)), Asked.of(options))
         return [dataclasses.replace(answer, prefill_seconds=seconds) for answer in answers]
 
     def score(self, contexts: Texts, continuations: Texts, **options: Any) -> list[Likelihood]:
@@ -587,20 +498,15 @@ class LongContext:
         stream: Callable[..., Generator[list[list[int]]]],
         rows: Sequence[Sequence[int]],
         given: Sequence[int],
-        *,
-        sampling: Sampling | None = None,
-        max_tokens: int = 128,
-        stop: Sequence[str] = (),
-        stop_at_eos: bool = True,
-        on_text: OnText | None = None,
+        how: Asked,
     ) -> list[Answer]:
         """The tokens that `stream` yields as answers.
 
         `rows` are the tokens directly before each answer; `given` is the number of all before it.
         """
-        ends = self.end_ids(stop, stop_at_eos)
-        blocks = stream(sampling=sampling, max_tokens=max_tokens, stop_ids=ends)
-        readers = [AnswerReader(self.tokenizer, row, stop, ends) for row in rows]
+        ends = self.end_ids(how.stop, how.stop_at_eos)
+        blocks = stream(sampling=how.sampling, max_tokens=how.max_tokens, stop_ids=ends)
+        readers = [AnswerReader(self.tokenizer, row, how.stop, ends) for row in rows]
         begun = time.perf_counter()
         first = None
         # Closing returns the cache to the context, also after an error in `on_text`.
@@ -608,20 +514,15 @@ class LongContext:
             for block in blocks:
                 first = first or time.perf_counter()
                 for row, (reader, tokens) in enumerate(zip(readers, block, strict=True)):
-                    text = reader.push(tokens)
-                    if text and on_text is not None:
-                        on_text(row, text)
+                    how.tell(row, reader.push(tokens))
                 if all(reader.finished for reader in readers):
                     break
         ended = time.perf_counter()
-        first, answers = first or ended, []
+        first, fetched, answers = first or ended, self.engine.fetched, []
         for row, (reader, before) in enumerate(zip(readers, given, strict=True)):
-            text = reader.flush()
-            if text and on_text is not None:
-                on_text(row, text)
+            how.tell(row, reader.flush())
             warning = self.length_warning(before + len(reader.tokens))
-            answer = reader.answer(first - begun, ended - first, warning)
-            answers.append(dataclasses.replace(answer, fetched=self.engine.fetched))
+            answers.append(reader.answer(first - begun, ended - first, warning, fetched))
         return answers
 
     def end_ids(self, stop: Sequence[str], stop_at_eos: bool) -> list[int]:
@@ -633,49 +534,6 @@ class LongContext:
     def _encode(self, texts: Texts, **how: Any) -> list[list[int]]:
         encode = functools.partial(self.tokenizer.encode, **how)
         return [text if isinstance(text, list) else encode(text) for text in _listed(texts)]
-
-
-class AnswerReader:
-    """One row's tokens as text, cut at the first stop string.
-
-    Attributes:
-      tokens: the ids so far, the one that ended the answer included.
-      pieces: the text so far, as it became certain.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, after: Sequence[int], stop: Sequence[str], ends: Sequence[int]
-    ):
-        self.decoder, self.stops = tokenizer.stream_decoder(after), StopStrings(stop)
-        self.ends, self.ended = frozenset(ends), False
-        self.tokens: list[int] = []
-        self.pieces: list[str] = []
-
-    @property
-    def finished(self) -> bool:
-        """Whether a stop id or string has ended the answer."""
-        return self.ended or self.stops.stopped is not None
-
-    def push(self, tokens: list[int]) -> str:
-        """The new text of these tokens; empty once the answer has ended."""
-        begun = len(self.pieces)
-        for token in tokens:
-            if self.finished:
-                break
-            self.tokens.append(token)
-            self.ended = token in self.ends
-            if not self.ended:
-                self.pieces.append(self.stops.push(self.decoder.push([token])))
-        return "".join(self.pieces[begun:])
-
-    def flush(self) -> str:
-        """The text that was held back, at the end of the answer."""
-        self.pieces.append(self.stops.push(self.decoder.flush()) + self.stops.flush())
-        return self.pieces[-1]
-
-    def answer(self, first: float, decode: float, warning: str | None) -> Answer:
-        finish = "stop" if self.finished else "length"
-        return Answer("".join(self.pieces), self.tokens, finish, 0.0, first, decode, warning)
 
 
 def _goes_on(name: str, config: ModelConfig) -> bool:

@@ -21,7 +21,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from jax_longctx.api import AnswerReader, LongContext
+from jax_longctx.answers import AnswerReader
+from jax_longctx.api import LongContext
 from jax_longctx.engine.running import Request as RowRequest
 from jax_longctx.errors import LongctxError
 from jax_longctx.serving import schema

@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-from jax_longctx.api import AnswerReader
+from jax_longctx.answers import AnswerReader
 from jax_longctx.engine.running import Chosen, Request
 from jax_longctx.engine.scoring import TextScores
 from jax_longctx.serving.schema import RequestError
