@@ -200,7 +200,9 @@ def test_what_does_not_fit_is_refused_before_weights_load_and_leaves_no_folder(
         assert result.exit_code == 2 and said in " ".join(result.stderr.split()), result.output
         assert sorted(tmp_path.rglob("*")) == before, words
     words = ("warm", checkpoint, "-m", "quest", "-m", "full", "--offload", "host")
-    monkeypatch.setattr(jax_longctx.Engine, "compile", lambda *_, **__: pytest.fail("compiled"))
+    monkeypatch.setattr(
+        "jax_longctx.engine.compile_ahead", lambda *_, **__: pytest.fail("compiled")
+    )
     assert "full" in run(*words, code=2).stderr
 
 
