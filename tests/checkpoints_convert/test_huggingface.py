@@ -15,6 +15,7 @@ from checkpoints_convert.config import model_config
 from jax_longctx.cli import warm
 from jax_longctx.errors import CheckpointError
 from jax_longctx.models.storage import load_params, read_manifest
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
 from tests.checkpoints_convert.test_names import assert_same_parameters, internlm2_state
 from tests.checkpoints_convert.tiny import (
@@ -121,7 +122,7 @@ def test_answers_end_with_the_ids_of_all_files(tmp_path, config, generation, end
     convert(source, tmp_path / "ours")
     assert jax_longctx.load(tmp_path / "ours").end_ids((), True) == [*ends]
     # `warm` compiles for as many of them.
-    assert warm._Model(str(tmp_path / "ours"), None).stop_ids == ends
+    assert warm._Model(str(tmp_path / "ours"), RunSpec()).stop_ids == ends
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,6 +11,7 @@ import pytest
 from jax_longctx.caches import (
     AppendCache,
     BudgetCache,
+    Joining,
     append_only,
     choose,
     drop_oldest,
@@ -213,13 +214,13 @@ def test_a_token_is_rounded_once(oldest, one):
         given = (np.array([count], np.int32), np.array([step], np.int32))
         if oldest:
             leaving = np.array([held + step - count], np.int32)
-            cache = drop(cache, new, 2 * new, None, *given, leaving=leaving)
+            cache = drop(cache, Joining(new, 2 * new, None, *given), leaving=leaving)
         else:
             scores = np.asarray(normal(1, heads, size + step, seed=start))
             present = np.arange(size + step) < held
             present[size:] = True
             scores = np.where(present, scores, -np.inf)
-            cache = keep(cache, new, 2 * new, scores, None, *given)
+            cache = keep(cache, Joining(new, 2 * new, None, *given), scores)
         for head in range(heads):
             at = np.asarray(cache.token)[0, head, :count]
             for mine, kept in zip(jax.tree.leaves(cache.k), jax.tree.leaves(stored), strict=True):
