@@ -404,7 +404,8 @@ class ModelChoice:
             from jax_longctx.api import load
 
             run = self.run
-            if run.mesh is not None:
+            if run.mesh is not None or resident:
+                # They pin memory for contexts that are offloaded, of which `load` is not told.
                 run = dataclasses.replace(run, mesh=run.devices())
             return load(
                 self.checkpoint,

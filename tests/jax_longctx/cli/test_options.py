@@ -2,15 +2,19 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from jax_longctx import api, memory
 from jax_longctx.cli import options
 from jax_longctx.cli.main import app
-from jax_longctx.cli.options import argument, only, option
+from jax_longctx.cli.options import ModelChoice, argument, only, option
+from jax_longctx.cli.terminal import Terminal
 from jax_longctx.errors import InputError
+from jax_longctx.run_spec import RunSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,3 +100,20 @@ def test_help_is_of_the_fields_below_their_heading(invoke):
         assert text in kitchen
     assert "--table" in shown[: shown.index("Kitchen")] and "Who eats." in shown
     assert "--minutes" not in invoke("serve", "--help").stdout
+
+
+@pytest.mark.parametrize("offload", [None, "host"])
+@pytest.mark.parametrize("mesh", [None, "tensor=1"])
+def test_the_hosts_memory_is_pinned_for_engines_that_a_command_makes(
+    loads, monkeypatch, mesh, offload
+):
+    """The loaded model of an evaluation has its own contexts on the devices, and no offload."""
+    told, load = [], api.load
+    monkeypatch.setattr(memory, "allow_pinned", lambda: told.append("pinned"))
+    monkeypatch.setattr(
+        api, "load", lambda *given, **how: (told.append("load"), load(*given, **how))
+    )
+    choice = ModelChoice(checkpoint=Path("m"), run=RunSpec(mesh=mesh, offload=offload))
+    choice.open(Terminal(), resident=True)
+    assert told == (["load"] if offload is None else ["pinned", "load"])
+    assert loads[0][1]["offload"] is None
