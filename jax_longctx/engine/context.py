@@ -29,8 +29,8 @@ class Context:
       slots: capacity of the cache in tokens.
       reserve: slots that are free for a question and its answer.
       total: each row's total length, as rotary embedding sees it.
-      caches: one a layer, or one for each run of layers that are alike (see `Setup`); None while a
-        question over an append-only method borrows them.
+      caches: one a layer, or one for each run of layers that are alike (see `engine.runs`); None
+        while a question over an append-only method borrows them.
       questions: the questions it was read for, where the method needs them at prefill.
       answering_bytes: what the newest answer's caches held, over all devices.
       host_bytes: what they held in the hosts' memory.

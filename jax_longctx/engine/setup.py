@@ -67,8 +67,8 @@ class Setup:
     """Everything static: what the programs are compiled for.
 
     Attributes:
-      by_layer: whether the host loops over the layers, not the device (see the module). A pass
-        then takes a dispatch for each layer, and a decode step waits for the host.
+      by_layer: whether the host loops over the layers, not the device (see `engine.layers`). A
+        pass then takes a dispatch for each layer, and a decode step waits for the host.
       kv: the 8-bit form in which caches hold keys and values; None for arrays of `dtype`.
       weights: the 8-bit form of the layers' matrices; None for arrays of `dtype`.
       offload: keys and values lie in the host's memory; None for the devices'.

@@ -165,7 +165,7 @@ def _block_of(scores: Any, block: Array, bounds: tuple[Array, Array]) -> tuple[A
 def _best_of(blocks: Lists, tolerance: Array) -> Lists:
     """The best of every query's keys in order, [64] scores and slots, as many as there are blocks.
 
-    As `_choose` has it, within registers.
+    As `gpu._choose` has it, within registers.
     """
 
     shape, chosen = blocks[0][0].shape, []
