@@ -89,6 +89,9 @@ class Terminal:
     def starting(self, doing: str = "starting", extra: str | None = None) -> Iterator[None]:
         """Shows `doing` while the block imports JAX; one line where stderr is not a terminal.
 
+        Behind a block that imported the engine JAX's compilation cache is sealed: some commands
+        compile before they make an engine, or make none.
+
         Raises InputError where the block needs a package of the `extra` that is not installed.
         """
         if "jax" not in sys.modules:
@@ -99,6 +102,10 @@ class Terminal:
         try:
             with self.waiting(doing):
                 yield
+                if "jax_longctx.engine" in sys.modules:
+                    from jax_longctx.engine.program_files import seal_cache
+
+                    seal_cache()
         except ModuleNotFoundError as error:
             if extra is None:
                 raise

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from jax_longctx.bench import kernels
 from jax_longctx.cli import process, terminal
 from jax_longctx.cli import terminal as terminal_module
 from jax_longctx.cli.options import Output
 from jax_longctx.cli.terminal import Terminal, read_text
+from jax_longctx.engine import program_files
 from jax_longctx.errors import InputError
+from jax_longctx.planning import compiled
 from tests.jax_longctx.cli.conftest import refused
 
 
@@ -205,3 +208,26 @@ def test_texts_come_without_the_byte_order_mark_and_others_are_refused(tmp_path)
     for missing, message in (("none.txt", "No such file"), ("", "Is a directory")):
         with pytest.raises(InputError, match=f"cannot be read: {message}"):
             read_text(str(tmp_path / missing))
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "name"),
+    [
+        ("bench kernels", kernels, "run"),
+        ("plan --compile --target cpu --model llama-3.2-1b --context 64", compiled, "compile_plan"),
+    ],
+)
+def test_commands_that_make_no_engine_compile_into_a_sealed_cache(
+    run, monkeypatch, words, module, name
+):
+    """Else JAX would run any program that others put into the cache's folder."""
+    done = []
+
+    def compiles(*given, **how):
+        done.append("compiled")
+        raise InputError("enough")
+
+    monkeypatch.setattr(program_files, "seal_cache", lambda: done.append("sealed"))
+    monkeypatch.setattr(module, name, compiles)
+    assert "enough" in run(*words.split(), code=2).stderr
+    assert done[0] == "sealed" and done[-1] == "compiled"
