@@ -292,6 +292,11 @@ def read_manifest(directory: Path) -> DataManifest:
         return DataManifest(**read_sealed(directory / MANIFEST, FORMAT, "prepare the data again"))
     except FileNotFoundError:
         raise InputError(f"{directory} is not a prepared data set (no {MANIFEST})") from None
+    except TypeError:  # of other fields, as a checkpoint's
+        raise InputError(
+            f"{directory} is not a prepared data set (its {MANIFEST} is of something else); name "
+            f"the folder in which jax-longctx train prepared one"
+        ) from None
 
 
 def check_made_from(config: DataConfig) -> None:

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from jax_longctx.files import seal
 from train_cpt.data import (
     batches,
     document_files,
@@ -212,6 +213,10 @@ def test_bad_data_sets_are_refused_and_nothing_is_overwritten(tmp_path):
         (data / "manifest.json").write_text(json.dumps({**fields, **changes}))
         with pytest.raises(CheckpointError, match=message):
             opened(data)
+    # A checkpoint's is sealed too, with the same format.
+    (data / "manifest.json").write_text(json.dumps(seal(2, {"config": {}})))
+    with pytest.raises(InputError, match=r"is not a prepared data set .* train prepared one"):
+        opened(data)
 
 
 def test_batches_go_through_every_epoch_and_their_position_can_be_taken_up(tmp_path):
