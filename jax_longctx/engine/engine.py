@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float
 
 from jax_longctx.contract import Method, Prompt, Segment, Stage
@@ -91,7 +92,7 @@ class Engine:
 
     Raises:
       ConfigError: the method or the mesh does not fit the model, or cannot be offloaded, or the
-        weights have another dtype or form than the spec names.
+        weights have another dtype or form than the spec names, or lie on other devices.
     """
 
     def __init__(
@@ -119,6 +120,13 @@ class Engine:
         self.config, self.memory_limit = config, memory_limit
         self.method, self.mesh, self.chunk = setup.method, spec.devices(), setup.chunk
         self.spec = dataclasses.replace(spec, method=self.method, mesh=self.mesh)
+        at = getattr(params["embed"]["table"], "sharding", None)
+        if isinstance(at, NamedSharding) and at.device_set != set(self.mesh.devices.flat):
+            raise ConfigError(
+                f"these weights lie on {len(at.device_set)} devices, the run's mesh "
+                f"{dict(self.mesh.shape)} has {self.mesh.size}, not all the same; give the mesh on "
+                f"which they were loaded, or load them on this one"
+            )
         # What the newest answer, or scored text, fetched from the host's memory; None where nothing
         # lies there.
         self.fetched: Fetched | None = None

@@ -101,6 +101,19 @@ def test_an_engine_runs_as_its_spec_says():
         Engine(tiny_config(), params, RunSpec(weights="int8"))
 
 
+def test_weights_on_other_devices_are_refused():
+    params = abstract_params(tiny_config(), RunSpec(mesh="tensor=2"))
+    said = r"weights lie on 2 devices, the run's mesh .*'tensor': 1} has 1"
+    with pytest.raises(ConfigError, match=said):
+        Engine(tiny_config(), params)
+    engine = Engine(tiny_config(), params, RunSpec(mesh="tensor=2"))
+    with pytest.raises(ConfigError, match=said):
+        engine.under(small_method("quest"), mesh=None)
+    # As many, but others.
+    with pytest.raises(ConfigError, match="has 2, not all the same"):
+        engine.under(small_method("quest"), mesh=make_mesh(tensor=2, devices=jax.devices()[2:4]))
+
+
 def test_another_method_runs_as_the_first():
     fields = {"kv": "int8", "chunk": 16, "offload": "host", "working_set": 128}
     params = abstract_params(tiny_config(), RunSpec())
