@@ -18,6 +18,7 @@ from pallas_kernels.attention_mass import reference as mass_reference
 from pallas_kernels.attention_mass.reference import Reduction
 from pallas_kernels.common import Window, merge
 from pallas_kernels.decode_attention import gpu as decode_gpu
+from pallas_kernels.decode_attention import gpu_plan
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.page_scores import Best, Digests, SharedPages
 from pallas_kernels.quantised import Quantised, dequantised, quantise
@@ -573,7 +574,7 @@ def test_interpreted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     ("module", "name", "most", "row"),
     [
         pytest.param(
-            *(decode_gpu, "_FEW", 0, CASES["decode-queries-and-window"]),
+            *(gpu_plan, "_FEW", 0, CASES["decode-queries-and-window"]),
             marks=pytest.mark.slow,
             id="plan-of-rows",
         ),

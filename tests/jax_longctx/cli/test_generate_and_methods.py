@@ -119,4 +119,4 @@ def test_methods_and_plan_count_keys_and_values_in_8_bits(run):
     shown = run(*where, "--kv", "int8", *forms).stdout
     assert "llama-3.1-8b, bfloat16, weights in int8, keys and values in int8, full" in shown
     for form in ("--kv", "--weights"):
-        refused(run(*where, form, "int4"), f"unknown {form} 'int4'; known: bfloat16, int8")
+        refused(run(*where, form, "int4"), f"unknown {form[2:]} 'int4'; known: bfloat16, int8")

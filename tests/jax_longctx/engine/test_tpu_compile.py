@@ -17,6 +17,7 @@ from jax_longctx.models.presets import preset
 from jax_longctx.planning.collectives import count_collectives, count_reads
 from jax_longctx.planning.compiled import abstract_params, local_arrays
 from jax_longctx.planning.work import step_weight_bytes
+from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import Offload
 from jax_longctx.sharding import MESH_AXES, make_mesh
 from tests.jax_longctx.engine.gpu_programs import arrays, computations, shared_decode, unfused
@@ -85,7 +86,7 @@ def test_tpu_rows_over_one_context_copy_no_layer_of_it():
     """Sharded; `test_gpu_compile` looks at one device."""
     mesh = (1, 2, 2)
     setup = on_v5e(mesh, make_method("arkvale"))
-    request = SimpleNamespace(method=setup.method, context=32000, reserve=512)
+    request = SimpleNamespace(spec=RunSpec(method=setup.method), context=32000, reserve=512)
     (decode,) = shared_decode(request, setup, 8)
     memory = decode.lower().compile().memory_analysis()
     keys = SIZES["num_kv_heads"] * SLOTS * SIZES["head_dim"] * 2 // (mesh[1] * mesh[2])
