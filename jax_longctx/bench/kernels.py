@@ -22,6 +22,7 @@ from jax import Array, lax
 
 from jax_longctx.bench.timing import copy_bandwidth, device_facts, measure
 from jax_longctx.contract import LayerContext
+from jax_longctx.errors import InputError
 from jax_longctx.evaluation.perplexity import pipe_table
 from jax_longctx.files import save_figure
 from jax_longctx.models.config import RopeConfig
@@ -131,7 +132,7 @@ def run(
     faults: Any = _FAULTS,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure the cases whose name holds `only`.
+    """Measure the cases whose name holds `only`; InputError where there is none.
 
     Args:
       preferred: time this implementation alone; the chosen one where a case has no such.
@@ -142,11 +143,11 @@ def run(
       device, jax, copy_bandwidth (bytes a second), matmul_rate (operations a second) and rows.
     """
     until = time.monotonic() + seconds
+    if not (chosen := [case for case in cases(shrink) if only in case.name]):
+        raise InputError(f"no case's name holds --only {only!r}; without it all cases run")
     bandwidth, rate = copy_bandwidth(2**31 // shrink), _matmul_rate(8192 // min(shrink, 16))
     rows: list[dict[str, Any]] = []
-    for case in cases(shrink):
-        if only not in case.name:
-            continue
+    for case in chosen:
         if time.monotonic() < until:
             rows += _rows(case, bandwidth, rate, repeats, say, preferred, faults)
         else:
@@ -499,9 +500,8 @@ def _cells(row: dict[str, Any], chosen: dict[tuple[str, str], float]) -> list[st
     cells = [row["operation"], row["shape"], row["run"]]
     if "failed" in row:
         return [*cells, row["failed"].splitlines()[0].replace("|", "/")[:80], "-", "-", "-", "-"]
-    seconds = row["seconds"]
+    seconds, base = row["seconds"], chosen.get((row["operation"], row["shape"]))
     time = f"{seconds * 1e3:.4f} ({row['least'] * 1e3:.4f} - {row['most'] * 1e3:.4f})"
-    base = chosen.get((row["operation"], row["shape"]))
     if not seconds:
         return [*cells, time, "-", "-", "-", "-"]
     return [

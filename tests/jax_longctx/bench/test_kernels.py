@@ -17,6 +17,7 @@ import pallas_kernels
 from jax_longctx.bench import decode, kernels, tpu_check
 from jax_longctx.bench.kernels import markdown
 from jax_longctx.bench.timing import measure
+from jax_longctx.errors import InputError
 from tests.jax_longctx.bench.conftest import bench, measured
 
 
@@ -60,6 +61,12 @@ def test_files_and_figures(tmp_path, steady):
     ratio = f"{library['seconds'] / chosen['seconds']:.2f}x"
     assert (tmp_path / "kernels.md").read_text().splitlines()[-1].endswith(f"| {ratio} |")
     assert (tmp_path / "kernels.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_name_of_no_case_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(kernels, "copy_bandwidth", Mock(side_effect=AssertionError))
+    with pytest.raises(InputError, match=r"^no case's name holds --only 'nope'; without it all"):
+        kernels.run(only="nope", shrink=64)
 
 
 def test_a_failure_is_a_row_and_the_others_run(steady):
