@@ -61,8 +61,6 @@ docs: $(VENV)/.dev-ready ## The documentation's site, in site/; any broken link 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 docs-pages: $(VENV)/.dev-ready ## Write the table of `--method auto`, and docs/: methods, results, commands.
-	$(BIN)/python docs/choices.py $(ARGS)
-	$(BIN)/python docs/tables.py $(ARGS)
 	$(BIN)/python docs/generate.py $(ARGS)
 
 hooks: $(VENV)/.dev-ready ## Let git run format, lint and types before each commit.

@@ -1,7 +1,4 @@
-"""Write the table behind `--method auto`, jax_longctx/choices.json, from committed results.
-
-    python docs/choices.py            # write
-    python docs/choices.py --check    # write nothing; exit code 1 where the table is stale
+"""The table behind `--method auto`, jax_longctx/choices.json, from committed results.
 
 Quality is of docs/results/methods-suite.json: the facts found of two retrieval tasks together, at
 each length, as a multiple of the trained length. Bytes of a decode step are of method-memory.json,
@@ -9,42 +6,29 @@ its time, where it was taken, of decode-independent.json; both as shares of full
 table holds all methods of the suite but those in `LEFT_OUT`.
 """
 
-import argparse
 import json
 import re
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-# The import below (E402) needs this path where another checkout is installed.
-sys.path.insert(0, str(ROOT))
+from jax_longctx.evaluation.intervals import wilson
 
-from jax_longctx.evaluation.intervals import wilson  # noqa: E402
-
-RESULTS = ROOT / "docs/results"
-TABLE = ROOT / "jax_longctx/choices.json"
 QUALITY, MEMORY, STEPS = "methods-suite", "method-memory", "decode-independent"
 TASKS = ("passkey", "niah_single")
 # Full attention is the default, two spread a text over devices, one shows what others could reach.
 LEFT_OUT = ("full", "ring", "star", "ideal-topk")
 
 
-def made(results: Path = RESULTS) -> str:
-    """The table's text."""
-
-    def read(name: str) -> dict[str, Any]:
-        return json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
-
-    quality = read(QUALITY)
-    said = re.search(r"trained to ([\d,]+) tokens", quality["model"])
+def made(results: Mapping[str, Any]) -> str:
+    """The table's text, from `tables.read_results`."""
+    quality = results[QUALITY]
+    said = re.search(r"trained to ([\d,]+) tokens", quality.model)
     if said is None:
         raise SystemExit(f"{QUALITY}.json: 'model' does not name the length it was trained to")
     trained = int(said[1].replace(",", ""))
-    reads = {row["method"]: row["read_bytes"] for row in read(MEMORY)["rows"]}
-    steps = {row["method"]: row["ms_131k"] for row in read(STEPS)["rows"]}
-    rows = [row for row in quality["rows"] if row["task"] in TASKS]
+    reads = {row["method"]: row["read_bytes"] for row in results[MEMORY].rows}
+    steps = {row["method"]: row["ms_131k"] for row in results[STEPS].rows}
+    rows = [row for row in quality.rows if row["task"] in TASKS]
     names = [name for name in dict.fromkeys(row["method"] for row in rows) if name not in LEFT_OUT]
     methods = []
     for name in names:
@@ -66,7 +50,7 @@ def made(results: Path = RESULTS) -> str:
             }
         )
     about = f"Written by docs/choices.py from docs/results: {QUALITY}, {MEMORY}, {STEPS}."
-    head = json.dumps({"about": about, "model": quality["model"]}, indent=2).removesuffix("\n}")
+    head = json.dumps({"about": about, "model": quality.model}, indent=2).removesuffix("\n}")
     lines = ",\n".join(f"    {json.dumps(entry)}" for entry in methods)
     return f'{head},\n  "methods": [\n{lines}\n  ]\n}}\n'
 
@@ -79,22 +63,3 @@ def found(rows: Sequence[dict[str, Any]], length: int, trained: int) -> dict[str
     interval = [round(100 * end, 1) for end in wilson(right, count)]
     share = round(100 * right / count, 1)
     return {"ratio": length / trained, "share": share, "n": count, "interval": interval}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the table, or checks it. Returns the exit code."""
-    parser = argparse.ArgumentParser(description="Write the table behind --method auto.")
-    parser.add_argument("--check", action="store_true", help="write nothing, fail when stale")
-    given = parser.parse_args(arguments)
-    text = made()
-    if not given.check:
-        TABLE.write_text(text, encoding="utf-8")
-        return 0
-    if TABLE.exists() and TABLE.read_text(encoding="utf-8") == text:
-        return 0
-    print(f"{TABLE.relative_to(ROOT)} is stale; run python docs/choices.py")
-    return 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,9 +1,10 @@
-"""Writes the documentation's generated files: methods.md, commands.md and the pictures.
+"""Writes the generated files: the documentation's pages and pictures, and choices.json.
 
     python docs/generate.py            # writes them
-    python docs/generate.py --check    # writes nothing; exit code 1 where a page is stale
+    python docs/generate.py --check    # writes nothing; exit code 1 where one is stale
 
-A method's card comes from its metadata, its settings and their docstrings, `jax-longctx methods`,
+`tables` shows the results, and `choices` makes the table of `--method auto` from them. A method's
+card comes from its metadata, its settings and their docstrings, `jax-longctx methods`,
 docs/methods.toml (papers, and limits that no metadata states) and a committed result. The text
 before the cards is docs/choosing.in.md. The command reference comes from the command line's own
 declarations.
@@ -11,11 +12,12 @@ declarations.
 
 import argparse
 import dataclasses
+import functools
 import json
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # checkout even where another one is installed.
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
+import choices  # noqa: E402
+import tables  # noqa: E402
 from docstrings import attributes  # noqa: E402
-from pictures import PICTURES  # noqa: E402
 
 from jax_longctx.cli.main import app  # noqa: E402
 from jax_longctx.errors import ConfigError  # noqa: E402
@@ -36,9 +39,8 @@ from jax_longctx.memory import shown_bytes  # noqa: E402
 from jax_longctx.methods import METHODS, STUDIES  # noqa: E402
 from jax_longctx.models.presets import preset  # noqa: E402
 
+Results = Mapping[str, tables.Result]
 NOTES = ROOT / "docs/methods.toml"
-# One run of all methods; docs/benchmarks.md shows it whole.
-RESULTS = ROOT / "docs/results/methods-suite.json"
 LENGTHS = (4096, 16384, 65536)
 CONTEXT = 131072
 CHOOSING = ROOT / "docs/choosing.in.md"
@@ -53,13 +55,6 @@ MADE_BY = "<!-- Written by docs/generate.py; change that, not this page. -->"
 PHASES = {"none": "nothing", "prefill": "prefill", "decode": "decode", "both": "prefill and decode"}
 
 
-def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; a `|` in a cell is escaped."""
-    lines = [[*headers], ["---"] * len(headers), *([str(cell) for cell in row] for row in rows)]
-    cells = ([cell.replace("|", r"\|").replace("\n", " ") for cell in line] for line in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
-
-
 def notes() -> dict[str, dict[str, str]]:
     """What docs/methods.toml says of each method."""
     return tomllib.loads(NOTES.read_text(encoding="utf-8"))
@@ -68,7 +63,7 @@ def notes() -> dict[str, dict[str, str]]:
 # -- methods ---------------------------------------------------------------------------------------
 
 
-def methods_page() -> str:
+def methods_page(results: Results) -> str:
     """The table of all methods, then a card for each."""
     command = ["methods", "--context", str(CONTEXT), "--json"]
     result = CliRunner().invoke(app, command)
@@ -87,7 +82,8 @@ def methods_page() -> str:
 
     def cards(entries: Sequence[dict[str, Any]]) -> list[str]:
         read = full["memory"]["read_bytes"]
-        return [card(entry, said.get(entry["name"], {}), read) for entry in entries]
+        suite = results["methods-suite"]
+        return [card(entry, said.get(entry["name"], {}), read, suite) for entry in entries]
 
     command_block = f"```sh\njax-longctx {' '.join(command[:-1])}\n```"
     parts = [
@@ -96,7 +92,7 @@ def methods_page() -> str:
         CHOOSING.read_text(encoding="utf-8").strip(),
         MEMORY.format(context=CONTEXT),
         command_block,
-        table(headers, rows),
+        tables.markdown(headers, rows),
         "## Method cards",
         *cards(usual),
         "## Emulations for studies",
@@ -111,8 +107,12 @@ def own_methods() -> list[str]:
     return [name for name, home in METHODS.data.items() if str(home).startswith("jax_longctx.")]
 
 
-def card(entry: dict[str, Any], said: dict[str, str], full_read: int) -> str:
-    """One method: what it keeps, reads and costs, when it fails, its paper, its settings."""
+def card(entry: dict[str, Any], said: dict[str, str], full_read: int, suite: tables.Result) -> str:
+    """One method: what it keeps, reads and costs, when it fails, its paper, its settings.
+
+    Args:
+      suite: the run of all methods; docs/benchmarks.md shows it whole.
+    """
     peak, resident, read = sizes(entry).values()
     share = entry["memory"].get("read_bytes", 0) / full_read
     paper = entry["source"]
@@ -133,12 +133,12 @@ def card(entry: dict[str, Any], said: dict[str, str], full_read: int) -> str:
     home = METHODS.data[entry["name"]]
     kind = METHODS[entry["name"]]
     rows += [("Refuses", what) for what in [refused(kind())] if what]
-    rows += [("Measured", what) for what in [measured(entry["name"])] if what]
+    rows += [("Measured", what) for what in [measured(entry["name"], suite)] if what]
     module = home if isinstance(home, str) else kind.__module__
     parts = [
         f"### {entry['name']}",
         f"{entry['summary']}.",
-        table(
+        tables.markdown(
             ("Use", f"`--method {entry['name']}`"), [(f"**{what}**", text) for what, text in rows]
         ),
     ]
@@ -148,7 +148,7 @@ def card(entry: dict[str, Any], said: dict[str, str], full_read: int) -> str:
             (f"`{name}`", shown_type(about["type"]), f"`{about['default']}`", helps.get(name, ""))
             for name, about in entry["settings"].items()
         ]
-        settings = table(("setting", "type", "default", "meaning"), listed)
+        settings = tables.markdown(("setting", "type", "default", "meaning"), listed)
         parts.append(
             f'<details markdown="1">\n<summary>Settings</summary>\n\n{settings}\n\n</details>'
         )
@@ -187,13 +187,10 @@ def refused(method: Any) -> str:
     return "; ".join(found)
 
 
-def measured(name: str) -> str:
-    """Scores of the committed run of all methods, where there is one."""
-    if not RESULTS.exists():
-        return ""
-    run = json.loads(RESULTS.read_text(encoding="utf-8"))
+def measured(name: str, suite: tables.Result) -> str:
+    """A method's scores in the run of all methods, where it has some."""
     tasks = {"passkey": "pass keys", "niah_single": "facts in prose"}
-    rows = [row for row in run["rows"] if row["method"] == name and row["task"] in tasks]
+    rows = [row for row in suite.rows if row["method"] == name and row["task"] in tasks]
     rows = [row for row in rows if row["length"] in LENGTHS]
     if not rows:
         return ""
@@ -203,7 +200,7 @@ def measured(name: str) -> str:
         shown += [f"{label} found: {', '.join(scores)}"] if scores else []
     settings = rows[0].get("settings")
     how = f", with `{settings}`" if settings else ""
-    return f"{run['model']}{how}: {'; '.join(shown)} ([Benchmarks](benchmarks.md))"
+    return f"{suite.model}{how}: {'; '.join(shown)} ([Benchmarks](benchmarks.md))"
 
 
 def kept(entry: dict[str, Any]) -> str:
@@ -237,7 +234,7 @@ def shown_type(text: str) -> str:
 # -- commands --------------------------------------------------------------------------------------
 
 
-def commands_page() -> str:
+def commands_page(_: Results) -> str:
     """Every command with its help, arguments and options."""
     group: Any = typer.main.get_command(app)
     codes = re.sub(r"(\d+) ", r"`\1` ", group.epilog.partition(": ")[2])
@@ -263,13 +260,13 @@ def command_parts(command: Any, path: str) -> list[str]:
     parts = [f"## {path}", f"```text\n{' '.join(usage)}\n```", markdown(command.help or "")]
     if given:
         rows = [(f"`{argument_name(each)}`", inline(each.help), default(each)) for each in given]
-        parts.append(table(("argument", "meaning", "default"), rows))
+        parts.append(tables.markdown(("argument", "meaning", "default"), rows))
     panels: dict[str, list[Any]] = {}
     for each in chosen:
         panels.setdefault(each.rich_help_panel or "Options", []).append(each)
     for panel, members in panels.items():
         rows = [(option_name(each, context), inline(each.help), default(each)) for each in members]
-        parts.append(table((panel.partition(" (")[0], "meaning", "default"), rows))
+        parts.append(tables.markdown((panel.partition(" (")[0], "meaning", "default"), rows))
     for name, child in below.items():
         if not child.hidden:
             parts += command_parts(child, f"{path} {name}")
@@ -329,27 +326,36 @@ def markdown(text: str) -> str:
 
 # -- all -------------------------------------------------------------------------------------------
 
-PAGES: dict[str, Callable[[], str]] = {
-    "methods.md": methods_page,
-    "commands.md": commands_page,
-    **PICTURES,
+# What makes each file from the results, by path.
+PAGES: dict[str, Callable[[Results], str]] = {
+    "docs/methods.md": methods_page,
+    "docs/commands.md": commands_page,
+    "docs/benchmarks.md": functools.partial(tables.page, "benchmarks.md"),
+    "docs/papers.md": functools.partial(tables.page, "papers.md"),
+    "README.md": tables.readme,
+    "jax_longctx/choices.json": choices.made,
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail on a stale page")
-    check = parser.parse_args().check
-    stale = []
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write what is stale, or only name it."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail on a stale file")
+    check = parser.parse_args(argv).check
+    stale, results = [], tables.read_results()
     for name, make in PAGES.items():
-        path, text = ROOT / "docs" / name, make()
+        path, text = ROOT / name, make(results)
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             stale.append(name)
             if not check:
                 path.write_text(text, encoding="utf-8")
+    for path, result in tables.stale_pictures(results).items():
+        stale.append(path.name)
+        if not check:
+            tables.draw(result, path)
     if check and stale:
         raise SystemExit(f"stale: {', '.join(stale)}; run: python docs/generate.py")
-    print("\n".join(f"{'stale' if check else 'written'}: {name}" for name in stale) or "up to date")
+    print(f"written: {', '.join(stale)}" if stale else "up to date")
 
 
 if __name__ == "__main__":

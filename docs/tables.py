@@ -1,12 +1,9 @@
-"""Write the tables and pictures of the documentation from committed results.
+"""The tables and pictures of the documentation, from committed results.
 
-    python docs/tables.py            # write
-    python docs/tables.py --check    # write nothing; exit code 1 where a page is stale
-    python docs/tables.py --take decode.json --revision 1234567 --date 2026-11-23 \
+    python docs/tables.py decode.json --revision 1234567 --date 2026-11-23 \
       --command "jax-longctx bench decode --out decode.json"
 
-The last takes the file of `bench decode`, `bench throughput` or `bench serve` into `docs/results`
-first.
+takes the file of `bench decode`, `bench throughput` or `bench serve` into `docs/results`.
 
 `docs/results/NAME.json` holds one experiment each. `docs/templates` holds Jinja templates that look
 figures up in them. Two pages are whole templates; in README a template fills the lines between
@@ -18,9 +15,8 @@ import dataclasses
 import hashlib
 import json
 import re
-import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +25,6 @@ import jinja2
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 PUBLISHED = ROOT / "jax_longctx/studies/published.toml"
-# Templates that are a whole page, and pages with places that templates fill.
-WHOLE = ("benchmarks.md", "papers.md")
-FILLED = ("README.md",)
 KINDS = ("quality", "speed", "memory")
 INTERVAL = "{score} [{interval[0]}, {interval[1]}]"
 
@@ -159,10 +152,11 @@ def size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown; a `|` in a cell is escaped."""
     lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(line)} |") for line in lines)
+    cells = [[cell.replace("|", r"\|").replace("\n", " ") for cell in line] for line in lines]
+    return "\n".join(re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(line)} |") for line in cells)
 
 
 FORMATS: dict[str, Callable[[Any], str]] = {
@@ -232,22 +226,16 @@ def samples(result: Result) -> str:
     return f"n by length: {', '.join(f'{n} at {length:,}' for length, n in by_length)} tokens."
 
 
-def find_rows(result: Result, /, **where: Any) -> list[dict]:
-    """The rows whose keys have these values; `spec` is a method with its settings."""
-    return [
-        row
-        for row in result.rows
-        if all((label(row) if key == "spec" else row.get(key)) == where[key] for key in where)
-    ]
-
-
 def lookup(results: Mapping[str, Result]) -> Callable[..., dict]:
-    """The function `row(name, key=value, ...)` of templates."""
+    """The function `row(name, key=value, ...)` of templates; `spec` is a method with settings."""
 
     def row(name: str, /, **where: Any) -> dict:
         if name not in results:
             raise ResultError(f"docs/results/{name}.json is not there; a template names it")
-        rows = find_rows(results[name], **where)
+        known = [
+            ({"spec": label(row)} if "spec" in where else {}) | row for row in results[name].rows
+        ]
+        rows = [row for row in known if all(row.get(key) == where[key] for key in where)]
         if len(rows) != 1:
             raise ResultError(f"{name}.json has {len(rows)} rows with {where}; expected one")
         return rows[0]
@@ -278,31 +266,27 @@ def environment(results: Mapping[str, Result]) -> jinja2.Environment:
         "paper": paper_value,
         "tables_of": tables_of,
         "samples": samples,
-        "has": lambda name: (DOCS / name).is_file(),
-        "text": lambda name: (DOCS / name).read_text() if (DOCS / name).is_file() else "",
+        "text": lambda name: (DOCS / name).read_text(encoding="utf-8"),
     }
     made.filters |= {"shown": shown, "size": size}
     return made
 
 
-def pages(results: Mapping[str, Result]) -> dict[Path, str]:
-    """The text that every generated page should have."""
+def page(name: str, results: Mapping[str, Result]) -> str:
+    """The page that a template of this name is."""
+    return environment(results).get_template(f"{name}.j2").render()
+
+
+def readme(results: Mapping[str, Result]) -> str:
+    """README with what stands between its markers written anew."""
     jinja = environment(results)
-    made = {DOCS / name: jinja.get_template(f"{name}.j2").render() for name in WHOLE}
-    for name in FILLED:
-        path = ROOT / name
-        made[path] = fill(path.read_text(encoding="utf-8"), jinja)
-    return made
-
-
-def fill(text: str, jinja: jinja2.Environment) -> str:
-    """A page with what stands between its markers written anew."""
 
     def filled(match: re.Match[str]) -> str:
         body = jinja.get_template(f"{match['name']}.md.j2").render().strip("\n")
         return f"{match['open']}\n\n{body}\n\n{match['close']}"
 
     pattern = r"(?P<open><!-- (?P<name>[\w-]+) -->)\n.*?(?P<close><!-- /(?P=name) -->)"
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     return re.sub(pattern, filled, text, flags=re.DOTALL)
 
 
@@ -348,8 +332,6 @@ def draw(result: Result, path: Path) -> None:
     if "by_depth" in result.rows[0]:
         draw_depths(result, path)
         return
-    # Of this checkout, even where another one is installed.
-    sys.path[:0] = [str(ROOT)]
     from jax_longctx.bench import drawing
 
     drawing.draw(result.rows, path, title=result.hardware, description=fingerprint(result))
@@ -475,39 +457,19 @@ def stale_pictures(results: Mapping[str, Result]) -> dict[Path, Result]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write what is stale, or only name it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 where stale")
-    parser.add_argument("--take", metavar="FILE", help="of `bench decode`, `throughput` or `serve`")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Takes a file of a benchmark into `docs/results`."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("file", type=Path, help="of `bench decode`, `throughput` or `serve`")
     for name in ("command", "revision", "date"):
-        parser.add_argument(f"--{name}", default="", help=f"{name} of --take")
+        parser.add_argument(f"--{name}", default="", help=f"{name} that made it")
     given = parser.parse_args(argv)
-    check = given.check
     try:
-        if given.take:
-            found = json.loads(Path(given.take).read_text(encoding="utf-8"))
-            write_result(take(found, given.command, given.revision, given.date))
-        results = read_results()
-        stale = {
-            path: text
-            for path, text in pages(results).items()
-            if not path.is_file() or path.read_text(encoding="utf-8") != text
-        }
-    except (ResultError, jinja2.TemplateError) as error:
-        print(f"docs/tables.py: {error}", file=sys.stderr)
-        return 2
-    pictures = stale_pictures(results)
-    if not check:
-        for path, text in stale.items():
-            path.write_text(text, encoding="utf-8")
-        for path, result in pictures.items():
-            draw(result, path)
-    for path in sorted([*stale, *pictures]):
-        said = "is stale; run python docs/tables.py" if check else "written"
-        print(f"{path.relative_to(ROOT)} {said}")
-    return int(check and bool(stale or pictures))
+        found = json.loads(given.file.read_text(encoding="utf-8"))
+        write_result(take(found, given.command, given.revision, given.date))
+    except ResultError as error:
+        raise SystemExit(f"docs/tables.py: {error}") from None
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

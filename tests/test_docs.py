@@ -1,6 +1,7 @@
 """The documentation: pages are current, links and commands resolve, what is shown runs."""
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -66,20 +67,36 @@ def read(path):
     return path.read_text(encoding="utf-8")
 
 
+generate, tables = load("generate"), load("tables")
+RESULTS = tables.read_results()
+
 # -- generated pages -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(load("generate").PAGES))
-@pytest.mark.quick("results", "commands", "papers")
-def test_a_generated_page_is_up_to_date(name):
-    made = load("generate").PAGES[name]()
-    assert read(DOCS / name) == made, f"docs/{name} is stale; run: python docs/generate.py"
+@pytest.mark.parametrize("name", generate.PAGES)
+@pytest.mark.quick("commands", "benchmarks", "papers", "README", "choices")
+def test_a_generated_file_is_up_to_date(name):
+    made = generate.PAGES[name](RESULTS)
+    assert read(ROOT / name) == made, f"{name} is stale; run: python docs/generate.py"
+
+
+def test_check_names_what_is_stale_and_writes_nothing(monkeypatch, capsys):
+    page = DOCS / "papers.md"
+    before = read(page)
+    for more, stale in (("", False), ("more\n", True)):
+        pages = {"docs/papers.md": lambda results, more=more: before + more}
+        monkeypatch.setattr(generate, "PAGES", pages)
+        with pytest.raises(SystemExit) if stale else contextlib.nullcontext() as ended:
+            generate.main(["--check"])
+        assert stale or capsys.readouterr().out == "up to date\n"
+        assert not stale or str(ended.value).startswith("stale: docs/papers.md; run: python docs/g")
+    assert read(page) == before
 
 
 def test_every_method_has_a_card_with_all_settings_explained_and_notes_are_of_methods():
     from jax_longctx.methods import describe
 
-    page, generate = read(DOCS / "methods.md"), load("generate")
+    page = read(DOCS / "methods.md")
     cards = dict(re.findall(r"^### (\S+)\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL))
     names = generate.own_methods()
     assert len(names) > 20 and sorted(cards) == sorted(names)
@@ -103,7 +120,7 @@ def test_a_card_without_a_note_says_what_the_metadata_says():
         (False, False, ("one prefill serves many questions", "have left the cache")),
     ):
         entry |= {"keeps_all": keeps, "needs_question": needs}
-        made = load("generate").card(entry, {}, 2048)
+        made = generate.card(entry, {}, 2048, RESULTS["methods-suite"])
         assert all(word in made for word in words)
 
 
@@ -615,9 +632,6 @@ def test_the_notebooks_cells_run_in_order(workplace):
 
 # -- results and what is made of them --------------------------------------------------------------
 
-tables = load("tables")
-RESULTS = tables.read_results()
-
 
 def sample(**changed):
     """What a result file holds."""
@@ -637,19 +651,9 @@ def test_a_changed_figure_makes_pages_and_pictures_stale():
     assert tables.stale_pictures({"passkey-depth": one}) == {}
     step = RESULTS["decode-reattention"]
     rows = [row | {"reattention_ms": 1.23} for row in step.rows]
-    made = tables.pages(RESULTS | {"decode-reattention": dataclasses.replace(step, rows=rows)})
-    stale = {path.name for path, text in made.items() if read(path) != text}
-    assert stale == {"README.md", "benchmarks.md", "papers.md"}
-
-
-def test_no_page_is_stale_and_check_names_one_that_is_and_writes_nothing(monkeypatch, capsys):
-    assert tables.main(["--check"]) == 0, capsys.readouterr().out
-    page = tables.DOCS / "papers.md"
-    before = read(page)
-    monkeypatch.setattr(tables, "pages", lambda results: {page: before + "more\n"})
-    assert tables.main(["--check"]) == 1
-    assert "docs/papers.md is stale; run python docs/tables.py" in capsys.readouterr().out
-    assert read(page) == before
+    results = RESULTS | {"decode-reattention": dataclasses.replace(step, rows=rows)}
+    for name in ("README.md", "docs/benchmarks.md", "docs/papers.md"):
+        assert generate.PAGES[name](results) != read(ROOT / name)
 
 
 @pytest.mark.parametrize(
@@ -778,13 +782,12 @@ def test_a_benchmark_is_taken_drawn_and_shown(name, tmp_path, monkeypatch):
     write, results = tables.write_result, tmp_path / "results"
     results.mkdir()
     monkeypatch.setattr(tables, "write_result", lambda result: write(result, results))
-    monkeypatch.setattr(tables, "read_results", lambda: RESULTS)
     given = ["--command", "jax-longctx bench", "--revision", "1234567", "--date", "2026-11-23"]
-    assert tables.main(["--take", str(raw), *given]) == 0
+    tables.main([str(raw), *given])
     (path,) = results.iterdir()
     result = tables.parse_result(path.stem, json.loads(read(path)))
     assert result.name == name and (result.revision, result.date) == ("1234567", "2026-11-23")
-    page = tables.environment(RESULTS | {name: result}).get_template("benchmarks.md.j2").render()
+    page = tables.page("benchmarks.md", RESULTS | {name: result})
     block = page.partition(f"### {result.title}")[2].partition("\n### ")[0]
     assert f"| `quest:budget=500` | 32,768 | {line}" in block
     assert "`dynamic-ntk` was not timed: needs another rope." in block
@@ -795,30 +798,21 @@ def test_a_benchmark_is_taken_drawn_and_shown(name, tmp_path, monkeypatch):
     assert tables.fingerprint(result).encode() in picture.read_bytes()
 
 
-def test_another_file_is_not_taken(tmp_path, capsys):
+def test_another_file_is_not_taken(tmp_path):
     raw = tmp_path / "raw.json"
     raw.write_text(json.dumps({"rows": [{"method": "full"}]}))
-    assert tables.main(["--take", str(raw)]) == 2
-    assert "expected a file of `bench decode`" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="expected a file of `bench decode`"):
+        tables.main([str(raw)])
 
 
-def test_the_table_of_choices_is_made_from_the_results(tmp_path, monkeypatch, capsys):
-    choices, results = load("choices"), tmp_path / "results"
-    assert choices.main(["--check"]) == 0, capsys.readouterr().out
-    results.mkdir()
-    for name in (choices.QUALITY, choices.MEMORY, choices.STEPS):
-        shutil.copy(choices.RESULTS / f"{name}.json", results)
-    assert choices.made(results) == read(choices.TABLE)
-    path = results / f"{choices.QUALITY}.json"
-    quality = json.loads(read(path))
-    for row in quality["rows"]:
-        if (row["method"], row["length"], row["task"]) == ("infllm", 16384, "passkey"):
-            row["score"] = 5
-    path.write_text(json.dumps(quality))
-    stale = choices.made(results)
-    infllm = next(found for found in parse_table(stale) if found.name == "infllm")
+def test_the_table_of_choices_is_made_from_the_results():
+    quality, changed = RESULTS["methods-suite"], ("infllm", 16384, "passkey")
+    rows = [
+        row | {"score": 5} if (row["method"], row["length"], row["task"]) == changed else row
+        for row in quality.rows
+    ]
+    results = RESULTS | {"methods-suite": dataclasses.replace(quality, rows=rows)}
+    made = generate.PAGES["jax_longctx/choices.json"](results)
+    infllm = next(found for found in parse_table(made) if found.name == "infllm")
     # One of 20 pass keys, and two of 20 facts in prose.
     assert (infllm.at(2).share, infllm.at(2).n) == (7.5, 40)
-    monkeypatch.setattr(choices, "made", lambda: stale)
-    assert choices.main(["--check"]) == 1
-    assert "is stale; run python docs/choices.py" in capsys.readouterr().out
