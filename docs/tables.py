@@ -53,8 +53,8 @@ class Result:
       command_note: where the figures were not made by exactly these commands, why.
       baseline: what it is compared with, in the same run.
       limit: the best that could be reached.
-      older_prompts: whether pass keys were asked with the prompts before `eval passkey` took those
-        of the task `passkey`.
+      older_prompts: whether pass keys were asked with the prompts before those of the task
+        `passkey` now.
       findings: what follows from it.
       notes: conditions that a reader must know.
       tables: pivots: `index`, `columns`, optionally `split` (keys of the rows), `cell` (a format)

@@ -638,7 +638,7 @@ def sample(**changed):
     rows = [{"method": "full", "length": 4096, "score": 98, "interval": [90, 100], "n": 50}]
     about = {"title": "Pass keys", "about": "Keys found.", "kind": "quality", "model": "small"}
     about |= {"hardware": "a CPU", "software": "JAX 0.11.2", "date": "2026-11-21"}
-    about |= {"revision": "1234567", "command": ["jax-longctx eval passkey"], "rows": rows}
+    about |= {"revision": "1234567", "command": ["jax-longctx eval run -t passkey"], "rows": rows}
     about |= {"baseline": "full attention", "limit": "100"}
     return about | {"tables": [{"index": "method", "columns": "length"}]} | changed
 

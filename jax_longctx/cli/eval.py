@@ -3,8 +3,6 @@
 import copy
 import dataclasses
 import json
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +14,16 @@ from jax_longctx.cli.options import argument, only, option
 from jax_longctx.cli.terminal import (
     Compiling,
     Terminal,
-    check_file,
     check_folder,
     check_matplotlib,
-    check_plot,
     read_text,
-    save,
 )
 from jax_longctx.errors import InputError
-from jax_longctx.files import write_whole
 from jax_longctx.origin import MADE_FROM
 from jax_longctx.settings import parse_mesh
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
-    from jax_longctx.engine.ahead import Compilation
     from jax_longctx.evaluation.config import EvalConfig
     from jax_longctx.evaluation.runner import Progress
 
@@ -38,10 +31,20 @@ if TYPE_CHECKING:
 DEMO = "demo"
 
 
+# Commands of earlier versions, and what to type now.
+MOVED = {"passkey": "eval run -t passkey --output DIR", "table": "eval report DIR"}
+
+
 class _Group(typer.core.TyperGroup):
     """Makes contexts of the class that the callback below is annotated with."""
 
     context_class = typer.Context
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As click does; InputError for a command of an earlier version."""
+        if (now := MOVED.get(args[0])) is not None:
+            raise InputError(f"eval {args[0]} is gone; type: jax-longctx {now}")
+        return super().resolve_command(ctx, args)
 
 
 eval_app = options.App(
@@ -208,7 +211,10 @@ def run(
 
 
 def _run(config: "EvalConfig", output: Path | None, terminal: Terminal, overwrite: bool) -> None:
-    """Computes the rows that `output` does not hold yet, and writes the report."""
+    """Computes the rows that `output` does not hold yet, and writes the report.
+
+    The bar shows this run's rows alone.
+    """
     if output is None:
         raise InputError("--output is missing; name a folder for rows and report")
     if not config.run.checkpoint:
@@ -217,44 +223,17 @@ def _run(config: "EvalConfig", output: Path | None, terminal: Terminal, overwrit
     if config.run.checkpoint != DEMO:
         options.check_checkpoint(Path(config.run.checkpoint))
     check_matplotlib("the report")
-    how: dict[str, Any] = {"overwrite": overwrite}
-    rows = _computed(config, output, terminal, lambda **how: _open(config, terminal, **how), **how)
-    if rows is None:
-        return
-    from jax_longctx.evaluation.report import write_about
-
-    about = {"title": config.title, "about": config.about, "published": list(config.published)}
-    write_about(output, about)
-    _report(output, rows, about, terminal)
-
-
-def _computed(
-    config: "EvalConfig",
-    folder: Path,
-    terminal: Terminal,
-    open_model: Callable[..., "LongContext"],
-    saved: Callable[[], None] = lambda: None,
-    *,
-    overwrite: bool = False,
-) -> list[dict[str, Any]] | None:
-    """All rows, after computing those that the folder lacks; None but in the first process.
-
-    `open_model` takes options of `api.load`. `saved` is called after each batch of rows that is
-    saved. The bar shows this run's rows alone.
-    """
     with terminal.starting():
+        from jax_longctx.evaluation.report import write_about
         from jax_longctx.evaluation.runner import Draws, check_config, compile_first, run_eval
 
         # A mistake in the last method is reported before a folder is made and the model loaded.
         check_config(config)
-    check_folder(folder, "--output")
+    check_folder(output, "--output")
     compiling, drawn = Compiling(terminal), Draws()
-
-    def ahead(model: "LongContext") -> "Compilation | None":
-        return compile_first(model, config, folder, drawn)
-
     with compiling.watching():
-        model = open_model(ahead=compiling.ahead(ahead))
+        ahead = compiling.ahead(lambda loaded: compile_first(loaded, config, output, drawn))
+        model = _open(config, terminal, ahead=ahead)
         compiling.wait()
     with terminal.progress("evaluating", "rows") as update:
 
@@ -262,8 +241,6 @@ def _computed(
             if progress.before and not progress.done:
                 terminal.note(f"{progress.before:,} of {progress.total:,} rows are there already")
             update(progress.done, progress.total - progress.before, progress.doing)
-            if progress.done:
-                saved()
 
         name, known = config.run.checkpoint, options.run_facts(model)
         if model.manifest is not None:
@@ -271,7 +248,12 @@ def _computed(
         facts = {"checkpoint": name, **{k: known[k] for k in ("device", "mesh", "versions")}}
         watch = show if process.is_leader() else None
         how: dict[str, Any] = {"facts": facts, "overwrite": overwrite, "drawn": drawn}
-        return run_eval(model, config, folder, progress=watch, **how)
+        rows = run_eval(model, config, output, progress=watch, **how)
+    if rows is None:
+        return
+    about = {"title": config.title, "about": config.about, "published": list(config.published)}
+    write_about(output, about)
+    _report(output, rows, about, terminal)
 
 
 @eval_app.command()
@@ -303,17 +285,13 @@ def report(
 
     rows = read_rows(folder, *(more or ()))
     for file in perplexity or ():
-        rows += _read(file, "perplexity", "runs", perplexity_rows)
-        check_model(folder, file, json.loads(read_text(str(file))).get(MADE_FROM, {}))
+        try:
+            found = json.loads(read_text(str(file)))
+            rows += [row for run in found["runs"] for row in perplexity_rows(run)]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{file} holds no results of eval perplexity: {error}") from error
+        check_model(folder, file, found.get(MADE_FROM, {}))
     _report(folder, rows, read_about(folder), terminal)
-
-
-def _read(file: Path, command: str, key: str, rows: Callable[[Any], list[Any]]) -> list[Any]:
-    """The `rows` of each item under `key` in a file that `eval command --out` wrote."""
-    try:
-        return [row for item in json.loads(read_text(str(file)))[key] for row in rows(item)]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file} holds no results of eval {command}: {error}") from error
 
 
 @eval_app.command()
@@ -390,153 +368,3 @@ def tasks() -> None:
         terminal.write(f"{name}: {about['about']} (score: {about['metric']})\n")
         for key, setting in about["settings"].items():
             terminal.write(f"    {key}: {setting['type']} = {setting['default']!r}\n")
-
-
-def _heatmap() -> Any:
-    return option("Write a PNG: share found by length and depth.")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trials:
-    """The prompts of `eval passkey`."""
-
-    lengths: list[int] | None = option("Tokens of a prompt; repeat for several.", "--length")
-    depths: int | None = option("Depths from 0 to 1, evenly spaced; 10 unless given.", min=1)
-    depth: list[float] | None = option(
-        "A depth from 0 to 1, in place of --depths; repeat for several.", min=0, max=1
-    )
-    trials: int = option("Trials of each length and method.", default=50, min=1)
-    batch: int = option("Rows of one batch.", default=1, min=1)
-    text: Path | None = option("Text to hide the key in; the help texts of Python unless given.")
-    noise: bool = option(
-        "Hide the key in five short sentences, repeated.", "--noise", default=False
-    )
-    seed: int = option("Seed of the prompts.", default=0)
-
-    def __post_init__(self) -> None:
-        if self.depth and self.depths is not None:
-            raise InputError("--depths and --depth are two ways to say it; give one")
-        if self.lengths and min(self.lengths) < 64:
-            raise InputError(f"--length must be at least 64 tokens, got {min(self.lengths)}")
-        if self.noise and self.text is not None:
-            raise InputError("--noise and --text are two texts; give one")
-
-    def task(self, folder: Path) -> str:
-        """The task and its settings, as text. The text file is copied to `folder`.
-
-        Unlike the user's path, the copy's has no character that separates settings.
-        """
-        source = "noise" if self.noise else "topics"
-        if self.text is not None:
-            (folder / "text.txt").write_text(read_text(str(self.text)), encoding="utf-8")
-            source = str(folder / "text.txt")
-        at = f"at={'/'.join(map(str, self.depth))}" if self.depth else f"depths={self.depths or 10}"
-        return f"passkey:haystack={source},{at}"
-
-
-@eval_app.command()
-@options.command
-def passkey(
-    *,
-    model: options.ModelChoice = options.only(
-        "checkpoint", "dtype", "mesh", "chunk", "kv", "weights", "offload", "working_set"
-    ),
-    trials: Trials,
-    methods: list[str] | None = options.methods(),
-    out: Path | None = option("Write every answer to this JSON file as it comes.", "--out", "-o"),
-    heatmap: Path | None = _heatmap(),
-    as_json: bool = options.as_json(),
-) -> None:
-    """How often a number hidden in a long text is found.
-
-    All methods get the same prompts; the interval is Wilson's, at 95%.
-    A text that is shorter than a prompt is repeated.
-
-    [bold]Examples[/bold]
-
-        jax-longctx eval passkey -c smollm2 --length 4096 --trials 20
-
-        jax-longctx eval passkey -c smollm2 -m full -m citrus:budget=1024,chunk=256 --length 8192
-
-        jax-longctx eval passkey -c smollm2 -m reattention --depth 0.1 --depth 0.9 --trials 2
-    """
-    from jax_longctx.evaluation.config import EvalConfig, Part, RunOptions
-
-    check_file(out)
-    check_plot(heatmap, "--heatmap")
-    terminal = Terminal(as_json=as_json)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        task = trials.task(folder)
-        part = Part(
-            name="passkey",
-            methods=tuple(methods or ["full"]),
-            tasks=(task,),
-            lengths=tuple(sorted(trials.lengths or [4096, 8192])),
-            trials=trials.trials,
-        )
-        how = RunOptions(
-            checkpoint=str(model.checkpoint),
-            seed=trials.seed,
-            batch=trials.batch,
-            **model.run.facts(),
-        )
-        config = EvalConfig(run=how, part=(part,))
-
-        def saved() -> None:
-            from jax_longctx.evaluation.rows import read_rows
-
-            save({"rows": read_rows(folder)}, out)
-
-        rows = _computed(
-            config,
-            folder,
-            terminal,
-            lambda **loading: model.open(terminal, resident=True, **loading),
-            saved if out else lambda: None,
-        )
-    if rows is not None:
-        _report_passkeys(rows, heatmap, terminal)
-
-
-@eval_app.command()
-@options.command
-def table(
-    files: list[Path] = argument("Files that --out wrote.", default=...),
-    heatmap: Path | None = _heatmap(),
-) -> None:
-    """One table, and one heatmap, of several results.
-
-    [bold]Example[/bold]
-
-        jax-longctx eval table full.json citrus.json --heatmap passkey.png
-    """
-    check_plot(heatmap, "--heatmap")
-    rows: list[dict[str, Any]] = []
-    for file in files:
-        known = {row["label"] for row in rows}
-        # A method that is in two files gets two lines.
-        rows += [
-            row | {"label": f"{row['label']} ({file.stem})"} if row["label"] in known else row
-            for row in _read(file, "passkey", "rows", lambda row: [row | {"label": row["label"]}])
-        ]
-    _report_passkeys(rows, heatmap, Terminal())
-
-
-def _report_passkeys(rows: list[dict[str, Any]], heatmap: Path | None, terminal: Terminal) -> None:
-    """Prints every row as JSON, or a table by length, and writes one heat map."""
-    from jax_longctx.evaluation.plots import heatmaps
-    from jax_longctx.evaluation.tables import lengths_table, table_text
-
-    refused = [row["refused"] for row in rows if "refused" in row]
-    if refused:
-        said = f"{len(refused):,} of {len(rows):,} prompts were refused, the first: {refused[0]}"
-        if len(refused) == len(rows):
-            raise InputError(said)
-        terminal.note(said)
-    # One heat map of all rows, whatever their depths and texts.
-    rows = [row | {"task_label": "passkey"} for row in rows]
-    if heatmap is not None and process.is_leader():
-        for plot in heatmaps(rows):
-            write_whole(plot.png(), heatmap)
-    terminal.records(rows, lambda rows: table_text(lengths_table(rows)) + "\n")

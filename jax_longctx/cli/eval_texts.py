@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,8 @@ from jax_longctx.cli.options import only, option
 from jax_longctx.cli.terminal import Terminal, check_plot, read_text, table
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.specs import PROTOCOLS, Protocol, Spec
+from jax_longctx.methods import make_method
 from jax_longctx.origin import MADE_FROM, check_result, digest_of
-from jax_longctx.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
@@ -53,12 +53,6 @@ class Scoring:
     question: list[str] | None = option(
         "P3, P4: the question for methods that need one at prefill; one run each."
     )
-    ahead: bool = option(
-        "P3 to P5: score methods that select once for a chunk by the chunk, and mark them; "
-        "token by token otherwise.",
-        "--ahead",
-        default=False,
-    )
 
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
@@ -98,20 +92,25 @@ def perplexity(
     check_plot(plot, "--plot")
     chosen = options.parse_specs(methods)
     terminal, kind = output.terminal(), scoring.kind
-    loaded = model.open(terminal, chosen[0], resident=True)
+    length = scoring.length or kind.length
+    plans: list[tuple[Spec, str]] = []
+    with terminal.starting():
+        made = _made(chosen)
+        for spec in chosen:
+            reads_for = made[spec].info.needs_question and kind.through == "context"
+            if reads_for and not scoring.question:
+                said = f"{spec.name} reads a text for a question: give one with --question"
+                raise InputError(said)
+            plans += [(spec, asked) for asked in (scoring.question or [] if reads_for else [""])]
+
+    def cut(loaded: "LongContext") -> Any:
+        return _cut(loaded, scoring.text, scoring.texts, length, join=kind.stream)
+
+    loaded, tokens, engines = _opened(model, terminal, made, cut)
     from jax_longctx.api import LongContext
     from jax_longctx.evaluation.perplexity import markdown
     from jax_longctx.evaluation.perplexity import plot as draw
 
-    plans: list[tuple[Any, Spec, str]] = []
-    for engine, spec in zip(_engines(loaded, chosen, model.run), chosen, strict=True):
-        reads_for = engine.method.info.needs_question and kind.through == "context"
-        if reads_for and not scoring.question:
-            raise InputError(f"{spec.name} reads a text for a question: give one with --question")
-        questions = (scoring.question or []) if reads_for else [""]
-        plans += [(engine, spec, asked) for asked in questions]
-    length = scoring.length or kind.length
-    tokens = _cut(loaded, scoring.text, scoring.texts, length, join=kind.stream)
     texts = list(map(digest_of, tokens.tolist()))
     made_from = {
         "command": "eval perplexity",
@@ -119,14 +118,15 @@ def perplexity(
         "methods": [spec.label for spec in chosen],
         "score": scoring.score or kind.score,
         "window": scoring.window or kind.window,
-        **{name: getattr(scoring, name) for name in ("protocol", "ahead", "question")},
+        **{name: getattr(scoring, name) for name in ("protocol", "question")},
         **loaded.made_by,
     }
     if output.out is not None and output.out.is_file() and not overwrite:
-        check_result(output.out, made_from)
+        # Earlier versions said how they scored methods that look ahead.
+        check_result(output.out, made_from, free=("ahead",))
     runs: list[dict[str, Any]] = []
-    for engine, spec, asked in plans:
-        scored = LongContext(engine, loaded.tokenizer, loaded.manifest)
+    for spec, asked in plans:
+        scored = LongContext(engines[spec], loaded.tokenizer, loaded.manifest)
         facts = {**options.run_facts(scored), "given": dict(spec.settings), "question": asked}
         found = _score(scored, tokens, scoring, facts, terminal)
         runs.append({**facts, "protocol": scoring.protocol, **found, "text_hashes": texts})
@@ -136,13 +136,33 @@ def perplexity(
     terminal.records(runs, markdown)
 
 
-def _engines(model: "LongContext", chosen: list[Spec], run: RunSpec) -> list["Engine"]:
-    """An engine for each method, all made before the first runs."""
-    from jax_longctx.evaluation.compute import engine_of
-    from jax_longctx.methods import make_method
+def _made(chosen: list[Spec]) -> dict[Spec, Any]:
+    return {spec: make_method(spec.name, dict(spec.settings)) for spec in chosen}
 
-    methods = [make_method(spec.name, dict(spec.settings)) for spec in chosen]
-    return [engine_of(model, method, run) for method in methods]
+
+def _opened(
+    model: options.ModelChoice,
+    terminal: Terminal,
+    made: dict[Spec, Any],
+    cut: Callable[["LongContext"], Any],
+) -> tuple["LongContext", Any, dict[Spec, "Engine"]]:
+    """The model, the texts that `cut` makes, and an engine for each method.
+
+    Texts and methods that do not fit are refused before the weights load.
+    """
+    texts: list[Any] = []
+
+    def engines(loaded: "LongContext") -> dict[Spec, "Engine"]:
+        from jax_longctx.evaluation.compute import engine_of
+
+        return {spec: engine_of(loaded, each, model.run) for spec, each in made.items()}
+
+    def check(loaded: "LongContext") -> None:
+        engines(loaded)
+        texts.append(cut(loaded))
+
+    loaded = model.open(terminal, next(iter(made)), resident=True, check=check)
+    return loaded, texts[0], engines(loaded)
 
 
 def _cut(
@@ -174,7 +194,6 @@ def _score(
             score=scoring.score or kind.score,
             batch=scoring.batch,
             question=model.tokenizer.encode(facts["question"]),
-            ahead=scoring.ahead,
             progress=update,
         )
     count, length = tokens.shape
@@ -185,7 +204,6 @@ def _score(
         "texts": count,
         "batch": scoring.batch,
         "through": found.through,
-        "ahead": found.ahead,
         "means": found.losses.mean(1, dtype="float64").tolist(),
         "windows": windows(found.losses, first=length - scored, window=window),
         "read_seconds": found.read_seconds,
@@ -203,7 +221,6 @@ def agreement(
     text: list[Path] | None = _files(),
     length: int = option("Tokens of a text.", default=2048, min=1),
     score: int = option("Last tokens that are scored.", default=64, min=1),
-    asked: int = option("Tokens before the scored ones that are the question.", default=1, min=1),
     texts: int = _count(3),
     batch: int = option("Rows of one batch.", default=8, min=1),
     attention: bool = option(
@@ -225,7 +242,12 @@ def agreement(
     """
     chosen = options.parse_specs(methods)
     terminal = output.terminal()
-    loaded = model.open(terminal, chosen[0])
+    exactly = Spec("full")
+    with terminal.starting():
+        made = _made([*chosen, exactly])
+    loaded, tokens, engines = _opened(
+        model, terminal, made, lambda loaded: _cut(loaded, text, texts, length)
+    )
     from jax_longctx.api import LongContext
     from jax_longctx.evaluation.agreement import (
         attention_agreement,
@@ -234,26 +256,31 @@ def agreement(
         scored_states,
     )
 
-    full, *engines = _engines(loaded, [Spec("full"), *chosen], model.run)
-    tokens = _cut(loaded, text, texts, length)
-    how = {"score": score, "asked": asked}
+    full = engines[exactly]
     sizes = {"queries": min(queries, score), "top": top}
     with terminal.waiting("full attention's predictions"):
-        exact = scored_states(full, tokens, batch=batch, **how)
+        exact = scored_states(full, tokens, batch=batch, score=score)
     runs: list[dict[str, Any]] = []
-    for engine, spec in zip(engines, chosen, strict=True):
+    for spec in chosen:
+        engine = engines[spec]
         scored = LongContext(engine, loaded.tokenizer, loaded.manifest)
         facts = {**options.run_facts(scored), "given": dict(spec.settings), "length": length}
         with terminal.waiting(f"{spec.name}'s predictions"):
-            states = scored_states(engine, tokens, batch=batch, **how)
+            states = scored_states(engine, tokens, batch=batch, score=score)
             kl, same = divergences(full, exact, states)
         means = {"kl": kl.mean(1, dtype="float64").tolist(), "same": same.mean(1).tolist()}
-        runs.append({**facts, **how, **sizes, "attention": None, **means})
+        runs.append({**facts, "score": score, **sizes, "attention": None, **means})
     output.save({"runs": runs})
     if attention:
         with terminal.progress("attention", "texts") as update:
             found = attention_agreement(
-                full, engines, tokens, progress=update, batch=batch, **how, **sizes
+                full,
+                [engines[spec] for spec in chosen],
+                tokens,
+                progress=update,
+                batch=batch,
+                score=score,
+                **sizes,
             )
         for run, records in zip(runs, found, strict=True):
             run["attention"] = records
@@ -393,7 +420,6 @@ def resa_errors(
     terminal = output.terminal()
     loaded = model.open(terminal)
     from jax_longctx.evaluation.haystack import python_topics
-    from jax_longctx.methods import make_method
     from jax_longctx.studies.resa_errors import attention_errors
 
     whole = python_topics() if text is None else read_text(str(text))

@@ -177,7 +177,6 @@ def forced_states(
     through: Through = "decode",
     questions: Rows | None = None,
     total: Sequence[int] | None = None,
-    ahead: bool = False,
 ) -> Iterator[States]:
     """States that predict every token of the continuations, in the order they are computed.
 
@@ -194,7 +193,7 @@ def forced_states(
         its order.
       CapacityError: the caches do not fit; nothing has been computed.
     """
-    if engine.method.info.looks_ahead and through != "decode" and not ahead:
+    if engine.method.info.looks_ahead and through != "decode":
         raise InputError(
             "tokens that this method reads together choose what they attend together, so that "
             "later ones would help to predict earlier ones; score through decode"

@@ -14,13 +14,13 @@ are fed (`jax_longctx.engine.scoring`):
 
 In P1 and P2 the length includes the scored tokens. No prediction uses later tokens: methods in
 which the tokens of a chunk select together (ReAttention, InfLLM) are decoded token by token also in
-P3 and P4, unless `ahead` is set; such results are marked.
+P3 and P4.
 
 Intervals are of a bootstrap over texts, and differences are paired: every method reads the same
 texts.
 
 `eval perplexity --out` writes a JSON record for each run: `method`, `given` settings, `question`,
-`ahead`, `score` (tokens), `text_hashes`, `means` (nll of every text), `windows` (first and last
+`score` (tokens), `text_hashes`, `means` (nll of every text), `windows` (first and last
 position, nll of every text there), `read_seconds` and `score_seconds` of every batch, `batch`, and
 with `--offload` `fetched`, what decode steps chose of the texts in the host's memory.
 """
@@ -44,8 +44,6 @@ from jax_longctx.evaluation.intervals import bootstrap
 from jax_longctx.evaluation.plots import Plot, draw_line, drawing, panels
 from jax_longctx.files import write_whole
 
-AHEAD = " \\*"
-
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
@@ -54,14 +52,12 @@ class Scores:
     Attributes:
       losses: nll in nats of every text's scored tokens.
       through: how they were fed.
-      ahead: whether tokens of a chunk selected together, so that the scores are no predictions.
       read_seconds, score_seconds: of each batch, up to its first scored states and after them.
       fetched: what decoding fetched of contexts in the host's memory; None without them.
     """
 
     losses: Float[np.ndarray, "n S"]
     through: Through
-    ahead: bool
     read_seconds: list[float]
     score_seconds: list[float]
     fetched: Fetched | None = None
@@ -75,13 +71,12 @@ def score_texts(
     score: int | None = None,
     batch: int = 1,
     question: Sequence[int] = (),
-    ahead: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
     """Losses of the last `score` tokens of every text (None: all but the first).
 
     Args:
-      through: how they are fed; `decode` for methods that look ahead, unless `ahead`.
+      through: how they are fed; `decode` for methods that look ahead.
       batch: texts that are computed together.
       question: for methods that need one at prefill, with `through="context"`.
       progress: called with (scored tokens, scored tokens in all).
@@ -99,9 +94,8 @@ def score_texts(
             f"{count} texts of {length} tokens leave nothing to score the last {scored} tokens of; "
             f"give texts that are longer than these, and at least one of each"
         )
-    looks = engine.method.info.looks_ahead
-    through = "decode" if looks and not ahead else through
-    found = Scores(np.zeros((count, scored), np.float32), through, looks and ahead, [], [])
+    through = "decode" if engine.method.info.looks_ahead else through
+    found = Scores(np.zeros((count, scored), np.float32), through, [], [])
     fetched = Fetched(0, 0, 0, 0)
     asked = [list(question)] * batch if question and through == "context" else None
     for start, used, padded in batches(texts, batch):
@@ -112,7 +106,6 @@ def score_texts(
             padded[:, length - scored :].tolist(),
             through=through,
             questions=asked,
-            ahead=ahead,
         )
         first = next(states)
         first.hidden.block_until_ready()
@@ -200,12 +193,15 @@ def cut_texts(
     return np.array([[*lead, *piece] for piece in chosen], np.int32)
 
 
-def label(run: dict[str, Any]) -> str:
-    """Name of a run: the method, its given settings, and its question."""
+def label(run: Mapping[str, Any]) -> str:
+    """Name of a run: the method, its given settings, and its question.
+
+    An asterisk marks runs of earlier versions that scored chunks which had chosen together.
+    """
     parts = [run["method"], *(f"{key}={value}" for key, value in run["given"].items())]
     if run.get("question"):
         parts.append(f"({run['question']})")
-    return " ".join(parts)
+    return " ".join(parts) + "*" * bool(run.get("ahead"))
 
 
 def markdown(runs: Sequence[dict[str, Any]]) -> str:
@@ -222,8 +218,11 @@ def markdown(runs: Sequence[dict[str, Any]]) -> str:
     for run in runs:
         means = np.array(run["means"])
         pooled, low, high = map(np.exp, bootstrap(means))
-        name = f"`{label(run)}`" + (AHEAD if run["ahead"] else "")
-        cells = [name, shown_interval(pooled, low, high, ".3f"), f"{np.exp(means).mean():.3f}"]
+        cells = [
+            f"`{label(run)}`",
+            shown_interval(pooled, low, high, ".3f"),
+            f"{np.exp(means).mean():.3f}",
+        ]
         if base is None or run is base:
             cells += ["-", "-"]
         else:
@@ -237,12 +236,7 @@ def markdown(runs: Sequence[dict[str, Any]]) -> str:
             rate = run.get("fetched", {}).get("hit_rate")
             cells += ["-" if rate is None else f"{rate:.1%}"]
         lines.append(cells)
-    notes = [_scope(runs[0])] if runs else []
-    if any(run["ahead"] for run in runs):
-        notes.append(
-            "\\* tokens that were read together chose together what they attend: not predictions."
-        )
-    return "\n".join([pipe_table(head, lines), *notes]) + "\n"
+    return f"{pipe_table(head, lines)}\n{_scope(runs[0])}\n"
 
 
 def pipe_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -281,10 +275,11 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
         figure, axes = panels(1 if base is None or len(runs) == 1 else 2, 1, 7.0, 3.6)
         for number, run in enumerate(runs):
             at, curve = _curve(run)
-            name = label(run) + ("*" if run["ahead"] else "")
-            draw_line(axes[0], number, name, at, curve)
+            draw_line(axes[0], number, label(run), at, curve)
             if len(axes) == 2 and base is not None:
-                draw_line(axes[1], number, name, at, np.array(curve) / np.array(_curve(base)[1]))
+                draw_line(
+                    axes[1], number, label(run), at, np.array(curve) / np.array(_curve(base)[1])
+                )
         axes[0].set(ylabel="perplexity", yscale="log")
         # Plain numbers, also between powers of ten if few of these are in range.
         axes[0].yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
@@ -305,14 +300,11 @@ def _curve(run: dict[str, Any]) -> tuple[list[float], list[float]]:
 def perplexity_rows(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of one run; methods are paired by the number of the text.
 
-    An asterisk marks a method that looked ahead (`Scores.ahead`).
-
     Raises:
       KeyError, TypeError: `run` is not a record of `eval perplexity`.
     """
-    name = label(dict(run)) + ("*" if run["ahead"] else "")
     common = {
-        "label": name,
+        "label": label(run),
         "task_label": f"perplexity {run['protocol']}",
         "length": run["length"],
         "method": {"name": run["method"], "settings": run["settings"]},

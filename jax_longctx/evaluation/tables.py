@@ -10,10 +10,8 @@ from jax_longctx.evaluation.summary import (
     Estimate,
     Group,
     Measure,
-    Row,
     Score,
     Summary,
-    summarise,
 )
 from jax_longctx.memory import shown_bytes
 from jax_longctx.methods import make_method, settings_of
@@ -200,21 +198,6 @@ def refused_table(summary: Summary) -> Table:
     ]
     head = [_name("method"), _name("task"), Cell("tokens"), Cell("prompts"), _name("why")]
     return Table("Refused", head, rows)
-
-
-def lengths_table(rows: Sequence[Row]) -> Table:
-    """Methods by lengths, of rows of one task: mean score, interval, and number of prompts."""
-    summary, lines = summarise(rows), []
-    for method in summary.methods:
-        cells = []
-        for group in summary.groups:
-            (task,) = group.tasks
-            found = group.score(method, task)
-            notes = (*_interval(found, ".0f"), f"n={found.count}") if found else ()
-            cells.append(Cell(f"{found.mean:.0f}" if found else NOTHING, notes))
-        lines.append([_name(method), *cells])
-    head = [_name("method"), *(Cell(f"{group.length:,}") for group in summary.groups)]
-    return Table("", head, lines)
 
 
 def table_text(table: Table) -> str:

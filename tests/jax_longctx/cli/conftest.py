@@ -47,6 +47,8 @@ def loads(tiny, tmp_path_factory, monkeypatch):
 
     def given(checkpoint, spec, **options):
         calls.append((checkpoint, vars(spec) | options))
+        if (check := options.get("check")) is not None:
+            check(tiny)
         return tiny
 
     # The real function's signature is checked.

@@ -179,7 +179,11 @@ UNFIT = [
     (("eval", "run", "-t", "passkey", "--length", 99, "-m", "x", "-o", "new/o"), "unknown method"),
     (("eval", "run", "-t", "passkey", "--length", 99, "--kv", "bfloat16", "-o", "new/o"), "kv bf"),
     (("eval", "perplexity", *CITRUS[:2], "-o", "new/o.json"), "budget 1024 + chunk 256"),
-    (("eval", "passkey", "--mesh", "tensor=8", "-o", "new/o.json"), "heads=4"),
+    (("eval", "perplexity", "-m", "full", *CITRUS[:2], "-o", "new/o.json"), "budget 1024 + chunk"),
+    (("eval", "perplexity", "--protocol", "P3", *CITRUS[:2], "-o", "new/o.json"), "for a question"),
+    (("eval", "perplexity", "--length", 9_999_999, "-o", "new/o.json"), "hold 0: ask for fewer"),
+    (("eval", "agreement", "-m", "full", *CITRUS[:2], "-o", "new/o.json"), "budget 1024 + chunk"),
+    (("eval", "agreement", "--mesh", "tensor=8", "-o", "new/o.json"), "heads=4"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""`eval passkey`, `perplexity`, `agreement` and the papers' studies on a tiny model."""
+"""`eval perplexity`, `agreement` and the papers' studies on a tiny model."""
 
 import dataclasses
 import json
@@ -11,84 +11,14 @@ import pytest
 from jax_longctx.cli import eval_texts
 from jax_longctx.cli.options import parse_specs
 from jax_longctx.engine.scoring import loglikelihoods
-from jax_longctx.evaluation import runner
 from jax_longctx.methods import Full, make_method
 from tests.jax_longctx.cli.conftest import last_of_each, refused
 from tests.support import engine_over
 
-PASSKEY = ("eval", "passkey", "-c", "model")
-
-
-@pytest.mark.slow
-def test_passkey_scores_every_method_on_the_same_prompts(run, loads, text, tmp_path):
-    out, png = tmp_path / "runs.json", tmp_path / "map.png"
-    args = [*PASSKEY, "--length", "512", "--length", "640", "--trials", "3", "--depths", "3"]
-    args += ["--batch", "2", "-m", "full", "-m", "streaming-llm:budget=64,chunk=16"]
-    result = run(*args, "--text", text, "--out", out, "--heatmap", png, code=0)
-    assert result.stdout.startswith("| method | 512 | 640 |\n")
-    assert "| streaming-llm budget=64 chunk=16 |" in result.stdout
-    rows = json.loads(out.read_text())["rows"]
-    names = ("full", "streaming-llm")
-    full, streaming = ([r for r in rows if r["method"]["name"] == name] for name in names)
-    keys = [{(r["length"], r["index"]): r["outputs"] for r in of} for of in (full, streaming)]
-    assert keys[0] == keys[1]
-    assert len(full) == 6 and {row["length"] for row in full} == {512, 640}
-    assert all(sum(row["tokens"].values()) <= row["length"] for row in full)
-    assert {row["method"]["settings"]["budget"] for row in streaming} == {64}
-    assert {row["meta"]["depth"] for row in full} == {0.0, 0.5, 1.0}
-    assert png.read_bytes()[:4] == b"\x89PNG"
-    copy = out.rename(tmp_path / "first.json")
-    out.write_text(copy.read_text())
-    again = run("eval", "table", copy, out)
-    assert "| full |" in again.stdout and "| full (runs) |" in again.stdout
-
-
-def answered(model, engine, work):
-    """What `answer_batch` gives of a batch, in no time."""
-    row = {"answer": " 1", "finish": "length", "tokens": {}, "compiled": False, "rows": work.rows}
-    row |= {"seconds": {"first_token": 1.0, "token": 0.1}, "bytes": {"resident": 1, "read": 1}}
-    return [row] * len(work.contexts)
-
-
-def test_an_interruption_keeps_what_was_answered(run, loads, text, tmp_path, monkeypatch):
-    batches = []
-
-    def answer(model, engine, work):
-        batches.append(work)
-        if len(batches) == 2:
-            raise KeyboardInterrupt
-        return answered(model, engine, work)
-
-    monkeypatch.setattr(runner, "answer_batch", answer)
-    args = [*PASSKEY, "--length", "512", "--batch", "2", "--text", text]
-    out = tmp_path / "runs.json"
-    assert run(*args, "--out", out).exit_code == 130
-    assert run("eval", "table", out).stdout.count("n=2") == 1
-
-
-def test_trials_take_the_depths_in_turn(run, loads, monkeypatch):
-    monkeypatch.setattr(runner, "answer_batch", answered)
-    for options, depths in [
-        (["--depth", "0.1", "--depth", "0.9"], [0.1, 0.9]),
-        (["--depths", "3"], [0.0, 0.5, 1.0]),
-        ([], [i / 9 for i in range(10)]),
-    ]:
-        args = [*PASSKEY, "--length", "512", "--trials", len(depths) + 1, "--noise", "--json"]
-        result = run(*args, *options, code=0)
-        rows = sorted(map(json.loads, result.stdout.splitlines()), key=lambda row: row["index"])
-        found = [row["meta"]["depth"] for row in rows]
-        assert found == pytest.approx([*depths, depths[0]])
-    # A text may come from stdin, and a prompt be refused.
-    args = [*PASSKEY, "--trials", 1, "--text", "-", "--length"]
-    result = run(*args, 512, stdin="Ducks swim. Geese fly. " * 9)
-    assert result.exit_code == 0 and "n=1" in result.stdout
-    result = run(*args, 64, stdin="Ducks swim. " * 9)
-    assert result.exit_code == 2 and "1 of 1 prompts were refused, the first: " in result.stderr
-
 
 def test_the_ablations_of_the_guide_have_one_scope():
     page = Path(__file__).parents[3] / "docs/guides/evaluate.md"
-    (command,) = re.findall(r"jax-longctx eval passkey[^`]*ablations\.json[^`]*", page.read_text())
+    (command,) = re.findall(r"jax-longctx eval run[^`]*-o ablations [^`]*", page.read_text())
     specs = re.findall(r"-m (\S+)", command)
     methods = [make_method(spec.name, dict(spec.settings)) for spec in parse_specs(specs)]
     assert len(set(methods)) == len(methods) == 12
@@ -105,10 +35,12 @@ def test_the_ablations_of_the_guide_have_one_scope():
 def test_mistakes_are_named_before_anything_is_loaded_or_run(run, loads, text, tmp_path):
     perplexity = ("eval", "perplexity", "-c", "model", "--text", text)
     for command, args, message in [
-        (PASSKEY, "-m full -m streaming-llm:budget=x", "expected a whole number"),
-        (PASSKEY, "--depths 2 --depth 0.5", "--depths and --depth are two ways"),
-        (PASSKEY, "--length 8", "--length must be at least 64 tokens, got 8"),
-        (("eval", "table", tmp_path / "none.json"), "", "none.json"),
+        (
+            ("eval", "passkey"),
+            "-c model",
+            "eval passkey is gone; type: jax-longctx eval run -t pass",
+        ),
+        (("eval", "table"), "a.json", "eval table is gone; type: jax-longctx eval report DIR"),
         (perplexity, "--protocol P3 -m citrus:chunk=16,budget=64", "citrus reads a text for a"),
         (perplexity, "-m full -m snapkv:budget=x", "expected a whole number"),
         (perplexity, "--length 0", "should be greater than or equal to 1"),
@@ -134,7 +66,7 @@ def test_results_are_bound_to_texts_method_and_options(
     run, loads, tiny, text, tmp_path, monkeypatch
 ):
     """What takes time is left out: the file says what it was made from all the same."""
-    scored = {"length": 90, "score": 8, "batch": 1, "ahead": False, "means": [1.0, 2.0]}
+    scored = {"length": 90, "score": 8, "batch": 1, "means": [1.0, 2.0]}
     scored |= {"windows": [], "read_seconds": [1.0], "score_seconds": [1.0]}
     monkeypatch.setattr(eval_texts, "_score", lambda *_: scored)
     words = ["-c", "model", "--text", text, "--out", tmp_path / "out.json"]

@@ -47,7 +47,6 @@ COMMANDS = [
     "eval run -c model -m snapkv -t passkey --length 4096 -o out",
     "eval --suite quick -c model -o out",
     "eval report model",
-    "eval passkey -c model",
     "eval perplexity -c model -m snapkv:budget=64",
     "eval agreement -c model -m snapkv",
     "eval resa-errors -c model",
@@ -89,8 +88,7 @@ REFUSED = [
     ("eval run -c model -o out --config nowhere", "nowhere cannot be read"),
     ("eval --suite quik -c model -o out", "unknown suite 'quik'"),
     ("eval report nowhere", "'nowhere' does not exist"),
-    ("eval passkey -c model -m full -m snapkw:budget=64", "unknown method 'snapkw'"),
-    ("eval passkey -c model --text nowhere", "nowhere cannot be read"),
+    ("eval agreement -c model -m full -m snapkw:budget=64", "unknown method 'snapkw'"),
     ("eval perplexity -c model --protocol P9", "--protocol 'P9' is not one of P1, P2"),
     ("eval perplexity -c model --question Why?", "--question is for P3 and P4"),
     ("eval run -c model --mesh x=2 -t passkey --length 64 -o out", "mesh 'x=2' is not"),
@@ -111,7 +109,7 @@ HELP = ["--help", "ask --help", "eval run --help", "eval suites", "eval tasks", 
 COMPLETED = {
     "ask -m citrus-": ["citrus-individual", "citrus-standard"],
     "methods snap": ["snapkv"],
-    "eval passkey --method dyn": ["dynamic-ntk"],
+    "eval run --method dyn": ["dynamic-ntk"],
     "bench e2e --model llama-3.2-1": ["llama-3.2-1b"],
 }
 PIPE, TERMINAL = {"NO_COLOR": "1"}, {"FORCE_COLOR": "1", "TERM": "xterm"}

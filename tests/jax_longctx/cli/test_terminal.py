@@ -162,9 +162,6 @@ def test_where_nothing_can_be_written_is_named_before_the_work(tmp_path, monkeyp
         "bench decode --method h2o --out",
         "bench prefill --method h2o --out",
         "eval run -c model -t passkey --length 4096 --output",
-        "eval passkey -c model --out",
-        "eval passkey -c model --heatmap",
-        "eval table runs.json --heatmap",
         "eval perplexity -c model --out",
         "eval perplexity -c model --plot",
         "eval agreement -c model --out",
@@ -181,7 +178,7 @@ def test_commands_look_first_where_they_write(run, loads, tmp_path, command, mon
     cases = [(found, f"{found}: nothing can be written"), ("/proc/found", "nothing can be")]
     if words[0] == "eval" and option != "--output":
         cases.append((tmp_path, "is a folder; name a file"))
-    if option in ("--plot", "--heatmap"):
+    if option == "--plot":
         cases.append((tmp_path / "plot.png", "needs matplotlib"))
     for out, message in cases:
         if message == "needs matplotlib":

@@ -13,6 +13,7 @@ from jax_longctx.cli.terminal import Compiling
 from jax_longctx.engine.ahead import MOST_TIMES, TIMES, read_times, write_time
 from jax_longctx.engine.compiling import CompileClock
 from jax_longctx.evaluation import runner
+from jax_longctx.evaluation.rows import read_rows
 
 LARGE = {f"jit({name})" for name in ("_through_layer", "_segment", "_decode_block", "_finish")}
 
@@ -66,13 +67,12 @@ def test_every_shape_is_compiled_first(command, checkpoint, run, times, tmp_path
         jax.clear_caches()
         given = folder / "in.jsonl", folder / name, "--max-tokens", 4, "--rows", 2
         if command == "eval":
-            given = ("passkey", "--noise", "--length", 512, "--trials", 2, "-m", "full")
-            given += ("-m", "streaming-llm:budget=64,chunk=16", "--out", folder / name)
+            given = ("run", "-t", "passkey", "--length", 512, "--trials", 2, "--batch", 1)
+            given += ("-m", "full", "-m", "streaming-llm:budget=64,chunk=16", "-o", folder / name)
         run(command, *given, "-c", checkpoint, code=0)
-        text = (folder / name).read_text()
         if command == "batch":
-            return text
-        rows = json.loads(text)["rows"]
+            return (folder / name).read_text()
+        rows = read_rows(folder / name)
         assert not [row["refused"] for row in rows if "refused" in row]
         fields = "answer", "tokens", "rows", "bytes", "compiled"
         return [[row[name] for name in fields] for row in rows]

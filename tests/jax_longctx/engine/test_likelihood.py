@@ -107,18 +107,15 @@ def test_what_a_method_answers_is_what_it_finds_most_likely(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "through"), WAYS_OF_EVERY)
 def test_no_token_helps_to_predict_an_earlier_one(name, through):
-    """Every token but the first of the continuation replaced: its own likelihood stays.
-
-    What looks ahead is refused unless it is asked for.
-    """
+    """Every token but the first of the continuation replaced: its own likelihood stays."""
     engine = engine_of(name)
     before, (after,) = random_rows([90]), random_rows([30], seed=1)
     asked = through == "context" and engine.method.info.needs_question
     options = {"through": through, "questions": [[1, 2, 3]] if asked else None}
 
-    def scores(kept, **more):
+    def scores(kept):
         row = after[:kept] + [(token + 7) % 64 for token in after[kept:]]
-        return loglikelihoods(engine, before, [row], **options, **more)[0].logprobs
+        return loglikelihoods(engine, before, [row], **options)[0].logprobs
 
     try:
         whole = scores(30)
@@ -128,7 +125,6 @@ def test_no_token_helps_to_predict_an_earlier_one(name, through):
         assert any(words in str(error) for words in said)
         if through == "context" and name in ("reattention", "infllm"):
             assert "attend together" in str(error)
-            assert abs(scores(30, ahead=True)[0] - scores(1, ahead=True)[0]) > 1e-4
         return
     assert (name, through) not in (("reattention", "context"), ("infllm", "context"))
     for kept in (1, 11):

@@ -60,7 +60,7 @@ def test_full_attention_by_every_protocol_is_the_dense_loss():
         expected = [dense_losses(text, first) for text in TEXTS]
         np.testing.assert_allclose(found.losses, expected, atol=1e-4)
         assert len(found.read_seconds) == len(found.score_seconds) == 2
-        assert (found.through, found.ahead) == (protocol.through, False)
+        assert found.through == protocol.through
 
 
 def test_p1_is_what_a_method_decodes_from_what_it_kept():
@@ -95,17 +95,13 @@ def test_star_reads_the_question_after_blocks_that_saw_their_own_alone():
 
 
 @pytest.mark.slow
-def test_what_chunks_choose_together_is_decoded_unless_asked_for():
+def test_what_chunks_choose_together_is_decoded():
     method = ReAttention(global_size=4, local_size=16, span=4, count=2, kept=2, chunk=8)
     engine, texts = engine_of(method), TEXTS[:1]
-    assert not score_texts(engine_of(Full()), TEXTS[:2], through="context", batch=2).ahead
-    alone = score_texts(engine, texts, through="context")
-    assert (alone.through, alone.ahead) == ("decode", False)
-    together = score_texts(engine, texts, through="context", ahead=True)
-    assert (together.through, together.ahead) == ("context", True)
-    # Up to the scope's size everything is attended.
-    np.testing.assert_allclose(alone.losses[0, :19], together.losses[0, :19], atol=1e-4)
-    assert np.abs(alone.losses - together.losses).max() > 1e-3
+    found = score_texts(engine, texts, through="context")
+    assert found.through == "decode"
+    decoded = score_texts(engine, texts, through="decode")
+    np.testing.assert_array_equal(found.losses, decoded.losses)
     # A stream may be read for a question.
     engine = engine_of(Citrus(budget=24, chunk=8))
     one, other = (
@@ -150,7 +146,7 @@ def test_windows_are_means_over_positions_of_texts_that_lie_apart():
 
 def a_run(method, means, **changes):
     halves = [(90, 94, [mean - 1 for mean in means]), (95, 99, [mean + 1 for mean in means])]
-    record = {"method": method, "given": {}, "question": "", "ahead": False, "protocol": "P1"}
+    record = {"method": method, "given": {}, "question": "", "protocol": "P1"}
     record |= {"length": 100, "score": 10, "batch": 2, "means": means, "windows": halves}
     times = {"read_seconds": [9.0, 1.5, 2.5], "score_seconds": [9.0, 0.1, 0.3]}
     return {**record, **times, **changes}
@@ -158,21 +154,19 @@ def a_run(method, means, **changes):
 
 def test_a_table_has_perplexities_paired_differences_and_times():
     full = a_run("full", [1.0, 3.0])
-    other = a_run("quest", [1.5, 3.5], given={"budget": "4"}, ahead=True, question="Why?")
+    other = a_run("quest", [1.5, 3.5], given={"budget": "4"}, question="Why?")
     lines = markdown([other, full]).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:4]]
     # exp(2.5), exp(1.5) and exp(3.5); the mean of the two; 20 tokens in 0.2 s.
-    assert cells[0][0] == "`quest budget=4 (Why?)` \\*"
+    assert cells[0][0] == "`quest budget=4 (Why?)`"
     assert cells[0][1] == "12.182 [4.482, 33.115]" and cells[0][2] == "18.799"
     assert cells[0][3] == "1.6487 [1.6487, 1.6487]"
     assert cells[0][4] == "+0.5000 [+0.5000, +0.5000]"
     assert cells[0][5:] == ["2.0", "10.00"]
     assert cells[1][0] == "`full`" and cells[1][3:5] == ["-", "-"]
-    assert "P1: 10 of 100 tokens scored, n = 2 texts" in lines[-2]
-    assert "not predictions" in lines[-1]
+    assert "P1: 10 of 100 tokens scored, n = 2 texts" in lines[-1]
     alone = markdown([a_run("quest", [1.0])])
     assert "2.718 | 2.718 | - | - |" in alone and "one text has no interval" in alone
-    assert "not predictions" not in alone
     unused = a_run("arkvale", [1.0], fetched={"hit_rate": None})
     offloaded = markdown([a_run("quest", [1.0], fetched={"hit_rate": 0.6125}), full, unused])
     ends = [line.strip("| ").split("|")[-1].strip() for line in offloaded.splitlines()]

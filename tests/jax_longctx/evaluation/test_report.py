@@ -15,7 +15,7 @@ from jax_longctx.evaluation.report import read_about, write_about, write_report
 from jax_longctx.evaluation.rows import read_rows
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.summary import summarise
-from jax_longctx.evaluation.tables import TIMES, lengths_table, table_text
+from jax_longctx.evaluation.tables import TIMES
 from jax_longctx.methods import make_method, settings_of
 
 MIB = 2**20
@@ -210,17 +210,6 @@ def test_pairs_are_the_same_prompts_alone():
     # Each text is half a nat worse, whatever the texts: resampling pairs, not values, says so.
     assert (measure.difference.mean, measure.difference.low, measure.difference.high) == (0.5,) * 3
     assert group.scores["full", "stream"].others["nll"].difference is None
-    # A table by length has shares with Wilson's interval.
-    half = [100.0, 100.0, 0.0, 0.0]
-    rows = scored("full", "passkey", half) + scored("citrus budget=64", "passkey", half)
-    rows += [row("full", "passkey", 0, 100.0, length=2048), refused("h2o", "passkey", 0, "long")]
-    assert table_text(lengths_table(rows)).splitlines() == [
-        "| method | 1,024 | 2,048 |",
-        "|---|---:|---:|",
-        "| full | 50 [15, 85] n=4 | 100 [21, 100] n=1 |",
-        "| citrus budget=64 | 50 [15, 85] n=4 | \N{EN DASH} |",
-        "| h2o | \N{EN DASH} | \N{EN DASH} |",
-    ]
     rows = [row("full", "a", 0, 100.0), row("full", "b", 0, 50.0), row("h2o", "a", 0, 100.0)]
     (group,) = summarise(rows).groups
     assert group.means == {"full": 75.0}
@@ -230,7 +219,7 @@ def test_pairs_are_the_same_prompts_alone():
 
 def test_runs_of_perplexity_are_rows():
     run = {"method": "h2o", "given": {"budget": "64"}, "settings": {"budget": 64}, "score": 8}
-    run |= {"protocol": "P1", "question": "", "ahead": False, "length": 1024, "batch": 1}
+    run |= {"protocol": "P1", "question": "", "length": 1024, "batch": 1}
     run |= {"device": "cpu", "mesh": {}, "versions": {}, "means": [1.0, 3.0]}
     run |= {"windows": [[1016, 1019, [0.5, 2.0]], [1020, 1023, [1.5, 4.0]]]}
     full = run | {"method": "full", "given": {}, "means": [0.5, 2.5]}
