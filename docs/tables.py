@@ -368,14 +368,14 @@ SERVE_COLUMNS = (
     ("speedup", "all / one", "{:.1f}x"),
     ("share", "of limit", "{:.0%}"),
     ("first_token", "first token", "ms"),
-    ("gap_p50", "reading: median between tokens", "ms"),
+    ("gap_p50", "prefill: median between tokens", "ms"),
     ("gap_p99", "p99", "ms"),
-    ("read_beside", "read, tokens/s", "{:,.0f}"),
-    ("read_share", "of reading alone", "{:.0%}"),
+    ("read_beside", "prefill, tokens/s", "{:,.0f}"),
+    ("read_share", "of prefill alone", "{:.0%}"),
 )
 SERVE_ABOUT = (
-    "Rows over one context decode together. Then another text is read between their decode blocks, "
-    "at the server's pace. A first token is that of a question about a context that was read."
+    "Rows over one context decode together. Then another text is prefilled between their decode "
+    "blocks, at the server's pace. A first token answers a question about a context that is there."
 )
 
 
