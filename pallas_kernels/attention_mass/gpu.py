@@ -88,8 +88,6 @@ def unsupported(q: Array, k: AnyStored, how: Reduction) -> str | None:
     if k.shape[2] % hopper.TILE_ROWS:
         return f"{k.shape[2]} slots are not whole tiles of {hopper.TILE_ROWS}"
     group = q.shape[2] // k.shape[1]
-    if how.squares and not how.over_group == how.over_queries == "sum":
-        return "squares beside a mass that is no sum"
     if how.squares and _QUERIES % (group * _LANES):
         return f"squares of a group of {group}: {_QUERIES} rows do not hold whole groups of queries"
     return hopper.unsupported(q)
@@ -105,8 +103,8 @@ def attention_mass(
         group = q.shape[2] // kv_heads
         q, lse = q[:, :, ::group], lse[:, :, ::group]
     group = q.shape[2] // kv_heads
-    # For a sum over both, all heads of a group are one run of rows.
-    parts = 1 if how.over_group == how.over_queries == "sum" else group
+    # For a sum all heads of a group are one run of rows.
+    parts = group if how.over_group == "max" else 1
     if how.squares:
         # Of whole blocks of queries.
         queries = pl.cdiv(queries, _LANES) * _LANES
@@ -301,11 +299,10 @@ def _sum(out_refs, scratch, warpgroup, job: _Job, item: _Item) -> None:
 
         def add_part(part, total):
             step = (before * job.parts + part) * job.steps
-            one = _reduce_queries(scratch, keys, first, step, job)[0]
-            return jnp.maximum(total, one) if job.how.over_group == "max" else total + one
+            return jnp.maximum(total, _sum_queries(scratch, keys, first, step, job)[0])
 
         if job.parts == 1:
-            totals = _reduce_queries(scratch, keys, first, before * job.steps, job)
+            totals = _sum_queries(scratch, keys, first, before * job.steps, job)
         else:
             total = hopper.full((hopper.ROWS,), 0.0, layout=column)
             totals = [lax.fori_loop(0, job.parts, add_part, total)]
@@ -321,12 +318,11 @@ def _sum(out_refs, scratch, warpgroup, job: _Job, item: _Item) -> None:
             out_ref[head, rows] = hopper.full((hopper.ROWS,), 0.0, layout=column)
 
 
-def _reduce_queries(scratch, keys, first, begin, job: _Job) -> list[Array]:
-    """The sum or maximum of the 64 keys' probabilities over one part of the query rows.
+def _sum_queries(scratch, keys, first, begin, job: _Job) -> list[Array]:
+    """The sum of the 64 keys' probabilities over one part of the query rows.
 
-    And the sum of the squares of the group's mean, where it is asked for.
+    And the sum of the squares of the group's mean, where the job has them.
     """
-    combine = jnp.maximum if job.how.over_queries == "max" else jnp.add
     queries = job.queries
 
     def step(i, state):
@@ -345,7 +341,7 @@ def _reduce_queries(scratch, keys, first, begin, job: _Job) -> list[Array]:
         kept, *squares = state
         columns = [p[:, lane : lane + _LANES] for lane in range(0, queries, _LANES)]
         if not job.how.squares:
-            return [functools.reduce(combine, columns, kept)]
+            return [functools.reduce(jnp.add, columns, kept)]
         for at in range(0, len(columns), job.group):
             total = functools.reduce(jnp.add, columns[at : at + job.group])
             mean = total * (1 / job.group)
@@ -354,6 +350,4 @@ def _reduce_queries(scratch, keys, first, begin, job: _Job) -> list[Array]:
 
     empty = [hopper.full((hopper.ROWS, _LANES), 0.0)] * (1 + job.how.squares)
     kept = lax.fori_loop(0, job.steps, step, empty)
-    if job.how.over_queries == "max":
-        return [kept[0].max(axis=1)]
     return [x.sum(axis=1) for x in kept]

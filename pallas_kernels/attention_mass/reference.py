@@ -11,10 +11,8 @@ from jaxtyping import Float
 
 from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, group_heads
 
-# How mass is reduced over the query heads that share a kv head ("first": only the group's first
-# head), and before that over a head's queries.
+# How mass is reduced over the query heads that share a kv head: "first" is the group's first head.
 OverGroup = Literal["sum", "max", "first"]
-OverQueries = Literal["sum", "max"]
 # The mass of every slot, and with `squares` these too.
 Masses = tuple[Float[Array, "B K S"], Float[Array, "B K S"] | None]
 
@@ -22,11 +20,11 @@ Masses = tuple[Float[Array, "B K S"], Float[Array, "B K S"] | None]
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("valid", "causal_start"),
-    meta_fields=("scale", "over_group", "over_queries", "squares"),
+    meta_fields=("scale", "over_group", "squares"),
 )
 @dataclass(frozen=True)
 class Reduction:
-    """Which queries count, and how their probabilities are reduced.
+    """Which queries count, and how the sums of their probabilities are reduced.
 
     Attributes:
       valid: [B] int32; only the queries t < valid[b] count (all when None); the others may hold
@@ -34,17 +32,19 @@ class Reduction:
       causal_start: query t of row b stands at slot causal_start[b] + t and sees no later slot;
         None lets every query see all filled slots.
       over_group: sum or maximum over the query heads that share a kv head, or the first of them.
-      over_queries: sum or maximum over the queries of one head.
-      squares: the sum over queries of the square of the group's mean probability, too (RoCo),
-        however the mass is reduced.
+      squares: the sum over queries of the squared mean probability of the group, too (RoCo); beside
+        a sum over the group alone.
     """
 
     scale: float
     valid: Any = None
     causal_start: PerRow | None = None
     over_group: OverGroup = "sum"
-    over_queries: OverQueries = "sum"
     squares: bool = False
+
+    def __post_init__(self) -> None:
+        if self.squares and self.over_group != "sum":
+            raise ValueError(f"attention_mass: squares beside over_group {self.over_group!r}")
 
 
 def attention_mass(q: Queries, k: Cache, lse: PerQuery, lengths: PerRow, how: Reduction) -> Masses:
@@ -61,7 +61,7 @@ def attention_mass(q: Queries, k: Cache, lse: PerQuery, lengths: PerRow, how: Re
     )
     seen_BKGTS = seen_BTS[:, None, None] & (lse_BKGT > -jnp.inf)[..., None]
     p_BKGTS = jnp.where(seen_BKGTS, jnp.exp(logits_BKGTS - lse_BKGT[..., None]), 0.0)
-    per_head_BKGS = p_BKGTS.sum(3) if how.over_queries == "sum" else p_BKGTS.max(3)
+    per_head_BKGS = p_BKGTS.sum(3)
     mass_BKS = {
         "sum": per_head_BKGS.sum(2),
         "max": per_head_BKGS.max(2),

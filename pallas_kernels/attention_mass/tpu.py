@@ -64,7 +64,7 @@ def attention_mass(
     lse = jnp.where(counted_BT1 & (lse > -jnp.inf), lse * _LOG2_E, jnp.inf)
     q_BKGTH = group_heads(jnp.where(counted_BT1[..., None], q, 0), kv_heads)
     lse_BKGT1 = group_heads(lse[..., None], kv_heads)
-    if how.over_group == "first" and not how.squares:
+    if how.over_group == "first":
         q_BKGTH, lse_BKGT1 = q_BKGTH[:, :, :1], lse_BKGT1[:, :, :1]
     groups = q_BKGTH.shape[2]
     tile, part, block = blocks or _blocks(groups, queries, slots)
@@ -158,8 +158,9 @@ def _kernel(scalars, inputs, outputs, scratch, *, how: Reduction, part: int) -> 
 
     @pl.when(i == pl.num_programs(3) - 1)
     def _():
-        reduce = {"sum": jnp.sum, "max": jnp.max, "first": lambda x, **_: x[:1]}
-        sums = [reduce[how.over_group](heads[...], axis=0, keepdims=True), squared[...]]
+        # Of the first heads alone there is one.
+        reduce = jnp.max if how.over_group == "max" else jnp.sum
+        sums = [reduce(heads[...], axis=0, keepdims=True), squared[...]]
         held = key_start + lax.broadcasted_iota(jnp.int32, (1, block), 1) < lengths[b]
         for out, x in zip(outputs, sums, strict=False):
             out[0, 0] = jnp.where(held, x, 0)
@@ -183,10 +184,7 @@ def _add_part(how: Reduction, part: int, inputs, scratch, start, ahead) -> None:
     if ahead is not None:
         back = (lax.broadcasted_iota(jnp.int32, p_GTZ.shape, axis) for axis in (2, 1))
         p_GTZ = jnp.where(next(back) - next(back) <= ahead, p_GTZ, 0)
-    if how.over_queries == "sum":
-        heads[...] += jnp.sum(p_GTZ, axis=1)
-    else:
-        heads[...] = jnp.maximum(heads[...], jnp.max(p_GTZ, axis=1))
+    heads[...] += jnp.sum(p_GTZ, axis=1)
     if how.squares:
         mean_TZ = jnp.sum(p_GTZ, axis=0) * (1 / groups)
         squared[...] += jnp.sum(mean_TZ * mean_TZ, axis=0, keepdims=True)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.attention_mass.reference import Masses, OverGroup, Reduction
+from pallas_kernels.attention_mass.reference import Masses, Reduction
 from pallas_kernels.common import (
     PerQuery,
     PerRow,
@@ -47,7 +47,7 @@ def attention_mass(q: Queries, k: Stored, lse: PerQuery, lengths: PerRow, how: R
         lengths = jnp.clip(how.causal_start + how.valid, 0, lengths)
     q_BKGTH = group_heads(q, k.shape[1])
     lse_BKGT = group_heads(lse[..., None], k.shape[1])[..., 0]
-    if how.over_group == "first" and not how.squares:
+    if how.over_group == "first":
         q_BKGTH, lse_BKGT = q_BKGTH[:, :, :1], lse_BKGT[:, :, :1]
     if queries == 1 and not isinstance(k, Quantised):
         # Without the barrier XLA on CPU computes the caller's append once more for this reader.
@@ -59,7 +59,9 @@ def attention_mass(q: Queries, k: Stored, lse: PerQuery, lengths: PerRow, how: R
     else:
         sums = _stream(how, q_BKGTH, lse_BKGT, k, jnp.max(lengths))
     held_B1S = (jnp.arange(slots) < lengths[:, None])[:, None]
-    mass_BKS = jnp.where(held_B1S, _over_group(how.over_group, sums[0]), 0.0)
+    # Of the first heads alone there is one.
+    over_group = jnp.max if how.over_group == "max" else jnp.sum
+    mass_BKS = jnp.where(held_B1S, over_group(sums[0], axis=2), 0.0)
     return mass_BKS, jnp.where(held_B1S, sums[1], 0.0) if how.squares else None
 
 
@@ -88,16 +90,10 @@ def _causal(
 
 def _over_queries(how: Reduction, p: Float[Array, "B K G T C"]) -> tuple[Array, ...]:
     """Sums over the queries: [B,K,G,C] of probabilities and, with squares, [B,K,C] of these."""
-    per_head_BKGC = jnp.sum(p, axis=3) if how.over_queries == "sum" else jnp.max(p, axis=3)
+    per_head_BKGC = jnp.sum(p, axis=3)
     if not how.squares:
         return (per_head_BKGC,)
     return per_head_BKGC, jnp.sum(jnp.square(jnp.mean(p, axis=2)), axis=2)
-
-
-def _over_group(kind: OverGroup, per_head: Float[Array, "B K G S"]) -> Float[Array, "B K S"]:
-    if kind == "first":
-        return per_head[:, :, 0]
-    return jnp.sum(per_head, axis=2) if kind == "sum" else jnp.max(per_head, axis=2)
 
 
 def _blocks(rows: int, queries: int, slots: int) -> tuple[int, int]:
@@ -127,7 +123,6 @@ def _stream(
     query_block, key_block = _blocks(b * kv_heads * groups, queries, slots)
     empty = [jnp.zeros((b, kv_heads, groups, slots), jnp.float32)]
     empty += [jnp.zeros((b, kv_heads, slots), jnp.float32)] * how.squares
-    combine = (jnp.add if how.over_queries == "sum" else jnp.maximum, jnp.add)
 
     def keys(j: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
         # The last block is moved back to end with S: its overlap is computed twice, alike.
@@ -145,8 +140,7 @@ def _stream(
             p_BKGTC = _probabilities(how, q_BKGTH, lse_BKGT, k_BKCH)
             if how.causal_start is not None:
                 p_BKGTC = _causal(p_BKGTC, queries_T, slots_C, how.causal_start)
-            parts = _over_queries(how, p_BKGTC)
-            return tuple(f(x, y) for f, x, y in zip(combine, sums, parts, strict=False))
+            return tuple(map(jnp.add, sums, _over_queries(how, p_BKGTC)))
 
         first: Array | int = 0
         if how.causal_start is not None:

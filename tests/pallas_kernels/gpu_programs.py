@@ -37,7 +37,7 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
     one, bound = q[:, :1], jnp.array([1000], jnp.int32)
     none, exact = bound * 0, jnp.zeros(q.shape[:3])
     causal = dict(scale=0.1, valid=bound, causal_start=bound)
-    most = Reduction(**causal, over_group="max", over_queries="max")
+    most = Reduction(**causal, over_group="max")
     squares = partial(mass_gpu.attention_mass, how=Reduction(**causal, squares=True))
     decode = partial(decode_gpu.decode_attention, scale=0.1)
     logits = partial(decode_gpu.attend_with_logits, scale=0.1)

@@ -387,9 +387,8 @@ decode, logits, topk, ties, mass, sparse, select, pages, voted = (
     partial(_row, check)
     for check in (_decode, _logits, _topk, _ties, _mass, _sparse, _select, _pages, _voted)
 )
-SUM = dict(over_group="sum", over_queries="sum")
-MAX = dict(over_group="max", over_queries="sum", causal=True)
-FIRST = dict(over_group="first", over_queries="max")
+SUM, FIRST = dict(over_group="sum"), dict(over_group="first")
+MAX = dict(over_group="max", causal=True)
 LISTS = dict(lists=2, entries=20, page_size=16)
 SHORT_LISTS = dict(lists=2, entries=4, page_size=32)
 WIDE = dict(head_dim=128, dtype="float16")
@@ -612,13 +611,11 @@ def test_what_the_kernels_leave_to_others(monkeypatch: pytest.MonkeyPatch) -> No
 
     def reasons(q: np.ndarray, k: np.ndarray, **given: Any) -> list[str | None]:
         q, k = jax.device_put((q, k))
-        options = dict(count=4, squares=False, page_size=16, ball=False, size=9) | given
+        options = dict(count=4, page_size=16, ball=False, size=9) | given
         return [
             decode_gpu.unsupported(q, k),
             topk_gpu.unsupported(q, k, options["count"], options.get("tile_best")),
-            mass_gpu.unsupported(
-                q, k, Reduction(1.0, over_group="max", squares=options["squares"])
-            ),
+            mass_gpu.unsupported(q, k, Reduction(1.0)),
             sparse_gpu.unsupported(q, k, 2, options["page_size"], 0),
             pages_gpu.unsupported(q[:, 0], k, options["ball"], options["size"]),
         ]
@@ -627,8 +624,8 @@ def test_what_the_kernels_leave_to_others(monkeypatch: pytest.MonkeyPatch) -> No
     assert all("float32" in str(r) for r in reasons(*_exact(q, k)))
     assert all("head dim 96" in str(r) for r in reasons(q[..., :96], k[..., :96]))
     assert all("250" in str(r) for r in reasons(q, k[:, :, :250]))
-    left = dict(count=9, squares=True, page_size=4, ball=True)
-    assert [r is None for r in reasons(q, k, **left)] == [True, *[False] * 4]
+    left = dict(count=9, page_size=4, ball=True)
+    assert [r is None for r in reasons(q, k, **left)] == [True, False, True, False, False]
     assert "tiles" in str(reasons(q, k, tile_best=128)[1])
     assert "lists of 513" in str(reasons(q, k, size=513)[4])
     odd, wide, wider = jax.device_put(

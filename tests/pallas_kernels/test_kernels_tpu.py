@@ -227,17 +227,14 @@ def test_the_best_of_tiles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         topk_scores(q, k, bounds, count=1, tile_best=128, implementation="tpu")
 
 
-SQUARES, FIRST = {"squares": True}, {"over_group": "first"}
-
-
 @_table(
     "queries, kv_heads, groups, head_dim, dtype, options",
     {
         "decode": (1, 2, 8, 128, "bfloat16", {}),
-        "causal-max": (40, 2, 3, 64, "float32", {"causal": True, "over_queries": "max"}),
-        "squares": (40, 1, 2, 128, "float32", {**SQUARES, "over_group": "max"}),
-        "squares-first-causal": (17, 1, 4, 128, "bfloat16", {**SQUARES, **FIRST, "causal": True}),
-        "first": (33, 1, 4, 64, "float32", FIRST),
+        "causal-max": (40, 2, 3, 64, "float32", {"causal": True, "over_group": "max"}),
+        "squares": (40, 1, 2, 128, "float32", {"squares": True}),
+        "squares-causal": (17, 1, 4, 128, "bfloat16", {"squares": True, "causal": True}),
+        "first": (33, 1, 4, 64, "float32", {"over_group": "first"}),
     },
     "causal-max",
 )
