@@ -1,18 +1,14 @@
-"""What the Mosaic GPU kernels share: supported devices and arrays, and streaming attention.
+"""What the Mosaic GPU kernels share: supported devices and arrays, products, copies, merges.
 
 The kernels are written for NVIDIA's Hopper (compute capability 9.0): asynchronous bulk copies into
 shared memory (TMA) and matrix products by warpgroups (wgmma). Operands have 16 bits, results are
 float32.
-
-Streaming attention takes up to 64 query rows. All query heads of a kv head are rows of one wgmma,
-so that keys and values are read once for the whole group. A wgmma always takes 64 rows; one query
-uses G of them.
 """
 
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -62,14 +58,8 @@ _TRANSFORMS: tuple[Any, Any] = plgpu.TilingTransform, plgpu.SwizzleTransform
 _PROCESSORS = 132
 # GPUs of that capability by name, for programs lowered for a GPU that is not there.
 _NAMES = ("H100", "H200", "H800", "H20", "GH200")
-# Columns of a result that are copied out together, and the rows of the buffer for them.
-COLUMNS = 32
-_OUT_ROWS = 80
 # Parts that are merged without a reduction.
 _FEW_PARTS = 16
-
-# Weighted values [64,H], largest logit (in units of log 2) and sum of weights [64], in registers.
-Carry = tuple[Array, Array, Array]
 
 
 def unsupported(q: Array) -> str | None:
@@ -233,91 +223,6 @@ def registers(warpgroups: int) -> tuple[int, int]:
     return {1: (232, 40), 2: (232, 40), 3: (160, 32)}[warpgroups]
 
 
-def _nothing_attended(head_dim: int) -> Carry:
-    """Nothing attended yet."""
-    rows = ROWS, plgpu.Layout.WGMMA.reduce(1)
-    return (
-        full((ROWS, head_dim), 0.0),
-        full(rows[:1], MASKED, layout=rows[1]),
-        full(rows[:1], 0.0, layout=rows[1]),
-    )
-
-
-def rings_scratch(
-    stages: int, block: int, head_dim: int, dtype: Any, copies: int = 1
-) -> dict[str, Any]:
-    """Two rings [stages,block,H] in shared memory, of keys and of values, and their barriers.
-
-    Every slot of a ring has a barrier `ready`, at which the `copies` that fill it arrive, and a
-    barrier `free`, at which its reader arrives.
-    """
-    ring = tiled(stages, block, head_dim, dtype=dtype)
-    ready = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
-    free = plgpu.Barrier(num_barriers=stages)
-    return dict(rings=(ring, ring), ready=(ready, ready), free=(free, free))
-
-
-def fill_rings(
-    scratch: dict, refs: Sequence, step: Array, slot: Array, copy: Callable[..., None]
-) -> None:
-    """Call copy(ref, ring, ready) for keys and for values, once the step's slot is free."""
-    for ref, ring, ready, free in zip(
-        refs, scratch["rings"], scratch["ready"], scratch["free"], strict=True
-    ):
-        pl.when(step >= ring.shape[0])(functools.partial(plgpu.barrier_wait, free.at[slot]))
-        copy(ref, ring, ready.at[slot])
-
-
-def attend_blocks(
-    blocks: tuple[Any, Any],
-    q: Any,
-    scratch: dict,
-    *,
-    slot_of: Callable[[Array], Array],
-    mask: Callable[[Array, Array], Array],
-    scale: float,
-    interpreted: bool,
-) -> Carry:
-    """Attend to the blocks first <= j < last, as their keys and values come into the rings.
-
-    Args:
-      q: [64,H] in shared memory; rows that are not wanted may hold anything.
-      scratch: holds `rings_scratch`.
-      slot_of: gives the slot of block j in the rings.
-      mask: makes those of block j's logits -inf that are not seen.
-    """
-    rings, ready, free = (scratch[name] for name in ("rings", "ready", "free"))
-
-    def step(j: Array, carry: Carry) -> Carry:
-        acc, top, total = carry
-        slot = slot_of(j)
-        plgpu.barrier_wait(ready[0].at[slot])
-        s = product(q, rings[0].at[slot].transpose((1, 0)))
-        logits = mask(s * (scale * LOG2_E), j)
-        new_top = jnp.maximum(top, logits.max(axis=1))
-        shrink = jnp.exp2(top - new_top)
-        p = jnp.exp2(logits - lax.broadcast_in_dim(new_top, s.shape, [0]))
-        total = total * shrink + p.sum(axis=1)
-        acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
-        p = p.astype(q.dtype)
-        plgpu.barrier_arrive(free[0].at[slot])
-        plgpu.barrier_wait(ready[1].at[slot])
-        acc = add_product(acc, p, rings[1].at[slot], interpreted)
-        plgpu.barrier_arrive(free[1].at[slot])
-        return acc, new_top, total
-
-    return lax.fori_loop(*blocks, step, _nothing_attended(rings[0].shape[-1]))
-
-
-def _attended(carry: Carry) -> tuple[Float[Array, "R H"], Float[Array, " R"]]:
-    """The mean of the values and the natural log-sum-exp; 0 and -inf where nothing was seen."""
-    acc, top, total = carry
-    some = total > 0
-    total = jnp.where(some, total, 1.0)
-    out = acc / lax.broadcast_in_dim(total, acc.shape, [0])
-    return out, jnp.where(some, top / LOG2_E + jnp.log(total), -jnp.inf)
-
-
 def pad_rows(q: Float[Array, "*B R H"]) -> Float[Array, "X R8 H"]:
     """Query rows in whole tiles, leading axes as one."""
     q = q.reshape(-1, *q.shape[-2:])
@@ -347,58 +252,6 @@ def first_rows(ref: Any, rows: int, worker: Any) -> Any:
     return pl.ds(0 if rows <= ref.shape[-2] else worker * 0, rows)
 
 
-def out_scratch(rows: int, most: int = _OUT_ROWS) -> dict[str, Any]:
-    """The shared memory that `write` needs for results of which the first `rows` count.
-
-    Overlapping windows of 64 rows share a buffer of at most `most` rows. The first `rows` rows of
-    each window are its own.
-    """
-    windows = max(w for w in (4, 2, 1) if w == 1 or ROWS + (w - 1) * rows <= most)
-    return dict(
-        out_tile=tiled(ROWS + (windows - 1) * rows, COLUMNS, dtype=jnp.float32),
-        lse_tile=plgpu.SMEM((ROWS,), jnp.float32),
-    )
-
-
-def write_attended(carry: Carry, out_ref: Any, lse_ref: Any, scratch: dict) -> None:
-    """Begin to write the first rows of the output, as many as `out_ref` has, and all log-sum-exps.
-
-    `written` waits until all is there. The next call waits for this one only as long as it must.
-
-    Args:
-      scratch: holds `out_scratch`.
-    """
-    out, lse = _attended(carry)
-    write_rows(out, out_ref, scratch["out_tile"])
-    # The copies of earlier pieces have left `lse_tile` too: `write_rows` has waited for them.
-    scratch["lse_tile"][...] = lse
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(scratch["lse_tile"], lse_ref)
-
-
-def write_rows(x: Array, ref: Any, tile: Any) -> None:
-    """Begin to write the first rows of x [64,M], as many as `ref` [R,M] has.
-
-    Registers are stored to shared memory 64 rows at a time. Where few rows count, the windows of
-    several pieces of columns overlap. A piece overwrites only rows of earlier pieces that do not
-    count, so that no piece waits until another has been copied out.
-    """
-    rows, all_columns = ref.shape
-    windows = (tile.shape[0] - ROWS) // rows + 1
-    for first in range(0, all_columns, windows * COLUMNS):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        columns = range(first, min(first + windows * COLUMNS, all_columns), COLUMNS)
-        for i, column in enumerate(columns):
-            place = tile.at[pl.ds(i * rows, ROWS)]
-            place[...] = x[:, column : column + COLUMNS]
-            # For all warps: this piece must be stored before the next one overwrites its end.
-            plgpu.commit_smem()
-        for i, column in enumerate(columns):
-            plgpu.copy_smem_to_gmem(
-                tile.at[pl.ds(i * rows, rows)], ref.at[:, pl.ds(column, COLUMNS)]
-            )
-
-
 def store_little(x: Array, ref: Any) -> None:
     """Write x from registers to `ref` in global memory, also where x is less than a cache line.
 
@@ -410,11 +263,6 @@ def store_little(x: Array, ref: Any) -> None:
         ref[...] = x
     else:
         store(ref, x, optimized=False)
-
-
-def written() -> None:
-    """Wait for all writes; needed before a kernel ends."""
-    plgpu.wait_smem_to_gmem(0)
 
 
 def merge_parts(

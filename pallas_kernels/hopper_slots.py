@@ -1,10 +1,10 @@
 """Streaming attention of the Mosaic GPU kernels with the slots as rows of the products.
 
-`hopper.attend_blocks` has the queries as the 64 rows of a wgmma, of which a group's queries use
-few. Here a block's slots are the rows and the queries the columns, of which 8 are the fewest: the
-logits are keys @ q.T, and the weighted values values.T @ weights.T. So products and softmax of one
-query take an eighth of the time. Keys and values in 8 bits become 16 bits in registers, on their
-way to the product (`hopper_bits`), and the scales multiply the rows of logits and weights.
+`hopper_rows` has the queries as the 64 rows of a wgmma, of which a group's queries use few. Here a
+block's slots are the rows and the queries the columns, of which 8 are the fewest: the logits are
+keys @ q.T, and the weighted values values.T @ weights.T. So products and softmax of one query take
+an eighth of the time. Keys and values in 8 bits become 16 bits in registers, on their way to the
+product (`hopper_bits`), and the scales multiply the rows of logits and weights.
 
 Two warpgroups take blocks in turn, each with its own largest logits and sums, so that one's waits
 are the other's work. At the end of a piece the second hands its sums to the first, which merges and
@@ -18,8 +18,8 @@ takes 8.37 ms in place of 8.46 under full attention, but 6.00 in place of 5.36 u
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper, hopper_bits
 from pallas_kernels.common import MASKED
 from pallas_kernels.hopper import LOG2_E
+from pallas_kernels.hopper_stream import BLOCK, Reader, Stream, scaled
 from pallas_kernels.quantised import SCALES
 
 # Warpgroups that attend, and the registers of their threads and of those that copy.
@@ -43,41 +44,32 @@ _SCALE_BYTES = jnp.dtype(SCALES).itemsize
 Carry = tuple[Array, Array, Array]
 
 
-def stages(shape: tuple[int, int, int], stored: Sequence[Any], dtype: Any) -> int:
-    """Blocks in flight: as many as shared memory holds, and the same warpgroup's in each place.
-
-    Args:
-      shape: slots of a block, head dim, and rows of queries: a multiple of 8.
-      stored: dtypes of keys and of values.
-      dtype: of the queries.
-    """
-    block, head_dim, rows = shape
+def stages(stream: Stream) -> int:
+    """Blocks in flight: as many as shared memory holds, and the same warpgroup's in each place."""
+    head_dim, rows, itemsize = stream.head_dim, stream.tile_rows, jnp.dtype(stream.dtype).itemsize
     each = sum(
-        block * (head_dim * jnp.dtype(x).itemsize + _SCALE_BYTES * _scaled(x)) for x in stored
+        BLOCK * (head_dim * jnp.dtype(x).itemsize + _SCALE_BYTES * scaled(x)) for x in stream.stored
     )
     # Weights, queries and those of the next head, and sums that are handed on.
-    weights = READERS * rows * block * jnp.dtype(dtype).itemsize
-    queries = (2 if rows == hopper.TILE_ROWS else 1) * rows * head_dim * jnp.dtype(dtype).itemsize
+    weights = READERS * rows * BLOCK * itemsize
+    queries = (2 if rows == hopper.TILE_ROWS else 1) * rows * head_dim * itemsize
     handed = rows * 4 * (head_dim + 4 * READERS + 3)
     found = (_SHARED_BYTES - _OTHER_BYTES - weights - queries - handed) // each
     return min(found // READERS * READERS, _MOST_STAGES)
 
 
-def scratch(
-    shape: tuple[int, int, int], stored: Sequence[Any], dtype: Any, copies: int = 1
-) -> dict[str, Any]:
-    """Rings of keys and of values as `hopper.rings_scratch` has, scales, and what `attend` needs.
+def scratch(stream: Stream, copies: int = 1) -> dict[str, Any]:
+    """Rings of keys and of values as `hopper_rows` has, scales, and what `attend` needs.
 
     Args:
       copies: those that fill a block of keys or values, without its scales.
     """
-    block, head_dim, rows = shape
-    number = stages(shape, stored, dtype)
+    number, head_dim, rows = stages(stream), stream.head_dim, stream.tile_rows
     parts = []
-    for kind in stored:
-        ready = plgpu.Barrier(num_arrivals=copies + _scaled(kind), num_barriers=number)
-        ring = hopper.tiled(number, block, head_dim, dtype=kind)
-        scales = plgpu.SMEM((number, block), SCALES) if _scaled(kind) else None
+    for kind in stream.stored:
+        ready = plgpu.Barrier(num_arrivals=copies + scaled(kind), num_barriers=number)
+        ring = hopper.tiled(number, BLOCK, head_dim, dtype=kind)
+        scales = plgpu.SMEM((number, BLOCK), SCALES) if scaled(kind) else None
         parts.append((ring, ready, plgpu.Barrier(num_barriers=number), scales))
     rings, ready, free, scales = zip(*parts, strict=True)
     return dict(
@@ -85,7 +77,7 @@ def scratch(
         ready=ready,
         free=free,
         scales=scales,
-        weights=hopper.tiled(READERS, rows, block, dtype=dtype),
+        weights=hopper.tiled(READERS, rows, BLOCK, dtype=stream.dtype),
         across=plgpu.SMEM((READERS, 4, rows), jnp.float32),
         handed=plgpu.SMEM((head_dim, rows), jnp.float32),
         handed_sums=plgpu.SMEM((2, rows), jnp.float32),
@@ -95,68 +87,23 @@ def scratch(
     )
 
 
-def _scaled(kind: Any) -> bool:
-    """Whether keys or values of this dtype have 8 bits, and scales."""
-    return jnp.dtype(kind).itemsize == 1
-
-
-def fill(
-    scratch: dict,
-    refs: Sequence,
-    scale_refs: Sequence,
-    step: Array,
-    copy: Callable,
-    copy_scales: Callable,
-) -> None:
-    """Copy a step's keys and values, and the scales there are, once their place is free.
-
-    Args:
-      copy, copy_scales: called with (ref, place, ready).
-    """
-    slot = lax.rem(step, scratch["rings"][0].shape[0])
-    left = list(scale_refs)
-    scales = [(left.pop(0), place) if place is not None else None for place in scratch["scales"]]
-
-    def both(given: tuple[Any, Any], ring: Any, ready: Any) -> None:
-        ref, scales = given
-        copy(ref, ring.at[slot], ready)
-        if scales is not None:
-            copy_scales(scales[0], scales[1].at[slot], ready)
-
-    hopper.fill_rings(scratch, list(zip(refs, scales, strict=True)), step, slot, both)
-
-
-def drain(scratch: dict, steps: Array) -> None:
-    """Wait until the last of `steps` copied blocks have been used."""
-    for free in scratch["free"]:
-        hopper.drain(free, steps, scratch["rings"][0].shape[0])
-
-
-class Reader(NamedTuple):
-    """One of the warpgroups that attend: its number below READERS, and what it works with."""
-
-    number: Array
-    scratch: dict[str, Any]
-    interpreted: bool
-
-
 def attend(
     me: Reader,
     blocks: tuple[Any, Any],
     q: Any,
     *,
-    ahead: Any,
     mask: Callable[[Array, Array], Array],
-    scale: float,
+    ahead: Any = None,
 ) -> Carry:
     """Attend to this warpgroup's ones of the blocks first <= j < last, as they come.
 
     Args:
       q: [N,H] in shared memory, for 8 bits `hopper_bits.in_column_order`.
-      ahead: block j is step `ahead` + j of the rings.
       mask: makes those of block j's logits [slots,N] -inf that are not seen.
+      ahead: block j is step `ahead` + j of the rings; None is 0.
     """
-    reader, scratch, interpreted = me
+    (reader, scratch, stream), ahead = me, 0 if ahead is None else ahead
+    interpreted = stream.interpret is not None
     rings, ready, free = (scratch[name] for name in ("rings", "ready", "free"))
     places, block, head_dim = rings[0].shape
     scales = scratch["scales"]
@@ -177,7 +124,7 @@ def attend(
         s = hopper.add_product(nothing, keys, q.transpose((1, 0)), interpreted)
         s = _times(s, scales[0], slot)
         plgpu.barrier_arrive(free[0].at[slot])
-        logits = mask(s * (scale * LOG2_E), j)
+        logits = mask(s * (stream.scale * LOG2_E), j)
         new_top = jnp.maximum(top, hopper_bits.over_rows(logits, across, "max", interpreted))
         shrink = jnp.exp2(top - new_top)
         p = jnp.exp2(logits - lax.broadcast_in_dim(new_top, logits.shape, [1]))
@@ -225,7 +172,8 @@ def write(me: Reader, carry: Carry, out_ref: Any, lse_ref: Any, *, number: Any) 
       out_ref, lse_ref: [N,H] and [N] in global memory.
       number: of the piece, from 0.
     """
-    reader, scratch, interpreted = me
+    reader, scratch, stream = me
+    interpreted = stream.interpret is not None
     acc, top, totals = carry
     total = hopper_bits.over_rows(totals, scratch["across"].at[reader], "sum", interpreted)
     handed, sums = scratch["handed"], scratch["handed_sums"]
@@ -266,8 +214,14 @@ def write(me: Reader, carry: Carry, out_ref: Any, lse_ref: Any, *, number: Any) 
         plgpu.copy_smem_to_gmem(scratch["lse_tile"], lse_ref)
 
 
+def write_logits(me: Reader, logits: Array, ref: Any) -> None:
+    """Write a block's logits [slots,N] to `ref` [N,slots]."""
+    logits = plgpu.layout_cast(logits, plgpu.Layout.WGMMA_TRANSPOSED)
+    hopper.store_little(logits, ref.transpose((1, 0)))
+
+
 def finish(me: Reader, pieces: Any) -> None:
     """Wait for all writes and all hands: each warpgroup calls this after its last piece."""
     taken = me.scratch["taken"]
     pl.when((me.number == 1) & (pieces > 0))(functools.partial(plgpu.barrier_wait, taken))
-    hopper.written()
+    plgpu.wait_smem_to_gmem(0)

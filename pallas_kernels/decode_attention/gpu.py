@@ -39,7 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float
 
-from pallas_kernels import hopper, hopper_bits, hopper_slots
+from pallas_kernels import hopper, hopper_bits, hopper_slots, hopper_stream
 from pallas_kernels.common import (
     Attended,
     PerQuery,
@@ -51,7 +51,6 @@ from pallas_kernels.common import (
     unpack_rows,
 )
 from pallas_kernels.decode_attention.gpu_plan import (
-    BLOCK,
     MAX_BATCH,
     FewLines,
     Job,
@@ -61,10 +60,9 @@ from pallas_kernels.decode_attention.gpu_plan import (
     plan_of,
 )
 from pallas_kernels.dispatch import in_8_bits
+from pallas_kernels.hopper_stream import BLOCK
 from pallas_kernels.quantised import AnyStored, Quantised, parts_of
 
-_STAGES = 3  # steps in flight
-_LOGIT_ROWS = 96  # of the buffer through which logits are written
 # The merge: threads of a block, each with one channel of one row or two, and the most pieces that
 # registers hold.
 _MERGE_THREADS, _MERGE_MOST = 128, 40
@@ -149,20 +147,24 @@ def _attention(
     low, high = bounds
     batch, kv_heads, slots, head_dim = k.shape
     numbers, scales = parts_of(k, v)
+    stream = hopper_stream.Stream(
+        rows=q.shape[1] * q.shape[2] // kv_heads,
+        head_dim=head_dim,
+        dtype=q.dtype,
+        stored=(numbers[0].dtype, numbers[1].dtype),
+        scale=scale,
+        interpret=interpret,
+        # A block's logits leave at once.
+        out_rows=96 if logits else 80,
+    )
     job = Job(
         batch=batch,
         kv_heads=kv_heads,
-        rows=q.shape[1] * q.shape[2] // kv_heads,
-        head_dim=head_dim,
         group=q.shape[2] // kv_heads,
-        dtype=q.dtype,
-        scale=scale,
         workers=hopper.processors(),
-        interpret=interpret,
         windowed=low is not None,
         logits=logits,
-        stored=(numbers[0].dtype, numbers[1].dtype),
-        by_slots=bool(scales),
+        stream=stream,
     )
     if job.few:
         # A launch less. Without a window every row begins at 0.
@@ -178,7 +180,7 @@ def _attention(
     lse = unpack_rows(lse_BKR, q.shape[1])
     if not logits:
         return out, lse, None
-    logits_BKGS = found[0].reshape(batch, kv_heads, job.tile_rows, -1)[:, :, : job.rows]
+    logits_BKGS = found[0].reshape(batch, kv_heads, stream.tile_rows, -1)[:, :, : stream.rows]
     return out, lse, logits_BKGS.reshape(batch, q.shape[2], slots)
 
 
@@ -195,42 +197,31 @@ def _partials(
     Args:
       caches: the numbers of keys and values, then the scales of those in 8 bits.
     """
-    parts = job.workers + job.batch * job.kv_heads
-    logits = job.batch * job.kv_heads, job.tile_rows, caches[0].shape[2]
-    if job.by_slots:
-        lse_rows, threads = job.tile_rows, 1 + hopper_slots.READERS
-        q_rows = job.q_tiles * job.tile_rows
-        used = hopper_slots.scratch(job.shape, job.stored, job.dtype)
-    else:
-        lse_rows, threads = hopper.ROWS, 2
-        # The tiles of 64 rows overlap: of each the first rows count.
-        q_rows = hopper.ROWS + (job.q_tiles - 1) * job.tile_rows
-        used = hopper.rings_scratch(_STAGES, BLOCK, job.head_dim, job.dtype)
-        # A block's logits leave at once.
-        used |= hopper.out_scratch(job.tile_rows, *([_LOGIT_ROWS] if job.logits else []))
+    stream, parts = job.stream, job.workers + job.batch * job.kv_heads
+    logits = job.batch * job.kv_heads, stream.tile_rows, caches[0].shape[2]
+    # Tiles of 64 rows overlap: of each the first rows count.
+    q_rows = stream.operand_rows + (job.q_tiles - 1) * stream.tile_rows
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
-            jax.ShapeDtypeStruct((parts, job.tile_rows, job.head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((parts, lse_rows), jnp.float32),
+            jax.ShapeDtypeStruct((parts, stream.tile_rows, stream.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((parts, stream.operand_rows), jnp.float32),
             *([jax.ShapeDtypeStruct(logits, jnp.float32)] if job.logits else []),
         ),
         scratch_types=dict(
             **({} if job.few else dict(plan=plgpu.SMEM(plan[0].shape, jnp.int32))),
-            q_tiles=hopper.tiled(q_rows, job.head_dim, dtype=job.dtype),
+            q_tiles=hopper.tiled(q_rows, stream.head_dim, dtype=stream.dtype),
             planned=plgpu.Barrier(),
             asked=plgpu.Barrier(num_barriers=job.q_tiles),
-            answered=plgpu.Barrier(
-                num_arrivals=hopper_slots.READERS if job.by_slots else 1, num_barriers=job.q_tiles
-            ),
-            **used,
+            answered=plgpu.Barrier(num_arrivals=job.form.READERS, num_barriers=job.q_tiles),
+            **job.form.scratch(stream),
         ),
         grid=(job.workers,),
         grid_names=("worker",),
-        num_threads=threads,
+        num_threads=1 + job.form.READERS,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=job.interpret,
+        interpret=stream.interpret,
         kernel_name="decode_attention",
     )
     return kernel(*plan, hopper.pad_rows(q), *caches)
@@ -243,7 +234,8 @@ def _kernel(*refs, job: Job, **scratch):
     caches, out_refs = refs[:given], refs[given:]
     role, planned = lax.axis_index("role"), scratch["planned"]
     plan: Any = FewLines.of(plan_refs, job) if job.few else scratch["plan"]
-    readers = hopper_slots.READERS if job.by_slots else 1
+    readers = job.form.READERS
+    more, fewer = hopper_slots.REGISTERS if job.stream.by_slots else (208, 56)
 
     def wait_for_plan() -> None:
         if not job.few:
@@ -251,31 +243,22 @@ def _kernel(*refs, job: Job, **scratch):
 
     @pl.when(role == readers)
     def _copies():
-        plgpu.set_max_registers(56, action="decrease")
+        plgpu.set_max_registers(fewer, action="decrease")
         if not job.few:
             plgpu.copy_gmem_to_smem(plan_refs[0], plan, planned)
         wait_for_plan()
         work = functools.partial(_fetch, (q_ref, *caches), job, scratch)
         pieces, steps = each_piece(plan, job, work)
         hopper.drain(scratch["answered"], pieces, job.q_tiles)
-        if job.by_slots:
-            hopper_slots.drain(scratch, steps)
-            return
-        for free in scratch["free"]:
-            hopper.drain(free, steps, _STAGES)
+        hopper_stream.drain(scratch, steps)
 
     @pl.when(role < readers)
     def _attention():
-        most = hopper_slots.REGISTERS[0] if job.by_slots else 208
-        plgpu.set_max_registers(most, action="increase")
+        plgpu.set_max_registers(more, action="increase")
         wait_for_plan()
-        if job.by_slots:
-            me = hopper_slots.Reader(role, scratch, job.interpret is not None)
-            attend = functools.partial(_attend_by_slots, out_refs, job, me)
-            hopper_slots.finish(me, each_piece(plan, job, attend)[0])
-        else:
-            each_piece(plan, job, functools.partial(_attend, out_refs, job, scratch))
-            hopper.written()
+        me = hopper_stream.Reader(role, scratch, job.stream)
+        attend = functools.partial(_attend, out_refs, job, me)
+        job.form.finish(me, each_piece(plan, job, attend)[0])
 
 
 def _fetch(refs, job: Job, scratch: dict, piece: Piece) -> None:
@@ -287,7 +270,8 @@ def _fetch(refs, job: Job, scratch: dict, piece: Piece) -> None:
     def _():
         plgpu.barrier_wait(scratch["answered"].at[tile])
 
-    place = scratch["q_tiles"].at[pl.ds(tile * job.tile_rows, job.tile_rows)]
+    rows = job.stream.tile_rows
+    place = scratch["q_tiles"].at[pl.ds(tile * rows, rows)]
     head = piece.row * job.kv_heads + piece.head
     plgpu.copy_gmem_to_smem(q_ref.at[head], place, scratch["asked"].at[tile])
 
@@ -299,75 +283,41 @@ def _fetch(refs, job: Job, scratch: dict, piece: Piece) -> None:
         def copy(ref, place, ready):
             plgpu.copy_gmem_to_smem(ref.at[block], place, ready)
 
-        if job.by_slots:
-            hopper_slots.fill(scratch, caches[:2], caches[2:], step, copy, copy)
-            return
-        slot = lax.rem(step, _STAGES)
-        hopper.fill_rings(
-            scratch, caches, step, slot, lambda ref, ring, ready: copy(ref, ring.at[slot], ready)
-        )
+        hopper_stream.fill(scratch, caches[:2], caches[2:], step, copy, copy)
 
 
-def _attend(refs, job: Job, scratch: dict, piece: Piece) -> None:
+def _attend(refs, job: Job, me: hopper_stream.Reader, piece: Piece) -> None:
     """Attend to the piece's slots, and write the result to the piece's part."""
+    scratch, stream = me.scratch, job.stream
     out_ref, lse_ref, *logits_ref = refs
     tile = lax.rem(piece.number, job.q_tiles)
-    queries = scratch["q_tiles"].at[pl.ds(tile * job.tile_rows, hopper.ROWS)]
+    queries = scratch["q_tiles"].at[pl.ds(tile * stream.tile_rows, stream.operand_rows)]
     plgpu.barrier_wait(scratch["asked"].at[tile])
 
     def mask(s: Array, j: Array) -> Array:
         s = _mask(s, j * BLOCK, piece, job)
         for ref in logits_ref:
-            place = ref.at[piece.row * job.kv_heads + piece.head, :, pl.ds(j * BLOCK, BLOCK)]
-            hopper.write_rows(s * (1 / hopper.LOG2_E), place, scratch["out_tile"])
-        return s
-
-    carry = hopper.attend_blocks(
-        (piece.first, piece.last),
-        queries,
-        scratch,
-        slot_of=lambda j: lax.rem(piece.ahead + j, _STAGES),
-        mask=mask,
-        scale=job.scale,
-        interpreted=job.interpret is not None,
-    )
-    plgpu.barrier_arrive(scratch["answered"].at[tile])
-    hopper.write_attended(carry, out_ref.at[piece.part], lse_ref.at[piece.part], scratch)
-
-
-def _attend_by_slots(refs, job: Job, me: hopper_slots.Reader, piece: Piece) -> None:
-    """`_attend` of one of the warpgroups that take blocks in turn."""
-    scratch = me.scratch
-    out_ref, lse_ref, *logits_ref = refs
-    tile = lax.rem(piece.number, job.q_tiles)
-    queries = scratch["q_tiles"].at[pl.ds(tile * job.tile_rows, job.tile_rows)]
-    plgpu.barrier_wait(scratch["asked"].at[tile])
-
-    def mask(s: Array, j: Array) -> Array:
-        s = _mask(s, j * BLOCK, piece, job, axis=0)
-        for ref in logits_ref:
             head = piece.row * job.kv_heads + piece.head
-            place = ref.at[head, :, pl.ds(j * BLOCK, BLOCK)].transpose((1, 0))
-            logits = plgpu.layout_cast(s * (1 / hopper.LOG2_E), plgpu.Layout.WGMMA_TRANSPOSED)
-            hopper.store_little(logits, place)
+            place = ref.at[head, :, pl.ds(j * BLOCK, BLOCK)]
+            job.form.write_logits(me, s * (1 / hopper.LOG2_E), place)
         return s
 
     blocks = piece.first, piece.last
-    how: dict[str, Any] = dict(ahead=piece.ahead, mask=mask, scale=job.scale)
-    carry = hopper_slots.attend(me, blocks, queries, **how)
+    carry = job.form.attend(me, blocks, queries, mask=mask, ahead=piece.ahead)
     plgpu.barrier_arrive(scratch["answered"].at[tile])
     part = out_ref.at[piece.part], lse_ref.at[piece.part]
-    hopper_slots.write(me, carry, *part, number=piece.number)
+    job.form.write(me, carry, *part, number=piece.number)
 
 
-def _mask(s: Array, slot: Array, piece: Piece, job: Job, axis: int = 1) -> Array:
-    """-inf where a slot of that axis, counted from `slot`, is not seen by the other axis' query."""
+def _mask(s: Array, slot: Array, piece: Piece, job: Job) -> Array:
+    """-inf where a slot, counted from `slot`, is not seen by the query."""
+    axis = job.stream.slots_axis
     slots = hopper.iota(s.shape, axis) + slot
     seen = slots < piece.high
     if job.windowed:
         low = (
             piece.low
-            if job.rows == job.group
+            if job.stream.rows == job.group
             else piece.low + lax.div(hopper.iota(s.shape, 1 - axis), job.group)
         )
         seen = seen & (slots >= low)
@@ -383,9 +333,10 @@ def _merged(
 ) -> tuple[Float[Array, "B K R H"], Float[Array, "B K R"]]:
     """Every head's parts by their log-sum-exp; a head without any is 0 and -inf."""
     heads, parts = job.batch * job.kv_heads, job.parts
+    rows, head_dim = job.stream.rows, job.stream.head_dim
     if parts <= _MERGE_MOST:
-        together = _MERGE_THREADS // job.head_dim
-        groups = pl.cdiv(job.rows, together)
+        together = _MERGE_THREADS // head_dim
+        groups = pl.cdiv(rows, together)
         kernel = plgpu.kernel(
             functools.partial(_merge_kernel, job=job, together=together),
             out_type=(
@@ -395,18 +346,18 @@ def _merged(
             grid=(heads, groups),
             grid_names=("head", "group"),
             compiler_params=plgpu.CompilerParams(approx_math=True),
-            interpret=job.interpret,
+            interpret=job.stream.interpret,
             kernel_name="merge_decode_attention",
         )
         out, lse = kernel(*plan, out.reshape(out.shape[0], -1, _MERGE_THREADS), lse)
-        out, lse = out.reshape(heads, -1, job.head_dim)[:, : job.rows], lse[:, : job.rows]
+        out, lse = out.reshape(heads, -1, head_dim)[:, :rows], lse[:, :rows]
     else:
         lines = FewLines.of(plan, job) if job.few else plan[0]
         at_XP, mine_XP = part_of(lines, jnp.arange(heads)[:, None], jnp.arange(parts), job)
         mine_XP1 = mine_XP[..., None]
-        lse = jnp.where(mine_XP1, lse.at[at_XP, : job.rows].get(mode="clip"), -jnp.inf)
+        lse = jnp.where(mine_XP1, lse.at[at_XP, :rows].get(mode="clip"), -jnp.inf)
         # Parts that were not written may hold anything.
-        out = jnp.where(mine_XP1[..., None], out.at[at_XP, : job.rows].get(mode="clip"), 0.0)
+        out = jnp.where(mine_XP1[..., None], out.at[at_XP, :rows].get(mode="clip"), 0.0)
         out, lse = hopper.merge_parts(out, lse, 1)
     shape = job.batch, job.kv_heads
     return out.reshape(*shape, *out.shape[1:]), lse.reshape(*shape, -1)
@@ -424,7 +375,7 @@ def _merge_kernel(*refs, job: Job, together: int) -> None:
     head, group = lax.axis_index("head"), lax.axis_index("group")
     shape, last = (_MERGE_THREADS,), out_ref.shape[0] - 1
     thread = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_MERGE_LAYOUT)
-    mine = [lax.div(thread, job.head_dim) == i for i in range(together)]
+    mine = [lax.div(thread, job.stream.head_dim) == i for i in range(together)]
     means, lses = [], []
     for i in range(job.parts):
         piece, there = part_of(plan, head, i, job)

@@ -13,14 +13,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jaxtyping import Int
 
-from pallas_kernels import hopper
+from pallas_kernels import hopper, hopper_rows, hopper_slots
 from pallas_kernels.common import PerRow
+from pallas_kernels.hopper_stream import BLOCK, Stream
 
 _BASE, _LOW, _HIGH, _STEPS = range(4)  # columns of the plan
 MAX_BATCH = 240  # lines of the plan that fit shared memory
 _FEW = 8  # rows whose plan every block of threads makes in its registers
-# Slots of one step, and how many steps it takes to begin a head.
-BLOCK, _BEGIN = 128, 1
+_BEGIN = 1  # steps that it takes to begin a head; a block of slots is one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,32 +29,20 @@ class Job:
 
     batch: int
     kv_heads: int
-    rows: int
-    head_dim: int
     group: int
-    dtype: Any
-    scale: float
     workers: int
-    interpret: Any
     windowed: bool
     logits: bool
-    stored: tuple[Any, Any]  # dtypes of keys and of values
-    by_slots: bool
+    stream: Stream
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Slots of a step, head dim and rows, as `hopper_slots` takes them."""
-        return BLOCK, self.head_dim, self.tile_rows
+    def form(self) -> Any:
+        return hopper_slots if self.stream.by_slots else hopper_rows
 
     @property
     def few(self) -> bool:
         """Whether the kernels are given the rows' bounds in place of the plan."""
         return self.batch <= _FEW
-
-    @property
-    def tile_rows(self) -> int:
-        """Rows read and written: whole tiles."""
-        return pl.cdiv(self.rows, hopper.TILE_ROWS) * hopper.TILE_ROWS
 
     @property
     def parts(self) -> int:
@@ -65,7 +53,7 @@ class Job:
     @property
     def q_tiles(self) -> int:
         """Heads whose queries are in shared memory: the next one's too where there is room."""
-        return 2 if self.tile_rows == hopper.TILE_ROWS else 1
+        return 2 if self.stream.tile_rows == hopper.TILE_ROWS else 1
 
 
 @dataclass(frozen=True, kw_only=True)

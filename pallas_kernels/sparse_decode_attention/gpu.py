@@ -46,11 +46,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from pallas_kernels import hopper, hopper_bits, hopper_slots
+from pallas_kernels import hopper, hopper_bits, hopper_slots, hopper_stream
 from pallas_kernels.common import PerRow, Stored
+from pallas_kernels.hopper_stream import BLOCK
 from pallas_kernels.quantised import AnyStored, Quantised, parts_of
 from pallas_kernels.sparse_decode_attention.gpu_job import (
-    BLOCK,
     ID_LINE,
     ID_LINES,
     Job,
@@ -67,7 +67,6 @@ from pallas_kernels.sparse_decode_attention.lists import (
 
 # Pages of a step are the copies that a barrier waits for.
 _PAGE_SIZES = (8, 16, 32, 64, 128)
-_STAGES = 3
 
 
 def unsupported(q: Array, k: AnyStored, lists: int, page_size: int, priors: int) -> str | None:
@@ -114,6 +113,14 @@ def sparse_decode_attention(
     lists = lists_of(ids, kv_heads) if pages.heads is None else 1
     rows = rows_of(q, prior, lists)
     caches, scales = parts_of(k, v)
+    stream = hopper_stream.Stream(
+        rows=rows.shape[2],
+        head_dim=k.shape[3],
+        dtype=q.dtype,
+        stored=(caches[0].dtype, caches[1].dtype),
+        scale=scale,
+        interpret=interpret,
+    )
     job = Job(
         **cut_lists(pages, batch * lists, length),
         batch=batch,
@@ -121,16 +128,10 @@ def sparse_decode_attention(
         kv_heads=kv_heads,
         pages_of_head=k.shape[2] // pages.size,
         shared_pages=0 if shared is None else shared.k.shape[2] // pages.size,
-        rows=rows.shape[2],
         group=None if pages.heads is None else q.shape[2] // kv_heads,
-        head_dim=k.shape[3],
-        dtype=q.dtype,
         page_size=pages.size,
         first_page=pages.first,
-        scale=scale,
-        interpret=interpret,
-        stored=(caches[0].dtype, caches[1].dtype),
-        by_slots=bool(scales),
+        stream=stream,
     )
     # Apart, as they come from the program: to join them would be a launch.
     bounds: tuple[Array, ...] = (pages.start, pages.stop)
@@ -150,8 +151,8 @@ def sparse_decode_attention(
     ids = jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, 0), (0, room - length)), constant_values=-1)
     padded_out, padded_lse = _partials(rows, (*caches, *theirs), tuple(scales), ids, bounds, job)
     shape = batch, lists, job.splits
-    out = padded_out[:, :, : job.rows].reshape(*shape, job.rows, job.head_dim)
-    lse = padded_lse[:, :, : job.rows].reshape(*shape, job.rows)
+    out = padded_out[:, :, : stream.rows].reshape(*shape, stream.rows, stream.head_dim)
+    lse = padded_lse[:, :, : stream.rows].reshape(*shape, stream.rows)
     if job.splits == 1:
         return results_of(out[:, :, 0], lse[:, :, 0], q)
     return results_of(*hopper.merge_parts(out, lse, 2), q)
@@ -218,40 +219,31 @@ def _partials(
       caches: the numbers of keys and values, and of those that rows share.
       scales: of those in 8 bits, of the listed slots.
     """
-    batch = q.shape[0]
+    batch, stream = q.shape[0], job.stream
     # One axis of all pages of a row, as entries number them.
-    paged = [x.reshape(len(x), -1, job.page_size, job.head_dim) for x in caches]
-    q = hopper.whole_rows(q, job.interpret)
+    paged = [x.reshape(len(x), -1, job.page_size, stream.head_dim) for x in caches]
+    q = hopper.whole_rows(q, stream.interpret)
     parts = batch * job.lists, job.splits
     # Each piece's, or those of all.
     ids = ids.reshape(batch * ids.shape[1], 1 if job.listed else job.splits, -1, ID_LINE)
-    if job.by_slots:
-        used = hopper_slots.scratch(job.shape, job.stored, job.dtype, job.pages)
-        q_rows = lse_rows = job.tile_rows
-        threads = 1 + hopper_slots.READERS
-    else:
-        used = hopper.rings_scratch(_STAGES, BLOCK, job.head_dim, job.dtype, job.pages)
-        used |= hopper.out_scratch(job.tile_rows)
-        q_rows = lse_rows = hopper.ROWS
-        threads = 2
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
-            jax.ShapeDtypeStruct((*parts, job.tile_rows, job.head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((*parts, lse_rows), jnp.float32),
+            jax.ShapeDtypeStruct((*parts, stream.tile_rows, stream.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((*parts, stream.operand_rows), jnp.float32),
         ),
         scratch_types=dict(
             ids=plgpu.SMEM(ids.shape[-2:], jnp.int32),
-            q_tile=hopper.tiled(q_rows, job.head_dim, dtype=job.dtype),
+            q_tile=hopper.tiled(stream.operand_rows, stream.head_dim, dtype=stream.dtype),
             loaded=plgpu.Barrier(num_barriers=2),
-            **used,
+            **job.form.scratch(stream, job.pages),
         ),
         grid=parts,
         grid_names=("list", "split"),
-        num_threads=threads,
+        num_threads=1 + job.form.READERS,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=job.interpret,
+        interpret=stream.interpret,
         kernel_name="sparse_decode_attention",
     )
     limits = [x.astype(jnp.int32) for x in bounds]
@@ -278,18 +270,18 @@ def _kernel(*refs, job: Job, **scratch):
         own=bound_refs[3][row] if job.shared_pages else None,
     )
 
-    readers = hopper_slots.READERS if job.by_slots else 1
+    readers = job.form.READERS
+    more, fewer = hopper_slots.REGISTERS if job.stream.by_slots else (232, 40)
 
     @pl.when(role == readers)
     def _copies():
-        least = hopper_slots.REGISTERS[1] if job.by_slots else 40
-        plgpu.set_max_registers(least, action="decrease")
+        plgpu.set_max_registers(fewer, action="decrease")
         # A list of its own, or one for all.
         its_ids = each if ids_ref.shape[0] == job.batch * job.lists else row
         mine = ids_ref.at[its_ids, 0 if job.listed else split]
         plgpu.copy_gmem_to_smem(mine, scratch["ids"], loaded.at[0])
-        rows = hopper.first_rows(q_ref, job.tile_rows, each)
-        tile = scratch["q_tile"].at[pl.ds(0, job.tile_rows)]
+        rows = hopper.first_rows(q_ref, job.stream.tile_rows, each)
+        tile = scratch["q_tile"].at[pl.ds(0, job.stream.tile_rows)]
         plgpu.copy_gmem_to_smem(q_ref.at[each, rows], tile, loaded.at[1])
         plgpu.barrier_wait(loaded.at[0])
         scales = [ref.at[each] for ref in scale_refs]
@@ -299,32 +291,17 @@ def _kernel(*refs, job: Job, **scratch):
 
     @pl.when(role < readers)
     def _attention():
-        most = hopper_slots.REGISTERS[0] if job.by_slots else 232
-        plgpu.set_max_registers(most, action="increase")
+        plgpu.set_max_registers(more, action="increase")
         plgpu.barrier_wait(loaded.at[1])
         plgpu.barrier_wait(loaded.at[0])
         mask = functools.partial(
             _mask if job.group is None else _mask_own_head, piece=piece, job=job
         )
-        if job.by_slots:
-            me = hopper_slots.Reader(role, scratch, job.interpret is not None)
-            blocks, how = (0, _steps(piece, job)), dict[str, Any](mask=mask, scale=job.scale)
-            carry = hopper_slots.attend(me, blocks, scratch["q_tile"], ahead=0, **how)
-            part = out_ref.at[each, split], lse_ref.at[each, split]
-            hopper_slots.write(me, carry, *part, number=0)
-            hopper_slots.finish(me, 1)
-            return
-        carry = hopper.attend_blocks(
-            (0, _steps(piece, job)),
-            scratch["q_tile"],
-            scratch,
-            slot_of=lambda i: lax.rem(i, _STAGES),
-            mask=mask,
-            scale=job.scale,
-            interpreted=job.interpret is not None,
-        )
-        hopper.write_attended(carry, out_ref.at[each, split], lse_ref.at[each, split], scratch)
-        hopper.written()
+        me = hopper_stream.Reader(role, scratch, job.stream)
+        blocks, part = (0, _steps(piece, job)), (out_ref.at[each, split], lse_ref.at[each, split])
+        carry = job.form.attend(me, blocks, scratch["q_tile"], mask=mask)
+        job.form.write(me, carry, *part, number=0)
+        job.form.finish(me, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,24 +405,14 @@ def _fetch(
             block = pl.ds((piece.first + i) * BLOCK, BLOCK)
             plgpu.copy_gmem_to_smem(ref.at[block], place, ready)
 
-        if job.by_slots:
-            hopper_slots.fill(scratch, refs, scale_refs, i, copy, copy_scales)
-            return
-        slot = lax.rem(i, _STAGES)
-        hopper.fill_rings(
-            scratch, refs, i, slot, lambda ref, ring, ready: copy(ref, ring.at[slot], ready)
-        )
+        hopper_stream.fill(scratch, refs, scale_refs, i, copy, copy_scales)
 
-    if job.by_slots:
-        hopper_slots.drain(scratch, steps)
-        return
-    for free in scratch["free"]:
-        hopper.drain(free, steps, _STAGES)
+    hopper_stream.drain(scratch, steps)
 
 
 def _mask(s: Array, step: Array, *, piece: _Piece, job: Job) -> Array:
     """-inf outside the bounds, where the slots of a page that is none (-1) lie too: below 0."""
-    column, limits, whole = hopper.iota(s.shape, job.slots_axis), [], jnp.bool_(True)
+    column, limits, whole = hopper.iota(s.shape, job.stream.slots_axis), [], jnp.bool_(True)
     for j in range(job.pages):
         begin = _id(piece, step, j, job) * job.page_size
         first, last = _seen(piece, step, j, job)
@@ -471,10 +438,10 @@ def _mask_own_head(s: Array, step: Array, *, piece: _Piece, job: Job) -> Array:
     # Of -1 the head is 0 and the page -1.
     pages = [entry - head * job.pages_of_head for entry, head in zip(entries, heads, strict=True)]
     slot = _slots(s.shape, pages, job)
-    row = hopper.iota(s.shape, 1 - job.slots_axis)
+    row = hopper.iota(s.shape, 1 - job.stream.slots_axis)
     queries = job.group * job.kv_heads
     row_head = lax.div(jnp.where(row >= queries, row - queries, row), job.group)
-    column = hopper.iota(s.shape, job.slots_axis)
+    column = hopper.iota(s.shape, job.stream.slots_axis)
     head = jnp.full_like(column, 0) + heads[0]
     for j in range(1, job.pages):
         head = jnp.where(column >= j * job.page_size, heads[j], head)
@@ -485,7 +452,7 @@ def _mask_own_head(s: Array, step: Array, *, piece: _Piece, job: Job) -> Array:
 
 def _slots(shape: tuple[int, ...], pages: list[Array], job: Job) -> Array:
     """The slot of every column of a block."""
-    column = hopper.iota(shape, job.slots_axis)
+    column = hopper.iota(shape, job.stream.slots_axis)
     slot = column
     for j, page in enumerate(pages):
         mine = column >= j * job.page_size

@@ -5,11 +5,10 @@ from typing import Any
 
 from jax.experimental import pallas as pl
 
-from pallas_kernels import hopper
+from pallas_kernels import hopper, hopper_rows, hopper_slots
+from pallas_kernels.hopper_stream import BLOCK, Stream
 from pallas_kernels.sparse_decode_attention.lists import Pages
 
-# Slots of a step.
-BLOCK = 128
 # Page ids of a worker's piece of a list pass through shared memory in lines of 16 bytes, the least
 # that TMA copies, and in as many as one copy takes.
 ID_LINE, ID_LINES = 4, 256
@@ -24,10 +23,7 @@ class Job:
     kv_heads: int
     pages_of_head: int
     shared_pages: int  # of a head, of the slots that rows share; 0 where they share none
-    rows: int  # query rows of a list
     group: int | None  # query heads of a kv head in a flat list; None for lists of one head
-    head_dim: int
-    dtype: Any
     page_size: int
     splits: int
     share: int  # steps of a worker at most
@@ -35,20 +31,11 @@ class Job:
     before: int  # pages at the row's beginning that follow the listed ones
     after: int  # pages from the bound `stop` on that follow these
     first_page: int  # the page that is listed as 0
-    scale: float
-    interpret: Any
-    stored: tuple[Any, Any]  # dtypes of keys and of values
-    by_slots: bool
+    stream: Stream
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Slots of a step, head dim and rows, as `hopper_slots` takes them."""
-        return BLOCK, self.head_dim, self.tile_rows
-
-    @property
-    def slots_axis(self) -> int:
-        """The axis of the logits along which the slots lie."""
-        return 0 if self.by_slots else 1
+    def form(self) -> Any:
+        return hopper_slots if self.stream.by_slots else hopper_rows
 
     @property
     def slots(self) -> int:
@@ -59,11 +46,6 @@ class Job:
     def pages(self) -> int:
         """Pages of a step."""
         return BLOCK // self.page_size
-
-    @property
-    def tile_rows(self) -> int:
-        """Rows read and written: whole tiles."""
-        return pl.cdiv(self.rows, hopper.TILE_ROWS) * hopper.TILE_ROWS
 
 
 def cut_lists(pages: Pages, lists: int, length: int) -> dict[str, int]:
