@@ -25,16 +25,12 @@ class Kernel(NamedTuple):
     Attributes:
       unsupported: gives the reason why it cannot run these arguments, or None where it can. None
         in its place: it runs all of them, everywhere.
-      held_back: why it is not preferred, and runs only by its name; None where it is preferred.
       planes: whether it reads a `Plane` where it lies; others are given the layer's part.
-      eight_bits: whether it reads what is stored in 8 bits (see `quantised`).
     """
 
     run: Callable[..., Any]
     unsupported: Callable[[], str | None] | None
-    held_back: str | None = None
     planes: bool = False
-    eight_bits: bool = False
 
 
 class UnknownImplementation(ValueError):
@@ -66,9 +62,6 @@ def select(
     operation: str,
     asked: str | None,
     shapes: str,
-    *,
-    eight_bits: bool = False,
-    stored: str = "keys and values",
     **implementations: Callable[..., Any] | Kernel,
 ) -> Callable[..., Any]:
     """The implementation to run.
@@ -76,7 +69,6 @@ def select(
     Args:
       asked: the name that the caller gave, or None to choose one.
       shapes: what the log shows of the arguments; one line is logged for each.
-      eight_bits: whether `stored` arguments are in 8 bits.
       implementations: functions that run anywhere, `xla` among them, and the platforms' `Kernel`s.
 
     Raises:
@@ -84,20 +76,19 @@ def select(
       UnknownImplementation: there is none of that name.
     """
     on = platform()
-    shapes = f"{shapes}, {stored} in int8" if eight_bits else shapes
     if asked is not None:
         if asked not in implementations:
             raise UnknownImplementation(operation, asked, tuple(implementations))
         chosen, why, found = asked, "asked for", implementations[asked]
         if isinstance(found, Kernel) and found.unsupported is not None:
             needs = f"it needs platform {asked}, this program is for {on}"
-            reason = _reason(found, eight_bits, stored) if asked == on else needs
+            reason = found.unsupported() if asked == on else needs
             if reason is not None:
                 raise NotImplementedError(f"{operation}: {asked!r} cannot run {shapes}: {reason}")
     else:
         chosen, why, found = "xla", "no kernel for this platform", implementations.get(on)
         if isinstance(found, Kernel):
-            reason = found.held_back or _reason(found, eight_bits, stored)
+            reason = found.unsupported and found.unsupported()
             chosen, why = (on, "preferred") if reason is None else ("xla", f"not {on}: {reason}")
     _log_once(operation, on, shapes, chosen, why)
     found = implementations[chosen]
@@ -112,15 +103,6 @@ def select(
         return run(*arrays, **options)
 
     return run_on_parts
-
-
-def _reason(kernel: Kernel, eight_bits: bool, stored: str) -> str | None:
-    """Why the kernel cannot run the arguments, or None."""
-    if kernel.unsupported is None:
-        return None
-    if eight_bits and not kernel.eight_bits:
-        return f"the kernel reads no {stored} in int8"
-    return kernel.unsupported()
 
 
 def offered(call: Callable[[str], Any]) -> tuple[str, ...]:
@@ -141,8 +123,9 @@ def _log_once(operation: str, on: str, shapes: str, chosen: str, why: str) -> No
     _logger.info("%s on %s, %s: %s (%s)", operation, on, shapes, chosen, why)
 
 
-def shape_class(q: jax.Array, kv_heads: int, window: int | None = None) -> str:
-    """What the log and errors show of an attention's arguments."""
+def shape_class(q: jax.Array, *stored: Any, kv_axis: int = 1, window: int | None = None) -> str:
+    """What the log and errors show of an attention's arguments: queries, and keys and values."""
     heads, head_dim = q.shape[-2:]
-    local = "" if window is None else f", window {window}"
-    return f"{q.dtype} {heads} heads of {head_dim} over {kv_heads} kv heads{local}"
+    more = "" if window is None else f", window {window}"
+    more += ", keys or values in int8" * in_8_bits(*stored)
+    return f"{q.dtype} {heads} heads of {head_dim} over {stored[0].shape[kv_axis]} kv heads{more}"

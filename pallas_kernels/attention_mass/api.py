@@ -29,7 +29,6 @@ from pallas_kernels.common import (
     block_size,
     check_heads,
 )
-from pallas_kernels.dispatch import in_8_bits
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.tpu_common import unsupported_keys
 
@@ -63,19 +62,16 @@ def attention_mass(
     run = dispatch.select(
         "attention_mass",
         implementation,
-        dispatch.shape_class(q, k.shape[1]),
-        eight_bits=in_8_bits(k),
+        dispatch.shape_class(q, k),
         xla=xla.attention_mass,
         gpu=dispatch.Kernel(
             partial(_by_block, gpu.attention_mass),
             lambda: cut or gpu.unsupported(q, k, how),
-            eight_bits=True,
         ),
         tpu=dispatch.Kernel(
             partial(_by_block, tpu.attention_mass),
             lambda: cut or unsupported_keys(q),
             planes=True,
-            eight_bits=True,
         ),
         reference=reference.attention_mass,
     )

@@ -22,7 +22,6 @@ from jaxtyping import Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.common import AnyCache, Stored, Window, check_heads
 from pallas_kernels.decode_attention import gpu, reference, tpu, xla
-from pallas_kernels.dispatch import in_8_bits
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.quantised import Quantised
 
@@ -56,15 +55,10 @@ def decode_attention(
     run = dispatch.select(
         "decode_attention",
         implementation,
-        dispatch.shape_class(q, k.shape[1], window and window.size),
-        eight_bits=in_8_bits(k, v),
+        dispatch.shape_class(q, k, v, window=window and window.size),
         xla=xla.decode_attention,
-        gpu=dispatch.Kernel(
-            gpu.decode_attention, lambda: gpu.unsupported(q, k, v), eight_bits=True
-        ),
-        tpu=dispatch.Kernel(
-            tpu.decode_attention, lambda: tpu.unsupported(q, k, v), planes=True, eight_bits=True
-        ),
+        gpu=dispatch.Kernel(gpu.decode_attention, lambda: gpu.unsupported(q, k, v)),
+        tpu=dispatch.Kernel(tpu.decode_attention, lambda: tpu.unsupported(q, k, v), planes=True),
         reference=reference.decode_attention,
     )
     return run(q, k, v, jnp.clip(lengths, 0, k.shape[2]), scale=scale, window=window)
@@ -159,12 +153,9 @@ def attend_with_logits(
     run = dispatch.select(
         "attend_with_logits",
         implementation,
-        dispatch.shape_class(q, k.shape[1]),
-        eight_bits=in_8_bits(k, v),
+        dispatch.shape_class(q, k, v),
         xla=partial(_both, xla),
-        gpu=dispatch.Kernel(
-            gpu.attend_with_logits, lambda: gpu.unsupported_logits(q, k, v), eight_bits=True
-        ),
+        gpu=dispatch.Kernel(gpu.attend_with_logits, lambda: gpu.unsupported_logits(q, k, v)),
         reference=partial(_both, reference),
     )
     return run(q, k, v, lengths, scale=scale)

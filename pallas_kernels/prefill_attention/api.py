@@ -27,7 +27,6 @@ from pallas_kernels.common import (
     check_heads,
     merge,
 )
-from pallas_kernels.dispatch import in_8_bits
 from pallas_kernels.prefill_attention import gpu, reference, tpu, xla
 from pallas_kernels.quantised import Quantised
 
@@ -50,7 +49,7 @@ def causal_attention(
     run = dispatch.select(
         "causal_attention",
         implementation,
-        dispatch.shape_class(q, k.shape[2], window),
+        dispatch.shape_class(q, k, kv_axis=2, window=window),
         xla=xla.causal_attention,
         gpu=dispatch.Kernel(gpu.causal_attention, lambda: gpu.unsupported_causal(q)),
         tpu=dispatch.Kernel(tpu.causal_attention, lambda: tpu.unsupported_causal(q)),
@@ -80,18 +79,15 @@ def cache_attention(
     run = dispatch.select(
         "cache_attention",
         implementation,
-        dispatch.shape_class(q, k.shape[1], window and window.size),
-        eight_bits=in_8_bits(k, v),
+        dispatch.shape_class(q, k, v, window=window and window.size),
         xla=partial(xla.cache_attention, window=window),
         gpu=dispatch.Kernel(
             partial(_by_block, gpu.cache_attention),
             lambda: gpu.unsupported_cache(q, window),
-            eight_bits=True,
         ),
         tpu=dispatch.Kernel(
             partial(_by_block, tpu.cache_attention),
             lambda: tpu.unsupported_cache(q, k, window),
-            eight_bits=True,
         ),
         reference=partial(reference.cache_attention, window=window),
     )

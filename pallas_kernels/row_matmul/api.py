@@ -40,11 +40,9 @@ def row_matmul(
     run = dispatch.select(
         "row_matmul",
         implementation,
-        f"{x.dtype} {x.shape[1]} to {w.shape[1]}",
+        f"{x.dtype} {x.shape[1]} to {w.shape[1]}" + ", weights in int8" * dispatch.in_8_bits(w),
         xla=xla.row_matmul,
-        eight_bits=dispatch.in_8_bits(w),
-        stored="weights",
-        gpu=dispatch.Kernel(gpu.row_matmul, lambda: gpu.unsupported(x, w), eight_bits=True),
+        gpu=dispatch.Kernel(gpu.row_matmul, lambda: gpu.unsupported(x, w)),
         reference=reference.row_matmul,
     )
     return run(x, w, dtype=x.dtype if dtype is None else dtype)

@@ -73,8 +73,7 @@ def _select(
         xla=xla.select,
         gpu=dispatch.Kernel(
             functools.partial(gpu.select, least=least),
-            hopper.unsupported_device,
-            gpu.held_back(scores, size),
+            lambda: gpu.unsupported(scores, size),
         ),
         reference=reference.select,
     )

@@ -47,15 +47,15 @@ _LEAST = 65_536
 _SHORT = 16_384
 
 
-def held_back(scores: Float[Array, "*R S"], size: int | None) -> str | None:
-    """Why XLA's form is to be preferred for these scores, or None."""
+def unsupported(scores: Float[Array, "*R S"], size: int | None) -> str | None:
+    """Why XLA's form is preferred for these scores on this device, or None."""
     slots = scores.shape[-1]
     if slots < _LEAST and not (size is not None and short(slots, size)):
         return (
             f"XLA's form is faster below {_LEAST:,} scores, but for short lists of at most "
             f"{_SHORT:,}"
         )
-    return None
+    return hopper.unsupported_device()
 
 
 def short(slots: int, size: int) -> bool:

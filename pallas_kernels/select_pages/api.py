@@ -74,7 +74,7 @@ def select_pages(
         operation,
         implementation,
         f"{size} of {pages} pages, "
-        + dispatch.shape_class(q, high.shape[1])
+        + dispatch.shape_class(q, high)
         + ", together" * together
         + ", shared" * (shared is not None),
         xla=xla.select_pages,

@@ -27,7 +27,6 @@ from jaxtyping import Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.common import AnyCache, check_heads, fold_rows, merge, unfold_rows
-from pallas_kernels.dispatch import in_8_bits
 from pallas_kernels.plane import part_of
 from pallas_kernels.sparse_decode_attention import gpu, reference, tpu, xla
 from pallas_kernels.sparse_decode_attention.lists import Pages, Shared, lists_of, query_and_logits
@@ -88,17 +87,15 @@ def sparse_decode_attention(
     run = dispatch.select(
         OPERATION,
         implementation,
-        f"{dispatch.shape_class(q, kv_heads)}, pages of {pages.size}",
-        eight_bits=in_8_bits(k, v),
+        f"{dispatch.shape_class(q, k, v)}, pages of {pages.size}",
         xla=dispatch.Kernel(partial(_of_every_head, xla), None, planes=True),
         gpu=dispatch.Kernel(
             gpu.sparse_decode_attention,
             lambda: without or gpu.unsupported(q, k, lists, pages.size, query is not None),
-            eight_bits=True,
         ),
         tpu=dispatch.Kernel(
             partial(_of_every_head, tpu),
-            lambda: without or tpu.unsupported(q, k, pages.listed, pages.size),
+            lambda: without or tpu.unsupported(q, k, v, pages.listed, pages.size),
             planes=True,
         ),
         reference=partial(_of_every_head, reference),

@@ -34,6 +34,7 @@ from jaxtyping import Float
 
 from pallas_kernels import tpu_common as tpu
 from pallas_kernels.common import AnyCache
+from pallas_kernels.dispatch import in_8_bits
 from pallas_kernels.quantised import AnyStored
 from pallas_kernels.sparse_decode_attention.lists import Pages, entries_of, results_of, rows_of
 
@@ -43,8 +44,10 @@ _BLOCK = 1024
 _UNROLLED = 8
 
 
-def unsupported(q: Array, k: AnyStored, entries: Array, page_size: int) -> str | None:
+def unsupported(q: Array, k: AnyStored, v: AnyStored, entries: Array, page_size: int) -> str | None:
     """Why the kernel cannot run these arguments, or None."""
+    if in_8_bits(k, v):
+        return "it reads no keys and values in int8"
     head_dim, slots = k.shape[3], k.shape[2]
     rows = tpu.SUBLANES.get(k.dtype.itemsize, 1)
     if tpu.slots_minor(head_dim):

@@ -24,7 +24,6 @@ from pallas_kernels.common import (
     block_size,
     check_heads,
 )
-from pallas_kernels.dispatch import in_8_bits
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.topk_scores import gpu, reference, tpu, xla
 from pallas_kernels.topk_scores.merge import merge_topk
@@ -79,19 +78,16 @@ def topk_scores(
     run = dispatch.select(
         "topk_scores",
         implementation,
-        f"{dispatch.shape_class(q, k.shape[1])}, {count} best{tiles}",
-        eight_bits=in_8_bits(k),
+        f"{dispatch.shape_class(q, k)}, {count} best{tiles}",
         xla=xla.topk_scores,
         gpu=dispatch.Kernel(
             partial(_by_block, gpu.topk_scores),
             lambda: gpu.unsupported(q, k, count, tile_best),
-            eight_bits=True,
         ),
         tpu=dispatch.Kernel(
             partial(_by_block, tpu.topk_scores),
             lambda: tpu.unsupported(q, tile_best),
             planes=True,
-            eight_bits=True,
         ),
         reference=reference.topk_scores,
     )

@@ -128,17 +128,16 @@ def test_a_jax_without_the_private_binding_is_a_reason(monkeypatch: pytest.Monke
     assert reason is not None and "lacks ['check_cudnn_version', 'dot_product_attention']" in reason
 
 
-def test_what_is_held_back_runs_only_where_it_is_asked_for(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_a_kernel_with_a_reason_is_passed_over_and_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
-    held = dispatch.Kernel(min, lambda: None, held_back="it fails")
-    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
-        assert dispatch.select("sort", None, "held", xla=max, gpu=held)(1, 2) == 2
-        assert dispatch.select("sort", "gpu", "asked", xla=max, gpu=held)(1, 2) == 1
-        free = held._replace(held_back=None)
-        assert dispatch.select("sort", None, "free", xla=max, gpu=free)(1, 2) == 1
-    assert "xla (not gpu: it fails)" in caplog.text
+    for reason, chosen in (("it fails", 2), (None, 1)):
+        kernel = dispatch.Kernel(min, lambda reason=reason: reason)
+        assert dispatch.select("sort", None, str(reason), xla=max, gpu=kernel)(1, 2) == chosen
+    with pytest.raises(NotImplementedError, match="'gpu' cannot run numbers: it fails"):
+        refused = dispatch.Kernel(min, lambda: "it fails")
+        dispatch.select("sort", "gpu", "numbers", xla=max, gpu=refused)
 
 
 def test_only_a_kernel_that_says_so_is_given_a_plane(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.attention_mass import reference as mass_reference
 from pallas_kernels.attention_mass import tpu as mass_tpu
 from pallas_kernels.attention_mass.reference import Reduction
-from pallas_kernels.common import Window
+from pallas_kernels.common import Window, empty
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention import tpu as decode_tpu
 from pallas_kernels.plane import Plane
@@ -325,17 +325,19 @@ def test_sparse_decode_attention(
         ({"slots": 2**15, "page_size": 2**15}, "a page of 32768 slots do not fit vector memory"),
         ({"pages": 2**18}, "at most 131072 fit scalar memory"),
         ({"dtype": "float16"}, "bfloat16 and float32, not float16"),
+        ({"form": "int8"}, "reads no keys and values in int8"),
     ],
 )
 def test_reasons_against_the_sparse_kernel(changes: dict, reason: str | None) -> None:
-    case = dict(head_dim=128, page_size=16, slots=256, pages=4, dtype="bfloat16")
+    case = dict(head_dim=128, page_size=16, slots=256, pages=4, dtype="bfloat16", form=None)
     case |= changes
     q = jax.ShapeDtypeStruct((1, 1, 2, case["head_dim"]), case["dtype"])
-    k = jax.ShapeDtypeStruct((1, 2, case["slots"], case["head_dim"]), case["dtype"])
+    shape = 1, 2, case["slots"], case["head_dim"]
+    k = jax.eval_shape(lambda: empty(shape, case["dtype"], case["form"]))
     pages = jax.ShapeDtypeStruct((1, 2, case["pages"] // 2), jnp.int32)
     found: list[str | None] = []
     unsupported = partial(sparse_tpu.unsupported, page_size=case["page_size"])
-    jax.eval_shape(lambda *args: found.append(unsupported(*args)), q, k, pages)
+    jax.eval_shape(lambda *args: found.append(unsupported(*args)), q, k, k, pages)
     assert found == [None] if reason is None else reason in str(found[0])
 
 

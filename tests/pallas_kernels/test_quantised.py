@@ -22,7 +22,7 @@ from pallas_kernels.decode_attention import (
 )
 from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.decode_attention import tpu as decode_tpu
-from pallas_kernels.dispatch import Kernel, in_8_bits, select
+from pallas_kernels.dispatch import in_8_bits
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.prefill_attention import api, cache_attention, reference, xla
 from pallas_kernels.quantised import stored_as
@@ -269,19 +269,6 @@ def test_sparse_decode_attention_of_rows_that_share_slots(lists):
     found = compiled(attend, q, *own, chosen, shared=shared)
     expected = compiled(attend, q, *whole, chosen)
     close(found, expected, rtol=2e-5, atol=2e-5)
-
-
-def test_a_kernel_that_reads_no_8_bits_is_refused_by_name_and_passed_over():
-    def run(*args):
-        return "kernel"
-
-    kernels = {"xla": lambda *args: "xla", "cpu": Kernel(run, lambda: None)}
-    assert select("op", None, "shapes", **kernels)() == "kernel"
-    assert select("op", None, "shapes", eight_bits=True, **kernels)() == "xla"
-    with pytest.raises(NotImplementedError, match="the kernel reads no keys and values in int8"):
-        select("op", "cpu", "shapes", eight_bits=True, **kernels)
-    kernels["cpu"] = Kernel(run, lambda: None, eight_bits=True)
-    assert select("op", None, "shapes", eight_bits=True, **kernels)() == "kernel"
 
 
 def test_heads_that_do_not_fit_are_refused():
