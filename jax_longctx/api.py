@@ -50,7 +50,7 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import abstract_params
 from jax_longctx.models.storage import Manifest, load_params, read_manifest, tokenizer_folder
 from jax_longctx.origin import digest_of
-from jax_longctx.run_spec import ON_DEVICES, RunSpec
+from jax_longctx.run_spec import ON_DEVICES, RunFields, RunSpec
 from jax_longctx.text import (
     PromptLayout,
     PromptText,
@@ -80,7 +80,7 @@ def load(
     choose: Callable[["LongContext"], Method] | None = None,
     check: Callable[["LongContext"], object] | None = None,
     ahead: Callable[["LongContext"], object] | None = None,
-    **fields: Any,
+    **fields: Unpack[RunFields],
 ) -> "LongContext":
     """Loads a checkpoint directory that `jax-longctx convert` wrote.
 
@@ -98,8 +98,11 @@ def load(
 
     Raises:
       CheckpointError: not a checkpoint, or damaged.
-      ConfigError: method or mesh do not fit the model, or a field has no such value.
+      ConfigError: method or mesh do not fit the model, a field has no such value, or `spec` is no
+        RunSpec.
     """
+    if not isinstance(spec, RunSpec | None):
+        raise ConfigError(f"load: expected a RunSpec, got {spec}; give a method as method=")
     spec = dataclasses.replace(spec or RunSpec(), **fields)
     if spec.method is not None and choose is not None:
         raise ConfigError("load: method and choose exclude each other; give one of them")

@@ -5,7 +5,7 @@ JAX until `devices` is called. `engine.capacity.setup_of` makes the static part 
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, TypedDict
 
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.settings import (
@@ -22,6 +22,19 @@ from jax_longctx.settings import (
 PLACES = ("host",)
 # Fields of a spec of contexts that are not offloaded.
 ON_DEVICES: dict[str, Any] = {"offload": None, "working_set": None}
+
+
+class RunFields(TypedDict, total=False):
+    """Fields of `RunSpec`, as keywords of `load`."""
+
+    method: Any
+    mesh: Any
+    dtype: str | None
+    chunk: int
+    kv: str | None
+    weights: str | None
+    offload: str | None
+    working_set: int | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from jax_longctx.engine.running import Chosen
 from jax_longctx.engine.scoring import TextScores
-from jax_longctx.serving.jobs import Ended, Event, Job, Piece, Reading, Ready
+from jax_longctx.serving.jobs import Job, Piece
 from jax_longctx.serving.prompts import Echo
 from jax_longctx.serving.tokens import Places, TokenNames
 from jax_longctx.text import Tokenizer
@@ -61,21 +61,18 @@ class Answer:
         places = Places(self.tokenizer, after, begun)
         self.choices.append(Choice(job, places, echo))
 
-    def take(self, number: int, event: Event) -> list[dict[str, Any]]:
-        """Takes an event of a choice's job into the answer; returns what a stream tells of it."""
+    def take(self, number: int, piece: Piece) -> list[dict[str, Any]]:
+        """Takes a piece of a choice into the answer; returns what a stream tells of it."""
         choice, told = self.choices[number], list[dict[str, Any]]()
-        if choice.echo is not None and not isinstance(event, Reading):
+        if choice.echo is not None:
             echo, choice.echo = choice.echo, None
             told.append(self._more(number, echo.text, self._echoed(echo, choice.job.scores)))
-        if isinstance(event, Piece):
-            choice.tokens += len(event.chosen)
-            told.append(self._more(number, event.text, self._scores(choice.places, event.chosen)))
-        elif isinstance(event, Ended | Ready):
-            # A job that only reads is of a request for no tokens.
-            end = event if isinstance(event, Ended) else Ended("length", 0)
-            choice.finish, choice.tokens = end.finish, end.tokens
+        choice.tokens, choice.finish = piece.tokens, piece.finish
+        if piece.text or piece.chosen:
+            told.append(self._more(number, piece.text, self._scores(choice.places, piece.chosen)))
+        if piece.finish is not None:
             empty = {} if self.kind == "chat" else ""
-            told.append(self._chunk(number, empty, None, choice.finish))
+            told.append(self._chunk(number, empty, None, piece.finish))
         return told
 
     def opening(self) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio.to_thread
 from starlette.applications import Starlette
@@ -29,8 +29,8 @@ from jax_longctx.serving import schema
 from jax_longctx.serving.answers import Answer
 from jax_longctx.serving.bodies import Bodies
 from jax_longctx.serving.contexts import Contexts
-from jax_longctx.serving.doors import Access, Doors
-from jax_longctx.serving.jobs import Reading
+from jax_longctx.serving.doors import Doors
+from jax_longctx.serving.jobs import Piece, Reading
 from jax_longctx.serving.metrics import Metrics, Requests
 from jax_longctx.serving.prompts import Prompt, Prompts
 from jax_longctx.serving.scheduler import Scheduler
@@ -38,31 +38,30 @@ from jax_longctx.serving.schema import RequestError
 from jax_longctx.serving.streams import Call, Events
 from jax_longctx.serving.texts import Entry, was_deleted
 
+if TYPE_CHECKING:
+    from jax_longctx.serving.server import ServeOptions
+
 # Paths that need no key: whoever watches the process has none.
 OPEN = ("/health", "/ready")
 
 
 @dataclasses.dataclass(eq=False)
 class Service:
-    """What the routes share.
-
-    Attributes:
-      name: of the model, for clients.
-      sampled: how answers are sampled where a request does not say.
-    """
+    """What the routes share."""
 
     model: LongContext
-    name: str
+    options: "ServeOptions"
     prompts: Prompts
     contexts: Contexts
     scheduler: Scheduler
     metrics: Metrics
-    access: Access
-    sampled: schema.Sampled
 
     def __post_init__(self) -> None:
-        self.created, self.bodies = int(time.time()), Bodies(self.access, self.scheduler)
-        self.fingerprint = self.model.engine.fingerprint
+        self.name, self.access = self.options.name, self.options.access
+        self.bodies = Bodies(self.access, self.scheduler)
+        self.fingerprint, created = self.model.engine.fingerprint, int(time.time())
+        self.entry = {"id": self.name, "object": "model", "created": created}
+        self.entry["owned_by"] = "jax-longctx"
 
     # -- routes ------------------------------------------------------------------------------------
 
@@ -76,13 +75,12 @@ class Service:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
-        entry = schema.model_entry(self.name, self.created)
-        return JSONResponse({"object": "list", "data": [entry]})
+        return JSONResponse({"object": "list", "data": [self.entry]})
 
     async def one_model(self, request: Request) -> Response:
         """GET /v1/models/{name}"""
         self._check_model(request.path_params["name"])
-        return JSONResponse(schema.model_entry(self.name, self.created))
+        return JSONResponse(self.entry)
 
     async def read_context(self, request: Request) -> Response:
         """POST /v1/contexts"""
@@ -98,13 +96,10 @@ class Service:
             call = Call(self.scheduler, place, self.access.seconds)
             call.add(text=text, entry=entry)
             self.bodies.drop(place)
-            events = await call.begun(request)
+            records = _progress(entry, await call.begun(request))
             if asked.stream:
-                return call.streamed(self._progress(entry, events))
-            await call.watched(request, _rest(events))
-            if entry.deleted:
-                raise was_deleted(entry)
-            return JSONResponse(entry.record(), status_code=201)
+                return call.streamed(records)
+            return JSONResponse(await call.watched(request, _last(records)), status_code=201)
 
     def _laid_out(self, asked: schema.ContextRequest) -> Any:
         return self.prompts.context(self.bodies.text(asked), asked.chat)
@@ -191,17 +186,18 @@ class Service:
                 raise
             request.state.context, request.state.tokens = asked.context, lambda: answer.tokens
             self.bodies.drop(place)
-            events = await call.begun(request)
+            records = _chunks(answer, await call.begun(request), asked.include_usage)
             if asked.stream:
-                return call.streamed(_chunks(answer, events, asked.include_usage))
-            return JSONResponse(await call.watched(request, _whole(answer, events)))
+                return call.streamed(records)
+            await call.watched(request, _last(records))
+            return JSONResponse(answer.whole())
 
     def _add_jobs(
         self, call: Call, answer: Answer, asked: Any, prompts: list[Prompt], entry: Entry | None
     ) -> None:
         """A job and a choice for each prompt."""
-        ends = self.model.end_ids(asked.stops, True)
-        sampling = asked.sampling(self.sampled)
+        ends = self.model.end_ids(asked.stop, True)
+        sampling = asked.sampling(self.options.sampled)
         for number, prompt in enumerate(prompts):
             how: dict[str, Any] = {"text": prompt.text, "cached": prompt.cached, "about": entry}
             if prompt.max_tokens:
@@ -213,53 +209,45 @@ class Service:
                     stop_ids=ends,
                     logprobs=asked.wanted_logprobs,
                 )
-                reader = AnswerReader(answer.tokenizer, prompt.after, asked.stops, ends)
+                reader = AnswerReader(answer.tokenizer, prompt.after, asked.stop, ends)
                 how["reader"] = reader
             how["prompt"] = len(prompt.text.tokens) + len(prompt.question)
             answer.add(call.add(**how), prompt.after, prompt.echo)
 
-    async def _progress(self, entry: Entry, events: Events) -> AsyncGenerator[Any]:
-        """The records of a context that is being read; the last is the context."""
-        async for _, event in events:
-            if isinstance(event, Reading):
-                told = {"id": entry.id, "object": "context.progress"}
-                yield {**told, "tokens_read": event.done, "tokens": event.total}
-        if entry.deleted:
-            raise was_deleted(entry)
-        yield entry.record()
 
-
-async def _rest(events: Events) -> None:
-    async for _ in events:
-        pass
-
-
-async def _told(answer: Answer, events: Events) -> AsyncGenerator[dict[str, Any]]:
-    """What a stream tells of these events, which the answer takes."""
-    async for number, event in events:
-        if answer.choices[number].echo is None:
-            records = answer.take(number, event)
-        else:
-            # The tokens of a long prompt take a while to name.
-            records = await anyio.to_thread.run_sync(answer.take, number, event)
-        for record in records:
-            yield record
+async def _progress(entry: Entry, events: Events) -> AsyncGenerator[dict[str, Any]]:
+    """The records of a context that is being read; the last is the context."""
+    async for _, event in events:
+        if isinstance(event, Reading):
+            told = {"id": entry.id, "object": "context.progress"}
+            yield {**told, "tokens_read": event.done, "tokens": event.total}
+    if entry.deleted:
+        raise was_deleted(entry)
+    yield entry.record()
 
 
 async def _chunks(answer: Answer, events: Events, counts: bool) -> AsyncGenerator[dict[str, Any]]:
-    """The records of a streamed answer."""
+    """The records of a streamed answer, which takes these events."""
     for record in answer.opening():
         yield record
-    async for record in _told(answer, events):
-        yield record
+    async for number, piece in events:
+        assert isinstance(piece, Piece)
+        if answer.choices[number].echo is None:
+            records = answer.take(number, piece)
+        else:
+            # The tokens of a long prompt take a while to name.
+            records = await anyio.to_thread.run_sync(answer.take, number, piece)
+        for record in records:
+            yield record
     if counts:
         yield answer.counted()
 
 
-async def _whole(answer: Answer, events: Events) -> dict[str, Any]:
-    async for _ in _told(answer, events):
-        pass
-    return answer.whole()
+async def _last(records: AsyncGenerator[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    async for record in records:
+        found = record
+    return found
 
 
 def _error(error: RequestError) -> Response:

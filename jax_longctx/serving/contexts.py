@@ -9,7 +9,7 @@ Any thread may change the books. On the disk a text is a folder `KEY` with the s
 file `KEY.json` with its entries. The file is written last and removed first, so that a folder
 without a file is rubbish. An id is removed from the file before it leaves the books, in any thread
 (`remove`). The scheduler's thread alone removes folders, and leaves those that are being saved or
-loaded (`Text.busy`). It also writes later what a killed server may lack (`update_files`).
+loaded (`Text.busy`).
 
 All lie in a folder named by model and method, so that a server finds only contexts that it can use.
 What it finds at its start must be whole, made by the same model and method, and of the text that
@@ -36,7 +36,7 @@ import pydantic
 
 from jax_longctx.engine.context_io import saved_manifest
 from jax_longctx.errors import CheckpointError, InputError
-from jax_longctx.files import file_errors, read_sealed, read_text, seal, whole_path
+from jax_longctx.files import file_errors, read_sealed, read_text, seal, whole_path, write_text
 from jax_longctx.locks import lock
 from jax_longctx.serving.schema import RequestError
 from jax_longctx.serving.texts import Entry, Text, Tokens, key_of
@@ -98,9 +98,8 @@ class Contexts:
         self.lock = threading.RLock()
         self._texts: dict[str, Text] = {}
         self._entries: dict[str, Entry] = {}
-        # Texts whose folder is rubbish by now, and texts that were used: their files do not say so.
+        # Texts whose folder is rubbish by now.
         self._unnamed: set[Text] = set()
-        self._touched: set[Text] = set()
         self.folder = whole_path(self.folder)
         self._held = _hold(self.folder)
         self._find_saved()
@@ -162,41 +161,30 @@ class Contexts:
     def longest_shared(self, tokens: Tokens) -> int:
         """Most tokens at the start of `tokens`, its last left out, that a known text has too."""
         longest = 0
-        with self.lock:
-            rows = [text.tokens for text in self._texts.values() if text.shared]
-        for row in rows:
+        for row in (text.tokens for text in self.texts if text.shared):
             size = min(len(row), len(tokens) - 1)
             differ = np.flatnonzero(row[:size] != tokens[:size])
             longest = max(longest, int(differ[0]) if differ.size else size)
         return longest
+
+    @property
+    def texts(self) -> list[Text]:
+        """All texts, as they are now."""
+        with self.lock:
+            return [*self._texts.values()]
 
     def idle(self) -> list[Text]:
         """Texts in memory that no row is answered from, the least recently used first.
 
         Those without an entry come before the others.
         """
-        with self.lock:
-            texts = [text for text in self._texts.values() if text.resident and not text.rows]
+        texts = [text for text in self.texts if text.resident and not text.rows]
         return sorted(texts, key=lambda text: (bool(text.entries), text.used))
-
-    def damaged(self) -> list[Text]:
-        """Texts in memory whose files were damaged."""
-        with self.lock:
-            return [text for text in self._texts.values() if text.resident and text.damaged]
 
     @property
     def resident_bytes(self) -> int:
         """Bytes on each device of all texts in memory."""
-        with self.lock:
-            return sum(text.resident for text in self._texts.values())
-
-    def counts(self) -> dict[str, int]:
-        """Texts by state."""
-        found: dict[str, int] = {"waiting": 0, "reading": 0, "ready": 0, "saved": 0}
-        with self.lock:
-            for text in self._texts.values():
-                found[text.state] += 1
-        return found
+        return sum(text.resident for text in self.texts)
 
     def useless(self) -> list[Text]:
         """Takes texts that nobody needs out of the books, and removes their files.
@@ -253,10 +241,11 @@ class Contexts:
             return None if entry is None or entry.expires < time.time() else entry
 
     def touch(self, entry: Entry) -> None:
-        """Counts the entry's time to live from now on."""
-        with self.lock:
+        """Counts the entry's time to live from now on, here and for a server that starts later."""
+        with self.lock, contextlib.suppress(OSError):
             entry.expires = time.time() + entry.ttl
-            self._touched.add(entry.text)
+            if entry.text.saved:
+                os.utime(self._file(entry.text))
 
     def listed(self) -> list[Entry]:
         """All entries whose time is not over, the oldest first."""
@@ -306,19 +295,13 @@ class Contexts:
     # -- files (of folders the scheduler's thread alone) -------------------------------------------
 
     def update_files(self) -> None:
-        """Removes folders that no id names any more, and notes which saved texts were used."""
+        """Removes folders that no id names any more."""
         with self.lock:
             unnamed = {text for text in self._unnamed if not text.busy}
             self._unnamed -= unnamed
-            touched, self._touched = self._touched, set()
         for text in unnamed:
             if not text.saved:
                 self.remove_files(text)
-        for text in touched:
-            if text.saved:
-                # A server that starts later counts from this file's time.
-                with contextlib.suppress(OSError):
-                    os.utime(self._file(text))
 
     def path(self, text: Text) -> Path:
         """The folder of the text's saved context."""
@@ -362,27 +345,20 @@ class Contexts:
           CheckpointError: the file could not be written or removed.
         """
         file = self._file(text)
-        # `save_context` makes a folder KEY.partial.
-        partial = file.with_name(f"{file.name}.partial")
-        with self.lock:
+        with self.lock, file_errors(f"{file} could not be written", kind=CheckpointError):
             entries = [
                 {name: getattr(self._entries[each], name) for name in _SavedEntry.model_fields}
                 for each in sorted(text.entries - {without})
             ]
             described = {"key": text.key, "total": text.total, "tokenizer": self.tokenizer}
-            described["entries"] = entries
-            try:
-                if entries:
-                    partial.touch(0o600)
-                    partial.write_text(json.dumps(seal(FORMAT, described)), encoding="utf-8")
-                    partial.replace(file)
-                else:
-                    file.unlink(missing_ok=True)
-                    self._unnamed.add(text)
-            except OSError as error:
-                with contextlib.suppress(OSError):
-                    partial.unlink(missing_ok=True)
-                raise CheckpointError(f"{file} could not be written: {error.strerror}") from error
+            if entries:
+                sealed = seal(FORMAT, {**described, "entries": entries})
+                # `save_context` makes a folder KEY.partial.
+                write_text(file, json.dumps(sealed), file.with_name(f"{file.name}.partial"))
+                file.chmod(0o600)
+            else:
+                file.unlink(missing_ok=True)
+                self._unnamed.add(text)
             text.saved = bool(entries)
 
     def remove_files(self, text: Text) -> None:

@@ -13,41 +13,31 @@ from jax_longctx.serving.texts import Entry, Text
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Tokens of the job's text that were read, and all of them."""
+    """Tokens that were read of the text of a job that reads for a client, and all of them."""
 
     done: int
     total: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Ready:
-    """The job's text was read, and saved if that was asked."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Piece:
-    """More of an answer: text that is certain, and the tokens that it came with."""
+    """More of an answer.
 
-    text: str
-    chosen: Sequence[Chosen]
+    Attributes:
+      text: that is certain.
+      chosen: the tokens that it came with.
+      tokens: of the answer so far.
+      finish: why the job ended, `stop` or `length`; a job that only reads ends by `length`.
+    """
 
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """The end of an answer: `stop` or `length`, and the number of its tokens."""
-
-    finish: str
-    tokens: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Failed:
-    """The job ended without its result."""
-
-    error: RequestError
+    text: str = ""
+    chosen: Sequence[Chosen] = ()
+    tokens: int = 0
+    finish: str | None = None
 
 
-Event = Reading | Ready | Piece | Ended | Failed
+# A job that fails ends with its error.
+Event = Reading | Piece | RequestError
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -94,11 +84,9 @@ class Place:
     Attributes:
       came: when the request came, of `time.monotonic`.
       body: bytes of its body in memory.
-      taken: whether it counts.
-      given: whether jobs have the place now, which give it back at their ends.
+      taken: whether it counts; jobs that take it over give it back at their ends.
     """
 
     came: float = dataclasses.field(default_factory=time.monotonic)
     body: int = 0
     taken: bool = False
-    given: bool = False

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sized
 from urllib.parse import quote
 
 import prometheus_client
@@ -9,6 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jax_longctx.memory import memory_used
+from jax_longctx.serving.contexts import Contexts
+from jax_longctx.serving.texts import STATES
 
 # At level INFO, one line for each request.
 log = logging.getLogger("jax_longctx.serving.requests")
@@ -55,6 +58,15 @@ class Metrics:
         self.loaded = Counter("contexts_loaded", "Contexts read from the disk.", **into)
         self.dropped = Counter("contexts_dropped", "Contexts taken out of memory.", **into)
         Gauge("memory_bytes", "Memory in use.", **into).set_function(memory_used)
+
+    def watch(self, contexts: Contexts, running: Sized, waiting: Sized) -> None:
+        """Shows how many texts, rows and requests there are when the figures are read."""
+        self.running.set_function(lambda: len(running))
+        self.waiting.set_function(lambda: len(waiting))
+        self.context_bytes.set_function(lambda: contexts.resident_bytes)
+        for state in STATES:
+            gauge = self.contexts.labels(state)
+            gauge.set_function(lambda state=state: [x.state for x in contexts.texts].count(state))
 
     def page(self) -> bytes:
         """The figures in Prometheus's text format."""

@@ -37,7 +37,6 @@ class Room:
       fail: ends a job with an error.
 
     Attributes:
-      reading: bytes of the text that is being read.
       saving, loading: the text that is being saved or loaded now.
     """
 
@@ -53,15 +52,14 @@ class Room:
     ):
         self._team, self._contexts, self._metrics, self.budget = team, contexts, metrics, budget
         self._queued, self._fail = queued, fail
-        self.reading = self._loading_bytes = 0
         self.saving: Text | None = None
         self.loading: Text | None = None
         # Texts that could not be saved, so that another must make room.
         self._failed: dict[Text, LongctxError] = {}
 
-    def load(self, text: Text, need: int) -> None:
+    def load(self, text: Text) -> None:
         """Begins to load a saved text; `end_files` takes it up."""
-        self.loading, self._loading_bytes, text.busy = text, need, True
+        self.loading, text.busy = text, True
         try:
             self._team.do("load", key=text.key, path=str(self._contexts.path(text)))
         except (CapacityError, CheckpointError) as error:
@@ -78,13 +76,13 @@ class Room:
             self._not_loaded(text, error)
             return
         text.resident = self._team.executor.resident_bytes(text.key)
-        self.loading, self._loading_bytes, text.busy = None, 0, False
+        self.loading, text.coming, text.busy = None, 0, False
         self._metrics.loaded.inc()
 
     def _not_loaded(self, text: Text, error: LongctxError) -> None:
         """Lets a text be read again; its files are removed if they are damaged."""
         log.warning("a saved context cannot be loaded, its text is read again: %s", error)
-        self.loading, self._loading_bytes, text.busy = None, 0, False
+        self.loading, text.coming, text.busy = None, 0, False
         text.damaged = isinstance(error, DamagedError)
         if text.damaged:
             self._contexts.remove_files(text)
@@ -98,6 +96,8 @@ class Room:
     def make_room(self, wanted: Text, need: int) -> bool:
         """Takes texts out of memory until `need` bytes fit; False where that is not possible now.
 
+        They are taken for `wanted`.
+
         Raises:
           CapacityError: they never fit.
         """
@@ -107,10 +107,11 @@ class Room:
                 f"device, the server keeps {shown_bytes(self.budget)} for texts; shorten the text, "
                 f"or start the server with more memory for contexts or a method that keeps a budget"
             )
-        taken = self.reading + self._loading_bytes + need
-        while self._contexts.resident_bytes + taken > self.budget:
+        others = [text for text in self._contexts.texts if text is not wanted]
+        while sum(text.resident + text.coming for text in others) + need > self.budget:
             if self.drop_one(wanted) != "dropped":
                 return False
+        wanted.coming = need
         return True
 
     def drop_one(self, wanted: Text) -> Dropped:

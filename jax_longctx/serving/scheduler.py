@@ -26,7 +26,7 @@ from jax_longctx.engine.running import Chosen
 from jax_longctx.errors import CapacityError, LongctxError
 from jax_longctx.serving.contexts import Contexts
 from jax_longctx.serving.executor import Executor, Team, request_values
-from jax_longctx.serving.jobs import Ended, Failed, Job, Piece, Place, Reading, Ready
+from jax_longctx.serving.jobs import Job, Piece, Place, Reading
 from jax_longctx.serving.metrics import Metrics
 from jax_longctx.serving.pace import READ_SECONDS, Pace
 from jax_longctx.serving.room import Room
@@ -92,6 +92,7 @@ class Scheduler:
         self._full = False
         self._pace = Pace()
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
+        self.metrics.watch(self.contexts, self._rows, self._waiting)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -127,9 +128,8 @@ class Scheduler:
         try:
             yield place
         finally:
-            if place.taken and not place.given:
-                with self._changed:
-                    self._jobs -= 1
+            with self._changed:
+                self._jobs -= place.taken
 
     def take(self, place: Place) -> None:
         """Takes the place; RequestError as `place`."""
@@ -161,7 +161,7 @@ class Scheduler:
                 for job in jobs:
                     self._release(job)
                 raise
-            place.given, self._jobs = True, self._jobs + len(jobs) - 1
+            place.taken, self._jobs = False, self._jobs + len(jobs) - 1
             self._waiting += jobs
             self._changed.notify()
 
@@ -264,24 +264,17 @@ class Scheduler:
                 self._fail(job, was_deleted(named))
         self.contexts.expired()
         self.contexts.update_files()
-        for text in self.contexts.damaged():
-            if self._room.saving is None:
+        for text in self.contexts.texts:
+            if text.resident and text.damaged and self._room.saving is None:
                 self._room.save_again(text)
         for text in self.contexts.useless():
-            if text is self._text:
-                self._text, self._room.reading = None, 0
             if text.reading or text.resident:
                 self.team.do("forget", key=text.key)
-            text.reading, text.resident = None, 0
+            self._end_reading(text)
+            text.resident = 0
         unnamed = [text for text in self.contexts.idle() if not (text.entries or text.jobs)]
         for text in unnamed[: max(0, len(unnamed) - MOST_UNNAMED)]:
             self._room.forget(text)
-        counts = self.contexts.counts()
-        for state, count in counts.items():
-            self.metrics.contexts.labels(state).set(count)
-        self.metrics.context_bytes.set(self.contexts.resident_bytes)
-        self.metrics.running.set(len(self._rows))
-        self.metrics.waiting.set(len(self._waiting))
 
     def _admit(self, began: float) -> None:
         """Lets each waiting job go on as far as it can now, in the turn that began then."""
@@ -322,12 +315,12 @@ class Scheduler:
         if not self._room.make_room(text, need):
             return False
         if text.saved:
-            self._room.load(text, need)
+            self._room.load(text)
             return True
         tokens = text.tokens.tolist()
         how = {"total": text.total, "question": text.question, "scored": text.scored}
         self.team.do("read", key=text.key, tokens=tokens, **how)
-        text.reading, self._text, self._room.reading = (0, len(tokens)), text, need
+        text.reading, self._text = (0, len(tokens)), text
         job.cached = 0
         return True
 
@@ -345,7 +338,7 @@ class Scheduler:
                 self.contexts.write_entries(text)
         job.ready = True
         self._count_prompt(job)
-        job.send(Ready())
+        job.send(Piece(finish="length"))
         self._end(job)
 
     def _count_prompt(self, job: Job) -> None:
@@ -391,18 +384,24 @@ class Scheduler:
         try:
             now = self.team.do("read_on", key=text.key)
         except LongctxError as error:
-            self._text, self._room.reading, text.reading = None, 0, None
+            self._end_reading(text)
             self._not_read(text, error)
             return
         if now is None:
             text.resident = self._executor.resident_bytes(text.key)
             self.metrics.read_tokens.inc(len(text.tokens))
-            self._text, self._room.reading, text.reading = None, 0, None
+            self._end_reading(text)
             return
         text.reading = now
         for job in self._queued():
-            if job.text is text:
+            if job.text is text and job.entry is not None:
                 job.send(Reading(*now))
+
+    def _end_reading(self, text: Text) -> None:
+        """Notes that the text, if it was being read, is not any more."""
+        text.reading, text.coming = None, 0
+        if text is self._text:
+            self._text = None
 
     def _not_read(self, text: Text, error: LongctxError) -> None:
         """Tries again later where memory was short and there can be more; else fails the jobs."""
@@ -438,7 +437,7 @@ class Scheduler:
         job = row.job
         assert job.request is not None and job.reader is not None
         if broken:
-            job.send(Failed(RequestError(NOT_FINITE, status=500)))
+            job.send(RequestError(NOT_FINITE, status=500))
             self._end_row(place)
             return
         reader, texts = job.reader, []
@@ -458,17 +457,18 @@ class Scheduler:
             texts.append(reader.flush())
             if reader.stops.stopped is None:
                 told, row.held = [*told, *row.held], []
+        finish = "stop" if reader.finished else "length" if last else None
+        if finish is not None:
+            self.metrics.answer_tokens.inc(row.count)
+            self.metrics.answer_seconds.observe(time.monotonic() - job.came)
         text = "".join(texts)
-        if text or told:
-            job.send(Piece(text, told))
-        if not (reader.finished or last):
+        if text or told or finish is not None:
+            job.send(Piece(text, told, row.count, finish))
+        if finish is None:
             return
         if reader.stops.stopped is not None:
             # The engine does not know of stop strings.
             self.team.do("leave", number=place)
-        self.metrics.answer_tokens.inc(row.count)
-        self.metrics.answer_seconds.observe(time.monotonic() - job.came)
-        job.send(Ended("stop" if reader.finished else "length", row.count))
         self._end_row(place)
 
     def _end_row(self, place: int) -> None:
@@ -479,7 +479,7 @@ class Scheduler:
 
     def _fail(self, job: Job, error: RequestError) -> None:
         self._end(job)
-        job.send(Failed(error))
+        job.send(error)
 
     def _release(self, job: Job) -> None:
         """Takes the job out of the books of contexts, with an id whose text is not ready."""

@@ -12,7 +12,7 @@ import json
 import logging
 import reprlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -202,7 +202,7 @@ class _Answered(Sampled):
     model: str
     context: str | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=SEEDS)
-    stop: str | Items[str] = Field(default_factory=list)
+    stop: Items[str] = Field(default_factory=list)
     max_tokens: int | None = Field(default=None, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -212,18 +212,13 @@ class _Answered(Sampled):
     def _supported(cls, given: Any) -> Any:
         return _supported(given, WITHOUT_EFFECT, LABELS)
 
-    @pydantic.field_validator("stop")
+    @pydantic.field_validator("stop", mode="wrap")
     @classmethod
-    def _few_stops(cls, given: str | list[str]) -> list[str]:
-        stops = [given] if isinstance(given, str) else given
+    def _few_stops(cls, given: Any, check: Callable[[Any], list[str]]) -> list[str]:
+        stops = check([given] if isinstance(given, str) else given)
         if len(stops) > MOST_STOPS or not all(stops):
             raise ValueError(f"expected at most {MOST_STOPS} strings, none of them empty")
         return stops
-
-    @property
-    def stops(self) -> list[str]:
-        """The stop strings."""
-        return list(self.stop)
 
     @property
     def include_usage(self) -> bool:
@@ -451,11 +446,3 @@ def _first_fault(error: pydantic.ValidationError) -> RequestError:
         given = given[:SHOWN] + "..."
     message = f"{where or 'the body'}: {fault['msg']}; got {given}"
     return RequestError(message, param=where)
-
-
-# -- answers ---------------------------------------------------------------------------------------
-
-
-def model_entry(name: str, created: int) -> dict[str, Any]:
-    """The model as `/v1/models` lists it."""
-    return {"id": name, "object": "model", "created": created, "owned_by": "jax-longctx"}

@@ -143,16 +143,7 @@ class LongServer:
             compiling=compiling,
         )
         prompts = Prompts(model, self.contexts, options.lengths, executor.reserve, most)
-        self.service = Service(
-            model,
-            options.name,
-            prompts,
-            self.contexts,
-            self.scheduler,
-            self.metrics,
-            options.access,
-            options.sampled,
-        )
+        self.service = Service(model, options, prompts, self.contexts, self.scheduler, self.metrics)
         self.app = make_app(self.service)
 
     def run(self, listening: socket.socket, *, on_ready: Callable[[], None] = lambda: None) -> int:

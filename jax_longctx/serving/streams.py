@@ -7,14 +7,14 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from jax_longctx.serving.jobs import Ended, Event, Failed, Job, Place, Reading, Ready
+from jax_longctx.serving.jobs import Event, Job, Piece, Place
 from jax_longctx.serving.scheduler import Scheduler
 from jax_longctx.serving.schema import RequestError
 
@@ -58,21 +58,13 @@ class Call:
             self._scheduler.cancel(job)
 
     async def begun(self, request: Request) -> Events:
-        """Gives the jobs to the scheduler; their events from the first that the client is to see.
+        """Gives the jobs to the scheduler; their events.
 
-        That has come: a request that fails before has its own status. Texts are read in silence for
-        an answer, not for a context.
+        The first has come: a request that fails before has its own status.
         """
         self._scheduler.submit(self.jobs, self._place)
         events = self._events()
-
-        async def first() -> tuple[int, Event]:
-            async for number, event in events:
-                if self.jobs[number].entry is not None or not isinstance(event, Reading):
-                    return number, event
-            raise AssertionError("a job's events have an end")
-
-        return _chain(await self.watched(request, first()), events)
+        return _chain(await self.watched(request, anext(events)), events)
 
     async def _events(self) -> Events:
         """The jobs' events up to the last; jobs are cancelled where nobody takes them all.
@@ -92,14 +84,14 @@ class Call:
                         status=504,
                         code="timeout",
                     ) from None
-                if isinstance(event, Failed):
-                    raise event.error
-                left -= isinstance(event, Ended | Ready)
+                if isinstance(event, RequestError):
+                    raise event
+                left -= isinstance(event, Piece) and event.finish is not None
                 yield number, event
         finally:
             self.cancel()
 
-    async def watched[Result](self, request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    async def watched[Result](self, request: Request, work: Awaitable[Result]) -> Result:
         """What `work` returns, unless the client goes away first."""
         task = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(_gone(request))

@@ -11,6 +11,8 @@ import numpy as np
 from jax_longctx.serving.schema import RequestError
 
 Tokens = np.ndarray
+# Of a text.
+STATES = ("waiting", "reading", "ready", "saved")
 
 
 @dataclasses.dataclass(eq=False)
@@ -25,6 +27,7 @@ class Text:
       scored: where log-probabilities of the text's tokens are wanted, the token behind them, whose
         is wanted too, and the number of best tokens; such a text is never shared.
       resident: bytes on each device, 0 while it is not in memory.
+      coming: bytes that it will take there, while it is being read or loaded.
       saved: whether the disk has it.
       stored: bytes of its files when it was last saved; 0 before.
       busy: whether it is being saved or loaded: it stays in the books, and its files stay.
@@ -43,6 +46,7 @@ class Text:
     question: list[int] | None = None
     scored: tuple[int, int] | None = None
     resident: int = 0
+    coming: int = 0
     saved: bool = False
     stored: int = 0
     busy: bool = False
@@ -56,7 +60,7 @@ class Text:
 
     @property
     def state(self) -> str:
-        """`waiting`, `reading`, `ready` or `saved`."""
+        """One of `STATES`."""
         if self.reading is not None:
             return "reading"
         return "ready" if self.resident else "saved" if self.saved else "waiting"

@@ -15,7 +15,7 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.evaluation.config import RunOptions
 from jax_longctx.methods import make_method
 from jax_longctx.models.params import abstract_params
-from jax_longctx.run_spec import ON_DEVICES, RunSpec
+from jax_longctx.run_spec import ON_DEVICES, RunFields, RunSpec
 from jax_longctx.settings import Offload, from_toml
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import small_method
@@ -80,6 +80,8 @@ def test_programs_do_not_depend_on_how_a_spec_says_it():
     said = RunSpec(method=method, mesh=make_mesh(), dtype="bfloat16", kv="bfloat16")
     assert setup_of(config, said) == setup_of(config, RunSpec(method=method))
     assert "spec" not in {field.name for field in dataclasses.fields(Setup)}
+    # What editors complete.
+    assert [*RunFields.__annotations__] == [field.name for field in dataclasses.fields(RunSpec)]
 
 
 def test_what_a_checkpoint_says_fills_what_is_left_out():

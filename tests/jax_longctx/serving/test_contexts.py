@@ -14,6 +14,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import jax_longctx
+from jax_longctx import files
 from jax_longctx.errors import CapacityError, CheckpointError
 from jax_longctx.serving import executor
 from jax_longctx.serving.doors import Access
@@ -270,7 +271,7 @@ def test_a_method_that_needs_the_question_reads_for_each(serve, tiny):
             assert check_prompt(client, model, BOOK) == 0
         refused(http, 400, "reads a text for each question", text=BOOK)
         # The scheduler may sleep half a second between the answer and its next look at the texts.
-        wait_until(lambda: not any(running.served.contexts.counts().values()))
+        wait_until(lambda: not running.served.contexts.texts)
 
 
 def test_saved_contexts_are_found_after_a_restart(serve, tiny, tmp_path):
@@ -345,8 +346,7 @@ def test_a_damaged_saved_context_is_read_again(serve, tiny, tmp_path, named, cap
     first.stop()
     # An array's file is cut off, the manifest is whole.
     (arrays,) = folder.glob("*/*/caches")
-    files = [(each.stat().st_size, each) for each in arrays.rglob("*") if each.is_file()]
-    size, largest = max(files)
+    size, largest = max((each.stat().st_size, each) for each in arrays.rglob("*") if each.is_file())
     os.truncate(largest, size // 2)
     second = serve(tiny, contexts=folder)
     with second.http() as http, second.client() as client:
@@ -377,7 +377,7 @@ def test_a_sound_context_that_cannot_be_read_stays(serve, tiny, tmp_path, monkey
     with first.http() as http:
         name = read(http, text=BOOK, chat=False, save=True)["id"]
     first.stop()
-    files = sorted(path for path in (tmp_path / "kept").rglob("*") if path.is_file())
+    kept = sorted(path for path in (tmp_path / "kept").rglob("*") if path.is_file())
     expected = asked(tiny, BOOK, "What?", chat=False)
     errors = CheckpointError("x cannot be read: Too many open files"), CapacityError("no memory")
     for patched in (*errors, None):
@@ -390,7 +390,7 @@ def test_a_sound_context_that_cannot_be_read_stays(serve, tiny, tmp_path, monkey
                 loaded = f"longctx_contexts_loaded_total {0 if patched else 1}.0"
                 assert loaded in http.get("/metrics").text
             running.stop()
-        assert sorted(path for path in (tmp_path / "kept").rglob("*") if path.is_file()) == files
+        assert sorted(path for path in (tmp_path / "kept").rglob("*") if path.is_file()) == kept
     assert "Too many open files" in caplog.text and "no memory" in caplog.text
 
 
@@ -480,17 +480,17 @@ def test_a_full_disk_leaves_no_file_in_the_way(serve, tiny, tmp_path, monkeypatc
     """The file with the entries fails half-way; the same text is saved later."""
     running = serve(tiny, contexts=tmp_path / "kept")
     folder = running.served.contexts.folder
-    write = Path.write_text
+    write = files.write_all
 
-    def full(path, text, **how):
-        if path.parent == folder:
-            write(path, text[:10], **how)
+    def full(file, data):
+        if Path(file.name).parent == folder:
+            write(file, data[:10])
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, text, **how)
+        write(file, data)
 
     with running.http() as http:
         with monkeypatch.context() as patched:
-            patched.setattr(Path, "write_text", full)
+            patched.setattr(files, "write_all", full)
             refused(http, 500, "", text=BOOK, save=True)
         assert not [path for path in folder.glob("*.partial") if path.is_file()]
         assert read(http, text=BOOK, save=True)["saved"] is True

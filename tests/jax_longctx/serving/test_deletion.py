@@ -1,11 +1,11 @@
 """A deleted context is gone: from the disk before its client is told, and for who waits for it."""
 
 import json
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
+from jax_longctx import files
 from tests.jax_longctx.serving.test_abuse import check_idle, slow, slow_request
 from tests.jax_longctx.serving.test_saving import held
 from tests.jax_longctx.serving.tiny import BOOK, aside, read, refused, wait_until
@@ -28,7 +28,7 @@ def check_empty(running):
     contexts, executor = running.served.contexts, running.served.team.executor
     wait_until(lambda: not (contexts._texts or executor.contexts or executor._reading))
     wait_until(lambda: [path.name for path in contexts.folder.iterdir()] == ["server.lock"])
-    assert running.served.scheduler._room.reading == 0
+    assert running.served.scheduler._text is None
 
 
 @pytest.mark.parametrize("how", [{}, {"save": True}, {"stream": True}])
@@ -95,7 +95,7 @@ def test_the_disk_forgets_a_context_before_its_client_is_told(serve, tiny, monke
     with running.http() as http:
         names = sorted(read(http, text=BOOK, save=True)["id"] for _ in range(2))
         with monkeypatch.context() as patched:
-            patched.setattr(Path, "write_text", Mock(side_effect=OSError("disk full")))
+            patched.setattr(files, "write_all", Mock(side_effect=OSError("disk full")))
             assert delete(http, names[0]) == 500
         assert saved() == sorted(listed(http)) == names
         assert delete(http, names[0]) == 200 and saved() == names[1:]

@@ -66,7 +66,7 @@ def test_the_command_says_what_it_takes_of_the_model(tmp_path_factory, monkeypat
 
         on_ready()
         asyncio.run(ask())
-        given.append(server.service.sampled)
+        given.append(server.options.sampled)
         server.contexts.close()
         return 0
 
