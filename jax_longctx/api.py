@@ -73,7 +73,7 @@ OnProgress = Callable[[Progress], None]
 
 def load(
     checkpoint: str | Path,
-    spec: RunSpec | None = None,
+    spec: RunSpec | Method | None = None,
     *,
     parse_special: bool = False,
     template: Mapping[str, Any] | None = None,
@@ -85,7 +85,8 @@ def load(
     """Loads a checkpoint directory that `jax-longctx convert` wrote.
 
     Args:
-      spec: how it runs; by default full attention on one device, as the checkpoint is stored.
+      spec: how it runs, or a method alone; by default full attention on one device, as the
+        checkpoint is stored.
       parse_special: whether special tokens that are written in texts, questions and messages are
         read as tokens. Else they are plain text: a document cannot end a turn.
       template: variables of the chat template by name, as {"enable_thinking": False}.
@@ -98,12 +99,10 @@ def load(
 
     Raises:
       CheckpointError: not a checkpoint, or damaged.
-      ConfigError: method or mesh do not fit the model, a field has no such value, or `spec` is no
-        RunSpec.
+      ConfigError: method or mesh do not fit the model, or a field has no such value.
     """
-    if not isinstance(spec, RunSpec | None):
-        raise ConfigError(f"load: expected a RunSpec, got {spec}; give a method as method=")
-    spec = dataclasses.replace(spec or RunSpec(), **fields)
+    spec = spec if isinstance(spec, RunSpec) else RunSpec(method=spec)
+    spec = dataclasses.replace(spec, **fields)
     if spec.method is not None and choose is not None:
         raise ConfigError("load: method and choose exclude each other; give one of them")
     keep_compilations()

@@ -278,8 +278,9 @@ def test_mistakes_are_named(model, tmp_path):
     # Before the folder is looked at.
     with pytest.raises(ConfigError, match="unknown dtype 'int8'; known: float32, bfloat16"):
         jax_longctx.load(tmp_path, dtype="int8")
-    with pytest.raises(ConfigError, match=r"a RunSpec, got .*; give a method as method="):
-        jax_longctx.load(tmp_path, small_method("full"))
+    # A method alone is a run's spec.
+    with pytest.raises(ConfigError, match="method and choose exclude each other"):
+        jax_longctx.load(tmp_path, small_method("full"), choose=lambda model: small_method("h2o"))
 
 
 def test_a_source_tree_that_is_not_installed_has_a_version_too(model, monkeypatch):
