@@ -21,11 +21,12 @@ from orbax.checkpoint import v1 as ocp
 
 import jax_longctx
 from checkpoints_convert import convert
-from jax_longctx.batch import BatchOptions, lines, run_batch
+from jax_longctx.batch import BatchOptions, run_batch
 from jax_longctx.engine.compiling import forget
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import LongctxError
 from jax_longctx.evaluation.rows import read_rows
+from jax_longctx.jobs import lines
 from jax_longctx.models.params import init_params
 from jax_longctx.settings import Sampling
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
@@ -103,9 +104,9 @@ ASKED = BatchOptions(rows=1, max_tokens=3, chat=False)
 
 
 def killed_batch(asked, root, twin):
-    """The files of a run of `batch` that ended at its eighth write."""
+    """The files of a run of `batch` that ended at its fifth write."""
     model = jax_longctx.load(asked.getfixturevalue("checkpoints") / "floats0", chunk=16)
-    folder, left, append = root / "batch", [8], lines.append
+    folder, left, append = root / "batch", [5], lines.append
     folder.mkdir()
     source, out = root / "in.jsonl", folder / "out.jsonl"
 

@@ -35,7 +35,6 @@ import grain
 import numpy as np
 from jaxtyping import Integer
 
-from jax_longctx.batch import lines
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.files import (
     check_plain,
@@ -47,6 +46,7 @@ from jax_longctx.files import (
     seal,
     sha256_of,
 )
+from jax_longctx.jobs import lines
 from jax_longctx.origin import check_same
 
 # 1 had several files a split and no digest of its own.

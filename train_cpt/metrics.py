@@ -30,9 +30,9 @@ from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import scalar
 
-from jax_longctx.batch import lines
 from jax_longctx.errors import InputError
 from jax_longctx.files import file_errors, save_figure, write_all, write_text
+from jax_longctx.jobs import lines
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.planning.work import matmul_weights
 from train_cpt.attention import Pattern
@@ -66,7 +66,7 @@ def metrics_log(
 ) -> Iterator[Callable[[Line], None]]:
     """Appends lines to a run's metrics, after it drops an incomplete one and those after `step`.
 
-    Each line has a CRC-32 (`jax_longctx.batch.lines`) that begins with `run.json`.
+    Each line has a CRC-32 (`jax_longctx.jobs.lines`) that begins with `run.json`.
 
     TensorBoard's files are append-only: an entry tells TensorBoard to ignore later steps.
 
@@ -139,7 +139,7 @@ def _whole_lines(directory: Path) -> list[dict[str, Any]]:
         found = lines.read(path) if path.exists() else []
         # Earlier versions wrote no checksums.
         if any(lines.CHECKSUM in line for line in found):
-            found = lines.read_checked(path, _first_of(directory))
+            found = lines.verified(found, _first_of(directory))
         if not all(type(line.get("step")) is int for line in found):
             raise ValueError("a line has no step")
     except ValueError as error:

@@ -47,18 +47,16 @@ class Row:
       kind: "prompt", "question" or "questions"; it decides the form of the output line.
       error: why the row cannot be answered, or None.
       digest: of the line and of the file that it names.
-      kept: the row's line of an earlier output, which stays, or None.
     """
 
     index: int
     line: int
+    digest: str
     id: str | int | None = None
     context: tuple[int, ...] = ()
     questions: tuple[tuple[int, ...], ...] = ()
     kind: str = "prompt"
     error: str | None = None
-    digest: str = ""
-    kept: dict[str, Any] | None = None
 
     @property
     def total(self) -> int:
@@ -67,8 +65,8 @@ class Row:
         return len(self.context) + (len(self.questions[0]) if prompt else 0)
 
     def jobs(self, split: bool) -> Iterator["Job"]:
-        """One job, or with `split` a job for each question; none for one with an error, or kept."""
-        if self.error is not None or self.kept is not None:
+        """One job, or with `split` a job for each question; none for a row with an error."""
+        if self.error is not None:
             return
         groups = [(each,) for each in self.questions] if split else [self.questions]
         for number, questions in enumerate(groups):
@@ -96,6 +94,27 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of the input, as it stands there.
+
+    Attributes:
+      index: number of its row, from 0, without empty lines.
+      number: of the line, from 1.
+      content: the digest of its file, if any, and the line.
+    """
+
+    index: int
+    number: int
+    raw: bytes
+    content: bytes
+
+    @property
+    def digest(self) -> str:
+        """Of the line and of the file that it names."""
+        return hashlib.sha256(self.content).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
 class RowReader:
     """Reads the rows of one input.
 
@@ -116,31 +135,26 @@ class RowReader:
           InputError: the input cannot be read, or is empty.
         """
         rows, digest = 0, hashlib.sha256()
-        for content in self._contents():
+        for line in self.lines():
             rows += 1
-            digest.update(content)
+            digest.update(line.content)
         if not rows:
             raise InputError(
                 f'{self.path} holds no rows; give JSON lines such as {{"prompt": "..."}}'
             )
         return rows, digest.hexdigest()[:16]
 
-    def answered(self, found: Iterable[dict[str, Any]]) -> str:
-        """A digest of the input's rows that have an answer among the `found` lines of an output."""
-        digest = ""
-        for content, line in zip(self._contents(), found, strict=False):
-            digest = after(digest, hashlib.sha256(content).hexdigest(), line)
-        return digest
-
-    def _contents(self) -> Iterator[bytes]:
-        """What each row is made of: the digest of its file, if any, and the line."""
-        known: dict[str, str] = {}
+    def lines(self) -> Iterator[Line]:
+        """Every line that holds a row. Raises InputError where the input cannot be read."""
+        index, known = 0, dict[str, str]()
         with (
             file_errors(f"{self.path} cannot be read", "give a file of JSON lines"),
             open_plain(self.path) as lines,
         ):
-            for line in filter(bytes.strip, lines):
-                yield self._content(line, known)
+            for number, raw in enumerate(lines, start=1):
+                if raw.strip():
+                    yield Line(index, number, raw, self._content(raw, known))
+                    index += 1
 
     def _content(self, raw: bytes, known: dict[str, str]) -> bytes:
         try:
@@ -152,34 +166,17 @@ class RowReader:
         except InputError as error:
             return f"{error} ".encode() + raw
 
-    def rows(
-        self, start: int = 0, kept: Mapping[int, dict[str, Any]] | None = None
-    ) -> Iterator[Row]:
-        """Every row from number `start` on, in order; `kept` are lines that stay, by the row."""
-        index, known = 0, dict[str, str]()
-        with open_plain(self.path) as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    if index >= start:
-                        digest = hashlib.sha256(self._content(line, known)).hexdigest()
-                        old = (kept or {}).get(index)
-                        if old is None:
-                            row = self._row(index, number, line)
-                        else:
-                            row = Row(index=index, line=number, kept={**old, "line": number})
-                        yield dataclasses.replace(row, digest=digest)
-                    index += 1
-
-    def _row(self, index: int, line: int, raw: bytes) -> Row:
-        name: str | int | None = None
+    def row(self, line: Line) -> Row:
+        """The row of a line, in tokens."""
+        about: dict[str, Any] = {"index": line.index, "line": line.number, "digest": line.digest}
         try:
-            fields = _fields(raw, f"{self.path}, line {line}")
-            name = fields.get("id")
+            fields = _fields(line.raw, f"{self.path}, line {line.number}")
+            about["id"] = fields.get("id")
             kind, context, questions = self._parts(fields)
         except (ConfigError, InputError) as error:
             # A chat template that fails may fail on these messages alone.
-            return Row(index=index, line=line, id=name, error=" ".join(str(error).split()))
-        return Row(index=index, line=line, id=name, kind=kind, context=context, questions=questions)
+            return Row(**about, error=" ".join(str(error).split()))
+        return Row(**about, kind=kind, context=context, questions=questions)
 
     def _parts(
         self, fields: dict[str, Any]

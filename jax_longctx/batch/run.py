@@ -10,19 +10,22 @@ import functools
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jax_longctx.api import Answer, LongContext
-from jax_longctx.batch import lines
-from jax_longctx.batch.rows import Batch, Row, RowReader, after, pack
+from jax_longctx.batch.output import ANSWERED, check_complete, files_of, finish
+from jax_longctx.batch.rows import Batch, Job, Line, Row, RowReader, after, pack
 from jax_longctx.engine import Lengths, Sampling
 from jax_longctx.engine.ahead import Compilation, begun_or_none
 from jax_longctx.engine.capacity import available_bytes, expected_bytes, footprint
-from jax_longctx.engine.distributed import from_leader, is_leader
+from jax_longctx.engine.distributed import is_leader
 from jax_longctx.errors import CapacityError, InputError, OriginError, TrainedLengthWarning
-from jax_longctx.files import sha256_of
+from jax_longctx.files import file_errors, no_link, sha256_of
+from jax_longctx.jobs import lines
+from jax_longctx.jobs.journal import Journal, begun, check_own
+from jax_longctx.jobs.loop import work_through
 from jax_longctx.locks import only_writer
 from jax_longctx.origin import MADE_FROM
 
@@ -31,6 +34,9 @@ from jax_longctx.origin import MADE_FROM
 WINDOW_BATCHES = 16
 # Share of the free memory that the caches of one batch may take.
 PLANNED = 0.75
+
+# Of the journal. 3 had a window of rows, beside the size of the partial file.
+FORMAT = 4
 
 # For each job of a batch, the answers to its questions.
 Answers = list[list[dict[str, Any]]]
@@ -118,27 +124,18 @@ def run_batch(
     leader = _Leader(
         model, source, output, options, memory, progress, made_by, overwrite, retry_errors
     )
-    work = leader.work()
-    answers: Answers | None = None
     shapes: set[tuple[int, ...]] = set()
 
-    def next_batch() -> dict[str, Any] | None:
-        try:
-            return work.send(answers)
-        except StopIteration:
-            return None
+    def compute(batch: dict[str, Any]) -> Answers:
+        shape = batch["rows"], batch["slots"], batch["reserve"]
+        if model.compiles_ahead and shape not in shapes:
+            shapes.add(shape)
+            compilation = _compile(model, options, batch)
+            if compilation is not None:
+                compilation.wait()
+        return _compute(model, options, batch)
 
-    try:
-        while (batch := from_leader(next_batch)) is not None:
-            shape = batch["rows"], batch["slots"], batch["reserve"]
-            if model.compiles_ahead and shape not in shapes:
-                shapes.add(shape)
-                compilation = _compile(model, options, batch)
-                if compilation is not None:
-                    compilation.wait()
-            answers = _compute(model, options, batch)
-    finally:
-        work.close()
+    work_through(leader.work(), compute)
     return leader.progress if is_leader() else None
 
 
@@ -172,76 +169,94 @@ class _Leader:
     def __post_init__(self) -> None:
         self.layout = self.model.layout(self.options.chat)
         self.warned = False
-        # Rows of the current window, and answers by the row's index and the question's number.
-        self.rows: list[Row] = []
-        self.answers: dict[int, dict[int, Any]] = {}
+        # Lines of the output that are not written yet, and answers to questions of rows that have
+        # others left, by the row's index and the question's number.
+        self.ready: dict[int, dict[str, Any]] = {}
+        self.parts: dict[int, dict[int, Any]] = {}
+        # Rows that are written, and a digest of those with an answer.
+        self.written, self.answered = 0, ""
 
     def work(self) -> Work:
         """Yields every batch that is not computed yet and receives its answers."""
         total, digest = self._reader().scan()
         given = _given(self.model, self.made_by, self.options, digest)
-        with only_writer(self.output):
-            try:
-                finished = self._begin(total, given)
-            except OriginError:
-                if not self.overwrite:
-                    raise
-                for path in lines.files_of(self.output):
-                    path.unlink(missing_ok=True)
-                finished = self._begin(total, given)
-            if finished is None:
-                yield from self._windows(total, digest)
-                first = self.journal.resumed and not self.kept
-                if self.retry and first and self.progress.errors:
-                    self._begin(total, given)
-                    yield from self._windows(total, digest)
-            else:
-                errors = sum("error" in row for row in finished)
-                self.progress = BatchProgress(total=total, before=total, errors=errors)
+        output, partial, *_ = files = files_of(self.output)
+        with only_writer(output):
+            begin = functools.partial(self._begin, total, given)
+            journal = begun(begin, files, overwrite=self.overwrite)
+            if journal is None:
+                return
+            chosen, self.begun = journal.header["chosen"], time.perf_counter()
+            self.options = dataclasses.replace(self.options, rows=chosen["rows"])
+            self.memory = chosen["memory"]
+            for entry in journal.entries:
+                if "line" in entry:
+                    self.ready[entry["row"]] = entry["line"]
+                else:
+                    answers = enumerate(entry["answers"], entry["first"])
+                    self.parts.setdefault(entry["row"], {}).update(answers)
+            kept = {entry["row"] for entry in journal.entries[: journal.header["kept"]]}
+            self.progress = BatchProgress(
+                total=total, before=len(self.ready), resumed=journal.resumed
+            )
+            with journal as self.journal, _opened(partial) as self.out:
+                for some in itertools.batched(self._reader().lines(), self.options.window):
+                    yield from self._window(some, kept)
+                if self._reader().scan() != (total, digest):
+                    raise InputError(
+                        f"{self.source}, or a file that it names, changed while it was read; put "
+                        f"it back and run again, or give --overwrite to begin anew"
+                    )
+                finish(output, journal, self.answered)
 
-    def _begin(self, total: int, given: dict[str, Any]) -> list[dict[str, Any]] | None:
-        """The rows of a finished output, or None once the journal of another is open."""
-        output, partial, journal, _ = lines.files_of(self.output)
-        free, found, old = ("input",) if self.retry else (), [], None
+    def _begin(self, total: int, given: dict[str, Any]) -> Journal | None:
+        """The journal, or None where the output is finished."""
+        output, partial, path, _ = files_of(self.output)
+        free, kept = ("input",) if self.retry else (), None
         if output.exists() and not partial.exists():
             # A kill between the two last steps of a run leaves the journal behind.
-            journal.unlink(missing_ok=True)
-            found, origin = lines.check_complete(output, given, free)
-            self._check_answered(found, origin.get(lines.ANSWERED), origin[MADE_FROM], given)
-            if not self.retry or (len(found) == total and not any("error" in row for row in found)):
-                return found
-        if output.exists():
-            # An earlier output stays until all its rows with errors were tried again.
-            found, old, free = lines.read(output), sha256_of(output), ()
-        self.kept = {number: row for number, row in enumerate(found) if "error" not in row}
+            path.unlink(missing_ok=True)
+            found, origin = check_complete(output, given, free)
+            errors = sum("error" in line for line in found)
+            if self.retry:
+                rows = list(zip(self._reader().lines(), found, strict=False))
+                answered = functools.reduce(
+                    lambda before, row: after(before, row[0].digest, row[1]), rows, ""
+                )
+                same = origin[MADE_FROM]["input"] == given["input"]
+                self._check_answered(same or answered == origin.get(ANSWERED))
+                kept = [_entry(row.index, row.digest, line) for row, line in rows]
+            if not self.retry or (len(found) == total and not errors):
+                self.progress = BatchProgress(total=total, before=total, errors=errors)
+                return None
+        check_own(partial)
+        anew = f"remove {partial.name} and {path.name}, or give --overwrite, to begin anew"
+        if partial.exists() and partial.stat().st_size and not path.exists():
+            raise OriginError(f"{partial} is there without its {path.name}; {anew}")
+        # An earlier output stays until all its rows with errors were tried again.
+        old = sha256_of(output) if output.exists() else None
         # Answers depend neither on the memory nor on the rows of a batch; the batches do.
         chosen = {"memory": self.memory, "rows": self.options.rows, "old": old}
-        self.journal = lines.Journal(output, given, chosen, free)
-        try:
-            if self.journal.chosen.get("old") != old:
-                raise OriginError(
-                    f"{output} is not the one that {journal} began with; put that back, or give "
-                    f"--overwrite to begin anew"
-                )
-            if (known := self.journal.given)["input"] != given["input"]:
-                found = lines.read(partial)
-                self._check_answered(found, self.journal.answered, known, given)
-                self.journal.rebind(given)
-        except OriginError:
-            self.journal.close()
-            raise
-        self.options = dataclasses.replace(self.options, rows=self.journal.chosen["rows"])
-        return None
+        more = {"chosen": chosen, "kept": 0}
+        journal = Journal(path, FORMAT, given, anew, free=free, more=more)
+        if journal.header["chosen"]["old"] != old:
+            raise OriginError(
+                f"{output} is not the one that {path} began with; put that back, or give "
+                f"--overwrite to begin anew"
+            )
+        if journal.resumed and self.retry:
+            kept = [entry for entry in journal.entries if "line" in entry]
+            now = {row.index: row.digest for row in self._reader().lines()}
+            answers = (entry for entry in kept if "error" not in entry["line"])
+            self._check_answered(all(now.get(each["row"]) == each["of"] for each in answers))
+        if kept is not None:
+            # These rows are in no batch. Others may be other ones than before.
+            kept = [entry for entry in kept if "error" not in entry["line"]]
+            journal.restart(kept, given=given, kept=len(kept))
+        return journal
 
-    def _check_answered(
-        self,
-        found: Sequence[dict[str, Any]],
-        answered: str | None,
-        known: dict[str, Any],
-        given: dict[str, Any],
-    ) -> None:
-        """OriginError where a row with an answer among the `found` lines is not what it was."""
-        if known["input"] != given["input"] and self._reader().answered(found) != answered:
+    def _check_answered(self, same: bool) -> None:
+        if not same:
             raise OriginError(
                 f"{self.output} has answers to other rows than {self.source} has now; rows with an "
                 f"error alone may change: put the others back, or give --overwrite to begin anew"
@@ -249,80 +264,52 @@ class _Leader:
 
     def first(self) -> Batch | None:
         """The first batch of a new run; nothing is written."""
-        if any(path.exists() for path in lines.files_of(self.output)):
+        if any(path.exists() for path in files_of(self.output)):
             return None
+        reader = self._reader()
         try:
-            rows = list(itertools.islice(self._reader().rows(), self.options.window))
-        except OSError:
+            lines = list(itertools.islice(reader.lines(), self.options.window))
+        except InputError:
             # The run says so.
             return None
-        return next(iter(self._packed(rows, self.memory)), None)
+        return next(iter(self._packed(list(map(reader.row, lines)))), None)
 
     def _reader(self) -> RowReader:
         under = self.options.files_under
         folder = None if under is None else Path(under)
         return RowReader(self.source, self.model.tokenizer, self.layout, folder)
 
-    def _packed(self, rows: Sequence[Row], memory: int | None) -> list[Batch]:
+    def _packed(self, rows: Iterable[Row]) -> list[Batch]:
         split, options = self.model.engine.method.info.needs_question, self.options
         jobs = [job for row in rows for job in row.jobs(split)]
-        fits = functools.partial(self._fits, memory)
-        return pack(jobs, options.rows, options.max_tokens, fits)
+        return pack(jobs, options.rows, options.max_tokens, self._fits)
 
-    def _windows(self, total: int, digest: str) -> Work:
-        options, self.begun = self.options, time.perf_counter()
-        written, first = self.journal.rows, self.journal.rows // options.window
-        self.later = sum(number >= first * options.window for number in self.kept)
-        self.progress = BatchProgress(
-            total=total,
-            before=written + sum(number >= written for number in self.kept),
-            resumed=self.journal.resumed,
-            errors=sum("error" in row for row in lines.read(self.journal.partial)),
-        )
-        rows = self._reader().rows(first * options.window, self.kept)
-        try:
-            for window in itertools.count(first):
-                self.rows = list(itertools.islice(rows, options.window))
-                if not self.rows:
-                    break
-                yield from self._window(window)
-            if self._reader().scan() != (total, digest):
-                raise InputError(
-                    f"{self.source}, or a file that it names, changed while it was read; put it "
-                    f"back and run again, or give --overwrite to begin anew"
-                )
-        finally:
-            self.journal.close()
-        self.journal.finish()
-
-    def _window(self, window: int) -> Work:
-        self.journal.begin_window(window)
-        self.answers = {row.index: {} for row in self.rows}
-        self.later -= sum(row.kept is not None for row in self.rows)
-        self._warn_beyond()
-        batches = self._packed(self.rows, self.journal.chosen["memory"])
-        finished = self.journal.finished(window)
-        for number, answers in finished.items():
-            self._file(batches[number], answers)
-        if finished:
-            # Only in the window in which the earlier run ended.
-            before = self._finished()
-            self.progress = dataclasses.replace(self.progress, before=before)
-        self._write()
-        for number, batch in enumerate(batches):
-            if number in finished:
+    def _window(self, some: Sequence[Line], kept: set[int]) -> Work:
+        """Answers the rows of these lines; those `kept` from before are in no batch."""
+        rows: dict[int, Row] = {}
+        if not all(line.index in self.ready for line in some):
+            reader = self._reader()
+            # All of them, so that the batches are those of a run without a kill.
+            rows = {line.index: reader.row(line) for line in some if line.index not in kept}
+        self._warn_beyond(rows.values())
+        failed = [row for row in rows.values() if row.error and row.index not in self.ready]
+        self._keep((row, 0, []) for row in failed)
+        self._write(some)
+        for batch in self._packed(rows.values()):
+            left = [not self._has(job) for job in batch.jobs]
+            if not any(left):
                 continue
             answers = yield dataclasses.asdict(batch)
             assert answers is not None
-            self.journal.keep(window, number, answers)
-            self._file(batch, answers)
+            found = zip(batch.jobs, answers, left, strict=True)
+            self._keep((rows[job.row], job.first, each) for job, each, new in found if new)
             tokens = sum(each["read"] + each.get("answer", 0) for job in answers for each in job)
             self.progress = dataclasses.replace(self.progress, tokens=self.progress.tokens + tokens)
-            self._write()
+            self._write(some)
 
-    def _warn_beyond(self) -> None:
+    def _warn_beyond(self, rows: Iterable[Row]) -> None:
         """Warns of the run's first row that is longer than the trained length."""
-        for row in self.rows:
+        for row in rows:
             tokens = len(row.context) + max(map(len, row.questions), default=0)
             said = None if self.warned else self.model.length_warning(tokens)
             if said is not None:
@@ -330,43 +317,50 @@ class _Leader:
                 said = f"line {row.line}: {said} (every such line of the output says so)"
                 warnings.warn(said, TrainedLengthWarning, stacklevel=2)
 
-    def _file(self, batch: Batch, answers: Answers) -> None:
-        for job, found in zip(batch.jobs, answers, strict=True):
-            self.answers[job.row].update(enumerate(found, start=job.first))
+    def _has(self, job: Job) -> bool:
+        done = job.row < self.written or job.row in self.ready
+        return done or job.first in self.parts.get(job.row, {})
 
-    def _write(self) -> None:
-        """Writes the rows up to the first that is not answered."""
-        ready, answered = [], self.journal.answered
-        start = self.journal.rows - self.rows[0].index
-        for row in self.rows[max(start, 0) :]:
-            if row.error is None and not self._is_answered(row):
+    def _keep(self, found: Iterable[tuple[Row, int, list[dict[str, Any]]]]) -> None:
+        """Adds answers to the journal: a row, the number of the first question, its answers."""
+        entries = []
+        for row, first, answers in found:
+            known = self.parts.setdefault(row.index, {})
+            known.update(enumerate(answers, first))
+            if row.error is None and len(known) < len(row.questions):
+                entries.append({"row": row.index, "first": first, "answers": answers})
+            else:
+                del self.parts[row.index]
+                line = _line(row, [known[number] for number in sorted(known)])
+                self.ready[row.index] = line
+                entries.append(_entry(row.index, row.digest, line))
+        if entries:
+            self.journal.add(entries)
+
+    def _write(self, some: Sequence[Line]) -> None:
+        """Writes the rows of these lines up to the first that is not answered."""
+        found: list[dict[str, Any]] = []
+        for each in some[self.written - some[0].index :]:
+            if each.index not in self.ready:
                 break
-            found = self.answers[row.index]
-            ready.append(row.kept or _line(row, [found[i] for i in sorted(found)]))
-            answered = after(answered, row.digest, ready[-1])
-        if ready:
-            self.journal.write(ready, answered)
+            # A row that was kept may stand in another line now.
+            found.append({**self.ready.pop(each.index), "line": each.number})
+            self.answered = after(self.answered, each.digest, found[-1])
+        if found:
+            lines.append(self.out, found)
+            self.written += len(found)
         self.progress = dataclasses.replace(
             self.progress,
-            done=self._finished() - self.progress.before,
-            errors=self.progress.errors + sum("error" in line for line in ready),
+            done=self.written + len(self.ready) - self.progress.before,
+            errors=self.progress.errors + sum("error" in line for line in found),
             seconds=time.perf_counter() - self.begun,
         )
         if self.report is not None:
             self.report(self.progress)
 
-    def _is_answered(self, row: Row) -> bool:
-        return row.error is None and len(self.answers[row.index]) == len(row.questions)
-
-    def _finished(self) -> int:
-        """Number of rows that are written, wait for an earlier row to be answered, or are kept."""
-        rows = self.journal.rows
-        waiting = sum(row.index >= rows and self._is_answered(row) for row in self.rows)
-        return rows + waiting + self.later
-
-    def _fits(self, memory: int | None, context: int, reserve: int) -> int:
+    def _fits(self, context: int, reserve: int) -> int:
         """Rows of that size whose caches fit the memory, which is that of the first run."""
-        if memory is None:
+        if self.memory is None:
             return self.options.rows
         engine = self.model.engine
         # One row on each shard: rows must divide over the axis `data`.
@@ -374,7 +368,7 @@ class _Leader:
         need = footprint(engine.setup, batch=rows, context=context, reserve=reserve)
         # Further questions need the context's cache beside a copy, unless these share buffers.
         copy = 0 if engine.method.info.append_only else need.kept
-        return rows * memory // max(need.peak + copy, 1)
+        return rows * self.memory // max(need.peak + copy, 1)
 
 
 def _compute(model: LongContext, options: BatchOptions, work: dict[str, Any]) -> Answers:
@@ -473,6 +467,16 @@ def _answer(answer: Answer, context: int, question: int, number: int) -> dict[st
         "read": question + (0 if number else context),
         **({} if answer.warning is None else {"warning": answer.warning}),
     }
+
+
+def _entry(row: int, digest: str, line: dict[str, Any]) -> dict[str, Any]:
+    """What the journal has of a row with a line."""
+    return {"row": row, "of": digest, "line": line}
+
+
+def _opened(partial: Path) -> Any:
+    with file_errors(f"{partial} cannot be written"):
+        return open(partial, "wb", 0, opener=no_link)
 
 
 def _line(row: Row, found: Sequence[dict[str, Any]]) -> dict[str, Any]:

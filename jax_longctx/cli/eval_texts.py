@@ -6,18 +6,20 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_longctx.cli import options, process
+from jax_longctx.cli import options
 from jax_longctx.cli.options import only, option
 from jax_longctx.cli.terminal import Terminal, check_plot, read_text, table
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.specs import PROTOCOLS, Protocol, Spec
 from jax_longctx.methods import make_method
-from jax_longctx.origin import MADE_FROM, check_result, digest_of
+from jax_longctx.origin import MADE_FROM, digest_of
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
     from jax_longctx.engine import Engine
 
+# Of `eval agreement`: newest queries whose attention is compared, and k of the recall.
+QUERIES, TOP = 16, 64
 INSTRUCTION = "\n\nQuestion: What does the text above say, and about what?\nAnswer:"
 
 
@@ -74,14 +76,14 @@ def perplexity(
     ),
     scoring: Scoring,
     output: options.Output,
-    overwrite: bool = options.overwrite("a file"),
+    overwrite: bool = options.overwrite("a file, or an interrupted run of it,"),
     methods: list[str] | None = options.methods(),
     plot: Path | None = option("Write a PNG: perplexity by position."),
 ) -> None:
     """Perplexity of long texts under each method, against full attention on the same texts.
 
     Texts are cut from the files; each begins with the beginning-of-text token. In P1 and P2 the
-    length includes the scored tokens.
+    length includes the scored tokens. With --out the same command goes on after an interruption.
 
     [bold]Examples[/bold]
 
@@ -102,36 +104,60 @@ def perplexity(
                 said = f"{spec.name} reads a text for a question: give one with --question"
                 raise InputError(said)
             plans += [(spec, asked) for asked in (scoring.question or [] if reads_for else [""])]
+    plans = list(dict.fromkeys(plans))
 
     def cut(loaded: "LongContext") -> Any:
         return _cut(loaded, scoring.text, scoring.texts, length, join=kind.stream)
 
     loaded, tokens, engines = _opened(model, terminal, made, cut)
     from jax_longctx.api import LongContext
-    from jax_longctx.evaluation.perplexity import markdown
+    from jax_longctx.evaluation.perplexity import joined, markdown, score_piece
     from jax_longctx.evaluation.perplexity import plot as draw
+    from jax_longctx.jobs.loop import compute_pieces, finish_pieces
 
-    texts = list(map(digest_of, tokens.tolist()))
+    hashes = list(map(digest_of, tokens.tolist()))
+    score, window = scoring.score or kind.score, scoring.window or kind.window
     made_from = {
         "command": "eval perplexity",
-        "texts": texts,
+        "texts": hashes,
         "methods": [spec.label for spec in chosen],
-        "score": scoring.score or kind.score,
-        "window": scoring.window or kind.window,
+        "score": score,
+        "window": window,
         **{name: getattr(scoring, name) for name in ("protocol", "question")},
         **loaded.made_by,
     }
-    if output.out is not None and output.out.is_file() and not overwrite:
+    starts = range(0, len(tokens), scoring.batch)
+    pieces = [(spec, asked, start) for spec, asked in plans for start in starts]
+    with terminal.progress("scoring") as update:
+
+        def compute(number: int) -> dict[str, Any]:
+            spec, asked, start = pieces[number]
+            return score_piece(
+                engines[spec],
+                tokens[start : start + scoring.batch],
+                through=kind.through,
+                score=score,
+                batch=scoring.batch,
+                question=loaded.tokenizer.encode(asked),
+                progress=lambda done, total: update(
+                    number * total + done, len(pieces) * total, spec.name
+                ),
+            )
+
         # Earlier versions said how they scored methods that look ahead.
-        check_result(output.out, made_from, free=("ahead",))
+        how: dict[str, Any] = {"overwrite": overwrite, "free": ("ahead",)}
+        found = compute_pieces(output.out, made_from, len(pieces), compute, **how)
+    if found is None:
+        return
     runs: list[dict[str, Any]] = []
-    for spec, asked in plans:
+    for number, (spec, asked) in enumerate(plans):
         scored = LongContext(engines[spec], loaded.tokenizer, loaded.manifest)
         facts = {**options.run_facts(scored), "given": dict(spec.settings), "question": asked}
-        found = _score(scored, tokens, scoring, facts, terminal)
-        runs.append({**facts, "protocol": scoring.protocol, **found, "text_hashes": texts})
-        output.save({MADE_FROM: made_from, "runs": runs})
-    if plot is not None and process.is_leader():
+        own = joined(found[number * len(starts) :][: len(starts)], length, window)
+        about = {"protocol": scoring.protocol, "batch": scoring.batch, "text_hashes": hashes}
+        runs.append({**facts, **about, **own})
+    finish_pieces(output.out, {MADE_FROM: made_from, "runs": runs})
+    if plot is not None:
         draw(runs, plot)
     terminal.records(runs, markdown)
 
@@ -180,43 +206,12 @@ def _cut(
     return cut_texts(documents, count=count, length=length, lead=encode("", bos=True))
 
 
-def _score(
-    model: "LongContext", tokens: Any, scoring: Scoring, facts: dict[str, Any], terminal: Terminal
-) -> dict[str, Any]:
-    from jax_longctx.evaluation.perplexity import score_texts, windows
-
-    kind = scoring.kind
-    with terminal.progress(facts["method"]) as update:
-        found = score_texts(
-            model.engine,
-            tokens,
-            through=kind.through,
-            score=scoring.score or kind.score,
-            batch=scoring.batch,
-            question=model.tokenizer.encode(facts["question"]),
-            progress=update,
-        )
-    count, length = tokens.shape
-    scored, window = found.losses.shape[1], scoring.window or kind.window
-    return {
-        "length": length,
-        "score": scored,
-        "texts": count,
-        "batch": scoring.batch,
-        "through": found.through,
-        "means": found.losses.mean(1, dtype="float64").tolist(),
-        "windows": windows(found.losses, first=length - scored, window=window),
-        "read_seconds": found.read_seconds,
-        "score_seconds": found.score_seconds,
-        **({} if found.fetched is None else {"fetched": found.fetched.record()}),
-    }
-
-
 @options.command
 def agreement(
     *,
     model: options.ModelChoice = only("checkpoint", "dtype", "mesh", "chunk", "kv", "weights"),
     output: options.Output,
+    overwrite: bool = options.overwrite("a file, or an interrupted run of it,"),
     methods: list[str] | None = options.methods(),
     text: list[Path] | None = _files(),
     length: int = option("Tokens of a text.", default=2048, min=1),
@@ -228,13 +223,13 @@ def agreement(
         "head-dim tokens of it.",
         default=True,
     ),
-    queries: int = option("Last scored tokens whose attention is compared.", default=16, min=1),
-    top: int = option("k of the recall of full attention's k largest weights.", default=64, min=1),
 ) -> None:
     """A method's predictions and attention, against full attention on the same texts.
 
     The last tokens of every text are decoded one by one. KL is of full attention's next-token
-    distribution to the method's; mass and recall are of full attention's weights.
+    distribution to the method's; mass and recall are of the weights of full attention in the newest
+    16 queries, and of the 64 largest of these. With --out the same command goes on after an
+    interruption.
 
     [bold]Example[/bold]
 
@@ -249,46 +244,47 @@ def agreement(
         model, terminal, made, lambda loaded: _cut(loaded, text, texts, length)
     )
     from jax_longctx.api import LongContext
-    from jax_longctx.evaluation.agreement import (
-        attention_agreement,
-        divergences,
-        markdown,
-        scored_states,
-    )
+    from jax_longctx.evaluation.agreement import compare, markdown
+    from jax_longctx.jobs.loop import compute_pieces, finish_pieces
 
-    full = engines[exactly]
-    sizes = {"queries": min(queries, score), "top": top}
-    with terminal.waiting("full attention's predictions"):
-        exact = scored_states(full, tokens, batch=batch, score=score)
-    runs: list[dict[str, Any]] = []
-    for spec in chosen:
-        engine = engines[spec]
-        scored = LongContext(engine, loaded.tokenizer, loaded.manifest)
-        facts = {**options.run_facts(scored), "given": dict(spec.settings), "length": length}
-        with terminal.waiting(f"{spec.name}'s predictions"):
-            states = scored_states(engine, tokens, batch=batch, score=score)
-            kl, same = divergences(full, exact, states)
-        means = {"kl": kl.mean(1, dtype="float64").tolist(), "same": same.mean(1).tolist()}
-        runs.append({**facts, "score": score, **sizes, "attention": None, **means})
-    output.save({"runs": runs})
-    if attention:
-        with terminal.progress("attention", "texts") as update:
-            found = attention_agreement(
-                full,
+    sizes = {"score": score, "queries": min(QUERIES, score), "top": TOP}
+    made_from = {
+        "command": "eval agreement",
+        "texts": list(map(digest_of, tokens.tolist())),
+        "methods": [spec.label for spec in chosen],
+        "attention": attention,
+        **sizes,
+        **loaded.made_by,
+    }
+    count = -(-texts // batch)
+    with terminal.progress("comparing", "texts") as update:
+
+        def compute(number: int) -> list[dict[str, Any]]:
+            return compare(
+                engines[exactly],
                 [engines[spec] for spec in chosen],
-                tokens,
-                progress=update,
+                tokens[number * batch :][:batch],
+                attention=attention,
                 batch=batch,
-                score=score,
+                progress=lambda done, total: update(number * total + done, count * total),
                 **sizes,
             )
-        for run, records in zip(runs, found, strict=True):
-            run["attention"] = records
-            if records is None:
-                name = run["method"]
-                why = "reads a text in parts side by side, or chooses by values"
-                terminal.note(f"{name} {why}: no weights shown")
-        output.save({"runs": runs})
+
+        found = compute_pieces(output.out, made_from, count, compute, overwrite=overwrite)
+    if found is None:
+        return
+    runs: list[dict[str, Any]] = []
+    for spec, own in zip(chosen, zip(*found, strict=True), strict=True):
+        scored = LongContext(engines[spec], loaded.tokenizer, loaded.manifest)
+        facts = {**options.run_facts(scored), "given": dict(spec.settings), "length": length}
+        means = {key: [each for part in own for each in part[key]] for key in ("kl", "same")}
+        parts = [part["attention"] for part in own]
+        shown = None if None in parts else [each for part in parts for each in part]
+        runs.append({**facts, **sizes, **means, "attention": shown})
+        if attention and shown is None:
+            why = "reads a text in parts side by side, or chooses by values"
+            terminal.note(f"{spec.name} {why}: no weights shown")
+    finish_pieces(output.out, {MADE_FROM: made_from, "runs": runs})
     terminal.records(runs, markdown)
 
 

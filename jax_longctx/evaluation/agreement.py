@@ -61,31 +61,29 @@ from jax_longctx.sharding import Stacked, axes_field, logical_sharding
 
 
 def scored_states(
-    engine: Engine, texts: Int[np.ndarray, "n T"], *, score: int, asked: int = 1, batch: int = 1
+    engine: Engine, texts: Int[np.ndarray, "n T"], *, score: int, batch: int = 1
 ) -> Float[np.ndarray, "n S D"]:
     """Final hidden states that predict the last `score` tokens of each text, decoded one by one.
 
-    Args:
-      asked: tokens of the question, which come before the scored ones.
-      batch: texts that are computed together.
+    The token before these is the question. `batch` texts are computed together.
 
     Raises:
       InputError: the texts are too short.
     """
     count, length = texts.shape
-    if not (count and batch >= 1 and score >= 1 and asked >= 1 and score + asked < length):
+    if not (count and batch >= 1 and score >= 1 and score + 1 < length):
         raise InputError(
             f"{count} texts of {length} tokens do not hold {score} to score behind a question of "
-            f"{asked} and some text; ask for fewer, at least one of each"
+            f"one and some text; ask for fewer, at least one of each"
         )
     found = []
     prompt = length - score
     for _, used, padded in batches(texts, batch):
         states = forced_states(
             engine,
-            padded[:, : prompt - asked].tolist(),
+            padded[:, : prompt - 1].tolist(),
             padded[:, prompt:].tolist(),
-            questions=padded[:, prompt - asked : prompt].tolist(),
+            questions=padded[:, prompt - 1 : prompt].tolist(),
         )
         pieces: list[list[np.ndarray]] = [[] for _ in range(used)]
         for piece in states:
@@ -171,34 +169,43 @@ def attention_measures(
     }
 
 
-def attention_agreement(
+def compare(
     full: Engine,
     engines: Sequence[Engine],
     texts: Int[np.ndarray, "n T"],
     *,
+    score: int,
+    queries: int,
     top: int,
-    progress: Callable[[int, int], None] | None = None,
-    **options: Any,
-) -> list[list[dict[str, list[float]]] | None]:
-    """`attention_measures` of every engine and text against `full`, an engine of full attention.
+    attention: bool = True,
+    batch: int = 8,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[dict[str, Any]]:
+    """Of each engine `kl` and `same`, means by text, and `attention`, `attention_measures` by text.
 
-    None for an engine whose weights cannot be measured (`shows_weights`). `options` are those of
-    `attention_weights`.
+    `attention` is None where it is not wanted, and for an engine whose weights cannot be measured.
 
     Args:
+      full: an engine of full attention.
+      batch: rows that are computed together.
       progress: called with (texts read, texts in all); a text counts once for each engine.
     """
-    found = [[] if shows_weights(engine) else None for engine in engines]
-    done, total = 0, len(texts) * (1 + sum(part is not None for part in found))
-    for text in texts.tolist():
-        exact = attention_weights(full, text, **options)
-        for engine, records in zip([None, *engines], [None, *found], strict=True):
-            if engine is not None and records is not None:
-                weights = attention_weights(engine, text, **options)
-                records.append(attention_measures(exact, weights, top=top))
-            if progress is not None and (engine is None or records is not None):
-                done += 1
-                progress(done, total)
+    exact = scored_states(full, texts, score=score, batch=batch)
+    found: list[dict[str, Any]] = []
+    for engine in engines:
+        kl, same = divergences(full, exact, scored_states(engine, texts, score=score, batch=batch))
+        means = {"kl": kl.mean(1, dtype="float64").tolist(), "same": same.mean(1).tolist()}
+        found.append({**means, "attention": [] if attention and shows_weights(engine) else None})
+    shown = [each for each in zip(engines, found, strict=True) if each[1]["attention"] is not None]
+    done, total = 0, len(texts) * (1 + len(shown))
+    how: dict[str, Any] = {"queries": queries, "score": score, "batch": batch}
+    for text in texts.tolist() if shown else ():
+        weights = attention_weights(full, text, **how)
+        progress(done := done + 1, total)
+        for engine, own in shown:
+            other = attention_weights(engine, text, **how)
+            own["attention"].append(attention_measures(weights, other, top=top))
+            progress(done := done + 1, total)
     return found
 
 
@@ -285,31 +292,27 @@ def attention_weights(
     *,
     queries: int,
     score: int | None = None,
-    asked: int = 1,
     batch: int = 8,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Float[np.ndarray, "L N Q S"]:
     """Attention weights of the newest queries on every token, in each layer and query head.
 
     The text is read as in P1 (`evaluation.perplexity`): the last `score` tokens are decoded one by
-    one. The question's last token predicts the first of them. The queries are the last `queries` of
-    the tokens that predict a scored one; tokens after a query have weight 0.
+    one. The question, the token before these, predicts the first of them. The queries are the last
+    `queries` tokens that predict a scored one; tokens after a query have weight 0.
 
     Args:
       score: `queries` by default.
-      asked: tokens of the question.
       batch: copies of the text that are computed together.
-      progress: called with (copies read, copies in all).
 
     Raises:
       InputError: the text is too short, or the method's weights cannot be measured.
       CapacityError: the caches of a batch do not fit.
     """
     score = queries if score is None else score
-    if not (1 <= queries <= score and asked >= 1 and score + asked < len(text)):
+    if not (1 <= queries <= score and score + 1 < len(text)):
         raise InputError(
-            f"a text of {len(text)} tokens does not hold {score} to score behind a question of "
-            f"{asked} and some text, or fewer are scored than the {queries} queries that are "
+            f"a text of {len(text)} tokens does not hold {score} to score behind a question of one "
+            f"and some text, or fewer are scored than the {queries} queries that are "
             f"looked at; ask for fewer"
         )
     if not shows_weights(engine):
@@ -326,19 +329,17 @@ def attention_weights(
     blocks = []
     for begin in range(0, len(starts), batch):
         firsts = (np.arange(begin, begin + batch) * size).astype(np.int32)
-        seen = _seen(marking, fed, firsts, score, asked)
+        seen = _seen(marking, fed, firsts, score)
         blocks += list(np.moveaxis(seen, 1, 0))
-        if progress is not None:
-            progress(min(begin + batch, len(starts)), len(starts))
     return np.concatenate(blocks, axis=-1)[..., : len(fed)]
 
 
 def _seen(
-    engine: Engine, fed: list[int], firsts: np.ndarray, score: int, asked: int
+    engine: Engine, fed: list[int], firsts: np.ndarray, score: int
 ) -> Float[np.ndarray, "L B N Q H"]:
     """Outputs of the newest queries over the marks; each row is a copy of the text."""
     setup, rows, prompt = engine.setup, len(firsts), len(fed) - (score - 1)
-    read, question = fed[: prompt - asked], fed[prompt - asked : prompt]
+    read, question = fed[: prompt - 1], fed[prompt - 1 : prompt]
     reserve = len(fed) - len(read) + 1
     slots = engine.slots_for(len(fed) + 1)
     engine.check_capacity(rows, slots, reserve)

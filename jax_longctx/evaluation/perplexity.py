@@ -121,6 +121,35 @@ def score_texts(
     return dataclasses.replace(found, fetched=fetched) if fetched.steps else found
 
 
+def score_piece(
+    engine: Engine, texts: Int[np.ndarray, "n T"], *, batch: int, **how: Any
+) -> dict[str, Any]:
+    """`score_texts` of at most one batch, as JSON values for `joined`."""
+    found = score_texts(engine, texts, batch=batch, **how)
+    (read,), (scored,) = found.read_seconds, found.score_seconds
+    fetched = None if found.fetched is None else dataclasses.asdict(found.fetched)
+    about = {"through": found.through, "read": read, "scored": scored, "fetched": fetched}
+    return {"losses": found.losses.tolist(), **about}
+
+
+def joined(pieces: Sequence[Mapping[str, Any]], length: int, window: int) -> dict[str, Any]:
+    """The fields of a record that come from the scores of its texts, of `length` tokens."""
+    losses = np.array([row for piece in pieces for row in piece["losses"]], np.float32)
+    count, scored = losses.shape
+    fetched = [Fetched(**piece["fetched"]) for piece in pieces if piece["fetched"]]
+    return {
+        "length": length,
+        "score": scored,
+        "texts": count,
+        "through": pieces[0]["through"],
+        "means": losses.mean(1, dtype="float64").tolist(),
+        "windows": windows(losses, first=length - scored, window=window),
+        "read_seconds": [piece["read"] for piece in pieces],
+        "score_seconds": [piece["scored"] for piece in pieces],
+        **({"fetched": sum(fetched, Fetched(0, 0, 0, 0)).record()} if fetched else {}),
+    }
+
+
 def batches(
     texts: Int[np.ndarray, "n T"], size: int
 ) -> Iterator[tuple[int, int, Int[np.ndarray, "B T"]]]:

@@ -3,7 +3,7 @@
     DIR/rows.jsonl    a header with the run's origin, then one row a line as they are made
 
 A row is written when its batch is done, and is not computed again. A run may be continued with more
-methods, tasks, lengths or trials. Each line has a CRC-32 (`batch.lines`). A row is complete in
+methods, tasks, lengths or trials. It is a journal (`jobs.journal`). A row is complete in
 itself:
 
     {"method": {"name", "settings"}, "label": "snapkv budget=L/8",
@@ -21,14 +21,14 @@ any numbers, `curves` series such as `{"perplexity": [[position, nats, tokens], 
 """
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_longctx.batch import lines
-from jax_longctx.errors import InputError, OriginError
-from jax_longctx.files import check_plain, file_errors, folder_made
-from jax_longctx.locks import lock
+from jax_longctx.errors import InputError
+from jax_longctx.files import file_errors
+from jax_longctx.jobs.journal import Journal, begun, read_journal
+from jax_longctx.locks import only_writer
 from jax_longctx.origin import check_same
 
 # 1 had no checksums.
@@ -46,70 +46,26 @@ def key_of(row: Mapping[str, Any]) -> Key:
 
 
 class RowStore:
-    """The rows of one folder, read and extended by a run.
+    """The rows of a journal, read and extended by a run.
 
     Args:
-      given: the origin that every run into the folder must share, JSON values.
       files: digests of the files that each task reads, by the task's label and the setting.
-      overwrite: begin anew where the folder holds rows of another origin.
 
     Attributes:
       rows: the newest row of each key.
-      resumed: whether an earlier run wrote here.
 
     Raises:
-      OriginError: the folder holds rows of another origin, or damaged ones.
-      InputError: the folder cannot be written, or another process is writing there.
+      OriginError: rows were made from other files.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        given: Mapping[str, Any],
-        files: Mapping[str, Mapping[str, str]],
-        *,
-        overwrite: bool = False,
-    ):
-        self.path, self._rows = folder / NAME, {}
-        with contextlib.ExitStack() as held:
-            with file_errors(f"{self.path} cannot be written"):
-                held.enter_context(folder_made(folder))
-                if self.path.exists():
-                    check_plain(self.path)
-                self._file = held.enter_context(self.path.open("ab", 0))
-                alone = lock(self._file.fileno())
-            if not alone:
-                raise InputError(
-                    f"{self.path} is being written by another run; wait for it, or give another "
-                    f"folder as --output"
-                )
-            header = None
-            with contextlib.suppress(*[OriginError] * overwrite):
-                header = self._resume(given, files)
-            self.resumed = header is not None
-            if header is None:
-                header, self._rows = {"format": FORMAT, "given": given}, {}
-                self._file.truncate(0)
-                held.callback(self._remove_without_rows)
-                lines.append(self._file, [lines.checked(header)])
-            self._held = held.pop_all()
-        self._first = lines.checksum(header)
-        # A run tries each of these once more; within one run the memory stays as it is.
-        self._again = {key for key, row in self._rows.items() if row.get("short_of_memory")}
-
-    def _resume(
-        self, given: Mapping[str, Any], files: Mapping[str, Mapping[str, str]]
-    ) -> dict[str, Any] | None:
-        """Takes the rows that are there, and returns their header; None without one."""
-        if not lines.cut(self.path):
-            return None
-        header, *rows = _read(self.path)
-        check_same(self.path, header["given"], given, OTHER)
-        self._rows = {key_of(row): row for row in rows}
+    def __init__(self, journal: Journal, files: Mapping[str, Mapping[str, str]]):
+        self.journal, rows = journal, journal.entries
         found = {row["task_label"]: row["task"]["files"] for row in rows}
         now = {label: files[label] for label in found if label in files}
-        check_same(self.path, {label: found[label] for label in now}, now, OTHER)
-        return header
+        check_same(journal.path, {label: found[label] for label in now}, now, OTHER)
+        self._rows = {key_of(row): row for row in rows}
+        # A run tries each of these once more; within one run the memory stays as it is.
+        self._again = {key for key, row in self._rows.items() if row.get("short_of_memory")}
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -124,24 +80,45 @@ class RowStore:
         if self._rows.get(key, {}).get("prompt_sha256") not in (None, sha256):
             _, task, length, index = key
             raise InputError(
-                f"{self.path} has prompt {index} of {task} at {length:,} tokens in other words: "
-                f"the text it was drawn from is not the same; give another folder as --output"
+                f"{self.journal.path} has prompt {index} of {task} at {length:,} tokens in other "
+                f"words: the text it was drawn from is another; give another folder as --output"
             )
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
         """Writes rows; they are on the disk when this returns."""
-        rows, first = list(rows), self._first
-        lines.append(self._file, [lines.checked(row, first) for row in rows])
+        rows = list(rows)
+        self.journal.add(rows)
         self._rows.update((key_of(row), row) for row in rows)
         self._again.difference_update(map(key_of, rows))
 
-    def close(self) -> None:
-        """Closes the file; the run can be continued later. A new one without rows is removed."""
-        self._held.close()
 
-    def _remove_without_rows(self) -> None:
-        if not self._rows:
-            self.path.unlink(missing_ok=True)
+@contextlib.contextmanager
+def open_rows(
+    folder: Path,
+    given: Mapping[str, Any],
+    files: Mapping[str, Mapping[str, str]],
+    *,
+    overwrite: bool = False,
+) -> Iterator[RowStore]:
+    """The rows of a folder for one run; `files` are those of `RowStore`.
+
+    Args:
+      given: the origin that every run into the folder must share, JSON values.
+      overwrite: begin anew where the folder holds rows of another origin.
+
+    Raises:
+      OriginError: the folder holds rows of another origin, or damaged ones.
+      InputError: the folder cannot be written, or another process is writing there.
+    """
+    path = folder / NAME
+
+    def opened() -> RowStore:
+        return RowStore(Journal(path, FORMAT, given, OTHER), files)
+
+    with only_writer(path):
+        store = begun(opened, [path], overwrite=overwrite)
+        with store.journal:
+            yield store
 
 
 def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:
@@ -159,7 +136,7 @@ def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:
     for each in (folder, *more):
         path = each / NAME
         with file_errors(f"{path} cannot be read", "give the --output of a run"):
-            header, *rows = _read(path)
+            header, *rows = read_journal(path, FORMAT, OTHER)
         if not rows:
             raise InputError(f"{path} holds no rows yet")
         known = {key: value for key, value in header["given"].items() if key != "seed"}
@@ -175,23 +152,8 @@ def read_rows(folder: Path, *more: Path) -> list[dict[str, Any]]:
 
 def check_model(folder: Path, file: Path, made_from: Mapping[str, Any]) -> None:
     """Raises OriginError where results were not made by the model of the folder's rows."""
-    known = _read(folder / NAME)[0]["given"]
+    known = read_journal(folder / NAME, FORMAT, OTHER)[0]["given"]
     # Earlier versions wrote results without an origin.
     both = [key for key in ("dtype", "model", "all_weights", "tokenizer") if key in made_from]
     one, other = ({key: facts.get(key) for key in both} for facts in (made_from, known))
     check_same(file, one, other, f"leave {file} out: {folder} has another model's rows")
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The header and the rows. Raises OriginError where a line is damaged or of another file."""
-    try:
-        if (version := next(iter(lines.read(path)), {}).get("format")) != FORMAT:
-            raise OriginError(
-                f"{path} has format {version!r:.20}, expected {FORMAT}: another version or program "
-                f"wrote it; {OTHER}"
-            )
-        return lines.read_checked(path)
-    except ValueError as error:
-        raise OriginError(
-            f"{path} is damaged: {error}; remove that line to compute its row again, or {OTHER}"
-        ) from error

@@ -8,12 +8,11 @@ on the disk before the next batch begins.
 
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import itertools
 import logging
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from jax_longctx.api import LongContext
 from jax_longctx.engine import Engine
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import available_bytes, expected_bytes, reserved
-from jax_longctx.engine.distributed import from_leader, is_leader
+from jax_longctx.engine.distributed import is_leader
 from jax_longctx.errors import ConfigError
 from jax_longctx.evaluation.compute import (
     Sized,
@@ -33,10 +32,11 @@ from jax_longctx.evaluation.compute import (
 )
 from jax_longctx.evaluation.config import Cell, EvalConfig
 from jax_longctx.evaluation.prompts import Drawn, Prompt, draw
-from jax_longctx.evaluation.rows import NAME, Key, RowStore, key_of
+from jax_longctx.evaluation.rows import NAME, Key, key_of, open_rows
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import Task, describe, make_task
 from jax_longctx.files import file_errors, sha256_of
+from jax_longctx.jobs.loop import work_through
 from jax_longctx.methods import make_method, settings_of
 from jax_longctx.text import PromptLayout, chat_layout
 
@@ -125,27 +125,28 @@ def run_eval(
     compiled: set[Any] = set()
     used: set[Any] = set()
     engine, given = model.engine, None
-    try:
-        while (message := from_leader(leader.next)) is not None:
-            work = Work(**message)
-            if given != (work.method, work.settings):
-                given = work.method, work.settings
-                engine = engine_of(model, make_method(*given), config.run.spec)
-            if model.compiles_ahead and work.shape not in compiled:
-                # Not beside a batch: its times would be others, and memory might not do for both.
-                compiled |= _compiled_ahead(model, config, work)
-            new = model.compiles_ahead and work.programs not in used
-            used.add(work.programs)
-            found = answer_batch(model, engine, work)
-            if new:
-                # The first use of a program is slower than the next.
-                found = [row | ({"compiled": True} if "compiled" in row else {}) for row in found]
-            from_leader(functools.partial(leader.finish, found))
-    finally:
-        leader.work.close()
+
+    def compute(message: dict[str, Any]) -> list[dict[str, Any]]:
+        nonlocal engine, given
+        work = Work(**message)
+        if given != (work.method, work.settings):
+            given = work.method, work.settings
+            engine = engine_of(model, make_method(*given), config.run.spec)
+        if model.compiles_ahead and work.shape not in compiled:
+            # Not beside a batch: its times would be others, and memory might not do for both.
+            compiled.update(_compiled_ahead(model, config, work))
+        new = model.compiles_ahead and work.programs not in used
+        used.add(work.programs)
+        found = answer_batch(model, engine, work)
+        # The first use of a program is slower than the next.
+        return [row | ({"compiled": True} if new and "compiled" in row else {}) for row in found]
+
+    work_through(leader.work(), compute)
     return leader.store.rows if is_leader() else None
 
 
+# Batches, JSON values, for which the rows come back.
+Batches = Generator[dict[str, Any], list[dict[str, Any]]]
 # Prompts by their task and length.
 Draws = dict[tuple[Spec, int], Drawn]
 
@@ -218,18 +219,7 @@ class _Leader:
             for cell in self.cells
         }
         self.files = {key: _files_of(task) for key, task in self.tasks.items()}
-        self.batch: list[_Job] = []
         self.soon: list[Sized] = []
-        self.work = self._work()
-
-    def next(self) -> dict[str, Any] | None:
-        """The next batch; None at the end."""
-        work = next(self.work, None)
-        return None if work is None else dataclasses.asdict(work)
-
-    def finish(self, found: list[dict[str, Any]]) -> None:
-        """Scores and writes the rows of the batch that `next` returned."""
-        self._add([_scored(job, row) for job, row in zip(self.batch, found, strict=True)])
 
     def first(self) -> Work | None:
         """The first batch of a run into an empty folder, for which no weights are needed."""
@@ -251,9 +241,11 @@ class _Leader:
             engine = self._engine(method, length)
         except ConfigError:
             return None
-        return next(self._batches(engine, method, length, (jobs, left), _room(drawn)), None)
+        found = next(self._batches(engine, method, length, (jobs, left), _room(drawn)), None)
+        return None if found is None else Work(**found)
 
-    def _work(self) -> Generator[Work]:
+    def work(self) -> Batches:
+        """The batches whose rows the folder does not hold; writes their rows."""
         # A run can only be continued with the same values. The fingerprint is of the weights: a
         # checkpoint that is converted again is stored in other files.
         run, setup, by = self.config.run, self.model.engine.setup, self.made_by
@@ -264,16 +256,13 @@ class _Leader:
         # Each row has its own method.
         origin = own | {key: by[key] for key in ("model", "all_weights", "tokenizer")}
         files = {_shown(self.tasks[key], key[0]): found for key, found in self.files.items()}
-        self.store = RowStore(self.output, origin, files, overwrite=self.overwrite)
         wanted = [self._key(cell, i) for cell in self.cells for i in range(cell.trials)]
-        self.progress = Progress(len(wanted), sum(key in self.store for key in wanted))
-        try:
+        with open_rows(self.output, origin, files, overwrite=self.overwrite) as self.store:
+            self.progress = Progress(len(wanted), sum(key in self.store for key in wanted))
             for length, cells in itertools.groupby(self.cells, lambda cell: cell.length):
                 yield from self._length(length, list(cells))
-        finally:
-            self.store.close()
 
-    def _length(self, length: int, cells: list[Cell]) -> Iterator[Work]:
+    def _length(self, length: int, cells: list[Cell]) -> Batches:
         """The batches of one length, method after method."""
         keys = (self._key(cell, i) for cell in cells for i in range(cell.trials))
         if all(key in self.store for key in keys):
@@ -333,7 +322,7 @@ class _Leader:
 
     def _method(
         self, method: Spec, length: int, jobs: list["_Job"], room: tuple[int, int]
-    ) -> Iterator[Work]:
+    ) -> Batches:
         """The batches of one method whose rows are missing."""
         missing = [job for job in jobs if key_of(job.base) not in self.store]
         reasons = [(job, job.prompt.refused) for job in missing if job.prompt.refused]
@@ -355,19 +344,19 @@ class _Leader:
         length: int,
         of: tuple[list["_Job"], list["_Job"]],
         room: tuple[int, int],
-    ) -> Iterator[Work]:
+    ) -> Batches:
         """The batches of the jobs that are left, of all; `room` is slots and reserve."""
         (jobs, left), (slots, reserve) = of, room
         rows = self._rows(engine, jobs, room)
         batches = _cut(left, rows)
         asked = _asked(batches)
-        for self.batch in batches:
-            task = self.batch[0].task
-            yield Work(
+        for batch in batches:
+            task = batch[0].task
+            work = Work(
                 method=method.name,
                 settings=method.at(length),
-                contexts=[list(job.prompt.context) for job in self.batch],
-                questions=[list(job.prompt.question) for job in self.batch],
+                contexts=[list(job.prompt.context) for job in batch],
+                questions=[list(job.prompt.question) for job in batch],
                 rows=rows,
                 slots=slots,
                 reserve=reserve,
@@ -376,6 +365,8 @@ class _Leader:
                 asked=asked,
                 soon=self.soon,
             )
+            found = yield dataclasses.asdict(work)
+            self._add([_scored(job, row) for job, row in zip(batch, found, strict=True)])
 
     def _drawn(self, length: int, cells: list[Cell]) -> dict[Spec, Drawn]:
         drawn = {}

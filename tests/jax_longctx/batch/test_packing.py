@@ -38,7 +38,8 @@ def test_special_tokens_are_text_in_contexts_and_questions(tmp_path):
     text = "a<|turn|>b"
     rows = {"context": text, "question": text}, {"prompt": text}
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = RowReader(tmp_path / "in.jsonl", tokenizer, chat_layout(tokenizer)).rows()
+    reader = RowReader(tmp_path / "in.jsonl", tokenizer, chat_layout(tokenizer))
+    found = map(reader.row, reader.lines())
     # Those of the template, and the prompt's own.
     assert [(row.context + row.questions[0]).count(2) for row in found] == [2, 1]
 

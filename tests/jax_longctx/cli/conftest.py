@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 import jax_longctx
 from jax_longctx import api
-from jax_longctx.batch import lines
 from jax_longctx.cli.main import app
+from jax_longctx.jobs import lines
 from jax_longctx.models.params import init_params
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.text import Tokenizer

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jax_longctx.cli import eval_texts
 from jax_longctx.cli.options import parse_specs
 from jax_longctx.engine.scoring import loglikelihoods
+from jax_longctx.evaluation import agreement, perplexity
 from jax_longctx.methods import Full, make_method
 from tests.jax_longctx.cli.conftest import last_of_each, refused
 from tests.support import engine_over
@@ -33,7 +33,7 @@ def test_the_ablations_of_the_guide_have_one_scope():
 
 
 def test_mistakes_are_named_before_anything_is_loaded_or_run(run, loads, text, tmp_path):
-    perplexity = ("eval", "perplexity", "-c", "model", "--text", text)
+    scored = ("eval", "perplexity", "-c", "model", "--text", text)
     for command, args, message in [
         (
             ("eval", "passkey"),
@@ -41,11 +41,11 @@ def test_mistakes_are_named_before_anything_is_loaded_or_run(run, loads, text, t
             "eval passkey is gone; type: jax-longctx eval run -t pass",
         ),
         (("eval", "table"), "a.json", "eval table is gone; type: jax-longctx eval report DIR"),
-        (perplexity, "--protocol P3 -m citrus:chunk=16,budget=64", "citrus reads a text for a"),
-        (perplexity, "-m full -m snapkv:budget=x", "expected a whole number"),
-        (perplexity, "--length 0", "should be greater than or equal to 1"),
-        (perplexity, "--score 0", "should be greater than or equal to 1"),
-        (perplexity, "--length 100000", "hold 0: ask for fewer or shorter ones"),
+        (scored, "--protocol P3 -m citrus:chunk=16,budget=64", "citrus reads a text for a"),
+        (scored, "-m full -m snapkv:budget=x", "expected a whole number"),
+        (scored, "--length 0", "should be greater than or equal to 1"),
+        (scored, "--score 0", "should be greater than or equal to 1"),
+        (scored, "--length 100000", "hold 0: ask for fewer or shorter ones"),
     ]:
         refused(run(*command, *args.split()), message)
 
@@ -66,9 +66,9 @@ def test_results_are_bound_to_texts_method_and_options(
     run, loads, tiny, text, tmp_path, monkeypatch
 ):
     """What takes time is left out: the file says what it was made from all the same."""
-    scored = {"length": 90, "score": 8, "batch": 1, "means": [1.0, 2.0]}
-    scored |= {"windows": [], "read_seconds": [1.0], "score_seconds": [1.0]}
-    monkeypatch.setattr(eval_texts, "_score", lambda *_: scored)
+    scored = {"through": "decode", "read": 1.0, "scored": 1.0, "fetched": None}
+    scored["losses"] = [[1.0, 2.0]]
+    monkeypatch.setattr(perplexity, "score_piece", lambda *_, **how: scored)
     words = ["-c", "model", "--text", text, "--out", tmp_path / "out.json"]
     words += ["--length", 90, "--texts", 2, "--score", 8]
 
@@ -92,6 +92,40 @@ def test_results_are_bound_to_texts_method_and_options(
     assert "texts ['" in said()
     said("--overwrite", code=0)
     said(code=0)
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "more"),
+    [(perplexity, "score_piece", ()), (agreement, "compare", ("--no-attention",))],
+)
+def test_an_interrupted_run_goes_on(
+    run, loads, text, tmp_path, monkeypatch, module, function, more
+):
+    """Under each of two methods, a text at a time, as one run without an interruption."""
+    compute, asked = getattr(module, function), []
+
+    def interrupted(*given, **how):
+        asked.append(1)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return compute(*given, **how)
+
+    monkeypatch.setattr(module, function, interrupted)
+    command, journal = module.__name__.rpartition(".")[-1], tmp_path / "out.json.journal"
+    words = ["eval", command, "-c", "model", "--text", text, "--texts", 2, "--batch", 1, *more]
+    words += ["-m", "full", "-m", "snapkv:budget=32,window=8", "--length", 60, "--score", 4]
+    run(*words, "--out", tmp_path / "out.json", code=130)
+    assert journal.exists() and not (tmp_path / "out.json").exists()
+    refused(run(*words[:-1], 5, "--out", tmp_path / "out.json"), "journal was made with score 4, n")
+    run(*words, "--out", tmp_path / "out.json", code=0)
+    # Perplexity is of one method at a time.
+    assert len(asked) == (5 if command == "perplexity" else 3) and not journal.exists()
+    run(*words, "--out", tmp_path / "whole.json", code=0)
+    one, other = (json.loads((tmp_path / f"{each}.json").read_text()) for each in ("out", "whole"))
+    times = ("read_seconds", "score_seconds")
+    for found in (*one["runs"], *other["runs"]):
+        assert [len(found.pop(name)) for name in times if name in found] in ([2, 2], [])
+    assert one == other and len(one["runs"]) == 2
 
 
 @pytest.fixture
@@ -160,7 +194,7 @@ def test_a_stream_runs_over_files_and_is_read_for_each_question(run, loads, text
 def test_agreement_with_full_attention(run, loads, text, tmp_path):
     out = tmp_path / "runs.json"
     args = ["eval", "agreement", "-c", "model", "--text", text, "--length", "90", "--score", "5"]
-    args += ["--texts", "2", "--queries", "9", "--top", "4", "--out", out]
+    args += ["--texts", "2", "--out", out]
     result = run(*args, "-m", "full", "-m", "tova:budget=32,chunk=16", "-m", "ring", code=0)
     full, tova, ring = json.loads(out.read_text())["runs"]
     assert max(map(abs, full["kl"])) < 1e-6 and full["same"] == [1, 1]

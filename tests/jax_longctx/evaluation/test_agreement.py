@@ -46,20 +46,17 @@ def dense_weights(text):
 
 
 def test_full_attentions_weights_are_the_dense_ones():
-    seen = []
-    how = {"queries": QUERIES, "score": 6, "asked": 3, "progress": lambda *at: seen.append(at)}
-    weights = attention_weights(full_engine(), TEXT, **how)
+    # 119 tokens in runs of 8, in batches of 8, the last of which is not full.
+    weights = attention_weights(full_engine(), TEXT, queries=QUERIES, score=6)
     np.testing.assert_allclose(weights, dense_weights(TEXT), atol=1e-5)
-    # 119 tokens in runs of 8, in batches of 8 of which the last is not full.
-    assert seen == [(8, 15), (15, 15)]
     # Texts that are too short and methods that choose by values are refused.
-    for queries, score, asked in [(4, 3, 1), (4, 119, 1), (4, 4, 116), (0, 4, 1)]:
+    for queries, score in [(4, 3), (4, 119), (0, 4)]:
         with pytest.raises(InputError, match="ask for fewer"):
-            attention_weights(full_engine(), TEXT, queries=queries, score=score, asked=asked)
+            attention_weights(full_engine(), TEXT, queries=queries, score=score)
     texts = np.array([TEXT], np.int32)
-    for score, asked, batch in [(119, 1, 1), (0, 1, 1), (4, 116, 1), (4, 0, 1), (4, 1, 0)]:
+    for score, batch in [(119, 1), (0, 1), (4, 0)]:
         with pytest.raises(InputError, match="ask for fewer"):
-            scored_states(full_engine(), texts, score=score, asked=asked, batch=batch)
+            scored_states(full_engine(), texts, score=score, batch=batch)
     engine = engine_of(ByValues(budget=20, chunk=8))
     assert not shows_weights(engine)
     with pytest.raises(InputError, match="chooses by values"):
@@ -126,7 +123,7 @@ def test_divergences_are_those_of_the_whole_distributions(monkeypatch):
     monkeypatch.setattr(scoring, "LOGITS", 2 * 64)
     texts = np.array(random_rows([120] * 3, seed=2), np.int32)
     full_engine, engine = engine_of(small_method("full")), engine_of(small_method("snapkv"))
-    how = {"score": 5, "asked": 2, "batch": 2}
+    how = {"score": 5, "batch": 2}
     full, other = (scored_states(each, texts, **how) for each in (full_engine, engine))
     kl, same = agreement.divergences(full_engine, full, other)
     params = to_numpy(jax.device_get(full_engine.params))
@@ -138,7 +135,7 @@ def test_divergences_are_those_of_the_whole_distributions(monkeypatch):
         np.testing.assert_array_equal(same_S, p.argmax(-1) == q.argmax(-1))
     assert kl.max() > 1e-3
     # The method's losses are those of its states.
-    context, asked, scored = (part.tolist() for part in np.split(texts[:2], (113, 115), axis=1))
+    context, asked, scored = (part.tolist() for part in np.split(texts[:2], (114, 115), axis=1))
     scores = loglikelihoods(engine, context, scored, questions=asked)
     q = log_probabilities(other[0], params)
     np.testing.assert_allclose(scores[0].logprobs, q[np.arange(5), texts[0, 115:]], atol=1e-4)
@@ -181,9 +178,10 @@ def test_methods_are_compared_on_the_same_texts():
     texts = np.array([TEXT], np.int32)
     engines = [engine_of(small_method(name)) for name in ("full", "ring", "snapkv")]
     done = []
-    how = {"queries": QUERIES, "top": 3, "progress": lambda *at: done.append(at)}
-    compared = agreement.attention_agreement
-    exact, ring, snapkv = compared(full_engine(), engines, texts, **how)
+    how = {"queries": QUERIES, "score": QUERIES, "top": 3, "batch": 8}
+    how["progress"] = lambda *at: done.append(at)
+    found = agreement.compare(full_engine(), engines, texts, **how)
+    exact, ring, snapkv = (each["attention"] for each in found)
     assert ring is None and not shows_weights(engines[1])
     (exact,), (snapkv,) = exact, snapkv
     assert exact["mass"] == pytest.approx([1, 1]) and exact["recall"] == [1, 1]
