@@ -13,9 +13,8 @@ from jax_longctx.settings import (
     Offload,
     StoredForm,
     check_name,
-    kv_form,
     parse_mesh,
-    weights_form,
+    stored_form,
 )
 
 # Where contexts may lie beside the devices.
@@ -78,7 +77,7 @@ class RunSpec:
             check_name(DTYPES, self.dtype, "dtype")
         if self.chunk < 1:
             raise InputError(f"chunk must be at least 1 token, got {self.chunk}")
-        kv_form(self.kv, self.dtype or "bfloat16")
+        stored_form("kv", self.kv, self.dtype or "bfloat16")
         _ = self.form, self.tier
 
     @property
@@ -94,7 +93,7 @@ class RunSpec:
     @property
     def form(self) -> StoredForm | None:
         """The 8-bit form of the layers' matrices that `weights` names; None for none."""
-        return weights_form(self.weights, self.dtype or "bfloat16")
+        return stored_form("weights", self.weights, self.dtype or "bfloat16")
 
     def over(self, dtype: str, weights: StoredForm | None = None) -> "RunSpec":
         """The spec over weights of this dtype and 8-bit form, where it says none of its own.
@@ -104,7 +103,7 @@ class RunSpec:
         """
         dtype = self.dtype or dtype
         return dataclasses.replace(
-            self, dtype=dtype, weights=weights_form(self.weights, dtype, weights)
+            self, dtype=dtype, weights=stored_form("weights", self.weights, dtype, weights)
         )
 
     def chosen(self) -> Any:

@@ -75,43 +75,27 @@ def at_least(
             raise error(f"{within}{name} must be at least {least}, got {value}")
 
 
-def kv_form(kv: str | None, dtype: str) -> StoredForm | None:
-    """The 8-bit form that `kv` names; None for keys and values in the model's `dtype`.
-
-    Raises:
-      ConfigError: an unknown name, or "bfloat16" beside weights of another dtype.
-    """
-    return _form("kv", kv, dtype)
-
-
-def weights_form(
-    weights: str | None, dtype: str, held: StoredForm | None = None
+def stored_form(
+    noun: str, name: str | None, dtype: str, held: StoredForm | None = None
 ) -> StoredForm | None:
-    """The 8-bit form that `weights` names; None for weights in the model's `dtype`.
+    """The 8-bit form of keys and values or of weights by its name; None for the model's `dtype`.
 
     Args:
-      held: the form in which a checkpoint holds them already; None where it holds floats.
+      noun: "kv" or "weights".
+      held: the form in which a checkpoint holds weights already; None where it holds floats.
 
     Raises:
       ConfigError: an unknown name, or "bfloat16" for a model of another dtype or for a checkpoint
         of 8 bits.
     """
-    if held is None:
-        return _form("weights", weights, dtype)
-    if weights is not None:
-        check_form(weights, "weights")
-    if weights not in (None, held):
-        raise ConfigError(
-            f"weights {weights}: the checkpoint was converted with weights {held}, and what they "
-            f"were rounded from is gone; leave weights away, or convert the source again"
-        )
-    return held
-
-
-def _form(noun: str, name: str | None, dtype: str) -> StoredForm | None:
     if name is None:
-        return None
+        return held
     check_form(name, noun)
+    if held is not None and name != held:
+        raise ConfigError(
+            f"{noun} {name}: the checkpoint was converted with {noun} {held}, and what they "
+            f"were rounded from is gone; leave {noun} away, or convert the source again"
+        )
     if name != "bfloat16":
         return cast(StoredForm, name)
     if dtype != "bfloat16":

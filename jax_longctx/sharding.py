@@ -204,26 +204,21 @@ class Leaf:
     host: bool = False
 
 
-def axes_of(node: Any, describe: Any) -> Any:
-    """Maps `describe(axes)` over a pytree of dataclasses whose array fields are `axes_field`s.
+def described(node: Any, describe: Any = lambda leaf: leaf) -> Any:
+    """A pytree of dataclasses with `describe(Leaf)` in place of each array (see `axes_field`).
 
     A field without an array is None, here as in any pytree.
     """
-    return _mapped(node, lambda leaf: describe(leaf.axes))
-
-
-def _mapped(node: Any, describe: Any) -> Any:
-    """`axes_of`, of which `describe` is given all that a field says, as a `Leaf`."""
     if isinstance(node, tuple | list):
-        return type(node)(_mapped(child, describe) for child in node)
+        return type(node)(described(child, describe) for child in node)
     if isinstance(node, dict):
-        return {key: _mapped(child, describe) for key, child in node.items()}
+        return {key: described(child, describe) for key, child in node.items()}
     if isinstance(node, Stacked):
 
         def of_all(leaf: Leaf) -> Any:
             return describe(dataclasses.replace(leaf, axes=("layers", *leaf.axes)))
 
-        cache = _mapped(node.cache, of_all)
+        cache = described(node.cache, of_all)
         return Stacked(cache, node.count)
     if not dataclasses.is_dataclass(node) or isinstance(node, type):
         raise TypeError(f"{type(node).__name__} has no logical axes; declare it with axes_field")
@@ -242,13 +237,13 @@ def _mapped(node: Any, describe: Any) -> Any:
             else:
                 fields[field.name] = describe(leaf)
         else:
-            fields[field.name] = _mapped(value, describe)
+            fields[field.name] = described(value, describe)
     return type(node)(**fields)
 
 
 def leaf_fields(tree: Any) -> list[Leaf]:
     """What the fields say of every array, in the order of `jax.tree.leaves`."""
-    return jax.tree.leaves(_mapped(tree, lambda leaf: leaf))
+    return jax.tree.leaves(described(tree))
 
 
 def leaf_axes(tree: Any) -> list[tuple[str | None, ...]]:
@@ -258,7 +253,7 @@ def leaf_axes(tree: Any) -> list[tuple[str | None, ...]]:
 
 def tree_specs(tree: Any) -> Any:
     """The tree with a `PartitionSpec` in place of every array (see `axes_field`)."""
-    return axes_of(tree, logical_spec)
+    return described(tree, lambda leaf: logical_spec(leaf.axes))
 
 
 def tree_shardings(mesh: AnyMesh, tree: Any) -> Any:
@@ -266,4 +261,4 @@ def tree_shardings(mesh: AnyMesh, tree: Any) -> Any:
 
     It says the memory too: that of the devices, or of the host.
     """
-    return _mapped(tree, lambda leaf: logical_sharding(mesh, leaf.axes, host=leaf.host))
+    return described(tree, lambda leaf: logical_sharding(mesh, leaf.axes, host=leaf.host))

@@ -35,7 +35,7 @@ from jax_longctx.engine.runs import with_layer
 from jax_longctx.engine.sampling import sampling_static, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.settings import Sampling
-from jax_longctx.sharding import HOST, Leaf, axes_of, layers_in, leaf_axes, tree_shardings
+from jax_longctx.sharding import HOST, described, layers_in, leaf_axes, tree_shardings
 from pallas_kernels.quantised import stored_as
 
 # The question of every row.
@@ -286,7 +286,7 @@ def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Con
         if key not in made:
 
             def make(seed: Any) -> Any:
-                fields = axes_of(cache, lambda axes: Leaf(axes, in_place=False))
+                fields = described(cache)
                 mapped = functools.partial(jax.tree.map, is_leaf=_is_store)
                 return mapped(lambda node, about: draw(node, about, seed), cache, fields)
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches.append_only import AppendCache
 from jax_longctx.contract import Attended, LayerContext, SlotLayout
-from jax_longctx.sharding import Leaf, axes_field, axes_of
+from jax_longctx.sharding import Leaf, axes_field, described
 from pallas_kernels.common import AnyCache, merge
 from pallas_kernels.decode_attention import decode_attention, shared_decode_attention
 from pallas_kernels.plane import Plane, part_of
@@ -128,7 +128,7 @@ def _parts(node: Any) -> bool:
 
 
 def _axes(tree: Any) -> Any:
-    return axes_of(tree, lambda axes: Leaf(axes, in_place=False))
+    return described(tree)
 
 
 def _slots(caches: Any) -> int:

@@ -30,7 +30,7 @@ from jax_longctx.methods import METHODS, make_method, settings_of
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import check_mesh
 from jax_longctx.run_spec import RunSpec
-from jax_longctx.settings import kv_form, weights_form
+from jax_longctx.settings import stored_form
 from jax_longctx.sharding import HOST, AnyMesh, Stacked, layers_in, leaf_axes, tree_shardings
 
 SMALLEST = 128
@@ -84,8 +84,8 @@ def setup_of(config: ModelConfig, spec: RunSpec) -> Setup:
         mesh,
         dtype,
         spec.chunk,
-        kv=kv_form(spec.kv, dtype.name),
-        weights=weights_form(spec.weights, dtype.name),
+        kv=stored_form("kv", spec.kv, dtype.name),
+        weights=stored_form("weights", spec.weights, dtype.name),
         offload=spec.tier,
     )
     check_offload(setup)

@@ -39,7 +39,7 @@ from jax_longctx.engine.engine import Engine
 from jax_longctx.engine.runs import seated_store
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CapacityError, InputError
-from jax_longctx.sharding import Leaf, axes_of, layers_in, leaf_axes, tree_shardings
+from jax_longctx.sharding import described, layers_in, leaf_axes, tree_shardings
 
 # Axes of a cache whose sizes follow from the lengths of text, question and answer.
 GROWING = ("slots", "room", "pages", "share")
@@ -260,6 +260,6 @@ def _seated(
     def store(node: Any) -> bool:
         return isinstance(node, Branched | Offloaded)
 
-    fields = axes_of(caches, lambda axes: Leaf(axes, in_place=False))
+    fields = described(caches)
     seated = jax.tree.map(put, caches, fields, row_caches, is_leaf=store)
     return jax.lax.with_sharding_constraint(seated, tree_shardings(setup.mesh, caches))

@@ -84,8 +84,8 @@ class Service:
 
     async def read_context(self, request: Request) -> Response:
         """POST /v1/contexts"""
-        with self.bodies.admitted() as place:
-            asked = await self.bodies.context(request, place)
+        with self.bodies.admitted() as call:
+            asked = await self.bodies.context(request, call)
             text, chat = await anyio.to_thread.run_sync(self._laid_out, asked)
             try:
                 entry = self.contexts.enter(text, chat=chat, ttl=asked.ttl, save=asked.save)
@@ -93,9 +93,8 @@ class Service:
                 self.contexts.release(text)
                 raise
             request.state.context, request.state.tokens = entry.id, lambda: (len(text.tokens), 0)
-            call = Call(self.scheduler, place, self.access.seconds)
             call.add(text=text, entry=entry)
-            self.bodies.drop(place)
+            self.bodies.drop(call)
             records = _progress(entry, await call.begun(request))
             if asked.stream:
                 return call.streamed(records)
@@ -164,13 +163,12 @@ class Service:
     async def _answer(
         self, request: Request, form: type[Any], kind: Literal["chat", "completion"]
     ) -> Response:
-        with self.bodies.admitted() as place:
-            asked = await self.bodies.json(form, request, place)
+        with self.bodies.admitted() as call:
+            asked = await self.bodies.json(form, request, call)
             self._check_model(asked.model)
             entry = None if asked.context is None else self._entry(asked.context, "context")
             split = getattr(self.prompts, kind)
             prompts: list[Prompt] = await anyio.to_thread.run_sync(split, asked, entry)
-            call = Call(self.scheduler, place, self.access.seconds)
             answer = Answer(
                 kind=kind,
                 model=self.name,
@@ -185,7 +183,7 @@ class Service:
                     self.contexts.release(prompt.text)
                 raise
             request.state.context, request.state.tokens = asked.context, lambda: answer.tokens
-            self.bodies.drop(place)
+            self.bodies.drop(call)
             records = _chunks(answer, await call.begun(request), asked.include_usage)
             if asked.stream:
                 return call.streamed(records)

@@ -15,9 +15,9 @@ from jax_longctx.errors import InputError
 from jax_longctx.files import decoded
 from jax_longctx.serving import schema
 from jax_longctx.serving.doors import Access
-from jax_longctx.serving.jobs import Place
 from jax_longctx.serving.scheduler import Scheduler
 from jax_longctx.serving.schema import RequestError
+from jax_longctx.serving.streams import Call
 
 # What is still taken of a body that is refused: most clients read no answer before they have sent
 # all, and a connection that is closed meanwhile loses it.
@@ -33,20 +33,27 @@ class Bodies:
         self._held = 0
 
     @contextlib.contextmanager
-    def admitted(self) -> Iterator[Place]:
-        """A place for the request, which counts when its body has come."""
-        with self._scheduler.place() as place:
-            try:
-                yield place
-            finally:
-                self.drop(place)
+    def admitted(self) -> Iterator[Call]:
+        """A call for the request, which takes a place when its body has come.
 
-    def drop(self, place: Place) -> None:
+        Raises:
+          RequestError: as `Scheduler.check_room`, before anything of the request is read.
+        """
+        self._scheduler.check_room()
+        call = Call(self._scheduler, self._access.seconds)
+        try:
+            yield call
+        finally:
+            self.drop(call)
+            if call.counts:
+                self._scheduler.give_back()
+
+    def drop(self, call: Call) -> None:
         """Counts that the request's body has left the memory."""
-        self._held, place.body = self._held - place.body, 0
+        self._held, call.body = self._held - call.body, 0
 
     async def json[Model: pydantic.BaseModel](
-        self, kind: type[Model], request: Request, place: Place
+        self, kind: type[Model], request: Request, call: Call
     ) -> Model:
         """The request's JSON, checked in a worker thread."""
         given = _content_type(request)
@@ -55,19 +62,19 @@ class Bodies:
             raise RequestError(
                 f"the content type is {given!r:.80}; send JSON as application/json", status=415
             )
-        body = await self._received(request, place)
+        body = await self._received(request, call)
         return await anyio.to_thread.run_sync(schema.parsed, kind, body)
 
-    async def context(self, request: Request, place: Place) -> schema.ContextRequest:
+    async def context(self, request: Request, call: Call) -> schema.ContextRequest:
         """The request for a context, from JSON or from a form with a file."""
         if _content_type(request) != "multipart/form-data":
-            return await self.json(schema.ContextRequest, request, place)
-        form = _form(request, await self._received(request, place))
+            return await self.json(schema.ContextRequest, request, call)
+        form = _form(request, await self._received(request, call))
         values = await anyio.to_thread.run_sync(asyncio.run, form)
         return await anyio.to_thread.run_sync(schema.parsed, schema.ContextRequest, values)
 
-    async def _received(self, request: Request, place: Place) -> bytes:
-        """The request's body; the request's place is taken then."""
+    async def _received(self, request: Request, call: Call) -> bytes:
+        """The request's body; a place is taken then."""
         access, limit = self._access, self._access.body
         too_large = RequestError(
             f"the body is larger than {limit:,} bytes", status=413, code="body_too_large"
@@ -79,8 +86,8 @@ class Bodies:
         try:
             async with asyncio.timeout(seconds):
                 async for piece in request.stream():
-                    request.state.taken = place.body + len(piece)
-                    if place.body + len(piece) > limit:
+                    request.state.taken = call.body + len(piece)
+                    if request.state.taken > limit:
                         raise too_large
                     if self._held + len(piece) > access.bodies:
                         raise RequestError(
@@ -91,13 +98,14 @@ class Bodies:
                             retry_after=1,
                         )
                     self._held += len(piece)
-                    place.body += len(piece)
+                    call.body += len(piece)
                     pieces.append(piece)
         except TimeoutError:
             raise RequestError(
                 f"the body did not arrive within {seconds:g} s", status=408
             ) from None
-        self._scheduler.take(place)
+        self._scheduler.take()
+        call.counts = True
         return b"".join(pieces)
 
     async def refuse(self, request: Request) -> None:

@@ -13,7 +13,6 @@ decode step reads it once. The batches take turns.
 """
 
 import contextlib
-import dataclasses
 import itertools
 import logging
 import time
@@ -299,16 +298,11 @@ class Executor:
         Raises:
           CheckpointError, InputError: as `save_context`; nothing is left behind.
         """
-        if self._saving is None:
+        saving, self._saving = self._saving, None
+        if saving is None or saving.go_on(wait=wait):
             return True
-        try:
-            ended = self._saving.go_on(wait=wait)
-        except BaseException:
-            self._saving = None
-            raise
-        if ended:
-            self._saving = None
-        return ended
+        self._saving = saving
+        return False
 
     def give_up_saving(self) -> None:
         """Ends the thread of a save, at the end of a server that failed."""
@@ -353,15 +347,19 @@ class Executor:
     def join(self, key: str, request: dict[str, Any]) -> tuple[int, Chosen]:
         """Feeds a question to a context; its answer's row joins those that decode.
 
+        `request` has the fields of `Request`, as JSON gives them, with a seed for its one row.
+
         Returns the row's number and its first token. `broken` has the number where the logits are
         not finite.
 
         Raises:
           CapacityError, InputError: as `RunningBatch.join`.
         """
-        context = self.contexts[key]
+        context, sampling = self.contexts[key], dict(request["sampling"])
+        sampling["seed"] = tuple(sampling["seed"])
         batch = self._batch(key, context)
-        place, first = batch.join(context, as_request(request))
+        asked = Request(**{**request, "sampling": Sampling(**sampling)})
+        place, first = batch.join(context, asked)
         number = next(self._numbers)
         self._rows[number] = batch, place
         self._end_rows([batch])
@@ -436,19 +434,6 @@ def _capacity(tokens: int) -> int:
     """
     step = max(SMALLEST, (1 << (tokens.bit_length() - 1)) // 8)
     return -(-(tokens + SPARE) // step) * step
-
-
-def request_values(request: Request) -> dict[str, Any]:
-    """The request as JSON values (see `as_request`)."""
-    return dataclasses.asdict(request)
-
-
-def as_request(values: dict[str, Any]) -> Request:
-    """The request of these JSON values."""
-    sampling = dict(values["sampling"])
-    if isinstance(sampling["seed"], list | tuple):
-        sampling["seed"] = tuple(sampling["seed"])
-    return Request(**{**values, "sampling": Sampling(**sampling)})
 
 
 class Team:

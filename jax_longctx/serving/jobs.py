@@ -1,7 +1,6 @@
 """Jobs that HTTP handlers give the scheduler, and the events that they get back."""
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 
 from jax_longctx.answers import AnswerReader
@@ -47,6 +46,7 @@ class Job:
     Attributes:
       text: counted as used by this job (`Contexts.use`); the scheduler releases it.
       send: takes the job's events, in the scheduler's thread.
+      came: when its request came, of `time.monotonic`.
       entry: what names the text, of a job that reads it for a client; removed with a job that
         ends before the text is `ready`.
       about: the context that the question is about; where it is deleted before the answer begins,
@@ -60,6 +60,7 @@ class Job:
 
     text: Text
     send: Callable[[Event], None]
+    came: float
     entry: Entry | None = None
     about: Entry | None = None
     request: Request | None = None
@@ -69,24 +70,8 @@ class Job:
     scores: TextScores | None = None
     ready: bool = False
     cancelled: bool = False
-    came: float = dataclasses.field(default_factory=time.monotonic)
 
     @property
     def saves(self) -> bool:
         """Whether the job is to save its text."""
         return self.entry is not None and self.entry.save
-
-
-@dataclasses.dataclass
-class Place:
-    """A request's place among those that are answered or wait.
-
-    Attributes:
-      came: when the request came, of `time.monotonic`.
-      body: bytes of its body in memory.
-      taken: whether it counts; jobs that take it over give it back at their ends.
-    """
-
-    came: float = dataclasses.field(default_factory=time.monotonic)
-    body: int = 0
-    taken: bool = False

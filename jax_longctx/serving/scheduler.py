@@ -14,19 +14,18 @@ memory.
 """
 
 import collections
-import contextlib
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from jax_longctx.engine.engine import NOT_FINITE
 from jax_longctx.engine.running import Chosen
 from jax_longctx.errors import CapacityError, LongctxError
 from jax_longctx.serving.contexts import Contexts
-from jax_longctx.serving.executor import Executor, Team, request_values
-from jax_longctx.serving.jobs import Job, Piece, Place, Reading
+from jax_longctx.serving.executor import Executor, Team
+from jax_longctx.serving.jobs import Job, Piece, Reading
 from jax_longctx.serving.metrics import Metrics
 from jax_longctx.serving.pace import READ_SECONDS, Pace
 from jax_longctx.serving.room import Room
@@ -113,42 +112,35 @@ class Scheduler:
         """Whether the thread takes jobs, or will never do."""
         return self._begun or not self._thread.is_alive()
 
-    @contextlib.contextmanager
-    def place(self) -> Iterator[Place]:
-        """A place for a request, looked for before anything of it is read.
-
-        It counts from `take` on, when the request's body is there; `submit` gives it to a job.
-
-        Raises:
-          RequestError: no place is free (429), or the server is shutting down (503).
-        """
-        with self._changed:
-            self._check_room()
-        place = Place()
-        try:
-            yield place
-        finally:
-            with self._changed:
-                self._jobs -= place.taken
-
-    def take(self, place: Place) -> None:
-        """Takes the place; RequestError as `place`."""
-        with self._changed:
-            self._check_room()
-            self._jobs, place.taken = self._jobs + 1, True
-
-    def _check_room(self, more: int = 1) -> None:
-        self._check_accepts()
+    def check_room(self, more: int = 1) -> None:
+        """Raises RequestError where a place is not free (429), or no job is taken (503)."""
+        if not self.accepts:
+            told = f"the server is {self.state}"
+            raise RequestError(told, status=503, retry_after=10)
         if self._jobs + more > self.most:
             raise RequestError(
                 f"{self._jobs} requests are being answered or wait already; try again later",
                 status=429,
                 code="rate_limit_exceeded",
-                retry_after=self._patience(),
+                # A place may be free then.
+                retry_after=max(1, min(60, len(self._waiting))),
             )
 
-    def submit(self, jobs: Sequence[Job], place: Place) -> None:
-        """Takes a request's jobs. Their texts and ids are released when they end, or here.
+    def take(self) -> None:
+        """Takes a place for a request; RequestError as `check_room`."""
+        with self._changed:
+            self.check_room()
+            self._jobs += 1
+
+    def give_back(self) -> None:
+        """Counts a place that was taken as free."""
+        with self._changed:
+            self._jobs -= 1
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Takes a request's jobs, which have its place from then on, and one more each.
+
+        Their texts and ids are released when they end, or here.
 
         Raises:
           RequestError: the server is shutting down (503), or there is no room for so many jobs now
@@ -156,19 +148,14 @@ class Scheduler:
         """
         with self._changed:
             try:
-                self._check_room(len(jobs) - 1)
+                self.check_room(len(jobs) - 1)
             except RequestError:
                 for job in jobs:
                     self._release(job)
                 raise
-            place.taken, self._jobs = False, self._jobs + len(jobs) - 1
+            self._jobs += len(jobs) - 1
             self._waiting += jobs
             self._changed.notify()
-
-    def _check_accepts(self) -> None:
-        if not self.accepts:
-            told = f"the server is {self.state}"
-            raise RequestError(told, status=503, retry_after=10)
 
     def cancel(self, job: Job) -> None:
         """Ends a job whose client is gone; any thread may call it, also after the job's end."""
@@ -191,10 +178,6 @@ class Scheduler:
             self._closing = self._stopped = True
             self._changed.notify_all()
         self._thread.join()
-
-    def _patience(self) -> int:
-        """Seconds after which a place may be free, for `Retry-After`."""
-        return max(1, min(60, len(self._waiting)))
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -348,9 +331,9 @@ class Scheduler:
     def _join(self, job: Job) -> bool:
         """Feeds the job's question; False where there is no room now."""
         assert job.request is not None
-        key, request = job.text.key, request_values(job.request)
+        request = dataclasses.asdict(job.request)
         try:
-            place, first = self.team.do("join", key=key, request=request)
+            place, first = self.team.do("join", key=job.text.key, request=request)
         except CapacityError:
             dropped = self._room.drop_one(job.text)
             if dropped != "none":

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from jax_longctx.serving.jobs import Event, Job, Piece, Place
+from jax_longctx.serving.jobs import Event, Job, Piece
 from jax_longctx.serving.scheduler import Scheduler
 from jax_longctx.serving.schema import RequestError
 
@@ -27,18 +27,23 @@ type Events = AsyncGenerator[tuple[int, Event]]
 
 
 class Call:
-    """The jobs of one request.
+    """One request and its jobs.
 
     Args:
       seconds: for the request to be answered, from its headers on.
+
+    Attributes:
+      body: bytes of its body in memory.
+      counts: whether it has a place among those that are answered or wait; jobs take it over.
     """
 
-    def __init__(self, scheduler: Scheduler, place: Place, seconds: float):
-        self._scheduler, self._place = scheduler, place
-        self._seconds, self._end = seconds, place.came + seconds
+    def __init__(self, scheduler: Scheduler, seconds: float):
+        self._scheduler, self._seconds, self._came = scheduler, seconds, time.monotonic()
+        self._end = self._came + seconds
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self.jobs: list[Job] = []
+        self.body, self.counts = 0, False
 
     def add(self, **how: Any) -> Job:
         """One more job, of the request's own arrival; `how` is as in `Job`."""
@@ -49,7 +54,7 @@ class Call:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, (number, event))
 
-        self.jobs.append(Job(send=send, came=self._place.came, **how))
+        self.jobs.append(Job(send=send, came=self._came, **how))
         return self.jobs[-1]
 
     def cancel(self) -> None:
@@ -62,7 +67,8 @@ class Call:
 
         The first has come: a request that fails before has its own status.
         """
-        self._scheduler.submit(self.jobs, self._place)
+        self._scheduler.submit(self.jobs)
+        self.counts = False
         events = self._events()
         return _chain(await self.watched(request, anext(events)), events)
 

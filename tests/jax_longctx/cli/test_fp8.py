@@ -9,7 +9,7 @@ from jax_longctx import api
 from jax_longctx.engine.context_io import load_context, method_of, save_context, saved_manifest
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.evaluation.config import RunOptions
-from jax_longctx.settings import from_toml, kv_form, weights_form
+from jax_longctx.settings import from_toml, stored_form
 from tests.jax_longctx.engine.test_context_io import change
 from tests.support import tiny_engine
 
@@ -19,10 +19,10 @@ INSTEAD = "fp8 is not offered any more: int8 takes the same bytes and loses less
 @pytest.mark.parametrize(
     ("asked", "noun"),
     [
-        (lambda: kv_form("fp8", "bfloat16"), "kv"),
+        (lambda: stored_form("kv", "fp8", "bfloat16"), "kv"),
         (lambda: tiny_engine(kv="fp8"), "kv"),
-        (lambda: weights_form("fp8", "bfloat16"), "weights"),
-        (lambda: weights_form("fp8", "bfloat16", "int8"), "weights"),
+        (lambda: stored_form("weights", "fp8", "bfloat16"), "weights"),
+        (lambda: stored_form("weights", "fp8", "bfloat16", "int8"), "weights"),
         (lambda: convert("source", "new", weights="fp8"), "weights"),
         (lambda: RunOptions(kv="fp8"), "kv"),
         (lambda: from_toml(RunOptions, {"weights": "fp8"}, "run"), "weights"),

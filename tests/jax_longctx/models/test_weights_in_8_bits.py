@@ -16,7 +16,7 @@ from jax_longctx.planning.plan import PlanRequest, make_plan
 from jax_longctx.planning.targets import parse_target
 from jax_longctx.planning.work import step_weight_bytes, weight_bytes
 from jax_longctx.run_spec import RunSpec
-from jax_longctx.settings import weights_form
+from jax_longctx.settings import stored_form
 from jax_longctx.sharding import make_mesh
 from pallas_kernels.quantised_matrix import (
     QuantisedMatrix,
@@ -186,13 +186,12 @@ def test_a_context_belongs_to_weights_of_its_form(tmp_path):
 
 
 def test_names_of_weights():
-    assert (
-        weights_form("int8", "float32") == "int8" and weights_form("bfloat16", "bfloat16") is None
-    )
+    assert stored_form("weights", "int8", "float32") == "int8"
+    assert stored_form("weights", "bfloat16", "bfloat16") is None
     with pytest.raises(ConfigError, match="unknown weights 'int4'; known: bfloat16, int8"):
-        weights_form("int4", "bfloat16")
+        stored_form("weights", "int4", "bfloat16")
     with pytest.raises(ConfigError, match="weights bfloat16: this model is loaded in float32"):
-        weights_form("bfloat16", "float32")
+        stored_form("weights", "bfloat16", "float32")
 
 
 @pytest.mark.slow
