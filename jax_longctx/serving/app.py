@@ -128,9 +128,8 @@ class Service:
 
     async def ready(self, request: Request) -> Response:
         """GET /ready: requests are taken."""
-        if self.scheduler.accepts:
-            return JSONResponse({"status": "ready"})
-        return JSONResponse({"status": self.scheduler.state}, status_code=503)
+        state = self.scheduler.state
+        return JSONResponse({"status": state}, status_code=200 if state == "ready" else 503)
 
     async def figures(self, request: Request) -> Response:
         """GET /metrics"""

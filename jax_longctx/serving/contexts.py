@@ -138,34 +138,21 @@ class Contexts:
         with self.lock:
             text.jobs, text.used = text.jobs - 1, time.monotonic()
 
-    def longest_prefix(self, tokens: Tokens, shortest: int) -> Text | None:
-        """The longest text that is known or being read and begins `tokens`, one token left.
+    def shared(self, tokens: Tokens, shortest: int) -> int:
+        """How many tokens at the start of `tokens`, one left, a text has too.
 
-        A job is counted that uses it.
-
-        Args:
-          shortest: tokens that it must have at least.
+        A text that is known or being read and is whole in `tokens` goes before a longer part of
+        another one. 0 where fewer than `shortest` are shared.
         """
-        with self.lock:
-            found = [
-                text
-                for text in self._texts.values()
-                if (text.known or text.reading)
-                and text.shared
-                and shortest <= len(text.tokens) < len(tokens)
-                and np.array_equal(text.tokens, tokens[: len(text.tokens)])
-            ]
-            longest = max(found, key=lambda text: len(text.tokens), default=None)
-            return None if longest is None else self.use(longest)
-
-    def longest_shared(self, tokens: Tokens) -> int:
-        """Most tokens at the start of `tokens`, its last left out, that a known text has too."""
-        longest = 0
-        for row in (text.tokens for text in self.texts if text.shared):
-            size = min(len(row), len(tokens) - 1)
-            differ = np.flatnonzero(row[:size] != tokens[:size])
-            longest = max(longest, int(differ[0]) if differ.size else size)
-        return longest
+        best = False, 0
+        for text in self.texts:
+            if text.shared:
+                size = min(len(text.tokens), len(tokens) - 1)
+                differ = np.flatnonzero(text.tokens[:size] != tokens[:size])
+                size = int(differ[0]) if differ.size else size
+                if size >= shortest:
+                    best = max(best, (text.begun and size == len(text.tokens), size))
+        return best[1]
 
     @property
     def texts(self) -> list[Text]:

@@ -306,31 +306,20 @@ class Prompts:
             how: Any = {"question": last if asks else None}
             how["scored"] = None if scored is None else (row[-1], scored)
             return Prompt(self.contexts.text(row[:-1], len(row), **how), last, last, 0, most)
-        text, cached = self._known(row, most)
-        if text is None:
-            # As `generate` reads it. Where reading is alike the total changes nothing, and prompts
-            # that begin alike share the text.
-            total = len(row) - 1 if self.alike else len(row)
-            text = self.contexts.text(row[:-1], total)
-            cached = len(text.tokens) if text.known or text.reading else 0
-        size = len(text.tokens)
+        size, total = len(row) - 1, len(row)
+        if self.alike:
+            # Where reading is alike the total changes nothing: prompts that begin alike share it.
+            size = total = self._known(row, most) or size
+        # As `generate` reads it.
+        text = self.contexts.text(row[:size], total)
         text.keep = text.keep or size >= self.lengths.keep_from
-        return Prompt(text, row[size:], last, cached, most)
+        return Prompt(text, row[size:], last, size if text.begun else 0, most)
 
-    def _known(self, row: list[int], most: int) -> tuple[Text | None, int]:
-        """The text at the prompt's beginning, if at least half of the prompt is known."""
-        if not self.alike or len(row) < 2:
-            return None, 0
-        tokens = np.asarray(row, np.int32)
+    def _known(self, row: list[int], most: int) -> int:
+        """Tokens at the prompt's beginning that a text has too, if at least half of it."""
         question = min(self.lengths.question, self.reserve - most)
         shortest = max(self.lengths.keep_from, len(row) // 2, len(row) - question)
-        known = self.contexts.longest_prefix(tokens, shortest)
-        if known is not None:
-            return known, len(known.tokens)
-        shared = self.contexts.longest_shared(tokens)
-        if shared < shortest:
-            return None, 0
-        return self.contexts.text(row[:shared], shared), 0
+        return self.contexts.shared(np.asarray(row, np.int32), shortest)
 
     def _check_characters(self, given: int, param: str) -> None:
         """Refuses a text that cannot be short enough, before the time for its tokens is spent."""

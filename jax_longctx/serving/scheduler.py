@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from jax_longctx.engine.engine import NOT_FINITE
 from jax_longctx.engine.running import Chosen
@@ -78,11 +79,12 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self._executor: Executor = self.team.executor
-        self._begun = False
+        # Why no job is taken, or "ready".
+        self.state: Literal["compiling", "ready", "shutting down"] = "compiling"
         self._changed = threading.Condition()
         self._waiting: collections.deque[Job] = collections.deque()
         self._jobs = 0
-        self._closing = self._stopped = False
+        self._stopped = False
         self._rows: dict[int, _Row] = {}
         self._text: Text | None = None
         how = {"queued": self._queued, "fail": self._fail}
@@ -97,24 +99,9 @@ class Scheduler:
         """Starts the thread."""
         self._thread.start()
 
-    @property
-    def accepts(self) -> bool:
-        """Whether jobs are taken."""
-        return self._begun and self._thread.is_alive() and not self._closing
-
-    @property
-    def state(self) -> str:
-        """Why no job is taken: `compiling` or `shutting down`."""
-        return "shutting down" if self._closing or self._begun else "compiling"
-
-    @property
-    def begun(self) -> bool:
-        """Whether the thread takes jobs, or will never do."""
-        return self._begun or not self._thread.is_alive()
-
     def check_room(self, more: int = 1) -> None:
         """Raises RequestError where a place is not free (429), or no job is taken (503)."""
-        if not self.accepts:
+        if self.state != "ready":
             told = f"the server is {self.state}"
             raise RequestError(told, status=503, retry_after=10)
         if self._jobs + more > self.most:
@@ -170,12 +157,12 @@ class Scheduler:
 
     def refuse(self) -> None:
         """Takes no more jobs; those that it has go on."""
-        self._closing = True
+        self.state = "shutting down"
 
     def close(self) -> None:
         """Ends all jobs and the thread, after the block or the piece of text at hand."""
         with self._changed:
-            self._closing = self._stopped = True
+            self.state, self._stopped = "shutting down", True
             self._changed.notify_all()
         self._thread.join()
 
@@ -197,7 +184,7 @@ class Scheduler:
             self.team.dismiss()
         except BaseException as error:
             # Whatever it is: without this thread the server would hang.
-            self._stopped = True
+            self.state, self._stopped = "shutting down", True
             self._executor.give_up_saving()
             self.crashed(error)
 
@@ -213,7 +200,8 @@ class Scheduler:
                 self.compiling(done, total if ready else max(total, done + 1))
             if not ready:
                 self.team.do("give_up_compiling")
-        self._begun = True
+        with self._changed:
+            self.state = "ready" if self.state == "compiling" else self.state
 
     def _sleep(self) -> bool:
         """Waits for work; False when the thread is to end."""

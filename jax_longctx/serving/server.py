@@ -176,7 +176,9 @@ class LongServer:
         self.scheduler.start()
         try:
             serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
-            while not ((self._server.started and self.scheduler.begun) or serving.done()):
+            while not (
+                (self._server.started and self.scheduler.state != "compiling") or serving.done()
+            ):
                 await asyncio.sleep(0.01)
             if not serving.done():
                 on_ready()

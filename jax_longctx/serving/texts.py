@@ -75,6 +75,11 @@ class Text:
         """Whether it need not be read."""
         return bool(self.resident or self.saved)
 
+    @property
+    def begun(self) -> bool:
+        """Whether it is known or being read."""
+        return self.known or self.reading is not None
+
 
 @dataclasses.dataclass
 class Entry:
