@@ -251,7 +251,7 @@ def serve(
             # The leader hears the signals, and dismisses the others.
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
-            server.make_team(loaded, given).follow()
+            server.make_executor(loaded, given).follow()
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -2,7 +2,7 @@
 
 The scheduler gives its orders by name with JSON arguments, so that several processes of one mesh
 can follow them: the leader broadcasts each order before it carries it out, and the others carry out
-the same (`Team`). Contexts have keys, running rows have numbers.
+the same (`do`). Contexts have keys, running rows have numbers.
 
 In one process, threads save and load contexts while rows decode.
 
@@ -62,6 +62,8 @@ class Executor:
     Attributes:
       made_by: model, weights and method, as saved contexts state them.
       free_bytes: of each device beside weights and rows, or None where that is unknown.
+      several: whether there are several processes.
+      ordered: when the latest order was given, of `time.monotonic`.
 
     Raises:
       CapacityError: the rows' caches do not fit.
@@ -97,13 +99,35 @@ class Executor:
         self._rows: dict[int, tuple[RunningBatch, int]] = {}
         self._numbers = itertools.count()
         self.broken: set[int] = set()
-        self._several = jax.process_count() > 1
+        self.several, self.ordered = jax.process_count() > 1, time.monotonic()
         # A thread to save, and one to load.
         self._files = ThreadPoolExecutor(2, thread_name_prefix="files")
         self._saving: Saving | None = None
         self._loading: tuple[str, Future[Context]] | None = None
         self._compilation: Compilation | None = None
         self._rehearsals: Iterator[int] = iter(())
+
+    def do(self, order: str, **arguments: Any) -> Any:
+        """The leader's: carries out an order in all processes; what it returns or raises here.
+
+        The others raise the same errors of the library, because they do the same.
+        """
+        self.ordered = time.monotonic()
+        if self.several:
+            share({"do": order, "with": arguments})
+        return getattr(self, order)(**arguments)
+
+    def dismiss(self) -> None:
+        """Ends `follow` in the other processes."""
+        if self.several:
+            share(None)
+
+    def follow(self) -> None:
+        """Carries out the leader's orders until it dismisses this process."""
+        while (order := share(None)) is not None:
+            # The leader reports what is wrong with a request.
+            with contextlib.suppress(LongctxError):
+                getattr(self, order["do"])(**order["with"])
 
     def compile(self, texts: int, question: int) -> None:
         """Begins to compile the programs of texts of up to `texts` tokens, and of the longest.
@@ -287,7 +311,7 @@ class Executor:
         Raises:
           CheckpointError, InputError: as `save_context`.
         """
-        if self._several:
+        if self.several:
             save_context(self.engine, self.contexts[key], path)
         else:
             self._saving = Saving(self.engine, self.contexts[key], path, self._files)
@@ -316,7 +340,7 @@ class Executor:
         Raises:
           CheckpointError: as `load_context`, or it is of another text than `key`.
         """
-        if self._several:
+        if self.several:
             self.contexts[key] = self._saved(key, path)
         else:
             self._loading = key, self._files.submit(self._saved, key, path)
@@ -434,40 +458,3 @@ def _capacity(tokens: int) -> int:
     """
     step = max(SMALLEST, (1 << (tokens.bit_length() - 1)) // 8)
     return -(-(tokens + SPARE) // step) * step
-
-
-class Team:
-    """The executors of all processes of the mesh: an order goes to each of them.
-
-    One process carries out its own orders. Of several the leader calls `do`, and the others stay in
-    `follow` until the leader calls `dismiss`.
-
-    Attributes:
-      ordered: when the latest order was given, of `time.monotonic`.
-    """
-
-    def __init__(self, executor: Executor):
-        self.executor = executor
-        self.several, self.ordered = jax.process_count() > 1, time.monotonic()
-
-    def do(self, order: str, **arguments: Any) -> Any:
-        """Carries out an order everywhere; what it returns or raises here.
-
-        The others raise the same errors of the library, because they do the same.
-        """
-        self.ordered = time.monotonic()
-        if self.several:
-            share({"do": order, "with": arguments})
-        return getattr(self.executor, order)(**arguments)
-
-    def dismiss(self) -> None:
-        """Ends `follow` in the other processes."""
-        if self.several:
-            share(None)
-
-    def follow(self) -> None:
-        """Carries out the leader's orders until it dismisses this process."""
-        while (order := share(None)) is not None:
-            # The leader reports what is wrong with a request.
-            with contextlib.suppress(LongctxError):
-                getattr(self.executor, order["do"])(**order["with"])

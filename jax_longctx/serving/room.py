@@ -16,7 +16,7 @@ from typing import Literal
 from jax_longctx.errors import CapacityError, CheckpointError, DamagedError, LongctxError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.serving.contexts import Contexts
-from jax_longctx.serving.executor import Team
+from jax_longctx.serving.executor import Executor
 from jax_longctx.serving.jobs import Job
 from jax_longctx.serving.metrics import Metrics
 from jax_longctx.serving.schema import RequestError, from_library
@@ -42,7 +42,7 @@ class Room:
 
     def __init__(
         self,
-        team: Team,
+        executor: Executor,
         contexts: Contexts,
         metrics: Metrics,
         budget: int,
@@ -50,8 +50,8 @@ class Room:
         queued: Callable[[], list[Job]],
         fail: Callable[[Job, RequestError], None],
     ):
-        self._team, self._contexts, self._metrics, self.budget = team, contexts, metrics, budget
-        self._queued, self._fail = queued, fail
+        self._executor, self._contexts, self._metrics = executor, contexts, metrics
+        self.budget, self._queued, self._fail = budget, queued, fail
         self.saving: Text | None = None
         self.loading: Text | None = None
         # Texts that could not be saved, so that another must make room.
@@ -61,7 +61,7 @@ class Room:
         """Begins to load a saved text; `end_files` takes it up."""
         self.loading, text.busy = text, True
         try:
-            self._team.do("load", key=text.key, path=str(self._contexts.path(text)))
+            self._executor.do("load", key=text.key, path=str(self._contexts.path(text)))
         except (CapacityError, CheckpointError) as error:
             self._not_loaded(text, error)
 
@@ -69,13 +69,13 @@ class Room:
         """Takes up a text that was loaded meanwhile."""
         text = self.loading
         try:
-            if text is None or not self._team.do("loaded", wait=wait):
+            if text is None or not self._executor.do("loaded", wait=wait):
                 return
         except (CapacityError, CheckpointError) as error:
             assert text is not None
             self._not_loaded(text, error)
             return
-        text.resident = self._team.executor.resident_bytes(text.key)
+        text.resident = self._executor.resident_bytes(text.key)
         self.loading, text.coming, text.busy = None, 0, False
         self._metrics.loaded.inc()
 
@@ -153,7 +153,7 @@ class Room:
 
     def forget(self, text: Text) -> None:
         """Takes a text out of memory."""
-        self._team.do("forget", key=text.key)
+        self._executor.do("forget", key=text.key)
         text.resident = 0
         self._metrics.dropped.inc()
 
@@ -165,7 +165,7 @@ class Room:
         """
         self._contexts.check_disk(text)
         self._contexts.remove_files(text)
-        self._team.do("save", key=text.key, path=str(self._contexts.path(text)))
+        self._executor.do("save", key=text.key, path=str(self._contexts.path(text)))
         self.saving, text.busy = text, True
 
     def _end_save(self, *, wait: bool = False) -> None:
@@ -174,7 +174,7 @@ class Room:
         if text is None:
             return
         try:
-            if not self._team.do("saved", wait=wait):
+            if not self._executor.do("saved", wait=wait):
                 return
         except LongctxError as error:
             self._not_saved(text, error)

@@ -25,7 +25,7 @@ from jax_longctx.engine.engine import NOT_FINITE
 from jax_longctx.engine.running import Chosen
 from jax_longctx.errors import CapacityError, LongctxError
 from jax_longctx.serving.contexts import Contexts
-from jax_longctx.serving.executor import Executor, Team
+from jax_longctx.serving.executor import Executor
 from jax_longctx.serving.jobs import Job, Piece, Reading
 from jax_longctx.serving.metrics import Metrics
 from jax_longctx.serving.pace import READ_SECONDS, Pace
@@ -68,7 +68,7 @@ class Scheduler:
       compiling: told how many programs are compiled, and how many there are, in the thread.
     """
 
-    team: Team
+    executor: Executor
     contexts: Contexts
     metrics: Metrics
     budget: int
@@ -78,7 +78,6 @@ class Scheduler:
     compiling: Callable[[int, int], None] = lambda done, total: None
 
     def __post_init__(self) -> None:
-        self._executor: Executor = self.team.executor
         # Why no job is taken, or "ready".
         self.state: Literal["compiling", "ready", "shutting down"] = "compiling"
         self._changed = threading.Condition()
@@ -88,7 +87,7 @@ class Scheduler:
         self._rows: dict[int, _Row] = {}
         self._text: Text | None = None
         how = {"queued": self._queued, "fail": self._fail}
-        self._room = Room(self.team, self.contexts, self.metrics, self.budget, **how)
+        self._room = Room(self.executor, self.contexts, self.metrics, self.budget, **how)
         # Whether the devices are full: nothing is read until a row has ended.
         self._full = False
         self._pace = Pace()
@@ -181,25 +180,25 @@ class Scheduler:
                 self._fail(job, RequestError("the server has shut down", status=503))
             self._room.end_files(wait=True)
             self.contexts.update_files()
-            self.team.dismiss()
+            self.executor.dismiss()
         except BaseException as error:
             # Whatever it is: without this thread the server would hang.
             self.state, self._stopped = "shutting down", True
-            self._executor.give_up_saving()
+            self.executor.give_up_saving()
             self.crashed(error)
 
     def _prepare(self) -> None:
         """Compiles what the first requests need."""
         if self.compiled is not None:
             texts, question = self.compiled
-            self.team.do("compile", texts=texts, question=question)
+            self.executor.do("compile", texts=texts, question=question)
             ready = False
             while not (ready or self._stopped):
-                done, total, ready = self.team.do("compile_on")
+                done, total, ready = self.executor.do("compile_on")
                 # More may follow those that are compiled.
                 self.compiling(done, total if ready else max(total, done + 1))
             if not ready:
-                self.team.do("give_up_compiling")
+                self.executor.do("give_up_compiling")
         with self._changed:
             self.state = "ready" if self.state == "compiling" else self.state
 
@@ -212,8 +211,8 @@ class Scheduler:
                 elif not self._waiting:
                     self._changed.wait(IDLE_SECONDS)
             stopped = self._stopped
-        if self.team.several and time.monotonic() - self.team.ordered > LIVES_SECONDS:
-            self.team.do("nothing")
+        if self.executor.several and time.monotonic() - self.executor.ordered > LIVES_SECONDS:
+            self.executor.do("nothing")
         return not stopped
 
     def _queued(self) -> list[Job]:
@@ -225,7 +224,7 @@ class Scheduler:
         """Takes out cancelled jobs, and texts that nobody needs."""
         for place, row in list(self._rows.items()):
             if row.job.cancelled:
-                self.team.do("leave", number=place)
+                self.executor.do("leave", number=place)
                 self._end_row(place)
         for job in self._queued():
             named = job.entry or job.about
@@ -240,7 +239,7 @@ class Scheduler:
                 self._room.save_again(text)
         for text in self.contexts.useless():
             if text.reading or text.resident:
-                self.team.do("forget", key=text.key)
+                self.executor.do("forget", key=text.key)
             self._end_reading(text)
             text.resident = 0
         unnamed = [text for text in self.contexts.idle() if not (text.entries or text.jobs)]
@@ -258,17 +257,17 @@ class Scheduler:
                 continue
             try:
                 # A text is fetched for a row that can begin, not for one that waits for a place.
-                wanted = job.request is None or self._executor.free > 0
+                wanted = job.request is None or self.executor.free > 0
                 if wanted and not (text.resident or blocked):
                     blocked = not self._fetch(job)
                 if not text.resident:
                     continue
                 if text.scored is not None:
                     # Read out in the request's own thread: rows would wait for a long text's.
-                    job.scores = self._executor.scores[text.key]
+                    job.scores = self.executor.scores[text.key]
                 if job.request is None:
                     self._finish_reading(job)
-                elif self._executor.free:
+                elif self.executor.free:
                     blocked = not self._join(job) or blocked
             except LongctxError as error:
                 self._fail(job, from_library(error))
@@ -282,7 +281,7 @@ class Scheduler:
         if text.saved and self._room.loading is not None:
             # One text is loaded at a time.
             return True
-        need = self._executor.needed_bytes(len(text.tokens))
+        need = self.executor.needed_bytes(len(text.tokens))
         if not self._room.make_room(text, need):
             return False
         if text.saved:
@@ -290,7 +289,7 @@ class Scheduler:
             return True
         tokens = text.tokens.tolist()
         how = {"total": text.total, "question": text.question, "scored": text.scored}
-        self.team.do("read", key=text.key, tokens=tokens, **how)
+        self.executor.do("read", key=text.key, tokens=tokens, **how)
         text.reading, self._text = (0, len(tokens)), text
         job.cached = 0
         return True
@@ -321,7 +320,7 @@ class Scheduler:
         assert job.request is not None
         request = dataclasses.asdict(job.request)
         try:
-            place, first = self.team.do("join", key=job.text.key, request=request)
+            place, first = self.executor.do("join", key=job.text.key, request=request)
         except CapacityError:
             dropped = self._room.drop_one(job.text)
             if dropped != "none":
@@ -336,7 +335,7 @@ class Scheduler:
         job.text.rows += 1
         self.metrics.first_token.observe(time.monotonic() - job.came)
         self._count_prompt(job)
-        self._give(place, row, [first], broken=place in self._executor.broken)
+        self._give(place, row, [first], broken=place in self.executor.broken)
         return True
 
     def _work(self, began: float) -> None:
@@ -353,13 +352,13 @@ class Scheduler:
 
     def _read_on(self, text: Text) -> None:
         try:
-            now = self.team.do("read_on", key=text.key)
+            now = self.executor.do("read_on", key=text.key)
         except LongctxError as error:
             self._end_reading(text)
             self._not_read(text, error)
             return
         if now is None:
-            text.resident = self._executor.resident_bytes(text.key)
+            text.resident = self.executor.resident_bytes(text.key)
             self.metrics.read_tokens.inc(len(text.tokens))
             self._end_reading(text)
             return
@@ -393,9 +392,9 @@ class Scheduler:
     def _decode(self, most: int) -> None:
         """Decodes a block of at most so many steps."""
         began = time.monotonic()
-        found = self.team.do("step", most=most)
+        found = self.executor.do("step", most=most)
         self._pace.took(time.monotonic() - began, max(map(len, found.values()), default=0))
-        broken = self._executor.broken
+        broken = self.executor.broken
         for place, chosen in found.items():
             now, row = time.monotonic(), self._rows[place]
             if chosen:
@@ -439,7 +438,7 @@ class Scheduler:
             return
         if reader.stops.stopped is not None:
             # The engine does not know of stop strings.
-            self.team.do("leave", number=place)
+            self.executor.do("leave", number=place)
         self._end_row(place)
 
     def _end_row(self, place: int) -> None:

@@ -24,7 +24,7 @@ from jax_longctx.errors import InputError
 from jax_longctx.serving.app import Service, make_app
 from jax_longctx.serving.contexts import Contexts
 from jax_longctx.serving.doors import Access
-from jax_longctx.serving.executor import Executor, Team
+from jax_longctx.serving.executor import Executor
 from jax_longctx.serving.metrics import Metrics
 from jax_longctx.serving.prompts import Lengths, Prompts
 from jax_longctx.serving.scheduler import Scheduler
@@ -114,8 +114,7 @@ class LongServer:
         compiling: Callable[[int, int], None] = lambda done, total: None,
     ):
         self.options, self.metrics = options, Metrics()
-        self.team = make_team(model, options)
-        executor = self.team.executor
+        self.executor = executor = make_executor(model, options)
         free, budget = executor.free_bytes, options.context_bytes
         if budget is None:
             budget = CONTEXTS_BYTES if free is None else max(1, int(CONTEXTS_SHARE * free))
@@ -133,7 +132,7 @@ class LongServer:
         )
         most = options.rows + options.queue
         self.scheduler = Scheduler(
-            self.team,
+            executor,
             self.contexts,
             self.metrics,
             budget=budget,
@@ -209,20 +208,17 @@ class LongServer:
         self._server.should_exit = True
 
 
-def make_team(model: LongContext, options: ServeOptions) -> Team:
+def make_executor(model: LongContext, options: ServeOptions) -> Executor:
     """The engine's side of a server; every process of a mesh makes one."""
     lengths = options.lengths
-    reserve = lengths.question + lengths.answer
-    return Team(
-        Executor(
-            model,
-            places=options.rows,
-            length=lengths.whole,
-            reserve=reserve,
-            share_from=lengths.share_from,
-            # Elsewhere empty places cost little, and another size would take a program of its own.
-            fitted=not (model.compiles_ahead or options.ready_for),
-        )
+    return Executor(
+        model,
+        places=options.rows,
+        length=lengths.whole,
+        reserve=lengths.question + lengths.answer,
+        share_from=lengths.share_from,
+        # Elsewhere empty places cost little, and another size would take a program of its own.
+        fitted=not (model.compiles_ahead or options.ready_for),
     )
 
 

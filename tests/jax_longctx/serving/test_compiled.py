@@ -7,25 +7,14 @@ import httpx
 import jax
 import pytest
 
-from jax_longctx.api import LongContext
 from jax_longctx.engine.compiling import forget
 from jax_longctx.serving.server import LongServer, ServeOptions, listen
 from tests.jax_longctx.engine.test_running import compilations
-from tests.jax_longctx.serving.tiny import LENGTHS
+from tests.jax_longctx.serving.tiny import LENGTHS, model_of
 from tests.patience import patience
-from tests.small_methods import small_method
 from tests.stored_programs import lowerings, storing
-from tests.support import engine_over
 
 LONG = " ".join(f"The number of item {n} is {n * n}." for n in range(7))
-
-
-def model_of(tiny, name, by_layer=None):
-    """The tiny model under another method, with an engine of its own."""
-    engine = tiny.engine
-    how = {"chunk": 32, "by_layer": by_layer}
-    made = engine_over(engine.config, engine.params, small_method(name), engine.mesh, **how)
-    return LongContext(made, tiny.tokenizer)
 
 
 # `test_ahead` compiles for the runs of other methods.
@@ -53,7 +42,7 @@ def test_requests_compile_nothing(tiny, serve, name, by_layer):
         # Texts of all sizes, and of whole chunks of 32 tokens and more.
         for count in (1, 2, 9, 33, 34, 65, 100, 150, 200, 236):
             client.completions.create(prompt=[3 + count % 50] * count, **how)
-        if not running.served.team.executor.engine.method.info.needs_question:
+        if not running.served.executor.engine.method.info.needs_question:
             book = http.post("/v1/contexts", json={"text": LONG, "save": True}).json()
             for asked in ("What is it?", "And who?" * 2):
                 client.chat.completions.create(

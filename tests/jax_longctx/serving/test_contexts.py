@@ -184,7 +184,7 @@ def test_a_file_is_uploaded_and_its_progress_streamed(server, client, tiny):
         assert told[0]["object"] == "context.progress" and counts[-1] == told[-1]["tokens"]
 
 
-def test_only_files_under_the_folder_are_read(serve, tiny, tmp_path):
+def test_only_files_under_the_folder_are_read_and_none_unless_told(server, serve, tiny, tmp_path):
     under = tmp_path / "texts"
     under.mkdir()
     (under / "book.txt").write_text(BOOK)
@@ -197,9 +197,6 @@ def test_only_files_under_the_folder_are_read(serve, tiny, tmp_path):
         for name in ("../secret.txt", str(tmp_path / "secret.txt"), "link.txt", "no.txt", "\0"):
             refused(http, 400, "is no file that may be read", file=name)
         refused(http, 400, "not UTF-8", file="bytes.txt")
-
-
-def test_no_file_is_read_unless_told(server):
     with server.http() as http:
         refused(http, 400, "--files-under", file="book.txt")
 
@@ -300,24 +297,10 @@ def test_saved_contexts_are_found_after_a_restart(serve, tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_disk_that_cannot_be_written_fails_the_request_alone(serve, tiny, monkeypatch, caplog):
-    running = serve(tiny)
-    monkeypatch.setattr(running.served.team.executor, "save", full_disk)
-    with running.http() as http, running.client() as client:
-        # The client learns no path of the server; the log has it.
-        answer = refused(http, 500, "its log says why", text=BOOK, save=True)
-        assert str(running.served.contexts.folder) not in answer.text
-        assert f"{running.served.contexts.folder}/" in caplog.text
-        assert "No space left on device" in caplog.text
-        assert http.get("/v1/contexts").json()["data"] == []
-        assert ask(client, read(http, text=BOOK)["id"], "What?")[0] == asked(tiny, BOOK, "What?")
-
-
-@pytest.mark.slow
 def test_short_device_memory_drops_texts_and_then_refuses(serve, tiny, monkeypatch):
     """The device says that it is full, whatever the budget says."""
     running = serve(tiny)
-    executor = running.served.team.executor
+    executor = running.served.executor
     read_on = executor.read_on
 
     def full(key):
@@ -401,7 +384,7 @@ def test_a_text_that_is_saved_goes_where_another_cannot_be_saved(serve, tiny, mo
 
     with running.http() as http:
         names = [read(http, text=books[0])["id"], read(http, text=books[1], save=True)["id"]]
-        monkeypatch.setattr(running.served.team.executor, "save", full_disk)
+        monkeypatch.setattr(running.served.executor, "save", full_disk)
         names.append(read(http, text=books[2])["id"])
         states = [shown(http, name)["state"] for name in names]
         # The least recently used one stays: it is nowhere else.
@@ -476,8 +459,8 @@ def test_saved_contexts_are_limited_in_bytes(serve, tiny, tmp_path, caplog):
         assert read(http, text=OTHER, save=True)["saved"] is True
 
 
-def test_a_full_disk_leaves_no_file_in_the_way(serve, tiny, tmp_path, monkeypatch):
-    """The file with the entries fails half-way; the same text is saved later."""
+def test_a_full_disk_leaves_no_file_in_the_way(serve, tiny, tmp_path, monkeypatch, caplog):
+    """The file with the entries fails half-way; that request alone fails, and it is saved later."""
     running = serve(tiny, contexts=tmp_path / "kept")
     folder = running.served.contexts.folder
     write = files.write_all
@@ -491,7 +474,11 @@ def test_a_full_disk_leaves_no_file_in_the_way(serve, tiny, tmp_path, monkeypatc
     with running.http() as http:
         with monkeypatch.context() as patched:
             patched.setattr(files, "write_all", full)
-            refused(http, 500, "", text=BOOK, save=True)
+            # The client learns no path of the server; the log has it.
+            answer = refused(http, 500, "its log says why", text=BOOK, save=True)
+        assert str(folder) not in answer.text and f"{folder}/" in caplog.text
+        assert "No space left on device" in caplog.text
+        assert http.get("/v1/contexts").json()["data"] == []
         assert not [path for path in folder.glob("*.partial") if path.is_file()]
         assert read(http, text=BOOK, save=True)["saved"] is True
 

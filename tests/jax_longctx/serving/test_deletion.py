@@ -25,7 +25,7 @@ def delete(http, name):
 def check_empty(running):
     """Nothing is left of any context, in memory or on the disk."""
     check_idle(running)
-    contexts, executor = running.served.contexts, running.served.team.executor
+    contexts, executor = running.served.contexts, running.served.executor
     wait_until(lambda: not (contexts._texts or executor.contexts or executor._reading))
     wait_until(lambda: [path.name for path in contexts.folder.iterdir()] == ["server.lock"])
     assert running.served.scheduler._text is None
@@ -39,7 +39,7 @@ def test_reading_stops_where_the_context_is_deleted(serve, tiny, monkeypatch, ho
         def post():
             answers.append(http.post("/v1/contexts", json={"text": BOOK * 4, **how}))
 
-        with held(monkeypatch, running.served.team.executor, "read_on") as reader, aside(post):
+        with held(monkeypatch, running.served.executor, "read_on") as reader, aside(post):
             assert reader.begun.wait(patience(20))
             (name,) = listed(http)
             assert [delete(http, name) for _ in range(2)] == [200, 404] and listed(http) == []
@@ -54,7 +54,7 @@ def test_reading_stops_where_the_context_is_deleted(serve, tiny, monkeypatch, ho
 
 def test_a_server_that_ends_keeps_no_context_that_was_not_read(serve, tiny, monkeypatch):
     running = serve(tiny, grace=1.0)
-    executor = running.served.team.executor
+    executor = running.served.executor
     with running.http() as http, held(monkeypatch, executor, "read_on") as reader:
         with aside(refused, http, 503, "shut down", text=BOOK, save=True) as post:
             assert reader.begun.wait(patience(20))

@@ -1,6 +1,5 @@
 """Prompts that an answer begins with, their log-probabilities, and lists of prompts."""
 
-import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -122,17 +121,6 @@ def test_a_prompt_that_is_refused_is_named_and_none_is_read(client, server, tiny
     assert not any(text.jobs for text in server.served.contexts._texts.values())
 
 
-def test_a_prompt_without_an_answer_is_counted(client, server):
-    def counted():
-        with server.http() as http:
-            page = http.get("/metrics").text
-        return float(re.search(r"^longctx_prompt_tokens_total (.*)$", page, re.M)[1])
-
-    before = counted()
-    usage = complete(client, [PROMPT, [5]], max_tokens=0, extra_body={"echo": True}).usage
-    assert counted() == before + usage.prompt_tokens > before
-
-
 def test_rows_do_not_wait_for_a_prompts_numbers(client, monkeypatch):
     """The scheduler's thread does not read them out, which takes a second of a long text."""
     threads, chosen = [], TextScores.chosen
@@ -159,7 +147,7 @@ def test_scored_prompts_wait_among_other_requests(serve, tiny, monkeypatch):
         for each in lists:
             for choice, size in zip(each.result(), (3, 1), strict=True):
                 check_scores(tiny, choice, row * size)
-        assert not running.served.team.executor.scores
+        assert not running.served.executor.scores
         # They take a place each, and more are refused before any is looked at.
         monkeypatch.setattr(Prompts, "_row", None)
         with pytest.raises(openai.BadRequestError, match="has 11 prompts, this server takes 10"):

@@ -51,7 +51,7 @@ def test_answers_are_those_of_the_library(serve, tiny, tmp_path, kind):
         for seed, (tail, each) in enumerate(zip(TAILS, answers, strict=True)):
             expected = asked(model, BOOK, tail, seed=seed, max_tokens=20)
             assert each.result().choices[0].message.content == expected
-        executor = second.served.team.executor
+        executor = second.served.executor
         assert bool(executor._shared) == (own_tokens(model.engine.method) is not None)
 
 
@@ -84,7 +84,7 @@ def test_answers_from_the_hosts_memory_are_those_from_the_devices(serve, tiny, t
     with first.client() as client, ThreadPoolExecutor(len(TAILS)) as pool:
         answers = [pool.submit(complete, client, BOOK + tail, **how) for tail in TAILS]
         assert [each.result().choices[0].text for each in answers] == expected
-        executor = first.served.team.executor
+        executor = first.served.executor
         assert stores_of(executor._short._caches.held) and not executor._shared
     first.stop()
     second = serve(there, contexts=tmp_path / "kept")

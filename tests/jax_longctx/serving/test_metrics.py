@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections import Counter
 
 import pytest
 
@@ -55,6 +56,29 @@ def test_each_request_has_a_line(server, client, lines):
             '"POST /v1/completions" 400',
             '"GET /v1/models" 403',
         ]
+
+
+def test_what_was_answered_is_counted(server, client):
+    """Also prompts without an answer."""
+
+    def counted():
+        with server.http() as http:
+            page = http.get("/metrics").text
+        return Counter(
+            {name: float(n) for name, n in re.findall(r"^longctx_(.*) (.*)$", page, re.M)}
+        )
+
+    before = counted()
+    answer = complete(client, "The pass key is", max_tokens=5).usage
+    nothing = complete(client, ["Remember it.", [5]], max_tokens=0, extra_body={"echo": True}).usage
+    assert counted() - before >= Counter(
+        {
+            "answer_tokens_total": answer.completion_tokens,
+            "prompt_tokens_total": answer.prompt_tokens + nothing.prompt_tokens,
+            'requests_total{route="/v1/completions",status="200"}': 2,
+            "first_token_seconds_count": 1,
+        }
+    )
 
 
 def test_a_fault_has_a_line(server, lines, monkeypatch):

@@ -236,42 +236,26 @@ def test_a_chat_to_a_base_checkpoint_names_the_other_route(serve, tiny):
         assert complete(client, PROMPT, max_tokens=2).choices
 
 
-def answered(client, cases):
-    """The chat's answers to cases (question, context, seed), all asked at once."""
+def test_answers_amid_others_are_those_alone(server, client, tiny):
+    """About no text, about a short one that is copied, and about one that its rows share."""
+    alone, cases = [], []
+    with server.http() as http:
+        for book, seeds in ((None, 4), (BOOK, 1), ("Remember it.", 1)):
+            name = None if book is None else read(http, text=book)["id"]
+            for question, seed in itertools.product(QUESTIONS, range(seeds)):
+                how = {"seed": seed, "max_tokens": 24}
+                cases.append((question, name, how))
+                if book is None:
+                    alone.append(generated(tiny, chat_of(tiny, question), **how).text)
+                else:
+                    alone.append(asked(tiny, book, question, **how))
 
     def answer(case):
-        question, context, seed = case
-        found = chat(client, question, context, seed=seed, max_tokens=24)
-        return found.choices[0].message.content
+        question, context, how = case
+        return chat(client, question, context, **how).choices[0].message.content
 
     with ThreadPoolExecutor(len(cases)) as pool:
-        return list(pool.map(answer, cases))
-
-
-def test_answers_amid_others_are_those_alone(client, tiny):
-    cases = [(question, None, seed) for question in QUESTIONS for seed in range(6)]
-    alone = [
-        generated(tiny, chat_of(tiny, question), seed=seed, max_tokens=24).text
-        for question, _, seed in cases
-    ]
-    assert answered(client, cases) == alone
-
-
-@pytest.mark.slow
-def test_an_answer_amid_31_others_is_that_alone(serve, tiny):
-    """32 rows over four contexts: two whose rows share them, and two that are copied."""
-    books = [f"{number}. " + BOOK * (number % 2 + 1) for number in range(2)]
-    books += ["The pass key.", "Remember it."]
-    alone, cases = [], []
-    running = serve(tiny, rows=32)
-    with running.http() as http, running.client() as client:
-        for book in books:
-            name = read(http, text=book)["id"]
-            for question, seed in itertools.product(QUESTIONS, (1, 2)):
-                cases.append((question, name, seed))
-                alone.append(asked(tiny, book, question, seed=seed, max_tokens=24))
-        for _ in range(2):
-            assert answered(client, cases) == alone
+        assert list(pool.map(answer, cases)) == alone
 
 
 @pytest.mark.parametrize(

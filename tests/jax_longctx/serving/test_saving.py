@@ -9,12 +9,17 @@ from types import SimpleNamespace
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from jax_longctx.api import LongContext
 from jax_longctx.engine import context_io
-from tests.jax_longctx.serving.tiny import BOOK, aside, needed_bytes, read, shown, wait_until
+from tests.jax_longctx.serving.tiny import (
+    BOOK,
+    aside,
+    model_of,
+    needed_bytes,
+    read,
+    shown,
+    wait_until,
+)
 from tests.patience import patience
-from tests.small_methods import small_method
-from tests.support import engine_over
 
 OTHER = "Nothing is known of the second book. " * 8
 # An answer that is long enough to be under way when a save begins.
@@ -37,13 +42,6 @@ def held(monkeypatch, owner, name):
             yield events
         finally:
             events.go.set()
-
-
-def model_of(tiny, name, by_layer):
-    engine = tiny.engine
-    how = {"chunk": 32, "by_layer": by_layer}
-    made = engine_over(engine.config, engine.params, small_method(name), engine.mesh, **how)
-    return LongContext(made, tiny.tokenizer)
 
 
 def ask(client, context, **how):
@@ -102,7 +100,7 @@ def test_answers_go_on_while_a_context_is_saved(serve, tiny, tmp_path, monkeypat
 @pytest.mark.slow
 def test_answers_go_on_while_memory_is_made_and_a_context_is_loaded(serve, tiny, monkeypatch):
     """A text that needs room waits for a save, a question for a load; nothing else does."""
-    model = model_of(tiny, "full", None)
+    model = model_of(tiny, "full")
     running = serve(model, context_bytes=int(2.5 * needed_bytes(serve, model, OTHER)))
     with running.http() as http, running.client() as client:
         old, used = (read(http, text=each)["id"] for each in (BOOK, OTHER))

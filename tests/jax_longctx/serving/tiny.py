@@ -4,12 +4,23 @@ import contextlib
 import threading
 import time
 
+from jax_longctx.api import LongContext
 from jax_longctx.serving.prompts import Lengths
 from jax_longctx.settings import Sampling
 from tests.patience import patience
+from tests.small_methods import small_method
+from tests.support import engine_over
 
 LENGTHS = Lengths(whole=512, question=128, answer=64, keep_from=32, share_from=64)
 BOOK = "The pass key is 12345. Remember it. " * 8
+
+
+def model_of(tiny, name, by_layer=None):
+    """The tiny model under another method, with an engine of its own."""
+    engine = tiny.engine
+    how = {"chunk": 32, "by_layer": by_layer}
+    made = engine_over(engine.config, engine.params, small_method(name), engine.mesh, **how)
+    return LongContext(made, tiny.tokenizer)
 
 
 def wait_until(holds, seconds=20):
@@ -85,6 +96,6 @@ def needed_bytes(serve, model, text):
     """Of memory, for a text that is a context."""
     count = len(model.tokenizer.encode(model.layout(True).context(text), bos=True))
     probe = serve(model)
-    found = probe.served.team.executor.needed_bytes(count)
+    found = probe.served.executor.needed_bytes(count)
     probe.stop()
     return found
