@@ -241,25 +241,14 @@ class LongContext:
     ) -> list[Answer]:
         """Answers one question for each row of the context.
 
+        Warns where text, question and answer are too long for model and method: first, where it
+        is known before the answer and the questions are texts, else by `Answer.warning` alone.
+
         Args:
           keep: whether the context stays usable for further questions. If False, its memory is
             freed as soon as the method allows.
         """
-        asked = self._encode(questions)
-        if self.length_warning(max(context.lengths)) is None:
-            # `prefill` has already warned where the text alone is too long.
-            self._warn_beyond(max(map(len, asked), default=0) + max(context.lengths))
-        return self.ask_tokens(context, asked, keep=keep, **options)
-
-    def ask_tokens(
-        self,
-        context: Context,
-        rows: Sequence[Sequence[int]],
-        *,
-        keep: bool = True,
-        **options: Unpack[AnswerOptions],
-    ) -> list[Answer]:
-        """`ask` with questions as token ids; it warns only through `Answer.warning`."""
+        rows = self._questions(context, questions)
         stream = functools.partial(self.engine.stream, context, rows, keep=keep)
         # Where their numbers differ, `stream` says so.
         given = [length + len(row) for length, row in zip(context.lengths, rows, strict=False)]
@@ -279,8 +268,8 @@ class LongContext:
         a time: a decode step reads the context once for all of them. Else one follows the other.
 
         Args:
-          options: `sampling` has one seed, from which each question derives its own by its number;
-            `on_text` is called with the question's number.
+          options: `sampling` has a seed for each question, or one, from which each derives its own
+            by its number; `on_text` is called with the question's number.
 
         Returns:
           the answers in the order of the questions. Times to a first token of those that are
@@ -289,23 +278,7 @@ class LongContext:
         Raises:
           InputError: the context is of several texts, or as `ask`.
         """
-        asked = self._encode(questions)
-        if self.length_warning(max(context.lengths)) is None:
-            self._warn_beyond(max(map(len, asked), default=0) + max(context.lengths))
-        return self.ask_all_tokens(context, asked, keep=keep, **options)
-
-    def ask_all_tokens(
-        self,
-        context: Context,
-        asked: Sequence[Sequence[int]],
-        *,
-        keep: bool = True,
-        **options: Unpack[AnswerOptions],
-    ) -> list[Answer]:
-        """`ask_all` with questions as token ids; it warns only through `Answer.warning`.
-
-        `sampling` may have a seed for each question.
-        """
+        asked = self._questions(context, questions)
         if context.batch != 1:
             raise InputError(
                 f"many questions are asked over one text, this context has {context.batch}; use "
@@ -334,8 +307,16 @@ class LongContext:
 
             stays = keep or number + 1 < len(asked)
             one_row: AnswerOptions = {**options, "sampling": one, "on_text": told}
-            answers += self.ask_tokens(context, [row], keep=stays, **one_row)
+            answers += self.ask(context, [row], keep=stays, **one_row)
         return answers
+
+    def _questions(self, context: Context, questions: Texts) -> list[list[int]]:
+        """Their tokens; warns of texts, unless `prefill` has warned already."""
+        given, length = self._encode(questions), max(context.lengths)
+        texts = any(not isinstance(each, list) for each in _listed(questions))
+        if texts and self.length_warning(length) is None:
+            self._warn_beyond(max(map(len, given)) + length, level=4)
+        return given
 
     def _batch(
         self, context: Context, asked: Sequence[int], max_tokens: int
@@ -490,10 +471,10 @@ class LongContext:
             f"under this method the answer may be noise; methods that go on: {', '.join(further)}"
         )
 
-    def _warn_beyond(self, tokens: int) -> None:
+    def _warn_beyond(self, tokens: int, level: int = 3) -> None:
         said = self.length_warning(tokens)
         if said is not None:
-            warnings.warn(said, TrainedLengthWarning, stacklevel=3)
+            warnings.warn(said, TrainedLengthWarning, stacklevel=level)
 
     def _answers(
         self,

@@ -428,7 +428,7 @@ def _answers(model: LongContext, options: BatchOptions, work: dict[str, Any]) ->
     )
     if _together(model, jobs):
         (asked,), (job,) = questions, jobs
-        answers = model.ask_all_tokens(
+        answers = model.ask_all(
             context,
             asked,
             sampling=options.sampling.at((job["row"], job["first"] + i) for i in range(rounds)),
@@ -443,7 +443,7 @@ def _answers(model: LongContext, options: BatchOptions, work: dict[str, Any]) ->
         at = [min(number, len(row) - 1) for row in questions]
         asked = [row[i] for row, i in zip(questions, at, strict=True)]
         places = [(job["row"], job["first"] + i) for job, i in zip(jobs, at, strict=True)]
-        answers = model.ask_tokens(
+        answers = model.ask(
             context,
             asked,
             sampling=options.sampling.at(places),

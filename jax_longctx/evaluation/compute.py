@@ -174,9 +174,7 @@ def _answers(model: LongContext, work: Work) -> list[dict[str, Any]]:
             contexts, reserve=work.reserve, capacity=work.slots, questions=questions
         )
         read, slots = time.perf_counter() - begun, context.slots
-        answers = model.ask_tokens(
-            context, questions, max_tokens=work.max_new, stop=work.stop, keep=False
-        )
+        answers = model.ask(context, questions, max_tokens=work.max_new, stop=work.stop, keep=False)
     steps = max(len(answer.tokens) for answer in answers) - 1
     return [
         {

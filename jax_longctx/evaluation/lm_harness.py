@@ -276,7 +276,7 @@ class LongctxLM(TemplateLM):
             total=list(map(len, prompts)),
         )
         options: Any = {"sampling": sampling, "max_tokens": max_tokens, "stop": stop}
-        answers = self.model.ask_tokens(context, questions, keep=False, **options)
+        answers = self.model.ask(context, questions, keep=False, **options)
         ends = self.tokenizer.eos_ids
         # The harness decodes an answer alone, without the prompt before it.
         alone = [self.tokenizer.decode([t for t in a.tokens if t not in ends]) for a in answers]

@@ -188,6 +188,10 @@ def test_a_question_and_an_answer_may_go_beyond_the_trained_length(short):
     with pytest.warns(TrainedLengthWarning, match=f"^{length} tokens are more"):
         (answer,) = short.ask(context, question, max_tokens=4, stop_at_eos=False)
     assert answer.warning == f"{length + 4} {BEYOND}"
+    # Token ids are counted by who gives them.
+    ids = [short.tokenizer.encode(question)]
+    for ask in (short.ask, short.ask_all):
+        assert ask(context, ids, max_tokens=4, stop_at_eos=False)[0].warning == answer.warning
     # The answer alone: nobody knows before how long it is.
     (answer,) = short.ask(context, "why", max_tokens=40, stop_at_eos=False)
     assert answer.warning is not None and answer.warning.endswith(BEYOND)
@@ -248,10 +252,10 @@ def test_each_way_in_encodes_texts_as_text_and_pieces_without_prefix(monkeypatch
     (rows,) = fed(engine, "prefill", lambda: model.prefill(first + then))
     assert rows == [whole]
     context = create_autospec(Context, instance=True, lengths=[4], batch=1)
-    (_, rows) = fed(model, "ask_tokens", lambda: model.ask(context, then))
+    (_, rows) = fed(engine, "stream", lambda: model.ask(context, then))
     assert rows == [two]
-    (_, rows) = fed(model, "ask_all_tokens", lambda: model.ask_all(context, [then, first]))
-    assert rows == [two, encode(first)]
+    (_, sizes, _) = fed(model, "_batch", lambda: model.ask_all(context, [then, first]))
+    assert sizes == [len(two), len(encode(first))]
     (_, *rows) = fed(api, "loglikelihoods", lambda: model.score([first, ""], [then, first]))
     assert rows == [[one, []], [two, one]]
     # A rendered template, and one of whose parts the library knows.

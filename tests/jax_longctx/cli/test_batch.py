@@ -89,7 +89,7 @@ def alone(tiny, row, folder):
     for question in asked:
         # In one shape, which costs a compilation less a row.
         read = tiny.engine.prefill([context], reserve=128, capacity=256, questions=[question])
-        (answer,) = tiny.ask_tokens(read, [question], max_tokens=6, keep=False)
+        (answer,) = tiny.ask(read, [question], max_tokens=6, keep=False)
         found.append(answer.text)
     return found
 
@@ -160,7 +160,7 @@ def test_messages_are_laid_out_by_the_chat_template(batch, tiny, out, monkeypatc
     for line, messages in zip(lines_of(out), (CHAT, CHAT[1:2]), strict=True):
         row = tiny.tokenizer.encode(tiny.tokenizer.chat(messages), bos=True)
         context = tiny.engine.prefill([row[:-1]], reserve=128, total=[len(row)])
-        (answer,) = tiny.ask_tokens(context, [row[-1:]], max_tokens=6, keep=False)
+        (answer,) = tiny.ask(context, [row[-1:]], max_tokens=6, keep=False)
         assert line["answer"] == answer.text
         assert line["tokens"] == {"prompt": len(row), "answer": len(answer.tokens)}
     changed = [{**CHAT[0], "content": "Be long."}, *CHAT[1:]]
@@ -307,9 +307,9 @@ def test_questions_over_a_text_go_together(batch, run, tiny, book, out, tmp_path
     """They draw by their line and number, together or one by one."""
     rows = [{"file": "book.txt", "questions": ["Who?"] * 3}] * 2
     rows.append({"file": "book.txt", "questions": ["Why?", "Where is it, and when?"]})
-    calls, ask_all = [], tiny.ask_all_tokens
+    calls, ask_all = [], tiny.ask_all
     monkeypatch.setattr(
-        tiny, "ask_all_tokens", lambda *a, **k: calls.append(len(a[1])) or ask_all(*a, **k)
+        tiny, "ask_all", lambda *a, **k: calls.append(len(a[1])) or ask_all(*a, **k)
     )
     batch(*DRAWN, "--rows", 1, rows=rows)
     assert sorted(calls) == [2, 3, 3]

@@ -320,7 +320,7 @@ def test_questions_about_one_text_follow_one_another():
     for engine in engines("quest"):
         model = LongContext(engine, word_tokenizer(64))
         context = engine.prefill(random_rows([200]), reserve=48)
-        given = model.ask_all_tokens(context, random_rows([4, 6], seed=3), max_tokens=8)
+        given = model.ask_all(context, random_rows([4, 6], seed=3), max_tokens=8)
         found.append([answer.tokens for answer in given])
     assert found[0] == found[1] and all(answer.fetched.steps for answer in given)
 
