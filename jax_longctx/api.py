@@ -66,7 +66,7 @@ from jax_longctx.text.child import start_child
 TOGETHER = 16
 FAR = 1 << 40  # longer than any text
 # A text of a list may be its token ids.
-Text = str | PromptText | list[int]
+Text = str | PromptText | Sequence[int]
 Texts = str | PromptText | Sequence[Text]
 OnProgress = Callable[[Progress], None]
 
@@ -313,7 +313,7 @@ class LongContext:
     def _questions(self, context: Context, questions: Texts) -> list[list[int]]:
         """Their tokens; warns of texts, unless `prefill` has warned already."""
         given, length = self._encode(questions), max(context.lengths)
-        texts = any(not isinstance(each, list) for each in _listed(questions))
+        texts = any(isinstance(each, str | PromptText) for each in _listed(questions))
         if texts and self.length_warning(length) is None:
             self._warn_beyond(max(map(len, given)) + length, level=4)
         return given
@@ -516,7 +516,8 @@ class LongContext:
 
     def _encode(self, texts: Texts, **how: Any) -> list[list[int]]:
         encode = functools.partial(self.tokenizer.encode, **how)
-        return [text if isinstance(text, list) else encode(text) for text in _listed(texts)]
+        given = _listed(texts)
+        return [encode(x) if isinstance(x, str | PromptText) else list(x) for x in given]
 
 
 def _goes_on(name: str, config: ModelConfig) -> bool:

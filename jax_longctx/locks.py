@@ -16,10 +16,13 @@ UNLOCKED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 
 @contextlib.contextmanager
-def only_writer(path: Path) -> Iterator[None]:
+def only_writer(path: Path, taken: str | None = None) -> Iterator[None]:
     """Holds the right to write `path`, with a lock on the file `PATH.lock`.
 
     A killed process leaves the file but not the lock, so the next writer is not refused.
+
+    Args:
+      taken: the error where another process has the lock.
 
     Raises:
       InputError: another process is writing `path`, its folder cannot be written, or what is named
@@ -32,7 +35,7 @@ def only_writer(path: Path) -> Iterator[None]:
             held = _acquire(name)
         if held is None:
             said = f"another process is writing {path}; wait for it, or choose another name"
-            raise InputError(said)
+            raise InputError(taken or said)
         try:
             yield
         finally:

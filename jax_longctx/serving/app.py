@@ -261,29 +261,18 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def _guarded(service: Service, route: str, handler: Handler) -> Handler:
-    """The handler behind the keys; its errors become answers."""
+    """The handler behind the keys."""
 
     async def handle(request: Request) -> Response:
         request.state.route = route
+        if route not in OPEN:
+            service.access.check_key(request.headers)
         try:
-            if route not in OPEN:
-                service.access.check_key(request.headers)
             return await handler(request)
-        except ClientDisconnect:
-            # Nobody reads it.
-            return Response(status_code=499)
         except asyncio.CancelledError:
             # The grace of a server that ends is over.
             told = "the server has shut down before this request was answered"
             return _error(RequestError(told, status=503, retry_after=10))
-        except HTTPException as error:
-            return _error(RequestError(str(error.detail), status=error.status_code))
-        except LongctxError as error:
-            return _error(schema.from_library(error))
-        except RequestError as error:
-            if error.status in (413, 415):
-                await service.bodies.refuse(request)
-            return _error(error)
 
     return handle
 
@@ -305,10 +294,19 @@ def make_app(service: Service) -> Starlette:
     ]
 
     async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        what = f"{request.method} {request.scope['path']!r:.200}"
-        code = RequestError(f"{what}: {error.detail}", status=error.status_code, code="unknown_url")
-        return _error(code)
+        if isinstance(error, ClientDisconnect):
+            # Nobody reads it.
+            return Response(status_code=499)
+        if isinstance(error, HTTPException):
+            what = f"{request.method} {request.scope['path']!r:.200}: {error.detail}"
+            code = "unknown_url" if error.status_code in (404, 405) else None
+            error = RequestError(what, status=error.status_code, code=code)
+        elif isinstance(error, LongctxError):
+            error = schema.from_library(error)
+        assert isinstance(error, RequestError)
+        if error.status in (413, 415):
+            await service.bodies.refuse(request)
+        return _error(error)
 
     async def fault(request: Request, error: Exception) -> Response:
         message = f"a fault of the server: {type(error).__name__}"
@@ -321,11 +319,12 @@ def make_app(service: Service) -> Starlette:
         allowed |= {"allow_methods": ["*"], "allow_headers": ["*"]}
         inside.append(Middleware(CORSMiddleware, **allowed))
     inside.append(Middleware(Doors, access=access))
+    known = (ClientDisconnect, HTTPException, LongctxError, RequestError)
     return Starlette(
         middleware=inside,
         routes=[
             Route(path, _guarded(service, path, handler), methods=[method])
             for method, path, handler in routes
         ],
-        exception_handlers={HTTPException: refused, Exception: fault},
+        exception_handlers={**dict.fromkeys(known, refused), Exception: fault},
     )

@@ -35,9 +35,9 @@ import numpy as np
 import pydantic
 
 from jax_longctx.engine.context_io import saved_manifest
-from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.errors import CheckpointError
 from jax_longctx.files import file_errors, read_sealed, read_text, seal, whole_path, write_text
-from jax_longctx.locks import lock
+from jax_longctx.locks import only_writer
 from jax_longctx.serving.schema import RequestError
 from jax_longctx.serving.texts import Entry, Text, Tokens, key_of
 
@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 # Of KEY.json; those before it had neither a format nor a digest.
 FORMAT = 1
 REMEDY = "read its text again"
-# Held by the server that keeps its contexts in the folder.
-LOCK = "server.lock"
+# The lock of the server that keeps its contexts in the folder is on this name.
+SERVER = "server"
 
 
 class _SavedEntry(pydantic.BaseModel, extra="forbid", strict=True):
@@ -101,12 +101,20 @@ class Contexts:
         # Texts whose folder is rubbish by now.
         self._unnamed: set[Text] = set()
         self.folder = whole_path(self.folder)
-        self._held = _hold(self.folder)
-        self._find_saved()
+        with file_errors(f"{self.folder} cannot be written"):
+            self.folder.parent.mkdir(0o700, parents=True, exist_ok=True)
+            self.folder.mkdir(0o700, exist_ok=True)
+            # An earlier version let others in.
+            self.folder.chmod(0o700)
+        with contextlib.ExitStack() as held:
+            told = f"another server keeps its contexts in {self.folder}; name another"
+            held.enter_context(only_writer(self.folder / SERVER, told))
+            self._find_saved()
+            self._held = held.pop_all()
 
     def close(self) -> None:
         """Releases the folder."""
-        os.close(self._held)
+        self._held.close()
 
     # -- texts -------------------------------------------------------------------------------------
 
@@ -371,7 +379,7 @@ class Contexts:
         for path in self.folder.iterdir():
             if path.is_dir() and path.name not in kept:
                 shutil.rmtree(path, ignore_errors=True)
-            elif path.name.endswith((".partial", ".lock")) and path.name != LOCK:
+            elif path.name.endswith((".partial", ".lock")) and path.name != f"{SERVER}.lock":
                 path.unlink(missing_ok=True)
         self.expired()
 
@@ -418,18 +426,3 @@ class Contexts:
             Entry(text=text, expires=used + each.ttl, **each.model_dump())
             for each in described.entries
         ]
-
-
-def _hold(folder: Path) -> int:
-    """Locks the folder for this server; the kernel releases the lock when the process ends."""
-    with file_errors(f"{folder} cannot be written"):
-        folder.parent.mkdir(0o700, parents=True, exist_ok=True)
-        folder.mkdir(0o700, exist_ok=True)
-        # An earlier version let others in.
-        folder.chmod(0o700)
-        held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        alone = lock(held)
-    if not alone:
-        os.close(held)
-        raise InputError(f"another server keeps its contexts in {folder}; name another")
-    return held

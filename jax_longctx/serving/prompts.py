@@ -22,6 +22,7 @@ from jax_longctx.errors import InputError
 from jax_longctx.serving.contexts import Contexts
 from jax_longctx.serving.schema import ChatRequest, CompletionRequest, Message, RequestError
 from jax_longctx.serving.texts import Entry, Text
+from jax_longctx.settings import at_least
 from jax_longctx.text import PromptText, chat_layout, plain_layout
 
 # Stands for the text in the template; no text contains it.
@@ -47,9 +48,7 @@ class Lengths:
     share_from: int = 8192
 
     def __post_init__(self) -> None:
-        for name in ("question", "answer", "keep_from", "share_from"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1 token, got {getattr(self, name)}")
+        at_least(1, self, "question", "answer", "keep_from", "share_from", error=InputError)
         if self.whole <= self.answer:
             raise InputError(
                 f"text, question and answer together may have {self.whole:,} tokens, the answer "
