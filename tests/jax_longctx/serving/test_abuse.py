@@ -418,35 +418,25 @@ def test_waiting_requests_keep_each_others_texts(slow, tiny):
     check_idle(running)
 
 
-def test_too_many_requests_are_told_when_to_come_again(slow):
+def test_a_full_queue_tells_when_to_come_again_and_a_slow_body_holds_no_place(slow):
     running = slow(rows=1, queue=1)
-    with running.client() as client:
-        first = client.completions.create(**slow_request(stream=True))
-        next(iter(first))
+    with begin_post(running, b"{", 100) as first, running.client() as client:
+        wait_until(lambda: running.served.service.bodies._held == 1)
+        stream = client.completions.create(**slow_request(stream=True))
+        next(iter(stream))
         with aside(client.completions.create, **slow_request(max_tokens=1)):
             wait_until(lambda: running.served.scheduler._jobs == 2)
             with pytest.raises(openai.RateLimitError) as caught:
                 client.completions.create(**slow_request())
             assert int(caught.value.response.headers["retry-after"]) >= 1
-            first.close()
-    check_idle(running)
-
-
-def test_a_slow_body_holds_no_place_and_a_full_queue_asks_for_none(slow):
-    running = slow(rows=1, queue=0)
-    with begin_post(running, b"{", 100) as first, running.client() as client:
-        wait_until(lambda: running.served.service.bodies._held == 1)
-        stream = client.completions.create(**slow_request(stream=True))
-        next(iter(stream))
-        # Nothing of this body is asked for.
-        with begin_post(running, b"", 1 << 20) as second:
-            head = second.recv(1000).lower()
-        assert b" 429 " in head.splitlines()[0]
-        assert b"retry-after: " in head and b"connection: close" in head
-        first.sendall(b"x" * 99)
-        # Its body came when the place was taken.
-        assert b" 429 " in first.recv(1000).splitlines()[0]
-        stream.close()
+            # Nothing of this body is asked for.
+            with begin_post(running, b"", 1 << 20) as second:
+                head = second.recv(1000).lower()
+            assert b" 429 " in head.splitlines()[0] and b"connection: close" in head
+            first.sendall(b"x" * 99)
+            # Its body came when the places were taken.
+            assert b" 429 " in first.recv(1000).splitlines()[0]
+            stream.close()
     check_idle(running)
 
 
