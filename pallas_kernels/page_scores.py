@@ -12,10 +12,8 @@ below a key's product. Here nothing is rounded but the sum: products of bfloat16
 in float32, and float32 bounds are multiplied at the highest precision.
 
 Roofline: the bytes of both bounds. On an H200 (copy 4.13 TB/s), 8 rows of 8,192 pages, 32 query
-heads over 8 kv heads of 128, bfloat16: 87 us, 77% of it: one product's scores are written and read
-for the sum, 8 MB each way beside 268 MB of bounds, and it is a launch more. On a TPU each bound is
-the operand of one matmul and read once, too, and no kernel of ours does better. A Mosaic GPU kernel
-that read each bound once was rejected: in one run both took 75 us.
+heads over 8 kv heads of 128, bfloat16: 87 us, 77% of it. A Mosaic GPU kernel that read each bound
+once was rejected: in one run both took 75 us.
 """
 
 from functools import partial
@@ -66,27 +64,25 @@ class Best(NamedTuple):
 
 
 def page_scores(
-    q: Float[Array, "B N H"],
-    upper: Float[Array, "B K P H"],
-    lower: Float[Array, "B K P H"],
-    pages: Int[Array, " B"],
-    radius: Float[Array, "B K P"] | None = None,
+    q: Float[Array, "B N H"], digests: Digests, pages: Int[Array, " B"]
 ) -> Float[Array, "B N P"]:
-    """Sum over d of max(q_d upper_d, q_d lower_d), unscaled, float32; -inf from page pages[b] on.
+    """Sum over d of max(q_d high_d, q_d low_d), unscaled, float32; -inf from page pages[b] on.
+
+    To that of a ball |q| radius is added.
 
     Args:
       q: query head n is scored against the pages of kv head n // G.
-      upper, lower: finite, upper >= lower, in every coordinate of the pages below pages[b]; beyond
-        lies anything.
+      digests: finite below pages[b]; beyond lies anything.
       pages: filled pages of every row.
-      radius: of balls around `upper`, which is `lower` too; |q| radius is added.
 
     Raises:
-      ValueError: q does not fit the bounds.
+      ValueError: q does not fit the digests.
     """
-    check_heads("page_scores", q, upper, lower)
+    high, low, radius = part_of(digests)
+    low = high if low is None else low
+    check_heads("page_scores", q, high, low)
     b, n, h = q.shape
-    kv_heads = upper.shape[1]
+    kv_heads = high.shape[1]
     q_BKGH = q.reshape(b, kv_heads, n // kv_heads, h)
     product = partial(
         jnp.einsum,
@@ -94,12 +90,12 @@ def page_scores(
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    scores_BKGP = product(jnp.maximum(q_BKGH, 0), upper) + product(jnp.minimum(q_BKGH, 0), lower)
+    scores_BKGP = product(jnp.maximum(q_BKGH, 0), high) + product(jnp.minimum(q_BKGH, 0), low)
     scores_BNP = scores_BKGP.reshape(b, n, -1)
     if radius is not None:
         norm_BN = jnp.linalg.norm(q.astype(jnp.float32), axis=-1)
         scores_BNP += norm_BN[..., None] * jnp.repeat(radius, n // kv_heads, axis=1)
-    held_B1P = jnp.arange(upper.shape[2]) < pages[:, None, None]
+    held_B1P = jnp.arange(high.shape[2]) < pages[:, None, None]
     return jnp.where(held_B1P, scores_BNP, -jnp.inf)
 
 
@@ -115,12 +111,9 @@ def shared_page_scores(
       pages: filled pages of every row, shared and own.
     """
     kv_heads, split = own.high.shape[1], shared.split
-    folded, theirs = fold_rows(q, kv_heads), part_of(shared.digests)
-    lowest = theirs.high if theirs.low is None else theirs.low
-    before = page_scores(folded, theirs.high, lowest, split, theirs.radius)
+    before = page_scores(fold_rows(q, kv_heads), shared.digests, split)
     before_BNP = unfold_rows(before, q.shape[0], kv_heads)
-    lowest = own.high if own.low is None else own.low
-    own_BNP = page_scores(q, own.high, lowest, pages - split, own.radius)
+    own_BNP = page_scores(q, own, pages - split)
     room = [(0, 0), (0, 0), (0, own_BNP.shape[2])]
     all_BNX = jnp.pad(before_BNP, room, constant_values=-jnp.inf)
     return lax.dynamic_update_slice_in_dim(all_BNX, own_BNP, split[0], axis=2)

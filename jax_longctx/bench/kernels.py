@@ -369,7 +369,7 @@ def _resa(batch: int, slots: int, entries: int) -> Case:
     ctx = LayerContext(scale=SCALE, window=None, rope=rope, total=stop)
 
     def select(q: Array, bounds: tuple[Array, Array]) -> Array:
-        scores_BNP = page_scores(q[:, 0], *bounds, stop // PAGE)
+        scores_BNP = page_scores(q[:, 0], Digests(*bounds), stop // PAGE)
         mean_BKP = jnp.mean(scores_BNP.reshape(batch, K, -1, pages), axis=2)
         return select_large_k(mean_BKP, entries, size=entries)
 
@@ -444,7 +444,7 @@ def _page_scores(batch: int, slots: int) -> Case:
         operations=4 * batch * pages * N * H,
         moved=batch * pages * (2 * K * H * 2 + N * 4),
         inputs=lambda: (_random(0, batch, N, H), *_page_bounds(batch, pages)),
-        others={"chosen": lambda _, q, high, low: page_scores(q, high, low, filled)},
+        others={"chosen": lambda _, q, *bounds: page_scores(q, Digests(*bounds), filled)},
     )
 
 

@@ -13,7 +13,7 @@ from jax_longctx.parts.page_digests import PageDigests
 from jax_longctx.parts.voted_keys import KeySpan, best_keys, key_sizes, score_tolerance
 from pallas_kernels.page_scores import page_scores
 from pallas_kernels.plane import part_of
-from pallas_kernels.topk_scores import merge_topk, tied_places
+from pallas_kernels.topk_scores import merge_topk, tied_top_k
 
 
 def best_pages(
@@ -35,16 +35,15 @@ def best_pages(
             q = jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=-1)
             joined = jnp.concatenate([part_of(digests.high), part_of(digests.low)], axis=-1)
         return best_keys(q, joined, span, ctx, count=count)
-    high = part_of(digests.high)
-    low = high if digests.low is None else part_of(digests.low)
-    pages = high.shape[2]
+    pages = digests.high.shape[2]
     own = ctx.slots(pages, page)
     sizes = key_sizes(digests.high, stop, ctx, page)
-    allowed_BN = score_tolerance(q, sizes, high.dtype)[:, 0]
-    scores_BNP = page_scores(q[:, 0], high, low, own.below(jnp.where(valid > 0, stop, 0)))
+    allowed_BN = score_tolerance(q, sizes, digests.high.dtype)[:, 0]
+    filled_B = own.below(jnp.where(valid > 0, stop, 0))
+    scores_BNP = page_scores(q[:, 0], digests.plain, filled_B)
     page_P = own.at(jnp.arange(pages))
     scores_BNP = jnp.where(page_P < start, -jnp.inf, scores_BNP)
-    values_BNC, pages_BNC = tied_places(scores_BNP, min(count, pages), allowed_BN)
+    values_BNC, pages_BNC = tied_top_k(scores_BNP, min(count, pages), allowed_BN)
     if ctx.seq_size > 1:
         pages_BNC = jnp.where(pages_BNC < 0, -1, own.at(pages_BNC))
         values_BNE, pages_BNE = (ctx.gather_seq(x, -1) for x in (values_BNC, pages_BNC))

@@ -12,7 +12,7 @@ from jax_longctx.contract import LayerContext
 from jax_longctx.sharding import axes_field
 from pallas_kernels.dispatch import platform
 from pallas_kernels.page_scores import Digests, SharedPages, page_scores, shared_page_scores
-from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.plane import Plane
 
 
 @parting
@@ -48,9 +48,7 @@ def digest_scores(
 
     -inf from the first page on that begins at or beyond slot length[b].
     """
-    filled_B = jnp.maximum(-(-length // page_size), 0)
-    low = digests.high if digests.low is None else digests.low
-    return page_scores(q, part_of(digests.high), part_of(low), filled_B, digests.radius)
+    return page_scores(q, digests.plain, jnp.maximum(-(-length // page_size), 0))
 
 
 def branched_scores(
@@ -65,9 +63,9 @@ def branched_scores(
     Args:
       own_length: this shard's slots of each row that it does not share.
     """
-    own, shared = part_of(digests.own.plain), shared_pages(digests, page_size, ctx)
+    shared = shared_pages(digests, page_size, ctx)
     pages_B = shared.split + jnp.maximum(-(-own_length // page_size), 0)
-    return shared_page_scores(q, own, pages_B, shared)
+    return shared_page_scores(q, digests.own.plain, pages_B, shared)
 
 
 def shared_pages(digests: Branched, page_size: int, ctx: LayerContext) -> SharedPages:

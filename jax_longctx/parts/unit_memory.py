@@ -35,7 +35,7 @@ from jax_longctx.parts.voted_keys import tie_tolerance
 from jax_longctx.sharding import axes_field
 from pallas_kernels.common import quotient
 from pallas_kernels.plane import Plane, part_of
-from pallas_kernels.topk_scores import tied_places
+from pallas_kernels.topk_scores import tied_top_k
 
 # Each shard's capacity is a multiple of it.
 GRANULE = 128
@@ -186,12 +186,12 @@ def best_units(
     usual_BX = jnp.sqrt(squares_BX / jnp.maximum(packed, 1)[:, None])
     tolerance_BX = tie_tolerance(units.dtype) * usual_BX
     scores_BXP = jnp.where(held_B1P, scores_BXP, -jnp.inf)
-    values, at = tied_places(scores_BXP, number, tolerance_BX)
+    values, at = tied_top_k(scores_BXP, number, tolerance_BX)
     ids_BXC = at if ctx.seq_size == 1 else ids_P[jnp.maximum(at, 0)]
     if ctx.seq_size > 1 and count:
         # Shards in order: of equals the older unit still comes first.
         values, ids = ctx.gather_seq(values, -1), ctx.gather_seq(ids_BXC, -1)
-        values, at = tied_places(values, min(count, values.shape[-1]), tolerance_BX)
+        values, at = tied_top_k(values, min(count, values.shape[-1]), tolerance_BX)
         ids_BXC = jnp.take_along_axis(ids, jnp.maximum(at, 0), axis=-1)
         ids_BXC = jnp.where(at < 0, -1, ids_BXC)
     return ids_BXC

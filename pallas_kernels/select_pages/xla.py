@@ -26,8 +26,7 @@ def select_pages(
     """See the public function."""
     first, last, count_B = best
     if shared is None:
-        low = digests.high if digests.low is None else digests.low
-        scores_BNP = page_scores(q, digests.high, low, last, digests.radius)
+        scores_BNP = page_scores(q, digests, last)
     else:
         scores_BNP = shared_page_scores(q, digests, last, shared)
     page_P = jnp.arange(scores_BNP.shape[2])

@@ -28,10 +28,11 @@ def tied_top_k(
 ) -> tuple[Float[Array, "*B C"], Int[Array, "*B C"]]:
     """`lax.top_k` with ties; the values are the scores themselves. No score may be NaN.
 
-    Of scores of -inf the index may be any, or -1.
+    The index of each score of -inf is -1.
     """
     *batch, entries = scores.shape
-    if hopper_takes(math.prod(batch), entries, count):
+    on_hopper = platform() == "gpu" and gpu_ties.takes(math.prod(batch), entries, count)
+    if on_hopper and hopper.unsupported_device() is None:
         each = jnp.broadcast_to(tolerance, batch).reshape(-1)
         found = gpu_ties.tied_best(scores.reshape(-1, entries), count, each)
         values, at = (x.reshape(*batch, count) for x in found)
@@ -45,17 +46,7 @@ def tied_top_k(
         one = best[..., i : i + 1]
         rank_as = jnp.where(one <= above, one, rank_as)
     at = lax.top_k(rank_as, count)[1]
-    return jnp.take_along_axis(scores, at, axis=-1), at
-
-
-def tied_places(
-    scores: Float[Array, "*B S"], count: int, tolerance: Float[Array, "*#B"]
-) -> tuple[Float[Array, "*B C"], Int[Array, "*B C"]]:
-    """`tied_top_k`, with the index -1 of each score of -inf."""
-    values, at = tied_top_k(scores, count, tolerance)
-    if hopper_takes(math.prod(scores.shape[:-1]), scores.shape[-1], count):
-        # The kernel has done it.
-        return values, at
+    values = jnp.take_along_axis(scores, at, axis=-1)
     return values, jnp.where(values > -jnp.inf, at, -1)
 
 
@@ -84,12 +75,4 @@ def merge_topk(
         num_keys=1,
     )
     values, at = tied_top_k(values, count, tolerance)
-    slots = jnp.take_along_axis(slots, at, axis=-1)
-    return values, jnp.where((slots == _LAST) | (at < 0), -1, slots)
-
-
-def hopper_takes(rows: int, entries: int, count: int) -> bool:
-    """Whether the kernel for Hopper ranks so many entries of so many rows."""
-    if platform() != "gpu" or not gpu_ties.takes(rows, entries, count):
-        return False
-    return hopper.unsupported_device() is None
+    return values, jnp.where(at < 0, -1, jnp.take_along_axis(slots, at, axis=-1))

@@ -202,6 +202,7 @@ def _merge_block(
     chosen = tied_top_k(tops_BKRP, min(count, tops_BKRP.shape[-1]), tolerance)[1]
     chosen = jnp.sort(chosen, axis=-1)
     found = jnp.take_along_axis(tiles_BKRPZ, chosen[..., None], axis=-2)
+    found = jnp.where(chosen[..., None] < 0, -jnp.inf, found)
     slots = (first[:, None, None, None] + chosen * tile)[..., None] + jnp.arange(tile)
     if one_a_tile:
         tied = found >= jnp.max(found, axis=-1, keepdims=True) - tolerance[..., None, None]
@@ -211,6 +212,4 @@ def _merge_block(
     found = jnp.concatenate([values, found.reshape(flat)], axis=-1)
     values, at = tied_top_k(found, count, tolerance)
     indices = jnp.concatenate([indices, slots.reshape(flat)], axis=-1)
-    indices = jnp.take_along_axis(indices, at, axis=-1)
-    # Where the block has too few, the -inf and -1 that `best` began with come first.
-    return values, indices
+    return values, jnp.where(at < 0, -1, jnp.take_along_axis(indices, at, axis=-1))

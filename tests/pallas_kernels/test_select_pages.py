@@ -178,7 +178,7 @@ def test_what_does_not_fit_is_refused(unchecked_signatures) -> None:
 
 
 FILLED = jnp.array([0, 1, 5, 6], jnp.int32)
-SCORES = jax.jit(page_scores)
+SCORES = jax.jit(lambda q, high, low, pages: page_scores(q, Digests(high, low), pages))
 
 
 def _bounds(kv_heads: int, groups: int, dtype: str) -> tuple[np.ndarray, ...]:
@@ -222,6 +222,6 @@ def test_float32_bounds_are_multiplied_at_the_highest_precision() -> None:
 def test_bounds_of_other_shapes_are_refused(unchecked_signatures) -> None:
     q, _, *bounds = map(jnp.asarray, _bounds(2, 4, "float32"))
     with pytest.raises(ValueError, match="query heads a multiple"):
-        page_scores(q[:, :3], *bounds, FILLED)
+        page_scores(q[:, :3], Digests(*bounds), FILLED)
     with pytest.raises(ValueError, match="one dtype"):
-        page_scores(q, bounds[0], bounds[1].astype(jnp.bfloat16), FILLED)
+        page_scores(q, Digests(bounds[0], bounds[1].astype(jnp.bfloat16)), FILLED)
