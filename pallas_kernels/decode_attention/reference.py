@@ -1,13 +1,12 @@
 """Attention of a few queries to a cache by its definition; for tests only."""
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
 from pallas_kernels.common import Cache, PerRow
 from pallas_kernels.prefill_attention.reference import cache_attention as decode_attention
-from pallas_kernels.prefill_attention.reference import logits_of
+from pallas_kernels.prefill_attention.reference import logits_of, weigh
 
 __all__ = ["attend_logits", "decode_attention", "decode_logits"]
 
@@ -24,9 +23,5 @@ def attend_logits(
     logits: Float[Array, "B N S"], v: Cache
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
     """Softmax of the logits times v; out 0 and lse -inf where every logit is -inf."""
-    v_BNSH = jnp.repeat(v, logits.shape[1] // v.shape[1], axis=1).astype(jnp.float32)
-    lse_BN = jax.nn.logsumexp(logits, axis=-1)
-    some_BN1 = (lse_BN > -jnp.inf)[..., None]
-    p_BNS = jnp.exp(logits - jnp.where(some_BN1, lse_BN[..., None], 0.0))
-    out_BNH = jnp.einsum("BNS,BNSH->BNH", p_BNS, v_BNSH, precision="highest")
-    return out_BNH.astype(v.dtype)[:, None], lse_BN[:, None]
+    out, lse = weigh(logits[:, None], v)
+    return out.astype(v.dtype), lse

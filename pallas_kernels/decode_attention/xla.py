@@ -6,13 +6,8 @@ read the cache in place, and no temporary has its size. The second matmul contra
 only B x K outputs, too few for a GPU's 132 processors. It is therefore split into blocks of slots,
 an extra batch dimension, and the partial outputs are summed.
 
-Slots beyond a row's length must hold finite numbers: their weight is 0, and 0 x NaN is NaN. A
-variant that tolerates NaN (the cut block computed from a clean copy) cost 16% at 32,768 slots on an
-H200 (0.058 ms against 0.050, which is 2.7 TB/s).
-
-Empty capacity is read too. A loop that stops at the longest row would slice the cache, which copies
-it: the streaming loop of `prefill_attention/xla.py` takes 3.4 ms on a 2-core CPU, this 1.2 (8192
-slots, 3 kv heads of 64 in float32).
+Slots beyond a row's length must hold finite numbers: their weight is 0, and 0 x NaN is NaN. Empty
+capacity is read too: a loop that stops at the longest row would slice the cache, which copies it.
 
 Keys and values in 8 bits become floats a block of slots at a time, in a loop that stops at the
 longest row. Each number is exact in the floats; a token's scale multiplies its score or its weight.
@@ -27,7 +22,6 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from pallas_kernels.common import (
-    MASKED,
     Attended,
     Cache,
     PerRow,
@@ -72,21 +66,25 @@ def decode_attention(
     seen_BTS = (slots_S < lengths[:, None])[:, None]
     if window is not None:
         seen_BTS = seen_BTS & window.sees(slots_S, jnp.arange(q.shape[1]))
-    seen_BKGTS = seen_BTS[:, None, None]
     longest = jnp.max(lengths)
 
-    q_BKGTH = group_heads(q, k.shape[1])
-    scores_BKGTS = jnp.where(seen_BKGTS, _scores(q_BKGTH, k, scale, longest), MASKED)
-    top_BKGT = jnp.max(scores_BKGTS, axis=-1)
-    weights_BKGTS = jnp.where(seen_BKGTS, jnp.exp(scores_BKGTS - top_BKGT[..., None]), 0.0)
-    total_BKGT = jnp.sum(weights_BKGTS, axis=-1)
-    acc_BKGTH = _weighted_sum(weights_BKGTS, v, block, longest)
+    scores_BKGTS = _scores(group_heads(q, k.shape[1]), k, scale, longest)
+    logits_BKGTS = jnp.where(seen_BTS[:, None, None], scores_BKGTS, -jnp.inf)
+    out_BKGTH, lse_BKGT = _attend(logits_BKGTS, v, block, longest)
+    return ungroup_heads(out_BKGTH.astype(q.dtype)), ungroup_heads(lse_BKGT)
 
-    some_BKGT = total_BKGT > 0
-    total_BKGT = jnp.where(some_BKGT, total_BKGT, 1.0)
-    lse_BKGT = jnp.where(some_BKGT, top_BKGT + jnp.log(total_BKGT), -jnp.inf)
-    out_BKGTH = (acc_BKGTH / total_BKGT[..., None]).astype(q.dtype)
-    return ungroup_heads(out_BKGTH), ungroup_heads(lse_BKGT)
+
+def _attend(
+    logits: Float[Array, "B K G T S"], v: Stored, block: int, longest: Int[Array, ""] | int
+) -> tuple[Float[Array, "B K G T H"], Float[Array, "B K G T"]]:
+    """The softmax of the logits times the values, in float32, and its log-sum-exp."""
+    top_BKGT1 = jnp.max(logits, axis=-1, keepdims=True)
+    some_BKGT1 = top_BKGT1 > -jnp.inf
+    top_BKGT1 = jnp.where(some_BKGT1, top_BKGT1, 0.0)  # -inf - -inf would be NaN
+    weights_BKGTS = jnp.exp(logits - top_BKGT1)
+    total_BKGT1 = jnp.where(some_BKGT1, jnp.sum(weights_BKGTS, axis=-1, keepdims=True), 1.0)
+    lse_BKGT1 = jnp.where(some_BKGT1, top_BKGT1 + jnp.log(total_BKGT1), -jnp.inf)
+    return _weighted_sum(weights_BKGTS, v, block, longest) / total_BKGT1, lse_BKGT1[..., 0]
 
 
 def _scores(
@@ -198,13 +196,6 @@ def attend_logits(
     """The softmax of the logits times the values, in v's dtype, and its log-sum-exp."""
     v = lax.optimization_barrier(v)
     (b, n, slots), kv_heads = logits.shape, v.shape[1]
-    top_BN1 = jnp.max(logits, axis=-1, keepdims=True)
-    some_BN1 = top_BN1 > -jnp.inf
-    top_BN1 = jnp.where(some_BN1, top_BN1, 0.0)  # -inf - -inf would be NaN
-    weights_BNS = jnp.exp(logits - top_BN1)
-    total_BN1 = jnp.where(some_BN1, jnp.sum(weights_BNS, axis=-1, keepdims=True), 1.0)
-    weights_BKGTS = weights_BNS.reshape(b, kv_heads, -1, 1, slots)
-    acc_BKGTH = _weighted_sum(weights_BKGTS, v, block, slots)
-    out_BNH = acc_BKGTH.reshape(b, n, v.shape[3]) / total_BN1  # [B, K, G, 1, H]
-    lse_BN1 = jnp.where(some_BN1, top_BN1 + jnp.log(total_BN1), -jnp.inf)
-    return out_BNH.astype(v.dtype)[:, None], lse_BN1.swapaxes(1, 2)
+    # [B, K, G, 1, S]
+    out, lse = _attend(logits.reshape(b, kv_heads, -1, 1, slots), v, block, slots)
+    return out.astype(v.dtype).reshape(b, 1, n, v.shape[3]), lse.reshape(b, 1, n)
