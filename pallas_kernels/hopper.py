@@ -265,6 +265,15 @@ def store_little(x: Array, ref: Any) -> None:
         store(ref, x, optimized=False)
 
 
+def store_transposed(x: Float[Array, "M N"], ref: Any) -> None:
+    """Write a product from registers to `ref` [N,M] in global memory.
+
+    Two numbers of a row of `ref` lie in a thread, so that the transpose is stored as they lie.
+    """
+    x = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+    store_little(x, ref.transpose((1, 0)))
+
+
 def merge_parts(
     out: Float[Array, "*B R H"], lse: Float[Array, "*B R"], axis: int
 ) -> tuple[Float[Array, "*C R H"], Float[Array, "*C R"]]:

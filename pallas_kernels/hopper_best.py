@@ -48,24 +48,14 @@ _SHAPE = hopper_warps.SHAPE
 _LINE, _TILE = _SHAPE[1], _SHAPE[0] * _SHAPE[1]
 
 
-def tiles_of(slots: int) -> int:
-    """Tiles of a row of so many slots."""
-    return pl.cdiv(slots, _TILE)
-
-
 def tiled_shape(slots: int) -> tuple[int, int, int]:
     """The shape [T,64,64] of a row's scores: lines of slots in order, in whole tiles."""
-    return tiles_of(slots), *_SHAPE
-
-
-def scratch(tiles: int) -> dict[str, Any]:
-    """The shared memory of `best`."""
-    return hopper_warps.scratch(tiles)
+    return pl.cdiv(slots, _TILE), *_SHAPE
 
 
 def load(ref: Any) -> Array:
     """A tile from global memory, strided over the threads."""
-    return plgpu.load(ref, layout=_layout())
+    return plgpu.load(ref, layout=hopper_warps.LAYOUT)
 
 
 def unsupported(slots: int, size: int) -> str | None:
@@ -102,7 +92,7 @@ def choose(
             **dict(slots=slots, size=size, of=of, least=least, interpreted=interpret is not None),
         ),
         out_type=jax.ShapeDtypeStruct((batch, lists, size), jnp.int32),
-        scratch_types=scratch(scores.shape[3]),
+        scratch_types=hopper_warps.scratch(scores.shape[3]),
         grid=(batch, lists),
         grid_names=("row", "list"),
         interpret=interpret,
@@ -169,7 +159,7 @@ def best(row: Row, list_ref: Any, scratch: dict, interpreted: bool) -> None:
 
     Args:
       list_ref: in global memory; k is at most C.
-      scratch: as the function makes it.
+      scratch: `hopper_warps.scratch` of the tiles.
     """
     tiles, scores, (first, last, k), gap, least = row
     every = range(tiles)
@@ -190,7 +180,7 @@ def best(row: Row, list_ref: Any, scratch: dict, interpreted: bool) -> None:
         """Of every tile an array, added up: then one reduction over the block serves all."""
         if kept is not None:
             return functools.reduce(add, [of(i, kept[i]) for i in every])
-        none = hopper.full(_SHAPE, start, jnp.int32, _layout())
+        none = hopper.full(_SHAPE, start, jnp.int32, hopper_warps.LAYOUT)
         return lax.fori_loop(0, tiles, lambda i, x: add(x, of(i, keys(i))), none)
 
     def over_block(x: Array, op: str) -> Array:
@@ -225,14 +215,11 @@ def best(row: Row, list_ref: Any, scratch: dict, interpreted: bool) -> None:
     hopper_warps.write_list(bits, list_ref, scratch["runs"], after, interpreted)
 
 
-def _layout() -> Any:
-    return hopper_warps.LAYOUT
-
-
 def _slots(i: Any) -> Array:
     """The slots of tile i."""
     line, column = (
-        plgpu.broadcasted_iota(jnp.int32, _SHAPE, axis, layout=_layout()) for axis in (0, 1)
+        plgpu.broadcasted_iota(jnp.int32, _SHAPE, axis, layout=hopper_warps.LAYOUT)
+        for axis in (0, 1)
     )
     return line * _LINE + column + i * _TILE
 

@@ -216,8 +216,7 @@ def write(me: Reader, carry: Carry, out_ref: Any, lse_ref: Any, *, number: Any) 
 
 def write_logits(me: Reader, logits: Array, ref: Any) -> None:
     """Write a block's logits [slots,N] to `ref` [N,slots]."""
-    logits = plgpu.layout_cast(logits, plgpu.Layout.WGMMA_TRANSPOSED)
-    hopper.store_little(logits, ref.transpose((1, 0)))
+    hopper.store_transposed(logits, ref)
 
 
 def finish(me: Reader, pieces: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
 from pallas_kernels.plane import Plane
 
@@ -31,6 +31,12 @@ class EightBits:
     values: Any
     scales: Any
     dtype: Any = dataclasses.field(metadata={"static": True})
+
+    def map(self, change: Callable[..., Any], *others: Any) -> Any:
+        """The same with `change` of the values and of the scales, beside those of `others`."""
+        values: Shaped[Any, ...] = change(self.values, *(other.values for other in others))
+        scales: Shaped[Any, ...] = change(self.scales, *(other.scales for other in others))
+        return dataclasses.replace(self, values=values, scales=scales)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,12 +67,6 @@ class Quantised(EightBits):
       scales: [B, K, S], bfloat16.
       dtype: what reads return.
     """
-
-    def map(self, change: Callable[..., Any], *others: "Quantised") -> "Quantised":
-        """The same with `change` of the values and of the scales, beside those of `others`."""
-        values = change(self.values, *(other.values for other in others))
-        scales = change(self.scales, *(other.scales for other in others))
-        return Quantised(values, scales, self.dtype)
 
 
 def quantise(x: Float[Array, "*B H"]) -> Quantised:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 
 from pallas_kernels.quantised import MOST, EightBits
 
@@ -86,8 +86,4 @@ def matrix_of(w: AnyMatrix, inputs: int) -> Any:
 
 def map_parts(w: Any, change: Callable[..., Any], *others: Any) -> Any:
     """`change` of an array, or of the numbers and of the scales, beside those of `others`."""
-    if not isinstance(w, QuantisedMatrix):
-        return change(w, *others)
-    values: Shaped[Any, ...] = change(w.values, *(other.values for other in others))
-    scales: Shaped[Any, ...] = change(w.scales, *(other.scales for other in others))
-    return QuantisedMatrix(values, scales, w.dtype)
+    return w.map(change, *others) if isinstance(w, QuantisedMatrix) else change(w, *others)

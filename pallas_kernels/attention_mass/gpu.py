@@ -17,8 +17,7 @@ Roofline: tensor cores, 2 T S N H operations. There is one exponential a score b
 function units do a tile's in the time of its matmul. On an H200, 512 queries of 32 heads against
 131,072 keys of 8 heads of 128, bfloat16: 0.97 ms, 569 TFLOP/s (XLA's form 9.8 ms; a matmul of 8192
 cubed reaches 650 to 790); the maximum over heads with a causal mask 1.15 ms; 32 queries 0.098 ms
-(XLA 0.75); one query 0.076 (0.072). Rejected: two warpgroups of keys, 1.14 ms; three with steps of
-64 queries, 1.26.
+(XLA 0.75); one query 0.076 (0.072).
 """
 
 import functools
@@ -51,20 +50,11 @@ _TILE = hopper.ROWS * _WARPGROUPS
 class _Job:
     """The kernel's static arguments."""
 
-    batch: int
-    kv_heads: int
-    slots: int
-    head_dim: int
-    dtype: Any
     parts: int  # runs of query rows that are reduced on their own before they are combined
     queries: int  # rows of a step
     steps: int  # of a part
     group: int  # heads that count
     how: Reduction
-
-    @property
-    def items(self) -> int:
-        return self.batch * self.kv_heads * pl.cdiv(self.slots, _TILE)
 
 
 class _Item(NamedTuple):
@@ -97,12 +87,9 @@ def attention_mass(
     q: Queries, k: Cache, lse: PerQuery, lengths: PerRow, how: Reduction, interpret: Any = None
 ) -> Masses:
     """The mass of every slot below its row's length and 0 elsewhere; see the public function."""
-    batch, queries = q.shape[:2]
-    kv_heads = k.shape[1]
+    queries, group = q.shape[1], q.shape[2] // k.shape[1]
     if how.over_group == "first":
-        group = q.shape[2] // kv_heads
-        q, lse = q[:, :, ::group], lse[:, :, ::group]
-    group = q.shape[2] // kv_heads
+        q, lse, group = q[:, :, ::group], lse[:, :, ::group], 1
     # For a sum all heads of a group are one run of rows.
     parts = group if how.over_group == "max" else 1
     if how.squares:
@@ -111,25 +98,14 @@ def attention_mass(
     rows = queries * group // parts
     tiles = [n for n in _FEW_QUERIES if not how.squares or n % (group * _LANES) == 0]
     tile = next((n for n in tiles if n >= rows), _QUERIES)
-    job = _Job(
-        batch=batch,
-        kv_heads=kv_heads,
-        slots=k.shape[2],
-        head_dim=k.shape[3],
-        dtype=k.dtype,
-        parts=parts,
-        queries=tile,
-        steps=pl.cdiv(rows, tile),
-        group=group,
-        how=how,
-    )
-    rows = _rows(q, lse, job)
+    job = _Job(parts=parts, queries=tile, steps=pl.cdiv(rows, tile), group=group, how=how)
+    rows = _rows(q, lse, k.shape, job)
     found = _mass(*rows, k, lengths.astype(jnp.int32), job, interpret)
     return found[0], found[1] if how.squares else None
 
 
 def _rows(
-    q: Queries, lse: PerQuery, job: _Job
+    q: Queries, lse: PerQuery, cache: tuple[int, ...], job: _Job
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Int[Array, "X R"]]:
     """Query rows of every kv head, head by head, each part padded to whole tiles.
 
@@ -138,14 +114,14 @@ def _rows(
     Beside them log2 of their softmax's denominator, infinite for rows that do not count, and the
     last slot that they see.
     """
-    queries = q.shape[1]
+    (batch, kv_heads, slots, _), queries = cache, q.shape[1]
     counted_BT1 = (jnp.arange(queries) < job.how.valid[:, None])[..., None]
     counts_BTN = counted_BT1 & (lse > -jnp.inf)
     # Rows that do not count may hold anything, NaN included.
     q = jnp.where(counts_BTN[..., None], q, 0)
     lse = jnp.where(counts_BTN, lse * hopper.LOG2_E, jnp.inf)
     start = job.how.causal_start
-    start = jnp.full((job.batch,), job.slots) if start is None else start
+    start = jnp.full((batch,), slots) if start is None else start
     last = jnp.broadcast_to((start[:, None] + jnp.arange(queries))[..., None], lse.shape)
     padded = job.steps * job.queries
 
@@ -156,10 +132,10 @@ def _rows(
             x_BNT = jnp.pad(x_BNT, spare, constant_values=fill)
             x_XGYL = x_BNT.reshape(-1, job.group, x_BNT.shape[2] // _LANES, _LANES, *x.shape[3:])
             x_BNT = jnp.swapaxes(x_XGYL, 1, 2)  # [X, Y, G, 8], with X = B K
-        x_YR = x_BNT.reshape(job.batch * job.kv_heads * job.parts, -1, *x.shape[3:])
+        x_YR = x_BNT.reshape(batch * kv_heads * job.parts, -1, *x.shape[3:])
         widths = [(0, 0), (0, padded - x_YR.shape[1]), *[(0, 0)] * (x_YR.ndim - 2)]
         x_YR = jnp.pad(x_YR, widths, constant_values=fill)
-        return x_YR.reshape(job.batch * job.kv_heads, job.parts * padded, *x.shape[3:])
+        return x_YR.reshape(batch * kv_heads, job.parts * padded, *x.shape[3:])
 
     return arrange(q, 0), arrange(lse, jnp.inf), arrange(last.astype(jnp.int32), 0)
 
@@ -174,17 +150,15 @@ def _mass(
     interpret: Any,
 ) -> tuple[Float[Array, "B K S"], ...]:
     """The mass, and the squares where they are asked for."""
+    batch, kv_heads, slots, head_dim = k.shape
+    heads, tiles = batch * kv_heads, pl.cdiv(slots, _TILE)
     row = plgpu.SMEM((_STAGES, job.queries), jnp.float32)
-    keys = hopper.tiled(2, _WARPGROUPS, hopper.ROWS, job.head_dim, dtype=job.dtype)
-    padded = pl.cdiv(job.slots, _TILE) * _TILE
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
-        out_type=hopper.outputs(
-            (job.batch * job.kv_heads, padded), *[jnp.float32] * (1 + job.how.squares)
-        ),
+        out_type=hopper.outputs((heads, tiles * _TILE), *[jnp.float32] * (1 + job.how.squares)),
         scratch_types=dict(
-            keys=keys,
-            queries=hopper.tiled(_STAGES, job.queries, job.head_dim, dtype=job.dtype),
+            keys=hopper.tiled(2, _WARPGROUPS, hopper.ROWS, head_dim, dtype=k.dtype),
+            queries=hopper.tiled(_STAGES, job.queries, head_dim, dtype=k.dtype),
             lse=row,
             last=plgpu.SMEM(row.shape, jnp.int32),
             keys_ready=plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=2),
@@ -194,7 +168,7 @@ def _mass(
             ),
             free=plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES),
         ),
-        grid=(min(hopper.processors(), job.items),),
+        grid=(min(hopper.processors(), heads * tiles),),
         grid_names=("worker",),
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
@@ -202,8 +176,7 @@ def _mass(
         interpret=interpret,
     )
     found = kernel(lengths, q, lse, last, k)
-    shape = job.batch, job.kv_heads, job.slots
-    return tuple(x[:, : job.slots].reshape(shape) for x in found)
+    return tuple(x[:, :slots].reshape(k.shape[:3]) for x in found)
 
 
 def _kernel(lengths_ref, q_ref, lse_ref, last_ref, k_ref, *out_refs, job: _Job, **scratch):
@@ -215,30 +188,32 @@ def _kernel(lengths_ref, q_ref, lse_ref, last_ref, k_ref, *out_refs, job: _Job, 
         plgpu.set_max_registers(fewer, action="decrease")
         refs = q_ref, lse_ref, last_ref
         work = functools.partial(_fetch, refs, k_ref, scratch, job)
-        items = _each_item(lengths_ref, job, work)
+        items = _each_item(lengths_ref, k_ref.shape, work)
         hopper.drain(scratch["keys_free"], items, 2)
         hopper.drain(scratch["free"], items * (job.parts * job.steps), _STAGES)
 
     @pl.when(warpgroup < _WARPGROUPS)
     def _sums():
         plgpu.set_max_registers(more, action="increase")
-        _each_item(lengths_ref, job, functools.partial(_sum, out_refs, scratch, warpgroup, job))
+        work = functools.partial(_sum, out_refs, scratch, warpgroup, job)
+        _each_item(lengths_ref, k_ref.shape, work)
 
 
-def _each_item(lengths_ref, job: _Job, work: Callable) -> Array:
+def _each_item(lengths_ref, cache: tuple[int, ...], work: Callable) -> Array:
     """Call work(item) for the worker's tiles; returns the number of items with keys."""
     worker, workers = lax.axis_index("worker"), lax.axis_size("worker")
-    tiles = pl.cdiv(job.slots, _TILE)
+    batch, kv_heads, slots, _ = cache
+    tiles = pl.cdiv(slots, _TILE)
 
     def item(i, before):
         index = worker + i * workers
         head, tile = lax.div(index, tiles), lax.rem(index, tiles)
-        row = lax.div(head, job.kv_heads)
+        row = lax.div(head, kv_heads)
         filled = lengths_ref[row]
         work(_Item(row, head, tile, filled, before))
         return before + (tile * _TILE < filled).astype(jnp.int32)
 
-    count = lax.div(job.items - 1 - worker, workers) + 1
+    count = lax.div(batch * kv_heads * tiles - 1 - worker, workers) + 1
     return lax.fori_loop(0, count, item, jnp.int32(0))
 
 
@@ -259,7 +234,7 @@ def _fetch(refs, k_ref, scratch, job: _Job, item: _Item) -> None:
         for part in range(_WARPGROUPS):
             slots = pl.ds(tile * _TILE + part * hopper.ROWS, hopper.ROWS)
             plgpu.copy_gmem_to_smem(
-                k_ref.at[row, lax.rem(head, job.kv_heads), slots],
+                k_ref.at[row, lax.rem(head, k_ref.shape[1]), slots],
                 scratch["keys"].at[half, part],
                 scratch["keys_ready"].at[half],
             )

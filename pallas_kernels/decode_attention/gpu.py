@@ -6,15 +6,10 @@ worker may end one head and begin the next. To begin a head takes time too and c
 otherwise workers with many short rows would finish last. A second launch merges the pieces of each
 head by their log-sum-exp (split attention as in Flash-Decoding).
 
-Threads: one warpgroup copies blocks of keys and values by TMA into rings in shared memory, three
-blocks deep, and the next head's queries beside those in use; it does not stop where a head ends.
-The other warpgroup computes and does not wait for its writes. The queries of a kv head's group are
-the rows of one wgmma, so that keys and values are read once for all of them. One query uses G of
-the 64 rows; that costs tensor core time, which is not the bound. Empty capacity is not read. Slots
-beyond a length must hold finite values.
-
-Keys and values in 8 bits have their slots as the rows of the products (`hopper_slots`): two
-warpgroups take blocks in turn and convert them in registers, and up to six blocks are in flight.
+One warpgroup copies blocks of keys and values by TMA into rings in shared memory, and the next
+head's queries beside those in use; it does not stop where a head ends. Others compute
+(`hopper_stream`) and do not wait for their writes. Empty capacity is not read. Slots beyond a
+length must hold finite values.
 
 Shared memory: q 16 KiB and 2 for the next head's, rings 192 KiB, 9 KiB for results. Registers:
 weighted values [64,H], logits [64,128], float32. Bytes moved: k and v of the filled slots; partial

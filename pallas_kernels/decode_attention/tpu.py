@@ -16,13 +16,9 @@ its weight. A block of scales [K, block] is of all kv heads, as a tile in memory
 its own row. So scales are read K times: 16 bytes a slot for 8 heads, beside the key's.
 
 Bytes moved: keys and values of the visible blocks, once. Roofline: those bytes over the bandwidth.
-The compiler's schedules (not measured) say: for a block of 4096 keys of 128 with 4 query rows, all
-arithmetic takes 680 cycles on v5e, where the copy of keys and values takes about 3800, and 610 of
-about 2000 on v6e.
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +99,7 @@ def decode_attention(
     visits = batch * kv_heads * steps * block
     lse = jax.ShapeDtypeStruct((*q_BKRH.shape[:3], 1), jnp.float32)
     out_BKRH, lse_BKR1 = tpu.call(
-        partial(_kernel, job=_Job(scale, block, steps, window.size if window else None)),
+        partial(_kernel, scale=scale, steps=steps, window=window and window.size),
         (lengths, first_B, -(-lengths // block), tpu.first_row(values[0])),
         [
             (q_BKRH, rows_spec),
@@ -141,27 +137,20 @@ def _block(slots: int, rows: int, key_bytes: int, converted: int) -> int:
     return tpu.key_block(slots, most)
 
 
-class _Job(NamedTuple):
-    """The kernel's static arguments; `block` are slots."""
-
-    scale: float
-    block: int
-    steps: int
-    window: int | None
-
-
-def _kernel(scalars, inputs, outputs, scratch, *, job: _Job) -> None:
+def _kernel(
+    scalars, inputs, outputs, scratch, *, scale: float, steps: int, window: int | None
+) -> None:
     # [B] filled slots, the first visible block, the block after the last visible one.
     lengths, first, stop, _ = scalars
     # q [1, 1, R, H]; k and v [1, 1, Z, H], or [1, 1, H, Z] for narrow heads; scales [1, K, Z]
     # twice; with a window the rows' positions among the slots, [1, R, 1].
     q, k, v, *rest = inputs
-    scale, block, steps, window = job
     scales, positions = rest[: len(rest) // 2 * 2], rest[len(rest) // 2 * 2 :]
     softmax = tpu.Softmax(*scratch)
     b, j = pl.program_id(0), pl.program_id(2)
     at = first[b] + j
     minor = tpu.slots_minor(q.shape[3])
+    block = k.shape[3 if minor else 2]
 
     pl.when(j == 0)(softmax.clear)
 

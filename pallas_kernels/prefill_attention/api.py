@@ -29,6 +29,7 @@ from pallas_kernels.common import (
 )
 from pallas_kernels.prefill_attention import gpu, reference, tpu, xla
 from pallas_kernels.quantised import Quantised
+from pallas_kernels.tpu_common import unsupported_keys
 
 
 def causal_attention(
@@ -52,7 +53,7 @@ def causal_attention(
         dispatch.shape_class(q, k, kv_axis=2, window=window),
         xla=xla.causal_attention,
         gpu=dispatch.Kernel(gpu.causal_attention, lambda: gpu.unsupported_causal(q)),
-        tpu=dispatch.Kernel(tpu.causal_attention, lambda: tpu.unsupported_causal(q)),
+        tpu=dispatch.Kernel(tpu.causal_attention, lambda: unsupported_keys(q)),
         reference=reference.causal_attention,
     )
     return run(q, k, v, scale=scale, window=window)

@@ -43,16 +43,14 @@ from pallas_kernels.common import (
 
 # Queries of a head that cuDNN gives to one processor, and the least slots of a part of the cache.
 _TILE, _LEAST = 128, 2048
-_HEAD_DIMS = (64, 128)
-_DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 def unsupported_causal(q: Array) -> str | None:
     """Why cuDNN cannot run the chunk against itself, or None."""
-    if q.dtype not in _DTYPES:
+    if q.dtype not in hopper.DTYPES:
         return f"cuDNN takes bfloat16 and float16, not {q.dtype}"
-    if q.shape[3] not in _HEAD_DIMS:
-        return f"head dim {q.shape[3]} is not one of {_HEAD_DIMS}"
+    if q.shape[3] not in hopper.HEAD_DIMS:
+        return f"head dim {q.shape[3]} is not one of {hopper.HEAD_DIMS}"
     try:
         _cudnn().check_cudnn_version()
     except (NotImplementedError, RuntimeError) as error:

@@ -40,21 +40,11 @@ from pallas_kernels.common import (
     merge,
 )
 from pallas_kernels.quantised import AnyStored
+from pallas_kernels.tpu_common import LANES, slots_minor, unsupported_keys
 
-_LANES = 128
 _BLOCKS = (512, 256, 128)
-_HEAD_DIMS = (64, 128, 256)
 # The block maps lie in scalar memory, 1 MiB on v5e; this many entries keep them well within.
 _MAP_ENTRIES = 2**16
-
-
-def unsupported_causal(q: Array) -> str | None:
-    """Why splash cannot run the chunk against itself, or None."""
-    if q.shape[3] not in _HEAD_DIMS:
-        return f"head dim {q.shape[3]} is not one of {_HEAD_DIMS}"
-    if q.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"splash takes bfloat16 and float32, not {q.dtype}"
-    return None
 
 
 def unsupported_cache(q: Array, k: AnyStored, window: Window | None) -> str | None:
@@ -69,7 +59,7 @@ def unsupported_cache(q: Array, k: AnyStored, window: Window | None) -> str | No
     entries = maps * -(-queries // _query_block(queries)) * (k.shape[2] // block)
     if entries > _MAP_ENTRIES:
         return f"block maps of {entries} entries, at most {_MAP_ENTRIES} fit scalar memory"
-    return unsupported_causal(q)
+    return unsupported_keys(q)
 
 
 def causal_attention(
@@ -206,14 +196,14 @@ def _key_block(slots: int) -> int | None:
 
 
 def _query_block(queries: int) -> int:
-    return min(_BLOCKS[0], -(-queries // _LANES) * _LANES)
+    return min(_BLOCKS[0], -(-queries // LANES) * LANES)
 
 
 def _block_sizes(query_block: int, key_block: int, head_dim: int) -> splash.BlockSizes:
     # A head dim below a vector's 128 lanes would be padded to them, which copies the cache at twice
     # its size; XLA lays such an array out with the slots minor, and splash takes it so when told.
     layout = splash.QKVLayout.HEAD_DIM_MINOR
-    if head_dim < _LANES:
+    if slots_minor(head_dim):
         layout = splash.QKVLayout.SEQ_MINOR
     return splash.BlockSizes(
         block_q=query_block, block_kv=key_block, k_layout=layout, v_layout=layout

@@ -10,21 +10,14 @@ of its copy; the copies of a worker's next tiles are always under way.
 
 Roofline: the bytes of w. On an H200, one row, bfloat16: 4096 x 28672 in 55 us (4.2 TB/s), 14336 x
 4096 in 28 us, 4096 x 4096 in 9.2 us, 2048 x 2048 in 3.6 us: some 2 us, in which the first tiles
-come, and 4.4 TB/s from there. Rejected: 64 outputs a tile, 8 or 16 KiB a tile, 1, 3 or 4 workers a
-processor (all within 4%); an equal number of blocks of threads for every block of outputs (27.9 us
-a matrix on average in place of 26.6: the last ones run alone). Also rejected, for the three
-products after attention and the small kernels between them, 8B shape, in a loop over layers:
-
-- One persistent kernel, whose workers wait for each other at semaphores between the products while
-  their next tiles come: 111 us a layer in place of 107.
-- Programmatic dependent launch, the first tiles of the matrix on their way before the kernels ahead
-  end: XLA's CUDA graphs launch kernels of custom calls without it. In streams, where it works, a
-  step of 32 layers takes 5.78 ms in place of 6.08, and 5.51 in graphs without it.
-- To bring the first 25 MB of the next matrix into the L2 cache while the last tiles are multiplied:
-  110 us in place of 104, as if they were read twice.
-- To make the row from the sums of the product before it, residual, norm and gate included, with 42
-  kernels in four layers in place of 60 (revision fab2a37). On an H100 a step of the 1B shape takes
-  1.45 ms in place of 1.42, of the 8B shape over 32,768 tokens 7.63 in place of 7.48.
+come, and 4.4 TB/s from there. Rejected: other tiles and
+numbers of workers (within 4%); as many blocks of threads for every block of outputs (27.9 us a
+matrix in place of 26.6, for the last ones run alone). And, around the three products after
+attention, 8B shape: one persistent kernel (111 us a layer in place of 107); programmatic dependent
+launch, without which XLA's CUDA graphs launch custom calls; the first 25 MB of the next matrix
+brought into the L2 cache (110 us in place of 104); rows made from the sums of the product before
+(revision fab2a37: on an H100 a step of the 1B shape takes 1.45 ms in place of 1.42, of the 8B shape
+over 32,768 tokens 7.63 in place of 7.48).
 
 A matrix in 8 bits comes in tiles of as many numbers, of half the bytes, with more of them in
 flight. The warpgroup turns a tile into the dtype of the rows, exactly, in the registers that wgmma
@@ -35,7 +28,6 @@ over 4,096 tokens takes 3.20 ms with int8 weights, with XLA's form 17.1; of 16 r
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -49,60 +41,9 @@ from jaxtyping import Float
 from pallas_kernels import hopper, hopper_bits
 from pallas_kernels.quantised_matrix import AnyMatrix, QuantisedMatrix
 
-# Tiles in flight, elements of a tile, outputs of a tile where they are many, and workers of a
-# processor.
-_STAGES, _TILE, _WIDE, _WORKERS = 3, 16384, 128, 2
-# Tiles in flight of 8 bits, and workers of a processor.
-_STAGES_8, _WORKERS_8 = 5, 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """The static arguments of the kernel: tiles of `width` outputs and `depth` inputs.
-
-    Attributes:
-      share: tiles of a worker.
-      stages: tiles in flight.
-      dtype: of the rows, and of the tiles that are multiplied.
-      stored: of the matrix.
-    """
-
-    rows: int
-    inputs: int
-    outputs: int
-    width: int
-    share: int
-    stages: int
-    dtype: Any
-    stored: Any
-    interpret: Any
-
-    @property
-    def eight_bits(self) -> bool:
-        return jnp.dtype(self.stored).itemsize == 1
-
-    @property
-    def depth(self) -> int:
-        return _TILE // self.width
-
-    @property
-    def steps(self) -> int:
-        """Tiles of a block of outputs."""
-        return self.inputs // self.depth
-
-    @property
-    def tiles(self) -> int:
-        return self.outputs // self.width * self.steps
-
-    @property
-    def parts(self) -> int:
-        """The most workers that have tiles of one block of outputs."""
-        return int(self.parts_of(np.arange(self.outputs // self.width)).max())
-
-    def parts_of(self, block: Any) -> Any:
-        """How many workers have tiles of a block of outputs."""
-        first = block * self.steps
-        return (first + self.steps - 1) // self.share - first // self.share + 1
+# Tiles in flight, of 16 bits and of 8; elements of a tile, outputs of one where they are many, and
+# workers of a processor.
+_STAGES, _STAGES_8, _TILE, _WIDE, _WORKERS = 3, 5, 16384, 128, 2
 
 
 def unsupported(x: Array | jax.ShapeDtypeStruct, w: AnyMatrix) -> str | None:
@@ -122,103 +63,101 @@ def row_matmul(
     x: Float[Array, "R D"], w: AnyMatrix, *, dtype: Any, interpret: Any = None
 ) -> Float[Array, "R N"]:
     """See the public function."""
-    job = _job(x.shape, x.dtype, w, interpret)
-    parts_PRN = _products(hopper.whole_rows(x, interpret)[0], w, job)
-    found = job.parts_of(np.arange(job.outputs) // job.width)
+    (rows, _), (inputs, outputs) = x.shape, w.shape
+    eight_bits = isinstance(w, QuantisedMatrix)
+    stored = w.values if isinstance(w, QuantisedMatrix) else w
+    # The rows of a tile fill lines of 128 bytes.
+    wide = not outputs % _WIDE and (eight_bits or outputs // _WIDE >= hopper.processors())
+    width, stages = _WIDE if wide else hopper.ROWS, _STAGES_8 if eight_bits else _STAGES
+    depth, tiles, padded = (
+        _TILE // width,
+        inputs * outputs // _TILE,
+        rows + -rows % hopper.TILE_ROWS,
+    )
+    share = pl.cdiv(tiles, hopper.processors() * _WORKERS)
+    # How many workers have tiles of each block of outputs, which has `steps`.
+    steps = inputs // depth
+    first = np.arange(outputs // width) * steps
+    found = (first + steps - 1) // share - first // share + 1
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, share=share, interpreted=interpret is not None),
+        out_type=jax.ShapeDtypeStruct((int(found.max()), padded, outputs), jnp.float32),
+        scratch_types=dict(
+            w_ring=hopper.tiled(stages, depth, width, dtype=stored.dtype),
+            x_ring=hopper.tiled(stages, padded, depth, dtype=x.dtype),
+            ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        ),
+        grid=(pl.cdiv(tiles, share),),
+        grid_names=("worker",),
+        interpret=interpret,
+        kernel_name="row_matmul",
+    )
+    parts_PRN = kernel(hopper.whole_rows(x, interpret)[0], stored)
     # Parts that were not written may hold anything.
-    some = np.arange(job.parts)[:, None, None] < found
-    sums_RN = jnp.sum(jnp.where(some, parts_PRN[:, : x.shape[0]], 0), axis=0)
+    some = np.arange(found.max())[:, None, None] < np.repeat(found, width)
+    sums_RN = jnp.sum(jnp.where(some, parts_PRN[:, :rows], 0), axis=0)
     return (sums_RN * w.scales if isinstance(w, QuantisedMatrix) else sums_RN).astype(dtype)
 
 
-def _job(shape: tuple[int, ...], dtype: Any, w: AnyMatrix, interpret: Any) -> _Job:
-    rows, (inputs, outputs) = shape[0], w.shape
-    eight_bits = isinstance(w, QuantisedMatrix)
-    # The rows of a tile fill lines of 128 bytes.
-    wide = not outputs % _WIDE and (eight_bits or outputs // _WIDE >= hopper.processors())
-    workers = hopper.processors() * (_WORKERS_8 if eight_bits else _WORKERS)
-    return _Job(
-        rows=rows + -rows % hopper.TILE_ROWS,
-        inputs=inputs,
-        outputs=outputs,
-        width=_WIDE if wide else hopper.ROWS,
-        share=pl.cdiv(inputs * outputs // _TILE, workers),
-        stages=_STAGES_8 if eight_bits else _STAGES,
-        dtype=dtype,
-        stored=w.values.dtype if isinstance(w, QuantisedMatrix) else w.dtype,
-        interpret=interpret,
-    )
-
-
-def _products(rows: Array, w: AnyMatrix, job: _Job) -> Float[Array, "P R8 N"]:
-    """The parts of every output's sum, in float32."""
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, job=job),
-        out_type=jax.ShapeDtypeStruct((job.parts, job.rows, job.outputs), jnp.float32),
-        scratch_types=dict(
-            w_ring=hopper.tiled(job.stages, job.depth, job.width, dtype=job.stored),
-            x_ring=hopper.tiled(job.stages, job.rows, job.depth, dtype=job.dtype),
-            ready=plgpu.Barrier(num_arrivals=2, num_barriers=job.stages),
-        ),
-        grid=(pl.cdiv(job.tiles, job.share),),
-        grid_names=("worker",),
-        interpret=job.interpret,
-        kernel_name="row_matmul",
-    )
-    return kernel(rows, w.values if isinstance(w, QuantisedMatrix) else w)
-
-
-def _kernel(x_ref, w_ref, out_ref, *, job: _Job, w_ring, x_ring, ready) -> None:
+def _kernel(*refs, share: int, interpreted: bool, w_ring, x_ring, ready) -> None:
+    x_ref, w_ref, out_ref = refs
     worker = lax.axis_index("worker")
-    begin = worker * job.share
-    end = jnp.minimum(begin + job.share, job.tiles)
-    sums = _sums_of_8_bits if job.eight_bits else _sums
+    stages, depth, width = w_ring.shape
+    steps = w_ref.shape[0] // depth
+    begin = worker * share
+    end = jnp.minimum(begin + share, w_ref.size // _TILE)
 
     def copy(tile) -> None:
-        slot = lax.rem(tile - begin, job.stages)
-        outputs = pl.ds(lax.div(tile, job.steps) * job.width, job.width)
-        inputs = pl.ds(lax.rem(tile, job.steps) * job.depth, job.depth)
+        slot = lax.rem(tile - begin, stages)
+        outputs = pl.ds(lax.div(tile, steps) * width, width)
+        inputs = pl.ds(lax.rem(tile, steps) * depth, depth)
         plgpu.copy_gmem_to_smem(w_ref.at[inputs, outputs], w_ring.at[slot], ready.at[slot])
-        rows = hopper.first_rows(x_ref, job.rows, worker)
+        rows = hopper.first_rows(x_ref, x_ring.shape[1], worker)
         plgpu.copy_gmem_to_smem(x_ref.at[rows, inputs], x_ring.at[slot], ready.at[slot])
 
     def waited(tile) -> tuple[Any, Any]:
         """The tile and the rows for it."""
-        slot = lax.rem(tile - begin, job.stages)
+        slot = lax.rem(tile - begin, stages)
         plgpu.barrier_wait(ready.at[slot])
         return w_ring.at[slot], x_ring.at[slot].transpose((1, 0))
 
     def go_on(tile) -> None:
         """Begin what comes after a product."""
 
-        @pl.when(tile + job.stages < end)
+        @pl.when(tile + stages < end)
         def _():
             # All warps have read the slot.
             plgpu.commit_smem()
-            copy(tile + job.stages)
+            copy(tile + stages)
 
-    for ahead in range(min(job.stages, job.share)):
+    for ahead in range(min(stages, share)):
         pl.when(begin + ahead < end)(functools.partial(copy, begin + ahead))
+    sums, how = _sums, ()
+    if jnp.dtype(w_ref.dtype).itemsize == 1:
+        sums, how = _sums_of_8_bits, (x_ref.dtype, interpreted)
 
-    @pl.loop(lax.div(begin, job.steps), lax.div(end - 1, job.steps) + 1)
+    @pl.loop(lax.div(begin, steps), lax.div(end - 1, steps) + 1)
     def _block(block):
-        first = block * job.steps
-        tiles = jnp.maximum(first, begin), jnp.minimum(first + job.steps, end)
-        part = worker - lax.div(first, job.share)
-        outputs = block * job.width
-        for found in sums(tiles, waited, go_on, job):
+        first = block * steps
+        tiles = jnp.maximum(first, begin), jnp.minimum(first + steps, end)
+        part = worker - lax.div(first, share)
+        outputs = block * width
+        for found in sums(tiles, waited, go_on, (width, x_ring.shape[1]), *how):
             # Some outputs of a row lie in a thread, so that the transpose is stored as they lie.
             place = out_ref.at[part, :, pl.ds(outputs, found.shape[0])]
             hopper.store_little(found, place.transpose((1, 0)))
             outputs += found.shape[0]
 
 
-def _sums(tiles: tuple[Array, Array], waited: Callable, go_on: Callable, job: _Job) -> list[Array]:
+def _sums(
+    tiles: tuple[Array, Array], waited: Callable, go_on: Callable, shape: tuple[int, int]
+) -> list[Array]:
     """The sums over the tiles, 64 outputs each.
 
     Args:
       waited: gives a tile and the rows for it, once they are there.
       go_on: called with a tile that has been read.
+      shape: outputs and rows.
     """
 
     def summed(*sums) -> list[Array]:
@@ -233,23 +172,27 @@ def _sums(tiles: tuple[Array, Array], waited: Callable, go_on: Callable, job: _J
 
         return [acc[...] for acc in sums]
 
-    acc = plgpu.WGMMAAccumulatorRef((hopper.ROWS, job.rows), jnp.float32)
-    found = pl.run_scoped(summed, *[acc] * (job.width // hopper.ROWS))
+    acc = plgpu.WGMMAAccumulatorRef((hopper.ROWS, shape[1]), jnp.float32)
+    found = pl.run_scoped(summed, *[acc] * (shape[0] // hopper.ROWS))
     return [plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED) for x in found]
 
 
 def _sums_of_8_bits(
-    tiles: tuple[Array, Array], waited: Callable, go_on: Callable, job: _Job
+    tiles: tuple[Array, Array],
+    waited: Callable,
+    go_on: Callable,
+    shape: tuple[int, int],
+    dtype: Any,
+    interpreted: bool,
 ) -> list[Array]:
-    """As `_sums`, all outputs together."""
-    interpreted = job.interpret is not None
+    """As `_sums`, all outputs together; `dtype` is that of the rows."""
 
     def multiply(tile, acc) -> Array:
         matrix, rows = waited(tile)
-        matrix = hopper_bits.columns_of(matrix, job.dtype, interpreted)
+        matrix = hopper_bits.columns_of(matrix, dtype, interpreted)
         acc = hopper.add_product(acc, matrix, rows, interpreted)
         go_on(tile)
         return acc
 
-    found = lax.fori_loop(*tiles, multiply, hopper.full((job.width, job.rows), 0.0))
+    found = lax.fori_loop(*tiles, multiply, hopper.full(shape, 0.0))
     return [hopper_bits.in_row_order(found, interpreted)]

@@ -19,7 +19,7 @@ of 132 processors busy, and a step of eight rows over 32,768 tokens takes 7.60 m
 """
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,52 +34,27 @@ from pallas_kernels.page_scores import Best, Digests
 from pallas_kernels.quantised import AnyStored
 
 # Pages of a step, and steps in flight.
-_BLOCK = hopper.ROWS
-_STAGES = 4
+BLOCK = hopper.ROWS
+STAGES = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """The kernel's static arguments.
+def unsupported(
+    q: Array, pages: AnyStored, ball: bool, size: int, slots: int | None = None
+) -> str | None:
+    """Why this kernel cannot run these arguments, or None.
 
-    Attributes:
-      group: query heads of a kv head.
-      digests: 2 for a box, 1 for a point.
-      together: whether the scores of a group are summed.
-      pages: of a row.
-      tiles: of a row's scores.
-      splits: blocks of threads of a row's kv head.
+    Args:
+      pages: the digests that are read in blocks.
+      slots: scores of a row; None where each page has one.
     """
-
-    batch: int
-    kv_heads: int
-    group: int
-    head_dim: int
-    digests: int
-    together: bool
-    pages: int
-    tiles: int
-    splits: int
-    size: int
-    dtype: Any
-    interpret: Any
-
-    @property
-    def columns(self) -> int:
-        """Columns of a product."""
-        return pl.cdiv(self.group, hopper.TILE_ROWS) * hopper.TILE_ROWS
-
-
-def unsupported(q: Array, high: AnyStored, ball: bool, size: int) -> str | None:
-    """Why this kernel cannot run these arguments, or None."""
     if ball:
         return "a ball's radius"
-    if high.shape[2] % hopper.TILE_ROWS:
-        return f"{high.shape[2]} pages are not whole tiles of {hopper.TILE_ROWS}"
-    group = q.shape[1] // high.shape[1]
+    if pages.shape[2] % hopper.TILE_ROWS:
+        return f"{pages.shape[2]} pages are not whole tiles of {hopper.TILE_ROWS}"
+    group = q.shape[1] // pages.shape[1]
     if group > hopper.ROWS:
         return f"{group} queries for one kv head, at most {hopper.ROWS}"
-    reason = hopper_best.unsupported(high.shape[2], size)
+    reason = hopper_best.unsupported(pages.shape[2] if slots is None else slots, size)
     return hopper.unsupported(q[:, None]) if reason is None else reason
 
 
@@ -94,125 +69,129 @@ def select_pages(
 ) -> Int[Array, "B X C"]:
     """See the public function."""
     batch, kv_heads, pages, head_dim = digests.high.shape
-    job = _Job(
-        batch=batch,
-        kv_heads=kv_heads,
-        group=q.shape[1] // kv_heads,
-        head_dim=head_dim,
-        digests=1 if digests.low is None else 2,
-        together=together,
-        pages=pages,
-        tiles=hopper_best.tiles_of(pages),
-        splits=max(hopper.processors() // (batch * kv_heads), 1),
-        size=size,
-        dtype=digests.high.dtype,
-        interpret=interpret,
-    )
     # Apart, as they come from the program: to join them would be a launch.
     bounds = [jnp.asarray(x, jnp.int32) for x in best]
     stored: list[Any] = [x for x in digests if x is not None]
-    scores = _scores(_parts(q, job), stored, bounds, job)
+    heads, group, kinds = batch * kv_heads, q.shape[1] // kv_heads, len(stored)
+    rows = jnp.stack([x.reshape(-1, group, head_dim) for x in parts(q, kinds)], axis=1)
+    rows = hopper.whole_rows(rows, interpret).reshape(heads, kinds, -1, head_dim)
+    columns = pl.cdiv(group, hopper.TILE_ROWS) * hopper.TILE_ROWS
+    # Scores of heads that there are not, and outside the bounds, are undefined.
+    shape = heads, 1 if together else columns, *hopper_best.tiled_shape(pages)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, size=size, together=together),
+        out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
+        scratch_types=dict(
+            q_tiles=hopper.tiled(kinds, columns, head_dim, dtype=digests.high.dtype),
+            asked=plgpu.Barrier(num_arrivals=kinds),
+            **rings(kinds, head_dim, digests.high.dtype),
+        ),
+        grid=(heads, max(hopper.processors() // heads, 1)),
+        grid_names=("head", "split"),
+        interpret=interpret,
+        kernel_name="score_pages",
+    )
+    scores, of = kernel(*bounds, rows, *stored), (1, 1)
     if together:
-        scores, of = scores.reshape(batch, 1, kv_heads, *scores.shape[2:]), (1, 1)
+        scores = scores.reshape(batch, 1, kv_heads, *shape[2:])
     else:
-        scores = scores.reshape(batch, kv_heads * job.columns, 1, *scores.shape[2:])
-        of = job.group, job.columns
+        scores, of = scores.reshape(batch, kv_heads * columns, 1, *shape[2:]), (group, columns)
     return hopper_best.choose(scores, bounds, pages, size, interpret, of)
 
 
-def _parts(q: Float[Array, "B N H"], job: _Job) -> Float[Array, "X D R H"]:
-    """The queries' positive and negative parts, or the queries for a point."""
-    parts = [jnp.maximum(q, 0), jnp.minimum(q, 0)] if job.digests == 2 else [q]
-    x = jnp.stack([part.reshape(-1, job.group, job.head_dim) for part in parts], axis=1)
-    return hopper.whole_rows(x, job.interpret).reshape(*x.shape[:2], -1, job.head_dim)
+def parts(q: Array, kinds: int) -> list[Array]:
+    """The queries' positive and negative parts, for a box, or the queries for a point."""
+    return [jnp.maximum(q, 0), jnp.minimum(q, 0)] if kinds == 2 else [q]
 
 
-def _scores(
-    q: Array, digests: list[Array], bounds: list[Array], job: _Job
-) -> Float[Array, "X R T 64 64"]:
-    """Scores of every row's kv head: of R query heads each, or the R = 1 sum of the group's.
-
-    Those outside the bounds, and of heads that there are not, are undefined.
-    """
-    heads, rows = job.batch * job.kv_heads, 1 if job.together else job.columns
-    ring = hopper.tiled(_STAGES, _BLOCK, job.head_dim, dtype=job.dtype)
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, job=job),
-        out_type=jax.ShapeDtypeStruct((heads, rows, job.tiles, _BLOCK, _BLOCK), jnp.float32),
-        scratch_types=dict(
-            q_tiles=hopper.tiled(job.digests, job.columns, job.head_dim, dtype=job.dtype),
-            asked=plgpu.Barrier(num_arrivals=job.digests),
-            rings=[ring] * job.digests,
-            ready=plgpu.Barrier(num_arrivals=job.digests, num_barriers=_STAGES),
-        ),
-        grid=(heads, job.splits),
-        grid_names=("head", "split"),
-        interpret=job.interpret,
-        kernel_name="score_pages",
+def rings(kinds: int, head_dim: int, dtype: Any) -> dict[str, Any]:
+    """The shared memory of `score_blocks` for one or two digests a page."""
+    return dict(
+        rings=[hopper.tiled(STAGES, BLOCK, head_dim, dtype=dtype)] * kinds,
+        ready=plgpu.Barrier(num_arrivals=kinds, num_barriers=STAGES),
     )
-    return kernel(*bounds, q, *digests)
 
 
-def _kernel(first_ref, last_ref, count_ref, q_ref, *refs, job: _Job, **scratch) -> None:
+def _kernel(*refs, size: int, together: bool, q_tiles, asked, **scratch) -> None:
     head, split = lax.axis_index("head"), lax.axis_index("split")
-    *digest_refs, scores_ref = refs
-    batch = lax.div(head, job.kv_heads)
-    digests = [ref.at[batch, lax.rem(head, job.kv_heads)] for ref in digest_refs]
-    bounds = first_ref, last_ref, count_ref
-    first, last, _ = hopper_best.bounds_of(bounds, batch, job.pages, job.size)
-    for i in range(job.digests):
-        rows = hopper.first_rows(q_ref, job.columns, head)
-        plgpu.copy_gmem_to_smem(q_ref.at[head, i, rows], scratch["q_tiles"].at[i], scratch["asked"])
-    blocks = lax.div(first, _BLOCK), lax.div(last + (_BLOCK - 1), _BLOCK)
+    splits = lax.axis_size("split")
+    bounds, (q_ref, *digest_refs, scores_ref) = refs[:3], refs[3:]
+    _, kv_heads, pages, _ = digest_refs[0].shape
+    batch = lax.div(head, kv_heads)
+    digests = [ref.at[batch, lax.rem(head, kv_heads)] for ref in digest_refs]
+    first, last, _ = hopper_best.bounds_of(bounds, batch, pages, size)
+    for i in range(len(digests)):
+        rows = hopper.first_rows(q_ref, q_tiles.shape[1], head)
+        plgpu.copy_gmem_to_smem(q_ref.at[head, i, rows], q_tiles.at[i], asked)
+    begin, end = lax.div(first, BLOCK), lax.div(last + (BLOCK - 1), BLOCK)
     # A row without pages has no blocks.
-    steps = jnp.where(last > first, blocks[1] - blocks[0], 0)
-    steps = lax.div(steps - split + (job.splits - 1), job.splits)
-    _score(digests, scores_ref.at[head], blocks[0] + split, steps, job, scratch)
+    steps = jnp.where(last > first, end - begin, 0)
+    steps = lax.div(steps - split + (splits - 1), splits)
+    begin = begin + split
+
+    def block(step: Any) -> Array:
+        return begin + step * splits
+
+    def store(found: Array, step: Array) -> None:
+        tile, line = lax.div(block(step), BLOCK), lax.rem(block(step), BLOCK)
+        if together:
+            scores_ref[head, 0, tile, line] = found.sum(axis=1)
+        else:
+            hopper.store_transposed(found, scores_ref.at[head, :, tile, line])
+
+    score_blocks(digests, block, store, steps, (q_tiles, asked), scratch)
 
 
-def _score(digests: list, scores_ref: Any, first: Array, steps: Array, job: _Job, scratch) -> None:
-    """Write the scores of the blocks first, first + splits, ...: as many as `steps`."""
-    rings, ready, q_tiles = (scratch[name] for name in ("rings", "ready", "q_tiles"))
+def score_blocks(
+    digests: list,
+    block: Callable[[Any], Array],
+    store: Callable[[Array, Array], None],
+    steps: Array,
+    queries: tuple[Any, Any],
+    scratch: dict,
+) -> None:
+    """Call store(scores, step) for the block of pages of each step.
 
-    def page_of(step: Any) -> Array:
-        return (first + step * job.splits) * _BLOCK
+    Args:
+      block: gives a step's block.
+      queries: `parts` in shared memory, and the barrier at which they arrive.
+    """
 
     def copy(step: Any) -> None:
-        slot = lax.rem(step, _STAGES)
-        for ref, ring in zip(digests, rings, strict=True):
-            plgpu.copy_gmem_to_smem(
-                ref.at[pl.ds(page_of(step), _BLOCK)], ring.at[slot], ready.at[slot]
-            )
+        copy_block(digests, block(step), lax.rem(step, STAGES), scratch)
 
-    for ahead in range(_STAGES):
+    for ahead in range(STAGES):
         pl.when(ahead < steps)(functools.partial(copy, jnp.int32(ahead)))
-    plgpu.barrier_wait(scratch["asked"])
+    plgpu.barrier_wait(queries[1])
 
     @pl.loop(0, steps)
     def _step(step):
-        slot = lax.rem(step, _STAGES)
-        plgpu.barrier_wait(ready.at[slot])
+        found = products(lax.rem(step, STAGES), queries[0], scratch)
 
-        def multiply(acc) -> Array:
-            for i, ring in enumerate(rings):
-                plgpu.wgmma(acc, ring.at[slot], q_tiles.at[i].transpose((1, 0)))
-            return acc[...]
-
-        acc = plgpu.WGMMAAccumulatorRef((_BLOCK, job.columns), jnp.float32)
-        found = pl.run_scoped(multiply, acc)
-
-        @pl.when(step + _STAGES < steps)
+        @pl.when(step + STAGES < steps)
         def _():
             # All warps have read the slot.
             plgpu.commit_smem()
-            copy(step + _STAGES)
+            copy(step + STAGES)
 
-        block = lax.div(page_of(step), _BLOCK)
-        tile, line = lax.div(block, _BLOCK), lax.rem(block, _BLOCK)
-        if job.together:
-            scores_ref[0, tile, line] = found.sum(axis=1)
-        else:
-            # Two pages of a query lie in a thread, so that the transpose is stored as they lie.
-            found = plgpu.layout_cast(found, plgpu.Layout.WGMMA_TRANSPOSED)
-            place = scores_ref.at[:, tile, line]
-            hopper.store_little(found, place.transpose((1, 0)))
+        store(found, step)
+
+
+def copy_block(digests: list, block: Array, slot: Any, scratch: dict) -> None:
+    """Begin to copy a block of pages into a slot of the rings."""
+    for ref, ring in zip(digests, scratch["rings"], strict=True):
+        pages = ref.at[pl.ds(block * BLOCK, BLOCK)]
+        plgpu.copy_gmem_to_smem(pages, ring.at[slot], scratch["ready"].at[slot])
+
+
+def products(slot: Any, queries: Any, scratch: dict) -> Float[Array, "64 M"]:
+    """The scores of a slot's pages, once they are there, by each of the queries [D,M,H]."""
+    plgpu.barrier_wait(scratch["ready"].at[slot])
+
+    def multiply(acc) -> Array:
+        for i, ring in enumerate(scratch["rings"]):
+            plgpu.wgmma(acc, ring.at[slot], queries.at[i].transpose((1, 0)))
+        return acc[...]
+
+    acc = plgpu.WGMMAAccumulatorRef((BLOCK, queries.shape[1]), jnp.float32)
+    return pl.run_scoped(multiply, acc)

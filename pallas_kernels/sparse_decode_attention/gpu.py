@@ -1,38 +1,34 @@
 """Attention of one query a row to chosen pages on Hopper, copied page by page from the cache.
 
-The form is that of dense decode. One warpgroup copies pages into rings; the other attends to blocks
-of 128 slots, with all query heads of the list as rows of one wgmma. Where there are fewer lists (of
-a row and kv head, or query head) than multiprocessors, each list is cut into pieces, which XLA
-merges by their log-sum-exp. A piece is read up to its last
-page, so lists may have different lengths; the kernel finds that page itself. There may be one list
-for all heads. Page numbers pass through shared memory. Only blocks with an entry of -1, or that
-`start` or `stop` cuts, are masked. Nothing is gathered in global memory.
+As in dense decode, one warpgroup copies pages into rings and others attend to blocks of 128 slots
+(`hopper_stream`). Where there are fewer lists (of a row and kv head, or query head) than
+multiprocessors, each list is cut into pieces, which XLA merges by their log-sum-exp. A piece is
+read up to its last page, which the kernel finds: lists may have different lengths. There may be one
+list for all heads. Page numbers pass through shared memory. Only blocks with an entry of -1, or
+that `start` or `stop` cuts, are masked. Nothing is gathered in global memory.
 
-A wgmma has 64 rows, and a group's queries fill few of them. So the prior's queries (RESA) are
-further rows and cost neither bytes nor time in the kernel. A flat list of (kv head, page) entries
-(Ada-KV) is attended by the query heads of all kv heads at once, each masked to its own head's
-entries; every listed page is still read once.
+A group's queries fill few of a wgmma's 64 rows, so the prior's queries (RESA) are further rows and
+cost neither bytes nor time. A flat list of (kv head, page) entries (Ada-KV) is attended by the
+query heads of all kv heads at once, each masked to its own head's entries.
 
-The first and the last slots, which every method keeps, may be attended in the same launch
-(`Around`): their pages follow the listed ones, in slots that these do not count. Each list reads
-them, a step more.
+The slots around the listed ones may be attended in the same launch (`Around`): their pages follow
+the listed ones, in slots that these do not count.
 
 Rows may share their first slots (`Shared`). Then a page is copied from the shared cache or from the
-row's own, by its number. The rows' lists of one head are neighbours in the grid, so that they run
-side by side: a page that several of them name comes from device memory about once, and from the L2
-cache (50 MB) for the others. Nothing in the kernel makes sure of it.
+row's own, by its number. The rows' lists of one head are neighbours in the grid: a page that
+several of them name comes from device memory about once, and from the L2 cache for the others.
 
-Keys and values in 8 bits have their slots as the rows of the products (`hopper_slots`). The scales
-of the listed slots are gathered before, since a page's are fewer bytes than a copy must begin at.
+Of keys and values in 8 bits the scales of the listed slots are gathered before, since a page's are
+fewer bytes than a copy must begin at.
 
 Shared memory: q 16 KiB, rings of 3 blocks 192 KiB, 10 KiB for results, 4 KiB of ids.
 
 Roofline: the bytes of the listed pages. On an H200 (copy 4.05 TB/s), 32 query heads over 8 kv heads
 of 128, bfloat16, 256 random pages of 16 of 131,072 slots a head, whole calls: batch 16 0.077 ms,
-3.5 TB/s (86% of the copy; XLA's gather 0.328 ms); batch 1 0.0146 ms (0.0200). Each figure includes
-0.010 ms of the timing loop. Rejected: a kernel that merges the pieces. A step of the 8B shape over
-131,072 tokens takes 5.36 ms under Quest in place of 5.42, 5.83 under InfLLM in place of 5.75, and
-of 16 rows over one context 8.56 in place of 8.53.
+3.5 TB/s (86% of the copy; XLA's gather 0.328 ms); batch 1 0.0146 ms (0.0200). Rejected: a kernel
+that merges the pieces. A step of the 8B shape over 131,072 tokens takes 5.36 ms under Quest in
+place of 5.42, 5.83 under InfLLM in place of 5.75, and of 16 rows over one context 8.56 in place of
+8.53.
 """
 
 import functools
@@ -46,16 +42,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from pallas_kernels import hopper, hopper_bits, hopper_slots, hopper_stream
+from pallas_kernels import hopper, hopper_bits, hopper_rows, hopper_slots, hopper_stream
 from pallas_kernels.common import PerRow, Stored
 from pallas_kernels.hopper_stream import BLOCK
 from pallas_kernels.quantised import AnyStored, Quantised, parts_of
-from pallas_kernels.sparse_decode_attention.gpu_job import (
-    ID_LINE,
-    ID_LINES,
-    Job,
-    cut_lists,
-)
 from pallas_kernels.sparse_decode_attention.lists import (
     Pages,
     Shared,
@@ -67,6 +57,43 @@ from pallas_kernels.sparse_decode_attention.lists import (
 
 # Pages of a step are the copies that a barrier waits for.
 _PAGE_SIZES = (8, 16, 32, 64, 128)
+# Page ids of a worker's piece of a list pass through shared memory in lines of 16 bytes, the least
+# that TMA copies, and in as many as one copy takes.
+_ID_LINE, _ID_LINES = 4, 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """The kernel's static arguments."""
+
+    batch: int
+    lists: int  # of a row
+    kv_heads: int
+    pages_of_head: int
+    shared_pages: int  # of a head, of the slots that rows share; 0 where they share none
+    group: int | None  # query heads of a kv head in a flat list; None for lists of one head
+    page_size: int
+    splits: int
+    share: int  # steps of a worker at most
+    listed: int  # ids of a list that lie whole in shared memory; 0 where those of a piece do
+    before: int  # pages at the row's beginning that follow the listed ones
+    after: int  # pages from the bound `stop` on that follow these
+    first_page: int  # the page that is listed as 0
+    stream: hopper_stream.Stream
+
+    @property
+    def form(self) -> Any:
+        return hopper_slots if self.stream.by_slots else hopper_rows
+
+    @property
+    def slots(self) -> int:
+        """Slots of a row, shared and own."""
+        return (self.pages_of_head + self.shared_pages) * self.page_size
+
+    @property
+    def pages(self) -> int:
+        """Pages of a step."""
+        return BLOCK // self.page_size
 
 
 def unsupported(q: Array, k: AnyStored, lists: int, page_size: int, priors: int) -> str | None:
@@ -88,7 +115,7 @@ def unsupported(q: Array, k: AnyStored, lists: int, page_size: int, priors: int)
 
 def unsupported_around(listed: int) -> str | None:
     """Why lists of so many pages cannot be read with the slots around them, or None."""
-    most = ID_LINE * ID_LINES
+    most = _ID_LINE * _ID_LINES
     return f"lists of {listed} pages, at most {most}" if listed > most else None
 
 
@@ -121,8 +148,8 @@ def sparse_decode_attention(
         scale=scale,
         interpret=interpret,
     )
-    job = Job(
-        **cut_lists(pages, batch * lists, length),
+    job = _Job(
+        **_cut_lists(pages, batch * lists, length),
         batch=batch,
         lists=lists,
         kv_heads=kv_heads,
@@ -147,7 +174,7 @@ def sparse_decode_attention(
         scales = [_listed_scales(*both, listed, bounds, job) for both in each]
     if isinstance(k, Quantised):
         rows = hopper_bits.in_column_order(rows)
-    room = job.splits * job.share * job.pages if around is None else length + -length % ID_LINE
+    room = job.splits * job.share * job.pages if around is None else length + -length % _ID_LINE
     ids = jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, 0), (0, room - length)), constant_values=-1)
     padded_out, padded_lse = _partials(rows, (*caches, *theirs), tuple(scales), ids, bounds, job)
     shape = batch, lists, job.splits
@@ -158,7 +185,29 @@ def sparse_decode_attention(
     return results_of(*hopper.merge_parts(out, lse, 2), q)
 
 
-def _visited(ids: Int[Array, "B X E"], bounds: tuple[PerRow, ...], job: Job) -> Int[Array, "B X M"]:
+def _cut_lists(pages: Pages, lists: int, length: int) -> dict[str, int]:
+    """The job's numbers of a list's pieces: one worker a processor, and the ids of a piece fit."""
+    around, before, after = pages.around, 0, 0
+    if around is not None:
+        before = pl.cdiv(around.before, pages.size)
+        # They may begin at the end of a page.
+        after = pl.cdiv(around.after - 1, pages.size) + 1 if around.after else 0
+    steps = pl.cdiv((length + before + after) * pages.size, BLOCK)
+    splits, whole = max(hopper.processors() // lists, 1), 1
+    if around is None:
+        splits = max(splits, pl.cdiv(length, _ID_LINE * _ID_LINES))
+        # Pieces begin at whole lines of ids.
+        whole = max(1, _ID_LINE * pages.size // BLOCK)
+    share = pl.cdiv(pl.cdiv(steps, min(splits, steps)), whole) * whole
+    listed = 0 if around is None else length
+    return dict(
+        splits=pl.cdiv(steps, share), share=share, listed=listed, before=before, after=after
+    )
+
+
+def _visited(
+    ids: Int[Array, "B X E"], bounds: tuple[PerRow, ...], job: _Job
+) -> Int[Array, "B X M"]:
     """Every list's pages in the order of the steps; the entries of a flat list."""
     steps = job.splits * job.share * job.pages
     if job.listed:
@@ -176,7 +225,7 @@ def _listed_scales(
     shared: Array | None,
     pages: Int[Array, "B X M"],
     bounds: tuple[PerRow, ...],
-    job: Job,
+    job: _Job,
 ) -> Float[Array, "Y Z"]:
     """The scales of the slots of every list's pages, as `_fetch` copies these.
 
@@ -211,7 +260,7 @@ def _partials(
     scales: tuple[Any, ...],
     ids: Int[Array, "B Z E"],
     bounds: tuple[PerRow, ...],
-    job: Job,
+    job: _Job,
 ) -> tuple[Float[Array, "Y P M8 H"], Float[Array, "Y P L"]]:
     """The attention of every piece of all Y lists; rows beyond the job's hold anything.
 
@@ -225,7 +274,7 @@ def _partials(
     q = hopper.whole_rows(q, stream.interpret)
     parts = batch * job.lists, job.splits
     # Each piece's, or those of all.
-    ids = ids.reshape(batch * ids.shape[1], 1 if job.listed else job.splits, -1, ID_LINE)
+    ids = ids.reshape(batch * ids.shape[1], 1 if job.listed else job.splits, -1, _ID_LINE)
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
         out_type=(
@@ -251,7 +300,7 @@ def _partials(
     return out, lse
 
 
-def _kernel(*refs, job: Job, **scratch):
+def _kernel(*refs, job: _Job, **scratch):
     given = 4 if job.shared_pages else 3
     bound_refs, (ids_ref, q_ref, k_ref, v_ref, *refs) = refs[:given], refs[given:]
     *refs, out_ref, lse_ref = refs
@@ -320,12 +369,12 @@ class _Piece:
     own: Any
 
 
-def _id(piece: _Piece, step: Array, j: int, job: Job) -> Array:
+def _id(piece: _Piece, step: Array, j: int, job: _Job) -> Array:
     """Id j of a step: a page or a flat list's entry; negative for none."""
     n = step * job.pages + j
 
     def found(at: Array) -> Array:
-        page = piece.ids[lax.div(at, ID_LINE), lax.rem(at, ID_LINE)]
+        page = piece.ids[lax.div(at, _ID_LINE), lax.rem(at, _ID_LINE)]
         return jnp.where(page < 0, page, page + job.first_page) if job.first_page else page
 
     if not job.listed:
@@ -337,7 +386,7 @@ def _id(piece: _Piece, step: Array, j: int, job: Job) -> Array:
     return jnp.where(n < job.listed, found(jnp.minimum(n, job.listed - 1)), page)
 
 
-def _seen(piece: _Piece, step: Array, j: int, job: Job) -> tuple[Any, Any]:
+def _seen(piece: _Piece, step: Array, j: int, job: _Job) -> tuple[Any, Any]:
     """The slots of page j of a step that count: from the first up to the second."""
     start, stop, end = piece.bounds
     if not job.listed:
@@ -348,7 +397,7 @@ def _seen(piece: _Piece, step: Array, j: int, job: Job) -> tuple[Any, Any]:
     return first, last
 
 
-def _steps(piece: _Piece, job: Job) -> Array:
+def _steps(piece: _Piece, job: _Job) -> Array:
     """Steps of this piece up to the last that has a page."""
 
     def empty(steps: Array) -> Array:
@@ -360,7 +409,7 @@ def _steps(piece: _Piece, job: Job) -> Array:
 
 
 def _fetch(
-    refs: list, scale_refs: list, piece: _Piece, head: Array, job: Job, scratch: dict
+    refs: list, scale_refs: list, piece: _Piece, head: Array, job: _Job, scratch: dict
 ) -> None:
     """Copy the pages of the steps into the rings; for none listed any page, which is masked.
 
@@ -410,7 +459,7 @@ def _fetch(
     hopper_stream.drain(scratch, steps)
 
 
-def _mask(s: Array, step: Array, *, piece: _Piece, job: Job) -> Array:
+def _mask(s: Array, step: Array, *, piece: _Piece, job: _Job) -> Array:
     """-inf outside the bounds, where the slots of a page that is none (-1) lie too: below 0."""
     column, limits, whole = hopper.iota(s.shape, job.stream.slots_axis), [], jnp.bool_(True)
     for j in range(job.pages):
@@ -430,7 +479,7 @@ def _mask(s: Array, step: Array, *, piece: _Piece, job: Job) -> Array:
     return lax.cond(whole, lambda s: s, some, s)
 
 
-def _mask_own_head(s: Array, step: Array, *, piece: _Piece, job: Job) -> Array:
+def _mask_own_head(s: Array, step: Array, *, piece: _Piece, job: _Job) -> Array:
     """Of a flat list: -inf outside the bounds, and for the rows of other kv heads."""
     assert job.group is not None
     entries = [_id(piece, step, j, job) for j in range(job.pages)]
@@ -450,7 +499,7 @@ def _mask_own_head(s: Array, step: Array, *, piece: _Piece, job: Job) -> Array:
     return jnp.where(seen, s, -jnp.inf)
 
 
-def _slots(shape: tuple[int, ...], pages: list[Array], job: Job) -> Array:
+def _slots(shape: tuple[int, ...], pages: list[Array], job: _Job) -> Array:
     """The slot of every column of a block."""
     column = hopper.iota(shape, job.stream.slots_axis)
     slot = column

@@ -15,10 +15,7 @@ entry of -1 within the list copies page 0 and counts for nothing. Values that do
 replaced by 0 page by page, only in blocks that have any, as a prefetched scalar says.
 
 Bytes moved: keys and values of the listed pages, once for each list. Roofline: those bytes over the
-bandwidth. The compiler's schedules for v5e (not measured) say: to start a page's two copies takes
-14 cycles, to attend to a block and all else 300. So with pages of 16 a block takes 1200 cycles
-where its copies take 960. On chips of twice the bandwidth or more, pages of 16 are bound by
-starting their copies, and pages of 64 by their bytes.
+bandwidth.
 """
 
 from dataclasses import dataclass

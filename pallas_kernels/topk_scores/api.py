@@ -18,7 +18,6 @@ from pallas_kernels.common import (
     AnyCache,
     Bounds,
     PerQuery,
-    PerRow,
     Queries,
     block_of,
     block_size,
@@ -97,11 +96,9 @@ def topk_scores(
     # The kernels have no `tile_best`: they are not chosen where it is given.
     how = {} if tile_best is None else dict(tile_best=tile_best)
     values, indices = run(q, k, (start, stop), tolerance, count=count, **how)
-    return (values, indices) if valid is None else _without_padding(values, indices, valid)
-
-
-def _without_padding(values: Array, indices: Array, valid: PerRow) -> tuple[Array, Array]:
-    padding_BT11 = (jnp.arange(values.shape[1]) >= valid[:, None])[..., None, None]
+    if valid is None:
+        return values, indices
+    padding_BT11 = (jnp.arange(q.shape[1]) >= valid[:, None])[..., None, None]
     return jnp.where(padding_BT11, -jnp.inf, values), jnp.where(padding_BT11, -1, indices)
 
 

@@ -30,15 +30,12 @@ one with the lowest slot leaves its list. A second launch ranks the results of t
 Roofline: tensor cores, 2 T S N H operations, for many queries; the bytes of k for one. On an H200,
 512 queries of 32 heads over 8 kv heads of 128, bfloat16, the 4 best, whole calls: of 8,192 keys
 0.123 ms, 131,072 1.00 ms (550 TFLOP/s, where a matmul of 8192 cubed reaches 650 to 790), 1,048,576
-7.5 ms (585). Of the 1.00 ms the first kernel takes 0.91 and scoring again 0.08. Updating the lists
-is the bound: 1 best takes 0.89 ms, 8 best 1.28. (These calls still chose by XLA, in ten small
-kernels.) Rejected: 4 tiles in flight instead of 5, 1.02 ms; a compare and a select for the maximum,
-0.1 ms more (`jnp.maximum` would keep NaN). With the kernel for a few queries a step of ReAttention
-over 131,072 tokens, 8B shape, takes 7.89 ms, with the search for many in its place 8.59.
+7.5 ms (585). Of the 1.00 ms the first kernel takes 0.91. Updating the lists is the bound: 1 best
+takes 0.89 ms, 8 best 1.28. With the kernel for a few queries a step of ReAttention over 131,072
+tokens, 8B shape, takes 7.89 ms, with the search for many in its place 8.59.
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -80,25 +77,6 @@ _HALVES = _TILE // hopper.ROWS
 _POINTWISE = hasattr(FragmentedArray, "_pointwise")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """The static arguments of a kernel; the one for few queries has no tiles of rows."""
-
-    batch: int
-    kv_heads: int
-    head_dim: int
-    dtype: Any
-    count: int
-    splits: int
-    interpret: Any
-    row_tiles: int = 1
-    warpgroups: int = 1
-
-    @property
-    def tile_rows(self) -> int:
-        return hopper.ROWS * self.warpgroups
-
-
 def unsupported(q: Array, k: AnyStored, count: int, tile_best: int | None) -> str | None:
     """Why this kernel cannot run these arguments, or None."""
     if tile_best is not None:
@@ -122,30 +100,20 @@ def topk_scores(
     """The `count` best slots of [start, stop) within [0, S]; see the public function."""
     q_BKRH = pack_rows(q, k.shape[1])
     tolerance_BKR = pack_rows(tolerance[..., None], k.shape[1])[..., 0]
-    rows, heads = q_BKRH.shape[2], k.shape[0] * k.shape[1]
-    warpgroups = _WARPGROUPS if rows > hopper.ROWS else 1
-    row_tiles = pl.cdiv(rows, hopper.ROWS * warpgroups)
-    job = _Job(
-        batch=k.shape[0],
-        kv_heads=k.shape[1],
-        head_dim=k.shape[3],
-        dtype=k.dtype,
-        count=count,
-        # Where the rows leave processors idle, the keys are cut too.
-        splits=min(max(hopper.processors() // (heads * row_tiles), 1), k.shape[2] // _TILE),
-        interpret=interpret,
-        row_tiles=row_tiles,
-        warpgroups=warpgroups,
-    )
     # Apart, as they come from the program: to join them would be a launch.
     start, stop = bounds
-    bounds = start.astype(jnp.int32), stop.astype(jnp.int32)
-    if rows <= _QUERIES:
-        values, slots = _best_of_few(q_BKRH, k, bounds, tolerance_BKR, job)
+    given = q_BKRH, k, (start.astype(jnp.int32), stop.astype(jnp.int32)), tolerance_BKR
+    if q_BKRH.shape[2] <= _QUERIES:
+        values, slots = _best_of_few(*given, count, interpret)
     else:
-        ids_BKCR = _best_blocks(q_BKRH, k, bounds, tolerance_BKR, job)
-        values, slots = best_keys(q_BKRH, k, bounds, tolerance_BKR, ids_BKCR, interpret)
+        values, slots = best_keys(*given, _best_blocks(*given, count, interpret), interpret)
     return unpack_rows(values, q.shape[1]), unpack_rows(slots, q.shape[1])
+
+
+def _splits(k: Cache, row_tiles: int) -> int:
+    """Parts of the keys: as many as give the processors work that the rows leave idle."""
+    heads = k.shape[0] * k.shape[1]
+    return min(max(hopper.processors() // (heads * row_tiles), 1), k.shape[2] // _TILE)
 
 
 def _choose(
@@ -179,53 +147,55 @@ def _better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ..
 
 
 def _best_blocks(
-    q: Rows, k: Cache, bounds: Bounds, tolerance: Tolerances, job: _Job
+    q: Rows, k: Cache, bounds: Bounds, tolerance: Tolerances, count: int, interpret: Any
 ) -> Int[Array, "B K C R"]:
     """The numbers of the blocks that hold every query's best keys, then -1."""
-    rows, padded = q.shape[2], job.row_tiles * job.tile_rows
+    batch, kv_heads, rows, head_dim = q.shape
+    warpgroups = _WARPGROUPS if rows > hopper.ROWS else 1
+    row_tiles = pl.cdiv(rows, hopper.ROWS * warpgroups)
+    padded, splits = row_tiles * hopper.ROWS * warpgroups, _splits(k, row_tiles)
     spare = (0, 0), (0, 0), (0, padded - rows)
-    q, tolerance = jnp.pad(q, (*spare, (0, 0))), jnp.pad(tolerance, spare)
+    q = jnp.pad(q, (*spare, (0, 0)))
     # Block-minor: one copy takes key i of each of a tile's 8 blocks.
-    k = k.reshape(*k.shape[:2], -1, _LANES, BLOCK, job.head_dim)
-    shape = job.batch * job.kv_heads, job.splits, job.count, padded
-    warpgroups = job.warpgroups
+    k = k.reshape(batch, kv_heads, -1, _LANES, BLOCK, head_dim)
     kernel = plgpu.kernel(
-        functools.partial(_blocks_kernel, job=job),
-        out_type=hopper.outputs(shape, jnp.float32, jnp.int32),
+        functools.partial(_blocks_kernel, count=count, plain_max=interpret is not None),
+        out_type=hopper.outputs((batch * kv_heads, splits, count, padded), jnp.float32, jnp.int32),
         scratch_types=dict(
-            q_tiles=hopper.tiled(warpgroups, hopper.ROWS, job.head_dim, dtype=job.dtype),
-            ring=hopper.tiled(_STAGES, _TILE, job.head_dim, dtype=job.dtype),
+            q_tiles=hopper.tiled(warpgroups, hopper.ROWS, head_dim, dtype=k.dtype),
+            ring=hopper.tiled(_STAGES, _TILE, head_dim, dtype=k.dtype),
             ready=plgpu.Barrier(num_arrivals=BLOCK, num_barriers=_STAGES),
             free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=_STAGES),
             loaded=plgpu.Barrier(num_barriers=warpgroups),
         ),
-        grid=(job.row_tiles, job.batch * job.kv_heads, job.splits),
+        grid=(row_tiles, batch * kv_heads, splits),
         grid_names=("rows", "head", "split"),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=job.interpret,
+        interpret=interpret,
         kernel_name="topk_blocks",
     )
-    shape = job.batch, job.kv_heads, -1, padded
-    values, ids = (x.reshape(shape)[..., :rows] for x in kernel(*bounds, q, k, tolerance))
-    if job.splits == 1:
+    shape = batch, kv_heads, -1, padded
+    found = kernel(*bounds, q, k, jnp.pad(tolerance, spare))
+    values, ids = (x.reshape(shape)[..., :rows] for x in found)
+    if splits == 1:
         return ids
     # [B,K,R,C] of the splits' lists.
     values, ids = (jnp.swapaxes(x, 2, 3) for x in (values, ids))
-    return jnp.swapaxes(_choose(values, ids, job.count, tolerance[..., :rows])[1], 2, 3)
+    return jnp.swapaxes(_choose(values, ids, count, tolerance)[1], 2, 3)
 
 
-def _blocks_kernel(*refs, job: _Job, q_tiles, ring, **barriers) -> None:
+def _blocks_kernel(*refs, count: int, plain_max: bool, q_tiles, ring, **barriers) -> None:
     *bound_refs, q_ref, k_ref, tolerance_ref, values_ref, ids_ref = refs
     head, split = lax.axis_index("head"), lax.axis_index("split")
-    warpgroup = lax.axis_index("warpgroup")
-    more, fewer = hopper.registers(job.warpgroups)
-    row = lax.div(head, job.kv_heads)
-    where = row, lax.rem(head, job.kv_heads)
-    bounds, begin, end = _run_of_split(bound_refs, row, split, job)
+    warpgroup, warpgroups = lax.axis_index("warpgroup"), q_tiles.shape[0]
+    more, fewer = hopper.registers(warpgroups)
+    row = lax.div(head, k_ref.shape[1])
+    where = row, lax.rem(head, k_ref.shape[1])
+    bounds, begin, end = _run_of_split(bound_refs, row, split)
 
-    @pl.when(warpgroup == job.warpgroups)
+    @pl.when(warpgroup == warpgroups)
     def _copies():
         plgpu.set_max_registers(fewer, action="decrease")
         keys = k_ref.at[where]
@@ -240,10 +210,11 @@ def _blocks_kernel(*refs, job: _Job, q_tiles, ring, **barriers) -> None:
 
         hopper.copy_ahead(end - begin, barriers["free"], _STAGES, copy)
 
-    @pl.when(warpgroup < job.warpgroups)
+    @pl.when(warpgroup < warpgroups)
     def _rank():
         plgpu.set_max_registers(more, action="increase")
-        rows = pl.ds(lax.axis_index("rows") * job.tile_rows + warpgroup * hopper.ROWS, hopper.ROWS)
+        first = lax.axis_index("rows") * (warpgroups * hopper.ROWS) + warpgroup * hopper.ROWS
+        rows = pl.ds(first, hopper.ROWS)
         q_tile, loaded = q_tiles.at[warpgroup], barriers["loaded"].at[warpgroup]
         plgpu.copy_gmem_to_smem(q_ref.at[(*where, rows)], q_tile, loaded)
         plgpu.barrier_wait(loaded)
@@ -261,21 +232,22 @@ def _blocks_kernel(*refs, job: _Job, q_tiles, ring, **barriers) -> None:
             first = (begin + i) * _TILE
             inside = (first >= bounds[0]) & (first + _TILE <= bounds[1])
             s = lax.cond(inside, lambda s: s, lambda s: _mask(s, first, bounds), s)
-            return _insert(lists, _fold(s, job), lane + (begin + i) * _LANES, tolerance)
+            return _insert(lists, _fold(s, plain_max), lane + (begin + i) * _LANES, tolerance)
 
         # Per query and lane of a tile the best blocks.
-        lists = lax.fori_loop(0, end - begin, step, [empty] * job.count)
+        lists = lax.fori_loop(0, end - begin, step, [empty] * count)
         for j, found in enumerate(_merged(lists, tolerance, axis=1)):
             for ref, x in zip((values_ref, ids_ref), found, strict=True):
                 ref[head, split, j, rows] = x
 
 
-def _run_of_split(bound_refs, row, split, job: _Job) -> tuple[tuple[Array, Array], Array, Array]:
+def _run_of_split(bound_refs, row, split) -> tuple[tuple[Array, Array], Array, Array]:
     """The row's bounds, and the split's first tile of keys and the one after its last."""
+    splits = lax.axis_size("split")
     low, high = (ref[row] for ref in bound_refs)
     first = lax.div(low, _TILE)
     tiles = jnp.maximum(lax.div(high + (_TILE - 1), _TILE) - first, 0)
-    share = lax.div(tiles + (job.splits - 1), job.splits)
+    share = lax.div(tiles + (splits - 1), splits)
     begin = first + jnp.minimum(split * share, tiles)
     return (low, high), begin, first + jnp.minimum((split + 1) * share, tiles)
 
@@ -287,11 +259,11 @@ def _mask(s: Array, first: Array, bounds: tuple[Array, Array]) -> Array:
     return jnp.where((slot >= bounds[0]) & (slot < bounds[1]), s, -jnp.inf)
 
 
-def _fold(s: Array, job: _Job) -> Array:
+def _fold(s: Array, plain: bool) -> Array:
     """The best score of each of the tile's blocks, [64,8]; NaN loses to every number."""
     shape = hopper.ROWS, _LANES
     columns = [slice(first, first + _LANES) for first in range(0, _TILE, _LANES)]
-    if job.interpret is not None or not _POINTWISE:
+    if plain or not _POINTWISE:
         best = hopper.full(shape, -jnp.inf)
         for column in columns:
             best = jnp.where(s[:, column] > best, s[:, column], best)
@@ -335,19 +307,21 @@ def _insert(lists: Lists, value: Array, number: Array, tolerance: Array) -> List
     return result
 
 
-def _best_of_few(q: Rows, k: Cache, bounds: Bounds, tolerance: Tolerances, job: _Job) -> Ranked:
+def _best_of_few(
+    q: Rows, k: Cache, bounds: Bounds, tolerance: Tolerances, count: int, interpret: Any
+) -> Ranked:
     """Scores and slots of the `count` best keys of every query, best first; R at most 8.
 
     As `topk_scores` has it: ties to the lowest slot, -inf and -1 where there are fewer, NaN absent.
     """
     batch, kv_heads, rows, head_dim = q.shape
-    heads = batch * kv_heads
+    heads, splits = batch * kv_heads, _splits(k, 1)
     spare = (0, 0), (0, 0), (0, _QUERIES - rows), (0, 0)
     q, tolerance = jnp.pad(q, spare).reshape(heads, _QUERIES, head_dim), tolerance.reshape(-1, rows)
-    listed = job.splits * job.count
+    listed = splits * count
     shape = heads, gpu_ties.room(listed, _QUERIES), _QUERIES
     kernel = plgpu.kernel(
-        functools.partial(_few_kernel, job=job),
+        functools.partial(_few_kernel, count=count),
         out_type=hopper.outputs(shape, jnp.float32, jnp.int32),
         scratch_types=dict(
             queries=hopper.tiled(_QUERIES, head_dim, dtype=q.dtype),
@@ -356,33 +330,33 @@ def _best_of_few(q: Rows, k: Cache, bounds: Bounds, tolerance: Tolerances, job: 
             free=plgpu.Barrier(num_barriers=_STAGES),
             loaded=plgpu.Barrier(),
         ),
-        grid=(heads, job.splits),
+        grid=(heads, splits),
         grid_names=("head", "split"),
         num_threads=2,
         thread_name="role",
-        interpret=job.interpret,
+        interpret=interpret,
         kernel_name="topk_of_few",
     )
     listed_values, listed_slots = kernel(*bounds, q, k, tolerance)
-    how = listed, job.count, tolerance, job.interpret
+    how = listed, count, tolerance, interpret
     values, slots = gpu_ties.ranked_lists(listed_values, listed_slots, *how)
-    shape = batch, kv_heads, rows, job.count
+    shape = batch, kv_heads, rows, count
     return values.reshape(shape), slots.reshape(shape)
 
 
-def _few_kernel(*refs, job: _Job, queries, ring, **barriers) -> None:
+def _few_kernel(*refs, count: int, queries, ring, **barriers) -> None:
     *bound_refs, q_ref, k_ref, tolerance_ref, values_ref, slots_ref = refs
     head, split = lax.axis_index("head"), lax.axis_index("split")
     role = lax.axis_index("role")
     more, fewer = hopper.registers(1)
-    row = lax.div(head, job.kv_heads)
-    bounds, begin, end = _run_of_split(bound_refs, row, split, job)
+    row = lax.div(head, k_ref.shape[1])
+    bounds, begin, end = _run_of_split(bound_refs, row, split)
     ready, free, loaded = (barriers[name] for name in ("ready", "free", "loaded"))
 
     @pl.when(role == 1)
     def _copies():
         plgpu.set_max_registers(fewer, action="decrease")
-        keys = k_ref.at[row, lax.rem(head, job.kv_heads)]
+        keys = k_ref.at[row, lax.rem(head, k_ref.shape[1])]
 
         def copy(i, place):
             tile = keys.at[pl.ds((begin + i) * _TILE, _TILE)]
@@ -415,10 +389,10 @@ def _few_kernel(*refs, job: _Job, queries, ring, **barriers) -> None:
             return lists
 
         # Each place's best scores among the split's tiles, and their slots.
-        lists = lax.fori_loop(0, end - begin, step, [empty] * job.count)
+        lists = lax.fori_loop(0, end - begin, step, [empty] * count)
         for j, found in enumerate(_merged(lists, tolerance, axis=0)):
             for ref, x in zip((values_ref, slots_ref), found, strict=True):
-                hopper.store_little(x, ref.at[head, split * job.count + j])
+                hopper.store_little(x, ref.at[head, split * count + j])
 
 
 def _merged(lists: Lists, tolerance: Array, axis: int) -> Lists:

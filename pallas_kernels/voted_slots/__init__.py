@@ -1,7 +1,6 @@
 """The slots that a token attends: the first ones, spans around the most named ones, the last."""
 
 from pallas_kernels.voted_slots.api import takes_votes, voted_slots
-from pallas_kernels.voted_slots.spans import Spans
-from pallas_kernels.voted_slots.xla import most_voted, spans_around, upto
+from pallas_kernels.voted_slots.xla import Spans, most_voted, spans_around, upto
 
 __all__ = ["Spans", "most_voted", "spans_around", "takes_votes", "upto", "voted_slots"]

@@ -10,7 +10,7 @@ from jaxtyping import Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.voted_slots import gpu, reference, xla
-from pallas_kernels.voted_slots.spans import Spans
+from pallas_kernels.voted_slots.xla import Spans
 
 
 def voted_slots(

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Int
 
 from pallas_kernels import hopper
-from pallas_kernels.voted_slots.spans import Spans
+from pallas_kernels.voted_slots.xla import Spans
 
 # Places of a list that a block of threads writes; votes that registers hold.
 _PLACES, _MOST = 128, 1024

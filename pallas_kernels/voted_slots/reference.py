@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int
 
-from pallas_kernels.voted_slots.spans import Spans
+from pallas_kernels.voted_slots.xla import Spans
 
 
 def voted_slots(

@@ -4,13 +4,32 @@ The cost does not depend on the length of the cache. XLA for GPUs makes eight ke
 which waits for the one before.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int
 
-from pallas_kernels.voted_slots.spans import Spans
-
 _LAST = jnp.iinfo(jnp.int32).max
+
+
+class Spans(NamedTuple):
+    """The spans around the most named slots, behind the first ones.
+
+    The span around slot s is s - size // 2 and the `size - 1` slots after that. A page p stands for
+    its middle, slot p page + page // 2.
+
+    Attributes:
+      kept: how many named ones stay at most.
+      size: slots of a span.
+      first: slots at the row's beginning that are always listed.
+      page: slots of what is named.
+    """
+
+    kept: int
+    size: int
+    first: int
+    page: int = 1
 
 
 def most_voted(named: Int[Array, "B E"], kept: int) -> Int[Array, "B E"]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper, hopper_best, hopper_bits
+from pallas_kernels import hopper, hopper_best, hopper_bits, hopper_warps
 from pallas_kernels.topk_scores import gpu_ties
 from tests.gpu_plugin import compiler
 from tests.jax_longctx.engine.gpu_programs import H200
@@ -115,7 +115,7 @@ def best(name: str) -> Any:
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((2, places), jnp.int32),
-        scratch_types=hopper_best.scratch(tiles),
+        scratch_types=hopper_warps.scratch(tiles),
         kernel_name=name,
     )
 

@@ -112,8 +112,6 @@ def test_reasons_against_cudnn_and_splash() -> None:
         ("head dim 32", gpu.unsupported_causal(_chunk(head_dim=32, dtype="bfloat16")[0])),
         ("cuDNN is not detected", gpu.unsupported_causal(_chunk(dtype="bfloat16")[0])),
         ("no sliding window", gpu.unsupported_cache(_chunk()[0], WINDOW)),
-        ("head dim 32", tpu.unsupported_causal(_chunk(head_dim=32)[0])),
-        ("not float16", tpu.unsupported_causal(_chunk(dtype="float16")[0])),
         ("no sliding window", tpu.unsupported_cache(_chunk()[0], _cache()[0], WINDOW)),
         ("scalar memory", large[0]),
     ):

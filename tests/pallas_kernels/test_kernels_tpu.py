@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import dispatch
 from pallas_kernels.attention_mass import reference as mass_reference
 from pallas_kernels.attention_mass import tpu as mass_tpu
 from pallas_kernels.attention_mass.reference import Reduction
@@ -27,7 +26,6 @@ from pallas_kernels.sparse_decode_attention import Pages
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
 from pallas_kernels.sparse_decode_attention import tpu as sparse_tpu
 from pallas_kernels.topk_scores import reference as topk_reference
-from pallas_kernels.topk_scores import topk_scores
 from pallas_kernels.topk_scores import tpu as topk_tpu
 from pallas_kernels.tpu_common import key_block, unsupported_keys
 
@@ -219,14 +217,6 @@ def test_two_of_the_best_in_one_class() -> None:
     np.testing.assert_array_equal(indices[:, 0, 0], [best for _, best in planted])
 
 
-def test_the_best_of_tiles_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k = map(jnp.asarray, _random("float32", (1, 1, 1, 64), (1, 1, 128, 64)))
-    bounds = jnp.array([0], jnp.int32), jnp.array([128], jnp.int32)
-    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
-    with pytest.raises(NotImplementedError, match="tiles are counted from each row's start"):
-        topk_scores(q, k, bounds, count=1, tile_best=128, implementation="tpu")
-
-
 @_table(
     "queries, kv_heads, groups, head_dim, dtype, options",
     {
@@ -352,6 +342,7 @@ def test_reasons_against_the_sparse_kernel(changes: dict, reason: str | None) ->
 def test_reasons_against_keys(head_dim: int, dtype: str, reason: str) -> None:
     q = jnp.ones((1, 1, 1, head_dim), dtype)
     assert reason in str(unsupported_keys(q)) and reason in str(topk_tpu.unsupported(q, None))
+    assert "tiles are counted from each row's start" in str(topk_tpu.unsupported(q, 128))
 
 
 @pytest.mark.parametrize("slots", [1, 128, 129, 4096, 4097, 5000, 131072])
