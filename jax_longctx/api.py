@@ -42,6 +42,7 @@ from jax_longctx.engine.capacity import Footprint, footprint
 from jax_longctx.engine.context_io import load_context, made_by_engine, save_context
 from jax_longctx.engine.places import cannot_share
 from jax_longctx.engine.program_files import keep_compilations
+from jax_longctx.engine.programs import list_context
 from jax_longctx.engine.scoring import Likelihood, loglikelihoods
 from jax_longctx.errors import CapacityError, ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.files import whole_path
@@ -340,28 +341,28 @@ class LongContext:
         questions: Sequence[int],
         *,
         reserve: int,
-        total: int | None = None,
         capacity: int = 0,
         keep: bool = True,
         **options: Unpack[AnswerOptions],
     ) -> Compilation:
         """`compile` of what `ask_all` needs for a text and questions of these many tokens."""
-        totals, how = None if total is None else [total], Asked.of(options)
-        size: dict[str, Any] = {"reserve": reserve, "capacity": capacity, "total": totals}
+        how = Asked.of(options)
         if not self.together(len(questions)):
-            lengths = Lengths([context], [(questions[0], how.max_tokens)], **size)
+            lengths = Lengths([context], [(questions[0], how.max_tokens)], reserve, capacity)
             ends = {"stop": how.stop, "stop_at_eos": how.stop_at_eos}
             return self.compile(lengths, sampling=how.sampling, keep=keep, **ends)
-        # What stands in for a token while programs are compiled is 0, which must end no answer.
-        ids = [token + 1 for token in self.end_ids(how.stop, how.stop_at_eos)]
-        compilation = Compilation(self.engine.mesh)
-        with compilation.rehearsing():
-            held = self.engine.prefill([[0] * context], **size)
+        stop_ids = self.end_ids(how.stop, how.stop_at_eos)
+        compilation, engine = Compilation(self.engine.mesh), self.engine
+        lengths = Lengths([context], [], reserve, capacity)
+        engine.check_lengths([context], lengths.reserved, capacity)
+        with compilation.listing():
+            held = list_context(engine.setup, engine.params, lengths, 0)
             compilation.prefill_ends()
             batch = self._batch(held, questions, how.max_tokens)
             if batch is not None:
-                lengths = list(dict.fromkeys(questions))
-                batch.rehearse(held, lengths, max_tokens=how.max_tokens, stop_ids=ids)
+                batch.list_programs(
+                    held, sorted(set(questions)), max_tokens=how.max_tokens, stop_ids=stop_ids
+                )
         return compilation
 
     def together(self, questions: int) -> bool:

@@ -33,13 +33,13 @@ def storing(folder):
 
 @contextlib.contextmanager
 def lowerings():
-    """The names of the programs that are lowered meanwhile, for a rehearsal."""
-    names, lower = [], ahead._lowered
+    """The names of the programs that are lowered meanwhile."""
+    names, lower = [], ahead.lower
 
     def record(program, args):
         names.append(program.__name__)
         return lower(program, args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ahead, "_lowered", record)
+        patch.setattr(ahead, "lower", record)
         yield names

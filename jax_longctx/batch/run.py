@@ -5,6 +5,7 @@ processes, which run the same programs over the same mesh. The answers of a batc
 the next batch begins.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -18,10 +19,16 @@ from jax_longctx.api import Answer, LongContext
 from jax_longctx.batch.output import ANSWERED, check_complete, files_of, finish
 from jax_longctx.batch.rows import Batch, Job, Line, Row, RowReader, after, pack
 from jax_longctx.engine import Lengths, Sampling
-from jax_longctx.engine.ahead import Compilation, begun_or_none
+from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import available_bytes, expected_bytes, footprint
 from jax_longctx.engine.distributed import is_leader
-from jax_longctx.errors import CapacityError, InputError, OriginError, TrainedLengthWarning
+from jax_longctx.errors import (
+    CapacityError,
+    InputError,
+    LongctxError,
+    OriginError,
+    TrainedLengthWarning,
+)
 from jax_longctx.files import file_errors, no_link, sha256_of
 from jax_longctx.jobs import lines
 from jax_longctx.jobs.journal import Journal, begun, check_own
@@ -388,15 +395,16 @@ def _compile(model: LongContext, options: BatchOptions, work: dict[str, Any]) ->
     """Begins to compile what a batch and its first questions need; None where it does not fit."""
     jobs = _padded(work)
     size = {"reserve": work["reserve"], "capacity": work["slots"]}
-    contexts, totals = [len(job["context"]) for job in jobs], [job["total"] for job in jobs]
+    contexts = [len(job["context"]) for job in jobs]
     asked = [list(map(len, job["questions"])) for job in jobs]
-    if _together(model, jobs):
-        how = {"total": totals[0], **size, **_ends(options)}
-        return begun_or_none(functools.partial(model.compile_all, contexts[0], asked[0], **how))
-    first, more = max(sizes[0] for sizes in asked), max(map(len, asked)) > 1
-    lengths = Lengths(contexts, [(first, options.max_tokens)], total=totals, **size)
-    how: dict[str, Any] = {"sampling": options.sampling, "stop": options.stop, "keep": more}
-    return begun_or_none(functools.partial(model.compile, lengths, **how))
+    with contextlib.suppress(LongctxError):
+        if _together(model, jobs):
+            return model.compile_all(contexts[0], asked[0], **size, **_ends(options))
+        first, more = max(sizes[0] for sizes in asked), max(map(len, asked)) > 1
+        lengths = Lengths(contexts, [(first, options.max_tokens)], **size)
+        how = {"sampling": options.sampling, "stop": options.stop, "keep": more}
+        return model.compile(lengths, **how)
+    return None
 
 
 def _ends(options: BatchOptions) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class Answering:
         caches, total = context.usable_caches(), context.total
         context.caches = None
         if method.info.append_only:
-            caches = tuple(fork(method, cache) for cache in caches)
+            caches = tuple(fork(setup, cache) for cache in caches)
         logits = jnp.zeros((1, engine.config.vocab_size), jnp.float32)
         for segment in method.segments(engine.prompt("question", 0, question=[list(QUESTION)])):
             given = setup, engine.params, caches, segment, total, logits

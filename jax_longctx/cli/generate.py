@@ -54,7 +54,7 @@ def generate(
 
         length = len(encoded(loaded.tokenizer))
         how = answers.arguments()
-        lengths = Lengths([length - 1], [(1, how.pop("max_tokens"))], total=[length])
+        lengths = Lengths([length - 1], [(1, how.pop("max_tokens"))])
         return loaded.compile(lengths, keep=False, **how)
 
     def chosen(loaded: "LongContext") -> Any:

@@ -216,7 +216,6 @@ class Compiling:
     def __init__(self, terminal: Terminal):
         self._terminal = terminal
         self._begun: Compilation | None = None
-        self._engine: Any = None
         self._told = 0.0
         self.clock: Any = None
 
@@ -237,7 +236,7 @@ class Compiling:
 
         def begun(model: "LongContext") -> None:
             if model.compiles_ahead:
-                self._begun, self._engine = begin(model), model.engine
+                self._begun = begin(model)
 
         return begun
 
@@ -245,15 +244,9 @@ class Compiling:
         """Waits for the programs, with progress; with `prefill` for those of the prefill."""
         if self._begun is None:
             return
-        from jax_longctx.engine.ahead import key_of, read_times, write_time
-
-        key = key_of(self._engine.setup, self._engine.mesh)
-        last = read_times().get(key)
-        detail = "" if last is None else f"{shown_time(last)} last time"
         with self.clock.waiting(), self._terminal.progress("compiling", "programs") as update:
-            self._begun.wait(lambda done, total: update(done, total, detail), prefill=prefill)
+            self._begun.wait(update, prefill=prefill)
         if not prefill:
-            write_time(key, self._begun.seconds)
             self._begun = None
 
     def apart(self, answer: "Answer", began: float) -> "Answer":

@@ -2,7 +2,7 @@
 
 from jax_longctx.engine.context import Context, Progress
 from jax_longctx.engine.engine import Engine
-from jax_longctx.engine.rehearsal import Lengths, compile_ahead
+from jax_longctx.engine.programs import Lengths, compile_ahead
 from jax_longctx.engine.running import Chosen, Request, RunningBatch
 from jax_longctx.settings import Sampling
 

@@ -10,20 +10,46 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jax_longctx.contract import CacheShape
-from jax_longctx.engine.compiling import limit_mappings
+from jax_longctx.engine.compiling import Program, is_listing, limit_mappings
 from jax_longctx.engine.setup import Setup
 from jax_longctx.sharding import HOST, Stacked, tree_shardings
 
 
 def empty_like(setup: Setup, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
     """Zeros of these caches' shapes on their shards."""
+    leaves = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes))
+    return made_on_shards(setup, shapes, _zeros, (leaves,))
 
-    def made(leaf: Any, at: NamedSharding) -> jax.Array:
-        if at.memory_kind == HOST:
-            return host_zeros(leaf, at)
-        return jnp.zeros(leaf.shape, leaf.dtype, device=at)
 
-    return jax.tree.map(made, shapes, tree_shardings(setup.mesh, shapes))
+def _zeros(leaves: tuple[tuple[Any, Any], ...]) -> list[Any]:
+    return [jnp.zeros(*leaf) for leaf in leaves]
+
+
+def made_on_shards(setup: Setup, shapes: Any, make: Any, static: Any, *args: Any) -> Any:
+    """Caches of these shapes, each array on its shards; zeros in the host's memory.
+
+    `make(*static, *args)` returns the arrays, as part of a program.
+    """
+    leaves, structure = jax.tree.flatten(shapes)
+    places = tuple(jax.tree.leaves(tree_shardings(setup.mesh, shapes)))
+    made = iter(_maker(make, places, len(static))(*static, *args))
+    return structure.unflatten(
+        host_zeros(leaf, at) if at.memory_kind == HOST else next(made)
+        for leaf, at in zip(leaves, places, strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _maker(make: Any, places: tuple[NamedSharding, ...], static: int) -> Program:
+    here = [at.memory_kind != HOST for at in places]
+    kept = [*itertools.compress(places, here)]
+
+    @functools.wraps(make)
+    def made(*args: Any) -> list[Any]:
+        return [*itertools.compress(make(*args), here)]
+
+    how = {"static": range(static), "out_shardings": kept}
+    return Program(made, places=lambda *_: kept, **how)
 
 
 def cache_shapes(setup: Setup, batch: int, slots: int, reserve: int) -> list[CacheShape]:
@@ -51,7 +77,7 @@ def cache_shapes(setup: Setup, batch: int, slots: int, reserve: int) -> list[Cac
 
 
 def empty_caches(setup: Setup, batch: int, slots: int, reserve: int) -> tuple[Any, ...]:
-    """The empty caches, unsharded; call it under `jax.eval_shape` or `init_caches`.
+    """The empty caches, unsharded; call it under `jax.eval_shape`.
 
     One a layer with `Setup.by_layer`, else one for each run of consecutive layers that are alike.
     """
@@ -86,35 +112,22 @@ def abstract_caches(setup: Setup, batch: int, slots: int, reserve: int) -> tuple
     return jax.eval_shape(functools.partial(empty_caches, setup, batch, slots, reserve))
 
 
-@functools.lru_cache(maxsize=64)
-def _cache_maker(setup: Setup, batch: int, slots: int, reserve: int) -> Any:
-    """Makes the arrays of the empty caches that lie on the devices."""
-    # Kept: tracing it anew cost a tenth of a second at each prefill of 32 layers.
-    shapes = abstract_caches(setup, batch, slots, reserve)
-    shardings = jax.tree.leaves(tree_shardings(setup.mesh, shapes))
-
-    def make() -> list[Any]:
-        arrays = jax.tree.leaves(empty_caches(setup, batch, slots, reserve))
-        return [x for x, at in zip(arrays, shardings, strict=True) if at.memory_kind != HOST]
-
-    return jax.jit(make, out_shardings=[at for at in shardings if at.memory_kind != HOST])
-
-
 def init_caches(setup: Setup, batch: int, slots: int, reserve: int) -> tuple[Any, ...]:
     """Every layer's empty cache, made on its shards."""
     # New caches mean new shapes, and so new programs.
     limit_mappings()
-    made = iter(_cache_maker(setup, batch, slots, reserve)())
     shapes = abstract_caches(setup, batch, slots, reserve)
-    return jax.tree.map(
-        lambda leaf, at: host_zeros(leaf, at) if at.memory_kind == HOST else next(made),
-        shapes,
-        tree_shardings(setup.mesh, shapes),
-    )
+    return made_on_shards(setup, shapes, _cache_arrays, (setup, batch, slots, reserve))
 
 
-def host_zeros(leaf: Any, sharding: NamedSharding) -> jax.Array:
+def _cache_arrays(setup: Setup, batch: int, slots: int, reserve: int) -> list[Any]:
+    return jax.tree.leaves(empty_caches(setup, batch, slots, reserve))
+
+
+def host_zeros(leaf: Any, sharding: NamedSharding) -> Any:
     """Zeros in the host's memory, which no device has held."""
+    if is_listing():
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     def part(index: Any) -> np.ndarray:
         return np.zeros(sharding.shard_shape(leaf.shape), leaf.dtype)

@@ -1,6 +1,6 @@
 """The engine's jitted functions, how long they compile, and how many may be kept.
 
-Each is a `Program`, whose calls a rehearsal can take in its place (`engine.ahead`).
+Each is a `Program`, whose calls can be listed in place of run (`listing`).
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import functools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,6 +18,10 @@ from typing import Any
 import jax
 import jax.monitoring
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from jax_longctx.sharding import AnyMesh, logical_sharding, tree_shardings
 
 # Options of a function that gives back every donated argument, updated, in the order they came.
 #
@@ -58,38 +63,44 @@ _logger = logging.getLogger(__name__)
 # lowering and compiling, which is about once in twenty programs.
 COUNTED = 60
 _events = 0
-# What is given the calls of `Program`s (see `calls_to`).
-_taker: contextvars.ContextVar[Any] = contextvars.ContextVar("taker", default=None)
+# The mesh, and what takes the calls of `Program`s, within `listing`.
+_listing: contextvars.ContextVar[Any] = contextvars.ContextVar("listing", default=None)
 # Every `Program`; `forget` clears them.
-_programs: list["Program"] = []
+_programs: weakref.WeakSet["Program"] = weakref.WeakSet()
 
 
 class Program:
-    """A jitted function of the engine, which a rehearsal compiles instead of executing it.
+    """A jitted function of the engine, whose calls can be listed.
 
     Its attributes are those of the jitted function.
 
     Args:
       function, options: as of `jax.jit`.
       static: the positions of the static arguments.
+      places: of the arguments gives the sharding of a result that is an array, or those of a list
+        of arrays. Caches lie as their axes say, all else lies on all devices.
 
     Attributes:
       name: tells it from other programs.
-      ready: of a rehearsal's calls, the compiled programs that are stored on the disk, or will be
-        (see `engine.stored`); None for one that could not be loaded.
+      ready: of listed calls, the compiled programs that are stored on the disk, or will be (see
+        `engine.stored`); None for one that could not be loaded.
     """
 
-    def __init__(self, function: Any, *, static: Sequence[int] = (), **options: Any):
+    def __init__(
+        self, function: Any, *, static: Sequence[int] = (), places: Any = None, **options: Any
+    ):
         self.jitted: Any = jax.jit(function, static_argnums=static, **options)
-        self._static = static
+        self._static, self._places = static, places
         self.name = f"{function.__module__}.{function.__qualname__} {static} {options}"
         self.ready: dict[Any, Future[Any]] = {}
-        _programs.append(self)
+        _programs.add(self)
 
     def __call__(self, *args: Any) -> Any:
-        taker = _taker.get()
-        if taker is not None:
-            return taker.call(self, args)
+        if (listed := _listing.get()) is not None and not _is_traced(args):
+            mesh, take = listed
+            with _set(None):
+                shapes = take(self, args)
+            return _placed(mesh, shapes, self._places and self._places(*args))
         if self.ready:
             found = self.ready.get(self.key(args))
             if found is not None and found.result() is not None:
@@ -129,19 +140,72 @@ def _signature(leaf: Any) -> Any:
     """What `jit` tells an argument's programs apart by."""
     if not hasattr(leaf, "dtype"):
         return leaf
-    placed = getattr(leaf, "committed", True)
-    sharding = getattr(leaf, "sharding", None) if placed else None
-    return np.shape(leaf), leaf.dtype, getattr(leaf, "weak_type", False), sharding
+    sharding = getattr(leaf, "sharding", None) if getattr(leaf, "committed", True) else None
+    at = _place(sharding) if isinstance(sharding, NamedSharding) else sharding
+    return np.shape(leaf), leaf.dtype, getattr(leaf, "weak_type", False), at
+
+
+@functools.lru_cache(maxsize=1024)
+def _place(sharding: NamedSharding) -> Any:
+    """The same for shardings that differ in how they are written alone."""
+    mesh, parts = sharding.mesh, []
+    for part in sharding.spec:
+        axes = part if isinstance(part, tuple) else (part,)
+        parts.append(tuple(axis for axis in axes if axis and mesh.shape[axis] > 1))
+    while parts and not parts[-1]:
+        parts.pop()
+    return mesh, tuple(parts), sharding.memory_kind
+
+
+def listing(mesh: AnyMesh, take: Callable[[Program, tuple[Any, ...]], Any]) -> Any:
+    """Within it, this thread's calls of `Program`s go to `take`, and nothing is run.
+
+    `take(program, args)` returns the shapes of the results. The caller gets these with the
+    shardings that the results have in a run, and calls the next program with them. Arguments may be
+    shapes or arrays.
+    """
+    return _set((mesh, take))
+
+
+def is_listing() -> bool:
+    """Whether calls are listed, and not run."""
+    return _listing.get() is not None
 
 
 @contextlib.contextmanager
-def calls_to(taker: Any) -> Iterator[None]:
-    """Within it, `taker.call` gets the calls of this thread's `Program`s; None runs them."""
-    token = _taker.set(taker)
+def _set(listed: Any) -> Iterator[None]:
+    token = _listing.set(listed)
     try:
         yield
     finally:
-        _taker.reset(token)
+        _listing.reset(token)
+
+
+def _is_traced(args: Any) -> bool:
+    """Whether the call is a part of another program, or of its shapes."""
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
+
+
+def _placed(mesh: AnyMesh, shapes: Any, at: Any) -> Any:
+    """Results' shapes with their shardings: caches by their axes, arrays at `at`."""
+    if isinstance(shapes, tuple):
+        return tuple(_placed(mesh, each, at) for each in shapes)
+    if isinstance(shapes, list):
+        # Arrays of caches, each with a place; None for one that is no result.
+        pairs = zip(shapes, at, strict=True)
+        return [None if leaf is None else _shape(leaf, place) for leaf, place in pairs]
+    everywhere = logical_sharding(mesh, ())
+    if hasattr(shapes, "shape"):
+        return _shape(shapes, at or everywhere)
+    try:
+        return jax.tree.map(_shape, shapes, tree_shardings(mesh, shapes))
+    except TypeError:
+        # The state of an answer.
+        return jax.tree.map(lambda leaf: _shape(leaf, everywhere), shapes)
+
+
+def _shape(leaf: Any, at: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at, weak_type=leaf.weak_type)
 
 
 class CompileClock:

@@ -65,7 +65,8 @@ class Context:
                 "this context is answering another question (finish or close that first), or was "
                 "given up for its last one"
             )
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.caches)):
+        arrays = (leaf for leaf in jax.tree.leaves(self.caches) if isinstance(leaf, jax.Array))
+        if any(leaf.is_deleted() for leaf in arrays):
             raise InputError("this context was lost to an interruption; prefill it again")
         return self.caches
 

@@ -87,7 +87,7 @@ def _saved_layers(engine: Engine, context: Context) -> Iterator[Any]:
         return
     for cache in caches:
         for index in range(layers_in(cache)):
-            yield copied_layer(cache, jnp.int32(index))
+            yield copied_layer(cache, np.int32(index))
 
 
 class Saving:
@@ -174,7 +174,7 @@ class Saving:
             time.sleep(PAUSE)
 
     def _copied(self, run: int, number: int) -> Any:
-        layer = copied_layer(self._context.usable_caches()[run], jnp.int32(number))
+        layer = copied_layer(self._context.usable_caches()[run], np.int32(number))
         leaves, structure = jax.tree.flatten(layer)
         return structure.unflatten(map(self._moved, leaf_axes(layer), leaves))
 
@@ -340,7 +340,7 @@ def load_context(engine: Engine, path: str | Path) -> Context:
                 layer = next(layers)
                 (cache,) = loaded((layer,), first)
                 first += len(jax.tree.leaves(layer))
-                run = with_layer(run, jnp.int32(index), cache)
+                run = with_layer(run, np.int32(index), cache)
             filled.append(run)
         caches = tuple(filled)
     questions = described["questions"]

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.contract import Method, decode_segment, step_variant
-from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, program
+from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, is_listing, program
 from jax_longctx.engine.layers import hidden_states
 from jax_longctx.engine.sampling import (
     Choices,
@@ -131,7 +131,7 @@ def _decode_block(
     ends, ends_params = setup.ends, without_layers(params)
     several = len(steps.variants) > 1
 
-    def turn(carry: tuple[Any, ...]) -> Array:
+    def turn(carry: tuple[Any, ...]) -> Any:
         index, taken_B, _, state, _ = carry
         return _turn(steps.turns, index, taken_B, state, len(steps.variants))
 
@@ -157,7 +157,12 @@ def _decode_block(
     if setup.by_layer:
         # Where a step leaves them, so that the first step's programs are those of the others.
         taken_B, choices = everywhere(ends, (taken_B, choices))
-        carry = (jnp.int32(0), taken_B, caches, state, choices)
+        carry = (np.int32(0), taken_B, caches, state, choices)
+        if is_listing():
+            turn(carry)
+            for number in np.unique(steps.turns[steps.turns >= 0]):
+                carry = step(int(number), carry)
+            return carry[2:]
         while (number := int(turn(carry))) >= 0:
             carry = step(number, carry)
         return carry[2:]
@@ -181,7 +186,7 @@ def _pending(
     return jnp.where(state.done | (taken_B1[:, 0] >= columns), -1, next_B1[:, 0])
 
 
-@functools.partial(jax.jit, static_argnums=4)
+@program(static=(4,))
 def _turn(
     turns: Int[Any, "B X"], index: Any, taken: Int[Array, " B"], state: DecodeState, variants: int
 ) -> Int[Array, ""]:
@@ -201,7 +206,7 @@ def _turn(
     return jnp.where(over | (index >= columns), -1, most)
 
 
-@functools.partial(jax.jit, static_argnums=3)
+@program(static=(3,))
 def _fed(
     turns: Int[Any, "B X"], taken: Int[Array, " B"], state: DecodeState, number: int | None
 ) -> tuple[Int[Array, "B 1"], Int[Array, "B 1"], Int[Array, " B"]]:
@@ -248,6 +253,14 @@ def answer_variants(method: Method, tokens: int) -> tuple[str, ...]:
     # The first token is the question's; one step at least is compiled.
     steps = range(1, max(tokens, 2))
     return tuple(dict.fromkeys(step_variant(method, step) for step in steps))
+
+
+def turns_of_all(method: Method, variants: Sequence[str], tokens: int, shape: Any) -> Any:
+    """`Steps.turns` of this shape [B, X] with each kind of step of an answer of so many tokens."""
+    kinds = {step_variant(method, step) for step in range(1, tokens)}
+    turns = np.full(shape, -1, np.int32)
+    turns[:, : len(kinds)] = sorted(map(variants.index, kinds))
+    return turns
 
 
 def decode_turns(

@@ -36,7 +36,7 @@ from jax_longctx.engine.capacity import (
     setup_of,
     slots_for,
 )
-from jax_longctx.engine.compiling import limit_mappings
+from jax_longctx.engine.compiling import limit_mappings, program
 from jax_longctx.engine.context import Context, Progress, Run
 from jax_longctx.engine.decode import (
     DecodeState,
@@ -57,12 +57,14 @@ from jax_longctx.engine.prefill import (
 )
 from jax_longctx.engine.program_files import seal_cache
 from jax_longctx.engine.sampling import RowValues, sampling_static, sampling_values
+from jax_longctx.engine.setup import Setup
 from jax_longctx.engine.weights_hash import first_values, hash_of_weights, sum_of_bits
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import form_of_weights, stacked_layers
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import Sampling
+from jax_longctx.sharding import tree_shardings
 
 Rows = Sequence[Sequence[int]]
 # Columns of a decode block: one host round trip for that many tokens. The first blocks of an
@@ -238,9 +240,8 @@ class Engine:
         lengths = [len(row) for row in rows]
         totals = [*(total or lengths[: len(contexts)]), *lengths[len(contexts) :]]
         reserve = reserved(reserve)
-        slots = self.slots_for(max(capacity - SPARE, max(lengths) + reserve))
         asked = self.needed_questions(questions, len(contexts))
-        self.check_capacity(len(rows), slots, reserve)
+        slots = self.check_lengths(lengths, reserve, capacity)
         known = jax.device_put(np.array(totals, np.int32))
         caches = init_caches(self.setup, len(rows), slots, reserve)
         everything, done, marker = sum(lengths), 0, None
@@ -310,7 +311,7 @@ class Engine:
         limit_mappings()
         self.ensure_reserve(context, max(map(len, rows)) + max_tokens)
         with self.asked(context, keep) as run:
-            logits = self.read_question(run, context, rows)
+            logits = read_question(self.setup, self.params, run, rows, context.total)
             if self.method.info.answers_apart:
                 self.answer_apart(run, context, max_tokens, keep)
             context.answering_bytes, context.host_bytes = held_bytes(run.caches)
@@ -368,17 +369,6 @@ class Engine:
         # A fork that is a copy is of no more use.
         run.whole = whole if keep and self.method.info.append_only else None
 
-    def read_question(
-        self, run: Run, context: Context, rows: list[list[int]]
-    ) -> Float[Array, "B V"]:
-        """Feeds the questions; the logits of each row's first token, zeros of a row without one."""
-        logits = jax.device_put(np.zeros((len(rows), self.config.vocab_size), np.float32))
-        for segment in self.method.segments(self.prompt("question", 0, question=rows)):
-            run.caches, logits = run_segment(
-                self.setup, self.params, run.caches, segment, context.total, logits, "last"
-            )
-        return logits
-
     def _check_finite(self, state: DecodeState) -> None:
         if not np.all(np.asarray(state.finite)):
             raise InputError(NOT_FINITE)
@@ -409,7 +399,7 @@ class Engine:
             return caches
         if not lends:
             self.check_bytes(context.slots, bytes_per_device(self.mesh, caches), 0.0)
-        forks = tuple(fork(self.method, cache) for cache in caches)
+        forks = tuple(fork(self.setup, cache) for cache in caches)
         if lends:
             context.caches = None
         return forks
@@ -448,9 +438,8 @@ class Engine:
         )
 
     def prompt(self, stage: Stage, slots: int, **rows: Any) -> Prompt:
-        """What `Method.segments` is given of these rows, for caches of `slots`."""
-        shards, vocabulary = self.mesh.shape["seq"], self.config.vocab_size
-        return Prompt(stage, self.chunk, slots=slots, shards=shards, vocab_size=vocabulary, **rows)
+        """`Setup.prompt`."""
+        return self.setup.prompt(stage, slots, **rows)
 
     def slots_for(self, tokens: int) -> int:
         """Slots of a cache for that many tokens of the longest row."""
@@ -474,6 +463,13 @@ class Engine:
                     f"0..{vocabulary - 1}; leave that token out, or use the checkpoint's tokenizer"
                 )
         return [*map(list, rows), *([] for _ in range(-len(rows) % self.mesh.shape["data"]))]
+
+    def check_lengths(self, lengths: Sequence[int], reserve: int, capacity: int) -> int:
+        """Slots of new caches for texts of these lengths; CapacityError where they do not fit."""
+        slots = self.slots_for(max(capacity - SPARE, max(lengths) + reserve))
+        rows = -(-len(lengths) // self.mesh.shape["data"]) * self.mesh.shape["data"]
+        self.check_capacity(rows, slots, reserve)
+        return slots
 
     def check_capacity(self, batch: int, slots: int, reserve: int) -> None:
         """CapacityError unless new caches of that size fit beside what is in memory already."""
@@ -519,8 +515,30 @@ class Engine:
             for by in (more, 2 * more)
         ]
         self.check_bytes(context.slots + more, sizes[0], (sizes[1] - sizes[0]) / more)
-        context.caches = grow(caches, more, layout, context.slots)
-        context.slots, context.reserve = context.slots + more, context.reserve + more
+        extend(self.setup, context, more)
+
+
+def read_question(
+    setup: Setup, params: Any, run: Run, rows: list[list[int]], total: Any
+) -> Float[Any, "B V"]:
+    """Feeds the questions; the logits of each row's first token, zeros of a row without one."""
+    logits = jax.device_put(np.zeros((len(rows), setup.config.vocab_size), np.float32))
+    for segment in setup.method.segments(setup.prompt("question", 0, question=rows)):
+        given = setup, params, run.caches, segment, total, logits
+        run.caches, logits = run_segment(*given, "last")
+    return logits
+
+
+def extend(setup: Setup, context: Context, more: int) -> None:
+    """The context's caches with `more` slots for question and answer."""
+    context.caches = _extended(setup, context.usable_caches(), more, context.slots)
+    context.slots, context.reserve = context.slots + more, context.reserve + more
+
+
+@program(static=(0, 2, 3))
+def _extended(setup: Setup, caches: tuple[Any, ...], more: int, slots: int) -> tuple[Any, ...]:
+    grown = grow(caches, more, setup.slot_layout, slots)
+    return jax.lax.with_sharding_constraint(grown, tree_shardings(setup.mesh, grown))
 
 
 def _checked(sampling: Sampling | None, max_tokens: int, rows: int) -> Sampling:

@@ -47,8 +47,8 @@ MOST_NUMBERS = 2**13
 
 
 def hidden_states(
-    setup: Setup, params: Any, caches: tuple[Any, ...], segment: Segment, total: Int[Array, " B"]
-) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
+    setup: Setup, params: Any, caches: tuple[Any, ...], segment: Segment, total: Int[Any, " B"]
+) -> tuple[Float[Any, "B T D"], tuple[Any, ...]]:
     """Final normed hidden states of the segment's columns, and the updated caches.
 
     Outside of jit the caches are donated.
@@ -75,7 +75,12 @@ def _alone(cache: Any) -> Stacked:
     return Stacked(jax.tree.map(lambda leaf: leaf[None], cache), 1)
 
 
-@program(static=(0, 3))
+def _hidden_place(mesh: AnyMesh, axis: str | None) -> Any:
+    """Where hidden states are: as the compiler leaves them."""
+    return logical_sharding(mesh, ("batch", axis, None))
+
+
+@program(static=(0, 3), places=lambda ends, params, x, axis: _hidden_place(ends.mesh, axis))
 def _embedded(
     ends: Ends, params: Any, tokens: Int[Any, "B T"], axis: str | None
 ) -> Float[Array, "B T D"]:
@@ -93,7 +98,12 @@ def _embedded(
     return placed(x_BTD, logical_sharding(mesh, ("batch", axis, None)))
 
 
-@program(static=(0, 1), donate_argnums=(3, 4), **IN_PLACE)
+@program(
+    static=(0, 1),
+    donate_argnums=(3, 4),
+    places=lambda setup, *args: _hidden_place(setup.mesh, args[4].token_axis),
+    **IN_PLACE,
+)
 def _through_layer(
     setup: Setup,
     window: int | None,
@@ -322,6 +332,6 @@ def _kept(old: Any, new: Any) -> Any:
     return new
 
 
-@program(static=(0,))
+@program(static=(0,), places=lambda ends, params, x: x.sharding)
 def _normed(ends: Ends, params: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     return ends_of(ends.config, params).final_norm(x)

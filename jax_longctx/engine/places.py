@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
@@ -25,7 +25,7 @@ from jax_longctx.caches.branched import (
     without_context,
 )
 from jax_longctx.contract import own_tokens
-from jax_longctx.engine.allocate import abstract_caches, empty_like
+from jax_longctx.engine.allocate import abstract_caches, empty_like, made_on_shards
 from jax_longctx.engine.capacity import (
     SPARE,
     bucket,
@@ -71,7 +71,7 @@ class Whole:
         if "room" in self.axes:
             _check_reserve(asked, answer, self._reserve)
 
-    def seat(self, given: tuple[Any, ...], row: Array, place: Array) -> None:
+    def seat(self, given: tuple[Any, ...], row: Any, place: Any) -> None:
         """Copies row `row` of these caches to a place."""
         if jax.tree.structure(self.held) != jax.tree.structure(given):
             raise InputError(
@@ -108,12 +108,11 @@ class Branches:
         make = functools.partial(branches, rows=rows, room=room, split=split)
         shapes = jax.eval_shape(make, context.usable_caches())
         engine.check_bytes(room, bytes_per_device(engine.mesh, shapes), 0.0)
-        shardings = tree_shardings(engine.mesh, shapes)
         self.slots = slots
-        given, structure = jax.tree.flatten(_as_shapes(context.usable_caches()))
+        given, structure = jax.tree.flatten(context.usable_caches())
         leaves = tuple((leaf.shape, leaf.dtype) for leaf in given)
-        where = tuple(jax.tree.leaves(shardings))
-        self.held = _branch_maker(structure, leaves, where, rows, room)(jnp.int32(split))
+        static = structure, leaves, rows, room
+        self.held = made_on_shards(setup, shapes, _branches, static, np.int32(split))
 
     def check(self, context: Context, row: int, asked: int, answer: int, slots: int) -> None:
         """InputError for another context, CapacityError where a row is larger than a place."""
@@ -121,7 +120,7 @@ class Branches:
             raise InputError("the rows of this batch go on from another context")
         _check_reserve(asked, answer, self._reserve)
 
-    def seat(self, given: tuple[Any, ...], row: Array, place: Array) -> None:
+    def seat(self, given: tuple[Any, ...], row: Any, place: Any) -> None:
         """Copies what row `row` of these caches has beyond the context to a place."""
         self.held = _seated(self._setup, self.held, given, row, place)
 
@@ -204,17 +203,10 @@ def _check_reserve(asked: int, answer: int, reserve: int) -> None:
         )
 
 
-@functools.lru_cache(maxsize=64)
-def _branch_maker(structure: Any, leaves: Any, where: Any, rows: int, room: int) -> Any:
-    """Makes `branches` of caches of these shapes, given where rows part from the context."""
-    caches = structure.unflatten([jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
-    shapes = jax.eval_shape(functools.partial(branches, caches, rows, room), jnp.int32(0))
-    shardings = jax.tree.structure(shapes).unflatten(where)
-    return jax.jit(functools.partial(branches, caches, rows, room), out_shardings=shardings)
-
-
-def _as_shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+def _branches(structure: Any, leaves: Any, rows: int, room: int, split: Any) -> list[Any]:
+    """The arrays of `branches` of caches of these shapes, whose rows part from it at `split`."""
+    caches = structure.unflatten(jax.ShapeDtypeStruct(*leaf) for leaf in leaves)
+    return jax.tree.leaves(branches(caches, rows, room, split))
 
 
 @program(static=(0,), donate_argnums=1, **IN_PLACE)

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.contract import CHUNK_ROWS, Method, RowGroup, Segment, Stage
+from jax_longctx.contract import CHUNK_ROWS, RowGroup, Segment, Stage
 from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, program
 from jax_longctx.engine.layers import hidden_states
 from jax_longctx.engine.setup import BATCH, Ends, Setup, without_layers
 from jax_longctx.models.llama import ends_of
-from jax_longctx.sharding import Stacked, layers_in, tree_specs
+from jax_longctx.sharding import Stacked, layers_in, tree_shardings, tree_specs, weight_sharding
 
 Logits = Literal["none", "hidden", "last", "all"]
 
@@ -23,8 +23,8 @@ def _segment(
     params: Any,
     caches: tuple[Any, ...],
     segment: Segment,
-    total: Int[Array, " B"],
-    last: Float[Array, "B V"] | None,
+    total: Int[Any, " B"],
+    last: Float[Any, "B V"] | None,
     logits: Logits,
 ) -> tuple[tuple[Any, ...], Any]:
     """One segment through the model.
@@ -44,8 +44,22 @@ def _segment(
     return caches, _wanted(setup.ends, without_layers(params), *given, columns, logits)
 
 
+def _logits_place(setup: Setup | Ends, last: Any) -> Any:
+    """Where the logits of rows are: as the compiler leaves them."""
+    if last is None:
+        return None
+    return weight_sharding(setup.mesh, ("batch", "vocab"), last.shape)
+
+
 # All layers as one program.
-whole_segment = Program(_segment, static=(0, 6), donate_argnums=(2, 5), **IN_PLACE, **LOOPED)
+whole_segment = Program(
+    _segment,
+    static=(0, 6),
+    donate_argnums=(2, 5),
+    places=lambda setup, *args: _logits_place(setup, args[4]),
+    **IN_PLACE,
+    **LOOPED,
+)
 
 
 def run_segment(setup: Setup, *args: Any) -> tuple[tuple[Any, ...], Any]:
@@ -59,7 +73,12 @@ def _marker(hidden_BTD: Float[Array, "B T D"]) -> Float[Array, ""]:
     return jnp.sum(hidden_BTD[:1, :1, :1].astype(jnp.float32))
 
 
-@program(static=(0, 5, 6), donate_argnums=4, **IN_PLACE)
+@program(
+    static=(0, 5, 6),
+    donate_argnums=4,
+    places=lambda ends, *args: _logits_place(ends, args[3]),
+    **IN_PLACE,
+)
 def _wanted(
     ends: Ends,
     params: Any,
@@ -82,7 +101,7 @@ def _wanted(
 
 
 def finish_context(
-    setup: Setup, caches: tuple[Any, ...], total: Int[Array, " B"], reserve: int
+    setup: Setup, caches: tuple[Any, ...], total: Int[Any, " B"], reserve: int
 ) -> tuple[Any, ...]:
     """Every layer's `finish`, which may change the caches' shapes; `caches` are donated."""
     run = _finish if setup.by_layer else finish_donated
@@ -93,7 +112,7 @@ def finish_context(
 
 
 def finish_question(
-    setup: Setup, caches: tuple[Any, ...], total: Int[Array, " B"], reserve: int
+    setup: Setup, caches: tuple[Any, ...], total: Int[Any, " B"], reserve: int
 ) -> tuple[Any, ...]:
     """New caches for the answer, of a method that `answers_apart`; `caches` stay."""
     run = _finish if setup.by_layer else whole_finish
@@ -146,7 +165,7 @@ _finish_layer_donated = Program(_finish_layer, static=(0, 1, 4, 5), donate_argnu
 
 
 def _finish(
-    setup: Setup, caches: tuple[Any, ...], total: Array, stage: Stage, reserve: int
+    setup: Setup, caches: tuple[Any, ...], total: Any, stage: Stage, reserve: int
 ) -> tuple[Any, ...]:
     finished, layer = [], 0
     for cache in caches:
@@ -157,7 +176,7 @@ def _finish(
 
 
 def finish_one(
-    setup: Setup, window: int | None, cache: Any, total: Array, stage: Stage, reserve: int
+    setup: Setup, window: int | None, cache: Any, total: Any, stage: Stage, reserve: int
 ) -> Any:
     """`finish` of a layer, or of a run of them."""
     each = _finish_layer_donated if stage == "context" else finish_layer
@@ -178,11 +197,31 @@ def finish_one(
     return Stacked(jax.tree.unflatten(jax.tree.structure(specs), found), cache.count)
 
 
-def fork(method: Method, cache: Any) -> Any:
+def _fork_places(setup: Setup, cache: Any) -> list[Any]:
+    return jax.tree.leaves(tree_shardings(setup.mesh, cache))
+
+
+@program(static=(0,), places=_fork_places)
+def _forked(setup: Setup, cache: Any) -> list[Any]:
+    """The arrays of a layer's fork, or a run's; None for those that it shares with the context."""
+
+    def new(cache: Any) -> list[Any]:
+        forked = setup.method.fork(cache)
+        pairs = zip(jax.tree.leaves(cache), jax.tree.leaves(forked), strict=True)
+        return [None if made is old else made for old, made in pairs]
+
+    made = jax.vmap(new)(cache.cache) if isinstance(cache, Stacked) else new(cache)
+    placed, places = jax.lax.with_sharding_constraint, _fork_places(setup, cache)
+    return [x if x is None else placed(x, at) for x, at in zip(made, places, strict=True)]
+
+
+def fork(setup: Setup, cache: Any) -> Any:
     """The method's `fork` of a layer's cache, or of those of a run of layers."""
-    if isinstance(cache, Stacked):
-        return Stacked(jax.vmap(method.fork)(cache.cache), cache.count)
-    return method.fork(cache)
+    leaves, structure = jax.tree.flatten(cache)
+    made = _forked(setup, cache)
+    return structure.unflatten(
+        old if new is None else new for old, new in zip(leaves, made, strict=True)
+    )
 
 
 # All layers as one program.

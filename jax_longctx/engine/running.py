@@ -22,13 +22,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.engine.capacity import SPARE, reserved
 from jax_longctx.engine.compiling import IN_PLACE, limit_mappings, program
-from jax_longctx.engine.context import Context
+from jax_longctx.engine.context import Context, Run
 from jax_longctx.engine.decode import (
     DecodeState,
     Steps,
@@ -37,10 +36,10 @@ from jax_longctx.engine.decode import (
     first_state,
     next_block,
     start_answer,
+    turns_of_all,
 )
-from jax_longctx.engine.engine import BLOCK, Engine
+from jax_longctx.engine.engine import BLOCK, Engine, read_question
 from jax_longctx.engine.places import Branches, Whole, cannot_share, check_places
-from jax_longctx.engine.rehearsal import blocks_of_all
 from jax_longctx.engine.sampling import ANY, MOST_LOGPROBS, Choices, RowValues, sampling_values
 from jax_longctx.engine.setup import Ends, everywhere, replicated
 from jax_longctx.errors import CapacityError, ConfigError, InputError
@@ -257,27 +256,13 @@ class RunningBatch:
         # Before the context's buffers are lent.
         self._fit(slots)
         with engine.asked(context, keep=True) as run:
-            logits = engine.read_question(run, context, rows)
-            if engine.method.info.answers_apart:
-                engine.answer_apart(run, context, self.reserve, keep=True)
-            ends, number = engine.setup.ends, jnp.int32(row)
-            state, choices = start_answer(
-                ends,
-                everywhere(ends, first_state(np.ones(1, bool), seen)),
-                _row_of(ends, logits, number),
-                jax.device_put(values),
-                ANY,
-            )
+            state, choices = self._begun(run, context, rows, row, values, seen)
             (first,) = _tokens(choices, 0, request)
-            reason = self._reason(request, first.token, 1, bool(np.all(state.finite)))
+            reason = self._reason(request, first.token, 1, bool(np.all(np.asarray(state.finite))))
             if reason is None:
                 taken = {each.index for each in self._rows.values()}
                 new = _Row(request, min(set(range(self.places)) - taken), slots)
-                at = jnp.int32(new.index)
-                self._caches.seat(run.caches, number, at)
-                self._state, self._total = _stated(
-                    ends, self._state, self._total, state, context.total, number, at
-                )
+                self._seat(run, context, state, row, new.index)
                 self._rows[place] = new
                 self._set_values(new.index, values)
             else:
@@ -304,13 +289,7 @@ class RunningBatch:
         for row in self._rows.values():
             steps[row.index] = range(row.count, min(row.count + most, row.request.max_tokens))
         turns = decode_turns(engine.method, self._variants, steps, BLOCK)
-        self._given = values = self._given or jax.device_put(self._values)
-        given = Steps(self._total, turns, values, self._variants, ANY)
-        with self._caches.lent() as run:
-            run.caches, self._state, choices = next_block(
-                engine.setup, engine.params, run.caches, self._state, given
-            )
-        choices, finite = jax.tree.map(np.asarray, (choices, self._state.finite))
+        choices, finite = jax.tree.map(np.asarray, (self._next(turns), self._state.finite))
         found: dict[int, list[Chosen]] = {}
         for place, row in list(self._rows.items()):
             found[place] = _tokens(choices, row.index, row.request)
@@ -329,46 +308,78 @@ class RunningBatch:
         if place in self._rows:
             self._free(place, running=True)
 
-    def rehearse(
+    def list_programs(
         self,
         context: Context,
         questions: Sequence[int],
         *,
-        max_tokens: int | None = None,
+        max_tokens: int,
         stop_ids: Sequence[int] = (),
     ) -> None:
-        """Calls the programs of rows over this context, within `Compilation.rehearsing`.
+        """Calls the programs of rows over this context of shapes, within `compiling.listing`.
 
-        Nothing is executed, and the batch stays as it is; no row may run. Of the context only the
-        sizes count.
+        The batch stays as it is; no row may run.
 
         Args:
           questions: tokens of each.
-          max_tokens: of an answer; as many as there is room for if not given.
-          stop_ids: of a request. 0, which stands in for every token, must not be among them.
+          max_tokens, stop_ids: of a request.
         """
-        if self._rows or self._fitted:
-            raise InputError("rows are running or fitted; rehearse a batch of one size without any")
-        before = self._caches.held, self._state, self._total, self._values, self._given
-        length = context.lengths[0]
+        before = self._caches.held, self._state, self._total, self._values
+        values = _values_of(Request([0], stop_ids=stop_ids))
+        seen = np.zeros((1, self.engine.config.vocab_size), bool)
         try:
             for asked in questions:
-                room = self.reserve - asked
-                if self._caches.long:
-                    room = min(room, self.slots - length - asked - SPARE)
-                room = max(1, room if max_tokens is None else min(room, max_tokens))
-                request = Request([0] * asked, max_tokens=room, stop_ids=stop_ids)
-                place, _ = self.join(context, request)
-                # What stands in for the new state has no row, and the host would run no step.
-                begun = first_state(np.ones(len(self._state.done), bool), self._state.seen)
-                self._state = everywhere(self.engine.setup.ends, begun)
-                # A first step is given other arrays than a later one.
-                for _ in range(max(2, blocks_of_all(self.engine.method, room))):
-                    self.step()
-                self.leave(place)
+                rows = [[0] * asked, *([] for _ in context.rows[1:])]
+                with self.engine.asked(context, keep=True) as run:
+                    state, _ = self._begun(run, context, rows, 0, values, seen)
+                    self._seat(run, context, state, 0, 0)
+            self._set_values(0, values)
+            shape = len(self._values.limit), BLOCK
+            self._next(turns_of_all(self.engine.method, self._variants, max_tokens, shape))
+            self._stop(0)
         finally:
-            self._rows, self.ended = {}, {}
-            self._caches.held, self._state, self._total, self._values, self._given = before
+            self._caches.held, self._state, self._total, self._values = before
+            self._given = None
+
+    def _begun(
+        self,
+        run: Run,
+        context: Context,
+        rows: list[list[int]],
+        row: int,
+        values: RowValues,
+        seen: Any,
+    ) -> tuple[DecodeState, Choices]:
+        """Reads the question of a row; its state and its first token."""
+        engine, ends = self.engine, self.engine.setup.ends
+        logits = read_question(engine.setup, engine.params, run, rows, context.total)
+        if engine.method.info.answers_apart:
+            engine.answer_apart(run, context, self.reserve, keep=True)
+        state = everywhere(ends, first_state(np.ones(1, bool), seen))
+        own = _row_of(ends, logits, np.int32(row))
+        return start_answer(ends, state, own, jax.device_put(values), ANY)
+
+    def _seat(self, run: Run, context: Context, state: Any, row: int, index: int) -> None:
+        """Copies a row's caches and its state to the place of that index."""
+        given = np.int32(row), np.int32(index)
+        self._caches.seat(run.caches, *given)
+        self._state, self._total = _stated(
+            self.engine.setup.ends, self._state, self._total, state, context.total, *given
+        )
+
+    def _next(self, turns: Any) -> Choices:
+        """A block of decode steps."""
+        setup, params = self.engine.setup, self.engine.params
+        self._given = values = self._given or jax.device_put(self._values)
+        steps = Steps(self._total, turns, values, self._variants, ANY)
+        with self._caches.lent() as run:
+            run.caches, self._state, choices = next_block(
+                setup, params, run.caches, self._state, steps
+            )
+        return choices
+
+    def _stop(self, index: int) -> None:
+        self._state = _stopped(self.engine.setup.ends, self._state, np.int32(index))
 
     def _size(self, rows: Sequence[int]) -> tuple[int, int]:
         """Places and slots of caches that fit rows that need so many slots each."""
@@ -391,7 +402,7 @@ class RunningBatch:
         kept = self._state, self._total, self._values
         indices = [row.index for row in self._rows.values()]
         for index, row in enumerate(self._rows.values()):
-            self._caches.seat(old.held, jnp.int32(row.index), jnp.int32(index))
+            self._caches.seat(old.held, np.int32(row.index), np.int32(index))
             row.index = index
 
         def moved(new: Any, old: Any) -> Any:
@@ -417,7 +428,7 @@ class RunningBatch:
     def _free(self, place: int, *, running: bool) -> None:
         index = self._rows.pop(place).index
         if running:
-            self._state = _stopped(self.engine.setup.ends, self._state, jnp.int32(index))
+            self._stop(index)
 
     def _reason(self, request: Request, token: int, count: int, finite: bool) -> Reason | None:
         if not finite:

@@ -20,7 +20,15 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_longctx.contract import STRIPE, LayerContext, Method, SlotLayout, stripes
+from jax_longctx.contract import (
+    STRIPE,
+    LayerContext,
+    Method,
+    Prompt,
+    SlotLayout,
+    Stage,
+    stripes,
+)
 from jax_longctx.engine.products import Divided, FewRows
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import PLAIN, Products, ends_of
@@ -117,6 +125,11 @@ class Setup:
         """
         dealt = stripes(self.method) and not any(self.config.windows)
         return SlotLayout(self.mesh.shape["seq"], STRIPE if dealt else None)
+
+    def prompt(self, stage: Stage, slots: int, **rows: Any) -> Prompt:
+        """What `Method.segments` is given of these rows, for caches of `slots`."""
+        shards, vocabulary = self.mesh.shape["seq"], self.config.vocab_size
+        return Prompt(stage, self.chunk, slots=slots, shards=shards, vocab_size=vocabulary, **rows)
 
     def layer_context(self, window: int | None, total: Array) -> LayerContext:
         return LayerContext(

@@ -57,30 +57,16 @@ def folder(mesh: Mesh) -> Path | None:
     return where if "://" not in config.jax_compilation_cache_dir and trusted(where) else None
 
 
-def path_of(
-    where: Path, name: str, mesh: Mesh, static: Any, structure: Any, leaves: list[Any]
-) -> Path | None:
-    """The file of a program.
-
-    Args:
-      name: what tells the function, and how it is compiled, from others.
-      static: its static arguments.
-      structure, leaves: of the other arguments, as `jax.tree.flatten` gives them.
-
-    Returns:
-      None where a static argument cannot be described.
-    """
+def path_of(where: Path, program: Any, mesh: Mesh, args: tuple[Any, ...]) -> Path | None:
+    """The file of a program of these arguments; None where a static one cannot be described."""
+    fixed, others = program.split(args)
+    leaves, structure = jax.tree.flatten(others)
     try:
-        parts = [
-            name,
-            _surroundings(mesh),
-            *_described(static),
-            str(structure),
-            *(f"{_shape(leaf)}" for leaf in leaves),
-        ]
+        described = [*_described(fixed)]
     except Nameless as error:
-        _logger.info("%s is not stored: %s", name, error)
+        _logger.info("%s is not stored: %s", program.name, error)
         return None
+    parts = [program.name, _surroundings(mesh), *described, str(structure), *map(_shape, leaves)]
     digest = _DIGEST("\0".join(parts).encode()).hexdigest()
     return where / f"longctx-{digest}"
 
@@ -103,9 +89,9 @@ def write(path: Path, compiled: Any, results: Any) -> None:
     store(path, content)
 
 
-def read(path: Path | None) -> tuple[Any, bytes] | None:
+def read(path: Path) -> tuple[Any, bytes] | None:
     """The shapes of a program's results, and the program as stored; None as `opened`."""
-    content = None if path is None else opened(path)
+    content = opened(path)
     return None if content is None else pickle.loads(content)
 
 

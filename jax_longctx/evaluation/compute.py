@@ -1,5 +1,6 @@
 """Runs batches of prompts under one method: answers, seconds and bytes."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -12,7 +13,7 @@ import jax
 from jax_longctx.api import LongContext
 from jax_longctx.contract import Method
 from jax_longctx.engine import Engine, Lengths
-from jax_longctx.engine.ahead import Compilation, begun_or_none
+from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import footprint, read_bytes, staged_caches
 from jax_longctx.engine.compiling import CompileClock
 from jax_longctx.engine.setup import Setup
@@ -112,15 +113,10 @@ def compile_batch(
     """
     contexts, _ = _padded(work)
     run = LongContext(engine, model.tokenizer, model.manifest)
-    asked = [(question, answer) for question, answer in work.asked]
-    return begun_or_none(
-        lambda: run.compile(
-            Lengths([*map(len, contexts)], asked, reserve=work.reserve, capacity=work.slots),
-            stop=work.stop,
-            keep=False,
-            into=into,
-        )
-    )
+    lengths = Lengths([*map(len, contexts)], work.asked, work.reserve, work.slots)
+    with contextlib.suppress(LongctxError):
+        return run.compile(lengths, stop=work.stop, keep=False, into=into)
+    return None
 
 
 def rows_that_fit(engine: Engine, rows: int, slots: int, reserve: int, memory: int | None) -> int:

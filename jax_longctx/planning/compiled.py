@@ -17,48 +17,41 @@ On a CPU the host calls a program for each layer, and others for what comes befo
 layers. A CPU target has these in place of the above, under the same kinds.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
-from jax_longctx.contract import Prompt, Segment, Stage
-from jax_longctx.engine import Sampling
-from jax_longctx.engine.ahead import Listing
-from jax_longctx.engine.capacity import bytes_per_device, reserved, staged_caches
-from jax_longctx.engine.decode import DecodeState, Steps, answer_variants, decode_block, first_state
-from jax_longctx.engine.engine import BLOCK
-from jax_longctx.engine.prefill import Logits, finish_donated, whole_finish, whole_segment
-from jax_longctx.engine.sampling import Choices, RowValues, sampling_static, sampling_values
+from jax_longctx.contract import Segment
+from jax_longctx.engine import Lengths
+from jax_longctx.engine.ahead import lower
+from jax_longctx.engine.capacity import bytes_per_device, staged_caches
+from jax_longctx.engine.compiling import Program, listing
+from jax_longctx.engine.programs import list_answer, list_context, list_question
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models import params as parameters
 from jax_longctx.planning.collectives import count_collectives, count_reads
 from jax_longctx.planning.plan import PlanRequest
-from jax_longctx.planning.work import context_segments, weight_bytes
+from jax_longctx.planning.work import weight_bytes
 from jax_longctx.run_spec import RunSpec
-from jax_longctx.sharding import logical_sharding, make_mesh, tree_shardings
+from jax_longctx.sharding import make_mesh
 
 Kind = Literal["context", "finish", "question", "decode"]
-# What a run layer by layer calls, by the functions' names. The number that tells when a segment is
-# done is left out.
+# What a run layer by layer calls beside layers, but for the number that tells when it is done.
 PARTS = {
     "_embedded": "embedding",
-    "_through_layer": "a layer",
     "_normed": "last norm",
     "_wanted": "logits",
     "_next_state": "choice of a token",
-    "_finish_layer": "a layer",
 }
 
 
@@ -115,7 +108,7 @@ def compile_plan(
         waiting = []
         for program in used:
             begun = time.perf_counter()
-            lowered = program.lower()
+            lowered = lower(program.function, program.args)
             lowering = time.perf_counter() - begun
             waiting.append(pool.submit(_compiled, program, lowered, lowering, weights))
         for done, (program, compiling) in enumerate(zip(used, waiting, strict=True)):
@@ -137,7 +130,7 @@ class UsedProgram:
     Attributes:
       name: unique among the programs of a run.
       function: a `Program`.
-      args: its arguments; arrays as shapes, or as numpy.
+      args: its arguments; large arrays as shapes.
       resident: bytes of weights and caches on each device while it runs.
     """
 
@@ -147,165 +140,70 @@ class UsedProgram:
     args: tuple[Any, ...]
     resident: int
 
-    def lower(self) -> Any:
-        """The lowered program."""
-        with warnings.catch_warnings():
-            # A cache that shrinks cannot be finished in place, as in a run.
-            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            return self.function.lower(*self.args)
-
 
 def used_programs(request: PlanRequest, setup: Setup, rows: int) -> list[UsedProgram]:
-    """The programs of a run of `rows` rows, in the order of first use."""
-    method, shards, reserve = setup.method, setup.mesh.shape["seq"], request.reserve
-    empty, kept, answering = staged_caches(setup, rows, request.context, reserve)
-    used, vocabulary = _Used(setup, rows), setup.config.vocab_size
-    longest = max(reserve - 1, 1)
-    segments = context_segments(setup, request.context, reserve, longest)
-    used.segments("context", empty, segments, None, "none")
-    used.end("context", empty, finish_donated, reserve)
-    asked = Prompt(
-        "question", setup.chunk, question=[range(longest)], shards=shards, vocab_size=vocabulary
-    )
-    logits = used.made(_shape(jnp.float32, rows, vocabulary))
-    used.segments("question", kept, method.segments(asked), logits, "last")
-    if method.info.answers_apart:
-        # A program of one layer runs beside what the layers before it were given.
-        used.end("question", kept, whole_finish, reserve, answering if setup.by_layer else ())
-    used.decode(answering, answer_variants(method, reserved(reserve)))
-    return used.found
+    """The programs of a run of `rows` rows, in the order of first use.
 
-
-class _Used:
-    """Lists the programs of a run.
-
-    Attributes:
-      found: the list.
+    Those that make empty caches and choose the first token need less memory, and are left out.
     """
+    reserve, params = request.reserve, abstract_params(setup)
+    empty, kept, answering = staged_caches(setup, rows, request.context, reserve)
+    weights, found = weight_bytes(setup), dict[Any, UsedProgram]()
+    stage: Kind = "context"
+    names = collections.Counter[str]()
 
-    def __init__(self, setup: Setup, rows: int):
-        self.setup, self.rows = setup, rows
-        self.params, self.weights = abstract_params(setup), weight_bytes(setup)
-        self.total = self.made(_shape(jnp.int32, rows))
-        self.found: list[UsedProgram] = []
-        self._known: dict[Any, int] = {}
+    def take(program: Program, args: tuple[Any, ...]) -> Any:
+        key, (name, kind) = program.key(args), _name(stage, program, args, setup)
+        caches = {"context": empty, "question": kept, "decode": answering}[stage]
+        if kind == "finish" and stage == "question" and setup.by_layer:
+            # A program of one layer runs beside what the layers before it were given.
+            caches = *kept, *answering
+        resident = weights + bytes_per_device(setup.mesh, caches)
+        if key in found:
+            # The embedding of a chunk, say, whichever stage it is of.
+            most = max(found[key].resident, resident)
+            found[key] = dataclasses.replace(found[key], resident=most)
+        elif name is not None:
+            names[name] += 1
+            name += f" #{names[name]}" if names[name] > 1 else ""
+            found[key] = UsedProgram(name, kind, program, args, resident)
+        return program.eval_shape(*args)
 
-    def made(self, shapes: Any) -> Any:
-        """The arguments of a program, other than weights and caches.
-
-        What a run layer by layer calls is listed by running it: there these are arrays.
-        """
-        return _zeros(shapes) if self.setup.by_layer else shapes
-
-    def add(self, name: str, kind: Kind, caches: Any, function: Any, *args: Any) -> None:
-        """Adds a program, or those of its layers; a number makes a name unique."""
-        resident = self.weights + bytes_per_device(self.setup.mesh, caches)
-        parts = [("", function, args)]
-        if self.setup.by_layer:
-            parts = [
-                (f": {PARTS[jitted.__name__]}", jitted, given)
-                for jitted, given in _called(self.setup.mesh, function, args)
-            ]
-        for part, jitted, given in parts:
-            signature = jitted, _signature(given)
-            if self.setup.by_layer and signature in self._known:
-                # The embedding of a chunk, say, whichever stage it is of.
-                at = self._known[signature]
-                most = max(self.found[at].resident, resident)
-                self.found[at] = dataclasses.replace(self.found[at], resident=most)
-                continue
-            self._known[signature] = len(self.found)
-            same = sum(each.name.split(" #")[0] == name + part for each in self.found)
-            numbered = f"{name}{part} #{same + 1}" if same else name + part
-            self.found.append(UsedProgram(numbered, kind, jitted, given, resident))
-
-    def segments(
-        self, kind: Kind, caches: Any, segments: Iterable[Segment], logits: Any, wanted: Logits
-    ) -> None:
-        """Adds the programs of a stage's segments, each signature once."""
-        setup, signatures = self.setup, set()
-        for segment in segments:
-            signature = _signature(segment)
-            if signature in signatures:
-                continue
-            signatures.add(signature)
-            # The segment has one row; all rows are alike.
-            whole = jax.tree.map(lambda leaf: np.repeat(leaf, self.rows, axis=0), segment)
-            args = setup, self.params, placed(setup.mesh, caches), whole, self.total
-            name = _segment_name(kind, segment, setup.mesh.shape["seq"])
-            self.add(name, kind, caches, whole_segment, *args, logits, wanted)
-
-    def end(
-        self, stage: Stage, caches: Any, function: Any, reserve: int, beside: tuple[Any, ...] = ()
-    ) -> None:
-        """Adds the program that ends a stage; the caches `beside` are in memory too."""
-        args = (self.setup, placed(self.setup.mesh, caches), self.total, stage, reserved(reserve))
-        self.add(f"end of the {stage}", "finish", (*caches, *beside), function, *args)
-
-    def decode(self, caches: Any, variants: tuple[str, ...]) -> None:
-        """Adds a block of decode steps."""
-        setup, rows = self.setup, self.rows
-        kinds = " and ".join(filter(None, variants))
-        turns = _shape(jnp.int32, rows, BLOCK)
-        if setup.by_layer:
-            # A step of each variant.
-            turns = np.full((rows, BLOCK), -1, np.int32)
-            turns[:, : len(variants)] = range(len(variants))
-        values = self.made(abstract_values(rows))
-        self.add(
-            f"decode, {kinds} steps" if kinds else "decode",
-            "decode",
-            caches,
-            decode_block,
-            *(setup, self.params, placed(setup.mesh, caches), self.made(abstract_state(rows))),
-            Steps(self.total, turns, values, variants, sampling_static(Sampling())),
-        )
+    longest = max(reserve - 1, 1)
+    lengths = Lengths([request.context] * rows, [], reserve)
+    with listing(setup.mesh, take):
+        context = list_context(setup, params, lengths, longest)
+        stage = "question"
+        run, logits = list_question(setup, params, context, longest, 1, keep=False)
+        stage = "decode"
+        list_answer(setup, params, run, logits, max(reserve, 2))
+    return [*found.values()]
 
 
-def _called(mesh: Any, function: Any, args: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The programs, named in `PARTS`, that a run layer by layer calls in place of `function`."""
-
-    def stand_in(given: tuple[Any, ...], result: Any) -> Any:
-        if isinstance(result, tuple):
-            return tuple(stand_in(given, each) for each in result)
-        if result is None:
-            return None
-        if isinstance(result, DecodeState | Choices):
-            return _zeros(result)
-        if not hasattr(result, "shape"):
-            return placed(mesh, result)
-        if result.ndim < 3:
-            return _zeros(result)
-        # Hidden states lie where the tokens were embedded.
-        like = (arg.sharding for arg in given if getattr(arg, "shape", None) == result.shape)
-        sharding = next(like, None) or logical_sharding(mesh, ("batch", given[-1], None))
-        return jnp.zeros(result.shape, result.dtype, device=sharding)
-
-    def as_shape(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array) or leaf.ndim < 3:
-            return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
-    listing = Listing(stand_in)
-    with listing.rehearsing():
-        function.__wrapped__(*args)
-    return [
-        (jitted, jax.tree.map(as_shape, given))
-        for jitted, given in listing.programs
-        if jitted.__name__ in PARTS
-    ]
+def _name(
+    stage: Kind, program: Program, args: tuple[Any, ...], setup: Setup
+) -> tuple[str | None, Kind]:
+    """A program's name and kind; no name for one that is left out."""
+    function = program.__name__
+    if function in ("_segment", "_through_layer"):
+        segment, part = (args[3], "") if function == "_segment" else (args[5], ": a layer")
+        if stage == "decode":
+            kinds = [segment.variant] if segment.variant else []
+            return _decode_name(kinds) + part, stage
+        return _segment_name(stage, segment, setup.mesh.shape["seq"]) + part, stage
+    if function in ("_finish", "_finish_layer"):
+        ended, part = (args[3], "") if function == "_finish" else (args[4], ": a layer")
+        return f"end of the {ended}{part}", "finish"
+    if function == "_decode_block":
+        return _decode_name(filter(None, args[4].variants)), stage
+    if function in PARTS:
+        return f"{PARTS[function]}, {args[2].shape[1]:,} tokens", stage
+    return None, stage
 
 
-def _signature(tree: Any) -> Any:
-    """What `jit` tells the programs of a run apart by."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple(
-        (np.shape(leaf), leaf.dtype) if hasattr(leaf, "shape") else leaf for leaf in leaves
-    )
-
-
-def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+def _decode_name(kinds: Iterable[str]) -> str:
+    said = " and ".join(kinds)
+    return f"decode, {said} steps" if said else "decode"
 
 
 def _segment_name(kind: Kind, segment: Segment, shards: int) -> str:
@@ -321,30 +219,6 @@ def abstract_params(setup: Setup) -> Any:
     form = {"dtype": setup.dtype.name, "weights": setup.weights}
     params = parameters.abstract_params(setup.config, RunSpec(mesh=setup.mesh, **form))
     return params if setup.by_layer else parameters.stacked_layers(setup.config, params)
-
-
-def placed(mesh: Any, caches: Any) -> Any:
-    """Shapes with their shardings."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        caches,
-        tree_shardings(mesh, caches),
-    )
-
-
-def abstract_state(rows: int) -> DecodeState:
-    """The state of greedy decoding, as shapes."""
-    return jax.eval_shape(lambda: first_state(np.ones(rows, bool), None))
-
-
-def abstract_values(rows: int) -> RowValues:
-    """The values of requests, as shapes."""
-    values = sampling_values(Sampling(seed=(0,)), rows)
-    return jax.tree.map(lambda leaf: _shape(leaf.dtype, *leaf.shape), values)
-
-
-def _shape(dtype: Any, *sizes: int) -> Any:
-    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def _devices(request: PlanRequest, count: int) -> list[Any]:

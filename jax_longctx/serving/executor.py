@@ -21,17 +21,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_longctx.api import LongContext
 from jax_longctx.contract import Stage, own_tokens
-from jax_longctx.engine import Context, Progress
+from jax_longctx.engine import Context, Lengths, Progress
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import SMALLEST, SPARE, available_bytes, bytes_per_device
 from jax_longctx.engine.context_io import Saving, load_context, made_by_engine, save_context
 from jax_longctx.engine.distributed import share, to_host
 from jax_longctx.engine.places import cannot_share
+from jax_longctx.engine.programs import list_context
 from jax_longctx.engine.running import Chosen, Request, RunningBatch
 from jax_longctx.engine.runs import copied_layer
 from jax_longctx.engine.scoring import TextScores
@@ -105,7 +105,7 @@ class Executor:
         self._saving: Saving | None = None
         self._loading: tuple[str, Future[Context]] | None = None
         self._compilation: Compilation | None = None
-        self._rehearsals: Iterator[int] = iter(())
+        self._lists: Iterator[int] = iter(())
 
     def do(self, order: str, **arguments: Any) -> Any:
         """The leader's: carries out an order in all processes; what it returns or raises here.
@@ -135,7 +135,7 @@ class Executor:
         Questions have at most `question` tokens. `compile_on` goes on with it.
         """
         self._compilation = Compilation(self.engine.mesh)
-        self._rehearsals = self._rehearsed(texts, min(question, self.reserve - 1))
+        self._lists = self._listed(texts, min(question, self.reserve - 1))
 
     def compile_on(self) -> tuple[int, int, bool]:
         """Lowers the programs of the next size, or waits a second for those that compile.
@@ -144,7 +144,7 @@ class Executor:
         """
         found, known = self._compilation, True
         assert found is not None
-        if next(self._rehearsals, None) is not None:
+        if next(self._lists, None) is not None:
             known = False
         else:
             found.close()
@@ -158,8 +158,8 @@ class Executor:
         if self._compilation is not None:
             self._compilation.cancel()
 
-    def _rehearsed(self, texts: int, question: int) -> Iterator[int]:
-        """Rehearses the requests of each size; texts of one size share programs."""
+    def _listed(self, texts: int, question: int) -> Iterator[int]:
+        """Lists the programs of each size; texts of one size share programs."""
         longest = self._length - 2
         sizes: dict[tuple[int, bool], list[int]] = {}
         # Of one size, texts that rows share run in another batch.
@@ -169,38 +169,31 @@ class Executor:
         asked = self._questions(question)
         for (capacity, _), lengths in sizes.items():
             try:
-                self._rehearse(capacity, lengths, asked)
-            except (CapacityError, jax.errors.JaxRuntimeError) as error:
-                if not isinstance(error, CapacityError) and "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
+                self._list(capacity, lengths, asked)
+            except CapacityError as error:
                 # As a request for it will be told.
                 log.warning("the programs of %d tokens are not compiled: %s", lengths[-1], error)
             yield capacity
 
-    def _rehearse(self, capacity: int, lengths: Sequence[int], asked: Sequence[int]) -> None:
+    def _list(self, capacity: int, lengths: Sequence[int], asked: Sequence[int]) -> None:
         """Calls the programs of texts of these lengths, and of questions about them."""
         assert self._compilation is not None
         engine = self.engine
         # The shortest text has room for the longest questions. The others are only read.
         fitting = [n for n in asked if lengths[0] + n < self._length]
         others = self._reading_alike(capacity, lengths)
-        with self._compilation.rehearsing(last=False):
+        engine.check_lengths([max(lengths)], self.reserve, capacity)
+        with self._compilation.listing(last=False):
             for tokens, questions in [(lengths[0], fitting), *((n, []) for n in others)]:
-                context = engine.prefill(
-                    [[0] * tokens],
-                    reserve=self.reserve,
-                    capacity=capacity,
-                    questions=[[0]] if engine.method.info.needs_question else None,
-                )
-                try:
-                    for cache in context.usable_caches():
-                        # To save it.
-                        copied_layer(cache, jnp.int32(0))
-                    if questions:
-                        self._batch("", context).rehearse(context, questions)
-                finally:
-                    # Its memory is another size's now.
+                sizes = Lengths([tokens], [], self.reserve, capacity)
+                context = list_context(engine.setup, engine.params, sizes, 1)
+                for cache in context.usable_caches():
+                    # To save it.
+                    copied_layer(cache, np.int32(0))
+                if questions:
+                    batch = self._batch("", context)
                     self._shared.pop("", None)
+                    batch.list_programs(context, questions, max_tokens=self.reserve)
 
     def _questions(self, most: int) -> list[int]:
         """Lengths of questions that call all programs of questions: they are padded to few."""

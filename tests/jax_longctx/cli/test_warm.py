@@ -10,7 +10,6 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax_longctx import api
 from jax_longctx.batch import run as batch
 from jax_longctx.cli.terminal import Compiling
-from jax_longctx.engine.ahead import MOST_TIMES, TIMES, read_times, write_time
 from jax_longctx.engine.compiling import CompileClock
 from jax_longctx.evaluation import runner
 from jax_longctx.evaluation.rows import read_rows
@@ -18,21 +17,11 @@ from jax_longctx.evaluation.rows import read_rows
 LARGE = {f"jit({name})" for name in ("_through_layer", "_segment", "_decode_block", "_finish")}
 
 
-@pytest.fixture
-def times(tmp_path):
-    """The file that keeps how long programs took, in an empty folder as the persistent cache's."""
-    told = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    yield tmp_path / TIMES
-    jax.config.update("jax_compilation_cache_dir", told)
-
-
 @pytest.mark.parametrize("command", ["ask", pytest.param("generate", marks=pytest.mark.slow)])
-def test_programs_compile_while_weights_load(command, checkpoint, book, run, times, monkeypatch):
+def test_programs_compile_while_weights_load(command, checkpoint, book, run, monkeypatch):
     words = {"ask": (book, "Who?"), "generate": ("The pass key",)}[command]
     args = [command, *words, "-c", checkpoint, "--max-tokens", 4, "--json"]
     expected = run(*args, code=0)
-    assert not times.exists()
     jax.clear_caches()
     waits, order = [], []
     wait, load = Compiling.wait, api.load_params
@@ -50,14 +39,11 @@ def test_programs_compile_while_weights_load(command, checkpoint, book, run, tim
     seconds = found["seconds"]
     assert seconds["compile"] > max(seconds["prefill"], seconds["first_token"], 0.1)
     assert waits[0][0] > 3 and len(waits) == (2 if command == "ask" else 1)
-    # The next run of the same model tells how long it took.
-    (took,) = json.loads(times.read_text()).values()
-    assert 0 < took < 600
 
 
 @pytest.mark.parametrize("command", ["batch", "eval"])
 @pytest.mark.slow
-def test_every_shape_is_compiled_first(command, checkpoint, run, times, tmp_path, monkeypatch):
+def test_every_shape_is_compiled_first(command, checkpoint, run, tmp_path, monkeypatch):
     folder = tmp_path / "work"
     folder.mkdir()
     lines = [{"prompt": "The pass key is"}, {"context": "A book. " * 40, "question": "Who?"}]
@@ -119,20 +105,6 @@ def test_an_error_of_loading_is_raised(checkpoint, monkeypatch):
     with pytest.raises(api.InputError, match="are gone"):
         api.load(checkpoint, ahead=seen.append)
     assert len(seen) == 1
-
-
-def test_times_are_kept_and_bounded(times):
-    assert read_times() == {}
-    for number in (MOST_TIMES - 1, MOST_TIMES, MOST_TIMES + 2):
-        times.write_text(json.dumps({str(n): 1.0 for n in range(number)}))
-        write_time("new", 2.5)
-        kept = read_times()
-        assert kept["new"] == 2.5 and len(kept) == MOST_TIMES
-    for damaged in ("[1]", "damaged"):
-        times.write_text(damaged)
-        assert read_times() == {}
-    write_time("new", 3.0)
-    assert read_times() == {"new": 3.0}
 
 
 # As the text and the question of an `ask` below are laid out.

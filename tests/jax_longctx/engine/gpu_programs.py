@@ -158,6 +158,7 @@ def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
     from jax_longctx.engine.engine import BLOCK
     from jax_longctx.engine.sampling import GREEDY, SamplingStatic
     from jax_longctx.planning import compiled
+    from tests.jax_longctx.engine import lowering
 
     own, layout = own_tokens(request.spec.method), setup.slot_layout
     assert own is not None
@@ -169,11 +170,11 @@ def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
     shape = jax.ShapeDtypeStruct
     variants = answer_variants(request.spec.method, request.reserve)
     args = (
-        *(setup, compiled.abstract_params(setup), compiled.placed(setup.mesh, caches)),
-        compiled.abstract_state(rows),
+        *(setup, compiled.abstract_params(setup), lowering.placed(setup.mesh, caches)),
+        lowering.abstract_state(rows),
         Steps(
             *(shape((rows,), jnp.int32), shape((rows, BLOCK), jnp.int32)),
-            *(compiled.abstract_values(rows), variants),
+            *(lowering.abstract_values(rows), variants),
             # Other choices of a token are no part of the loop over layers, and compile for long.
             SamplingStatic((GREEDY,)),
         ),
@@ -226,6 +227,7 @@ def main(methods: list[str]) -> None:
     jax.devices("cpu")
 
     from jax_longctx.engine import layers
+    from jax_longctx.engine.ahead import lower
     from jax_longctx.engine.capacity import staged_caches
     from jax_longctx.methods import make_method
     from jax_longctx.models.config import ModelConfig
@@ -265,7 +267,7 @@ def main(methods: list[str]) -> None:
         for used in used_of(request, setup, rows):
             if used.kind not in (kinds(said) if only is None else (only,)):
                 continue
-            compiled = used.lower().compile()
+            compiled = lower(used.function, used.args).compile()
             program = computations(compiled.as_text())
             turns = 2 if used.kind == "decode" else count
             found = {

@@ -12,16 +12,36 @@ from jax_longctx.contract import CHUNK_ROWS, Prompt, RowGroup, Segment, step_var
 from jax_longctx.engine import Sampling
 from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import bytes_per_device
-from jax_longctx.engine.decode import Steps, decode_block
+from jax_longctx.engine.decode import DecodeState, Steps, decode_block, first_state
 from jax_longctx.engine.layers import _through_layer
 from jax_longctx.engine.prefill import whole_segment
-from jax_longctx.engine.sampling import sampling_static
+from jax_longctx.engine.sampling import RowValues, sampling_static, sampling_values
 from jax_longctx.engine.setup import Setup
 from jax_longctx.models.params import layer_params
-from jax_longctx.planning.compiled import abstract_params, abstract_state, abstract_values, placed
+from jax_longctx.planning.compiled import abstract_params as abstract_params
 from jax_longctx.planning.compiled import no_persistent_cache as no_persistent_cache
+from jax_longctx.sharding import tree_shardings
 
 COLUMNS = 32
+
+
+def placed(mesh: Any, caches: Any) -> Any:
+    """Shapes with their shardings."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        caches,
+        tree_shardings(mesh, caches),
+    )
+
+
+def abstract_state(rows: int) -> DecodeState:
+    """The state of greedy decoding, as shapes."""
+    return jax.eval_shape(lambda: first_state(np.ones(rows, bool), None))
+
+
+def abstract_values(rows: int) -> RowValues:
+    """The values of requests, as shapes."""
+    return jax.eval_shape(lambda: sampling_values(Sampling(seed=(0,)), rows))
 
 
 def sharded_caches(setup: Setup, batch: int, slots: int) -> tuple[Any, ...]:

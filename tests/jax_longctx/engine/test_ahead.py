@@ -1,5 +1,6 @@
 """Which programs are compiled: ahead, shared by texts and methods, and by kinds of steps."""
 
+import contextlib
 import functools
 import threading
 import time
@@ -9,14 +10,13 @@ import jax.monitoring
 import jax.numpy as jnp
 import pytest
 
-from jax_longctx.engine.ahead import Compilation, begun_or_none
+from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.compiling import EVENTS, CompileClock, Program
 from jax_longctx.engine.decode import answer_variants, decode_turns
 from jax_longctx.engine.prefill import finish_context, run_segment
-from jax_longctx.engine.rehearsal import Lengths, blocks_of_all, compile_ahead
-from jax_longctx.errors import InputError
-from jax_longctx.methods import Full, make_method
+from jax_longctx.engine.programs import Lengths, compile_ahead
+from jax_longctx.methods import METHODS, Full, make_method
 from jax_longctx.models.params import (
     abstract_params,
     init_params,
@@ -24,60 +24,84 @@ from jax_longctx.models.params import (
     stacking_programs,
 )
 from jax_longctx.run_spec import RunSpec
+from jax_longctx.settings import Sampling
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.test_running import compilations
-from tests.small_methods import small_method
+from tests.small_methods import KINDS, small_method
 from tests.support import engine_over, joined, random_rows, tiny_config, tiny_engine
 
 CONTEXT, QUESTION, ANSWER = [90], [5], 20
 also = functools.partial(pytest.param, marks=pytest.mark.slow)
 most = functools.partial(pytest.param, marks=pytest.mark.thorough)
-HOST = {"offload": "host"}
+ASKED = {"sampling", "keep"}
 TRACED, *_, PROGRAM = EVENTS
 REFRESH = make_method("refreshkv", {"schedule": "fixed", "stride": "3"})
 
 
+@pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize(
-    ("name", "by_layer", "options"),
+    ("name", "sizes", "options"),
     [
-        ("refreshkv", False, {}),
-        *(also(name, True, {}) for name in ("full", "refreshkv", "snapkv")),
-        also("snapkv", False, {}),
-        # What stands in for the host's arrays lies in its memory: else programs are others.
-        *(also("quest", by_layer, HOST) for by_layer in (True, False)),
-        # Questions at prefill, units, and pages that each row has its own number of.
-        *(most(name, False, {}) for name in ("citrus", "infllm", "free-pages")),
+        ("refreshkv", (), {}),
+        *(also(name, (), {}) for name in KINDS if name != "refreshkv"),
+        *(most(name, (), {}) for name in METHODS if name not in KINDS),
+        also(
+            "full",
+            (),
+            {"kv": "int8", "sampling": Sampling(temperature=0.7, repetition_penalty=1.2)},
+        ),
+        # A context that is given up, and one that grows.
+        *(also(name, (), {"keep": False, "reserve": 8}) for name in ("full", "h2o")),
+        also("quest", (), {"offload": "host"}),
+        *(also(name, (2, 2, 2), {}) for name in ("quest", "snapkv")),
+        also("star", (1, 2, 2), {}),
     ],
     ids=str,
 )
-def test_the_run_that_follows_compiles_nothing(name, by_layer, options):
-    method = small_method(name)
-    compilation, compiled = run(method, by_layer, CONTEXT, QUESTION, make_mesh(), **options)
-    assert len(compilation) > 3 and compilation.seconds > 0
-    assert not compiled
-
-
-def answers(engine, texts=CONTEXT, questions=QUESTION, tokens=ANSWER):
-    rows, asked = random_rows(texts, seed=1), random_rows(questions, seed=2)
-    context = engine.prefill(rows, reserve=questions[0] + tokens, questions=asked)
-    return joined(engine.stream(context, asked, max_tokens=tokens))
-
-
-def run(method, by_layer, context, question, mesh, **options):
-    """The compilation ahead, and what a run that answers as always compiles all the same."""
+@pytest.mark.quick("refreshkv")
+def test_the_list_is_what_a_run_calls(name, by_layer, sizes, options):
+    """None missing, none idle; a run that follows compiles nothing, and answers as always."""
     jax.clear_caches()
-    config, how = tiny_config(), {"chunk": 32, "by_layer": by_layer}
+    options, asked = dict(options), {key: options[key] for key in ASKED & options.keys()}
+    config, mesh, reserve = tiny_config(), make_mesh(*sizes), options.pop("reserve", None)
+    how = {"chunk": 32, "by_layer": by_layer} | {k: options[k] for k in options.keys() - ASKED}
+    method, rows = small_method(name), mesh.shape["data"]
     # Shapes in place of weights.
-    params = abstract_params(config, RunSpec(mesh=mesh))
-    engine = engine_over(config, params, method, mesh, **how, **options)
-    ahead = compile_ahead(engine, Lengths(context, [(max(question), ANSWER)]))
-    ahead.wait(check=True)
+    engine = engine_over(config, abstract_params(config, RunSpec(mesh=mesh)), method, mesh, **how)
+    lengths = Lengths(CONTEXT * rows, [(QUESTION[0], ANSWER)], reserve)
+    compilation = compile_ahead(engine, lengths, **asked)
+    compilation.wait(check=True)
     loaded = tiny_engine(method, mesh=mesh, **how)
-    with compilations() as compiled:
-        engine.take_params(loaded.params)
-        found = answers(engine, context, question)
-    assert found == answers(loaded, context, question)
-    return ahead, compiled
+    engine.take_params(loaded.params)
+    given = (CONTEXT * rows, QUESTION * rows, ANSWER, reserve)
+    with calls() as called, compilations() as compiled:
+        found = answers(engine, *given, **asked)
+    assert set(compilation.programs) == called and len(called) > 5
+    # A transfer of JAX's own, to several devices.
+    assert set(compiled) <= ({"jit(_multi_slice)"} if mesh.size > 1 else set())
+    assert found == answers(loaded, *given, **asked)
+
+
+@contextlib.contextmanager
+def calls():
+    """The keys of the programs that are run within it (`Program.key`)."""
+    found, call = set(), Program.__call__
+
+    def run(program, *args):
+        if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
+            found.add(program.key(args))
+        return call(program, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "__call__", run)
+        yield found
+
+
+def answers(engine, texts=CONTEXT, questions=QUESTION, tokens=ANSWER, reserve=None, **asked):
+    rows, questions = random_rows(texts, seed=1), random_rows(questions, seed=2)
+    reserve = reserve or len(questions[0]) + tokens
+    context = engine.prefill(rows, reserve=reserve, questions=questions)
+    return joined(engine.stream(context, questions, max_tokens=tokens, **asked))
 
 
 @pytest.mark.parametrize(
@@ -100,44 +124,15 @@ def test_weights_are_stacked_by_the_programs_that_were_lowered(sizes):
     assert (stacked["layers"]["mlp"]["gate_up"][1, :, 1] == layer["mlp"]["up"]).all()
 
 
-@pytest.mark.slow
-def test_on_a_mesh_the_large_programs_are_found():
-    _, compiled = run(small_method("quest"), False, [90, 40], [5, 3], make_mesh(2, 2, 2))
-    large = {"jit(_segment)", "jit(_decode_block)", "jit(_through_layer)", "jit(_finish)"}
-    assert not large & set(compiled)
-
-
-def test_a_rehearsal_takes_steps_of_every_variant():
-    steps = [blocks_of_all(small_method("full"), tokens) for tokens in (1, 2, 3, 60)]
-    assert steps == [1, 2, 3, 3]
-    # A full step comes now and then: the rehearsal goes on until its second.
-    assert blocks_of_all(small_method("refreshkv"), 200) > 3
-
-
 def test_a_failure_is_raised_where_it_is_asked_for():
     refused = Program(lambda x: x[:2] * 0, compiler_options={"xla_no_such_option": "1"})
     compilation = Compilation(make_mesh())
-    with compilation.rehearsing():
+    with compilation.listing():
         made = refused(jnp.ones(3))
-    assert made.shape == (2,) and not made.any()
+    assert made.shape == (2,)
     compilation.wait()
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         compilation.wait(check=True)
-
-
-def test_only_want_of_memory_and_refusals_are_left_to_the_run():
-    def fails(error):
-        def begin():
-            raise error
-
-        return begin
-
-    short = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-    assert begun_or_none(fails(short)) is None
-    assert begun_or_none(fails(InputError("no rows"))) is None
-    for other in (jax.errors.JaxRuntimeError("INTERNAL: broken"), ValueError("a bug")):
-        with pytest.raises(type(other), match=r"broken|a bug"):
-            begun_or_none(fails(other))
 
 
 def test_seconds_of_compilation_are_joined_where_they_nest(monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def lowered():
-    """The names of the programs that are lowered meanwhile, for a rehearsal."""
+    """The names of the programs that are lowered meanwhile."""
     with lowerings() as names:
         yield names
 
@@ -109,8 +110,8 @@ def test_a_program_is_told_from_others(tmp_path, monkeypatch):
     mesh, x = make_mesh(), jnp.ones(3)
 
     def path(name="f", static=("a", 1), leaves=(x,)):
-        structure = jax.tree.structure(list(leaves))
-        return stored.path_of(tmp_path, name, mesh, static, structure, list(leaves))
+        program = SimpleNamespace(name=name, split=lambda args: (static, args))
+        return stored.path_of(tmp_path, program, mesh, leaves)
 
     others = [
         path("g"),

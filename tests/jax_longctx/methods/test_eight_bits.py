@@ -20,6 +20,7 @@ from jax_longctx.caches import (
 from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import footprint
 from jax_longctx.engine.context_io import load_context, save_context
+from jax_longctx.engine.engine import read_question
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.methods import METHODS, make_method
@@ -120,7 +121,8 @@ def caches_after(name, kv="int8", apart=True, **settings):
     stream = engine.stream(context, questions, max_tokens=2, keep=False)
     taken = None
     with engine.asked(context, False) as run:
-        engine.read_question(run, context, engine.padded(questions))
+        asked = engine.padded(questions)
+        read_question(engine.setup, engine.params, run, asked, context.total)
         if apart and engine.method.info.answers_apart:
             engine.answer_apart(run, context, 2, False)
         taken = jax.tree.map(np.asarray, run.caches[0])

@@ -12,12 +12,14 @@ from jax_longctx.engine.prefill import whole_segment
 from jax_longctx.engine.sampling import sampling_static
 from jax_longctx.engine.setup import Setup
 from jax_longctx.methods import make_method
-from jax_longctx.planning.compiled import abstract_values, count_collectives, placed
+from jax_longctx.planning.compiled import count_collectives
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.engine.lowering import (
     abstract_params,
     abstract_state,
+    abstract_values,
     no_persistent_cache,
+    placed,
 )
 from tests.support import tiny_config
 

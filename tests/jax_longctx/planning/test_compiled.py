@@ -6,15 +6,12 @@ import json
 from unittest.mock import create_autospec
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from jax_longctx.engine import Engine, Lengths, compile_ahead, decode, prefill
-from jax_longctx.engine.ahead import Compilation
+from jax_longctx.engine import Engine
 from jax_longctx.engine.capacity import bytes_per_device, staged_caches
 from jax_longctx.methods import make_method
-from jax_longctx.models.params import abstract_params, init_params
+from jax_longctx.models.params import init_params
 from jax_longctx.planning import compiled
 from jax_longctx.planning.collectives import count_collectives
 from jax_longctx.planning.plan import PlanRequest, make_plan
@@ -22,17 +19,11 @@ from jax_longctx.planning.targets import parse_target
 from jax_longctx.planning.work import weight_bytes
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.engine.test_ahead import calls
 from tests.small_methods import small_method
-from tests.support import engine_over, tiny_config
+from tests.support import random_rows, tiny_config
 
 RESERVE, CHUNK = 40, 32
-# The programs of a whole pass, and the modules that call them.
-FUNCTIONS = {
-    "whole_segment": prefill,
-    "finish_donated": prefill,
-    "whole_finish": prefill,
-    "decode_block": decode,
-}
 
 
 def request(method, context, batch=1, target="cpux8", layers=2):
@@ -44,57 +35,7 @@ def request(method, context, batch=1, target="cpux8", layers=2):
     )
 
 
-def signature(name, args):
-    """What `jit` tells programs apart by: static values, and shapes and dtypes of arrays."""
-    leaves, structure = jax.tree.flatten(args)
-    shapes = [(np.shape(x), str(x.dtype)) if hasattr(x, "dtype") else x for x in leaves]
-    return name, str(structure), str(shapes)
-
-
-class Watched:
-    """Stands in for a program: notes what it is called with, and gives zeros for what it would."""
-
-    def __init__(self, name, seen):
-        self.name, self.real, self.seen = name, getattr(FUNCTIONS[name], name), seen
-        self.answered = 0
-
-    def eval_shape(self, *args):
-        return self.real.eval_shape(*args)
-
-    def __call__(self, *args):
-        self.seen.add(signature(self.name, args))
-        shapes = self.real.eval_shape(*args)
-        given = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        if self.name != "decode_block":
-            return given
-        caches, state, chosen = given
-        self.answered += int(np.sum(np.asarray(args[4].turns)[0] >= 0))
-        done = jnp.full_like(state.done, self.answered >= RESERVE - 2)
-        return caches, dataclasses.replace(state, done=done, finite=~state.finite), chosen
-
-
-def programs_of_a_run(wanted, mesh, monkeypatch):
-    """What an engine calls for a context, a question and an answer that fill the reserve."""
-    params = init_params(wanted.config, RunSpec(mesh=mesh))
-    spec = dataclasses.replace(wanted.spec, mesh=mesh)
-    engine = Engine(wanted.config, params, spec, by_layer=False)
-    rows = [[1 + token % 50 for token in range(wanted.context)]] * wanted.batch
-    found = set()
-    # The longest question and the longest answer that the reserve has room for.
-    for asked, answered, names in (
-        (RESERVE - 1, 1, ("whole_segment", "finish_donated", "whole_finish")),
-        (1, RESERVE - 1, ("decode_block",)),
-    ):
-        questions = [[3] * asked] * wanted.batch
-        with monkeypatch.context() as patch:
-            for name, module in FUNCTIONS.items():
-                seen = found if name in names else set()
-                patch.setattr(module, name, Watched(name, seen))
-            context = engine.prefill(rows, reserve=RESERVE, questions=questions)
-            list(engine.stream(context, questions, max_tokens=answered, stop_ids=(62, 63)))
-    return found
-
-
+@pytest.mark.parametrize("by_layer", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "context", "sizes"),
     [
@@ -108,45 +49,32 @@ def programs_of_a_run(wanted, mesh, monkeypatch):
         ("snapkv", 100, {}),
     ],
 )
-def test_the_programs_are_those_of_a_run(name, context, sizes, monkeypatch):
+def test_the_programs_are_those_of_a_run(name, context, sizes, by_layer):
     mesh = make_mesh(**sizes)
     star = make_method("star", {"block": 32, "anchor": 8})
     method = star if name == "star" else small_method(name)
-    wanted = request(method, context, batch=sizes.get("data", 1))
-    used = compiled.used_programs(wanted, wanted.setup(mesh), wanted.batch)
-    names = {id(getattr(module, name)): name for name, module in FUNCTIONS.items()}
-    planned = [signature(names[id(each.function)], each.args) for each in used]
-    assert len(set(planned)) == len(planned)
-    assert set(planned) == programs_of_a_run(wanted, mesh, monkeypatch)
-    assert len({each.name for each in used}) == len(used)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["snapkv", *(pytest.param(name, marks=pytest.mark.slow) for name in ("refreshkv", "citrus"))],
-)
-def test_the_programs_are_those_of_a_run_layer_by_layer(name, monkeypatch):
-    mesh, method = make_mesh(), small_method(name)
-    wanted = request(method, 100, target="cpu")
-    setup = dataclasses.replace(wanted.setup(mesh), by_layer=True)
-    used = compiled.used_programs(wanted, setup, 1)
-    planned = {signature(each.function.__name__, each.args) for each in used}
-    params = abstract_params(wanted.config, RunSpec(mesh=mesh))
-    engine = engine_over(wanted.config, params, method, mesh, chunk=CHUNK, by_layer=True)
-    found, call = set(), Compilation.call
-
-    def called(self, jitted, args):
-        if jitted.__name__ in compiled.PARTS:
-            found.add(signature(jitted.__name__, args))
-        return call(self, jitted, args)
-
-    monkeypatch.setattr(Compilation, "call", called)
+    rows = sizes.get("data", 1)
+    wanted = request(method, context, batch=rows)
+    setup = dataclasses.replace(wanted.setup(mesh), by_layer=by_layer)
+    used = compiled.used_programs(wanted, setup, rows)
+    assert len({each.name for each in used}) == len(used) > 3
+    spec = dataclasses.replace(wanted.spec, mesh=mesh)
+    engine = Engine(wanted.config, init_params(wanted.config, spec), spec, by_layer=by_layer)
+    seen = []
     # The longest question and the longest answer that the reserve has room for.
     for asked, answered in ((RESERVE - 1, 1), (1, RESERVE - 1)):
-        lengths = Lengths([100], [(asked, answered)], reserve=RESERVE)
-        compile_ahead(engine, lengths).wait(check=True)
+        questions = random_rows([asked] * rows)
+        with calls() as called:
+            texts = random_rows([context] * rows, seed=1)
+            read = engine.prefill(texts, reserve=RESERVE, questions=questions)
+            list(engine.stream(read, questions, max_tokens=answered))
+        seen.append(called)
+    planned = {each.function.key(each.args): each for each in used}
+    assert planned.keys() <= seen[0] | seen[1]
     # A short question and a short answer are of other shapes than the longest.
-    assert planned <= found and len(planned) > 6
+    named = {each.function.key(each.args)[0] for each in used}
+    left = {key for key in seen[0] - planned.keys() if key[0] in named}
+    assert not left
 
 
 def test_a_program_holds_the_weights_and_all_caches_also_those_it_does_not_read():
@@ -155,18 +83,12 @@ def test_a_program_holds_the_weights_and_all_caches_also_those_it_does_not_read(
     sizes = make_plan(wanted, {}, largest=False).mesh
     found = compiled.compile_plan(wanted, sizes, lambda *step: told.append(step))
     assert told == [(done, len(found), name) for done, name in enumerate(found)]
-    parts = {}
-    for name in found:
-        program, _, part = name.partition(": ")
-        parts.setdefault(program, []).append(part)
-    asked, context = "question, 32 tokens", ["embedding", "a layer", "last norm"]
-    assert {"a layer", "logits"} <= set(parts.pop(asked))
-    assert parts == {
-        "context (anchor), 1 x 8 tokens": context,
-        "context, 1 x 32 tokens": context,
-        "end of the context": ["a layer"],
-        "decode": [*context, "choice of a token"],
-    }
+    assert {
+        *(f"{part}, {tokens} tokens" for part in ("embedding", "last norm") for tokens in (8, 32)),
+        *("context (anchor), 1 x 8 tokens: a layer", "context, 1 x 32 tokens: a layer"),
+        *("end of the context: a layer", "question, 32 tokens: a layer", "decode: a layer"),
+        *("logits, 32 tokens", "choice of a token, 1 tokens"),
+    } <= found.keys()
     setup = dataclasses.replace(wanted.setup(make_mesh()), by_layer=True)
     empty, kept, _ = staged_caches(setup, 1, 100, RESERVE)
     weights = weight_bytes(setup)
