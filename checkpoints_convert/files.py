@@ -58,7 +58,7 @@ class Source:
         writes back (token ids).
       naming: of its tensors (see `names.expected_tensors`).
       tensors: in the order of the files.
-      read_files: SHA-256 of each file that was read, without those of the tensors.
+      read_files: SHA-256 of each file that was read, but for the tensors' files.
       tokenizer: its files by name: the text, or the file to copy.
     """
 

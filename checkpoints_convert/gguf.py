@@ -38,7 +38,7 @@ MOST_ENTRIES = 1 << 21
 
 
 def open_gguf(path: Path, label: str) -> Source:
-    """A GGUF file. Quantised values count as float32, in which dequantising is exact.
+    """A GGUF file. Quantised values count as float32: dequantising is exact there.
 
     Raises:
       CheckpointError: the file is not GGUF, incomplete or damaged.

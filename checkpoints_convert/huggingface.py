@@ -71,7 +71,7 @@ HEADER_LIMIT = 100 << 20
 
 
 def open_huggingface(folder: Path, label: str) -> files.Source:
-    """A directory such as `save_pretrained` writes.
+    """A directory that `save_pretrained` wrote.
 
     Raises:
       CheckpointError: the directory or a file in it is incomplete or damaged.

@@ -26,7 +26,7 @@ from jax_longctx.models.config import LLAMA_NAMES, ModelConfig
 from jax_longctx.models.llama import ParamInfo
 from jax_longctx.models.params import param_infos
 
-# Our modules -> those of InternLM2's files.
+# Our modules -> InternLM2's.
 INTERNLM2_NAMES = {
     "embed": "model.tok_embeddings",
     "layers.*.attn_norm": "model.layers.*.attention_norm",

@@ -303,7 +303,7 @@ def sentencepiece_files(folder: Path, vocab_size: int) -> dict[str, str]:
             added = {int(token): text for text, token in read_json(older).items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{settings}: its added_tokens_decoder is damaged") from error
-    # Old Llama 2 folders add a padding token, for which the model has no embedding.
+    # Old Llama 2 folders add a padding token; the model has no embedding for it.
     most = max(vocab_size, len(tokens) + len(added))
     for index, text in sorted(added.items()):
         if not 0 <= index < most:

@@ -124,7 +124,7 @@ class AnswerReader:
     def answer(
         self, first: float, decode: float, warning: str | None, fetched: Fetched | None = None
     ) -> Answer:
-        """The answer, of these seconds to its first token and from there on."""
+        """The answer, with its seconds to the first token and from there on."""
         text, finish = "".join(self.pieces), "stop" if self.finished else "length"
         return Answer(text, self.tokens, finish, 0.0, first, decode, warning, fetched)
 
@@ -139,7 +139,7 @@ def read_together(
     """Answers requests over one context, each into its reader, as places of the batch are free.
 
     Returns:
-      for each request the times at which tokens came, of `time.perf_counter`.
+      the times at which each request's tokens came, by `time.perf_counter`.
     """
     times: list[list[float]] = [[] for _ in requests]
     waiting, running = collections.deque(range(len(requests))), dict[int, int]()

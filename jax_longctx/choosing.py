@@ -54,7 +54,7 @@ class Found:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A method as it was measured.
+    """The measurements of a method.
 
     Attributes:
       model: which model it was measured with.
@@ -162,7 +162,7 @@ def choose(
 
 
 def _best(rows: Sequence[tuple[Measured, Any]], ratio: float) -> tuple[Measured, Any]:
-    """The cheapest of those that are as good as the best."""
+    """The cheapest one that is as good as the best."""
     most = max(row.at(ratio).share for row, _ in rows)
     good = [pair for pair in rows if pair[0].at(ratio).interval[1] >= most]
     if all(row.step is not None for row, _ in good):

@@ -14,7 +14,7 @@ class InputError(LongctxError):
 
 
 class OriginError(InputError):
-    """An output that exists and was made from something else, or is not what was written."""
+    """An output that was made from something else, or was changed since."""
 
 
 class LengthError(InputError):
@@ -26,7 +26,7 @@ class CheckpointError(LongctxError):
 
 
 class DamagedError(CheckpointError):
-    """Files that are not what was written, as a digest proves. Only these may be deleted."""
+    """Files that a digest proves changed. Only these may be deleted."""
 
 
 class CapacityError(LongctxError):

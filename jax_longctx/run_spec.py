@@ -44,15 +44,15 @@ class RunSpec:
       method: a long-context method; None for full attention.
       mesh: devices: their numbers along the axes, as "seq=2,tensor=4", or a mesh (`make_mesh`);
         None for one device.
-      dtype: of weights and caches: "float32", "bfloat16" or "float16"; None for that of the
-        checkpoint.
+      dtype: of weights and caches: "float32", "bfloat16" or "float16"; None for the
+        checkpoint's.
       chunk: tokens of a row that one prefill pass takes.
       kv: "int8" for caches that hold keys and values in 8 bits (see `pallas_kernels.quantised`);
         None, or "bfloat16" beside bfloat16 weights, for the weights' dtype.
       weights: "int8" for the layers' matrices in 8 bits; None, or "bfloat16" beside dtype bfloat16,
-        for `dtype`, or for the form in which a checkpoint holds them.
-      offload: "host" for contexts in the host's memory, of which the device keeps what every step
-        reads, and a working set (see `caches.offloaded`); None for the devices' memory.
+        for `dtype`, or for the checkpoint's own form.
+      offload: "host" for contexts in the host's memory; the device keeps what every step reads,
+        and a working set (see `caches.offloaded`). None for the devices' memory.
       working_set: tokens of a row that the working set of each layer holds; None for
         `settings.SHARES` times what a step chooses.
 
@@ -82,7 +82,7 @@ class RunSpec:
 
     @property
     def tier(self) -> Offload | None:
-        """Where contexts lie beside the devices; None for nowhere else."""
+        """Where contexts lie, if not on the devices; else None."""
         if self.offload is None:
             if self.working_set is not None:
                 raise ConfigError("working_set is for offloaded contexts; give offload host too")
@@ -96,7 +96,7 @@ class RunSpec:
         return stored_form("weights", self.weights, self.dtype or "bfloat16")
 
     def over(self, dtype: str, weights: StoredForm | None = None) -> "RunSpec":
-        """The spec over weights of this dtype and 8-bit form, where it says none of its own.
+        """The spec for weights of this dtype and 8-bit form; its own fields come first.
 
         Raises:
           ConfigError: `weights` of the spec is no form that these weights can be brought to.
@@ -126,6 +126,6 @@ class RunSpec:
         return make_mesh(**sizes)
 
     def facts(self) -> dict[str, Any]:
-        """What records say of the run beside its method and its devices."""
+        """What records say of the run, without method and devices."""
         names = ("dtype", "chunk", "kv", "weights", "offload", "working_set")
         return {name: getattr(self, name) for name in names}

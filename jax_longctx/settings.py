@@ -52,7 +52,7 @@ def check_name(table: Collection[str], name: str, noun: str) -> None:
 
 
 def check_form(name: str, noun: str, known: Collection[str] = FORM_NAMES) -> None:
-    """Raises ConfigError for a form that is not offered, of keys and values or of weights."""
+    """Raises ConfigError for an unknown form of keys and values, or of weights."""
     if name == "fp8":
         raise ConfigError(
             f"{noun} fp8 is not offered any more: int8 takes the same bytes and loses less; "

@@ -92,7 +92,7 @@ def logical_sharding(
 def weight_sharding(
     mesh: AnyMesh, axes: Sequence[str | None], shape: Sequence[int]
 ) -> NamedSharding:
-    """The sharding of an engine's weight, or of an activation beside it, of that shape.
+    """The sharding of an engine's weight of that shape, or of an activation that meets it.
 
     As `logical_sharding`, and over `seq` along its axis of `OVER_SEQ`. Where that axis does not
     divide, the weight stays whole on each shard of `seq` (see `undivided`).
@@ -182,7 +182,7 @@ class Stacked:
     """The caches of consecutive layers that are alike, as one.
 
     Attributes:
-      cache: one layer's cache, every array with a first axis more, that of the layers.
+      cache: one layer's cache, every array with one more axis in front: the layers.
       count: how many layers.
     """
 
@@ -197,7 +197,7 @@ def layers_in(cache: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """What an array's field says of it: its logical axes, `in_place` and `host` (`axes_field`)."""
+    """A field's metadata: logical axes, `in_place` and `host` (`axes_field`)."""
 
     axes: tuple[str | None, ...]
     in_place: bool = False
@@ -259,6 +259,6 @@ def tree_specs(tree: Any) -> Any:
 def tree_shardings(mesh: AnyMesh, tree: Any) -> Any:
     """The tree with a `NamedSharding` in place of every array (see `axes_field`).
 
-    It says the memory too: that of the devices, or of the host.
+    It says the memory too: the devices' or the host's.
     """
     return described(tree, lambda leaf: logical_sharding(mesh, leaf.axes, host=leaf.host))

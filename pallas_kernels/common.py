@@ -39,7 +39,7 @@ BLOCK, _TILE = 8192, 128
 
 
 def empty(shape: tuple[int, ...], dtype: Any, form: str | None) -> Any:
-    """Zeros of that shape in `form`, "int8", or where it is None as an array."""
+    """Zeros of that shape: as "int8" where `form` says so, or as an array where it is None."""
     if form is None:
         return jnp.zeros(shape, dtype)
     return Quantised(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], SCALES), jnp.dtype(dtype))

@@ -1,6 +1,6 @@
 """The choice of the implementation that runs, by platform and shapes; the log states it once.
 
-The platform is that of the mesh that the program is traced for (inside `shard_map`). So a program
+The platform is the mesh's that the program is traced for (inside `shard_map`). So a program
 compiled on a CPU host for a TPU gets the TPU's kernel. Without a mesh it is the default backend's.
 `xla` runs everywhere. A platform's own kernel is preferred where it supports the arguments; where
 it does not, the log says why.

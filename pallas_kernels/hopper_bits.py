@@ -95,7 +95,7 @@ def columns_of(ref: Any, dtype: Any, interpreted: bool) -> Float[Array, "C R"]:
 
 
 def in_column_order(x: Shaped[Array, "*R C"]) -> Shaped[Array, "*R C"]:
-    """The columns in the order of those of `rows_of`: in runs of 16, pairs 0 2 4 6 1 3 5 7."""
+    """The columns in the order of `rows_of`: in runs of 16, pairs 0 2 4 6 1 3 5 7."""
     pairs = x.reshape(*x.shape[:-1], -1, 4, 2, 2)
     return jnp.swapaxes(pairs, -3, -2).reshape(x.shape)
 
@@ -252,7 +252,7 @@ def constant(x: int) -> Any:
 
 
 def add(x: Any, y: Any) -> Any:
-    """x + y, of which y may be an int."""
+    """x + y; y may be an int."""
     return arith.addi(x, constant(y) if isinstance(y, int) else y)
 
 

@@ -30,8 +30,8 @@ Carry = tuple[Array, Array, Array]
 def scratch(stream: Stream, copies: int = 1) -> dict[str, Any]:
     """Two rings in shared memory, of keys and of values, their barriers, and room for results.
 
-    Every slot of a ring has a barrier `ready`, at which the `copies` that fill it arrive, and a
-    barrier `free`, at which its reader arrives.
+    Every slot of a ring has two barriers: the `copies` that fill it arrive at `ready`, and its
+    reader at `free`.
 
     Results leave in windows of 64 rows, which overlap: of each the first rows, whole tiles, count.
     """

@@ -62,7 +62,7 @@ class Stream:
 
 
 class Reader(NamedTuple):
-    """One of the warpgroups that attend: its number below READERS, and what it works with."""
+    """A warpgroup that attends: its number below READERS, and its references."""
 
     number: Array
     scratch: dict[str, Any]

@@ -45,7 +45,7 @@ _LANES = 32
 
 
 def scratch(arrays: int) -> dict[str, Any]:
-    """The shared memory of `over_block`, and of `write_list` for so many arrays."""
+    """The shared memory of `over_block`, and of `write_list` for `arrays` arrays."""
     runs = -(-arrays * RUNS // _LANES) * _LANES
     return across() | dict(
         # Of each warp the slots in each run, a byte each: those of even runs, then of odd ones.
@@ -73,7 +73,7 @@ def over_block(
 
 
 def largest(x: Float[Array, "..."], across: Any, interpreted: bool, layout: Any) -> Array:
-    """The largest of all numbers, none of which is NaN, a scalar of all threads; 0.0 for -0.0."""
+    """The largest of all numbers, a scalar of all threads; no number is NaN; 0.0 for -0.0."""
     if interpreted:
         return x.max()
 
@@ -274,7 +274,7 @@ def _over_lanes(x: Any, lane: Any) -> Any:
 def _bases(base: Any, words: int, runs: int, warp: Any, lane: Any) -> tuple[list[Any], Any]:
     """How many slots come before this warp's part of each run, and how many there are.
 
-    Lane l of the i-th number has those of run 32 i + l.
+    Lane l of the i-th number has run 32 i + l.
 
     Args:
       base: of each warp's `words` words of counts.
@@ -371,13 +371,13 @@ def _tree(values: list[Any], combine: Callable[[Any, Any], Any]) -> list[Any]:
 
 
 def _shuffle(how: str, x: Any, by: Any) -> Any:
-    """x of another lane: "up" by so many, or of lane "idx"."""
+    """x of another lane: `by` lanes below ("up"), or lane `by` ("idx")."""
     last = "0x0" if how == "up" else "0x1f"
     return _asm(f"shfl.sync.{how}.b32 $0, $1, $2, {last}, 0xffffffff;", x, by)
 
 
 def _asm(text: str, *given: Any) -> Any:
-    """PTX of 32-bit operands and one 32-bit result. Its order among other such pieces is kept."""
+    """PTX with 32-bit operands and one 32-bit result. The order of such pieces is kept."""
     inputs = ",r" * len(given)
     return llvm.inline_asm(_i32(), list(given), text, "=r" + inputs, has_side_effects=True)
 

@@ -1,4 +1,4 @@
-"""`Plane`: one layer's part of an array that holds those of many layers.
+"""`Plane`: one layer's part of an array that holds many layers.
 
 A loop over layers carries every layer's cache in one array. A slice of it that is changed and put
 back costs a copy of the layer's cache each way; a `Plane` is written where it lies instead. Read as

@@ -63,7 +63,7 @@ def rows_of(x: Any) -> Array:
 
 
 def first_row(x: Any) -> Array:
-    """The row of `as_stored` at which the cache's own begin, [1]."""
+    """The first row of the cache in `as_stored`, [1]."""
     row = x.rows()[1] if isinstance(x, Plane) else jnp.int32(0)
     return row[None]
 
@@ -86,7 +86,7 @@ def key_spec(head_dim: int, block: int, index: Callable[..., tuple]) -> pl.Block
 
 
 def scale_spec(kv_heads: int, block: int, index: Callable[..., tuple]) -> pl.BlockSpec:
-    """`key_spec` for the scales [B, K, S] of keys in 8 bits: those of all kv heads."""
+    """`key_spec` for the scales [B, K, S] of keys in 8 bits, of all kv heads."""
 
     def place(*at):
         *given, first = at
@@ -200,7 +200,7 @@ class Softmax(NamedTuple):
         Args:
           seen: broadcasts to the scores.
           values: [Z,H], or [H,Z] if `minor`; finite, also where nothing is seen.
-          scales: by which the values are multiplied; finite too.
+          scales: the factors of the values; finite too.
         """
         if seen is not None:
             scores = jnp.where(seen, scores, MASKED)

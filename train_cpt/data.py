@@ -70,7 +70,7 @@ Windows = Integer[np.ndarray, "_ T"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """A prepared data set, and what to make it of where it does not exist.
+    """A prepared data set, and its sources if it must be made.
 
     Attributes:
       length: tokens of a text, L + S.
@@ -300,7 +300,7 @@ def read_manifest(directory: Path) -> DataManifest:
 
 
 def check_made_from(config: DataConfig) -> None:
-    """Checks a data set against what its configuration would make it of.
+    """Checks that a data set was made from its configuration's sources.
 
     Raises:
       OriginError: it was made from other files, or in another way.

@@ -45,7 +45,7 @@ Watch = Callable[[str], Callable[[int, int], None]]
 
 
 def parse_method(spec: str) -> Any:
-    """The method of a text such as `"refreshkv:schedule=fixed,stride=10"`.
+    """Parses a method such as `"refreshkv:schedule=fixed,stride=10"`.
 
     Raises:
       InputError: the text has another form.

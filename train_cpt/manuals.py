@@ -119,7 +119,7 @@ def _docstrings(path: Path) -> list[str]:
 
 
 def _fresh(text: str, seen: set[bytes]) -> str:
-    """The paragraphs that are not in `seen`, to which they are added."""
+    """The paragraphs that are not in `seen`; they are added to it."""
     kept = []
     for paragraph in re.split(r"\n\s*\n", text):
         words = " ".join(paragraph.split())

@@ -127,7 +127,7 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
 
 
 def _first_of(directory: Path) -> int:
-    """What the checksums of a run's lines begin with, so that those of other runs differ."""
+    """What the checksums of a run's lines begin with, so that other runs' checksums differ."""
     path = directory / RUN
     return zlib.crc32(path.read_bytes()) if path.exists() else 0
 

@@ -7,7 +7,7 @@ heads, MLP and vocabulary over `tensor`. The tokens of a text are sharded over `
 state is sharded over `data` too (as in ZeRO, Rajbhandari et al. 2020, stages 1 and 2), and each
 device updates its own part.
 
-The defaults are those of Xu et al. 2025, "RefreshKV", section 6: learning rate 5e-6 after 20
+The defaults are from Xu et al. 2025, "RefreshKV", section 6: learning rate 5e-6 after 20
 warm-up steps, falling linearly, no weight decay.
 """
 
@@ -41,7 +41,7 @@ class OptimizerConfig:
     """AdamW with a linear schedule over `steps` steps.
 
     Attributes:
-      warmup: steps in which the learning rate rises to its peak.
+      warmup: steps until the learning rate is at its peak.
       clip: largest global norm of the gradients; 0 does not clip.
       first_moment: dtype of the stored first moment.
     """

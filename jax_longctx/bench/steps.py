@@ -63,7 +63,7 @@ class Step:
 
     Attributes:
       seconds: wall time, the median of whole blocks.
-      kernels: those of a step; None where they were not counted.
+      kernels: of a step; None where they were not counted.
       fetched: what the timed steps and those before fetched from the host's memory; None where
         contexts lie on the devices.
     """
@@ -83,7 +83,7 @@ def check_mesh(mesh: Mesh) -> None:
 
 
 def answer_tokens(blocks: int) -> int:
-    """Tokens of the answer of which `blocks` blocks are timed."""
+    """Tokens of an answer whose `blocks` blocks are timed."""
     return 1 + BLOCK * (blocks + OTHERS)
 
 
@@ -181,7 +181,7 @@ class Answering:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _copies(row: jax.Array, rows: int, axis: int, sharding: NamedSharding) -> jax.Array:
-    """An array of one row, with `rows` of it along `axis`."""
+    """The array of one row, repeated `rows` times along `axis`."""
     return jax.lax.with_sharding_constraint(jnp.repeat(row, rows, axis), sharding)
 
 

@@ -31,7 +31,7 @@ def page_shape(page: int) -> tuple[int, int]:
 
 
 def with_slots(x: Any, slots: int) -> Any:
-    """Keys or values with so many slots."""
+    """Keys or values with `slots` slots."""
     return jax.tree.map(lambda part: resized(part, 2, slots), x)
 
 
@@ -46,7 +46,7 @@ def joined(first: Any, second: Any) -> Any:
 
 
 def rows_of(x: Any) -> tuple[Array, Any]:
-    """The rows of an array, those of all layers of a plane, and the first that is this layer's."""
+    """The rows of an array, of all layers for a plane, and this layer's first row."""
     return x.rows() if isinstance(x, Plane) else (x, 0)
 
 
@@ -84,7 +84,7 @@ def to_host(host: Any, part: Any, place: tuple[Any, Any], run: int) -> Any:
 
 
 def rows_to_host(host: Any, x: Any, row: Any, page: int) -> Any:
-    """The host's pages with whole rows from `row` on: those of `x`, [B, K, S, H]."""
+    """The host's pages with the rows from `row` on replaced by `x`, [B, K, S, H]."""
     values = x.values if isinstance(x, Quantised) else x
     rows, first = rows_of(host)
     _, pages, heads, *lines = rows.shape

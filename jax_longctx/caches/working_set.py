@@ -35,7 +35,7 @@ class Fetches(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WorkingSet(Rewinding):
-    """Frames and the pages in them, of all heads (X = 1) or of each kv head.
+    """Frames and the pages in them, for all heads (X = 1) or for each kv head.
 
     Attributes:
       group: the logical axis of X.
@@ -60,7 +60,7 @@ class WorkingSet(Rewinding):
 
     @property
     def apart(self) -> bool:
-        """Whether kv heads choose apart, of which a shard may have one."""
+        """Whether kv heads choose apart; a shard may have one of them."""
         return self.group is not None
 
     @property

@@ -251,7 +251,7 @@ class Session:
             check_fits(model.engine, load)
 
     def choose(self, model: "LongContext") -> Any:
-        """The method for the document and the questions, or that of the saved context."""
+        """The method for the document and the questions, or the saved context's."""
         asked, saving = self._take(model), self.request.save_context is not None
         if self.text is None:
             from jax_longctx.engine.context_io import method_of
@@ -262,7 +262,7 @@ class Session:
         return options.choose_method(self.terminal, model, len(self.text) + self.reserve, **how)
 
     def compile(self, model: "LongContext") -> "Compilation":
-        """Begins to compile what the document and the first question need."""
+        """Begins to compile the programs for the document and the first question."""
         sizes = list(map(len, self._take(model)))
         assert self.text is not None
         tokens, how = len(self.text), {**self.answers.arguments(), "reserve": self.reserve}

@@ -43,7 +43,7 @@ def convert(
         "The other way: Hugging Face safetensors, bit for bit.", "--to-hf", default=False
     ),
 ) -> None:
-    """Convert a checkpoint, once, to what the other commands load.
+    """Convert a model once, to a checkpoint that the other commands load.
 
     Tensors pass one at a time: a model larger than the memory converts too.
     An interrupted conversion resumes; nothing is left half-written.
@@ -83,7 +83,7 @@ def convert(
 
 
 def _tell(destination: Path, terminal: Terminal) -> None:
-    """What was made, and what to type next."""
+    """Says what was made, and what to type next."""
     from jax_longctx.models.storage import read_manifest
 
     manifest, folder = read_manifest(destination), whole_path(destination)

@@ -30,7 +30,7 @@ class Look:
 
 
 def picture(looks: Sequence[Look], places: Sequence[int]) -> Plot:
-    """A panel a question: shares by position, the asked fact's place and those of the others.
+    """A panel for each question: shares by position, the asked fact's place and the others'.
 
     Args:
       places: of each question's fact, the tokens before it.

@@ -129,7 +129,7 @@ def _compile(
 
 
 def _config(model: str, terminal: Terminal) -> tuple[Any, StoredForm | None]:
-    """The model, and the 8-bit form in which a checkpoint holds its matrices."""
+    """The model, and the 8-bit form of its checkpoint's matrices."""
     from jax_longctx.models.presets import preset
 
     path = expanded(model)

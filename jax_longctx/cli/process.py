@@ -97,7 +97,7 @@ def install() -> None:
 
 
 def run(command: Callable[[], object]) -> None:
-    """Runs the command line, whose exit code becomes that of the process."""
+    """Runs the command line; its exit code becomes the process's."""
     try:
         command()
         _State.code = DONE

@@ -43,7 +43,7 @@ class Listening:
     )
     port: int = option("Port to listen on; 0 takes a free one.", default=8000)
     name: str | None = option(
-        "Name of the model for clients; that of the checkpoint's folder unless given.",
+        "Name of the model for clients; the checkpoint's folder unless given.",
         metavar="NAME",
     )
     api_key_file: Path | None = option(
@@ -137,7 +137,7 @@ class Limits:
         metavar="TOKENS",
     )
     share_from: int = option(
-        "Answers about a text of at least so many tokens share it in memory, under methods that "
+        "Answers about a text of at least TOKENS tokens share it in memory, under methods that "
         "can (full, dynamic-ntk, ring, star, quest, arkvale). Every row has memory for a shorter "
         "one, under other methods for --length.",
         metavar="TOKENS",
@@ -170,7 +170,7 @@ class Limits:
     max_ttl: float = option("Most seconds that a request may say.", default=7 * 86400.0)
     max_contexts: int = option("Most contexts at a time; others get 429.", default=1024)
     ready_for: int | None = option(
-        "Compile the programs of texts of up to so many tokens, and of the longest, before "
+        "Compile the programs of texts of up to TOKENS tokens, and of the longest, before "
         "requests are taken; 0 compiles none. The first text of another size compiles its own, and "
         "answers pause. --share-from on GPUs and TPUs, 0 on a CPU and in several processes unless "
         "given.",

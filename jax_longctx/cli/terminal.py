@@ -38,7 +38,7 @@ OnText = Callable[[int, str], None]
 
 # Seconds between progress lines where stderr is a file or a pipe.
 LINE_EVERY = 10.0
-# Seconds of compilation from which on a note mentions it.
+# A note mentions compilation from this many seconds on.
 LEAST_COMPILED = 0.05
 NARROWEST_BAR, WIDEST_BAR = 10, 40
 
@@ -241,7 +241,7 @@ class Compiling:
         return begun
 
     def wait(self, *, prefill: bool = False) -> None:
-        """Waits for the programs, with progress; with `prefill` for those of the prefill."""
+        """Waits for the programs, with progress; with `prefill`, for the prefill's alone."""
         if self._begun is None:
             return
         with self.clock.waiting(), self._terminal.progress("compiling", "programs") as update:

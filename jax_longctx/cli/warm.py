@@ -139,7 +139,7 @@ class _Model:
         terminal: Terminal,
         name: str,
     ) -> dict[str, Any]:
-        """Compiles, with progress, what one question and what several questions need.
+        """Compiles, with progress, the programs of one question and of several.
 
         The first time also what stacks the weights' layers, where a device loops over them.
 

@@ -5,7 +5,7 @@ The engine makes it inside the manual `shard_map`. A collective over one shard r
 Slots are numbered in the text's order. They lie over the shards in one of two ways:
 
 - in stripes: runs of `STRIPE` slots (or the largest common divisor of that and a shard's slots) are
-  dealt to the shards in turn. While a text is read, every shard holds as many filled slots as any
+  dealt to the shards in turn. During prefill every shard holds as many filled slots as any
   other, up to a stripe;
 - in blocks: each shard holds one run of slots. That is a single stripe of all its slots.
 
@@ -61,7 +61,7 @@ class SlotLayout:
 
     @property
     def turn(self) -> int:
-        """Slots after which the shards' indices begin alike."""
+        """Slots of one turn of the shards: the layout repeats after it."""
         return STRIPE * self.shards
 
     def along(self, name: str | None) -> "SlotLayout":
@@ -69,7 +69,7 @@ class SlotLayout:
         return self if name in ("slots", "pages") else SlotLayout()
 
     def of_shard(self, size: int, page: int, shard: Any) -> "OwnSlots":
-        """The `size` entries of a shard, each a page of so many slots."""
+        """The `size` entries of a shard, each of `page` slots."""
         stripe = size if self.stripe is None else math.gcd(self.stripe, size * page) // page
         return OwnSlots(size, self.shards, shard, stripe)
 
@@ -152,7 +152,7 @@ class OwnSlots:
         return jnp.clip(entry // turn * self.stripe + part, 0, self.size)
 
     def find(self, entry: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-        """Entries as indices on this shard; -1 for those of other shards, and for no entries."""
+        """Entries as indices on this shard; -1 for another shard's entries and for none."""
         local, mine = entry, entry >= 0
         if self.shards > 1:
             local = entry // (self.stripe * self.shards) * self.stripe + entry % self.stripe
@@ -212,7 +212,7 @@ class LayerContext:
     def rotate(
         self, x: Float[Array, "B T N H"], positions: Int[Any, "#B T"]
     ) -> Float[Array, "B T N H"]:
-        """`x` under rotary embedding at `positions`; see `rope_angles` for those of numpy."""
+        """`x` under rotary embedding at `positions`; for numpy positions see `rope_angles`."""
         return apply_rope(x, *rope_angles(self.rope, x.shape[-1], positions, self.total))
 
     @property
@@ -221,7 +221,7 @@ class LayerContext:
         return jax.lax.axis_size("tensor")
 
     def psum_heads(self, x: Array) -> Array:
-        """Sum over the shards of the heads, of sums over each shard's own heads."""
+        """Sum over the shards of the heads; `x` is each shard's sum over its own heads."""
         return jax.lax.psum(x, "tensor")
 
     def gather_heads(self, x: Array, axis: int) -> Array:
@@ -238,7 +238,7 @@ class LayerContext:
         return jax.lax.axis_size("seq")
 
     def slots(self, size: int, page: int = 1) -> OwnSlots:
-        """Which slots this shard holds, of which it has `size`; or pages of `page` slots each."""
+        """Where this shard's `size` slots lie, or its pages of `page` slots each."""
         return SlotLayout(self.seq_size, self.stripe).of_shard(size, page, self.seq_index)
 
     def seq_offset(self, local_slots: int) -> Int[Array, ""]:

@@ -69,7 +69,7 @@ class Compilation:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def prefill_ends(self) -> None:
-        """Marks the programs so far as those of the prefill (see `wait`)."""
+        """Marks the end of the prefill's programs (see `wait`)."""
         self._first = len(self.programs)
 
     @property
@@ -85,7 +85,7 @@ class Compilation:
         check: bool = False,
         every: float = 0.2,
     ) -> None:
-        """Returns when all programs are compiled, or with `prefill` those of the prefill.
+        """Returns when all programs are compiled; with `prefill`, when the prefill's are.
 
         Unless `check` is True, a program that failed is not reported here: the run compiles it
         again and raises its error.

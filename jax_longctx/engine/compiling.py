@@ -72,7 +72,7 @@ _programs: weakref.WeakSet["Program"] = weakref.WeakSet()
 class Program:
     """A jitted function of the engine, whose calls can be listed.
 
-    Its attributes are those of the jitted function.
+    It has the attributes of the jitted function.
 
     Args:
       function, options: as of `jax.jit`.

@@ -1,4 +1,4 @@
-"""What `Engine` hands out of a text: how far it is read, and its caches once it is."""
+"""The progress of a prefill, and its result: a context."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from jax_longctx.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Tokens read so far, of all rows, and the seconds it took."""
+    """Tokens prefilled so far, in all rows, and the seconds."""
 
     done: int
     total: int
@@ -31,7 +31,7 @@ class Context:
       total: each row's total length, as rotary embedding sees it.
       caches: one a layer, or one for each run of layers that are alike (see `engine.runs`); None
         while a question over an append-only method borrows them.
-      questions: the questions it was read for, where the method needs them at prefill.
+      questions: the questions of the prefill, where the method needs them.
       answering_bytes: what the newest answer's caches held, over all devices.
       host_bytes: what they held in the hosts' memory.
       method: the method that prefilled it; no other can ask it. None is not checked.

@@ -37,7 +37,7 @@ def share(value: Any) -> Any:
 
 
 def from_leader(make: Callable[[], Any]) -> Any:
-    """What `make` returns on the leader, which alone calls it; an error of it is everyone's.
+    """Calls `make` on the leader alone; every process gets its result, or its error.
 
     Raises:
       LongctxError: `make` raised it.

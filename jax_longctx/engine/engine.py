@@ -152,7 +152,7 @@ class Engine:
     def under(self, method: Method, **changes: Any) -> "Engine":
         """An engine of the same weights under another method; `changes` are fields of the spec.
 
-        The working set is that of the contexts' place: another place has its own, or the default.
+        The working set goes with the contexts' place: another place has its own, or the default.
 
         Raises:
           ConfigError: as at construction.
@@ -190,12 +190,12 @@ class Engine:
         """Reads the contexts (rows of any length, also empty) into a cache.
 
         Args:
-          reserve: tokens of a question and its answer for which every row keeps slots free, in
-            the steps of `capacity.reserved`; a longer one makes the cache grow.
+          reserve: slots that every row keeps free for a question and its answer, rounded by
+            `capacity.reserved`; a longer one makes the cache grow.
           questions: what will be asked; only for methods that need it at prefill.
           total: each row's total length as rotary embedding sees it (dynamic NTK): the tokens that
-            are known when reading begins. The length of the context by default: questions come
-            later, and neither they nor memory options may change how a context was read.
+            are known when prefill begins. The length of the context by default: questions come
+            later, and neither they nor memory options may change a context.
           capacity: least slots of the cache, so that texts of several lengths share programs.
           progress: called after every chunk.
 
@@ -225,7 +225,7 @@ class Engine:
         ahead: Callable[[], bool] = lambda: True,
         states: Callable[[Segment, Array], None] | None = None,
     ) -> Generator[Progress, None, Context]:
-        """`prefill`, a segment each turn: what needs the device meanwhile runs between two.
+        """`prefill` as a generator: other work on the device may run between two segments.
 
         Checks and raises as `prefill` does, at the first turn. One that is closed early leaves
         nothing behind.
@@ -342,7 +342,7 @@ class Engine:
 
     @contextlib.contextmanager
     def asked(self, context: Context, keep: bool) -> Iterator[Run]:
-        """Forks the context for one question; afterwards the context is as it was, if kept."""
+        """Forks the context for one question. If kept, the context is then as before."""
         run = Run(self._fork(context, keep))
         try:
             yield run
@@ -472,7 +472,7 @@ class Engine:
         return slots
 
     def check_capacity(self, batch: int, slots: int, reserve: int) -> None:
-        """CapacityError unless new caches of that size fit beside what is in memory already."""
+        """CapacityError unless new caches of that size fit into the free memory."""
         shapes = [
             abstract_caches(self.setup, batch, count, reserve) for count in (slots, 2 * slots)
         ]
@@ -553,7 +553,7 @@ def _chosen(block_BX: np.ndarray, batch: int) -> list[list[int]]:
 
 
 def check_order(segment: Segment) -> None:
-    """Raises InputError unless the segment's tokens follow those of the one before."""
+    """Raises InputError unless the segment's tokens follow the segment before."""
     if segment.spread:
         raise InputError("this method reads a text in parts side by side; it cannot score one")
 

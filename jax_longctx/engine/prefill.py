@@ -88,7 +88,7 @@ def _wanted(
     columns: RowGroup,
     logits: Logits,
 ) -> Array:
-    """What `run_segment` returns beside the caches, of these columns."""
+    """What `run_segment` returns for these columns, beside the caches."""
     hidden_BTD = hidden_BTD[:, columns.columns]
     if logits == "hidden":
         return hidden_BTD
@@ -137,8 +137,8 @@ def _traced_finish(
 ) -> tuple[Any, Any, list[int | None]]:
     """`finish` of a device's part, the specs of its result, and which arrays it hands on.
 
-    The last is for each array of the result its number among those of `cache`, or None for one that
-    is made anew or is sharded otherwise.
+    The last gives for each array of the result its number in `cache`; None where it is made anew
+    or sharded otherwise.
     """
     handed: list[int | None] = []
 
@@ -216,7 +216,7 @@ def _forked(setup: Setup, cache: Any) -> list[Any]:
 
 
 def fork(setup: Setup, cache: Any) -> Any:
-    """The method's `fork` of a layer's cache, or of those of a run of layers."""
+    """The method's `fork` of a layer's cache, or of a run's."""
     leaves, structure = jax.tree.flatten(cache)
     made = _forked(setup, cache)
     return structure.unflatten(

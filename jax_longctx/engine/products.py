@@ -39,7 +39,7 @@ class Divided(Products):
 
 
 def gathers_weights(config: ModelConfig, mesh: AnyMesh, tokens: int) -> bool:
-    """Whether a layer gathers its weights for spread tokens, so many on a shard, or the tokens.
+    """Whether a layer gathers its weights, or its spread tokens: `tokens` on a shard.
 
     Of S shards a device receives (S - 1) / S of a layer's weights, divided over `tensor`. Or it
     receives S - 1 times the hidden states of its own tokens: before the projections and the MLP to

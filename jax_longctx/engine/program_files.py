@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 MOST_BYTES = 2 * 1024**3
 # Most small files: each start looks at every one.
 MOST_FILES = 20_000
-# Folders of which the log has said that they hold programs that are not used.
+# Folders with programs that are not used, as the log has said.
 _told: set[Path] = set()
 
 
@@ -56,7 +56,7 @@ def trusted(folder: Path) -> bool:
 
 
 def store(file: Path, content: bytes) -> None:
-    """Writes a file whole or not at all; what cannot be written is left out."""
+    """Writes a whole file, or none where it cannot be written."""
     partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
     try:
         partial.write_bytes(_digest(file.name, content) + content)
@@ -97,7 +97,7 @@ def _digest(name: str, content: bytes) -> bytes:
 
 
 class SealedCache(CacheInterface):
-    """JAX's persistent cache, of files that are sealed and replaced by what is compiled anew."""
+    """JAX's persistent cache with sealed files. Damaged ones are compiled again and replaced."""
 
     def __init__(self, path: str):
         self._path = Path(path)
@@ -151,7 +151,7 @@ def keep_compilations() -> None:
 
 
 def _cache_folder() -> Path | None:
-    """The cache folder; None where it cannot be written, of which JAX would warn."""
+    """The cache folder; None where it cannot be written: JAX would warn of that."""
     try:
         # A user without a home has no cache.
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_longctx"

@@ -21,7 +21,7 @@ from pallas_kernels.plane import Plane
 
 
 def each_layer(caches: tuple[Any, ...]) -> Iterator[Any]:
-    """One layer's cache after another; those of a run are copied out of it, one at a time."""
+    """One layer's cache after another; a run's layers are copied out of it, one at a time."""
     for cache in caches:
         if isinstance(cache, Stacked):
             for index in range(cache.count):
@@ -69,7 +69,7 @@ def _is_offloaded(node: Any) -> bool:
 
 
 def _planes(stacks: Any, layer: Any) -> Any:
-    """A layer's part of every stack; of those that are `in_place` as a `Plane`."""
+    """A layer's part of every stack; a `Plane` where the stack is `in_place`."""
     leaves, structure = jax.tree.flatten(stacks)
     return structure.unflatten(
         Plane(leaf, layer) if field.in_place else of_layer(leaf, layer)
@@ -91,7 +91,7 @@ def _with_planes(stacks: Any, parts: Any, layer: Any) -> Any:
 
 
 def seated_store(old: Offloaded, new: Offloaded, row: Any, place: Any) -> Offloaded:
-    """A store, or those of a run of layers, with row `row` of another one at `place`."""
+    """A store, or a run's stores, with row `row` of another one copied to `place`."""
     if old.base.ndim == 1:
         return old.seated(new, row, place)
 

@@ -103,7 +103,7 @@ class Choices:
 
 
 def no_choices(rows: int, columns: int, vocabulary: int, static: SamplingStatic) -> Choices:
-    """Columns in which no row has chosen yet."""
+    """Columns before any row has chosen."""
 
     def filled(value: Any, *size: int) -> Any:
         # Of one number in memory: a constant where it is traced, and no program where it is not.
@@ -166,7 +166,7 @@ def stop_columns(stop_ids: Sequence[int]) -> Int[np.ndarray, " E"]:
 
 
 def sampling_static(sampling: Sampling) -> SamplingStatic:
-    """The static part of a batch whose rows differ in their seeds alone."""
+    """The static part of a batch whose rows differ only in their seeds."""
     seeded = dataclasses.replace(sampling, seed=(0,))
     (kind,) = np.asarray(sampling_values(seeded, 1).kind)
     return SamplingStatic((int(kind),))

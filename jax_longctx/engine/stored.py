@@ -72,7 +72,7 @@ def path_of(where: Path, program: Any, mesh: Mesh, args: tuple[Any, ...]) -> Pat
 
 
 def write(path: Path, compiled: Any, results: Any) -> None:
-    """Stores a compiled program; `results` are the shapes of what it returns.
+    """Stores a compiled program; `results` are the shapes of its results.
 
     What cannot be written is left out, with a line in the log: the program is then compiled again.
     """
@@ -133,7 +133,7 @@ def _described(value: Any) -> Iterator[str]:
         if "<locals>" in value.__qualname__:
             raise Nameless(f"{value.__qualname__} is made while the process runs")
         if value.__module__.split(".")[0] not in (*PACKAGES, "jax", "jaxlib", "numpy", "builtins"):
-            # Its text, and that of all it uses, would have to be looked through.
+            # Its text, and the text of all it uses, would have to be hashed.
             raise Nameless(f"{value.__module__} is of another package")
     elif isinstance(value, Mesh):
         shape = dict(value.shape)

@@ -16,7 +16,7 @@ from jax_longctx.models.params import layer_params
 
 
 def hash_of_weights(params: Any, layers: int, of: Callable[[Array], Array]) -> str:
-    """A hash of what `of` makes of every parameter of a model of so many layers."""
+    """A hash of `of(parameter)` for every parameter of a model with `layers` layers."""
     stacks = {"layers": params["layers"]}
     apart = "0" in params["layers"]
     found = {

@@ -31,7 +31,7 @@ Sized = tuple[str, dict[str, str], int, list[list[int]]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """A batch as it is sent to every process; JSON values.
+    """A batch as every process gets it, in JSON values.
 
     Attributes:
       method, settings: arguments of `make_method`.
@@ -61,7 +61,7 @@ class Work:
 
     @property
     def programs(self) -> tuple[Any, ...]:
-        """What the programs depend on: batches of which it is the same use the same ones."""
+        """Batches with equal keys share compiled programs."""
         longest = max(map(len, self.questions))
         return *self.shape, longest.bit_length(), self.max_new, tuple(self.stop)
 
@@ -107,7 +107,7 @@ def compared(spec: RunSpec, method: Method) -> RunSpec:
 def compile_batch(
     model: LongContext, engine: Engine, work: Work, *, into: Compilation | None = None
 ) -> Compilation | None:
-    """Begins to compile what the batch needs; None where it does not fit, or is refused.
+    """Begins to compile the batch's programs; None where it does not fit, or is refused.
 
     `into` is as of `compile_ahead`.
     """

@@ -12,7 +12,7 @@ from pathlib import Path
 from jax_longctx.errors import InputError, LengthError
 from jax_longctx.files import read_text
 
-# Fewest units from which the tokens of one unit are estimated.
+# Fewest units that give an estimate of one unit's tokens.
 _PROBE = 20
 # A text without facts, repeated to any length: a hidden sentence is easiest to find in it.
 NOISE = "Leaves fall. Rain runs down. The wind turns. Night comes. Then it is day again.\n"

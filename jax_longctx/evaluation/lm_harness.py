@@ -16,7 +16,7 @@ context is the beginning-of-text token, and a rolling text starts with it. A req
 `max_length` is an error before anything is computed. With `truncation=true` the start of such
 prompts is left out, as in the harness's own models, with a warning.
 
-Under exact attention the results equal those of the harness's `hf` model.
+Under exact attention the results equal the harness's `hf` model.
 """
 
 import hashlib
@@ -185,7 +185,7 @@ class LongctxLM(TemplateLM):
         return f"{self.name or 'model'}-{self.tokenizer.vocab_size}-{digest}"
 
     def get_model_info(self) -> dict[str, Any]:
-        """Facts that the harness writes beside the results."""
+        """Facts that the harness writes with the results."""
         engine = self.model.engine
         return {
             "method": settings_of(engine.method),
@@ -344,7 +344,7 @@ class LongctxLM(TemplateLM):
         return [row[:-size] for row in rows], [row[-size:] for row in rows]
 
     def _fitting(self, rows: list[list[int]], after: Sequence[int]) -> list[list[int]]:
-        """The rows, cut so that each and the `after` tokens behind it fit `max_length`.
+        """The rows, cut so that each fits `max_length` with `after` more tokens.
 
         Raises:
           InputError: a row is too long and `truncation` is off, or `after` alone is too long.
@@ -368,7 +368,7 @@ class LongctxLM(TemplateLM):
 
 
 def _placed(mesh: str, device: str | None) -> Mesh:
-    """The devices of a mesh such as `data=2/tensor=4`, of that platform."""
+    """The platform's devices for a mesh such as `data=2/tensor=4`."""
     sizes: dict[str, Any] = dict(parse_mesh(mesh.replace("/", ",")))
     try:
         devices = None if device in (None, HARNESS_DEVICE) else jax.devices(device)

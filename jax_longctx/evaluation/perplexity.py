@@ -6,11 +6,11 @@ are fed (`jax_longctx.engine.scoring`):
 
 - P1 (RefreshKV, Table 1 and Fig. 3): of 16,384 tokens the last 256 are decoded one by one;
 - P2 (RefreshKV, Table 5): the same with the last 50;
-- P3 (CItruS, Figs. 7 and 9 to 12): a stream, every token scored as the text is read in the
+- P3 (CItruS, Figs. 7 and 9 to 12): a stream, every token scored during prefill in the
   method's chunks, perplexity over windows of 8,192 tokens;
 - P4: the same with windows of 4,096, for ReAttention: flat beyond the trained length or not;
 - P5: the last 256 tokens as one question behind the context, for Star Attention, whose phase 1
-  reads the context alone.
+  takes the context alone.
 
 In P1 and P2 the length includes the scored tokens. No prediction uses later tokens: methods in
 which the tokens of a chunk select together (ReAttention, InfLLM) are decoded token by token also in

@@ -152,7 +152,7 @@ Draws = dict[tuple[Spec, int], Drawn]
 
 
 def _compiled_ahead(model: LongContext, config: EvalConfig, work: Work) -> set[Any]:
-    """Compiles for a batch and for those of the next methods; the shapes that it compiled for.
+    """Compiles for a batch and the next methods' batches; returns the shapes.
 
     Python lowers the programs of one method while XLA compiles those of another.
     """
@@ -222,7 +222,7 @@ class _Leader:
         self.soon: list[Sized] = []
 
     def first(self) -> Work | None:
-        """The first batch of a run into an empty folder, for which no weights are needed."""
+        """The first batch of a run into an empty folder; it needs no weights."""
         length, group = next(itertools.groupby(self.cells, lambda cell: cell.length))
         cells = list(group)
         trials = _trials(cells).items()
@@ -478,9 +478,9 @@ def _cut(left: Sequence[_Job], rows: int) -> list[list[_Job]]:
 
 
 def _asked(batches: Sequence[Sequence[_Job]]) -> list[list[int]]:
-    """Tokens of the questions and of the answers for which all programs of these batches compile.
+    """Tokens of questions and answers that cover all programs of these batches.
 
-    A question is read in one of few sizes, each several times the last. So of the lengths between
+    A question has one of few sizes, each several times the last. So of the lengths between
     two powers of two the least and the most will do.
     """
     kinds: dict[tuple[int, int], list[int]] = {}

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_longctx.evaluation.intervals import bootstrap, mean_interval, paired_interval
 
-# Label of the method with which the others are compared.
+# Label of the method that the others are compared with.
 BASE = "full"
 SCORE = "score"
 
@@ -157,7 +157,7 @@ def _score(rows: Sequence[Row], base: Sequence[Row]) -> Score:
 
 
 def _measure(rows: Sequence[Row], base: Sequence[Row], name: str) -> Measure:
-    """Scores have intervals for right and wrong answers, other measures those of a bootstrap."""
+    """Scores have intervals for right and wrong answers, other measures by bootstrap."""
     mine, theirs = _by_prompt(rows, name), _by_prompt(base, name)
     shared = [prompt for prompt in mine if prompt in theirs]
     first, second = ([values[prompt] for prompt in shared] for values in (mine, theirs))

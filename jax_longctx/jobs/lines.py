@@ -67,7 +67,7 @@ def verified(found: list[dict[str, Any]], first: int | None = None) -> list[dict
     """The lines of a file without their CRC-32s.
 
     Args:
-      first: what checksums begin with; that of the first line where it is a header.
+      first: what checksums begin with; the first line's checksum where it is a header.
 
     Raises:
       ValueError: a line is damaged, or of another file; it is named by its number.

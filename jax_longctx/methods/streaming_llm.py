@@ -2,12 +2,12 @@
 
 Xiao et al. 2024, sections 3.1 and 3.2. Each layer keeps the first `sink` tokens, which draw
 attention by their position alone, and the newest `budget - sink`. Keys are cached before rotary
-embedding and rotated as if the tokens that stay followed one another, so a model reads a text of
+embedding and rotated as if the tokens that stay followed one another, so a model takes a text of
 any length at distances below the cache's size. Memory and time per token are constant; evicted
 tokens are lost.
 
 A segment attends to the cache and to itself; then the oldest tokens after the sinks leave. With
-`chunk=1` that is the authors' evaluation. A larger chunk reads a text faster, and its queries see
+`chunk=1` that is the authors' evaluation. A larger chunk makes prefill faster, and its queries see
 up to `chunk - 1` tokens more.
 """
 

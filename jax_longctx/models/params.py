@@ -53,7 +53,7 @@ def layer_params(params: Any, index: Any) -> Any:
 
 
 def first_layers(params: Any, count: int) -> Any:
-    """The parameters of a model that ends after so many layers."""
+    """The parameters of a model that ends after `count` layers."""
     layers = params["layers"]
     if "0" in layers:
         kept: Any = {name: layers[name] for name in map(str, range(count))}
@@ -63,7 +63,7 @@ def first_layers(params: Any, count: int) -> Any:
 
 
 def stacked_layers(config: ModelConfig, params: Any, *, consume: bool = False) -> Any:
-    """The parameters with those of all layers stacked, [L, ...], as a loop over layers needs them.
+    """The parameters with all layers stacked, [L, ...], as a loop over layers needs them.
 
     The weights of queries, keys and values are joined, and those of gate and up (see `Attention`,
     `MLP`). Stacked parameters are returned as they are. Shapes give shapes.
@@ -122,7 +122,7 @@ def _stacks(layer: Any) -> list[tuple[str, str, tuple[str, ...]]]:
 
 
 def _stack(joined: int, kv_heads: int, *leaves: Any) -> Any:
-    """One array of all layers, of each of which `leaves` has `joined` arrays, in turn."""
+    """One array of all layers; `leaves` has `joined` arrays of each layer in turn."""
     placed = leaves[0].sharding is not None
     sharding = _stack_sharding(leaves[:joined]) if placed else None
     if not isinstance(leaves[0], jax.ShapeDtypeStruct):
@@ -173,7 +173,7 @@ def param_infos(config: ModelConfig) -> Mapping[str, ParamInfo]:
 def abstract_params(config: ModelConfig, spec: RunSpec) -> Any:
     """The parameters as shapes on the mesh, in a nested dict, a layer apart.
 
-    They are in float32 unless the spec names a dtype, as are those of `init_params`.
+    They are in float32 unless the spec names a dtype, as in `init_params`.
     """
     mesh, dtype, infos = spec.devices(), jnp.dtype(spec.dtype or "float32"), param_infos(config)
     shapes = {path: info.abstract(mesh, dtype, spec.form) for path, info in infos.items()}

@@ -161,7 +161,7 @@ def _within(each: _Instruction, others: dict[str, _Computation]) -> Iterator[_In
 def _total(
     computations: dict[str, _Computation], cost: Callable[[_Computation], tuple[int, int]]
 ) -> tuple[int, int]:
-    """The sums of the computations' costs, each as often as it runs.
+    """The sum of the computations' costs, each times how often it runs.
 
     What is within a computation's fusions is part of its cost.
     """
@@ -255,7 +255,7 @@ def _callees(each: _Instruction) -> list[str]:
 
 
 def _trips(each: _Instruction, around: _Computation, others: dict[str, _Computation]) -> int:
-    """How often a loop's body runs; 1 for other instructions, and where it is not known."""
+    """How often a loop's body runs; 1 for other instructions, and where unknown."""
     if each.operation != "while":
         return 1
     noted = _TRIPS.search(each.attributes)

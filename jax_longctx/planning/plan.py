@@ -3,7 +3,7 @@
 All of it is arithmetic over shapes, on a mesh of devices that need not exist. `planning.compiled`
 compiles the programs instead.
 
-The work of each device is that of `planning.work`.
+`planning.work` gives the work of each device.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import at_least
 from jax_longctx.sharding import MESH_AXES, undivided
 
-# Tokens of the answer, after the first, for which a mesh is proposed.
+# Tokens of the answer that a proposed mesh is judged by, after the first.
 ANSWER = 256
 # The largest context that fits is a multiple of this.
 STEP = 1024
@@ -169,7 +169,7 @@ def make_plan(
 
 
 def propose_mesh(request: PlanRequest) -> dict[str, int]:
-    """The mesh over the target's devices with the shortest time to an answer, of those that fit.
+    """The mesh over the target's devices that fits and has the shortest time to an answer.
 
     Where none fits, the mesh that needs the least memory. It has all devices, where the model
     divides over any mesh of all.
@@ -325,9 +325,9 @@ def _decode_seconds(work: Work, chip: Chip) -> float:
 
 
 def _host_seconds(setup: Setup, context: int, reserve: int, host: int) -> float:
-    """Seconds of transfers between a device and the host's memory while a context is read.
+    """Seconds of transfers between a device and the host's memory during prefill.
 
-    All of it is written once. A method that reads by full attention has it brought for each chunk.
+    All of it is written once. Full attention at prefill fetches it for each chunk.
     """
     times = 1
     if setup.method.info.phase in ("none", "decode"):
@@ -336,5 +336,5 @@ def _host_seconds(setup: Setup, context: int, reserve: int, host: int) -> float:
 
 
 def _waiting(work: Work, chip: Chip) -> float:
-    """Seconds of communication, as if none of it overlapped with computation."""
+    """Seconds of communication, without overlap with computation."""
     return work.received / chip.link + work.collectives * chip.latency

@@ -56,7 +56,7 @@ class Answer:
         self._names = TokenNames(self.tokenizer)
 
     def add(self, job: Job, after: Sequence[int], echo: Echo | None) -> None:
-        """One more choice, of the prompt that the job answers."""
+        """Adds a choice: the job's answer to its prompt."""
         begun = 0 if echo is None else len(echo.text)
         places = Places(self.tokenizer, after, begun)
         self.choices.append(Choice(job, places, echo))
@@ -100,7 +100,7 @@ class Answer:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Tokens of the prompts, and of the answers as far as they are told."""
+        """Tokens of the prompts, and of the answers so far."""
         return sum(x.job.prompt for x in self.choices), sum(x.tokens for x in self.choices)
 
     def usage(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ Event = Reading | Piece | RequestError
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Job:
-    """To read a text, or with `request` to answer a question about it.
+    """To prefill a text, or with `request` to answer a question about it.
 
     Attributes:
       text: counted as used by this job (`Contexts.use`); the scheduler releases it.
@@ -53,7 +53,7 @@ class Job:
         the job fails.
       reader: turns the answer's tokens into text.
       prompt: tokens of the prompt that it answers.
-      cached: tokens of the text that were read before this job came.
+      cached: tokens of the text that were prefilled before this job came.
       scores: of the text's tokens and the one behind it (see `Text.scored`), once it is read.
       cancelled: the client is gone.
     """

@@ -1,4 +1,4 @@
-"""Requests as token ids: a text that may have been read already, and a question about it.
+"""Requests as token ids: a text that may be known already, and a question about it.
 
 A completion's prompt is split as `generate` splits it: its last token is the question, the tokens
 before are the text. With a context the prompt follows directly on its text, as in
@@ -77,8 +77,8 @@ class Prompt:
 
     Attributes:
       after: the tokens that the answer's text follows on, as in `generate` and `ask`.
-      cached: tokens of the text that are read, or being read for another request.
-      max_tokens: most tokens of the answer; 0: the text is read, and nothing answered.
+      cached: tokens of the text that are prefilled, or will be for another request.
+      max_tokens: most tokens of the answer; 0: prefill alone, and no answer.
       echo: what the answer's text begins with.
     """
 
@@ -176,7 +176,7 @@ class Prompts:
         return Echo(given, row[0], int(added))
 
     def chat(self, asked: ChatRequest, entry: Entry | None) -> list[Prompt]:
-        """The one prompt; raises RequestError or a LongctxError where it cannot be answered."""
+        """The prompt of a chat. RequestError or LongctxError where it cannot be answered."""
         tokenizer = self.model.tokenizer
         messages = [message.for_template() for message in asked.messages]
         self._check_characters(sum(len(each["content"]) for each in messages), "messages")

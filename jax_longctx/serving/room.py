@@ -80,7 +80,7 @@ class Room:
         self._metrics.loaded.inc()
 
     def _not_loaded(self, text: Text, error: LongctxError) -> None:
-        """Lets a text be read again; its files are removed if they are damaged."""
+        """Lets a text be prefilled again; its files are removed if they are damaged."""
         log.warning("a saved context cannot be loaded, its text is read again: %s", error)
         self.loading, text.coming, text.busy = None, 0, False
         text.damaged = isinstance(error, DamagedError)
@@ -202,7 +202,7 @@ class Room:
             self._failed[text] = error
 
     def save_again(self, text: Text) -> None:
-        """Saves a text whose files were damaged; where that fails, it is in memory alone."""
+        """Saves a text whose files were damaged. If that fails, it stays in memory."""
         text.damaged = False
         try:
             if text.entries:

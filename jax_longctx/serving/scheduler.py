@@ -1,12 +1,12 @@
-"""The thread that owns the engine: it reads texts, lets rows join, decodes, and makes room.
+"""The thread that owns the engine: it prefills texts, lets rows join, decodes, and makes room.
 
 HTTP handlers give it jobs and get events back. Each turn of the thread
 
 1. takes out what was cancelled, has expired or is needed no more;
-2. lets waiting jobs go on: begins to read or load a text, or joins a row to those that decode;
-3. reads one slice of a text, and decodes one block of the running rows.
+2. lets waiting jobs go on: begins to prefill or load a text, or joins a row to the batch;
+3. prefills one slice of a text, and decodes one block of the running rows.
 
-Joins and a slice of reading take little time together, so that rows wait little (see `pace`). Jobs
+Joins and a slice of prefill take little time together, so that rows wait little (see `pace`). Jobs
 are served in their order, but a job that waits for memory does not hold up those whose text is in
 memory.
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 MOST_UNNAMED = 256
 # Seconds that the thread sleeps at most: times to live end meanwhile.
 IDLE_SECONDS = 0.5
-# Seconds after which the leader shows the other processes that it lives.
+# Seconds between two signs of the leader to the other processes that it lives.
 LIVES_SECONDS = 5.0
 # Seconds between two looks at a text that is being saved or loaded, where nothing else is to do.
 FILES_SECONDS = 0.01
@@ -150,7 +150,7 @@ class Scheduler:
             self._changed.notify()
 
     def wake(self) -> None:
-        """Lets the thread see at once what has changed in the books of contexts."""
+        """Wakes the thread, because the books of contexts have changed."""
         with self._changed:
             self._changed.notify()
 
@@ -188,7 +188,7 @@ class Scheduler:
             self.crashed(error)
 
     def _prepare(self) -> None:
-        """Compiles what the first requests need."""
+        """Compiles the first requests' programs."""
         if self.compiled is not None:
             texts, question = self.compiled
             self.executor.do("compile", texts=texts, question=question)
@@ -216,7 +216,7 @@ class Scheduler:
         return not stopped
 
     def _queued(self) -> list[Job]:
-        """The jobs without a row, as they are now: other threads add to them."""
+        """A copy of the jobs without a row: other threads add to them."""
         with self._changed:
             return list(self._waiting)
 
@@ -247,7 +247,7 @@ class Scheduler:
             self._room.forget(text)
 
     def _admit(self, began: float) -> None:
-        """Lets each waiting job go on as far as it can now, in the turn that began then."""
+        """Lets each waiting job go on as far as it can in this turn."""
         blocked = self._full
         for job in self._queued():
             if self._rows and time.monotonic() - began >= READ_SECONDS:
@@ -276,7 +276,7 @@ class Scheduler:
         """Begins to read the job's text, or loads it; False where there is no room now."""
         text = job.text
         if self._text is not None and not text.saved:
-            # One text is read at a time.
+            # One text is prefilled at a time.
             return True
         if text.saved and self._room.loading is not None:
             # One text is loaded at a time.
@@ -390,7 +390,7 @@ class Scheduler:
                 self._fail(job, from_library(error))
 
     def _decode(self, most: int) -> None:
-        """Decodes a block of at most so many steps."""
+        """Decodes a block of at most `most` steps."""
         began = time.monotonic()
         found = self.executor.do("step", most=most)
         self._pace.took(time.monotonic() - began, max(map(len, found.values()), default=0))
@@ -403,7 +403,7 @@ class Scheduler:
                 self._give(place, row, chosen, broken=place in broken)
 
     def _give(self, place: int, row: _Row, chosen: Sequence[Chosen], *, broken: bool) -> None:
-        """Sends what these tokens say; ends the row after its last one."""
+        """Sends these tokens' text; ends the row after its last token."""
         job = row.job
         assert job.request is not None and job.reader is not None
         if broken:

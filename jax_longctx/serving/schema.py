@@ -4,7 +4,7 @@ A request is a pydantic model that refuses unknown fields and values that have n
 nothing is ignored. A field that is null counts as left out. The answers are plain dicts, checked
 in the tests by the official client.
 
-Three fields are not OpenAI's: `context` (the id of a text that was read), `top_k` and
+Three fields are not OpenAI's: `context` (the id of a prefilled text), `top_k` and
 `repetition_penalty`.
 """
 
@@ -74,7 +74,7 @@ class RequestError(Exception):
     Attributes:
       status: of HTTP; it decides OpenAI's type of the error.
       param: the field that is wrong, or None.
-      retry_after: seconds after which to try again, or None.
+      retry_after: seconds until a client should try again, or None.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class _Answered(Sampled):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, defaults: Sampled) -> Sampling:
-        """How answers are drawn; a row's seed is that of `ask` and `generate`.
+        """How answers are drawn; a row's seed is as in `ask` and `generate`.
 
         A request without a seed draws one.
 
@@ -357,7 +357,7 @@ class CompletionRequest(_Answered):
     @pydantic.field_validator("prompts", mode="before")
     @classmethod
     def _several(cls, given: Any) -> Any:
-        """A list of prompts, by what is first in it."""
+        """A list of prompts; its first entry decides its kind."""
         listed = isinstance(given, list) and given and isinstance(given[0], str | list)
         prompts = given if listed else [given]
         if any(prompt in ("", []) for prompt in prompts):
@@ -400,7 +400,7 @@ class ContextRequest(_Model):
       chat: whether the chat template goes around text and questions; None: where there is one.
       ttl: seconds that the context lives after its last use.
       save: whether to write it to the disk at once, so that it survives a crash.
-      stream: whether to stream the progress of reading.
+      stream: whether to stream the progress of prefill.
     """
 
     text: str | None = None

@@ -46,7 +46,7 @@ class Call:
         self.body, self.counts = 0, False
 
     def add(self, **how: Any) -> Job:
-        """One more job, of the request's own arrival; `how` is as in `Job`."""
+        """Adds a job; `how` is as in `Job`."""
         number = len(self.jobs)
 
         def send(event: Event) -> None:
@@ -58,7 +58,7 @@ class Call:
         return self.jobs[-1]
 
     def cancel(self) -> None:
-        """Ends the jobs; those that have ended stay as they are."""
+        """Ends the jobs that have not ended."""
         for job in self.jobs:
             self._scheduler.cancel(job)
 

@@ -1,4 +1,4 @@
-"""A text that the server has read, or is to read, and the ids by which clients name it."""
+"""A text that the server has prefilled, or will, and the ids that clients name it by."""
 
 import dataclasses
 import hashlib
@@ -17,13 +17,13 @@ STATES = ("waiting", "reading", "ready", "saved")
 
 @dataclasses.dataclass(eq=False)
 class Text:
-    """One text, read or to be read.
+    """One text, prefilled or to be prefilled.
 
     Attributes:
-      key: a hash of what decides how it is read.
+      key: a hash of all that decides its prefill.
       tokens: int32 ids.
-      total: tokens that were known when reading began (see `Engine.prefill`).
-      question: of methods that read a text for one question; such a text is never shared.
+      total: tokens that were known when prefill began (see `Engine.prefill`).
+      question: where the method needs it at prefill; such a text is never shared.
       scored: where log-probabilities of the text's tokens are wanted, the token behind them, whose
         is wanted too, and the number of best tokens; such a text is never shared.
       resident: bytes on each device, 0 while it is not in memory.
@@ -31,8 +31,8 @@ class Text:
       saved: whether the disk has it.
       stored: bytes of its files when it was last saved; 0 before.
       busy: whether it is being saved or loaded: it stays in the books, and its files stay.
-      damaged: whether its files were damaged: it is saved again after it is read.
-      reading: (tokens read, tokens to read) while it is being read.
+      damaged: whether its files were damaged: it is saved again after prefill.
+      reading: (tokens done, tokens in all) during prefill.
       keep: whether it stays in memory for later requests when nobody names it.
       used: when it was last used, of `time.monotonic`.
       jobs: requests that wait for it or are answered from it.
@@ -128,6 +128,6 @@ def was_deleted(entry: Entry) -> RequestError:
 
 
 def key_of(row: Tokens, total: int, salt: bytes = b"") -> str:
-    """A text's key: a hash of what decides how it is read. `row` are int32 ids."""
+    """A text's key: a hash of all that decides its prefill. `row` are int32 ids."""
     told = json.dumps([len(row), total]).encode() + row.tobytes() + salt
     return hashlib.sha256(told).hexdigest()[:32]

@@ -32,7 +32,7 @@ class TokenNames:
         return functools.cache(lambda token: decode([*before, token])[begun:])
 
     def text(self, token: int) -> str:
-        """What the token adds to a text; empty where it has none of its own."""
+        """The text of a token; empty where it has none."""
         text = self._added(token)
         return "" if REPLACED in text else text
 
@@ -112,7 +112,7 @@ class Places:
 
 @functools.cache
 def _byte_letters() -> dict[str, int]:
-    """The letters by which byte-level vocabularies write bytes: printable ones are themselves."""
+    """The letters that byte-level vocabularies write for bytes: printable ones are themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}

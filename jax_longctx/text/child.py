@@ -136,7 +136,7 @@ def _any_child() -> Iterator[Child]:
 
 
 def start_child() -> None:
-    """Starts a process without waiting for it: it imports what requests need."""
+    """Starts a process and returns at once. It imports the libraries for requests."""
     with _any_child() as child:
         child.start()
 

@@ -1,9 +1,8 @@
 """Prompts: texts that a template wrote in part, and layouts around a document and a question.
 
 A prompt is split in two (`PromptLayout`). The context is everything up to and including the
-document, and is read once. The question is the rest: in a chat, the question and the tokens that
-open the answer. The two are tokenised separately, so every method gets the same ids, however it
-reads the context.
+document, and prefilled once. The question is the rest: in a chat, the question and the tokens that
+open the answer. The two are tokenised separately, so every method gets the same ids.
 """
 
 import dataclasses
@@ -30,7 +29,7 @@ class PromptText:
     """A text that a template wrote in part.
 
     Attributes:
-      plain: the parts that are the user's, in which special tokens are plain text.
+      plain: the user's parts. There special tokens are plain text.
       templated: a chat template wrote the beginning, with a beginning-of-text token or without.
     """
 
@@ -68,7 +67,7 @@ class PromptText:
 class PromptLayout:
     """Texts before the document, between document and question, and after the question.
 
-    `templated` are those of a chat template.
+    `templated`: they come from a chat template.
     """
 
     before: str

@@ -202,7 +202,7 @@ class Tokenizer:
         mark = _MARK * (1 + max(map(len, written), default=0))
 
         def marked(value: Any) -> Any:
-            """The value with a mark behind the first character of each special token."""
+            """The value with a mark after the first character of each special token."""
             if isinstance(value, str):
                 at = [0, *(first + 1 for first in self._encoder.special_in(value)), len(value)]
                 return mark.join(value[a:b] for a, b in itertools.pairwise(at))
@@ -350,7 +350,7 @@ class StopStrings:
         return text[:end]
 
     def _possible_start(self, text: str) -> int:
-        """The first index from which the text's tail is an unfinished stop string."""
+        """The first index where the text's tail may be the beginning of a stop string."""
         longest = max(map(len, self._stops), default=1)
         for start in range(max(0, len(text) - longest + 1), len(text)):
             tail = text[start:]

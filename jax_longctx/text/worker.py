@@ -68,7 +68,7 @@ def _held_bytes() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-# By the digests of their files: of a checkpoint, and copies of it that differ in their settings.
+# By the digests of their files: a checkpoint's, and of its copies with other settings.
 MOST_TOKENIZERS = 8
 _tokenizers: dict[str, Any] = {}
 

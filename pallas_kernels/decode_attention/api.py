@@ -75,7 +75,7 @@ def shared_decode_attention(
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
     """The query of each of B rows against the same keys: `decode_attention` of one row's cache.
 
-    The rows' queries are those of one row, as many at a time as fill a tile of the kernels. So the
+    The rows' queries count as one row's, as many at a time as fill a tile of the kernels. So the
     cache is read once for each `SHARED_QUERIES` queries of a kv head.
 
     Args:
@@ -116,7 +116,7 @@ def attend_logits(
       logits: float32, from `decode_logits`; a method may change them.
 
     Raises:
-      ValueError: the heads of the logits are no multiple of those of v.
+      ValueError: the heads of the logits are no multiple of v's heads.
     """
     heads, kv_heads = logits.shape[1], v.shape[1]
     if heads % kv_heads:

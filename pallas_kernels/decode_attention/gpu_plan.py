@@ -1,4 +1,4 @@
-"""Which worker attends to which slots of dense decode, and where its results lie (see `gpu`).
+"""The slots that each worker of dense decode attends to, and where its results lie (see `gpu`).
 
 The plan has a line for each row: its first step among those of all rows and heads, its first slot
 and the one after its last, and the steps of a head. Its last line holds the number of all steps.

@@ -45,7 +45,7 @@ _SCORE_BYTES, _CPU_SCORE_BYTES = 16 * 2**20, 8 * 2**20
 
 @dataclass(frozen=True)
 class _Job:
-    """Sizes of blocks, what is seen, and what has to be visited.
+    """Sizes of blocks, the mask, and the blocks to visit.
 
     Attributes:
       lengths: of the rows, [B]; None where all slots hold finite values.
@@ -121,7 +121,7 @@ def _query_block(q_shape: tuple[int, ...], key_block: int) -> int:
 
 def _stream(q: Array, k: Stored, v: Stored, job: _Job) -> tuple[Array, Array]:
     """Attend q [B,T,N,H] to k and v [B,K,S,H] block by block; see the module's docstring."""
-    if job.scale <= 0:  # the running maximum is that of the scores before they are scaled
+    if job.scale <= 0:  # the running maximum is of the scores before they are scaled
         raise ValueError(f"attention: scale is {job.scale}; expected a number above 0")
     q_BKGTH = group_heads(q, k.shape[1])
     queries, query_block = q.shape[1], job.query_block

@@ -44,7 +44,7 @@ def select_large_k(
 
 
 def in_one_launch(slots: int, size: int) -> bool:
-    """Whether the device lists `size` of so many scores by one kernel: a Hopper GPU, short rows."""
+    """Whether one kernel lists `size` of `slots` scores: a Hopper GPU, short rows."""
     if dispatch.platform() != "gpu" or not gpu.short(slots, size):
         return False
     return hopper.unsupported_device() is None

@@ -59,7 +59,7 @@ def unsupported(scores: Float[Array, "*R S"], size: int | None) -> str | None:
 
 
 def short(slots: int, size: int) -> bool:
-    """Whether one launch lists `size` of so many scores."""
+    """Whether one launch lists `size` of `slots` scores."""
     return slots <= _SHORT and hopper_best.unsupported(slots, size) is None
 
 

@@ -70,8 +70,8 @@ def chosen_by(
     """What `select` returns, as GPUs find it.
 
     Args:
-      kth_best: gives a border of k [R] of the keys [R,S]: a number that at most k of them pass and,
-        where there are so many, at least k reach.
+      kth_best: gives a border of k [R] of the keys [R,S]: a number that at most k of them pass and
+        at least k reach, where there are k.
     """
     key_RS, k_R = key.reshape(-1, key.shape[-1]), k.reshape(-1)
     words = _words(key_RS, kth_best(key_RS, k_R), k_R)
@@ -203,7 +203,7 @@ def _rows(row: Callable[[Array], Array], x: Array) -> Array:
 
 
 class _Words(NamedTuple):
-    """Bits of R rows in V blocks of I words, and what lies before each, in numbers of bits.
+    """Bits of R rows in V blocks of I words, and how many set bits come before each.
 
     Attributes:
       above, equal: the words.
@@ -223,7 +223,7 @@ class _Words(NamedTuple):
 
 
 def _mask(words: _Words) -> UInt32[Array, "R S"]:
-    """1 for a slot among the k with the highest keys but 0, of equal ones the lowest slots."""
+    """1 for the k slots with the highest nonzero keys; among equals the lowest slots."""
     before_RVI = words.outer_equal[..., None] + (words.inner >> 16).astype(jnp.int32)
     room_RVI = words.quota[:, None, None] - before_RVI
     chosen_RVI = words.above | _lowest(words.equal, room_RVI)
@@ -305,7 +305,7 @@ def _at(x: Array, index: Array) -> Array:
 
 
 def _last(holds: Callable[[Array], Array], count: int, shape: tuple[int, ...]) -> Int[Array, "R C"]:
-    """The last index below `count` for which `holds`, which holds for 0 and all before it."""
+    """The last index below `count` where `holds` is true; it is true up to there."""
     found = jnp.zeros(shape, jnp.int32)
     for bit in reversed(range((count - 1).bit_length())):
         candidate = found + (1 << bit)

@@ -68,7 +68,7 @@ Prior = Float[Array, "B 1 N H"] | Float[Array, "B N S"]
 
 
 def query_and_logits(prior: Prior | None) -> tuple[Any, Any]:
-    """The prior as the one or the other; None for what it is not."""
+    """The prior's query, and its logits: None for the form that it does not have."""
     return (None, prior) if prior is not None and prior.ndim == 3 else (prior, None)
 
 

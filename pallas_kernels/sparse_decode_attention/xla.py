@@ -109,7 +109,7 @@ def sparse_decode_attention(
 
 
 def _block(entries: int, entry_bytes: int) -> int:
-    """Entries of a block: as few blocks as the bytes allow, of about one size."""
+    """Entries of a block: as few blocks as the bytes allow, about equal."""
     most = max(1, _GATHERED_BYTES // entry_bytes)
     return -(-entries // -(-entries // most))
 

@@ -89,7 +89,7 @@ def best_keys(
 
 
 def _rescore_kernel(*refs, rows: int, kv_heads: int, ids, ring, scores, **scratch) -> None:
-    """Of a tile of 64 query rows of a head, which has so many rows."""
+    """One tile of 64 query rows of a head that has `rows` rows."""
     *bound_refs, ids_ref, q_ref, k_ref, tolerance_ref, values_ref, slots_ref = refs
     queries, loaded, ready, free = (scratch[x] for x in ("queries", "loaded", "ready", "free"))
     tiles = pl.cdiv(rows, hopper.ROWS)

@@ -36,7 +36,7 @@ _LAST = np.int32(2**31 - 1)
 
 
 def takes(rows: int, scores: int, count: int) -> bool:
-    """Whether the kernel is for so many rows of so many scores."""
+    """Whether the kernel takes `rows` rows of `scores` scores."""
     return rows <= _ROWS and scores <= _MOST and 0 < count <= _COUNT
 
 
@@ -64,7 +64,7 @@ def tied_best(
 
 
 def room(entries: int, rows: int) -> int:
-    """E of `ranked_lists` for so many entries of each of `rows` rows."""
+    """E of `ranked_lists` for `entries` entries in each of `rows` rows."""
     whole = _THREADS // math.gcd(_THREADS, rows)
     return entries + -entries % whole
 
@@ -82,7 +82,7 @@ def ranked_lists(
     -inf and -1 where fewer are listed.
 
     Args:
-      values, slots: of M rows, of which the first R are ranked. E is `room(entries, M)`. A slot is
+      values, slots: of M rows; the first R are ranked. E is `room(entries, M)`. A slot is
         listed once. An entry of -inf is none, and those from `entries` on may hold anything.
     """
     together = values.shape[2]

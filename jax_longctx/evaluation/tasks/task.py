@@ -27,7 +27,7 @@ class Sample:
     without theirs.
 
     Attributes:
-      index: number of the prompt among those of one length and seed.
+      index: number of the prompt, within one length and seed.
       context: everything before the question: the instructions and the text to search.
       query: the question, which methods that need one at prefill are given.
       answer_prefix: the start of the answer, which the model continues; it follows the answer
