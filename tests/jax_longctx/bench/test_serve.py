@@ -7,7 +7,7 @@ import pytest
 
 from jax_longctx.bench import cold, serve
 from jax_longctx.bench.steps import QUESTION, random_context
-from jax_longctx.engine import Engine, Request, RunningBatch
+from jax_longctx.engine import Request, RunningBatch, engine, running
 from jax_longctx.methods import Quest
 from pallas_kernels.quantised import Quantised, dequantised
 from tests.jax_longctx.bench.conftest import LAYER, bench
@@ -35,13 +35,14 @@ def test_rows_share_a_context_and_decode_while_a_text_is_read(tiny_preset, monke
     monkeypatch.setattr(serve, "ANSWER", 1)
     monkeypatch.setattr(serve, "Request", lambda *args: joins.append(args) or Request(*args))
 
-    def made(engine, **given):
+    def made(model, **given):
         batches.append(given)
-        return RunningBatch(engine, **given)
+        return RunningBatch(model, **given)
 
     monkeypatch.setattr(serve, "RunningBatch", create_autospec(RunningBatch, side_effect=made))
-    asks = create_autospec(Engine.read_question, side_effect=Engine.read_question)
-    monkeypatch.setattr(Engine, "read_question", asks)
+    asks = create_autospec(engine.read_question, side_effect=engine.read_question)
+    for module in (serve, running, engine):
+        monkeypatch.setattr(module, "read_question", asks)
     # Of full attention all rows share the context; of SnapKV each has its own.
     args, out = ["-m", "full", "-m", "snapkv:budget=64", "--read", 1200], tmp_path / "serve.json"
     record = json.loads(asked(*args, "--json", "--out", out).stdout)
@@ -49,7 +50,7 @@ def test_rows_share_a_context_and_decode_while_a_text_is_read(tiny_preset, monke
     full, snapkv = record["rows"]
     # Of each method the first row's question, alone, beside what joins read.
     joined = [args[0] for args in joins]
-    questions = [call.args[-1] for call in asks.call_args_list]
+    questions = [call.args[3] for call in asks.call_args_list]
     assert len(questions) == len(joined) + 2 * (serve.ASKED + 1)
     assert all(len(question) == 32 for (question,) in questions if question != list(QUESTION))
     assert (full["shared"], snapkv["shared"]) == (True, False)
