@@ -82,7 +82,7 @@ def stored_form(
 
     Args:
       noun: "kv" or "weights".
-      held: the form in which a checkpoint holds weights already; None where it holds floats.
+      held: a checkpoint's own form of weights; None for floats.
 
     Raises:
       ConfigError: an unknown name, or "bfloat16" for a model of another dtype or for a checkpoint
@@ -291,7 +291,7 @@ class Sampling:
         after temperature (Nguyen et al. 2025); 0 is all.
       repetition_penalty: divides positive and multiplies negative logits of tokens that are
         already in prompt or answer (Keskar et al. 2019, section 4.1); 1 is off.
-      seed: one seed for all rows, from which each row derives its own by its place, so that equal
+      seed: one seed for all rows; each row derives its own by its place, so that equal
         prompts get different samples; or a tuple with the seed of each row, which then does not
         depend on its place.
     """

@@ -81,7 +81,7 @@ def logical_sharding(
 ) -> NamedSharding:
     """The `NamedSharding` of an array with these logical axes on `mesh`, or in the host's memory.
 
-    On one device all specs are equal. JAX gives a result any of those that the arguments have, and
+    On one device all specs are equal. JAX gives a result the spec of any argument, and
     the next program's key in the persistent cache depends on it: so there is one spec there.
     """
     spec = logical_spec(axes)

@@ -145,7 +145,7 @@ def tiled(*shape: int, dtype: Any) -> Any:
 
 
 def transforms(columns: int, dtype: Any) -> tuple[Any, Any]:
-    """Those of `tiled` buffers of so many columns."""
+    """The transforms of `tiled` buffers with `columns` columns."""
     itemsize = jnp.dtype(dtype).itemsize
     width = min(128, columns * itemsize)
     return _TRANSFORMS[0]((TILE_ROWS, width // itemsize)), _TRANSFORMS[1](width)
@@ -177,7 +177,7 @@ def add_product(acc: Array, x: Any, y: Any, interpreted: bool) -> Array:
 def full(
     shape: tuple[int, ...], value: float, dtype: Any = jnp.float32, layout: Any = plgpu.Layout.WGMMA
 ) -> Array:
-    """A constant in registers, laid out as a wgmma's result or, of one axis, as its reduction."""
+    """A constant in registers, laid out as a wgmma's result, or with one axis as its reduction."""
     return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
 
 
@@ -230,7 +230,7 @@ def pad_rows(q: Float[Array, "*B R H"]) -> Float[Array, "X R8 H"]:
 
 
 def whole_rows(q: Float[Array, "*B R H"], interpret: Any) -> Float[Array, "X R2 H"]:
-    """Query rows, leading axes as one, of which a kernel copies whole tiles.
+    """Query rows, leading axes as one; a kernel copies whole tiles of them.
 
     A copy of the rows that there are comes out wrong: without a tiling of ours JAX 0.11.2 infers
     tiles of as many rows as are copied, under a swizzle that needs 8. Of less than a tile the rows

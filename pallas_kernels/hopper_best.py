@@ -39,7 +39,7 @@ _NEVER, _LEAST = -(1 << 31), -0x7F800000
 _INFINITY = 0x7F800000
 # How far below the best score the first count looks, and the most that this grows to.
 _STRIDE, _LONGEST = 1 << 22, 1 << 28
-# Tiles of 64 lines of 64 slots: as many as registers hold, and those of a row at most.
+# Tiles of 64 lines of 64 slots: as many as registers hold, at most a row's.
 _KEPT, _MOST = 4, 8
 # Longer lists are found quicker by all processors.
 _LONGEST_LIST = 512
@@ -59,7 +59,7 @@ def load(ref: Any) -> Array:
 
 
 def unsupported(slots: int, size: int) -> str | None:
-    """Why rows of so many scores, or lists of that size, are left to others, or None."""
+    """Why another form must choose `size` of `slots` scores; None where this one can."""
     most = _MOST * _TILE
     if slots > most:
         return f"rows of {slots} scores, at most {most}"
@@ -131,7 +131,7 @@ def _choose_kernel(
 
 
 def _within(x: Array, first: Any, last: Any) -> Array:
-    """Whether first <= x < last, of integers of which `first` is not above `last`."""
+    """Whether first <= x < last, for integers with first <= last."""
     # As one comparison: what is below `first` becomes large.
     return (x - first).astype(jnp.uint32) < (last - first).astype(jnp.uint32)
 
@@ -227,7 +227,7 @@ def _slots(i: Any) -> Array:
 def border_of(
     reach: Callable[[Array], Array], k: Array, total: Array, ends: tuple[int, Array]
 ) -> tuple[Array, Array, Array]:
-    """The border, the least key that is chosen whatever its slot is, and how many keys reach that.
+    """The border, the least key that is always chosen, and how many keys reach it.
 
     Args:
       reach: counts the keys that are at least so large.
@@ -273,7 +273,7 @@ def border_of(
 
 
 def _cut(before: Callable[[Array], Array], quota: Array, slots: int) -> Array:
-    """A slot before which exactly `quota` of the ties lie, of which there are more."""
+    """A slot with exactly `quota` ties before it; there are more ties."""
 
     def step(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         low, high, _ = state

@@ -62,7 +62,7 @@ def attend(
 
     Args:
       q: [64,H] in shared memory; rows that are not wanted may hold anything.
-      mask: makes those of block j's logits [64,slots] -inf that are not seen.
+      mask: makes block j's logits [64,slots] -inf where they are not seen.
       ahead: block j is step `ahead` + j of the rings; None is 0.
     """
     rings, ready, free = (me.scratch[name] for name in ("rings", "ready", "free"))

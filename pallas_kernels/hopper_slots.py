@@ -50,7 +50,7 @@ def stages(stream: Stream) -> int:
     each = sum(
         BLOCK * (head_dim * jnp.dtype(x).itemsize + _SCALE_BYTES * scaled(x)) for x in stream.stored
     )
-    # Weights, queries and those of the next head, and sums that are handed on.
+    # Weights, queries, the next head's queries, and sums that are handed on.
     weights = READERS * rows * BLOCK * itemsize
     queries = (2 if rows == hopper.TILE_ROWS else 1) * rows * head_dim * itemsize
     handed = rows * 4 * (head_dim + 4 * READERS + 3)
@@ -95,11 +95,11 @@ def attend(
     mask: Callable[[Array, Array], Array],
     ahead: Any = None,
 ) -> Carry:
-    """Attend to this warpgroup's ones of the blocks first <= j < last, as they come.
+    """Attend to this warpgroup's share of the blocks first <= j < last, as they come.
 
     Args:
       q: [N,H] in shared memory, for 8 bits `hopper_bits.in_column_order`.
-      mask: makes those of block j's logits [slots,N] -inf that are not seen.
+      mask: makes block j's logits [slots,N] -inf where they are not seen.
       ahead: block j is step `ahead` + j of the rings; None is 0.
     """
     (reader, scratch, stream), ahead = me, 0 if ahead is None else ahead
@@ -166,7 +166,7 @@ def _times(x: Array, scales: Any, slot: Array) -> Array:
 
 
 def write(me: Reader, carry: Carry, out_ref: Any, lse_ref: Any, *, number: Any) -> None:
-    """Merge what the warpgroups attended to, and begin to write it: all call this for every piece.
+    """Merge the warpgroups' results and begin to write: all call this for every piece.
 
     Args:
       out_ref, lse_ref: [N,H] and [N] in global memory.

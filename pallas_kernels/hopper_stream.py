@@ -57,7 +57,7 @@ class Stream:
 
     @property
     def operand_rows(self) -> int:
-        """Rows that a product takes, of which those beyond `tile_rows` may hold anything."""
+        """Rows that a product takes; rows beyond `tile_rows` may hold anything."""
         return self.tile_rows if self.by_slots else hopper.ROWS
 
 

@@ -102,9 +102,9 @@ def page_scores(
 def shared_page_scores(
     q: Float[Array, "B N H"], own: Digests, pages: Int[Array, " B"], shared: SharedPages
 ) -> Float[Array, "B N X"]:
-    """`page_scores` of rows that share the first pages, of X = shared and own pages at most.
+    """`page_scores` for rows that share the first pages; X counts shared and own pages.
 
-    The shared digests are read once: the heads of all rows are those of one row.
+    The shared digests are read once: all rows' heads count as one row's.
 
     Args:
       own: of each row's own pages.

@@ -33,7 +33,7 @@ class EightBits:
     dtype: Any = dataclasses.field(metadata={"static": True})
 
     def map(self, change: Callable[..., Any], *others: Any) -> Any:
-        """The same with `change` of the values and of the scales, beside those of `others`."""
+        """The same with `change` of values and scales, beside the same parts of `others`."""
         values: Shaped[Any, ...] = change(self.values, *(other.values for other in others))
         scales: Shaped[Any, ...] = change(self.scales, *(other.scales for other in others))
         return dataclasses.replace(self, values=values, scales=scales)
@@ -93,7 +93,7 @@ def stored_as(like: Any, x: Float[Array, "*B H"]) -> Any:
 
 
 def dequantised(x: Any) -> Any:
-    """The numbers that a `Quantised` stands for; anything else as it is. Not for whole caches."""
+    """A `Quantised` as numbers; anything else unchanged. Not for whole caches."""
     if not isinstance(x, Quantised):
         return x
     wide = x.values.astype(jnp.float32) * x.scales.astype(jnp.float32)[..., None]
@@ -101,7 +101,7 @@ def dequantised(x: Any) -> Any:
 
 
 def parts_of(*stored: Any) -> tuple[list[Any], list[Any]]:
-    """The arrays and numbers of keys and values, and the scales of those that have some."""
+    """The arrays and numbers of keys and values, and the scales where there are any."""
     numbers = [x.values if isinstance(x, Quantised) else x for x in stored]
     return numbers, [x.scales for x in stored if isinstance(x, Quantised)]
 

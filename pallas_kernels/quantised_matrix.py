@@ -2,7 +2,7 @@
 
 w is stored as round(w / scale); scale is the largest magnitude of the output's column over 127, in
 float32. A product multiplies with the numbers, which bfloat16, float16 and float32 hold exactly,
-sums in float32 and multiplies each output by its scale. So its only error is that of the stored
+sums in float32 and multiplies each output by its scale. So its only error is in the stored
 numbers: scale / 2 at most.
 
 Scales have the axes of the matrix, of size 1 along its inputs. So both arrays are stacked, joined,
@@ -48,7 +48,7 @@ class QuantisedMatrix(EightBits):
         return (sums * self.scales.reshape(self.shape[axes:])).astype(x.dtype)
 
     def __getitem__(self, index: Any) -> "QuantisedMatrix":
-        """Itself, of `[...]`: what a module's parameter is read with."""
+        """Itself, for `[...]`: a module reads its parameters so."""
         if index is not Ellipsis:
             raise TypeError("a QuantisedMatrix has no parts; take those of `values` and `scales`")
         return self
@@ -85,5 +85,5 @@ def matrix_of(w: AnyMatrix, inputs: int) -> Any:
 
 
 def map_parts(w: Any, change: Callable[..., Any], *others: Any) -> Any:
-    """`change` of an array, or of the numbers and of the scales, beside those of `others`."""
+    """`change` of an array, or of numbers and scales, beside the same parts of `others`."""
     return w.map(change, *others) if isinstance(w, QuantisedMatrix) else change(w, *others)

@@ -296,7 +296,7 @@ class _Leader:
         rows: dict[int, Row] = {}
         if not all(line.index in self.ready for line in some):
             reader = self._reader()
-            # All of them, so that the batches are those of a run without a kill.
+            # All of them, so that the batches are the same as without a kill.
             rows = {line.index: reader.row(line) for line in some if line.index not in kept}
         self._warn_beyond(rows.values())
         failed = [row for row in rows.values() if row.error and row.index not in self.ready]

@@ -4,8 +4,8 @@ One row's context is prefilled, or drawn at random, and asked. The caches that i
 are then copied along the batch axis. So 128 rows of a method that evicts cost one prefill, and the
 memory never holds 128 whole contexts. All rows are alike; a step reads each row's own copy.
 
-The wall time of a step is that of whole decode blocks, with the host's round trip of each block.
-The kernels are those of a profile of one more block. A profile runs without CUDA graphs, so its own
+The wall time of a step comes from whole decode blocks, with the host's round trip of each block.
+The kernels come from a profile of one more block. A profile runs without CUDA graphs, so its own
 wall time is of no use. The gaps of a step are its wall time less the sum of its kernels.
 """
 

@@ -1,4 +1,4 @@
-"""The working set of a store: which page lies in which frame on the device.
+"""The working set of a store: the page in each frame on the device.
 
 Rows have frames of their own, and so has every kv head where heads choose apart. A page that is
 wanted and has no frame takes the one that was not used for longest. There are as many frames as one

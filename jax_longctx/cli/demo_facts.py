@@ -37,7 +37,7 @@ class Fact:
     """Something that only the text says.
 
     Attributes:
-      question: what is asked.
+      question: the text of the question.
       opening: the sentence up to the truth.
       truth: the words that were drawn.
     """

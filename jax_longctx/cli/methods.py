@@ -44,7 +44,7 @@ def methods(
 ) -> None:
     """List the long-context methods: what each changes, and what its caches cost.
 
-    Memory is that of the KV caches: at the peak of prefill, kept after it for more questions, while
+    Memory is the KV caches': at the peak of prefill, kept after it for more questions, while
     answering the last one, and read by each decode step.
 
     [bold]Examples[/bold]

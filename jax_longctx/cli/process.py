@@ -52,7 +52,7 @@ ERASE = b"\r\x1b[2K\x1b[?25h"
 # Python's signal handler writes this to the pipe; the C handler writes the signal's number.
 BEGIN = b"b"
 
-# Seconds without a heartbeat after which a process of a job counts as dead, and the others end.
+# After this many seconds without a heartbeat a process of a job counts as dead; the others end.
 HEARTBEAT = 20
 # Seconds that a job's processes wait for each other at the start.
 START = 300
@@ -60,7 +60,7 @@ AUTO = "auto"
 
 # Device files of TPU drivers, up to v4 and from v5e on.
 TPU_NODES = ("accel*", "vfio/[0-9]*")
-# Variables by which users ask for a TPU or choose a platform themselves.
+# Variables that ask for a TPU or choose a platform.
 CHOSEN = ("JAX_PLATFORMS", "JAX_FORCE_TPU_INIT")
 
 

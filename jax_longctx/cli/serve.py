@@ -78,7 +78,7 @@ class Listening:
     grace: float = option("Seconds that answers have to finish after SIGTERM.", default=30.0)
     sampling_defaults: Literal["model", "openai"] = option(
         "Temperature, top_p, top_k, min_p and repetition_penalty where a request gives none: the "
-        "model's own, of its generation_config.json, or those of OpenAI's API (temperature 1).",
+        "model's own, of its generation_config.json, or OpenAI's (temperature 1).",
         default="model",
     )
     no_request_log: bool = option(

@@ -33,7 +33,7 @@ class Asked:
 def warm(
     *,
     model: str = argument(
-        "Converted checkpoint, of which only the manifest and the tokenizer are read, or a "
+        "Converted checkpoint (only its manifest and tokenizer are read), or a "
         "published model's name.",
         default=...,
         metavar="MODEL",
@@ -144,7 +144,7 @@ class _Model:
         The first time also what stacks the weights' layers, where a device loops over them.
 
         Returns:
-          the numbers of programs, of those that the cache held, and the seconds.
+          the programs, how many of them the cache held, and the seconds.
         """
         from jax_longctx.engine import compile_ahead
         from jax_longctx.engine.compiling import CompileClock

@@ -44,7 +44,7 @@ STRIPE = 128
 class SlotLayout:
     """Where the slots of an engine's caches lie.
 
-    Along a dealt axis an array holds the entries of shard 0, then those of shard 1 and so on.
+    Along a dealt axis an array holds the entries of shard 0, then of shard 1 and so on.
 
     Attributes:
       shards: shards of the slots.

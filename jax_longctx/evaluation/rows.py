@@ -100,7 +100,7 @@ def open_rows(
     *,
     overwrite: bool = False,
 ) -> Iterator[RowStore]:
-    """The rows of a folder for one run; `files` are those of `RowStore`.
+    """The rows of a folder for one run; `files` are as in `RowStore`.
 
     Args:
       given: the origin that every run into the folder must share, JSON values.

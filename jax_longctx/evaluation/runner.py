@@ -145,7 +145,7 @@ def run_eval(
     return leader.store.rows if is_leader() else None
 
 
-# Batches, JSON values, for which the rows come back.
+# Batches, JSON values; their rows come back.
 Batches = Generator[dict[str, Any], list[dict[str, Any]]]
 # Prompts by their task and length.
 Draws = dict[tuple[Spec, int], Drawn]
@@ -154,7 +154,7 @@ Draws = dict[tuple[Spec, int], Drawn]
 def _compiled_ahead(model: LongContext, config: EvalConfig, work: Work) -> set[Any]:
     """Compiles for a batch and the next methods' batches; returns the shapes.
 
-    Python lowers the programs of one method while XLA compiles those of another.
+    Python lowers one method's programs while XLA compiles another's.
     """
     begun, compilation = {work.shape}, Compilation(model.engine.mesh)
     try:

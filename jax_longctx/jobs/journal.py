@@ -4,7 +4,7 @@
     {..., "crc32": ...}                            a result
 
 After a kill the same command goes on behind the last whole line. A run of another origin may not.
-A line's CRC-32 begins with that of the first line, so damage and lines of other runs are noticed.
+A line's CRC-32 begins with the first line's, so damage and lines of other runs are noticed.
 """
 
 import json
@@ -29,7 +29,7 @@ class Journal:
       version: of its format.
       given: the origin, JSON values.
       advice: what the user can do where the file is another run's or damaged, for the error.
-      free: facts of the origin that may differ from those of the run that it goes on with.
+      free: facts of the origin that may differ from the run that it goes on with.
       more: further fields of a new header.
 
     Attributes:

@@ -53,14 +53,14 @@ def compute_pieces(
 ) -> list[Any] | None:
     """What `compute` returns, JSON values, for each number below `count`.
 
-    Until `finish_pieces` the results are kept in OUT.journal: those of an earlier run with the same
+    Until `finish_pieces` the results are kept in OUT.journal: an earlier run's with the same
     origin are not computed again. Every process of a job calls it; None in all but the first.
 
     Args:
       out: the file that is made of the results; without one nothing is kept.
       given: the origin of the results.
       overwrite: replace the file, or an interrupted run, of another origin.
-      free: facts of the origin in which a file of an earlier version may differ.
+      free: facts of the origin that may differ in a file of an earlier version.
 
     Raises:
       OriginError: `out`, or an interrupted run, has another origin.

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from jax_longctx.errors import ConfigError
 from jax_longctx.settings import check_name, look_up
 
-# Our names of a model's sizes -> those of a Hugging Face config.
+# Our names of a model's sizes -> a Hugging Face config's.
 SIZES = {
     "vocab_size": "vocab_size",
     "num_layers": "num_hidden_layers",
@@ -67,7 +67,7 @@ class Family:
       architecture: its name in the `architectures` of a `config.json`.
       defaults: the `model_type` whose defaults its config has; None for its own. A family that is
         not in transformers must name one that is (`"llama"`).
-      names: our modules -> those of its Hugging Face files; `*` is the layer, and `.weight` or
+      names: our modules -> its Hugging Face files'; `*` is the layer, and `.weight` or
         `.bias` is appended. Modules with the same name share a tensor, one's rows after the
         other's. All keys of `LLAMA_NAMES` are required, with two exceptions: `q_norm` and `k_norm`
         only with `qk_norm`; `head` not in a family that always ties its embeddings.

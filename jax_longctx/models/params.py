@@ -65,7 +65,7 @@ def first_layers(params: Any, count: int) -> Any:
 def stacked_layers(config: ModelConfig, params: Any, *, consume: bool = False) -> Any:
     """The parameters with all layers stacked, [L, ...], as a loop over layers needs them.
 
-    The weights of queries, keys and values are joined, and those of gate and up (see `Attention`,
+    The weights of queries, keys and values are joined, and gate with up (see `Attention`,
     `MLP`). Stacked parameters are returned as they are. Shapes give shapes.
 
     Args:

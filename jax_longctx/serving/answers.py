@@ -23,7 +23,7 @@ class Choice:
 
     Attributes:
       places: of the answer's tokens.
-      echo: what the text begins with, until it is given out.
+      echo: the start of the text, until it is given out.
     """
 
     job: Job

@@ -77,7 +77,7 @@ class Requests:
     """Counts each request and logs it when its answer has ended; outside all that can refuse it.
 
     What the handlers know they leave in the request's state: `route`, `context` and `tokens`, a
-    function that returns those of prompts and answers.
+    function that counts them in prompts and answers.
 
     Args:
       model: its name.

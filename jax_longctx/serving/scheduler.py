@@ -129,7 +129,7 @@ class Scheduler:
         Their texts and ids are released when they end, or here.
 
         Raises:
-          RequestError: the server is shutting down (503), or there is no room for so many jobs now
+          RequestError: the server is shutting down (503), or there is no room for these jobs now
             (429).
         """
         with self._changed:

@@ -1,7 +1,7 @@
 """Renders chat templates and encodes texts in a process of its own, which `child` starts.
 
 Templates and tokenizers come with a checkpoint and are not trusted. jinja2's immutable sandbox
-limits what templates can access, but not their time and memory: the kernel limits those of this
+limits what templates can access, but not their time and memory: the kernel limits both for this
 process. A timer of processor time kills it when a request takes too long.
 
 Reads one JSON request a line and writes one JSON reply a line. To a template: `text`; `refuses`,

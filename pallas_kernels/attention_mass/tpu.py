@@ -108,7 +108,7 @@ def attention_mass(
 
 
 def _blocks(groups: int, queries: int, slots: int) -> tuple[int, int, int]:
-    """Queries of a tile and of a part of it, and keys of a block."""
+    """Queries in a tile, queries in a part of a tile, and keys in a block."""
     multiple = tpu.SUBLANES[2]
     part = max(_PART_ROWS // groups // multiple, 1) * multiple
     part = min(part, -(-queries // multiple) * multiple)

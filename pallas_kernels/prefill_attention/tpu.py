@@ -121,7 +121,7 @@ def cache_attention(
     )
     out_XTH, (lse_XT,) = kernel(q_heads, _fold(k), _fold(v))
     whole = _unfold(out_XTH, lse_XT, q.shape)
-    # The block that the length cuts through, of which the first slots are valid.
+    # The block that the length cuts through: its first slots are valid.
     kernel = _kernel(query_block, k, block, interpret)
     q_BNTH = q_heads.reshape(q.shape[0], heads, *q_heads.shape[1:])
     queries_BT = jnp.zeros((q.shape[0], q_heads.shape[1]), jnp.int32)

@@ -122,7 +122,7 @@ def _kernel(*refs, share: int, interpreted: bool, w_ring, x_ring, ready) -> None
         return w_ring.at[slot], x_ring.at[slot].transpose((1, 0))
 
     def go_on(tile) -> None:
-        """Begin what comes after a product."""
+        """Begin the work after a product."""
 
         @pl.when(tile + stages < end)
         def _():

@@ -6,7 +6,7 @@ while at least k keys reach the candidate; 32 passes that only count. Every key 
 is chosen, and of those equal to it the lowest slots: the slot below which just enough of them lie
 is found bit by bit too, in ceil(log2 S) passes. The chosen slots are then numbered by a running sum
 and put in ascending order. On CPU a scatter does it. Elsewhere a scatter of S single elements is
-slow; there a binary search finds for every output the slot at which the running sum reaches it.
+slow; there a binary search finds for every output the slot where the running sum reaches it.
 
 On a GPU each pass costs launches. So a pass decides four bits at once from 15 counts, taken in one
 reading. Then bits are written, 32 slots a word: which keys lie above the border, and which equal

@@ -5,7 +5,7 @@ One copies the digests of its pages by TMA into a ring in shared memory and mult
 queries of all rows, which are the columns of one wgmma. So the shared digests are read once for all
 rows; beyond 128 columns once for each 128. The same blocks of threads then score the rows' own
 pages: those of a few rows whose columns fill a tile of 8, each row's columns of its own product.
-The bounds are added up as in `gpu`, so a row's scores are those of the row alone.
+The bounds are added up as in `gpu`, so a row's scores are the same as for the row alone.
 
 The second launch chooses, a block of threads a list (`hopper_best`). A row's scores lie in lines of
 64 pages: those of the shared pages, then those of its own. The pages between the split and the last
@@ -197,7 +197,7 @@ def _store(
     width: int,
     rows: int | None,
 ) -> None:
-    """Write the scores of a block of pages, which is a line, of the columns from `begin` on.
+    """Write the scores of a block of pages, one line, for the columns from `begin` on.
 
     Args:
       rows: of the batch, where the columns of each are summed, or None.
@@ -211,7 +211,7 @@ def _store(
     for i in range(found.shape[1] // width):
         sums = found[:, i * width : (i + 1) * width].sum(axis=1)
 
-        # Columns behind those of the last row are none.
+        # There is no column behind the last row's.
         @pl.when(first + i < rows)
         def _(i=i, sums=sums):
             scores_ref[first + i, tile, line] = sums

@@ -7,7 +7,7 @@ merged by their log-sum-exp (`pallas_kernels.common`).
 
 Rows may share their first slots (`Shared`). A page is read where it lies. An implementation that
 `takes_shared` attends to shared and own pages in one launch; by definition there are two calls,
-over the shared slots with the heads of all rows as those of one row, and over each row's own.
+over the shared slots with all rows' heads as one row's, and over each row's own.
 
 RESA also needs the softmax of a prior over the same slots (its selected set I). A call returns it
 beside the attention and reads the values once for both. The prior is given by its query, whose

@@ -114,7 +114,7 @@ def unsupported(q: Array, k: AnyStored, lists: int, page_size: int, priors: int)
 
 
 def unsupported_around(listed: int) -> str | None:
-    """Why lists of so many pages cannot be read with the slots around them, or None."""
+    """Why lists of `listed` pages cannot be read with the slots around them, or None."""
     most = _ID_LINE * _ID_LINES
     return f"lists of {listed} pages, at most {most}" if listed > most else None
 
@@ -265,7 +265,7 @@ def _partials(
     """The attention of every piece of all Y lists; rows beyond the job's hold anything.
 
     Args:
-      caches: the numbers of keys and values, and of those that rows share.
+      caches: the numbers of keys and values, and of the shared ones.
       scales: of those in 8 bits, of the listed slots.
     """
     batch, stream = q.shape[0], job.stream
@@ -273,7 +273,7 @@ def _partials(
     paged = [x.reshape(len(x), -1, job.page_size, stream.head_dim) for x in caches]
     q = hopper.whole_rows(q, stream.interpret)
     parts = batch * job.lists, job.splits
-    # Each piece's, or those of all.
+    # Each piece's, or all of them.
     ids = ids.reshape(batch * ids.shape[1], 1 if job.listed else job.splits, -1, _ID_LINE)
     kernel = plgpu.kernel(
         functools.partial(_kernel, job=job),
@@ -358,7 +358,7 @@ class _Piece:
     """A worker's piece of a list, all scalars of the kernel.
 
     Attributes:
-      first: its first step among those of the list.
+      first: the number of its first step in the list.
       bounds: of the row: start, stop, and the end of the slots around them.
       own: the first page of the row's own; None where rows share none.
     """

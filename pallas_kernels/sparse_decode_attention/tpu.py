@@ -274,6 +274,6 @@ def _seen(readers: Float[Array, "1 Z"], rows: int, job: _Job) -> Array:
     if job.group is None:
         return readers >= 0
     row = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
-    # Rows of the prior's queries follow those of the queries.
+    # The prior's queries follow the queries.
     head = row % (job.group * job.kv_heads) // job.group
     return readers == head.astype(jnp.float32)

@@ -286,7 +286,7 @@ def _fold(s: Array, plain: bool) -> Array:
 
 
 def _insert(lists: Lists, value: Array, number: Array, tolerance: Array) -> Lists:
-    """Insert (value, number) behind the last entry that it does not beat by the tolerance.
+    """Insert (value, number) after the last entry that it does not beat by the tolerance.
 
     Every place of an array in registers has its own sorted list. Only compares and selects are
     used, so the time does not depend on the data. NaN is never inserted.

@@ -1,4 +1,4 @@
-"""Rankings in which scores tie that differ by at most a tolerance, and merges of ranked lists.
+"""Rankings where scores within a tolerance tie, and merges of ranked lists.
 
 A score ranks as the best score that is at most `tolerance` above it. Where two rank alike, the one
 with the lower index comes first. So if a ranks before b, then a >= b - tolerance.

@@ -169,7 +169,7 @@ def _tile(key_block: int, count: int) -> int:
 
 
 def _keys_from(k: Any, first: PerRow, size: int) -> Any:
-    """Slots first[b] to first[b] + size of every row, zeros beyond S, as they are stored."""
+    """Slots first[b] to first[b] + size of every row as they are stored; zeros beyond S."""
     if isinstance(k, Quantised):
         return k.map(lambda part: _keys_from(part, first, size))
     held = min(size, k.shape[2])

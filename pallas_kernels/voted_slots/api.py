@@ -55,5 +55,5 @@ def voted_slots(
 
 
 def takes_votes(votes: int, size: int) -> bool:
-    """Whether the platform's kernel lists so many slots, by so many votes, in one launch."""
+    """Whether the platform's kernel lists `size` slots by `votes` votes in one launch."""
     return dispatch.platform() == "gpu" and gpu.unsupported(votes, size) is None

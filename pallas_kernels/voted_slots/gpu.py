@@ -26,7 +26,7 @@ from pallas_kernels.voted_slots.xla import Spans
 
 # Places of a list that a block of threads writes; votes that registers hold.
 _PLACES, _MOST = 128, 1024
-# Votes of a turn of the loops: so many reads of shared memory are under way.
+# Votes of a turn of the loops: that many reads of shared memory overlap.
 _TURN = 8
 _LAST = 2**31 - 1
 
@@ -73,7 +73,7 @@ def voted_slots(
 
 
 def _over_votes(scratch: dict, start: Array, add: Callable[..., Array], **stored: Array) -> Array:
-    """Add up, for all votes i, of add(sum, i, ...) with the stored numbers of i."""
+    """The sum over all votes i: add(sum, i, ...) with the stored numbers of i."""
     for name, x in stored.items():
         scratch[name][...] = x
     # All warps have stored.

@@ -14,7 +14,7 @@ _LAST = jnp.iinfo(jnp.int32).max
 
 
 class Spans(NamedTuple):
-    """The spans around the most named slots, behind the first ones.
+    """The spans around the most named slots, after the first slots.
 
     The span around slot s is s - size // 2 and the `size - 1` slots after that. A page p stands for
     its middle, slot p page + page // 2.
@@ -33,7 +33,7 @@ class Spans(NamedTuple):
 
 
 def most_voted(named: Int[Array, "B E"], kept: int) -> Int[Array, "B E"]:
-    """The `kept` entries that are named most, of equals the lower; in their places, the rest -1."""
+    """The `kept` most named entries, among equals the lower, in their places; the rest are -1."""
     slot, rival = named[:, :, None], named[:, None, :]
     entry_E = jnp.arange(named.shape[1])
     votes_BE = jnp.sum(slot == rival, axis=-1)

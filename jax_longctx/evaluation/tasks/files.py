@@ -99,7 +99,7 @@ INFINITEBENCH: dict[str, tuple[str, str, int]] = {
     ),
 }
 
-# Evaluation named by a line of L-Eval -> metric; that of `exam` depends on the right answer.
+# Evaluation named by a line of L-Eval -> metric; for `exam` it depends on the right answer.
 LEVAL = {"f1": "token F1", "rouge": "ROUGE-L", "human": "ROUGE-L", "LLM": "ROUGE-L"}
 
 

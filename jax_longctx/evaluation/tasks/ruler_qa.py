@@ -6,7 +6,7 @@ HotpotQA's own distractors), then any others, all in a drawn order. They are rep
 not suffice, as in Star's copy.
 
 The files are the user's: `file=dev-v2.0.json`, `file=hotpot_dev_distractor_v1.json`. Without a file
-the questions are those of `qa_syn`, and the label says so.
+the questions come from `qa_syn`, and the label says so.
 
 `qa_syn` is an encyclopaedia of invented people and towns, generated from a seed. Its questions need
 one document (in which town was somebody born) or two (on which river does that town lie). It
@@ -96,7 +96,7 @@ def _squad(articles: Sequence[Mapping[str, Any]]) -> QuestionSet:
 
 
 def _hotpot(entries: Sequence[Mapping[str, Any]]) -> QuestionSet:
-    """HotpotQA: questions with ten paragraphs (title, sentences), two of which hold the facts."""
+    """HotpotQA: questions with ten paragraphs (title, sentences); two of them hold the facts."""
     documents, questions = dict[str, int](), []
     for entry in entries:
         facts = {title for title, _ in entry["supporting_facts"]}
