@@ -21,8 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_longctx.bench.asked import Cold
 from jax_longctx.bench.timing import device_facts, printed
-from jax_longctx.cli.bench_options import Cold
 from jax_longctx.engine import Engine, Lengths, compile_ahead
 from jax_longctx.engine.compiling import CompileClock
 from jax_longctx.errors import LongctxError
@@ -57,7 +57,6 @@ def run(
             "length": asked.length,
             "answer": answer,
             "run": run,
-            "ahead": asked.ahead,
         }
         row: dict[str, Any] = {"method": name, "settings": settings}
         with tempfile.TemporaryDirectory(prefix="jax-longctx-cold-") as folder:
@@ -119,9 +118,8 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     jax.block_until_ready(engine.params)
     draw = np.random.default_rng(0).integers(0, config.vocab_size, case["length"] + QUESTION)
     tokens = [int(token) for token in draw]
-    ahead = case["ahead"]
-    if ahead is None:
-        ahead = engine.setup.platform != "cpu"
+    # As the commands do.
+    ahead = engine.setup.platform != "cpu"
     with CompileClock() as clock:
         begun = time.perf_counter()
         first, last = _answer(engine, tokens, case["answer"], clock, ahead=ahead)

@@ -13,9 +13,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jax_longctx.bench.asked import Decode, Throughput
 from jax_longctx.bench.steps import Step, answer_tokens, check_mesh, one_row, step_of
 from jax_longctx.bench.timing import TOO_MUCH, Shape, copy_bandwidth, scaled
-from jax_longctx.cli.bench_options import Decode, Throughput
 from jax_longctx.contract import Method
 from jax_longctx.engine import Engine
 from jax_longctx.engine.capacity import available_bytes, check_fits, footprint

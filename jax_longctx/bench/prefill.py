@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jax_longctx.bench.asked import Prefill
 from jax_longctx.bench.timing import (
     TOO_MUCH,
     WARM,
@@ -35,7 +36,6 @@ from jax_longctx.bench.timing import (
     call_times,
     scaled,
 )
-from jax_longctx.cli.bench_options import Prefill
 from jax_longctx.contract.merging import by_gather, by_sum, merge_way
 from jax_longctx.engine import Engine
 from jax_longctx.engine.capacity import SPARE, footprint, reserved

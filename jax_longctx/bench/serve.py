@@ -24,9 +24,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_longctx.bench.asked import Serve
 from jax_longctx.bench.steps import QUESTION, check_mesh, one_row
 from jax_longctx.bench.timing import TOO_MUCH, WARM, Shape, call_times, copy_bandwidth, streamed
-from jax_longctx.cli.bench_options import Serve
 from jax_longctx.engine import Context, Engine
 from jax_longctx.engine.capacity import footprint
 from jax_longctx.engine.engine import BLOCK, read_question

@@ -11,10 +11,10 @@ the time: all rows are copies of one (see `steps`).
 from collections.abc import Callable
 from typing import Any
 
+from jax_longctx.bench.asked import Throughput
 from jax_longctx.bench.decode import Timed
 from jax_longctx.bench.steps import answer_tokens, check_mesh
 from jax_longctx.bench.timing import Shape, copy_bandwidth
-from jax_longctx.cli.bench_options import Throughput
 from jax_longctx.contract import Method
 from jax_longctx.engine.capacity import USABLE, available_bytes, footprint
 from jax_longctx.engine.setup import Setup

@@ -24,8 +24,8 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_longctx.bench import decode, kernels
+from jax_longctx.bench.asked import Decode
 from jax_longctx.bench.timing import device_facts
-from jax_longctx.cli.bench_options import Decode
 from jax_longctx.errors import InputError
 from jax_longctx.run_spec import RunSpec
 from pallas_kernels.attention_mass import reference as mass_reference

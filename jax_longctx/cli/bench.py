@@ -5,9 +5,9 @@ from typing import Any
 
 import typer
 
+from jax_longctx.bench.asked import Cold, Decode, Prefill, Serve, Throughput
 from jax_longctx.cli import bench_tables, options, process
-from jax_longctx.cli.bench_options import Cold, Decode, EndToEnd, Prefill, Serve, Throughput
-from jax_longctx.cli.options import option
+from jax_longctx.cli.options import marked, option
 from jax_longctx.cli.terminal import (
     Terminal,
     check_file,
@@ -30,10 +30,30 @@ _CHUNK = option("Tokens of a prefill pass.", default=8192)
 _MESH = options.mesh(
     "Devices, e.g. tensor=4 or seq=2,tensor=2, without data. One device unless given."
 )
+_PICTURE = option("Draw times or throughput beside the limits as a PNG.", metavar="FILE")
+_METHODS = "A method and its settings; repeat for several."
+_COMPARED = {
+    "methods": options.methods(f"{_METHODS} All methods unless given."),
+    "model": options.shape(names=("--model", "--preset")),
+}
+_LAYERS = option("Time this many layers, and one, and scale to all; all unless given.")
 
 
-def _picture() -> Any:
-    return option("Draw times or throughput beside the limits as a PNG.", metavar="FILE")
+def _steps(blocks: int) -> dict[str, Any]:
+    """Of benchmarks of decode steps."""
+    return {
+        **_COMPARED,
+        "random_cache": option(
+            "Draw the cache at random instead of reading a context (methods that keep all keys).",
+            default=False,
+        ),
+        "kernels": option(
+            "Count the kernels of a step in a profile (on GPUs).",
+            "--kernels/--no-kernels",
+            default=True,
+        ),
+        "blocks": option("Blocks of 32 steps that are timed.", default=blocks, min=1),
+    }
 
 
 @bench_app.command()
@@ -75,38 +95,15 @@ def kernels(
 
 @bench_app.command()
 @options.command
-def e2e(
-    output: options.Output,
-    asked: EndToEnd,
-    spec: RunSpec = options.run("chunk", chunk=_CHUNK),
-) -> None:
-    """Time to first token and time a decode step, full attention, random bfloat16 weights.
-
-    The baseline is transformers with sdpa in the same run. The roofline of a decode step is the
-    bytes it must read (every weight but the embedding table, and the valid keys and values) over
-    the copy bandwidth measured in the same run.
-
-    [bold]Examples[/bold]
-
-        jax-longctx bench e2e --context 32768 --context 131072
-
-        jax-longctx bench e2e --model llama-3.2-1b --context 8192 --no-peer
-    """
-    terminal = output.terminal()
-    with terminal.starting():
-        from jax_longctx.bench.e2e import run
-
-    result = run(asked, spec, terminal.note)
-    output.hand_over(result, bench_tables.end_to_end)
-
-
-@bench_app.command()
-@options.command
 def decode(
     output: options.Output,
-    asked: Decode,
+    asked: Decode = marked(
+        **_steps(blocks=5),
+        layers=_LAYERS,
+        cases=option("E.g. 3x131072; repeat for several.", "--case", metavar="BATCHxCONTEXT"),
+    ),
     spec: RunSpec = options.run(*STORED, "mesh", chunk=_CHUNK, mesh=_MESH),
-    picture: Path | None = _picture(),
+    picture: Path | None = _PICTURE,
 ) -> None:
     """Time a decode step of methods beside full attention's, random bfloat16 weights.
 
@@ -134,9 +131,16 @@ def decode(
 @options.command
 def throughput(
     output: options.Output,
-    asked: Throughput,
+    asked: Throughput = marked(
+        **_steps(blocks=3),
+        contexts=option("Tokens of context of each row; repeat for several.", "--context"),
+        most=option("Try no batch of more rows.", "--rows", min=1),
+        memory=option(
+            "GiB of each device that caches may use; what is free unless given.", metavar="GIB"
+        ),
+    ),
     spec: RunSpec = options.run("chunk", "kv", "weights", "mesh", chunk=_CHUNK, mesh=_MESH),
-    picture: Path | None = _picture(),
+    picture: Path | None = _PICTURE,
 ) -> None:
     """Decoded tokens a second of methods at the largest batch that fits, random bfloat16 weights.
 
@@ -162,7 +166,25 @@ def throughput(
 @options.command
 def serve(
     output: options.Output,
-    asked: Serve,
+    asked: Serve = marked(
+        methods=options.methods(f"{_METHODS} full and quest unless given."),
+        model=_COMPARED["model"],
+        context=option("Tokens of the text that all rows ask about.", default=131072, min=1),
+        rows=option("Answers that are decoded together.", default=16, min=1),
+        question=option("Tokens of each question.", default=32, min=1),
+        read=option(
+            "Tokens of another text that is read between decode blocks; 0 reads none. As "
+            "--context unless given.",
+            metavar="TOKENS",
+            min=0,
+        ),
+        blocks=option("Blocks of 32 steps that are timed.", default=5, min=1),
+        random_cache=option(
+            "Draw the context's cache at random instead of reading it (methods that keep all "
+            "keys).",
+            default=True,
+        ),
+    ),
     spec: RunSpec = options.run("chunk", "kv", "weights", "mesh", mesh=_MESH),
 ) -> None:
     """Time many answers over one context, and decoding beside reading, random bfloat16 weights.
@@ -194,7 +216,23 @@ def _draw(result: dict[str, Any], picture: Path | None) -> None:
 @options.command
 def prefill(
     output: options.Output,
-    asked: Prefill,
+    asked: Prefill = marked(
+        methods=options.methods(f"{_METHODS} Speed is relative to the first.", default=...),
+        model=options.shape(),
+        layers=_LAYERS,
+        cases=option(
+            "Tokens of context, question and answer, and Star's block; repeat for several.",
+            "--case",
+            metavar="TOKENS[:BLOCK]",
+        ),
+        runs=option("Runs; the median counts.", default=3, min=1),
+        blocks=option("Blocks of 32 decode steps that are timed; 0 times none.", default=2, min=0),
+        question=option(
+            "Tokens of the question, which some methods read beside each chunk.",
+            default=1,
+            min=1,
+        ),
+    ),
     spec: RunSpec = options.run(
         "mesh",
         *STORED,
@@ -227,7 +265,18 @@ def prefill(
 @options.command
 def cold(
     output: options.Output,
-    asked: Cold,
+    asked: Cold = marked(
+        **_COMPARED,
+        checkpoint=option(
+            "Converted checkpoint in place of a shape with random weights.",
+            "--checkpoint",
+            "-c",
+            metavar="DIR",
+            callback=options.checked(options.check_checkpoint),
+        ),
+        length=option("Tokens of context.", default=16000, min=1),
+        answer=option("Tokens of the answer.", default=60, min=2),
+    ),
     spec: RunSpec = options.run("chunk", "dtype", "mesh", dtype=options.dtype(default="bfloat16")),
 ) -> None:
     """Time a process's first answer, with an empty and with a full compilation cache.

@@ -19,21 +19,6 @@ _STEP: dict[str, Callable[[Row], str]] = {
 }
 
 
-def end_to_end(result: Row) -> Iterable[Any]:
-    """Of `bench e2e`."""
-    rows = []
-    for row in result["rows"]:
-        against = ["-", "-", "-"]
-        if row["baseline_seconds"] is not None:
-            its = shown_time(row["baseline_seconds"])
-            against = [row["baseline"], its, f"{row['ratio']:.2f}"]
-        rows.append([row["what"], f"{row['context']:,}", shown_time(row["seconds"]), *against])
-    made = table(("what", "context", "time", "against", "its time", "ours / its"), rows)
-    made.columns[3].justify = "left"
-    yield made
-    yield _timed(result, f", batch 1, chunk {result['chunk']:,},")
-
-
 def steps(result: Row) -> Iterable[Any]:
     """Of `bench decode`."""
     columns = _step_columns(result)

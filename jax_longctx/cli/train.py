@@ -199,7 +199,6 @@ def bench(
     steps: int = option("Steps; the median counts.", default=5, min=1),
     tail: int = option("Last tokens that attend sparsely.", default=0),
     remat: str = option("Rematerialization: none, dots or full.", default="none"),
-    loss_chunk: int = option("Tokens whose logits are in memory at once.", default=2048),
     mesh: str | None = options.mesh(),
     peer: bool = option("Also run transformers and PyTorch on one GPU.", default=True),
 ) -> None:
@@ -229,7 +228,7 @@ def bench(
             optimizer=OptimizerConfig(steps=1000),
             pattern=Pattern(tail=tail),
             remat=kept,
-            loss_chunk=loss_chunk,
+            loss_chunk=2048,
         )
 
     result = run(

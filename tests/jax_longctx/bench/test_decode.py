@@ -1,4 +1,4 @@
-"""`bench decode`, `throughput` and `e2e` on a tiny shape: times and limits are of what they say."""
+"""`bench decode` and `throughput` on a tiny shape: times and limits are of what they say."""
 
 import json
 from unittest.mock import create_autospec
@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jax_longctx.bench import decode, e2e, prefill, steps, throughput
+from jax_longctx.bench import decode, prefill, steps, throughput
+from jax_longctx.bench.asked import Decode, Throughput
 from jax_longctx.bench.steps import Answering, Kernels, Step
-from jax_longctx.cli.bench_options import Decode, Throughput
 from jax_longctx.engine import Context, Engine
 from jax_longctx.engine.capacity import footprint
 from jax_longctx.engine.runs import per_layer
@@ -26,7 +26,7 @@ from tests.support import joined, random_rows, tiny_engine
 
 @pytest.fixture
 def tiny_preset(tiny_shape, monkeypatch):
-    for command in (decode, e2e, throughput):
+    for command in (decode, throughput):
         monkeypatch.setattr(command, "copy_bandwidth", lambda: 1e11)
 
 
@@ -265,23 +265,6 @@ def test_kernels_are_those_of_the_streams():
     assert steps.kernels_of(read(host)) is None
     with pytest.raises(LongctxError, match="the profile has no kernels of a GPU"):
         steps.profiled(lambda: jax.numpy.ones(3).block_until_ready())
-
-
-@pytest.mark.slow
-def test_end_to_end_ratios_are_against_the_roofline_and_the_baseline(tiny_preset, monkeypatch):
-    theirs = {"first_token": 2.0, "decode_step": 0.5, "compiled_step": 0.25}
-    peer = create_autospec(e2e.run_peer, return_value={"100": theirs})
-    monkeypatch.setattr(e2e, "run_peer", peer)
-    args = ["e2e", "--model", "tiny", "--context", 100, "--runs", 1, "--chunk", 64]
-    rows = measured(*args)["rows"]
-    named = ["transformers sdpa", "roofline", "transformers sdpa", "transformers compiled"]
-    assert [row["baseline"] for row in rows] == named
-    # Weights but the embedding table, and keys and values of 100 tokens, in bfloat16.
-    moved = 2 * (2 * LAYER + 32 + 128 * 32) + 100 * 2 * 2 * 8 * 2 * 2
-    wanted = [2.0, moved / 1e11, 0.5, 0.25]
-    assert [row["baseline_seconds"] for row in rows] == pytest.approx(wanted)
-    for row in rows:
-        assert row["ratio"] == pytest.approx(row["seconds"] / row["baseline_seconds"])
 
 
 def test_a_random_cache_stands_for_a_context(tiny_preset):

@@ -7,7 +7,7 @@ from unittest.mock import create_autospec
 import pytest
 
 from jax_longctx.bench import prefill, timing
-from jax_longctx.cli.bench_options import Prefill
+from jax_longctx.bench.asked import Prefill
 from jax_longctx.engine.capacity import SPARE, reserved
 from jax_longctx.methods import make_method
 from jax_longctx.run_spec import RunSpec

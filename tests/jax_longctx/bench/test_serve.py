@@ -165,7 +165,7 @@ def test_a_case_that_fails_ends_its_process_with_one_line(tiny_shape, tmp_path, 
     case = {"model": tiny_shape, "checkpoint": None, "method": "star", "settings": {"block": "0"}}
     run = {"chunk": 512, "dtype": "float32", "mesh": None}
     case |= {"length": 100, "answer": 4, "run": run}
-    monkeypatch.setattr(cold.sys, "argv", ["cold", json.dumps(case | {"ahead": None})])
+    monkeypatch.setattr(cold.sys, "argv", ["cold", json.dumps(case)])
     with pytest.raises(SystemExit) as ended:
         cold.main()
     assert ended.value.code.startswith("ConfigError: ") and "block" in ended.value.code

@@ -52,7 +52,6 @@ COMMANDS = [
     "eval resa-errors -c model",
     "eval citrus-overlap -c model",
     "eval resa-spectrum -c model",
-    "bench e2e",
     "bench decode -m snapkv",
     "bench throughput -m snapkv",
     "bench tpu-check",
@@ -96,7 +95,7 @@ REFUSED = [
     ("bench decode -m full --case 3", "--case '3' is not understood"),
     ("eval perplexity -c model --text nowhere", "'nowhere' does not exist"),
     ("eval resa-errors -c model --text nowhere", "'nowhere' does not exist"),
-    ("bench e2e --model lama", "unknown model preset 'lama'"),
+    ("bench decode --model lama", "unknown model preset 'lama'"),
     ("bench throughput --context 0", "--context must be at least 1 token, got 0"),
     ("bench throughput --memory 0", "--memory must be above 0 GiB, got 0"),
     ("bench tpu-check --minutes 0", "--minutes must be above 0, got 0"),
@@ -110,7 +109,7 @@ COMPLETED = {
     "ask -m citrus-": ["citrus-individual", "citrus-standard"],
     "methods snap": ["snapkv"],
     "eval run --method dyn": ["dynamic-ntk"],
-    "bench e2e --model llama-3.2-1": ["llama-3.2-1b"],
+    "bench decode --model llama-3.2-1": ["llama-3.2-1b"],
 }
 PIPE, TERMINAL = {"NO_COLOR": "1"}, {"FORCE_COLOR": "1", "TERM": "xterm"}
 

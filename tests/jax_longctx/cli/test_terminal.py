@@ -158,7 +158,6 @@ def test_where_nothing_can_be_written_is_named_before_the_work(tmp_path, monkeyp
         "train collect folder --out",
         "train bench --out",
         "bench kernels --out",
-        "bench e2e --out",
         "bench decode --method h2o --out",
         "bench prefill --method h2o --out",
         "eval run -c model -t passkey --length 4096 --output",

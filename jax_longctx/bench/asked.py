@@ -1,0 +1,132 @@
+"""What each benchmark measures, beside how the model runs (`RunSpec`). It needs no JAX.
+
+The fields are options of `jax-longctx bench`, whose help says what they mean.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from jax_longctx.errors import InputError
+from jax_longctx.evaluation.specs import Spec
+from jax_longctx.methods import METHODS, STUDIES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Methods under a model of random weights."""
+
+    methods: list[str] | None = None
+    model: str = "llama-3.1-8b"
+
+    def named(self) -> list[tuple[str, dict[str, str]]]:
+        """Names and settings of the methods; all that are not for studies where none is named."""
+        if not self.methods:
+            return [(name, {}) for name in METHODS if name not in STUDIES]
+        return [(spec.name, dict(spec.settings)) for spec in map(Spec.parse, self.methods)]
+
+    def beside_full(self) -> list[tuple[str, dict[str, str]]]:
+        """Full attention, then the other methods."""
+        full = ("full", {})
+        return [full, *(each for each in self.named() if each != full)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Steps(Compared):
+    """Decode steps."""
+
+    random_cache: bool = False
+    kernels: bool = True
+    blocks: int = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decode(Steps):
+    """Decode steps of a batch."""
+
+    layers: int | None = None
+    cases: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.sizes
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Rows and tokens of each case."""
+        expected = "BATCHxCONTEXT, as 3x131072"
+        found = [_numbers(text, "x", expected) for text in self.cases or ["1x32768"]]
+        return [(batch, context) for batch, context in found]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Throughput(Steps):
+    """Decode steps of the largest batch that fits."""
+
+    blocks: int = 3
+    contexts: list[int] | None = None
+    most: int | None = None
+    memory: float | None = None
+
+    def __post_init__(self) -> None:
+        for length in self.contexts or ():
+            if length < 1:
+                raise InputError(f"--context must be at least 1 token, got {length}")
+        if self.memory is not None and self.memory <= 0:
+            raise InputError(f"--memory must be above 0 GiB, got {self.memory:g}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serve(Compared):
+    """Many answers over one context, and reading beside them."""
+
+    context: int = 131072
+    rows: int = 16
+    question: int = 32
+    read: int | None = None
+    blocks: int = 5
+    random_cache: bool = True
+
+    def named(self) -> list[tuple[str, dict[str, str]]]:
+        """Names and settings; full attention and quest where none is named."""
+        return Compared(methods=self.methods or ["full", "quest"]).named()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefill(Compared):
+    """Time to first token."""
+
+    layers: int | None = None
+    cases: list[str] | None = None
+    runs: int = 3
+    blocks: int = 2
+    question: int = 1
+
+    def __post_init__(self) -> None:
+        _ = self.sizes
+
+    @property
+    def sizes(self) -> list[tuple[int, int | None]]:
+        """Tokens, and the block size of methods that have one, of each case."""
+        expected, cases = "TOKENS or TOKENS:BLOCK, as 131072:32768", self.cases
+        found = [
+            _numbers(text, ":", expected, least=1)
+            for text in cases or ["32768:8192", "131072:32768"]
+        ]
+        return [(tokens, block[0] if block else None) for tokens, *block in found]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cold(Compared):
+    """A process's first answer."""
+
+    checkpoint: Path | None = None
+    length: int = 16000
+    answer: int = 60
+
+
+def _numbers(text: str, between: str, expected: str, least: int = 2) -> list[int]:
+    """`"3x131072"` -> `[3, 131072]`: two numbers, or at least `least`."""
+    numbers = text.split(between)
+    whole = all(number.isdecimal() and int(number) for number in numbers)
+    if not (whole and least <= len(numbers) <= 2):
+        raise InputError(f"--case {text!r} is not understood; expected {expected}")
+    return [int(number) for number in numbers]
