@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # What is imported is compiled then; to compile all that is installed takes half as long as the rest.
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --no-compile --constraint constraints.txt
 # Python sources that are looked at; a folder that is not there yet would be an error.
-SOURCES := jax_longctx pallas_kernels checkpoints_convert train_cpt tests docs
+SOURCES := jax_longctx pallas_kernels checkpoints_convert train_cpt research tests docs
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-thorough venv lint types format docs docs-pages hooks clean

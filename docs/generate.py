@@ -36,7 +36,7 @@ from docstrings import attributes  # noqa: E402
 from jax_longctx.cli.main import app  # noqa: E402
 from jax_longctx.errors import ConfigError  # noqa: E402
 from jax_longctx.memory import shown_bytes  # noqa: E402
-from jax_longctx.methods import METHODS, STUDIES  # noqa: E402
+from jax_longctx.methods import METHODS  # noqa: E402
 from jax_longctx.models.presets import preset  # noqa: E402
 
 Results = Mapping[str, tables.Result]
@@ -72,10 +72,9 @@ def methods_page(results: Results) -> str:
         raise SystemExit(f"jax-longctx {' '.join(command)} failed: {' '.join(said)}")
     entries = [json.loads(line) for line in result.stdout.splitlines()]
     known = [entry for entry in entries if entry["name"] in own_methods()]
-    usual = [entry for entry in known if entry["name"] not in STUDIES]
     rows = [
         (f"[`{entry['name']}`](#{entry['name']})", entry["summary"], *sizes(entry).values())
-        for entry in usual
+        for entry in known
     ]
     headers = ("method", "what it does", "peak of prefill", "while answering", "read a step")
     said, (full,) = notes(), [entry for entry in known if entry["name"] == "full"]
@@ -94,10 +93,7 @@ def methods_page(results: Results) -> str:
         command_block,
         tables.markdown(headers, rows),
         "## Method cards",
-        *cards(usual),
-        "## Emulations for studies",
-        "These compute what a paper's released code computes. Use them to compare with it only.",
-        *cards([entry for entry in known if entry["name"] in STUDIES]),
+        *cards(known),
     ]
     return "\n\n".join(parts) + "\n"
 

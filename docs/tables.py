@@ -7,7 +7,7 @@ takes the file of `bench decode`, `bench throughput` or `bench serve` into `docs
 
 `docs/results/NAME.json` holds one experiment each. `docs/templates` holds Jinja templates that look
 figures up in them. Two pages are whole templates; in README a template fills the lines between
-`<!-- NAME -->` and `<!-- /NAME -->`. The papers' figures are those of `studies/published.toml`.
+`<!-- NAME -->` and `<!-- /NAME -->`. The papers' figures are those of `research/published.toml`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import jinja2
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-PUBLISHED = ROOT / "jax_longctx/studies/published.toml"
+PUBLISHED = ROOT / "research/published.toml"
 KINDS = ("quality", "speed", "memory")
 INTERVAL = "{score} [{interval[0]}, {interval[1]}]"
 

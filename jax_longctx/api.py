@@ -46,7 +46,7 @@ from jax_longctx.engine.programs import list_context
 from jax_longctx.engine.scoring import Likelihood, loglikelihoods
 from jax_longctx.errors import CapacityError, ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.files import whole_path
-from jax_longctx.methods import METHODS, STUDIES
+from jax_longctx.methods import METHODS
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import abstract_params
 from jax_longctx.models.storage import Manifest, load_params, read_manifest, tokenizer_folder
@@ -466,7 +466,7 @@ class LongContext:
         engine, trained = self.engine, self.config.trained_length
         if reach(engine.method, self.config, tokens) <= trained:
             return None
-        further = [name for name in METHODS if name not in STUDIES and _goes_on(name, self.config)]
+        further = [name for name in METHODS if _goes_on(name, self.config)]
         return (
             f"{tokens:,} tokens are more than the {trained:,} that the model was trained to, and "
             f"under this method the answer may be noise; methods that go on: {', '.join(further)}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.errors import LongctxError, OriginError
+from jax_longctx.gone import current
 
 # Most differences that an error names, and characters of a value.
 NAMED, SHOWN = 3, 60
@@ -52,7 +53,7 @@ def check_same(
       kind: of the error.
     """
     # As JSON reads it back: tuples are lists there.
-    found = differences(known, json.loads(json.dumps(given)))
+    found = differences(current(known), json.loads(json.dumps(given)))
     found = [each for each in found if not each.startswith(free)]
     if found:
         more = f" (and {len(found) - NAMED} more)" if len(found) > NAMED else ""

@@ -46,7 +46,7 @@ LOOPS = os.environ.get("LONGCTX_TEST_LOOPS") == "1"
 HERE = Path(__file__).parent / "jax_longctx"
 # Tests in which engines may loop over layers on the device or on the host.
 MODES = [
-    *(HERE / folder for folder in ("contract", "engine", "methods", "studies")),
+    *(HERE / folder for folder in ("contract", "engine", "methods")),
     HERE / "evaluation" / "test_agreement.py",
 ]
 # They compare the modes, or compile the loop's programs whatever tests are told.
@@ -172,6 +172,16 @@ def _optimized(request: pytest.FixtureRequest) -> Iterator[None]:
     left = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
     assert left != marked, "a test left the compiler's optimizations changed for those that follow"
+
+
+@pytest.fixture(autouse=True)
+def _own_methods() -> Iterator[None]:
+    """A paper's suite gives the methods of `research` names; the next test has none of them."""
+    from jax_longctx.methods import METHODS
+
+    before = dict(METHODS.data)
+    yield
+    METHODS.data = before
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,10 +15,7 @@ KINDS = (
 
 # Methods that most tests of all methods cannot tell from the one that they vary: the difference is
 # within a layer. They have tests of their own.
-_VARIANTS = (
-    *("citrus-individual", "h2o-shared", "dynamic-ntk"),
-    *("infllm-accounted", "star-released-mask"),
-)
+_VARIANTS = ("citrus-individual", "h2o-shared", "dynamic-ntk")
 APART = [name for name in METHODS if name not in _VARIANTS]
 
 _Settings = dict[str, object]
@@ -53,20 +50,15 @@ _SMALL: dict[str, _Settings] = {
     "reattention": _REATTENTION,
     "free-pages": _FREE,
     "infllm": _INFLLM,
-    "infllm-accounted": _INFLLM | {"max_cached_block": 4},
     "snapkv": {"budget": 48, "window": 8},
     "refreshkv": {"budget": 48, "stride": 3, "schedule": "fixed"},
     "star": {"block": 32},
-    "star-released-mask": {"block": 32},
-    "arkvale-paged": {"budget": 16, "page_size": 8, "local": 16, "resident": 32},
 }
 _EVERYTHING: dict[str, _Settings] = {
     "reattention": _REATTENTION | {"local_size": 100, "kept": 4},
     "free-pages": _FREE | {"local": 80},
     "infllm": _INFLLM | {"n_local": 100},
-    "infllm-accounted": _INFLLM | {"n_local": 100},
     "star": {"block": 128},
-    "star-released-mask": {"block": 128},
 }
 
 

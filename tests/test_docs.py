@@ -469,7 +469,9 @@ def test_the_papers_page_says_how_and_what_with_parts_of_suites_and_our_benchmar
     known = set(re.findall(FIGURE, read(DOCS / "benchmarks.md")))
     for paper, command, ours, theirs in ROWS:
         assert paper and theirs
-        assert re.search(r"`jax-longctx |suite, part|the same (part|command)", command), command
+        assert re.search(
+            r"`jax-longctx |`python -m research |suite, part|the same (part|command)", command
+        ), command
         # Said to be missing, with what it needs, or a figure.
         assert re.search(r"not measured[:,] \S+|\d", ours), ours
         said = re.sub(r"not measured.*|`[^`]*`", "", ours)

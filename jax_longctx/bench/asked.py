@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.specs import Spec
-from jax_longctx.methods import METHODS, STUDIES
+from jax_longctx.methods import METHODS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,9 +19,9 @@ class Compared:
     model: str = "llama-3.1-8b"
 
     def named(self) -> list[tuple[str, dict[str, str]]]:
-        """Names and settings of the methods; all that are not for studies where none is named."""
+        """Names and settings of the methods; all where none is named."""
         if not self.methods:
-            return [(name, {}) for name in METHODS if name not in STUDIES]
+            return [(name, {}) for name in METHODS]
         return [(spec.name, dict(spec.settings)) for spec in map(Spec.parse, self.methods)]
 
     def beside_full(self) -> list[tuple[str, dict[str, str]]]:

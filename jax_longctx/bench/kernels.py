@@ -385,7 +385,7 @@ def _resa(batch: int, slots: int, entries: int) -> Case:
         found = sparse_decode_attention(q, *kv, chosen, scale=SCALE, prior=prior.query)
         selected = Selected(*found, kept=stop[:, None])
         everything = jnp.zeros((batch, N), jnp.bool)
-        return combine(selected, prior, everything, lam=1.0, literal=False)
+        return combine(selected, prior, everything, lam=1.0)
 
     def step(resa: bool, selects: bool) -> Step:
         return lambda i, q, kv, listed, bounds, known: run(
@@ -426,7 +426,6 @@ def _background(batch: int, slots: int) -> Background:
         mean=_random(4, batch, N, H),
         lse=12 + _random(6, batch, N, dtype=jnp.float32),
         out=_random(7, batch, N, H, dtype=jnp.float32),
-        logits=None,
     )
 
 

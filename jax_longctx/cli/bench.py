@@ -23,7 +23,11 @@ from jax_longctx.run_spec import RunSpec
 # Fields of a run that say what is stored, and where, and what a pass takes.
 STORED = ("chunk", "kv", "weights", "offload", "working_set")
 
-bench_app = options.App(no_args_is_help=True, help="Measure on this device, as ratios in one run.")
+bench_app = options.App(
+    cls=options.Group,
+    no_args_is_help=True,
+    help="Measure on this device, as ratios in one run.",
+)
 
 
 _CHUNK = option("Tokens of a prefill pass.", default=8192)

@@ -119,8 +119,8 @@ def run_method(model: "LongContext", name: str, story: Story, terminal: Terminal
       `cache_bytes`, `attended` (most tokens of the text in one attention); and of ReAttention
       `shares`, an array `[T]` for each answer: the share of layers and steps that read each token.
     """
+    from jax_longctx.cli.demo_scope import WatchedReAttention, scope_shares
     from jax_longctx.methods import Full
-    from jax_longctx.studies.reattention_scope import WatchedReAttention, scope_shares
 
     watched = name == "reattention"
     method = WatchedReAttention(**SETTINGS) if watched else Full()

@@ -31,30 +31,11 @@ if TYPE_CHECKING:
 DEMO = "demo"
 
 
-# Commands of earlier versions, and what to type now.
-MOVED = {"passkey": "eval run -t passkey --output DIR", "table": "eval report DIR"}
-
-
-class _Group(typer.core.TyperGroup):
-    """Makes contexts of the class that the callback below is annotated with."""
-
-    context_class = typer.Context
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As click does; InputError for a command of an earlier version."""
-        if (now := MOVED.get(args[0])) is not None:
-            raise InputError(f"eval {args[0]} is gone; type: jax-longctx {now}")
-        return super().resolve_command(ctx, args)
-
-
 eval_app = options.App(
-    cls=_Group, no_args_is_help=True, help="Score methods on tasks with known answers."
+    cls=options.Group, no_args_is_help=True, help="Score methods on tasks with known answers."
 )
 eval_app.command()(eval_texts.perplexity)
 eval_app.command()(eval_texts.agreement)
-eval_app.command("resa-errors")(eval_texts.resa_errors)
-eval_app.command("citrus-overlap")(eval_texts.citrus_overlap)
-eval_app.command("resa-spectrum")(eval_texts.resa_spectrum)
 
 
 def _folder() -> Any:

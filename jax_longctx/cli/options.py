@@ -85,6 +85,32 @@ class Command(typer.core.TyperCommand):
         return super().parse_args(ctx, args)
 
 
+# Commands of earlier versions, and what to type now.
+MOVED = {
+    "eval passkey": "jax-longctx eval run -t passkey --output DIR",
+    "eval table": "jax-longctx eval report DIR [DIR ...]",
+    **{
+        f"eval {name}": f"python -m research eval {name}, in a checkout of the repository"
+        for name in ("citrus-overlap", "resa-errors", "resa-spectrum")
+    },
+    "bench e2e": "jax-longctx bench decode -m full, or bench prefill -m full",
+}
+
+
+class Group(typer.core.TyperGroup):
+    """A group of commands that says what to type for one of an earlier version."""
+
+    # Typer's own, which callbacks are annotated with.
+    context_class = typer.Context
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As click does; InputError for a command of an earlier version."""
+        was = f"{ctx.info_name} {args[0]}"
+        if args[0] not in self.commands and was in MOVED:
+            raise InputError(f"{was} is gone; type: {MOVED[was]}")
+        return super().resolve_command(ctx, args)
+
+
 class App(typer.Typer):
     """A group of such commands."""
 

@@ -16,25 +16,26 @@ A part is every method on every task at every length. It inherits fields that it
 `name`, from the part before it. Parts may overlap: a row is computed once.
 
 Suites are the TOML files of `suites` beside this module. `paper:NAME` is the file `NAME.toml` of
-`jax_longctx/studies/suites`.
+`research/suites`, which a checkout of the repository has beside the packages.
 """
 
 import dataclasses
+import importlib
 import itertools
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_longctx.errors import ConfigError
+from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import TASKS
 from jax_longctx.methods import check_method
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import at_least, check_name, from_toml, look_up, read_toml
-from jax_longctx.studies.published import PUBLISHED
 
 SUITES = Path(__file__).parent / "suites"
-PAPERS = Path(__file__).parents[1] / "studies" / "suites"
+RESEARCH = Path(__file__).parents[2] / "research"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,7 @@ class EvalConfig:
 
     Attributes:
       title, about: of the report.
-      published: papers whose own results the report shows (`studies.published`).
+      published: papers whose own results the report shows (`research.published`).
     """
 
     run: RunOptions
@@ -134,7 +135,8 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         for name in self.published:
-            check_name([table.paper for table in PUBLISHED], name, "paper in published")
+            known = [table.paper for table in research().PUBLISHED]
+            check_name(known, name, "paper in published")
 
     def cells(self) -> list[Cell]:
         """All cells by length, method and task, each once with the most trials of any part."""
@@ -173,8 +175,46 @@ def parse_config(fields: Mapping[str, Any]) -> EvalConfig:
     return from_toml(EvalConfig, {**fields, "part": list(whole)[1:]})
 
 
+@dataclasses.dataclass(frozen=True)
+class PublishedTable:
+    """One table of a paper.
+
+    Attributes:
+      paper: as suites name it.
+      title: paper, table, model, length.
+      note: how the paper made it.
+      tasks: our names of its columns.
+      rows: the paper's name of a method -> `method`, ours with its settings as `Spec.parse` reads
+        it, and `values`, one for each task.
+    """
+
+    paper: str
+    title: str
+    note: str
+    tasks: list[str]
+    rows: dict[str, dict]
+
+
+def research() -> Any:
+    """The module `research.published`; the methods of `research` have names from then on.
+
+    Raises:
+      InputError: this is no checkout of the repository.
+    """
+    if not RESEARCH.is_dir():
+        raise InputError(
+            "the papers' suites, methods and figures are in research/ of the repository, which the "
+            "installed package does not hold; run jax-longctx in a checkout, after pip install -e ."
+        )
+    if str(RESEARCH.parent) not in sys.path:
+        sys.path.append(str(RESEARCH.parent))
+    importlib.import_module("research").offer()
+    return importlib.import_module("research.published")
+
+
 def _files() -> dict[str, Path]:
-    own, papers = ({path.stem: path for path in f.glob("*.toml")} for f in (SUITES, PAPERS))
+    folders = (SUITES, RESEARCH / "suites")
+    own, papers = ({path.stem: path for path in f.glob("*.toml")} for f in folders)
     return dict(sorted((own | {f"paper:{name}": path for name, path in papers.items()}).items()))
 
 
@@ -184,5 +224,12 @@ def suites() -> list[str]:
 
 
 def read_suite(name: str) -> EvalConfig:
-    """The evaluation of that name. Raises ConfigError if there is none."""
+    """The evaluation of that name.
+
+    Raises:
+      ConfigError: there is none.
+      InputError: it is a paper's, and this is no checkout of the repository.
+    """
+    if name.startswith("paper:"):
+        research()
     return read_config(look_up(_files(), name, "suite"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.errors import InputError
+from jax_longctx.evaluation.config import research
 from jax_longctx.evaluation.plots import Plot, curves, heatmaps, pareto
 from jax_longctx.evaluation.summary import Row, Summary, summarise
 from jax_longctx.evaluation.tables import (
@@ -26,7 +27,6 @@ from jax_longctx.evaluation.tables import (
     table_text,
 )
 from jax_longctx.files import file_errors, read_text, write_whole
-from jax_longctx.studies.published import PUBLISHED
 
 ABOUT = "about.json"
 PICTURES = "plots"
@@ -54,9 +54,8 @@ def make_sections(
     """The sections that are not empty; `published` names papers whose results are shown."""
     scores = [score_table(group, summary) for group in summary.groups]
     fronts = [plot for group in summary.groups if (plot := pareto(group)) is not None]
-    theirs = [
-        published_table(table, summary) for table in PUBLISHED if table.paper in set(published)
-    ]
+    tables = research().PUBLISHED if published else ()
+    theirs = [published_table(table, summary) for table in tables if table.paper in published]
     sections = [
         Section(
             "Scores",

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from jax_longctx.evaluation.config import PublishedTable
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.summary import (
     BASE,
@@ -13,9 +14,9 @@ from jax_longctx.evaluation.summary import (
     Score,
     Summary,
 )
+from jax_longctx.gone import current
 from jax_longctx.memory import shown_bytes
 from jax_longctx.methods import make_method, settings_of
-from jax_longctx.studies.published import PublishedTable
 
 NOTHING = "\N{EN DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -176,7 +177,8 @@ def published_table(published: PublishedTable, summary: Summary) -> Table:
             wanted = settings_of(make_method(spec.name, spec.at(group.length)))
             for label in group.methods:
                 cells = [_ours(group, label, task) for task in published.tasks]
-                if group.settings[label] == wanted and any(c.text != NOTHING for c in cells):
+                same = current(group.settings[label]) == wanted
+                if same and any(c.text != NOTHING for c in cells):
                     rows.append([_name(f"{label}, ours", f"{group.length:,} tokens"), *cells])
     head = [_name("method"), *map(Cell, published.tasks)]
     return Table(published.title, head, rows, published.note)

@@ -16,9 +16,10 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from jax_longctx.errors import ConfigError
+from jax_longctx.gone import check_moved, without_gone
 from jax_longctx.settings import check_name, look_up, parse_settings, type_name
 
-__all__ = ["METHODS", "STUDIES", "check_method", "describe", "make_method", "settings_of"]
+__all__ = ["METHODS", "check_method", "describe", "make_method", "settings_of"]
 
 
 class _Classes(UserDict[str, Any]):
@@ -43,20 +44,12 @@ class _Classes(UserDict[str, Any]):
         return REGISTERED[name]
 
 
-# Emulations of published code, for comparison alone.
-STUDIES = {
-    "arkvale-paged": "jax_longctx.studies.arkvale_paged",
-    "star-released-mask": "jax_longctx.studies.star_released_mask",
-    "infllm-accounted": "jax_longctx.studies.infllm_accounted",
-}
-
-
 def _found() -> dict[str, str]:
     """The module of each method; names of this folder win over names of other packages."""
     files = (module.name for module in pkgutil.iter_modules(__path__))
     own = {name.replace("_", "-"): f"{__name__}.{name}" for name in files}
     others = {entry.name: entry.module for entry in entry_points(group="jax_longctx.methods")}
-    return {"full": own["full"], **others, **own, **STUDIES}
+    return {"full": own["full"], **others, **own}
 
 
 METHODS: UserDict[str, Any] = _Classes(_found())
@@ -72,6 +65,8 @@ def __getattr__(name: str) -> Any:
 
 def check_method(name: str) -> None:
     """Raises ConfigError when there is no method of that name. Imports none."""
+    if name not in METHODS:
+        check_moved(name)
     check_name(METHODS, name, "method")
 
 
@@ -86,7 +81,8 @@ def make_method(name: str, settings: Mapping[str, object] | None = None) -> Any:
     """
     from jax_longctx.contract import Method
 
-    kind, settings = look_up(METHODS, name, "method"), dict(settings or {})
+    check_method(name)
+    kind, settings = METHODS[name], without_gone(name, settings or {})
     hints, values = typing.get_type_hints(kind), {}
     for field in dataclasses.fields(kind):
         if hints[field.name] is Method:

@@ -10,11 +10,9 @@ Bytes of a decode step, as a share of full attention's: 1 / page_size for the di
 balls and points), and the budget over the length.
 
 Differs from the authors' code: all keys stay on the device and exactly the best pages are attended,
-as in the paper. Their code attends a cache of pages that it updates with the best ones; the method
-`arkvale-paged` emulates it. Their settings are 32 pages, the first and the window's two among them,
-where the window includes the page that is being filled, and the first two layers dense:
-`budget=960,sink=32,local=33,whole_pages=true,skip_layers=2`. The page that is being filled has a
-digest too, which is not used: the local window covers that page.
+as in the paper. Their code attends a cache of pages that it updates with the best ones;
+`research/arkvale_paged.py` emulates it. The page that is being filled has a digest too, which is
+not used: the local window covers that page.
 """
 
 from typing import Literal
@@ -54,11 +52,10 @@ class ArkVale(SelectingPages):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        covered = self.local > 0 if self.whole_pages else self.local >= self.page_size
-        if not covered:
+        if self.local < self.page_size:
             raise self.refused(
                 f"local {self.local} must cover the page of {self.page_size} tokens that "
-                "is being filled, which has no digest yet; raise local or set whole_pages=true"
+                "is being filled, which has no digest yet; raise local"
             )
 
     @property

@@ -15,44 +15,16 @@ after the question they are rotated once. Cost: attention over k + c / 2 more sl
 more product with the cached keys for the scores, and with an instruction its rows once more a
 chunk.
 
-Eq. 1 names a scaled product; the authors' code ranks by the softmax, which is the default here.
-Section 4.2 can be read as evicting before the chunk is encoded (`evict_first`); figure 5 and the
-code encode first. Scores are float32, from the log-sum-exp of the attention; the code keeps
+Eq. 1 names a scaled product; as the authors' code, this ranks by the softmax. Section 4.2 can be
+read as evicting before the chunk is encoded; as in figure 5 and the code, it is encoded first.
+Scores are float32, from the log-sum-exp of the attention; the code keeps
 probabilities in the model's dtype. Of equal scores the older token stays.
 """
 
-import dataclasses
-from typing import Any
-
-from jax_longctx.contract import (
-    CHUNK_ROWS,
-    INSTRUCTION_ROWS,
-    QKV,
-    LayerContext,
-    Segment,
-    WithCache,
-    method,
-)
+from jax_longctx.contract import method
 from jax_longctx.parts.by_instruction import ByLayer
-from pallas_kernels.common import side_by_side
 
 
 @method(source="Bai et al. 2024 (CItruS), section 4.2")
 class Citrus(ByLayer):
-    """Reads in chunks and keeps what the instruction looks at.
-
-    Attributes:
-      evict_first: the instruction evicts before the chunk is encoded, which then sees k tokens.
-    """
-
-    evict_first: bool = False
-
-    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
-        if segment.role != "probe_and_context" or not self.evict_first:
-            return super().attend(new, cache, segment, ctx)
-        probe = self.look(new, cache, segment, ctx, INSTRUCTION_ROWS)
-        looking = dataclasses.replace(segment, role="probe")
-        cache = self.evict(dataclasses.replace(probe, segment=looking))
-        q, k, v = (x[:, segment.group(CHUNK_ROWS).columns] for x in new)
-        part, cache = self.read_and_append((q, k, v), cache, segment, ctx)
-        return side_by_side(part, (probe.out, probe.lse)), cache
+    """Reads in chunks and keeps what the instruction looks at."""

@@ -162,7 +162,7 @@ class FreePages(Appending):
         cache = self.pages.empty_selective(shape, self.reads)
         if not self.lam:
             return cache
-        background = residual.empty_background(shape, shared=False, masked=False)
+        background = residual.empty_background(shape)
         return ResaCache(**vars(cache), background=background)
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
@@ -188,7 +188,7 @@ class FreePages(Appending):
             scope = self.choose(q, cache, valid_B, ctx, rank=rank)
         store = scope.brought_to(store, valid_B, ctx, step=alone)
         cache = dataclasses.replace(cache, store=store)
-        part = voted_keys.attend_scope(new, store, valid_B, scope, ctx, original=False)
+        part = voted_keys.attend_scope(new, store, valid_B, scope, ctx)
         if behind:
             part, digests = jax.lax.optimization_barrier((part, cache.digests))
             cache = dataclasses.replace(cache, digests=digests)
@@ -264,7 +264,7 @@ class FreePages(Appending):
         kept_BN = jnp.broadcast_to(scope.number[:, None], prior.lse.shape)
         everything_BN = kept_BN == store.length[:, None]
         chosen = Selected(*part, *behind, kept_BN)
-        part = residual.combine(chosen, prior, everything_BN, lam=self.lam, literal=False)
+        part = residual.combine(chosen, prior, everything_BN, lam=self.lam)
         return part, background
 
     def read_bytes(self, cache: Any, length: int) -> int:

@@ -33,14 +33,11 @@ class H2O(Evicting):
     Attributes:
       recent: newest tokens that never leave; None is half the budget (under `citrus` none).
       over_group: how the query heads of a kv head share a score, `mean` or `max`.
-      normalize: rank by the mean over the queries that could see a token; the sum favours the
-        oldest.
       positions: `true` (the authors' eviction class) or `shifted` (their streaming class).
     """
 
     recent: int | None = None
     over_group: Literal["mean", "max"] = "mean"
-    normalize: bool = False
 
     num_sums = 1
 
@@ -66,10 +63,6 @@ class H2O(Evicting):
 
     def rank(self, seen: Look) -> Float[Array, "B K U"]:
         scores_BKU, valid_B11 = seen.sums[..., 0], seen.valid[:, None, None]
-        if self.normalize:
-            # A token is seen by its own query and all after it.
-            next_B11 = seen.cache.position[:, None, None] + valid_B11
-            scores_BKU = scores_BKU / (next_B11 - seen.token)
         # Under `citrus` the segment's tokens never compete: the window lies before them.
         end_B11 = seen.length + (valid_B11 if self.protocol == "own" else 0)
         return jnp.where(seen.order >= end_B11 - self.window, jnp.inf, scores_BKU)

@@ -17,12 +17,12 @@ equal tokens can have equal representatives; then the older unit comes first (`p
 Cost of a token: attention over about n_init + n_local + topk * block_size tokens, and one dot
 product a unit and head, at any length. Memory is full attention's and the representatives. The
 authors move units to the host and load those that are chosen; so does `offload="host"`, and the
-answers are the same. The method `infllm-accounted` counts the units that the released code loads.
+answers are the same. `research/infllm_accounted.py` counts the units that the released code loads.
 
 As in the authors' code and unlike the paper, the amount received is attention probability, distance
-0 included (`score`), far keys stand at n_local - 1, and representatives are per query head. Unlike
-the released code a key is never attended twice (`far_mask`), sums are float32, rotary embedding is
-the model's own with its scaling, and each row of a batch chooses for itself. With `decode=dense`
+0 included, far keys stand at n_local - 1, and representatives are per query head. Unlike the
+released code a key is never attended twice, sums are float32, rotary embedding is the model's own
+with its scaling, and each row of a batch chooses for itself. With `decode=dense`
 generated tokens attend every key, as in the port that MInference and SCBench evaluate.
 """
 
@@ -51,7 +51,6 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending, least_window
 from jax_longctx.parts.unit_memory import Layout, UnitMemory, best_units, empty_unit_memory
 from jax_longctx.parts.windowed_attention import (
-    Score,
     WindowedAttention,
     attend_everything,
     unit_pages,
@@ -69,10 +68,6 @@ class InfLLM(Appending):
       topk: k_m, units that are attended.
       repr_topk: r_k, tokens of a unit whose keys represent it.
       chunk: tokens of the context that choose together (the authors' `exc_block_size`).
-      score: the amount that a token receives: `mass` (the authors' code) or `logit` (the paper's).
-      granularity: one choice for all heads of a layer, or one each (`query_head`).
-      far_distance: distance of all keys outside the window; n_local - 1 by default.
-      far_mask: `released` attends keys that leave the window within the chunk twice.
       decode: `dense` attends every key at its true position in decode, beyond any trained length.
     """
 
@@ -82,10 +77,6 @@ class InfLLM(Appending):
     topk: int = 16
     repr_topk: int = 4
     chunk: int = 512
-    score: Score = "mass"
-    granularity: Literal["layer", "query_head"] = "layer"
-    far_distance: int | None = None
-    far_mask: Literal["exact", "released"] = "exact"
     decode: Literal["sparse", "dense"] = "sparse"
 
     phase = "both"
@@ -94,7 +85,7 @@ class InfLLM(Appending):
     stripes = False
 
     def __post_init__(self) -> None:
-        self.at_least(0, "n_init", "topk", "far_distance")
+        self.at_least(0, "n_init", "topk")
         self.at_least(1, "n_local", "block_size", "repr_topk", "chunk")
         if self.chunk > self.n_local:
             raise self.refused(
@@ -112,24 +103,19 @@ class InfLLM(Appending):
         return Layout(self.n_init, self.n_local, self.block_size, self.chunk)
 
     @property
-    def distances(self) -> int:
-        """Number of distances between a query and its keys, 0 the least."""
-        return max(self.n_local, (self.far_distance or 0) + 1)
-
-    @property
     def cannot_offload(self) -> str | None:
         """None unless decode is dense."""
         return "decode=dense attends every key in each step" if self.decode == "dense" else None
 
     def reach(self, config: ModelConfig, tokens: int) -> int:
-        return tokens if self.decode == "dense" else min(tokens, self.distances)
+        return tokens if self.decode == "dense" else min(tokens, self.n_local)
 
     def validate(self, config: ModelConfig) -> None:
         """Refuses distances beyond the trained length or a layer's sliding window."""
-        if self.distances > config.trained_length:
+        if self.n_local > config.trained_length:
             raise self.refused(
-                f"n_local {self.n_local} and far_distance {self.far_distance} reach beyond "
-                f"the {config.trained_length} positions that the model was trained to; lower them"
+                f"n_local {self.n_local} reaches beyond the {config.trained_length} positions "
+                f"that the model was trained to; lower it"
             )
         least = least_window(config)
         if least is not None and least < self.n_local:
@@ -139,9 +125,7 @@ class InfLLM(Appending):
             )
 
     def init_cache(self, shape: CacheShape) -> UnitMemory:
-        apart = self.granularity == "query_head"
-        chosen = self.topk * (shape.num_heads // shape.num_kv_heads if apart else 1)
-        return empty_unit_memory(shape, self.layout, chosen, apart=apart)
+        return empty_unit_memory(shape, self.layout, self.topk)
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         if prompt.stage == "context":
@@ -163,7 +147,7 @@ class InfLLM(Appending):
         new: QKV,
         cache: UnitMemory,
         valid: Int[Array, " B"],
-        chosen: Int[Array, "B X C"],
+        chosen: Int[Array, "B 1 C"],
         ctx: LayerContext,
     ) -> tuple[Attended, UnitMemory]:
         """Attention of `valid` new tokens, with the chosen units; the memory with these tokens."""
@@ -179,10 +163,10 @@ class InfLLM(Appending):
         elif alone:
             parts = [attention.beyond(far, pages)]
         else:
-            parts = [attention.rest(far, masked=self.far_mask == "exact")]
+            parts = [attention.rest(far)]
             if self.topk:
                 parts.append(attention.units(far, pages))
-        part, received, packed = attention.near(new, parts, self.score, cache.received)
+        part, received, packed = attention.near(new, parts, cache.received)
         cache = dataclasses.replace(cache, store=store, received=received)
         return part, cache.pack(begin_B, packed, self.layout, self.repr_topk, ctx)
 
@@ -192,19 +176,17 @@ class InfLLM(Appending):
         cache: UnitMemory,
         valid: Int[Array, " B"],
         ctx: LayerContext,
-    ) -> Int[Array, "B X C"]:
+    ) -> Int[Array, "B 1 C"]:
         """The units chosen by the raw queries of the next `valid` tokens; then -1."""
         counted_BT11 = (jnp.arange(q.shape[1]) < valid[:, None])[..., None, None]
         sum_B1NH = jnp.sum(q.astype(jnp.float32), 1, keepdims=True, where=counted_BT11)
         mean_B1NH = sum_B1NH / jnp.maximum(valid, 1)[:, None, None, None]
         query_BNH, packed_B = self.far(mean_B1NH, ctx)[:, 0], self.layout.units(cache.store.length)
-        each_head = self.granularity == "query_head"
-        return best_units(query_BNH, cache.units, packed_B, self.topk, ctx, each_head=each_head)
+        return best_units(query_BNH, cache.units, packed_B, self.topk, ctx)
 
     def far(self, q: Float[Array, "B T N H"], ctx: LayerContext) -> Float[Array, "B T N H"]:
         """Queries for keys without rotary embedding."""
-        far = self.n_local - 1 if self.far_distance is None else self.far_distance
-        rotated = ctx.rotate(q, np.full((1, q.shape[1]), far, np.int32))
+        rotated = ctx.rotate(q, np.full((1, q.shape[1]), self.n_local - 1, np.int32))
         # Rotated keys carry the factor of their own embedding; far ones do not.
         return rotated * ctx.rope.scale
 

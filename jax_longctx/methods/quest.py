@@ -8,10 +8,9 @@ Bytes of a decode step, as a share of full attention's: 1 / page_size for the bo
 over the length. All keys stay in memory.
 
 The defaults are those of RESA (appendix, "Additional Configuration"): fixed tokens on top of the
-budget, every layer sparse. The authors' accuracy code has no fixed tokens, at least three pages,
-and the first two layers dense: `sink=0,local=0,min_pages=3,skip_layers=2`. Pages are ranked for
-each query head, so a group may read a page several times; `granularity=kv_head` ranks by the
-group's mean softmax.
+budget, every layer sparse. The authors' accuracy code has no fixed tokens and the first two layers
+dense: `sink=0,local=0,skip_layers=2`. Pages are ranked for each query head, so a group may read a
+page several times; `granularity=kv_head` ranks by the group's mean softmax.
 """
 
 from jaxtyping import Array, Bool, Float

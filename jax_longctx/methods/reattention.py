@@ -12,7 +12,7 @@ chunk of the context and each generated token, each layer
    never sees a position beyond g + k' m + w, so a model reads any length within its own window.
 
 With k = 0 it is the paper's StreamingLLM ablation. The question's last token is read alone, as
-generated tokens are, unless `last_token_decode` is off.
+generated tokens are.
 
 Cost of a chunk at length L: 2 N T L H operations to rank, plus attention over the fixed scope;
 of a decode step: all keys read once (no values), and the scope. Memory is full attention's. Under
@@ -20,17 +20,15 @@ of a decode step: all keys read once (no values), and the scope. Memory is full 
 
 Differs from the authors' released code: each row of a batch chooses for itself, scores are float32,
 scores that differ by rounding alone tie, ties go to the lower slot (`parts.voted_keys`), empty
-candidates cast no votes, and a span has exactly m slots, even or odd. By default also: the ranking
-is exact (theirs keeps the best key of each tile of 128), decode reads the right kv heads (theirs
-reads h mod K), and the local part has w tokens (theirs up to 128 fewer, so that the middle is whole
-tiles). `align=128,selector=tilemax128,decode_heads=scrambled,first_chunk=released` computes what
-their code computes.
+candidates cast no votes, and a span has exactly m slots, even or odd. Here the ranking is exact
+(theirs keeps the best key of each tile of 128), decode reads the right kv heads (theirs reads h mod
+K), and the local part has w tokens (theirs up to 128 fewer, so that the middle is whole tiles).
 """
 
 import dataclasses
 import itertools
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +54,6 @@ from jax_longctx.parts.appending import Appending, least_window
 from jax_longctx.parts.voted_keys import Listed, Scope
 from pallas_kernels.voted_slots import Spans
 
-TILE = 128
 # The variant of segments that attend to all cached tokens.
 WHOLE = "whole"
 
@@ -72,12 +69,6 @@ class ReAttention(Appending):
       count: k, keys that a query head names; 0 attends the global and local part alone.
       kept: k', keys that stay after the vote.
       chunk: c, tokens of the context that choose together.
-      align: 128 shortens the local part so that the middle is whole tiles of 128.
-      selector: `exact`, or among the best keys of tiles of 128 (`tilemax128`); of chunks only.
-      decode_heads: `scrambled` ranks head h of a lone token with kv head h mod K.
-      position: `original` keeps true positions, which grow with the text: an ablation.
-      last_token_decode: whether the question's last token chooses for itself; else with its chunk.
-      first_chunk: tokens that are read without ranking: g + w, or as the released code cuts a text.
     """
 
     global_size: int = 32
@@ -86,33 +77,20 @@ class ReAttention(Appending):
     count: int = 4
     kept: int = 127
     chunk: int = 512
-    align: Literal[1, 128] = 1
-    selector: Literal["exact", "tilemax128"] = "exact"
-    decode_heads: Literal["grouped", "scrambled"] = "grouped"
-    position: Literal["contiguous", "original"] = "contiguous"
-    last_token_decode: bool = True
-    first_chunk: Literal["paper", "released"] = "paper"
 
     phase = "both"
     query_aware = looks_ahead = True
     cannot_offload = None
-
-    @property
-    def stripes(self) -> bool:
-        """Tiles of 128 begin behind the global part: they would cross the stripes."""
-        return self.selector == "exact"
 
     def __post_init__(self) -> None:
         self.at_least(0, "global_size")
         self.at_least(1, "span", "kept", "chunk")
         if not 0 <= self.count <= 16:
             raise self.refused(f"count must be from 0 to 16, got {self.count}")
-        spare = TILE if self.align == TILE or self.first_chunk == "released" else 0
-        if self.local_size < self.chunk + spare:
-            beside = f" and {spare} tokens of alignment" if spare else ""
+        if self.local_size < self.chunk:
             raise self.refused(
                 f"local_size {self.local_size} must hold a chunk of "
-                f"{self.chunk} tokens{beside}; raise local_size or lower chunk"
+                f"{self.chunk} tokens; raise local_size or lower chunk"
             )
 
     @property
@@ -122,8 +100,8 @@ class ReAttention(Appending):
 
     def validate(self, config: ModelConfig) -> None:
         """Refuses a scope beyond the trained length or a layer's sliding window."""
-        contiguous, size = self.position == "contiguous", self.scope_size
-        if contiguous and size > config.trained_length:
+        size = self.scope_size
+        if size > config.trained_length:
             middle = f" + kept {self.kept} * span {self.span}" if self.count else ""
             raise self.refused(
                 f"global_size {self.global_size}{middle} + local_size "
@@ -131,14 +109,14 @@ class ReAttention(Appending):
                 f"{config.trained_length}; lower local_size or kept"
             )
         least = least_window(config)
-        if least is not None and (least < size or not contiguous):
+        if least is not None and least < size:
             raise self.refused(
                 f"a layer's sliding window of {least} tokens would hide parts of the "
-                f"scope of {size}; lower local_size or kept, with position=contiguous"
+                f"scope of {size}; lower local_size or kept"
             )
 
     def reach(self, config: ModelConfig, tokens: int) -> int:
-        return tokens if self.position == "original" else min(tokens, self.scope_size)
+        return min(tokens, self.scope_size)
 
     def init_cache(self, shape: CacheShape) -> AppendCache | Offloaded:
         return empty_store(shape, self.reads)
@@ -161,14 +139,10 @@ class ReAttention(Appending):
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
         rows = prompt.rows
         if prompt.stage == "question":
-            if self.last_token_decode:
-                return question_segments(rows, self.chunk)
-            return chunk_segments(rows, self.chunk, "query")
+            return question_segments(rows, self.chunk)
         # The first chunk is fed in pieces, which changes nothing where all tokens are attended.
-        g, w, released = self.global_size, self.local_size, self.first_chunk == "released"
-        cuts = [g + w + ((len(row) - g + w) % TILE - TILE if released else 0) for row in rows]
-        first = [row[:cut] for row, cut in zip(rows, cuts, strict=True)]
-        rest = [row[cut:] for row, cut in zip(rows, cuts, strict=True)]
+        cut = self.global_size + self.local_size
+        first, rest = [row[:cut] for row in rows], [row[cut:] for row in rows]
         done = np.array([not row for row in rest])
         whole = (
             dataclasses.replace(segment, ends=np.asarray(segment.ends) & done, variant=WHOLE)
@@ -195,14 +169,12 @@ class ReAttention(Appending):
         cache = cache.append(k, v, valid_B, ctx)
         scope = self.choose(q, cache, valid_B, ctx, rank=rank, sizes=sizes)
         cache = scope.brought_to(cache, valid_B, ctx, step=q.shape[1] == 1)
-        part = voted_keys.attend_scope(new, cache, valid_B, scope, ctx, self.position == "original")
+        part = voted_keys.attend_scope(new, cache, valid_B, scope, ctx)
         return part, cache, scope
 
     def stop(self, length: Int[Array, " B"]) -> Int[Array, " B"]:
         """The local part's first slot, of so many tokens. It and those behind are not ranked."""
-        g, w = self.global_size, self.local_size
-        short = (w - TILE + (length - g - w) % TILE) if self.align == TILE and self.count else w
-        return length - jnp.where(length <= g + w, jnp.maximum(length - g, 0), short)
+        return length - jnp.clip(length - self.global_size, 0, self.local_size)
 
     def choose(
         self,
@@ -224,12 +196,8 @@ class ReAttention(Appending):
         if not rank or not self.count:
             none = jnp.zeros((len(length), 0), jnp.int32)
             return Scope(none, none, stop_B, length, g, self.span, w, self.kept)
-        alone, (_, kv_heads, *_) = q.shape[1] == 1, cache.sizes
-        if alone and self.decode_heads == "scrambled":
-            q = voted_keys.scramble_heads(q, kv_heads, ctx)
-        tile = TILE if self.selector == "tilemax128" and not alone else None
         ranked = (q, cache.buffers[0], voted_keys.KeySpan(g, stop_B, valid), ctx)
-        named_BTNC = voted_keys.best_keys(*ranked, count=self.count, tile=tile, sizes=sizes)
+        named_BTNC = voted_keys.best_keys(*ranked, count=self.count, sizes=sizes)
         spans = Spans(self.kept, self.span, g)
         return voted_keys.voted_scope(named_BTNC, stop_B, cache, ctx, spans, local_size=w)
 

@@ -13,16 +13,13 @@ partial cache, by default an eighth of the prompt. Then, in each layer and at ea
 Full steps come every `stride` tokens ("fixed") or, checked every `qc_stride` tokens, where the
 cosine between the mean query of all heads and that of the layer's last full step is at most
 `threshold` ("adaptive"). A partial step reads budget + 1 tokens, a full one all of them; the full
-cache stays in memory, the partial one beside it. With `indexed` it is a list of tokens gathered
-from the full cache at each step.
+cache stays in memory, the partial one beside it.
 
-Where the paper is silent: the token of a full step is always chosen and leaves last
-(`force_self`), which makes RefreshKV without full steps SnapKV with window 1; the mean query is
-taken after rotary embedding (`qc_space`), as the keys see it. Unlike in the paper each token joins
-the full cache at once: no token is lost where more than `budget` come between two full steps.
-Thresholds lie in [-1, 1]: at 1 every check refreshes, at -1 practically none; a fixed stride beyond
-the answer never does. `evict_on_push=False` lets the partial cache grow between two full steps.
-`ablation` is that of section 5.
+Where the paper is silent: the token of a full step is always chosen and leaves last; the mean query
+is taken after rotary embedding, as the keys see it. Unlike in the paper each token joins the full
+cache at once: no token is lost where more than `budget` come between two full steps. Thresholds lie
+in [-1, 1]: at 1 every check refreshes, at -1 practically none; a fixed stride beyond the answer
+never does. `research/refreshkv_ablated.py` has the ablations of section 5.
 
 The host knows the steps that are partial by schedule: they are a program without the full cache's
 matmuls. A full step by schedule has no branch. Where a cosine decides, one `lax.switch` a layer
@@ -57,16 +54,12 @@ class RefreshKV(PartialDecoding):
       schedule: full steps by the cosine (`adaptive`) or by `stride` alone (`fixed`).
       stride, qc_stride: steps from one full step (`fixed`) or check (`adaptive`) to the next.
       threshold: a full step follows where the cosine is at most this.
-      qc_space: the queries are compared after rotary embedding or before it.
-      ablation: section 5's: full steps choose nothing anew, or attend the new partial cache alone.
     """
 
     schedule: Literal["adaptive", "fixed"] = "adaptive"
     stride: int = 10
     qc_stride: int = 5
     threshold: float = 0.85
-    qc_space: Literal["post_rope", "pre_rope"] = "post_rope"
-    ablation: Literal["none", "no_refresh", "no_full"] = "none"
 
     def __post_init__(self) -> None:
         self.at_least(1, "stride", "qc_stride")
@@ -76,11 +69,6 @@ class RefreshKV(PartialDecoding):
                 f"threshold is a cosine from -1 to 1, got {self.threshold}; for no full "
                 f"step at all set schedule=fixed and a stride beyond the answer"
             )
-        if self.ablation == "no_full" and not self.force_self:
-            raise self.refused(
-                "ablation=no_full reads the new partial cache alone, which must hold "
-                "the token itself; set force_self=true"
-            )
 
     @property
     def every(self) -> int:
@@ -89,9 +77,7 @@ class RefreshKV(PartialDecoding):
 
     @property
     def leaving(self) -> int | None:
-        if self.evict_on_push and self.schedule == "fixed" and self.ablation != "no_refresh":
-            return self.stride
-        return super().leaving
+        return self.stride if self.schedule == "fixed" else None
 
     def step_variant(self, step: int) -> str:
         return PARTIAL if step % self.every else CHECK
@@ -101,15 +87,11 @@ class RefreshKV(PartialDecoding):
         everything = cache.store.k.nbytes + cache.store.v.nbytes
         return super().read_bytes(cache, length) + everything // self.every
 
-    def summed(self, raw: Array, rotated: Array, ctx: LayerContext) -> Float[Array, "B H"]:
-        """The sum of the queries whose cosine is taken."""
-        return super().summed(raw, raw if self.qc_space == "pre_rope" else rotated, ctx)
-
     def step(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         """One answered token, partial or full as the schedule says."""
-        raw, k, v = new
+        q, k, v = new
         valid_B, at_B1 = segment.valid_of(), cache.store.position[:, None]
-        q, k = ctx.rotate(raw, at_B1), ctx.rotate(k, at_B1)
+        q, k = ctx.rotate(q, at_B1), ctx.rotate(k, at_B1)
         chosen_by_cosine = segment.variant != PARTIAL and self.schedule != "fixed"
         if chosen_by_cosine:
             # The branches below give back the layer's whole partial cache. Written into the plane
@@ -120,9 +102,9 @@ class RefreshKV(PartialDecoding):
             return self.read(q, cache, ctx), cache
         turned_B = valid_B > 0
         done_B = ~turned_B
-        summed_BH = self.summed(raw, q, ctx)
+        summed_BH = self.summed(q, ctx)
         if not chosen_by_cosine:
-            attended, partial = self._full_step(q, cache, turned_B, ctx)
+            attended, partial = self.full_step(q, cache, turned_B, ctx)
         else:
             turned_B &= _cosine(summed_BH, cache.query) <= self.threshold
             # Branches hold collectives: every shard of a row must take the same one.
@@ -133,7 +115,7 @@ class RefreshKV(PartialDecoding):
                 return self.read(q, cache, ctx), cache.partial
 
             def full() -> tuple[Attended, FifoCache]:
-                attended, partial = self._full_step(q, cache, turned_B, ctx)
+                attended, partial = self.full_step(q, cache, turned_B, ctx)
                 return attended, part_of(partial)
 
             def some() -> tuple[Attended, FifoCache]:
@@ -148,16 +130,11 @@ class RefreshKV(PartialDecoding):
         cache = dataclasses.replace(cache, partial=partial, query=query, full_steps=full_steps)
         return attended, cache
 
-    def _full_step(
+    def full_step(
         self, q: Array, cache: RefreshCache, turned: Bool[Array, " B"], ctx: LayerContext
     ) -> tuple[Attended, FifoCache]:
-        """Attention to all keys, and a new partial cache for `turned` rows; ablations do less."""
-        attended, partial = self.look(q, cache, turned, ctx)
-        if self.ablation == "no_refresh":
-            partial = cache.partial
-        if self.ablation == "no_full":
-            attended = self.read(q, dataclasses.replace(cache, partial=partial), ctx)
-        return attended, partial
+        """Attention to all keys, and a new partial cache for `turned` rows."""
+        return self.look(q, cache, turned, ctx)
 
 
 def _cosine(a: Float[Array, "B H"], b: Float[Array, "B H"]) -> Float[Array, " B"]:

@@ -10,8 +10,6 @@ In the order of the text the last shard attends to everything and the first to i
 `order=zigzag` shard r of R holds pieces r and 2R - 1 - r of 2R, so all shards have the same work in
 every hop. One more hop returns keys and values to the order of the text before they are cached.
 
-`hops` less than R - 1 is an ablation: a shard attends to itself and that many shards before it.
-
 Cost on R shards, text L: 4 N H L^2 (R - 1/2) / R^2 operations a layer for the last shard, which
 ends last; 2 N H L^2 / R for each with zigzag. R - 1 times a shard's keys and values are received.
 """
@@ -51,25 +49,14 @@ class Ring(Appending):
 
     Attributes:
       order: which pieces of the text a shard computes.
-      hops: how often keys and values are sent on; -1 is all the way around.
     """
 
     order: Literal["contiguous", "zigzag"] = "contiguous"
-    hops: int = -1
 
     phase = "prefill"
     # Each shard computes a run of the text, and its keys stay there.
     stripes = False
     own_tokens = 0
-
-    def __post_init__(self) -> None:
-        if self.hops < -1:
-            raise self.refused(f"hops must be -1 (all) or at least 0, got {self.hops}")
-        if self.hops >= 0 and self.order == "zigzag":
-            raise self.refused(
-                "hops counts the pieces before a shard's own, which order=zigzag does not "
-                "have; set order=contiguous"
-            )
 
     def validate(self, config: ModelConfig) -> None:
         refuse_windows(self.name, config)
@@ -93,14 +80,11 @@ class Ring(Appending):
     def prefill_work(self, prompt: Prompt) -> PrefillWork:
         """As `jax-longctx plan` asks; the last shard attends to the most."""
         (row,), shards = prompt.context or ((),), prompt.shards
-        length, own, hops = len(row), len(row) / shards, self._hops(shards)
+        length, own, hops = len(row), len(row) / shards, shards - 1
         if self.order == "zigzag":
             # Keys and values go back to the order of the text, one hop more.
             return PrefillWork(own, own * length / 2, (hops + 1) * own, hops + 1)
         return PrefillWork(own, own * own * (hops + 0.5), hops * own, hops)
-
-    def _hops(self, shards: int) -> int:
-        return shards - 1 if self.hops < 0 else min(self.hops, shards - 1)
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if not segment.spread:
@@ -171,7 +155,7 @@ class Ring(Appending):
             more = cache_attention(q[:, size:], first_k, first_v, held(rank), scale=ctx.scale)
             found = side_by_side(found, merge([within(slice(size, None)), more]))
         onward = [(s + 1) % shards for s in range(shards)]
-        for hop in range(1, self._hops(shards) + 1):
+        for hop in range(1, shards):
             keys, values = (ctx.send_seq(x, onward) for x in here)
             here, source = (keys, values), (rank - hop) % shards
             # No collective within: a shard that sees nothing does nothing.

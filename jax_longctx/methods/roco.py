@@ -18,14 +18,11 @@ mode encoding_decoding). Cost: H2O's, and three numbers a token.
 
 Differences from the authors' code: variances are clamped at 0 (rounding gave NaN), of equals the
 older stays, the newest tokens are those of each row of a batch, `budget` is their budget plus
-stride, and statistics begin with the first token. `warm_start=False` begins them with the first
-segment that evicts, as the code does by default. As a baseline of CItruS (`protocol=citrus`,
-`positions=shifted`) only tokens before the chunk are in the scope, and the newest are counted from
-the chunk's end. The question's statistics are added before the eviction that it causes, and none
-after it: nothing leaves then.
+stride, and statistics begin with the first token (theirs with the first segment that evicts). As a
+baseline of CItruS (`protocol=citrus`, `positions=shifted`) only tokens before the chunk are in the
+scope, and the newest are counted from the chunk's end. The question's statistics are added before
+the eviction that it causes, and none after it: nothing leaves then.
 """
-
-from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -44,16 +41,12 @@ class RoCo(Evicting):
       recent_ratio, decode_recent_ratio: shares of the budget by which the scope is smaller, in
         prefill and in decode.
       protected_last: newest tokens that never leave.
-      scope: `std` (the paper), or `all`: every token that is not protected may leave.
-      warm_start: statistics begin with the first token, not with the first eviction.
     """
 
     sink: int = 4
     recent_ratio: float = 0.1
     decode_recent_ratio: float = 0.3
     protected_last: int = 10
-    scope: Literal["std", "all"] = "std"
-    warm_start: bool = True
 
     num_sums = 3
 
@@ -74,10 +67,7 @@ class RoCo(Evicting):
         total, squares = seen.mass(squares=True)
         count = jnp.broadcast_to(seen.onlookers, total.shape)
         group = seen.q.shape[2] // seen.k.shape[2]
-        gained = jnp.stack([total / group, squares, count], axis=-1)
-        if self.warm_start:
-            return gained
-        return jnp.where((seen.leaving > 0)[:, None, None, None], gained, 0.0)
+        return jnp.stack([total / group, squares, count], axis=-1)
 
     def rank(self, seen: Look) -> Float[Array, "B K U"]:
         """Means within the scope, +inf outside it."""
@@ -88,17 +78,16 @@ class RoCo(Evicting):
         in_scope = seen.competing & (seen.order >= sink)
         in_scope &= seen.order < end_B11 - self.protected_last
         total, squares, count = jnp.moveaxis(seen.sums, -1, 0)
-        # A cold start has counted nothing yet.
+        # Empty slots have counted nothing.
         count = jnp.maximum(count, 1)
         mean = total / count
         in_scope_BKU = jnp.broadcast_to(in_scope, mean.shape)
-        if self.scope == "std":
-            std = jnp.sqrt(jnp.maximum(squares / count - mean**2, 0))
-            fixed = self.budget - int(ratio * self.budget) - sink
-            size_B = jnp.maximum(fixed, seen.leaving)
-            # The uncertain tokens are chosen, not the scope: of equals the older must stay.
-            uncertain_B = jnp.sum(in_scope[:, 0], axis=1) - size_B
-            std = jnp.where(in_scope_BKU, std, -jnp.inf)
-            uncertain_BK = jnp.broadcast_to(uncertain_B[:, None], mean.shape[:2])
-            in_scope_BKU &= ~select_mask(std, uncertain_BK)
+        std = jnp.sqrt(jnp.maximum(squares / count - mean**2, 0))
+        fixed = self.budget - int(ratio * self.budget) - sink
+        size_B = jnp.maximum(fixed, seen.leaving)
+        # The uncertain tokens are chosen, not the scope: of equals the older must stay.
+        uncertain_B = jnp.sum(in_scope[:, 0], axis=1) - size_B
+        std = jnp.where(in_scope_BKU, std, -jnp.inf)
+        uncertain_BK = jnp.broadcast_to(uncertain_B[:, None], mean.shape[:2])
+        in_scope_BKU &= ~select_mask(std, uncertain_BK)
         return jnp.where(in_scope_BKU, mean, jnp.inf)

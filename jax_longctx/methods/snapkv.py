@@ -14,9 +14,7 @@ cache stays for the next question, and is freed where there will be none.
 
 The authors repeat keys for every query head before they are cached: each query head keeps its own
 tokens, and grouped queries save no memory. Here a kv head's group shares one choice (`over_group`;
-`layer` averages over all heads of the layer). `expand_kv` does as the authors; the answer's cache
-is larger by the size of a group. With `decode_policy="fifo"` a token leaves for each new one, the
-lowest score first, then the oldest, as in RefreshKV's partial cache.
+`layer` averages over all heads of the layer).
 """
 
 import dataclasses
@@ -74,9 +72,6 @@ class SnapKV(Appending):
       kernel: neighbours over which the sums of probabilities are pooled.
       pool: the maximum or the mean of the neighbours.
       over_group: how the query heads of a kv head share a score; `layer` is the mean of all heads.
-      decode_policy: the answer's tokens join the cache (`grow`), or each takes the place of the
-        token with the lowest score (`fifo`).
-      expand_kv: each query head keeps its own tokens, as in the authors' code.
     """
 
     budget: int = 1024
@@ -84,8 +79,6 @@ class SnapKV(Appending):
     kernel: int = 7
     pool: Pool = "max"
     over_group: Literal["mean", "max", "first", "layer"] = "mean"
-    decode_policy: Literal["grow", "fifo"] = "grow"
-    expand_kv: bool = False
 
     phase = "decode"
     query_aware = answers_apart = True
@@ -98,11 +91,6 @@ class SnapKV(Appending):
                 f"budget {self.budget} must exceed window {self.window}; raise budget"
             )
         check_kernel(self)
-        if self.expand_kv and self.over_group != "mean":
-            raise self.refused(
-                f"expand_kv chooses for each query head, so that over_group "
-                f"{self.over_group} has nothing to reduce; leave over_group away"
-            )
 
     def validate(self, config: ModelConfig) -> None:
         refuse_windows(self.name, config)
@@ -121,11 +109,8 @@ class SnapKV(Appending):
         q, k, v = new
         valid_B = segment.valid_of()
         if isinstance(cache, FifoCache):
-            at_B1, limit = cache.position[:, None], self.limit(cache)
-            # With expand_kv each query head's own.
-            each = cache.chosen.shape[1] // k.shape[2]
-            k, v = (jnp.repeat(x, each, axis=2) for x in (ctx.rotate(k, at_B1), v))
-            cache = cache.push(k, v, valid_B, limit)
+            at_B1, limit = cache.position[:, None], cache.capacity
+            cache = cache.push(ctx.rotate(k, at_B1), v, valid_B, limit)
             return cache.read(ctx.rotate(q, at_B1), limit, ctx.scale), cache
         at_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
         (out, lse), store = super().attend(new, cache.store, segment, ctx)
@@ -133,47 +118,28 @@ class SnapKV(Appending):
         lses = _last(cache.lse, lse, valid_B)
         return (out, lse), dataclasses.replace(cache, store=store, queries=queries, lse=lses)
 
-    def limit(self, cache: FifoCache) -> int:
-        """Slots of the answer's cache before the first token leaves."""
-        return cache.capacity if self.decode_policy == "grow" else self.budget + 1
-
     def finish(self, cache: Cache, ctx: LayerContext, stage: Stage, reserve: int) -> Cache:
         assert isinstance(cache, ObservedCache)
         if stage == "context":
             return cache.end_context(reserve)
         store = cache.store
-        mass_BXS = self._mass(cache, ctx)
-        scores_BXS = pooled_scores(mass_BXS, store.length, self.window, self.kernel, self.pool)
-        size = min(self.budget, scores_BXS.shape[2])
-        chosen = best_last(scores_BXS, store.length, self.budget, size)
-        room = reserve if self.decode_policy == "grow" else min(reserve, self.budget + 1 - size)
-        capacity = padded(size + room)
+        mass_BKS = self._mass(cache, ctx)
+        scores_BKS = pooled_scores(mass_BKS, store.length, self.window, self.kernel, self.pool)
+        size = min(self.budget, scores_BKS.shape[2])
+        chosen = best_last(scores_BKS, store.length, self.budget, size)
+        capacity = padded(size + reserve)
         return chosen.filled(store, capacity, capacity, ctx)
 
-    def _mass(self, cache: ObservedCache, ctx: LayerContext) -> Float[Array, "B X S"]:
-        """Mean probability that the window's queries gave each token before it, on all shards.
-
-        X is K, or N with expand_kv.
-        """
+    def _mass(self, cache: ObservedCache, ctx: LayerContext) -> Float[Array, "B K S"]:
+        """Mean probability that the window's queries gave each token before it, on all shards."""
         store, group = cache.store, cache.queries.shape[2] // cache.store.k.shape[1]
         # All queries of the window see the tokens before it: no causal mask is needed.
         seen_B = store.held(ctx, but_last=self.window)
-
-        def given(q: Array, lse: Array, over_group: Any = "sum") -> Float[Array, "B K S"]:
-            how = Reduction(ctx.scale, over_group=over_group)
-            return attention_mass(q, store.k, lse, seen_B, how) / self.window
-
-        if self.expand_kv:
-            heads = (*cache.lse.shape[:2], -1, group)  # [B, W, K, G]
-            lse_GBWK = jnp.moveaxis(cache.lse.reshape(heads), 3, 0)
-            q_GBWKH = jnp.moveaxis(cache.queries.reshape(*heads, store.k.shape[3]), 3, 0)
-            mass_GBKS = jax.lax.map(lambda head: given(*head), (q_GBWKH, lse_GBWK))
-            mass_BKGS = jnp.moveaxis(mass_GBKS, 0, 2)
-            mass = mass_BKGS.reshape(len(seen_B), -1, store.k.shape[2])  # [B, N, S]
-        elif self.over_group in ("max", "first"):
-            mass = given(cache.queries, cache.lse, self.over_group)
-        else:
-            mass = given(cache.queries, cache.lse) / group
+        over_group = self.over_group if self.over_group in ("max", "first") else "sum"
+        how = Reduction(ctx.scale, over_group=over_group)
+        mass = attention_mass(cache.queries, store.k, cache.lse, seen_B, how) / self.window
+        if over_group == "sum":
+            mass = mass / group
         if self.over_group == "layer":
             mean_B1S = ctx.psum_heads(jnp.mean(mass, axis=1, keepdims=True)) / ctx.head_shards
             mass = jnp.broadcast_to(mean_B1S, mass.shape)
@@ -183,9 +149,8 @@ class SnapKV(Appending):
         if isinstance(cache, FifoCache):
             return sum(leaf.nbytes for leaf in jax.tree.leaves((cache.k, cache.v)))
         store = cache.store
-        each = cache.queries.shape[2] // store.k.shape[1] if self.expand_kv else 1
         token = (store.k.nbytes + store.v.nbytes) // store.k.shape[2]
-        return each * token * min(length, self.budget)
+        return token * min(length, self.budget)
 
 
 def _last(

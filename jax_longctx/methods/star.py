@@ -80,10 +80,6 @@ class Star(Blocks):
     def validate(self, config: ModelConfig) -> None:
         refuse_windows(self.name, config)
         self.decode.validate(config)
-        if self.content == "constant" and not 0 <= self.constant < config.vocab_size:
-            raise self.refused(
-                f"constant is a token from 0 to {config.vocab_size - 1}, got {self.constant}"
-            )
 
     def init_cache(self, shape: CacheShape) -> StarCache:
         return self.empty_cache(shape, self.decode)

@@ -23,23 +23,12 @@ from pallas_kernels.attention_mass import Reduction, attention_mass
 
 @method(source="Oren et al. 2024, section 3.2")
 class TOVA(Evicting):
-    """The tokens that the newest one attends to most, per layer.
-
-    Attributes:
-      protect_current: the segment's last token always stays. With it and `chunk=1` TOVA is standard
-        chunked state eviction (CItruS, section 5.2).
-    """
-
-    protect_current: bool = False
+    """The tokens that the newest one attends to most, per layer."""
 
     def rank(self, seen: Look) -> Float[Array, "B 1 U"]:
         # The sum over all heads, in place of their mean.
         mass_BKU = _of_last_row(seen)
-        scores_B1U = seen.ctx.psum_heads(jnp.sum(mass_BKU, axis=1))[:, None]
-        if self.protect_current:
-            current_B11 = seen.length + seen.valid[:, None, None] - 1
-            scores_B1U = jnp.where(seen.order == current_B11, jnp.inf, scores_B1U)
-        return scores_B1U
+        return seen.ctx.psum_heads(jnp.sum(mass_BKU, axis=1))[:, None]
 
 
 def _of_last_row(seen: Look) -> Float[Array, "B K U"]:

@@ -12,7 +12,7 @@ in each layer.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -29,7 +29,6 @@ from jax_longctx.contract import (
 )
 from jax_longctx.parts.evicting import Evicting, Look, Positions, Protocol
 from pallas_kernels.common import side_by_side
-from pallas_kernels.quantised import dequantised
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,11 +72,9 @@ class ByLayer(ByInstruction):
 
     Attributes:
       sink: first tokens that never leave (appendix I; the paper's default is 0).
-      score: rank by attention `probability` or by `logit`.
     """
 
     sink: int = 0
-    score: Literal["probability", "logit"] = "probability"
 
     def __post_init__(self) -> None:
         self.at_least(0, "sink")
@@ -89,16 +86,7 @@ class ByLayer(ByInstruction):
 
     def rank(self, seen: Look) -> Float[Array, "B 1 U"]:
         """The sum over heads and rows, in place of their mean."""
-        looks = seen.instruction or seen
-        if self.score == "probability":
-            given_BKC = looks.mass_on_cache()
-        else:
-            counts_BT = jnp.arange(looks.q.shape[1]) < looks.valid[:, None]
-            q_BTNH = jnp.where(counts_BT[..., None, None], looks.q.astype(jnp.float32), 0)
-            batch, heads, _, size = looks.past_k.shape
-            q_BKH = q_BTNH.sum(1).reshape(batch, heads, -1, size).sum(2)  # [B, K, G, H] before
-            keys_BKCH = dequantised(looks.past_k).astype(jnp.float32)
-            given_BKC = jnp.einsum("BKH,BKCH->BKC", q_BKH, keys_BKCH)
+        given_BKC = (seen.instruction or seen).mass_on_cache()
         layer_B1C = seen.ctx.psum_heads(jnp.sum(given_BKC, axis=1, keepdims=True))
         first_C = jnp.arange(layer_B1C.shape[2]) < self.sink
         return seen.with_tokens(jnp.where(first_C, jnp.inf, layer_B1C))

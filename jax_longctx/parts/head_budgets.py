@@ -3,7 +3,7 @@
 - `best_pages`: every head the same number;
 - `ada_kv` (Feng et al. 2024, section 3.3): the kv heads of a layer share one budget. The best pages
   of all heads are kept, ranked by the softmax of each head's scores. `floor` first keeps the best
-  `alpha` share of each head's uniform budget; its total is exact. `blend`, as the authors' code,
+  `ALPHA` share of each head's uniform budget; its total is exact. `blend`, as the authors' code,
   mixes the counts without that floor with the uniform count; its total is exact up to rounding;
 - `progressive` (PSA, progressive sparse attention, Zhou et al. 2025): each head visits its pages
   from the best on until the share `epsilon` of the attention is reached. The authors' stop test is
@@ -40,6 +40,9 @@ Allocation = Literal[
     "psa-resa",
 ]
 
+# The share of the uniform budget that Ada-KV leaves to each head, as its authors have it.
+ALPHA = 0.2
+
 
 def best_pages(
     ranked: Float[Array, "B X P"], count: Int[Array, " B"], most: int
@@ -55,7 +58,6 @@ def ada_kv(
     most: int,
     ctx: LayerContext,
     *,
-    alpha: float,
     blend: bool,
 ) -> Lists:
     """A row's list of (local kv head, page), -1 for none and for the heads of another shard.
@@ -67,14 +69,14 @@ def ada_kv(
     local_heads, pages = mass.shape[1:]
     mass = ctx.gather_heads(mass, axis=1)
     heads = mass.shape[1]
-    safe_B = share(alpha, count)
+    safe_B = share(ALPHA, count)
     flat = mass.reshape(mass.shape[0], -1)  # [B, K * P]
     # Blended counts may exceed the total by half a page a head, from rounding.
     size = min(heads * most + (heads + 1) // 2 * blend, heads * pages)
     if blend:
         free_BKP = select_mask(flat, heads * count).reshape(mass.shape)
         free_BK = jnp.sum(free_BKP, axis=-1)
-        count_BK = jnp.round(free_BK * (1 - alpha)).astype(jnp.int32)
+        count_BK = jnp.round(free_BK * (1 - ALPHA)).astype(jnp.int32)
         kept_BKP = select_mask(mass, count_BK + safe_B[:, None])
         ranked_BKP = jnp.where(kept_BKP, 0.0, -jnp.inf)
         entries_BE = select_large_k(ranked_BKP.reshape(flat.shape), size, size=size)
@@ -95,14 +97,12 @@ class Enough(NamedTuple):
       share: of the attention, at which it stops.
       known: where the missing mass is read from, as the allocation is named.
       count, most: pages of each head at most, and the largest count.
-      least: pages of each head at least.
     """
 
     share: float
     known: str
     count: Int[Array, " B"]
     most: int
-    least: int
 
 
 def progressive(
@@ -123,13 +123,13 @@ def progressive(
       forced: log-sum-exps of this shard's fixed tokens, the query's own and then the prior's.
       prior: RESA's, where that is what is known.
     """
-    epsilon, stop, count, most, least = enough
+    epsilon, stop, count, most = enough
     lists = best_first(scores, best_pages(scores, count, most))
     none_BN = jnp.full(lists.shape[:2], -jnp.inf)
     if stop == "digest":
         masses = listed(page_logits(scores, span.tokens, ctx.scale), lists)
     else:
-        masses = _page_masses(q, store, lists, span, ctx, None)
+        masses = _page_masses(q, store, lists, span, ctx)
     forced_BN = _seq_lse(forced[0], ctx) if forced else none_BN
     if stop == "oracle":
         logits_BNS = decode_logits(q, store.k, store.held(ctx), scale=ctx.scale)
@@ -139,9 +139,9 @@ def progressive(
     else:
         assert prior is not None
         known_BN = _seq_lse(forced[1], ctx) if forced else none_BN
-        behind = _page_masses(prior.query, store, lists, span, ctx, prior.logits)
+        behind = _page_masses(prior.query, store, lists, span, ctx)
         known = _left_over(prior, known_BN, behind)
-    kept = pages_until(epsilon, forced_BN, masses, known, stop == "oracle", least)
+    kept = pages_until(epsilon, forced_BN, masses, known, stop == "oracle")
     return Lists(jnp.where(kept, lists, -1))
 
 
@@ -195,7 +195,6 @@ def pages_until(
     pages: Float[Array, "B N C"],
     known: Float[Array, "B N X"],
     whole: bool,
-    at_least: int = 1,
 ) -> Bool[Array, "B N C"]:
     """Which of the pages to attend, best first, until `epsilon` of the attention is reached.
 
@@ -211,7 +210,7 @@ def pages_until(
     # Page t is attended when t - 1 pages were not enough.
     before = jnp.pad(enough[..., :-1], [(0, 0)] * (enough.ndim - 1) + [(1, 0)])
     stopped = jnp.cumsum(before, axis=-1) > 0
-    return ~stopped | (jnp.arange(pages.shape[-1]) < at_least)
+    return ~stopped | (jnp.arange(pages.shape[-1]) < 1)
 
 
 def _seq_lse(lse: Float[Array, "B N"], ctx: LayerContext) -> Float[Array, "B N"]:
@@ -225,9 +224,8 @@ def _page_masses(
     lists: Int[Array, "B N C"],
     span: Span,
     ctx: LayerContext,
-    prior: Float[Array, "B N S"] | None,
 ) -> Float[Array, "B N C"]:
-    """Log-sum-exp over each listed page's selectable tokens, of `prior`'s logits if given."""
+    """Log-sum-exp over each listed page's selectable tokens."""
     slots = store.k.shape[2]
     page = slots * ctx.seq_size // span.tokens.shape[1]
     local = local_slots(lists, slots // page, ctx, page)
@@ -235,17 +233,13 @@ def _page_masses(
     below = ctx.slots(slots).below
     start, stop = (below(x).reshape(-1, 1, 1, 1) for x in (span.start, span.stop))
     held = (local[..., None] >= 0) & (slot_BNCZ >= start) & (slot_BNCZ < stop)
-    if prior is not None:
-        slot_BNM = slot_BNCZ.reshape(*slot_BNCZ.shape[:2], -1)  # [B, N, C * Z]
-        logits = jnp.take_along_axis(prior, slot_BNM, axis=2).reshape(slot_BNCZ.shape)
-    else:
-        batch, kv_heads, _, head_dim = store.k.shape
-        # Heads of one group side by side: they read the same keys.
-        slot_BKM = slot_BNCZ.reshape(batch, kv_heads, -1)  # [B, K, G * C * Z]
-        keys = read_lines(store.k, slot_BKM).reshape(*slot_BNCZ.shape, head_dim)
-        logits = ctx.scale * jnp.einsum(
-            "BNH,BNCZH->BNCZ", q[:, 0], keys, preferred_element_type=jnp.float32
-        )
+    batch, kv_heads, _, head_dim = store.k.shape
+    # Heads of one group side by side: they read the same keys.
+    slot_BKM = slot_BNCZ.reshape(batch, kv_heads, -1)  # [B, K, G * C * Z]
+    keys = read_lines(store.k, slot_BKM).reshape(*slot_BNCZ.shape, head_dim)
+    logits = ctx.scale * jnp.einsum(
+        "BNH,BNCZH->BNCZ", q[:, 0], keys, preferred_element_type=jnp.float32
+    )
     masses = jax.nn.logsumexp(jnp.where(held, logits, -jnp.inf), axis=-1)
     # One shard holds each page.
     return ctx.pmax_seq(masses)

@@ -47,8 +47,8 @@ class FifoCache:
       count: chosen tokens of each row, the same for all its heads.
       pushed: tokens that came after them.
       position: index of the next token.
-      k, v: slot c is valid when `c < length(limit)[b]`; other slots hold garbage. None where each
-        step gathers them from the full cache.
+      k, v: slot c is valid when `c < length(limit)[b]`; other slots hold garbage. None for a list
+        alone, before `filled`.
       chosen_axis: the logical axis of M, `share` where budgets are shares of the slots.
       slots_axis: that of the slots: `room` where no token leaves, else `chosen_axis`.
       first: tokens that never leave.
@@ -141,27 +141,17 @@ class FifoCache:
         return dataclasses.replace(self, k=k, v=v)
 
 
-def empty_fifo_cache(
-    shape: CacheShape,
-    size: int,
-    axis: Literal["budget", "share"],
-    room: int | None,
-    *,
-    indexed: bool,
-) -> FifoCache:
-    """A list of `size` tokens, none chosen yet, and unless `indexed` buffers in whole tiles.
+def empty_fifo_cache(shape: CacheShape, size: int, axis: Literal["budget", "share"]) -> FifoCache:
+    """A list of `size` tokens, none chosen yet, and buffers in whole tiles.
 
-    The buffers hold `room` tokens more than the list. With None a token leaves for each that is
-    pushed beyond the list's size.
+    A token leaves for each that is pushed beyond the list's size.
     """
     heads = (shape.batch, shape.num_kv_heads)
     chosen = jnp.full((*heads, size), -1, jnp.int32)
     # An array for each field: a donated buffer may be named once.
     counts = (jnp.zeros((shape.batch,), jnp.int32) for _ in range(3))
-    slots = padded(size + (1 if room is None else room))
-    k, v = (None if indexed else shape.empty_slots(slots) for _ in range(2))
-    slots_axis = axis if room is None else "room"
-    return FifoCache(chosen, *counts, k=k, v=v, chosen_axis=axis, slots_axis=slots_axis)
+    k, v = (shape.empty_slots(padded(size + 1)) for _ in range(2))
+    return FifoCache(chosen, *counts, k=k, v=v, chosen_axis=axis, slots_axis=axis)
 
 
 def padded(capacity: int) -> int:

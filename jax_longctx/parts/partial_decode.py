@@ -18,7 +18,6 @@ from jax_longctx.caches import (
     AppendCache,
     Rewinding,
     empty_append_cache,
-    local_slots,
     where_rows,
 )
 from jax_longctx.contract import (
@@ -44,7 +43,6 @@ from jax_longctx.parts.partial import (
 )
 from jax_longctx.sharding import axes_field
 from pallas_kernels.decode_attention import attend_with_logits
-from pallas_kernels.sparse_decode_attention import Pages, sparse_decode_attention
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +53,7 @@ class RefreshCache(Rewinding):
     The end of a question replaces all but the store.
 
     Attributes:
-      partial: the tokens that a partial step attends; with `indexed` without keys and values.
+      partial: the tokens that a partial step attends.
       query: sum over all heads of the query of the layer's last full step.
       steps, full_steps: decode steps of this answer, and those that attended every key.
     """
@@ -77,18 +75,12 @@ class PartialDecoding(Appending):
         rounded down to whole tokens, at least 1.
       kernel: neighbours over which probabilities are pooled.
       over_group: how the query heads of a kv head share a score.
-      evict_on_push: a token leaves for each that comes; otherwise the partial cache grows.
-      force_self: the newest token is always chosen and leaves last.
-      indexed: the partial cache is a list of tokens, gathered from all keys at each step.
     """
 
     budget: int | None = None
     ratio: float = 0.125
     kernel: int = 7
     over_group: Literal["max", "mean", "first"] = "max"
-    evict_on_push: bool = True
-    force_self: bool = True
-    indexed: bool = False
 
     phase = "decode"
     query_aware = True
@@ -97,11 +89,6 @@ class PartialDecoding(Appending):
         self.at_least(1, "budget")
         self.fraction("ratio", above_zero=True)
         check_kernel(self)
-        if self.indexed and not self.evict_on_push:
-            raise self.refused(
-                "indexed=true gathers a fixed number of tokens, which "
-                "evict_on_push=false exceeds; set one of them otherwise"
-            )
 
     def step(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         """One answered token."""
@@ -110,9 +97,9 @@ class PartialDecoding(Appending):
     @property
     def leaving(self) -> int | None:
         """Most tokens that leave the partial cache before it is chosen anew; None: any number."""
-        return None if self.evict_on_push else 0
+        return None
 
-    def summed(self, raw: Array, rotated: Array, ctx: LayerContext) -> Float[Array, "B H"]:
+    def summed(self, rotated: Array, ctx: LayerContext) -> Float[Array, "B H"]:
         """The sum over all heads of a full step's query, which the cache remembers."""
         return ctx.psum_heads(jnp.sum(rotated[:, 0].astype(jnp.float32), axis=1))
 
@@ -124,8 +111,7 @@ class PartialDecoding(Appending):
         size, axis = math.ceil(self.ratio * shape.slots), "share"
         if self.budget is not None:
             size, axis = self.budget, "budget"
-        room = None if self.evict_on_push else shape.reserve
-        partial = empty_fifo_cache(shape, size, axis, room, indexed=self.indexed)
+        partial = empty_fifo_cache(shape, size, axis)
         query = jnp.zeros((shape.batch, shape.head_dim), jnp.float32)
         steps, full_steps = (jnp.zeros((shape.batch,), jnp.int32) for _ in range(2))
         return RefreshCache(empty_append_cache(shape), partial, query, steps, full_steps)
@@ -151,10 +137,8 @@ class PartialDecoding(Appending):
 
     def read_bytes(self, cache: Any, length: int) -> int:
         """The partial cache."""
-        store, partial = cache.store, cache.partial
+        store = cache.store
         tokens = (self.budget or max(int(self.ratio * length), 1)) + 1
-        if not self.evict_on_push:
-            tokens = partial.capacity
         token = (store.k.nbytes + store.v.nbytes) // store.k.shape[2]
         return token * tokens
 
@@ -167,7 +151,7 @@ class PartialDecoding(Appending):
 
     def limit(self, cache: RefreshCache) -> Count:
         """Tokens that a partial step reads at most."""
-        return self.chosen(cache) + 1 if self.evict_on_push else cache.partial.capacity
+        return self.chosen(cache) + 1
 
     def begin(
         self, q: Float[Array, "B 1 N H"], cache: RefreshCache, ctx: LayerContext
@@ -177,7 +161,7 @@ class PartialDecoding(Appending):
         zeros = jnp.zeros_like(cache.steps)
         cache = dataclasses.replace(cache, steps=zeros, full_steps=zeros)
         _, partial = self.look(rotated, cache, jnp.ones(zeros.shape, bool), ctx)
-        return dataclasses.replace(cache, partial=partial, query=self.summed(q, rotated, ctx))
+        return dataclasses.replace(cache, partial=partial, query=self.summed(rotated, ctx))
 
     def push(
         self, k: Array, v: Array, cache: RefreshCache, valid: Int[Array, " B"], ctx: LayerContext
@@ -205,27 +189,17 @@ class PartialDecoding(Appending):
         p_BKGS = jnp.exp(logits_BNS - base_BN1).reshape(batch, kv_heads, -1, size)
         over = {"max": jnp.max, "mean": jnp.mean, "first": lambda p, axis: p[:, :, 0]}
         mass_BKS = ctx.slots(size).whole(over[self.over_group](p_BKGS, axis=2), axis=2)
-        own = 1 if self.force_self else 0
-        scores_BKS = pooled_scores(mass_BKS, store.length, own, self.kernel, "max")
+        # The newest token is always chosen and leaves last.
+        scores_BKS = pooled_scores(mass_BKS, store.length, 1, self.kernel, "max")
         old = dataclasses.replace(cache.partial, k=None, v=None)
         listed = old.chosen.shape[2]
         new = best_last(scores_BKS, store.length, self.chosen(cache), listed, self.leaving)
         new = dataclasses.replace(new, chosen_axis=old.chosen_axis, slots_axis=old.slots_axis)
         partial = where_rows(turned, new, old)
-        if not self.indexed:
-            # The other rows' tokens are gathered again too: to keep them would copy the buffers.
-            partial = partial.filled(store, self.limit(cache), cache.partial.capacity, ctx)
+        # The other rows' tokens are gathered again too: to keep them would copy the buffers.
+        partial = partial.filled(store, self.limit(cache), cache.partial.capacity, ctx)
         return (out.astype(q.dtype), lse), partial
 
     def read(self, q: Array, cache: RefreshCache, ctx: LayerContext) -> Attended:
         """Attention of one query to the partial cache."""
-        partial, limit = cache.partial, self.limit(cache)
-        if not self.indexed:
-            return partial.read(q, limit, ctx.scale)
-        store, size = cache.store, cache.store.k.shape[2]
-        # Tokens are slots of the full cache.
-        local_BKC = local_slots(partial.tokens(limit, partial.chosen.shape[2] + 1), size, ctx)
-        start_B = jnp.zeros_like(store.length)
-        tokens = Pages(local_BKC, start_B, start_B + size, 1)
-        out, lse = sparse_decode_attention(q, store.k, store.v, tokens, scale=ctx.scale)
-        return ctx.seq_merge(out, lse)
+        return cache.partial.read(q, self.limit(cache), ctx.scale)

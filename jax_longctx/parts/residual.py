@@ -10,14 +10,12 @@ attended exactly, the others' mass R and weighted values U are differences:
     R = max(Z - Z_I, 0)                U = Z o0 - sum_I exp(p0_j + b) v_j
     out = (A out_I + lam U) / (A + lam R)
 
-The paper's Eq. 5 divides by A + R for any lam (`paper_literal`), so lam = 0 is not the plain sparse
-output that the paper claims. Here lam scales the residual in both places (`normalized`). Both agree
-at lam = 1.
+The paper's Eq. 5 divides by A + R for any lam, so lam = 0 is not the plain sparse output that the
+paper claims. Here lam scales the residual in both places. Both agree at lam = 1.
 
-mu_q, p0 and o0 belong to a query head, or to a kv head whose group shares a mean query; mu_k
-belongs to a kv head. All are float32 but mu_q, which is rounded to the model's dtype before every
-use. p0 is stored only where some keys have no prior (`masked`): the selected keys are read anyway,
-and mu_q's products with them are one more row of the same matmul.
+mu_q, p0 and o0 belong to a query head; mu_k belongs to a kv head. All are float32 but mu_q, which
+is rounded to the model's dtype before every use. p0 is not stored: the selected keys are read
+anyway, and mu_q's products with them are one more row of the same matmul.
 """
 
 import dataclasses
@@ -39,16 +37,15 @@ from pallas_kernels.quantised import dequantised
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Background(Rewinding):
-    """The prior of one layer, float32 but for `mean`. M is N, or K where a group shares its prior.
+    """The prior of one layer, float32 but for `mean`.
 
     Attributes:
-      query_sum: sum of the prompt's queries, and of the answer's under growth=rebuild.
+      query_sum: sum of the prompt's queries.
       key_sum: sum of all keys; their mean is mu_k.
       context_query_sum, context_key_sum: both at the end of the context.
       counted: number of keys in `key_sum`.
       mean: mu_q when lse0 and o0 were last made from all keys, in the model's dtype.
       lse, out: lse0 and o0.
-      logits: p0 of every slot, -inf where there is none; None where p0 is not stored.
     """
 
     query_sum: Float[Array, "B N H"] = axes_field("batch", "heads", None)
@@ -56,10 +53,9 @@ class Background(Rewinding):
     context_query_sum: Float[Array, "B N H"] = axes_field("batch", "heads", None)
     context_key_sum: Float[Array, "B K H"] = axes_field("batch", "kv_heads", None)
     counted: Int[Array, " B"] = axes_field("batch")
-    mean: Float[Array, "B M H"] = axes_field("batch", "heads", None)
-    lse: Float[Array, "B M"] = axes_field("batch", "heads")
-    out: Float[Array, "B M H"] = axes_field("batch", "heads", None)
-    logits: Float[Array, "B M S"] | None = axes_field("batch", "heads", "slots")
+    mean: Float[Array, "B N H"] = axes_field("batch", "heads", None)
+    lse: Float[Array, "B N"] = axes_field("batch", "heads")
+    out: Float[Array, "B N H"] = axes_field("batch", "heads", None)
 
 
 @jax.tree_util.register_dataclass
@@ -70,24 +66,22 @@ class ResaCache(SelectiveCache):
     background: Background
 
 
-def empty_background(shape: CacheShape, *, shared: bool, masked: bool) -> Background:
-    """Empty sums. `shared`: one prior for a kv head's group; `masked`: store its logits."""
-    batch, width = shape.batch, shape.head_dim
-    priors = shape.num_kv_heads if shared else shape.num_heads
+def empty_background(shape: CacheShape) -> Background:
+    """Empty sums."""
+    batch, heads, width = shape.batch, shape.num_heads, shape.head_dim
 
     def zeros(*size: int) -> Array:
         return jnp.zeros((batch, *size), jnp.float32)
 
     return Background(
-        query_sum=zeros(shape.num_heads, width),
+        query_sum=zeros(heads, width),
         key_sum=zeros(shape.num_kv_heads, width),
-        context_query_sum=zeros(shape.num_heads, width),
+        context_query_sum=zeros(heads, width),
         context_key_sum=zeros(shape.num_kv_heads, width),
         counted=jnp.zeros(batch, jnp.int32),
-        mean=zeros(priors, width).astype(shape.dtype),
-        lse=zeros(priors),
-        out=zeros(priors, width),
-        logits=zeros(priors, shape.slots) if masked else None,
+        mean=zeros(heads, width).astype(shape.dtype),
+        lse=zeros(heads),
+        out=zeros(heads, width),
     )
 
 
@@ -139,24 +133,21 @@ def begin_answer(
     The sums must cover all tokens of the store.
     """
     mean_BNH = background.query_sum / jnp.maximum(background.counted, 1)[:, None, None]
-    batch, priors, width = background.mean.shape
-    mean_BMH = jnp.mean(mean_BNH.reshape(batch, priors, -1, width), axis=2)  # [B, M, N / M, H]
-    mean_BMH = mean_BMH.astype(background.mean.dtype)
-    logits_BMS = decode_logits(mean_BMH[:, None], store.k, store.held(ctx), scale=ctx.scale)
-    top_BM1 = jnp.max(logits_BMS, axis=-1, keepdims=True)
-    top_BM1 = jnp.maximum(top_BM1, jnp.finfo(jnp.float32).min)
-    weights_BMS = jnp.exp(logits_BMS - top_BM1)
-    total_BM1 = jnp.sum(weights_BMS, axis=-1, keepdims=True)
+    mean_BNH = mean_BNH.astype(background.mean.dtype)
+    logits_BNS = decode_logits(mean_BNH[:, None], store.k, store.held(ctx), scale=ctx.scale)
+    top_BN1 = jnp.max(logits_BNS, axis=-1, keepdims=True)
+    top_BN1 = jnp.maximum(top_BN1, jnp.finfo(jnp.float32).min)
+    weights_BNS = jnp.exp(logits_BNS - top_BN1)
+    total_BN1 = jnp.sum(weights_BNS, axis=-1, keepdims=True)
     # o0 stays in float32; the decode attention operation would return bfloat16.
-    out_BMH = weighted_values(weights_BMS, store.v) / jnp.maximum(total_BM1, 1e-30)
-    lse_BM1 = jnp.where(total_BM1 > 0, top_BM1 + jnp.log(total_BM1), -jnp.inf)
-    out_B1MH, lse_B1M = ctx.seq_merge(out_BMH[:, None], lse_BM1.swapaxes(1, 2))
+    out_BNH = weighted_values(weights_BNS, store.v) / jnp.maximum(total_BN1, 1e-30)
+    lse_BN1 = jnp.where(total_BN1 > 0, top_BN1 + jnp.log(total_BN1), -jnp.inf)
+    out_B1NH, lse_B1N = ctx.seq_merge(out_BNH[:, None], lse_BN1.swapaxes(1, 2))
     begun = dataclasses.replace(
         background,
-        mean=mean_BMH,
-        lse=lse_B1M[:, 0],
-        out=out_B1MH[:, 0],
-        logits=None if background.logits is None else logits_BMS,
+        mean=mean_BNH,
+        lse=lse_B1N[:, 0],
+        out=out_B1NH[:, 0],
     )
     return where_rows(rows, begun, background)
 
@@ -169,31 +160,24 @@ def grow(
     ctx: LayerContext,
 ) -> Background:
     """Adds a generated token, of rotated key, to lse0 and o0; O(H) a head. mu_q does not change."""
-    assert background.logits is None
     each = background.mean.shape[1] // k.shape[2]
-    k_BMH, v_BMH = (jnp.repeat(x[:, 0], each, axis=1).astype(jnp.float32) for x in (k, v))
-    logit_BM = ctx.scale * jnp.sum(background.mean.astype(jnp.float32) * k_BMH, axis=-1)
-    lse_BM = jnp.logaddexp(background.lse, logit_BM)
-    before, now = jnp.exp(background.lse - lse_BM), jnp.exp(logit_BM - lse_BM)
-    out_BMH = before[..., None] * background.out + now[..., None] * v_BMH
-    grown = dataclasses.replace(background, lse=lse_BM, out=out_BMH)
+    k_BNH, v_BNH = (jnp.repeat(x[:, 0], each, axis=1).astype(jnp.float32) for x in (k, v))
+    logit_BN = ctx.scale * jnp.sum(background.mean.astype(jnp.float32) * k_BNH, axis=-1)
+    lse_BN = jnp.logaddexp(background.lse, logit_BN)
+    before, now = jnp.exp(background.lse - lse_BN), jnp.exp(logit_BN - lse_BN)
+    out_BNH = before[..., None] * background.out + now[..., None] * v_BNH
+    grown = dataclasses.replace(background, lse=lse_BN, out=out_BNH)
     return where_rows(valid > 0, grown, background)
 
 
 def prior_of(background: Background, q: Float[Array, "B 1 N H"], ctx: LayerContext) -> Prior:
     """The prior as this query sees it, for each query head."""
-    each = q.shape[2] // background.mean.shape[1]
-    query_BNH, lse_BN, out_BNH = (
-        jnp.repeat(x, each, axis=1) for x in (background.mean, background.lse, background.out)
-    )
     mean_key_BKH = background.key_sum / jnp.maximum(background.counted, 1)[:, None, None]
     mean_key_BNH = jnp.repeat(mean_key_BKH, q.shape[2] // mean_key_BKH.shape[1], axis=1)
+    query_BNH = background.mean
     away_BNH = q[:, 0].astype(jnp.float32) - query_BNH.astype(jnp.float32)
     bias_BN = ctx.scale * jnp.sum(away_BNH * mean_key_BNH, axis=-1)
-    logits_BNS = background.logits
-    if logits_BNS is not None:
-        logits_BNS = jnp.repeat(logits_BNS, each, axis=1)
-    return Prior(query_BNH[:, None].astype(q.dtype), lse_BN, out_BNH, bias_BN, logits_BNS)
+    return Prior(query_BNH[:, None].astype(q.dtype), background.lse, background.out, bias_BN)
 
 
 def combine(
@@ -202,7 +186,6 @@ def combine(
     everything: Bool[Array, "B N"],
     *,
     lam: float,
-    literal: bool,
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
     """The output and the log of its denominator; no residual where `everything` was attended."""
     assert chosen.prior_out is not None and chosen.prior_lse is not None
@@ -213,7 +196,7 @@ def combine(
     residual = jnp.where(everything, 0.0, jnp.maximum(z - z_i, 0.0))
     values = z[..., None] * prior.out - z_i[..., None] * chosen.prior_out[:, 0]
     values = jnp.where(everything[..., None], 0.0, values)
-    total = a + (residual if literal else lam * residual)
+    total = a + lam * residual
     safe = jnp.where(total > 0, total, 1.0)[..., None]
     out = (a[..., None] * chosen.out[:, 0].astype(jnp.float32) + lam * values) / safe
     lse = jnp.where(total > 0, top + jnp.log(total), -jnp.inf)

@@ -112,12 +112,10 @@ class Selecting(Appending):
       ratio: the budget as a share of the prompt, in place of `budget`.
       sink: first tokens that are always attended.
       local: last tokens that are always attended.
-      count_fixed: whether the budget includes these.
       granularity: which heads select together.
       skip_layers: first layers that stay exact.
       allocation: `uniform`; `ada-floor`, `ada-blend` (Ada-KV); `psa-oracle`, `psa-estimate`,
         `psa-digest`, and for RESA `psa-resa` (PSA).
-      alpha: share of the uniform budget that Ada-KV leaves to each head.
       epsilon: share of the attention at which PSA stops.
     """
 
@@ -125,24 +123,21 @@ class Selecting(Appending):
     ratio: float | None = None
     sink: int = 4
     local: int = 64
-    count_fixed: bool = False
     granularity: Granularity = "query_head"
     skip_layers: int = 0
     allocation: Allocation = "uniform"
-    alpha: float = 0.2
     epsilon: float = 0.95
 
     phase = "decode"
     query_aware = True
     # A token is a page of its own (see `SelectingPages`).
-    page_size, whole_pages, min_pages = 1, False, 1
+    page_size = 1
     # Whether heads that select together average `scores`, or their softmax.
     pools: ClassVar[Literal["mass", "scores"]] = "mass"
 
     def __post_init__(self) -> None:
         self.at_least(1, "budget")
         self.at_least(0, "sink", "local", "skip_layers")
-        self.fraction("alpha")
         self.fraction("ratio", "epsilon", above_zero=True)
         needed = {"ada": "kv_head", "psa": "query_head"}.get(self.allocation[:3], self.granularity)
         if self.granularity != needed:
@@ -320,11 +315,9 @@ class Selecting(Appending):
         """
         valid = jnp.ones_like(cache.store.length) if valid is None else valid
         span = self.selectable(cache.store, ctx)
-        page = self.page_size if self.whole_pages else 1
-        sink, local = -(-self.sink // page) * page, self.local + page - 1
-        fixed, forced = Ends(sink, local), ()
+        fixed, forced = Ends(self.sink, self.local), ()
         if self.allocation.startswith("psa"):
-            fixed = attend_fixed(q, cache.store, span, sink, local, ctx, prior)
+            fixed = attend_fixed(q, cache.store, span, self.sink, self.local, ctx, prior)
             forced = () if fixed is None else tuple(lse[:, 0] for lse in fixed[1::2])
         lists = self.choose(q, cache, span, ctx, forced, prior)
         return attend_lists(q, cache.store, lists, span, fixed, ctx, prior, valid)
@@ -333,11 +326,8 @@ class Selecting(Appending):
         """What lies between the fixed tokens of each row."""
         page = self.page_size
         pages = store.sizes[2] * ctx.seq_size // page
-        sink, stop_B = self.sink, store.length - self.local
-        if self.whole_pages:
-            sink, stop_B = -(-sink // page) * page, stop_B // page * page
-        start_B = jnp.minimum(sink, store.length)
-        stop_B = jnp.maximum(stop_B, start_B)
+        start_B = jnp.minimum(self.sink, store.length)
+        stop_B = jnp.maximum(store.length - self.local, start_B)
         first_P = jnp.arange(pages) * page
         end_BP = jnp.minimum(first_P + page, stop_B[:, None])
         tokens_BP = jnp.maximum(end_BP - jnp.maximum(first_P, start_B[:, None]), 0)
@@ -348,9 +338,7 @@ class Selecting(Appending):
         tokens, larger = self.budget if self.ratio is None else share(self.ratio, prompt), max
         if not isinstance(prompt, int):
             tokens, larger = jnp.broadcast_to(tokens, prompt.shape), jnp.maximum
-        if self.count_fixed:
-            tokens = larger(tokens - self.sink - self.local, 0)
-        return larger(tokens // self.page_size, self.min_pages)
+        return larger(tokens // self.page_size, 1)
 
     def most_pages(self, slots: int, pages: int) -> int:
         """The largest of `pages_of` for prompts of at most `slots` tokens, within `pages`."""
@@ -382,7 +370,7 @@ class Selecting(Appending):
         scores_BNP = gathered(own_BNP, span, ctx, self.page_size)
         kind, _, form = self.allocation.partition("-")
         if kind == "psa":
-            enough = Enough(self.epsilon, form, count_B, most, self.min_pages)
+            enough = Enough(self.epsilon, form, count_B, most)
             given = (q, cache.store, span, scores_BNP, enough, ctx)
             return progressive(*given, forced=forced, prior=prior)
         ranked = self.pooled(scores_BNP, span.tokens, kv_heads, ctx)
@@ -390,7 +378,7 @@ class Selecting(Appending):
             return Lists(best_pages(ranked, count_B, most))
         if self.pools == "scores":
             ranked = softmax_mass(ranked, span.tokens, ctx.scale)
-        return ada_kv(ranked, count_B, most, ctx, alpha=self.alpha, blend=form == "blend")
+        return ada_kv(ranked, count_B, most, ctx, blend=form == "blend")
 
     def select(
         self,
@@ -461,21 +449,15 @@ class SelectingPages(Selecting):
 
     Attributes:
       page_size: tokens of a page.
-      whole_pages: extend the fixed tokens to whole pages.
-      min_pages: least pages of a head.
     """
 
     page_size: int = 16
-    whole_pages: bool = False
-    min_pages: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least(1, "min_pages", "page_size")
+        self.at_least(1, "page_size")
         if _GRANULE % self.page_size:
             raise self.refused(f"page_size must divide {_GRANULE}, got {self.page_size}")
-        if self.whole_pages and not self.local:
-            raise self.refused("whole_pages extends the local window; local must be at least 1")
 
     def scores(
         self, q: Float[Array, "B N H"], cache: SelectiveCache, ctx: LayerContext

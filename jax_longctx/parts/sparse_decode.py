@@ -53,25 +53,18 @@ class Ends(NamedTuple):
 class Prior(NamedTuple):
     """RESA's estimate of the logits of tokens that are not selected.
 
-    A slot's logit is scale * query.k (or its entry of `logits`) + bias.
+    A slot's logit is scale * query.k + bias.
 
     Attributes:
       query: the mean query, in the queries' dtype.
       lse, out: log-sum-exp over all slots and the softmax's output, float32; without the bias.
       bias: float32.
-      logits: None, or the logits where some slots have none; -inf there.
     """
 
     query: Float[Array, "B 1 N H"]
     lse: Float[Array, "B N"]
     out: Float[Array, "B N H"]
     bias: Float[Array, "B N"]
-    logits: Float[Array, "B N S"] | None
-
-    @property
-    def given(self) -> Array:
-        """What the attention takes."""
-        return self.query if self.logits is None else self.logits
 
 
 class Selected(NamedTuple):
@@ -108,7 +101,7 @@ def sparse_attention(
     it. Every page lies on one side. Flat lists and priors are not for these.
     """
     (k, v), shared = _caches(store, ctx)
-    known = None if prior is None else prior.given
+    known = None if prior is None else prior.query
     return sparse_decode_attention(q, k, v, pages, scale=ctx.scale, prior=known, shared=shared)
 
 
@@ -184,7 +177,6 @@ def attend_lists(
         listed_pages = listed_pages[:, 0]
     if isinstance(fixed, Ends):
         one = ctx.seq_size == 1 and lists.heads is None and sum(fixed) > 0
-        one = one and (prior is None or prior.logits is None)
         # The pool of an offloaded store is no run of slots.
         one = one and not isinstance(store, Offloaded)
         (keys, _), shared = _caches(store, ctx)

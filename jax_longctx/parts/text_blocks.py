@@ -10,13 +10,11 @@ block a little larger. To avoid that, the engine would have to ask the method ho
 needs (`init_cache` gets the slots alone), and `finish` would have to move blocks to where slots
 follow the text, by one `send_seq` of less than a block a layer.
 
-The anchors of the paper's section 4.2 (Table 3) are read before every block. Their content is
-`constant`, `random`, `shuffled`, or that of the block before (`previous`). Their positions are
-`previous` (those of the block before) or `random` (drawn below the block, ascending).
+`research/star_anchors.py` has the anchors of the paper's section 4.2, which differ from block to
+block (`one_anchor` False).
 """
 
 import dataclasses
-import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -104,18 +102,11 @@ class Blocks(Registered):
       block: b, tokens of a block. The paper takes a quarter of the text, at most 32,768.
       anchor: a, tokens of the anchor; a whole block unless given, 0 for none.
       anchor_kv: `recompute` reads the anchor on every shard, `broadcast` sends its keys.
-      content, positions: of the anchor; `first` is Star Attention, the others are ablations.
-      constant: the token of content=constant.
-      seed: of the random and shuffled anchors.
     """
 
     block: int = 32768
     anchor: int | None = None
     anchor_kv: Literal["recompute", "broadcast"] = "recompute"
-    content: Literal["first", "previous", "constant", "random", "shuffled"] = "first"
-    positions: Literal["first", "previous", "random"] = "first"
-    constant: int = 0
-    seed: int = 0
 
     phase = "prefill"
     keeps_all = append_only = True
@@ -126,11 +117,6 @@ class Blocks(Registered):
             raise self.refused(
                 f"anchor must be from 0 to the block's {self.block} tokens, got {self.anchor}"
             )
-        if self.anchor_kv == "broadcast" and not self._one_anchor:
-            raise self.refused(
-                "anchor_kv=broadcast sends the first block's own keys; with other content or "
-                "positions set anchor_kv=recompute"
-            )
 
     @property
     def anchor_size(self) -> int:
@@ -138,9 +124,9 @@ class Blocks(Registered):
         return self.block if self.anchor is None else self.anchor
 
     @property
-    def _one_anchor(self) -> bool:
+    def one_anchor(self) -> bool:
         """Whether all blocks share one anchor."""
-        return self.content == "first" and self.positions == "first"
+        return True
 
     def _blocks_each(self, slots: int, shards: int) -> int:
         """Blocks on each shard."""
@@ -189,7 +175,7 @@ class Blocks(Registered):
     def _turns(self, prompt: Prompt) -> Iterator[tuple[Columns, Columns, bool]]:
         """Anchors and blocks that the shards read in each turn; whether the anchor is sent."""
         rows, size, shards = prompt.context or (), self.block, range(prompt.shards)
-        each, shared = self._blocks_each(prompt.slots, prompt.shards), self._one_anchor
+        each, shared = self._blocks_each(prompt.slots, prompt.shards), self.one_anchor
         for turn in range(each):
             starts = [(s * each + turn) * size for s in shards]
             blocks = [[list(row[at : at + size]) for at in starts] for row in rows]
@@ -210,36 +196,13 @@ class Blocks(Registered):
 
     def anchor_tokens(self, row: Sequence[int], start: int, vocab_size: int) -> list[int]:
         """Tokens of the anchor of the block that starts there."""
-        size, draw = self.anchor_size, random.Random(f"{self.seed}/{start}")
-        if self.content == "constant":
-            return [self.constant] * size
-        if self.content == "random":
-            return [draw.randrange(vocab_size) for _ in range(size)]
-        if self.content == "previous":
-            return list(row[start - self.block : start - self.block + size])
-        first = list(row[:size])
-        if self.content == "shuffled":
-            draw.shuffle(first)
-        return first
+        return list(row[: self.anchor_size])
 
     def anchor_positions(
         self, index: Int[Array, "B T"], block: Int[Array, " B"], longest: int
     ) -> Int[Array, "B T"]:
         """Positions of the anchor's tokens before a block; `longest` is the number of slots."""
-        if self.positions == "first":
-            return index
-        if self.positions == "previous":
-            return (block[:, None] - 1) * self.block + index
-
-        # Ascending, no position twice, below the block: the same draw in every layer.
-        def draw(block: Array) -> Array:
-            key = jax.random.fold_in(jax.random.key(self.seed), block)
-            weight_S = jax.random.uniform(key, (longest,))
-            below_S = jnp.where(jnp.arange(longest) < block * self.block, weight_S, -1.0)
-            return jnp.sort(jax.lax.top_k(below_S, self.anchor_size)[1])
-
-        drawn_BA = jax.vmap(draw)(block)
-        return jnp.take_along_axis(drawn_BA, jnp.minimum(index, self.anchor_size - 1), axis=1)
+        return index
 
     def prefill_work(self, prompt: Prompt) -> PrefillWork:
         """The work of the shard with the most pairs.

@@ -135,14 +135,8 @@ class UnitMemory(Rewinding):
         return dataclasses.replace(self, units=units)
 
 
-def empty_unit_memory(
-    shape: CacheShape, layout: Layout, chosen: int, *, apart: bool = False
-) -> UnitMemory:
-    """A memory for `shape.slots` tokens.
-
-    Args:
-      chosen: most units that a query, or with `apart` the queries of a kv head, attend.
-    """
+def empty_unit_memory(shape: CacheShape, layout: Layout, chosen: int) -> UnitMemory:
+    """A memory for `shape.slots` tokens, of which a query attends `chosen` units at most."""
     heads = (shape.batch, shape.num_heads)
     units = jnp.zeros((*heads, shape.slots // layout.row_tokens, shape.head_dim), shape.dtype)
     # An array for each field: a donated buffer may be named once.
@@ -154,7 +148,7 @@ def empty_unit_memory(
         newest=layout.window + layout.block,
         chosen=chosen * (layout.block // page),
         chunk=layout.chunk,
-        apart=apart,
+        apart=False,
     )
     return UnitMemory(empty_store(shape, reads), units, *rings)
 
@@ -165,33 +159,29 @@ def best_units(
     packed: Int[Array, " B"],
     count: int,
     ctx: LayerContext,
-    *,
-    each_head: bool,
-) -> Int[Array, "B X C"]:
+) -> Int[Array, "B 1 C"]:
     """The C = min(count, P) units of largest dot product with the query, best first; then -1.
 
-    The product is summed over all heads of the model, X = 1 list for all of them, or with
-    `each_head` every head has its own, X = N. Ties go to the older unit. Units of equal tokens have
-    representatives that differ by rounding alone, so close products tie (`voted_keys`).
+    The product is summed over all heads of the model. Ties go to the older unit. Units of equal
+    tokens have representatives that differ by rounding alone, so close products tie (`voted_keys`).
     """
     # A fused multiply and sum: a matmul of mixed dtypes would copy the representatives.
     wide, number = part_of(units).astype(jnp.float32), min(count, units.shape[2])
     query = query.astype(jnp.float32)[:, :, None]
-    scores_BXP = jnp.sum(query * wide, -1)
-    if not each_head:
-        scores_BXP = ctx.psum_heads(jnp.sum(scores_BXP, axis=1, keepdims=True))
+    scores_BNP = jnp.sum(query * wide, -1)
+    scores_B1P = ctx.psum_heads(jnp.sum(scores_BNP, axis=1, keepdims=True))
     ids_P = ctx.seq_offset(units.shape[2]) + jnp.arange(units.shape[2])
     held_B1P = ids_P < packed[:, None, None]
-    squares_BX = ctx.psum_seq(jnp.sum(scores_BXP**2, axis=-1, where=held_B1P))
-    usual_BX = jnp.sqrt(squares_BX / jnp.maximum(packed, 1)[:, None])
-    tolerance_BX = tie_tolerance(units.dtype) * usual_BX
-    scores_BXP = jnp.where(held_B1P, scores_BXP, -jnp.inf)
-    values, at = tied_top_k(scores_BXP, number, tolerance_BX)
-    ids_BXC = at if ctx.seq_size == 1 else ids_P[jnp.maximum(at, 0)]
+    squares_B1 = ctx.psum_seq(jnp.sum(scores_B1P**2, axis=-1, where=held_B1P))
+    usual_B1 = jnp.sqrt(squares_B1 / jnp.maximum(packed, 1)[:, None])
+    tolerance_B1 = tie_tolerance(units.dtype) * usual_B1
+    scores_B1P = jnp.where(held_B1P, scores_B1P, -jnp.inf)
+    values, at = tied_top_k(scores_B1P, number, tolerance_B1)
+    ids_B1C = at if ctx.seq_size == 1 else ids_P[jnp.maximum(at, 0)]
     if ctx.seq_size > 1 and count:
         # Shards in order: of equals the older unit still comes first.
-        values, ids = ctx.gather_seq(values, -1), ctx.gather_seq(ids_BXC, -1)
-        values, at = tied_top_k(values, min(count, values.shape[-1]), tolerance_BX)
-        ids_BXC = jnp.take_along_axis(ids, jnp.maximum(at, 0), axis=-1)
-        ids_BXC = jnp.where(at < 0, -1, ids_BXC)
-    return ids_BXC
+        values, ids = ctx.gather_seq(values, -1), ctx.gather_seq(ids_B1C, -1)
+        values, at = tied_top_k(values, min(count, values.shape[-1]), tolerance_B1)
+        ids_B1C = jnp.take_along_axis(ids, jnp.maximum(at, 0), axis=-1)
+        ids_B1C = jnp.where(at < 0, -1, ids_B1C)
+    return ids_B1C

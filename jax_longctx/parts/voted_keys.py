@@ -38,7 +38,6 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -89,13 +88,11 @@ def best_keys(
     ctx: LayerContext,
     *,
     count: int,
-    tile: int | None = None,
     sizes: Float[Array, "B K"] | None = None,
 ) -> Int[Array, "B T N C"]:
     """Global slots of each query's `count` best keys of the span; then -1.
 
-    With `tile` only the best key of each tile of slots, counted from the start, takes part: for
-    slots in blocks. Scores that differ by at most `score_tolerance` tie.
+    Scores that differ by at most `score_tolerance` tie.
 
     Args:
       sizes: what `key_sizes` gives, where the caller has it.
@@ -110,21 +107,11 @@ def best_keys(
         stop = jnp.where(valid > 0, stop, 0)
     rank = functools.partial(topk_scores, tolerance=allowed, valid=None if alone else valid)
     first_B, end_B = jnp.broadcast_to(own.below(jnp.int32(start)), stop.shape), own.below(stop)
-    lists = []
-    if ctx.seq_size > 1 and tile is not None:
-        # This shard's first slots may be the rest of a tile that began on the shard before.
-        before = start - ctx.seq_offset(own.size)
-        whole_B = jnp.where(before < 0, before % tile, first_B)
-        lists = [rank(q, k, (first_B, jnp.minimum(whole_B, end_B)), count=1)]
-        first_B = whole_B
-    lists.append(rank(q, k, (first_B, end_B), count=count, tile_best=tile))
+    values, slots = rank(q, k, (first_B, end_B), count=count)
     if ctx.seq_size == 1:
-        return lists[0][1]
-    values, slots = (jnp.concatenate(x, axis=-1) for x in zip(*lists, strict=True))
+        return slots
     slots = jnp.where(slots < 0, -1, own.at(slots))
     values, slots = ctx.gather_seq(values, -1), ctx.gather_seq(slots, -1)
-    if tile is not None:
-        slots = _best_of_tiles(values, slots, start, tile, allowed)
     return merge_topk(values, slots, count, allowed)[1]
 
 
@@ -152,39 +139,6 @@ def score_tolerance(
     size_BN = tie_tolerance(dtype) * jnp.repeat(sizes, q.shape[2] // sizes.shape[1], axis=1)
     # Multiplied before the sum: XLA for GPUs makes a kernel of its own of what follows a sum.
     return jnp.linalg.norm(q.astype(jnp.float32) * size_BN[:, None, :, None], axis=-1)
-
-
-def _best_of_tiles(
-    values: Float[Array, "B T N E"],
-    slots: Int[Array, "B T N E"],
-    start: int,
-    tile: int,
-    allowed: Float[Array, "B T N"],
-) -> Int[Array, "B T N E"]:
-    """The listed slots, -1 where another slot of the same tile has a better score or precedes."""
-    s, r = slots[..., :, None], slots[..., None, :]
-    value, rival = values[..., :, None], values[..., None, :]
-    together = (r >= 0) & ((s - start) // tile == (r - start) // tile)
-    allowed = allowed[..., None, None]
-    beaten = together & ((rival - allowed > value) | ((rival >= value - allowed) & (r < s)))
-    return jnp.where(jnp.any(beaten, axis=-1), -1, slots)
-
-
-def scramble_heads(
-    q: Float[Array, "B T N H"], kv_heads: int, ctx: LayerContext
-) -> Float[Array, "B T N H"]:
-    """Queries reordered so that head h meets kv head h mod K instead of h // G.
-
-    The authors' released decode does so, by a reshape without a transpose. `kv_heads` are this
-    shard's.
-    """
-    group = q.shape[2] // kv_heads
-    every = ctx.gather_heads(q, axis=2)
-    every_BTGKH = every.reshape(*q.shape[:2], group, -1, q.shape[3])
-    mine_BTGKH = jax.lax.dynamic_slice_in_dim(
-        every_BTGKH, ctx.head_offset(kv_heads), kv_heads, axis=3
-    )
-    return jnp.swapaxes(mine_BTGKH, 2, 3).reshape(q.shape)  # [B, T, K * G, H]
 
 
 def page_of_spans(span: int) -> int:
@@ -368,25 +322,20 @@ def attend_scope(
     valid: Int[Array, " B"],
     scope: Scope | Listed,
     ctx: LayerContext,
-    original: bool,
 ) -> Attended:
     """Attention of the store's newest `valid[b]` tokens, the scope's last, causal among them.
 
     Args:
       new: the newest tokens', before rotary embedding.
       store: the scope's spans have been brought to it.
-      original: keys and queries stand at their slots instead.
     """
     q, k, v = new
     alone, own = q.shape[1] == 1, ctx.slots(store.sizes[2])
     # A chunk attends to itself separately; a lone token is read from the cache with the others.
     slots_BX, key_BX, read_B = scope.own(own) if alone else scope.own(own, valid)
-    if original:
-        key_BX, begin_B = own.at(slots_BX), store.length - valid
-    else:
-        begin_B = scope.number - valid
-        # A rotary base that follows the length must follow the scope's, which bounds positions.
-        ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, scope.most))
+    begin_B = scope.number - valid
+    # A rotary base that follows the length must follow the scope's, which bounds positions.
+    ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, scope.most))
     (keys, values), (keys_B1X, values_B1X) = store.buffers, store.located(slots_BX[:, None])
     # Decode attention reads no further than the number; zeros there would take a launch.
     keys = rotated_lines(keys, keys_B1X[:, 0], key_BX, ctx, blank=not alone)

@@ -15,12 +15,8 @@ the window, then the chunk itself. `rest` masks by a sliding window of one token
 keys in reversed order, where "at least so far back" becomes "not ahead".
 
 InfLLM ranks the tokens of a unit by what they receive from the queries within whose window they
-stand, by query head (section 3.2). There are two amounts, both summed over queries:
-
-- `mass` (the authors' code): attention probability in the softmax over all that the query sees,
-  from queries 0 .. window - 1 behind the token;
-- `logit` (the paper's formula): dot product, from queries 1 .. window behind the token. Queries
-  are summed first, so each key is multiplied with one vector.
+stood, by query head (section 3.2): as in the authors' code, attention probability in the softmax
+over all that the query sees, from queries 0 .. window - 1 behind the token, summed over queries.
 
 Every shard of the slots attends to its own part of each; keys are not sent.
 """
@@ -28,7 +24,7 @@ Every shard of the slots attends to its own part of each; keys are not sent.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,12 +45,7 @@ from jax_longctx.parts.unit_memory import Layout, Packed
 from jax_longctx.parts.voted_keys import rotated_lines
 from pallas_kernels.attention_mass import Reduction, attention_mass
 from pallas_kernels.common import Window, block_of, group_heads, merge
-from pallas_kernels.decode_attention import (
-    attend_logits,
-    attend_with_logits,
-    decode_attention,
-    decode_logits,
-)
+from pallas_kernels.decode_attention import attend_with_logits, decode_attention
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.sparse_decode_attention import (
     Around,
@@ -62,8 +53,6 @@ from pallas_kernels.sparse_decode_attention import (
     sparse_decode_attention,
     takes_around,
 )
-
-Score = Literal["mass", "logit"]
 
 _LAST = jnp.iinfo(jnp.int32).max
 # Keys that dense decode rotates at once.
@@ -92,8 +81,8 @@ Seen = tuple[Float[Array, "B N X"], Int[Array, " B"], Int[Array, " B"]]
 
 
 def unit_pages(
-    chosen: Int[Array, "B X C"], local: int, layout: Layout, ctx: LayerContext
-) -> Int[Array, "B X E"]:
+    chosen: Int[Array, "B 1 C"], local: int, layout: Layout, ctx: LayerContext
+) -> Int[Array, "B 1 E"]:
     """The pages of the chosen units on a shard of `local` slots, -1 for none or other shards'."""
     page = _page(layout, local)
     each = layout.block // page
@@ -131,12 +120,10 @@ class WindowedAttention:
         k, v = read_slots(self.store, local_BX[:, None])
         return Run(k, v, first_B, number)
 
-    def rest(self, q: Float[Array, "B T N H"], *, masked: bool) -> Attended:
+    def rest(self, q: Float[Array, "B T N H"]) -> Attended:
         """Attention to the tokens outside of units that are `window` or more back.
 
-        Args:
-          q: at the constant distance.
-          masked: without it every query sees the keys of the last query.
+        `q` stands at the constant distance.
         """
         queries, layout, scale = q.shape[1], self.layout, self.ctx.scale
         in_units_B = layout.units(self.begin) * layout.block
@@ -148,17 +135,15 @@ class WindowedAttention:
         slots_BX = newest_B[:, None] - index_X - over_BX
         number_B = jnp.maximum(newest_B + 1 - in_units_B, 0)
         run = self._read(slots_BX, number_B, descending=True)
-        if not masked:
-            return cache_attention(q, run.k, run.v, run.number, scale=scale)
         # Query t sees entry i where t >= valid - 1 - i; r = T - 1 - t counts them from the last.
         window = Window(1, self.valid - queries - run.first)
         q = jnp.flip(q, axis=1)
         out, lse = cache_attention(q, run.k, run.v, run.number, scale=scale, window=window)
         return jnp.flip(out, axis=1), jnp.flip(lse, axis=1)
 
-    def beyond(self, q: Float[Array, "B 1 N H"], chosen: Int[Array, "B X E"]) -> Attended:
+    def beyond(self, q: Float[Array, "B 1 N H"], chosen: Int[Array, "B 1 E"]) -> Attended:
         """`rest` and `units` of a lone token as one: pages up to the window."""
-        (batch, _, heads, _), (kv_heads, local) = q.shape, self.store.sizes[1:3]
+        batch, (kv_heads, local) = len(q), self.store.sizes[1:3]
         layout, page = self.layout, self._page
         sinks, each = layout.sinks // page, layout.block // page
         # Behind the last unit less than another one is left.
@@ -166,10 +151,8 @@ class WindowedAttention:
         rest = jnp.broadcast_to(jnp.arange(sinks), (batch, sinks)), last_B1 + jnp.arange(each)
         rest_B1E = local_slots(jnp.concatenate(rest, axis=1)[:, None], local // page, self.ctx)
         rest_B1E = self.store.placed(rest_B1E, page)
-        rest_BXE = jnp.broadcast_to(rest_B1E, (batch, chosen.shape[1], sinks + each))
-        pages = self._some_first(jnp.concatenate([rest_BXE, chosen], axis=2))
-        lists = heads if chosen.shape[1] > 1 else kv_heads
-        pages = jnp.broadcast_to(pages, (batch, lists, pages.shape[2]))
+        pages = self._some_first(jnp.concatenate([rest_B1E, chosen], axis=2))
+        pages = jnp.broadcast_to(pages, (batch, kv_heads, pages.shape[2]))
         stop_B = self.begin + 1 - layout.window
         if self.ctx.seq_size > 1:
             stop_B = self.ctx.slots(local).below(stop_B)
@@ -178,13 +161,12 @@ class WindowedAttention:
         out, lse = sparse_decode_attention(q, *self.store.buffers, listed, scale=scale)
         return out, lse
 
-    def takes_units(self, q: Float[Array, "B 1 N H"], chosen: Int[Array, "B X C"]) -> bool:
+    def takes_units(self, q: Float[Array, "B 1 N H"], chosen: Int[Array, "B 1 C"]) -> bool:
         """Whether `beyond_units` can run: on one GPU, for one list of units that are pages."""
         store, page = self.store, self._page
         if isinstance(store, Offloaded) or self.ctx.seq_size > 1 or page != self.layout.block:
             return False
-        one = chosen.shape[1] == 1 and chosen.shape[2] > 0
-        return one and takes_around(q, store.k, chosen, page, False)
+        return chosen.shape[2] > 0 and takes_around(q, store.k, chosen, page, False)
 
     def beyond_units(
         self, q: Float[Array, "B 1 N H"], chosen: Int[Array, "B 1 C"], near: Attended
@@ -204,30 +186,19 @@ class WindowedAttention:
         out, lse = sparse_decode_attention(q, store.k, store.v, pages, scale=self.ctx.scale)
         return merge([(out, lse), near])
 
-    def units(self, q: Float[Array, "B T N H"], chosen: Int[Array, "B X E"]) -> Attended:
-        """Attention to the chosen units' pages; X = 1 list for all heads, or N lists."""
-        batch, queries, heads, _ = q.shape
-        (k, v), scale = self.store.buffers, self.ctx.scale
-        kv_heads, page = k.shape[1], self._page
-        pages, number = self._some_first(chosen), jnp.sum(chosen >= 0, axis=-1)
+    def units(self, q: Float[Array, "B T N H"], chosen: Int[Array, "B 1 E"]) -> Attended:
+        """Attention to the chosen units' pages."""
+        page, pages, number_B1 = self._page, self._some_first(chosen), jnp.sum(chosen >= 0, axis=-1)
         slots = jnp.where(pages[..., None] < 0, -1, pages[..., None] * page + jnp.arange(page))
-        shared = pages.shape[1] == 1
-        slots_BXE = slots.reshape(batch, 1 if shared else kv_heads, -1)  # [B, 1, E], [B, K, G * E]
-        k, v = read_lines(k, slots_BXE), read_lines(v, slots_BXE)
-        if shared:
-            return cache_attention(q, k, v, number[:, 0] * page, scale=scale)
-        # Heads that see different keys are rows of their own.
-        k, v = (x.reshape(batch * heads, 1, -1, x.shape[3]) for x in (k, v))
-        rows = jnp.swapaxes(q, 1, 2).reshape(batch * heads, queries, 1, -1)
-        out, lse = cache_attention(rows, k, v, number.reshape(-1) * page, scale=scale)
-        out = jnp.swapaxes(out.reshape(batch, heads, queries, -1), 1, 2)
-        return out, jnp.swapaxes(lse.reshape(batch, heads, queries), 1, 2)
+        slots_B1E = slots.reshape(len(q), 1, -1)
+        k, v = (read_lines(x, slots_B1E) for x in self.store.buffers)
+        return cache_attention(q, k, v, number_B1[:, 0] * page, scale=self.ctx.scale)
 
     @property
     def _page(self) -> int:
         return _page(self.layout, self.store.sizes[2])
 
-    def _some_first(self, pages: Int[Array, "B X E"]) -> Int[Array, "B X E"]:
+    def _some_first(self, pages: Int[Array, "B 1 E"]) -> Int[Array, "B 1 E"]:
         """The listed pages, then -1 for those that other shards hold."""
         if self.ctx.seq_size == 1:
             return pages
@@ -235,7 +206,7 @@ class WindowedAttention:
         return jnp.where(pages == _LAST, -1, pages)
 
     def near(
-        self, new: QKV, others: Others, score: Score, ring: Float[Array, "B N M"]
+        self, new: QKV, others: Others, ring: Float[Array, "B N M"]
     ) -> tuple[Attended, Float[Array, "B N M"], Packed]:
         """Attention to the window, merged with this shard's `others`, the updated ring, and what
         the units that the new tokens may complete are packed from.
@@ -246,7 +217,7 @@ class WindowedAttention:
         """
         q, k, v = new
         if q.shape[1] == 1:
-            part, keys, seen = self._token(q, others, score)
+            part, keys, seen = self._token(q, others)
             return part, *self._kept(ring, keys, seen, None)
         window = self.layout.window
         start_B = jnp.maximum(self.begin - window, 0)
@@ -258,7 +229,7 @@ class WindowedAttention:
         at_BT = jnp.broadcast_to(window + jnp.arange(q.shape[1]), q.shape[:2])
         new = self.ctx.rotate(q, at_BT), self.ctx.rotate(k, at_BT), v
         assert not callable(others)
-        part, seen, own = self._chunk(new, run, back_BX, others, score)
+        part, seen, own = self._chunk(new, run, back_BX, others)
         keys = read_keys(self.store, self._leaving()[:, None])
         return part, *self._kept(ring, keys, (seen, first_B, run.number), own)
 
@@ -267,22 +238,21 @@ class WindowedAttention:
         slots = self.layout.completed(self.begin, self.new_tokens).reshape(len(self.begin), -1)
         return local_slots(slots, self.store.sizes[2], self.ctx)
 
-    def _token(self, q: Array, others: Others, score: Score) -> tuple[Attended, Array, Seen]:
+    def _token(self, q: Array, others: Others) -> tuple[Attended, Array, Seen]:
         """A lone token: its attention, the keys of `_leaving`, and amounts for `_kept`.
 
         Both kinds of keys are read as one array, so that the next layer waits for it before it
         writes its own. A read that nothing waits for would be of a copy of all layers' keys.
         """
         window, store, scale = self.layout.window, self.store, self.ctx.scale
-        # A dot product also counts at the distance at which a token leaves the window.
-        most, leaving_BE = window + (score == "logit"), self._leaving()
-        start_B, more = jnp.maximum(self.begin + 1 - most, 0), leaving_BE.shape[1]
-        slots_BX = start_B[:, None] + jnp.arange(-(-(most + more) // _TILE) * _TILE - more)
+        leaving_BE = self._leaving()
+        start_B, more = jnp.maximum(self.begin + 1 - window, 0), leaving_BE.shape[1]
+        slots_BX = start_B[:, None] + jnp.arange(-(-(window + more) // _TILE) * _TILE - more)
         number_B, size = self.begin + 1 - start_B, store.sizes[2]
         slots_BX, first_B, number_B = local_run(slots_BX, number_B, size, self.ctx)
         inside = slots_BX.shape[1]
-        index_X, nearest = np.arange(inside + more), window + 1 - most
-        at: Any = (index_X + nearest)[None]
+        index_X = np.arange(inside + more)
+        at: Any = (index_X + 1)[None]
         if self.ctx.seq_size > 1:
             at = first_B[:, None] + at
         slots_BX = store.placed(jnp.concatenate([slots_BX, leaving_BE], axis=1))
@@ -290,20 +260,12 @@ class WindowedAttention:
         k = rotated_lines(keys, slots_BX, at, self.ctx, but_last=more)
         k = jax.lax.optimization_barrier(k)
         v = read_lines(values, slots_BX[:, None])
-        q = self.ctx.rotate(q, (self.begin - start_B + nearest)[:, None])
+        q = self.ctx.rotate(q, (self.begin - start_B + 1)[:, None])
         there_BX, first_B = index_X < number_B[:, None], start_B + first_B
-        if score == "logit":
-            logits = decode_logits(q, k, number_B, scale=scale)
-            back_BX = (self.begin - first_B)[:, None] - index_X
-            near = attend_logits(jnp.where((back_BX < window)[:, None], logits, -jnp.inf), v)
-            part = self._joined(others, near)
-            amounts = jnp.where((there_BX & (back_BX > 0))[:, None], logits, 0.0)
-        else:
-            out, lse, logits = attend_with_logits(q, k, v, number_B, scale=scale)
-            part = self._joined(others, (out, lse))
-            shares = jnp.where(there_BX[:, None], logits - jnp.swapaxes(part[1], 1, 2), -jnp.inf)
-            amounts = jnp.exp(shares)
-        return part, k[:, :, inside:], (amounts, first_B, number_B)
+        out, lse, logits = attend_with_logits(q, k, v, number_B, scale=scale)
+        part = self._joined(others, (out, lse))
+        shares = jnp.where(there_BX[:, None], logits - jnp.swapaxes(part[1], 1, 2), -jnp.inf)
+        return part, k[:, :, inside:], (jnp.exp(shares), first_B, number_B)
 
     def _joined(self, others: Others, near: Attended) -> Attended:
         """The window's attention and the others', of all shards."""
@@ -311,7 +273,7 @@ class WindowedAttention:
         return self.ctx.seq_merge(*joined)
 
     def _chunk(
-        self, new: QKV, run: Run, back: Array, others: list[Attended], score: Score
+        self, new: QKV, run: Run, back: Array, others: list[Attended]
     ) -> tuple[Attended, Float[Array, "B N X"], Float[Array, "B N T"]]:
         """A chunk behind the run; amounts of entries that are no keys are garbage."""
         q, k, v = new
@@ -329,8 +291,6 @@ class WindowedAttention:
         earlier = self.ctx.seq_merge(*merge(parts))
         part = merge([earlier, causal_attention(q, k, v, scale=scale)])
         own, counted_BT = jnp.swapaxes(k, 1, 2), jnp.arange(queries) < self.valid[:, None]
-        if score == "logit":
-            return part, *self._logits(q, run.k, back, own, counted_BT)
         return part, *self._mass(q, part[1], run.k, back, own, counted_BT)
 
     def _mass(
@@ -345,22 +305,6 @@ class WindowedAttention:
         seen = _mass_by_head(*turned, jnp.full_like(self.valid, size), edge_B, scale)
         new = _mass_by_head(q, own, lse, self.valid, jnp.zeros_like(self.valid), scale)
         return jnp.flip(seen, axis=2), new
-
-    def _logits(
-        self, q: Array, near: Array, back: Array, own: Array, counted: Array
-    ) -> tuple[Float[Array, "B N X"], Float[Array, "B N T"]]:
-        """`_mass` for dot products."""
-        queries, scale = q.shape[1], self.ctx.scale
-        counted_BT11 = counted[..., None, None]
-        sums_BTNH = jnp.cumsum(jnp.where(counted_BT11, q.astype(jnp.float32), 0.0), axis=1)
-        total_B1NH = sums_BTNH[:, -1:]
-        # Only the window's oldest tokens leave it meanwhile, as many as there are queries.
-        edge = min(queries, near.shape[2])
-        last_BE = jnp.clip(self.layout.window - back[:, :edge], 0, queries - 1)
-        edge_BENH = jnp.take_along_axis(sums_BTNH, last_BE[..., None, None], axis=1)
-        seen = [_dots(edge_BENH, near[:, :, :edge]), _dots(total_B1NH, near[:, :, edge:])]
-        new = _dots(total_B1NH - sums_BTNH, own)
-        return scale * jnp.concatenate(seen, axis=2), scale * new
 
     def _kept(
         self,
@@ -409,13 +353,6 @@ def _mass_by_head(
 
     mass_BKGS = jnp.moveaxis(jax.lax.map(one, heads_G), 0, 2)
     return mass_BKGS.reshape(k.shape[0], -1, k.shape[2])
-
-
-def _dots(q: Float[Array, "B X N H"], k: Float[Array, "B K E H"]) -> Float[Array, "B N E"]:
-    """Dot products of entry e with query e, or with the only query."""
-    grouped = group_heads(q, k.shape[1])  # [B, K, G, X, H]
-    dots = jnp.sum(grouped * k.astype(jnp.float32)[:, :, None], axis=-1)
-    return dots.reshape(k.shape[0], -1, k.shape[2])
 
 
 def attend_everything(

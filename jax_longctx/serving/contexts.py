@@ -37,6 +37,7 @@ import pydantic
 from jax_longctx.engine.context_io import saved_manifest
 from jax_longctx.errors import CheckpointError
 from jax_longctx.files import file_errors, read_sealed, read_text, seal, whole_path, write_text
+from jax_longctx.gone import current
 from jax_longctx.locks import only_writer
 from jax_longctx.serving.schema import RequestError
 from jax_longctx.serving.texts import Entry, Text, Tokens, key_of
@@ -403,7 +404,7 @@ class Contexts:
         try:
             described = _SavedText.model_validate(given)
             (tokens,), total = np.asarray(saved.get("rows"), np.int32), described.total
-            made_by = dict(saved["made_by"])
+            made_by = dict(current(saved["made_by"]))
             if "all_weights" in self.made_by:
                 # Earlier versions did not state it.
                 made_by.setdefault("all_weights", self.made_by["all_weights"])

@@ -1,13 +1,16 @@
 """`eval perplexity`, `agreement` and the papers' studies on a tiny model."""
 
 import dataclasses
+import importlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jax_longctx.cli.eval import eval_app
 from jax_longctx.cli.options import parse_specs
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.evaluation import agreement, perplexity
@@ -211,7 +214,13 @@ def test_agreement_with_full_attention(run, loads, text, tmp_path):
 
 
 @pytest.mark.slow
-def test_measurements_of_the_papers(run, loads, text, tmp_path):
+def test_measurements_of_the_papers(run, loads, text, tmp_path, monkeypatch):
+    """The commands that `python -m research` adds; without it they say so."""
+    refused(run("eval", "resa-errors"), "resa-errors is gone; type: python -m research eval resa-e")
+    commands = list(eval_app.registered_commands)
+    monkeypatch.setattr(eval_app, "registered_commands", commands)
+    sys.modules.pop("research.__main__", None)
+    importlib.import_module("research.__main__")
     out = tmp_path / "found.json"
     papers = ("-c", "model", "--text", text, "--out", out)
     how = ("--texts", "2", "--tokens", "40", "--top", "8", "--top", "40", "--instruction", "Who?")

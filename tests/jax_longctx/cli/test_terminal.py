@@ -164,9 +164,6 @@ def test_where_nothing_can_be_written_is_named_before_the_work(tmp_path, monkeyp
         "eval perplexity -c model --out",
         "eval perplexity -c model --plot",
         "eval agreement -c model --out",
-        "eval citrus-overlap -c model --out",
-        "eval resa-spectrum -c model --out",
-        "eval resa-errors -c model --out",
     ],
 )
 def test_commands_look_first_where_they_write(run, loads, tmp_path, command, monkeypatch):

@@ -126,7 +126,6 @@ def test_what_is_dealt():
     assert not engine_of(make_method("infllm", SMALL["infllm"]), 4).setup.slot_layout.in_stripes
     assert not engine_of(Full(), 4, windows=(64,)).setup.slot_layout.in_stripes
     assert ReAttention().stripes
-    assert not ReAttention(selector="tilemax128").stripes
 
 
 def test_only_slots_and_pages_are_dealt():

@@ -9,11 +9,11 @@ import jax
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from jax_longctx.engine.context_io import Saving, load_context, save_context
-from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.engine.context_io import Saving, load_context, method_of, save_context
+from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.files import read_sealed, seal
 from jax_longctx.locks import only_writer
-from jax_longctx.methods import DynamicNTK
+from jax_longctx.methods import DynamicNTK, make_method
 from jax_longctx.sharding import make_mesh
 from tests.chunks import wrong_chunks
 from tests.support import engine_over, random_rows, tiny_config, tiny_engine
@@ -221,6 +221,23 @@ def test_a_context_of_an_earlier_version_answers_the_same(engine, saved):
     del fields["arrays"], fields["made_by"]["all_weights"]
     path.write_text(json.dumps(seal(2, fields)))
     assert answer(engine, load_context(engine, saved)) == expected
+
+
+def test_a_setting_that_is_gone_may_be_saved_as_the_method_is_now(tmp_path):
+    engine, saved = tiny_engine(make_method("ring"), chunk=16), tmp_path / "context"
+    save_context(engine, engine.prefill(random_rows([45, 9]), reserve=16), saved)
+    made_by = read_sealed(saved / "context.json", 3, "")["made_by"]
+    expected = answer(engine, load_context(engine, saved))
+    for hops, loads in ((-1, True), (1, False)):
+        made_by["method"]["settings"]["hops"] = hops
+        change(saved, made_by=made_by)
+        if loads:
+            assert method_of(saved) == engine.method
+            assert answer(engine, load_context(engine, saved)) == expected
+        else:
+            with pytest.raises(ConfigError, match=r"ring: setting hops is gone.*has hops=1"):
+                method_of(saved)
+            refused(engine, saved, "method.settings.hops 1, now it is None")
 
 
 def test_what_no_engine_writes_is_refused(engine, saved):

@@ -131,7 +131,7 @@ class Looked:
 
 
 CASES = [(name, True) for name in EACH]
-CASES += [(name, False) for name in {*KINDS, *EACH, "arkvale-paged"}]
+CASES += [(name, False) for name in {*KINDS, *EACH}]
 QUICK = [("citrus", False), *((name, True) for name in ("full", "snapkv", "star"))]
 CASES = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in sorted(CASES)

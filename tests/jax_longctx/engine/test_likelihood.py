@@ -29,7 +29,7 @@ EVERY = [pytest.param(name, marks=MARKS.get(name, pytest.mark.thorough)) for nam
 # The authors' mask may show another token. A decode step has one token, and none after it.
 WAYS_OF_EVERY = [
     pair
-    for pair in itertools.product([*KINDS, "citrus-standard", "star-released-mask"], WAYS)
+    for pair in itertools.product([*KINDS, "citrus-standard"], WAYS)
     if pair[1] != "decode" or pair[0] in MARKS
 ]
 

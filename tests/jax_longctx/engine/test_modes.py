@@ -63,7 +63,7 @@ def check(method, **options):
 
 
 # Priors; pages of a cache.
-@pytest.mark.parametrize("name", [*KINDS, "resa", "arkvale-paged"])
+@pytest.mark.parametrize("name", [*KINDS, "resa"])
 @pytest.mark.quick("full", "refreshkv")
 def test_a_loop_over_layers_answers_as_the_host_does(name):
     # Given tokens take programs of their own: tokens that stay, and that leave after the context.

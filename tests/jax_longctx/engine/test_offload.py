@@ -27,16 +27,14 @@ from tests.support import joined, random_rows, tiny_engine, word_tokenizer
 NAMES = ("infllm", "quest", "arkvale", "resa", "reattention", "free-pages")
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 also = functools.partial(pytest.param, marks=pytest.mark.thorough)
-# Settings beside the small ones: heads that choose apart, whole pages of fixed tokens, priors.
-REBUILT = {"growth": "rebuild", "rebuild_every": 2}
+# Settings beside the small ones: heads that choose apart, priors.
 OTHERS = [
-    ("infllm", {"granularity": "query_head", "n_init": 8}),
-    ("quest", {"granularity": "kv_head", "sink": 0, "local": 0, "min_pages": 3}),
+    ("infllm", {"n_init": 8}),
+    ("quest", {"granularity": "kv_head", "sink": 0, "local": 0}),
     ("arkvale", {"granularity": "query_head", "digest": "sphere-max"}),
-    ("arkvale", {"whole_pages": True, "sink": 8, "local": 9}),
-    ("resa", REBUILT | {"selector": "arkvale", "page_size": 8, "prior_group": "mean"}),
-    ("reattention", {"span": 21, "global_size": 20, "kept": 3, "decode_heads": "scrambled"}),
-    ("reattention", {"selector": "tilemax128", "count": 1, "last_token_decode": False}),
+    ("resa", {"selector": "arkvale", "page_size": 8}),
+    ("reattention", {"span": 21, "global_size": 20, "kept": 3}),
+    ("reattention", {"count": 1}),
     ("free-pages", {"lam": 0.0, "digest": "cuboid-mean", "page_size": 1, "count": 3}),
 ]
 LOOPS = {True: "host loops", False: "device loops"}
@@ -279,12 +277,10 @@ REFUSED = {
     "full": {},
     "snapkv": {},
     "ideal-topk": {},
-    "infllm-accounted": {},
     "infllm": {"decode": "dense"},
     "free-pages": {"lam": 0.5},
     "quest": {"allocation": "psa-digest"},
     "resa": {"selector": "ideal", "page_size": 1},
-    "arkvale-paged": {},
 }
 
 

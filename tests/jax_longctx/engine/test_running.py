@@ -120,7 +120,7 @@ def check_method(method, *, places=3, mesh=None, samplings=ONE_KIND, fitted=Fals
     assert alone(engine, *queue[1]) == expected[1]
 
 
-@pytest.mark.parametrize("name", [*KINDS, "resa", "arkvale-paged"])
+@pytest.mark.parametrize("name", [*KINDS, "resa"])
 @pytest.mark.quick("full", "snapkv")
 def test_each_row_answers_as_it_does_alone(name):
     check_method(small_method(name), samplings=EVERY_KIND if name == "full" else ONE_KIND)

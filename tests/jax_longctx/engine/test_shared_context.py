@@ -41,7 +41,7 @@ def test_methods_that_keep_every_key_share():
     sharing = {name for name in METHODS if own_tokens(small_method(name)) is not None}
     assert {"full", "dynamic-ntk", "ring", "star", "quest", "arkvale"} <= sharing
     # Priors, page caches, and flat lists.
-    assert sharing.isdisjoint({"resa", "h2o", "arkvale-paged"})
+    assert sharing.isdisjoint({"resa", "h2o"})
     assert own_tokens(make_method("quest", {"allocation": "psa-estimate"})) is None
 
 
@@ -69,11 +69,10 @@ def test_rows_over_one_context_in_8_bits(name, kv, by_layer):
         ("quest", {"granularity": "kv_head", "sink": 0, "local": 0}),
         (
             "quest",
-            {"granularity": "layer", "whole_pages": True, "sink": 20, "local": 40}
-            | {"ratio": 0.2, "skip_layers": 1, "min_pages": 3},
+            {"granularity": "layer", "sink": 20, "local": 40, "ratio": 0.2, "skip_layers": 1},
         ),
         # More sinks than slots are shared.
-        ("quest", {"sink": 270, "count_fixed": True, "budget": 330}),
+        ("quest", {"sink": 270, "budget": 32}),
         ("arkvale", {"page_size": 16, "digest": "sphere-max"}),
         ("arkvale", {"page_size": 16, "digest": "centroid"}),
     ],

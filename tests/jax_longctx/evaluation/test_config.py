@@ -1,20 +1,22 @@
 """What an evaluation's TOML becomes and refuses; the suites are set as in the papers."""
 
 import dataclasses
+import fnmatch
 import tomllib
 from pathlib import Path
 
 import pytest
 
+import research
 from jax_longctx.errors import ConfigError, InputError, LongctxError
 from jax_longctx.evaluation import config
 from jax_longctx.evaluation.config import parse_config, read_config, read_suite, suites
 from jax_longctx.evaluation.runner import check_config
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import TASKS
-from jax_longctx.methods import make_method
+from jax_longctx.methods import METHODS, make_method
 from jax_longctx.models.presets import preset
-from jax_longctx.studies.published import PUBLISHED
+from research.published import PUBLISHED
 
 PART = {"methods": ["full"], "tasks": ["passkey"], "lengths": [64], "trials": 2}
 
@@ -116,14 +118,36 @@ def test_suites_are_part_of_the_package():
     data = project["tool"]["setuptools"]["package-data"]
     found = {
         path.relative_to(ROOT / "jax_longctx").as_posix()
-        for package in ("evaluation", "studies")
-        for pattern in data[f"jax_longctx.{package}"]
-        for path in (ROOT / "jax_longctx" / package).glob(pattern)
+        for pattern in data["jax_longctx.evaluation"]
+        for path in (ROOT / "jax_longctx/evaluation").glob(pattern)
     }
-    assert sum(name.endswith(".toml") for name in found) == len(suites()) + 1
-    assert {"studies/published.toml", "evaluation/templates/report.html"} <= found
+    own = [name for name in suites() if not name.startswith("paper:")]
+    assert sum(name.endswith(".toml") for name in found) == len(own)
+    assert "evaluation/templates/report.html" in found
     with pytest.raises(ConfigError, match="unknown suite 'smoek'"):
         read_suite("smoek")
+
+
+def test_papers_suites_need_a_checkout_and_bring_their_methods(monkeypatch):
+    """`research` is beside the packages, and not in the wheel."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert not any(fnmatch.fnmatch("research", pattern) for pattern in packages)
+    monkeypatch.setattr(METHODS, "data", dict(METHODS.data))
+    with pytest.raises(ConfigError, match=r"type, in a checkout .* research ... -m arkvale-paged"):
+        make_method("arkvale-paged")
+    read_suite("paper:star")
+    for name in research.STUDIES:
+        assert make_method(name).name == name and METHODS[name].__module__.startswith("research.")
+    # As an installed package is.
+    monkeypatch.setattr(config, "RESEARCH", ROOT / "nowhere")
+    assert not any(name.startswith("paper:") for name in suites())
+    for asked in (
+        lambda: read_suite("paper:star"),
+        lambda: parse_config({"part": [PART], "published": ["star"]}),
+    ):
+        with pytest.raises(InputError, match=r"in research/ of the repository.*in a checkout"):
+            asked()
 
 
 def methods(part, name, length=16384):
@@ -169,9 +193,10 @@ def test_refreshkvs_baselines_rank_a_group_by_its_maximum():
     for name in ("RULER", "chains of keys"):
         assert {each.over_group for each in methods(found[name], "h2o")} == {"max"}
     own = methods(found["strides and ablations"], "refreshkv")
-    changed = [each for each in own if (each.over_group, each.ablation) != ("max", "none")]
-    ablations = {("max", "no_refresh"), ("max", "no_full"), ("mean", "none"), ("first", "none")}
-    assert {(each.over_group, each.ablation) for each in changed} == ablations
+    ablated = methods(found["strides and ablations"], "refreshkv-ablated")
+    assert {each.ablation for each in ablated} == {"no_refresh", "no_full"}
+    changed = [each for each in [*own, *ablated] if each in ablated or each.over_group != "max"]
+    assert {each.over_group for each in changed} == {"max", "mean", "first"}
     assert {(each.schedule, each.stride) for each in changed} == {("fixed", 10)}
     # Table 3.
     plain = [each for each in own if each not in changed]
@@ -200,13 +225,13 @@ def test_stars_ablations_are_of_blocks_of_a_quarter_on_four_tasks():
     of_size = methods(sizes, "star", 65536)
     assert [65536 // each.block for each in of_size] == [4, 8, 16, 32]
     assert all(each.anchor_size == each.block for each in of_size)
-    varied = methods(anchors, "star", 65536)
-    assert {each.block for each in varied} == {16384}
-    whole = [each for each in varied if each.anchor_size == each.block]
-    contents = {(content, "first") for content in ("first", "constant", "random", "shuffled")}
+    of_anchor, varied = methods(anchors, "star", 65536), methods(anchors, "star-anchors", 65536)
+    assert {each.block for each in [*of_anchor, *varied]} == {16384}
+    assert all(each.anchor_size == each.block for each in varied)
+    contents = {(content, "first") for content in ("constant", "random", "shuffled")}
     positions = {("first", "previous"), ("first", "random"), ("previous", "previous")}
-    assert {(each.content, each.positions) for each in whole} == contents | positions
-    assert {each.anchor_size for each in varied if each not in whole} == {0, 2048, 4096, 8192}
+    assert {(each.content, each.positions) for each in varied} == contents | positions
+    assert {each.anchor_size for each in of_anchor} == {0, 2048, 4096, 8192, 16384}
 
 
 def test_published_methods_are_those_of_the_papers_suite():

@@ -40,8 +40,8 @@ class Case(NamedTuple):
 class Step(NamedTuple):
     """Output `[B, N, H]` and its log-sum-exp, kept tokens `[B, N]`, scores `[B, N, P]`.
 
-    Of RESA also outputs for LAMS `[B, N, 5, 2, H]`, normalized and as printed, and the prior's
-    query `[B, N, H]`, bias and log-sum-exp `[B, N]`.
+    Of RESA also outputs for LAMS `[B, N, 5, H]`, and the prior's query `[B, N, H]`, bias and
+    log-sum-exp `[B, N]`.
     """
 
     out: np.ndarray
@@ -114,8 +114,7 @@ def _body(method, q, k, v, lengths, prompts, mean_q):
         chosen = method.attend_selected(q[:, None], cache, ctx)
         none = [jnp.zeros(q.shape[:2])] * 4
         return chosen.out[:, 0], chosen.lse[:, 0], chosen.kept, scores, *none
-    shared, masked = method.prior_group == "mean", method.growth == "frozen"
-    background = residual.empty_background(layer_shape(q, k), shared=shared, masked=masked)
+    background = residual.empty_background(layer_shape(q, k))
     at = jnp.arange(slots) + ctx.seq_offset(slots)
     seen = jnp.where((at < lengths[:, None])[:, None, :, None], k, 0)
     background = dataclasses.replace(
@@ -130,14 +129,12 @@ def _body(method, q, k, v, lengths, prompts, mean_q):
     chosen = base.attend_selected(q[:, None], cache, ctx, prior)
     everything = chosen.kept == lengths[:, None]
 
-    def combine(lam, literal):
-        return residual.combine(chosen, prior, everything, lam=lam, literal=literal)
+    def combine(lam):
+        return residual.combine(chosen, prior, everything, lam=lam)
 
-    out, lse = combine(method.lam, method.lambda_mode == "paper_literal")
-    swept = [
-        jnp.stack([combine(lam, literal)[0][:, 0] for literal in (False, True)], 2) for lam in LAMS
-    ]
-    shown = jnp.stack(swept, 2), prior.query[:, 0], prior.bias, prior.lse
+    out, lse = combine(method.lam)
+    swept = jnp.stack([combine(lam)[0][:, 0] for lam in LAMS], 2)
+    shown = swept, prior.query[:, 0], prior.bias, prior.lse
     return out[:, 0], lse[:, 0], chosen.kept, scores, *shown
 
 

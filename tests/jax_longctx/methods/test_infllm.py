@@ -21,7 +21,7 @@ from jax_longctx.methods import METHODS, InfLLM
 from jax_longctx.models.config import RopeConfig
 from jax_longctx.parts.unit_memory import best_units
 from jax_longctx.sharding import make_mesh
-from jax_longctx.studies.infllm_accounted import (
+from research.infllm_accounted import (
     InfLLMAccounted,
     UnitAccount,
     empty_account,
@@ -64,10 +64,6 @@ def method_of(rules, kind=InfLLM, **settings):
         topk=rules.kb,
         repr_topk=rules.r,
         chunk=rules.x,
-        score=rules.score,
-        granularity="query_head" if rules.each_head else "layer",
-        far_distance=rules.far,
-        far_mask="released" if rules.released else "exact",
         **settings,
     )
 
@@ -286,14 +282,9 @@ def test_2x2x2(options):
 
 
 @pytest.mark.thorough
-def test_it_9_it_11_every_option_on_sharded_slots():
-    """Each head for itself by the paper's score; units begin anywhere; the released mask.
-
-    The far distance is another, and the rotary embedding scales its keys.
-    """
-    rules = Rules(
-        *(3, 16, 4, 3, 2, 8), score="logit", each_head=True, released=True, far=11, temperature=2.25
-    )
+def test_it_9_it_11_units_begin_anywhere_on_sharded_slots():
+    """The rotary embedding scales its keys."""
+    rules = Rules(3, 16, 4, 3, 2, 8, temperature=2.25)
     scaled = RopeConfig(kind="yarn", theta=THETA, trained_length=128, attention_factor=1.5)
     config = tiny_config(num_layers=1, rope=scaled)
     engine = tiny_engine(method_of(rules), mesh=make_mesh(1, 4, 2), config=config)
@@ -341,7 +332,7 @@ def test_it_18_a_unit_that_says_what_is_asked_is_chosen():
     ctx = LayerContext(scale=1.0, window=None, rope=ONE_LAYER.rope, total=jnp.array([99, 99]))
 
     def choose(query, units, packed):
-        return best_units(query, units, packed, 3, ctx, each_head=False)
+        return best_units(query, units, packed, 3, ctx)
 
     body = jax.shard_map(
         choose,

@@ -23,17 +23,14 @@ BOUNDED = {
     "reattention": 68,
     "free-pages": 60,
     "infllm": 32,
-    "infllm-accounted": 32,
 }
 OTHER_SETTINGS = [
     ("streaming-llm", {"positions": "true"}, FAR),
     ("h2o", {"positions": "shifted"}, 64),
     ("tova", {"positions": "shifted"}, 64),
     ("roco", {"positions": "shifted"}, 64),
-    ("reattention", {"position": "original"}, FAR),
     ("reattention", {"count": 0}, 36),
     ("free-pages", {"lam": 0.0, "budget": 12}, 48),
-    ("infllm", {"far_distance": 40}, 41),
     ("infllm", {"decode": "dense"}, FAR),
 ]
 

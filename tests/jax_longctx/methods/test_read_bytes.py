@@ -25,7 +25,6 @@ ENDS = f"{SCOPE} global_size=4 local_size=32"
     [
         ("full", "", 100, WHOLE),
         *(("snapkv", "budget=12 window=4", n, min(n, 12) * TOKEN) for n in (200, 7)),
-        ("snapkv", "budget=12 window=4 expand_kv=true", 200, 2 * 12 * TOKEN),
         ("refreshkv", "budget=6 schedule=fixed stride=3", 200, 7 * TOKEN + WHOLE // 3),
         ("refreshkv", "budget=6 qc_stride=2", 200, 7 * TOKEN + WHOLE // 2),
         ("refreshkv", "ratio=0.3", 100, 31 * TOKEN + WHOLE // 5),
@@ -50,10 +49,6 @@ ENDS = f"{SCOPE} global_size=4 local_size=32"
         ("quest", "", SLOTS, BOUNDS + 2 * BUDGET),
         ("quest", "skip_layers=1", SLOTS, WHOLE),
         ("resa", LIKE_QUEST, SLOTS, RESA),
-        ("resa", f"{LIKE_QUEST} growth=frozen", SLOTS, RESA + 4 * 4 * (1024 + 68)),
-        ("resa", f"{LIKE_QUEST} growth=rebuild rebuild_every=64", SLOTS, RESA + WHOLE // 64),
-        # A page cache of half the tokens instead of the budget, and digests of a 32nd.
-        ("arkvale-paged", "resident=4096", SLOTS, WHOLE // 32 + WHOLE // 2 + 68 * TOKEN),
     ],
 )
 def test_a_step_reads(name, settings, length, expected):

@@ -6,7 +6,6 @@ The names carry the spec's ids.
 import dataclasses
 import functools
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ import pytest
 
 from jax_longctx.caches import AppendCache
 from jax_longctx.contract import Prompt
-from jax_longctx.methods import ReAttention, make_method, settings_of
+from jax_longctx.methods import ReAttention
 from jax_longctx.methods.reattention import WHOLE
 from jax_longctx.parts import counted_votes, voted_keys
 from jax_longctx.sharding import make_mesh
@@ -38,21 +37,12 @@ LENGTHS = [(37, 4), (5, 1), (20, 12), (0, 3)]
 ANSWER = 5
 NAMES = ("global_size", "local_size", "span", "count", "kept", "chunk")
 SMALL = Rules(g=2, w=8, m=4, k=2, kept=3, c=8)
-RELEASED: dict[str, Any] = {
-    "align": 128,
-    "selector": "tilemax128",
-    "decode_heads": "scrambled",
-    "first_chunk": "released",
-}
 
 
 def method_of(rules, kind=ReAttention):
     """ReAttention as the library has it, by the rules of the numpy oracle."""
     values = (rules.g, rules.w, rules.m, rules.k, rules.kept, rules.c)
-    given: dict[str, Any] = dict(zip(NAMES, values, strict=True))
-    released = RELEASED if rules.released else {}
-    position = "original" if rules.original else "contiguous"
-    return kind(**given, **released, position=position, last_token_decode=not rules.together)
+    return kind(**dict(zip(NAMES, values, strict=True)))
 
 
 # Sliding windows that hide nothing, one a layer: what a method can tell the layers by.
@@ -156,32 +146,13 @@ def test_e8_e13_a_row_is_the_same_in_any_company(run):
         np.testing.assert_allclose(logits[place], run.logits[mine], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("rules", "mesh", "lengths", "answer"),
-    [
-        # Also E13: the cache has twice the slots of one device's.
-        pytest.param(
-            *(SMALL, (2, 2, 2), [(37, 1), (5, 1), (20, 1), (0, 1)], 2),
-            **{"id": "e7 mesh", "marks": pytest.mark.slow},
-        ),
-        # Tiles of 128 cross the borders of the shards, heads are scrambled over theirs. The middle
-        # grows from one tile, less than the k = 4 asked for (RA-B7), to four.
-        pytest.param(
-            *(Rules(g=32, w=192, m=32, k=4, kept=3, c=64, released=True), (1, 4, 2), [(612, 1)], 0),
-            **{"id": "e12 released", "marks": pytest.mark.thorough},
-        ),
-        # The question's last token with its chunk.
-        pytest.param(
-            *(dataclasses.replace(SMALL, together=True), (1, 1, 1), LENGTHS, ANSWER),
-            **{"id": "together", "marks": pytest.mark.thorough},
-        ),
-    ],
-)
-def test_e7_e12_meshes_and_released_behaviour_equal_numpy(rules, mesh, lengths, answer):
+@pytest.mark.slow
+def test_e7_a_mesh_equals_numpy():
+    """Also E13: the cache has twice the slots of one device's."""
     config = tiny_config(num_layers=1, max_position=512)
-    engine = tiny_engine(method_of(rules), mesh=make_mesh(*mesh), config=config)
-    rows = texts(lengths, answer, seed=4)
-    expected = [np.concatenate(trace.logits) for trace in traces(oracle, engine, rules, rows)]
+    engine = tiny_engine(method_of(SMALL), mesh=make_mesh(2, 2, 2), config=config)
+    rows = texts([(37, 1), (5, 1), (20, 1), (0, 1)], 2, seed=4)
+    expected = [np.concatenate(trace.logits) for trace in traces(oracle, engine, SMALL, rows)]
     check_rows(row_logits(engine, rows), expected)
 
 
@@ -195,13 +166,9 @@ def test_e7_e12_meshes_and_released_behaviour_equal_numpy(rules, mesh, lengths, 
             **{"id": "e3 one vote covers it", "marks": pytest.mark.slow},
         ),
         pytest.param({"k": 0}, 37, 10, id="e4 no keys are streaming-llm"),
-        pytest.param(
-            *({"m": 2, "k": 4, "kept": 16, "original": True}, 37, 14),
-            **{"id": "e11 original positions", "marks": pytest.mark.slow},
-        ),
     ],
 )
-def test_e2_e3_e4_e11_what_is_seen_whole_is_full_attention(changes, context, whole):
+def test_e2_e3_e4_what_is_seen_whole_is_full_attention(changes, context, whole):
     """The first tokens; the others equal numpy, which leaves something out."""
     rules = dataclasses.replace(SMALL, **changes)
     engine, rows = tiny_engine(method_of(rules), config=ONE_LAYER), texts([(context, 1)], 0)
@@ -321,13 +288,6 @@ def test_pages_are_as_long_as_makes_both_searches_short(monkeypatch):
     assert counted_votes._page_size(16, 5, few) is None
 
 
-def test_of_a_tile_the_first_of_equal_scores_stays_where_nothing_else_ties():
-    """A query of zeros allows no difference."""
-    values, slots = jnp.array([[[[0.0, 0.0, 0.0, 0.0]]]]), jnp.array([[[[5, 4, 9, -1]]]])
-    best = voted_keys._best_of_tiles(values, slots, 0, 8, jnp.zeros((1, 1, 1)))
-    assert best.tolist() == [[[[-1, 4, 9, -1]]]]
-
-
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_e10_e5_a_planted_key_is_found_at_any_place_without_positions(tokens):
     """Of a cache of 40 keys one is a query, ten times as long; its span is cut at the edges."""
@@ -368,37 +328,23 @@ def plan(method, context):
     return [(s.variant, int(s.chunk_lengths[0]), s.tokens.shape[1]) for s in segments]
 
 
-def test_chunks_of_the_paper_and_of_the_released_code():
+def test_chunks_of_the_paper():
     whole = [(WHOLE, 512, 512)] * 8
     paper = [*whole, (WHOLE, 32, 512), ("", 512, 512), ("", 360, 512)]
     assert plan(ReAttention(), 5000) == paper
     assert plan(ReAttention(), 4000)[-1] == (WHOLE, 416, 512)
     assert plan(ReAttention(), 0) == []
-    released = plan(ReAttention(**RELEASED), 5000)
-    assert released == [*whole, (WHOLE, 8, 512), ("", 512, 512), ("", 384, 512)]
-    first = [size for variant, size, _ in plan(ReAttention(**RELEASED), 131071) if variant]
-    assert sum(first) == 4095
 
 
-def test_the_questions_last_token_goes_alone_unless_told_otherwise():
+def test_the_questions_last_token_goes_alone():
     """Where a row ends is told once, of a context too."""
     rows = random_rows([12, 8, 1, 0])
-    sizes = []
-    for stage, alone in [("question", True), ("question", False), ("context", True)]:
-        method = dataclasses.replace(method_of(SMALL), last_token_decode=alone)
-        segments = list(method.segments(Prompt(stage, 512, **{stage: rows})))
-        sizes.append([s.chunk_lengths.tolist() for s in segments])
+    sizes = {}
+    for stage in ("question", "context"):
+        segments = list(method_of(SMALL).segments(Prompt(stage, 512, **{stage: rows})))
+        sizes[stage] = [s.chunk_lengths.tolist() for s in segments]
         assert np.sum([s.ends for s in segments], axis=0).tolist() == [1, 1, 1, 0]
-        if stage == "question" and alone:
-            last = segments[-1].tokens[:3, 0].tolist()
-            assert last == [row[-1] for row in rows[:3]]
-    assert sizes[0] == [[8, 7, 0, 0], [3, 0, 0, 0], [1, 1, 1, 0]]
-    assert sizes[1] == [[8, 8, 1, 0], [4, 0, 0, 0]]
-
-
-def test_settings_reach_the_released_behaviour():
-    method = make_method("reattention", {key: str(value) for key, value in RELEASED.items()})
-    assert method == ReAttention(**RELEASED)
-    described: Any = settings_of(method)
-    assert make_method(**described) == method
+        if stage == "question":
+            assert segments[-1].tokens[:3, 0].tolist() == [row[-1] for row in rows[:3]]
+    assert sizes["question"] == [[8, 7, 0, 0], [3, 0, 0, 0], [1, 1, 1, 0]]
     assert ReAttention().scope_size == 8192

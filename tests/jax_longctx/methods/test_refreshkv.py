@@ -20,8 +20,8 @@ from jax_longctx.engine.capacity import grow
 from jax_longctx.engine.runs import per_layer
 from jax_longctx.engine.setup import Setup
 from jax_longctx.methods.refreshkv import RefreshKV
-from jax_longctx.methods.snapkv import SnapKV
 from jax_longctx.sharding import make_mesh
+from research.refreshkv_ablated import RefreshKVAblated
 from tests.jax_longctx.engine.lowering import cache_bytes, compile_decode, no_persistent_cache
 from tests.jax_longctx.methods import test_snapkv
 from tests.jax_longctx.methods.branches import decided_by_floats
@@ -33,7 +33,7 @@ from tests.jax_longctx.methods.harness import (
     steps,
     under,
 )
-from tests.jax_longctx.methods.oracles.partial_cache import PartialDecoder, masked_forward
+from tests.jax_longctx.methods.oracles.partial_cache import PartialDecoder
 from tests.support import random_rows, tiny_config, tiny_engine
 
 # With the questions: above the budget, below it, above it; one question ends a segment later.
@@ -51,20 +51,18 @@ ADAPTIVE = {"schedule": "adaptive", "qc_stride": 2, "threshold": 0.5}
 def in_order(cache, method):
     """Each row's and head's tokens that the step could read, the first to leave first."""
     order, size = cache.partial, cache.partial.chosen.shape[2] + 1
-    limits = size
-    if not method.evict_on_push:
-        limits = size = order.k.shape[2]
-    elif method.budget is None:
-        limits = order.count + 1
+    limits = order.count + 1 if method.budget is None else size
     return test_snapkv.in_order(order, limits, size)
 
 
 def leaving(method, step):
     """How many tokens may still leave a list before it is made anew; None: all of them."""
-    if not method.evict_on_push:
-        return 0
-    never = method.schedule != "fixed" or method.ablation == "no_refresh"
+    never = method.schedule != "fixed" or ablation_of(method) == "no_refresh"
     return None if never else method.stride - step % method.stride
+
+
+def ablation_of(method):
+    return getattr(method, "ablation", "none")
 
 
 def partly(lists, ordered):
@@ -107,21 +105,25 @@ def resized(cache, method):
     """The context's cache with an empty partial one of the method's own kind and size."""
     size = method.budget or math.ceil(method.ratio * cache.store.k.shape[2])
     chosen = np.full((*cache.partial.chosen.shape[:2], size), -1, np.int32)
-    buffers = dict.fromkeys("kv") if method.indexed else {}
-    partial = dataclasses.replace(cache.partial, chosen=chosen, **buffers)
+    partial = dataclasses.replace(cache.partial, chosen=chosen)
     return dataclasses.replace(cache, partial=partial)
+
+
+def varied(changes):
+    """A variant of `METHOD`."""
+    kind = RefreshKVAblated if "ablation" in changes else RefreshKV
+    return kind(**{**vars(METHOD), **changes})
 
 
 @functools.cache
 def decode(mesh=ONE, slots=128, **changes):
     """The question, and every answer token, under a variant of `METHOD`."""
-    method = dataclasses.replace(METHOD, **changes)
+    method = varied(changes)
     caches = tuple(resized(cache, method) for cache in read_context(mesh, slots))
     # Where a variant only decodes in another way, the question's program is shared.
-    chooses = {"over_group", "force_self", "kernel", "budget", "ratio", "indexed", "qc_space"}
-    chooses |= {"schedule", "ablation", "stride", "evict_on_push"}
+    chooses = {"over_group", "kernel", "budget", "ratio", "schedule", "ablation", "stride"}
     asking = {name: value for name, value in changes.items() if name in chooses}
-    asking = under(engine_of(mesh), dataclasses.replace(METHOD, **asking))
+    asking = under(engine_of(mesh), varied(asking))
     run = Run(asking, slots, RESERVE, jnp.array([len(row) for row in CONTEXTS]), caches)
     for _ in run.answer(QUESTIONS, ()):
         pass
@@ -150,18 +152,16 @@ def logits_of(seen):
 def compare(seen, method, mesh=ONE):
     """Logits, lists and full steps of every row with numpy's, which runs each row alone."""
 
-    def is_full(step, cosines):
+    def is_full(step, cosine):
         if method.schedule == "fixed":
             return step % method.stride == 0
-        return step % method.qc_stride == 0 and cosines[method.qc_space] <= method.threshold
+        return step % method.qc_stride == 0 and cosine <= method.threshold
 
     for row, prompt in enumerate(PROMPTS):
         budget = method.budget or max(int(method.ratio * len(prompt)), 1)
         expected = PartialDecoder(
             *oracle_model(mesh),
             prompt,
-            evict=method.evict_on_push,
-            forced=1 if method.force_self else 0,
             budget=budget,
             kernel=method.kernel,
             kind="max",
@@ -169,13 +169,13 @@ def compare(seen, method, mesh=ONE):
         )
         for column, step in enumerate(seen):
             before = list(expected.full_steps)
-            logits = expected.step(ANSWERS[row][column], is_full, method.ablation)
+            logits = expected.step(ANSWERS[row][column], is_full, ablation_of(method))
             np.testing.assert_allclose(step.logits[row], logits, atol=1e-4)
             for layer, cache in enumerate(step.caches):
                 lists = step.lists[layer][row]
                 if before[layer] == expected.full_steps[layer]:
                     assert [sorted(ids) for ids in lists] == expected.read[layer]
-                kept = [ids[-budget:] if method.evict_on_push else ids for ids in lists]
+                kept = [ids[-budget:] for ids in lists]
                 leave = leaving(method, column + 1)
                 assert partly(kept, leave) == partly(expected.lists[layer], leave)
                 assert cache.full_steps[row] == expected.full_steps[layer]
@@ -186,17 +186,12 @@ def compare(seen, method, mesh=ONE):
     "changes",
     [
         {},
-        {**ADAPTIVE, "qc_space": "pre_rope"},
+        ADAPTIVE,
         {"ablation": "no_full"},
-        {"budget": None, "ratio": 0.2, "indexed": True},
+        {"budget": None, "ratio": 0.2},
         *(
             pytest.param(changes, marks=pytest.mark.thorough)
-            for changes in (
-                ADAPTIVE,
-                {"force_self": False, "over_group": "mean"},
-                {"ablation": "no_refresh"},
-                {"budget": None, "ratio": 0.2},
-            )
+            for changes in ({"over_group": "mean"}, {"ablation": "no_refresh"})
         ),
     ],
     ids=str,
@@ -207,7 +202,7 @@ def test_ragged_rows_equal_numpy_row_by_row(changes):
 
     A ratio is of the row's own prompt: 8, 1, 5 and 4 tokens.
     """
-    compare(decode(**changes), dataclasses.replace(METHOD, **changes))
+    compare(decode(**changes), varied(changes))
 
 
 @pytest.mark.thorough
@@ -219,17 +214,17 @@ def test_a_ratio_is_of_the_prompt_whatever_the_capacity():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "changes"),
+    "mesh",
     [
-        pytest.param((2, 2, 2), {}, marks=pytest.mark.slow),
-        pytest.param((1, 4, 1), {"indexed": True}, marks=pytest.mark.thorough),
+        pytest.param((2, 2, 2), marks=pytest.mark.slow),
+        pytest.param((1, 4, 1), marks=pytest.mark.thorough),
     ],
     ids=str,
 )
-def test_a_mesh_equals_numpy(mesh, changes):
+def test_a_mesh_equals_numpy(mesh):
     """Each layer takes a branch with collectives where one of its rows does."""
-    changes = {**ADAPTIVE, **changes}
-    compare(decode(mesh, **changes), dataclasses.replace(METHOD, **changes), mesh)
+    changes = ADAPTIVE
+    compare(decode(mesh, **changes), varied(changes), mesh)
 
 
 def test_a_row_that_has_stopped_is_left_alone():
@@ -282,30 +277,11 @@ def test_rk_3_x14_a_threshold_of_1_is_a_fixed_schedule():
     np.testing.assert_array_equal(cache.steps, 3 * np.asarray(cache.full_steps))
 
 
-@pytest.mark.parametrize(("evict", "policy"), [(True, "fifo"), (False, "grow")])
-@pytest.mark.quick("fifo")
-def test_rk_4_x11_x12_without_full_steps_it_is_snapkv(evict, policy):
-    seen = decode(stride=NEVER, evict_on_push=evict)
-    compare(seen, dataclasses.replace(METHOD, stride=NEVER, evict_on_push=evict))
+def test_rk_4_x11_x12_without_full_steps_the_first_choice_stays():
+    seen = decode(stride=NEVER)
+    compare(seen, dataclasses.replace(METHOD, stride=NEVER))
     (cache,) = seen[-1].caches
     assert np.all(cache.steps) and not np.any(cache.full_steps)
-    method = SnapKV(budget=6, window=1, kernel=3, over_group="max", decode_policy=policy)
-    snapkv = list(steps(under(engine_of(), method), CONTEXTS, QUESTIONS, ANSWERS, RESERVE))[-9:]
-    for mine, theirs in zip(seen, snapkv, strict=True):
-        np.testing.assert_allclose(mine.logits, last_logits(theirs), atol=1e-5)
-
-
-def test_rk_6_the_training_mask_is_decoding_without_eviction():
-    """And RK-7: where the choice holds the prompt, the mask is causal."""
-    seen = logits_of(decode(stride=NEVER, evict_on_push=False))
-    for row, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
-        how = {"kernel": 3, "kind": "max", "over": "max", "forced": 1}
-        tokens = (*oracle_model(), prompt, answer)
-        np.testing.assert_allclose(
-            seen[:, row], masked_forward(*tokens, budget=6, **how), atol=1e-4
-        )
-        causal = masked_forward(*tokens, budget=len(prompt), **how)
-        np.testing.assert_allclose(causal, full_attention()[:, row], atol=1e-9)
 
 
 def test_rk_8_a_lazy_merge_is_the_same_until_tokens_have_left():
@@ -321,22 +297,13 @@ def test_rk_8_a_lazy_merge_is_the_same_until_tokens_have_left():
                     assert all((ids == lazy) == (waiting <= METHOD.budget) for ids in held)
 
 
-def test_rk_9_a_list_of_tokens_is_the_same_as_their_keys():
-    seen = decode(indexed=True)
-    np.testing.assert_allclose(logits_of(seen), logits_of(decode()), atol=1e-5)
-    assert [step.lists for step in seen] == [step.lists for step in decode()]
-    # The list of the newest step is what its buffers hold: keys of the full cache.
+def test_rk_9_the_partial_cache_holds_keys_of_the_full_one():
     for cache in decode()[-1].caches:
         assert cache.partial.k is not None
         tokens = np.asarray(cache.partial.tokens(METHOD.budget + 1, METHOD.budget + 1))[..., None]
         gathered = np.take_along_axis(cache.store.k, np.maximum(tokens, 0), axis=2)
         held = cache.partial.k[:, :, : METHOD.budget + 1]
         np.testing.assert_array_equal(np.where(tokens < 0, held, gathered), held)
-
-
-def test_rk_10_leaving_tokens_change_the_answer():
-    fifo, grow = decode(stride=NEVER), decode(stride=NEVER, evict_on_push=False)
-    assert np.abs(logits_of(fifo) - logits_of(grow)).max() > 1e-3
 
 
 @pytest.mark.slow
@@ -459,9 +426,7 @@ def test_without_a_budget_there_is_room_for_a_share_of_any_prompt():
     ("settings", "shapes"),
     [
         ({"budget": 6}, (6, 128)),
-        ({"budget": 6, "evict_on_push": False}, (6, 128 + 256)),
         ({"ratio": 0.3}, (77 + 128, 128 + 128)),
-        ({"ratio": 0.3, "evict_on_push": False}, (77 + 128, 128 + 256)),
     ],
     ids=str,
 )
@@ -473,9 +438,8 @@ def test_a_partial_cache_grows_with_what_it_holds(settings, shapes):
     assert cache.store.k.shape[2] == 512
 
 
-@pytest.mark.parametrize("indexed", [False, True])
-def test_shards_agree_on_a_full_step(indexed):
+def test_shards_agree_on_a_full_step():
     """Of no row, of some or of all: one branch, with collectives."""
-    method = RefreshKV(budget=6, indexed=indexed)
+    method = RefreshKV(budget=6)
     assert decided_by_floats(method, step=1) == []
     assert decided_by_floats(method, step=5) == [False]

@@ -17,11 +17,9 @@ from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import (
     check_rows,
     full_logits,
-    oracle_params,
     texts,
     with_caches,
 )
-from tests.oracle import forward, probabilities, rope, weighted_values
 from tests.support import tiny_engine
 
 # Beyond three shards of four; an odd length within the second; within the first; one token.
@@ -69,30 +67,6 @@ def test_r1_r2_r4_it_is_full_attention(mesh, order):
                 )
                 np.testing.assert_allclose(*map(np.asarray, both), atol=2e-5)
     check_rows([row[-4:] for row in logits], expected())
-
-
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("hops", [pytest.param(0, marks=SLOW), 1, pytest.param(2, marks=SLOW)])
-def test_r3_a_cut_ring_sees_itself_and_the_shards_before(hops):
-    engine = engine_of((1, 4, 1), hops=hops)
-    row = CONTEXTS[0]
-    context = engine.prefill([row], reserve=8)
-    size = context.slots // 4
-    theta, keys = engine.config.rope.theta, []
-
-    def attend(layer, q, k, v):
-        at = np.arange(len(q))
-        near = at[:, None] // size - at // size <= hops
-        visible = (at[:, None] >= at) & near
-        keys.append(rope(k, at, theta))
-        return weighted_values(probabilities(rope(q, at, theta), keys[-1], visible), v)
-
-    forward(engine.config, oracle_params(engine), row, attend)
-    for cache, mine in zip(per_layer(context.caches), keys, strict=True):
-        held = np.asarray(cache.k)[0, :, : len(row)].swapaxes(0, 1)
-        np.testing.assert_allclose(held, mine, atol=1e-4)
 
 
 @pytest.mark.parametrize(("order", "back"), [("contiguous", 0), ("zigzag", 2)])

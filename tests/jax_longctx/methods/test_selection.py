@@ -26,18 +26,14 @@ FIXED = {"sink": 3, "local": 5}
 QUEST = Quest(budget=12, page_size=4, **FIXED)
 ARKVALE = ArkVale(budget=12, page_size=4, **FIXED)
 IDEAL = IdealTopK(budget=9, **FIXED)
-ADA = dataclasses.replace(QUEST, granularity="kv_head", allocation="ada-floor", alpha=0.4)
+ADA = dataclasses.replace(QUEST, granularity="kv_head", allocation="ada-floor")
 PSA = dataclasses.replace(QUEST, budget=40, allocation="psa-oracle", epsilon=0.6)
 RESA = Resa(budget=12, page_size=4, lam=0.5, **FIXED)
 ONE, CUBE, SEQ = (1, 1, 1), (2, 2, 2), (1, 4, 1)
 CASES = {
     "quest": (QUEST, ONE),
     "quest kv_head ratio": (dataclasses.replace(QUEST, granularity="kv_head", ratio=0.29), CUBE),
-    "quest whole_pages count_fixed": (
-        dataclasses.replace(QUEST, whole_pages=True, count_fixed=True, budget=24),
-        ONE,
-    ),
-    "quest nothing fixed": (dataclasses.replace(QUEST, sink=0, local=0, min_pages=3), SEQ),
+    "quest nothing fixed": (dataclasses.replace(QUEST, sink=0, local=0), SEQ),
     "arkvale": (ARKVALE, CUBE),
     "ideal": (IDEAL, ONE),
     "ideal kv_head": (dataclasses.replace(IDEAL, granularity="kv_head"), SEQ),
@@ -54,17 +50,15 @@ CASES = {
     ),
     "psa digest": (dataclasses.replace(PSA, allocation="psa-digest", epsilon=0.8), SEQ),
     "resa quest": (RESA, ONE),
-    "resa mean": (dataclasses.replace(RESA, prior_group="mean"), CUBE),
     "resa arkvale": (dataclasses.replace(RESA, selector="arkvale", granularity="layer"), SEQ),
     "resa ada": (
-        dataclasses.replace(RESA, granularity="kv_head", allocation="ada-floor", alpha=0.4),
+        dataclasses.replace(RESA, granularity="kv_head", allocation="ada-floor"),
         CUBE,
     ),
     "resa psa": (dataclasses.replace(RESA, budget=40, allocation="psa-resa", epsilon=0.8), CUBE),
 }
 # Cases whose parts the others have are `slow`.
-MORE = ("quest whole_pages count_fixed", "ideal", "ada blend", "ada arkvale", "psa digest")
-MORE += ("resa mean", "resa arkvale")
+MORE = ("ideal", "ada blend", "ada arkvale", "psa digest", "resa arkvale")
 EACH = [pytest.param(name, marks=pytest.mark.slow if name in MORE else ()) for name in CASES]
 GIVEN = case((50, 33, 9, 64), answered=2)
 
@@ -84,13 +78,11 @@ def row_of(given, row):
     return (x.astype(float) for x in (given.q[row], given.k[row, :n], given.v[row, :n]))
 
 
-def prior_of(given, row, group="query_head"):
+def prior_of(given, row):
     """p0 `[N, n]` and bias `[N]` of a row."""
     q, k, _ = row_of(given, row)
     k = np.repeat(k, len(q) // KV_HEADS, axis=1)
     mean_q = given.mean_q[row].astype(float)
-    if group == "mean":
-        mean_q = np.repeat(mean_q.reshape(KV_HEADS, -1, WIDTH).mean(1), len(q) // KV_HEADS, 0)
     p0 = np.einsum("nh,snh->ns", mean_q, k) * WIDTH**-0.5
     return p0, ((q - mean_q) * k.mean(0)).sum(1) * WIDTH**-0.5
 
@@ -106,7 +98,7 @@ def test_x22_a_step_equals_numpy_on_each_row_alone(name):
     got = step(method, GIVEN, sizes)
     shares = []
     for row in range(4):
-        prior = prior_of(GIVEN, row, getattr(method, "prior_group", ""))
+        prior = prior_of(GIVEN, row)
         q, k, v = row_of(GIVEN, row)
         prompt = int(GIVEN.prompts[row])
         kept = selected(kind_of(method), settings_of(method), q, k, prompt, prior)
@@ -118,12 +110,11 @@ def test_x22_a_step_equals_numpy_on_each_row_alone(name):
             lse = np.log(np.where(kept, np.exp(logits), 0).sum(1))
             np.testing.assert_allclose(got.lse[row], lse, atol=2e-5)
             continue
-        # RS-1, RS-2, RS-9, RS-10, X16: every factor of the residual, in both forms.
+        # RS-1, RS-2, RS-9, RS-10, X16: every factor of the residual.
         for i, lam in enumerate(LAMS):
-            for literal in (False, True):
-                out = resa_output(q, k, v, kept, *prior, lam, literal)
-                np.testing.assert_allclose(got.swept[row, :, i, int(literal)], out, atol=5e-5)
-        np.testing.assert_array_equal(got.out[row], got.swept[row, :, 2, 0])
+            out = resa_output(q, k, v, kept, *prior, lam)
+            np.testing.assert_allclose(got.swept[row, :, i], out, atol=5e-5)
+        np.testing.assert_array_equal(got.out[row], got.swept[row, :, 2])
     assert min(shares) < 0.7, "much must be left out"
 
 
@@ -133,7 +124,7 @@ def test_rs_1_x15_bu_9_without_residual_resa_is_its_selector(name):
     method, sizes = CASES[name]
     bases = {CASES[key][0]: CASES[key] for key in ("quest", "arkvale", "ada floor")}
     plain = step(*(bases[method.base][0], GIVEN, bases[method.base][1]))
-    np.testing.assert_allclose(step(method, GIVEN, sizes).swept[:, :, 0, 0], plain.out, atol=2e-5)
+    np.testing.assert_allclose(step(method, GIVEN, sizes).swept[:, :, 0], plain.out, atol=2e-5)
 
 
 SHORT = case((15, 9, 1, 5), answered=0, seed=1)
@@ -166,13 +157,13 @@ def test_x17_qs_2_av_3_pages_of_one_token_are_ideal():
     "base",
     [
         QUEST,
-        dataclasses.replace(QUEST, whole_pages=True, sink=0, ratio=0.2),
+        dataclasses.replace(QUEST, sink=0, ratio=0.2),
         ARKVALE,
         *(
             pytest.param(dataclasses.replace(ARKVALE, **changes), marks=pytest.mark.slow)
             for changes in (
                 {"granularity": "query_head", "digest": "sphere-max"},
-                {"digest": "centroid", "min_pages": 40},
+                {"digest": "centroid", "budget": 160},
             )
         ),
     ],

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import pkgutil
+import re
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -10,7 +12,9 @@ import pytest
 from jax_longctx import methods
 from jax_longctx.contract import Method, method
 from jax_longctx.errors import ConfigError
+from jax_longctx.gone import SETTINGS, current
 from jax_longctx.methods import METHODS, DynamicNTK, Full, describe, make_method, settings_of
+from jax_longctx.origin import check_same
 from jax_longctx.parts.appending import Appending
 
 
@@ -120,7 +124,7 @@ def test_settings_of_something_else_are_refused(monkeypatch):
 def test_every_file_of_the_folder_is_a_method():
     files = [module.name for module in pkgutil.iter_modules(methods.__path__)]
     names = [name.replace("_", "-") for name in files]
-    assert sorted(METHODS) == sorted([*names, *methods.STUDIES, "sparse"])
+    assert sorted(METHODS) == sorted([*names, "sparse"])
     for name, kind in METHODS.items():
         assert kind.name == name
         assert kind.source and kind.summary
@@ -145,3 +149,36 @@ def test_settings_are_described_with_type_and_default():
     assert described["budget"] == {"type": "int", "default": 64}
     assert described["window"] == {"type": "int | None", "default": None}
     assert described["norm"] == {"type": "Literal['l1', 'l2']", "default": "l1"}
+
+
+GONE = [(name, key, now) for name, gone in SETTINGS.items() for key, now in gone.items()]
+
+
+@pytest.mark.parametrize(("name", "key", "now"), GONE)
+def test_a_setting_that_is_gone_is_taken_at_its_old_default_alone(name, key, now):
+    """As it was saved, or typed; in a decode method of Star's too."""
+    assert key not in describe(name)["settings"]
+    plain = make_method(name)
+    assert make_method(name, {key: now}) == make_method(name, {key: str(now).lower()}) == plain
+    with pytest.raises(ConfigError, match=f"{name}: setting {key} is gone.*{key}=other") as error:
+        make_method(name, {key: "other"})
+    assert "\n" not in str(error.value)
+
+
+def test_what_was_saved_equals_what_is_made_now():
+    settings = {"budget": 64, "count_fixed": False, "min_pages": 1}
+    star = {"decode": "quest", "decode.count_fixed": False}
+    assert make_method("star", star) == make_method("star", {"decode": "quest"})
+    rows = [
+        {"method": {"name": "quest", "settings": settings}},
+        {"method": "ring", "settings": {"hops": 1}},
+    ]
+    decoding = {"name": "star", "settings": {**star, "block": 8}}
+    assert current(decoding)["settings"] == {"decode": "quest", "block": 8}
+    assert current(rows) == [{"method": {"name": "quest", "settings": {"budget": 64}}}, rows[1]]
+    check_same(
+        Path("f"), {"method": "ring", "settings": {"hops": -1}}, {"method": "ring", "settings": {}}
+    )
+    told = "type, in a checkout of the repository: python -m research ... -m star-anchors:seed=3"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        make_method("star", {"seed": 3})

@@ -24,14 +24,13 @@ LENGTHS = [(850, 5), (301, 3)]
 CASES = {
     "full": {},
     **{name: SMALL[name] for name in ("ideal-topk", "infllm", "reattention", "snapkv", "star")},
-    "reattention-tilemax": {**SMALL["reattention"], "selector": "tilemax128"},
-    "resa-frozen": {**SMALL["resa"], "growth": "frozen"},
+    "resa": SMALL["resa"],
+    "refreshkv": SMALL["refreshkv"],
     "resa-psa": {**SMALL["resa"], "allocation": "psa-resa"},
     "quest-ada": {**SMALL["quest"], "granularity": "kv_head", "allocation": "ada-floor"},
-    "refreshkv-indexed": {**SMALL["refreshkv"], "indexed": True},
 }
-OF_FOUR = ("ideal-topk", "infllm", "quest-ada", "refreshkv-indexed", "resa-psa", "star")
-OF_EIGHT = ("reattention-tilemax", "resa-frozen", "snapkv")
+OF_FOUR = ("ideal-topk", "infllm", "quest-ada", "refreshkv", "resa-psa", "star")
+OF_EIGHT = ("reattention", "resa", "snapkv")
 QUICK = ("reattention", 4)
 PAIRS = [
     *((name, 4) for name in ("full", "reattention", *OF_FOUR)),

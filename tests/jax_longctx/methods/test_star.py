@@ -19,7 +19,8 @@ from jax_longctx.engine.runs import per_layer
 from jax_longctx.methods import Full, make_method, settings_of
 from jax_longctx.methods.star import Star
 from jax_longctx.sharding import make_mesh
-from jax_longctx.studies.star_released_mask import StarReleasedMask
+from research.star_anchors import StarAnchors
+from research.star_released_mask import StarReleasedMask
 from tests.jax_longctx.methods.harness import (
     answer_logits,
     check_rows,
@@ -33,6 +34,7 @@ from tests.support import random_rows, tiny_engine
 # Beyond three shards of four, in 8 blocks of 64; within the second shard; two blocks; one token.
 ROWS = CONTEXTS, QUESTIONS, ANSWERS = texts([(450, 3), (201, 2), (77, 20), (1, 1)], 3)
 STAR = Star(block=64)
+ANCHORS = StarAnchors(block=64)
 thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
@@ -110,7 +112,7 @@ def test_s5_s6_any_number_of_shards_gives_the_same(kv, mesh):
     ids=str,
 )
 def test_s14_anchors_equal_numpy(changes):
-    method = dataclasses.replace(STAR, **changes)
+    method = dataclasses.replace(ANCHORS, **changes)
     compare(engine_of(method), method)
 
 
@@ -118,7 +120,7 @@ def test_s14_an_anchor_holds_the_tokens_that_its_setting_names():
     row, start = [*range(100, 100 + 4 * STAR.block)], 2 * STAR.block
 
     def tokens(content, seed=0):
-        method = dataclasses.replace(STAR, content=content, anchor=9, constant=7, seed=seed)
+        method = dataclasses.replace(ANCHORS, content=content, anchor=9, constant=7, seed=seed)
         return method.anchor_tokens(row, start, 64)
 
     assert tokens("first") == row[:9] and tokens("constant") == [7] * 9
@@ -131,7 +133,7 @@ def test_s14_an_anchor_holds_the_tokens_that_its_setting_names():
 
 @pytest.mark.thorough
 def test_random_positions_are_ascending_below_the_block():
-    method = dataclasses.replace(STAR, positions="random", anchor=30)
+    method = dataclasses.replace(ANCHORS, positions="random", anchor=30)
     engine = engine_of(method, (1, 1, 1))
     cache = method.init_cache(cache_shapes(engine.setup, 1, 256, 8)[0])
     cache = dataclasses.replace(cache, filled=jnp.full((1, 1), 128, jnp.int32))
@@ -180,7 +182,6 @@ DECODES = {
     "resa": {"decode.page_size": 8},
     "resa-arkvale": {"decode.page_size": 8, "decode.selector": "arkvale"},
     "resa-ideal": {"decode.selector": "ideal"},
-    "resa-frozen": {"decode.page_size": 8, "decode.growth": "frozen"},
     "resa-first-dense": {"decode.page_size": 8, "decode.skip_layers": 1},
     "refreshkv": {},
 }
@@ -202,7 +203,7 @@ def logits_of(method, lengths, mesh=(1, 1, 1)):
 
 # Each method and setting is in one of the two tests.
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["quest", "resa", "resa-frozen", "refreshkv"])
+@pytest.mark.parametrize("name", ["quest", "resa", "refreshkv"])
 def test_two_blocks_decode_as_the_method_alone(name):
     """Two blocks on two shards are full attention: keys, pages and mean queries are all there."""
     lengths = (128, 3), (100, 5)

@@ -22,8 +22,8 @@ CONFIG = tiny_config(num_layers=1, model_dim=64, head_dim=16, max_position=1024)
 # part and are ranked, too.
 LENGTHS = [(600, 5, 72), (331, 5, 72), (600, 5, 72), (493, 5, 72)]
 RANKS_KEYS = reattention.Rules(g=4, w=64, m=8, k=4, kept=8, c=64)
-# Each head ranks means of three keys. Those of equal tokens are sums in different orders.
-RANKS_UNITS = infllm.Rules(i0=4, w=40, bs=8, kb=4, r=3, x=40, each_head=True)
+# Means of three keys are ranked. Those of equal tokens are sums in different orders.
+RANKS_UNITS = infllm.Rules(i0=4, w=40, bs=8, kb=4, r=3, x=40)
 
 
 def repeating(types):

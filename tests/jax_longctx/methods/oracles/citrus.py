@@ -12,16 +12,12 @@ from tests.oracle import forward, probabilities, rope, weighted_values
 
 @dataclasses.dataclass
 class Kept:
-    """A layer's cache: keys before rotary embedding, values, token indices, accumulated mass.
-
-    `rows` is how many rows, by their weight, the mass is from.
-    """
+    """A layer's cache: keys before rotary embedding, values, token indices, accumulated mass."""
 
     k: np.ndarray  # [n, K, H]
     v: np.ndarray  # [n, K, H]
     token: np.ndarray  # [n, K]
     mass: np.ndarray  # [n, K]
-    rows: np.ndarray  # [n, K]
 
     def best(self, scores, count):
         """The `count` best of each head's slots by `scores` [n, K], in their old order."""
@@ -45,13 +41,12 @@ class Kept:
 
 @dataclasses.dataclass
 class View:
-    """What one layer saw: keys and values, probabilities and logits [N, T, n] on the cache, and
-    probabilities [N, T, T] on the tokens themselves."""
+    """What one layer saw: keys and values, probabilities [N, T, n] on the cache, and
+    [N, T, T] on the tokens themselves."""
 
     k: np.ndarray
     v: np.ndarray
     cached: np.ndarray
-    logits: np.ndarray
     own: np.ndarray
 
     def per_head(self, kv_heads, which):
@@ -59,16 +54,11 @@ class View:
         summed = getattr(self, which).sum(1)
         return summed.reshape(kv_heads, len(summed) // kv_heads, -1).mean(1).T
 
-    def kept(self, first, mass=None, weight=0):
-        """The tokens as they join a cache; `first` is their first index in the text.
-
-        `weight` is that of the rows that have looked at them.
-        """
+    def kept(self, first):
+        """The tokens as they join a cache; `first` is their first index in the text."""
         heads = self.k.shape[:2]
         token = np.broadcast_to(first + np.arange(heads[0])[:, None], heads)
-        after = np.broadcast_to(heads[0] - np.arange(heads[0])[:, None], heads)
-        mass = np.zeros(heads) if mass is None else mass
-        return Kept(self.k, self.v, token, mass, weight * after)
+        return Kept(self.k, self.v, token, np.zeros(heads))
 
 
 def look(config, params, tokens, caches):
@@ -83,9 +73,7 @@ def look(config, params, tokens, caches):
         q = rope(q, at, theta)
         keys = np.concatenate([rope(cache.k, np.arange(past), theta), rope(k, at, theta)])
         p = probabilities(q, keys, np.arange(past + new)[None, :] <= at[:, None])
-        group = q.shape[1] // k.shape[1]
-        logits = np.einsum("tnh,snh->nts", q, np.repeat(keys[:past], group, axis=1))
-        views.append(View(k, v, p[..., :past], logits, p[..., past:]))
+        views.append(View(k, v, p[..., :past], p[..., past:]))
         return weighted_values(p, np.concatenate([cache.v, v]))
 
     return forward(config, params, tokens, attend), views
@@ -96,7 +84,7 @@ def nothing(config):
     size = (0, config.num_kv_heads, config.head_dim)
     head = np.zeros(size[:2])
     return [
-        Kept(np.zeros(size), np.zeros(size), head.astype(int), head, head)
+        Kept(np.zeros(size), np.zeros(size), head.astype(int), head)
         for _ in range(config.num_layers)
     ]
 
@@ -108,34 +96,23 @@ class Rule:
     form: str
     kept: int
     chunk: int
-    alpha: float = 1.0
     sink: int = 0
-    score: str = "probability"
-    evict_first: bool = False
-    mean: bool = False
 
     def evicted(self, cache, view):
         if self.form == "h2o":
-            rows = np.where(cache.rows > 0, cache.rows, 1) if self.mean else 1
-            return cache.best(cache.mass / rows, self.kept)
-        which = view.cached if self.score == "probability" else view.logits
+            return cache.best(cache.mass, self.kept)
         # The mean over all heads and rows, the same for every kv head.
-        scores = which.mean((0, 1))
+        scores = view.cached.mean((0, 1))
         scores[: self.sink] = np.inf
         return cache.best(np.repeat(scores[:, None], view.k.shape[1], axis=1), self.kept)
 
     def accumulate(self, cache, chunk, probe):
-        heads = cache.k.shape[1]
-        weight = self.alpha * chunk.cached.shape[1] / probe.cached.shape[1]
-        cache.mass = cache.mass + (1 - self.alpha) * chunk.per_head(heads, "cached")
-        cache.mass = cache.mass + weight * probe.per_head(heads, "cached")
-        cache.rows = cache.rows + chunk.cached.shape[1]
+        weight = chunk.cached.shape[1] / probe.cached.shape[1]
+        cache.mass = cache.mass + weight * probe.per_head(cache.k.shape[1], "cached")
 
     def joined(self, cache, chunk, looks, start):
         """The cache after the chunk at `start` and what `looks` has seen of it."""
-        own = (1 - self.alpha) * chunk.per_head(cache.k.shape[1], "own")
-        left = cache if self.evict_first else self.evicted(cache, looks)
-        return left.joined(chunk.kept(start, own, 1 - self.alpha))
+        return self.evicted(cache, looks).joined(chunk.kept(start))
 
 
 def read(config, params, context, question, answer, rule):
@@ -144,8 +121,6 @@ def read(config, params, context, question, answer, rule):
     for start in range(0, len(context), rule.chunk):
         part = context[start : start + rule.chunk]
         _, probe = look(config, params, question, threads[-1])
-        if rule.evict_first:
-            threads[0] = [rule.evicted(*pair) for pair in zip(threads[0], probe, strict=True)]
         logits, chunk = look(config, params, part, threads[0])
         looks = {"standard": [chunk], "individual": [chunk, probe]}.get(rule.form, [probe])
         for caches, views in zip(threads, looks, strict=True):
@@ -163,7 +138,6 @@ def _answer(config, params, question, answer, caches, rule, first):
     for layer, view in enumerate(views):
         if rule.form == "h2o":
             caches[layer].mass = caches[layer].mass + view.per_head(view.k.shape[1], "cached")
-            caches[layer].rows = caches[layer].rows + len(question)
         caches[layer] = rule.evicted(caches[layer], view)
     yield logits, [caches]
     for tokens in [question, *([token] for token in answer)]:

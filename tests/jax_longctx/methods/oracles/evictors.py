@@ -71,15 +71,15 @@ class StreamingRule:
 
 
 class H2ORule(StreamingRule):
-    sums, compared = 2, 1
+    sums = compared = 1
 
     def update(self, turn, sums, head):
         columns = turn.group(head).sum(1)
         mass = columns.mean(0) if self.method.over_group == "mean" else columns.max(0)
-        return sums + np.stack([mass, turn.queries], 1)
+        return sums + mass[:, None]
 
     def score(self, turn, sums, head):
-        score = sums[:, 0] / sums[:, 1] if self.method.normalize else sums[:, 0].copy()
+        score = sums[:, 0].copy()
         own = self.method.protocol == "own"
         end = len(score) if own else turn.n
         recent = min(self.method.recent, end) if own else 0
@@ -89,18 +89,13 @@ class H2ORule(StreamingRule):
 
 class TOVARule(StreamingRule):
     def score(self, turn, sums, head):
-        score = turn.p[:, -1].mean(0)
-        if self.method.protect_current:
-            score[-1] = np.inf
-        return score
+        return turn.p[:, -1].mean(0)
 
 
 class RoCoRule(StreamingRule):
     sums = compared = 3
 
     def update(self, turn, sums, head):
-        if not self.method.warm_start and not turn.leave:
-            return sums
         p = turn.group(head).mean(0)
         return sums + np.stack([p.sum(0), (p**2).sum(0), turn.queries], 1)
 

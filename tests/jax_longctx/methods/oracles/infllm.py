@@ -12,7 +12,7 @@ DIGITS = 9
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """n_init, n_local, block_size, topk, repr_topk, chunk, and what may differ from the default."""
+    """n_init, n_local, block_size, topk, repr_topk, chunk, and a factor of the logits."""
 
     i0: int
     w: int
@@ -20,10 +20,6 @@ class Rules:
     kb: int
     r: int
     x: int
-    score: str = "mass"
-    each_head: bool = False
-    released: bool = False
-    far: int | None = None
     temperature: float = 1.0
 
     def units(self, read):
@@ -68,8 +64,7 @@ def choose(rules, layer, q_far):
     if not layer.units:
         return [set()] * heads
     by_head = np.einsum("tnh,unh->nu", q_far, np.stack(layer.units)) / len(q_far)
-    if not rules.each_head:
-        by_head = np.repeat(by_head.sum(0, keepdims=True), heads, axis=0)
+    by_head = np.repeat(by_head.sum(0, keepdims=True), heads, axis=0)
     by_head = np.round(by_head, DIGITS)
     return [set(np.argsort(-scores, kind="stable")[: rules.kb].tolist()) for scores in by_head]
 
@@ -94,8 +89,7 @@ def attend(rules, layer, theta, q, begin):
     at, tokens = begin + np.arange(size), np.arange(len(layer.k))
     back = at[:, None] - tokens
     units = len(layer.units)
-    far = rules.w - 1 if rules.far is None else rules.far
-    q_far = rope(q, np.full(size, far), theta)
+    q_far = rope(q, np.full(size, rules.w - 1), theta)
     q_near = rope(q, at, theta)
     chosen = choose(rules, layer, q_far)
     keys = np.repeat(layer.k, group, axis=1)
@@ -106,7 +100,7 @@ def attend(rules, layer, theta, q, begin):
     unit = (tokens - rules.i0) // rules.bs
     outside = (unit < 0) | (unit >= units)
     kept = np.stack([outside | np.isin(unit, list(picked)) for picked in chosen])
-    left = tokens <= at[-1] - rules.w if rules.released else back >= rules.w
+    left = back >= rules.w
     both = np.concatenate(
         [
             np.where((back >= 0) & (back < rules.w), near, -np.inf),
@@ -116,10 +110,7 @@ def attend(rules, layer, theta, q, begin):
     )
     p = np.exp(both - both.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    if rules.score == "mass":
-        layer.received += p[..., : len(tokens)].sum(1)
-    else:
-        layer.received += np.where((back >= 1) & (back <= rules.w), near, 0).sum(1)
+    layer.received += p[..., : len(tokens)].sum(1)
     doubled = np.concatenate([layer.v, layer.v])
     far_mass = p[..., len(tokens) :].sum((0, 1))
     paid = {u: float(far_mass[unit == u].sum()) for u in set().union(*chosen)}

@@ -42,14 +42,10 @@ def choose(p, kv_heads, *, budget, kernel, kind, over, forced):
 class PartialDecoder:
     """One prompt read in full, then decoded token by token over the lists."""
 
-    def __init__(
-        self, config, params, prompt, *, window=1, evict=True, forced=None, expand=False, **how
-    ):
-        """`expand` repeats keys and values for each query head, which then has its own list."""
+    def __init__(self, config, params, prompt, *, window=1, evict=True, **how):
         self.config, self.params, self.evict, self.budget = config, params, evict, how["budget"]
-        heads = config.num_heads if expand else config.num_kv_heads
-        self.each = heads // config.num_kv_heads
-        self.how = {"forced": window if forced is None else forced, **how}
+        heads = config.num_kv_heads
+        self.how = {"forced": window, **how}
         layers = range(config.num_layers)
         self.keys, self.values, self.lists = ([None for _ in layers] for _ in range(3))
         self.reference, self.full_steps = [None] * config.num_layers, [0] * config.num_layers
@@ -60,39 +56,32 @@ class PartialDecoder:
         def attend(layer, q, k, v):
             at = np.arange(len(q))
             turned, keys = rope(q, at, THETA), rope(k, at, THETA)
-            self.keys[layer] = np.repeat(keys, self.each, axis=1)
-            self.values[layer] = np.repeat(v, self.each, axis=1)
+            self.keys[layer], self.values[layer] = keys, v
             p = probabilities(turned, keys, at[:, None] >= at[None, :])[:, -window:]
             self.lists[layer] = choose(p, heads, **self.how)
-            self.reference[layer] = {"post_rope": turned[-1].mean(0), "pre_rope": q[-1].mean(0)}
+            self.reference[layer] = turned[-1].mean(0)
             return causal_attend(THETA)(layer, q, k, v)
 
         self.logits = forward(config, params, prompt, attend)[-1]
 
-    def step(self, token, is_full=lambda step, cosines: False, ablation="none"):
-        """Logits after `token`; `is_full(step, {space: cosine})` for each layer."""
+    def step(self, token, is_full=lambda step, cosine: False, ablation="none"):
+        """Logits after `token`; `is_full(step, cosine)` for each layer."""
         self.steps += 1
 
         def attend(layer, q, k, v):
             at = np.array([len(self.keys[layer])])
             turned = rope(q, at, THETA)
-            k, v = (np.repeat(x, self.each, axis=1) for x in (rope(k, at, THETA), v))
-            keys = np.concatenate([self.keys[layer], k])
+            keys = np.concatenate([self.keys[layer], rope(k, at, THETA)])
             values = np.concatenate([self.values[layer], v])
             self.keys[layer], self.values[layer] = keys, values
-            means = {"post_rope": turned[0].mean(0), "pre_rope": q[0].mean(0)}
-            cosines = {
-                space: mean @ old / np.linalg.norm(mean) / np.linalg.norm(old)
-                for (space, mean), old in zip(
-                    means.items(), self.reference[layer].values(), strict=True
-                )
-            }
+            mean, old = turned[0].mean(0), self.reference[layer]
+            cosine = mean @ old / np.linalg.norm(mean) / np.linalg.norm(old)
             every = list(range(len(keys)))
             reads = [[*ids, len(keys) - 1] for ids in self.lists[layer]]
             pushed = [ids[-self.budget :] if self.evict else ids for ids in reads]
-            if is_full(self.steps, cosines):
+            if is_full(self.steps, cosine):
                 self.full_steps[layer] += 1
-                self.reference[layer] = means
+                self.reference[layer] = mean
                 p = probabilities(turned, keys, np.ones((1, len(keys)), bool))
                 reads = [every for _ in reads]
                 if ablation != "no_refresh":

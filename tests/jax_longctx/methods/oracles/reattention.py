@@ -7,17 +7,13 @@ import numpy as np
 
 from tests.oracle import forward, probabilities, rope, weighted_values
 
-TILE = 128
 # Equal tokens have equal scores, but for float64's rounding.
 DIGITS = 9
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """g, w, m, k, k', c of the paper; `released` for what the authors' code does instead.
-
-    `together` reads the question's last token with its chunk.
-    """
+    """g, w, m, k, k', c of the paper."""
 
     g: int
     w: int
@@ -25,9 +21,6 @@ class Rules:
     k: int
     kept: int
     c: int
-    released: bool = False
-    original: bool = False
-    together: bool = False
 
 
 @dataclasses.dataclass
@@ -41,14 +34,10 @@ class Trace:
 
 def calls_of(rules, context, question, answer):
     """How many tokens each forward call reads."""
-    first = rules.g + rules.w
-    if rules.released:
-        first = rules.g + rules.w - TILE + (context - rules.g + rules.w) % TILE
-    calls = [min(first, context)]
-    alone = not rules.together
-    for rest in (context - calls[0], question - alone):
+    calls = [min(rules.g + rules.w, context)]
+    for rest in (context - calls[0], question - 1):
         calls += [min(rules.c, rest - done) for done in range(0, rest, rules.c)]
-    return [call for call in calls if call] + [1] * (alone + answer)
+    return [call for call in calls if call] + [1] * (1 + answer)
 
 
 def votes_kept(named, kept):
@@ -59,20 +48,14 @@ def votes_kept(named, kept):
 
 def named_keys(rules, q, middle):
     """Every (query, head)'s best indices of the middle [M, K, H]."""
-    tokens, heads, _ = q.shape
+    heads = q.shape[1]
     kv_heads = middle.shape[1]
     named: list[int] = []
     for head in range(heads):
         kv = head // (heads // kv_heads)
-        if rules.released and tokens == 1:
-            kv = head % kv_heads
         scores = np.round(q[:, head] @ middle[:, kv].T, DIGITS)
         for row in scores:
-            best = range(len(row))
-            if rules.released and tokens > 1:
-                tiles = [range(at, min(at + TILE, len(row))) for at in range(0, len(row), TILE)]
-                best = [max(tile, key=lambda j: (row[j], -j)) for tile in tiles]
-            named += sorted(best, key=lambda j: (-row[j], j))[: rules.k]
+            named += sorted(range(len(row)), key=lambda j: (-row[j], j))[: rules.k]
     return named
 
 
@@ -82,8 +65,6 @@ def chosen(rules, q, keys):
     if length <= rules.g + rules.w:
         return np.arange(length)
     local = rules.w
-    if rules.released and rules.k:
-        local = rules.w - TILE + (length - rules.g - rules.w) % TILE
     middle = keys[rules.g : length - local]
     union: set[int] = set()
     if rules.k:
@@ -107,7 +88,7 @@ def follow(rules, config, params, tokens, calls):
         keys, size = np.concatenate(store[layer]), len(q)
         indices = chosen(rules, q, keys)
         trace.indices[-1].append(indices)
-        at = indices if rules.original else np.arange(len(indices))
+        at = np.arange(len(indices))
         seen = np.arange(len(at)) <= np.arange(len(at) - size, len(at))[:, None]
         p = probabilities(rope(q, at[-size:], theta), rope(keys[indices], at, theta), seen)
         return weighted_values(p, np.concatenate(values[layer])[indices])

@@ -12,6 +12,9 @@ import numpy as np
 
 from tests.oracle import causal_attend, forward, rope
 
+# Ada-KV's share of the uniform budget.
+ALPHA = 0.2
+
 
 def page_score(kind, digest, keys, q):
     """What a page of keys `[Z, H]` promises to `q`, unscaled."""
@@ -39,11 +42,8 @@ def page_score(kind, digest, keys, q):
 
 def _span(settings, n):
     """The tokens between the fixed ones."""
-    start, stop, page = settings.sink, n - settings.local, settings.page_size
-    if settings.whole_pages:
-        start, stop = math.ceil(start / page) * page, stop // page * page
-    start = min(start, n)
-    return start, max(start, stop)
+    start = min(settings.sink, n)
+    return start, max(start, n - settings.local)
 
 
 def _top(scores, count):
@@ -120,7 +120,7 @@ def page_cache(settings, q, k, cached):
     else:
         entered = set(means) - set(_page_means(settings, q, k[:-1]))
         cached = cached | entered
-        wanted = best[: max(settings.budget // page, settings.min_pages)]
+        wanted = best[: max(settings.budget // page, 1)]
         for p in wanted:
             cached.add(p)
         for p in reversed(best):
@@ -160,19 +160,17 @@ def _count(settings, prompt):
     budget = settings.budget
     if settings.ratio is not None:
         budget = math.floor(Fraction(str(settings.ratio)) * prompt)
-    if settings.count_fixed:
-        budget -= settings.sink + settings.local
-    return max(budget // settings.page_size, settings.min_pages)
+    return max(budget // settings.page_size, 1)
 
 
 def _ada(settings, mass, count):
     heads, pages = mass.shape
     count = min(count, pages)
-    safe = math.floor(Fraction(str(settings.alpha)) * count)
+    safe = math.floor(Fraction(str(ALPHA)) * count)
     entries = sorted(itertools.product(range(heads), range(pages)), key=lambda e: -mass[e])
     if settings.allocation == "ada-blend":
         free = [sum(h == head for h, _ in entries[: heads * count]) for head in range(heads)]
-        counts = [round(f * (1 - settings.alpha)) + safe for f in free]
+        counts = [round(f * (1 - ALPHA)) + safe for f in free]
         return [_top(mass[h], counts[h]) for h in range(heads)]
     kept = {(h, p) for h in range(heads) for p in _top(mass[h], safe)}
     for entry in entries:
@@ -184,7 +182,7 @@ def _ada(settings, mass, count):
 def _psa(settings, picks, scores, tokens, forced, weight, guess, given):
     """Pages from the best on until enough; `given` are the prior's logits with the bias."""
     order = sorted(picks, key=lambda p: (-scores[p], p))
-    for t in range(settings.min_pages, len(order) + 1):
+    for t in range(1, len(order) + 1):
         inside = forced.copy()
         for p in order[:t]:
             inside[tokens[p]] = True
@@ -212,33 +210,23 @@ def softmax_output(q, k, v, kept):
     return np.einsum("ns,snh->nh", weights, np.repeat(v, group, 1))
 
 
-def resa_output(q, k, v, kept, p0, bias, lam, literal=False):
+def resa_output(q, k, v, kept, p0, bias, lam):
     """`[N, H]`: exact logits where kept, p0 + bias (and lam as a factor of weight) elsewhere."""
     group = len(q) // k.shape[1]
     logits = np.einsum("nh,snh->ns", q, np.repeat(k, group, 1)) * q.shape[1] ** -0.5
     logits = np.where(kept, logits, p0 + bias[:, None])
     weights = np.exp(logits - logits.max(1, keepdims=True))
     factor = np.where(kept, 1.0, lam)
-    total = (weights * (1.0 if literal else factor)).sum(1, keepdims=True)
+    total = (weights * factor).sum(1, keepdims=True)
     return np.einsum("ns,snh->nh", weights * factor / total, np.repeat(v, group, 1))
 
 
-def prior_of(method, q, k, asked, means, prompt):
-    """RESA's (p0, bias) of a step, and the means it leaves; `asked` are all queries, q last."""
-    mean_q, mean_k = means
+def prior_of(q, k, mean_q):
+    """RESA's (p0, bias) of a step."""
     group = len(q) // k.shape[1]
-    if method.growth in ("append", "rebuild"):
-        mean_k = k.mean(0)
-    if method.growth == "rebuild" and (len(k) - prompt) % method.rebuild_every == 0:
-        mean_q = np.stack(asked).mean(0)
-        means = mean_q, mean_k
-    if method.prior_group == "mean":
-        mean_q = np.repeat(mean_q.reshape(-1, group, mean_q.shape[-1]).mean(1), group, 0)
     p0 = np.einsum("nh,snh->ns", mean_q, np.repeat(k, group, 1)) * q.shape[1] ** -0.5
-    if method.growth == "frozen":
-        p0[:, prompt:] = -np.inf
-    bias = ((q - mean_q) * np.repeat(mean_k, group, 0)).sum(1) * q.shape[1] ** -0.5
-    return (p0, bias), means
+    bias = ((q - mean_q) * np.repeat(k.mean(0), group, 0)).sum(1) * q.shape[1] ** -0.5
+    return p0, bias
 
 
 def decode_logits(kind, method, config, params, prompt, answer):
@@ -249,7 +237,6 @@ def decode_logits(kind, method, config, params, prompt, answer):
     theta, layers = config.rope.theta, config.num_layers
     keys: list[Any] = [None] * layers
     means: list[Any] = [None] * layers
-    asked: list[Any] = [None] * layers
     cached: list[Any] = [None] * layers
     kept = np.zeros((layers, config.num_heads), int)
     residual = hasattr(method, "lam")
@@ -260,10 +247,10 @@ def decode_logits(kind, method, config, params, prompt, answer):
         at = np.arange(len(q))
         rotated = rope(k, at, theta)
         keys[layer] = [rotated, v]
-        asked[layer] = list(rope(q, at, theta))
-        means[layer] = np.mean(asked[layer], axis=0), rotated.mean(0)
+        asked = rope(q, at, theta)
+        means[layer] = np.mean(asked, axis=0)
         if resident:
-            cached[layer] = page_cache(settings, asked[layer][-1], rotated, None)[0]
+            cached[layer] = page_cache(settings, asked[-1], rotated, None)[0]
         return causal_attend(theta)(layer, q, k, v)
 
     def step(layer, q, k, v):
@@ -274,10 +261,7 @@ def decode_logits(kind, method, config, params, prompt, answer):
             for old, new in zip(keys[layer], (rope(k, at, theta), v), strict=True)
         ]
         q, (k, v) = rope(q, at, theta)[0], keys[layer]
-        prior = None
-        if residual:
-            asked[layer].append(q)
-            prior, means[layer] = prior_of(method, q, k, asked[layer], means[layer], len(prompt))
+        prior = prior_of(q, k, means[layer]) if residual else None
         if resident:
             cached[layer], chosen = page_cache(settings, q, k, cached[layer])
         else:
@@ -285,8 +269,7 @@ def decode_logits(kind, method, config, params, prompt, answer):
         kept[layer] += chosen.sum(1)
         if prior is None:
             return softmax_output(q, k, v, chosen)[None]
-        literal = method.lambda_mode == "paper_literal"
-        return resa_output(q, k, v, chosen, *prior, method.lam, literal)[None]
+        return resa_output(q, k, v, chosen, *prior, method.lam)[None]
 
     rows = [forward(config, params, prompt, read)[-1]]
     rows += [forward(config, params, [token], step)[-1] for token in answer]

@@ -35,7 +35,11 @@ def read_blocks(method, config, params, row):
             continue
         anchor = method.anchor_tokens(row, start, config.vocab_size)
         before = {"first": np.arange(a), "previous": start - size + np.arange(a)}
-        read([*anchor, *block], np.concatenate([before[method.positions], at]), a)
+        read(
+            [*anchor, *block],
+            np.concatenate([before[getattr(method, "positions", "first")], at]),
+            a,
+        )
     return kept
 
 

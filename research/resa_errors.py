@@ -30,9 +30,9 @@ from jax_longctx.methods.resa import Resa
 from jax_longctx.parts.selecting import SelectiveCache
 from jax_longctx.parts.sparse_decode import named
 from jax_longctx.run_spec import ON_DEVICES
-from jax_longctx.studies.attention import Recorded, Recorder
 from pallas_kernels.plane import part_of
 from pallas_kernels.quantised import dequantised
+from research.attention import Recorded, Recorder
 
 LAMS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -124,22 +124,14 @@ def _step_errors(
     kept = (dequantised(x)[0] for x in (store.k, store.v))
     k_NSH, v_NSH = (jnp.repeat(x, group, axis=0).astype(jnp.float32) for x in kept)
     q_NH, at_S = q_B1NH[0, 0].astype(jnp.float32), jnp.arange(k_NSH.shape[1])
-    seen_S, read_S = at_S <= position, at_S < prompt
-    mean_S = seen_S if method.growth in ("append", "rebuild") else read_S
-    asked = prompt
-    if method.growth == "rebuild":
-        asked = length_B[0] - (length_B[0] - prompt) % method.rebuild_every
-    asked_S = at_S < asked
-    mean_q_NH = jnp.sum(jnp.where(asked_S[:, None], cache.queries[0], 0.0), axis=1) / asked
-    if method.prior_group == "mean":
-        mean_q_KH = jnp.mean(mean_q_NH.reshape(-1, group, mean_q_NH.shape[-1]), axis=1)  # [K, G, H]
-        mean_q_NH = jnp.repeat(mean_q_KH, group, axis=0)
-    mean_k_NH = jnp.sum(jnp.where(mean_S[:, None], k_NSH, 0.0), axis=1) / jnp.sum(mean_S)
-    prior_S = read_S if method.growth == "frozen" else seen_S
+    seen_S = at_S <= position
+    read = (at_S < prompt)[:, None]
+    mean_q_NH = jnp.sum(jnp.where(read, cache.queries[0], 0.0), axis=1) / prompt
+    mean_k_NH = jnp.sum(jnp.where(seen_S[:, None], k_NSH, 0.0), axis=1) / jnp.sum(seen_S)
     exact_NS = ctx.scale * jnp.einsum("NH,NSH->NS", q_NH, k_NSH)
     prior_NS = ctx.scale * jnp.einsum("NH,NSH->NS", mean_q_NH, k_NSH)
     bias_N = ctx.scale * jnp.sum((q_NH - mean_q_NH) * mean_k_NH, axis=-1)
-    prior_NS = jnp.where(prior_S, prior_NS + bias_N[:, None], -jnp.inf)
+    prior_NS = prior_NS + bias_N[:, None]
     logits_NS = jnp.where(seen_S, jnp.where(kept_NS, exact_NS, prior_NS), -jnp.inf)
     weights_NS = jnp.exp(logits_NS - jnp.max(logits_NS, axis=-1, keepdims=True))
     full_NS = jax.nn.softmax(jnp.where(seen_S, exact_NS, -jnp.inf), axis=-1)
@@ -147,8 +139,7 @@ def _step_errors(
 
     def errors(lam: Array) -> Array:
         scaled_NS = weights_NS * jnp.where(kept_NS, 1.0, lam)
-        whole_NS = weights_NS if method.lambda_mode == "paper_literal" else scaled_NS
-        share_NS = scaled_NS / jnp.sum(whole_NS, axis=-1, keepdims=True)
+        share_NS = scaled_NS / jnp.sum(scaled_NS, axis=-1, keepdims=True)
         away_NH = jnp.einsum("NS,NSH->NH", share_NS, v_NSH) - full_NH
         distance_N = jnp.sum(jnp.abs(share_NS - full_NS), axis=-1)
         relative_N = jnp.linalg.norm(away_NH, axis=-1) / jnp.linalg.norm(full_NH, axis=-1)

@@ -1,6 +1,6 @@
 """What rounding keys and values costs full attention, by hand: forms of 8 and of 4 bits.
 
-    python -m tests.jax_longctx.studies.rounding CHECKPOINT --texts 8 --length 1024
+    python -m research.rounding CHECKPOINT --texts 8 --length 1024
 
 Each token of a text is scored as if all before it had been decoded one by one: it attends the
 tokens of its cache as they are stored at that time. One pass over the text does that. Every query

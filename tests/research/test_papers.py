@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_longctx.cli.demo_scope import WatchedReAttention, scope_shares
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.perplexity import score_texts
 from jax_longctx.methods import ReAttention, Resa
 from jax_longctx.sharding import make_mesh
-from jax_longctx.studies.attention import importance, intersections, spectrum
-from jax_longctx.studies.reattention_scope import WatchedReAttention, scope_shares
-from jax_longctx.studies.resa_errors import LAMS, attention_errors
 from pallas_kernels.quantised import dequantised, quantise
+from research.attention import importance, intersections, spectrum
+from research.resa_errors import LAMS, attention_errors
+from research.rounding import Rounded, compared, rounded
 from tests.jax_longctx.methods.oracles.reattention import Rules, calls_of, follow
 from tests.jax_longctx.methods.oracles.selection import selected
-from tests.jax_longctx.studies.rounding import Rounded, compared, rounded
 from tests.oracle import causal_attend, forward, probabilities, rope, to_numpy
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
@@ -82,13 +82,9 @@ METHODS = {
     "quest": Resa(budget=12, page_size=4, **FIXED),
     "arkvale": Resa(
         **{"budget": 12, "page_size": 4, "selector": "arkvale", "granularity": "kv_head"},
-        **{"allocation": "ada-floor", "growth": "append-fixed-mean"},
-        **{"lambda_mode": "paper_literal", **FIXED},
+        **{"allocation": "ada-floor", **FIXED},
     ),
-    "ideal": Resa(
-        **{"budget": 12, "selector": "ideal", "growth": "rebuild", "rebuild_every": 2},
-        **{"prior_group": "mean", **FIXED},
-    ),
+    "ideal": Resa(budget=12, selector="ideal", **FIXED),
 }
 
 
@@ -106,12 +102,7 @@ def resa_expected(engine, kind, method):
         mean_q = q[:prompt].mean(0)
         for t in range(prompt, len(text)):
             chosen = selected(kind, method.base, q[t], k[: t + 1, ::2], prompt)
-            mean_k = k[: prompt if "fixed" in method.growth else t + 1].mean(0)
-            if method.growth == "rebuild":
-                new = (t + 1 - prompt) // method.rebuild_every * method.rebuild_every
-                mean_q = q[: prompt + new].mean(0)
-            if method.prior_group == "mean":
-                mean_q = np.repeat(mean_q.reshape(-1, 2, mean_q.shape[-1]).mean(1), 2, axis=0)
+            mean_k = k[: t + 1].mean(0)
             exact = np.einsum("nh,snh->ns", q[t], k[: t + 1]) * 8**-0.5
             bias = ((q[t] - mean_q) * mean_k).sum(1) * 8**-0.5
             prior = np.einsum("nh,snh->ns", mean_q, k[: t + 1]) * 8**-0.5 + bias[:, None]
@@ -121,8 +112,7 @@ def resa_expected(engine, kind, method):
             row = []
             for lam in LAMS:
                 scaled = weights * np.where(chosen, 1.0, lam)
-                whole = weights if method.lambda_mode == "paper_literal" else scaled
-                share = scaled / whole.sum(1, keepdims=True)
+                share = scaled / scaled.sum(1, keepdims=True)
                 away = np.einsum("ns,snh->nh", share, v[: t + 1]) - out
                 relative = np.linalg.norm(away, axis=1) / np.linalg.norm(out, axis=1)
                 row.append([np.abs(share - full).sum(1).mean(), relative.mean()])

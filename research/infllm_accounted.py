@@ -72,10 +72,10 @@ class InfLLMAccounted(InfLLM):
         super().__post_init__()
         self.at_least(0, "max_cached_block")
         self.fraction("score_decay")
-        if self.max_cached_block < self.topk or self.granularity != "layer":
+        if self.max_cached_block < self.topk:
             raise self.refused(
                 f"max_cached_block {self.max_cached_block} must hold the topk {self.topk} "
-                f"units that a layer attends, chosen with granularity layer, got {self.granularity}"
+                f"units that a layer attends"
             )
 
     @property

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.studies.arkvale_paged import ArkValePaged
+from research.arkvale_paged import ArkValePaged
 from tests.jax_longctx.methods.oracles import selection as oracle
 from tests.jax_longctx.methods.selecting import (
     KV_HEADS,

@@ -1,1 +1,0 @@
-"""Single papers: their suites and figures, their analyses, emulations of their released code."""
