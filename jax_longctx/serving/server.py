@@ -179,7 +179,7 @@ class LongServer:
                 (self._server.started and self.scheduler.state != "compiling") or serving.done()
             ):
                 await asyncio.sleep(0.01)
-            if not serving.done():
+            if self.scheduler.state == "ready" and not serving.done():
                 on_ready()
             await serving
         finally:

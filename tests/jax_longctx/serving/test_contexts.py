@@ -257,20 +257,6 @@ def test_an_evicting_method_reuses_the_same_text_alone(serve, tiny):
         assert ask(client, context, "What?", seed=2)[0] == asked(model, BOOK, "What?", seed=2)
 
 
-@pytest.mark.slow
-def test_a_method_that_needs_the_question_reads_for_each(serve, tiny):
-    method = jax_longctx.make_method("citrus", {"budget": "64", "chunk": "32"})
-    assert method.info.needs_question
-    model = tiny.with_method(method)
-    running = serve(model)
-    with running.http() as http, running.client() as client:
-        for _ in range(2):
-            assert check_prompt(client, model, BOOK) == 0
-        refused(http, 400, "reads a text for each question", text=BOOK)
-        # The scheduler may sleep half a second between the answer and its next look at the texts.
-        wait_until(lambda: not running.served.contexts.texts)
-
-
 def test_saved_contexts_are_found_after_a_restart(serve, tiny, tmp_path):
     folder = tmp_path / "kept"
     first = serve(tiny, contexts=folder)

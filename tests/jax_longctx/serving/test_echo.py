@@ -10,7 +10,7 @@ from jax_longctx.api import LongContext
 from jax_longctx.engine.scoring import TextScores, loglikelihoods
 from jax_longctx.serving.prompts import Prompts
 from jax_longctx.settings import Sampling
-from tests.jax_longctx.serving.tiny import complete, generated, read
+from tests.jax_longctx.serving.tiny import complete, generated, read, refused, wait_until
 from tests.small_methods import small_method
 
 PROMPT = "The pass key is 12345. Remember it. The p\u00e4ss key"
@@ -173,6 +173,12 @@ def test_a_method_scores_a_prompt_or_says_why_not(serve, tiny, method, why):
             with pytest.raises(openai.BadRequestError, match=why):
                 echoed(client, row)
             # The prompt alone needs no scores.
-            body = {"echo": True}
-            found = complete(client, row, max_tokens=1, extra_body=body)
-            assert found.choices[0].text.startswith(PROMPT)
+            for _ in range(2):
+                found = complete(client, row, max_tokens=1, extra_body={"echo": True})
+                assert found.choices[0].text.startswith(PROMPT)
+        if method == "citrus":
+            # It reads a text for each question, and keeps none.
+            assert found.usage.prompt_tokens_details.cached_tokens == 0
+            with running.http() as http:
+                refused(http, 400, "reads a text for each question", text=PROMPT)
+            wait_until(lambda: not running.served.contexts.texts)
