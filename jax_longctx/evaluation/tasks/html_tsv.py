@@ -38,23 +38,6 @@ _COLUMNS: dict[str, Callable[[random.Random], str]] = {
     "SKU": lambda draw: f"{draw.choice(NOUNS)[:2].upper()}-{draw.randrange(1000, 10_000)}",
     "Stock": lambda draw: str(draw.randrange(0, 900)),
 }
-_NUMBERS = ("Price", "Rating", "Stock")
-
-
-@dataclasses.dataclass(frozen=True)
-class Condition:
-    """Selects rows whose number is below a bound, or at least the bound."""
-
-    column: str
-    below: bool
-    bound: float
-
-    def holds(self, value: str) -> bool:
-        """Whether the condition holds for a cell; it never does for a blank one."""
-        return value != BLANK and (float(value.lstrip("$")) < self.bound) == self.below
-
-    def __str__(self) -> str:
-        return f"{self.column} is {'below' if self.below else 'at least'} {self.bound:g}"
 
 
 class Page:
@@ -63,28 +46,19 @@ class Page:
     Attributes:
       columns: the schema, `Name` first.
       layout: how records are written.
-      condition: the requested rows; None for all.
     """
 
-    def __init__(self, draw: random.Random, filtered: bool):
+    def __init__(self, draw: random.Random):
         # Two generators, so that the number of records does not change the boilerplate.
         self._draw, self._words = draw, random.Random(draw.random())
         others = draw.sample(list(_COLUMNS), draw.randrange(2, 6))
-        if filtered and not set(others) & set(_NUMBERS):
-            others[0] = draw.choice(_NUMBERS)
         self.columns = ["Name", *others]
         self.layout = draw.choice(LAYOUTS)
-        self.condition = self._drawn_condition() if filtered else None
         self._classes = draw.sample(range(100, 1000), 20)
         self._title = f"{draw.choice(ADJECTIVES)} {draw.choice(NOUNS)} shop".title()
         self._names: set[str] = set()
         self._records: list[list[str]] = []
         self._boilerplate: list[str] = []
-
-    def _drawn_condition(self) -> Condition:
-        column = self._draw.choice([name for name in self.columns if name in _NUMBERS])
-        values = sorted(float(_COLUMNS[column](self._draw).lstrip("$")) for _ in range(9))
-        return Condition(column, self._draw.random() < 0.5, values[4])
 
     def records(self, number: int) -> list[list[str]]:
         """The cells of the first records of the page."""
@@ -97,13 +71,6 @@ class Page:
             kept = [BLANK if self._draw.random() < _BLANK_SHARE else cell for cell in cells]
             self._records.append([name, *kept])
         return self._records[:number]
-
-    def rows(self, number: int) -> list[list[str]]:
-        """The requested records among the first `number`."""
-        if self.condition is None:
-            return self.records(number)
-        at = self.columns.index(self.condition.column)
-        return [cells for cells in self.records(number) if self.condition.holds(cells[at])]
 
     def text(self, number: int, extra: int) -> str:
         """The page with `number` records between `extra` pieces of boilerplate."""
@@ -161,7 +128,7 @@ class Page:
 
 INTRO = "Below is the source of a web page that lists records. It is to be made a table of.\n\n"
 FORMAT = (
-    "Write the {what} of the page above as tab-separated values with the columns {columns}. One "
+    "Write the records of the page above as tab-separated values with the columns {columns}. One "
     "line a record, in the page's order. Where the page leaves a value blank write N/A. Keep "
     "values as the page has them, currency signs included, without tags. Write nothing else."
 )
@@ -174,7 +141,6 @@ class HtmlTsv(Task):
 
     Attributes:
       output: about how many tokens the right table has; the page has the rest.
-      filtered: whether only some records are requested.
     """
 
     name: str = fixed("html_tsv_syn")
@@ -182,7 +148,6 @@ class HtmlTsv(Task):
     stop: tuple[str, ...] = fixed(("\n```",))
 
     output: int = 500
-    filtered: bool = False
     max_new: int = 600
 
     def __post_init__(self):
@@ -194,22 +159,21 @@ class HtmlTsv(Task):
 
     def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
         """A page of the most records that fit table and prompt, filled with boilerplate."""
-        page = Page(draw, self.filtered)
+        page = Page(draw)
         header = "\t".join(page.columns)
-        what = "records" if page.condition is None else f"records whose {page.condition}"
-        query = "\n\n" + FORMAT.format(what=what, columns=", ".join(page.columns))
+        query = "\n\n" + FORMAT.format(columns=", ".join(page.columns))
         prefix = f"\n\n```tsv\n{header}"
         room = self.room(count, query + prefix, tokens)
 
         def table(number: int) -> str:
-            return "\n".join("\t".join(cells) for cells in [page.columns, *page.rows(number)])
+            return "\n".join("\t".join(cells) for cells in [page.columns, *page.records(number)])
 
         def source(number: int, extra: int) -> str:
             return f"{INTRO}```html\n{page.text(number, extra)}\n```"
 
         rows = most_units(count, table, self.output).units
         records = most_units(count, lambda n: source(n, 0), room, limit=rows).units
-        if not page.rows(records):
+        if records < 1:
             raise LengthError(f"{tokens} tokens are too few for a record; ask for more")
         fitted = most_units(count, lambda extra: source(records, extra), room, fewest=0)
         meta = {"layout": page.layout, "records": records}

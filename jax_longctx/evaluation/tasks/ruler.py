@@ -7,7 +7,7 @@ drawn without repetition from 40 evenly spaced ones, here by tokens.
 
 `vt`, variable tracking: `VAR A = 12345` stands in the noise, further on `VAR B = VAR A`, and so on;
 the question asks for all names of the chain. A small solved example stands before the text, another
-one in each prompt, as in Star's copy. Chains beyond the first are distractors.
+one in each prompt, as in Star's copy.
 
 `cwe`, common words extraction: a numbered list of words, ten of them ten times as often as the
 others, after a short solved list. `fwe`, frequent words extraction: words of six letters, the i-th
@@ -169,33 +169,21 @@ def ruler_niah_tasks() -> tuple[RulerNiah, ...]:
 
 TRACKED = "Variables are assigned in the text below, among words that say nothing. Follow them.\n\n"
 EXAMPLE_TOKENS = 500
+# Variables that hold the value: the first, and four that it is handed on to.
+CHAIN = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariableTracking(Task):
-    """RULER's variable tracking: the names that a value is handed on to.
-
-    Attributes:
-      chains: how many values are handed on; the first one is asked for.
-      hops: how often each is handed on, to one more variable every time.
-    """
+    """RULER's variable tracking: the names that a value is handed on to."""
 
     name: str = fixed("vt")
     metric: str = fixed("share of the variables named")
 
-    chains: int = 1
-    hops: int = 4
     max_new: int = 30
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.chains * (self.hops + 1) > 500:
-            raise ConfigError(
-                f"chains * (hops + 1) must be at most 500, got {self.chains * (self.hops + 1)}"
-            )
-
     def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
-        """A solved example, then the chains."""
+        """A solved example, then the chain."""
         haystack = open_haystack("noise", count)
         known, value = draw.sample(range(10_000, 99_999), 2)
         # At most a quarter of a short prompt.
@@ -210,7 +198,7 @@ class VariableTracking(Task):
     def _asked(self, value: int) -> tuple[str, str]:
         """The question and the start of its answer."""
         query = f"\n\nWhich variables hold the value {value} in the text above?"
-        return query, f"\n\n{self.hops + 1} variables hold the value {value}:"
+        return query, f"\n\n{CHAIN} variables hold the value {value}:"
 
     def _text(
         self,
@@ -221,24 +209,17 @@ class VariableTracking(Task):
         room: int,
         head: str,
     ) -> tuple[Fitted, list[str]]:
-        """Noise with the chains hidden in it, and the names that hold the value."""
-        names = _names(draw, self.chains * (self.hops + 1), string.ascii_uppercase, letters)
-        others = draw.sample([n for n in range(10_000, 99_999) if n != value], self.chains - 1)
-        statements, asked = [], []
-        for start in (value, *others):
-            chain = [names.pop() for _ in range(self.hops + 1)]
-            asked = asked or chain
-            values = [str(start), *(f"VAR {before}" for before in chain)]
-            lines = [f"VAR {name} = {held}" for name, held in zip(chain, values, strict=False)]
-            # Chains are interleaved; each keeps its order.
-            statements += zip(sorted(draw.random() for _ in lines), lines, strict=True)
+        """Noise with the chain hidden in it, and the names that hold the value."""
+        names = list(reversed(_names(draw, CHAIN, string.ascii_uppercase, letters)))
+        held = [str(value), *(f"VAR {before}" for before in names)]
+        lines = [f"VAR {name} = {each}" for name, each in zip(names, held, strict=False)]
         filled = haystack.fill(
-            sorted(statements),
+            list(zip(sorted(draw.random() for _ in lines), lines, strict=True)),
             tokens=room,
             start=draw.randrange(len(haystack.pieces)),
             head=head,
         )
-        return filled, asked
+        return filled, names
 
 
 def _names(draw: random.Random, number: int, letters: str, length: int) -> list[str]:
@@ -260,55 +241,39 @@ FREQUENT = (
     "\n\nLeaving out the dots, which {number} words come up most often in the coded text above?"
 )
 FREQUENT_ARE = "\n\nThe {number} words that come up most often are:"
-# Tokens below which lists repeat their words less often.
-SHORT = 4096
+# Common words of a list, and tokens below which it repeats its words less often.
+WORDS, SHORT = 10, 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommonWords(Task):
-    """RULER's common words extraction: the words that a long list repeats most.
-
-    Attributes:
-      words: how many common words there are.
-      common, other: how often the list has a common word and any other; None for the paper's 30 and
-        3, in prompts of less than 4096 tokens 6 and 1.
-    """
+    """RULER's common words extraction: the ten words that a long list repeats most."""
 
     name: str = fixed("cwe")
     metric: str = fixed("share of the common words named")
 
-    words: int = 10
-    common: int | None = None
-    other: int | None = None
     max_new: int = 120
-
-    def __post_init__(self):
-        super().__post_init__()
-        if (self.common is None) != (self.other is None):
-            raise ConfigError("common and other go together: give both or neither")
-        if self.common is not None and self.other is not None and self.common <= self.other:
-            raise ConfigError(f"common must be more than other = {self.other}, got {self.common}")
 
     def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
         """A solved list, and a list that fills the prompt."""
         short = tokens < SHORT
-        common, other = self.common or (6 if short else 30), self.other or (1 if short else 3)
-        query, prefix = (text.format(number=self.words) for text in (COMMON, COMMON_ARE))
+        common, other = (6, 1) if short else (30, 3)
+        query, prefix = (text.format(number=WORDS) for text in (COMMON, COMMON_ARE))
         stream = word_stream(draw)
-        shown = [next(stream) for _ in range(2 * self.words if short else 4 * self.words)]
-        answer = _numbered(shown[: self.words])
-        example = _common_list(draw, shown, self.words, *((3, 1) if short else (10, 3)))
+        shown = [next(stream) for _ in range(2 * WORDS if short else 4 * WORDS)]
+        answer = _numbered(shown[:WORDS])
+        example = _common_list(draw, shown, WORDS, *((3, 1) if short else (10, 3)))
         head = f"{LIST}{example}{query}{prefix} {answer}\n\n\n{LIST}"
         listed = Growing(stream)
-        outputs, order = listed(self.words), draw.random()
+        outputs, order = listed(WORDS), draw.random()
 
         def context(others: int) -> str:
-            chosen = listed(self.words + others)
-            return head + _common_list(random.Random(order), chosen, self.words, common, other)
+            chosen = listed(WORDS + others)
+            return head + _common_list(random.Random(order), chosen, WORDS, common, other)
 
         room = self.room(count, query + prefix, tokens)
-        fitted = most_units(count, context, room, fewest=self.words)
-        meta = {"words": self.words + fitted.units, "common": common, "other": other}
+        fitted = most_units(count, context, room, fewest=WORDS)
+        meta = {"words": WORDS + fitted.units, "common": common, "other": other}
         return self.made(count, index, fitted, query, prefix, outputs, **meta)
 
 
@@ -328,32 +293,19 @@ def _numbered(words: Sequence[str]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FrequentWords(Task):
-    """RULER's frequent words extraction: the words a coded text has most of.
-
-    Attributes:
-      alpha: how fast frequencies fall with rank: as rank to the power of -alpha.
-    """
+    """RULER's frequent words extraction: the words a coded text has most of."""
 
     name: str = fixed("fwe")
     metric: str = fixed("share of the frequent words named")
 
-    alpha: float = 2.0
     max_new: int = 50
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 1 < self.alpha < math.inf:
-            raise ConfigError(f"alpha must be more than 1, got {self.alpha}")
 
     def sample(self, count: Count, draw: random.Random, index: int, tokens: int) -> Sample:
         """A coded text that fills the prompt."""
-        # Imported here so that listing tasks needs no numpy.
-        import scipy.special
-
         query, prefix = FREQUENT.format(number=3), FREQUENT_ARE.format(number=3)
         coded = _names(draw, max(tokens // 50, 5), string.ascii_lowercase, 6)
-        order, scale = draw.random(), float(scipy.special.zeta(self.alpha))
-        shares = [rank**-self.alpha / scale for rank in range(1, len(coded) + 1)]
+        order, scale = draw.random(), math.pi**2 / 6
+        shares = [rank**-2.0 / scale for rank in range(1, len(coded) + 1)]
 
         def counts(number: int) -> list[int]:
             return [math.floor(number * share) for share in shares]

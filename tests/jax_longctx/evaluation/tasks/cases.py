@@ -110,17 +110,7 @@ def page_rows(sample):
 
 
 def table(sample):
-    rows = page_rows(sample)
-    wanted = re.search(r"whose (\w+) is (below|at least) ([\d.]+) of", sample.query)
-    if wanted is not None:
-        at = sample.answer_prefix.splitlines()[-1].split("\t").index(wanted[1])
-        numbers = [row[at].replace("$", "") for row in rows]
-        rows = [
-            row
-            for row, number in zip(rows, numbers, strict=True)
-            if number != "N/A" and (float(number) < float(wanted[3])) == (wanted[2] == "below")
-        ]
-    return "\n" + "\n".join("\t".join(row) for row in rows)
+    return "\n" + "\n".join("\t".join(row) for row in page_rows(sample))
 
 
 FACT = re.compile(

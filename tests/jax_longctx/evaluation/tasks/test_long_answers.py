@@ -9,8 +9,8 @@ import pytest
 from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.tasks import make_task
 from jax_longctx.evaluation.tasks.chain_of_key import chain_score
-from jax_longctx.evaluation.tasks.html_tsv import LAYOUTS, Condition, score_table
-from tests.jax_longctx.evaluation.tasks.cases import drawn, page_rows, table, words
+from jax_longctx.evaluation.tasks.html_tsv import LAYOUTS, score_table
+from tests.jax_longctx.evaluation.tasks.cases import drawn, page_rows, words
 
 pages = partial(drawn, "html_tsv_syn", tokens=2000, trials=24, seed=4, output=200, max_new=250)
 
@@ -39,23 +39,7 @@ def test_a_parser_recovers_the_table():
     assert len(styles) > 15
 
 
-def test_only_records_asked_for_are_right():
-    task, samples = pages(filtered=True, trials=8)
-    sides = set()
-    for sample in samples:
-        rows = sample.outputs[0].split("\n")[1:]
-        assert 0 < len(rows) < sample.meta["records"]
-        assert task.score(table(sample), sample) == 100
-        everything = "\n" + "\n".join("\t".join(row) for row in page_rows(sample))
-        assert task.score(everything, sample) < 100
-        sides.add("below" in sample.query)
-    assert sides == {True, False}
-    price = Condition("Price", below=True, bound=10.5)
-    assert [price.holds(cell) for cell in ("$10.49", "$10.50", "N/A")] == [True, False, False]
-    stock = Condition("Stock", below=False, bound=7.0)
-    assert [stock.holds(cell) for cell in ("7", "6", "N/A")] == [True, False, False]
-    assert (str(price), str(stock)) == ("Price is below 10.5", "Stock is at least 7")
-    # What follows the header is scored, and needs room.
+def test_what_follows_the_header_is_scored_and_needs_room():
     task, (sample, *_) = pages(trials=1)
     rows = sample.outputs[0].split("\n")[1:]
     half = "\n" + "\n".join(rows[: len(rows) // 2])
