@@ -10,7 +10,6 @@ import pytest
 import jax_longctx.batch.run as run_module
 from jax_longctx.batch import BatchOptions, compile_first
 from jax_longctx.engine import Sampling
-from jax_longctx.locks import only_writer
 from jax_longctx.text.child import ChatTemplate
 from tests.checkpoints_convert.tiny import full_disk
 from tests.jax_longctx.cli.conftest import die_at, last_of_each, refused
@@ -238,6 +237,9 @@ def test_a_run_that_was_killed_at_any_write_goes_on(batch, killed, tmp_path, mon
             break
         except AssertionError:
             assert not into.exists()
+        # What is written again may be damaged.
+        partial = into.with_name(f"{into.name}.partial")
+        partial.write_bytes(partial.read_bytes().replace(b"answer", b"Answer"))
         batch(*options, into=into)
         assert into.read_bytes() == whole.read_bytes()
         # At most the batch that was being written is computed again.
@@ -371,15 +373,6 @@ def test_files_of_rows_are_confined_to_a_folder(batch, tmp_path, book, out):
     assert "is no folder" in refused.stderr
 
 
-def test_another_run_that_writes_is_waited_for(batch, out):
-    with only_writer(out):
-        said = " ".join(batch(*LIMIT, code=2).stderr.split())
-        assert said.endswith(
-            f"error: another process is writing {out}; wait for it, or choose another name"
-        )
-    assert sorted(out.parent.glob("out*")) == []
-
-
 FEW = [{"file": "book.txt", "question": "Why?"}, {"prompt": "12"}]
 SHORT = ("--max-tokens", 2, "--rows", 1)
 # What changes, and what the error names; None where answers stay the same.
@@ -457,6 +450,8 @@ def test_an_output_that_was_changed_or_has_no_origin_is_not_called_complete(batc
     out.rename(out.with_name("out.jsonl.partial"))
     out.with_name("out.jsonl.journal").write_text('{"format": 3, "given": {}}\n')
     refused("has format 3, expected 4: another version or program wrote it")
+    out.with_name("out.jsonl.journal").unlink()
+    refused("out.jsonl.partial is there without its out.jsonl.journal; remove out.jsonl.partial")
     batch(*SHORT, "--overwrite")
     assert out.read_text() == text
 
@@ -468,40 +463,6 @@ def test_an_input_that_changes_while_it_is_answered_is_an_error(batch, book, out
     )
     assert "changed while it was read" in batch(*SHORT, rows=FEW, code=2).stderr.replace("\n", " ")
     assert not out.exists()
-
-
-def test_damage_between_two_runs_is_refused_or_computed_again(run, batch, killed, given, out):
-    """A changed byte, a lost end, and lost files, of both files that a killed run leaves."""
-    whole, options = out.with_name("whole.jsonl"), (*LIMIT, "--rows", 2)
-    batch(*options, into=whole)
-    # The last of three batches is answered; its rows are not written.
-    killed(5, *options, code=1)
-    files = [out.with_name(f"out.jsonl.{suffix}") for suffix in ("journal", "partial")]
-    content = {path: path.read_bytes() for path in files}
-    assert all(text.count(b"\n") >= 2 for text in content.values())
-    refused = 0
-    for path, text in content.items():
-        places = [0, len(text) // 3, text.index(b"\n"), len(text) - 1]
-        changed = [text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :] for at in places]
-        # Still JSON, and still an answer.
-        changed.append(text.replace(b'"length"', b'"lengtH"', 1))
-        assert changed[-1] != text
-        for damaged in [*changed, text[: len(text) // 2], b"", b"[]\n", None]:
-            for other, kept in content.items():
-                other.write_bytes(kept)
-            path.unlink()
-            if damaged is not None:
-                path.write_bytes(damaged)
-            result = run("batch", given, out, "-c", "m", *last_of_each(options))
-            if result.exit_code == 0:
-                assert out.read_bytes() == whole.read_bytes()
-                out.unlink()
-            else:
-                assert result.exit_code == 2 and "begin anew" in result.stderr, result.stderr
-                assert path.name == "out.jsonl.journal" and path.name in result.stderr
-                refused += 1
-    # Not a lost end of the journal; the partial file is written again.
-    assert refused == 6
 
 
 @pytest.fixture
@@ -527,11 +488,11 @@ MENDED = [
 FAULTY = [*MENDED[:3], MENDED[3], ["Remember"], MENDED[5]]
 
 
-@pytest.mark.parametrize("died", [None, 6, 9])
+@pytest.mark.parametrize("died", [None, 6])
 def test_rows_with_errors_are_tried_again_and_the_others_stay(
     batch, killed, out, monkeypatch, computed, died
 ):
-    """Of a finished output, and of runs that died in the first and in a later window."""
+    """Of a finished output, and of a run that died."""
     monkeypatch.setattr(run_module, "WINDOW_BATCHES", 2)
     options, again = ("--max-tokens", 2, "--rows", 1), ("--retry-errors",)
     late, whole = out.with_name("late.txt"), out.with_name("whole.jsonl")
@@ -544,7 +505,6 @@ def test_rows_with_errors_are_tried_again_and_the_others_stay(
         assert "or try these rows with --retry-errors" in batch(*options, code=3).stderr
     else:
         killed(died, *options, rows=FAULTY, code=1)
-    before = len(out.with_name("out.jsonl.partial").read_text().splitlines()) if died else 6
     late.write_text(BOOK)
     # Without the option the input must be the same; with it, what was answered.
     assert "made with input" in batch(*options, rows=MENDED, code=2).stderr.replace("\n", " ")
@@ -554,7 +514,6 @@ def test_rows_with_errors_are_tried_again_and_the_others_stay(
     said = batch(*options, *again, rows=MENDED).stderr
     assert out.read_bytes() == whole.read_bytes()
     assert set(computed) == {3, 4} if died is None else set(computed) >= {3, 4}
-    assert not {row for row in computed if row < before - 2} & {0, 1} or died == 6
     assert "2 rows in " in said or died
     assert not list(out.parent.glob("*.partial")) + list(out.parent.glob("*.journal"))
     computed.clear()

@@ -1,6 +1,5 @@
 """Rows: what one prompt at a time gives, once each, also after a kill or short of memory."""
 
-import contextlib
 import functools
 import hashlib
 import json
@@ -23,7 +22,6 @@ from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import Offload
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import PromptLayout
-from tests.jax_longctx.cli.conftest import die_at
 from tests.jax_longctx.evaluation.conftest import SmallTask
 from tests.stored_programs import storing
 from tests.support import engine_over
@@ -253,26 +251,6 @@ def test_a_chat_template_stands_around_context_and_question(tiny):
     assert short.prompts == [] and "39 tokens are too few" in short.refused
 
 
-@pytest.mark.slow
-def test_a_killed_run_computes_nothing_twice(small, tiny, tmp_path, computed, monkeypatch):
-    chosen = config(trials=5)
-    whole = without_times(evaluate(tiny, tmp_path / "whole", chosen))
-    for fatal in range(1, 10):
-        folder = tmp_path / str(fatal)
-        computed.clear()
-        with monkeypatch.context() as patch, contextlib.suppress(SystemError):
-            die_at(patch, fatal)
-            evaluate(tiny, folder, chosen)
-            break
-        before = sum(computed)
-        evaluate(tiny, folder, chosen)
-        assert without_times(read_rows(folder)) == whole and len(read_rows(folder)) == 5
-        # What was being written when it died comes again; nothing else.
-        assert before <= sum(computed) <= 5 + 2
-    # Three batches.
-    assert fatal == 4
-
-
 def test_a_run_goes_on_with_the_same_model_and_options_alone(
     small, tiny, tmp_path, computed, monkeypatch
 ):
@@ -356,16 +334,10 @@ def test_damaged_and_foreign_rows_are_named_by_file_and_line(small, tiny, tmp_pa
     )
     # Others read it as JSON lines.
     assert sorted(json.loads(line)["index"] for line in lines[1:]) == [0, 1]
-    for number, damaged in (
-        (1, lines[0].replace('"seed": 0', '"seed": 1')),
-        (2, lines[1].replace('"finish"', '"finisH"', 1)),
-        (2, foreign[1]),
-        (3, "{\n"),
-    ):
-        path.write_text("".join([*lines[: number - 1], damaged, *lines[number:]]))
-        for read in (lambda: read_rows(one), lambda: evaluate(tiny, one, config(trials=2))):
-            with pytest.raises(OriginError, match=rf"one/rows\.jsonl is damaged: line {number} is"):
-                read()
+    path.write_text("".join([lines[0], foreign[1], *lines[2:]]))
+    for read in (lambda: read_rows(one), lambda: evaluate(tiny, one, config(trials=2))):
+        with pytest.raises(OriginError, match=r"one/rows\.jsonl is damaged: line 2 is"):
+            read()
     # Without that line its row is computed again.
     computed.clear()
     path.write_text("".join(lines[:2]))
