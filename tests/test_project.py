@@ -15,13 +15,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("pallas_kernels", "jax_longctx", "checkpoints_convert", "train_cpt")
+WHEEL = ("pallas_kernels", "jax_longctx", "checkpoints_convert", "train_cpt")
+PACKAGES = (*WHEEL, "research")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 CORE = ("models", "engine", "methods", "caches", "contract")
 
 # Longest folder first: which of our modules a folder's files may import.
 MAY_IMPORT = {
-    "jax_longctx/cli": PACKAGES,
+    "jax_longctx/cli": WHEEL,
     "jax_longctx": ("jax_longctx", "pallas_kernels"),
     "pallas_kernels": ("pallas_kernels",),
     "checkpoints_convert": (
@@ -38,6 +39,7 @@ MAY_IMPORT = {
         "pallas_kernels.quantised_matrix",
     ),
     "train_cpt": ("train_cpt", "jax_longctx", "pallas_kernels"),
+    "research": ("research", "jax_longctx", "pallas_kernels"),
 }
 
 FOREIGN = re.compile(
@@ -89,6 +91,14 @@ def test_imports_run_one_way(folder):
         if name.split("/")[1] in CORE:
             foreign = ("torch", "transformers")
             assert {each for each in names if is_within(each, foreign)} == set(), name
+
+
+def test_nothing_in_the_wheel_imports_the_command_line():
+    for path in MODULES:
+        name = name_of(path)
+        if not name.startswith(("jax_longctx/cli/", "jax_longctx/__main__", "research/")):
+            names = imports(tree_of(path))
+            assert [each for each in names if is_within(each, ("jax_longctx.cli",))] == [], name
 
 
 def test_subcommands_import_the_other_packages_only_when_they_run():

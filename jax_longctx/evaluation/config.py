@@ -201,7 +201,7 @@ def research() -> Any:
     Raises:
       InputError: this is no checkout of the repository.
     """
-    if not RESEARCH.is_dir():
+    if not (RESEARCH / "suites").is_dir():
         raise InputError(
             "the papers' suites, methods and figures are in research/ of the repository, which the "
             "installed package does not hold; run jax-longctx in a checkout, after pip install -e ."
