@@ -90,17 +90,11 @@ def _by_block(
     lse: PerQuery,
     lengths: PerRow,
     how: Reduction,
-    *,
-    block: int = BLOCK,
 ) -> Masses:
-    """`mass`, which reads floats alone, over blocks of keys in 8 bits, side by side.
-
-    Args:
-      block: slots of a block at most.
-    """
+    """`mass`, which reads floats alone, over blocks of keys in 8 bits, side by side."""
     if not isinstance(k, Quantised):
         return mass(q, k, lse, lengths, how)
-    size = block_size(k.shape[2], block)
+    size = block_size(k.shape[2], BLOCK)
 
     def part(number: Array) -> Masses:
         begin = number * size

@@ -23,7 +23,6 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.common import (
     Attended,
-    Cache,
     PerRow,
     Queries,
     Stored,
@@ -37,7 +36,8 @@ from pallas_kernels.quantised import Quantised
 
 # Queries beyond which the scores are no longer small beside the cache.
 MAX_QUERIES = 16
-# Slots of a block: the best or within 1% of it for 1 x 32K, 1 x 128K and 8 x 16K on an H200
+# Slots of a part of the second matmul, lowered to a divisor of S, and of a block that becomes
+# floats: the best or within 1% of it for 1 x 32K, 1 x 128K and 8 x 16K on an H200
 # (2.70, 3.40 and 3.47 TB/s; blocks of 128 2 to 6% less).
 BLOCK = 2048
 # Bytes of the floats of a block that lies in 8 bits, on GPUs.
@@ -52,13 +52,8 @@ def decode_attention(
     *,
     scale: float,
     window: Window | None = None,
-    block: int = BLOCK,
 ) -> Attended:
-    """Every query of row b sees the slots below lengths[b], and within the window if there is one.
-
-    Args:
-      block: slots of one part of the second matmul, lowered to a divisor of S.
-    """
+    """Every query of row b sees the slots below lengths[b], within the window if there is one."""
     # Without the barrier XLA on CPU computes the caller's append once more inside fusions that read
     # the cache, and then has to keep the old cache: three copies of it.
     k, v = lax.optimization_barrier((k, v))
@@ -70,12 +65,12 @@ def decode_attention(
 
     scores_BKGTS = _scores(group_heads(q, k.shape[1]), k, scale, longest)
     logits_BKGTS = jnp.where(seen_BTS[:, None, None], scores_BKGTS, -jnp.inf)
-    out_BKGTH, lse_BKGT = _attend(logits_BKGTS, v, block, longest)
+    out_BKGTH, lse_BKGT = _attend(logits_BKGTS, v, longest)
     return ungroup_heads(out_BKGTH.astype(q.dtype)), ungroup_heads(lse_BKGT)
 
 
 def _attend(
-    logits: Float[Array, "B K G T S"], v: Stored, block: int, longest: Int[Array, ""] | int
+    logits: Float[Array, "B K G T S"], v: Stored, longest: Int[Array, ""] | int
 ) -> tuple[Float[Array, "B K G T H"], Float[Array, "B K G T"]]:
     """The softmax of the logits times the values, in float32, and its log-sum-exp."""
     top_BKGT1 = jnp.max(logits, axis=-1, keepdims=True)
@@ -84,7 +79,7 @@ def _attend(
     weights_BKGTS = jnp.exp(logits - top_BKGT1)
     total_BKGT1 = jnp.where(some_BKGT1, jnp.sum(weights_BKGTS, axis=-1, keepdims=True), 1.0)
     lse_BKGT1 = jnp.where(some_BKGT1, top_BKGT1 + jnp.log(total_BKGT1), -jnp.inf)
-    return _weighted_sum(weights_BKGTS, v, block, longest) / total_BKGT1, lse_BKGT1[..., 0]
+    return _weighted_sum(weights_BKGTS, v, longest) / total_BKGT1, lse_BKGT1[..., 0]
 
 
 def _scores(
@@ -129,12 +124,17 @@ def _scores_by_block(
 
 
 def _weighted_sum(
-    weights: Float[Array, "B K G T S"], v: Stored, block: int, longest: Int[Array, ""] | int
+    weights: Float[Array, "B K G T S"], v: Stored, longest: Int[Array, ""] | int
 ) -> Float[Array, "B K G T H"]:
     """Weights x values in float32; the weights are 0 from slot `longest` on."""
     if not isinstance(v, Quantised):
-        size = _divisor(v.shape[2], block)
-        return jnp.sum(_weighted_values(weights.astype(v.dtype), v, size), axis=2)
+        size = _divisor(v.shape[2], BLOCK)
+        w_BKGTPZ = weights.astype(v.dtype).reshape(*weights.shape[:4], -1, size)
+        v_BKPZH = v.reshape(*v.shape[:2], -1, size, v.shape[3])
+        part_BKPGTH = jnp.einsum(
+            "BKGTPZ,BKPZH->BKPGTH", w_BKGTPZ, v_BKPZH, preferred_element_type=jnp.float32
+        )
+        return jnp.sum(part_BKPGTH, axis=2)
     size = _quantised_block(v)
     rows_BKRS = weights.reshape(*v.shape[:2], -1, v.shape[2])
 
@@ -161,22 +161,13 @@ def weighted_values(weights: Float[Array, "B N S"], v: Stored) -> Float[Array, "
     """The sum of the values times their weights, in float32."""
     (b, n, slots), (_, kv_heads, _, width) = weights.shape, v.shape
     grouped_BKGTS = weights.reshape(b, kv_heads, -1, 1, slots)
-    return _weighted_sum(grouped_BKGTS, v, BLOCK, slots).reshape(b, n, width)  # [B, K, G, 1, H]
+    return _weighted_sum(grouped_BKGTS, v, slots).reshape(b, n, width)  # [B, K, G, 1, H]
 
 
 def _divisor(slots: int, block: int) -> int:
     """The largest divisor of `slots` up to `block`, or all of it where only tiny ones divide it."""
     best = next(d for d in range(min(block, slots), 0, -1) if slots % d == 0)
     return best if 8 * best >= min(block, slots) else slots
-
-
-def _weighted_values(
-    weights: Float[Array, "B K G T S"], v: Cache, block: int
-) -> Float[Array, "B K P G T H"]:
-    """Weights x values, summed within each of the P blocks of slots."""
-    w_BKGTPZ = weights.reshape(*weights.shape[:4], -1, block)
-    v_BKPZH = v.reshape(*v.shape[:2], -1, block, v.shape[3])
-    return jnp.einsum("BKGTPZ,BKPZH->BKPGTH", w_BKGTPZ, v_BKPZH, preferred_element_type=jnp.float32)
 
 
 def decode_logits(
@@ -191,11 +182,11 @@ def decode_logits(
 
 
 def attend_logits(
-    logits: Float[Array, "B N S"], v: Stored, *, block: int = BLOCK
+    logits: Float[Array, "B N S"], v: Stored
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
     """The softmax of the logits times the values, in v's dtype, and its log-sum-exp."""
     v = lax.optimization_barrier(v)
     (b, n, slots), kv_heads = logits.shape, v.shape[1]
     # [B, K, G, 1, S]
-    out, lse = _attend(logits.reshape(b, kv_heads, -1, 1, slots), v, block, slots)
+    out, lse = _attend(logits.reshape(b, kv_heads, -1, 1, slots), v, slots)
     return out.astype(v.dtype).reshape(b, 1, n, v.shape[3]), lse.reshape(b, 1, n)

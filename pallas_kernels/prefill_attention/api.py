@@ -103,19 +103,15 @@ def _by_block(
     lengths: PerRow,
     *,
     scale: float,
-    block: int = BLOCK,
 ) -> Attended:
     """`attend`, which reads floats alone, over blocks of a cache in 8 bits, merged.
 
     With many queries its products take far longer than turning a block into floats. It goes from
     the first block to the last that a row fills.
-
-    Args:
-      block: slots of a block at most.
     """
     if not any(isinstance(x, Quantised) for x in (k, v)):
         return attend(q, k, v, lengths, scale=scale)
-    size = block_size(k.shape[2], block)
+    size = block_size(k.shape[2], BLOCK)
 
     def part(number: Array | int) -> Attended:
         begin = number * size

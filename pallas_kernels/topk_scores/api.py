@@ -110,16 +110,11 @@ def _by_block(
     tolerance: PerQuery,
     *,
     count: int,
-    block: int = BLOCK,
 ) -> tuple[Float[Array, "B T N C"], Int[Array, "B T N C"]]:
-    """`topk`, which reads floats alone, over blocks of keys in 8 bits, merged.
-
-    Args:
-      block: slots of a block at most.
-    """
+    """`topk`, which reads floats alone, over blocks of keys in 8 bits, merged."""
     if not isinstance(k, Quantised):
         return topk(q, k, bounds, tolerance, count=count)
-    size = block_size(k.shape[2], block)
+    size = block_size(k.shape[2], BLOCK)
 
     def part(number: Array | int) -> tuple[Array, Array]:
         begin = number * size

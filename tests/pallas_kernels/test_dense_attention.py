@@ -211,9 +211,6 @@ def test_causal_attention(
 
 # Rows, and query heads of a kv head.
 SHARING = [(1, 2), (5, 1), (16, 4), (17, 4), (9, 16)]
-DECODE_IN_EIGHTS = partial(decode_xla.decode_attention, block=8)
-
-
 # Queries, slots and a window.
 SMALL = [(9, 40, None), (9, 40, 6), (3, 13, 20)]
 
@@ -253,7 +250,7 @@ def test_any_raggedness_streams_like_the_definition(
         patch.setattr(xla, "_KEY_BLOCK", 8)
         patch.setattr(xla, "_CPU_CAUSAL_BLOCK", 8)
         patch.setattr(xla, "_query_block", lambda shape, _: min(4, shape[1]))
-        patch.setattr(decode_xla, "decode_attention", DECODE_IN_EIGHTS)
+        patch.setattr(decode_xla, "BLOCK", 8)
         for operation in (*CACHE, *CAUSAL):
             arguments = cached if operation in CACHE else (q, fresh_k, fresh_v)
             found, expected = (

@@ -207,7 +207,7 @@ def test_logits_and_values_apart():
         *((640, 256, 128, (0,)), (640, 256, 128, (1,))),
     ],
 )
-def test_a_kernel_that_reads_floats_is_given_blocks(slots, block, each, floats):
+def test_a_kernel_that_reads_floats_is_given_blocks(monkeypatch, slots, block, each, floats):
     """`floats`: which of keys and values are not in 8 bits."""
     stacked = (x.map(lambda part: jnp.concatenate([part, part[:1]])) for x in stored(slots))
     both = [dequantised(x) if i in floats else x for i, x in enumerate(stacked)]
@@ -218,7 +218,8 @@ def test_a_kernel_that_reads_floats_is_given_blocks(slots, block, each, floats):
         sizes.append(keys.shape[2])
         return xla.cache_attention(q, keys, values, held, scale=scale)
 
-    by_block = functools.partial(api._by_block, attend, scale=0.3, block=block)
+    monkeypatch.setattr(api, "BLOCK", block)
+    by_block = functools.partial(api._by_block, attend, scale=0.3)
     found = compiled(by_block, q, *both, lengths)
     whole = (dequantised(x) for x in both)
     expected = compiled(reference.cache_attention, q, *whole, lengths, scale=0.3)
@@ -227,19 +228,20 @@ def test_a_kernel_that_reads_floats_is_given_blocks(slots, block, each, floats):
 
 
 @pytest.mark.parametrize("squares", [False, True])
-def test_a_kernel_of_mass_that_reads_floats_is_given_blocks(squares):
+def test_a_kernel_of_mass_that_reads_floats_is_given_blocks(monkeypatch, squares):
     k, _ = stored(640)
     q, lengths = draw(B, 9, K * G, H), jnp.array([600, 41])
     lse = 4.0 + np.asarray(draw(B, 9, K * G, seed=4))
     how = Reduction(0.3, jnp.full(B, 9), squares=squares)
     expected = compiled(attention_mass, q, k, lse, lengths, how, implementation="reference")
     by_block = functools.partial(mass_api._by_block, mass_reference.attention_mass)
-    masses, squared = compiled(by_block, q, k, lse, lengths, how=how, block=256)
+    monkeypatch.setattr(mass_api, "BLOCK", 256)
+    masses, squared = compiled(by_block, q, k, lse, lengths, how=how)
     found = (masses, squared) if squares else masses
     close(found, expected, rtol=2e-5, atol=1e-6)
 
 
-def test_a_kernel_of_the_best_keys_that_reads_floats_is_given_blocks():
+def test_a_kernel_of_the_best_keys_that_reads_floats_is_given_blocks(monkeypatch):
     """Ties, of repeated keys, go to the lowest slot whatever block they lie in."""
     k, _ = stored(320)
     k = k.map(lambda part: jnp.concatenate([part, part], axis=2))
@@ -249,7 +251,8 @@ def test_a_kernel_of_the_best_keys_that_reads_floats_is_given_blocks():
     reference = functools.partial(topk_scores, tolerance=tolerance, implementation="reference")
     expected = compiled(reference, *given, count=4)
     by_block = functools.partial(topk_api._by_block, topk_reference.topk_scores)
-    found = compiled(by_block, *given, tolerance, count=4, block=256)
+    monkeypatch.setattr(topk_api, "BLOCK", 256)
+    found = compiled(by_block, *given, tolerance, count=4)
     np.testing.assert_array_equal(found[1], expected[1])
     np.testing.assert_allclose(found[0], expected[0], rtol=2e-5, atol=2e-5)
 
