@@ -44,7 +44,7 @@ def check_same(
     free: tuple[str, ...] = (),
     kind: type[LongctxError] = OriginError,
 ) -> None:
-    """Raises an error that names what differs between the `known` origin and the `given` one.
+    """Raises an error that names the differences of the `known` and the `given` origin.
 
     Args:
       path: what was made, for the error.

@@ -115,7 +115,7 @@ def importance(
 def intersections(
     one: Float[np.ndarray, "L C"], other: Float[np.ndarray, "L C"], count: int
 ) -> Float[np.ndarray, " L"]:
-    """|A ∩ B| / k in every layer, of the k = `count` most important tokens of either.
+    """|A ∩ B| / k in every layer, for the k = `count` most important tokens of A and of B.
 
     Raises:
       InputError: there are not that many tokens.

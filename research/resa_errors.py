@@ -1,12 +1,12 @@
 """How far sparse attention is from full attention, with and without RESA's estimate.
 
-RESA, section 5.3 and Fig. 6(a). A model reads a text by full attention, which keeps every layer's
+RESA, section 5.3 and Fig. 6(a). A text is prefilled by full attention, which keeps every layer's
 queries, keys and values. The first part of the text is the prompt. Each of the last tokens is a
 decode step, for which a selector chooses among all keys so far. The score error is the L1 distance
 between full attention's distribution over the keys and the one used (2 at most); the output error
 is ||o - o_full|| / ||o_full||. Both are averaged over query heads and queries.
 
-Errors do not accumulate over layers: every layer's queries are those of full attention.
+Errors do not accumulate over layers: every layer has full attention's queries.
 """
 
 import dataclasses

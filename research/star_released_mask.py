@@ -33,7 +33,7 @@ class StarReleasedMask(Star):
             raise self.refused("the authors' code decodes by full attention; set decode=full")
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        # The mask is that of a question read at once.
+        # The mask of a question that is prefilled at once.
         longest = max(map(len, prompt.question or ()), default=0)
         if prompt.stage == "question":
             prompt = dataclasses.replace(prompt, chunk=max(prompt.chunk, longest))

@@ -76,7 +76,7 @@ class Throughput(Steps):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Serve(Compared):
-    """Many answers over one context, and reading beside them."""
+    """Many answers over one context, and prefill beside them."""
 
     context: int = 131072
     rows: int = 16

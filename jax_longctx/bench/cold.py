@@ -105,7 +105,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     """The first answer of this process and later ones; seconds from the text's tokens on.
 
     Beside them are the seconds that this thread spent on compilation before the last token, the
-    programs that were asked for, and those of them that the persistent cache held.
+    programs that were asked for, and how many the persistent cache held.
     """
     spec = RunSpec(method=make_method(case["method"], case["settings"]), **case["run"])
     if case["checkpoint"] is None:
@@ -159,7 +159,7 @@ def _answer(
 
 
 def main() -> None:
-    """One case, given as JSON; prints what was measured as one line of JSON."""
+    """Runs one case, given as JSON; prints its measurements as one line of JSON."""
     try:
         found = measure(json.loads(sys.argv[1]))
     except LongctxError as error:

@@ -64,7 +64,7 @@ def _said(row: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """How steps are timed; `bandwidth` is that of a copy, in bytes a second."""
+    """How steps are timed; `bandwidth` is a copy's, in bytes a second."""
 
     shape: Shape
     bandwidth: float
@@ -100,7 +100,7 @@ class Timed:
 
 
 def _of_steps(measured: dict[int, Step], layers: int) -> dict[str, Any]:
-    """The figures of a model of so many layers, from steps by their number of layers."""
+    """The figures of a model of `layers` layers, from steps by their number of layers."""
     row: dict[str, Any] = scaled("seconds", {n: one.seconds for n, one in measured.items()}, layers)
     counted = {n: one.kernels for n, one in measured.items() if one.kernels is not None}
     if counted:

@@ -137,7 +137,7 @@ def run(
     Args:
       preferred: time this implementation alone; the chosen one where a case has no such.
       faults: exceptions of a kernel that become its row; the others are still measured.
-      seconds: after which no case begins. The cases that are left have a row that says so.
+      seconds: no case begins later. The cases that are left have a row that says so.
 
     Returns:
       device, jax, copy_bandwidth (bytes a second), matmul_rate (operations a second) and rows.

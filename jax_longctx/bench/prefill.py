@@ -1,7 +1,7 @@
 """Time to first token over several devices, by method, beside the time that its FLOPs take.
 
 Random weights of a published shape, one row of random tokens: context, question and the answer fit
-in `tokens`. A method that reads a text for a question reads it beside each chunk. The predicted
+in `tokens`. A method that needs the question takes it beside each chunk. The predicted
 time is the FLOPs on the busiest device (see `planning.work`) at two rates measured in the same run
 on the same devices: `linear`, of the layers without attention, and `attention`, of a causal square.
 It leaves out communication. Also measured are the bytes a second that a device receives from its
@@ -192,7 +192,7 @@ def _rates(shape: Shape, tokens: int, runs: int) -> dict[str, Any]:
 
 
 def _timed(run: Callable[[], Any], runs: int) -> float:
-    """Median seconds of a call, of several that are queued without waiting."""
+    """Median seconds of a call, when several are queued without waiting."""
     return statistics.median(call_times(lambda: [run() for _ in range(QUEUED)], runs)) / QUEUED
 
 

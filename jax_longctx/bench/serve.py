@@ -1,16 +1,16 @@
-"""Many answers over one long context: a step's time, and decoding beside reading another text.
+"""Many answers over one long context: a step's time, and decoding beside another text's prefill.
 
-Random weights of a published shape. The rows run in a `RunningBatch`, as those of the server do.
+Random weights of a published shape. The rows run in a `RunningBatch`, as in the server.
 Under methods that can, they share the context's keys and values; under others each has its own.
 Beside them stands one row alone: `Engine.stream` over the same context. A row's first token comes
-when it has joined; the reading of its question, a part of that, is timed alone too.
+when it has joined; the prefill of its question, a part of that, is timed alone too.
 
-Then another text is read in chunks between decode blocks, at the server's pace (`serving.pace`).
+Then another text is prefilled between decode blocks, at the server's pace (`serving.pace`).
 The gap of a row is the time between two deliveries of tokens to it; a block's tokens come together.
-Reading is compared with the same reading alone. A row whose answer is full joins anew. Its next gap
-does not count, those of the other rows do.
+Its prefill is compared with prefill alone. A row whose answer is full joins anew. Its next gap
+does not count, the other rows' do.
 
-The limit of a step is that of `bench decode` for one row: weights, and what one row reads. Tails of
+The limit of a step is as in `bench decode` for one row: weights, and what one row reads. Tails of
 the rows, and pages that only some of them choose, come on top.
 """
 
@@ -39,11 +39,11 @@ from jax_longctx.run_spec import RunSpec
 from jax_longctx.serving.pace import READ_SECONDS, Pace
 from jax_longctx.settings import Sampling
 
-# Tokens of an answer while another text is read.
+# Tokens of an answer beside another text's prefill.
 ANSWER = 2048
 # Blocks of the rows before those that are timed: the first compiles.
 WARM_BLOCKS = 2
-# Times that one question is read.
+# Times that one question is prefilled.
 ASKED = 5
 
 
@@ -135,7 +135,7 @@ class _Measured:
         }
 
     def beside(self, read: int) -> dict[str, Any]:
-        """Gaps between tokens while a text is read, and the tokens read a second beside alone."""
+        """Gaps between tokens during a text's prefill; prefill's speed beside them and alone."""
         # The first reading compiles.
         alone = [self._read(read, beside=False)[0] for _ in range(2)][1]
         self.say(f"  reading alone {read / alone:,.0f} tokens/s")
@@ -166,7 +166,7 @@ class _Measured:
             self._joins.append(time.perf_counter() - begun)
 
     def _question_seconds(self) -> float:
-        """Median seconds to read a row's question over the context: a part of `first_token`."""
+        """Median seconds to prefill a row's question over the context: a part of `first_token`."""
         engine, context = self.engine, self._context
         rows = [[] for _ in context.rows]
         rows[0] = self._questions[0]
@@ -192,7 +192,7 @@ class _Measured:
         return {place: len(tokens) for place, tokens in found.items()}
 
     def _read(self, tokens: int, *, beside: bool) -> tuple[float, list[float]]:
-        """Seconds to read a text, and the gaps of the rows that decode meanwhile."""
+        """Seconds to prefill a text, and the gaps of the rows that decode meanwhile."""
         engine, pace = self.engine, Pace()
         draw = np.random.default_rng(tokens).integers(0, engine.config.vocab_size, tokens)
         reading = engine.reading(

@@ -149,8 +149,8 @@ def throughput(
     """Decoded tokens a second of methods at the largest batch that fits, random bfloat16 weights.
 
     The largest batch is found by the engine's own arithmetic and confirmed by a run. All rows have
-    one length. They are copies of one row, so that a context is read once for a method. The limit
-    is that of [bold]bench decode[/bold].
+    one length. They are copies of one row, so that a method prefills one context. The limit
+    is as in [bold]bench decode[/bold].
 
     [bold]Example[/bold]
 
@@ -177,7 +177,7 @@ def serve(
         rows=option("Answers that are decoded together.", default=16, min=1),
         question=option("Tokens of each question.", default=32, min=1),
         read=option(
-            "Tokens of another text that is read between decode blocks; 0 reads none. As "
+            "Tokens of another text that is prefilled between decode blocks; 0 for none. As "
             "--context unless given.",
             metavar="TOKENS",
             min=0,
@@ -191,11 +191,11 @@ def serve(
     ),
     spec: RunSpec = options.run("chunk", "kv", "weights", "mesh", mesh=_MESH),
 ) -> None:
-    """Time many answers over one context, and decoding beside reading, random bfloat16 weights.
+    """Time many answers over one context, and decode beside prefill, random bfloat16 weights.
 
     Rows share the context where the method can. Beside them stands one row alone in the same run.
-    Then another text is read in chunks between decode blocks, at the server's pace: the gaps
-    between a row's tokens, and how fast the text is read beside reading alone.
+    Then another text is prefilled between decode blocks, at the server's pace: the gaps
+    between a row's tokens, and the speed of prefill beside decode and alone.
 
     [bold]Example[/bold]
 

@@ -167,7 +167,7 @@ def _off(row: Row) -> str:
 
 
 def _table(result: Row, heads: Sequence[str], name: Cells, cells: Cells) -> Any:
-    """A line for each row: what it is of, and its figures or why it failed."""
+    """A line for each row: its method and case, then its figures or why it failed."""
     rows = [
         [*name(row), *([row["failed"]] if "failed" in row else cells(row))]
         for row in result["rows"]
@@ -184,7 +184,7 @@ def _speedup(row: Row) -> str:
 
 
 def _step_columns(result: Row) -> dict[str, Callable[[Row], str]]:
-    """The columns; without those of kernels where none were counted."""
+    """The columns; none about kernels where none were counted."""
     counted = any("kernels" in row for row in result["rows"])
     return {
         head: cell

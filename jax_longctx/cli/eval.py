@@ -111,7 +111,7 @@ class Choice:
     trials: int | None = option("Prompts of each task and length; 20 unless given.")
 
     def read(self) -> "EvalConfig":
-        """The file's configuration, or that of the options."""
+        """The file's configuration, or the options'."""
         from jax_longctx.evaluation.config import EvalConfig, Part, RunOptions, read_config
 
         given = {"--method": self.methods, "--task": self.tasks, "--length": self.lengths}

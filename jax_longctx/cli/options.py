@@ -50,7 +50,7 @@ def argument(help: str, default: Any = None, **how: Any) -> Any:
 
 
 def only(*names: str) -> Any:
-    """The default of a dataclass parameter of whose options these alone are taken."""
+    """Expose only these fields of a dataclass parameter as options."""
     return dataclasses.field(metadata={"only": names})
 
 
@@ -112,7 +112,7 @@ class Group(typer.core.TyperGroup):
 
 
 class App(typer.Typer):
-    """A group of such commands."""
+    """A group of commands with these options."""
 
     def command(self, name: str | None = None, **how: Any) -> Any:
         """As `typer.Typer.command`."""
@@ -141,7 +141,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 def _options(
     name: str, kind: Any, field: Any, panel: str | None = None, chosen: Any = None
 ) -> tuple[list[inspect.Parameter], Callable[[dict[str, Any]], Any]]:
-    """A parameter's or field's options, and what makes its value of the options' values."""
+    """A parameter's or field's options, and the function from their values to its value."""
     if not dataclasses.is_dataclass(kind):
         return [_parameter(name, kind, field, panel)], lambda values: values[name]
     about = getattr(field, "metadata", {})
@@ -160,7 +160,7 @@ def _options(
 
 
 def _parameter(name: str, kind: Any, field: Any, panel: str | None = None) -> inspect.Parameter:
-    """A keyword parameter for typer; one that is no `option` or `argument` stays as it is."""
+    """A keyword parameter for typer. One that is no `option` or `argument` stays unchanged."""
     if isinstance(field, dataclasses.Field):
         # What Python gives as an object, as a mesh, is text here.
         mark, kind = copy.copy(field.metadata["mark"]), str | None if kind is Any else kind
@@ -174,7 +174,7 @@ def _parameter(name: str, kind: Any, field: Any, panel: str | None = None) -> in
 
 
 def _at_home(mark: Any) -> Callable[[Any], Any]:
-    """The callback of an option of paths: `~` goes, then what typer and the option's own check."""
+    """The callback of a path option: expands `~`, then runs typer's and the option's own check."""
     noun = "path" if mark.file_okay and mark.dir_okay else "dir" if mark.dir_okay else "file"
 
     def callback(value: Any) -> Any:
@@ -221,7 +221,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def template_variables(pairs: Iterable[str]) -> dict[str, Any]:
-    """The values of `--template`: JSON, or text where it is none. InputError for others."""
+    """The values of `--template`: JSON, else text. InputError for others."""
     found: dict[str, Any] = {}
     for key, text in parse_pairs(pairs, "--template").items():
         try:
@@ -321,7 +321,7 @@ RUN = {
 
 
 def run(*names: str, **marks: Any) -> Any:
-    """The options of a `RunSpec`, or of these fields of it; `marks` are others for some."""
+    """The options of a `RunSpec`, or of the fields `names`; `marks` replaces some."""
     return marked(**{name: {**RUN, **marks}[name] for name in names or RUN})
 
 

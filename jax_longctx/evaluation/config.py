@@ -72,7 +72,7 @@ class RunOptions:
 
     @property
     def spec(self) -> RunSpec:
-        """How the model runs; `compared` makes a method's of it."""
+        """How the model runs; `compared` gives each method's own."""
         names = ("mesh", "dtype", "chunk", "kv", "weights", "offload", "working_set")
         return RunSpec(**{name: getattr(self, name) for name in names})
 

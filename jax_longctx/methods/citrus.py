@@ -9,8 +9,8 @@ Bai et al. 2024, sections 4.1 (chunked state eviction, CSE), 4.2 (instruction-aw
    (`Citrus`, one shared cache; `CitrusIndividual`, with a cache of its own);
 3. the k best stay, the same tokens for all heads, and the chunk joins.
 
-After the context the instruction evicts once more, down to k, is read, and the answer grows the
-cache. While the text is read, keys are cached before rotary embedding and stand at their slots;
+After the context the instruction evicts once more, down to k, is fed, and the answer grows the
+cache. During prefill keys are cached before rotary embedding and stand at their slots;
 after the question they are rotated once. Cost: attention over k + c / 2 more slots a token, one
 more product with the cached keys for the scores, and with an instruction its rows once more a
 chunk.

@@ -10,7 +10,7 @@ Tokens join with the mass that they receive in their own segment, and then the l
 in decode one token a step. Cost: attention over the budget, and one more product of queries and
 keys for the sums.
 
-Differences from the authors' code, which drops once after the whole prompt: the text is read in
+Differences from the authors' code, which drops once after the whole prompt: prefill goes in
 chunks, so that memory is bounded, and every query counts; sums are kept per kv head under grouped
 queries and per row of a batch. As a baseline of CItruS (`protocol=citrus`, `positions=shifted`)
 the chunk is the recent window: `recent` counts within the tokens before it and is 0 by default. The

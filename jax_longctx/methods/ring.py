@@ -117,7 +117,7 @@ class Ring(Appending):
     def _around(
         self, q: Array, k: Array, v: Array, here: Pair, length: Array, ctx: LayerContext
     ) -> Attended:
-        """A shard's own part, then those of the shards before it as their keys come by.
+        """A shard's own part, then the other shards' parts as their keys come by.
 
         With zigzag shard r holds pieces r and 2R - 1 - r, in the order of the text within it. All
         its queries see the first piece of a shard before it and none of its last; its last piece's

@@ -38,7 +38,7 @@ class RoCo(Evicting):
 
     Attributes:
       sink: first slots that do not leave in prefill.
-      recent_ratio, decode_recent_ratio: shares of the budget by which the scope is smaller, in
+      recent_ratio, decode_recent_ratio: how much smaller the scope is, as shares of the budget, in
         prefill and in decode.
       protected_last: newest tokens that never leave.
     """

@@ -6,7 +6,7 @@ heads of a layer keep the same tokens; the last token itself competes. Scores ar
 from one segment to the next. In decode one token leaves a step. Cost: attention over the budget,
 and one more row of scores.
 
-Differences from the authors' code, which drops once after the whole prompt: the text is read in
+Differences from the authors' code, which drops once after the whole prompt: prefill goes in
 chunks, each followed by an eviction, so that memory is bounded (a `chunk` as long as the text
 equals theirs). Kept tokens stay in the order of the text, as `shifted` needs. As a baseline of
 CItruS (`protocol=citrus`, `positions=shifted`) the last row of a chunk ranks the tokens before it,

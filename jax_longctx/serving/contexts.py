@@ -1,4 +1,4 @@
-"""The texts that the server has read, by token ids, and the ids by which clients name them.
+"""The texts that the server has prefilled, by token ids, and the ids that clients name them by.
 
 A `Text` is one row of token ids. It is unread, in memory, on the disk, or both. An `Entry` is what
 `POST /v1/contexts` made: an id with a time to live, which names a text. Several entries may name
@@ -77,7 +77,7 @@ class Contexts:
     Attributes:
       folder: for saved contexts; made if need be, and held by one server at a time.
       made_by: model, weights and method, as saved contexts state them.
-      tokenizer: a digest of tokenizer and chat template, by which texts and questions are laid out.
+      tokenizer: a digest of the tokenizer and chat template that lay out texts and questions.
       ttl: seconds that an entry lives after its last use, where it does not say.
       most_ttl: most seconds that an entry may say.
       most: entries at a time.
@@ -307,7 +307,7 @@ class Contexts:
         return self.folder / f"{text.key}.json"
 
     def check_disk(self, text: Text) -> None:
-        """Raises CheckpointError where the text's files do not fit beside those of the others.
+        """Raises CheckpointError where the text's files do not fit beside the others'.
 
         A text that was never saved counts as one byte: its size is known afterwards.
         """
@@ -325,7 +325,7 @@ class Contexts:
             )
 
     def count_stored(self, text: Text) -> None:
-        """Counts the bytes of the text's files, which are their owner's alone from now on."""
+        """Counts the bytes of the text's files, and makes them private to their owner."""
         text.stored = 0
         for path in [self.path(text), *self.path(text).rglob("*")]:
             path.chmod(0o700 if path.is_dir() else 0o600)
@@ -366,7 +366,7 @@ class Contexts:
             shutil.rmtree(self.path(text), ignore_errors=True)
 
     def _find_saved(self) -> None:
-        """Takes in what an earlier server saved, and removes what it left unfinished."""
+        """Takes over an earlier server's contexts, and removes unfinished ones."""
         kept, found = set(), []
         for file in sorted(self.folder.glob("*.json")):
             kept |= {file.stem, file.name}

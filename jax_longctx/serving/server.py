@@ -60,7 +60,7 @@ class ServeOptions:
       grace: seconds that answers have to finish at the end.
       connections: that may be open; a request on a further one is answered with 503.
       header_seconds: for a connection to send a request's headers.
-      ready_for: the programs of texts of up to so many tokens, and of the longest, are compiled
+      ready_for: the programs of texts of up to this many tokens, and of the longest, are compiled
         before requests are taken; 0: none.
     """
 
@@ -256,7 +256,7 @@ class _Server(uvicorn.Server):
 
 
 def _protocol(seconds: float) -> type[H11Protocol]:
-    """HTTP/1.1 in which a connection has so many seconds to send a request's headers."""
+    """HTTP/1.1, with `seconds` to send a request's headers."""
 
     class Protocol(H11Protocol):
         timer: asyncio.TimerHandle | None = None

@@ -91,7 +91,7 @@ def _by_block(
     lengths: PerRow,
     how: Reduction,
 ) -> Masses:
-    """`mass`, which reads floats alone, over blocks of keys in 8 bits, side by side."""
+    """`mass`, which takes only floats, over keys in 8 bits, block by block."""
     if not isinstance(k, Quantised):
         return mass(q, k, lse, lengths, how)
     size = block_size(k.shape[2], BLOCK)

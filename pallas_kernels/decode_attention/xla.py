@@ -165,7 +165,7 @@ def weighted_values(weights: Float[Array, "B N S"], v: Stored) -> Float[Array, "
 
 
 def _divisor(slots: int, block: int) -> int:
-    """The largest divisor of `slots` up to `block`, or all of it where only tiny ones divide it."""
+    """The largest divisor of `slots` up to `block`, or `slots` where only tiny ones divide it."""
     best = next(d for d in range(min(block, slots), 0, -1) if slots % d == 0)
     return best if 8 * best >= min(block, slots) else slots
 

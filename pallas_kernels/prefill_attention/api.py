@@ -104,7 +104,7 @@ def _by_block(
     *,
     scale: float,
 ) -> Attended:
-    """`attend`, which reads floats alone, over blocks of a cache in 8 bits, merged.
+    """`attend`, which takes only floats, over a cache in 8 bits, block by block, merged.
 
     With many queries its products take far longer than turning a block into floats. It goes from
     the first block to the last that a row fills.

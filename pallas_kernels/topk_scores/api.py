@@ -111,7 +111,7 @@ def _by_block(
     *,
     count: int,
 ) -> tuple[Float[Array, "B T N C"], Int[Array, "B T N C"]]:
-    """`topk`, which reads floats alone, over blocks of keys in 8 bits, merged."""
+    """`topk`, which takes only floats, over keys in 8 bits, block by block, merged."""
     if not isinstance(k, Quantised):
         return topk(q, k, bounds, tolerance, count=count)
     size = block_size(k.shape[2], BLOCK)
