@@ -28,6 +28,8 @@ from jax_longctx.engine.program_files import drop
 
 # Most programs that compile at a time; each of a large model takes a few GiB of the host's memory.
 WORKERS = 8
+# Seconds between two reports of progress.
+PAUSE = 0.2
 
 
 class Compilation:
@@ -83,7 +85,6 @@ class Compilation:
         *,
         prefill: bool = False,
         check: bool = False,
-        every: float = 0.2,
     ) -> None:
         """Returns when all programs are compiled; with `prefill`, when the prefill's are.
 
@@ -94,13 +95,12 @@ class Compilation:
 
         Args:
           progress: called with the number compiled and the number of all programs.
-          every: seconds between two calls of it.
         """
         futures = [future for _, future in self.programs.values()]
         needed = futures[: self._first] if prefill else futures
         while not all(future.done() for future in needed):
             progress(self.done, len(self))
-            time.sleep(every if any(not future.done() for future in needed) else 0)
+            time.sleep(PAUSE if any(not future.done() for future in needed) else 0)
         progress(self.done, len(self))
         if not check:
             return
@@ -109,61 +109,44 @@ class Compilation:
         self._pool.shutdown()
 
     def _take(self, program: Program, args: tuple[Any, ...]) -> Any:
-        """Lowers and submits the program unless it is known; the shapes of its results."""
+        """Submits the program unless it is known; the shapes of its results."""
         key = program.key(args)
         if key not in self.programs:
             where = stored.folder(self._mesh)
             path = where and stored.path_of(where, program, self._mesh, args)
-            found = path and self._stored(program, args, key, path)
-            self.programs[key] = found or self._compiling(program, args, key, path)
+            self.programs[key] = self._begun(program, args, key, path)
         return self.programs[key][0]
 
-    def _compiling(
+    def _begun(
         self, program: Program, args: tuple[Any, ...], key: Any, path: Path | None
     ) -> tuple[Any, Future[Any]]:
-        lowered = lower(program, args)
-
-        def compiled() -> Any:
-            made = lowered.compile()
-            if path is not None:
-                program.ready[key] = _known(made)
-            return made
-
-        def write(done: Future[Any]) -> None:
-            if path is not None and not done.cancelled() and done.exception() is None:
-                stored.write(path, done.result(), lowered.out_info)
-
-        future = self._pool.submit(compiled)
-        # In the thread that compiled it, after those who wait for the program go on.
-        future.add_done_callback(write)
-        return lowered.out_info, future
-
-    def _stored(
-        self, program: Program, args: tuple[Any, ...], key: Any, path: Path
-    ) -> tuple[Any, Future[Any]] | None:
-        found = stored.read(path)
-        if found is None:
-            return None
-        shapes, payload = found
+        """Reads the program from the disk, or lowers it; a thread does the rest."""
+        shapes, payload = (path and stored.read(path)) or (None, None)
+        lowered = lower(program, args) if payload is None else None
         ready: Future[Any] = Future()
 
-        def loaded() -> Any:
-            try:
-                made = stored.load(self._mesh, payload, program.split(args)[1], shapes)
-            except Exception as error:  # whatever the runtime finds wrong with it
-                drop(path, error)
-                ready.set_result(None)
-                lowered = lower(program, args)
-                made = lowered.compile()
-                stored.write(path, made, lowered.out_info)
-                return made
-            ready.set_result(made)
-            return made
+        def made() -> Any:
+            nonlocal lowered
+            if path is not None and payload is not None:
+                try:
+                    return stored.load(self._mesh, payload, program.split(args)[1], shapes)
+                except Exception as error:  # whatever the runtime finds wrong with it
+                    drop(path, error)
+            lowered = lowered or lower(program, args)
+            return lowered.compile()
 
-        program.ready[key] = ready
-        future = self._pool.submit(loaded)
-        future.add_done_callback(lambda done: ready.set_result(None) if done.cancelled() else None)
-        return shapes, future
+        def done(future: Future[Any]) -> None:
+            # In the thread that made it.
+            failed = future.cancelled() or future.exception() is not None
+            ready.set_result(None if failed else future.result())
+            if path is not None and lowered is not None and not failed:
+                stored.write(path, future.result(), lowered.out_info)
+
+        if path is not None:
+            program.ready[key] = ready
+        future = self._pool.submit(made)
+        future.add_done_callback(done)
+        return shapes if lowered is None else lowered.out_info, future
 
 
 def lower(program: Program, args: tuple[Any, ...]) -> Any:
@@ -172,10 +155,3 @@ def lower(program: Program, args: tuple[Any, ...]) -> Any:
         # A cache that shrinks cannot be finished in place, as in a run.
         warnings.filterwarnings("ignore", message="Some donated buffers")
         return program.jitted.lower(*args)
-
-
-def _known(value: Any) -> Future[Any]:
-    """A future that has ended with this value."""
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future

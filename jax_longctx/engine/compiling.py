@@ -82,8 +82,8 @@ class Program:
 
     Attributes:
       name: tells it from other programs.
-      ready: of listed calls, the compiled programs that are stored on the disk, or will be (see
-        `engine.stored`); None for one that could not be loaded.
+      ready: of listed calls, the programs that are stored on the disk, or will be, once they are
+        compiled (see `engine.stored`); None for one that could not be loaded or compiled.
     """
 
     def __init__(

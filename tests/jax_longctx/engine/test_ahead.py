@@ -15,7 +15,8 @@ from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.compiling import EVENTS, CompileClock, Program
 from jax_longctx.engine.decode import answer_variants, decode_turns
 from jax_longctx.engine.prefill import finish_context, run_segment
-from jax_longctx.engine.programs import Lengths, compile_ahead
+from jax_longctx.engine.programs import Lengths, compile_ahead, list_context
+from jax_longctx.engine.running import Request, RunningBatch
 from jax_longctx.methods import METHODS, Full, make_method
 from jax_longctx.models.params import (
     abstract_params,
@@ -80,6 +81,42 @@ def test_the_list_is_what_a_run_calls(name, by_layer, sizes, options):
     # A transfer of JAX's own, to several devices.
     assert set(compiled) <= ({"jit(_multi_slice)"} if mesh.size > 1 else set())
     assert found == answers(loaded, *given, **asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "by_layer", "shared"),
+    [
+        ("full", False, True),
+        *(also(*case) for case in (("full", True, True), ("refreshkv", True, False))),
+        also("snapkv", False, False),
+    ],
+)
+def test_the_list_of_a_batch_is_what_its_rows_call(name, by_layer, shared):
+    jax.clear_caches()
+    config, method, how = tiny_config(), small_method(name), {"chunk": 32, "by_layer": by_layer}
+    engine = engine_over(config, abstract_params(config, RunSpec()), method, make_mesh(), **how)
+    lengths = Lengths(CONTEXT, [(QUESTION[0], ANSWER)])
+
+    def batch_of(context):
+        rows = {"context": context} if shared else {"slots": context.slots}
+        return RunningBatch(engine, places=3, reserve=context.reserve, **rows)
+
+    compilation = Compilation(engine.mesh)
+    with compilation.listing():
+        context = list_context(engine.setup, engine.params, lengths, 0)
+        batch_of(context).list_programs(context, QUESTION, max_tokens=ANSWER)
+    compilation.wait(check=True)
+    engine.take_params(tiny_engine(method, **how).params)
+    request = Request(random_rows(QUESTION)[0], max_tokens=ANSWER)
+    with calls() as called, compilations() as compiled:
+        context = engine.prefill(random_rows(CONTEXT), reserve=lengths.reserved)
+        batch = batch_of(context)
+        batch.join(context, request)
+        while batch.running:
+            batch.step()
+        batch.leave(batch.join(context, request)[0])
+    assert set(compilation.programs) == called and len(called) > 6
+    assert not compiled
 
 
 @contextlib.contextmanager
