@@ -32,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 import choices  # noqa: E402
 import tables  # noqa: E402
 from docstrings import attributes  # noqa: E402
+from tables import Result, markdown  # noqa: E402
 
 from jax_longctx.cli.main import app  # noqa: E402
 from jax_longctx.errors import ConfigError  # noqa: E402
@@ -39,7 +40,7 @@ from jax_longctx.memory import shown_bytes  # noqa: E402
 from jax_longctx.methods import METHODS  # noqa: E402
 from jax_longctx.models.presets import preset  # noqa: E402
 
-Results = Mapping[str, tables.Result]
+Results = Mapping[str, Result]
 NOTES = ROOT / "docs/methods.toml"
 LENGTHS = (4096, 16384, 65536)
 CONTEXT = 131072
@@ -52,6 +53,19 @@ MEMORY = (
     "a dash. This command prints them:"
 )
 MADE_BY = "<!-- Written by docs/generate.py; change that, not this page. -->"
+# What the metadata of a method says of it: False, and True.
+KEEPS = (
+    "a budget of tokens; the others leave the cache",
+    "every key and value of the context",
+)
+FAILS = (
+    "the answer lies in tokens that have left the cache",
+    "the cache of the whole context does not fit into memory",
+)
+ASKED = (
+    "not needed for prefill: one prefill serves many questions",
+    "needed before prefill: each question costs a prefill of its own",
+)
 PHASES = {"none": "nothing", "prefill": "prefill", "decode": "decode", "both": "prefill and decode"}
 
 
@@ -91,7 +105,7 @@ def methods_page(results: Results) -> str:
         CHOOSING.read_text(encoding="utf-8").strip(),
         MEMORY.format(context=CONTEXT),
         command_block,
-        tables.markdown(headers, rows),
+        markdown(headers, rows),
         "## Method cards",
         *cards(known),
     ]
@@ -103,7 +117,7 @@ def own_methods() -> list[str]:
     return [name for name, home in METHODS.data.items() if str(home).startswith("jax_longctx.")]
 
 
-def card(entry: dict[str, Any], said: dict[str, str], full_read: int, suite: tables.Result) -> str:
+def card(entry: dict[str, Any], said: dict[str, str], full_read: int, suite: Result) -> str:
     """One method: what it keeps, reads and costs, when it fails, its paper, its settings.
 
     Args:
@@ -117,12 +131,12 @@ def card(entry: dict[str, Any], said: dict[str, str], full_read: int, suite: tab
     rows = [
         ("Paper", paper),
         ("Changes", PHASES[entry["phase"]]),
-        ("Keeps", said.get("keeps") or kept(entry)),
+        ("Keeps", said.get("keeps") or KEEPS[entry["keeps_all"]]),
         ("Reads", said.get("reads") or "see the module's page"),
-        ("Question", asked(entry)),
+        ("Question", ASKED[entry["needs_question"]]),
         ("Memory", f"{peak} at the peak of prefill, {resident} while answering"),
         ("A decode step", f"reads {read} of the cache, {share:.1%} of `full`'s"),
-        ("Fails when", said.get("fails") or failing(entry)),
+        ("Fails when", said.get("fails") or FAILS[entry["keeps_all"]]),
     ]
     if "refused" in entry["memory"]:
         rows = [row for row in rows if row[0] not in ("Memory", "A decode step")]
@@ -134,7 +148,7 @@ def card(entry: dict[str, Any], said: dict[str, str], full_read: int, suite: tab
     parts = [
         f"### {entry['name']}",
         f"{entry['summary']}.",
-        tables.markdown(
+        markdown(
             ("Use", f"`--method {entry['name']}`"), [(f"**{what}**", text) for what, text in rows]
         ),
     ]
@@ -144,7 +158,7 @@ def card(entry: dict[str, Any], said: dict[str, str], full_read: int, suite: tab
             (f"`{name}`", shown_type(about["type"]), f"`{about['default']}`", helps.get(name, ""))
             for name, about in entry["settings"].items()
         ]
-        settings = tables.markdown(("setting", "type", "default", "meaning"), listed)
+        settings = markdown(("setting", "type", "default", "meaning"), listed)
         parts.append(
             f'<details markdown="1">\n<summary>Settings</summary>\n\n{settings}\n\n</details>'
         )
@@ -183,7 +197,7 @@ def refused(method: Any) -> str:
     return "; ".join(found)
 
 
-def measured(name: str, suite: tables.Result) -> str:
+def measured(name: str, suite: Result) -> str:
     """A method's scores in the run of all methods, where it has some."""
     tasks = {"passkey": "pass keys", "niah_single": "facts in prose"}
     rows = [row for row in suite.rows if row["method"] == name and row["task"] in tasks]
@@ -197,27 +211,6 @@ def measured(name: str, suite: tables.Result) -> str:
     settings = rows[0].get("settings")
     how = f", with `{settings}`" if settings else ""
     return f"{suite.model}{how}: {'; '.join(shown)} ([Benchmarks](benchmarks.md))"
-
-
-def kept(entry: dict[str, Any]) -> str:
-    """What stays in memory, by the metadata alone."""
-    if entry["keeps_all"]:
-        return "every key and value of the context"
-    return "a budget of tokens; the others leave the cache"
-
-
-def asked(entry: dict[str, Any]) -> str:
-    """When the question must be known."""
-    if entry["needs_question"]:
-        return "needed before prefill: each question costs a prefill of its own"
-    return "not needed for prefill: one prefill serves many questions"
-
-
-def failing(entry: dict[str, Any]) -> str:
-    """The limits that the metadata implies."""
-    if entry["keeps_all"]:
-        return "the cache of the whole context does not fit into memory"
-    return "the answer lies in tokens that have left the cache"
 
 
 def shown_type(text: str) -> str:
@@ -253,16 +246,16 @@ def command_parts(command: Any, path: str) -> list[str]:
     below = getattr(command, "commands", {})
     usage = [path, *(["[OPTIONS]"] if chosen else []), *map(argument_name, given)]
     usage += ["COMMAND ..."] if below else []
-    parts = [f"## {path}", f"```text\n{' '.join(usage)}\n```", markdown(command.help or "")]
+    parts = [f"## {path}", f"```text\n{' '.join(usage)}\n```", paragraphs(command.help or "")]
     if given:
         rows = [(f"`{argument_name(each)}`", inline(each.help), default(each)) for each in given]
-        parts.append(tables.markdown(("argument", "meaning", "default"), rows))
+        parts.append(markdown(("argument", "meaning", "default"), rows))
     panels: dict[str, list[Any]] = {}
     for each in chosen:
         panels.setdefault(each.rich_help_panel or "Options", []).append(each)
     for panel, members in panels.items():
         rows = [(option_name(each, context), inline(each.help), default(each)) for each in members]
-        parts.append(tables.markdown((panel.partition(" (")[0], "meaning", "default"), rows))
+        parts.append(markdown((panel.partition(" (")[0], "meaning", "default"), rows))
     for name, child in below.items():
         if not child.hidden:
             parts += command_parts(child, f"{path} {name}")
@@ -301,7 +294,7 @@ def inline(text: str | None) -> str:
     return text.replace("<", "&lt;").replace("{{", "&#123;&#123;")
 
 
-def markdown(text: str) -> str:
+def paragraphs(text: str) -> str:
     """Help of several paragraphs: headings in bold, indented lines as shell blocks."""
     parts: list[str] = []
     for block in re.split(r"\n\n", text):

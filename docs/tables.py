@@ -86,9 +86,10 @@ class Result:
     picture: str = ""
 
     def __post_init__(self) -> None:
-        for name in required():
-            if not getattr(self, name):
-                raise ResultError(f"{self.name}.json has an empty {name!r}; fill it in")
+        for each in dataclasses.fields(self):
+            needed = each.default is each.default_factory is dataclasses.MISSING
+            if needed and not getattr(self, each.name):
+                raise ResultError(f"{self.name}.json has an empty {each.name!r}; fill it in")
         if self.kind not in KINDS:
             raise ResultError(f"{self.name}.json has kind {self.kind!r}; expected one of {KINDS}")
         if not re.fullmatch(r"20\d\d-\d\d-\d\d( and 20\d\d-\d\d-\d\d)*", self.date):
@@ -104,24 +105,16 @@ class Result:
             )
 
 
-def required() -> list[str]:
-    """The fields of a result that have no default."""
-    missing, fields = dataclasses.MISSING, dataclasses.fields(Result)
-    return [each.name for each in fields if each.default is each.default_factory is missing]
-
-
 def parse_result(name: str, found: Mapping[str, Any]) -> Result:
     """A result from what its file holds.
 
     Raises:
       ResultError: a field is missing, unknown or empty.
     """
-    known = {field.name for field in dataclasses.fields(Result)}
-    if missing := sorted({*required()} - {"name", *found}):
-        raise ResultError(f"{name}.json lacks {', '.join(missing)}; every result needs them")
-    if unknown := sorted(set(found) - known):
-        raise ResultError(f"{name}.json has unknown fields {', '.join(unknown)}")
-    return Result(name=name, **found)
+    try:
+        return Result(name=name, **found)
+    except TypeError as error:
+        raise ResultError(f"{name}.json: {error}") from None
 
 
 def read_results(folder: Path = DOCS / "results") -> dict[str, Result]:
@@ -350,15 +343,6 @@ STEP_COLUMNS = (
     ("gap_seconds", "gaps", "ms"),
     ("speedup", "`full` / this", "{:.2f}x"),
 )
-STEP_ABOUT = (
-    "A decode step of whole models. The gaps are its wall time less the times of its kernels."
-)
-THROUGHPUT_ABOUT = (
-    "Tokens a second a device at the largest batch that fits the memory, or that the command "
-    "allows. Eviction pays here: more rows fit."
-)
-
-
 SERVE_COLUMNS = (
     ("context", "context", ""),
     ("batch", "rows", ""),
@@ -373,10 +357,27 @@ SERVE_COLUMNS = (
     ("read_beside", "prefill, tokens/s", "{:,.0f}"),
     ("read_share", "of prefill alone", "{:.0%}"),
 )
-SERVE_ABOUT = (
-    "Rows over one context decode together. Then another text is prefilled between their decode "
-    "blocks, at the server's pace. A first token answers a question about a context that is there."
-)
+# Of each benchmark that is taken: the title of its result, what was measured, and its columns.
+TAKEN = {
+    "decode-steps": (
+        "Decode step of all methods",
+        "A decode step of whole models. The gaps are its wall time less the times of its kernels.",
+        STEP_COLUMNS,
+    ),
+    "throughput": (
+        "Throughput of the largest batch",
+        "Tokens a second a device at the largest batch that fits the memory, or that the command "
+        "allows. Eviction pays here: more rows fit.",
+        STEP_COLUMNS,
+    ),
+    "serving": (
+        "Many answers over one context",
+        "Rows over one context decode together. Then another text is prefilled between their "
+        "decode blocks, at the server's pace. A first token answers a question about a context "
+        "that is there.",
+        SERVE_COLUMNS,
+    ),
+}
 
 
 def take(found: Mapping[str, Any], command: str, revision: str, date: str) -> Result:
@@ -389,15 +390,10 @@ def take(found: Mapping[str, Any], command: str, revision: str, date: str) -> Re
     if not made:
         raise ResultError("no row has a 'limit_seconds'; expected a file of `bench decode`")
     served = "alone_seconds" in made[0]
-    speeds = "tokens_per_second" in made[0] and not served
-    offered = SERVE_COLUMNS if served else STEP_COLUMNS
+    speeds = "tokens_per_second" in made[0]
+    name = "serving" if served else "throughput" if speeds else "decode-steps"
+    title, about, offered = TAKEN[name]
     columns = [column for column in offered if any(column[0] in row for row in made)]
-    if served:
-        name, title, about = "serving", "Many answers over one context", SERVE_ABOUT
-    elif speeds:
-        name, title, about = "throughput", "Throughput of the largest batch", THROUGHPUT_ABOUT
-    else:
-        name, title, about = "decode-steps", "Decode step of all methods", STEP_ABOUT
 
     def kept(row: Row) -> dict[str, Any]:
         settings = ",".join(f"{key}={value}" for key, value in row["settings"].items())

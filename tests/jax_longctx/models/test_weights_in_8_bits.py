@@ -7,7 +7,7 @@ import pytest
 
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.engine.scoring import score
-from jax_longctx.errors import CheckpointError, ConfigError, InputError
+from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.methods import Full, Quest, Ring
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import abstract_params, form_of_weights, init_params, layer_params
@@ -16,7 +16,6 @@ from jax_longctx.planning.plan import PlanRequest, make_plan
 from jax_longctx.planning.targets import parse_target
 from jax_longctx.planning.work import step_weight_bytes, weight_bytes
 from jax_longctx.run_spec import RunSpec
-from jax_longctx.settings import stored_form
 from jax_longctx.sharding import make_mesh
 from pallas_kernels.quantised_matrix import (
     QuantisedMatrix,
@@ -183,15 +182,6 @@ def test_a_context_belongs_to_weights_of_its_form(tmp_path):
     load_context(kept, tmp_path / "context")
     with pytest.raises(CheckpointError, match="weights"):
         load_context(exact, tmp_path / "context")
-
-
-def test_names_of_weights():
-    assert stored_form("weights", "int8", "float32") == "int8"
-    assert stored_form("weights", "bfloat16", "bfloat16") is None
-    with pytest.raises(ConfigError, match="unknown weights 'int4'; known: bfloat16, int8"):
-        stored_form("weights", "int4", "bfloat16")
-    with pytest.raises(ConfigError, match="weights bfloat16: this model is loaded in float32"):
-        stored_form("weights", "bfloat16", "float32")
 
 
 @pytest.mark.slow
