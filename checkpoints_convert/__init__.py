@@ -1,4 +1,4 @@
-"""Checkpoints in and out: Hugging Face safetensors and GGUF -> Orbax, Orbax -> safetensors."""
+"""Checkpoints in and out: Hugging Face safetensors and GGUF -> ours, ours -> safetensors."""
 
 from checkpoints_convert.config import read_config
 from checkpoints_convert.exporting import export

@@ -2,8 +2,8 @@
 
 Tensors pass in the order of the files. A tensor's bytes are read in pieces of a few rows,
 dequantised, checked for NaN and cast into one array of the target type, or rounded to 8 bits. Its
-parts, laid out as our parameters, go straight onto their shards. Orbax writes them in groups. At
-most a group and a tensor are in memory at a time.
+parts, laid out as our parameters, are written in groups. At most a group and a tensor are in memory
+at a time.
 """
 
 import collections
@@ -20,7 +20,6 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from checkpoints_convert.files import (
     HashedFile,
@@ -47,9 +46,8 @@ from jax_longctx.locks import only_writer
 from jax_longctx.memory import shown_bytes
 from jax_longctx.models import storage
 from jax_longctx.models.llama import ParamInfo
-from jax_longctx.models.params import check_mesh, stored_paths
+from jax_longctx.models.params import stored_paths
 from jax_longctx.settings import StoredForm, check_form
-from jax_longctx.sharding import logical_sharding, make_mesh
 from jax_longctx.text import Tokenizer, check_vocabulary
 from pallas_kernels.quantised_matrix import QuantisedMatrix
 
@@ -173,7 +171,6 @@ def convert(
     *,
     dtype: str | None = "source",
     weights: str | None = None,
-    mesh: Mesh | None = None,
     progress: OnProgress | None = None,
     resume: bool = True,
 ) -> storage.Manifest:
@@ -187,13 +184,12 @@ def convert(
         quantised values count as float32.
       weights: "int8" for the layers' matrices in 8 bits, rounded from their values in
         `dtype`; from quantised blocks of a GGUF file directly.
-      mesh: devices over which the parameters are sharded; one by default.
       progress: called with (bytes done, bytes in all) of the parameters.
       resume: continue an interrupted conversion to this destination, if there is one.
 
     Raises:
       CheckpointError: the source is incomplete or damaged, or the destination cannot be written.
-      ConfigError: the model is not implemented, or does not divide over the mesh.
+      ConfigError: the model is not implemented.
       InputError: another process writes the destination.
     """
     given = dtype not in (None, "source")
@@ -203,12 +199,10 @@ def convert(
         check_form(weights, "weights", ("int8",))
     if jax.process_count() > 1:
         raise ConfigError("a conversion runs in one process; start it on one host")
-    mesh = make_mesh() if mesh is None else mesh
     destination = whole_path(destination)
     with only_writer(destination):
         check_destination(destination)
         opened = open_source(source)
-        check_mesh(opened.config, mesh)
         expected = expected_tensors(opened.config, opened.naming)
         steps = [
             _step(
@@ -224,10 +218,10 @@ def convert(
         with file_errors(f"{destination} cannot be written", kind=CheckpointError):
             partial = Partial(destination, made_from, resume=resume)
         try:
-            hashes = _write_tensors(partial, steps, mesh, progress)
+            hashes = _write_tensors(partial, steps, progress)
             _write_rest(partial, opened, steps, hashes, weights)
         except Exception as error:
-            # Whatever failed (the source, Orbax, the disk), what is written may be damaged.
+            # Whatever failed (the source, the disk), what is written may be damaged.
             # KeyboardInterrupt is no Exception: an interrupted conversion stays and can resume.
             partial.discard()
             if isinstance(error, OSError):
@@ -248,7 +242,8 @@ def _check_space(destination: Path, needed: int) -> None:
     begun = destination.with_name(destination.name + SUFFIX)
     with file_errors(f"{parent} cannot be written", kind=CheckpointError):
         # An interrupted conversion is continued or deleted, so its space counts as free.
-        free = shutil.disk_usage(parent).free + storage.bytes_below(begun)
+        free = shutil.disk_usage(parent).free
+        free += sum(path.stat().st_size for path in begun.rglob("*") if path.is_file())
     if needed > free:
         raise CheckpointError(
             f"{destination} needs {shown_bytes(needed)}, {shown_bytes(free)} are free on its disk; "
@@ -269,7 +264,7 @@ def _made_from(opened: Source, steps: Sequence[Step], weights: str | None) -> di
 
 
 def _write_tensors(
-    partial: Partial, steps: Sequence[Step], mesh: Mesh, progress: OnProgress | None
+    partial: Partial, steps: Sequence[Step], progress: OnProgress | None
 ) -> dict[Path, str]:
     """Writes what is not written yet; returns the checksum of each file of tensors."""
     finished, sizes = partial.finished, [step.nbytes for step in steps]
@@ -280,28 +275,15 @@ def _write_tensors(
             path: stack.enter_context(contextlib.closing(HashedFile(path)))
             for path in dict.fromkeys(step.tensor.file for step in steps)
         }
-        for group in in_groups(left, lambda step: step.nbytes, group_limit(max(sizes))):
-            arrays: dict[str, jax.Array] = {}
+        for group in in_groups(left, lambda step: step.nbytes, GROUP):
+            arrays: dict[str, np.ndarray] = {}
             for step in group:
-                infos = step.stored
-                for path, view in step.read(files[step.tensor.file]):
-                    # Each shard is made contiguous on its own.
-                    arrays[path] = jax.make_array_from_callback(
-                        view.shape,
-                        logical_sharding(mesh, infos[path][0].axes),
-                        lambda index, v=view: np.ascontiguousarray(v[index]),
-                    )
-                    del view
+                arrays |= step.read(files[step.tensor.file])
                 done += step.nbytes
                 if progress is not None:
                     progress(done, total)
             partial.save(arrays)
         return {path: file.finish() for path, file in files.items()}
-
-
-def group_limit(largest: int) -> int:
-    """Bytes of a group of parameters, where the largest tensor has `largest` bytes."""
-    return max(GROUP, largest // 2)
 
 
 def _write_rest(
@@ -312,8 +294,6 @@ def _write_rest(
     weights: str | None,
 ) -> None:
     """Everything after the tensors; the manifest last."""
-    if not partial.merged:
-        partial.merge()
     tokenizer = partial.folder / storage.TOKENIZER
     shutil.rmtree(tokenizer, ignore_errors=True)
     tokenizer.mkdir()
@@ -332,7 +312,7 @@ def _write_rest(
         tensors=partial.check(entries),
         source=opened.label,
         sources={path.name: digest for path, digest in {**opened.read_files, **hashes}.items()},
-        files=storage.describe_files(partial.folder / storage.PARAMS),
+        files=storage.describe_files(partial.params),
         tokenizer_files=storage.describe_files(tokenizer),
         extras=opened.extras,
         weights=cast(StoredForm | None, weights),

@@ -66,7 +66,7 @@ def expanded(path: str | Path) -> Path:
 
 
 def whole_path(path: str | Path) -> Path:
-    """The only form in which a path reaches Orbax or TensorStore: absolute, without `~` and links.
+    """The only form in which a path reaches TensorStore: absolute, without `~` and links.
 
     TensorStore refuses `.`, `..` and doubled slashes. `..` after a link is its target's parent.
 

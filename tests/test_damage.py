@@ -17,7 +17,6 @@ from unittest.mock import Mock
 import jax
 import numpy as np
 import pytest
-from orbax.checkpoint import v1 as ocp
 
 import jax_longctx
 from checkpoints_convert import convert
@@ -27,6 +26,7 @@ from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import LongctxError
 from jax_longctx.evaluation.rows import read_rows
 from jax_longctx.jobs import lines
+from jax_longctx.models import storage
 from jax_longctx.models.params import init_params
 from jax_longctx.settings import Sampling
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
@@ -84,11 +84,11 @@ def answering(asked, root, twin, name="floats"):
 
 
 def saved_context(asked, root, twin):
-    engine, folder, plain = tiny_engine(chunk=16), root / "context", ocp.Context()
-    # So that chunks of one shape are of one size.
-    plain.array.saving.use_compression = False
+    engine, folder = tiny_engine(chunk=16), root / "context"
     context = engine.prefill(random_rows([45, 9], seed=twin), reserve=16)
-    with plain:
+    with pytest.MonkeyPatch.context() as patch:
+        # So that chunks of one shape are of one size.
+        patch.setattr(storage, "SMALLER", ())
         save_context(engine, context, folder)
     questions = random_rows([4, 2], seed=5)
 

@@ -7,7 +7,7 @@ A run is a folder:
     metrics.jsonl    one line a step: loss, gradient norm, learning rate, tokens a second, MFU,
                      peak memory; the dev loss after an evaluation
     tensorboard/     the same as TensorBoard events, for `tensorboard --logdir`
-    checkpoints/     the newest checkpoints, and the one with the lowest dev loss (Orbax): weights,
+    checkpoints/     the newest checkpoints, and the one with the lowest dev loss: weights,
                      moments and step count (`state`), and the position in the data and the best
                      step so far (`position`), all with checksums; `state/arrays.json` and the
                      position say of which run and step they are
@@ -22,16 +22,16 @@ import contextlib
 import dataclasses
 import json
 import math
+import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jax_longctx.engine.distributed import from_leader, is_leader
@@ -119,34 +119,8 @@ class Best:
     dev_loss: float = float("inf")
 
 
-class _State(ocp.PyTreeCheckpointHandler):
-    """Orbax's handler of the state of a run, whose `run.json` has the digest `run`."""
-
-    def __init__(self, run: str | None):
-        # Zarr 3 has checksums. Weights hardly compress.
-        super().__init__(use_zarr3=True, use_compression=False)
-        self._run = run
-
-    def finalize(self, directory: Any) -> None:
-        """Describes what all processes have written, before the checkpoint counts as whole."""
-        super().finalize(directory)
-        if is_leader():
-            found = storage.describe_files(folder := Path(directory))
-            # As they are called when the folder has its name.
-            files = {f"{storage.STATE}/{name}": entry for name, entry in found.items()}
-            arrays = storage.array_digests(folder)
-            described = seal(FORMAT, {"run": self._run, "files": files, "arrays": arrays})
-            write_text(folder / ARRAYS, json.dumps(described))
-
-
-@ocp.args.register_with_handler(_State, for_save=True, for_restore=True)
-@dataclasses.dataclass
-class _StateSave(ocp.args.PyTreeSave):
-    """What `_State` saves: Orbax finds a handler by the class of its arguments."""
-
-
 class Checkpoints:
-    """The checkpoints of one run; a context manager that waits for unfinished writes.
+    """The checkpoints of one run; a context manager that waits for an unfinished save.
 
     Args:
       folder: of the checkpoints, made if missing, in that of a run.
@@ -154,50 +128,75 @@ class Checkpoints:
 
     Attributes:
       best: the best step so far, whose checkpoint is kept too.
+      newest: the step of the newest checkpoint, which may still be written; 0 where there is none.
     """
 
     def __init__(self, folder: Path, keep: int):
         self.folder, self.best, self._keep = whole_path(folder), Best(), keep
         run = self.folder.parent / RUN
         self._run = sha256_of(run)[:16] if run.exists() else None
-        options = ocp.CheckpointManagerOptions(create=True, preservation_policy=self)
-        handlers: dict[str, Any] = {
-            "state": _State(self._run),
-            "position": ocp.JsonCheckpointHandler(POSITION),
-        }
-        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        self.newest = from_leader(lambda: max(self._steps(), default=0))
+        # Of the checkpoint that is being written.
+        self._position: dict[str, Any] | None = None
+        self._writes: list[Any] = []
 
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        with storage.writing(self.folder):
-            self._manager.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        # Where one of several processes failed, the others do not wait for it.
+        if kind is None or jax.process_count() == 1:
+            self.wait()
 
-    @property
-    def newest(self) -> int:
-        """The step of the newest whole checkpoint; 0 where there is none."""
-        return self._manager.latest_step() or 0
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Which checkpoints Orbax keeps."""
-        newest = len(checkpoints) - self._keep
-        return [
-            number >= newest or info.step == self.best.step
-            for number, info in enumerate(checkpoints)
-        ]
+    def _steps(self) -> list[int]:
+        """The steps of the whole checkpoints, in order."""
+        found = self.folder.iterdir() if self.folder.exists() else ()
+        return sorted(int(path.name) for path in found if path.name.isdecimal())
 
     def save(self, step: int, state: TrainState, data: Any) -> None:
         """Starts a save; the next step may overwrite the state once this returns."""
+        self.wait()
+        partial = partial_of(self.folder / str(step))
+        from_leader(lambda: shutil.rmtree(partial, ignore_errors=True))
+        with storage.writing(self.folder):
+            self._writes = storage.begin_arrays(partial, _by_path(state))
         # JSON has no infinity.
         best = dataclasses.asdict(self.best) if self.best.step else {}
-        where = {"run": self._run, "step": step, "data": data.get_state(), "best": best}
-        position = seal(FORMAT, where)
-        items = ocp.args.Composite(
-            state=_StateSave(_by_path(state)), position=ocp.args.JsonSave(position)
-        )
+        self._position = {"run": self._run, "step": step, "data": data.get_state(), "best": best}
+        self.newest = step
+
+    def go_on(self) -> None:
+        """Ends a save whose arrays are written."""
+        unfinished = not all(write.commit.done() for write in self._writes)
+        if self._position is not None and not _any_process(unfinished):
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for an unfinished save."""
+        position, self._position = self._position, None
+        if position is not None:
+            with storage.writing(self.folder):
+                storage.finish_arrays(self._writes)
+            from_leader(lambda: self._publish(position))
+
+    def _publish(self, position: Mapping[str, Any]) -> None:
+        """Describes what all processes have written, names it, and removes older checkpoints."""
+        step, best = position["step"], position["best"].get("step")
+        partial = partial_of(self.folder / str(step))
         with storage.writing(self.folder):
-            self._manager.save(step, args=items, force=True)
+            files, arrays = storage.join_arrays(partial)
+            stored = seal(FORMAT, {"run": self._run, "files": files, "arrays": arrays})
+            write_text(partial / storage.STATE / ARRAYS, json.dumps(stored))
+            (partial / "position").mkdir()
+            sealed = json.dumps(seal(FORMAT, position))
+            write_text(partial / "position" / POSITION, sealed)
+            partial.rename(self.folder / str(step))
+            for older in self._steps()[: -self._keep]:
+                if older != best:
+                    path = self.folder / str(older)
+                    path.rename(partial_of(path))
+            for path in self.folder.glob(".*.partial"):
+                shutil.rmtree(path)
 
     def offer(self, step: int, dev_loss: float) -> bool:
         """Whether this step is the best so far; if so, its checkpoint will be kept."""
@@ -205,11 +204,6 @@ class Checkpoints:
             self.best = Best(step, dev_loss)
             return True
         return False
-
-    def wait(self) -> None:
-        """Waits for unfinished writes."""
-        with storage.writing(self.folder):
-            self._manager.wait_until_finished()
 
     def restore(self, step: int, setup: TrainSetup, data: Any = None) -> TrainState:
         """The state of a step. With `data`, also sets its position and the best step so far.
@@ -321,6 +315,7 @@ def train(
                 )
                 is_best = saved.offer(step, line["dev_loss"])
             write(line)
+            saved.go_on()
             if is_best or _is_due(loop.save_every, step, setup):
                 saved.save(step, state, data)
             if progress is not None:

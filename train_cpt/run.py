@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from orbax.checkpoint import v1 as ocp
+from flax import traverse_util
 
 import jax_longctx
 from jax_longctx.engine.distributed import from_leader
@@ -177,7 +177,7 @@ def _run(config: RunConfig, note: Callable[[str], None], progress: Progress | No
 
 def _versions() -> dict[str, str]:
     """Versions of the main packages, and the git revision of a checkout."""
-    packages = ("jax", "flax", "optax", "orbax-checkpoint", "grain")
+    packages = ("jax", "flax", "optax", "tensorstore", "grain")
     found = {"jax-longctx": jax_longctx.__version__}
     found |= {name: metadata.version(name) for name in packages}
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
@@ -244,21 +244,20 @@ def _write_model(
     from_leader(begin)
     params = jax.tree.map(lambda leaf: leaf.astype(manifest.dtype), params)
     with storage.writing(destination):
-        ocp.save(str(building / storage.PARAMS), params)
+        arrays: dict[str, Any] = dict(traverse_util.flatten_dict(params, sep="."))
+        storage.save_arrays(building / storage.PARAMS, arrays)
     written = dataclasses.replace(
         manifest,
         source=f"{manifest.source}, after {step} steps of continued pretraining",
     )
 
     def finish() -> None:
-        params = building / storage.PARAMS
         with storage.writing(destination):
-            digests = storage.array_digests(params / storage.STATE)
+            files, digests = storage.join_arrays(building / storage.PARAMS)
         tensors = {
             path: dataclasses.replace(entry, dtype=manifest.dtype, digest=digests[path])
             for path, entry in manifest.tensors.items()
         }
-        files = storage.describe_files(params)
         whole = dataclasses.replace(written, tensors=tensors, files=files)
         with file_errors(f"{destination} could not be written", kind=CheckpointError):
             write_text(building / storage.MANIFEST, whole.to_json())

@@ -1,4 +1,4 @@
-"""A prefilled context on disk: `context.json` and the cache arrays, in Orbax.
+"""A prefilled context on disk: `context.json` and the cache arrays.
 
 Saved under a temporary name and renamed when complete, so a folder of that name is a whole
 context or none. What it was made by (model, method and its settings, capacity) is stored and
@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.contract import SlotLayout, resized
 from jax_longctx.engine import Context
@@ -37,11 +36,10 @@ from jax_longctx.files import read_sealed, seal, whole_path
 from jax_longctx.locks import only_writer
 from jax_longctx.methods import make_method, settings_of
 from jax_longctx.models.storage import (
-    STATE,
-    array_digests,
     check_stored,
-    describe_files,
+    join_arrays,
     load_arrays,
+    save_arrays,
     writing,
 )
 from jax_longctx.origin import check_same
@@ -211,7 +209,8 @@ def _write(path: Path, described: dict[str, Any], leaves: Sequence[Any]) -> None
     with contextlib.ExitStack() as held:
         from_leader(lambda: _begin(path, partial, held))
         with writing(path):
-            ocp.save(str(partial / CACHES), {f"{i:05d}": leaf for i, leaf in enumerate(leaves)})
+            arrays = {f"{i:05d}": leaf for i, leaf in enumerate(leaves)}
+            save_arrays(partial / CACHES, arrays, compress=True)
         from_leader(lambda: _finish(path, partial, described))
 
 
@@ -233,7 +232,7 @@ def _begin(path: Path, partial: Path, held: contextlib.ExitStack) -> None:
 
 def _finish(path: Path, partial: Path, described: dict[str, Any]) -> None:
     with writing(path):
-        files, arrays = describe_files(partial / CACHES), array_digests(partial / CACHES / STATE)
+        files, arrays = join_arrays(partial / CACHES)
         sealed = seal(FORMAT, {**described, "files": files, "arrays": arrays})
         (partial / MANIFEST).write_text(json.dumps(sealed), encoding="utf-8")
         partial.rename(path)

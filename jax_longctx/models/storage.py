@@ -1,39 +1,35 @@
-"""Checkpoints on disk: `manifest.json`, `params/` (Orbax) and `tokenizer/`, all with checksums.
+"""Checkpoints on disk: `manifest.json`, `params/` and `tokenizer/`, all with checksums.
 
 `checkpoints_convert` and `train_cpt` write checkpoints, all else reads them here. Parameters are
 restored straight onto their shards.
 
-Orbax writes arrays as Zarr 3 inside OCDBT. OCDBT has a CRC-32C on its index and none on values, so
-every chunk of an array gets one of its own here, which TensorStore checks at each read. It does not
-say whose chunk that is. So the manifest has a digest of each array: of the CRCs of its chunks,
-which loading reads apart (`array_digests`). The manifest is written last. It lists the small files
-with their sizes and SHA-256, and holds a SHA-256 of itself. Saved contexts and training checkpoints
-are stored by the same functions.
+TensorStore writes arrays as Zarr 3 inside OCDBT. OCDBT has a CRC-32C on its index and none on
+values, so every chunk of an array gets one of its own, which TensorStore checks at each read. It
+does not say whose chunk that is. So the manifest has a digest of each array: of the CRCs of its
+chunks, which loading reads apart (`array_digests`). The manifest is written last. It lists the
+small files with their sizes and SHA-256, and holds a SHA-256 of itself. Saved contexts and training
+checkpoints are stored by the same functions.
 """
 
 import collections
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
-import logging
 import math
 import os
 import re
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import version
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tensorstore as ts
 from flax import traverse_util
-from orbax.checkpoint._src.serialization import tensorstore_utils
+from jax import Array
+from jax.experimental import multihost_utils
 
 from jax_longctx.errors import CheckpointError, DamagedError
 from jax_longctx.files import (
@@ -48,7 +44,6 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import check_mesh, param_infos, quantised_weights, stored_paths
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import StoredForm
-from pallas_kernels.quantised_matrix import QuantisedMatrix
 
 # 1 had no digests.
 FORMAT = 2
@@ -59,34 +54,16 @@ MANIFEST, PARAMS, TOKENIZER = "manifest.json", "params", "tokenizer"
 # Each file below a folder: its size, and its SHA-256, or None where TensorStore checks the file.
 type Files = Mapping[str, list[Any]]
 
-# Seconds to wait for the other workers of a failed save or load.
-WORKERS = 2.0
-# Bytes read ahead of those placed on devices.
-AHEAD = 1 << 30
-# Bytes of arrays that are loaded before those among them that become 8 bits do.
+# Bytes of arrays that are written at once, read ahead of those placed on devices, or loaded before
+# those among them that become 8 bits do.
 PIECE = 1 << 30
-CHECKSUM = {"name": "crc32c"}
-# A release of Orbax whose arrays get checksums.
-ORBAX = "0.12.8"
-# The error of a write that ends after Orbax has failed.
-CLOSED = "Event loop is closed"
-# Orbax's folder of arrays, and in it OCDBT's folders of data files.
-STATE, DATA = "state", "d"
+# How Zarr stores a chunk.
+BYTES, CHECKSUM = {"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}
+SMALLER = ({"name": "zstd", "configuration": {"level": 3}},)
+# The folder of arrays, in it OCDBT's folders of data files, and those of each of several processes.
+STATE, DATA, OWN = "state", "d", "ocdbt.process_"
 # TensorStore's errors that name bytes which are not what was written.
 DAMAGE = re.compile(r"DATA_LOSS|OUT_OF_RANGE|NOT_FOUND|Error .*\bdecoding\b")
-
-_zarr3_metadata: Any = getattr(tensorstore_utils, "_build_zarr3_metadata", None)
-
-
-def _with_checksums(*args: Any, **options: Any) -> dict[str, Any]:
-    metadata = _zarr3_metadata(*args, **options)
-    metadata["codecs"][0]["configuration"]["codecs"].append(CHECKSUM)
-    return metadata
-
-
-# Orbax has no option for checksums. `writing` refuses an Orbax that builds its metadata elsewhere.
-if _zarr3_metadata is not None:
-    tensorstore_utils._build_zarr3_metadata = _with_checksums
 
 
 def describe_files(folder: Path) -> dict[str, list[Any]]:
@@ -99,11 +76,6 @@ def describe_files(folder: Path) -> dict[str, list[Any]]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-
-
-def bytes_below(folder: Path) -> int:
-    """Bytes of all files below a folder; 0 without a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def check_files(folder: Path, files: Files, remedy: str) -> None:
@@ -134,7 +106,7 @@ def check_files(folder: Path, files: Files, remedy: str) -> None:
 
 
 def check_stored(folder: Path, files: Files, digests: Mapping[str, str], remedy: str) -> None:
-    """`check_files` of a folder that Orbax wrote, and a check of whose chunks its arrays have.
+    """`check_files` of a folder of arrays, and a check of whose chunks they have.
 
     Args:
       digests: of arrays by path (`array_digests`); empty for what earlier versions wrote.
@@ -152,8 +124,8 @@ def check_stored(folder: Path, files: Files, digests: Mapping[str, str], remedy:
         )
 
 
-def array_digests(database: Path) -> dict[str, str]:
-    """The digest of each array in a folder of OCDBT, by dot-joined path.
+def array_digests(database: Path, only: Container[str] | None = None) -> dict[str, str]:
+    """The digest of each array in a folder of OCDBT, or of those, by dot-joined path.
 
     It is the SHA-256 of the array's metadata and of its chunks' names and CRC-32Cs, which
     TensorStore compares with their bytes at each read. Here only the ends of chunks are read.
@@ -166,7 +138,8 @@ def array_digests(database: Path) -> dict[str, str]:
     arrays: dict[str, dict[str, Any]] = collections.defaultdict(dict)
     for key, entry in sorted(_entries(base, root)):
         path, _, part = key.decode().partition("/")
-        arrays[path][part] = entry
+        if only is None or path in only:
+            arrays[path][part] = entry
     ends: dict[str, list[tuple[str, Callable[[], bytes]]]] = {}
     for path, parts in arrays.items():
         described = _value(base, parts.pop("zarr.json"))
@@ -218,9 +191,8 @@ def _unread(folder: Path, error: Exception, remedy: str) -> CheckpointError:
 def load_arrays(
     folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], remedy: str
 ) -> dict[str, jax.Array]:
-    """Some or all of the arrays that Orbax wrote below a folder, onto their shards.
+    """Some or all of the arrays that `save_arrays` wrote below a folder, onto their shards.
 
-    TensorStore reads them: when one of Orbax's own reads fails, its others go on and fail later.
     Each process reads what its shards need.
 
     Args:
@@ -249,7 +221,7 @@ def load_arrays(
                 raise DamagedError(f"{folder} is damaged: {wrong}; {remedy}")
         for path, store in stores.items():
             reads.append((path, *_begin_read(store, wanted[path])))
-            while sum(size for _, size, _ in reads) > AHEAD:
+            while sum(size for _, size, _ in reads) > PIECE:
                 path, _, array = reads.popleft()
                 loaded[path] = array()
         loaded.update((path, array()) for path, _, array in reads)
@@ -290,65 +262,105 @@ def _begin_read(store: Any, wanted: jax.ShapeDtypeStruct) -> tuple[int, Callable
 
 
 @contextlib.contextmanager
-def quiet_orbax() -> Iterator[None]:
-    """Keeps Orbax from logging a traceback of each worker thread besides its error."""
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    levels = [logger.level for logger in loggers]
-    threads = set(threading.enumerate())
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+def writing(path: Path) -> Iterator[None]:
+    """Turns errors of files and TensorStore into a CheckpointError: why `path` was not written."""
     try:
         yield
-    except Exception:
-        # Workers that fail after the first one would still log and write, some after this.
-        levels = [logging.CRITICAL for _ in loggers]
-        end = time.monotonic() + WORKERS
-        for thread in set(threading.enumerate()) - threads:
-            thread.join(max(0.0, end - time.monotonic()))
-        raise
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns Orbax's errors into a CheckpointError: one line why `path` could not be written.
-
-    Raises:
-      CheckpointError: also for an Orbax that cannot be asked for checksums.
-    """
-    if _zarr3_metadata is None:
-        raise CheckpointError(
-            f"{path} was not written: orbax-checkpoint {version('orbax-checkpoint')} writes arrays "
-            f"without checksums here; install orbax-checkpoint {ORBAX}"
-        )
-    _hush_late_writes()
-    try:
-        with quiet_orbax():
-            yield
     except (OSError, ValueError) as error:  # ValueError: the disk is full
         raise CheckpointError(f"{path} could not be written: {why_failed(error)}") from error
 
 
-@functools.cache
-def _hush_late_writes() -> None:
-    """Hides the tracebacks of writes that end after Orbax's first error and closed event loop.
+def save_arrays(
+    folder: Path, arrays: Mapping[str, Array | np.ndarray], *, compress: bool = False
+) -> None:
+    """Writes arrays below a folder, beside those that are there, for `load_arrays`.
 
-    TensorStore's threads print them through `sys.unraisablehook`, before or long after Orbax raises
-    its error, which may be at the next save.
+    Each process writes what lies on its devices, and waits for the others; `join_arrays` is next.
+
+    Args:
+      arrays: by dot-joined path; of numpy in one process alone.
+      compress: each chunk, with zstd. Weights hardly get smaller.
+
+    Raises:
+      OSError, ValueError: an array cannot be written; nothing is being written any more.
     """
-    usual = sys.unraisablehook
+    for piece in _pieces(arrays):
+        finish_arrays(begin_arrays(folder, piece, compress=compress))
 
-    def unless_late(shown: Any) -> None:
-        if not (isinstance(shown.exc_value, RuntimeError) and str(shown.exc_value) == CLOSED):
-            usual(shown)
 
-    sys.unraisablehook = unless_late
+def begin_arrays(
+    folder: Path, arrays: Mapping[str, Array | np.ndarray], *, compress: bool = False
+) -> list[ts.WriteFutures]:
+    """Begins what `save_arrays` does; the arrays are copied, so that they may change."""
+    database = whole_path(folder) / STATE
+    if jax.process_count() > 1:
+        database /= f"{OWN}{jax.process_index()}"
+    codecs = [BYTES, *(SMALLER if compress else ()), CHECKSUM]
+    opened: list[tuple[Any, list[tuple[Any, Any]]]] = []
+    for path, x in arrays.items():
+        shards: list[tuple[Any, Any]] = [(..., x)]
+        chunk: tuple[int, ...] = x.shape
+        if isinstance(x, Array):
+            shards = [(it.index, it.data) for it in x.addressable_shards if it.replica_id == 0]
+            chunk = x.sharding.shard_shape(x.shape)
+        metadata: dict[str, Any] = {"shape": x.shape, "data_type": x.dtype.name}
+        grid, sharded = {"chunk_shape": chunk}, {"chunk_shape": chunk, "codecs": codecs}
+        metadata["chunk_grid"] = {"name": "regular", "configuration": grid}
+        metadata["codecs"] = [{"name": "sharding_indexed", "configuration": sharded}]
+        spec = {"driver": "zarr3", "kvstore": {**_database(database), "path": f"{path}/"}}
+        spec |= {"metadata": metadata, "store_data_equal_to_fill_value": True}
+        opened.append((ts.open(spec, create=True, delete_existing=True), shards))
+    begun: list[ts.WriteFutures] = []
+    try:
+        for store, shards in opened:
+            begun += [store.result()[index].write(np.asarray(shard)) for index, shard in shards]
+        # Together, so that they go into few files.
+        for write in begun:
+            write.commit.force()
+        for write in begun:
+            write.copy.result()
+    except BaseException:
+        for left in (*(store for store, _ in opened), *(write.commit for write in begun)):
+            left.exception()
+        raise
+    return begun
+
+
+def finish_arrays(begun: Iterable[ts.WriteFutures]) -> None:
+    """Waits for all, and for other processes; raises the first error, as `save_arrays`."""
+    errors = [error for write in begun if (error := write.commit.exception()) is not None]
+    if errors:
+        raise errors[0]
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("arrays are written")
+
+
+def join_arrays(folder: Path) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    """Joins what all processes have written below a folder; its files, and its arrays' digests.
+
+    The leader alone calls it.
+
+    Raises:
+      OSError, ValueError: they cannot be read or written.
+    """
+    database = whole_path(folder) / STATE
+    if parts := sorted(database.glob(f"{OWN}*")):
+        context = ts.Context()
+        opened = [ts.KvStore.open(_database(path), context=context) for path in (database, *parts)]
+        whole, *stores = (store.result() for store in opened)
+        with ts.Transaction(atomic=True) as transaction:
+            joined = whole.with_transaction(transaction)
+            for copied in [store.experimental_copy_range_to(joined) for store in stores]:
+                copied.result()
+    return describe_files(folder), array_digests(database)
+
+
+def _database(folder: Path) -> dict[str, Any]:
+    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}
 
 
 def why_failed(error: Exception) -> str:
-    """Why Orbax or TensorStore failed, without the names of their internal files."""
+    """Why TensorStore failed, without the names of its internal files."""
     found = re.search(r"os_error_code='(\d+)'", str(error))
     if found is not None:
         error = OSError(int(found[1]), os.strerror(int(found[1])))
@@ -468,7 +480,10 @@ def load_params(directory: str | Path, spec: RunSpec | None = None) -> dict[str,
     folder = params_folder(directory, manifest)
     if spec.form in (None, manifest.weights):
         arrays = load_arrays(folder, wanted, REMEDY)
-        params = {path: _joined(path, x, arrays) for path, x in shapes.items()}
+        params: dict[str, Any] = {}
+        for path, x in shapes.items():
+            stored = [arrays[each] for each in stored_paths(path, x)]
+            params[path] = jax.tree.unflatten(jax.tree.structure(x), stored)
         return traverse_util.unflatten_dict(params, sep=".")
     found: dict[str, Any] = {}
     for piece in _pieces(wanted):
@@ -495,20 +510,11 @@ def _check_entries(
         raise CheckpointError(f"{said}: parameter {unknown[0]} is unknown; {REMEDY}")
 
 
-def _joined(path: str, shape: Any, arrays: Mapping[str, jax.Array]) -> Any:
-    """A parameter of its stored arrays."""
-    if not isinstance(shape, QuantisedMatrix):
-        return arrays[path]
-    values, scales = (arrays[stored] for stored in stored_paths(path, shape))
-    return QuantisedMatrix(values, scales, shape.dtype)
-
-
-def _pieces(
-    wanted: Mapping[str, jax.ShapeDtypeStruct],
-) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
-    """The arrays in runs of at least `PIECE` bytes."""
-    piece, size = {}, 0
-    for path, array in wanted.items():
+def _pieces[T: Any](arrays: Mapping[str, T]) -> Iterator[dict[str, T]]:
+    """Arrays or their shapes in runs of at least `PIECE` bytes."""
+    piece: dict[str, T] = {}
+    size = 0
+    for path, array in arrays.items():
         piece[path] = array
         size += array.size * array.dtype.itemsize
         if size >= PIECE:

@@ -14,7 +14,6 @@ from safetensors.numpy import load_file, save_file
 
 from checkpoints_convert import convert, export
 from jax_longctx.errors import CheckpointError, ConfigError, InputError, LongctxError
-from jax_longctx.sharding import make_mesh
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
 
 ONE, TWO = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
@@ -216,7 +215,6 @@ def test_unknown_tensor(tmp_path, refused):
 
 def test_what_does_not_fit_the_options_is_refused(source, refused):
     refused("int4", "bfloat16", kind=ConfigError, dtype="int4")
-    refused("kv_heads=2", kind=ConfigError, mesh=make_mesh(tensor=4))
     # Its size was right when the header was read.
     raw = (source / TWO).read_bytes()
     cutting = cut(TWO, 4000)

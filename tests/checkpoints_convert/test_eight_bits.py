@@ -113,7 +113,7 @@ def test_another_form_what_needs_floats_and_earlier_versions_are_refused(whole, 
 
 @pytest.mark.slow
 def test_an_interrupted_conversion_goes_on(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(importing, "group_limit", lambda largest: 1)
+    monkeypatch.setattr(importing, "GROUP", 1)
     how: Any = {"dtype": "bfloat16", "weights": "int8"}
     interrupt(whole / "hf", tmp_path / "ours", **how)
     with pytest.raises(CheckpointError, match="begun with another weights"):

@@ -11,10 +11,10 @@ from unittest.mock import Mock
 
 import openai
 import pytest
-from orbax.checkpoint import v1 as ocp
 
 import jax_longctx
 from jax_longctx import files
+from jax_longctx.engine import context_io
 from jax_longctx.errors import CapacityError, CheckpointError
 from jax_longctx.serving import executor
 from jax_longctx.serving.doors import Access
@@ -384,7 +384,7 @@ def test_a_context_that_is_deleted_while_it_is_loaded_or_saved(serve, tiny, monk
     running = serve(tiny)
     contexts = running.served.contexts
     threads, begun, ended = set(), threading.Event(), threading.Event()
-    rmtree, save = shutil.rmtree, ocp.save
+    rmtree, save = shutil.rmtree, context_io.save_arrays
 
     def noted(path, *given, **how):
         # A folder under this name is no context yet.
@@ -398,7 +398,7 @@ def test_a_context_that_is_deleted_while_it_is_loaded_or_saved(serve, tiny, monk
         return save(*given, **how)
 
     monkeypatch.setattr(shutil, "rmtree", noted)
-    monkeypatch.setattr(ocp, "save", slow)
+    monkeypatch.setattr(context_io, "save_arrays", slow)
     with running.http() as http:
         name = read(http, text=BOOK)["id"]
         with aside(refused, http, 410, "was deleted before", text=BOOK, save=True):

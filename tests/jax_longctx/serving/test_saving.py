@@ -7,7 +7,6 @@ from threading import Event
 from types import SimpleNamespace
 
 import pytest
-from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.engine import context_io
 from tests.jax_longctx.serving.tiny import (
@@ -73,7 +72,7 @@ def test_answers_go_on_while_a_context_is_saved(serve, tiny, tmp_path, monkeypat
         whole = [tokens(ask(client, each, **LONG)) for each in (book, other)]
         streams = [streamed(client, each) for each in (book, other)]
         begun = [next(stream) for stream in streams]
-        with held(monkeypatch, ocp, "save") as writer:
+        with held(monkeypatch, context_io, "save_arrays") as writer:
             with aside(read, http, text=BOOK, save=True) as saving:
                 assert writer.begun.wait(patience(20))
                 found = [[first, *stream] for first, stream in zip(begun, streams, strict=True)]
@@ -109,7 +108,7 @@ def test_answers_go_on_while_memory_is_made_and_a_context_is_loaded(serve, tiny,
         names, answers = [], []
         stream = streamed(client, used)
         begun = next(stream)
-        with held(monkeypatch, ocp, "save") as writer:
+        with held(monkeypatch, context_io, "save_arrays") as writer:
             with aside(lambda: names.append(read(http, text="A third. " * 30)["id"])) as third:
                 assert writer.begun.wait(patience(20))
                 assert [begun, *stream] == list(streamed(client, used)) == whole
