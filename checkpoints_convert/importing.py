@@ -60,7 +60,7 @@ class Step:
     """A tensor of the source, its parameters, and how they are stored.
 
     Attributes:
-      dtype: of the parameters; of those in 8 bits that of the floats that are rounded.
+      dtype: of the parameters; for 8 bits, of the floats that are rounded.
       eight_bits: whether they are stored in 8 bits.
     """
 
@@ -266,7 +266,7 @@ def _made_from(opened: Source, steps: Sequence[Step], weights: str | None) -> di
 def _write_tensors(
     partial: Partial, steps: Sequence[Step], progress: OnProgress | None
 ) -> dict[Path, str]:
-    """Writes what is not written yet; returns the checksum of each file of tensors."""
+    """Writes the tensors that are missing; returns the checksum of each file of tensors."""
     finished, sizes = partial.finished, [step.nbytes for step in steps]
     left = [step for step in steps if not finished.issuperset(step.stored)]
     total, done = sum(sizes), sum(sizes) - sum(step.nbytes for step in left)

@@ -40,7 +40,7 @@ class Partial:
     """An unfinished conversion.
 
     Args:
-      made_from: source and options, which must be those of a partial to continue.
+      made_from: source and options; a partial continues only where they are the same.
       resume: continue an interrupted conversion; otherwise start anew.
 
     Raises:

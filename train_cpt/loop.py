@@ -123,7 +123,7 @@ class Checkpoints:
     """The checkpoints of one run; a context manager that waits for an unfinished save.
 
     Args:
-      folder: of the checkpoints, made if missing, in that of a run.
+      folder: of the checkpoints, made if missing, in the run's folder.
       keep: number of newest checkpoints that are kept.
 
     Attributes:

@@ -61,7 +61,7 @@ MODEL, BEST = "model", "best"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What is trained, where it goes, and how it is computed (see `train_cpt.step.TrainSetup`)."""
+    """Model, data, output and computation of a run (see `train_cpt.step.TrainSetup`)."""
 
     checkpoint: Path
     output: Path

@@ -78,7 +78,7 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
 
 
 def _saved_layers(engine: Engine, context: Context) -> Iterator[Any]:
-    """Each layer's cache on the devices, where it lies or, of one in the host's memory, a copy."""
+    """Each layer's cache on the devices: itself, or a copy where it lies in the host's memory."""
     caches = context.usable_caches()
     if engine.setup.offload is None:
         yield from each_layer(caches)
@@ -259,7 +259,7 @@ def saved_manifest(path: str | Path) -> dict[str, Any]:
 
 
 def method_of(path: str | Path) -> Any:
-    """The method under which a context was saved, with its settings.
+    """The method that a context was saved under, with its settings.
 
     Raises:
       CheckpointError: as `saved_manifest`.
@@ -419,7 +419,7 @@ def _moved(
     axes: tuple[str | None, ...],
     leaf: jax.Array,
 ) -> jax.Array:
-    """An array of a cache of so many slots, moved by a function of `SlotLayout`.
+    """An array of a cache with `slots` slots, moved by a function of `SlotLayout`.
 
     On the disk they lie in the text's order (`in_order`), which every mesh reads. An engine deals
     them to its own shards (`dealt`).

@@ -171,7 +171,7 @@ def _entries(
 
 
 def _value(base: Any, entry: Mapping[str, Any], last: int | None = None) -> Callable[[], bytes]:
-    """Begins to read an entry's value, or only so many bytes of its end; gives the bytes."""
+    """Begins to read an entry's value, or its `last` bytes; gives the bytes."""
     if "inline_value" in entry:
         value = entry["inline_value"][-last if last else 0 :]
         return lambda: value

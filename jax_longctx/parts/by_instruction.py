@@ -1,4 +1,4 @@
-"""The kinds of CItruS: an instruction, known before the text is read, ranks the tokens.
+"""The kinds of CItruS: an instruction, known before prefill, ranks the tokens.
 
 `ByInstruction` (Bai et al. 2024, section 4.2): each segment of the context holds two row groups, a
 chunk of the text and the instruction. Both attend to the cache as it was before the segment and
@@ -36,7 +36,7 @@ class ByInstruction(Evicting):
     """A method that evicts in CItruS's setting; `Look.instruction` is the instruction's look.
 
     Keys stand at their slots. Cached tokens leave before a chunk joins, and once more before the
-    question is read. With `needs_question` False the context is read without an instruction.
+    question. With `needs_question` False prefill needs no instruction.
     """
 
     # Fixed, so not settings.
@@ -49,7 +49,7 @@ class ByInstruction(Evicting):
         """The context in chunks, each with the instruction beside it; the question as a probe.
 
         Raises:
-          InputError: an instruction longer than the cache, before the context is read.
+          InputError: an instruction longer than the cache, before any computation.
         """
         if prompt.stage == "question" or not self.needs_question:
             return super().segments(prompt)
