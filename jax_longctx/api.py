@@ -26,7 +26,7 @@ from typing import Any, Unpack
 import jax
 
 from jax_longctx.answers import Answer, AnswerOptions, AnswerReader, Asked, read_together
-from jax_longctx.contract import Method, reach
+from jax_longctx.contract import Method
 from jax_longctx.engine import (
     Context,
     Engine,
@@ -265,7 +265,7 @@ class LongContext:
     ) -> list[Answer]:
         """Answers many questions over one text, each as `ask` would on its own.
 
-        Rows that can share the context (`contract.own_tokens`) are answered together, `TOGETHER` at
+        Rows that can share the context (`Method.own_tokens`) are answered together, `TOGETHER` at
         a time: a decode step reads the context once for all of them. Else one follows the other.
 
         Args:
@@ -460,11 +460,11 @@ class LongContext:
     def length_warning(self, tokens: int) -> str | None:
         """The warning for a row of that many tokens, answer included; None for no warning.
 
-        At positions beyond its trained length a model's output is noise. `contract.reach` gives
+        At positions beyond its trained length a model's output is noise. `Method.reach` gives
         the largest position that a method uses.
         """
         engine, trained = self.engine, self.config.trained_length
-        if reach(engine.method, self.config, tokens) <= trained:
+        if engine.method.reach(self.config, tokens) <= trained:
             return None
         further = [name for name in METHODS if _goes_on(name, self.config)]
         return (
@@ -528,7 +528,7 @@ def _goes_on(name: str, config: ModelConfig) -> bool:
     except ConfigError:
         # Another package's module cannot be imported: `jax-longctx methods` says why.
         return False
-    return method.info.keeps_all and reach(method, config, FAR) < FAR
+    return method.info.keeps_all and method.reach(config, FAR) < FAR
 
 
 def _listed(texts: Texts) -> list[Text]:

@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 from jaxtyping import Array, Bool
 
+from jax_longctx.caches.fifo import FifoCache
 from jax_longctx.contract import Attended, LayerContext, method
 from jax_longctx.methods.refreshkv import RefreshKV
-from jax_longctx.parts.partial import FifoCache
 
 
 @method(source="Xu et al. 2025, section 5")

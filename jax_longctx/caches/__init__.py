@@ -3,19 +3,15 @@
 from jax_longctx.caches.append_only import (
     AppendCache,
     Rewinding,
+    Store,
     empty_append_cache,
-    gather_slots,
-    gather_stored,
-    lines_of,
-    local_run,
-    local_slots,
-    read_lines,
     where_rows,
     with_store,
     write_rows,
     write_run,
+    written_after,
 )
-from jax_longctx.caches.branched import Branched, attend_branched, parting
+from jax_longctx.caches.branched import Branched
 from jax_longctx.caches.budget import (
     BudgetCache,
     Joining,
@@ -23,26 +19,36 @@ from jax_longctx.caches.budget import (
     drop_oldest,
     empty_budget_cache,
 )
-from jax_longctx.caches.offloaded import (
-    Offloaded,
-    Reads,
-    Store,
-    empty_store,
-    pages_of_run,
-    read_keys,
-    read_slots,
+from jax_longctx.caches.digests import PageDigests, SelectiveCache, masked_max, masked_mean
+from jax_longctx.caches.offloaded import Offloaded, Reads, empty_store
+from jax_longctx.caches.paged import Near, merged
+from jax_longctx.caches.reading import (
+    Turned,
+    gather_slots,
+    gather_stored,
+    local_run,
+    local_slots,
+    numbers,
+    read_lines,
 )
+from jax_longctx.caches.scope import Listed, Scope, Votes, page_of_spans, pages_of_run
 
 __all__ = [
     "AppendCache",
     "Branched",
     "BudgetCache",
     "Joining",
+    "Listed",
+    "Near",
     "Offloaded",
+    "PageDigests",
     "Reads",
     "Rewinding",
+    "Scope",
+    "SelectiveCache",
     "Store",
-    "attend_branched",
+    "Turned",
+    "Votes",
     "choose",
     "drop_oldest",
     "empty_append_cache",
@@ -50,16 +56,18 @@ __all__ = [
     "empty_store",
     "gather_slots",
     "gather_stored",
-    "lines_of",
     "local_run",
     "local_slots",
+    "masked_max",
+    "masked_mean",
+    "merged",
+    "numbers",
+    "page_of_spans",
     "pages_of_run",
-    "parting",
-    "read_keys",
     "read_lines",
-    "read_slots",
     "where_rows",
     "with_store",
     "write_rows",
     "write_run",
+    "written_after",
 ]

@@ -7,18 +7,23 @@ cache; tests check both in the programs compiled for CPU and TPU.
 
 import dataclasses
 import functools
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jax_longctx.contract import CacheShape, LayerContext
+from jax_longctx.caches import paged, reading
+from jax_longctx.caches.reading import Turned, line_numbers
+from jax_longctx.caches.scope import Listed, Scope, Votes
+from jax_longctx.contract import QKV, Attended, CacheShape, LayerContext
 from jax_longctx.sharding import axes_field
-from pallas_kernels.common import AnyCache
+from pallas_kernels.common import AnyCache, Window, merge
+from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import platform
 from pallas_kernels.plane import Plane, part_of, row_major
-from pallas_kernels.quantised import Quantised, dequantised, stored_as
+from pallas_kernels.prefill_attention import cache_attention, causal_attention
+from pallas_kernels.quantised import Quantised, stored_as
 
 
 class Rewinding:
@@ -49,10 +54,148 @@ class Rewinding:
         return dataclasses.replace(cast(Any, self), **changes)
 
 
+class Store(Rewinding):
+    """Every key and value of some rows, wherever they lie and however they are stored.
+
+    Tokens have slots 0, 1, 2, ... in the text's order. Pages and slots that are given are this
+    shard's (`LayerContext.slots`). Buffers are arrays, of 8 bits too, or `Plane`s of these. Other
+    places than one row's device memory are classes of their own: `Offloaded`, `BranchedStore`.
+
+    Attributes:
+      length: slots of each row that hold a token.
+      position: position of each row's next token.
+    """
+
+    length: Int[Array, " B"]
+    position: Int[Array, " B"]
+    # Whether `fetch` brings pages to the device.
+    fetches: ClassVar[bool] = False
+
+    @property
+    def store(self) -> Any:
+        """Itself. Other caches hold one as their field `store`."""
+        return self
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """[B, K, S, H]."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        raise NotImplementedError
+
+    @property
+    def _buffers(self) -> tuple[AnyCache, AnyCache]:
+        """What holds keys and values on the device."""
+        raise NotImplementedError
+
+    def _where(self, slots: Array, *, near: bool) -> tuple[Array, Array]:
+        """Where `slots` lie in the buffers of keys and of values; see `read`."""
+        return slots, slots
+
+    @property
+    def all_keys(self) -> AnyCache:
+        """All keys, where steps rank them (`Reads.all_keys`), in the order of slots."""
+        raise NotImplementedError
+
+    def held(self, ctx: LayerContext, *, but_last: int = 0) -> Int[Array, " B"]:
+        """How many of this shard's slots are valid, each row's last `but_last` tokens left out."""
+        return ctx.slots(self.sizes[2]).below(self.length - but_last)
+
+    def append(
+        self,
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        valid: Int[Array, " B"],
+        ctx: LayerContext,
+    ) -> Any:
+        """Appends each row's first `valid[b]` tokens; a row with none is left as it is."""
+        raise NotImplementedError
+
+    def attend(self, new: QKV, valid: Int[Array, " B"], ctx: LayerContext) -> tuple[Attended, Any]:
+        """Appends tokens as `append`; each attends to all tokens up to itself.
+
+        Args:
+          new: queries and keys are rotated to their positions.
+        """
+        q, k, v = new
+        past_B, begin_B = self.held(ctx), self.position
+        store = self.append(k, v, valid, ctx)
+        whole, scale, window = store.on_device(), ctx.scale, None
+        if ctx.window is not None:
+            # A slot is its position, and a shard's slots are one block where there is a window.
+            window = Window(ctx.window, begin_B, ctx.seq_offset(whole.k.shape[2]))
+        if q.shape[1] == 1:
+            held_B = whole.held(ctx)
+            part = decode_attention(q, whole.k, whole.v, held_B, scale=scale, window=window)
+            return ctx.seq_merge(*part), store
+        part = cache_attention(q, whole.k, whole.v, past_B, scale=scale, window=window)
+        earlier = ctx.seq_merge(*part)
+        within = causal_attention(q, k, v, scale=scale, window=ctx.window)
+        return merge([earlier, within]), store
+
+    def attend_pages(
+        self, q: Float[Array, "B 1 N H"], ways: paged.Ways, ctx: LayerContext, prior: Any = None
+    ) -> tuple[Array, ...]:
+        """A token's attention to this shard's slots of pages, as `sparse_decode_attention` has it.
+
+        Over a context that rows share, `start` is the same for all of them, or beyond what they
+        share; `stop` lies beyond it. Flat lists and priors are not for these.
+
+        Args:
+          ways: each names the same slots; the first is taken that runs where the store lies.
+          prior: RESA's, as that operation takes it.
+        """
+        return paged.attended(q, self._buffers, ways, ctx, prior)
+
+    def read(
+        self,
+        slots: Int[Array, "B X C"],
+        turned: Turned | None = None,
+        *,
+        near: bool = False,
+        blank: bool = True,
+        values: bool = True,
+    ) -> tuple[Shaped[Array, "B K C H"], Any]:
+        """Keys and values in `slots`, X = 1 list for all heads or K; zeros for -1.
+
+        They are among the first tokens, the newest ones, or those that were fetched.
+
+        Args:
+          turned: how keys are rotated as they are read, for X = 1; None as they are stored.
+          near: all are among the first or the newest.
+          blank: without it any key and value for -1.
+          values: without them None in their place.
+        """
+        where = self._where(slots, near=near)
+        return reading.read_pair(self._buffers, where, turned, blank=blank, values=values)
+
+    def fetch(self, wanted: Any, valid: Int[Array, " B"], ctx: LayerContext, *, step: bool) -> Any:
+        """The store with these of its pages on the device.
+
+        Args:
+          wanted: pages [B, Y, C] of all heads, of each kv head or of each query head, -1 for none;
+            or a scope.
+          valid: tokens of each row; the pages of a row without any are not fetched.
+          step: whether this is a decode step, which is counted.
+        """
+        return self
+
+    def select(self, votes: Votes, ctx: LayerContext) -> Scope | Listed:
+        """The scope of each row's newest tokens by their votes."""
+        return votes.listed(self.length, self.sizes[2], ctx)
+
+    def on_device(self) -> Any:
+        """The store with all keys and values in buffers `k` and `v` on the device."""
+        return self
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class AppendCache(Rewinding):
-    """Keys and values of every token of a row.
+class AppendCache(Store):
+    """Keys and values of every token of a row, on the device.
 
     Attributes:
       k, v: slot s of row b is valid when `s < length[b]`; other slots hold garbage.
@@ -68,24 +211,21 @@ class AppendCache(Rewinding):
     context_length: Int[Array, " B"] = axes_field("batch")
     context_position: Int[Array, " B"] = axes_field("batch")
 
-    def held(self, ctx: LayerContext, *, but_last: int = 0) -> Int[Array, " B"]:
-        """How many of this shard's slots are valid, each row's last `but_last` tokens left out."""
-        return ctx.slots(self.k.shape[2]).below(self.length - but_last)
-
     @property
     def sizes(self) -> tuple[int, ...]:
-        """[B, K, S, H]."""
         return self.k.shape
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all keys and values."""
-        return self.k.nbytes + self.v.nbytes
+    def _buffers(self) -> tuple[AnyCache, AnyCache]:
+        return self.k, self.v
 
     @property
-    def store(self) -> "AppendCache":
-        """Itself. Other caches hold one as their field `store`."""
-        return self
+    def all_keys(self) -> AnyCache:
+        return self.k
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
 
     def append(
         self,
@@ -94,7 +234,6 @@ class AppendCache(Rewinding):
         valid: Int[Array, " B"],
         ctx: LayerContext,
     ) -> "AppendCache":
-        """Appends each row's first `valid[b]` tokens; a row with none is left as it is."""
         return dataclasses.replace(
             self,
             k=write_run(self.k, k, self.length, valid, ctx),
@@ -103,67 +242,14 @@ class AppendCache(Rewinding):
             position=self.position + valid,
         )
 
-    # What a store in the host's memory does otherwise (`Offloaded`).
 
-    def on_device(self) -> "AppendCache":
-        """The store with all keys and values on the device."""
-        return self
+def written_after(store: Any, read: Any) -> tuple[Any, Any]:
+    """The store, to which nothing is written before `read` of it is known, and `read`.
 
-    @property
-    def buffers(self) -> tuple[AnyCache, AnyCache]:
-        """The keys and values on the device to which `placed`, `span` and `brought` refer."""
-        return self.k, self.v
-
-    def placed(self, slots: Int[Array, "B ..."], page: int = 1) -> Int[Array, "B ..."]:
-        """Where this shard's `slots`, or pages of `page` slots, lie in `buffers`; -1 for negatives.
-
-        They are among the first or the newest tokens that every step reads.
-        """
-        return slots
-
-    def span(self, start: Int[Array, " B"], stop: Int[Array, " B"]) -> tuple[Array, Array]:
-        """The slots of `buffers` that hold start <= slot < stop; `start` is not behind the head.
-
-        Pages of the working set lie among them.
-        """
-        return start, stop
-
-    def brought(
-        self, pages: Int[Array, "B Y C"], valid: Int[Array, " B"], ctx: LayerContext, *, step: bool
-    ) -> tuple["AppendCache", Int[Array, "B Y C"]]:
-        """The store with these of its pages on the device, and where they lie in its `buffers`.
-
-        Args:
-          pages: this shard's, of all heads, of each kv head or of each query head; -1 for none.
-          valid: tokens of each row; the pages of a row without any are not brought.
-          step: whether this is a decode step, which is counted.
-        """
-        return self, pages
-
-    def brought_runs(
-        self,
-        low: Int[Array, "B M"],
-        high: Int[Array, "B M"],
-        most: int,
-        valid: Int[Array, " B"],
-        ctx: LayerContext,
-        *,
-        step: bool,
-    ) -> "AppendCache":
-        """The store with the runs low <= slot < high, of at most `most` slots, on the device.
-
-        All heads choose the same. `valid` and `step` are as in `brought`.
-        """
-        return self
-
-    def located(
-        self, slots: Int[Array, "B Y C"]
-    ) -> tuple[Int[Array, "B Y C"], Int[Array, "B Y C"]]:
-        """Where the keys and the values of this shard's `slots` lie in `buffers`; -1 for negatives.
-
-        They are among the first tokens, the newest ones, or those that were brought.
-        """
-        return slots, slots
+    Else `read` might be of a copy of all layers' keys.
+    """
+    length, read = jax.lax.optimization_barrier((store.length, read))
+    return dataclasses.replace(store, length=length), read
 
 
 def with_store(cache: Any, store: AppendCache) -> Any:
@@ -291,7 +377,7 @@ def _write_lines(buffer: Array, new_BKTH: Array, start: Array, valid: Array, fir
     step_T = jnp.arange(new_BKTH.shape[2])
     slot_BT = start[:, None] + step_T
     inside_BT = (slot_BT >= 0) & (slot_BT < slots) & (step_T < valid[:, None])
-    line_BKT = _lines(batch, heads, slots, slot_BT[:, None], first)
+    line_BKT = line_numbers(batch, heads, slots, slot_BT[:, None], first)
     # One past the end or later is what `drop` drops; a negative line would wrap around. Each is
     # another one: where lines may meet a GPU writes every two channels by an atomic operation.
     beyond_BKT = buffer.shape[0] * heads * slots + jnp.arange(line_BKT.size).reshape(line_BKT.shape)
@@ -300,128 +386,6 @@ def _write_lines(buffer: Array, new_BKTH: Array, start: Array, valid: Array, fir
     new_EH = new_BKTH.reshape(-1, *width)  # [B*K*T, H]
     flat = flat.at[line_BKT.reshape(-1)].set(new_EH, mode="drop", unique_indices=True)
     return flat.reshape(buffer.shape)
-
-
-def local_slots(
-    index: Int[Array, "*shape"], size: int, ctx: LayerContext, page: int = 1
-) -> Int[Array, "*shape"]:
-    """Global slots, or pages of `page` slots, as indices on this shard, which has `size` of them.
-
-    -1 for those of other shards, and for negative ones.
-    """
-    return ctx.slots(size, page).find(index)
-
-
-def local_run(
-    slots: Int[Array, "B X"],
-    number: Int[Array, " B"],
-    size: int,
-    ctx: LayerContext,
-    *,
-    descending: bool = False,
-) -> tuple[Int[Array, "B Y"], Int[Array, " B"], Int[Array, " B"]]:
-    """The run of each row's monotone list of global slots that this shard's block holds.
-
-    Args:
-      slots: ascending, or descending, in the first number[b] entries; the others do not count.
-      size: this shard's slots.
-
-    Returns:
-      (local, first, count): Y = min(X, size) local slots, -1 from entry count[b] on; entry i is
-      entry first[b] + i of the list.
-    """
-    first_B, count_B, most = jnp.zeros_like(number), number, min(slots.shape[1], size)
-    if ctx.seq_size > 1:
-        offset = ctx.seq_offset(size)
-        listed_BX = jnp.arange(slots.shape[1]) < number[:, None]
-        below, above = slots < offset, slots >= offset + size
-        first_B = jnp.sum(listed_BX & (above if descending else below), axis=-1)
-        count_B = jnp.sum(listed_BX & ~below & ~above, axis=-1)
-        at_BY = jnp.minimum(first_B[:, None] + jnp.arange(most), slots.shape[1] - 1)
-        slots = jnp.take_along_axis(slots, at_BY, axis=1) - offset
-    local_BY = jnp.where(jnp.arange(most) < count_B[:, None], slots[:, :most], -1)
-    return local_BY, first_B, count_B
-
-
-def lines_of(
-    buffer: Shaped[Array, "B K S *H"] | Plane, slots: Int[Array, "B X C"]
-) -> tuple[Shaped[Array, "R ..."], Int[Array, "B K C"]]:
-    """The flattened buffer, R = B * K * S lines (of a plane those of all layers), and where `slots`
-    lie in it, X = 1 list for all heads or K."""
-    batch, heads, size, *width = buffer.shape
-    rows, first = buffer.rows() if isinstance(buffer, Plane) else (buffer, 0)
-    return rows.reshape(-1, *width), _lines(batch, heads, size, slots, first)
-
-
-def _lines(batch: int, heads: int, size: int, slots: Array, first: Any) -> Int[Array, "B K C"]:
-    row_B11 = (jnp.arange(batch) + first)[:, None, None]
-    return (row_B11 * heads + jnp.arange(heads)[:, None]) * size + slots
-
-
-def read_lines(
-    buffer: Shaped[Array, "B K S H"] | Plane | Quantised,
-    slots: Int[Array, "B X C"],
-    *,
-    blank: bool = True,
-) -> Shaped[Array, "B K C H"]:
-    """The lines in this shard's `slots`, X = 1 list for all heads or K; zeros for -1.
-
-    Without `blank` any line for -1.
-    """
-    return dequantised(stored_lines(buffer, slots, blank=blank))
-
-
-def stored_lines(
-    buffer: Shaped[Array, "B K S *H"] | Plane | Quantised,
-    slots: Int[Array, "B X C"],
-    *,
-    blank: bool = True,
-) -> Shaped[Array, "B K C *H"] | Quantised:
-    """`read_lines`, as they are stored.
-
-    They are read from the flattened buffer, whose layout stays as it is: a gather along the slots
-    makes the TPU compiler copy the cache with its axes moved.
-    """
-    if isinstance(buffer, Quantised):
-        return buffer.map(lambda part: stored_lines(part, slots, blank=blank))
-    index = jnp.maximum(slots, 0)
-    if len(buffer.shape) == 3 and platform() == "tpu":
-        # Flat, the numbers of all layers would have another layout: a copy of them.
-        lines = jnp.take_along_axis(part_of(buffer), index, axis=2)
-    else:
-        flat, lines_BKC = lines_of(buffer, index)
-        lines = jnp.take(flat, lines_BKC, axis=0, mode="clip")
-        lines = row_major(lines) if isinstance(buffer, Plane) else lines
-    if not blank:
-        return lines
-    some = (slots >= 0).reshape(*slots.shape, *(1,) * (lines.ndim - 3))
-    return jnp.where(some, lines, jnp.zeros((), lines.dtype))
-
-
-def gather_slots(
-    buffer: AnyCache, slots: Int[Array, "B K C"], ctx: LayerContext
-) -> Float[Array, "B K C H"]:
-    """The keys or values in global `slots` of each row and kv head, on every shard of the slots.
-
-    Negative slots come back as zeros.
-    """
-    return dequantised(gather_stored(buffer, slots, ctx))
-
-
-def gather_stored(
-    buffer: AnyCache, slots: Int[Array, "B K C"], ctx: LayerContext
-) -> Float[Array, "B K C H"] | Quantised:
-    """`gather_slots`, as they are stored."""
-    lines = stored_lines(buffer, local_slots(slots, buffer.shape[2], ctx))
-
-    # One shard holds each slot; a sum with zeros is exact.
-    def everywhere(part: Array) -> Array:
-        if part.dtype.itemsize > 1:
-            return ctx.psum_seq(part)
-        bits = jax.lax.bitcast_convert_type(part, jnp.int8)
-        return jax.lax.bitcast_convert_type(ctx.psum_seq(bits), part.dtype)
-
-    return jax.tree.map(everywhere, lines)
 
 
 def where_rows(pick: Bool[Array, " B"], new: Any, old: Any) -> Any:

@@ -10,28 +10,21 @@ written to the shared slots.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches.append_only import AppendCache
-from jax_longctx.contract import Attended, LayerContext, SlotLayout
+from jax_longctx.caches.append_only import AppendCache, Store
+from jax_longctx.caches.paged import Ways, attended
+from jax_longctx.contract import QKV, Attended, LayerContext, SlotLayout
 from jax_longctx.sharding import Leaf, axes_field, described
 from pallas_kernels.common import AnyCache, merge
 from pallas_kernels.decode_attention import decode_attention, shared_decode_attention
 from pallas_kernels.plane import Plane, part_of
-
-# Parts of a cache that rows share up to the split, and have for themselves from there on.
-_PARTING: list[type] = [AppendCache]
-
-
-def parting[T: type](kind: T) -> T:
-    """Marks a dataclass of arrays with an axis `slots` or `pages`, of which rows share the first
-    entries."""
-    _PARTING.append(kind)
-    return kind
+from pallas_kernels.sparse_decode_attention import Shared
 
 
 @jax.tree_util.register_dataclass
@@ -46,11 +39,11 @@ class KeysValues:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Branched:
-    """An `AppendCache` of rows that go on from one context, or the digests of its pages.
+    """A part of a cache whose rows go on from one context.
 
     Attributes:
-      shared: the context's, of one row: `KeysValues`, or digests. Entries below the split count.
-        None while the context has it.
+      shared: the context's, of one row. Entries below the split count. None while the context has
+        it.
       own: the rows', of the entries from the split on: entry s is their entry s - split.
       split_at: how many entries (slots, or pages) the rows share. Nothing writes it.
     """
@@ -64,30 +57,45 @@ class Branched:
         """How many entries the rows share."""
         return part_of(self.split_at)
 
-    @property
-    def store(self) -> "Branched":
-        """Itself, as `AppendCache.store`."""
-        return self
+    def with_own(self, own: Any) -> Any:
+        """The same with other entries of the rows' own."""
+        return dataclasses.replace(self, own=own)
+
+
+# What a part becomes whose rows share its first entries, by its class.
+_BRANCHED: dict[type, type[Branched]] = {}
+
+
+def parting[T: type](kind: type) -> Callable[[T], T]:
+    """Marks a `Branched` as what `kind` becomes, a dataclass of arrays with slots or pages."""
+
+    def mark(branched: T) -> T:
+        _BRANCHED[kind] = branched
+        return branched
+
+    return mark
+
+
+@parting(AppendCache)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BranchedStore(Branched, Store):
+    """An `AppendCache` of rows that go on from one context, whose part is `KeysValues`."""
 
     @property
     def length(self) -> Int[Array, " B"]:
-        """Of a store: the slots of each row, shared and own."""
+        """The slots of each row, shared and own."""
         return self.own.length + self.split
 
     @property
     def position(self) -> Int[Array, " B"]:
-        """Of a store: the position of each row's next token."""
         return self.own.position
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of a store: [B, K, S, H] that a cache for these rows would have, at most."""
+        """Those that a cache for these rows would have, at most."""
         rows, heads, room, width = self.own.sizes
         return rows, heads, self.shared.k.shape[2] + room, width
-
-    def with_own(self, own: Any) -> "Branched":
-        """The same with other entries of the rows' own."""
-        return dataclasses.replace(self, own=own)
 
     def append(
         self,
@@ -95,24 +103,29 @@ class Branched:
         v: Float[Array, "B T K H"],
         valid: Int[Array, " B"],
         ctx: LayerContext,
-    ) -> "Branched":
-        """Of a store: as `AppendCache.append`."""
+    ) -> "BranchedStore":
         return self.with_own(self.own.append(k, v, valid, ctx))
 
-    def brought(self, pages: Array, valid: Array, ctx: LayerContext, *, step: bool) -> Any:
-        """Of a store: as `AppendCache.brought`."""
-        return self, pages
+    def attend(self, new: QKV, valid: Int[Array, " B"], ctx: LayerContext) -> tuple[Attended, Any]:
+        """One new token of each row."""
+        q, k, v = new
+        store, scale = self.append(k, v, valid, ctx), ctx.scale
+        shared, own = store.shared, store.own
+        held = ctx.slots(shared.k.shape[2]).below(store.split)
+        parts = [
+            shared_decode_attention(q, shared.k, shared.v, held, scale=scale),
+            decode_attention(q, own.k, own.v, own.held(ctx), scale=scale),
+        ]
+        return ctx.seq_merge(*merge(parts)), store
 
-
-def attend_branched(q: Float[Array, "B 1 N H"], store: Branched, ctx: LayerContext) -> Attended:
-    """Every row's (rotated) query against all its tokens."""
-    shared, own, scale = store.shared, store.own, ctx.scale
-    held = ctx.slots(shared.k.shape[2]).below(store.split)
-    parts = [
-        shared_decode_attention(q, shared.k, shared.v, held, scale=scale),
-        decode_attention(q, own.k, own.v, own.held(ctx), scale=scale),
-    ]
-    return ctx.seq_merge(*merge(parts))
+    def attend_pages(
+        self, q: Float[Array, "B 1 N H"], ways: Ways, ctx: LayerContext, prior: Any = None
+    ) -> tuple[Array, ...]:
+        k, v, split = self.shared.k, self.shared.v, self.split
+        if ctx.seq_size > 1:
+            split = ctx.slots(k.shape[2]).below(split)
+        buffers = self.own.k, self.own.v
+        return attended(q, buffers, ways, ctx, prior, Shared(k, v, split))
 
 
 def split_of(length: int, own: int, layout: SlotLayout) -> int:
@@ -124,7 +137,7 @@ def split_of(length: int, own: int, layout: SlotLayout) -> int:
 
 
 def _parts(node: Any) -> bool:
-    return isinstance(node, (*_PARTING, Branched))
+    return isinstance(node, (*_BRANCHED, Branched))
 
 
 def _axes(tree: Any) -> Any:
@@ -161,7 +174,8 @@ def branches(caches: Any, rows: int, room: int, split: Any) -> Any:
         first, about = jax.tree.leaves(part)[0], jax.tree.leaves(axes)[0]
         entries = first.shape[next(i for i, x in enumerate(about.axes) if x in ("slots", "pages"))]
         layers = first.shape[: about.axes.index("batch")]
-        return Branched(None, own, jnp.full((*layers, 1), split // (slots // entries), jnp.int32))
+        made = _BRANCHED[type(part)]
+        return made(None, own, jnp.full((*layers, 1), split // (slots // entries), jnp.int32))
 
     return jax.tree.map(node, caches, _axes(caches), is_leaf=_parts)
 

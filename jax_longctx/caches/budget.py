@@ -13,13 +13,17 @@ from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches.append_only import write_rows
-from jax_longctx.contract import CacheShape
+from jax_longctx.caches.reading import numbers
+from jax_longctx.contract import QKV, Attended, CacheShape, LayerContext, resized
 from jax_longctx.sharding import OwnAxis, axes_field
-from pallas_kernels.common import AnyCache
+from pallas_kernels.common import AnyCache, Stored, merge
+from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.plane import part_of
+from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.quantised import stored_as
 from pallas_kernels.select_large_k import select_large_k
 
@@ -55,6 +59,35 @@ class BudgetCache:
         """Indices in the text of the next `new` tokens of each row, for every head."""
         token_BT = self.position[:, None] + jnp.arange(new)
         return jnp.broadcast_to(token_BT[:, None], (*self.token.shape[:2], new))
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that a decode step reads: all, as it ranks all tokens."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    def keys(self, turned: LayerContext | None) -> AnyCache:
+        """The keys; with `turned`, which are stored before rotary embedding, at their slots."""
+        if turned is None:
+            return self.k
+        slots = np.arange(self.k.shape[2])[None]
+        return jnp.swapaxes(turned.rotate(jnp.swapaxes(numbers(self.k), 1, 2), slots), 1, 2)
+
+    def attend(
+        self, new: QKV, scale: float, turned: LayerContext | None
+    ) -> tuple[Attended, Stored]:
+        """Attention of rotated tokens to every slot and, causally, to themselves; and `keys`."""
+        q, k, v = new
+        past = self.keys(turned)
+        to_cache = decode_attention if q.shape[1] == 1 else cache_attention
+        earlier = to_cache(q, past, self.v, self.length, scale=scale)
+        return merge([earlier, causal_attention(q, k, v, scale=scale)]), part_of(past)
+
+    def in_room(self, room: int, turned: LayerContext | None) -> tuple[Stored, Stored]:
+        """`keys` and values in `room` slots, as they are stored."""
+        keys: Any = self.keys(turned)
+        keys = keys if turned is None else stored_as(self.k, keys)
+        k, v = (jax.tree.map(lambda part: resized(part, 2, room), x) for x in (keys, self.v))
+        return k, v
 
     def append(
         self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], valid: Int[Array, " B"]
@@ -135,12 +168,18 @@ def drop_oldest(
     *,
     first: int,
     leaving: Int[Array, " B"],
+    after: Any,
     one: bool = False,
 ) -> BudgetCache:
     """`choose` where all but the `first` tokens leave by age: the oldest `leaving` of each row.
 
     What stays is known from its place. Nothing is ranked.
+
+    Args:
+      after: what is made of the cache as it was. Were tokens moved before, XLA would copy the
+        caches of all layers for it.
     """
+    leaving, _ = jax.lax.optimization_barrier((leaving, after))
     if one:
         place = jnp.where(leaving > 0, first, cache.k.shape[2] + 1)[:, None]
         return _taken(cache, new, _moved_down(cache, place))

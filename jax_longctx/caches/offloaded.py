@@ -15,9 +15,9 @@ moves on with the text. `end_context` ends that: from there on the tail has room
 answer, which stay on the device, so decode steps write nothing to the host. The host's pages do not
 change either, so the working set stays valid from question to question.
 
-Attention reads the pool where it lies: `placed` turns slots into the pool's slots, `brought` lists
-of pages into lists of the pool's pages. What attends all keys (a chunk that is read by full
-attention) gets them on the device for the time of one layer (`on_device`).
+Attention reads the pool where it lies: `attend_pages` and `read` find places of pages and slots.
+What attends all keys (a chunk that is read by full attention) gets them on the device for the time
+of one layer (`on_device`).
 
 Where steps rank every key (`Reads.all_keys`), keys lie on the device as in an `AppendCache`, and
 the pool is one of values alone.
@@ -29,16 +29,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches.append_only import (
-    AppendCache,
-    Rewinding,
-    empty_append_cache,
-    read_lines,
-    write_rows,
-)
-from jax_longctx.caches.branched import Branched
+from jax_longctx.caches import paged
+from jax_longctx.caches.append_only import AppendCache, Store, empty_append_cache, write_rows
 from jax_longctx.caches.host_pages import (
     joined,
     page_shape,
@@ -52,6 +46,8 @@ from jax_longctx.caches.host_pages import (
     with_slots,
     write_at,
 )
+from jax_longctx.caches.paged import Near
+from jax_longctx.caches.scope import Scope, Votes
 from jax_longctx.caches.working_set import Fetches, WorkingSet, empty_working_set
 from jax_longctx.contract import CacheShape, LayerContext, resized
 from jax_longctx.errors import ConfigError
@@ -97,7 +93,7 @@ class Reads:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Offloaded(Rewinding):
+class Offloaded(Store):
     """Keys and values of every token of a row, those of the context in the host's memory.
 
     Attributes:
@@ -114,6 +110,7 @@ class Offloaded(Rewinding):
       length, position, context_length, context_position: as in `AppendCache`.
     """
 
+    fetches = True
     page: int = dataclasses.field(metadata={"static": True})
     head: int = dataclasses.field(metadata={"static": True})
     newest: int = dataclasses.field(metadata={"static": True})
@@ -135,46 +132,33 @@ class Offloaded(Rewinding):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """[B, K, S, H], as `AppendCache.sizes`."""
         batch, heads, _, width = self.pool_v.shape
         return batch, heads, self.frames.pages * self.page, width
 
     @property
-    def store(self) -> "Offloaded":
-        """Itself, as `AppendCache.store`."""
-        return self
-
-    @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
         parts = (self.keys, self.k, self.v, self.k_scales, self.v_scales)
         return sum(x.nbytes for x in parts if x is not None)
+
+    @property
+    def all_keys(self) -> AnyCache:
+        return self.keys
 
     @property
     def before_tail(self) -> int:
         """Pages of the pool before the tail."""
         return self.head + self.frames.count
 
-    def held(self, ctx: LayerContext, *, but_last: int = 0) -> Int[Array, " B"]:
-        """As `AppendCache.held`."""
-        return jnp.clip(self.length - but_last, 0, self.sizes[2])
-
     # The pool.
 
-    def placed(self, slots: Int[Array, "B ..."], page: int = 1) -> Int[Array, "B ..."]:
-        """As `AppendCache.placed`, of the head or the tail; -1 where the pool has no room too."""
-        base, each = _beside(self.base // page, slots), self.page // page
-        in_head = (base > 0) & (slots < self.head * each)
-        at = jnp.where(in_head, slots, slots - base + self.before_tail * each)
-        return jnp.where((slots < 0) | (at >= self.pool_v.shape[2] // page), -1, at)
+    def _placed(self, slots: Int[Array, "B ..."]) -> Int[Array, "B ..."]:
+        """Where slots of the head or the tail lie in the pool; -1 for none, or beyond its end."""
+        base = _beside(self.base, slots)
+        in_head = (base > 0) & (slots < self.head * self.page)
+        at = jnp.where(in_head, slots, slots - base + self.before_tail * self.page)
+        return jnp.where((slots < 0) | (at >= self.pool_v.shape[2]), -1, at)
 
-    def span(self, start: Int[Array, " B"], stop: Int[Array, " B"]) -> tuple[Array, Array]:
-        """As `AppendCache.span`."""
-        begin = jnp.where(self.base > 0, start, self.placed(start))
-        ends = (self.base > 0) & (stop <= self.head * self.page)
-        return begin, jnp.where(ends, stop, stop - self.base + self.before_tail * self.page)
-
-    def placed_pages(self, pages: Int[Array, "B Y C"]) -> Int[Array, "B Y C"]:
+    def _placed_pages(self, pages: Int[Array, "B Y C"]) -> Int[Array, "B Y C"]:
         """Pages as pages of the pool; -1 for negative ones. All must be on the device."""
         base = _beside(self.base // self.page, pages)
         frames = self.frames.frames_of(pages) + self.head
@@ -182,12 +166,16 @@ class Offloaded(Rewinding):
         at = jnp.where((base > 0) & (pages < self.head), pages, at)
         return jnp.where(pages < 0, -1, at)
 
-    def located(self, slots: Int[Array, "B Y C"]) -> tuple[Array, Array]:
-        """As `AppendCache.located`."""
-        pages = jnp.where(slots < 0, -1, slots // self.page)
-        at = self.placed_pages(pages) * self.page + slots % self.page
-        at = jnp.where(slots < 0, -1, at)
-        return (at if self.keys is None else slots), at
+    def _in_pool(self, part: paged.Pages | Near) -> paged.Pages | Near:
+        """The same of the pool, with a list for each kv head; between head and tail lie frames."""
+        if isinstance(part, Near):
+            return Near(self._placed(part.slots))
+        begin = jnp.where(self.base > 0, part.start, self._placed(part.start))
+        ends = (self.base > 0) & (part.stop <= self.head * self.page)
+        moved = part.stop - self.base + self.before_tail * self.page
+        pages, stop = self._placed_pages(part.listed), jnp.where(ends, part.stop, moved)
+        part = dataclasses.replace(part, listed=pages, start=begin, stop=stop)
+        return paged.listed_apart(part, self.pool_v.shape[1])
 
     @property
     def _in_host(self) -> tuple[str, ...]:
@@ -224,7 +212,6 @@ class Offloaded(Rewinding):
         valid: Int[Array, " B"],
         ctx: LayerContext,
     ) -> "Offloaded":
-        """As `AppendCache.append`."""
         store = self if self.settled else self._moved_on()
         if store.keys is not None:
             keys = write_rows(store.keys, k, store.length, valid)
@@ -244,8 +231,7 @@ class Offloaded(Rewinding):
         return store if store.settled else store._kept(begin, k.shape[1])
 
     @property
-    def buffers(self) -> tuple[AnyCache, _Pool]:
-        """The pools of keys and of values; all keys where they stay on the device."""
+    def _buffers(self) -> tuple[AnyCache, _Pool]:
         return (self.pool_k if self.keys is None else self.keys), self.pool_v
 
     @property
@@ -306,33 +292,36 @@ class Offloaded(Rewinding):
 
     # Reading.
 
-    def brought(
-        self, pages: Int[Array, "B Y C"], valid: Int[Array, " B"], ctx: LayerContext, *, step: bool
-    ) -> tuple["Offloaded", Int[Array, "B Y C"]]:
-        """As `AppendCache.brought`."""
-        far = (pages >= self.head) & (pages < (self.base // self.page)[:, None, None])
-        far &= (valid > 0)[:, None, None]
-        wanted = jnp.where(far, pages, -1)
-        frames, fetches = self.frames.taken(wanted, valid, ctx, step=step)
-        store = dataclasses.replace(self._with(self._fetched(fetches)), frames=frames)
-        return store, store.placed_pages(pages)
-
-    def brought_runs(
-        self,
-        low: Int[Array, "B M"],
-        high: Int[Array, "B M"],
-        most: int,
-        valid: Int[Array, " B"],
-        ctx: LayerContext,
-        *,
-        step: bool,
+    def fetch(
+        self, wanted: Any, valid: Int[Array, " B"], ctx: LayerContext, *, step: bool
     ) -> "Offloaded":
-        """As `AppendCache.brought_runs`."""
-        first, each = low // self.page, pages_of_run(most, self.page)
-        pages = first[..., None] + jnp.arange(each)
-        there = (low < high)[..., None] & (pages * self.page < high[..., None])
-        pages = jnp.where(there, pages, -1).reshape(len(low), 1, -1)
-        return self.brought(pages, valid, ctx, step=step)[0]
+        if isinstance(wanted, Scope):
+            if not wanted.low.shape[1]:
+                return self
+            wanted = wanted.pages(self.page)
+        far = (wanted >= self.head) & (wanted < (self.base // self.page)[:, None, None])
+        far &= (valid > 0)[:, None, None]
+        frames, fetches = self.frames.taken(jnp.where(far, wanted, -1), valid, ctx, step=step)
+        return dataclasses.replace(self._with(self._fetched(fetches)), frames=frames)
+
+    def select(self, votes: Votes, ctx: LayerContext) -> Scope:
+        """Never a list: what is fetched is fetched by spans."""
+        return votes.scope(self.length, self.sizes[2], ctx)
+
+    def attend_pages(
+        self, q: Float[Array, "B 1 N H"], ways: paged.Ways, ctx: LayerContext, prior: Any = None
+    ) -> tuple[Array, ...]:
+        """By the last of these ways: the pool is no run of slots."""
+        way = [self._in_pool(part) for part in ways[-1]()]
+        return super().attend_pages(q, [lambda: way], ctx, prior)
+
+    def _where(self, slots: Array, *, near: bool) -> tuple[Array, Array]:
+        if near:
+            at = self._placed(slots)
+        else:
+            at = self._placed_pages(jnp.where(slots < 0, -1, slots // self.page)) * self.page
+            at = jnp.where(slots < 0, -1, at + slots % self.page)
+        return at if self.keys is None else slots, at
 
     def _fetched(self, fetches: Fetches) -> tuple[AnyCache, ...]:
         """The pools with new pages in their frames."""
@@ -464,11 +453,6 @@ class Offloaded(Rewinding):
         )
 
 
-def pages_of_run(slots: int, page: int) -> int:
-    """The most pages of `page` slots that a run of `slots` slots touches."""
-    return (slots + page - 2) // page + 1
-
-
 def _beside(x: Int[Array, " B"], like: Array) -> Array:
     """`x` with axes of size 1 behind its own, as many as `like` has."""
     return x.reshape(-1, *(1 for _ in like.shape[1:]))
@@ -478,10 +462,6 @@ def _tail(newest: int, page: int, more: int, first: int) -> int:
     """Slots of a tail with room for `more` tokens, behind `first` slots of the pool."""
     need = newest + more + 4 * page + 1
     return -(-(first + need) // _GRANULE) * _GRANULE - first
-
-
-# What holds all keys and values of some rows.
-Store = AppendCache | Branched | Offloaded
 
 
 def empty_store(shape: CacheShape, reads: Reads) -> AppendCache | Offloaded:
@@ -532,19 +512,3 @@ def empty_store(shape: CacheShape, reads: Reads) -> AppendCache | Offloaded:
         **arrays,
         **counts,
     )
-
-
-def read_slots(
-    store: AppendCache | Offloaded, slots: Int[Array, "B X C"]
-) -> tuple[Shaped[Array, "B K C H"], Shaped[Array, "B K C H"]]:
-    """Keys and values in this shard's `slots`, first or newest ones; zeros for -1."""
-    slots = store.placed(slots)
-    k, v = (read_lines(x, slots) for x in store.buffers)
-    return k, v
-
-
-def read_keys(
-    store: AppendCache | Offloaded, slots: Int[Array, "B X C"]
-) -> Shaped[Array, "B K C H"]:
-    """The keys of `read_slots`."""
-    return read_lines(store.buffers[0], store.placed(slots))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache, Offloaded, local_slots
+from jax_longctx.caches import Store, local_slots
 from jax_longctx.contract import CHUNK_ROWS, QKV, Attended, CacheShape, LayerContext, Segment, Stage
 from jax_longctx.engine import Context
 from jax_longctx.engine.distributed import to_host
@@ -36,7 +36,7 @@ class Watched:
       steps: tokens that chose alone.
     """
 
-    store: AppendCache | Offloaded
+    store: Store
     counts: Int[Array, "B S"] = axes_field("batch", "slots")
     steps: Int[Array, " B"] = axes_field("batch")
 

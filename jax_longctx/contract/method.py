@@ -10,11 +10,10 @@ The dataclass is a static argument of `jit`. The duties are
    change its shapes here;
 5. `fork(cache)`: the cache at the end of the context, for one more question;
 
-and `info`, its metadata. `@method` names it, and its kind says what it does to inference
-(`Registered`). The model and the engine know no method by name. Optional duties are `reach`,
-`step_variant`, `own_tokens`, `stripes`, `prefill_work` and `cannot_offload`, which this module
-describes. It also has what passes between engine and method: `CacheShape`, `Prompt`, and `Segment`
-with the functions that make segments.
+and `info`, its metadata. `@method` names it. The model and the engine know no method by name. All
+that the engine may ask besides has a default in the class `Method`. This module also has what
+passes between engine and method: `CacheShape`, `Prompt`, and `Segment` with the functions that make
+segments.
 
 `attend` and `finish` run inside one `shard_map` that is manual over the mesh axes `data`, `seq`
 and `tensor`, also on one device. They see the local rows, heads and slots, and reach other shards
@@ -24,8 +23,9 @@ that go with it. Integers that are equal on all shards (lengths, steps) need no 
 """
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Literal, Protocol, cast, dataclass_transform, runtime_checkable
+from typing import Any, ClassVar, Literal, cast, dataclass_transform
 
 import jax
 import numpy as np
@@ -78,78 +78,6 @@ class MethodInfo:
     looks_ahead: bool = False
     answers_apart: bool = False
     by_values: bool = False
-
-
-class Registered:
-    """Name and metadata of a method. A kind overrides what is true of all methods of that kind.
-
-    Each field of `MethodInfo` is an attribute or a property here.
-    """
-
-    name: ClassVar[str] = ""
-    summary: ClassVar[str] = ""
-    source: ClassVar[str] = ""
-    phase: Phase = "both"
-    query_aware: bool = False
-    keeps_all: bool = False
-    needs_question: bool = False
-    append_only: bool = False
-    looks_ahead: bool = False
-    answers_apart: bool = False
-    by_values: bool = False
-
-    @property
-    def info(self) -> MethodInfo:
-        """The metadata under these settings."""
-        names = (field.name for field in dataclasses.fields(MethodInfo))
-        return MethodInfo(**{name: getattr(self, name) for name in names})
-
-    def refused(self, why: str) -> ConfigError:
-        """The error for settings, or a model, that this method cannot run with."""
-        return ConfigError(f"{self._named}: {why}")
-
-    @property
-    def _named(self) -> str:
-        return self.name or type(self).__name__
-
-    def at_least(self, least: int, *names: str) -> None:
-        """Raises ConfigError unless each of these settings is None or at least so large."""
-        at_least(least, self, *names, within=f"{self._named}: ")
-
-    def fraction(self, *names: str, above_zero: bool = False) -> None:
-        """Raises ConfigError unless each of these settings is None or from 0 to 1."""
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not (0 <= value <= 1 and (value or not above_zero)):
-                least = "above 0 and at most" if above_zero else "from 0 to"
-                raise self.refused(f"{name} must be {least} 1, got {value}")
-
-
-# Methods by name, as their modules are imported.
-REGISTERED: dict[str, type[Any]] = {}
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-def method[T](*, source: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
-    """Makes a class a frozen dataclass of hyper-parameters, and registers it.
-
-    Its name is that of its file, with hyphens, unless `name` says otherwise. The first sentence of
-    its docstring is the summary.
-
-    Args:
-      source: paper and section.
-    """
-
-    def register(kind: type[T]) -> type[T]:
-        made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(kind)
-        made.name = name or kind.__module__.rpartition(".")[2].replace("_", "-")
-        made.source = source
-        if "__doc__" in vars(kind) and kind.__doc__:
-            made.summary = " ".join(kind.__doc__.split("\n\n")[0].split()).removesuffix(".")
-        REGISTERED[made.name] = made
-        return made
-
-    return register
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -285,98 +213,6 @@ class Prompt:
         return (self.context if self.stage == "context" else self.question) or ()
 
 
-@runtime_checkable
-class Method(Protocol):
-    """The five duties (see the module's docstring), `validate`, and the metadata."""
-
-    @property
-    def info(self) -> MethodInfo:
-        """What the method does to inference under these settings."""
-        ...
-
-    def validate(self, config: ModelConfig) -> None:
-        """Raises ConfigError when the method cannot run on such a model."""
-        ...
-
-    def init_cache(self, shape: CacheShape) -> Any:
-        """An empty cache for one layer: a registered dataclass of `axes_field`s."""
-        ...
-
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        """The prompt as segments, in order, as numpy arrays."""
-        ...
-
-    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
-        """Attention of a segment, and the cache with it.
-
-        Rows beyond `valid` may hold anything finite. Fields of the cache that are marked `in_place`
-        (`axes_field`) may be `Plane`s: `pallas_kernels.plane.part_of` makes arrays of them.
-        """
-        ...
-
-    def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
-        """Marks the end of the context; may return a cache of other shapes.
-
-        With `info.answers_apart` it is called for the end of the question too. At most `reserve`
-        tokens will follow: question and answer after the context, the answer after the question.
-        """
-        ...
-
-    def fork(self, cache: Any) -> Any:
-        """The cache at the end of the context: a rewind if `append_only`, else a copy."""
-        ...
-
-    def read_bytes(self, cache: Any, length: int) -> int:
-        """Cache bytes one decode step reads from one layer's `cache` at context `length`."""
-        ...
-
-
-def reach(method: Any, config: ModelConfig, tokens: int) -> int:
-    """The trained length that a row of `tokens` tokens, answer included, needs of the model.
-
-    All of the tokens, unless the method has a function `reach(config, tokens)`.
-    """
-    return method.reach(config, tokens) if hasattr(method, "reach") else tokens
-
-
-def step_variant(method: Any, step: int) -> str:
-    """`Segment.variant` of an answer's decode step; the first step is 1.
-
-    "", unless the method has a function `step_variant(step)`. Each variant is a program of its own,
-    which the engine picks. A branch in every layer would copy what it may change, and wait for its
-    predicate.
-    """
-    return method.step_variant(step) if hasattr(method, "step_variant") else ""
-
-
-def own_tokens(method: Any) -> int | None:
-    """Tokens at the end of a context that each of the rows over it keeps for itself.
-
-    For methods whose decode steps read `caches.Branched` stores in place of `AppendCache`s: then
-    rows share the keys and values of one context. None for the others, which have no attribute
-    `own_tokens`, or None there.
-    """
-    return getattr(method, "own_tokens", None)
-
-
-def stripes(method: Any) -> bool:
-    """Whether the slots of the method's caches may be dealt to the shards in stripes.
-
-    For methods that ask `LayerContext.slots` alone where a slot lies. The others, which have no
-    attribute `stripes`, or False there, get one block of slots on each shard.
-    """
-    return getattr(method, "stripes", False)
-
-
-def cannot_offload(method: Any) -> str | None:
-    """Why the method's keys and values cannot lie in the host's memory; None where they can.
-
-    For methods that make their stores by `caches.empty_store`, and whose decode steps read few
-    pages. They have an attribute `cannot_offload` that says so; the others have none.
-    """
-    return getattr(method, "cannot_offload", "a decode step reads or moves keys of the whole cache")
-
-
 def make_segment(rows: Sequence[Sequence[int]], size: int, role: Role, ends: np.ndarray) -> Segment:
     """One row group of `size` columns from rows of at most that length, padded on the right."""
     tokens = np.zeros((len(rows), size), np.int32)
@@ -484,10 +320,167 @@ class PrefillWork:
     passes: int = 1
 
 
-@runtime_checkable
-class Planned(Protocol):
-    """A method whose prefill work does not follow from its segments and `read_bytes`."""
+class Method:
+    """A frozen dataclass of hyper-parameters with five duties; each kind of method is a subclass.
 
-    def prefill_work(self, prompt: Prompt) -> PrefillWork:
-        """The work of a prompt of one row at stage `context`; only the length matters."""
-        ...
+    Each field of `MethodInfo` is an attribute or a property here. The duties are to be defined, and
+    all else has a default: `@method` refuses a public name that is nearly one of these.
+
+    Attributes:
+      name, summary, source: set by `@method`.
+      own_tokens: tokens at the end of a context that each of the rows over it keeps for itself.
+        Rows then share the other keys and values in decode steps (`caches.BranchedStore`). None
+        where they cannot.
+      stripes: whether slots may be dealt to the shards in stripes: only `LayerContext.slots` says
+        where a slot lies. If not, each shard has one block of slots.
+      cannot_offload: why keys and values cannot lie in the host's memory; None where they can:
+        `caches.empty_store` makes the stores, and decode steps read few pages.
+      adopts: whether it decodes over a cache of all keys that another method's prefill has filled.
+      page_tokens: tokens of a page, which lies in one block of a text that `adopt` is given.
+      wants_queries: whether `adopt` needs the sum of the text's queries.
+    """
+
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    phase: Phase = "both"
+    query_aware: bool = False
+    keeps_all: bool = False
+    needs_question: bool = False
+    append_only: bool = False
+    looks_ahead: bool = False
+    answers_apart: bool = False
+    by_values: bool = False
+    own_tokens: int | None = None
+    stripes: bool = False
+    cannot_offload: str | None = "a decode step reads or moves keys of the whole cache"
+    adopts: bool = False
+    wants_queries: bool = False
+    page_tokens: int = 1
+
+    # The duties.
+
+    def validate(self, config: ModelConfig) -> None:
+        """Raises ConfigError when the method cannot run on such a model."""
+
+    def init_cache(self, shape: CacheShape) -> Any:
+        """An empty cache for one layer: a registered dataclass of `axes_field`s."""
+        raise NotImplementedError
+
+    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+        """The prompt as segments, in order, as numpy arrays."""
+        raise NotImplementedError
+
+    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
+        """Attention of a segment, and the cache with it.
+
+        Rows beyond `valid` may hold anything finite. What is stored as keys and values, and fields
+        of the cache that are marked `in_place` (`axes_field`), are read and written by the
+        functions of `caches` and of `pallas_kernels` alone.
+        """
+        raise NotImplementedError
+
+    def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
+        """Marks the end of the context; may return a cache of other shapes.
+
+        With `answers_apart` it is called for the end of the question too. At most `reserve` tokens
+        will follow: question and answer after the context, the answer after the question.
+        """
+        raise NotImplementedError
+
+    def fork(self, cache: Any) -> Any:
+        """The cache at the end of the context: a rewind if `append_only`, else a copy."""
+        raise NotImplementedError
+
+    def read_bytes(self, cache: Any, length: int) -> int:
+        """Cache bytes one decode step reads from one layer's `cache` at context `length`."""
+        raise NotImplementedError
+
+    # What has a default.
+
+    def reach(self, config: ModelConfig, tokens: int) -> int:
+        """The trained length that a row of `tokens` tokens, answer included, needs of the model."""
+        return tokens
+
+    def step_variant(self, step: int) -> str:
+        """`Segment.variant` of an answer's decode step; the first step is 1.
+
+        Each variant is a program of its own, which the engine picks. A branch in every layer would
+        copy what it may change, and wait for its predicate.
+        """
+        return ""
+
+    def adopt(self, cache: Any, ctx: LayerContext, queries: Array | None = None) -> Any:
+        """The cache, its other parts made right for what another prefill put in `cache.store`.
+
+        Args:
+          queries: the float32 sum [B, N, H] of the text's queries, rotated as its keys.
+        """
+        return cache
+
+    def prefill_work(self, prompt: Prompt) -> PrefillWork | None:
+        """The work of a prompt of one row at stage `context`, of which only the length matters.
+
+        None where it follows from the segments and `read_bytes`.
+        """
+        return None
+
+    @property
+    def info(self) -> MethodInfo:
+        """The metadata under these settings."""
+        names = (field.name for field in dataclasses.fields(MethodInfo))
+        return MethodInfo(**{name: getattr(self, name) for name in names})
+
+    def refused(self, why: str) -> ConfigError:
+        """The error for settings, or a model, that this method cannot run with."""
+        return ConfigError(f"{self._named}: {why}")
+
+    @property
+    def _named(self) -> str:
+        return self.name or type(self).__name__
+
+    def at_least(self, least: int, *names: str) -> None:
+        """Raises ConfigError unless each of these settings is None or at least so large."""
+        at_least(least, self, *names, within=f"{self._named}: ")
+
+    def fraction(self, *names: str, above_zero: bool = False) -> None:
+        """Raises ConfigError unless each of these settings is None or from 0 to 1."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not (0 <= value <= 1 and (value or not above_zero)):
+                least = "above 0 and at most" if above_zero else "from 0 to"
+                raise self.refused(f"{name} must be {least} 1, got {value}")
+
+
+# Methods by name, as their modules are imported.
+REGISTERED: dict[str, type[Any]] = {}
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def method[T](*, source: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
+    """Makes a class a frozen dataclass of hyper-parameters, and registers it.
+
+    Its name is that of its file, with hyphens, unless `name` says otherwise. The first sentence of
+    its docstring is the summary.
+
+    Args:
+      source: paper and section.
+
+    Raises:
+      TypeError: a public name of the class is nearly one that `Method` has.
+    """
+
+    def register(kind: type[T]) -> type[T]:
+        known = {each for base in kind.__mro__[1:] for each in vars(base)}
+        for own in sorted({*vars(kind), *vars(kind).get("__annotations__", ())} - known):
+            if meant := difflib.get_close_matches(own, vars(Method), 1, 0.85):
+                raise TypeError(f"{kind.__name__}.{own}: did you mean {meant[0]}?")
+        made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(kind)
+        made.name = name or kind.__module__.rpartition(".")[2].replace("_", "-")
+        made.source = source
+        if "__doc__" in vars(kind) and kind.__doc__:
+            made.summary = " ".join(kind.__doc__.split("\n\n")[0].split()).removesuffix(".")
+        REGISTERED[made.name] = made
+        return made
+
+    return register

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jax_longctx.caches import Offloaded
-from jax_longctx.contract import SlotLayout, Stage, cannot_offload
+from jax_longctx.contract import SlotLayout, Stage
 from jax_longctx.engine.allocate import abstract_caches, most_pinned, pinned_bytes
 from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.prefill import finish_one
@@ -96,9 +96,9 @@ def check_offload(setup: Setup) -> None:
     """Raises ConfigError where caches of this setup cannot lie in the host's memory, as it asks."""
     if setup.offload is None:
         return
-    why = cannot_offload(setup.method)
+    why = setup.method.cannot_offload
     if why is not None:
-        able = [name for name in METHODS if cannot_offload(make_method(name)) is None]
+        able = [name for name in METHODS if make_method(name).cannot_offload is None]
         name = settings_of(setup.method)["name"]
         raise ConfigError(
             f"{name} cannot be offloaded: {why}; with default settings these can: {', '.join(able)}"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.contract import Method, decode_segment, step_variant
+from jax_longctx.contract import Method, decode_segment
 from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, is_listing, program
 from jax_longctx.engine.layers import hidden_states
 from jax_longctx.engine.sampling import (
@@ -252,12 +252,12 @@ def answer_variants(method: Method, tokens: int) -> tuple[str, ...]:
     """The variants of the steps of an answer of so many tokens, in the order of their first."""
     # The first token is the question's; one step at least is compiled.
     steps = range(1, max(tokens, 2))
-    return tuple(dict.fromkeys(step_variant(method, step) for step in steps))
+    return tuple(dict.fromkeys(method.step_variant(step) for step in steps))
 
 
 def turns_of_all(method: Method, variants: Sequence[str], tokens: int, shape: Any) -> Any:
     """`Steps.turns` of this shape [B, X] with each kind of step of an answer of so many tokens."""
-    kinds = {step_variant(method, step) for step in range(1, tokens)}
+    kinds = {method.step_variant(step) for step in range(1, tokens)}
     turns = np.full(shape, -1, np.int32)
     turns[:, : len(kinds)] = sorted(map(variants.index, kinds))
     return turns
@@ -269,6 +269,6 @@ def decode_turns(
     """`Steps.turns` for each row's steps of these numbers, X = `columns` at most."""
     turns = np.full((len(steps), columns), -1, np.int32)
     for row, numbers in enumerate(steps):
-        indices = [variants.index(step_variant(method, step)) for step in numbers]
+        indices = [variants.index(method.step_variant(step)) for step in numbers]
         turns[row, : len(indices)] = indices
     return turns

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.contract import Segment, step_variant
+from jax_longctx.contract import Segment
 from jax_longctx.engine.compiling import IN_PLACE, program
 from jax_longctx.engine.products import Divided, gathers_weights
 from jax_longctx.engine.runs import of_layer
@@ -211,7 +211,7 @@ def _through_run(
 def _layers_a_turn(each: LayerPass, count: int) -> int:
     """How many of `count` layers a turn of the loop takes."""
     segment, setup = each.segment, each.setup
-    usual = segment.role == "decode" and segment.variant == step_variant(setup.method, 1)
+    usual = segment.role == "decode" and segment.variant == setup.method.step_variant(1)
     if setup.platform != "gpu" or not usual:
         return 1
     return max(n for n in range(1, LAYERS_A_TURN + 1) if count % n == 0)

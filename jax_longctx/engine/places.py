@@ -24,7 +24,6 @@ from jax_longctx.caches.branched import (
     with_context,
     without_context,
 )
-from jax_longctx.contract import own_tokens
 from jax_longctx.engine.allocate import abstract_caches, empty_like, made_on_shards
 from jax_longctx.engine.capacity import (
     SPARE,
@@ -94,7 +93,7 @@ class Branches:
     """The caches of a batch whose rows go on from one context."""
 
     def __init__(self, engine: Engine, reserve: int, context: Context, rows: int, slots: int):
-        own, setup = own_tokens(engine.method), engine.setup
+        own, setup = engine.method.own_tokens, engine.setup
         assert own is not None
         self._setup, self._reserve, self._context = setup, reserve, context
         self.axes, self.long = frozenset[str](), False
@@ -175,7 +174,7 @@ def cannot_share(engine: Engine, texts: int = 1) -> str | None:
     mesh, config = engine.mesh.shape, engine.config
     if engine.setup.offload is not None:
         return "rows cannot share a context in the host's memory"
-    if own_tokens(engine.method) is None:
+    if engine.method.own_tokens is None:
         return "under this method rows cannot share a context"
     if any(window is not None for window in config.windows):
         return "rows cannot share a context in layers with a sliding window"

@@ -126,9 +126,9 @@ class RunningBatch:
         with this capacity and `reserve` are copied as they are; others take a program more for
         each size.
       reserve: tokens of a question and its answer, for caches whose size follows from these.
-      context: one text whose keys and values all rows share; only for methods with `own_tokens`
-        (see `contract.own_tokens`). A decode step reads them once for all rows, and a place holds a
-        question and an answer alone. `slots` does not count then.
+      context: one text whose keys and values all rows share; only for methods with
+        `own_tokens` (`contract.Method`). A decode step reads them once for all rows, and a place
+        holds a question and an answer alone. `slots` does not count then.
       fitted: makes the caches no larger than the rows need, of a few sizes (see the top).
 
     Attributes:

@@ -13,7 +13,6 @@ A continuation goes one of three ways, as text goes through a method:
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.contract import Segment, decode_segment, step_variant
+from jax_longctx.contract import Segment, decode_segment
 from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.capacity import bucket, fetched_of
 from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, program
@@ -315,7 +314,7 @@ class _Fed:
         """All that is left but for the last tokens, one by one."""
         left = [len(text) - 1 - at for text, at in zip(self.texts, self.at, strict=True)]
         run = _forced_block if self.engine.setup.by_layer else forced_block
-        variant_of = functools.partial(step_variant, self.engine.method)
+        variant_of = self.engine.method.step_variant
         for variant, alike in itertools.groupby(range(1, max(left) + 1), variant_of):
             for steps in itertools.batched(alike, BLOCK):
                 counts = np.clip(np.array(left) - steps[0] + 1, 0, len(steps)).astype(np.int32)

@@ -27,7 +27,6 @@ from jax_longctx.contract import (
     Prompt,
     SlotLayout,
     Stage,
-    stripes,
 )
 from jax_longctx.engine.products import Divided, FewRows
 from jax_longctx.models.config import ModelConfig
@@ -123,7 +122,7 @@ class Setup:
 
         A sliding window hides slots by their positions, and kernels know those of a block alone.
         """
-        dealt = stripes(self.method) and not any(self.config.windows)
+        dealt = self.method.stripes and not any(self.config.windows)
         return SlotLayout(self.mesh.shape["seq"], STRIPE if dealt else None)
 
     def prompt(self, stage: Stage, slots: int, **rows: Any) -> Prompt:

@@ -43,7 +43,6 @@ from jax_longctx.contract import (
     Segment,
     Stage,
     decode_segment,
-    step_variant,
 )
 from jax_longctx.engine import Engine
 from jax_longctx.engine.allocate import init_caches
@@ -369,7 +368,7 @@ def _seen(
     ones, going = np.ones((rows, 1), np.int32), np.zeros(rows, bool)
     for step, token in enumerate(fed[prompt:], start=1):
         tokens = np.full((rows, 1), token, np.int32)
-        variant = step_variant(engine.method, step)
+        variant = engine.method.step_variant(step)
         caches = run(caches, decode_segment(tokens, ones, going, variant))
     seen = (
         to_host(cache.cache.seen) if isinstance(cache, Stacked) else to_host(cache.seen)[None]

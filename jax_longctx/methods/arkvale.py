@@ -20,8 +20,8 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jax_longctx.caches import PageDigests, masked_max, masked_mean
 from jax_longctx.contract import method
-from jax_longctx.parts.page_digests import PageDigests, masked_max, masked_mean
 from jax_longctx.parts.selecting import Granularity, SelectingPages
 
 Digest = Literal[

@@ -37,6 +37,10 @@ class ThreadCaches:
     language: BudgetCache
     task: BudgetCache
 
+    @property
+    def step_bytes(self) -> int:
+        return self.language.step_bytes + self.task.step_bytes
+
 
 @method(source="Bai et al. 2024 (CItruS), section 4.2")
 class CitrusIndividual(ByLayer):

@@ -32,7 +32,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import Offloaded, Reads, pages_of_run, read_lines
+from jax_longctx.caches import (
+    Listed,
+    Reads,
+    Scope,
+    SelectiveCache,
+    Votes,
+    page_of_spans,
+    pages_of_run,
+)
 from jax_longctx.contract import (
     ENDS,
     QKV,
@@ -53,10 +61,9 @@ from jax_longctx.parts import residual, voted_keys
 from jax_longctx.parts.appending import Appending, least_window
 from jax_longctx.parts.named_pages import best_pages
 from jax_longctx.parts.residual import Background, ResaCache
-from jax_longctx.parts.selecting import SelectingPages, SelectiveCache
+from jax_longctx.parts.selecting import SelectingPages
 from jax_longctx.parts.sparse_decode import Selected
 from jax_longctx.parts.unit_memory import GRANULE
-from jax_longctx.parts.voted_keys import Listed, Scope
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.voted_slots import Spans
 
@@ -146,7 +153,7 @@ class FreePages(Appending):
     @property
     def reads(self) -> Reads:
         """What a chunk or step reads: the scope. The newest pages are summarised anew."""
-        page = voted_keys.page_of_spans(self.span)
+        page = page_of_spans(self.span)
         return Reads(
             page=page,
             first=self.sink,
@@ -175,23 +182,19 @@ class FreePages(Appending):
         alone, rank = q.shape[1] == 1, segment.variant != WHOLE
         store = cache.store.append(k, v, valid_B, ctx)
         cache = dataclasses.replace(cache, store=store)
-        # Where pages are fetched, XLA would copy all layers' digests for the other order.
-        behind = alone and not isinstance(store, Offloaded)
-        if behind:
-            # A lone token's page is not ranked: its digest need not come first. It is written
-            # after the scores have been read, and before what follows the layer: else all layers'
-            # digests or keys would be copied for those reads.
-            scope = self.choose(q, cache, valid_B, ctx, rank=rank)
-            cache = self.pages.refreshed(cache, past_B, 1, ctx, after=scope.number)
-        else:
-            cache = self.pages.refreshed(cache, past_B, q.shape[1], ctx)
-            scope = self.choose(q, cache, valid_B, ctx, rank=rank)
-        store = scope.brought_to(store, valid_B, ctx, step=alone)
+
+        def choose(cache: SelectiveCache) -> Scope | Listed:
+            return self.choose(q, cache, valid_B, ctx, rank=rank)
+
+        def refresh(cache: SelectiveCache, after: Any = None) -> SelectiveCache:
+            return self.pages.refreshed(cache, past_B, q.shape[1], ctx, after)
+
+        # A lone token's page is not ranked: its digest need not come first.
+        scope, cache = cache.chosen(choose, refresh, late=alone)
+        store = store.fetch(scope, valid_B, ctx, step=alone)
         cache = dataclasses.replace(cache, store=store)
         part = voted_keys.attend_scope(new, store, valid_B, scope, ctx)
-        if behind:
-            part, digests = jax.lax.optimization_barrier((part, cache.digests))
-            cache = dataclasses.replace(cache, digests=digests)
+        part, cache = cache.written_before(part, late=alone)
         if self.lam:
             part, background = self.estimate(new, part, cache, scope, segment, ctx)
             cache = dataclasses.replace(cache, background=background)
@@ -229,8 +232,8 @@ class FreePages(Appending):
         assert cache.digests is not None
         ranked = voted_keys.KeySpan(sink // page, self.pages_before(stop_B), valid, page)
         named_BTNC = best_pages(q, cache.digests, ranked, ctx, count=self.count)
-        where = (named_BTNC, stop_B, cache.store, ctx, Spans(self.kept, self.span, sink, page))
-        return voted_keys.voted_scope(*where, local_size=self.local)
+        spans = Spans(self.kept, self.span, sink, page)
+        return cache.store.select(Votes(named_BTNC, stop_B, spans, self.local), ctx)
 
     def estimate(
         self,
@@ -257,8 +260,8 @@ class FreePages(Appending):
         background = residual.observe(background, None, k, valid_B, store.length)
         background = residual.grow(background, k, v, valid_B, ctx)
         prior = residual.prior_of(background, far, ctx)
-        slots_BX, _, read_B = scope.own(ctx.slots(store.k.shape[2]))
-        keys, values = (read_lines(x, slots_BX[:, None]) for x in (store.k, store.v))
+        slots_BX, _, read_B = scope.own(ctx.slots(store.sizes[2]))
+        keys, values = store.read(slots_BX[:, None])
         behind = decode_attention(prior.query, keys, values, read_B, scale=ctx.scale)
         behind = ctx.seq_merge(*behind)
         kept_BN = jnp.broadcast_to(scope.number[:, None], prior.lse.shape)

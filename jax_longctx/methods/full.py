@@ -3,10 +3,7 @@
 The baseline of every method; `parts.appending` holds the computation.
 """
 
-from jaxtyping import Array
-
-from jax_longctx.caches import AppendCache
-from jax_longctx.contract import LayerContext, method
+from jax_longctx.contract import method
 from jax_longctx.parts.appending import Appending
 
 
@@ -15,9 +12,4 @@ class Full(Appending):
     """Exact attention over every token; the baseline."""
 
     own_tokens = 0
-
-    def adopt(
-        self, cache: AppendCache, ctx: LayerContext, queries: Array | None = None
-    ) -> AppendCache:
-        """The cache that another method's prefill has filled."""
-        return cache
+    adopts = True

@@ -7,8 +7,9 @@ softmaxes.
 
 from jaxtyping import Array, Float
 
+from jax_longctx.caches import SelectiveCache
 from jax_longctx.contract import LayerContext, method
-from jax_longctx.parts.selecting import Selecting, SelectiveCache
+from jax_longctx.parts.selecting import Selecting
 from pallas_kernels.decode_attention import decode_logits
 
 
@@ -20,4 +21,4 @@ class IdealTopK(Selecting):
         self, q: Float[Array, "B N H"], cache: SelectiveCache, ctx: LayerContext
     ) -> Float[Array, "B N P"]:
         """q.k of this shard's slots, unscaled."""
-        return decode_logits(q[:, None], cache.store.k, cache.store.held(ctx), scale=1.0)
+        return decode_logits(q[:, None], cache.store.all_keys, cache.store.held(ctx), scale=1.0)

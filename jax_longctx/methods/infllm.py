@@ -27,7 +27,6 @@ generated tokens attend every key, as in the port that MInference and SCBench ev
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -156,12 +155,10 @@ class InfLLM(Appending):
         far, alone = self.far(q, ctx), q.shape[1] == 1
         pages = unit_pages(chosen, store.sizes[2], self.layout, ctx)
         if self.topk:
-            store, pages = store.brought(pages, valid, ctx, step=alone)
+            store = store.fetch(pages, valid, ctx, step=alone)
         attention = WindowedAttention(store, begin_B, valid, q.shape[1], self.layout, ctx)
-        if alone and attention.takes_units(far, chosen):
-            parts = functools.partial(attention.beyond_units, far, chosen)
-        elif alone:
-            parts = [attention.beyond(far, pages)]
+        if alone:
+            parts = [attention.beyond(far, chosen, pages)]
         else:
             parts = [attention.rest(far)]
             if self.topk:

@@ -15,8 +15,8 @@ page several times; `granularity=kv_head` ranks by the group's mean softmax.
 
 from jaxtyping import Array, Bool, Float
 
+from jax_longctx.caches import PageDigests, masked_max
 from jax_longctx.contract import method
-from jax_longctx.parts.page_digests import PageDigests, masked_max
 from jax_longctx.parts.selecting import SelectingPages
 
 

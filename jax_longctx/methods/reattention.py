@@ -30,12 +30,21 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache, Offloaded, Reads, empty_store, pages_of_run
+from jax_longctx.caches import (
+    Listed,
+    Reads,
+    Scope,
+    Store,
+    Votes,
+    empty_store,
+    page_of_spans,
+    pages_of_run,
+    written_after,
+)
 from jax_longctx.contract import (
     QKV,
     Attended,
@@ -51,7 +60,6 @@ from jax_longctx.contract import (
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts import voted_keys
 from jax_longctx.parts.appending import Appending, least_window
-from jax_longctx.parts.voted_keys import Listed, Scope
 from pallas_kernels.voted_slots import Spans
 
 # The variant of segments that attend to all cached tokens.
@@ -118,13 +126,13 @@ class ReAttention(Appending):
     def reach(self, config: ModelConfig, tokens: int) -> int:
         return min(tokens, self.scope_size)
 
-    def init_cache(self, shape: CacheShape) -> AppendCache | Offloaded:
+    def init_cache(self, shape: CacheShape) -> Store:
         return empty_store(shape, self.reads)
 
     @property
     def reads(self) -> Reads:
         """What a chunk or step reads: every key to rank them, and the scope's values."""
-        page = voted_keys.page_of_spans(self.span)
+        page = page_of_spans(self.span)
         spans = self.kept if self.count else 0
         return Reads(
             page=page,
@@ -161,14 +169,12 @@ class ReAttention(Appending):
         (q, k, v), valid_B, sizes = new, segment.valid_of(), None
         rank = segment.variant != WHOLE
         if rank and self.count and q.shape[1] == 1:
-            # A lone token is not ranked, so its write need not come first. It waits for this read:
-            # else that would be of a copy of all layers' keys.
-            sizes = voted_keys.key_sizes(cache.buffers[0], self.stop(cache.length + valid_B), ctx)
-            length_B, sizes = jax.lax.optimization_barrier((cache.length, sizes))
-            cache = dataclasses.replace(cache, length=length_B)
+            # A lone token is not ranked, so its write need not come first.
+            sizes = voted_keys.key_sizes(cache.all_keys, self.stop(cache.length + valid_B), ctx)
+            cache, sizes = written_after(cache, sizes)
         cache = cache.append(k, v, valid_B, ctx)
         scope = self.choose(q, cache, valid_B, ctx, rank=rank, sizes=sizes)
-        cache = scope.brought_to(cache, valid_B, ctx, step=q.shape[1] == 1)
+        cache = cache.fetch(scope, valid_B, ctx, step=q.shape[1] == 1)
         part = voted_keys.attend_scope(new, cache, valid_B, scope, ctx)
         return part, cache, scope
 
@@ -179,7 +185,7 @@ class ReAttention(Appending):
     def choose(
         self,
         q: Float[Array, "B T N H"],
-        cache: AppendCache | Offloaded,
+        cache: Store,
         valid: Int[Array, " B"],
         ctx: LayerContext,
         *,
@@ -196,12 +202,11 @@ class ReAttention(Appending):
         if not rank or not self.count:
             none = jnp.zeros((len(length), 0), jnp.int32)
             return Scope(none, none, stop_B, length, g, self.span, w, self.kept)
-        ranked = (q, cache.buffers[0], voted_keys.KeySpan(g, stop_B, valid), ctx)
+        ranked = (q, cache.all_keys, voted_keys.KeySpan(g, stop_B, valid), ctx)
         named_BTNC = voted_keys.best_keys(*ranked, count=self.count, sizes=sizes)
-        spans = Spans(self.kept, self.span, g)
-        return voted_keys.voted_scope(named_BTNC, stop_B, cache, ctx, spans, local_size=w)
+        return cache.select(Votes(named_BTNC, stop_B, Spans(self.kept, self.span, g), w), ctx)
 
-    def read_bytes(self, cache: AppendCache | Offloaded, length: int) -> int:
+    def read_bytes(self, cache: Store, length: int) -> int:
         # All keys are ranked, empty slots too; the scope's keys and values are gathered.
         attended = min(length, self.scope_size) * cache.nbytes // cache.sizes[2]
         # Half of the store's bytes are keys.

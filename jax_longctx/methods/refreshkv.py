@@ -36,10 +36,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jax_longctx.caches import where_rows
+from jax_longctx.caches.fifo import FifoCache
 from jax_longctx.contract import QKV, Attended, LayerContext, Segment, WithCache, method
-from jax_longctx.parts.partial import FifoCache
 from jax_longctx.parts.partial_decode import PartialDecoding, RefreshCache
-from pallas_kernels.plane import part_of
 
 # Variants of decode steps: over the partial cache alone, and those that may attend every key.
 PARTIAL = "partial"
@@ -94,9 +93,9 @@ class RefreshKV(PartialDecoding):
         q, k = ctx.rotate(q, at_B1), ctx.rotate(k, at_B1)
         chosen_by_cosine = segment.variant != PARTIAL and self.schedule != "fixed"
         if chosen_by_cosine:
-            # The branches below give back the layer's whole partial cache. Written into the plane
-            # before them, the token would make XLA copy the partial caches of all layers.
-            cache = dataclasses.replace(cache, partial=part_of(cache.partial))
+            # The branches below give back the layer's whole partial cache. Written in place before
+            # them, the token would make XLA copy the partial caches of all layers.
+            cache = dataclasses.replace(cache, partial=cache.partial.apart())
         cache = self.push(k, v, cache, valid_B, ctx)
         if segment.variant == PARTIAL:
             return self.read(q, cache, ctx), cache
@@ -110,13 +109,13 @@ class RefreshKV(PartialDecoding):
             # Branches hold collectives: every shard of a row must take the same one.
             turned_B = ctx.agree(turned_B)
 
-            # Every branch returns arrays: a plane would take all layers through the conditional.
+            # A part of all layers' array would take all of it through the conditional.
             def stay() -> tuple[Attended, FifoCache]:
                 return self.read(q, cache, ctx), cache.partial
 
             def full() -> tuple[Attended, FifoCache]:
                 attended, partial = self.full_step(q, cache, turned_B, ctx)
-                return attended, part_of(partial)
+                return attended, partial.apart()
 
             def some() -> tuple[Attended, FifoCache]:
                 attended, partial = full()

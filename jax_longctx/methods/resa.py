@@ -30,7 +30,6 @@ from jax_longctx.contract import (
     Prompt,
     Segment,
     WithCache,
-    cannot_offload,
     mark_ends,
     method,
 )
@@ -82,9 +81,13 @@ class Resa(Selecting):
         return ArkVale(**shared) if self.selector == "arkvale" else Quest(**shared)
 
     @property
+    def page_tokens(self) -> int:
+        return self.base.page_size
+
+    @property
     def cannot_offload(self) -> str | None:
         """None with a selector of pages."""
-        return cannot_offload(self.base)
+        return self.base.cannot_offload
 
     def validate(self, config: ModelConfig) -> None:
         """Every model can be decoded sparsely, and here `psa-resa` has its prior."""

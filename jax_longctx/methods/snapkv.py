@@ -25,17 +25,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, Rewinding
+from jax_longctx.caches.fifo import FifoCache, padded
 from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, Stage, WithCache, method
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending, refuse_windows
-from jax_longctx.parts.partial import (
-    FifoCache,
-    Pool,
-    best_last,
-    check_kernel,
-    padded,
-    pooled_scores,
-)
+from jax_longctx.parts.partial import Pool, best_last, check_kernel, pooled_scores
 from jax_longctx.sharding import axes_field
 from pallas_kernels.attention_mass import Reduction, attention_mass
 
@@ -56,6 +50,10 @@ class ObservedCache(Rewinding):
     lse: Float[Array, "B W N"] = axes_field("batch", None, "heads")
     context_queries: Float[Array, "B W N H"] = axes_field("batch", None, "heads", None)
     context_lse: Float[Array, "B W N"] = axes_field("batch", None, "heads")
+
+    def step_bytes(self, tokens: int) -> int:
+        """Bytes of `tokens` tokens' keys and values."""
+        return tokens * self.store.nbytes // self.store.sizes[2]
 
 
 # In prefill, and in decode.
@@ -108,7 +106,7 @@ class SnapKV(Appending):
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         q, k, v = new
         valid_B = segment.valid_of()
-        if isinstance(cache, FifoCache):
+        if segment.role == "decode":
             at_B1, limit = cache.position[:, None], cache.capacity
             cache = cache.push(ctx.rotate(k, at_B1), v, valid_B, limit)
             return cache.read(ctx.rotate(q, at_B1), limit, ctx.scale), cache
@@ -118,8 +116,7 @@ class SnapKV(Appending):
         lses = _last(cache.lse, lse, valid_B)
         return (out, lse), dataclasses.replace(cache, store=store, queries=queries, lse=lses)
 
-    def finish(self, cache: Cache, ctx: LayerContext, stage: Stage, reserve: int) -> Cache:
-        assert isinstance(cache, ObservedCache)
+    def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Cache:
         if stage == "context":
             return cache.end_context(reserve)
         store = cache.store
@@ -146,11 +143,7 @@ class SnapKV(Appending):
         return ctx.slots(mass.shape[2]).whole(mass, axis=2)
 
     def read_bytes(self, cache: Cache, length: int) -> int:
-        if isinstance(cache, FifoCache):
-            return sum(leaf.nbytes for leaf in jax.tree.leaves((cache.k, cache.v)))
-        store = cache.store
-        token = (store.k.nbytes + store.v.nbytes) // store.k.shape[2]
-        return token * min(length, self.budget)
+        return cache.step_bytes(min(length, self.budget))
 
 
 def _last(

@@ -41,13 +41,11 @@ from jax_longctx.contract import (
     Stage,
     WithCache,
     method,
-    own_tokens,
-    step_variant,
 )
 from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import refuse_windows
-from jax_longctx.parts.text_blocks import ANCHOR, SENDS, Adopting, Blocks, StarCache
+from jax_longctx.parts.text_blocks import ANCHOR, SENDS, Blocks, StarCache
 from pallas_kernels.common import cut, merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.quantised import stored_as
@@ -65,13 +63,13 @@ class Star(Blocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.decode, Adopting):
+        if not self.decode.adopts:
             raise self.refused(
                 f"{type(self.decode).__name__} cannot decode over blocks read elsewhere; "
                 f"choose one of full, quest, arkvale, ideal-topk, resa, refreshkv"
             )
         # A page must lie in one block.
-        page = getattr(getattr(self.decode, "base", self.decode), "page_size", 1)
+        page = self.decode.page_tokens
         if self.block % page:
             raise self.refused(
                 f"block {self.block} must be whole pages of {page} tokens (decode.page_size)"
@@ -175,7 +173,6 @@ class Star(Blocks):
             return self.decode.finish(cache, ctx, stage, reserve)
         length_B = ctx.psum_seq(cache.filled[:, 0])
         store = dataclasses.replace(cache.decode.store, length=length_B, position=length_B)
-        assert isinstance(self.decode, Adopting)
         queries = None if cache.queries is None else ctx.psum_seq(cache.queries[:, 0])
         adopted = self.decode.adopt(with_store(cache.decode, store), ctx, queries)
         return self.decode.finish(adopted, ctx, stage, reserve)
@@ -185,10 +182,10 @@ class Star(Blocks):
 
     @property
     def own_tokens(self) -> int | None:
-        return own_tokens(self.decode)
+        return self.decode.own_tokens
 
     def step_variant(self, step: int) -> str:
-        return step_variant(self.decode, step)
+        return self.decode.step_variant(step)
 
     def read_bytes(self, cache: Any, length: int) -> int:
         return self.decode.read_bytes(cache, length)

@@ -15,13 +15,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_longctx.caches import Branched, attend_branched, empty_append_cache
+from jax_longctx.caches import empty_append_cache
 from jax_longctx.contract import (
     QKV,
     CacheShape,
     LayerContext,
+    Method,
     Prompt,
-    Registered,
     Segment,
     Stage,
     WithCache,
@@ -29,23 +29,15 @@ from jax_longctx.contract import (
 )
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
-from pallas_kernels.common import Window, merge
-from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Appending(Registered):
+class Appending(Method):
     """A method whose cache is every key and value; by itself, full attention."""
 
     phase = "none"
     keeps_all = append_only = True
     stripes = True
-    # Whether the queries of a prefill by another method (Star) are needed in decode.
-    wants_queries = False
-
-    def validate(self, config: ModelConfig) -> None:
-        """Every model can run it."""
 
     def init_cache(self, shape: CacheShape) -> Any:
         return empty_append_cache(shape)
@@ -59,26 +51,7 @@ class Appending(Registered):
         q, k, v = new
         positions_BT = cache.position[:, None] + jnp.arange(q.shape[1])
         q, k = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
-        if isinstance(cache, Branched):
-            # A decode step of rows over one context.
-            cache = cache.append(k, v, segment.valid_of(), ctx)
-            return attend_branched(q, cache, ctx), cache
-        past_B = cache.held(ctx)
-        cache = cache.append(k, v, segment.valid_of(), ctx)
-        whole = cache.on_device()
-        scale, window = ctx.scale, None
-        if ctx.window is not None:
-            # A slot is its position, and a shard's slots are one block where there is a window.
-            first = ctx.seq_offset(whole.k.shape[2])
-            window = Window(ctx.window, positions_BT[:, 0], first)
-        if q.shape[1] == 1:
-            held_B = whole.held(ctx)
-            part = decode_attention(q, whole.k, whole.v, held_B, scale=scale, window=window)
-            return ctx.seq_merge(*part), cache
-        part = cache_attention(q, whole.k, whole.v, past_B, scale=scale, window=window)
-        earlier = ctx.seq_merge(*part)
-        within = causal_attention(q, k, v, scale=scale, window=ctx.window)
-        return merge([earlier, within]), cache
+        return cache.attend((q, k, v), segment.valid_of(), ctx)
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
         """The cache of a subclass is `Rewinding` too."""

@@ -31,7 +31,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jax_longctx.caches import (
@@ -40,33 +39,29 @@ from jax_longctx.caches import (
     choose,
     drop_oldest,
     empty_budget_cache,
+    numbers,
     write_rows,
 )
+from jax_longctx.caches.fifo import FifoCache, padded
 from jax_longctx.contract import (
     CHUNK_ROWS,
     QKV,
     Attended,
     CacheShape,
     LayerContext,
+    Method,
     Prompt,
-    Registered,
     Segment,
     Stage,
     WithCache,
     chunk_segments,
-    resized,
 )
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import least_window
-from jax_longctx.parts.partial import FifoCache, padded
 from jax_longctx.sharding import axes_field
 from pallas_kernels.attention_mass import Reduction, attention_mass
-from pallas_kernels.common import AnyCache, Stored, merge
-from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.plane import part_of
-from pallas_kernels.prefill_attention import cache_attention, causal_attention
-from pallas_kernels.quantised import dequantised, stored_as
+from pallas_kernels.common import Stored
 
 # Most questions are shorter: programs for them serve one another.
 LEAST_QUESTION = 32
@@ -99,6 +94,12 @@ class AnswerCache:
     def limit(self) -> int:
         """Tokens that a step reads at most, its own included."""
         return self.store.capacity if self.budget is None else self.budget + 1
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that a decode step reads: keys and values."""
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves((self.store.k, self.store.v)))
+        return held * self.limit // self.store.capacity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +212,7 @@ class Look:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Evicting(Registered):
+class Evicting(Method):
     """A method that keeps a budget of tokens in each layer, the best of each kv head.
 
     Attributes:
@@ -332,7 +333,7 @@ class Evicting(Registered):
         return max(least, 1 << (longest - 1).bit_length())
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
-        if isinstance(cache, AnswerCache):
+        if segment.role == "decode" and self.answers_apart:
             return self.answer(new, cache, segment, ctx)
         if self.protocol == "citrus" and segment.role == "query":
             return self.read_and_append(new, cache, segment, ctx)
@@ -350,13 +351,9 @@ class Evicting(Registered):
         """Attention of one row group to every slot and, causally, to itself."""
         q, k, v = (x[:, segment.group(rows).columns] for x in new)
         q, rotated, store = self._rotated(q, k, cache, ctx)
-        past = self._keys(cache, ctx)
         # `validate` has refused sliding windows smaller than the cache.
-        to_cache = decode_attention if q.shape[1] == 1 else cache_attention
-        earlier = to_cache(q, past, cache.v, cache.length, scale=ctx.scale)
-        out, lse = merge([earlier, causal_attention(q, rotated, v, scale=ctx.scale)])
+        (out, lse), past = cache.attend((q, rotated, v), ctx.scale, self._turned(ctx))
         valid_B = segment.valid_of(rows)
-        past = part_of(past)
         return Look(self, cache, segment, ctx, valid_B, out, lse, q, past, rotated, v, store)
 
     def read_and_append(
@@ -403,13 +400,9 @@ class Evicting(Registered):
         rotated = ctx.rotate(k, at_BT)
         return ctx.rotate(q, at_BT), rotated, k if shifted else rotated
 
-    def _keys(self, cache: BudgetCache, ctx: LayerContext) -> AnyCache:
-        """The cache's keys under rotary embedding."""
-        if self.positions == "true":
-            return cache.k
-        slots = np.arange(cache.k.shape[2])[None]
-        keys_BCKH = jnp.swapaxes(dequantised(part_of(cache.k)), 1, 2)
-        return jnp.swapaxes(self._bounded(ctx).rotate(keys_BCKH, slots), 1, 2)
+    def _turned(self, ctx: LayerContext) -> LayerContext | None:
+        """How cached keys are to be rotated to their slots; None where they are rotated."""
+        return None if self.positions == "true" else self._bounded(ctx)
 
     def evict(self, seen: Look) -> BudgetCache:
         """Keeps the best-ranked tokens by the protocol; a row without valid tokens keeps all."""
@@ -422,11 +415,8 @@ class Evicting(Registered):
         # One token joins: at most one leaves.
         one = seen.k.shape[1] == 1 and (self.protocol == "own" or self.chunk == 1)
         if self.first is not None:
-            # What leaves is known before attention. Were it moved before, XLA would copy the caches
-            # of all layers for attention to read.
-            leaving_B, _ = jax.lax.optimization_barrier((seen.leaving, seen.out))
-            how = {"first": self.first, "leaving": leaving_B, "one": one}
-            return drop_oldest(cache, new, **how)
+            how = {"first": self.first, "leaving": seen.leaving, "one": one}
+            return drop_oldest(cache, new, after=seen.out, **how)
         scores = self.rank(dataclasses.replace(seen, sums=sums))
         heads, candidates = cache.k.shape[1], seen.order.shape[2]
         if scores.shape not in [(len(cache.length), n, candidates) for n in (1, heads)]:
@@ -448,17 +438,14 @@ class Evicting(Registered):
         own, slots = self.protocol == "own", cache.k.shape[2]
         first = self.first if own and self.first else 0
         room = padded(self.budget + 1) if own else slots
-        keys: Any = self._keys(cache, ctx)
-        if self.positions == "shifted":
-            keys = stored_as(cache.k, keys)
-        k, v = (jax.tree.map(lambda part: resized(part, 2, room), x) for x in (keys, cache.v))
+        k, v = cache.in_room(room, self._turned(ctx))
         held_BC = jnp.arange(slots) < cache.length[:, None]
         chosen = jnp.where(held_BC[:, None], cache.token, -1)
         counts = (cache.length, jnp.zeros_like(cache.length), cache.position)
         axes = {"chosen_axis": cache.slots_axis, "slots_axis": cache.slots_axis}
         store = FifoCache(chosen, *counts, k, v, **axes, first=first)
         turns = first and self.positions == "shifted"
-        sinks = dequantised(cache.k)[:, :, :first] if turns else None
+        sinks = numbers(cache.k)[:, :, :first] if turns else None
         return AnswerCache(store, sinks, self.budget if own else None)
 
     def fork(self, cache: Any) -> Any:
@@ -467,9 +454,4 @@ class Evicting(Registered):
 
     def read_bytes(self, cache: Any, length: int) -> int:
         """Every slot's key and value; where decode ranks tokens, also their indices and sums."""
-        if not isinstance(cache, AnswerCache):
-            return sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
-        store = cache.store
-        assert store.k is not None and store.v is not None
-        held = sum(leaf.nbytes for leaf in jax.tree.leaves((store.k, store.v)))
-        return held * cache.limit // store.capacity
+        return cache.step_bytes

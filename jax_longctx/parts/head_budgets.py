@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache, local_slots, read_lines
+from jax_longctx.caches import AppendCache, local_slots
 from jax_longctx.contract import LayerContext
 from jax_longctx.parts.sparse_decode import Lists, Prior, Span, listed
 from pallas_kernels.decode_attention import decode_logits
@@ -236,7 +236,7 @@ def _page_masses(
     batch, kv_heads, _, head_dim = store.k.shape
     # Heads of one group side by side: they read the same keys.
     slot_BKM = slot_BNCZ.reshape(batch, kv_heads, -1)  # [B, K, G * C * Z]
-    keys = read_lines(store.k, slot_BKM).reshape(*slot_BNCZ.shape, head_dim)
+    keys = store.read(slot_BKM, values=False)[0].reshape(*slot_BNCZ.shape, head_dim)
     logits = ctx.scale * jnp.einsum(
         "BNH,BNCZH->BNCZ", q[:, 0], keys, preferred_element_type=jnp.float32
     )

@@ -8,11 +8,10 @@ A single token scores the digests as they are stored: the joined key would be a 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jax_longctx.caches import PageDigests
 from jax_longctx.contract import LayerContext
-from jax_longctx.parts.page_digests import PageDigests
 from jax_longctx.parts.voted_keys import KeySpan, best_keys, key_sizes, score_tolerance
 from pallas_kernels.page_scores import page_scores
-from pallas_kernels.plane import part_of
 from pallas_kernels.topk_scores import merge_topk, tied_top_k
 
 
@@ -30,11 +29,9 @@ def best_pages(
     """
     start, stop, valid, page = span
     if q.shape[1] > 1:
-        joined = digests.high
         if digests.low is not None:
             q = jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=-1)
-            joined = jnp.concatenate([part_of(digests.high), part_of(digests.low)], axis=-1)
-        return best_keys(q, joined, span, ctx, count=count)
+        return best_keys(q, digests.vectors, span, ctx, count=count)
     pages = digests.high.shape[2]
     own = ctx.slots(pages, page)
     sizes = key_sizes(digests.high, stop, ctx, page)

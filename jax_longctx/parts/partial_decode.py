@@ -20,6 +20,7 @@ from jax_longctx.caches import (
     empty_append_cache,
     where_rows,
 )
+from jax_longctx.caches.fifo import Count, FifoCache, empty_fifo_cache
 from jax_longctx.contract import (
     ENDS,
     QKV,
@@ -33,14 +34,7 @@ from jax_longctx.contract import (
 )
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending, refuse_windows
-from jax_longctx.parts.partial import (
-    Count,
-    FifoCache,
-    best_last,
-    check_kernel,
-    empty_fifo_cache,
-    pooled_scores,
-)
+from jax_longctx.parts.partial import best_last, check_kernel, pooled_scores
 from jax_longctx.sharding import axes_field
 from pallas_kernels.decode_attention import attend_with_logits
 
@@ -83,7 +77,7 @@ class PartialDecoding(Appending):
     over_group: Literal["max", "mean", "first"] = "max"
 
     phase = "decode"
-    query_aware = True
+    query_aware = adopts = True
 
     def __post_init__(self) -> None:
         self.at_least(1, "budget")
@@ -130,10 +124,6 @@ class PartialDecoding(Appending):
             q = jnp.take_along_axis(new[0], last_B[:, None, None, None], axis=1)
             cache = where_rows(segment.ends, self.begin(q, cache, ctx), cache)
         return part, cache
-
-    def adopt(self, cache: Any, ctx: LayerContext, queries: Array | None = None) -> Any:
-        """The cache whose store another method's prefill has filled; a question chooses anew."""
-        return cache
 
     def read_bytes(self, cache: Any, length: int) -> int:
         """The partial cache."""

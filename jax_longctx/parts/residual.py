@@ -24,14 +24,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import AppendCache, Rewinding, where_rows
+from jax_longctx.caches import AppendCache, Rewinding, SelectiveCache, numbers, where_rows
 from jax_longctx.contract import CacheShape, LayerContext
-from jax_longctx.parts.selecting import SelectiveCache
 from jax_longctx.parts.sparse_decode import Prior, Selected
 from jax_longctx.sharding import axes_field
 from pallas_kernels.decode_attention import decode_logits, weighted_values
-from pallas_kernels.plane import part_of
-from pallas_kernels.quantised import dequantised
 
 
 @jax.tree_util.register_dataclass
@@ -118,7 +115,7 @@ def adopt(
         queries = background.query_sum
     held_BS = jnp.arange(store.k.shape[2]) < store.held(ctx)[:, None]
     # Fused into the sum: the keys are not in memory as floats.
-    wide = dequantised(part_of(store.k)).astype(jnp.float32)
+    wide = numbers(store.k).astype(jnp.float32)
     keys = jnp.where(held_BS[:, None, :, None], wide, 0.0)
     total_BKH = ctx.psum_seq(jnp.sum(keys, axis=2))
     sums = {"query_sum": queries, "key_sum": total_BKH}

@@ -20,17 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import (
-    AppendCache,
-    Branched,
-    Offloaded,
-    Reads,
-    Rewinding,
-    Store,
-    empty_store,
-    read_keys,
-    write_rows,
-)
+from jax_longctx.caches import PageDigests, Reads, SelectiveCache, Store, empty_store
 from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, WithCache
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending
@@ -44,63 +34,19 @@ from jax_longctx.parts.head_budgets import (
     share,
     softmax_mass,
 )
-from jax_longctx.parts.page_digests import (
-    PageDigests,
-    branched_scores,
-    digest_scores,
-    shared_pages,
-)
 from jax_longctx.parts.sparse_decode import (
     Ends,
     Lists,
     Prior,
     Selected,
     Span,
-    attend_fixed,
-    attend_lists,
+    Step,
     listed,
 )
-from jax_longctx.sharding import axes_field
-from pallas_kernels.plane import Plane
-from pallas_kernels.select_pages import Best, select_pages
+from pallas_kernels.select_pages import Best
 
 # Caches and their shards are whole numbers of this many slots, so that no page is cut.
 _GRANULE = 128
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SelectiveCache(Rewinding):
-    """All keys and values, and the digests of pages.
-
-    Attributes:
-      store: keys after rotary embedding, and values: a `Store`.
-      digests: a summary of each page, `PageDigests`, or None where a method keeps none. `Branched`
-        where the store is.
-      prompt: tokens of context and question.
-      kept: tokens attended in decode so far, summed over the steps, of each query head.
-      steps: decode steps so far; `kept / steps` is the mean budget that was used.
-    """
-
-    store: Any
-    digests: Any
-    prompt: Int[Array, " B"] = axes_field("batch")
-    kept: Int[Array, "B N"] = axes_field("batch", "heads")
-    steps: Int[Array, " B"] = axes_field("batch")
-
-    def rewind(self) -> Any:
-        """The cache at the end of the context.
-
-        Later digests are garbage until they are made anew; no query sees them before.
-        """
-        kept, steps = jnp.zeros_like(self.kept), jnp.zeros_like(self.steps)
-        return dataclasses.replace(super().rewind(), kept=kept, steps=steps)
-
-    def counted(self, chosen: Selected, valid: Int[Array, " B"]) -> Any:
-        """The cache after a decode step of rows with valid[b] = 1."""
-        kept = self.kept + chosen.kept * valid[:, None]
-        store = self.store if chosen.store is None else chosen.store
-        return dataclasses.replace(self, store=store, kept=kept, steps=self.steps + valid)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +75,7 @@ class Selecting(Appending):
     epsilon: float = 0.95
 
     phase = "decode"
-    query_aware = True
+    query_aware = adopts = True
     # A token is a page of its own (see `SelectingPages`).
     page_size = 1
     # Whether heads that select together average `scores`, or their softmax.
@@ -144,6 +90,10 @@ class Selecting(Appending):
             raise self.refused(
                 f"allocation {self.allocation} needs granularity {needed}, got {self.granularity}"
             )
+
+    @property
+    def page_tokens(self) -> int:
+        return self.page_size
 
     # What a method defines.
 
@@ -198,7 +148,7 @@ class Selecting(Appending):
         )
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
-        if isinstance(cache, Store):
+        if not isinstance(cache, SelectiveCache):
             return super().attend(new, cache, segment, ctx)
         if segment.role == "decode":
             q, _, cache = self.append_token(new, cache, segment, ctx)
@@ -214,14 +164,14 @@ class Selecting(Appending):
         self, cache: Any, ctx: LayerContext, queries: Float[Array, "B N H"] | None = None
     ) -> Any:
         """The cache whose store another method's prefill has filled: every page summarised."""
-        if isinstance(cache, AppendCache):
+        if not isinstance(cache, SelectiveCache):
             return cache
         store = cache.store
         cache = dataclasses.replace(cache, prompt=store.length)
         return self.refreshed(cache, jnp.zeros_like(store.length), store.sizes[2], ctx)
 
     def read_bytes(self, cache: Any, length: int) -> int:
-        if isinstance(cache, AppendCache):
+        if not isinstance(cache, SelectiveCache):
             return super().read_bytes(cache, length)
         store = cache.store
         slots, all_keys = store.sizes[2], store.nbytes // 2
@@ -258,46 +208,10 @@ class Selecting(Appending):
     def refreshed(
         self, cache: Any, past: Array, added: int, ctx: LayerContext, after: Any = None
     ) -> Any:
-        """The cache with up-to-date digests, after at most `added` tokens behind slot `past`.
-
-        The pages that the tokens touch are summarised anew from their keys. That costs little more
-        than the tokens' own keys, needs no state of a half-filled page, and is right after a
-        rewind. A page's slots lie together on one shard.
-
-        Args:
-          after: what is made of the digests as they were, before these are written.
-        """
+        """The cache with up-to-date digests (`PageDigests.refreshed`)."""
         if cache.digests is None:
             return cache
-        if isinstance(cache.store, Branched):
-            # Of rows that share a context, pages of their own alone.
-            parts = {"store": cache.store.own, "digests": cache.digests.own}
-            past = past - cache.store.split
-            own = self.refreshed(dataclasses.replace(cache, **parts), past, added, ctx, after)
-            return dataclasses.replace(cache, digests=cache.digests.with_own(own.digests))
-        store, page = cache.store, self.page_size
-        batch, heads, slots, width = store.sizes
-        pages = slots // page
-        own = ctx.slots(pages, page)
-        touched = own.most(min((added + page - 2) // page + 1, pages * own.shards))
-        # A run of pages across the shard's border is shifted: pages may be summarised again.
-        first_B = jnp.minimum(own.below(past // page), pages - touched)
-        slot_BM = first_B[:, None] * page + jnp.arange(touched * page)
-        paged = (batch, heads, touched, page, width)
-        keys_BKPZH = read_keys(store, slot_BM[:, None]).reshape(paged)
-        held_BM = slot_BM < store.held(ctx)[:, None]
-        new = self.summarise(keys_BKPZH, held_BM.reshape(-1, touched, page))
-        count_B = jnp.full_like(first_B, touched)
-        digests = cache.digests
-        if after is not None:
-            digests, _ = jax.lax.optimization_barrier((digests, after))
-
-        def write(old: Any, new: Array) -> Any:
-            if new.ndim == 3:
-                return write(old[..., None], new[..., None])[..., 0]
-            return write_rows(old, jnp.swapaxes(new, 1, 2), first_B, count_B)
-
-        digests = jax.tree.map(write, digests, new, is_leaf=lambda x: isinstance(x, Plane))
+        digests = cache.digests.refreshed(self, cache.store, past, added, ctx, after)
         return dataclasses.replace(cache, digests=digests)
 
     def attend_selected(
@@ -315,12 +229,10 @@ class Selecting(Appending):
         """
         valid = jnp.ones_like(cache.store.length) if valid is None else valid
         span = self.selectable(cache.store, ctx)
-        fixed, forced = Ends(self.sink, self.local), ()
-        if self.allocation.startswith("psa"):
-            fixed = attend_fixed(q, cache.store, span, self.sink, self.local, ctx, prior)
-            forced = () if fixed is None else tuple(lse[:, 0] for lse in fixed[1::2])
-        lists = self.choose(q, cache, span, ctx, forced, prior)
-        return attend_lists(q, cache.store, lists, span, fixed, ctx, prior, valid)
+        step = Step(q, cache.store, span, Ends(self.sink, self.local), valid, prior)
+        fixed = step.attend_fixed(ctx) if self.allocation.startswith("psa") else None
+        forced = () if fixed is None else tuple(lse[:, 0] for lse in fixed[1::2])
+        return step.attend(self.choose(q, cache, span, ctx, forced, prior), fixed, ctx)
 
     def selectable(self, store: Store, ctx: LayerContext) -> Span:
         """What lies between the fixed tokens of each row."""
@@ -463,11 +375,7 @@ class SelectingPages(Selecting):
         self, q: Float[Array, "B N H"], cache: SelectiveCache, ctx: LayerContext
     ) -> Float[Array, "B N P"]:
         """The largest q.k that the page's digest allows."""
-        assert cache.digests is not None
-        if isinstance(cache.store, Branched):
-            own_B = cache.store.own.held(ctx)
-            return branched_scores(q, cache.digests, own_B, self.page_size, ctx)
-        return digest_scores(q, cache.digests, cache.store.held(ctx), self.page_size)
+        return cache.digests.scores(q, cache.store, self.page_size, ctx)
 
     def select(
         self,
@@ -487,18 +395,10 @@ class SelectingPages(Selecting):
         whole = together or self.granularity == "query_head"
         if own_scores or ctx.seq_size > 1 or not whole:
             return None
-        digests, shared = cache.digests, None
-        if isinstance(digests, Branched):
-            digests, shared = digests.own, shared_pages(digests, self.page_size, ctx)
-        assert digests is not None
         first_B = span.start // self.page_size
         last_B = jnp.where(span.stop > span.start, -(-span.stop // self.page_size), first_B)
-        best = Best(first_B, last_B, count)
-        how: dict[str, Any] = {"size": most, "together": together, "shared": shared}
-        lists = select_pages(q[:, 0], digests.plain, best, **how)
-        if together and (shared is not None or isinstance(cache.store, Offloaded)):
-            return jnp.broadcast_to(lists, (len(lists), cache.store.sizes[1], most))
-        return lists
+        best, how = Best(first_B, last_B, count), {"size": most, "together": together}
+        return cache.digests.select(q[:, 0], best, self.page_size, ctx, **how)
 
     @property
     def cannot_offload(self) -> str | None:

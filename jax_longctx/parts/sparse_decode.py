@@ -3,26 +3,15 @@
 Both parts merge by log-sum-exp. Every shard of the slots attends the pages that it holds.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_longctx.caches import (
-    Branched,
-    Offloaded,
-    Store,
-    local_slots,
-)
+from jax_longctx.caches import Near, Store, local_slots, merged
 from jax_longctx.contract import LayerContext
-from pallas_kernels.common import AnyCache, merge
-from pallas_kernels.sparse_decode_attention import (
-    Around,
-    Pages,
-    Shared,
-    sparse_decode_attention,
-    takes_around,
-)
+from pallas_kernels.sparse_decode_attention import Around, Pages
 
 
 class Span(NamedTuple):
@@ -75,7 +64,7 @@ class Selected(NamedTuple):
       prior_out, prior_lse: with the prior's logits over the same tokens, float32; None without one.
       kept: number of tokens that each query head attends.
       local: the listed pages by their index on this shard, -1 for those of others.
-      store: the store where it has fetched the listed pages; None where it is as it was.
+      store: the store, which has fetched the listed pages; None where it is as it was.
     """
 
     out: Float[Array, "B 1 N H"]
@@ -87,117 +76,72 @@ class Selected(NamedTuple):
     store: Any = None
 
 
-def sparse_attention(
-    q: Float[Array, "B 1 N H"],
-    store: Store,
-    pages: Pages,
-    ctx: LayerContext,
-    prior: Prior | None = None,
-) -> tuple[Array, ...]:
-    """`sparse_decode_attention` of a store, whose rows may share a context.
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A decode step over the fixed tokens and chosen pages.
 
-    Of a store that is offloaded, pages and slots are those of its `buffers`. Over a context that
-    rows share, `start` is the same for all of them, or beyond what they share; `stop` lies beyond
-    it. Every page lies on one side. Flat lists and priors are not for these.
-    """
-    (k, v), shared = _caches(store, ctx)
-    known = None if prior is None else prior.query
-    return sparse_decode_attention(q, k, v, pages, scale=ctx.scale, prior=known, shared=shared)
-
-
-def _caches(store: Store, ctx: LayerContext) -> tuple[tuple[AnyCache, AnyCache], Shared | None]:
-    """Keys and values that rows have for themselves on this shard, and what they share."""
-    if not isinstance(store, Branched):
-        return store.buffers, None
-    k, v, split = store.shared.k, store.shared.v, store.split
-    if ctx.seq_size > 1:
-        split = ctx.slots(k.shape[2]).below(split)
-    return (store.own.k, store.own.v), Shared(k, v, split)
-
-
-def attend_fixed(
-    q: Float[Array, "B 1 N H"],
-    store: Store,
-    span: Span,
-    sink: int,
-    local: int,
-    ctx: LayerContext,
-    prior: Prior | None,
-) -> tuple[Array, ...] | None:
-    """This shard's part of the first and the last tokens; None where there are none.
-
-    Args:
-      sink, local: most tokens before and after the span.
-    """
-    if sink + local == 0:
-        return None
-    batch, heads, slots, _ = store.sizes
-    first = jnp.broadcast_to(jnp.arange(sink), (batch, sink))
-    first = jnp.where(first < span.start[:, None], first, -1)
-    last = span.stop[:, None] + jnp.arange(local)
-    last = jnp.where(last < store.length[:, None], last, -1)
-    fixed_BC = local_slots(jnp.concatenate([first, last], axis=1), slots, ctx)
-    if isinstance(store, Offloaded):
-        fixed_BC, slots = store.placed(fixed_BC), store.pool_k.shape[2]
-    fixed_BKC = jnp.broadcast_to(fixed_BC[:, None], (batch, heads, sink + local))
-    zero_B = jnp.zeros_like(store.length)
-    return sparse_attention(q, store, Pages(fixed_BKC, zero_B, zero_B + slots, 1), ctx, prior)
-
-
-def attend_lists(
-    q: Float[Array, "B 1 N H"],
-    store: Store,
-    lists: Lists,
-    span: Span,
-    fixed: tuple[Array, ...] | Ends | None,
-    ctx: LayerContext,
-    prior: Prior | None,
-    valid: Int[Array, " B"],
-) -> Selected:
-    """The rotated query against the listed pages' tokens in the span, and the fixed ones.
-
-    Args:
+    Attributes:
+      q: the rotated query of each row's newest token, which is in the store.
+      ends: of the fixed tokens.
       valid: 1 for the rows that take this step.
-      fixed: what `attend_fixed` returned. Of `Ends` they are attended here, in the same launch
-        where a kernel can.
     """
-    slots = store.sizes[2]
-    page_size = slots * ctx.seq_size // span.tokens.shape[1]
-    # One shard has every page.
-    local, where = lists.pages, (span.start, span.stop)
-    if ctx.seq_size > 1:
-        local = local_slots(lists.pages, slots // page_size, ctx, page_size)
-        own = ctx.slots(slots)
-        where = (own.below(span.start), own.below(span.stop))
-    around = None
-    store, listed_pages = store.brought(local, valid, ctx, step=True)
-    if isinstance(store, Offloaded):
-        where = store.span(*where)
-    if lists.heads is not None:
-        listed_pages = listed_pages[:, 0]
-    if isinstance(fixed, Ends):
-        one = ctx.seq_size == 1 and lists.heads is None and sum(fixed) > 0
-        # The pool of an offloaded store is no run of slots.
-        one = one and not isinstance(store, Offloaded)
-        (keys, _), shared = _caches(store, ctx)
-        if one and takes_around(q, keys, listed_pages, page_size, prior is not None, shared):
-            fixed, around = None, Around(store.length, *fixed)
-        else:
-            fixed = attend_fixed(q, store, span, *fixed, ctx, prior)
-    pages = Pages(listed_pages, *where, page_size, lists.heads, around)
-    chosen = sparse_attention(q, store, pages, ctx, prior)
-    parts = [chosen] if fixed is None else [fixed, chosen]
-    out, lse = ctx.seq_merge(*_merged([(part[0], part[1]) for part in parts]))
-    kept_BN = _kept(lists, span, store, q.shape[2])
-    behind = (None, None)
-    if prior is not None:
-        behind = ctx.seq_merge(*_merged([(part[2], part[3]) for part in parts]))
-    return Selected(out, lse, *behind, kept_BN, local, store)
 
+    q: Float[Array, "B 1 N H"]
+    store: Store
+    span: Span
+    ends: Ends
+    valid: Int[Array, " B"]
+    prior: Prior | None
 
-def _merged(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:
-    """`merge` of several. One, an attention of a kernel's, is 0 where it is empty."""
-    return parts[0] if len(parts) == 1 else merge(parts)
+    @property
+    def _prior(self) -> Array | None:
+        return None if self.prior is None else self.prior.query
+
+    def fixed(self, ctx: LayerContext) -> Near:
+        """This shard's slots of the fixed tokens."""
+        (sink, local), store, span = self.ends, self.store, self.span
+        first = jnp.broadcast_to(jnp.arange(sink), (len(self.q), sink))
+        first = jnp.where(first < span.start[:, None], first, -1)
+        last = span.stop[:, None] + jnp.arange(local)
+        last = jnp.where(last < store.length[:, None], last, -1)
+        return Near(local_slots(jnp.concatenate([first, last], axis=1), store.sizes[2], ctx))
+
+    def attend_fixed(self, ctx: LayerContext) -> tuple[Array, ...] | None:
+        """This shard's part of the attention to the fixed tokens; None where there are none."""
+        if not sum(self.ends):
+            return None
+        return self.store.attend_pages(self.q, [lambda: [self.fixed(ctx)]], ctx, self._prior)
+
+    def attend(self, lists: Lists, fixed: tuple[Array, ...] | None, ctx: LayerContext) -> Selected:
+        """The query against the listed pages' tokens in the span, and the fixed ones.
+
+        Args:
+          fixed: what `attend_fixed` returned; without it they are attended here, in the same
+            launch where a kernel can.
+        """
+        span, slots = self.span, self.store.sizes[2]
+        page = slots * ctx.seq_size // span.tokens.shape[1]
+        # One shard has every page.
+        local, where = lists.pages, (span.start, span.stop)
+        if ctx.seq_size > 1:
+            local = local_slots(lists.pages, slots // page, ctx, page)
+            own = ctx.slots(slots)
+            where = (own.below(span.start), own.below(span.stop))
+        store = self.store.fetch(local, self.valid, ctx, step=True)
+        listed_pages = local if lists.heads is None else local[:, 0]
+        pages = Pages(listed_pages, *where, page, lists.heads)
+        ways = [lambda: [pages]]
+        if fixed is None and sum(self.ends):
+            ways = [lambda: [self.fixed(ctx), pages]]
+            if ctx.seq_size == 1 and lists.heads is None:
+                around = Around(store.length, *self.ends)
+                ways.insert(0, lambda: [dataclasses.replace(pages, around=around)])
+        found = store.attend_pages(self.q, ways, ctx, self._prior)
+        found = merged([fixed, found]) if fixed else found
+        out, lse = ctx.seq_merge(*found[:2])
+        behind = ctx.seq_merge(*found[2:]) if self.prior else (None, None)
+        kept_BN = _kept(lists, span, store, self.q.shape[2])
+        return Selected(out, lse, *behind, kept_BN, local, store)
 
 
 def _kept(lists: Lists, span: Span, store: Store, query_heads: int) -> Int[Array, "B N"]:

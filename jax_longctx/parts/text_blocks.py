@@ -16,7 +16,7 @@ block (`one_anchor` False).
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,9 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.contract import (
     CacheShape,
-    LayerContext,
     Method,
     PrefillWork,
     Prompt,
-    Registered,
     Segment,
     spread_segment,
     tail_size,
@@ -42,27 +40,6 @@ ANCHOR = "anchor"
 SENDS = "sends"
 
 Columns = list[list[list[int]]]  # of each row, the tokens of each shard
-
-
-@runtime_checkable
-class Adopting(Protocol):
-    """A method that decodes over a cache of all keys that another method's prefill has filled.
-
-    Attributes:
-      wants_queries: whether it needs the sum of the text's queries.
-    """
-
-    wants_queries: bool
-
-    def adopt(
-        self, cache: Any, ctx: LayerContext, queries: Float[Array, "B N H"] | None = None
-    ) -> Any:
-        """The cache, its other parts made right for what `cache.store` holds.
-
-        Args:
-          queries: the float32 sum of the text's queries, rotated as its keys.
-        """
-        ...
 
 
 @jax.tree_util.register_dataclass
@@ -95,7 +72,7 @@ class StarCache:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Blocks(Registered):
+class Blocks(Method):
     """A method that reads the context in blocks side by side, each behind an anchor.
 
     Attributes:
@@ -140,7 +117,7 @@ class Blocks(Registered):
         size = max(self.anchor_size, 1) * shape.shards
         counts = (shape.batch, shape.shards)
         queries = None
-        if getattr(decode, "wants_queries", False):
+        if decode.wants_queries:
             queries = jnp.zeros((*counts, shape.num_heads, shape.head_dim), jnp.float32)
         return StarCache(
             decode.init_cache(slots),

@@ -22,19 +22,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import (
-    AppendCache,
-    Offloaded,
-    Reads,
-    Rewinding,
-    empty_store,
-    write_run,
-)
+from jax_longctx.caches import Reads, Rewinding, Store, empty_store, numbers, write_run
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.parts.voted_keys import tie_tolerance
 from jax_longctx.sharding import axes_field
-from pallas_kernels.common import quotient
-from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.common import AnyCache, quotient
 from pallas_kernels.topk_scores import tied_top_k
 
 # Each shard's capacity is a multiple of it.
@@ -94,15 +86,14 @@ class UnitMemory(Rewinding):
 
     Attributes:
       store: keys before rotary embedding, and values.
-      units: each unit's representative key by query head; rows beyond the packed ones are garbage.
+      units: each unit's representative key by query head, [B, N, P, H]; rows beyond the packed
+        ones are garbage.
       received: the ring of what tokens not packed yet have received, float32.
       context_received: the ring at the end of the context.
     """
 
-    store: AppendCache | Offloaded
-    units: Float[Array, "B N P H"] | Plane = axes_field(
-        "batch", "heads", "pages", None, in_place=True
-    )
+    store: Store
+    units: AnyCache = axes_field("batch", "heads", "pages", None, in_place=True)
     received: Float[Array, "B N M"] = axes_field("batch", "heads", None)
     context_received: Float[Array, "B N M"] = axes_field("batch", "heads", None)
 
@@ -155,7 +146,7 @@ def empty_unit_memory(shape: CacheShape, layout: Layout, chosen: int) -> UnitMem
 
 def best_units(
     query: Float[Array, "B N H"],
-    units: Float[Array, "B N P H"] | Plane,
+    units: AnyCache,
     packed: Int[Array, " B"],
     count: int,
     ctx: LayerContext,
@@ -166,7 +157,7 @@ def best_units(
     tokens have representatives that differ by rounding alone, so close products tie (`voted_keys`).
     """
     # A fused multiply and sum: a matmul of mixed dtypes would copy the representatives.
-    wide, number = part_of(units).astype(jnp.float32), min(count, units.shape[2])
+    wide, number = numbers(units).astype(jnp.float32), min(count, units.shape[2])
     query = query.astype(jnp.float32)[:, :, None]
     scores_BNP = jnp.sum(query * wide, -1)
     scores_B1P = ctx.psum_heads(jnp.sum(scores_BNP, axis=1, keepdims=True))

@@ -22,8 +22,8 @@ Every shard of the slots attends to its own part of each; keys are not sent.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,28 +31,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import (
-    AppendCache,
-    Offloaded,
-    local_run,
-    local_slots,
-    read_keys,
-    read_lines,
-    read_slots,
-)
+from jax_longctx.caches import AppendCache, Store, Turned, local_run, local_slots
 from jax_longctx.contract import QKV, Attended, LayerContext
 from jax_longctx.parts.unit_memory import Layout, Packed
-from jax_longctx.parts.voted_keys import rotated_lines
 from pallas_kernels.attention_mass import Reduction, attention_mass
 from pallas_kernels.common import Window, block_of, group_heads, merge
 from pallas_kernels.decode_attention import attend_with_logits, decode_attention
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
-from pallas_kernels.sparse_decode_attention import (
-    Around,
-    Pages,
-    sparse_decode_attention,
-    takes_around,
-)
+from pallas_kernels.sparse_decode_attention import Around, Pages
 
 _LAST = jnp.iinfo(jnp.int32).max
 # Keys that dense decode rotates at once.
@@ -72,9 +58,6 @@ class Run(NamedTuple):
     first: Array
     number: Array
 
-
-# Attentions to be merged with the window's, or what merges that with them.
-Others = list[Attended] | Callable[[Attended], Attended]
 
 # This shard's amounts [B, N, X] of tokens first[b], first[b] + 1, ..., of which number[b] count.
 Seen = tuple[Float[Array, "B N X"], Int[Array, " B"], Int[Array, " B"]]
@@ -104,7 +87,7 @@ class WindowedAttention:
       new_tokens: the most of them.
     """
 
-    store: AppendCache | Offloaded
+    store: Store
     begin: Int[Array, " B"]
     valid: Int[Array, " B"]
     new_tokens: int
@@ -117,7 +100,7 @@ class WindowedAttention:
         """This shard's entries of each row's list, whose first number[b] entries count."""
         size = self.store.sizes[2]
         local_BX, first_B, number = local_run(slots, number, size, self.ctx, descending=descending)
-        k, v = read_slots(self.store, local_BX[:, None])
+        k, v = self.store.read(local_BX[:, None], near=True)
         return Run(k, v, first_B, number)
 
     def rest(self, q: Float[Array, "B T N H"]) -> Attended:
@@ -141,57 +124,48 @@ class WindowedAttention:
         out, lse = cache_attention(q, run.k, run.v, run.number, scale=scale, window=window)
         return jnp.flip(out, axis=1), jnp.flip(lse, axis=1)
 
-    def beyond(self, q: Float[Array, "B 1 N H"], chosen: Int[Array, "B 1 E"]) -> Attended:
-        """`rest` and `units` of a lone token as one: pages up to the window."""
-        batch, (kv_heads, local) = len(q), self.store.sizes[1:3]
-        layout, page = self.layout, self._page
-        sinks, each = layout.sinks // page, layout.block // page
-        # Behind the last unit less than another one is left.
-        last_B1 = sinks + layout.units(self.begin)[:, None] * each
-        rest = jnp.broadcast_to(jnp.arange(sinks), (batch, sinks)), last_B1 + jnp.arange(each)
-        rest_B1E = local_slots(jnp.concatenate(rest, axis=1)[:, None], local // page, self.ctx)
-        rest_B1E = self.store.placed(rest_B1E, page)
-        pages = self._some_first(jnp.concatenate([rest_B1E, chosen], axis=2))
-        pages = jnp.broadcast_to(pages, (batch, kv_heads, pages.shape[2]))
-        stop_B = self.begin + 1 - layout.window
-        if self.ctx.seq_size > 1:
-            stop_B = self.ctx.slots(local).below(stop_B)
-        span = self.store.span(jnp.zeros_like(stop_B), stop_B)
-        listed, scale = Pages(pages, *span, page), self.ctx.scale
-        out, lse = sparse_decode_attention(q, *self.store.buffers, listed, scale=scale)
+    def beyond(
+        self, q: Float[Array, "B 1 N H"], chosen: Int[Array, "B 1 C"], pages: Int[Array, "B 1 E"]
+    ) -> Attended:
+        """`rest` and `units` of a lone token as one; `pages` are those of the chosen units."""
+        ways = [functools.partial(self._up_to_window, pages)]
+        if self.ctx.seq_size == 1 and chosen.shape[2] and self._page == self.layout.block:
+            ways.insert(0, functools.partial(self._around_units, chosen))
+        out, lse = self.store.attend_pages(q, ways, self.ctx)
         return out, lse
 
-    def takes_units(self, q: Float[Array, "B 1 N H"], chosen: Int[Array, "B 1 C"]) -> bool:
-        """Whether `beyond_units` can run: on one GPU, for one list of units that are pages."""
-        store, page = self.store, self._page
-        if isinstance(store, Offloaded) or self.ctx.seq_size > 1 or page != self.layout.block:
-            return False
-        return chosen.shape[2] > 0 and takes_around(q, store.k, chosen, page, False)
-
-    def beyond_units(
-        self, q: Float[Array, "B 1 N H"], chosen: Int[Array, "B 1 C"], near: Attended
-    ) -> Attended:
-        """`beyond` by the chosen units themselves, merged with the window's attention.
-
-        What lies around the units is read in the same launch, and one launch merges all parts.
-        """
-        layout, store = self.layout, self.store
+    def _around_units(self, chosen: Int[Array, "B 1 C"]) -> list[Pages]:
+        """Units that are pages, and what lies around the units."""
+        layout = self.layout
         end_B = jnp.maximum(self.begin + 1 - layout.window, 0)
         start_B = jnp.minimum(end_B, layout.sinks)
         # Behind the last unit less than another one is left, or just one.
         stop_B = jnp.minimum(layout.sinks + layout.units(self.begin) * layout.block, end_B)
         around = Around(end_B, layout.sinks, layout.block)
         first = layout.sinks // self._page
-        pages = Pages(chosen, start_B, stop_B, self._page, around=around, first=first)
-        out, lse = sparse_decode_attention(q, store.k, store.v, pages, scale=self.ctx.scale)
-        return merge([(out, lse), near])
+        return [Pages(chosen, start_B, stop_B, self._page, around=around, first=first)]
+
+    def _up_to_window(self, chosen: Int[Array, "B 1 E"]) -> list[Pages]:
+        """All pages up to the window."""
+        batch, (kv_heads, local) = len(chosen), self.store.sizes[1:3]
+        layout, page = self.layout, self._page
+        sinks, each = layout.sinks // page, layout.block // page
+        # Behind the last unit less than another one is left.
+        last_B1 = sinks + layout.units(self.begin)[:, None] * each
+        rest = jnp.broadcast_to(jnp.arange(sinks), (batch, sinks)), last_B1 + jnp.arange(each)
+        rest_B1E = local_slots(jnp.concatenate(rest, axis=1)[:, None], local // page, self.ctx)
+        pages = self._some_first(jnp.concatenate([rest_B1E, chosen], axis=2))
+        pages = jnp.broadcast_to(pages, (batch, kv_heads, pages.shape[2]))
+        stop_B = self.begin + 1 - layout.window
+        if self.ctx.seq_size > 1:
+            stop_B = self.ctx.slots(local).below(stop_B)
+        return [Pages(pages, jnp.zeros_like(stop_B), stop_B, page)]
 
     def units(self, q: Float[Array, "B T N H"], chosen: Int[Array, "B 1 E"]) -> Attended:
         """Attention to the chosen units' pages."""
         page, pages, number_B1 = self._page, self._some_first(chosen), jnp.sum(chosen >= 0, axis=-1)
         slots = jnp.where(pages[..., None] < 0, -1, pages[..., None] * page + jnp.arange(page))
-        slots_B1E = slots.reshape(len(q), 1, -1)
-        k, v = (read_lines(x, slots_B1E) for x in self.store.buffers)
+        k, v = self.store.read(slots.reshape(len(q), 1, -1))
         return cache_attention(q, k, v, number_B1[:, 0] * page, scale=self.ctx.scale)
 
     @property
@@ -206,14 +180,13 @@ class WindowedAttention:
         return jnp.where(pages == _LAST, -1, pages)
 
     def near(
-        self, new: QKV, others: Others, ring: Float[Array, "B N M"]
+        self, new: QKV, others: list[Attended], ring: Float[Array, "B N M"]
     ) -> tuple[Attended, Float[Array, "B N M"], Packed]:
         """Attention to the window, merged with this shard's `others`, the updated ring, and what
         the units that the new tokens may complete are packed from.
 
         Args:
           new: the new tokens', before rotary embedding.
-          others: of a lone token also what merges the window's attention with the others.
         """
         q, k, v = new
         if q.shape[1] == 1:
@@ -228,9 +201,8 @@ class WindowedAttention:
         run = run._replace(k=jnp.swapaxes(near, 1, 2))
         at_BT = jnp.broadcast_to(window + jnp.arange(q.shape[1]), q.shape[:2])
         new = self.ctx.rotate(q, at_BT), self.ctx.rotate(k, at_BT), v
-        assert not callable(others)
         part, seen, own = self._chunk(new, run, back_BX, others)
-        keys = read_keys(self.store, self._leaving()[:, None])
+        keys, _ = self.store.read(self._leaving()[:, None], near=True, values=False)
         return part, *self._kept(ring, keys, (seen, first_B, run.number), own)
 
     def _leaving(self) -> Int[Array, "B E"]:
@@ -238,12 +210,8 @@ class WindowedAttention:
         slots = self.layout.completed(self.begin, self.new_tokens).reshape(len(self.begin), -1)
         return local_slots(slots, self.store.sizes[2], self.ctx)
 
-    def _token(self, q: Array, others: Others) -> tuple[Attended, Array, Seen]:
-        """A lone token: its attention, the keys of `_leaving`, and amounts for `_kept`.
-
-        Both kinds of keys are read as one array, so that the next layer waits for it before it
-        writes its own. A read that nothing waits for would be of a copy of all layers' keys.
-        """
+    def _token(self, q: Array, others: list[Attended]) -> tuple[Attended, Array, Seen]:
+        """A lone token: its attention, the keys of `_leaving`, and amounts for `_kept`."""
         window, store, scale = self.layout.window, self.store, self.ctx.scale
         leaving_BE = self._leaving()
         start_B, more = jnp.maximum(self.begin + 1 - window, 0), leaving_BE.shape[1]
@@ -255,22 +223,14 @@ class WindowedAttention:
         at: Any = (index_X + 1)[None]
         if self.ctx.seq_size > 1:
             at = first_B[:, None] + at
-        slots_BX = store.placed(jnp.concatenate([slots_BX, leaving_BE], axis=1))
-        keys, values = store.buffers
-        k = rotated_lines(keys, slots_BX, at, self.ctx, but_last=more)
-        k = jax.lax.optimization_barrier(k)
-        v = read_lines(values, slots_BX[:, None])
+        slots_BX = jnp.concatenate([slots_BX, leaving_BE], axis=1)
+        k, v = store.read(slots_BX[:, None], Turned(at, self.ctx, more), near=True)
         q = self.ctx.rotate(q, (self.begin - start_B + 1)[:, None])
         there_BX, first_B = index_X < number_B[:, None], start_B + first_B
         out, lse, logits = attend_with_logits(q, k, v, number_B, scale=scale)
-        part = self._joined(others, (out, lse))
+        part = self.ctx.seq_merge(*merge([*others, (out, lse)]))
         shares = jnp.where(there_BX[:, None], logits - jnp.swapaxes(part[1], 1, 2), -jnp.inf)
         return part, k[:, :, inside:], (jnp.exp(shares), first_B, number_B)
-
-    def _joined(self, others: Others, near: Attended) -> Attended:
-        """The window's attention and the others', of all shards."""
-        joined = others(near) if callable(others) else merge([*others, near])
-        return self.ctx.seq_merge(*joined)
 
     def _chunk(
         self, new: QKV, run: Run, back: Array, others: list[Attended]

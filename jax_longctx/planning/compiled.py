@@ -9,7 +9,7 @@ layer of each kind and loops over the layers:
   an anchor's or one that ends a row may have another shape or variant, and a program of its own;
 - `finish`: the end of the context, and of the question where the method then makes new caches;
 - `question`: the segments of a question, the longest that leaves room for one token of answer;
-- `decode`: a block of decode steps, with all variants of step (`contract.step_variant`).
+- `decode`: a block of decode steps, with all variants of step (`contract.Method.step_variant`).
 
 The programs that make empty caches and choose the first token need less memory than these.
 

@@ -7,7 +7,7 @@ fewer bytes (`products.gathers_weights`).
 
 Attention takes 4 N H FLOPs a pair of query and key in each layer. The pairs are
 
-- those that a method states itself (`contract.Planned`);
+- those that a method states itself (`contract.Method.prefill_work`);
 - for segments that are spread over the shards: the causal pairs of each shard's tokens as if they
   were one text (too many where a shard has several blocks);
 - for a method that does not change prefill: all causal pairs, the keys divided over the shards;
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from jax_longctx.contract import Planned, PrefillWork, Prompt, Segment
+from jax_longctx.contract import PrefillWork, Prompt, Segment
 from jax_longctx.contract.merging import merge_cost
 from jax_longctx.engine import capacity
 from jax_longctx.engine.allocate import abstract_caches
@@ -271,8 +271,8 @@ def row_work(
     columns = segment.tokens.shape[1] // (shards if segment.spread else 1)
     held = max(1, int(segment.chunk_lengths[0]))
     count = 1 if segment.spread else -(-context // held)
-    if isinstance(method, Planned):
-        work = method.prefill_work(prompt)
+    work = method.prefill_work(prompt)
+    if work is not None:
         return work, work.passes, segment.spread
     if segment.spread:
         most = [int(np.max(each.valid)) for each in method.segments(prompt)]

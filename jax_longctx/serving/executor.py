@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from jax_longctx.api import LongContext
-from jax_longctx.contract import Stage, own_tokens
+from jax_longctx.contract import Stage
 from jax_longctx.engine import Context, Lengths, Progress
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import SMALLEST, SPARE, available_bytes, bytes_per_device
@@ -440,7 +440,7 @@ class Executor:
         """Bytes on each device of the rows that share a text, had they caches of their own."""
         if tokens < self._share_from:
             return 0
-        own = self.reserve + (own_tokens(self.engine.method) or 0) + SMALLEST
+        own = self.reserve + (self.engine.method.own_tokens or 0) + SMALLEST
         return self.places * self.engine.new_cache_bytes(own, self.reserve)
 
 

@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+from jax_longctx.contract import REGISTERED, method
 from jax_longctx.engine.scoring import score
 from jax_longctx.errors import InputError
-from jax_longctx.methods import Citrus, CitrusStandard
+from jax_longctx.methods import Citrus, CitrusStandard, Full
+from jax_longctx.parts.appending import Appending
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import check_rows, full_logits
 from tests.support import joined, random_rows, tiny_engine
@@ -75,3 +77,17 @@ def test_shards_of_a_row_agree():
     got = jax.jit(jax.shard_map(decide, mesh=mesh, check_vma=False, **specs))()
     # Rows 0, 1, 2 of either data shard, as each of 2 x 2 shards has it.
     assert got[..., 0].astype(int).tolist() == [[[1, 0, 0, 0, 1, 0]] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("own_token", "own_tokens"), ("stripe", "stripes"), ("step_variants", "step_variant")],
+)
+def test_a_misspelt_name_is_an_error(written, meant):
+    """Else its default would hold."""
+    kind = type("Mine", (Appending,), {written: 4})
+    with pytest.raises(TypeError, match=f"Mine.{written}: did you mean {meant}"):
+        method(source="here")(kind)
+    assert "mine" not in REGISTERED
+    with pytest.raises(AttributeError):
+        getattr(Full(), written)

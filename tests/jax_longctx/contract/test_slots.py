@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jax_longctx.caches import Scope
 from jax_longctx.contract import STRIPE, SlotLayout
 from jax_longctx.engine.capacity import grow
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.engine.running import Request, RunningBatch
 from jax_longctx.engine.runs import each_layer
 from jax_longctx.methods import Full, ReAttention, Ring, make_method
-from jax_longctx.parts.voted_keys import Scope
 from jax_longctx.sharding import RULES, make_mesh
 from tests.small_methods import SMALL, small_method
 from tests.support import random_rows, tiny_config, tiny_engine

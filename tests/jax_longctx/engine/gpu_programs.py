@@ -152,7 +152,6 @@ def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
     import jax.numpy as jnp
 
     from jax_longctx.caches.branched import branches, split_of, with_context
-    from jax_longctx.contract import own_tokens
     from jax_longctx.engine.capacity import staged_caches
     from jax_longctx.engine.decode import Steps, answer_variants, decode_block
     from jax_longctx.engine.engine import BLOCK
@@ -160,7 +159,7 @@ def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
     from jax_longctx.planning import compiled
     from tests.jax_longctx.engine import lowering
 
-    own, layout = own_tokens(request.spec.method), setup.slot_layout
+    own, layout = request.spec.method.own_tokens, setup.slot_layout
     assert own is not None
     _, context, _ = staged_caches(setup, 1, request.context, request.reserve)
     room = -(-(own + layout.turn + request.reserve) // layout.turn) * layout.turn

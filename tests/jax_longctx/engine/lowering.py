@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.contract import CHUNK_ROWS, Prompt, RowGroup, Segment, step_variant
+from jax_longctx.contract import CHUNK_ROWS, Prompt, RowGroup, Segment
 from jax_longctx.engine import Sampling
 from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import bytes_per_device
@@ -56,7 +56,7 @@ def cache_bytes(setup: Setup, batch: int, slots: int) -> int:
 
 def compile_decode(setup: Setup, batch: int, slots: int, *steps: int) -> jax.stages.Compiled:
     """A block of greedy decode steps of the kinds that an answer's `steps` are, or its first."""
-    variants = tuple(step_variant(setup.method, step) for step in steps or (1,))
+    variants = tuple(setup.method.step_variant(step) for step in steps or (1,))
     return decode_block.lower(
         setup,
         abstract_params(setup),

@@ -3,7 +3,6 @@
 import jax
 import pytest
 
-from jax_longctx.contract import own_tokens
 from jax_longctx.engine import Request, RunningBatch, Sampling
 from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.methods import METHODS, Star, make_method
@@ -38,11 +37,11 @@ def check_method(method, *, sizes=(1, 1, 1), context=CONTEXT, places=3, fitted=F
 
 
 def test_methods_that_keep_every_key_share():
-    sharing = {name for name in METHODS if own_tokens(small_method(name)) is not None}
+    sharing = {name for name in METHODS if small_method(name).own_tokens is not None}
     assert {"full", "dynamic-ntk", "ring", "star", "quest", "arkvale"} <= sharing
     # Priors, page caches, and flat lists.
     assert sharing.isdisjoint({"resa", "h2o"})
-    assert own_tokens(make_method("quest", {"allocation": "psa-estimate"})) is None
+    assert make_method("quest", {"allocation": "psa-estimate"}).own_tokens is None
 
 
 @pytest.mark.parametrize(

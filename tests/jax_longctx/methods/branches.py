@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, jaxprs_in_params
 
-from jax_longctx.contract import decode_segment, step_variant
+from jax_longctx.contract import decode_segment
 from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.prefill import finish_context, finish_question, run_segment
 from jax_longctx.engine.setup import Setup
@@ -35,7 +35,7 @@ def decided_by_floats(method, step=1):
         finish = functools.partial(finish_question, setup, reserve=32)
         caches = jax.eval_shape(finish, caches, rows)
     ones = np.ones((2, 1), np.int32)
-    segment = decode_segment(ones, ones, np.zeros(2, bool), step_variant(method, step))
+    segment = decode_segment(ones, ones, np.zeros(2, bool), method.step_variant(step))
     params = jax.eval_shape(lambda: init_params(config, RunSpec(mesh=mesh), seed=0))
 
     def step(params, caches, total):

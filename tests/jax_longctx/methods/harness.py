@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.contract import Segment, decode_segment, step_variant
+from jax_longctx.contract import Segment, decode_segment
 from jax_longctx.engine import Context, Engine
 from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.capacity import bucket
@@ -87,7 +87,7 @@ class Run:
         for step, column in enumerate(zip(*answers, strict=True), start=1):
             tokens, variant = (
                 np.array(column, np.int32)[:, None],
-                step_variant(self.engine.method, step),
+                self.engine.method.step_variant(step),
             )
             yield from self.feed([decode_segment(tokens, ones, done, variant)])
 

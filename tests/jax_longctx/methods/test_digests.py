@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.caches import AppendCache
+from jax_longctx.caches import AppendCache, digests
+from jax_longctx.caches.digests import digest_scores
 from jax_longctx.methods import ArkVale, IdealTopK, Quest
 from jax_longctx.methods.arkvale import Digest
-from jax_longctx.parts import page_digests
-from jax_longctx.parts.page_digests import digest_scores
 from tests.jax_longctx.methods.oracles.selection import page_score, softmax_output
 from tests.jax_longctx.methods.selecting import (
     case,
@@ -105,7 +104,7 @@ def test_a_page_slot_after_slot_has_the_same_digest(monkeypatch, kind, held):
     keys = jnp.array(rng.normal(size=(2, KV_HEADS, 1, PAGE, WIDTH)), jnp.float32)
     inside = jnp.broadcast_to(jnp.arange(PAGE) < held, (2, 1, PAGE))
     expected = method_of(kind).summarise(keys, inside)
-    monkeypatch.setattr(page_digests, "platform", lambda: "gpu")
+    monkeypatch.setattr(digests, "platform", lambda: "gpu")
     found = method_of(kind).summarise(keys, inside)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)

@@ -16,7 +16,9 @@ from jax_longctx.caches import (
     choose,
     drop_oldest,
     empty_budget_cache,
+    reading,
 )
+from jax_longctx.caches.fifo import FifoCache
 from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import footprint
 from jax_longctx.engine.context_io import load_context, save_context
@@ -24,7 +26,6 @@ from jax_longctx.engine.engine import read_question
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.methods import METHODS, make_method
-from jax_longctx.parts.partial import FifoCache
 from jax_longctx.sharding import make_mesh
 from pallas_kernels import quantised
 from pallas_kernels.plane import Plane, part_of
@@ -208,7 +209,7 @@ def test_a_token_is_rounded_once(oldest, one):
     stored = quantise(np.swapaxes(text, 1, 2))
     step = 1 if one else 3
     # Compiled, as the engine runs them: one by one their operations would be as many programs.
-    drop = jax.jit(functools.partial(drop_oldest, first=2, one=one))
+    drop = jax.jit(functools.partial(drop_oldest, first=2, one=one, after=None))
     keep = jax.jit(functools.partial(choose, one=one))
     for start in range(0, 24, step):
         new, held = text[:, start : start + step], int(cache.length[0])
@@ -243,7 +244,8 @@ def test_numbers_and_scales_are_written_and_read_together(
     monkeypatch, platform, plane, rows, tokens
 ):
     """Each platform has its own way, of a layer's part too."""
-    monkeypatch.setattr(append_only, "platform", lambda: platform)
+    for module in (append_only, reading):
+        monkeypatch.setattr(module, "platform", lambda: platform)
     slots = 16
     before, text = (normal(rows, 2, size, 8, seed=seed) for seed, size in ((0, slots), (1, tokens)))
     old, new = quantise(before), quantise(text)
@@ -256,7 +258,7 @@ def test_numbers_and_scales_are_written_and_read_together(
         if plane:
             kept = kept.map(lambda part: Plane(jnp.stack([part * 0, part, part * 0]), jnp.int32(1)))
         written = append_only.write_rows(kept, text, start, valid)
-        return part_of(written), append_only.read_lines(written, listed)
+        return part_of(written), reading.read_lines(written, listed)
 
     written, lines = write_and_read(old, np.swapaxes(text, 1, 2), start, valid, listed)
     expected = jax.tree.map(lambda leaf: np.array(leaf), old)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.contract import decode_segment, step_variant
+from jax_longctx.contract import decode_segment
 from jax_longctx.engine.allocate import abstract_caches, init_caches
 from jax_longctx.engine.capacity import bucket, footprint
 from jax_longctx.engine.prefill import finish_context, finish_question, run_segment
@@ -98,7 +98,7 @@ def tokens_read(engine, question, answer):
         total = jnp.full(rows, LENGTH, jnp.int32)
         (cache,) = finish_question(setup, (cache,), total=total, reserve=RESERVE)
     ones, going = np.ones((rows, 1), np.int32), np.zeros(rows, bool)
-    step = decode_segment(np.full((rows, 1), answer), ones, going, step_variant(method, 1))
+    step = decode_segment(np.full((rows, 1), answer), ones, going, method.step_variant(1))
     logits = run(cache, step)[1][:, 0]
     read = np.abs(logits[1:] - logits[0]).max(axis=1) > 1e-5
     token = np.asarray(holder.token[0]) if hasattr(holder, "token") else np.arange(slots)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.contract import context, reach
+from jax_longctx.contract import context
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.methods import METHODS, make_method
 from tests.small_methods import SMALL, small_method
@@ -39,13 +39,13 @@ OTHER_SETTINGS = [
 def test_every_method_says_how_far_its_positions_go(name):
     for tokens in (1, 20, FAR):
         expected = min(tokens, BOUNDED.get(name, FAR))
-        assert reach(small_method(name), tiny_config(), tokens) == expected
+        assert small_method(name).reach(tiny_config(), tokens) == expected
 
 
 @pytest.mark.parametrize(("name", "settings", "expected"), OTHER_SETTINGS, ids=str)
 def test_settings_change_how_far_positions_go(name, settings, expected):
     method = make_method(name, {**SMALL[name], **settings})
-    assert reach(method, tiny_config(), FAR) == expected
+    assert method.reach(tiny_config(), FAR) == expected
 
 
 def scores(method, limits, monkeypatch):
@@ -89,7 +89,7 @@ def test_no_position_beyond_it_is_used(name, monkeypatch):
     """Other angles from there on change nothing, though the text is three times as long."""
     method = small_method(name)
     # InfLLM's distances are bounded; a chunk's positions lie as far again behind the window.
-    limit = reach(method, tiny_config(), FAR) + (16 if name == "infllm" else 0)
+    limit = method.reach(tiny_config(), FAR) + (16 if name == "infllm" else 0)
     whole, same, others = scores(method, (FAR, limit, limit // 2), monkeypatch)
     np.testing.assert_array_equal(same, whole)
     assert np.abs(others - whole).max() > 1e-4

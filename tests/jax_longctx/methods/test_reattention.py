@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.caches import AppendCache
+from jax_longctx.caches import AppendCache, counted_votes
+from jax_longctx.caches.scope import Scope, spans_around
 from jax_longctx.contract import Prompt
 from jax_longctx.methods import ReAttention
 from jax_longctx.methods.reattention import WHOLE
-from jax_longctx.parts import counted_votes, voted_keys
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import (
     check_rows,
@@ -184,8 +184,8 @@ def test_e2_e3_e4_what_is_seen_whole_is_full_attention(changes, context, whole):
 
 def test_1c_worked_example():
     def example(centres, stop):
-        spans = voted_keys.spans_around(centres, 4, 2, stop)
-        scope = voted_keys.Scope(*spans, stop, stop + 4, global_size=2, span=4, local_size=4)
+        spans = spans_around(centres, 4, 2, stop)
+        scope = Scope(*spans, stop, stop + 4, global_size=2, span=4, local_size=4)
         return *scope.listed(), scope.number
 
     slots, listed, number = jax.jit(example)(jnp.array([[2, 7]]), jnp.array([8]))
@@ -204,7 +204,7 @@ def test_ra_b10_spans_even_and_odd_are_cut_at_the_edges(span):
         # In any order, with gaps.
         row[rng.permutation(6)[: len(some)]] = some
     centres[:2], stops[:2] = [start, 31, -1, -1, -1, -1], 32
-    spans = jax.jit(lambda at, stop: voted_keys.spans_around(at, span, start, stop))
+    spans = jax.jit(lambda at, stop: spans_around(at, span, start, stop))
     lows, highs = spans(jnp.array(centres, jnp.int32), jnp.array(stops, jnp.int32))
     before, after = span // 2, span - span // 2
     for low, high, row, stop in zip(*map(np.asarray, (lows, highs)), centres, stops, strict=True):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_longctx.contract import Prompt, step_variant
+from jax_longctx.contract import Prompt
 from jax_longctx.engine import Sampling
 from jax_longctx.engine.capacity import bucket, bytes_per_device, staged_caches
 from jax_longctx.engine.decode import Steps, decode_block
@@ -82,7 +82,7 @@ def prefill(setup):
 def decode(setup):
     """The compiled block of decode steps, and bytes of the caches on a device."""
     _, _, caches = staged_caches(setup, 1, CONTEXT, RESERVE)
-    static = (step_variant(setup.method, 1),), sampling_static(Sampling())
+    static = (setup.method.step_variant(1),), sampling_static(Sampling())
     total = jax.ShapeDtypeStruct((1,), jnp.int32)
     lowered = decode_block.lower(
         setup,

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jax_longctx.contract import own_tokens
 from jax_longctx.engine.capacity import stores_of
 from jax_longctx.methods import make_method
 from jax_longctx.settings import Sampling
@@ -52,7 +51,7 @@ def test_answers_are_those_of_the_library(serve, tiny, tmp_path, kind):
             expected = asked(model, BOOK, tail, seed=seed, max_tokens=20)
             assert each.result().choices[0].message.content == expected
         executor = second.served.executor
-        assert bool(executor._shared) == (own_tokens(model.engine.method) is not None)
+        assert bool(executor._shared) == (model.engine.method.own_tokens is not None)
 
 
 @pytest.mark.slow
