@@ -96,7 +96,7 @@ def load(
       check: called with the model before its weights load, to raise an error of the caller's own.
       ahead: called with the model while its weights load, in one process alone: to `compile` what
         will be asked. Nothing else works before the weights are there.
-      fields: of `RunSpec`, in place of those of `spec`: method=, mesh=, dtype=, kv= ...
+      fields: of `RunSpec`, which replace those in `spec`: method=, mesh=, dtype=, kv= ...
 
     Raises:
       CheckpointError: not a checkpoint, or damaged.
@@ -176,7 +176,7 @@ class LongContext:
 
     @property
     def made_by(self) -> dict[str, Any]:
-        """What answers depend on beside texts and options of decoding, for `jax_longctx.origin`."""
+        """What changes answers, beside texts and options of decoding, for `jax_longctx.origin`."""
         special = {"parse_special": True} if self.tokenizer.parse_special else {}
         return {**made_by_engine(self.engine), "tokenizer": self.tokenizer_digest, **special}
 
@@ -206,9 +206,9 @@ class LongContext:
         stop_at_eos: bool = True,
         **options: Any,
     ) -> Compilation:
-        """Compiles what texts, questions and answers of these lengths need, in threads.
+        """Compiles the programs for texts, questions and answers of these lengths, in threads.
 
-        `stop` and `stop_at_eos` are as in `ask`; `options` are those of `engine.compile_ahead`.
+        `stop` and `stop_at_eos` are as in `ask`; `options` go to `engine.compile_ahead`.
         """
         stop_ids = self.end_ids(stop, stop_at_eos)
         return compile_ahead(self.engine, lengths, stop_ids=stop_ids, **options)
@@ -325,7 +325,7 @@ class LongContext:
         """A batch for questions of these lengths; None where they are answered one by one."""
         if not self.together(len(asked)):
             return None
-        # In few sizes, each of which has programs of its own.
+        # In few sizes: each size has its own programs.
         places = min(1 << (len(asked) - 1).bit_length(), TOGETHER)
         while places > 1:
             try:
@@ -345,7 +345,7 @@ class LongContext:
         keep: bool = True,
         **options: Unpack[AnswerOptions],
     ) -> Compilation:
-        """`compile` of what `ask_all` needs for a text and questions of these many tokens."""
+        """Compiles the programs of `ask_all` for a text and questions of these lengths."""
         how = Asked.of(options)
         if not self.together(len(questions)):
             lengths = Lengths([context], [(questions[0], how.max_tokens)], reserve, capacity)
@@ -366,7 +366,7 @@ class LongContext:
         return compilation
 
     def together(self, questions: int) -> bool:
-        """Whether `ask_all` answers so many questions over a text together, where memory allows."""
+        """Whether `ask_all` answers that many questions together, where memory allows."""
         return questions > 1 and cannot_share(self.engine) is None
 
     def _together(

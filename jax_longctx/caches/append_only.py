@@ -363,12 +363,12 @@ def _write_row(
 
 
 def _first(buffer: Array) -> tuple[int, ...]:
-    """Where a slice of whole slots begins along the axes behind that of the slots."""
+    """Where a slice of whole slots begins along the axes after the slots."""
     return (0,) * (buffer.ndim - 3)
 
 
 def _write_lines(buffer: Array, new_BKTH: Array, start: Array, valid: Array, first: Any) -> Array:
-    """A scatter of whole lines of the flattened cache, whose layout stays as it is.
+    """A scatter of whole lines of the flattened cache. The cache's layout does not change.
 
     For one row slices are quicker: 8192 tokens a layer took about 0.05 ms by slices and 0.14 ms by
     lines on an H200 (8B shape, from the profiles of a prefill).

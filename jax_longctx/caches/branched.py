@@ -219,7 +219,7 @@ def branch_of(
     place: Int[Array, ""],
     layout: SlotLayout,
 ) -> Branched:
-    """The rows' part with that of row `row` of `part`, of a context that went on, at `place`.
+    """The rows with row `row` of `part` copied, beyond the split, to `place`.
 
     The entries from the split on are copied, as many as there is room for. `axes` has the logical
     axes of each array of `branch`, as `Leaf`s.

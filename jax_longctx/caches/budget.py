@@ -238,7 +238,7 @@ def _best(cache: BudgetCache, scores: Array, count: Array) -> Callable[[Array, A
 def _without_worst(
     cache: BudgetCache, new: Joining, scores: Array
 ) -> Callable[[Array, Array], Array]:
-    """Moves the slots after the worst down by one, and puts the new token behind the last."""
+    """Moves the slots after the worst down by one, and appends the new token."""
     size = cache.k.shape[2]
     leaves_B = new.count < cache.length + new.read
     # Among the worst the newest leaves: the last in slot order, where the token comes last of all.

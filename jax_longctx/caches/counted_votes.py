@@ -22,7 +22,7 @@ from pallas_kernels.voted_slots import most_voted as most_voted_of_few
 _LAST = jnp.iinfo(jnp.int32).max
 # Slots of a page and entries of a block, where votes are counted by matmul.
 _LANES, _VOTES = 128, 4096
-# From so many slots on the pages are ranked first.
+# Rows of at least this many slots rank their pages first.
 _MANY = 2**18
 # Added to numbers of votes: the least float32 whose next one is 1 above it.
 _BASE = 2**23
@@ -33,7 +33,7 @@ def most_voted(
 ) -> Int[Array, "B M"]:
     """The `kept` slots of most votes and -1s; `slots` is the length of the cache.
 
-    They ascend, with -1 last; those of a lone token are in any order, among as many as it names.
+    They ascend, with -1 last. A lone token's are in any order, in as many places as it names.
     """
     if named.shape[1] == 1:
         every = ctx.gather_heads(named, axis=2)
@@ -45,7 +45,7 @@ def most_voted(
     page = _page_size(slots, min(kept, slots), named.size)
     if page is not None:
         return _best_by_page(votes_BS, min(kept, slots), page)
-    # On an H200 `select_large_k` takes 0.41 ms for so many slots, a launch for each counting pass;
+    # On an H200 `select_large_k` takes 0.41 ms for these slots, a launch for each counting pass;
     # this takes 0.06.
     most_BM, slots_BM = _most(votes_BS, min(kept, slots))
     ascending_BM = jnp.sort(jnp.where(most_BM > 0, slots_BM, _LAST), axis=-1)
@@ -53,7 +53,7 @@ def most_voted(
 
 
 def _page_size(slots: int, kept: int, votes: int) -> int | None:
-    """Slots of a page of `_best_by_page`, 1 for none; None where it is not to be taken.
+    """Slots of a page for `_best_by_page`, 1 for slots alone; None where it should not be used.
 
     It is for devices that list the best of a short row by one kernel.
     """
@@ -92,7 +92,7 @@ def _best_by_page(votes: Int[Array, "B S"], kept: int, page: int) -> Int[Array, 
 
 
 def _most(votes: Int[Array, "B S"], count: int) -> tuple[Int[Array, "B M"], Int[Array, "B M"]]:
-    """`lax.top_k`, which sorts all slots; of many slots within the best pages alone.
+    """`lax.top_k`, which sorts all slots; where there are many, only the best pages' slots.
 
     The `count` best slots lie in the `count` best pages, as in `_best_by_page`.
     """

@@ -36,7 +36,7 @@ Count = int | Int[Array, " B"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FifoCache:
-    """Which token lies in which slot, and its key (rotated) and value, whole on every shard.
+    """The token in each slot, its key (rotated) and value, whole on every shard.
 
     Attributes:
       chosen: index in the text of M tokens, the first to leave first, -1 beyond `count`.
@@ -46,7 +46,7 @@ class FifoCache:
       k, v: slot c is valid when `c < length(limit)[b]`; other slots hold garbage. None for a list
         alone, before `filled`.
       chosen_axis: the logical axis of M, `share` where budgets are shares of the slots.
-      slots_axis: that of the slots: `room` where no token leaves, else `chosen_axis`.
+      slots_axis: the slots' logical axis: `room` where no token leaves, else `chosen_axis`.
       first: tokens that never leave.
     """
 

@@ -1,4 +1,4 @@
-"""A store in the host's memory, of which the device keeps a part.
+"""A store in the host's memory; the device keeps a part of it.
 
 The host holds the keys and values of the context, in pages. The device holds one buffer for each
 row, the pool:
@@ -10,7 +10,7 @@ row, the pool:
   frame. A chosen page that has no frame is fetched into the one that was not used for longest;
 - the tail: the newest tokens, from slot `base` on.
 
-While a text is read, every chunk is written to the tail and, in whole pages, to the host. The tail
+During prefill every chunk is written to the tail and, in whole pages, to the host. The tail
 moves on with the text. `end_context` ends that: from there on the tail has room for question and
 answer, which stay on the device, so decode steps write nothing to the host. The host's pages do not
 change either, so the working set stays valid from question to question.
@@ -74,7 +74,7 @@ class Reads:
     Attributes:
       page: tokens of a page. It divides 128.
       first: tokens at the beginning of a row that are always read.
-      newest: tokens before those of a chunk or step that are always read.
+      newest: tokens before a chunk or step that are always read.
       chosen: most pages that a step chooses, of one kv head with `apart`.
       chunk: most tokens of a segment.
       apart: whether every kv head chooses its own pages; if not, all heads choose the same.
@@ -94,14 +94,14 @@ class Reads:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Offloaded(Store):
-    """Keys and values of every token of a row, those of the context in the host's memory.
+    """Keys and values of every token of a row; the context's lie in the host's memory.
 
     Attributes:
       page: tokens of a page.
       head: pages of the head.
       newest, chunk: as in `Reads`.
       settled: whether the context has ended.
-      frames: which page lies in which frame of the pool.
+      frames: the page in each frame of the pool.
       k, v: the host's pages, [B, P, K, page / lines, lines, H], as they are stored.
       k_scales, v_scales: of 8 bits, [B, K, S]; None for arrays.
       pool_k, pool_v: head, frames and tail, on the device.
@@ -184,7 +184,7 @@ class Offloaded(Store):
 
     @property
     def _pools(self) -> tuple[AnyCache, ...]:
-        """The pools of what lies in the host's memory."""
+        """The pools of the arrays in the host's memory."""
         return tuple(getattr(self, f"pool_{name}") for name in self._in_host)
 
     @property
@@ -236,12 +236,12 @@ class Offloaded(Store):
 
     @property
     def _last_base(self) -> int:
-        """The largest `base`: a run of pages that a chunk touches lies behind it."""
+        """The largest `base`: the pages that a chunk touches must fit after it."""
         run = -(-(self.chunk + 2 * self.page) // self.page) * self.page
         return max(self.sizes[2] - run, 0)
 
     def _next_base(self) -> Int[Array, " B"]:
-        """`base` for what comes next."""
+        """`base` for the next chunk or step."""
         base = jnp.maximum(self.length - self.newest, 0) // self.page * self.page
         return jnp.maximum(jnp.minimum(base, self._last_base), self.base)
 
@@ -419,7 +419,7 @@ class Offloaded(Store):
         """The store with the keys and values of a context that has ended; frames are empty.
 
         Args:
-          row: the row of the store from which on those of `whole` lie.
+          row: the first of the store's rows that `whole` replaces.
         """
         # A question may have been asked of the context since.
         ended, empty = whole.context_length, jnp.zeros_like(whole.length)
@@ -454,12 +454,12 @@ class Offloaded(Store):
 
 
 def _beside(x: Int[Array, " B"], like: Array) -> Array:
-    """`x` with axes of size 1 behind its own, as many as `like` has."""
+    """`x` with axes of size 1 appended, up to the number of axes of `like`."""
     return x.reshape(-1, *(1 for _ in like.shape[1:]))
 
 
 def _tail(newest: int, page: int, more: int, first: int) -> int:
-    """Slots of a tail with room for `more` tokens, behind `first` slots of the pool."""
+    """Slots of a tail with room for `more` tokens, after `first` slots of the pool."""
     need = newest + more + 4 * page + 1
     return -(-(first + need) // _GRANULE) * _GRANULE - first
 

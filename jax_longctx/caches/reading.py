@@ -19,7 +19,7 @@ class Turned(NamedTuple):
 
     Attributes:
       positions: of each entry.
-      but_last: the last so many are not rotated. They are read with the others, as one array, so
+      but_last: how many last keys are not rotated. They are read with the others, as one array, so
         that the next layer waits for them before it writes its own. A read that nothing waits for
         would be of a copy of all layers' keys.
     """
@@ -57,7 +57,7 @@ def local_slots(
 ) -> Int[Array, "*shape"]:
     """Global slots, or pages of `page` slots, as indices on this shard, which has `size` of them.
 
-    -1 for those of other shards, and for negative ones.
+    -1 for other shards' slots, and for negative ones.
     """
     return ctx.slots(size, page).find(index)
 

@@ -22,7 +22,7 @@ _LEAST_PAGE, _MOST_PAGE = 16, 128
 
 
 def page_of_spans(span: int) -> int:
-    """The size of a page by which spans of `span` slots are fetched: at most a span, but for 16."""
+    """Slots of a page, where spans of `span` slots are fetched: at most a span, but for 16."""
     return max(_LEAST_PAGE, min(2 ** (span.bit_length() - 1), _MOST_PAGE))
 
 

@@ -29,7 +29,7 @@ from jax_longctx.sharding import Stacked, axes_field
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """One layer's cache, and what its scopes held since the question began.
+    """One layer's cache, and the tokens in its scopes since the question began.
 
     Attributes:
       counts: steps whose scope held the slot.

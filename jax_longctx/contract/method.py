@@ -45,7 +45,7 @@ Stage = Literal["context", "question"]
 # The row groups of a segment.
 CHUNK_ROWS = "chunk"
 INSTRUCTION_ROWS = "instruction"
-# The variant of segments in which a row ends, for methods that do more there.
+# The variant of segments where a row ends, for methods that do more there.
 ENDS = "ends"
 
 
@@ -144,7 +144,7 @@ class Segment:
       groups: static layout of the columns. Positions come from the cache.
       variant: a static tag of the method, for programs that differ.
       spread: the columns are divided over the shards of the slots, one row group. A shard computes
-        its own columns, of which the first `valid[b, shard]` are valid.
+        its own columns; the first `valid[b, shard]` are valid.
     """
 
     tokens: Int[Array, "B T"] = axes_field("batch", OwnAxis("token_axis"))
@@ -269,7 +269,7 @@ def question_segments(rows: Sequence[Sequence[int]], chunk: int) -> Iterator[Seg
 
 
 def mark_ends(segments: Iterable[Segment]) -> Iterator[Segment]:
-    """The same segments, of variant ENDS where some row ends."""
+    """The same segments, with variant ENDS where a row ends."""
     for segment in segments:
         ends = bool(np.any(np.asarray(segment.ends)))
         yield dataclasses.replace(segment, variant=ENDS) if ends else segment
@@ -310,7 +310,7 @@ class PrefillWork:
       pairs: attended pairs of query and key, in a layer without a sliding window.
       received: tokens whose keys and values come from other shards, in a layer.
       collectives: collectives that bring them, in a layer.
-      passes: segments, each of which reads all weights.
+      passes: segments; each reads all weights.
     """
 
     tokens: float
@@ -460,7 +460,7 @@ REGISTERED: dict[str, type[Any]] = {}
 def method[T](*, source: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
     """Makes a class a frozen dataclass of hyper-parameters, and registers it.
 
-    Its name is that of its file, with hyphens, unless `name` says otherwise. The first sentence of
+    It is named after its file, with hyphens, unless `name` says otherwise. The first sentence of
     its docstring is the summary.
 
     Args:

@@ -59,7 +59,7 @@ def bucket(tokens: int, seq_shards: int = 1) -> int:
 
 
 def reserved(tokens: int) -> int:
-    """Slots kept for a question and answer of so many tokens: few numbers are ever compiled."""
+    """Slots kept for a question and answer of `tokens` tokens, rounded so that few are compiled."""
     return bucket(tokens) if tokens else 0
 
 
@@ -93,7 +93,7 @@ def setup_of(config: ModelConfig, spec: RunSpec) -> Setup:
 
 
 def check_offload(setup: Setup) -> None:
-    """Raises ConfigError where caches of this setup cannot lie in the host's memory, as it asks."""
+    """Raises ConfigError where caches cannot lie in the host's memory, as this setup asks."""
     if setup.offload is None:
         return
     why = setup.method.cannot_offload
@@ -121,7 +121,7 @@ def bytes_per_device(mesh: AnyMesh, abstract: Any, *, host: bool = False) -> int
     """Bytes that a tree of caches (shapes will do) takes on each device of the mesh.
 
     Args:
-      host: of the arrays in the host's memory, those of a device's part, in place of the others.
+      host: count a device's part of the arrays in the host's memory, not the others.
     """
     arrays = jax.tree.leaves(abstract)
     shardings = jax.tree.leaves(tree_shardings(mesh, abstract))
@@ -141,7 +141,7 @@ def held_bytes(caches: Any) -> tuple[int, int]:
 
 
 def stores_of(caches: Any) -> list[Offloaded]:
-    """The stores of these caches that lie in the host's memory; those of a run are one."""
+    """The stores of these caches in the host's memory; a run of layers has one."""
     nodes = jax.tree.leaves(caches, is_leaf=lambda node: isinstance(node, Offloaded))
     return [node for node in nodes if isinstance(node, Offloaded)]
 
@@ -213,7 +213,7 @@ def fetched_of(caches: Any, rows: int) -> Fetched | None:
 def available_bytes(mesh: Mesh) -> int | None:
     """Free memory of each device of the mesh, or None where the platform does not tell.
 
-    Of several processes all must ask: they get the same answer, that of the fullest.
+    All processes must ask. They get the same answer, the fullest one's.
     """
     return _least(_available_here(mesh))
 
@@ -240,7 +240,7 @@ def _least(count: int | None) -> int | None:
 
 
 def _available_here(mesh: Mesh, used: int | None = None) -> int | None:
-    """Bytes of a device that are free, or would be with `used` bytes of it in use."""
+    """Free bytes of a device, now or with `used` bytes in use."""
     device = mesh.local_devices[0]
     if device.platform == "cpu":
         if not MEMINFO.exists():
@@ -351,7 +351,7 @@ def grow(
 
     Args:
       layout: where the slots lie; one block of them if not given.
-      slots: those of the caches, by which pages are measured where no array has slots.
+      slots: of the caches. They give the size of a page where no array has slots.
 
     Raises:
       ValueError: pages are not whole, or a layer has no one count of slots to measure them by.

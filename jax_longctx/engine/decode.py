@@ -93,14 +93,14 @@ def start_answer(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """The decode steps of a block: of which kinds they are, and how they choose tokens.
+    """The decode steps of a block: their kinds, and how they choose tokens.
 
     Attributes:
       total: each row's total length, as rotary embedding sees it.
       turns: step i of row b is of the variant of index turns[b, i]; none follow where that is
         negative.
       values: of each row's request.
-      variants: those of the answer's steps (`answer_variants`).
+      variants: of the answer's steps (`answer_variants`).
       sampling: static of all rows' requests.
     """
 
@@ -155,7 +155,7 @@ def _decode_block(
     choices = no_choices(rows, columns, setup.config.vocab_size, steps.sampling)
     taken_B = np.zeros(rows, np.int32)
     if setup.by_layer:
-        # Where a step leaves them, so that the first step's programs are those of the others.
+        # Placed as a step leaves them, so that the first step shares the others' programs.
         taken_B, choices = everywhere(ends, (taken_B, choices))
         carry = (np.int32(0), taken_B, caches, state, choices)
         if is_listing():
@@ -249,7 +249,7 @@ def next_block(
 
 
 def answer_variants(method: Method, tokens: int) -> tuple[str, ...]:
-    """The variants of the steps of an answer of so many tokens, in the order of their first."""
+    """The variants of an answer's steps, in the order of their first step."""
     # The first token is the question's; one step at least is compiled.
     steps = range(1, max(tokens, 2))
     return tuple(dict.fromkeys(method.step_variant(step) for step in steps))

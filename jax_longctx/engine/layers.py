@@ -224,7 +224,7 @@ class _Carried:
     - Small arrays of one shape, dtype and sharding (lengths, positions) are a group, joined to one
       array. To cut an array out and to put it back takes a kernel each in every layer.
     - Any other array is a group. A layer's part is cut out and put back, unless the method hands
-      it on as it is. Of `few` numbers those of all layers of a turn are cut out at once.
+      it on as it is. If it has `few` numbers, all layers of a turn are cut out at once.
 
     Attributes:
       specs: of a layer's cache.
@@ -303,7 +303,7 @@ class _Carried:
         return not self._handed_on.issuperset(self._groups[group])
 
     def _joined(self, arrays: Sequence[Any], axis: int = 0) -> list[Any]:
-        """The arrays of a group as one, along a new axis; one alone stays as it is."""
+        """The arrays of each group stacked along a new axis; a group of one stays unchanged."""
         return [
             arrays[group[0]] if len(group) == 1 else jnp.stack([arrays[i] for i in group], axis)
             for group in self._groups

@@ -55,11 +55,11 @@ class Whole:
 
     @property
     def long(self) -> bool:
-        """Whether a place has room for so many tokens alone."""
+        """Whether the length of a place is limited."""
         return not self.axes.isdisjoint({"slots", "pages"})
 
     def check(self, context: Context, row: int, asked: int, answer: int, slots: int) -> None:
-        """CapacityError where a row is larger than a place, of so many slots at most."""
+        """CapacityError where a row needs more than the `slots` slots of a place."""
         length = len(context.rows[row])
         if self.long and length + asked + answer + SPARE > slots:
             raise CapacityError(
@@ -120,7 +120,7 @@ class Branches:
         _check_reserve(asked, answer, self._reserve)
 
     def seat(self, given: tuple[Any, ...], row: Any, place: Any) -> None:
-        """Copies what row `row` of these caches has beyond the context to a place."""
+        """Copies row `row`, beyond the context, to a place."""
         self.held = _seated(self._setup, self.held, given, row, place)
 
     @contextlib.contextmanager
@@ -136,7 +136,7 @@ class Branches:
 
 
 def check_places(engine: Engine, reserve: int, rows: int, slots: int) -> int:
-    """Bytes on each device of caches of their own for so many rows; CapacityError if too many."""
+    """Bytes on each device of caches for `rows` rows; CapacityError where they do not fit."""
     shapes = _places(engine, reserve, rows, slots)
     need, double = (
         bytes_per_device(engine.mesh, caches) + _seating_bytes(engine.mesh, caches, rows)
@@ -160,7 +160,7 @@ def _places(engine: Engine, reserve: int, rows: int, slots: int) -> tuple[Any, .
 
 
 def _seating_bytes(mesh: Mesh, caches: tuple[Any, ...], rows: int) -> int:
-    """Bytes of each device while a row goes to its place, of caches of so many rows.
+    """Bytes of each device while a row goes to its place, in caches of `rows` rows.
 
     Keys and values in the host's memory pass through the device a layer at a time, and lie there
     twice, as they were read and as they are put back (temporaries of the program for an H200).
@@ -170,7 +170,7 @@ def _seating_bytes(mesh: Mesh, caches: tuple[Any, ...], rows: int) -> int:
 
 
 def cannot_share(engine: Engine, texts: int = 1) -> str | None:
-    """Why rows cannot share a context of so many texts, or None where they can."""
+    """Why rows cannot share a context of `texts` texts; None where they can."""
     mesh, config = engine.mesh.shape, engine.config
     if engine.setup.offload is not None:
         return "rows cannot share a context in the host's memory"

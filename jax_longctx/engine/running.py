@@ -3,10 +3,9 @@
 A place of the batch holds one row: its caches (`places`), its state and its values. A row joins
 when its question has been read in caches of its own, which are then copied into the place. The
 programs are those of `Engine.stream` over a batch of all places; a free place is a row that is
-done. No program depends on which rows are there or on what they ask for, so none is compiled as
-rows come and go.
+done. No program depends on the rows or their requests, so none is compiled as rows come and go.
 
-Each row's answer is that of `Engine.stream` of this row alone, up to the rounding of sums.
+A row's answer equals `Engine.stream` of the row alone, up to the rounding of sums.
 
 On a CPU a step computes what empty places and slots hold, too. So a batch may be `fitted`: its
 caches have as many places and slots as its rows need, in a few sizes. They are made anew where a
@@ -51,7 +50,7 @@ STOP_COLUMNS = 16
 # 1, 2, 4, 8 rows take 6, 10, 11, 22 ms on two cores beside other work (eight MLPs and the output
 # table of the 135M shape in float32).
 FITTED_FROM = 512
-# Steps in which smaller caches would have done, before they are made.
+# Steps that smaller caches would have served, before they are made.
 STEPS_TO_SHRINK = 16
 
 # Why a row ended: a token of its `stop_ids`, its `max_tokens`, or logits that are no numbers.
@@ -66,7 +65,7 @@ class Request:
       sampling: the row's own; one seed, or a tuple of one.
       max_tokens: most tokens of the answer.
       stop_ids: tokens that end it.
-      logprobs: None for none; n for the chosen token's and those of the n most likely tokens.
+      logprobs: None for none; n for the chosen token and the n most likely ones.
     """
 
     question: Sequence[int]
@@ -137,7 +136,7 @@ class RunningBatch:
       growing: bytes on each device that the places may take beside those that they have now.
 
     Raises:
-      CapacityError: caches of so many rows do not fit.
+      CapacityError: caches of that many rows do not fit.
       ConfigError: contexts in the host's memory, on a mesh that divides rows.
       InputError: rows cannot share this context.
     """
@@ -178,7 +177,7 @@ class RunningBatch:
         self._most, self._fitted = rows, fitted
         # While rows move, their old caches are there too.
         self.growing = need if fitted else 0
-        # Steps in which the rows needed less than they have.
+        # Steps with smaller needs than the caches.
         self._idle = 0
         size = self._size([0]) if fitted else (rows, self.slots)
         self._caches = self._make(*size)
@@ -382,7 +381,7 @@ class RunningBatch:
         self._state = _stopped(self.engine.setup.ends, self._state, np.int32(index))
 
     def _size(self, rows: Sequence[int]) -> tuple[int, int]:
-        """Places and slots of caches that fit rows that need so many slots each."""
+        """Places and slots of caches for these rows, given the slots that each needs."""
         data = self.engine.mesh.shape["data"]
         places = data * 4 ** (((len(rows) - 1) // data).bit_length() + 1 >> 1)
         slots = max(FITTED_FROM, 1 << (max(rows) - 1).bit_length())
@@ -513,7 +512,7 @@ def _stated(
     row: Int[Array, ""],
     place: Int[Array, ""],
 ) -> tuple[DecodeState, Int[Array, " B"]]:
-    """State and totals with those of a row at `place`."""
+    """State and totals with a row's own at `place`."""
 
     def set_row(old: Array, new: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(old, new, place, axis=0)

@@ -9,7 +9,7 @@ A continuation goes one of three ways, as text goes through a method:
 
 - `decode`: token by token, as an answer is written. The context's last token is the question;
 - `question`: behind the context's last token in one question, several tokens a pass;
-- `context`: read with the context, in the chunks that the method reads a text in.
+- `context`: read with the context, in the method's own chunks.
 """
 
 import dataclasses
@@ -111,7 +111,7 @@ def _read_text(
     questions: Rows | None,
     logits: Logits,
 ) -> Iterator[tuple[Segment, Array]]:
-    """The rows as contexts, with what `run_segment` returns of each segment.
+    """Prefills the rows; yields what `run_segment` returns for each segment.
 
     `rows` are padded to the mesh, as `total` is. InputError where the method does not read a text
     token after token.
@@ -135,7 +135,7 @@ def loglikelihoods(
     """How likely each continuation is after its context, as the method reads and answers.
 
     By default the context's last token is the question and the continuation is decoded token by
-    token; options and errors are those of `forced_states`.
+    token; options and errors are as in `forced_states`.
     """
     states = forced_states(engine, contexts, continuations, **options)
     return gathered(engine, states, len(contexts))
@@ -237,7 +237,7 @@ class TextScores:
         self._at, self._found = 0, list[tuple[int, Any]]()
 
     def take(self, segment: Segment, hidden: Float[Array, "B T D"]) -> None:
-        """Scores the tokens behind those of the next segment of the text."""
+        """Scores the tokens that follow the next segment of the text."""
         size, begun = int(segment.chunk_lengths[0]), self._at + 1
         targets = np.zeros(hidden.shape[:2], np.int32)
         targets[0, :size] = self._tokens[begun : begun + size]
@@ -246,7 +246,7 @@ class TextScores:
         self._found.append((size, ranked_scores(engine.setup.ends, params, hidden, targets)))
 
     def chosen(self) -> list[Chosen]:
-        """Each token but the text's first, once the text is read."""
+        """Each token but the text's first, after prefill."""
         found: list[Chosen] = []
         for size, arrays in self._found:
             begun = len(found) + 1
@@ -279,7 +279,7 @@ class _Fed:
             yield self._states(hidden, segment.chunk_lengths)
 
     def as_answer(self, through: Through, asked: list[int]) -> Iterator[States]:
-        """The last `asked` tokens before the continuation as a question, it behind them."""
+        """The last `asked` tokens before the continuation as a question; it follows them."""
         engine, method = self.engine, self.engine.method
         decodes = through == "decode"
         begun = [given - size for given, size in zip(self.given, asked, strict=False)]

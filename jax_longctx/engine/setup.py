@@ -71,7 +71,7 @@ def _platform(mesh: AnyMesh) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """Everything static: what the programs are compiled for.
+    """The static part of all programs.
 
     Attributes:
       by_layer: whether the host loops over the layers, not the device (see `engine.layers`). A
@@ -120,7 +120,7 @@ class Setup:
     def slot_layout(self) -> SlotLayout:
         """Where the slots of all caches lie.
 
-        A sliding window hides slots by their positions, and kernels know those of a block alone.
+        A sliding window hides slots by their positions, which kernels know only in a block.
         """
         dealt = self.method.stripes and not any(self.config.windows)
         return SlotLayout(self.mesh.shape["seq"], STRIPE if dealt else None)

@@ -5,7 +5,7 @@ scored token: KL(full || method) of the two next-token distributions, in nats, a
 most likely tokens are the same.
 
 Attention is measured for the newest queries, in every layer and query head. Let p be full
-attention's weights and A the tokens to which the method gives any weight. The measures are the mass
+attention's weights and A the tokens that the method gives any weight. The measures are the mass
 of p on A; the share of the k largest p that are in A; the size of A; and the entropy -sum w ln w of
 the method's own weights w, at most ln |A|. Each method has its own queries: an error in one layer
 shows in the next.
@@ -295,7 +295,7 @@ def attention_weights(
 ) -> Float[np.ndarray, "L N Q S"]:
     """Attention weights of the newest queries on every token, in each layer and query head.
 
-    The text is read as in P1 (`evaluation.perplexity`): the last `score` tokens are decoded one by
+    Prefill is as in P1 (`evaluation.perplexity`): the last `score` tokens are decoded one by
     one. The question, the token before these, predicts the first of them. The queries are the last
     `queries` tokens that predict a scored one; tokens after a query have weight 0.
 

@@ -32,7 +32,7 @@ from pallas_kernels.common import side_by_side
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ThreadCaches:
-    """One cache a thread while the context is read; rows have the same lengths in both."""
+    """One cache for each thread of prefill; rows have the same lengths in both."""
 
     language: BudgetCache
     task: BudgetCache

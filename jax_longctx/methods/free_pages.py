@@ -204,7 +204,7 @@ class FreePages(Appending):
         return part, cache
 
     def stop(self, length: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The local part's first slot, of so many tokens."""
+        """The first slot of the local part."""
         return length - jnp.clip(length - self.sink, 0, self.local)
 
     def pages_before(self, stop: Int[Array, " B"]) -> Int[Array, " B"]:

@@ -11,7 +11,7 @@ every chunk of the context and every generated token, each layer
 3. adds up the attention that every token in the window receives, and packs the tokens that complete
    a unit behind it: its representative is the mean of the `repr_topk` keys that received most.
 
-The question's last token is read alone, as generated tokens are: it chooses for itself. Units of
+The question's last token is fed alone, as generated tokens are: it chooses for itself. Units of
 equal tokens can have equal representatives; then the older unit comes first (`parts.voted_keys`).
 
 Cost of a token: attention over about n_init + n_local + topk * block_size tokens, and one dot

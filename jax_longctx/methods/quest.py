@@ -7,7 +7,7 @@ decode step attends the pages of the largest bounds.
 Bytes of a decode step, as a share of full attention's: 1 / page_size for the bounds, and the budget
 over the length. All keys stay in memory.
 
-The defaults are those of RESA (appendix, "Additional Configuration"): fixed tokens on top of the
+The defaults are RESA's (appendix, "Additional Configuration"): fixed tokens on top of the
 budget, every layer sparse. The authors' accuracy code has no fixed tokens and the first two layers
 dense: `sink=0,local=0,skip_layers=2`. Pages are ranked for each query head, so a group may read a
 page several times; `granularity=kv_head` ranks by the group's mean softmax.

@@ -179,7 +179,7 @@ class ReAttention(Appending):
         return part, cache, scope
 
     def stop(self, length: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The local part's first slot, of so many tokens. It and those behind are not ranked."""
+        """The first slot of the local part. From there on no slot is ranked."""
         return length - jnp.clip(length - self.global_size, 0, self.local_size)
 
     def choose(

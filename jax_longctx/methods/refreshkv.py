@@ -1,7 +1,7 @@
 """RefreshKV: decode over a small partial cache, chosen anew when the query's direction changes.
 
 Xu et al. 2025, "RefreshKV: Updating Small KV Cache During Long-form Generation", sections 2 and
-A.1. Context and question are read by full attention. The last token's probabilities (maximum over
+A.1. Prefill of context and question is full attention. The last token's probabilities (maximum over
 a kv head's group, maximum over `kernel` neighbours) choose the `budget` tokens of each kv head's
 partial cache, by default an eighth of the prompt. Then, in each layer and at each answered token,
 

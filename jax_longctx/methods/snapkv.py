@@ -1,7 +1,7 @@
 """SnapKV: after the question, each layer keeps the tokens that the prompt's last queries attended.
 
-Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation", section 4. Context
-and question are read by full attention. Then, in each layer and for each kv head,
+Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation", section 4. Prefill
+of context and question is full attention. Then, in each layer and for each kv head,
 
 1. the last `window` queries' probabilities over all keys are summed over these queries and reduced
    over the query heads that share a kv head;
@@ -67,7 +67,7 @@ class SnapKV(Appending):
     Attributes:
       budget: tokens that each kv head keeps, the window's included.
       window: last tokens of the prompt, whose queries choose; they always stay.
-      kernel: neighbours over which the sums of probabilities are pooled.
+      kernel: width of the pooling over neighbouring sums of probabilities.
       pool: the maximum or the mean of the neighbours.
       over_group: how the query heads of a kv head share a score; `layer` is the mean of all heads.
     """

@@ -7,7 +7,7 @@ while the oldest others leave (`first`). It may also define running sums for eac
 
 Positions are
 
-- `shifted`: keys are stored before rotary embedding. While a text is read, each segment rotates
+- `shifted`: keys are stored before rotary embedding. During prefill each segment rotates
   them by their *slot* and queries by the slots that follow, so that no distance exceeds the cache
   (StreamingLLM, section 3.2);
 - `true`: keys are stored rotated at their index in the text; gaps remain.
@@ -104,7 +104,7 @@ class AnswerCache:
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """A segment's attention over a budgeted cache and itself: what ranking may use.
+    """A segment's attention over a budgeted cache and itself, for ranking.
 
     The joint axis U = C + T holds the cache's slots, then the segment's tokens.
 
@@ -193,7 +193,7 @@ class Look:
     def mass(self, **options: Any) -> Any:
         """`attention_mass` of the segment's valid queries on every slot and token, `[B, K, U]`.
 
-        `options` are those of `Reduction`; with `squares` a pair comes back.
+        `options` go to `Reduction`; with `squares` a pair comes back.
         """
         past = self.mass_on_cache(**options)
         k_BKTH, start = jnp.swapaxes(self.k, 1, 2), jnp.zeros_like(self.valid)

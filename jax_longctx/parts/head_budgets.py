@@ -170,7 +170,7 @@ def softmax_mass(
 ) -> Float[Array, "B X P"]:
     """Each page's share of the softmax over `page_logits`; -inf where a page has no score.
 
-    With `over` the pages are this shard's, and the softmax goes over those of all shards.
+    With `over` the pages are this shard's, and the softmax goes over all shards' pages.
     """
     logits = page_logits(scores, tokens, scale)
     logits = jnp.where(scores > -jnp.inf, logits, jnp.finfo(jnp.float32).min)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches.fifo import Count, FifoCache
 from pallas_kernels.select_large_k import select_large_k
 
-# Up to so many smallest entries are found by `top_k`, for which XLA has a GPU kernel.
+# Up to this many smallest entries are found by `top_k`: XLA has a GPU kernel for it.
 _FEW = 16
 
 Pool = Literal["max", "avg"]
@@ -45,7 +45,7 @@ def best_last(
 
 
 def _sorted(scores: Float[Array, "B K M"], slots: Int[Array, "B K M"]) -> Int[Array, "B K M"]:
-    """Ascending slots by ascending score, of equals the last first."""
+    """Slots by ascending score; among equals the last comes first."""
     # Flipped, so that a stable sort puts the higher slot of equals first.
     turned = (jnp.flip(scores, axis=2), jnp.flip(slots, axis=2))
     return jax.lax.sort(turned, dimension=2, is_stable=True, num_keys=1)[1]
@@ -54,7 +54,7 @@ def _sorted(scores: Float[Array, "B K M"], slots: Int[Array, "B K M"]) -> Int[Ar
 def _worst_first(
     scores: Float[Array, "B K M"], slots: Int[Array, "B K M"], number: int
 ) -> Int[Array, "B K M"]:
-    """The first `number` of `_sorted`, then the other slots as they are."""
+    """The first `number` of `_sorted`, then the other slots in order."""
     size = slots.shape[2]
     # Of equals `top_k` takes the first: flipped, the higher slot.
     _, turned_BKX = jax.lax.top_k(-jnp.flip(scores, axis=2), number)

@@ -1,6 +1,6 @@
 """The kind that decodes over a partial cache: a few tokens of each kv head, chosen from all keys.
 
-Context and question are read by full attention, and every key stays. The attention of the
+Prefill of context and question is full attention, and every key stays. The attention of the
 question's last token chooses the partial cache (`begin`). A method of this kind defines the decode
 step: it may read the partial cache (`read`), or attend every key and choose anew (`look`).
 """
@@ -67,7 +67,7 @@ class PartialDecoding(Appending):
       budget: tokens of the partial cache, the same for all rows; without one `ratio` says it.
       ratio: share of each row's own prompt (context and question) that the partial cache holds,
         rounded down to whole tokens, at least 1.
-      kernel: neighbours over which probabilities are pooled.
+      kernel: width of the pooling over neighbouring probabilities.
       over_group: how the query heads of a kv head share a score.
     """
 

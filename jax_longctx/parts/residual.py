@@ -156,7 +156,7 @@ def grow(
     valid: Int[Array, " B"],
     ctx: LayerContext,
 ) -> Background:
-    """Adds a generated token, of rotated key, to lse0 and o0; O(H) a head. mu_q does not change."""
+    """Adds a generated token to lse0 and o0, by its rotated key; O(H) a head. mu_q stays."""
     each = background.mean.shape[1] // k.shape[2]
     k_BNH, v_BNH = (jnp.repeat(x[:, 0], each, axis=1).astype(jnp.float32) for x in (k, v))
     logit_BN = ctx.scale * jnp.sum(background.mean.astype(jnp.float32) * k_BNH, axis=-1)

@@ -62,7 +62,7 @@ class Selecting(Appending):
       skip_layers: first layers that stay exact.
       allocation: `uniform`; `ada-floor`, `ada-blend` (Ada-KV); `psa-oracle`, `psa-estimate`,
         `psa-digest`, and for RESA `psa-resa` (PSA).
-      epsilon: share of the attention at which PSA stops.
+      epsilon: PSA stops at this share of the attention.
     """
 
     budget: int = 1024
@@ -188,7 +188,7 @@ class Selecting(Appending):
         return cache.store.nbytes // 2
 
     def attended(self, length: int, slots: int) -> int:
-        """Tokens that a head attends of a row of so many, at most."""
+        """Tokens that a head attends of a row of `length` tokens, at most."""
         tokens = self.most_pages(length, slots // self.page_size) * self.page_size
         return min(tokens + self.sink + self.local, length)
 

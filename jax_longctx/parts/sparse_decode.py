@@ -63,7 +63,7 @@ class Selected(NamedTuple):
       out, lse: with the query's own logits.
       prior_out, prior_lse: with the prior's logits over the same tokens, float32; None without one.
       kept: number of tokens that each query head attends.
-      local: the listed pages by their index on this shard, -1 for those of others.
+      local: the listed pages by their index on this shard, -1 for other shards' pages.
       store: the store, which has fetched the listed pages; None where it is as it was.
     """
 

@@ -73,7 +73,7 @@ class StarCache:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blocks(Method):
-    """A method that reads the context in blocks side by side, each behind an anchor.
+    """A method that prefills the context in blocks side by side, each after an anchor.
 
     Attributes:
       block: b, tokens of a block. The paper takes a quarter of the text, at most 32,768.

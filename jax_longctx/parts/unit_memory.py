@@ -49,7 +49,7 @@ class Layout:
 
     @property
     def page(self) -> int:
-        """Tokens of a page, of which units and first tokens are made."""
+        """Tokens of a page. Units and first tokens are made of pages."""
         return math.gcd(self.sinks, self.block, GRANULE)
 
     @property
@@ -68,7 +68,7 @@ class Layout:
 
 
 class Packed(NamedTuple):
-    """What units are packed from: their U * Z tokens, whatever tokens these are.
+    """What units are packed from: their U * Z tokens.
 
     Attributes:
       received: what they have received.

@@ -62,7 +62,7 @@ class KeySpan(NamedTuple):
 
     Attributes:
       valid: tokens of each row; those beyond name none.
-      page: keys stand for pages of so many slots, and so do `start`, `stop` and what is named.
+      page: slots of a page. Keys, `start`, `stop` and named entries are pages.
     """
 
     start: int

@@ -156,7 +156,7 @@ def used_programs(request: PlanRequest, setup: Setup, rows: int) -> list[UsedPro
         key, (name, kind) = program.key(args), _name(stage, program, args, setup)
         caches = {"context": empty, "question": kept, "decode": answering}[stage]
         if kind == "finish" and stage == "question" and setup.by_layer:
-            # A program of one layer runs beside what the layers before it were given.
+            # A program of one layer runs beside the arguments of the layers before it.
             caches = *kept, *answering
         resident = weights + bytes_per_device(setup.mesh, caches)
         if key in found:
@@ -269,7 +269,7 @@ def local_arrays(tree: Any) -> set[tuple[str, tuple[int, ...]]]:
 def _compiled(
     used: UsedProgram, lowered: Any, lowering: float, weights: set[tuple[str, tuple[int, ...]]]
 ) -> Compiled:
-    """The figures of a program that took so many seconds to lower.
+    """The figures of a program that was lowered in `lowering` seconds.
 
     Args:
       weights: from `local_arrays`.

@@ -33,7 +33,7 @@ from jax_longctx.models.llama import ParamInfo
 from jax_longctx.models.params import param_infos
 from jax_longctx.sharding import logical_sharding, undivided
 
-# Number of lengths at which the keys that a token attends to are computed.
+# Lengths at which the keys that a token attends to are counted.
 SAMPLES = 8
 
 QUESTION = 32
@@ -102,13 +102,13 @@ def weight_axes(config: ModelConfig) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=8)
 def matmul_weights(config: ModelConfig) -> tuple[int, int]:
-    """Numbers of matmul weights: those of all layers, and those of the head."""
+    """Numbers of matmul weights: of all layers, and of the head."""
     return _matmuls(config, lambda info: info.shape)
 
 
 @functools.lru_cache(maxsize=256)
 def own_matmuls(setup: Setup, gathered: bool = False) -> tuple[int, int]:
-    """Numbers of matmul weights on a device: those of all layers, and those of the head.
+    """Numbers of matmul weights on a device: of all layers, and of the head.
 
     Args:
       gathered: over `seq`, as tokens that are spread over it need them.
@@ -255,7 +255,7 @@ def _traffic(setup: Setup, tokens: float, segments: int, spread: bool) -> tuple[
 
 
 def _gathers_weights(setup: Setup, tokens: float, segments: int) -> bool:
-    """Whether passes over so many spread tokens on a shard gather weights, not the tokens."""
+    """Whether passes over `tokens` spread tokens on a shard gather weights, not tokens."""
     return gathers_weights(setup.config, setup.mesh, int(tokens / max(segments, 1)))
 
 

@@ -1,4 +1,4 @@
-"""What the server makes the engine do: read texts, decode rows, save and load contexts.
+"""What the server makes the engine do: prefill texts, decode rows, save and load contexts.
 
 The scheduler gives its orders by name with JSON arguments, so that several processes of one mesh
 can follow them: the leader broadcasts each order before it carries it out, and the others carry out
@@ -56,7 +56,7 @@ class Executor:
       places: most rows that decode together.
       length: most tokens of text, question and answer.
       reserve: most tokens of a question and its answer.
-      share_from: tokens of a text from which on its rows share it.
+      share_from: rows share a text of at least this many tokens.
       fitted: gives rows caches that fit them (see `RunningBatch`); `compile` needs fixed ones.
 
     Attributes:
@@ -198,7 +198,7 @@ class Executor:
     def _questions(self, most: int) -> list[int]:
         """Lengths of questions that call all programs of questions: they are padded to few."""
         if self.engine.method.info.needs_question:
-            # Such a text is read for a prompt's last token.
+            # Such a text is prefilled for a prompt's last token.
             return [1]
         known, found = set[Any](), []
         for n in range(1, most + 1):
@@ -213,7 +213,7 @@ class Executor:
         return found
 
     def _reading_alike(self, capacity: int, lengths: Sequence[int]) -> list[int]:
-        """Of texts of these lengths, a few that call all programs of reading them.
+        """A few of these lengths that need all programs of prefill.
 
         A text of less than a chunk, or its last chunk, is padded to one of few lengths, of which
         the least is `TAIL`.
@@ -252,7 +252,7 @@ class Executor:
         question: list[int] | None,
         scored: tuple[int, int] | None,
     ) -> None:
-        """Begins to read a text (see `Text`); `read_on` reads it, piece by piece."""
+        """Begins to prefill a text (see `Text`); `read_on` goes on with it, piece by piece."""
         states = None
         if scored is not None:
             behind, best = scored
@@ -264,7 +264,7 @@ class Executor:
             capacity=_capacity(len(tokens) + self.reserve),
             total=[total],
             questions=None if question is None else [question],
-            # Rows wait for no segment but those of the slice, and the slice's time is known.
+            # Rows wait for the slice's segments alone, and the slice's time is known.
             ahead=lambda: not self._rows,
             states=states,
         )
@@ -288,7 +288,7 @@ class Executor:
         return now.done, now.total
 
     def forget(self, key: str) -> None:
-        """Gives up a context, or its reading."""
+        """Gives up a context, or its prefill."""
         reading = self._reading.pop(key, None)
         if reading is not None:
             reading.close()
@@ -403,7 +403,7 @@ class Executor:
                     self.broken.add(number)
 
     def leave(self, number: int) -> None:
-        """Takes a row out; one that has ended already is left as it is."""
+        """Takes a row out, unless it has ended."""
         batch, place = self._rows.pop(number, (None, 0))
         if batch is not None:
             batch.leave(place)
@@ -425,13 +425,13 @@ class Executor:
         return self.places - len(self._rows)
 
     def resident_bytes(self, key: str) -> int:
-        """Bytes on each device that a context holds, those of the rows that share it included."""
+        """Bytes on each device that a context holds, with the rows that share it."""
         context = self.contexts[key]
         own = bytes_per_device(self.engine.mesh, context.usable_caches())
         return own + self._sharing_bytes(context.lengths[0])
 
     def needed_bytes(self, tokens: int) -> int:
-        """Bytes on each device that a text of so many tokens will hold, as `resident_bytes`."""
+        """Bytes on each device that a text of `tokens` tokens will hold, as `resident_bytes`."""
         capacity = _capacity(tokens + self.reserve)
         own = self.engine.new_cache_bytes(capacity - SPARE, self.reserve)
         return own + self._sharing_bytes(tokens)
@@ -445,7 +445,7 @@ class Executor:
 
 
 def _capacity(tokens: int) -> int:
-    """Slots for so many tokens: texts of about the same length share programs.
+    """Slots for `tokens` tokens, rounded: texts of about the same length share programs.
 
     At most an eighth of them is empty, so that from 8,192 to 131,072 tokens there are 33 sizes.
     """
