@@ -1,7 +1,6 @@
 """Dense attention of one or a few queries to a long cache, whole or with its logits kept."""
 
 from pallas_kernels.decode_attention.api import (
-    attend_logits,
     attend_with_logits,
     decode_attention,
     decode_logits,
@@ -10,7 +9,6 @@ from pallas_kernels.decode_attention.api import (
 )
 
 __all__ = [
-    "attend_logits",
     "attend_with_logits",
     "decode_attention",
     "decode_logits",

@@ -1,10 +1,8 @@
 """Dense attention of one or a few queries to a long cache; it reads the cache once.
 
 `decode_attention` has the arguments and the result of `prefill_attention.cache_attention`, and is
-made for few queries. One query's attention also comes in two halves: `decode_logits` reads the keys
-and returns the logits, `attend_logits` reads the values. Methods that rank keys while they decode
-(RefreshKV's full step, InfLLM, ideal top-k) use the logits in between. `attend_with_logits` does
-both halves.
+made for few queries. For methods that rank keys while they decode, `attend_with_logits` returns one
+query's logits too (RefreshKV's full step, InfLLM), and `decode_logits` only these (ideal top-k).
 
 `shared_decode_attention` is of many rows that have one cache in common.
 
@@ -12,15 +10,12 @@ Implementations: `xla` on every platform, `gpu` (Mosaic; of `decode_attention` a
 `attend_with_logits`), `tpu` (Mosaic; of `decode_attention`), `reference` for tests.
 """
 
-from functools import partial
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import AnyCache, Stored, Window, check_heads
+from pallas_kernels.common import AnyCache, Window, check_heads
 from pallas_kernels.decode_attention import gpu, reference, tpu, xla
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.quantised import Quantised
@@ -104,26 +99,6 @@ def decode_logits(
     return xla.decode_logits(q, part_of(k), lengths, scale=scale)
 
 
-def attend_logits(
-    logits: Float[Array, "B N S"], v: AnyCache
-) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
-    """The values weighted by the softmax of the logits, in v's dtype, and its log-sum-exp.
-
-    A slot whose logit is -inf is not seen, and its value may be anything finite. A head that sees
-    nothing has output 0 and log-sum-exp -inf.
-
-    Args:
-      logits: float32, from `decode_logits`; a method may change them.
-
-    Raises:
-      ValueError: the heads of the logits are no multiple of v's heads.
-    """
-    heads, kv_heads = logits.shape[1], v.shape[1]
-    if heads % kv_heads:
-        raise ValueError(f"attend_logits: {heads} heads of logits over {kv_heads} kv heads")
-    return xla.attend_logits(logits, part_of(v))
-
-
 def weighted_values(weights: Float[Array, "B N S"], v: AnyCache) -> Float[Array, "B N H"]:
     """The sum of the values times their weights, in float32.
 
@@ -142,7 +117,7 @@ def attend_with_logits(
     scale: float,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Float[Array, "B N S"]]:
-    """`attend_logits` of `decode_logits`: output in v's dtype, log-sum-exp, logits.
+    """One query's attention: output in v's dtype, log-sum-exp, and the logits scale q.k in float32.
 
     The logits of slots at and beyond lengths[b] are undefined; k and v must be finite there.
 
@@ -154,16 +129,8 @@ def attend_with_logits(
         "attend_with_logits",
         implementation,
         dispatch.shape_class(q, k, v),
-        xla=partial(_both, xla),
+        xla=xla.attend_with_logits,
         gpu=dispatch.Kernel(gpu.attend_with_logits, lambda: gpu.unsupported_logits(q, k, v)),
-        reference=partial(_both, reference),
+        reference=reference.attend_with_logits,
     )
     return run(q, k, v, lengths, scale=scale)
-
-
-def _both(
-    halves: Any, q: Array, k: Stored, v: Stored, lengths: Array, scale: float
-) -> tuple[Array, Array, Array]:
-    """The two halves of the module `halves`, one after the other."""
-    logits = halves.decode_logits(q, k, lengths, scale=scale)
-    return *halves.attend_logits(logits, v), logits

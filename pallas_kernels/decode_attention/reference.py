@@ -8,20 +8,14 @@ from pallas_kernels.common import Cache, PerRow
 from pallas_kernels.prefill_attention.reference import cache_attention as decode_attention
 from pallas_kernels.prefill_attention.reference import logits_of, weigh
 
-__all__ = ["attend_logits", "decode_attention", "decode_logits"]
+__all__ = ["attend_with_logits", "decode_attention"]
 
 
-def decode_logits(
-    q: Float[Array, "B 1 N H"], k: Cache, lengths: PerRow, *, scale: float
-) -> Float[Array, "B N S"]:
-    """scale q.k for the slots below lengths[b], -inf for the others."""
+def attend_with_logits(
+    q: Float[Array, "B 1 N H"], k: Cache, v: Cache, lengths: PerRow, *, scale: float
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Float[Array, "B N S"]]:
+    """Softmax of the logits times v, log-sum-exp, and the logits; -inf beyond lengths[b]."""
     held_B1S = (jnp.arange(k.shape[2]) < lengths[:, None])[:, None]
-    return jnp.where(held_B1S, logits_of(q, k, scale)[:, 0], -jnp.inf)
-
-
-def attend_logits(
-    logits: Float[Array, "B N S"], v: Cache
-) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
-    """Softmax of the logits times v; out 0 and lse -inf where every logit is -inf."""
-    out, lse = weigh(logits[:, None], v)
-    return out.astype(v.dtype), lse
+    logits_BNS = jnp.where(held_B1S, logits_of(q, k, scale)[:, 0], -jnp.inf)
+    out, lse = weigh(logits_BNS[:, None], v)
+    return out.astype(v.dtype), lse, logits_BNS

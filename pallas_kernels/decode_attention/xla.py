@@ -181,12 +181,13 @@ def decode_logits(
     return jnp.where(held_B1S, scores_BNS, -jnp.inf)
 
 
-def attend_logits(
-    logits: Float[Array, "B N S"], v: Stored
-) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
-    """The softmax of the logits times the values, in v's dtype, and its log-sum-exp."""
+def attend_with_logits(
+    q: Float[Array, "B 1 N H"], k: Stored, v: Stored, lengths: PerRow, *, scale: float
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Float[Array, "B N S"]]:
+    """The softmax of `decode_logits` times the values, its log-sum-exp, and the logits."""
+    logits_BNS = decode_logits(q, k, lengths, scale=scale)
     v = lax.optimization_barrier(v)
-    (b, n, slots), kv_heads = logits.shape, v.shape[1]
+    (b, n, slots), kv_heads = logits_BNS.shape, v.shape[1]
     # [B, K, G, 1, S]
-    out, lse = _attend(logits.reshape(b, kv_heads, -1, 1, slots), v, slots)
-    return out.astype(v.dtype).reshape(b, 1, n, v.shape[3]), lse.reshape(b, 1, n)
+    out, lse = _attend(logits_BNS.reshape(b, kv_heads, -1, 1, slots), v, slots)
+    return out.astype(v.dtype).reshape(b, 1, n, v.shape[3]), lse.reshape(b, 1, n), logits_BNS

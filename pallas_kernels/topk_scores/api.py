@@ -26,6 +26,7 @@ from pallas_kernels.common import (
 from pallas_kernels.quantised import Quantised
 from pallas_kernels.topk_scores import gpu, reference, tpu, xla
 from pallas_kernels.topk_scores.merge import merge_topk
+from pallas_kernels.tpu_common import unsupported_keys
 
 MAX_COUNT = 16
 
@@ -38,7 +39,6 @@ def topk_scores(
     count: int,
     tolerance: Float[Array, "B T N"] | None = None,
     valid: Int[Array, " B"] | None = None,
-    tile_best: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N C"], Int[Array, "B T N C"]]:
     """The `count` best slots of start[b] <= s < stop[b] for every query, best first.
@@ -58,34 +58,29 @@ def topk_scores(
       tolerance: finite, at least 0; a few times the scores' rounding error, and far below the
         difference of scores that mean something. None is 0: equal scores alone tie.
       valid: queries t >= valid[b] are padding and get nothing.
-      tile_best: only the best slot of each tile of this many, counted from start[b], takes part
-        (the first of those that tie). 128 is what ReAttention's released kernel computes.
       implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
 
     Returns:
       (values, indices): float32 scores and int32 slots; -inf and -1 where there are fewer slots.
 
     Raises:
-      ValueError: q does not fit k, or count or tile_best is out of range.
+      ValueError: q does not fit k, or count is out of range.
     """
     check_heads("topk_scores", q, k)
     if not 1 <= count <= MAX_COUNT:
         raise ValueError(f"topk_scores: count {count}; expected 1 to {MAX_COUNT}")
-    if tile_best is not None and tile_best < 1:
-        raise ValueError(f"topk_scores: tile_best {tile_best}; expected at least 1")
-    tiles = "" if tile_best is None else f", best of tiles of {tile_best}"
     run = dispatch.select(
         "topk_scores",
         implementation,
-        f"{dispatch.shape_class(q, k)}, {count} best{tiles}",
+        f"{dispatch.shape_class(q, k)}, {count} best",
         xla=xla.topk_scores,
         gpu=dispatch.Kernel(
             partial(_by_block, gpu.topk_scores),
-            lambda: gpu.unsupported(q, k, count, tile_best),
+            lambda: gpu.unsupported(q, k, count),
         ),
         tpu=dispatch.Kernel(
             partial(_by_block, tpu.topk_scores),
-            lambda: tpu.unsupported(q, tile_best),
+            lambda: unsupported_keys(q),
             planes=True,
         ),
         reference=reference.topk_scores,
@@ -93,9 +88,7 @@ def topk_scores(
     start, stop = (jnp.clip(x.astype(jnp.int32), 0, k.shape[2]) for x in bounds)
     if tolerance is None:
         tolerance = jnp.zeros(q.shape[:3], jnp.float32)
-    # The kernels have no `tile_best`: they are not chosen where it is given.
-    how = {} if tile_best is None else dict(tile_best=tile_best)
-    values, indices = run(q, k, (start, stop), tolerance, count=count, **how)
+    values, indices = run(q, k, (start, stop), tolerance, count=count)
     if valid is None:
         return values, indices
     padding_BT11 = (jnp.arange(q.shape[1]) >= valid[:, None])[..., None, None]

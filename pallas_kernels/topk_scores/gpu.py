@@ -77,10 +77,8 @@ _HALVES = _TILE // hopper.ROWS
 _POINTWISE = hasattr(FragmentedArray, "_pointwise")
 
 
-def unsupported(q: Array, k: AnyStored, count: int, tile_best: int | None) -> str | None:
+def unsupported(q: Array, k: AnyStored, count: int) -> str | None:
     """Why this kernel cannot run these arguments, or None."""
-    if tile_best is not None:
-        return "it ranks keys, not tiles' best"
     if count > _MAX_COUNT:
         return f"{count} best, at most {_MAX_COUNT} lists fit the registers"
     if k.shape[2] % _TILE:

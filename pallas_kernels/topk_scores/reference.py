@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.common import Bounds, Cache, PerQuery, PerRow, Queries
+from pallas_kernels.common import Bounds, Cache, PerQuery, Queries
 
 
 def topk_scores(
@@ -17,7 +17,6 @@ def topk_scores(
     tolerance: PerQuery,
     *,
     count: int,
-    tile_best: int | None = None,
 ) -> tuple[Float[Array, "B T N C"], Int[Array, "B T N C"]]:
     """Sort every slot of [start, stop) by the best score it ties with, descending, then by slot."""
     start, stop = bounds
@@ -26,8 +25,6 @@ def topk_scores(
     slots_S = jnp.arange(k.shape[2])
     held_BS = (slots_S >= start[:, None]) & (slots_S < stop[:, None])
     scores_BTNS = jnp.where(held_BS[:, None, None] & ~jnp.isnan(scores_BTNS), scores_BTNS, -jnp.inf)
-    if tile_best is not None:
-        scores_BTNS = _keep_best_of_tiles(scores_BTNS, start, tile_best, tolerance)
     ranks_BTNS = _best_tied(scores_BTNS, tolerance)
     order_BTNC = jnp.argsort(-ranks_BTNS, axis=-1, stable=True)[..., :count]
     values_BTNC = jnp.take_along_axis(scores_BTNS, order_BTNC, axis=-1)
@@ -44,17 +41,3 @@ def _best_tied(scores: Float[Array, "B T N S"], tolerance: PerQuery) -> Float[Ar
     above_XS = (scores + tolerance[..., None]).reshape(-1, number)
     after_XS = jax.vmap(partial(jnp.searchsorted, side="right"))(ascending_XS, above_XS)
     return jnp.take_along_axis(ascending_XS, after_XS - 1, axis=-1).reshape(scores.shape)
-
-
-def _keep_best_of_tiles(
-    scores: Float[Array, "B T N S"], start: PerRow, tile: int, tolerance: PerQuery
-) -> Float[Array, "B T N S"]:
-    """-inf for all but the first slot of every tile, from start[b] on, that ties with its best."""
-    slots_S = jnp.arange(scores.shape[3])
-    tile_BS = (slots_S - start[:, None]) // tile
-    # [B, S, S]: whether slot r shares slot s's tile.
-    together = (tile_BS[:, :, None] == tile_BS[:, None])[:, None, None]
-    best = jnp.max(jnp.where(together, scores[..., None, :], -jnp.inf), axis=-1)
-    ties = scores >= best - tolerance[..., None]
-    earlier = together & ties[..., None, :] & (slots_S < slots_S[:, None])
-    return jnp.where(ties & ~jnp.any(earlier, axis=-1), scores, -jnp.inf)

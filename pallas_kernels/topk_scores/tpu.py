@@ -62,13 +62,6 @@ _NO_SLOT = jnp.iinfo(jnp.int32).max
 Classes = tuple[Array, Array, Array]
 
 
-def unsupported(q: Array, tile_best: int | None) -> str | None:
-    """Why the kernel cannot run these arguments, or None."""
-    if tile_best is not None:
-        return "tiles are counted from each row's start, which cuts through the blocks"
-    return tpu.unsupported_keys(q)
-
-
 def topk_scores(
     q: Queries,
     k: AnyCache,

@@ -7,9 +7,6 @@ ranked, the scores of the chosen tiles are gathered, and they are ranked togethe
 far. Every ranking handles ties (`merge.tied_top_k`) and puts the lowest index first: chosen tiles
 are laid out in ascending order, after the best so far, whose slots are lower.
 
-With `tile_best` the tiles are the method's own: blocks begin at each row's `start`, and a chosen
-tile gives one candidate, its first best key.
-
 A few queries against a cache whose scores fit `_ONE_PASS_BYTES` take one block of all slots, read
 in place. Otherwise the largest temporaries are a block of scores and a copied block of keys, and
 the loop visits only the blocks between the first start and the last stop.
@@ -18,15 +15,14 @@ Roofline: 2 T S N H operations for many queries, the bytes of k for few.
 """
 
 from math import isqrt
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-from pallas_kernels.common import Bounds, PerQuery, PerRow, Queries, Stored, block_of
+from pallas_kernels.common import Bounds, PerQuery, Queries, Stored, block_of
 from pallas_kernels.dispatch import platform
-from pallas_kernels.quantised import Quantised, dequantised
+from pallas_kernels.quantised import Quantised
 from pallas_kernels.topk_scores.merge import tied_top_k
 
 # Bytes of float32 scores that are made at once: of all slots for few queries, and of a block.
@@ -49,7 +45,6 @@ def topk_scores(
     tolerance: PerQuery,
     *,
     count: int,
-    tile_best: int | None = None,
     blocks: tuple[int, int] | None = None,
 ) -> Best:
     """The `count` best slots of [start, stop) within [0, S]; see the public function.
@@ -61,7 +56,7 @@ def topk_scores(
     k = lax.optimization_barrier(k)
     b, queries, n, h = q.shape
     kv_heads = k.shape[1]
-    query_block, key_block = blocks or _blocks(q, k, tile_best)
+    query_block, key_block = blocks or _blocks(q, k)
     # Queries before heads, as rows of their kv head: a block of queries is a block of rows.
     q_BTKGH = q.reshape(b, queries, kv_heads, n // kv_heads, h)
     q_BKTGH = jnp.moveaxis(q_BTKGH, 2, 1)
@@ -74,7 +69,7 @@ def topk_scores(
             lax.dynamic_slice_in_dim(x, first, query_block, axis=2).reshape(b, kv_heads, -1, *rest)
             for x, rest in ((q_BKTGH, (h,)), (tolerance_BKTG, ()))
         )
-        best = _rank_keys(q_BKRH, k, bounds, tolerance_BKR, count, tile_best, key_block)
+        best = _rank_keys(q_BKRH, k, bounds, tolerance_BKR, count, key_block)
         values, indices = (
             lax.dynamic_update_slice_in_dim(
                 whole, part.reshape(b, kv_heads, query_block, -1, count), first, axis=2
@@ -92,14 +87,12 @@ def topk_scores(
     return values, indices
 
 
-def _blocks(q: Array, k: Stored, tile_best: int | None) -> tuple[int, int]:
+def _blocks(q: Array, k: Stored) -> tuple[int, int]:
     """How many queries and keys pass at once: all of both where their scores are few."""
     b, queries, n, _ = q.shape
     slots = k.shape[2]
-    # Blocks that begin at each row's own start are copied.
-    in_place = tile_best is None or k.nbytes <= _KEY_BYTES
     # Keys in 8 bits become floats as blocks.
-    in_place &= not isinstance(k, Quantised) or 4 * k.size <= _KEY_BYTES
+    in_place = not isinstance(k, Quantised) or 4 * k.size <= _KEY_BYTES
     if in_place and 4 * b * queries * n * slots <= _ONE_PASS_BYTES:
         return queries, slots
     cpu = platform() == "cpu"
@@ -123,42 +116,30 @@ def _rank_keys(
     bounds: Bounds,
     tolerance: Float[Array, "B K R"],
     count: int,
-    tile_best: int | None,
     key_block: int,
 ) -> Best:
     """The best slots of one block of queries, [B,K,R,count], over blocks of keys."""
     slots, (start, stop) = k.shape[2], bounds
     some_B = start < stop
     low, high = jnp.min(jnp.where(some_B, start, slots)), jnp.max(jnp.where(some_B, stop, 0))
-    if tile_best is None:
-        tile = _tile(key_block, count)
-        blocks = low // key_block, (high + key_block - 1) // key_block
-    else:
-        tile = tile_best
-        key_block = -(-key_block // tile) * tile
-        longest = jnp.max(jnp.where(some_B, stop - start, 0))
-        blocks = 0, (longest + key_block - 1) // key_block
+    tile = _tile(key_block, count)
+    blocks = low // key_block, (high + key_block - 1) // key_block
 
     def step(j: Array | int, best: Best) -> Best:
-        if tile_best is None:
-            # The last block is moved back to end with S; what the one before had is masked.
-            first_B = jnp.minimum(j * key_block, slots - key_block)[None]
-            k_BKCH = block_of(k, first_B[0], key_block)
-            from_B = jnp.maximum(start, j * key_block)
-        else:
-            from_B = first_B = start + j * key_block
-            k_BKCH = dequantised(_keys_from(k, first_B, key_block))
+        # The last block is moved back to end with S; what the one before had is masked.
+        first = jnp.minimum(j * key_block, slots - key_block)[None]
+        k_BKCH = block_of(k, first[0], key_block)
+        from_B = jnp.maximum(start, j * key_block)
         scores = jnp.einsum("BKRH,BKCH->BKRC", q, k_BKCH, preferred_element_type=jnp.float32)
-        slots_BC = first_B[:, None] + jnp.arange(key_block)
+        slots_BC = first[:, None] + jnp.arange(key_block)
         held_BC = (slots_BC >= from_B[:, None]) & (slots_BC < stop[:, None])
         # NaN would win every comparison, and -0.0 would lose to 0.0.
         held = held_BC[:, None, None] & ~jnp.isnan(scores)
         scores = jnp.where(held, jnp.where(scores == 0, 0.0, scores), -jnp.inf)
-        one_a_tile = tile_best is not None
-        return _merge_block(best, scores, first_B, tolerance, tile, one_a_tile=one_a_tile)
+        return _merge_block(best, scores, first, tolerance, tile)
 
     empty = _nothing((*q.shape[:-1], count))
-    if tile_best is None and key_block == slots:
+    if key_block == slots:
         return step(0, empty)
     return lax.fori_loop(*blocks, step, empty)
 
@@ -168,31 +149,14 @@ def _tile(key_block: int, count: int) -> int:
     return max(32, min(128, 2 ** isqrt(key_block // count).bit_length() // 2))
 
 
-def _keys_from(k: Any, first: PerRow, size: int) -> Any:
-    """Slots first[b] to first[b] + size of every row as they are stored; zeros beyond S."""
-    if isinstance(k, Quantised):
-        return k.map(lambda part: _keys_from(part, first, size))
-    held = min(size, k.shape[2])
-
-    def row(k_KSH: Array, first: Array) -> Array:
-        at = jnp.minimum(first, k_KSH.shape[1] - held)
-        block = lax.dynamic_slice_in_dim(k_KSH, at, held, axis=1)
-        padded = jnp.pad(block, [(0, 0), (0, size), *[(0, 0)] * (block.ndim - 2)])
-        return lax.dynamic_slice_in_dim(padded, jnp.minimum(first - at, held), size, axis=1)
-
-    return lax.map(lambda args: row(*args), (k, first))
-
-
 def _merge_block(
     best: Best,
     scores: Float[Array, "B K R C"],
-    first: Int[Array, " 1"] | PerRow,
+    first: Int[Array, " 1"],
     tolerance: Float[Array, "B K R"],
     tile: int,
-    *,
-    one_a_tile: bool,
 ) -> Best:
-    """The best of those so far, whose slots are lower, and of a block that begins at first[b]."""
+    """The best of those so far, whose slots are lower, and of a block that begins at `first`."""
     values, indices = best
     count = values.shape[-1]
     spare = [(0, 0)] * 3 + [(0, -scores.shape[-1] % tile)]
@@ -204,10 +168,6 @@ def _merge_block(
     found = jnp.take_along_axis(tiles_BKRPZ, chosen[..., None], axis=-2)
     found = jnp.where(chosen[..., None] < 0, -jnp.inf, found)
     slots = (first[:, None, None, None] + chosen * tile)[..., None] + jnp.arange(tile)
-    if one_a_tile:
-        tied = found >= jnp.max(found, axis=-1, keepdims=True) - tolerance[..., None, None]
-        at = jnp.argmax(tied, axis=-1, keepdims=True)
-        found, slots = (jnp.take_along_axis(x, at, axis=-1) for x in (found, slots))
     flat = (*found.shape[:3], -1)
     found = jnp.concatenate([values, found.reshape(flat)], axis=-1)
     values, at = tied_top_k(found, count, tolerance)

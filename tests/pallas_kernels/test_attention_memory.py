@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.attention_mass import Reduction, attention_mass
-from pallas_kernels.decode_attention import attend_logits, decode_attention, decode_logits
+from pallas_kernels.decode_attention import attend_with_logits, decode_attention
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.sparse_decode_attention import Pages, sparse_decode_attention
 from pallas_kernels.topk_scores import topk_scores
@@ -50,9 +50,9 @@ def _decode(q, k, v, held):
     return decode_attention(q, k, v, held, scale=0.1)[0], ()
 
 
-def _halves(q, k, v, held):
-    logits = decode_logits(q, k, held, scale=0.1)
-    return attend_logits(logits, v)[0], logits.max(1)
+def _with_logits(q, k, v, held):
+    q, _, logits = attend_with_logits(q, k, v, held, scale=0.1)
+    return q, logits.max(1)
 
 
 def _mass(q, k, v, held):
@@ -77,8 +77,8 @@ SMALL, AS_8B = ("float32", 9, 3, 64), ("bfloat16", 32, 8, 128)
 @pytest.mark.parametrize(
     ("attend", "dtype", "heads", "kv_heads", "head_dim"),
     [
-        *((_decode, *AS_8B), (_halves, *AS_8B)),
-        *(pytest.param(it, *SMALL, marks=pytest.mark.slow) for it in (_decode, _halves)),
+        *((_decode, *AS_8B), (_with_logits, *AS_8B)),
+        *(pytest.param(it, *SMALL, marks=pytest.mark.slow) for it in (_decode, _with_logits)),
         *((_topk, *SMALL), (_sparse, *SMALL), (_mass, *AS_8B)),
     ],
 )

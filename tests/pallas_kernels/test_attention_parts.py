@@ -1,4 +1,4 @@
-"""Attention in parts: the two halves of one query's, and merging by log-sum-exp."""
+"""One query's attention with its logits, and merging of parts by log-sum-exp."""
 
 from unittest import mock
 
@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.common import merge
 from pallas_kernels.decode_attention import (
-    attend_logits,
+    attend_with_logits,
     decode_attention,
     decode_logits,
     reference,
@@ -30,16 +30,14 @@ def _inputs(groups: int, dtype: str, large: bool = False) -> list[jax.Array]:
 
 
 @jax.jit
-def _halves(q, k, v, lengths):
-    logits = decode_logits(q, k, lengths, scale=SCALE)
+def _by_block(q, k, v, lengths):
     with mock.patch.object(xla, "BLOCK", 16):
-        return logits, *xla.attend_logits(logits, v)
+        return xla.attend_with_logits(q, k, v, lengths, scale=SCALE)
 
 
 @jax.jit
 def _reference(q, k, v, lengths):
-    logits = reference.decode_logits(q, k, lengths, scale=SCALE)
-    return logits, *reference.attend_logits(logits, v)
+    return reference.attend_with_logits(q, k, v, lengths, scale=SCALE)
 
 
 def _numpy(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[np.ndarray, ...]:
@@ -61,13 +59,13 @@ def _numpy(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[np.ndarray, ...]:
     ("groups", "dtype", "large"),
     [(1, "float32", False), (4, "float32", True), (8, "float32", False), (4, "bfloat16", False)],
 )
-def test_halves_and_reference_are_the_definition(groups: int, dtype: str, large: bool) -> None:
+def test_attention_with_its_logits_is_the_definition(groups: int, dtype: str, large: bool) -> None:
     """Ragged rows, one empty and one full; garbage beyond the lengths is not seen."""
     q, k, v = _inputs(groups, dtype, large)
     lengths = jnp.array(LENGTHS, jnp.int32)
     logits, out, lse = _numpy(q, k, v)
-    for run in (_halves, _reference):
-        got_logits, got_out, got_lse = run(q, k, v, lengths)
+    for run in (_by_block, _reference):
+        got_out, got_lse, got_logits = run(q, k, v, lengths)
         assert (got_logits.dtype, got_out.dtype, got_lse.dtype) == ("float32", dtype, "float32")
         tolerance = 2e-4 if large else 1e-5
         np.testing.assert_allclose(got_logits, logits, atol=tolerance)
@@ -77,33 +75,23 @@ def test_halves_and_reference_are_the_definition(groups: int, dtype: str, large:
         assert (got_out[0] == 0).all()
 
 
-def test_the_doors_clip_lengths_and_let_methods_hide_slots_between_the_halves() -> None:
-    """Slots set to -inf are unseen: as attention to a cache without them."""
+def test_the_doors_clip_lengths_and_agree() -> None:
     lengths, rows = jnp.array([-3, 0, 1, 63, 64, 99], jnp.int32), len(LENGTHS)
     q, v = normal(rows, 1, 8, HEAD_DIM), normal(rows, 2, SLOTS, HEAD_DIM, seed=1)
 
     @jax.jit
     def run(q, v):
         whole = decode_attention(q, v, v, lengths, scale=SCALE)
-        logits = decode_logits(q, v, lengths, scale=SCALE)
-        every, short = v[:, :, ::2], jnp.full(rows, SLOTS // 2)
-        fewer = reference.decode_attention(q, every, every, short, scale=SCALE)
-        logits_of_all = decode_logits(q, v, 2 * short, scale=SCALE)
-        hidden = jnp.where(jnp.arange(SLOTS) % 2 == 0, logits_of_all, -jnp.inf)
-        of_hidden = attend_logits(hidden, v), reference.attend_logits(hidden, v)
-        return logits, [(attend_logits(logits, v), whole), *((x, fewer) for x in of_hidden)]
+        *attended, kept = attend_with_logits(q, v, v, lengths, scale=SCALE)
+        return whole, attended, kept, decode_logits(q, v, lengths, scale=SCALE)
 
-    logits, pairs = run(q, v)
+    whole, attended, kept, logits = run(q, v)
     held = np.clip(lengths, 0, SLOTS)
     np.testing.assert_array_equal(np.isfinite(logits).sum(-1), held[:, None].repeat(8, 1))
-    for halves, whole in pairs:
-        for one, two in zip(whole, halves, strict=True):
-            np.testing.assert_allclose(two, one, rtol=1e-5, atol=1e-5)
-
-
-def test_heads_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 heads of logits over 2 kv heads"):
-        attend_logits(jnp.zeros((1, 3, 8)), jnp.zeros((1, 2, 8, 4)))
+    seen = np.isfinite(logits)
+    np.testing.assert_array_equal(np.asarray(kept)[seen], np.asarray(logits)[seen])
+    for one, two in zip(whole, attended, strict=True):
+        np.testing.assert_allclose(two, one, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2**-6)])

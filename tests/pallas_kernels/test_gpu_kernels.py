@@ -135,11 +135,10 @@ def _logits(case: Case, interpret: Any) -> None:
     k, v = case.stored(k, v)
     lengths, how = case.lengths(), dict(scale=case.head_dim**-0.5)
     exact = *_exact(q, k, v), lengths
-    expected = _compiled(decode_reference.decode_attention, *exact, **how)
-    all_logits = _compiled(decode_reference.decode_logits, *exact[:2], lengths, **how)
+    *expected, all_logits = _compiled(decode_reference.attend_with_logits, *exact, **how)
     attend = partial(decode_gpu.attend_with_logits, interpret=interpret, **how)
     *attended, logits = _compiled(attend, q, k, v, lengths)
-    _assert_attention(tuple(attended), expected)
+    _assert_attention(tuple(attended), tuple(expected))
     seen = (np.arange(case.slots) < lengths[:, None])[:, None]
     np.testing.assert_allclose(np.where(seen, logits, 0), np.where(seen, all_logits, 0), atol=1e-4)
 
@@ -613,7 +612,7 @@ def test_what_the_kernels_leave_to_others(monkeypatch: pytest.MonkeyPatch) -> No
         options = dict(count=4, page_size=16, ball=False, size=9) | given
         return [
             decode_gpu.unsupported(q, k),
-            topk_gpu.unsupported(q, k, options["count"], options.get("tile_best")),
+            topk_gpu.unsupported(q, k, options["count"]),
             mass_gpu.unsupported(q, k, Reduction(1.0)),
             sparse_gpu.unsupported(q, k, 2, options["page_size"], 0),
             pages_gpu.unsupported(q[:, 0], k, options["ball"], options["size"]),
@@ -625,7 +624,6 @@ def test_what_the_kernels_leave_to_others(monkeypatch: pytest.MonkeyPatch) -> No
     assert all("250" in str(r) for r in reasons(q, k[:, :, :250]))
     left = dict(count=9, page_size=4, ball=True)
     assert [r is None for r in reasons(q, k, **left)] == [True, False, True, False, False]
-    assert "tiles" in str(reasons(q, k, tile_best=128)[1])
     assert "lists of 513" in str(reasons(q, k, size=513)[4])
     odd, wide, wider = jax.device_put(
         [np.repeat(x, n, axis=2) for x, n in ((q[:, :, : k.shape[1]], 3), (q, 33), (q, 16))]

@@ -341,8 +341,7 @@ def test_reasons_against_the_sparse_kernel(changes: dict, reason: str | None) ->
 )
 def test_reasons_against_keys(head_dim: int, dtype: str, reason: str) -> None:
     q = jnp.ones((1, 1, 1, head_dim), dtype)
-    assert reason in str(unsupported_keys(q)) and reason in str(topk_tpu.unsupported(q, None))
-    assert "tiles are counted from each row's start" in str(topk_tpu.unsupported(q, 128))
+    assert reason in str(unsupported_keys(q))
 
 
 @pytest.mark.parametrize("slots", [1, 128, 129, 4096, 4097, 5000, 131072])

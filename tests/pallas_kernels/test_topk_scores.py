@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.quantised import quantise
 from pallas_kernels.topk_scores import merge_topk, reference, topk_scores, xla
 from tests.drawing import normal
 
@@ -31,7 +32,6 @@ class Case:
     groups: int = 3
     count: int = 4
     dtype: str = "float32"
-    tile_best: int | None = None
     blocks: tuple[int, int] | None = (2, 32)
     values: str = "normal"
     # Scores are integers, and every slot's have noise; the tolerance is beyond it and below 1.
@@ -52,14 +52,9 @@ CASES = {
     "ties-in-one-pass": Case(values="ties", blocks=None, count=16),
     "all-equal": Case(values="zero"),
     "large": Case(values="large"),
-    "best-of-tiles": Case(tile_best=8),
-    "best-of-tiles-with-ties": Case(tile_best=8, values="ties"),
-    "best-of-tiles-in-one-block": Case(tile_best=8, blocks=None),
-    "best-of-odd-tiles": Case(tile_best=7),
     "near-ties": Case(values="ties", noise=0.1, tolerance=0.25),
     "near-ties-in-one-pass": Case(values="ties", noise=0.1, tolerance=0.25, blocks=None, count=16),
     "near-ties-a-key-each-block": Case(values="ties", noise=0.1, tolerance=0.25, blocks=(5, 1)),
-    "best-of-tiles-with-near-ties": Case(values="ties", noise=0.1, tolerance=0.25, tile_best=8),
 }
 
 
@@ -99,9 +94,6 @@ def _by_numpy(case: Case, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.
         if case.noise:
             scores = np.round(scores)
         pairs = [(-score, s) for s, score in enumerate(scores.tolist(), STARTS[b])]
-        if case.tile_best is not None:
-            tiles = range(0, len(pairs), case.tile_best)
-            pairs = [min(pairs[first : first + case.tile_best]) for first in tiles]
         best = sorted(pairs)[: case.count]
         slots = [slot for _, slot in best]
         values[b, t, n, : len(best)] = keys[np.array(slots, int) - STARTS[b]] @ q[b, t, n]
@@ -109,15 +101,13 @@ def _by_numpy(case: Case, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.
     return values, indices
 
 
-def _run(count: int, tile_best: int | None = None, implementation: str = "xla") -> Callable:
+def _run(count: int, implementation: str = "xla") -> Callable:
     """The door, compiled."""
-    options = dict(count=count, tile_best=tile_best, implementation=implementation)
-    return jax.jit(partial(topk_scores, **options))
+    return jax.jit(partial(topk_scores, count=count, implementation=implementation))
 
 
 # What the other cases have too.
 SLOW = ("mha-of-one-key", "mqa-of-eight", "ties-in-one-pass", "near-ties")
-SLOW += ("best-of-tiles-in-one-block", "best-of-tiles-with-ties")
 
 
 @pytest.mark.parametrize(
@@ -131,10 +121,9 @@ def test_best_keys(case: Case) -> None:
     """Both implementations name numpy's slots in numpy's order; nothing outside is looked at."""
     q, k, *rest = _inputs(case)
     values, indices = _by_numpy(case, *(np.asarray(x.astype(jnp.float32)) for x in (q, k)))
-    options = dict(count=case.count, tile_best=case.tile_best)
     runs = {
-        "xla": jax.jit(partial(xla.topk_scores, **options, blocks=case.blocks)),
-        "reference": jax.jit(partial(reference.topk_scores, **options)),
+        "xla": jax.jit(partial(xla.topk_scores, count=case.count, blocks=case.blocks)),
+        "reference": jax.jit(partial(reference.topk_scores, count=case.count)),
     }
     for name, run in runs.items():
         found, slots = run(q, k, *rest)
@@ -150,25 +139,23 @@ PLANTED = [0.0] * 130 + [1.0, 2, 3, 4] + [0.0] * 378
 
 
 @pytest.mark.parametrize(
-    ("scores", "tile_best", "start", "expected"),
+    ("scores", "start", "expected"),
     [
-        pytest.param([-0.0, 0.0, -0.0, 0.0, 0.0], None, 0, [0, 1, 2, 3], id="zeros-of-both-signs"),
-        pytest.param([-0.0, 0.0], None, 0, [0, 1, -1, -1], id="few-zeros"),
-        pytest.param(FEW, None, 0, [6, 2, 7, 0, -1], id="no-numbers"),
-        pytest.param(FEW, 4, 0, [6, 2, -1, -1, -1], id="no-numbers-in-tiles"),
-        # All winners are in one tile: the released kernel's rule finds only one of them.
-        pytest.param(PLANTED, None, 1, [133, 132, 131, 130], id="planted"),
-        pytest.param(PLANTED, 128, 1, [133, 1, 257, 385], id="planted-in-a-tile"),
+        pytest.param([-0.0, 0.0, -0.0, 0.0, 0.0], 0, [0, 1, 2, 3], id="zeros-of-both-signs"),
+        pytest.param([-0.0, 0.0], 0, [0, 1, -1, -1], id="few-zeros"),
+        pytest.param(FEW, 0, [6, 2, 7, 0, -1], id="no-numbers"),
+        # All are in one tile.
+        pytest.param(PLANTED, 1, [133, 132, 131, 130], id="planted"),
     ],
 )
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_the_slots_of_few_scores(
-    scores: list, tile_best: int | None, start: int, expected: list[int], implementation: str
+    scores: list, start: int, expected: list[int], implementation: str
 ) -> None:
     """Equal ones go to the first slots; one that is no number is never returned."""
     q = jnp.ones((1, 2, 1, 1)).at[0, 1].set(jnp.nan)
     k = jnp.array(scores)[None, None, :, None]
-    run = _run(len(expected), tile_best, implementation)
+    run = _run(len(expected), implementation)
     values, indices = run(q, k, _bounds((start,), (len(scores),)))
     np.testing.assert_array_equal(indices[0, 0, 0], expected)
     np.testing.assert_array_equal(indices[0, 1, 0], [-1] * len(expected))
@@ -184,28 +171,26 @@ def test_padded_queries_get_nothing_and_bounds_are_clipped() -> None:
     values, indices = _run(2)(q, k, _bounds((-9,), (SLOTS + 9,)), valid=valid)
     assert (indices[0, 3:] == -1).all() and jnp.isneginf(values[0, 3:]).all()
     assert (indices[0, :3] >= 0).all() and jnp.isfinite(values[0, :3]).all()
-    expected = _run(2, None, "reference")(q, k, _bounds((0,), (SLOTS,)))
+    expected = _run(2, "reference")(q, k, _bounds((0,), (SLOTS,)))
     np.testing.assert_array_equal(indices[0, :3], expected[1][0, :3])
 
 
 # Compiled once for all that hypothesis draws; the keys of a block do not divide the slots.
-HOW = ("count", "tile_best")
 SMALL = {
-    "xla": jax.jit(partial(xla.topk_scores, blocks=(2, 8)), static_argnames=HOW),
-    "reference": jax.jit(reference.topk_scores, static_argnames=HOW),
+    "xla": jax.jit(partial(xla.topk_scores, count=3, blocks=(2, 8))),
+    "reference": jax.jit(partial(reference.topk_scores, count=3)),
 }
 merged = jax.jit(merge_topk, static_argnums=2)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
-    tile_best=st.sampled_from([None, 4]),
     bounds=st.tuples(*[st.tuples(st.integers(0, 45), st.integers(0, 45))] * 2),
     split=st.integers(0, 45),
     seed=st.integers(0, 3),
 )
 def test_any_bounds_stream_like_the_definition_and_merge(
-    tile_best: int | None, bounds: tuple[tuple[int, int], ...], split: int, seed: int
+    bounds: tuple[tuple[int, int], ...], split: int, seed: int
 ) -> None:
     """Integer scores with many ties; the slots below and above `split` merge into all."""
     rng = np.random.default_rng(seed)
@@ -214,25 +199,23 @@ def test_any_bounds_stream_like_the_definition_and_merge(
         for shape in ((2, 3, 4, 3), (2, 2, 45, 3))
     )
     start, stop = _bounds(*zip(*bounds, strict=True))
-    run = {name: partial(f, count=3, tile_best=tile_best) for name, f in SMALL.items()}
     # Scores differ by 1 if at all: noise in a fourth dimension is within the tolerance.
     noise = jnp.asarray(rng.uniform(-0.1, 0.1, k.shape[:-1]), jnp.float32)
     noisy = jnp.pad(q, [(0, 0)] * 3 + [(0, 1)], constant_values=1), jnp.c_[k, noise[..., None]]
     exact, tolerance = jnp.zeros(q.shape[:3]), jnp.full(q.shape[:3], 0.25)
-    expected = run["reference"](q, k, (start, stop), exact)
-    jax.tree.map(np.testing.assert_array_equal, run["xla"](q, k, (start, stop), exact), expected)
+    expected = SMALL["reference"](q, k, (start, stop), exact)
+    jax.tree.map(np.testing.assert_array_equal, SMALL["xla"](q, k, (start, stop), exact), expected)
     for name in ("reference", "xla"):
-        _, slots = run[name](*noisy, (start, stop), tolerance)
+        _, slots = SMALL[name](*noisy, (start, stop), tolerance)
         np.testing.assert_array_equal(slots, expected[1], err_msg=name)
-    if tile_best is None:
-        middle = jnp.clip(split, start, jnp.maximum(start, stop))
-        for arrays, allowed in (((q, k), exact), (noisy, tolerance)):
-            parts = [
-                run["xla"](*arrays, bounds, allowed) for bounds in ((start, middle), (middle, stop))
-            ]
-            listed = (np.concatenate(x, axis=-1) for x in zip(*parts[::-1], strict=True))
-            _, slots = merged(*listed, 3, allowed)
-            np.testing.assert_array_equal(slots, expected[1])
+    middle = jnp.clip(split, start, jnp.maximum(start, stop))
+    for arrays, allowed in (((q, k), exact), (noisy, tolerance)):
+        parts = [
+            SMALL["xla"](*arrays, bounds, allowed) for bounds in ((start, middle), (middle, stop))
+        ]
+        listed = (np.concatenate(x, axis=-1) for x in zip(*parts[::-1], strict=True))
+        _, slots = merged(*listed, 3, allowed)
+        np.testing.assert_array_equal(slots, expected[1])
 
 
 def test_merging_orders_by_score_then_slot_and_pads() -> None:
@@ -274,14 +257,13 @@ def test_blocks_outside_the_bounds_are_not_visited() -> None:
     assert len(visited) == 2
 
 
-@pytest.mark.parametrize("tile_best", [None, 128])
 @pytest.mark.parametrize(("queries", "slots"), [(1, 2**19), (512, 2**20)])
-def test_long_caches_take_bounded_memory(queries: int, slots: int, tile_best: int | None) -> None:
+def test_long_caches_take_bounded_memory(queries: int, slots: int) -> None:
     """The keys are 1 and 2 GB; the scores of 512 queries would be 69 GB."""
     shapes = (1, queries, 32, 128), (1, 8, slots, 128)
     arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     bounds = (jax.ShapeDtypeStruct((1,), jnp.int32),) * 2
-    run = jax.jit(partial(topk_scores, count=4, tile_best=tile_best))
+    run = jax.jit(partial(topk_scores, count=4))
     memory = run.lower(*arguments, bounds).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 256 * 2**20
 
@@ -290,7 +272,6 @@ def test_bad_arguments_are_named() -> None:
     q, k, bounds, _ = _inputs(CASES["one-pass"])
     for changed, message in (
         (dict(count=17), "count 17"),
-        (dict(tile_best=0), "tile_best 0"),
         (dict(q=q.astype(jnp.bfloat16)), "one dtype"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -303,7 +284,7 @@ def test_a_cpus_smaller_blocks_rank_the_same(monkeypatch):
     sizes, results = set(), []
     for platform in ("cpu", "gpu"):
         monkeypatch.setattr(xla, "platform", lambda platform=platform: platform)
-        sizes.add(xla._blocks(q, k, None))
+        sizes.add(xla._blocks(q, k))
         run = jax.jit(lambda *args: xla.topk_scores(*args, count=4))
         results.append(run(*given))
     assert sizes == {(64, 2048), (256, 1024)}
@@ -311,9 +292,9 @@ def test_a_cpus_smaller_blocks_rank_the_same(monkeypatch):
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-5)
 
 
-def test_few_scores_pass_at_once_unless_tiles_would_copy_many_keys(monkeypatch):
+def test_few_scores_pass_at_once_unless_keys_in_8_bits_would_be_many_floats(monkeypatch):
     q, k = jnp.zeros((1, 8, 2, 16)), jnp.zeros((1, 1, 4096, 16))
-    assert xla._blocks(q, k, None) == xla._blocks(q, k, 8) == (8, 4096)
+    assert xla._blocks(q, k) == xla._blocks(q, quantise(k)) == (8, 4096)
     monkeypatch.setattr(xla, "_KEY_BYTES", k.nbytes - 1)
-    assert xla._blocks(q, k, None) == (8, 4096)
-    assert xla._blocks(q, k, 8) == (8, 2048)
+    assert xla._blocks(q, k) == (8, 4096)
+    assert xla._blocks(q, quantise(k)) == (8, 2048)
