@@ -306,10 +306,12 @@ def _write_rest(
         for step in steps
         for path, (info, dtype) in step.stored.items()
     }
+    tensors = partial.check(entries)
+    storage.describe_for_orbax(partial.params, tensors)
     manifest = storage.Manifest(
         config=opened.config,
         dtype=bytes_of.most_common(1)[0][0],
-        tensors=partial.check(entries),
+        tensors=tensors,
         source=opened.label,
         sources={path.name: digest for path, digest in {**opened.read_files, **hashes}.items()},
         files=storage.describe_files(partial.params),

@@ -7,6 +7,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file
 
 import jax_longctx
@@ -132,6 +133,7 @@ def test_values_are_cast_to_the_type_asked_for(tmp_path, monkeypatch, dtype):
     there_and_back(tmp_path, LLAMA, state, cast, dtype=dtype)
     expected = params_from_hf(model_config(LLAMA), cast)
     assert_same_parameters(load_params(tmp_path / "ours"), expected)
+    assert_same_parameters(ocp.load(tmp_path / "ours" / "params"), expected)
 
 
 def test_internlm2_is_split_and_exported_as_llama(tmp_path):

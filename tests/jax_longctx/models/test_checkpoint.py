@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from flax import traverse_util
+from orbax.checkpoint import v1 as ocp
 
 from jax_longctx.errors import CheckpointError, ConfigError, DamagedError
 from jax_longctx.files import read_sealed, seal
@@ -304,6 +305,13 @@ def wanted_of(**arrays):
     }
 
 
+@pytest.mark.filterwarnings("ignore:.*mesh.*:UserWarning")
+def test_orbax_loads_what_is_written(whole):
+    folder, _, params = whole
+    loaded = ocp.load(folder.absolute() / "params")
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
 def test_what_several_processes_write_is_joined_and_written_again_where_it_is_there(
     tmp_path, monkeypatch
 ):
@@ -316,6 +324,7 @@ def test_what_several_processes_write_is_joined_and_written_again_where_it_is_th
             write.commit.result()
     monkeypatch.undo()
     assert {*join_arrays(tmp_path)[1]} == {"a", "b", "c"}
+    jax.tree.map(np.testing.assert_array_equal, ocp.load(tmp_path), arrays)
     for changed in ({}, {"b": np.ones((3, 50), np.int8)}):
         save_arrays(tmp_path, changed, compress=True)
         arrays |= changed
