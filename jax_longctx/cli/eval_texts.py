@@ -121,7 +121,7 @@ def perplexity(
         "methods": [spec.label for spec in chosen],
         "score": score,
         "window": window,
-        **{name: getattr(scoring, name) for name in ("protocol", "question")},
+        **{name: getattr(scoring, name) for name in ("protocol", "question", "batch")},
         **loaded.made_by,
     }
     starts = range(0, len(tokens), scoring.batch)
@@ -142,8 +142,9 @@ def perplexity(
                 ),
             )
 
-        # Earlier versions said how they scored methods that look ahead.
-        how: dict[str, Any] = {"overwrite": overwrite, "free": ("ahead",)}
+        # Pieces are of a batch's texts, the finished file's scores of each text. Earlier versions
+        # said how they scored methods that look ahead.
+        how: dict[str, Any] = {"overwrite": overwrite, "free": ("batch", "ahead")}
         found = compute_pieces(output.out, made_from, len(pieces), compute, **how)
     if found is None:
         return
@@ -251,6 +252,7 @@ def agreement(
         "texts": list(map(digest_of, tokens.tolist())),
         "methods": [spec.label for spec in chosen],
         "attention": attention,
+        "batch": batch,
         **sizes,
         **loaded.made_by,
     }
@@ -268,7 +270,9 @@ def agreement(
                 **sizes,
             )
 
-        found = compute_pieces(output.out, made_from, count, compute, overwrite=overwrite)
+        # As in `perplexity`.
+        how: dict[str, Any] = {"overwrite": overwrite, "free": ("batch",)}
+        found = compute_pieces(output.out, made_from, count, compute, **how)
     if found is None:
         return
     runs: list[dict[str, Any]] = []

@@ -60,7 +60,7 @@ def compute_pieces(
       out: the file that is made of the results; without one nothing is kept.
       given: the origin of the results.
       overwrite: replace the file, or an interrupted run, of another origin.
-      free: facts of the origin that may differ in a file of an earlier version.
+      free: facts of the origin that may differ in the finished file.
 
     Raises:
       OriginError: `out`, or an interrupted run, has another origin.

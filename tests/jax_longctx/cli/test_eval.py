@@ -119,7 +119,10 @@ def test_an_interrupted_run_goes_on(
     words += ["-m", "full", "-m", "snapkv:budget=32,window=8", "--length", 60, "--score", 4]
     run(*words, "--out", tmp_path / "out.json", code=130)
     assert journal.exists() and not (tmp_path / "out.json").exists()
-    refused(run(*words[:-1], 5, "--out", tmp_path / "out.json"), "journal was made with score 4, n")
+    for name, value, named in (("--score", 5, "score 4, n"), ("--batch", 2, "batch 1, now it is")):
+        other, at = list(words), words.index(name) + 1
+        other[at] = value
+        refused(run(*other, "--out", tmp_path / "out.json"), f"journal was made with {named}")
     run(*words, "--out", tmp_path / "out.json", code=0)
     # Perplexity is of one method at a time.
     assert len(asked) == (5 if command == "perplexity" else 3) and not journal.exists()
