@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 # API keys, separated by commas or white space.
 KEYS = "JAX_LONGCTX_API_KEYS"
 MIB = 2**20
+# Options of `Limits` that the server takes as they are.
+SAME = ("rows", "queue", "ttl", "max_ttl", "max_contexts")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,22 +184,18 @@ class Limits:
     )
 
     def __post_init__(self) -> None:
-        for name in ("rows", "share_from", "max_tokens", "max_question", "max_contexts"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                shown = name.replace("_", "-")
-                raise InputError(f"--{shown} must be at least 1, got {value}")
-        if self.queue < 0:
-            raise InputError(f"--queue must be at least 0, got {self.queue}")
-        if not self.ttl > 0:
-            raise InputError(f"--ttl must be above 0 seconds, got {self.ttl}")
-        if self.ttl > self.max_ttl:
-            raise InputError(f"--ttl is {self.ttl:g} s, above --max-ttl, {self.max_ttl:g} s")
-        for name in ("context_memory", "context_disk"):
+        for name in ("rows", "share_from", "max_tokens", "max_question", "max_contexts", "queue"):
+            value, least = getattr(self, name), int(name != "queue")
+            if value is not None and value < least:
+                raise InputError(
+                    f"--{name.replace('_', '-')} must be at least {least}, got {value}"
+                )
+        for name, unit in (("ttl", "seconds"), ("context_memory", "GiB"), ("context_disk", "GiB")):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                shown = name.replace("_", "-")
-                raise InputError(f"--{shown} must be above 0 GiB, got {value}")
+                raise InputError(f"--{name.replace('_', '-')} must be above 0 {unit}, got {value}")
+        if self.ttl > self.max_ttl:
+            raise InputError(f"--ttl is {self.ttl:g} s, above --max-ttl, {self.max_ttl:g} s")
 
 
 @options.command
@@ -298,15 +296,11 @@ def _options(
             seconds=listening.timeout,
         ),
         sampled=Sampled.of_model(loaded.tokenizer.generation if own else {}),
-        rows=limits.rows,
-        queue=limits.queue,
         context_bytes=None if memory is None else max(1, int(memory * 2**30)),
         context_disk=None if disk is None else max(1, int(disk * 2**30)),
-        ttl=limits.ttl,
-        most_ttl=limits.max_ttl,
-        most_contexts=limits.max_contexts,
         grace=listening.grace,
         ready_for=ready_for,
+        **{name: getattr(limits, name) for name in SAME},
     )
 
 

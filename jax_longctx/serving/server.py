@@ -29,7 +29,6 @@ from jax_longctx.serving.metrics import Metrics
 from jax_longctx.serving.prompts import Lengths, Prompts
 from jax_longctx.serving.scheduler import Scheduler
 from jax_longctx.serving.schema import Sampled
-from jax_longctx.settings import at_least
 
 # Share of the memory beside the weights and the rows that texts may take, unless it is given. The
 # rest is for reading them.
@@ -42,26 +41,14 @@ TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: cl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """How the server runs.
+    """How the server runs; the command's options, whose help says what the rest means.
 
     Attributes:
-      name: of the model, for clients.
-      rows: most rows that decode together.
-      queue: most requests that wait beside them; more are answered with 429.
-      lengths: limits in tokens.
-      access: keys, files, and limits of requests.
       sampled: how answers are sampled where a request does not say.
-      contexts: the folder for saved contexts.
       context_bytes: bytes on each device for texts in memory; None: half of what is free.
-      ttl: seconds that a context lives after its last use, where its request does not say.
-      most_ttl: most seconds that a request may say.
-      most_contexts: ids of contexts at a time; more are answered with 429.
       context_disk: bytes that saved contexts may take; None: as many as there are.
-      grace: seconds that answers have to finish at the end.
       connections: that may be open; a request on a further one is answered with 503.
       header_seconds: for a connection to send a request's headers.
-      ready_for: the programs of texts of up to this many tokens, and of the longest, are compiled
-        before requests are taken; 0: none.
     """
 
     name: str
@@ -73,23 +60,13 @@ class ServeOptions:
     queue: int = 64
     context_bytes: int | None = None
     ttl: float = 3600.0
-    most_ttl: float = 7 * 86400.0
-    most_contexts: int = 1024
+    max_ttl: float = 7 * 86400.0
+    max_contexts: int = 1024
     context_disk: int | None = None
     grace: float = 30.0
     connections: int = 1024
     header_seconds: float = 30.0
     ready_for: int = 0
-
-    def __post_init__(self) -> None:
-        whole = "rows", "context_bytes", "context_disk", "connections", "most_contexts"
-        at_least(1, self, *whole, error=InputError)
-        at_least(0, self, "queue", "grace", "ready_for", error=InputError)
-        if self.ttl > self.most_ttl:
-            raise InputError(f"ttl is {self.ttl:g} s, above most_ttl, {self.most_ttl:g} s")
-        for name in ("ttl", "header_seconds"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
 
 
 class LongServer:
@@ -126,8 +103,8 @@ class LongServer:
             executor.made_by,
             tokenizer=model.tokenizer_digest,
             ttl=options.ttl,
-            most_ttl=options.most_ttl,
-            most=options.most_contexts,
+            most_ttl=options.max_ttl,
+            most=options.max_contexts,
             disk=options.context_disk,
         )
         most = options.rows + options.queue

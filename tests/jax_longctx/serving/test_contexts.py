@@ -414,7 +414,7 @@ def test_a_context_that_is_deleted_while_it_is_loaded_or_saved(serve, tiny, monk
 
 
 def test_contexts_are_limited_in_number_and_time(serve, tiny):
-    running = serve(tiny, most_contexts=2, most_ttl=5000)
+    running = serve(tiny, max_contexts=2, max_ttl=5000)
     with running.http() as http:
         refused(http, 400, "at most 5000 s", text=BOOK, ttl=5001)
         names = [read(http, text=BOOK, ttl=5000)["id"] for _ in range(2)]
