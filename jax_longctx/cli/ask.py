@@ -367,22 +367,11 @@ class Session:
                 self.terminal.note(f"> {asked[number]}")
                 self.terminal.write(answer.text + "\n")
             answer = self.compiling.apart(answer, began)
-            first = number == 0
-            self._close(
-                context,
-                number,
-                questions[number],
-                answer,
-                prefill if first else None,
-                compiled if first else 0.0,
-            )
+            self._close(context, number, answer, prefill, compiled)
+            prefill, compiled = None, 0.0
 
     def _answer(
-        self,
-        context: "Context",
-        number: int,
-        question: list[int],
-        prefill: float | None,
+        self, context: "Context", number: int, question: list[int], prefill: float | None
     ) -> None:
         """Answers question `number`, of token ids `question`; its number decides its seed."""
         asked, how = self.request.questions[number], self.answers.arguments()
@@ -398,19 +387,18 @@ class Session:
                 lambda on_text: self.model.ask(context, [question], on_text=on_text, **how),
             )
         answer = self.compiling.apart(answer, began)
-        self._close(context, number, question, answer, prefill, self.compiling.news())
+        self._close(context, number, answer, prefill, self.compiling.news())
 
     def _close(
         self,
         context: "Context",
         number: int,
-        question: list[int],
         answer: "Answer",
         prefill: float | None,
         compiled: float,
     ) -> None:
         """What is told of an answer when it is complete."""
-        asked = self.request.questions[number]
+        asked, question = self.request.questions[number], self._take(self.model)[number]
         length, cache = context.lengths[0], context.answering_bytes
         memory = {"cache_bytes": cache}
         if self.model.engine.setup.offload is not None:

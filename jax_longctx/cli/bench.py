@@ -1,5 +1,7 @@
 """`jax-longctx bench`: measured times beside a baseline and a roofline of the same run."""
 
+import importlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,27 @@ def _steps(blocks: int) -> dict[str, Any]:
         ),
         "blocks": option("Blocks of 32 steps that are timed.", default=blocks, min=1),
     }
+
+
+def _measure(
+    module: str,
+    asked: Any,
+    spec: RunSpec,
+    output: options.Output,
+    shown: Callable[[Any], Iterable[Any]],
+    picture: Path | None = None,
+) -> None:
+    """Runs a module of `jax_longctx.bench`, and hands over what it measured."""
+    check_plot(picture, "--picture")
+    terminal = output.terminal()
+    with terminal.starting():
+        run = importlib.import_module(f"jax_longctx.bench.{module}").run
+    result = run(asked, spec, terminal.note)
+    output.hand_over(result, shown)
+    if picture is not None and process.is_leader():
+        from jax_longctx.bench.drawing import draw
+
+        draw(result["rows"], picture, title=f"{result['device']}, {result['model']} in bfloat16")
 
 
 @bench_app.command()
@@ -121,14 +144,7 @@ def decode(
 
         jax-longctx bench decode -m refreshkv:schedule=fixed,stride=10 --case 3x131072
     """
-    check_plot(picture, "--picture")
-    terminal = output.terminal()
-    with terminal.starting():
-        from jax_longctx.bench.decode import run
-
-    result = run(asked, spec, terminal.note)
-    output.hand_over(result, bench_tables.steps)
-    _draw(result, picture)
+    _measure("decode", asked, spec, output, bench_tables.steps, picture)
 
 
 @bench_app.command()
@@ -156,14 +172,7 @@ def throughput(
 
         jax-longctx bench throughput -m snapkv -m streaming-llm --context 32768 --context 131072
     """
-    check_plot(picture, "--picture")
-    terminal = output.terminal()
-    with terminal.starting():
-        from jax_longctx.bench.throughput import run
-
-    result = run(asked, spec, terminal.note)
-    output.hand_over(result, bench_tables.throughput)
-    _draw(result, picture)
+    _measure("throughput", asked, spec, output, bench_tables.throughput, picture)
 
 
 @bench_app.command()
@@ -201,19 +210,7 @@ def serve(
 
         jax-longctx bench serve --model llama-3.1-8b --context 131072 --rows 16 --out serve.json
     """
-    terminal = output.terminal()
-    with terminal.starting():
-        from jax_longctx.bench.serve import run
-
-    result = run(asked, spec, terminal.note)
-    output.hand_over(result, bench_tables.served)
-
-
-def _draw(result: dict[str, Any], picture: Path | None) -> None:
-    if picture is not None and process.is_leader():
-        from jax_longctx.bench.drawing import draw
-
-        draw(result["rows"], picture, title=f"{result['device']}, {result['model']} in bfloat16")
+    _measure("serve", asked, spec, output, bench_tables.served)
 
 
 @bench_app.command()
@@ -257,12 +254,7 @@ def prefill(
 
         jax-longctx bench prefill -m infllm --case 1048576 --kv int8 --offload host
     """
-    terminal = output.terminal()
-    with terminal.starting():
-        from jax_longctx.bench.prefill import run
-
-    result = run(asked, spec, terminal.note)
-    output.hand_over(result, bench_tables.first_tokens)
+    _measure("prefill", asked, spec, output, bench_tables.first_tokens)
 
 
 @bench_app.command()
@@ -293,12 +285,7 @@ def cold(
 
         jax-longctx bench cold --preset llama-3.1-8b --length 16000 -m full -m reattention
     """
-    terminal = output.terminal()
-    with terminal.starting():
-        from jax_longctx.bench.cold import run
-
-    result = run(asked, spec, terminal.note)
-    output.hand_over(result, bench_tables.cold)
+    _measure("cold", asked, spec, output, bench_tables.cold)
 
 
 @bench_app.command()

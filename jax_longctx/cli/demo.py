@@ -12,6 +12,7 @@ large models; their scope of 8,192 tokens costs this one as much as full attenti
 
 import importlib.util
 import random
+import statistics
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,11 +79,16 @@ def demo(
         prepare_model(source, folder, terminal)
     choice = options.ModelChoice(checkpoint=folder, run=RunSpec(dtype="float32"))
     model = choice.open(terminal)
+    from jax_longctx.cli.demo_picture import Look
+    from jax_longctx.cli.demo_picture import picture as draw
+
     story = tell(model, seed, tokens)
     for fact, place in zip(story.facts, story.places, strict=True):
         terminal.note(f"hidden after {place:,} of {story.tokens:,} tokens: {fact.sentence}")
     methods = [run_method(model, name, story, terminal) for name in NAMES]
-    draw_picture(methods[-1], story, picture)
+    said = (methods[-1][key] for key in ("answers", "right", "shares"))
+    looks = list(map(Look, (fact.question for fact in story.facts), *said))
+    write_whole(draw(looks, story.places).png(), picture)
     record = {
         "seed": seed,
         "tokens": story.tokens,
@@ -95,10 +101,7 @@ def demo(
         "peak_bytes": peak_memory(),
         "picture": str(picture),
     }
-    if as_json:
-        terminal.record(record)
-    else:
-        terminal.show(*shown(record))
+    terminal.result(record, shown)
     terminal.note(f"{picture}: where ReAttention looked; {record['seconds']:.0f} s in all")
     if not any(methods[-1]["right"]):
         raise typer.Exit(process.PARTLY)
@@ -157,19 +160,6 @@ def run_method(model: "LongContext", name: str, story: Story, terminal: Terminal
     return record
 
 
-def draw_picture(method: dict[str, Any], story: Story, path: Path) -> None:
-    """Writes the picture, whole or not at all."""
-    from jax_longctx.cli.demo_picture import Look, picture
-
-    looks = [
-        Look(fact.question, answer, right, shares)
-        for fact, answer, right, shares in zip(
-            story.facts, method["answers"], method["right"], method["shares"], strict=True
-        )
-    ]
-    write_whole(picture(looks, story.places).png(), path)
-
-
 def shown(record: dict[str, Any]) -> list[Any]:
     """The table: a row a question with what each method said, then what it cost."""
     methods = record["methods"]
@@ -187,7 +177,7 @@ def shown(record: dict[str, Any]) -> list[Any]:
         ("time to read", lambda each: f"{each['read_seconds']:.1f} s"),
         # The first answer's time holds the compilation of the programs that answer.
         ("first answer", lambda each: f"{each['answer_seconds'][0]:.1f} s"),
-        ("later answers", lambda each: f"{_mean(each['answer_seconds'][1:]):.1f} s"),
+        ("later answers", lambda each: f"{statistics.fmean(each['answer_seconds'][1:]):.1f} s"),
         ("cache", lambda each: shown_bytes(each["cache_bytes"])),
         ("attended at once", lambda each: f"{each['attended']:,} tokens"),
     ):
@@ -198,10 +188,6 @@ def shown(record: dict[str, Any]) -> list[Any]:
 def _said(answer: str, right: bool) -> Text:
     style = "green" if right else "red"
     return Text(f"{'right' if right else 'WRONG'}: {answer or '(nothing)'}", style)
-
-
-def _mean(seconds: list[float]) -> float:
-    return sum(seconds) / len(seconds)
 
 
 def prepare_model(source: Path, folder: Path, terminal: Terminal) -> None:

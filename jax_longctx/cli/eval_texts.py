@@ -69,9 +69,7 @@ class Scoring:
 @options.command
 def perplexity(
     *,
-    model: options.ModelChoice = only(
-        "checkpoint", "dtype", "mesh", "chunk", "kv", "weights", "offload", "working_set"
-    ),
+    model: options.ModelChoice = only("checkpoint", *options.RUN),
     scoring: Scoring,
     output: options.Output,
     overwrite: bool = options.overwrite("a file, or an interrupted run of it,"),

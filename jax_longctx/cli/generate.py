@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 def generate(
     *,
     # Special tokens in a prompt are always read as tokens.
-    model: options.ModelChoice = options.only(
-        "checkpoint", "dtype", "mesh", "chunk", "kv", "weights", "offload", "working_set"
-    ),
+    model: options.ModelChoice = options.only("checkpoint", *options.RUN),
     method: options.MethodChoice,
     answers: options.AnswerOptions,
     prompt: str | None = argument(

@@ -51,7 +51,11 @@ class CommandLine(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             with process.unwinding():
-                _check_folder()
+                with file_errors(
+                    "the working directory cannot be used", "change to one that exists"
+                ):
+                    # Where it was deleted, relative paths would name nothing.
+                    os.getcwd()
                 result = super().invoke(ctx)
                 sys.stdout.flush()
                 return result
@@ -93,12 +97,6 @@ class CommandLine(typer.core.TyperGroup):
                 traceback.print_exc()
                 process.leave_job(process.FAULT)
             raise _ended(f"error: {lost}", process.FAULT) from error
-
-
-def _check_folder() -> None:
-    """InputError where the working directory was deleted: relative paths would name nothing."""
-    with file_errors("the working directory cannot be used", "change to one that exists"):
-        os.getcwd()
 
 
 def _ended(message: str, code: int) -> typer.Exit:

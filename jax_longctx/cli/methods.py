@@ -62,7 +62,9 @@ def methods(
     terminal = Terminal(as_json=as_json)
     described, failed = [], []
     with terminal.starting():
-        config = _config(model, checkpoint)
+        from jax_longctx.models.storage import read_manifest
+
+        config = preset(model) if checkpoint is None else read_manifest(checkpoint).config
         for each in [name] if name is not None else METHODS:
             try:
                 entry = describe(each)
@@ -89,14 +91,6 @@ def methods(
         )
     if failed:
         raise ConfigError("; ".join(failed))
-
-
-def _config(model: str, checkpoint: Path | None) -> Any:
-    if checkpoint is None:
-        return preset(model)
-    from jax_longctx.models.storage import read_manifest
-
-    return read_manifest(checkpoint).config
 
 
 def _memory(config: Any, spec: RunSpec, context: int, batch: int) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def train(
         return
     terminal = Terminal()
     with terminal.starting(extra="train"):
-        from train_cpt.run import read_config, run_config
+        from train_cpt.run import BEST, MODEL, read_config, run_config
     settings = read_config(config)
     newest: dict[str, Any] = {}
     with terminal.progress("training", "steps") as update:
@@ -63,13 +63,8 @@ def train(
             update(step, steps, _moment(newest))
 
         outcome = run_config(settings, note=terminal.note, progress=progress)
-    _report(outcome, newest, settings.run.output, terminal)
-
-
-def _report(outcome: Any, newest: dict[str, Any], output: Path, terminal: Terminal) -> None:
-    from train_cpt.run import BEST, MODEL
-
-    loss, best = f", {_moment(newest)}" if newest else "", outcome.best
+    output, best = settings.run.output, outcome.best
+    loss = f", {_moment(newest)}" if newest else ""
     if outcome.ended != "done":
         terminal.note(f"ended after step {outcome.step}{loss}, saved; run again to go on")
         raise typer.Exit(process.TERMINATED)
@@ -242,10 +237,6 @@ def bench(
         say=terminal.note,
     )
     output.save(result)
-    _show(result, terminal)
-
-
-def _show(result: dict[str, Any], terminal: Terminal) -> None:
     for name in ("ours", "transformers"):
         row = result[name]
         if row is not None:
