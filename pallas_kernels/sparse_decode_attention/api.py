@@ -10,11 +10,10 @@ Rows may share their first slots (`Shared`). A page is read where it lies. An im
 over the shared slots with all rows' heads as one row's, and over each row's own.
 
 RESA also needs the softmax of a prior over the same slots (its selected set I). A call returns it
-beside the attention and reads the values once for both. The prior is given by its query, whose
-logits come from the same keys, or by the logits themselves.
+beside the attention and reads the values once for both. The prior is given by its query,
+whose logits come from the same keys.
 
-Implementations: `xla` on every platform, `gpu` and `tpu` (Mosaic; not with a prior's logits, which
-they would have to read beside the keys), `reference` for tests.
+Implementations: `xla` on every platform, `gpu` and `tpu` (Mosaic), `reference` for tests.
 """
 
 from dataclasses import replace
@@ -29,7 +28,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.common import AnyCache, check_heads, fold_rows, merge, unfold_rows
 from pallas_kernels.plane import part_of
 from pallas_kernels.sparse_decode_attention import gpu, reference, tpu, xla
-from pallas_kernels.sparse_decode_attention.lists import Pages, Shared, lists_of, query_and_logits
+from pallas_kernels.sparse_decode_attention.lists import Pages, Shared, lists_of
 
 OPERATION = "sparse_decode_attention"
 
@@ -41,15 +40,14 @@ def sparse_decode_attention(
     pages: Pages,
     *,
     scale: float,
-    prior: Float[Array, "B 1 N H"] | Float[Array, "B N S"] | None = None,
+    prior: Float[Array, "B 1 N H"] | None = None,
     shared: Shared | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
     """Attend to the slots of the listed pages within the bounds of `pages`.
 
     Args:
-      prior: RESA's second softmax: its mean query in q's dtype, whose logits are scale prior.k, or
-        float32 logits of every slot, -inf for weight 0.
+      prior: RESA's second softmax: its mean query in q's dtype, whose logits are scale prior.k.
       shared: the slots that all rows share; k and v are then each row's own behind these, and all
         pages and slots are numbered as without it. Below the split `start` is one for all rows, and
         `stop` is not below it. Not with a flat list or a prior.
@@ -65,8 +63,10 @@ def sparse_decode_attention(
     check_heads(OPERATION, q, k, v)
     flat, kv_heads = pages.heads is not None, k.shape[1]
     _check_pages(q, kv_heads, pages)
-    query, logits = query_and_logits(prior)
-    _check_prior(q, k, query, logits)
+    if prior is not None and (prior.shape, prior.dtype) != (q.shape, q.dtype):
+        raise ValueError(
+            f"{OPERATION}: prior {prior.dtype}{prior.shape}; expected {q.dtype}{q.shape}, as q has"
+        )
     if shared is not None:
         check_heads(OPERATION, q[:1], shared.k, shared.v)
         if flat or prior is not None or pages.first:
@@ -74,7 +74,7 @@ def sparse_decode_attention(
             raise ValueError(f"{OPERATION}: shared slots given with {with_}")
     alone = implementation not in (None, "gpu") or flat
     if pages.around is not None and (
-        alone or not takes_around(q, k, pages.listed, pages.size, query is not None, shared)
+        alone or not takes_around(q, k, pages.listed, pages.size, prior is not None, shared)
     ):
         raise ValueError(
             f"{OPERATION}: around given where takes_around says no, for a flat list, or for "
@@ -83,7 +83,6 @@ def sparse_decode_attention(
     if shared is not None and (alone or not takes_shared(q, k, pages.listed, pages.size, shared)):
         return _apart(q, k, v, pages, shared, scale=scale, implementation=implementation)
     lists = 1 if flat else lists_of(pages.listed, kv_heads)
-    without = None if logits is None else "a prior's logits lie apart from the keys; give its query"
     run = dispatch.select(
         OPERATION,
         implementation,
@@ -91,11 +90,11 @@ def sparse_decode_attention(
         xla=dispatch.Kernel(partial(_of_every_head, xla), None, planes=True),
         gpu=dispatch.Kernel(
             gpu.sparse_decode_attention,
-            lambda: without or gpu.unsupported(q, k, lists, pages.size, query is not None),
+            lambda: gpu.unsupported(q, k, lists, pages.size, prior is not None),
         ),
         tpu=dispatch.Kernel(
             partial(_of_every_head, tpu),
-            lambda: without or tpu.unsupported(q, k, v, pages.listed, pages.size),
+            lambda: tpu.unsupported(q, k, v, pages.listed, pages.size),
             planes=True,
         ),
         reference=partial(_of_every_head, reference),
@@ -124,19 +123,6 @@ def _check_pages(q: Array, kv_heads: int, pages: Pages) -> None:
         raise ValueError(
             f"{OPERATION}: {q.shape[1]} queries a row and pages of {pages.size} slots; expected "
             "one query and at least one slot"
-        )
-
-
-def _check_prior(q: Array, k: AnyCache, query: Any, logits: Any) -> None:
-    if query is not None and (query.shape, query.dtype) != (q.shape, q.dtype):
-        raise ValueError(
-            f"{OPERATION}: prior {query.dtype}{query.shape}; expected {q.dtype}{q.shape}, as q "
-            "has, or logits"
-        )
-    shape = (*q.shape[::2], k.shape[2])  # [B,N,S]
-    if logits is not None and (logits.shape != shape or logits.dtype != jnp.float32):
-        raise ValueError(
-            f"{OPERATION}: prior {logits.dtype}{logits.shape}; expected float32{shape}"
         )
 
 

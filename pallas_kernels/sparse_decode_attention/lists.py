@@ -8,7 +8,7 @@ query heads, ordered by kv head; a row counts only the entries of its own kv hea
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,16 +60,6 @@ class Pages:
     heads: Int[Array, "B E"] | None = None
     around: Around | None = None
     first: int = 0
-
-
-# What gives a prior's logits: a query in q's dtype, whose logits are scale query.k (RESA's mean
-# query), or themselves in float32, -inf for weight 0.
-Prior = Float[Array, "B 1 N H"] | Float[Array, "B N S"]
-
-
-def query_and_logits(prior: Prior | None) -> tuple[Any, Any]:
-    """The prior's query, and its logits: None for the form that it does not have."""
-    return (None, prior) if prior is not None and prior.ndim == 3 else (prior, None)
 
 
 class Shared(NamedTuple):

@@ -6,7 +6,7 @@ from jaxtyping import Float
 
 from pallas_kernels.common import Cache
 from pallas_kernels.prefill_attention.reference import logits_of, weigh
-from pallas_kernels.sparse_decode_attention.lists import Pages, Prior, query_and_logits
+from pallas_kernels.sparse_decode_attention.lists import Pages
 
 
 def sparse_decode_attention(
@@ -16,7 +16,7 @@ def sparse_decode_attention(
     pages: Pages,
     *,
     scale: float,
-    prior: Prior | None = None,
+    prior: Float[Array, "B 1 N H"] | None = None,
 ) -> tuple[Array, ...]:
     """Softmax over the listed slots with logits scale q.k, and with the prior's if there is one."""
     slots_S = jnp.arange(k.shape[2])
@@ -30,11 +30,8 @@ def sparse_decode_attention(
     held_BNS = jnp.repeat(listed_BXS & held_BS[:, None], q.shape[2] // listed_BXS.shape[1], axis=1)
     v = jnp.where(held_BS[:, None, :, None], v, 0)  # 0 x NaN is NaN
     logits = [logits_of(q, k, scale)]
-    query, known = query_and_logits(prior)
-    if query is not None:
-        logits.append(logits_of(query, k, scale))
-    if known is not None:
-        logits.append(known[:, None])
+    if prior is not None:
+        logits.append(logits_of(prior, k, scale))
     results = []
     for logits_B1NS in logits:
         out_B1NH, lse_B1N = weigh(jnp.where(held_BNS[:, None], logits_B1NS, -jnp.inf), v)

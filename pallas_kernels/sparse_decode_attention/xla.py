@@ -1,17 +1,16 @@
 """Attention of one query to chosen pages in plain XLA: gather the pages, attend, merge.
 
-The list entries go by in blocks. The pages of a block are gathered (k, v and the prior's logits)
-and attended with a softmax of their own; blocks merge by running maximum and sum, as in streaming
-attention. There is one block unless its copies pass `_GATHERED_BYTES`. A prior's softmax is one
-more set of logits over the same values, which are read once for both; where the prior's query is
-given, its logits come from the same keys.
+The list entries go by in blocks. The pages of a block are gathered and attended with a softmax of
+their own; blocks merge by running maximum and sum, as in streaming attention. There is one block
+unless its copies pass `_GATHERED_BYTES`. A prior's query is one more query over the same keys and
+values, which are read once for both.
 
 The entries of a flat list are attended one by one by their kv head's group. Their partial results
 are summed per head by a matmul with the 0-1 matrix of entries and heads, since a scatter would be
 serial on a TPU.
 
-Roofline: the bytes of k and v of the listed pages, and 4 bytes of prior a query head and slot.
-Gathering writes these and reads them again, so it moves three times as many.
+Roofline: the bytes of k and v of the listed pages. Gathering writes these and reads them again, so
+it moves three times as many.
 """
 
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from jaxtyping import Bool, Float, Int
 from pallas_kernels.common import MASKED, AnyCache
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.quantised import Quantised, dequantised
-from pallas_kernels.sparse_decode_attention.lists import Pages, Prior, query_and_logits, rows_of
+from pallas_kernels.sparse_decode_attention.lists import Pages, rows_of
 
 # Bytes of gathered keys and values of one block of entries.
 _GATHERED_BYTES = 32 * 2**20
@@ -55,7 +54,7 @@ def sparse_decode_attention(
     pages: Pages,
     *,
     scale: float,
-    prior: Prior | None = None,
+    prior: Float[Array, "B 1 N H"] | None = None,
     block: int | None = None,
 ) -> tuple[Array, ...]:
     """The listed slots' attention, as in `reference`.
@@ -70,21 +69,15 @@ def sparse_decode_attention(
     # A list serves the query heads that follow each other; it reads kv head x K / X.
     lists = pages.listed.shape[1] if pages.heads is None else kv_heads
     group = n // lists
-    query, logits = query_and_logits(prior)
     slot_bytes = pages.size * 2 * jnp.dtype(k.dtype).itemsize
-    q_BXMH = rows_of(q, query, lists)
+    q_BXMH = rows_of(q, prior, lists)
     heads_1X1 = (np.arange(lists, dtype=np.int32) * kv_heads // lists)[None, :, None]
 
     def part_of_lists(pages_BXC: Array) -> Partial:
         slots_BXCZ, held_BXCZ = _slots_of(pages_BXC, pages, k.shape[2])
         slots_BXM, held_BXM = (x.reshape(b, lists, -1) for x in (slots_BXCZ, held_BXCZ))
         k_BXMH, v_BXMH = (_gather(x, heads_1X1, slots_BXM) for x in (k, v))
-        known = None
-        if logits is not None:
-            each_BNM = jnp.repeat(slots_BXM, group, axis=1)
-            known_BNM = _gather(logits, jnp.arange(n)[None, :, None], each_BNM)
-            known = known_BNM.reshape(b, lists, group, -1)
-        return _softmaxes(q_BXMH, group, k_BXMH, v_BXMH, held_BXM, known, scale)
+        return _softmaxes(q_BXMH, group, k_BXMH, v_BXMH, held_BXM, scale)
 
     def part_of_entries(heads_BE: Array, pages_BE: Array) -> Partial:
         named_BEK = heads_BE[..., None] == jnp.arange(kv_heads)
@@ -92,12 +85,8 @@ def sparse_decode_attention(
         held_BEZ &= jnp.any(named_BEK, axis=-1, keepdims=True)
         heads_BE1 = jnp.clip(heads_BE, 0, kv_heads - 1)[..., None]
         k_BEZH, v_BEZH = (_gather(x, heads_BE1, slots_BEZ) for x in (k, v))
-        known = None
-        if logits is not None:
-            each_BEG1 = heads_BE1[..., None] * group + jnp.arange(group)[:, None]
-            known = _gather(logits, each_BEG1, slots_BEZ[:, :, None])
         q_BEMH = jnp.take_along_axis(q_BXMH, heads_BE1[..., None], axis=1)
-        entries = _softmaxes(q_BEMH, group, k_BEZH, v_BEZH, held_BEZ, known, scale)
+        entries = _softmaxes(q_BEMH, group, k_BEZH, v_BEZH, held_BEZ, scale)
         return _sum_by_head(entries, heads_BE1, named_BEK)
 
     if pages.heads is None:
@@ -171,21 +160,18 @@ def _softmaxes(
     k: Float[Array, "B Y M H"],
     v: Float[Array, "B Y M H"],
     held: Bool[Array, "B Y M"],
-    prior: Float[Array, "B Y R M"] | None,
     scale: float,
 ) -> Partial:
-    """Attend to the held ones of M gathered slots, with logits scale q.k and with the prior's.
+    """Attend to the held ones of M gathered slots, with logits scale q.k.
 
     Args:
       q: for each of R = heads query heads one or, the prior's after the others, two queries.
     """
     logits = scale * jnp.einsum("BYRH,BYMH->BYRM", q, k, preferred_element_type=jnp.float32)
     logits_BYLRM = logits.reshape(*q.shape[:2], -1, heads, k.shape[2])
-    if prior is not None:
-        logits_BYLRM = jnp.concatenate([logits_BYLRM, prior[:, :, None]], axis=2)
     held_BY11M = held[:, :, None, None]
     top = jnp.max(jnp.where(held_BY11M, logits_BYLRM, MASKED), axis=-1)
-    # A prior of -inf is a weight of 0, also where nothing else is held and the top is -inf.
+    # A logit that overflowed to -inf is a weight of 0, also where nothing else is held.
     top = jnp.maximum(top, MASKED)
     weights = jnp.where(held_BY11M, jnp.exp(logits_BYLRM - top[..., None]), 0.0)
     v = jnp.where(held[..., None], v, 0)  # 0 x NaN is NaN

@@ -41,7 +41,7 @@ class Case:
     lists: str = "kv heads"
     dtype: str = "float32"
     block: int | None = None
-    prior: str | None = "logits"
+    prior: bool = True
     scale: float = 0.4
     reference: bool = False
 
@@ -49,7 +49,7 @@ class Case:
 CASES = {
     "one-block": Case(reference=True),
     "blocks": Case(block=3),
-    "no-prior": Case(prior=None, block=1),
+    "no-prior": Case(prior=False, block=1, reference=True),
     "query-heads": Case(lists="query heads", block=3, reference=True),
     "mha": Case(groups=1),
     "mqa-of-eight": Case(kv_heads=1, groups=8, lists="query heads"),
@@ -58,12 +58,9 @@ CASES = {
     "a-page-larger-than-the-cache": Case(page_size=64),
     "bfloat16": Case(dtype="bfloat16", block=3),
     "large-logits": Case(scale=60.0, block=1),
-    "prior-query": Case(prior="query", block=3, reference=True),
-    "prior-query-of-query-heads": Case(prior="query", lists="query heads"),
-    "flat-prior-query": Case(prior="query", lists="flat", block=5, reference=True),
     "flat": Case(lists="flat", reference=True),
     "flat-blocks": Case(lists="flat", block=5),
-    "flat-no-prior": Case(lists="flat", prior=None, groups=1, reference=True),
+    "flat-no-prior": Case(lists="flat", prior=False, groups=1, reference=True),
     "flat-slots": Case(lists="flat", page_size=1, block=3),
     "flat-bfloat16": Case(lists="flat", dtype="bfloat16", block=5),
     "flat-large-logits": Case(lists="flat", scale=60.0, block=5),
@@ -71,21 +68,16 @@ CASES = {
 
 
 def _inputs(case: Case, seed: int = 0) -> tuple[jax.Array, ...]:
-    """q, k, v and a prior's logits or query; NaN outside the rows' slots, some logits -inf."""
+    """q, k, v and a prior's query; NaN outside the rows' slots."""
     rng = np.random.default_rng(seed)
     heads = case.kv_heads * case.groups
     q = rng.normal(size=(ROWS, 1, heads, 8))
     k, v = (rng.normal(size=(ROWS, case.kv_heads, SLOTS, 8)) for _ in range(2))
-    prior = 3 * rng.normal(size=(ROWS, heads, SLOTS))
-    prior = np.where(rng.random(prior.shape) < 0.2, -np.inf, prior)
     slots = np.arange(SLOTS)
     held = (slots >= np.array(STARTS)[:, None]) & (slots < np.array(STOPS)[:, None])
     k, v = (np.where(held[:, None, :, None], x, np.nan) for x in (k, v))
-    prior = np.where(held[:, None], prior, np.nan)
-    arrays = (jnp.asarray(x, case.dtype) for x in (q, k, v))
-    if case.prior == "query":
-        return *arrays, jnp.asarray(rng.normal(size=q.shape), case.dtype)
-    return *arrays, jnp.asarray(prior, jnp.float32)
+    prior = rng.normal(size=q.shape)
+    return tuple(jnp.asarray(x, case.dtype) for x in (q, k, v, prior))
 
 
 def _lists(case: Case, seed: int = 0) -> jax.Array:
@@ -123,13 +115,9 @@ def _by_numpy(case: Case, lists: jax.Array, arrays: tuple[jax.Array, ...]) -> li
         pages = set(np.asarray(lists)[b, n * lists.shape[1] // heads].tolist())
         held = range(max(0, STARTS[b]), min(STOPS[b], SLOTS))
         slots = [s for s in held if s // case.page_size in pages]
-        scores = case.scale * k[b, kv, slots] @ q[b, 0, n]
-        if case.prior == "query":
-            behind = case.scale * k[b, kv, slots] @ prior[b, 0, n]
-        else:
-            behind = prior[b, n, slots]
-        for logits, o, e in ((scores, out, lse), (behind, out_prior, lse_prior)):
-            if np.isfinite(logits).any():
+        for query, o, e in ((q, out, lse), (prior, out_prior, lse_prior)):
+            logits = case.scale * k[b, kv, slots] @ query[b, 0, n]
+            if slots:
                 weights = np.exp(logits - logits.max())
                 o[b, 0, n] = weights @ v[b, kv, slots] / weights.sum()
                 e[b, 0, n] = logits.max() + np.log(weights.sum())
@@ -149,7 +137,7 @@ def _run(case: Case, module, arrays: tuple[jax.Array, ...], lists: jax.Array):
 
 # What the other cases have too.
 SLOW = ("mha", "mqa-of-eight", "blocks", "a-page-larger-than-the-cache", "large-logits")
-SLOW += ("flat-blocks", "flat-bfloat16", "prior-query-of-query-heads")
+SLOW += ("flat-blocks", "flat-bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -191,7 +179,7 @@ def test_any_bounds_and_lists_attend_alike_in_every_form(
     rng = np.random.default_rng(seed)
     q, k, v, prior = (
         jnp.asarray(rng.normal(size=shape), jnp.float32)
-        for shape in ((2, 1, 4, 3), (2, 2, 18, 3), (2, 2, 18, 3), (2, 4, 18))
+        for shape in ((2, 1, 4, 3), (2, 2, 18, 3), (2, 2, 18, 3), (2, 1, 4, 3))
     )
     order = rng.permuted(np.broadcast_to(np.arange(5), (2, 2, 5)), axis=2)
     chosen = rng.random(order.shape) < 0.5
@@ -238,7 +226,7 @@ def test_one_list_may_be_for_all_heads_and_begin_at_any_page(implementation: str
 @pytest.mark.quick("kv heads-24", "query heads-8")
 def test_rows_that_share_slots_attend_as_alone(lists: str, split: int) -> None:
     """Each row over all its slots, in a cache of its own, is the definition."""
-    case = Case(lists=lists, prior=None)
+    case = Case(lists=lists, prior=False)
     q, k, v, _ = _inputs(case)
     # Garbage for no row lies in the shared slots.
     rng = np.random.default_rng(5)
@@ -276,20 +264,19 @@ def test_long_lists_copy_blocks_of_pages_and_never_the_cache(
     cache = shape((1, 8, 2**20, 128), jnp.bfloat16)
     q = shape((1, 1, 32, 128), jnp.bfloat16)
     ids, bounds = shape((1, *lists), jnp.int32), [shape((1,), jnp.int32)] * 2
-    prior = shape((1, 32, 2**20), jnp.float32)
 
     @jax.jit
-    def run(q: Any, k: Any, v: Any, prior: Any, ids: Any, *bounds: Any) -> Any:
+    def run(q: Any, k: Any, v: Any, ids: Any, *bounds: Any) -> Any:
         pages = Pages(ids, *bounds, page_size, ids if ids.ndim == 2 else None)
-        return sparse_decode_attention(q, k, v, pages, scale=0.1, prior=prior)
+        return sparse_decode_attention(q, k, v, pages, scale=0.1, prior=q)
 
-    compiled = run.lower(q, cache, cache, prior, ids, *bounds).compile()
+    compiled = run.lower(q, cache, cache, ids, *bounds).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 128 * 2**20
 
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.quick("True")
-def test_on_a_tpu_neither_the_cache_nor_the_prior_is_copied(flat: bool) -> None:
+def test_on_a_tpu_the_cache_is_not_copied(flat: bool) -> None:
     """Compiled for v5e, 128 pages of 16 a kv head: beside them only small lists."""
     pytest.importorskip("libtpu")
     from jax.experimental import topologies
@@ -300,18 +287,18 @@ def test_on_a_tpu_neither_the_cache_nor_the_prior_is_copied(flat: bool) -> None:
     cache = shape((1, 8, 2**17, 128), jnp.bfloat16)
     lists = shape((1, 1024) if flat else (1, 8, 128), jnp.int32)
 
-    def run(prior: jax.Array, q: Any, k: Any, v: Any, *lists: jax.Array) -> tuple[jax.Array, ...]:
+    def run(q: Any, k: Any, v: Any, *lists: jax.Array) -> tuple[jax.Array, ...]:
         heads, *listed = lists
         pages = Pages(*listed, 16, heads if flat else None)
-        how = dict(scale=0.1, prior=prior, implementation="xla")
+        how = dict(scale=0.1, prior=q, implementation="xla")
         return sparse_decode_attention(q, k, v, pages, **how)
 
-    prior, q = shape((1, 32, 2**17), jnp.float32), shape((1, 1, 32, 128), jnp.bfloat16)
-    arguments = prior, q, cache, cache, lists, lists, *[shape((1,), jnp.int32)] * 2
+    q = shape((1, 1, 32, 128), jnp.bfloat16)
+    arguments = q, cache, cache, lists, lists, *[shape((1,), jnp.int32)] * 2
     manual = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     with jax.default_matmul_precision("default"):  # as users run it
         memory = jax.jit(manual).lower(*arguments).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 4 * 2**20  # a prior is 16 MiB, a cache 256
+    assert memory.temp_size_in_bytes < 4 * 2**20  # a cache is 256 MiB
 
 
 def test_partial_results_of_a_head_are_summed_at_the_highest_precision() -> None:
@@ -328,7 +315,7 @@ def test_partial_results_of_a_head_are_summed_at_the_highest_precision() -> None
 
 def test_bad_arguments_are_named(unchecked_signatures) -> None:
     case = Case()
-    q, k, v, prior = _inputs(case)
+    q, k, v, _ = _inputs(case)
     lists = _lists(case)
     pages, split = Pages(lists, *BOUNDS, 8), jnp.array([8], jnp.int32)
     shared = dict(shared=Shared(k[:1], v[:1], split))
@@ -338,7 +325,6 @@ def test_bad_arguments_are_named(unchecked_signatures) -> None:
     for changed, message in (
         (dict(pages=every), "2 kv heads or 8 query heads, or for all"),
         (dict(pages=replace(pages, size=0)), "pages of 0 slots"),
-        (dict(prior=prior[..., 1:]), r"expected float32\(7, 8, 43\)"),
         (dict(prior=q[:, :, 1:]), "as q has"),
         (dict(pages=replace(flat, listed=lists[:, 0, 1:])), "one shape"),
         (dict(pages=around), "attend to those slots in a call of their own"),
