@@ -33,7 +33,8 @@ class Journal:
       more: further fields of a new header.
 
     Attributes:
-      header, entries: its lines.
+      header: its first line.
+      entries: the results that it began with; it does not hold what is added.
       resumed: whether it goes on with an earlier run.
 
     Raises:
@@ -51,7 +52,7 @@ class Journal:
         free: tuple[str, ...] = (),
         more: Mapping[str, Any] | None = None,
     ):
-        self.path, self._file = path, None
+        self.path, self._file, self._added = path, None, False
         check_own(path)
         with file_errors(f"{path} cannot be written"):
             self.resumed = lines.cut(path) > 0
@@ -68,7 +69,7 @@ class Journal:
             with file_errors(f"{self.path} cannot be written"):
                 self._file = open(self.path, "ab", 0, opener=no_link)
         lines.append(self._file, [lines.checked(entry, first) for entry in entries])
-        self.entries += entries
+        self._added |= bool(entries)
 
     def restart(self, entries: Sequence[dict[str, Any]], **changed: Any) -> None:
         """Replaces all results, and fields of the header."""
@@ -94,7 +95,7 @@ class Journal:
 
     def __exit__(self, *error: object) -> None:
         self._close()
-        if not self.entries:
+        if not (self.entries or self._added):
             self.path.unlink(missing_ok=True)
 
 

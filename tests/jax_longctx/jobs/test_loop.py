@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jax_longctx.errors import InputError, OriginError
+from jax_longctx.jobs.journal import Journal, read_journal
 from jax_longctx.jobs.loop import compute_pieces, finish_pieces
 from jax_longctx.locks import only_writer
 from tests.jax_longctx.cli.conftest import die_at
@@ -87,6 +88,16 @@ def test_another_origin_and_damage_are_refused_or_replaced(pieces, out, computed
     journal.symlink_to(out.with_name("precious"))
     with pytest.raises(InputError, match="is a link or no plain file; remove it"):
         pieces()
+
+
+def test_a_journal_holds_no_result_in_memory_that_is_on_the_disk(tmp_path):
+    path = tmp_path / "journal"
+    for added in ([], [{"row": 0}, {"row": 1}]):
+        with Journal(path, 1, {"seed": 0}, "remove it") as journal:
+            journal.add(added)
+            assert journal.entries == []
+        assert path.exists() == bool(added)
+    assert read_journal(path, 1, "")[1:] == [{"row": 0}, {"row": 1}]
 
 
 def test_without_a_file_nothing_is_kept(pieces, computed, tmp_path):
