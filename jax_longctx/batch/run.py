@@ -220,7 +220,10 @@ class _Leader:
         """The journal, or None where the output is finished."""
         output, partial, path, _ = files_of(self.output)
         free, kept = ("input",) if self.retry else (), None
-        if output.exists() and not partial.exists():
+        check_own(partial)
+        # A run that ended without a result leaves an empty partial file and no journal.
+        left = partial.exists() and (path.exists() or partial.stat().st_size > 0)
+        if output.exists() and not left:
             # A kill between the two last steps of a run leaves the journal behind.
             path.unlink(missing_ok=True)
             found, origin = check_complete(output, given, free)
@@ -236,9 +239,8 @@ class _Leader:
             if not self.retry or (len(found) == total and not errors):
                 self.progress = BatchProgress(total=total, before=total, errors=errors)
                 return None
-        check_own(partial)
         anew = f"remove {partial.name} and {path.name}, or give --overwrite, to begin anew"
-        if partial.exists() and partial.stat().st_size and not path.exists():
+        if left and not path.exists():
             raise OriginError(f"{partial} is there without its {path.name}; {anew}")
         # An earlier output stays until all its rows with errors were tried again.
         old = sha256_of(output) if output.exists() else None

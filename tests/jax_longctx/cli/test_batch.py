@@ -441,6 +441,10 @@ def test_an_output_that_was_changed_or_has_no_origin_is_not_called_complete(batc
     out.write_text(text.replace('"finish"', '"finisH"', 1))
     refused("was changed after it was written")
     out.write_text(text)
+    # A run that ended before its first result leaves it.
+    out.with_name("out.jsonl.partial").touch()
+    assert "complete already" in batch(*SHORT).stderr
+    assert "was made with max_tokens" in batch(*SHORT, "--max-tokens", 5, code=2).stderr
     for damage in (origin.read_text().replace("sha", "shA"), "["):
         origin.write_text(damage)
         refused("--overwrite")
