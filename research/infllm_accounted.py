@@ -145,7 +145,10 @@ def note_step(
     else:
         received = jnp.sum(jnp.where(named_BCP, mass[..., None], 0.0), axis=1)
         key = jnp.where(resident, decay * key, 0.0) + received
-    stays, key = (ctx.own_seq(x, axis=1) for x in (stays, key))
+    own = account.key.shape[1]
+    stays, key = (
+        jax.lax.dynamic_slice_in_dim(x, ctx.seq_index * own, own, axis=1) for x in (stays, key)
+    )
     hits_B, misses_B = account.hits + hits_B, account.misses + all_B - hits_B
     return UnitAccount(stays, key, account.steps + 1, hits_B, misses_B)
 

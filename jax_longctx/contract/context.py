@@ -269,11 +269,6 @@ class LayerContext:
         """
         return jax.lax.all_gather(x, "seq", axis=axis, tiled=True) if self.seq_size > 1 else x
 
-    def own_seq(self, x: Array, axis: int) -> Array:
-        """`gather_seq` undone: this shard's part along `axis`. For slots see `OwnSlots.part`."""
-        own = x.shape[axis] // self.seq_size
-        return jax.lax.dynamic_slice_in_dim(x, self.seq_index * own, own, axis)
-
     @property
     def seq_index(self) -> Int[Array, ""]:
         """Which shard of the slots this is."""
