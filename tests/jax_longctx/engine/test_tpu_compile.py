@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh
 
+from jax_longctx.engine.ahead import lower
 from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import bytes_per_device
 from jax_longctx.engine.products import gathers_weights
@@ -88,7 +89,7 @@ def test_tpu_rows_over_one_context_copy_no_layer_of_it():
     setup = on_v5e(mesh, make_method("arkvale"))
     request = SimpleNamespace(spec=RunSpec(method=setup.method), context=32000, reserve=512)
     (decode,) = shared_decode(request, setup, 8)
-    memory = decode.lower().compile().memory_analysis()
+    memory = lower(decode.function, decode.args).compile().memory_analysis()
     keys = SIZES["num_kv_heads"] * SLOTS * SIZES["head_dim"] * 2 // (mesh[1] * mesh[2])
     assert memory.temp_size_in_bytes < 0.75 * keys
     # Keys and values of all layers, which the context has once.
