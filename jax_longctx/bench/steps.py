@@ -28,9 +28,10 @@ from jax_longctx.bench.timing import call_times
 from jax_longctx.caches import AppendCache
 from jax_longctx.engine import Context, Engine, capacity
 from jax_longctx.engine.allocate import abstract_caches, empty_like
+from jax_longctx.engine.context import Run
 from jax_longctx.engine.decode import Steps, answer_variants, decode_turns, first_state, next_block
-from jax_longctx.engine.engine import BLOCK
-from jax_longctx.engine.prefill import finish_question, fork, run_segment
+from jax_longctx.engine.engine import BLOCK, read_question
+from jax_longctx.engine.prefill import finish_question, fork
 from jax_longctx.engine.runs import with_layer
 from jax_longctx.engine.sampling import sampling_static, sampling_values
 from jax_longctx.errors import InputError
@@ -119,15 +120,13 @@ class Answering:
 
     def __init__(self, engine: Engine, context: Context, rows: int, tokens: int, first: int = 1):
         method, setup = engine.method, engine.setup
-        caches, total = context.usable_caches(), context.total
+        run, total = Run(context.usable_caches()), context.total
         context.caches = None
         if method.info.append_only:
-            caches = tuple(fork(setup, cache) for cache in caches)
-        logits = jnp.zeros((1, engine.config.vocab_size), jnp.float32)
-        for segment in method.segments(engine.prompt("question", 0, question=[list(QUESTION)])):
-            given = setup, engine.params, caches, segment, total, logits
-            caches, logits = run_segment(*given, "last")
-            del given
+            run.caches = tuple(fork(setup, cache) for cache in run.caches)
+        read_question(setup, engine.params, run, [list(QUESTION)], total)
+        caches = run.caches
+        del run
         if method.info.answers_apart:
             caches = finish_question(setup, caches, total, capacity.bucket(tokens + capacity.SPARE))
         leaves, structure = jax.tree.flatten(caches)

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -239,17 +240,20 @@ def _least(count: int | None) -> int | None:
     return None if found < 0 else found << 10
 
 
+def _host_memory() -> int | None:
+    """Bytes of the host's memory that are available, or None where it is not told."""
+    told = MEMINFO.read_text(encoding="ascii") if MEMINFO.exists() else ""
+    found = re.search(r"^MemAvailable:\s*(\d+)", told, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
 def _available_here(mesh: Mesh, used: int | None = None) -> int | None:
     """Free bytes of a device, now or with `used` bytes in use."""
     device = mesh.local_devices[0]
     if device.platform == "cpu":
-        if not MEMINFO.exists():
-            return None
-        for line in MEMINFO.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                # The devices of a CPU share its memory.
-                return int(line.split()[1]) * 1024 // len(mesh.local_devices) - (used or 0)
-        return None
+        free = _host_memory()
+        # The devices of a CPU share its memory.
+        return None if free is None else free // len(mesh.local_devices) - (used or 0)
     try:
         stats = device.memory_stats()
     except (jax.errors.JaxRuntimeError, NotImplementedError):
@@ -266,11 +270,7 @@ def available_host_bytes(mesh: Mesh) -> int | None:
     XLA pins no more of it for GPUs than `POOL` says, 64 GiB unless it is set, in all. What it has
     pinned it keeps: the system counts it as used, but the next arrays can have it.
     """
-    free = None
-    if MEMINFO.exists():
-        for line in MEMINFO.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
+    free = _host_memory()
     if keeps_pinned(mesh):
         pool = max((int(os.environ.get(POOL, "64")) << 30) - pinned_bytes(), 0)
         free = pool if free is None else min(free + kept_bytes(mesh), pool)

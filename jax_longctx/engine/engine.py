@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float
 
-from jax_longctx.contract import Method, Prompt, Segment, Stage
+from jax_longctx.contract import Method, Prompt, Segment
 from jax_longctx.engine.allocate import abstract_caches, init_caches
 from jax_longctx.engine.capacity import (
     SPARE,
@@ -243,23 +243,16 @@ class Engine:
         asked = self.needed_questions(questions, len(contexts))
         slots = self.check_lengths(lengths, reserve, capacity)
         known = jax.device_put(np.array(totals, np.int32))
-        caches = init_caches(self.setup, len(rows), slots, reserve)
-        everything, done, marker = sum(lengths), 0, None
+        run = Run(init_caches(self.setup, len(rows), slots, reserve))
+        everything, done, previous = sum(lengths), 0, None
         begun = time.perf_counter()
 
         def told(tokens: int) -> Progress:
             return Progress(tokens, everything, time.perf_counter() - begun)
 
-        for segment in self.method.segments(
-            self.prompt("context", slots, context=rows, question=asked)
-        ):
-            previous = marker
-            if states is not None:
-                check_order(segment)
-            wanted: Logits = "none" if states is None else "hidden"
-            caches, marker = run_segment(
-                self.setup, self.params, caches, segment, known, None, wanted
-            )
+        prompt = self.setup.prompt("context", slots, context=rows, question=asked)
+        wanted: Logits = "none" if states is None else "hidden"
+        for segment, marker in read_text(self.setup, self.params, run, prompt, known, wanted):
             if states is not None:
                 states(segment, marker)
             # What is read twice (an anchor, on every shard) is no progress.
@@ -271,10 +264,11 @@ class Engine:
                 # One segment computes while the next is dispatched; never a longer queue.
                 previous.block_until_ready()
                 yield told(earlier)
-        if marker is not None:
-            marker.block_until_ready()
+            previous = marker
+        if previous is not None:
+            previous.block_until_ready()
         yield told(everything)
-        caches = finish_context(self.setup, caches, known, reserve)
+        caches = finish_context(self.setup, run.caches, known, reserve)
         sizes = (len(contexts), slots, reserve)
         return Context(rows, *sizes, known, caches, questions=asked, method=self.method)
 
@@ -364,7 +358,7 @@ class Engine:
         whole = run.caches
         given = self.setup, whole, context.total
         answering = whole_finish.eval_shape(*given, "question", reserve)
-        self.check_bytes(context.slots, bytes_per_device(self.mesh, answering), 0.0)
+        self.check_bytes(context.slots, bytes_per_device(self.mesh, answering))
         run.caches = finish_question(*given, reserve)
         # A fork that is a copy is of no more use.
         run.whole = whole if keep and self.method.info.append_only else None
@@ -398,7 +392,7 @@ class Engine:
             context.caches = None
             return caches
         if not lends:
-            self.check_bytes(context.slots, bytes_per_device(self.mesh, caches), 0.0)
+            self.check_bytes(context.slots, bytes_per_device(self.mesh, caches))
         forks = tuple(fork(self.setup, cache) for cache in caches)
         if lends:
             context.caches = None
@@ -437,10 +431,6 @@ class Engine:
             context, last, sampling=sampling, max_tokens=max_tokens, stop_ids=stop_ids, keep=False
         )
 
-    def prompt(self, stage: Stage, slots: int, **rows: Any) -> Prompt:
-        """`Setup.prompt`."""
-        return self.setup.prompt(stage, slots, **rows)
-
     def slots_for(self, tokens: int) -> int:
         """Slots of a cache for that many tokens of the longest row."""
         return slots_for(tokens, seq_shards=self.mesh.shape["seq"])
@@ -473,15 +463,14 @@ class Engine:
 
     def check_capacity(self, batch: int, slots: int, reserve: int) -> None:
         """CapacityError unless new caches of that size fit into the free memory."""
-        shapes = [
-            abstract_caches(self.setup, batch, count, reserve) for count in (slots, 2 * slots)
-        ]
-        need, double = (
-            bytes_per_device(self.mesh, each) + passing_bytes(self.setup, each) for each in shapes
-        )
-        self.check_bytes(slots, need, (double - need) / slots)
+
+        def need(slots: int) -> int:
+            shapes = abstract_caches(self.setup, batch, slots, reserve)
+            return bytes_per_device(self.mesh, shapes) + passing_bytes(self.setup, shapes)
+
+        self.check_growing(slots, need)
         if self.setup.offload is not None:
-            check_host(self.mesh, shapes[0])
+            check_host(self.mesh, abstract_caches(self.setup, batch, slots, reserve))
 
     def new_cache_bytes(self, tokens: int, reserve: int) -> int:
         """Bytes on each device of the caches of one text of `tokens` tokens, `reserve` included."""
@@ -495,9 +484,16 @@ class Engine:
         loaded = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(self.params))
         return available_bytes(self.mesh) if loaded else expected_bytes(self.mesh, self.params)
 
-    def check_bytes(self, tokens: int, need: int, per_token: float) -> None:
+    def check_bytes(self, tokens: int, need: int, per_token: float = 0.0) -> None:
+        """As `capacity.check_fits`, in the memory that is free now."""
         available = self.memory_limit or available_bytes(self.mesh)
         check_fits(tokens, need, per_token, available)
+
+    def check_growing(self, slots: int, need: Callable[[int], int], held: int = 0) -> int:
+        """`check_bytes` of caches that take `need(slots)` bytes beside `held` slots; the bytes."""
+        found, double = need(slots), need(2 * slots)
+        self.check_bytes(held + slots, found, (double - found) / slots)
+        return found
 
     def ensure_reserve(self, context: Context, extra: int) -> None:
         """Grows the context's caches to the next bucket when question and answer need more."""
@@ -506,16 +502,29 @@ class Engine:
         caches = context.usable_caches()
         # In multiples, so that a slightly longer question does not compile everything anew.
         more = bucket(extra - context.reserve, self.mesh.shape["seq"])
-        layout = self.setup.slot_layout
-        sizes = [
-            bytes_per_device(
-                self.mesh,
-                jax.eval_shape(lambda c, by=by: grow(c, by, layout, context.slots), caches),
+
+        def need(more: int) -> int:
+            grown = functools.partial(
+                grow, more=more, layout=self.setup.slot_layout, slots=context.slots
             )
-            for by in (more, 2 * more)
-        ]
-        self.check_bytes(context.slots + more, sizes[0], (sizes[1] - sizes[0]) / more)
+            return bytes_per_device(self.mesh, jax.eval_shape(grown, caches))
+
+        self.check_growing(more, need, held=context.slots)
         extend(self.setup, context, more)
+
+
+def read_text(
+    setup: Setup, params: Any, run: Run, prompt: Prompt, total: Any, wanted: Logits = "none"
+) -> Iterator[tuple[Segment, Any]]:
+    """Feeds a prompt's contexts; each segment with what `run_segment` returns of it.
+
+    InputError where a segment is `wanted` and does not follow the one before.
+    """
+    for segment in setup.method.segments(prompt):
+        if wanted != "none" and segment.spread:
+            raise InputError("this method reads a text in parts side by side; it cannot score one")
+        run.caches, found = run_segment(setup, params, run.caches, segment, total, None, wanted)
+        yield segment, found
 
 
 def read_question(
@@ -550,12 +559,6 @@ def _checked(sampling: Sampling | None, max_tokens: int, rows: int) -> Sampling:
 
 def _chosen(block_BX: np.ndarray, batch: int) -> list[list[int]]:
     return [[int(token) for token in row if token >= 0] for row in block_BX[:batch]]
-
-
-def check_order(segment: Segment) -> None:
-    """Raises InputError unless the segment's tokens follow the segment before."""
-    if segment.spread:
-        raise InputError("this method reads a text in parts side by side; it cannot score one")
 
 
 def _check_questions(questions: Rows, count: int) -> None:

@@ -106,7 +106,7 @@ class Branches:
         room = -(-(rest + reserve + SPARE) // whole) * whole
         make = functools.partial(branches, rows=rows, room=room, split=split)
         shapes = jax.eval_shape(make, context.usable_caches())
-        engine.check_bytes(room, bytes_per_device(engine.mesh, shapes), 0.0)
+        engine.check_bytes(room, bytes_per_device(engine.mesh, shapes))
         self.slots = slots
         given, structure = jax.tree.flatten(context.usable_caches())
         leaves = tuple((leaf.shape, leaf.dtype) for leaf in given)
@@ -137,15 +137,15 @@ class Branches:
 
 def check_places(engine: Engine, reserve: int, rows: int, slots: int) -> int:
     """Bytes on each device of caches for `rows` rows; CapacityError where they do not fit."""
-    shapes = _places(engine, reserve, rows, slots)
-    need, double = (
-        bytes_per_device(engine.mesh, caches) + _seating_bytes(engine.mesh, caches, rows)
-        for caches in (shapes, _places(engine, reserve, rows, 2 * slots))
-    )
-    engine.check_bytes(slots, need, (double - need) / slots)
+
+    def need(slots: int) -> int:
+        caches = _places(engine, reserve, rows, slots)
+        return bytes_per_device(engine.mesh, caches) + _seating_bytes(engine.mesh, caches, rows)
+
+    found = engine.check_growing(slots, need)
     if engine.setup.offload is not None:
-        check_host(engine.mesh, shapes)
-    return need
+        check_host(engine.mesh, _places(engine, reserve, rows, slots))
+    return found
 
 
 def _places(engine: Engine, reserve: int, rows: int, slots: int) -> tuple[Any, ...]:

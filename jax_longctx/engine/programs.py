@@ -25,8 +25,8 @@ from jax_longctx.engine.decode import (
     start_answer,
     turns_of_all,
 )
-from jax_longctx.engine.engine import BLOCK, Engine, extend, read_question
-from jax_longctx.engine.prefill import finish_context, finish_question, fork, run_segment
+from jax_longctx.engine.engine import BLOCK, Engine, extend, read_question, read_text
+from jax_longctx.engine.prefill import finish_context, finish_question, fork
 from jax_longctx.engine.sampling import sampling_static, sampling_values
 from jax_longctx.engine.setup import Setup
 from jax_longctx.settings import Sampling
@@ -89,11 +89,11 @@ def list_context(setup: Setup, params: Any, lengths: Lengths, question: int) -> 
     needed = setup.method.info.needs_question
     asked = _padded(setup, [question] * len(lengths.contexts)) if needed else None
     total = jax.device_put(np.zeros(len(rows), np.int32))
-    caches = init_caches(setup, len(rows), slots, reserve)
+    run = Run(init_caches(setup, len(rows), slots, reserve))
     prompt = setup.prompt("context", slots, context=rows, question=asked)
-    for segment in setup.method.segments(prompt):
-        caches, _ = run_segment(setup, params, caches, segment, total, None, "none")
-    caches = finish_context(setup, caches, total, reserve)
+    for _ in read_text(setup, params, run, prompt, total):
+        pass
+    caches = finish_context(setup, run.caches, total, reserve)
     sizes = len(lengths.contexts), slots, reserve
     return Context(rows, *sizes, total, caches, questions=asked, method=setup.method)
 

@@ -26,8 +26,9 @@ from jax_longctx.contract import Segment, decode_segment
 from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.capacity import bucket, fetched_of
 from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, program
+from jax_longctx.engine.context import Run
 from jax_longctx.engine.distributed import to_host
-from jax_longctx.engine.engine import BLOCK, Engine, Rows, check_order
+from jax_longctx.engine.engine import BLOCK, Engine, Rows, read_text
 from jax_longctx.engine.layers import hidden_states
 from jax_longctx.engine.prefill import Logits, finish_question, run_segment
 from jax_longctx.engine.running import Chosen
@@ -118,15 +119,10 @@ def _read_text(
     """
     slots = engine.slots_for(max(map(len, rows)))
     engine.check_capacity(len(rows), slots, 0)
-    caches = init_caches(engine.setup, len(rows), slots, 0)
+    run = Run(init_caches(engine.setup, len(rows), slots, 0))
     totals = jax.device_put(np.array(total, np.int32))
-    prompt = engine.prompt("context", slots, context=rows, question=questions)
-    for segment in engine.method.segments(prompt):
-        check_order(segment)
-        caches, found = run_segment(
-            engine.setup, engine.params, caches, segment, totals, None, logits
-        )
-        yield segment, found
+    prompt = engine.setup.prompt("context", slots, context=rows, question=questions)
+    yield from read_text(engine.setup, engine.params, run, prompt, totals, logits)
 
 
 def loglikelihoods(
@@ -286,7 +282,7 @@ class _Fed:
         begun += [0] * (len(self.texts) - self.count)
         ends = self.given if decodes else [max(len(text) - 1, 0) for text in self.texts]
         questions = [text[at:end] for text, at, end in zip(self.texts, begun, ends, strict=True)]
-        segments = list(method.segments(engine.prompt("question", 0, question=questions)))
+        segments = list(method.segments(engine.setup.prompt("question", 0, question=questions)))
         looks = method.info.needs_question or any(part.role == "probe" for part in segments)
         if not decodes and looks:
             raise InputError(

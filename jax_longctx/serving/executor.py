@@ -237,7 +237,7 @@ class Executor:
 
     def _segments(self, stage: Stage, slots: int, **rows: Any) -> set[Any]:
         """What tells the programs of a text's or a question's segments apart."""
-        segments = self.engine.method.segments(self.engine.prompt(stage, slots, **rows))
+        segments = self.engine.method.segments(self.engine.setup.prompt(stage, slots, **rows))
         # The first segment of a question is given no logits of an earlier one.
         return {
             (number > 0, each.tokens.shape, each.role, each.groups, each.variant, each.spread)

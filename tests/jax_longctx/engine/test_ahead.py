@@ -224,7 +224,7 @@ def test_layers_that_are_alike_share_a_program_and_take_their_caches():
     config = tiny_config(num_layers=5, windows=(7, None, 7, None, None))
     engine = tiny_engine(config=config, by_layer=True)
     caches = init_caches(engine.setup, 1, 128, 0)
-    prompt = engine.prompt("context", 128, context=random_rows([24]))
+    prompt = engine.setup.prompt("context", 128, context=random_rows([24]))
     (segment,), total = engine.method.segments(prompt), jnp.array([24], jnp.int32)
     given = engine.setup, engine.params, caches, segment, total, None, "all"
     with compilations() as compiled:

@@ -68,13 +68,13 @@ class Run:
     def read(self, contexts, questions=None):
         """The contexts, beside their questions where the method needs them."""
         asked = questions if self.engine.method.info.needs_question else None
-        prompt = self.engine.prompt("context", self.slots, context=contexts, question=asked)
+        prompt = self.engine.setup.prompt("context", self.slots, context=contexts, question=asked)
         yield from self.feed(self.engine.method.segments(prompt))
         self.caches = finish_context(self.engine.setup, self.caches, self.total, self.reserve)
 
     def answer(self, questions, answers):
         method = self.engine.method
-        prompt = self.engine.prompt("question", self.slots, question=questions)
+        prompt = self.engine.setup.prompt("question", self.slots, question=questions)
         yield from self.feed(method.segments(prompt))
         if method.info.answers_apart:
             self.caches = finish_question(
