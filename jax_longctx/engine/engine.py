@@ -540,14 +540,24 @@ def read_question(
 
 def extend(setup: Setup, context: Context, more: int) -> None:
     """The context's caches with `more` slots for question and answer."""
-    context.caches = _extended(setup, context.usable_caches(), more, context.slots)
+    leaves, structure = jax.tree.flatten(context.usable_caches())
+    made = _extended(setup, context.usable_caches(), more, context.slots)
+    pairs = zip(leaves, made, strict=True)
+    context.caches = structure.unflatten(old if new is None else new for old, new in pairs)
     context.slots, context.reserve = context.slots + more, context.reserve + more
 
 
-@program(static=(0, 2, 3))
-def _extended(setup: Setup, caches: tuple[Any, ...], more: int, slots: int) -> tuple[Any, ...]:
-    grown = grow(caches, more, setup.slot_layout, slots)
-    return jax.lax.with_sharding_constraint(grown, tree_shardings(setup.mesh, grown))
+def _places(setup: Setup, caches: tuple[Any, ...], *_: int) -> list[Any]:
+    return jax.tree.leaves(tree_shardings(setup.mesh, caches))
+
+
+@program(static=(0, 2, 3), places=_places)
+def _extended(setup: Setup, caches: tuple[Any, ...], more: int, slots: int) -> list[Any]:
+    """The arrays that grow; None for the others, which stay where they are."""
+    grown = jax.tree.leaves(grow(caches, more, setup.slot_layout, slots))
+    each = zip(jax.tree.leaves(caches), grown, _places(setup, caches), strict=True)
+    placed = jax.lax.with_sharding_constraint
+    return [None if new is old else placed(new, at) for old, new, at in each]
 
 
 def _checked(sampling: Sampling | None, max_tokens: int, rows: int) -> Sampling:

@@ -181,6 +181,20 @@ def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
     return [compiled.UsedProgram("shared decode", "decode", decode_block, args, 0)]
 
 
+def growing(request: Any, setup: Any) -> list[Any]:
+    """What makes an offloaded context larger."""
+    from jax_longctx.engine.capacity import slots_for, staged_caches
+    from jax_longctx.engine.engine import _extended
+    from jax_longctx.planning.compiled import UsedProgram
+    from tests.jax_longctx.engine import lowering
+
+    _, kept, _ = staged_caches(setup, 1, request.context, request.reserve)
+    slots = slots_for(request.context, request.reserve)
+    args = setup, lowering.placed(setup.mesh, kept), 512, slots
+    grows: Any = "grow"
+    return [UsedProgram("growing", grows, _extended, args, 0)] if setup.offload else []
+
+
 def host_shardings() -> None:
     """Lets arrays of absent GPUs lie in the host's memory.
 
@@ -212,7 +226,7 @@ def kinds(method: str) -> set[str]:
     if method.startswith("full:turn="):
         return {"context", "finish", "question", "decode"}
     chunk = {"context"} if method.startswith("full:") or ":offload=" in method else set()
-    return chunk | {"finish", "decode"}
+    return chunk | {"finish", "decode"} | ({"grow"} if ":offload=" in method else set())
 
 
 def main(methods: list[str]) -> None:
@@ -263,7 +277,7 @@ def main(methods: list[str]) -> None:
                         leaf.size // count: f"a layer's {what}",
                     }
         used_of: Any = used_programs if rows == 1 else shared_decode
-        for used in used_of(request, setup, rows):
+        for used in [*used_of(request, setup, rows), *growing(request, setup)]:
             if used.kind not in (kinds(said) if only is None else (only,)):
                 continue
             compiled = lower(used.function, used.args).compile()

@@ -187,6 +187,11 @@ def test_a_cache_that_grows(name, by_layer):
         for _ in range(2):
             found.append(answers(engine, context, 6, (200, 30, 17, 1), 40))
             assert context.slots > slots
+        before = [array for store in stores_of(context.caches) for array in host_arrays(store)]
+        engine.ensure_reserve(context, 1000)
+        after = jax.tree.leaves(context.caches)
+        # What does not grow stays where it is.
+        assert all(any(new is old for new in after) for old in before)
     assert all(each == found[0] for each in found)
 
 
