@@ -1,8 +1,4 @@
-"""Ctrl-C at random moments of every command, and the same command again afterwards.
-
-`python -m tests.jax_longctx.cli.interrupting FOLDER COUNT SEED [NAME...]` prints each try and fails
-at the end unless all of them ended as they must; with names it tries these commands, in this order.
-"""
+"""Ctrl-C at a random moment of a command, and the same command again afterwards."""
 
 import dataclasses
 import itertools
@@ -56,9 +52,8 @@ def write_files(folder):
 
 @dataclasses.dataclass(frozen=True)
 class Try:
-    """A command and what became of it, `after` seconds from its begin to the signal."""
+    """What became of a command, `after` seconds from its begin to the signal."""
 
-    name: str
     after: float
     seconds: float
     code: int
@@ -89,31 +84,25 @@ class Campaign:
         compiled = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled")}
         self.environment = environment() | compiled
 
-    def interrupt(self, name, count):
-        """Yields `count` tries of a command, of which an undisturbed run before and after works."""
+    def interrupt(self, name):
+        """A try of a command, of which an undisturbed run before and after works."""
         command = commands(self.folder)[name]
         whole = self.work(name, "whole")
         begun = time.monotonic()
         expected = self.finish(command, whole)
         length = time.monotonic() - begun
-        tries = 0
         for number in itertools.count():
             disturbed = self.work(name, f"disturbed-{number}")
-            while tries < count and not self.made(name, disturbed):
-                found = self.once(name, command, disturbed, self.draw.uniform(0, 1.05 * length))
-                if found is None:
-                    # It was done before: others begin anew.
-                    break
-                tries += 1
-                yield found
+            found = self.once(command, disturbed, self.draw.uniform(0, 1.05 * length))
             again = self.finish(self.made(name, disturbed) or command, disturbed)
             if name in ("ask", "generate"):
                 assert again == expected, (name, again, expected)
             if name == "batch":
                 assert (disturbed / "out.jsonl").read_bytes() == (whole / "out.jsonl").read_bytes()
             assert not list(disturbed.rglob("*.partial")), list(disturbed.rglob("*.partial"))
-            if tries == count:
-                return
+            # Where it was done before the signal, another begins anew.
+            if found is not None:
+                return found
 
     def made(self, name, work):
         """A command that uses what a disturbed one made whole, and would refuse to overwrite."""
@@ -150,7 +139,7 @@ class Campaign:
         assert process.returncode == 0, (command, process.returncode, stderr)
         return stdout
 
-    def once(self, name, command, work, after):
+    def once(self, command, work, after):
         """None where the command was done before the signal."""
         process = self.start(command, work)
         # Until Python has started and called us, Ctrl-C is Python's.
@@ -166,21 +155,4 @@ class Campaign:
         took = (time.monotonic() - begun) / patience(1)
         if process.returncode == 0 and (done or took < 0.1):
             return None
-        return Try(name, after, took, process.returncode, stderr)
-
-
-def main(folder, count, seed, *names):
-    campaign, names = Campaign(folder, seed), names or list(commands(folder))
-    tries = []
-    for number, name in enumerate(names):
-        for found in campaign.interrupt(name, count // len(names) + (number < count % len(names))):
-            tries.append(found)
-            print(f"{'right' if found.right else 'WRONG'} {found}", flush=True)
-    slowest, right = max(found.seconds for found in tries), sum(found.right for found in tries)
-    print(json.dumps({"seed": seed, "tries": count, "right": right, "slowest": round(slowest, 2)}))
-    sys.exit(right != count)
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).mkdir(parents=True)
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+        return Try(after, took, process.returncode, stderr)

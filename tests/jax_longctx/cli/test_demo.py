@@ -6,7 +6,6 @@ import json
 import random
 import re
 import sys
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from jax_longctx.cli import demo_facts
 from jax_longctx.cli.demo_picture import BIN, Look, picture
 from jax_longctx.errors import InputError, LengthError
 from jax_longctx.evaluation.haystack import Haystack, python_topics
-from jax_longctx.files import write_whole
 from tests.jax_longctx.cli.tiny_model import write_source
 
 
@@ -213,20 +211,6 @@ def test_labels_of_close_facts_do_not_overlap(places):
         assert len(boxes) == 4
         assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
         assert all(axis.bbox.x0 <= box.x0 and box.x1 <= axis.bbox.x1 + 1 for box in boxes)
-
-
-def test_an_interrupted_write_leaves_what_was_there(tmp_path, monkeypatch):
-    path = tmp_path / "demo.png"
-    path.write_bytes(b"old")
-    with monkeypatch.context() as patch:
-        patch.setattr(type(path), "replace", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            write_whole(b"new", path)
-    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == b"old"
-    write_whole(b"new", path)
-    assert path.read_bytes() == b"new"
-    with pytest.raises(InputError, match="could not be written"):
-        write_whole(b"new", path / "demo.png")
 
 
 def test_missing_packages_say_how_to_install_all(run, tmp_path, monkeypatch):

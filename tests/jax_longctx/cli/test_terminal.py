@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -117,12 +118,15 @@ def test_the_first_process_alone_writes_and_shows(tmp_path, monkeypatch, capsys,
             out.unlink()
 
 
-def test_a_file_is_replaced_whole(tmp_path):
+def test_a_file_is_replaced_whole(tmp_path, monkeypatch):
     out = tmp_path / "found.json"
     out.write_text("before")
     with pytest.raises(TypeError):
         Output(out=out).hand_over({"bad": object()}, lambda result: [result])
-    assert out.read_text() == "before"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", Mock(side_effect=KeyboardInterrupt))
+        terminal.save({}, out)
+    assert out.read_text() == "before" and list(tmp_path.iterdir()) == [out]
     (tmp_path / "found.json.partial").mkdir()
     with pytest.raises(InputError, match=r"found\.json could not be written: Is a directory"):
         terminal.save({}, out)
