@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jax_longctx.cli.terminal import shown_time, table
+from jax_longctx.cli.terminal import shown_time, stored, table
 from jax_longctx.memory import shown_bytes
 
 Row = dict[str, Any]
@@ -105,7 +105,7 @@ def first_tokens(result: Row) -> Iterable[Any]:
     rates, merge = result["rates"], result["rates"]["merge"]
     devices = ", ".join(f"{axis}={size}" for axis, size in result["mesh"].items())
     yield (
-        f"\n{result['device']} {devices}, {result['model']} in bfloat16{_stored(result)}, "
+        f"\n{result['device']} {devices}, {result['model']} in bfloat16{stored(result)}, "
         f"{_layers_said(result['layers'])}; chunk {result['chunk']:,}, median of "
         f"{result['runs']}, jax {result['jax']}"
     )
@@ -196,15 +196,9 @@ def _step_columns(result: Row) -> dict[str, Callable[[Row], str]]:
 def _timed(result: Row, how: str, devices: str = "") -> str:
     """The line below a table."""
     return (
-        f"{result['device']}{devices}, {result['model']} in bfloat16{_stored(result)}{how} jax "
+        f"{result['device']}{devices}, {result['model']} in bfloat16{stored(result)}{how} jax "
         f"{result['jax']}; copy {result['copy_bandwidth'] / 1e12:.2f} TB/s"
     )
-
-
-def _stored(result: Row) -> str:
-    """The forms of weights, keys and values, where they are not bfloat16."""
-    said = {"weights": "weights", "kv": "keys and values", "offload": "contexts"}
-    return "".join(f", {what} in {result[key]}" for key, what in said.items() if result.get(key))
 
 
 def _layers_said(layers: dict[str, int]) -> str:

@@ -223,7 +223,7 @@ def _run(config: "EvalConfig", output: Path | None, terminal: Terminal, overwrit
                 terminal.note(f"{progress.before:,} of {progress.total:,} rows are there already")
             update(progress.done, progress.total - progress.before, progress.doing)
 
-        name, known = config.run.checkpoint, options.run_facts(model)
+        name, known = config.run.checkpoint, options.run_facts(model.engine)
         if model.manifest is not None:
             name = f"{name} ({Path(model.manifest.source).name})"
         facts = {"checkpoint": name, **{k: known[k] for k in ("device", "mesh", "versions")}}

@@ -106,7 +106,6 @@ def perplexity(
         return _cut(loaded, scoring.text, scoring.texts, length, join=kind.stream)
 
     loaded, tokens, engines = _opened(model, terminal, made, cut)
-    from jax_longctx.api import LongContext
     from jax_longctx.evaluation.perplexity import joined, markdown, score_piece
     from jax_longctx.evaluation.perplexity import plot as draw
     from jax_longctx.jobs.loop import compute_pieces, finish_pieces
@@ -148,11 +147,10 @@ def perplexity(
         return
     runs: list[dict[str, Any]] = []
     for number, (spec, asked) in enumerate(plans):
-        scored = LongContext(engines[spec], loaded.tokenizer, loaded.manifest)
-        facts = {**options.run_facts(scored), "given": dict(spec.settings), "question": asked}
+        facts = {**options.run_facts(engines[spec]), "given": dict(spec.settings)}
         own = joined(found[number * len(starts) :][: len(starts)], length, window)
-        about = {"protocol": scoring.protocol, "batch": scoring.batch, "text_hashes": hashes}
-        runs.append({**facts, **about, **own})
+        about = {"question": asked, "protocol": scoring.protocol, "batch": scoring.batch}
+        runs.append({**facts, **about, "text_hashes": hashes, **own})
     finish_pieces(output.out, {MADE_FROM: made_from, "runs": runs})
     if plot is not None:
         draw(runs, plot)
@@ -240,7 +238,6 @@ def agreement(
     loaded, tokens, engines = _opened(
         model, terminal, made, lambda loaded: _cut(loaded, text, texts, length)
     )
-    from jax_longctx.api import LongContext
     from jax_longctx.evaluation.agreement import compare, markdown
     from jax_longctx.jobs.loop import compute_pieces, finish_pieces
 
@@ -275,8 +272,7 @@ def agreement(
         return
     runs: list[dict[str, Any]] = []
     for spec, own in zip(chosen, zip(*found, strict=True), strict=True):
-        scored = LongContext(engines[spec], loaded.tokenizer, loaded.manifest)
-        facts = {**options.run_facts(scored), "given": dict(spec.settings), "length": length}
+        facts = {**options.run_facts(engines[spec]), "given": dict(spec.settings), "length": length}
         means = {key: [each for part in own for each in part[key]] for key in ("kl", "same")}
         parts = [part["attention"] for part in own]
         shown = None if None in parts else [each for part in parts for each in part]

@@ -34,6 +34,7 @@ from jax_longctx.settings import Sampling, parse_pairs
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
+    from jax_longctx.engine import Engine
 
 
 def option(help: str, *names: str, default: Any = None, **how: Any) -> Any:
@@ -507,11 +508,11 @@ class AnswerOptions:
         tokens: dict[str, int],
         prefill: float,
         memory: dict[str, int],
-        compiled: float | None = None,
+        compiled: float,
     ) -> dict[str, Any]:
         """The JSON record of an answer; `tokens` and `memory` give the context's numbers.
 
-        `compiled` are seconds of compilation, which the other times then leave out.
+        `compiled` are seconds of compilation, which the other times leave out.
         """
         return {
             "answer": answer.text,
@@ -519,14 +520,14 @@ class AnswerOptions:
             "warning": answer.warning,
             "tokens": {**tokens, "answer": len(answer.tokens)},
             "seconds": {
-                **({} if compiled is None else {"compile": round(compiled, 4)}),
+                "compile": round(compiled, 4),
                 "prefill": round(prefill, 4),
                 "first_token": round(answer.first_token_seconds, 4),
                 "decode": round(answer.decode_seconds, 4),
             },
             "memory": {**memory, "peak_bytes": peak_memory()},
             **({} if answer.fetched is None else {"fetched": answer.fetched.record()}),
-            **run_facts(model),
+            **run_facts(model.engine),
             **self.arguments(),
             "sampling": dataclasses.asdict(self.sampling),
         }
@@ -555,10 +556,10 @@ class Output:
         self.terminal().result(result, shown)
 
 
-def run_facts(model: "LongContext") -> dict[str, Any]:
+def run_facts(engine: "Engine") -> dict[str, Any]:
     """The part of a JSON record that describes the run: method, settings, device, versions."""
-    chosen, setup = settings_of(model.engine.method), model.engine.setup
-    device = model.engine.mesh.devices.flat[0]
+    chosen, setup = settings_of(engine.method), engine.setup
+    device = engine.mesh.devices.flat[0]
     return {
         "method": chosen["name"],
         "settings": chosen["settings"],
@@ -566,7 +567,7 @@ def run_facts(model: "LongContext") -> dict[str, Any]:
         "weights": setup.weights,
         "offload": None if setup.offload is None else dataclasses.asdict(setup.offload),
         "device": device.device_kind,
-        "mesh": dict(model.engine.mesh.shape),
+        "mesh": dict(engine.mesh.shape),
         "versions": {
             "jax_longctx": jax_longctx.__version__,
             "jax": metadata.version("jax"),

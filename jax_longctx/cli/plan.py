@@ -8,7 +8,7 @@ from rich.text import Text
 
 from jax_longctx.cli import options
 from jax_longctx.cli.options import option
-from jax_longctx.cli.terminal import Terminal, shown_time, table
+from jax_longctx.cli.terminal import Terminal, shown_time, stored, table
 from jax_longctx.files import expanded
 from jax_longctx.memory import shown_bytes
 from jax_longctx.planning.targets import parse_target
@@ -189,14 +189,13 @@ def _shown(record: dict[str, Any]) -> list[Any]:
         f"reached {c['linear_share']:.0%} in projections, {c['attention_share']:.0%} in prefill "
         f"attention, {c['bandwidth_share']:.0%} of the bandwidth in decode"
     )
-    said = {"weights": "weights", "kv": "keys and values", "offload": "contexts"}
-    forms = "".join(f", {what} in {record[key]}" for key, what in said.items() if record[key])
+    fitting = [f"{name} ({shown_bytes(need)})" for name, need in record["alternatives"].items()]
     return [
-        f"{record['model']}, {record['dtype']}{forms}, {record['method']}, {record['batch']} x "
-        f"{record['context']:,} tokens, chunks of {record['chunk']:,}",
+        f"{record['model']}, {record['dtype']}{stored(record)}, {record['method']}, "
+        f"{record['batch']} x {record['context']:,} tokens, chunks of {record['chunk']:,}",
         f"{record['target']}, {record['devices']} devices; --mesh {mesh}{proposed}",
         numbers,
-        _verdict(record),
+        _bounds(record) + (f"; this fits: {', '.join(fitting)}" if fitting else ""),
         Text(constants, style="dim"),
     ]
 
@@ -254,11 +253,6 @@ def _compiled_rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _verdict(record: dict[str, Any]) -> str:
-    fitting = [f"{name} ({shown_bytes(need)})" for name, need in record["alternatives"].items()]
-    return _bounds(record) + (f"; this fits: {', '.join(fitting)}" if fitting else "")
-
-
 def _bounds(record: dict[str, Any]) -> str:
     memory, compiled = record["memory_bytes"], record["compiled"]
     largest, context = memory["largest_context"], record["context"]
@@ -271,11 +265,11 @@ def _bounds(record: dict[str, Any]) -> str:
         if largest is None
         else f"the largest context that fits is about {largest:,} tokens"
     )
+    verdict = "fits" if (compiled or memory)["fits"] else f"{context:,} tokens do not fit"
     if compiled is None:
-        return f"{'fits' if memory['fits'] else f'{context:,} tokens do not fit'}; {bound}"
+        return f"{verdict}; {bound}"
     name = compiled["most_held_by"]
     held = shown_bytes(compiled["programs"][name]["held"])
-    verdict = "fits" if compiled["fits"] else f"{context:,} tokens do not fit"
     return f"{verdict}: as compiled, {name!r} holds the most, {held}; {bound}"
 
 

@@ -329,6 +329,12 @@ def shown_time(seconds: float, least: float = 0.1) -> str:
     return f"{seconds:,.2f} s" if seconds >= least else f"{seconds * 1e3:.2f} ms"
 
 
+def stored(record: dict[str, Any]) -> str:
+    """The forms of weights, keys and values, and the place of contexts, where a record has them."""
+    said = {"weights": "weights", "kv": "keys and values", "offload": "contexts"}
+    return "".join(f", {what} in {record[key]}" for key, what in said.items() if record.get(key))
+
+
 def _count(done: int, total: int, unit: str) -> str:
     if unit == "bytes":
         return f"{shown_bytes(done)} of {shown_bytes(total)}"
@@ -348,11 +354,7 @@ def per_second(count: int, seconds: float) -> float:
 
 
 def closing_note(
-    answer: "Answer",
-    context: int,
-    prefill: float | None,
-    cache: int | None,
-    compiled: float = 0.0,
+    answer: "Answer", context: int, prefill: float | None, cache: int | None, compiled: float
 ) -> str:
     """An answer's time and memory in one line; `prefill` is None for a context read earlier.
 

@@ -12,7 +12,7 @@ from jax_longctx.cli.terminal import Terminal, shown_time
 from jax_longctx.errors import InputError
 from jax_longctx.files import expanded
 from jax_longctx.memory import shown_bytes
-from jax_longctx.models.presets import PRESETS, preset
+from jax_longctx.models.presets import preset
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import Sampling
 
@@ -63,7 +63,11 @@ def warm(
         JAX_COMPILATION_CACHE_DIR=/cache jax-longctx warm llama-3.1-8b -m full -m quest
     """
     specs = options.parse_specs(methods)
-    _check_model(model)
+    if os.path.exists(expanded(model)):
+        options.check_checkpoint(Path(model))
+    else:
+        # Raises an error that lists the names.
+        preset(model)
     terminal = Terminal(as_json=as_json)
     sampling = answers.sampling
     with terminal.starting():
@@ -92,18 +96,10 @@ def warm(
         **run.facts(),
         "sampling": dataclasses.asdict(sampling),
         "folder": str(folder),
-        "cache_bytes": _bytes(folder),
+        "cache_bytes": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
         "cases": found,
     }
     terminal.result(record, _shown)
-
-
-def _check_model(model: str) -> None:
-    if os.path.exists(expanded(model)):
-        options.check_checkpoint(Path(model))
-    elif model not in PRESETS:
-        # Raises the error that lists the names.
-        preset(model)
 
 
 class _Model:
@@ -132,12 +128,7 @@ class _Model:
         return Engine(self.config, abstract_params(self.config, run), run)
 
     def compile(
-        self,
-        engine: Any,
-        lengths: "Lengths",
-        sampling: Sampling,
-        terminal: Terminal,
-        name: str,
+        self, engine: Any, lengths: "Lengths", sampling: Sampling, terminal: Terminal, name: str
     ) -> dict[str, Any]:
         """Compiles, with progress, the programs of one question and of several.
 
@@ -186,10 +177,6 @@ def _cache_folder() -> Path:
     # Also in a folder of the user's choice: a command needs many small programs.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return Path(folder)
-
-
-def _bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _shown(record: dict[str, Any]) -> list[Any]:

@@ -297,7 +297,7 @@ def test_a_source_tree_that_is_not_installed_has_a_version_too(model, monkeypatc
 
     monkeypatch.setattr(metadata, "version", version)
     assert jax_longctx.__version__ == "not installed"
-    facts = run_facts(model)
+    facts = run_facts(model.engine)
     assert facts["versions"]["jax_longctx"] == "not installed"
     assert facts["versions"]["jax"] == jax.__version__
 
