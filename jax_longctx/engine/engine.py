@@ -52,6 +52,7 @@ from jax_longctx.engine.prefill import (
     finish_context,
     finish_question,
     fork,
+    places_of,
     run_segment,
     whole_finish,
 )
@@ -64,7 +65,6 @@ from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import form_of_weights, stacked_layers
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import Sampling
-from jax_longctx.sharding import tree_shardings
 
 Rows = Sequence[Sequence[int]]
 # Columns of a decode block: one host round trip for that many tokens. The first blocks of an
@@ -547,15 +547,11 @@ def extend(setup: Setup, context: Context, more: int) -> None:
     context.slots, context.reserve = context.slots + more, context.reserve + more
 
 
-def _places(setup: Setup, caches: tuple[Any, ...], *_: int) -> list[Any]:
-    return jax.tree.leaves(tree_shardings(setup.mesh, caches))
-
-
-@program(static=(0, 2, 3), places=_places)
+@program(static=(0, 2, 3), places=places_of)
 def _extended(setup: Setup, caches: tuple[Any, ...], more: int, slots: int) -> list[Any]:
     """The arrays that grow; None for the others, which stay where they are."""
     grown = jax.tree.leaves(grow(caches, more, setup.slot_layout, slots))
-    each = zip(jax.tree.leaves(caches), grown, _places(setup, caches), strict=True)
+    each = zip(jax.tree.leaves(caches), grown, places_of(setup, caches), strict=True)
     placed = jax.lax.with_sharding_constraint
     return [None if new is old else placed(new, at) for old, new, at in each]
 

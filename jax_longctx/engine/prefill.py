@@ -197,11 +197,12 @@ def finish_one(
     return Stacked(jax.tree.unflatten(jax.tree.structure(specs), found), cache.count)
 
 
-def _fork_places(setup: Setup, cache: Any) -> list[Any]:
-    return jax.tree.leaves(tree_shardings(setup.mesh, cache))
+def places_of(setup: Setup, caches: Any, *_: int) -> list[Any]:
+    """Where the arrays of these caches lie."""
+    return jax.tree.leaves(tree_shardings(setup.mesh, caches))
 
 
-@program(static=(0,), places=_fork_places)
+@program(static=(0,), places=places_of)
 def _forked(setup: Setup, cache: Any) -> list[Any]:
     """The arrays of a layer's fork, or a run's; None for those that it shares with the context."""
 
@@ -211,7 +212,7 @@ def _forked(setup: Setup, cache: Any) -> list[Any]:
         return [None if made is old else made for old, made in pairs]
 
     made = jax.vmap(new)(cache.cache) if isinstance(cache, Stacked) else new(cache)
-    placed, places = jax.lax.with_sharding_constraint, _fork_places(setup, cache)
+    placed, places = jax.lax.with_sharding_constraint, places_of(setup, cache)
     return [x if x is None else placed(x, at) for x, at in zip(made, places, strict=True)]
 
 
