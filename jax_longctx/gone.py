@@ -80,7 +80,7 @@ def without_gone(name: str, settings: Mapping[str, object]) -> dict[str, object]
     kept = dict(settings)
     for key, now in SETTINGS.get(name, {}).items():
         given = kept.pop(key, now)
-        if str(given).lower() != str(now).lower():
+        if not _same(given, now):
             apart = APART.get((name, key))
             told = f"; type, {RUN} -m {apart}:{key}={given}" if apart else ""
             raise ConfigError(
@@ -88,6 +88,14 @@ def without_gone(name: str, settings: Mapping[str, object]) -> dict[str, object]
                 f"given or saved has {key}={given}{told}"
             )
     return kept
+
+
+def _same(given: object, now: object) -> bool:
+    """Whether a value, given as it is or as text, is the one that a method has now."""
+    try:
+        return float(str(given)) == float(str(now))
+    except ValueError:
+        return str(given).lower() == str(now).lower()
 
 
 def current(described: Any) -> Any:

@@ -199,7 +199,7 @@ def research() -> Any:
     """The module `research.published`; the methods of `research` have names from then on.
 
     Raises:
-      InputError: this is no checkout of the repository.
+      InputError: this is no checkout of the repository, or another package has its name.
     """
     if not (RESEARCH / "suites").is_dir():
         raise InputError(
@@ -208,7 +208,13 @@ def research() -> Any:
         )
     if str(RESEARCH.parent) not in sys.path:
         sys.path.append(str(RESEARCH.parent))
-    importlib.import_module("research").offer()
+    found = importlib.import_module("research")
+    if Path(found.__file__ or "").resolve().parent != RESEARCH.resolve():
+        raise InputError(
+            f"another package is called research, {found.__file__}, and hides the repository's "
+            f"{RESEARCH}; run in another folder, or without it on PYTHONPATH"
+        )
+    found.offer()
     return importlib.import_module("research.published")
 
 

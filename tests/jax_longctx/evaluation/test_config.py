@@ -2,7 +2,9 @@
 
 import dataclasses
 import fnmatch
+import sys
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
@@ -128,7 +130,7 @@ def test_suites_are_part_of_the_package():
         read_suite("smoek")
 
 
-def test_papers_suites_need_a_checkout_and_bring_their_methods(monkeypatch):
+def test_papers_suites_need_a_checkout_and_bring_their_methods(monkeypatch, tmp_path):
     """`research` is beside the packages, and not in the wheel."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
@@ -139,6 +141,11 @@ def test_papers_suites_need_a_checkout_and_bring_their_methods(monkeypatch):
     read_suite("paper:star")
     for name in research.STUDIES:
         assert make_method(name).name == name and METHODS[name].__module__.startswith("research.")
+    another = tmp_path / "research" / "__init__.py"
+    monkeypatch.setitem(sys.modules, "research", types.ModuleType("research"))
+    monkeypatch.setattr(sys.modules["research"], "__file__", str(another), raising=False)
+    with pytest.raises(InputError, match=f"another package is called research, {another}, and"):
+        read_suite("paper:star")
     # As an installed package is.
     monkeypatch.setattr(config, "RESEARCH", ROOT / "nowhere")
     assert not any(name.startswith("paper:") for name in suites())

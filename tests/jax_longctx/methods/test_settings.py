@@ -179,6 +179,8 @@ def test_what_was_saved_equals_what_is_made_now():
     check_same(
         Path("f"), {"method": "ring", "settings": {"hops": -1}}, {"method": "ring", "settings": {}}
     )
+    for whole in (1, "1", "1.00"):
+        assert make_method("h2o-shared", {"alpha": whole}) == make_method("h2o-shared")
     told = "type, in a checkout of the repository: python -m research ... -m star-anchors:seed=3"
     with pytest.raises(ConfigError, match=re.escape(told)):
         make_method("star", {"seed": 3})
