@@ -26,7 +26,7 @@ layer, or None; and `length`, `score`, `queries` and `top`.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -227,7 +227,7 @@ class _Marked:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Marking:
+class _Marking(Method):
     """A method that also attends to marks; `queries` of their outputs are kept.
 
     Everything that is not defined here is the method's own.
@@ -237,8 +237,9 @@ class _Marking:
     queries: int
 
     def __post_init__(self) -> None:
+        own = {*vars(type(self)), *vars(self), "info"}
         for name in dir(self.method):
-            if not hasattr(self, name):
+            if name not in own and not name.startswith("_"):
                 object.__setattr__(self, name, getattr(self.method, name))
 
     def init_cache(self, shape: CacheShape) -> _Marked:
@@ -321,7 +322,7 @@ def attention_weights(
         )
     batch = -(-batch // engine.mesh.shape["data"]) * engine.mesh.shape["data"]
     # Methods keep `info` on the class; here the instance forwards it.
-    marking = engine.under(cast(Method, _Marking(engine.method, queries)), **ON_DEVICES)
+    marking = engine.under(_Marking(engine.method, queries), **ON_DEVICES)
     # The last token predicts nothing that is scored.
     size, fed = engine.config.head_dim, list(text)[:-1]
     starts = range(0, len(fed), size)

@@ -288,7 +288,7 @@ def test_it_9_it_11_units_begin_anywhere_on_sharded_slots():
     scaled = RopeConfig(kind="yarn", theta=THETA, trained_length=128, attention_factor=1.5)
     config = tiny_config(num_layers=1, rope=scaled)
     engine = tiny_engine(method_of(rules), mesh=make_mesh(1, 4, 2), config=config)
-    trace, _ = check(engine, rules, texts([(290, 1), (131, 1)], 2, seed=5))
+    trace, _ = check(engine, rules, texts([(290, 1), (131, 1)], 2, seed=6))
     picked = [unit for heads in trace.chosen[-1] for units in heads for unit in units]
     assert min(picked) * 4 + 3 < 128 < max(picked) * 4 + 3
 
