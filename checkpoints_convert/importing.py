@@ -45,6 +45,7 @@ from jax_longctx.files import (
 from jax_longctx.locks import only_writer
 from jax_longctx.memory import shown_bytes
 from jax_longctx.models import storage
+from jax_longctx.models.for_orbax import describe
 from jax_longctx.models.llama import ParamInfo
 from jax_longctx.models.params import stored_paths
 from jax_longctx.settings import StoredForm, check_form
@@ -307,7 +308,7 @@ def _write_rest(
         for path, (info, dtype) in step.stored.items()
     }
     tensors = partial.check(entries)
-    storage.describe_for_orbax(partial.params, tensors)
+    describe(partial.params, storage.STATE, tensors)
     manifest = storage.Manifest(
         config=opened.config,
         dtype=bytes_of.most_common(1)[0][0],

@@ -29,7 +29,8 @@ from jax_longctx.bench.steps import QUESTION, check_mesh, one_row
 from jax_longctx.bench.timing import TOO_MUCH, WARM, Shape, call_times, copy_bandwidth, streamed
 from jax_longctx.engine import Context, Engine
 from jax_longctx.engine.capacity import footprint
-from jax_longctx.engine.engine import BLOCK, read_question
+from jax_longctx.engine.context import read_question
+from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.places import cannot_share
 from jax_longctx.engine.running import Request, RunningBatch
 from jax_longctx.errors import ConfigError, InputError

@@ -20,6 +20,7 @@ from jax_longctx.cli.terminal import (
     Terminal,
     check_argument,
     check_folder,
+    choose_method,
     closing_note,
     read_text,
     save,
@@ -259,7 +260,7 @@ class Session:
             assert self.request.load_context is not None
             return method_of(self.request.load_context)
         how = {"reserve": self.reserve, "questions": len(asked), "saving": saving}
-        return options.choose_method(self.terminal, model, len(self.text) + self.reserve, **how)
+        return choose_method(self.terminal, model, len(self.text) + self.reserve, **how)
 
     def compile(self, model: "LongContext") -> "Compilation":
         """Begins to compile the programs for the document and the first question."""

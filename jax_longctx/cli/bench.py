@@ -12,6 +12,7 @@ from jax_longctx.cli import bench_tables, options, process
 from jax_longctx.cli.options import marked, option
 from jax_longctx.cli.terminal import (
     Terminal,
+    check_checkpoint,
     check_file,
     check_folder,
     check_matplotlib,
@@ -268,7 +269,7 @@ def cold(
             "--checkpoint",
             "-c",
             metavar="DIR",
-            callback=options.checked(options.check_checkpoint),
+            callback=options.checked(check_checkpoint),
         ),
         length=option("Tokens of context.", default=16000, min=1),
         answer=option("Tokens of the answer.", default=60, min=2),

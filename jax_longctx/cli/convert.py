@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jax_longctx.cli import options
 from jax_longctx.cli.options import argument, option
-from jax_longctx.cli.terminal import Terminal
+from jax_longctx.cli.terminal import Terminal, check_checkpoint
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.files import expanded, whole_path
 from jax_longctx.memory import shown_bytes
@@ -60,7 +60,7 @@ def convert(
         if to_hf and given is not None:
             raise InputError(f"--to-hf writes the checkpoint's own dtype; leave out {name}")
     if to_hf:
-        options.check_checkpoint(Path(source))
+        check_checkpoint(Path(source))
     elif not (os.path.exists(expanded(source)) or _is_hub_id(source)):
         raise CheckpointError(
             f"{source} does not exist; expected a Hugging Face directory, a GGUF file, "

@@ -14,6 +14,7 @@ from jax_longctx.cli.options import argument, only, option
 from jax_longctx.cli.terminal import (
     Compiling,
     Terminal,
+    check_checkpoint,
     check_folder,
     check_matplotlib,
     read_text,
@@ -202,7 +203,7 @@ def _run(config: "EvalConfig", output: Path | None, terminal: Terminal, overwrit
         raise InputError("no model given; name one with --checkpoint")
     parse_mesh(config.run.mesh or "")
     if config.run.checkpoint != DEMO:
-        options.check_checkpoint(Path(config.run.checkpoint))
+        check_checkpoint(Path(config.run.checkpoint))
     check_matplotlib("the report")
     with terminal.starting():
         from jax_longctx.evaluation.report import write_about

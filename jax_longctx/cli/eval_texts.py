@@ -1,7 +1,7 @@
 """`jax-longctx eval` on plain texts: perplexity, agreement with full attention."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,39 +88,24 @@ def perplexity(
         jax-longctx eval perplexity -c smollm2 --protocol P3 -m streaming-llm -m citrus-standard
     """
     check_plot(plot, "--plot")
-    chosen = options.parse_specs(methods)
-    terminal, kind = output.terminal(), scoring.kind
+    chosen, terminal, kind = options.parse_specs(methods), output.terminal(), scoring.kind
     length = scoring.length or kind.length
-    plans: list[tuple[Spec, str]] = []
     with terminal.starting():
         made = _made(chosen)
-        for spec in chosen:
-            reads_for = made[spec].info.needs_question and kind.through == "context"
-            if reads_for and not scoring.question:
-                said = f"{spec.name} reads a text for a question: give one with --question"
-                raise InputError(said)
-            plans += [(spec, asked) for asked in (scoring.question or [] if reads_for else [""])]
-    plans = list(dict.fromkeys(plans))
+        plans = _plans(made, scoring)
 
-    def cut(loaded: "LongContext") -> Any:
-        return _cut(loaded, scoring.text, scoring.texts, length, join=kind.stream)
-
-    loaded, tokens, engines = _opened(model, terminal, made, cut)
-    from jax_longctx.evaluation.perplexity import joined, markdown, score_piece
+    how = {"join": kind.stream}
+    loaded, tokens, engines = _opened(
+        model, terminal, made, lambda each: _cut(each, scoring.text, scoring.texts, length, **how)
+    )
+    from jax_longctx.evaluation.perplexity import markdown, score_piece
     from jax_longctx.evaluation.perplexity import plot as draw
     from jax_longctx.jobs.loop import compute_pieces, finish_pieces
 
-    hashes = list(map(digest_of, tokens.tolist()))
     score, window = scoring.score or kind.score, scoring.window or kind.window
-    made_from = {
-        "command": "eval perplexity",
-        "texts": hashes,
-        "methods": [spec.label for spec in chosen],
-        "score": score,
-        "window": window,
-        **{name: getattr(scoring, name) for name in ("protocol", "question", "batch")},
-        **loaded.made_by,
-    }
+    sizes = {name: getattr(scoring, name) for name in ("protocol", "question", "batch")}
+    sizes |= {"score": score, "window": window}
+    made_from = _record("eval perplexity", loaded, chosen, tokens, **sizes)
     starts = range(0, len(tokens), scoring.batch)
     pieces = [(spec, asked, start) for spec, asked in plans for start in starts]
     with terminal.progress("scoring") as update:
@@ -141,20 +126,56 @@ def perplexity(
 
         # Pieces are of a batch's texts, the finished file's scores of each text. Earlier versions
         # said how they scored methods that look ahead.
-        how: dict[str, Any] = {"overwrite": overwrite, "free": ("batch", "ahead")}
-        found = compute_pieces(output.out, made_from, len(pieces), compute, **how)
+        free = ("batch", "ahead")
+        found = compute_pieces(
+            output.out, made_from, len(pieces), compute, overwrite=overwrite, free=free
+        )
     if found is None:
         return
-    runs: list[dict[str, Any]] = []
-    for number, (spec, asked) in enumerate(plans):
-        facts = {**options.run_facts(engines[spec]), "given": dict(spec.settings)}
-        own = joined(found[number * len(starts) :][: len(starts)], length, window)
-        about = {"question": asked, "protocol": scoring.protocol, "batch": scoring.batch}
-        runs.append({**facts, **about, "text_hashes": hashes, **own})
+    runs = _runs(scoring, plans, found, engines, made_from)
     finish_pieces(output.out, {MADE_FROM: made_from, "runs": runs})
     if plot is not None:
         draw(runs, plot)
     terminal.records(runs, markdown)
+
+
+def _plans(made: dict[Spec, Any], scoring: Scoring) -> list[tuple[Spec, str]]:
+    """Each method, once for each question that it reads the texts for."""
+    plans: list[tuple[Spec, str]] = []
+    for spec, method in made.items():
+        reads_for = method.info.needs_question and scoring.kind.through == "context"
+        if reads_for and not scoring.question:
+            raise InputError(f"{spec.name} reads a text for a question: give one with --question")
+        plans += [(spec, asked) for asked in (scoring.question or [] if reads_for else [""])]
+    return list(dict.fromkeys(plans))
+
+
+def _runs(
+    scoring: Scoring,
+    plans: list[tuple[Spec, str]],
+    found: list[dict[str, Any]],
+    engines: dict[Spec, "Engine"],
+    made_from: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """The result of each plan, from the pieces of all."""
+    from jax_longctx.evaluation.perplexity import joined
+
+    length, count = scoring.length or scoring.kind.length, len(found) // len(plans)
+    runs: list[dict[str, Any]] = []
+    for number, (spec, asked) in enumerate(plans):
+        facts = {**options.run_facts(engines[spec]), "given": dict(spec.settings)}
+        own = joined(found[number * count :][:count], length, made_from["window"])
+        about = {"question": asked, "protocol": scoring.protocol, "batch": scoring.batch}
+        runs.append({**facts, **about, "text_hashes": made_from["texts"], **own})
+    return runs
+
+
+def _record(
+    command: str, loaded: "LongContext", chosen: list[Spec], tokens: Any, **sizes: Any
+) -> dict[str, Any]:
+    """What the pieces of a run are made from."""
+    texts, methods = list(map(digest_of, tokens.tolist())), [spec.label for spec in chosen]
+    return {"command": command, "texts": texts, "methods": methods, **sizes, **loaded.made_by}
 
 
 def _made(chosen: list[Spec]) -> dict[Spec, Any]:
@@ -230,8 +251,7 @@ def agreement(
 
         jax-longctx eval agreement -c smollm2 -m snapkv:budget=256 -m quest:budget=256
     """
-    chosen = options.parse_specs(methods)
-    terminal = output.terminal()
+    chosen, terminal = options.parse_specs(methods), output.terminal()
     exactly = Spec("full")
     with terminal.starting():
         made = _made([*chosen, exactly])
@@ -242,15 +262,8 @@ def agreement(
     from jax_longctx.jobs.loop import compute_pieces, finish_pieces
 
     sizes = {"score": score, "queries": min(QUERIES, score), "top": TOP}
-    made_from = {
-        "command": "eval agreement",
-        "texts": list(map(digest_of, tokens.tolist())),
-        "methods": [spec.label for spec in chosen],
-        "attention": attention,
-        "batch": batch,
-        **sizes,
-        **loaded.made_by,
-    }
+    how = {"attention": attention, "batch": batch, **sizes}
+    made_from = _record("eval agreement", loaded, chosen, tokens, **how)
     count = -(-texts // batch)
     with terminal.progress("comparing", "texts") as update:
 
@@ -265,20 +278,26 @@ def agreement(
                 **sizes,
             )
 
-        # As in `perplexity`.
-        how: dict[str, Any] = {"overwrite": overwrite, "free": ("batch",)}
-        found = compute_pieces(output.out, made_from, count, compute, **how)
+        free = ("batch",)
+        found = compute_pieces(
+            output.out, made_from, count, compute, overwrite=overwrite, free=free
+        )
     if found is None:
         return
     runs: list[dict[str, Any]] = []
     for spec, own in zip(chosen, zip(*found, strict=True), strict=True):
         facts = {**options.run_facts(engines[spec]), "given": dict(spec.settings), "length": length}
-        means = {key: [each for part in own for each in part[key]] for key in ("kl", "same")}
-        parts = [part["attention"] for part in own]
-        shown = None if None in parts else [each for part in parts for each in part]
-        runs.append({**facts, **sizes, **means, "attention": shown})
-        if attention and shown is None:
+        runs.append({**facts, **sizes, **_joined(own)})
+        if attention and runs[-1]["attention"] is None:
             why = "reads a text in parts side by side, or chooses by values"
             terminal.note(f"{spec.name} {why}: no weights shown")
     finish_pieces(output.out, {MADE_FROM: made_from, "runs": runs})
     terminal.records(runs, markdown)
+
+
+def _joined(pieces: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What `compare` found of each text; no attention where one piece has none."""
+    found = {key: [each[key] for each in pieces] for key in ("kl", "same", "attention")}
+    none = None in found["attention"]
+    whole = {key: [one for part in parts for one in part or ()] for key, parts in found.items()}
+    return whole | ({"attention": None} if none else {})

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from jax_longctx.cli import options
 from jax_longctx.cli.options import argument
-from jax_longctx.cli.terminal import Compiling, Terminal, check_argument, closing_note, read_text
+from jax_longctx.cli.terminal import (
+    Compiling,
+    Terminal,
+    check_argument,
+    choose_method,
+    closing_note,
+    read_text,
+)
 from jax_longctx.errors import InputError
 
 if TYPE_CHECKING:
@@ -57,7 +64,7 @@ def generate(
 
     def chosen(loaded: "LongContext") -> Any:
         tokens = len(encoded(loaded.tokenizer)) + answers.max_tokens
-        return options.choose_method(terminal, loaded, tokens, reserve=answers.max_tokens)
+        return choose_method(terminal, loaded, tokens, reserve=answers.max_tokens)
 
     how: dict[str, Any] = {"choose": chosen} if method.method == options.AUTO else {}
     with compiling.watching():

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from jax_longctx.cli import options
 from jax_longctx.cli.options import argument, option
-from jax_longctx.cli.terminal import Terminal, table
+from jax_longctx.cli.terminal import Terminal, check_checkpoint, table
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.methods import METHODS, describe, make_method
@@ -33,7 +33,7 @@ def methods(
         "--checkpoint",
         "-c",
         metavar="DIR",
-        callback=options.checked(options.check_checkpoint),
+        callback=options.checked(check_checkpoint),
     ),
     context: int = option("Tokens of context, for the memory shown.", default=32768),
     batch: int = option("Rows, for the memory shown.", default=1),

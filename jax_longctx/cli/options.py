@@ -10,7 +10,6 @@ import inspect
 import json
 import os
 import platform
-import shlex
 import typing
 from collections.abc import Callable, Iterable
 from importlib import metadata
@@ -22,10 +21,10 @@ import typer.core
 from typer.models import OptionInfo
 
 import jax_longctx
-from jax_longctx.cli.terminal import Terminal, check_argument, check_file, save
-from jax_longctx.errors import CheckpointError, InputError
+from jax_longctx.cli.terminal import Terminal, check_argument, check_checkpoint, check_file, save
+from jax_longctx.errors import InputError
 from jax_longctx.evaluation.specs import Spec
-from jax_longctx.files import expanded, whole_path
+from jax_longctx.files import expanded
 from jax_longctx.memory import peak_memory
 from jax_longctx.methods import METHODS, check_method, make_method, settings_of
 from jax_longctx.models.presets import PRESETS, preset
@@ -199,26 +198,6 @@ def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
         return value
 
     return callback
-
-
-def check_checkpoint(folder: Path) -> None:
-    """CheckpointError where the folder has no manifest; loading checks the contents."""
-    try:
-        where = whole_path(folder)
-        if (where / "manifest.json").is_file():
-            return
-        of_gguf = where.suffix == ".gguf" and where.is_file()
-        known = of_gguf or any((where / name).is_file() for name in ("config.json", "params.json"))
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
-    what, source, made = "no manifest.json", "SOURCE", "DESTINATION"
-    if known:
-        what = "it is a GGUF file" if of_gguf else "it is as other libraries write them"
-        source, made = str(folder), f"{where.stem}-converted"
-    raise CheckpointError(
-        f"{folder} is not a converted checkpoint ({what}); make one, once: jax-longctx convert "
-        f"{shlex.quote(source)} {shlex.quote(made)}"
-    )
 
 
 def template_variables(pairs: Iterable[str]) -> dict[str, Any]:
@@ -441,15 +420,6 @@ class ModelChoice:
                 template=template_variables(self.template or ()),
                 **how,
             )
-
-
-def choose_method(terminal: Terminal, model: "LongContext", tokens: int, **how: Any) -> Any:
-    """The method for one text (`choosing.choose`), with a line that says why."""
-    from jax_longctx.choosing import choose
-
-    choice = choose(model, tokens, **how)
-    terminal.note(f"method {choice.reason}")
-    return choice.method
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

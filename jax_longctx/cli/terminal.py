@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -24,8 +25,8 @@ from rich.progress import Progress, ProgressColumn, Task
 from rich.text import Text
 
 from jax_longctx.cli import process
-from jax_longctx.errors import InputError, TrainedLengthWarning
-from jax_longctx.files import decoded, folder_made, read_bytes, write_whole
+from jax_longctx.errors import CheckpointError, InputError, TrainedLengthWarning
+from jax_longctx.files import decoded, folder_made, read_bytes, whole_path, write_whole
 from jax_longctx.memory import check_memory_limit, memory_used, peak_memory, shown_bytes
 
 if TYPE_CHECKING:
@@ -486,3 +487,32 @@ def table(headers: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) 
     for row in rows:
         made.add_row(*row)
     return made
+
+
+def check_checkpoint(folder: Path) -> None:
+    """CheckpointError where the folder has no manifest; loading checks the contents."""
+    try:
+        where = whole_path(folder)
+        if (where / "manifest.json").is_file():
+            return
+        of_gguf = where.suffix == ".gguf" and where.is_file()
+        known = of_gguf or any((where / name).is_file() for name in ("config.json", "params.json"))
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
+    what, source, made = "no manifest.json", "SOURCE", "DESTINATION"
+    if known:
+        what = "it is a GGUF file" if of_gguf else "it is as other libraries write them"
+        source, made = str(folder), f"{where.stem}-converted"
+    raise CheckpointError(
+        f"{folder} is not a converted checkpoint ({what}); make one, once: jax-longctx convert "
+        f"{shlex.quote(source)} {shlex.quote(made)}"
+    )
+
+
+def choose_method(terminal: Terminal, model: "LongContext", tokens: int, **how: Any) -> Any:
+    """The method for one text (`choosing.choose`), with a line that says why."""
+    from jax_longctx.choosing import choose
+
+    choice = choose(model, tokens, **how)
+    terminal.note(f"method {choice.reason}")
+    return choice.method

@@ -9,7 +9,7 @@ import typer
 
 from jax_longctx.cli import options, process
 from jax_longctx.cli.options import argument, only, option
-from jax_longctx.cli.terminal import Terminal, check_file, check_plot, save
+from jax_longctx.cli.terminal import Terminal, check_checkpoint, check_file, check_plot, save
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.run_spec import RunSpec
@@ -121,7 +121,7 @@ def evaluate(
         "-c",
         default=...,
         metavar="DIR",
-        callback=options.checked(lambda folders: list(map(options.check_checkpoint, folders))),
+        callback=options.checked(lambda folders: list(map(check_checkpoint, folders))),
     ),
     data: Path = option("The prepared data set.", default=..., exists=True, show_default=False),
     scoring: Scoring,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_longctx.cli import options
 from jax_longctx.cli.options import argument, option
-from jax_longctx.cli.terminal import Terminal, shown_time
+from jax_longctx.cli.terminal import Terminal, check_checkpoint, shown_time
 from jax_longctx.errors import InputError
 from jax_longctx.files import expanded
 from jax_longctx.memory import shown_bytes
@@ -64,7 +64,7 @@ def warm(
     """
     specs = options.parse_specs(methods)
     if os.path.exists(expanded(model)):
-        options.check_checkpoint(Path(model))
+        check_checkpoint(Path(model))
     else:
         # Raises an error that lists the names.
         preset(model)

@@ -1,12 +1,17 @@
-"""The progress of a prefill, and its result: a context."""
+"""A context, and what feeds texts and questions into its caches."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
+from jaxtyping import Float
 
-from jax_longctx.contract import Method
+from jax_longctx.contract import Method, Prompt, Segment
 from jax_longctx.engine.capacity import held_bytes
+from jax_longctx.engine.prefill import Logits, run_segment
+from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import InputError
 
 
@@ -80,3 +85,28 @@ class Run:
 
     caches: tuple[Any, ...]
     whole: tuple[Any, ...] | None = None
+
+
+def read_text(
+    setup: Setup, params: Any, run: Run, prompt: Prompt, total: Any, wanted: Logits = "none"
+) -> Iterator[tuple[Segment, Any]]:
+    """Feeds a prompt's contexts; each segment with what `run_segment` returns of it.
+
+    InputError where a segment is `wanted` and does not follow the one before.
+    """
+    for segment in setup.method.segments(prompt):
+        if wanted != "none" and segment.spread:
+            raise InputError("this method reads a text in parts side by side; it cannot score one")
+        run.caches, found = run_segment(setup, params, run.caches, segment, total, None, wanted)
+        yield segment, found
+
+
+def read_question(
+    setup: Setup, params: Any, run: Run, rows: list[list[int]], total: Any
+) -> Float[Any, "B V"]:
+    """Feeds the questions; the logits of each row's first token, zeros of a row without one."""
+    logits = jax.device_put(np.zeros((len(rows), setup.config.vocab_size), np.float32))
+    for segment in setup.method.segments(setup.prompt("question", 0, question=rows)):
+        given = setup, params, run.caches, segment, total, logits
+        run.caches, logits = run_segment(*given, "last")
+    return logits

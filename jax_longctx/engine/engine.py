@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
-from jax_longctx.contract import Method, Prompt, Segment
+from jax_longctx.contract import Method, Segment
 from jax_longctx.engine.allocate import abstract_caches, init_caches
 from jax_longctx.engine.capacity import (
     SPARE,
@@ -37,7 +37,7 @@ from jax_longctx.engine.capacity import (
     slots_for,
 )
 from jax_longctx.engine.compiling import limit_mappings, program
-from jax_longctx.engine.context import Context, Progress, Run
+from jax_longctx.engine.context import Context, Progress, Run, read_question, read_text
 from jax_longctx.engine.decode import (
     DecodeState,
     Steps,
@@ -53,7 +53,6 @@ from jax_longctx.engine.prefill import (
     finish_question,
     fork,
     places_of,
-    run_segment,
     whole_finish,
 )
 from jax_longctx.engine.program_files import seal_cache
@@ -380,8 +379,7 @@ class Engine:
         """The tokens of each row's context and question."""
         seen = np.zeros((len(questions), self.config.vocab_size), bool)
         for b, (context, question) in enumerate(zip(contexts, questions, strict=True)):
-            seen[b, list(context)] = True
-            seen[b, list(question)] = True
+            seen[b, [*context, *question]] = True
         return jax.device_put(seen)
 
     def _fork(self, context: Context, keep: bool) -> tuple[Any, ...]:
@@ -504,38 +502,12 @@ class Engine:
         more = bucket(extra - context.reserve, self.mesh.shape["seq"])
 
         def need(more: int) -> int:
-            grown = functools.partial(
-                grow, more=more, layout=self.setup.slot_layout, slots=context.slots
-            )
-            return bytes_per_device(self.mesh, jax.eval_shape(grown, caches))
+            sizes = {"more": more, "layout": self.setup.slot_layout, "slots": context.slots}
+            grown = jax.eval_shape(functools.partial(grow, **sizes), caches)
+            return bytes_per_device(self.mesh, grown)
 
         self.check_growing(more, need, held=context.slots)
         extend(self.setup, context, more)
-
-
-def read_text(
-    setup: Setup, params: Any, run: Run, prompt: Prompt, total: Any, wanted: Logits = "none"
-) -> Iterator[tuple[Segment, Any]]:
-    """Feeds a prompt's contexts; each segment with what `run_segment` returns of it.
-
-    InputError where a segment is `wanted` and does not follow the one before.
-    """
-    for segment in setup.method.segments(prompt):
-        if wanted != "none" and segment.spread:
-            raise InputError("this method reads a text in parts side by side; it cannot score one")
-        run.caches, found = run_segment(setup, params, run.caches, segment, total, None, wanted)
-        yield segment, found
-
-
-def read_question(
-    setup: Setup, params: Any, run: Run, rows: list[list[int]], total: Any
-) -> Float[Any, "B V"]:
-    """Feeds the questions; the logits of each row's first token, zeros of a row without one."""
-    logits = jax.device_put(np.zeros((len(rows), setup.config.vocab_size), np.float32))
-    for segment in setup.method.segments(setup.prompt("question", 0, question=rows)):
-        given = setup, params, run.caches, segment, total, logits
-        run.caches, logits = run_segment(*given, "last")
-    return logits
 
 
 def extend(setup: Setup, context: Context, more: int) -> None:

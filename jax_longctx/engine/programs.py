@@ -16,7 +16,7 @@ import numpy as np
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.capacity import SPARE, bucket, reserved, slots_for
-from jax_longctx.engine.context import Context, Run
+from jax_longctx.engine.context import Context, Run, read_question, read_text
 from jax_longctx.engine.decode import (
     Steps,
     answer_variants,
@@ -25,8 +25,12 @@ from jax_longctx.engine.decode import (
     start_answer,
     turns_of_all,
 )
-from jax_longctx.engine.engine import BLOCK, Engine, extend, read_question, read_text
-from jax_longctx.engine.prefill import finish_context, finish_question, fork
+from jax_longctx.engine.engine import BLOCK, Engine, extend
+from jax_longctx.engine.prefill import (
+    finish_context,
+    finish_question,
+    fork,
+)
 from jax_longctx.engine.sampling import sampling_static, sampling_values
 from jax_longctx.engine.setup import Setup
 from jax_longctx.settings import Sampling

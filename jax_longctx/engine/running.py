@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.engine.capacity import SPARE, reserved
 from jax_longctx.engine.compiling import IN_PLACE, limit_mappings, program
-from jax_longctx.engine.context import Context, Run
+from jax_longctx.engine.context import Context, Run, read_question
 from jax_longctx.engine.decode import (
     DecodeState,
     Steps,
@@ -37,7 +37,7 @@ from jax_longctx.engine.decode import (
     start_answer,
     turns_of_all,
 )
-from jax_longctx.engine.engine import BLOCK, Engine, read_question
+from jax_longctx.engine.engine import BLOCK, Engine
 from jax_longctx.engine.places import Branches, Whole, cannot_share, check_places
 from jax_longctx.engine.sampling import ANY, MOST_LOGPROBS, Choices, RowValues, sampling_values
 from jax_longctx.engine.setup import Ends, everywhere, replicated

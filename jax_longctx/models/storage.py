@@ -39,9 +39,9 @@ from jax_longctx.files import (
     seal,
     sha256_of,
     whole_path,
-    write_text,
 )
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.for_orbax import describe
 from jax_longctx.models.params import check_mesh, param_infos, quantised_weights, stored_paths
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import StoredForm
@@ -63,8 +63,6 @@ BYTES, CHECKSUM = {"name": "bytes", "configuration": {"endian": "little"}}, {"na
 SMALLER = ({"name": "zstd", "configuration": {"level": 3}},)
 # The folder of arrays, in it OCDBT's folders of data files, and those of each of several processes.
 STATE, DATA, OWN = "state", "d", "ocdbt.process_"
-# What Orbax reads such a folder with, by its own name.
-ORBAX = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
 # TensorStore's errors that name bytes which are not what was written.
 DAMAGE = re.compile(r"DATA_LOSS|OUT_OF_RANGE|NOT_FOUND|Error .*\bdecoding\b")
 
@@ -356,24 +354,8 @@ def join_arrays(folder: Path) -> tuple[dict[str, list[Any]], dict[str, str]]:
             for copied in [store.experimental_copy_range_to(joined) for store in stores]:
                 copied.result()
     digests = array_digests(database)
-    describe_for_orbax(folder, digests)
+    describe(folder, STATE, digests)
     return describe_files(folder), digests
-
-
-def describe_for_orbax(folder: Path, paths: Iterable[str]) -> None:
-    """Writes beside arrays of those dot-joined paths what makes `orbax.checkpoint` load them.
-
-    `ocp.load(folder / PARAMS)` then gives a nested dict of NumPy arrays.
-    """
-    tree = {}
-    for keys in (path.split(".") for path in paths):
-        named = [{"key": key, "key_type": 2} for key in keys]
-        value = {"value_type": "np.ndarray", "skip_deserialize": False}
-        tree[str((*keys,))] = {"key_metadata": named, "value_metadata": value}
-    layout = {"use_ocdbt": True, "use_zarr3": True, "store_array_data_equal_to_fill_value": True}
-    write_text(folder / STATE / "_METADATA", json.dumps({"tree_metadata": tree, **layout}))
-    write_text(folder / "_CHECKPOINT_METADATA", json.dumps({"item_handlers": {STATE: ORBAX}}))
-    write_text(folder / "orbax.checkpoint", "")
 
 
 def _database(folder: Path) -> dict[str, Any]:
