@@ -174,14 +174,20 @@ def _optimized(request: pytest.FixtureRequest) -> Iterator[None]:
     assert left != marked, "a test left the compiler's optimizations changed for those that follow"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _known_methods() -> dict[str, Any]:
+    from jax_longctx.methods import METHODS
+
+    return dict(METHODS.data)
+
+
 @pytest.fixture(autouse=True)
-def _own_methods() -> Iterator[None]:
+def _own_methods(_known_methods: dict[str, Any]) -> Iterator[None]:
     """A paper's suite gives the methods of `research` names; the next test has none of them."""
     from jax_longctx.methods import METHODS
 
-    before = dict(METHODS.data)
     yield
-    METHODS.data = before
+    METHODS.data = dict(_known_methods)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -36,8 +36,8 @@ PREFIX, TAIL = 18, 6
 LENGTH = PREFIX + TAIL
 CONFIG = tiny_config(num_layers=1)
 PATTERN = Pattern(tail=TAIL, budget=5, kernel=3)
-# RefreshKV without full steps.
-NEVER = "refreshkv:budget=5,kernel=3,schedule=fixed,stride=1000,evict_on_push=false"
+# RefreshKV without full steps, and without eviction from its small cache, is this.
+NEVER = "snapkv:budget=5,kernel=3,window=1,over_group=max"
 TEXTS = np.array(random_rows([LENGTH] * 4, seed=7), np.int32)
 CAUSAL = np.broadcast_to(np.tri(LENGTH, dtype=bool), (BATCH, KV_HEADS, LENGTH, LENGTH))
 

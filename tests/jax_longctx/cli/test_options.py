@@ -89,7 +89,7 @@ def test_a_file_to_write_is_named_alike_everywhere():
         for parameter in command.params
         if {"--out", "--output"} & set(parameter.opts)
     ]
-    assert len(named) > 15 and all("-o" in names for names in named), named
+    assert len(named) > 10 and all("-o" in names for names in named), named
 
 
 def test_help_is_of_the_fields_below_their_heading(invoke):

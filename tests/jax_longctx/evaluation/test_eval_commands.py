@@ -90,16 +90,15 @@ def test_a_job_does_not_convert_the_demos_model(loads, small, tmp_path, monkeypa
 
 
 def test_a_suite_by_its_name_and_lists(run, loads, small, tmp_path, monkeypatch):
-    (tmp_path / "suites").mkdir()
-    (tmp_path / "suites" / "some.toml").write_text(f'title = "Some"\n[[part]]\n{TOML}')
-    monkeypatch.setattr(config, "PAPERS", tmp_path / "suites")
-    monkeypatch.setattr(config, "SUITES", tmp_path / "none")
+    (tmp_path / "some.toml").write_text(f'title = "Some"\n[[part]]\n{TOML}')
+    monkeypatch.setattr(config, "SUITES", tmp_path)
+    monkeypatch.setattr(config, "RESEARCH", tmp_path / "none")
     out = tmp_path / "out"
-    given = ("eval", "--suite", "paper:some", "--output", out)
+    given = ("eval", "--suite", "some", "--output", out)
     refused(run(*given), "name one with --checkpoint")
     run(*given, "-c", "model", code=0)
     assert len(read_rows(out)) == 1 and loads[0][0] == Path("model")
-    assert run("eval", "suites").stdout.startswith("paper:some: Some; 1 cells, 1 rows")
+    assert run("eval", "suites").stdout.startswith("some: Some; 1 cells, 1 rows")
     listed = run("eval", "tasks").stdout
     assert "passkey: " in listed and "    depths: int = 11" in listed
 
