@@ -156,7 +156,8 @@ class Scheduler:
 
     def refuse(self) -> None:
         """Takes no more jobs; those that it has go on."""
-        self.state = "shutting down"
+        with self._changed:
+            self.state = "shutting down"
 
     def close(self) -> None:
         """Ends all jobs and the thread, after the block or the piece of text at hand."""
