@@ -24,7 +24,8 @@ from pallas_kernels.select_pages import Best, select_pages
 class PageDigests:
     """A box, a ball or a point for the keys of each page.
 
-    Pages are this shard's, of `page` slots each.
+    Pages are this shard's, of `page` slots each. A method with `scores` of its own may keep other
+    numbers of these shapes.
 
     Attributes:
       high: the box's upper corner, or the centre of a ball or point.
