@@ -61,6 +61,10 @@ class Store(Rewinding):
     shard's (`LayerContext.slots`). Buffers are arrays, of 8 bits too, or `Plane`s of these. Other
     places than one row's device memory are classes of their own: `Offloaded`, `BranchedStore`.
 
+    For `attend` such a class defines `length`, `position`, `sizes` and `append`, and `on_device`
+    unless keys and values are its buffers `k` and `v`. For methods that read pages or slots it also
+    defines `_buffers`, and `_where` unless slots lie there in order.
+
     Attributes:
       length: slots of each row that hold a token.
       position: position of each row's next token.
