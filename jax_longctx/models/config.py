@@ -1,7 +1,8 @@
 """What a model is: the table of families, and configurations read from a whole Hugging Face config.
 
 A new family of this decoder is one entry of `FAMILIES`. A new activation or norm is one function in
-`jax_longctx.models.llama` (`ACTIVATIONS`, `NORMS`). Nothing else names a family.
+`jax_longctx.models.llama` (`ACTIVATIONS`, `NORMS`). Nothing else names a family, but for InternLM2:
+it is a Llama in other files, which `checkpoints_convert` knows.
 
 `ModelConfig.from_hf` has no defaults, and refuses what is not implemented: a family, a rope type,
 an activation. `checkpoints_convert.read_config` fills in what a `config.json` leaves out.
