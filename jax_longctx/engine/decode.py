@@ -1,4 +1,4 @@
-"""Decode steps, in blocks that run on the device."""
+"""Decode steps, in blocks."""
 
 import dataclasses
 import functools
@@ -114,7 +114,9 @@ class Steps:
 def _decode_block(
     setup: Setup, params: Any, caches: tuple[Any, ...], state: DecodeState, steps: Steps
 ) -> tuple[tuple[Any, ...], DecodeState, Choices]:
-    """A block of decode steps on the device; stops early when every row is done.
+    """A block of decode steps; stops early when every row is done.
+
+    The loop over the steps is on the device or, with `Setup.by_layer`, in Python.
 
     X columns of new tokens come back, -1 where a row chose none.
 
@@ -124,9 +126,9 @@ def _decode_block(
     counts once more for each turn it waited, so it waits for about as many turns as there are rows,
     at most. A block has as many turns as the row with the most steps has steps.
 
-    The loops are nested: each variant has an inner loop for its consecutive turns, and an outer
-    loop goes from one such run to the next. To start a program for each run would take as long as
-    a step on a GPU.
+    The device's loops are nested: each variant has an inner loop for its consecutive turns, and an
+    outer loop goes from one such run to the next. To start a program for each run would take as
+    long as a step on a GPU.
     """
     ends, ends_params = setup.ends, without_layers(params)
     several = len(steps.variants) > 1
