@@ -127,7 +127,7 @@ def list_answer(
     sampling: Sampling | None = None,
     stop_ids: Sequence[int] = (),
 ) -> None:
-    """Calls the programs of an answer of `tokens` tokens."""
+    """Calls the programs of an answer of `answer` tokens, from its first logits on."""
     sampling, (rows, vocabulary) = sampling or Sampling(), logits.shape
     how, seeded = sampling_static(sampling), dataclasses.replace(sampling, seed=(0,))
     values = sampling_values(seeded, rows, max_tokens=answer, stop_ids=stop_ids)

@@ -237,6 +237,7 @@ class _Marking(Method):
     queries: int
 
     def __post_init__(self) -> None:
+        # `info` is made of the others.
         own = {*vars(type(self)), *vars(self), "info"}
         for name in dir(self.method):
             if name not in own and not name.startswith("_"):
