@@ -81,14 +81,12 @@ class ArkValePaged(ArkVale):
 
     def init_cache(self, shape: CacheShape) -> Any:
         cache = super().init_cache(shape)
-        if not isinstance(cache, SelectiveCache):
-            return cache
         resident = jnp.zeros((shape.batch, shape.slots // self.page_size), bool)
         return PagedCache(**vars(cache), resident=resident)
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         part, cache = super().attend(new, cache, segment, ctx)
-        if segment.role != "query" or not isinstance(cache, PagedCache):
+        if segment.role != "query":
             return part, cache
         valid_B = segment.valid_of()
         last_B1 = jnp.maximum(valid_B - 1, 0)[:, None]

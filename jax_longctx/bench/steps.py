@@ -123,7 +123,7 @@ class Answering:
         run, total = Run(context.usable_caches()), context.total
         context.caches = None
         if method.info.append_only:
-            run.caches = tuple(fork(setup, cache) for cache in run.caches)
+            run.caches = fork(setup, run.caches)
         read_question(setup, engine.params, run, [list(QUESTION)], total)
         caches = run.caches
         del run

@@ -398,6 +398,14 @@ class Method:
 
     # What has a default.
 
+    def of_layer(self, layer: int, window: int | None) -> "Method":
+        """What does the duties of one layer: `init_cache`, `attend`, `finish`, `fork` and so on.
+
+        Args:
+          window: the layer's sliding window, in tokens.
+        """
+        return self
+
     def reach(self, config: ModelConfig, tokens: int) -> int:
         """The trained length that a row of `tokens` tokens, answer included, needs of the model."""
         return tokens

@@ -83,11 +83,11 @@ def empty_caches(setup: Setup, batch: int, slots: int, reserve: int) -> tuple[An
     """
     shapes = cache_shapes(setup, batch, slots, reserve)
     if setup.by_layer:
-        return tuple(map(setup.method.init_cache, shapes))
+        return tuple(setup.layer(shape.layer).method.init_cache(shape) for shape in shapes)
     caches = []
     for _, run in itertools.groupby(shapes, functools.partial(_likeness, setup)):
         alike = list(run)
-        cache = setup.method.init_cache(alike[0])
+        cache = setup.layer(alike[0].layer).method.init_cache(alike[0])
         if len(alike) > 1:
             count = len(alike)
             cache = Stacked(
@@ -100,10 +100,11 @@ def empty_caches(setup: Setup, batch: int, slots: int, reserve: int) -> tuple[An
 
 def _likeness(setup: Setup, shape: CacheShape) -> Any:
     """Equal for layers whose caches begin alike and that see alike."""
-    made = jax.make_jaxpr(setup.method.init_cache, static_argnums=0, return_shape=True)
+    layer = setup.layer(shape.layer)
+    made = jax.make_jaxpr(layer.method.init_cache, static_argnums=0, return_shape=True)
     jaxpr, cache = made(shape)
     consts = tuple(np.asarray(const).tobytes() for const in jaxpr.consts)
-    return shape.window, jax.tree.structure(cache), str(jaxpr), consts
+    return layer, jax.tree.structure(cache), str(jaxpr), consts
 
 
 @functools.lru_cache(maxsize=256)

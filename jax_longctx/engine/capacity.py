@@ -473,18 +473,16 @@ def staged_caches(
 def finished_caches(setup: Setup, caches: Any, stage: Stage, reserve: int) -> tuple[Any, ...]:
     """Shapes after `finish`; layers that are alike are traced once."""
     found: dict[Any, Any] = {}
-    finished, layer = [], 0
-    for cache in caches:
+    finished = []
+    for _, layer, cache in setup.with_layers(caches):
         leaves, structure = jax.tree.flatten(cache)
-        window = setup.config.windows[layer]
-        key = (window, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        key = (layer, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in found:
             batch = leaves[0].shape[isinstance(cache, Stacked)]
             total = jax.ShapeDtypeStruct((batch,), jnp.int32)
-            finish = functools.partial(finish_one, setup, window, stage=stage, reserve=reserve)
+            finish = functools.partial(finish_one, setup, layer, stage=stage, reserve=reserve)
             found[key] = jax.eval_shape(finish, cache, total)
         finished.append(found[key])
-        layer += layers_in(cache)
     return tuple(finished)
 
 
@@ -494,9 +492,8 @@ def read_bytes(setup: Setup, caches: tuple[Any, ...], length: int) -> int:
     hollow = jax.tree.map(
         lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), caches
     )
-    return sum(
-        cache.count * setup.method.read_bytes(jax.tree.map(lambda x: x[0], cache.cache), length)
-        if isinstance(cache, Stacked)
-        else setup.method.read_bytes(cache, length)
-        for cache in hollow
-    )
+    read = 0
+    for _, layer, cache in setup.with_layers(hollow):
+        one = jax.tree.map(lambda x: x[0], cache.cache) if isinstance(cache, Stacked) else cache
+        read += layers_in(cache) * layer.method.read_bytes(one, length)
+    return read

@@ -391,7 +391,7 @@ class Engine:
             return caches
         if not lends:
             self.check_bytes(context.slots, bytes_per_device(self.mesh, caches))
-        forks = tuple(fork(self.setup, cache) for cache in caches)
+        forks = fork(self.setup, caches)
         if lends:
             context.caches = None
         return forks

@@ -25,12 +25,11 @@ from jax_longctx.contract import Segment
 from jax_longctx.engine.compiling import IN_PLACE, program
 from jax_longctx.engine.products import Divided, gathers_weights
 from jax_longctx.engine.runs import of_layer
-from jax_longctx.engine.setup import BATCH, Ends, Setup, without_layers
+from jax_longctx.engine.setup import BATCH, Ends, Layer, Setup, without_layers
 from jax_longctx.models.llama import PLAIN, ends_of, gathered_ends, gathered_layer, layer_of
 from jax_longctx.sharding import (
     AnyMesh,
     Stacked,
-    layers_in,
     leaf_fields,
     logical_sharding,
     logical_spec,
@@ -55,19 +54,17 @@ def hidden_states(
     """
     ends, ends_params = setup.ends, without_layers(params)
     x_BTD = _embedded(ends, ends_params, segment.tokens, segment.token_axis)
-    updated, layer, layers = [], 0, params["layers"]
-    for cache in caches:
-        window = setup.config.windows[layer]
+    updated, layers = [], params["layers"]
+    for number, layer, cache in setup.with_layers(caches):
         if setup.by_layer:
-            weights = layers[str(layer)]
-            x_BTD, cache = _through_layer(setup, window, weights, x_BTD, cache, segment, total)
+            weights = layers[str(number)]
+            x_BTD, cache = _through_layer(setup, layer, weights, x_BTD, cache, segment, total)
         else:
             run = cache if isinstance(cache, Stacked) else _alone(cache)
-            each = LayerPass(setup, window, segment, total)
-            x_BTD, run = _through_run(each, layers, layer, x_BTD, run)
+            each = LayerPass(setup, layer, segment, total)
+            x_BTD, run = _through_run(each, layers, number, x_BTD, run)
             cache = run if isinstance(cache, Stacked) else of_layer(run.cache, 0)
         updated.append(cache)
-        layer += layers_in(cache)
     return _normed(ends, ends_params, x_BTD), tuple(updated)
 
 
@@ -106,7 +103,7 @@ def _embedded(
 )
 def _through_layer(
     setup: Setup,
-    window: int | None,
+    layer: Layer,
     params: Any,
     x: Float[Array, "B T D"],
     cache: Any,
@@ -114,12 +111,12 @@ def _through_layer(
     total: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T D"], Any]:
     """One layer, with arrays of its own."""
-    return LayerPass(setup, window, segment, total).through(params, x, cache, tree_specs(cache))
+    return LayerPass(setup, layer, segment, total).through(params, x, cache, tree_specs(cache))
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerPass:
-    """A segment on its way through layers that have the same sliding window.
+    """A segment on its way through layers that are alike.
 
     Attributes:
       total: each row's total length, as rotary embedding sees it.
@@ -128,7 +125,7 @@ class LayerPass:
     """
 
     setup: Setup
-    window: int | None
+    layer: Layer
     segment: Segment
     total: Int[Array, " B"]
     handed_on: set[int] = dataclasses.field(default_factory=set)
@@ -159,8 +156,8 @@ class LayerPass:
         self, q: Array, k: Array, v: Array, cache: Any, segment: Segment, total: Array
     ) -> tuple[Array, Any]:
         """The method's `attend` over a device's part of heads and slots."""
-        ctx = self.setup.layer_context(self.window, total)
-        (out, _), after = self.setup.method.attend((q, k, v), cache, segment, ctx)
+        ctx = self.setup.layer_context(self.layer.window, total)
+        (out, _), after = self.layer.method.attend((q, k, v), cache, segment, ctx)
         olds, structure = jax.tree.flatten(cache, is_leaf=_is_plane)
         news = structure.flatten_up_to(after)
         pairs = list(zip(olds, news, strict=True))

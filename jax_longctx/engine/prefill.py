@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.contract import CHUNK_ROWS, RowGroup, Segment, Stage
 from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, program
 from jax_longctx.engine.layers import hidden_states
-from jax_longctx.engine.setup import BATCH, Ends, Setup, without_layers
+from jax_longctx.engine.setup import BATCH, Ends, Layer, Setup, without_layers
 from jax_longctx.models.llama import ends_of
-from jax_longctx.sharding import Stacked, layers_in, tree_shardings, tree_specs, weight_sharding
+from jax_longctx.sharding import Stacked, tree_shardings, tree_specs, weight_sharding
 
 Logits = Literal["none", "hidden", "last", "all"]
 
@@ -121,19 +121,19 @@ def finish_question(
 
 def _finish_layer(
     setup: Setup,
-    window: int | None,
+    layer: Layer,
     cache: Any,
     total: Int[Array, " B"],
     stage: Stage,
     reserve: int,
 ) -> Any:
     """The method's `finish` of a layer inside the manual `shard_map`; traced once for like ones."""
-    finish, specs, _ = _traced_finish(setup, window, cache, total, stage, reserve)
+    finish, specs, _ = _traced_finish(setup, layer, cache, total, stage, reserve)
     return setup.shard_map(finish, (tree_specs(cache), BATCH), specs)(cache, total)
 
 
 def _traced_finish(
-    setup: Setup, window: int | None, cache: Any, total: Any, stage: Stage, reserve: int
+    setup: Setup, layer: Layer, cache: Any, total: Any, stage: Stage, reserve: int
 ) -> tuple[Any, Any, list[int | None]]:
     """`finish` of a device's part, the specs of its result, and which arrays it hands on.
 
@@ -143,7 +143,7 @@ def _traced_finish(
     handed: list[int | None] = []
 
     def finish(cache: Any, total: Array) -> Any:
-        new = setup.method.finish(cache, setup.layer_context(window, total), stage, reserve)
+        new = layer.method.finish(cache, setup.layer_context(layer.window, total), stage, reserve)
         known = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(cache))}
         handed[:] = [known.get(id(leaf)) for leaf in jax.tree.leaves(new)]
         return new
@@ -167,24 +167,22 @@ _finish_layer_donated = Program(_finish_layer, static=(0, 1, 4, 5), donate_argnu
 def _finish(
     setup: Setup, caches: tuple[Any, ...], total: Any, stage: Stage, reserve: int
 ) -> tuple[Any, ...]:
-    finished, layer = [], 0
-    for cache in caches:
-        window = setup.config.windows[layer]
-        finished.append(finish_one(setup, window, cache, total, stage, reserve))
-        layer += layers_in(cache)
-    return tuple(finished)
+    return tuple(
+        finish_one(setup, layer, cache, total, stage, reserve)
+        for _, layer, cache in setup.with_layers(caches)
+    )
 
 
 def finish_one(
-    setup: Setup, window: int | None, cache: Any, total: Any, stage: Stage, reserve: int
+    setup: Setup, layer: Layer, cache: Any, total: Any, stage: Stage, reserve: int
 ) -> Any:
     """`finish` of a layer, or of a run of them."""
     each = _finish_layer_donated if stage == "context" else finish_layer
     if not isinstance(cache, Stacked):
-        return each(setup, window, cache, total, stage, reserve)
+        return each(setup, layer, cache, total, stage, reserve)
     stacks, structure = jax.tree.flatten(cache.cache)
     one = structure.unflatten(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacks)
-    finish, specs, handed = _traced_finish(setup, window, one, total, stage, reserve)
+    finish, specs, handed = _traced_finish(setup, layer, one, total, stage, reserve)
     change = setup.shard_map(finish, (tree_specs(one), BATCH), specs)
 
     def made(_: None, parts: Any) -> tuple[None, Any]:
@@ -202,12 +200,12 @@ def places_of(setup: Setup, caches: Any, *_: int) -> list[Any]:
     return jax.tree.leaves(tree_shardings(setup.mesh, caches))
 
 
-@program(static=(0,), places=places_of)
-def _forked(setup: Setup, cache: Any) -> list[Any]:
+@program(static=(0, 1), places=lambda setup, _, cache: places_of(setup, cache))
+def _forked(setup: Setup, layer: Layer, cache: Any) -> list[Any]:
     """The arrays of a layer's fork, or a run's; None for those that it shares with the context."""
 
     def new(cache: Any) -> list[Any]:
-        forked = setup.method.fork(cache)
+        forked = layer.method.fork(cache)
         pairs = zip(jax.tree.leaves(cache), jax.tree.leaves(forked), strict=True)
         return [None if made is old else made for old, made in pairs]
 
@@ -216,13 +214,14 @@ def _forked(setup: Setup, cache: Any) -> list[Any]:
     return [x if x is None else placed(x, at) for x, at in zip(made, places, strict=True)]
 
 
-def fork(setup: Setup, cache: Any) -> Any:
-    """The method's `fork` of a layer's cache, or of a run's."""
-    leaves, structure = jax.tree.flatten(cache)
-    made = _forked(setup, cache)
-    return structure.unflatten(
-        old if new is None else new for old, new in zip(leaves, made, strict=True)
-    )
+def fork(setup: Setup, caches: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The method's `fork` of every layer's cache, or run's."""
+    forked = []
+    for _, layer, cache in setup.with_layers(caches):
+        leaves, structure = jax.tree.flatten(cache)
+        pairs = zip(leaves, _forked(setup, layer, cache), strict=True)
+        forked.append(structure.unflatten(old if new is None else new for old, new in pairs))
+    return tuple(forked)
 
 
 # All layers as one program.

@@ -108,7 +108,7 @@ def list_question(
     """Calls the programs that read a question; the answer's caches, and its first logits."""
     run, info = Run(context.usable_caches()), setup.method.info
     if keep or info.append_only:
-        run.caches = tuple(fork(setup, cache) for cache in run.caches)
+        run.caches = fork(setup, run.caches)
     asked = _padded(setup, [question] * context.batch)
     logits = read_question(setup, params, run, asked, context.total)
     if info.answers_apart:

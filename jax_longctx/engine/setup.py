@@ -13,6 +13,7 @@ the compiler through shardings. Their weights are divided over `tensor` and `seq
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ from jax_longctx.engine.products import Divided, FewRows
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import PLAIN, Products, ends_of
 from jax_longctx.settings import Offload, StoredForm
-from jax_longctx.sharding import AnyMesh, logical_spec
+from jax_longctx.sharding import AnyMesh, layers_in, logical_spec
 from pallas_kernels.common import empty
 from pallas_kernels.row_matmul import MAX_ROWS
 
@@ -67,6 +68,19 @@ def _platform(mesh: AnyMesh) -> str:
     if isinstance(mesh, AbstractMesh):
         return jax.default_backend()
     return mesh.devices.flat[0].platform
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What is static of a layer, beside the setup.
+
+    Attributes:
+      method: `Method.of_layer`.
+      window: its sliding window, in tokens.
+    """
+
+    method: Method
+    window: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +138,18 @@ class Setup:
         """
         dealt = self.method.stripes and not any(self.config.windows)
         return SlotLayout(self.mesh.shape["seq"], STRIPE if dealt else None)
+
+    def layer(self, index: int) -> Layer:
+        """The layer of that number."""
+        window = self.config.windows[index]
+        return Layer(self.method.of_layer(index, window), window)
+
+    def with_layers(self, caches: tuple[Any, ...]) -> Iterator[tuple[int, Layer, Any]]:
+        """The number of the first layer of each of these caches, that layer, and the cache."""
+        number = 0
+        for cache in caches:
+            yield number, self.layer(number), cache
+            number += layers_in(cache)
 
     def prompt(self, stage: Stage, slots: int, **rows: Any) -> Prompt:
         """What `Method.segments` is given of these rows, for caches of `slots`."""

@@ -243,6 +243,9 @@ class _Marking(Method):
             if name not in own and not name.startswith("_"):
                 object.__setattr__(self, name, getattr(self.method, name))
 
+    def of_layer(self, layer: int, window: int | None) -> "_Marking":
+        return _Marking(self.method.of_layer(layer, window), self.queries)
+
     def init_cache(self, shape: CacheShape) -> _Marked:
         none = jnp.zeros((shape.batch,), jnp.int32)
         seen = jnp.zeros((shape.batch, shape.num_heads, self.queries, shape.head_dim), jnp.float32)

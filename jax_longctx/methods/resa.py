@@ -21,7 +21,6 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_longctx.caches import AppendCache
 from jax_longctx.contract import (
     ENDS,
     QKV,
@@ -94,8 +93,6 @@ class Resa(Selecting):
 
     def init_cache(self, shape: CacheShape) -> Any:
         cache = self.base.init_cache(shape)
-        if isinstance(cache, AppendCache):
-            return cache
         return ResaCache(**vars(cache), background=residual.empty_background(shape))
 
     def segments(self, prompt: Prompt) -> Iterable[Segment]:
@@ -103,8 +100,6 @@ class Resa(Selecting):
         return mark_ends(segments) if prompt.stage == "question" else segments
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
-        if not isinstance(cache, ResaCache):
-            return self.base.attend(new, cache, segment, ctx)
         if segment.role == "decode":
             return self._decode(new, cache, segment, ctx)
         q, k, _ = new
@@ -133,8 +128,6 @@ class Resa(Selecting):
     def adopt(
         self, cache: Any, ctx: LayerContext, queries: Float[Array, "B N H"] | None = None
     ) -> Any:
-        if isinstance(cache, AppendCache):
-            return cache
         background = residual.adopt(cache.background, cache.store, ctx, queries)
         return dataclasses.replace(self.base.adopt(cache, ctx), background=background)
 

@@ -79,6 +79,9 @@ class Star(Blocks):
         refuse_windows(self.name, config)
         self.decode.validate(config)
 
+    def of_layer(self, layer: int, window: int | None) -> "Star":
+        return dataclasses.replace(self, decode=self.decode.of_layer(layer, window))
+
     def init_cache(self, shape: CacheShape) -> StarCache:
         return self.empty_cache(shape, self.decode)
 

@@ -33,11 +33,10 @@ from jax_longctx.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Appending(Method):
-    """A method whose cache is every key and value; by itself, full attention."""
+    """A method whose cache is every key and value."""
 
     phase = "none"
-    keeps_all = append_only = True
-    stripes = True
+    keeps_all = append_only = stripes = True
 
     def init_cache(self, shape: CacheShape) -> Any:
         return empty_append_cache(shape)
@@ -63,6 +62,14 @@ class Appending(Method):
     def read_bytes(self, cache: Any, length: int) -> int:
         # Dense decode reads empty slots too.
         return cache.nbytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exact(Appending):
+    """Full attention, of a whole model or of some layers under another method."""
+
+    own_tokens = 0
+    adopts = True
 
 
 def least_window(config: ModelConfig) -> int | None:

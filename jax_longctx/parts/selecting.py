@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import PageDigests, Reads, SelectiveCache, Store, empty_store
-from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, WithCache
+from jax_longctx.contract import QKV, CacheShape, LayerContext, Method, Segment, WithCache
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.parts.appending import Appending
+from jax_longctx.parts.appending import Appending, Exact
 from jax_longctx.parts.head_budgets import (
     Allocation,
     Enough,
@@ -115,11 +115,11 @@ class Selecting(Appending):
         if self.allocation == "psa-resa":
             raise self.refused("allocation psa-resa needs RESA's prior; use the method resa")
 
+    def of_layer(self, layer: int, window: int | None) -> Method:
+        """Full attention in layers that stay exact. Their cache, read whole, is on the device."""
+        return Exact() if layer < self.skip_layers or window is not None else self
+
     def init_cache(self, shape: CacheShape) -> Any:
-        """A plain cache in layers that stay exact."""
-        if shape.layer < self.skip_layers or shape.window is not None:
-            # It is read whole, so it stays on the device.
-            return super().init_cache(shape)
         return self.empty_selective(shape, self.reads(shape))
 
     def empty_selective(self, shape: CacheShape, reads: Reads) -> SelectiveCache:
@@ -148,8 +148,6 @@ class Selecting(Appending):
         )
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
-        if not isinstance(cache, SelectiveCache):
-            return super().attend(new, cache, segment, ctx)
         if segment.role == "decode":
             q, _, cache = self.append_token(new, cache, segment, ctx)
             valid_B = segment.valid_of()
@@ -164,15 +162,11 @@ class Selecting(Appending):
         self, cache: Any, ctx: LayerContext, queries: Float[Array, "B N H"] | None = None
     ) -> Any:
         """The cache whose store another method's prefill has filled: every page summarised."""
-        if not isinstance(cache, SelectiveCache):
-            return cache
         store = cache.store
         cache = dataclasses.replace(cache, prompt=store.length)
         return self.refreshed(cache, jnp.zeros_like(store.length), store.sizes[2], ctx)
 
     def read_bytes(self, cache: Any, length: int) -> int:
-        if not isinstance(cache, SelectiveCache):
-            return super().read_bytes(cache, length)
         store = cache.store
         slots, all_keys = store.sizes[2], store.nbytes // 2
         # A group whose heads select alone reads a page once for each of them.

@@ -117,7 +117,7 @@ def compile_layer(setup: Setup, batch: int, slots: int, tokens: int) -> jax.stag
     hidden = jax.ShapeDtypeStruct((batch, tokens, setup.config.model_dim), setup.dtype)
     return _through_layer.lower(
         setup,
-        setup.config.windows[0],
+        setup.layer(0),
         layer_params(abstract_params(setup), 0),
         hidden,
         sharded_caches(setup, batch, slots)[0],

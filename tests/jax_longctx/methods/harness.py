@@ -118,7 +118,7 @@ def ask(engine, context, questions, answers):
 
     A context that only grows lends its buffers, as it does to `Engine.stream`.
     """
-    caches = tuple(fork(engine.setup, cache) for cache in context.usable_caches())
+    caches = fork(engine.setup, context.usable_caches())
     run = Run(engine, context.slots, context.reserve, context.total, caches)
     logits = [last_logits(step) for step in run.answer(questions, answers)]
     if engine.method.info.append_only:

@@ -52,5 +52,5 @@ ENDS = f"{SCOPE} global_size=4 local_size=32"
     ],
 )
 def test_a_step_reads(name, settings, length, expected):
-    method = made(name, settings)
+    method = made(name, settings).of_layer(SHAPE.layer, SHAPE.window)
     assert method.read_bytes(method.init_cache(SHAPE), length) == expected
