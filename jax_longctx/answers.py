@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
-from jax_longctx.engine import Chosen, Context, Request, RunningBatch, Sampling
+from jax_longctx.engine import Ask, Chosen, Context, RunningBatch, Sampling
 from jax_longctx.engine.capacity import Fetched
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS, NOT_FINITE
 from jax_longctx.errors import InputError
@@ -129,20 +129,20 @@ class AnswerReader:
         return Answer(text, self.tokens, finish, 0.0, first, decode, warning, fetched)
 
 
-def read_together(
+def answer_together(
     batch: RunningBatch,
     context: Context,
-    requests: Sequence[Request],
+    asks: Sequence[Ask],
     readers: Sequence[AnswerReader],
     how: Asked,
 ) -> list[list[float]]:
-    """Answers requests over one context, each into its reader, as places of the batch are free.
+    """Answers asks over one context, each into its reader, as places of the batch are free.
 
     Returns:
-      the times at which each request's tokens came, by `time.perf_counter`.
+      the times at which each ask's tokens came, by `time.perf_counter`.
     """
-    times: list[list[float]] = [[] for _ in requests]
-    waiting, running = collections.deque(range(len(requests))), dict[int, int]()
+    times: list[list[float]] = [[] for _ in asks]
+    waiting, running = collections.deque(range(len(asks))), dict[int, int]()
     blocks = iter(FIRST_BLOCKS)
 
     def heard(place: int, chosen: Sequence[Chosen]) -> None:
@@ -161,7 +161,7 @@ def read_together(
     while waiting or running:
         while waiting and batch.free:
             number = waiting.popleft()
-            place, first = batch.join(context, requests[number])
+            place, first = batch.join(context, asks[number])
             running[place] = number
             heard(place, [first])
         for place, chosen in batch.step(next(blocks, BLOCK)).items():

@@ -25,14 +25,14 @@ from typing import Any, Unpack
 
 import jax
 
-from jax_longctx.answers import Answer, AnswerOptions, AnswerReader, Asked, read_together
+from jax_longctx.answers import Answer, AnswerOptions, AnswerReader, Asked, answer_together
 from jax_longctx.contract import Method
 from jax_longctx.engine import (
+    Ask,
     Context,
     Engine,
     Lengths,
     Progress,
-    Request,
     RunningBatch,
     Sampling,
     compile_ahead,
@@ -382,8 +382,8 @@ class LongContext:
         context.answering_bytes = batch.resident_bytes + context.resident_bytes
         readers = [AnswerReader(self.tokenizer, row, how.stop, ends) for row in asked]
         limits: dict[str, Any] = {"max_tokens": how.max_tokens, "stop_ids": ends}
-        requests = [Request(*each, **limits) for each in zip(asked, samplings, strict=True)]
-        times = read_together(batch, context, requests, readers, how)
+        asks = [Ask(*each, **limits) for each in zip(asked, samplings, strict=True)]
+        times = answer_together(batch, context, asks, readers, how)
         answers = []
         for row, reader, (first, *later) in zip(asked, readers, times, strict=True):
             warning = self.length_warning(context.lengths[0] + len(row) + len(reader.tokens))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches import AppendCache, read_lines
-from jax_longctx.contract import QKV, LayerContext, Prompt, Segment, WithCache, method
+from jax_longctx.contract import QKV, Feed, LayerContext, Segment, WithCache, method
 from jax_longctx.methods.full import Full
 from jax_longctx.methods.star import Star
 from pallas_kernels.common import merge
@@ -32,12 +32,12 @@ class StarReleasedMask(Star):
         if self.decode != Full():
             raise self.refused("the authors' code decodes by full attention; set decode=full")
 
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+    def segments(self, feed: Feed) -> Iterable[Segment]:
         # The mask of a question that is prefilled at once.
-        longest = max(map(len, prompt.question or ()), default=0)
-        if prompt.stage == "question":
-            prompt = dataclasses.replace(prompt, chunk=max(prompt.chunk, longest))
-        return super().segments(prompt)
+        longest = max(map(len, feed.question or ()), default=0)
+        if feed.stage == "question":
+            feed = dataclasses.replace(feed, chunk=max(feed.chunk, longest))
+        return super().segments(feed)
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if segment.role != "query":

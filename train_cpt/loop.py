@@ -70,7 +70,7 @@ FREE = (VERSIONS, "run.checkpoint", "run.output", "run.mesh", "data.directory", 
 FREE += ("loop.save_every", "loop.keep")
 
 # (steps done, steps in all, the newest line of metrics)
-Progress = Callable[[int, int, Mapping[str, Any]], None]
+OnStep = Callable[[int, int, Mapping[str, Any]], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -266,7 +266,7 @@ def train(
     directory: Path,
     *,
     facts: Mapping[str, Any],
-    progress: Progress | None = None,
+    progress: OnStep | None = None,
 ) -> Outcome:
     """Starts or resumes the run in `directory`.
 

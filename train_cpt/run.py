@@ -51,7 +51,7 @@ from train_cpt.data import (
     read_documents,
 )
 from train_cpt.evaluate import tokenizer_digest
-from train_cpt.loop import CHECKPOINTS, VERSIONS, Checkpoints, LoopConfig, Outcome, Progress, train
+from train_cpt.loop import CHECKPOINTS, VERSIONS, Checkpoints, LoopConfig, OnStep, Outcome, train
 from train_cpt.metrics import PLOT, plot_losses
 from train_cpt.step import Float32OrHalf, OptimizerConfig, Remat, TrainSetup
 
@@ -97,7 +97,7 @@ def read_config(path: Path) -> RunConfig:
 
 
 def run_config(
-    config: RunConfig, *, note: Callable[[str], None], progress: Progress | None = None
+    config: RunConfig, *, note: Callable[[str], None], progress: OnStep | None = None
 ) -> Outcome:
     """Starts or resumes the configured run; at its end, `model/` holds the result.
 
@@ -119,7 +119,7 @@ def run_config(
         return _run(config, note, progress)
 
 
-def _run(config: RunConfig, note: Callable[[str], None], progress: Progress | None) -> Outcome:
+def _run(config: RunConfig, note: Callable[[str], None], progress: OnStep | None) -> Outcome:
     seal_cache()
     checkpoint = config.run.checkpoint
     manifest = storage.read_manifest(checkpoint)

@@ -64,17 +64,17 @@ class Row:
         prompt = self.kind == "prompt"
         return len(self.context) + (len(self.questions[0]) if prompt else 0)
 
-    def jobs(self, split: bool) -> Iterator["Job"]:
-        """One job, or with `split` a job for each question; none for a row with an error."""
+    def parts(self, split: bool) -> Iterator["RowPart"]:
+        """One part, or with `split` a part for each question; none for a row with an error."""
         if self.error is not None:
             return
         groups = [(each,) for each in self.questions] if split else [self.questions]
         for number, questions in enumerate(groups):
-            yield Job(self.index, number, self.context, questions, self.total)
+            yield RowPart(self.index, number, self.context, questions, self.total)
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class RowPart:
     """One row of a batch: questions `first`, `first + 1` ... of an input row.
 
     Attributes:
@@ -279,19 +279,19 @@ class Batch:
     """Jobs that are computed together.
 
     Attributes:
-      rows: of the compiled programs, at least the number of jobs.
+      rows: of the compiled programs, at least the number of parts.
       slots: minimum capacity of the cache in tokens.
       reserve: slots for question and answer.
     """
 
-    jobs: tuple[Job, ...]
+    parts: tuple[RowPart, ...]
     rows: int
     slots: int
     reserve: int
 
 
 def pack(
-    jobs: Iterable[Job], rows: int, max_tokens: int, fits: Callable[[int, int], int]
+    parts: Iterable[RowPart], rows: int, max_tokens: int, fits: Callable[[int, int], int]
 ) -> list[Batch]:
     """The batches of a window.
 
@@ -300,30 +300,32 @@ def pack(
       max_tokens: of an answer.
       fits: (context tokens, reserve) -> rows that fit in memory.
     """
-    ordered = sorted(jobs, key=lambda job: (-job.length, -len(job.questions), job.row, job.first))
+    ordered = sorted(
+        parts, key=lambda part: (-part.length, -len(part.questions), part.row, part.first)
+    )
     batches: list[Batch] = []
-    group: list[Job] = []
+    group: list[RowPart] = []
     limit = rows
-    for job in ordered:
-        if group and (len(group) == limit or 2 * job.length < group[0].length):
+    for part in ordered:
+        if group and (len(group) == limit or 2 * part.length < group[0].length):
             batches.append(_batch(group, limit, max_tokens))
             group = []
         if not group:
-            alone = _batch([job], 1, max_tokens)
+            alone = _batch([part], 1, max_tokens)
             fitting = fits(alone.slots - alone.reserve, alone.reserve)
             limit = rows if fitting >= rows else 2 ** math.floor(math.log2(max(fitting, 1)))
-        group.append(job)
+        group.append(part)
     if group:
         batches.append(_batch(group, limit, max_tokens))
     return batches
 
 
-def _batch(jobs: Sequence[Job], limit: int, max_tokens: int) -> Batch:
-    longest = max(len(question) for job in jobs for question in job.questions)
+def _batch(parts: Sequence[RowPart], limit: int, max_tokens: int) -> Batch:
+    longest = max(len(question) for part in parts for question in part.questions)
     reserve = bucket(longest + max_tokens)
-    slots = _rounded(max(len(job.context) for job in jobs) + reserve + 1)
-    rows = min(limit, 2 ** math.ceil(math.log2(len(jobs))))
-    return Batch(tuple(jobs), rows, slots, reserve)
+    slots = _rounded(max(len(part.context) for part in parts) + reserve + 1)
+    rows = min(limit, 2 ** math.ceil(math.log2(len(parts))))
+    return Batch(tuple(parts), rows, slots, reserve)
 
 
 def _rounded(tokens: int) -> int:

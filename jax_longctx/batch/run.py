@@ -17,7 +17,7 @@ from typing import Any
 
 from jax_longctx.api import Answer, LongContext
 from jax_longctx.batch.output import ANSWERED, check_complete, files_of, finish
-from jax_longctx.batch.rows import Batch, Job, Line, Row, RowReader, after, pack
+from jax_longctx.batch.rows import Batch, Line, Row, RowPart, RowReader, after, pack
 from jax_longctx.engine import Lengths, Sampling
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import available_bytes, expected_bytes, footprint
@@ -45,10 +45,10 @@ PLANNED = 0.75
 # Of the journal. 3 had a window of rows, beside the size of the partial file.
 FORMAT = 4
 
-# For each job of a batch, the answers to its questions.
+# For each part of a batch, the answers to its questions.
 Answers = list[list[dict[str, Any]]]
 # Yields batches as JSON values, which are sent to every process, and receives their answers.
-Work = Generator[dict[str, Any], Answers | None]
+Batches = Generator[dict[str, Any], Answers | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,7 +183,7 @@ class _Leader:
         # Rows that are written, and a digest of those with an answer.
         self.written, self.answered = 0, ""
 
-    def work(self) -> Work:
+    def work(self) -> Batches:
         """Yields every batch that is not computed yet and receives its answers."""
         total, digest = self._reader().scan()
         given = _given(self.model, self.made_by, self.options, digest)
@@ -290,10 +290,10 @@ class _Leader:
 
     def _packed(self, rows: Iterable[Row]) -> list[Batch]:
         split, options = self.model.engine.method.info.needs_question, self.options
-        jobs = [job for row in rows for job in row.jobs(split)]
-        return pack(jobs, options.rows, options.max_tokens, self._fits)
+        parts = [part for row in rows for part in row.parts(split)]
+        return pack(parts, options.rows, options.max_tokens, self._fits)
 
-    def _window(self, some: Sequence[Line], kept: set[int]) -> Work:
+    def _window(self, some: Sequence[Line], kept: set[int]) -> Batches:
         """Answers the rows of these lines; those `kept` from before are in no batch."""
         rows: dict[int, Row] = {}
         if not all(line.index in self.ready for line in some):
@@ -305,14 +305,14 @@ class _Leader:
         self._keep((row, 0, []) for row in failed)
         self._write(some)
         for batch in self._packed(rows.values()):
-            left = [not self._has(job) for job in batch.jobs]
+            left = [not self._has(part) for part in batch.parts]
             if not any(left):
                 continue
             answers = yield dataclasses.asdict(batch)
             assert answers is not None
-            found = zip(batch.jobs, answers, left, strict=True)
-            self._keep((rows[job.row], job.first, each) for job, each, new in found if new)
-            tokens = sum(each["read"] + each.get("answer", 0) for job in answers for each in job)
+            found = zip(batch.parts, answers, left, strict=True)
+            self._keep((rows[part.row], part.first, each) for part, each, new in found if new)
+            tokens = sum(each["read"] + each.get("answer", 0) for part in answers for each in part)
             self.progress = dataclasses.replace(self.progress, tokens=self.progress.tokens + tokens)
             self._write(some)
 
@@ -326,9 +326,9 @@ class _Leader:
                 said = f"line {row.line}: {said} (every such line of the output says so)"
                 warnings.warn(said, TrainedLengthWarning, stacklevel=2)
 
-    def _has(self, job: Job) -> bool:
-        done = job.row < self.written or job.row in self.ready
-        return done or job.first in self.parts.get(job.row, {})
+    def _has(self, part: RowPart) -> bool:
+        done = part.row < self.written or part.row in self.ready
+        return done or part.first in self.parts.get(part.row, {})
 
     def _keep(self, found: Iterable[tuple[Row, int, list[dict[str, Any]]]]) -> None:
         """Adds answers to the journal: a row, the number of the first question, its answers."""
@@ -381,26 +381,26 @@ class _Leader:
 
 
 def _compute(model: LongContext, options: BatchOptions, work: dict[str, Any]) -> Answers:
-    """The answers to each job's questions; a batch that does not fit is halved."""
-    jobs = work["jobs"]
+    """The answers to each part's questions; a batch that does not fit is halved."""
+    parts = work["parts"]
     try:
         return _answers(model, options, work)
     except CapacityError as error:
-        if len(jobs) == 1:
-            return [[{"error": str(error), "read": 0}] * len(jobs[0]["questions"])]
-    half = len(jobs) // 2
-    parts = [{**work, "rows": len(part), "jobs": part} for part in (jobs[:half], jobs[half:])]
-    return [answers for part in parts for answers in _compute(model, options, part)]
+        if len(parts) == 1:
+            return [[{"error": str(error), "read": 0}] * len(parts[0]["questions"])]
+    half = len(parts) // 2
+    halves = [{**work, "rows": len(each), "parts": each} for each in (parts[:half], parts[half:])]
+    return [answers for each in halves for answers in _compute(model, options, each)]
 
 
 def _compile(model: LongContext, options: BatchOptions, work: dict[str, Any]) -> Compilation | None:
     """Begins to compile a batch's programs and its first questions'; None where it does not fit."""
-    jobs = _padded(work)
+    parts = _padded(work)
     size = {"reserve": work["reserve"], "capacity": work["slots"]}
-    contexts = [len(job["context"]) for job in jobs]
-    asked = [list(map(len, job["questions"])) for job in jobs]
+    contexts = [len(part["context"]) for part in parts]
+    asked = [list(map(len, part["questions"])) for part in parts]
     with contextlib.suppress(LongctxError):
-        if _together(model, jobs):
+        if _together(model, parts):
             return model.compile_all(contexts[0], asked[0], **size, **_ends(options))
         first, more = max(sizes[0] for sizes in asked), max(map(len, asked)) > 1
         lengths = Lengths(contexts, [(first, options.max_tokens)], **size)
@@ -414,34 +414,34 @@ def _ends(options: BatchOptions) -> dict[str, Any]:
     return {"max_tokens": options.max_tokens, "stop": options.stop}
 
 
-def _together(model: LongContext, jobs: list[dict[str, Any]]) -> bool:
+def _together(model: LongContext, parts: list[dict[str, Any]]) -> bool:
     """Whether a batch is one text whose questions are answered together."""
-    return len(jobs) == 1 and model.together(len(jobs[0]["questions"]))
+    return len(parts) == 1 and model.together(len(parts[0]["questions"]))
 
 
 def _padded(work: dict[str, Any]) -> list[dict[str, Any]]:
-    """A batch's jobs. Padding rows repeat the last one, so they end when it ends."""
-    jobs = list(work["jobs"])
-    return jobs + jobs[-1:] * (work["rows"] - len(jobs))
+    """A batch's parts. Padding rows repeat the last one, so they end when it ends."""
+    parts = list(work["parts"])
+    return parts + parts[-1:] * (work["rows"] - len(parts))
 
 
 def _answers(model: LongContext, options: BatchOptions, work: dict[str, Any]) -> Answers:
-    engine, count, jobs = model.engine, len(work["jobs"]), _padded(work)
-    contexts, questions = ([job[key] for job in jobs] for key in ("context", "questions"))
+    engine, count, parts = model.engine, len(work["parts"]), _padded(work)
+    contexts, questions = ([part[key] for part in parts] for key in ("context", "questions"))
     rounds = max(map(len, questions))
     context = engine.prefill(
         contexts,
         reserve=work["reserve"],
         capacity=work["slots"],
         questions=[asked[0] for asked in questions],
-        total=[job["total"] for job in jobs],
+        total=[part["total"] for part in parts],
     )
-    if _together(model, jobs):
-        (asked,), (job,) = questions, jobs
+    if _together(model, parts):
+        (asked,), (part,) = questions, parts
         answers = model.ask_all(
             context,
             asked,
-            sampling=options.sampling.at((job["row"], job["first"] + i) for i in range(rounds)),
+            sampling=options.sampling.at((part["row"], part["first"] + i) for i in range(rounds)),
             keep=False,
             **_ends(options),
         )
@@ -452,7 +452,7 @@ def _answers(model: LongContext, options: BatchOptions, work: dict[str, Any]) ->
         # A row with fewer questions repeats its last one.
         at = [min(number, len(row) - 1) for row in questions]
         asked = [row[i] for row, i in zip(questions, at, strict=True)]
-        places = [(job["row"], job["first"] + i) for job, i in zip(jobs, at, strict=True)]
+        places = [(part["row"], part["first"] + i) for part, i in zip(parts, at, strict=True)]
         answers = model.ask(
             context,
             asked,

@@ -29,10 +29,10 @@ from jax_longctx.bench.steps import QUESTION, check_mesh, one_row
 from jax_longctx.bench.timing import TOO_MUCH, WARM, Shape, call_times, copy_bandwidth, streamed
 from jax_longctx.engine import Context, Engine
 from jax_longctx.engine.capacity import footprint
-from jax_longctx.engine.context import read_question
+from jax_longctx.engine.context import prefill_question
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.places import cannot_share
-from jax_longctx.engine.running import Request, RunningBatch
+from jax_longctx.engine.running import Ask, RunningBatch
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method
 from jax_longctx.planning.work import decode_work
@@ -157,13 +157,13 @@ class _Measured:
         """Lets rows join until all places are taken."""
         while self._batch.free:
             number = next(self._numbers)
-            request = Request(
+            ask = Ask(
                 self._questions[number % self.asked.rows],
                 Sampling(temperature=1.0, seed=number),
                 self._answer,
             )
             begun = time.perf_counter()
-            self._batch.join(self._context, request)
+            self._batch.join(self._context, ask)
             self._joins.append(time.perf_counter() - begun)
 
     def _question_seconds(self) -> float:
@@ -173,11 +173,11 @@ class _Measured:
         rows[0] = self._questions[0]
         times = []
         for _ in range(ASKED):
-            with engine.asked(context, keep=True) as run:
-                jax.block_until_ready(run.caches)
+            with engine.asked(context, keep=True) as live:
+                jax.block_until_ready(live.caches)
                 begun = time.perf_counter()
-                given = engine.setup, engine.params, run, rows, context.total
-                jax.block_until_ready(read_question(*given))
+                given = engine.setup, engine.params, live, rows, context.total
+                jax.block_until_ready(prefill_question(*given))
                 times.append(time.perf_counter() - begun)
         return statistics.median(times)
 
@@ -196,14 +196,14 @@ class _Measured:
         """Seconds to prefill a text, and the gaps of the rows that decode meanwhile."""
         engine, pace = self.engine, Pace()
         draw = np.random.default_rng(tokens).integers(0, engine.config.vocab_size, tokens)
-        reading = engine.reading(
+        prefilling = engine.prefilling(
             [draw.tolist()], reserve=self._batch.reserve, ahead=lambda: not beside
         )
         begun = time.perf_counter()
         told = dict.fromkeys(self._batch.running, begun)
         gaps: list[float] = []
         turn = begun
-        for _ in reading:
+        for _ in prefilling:
             now = time.perf_counter()
             if not beside or now - turn < READ_SECONDS:
                 continue

@@ -28,7 +28,7 @@ from jax_longctx.bench.timing import call_times
 from jax_longctx.caches import AppendCache
 from jax_longctx.engine import Context, Engine, capacity
 from jax_longctx.engine.allocate import abstract_caches, empty_like
-from jax_longctx.engine.context import Run, read_question
+from jax_longctx.engine.context import Live, prefill_question
 from jax_longctx.engine.decode import Steps, answer_variants, decode_turns, first_state, next_block
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.prefill import finish_question, fork
@@ -120,13 +120,13 @@ class Answering:
 
     def __init__(self, engine: Engine, context: Context, rows: int, tokens: int, first: int = 1):
         method, setup = engine.method, engine.setup
-        run, total = Run(context.usable_caches()), context.total
+        live, total = Live(context.usable_caches()), context.total
         context.caches = None
         if method.info.append_only:
-            run.caches = fork(setup, run.caches)
-        read_question(setup, engine.params, run, [list(QUESTION)], total)
-        caches = run.caches
-        del run
+            live.caches = fork(setup, live.caches)
+        prefill_question(setup, engine.params, live, [list(QUESTION)], total)
+        caches = live.caches
+        del live
         if method.info.answers_apart:
             caches = finish_question(setup, caches, total, capacity.bucket(tokens + capacity.SPARE))
         leaves, structure = jax.tree.flatten(caches)

@@ -41,7 +41,7 @@ PROMPT_FILE, PROMPT_FORMAT = "prompt.json", 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
+class Inputs:
     """The document and the questions, validated.
 
     Attributes:
@@ -137,10 +137,10 @@ class Request:
 
 @options.command
 def ask(
-    request: Request,
+    inputs: Inputs,
     model: options.ModelChoice,
     method: options.MethodChoice,
-    answers: options.AnswerOptions,
+    answers: options.AnswerChoice,
     as_json: bool = options.as_json(),
 ) -> None:
     """Ask one or many questions over one long text.
@@ -162,16 +162,16 @@ def ask(
 
         jax-longctx ask "And why?" -c llama3 --load-context read
     """
-    if request.save_context is not None:
-        folder = whole_path(request.save_context)
+    if inputs.save_context is not None:
+        folder = whole_path(inputs.save_context)
         check_folder(folder.parent, "--save-context")
-        with file_errors(f"--save-context {request.save_context} cannot be written"):
+        with file_errors(f"--save-context {inputs.save_context} cannot be written"):
             # A name that is too long is known before the text is read.
             folder.with_name(f"{folder.name}.partial").exists()
-    document = None if request.file is None else read_text(request.file)
+    document = None if inputs.file is None else read_text(inputs.file)
     terminal = Terminal(as_json=as_json)
     compiling = Compiling(terminal)
-    session = Session(request, answers, document, terminal, compiling)
+    session = Session(inputs, answers, document, terminal, compiling)
     begin: dict[str, Any] = {"check": session.check}
     if document is not None:
         begin["ahead"] = compiling.ahead(session.compile)
@@ -200,13 +200,13 @@ class Session:
 
     def __init__(
         self,
-        request: Request,
-        answers: options.AnswerOptions,
+        inputs: Inputs,
+        answers: options.AnswerChoice,
         document: str | None,
         terminal: Terminal,
         compiling: Compiling,
     ):
-        self.request, self.answers, self.document = request, answers, document
+        self.inputs, self.answers, self.document = inputs, answers, document
         self.terminal, self.compiling = terminal, compiling
         self.unsaved: CheckpointError | InputError | None = None
 
@@ -227,18 +227,18 @@ class Session:
             # Imported late: it imports tokenizers and templates.
             from jax_longctx.text import chat_layout, plain_layout
 
-            self.chat, encode = _chosen_chat(model, self.request), model.tokenizer.encode
-            stem = bool(self.request.completion)
+            self.chat, encode = _chosen_chat(model, self.inputs), model.tokenizer.encode
+            stem = bool(self.inputs.completion)
             layout = chat_layout(model.tokenizer) if self.chat else plain_layout(stem=stem)
-            self.questions = [encode(layout.question(asked)) for asked in self.request.questions]
+            self.questions = [encode(layout.question(asked)) for asked in self.inputs.questions]
             document = self.document
             self.text = None if document is None else encode(layout.context(document), bos=True)
         return self.questions
 
     def check(self, model: "LongContext") -> None:
         """Raises an error where method, checkpoint and context do not fit; needs no weights."""
-        _chosen_chat(model, self.request)
-        save, load = self.request.save_context, self.request.load_context
+        _chosen_chat(model, self.inputs)
+        save, load = self.inputs.save_context, self.inputs.load_context
         if model.engine.method.info.needs_question and (save or load):
             name = settings_of(model.engine.method)["name"]
             raise InputError(
@@ -253,12 +253,12 @@ class Session:
 
     def choose(self, model: "LongContext") -> Any:
         """The method for the document and the questions, or the saved context's."""
-        asked, saving = self._take(model), self.request.save_context is not None
+        asked, saving = self._take(model), self.inputs.save_context is not None
         if self.text is None:
             from jax_longctx.engine.context_io import method_of
 
-            assert self.request.load_context is not None
-            return method_of(self.request.load_context)
+            assert self.inputs.load_context is not None
+            return method_of(self.inputs.load_context)
         how = {"reserve": self.reserve, "questions": len(asked), "saving": saving}
         return choose_method(self.terminal, model, len(self.text) + self.reserve, **how)
 
@@ -296,10 +296,10 @@ class Session:
     def _context(self, question: list[int] | None) -> tuple["Context", float | None]:
         """The context, and the seconds of its prefill; None for a loaded context."""
         if self.text is None:
-            assert self.request.load_context is not None
+            assert self.inputs.load_context is not None
             with self.terminal.waiting("loading the context"):
-                return self.model.load_context(self.request.load_context), None
-        folder = self.request.save_context
+                return self.model.load_context(self.inputs.load_context), None
+        folder = self.inputs.save_context
         if folder is not None:
             self._check_space(folder, len(self.text))
         self.compiling.wait(prefill=True)
@@ -345,7 +345,7 @@ class Session:
         self, context: "Context", prefill: float | None, questions: list[list[int]]
     ) -> None:
         """Answers all questions together. The first one's text is shown as it comes."""
-        shows, asked = not self.terminal.as_json, self.request.questions
+        shows, asked = not self.terminal.as_json, self.inputs.questions
         how = self.answers.arguments()
         self.compiling.wait()
         began = time.perf_counter()
@@ -375,10 +375,10 @@ class Session:
         self, context: "Context", number: int, question: list[int], prefill: float | None
     ) -> None:
         """Answers question `number`, of token ids `question`; its number decides its seed."""
-        asked, how = self.request.questions[number], self.answers.arguments()
-        how["keep"] = number + 1 < len(self.request.questions) and not self.rereads
+        asked, how = self.inputs.questions[number], self.answers.arguments()
+        how["keep"] = number + 1 < len(self.inputs.questions) and not self.rereads
         how["sampling"] = self.answers.sampling.at([(0, number)])
-        if len(self.request.questions) > 1 and not self.terminal.as_json:
+        if len(self.inputs.questions) > 1 and not self.terminal.as_json:
             self.terminal.note(f"> {asked}")
         self.compiling.wait()
         began = time.perf_counter()
@@ -399,7 +399,7 @@ class Session:
         compiled: float,
     ) -> None:
         """What is told of an answer when it is complete."""
-        asked, question = self.request.questions[number], self._take(self.model)[number]
+        asked, question = self.inputs.questions[number], self._take(self.model)[number]
         length, cache = context.lengths[0], context.answering_bytes
         memory = {"cache_bytes": cache}
         if self.model.engine.setup.offload is not None:
@@ -413,9 +413,9 @@ class Session:
             self.terminal.record({"question": asked, **record})
 
 
-def _chosen_chat(model: "LongContext", request: Request) -> bool:
+def _chosen_chat(model: "LongContext", inputs: Inputs) -> bool:
     """Whether the prompt uses the chat template: as given, as saved, or where there is one."""
-    load, chat = request.load_context, False if request.completion else request.chat
+    load, chat = inputs.load_context, False if inputs.completion else inputs.chat
     prompt = None if load is None else _read_prompt(load)
     if load is None or prompt is None:
         return model.tokenizer.has_chat if chat is None else chat

@@ -60,7 +60,7 @@ def batch(
     ),
     model: options.ModelChoice,
     method: options.MethodChoice,
-    answers: options.AnswerOptions,
+    answers: options.AnswerChoice,
     rows: Rows,
     overwrite: bool = options.overwrite("an OUT.jsonl, or an interrupted run of it,"),
     retry_errors: bool = option(

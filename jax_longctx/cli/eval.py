@@ -26,7 +26,7 @@ from jax_longctx.settings import parse_mesh
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
     from jax_longctx.evaluation.config import EvalConfig
-    from jax_longctx.evaluation.runner import Progress
+    from jax_longctx.evaluation.runner import EvalProgress
 
 # Stands for a checkpoint: the model of `jax-longctx demo`, converted where it is missing.
 DEMO = "demo"
@@ -219,7 +219,7 @@ def _run(config: "EvalConfig", output: Path | None, terminal: Terminal, overwrit
         compiling.wait()
     with terminal.progress("evaluating", "rows") as update:
 
-        def show(progress: "Progress") -> None:
+        def show(progress: "EvalProgress") -> None:
             if progress.before and not progress.done:
                 terminal.note(f"{progress.before:,} of {progress.total:,} rows are there already")
             update(progress.done, progress.total - progress.before, progress.doing)

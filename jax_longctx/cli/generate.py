@@ -30,7 +30,7 @@ def generate(
     # Special tokens in a prompt are always read as tokens.
     model: options.ModelChoice = options.only("checkpoint", *options.RUN),
     method: options.MethodChoice,
-    answers: options.AnswerOptions,
+    answers: options.AnswerChoice,
     prompt: str | None = argument(
         "The text to continue; - reads stdin (its last line break is dropped), which is "
         "also read when PROMPT is left out and stdin is not a terminal.",

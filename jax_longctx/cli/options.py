@@ -423,7 +423,7 @@ class ModelChoice:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AnswerOptions:
+class AnswerChoice:
     """How answers are sampled and where they end."""
 
     PANEL = "Answer"

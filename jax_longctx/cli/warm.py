@@ -43,7 +43,7 @@ def warm(
         "Tokens of the text; repeat for several. 16,000 unless given.", min=1
     ),
     asked: Asked,
-    answers: options.AnswerOptions = options.only(
+    answers: options.AnswerChoice = options.only(
         "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
     ),
     run: RunSpec = options.run(),

@@ -3,7 +3,7 @@
 The dataclass is a static argument of `jit`. The duties are
 
 1. `init_cache(shape)`: the cache of one layer, a dataclass whose fields say their logical axes;
-2. `segments(prompt)`: the prompt as `Segment`s of fixed shapes;
+2. `segments(feed)`: the context or the question as `Segment`s of fixed shapes;
 3. `attend(new, cache, segment, ctx)`: attention of one layer over one segment, and the new cache;
    queries, keys and values arrive before rotary embedding;
 4. `finish(cache, ctx, stage, reserve)`: the end of the context (or the question); the cache may
@@ -12,7 +12,7 @@ The dataclass is a static argument of `jit`. The duties are
 
 and `info`, its metadata. `@method` names it. The model and the engine know no method by name. All
 that the engine may ask besides has a default in the class `Method`. This module also has what
-passes between engine and method: `CacheShape`, `Prompt`, and `Segment` with the functions that make
+passes between engine and method: `CacheShape`, `Feed`, and `Segment` with the functions that make
 segments.
 
 `attend` and `finish` run inside one `shard_map` that is manual over the mesh axes `data`, `seq`
@@ -188,8 +188,8 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
-    """Token rows of one stage, each of its own length.
+class Feed:
+    """What a method takes into its cache at one stage: token rows, each of its own length.
 
     At stage `context` the question is None unless the method needs it at prefill. At stage
     `question` the context is in the cache and `context` is None.
@@ -367,8 +367,8 @@ class Method:
         """An empty cache for one layer: a registered dataclass of `axes_field`s."""
         raise NotImplementedError
 
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        """The prompt as segments, in order, as numpy arrays."""
+    def segments(self, feed: Feed) -> Iterable[Segment]:
+        """The rows as segments, in order, as numpy arrays."""
         raise NotImplementedError
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
@@ -426,8 +426,8 @@ class Method:
         """
         return cache
 
-    def prefill_work(self, prompt: Prompt) -> PrefillWork | None:
-        """The work of a prompt of one row at stage `context`, of which only the length matters.
+    def prefill_work(self, feed: Feed) -> PrefillWork | None:
+        """The work of a feed of one row at stage `context`, of which only the length matters.
 
         None where it follows from the segments and `read_bytes`.
         """

@@ -3,16 +3,16 @@
 from jax_longctx.engine.context import Context, Progress
 from jax_longctx.engine.engine import Engine
 from jax_longctx.engine.programs import Lengths, compile_ahead
-from jax_longctx.engine.running import Chosen, Request, RunningBatch
+from jax_longctx.engine.running import Ask, Chosen, RunningBatch
 from jax_longctx.settings import Sampling
 
 __all__ = [
+    "Ask",
     "Chosen",
     "Context",
     "Engine",
     "Lengths",
     "Progress",
-    "Request",
     "RunningBatch",
     "Sampling",
     "compile_ahead",

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from jax_longctx.contract import Method, Prompt, Segment
+from jax_longctx.contract import Feed, Method, Segment
 from jax_longctx.engine.capacity import held_bytes
 from jax_longctx.engine.prefill import Logits, run_segment
 from jax_longctx.engine.setup import Setup
@@ -77,7 +77,7 @@ class Context:
 
 
 @dataclasses.dataclass
-class Run:
+class Live:
     """The caches of the question at hand: always the newest, the older ones were donated.
 
     `whole` are the context's and the question's, where the answer is read from others.
@@ -87,26 +87,26 @@ class Run:
     whole: tuple[Any, ...] | None = None
 
 
-def read_text(
-    setup: Setup, params: Any, run: Run, prompt: Prompt, total: Any, wanted: Logits = "none"
+def prefill_text(
+    setup: Setup, params: Any, live: Live, feed: Feed, total: Any, wanted: Logits = "none"
 ) -> Iterator[tuple[Segment, Any]]:
-    """Feeds a prompt's contexts; each segment with what `run_segment` returns of it.
+    """Prefills what is fed; each segment with what `run_segment` returns of it.
 
     InputError where a segment is `wanted` and does not follow the one before.
     """
-    for segment in setup.method.segments(prompt):
+    for segment in setup.method.segments(feed):
         if wanted != "none" and segment.spread:
             raise InputError("this method reads a text in parts side by side; it cannot score one")
-        run.caches, found = run_segment(setup, params, run.caches, segment, total, None, wanted)
+        live.caches, found = run_segment(setup, params, live.caches, segment, total, None, wanted)
         yield segment, found
 
 
-def read_question(
-    setup: Setup, params: Any, run: Run, rows: list[list[int]], total: Any
+def prefill_question(
+    setup: Setup, params: Any, live: Live, rows: list[list[int]], total: Any
 ) -> Float[Any, "B V"]:
     """Feeds the questions; the logits of each row's first token, zeros of a row without one."""
     logits = jax.device_put(np.zeros((len(rows), setup.config.vocab_size), np.float32))
-    for segment in setup.method.segments(setup.prompt("question", 0, question=rows)):
-        given = setup, params, run.caches, segment, total, logits
-        run.caches, logits = run_segment(*given, "last")
+    for segment in setup.method.segments(setup.feed("question", 0, question=rows)):
+        given = setup, params, live.caches, segment, total, logits
+        live.caches, logits = run_segment(*given, "last")
     return logits

@@ -37,7 +37,7 @@ from jax_longctx.engine.capacity import (
     slots_for,
 )
 from jax_longctx.engine.compiling import limit_mappings, program
-from jax_longctx.engine.context import Context, Progress, Run, read_question, read_text
+from jax_longctx.engine.context import Context, Live, Progress, prefill_question, prefill_text
 from jax_longctx.engine.decode import (
     DecodeState,
     Steps,
@@ -202,18 +202,18 @@ class Engine:
           InputError: token ids out of the vocabulary, or a question missing.
           CapacityError: the caches do not fit; nothing has been computed.
         """
-        reading = self.reading(
+        prefilling = self.prefilling(
             contexts, reserve=reserve, questions=questions, total=total, capacity=capacity
         )
         while True:
             try:
-                told = next(reading)
+                told = next(prefilling)
             except StopIteration as end:
                 return end.value
             if progress is not None:
                 progress(told)
 
-    def reading(
+    def prefilling(
         self,
         contexts: Rows,
         *,
@@ -242,16 +242,16 @@ class Engine:
         asked = self.needed_questions(questions, len(contexts))
         slots = self.check_lengths(lengths, reserve, capacity)
         known = jax.device_put(np.array(totals, np.int32))
-        run = Run(init_caches(self.setup, len(rows), slots, reserve))
+        live = Live(init_caches(self.setup, len(rows), slots, reserve))
         everything, done, previous = sum(lengths), 0, None
         begun = time.perf_counter()
 
         def told(tokens: int) -> Progress:
             return Progress(tokens, everything, time.perf_counter() - begun)
 
-        prompt = self.setup.prompt("context", slots, context=rows, question=asked)
+        feed = self.setup.feed("context", slots, context=rows, question=asked)
         wanted: Logits = "none" if states is None else "hidden"
-        for segment, marker in read_text(self.setup, self.params, run, prompt, known, wanted):
+        for segment, marker in prefill_text(self.setup, self.params, live, feed, known, wanted):
             if states is not None:
                 states(segment, marker)
             # What is read twice (an anchor, on every shard) is no progress.
@@ -267,7 +267,7 @@ class Engine:
         if previous is not None:
             previous.block_until_ready()
         yield told(everything)
-        caches = finish_context(self.setup, run.caches, known, reserve)
+        caches = finish_context(self.setup, live.caches, known, reserve)
         sizes = (len(contexts), slots, reserve)
         return Context(rows, *sizes, known, caches, questions=asked, method=self.method)
 
@@ -303,11 +303,11 @@ class Engine:
             )
         limit_mappings()
         self.ensure_reserve(context, max(map(len, rows)) + max_tokens)
-        with self.asked(context, keep) as run:
-            logits = read_question(self.setup, self.params, run, rows, context.total)
+        with self.asked(context, keep) as live:
+            logits = prefill_question(self.setup, self.params, live, rows, context.total)
             if self.method.info.answers_apart:
-                self.answer_apart(run, context, max_tokens, keep)
-            context.answering_bytes, context.host_bytes = held_bytes(run.caches)
+                self.answer_apart(live, context, max_tokens, keep)
+            context.answering_bytes, context.host_bytes = held_bytes(live.caches)
             limits: Any = {"max_tokens": max_tokens, "stop_ids": stop_ids}
             values = sampling_values(sampling, len(rows), **limits)
             values: RowValues = jax.device_put(values)
@@ -326,22 +326,22 @@ class Engine:
                 first = numbers.stop
                 turns = decode_turns(self.method, variants, [numbers] * len(rows), BLOCK)
                 steps = Steps(context.total, turns, values, variants, static)
-                run.caches, state, chosen = next_block(
-                    self.setup, self.params, run.caches, state, steps
+                live.caches, state, chosen = next_block(
+                    self.setup, self.params, live.caches, state, steps
                 )
                 self._check_finite(state)
-                self.fetched = fetched_of(run.caches, context.batch)
+                self.fetched = fetched_of(live.caches, context.batch)
                 yield _chosen(np.asarray(chosen.token), context.batch)
 
     @contextlib.contextmanager
-    def asked(self, context: Context, keep: bool) -> Iterator[Run]:
+    def asked(self, context: Context, keep: bool) -> Iterator[Live]:
         """Forks the context for one question. If kept, the context is then as before."""
-        run = Run(self._fork(context, keep))
+        live = Live(self._fork(context, keep))
         try:
-            yield run
+            yield live
         finally:
             if self.method.info.append_only and keep:
-                context.caches = run.whole or run.caches
+                context.caches = live.whole or live.caches
 
     def check_context(self, context: Context) -> None:
         """Raises InputError for a context that another method, or other settings, prefilled."""
@@ -351,16 +351,16 @@ class Engine:
                 f"{self.method}; ask it under the method that made it, or prefill again"
             )
 
-    def answer_apart(self, run: Run, context: Context, max_tokens: int, keep: bool) -> None:
+    def answer_apart(self, live: Live, context: Context, max_tokens: int, keep: bool) -> None:
         """The answer's own caches, made from the context's and the question's."""
         reserve = bucket(max_tokens + SPARE)
-        whole = run.caches
+        whole = live.caches
         given = self.setup, whole, context.total
         answering = whole_finish.eval_shape(*given, "question", reserve)
         self.check_bytes(context.slots, bytes_per_device(self.mesh, answering))
-        run.caches = finish_question(*given, reserve)
+        live.caches = finish_question(*given, reserve)
         # A fork that is a copy is of no more use.
-        run.whole = whole if keep and self.method.info.append_only else None
+        live.whole = whole if keep and self.method.info.append_only else None
 
     def _check_finite(self, state: DecodeState) -> None:
         if not np.all(np.asarray(state.finite)):

@@ -33,7 +33,7 @@ from jax_longctx.engine.capacity import (
     finished_caches,
 )
 from jax_longctx.engine.compiling import IN_PLACE, program
-from jax_longctx.engine.context import Context, Run
+from jax_longctx.engine.context import Context, Live
 from jax_longctx.engine.engine import Engine
 from jax_longctx.engine.runs import seated_store
 from jax_longctx.engine.setup import Setup
@@ -80,13 +80,13 @@ class Whole:
         self.held = _seated(self._setup, self.held, given, row, place)
 
     @contextlib.contextmanager
-    def lent(self) -> "Iterator[Run]":
+    def lent(self) -> "Iterator[Live]":
         """The caches for a block of decode steps, which changes them."""
-        run = Run(self.held)
+        live = Live(self.held)
         try:
-            yield run
+            yield live
         finally:
-            self.held = run.caches
+            self.held = live.caches
 
 
 class Branches:
@@ -124,15 +124,15 @@ class Branches:
         self.held = _seated(self._setup, self.held, given, row, place)
 
     @contextlib.contextmanager
-    def lent(self) -> "Iterator[Run]":
+    def lent(self) -> "Iterator[Live]":
         """The caches for a block of decode steps; the context's are lent too, and not changed."""
         context = self._context
         caches = context.usable_caches()
-        run, context.caches = Run(with_context(self.held, caches)), None
+        live, context.caches = Live(with_context(self.held, caches)), None
         try:
-            yield run
+            yield live
         finally:
-            self.held, context.caches = without_context(run.caches, caches)
+            self.held, context.caches = without_context(live.caches, caches)
 
 
 def check_places(engine: Engine, reserve: int, rows: int, slots: int) -> int:

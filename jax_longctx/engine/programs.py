@@ -16,7 +16,7 @@ import numpy as np
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.capacity import SPARE, bucket, reserved, slots_for
-from jax_longctx.engine.context import Context, Run, read_question, read_text
+from jax_longctx.engine.context import Context, Live, prefill_question, prefill_text
 from jax_longctx.engine.decode import (
     Steps,
     answer_variants,
@@ -81,9 +81,9 @@ def list_run(
         more = question + answer - context.reserve
         if more > 0:
             extend(setup, context, bucket(more, setup.mesh.shape["seq"]))
-        run, logits = list_question(setup, params, context, question, answer, keep=keep)
+        live, logits = list_question(setup, params, context, question, answer, keep=keep)
         yield "decode"
-        list_answer(setup, params, run, logits, answer, sampling=sampling, stop_ids=stop_ids)
+        list_answer(setup, params, live, logits, answer, sampling=sampling, stop_ids=stop_ids)
 
 
 def list_context(setup: Setup, params: Any, lengths: Lengths, question: int) -> Context:
@@ -93,34 +93,34 @@ def list_context(setup: Setup, params: Any, lengths: Lengths, question: int) -> 
     needed = setup.method.info.needs_question
     asked = _padded(setup, [question] * len(lengths.contexts)) if needed else None
     total = jax.device_put(np.zeros(len(rows), np.int32))
-    run = Run(init_caches(setup, len(rows), slots, reserve))
-    prompt = setup.prompt("context", slots, context=rows, question=asked)
-    for _ in read_text(setup, params, run, prompt, total):
+    live = Live(init_caches(setup, len(rows), slots, reserve))
+    feed = setup.feed("context", slots, context=rows, question=asked)
+    for _ in prefill_text(setup, params, live, feed, total):
         pass
-    caches = finish_context(setup, run.caches, total, reserve)
+    caches = finish_context(setup, live.caches, total, reserve)
     sizes = len(lengths.contexts), slots, reserve
     return Context(rows, *sizes, total, caches, questions=asked, method=setup.method)
 
 
 def list_question(
     setup: Setup, params: Any, context: Context, question: int, answer: int, *, keep: bool = True
-) -> tuple[Run, Any]:
+) -> tuple[Live, Any]:
     """Calls the programs that read a question; the answer's caches, and its first logits."""
-    run, info = Run(context.usable_caches()), setup.method.info
+    live, info = Live(context.usable_caches()), setup.method.info
     if keep or info.append_only:
-        run.caches = fork(setup, run.caches)
+        live.caches = fork(setup, live.caches)
     asked = _padded(setup, [question] * context.batch)
-    logits = read_question(setup, params, run, asked, context.total)
+    logits = prefill_question(setup, params, live, asked, context.total)
     if info.answers_apart:
         reserve = bucket(answer + SPARE)
-        run.caches = finish_question(setup, run.caches, context.total, reserve)
-    return run, logits
+        live.caches = finish_question(setup, live.caches, context.total, reserve)
+    return live, logits
 
 
 def list_answer(
     setup: Setup,
     params: Any,
-    run: Run,
+    live: Live,
     logits: Any,
     answer: int,
     *,
@@ -139,7 +139,7 @@ def list_answer(
         turns = turns_of_all(setup.method, variants, answer, (rows, BLOCK))
         total: Any = np.zeros(rows, np.int32)
         steps = Steps(total, turns, values, variants, how)
-        next_block(setup, params, run.caches, state, steps)
+        next_block(setup, params, live.caches, state, steps)
 
 
 def compile_ahead(

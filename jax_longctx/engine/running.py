@@ -3,7 +3,7 @@
 A place of the batch holds one row: its caches (`places`), its state and its values. A row joins
 when its question has been read in caches of its own, which are then copied into the place. The
 programs are those of `Engine.stream` over a batch of all places; a free place is a row that is
-done. No program depends on the rows or their requests, so none is compiled as rows come and go.
+done. No program depends on the rows or their asks, so none is compiled as rows come and go.
 
 A row's answer equals `Engine.stream` of the row alone, up to the rounding of sums.
 
@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.engine.capacity import SPARE, reserved
 from jax_longctx.engine.compiling import IN_PLACE, limit_mappings, program
-from jax_longctx.engine.context import Context, Run, read_question
+from jax_longctx.engine.context import Context, Live, prefill_question
 from jax_longctx.engine.decode import (
     DecodeState,
     Steps,
@@ -58,7 +58,7 @@ Reason = Literal["stop", "length", "not finite"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class Ask:
     """What a row of a running batch is to answer.
 
     Attributes:
@@ -89,7 +89,7 @@ class Chosen:
 
     Attributes:
       logprob: its natural-log probability under the model's own logits, before penalty and
-        temperature; None where the request asks for none.
+        temperature; None where none is wanted.
       best: the most likely tokens and their log-probabilities, the likeliest first.
     """
 
@@ -108,7 +108,7 @@ class _Row:
       count: tokens that it has chosen.
     """
 
-    request: Request
+    ask: Ask
     index: int
     slots: int
     count: int = 1
@@ -196,16 +196,16 @@ class RunningBatch:
         return self.places - len(self._rows)
 
     @property
-    def running(self) -> dict[int, Request]:
+    def running(self) -> dict[int, Ask]:
         """The rows that are being answered, by place."""
-        return {place: row.request for place, row in self._rows.items()}
+        return {place: row.ask for place, row in self._rows.items()}
 
     @property
     def resident_bytes(self) -> int:
         """Bytes the caches of all places hold, on all devices and the host; no shared context's."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._caches.held))
 
-    def fits(self, context: Context, request: Request, row: int = 0) -> None:
+    def fits(self, context: Context, ask: Ask, row: int = 0) -> None:
         """Checks that the row can be answered in this batch, once a place and memory are free.
 
         Raises:
@@ -218,14 +218,14 @@ class RunningBatch:
             raise InputError(
                 f"the context has rows 0 to {context.batch - 1}, there is no row {row}"
             )
-        question = engine.padded([request.question])[0]
+        question = engine.padded([ask.question])[0]
         if context.questions is not None and question != context.questions[row]:
             raise InputError(
                 "this method read the context for another question; prefill again for this one"
             )
-        self._caches.check(context, row, len(question), request.max_tokens, self.slots)
+        self._caches.check(context, row, len(question), ask.max_tokens, self.slots)
 
-    def join(self, context: Context, request: Request, row: int = 0) -> tuple[int, Chosen]:
+    def join(self, context: Context, ask: Ask, row: int = 0) -> tuple[int, Chosen]:
         """Reads the question over the context's row, and gives the row a place.
 
         The context is left as it was. The row ends at once where its first token ends the answer
@@ -238,30 +238,30 @@ class RunningBatch:
           InputError: no place is free, or as `fits`.
           CapacityError: the row never fits, or memory is short for its question now.
         """
-        self.fits(context, request, row)
+        self.fits(context, ask, row)
         if not self.free:
             raise InputError(f"all {self.places} places are taken; wait until a row ends")
         engine, rows = self.engine, [[] for _ in context.rows]
-        rows[row] = list(request.question)
+        rows[row] = list(ask.question)
         limit_mappings()
-        engine.ensure_reserve(context, len(request.question))
-        values = _values_of(request)
-        seen = engine.seen([context.rows[row]], [request.question])
+        engine.ensure_reserve(context, len(ask.question))
+        values = _values_of(ask)
+        seen = engine.seen([context.rows[row]], [ask.question])
         place = min(set(range(self.places)) - self._rows.keys())
         slots = 0
         if not self._caches.axes.isdisjoint({"slots", "pages", "share"}):
-            slots = len(context.rows[row]) + len(request.question) + request.max_tokens + SPARE
+            slots = len(context.rows[row]) + len(ask.question) + ask.max_tokens + SPARE
         self.ended = {}
         # Before the context's buffers are lent.
         self._fit(slots)
-        with engine.asked(context, keep=True) as run:
-            state, choices = self._begun(run, context, rows, row, values, seen)
-            (first,) = _tokens(choices, 0, request)
-            reason = self._reason(request, first.token, 1, bool(np.all(np.asarray(state.finite))))
+        with engine.asked(context, keep=True) as live:
+            state, choices = self._begun(live, context, rows, row, values, seen)
+            (first,) = _tokens(choices, 0, ask)
+            reason = self._reason(ask, first.token, 1, bool(np.all(np.asarray(state.finite))))
             if reason is None:
                 taken = {each.index for each in self._rows.values()}
-                new = _Row(request, min(set(range(self.places)) - taken), slots)
-                self._seat(run, context, state, row, new.index)
+                new = _Row(ask, min(set(range(self.places)) - taken), slots)
+                self._seat(live, context, state, row, new.index)
                 self._rows[place] = new
                 self._set_values(new.index, values)
             else:
@@ -286,17 +286,17 @@ class RunningBatch:
         engine, most = self.engine, max(1, min(most, BLOCK))
         steps = [range(0)] * len(self._values.limit)
         for row in self._rows.values():
-            steps[row.index] = range(row.count, min(row.count + most, row.request.max_tokens))
+            steps[row.index] = range(row.count, min(row.count + most, row.ask.max_tokens))
         turns = decode_turns(engine.method, self._variants, steps, BLOCK)
         choices, finite = jax.tree.map(np.asarray, (self._next(turns), self._state.finite))
         found: dict[int, list[Chosen]] = {}
         for place, row in list(self._rows.items()):
-            found[place] = _tokens(choices, row.index, row.request)
+            found[place] = _tokens(choices, row.index, row.ask)
             if not found[place]:
                 continue
             row.count += len(found[place])
             last, whole = found[place][-1].token, bool(finite[row.index])
-            reason = self._reason(row.request, last, row.count, whole)
+            reason = self._reason(row.ask, last, row.count, whole)
             if reason is not None:
                 self.ended[place] = reason
                 self._free(place, running=reason == "not finite")
@@ -321,17 +321,17 @@ class RunningBatch:
 
         Args:
           questions: tokens of each.
-          max_tokens, stop_ids: of a request.
+          max_tokens, stop_ids: of an answer.
         """
         before = self._caches.held, self._state, self._total, self._values
-        values = _values_of(Request([0], stop_ids=stop_ids))
+        values = _values_of(Ask([0], stop_ids=stop_ids))
         seen = np.zeros((1, self.engine.config.vocab_size), bool)
         try:
             for asked in questions:
                 rows = [[0] * asked, *([] for _ in context.rows[1:])]
-                with self.engine.asked(context, keep=True) as run:
-                    state, _ = self._begun(run, context, rows, 0, values, seen)
-                    self._seat(run, context, state, 0, 0)
+                with self.engine.asked(context, keep=True) as live:
+                    state, _ = self._begun(live, context, rows, 0, values, seen)
+                    self._seat(live, context, state, 0, 0)
             self._set_values(0, values)
             shape = len(self._values.limit), BLOCK
             self._next(turns_of_all(self.engine.method, self._variants, max_tokens, shape))
@@ -342,7 +342,7 @@ class RunningBatch:
 
     def _begun(
         self,
-        run: Run,
+        live: Live,
         context: Context,
         rows: list[list[int]],
         row: int,
@@ -351,17 +351,17 @@ class RunningBatch:
     ) -> tuple[DecodeState, Choices]:
         """Reads the question of a row; its state and its first token."""
         engine, ends = self.engine, self.engine.setup.ends
-        logits = read_question(engine.setup, engine.params, run, rows, context.total)
+        logits = prefill_question(engine.setup, engine.params, live, rows, context.total)
         if engine.method.info.answers_apart:
-            engine.answer_apart(run, context, self.reserve, keep=True)
+            engine.answer_apart(live, context, self.reserve, keep=True)
         state = everywhere(ends, first_state(np.ones(1, bool), seen))
         own = _row_of(ends, logits, np.int32(row))
         return start_answer(ends, state, own, jax.device_put(values), ANY)
 
-    def _seat(self, run: Run, context: Context, state: Any, row: int, index: int) -> None:
+    def _seat(self, live: Live, context: Context, state: Any, row: int, index: int) -> None:
         """Copies a row's caches and its state to the place of that index."""
         given = np.int32(row), np.int32(index)
-        self._caches.seat(run.caches, *given)
+        self._caches.seat(live.caches, *given)
         self._state, self._total = _stated(
             self.engine.setup.ends, self._state, self._total, state, context.total, *given
         )
@@ -371,9 +371,9 @@ class RunningBatch:
         setup, params = self.engine.setup, self.engine.params
         self._given = values = self._given or jax.device_put(self._values)
         steps = Steps(self._total, turns, values, self._variants, ANY)
-        with self._caches.lent() as run:
-            run.caches, self._state, choices = next_block(
-                setup, params, run.caches, self._state, steps
+        with self._caches.lent() as live:
+            live.caches, self._state, choices = next_block(
+                setup, params, live.caches, self._state, steps
             )
         return choices
 
@@ -429,12 +429,12 @@ class RunningBatch:
         if running:
             self._stop(index)
 
-    def _reason(self, request: Request, token: int, count: int, finite: bool) -> Reason | None:
+    def _reason(self, ask: Ask, token: int, count: int, finite: bool) -> Reason | None:
         if not finite:
             return "not finite"
-        if token in request.stop_ids:
+        if token in ask.stop_ids:
             return "stop"
-        return "length" if count >= request.max_tokens else None
+        return "length" if count >= ask.max_tokens else None
 
     def _set_values(self, place: int, values: RowValues) -> None:
         """The values of a place, in new arrays: the device may still read the old ones."""
@@ -451,14 +451,14 @@ class RunningBatch:
         self._given = None
 
 
-def _values_of(request: Request) -> RowValues:
+def _values_of(ask: Ask) -> RowValues:
     return _with_stops(
         sampling_values(
-            request.sampling.of_rows(1),
+            ask.sampling.of_rows(1),
             1,
-            max_tokens=request.max_tokens,
-            stop_ids=request.stop_ids,
-            logprobs=request.logprobs is not None,
+            max_tokens=ask.max_tokens,
+            stop_ids=ask.stop_ids,
+            logprobs=ask.logprobs is not None,
         )
     )
 
@@ -473,18 +473,18 @@ def _widened(stops: Any, columns: int) -> Any:
     return np.pad(stops, ((0, 0), (0, columns - stops.shape[1])), constant_values=-1)
 
 
-def _tokens(choices: Choices, row: int, request: Request) -> list[Chosen]:
+def _tokens(choices: Choices, row: int, ask: Ask) -> list[Chosen]:
     """What a row has chosen in a block."""
     token = np.asarray(choices.token)[row]
     columns = np.flatnonzero(token >= 0)
-    if request.logprobs is None:
+    if ask.logprobs is None:
         return [Chosen(int(token[column])) for column in columns]
     own, best, likely = (
         np.asarray(x)[row] for x in (choices.logprob, choices.best, choices.best_logprob)
     )
     found = []
     for x in columns:
-        pairs = zip(best[x, : request.logprobs], likely[x, : request.logprobs], strict=True)
+        pairs = zip(best[x, : ask.logprobs], likely[x, : ask.logprobs], strict=True)
         ranked = tuple((int(token), float(logprob)) for token, logprob in pairs)
         found.append(Chosen(int(token[x]), float(own[x]), ranked))
     return found

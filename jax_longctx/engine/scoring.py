@@ -26,7 +26,7 @@ from jax_longctx.contract import Segment, decode_segment
 from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.capacity import bucket, fetched_of
 from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, program
-from jax_longctx.engine.context import Run, read_text
+from jax_longctx.engine.context import Live, prefill_text
 from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.engine import BLOCK, Engine, Rows
 from jax_longctx.engine.layers import hidden_states
@@ -119,10 +119,10 @@ def _read_text(
     """
     slots = engine.slots_for(max(map(len, rows)))
     engine.check_capacity(len(rows), slots, 0)
-    run = Run(init_caches(engine.setup, len(rows), slots, 0))
+    live = Live(init_caches(engine.setup, len(rows), slots, 0))
     totals = jax.device_put(np.array(total, np.int32))
-    prompt = engine.setup.prompt("context", slots, context=rows, question=questions)
-    yield from read_text(engine.setup, engine.params, run, prompt, totals, logits)
+    feed = engine.setup.feed("context", slots, context=rows, question=questions)
+    yield from prefill_text(engine.setup, engine.params, live, feed, totals, logits)
 
 
 def loglikelihoods(
@@ -221,7 +221,7 @@ def forced_states(
 
 
 class TextScores:
-    """Log-probabilities of one text's tokens, from states of `Engine.reading`.
+    """Log-probabilities of one text's tokens, from states of `Engine.prefilling`.
 
     Args:
       tokens: of the text, and the one behind it, which is scored too.
@@ -282,7 +282,7 @@ class _Fed:
         begun += [0] * (len(self.texts) - self.count)
         ends = self.given if decodes else [max(len(text) - 1, 0) for text in self.texts]
         questions = [text[at:end] for text, at, end in zip(self.texts, begun, ends, strict=True)]
-        segments = list(method.segments(engine.setup.prompt("question", 0, question=questions)))
+        segments = list(method.segments(engine.setup.feed("question", 0, question=questions)))
         looks = method.info.needs_question or any(part.role == "probe" for part in segments)
         if not decodes and looks:
             raise InputError(

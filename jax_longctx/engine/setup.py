@@ -23,9 +23,9 @@ from jaxtyping import Array, Float
 
 from jax_longctx.contract import (
     STRIPE,
+    Feed,
     LayerContext,
     Method,
-    Prompt,
     SlotLayout,
     Stage,
 )
@@ -151,10 +151,10 @@ class Setup:
             yield number, self.layer(number), cache
             number += layers_in(cache)
 
-    def prompt(self, stage: Stage, slots: int, **rows: Any) -> Prompt:
+    def feed(self, stage: Stage, slots: int, **rows: Any) -> Feed:
         """What `Method.segments` is given of these rows, for caches of `slots`."""
         shards, vocabulary = self.mesh.shape["seq"], self.config.vocab_size
-        return Prompt(stage, self.chunk, slots=slots, shards=shards, vocab_size=vocabulary, **rows)
+        return Feed(stage, self.chunk, slots=slots, shards=shards, vocab_size=vocabulary, **rows)
 
     def layer_context(self, window: int | None, total: Array) -> LayerContext:
         return LayerContext(

@@ -286,8 +286,8 @@ def shows_weights(engine: Engine) -> bool:
     if engine.method.info.by_values:
         return False
     rows = [[0] * 2] * engine.mesh.shape["data"]
-    prompt = engine.setup.prompt("context", engine.slots_for(2), context=rows, question=rows)
-    return not any(segment.spread for segment in engine.method.segments(prompt))
+    feed = engine.setup.feed("context", engine.slots_for(2), context=rows, question=rows)
+    return not any(segment.spread for segment in engine.method.segments(feed))
 
 
 def attention_weights(
@@ -362,11 +362,11 @@ def _seen(
     questions = [question] * rows
     needed = questions if engine.method.info.needs_question else None
     for part in engine.method.segments(
-        engine.setup.prompt("context", slots, context=[read] * rows, question=needed)
+        engine.setup.feed("context", slots, context=[read] * rows, question=needed)
     ):
         caches = run(caches, part)
     caches = finish_context(setup, caches, total, reserve)
-    for part in engine.method.segments(engine.setup.prompt("question", 0, question=questions)):
+    for part in engine.method.segments(engine.setup.feed("question", 0, question=questions)):
         caches = run(caches, part)
     if engine.method.info.answers_apart:
         caches = finish_question(setup, caches, total, reserve=bucket(reserve))

@@ -25,12 +25,12 @@ from jax_longctx.run_spec import ON_DEVICES, RunSpec
 PLANNED = 0.75
 
 
-# A method, its settings, its rows and what it is asked (see `Work.asked`).
+# A method, its settings, its rows and what it is asked (see `Batch.asked`).
 Sized = tuple[str, dict[str, str], int, list[list[int]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
+class Batch:
     """A batch as every process gets it, in JSON values.
 
     Attributes:
@@ -65,14 +65,14 @@ class Work:
         longest = max(map(len, self.questions))
         return *self.shape, longest.bit_length(), self.max_new, tuple(self.stop)
 
-    def following(self) -> Iterator["Work"]:
+    def following(self) -> Iterator["Batch"]:
         """Batches of these texts under the methods that come soon."""
         for method, settings, rows, asked in self.soon:
             texts = {"contexts": self.contexts[:rows], "questions": self.questions[:rows]}
             given: dict[str, Any] = {"method": method, "settings": settings, "rows": rows}
             yield dataclasses.replace(self, **given, **texts, asked=asked)
 
-    def halves(self) -> Iterator["Work"]:
+    def halves(self) -> Iterator["Batch"]:
         """The halves that have contexts; `rows` is their number."""
         size = (len(self.contexts) + 1) // 2
         pairs = zip(self.contexts, self.questions, strict=True)
@@ -105,17 +105,17 @@ def compared(spec: RunSpec, method: Method) -> RunSpec:
 
 
 def compile_batch(
-    model: LongContext, engine: Engine, work: Work, *, into: Compilation | None = None
+    model: LongContext, engine: Engine, batch: Batch, *, into: Compilation | None = None
 ) -> Compilation | None:
     """Begins to compile the batch's programs; None where it does not fit, or is refused.
 
     `into` is as of `compile_ahead`.
     """
-    contexts, _ = _padded(work)
+    contexts, _ = _padded(batch)
     run = LongContext(engine, model.tokenizer, model.manifest)
-    lengths = Lengths([*map(len, contexts)], work.asked, work.reserve, work.slots)
+    lengths = Lengths([*map(len, contexts)], batch.asked, batch.reserve, batch.slots)
     with contextlib.suppress(LongctxError):
-        return run.compile(lengths, stop=work.stop, keep=False, into=into)
+        return run.compile(lengths, stop=batch.stop, keep=False, into=into)
     return None
 
 
@@ -135,14 +135,14 @@ def rows_that_fit(engine: Engine, rows: int, slots: int, reserve: int, memory: i
     return rows
 
 
-def answer_batch(model: LongContext, engine: Engine, work: Work) -> list[dict[str, Any]]:
+def answer_batch(model: LongContext, engine: Engine, batch: Batch) -> list[dict[str, Any]]:
     """The result of each row, or `refused` with the reason.
 
     A batch that does not fit, or has a row that the engine rejects, is halved; a single row is
     refused. `short_of_memory` marks rows that a later run may answer.
     """
     try:
-        return _answers(LongContext(engine, model.tokenizer, model.manifest), work)
+        return _answers(LongContext(engine, model.tokenizer, model.manifest), batch)
     except LongctxError as error:
         short, reason = isinstance(error, CapacityError), str(error)
     except jax.errors.JaxRuntimeError as error:
@@ -151,26 +151,30 @@ def answer_batch(model: LongContext, engine: Engine, work: Work) -> list[dict[st
             raise
         short, reason = True, f"out of memory: {str(error).splitlines()[0]:.200}"
     # One context padded to several rows may still fit alone.
-    if (work.rows if short else len(work.contexts)) == 1:
+    if (batch.rows if short else len(batch.contexts)) == 1:
         return [{"refused": reason} | ({"short_of_memory": True} if short else {})]
-    return [row for half in work.halves() for row in answer_batch(model, engine, half)]
+    return [row for half in batch.halves() for row in answer_batch(model, engine, half)]
 
 
-def _padded(work: Work) -> tuple[list[list[int]], list[list[int]]]:
+def _padded(batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
     """Contexts and questions, the last ones repeated up to `rows`."""
-    more = work.rows - len(work.contexts)
-    return work.contexts + work.contexts[-1:] * more, work.questions + work.questions[-1:] * more
+    more = batch.rows - len(batch.contexts)
+    return batch.contexts + batch.contexts[-1:] * more, batch.questions + batch.questions[
+        -1:
+    ] * more
 
 
-def _answers(model: LongContext, work: Work) -> list[dict[str, Any]]:
-    contexts, questions = _padded(work)
+def _answers(model: LongContext, batch: Batch) -> list[dict[str, Any]]:
+    contexts, questions = _padded(batch)
     with CompileClock() as clock:
         begun = time.perf_counter()
         context = model.engine.prefill(
-            contexts, reserve=work.reserve, capacity=work.slots, questions=questions
+            contexts, reserve=batch.reserve, capacity=batch.slots, questions=questions
         )
         read, slots = time.perf_counter() - begun, context.slots
-        answers = model.ask(context, questions, max_tokens=work.max_new, stop=work.stop, keep=False)
+        answers = model.ask(
+            context, questions, max_tokens=batch.max_new, stop=batch.stop, keep=False
+        )
     steps = max(len(answer.tokens) for answer in answers) - 1
     return [
         {
@@ -188,10 +192,10 @@ def _answers(model: LongContext, work: Work) -> list[dict[str, Any]]:
             },
             "compiled": clock.programs > 0,
             "rows": len(contexts),
-            "bytes": _bytes_of_a_row(model.engine, work, slots, len(tokens)),
+            "bytes": _bytes_of_a_row(model.engine, batch, slots, len(tokens)),
         }
         for answer, tokens, question in zip(answers, contexts, questions, strict=True)
-    ][: len(work.contexts)]
+    ][: len(batch.contexts)]
 
 
 @functools.lru_cache(maxsize=16)
@@ -200,11 +204,11 @@ def _answering(setup: Setup, rows: int, slots: int, reserve: int) -> tuple[Any, 
     return staged_caches(setup, rows, slots - reserve - 1, reserve)[-1]
 
 
-def _bytes_of_a_row(engine: Engine, work: Work, slots: int, length: int) -> dict[str, int]:
+def _bytes_of_a_row(engine: Engine, batch: Batch, slots: int, length: int) -> dict[str, int]:
     """Bytes of one row's share of the caches: held while answering, and read by a decode step."""
     shards = engine.mesh.shape["data"]
-    rows = -(-work.rows // shards) * shards
-    caches = _answering(engine.setup, rows, slots, work.reserve)
+    rows = -(-batch.rows // shards) * shards
+    caches = _answering(engine.setup, rows, slots, batch.reserve)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
     return {
         "resident": held // rows,

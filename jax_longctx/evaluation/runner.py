@@ -23,8 +23,8 @@ from jax_longctx.engine.capacity import available_bytes, expected_bytes, reserve
 from jax_longctx.engine.distributed import is_leader
 from jax_longctx.errors import ConfigError
 from jax_longctx.evaluation.compute import (
+    Batch,
     Sized,
-    Work,
     answer_batch,
     compile_batch,
     engine_of,
@@ -49,7 +49,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class EvalProgress:
     """Progress of a run.
 
     Attributes:
@@ -101,7 +101,7 @@ def run_eval(
     *,
     facts: Mapping[str, Any],
     overwrite: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[EvalProgress], None] | None = None,
     drawn: "Draws | None" = None,
 ) -> list[dict[str, Any]] | None:
     """Computes the rows that `output` does not hold yet, and returns all its rows.
@@ -128,16 +128,16 @@ def run_eval(
 
     def compute(message: dict[str, Any]) -> list[dict[str, Any]]:
         nonlocal engine, given
-        work = Work(**message)
-        if given != (work.method, work.settings):
-            given = work.method, work.settings
+        batch = Batch(**message)
+        if given != (batch.method, batch.settings):
+            given = batch.method, batch.settings
             engine = engine_of(model, make_method(*given), config.run.spec)
-        if model.compiles_ahead and work.shape not in compiled:
+        if model.compiles_ahead and batch.shape not in compiled:
             # Not beside a batch: its times would be others, and memory might not do for both.
-            compiled.update(_compiled_ahead(model, config, work))
-        new = model.compiles_ahead and work.programs not in used
-        used.add(work.programs)
-        found = answer_batch(model, engine, work)
+            compiled.update(_compiled_ahead(model, config, batch))
+        new = model.compiles_ahead and batch.programs not in used
+        used.add(batch.programs)
+        found = answer_batch(model, engine, batch)
         # The first use of a program is slower than the next.
         return [row | ({"compiled": True} if new and "compiled" in row else {}) for row in found]
 
@@ -151,21 +151,21 @@ Batches = Generator[dict[str, Any], list[dict[str, Any]]]
 Draws = dict[tuple[Spec, int], Drawn]
 
 
-def _compiled_ahead(model: LongContext, config: EvalConfig, work: Work) -> set[Any]:
+def _compiled_ahead(model: LongContext, config: EvalConfig, batch: Batch) -> set[Any]:
     """Compiles for a batch and the next methods' batches; returns the shapes.
 
     Python lowers one method's programs while XLA compiles another's.
     """
-    begun, compilation = {work.shape}, Compilation(model.engine.mesh)
+    begun, compilation = {batch.shape}, Compilation(model.engine.mesh)
     try:
-        for each in (work, *work.following()):
+        for each in (batch, *batch.following()):
             try:
                 made = make_method(each.method, each.settings)
                 engine = engine_of(model, made, config.run.spec)
                 if compile_batch(model, engine, each, into=compilation) is not None:
                     begun.add(each.shape)
             except Exception as error:
-                if each is work:
+                if each is batch:
                     raise
                 # It is raised again where that method's turn comes.
                 _logger.info("%s is not compiled ahead: %s", each.method, error)
@@ -189,11 +189,11 @@ def compile_first(
     if (output / NAME).exists():
         return None
     memory = expected_bytes(model.engine.mesh, model.engine.params)
-    work = _Leader(model, config, output, {}, memory, None, drawn).first()
-    if work is None:
+    batch = _Leader(model, config, output, {}, memory, None, drawn).first()
+    if batch is None:
         return None
-    engine = engine_of(model, make_method(work.method, work.settings), config.run.spec)
-    return compile_batch(model, engine, work)
+    engine = engine_of(model, make_method(batch.method, batch.settings), config.run.spec)
+    return compile_batch(model, engine, batch)
 
 
 @dataclasses.dataclass(eq=False)
@@ -205,7 +205,7 @@ class _Leader:
     output: Path
     facts: Mapping[str, Any]
     memory: int | None
-    report: Callable[[Progress], None] | None
+    report: Callable[[EvalProgress], None] | None
     known: Draws
     made_by: dict[str, Any] = dataclasses.field(default_factory=dict)
     overwrite: bool = False
@@ -221,28 +221,27 @@ class _Leader:
         self.files = {key: _files_of(task) for key, task in self.tasks.items()}
         self.soon: list[Sized] = []
 
-    def first(self) -> Work | None:
+    def first(self) -> Batch | None:
         """The first batch of a run into an empty folder; it needs no weights."""
         length, group = next(itertools.groupby(self.cells, lambda cell: cell.length))
         cells = list(group)
-        trials = _trials(cells).items()
-        drawn = {spec: self._draw(spec, length, count) for spec, count in trials}
+        drawn = {spec: self._draw(spec, length, count) for spec, count in _trials(cells).items()}
         self.known.update(((spec, length), found) for spec, found in drawn.items())
         method, own = next(itertools.groupby(cells, lambda cell: cell.method))
-        jobs = [
-            _Job(drawn[cell.task].task, prompt, {})
+        trials = [
+            _Trial(drawn[cell.task].task, prompt, {})
             for cell in own
             for prompt in drawn[cell.task].prompts[: cell.trials]
         ]
-        left = [job for job in jobs if not job.prompt.refused]
+        left = [trial for trial in trials if not trial.prompt.refused]
         if not left:
             return None
         try:
             engine = self._engine(method, length)
         except ConfigError:
             return None
-        found = next(self._batches(engine, method, length, (jobs, left), _room(drawn)), None)
-        return None if found is None else Work(**found)
+        found = next(self._batches(engine, method, length, (trials, left), _room(drawn)), None)
+        return None if found is None else Batch(**found)
 
     def work(self) -> Batches:
         """The batches whose rows the folder does not hold; writes their rows."""
@@ -258,7 +257,7 @@ class _Leader:
         files = {_shown(self.tasks[key], key[0]): found for key, found in self.files.items()}
         wanted = [self._key(cell, i) for cell in self.cells for i in range(cell.trials)]
         with open_rows(self.output, origin, files, overwrite=self.overwrite) as self.store:
-            self.progress = Progress(len(wanted), sum(key in self.store for key in wanted))
+            self.progress = EvalProgress(len(wanted), sum(key in self.store for key in wanted))
             for length, cells in itertools.groupby(self.cells, lambda cell: cell.length):
                 yield from self._length(length, list(cells))
 
@@ -278,25 +277,25 @@ class _Leader:
                 new = [i for i in missing if self._key(cell, i) not in self.store]
                 self._add([self._base(cell, i) | {"refused": reason} for i in new])
         room = _room(drawn)
-        jobs = {
+        trials = {
             method: [
-                _Job(drawn[cell.task].task, prompt, self._base(cell, prompt.sample.index))
+                _Trial(drawn[cell.task].task, prompt, self._base(cell, prompt.sample.index))
                 for cell in own
                 for prompt in drawn[cell.task].prompts[: cell.trials]
             ]
             for method, own in itertools.groupby(cells, lambda cell: cell.method)
         }
-        for method, own in jobs.items():
+        for method, own in trials.items():
             self._tell(doing=f"{method.label}, {length:,} tokens")
-            self.soon = self._sizes(method, length, jobs, room)
+            self.soon = self._sizes(method, length, trials, room)
             yield from self._method(method, length, own, room)
 
     def _sizes(
-        self, method: Spec, length: int, jobs: dict[Spec, list["_Job"]], room: tuple[int, int]
+        self, method: Spec, length: int, trials: dict[Spec, list["_Trial"]], room: tuple[int, int]
     ) -> list[Sized]:
         """Methods after `method` that have rows to answer, as many as compile together with it."""
         found: list[Sized] = []
-        after = itertools.islice(jobs.items(), list(jobs).index(method) + 1, None)
+        after = itertools.islice(trials.items(), list(trials).index(method) + 1, None)
         for spec, own in after if self.model.compiles_ahead else ():
             if len(found) == TOGETHER - 1:
                 break
@@ -306,14 +305,14 @@ class _Leader:
                     found.append((spec.name, spec.at(length), rows, _asked(_cut(left, rows))))
         return found
 
-    def _left(self, jobs: list["_Job"]) -> list["_Job"]:
+    def _left(self, trials: list["_Trial"]) -> list["_Trial"]:
         """Jobs whose rows are missing and whose prompts can be asked."""
-        missing = [job for job in jobs if key_of(job.base) not in self.store]
-        return [job for job in missing if not job.prompt.refused]
+        missing = [trial for trial in trials if key_of(trial.base) not in self.store]
+        return [trial for trial in missing if not trial.prompt.refused]
 
-    def _rows(self, engine: Engine, jobs: list["_Job"], room: tuple[int, int]) -> int:
-        """Rows of a batch; from all jobs, so that a continued run has the shapes of a whole one."""
-        most = min(self.config.run.batch, max(map(len, _alike(jobs))))
+    def _rows(self, engine: Engine, trials: list["_Trial"], room: tuple[int, int]) -> int:
+        """Rows of a batch; from all trials, so that a run that goes on has a whole one's shapes."""
+        most = min(self.config.run.batch, max(map(len, _alike(trials))))
         return rows_that_fit(engine, most, *room, self.memory)
 
     def _engine(self, method: Spec, length: int) -> Engine:
@@ -321,42 +320,42 @@ class _Leader:
         return engine_of(self.model, made, self.config.run.spec)
 
     def _method(
-        self, method: Spec, length: int, jobs: list["_Job"], room: tuple[int, int]
+        self, method: Spec, length: int, trials: list["_Trial"], room: tuple[int, int]
     ) -> Batches:
         """The batches of one method whose rows are missing."""
-        missing = [job for job in jobs if key_of(job.base) not in self.store]
-        reasons = [(job, job.prompt.refused) for job in missing if job.prompt.refused]
-        self._add([_scored(job, {"refused": reason}) for job, reason in reasons])
-        left = self._left(jobs)
+        missing = [trial for trial in trials if key_of(trial.base) not in self.store]
+        reasons = [(trial, trial.prompt.refused) for trial in missing if trial.prompt.refused]
+        self._add([_scored(trial, {"refused": reason}) for trial, reason in reasons])
+        left = self._left(trials)
         if not left:
             return
         try:
             engine = self._engine(method, length)
         except ConfigError as error:
-            self._add([_scored(job, {"refused": str(error)}) for job in left])
+            self._add([_scored(trial, {"refused": str(error)}) for trial in left])
             return
-        yield from self._batches(engine, method, length, (jobs, left), room)
+        yield from self._batches(engine, method, length, (trials, left), room)
 
     def _batches(
         self,
         engine: Engine,
         method: Spec,
         length: int,
-        of: tuple[list["_Job"], list["_Job"]],
+        of: tuple[list["_Trial"], list["_Trial"]],
         room: tuple[int, int],
     ) -> Batches:
-        """The batches of the jobs that are left, of all; `room` is slots and reserve."""
-        (jobs, left), (slots, reserve) = of, room
-        rows = self._rows(engine, jobs, room)
+        """The batches of the trials that are left, of all; `room` is slots and reserve."""
+        (trials, left), (slots, reserve) = of, room
+        rows = self._rows(engine, trials, room)
         batches = _cut(left, rows)
         asked = _asked(batches)
-        for batch in batches:
-            task = batch[0].task
-            work = Work(
+        for group in batches:
+            task = group[0].task
+            batch = Batch(
                 method=method.name,
                 settings=method.at(length),
-                contexts=[list(job.prompt.context) for job in batch],
-                questions=[list(job.prompt.question) for job in batch],
+                contexts=[list(trial.prompt.context) for trial in group],
+                questions=[list(trial.prompt.question) for trial in group],
                 rows=rows,
                 slots=slots,
                 reserve=reserve,
@@ -365,8 +364,8 @@ class _Leader:
                 asked=asked,
                 soon=self.soon,
             )
-            found = yield dataclasses.asdict(work)
-            self._add([_scored(job, row) for job, row in zip(batch, found, strict=True)])
+            found = yield dataclasses.asdict(batch)
+            self._add([_scored(trial, row) for trial, row in zip(group, found, strict=True)])
 
     def _drawn(self, length: int, cells: list[Cell]) -> dict[Spec, Drawn]:
         drawn = {}
@@ -427,7 +426,7 @@ class _Leader:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
+class _Trial:
     """One row to be computed; `base` holds its fields that are known."""
 
     task: Task
@@ -458,18 +457,18 @@ def _room(drawn: Mapping[Spec, Drawn]) -> tuple[int, int]:
     return longest + reserve + 1, reserve
 
 
-def _alike(jobs: Sequence[_Job]) -> list[list[_Job]]:
-    """Groups of jobs that may share a batch: same answer length and stop strings; longest first."""
-    groups: dict[tuple[int, tuple[str, ...]], list[_Job]] = {}
-    for job in jobs:
-        groups.setdefault((job.task.max_new, tuple(job.task.stop)), []).append(job)
+def _alike(trials: Sequence[_Trial]) -> list[list[_Trial]]:
+    """Trials that may share a batch: same length of answers, same stops; the longest first."""
+    groups: dict[tuple[int, tuple[str, ...]], list[_Trial]] = {}
+    for trial in trials:
+        groups.setdefault((trial.task.max_new, tuple(trial.task.stop)), []).append(trial)
     return [
-        sorted(group, key=lambda job: -len(job.prompt.context)) for group in groups.values()
+        sorted(group, key=lambda trial: -len(trial.prompt.context)) for group in groups.values()
     ] or [[]]
 
 
-def _cut(left: Sequence[_Job], rows: int) -> list[list[_Job]]:
-    """The batches of the jobs that are left."""
+def _cut(left: Sequence[_Trial], rows: int) -> list[list[_Trial]]:
+    """The batches of the trials that are left."""
     return [
         group[start : start + rows]
         for group in _alike(left)
@@ -477,7 +476,7 @@ def _cut(left: Sequence[_Job], rows: int) -> list[list[_Job]]:
     ]
 
 
-def _asked(batches: Sequence[Sequence[_Job]]) -> list[list[int]]:
+def _asked(batches: Sequence[Sequence[_Trial]]) -> list[list[int]]:
     """Tokens of questions and answers that cover all programs of these batches.
 
     A question has one of few sizes, each several times the last. So of the lengths between
@@ -485,7 +484,7 @@ def _asked(batches: Sequence[Sequence[_Job]]) -> list[list[int]]:
     """
     kinds: dict[tuple[int, int], list[int]] = {}
     for batch in batches:
-        longest, answer = max(len(job.prompt.question) for job in batch), batch[0].task.max_new
+        longest, answer = max(len(trial.prompt.question) for trial in batch), batch[0].task.max_new
         kinds.setdefault((longest.bit_length(), answer), []).append(longest)
     return [
         [length, answer]
@@ -494,16 +493,16 @@ def _asked(batches: Sequence[Sequence[_Job]]) -> list[list[int]]:
     ]
 
 
-def _scored(job: _Job, row: dict[str, Any]) -> dict[str, Any]:
+def _scored(trial: _Trial, row: dict[str, Any]) -> dict[str, Any]:
     """The finished row."""
-    sample = job.prompt.sample
+    sample = trial.prompt.sample
     about = {
-        "prompt_sha256": job.prompt.sha256,
+        "prompt_sha256": trial.prompt.sha256,
         "meta": sample.meta,
         "outputs": list(sample.outputs),
     }
     if "refused" in row:
-        return job.base | about | row
+        return trial.base | about | row
     answer = row["answer"]
-    measures = {"score": job.task.score(answer, sample), **job.task.parts(answer, sample)}
-    return job.base | about | row | {"measures": measures}
+    measures = {"score": trial.task.score(answer, sample), **trial.task.parts(answer, sample)}
+    return trial.base | about | row | {"measures": measures}

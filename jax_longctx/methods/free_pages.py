@@ -46,8 +46,8 @@ from jax_longctx.contract import (
     QKV,
     Attended,
     CacheShape,
+    Feed,
     LayerContext,
-    Prompt,
     Segment,
     WithCache,
     mark_ends,
@@ -172,10 +172,10 @@ class FreePages(Appending):
         background = residual.empty_background(shape)
         return ResaCache(**vars(cache), background=background)
 
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+    def segments(self, feed: Feed) -> Iterable[Segment]:
         reads = ReAttention(global_size=self.sink, local_size=self.local, chunk=self.chunk)
-        segments = reads.segments(prompt)
-        return mark_ends(segments) if self.lam and prompt.stage == "question" else segments
+        segments = reads.segments(feed)
+        return mark_ends(segments) if self.lam and feed.stage == "question" else segments
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         (q, k, v), valid_B, past_B = new, segment.valid_of(), cache.store.length

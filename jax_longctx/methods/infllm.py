@@ -38,8 +38,8 @@ from jax_longctx.contract import (
     QKV,
     Attended,
     CacheShape,
+    Feed,
     LayerContext,
-    Prompt,
     Segment,
     WithCache,
     chunk_segments,
@@ -126,10 +126,10 @@ class InfLLM(Appending):
     def init_cache(self, shape: CacheShape) -> UnitMemory:
         return empty_unit_memory(shape, self.layout, self.topk)
 
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        if prompt.stage == "context":
-            return chunk_segments(prompt.rows, self.chunk, "context")
-        return question_segments(prompt.rows, self.chunk)
+    def segments(self, feed: Feed) -> Iterable[Segment]:
+        if feed.stage == "context":
+            return chunk_segments(feed.rows, self.chunk, "context")
+        return question_segments(feed.rows, self.chunk)
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         (q, k, v), valid_B = new, segment.valid_of()

@@ -49,8 +49,8 @@ from jax_longctx.contract import (
     QKV,
     Attended,
     CacheShape,
+    Feed,
     LayerContext,
-    Prompt,
     Segment,
     WithCache,
     chunk_segments,
@@ -144,9 +144,9 @@ class ReAttention(Appending):
             all_keys=self.count > 0,
         )
 
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        rows = prompt.rows
-        if prompt.stage == "question":
+    def segments(self, feed: Feed) -> Iterable[Segment]:
+        rows = feed.rows
+        if feed.stage == "question":
             return question_segments(rows, self.chunk)
         # The first chunk is fed in pieces, which changes nothing where all tokens are attended.
         cut = self.global_size + self.local_size

@@ -25,8 +25,8 @@ from jax_longctx.contract import (
     ENDS,
     QKV,
     CacheShape,
+    Feed,
     LayerContext,
-    Prompt,
     Segment,
     WithCache,
     mark_ends,
@@ -95,9 +95,9 @@ class Resa(Selecting):
         cache = self.base.init_cache(shape)
         return ResaCache(**vars(cache), background=residual.empty_background(shape))
 
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        segments = super().segments(prompt)
-        return mark_ends(segments) if prompt.stage == "question" else segments
+    def segments(self, feed: Feed) -> Iterable[Segment]:
+        segments = super().segments(feed)
+        return mark_ends(segments) if feed.stage == "question" else segments
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if segment.role == "decode":

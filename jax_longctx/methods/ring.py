@@ -26,9 +26,9 @@ from jaxtyping import Array, Float
 from jax_longctx.contract import (
     QKV,
     Attended,
+    Feed,
     LayerContext,
     PrefillWork,
-    Prompt,
     Segment,
     WithCache,
     method,
@@ -61,13 +61,13 @@ class Ring(Appending):
     def validate(self, config: ModelConfig) -> None:
         refuse_windows(self.name, config)
 
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        if prompt.stage == "question":
-            return super().segments(prompt)
-        rows, shards = prompt.rows, prompt.shards
+    def segments(self, feed: Feed) -> Iterable[Segment]:
+        if feed.stage == "question":
+            return super().segments(feed)
+        rows, shards = feed.rows, feed.shards
         if not any(rows):
             return ()
-        size = prompt.slots // shards
+        size = feed.slots // shards
         ends = np.array([len(row) > 0 for row in rows])
         if self.order == "contiguous":
             parts = [[row[s * size : (s + 1) * size] for s in range(shards)] for row in rows]
@@ -77,9 +77,9 @@ class Ring(Appending):
             parts = [[[*p[s], *p[2 * shards - 1 - s]] for s in range(shards)] for p in piece]
         return (spread_segment(parts, size, ends),)
 
-    def prefill_work(self, prompt: Prompt) -> PrefillWork:
+    def prefill_work(self, feed: Feed) -> PrefillWork:
         """As `jax-longctx plan` asks; the last shard attends to the most."""
-        (row,), shards = prompt.context or ((),), prompt.shards
+        (row,), shards = feed.context or ((),), feed.shards
         length, own, hops = len(row), len(row) / shards, shards - 1
         if self.order == "zigzag":
             # Keys and values go back to the order of the text, one hop more.

@@ -34,9 +34,9 @@ from jax_longctx.contract import (
     QKV,
     Attended,
     CacheShape,
+    Feed,
     LayerContext,
     Method,
-    Prompt,
     Segment,
     Stage,
     WithCache,
@@ -85,9 +85,9 @@ class Star(Blocks):
     def init_cache(self, shape: CacheShape) -> StarCache:
         return self.empty_cache(shape, self.decode)
 
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        of = self.decode if prompt.stage == "question" else super()
-        return of.segments(prompt)
+    def segments(self, feed: Feed) -> Iterable[Segment]:
+        of = self.decode if feed.stage == "question" else super()
+        return of.segments(feed)
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if not segment.spread:

@@ -19,9 +19,9 @@ from jax_longctx.caches import empty_append_cache
 from jax_longctx.contract import (
     QKV,
     CacheShape,
+    Feed,
     LayerContext,
     Method,
-    Prompt,
     Segment,
     Stage,
     WithCache,
@@ -41,10 +41,10 @@ class Appending(Method):
     def init_cache(self, shape: CacheShape) -> Any:
         return empty_append_cache(shape)
 
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+    def segments(self, feed: Feed) -> Iterable[Segment]:
         """Chunks of the engine's own size."""
-        role = "context" if prompt.stage == "context" else "query"
-        return chunk_segments(prompt.rows, prompt.chunk, role)
+        role = "context" if feed.stage == "context" else "query"
+        return chunk_segments(feed.rows, feed.chunk, role)
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         q, k, v = new

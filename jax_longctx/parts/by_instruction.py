@@ -20,8 +20,8 @@ from jaxtyping import Array, Float
 from jax_longctx.contract import (
     INSTRUCTION_ROWS,
     QKV,
+    Feed,
     LayerContext,
-    Prompt,
     Segment,
     WithCache,
     beside,
@@ -45,17 +45,17 @@ class ByInstruction(Evicting):
 
     needs_question = True
 
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+    def segments(self, feed: Feed) -> Iterable[Segment]:
         """The context in chunks, each with the instruction beside it; the question as a probe.
 
         Raises:
           InputError: an instruction longer than the cache, before any computation.
         """
-        if prompt.stage == "question" or not self.needs_question:
-            return super().segments(prompt)
-        instructions = prompt.question or ()
+        if feed.stage == "question" or not self.needs_question:
+            return super().segments(feed)
+        instructions = feed.question or ()
         width = self.question_width(instructions)
-        chunks = chunk_segments(prompt.rows, self.chunk, "context")
+        chunks = chunk_segments(feed.rows, self.chunk, "context")
         return (beside(chunk, instructions, width) for chunk in chunks)
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:

@@ -48,9 +48,9 @@ from jax_longctx.contract import (
     QKV,
     Attended,
     CacheShape,
+    Feed,
     LayerContext,
     Method,
-    Prompt,
     Segment,
     Stage,
     WithCache,
@@ -301,20 +301,20 @@ class Evicting(Method):
         slots = self.budget + (shape.reserve if grows else 0)
         return empty_budget_cache(shape, slots, self.num_sums, grows=grows)
 
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+    def segments(self, feed: Feed) -> Iterable[Segment]:
         """The context in chunks of the method's own size; the question as the protocol says.
 
         Raises:
           InputError: under `citrus`, a question longer than the cache.
         """
-        if prompt.stage == "context":
-            return chunk_segments(prompt.rows, self.chunk, "context")
+        if feed.stage == "context":
+            return chunk_segments(feed.rows, self.chunk, "context")
         if self.protocol == "own":
-            return chunk_segments(prompt.rows, self.chunk, "query")
+            return chunk_segments(feed.rows, self.chunk, "query")
         # One segment each: all of the question's tokens rank together.
-        width = self.question_width(prompt.rows)
-        probe = chunk_segments(prompt.rows, width, "probe")
-        return [*probe, *chunk_segments(prompt.rows, width, "query")]
+        width = self.question_width(feed.rows)
+        probe = chunk_segments(feed.rows, width, "probe")
+        return [*probe, *chunk_segments(feed.rows, width, "query")]
 
     def question_width(self, question: Sequence[Sequence[int]]) -> int:
         """Columns for the whole question: a power of two, and not few, for few compilations.

@@ -26,8 +26,8 @@ from jax_longctx.contract import (
     QKV,
     Attended,
     CacheShape,
+    Feed,
     LayerContext,
-    Prompt,
     Segment,
     WithCache,
     mark_ends,
@@ -110,9 +110,9 @@ class PartialDecoding(Appending):
         steps, full_steps = (jnp.zeros((shape.batch,), jnp.int32) for _ in range(2))
         return RefreshCache(empty_append_cache(shape), partial, query, steps, full_steps)
 
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
-        segments = super().segments(prompt)
-        return mark_ends(segments) if prompt.stage == "question" else segments
+    def segments(self, feed: Feed) -> Iterable[Segment]:
+        segments = super().segments(feed)
+        return mark_ends(segments) if feed.stage == "question" else segments
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         if segment.role == "decode":

@@ -35,8 +35,8 @@ from jax_longctx.parts.head_budgets import (
     softmax_mass,
 )
 from jax_longctx.parts.sparse_decode import (
-    Ends,
     Lists,
+    Margins,
     Prior,
     Selected,
     Span,
@@ -223,7 +223,7 @@ class Selecting(Appending):
         """
         valid = jnp.ones_like(cache.store.length) if valid is None else valid
         span = self.selectable(cache.store, ctx)
-        step = Step(q, cache.store, span, Ends(self.sink, self.local), valid, prior)
+        step = Step(q, cache.store, span, Margins(self.sink, self.local), valid, prior)
         fixed = step.attend_fixed(ctx) if self.allocation.startswith("psa") else None
         forced = () if fixed is None else tuple(lse[:, 0] for lse in fixed[1::2])
         return step.attend(self.choose(q, cache, span, ctx, forced, prior), fixed, ctx)

@@ -32,7 +32,7 @@ class Lists(NamedTuple):
     heads: Int[Array, "B E"] | None = None
 
 
-class Ends(NamedTuple):
+class Margins(NamedTuple):
     """The most tokens before and after the span: fixed ones that are still to be attended."""
 
     sink: int
@@ -82,14 +82,14 @@ class Step:
 
     Attributes:
       q: the rotated query of each row's newest token, which is in the store.
-      ends: of the fixed tokens.
+      margins: of the fixed tokens.
       valid: 1 for the rows that take this step.
     """
 
     q: Float[Array, "B 1 N H"]
     store: Store
     span: Span
-    ends: Ends
+    margins: Margins
     valid: Int[Array, " B"]
     prior: Prior | None
 
@@ -99,7 +99,7 @@ class Step:
 
     def fixed(self, ctx: LayerContext) -> Near:
         """This shard's slots of the fixed tokens."""
-        (sink, local), store, span = self.ends, self.store, self.span
+        (sink, local), store, span = self.margins, self.store, self.span
         first = jnp.broadcast_to(jnp.arange(sink), (len(self.q), sink))
         first = jnp.where(first < span.start[:, None], first, -1)
         last = span.stop[:, None] + jnp.arange(local)
@@ -108,7 +108,7 @@ class Step:
 
     def attend_fixed(self, ctx: LayerContext) -> tuple[Array, ...] | None:
         """This shard's part of the attention to the fixed tokens; None where there are none."""
-        if not sum(self.ends):
+        if not sum(self.margins):
             return None
         return self.store.attend_pages(self.q, [lambda: [self.fixed(ctx)]], ctx, self._prior)
 
@@ -131,10 +131,10 @@ class Step:
         listed_pages = local if lists.heads is None else local[:, 0]
         pages = Pages(listed_pages, *where, page, lists.heads)
         ways = [lambda: [pages]]
-        if fixed is None and sum(self.ends):
+        if fixed is None and sum(self.margins):
             ways = [lambda: [self.fixed(ctx), pages]]
             if ctx.seq_size == 1 and lists.heads is None:
-                around = Around(store.length, *self.ends)
+                around = Around(store.length, *self.margins)
                 ways.insert(0, lambda: [dataclasses.replace(pages, around=around)])
         found = store.attend_pages(self.q, ways, ctx, self._prior)
         found = merged([fixed, found]) if fixed else found

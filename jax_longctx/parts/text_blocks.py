@@ -25,9 +25,9 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.contract import (
     CacheShape,
+    Feed,
     Method,
     PrefillWork,
-    Prompt,
     Segment,
     spread_segment,
     tail_size,
@@ -128,12 +128,12 @@ class Blocks(Method):
             queries,
         )
 
-    def segments(self, prompt: Prompt) -> Iterable[Segment]:
+    def segments(self, feed: Feed) -> Iterable[Segment]:
         """The context; a row ends in the last segment that holds tokens of it."""
         # Columns, their most tokens in a long text, the size of a chunk, the variant.
         fed: list[tuple[Columns, int, int, str]] = []
-        longest, most = max(map(len, prompt.rows), default=0), min(prompt.chunk, self.block)
-        for anchors, blocks, sends in self._turns(prompt):
+        longest, most = max(map(len, feed.rows), default=0), min(feed.chunk, self.block)
+        for anchors, blocks, sends in self._turns(feed):
             fed += [(part, 0, most, ANCHOR) for part in _chunks(anchors, most)]
             # One segment: the anchor is sent before the block's last token attends to it.
             chunk, variant = (self.block, SENDS) if sends else (most, "")
@@ -149,10 +149,10 @@ class Blocks(Method):
             # A last block that is short shares the programs of the whole ones.
             yield spread_segment(columns, tail_size(max(held, full), chunk), ends, variant)
 
-    def _turns(self, prompt: Prompt) -> Iterator[tuple[Columns, Columns, bool]]:
+    def _turns(self, feed: Feed) -> Iterator[tuple[Columns, Columns, bool]]:
         """Anchors and blocks that the shards read in each turn; whether the anchor is sent."""
-        rows, size, shards = prompt.context or (), self.block, range(prompt.shards)
-        each, shared = self._blocks_each(prompt.slots, prompt.shards), self.one_anchor
+        rows, size, shards = feed.context or (), self.block, range(feed.shards)
+        each, shared = self._blocks_each(feed.slots, feed.shards), self.one_anchor
         for turn in range(each):
             starts = [(s * each + turn) * size for s in shards]
             blocks = [[list(row[at : at + size]) for at in starts] for row in rows]
@@ -161,7 +161,7 @@ class Blocks(Method):
             needing = range(each) if shared else [turn]
             anchors = [
                 [
-                    self.anchor_tokens(row, starts[s], prompt.vocab_size)
+                    self.anchor_tokens(row, starts[s], feed.vocab_size)
                     if reads and any(0 < (s * each + t) * size < len(row) for t in needing)
                     else []
                     for s in shards
@@ -181,20 +181,20 @@ class Blocks(Method):
         """Positions of the anchor's tokens before a block; `longest` is the number of slots."""
         return index
 
-    def prefill_work(self, prompt: Prompt) -> PrefillWork:
+    def prefill_work(self, feed: Feed) -> PrefillWork:
         """The work of the shard with the most pairs.
 
         A block of t tokens behind an anchor of a costs t tokens and t (t + 1) / 2 + a t pairs;
         reading an anchor costs a tokens and a (a + 1) / 2 pairs. Sending one is a sum over shards.
         """
-        turns = list(self._turns(prompt)) if prompt.context else []
-        works = (self._shard_work(prompt, turns, shard) for shard in range(prompt.shards))
+        turns = list(self._turns(feed)) if feed.context else []
+        works = (self._shard_work(feed, turns, shard) for shard in range(feed.shards))
         return max(works, key=lambda work: (work.pairs, work.tokens))
 
     def _shard_work(
-        self, prompt: Prompt, turns: list[tuple[Columns, Columns, bool]], shard: int
+        self, feed: Feed, turns: list[tuple[Columns, Columns, bool]], shard: int
     ) -> PrefillWork:
-        a, chunk, shards = self.anchor_size, prompt.chunk, prompt.shards
+        a, chunk, shards = self.anchor_size, feed.chunk, feed.shards
         tokens = pairs = passes = sums = 0
         for turn, (anchors, blocks, sends) in enumerate(turns):
             read, own = len(anchors[0][shard]), len(blocks[0][shard])

@@ -47,7 +47,7 @@ _BLOCK = 2048
 _TILE = 128
 
 
-class Run(NamedTuple):
+class Entries(NamedTuple):
     """This shard's part of a monotone list of slots: keys and values [B, K, X, H].
 
     Entry i of row b is entry first[b] + i of the whole list; from number[b] on they are zeros.
@@ -96,12 +96,12 @@ class WindowedAttention:
 
     def _read(
         self, slots: Int[Array, "B X"], number: Int[Array, " B"], *, descending: bool = False
-    ) -> Run:
+    ) -> Entries:
         """This shard's entries of each row's list, whose first number[b] entries count."""
         size = self.store.sizes[2]
         local_BX, first_B, number = local_run(slots, number, size, self.ctx, descending=descending)
         k, v = self.store.read(local_BX[:, None], near=True)
-        return Run(k, v, first_B, number)
+        return Entries(k, v, first_B, number)
 
     def rest(self, q: Float[Array, "B T N H"]) -> Attended:
         """Attention to the tokens outside of units that are `window` or more back.
@@ -117,11 +117,13 @@ class WindowedAttention:
         over_BX = jnp.where(index_X < before_B[:, None], 0, in_units_B[:, None])
         slots_BX = newest_B[:, None] - index_X - over_BX
         number_B = jnp.maximum(newest_B + 1 - in_units_B, 0)
-        run = self._read(slots_BX, number_B, descending=True)
+        entries = self._read(slots_BX, number_B, descending=True)
         # Query t sees entry i where t >= valid - 1 - i; r = T - 1 - t counts them from the last.
-        window = Window(1, self.valid - queries - run.first)
+        window = Window(1, self.valid - queries - entries.first)
         q = jnp.flip(q, axis=1)
-        out, lse = cache_attention(q, run.k, run.v, run.number, scale=scale, window=window)
+        out, lse = cache_attention(
+            q, entries.k, entries.v, entries.number, scale=scale, window=window
+        )
         return jnp.flip(out, axis=1), jnp.flip(lse, axis=1)
 
     def beyond(
@@ -194,16 +196,16 @@ class WindowedAttention:
             return part, *self._kept(ring, keys, seen, None)
         window = self.layout.window
         start_B = jnp.maximum(self.begin - window, 0)
-        run = self._read(start_B[:, None] + jnp.arange(window), self.begin - start_B)
-        first_B = start_B + run.first
-        back_BX = (self.begin - first_B)[:, None] - jnp.arange(run.k.shape[2])
-        near = self.ctx.rotate(jnp.swapaxes(run.k, 1, 2), window - back_BX)
-        run = run._replace(k=jnp.swapaxes(near, 1, 2))
+        entries = self._read(start_B[:, None] + jnp.arange(window), self.begin - start_B)
+        first_B = start_B + entries.first
+        back_BX = (self.begin - first_B)[:, None] - jnp.arange(entries.k.shape[2])
+        near = self.ctx.rotate(jnp.swapaxes(entries.k, 1, 2), window - back_BX)
+        entries = entries._replace(k=jnp.swapaxes(near, 1, 2))
         at_BT = jnp.broadcast_to(window + jnp.arange(q.shape[1]), q.shape[:2])
         new = self.ctx.rotate(q, at_BT), self.ctx.rotate(k, at_BT), v
-        part, seen, own = self._chunk(new, run, back_BX, others)
+        part, seen, own = self._chunk(new, entries, back_BX, others)
         keys, _ = self.store.read(self._leaving()[:, None], near=True, values=False)
-        return part, *self._kept(ring, keys, (seen, first_B, run.number), own)
+        return part, *self._kept(ring, keys, (seen, first_B, entries.number), own)
 
     def _leaving(self) -> Int[Array, "B E"]:
         """This shard's slots of the tokens of the units that the new tokens may complete."""
@@ -233,30 +235,30 @@ class WindowedAttention:
         return part, k[:, :, inside:], (jnp.exp(shares), first_B, number_B)
 
     def _chunk(
-        self, new: QKV, run: Run, back: Array, others: list[Attended]
+        self, new: QKV, entries: Entries, back: Array, others: list[Attended]
     ) -> tuple[Attended, Float[Array, "B N X"], Float[Array, "B N T"]]:
-        """A chunk behind the run; amounts of entries that are no keys are garbage."""
+        """A chunk behind the entries; amounts of entries that are no keys are garbage."""
         q, k, v = new
         queries, scale = q.shape[1], self.ctx.scale
         window = Window(self.layout.window, back[:, 0])
-        k_edge, v_edge = (x[:, :, :queries] for x in (run.k, run.v))
+        k_edge, v_edge = (x[:, :, :queries] for x in (entries.k, entries.v))
         parts = [
             *others,
-            cache_attention(q, k_edge, v_edge, run.number, scale=scale, window=window),
+            cache_attention(q, k_edge, v_edge, entries.number, scale=scale, window=window),
         ]
-        if run.k.shape[2] > queries:
-            k_stay, v_stay = (x[:, :, queries:] for x in (run.k, run.v))
-            number_B = run.number - queries
+        if entries.k.shape[2] > queries:
+            k_stay, v_stay = (x[:, :, queries:] for x in (entries.k, entries.v))
+            number_B = entries.number - queries
             parts.append(cache_attention(q, k_stay, v_stay, number_B, scale=scale))
         earlier = self.ctx.seq_merge(*merge(parts))
         part = merge([earlier, causal_attention(q, k, v, scale=scale)])
         own, counted_BT = jnp.swapaxes(k, 1, 2), jnp.arange(queries) < self.valid[:, None]
-        return part, *self._mass(q, part[1], run.k, back, own, counted_BT)
+        return part, *self._mass(q, part[1], entries.k, back, own, counted_BT)
 
     def _mass(
         self, q: Array, lse: Array, near: Array, back: Array, own: Array, counted: Array
     ) -> tuple[Float[Array, "B N X"], Float[Array, "B N T"]]:
-        """Probabilities that the run's tokens and the chunk's own received."""
+        """Probabilities that the entries' tokens and the chunk's own received."""
         size, scale = near.shape[2], self.ctx.scale
         # In reversed order the window's edge is a causal mask, and padding comes first.
         lse = jnp.where(counted[..., None], lse, -jnp.inf)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from jax_longctx.contract import PrefillWork, Prompt, Segment
+from jax_longctx.contract import Feed, PrefillWork, Segment
 from jax_longctx.contract.merging import merge_cost
 from jax_longctx.engine import capacity
 from jax_longctx.engine.allocate import abstract_caches
@@ -132,10 +132,10 @@ def _matmuls(config: ModelConfig, part: Callable[[ParamInfo], tuple[int, ...]]) 
     return sum(sizes.values()), tables[0]
 
 
-def _context_prompt(setup: Setup, context: int, reserve: int, question: int = QUESTION) -> Prompt:
+def _context_feed(setup: Setup, context: int, reserve: int, question: int = QUESTION) -> Feed:
     """One row of `context` tokens, as the engine passes it to the method."""
     shards = setup.mesh.shape["seq"]
-    return Prompt(
+    return Feed(
         "context",
         setup.chunk,
         context=[range(context)],
@@ -150,7 +150,7 @@ def context_segments(
     setup: Setup, context: int, reserve: int, question: int = QUESTION
 ) -> Iterator[Segment]:
     """The segments of one row, for a question of that many tokens."""
-    return iter(setup.method.segments(_context_prompt(setup, context, reserve, question)))
+    return iter(setup.method.segments(_context_feed(setup, context, reserve, question)))
 
 
 def prefill_work(
@@ -264,18 +264,18 @@ def row_work(
 ) -> tuple[PrefillWork, int, bool]:
     """One row's work, its number of segments, and whether they are spread over the shards."""
     method, shards = setup.method, setup.mesh.shape["seq"]
-    prompt = _context_prompt(setup, context, reserve, question)
-    segment = next(iter(method.segments(prompt)), None)
+    feed = _context_feed(setup, context, reserve, question)
+    segment = next(iter(method.segments(feed)), None)
     if segment is None:
         return PrefillWork(0, 0), 0, False
     columns = segment.tokens.shape[1] // (shards if segment.spread else 1)
     held = max(1, int(segment.chunk_lengths[0]))
     count = 1 if segment.spread else -(-context // held)
-    work = method.prefill_work(prompt)
+    work = method.prefill_work(feed)
     if work is not None:
         return work, work.passes, segment.spread
     if segment.spread:
-        most = [int(np.max(each.valid)) for each in method.segments(prompt)]
+        most = [int(np.max(each.valid)) for each in method.segments(feed)]
         tokens = sum(most)
         return PrefillWork(tokens, tokens * (tokens + 1) / 2), len(most), True
     # Columns beside the text's own (an instruction) are computed in every segment.
@@ -283,7 +283,7 @@ def row_work(
     if method.info.phase in ("none", "decode"):
         return PrefillWork(tokens, context * (context + 1) / 2 / shards), count, False
     caches = abstract_caches(
-        setup, setup.mesh.shape["data"], prompt.slots, capacity.reserved(reserve)
+        setup, setup.mesh.shape["data"], feed.slots, capacity.reserved(reserve)
     )
     per_layer = setup.token_bytes * setup.config.num_layers * setup.mesh.shape["data"]
     middles = [(i + 0.5) / SAMPLES for i in range(SAMPLES)]

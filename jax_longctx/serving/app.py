@@ -1,7 +1,7 @@
 """The HTTP routes: OpenAI's chats, completions and models, contexts, health and metrics.
 
 A handler checks its request, splits it into texts and questions in a worker thread, gives the
-scheduler its jobs, and turns their events into the answer. A stream's headers are sent with its
+scheduler its tickets, and turns their events into the reply. A stream's headers are sent with its
 first event, so that a request that fails before has its own status.
 """
 
@@ -23,20 +23,20 @@ from starlette.routing import Route
 
 from jax_longctx.answers import AnswerReader
 from jax_longctx.api import LongContext
-from jax_longctx.engine.running import Request as RowRequest
+from jax_longctx.engine.running import Ask
 from jax_longctx.errors import LongctxError
 from jax_longctx.serving import schema
-from jax_longctx.serving.answers import Answer
 from jax_longctx.serving.bodies import Bodies
 from jax_longctx.serving.contexts import Contexts
 from jax_longctx.serving.doors import Doors
-from jax_longctx.serving.jobs import Piece, Reading
 from jax_longctx.serving.metrics import Metrics, Requests
 from jax_longctx.serving.prompts import Prompt, Prompts
+from jax_longctx.serving.reply import Reply
 from jax_longctx.serving.scheduler import Scheduler
 from jax_longctx.serving.schema import RequestError
 from jax_longctx.serving.streams import Call, Events
 from jax_longctx.serving.texts import Entry, was_deleted
+from jax_longctx.serving.tickets import Piece, Prefilled
 
 if TYPE_CHECKING:
     from jax_longctx.serving.server import ServeOptions
@@ -82,7 +82,7 @@ class Service:
         self._check_model(request.path_params["name"])
         return JSONResponse(self.entry)
 
-    async def read_context(self, request: Request) -> Response:
+    async def make_context(self, request: Request) -> Response:
         """POST /v1/contexts"""
         with self.bodies.admitted() as call:
             asked = await self.bodies.context(request, call)
@@ -168,7 +168,7 @@ class Service:
             entry = None if asked.context is None else self._entry(asked.context, "context")
             split = getattr(self.prompts, kind)
             prompts: list[Prompt] = await anyio.to_thread.run_sync(split, asked, entry)
-            answer = Answer(
+            reply = Reply(
                 kind=kind,
                 model=self.name,
                 fingerprint=self.fingerprint,
@@ -176,29 +176,29 @@ class Service:
                 logprobs=asked.wanted_logprobs is not None,
             )
             try:
-                self._add_jobs(call, answer, asked, prompts, entry)
+                self._add_tickets(call, reply, asked, prompts, entry)
             except BaseException:
                 for prompt in prompts:
                     self.contexts.release(prompt.text)
                 raise
-            request.state.context, request.state.tokens = asked.context, lambda: answer.tokens
+            request.state.context, request.state.tokens = asked.context, lambda: reply.tokens
             self.bodies.drop(call)
-            records = _chunks(answer, await call.begun(request), asked.include_usage)
+            records = _chunks(reply, await call.begun(request), asked.include_usage)
             if asked.stream:
                 return call.streamed(records)
             await call.watched(request, _last(records))
-            return JSONResponse(answer.whole())
+            return JSONResponse(reply.whole())
 
-    def _add_jobs(
-        self, call: Call, answer: Answer, asked: Any, prompts: list[Prompt], entry: Entry | None
+    def _add_tickets(
+        self, call: Call, reply: Reply, asked: Any, prompts: list[Prompt], entry: Entry | None
     ) -> None:
-        """A job and a choice for each prompt."""
+        """A ticket and a choice for each prompt."""
         ends = self.model.end_ids(asked.stop, True)
         sampling = asked.sampling(self.options.sampled)
         for number, prompt in enumerate(prompts):
             how: dict[str, Any] = {"text": prompt.text, "cached": prompt.cached, "about": entry}
             if prompt.max_tokens:
-                how["request"] = RowRequest(
+                how["ask"] = Ask(
                     question=prompt.question,
                     # As the rows of one call of `generate`.
                     sampling=sampling.at([(number,)]),
@@ -206,16 +206,16 @@ class Service:
                     stop_ids=ends,
                     logprobs=asked.wanted_logprobs,
                 )
-                reader = AnswerReader(answer.tokenizer, prompt.after, asked.stop, ends)
+                reader = AnswerReader(reply.tokenizer, prompt.after, asked.stop, ends)
                 how["reader"] = reader
             how["prompt"] = len(prompt.text.tokens) + len(prompt.question)
-            answer.add(call.add(**how), prompt.after, prompt.echo)
+            reply.add(call.add(**how), prompt.after, prompt.echo)
 
 
 async def _progress(entry: Entry, events: Events) -> AsyncGenerator[dict[str, Any]]:
     """The records of a context that is being read; the last is the context."""
     async for _, event in events:
-        if isinstance(event, Reading):
+        if isinstance(event, Prefilled):
             told = {"id": entry.id, "object": "context.progress"}
             yield {**told, "tokens_read": event.done, "tokens": event.total}
     if entry.deleted:
@@ -223,21 +223,21 @@ async def _progress(entry: Entry, events: Events) -> AsyncGenerator[dict[str, An
     yield entry.record()
 
 
-async def _chunks(answer: Answer, events: Events, counts: bool) -> AsyncGenerator[dict[str, Any]]:
+async def _chunks(reply: Reply, events: Events, counts: bool) -> AsyncGenerator[dict[str, Any]]:
     """The records of a streamed answer, which takes these events."""
-    for record in answer.opening():
+    for record in reply.opening():
         yield record
     async for number, piece in events:
         assert isinstance(piece, Piece)
-        if answer.choices[number].echo is None:
-            records = answer.take(number, piece)
+        if reply.choices[number].echo is None:
+            records = reply.take(number, piece)
         else:
             # The tokens of a long prompt take a while to name.
-            records = await anyio.to_thread.run_sync(answer.take, number, piece)
+            records = await anyio.to_thread.run_sync(reply.take, number, piece)
         for record in records:
             yield record
     if counts:
-        yield answer.counted()
+        yield reply.counted()
 
 
 async def _last(records: AsyncGenerator[dict[str, Any]]) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def make_app(service: Service) -> Starlette:
         ("POST", "/v1/completions", service.completion),
         ("GET", "/v1/models", service.models),
         ("GET", "/v1/models/{name:path}", service.one_model),
-        ("POST", "/v1/contexts", service.read_context),
+        ("POST", "/v1/contexts", service.make_context),
         ("GET", "/v1/contexts", service.list_contexts),
         ("GET", "/v1/contexts/{id}", service.one_context),
         ("DELETE", "/v1/contexts/{id}", service.delete_context),

@@ -127,7 +127,7 @@ class Contexts:
         question: list[int] | None = None,
         scored: tuple[int, int] | None = None,
     ) -> Text:
-        """The text of these tokens, known or new; a job is counted that uses it."""
+        """The text of these tokens, known or new; a ticket is counted that uses it."""
         made = Text("", np.asarray(tokens, np.int32), total, question, scored)
         # One that is not shared is read anew each time.
         salt = b"" if made.shared else secrets.token_bytes(16)
@@ -136,16 +136,16 @@ class Contexts:
             return self.use(self._texts.setdefault(made.key, made))
 
     def use(self, text: Text) -> Text:
-        """Counts a job that uses the text, or the one that has its key by now."""
+        """Counts a ticket that uses the text, or the one that has its key by now."""
         with self.lock:
             text = self._texts.setdefault(text.key, text)
-            text.jobs, text.used = text.jobs + 1, time.monotonic()
+            text.tickets, text.used = text.tickets + 1, time.monotonic()
         return text
 
     def release(self, text: Text) -> None:
-        """Counts a job of the text that has ended."""
+        """Counts a ticket of the text that has ended."""
         with self.lock:
-            text.jobs, text.used = text.jobs - 1, time.monotonic()
+            text.tickets, text.used = text.tickets - 1, time.monotonic()
 
     def shared(self, tokens: Tokens, shortest: int) -> int:
         """How many tokens at the start of `tokens`, one left, a text has too.
@@ -191,8 +191,8 @@ class Contexts:
             gone = [
                 text
                 for text in self._texts.values()
-                if not (text.entries or text.jobs or text.busy)
-                and (text.reading or not text.resident or not text.keep)
+                if not (text.entries or text.tickets or text.busy)
+                and (text.prefilling or not text.resident or not text.keep)
             ]
             for text in gone:
                 del self._texts[text.key]

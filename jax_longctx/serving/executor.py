@@ -32,7 +32,7 @@ from jax_longctx.engine.context_io import Saving, load_context, made_by_engine, 
 from jax_longctx.engine.distributed import share, to_host
 from jax_longctx.engine.places import cannot_share
 from jax_longctx.engine.programs import list_context
-from jax_longctx.engine.running import Chosen, Request, RunningBatch
+from jax_longctx.engine.running import Ask, Chosen, RunningBatch
 from jax_longctx.engine.runs import copied_layer
 from jax_longctx.engine.scoring import TextScores
 from jax_longctx.errors import CapacityError, CheckpointError, InputError, LongctxError
@@ -91,7 +91,7 @@ class Executor:
         free = available_bytes(self.engine.mesh)
         self.free_bytes = None if free is None else max(0, free - self._short.growing)
         self.contexts: dict[str, Context] = {}
-        self._reading: dict[str, Generator[Progress, None, Context]] = {}
+        self._prefilling: dict[str, Generator[Progress, None, Context]] = {}
         # Of texts whose tokens' log-probabilities are wanted.
         self.scores: dict[str, TextScores] = {}
         self._shared: dict[str, RunningBatch] = {}
@@ -237,7 +237,7 @@ class Executor:
 
     def _segments(self, stage: Stage, slots: int, **rows: Any) -> set[Any]:
         """What tells the programs of a text's or a question's segments apart."""
-        segments = self.engine.method.segments(self.engine.setup.prompt(stage, slots, **rows))
+        segments = self.engine.method.segments(self.engine.setup.feed(stage, slots, **rows))
         # The first segment of a question is given no logits of an earlier one.
         return {
             (number > 0, each.tokens.shape, each.role, each.groups, each.variant, each.spread)
@@ -258,7 +258,7 @@ class Executor:
             behind, best = scored
             self.scores[key] = TextScores(self.engine, [*tokens, behind], best)
             states = self.scores[key].take
-        self._reading[key] = self.engine.reading(
+        self._prefilling[key] = self.engine.prefilling(
             [tokens],
             reserve=self.reserve,
             capacity=_capacity(len(tokens) + self.reserve),
@@ -273,25 +273,25 @@ class Executor:
         """Reads the next piece: tokens read and to read; None once the context is there.
 
         Raises:
-          CapacityError, InputError: as `Engine.prefill`; the reading is given up.
+          CapacityError, InputError: as `Engine.prefill`; the prefill is given up.
         """
         try:
-            now = next(self._reading[key])
+            now = next(self._prefilling[key])
         except StopIteration as ended:
-            del self._reading[key]
+            del self._prefilling[key]
             self.contexts[key] = ended.value
             return None
         except LongctxError:
-            del self._reading[key]
+            del self._prefilling[key]
             self.scores.pop(key, None)
             raise
         return now.done, now.total
 
     def forget(self, key: str) -> None:
         """Gives up a context, or its prefill."""
-        reading = self._reading.pop(key, None)
-        if reading is not None:
-            reading.close()
+        prefilling = self._prefilling.pop(key, None)
+        if prefilling is not None:
+            prefilling.close()
         for kept in (self._shared, self.contexts, self.scores):
             kept.pop(key, None)
 
@@ -361,10 +361,10 @@ class Executor:
         self.contexts[key] = found.result()
         return True
 
-    def join(self, key: str, request: dict[str, Any]) -> tuple[int, Chosen]:
+    def join(self, key: str, ask: dict[str, Any]) -> tuple[int, Chosen]:
         """Feeds a question to a context; its answer's row joins those that decode.
 
-        `request` has the fields of `Request`, as JSON gives them, with a seed for its one row.
+        `ask` has the fields of `Ask`, as JSON gives them, with a seed for its one row.
 
         Returns the row's number and its first token. `broken` has the number where the logits are
         not finite.
@@ -372,10 +372,10 @@ class Executor:
         Raises:
           CapacityError, InputError: as `RunningBatch.join`.
         """
-        context, sampling = self.contexts[key], dict(request["sampling"])
+        context, sampling = self.contexts[key], dict(ask["sampling"])
         sampling["seed"] = tuple(sampling["seed"])
         batch = self._batch(key, context)
-        asked = Request(**{**request, "sampling": Sampling(**sampling)})
+        asked = Ask(**{**ask, "sampling": Sampling(**sampling)})
         place, first = batch.join(context, asked)
         number = next(self._numbers)
         self._rows[number] = batch, place

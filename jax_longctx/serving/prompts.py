@@ -73,7 +73,7 @@ class Echo:
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A question about a text; the text counts it as a job.
+    """A prompt, split into a text and a question; the text counts a ticket for it.
 
     Attributes:
       after: the tokens that the answer's text follows on, as in `generate` and `ask`.
@@ -90,7 +90,7 @@ class Prompt:
     echo: Echo | None = None
 
 
-def reads_alike(model: LongContext) -> bool:
+def prefills_alike(model: LongContext) -> bool:
     """Whether the answer is the same wherever a prompt is split into text and question."""
     info = model.engine.method.info
     alike = info.append_only and not info.looks_ahead and info.phase in ("none", "decode")
@@ -111,7 +111,7 @@ class Prompts:
     ):
         self.model, self.contexts, self.lengths = model, contexts, lengths
         self.reserve, self.most = reserve, most
-        self.alike = reads_alike(model)
+        self.alike = prefills_alike(model)
         # Of contexts with and without the chat template.
         self._layouts = {False: plain_layout()}
         if model.tokenizer.has_chat:
@@ -137,7 +137,7 @@ class Prompts:
                 "echo with logprobs is for whole prompts; leave out context", param="echo"
             )
         rows, most = list[list[int]](), list[int]()
-        # All are checked before one counts as a job of its text.
+        # All are checked before one counts as a ticket of its text.
         for number, each in enumerate(asked.prompts):
             param = f"prompt.{number}" if len(asked.prompts) > 1 else "prompt"
             rows.append(self._row(each, entry, param))
@@ -307,7 +307,7 @@ class Prompts:
             return Prompt(self.contexts.text(row[:-1], len(row), **how), last, last, 0, most)
         size, total = len(row) - 1, len(row)
         if self.alike:
-            # Where reading is alike the total changes nothing: prompts that begin alike share it.
+            # Where prefill is alike the total changes nothing: prompts that begin alike share it.
             size = total = self._known(row, most) or size
         # As `generate` reads it.
         text = self.contexts.text(row[:size], total)

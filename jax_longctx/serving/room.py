@@ -17,10 +17,10 @@ from jax_longctx.errors import CapacityError, CheckpointError, DamagedError, Lon
 from jax_longctx.memory import shown_bytes
 from jax_longctx.serving.contexts import Contexts
 from jax_longctx.serving.executor import Executor
-from jax_longctx.serving.jobs import Job
 from jax_longctx.serving.metrics import Metrics
 from jax_longctx.serving.schema import RequestError, from_library
 from jax_longctx.serving.texts import Text
+from jax_longctx.serving.tickets import Ticket
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ class Room:
 
     Args:
       budget: bytes on each device that texts in memory may take.
-      queued: the jobs without a row, in their order.
-      fail: ends a job with an error.
+      queued: the tickets without a row, in their order.
+      fail: ends a ticket with an error.
 
     Attributes:
       saving, loading: the text that is being saved or loaded now.
@@ -47,8 +47,8 @@ class Room:
         metrics: Metrics,
         budget: int,
         *,
-        queued: Callable[[], list[Job]],
-        fail: Callable[[Job, RequestError], None],
+        queued: Callable[[], list[Ticket]],
+        fail: Callable[[Ticket, RequestError], None],
     ):
         self._executor, self._contexts, self._metrics = executor, contexts, metrics
         self.budget, self._queued, self._fail = budget, queued, fail
@@ -117,16 +117,16 @@ class Room:
     def drop_one(self, wanted: Text) -> Dropped:
         """Takes the least recently used idle text out of memory, or begins to save it for that.
 
-        Texts of jobs that came before those for `wanted` stay, and those that cannot be saved.
+        Texts of tickets that came before those for `wanted` stay, and those that cannot be saved.
 
         Raises:
           CheckpointError: no text could be saved.
         """
         kept = {wanted}
-        for job in self._queued():
-            if job.text is wanted:
+        for ticket in self._queued():
+            if ticket.text is wanted:
                 break
-            kept.add(job.text)
+            kept.add(ticket.text)
         for text in self._contexts.idle():
             if text in kept:
                 continue
@@ -192,11 +192,11 @@ class Room:
         self._metrics.saved.inc()
 
     def _not_saved(self, text: Text, error: LongctxError) -> None:
-        """Fails the jobs that asked for the save; where none did, another text must make room."""
+        """Fails the tickets that asked for the save; without any, another text must make room."""
         self.saving, text.busy = None, False
-        asked = [job for job in self._queued() if job.text is text and job.saves]
-        for job in asked:
-            self._fail(job, from_library(error))
+        asked = [ticket for ticket in self._queued() if ticket.text is text and ticket.saves]
+        for ticket in asked:
+            self._fail(ticket, from_library(error))
         if not asked:
             log.warning("a context cannot be saved: %s", error)
             self._failed[text] = error

@@ -1,14 +1,14 @@
 """The thread that owns the engine: it prefills texts, lets rows join, decodes, and makes room.
 
-HTTP handlers give it jobs and get events back. Each turn of the thread
+HTTP handlers give it tickets and get events back. Each turn of the thread
 
 1. takes out what was cancelled, has expired or is needed no more;
-2. lets waiting jobs go on: begins to prefill or load a text, or joins a row to the batch;
+2. lets waiting tickets go on: begins to prefill or load a text, or joins a row to the batch;
 3. prefills one slice of a text, and decodes one block of the running rows.
 
-Joins and a slice of prefill take little time together, so that rows wait little (see `pace`). Jobs
-are served in their order, but a job that waits for memory does not hold up those whose text is in
-memory.
+Joins and a slice of prefill take little time together, so that rows wait little (see `pace`).
+Tickets are served in their order, but one that waits for memory does not hold up those whose text
+is in memory.
 
 `room` moves texts between memory and disk meanwhile.
 """
@@ -26,12 +26,12 @@ from jax_longctx.engine.running import Chosen
 from jax_longctx.errors import CapacityError, LongctxError
 from jax_longctx.serving.contexts import Contexts
 from jax_longctx.serving.executor import Executor
-from jax_longctx.serving.jobs import Job, Piece, Reading
 from jax_longctx.serving.metrics import Metrics
 from jax_longctx.serving.pace import READ_SECONDS, Pace
 from jax_longctx.serving.room import Room
 from jax_longctx.serving.schema import RequestError, from_library
 from jax_longctx.serving.texts import Text, was_deleted
+from jax_longctx.serving.tickets import Piece, Prefilled, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +47,9 @@ FILES_SECONDS = 0.01
 
 @dataclasses.dataclass
 class _Row:
-    """A job whose answer is being decoded; `held` are tokens whose text is not certain yet."""
+    """A ticket whose answer is being decoded; `held` are tokens whose text is not certain yet."""
 
-    job: Job
+    ticket: Ticket
     told: float
     count: int = 0
     held: list[Chosen] = dataclasses.field(default_factory=list)
@@ -57,14 +57,14 @@ class _Row:
 
 @dataclasses.dataclass(eq=False)
 class Scheduler:
-    """Runs jobs in a thread of its own.
+    """Runs tickets in a thread of its own.
 
     Attributes:
       budget: bytes on each device that texts in memory may take.
       most: requests that may wait or be answered at a time.
       crashed: called in the thread with an error that is no request's fault; nothing runs after.
       compiled: tokens of texts and of a question (see `Executor.compile`), whose programs are
-        compiled before jobs are taken; None compiles none.
+        compiled before tickets are taken; None compiles none.
       compiling: told how many programs are compiled, and how many there are, in the thread.
     """
 
@@ -78,11 +78,11 @@ class Scheduler:
     compiling: Callable[[int, int], None] = lambda done, total: None
 
     def __post_init__(self) -> None:
-        # Why no job is taken, or "ready".
+        # Why no ticket is taken, or "ready".
         self.state: Literal["compiling", "ready", "shutting down"] = "compiling"
         self._changed = threading.Condition()
-        self._waiting: collections.deque[Job] = collections.deque()
-        self._jobs = 0
+        self._waiting: collections.deque[Ticket] = collections.deque()
+        self._tickets = 0
         self._stopped = False
         self._rows: dict[int, _Row] = {}
         self._text: Text | None = None
@@ -99,13 +99,13 @@ class Scheduler:
         self._thread.start()
 
     def check_room(self, more: int = 1) -> None:
-        """Raises RequestError where a place is not free (429), or no job is taken (503)."""
+        """Raises RequestError where a place is not free (429), or no ticket is taken (503)."""
         if self.state != "ready":
             told = f"the server is {self.state}"
             raise RequestError(told, status=503, retry_after=10)
-        if self._jobs + more > self.most:
+        if self._tickets + more > self.most:
             raise RequestError(
-                f"{self._jobs} requests are being answered or wait already; try again later",
+                f"{self._tickets} requests are being answered or wait already; try again later",
                 status=429,
                 code="rate_limit_exceeded",
                 # A place may be free then.
@@ -116,37 +116,37 @@ class Scheduler:
         """Takes a place for a request; RequestError as `check_room`."""
         with self._changed:
             self.check_room()
-            self._jobs += 1
+            self._tickets += 1
 
     def give_back(self) -> None:
         """Counts a place that was taken as free."""
         with self._changed:
-            self._jobs -= 1
+            self._tickets -= 1
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Takes a request's jobs, which have its place from then on, and one more each.
+    def submit(self, tickets: Sequence[Ticket]) -> None:
+        """Takes a request's tickets, which have its place from then on, and one more each.
 
         Their texts and ids are released when they end, or here.
 
         Raises:
-          RequestError: the server is shutting down (503), or there is no room for these jobs now
+          RequestError: the server is shutting down (503), or there is no room for these tickets now
             (429).
         """
         with self._changed:
             try:
-                self.check_room(len(jobs) - 1)
+                self.check_room(len(tickets) - 1)
             except RequestError:
-                for job in jobs:
-                    self._release(job)
+                for ticket in tickets:
+                    self._release(ticket)
                 raise
-            self._jobs += len(jobs) - 1
-            self._waiting += jobs
+            self._tickets += len(tickets) - 1
+            self._waiting += tickets
             self._changed.notify()
 
-    def cancel(self, job: Job) -> None:
-        """Ends a job whose client is gone; any thread may call it, also after the job's end."""
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends a ticket whose client is gone; any thread may call it, also after its end."""
         with self._changed:
-            job.cancelled = True
+            ticket.cancelled = True
             self._changed.notify()
 
     def wake(self) -> None:
@@ -155,12 +155,12 @@ class Scheduler:
             self._changed.notify()
 
     def refuse(self) -> None:
-        """Takes no more jobs; those that it has go on."""
+        """Takes no more tickets; those that it has go on."""
         with self._changed:
             self.state = "shutting down"
 
     def close(self) -> None:
-        """Ends all jobs and the thread, after the block or the piece of text at hand."""
+        """Ends all tickets and the thread, after the block or the piece of text at hand."""
         with self._changed:
             self.state, self._stopped = "shutting down", True
             self._changed.notify_all()
@@ -177,8 +177,8 @@ class Scheduler:
                 self._tidy()
                 self._admit(began)
                 self._work(began)
-            for job in [*self._queued(), *(row.job for row in self._rows.values())]:
-                self._fail(job, RequestError("the server has shut down", status=503))
+            for ticket in [*self._queued(), *(row.ticket for row in self._rows.values())]:
+                self._fail(ticket, RequestError("the server has shut down", status=503))
             self._room.end_files(wait=True)
             self.contexts.update_files()
             self.executor.dismiss()
@@ -216,66 +216,66 @@ class Scheduler:
             self.executor.do("nothing")
         return not stopped
 
-    def _queued(self) -> list[Job]:
-        """A copy of the jobs without a row: other threads add to them."""
+    def _queued(self) -> list[Ticket]:
+        """A copy of the tickets without a row: other threads add to them."""
         with self._changed:
             return list(self._waiting)
 
     def _tidy(self) -> None:
-        """Takes out cancelled jobs, and texts that nobody needs."""
+        """Takes out cancelled tickets, and texts that nobody needs."""
         for place, row in list(self._rows.items()):
-            if row.job.cancelled:
+            if row.ticket.cancelled:
                 self.executor.do("leave", number=place)
                 self._end_row(place)
-        for job in self._queued():
-            named = job.entry or job.about
-            if job.cancelled:
-                self._end(job)
+        for ticket in self._queued():
+            named = ticket.entry or ticket.about
+            if ticket.cancelled:
+                self._end(ticket)
             elif named is not None and named.deleted:
-                self._fail(job, was_deleted(named))
+                self._fail(ticket, was_deleted(named))
         self.contexts.expired()
         self.contexts.update_files()
         for text in self.contexts.texts:
             if text.resident and text.damaged and self._room.saving is None:
                 self._room.save_again(text)
         for text in self.contexts.useless():
-            if text.reading or text.resident:
+            if text.prefilling or text.resident:
                 self.executor.do("forget", key=text.key)
             self._end_reading(text)
             text.resident = 0
-        unnamed = [text for text in self.contexts.idle() if not (text.entries or text.jobs)]
+        unnamed = [text for text in self.contexts.idle() if not (text.entries or text.tickets)]
         for text in unnamed[: max(0, len(unnamed) - MOST_UNNAMED)]:
             self._room.forget(text)
 
     def _admit(self, began: float) -> None:
-        """Lets each waiting job go on as far as it can in this turn."""
+        """Lets each waiting ticket go on as far as it can in this turn."""
         blocked = self._full
-        for job in self._queued():
+        for ticket in self._queued():
             if self._rows and time.monotonic() - began >= READ_SECONDS:
                 return
-            text = job.text
-            if text.reading is not None or text is self._room.loading:
+            text = ticket.text
+            if text.prefilling is not None or text is self._room.loading:
                 continue
             try:
                 # A text is fetched for a row that can begin, not for one that waits for a place.
-                wanted = job.request is None or self.executor.free > 0
+                wanted = ticket.ask is None or self.executor.free > 0
                 if wanted and not (text.resident or blocked):
-                    blocked = not self._fetch(job)
+                    blocked = not self._fetch(ticket)
                 if not text.resident:
                     continue
                 if text.scored is not None:
                     # Read out in the request's own thread: rows would wait for a long text's.
-                    job.scores = self.executor.scores[text.key]
-                if job.request is None:
-                    self._finish_reading(job)
+                    ticket.scores = self.executor.scores[text.key]
+                if ticket.ask is None:
+                    self._finish_prefill(ticket)
                 elif self.executor.free:
-                    blocked = not self._join(job) or blocked
+                    blocked = not self._join(ticket) or blocked
             except LongctxError as error:
-                self._fail(job, from_library(error))
+                self._fail(ticket, from_library(error))
 
-    def _fetch(self, job: Job) -> bool:
-        """Begins to read the job's text, or loads it; False where there is no room now."""
-        text = job.text
+    def _fetch(self, ticket: Ticket) -> bool:
+        """Begins to read the ticket's text, or loads it; False where there is no room now."""
+        text = ticket.text
         if self._text is not None and not text.saved:
             # One text is prefilled at a time.
             return True
@@ -291,15 +291,15 @@ class Scheduler:
         tokens = text.tokens.tolist()
         how = {"total": text.total, "question": text.question, "scored": text.scored}
         self.executor.do("read", key=text.key, tokens=tokens, **how)
-        text.reading, self._text = (0, len(tokens)), text
-        job.cached = 0
+        text.prefilling, self._text = (0, len(tokens)), text
+        ticket.cached = 0
         return True
 
-    def _finish_reading(self, job: Job) -> None:
-        """Ends a job that only reads, when its text is saved if that was asked."""
-        text, entry = job.text, job.entry
+    def _finish_prefill(self, ticket: Ticket) -> None:
+        """Ends a ticket that only reads, when its text is saved if that was asked."""
+        text, entry = ticket.text, ticket.entry
         if entry is not None:
-            if job.saves and not text.saved:
+            if ticket.saves and not text.saved:
                 if self._room.saving is None:
                     self.contexts.touch(entry)
                     self._room.save(text)
@@ -307,23 +307,23 @@ class Scheduler:
             self.contexts.touch(entry)
             if text.saved:
                 self.contexts.write_entries(text)
-        job.ready = True
-        self._count_prompt(job)
-        job.send(Piece(finish="length"))
-        self._end(job)
+        ticket.ready = True
+        self._count_prompt(ticket)
+        ticket.send(Piece(finish="length"))
+        self._end(ticket)
 
-    def _count_prompt(self, job: Job) -> None:
-        self.metrics.prompt_tokens.inc(job.prompt)
-        self.metrics.cached_tokens.inc(job.cached)
+    def _count_prompt(self, ticket: Ticket) -> None:
+        self.metrics.prompt_tokens.inc(ticket.prompt)
+        self.metrics.cached_tokens.inc(ticket.cached)
 
-    def _join(self, job: Job) -> bool:
-        """Feeds the job's question; False where there is no room now."""
-        assert job.request is not None
-        request = dataclasses.asdict(job.request)
+    def _join(self, ticket: Ticket) -> bool:
+        """Feeds the ticket's question; False where there is no room now."""
+        assert ticket.ask is not None
+        ask = dataclasses.asdict(ticket.ask)
         try:
-            place, first = self.executor.do("join", key=job.text.key, request=request)
+            place, first = self.executor.do("join", key=ticket.text.key, ask=ask)
         except CapacityError:
-            dropped = self._room.drop_one(job.text)
+            dropped = self._room.drop_one(ticket.text)
             if dropped != "none":
                 return dropped == "dropped"
             if self._rows:
@@ -331,11 +331,11 @@ class Scheduler:
                 return False
             raise
         with self._changed:
-            self._waiting.remove(job)
-        row = self._rows[place] = _Row(job, time.monotonic())
-        job.text.rows += 1
-        self.metrics.first_token.observe(time.monotonic() - job.came)
-        self._count_prompt(job)
+            self._waiting.remove(ticket)
+        row = self._rows[place] = _Row(ticket, time.monotonic())
+        ticket.text.rows += 1
+        self.metrics.first_token.observe(time.monotonic() - ticket.came)
+        self._count_prompt(ticket)
         self._give(place, row, [first], broken=place in self.executor.broken)
         return True
 
@@ -343,7 +343,7 @@ class Scheduler:
         """Reads one slice, then decodes one block, within its share of the time."""
         reads, read = time.monotonic(), None
         while self._text is not None:
-            self._read_on(self._text)
+            self._prefill_on(self._text)
             now = time.monotonic()
             if now - began >= READ_SECONDS or not self._rows:
                 read = now - reads
@@ -351,7 +351,7 @@ class Scheduler:
         if self._rows:
             self._decode(self._pace.steps(read))
 
-    def _read_on(self, text: Text) -> None:
+    def _prefill_on(self, text: Text) -> None:
         try:
             now = self.executor.do("read_on", key=text.key)
         except LongctxError as error:
@@ -363,19 +363,19 @@ class Scheduler:
             self.metrics.read_tokens.inc(len(text.tokens))
             self._end_reading(text)
             return
-        text.reading = now
-        for job in self._queued():
-            if job.text is text and job.entry is not None:
-                job.send(Reading(*now))
+        text.prefilling = now
+        for ticket in self._queued():
+            if ticket.text is text and ticket.entry is not None:
+                ticket.send(Prefilled(*now))
 
     def _end_reading(self, text: Text) -> None:
         """Notes that the text, if it was being read, is not any more."""
-        text.reading, text.coming = None, 0
+        text.prefilling, text.coming = None, 0
         if text is self._text:
             self._text = None
 
     def _not_read(self, text: Text, error: LongctxError) -> None:
-        """Tries again later where memory was short and there can be more; else fails the jobs."""
+        """Tries again later where memory was short and there can be more, or fails the tickets."""
         if isinstance(error, CapacityError):
             try:
                 if self._room.drop_one(text) != "none":
@@ -386,9 +386,9 @@ class Scheduler:
             if self._rows:
                 self._full = True
                 return
-        for job in self._queued():
-            if job.text is text:
-                self._fail(job, from_library(error))
+        for ticket in self._queued():
+            if ticket.text is text:
+                self._fail(ticket, from_library(error))
 
     def _decode(self, most: int) -> None:
         """Decodes a block of at most `most` steps."""
@@ -405,25 +405,25 @@ class Scheduler:
 
     def _give(self, place: int, row: _Row, chosen: Sequence[Chosen], *, broken: bool) -> None:
         """Sends these tokens' text; ends the row after its last token."""
-        job = row.job
-        assert job.request is not None and job.reader is not None
+        ticket = row.ticket
+        assert ticket.ask is not None and ticket.reader is not None
         if broken:
-            job.send(RequestError(NOT_FINITE, status=500))
+            ticket.send(RequestError(NOT_FINITE, status=500))
             self._end_row(place)
             return
-        reader, texts = job.reader, []
+        reader, texts = ticket.reader, []
         told: list[Chosen] = []
         for each in chosen:
             texts.append(reader.push([each.token]))
             row.count += 1
             # Who counts the tokens of a prompt and its answer finds the last one there.
-            if not reader.ended or job.text.scored is not None:
+            if not reader.ended or ticket.text.scored is not None:
                 row.held.append(each)
             if texts[-1]:
                 told, row.held = [*told, *row.held], []
             if reader.finished:
                 break
-        last = row.count >= job.request.max_tokens
+        last = row.count >= ticket.ask.max_tokens
         if reader.finished or last:
             texts.append(reader.flush())
             if reader.stops.stopped is None:
@@ -431,10 +431,10 @@ class Scheduler:
         finish = "stop" if reader.finished else "length" if last else None
         if finish is not None:
             self.metrics.answer_tokens.inc(row.count)
-            self.metrics.answer_seconds.observe(time.monotonic() - job.came)
+            self.metrics.answer_seconds.observe(time.monotonic() - ticket.came)
         text = "".join(texts)
         if text or told or finish is not None:
-            job.send(Piece(text, told, row.count, finish))
+            ticket.send(Piece(text, told, row.count, finish))
         if finish is None:
             return
         if reader.stops.stopped is not None:
@@ -444,27 +444,27 @@ class Scheduler:
 
     def _end_row(self, place: int) -> None:
         row = self._rows.pop(place)
-        row.job.text.rows -= 1
+        row.ticket.text.rows -= 1
         self._full = False
-        self._end(row.job)
+        self._end(row.ticket)
 
-    def _fail(self, job: Job, error: RequestError) -> None:
-        self._end(job)
-        job.send(error)
+    def _fail(self, ticket: Ticket, error: RequestError) -> None:
+        self._end(ticket)
+        ticket.send(error)
 
-    def _release(self, job: Job) -> None:
-        """Takes the job out of the books of contexts, with an id whose text is not ready."""
-        self.contexts.release(job.text)
-        if job.entry is not None and not job.ready:
+    def _release(self, ticket: Ticket) -> None:
+        """Takes the ticket out of the books of contexts, with an id whose text is not ready."""
+        self.contexts.release(ticket.text)
+        if ticket.entry is not None and not ticket.ready:
             # Where the disk is full it is removed later.
-            job.entry.expires = 0.0
+            ticket.entry.expires = 0.0
             self.contexts.expired()
 
-    def _end(self, job: Job) -> None:
-        """Takes the job out of the books."""
-        self._release(job)
+    def _end(self, ticket: Ticket) -> None:
+        """Takes the ticket out of the books."""
+        self._release(ticket)
         with self._changed:
-            if job in self._waiting:
-                self._waiting.remove(job)
-            self._jobs -= 1
+            if ticket in self._waiting:
+                self._waiting.remove(ticket)
+            self._tickets -= 1
             self._changed.notify_all()

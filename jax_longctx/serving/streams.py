@@ -1,6 +1,6 @@
-"""A request's jobs, and their events on the way to its client: whole, or as server-sent events.
+"""A request's tickets, and their events on the way to its client: whole, or as server-sent events.
 
-When the client goes away, or the time is over, the jobs are cancelled.
+When the client goes away, or the time is over, the tickets are cancelled.
 """
 
 import asyncio
@@ -14,27 +14,27 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from jax_longctx.serving.jobs import Event, Job, Piece
 from jax_longctx.serving.scheduler import Scheduler
 from jax_longctx.serving.schema import RequestError
+from jax_longctx.serving.tickets import Event, Piece, Ticket
 
 # For a stream's last event, which says that the time is over.
 LAST_SECONDS = 2.0
 DONE = b"data: [DONE]\n\n"
 
-# Events with the number of their job.
+# Events with the number of their ticket.
 type Events = AsyncGenerator[tuple[int, Event]]
 
 
 class Call:
-    """One request and its jobs.
+    """One request and its tickets.
 
     Args:
       seconds: for the request to be answered, from its headers on.
 
     Attributes:
       body: bytes of its body in memory.
-      counts: whether it has a place among those that are answered or wait; jobs take it over.
+      counts: whether it has a place among those that are answered or wait; tickets take it over.
     """
 
     def __init__(self, scheduler: Scheduler, seconds: float):
@@ -42,43 +42,43 @@ class Call:
         self._end = self._came + seconds
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self.jobs: list[Job] = []
+        self.tickets: list[Ticket] = []
         self.body, self.counts = 0, False
 
-    def add(self, **how: Any) -> Job:
-        """Adds a job; `how` is as in `Job`."""
-        number = len(self.jobs)
+    def add(self, **how: Any) -> Ticket:
+        """Adds a ticket; `how` is as in `Ticket`."""
+        number = len(self.tickets)
 
         def send(event: Event) -> None:
             # At a hard end the loop is gone before the thread.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, (number, event))
 
-        self.jobs.append(Job(send=send, came=self._came, **how))
-        return self.jobs[-1]
+        self.tickets.append(Ticket(send=send, came=self._came, **how))
+        return self.tickets[-1]
 
     def cancel(self) -> None:
-        """Ends the jobs that have not ended."""
-        for job in self.jobs:
-            self._scheduler.cancel(job)
+        """Ends the tickets that have not ended."""
+        for ticket in self.tickets:
+            self._scheduler.cancel(ticket)
 
     async def begun(self, request: Request) -> Events:
-        """Gives the jobs to the scheduler; their events.
+        """Gives the tickets to the scheduler; their events.
 
         The first has come: a request that fails before has its own status.
         """
-        self._scheduler.submit(self.jobs)
+        self._scheduler.submit(self.tickets)
         self.counts = False
         events = self._events()
         return _chain(await self.watched(request, anext(events)), events)
 
     async def _events(self) -> Events:
-        """The jobs' events up to the last; jobs are cancelled where nobody takes them all.
+        """The tickets' events up to the last; tickets are cancelled where nobody takes them all.
 
         Raises:
-          RequestError: a job failed, or the time is over.
+          RequestError: a ticket failed, or the time is over.
         """
-        left = len(self.jobs)
+        left = len(self.tickets)
         try:
             while left:
                 try:
@@ -117,7 +117,7 @@ class Call:
                     await task
 
     def streamed(self, records: AsyncGenerator[Any]) -> Response:
-        """Server-sent events of these records; the jobs end with them, whether sent or not."""
+        """Server-sent events of these records; the tickets end with them, whether sent or not."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         response = _Stream(_lines(records), media_type="text/event-stream", headers=headers)
         response.seconds = self._end + LAST_SECONDS - time.monotonic()

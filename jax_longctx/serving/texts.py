@@ -32,10 +32,10 @@ class Text:
       stored: bytes of its files when it was last saved; 0 before.
       busy: whether it is being saved or loaded: it stays in the books, and its files stay.
       damaged: whether its files were damaged: it is saved again after prefill.
-      reading: (tokens done, tokens in all) during prefill.
+      prefilling: (tokens done, tokens in all) during prefill.
       keep: whether it stays in memory for later requests when nobody names it.
       used: when it was last used, of `time.monotonic`.
-      jobs: requests that wait for it or are answered from it.
+      tickets: requests that wait for it or are answered from it.
       rows: rows that are answered from it; it stays in memory for them.
       entries: the ids that name it.
     """
@@ -51,17 +51,17 @@ class Text:
     stored: int = 0
     busy: bool = False
     damaged: bool = False
-    reading: tuple[int, int] | None = None
+    prefilling: tuple[int, int] | None = None
     keep: bool = False
     used: float = 0.0
-    jobs: int = 0
+    tickets: int = 0
     rows: int = 0
     entries: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def state(self) -> str:
         """One of `STATES`."""
-        if self.reading is not None:
+        if self.prefilling is not None:
             return "reading"
         return "ready" if self.resident else "saved" if self.saved else "waiting"
 
@@ -78,7 +78,7 @@ class Text:
     @property
     def begun(self) -> bool:
         """Whether it is known or being read."""
-        return self.known or self.reading is not None
+        return self.known or self.prefilling is not None
 
 
 @dataclasses.dataclass
@@ -105,7 +105,7 @@ class Entry:
     def record(self) -> dict[str, Any]:
         """The entry as the server shows it."""
         text = self.text
-        done, _ = text.reading or (0, 0)
+        done, _ = text.prefilling or (0, 0)
         return {
             "id": self.id,
             "object": "context",

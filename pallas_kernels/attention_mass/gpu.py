@@ -47,7 +47,7 @@ _TILE = hopper.ROWS * _WARPGROUPS
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
+class _Args:
     """The kernel's static arguments."""
 
     parts: int  # runs of query rows that are reduced on their own before they are combined
@@ -98,14 +98,14 @@ def attention_mass(
     rows = queries * group // parts
     tiles = [n for n in _FEW_QUERIES if not how.squares or n % (group * _LANES) == 0]
     tile = next((n for n in tiles if n >= rows), _QUERIES)
-    job = _Job(parts=parts, queries=tile, steps=pl.cdiv(rows, tile), group=group, how=how)
-    rows = _rows(q, lse, k.shape, job)
-    found = _mass(*rows, k, lengths.astype(jnp.int32), job, interpret)
+    args = _Args(parts=parts, queries=tile, steps=pl.cdiv(rows, tile), group=group, how=how)
+    rows = _rows(q, lse, k.shape, args)
+    found = _mass(*rows, k, lengths.astype(jnp.int32), args, interpret)
     return found[0], found[1] if how.squares else None
 
 
 def _rows(
-    q: Queries, lse: PerQuery, cache: tuple[int, ...], job: _Job
+    q: Queries, lse: PerQuery, cache: tuple[int, ...], args: _Args
 ) -> tuple[Float[Array, "X R H"], Float[Array, "X R"], Int[Array, "X R"]]:
     """Query rows of every kv head, head by head, each part padded to whole tiles.
 
@@ -115,27 +115,27 @@ def _rows(
     last slot that they see.
     """
     (batch, kv_heads, slots, _), queries = cache, q.shape[1]
-    counted_BT1 = (jnp.arange(queries) < job.how.valid[:, None])[..., None]
+    counted_BT1 = (jnp.arange(queries) < args.how.valid[:, None])[..., None]
     counts_BTN = counted_BT1 & (lse > -jnp.inf)
     # Rows that do not count may hold anything, NaN included.
     q = jnp.where(counts_BTN[..., None], q, 0)
     lse = jnp.where(counts_BTN, lse * hopper.LOG2_E, jnp.inf)
-    start = job.how.causal_start
+    start = args.how.causal_start
     start = jnp.full((batch,), slots) if start is None else start
     last = jnp.broadcast_to((start[:, None] + jnp.arange(queries))[..., None], lse.shape)
-    padded = job.steps * job.queries
+    padded = args.steps * args.queries
 
     def arrange(x: Array, fill: float) -> Array:
         x_BNT = jnp.swapaxes(x, 1, 2)
-        if job.how.squares:
+        if args.how.squares:
             spare = [(0, 0), (0, 0), (0, -queries % _LANES), *[(0, 0)] * (x.ndim - 3)]
             x_BNT = jnp.pad(x_BNT, spare, constant_values=fill)
-            x_XGYL = x_BNT.reshape(-1, job.group, x_BNT.shape[2] // _LANES, _LANES, *x.shape[3:])
+            x_XGYL = x_BNT.reshape(-1, args.group, x_BNT.shape[2] // _LANES, _LANES, *x.shape[3:])
             x_BNT = jnp.swapaxes(x_XGYL, 1, 2)  # [X, Y, G, 8], with X = B K
-        x_YR = x_BNT.reshape(batch * kv_heads * job.parts, -1, *x.shape[3:])
+        x_YR = x_BNT.reshape(batch * kv_heads * args.parts, -1, *x.shape[3:])
         widths = [(0, 0), (0, padded - x_YR.shape[1]), *[(0, 0)] * (x_YR.ndim - 2)]
         x_YR = jnp.pad(x_YR, widths, constant_values=fill)
-        return x_YR.reshape(batch * kv_heads, job.parts * padded, *x.shape[3:])
+        return x_YR.reshape(batch * kv_heads, args.parts * padded, *x.shape[3:])
 
     return arrange(q, 0), arrange(lse, jnp.inf), arrange(last.astype(jnp.int32), 0)
 
@@ -146,25 +146,25 @@ def _mass(
     last: Int[Array, "X R"],
     k: Cache,
     lengths: PerRow,
-    job: _Job,
+    args: _Args,
     interpret: Any,
 ) -> tuple[Float[Array, "B K S"], ...]:
     """The mass, and the squares where they are asked for."""
     batch, kv_heads, slots, head_dim = k.shape
     heads, tiles = batch * kv_heads, pl.cdiv(slots, _TILE)
-    row = plgpu.SMEM((_STAGES, job.queries), jnp.float32)
+    row = plgpu.SMEM((_STAGES, args.queries), jnp.float32)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, job=job),
-        out_type=hopper.outputs((heads, tiles * _TILE), *[jnp.float32] * (1 + job.how.squares)),
+        functools.partial(_kernel, args=args),
+        out_type=hopper.outputs((heads, tiles * _TILE), *[jnp.float32] * (1 + args.how.squares)),
         scratch_types=dict(
             keys=hopper.tiled(2, _WARPGROUPS, hopper.ROWS, head_dim, dtype=k.dtype),
-            queries=hopper.tiled(_STAGES, job.queries, head_dim, dtype=k.dtype),
+            queries=hopper.tiled(_STAGES, args.queries, head_dim, dtype=k.dtype),
             lse=row,
             last=plgpu.SMEM(row.shape, jnp.int32),
             keys_ready=plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=2),
             keys_free=plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=2),
             ready=plgpu.Barrier(
-                num_arrivals=3 if job.how.causal_start is not None else 2, num_barriers=_STAGES
+                num_arrivals=3 if args.how.causal_start is not None else 2, num_barriers=_STAGES
             ),
             free=plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_STAGES),
         ),
@@ -179,7 +179,7 @@ def _mass(
     return tuple(x[:, :slots].reshape(k.shape[:3]) for x in found)
 
 
-def _kernel(lengths_ref, q_ref, lse_ref, last_ref, k_ref, *out_refs, job: _Job, **scratch):
+def _kernel(lengths_ref, q_ref, lse_ref, last_ref, k_ref, *out_refs, args: _Args, **scratch):
     warpgroup = lax.axis_index("warpgroup")
     more, fewer = hopper.registers(_WARPGROUPS)
 
@@ -187,15 +187,15 @@ def _kernel(lengths_ref, q_ref, lse_ref, last_ref, k_ref, *out_refs, job: _Job, 
     def _copies():
         plgpu.set_max_registers(fewer, action="decrease")
         refs = q_ref, lse_ref, last_ref
-        work = functools.partial(_fetch, refs, k_ref, scratch, job)
+        work = functools.partial(_fetch, refs, k_ref, scratch, args)
         items = _each_item(lengths_ref, k_ref.shape, work)
         hopper.drain(scratch["keys_free"], items, 2)
-        hopper.drain(scratch["free"], items * (job.parts * job.steps), _STAGES)
+        hopper.drain(scratch["free"], items * (args.parts * args.steps), _STAGES)
 
     @pl.when(warpgroup < _WARPGROUPS)
     def _sums():
         plgpu.set_max_registers(more, action="increase")
-        work = functools.partial(_sum, out_refs, scratch, warpgroup, job)
+        work = functools.partial(_sum, out_refs, scratch, warpgroup, args)
         _each_item(lengths_ref, k_ref.shape, work)
 
 
@@ -217,11 +217,11 @@ def _each_item(lengths_ref, cache: tuple[int, ...], work: Callable) -> Array:
     return lax.fori_loop(0, count, item, jnp.int32(0))
 
 
-def _fetch(refs, k_ref, scratch, job: _Job, item: _Item) -> None:
+def _fetch(refs, k_ref, scratch, args: _Args, item: _Item) -> None:
     """Copy the item's keys, and all its head's queries tile by tile."""
-    queries = job.queries
+    queries = args.queries
     row, head, tile, filled, before = item
-    steps = job.parts * job.steps
+    steps = args.parts * args.steps
 
     @pl.when(tile * _TILE < filled)
     def _():
@@ -250,7 +250,7 @@ def _fetch(refs, k_ref, scratch, job: _Job, item: _Item) -> None:
 
             names = (
                 ("queries", "lse", "last")
-                if job.how.causal_start is not None
+                if args.how.causal_start is not None
                 else ("queries", "lse")
             )
             for ref, name in zip(refs, names, strict=False):
@@ -259,7 +259,7 @@ def _fetch(refs, k_ref, scratch, job: _Job, item: _Item) -> None:
                 plgpu.copy_gmem_to_smem(source, scratch[name].at[slot], ready)
 
 
-def _sum(out_refs, scratch, warpgroup, job: _Job, item: _Item) -> None:
+def _sum(out_refs, scratch, warpgroup, args: _Args, item: _Item) -> None:
     """The mass of the warpgroup's 64 keys of the item, and their squares."""
     _, head, tile, filled, before = item
     first = tile * _TILE + warpgroup * hopper.ROWS
@@ -273,14 +273,14 @@ def _sum(out_refs, scratch, warpgroup, job: _Job, item: _Item) -> None:
         plgpu.barrier_wait(scratch["keys_ready"].at[half])
 
         def add_part(part, total):
-            step = (before * job.parts + part) * job.steps
-            return jnp.maximum(total, _sum_queries(scratch, keys, first, step, job)[0])
+            step = (before * args.parts + part) * args.steps
+            return jnp.maximum(total, _sum_queries(scratch, keys, first, step, args)[0])
 
-        if job.parts == 1:
-            totals = _sum_queries(scratch, keys, first, before * job.steps, job)
+        if args.parts == 1:
+            totals = _sum_queries(scratch, keys, first, before * args.steps, args)
         else:
             total = hopper.full((hopper.ROWS,), 0.0, layout=column)
-            totals = [lax.fori_loop(0, job.parts, add_part, total)]
+            totals = [lax.fori_loop(0, args.parts, add_part, total)]
         plgpu.barrier_arrive(scratch["keys_free"].at[half])
         slot = plgpu.broadcasted_iota(jnp.int32, (hopper.ROWS,), 0, layout=column) + first
         for out_ref, total in zip(out_refs, totals, strict=True):
@@ -293,12 +293,12 @@ def _sum(out_refs, scratch, warpgroup, job: _Job, item: _Item) -> None:
             out_ref[head, rows] = hopper.full((hopper.ROWS,), 0.0, layout=column)
 
 
-def _sum_queries(scratch, keys, first, begin, job: _Job) -> list[Array]:
+def _sum_queries(scratch, keys, first, begin, args: _Args) -> list[Array]:
     """The sum of the 64 keys' probabilities over one part of the query rows.
 
-    And the sum of the squares of the group's mean, where the job has them.
+    And the sum of the squares of the group's mean, where the args has them.
     """
-    queries = job.queries
+    queries = args.queries
 
     def step(i, state):
         slot = lax.rem(begin + i, _STAGES)
@@ -306,23 +306,23 @@ def _sum_queries(scratch, keys, first, begin, job: _Job) -> list[Array]:
         s = hopper.product(keys, scratch["queries"].at[slot].transpose((1, 0)))
         across = plgpu.Layout.WGMMA.reduce(0)
         lse = plgpu.load(scratch["lse"].at[slot], layout=across)
-        exponent = s * (job.how.scale * hopper.LOG2_E) - lax.broadcast_in_dim(lse, s.shape, [1])
+        exponent = s * (args.how.scale * hopper.LOG2_E) - lax.broadcast_in_dim(lse, s.shape, [1])
         p = jnp.exp2(exponent)
-        if job.how.causal_start is not None:
+        if args.how.causal_start is not None:
             last = plgpu.load(scratch["last"].at[slot], layout=across)
             seen = hopper.iota(s.shape, 0)
             p = jnp.where(seen + first <= lax.broadcast_in_dim(last, s.shape, [1]), p, 0.0)
         plgpu.barrier_arrive(scratch["free"].at[slot])
         kept, *squares = state
         columns = [p[:, lane : lane + _LANES] for lane in range(0, queries, _LANES)]
-        if not job.how.squares:
+        if not args.how.squares:
             return [functools.reduce(jnp.add, columns, kept)]
-        for at in range(0, len(columns), job.group):
-            total = functools.reduce(jnp.add, columns[at : at + job.group])
-            mean = total * (1 / job.group)
+        for at in range(0, len(columns), args.group):
+            total = functools.reduce(jnp.add, columns[at : at + args.group])
+            mean = total * (1 / args.group)
             kept, squares = kept + total, [squares[0] + mean * mean]
         return [kept, *squares]
 
-    empty = [hopper.full((hopper.ROWS, _LANES), 0.0)] * (1 + job.how.squares)
-    kept = lax.fori_loop(0, job.steps, step, empty)
+    empty = [hopper.full((hopper.ROWS, _LANES), 0.0)] * (1 + args.how.squares)
+    kept = lax.fori_loop(0, args.steps, step, empty)
     return [x.sum(axis=1) for x in kept]

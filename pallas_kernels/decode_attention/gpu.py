@@ -47,8 +47,8 @@ from pallas_kernels.common import (
 )
 from pallas_kernels.decode_attention.gpu_plan import (
     MAX_BATCH,
+    Args,
     FewLines,
-    Job,
     Piece,
     each_piece,
     part_of,
@@ -152,7 +152,7 @@ def _attention(
         # A block's logits leave at once.
         out_rows=96 if logits else 80,
     )
-    job = Job(
+    args = Args(
         batch=batch,
         kv_heads=kv_heads,
         group=q.shape[2] // kv_heads,
@@ -161,16 +161,16 @@ def _attention(
         logits=logits,
         stream=stream,
     )
-    if job.few:
+    if args.few:
         # A launch less. Without a window every row begins at 0.
         plan = tuple(x.astype(jnp.int32) for x in bounds if x is not None)
     else:
-        plan = (plan_of(jnp.zeros_like(high) if low is None else low, high, job),)
+        plan = (plan_of(jnp.zeros_like(high) if low is None else low, high, args),)
     q_rows = pack_rows(q, kv_heads)
     if isinstance(k, Quantised):
         q_rows = hopper_bits.in_column_order(q_rows)
-    out, lse, *found = _partials(q_rows, (*numbers, *scales), plan, job)
-    out_BKRH, lse_BKR = _merged(out, lse, plan, job, q.dtype)
+    out, lse, *found = _partials(q_rows, (*numbers, *scales), plan, args)
+    out_BKRH, lse_BKR = _merged(out, lse, plan, args, q.dtype)
     out = unpack_rows(out_BKRH.astype(q.dtype), q.shape[1])
     lse = unpack_rows(lse_BKR, q.shape[1])
     if not logits:
@@ -180,11 +180,11 @@ def _attention(
 
 
 def _partials(
-    q: Float[Array, "B K R H"], caches: tuple[Any, ...], plan: tuple[Array, ...], job: Job
+    q: Float[Array, "B K R H"], caches: tuple[Any, ...], plan: tuple[Array, ...], args: Args
 ) -> Sequence[Array]:
     """The attention of every worker to its piece of every head it visits.
 
-    Means [P,R8,H], log-sum-exps [P,M] and, where the job has them, logits [B K,R8,S].
+    Means [P,R8,H], log-sum-exps [P,M] and, where the args has them, logits [B K,R8,S].
 
     Worker w writes its piece of head h of row b to part w + b K + h. Pieces follow each other in
     that order, so no two have the same sum. Parts without a piece are not written.
@@ -192,28 +192,28 @@ def _partials(
     Args:
       caches: the numbers of keys and values, then the scales of those in 8 bits.
     """
-    stream, parts = job.stream, job.workers + job.batch * job.kv_heads
-    logits = job.batch * job.kv_heads, stream.tile_rows, caches[0].shape[2]
+    stream, parts = args.stream, args.workers + args.batch * args.kv_heads
+    logits = args.batch * args.kv_heads, stream.tile_rows, caches[0].shape[2]
     # Tiles of 64 rows overlap: of each the first rows count.
-    q_rows = stream.operand_rows + (job.q_tiles - 1) * stream.tile_rows
+    q_rows = stream.operand_rows + (args.q_tiles - 1) * stream.tile_rows
     kernel = plgpu.kernel(
-        functools.partial(_kernel, job=job),
+        functools.partial(_kernel, args=args),
         out_type=(
             jax.ShapeDtypeStruct((parts, stream.tile_rows, stream.head_dim), jnp.float32),
             jax.ShapeDtypeStruct((parts, stream.operand_rows), jnp.float32),
-            *([jax.ShapeDtypeStruct(logits, jnp.float32)] if job.logits else []),
+            *([jax.ShapeDtypeStruct(logits, jnp.float32)] if args.logits else []),
         ),
         scratch_types=dict(
-            **({} if job.few else dict(plan=plgpu.SMEM(plan[0].shape, jnp.int32))),
+            **({} if args.few else dict(plan=plgpu.SMEM(plan[0].shape, jnp.int32))),
             q_tiles=hopper.tiled(q_rows, stream.head_dim, dtype=stream.dtype),
             planned=plgpu.Barrier(),
-            asked=plgpu.Barrier(num_barriers=job.q_tiles),
-            answered=plgpu.Barrier(num_arrivals=job.form.READERS, num_barriers=job.q_tiles),
-            **job.form.scratch(stream),
+            asked=plgpu.Barrier(num_barriers=args.q_tiles),
+            answered=plgpu.Barrier(num_arrivals=args.form.READERS, num_barriers=args.q_tiles),
+            **args.form.scratch(stream),
         ),
-        grid=(job.workers,),
+        grid=(args.workers,),
         grid_names=("worker",),
-        num_threads=1 + job.form.READERS,
+        num_threads=1 + args.form.READERS,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=stream.interpret,
@@ -222,52 +222,52 @@ def _partials(
     return kernel(*plan, hopper.pad_rows(q), *caches)
 
 
-def _kernel(*refs, job: Job, **scratch):
-    first = 2 if job.few and job.windowed else 1
+def _kernel(*refs, args: Args, **scratch):
+    first = 2 if args.few and args.windowed else 1
     plan_refs, q_ref, refs = refs[:first], refs[first], refs[first + 1 :]
-    given = len(refs) - (3 if job.logits else 2)
+    given = len(refs) - (3 if args.logits else 2)
     caches, out_refs = refs[:given], refs[given:]
     role, planned = lax.axis_index("role"), scratch["planned"]
-    plan: Any = FewLines.of(plan_refs, job) if job.few else scratch["plan"]
-    readers = job.form.READERS
-    more, fewer = hopper_slots.REGISTERS if job.stream.by_slots else (208, 56)
+    plan: Any = FewLines.of(plan_refs, args) if args.few else scratch["plan"]
+    readers = args.form.READERS
+    more, fewer = hopper_slots.REGISTERS if args.stream.by_slots else (208, 56)
 
     def wait_for_plan() -> None:
-        if not job.few:
+        if not args.few:
             plgpu.barrier_wait(planned)
 
     @pl.when(role == readers)
     def _copies():
         plgpu.set_max_registers(fewer, action="decrease")
-        if not job.few:
+        if not args.few:
             plgpu.copy_gmem_to_smem(plan_refs[0], plan, planned)
         wait_for_plan()
-        work = functools.partial(_fetch, (q_ref, *caches), job, scratch)
-        pieces, steps = each_piece(plan, job, work)
-        hopper.drain(scratch["answered"], pieces, job.q_tiles)
+        work = functools.partial(_fetch, (q_ref, *caches), args, scratch)
+        pieces, steps = each_piece(plan, args, work)
+        hopper.drain(scratch["answered"], pieces, args.q_tiles)
         hopper_stream.drain(scratch, steps)
 
     @pl.when(role < readers)
     def _attention():
         plgpu.set_max_registers(more, action="increase")
         wait_for_plan()
-        me = hopper_stream.Reader(role, scratch, job.stream)
-        attend = functools.partial(_attend, out_refs, job, me)
-        job.form.finish(me, each_piece(plan, job, attend)[0])
+        me = hopper_stream.Reader(role, scratch, args.stream)
+        attend = functools.partial(_attend, out_refs, args, me)
+        args.form.finish(me, each_piece(plan, args, attend)[0])
 
 
-def _fetch(refs, job: Job, scratch: dict, piece: Piece) -> None:
+def _fetch(refs, args: Args, scratch: dict, piece: Piece) -> None:
     """Copy the piece's queries, and its blocks of keys and values, as there is room for them."""
     q_ref, *caches = refs
-    tile = lax.rem(piece.number, job.q_tiles)
+    tile = lax.rem(piece.number, args.q_tiles)
 
-    @pl.when(piece.number >= job.q_tiles)
+    @pl.when(piece.number >= args.q_tiles)
     def _():
         plgpu.barrier_wait(scratch["answered"].at[tile])
 
-    rows = job.stream.tile_rows
+    rows = args.stream.tile_rows
     place = scratch["q_tiles"].at[pl.ds(tile * rows, rows)]
-    head = piece.row * job.kv_heads + piece.head
+    head = piece.row * args.kv_heads + piece.head
     plgpu.copy_gmem_to_smem(q_ref.at[head], place, scratch["asked"].at[tile])
 
     @pl.loop(piece.first, piece.last)
@@ -281,39 +281,39 @@ def _fetch(refs, job: Job, scratch: dict, piece: Piece) -> None:
         hopper_stream.fill(scratch, caches[:2], caches[2:], step, copy, copy)
 
 
-def _attend(refs, job: Job, me: hopper_stream.Reader, piece: Piece) -> None:
+def _attend(refs, args: Args, me: hopper_stream.Reader, piece: Piece) -> None:
     """Attend to the piece's slots, and write the result to the piece's part."""
-    scratch, stream = me.scratch, job.stream
+    scratch, stream = me.scratch, args.stream
     out_ref, lse_ref, *logits_ref = refs
-    tile = lax.rem(piece.number, job.q_tiles)
+    tile = lax.rem(piece.number, args.q_tiles)
     queries = scratch["q_tiles"].at[pl.ds(tile * stream.tile_rows, stream.operand_rows)]
     plgpu.barrier_wait(scratch["asked"].at[tile])
 
     def mask(s: Array, j: Array) -> Array:
-        s = _mask(s, j * BLOCK, piece, job)
+        s = _mask(s, j * BLOCK, piece, args)
         for ref in logits_ref:
-            head = piece.row * job.kv_heads + piece.head
+            head = piece.row * args.kv_heads + piece.head
             place = ref.at[head, :, pl.ds(j * BLOCK, BLOCK)]
-            job.form.write_logits(me, s * (1 / hopper.LOG2_E), place)
+            args.form.write_logits(me, s * (1 / hopper.LOG2_E), place)
         return s
 
     blocks = piece.first, piece.last
-    carry = job.form.attend(me, blocks, queries, mask=mask, ahead=piece.ahead)
+    carry = args.form.attend(me, blocks, queries, mask=mask, ahead=piece.ahead)
     plgpu.barrier_arrive(scratch["answered"].at[tile])
     part = out_ref.at[piece.part], lse_ref.at[piece.part]
-    job.form.write(me, carry, *part, number=piece.number)
+    args.form.write(me, carry, *part, number=piece.number)
 
 
-def _mask(s: Array, slot: Array, piece: Piece, job: Job) -> Array:
+def _mask(s: Array, slot: Array, piece: Piece, args: Args) -> Array:
     """-inf where a slot, counted from `slot`, is not seen by the query."""
-    axis = job.stream.slots_axis
+    axis = args.stream.slots_axis
     slots = hopper.iota(s.shape, axis) + slot
     seen = slots < piece.high
-    if job.windowed:
+    if args.windowed:
         low = (
             piece.low
-            if job.stream.rows == job.group
-            else piece.low + lax.div(hopper.iota(s.shape, 1 - axis), job.group)
+            if args.stream.rows == args.group
+            else piece.low + lax.div(hopper.iota(s.shape, 1 - axis), args.group)
         )
         seen = seen & (slots >= low)
     return jnp.where(seen, s, -jnp.inf)
@@ -323,17 +323,17 @@ def _merged(
     out: Float[Array, "P R8 H"],
     lse: Float[Array, "P M"],
     plan: tuple[Array, ...],
-    job: Job,
+    args: Args,
     dtype: Any,
 ) -> tuple[Float[Array, "B K R H"], Float[Array, "B K R"]]:
     """Every head's parts by their log-sum-exp; a head without any is 0 and -inf."""
-    heads, parts = job.batch * job.kv_heads, job.parts
-    rows, head_dim = job.stream.rows, job.stream.head_dim
+    heads, parts = args.batch * args.kv_heads, args.parts
+    rows, head_dim = args.stream.rows, args.stream.head_dim
     if parts <= _MERGE_MOST:
         together = _MERGE_THREADS // head_dim
         groups = pl.cdiv(rows, together)
         kernel = plgpu.kernel(
-            functools.partial(_merge_kernel, job=job, together=together),
+            functools.partial(_merge_kernel, args=args, together=together),
             out_type=(
                 jax.ShapeDtypeStruct((heads, groups, _MERGE_THREADS), dtype),
                 jax.ShapeDtypeStruct((heads, groups * together), jnp.float32),
@@ -341,24 +341,24 @@ def _merged(
             grid=(heads, groups),
             grid_names=("head", "group"),
             compiler_params=plgpu.CompilerParams(approx_math=True),
-            interpret=job.stream.interpret,
+            interpret=args.stream.interpret,
             kernel_name="merge_decode_attention",
         )
         out, lse = kernel(*plan, out.reshape(out.shape[0], -1, _MERGE_THREADS), lse)
         out, lse = out.reshape(heads, -1, head_dim)[:, :rows], lse[:, :rows]
     else:
-        lines = FewLines.of(plan, job) if job.few else plan[0]
-        at_XP, mine_XP = part_of(lines, jnp.arange(heads)[:, None], jnp.arange(parts), job)
+        lines = FewLines.of(plan, args) if args.few else plan[0]
+        at_XP, mine_XP = part_of(lines, jnp.arange(heads)[:, None], jnp.arange(parts), args)
         mine_XP1 = mine_XP[..., None]
         lse = jnp.where(mine_XP1, lse.at[at_XP, :rows].get(mode="clip"), -jnp.inf)
         # Parts that were not written may hold anything.
         out = jnp.where(mine_XP1[..., None], out.at[at_XP, :rows].get(mode="clip"), 0.0)
         out, lse = hopper.merge_parts(out, lse, 1)
-    shape = job.batch, job.kv_heads
+    shape = args.batch, args.kv_heads
     return out.reshape(*shape, *out.shape[1:]), lse.reshape(*shape, -1)
 
 
-def _merge_kernel(*refs, job: Job, together: int) -> None:
+def _merge_kernel(*refs, args: Args, together: int) -> None:
     """The pieces of a head's attention as one: a block of threads takes `together` query rows.
 
     It reads its pieces' log-sum-exps and means, which are few and lie in the L2 cache. Their
@@ -366,14 +366,14 @@ def _merge_kernel(*refs, job: Job, together: int) -> None:
     H200.
     """
     *plan_refs, out_ref, lse_ref, merged_ref, total_ref = refs
-    plan = FewLines.of(plan_refs, job) if job.few else plan_refs[0]
+    plan = FewLines.of(plan_refs, args) if args.few else plan_refs[0]
     head, group = lax.axis_index("head"), lax.axis_index("group")
     shape, last = (_MERGE_THREADS,), out_ref.shape[0] - 1
     thread = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_MERGE_LAYOUT)
-    mine = [lax.div(thread, job.stream.head_dim) == i for i in range(together)]
+    mine = [lax.div(thread, args.stream.head_dim) == i for i in range(together)]
     means, lses = [], []
-    for i in range(job.parts):
-        piece, there = part_of(plan, head, i, job)
+    for i in range(args.parts):
+        piece, there = part_of(plan, head, i, args)
         at = jnp.minimum(piece, last)
         there = jnp.broadcast_to(there, shape)
         mean = plgpu.load(out_ref.at[at, group], layout=_MERGE_LAYOUT)

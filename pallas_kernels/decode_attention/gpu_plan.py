@@ -24,7 +24,7 @@ _BEGIN = 1  # steps that it takes to begin a head; a block of slots is one
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Args:
     """The kernel's static arguments."""
 
     batch: int
@@ -75,7 +75,7 @@ class Piece:
     number: Any
 
 
-def _steps(low: Any, high: Any, job: Job) -> Any:
+def _steps(low: Any, high: Any, args: Args) -> Any:
     """Steps of a head of a row: one to begin it and one a block."""
     # A later query's window begins later: with low below 0 as well.
     blocks = lax.div(high + (BLOCK - 1), BLOCK) - lax.div(jnp.maximum(low, 0), BLOCK)
@@ -89,14 +89,14 @@ class FewLines:
     columns: tuple[list[Any], ...]
 
     @staticmethod
-    def of(refs: Sequence[Any], job: Job) -> "FewLines":
+    def of(refs: Sequence[Any], args: Args) -> "FewLines":
         """From the rows' last slots or, with a window, their first and last ones."""
         *low_ref, high_ref = refs
-        high = [high_ref[b] for b in range(job.batch)]
-        low = [low_ref[0][b] if low_ref else jnp.int32(0) for b in range(job.batch)]
-        steps, base = [_steps(*each, job) for each in zip(low, high, strict=True)], [jnp.int32(0)]
+        high = [high_ref[b] for b in range(args.batch)]
+        low = [low_ref[0][b] if low_ref else jnp.int32(0) for b in range(args.batch)]
+        steps, base = [_steps(*each, args) for each in zip(low, high, strict=True)], [jnp.int32(0)]
         for each in steps:
-            base.append(base[-1] + job.kv_heads * each)
+            base.append(base[-1] + args.kv_heads * each)
         return FewLines((base, low, high, steps))
 
     def __getitem__(self, at: tuple[Any, int]) -> Any:
@@ -109,22 +109,22 @@ class FewLines:
         return found
 
 
-def plan_of(low: PerRow, high: PerRow, job: Job) -> Int[Array, "Q 4"]:
+def plan_of(low: PerRow, high: PerRow, args: Args) -> Int[Array, "Q 4"]:
     """The plan as an array."""
-    steps = _steps(low, high, job)
-    before = jnp.arange(job.batch + 1)[:, None] > jnp.arange(job.batch)
-    base = job.kv_heads * jnp.sum(jnp.where(before, steps, 0), axis=1)
+    steps = _steps(low, high, args)
+    before = jnp.arange(args.batch + 1)[:, None] > jnp.arange(args.batch)
+    base = args.kv_heads * jnp.sum(jnp.where(before, steps, 0), axis=1)
     columns = [jnp.pad(x, (0, 1)) for x in (low, high, steps)]
     return jnp.stack([base, *columns], axis=1).astype(jnp.int32)
 
 
-def each_piece(plan, job: Job, work: Callable) -> tuple[Array, Array]:
+def each_piece(plan, args: Args, work: Callable) -> tuple[Array, Array]:
     """Call work(piece) for every head with a block in this worker's run of steps, in order.
 
     Returns the number of its pieces and of their blocks.
     """
     worker = lax.axis_index("worker")
-    share = lax.div(plan[job.batch, _BASE] + (job.workers - 1), job.workers)
+    share = lax.div(plan[args.batch, _BASE] + (args.workers - 1), args.workers)
     begin = worker * share
 
     def row(b: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -144,7 +144,7 @@ def each_piece(plan, job: Job, work: Callable) -> tuple[Array, Array]:
             piece = Piece(
                 row=b,
                 head=h,
-                part=worker + b * job.kv_heads + h,
+                part=worker + b * args.kv_heads + h,
                 low=plan[b, _LOW],
                 high=plan[b, _HIGH],
                 first=runs[0] + block,
@@ -160,15 +160,15 @@ def each_piece(plan, job: Job, work: Callable) -> tuple[Array, Array]:
         heads = lax.div(first - base, each), lax.div(last - 1 - base, each) + 1
         return lax.fori_loop(jnp.where(last > first, heads[0], heads[1]), heads[1], head, done)
 
-    return lax.fori_loop(0, job.batch, row, (jnp.int32(0), jnp.int32(0)))
+    return lax.fori_loop(0, args.batch, row, (jnp.int32(0), jnp.int32(0)))
 
 
-def part_of(plan: Any, head: Any, i: Any, job: Job) -> tuple[Array, Array]:
+def part_of(plan: Any, head: Any, i: Any, args: Args) -> tuple[Array, Array]:
     """The i-th part that a head may have, heads counted over all rows; and whether it exists."""
-    row = lax.div(head, job.kv_heads)
-    share = jnp.maximum(lax.div(plan[job.batch, _BASE] + (job.workers - 1), job.workers), 1)
+    row = lax.div(head, args.kv_heads)
+    share = jnp.maximum(lax.div(plan[args.batch, _BASE] + (args.workers - 1), args.workers), 1)
     steps = plan[row, _STEPS]
-    start = plan[row, _BASE] + steps * lax.rem(head, job.kv_heads)
+    start = plan[row, _BASE] + steps * lax.rem(head, args.kv_heads)
     worker = lax.div(start, share) + i
     begin = worker * share
     # Where a worker's run ends before the head's first block nothing is written.

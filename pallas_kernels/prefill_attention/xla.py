@@ -44,7 +44,7 @@ _SCORE_BYTES, _CPU_SCORE_BYTES = 16 * 2**20, 8 * 2**20
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Plan:
     """Sizes of blocks, the mask, and the blocks to visit.
 
     Attributes:
@@ -83,7 +83,7 @@ def causal_attention(
         return first, first, last
 
     k_BKTH, v_BKTH = jnp.moveaxis(k, 1, 2), jnp.moveaxis(v, 1, 2)
-    return _stream(q, k_BKTH, v_BKTH, _Job(key_block, query_block, scale, None, visible, blocks))
+    return _stream(q, k_BKTH, v_BKTH, _Plan(key_block, query_block, scale, None, visible, blocks))
 
 
 def cache_attention(
@@ -108,7 +108,7 @@ def cache_attention(
         first = quotient(jnp.maximum(oldest, 0), key_block)
         return first, first, last
 
-    return _stream(q, k, v, _Job(key_block, query_block, scale, lengths, visible, blocks))
+    return _stream(q, k, v, _Plan(key_block, query_block, scale, lengths, visible, blocks))
 
 
 def _query_block(q_shape: tuple[int, ...], key_block: int) -> int:
@@ -119,18 +119,18 @@ def _query_block(q_shape: tuple[int, ...], key_block: int) -> int:
     return min(t, 2 ** (fits.bit_length() - 1))
 
 
-def _stream(q: Array, k: Stored, v: Stored, job: _Job) -> tuple[Array, Array]:
+def _stream(q: Array, k: Stored, v: Stored, plan: _Plan) -> tuple[Array, Array]:
     """Attend q [B,T,N,H] to k and v [B,K,S,H] block by block; see the module's docstring."""
-    if job.scale <= 0:  # the running maximum is of the scores before they are scaled
-        raise ValueError(f"attention: scale is {job.scale}; expected a number above 0")
+    if plan.scale <= 0:  # the running maximum is of the scores before they are scaled
+        raise ValueError(f"attention: scale is {plan.scale}; expected a number above 0")
     q_BKGTH = group_heads(q, k.shape[1])
-    queries, query_block = q.shape[1], job.query_block
+    queries, query_block = q.shape[1], plan.query_block
 
     def attend(i: Array | int, results: tuple[Array, Array]) -> tuple[Array, Array]:
         # The last block is moved back to end with T: its overlap is computed twice, alike.
         start = jnp.minimum(i * query_block, queries - query_block)
         q_block = lax.dynamic_slice_in_dim(q_BKGTH, start, query_block, axis=3)
-        out, lse = _attend_keys(q_block, k, v, start, job)
+        out, lse = _attend_keys(q_block, k, v, start, plan)
         outs, lses = results
         outs = lax.dynamic_update_slice_in_dim(outs, out.astype(q.dtype), start, axis=3)
         return outs, lax.dynamic_update_slice_in_dim(lses, lse, start, axis=3)
@@ -141,12 +141,12 @@ def _stream(q: Array, k: Stored, v: Stored, job: _Job) -> tuple[Array, Array]:
 
 
 def _attend_keys(
-    q: Array, k: Stored, v: Stored, first_query: Array, job: _Job
+    q: Array, k: Stored, v: Stored, first_query: Array, plan: _Plan
 ) -> tuple[Array, Array]:
     """Online softmax of one query block [B,K,G,t,H] over the key blocks that it visits."""
-    slots, key_block = k.shape[2], job.key_block
+    slots, key_block = k.shape[2], plan.key_block
     queries_T = first_query + jnp.arange(q.shape[3])
-    first, whole, last = job.blocks(first_query)
+    first, whole, last = plan.blocks(first_query)
     # Groups and queries as one axis: with two, XLA on CPU transposes k in memory for float32.
     q_BKRH = q.reshape(*q.shape[:2], -1, q.shape[4])
 
@@ -161,10 +161,10 @@ def _attend_keys(
         def hide(_: Any, given: tuple[Array, Array]) -> tuple[Array, Array]:
             scores, v_BKCH = given
             slots_C = start + jnp.arange(key_block)
-            if job.lengths is not None:  # beyond a row's length lies garbage, and 0 x NaN is NaN
-                held_BC = slots_C < job.lengths[:, None]
+            if plan.lengths is not None:  # beyond a row's length lies garbage, and 0 x NaN is NaN
+                held_BC = slots_C < plan.lengths[:, None]
                 v_BKCH = jnp.where(held_BC[:, None, :, None], v_BKCH, 0)
-            seen_BTC = job.visible(slots_C, queries_T) & (slots_C >= j * key_block)
+            seen_BTC = plan.visible(slots_C, queries_T) & (slots_C >= j * key_block)
             apart = scores.reshape(*q.shape[:-1], key_block)
             return jnp.where(seen_BTC[:, None, None], apart, MASKED).reshape(scores.shape), v_BKCH
 
@@ -178,8 +178,8 @@ def _attend_keys(
         # One axis of rows: XLA on CPU divides the first axes alone among its threads.
         scores = scores.reshape(-1, key_block)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
-        weights = jnp.exp(job.scale * (scores - new_top[:, None]))
-        decay = jnp.exp(job.scale * (top - new_top))
+        weights = jnp.exp(plan.scale * (scores - new_top[:, None]))
+        decay = jnp.exp(plan.scale * (top - new_top))
         part = jnp.einsum(
             "BKRC,BKCH->BKRH",
             weights.reshape(*q_BKRH.shape[:3], key_block).astype(v.dtype),
@@ -201,5 +201,5 @@ def _attend_keys(
     some = top > MASKED
     total = jnp.where(some, total, 1.0)
     out = jnp.where(some[:, None], acc / total[:, None], 0.0)
-    lse = jnp.where(some, job.scale * top + jnp.log(total), -jnp.inf)
+    lse = jnp.where(some, plan.scale * top + jnp.log(total), -jnp.inf)
     return out.reshape(q.shape), lse.reshape(rows)

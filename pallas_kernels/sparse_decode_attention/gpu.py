@@ -63,7 +63,7 @@ _ID_LINE, _ID_LINES = 4, 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
+class _Args:
     """The kernel's static arguments."""
 
     batch: int
@@ -148,7 +148,7 @@ def sparse_decode_attention(
         scale=scale,
         interpret=interpret,
     )
-    job = _Job(
+    args = _Args(
         **_cut_lists(pages, batch * lists, length),
         batch=batch,
         lists=lists,
@@ -169,24 +169,24 @@ def sparse_decode_attention(
         theirs, their_scales = parts_of(shared.k, shared.v)
     if scales:
         every = jnp.broadcast_to(ids, (batch, lists, length))
-        listed = _visited(jnp.where(every < 0, -1, every + pages.first), bounds, job)
+        listed = _visited(jnp.where(every < 0, -1, every + pages.first), bounds, args)
         each = zip(scales, their_scales, strict=True)
-        scales = [_listed_scales(*both, listed, bounds, job) for both in each]
+        scales = [_listed_scales(*both, listed, bounds, args) for both in each]
     if isinstance(k, Quantised):
         rows = hopper_bits.in_column_order(rows)
-    room = job.splits * job.share * job.pages if around is None else length + -length % _ID_LINE
+    room = args.splits * args.share * args.pages if around is None else length + -length % _ID_LINE
     ids = jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, 0), (0, room - length)), constant_values=-1)
-    padded_out, padded_lse = _partials(rows, (*caches, *theirs), tuple(scales), ids, bounds, job)
-    shape = batch, lists, job.splits
+    padded_out, padded_lse = _partials(rows, (*caches, *theirs), tuple(scales), ids, bounds, args)
+    shape = batch, lists, args.splits
     out = padded_out[:, :, : stream.rows].reshape(*shape, stream.rows, stream.head_dim)
     lse = padded_lse[:, :, : stream.rows].reshape(*shape, stream.rows)
-    if job.splits == 1:
+    if args.splits == 1:
         return results_of(out[:, :, 0], lse[:, :, 0], q)
     return results_of(*hopper.merge_parts(out, lse, 2), q)
 
 
 def _cut_lists(pages: Pages, lists: int, length: int) -> dict[str, int]:
-    """The job's numbers of a list's pieces: one worker a processor, and the ids of a piece fit."""
+    """The args's numbers of a list's pieces: one worker a processor, and the ids of a piece fit."""
     around, before, after = pages.around, 0, 0
     if around is not None:
         before = pl.cdiv(around.before, pages.size)
@@ -206,14 +206,14 @@ def _cut_lists(pages: Pages, lists: int, length: int) -> dict[str, int]:
 
 
 def _visited(
-    ids: Int[Array, "B X E"], bounds: tuple[PerRow, ...], job: _Job
+    ids: Int[Array, "B X E"], bounds: tuple[PerRow, ...], args: _Args
 ) -> Int[Array, "B X M"]:
     """Every list's pages in the order of the steps; the entries of a flat list."""
-    steps = job.splits * job.share * job.pages
-    if job.listed:
-        stop_B = jnp.clip(bounds[1], 0, job.slots)
-        later = stop_B[:, None] // job.page_size + jnp.arange(job.after)
-        before = jnp.broadcast_to(jnp.arange(job.before), (len(later), job.before))
+    steps = args.splits * args.share * args.pages
+    if args.listed:
+        stop_B = jnp.clip(bounds[1], 0, args.slots)
+        later = stop_B[:, None] // args.page_size + jnp.arange(args.after)
+        before = jnp.broadcast_to(jnp.arange(args.before), (len(later), args.before))
         around = jnp.concatenate([before, later], axis=1)[:, None]
         around = jnp.broadcast_to(around, (*ids.shape[:2], around.shape[2]))
         ids = jnp.concatenate([ids, around], axis=2)
@@ -225,7 +225,7 @@ def _listed_scales(
     shared: Array | None,
     pages: Int[Array, "B X M"],
     bounds: tuple[PerRow, ...],
-    job: _Job,
+    args: _Args,
 ) -> Float[Array, "Y Z"]:
     """The scales of the slots of every list's pages, as `_fetch` copies these.
 
@@ -233,25 +233,25 @@ def _listed_scales(
       own: of the rows' own slots.
       shared: of what the rows share, or None.
     """
-    head = (jnp.arange(job.lists) * job.kv_heads // job.lists)[:, None]
+    head = (jnp.arange(args.lists) * args.kv_heads // args.lists)[:, None]
 
     def found(scales: Array, pages: Array, pages_of_head: int) -> Array:
         entries = pages
-        if job.group is None:
+        if args.group is None:
             entries = head * pages_of_head + jnp.clip(pages, 0, pages_of_head - 1)
-        paged = scales.reshape(len(scales), -1, job.page_size)  # [B, K * S / Z, Z]
-        entries = entries.reshape(job.batch, -1, 1)
-        if len(paged) < job.batch:
+        paged = scales.reshape(len(scales), -1, args.page_size)  # [B, K * S / Z, Z]
+        entries = entries.reshape(args.batch, -1, 1)
+        if len(paged) < args.batch:
             return paged[0][entries[..., 0]]
         return jnp.take_along_axis(paged, entries, axis=1)
 
     if shared is None:
-        return found(own, pages, job.pages_of_head).reshape(job.batch * job.lists, -1)
+        return found(own, pages, args.pages_of_head).reshape(args.batch * args.lists, -1)
     first = bounds[3][:, None, None]
-    mine = found(own, pages - first, job.pages_of_head)
-    theirs = found(shared, pages, job.shared_pages)
-    before = (pages < first).reshape(job.batch, -1, 1)
-    return jnp.where(before, theirs, mine).reshape(job.batch * job.lists, -1)
+    mine = found(own, pages - first, args.pages_of_head)
+    theirs = found(shared, pages, args.shared_pages)
+    before = (pages < first).reshape(args.batch, -1, 1)
+    return jnp.where(before, theirs, mine).reshape(args.batch * args.lists, -1)
 
 
 def _partials(
@@ -260,23 +260,23 @@ def _partials(
     scales: tuple[Any, ...],
     ids: Int[Array, "B Z E"],
     bounds: tuple[PerRow, ...],
-    job: _Job,
+    args: _Args,
 ) -> tuple[Float[Array, "Y P M8 H"], Float[Array, "Y P L"]]:
-    """The attention of every piece of all Y lists; rows beyond the job's hold anything.
+    """The attention of every piece of all Y lists; rows beyond the args's hold anything.
 
     Args:
       caches: the numbers of keys and values, and of the shared ones.
       scales: of those in 8 bits, of the listed slots.
     """
-    batch, stream = q.shape[0], job.stream
+    batch, stream = q.shape[0], args.stream
     # One axis of all pages of a row, as entries number them.
-    paged = [x.reshape(len(x), -1, job.page_size, stream.head_dim) for x in caches]
+    paged = [x.reshape(len(x), -1, args.page_size, stream.head_dim) for x in caches]
     q = hopper.whole_rows(q, stream.interpret)
-    parts = batch * job.lists, job.splits
+    parts = batch * args.lists, args.splits
     # Each piece's, or all of them.
-    ids = ids.reshape(batch * ids.shape[1], 1 if job.listed else job.splits, -1, _ID_LINE)
+    ids = ids.reshape(batch * ids.shape[1], 1 if args.listed else args.splits, -1, _ID_LINE)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, job=job),
+        functools.partial(_kernel, args=args),
         out_type=(
             jax.ShapeDtypeStruct((*parts, stream.tile_rows, stream.head_dim), jnp.float32),
             jax.ShapeDtypeStruct((*parts, stream.operand_rows), jnp.float32),
@@ -285,11 +285,11 @@ def _partials(
             ids=plgpu.SMEM(ids.shape[-2:], jnp.int32),
             q_tile=hopper.tiled(stream.operand_rows, stream.head_dim, dtype=stream.dtype),
             loaded=plgpu.Barrier(num_barriers=2),
-            **job.form.scratch(stream, job.pages),
+            **args.form.scratch(stream, args.pages),
         ),
         grid=parts,
         grid_names=("list", "split"),
-        num_threads=1 + job.form.READERS,
+        num_threads=1 + args.form.READERS,
         thread_name="role",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=stream.interpret,
@@ -300,43 +300,43 @@ def _partials(
     return out, lse
 
 
-def _kernel(*refs, job: _Job, **scratch):
-    given = 4 if job.shared_pages else 3
+def _kernel(*refs, args: _Args, **scratch):
+    given = 4 if args.shared_pages else 3
     bound_refs, (ids_ref, q_ref, k_ref, v_ref, *refs) = refs[:given], refs[given:]
     *refs, out_ref, lse_ref = refs
-    shared_refs, scale_refs = (refs[:2], refs[2:]) if job.shared_pages else ((), refs)
+    shared_refs, scale_refs = (refs[:2], refs[2:]) if args.shared_pages else ((), refs)
     each, split, role = (lax.axis_index(name) for name in ("list", "split", "role"))
-    if job.shared_pages:
+    if args.shared_pages:
         # The rows' lists of one head are neighbours.
-        each = lax.rem(each, job.batch) * job.lists + lax.div(each, job.batch)
-    row, index = lax.div(each, job.lists), lax.rem(each, job.lists)
-    head = lax.div(index * job.kv_heads, job.lists)
+        each = lax.rem(each, args.batch) * args.lists + lax.div(each, args.batch)
+    row, index = lax.div(each, args.lists), lax.rem(each, args.lists)
+    head = lax.div(index * args.kv_heads, args.lists)
     loaded = scratch["loaded"]
     piece = _Piece(
         ids=scratch["ids"],
-        first=split * job.share,
-        bounds=[jnp.clip(ref[row], 0, job.slots) for ref in bound_refs[:3]],
-        own=bound_refs[3][row] if job.shared_pages else None,
+        first=split * args.share,
+        bounds=[jnp.clip(ref[row], 0, args.slots) for ref in bound_refs[:3]],
+        own=bound_refs[3][row] if args.shared_pages else None,
     )
 
-    readers = job.form.READERS
-    more, fewer = hopper_slots.REGISTERS if job.stream.by_slots else (232, 40)
+    readers = args.form.READERS
+    more, fewer = hopper_slots.REGISTERS if args.stream.by_slots else (232, 40)
 
     @pl.when(role == readers)
     def _copies():
         plgpu.set_max_registers(fewer, action="decrease")
         # A list of its own, or one for all.
-        its_ids = each if ids_ref.shape[0] == job.batch * job.lists else row
-        mine = ids_ref.at[its_ids, 0 if job.listed else split]
+        its_ids = each if ids_ref.shape[0] == args.batch * args.lists else row
+        mine = ids_ref.at[its_ids, 0 if args.listed else split]
         plgpu.copy_gmem_to_smem(mine, scratch["ids"], loaded.at[0])
-        rows = hopper.first_rows(q_ref, job.stream.tile_rows, each)
-        tile = scratch["q_tile"].at[pl.ds(0, job.stream.tile_rows)]
+        rows = hopper.first_rows(q_ref, args.stream.tile_rows, each)
+        tile = scratch["q_tile"].at[pl.ds(0, args.stream.tile_rows)]
         plgpu.copy_gmem_to_smem(q_ref.at[each, rows], tile, loaded.at[1])
         plgpu.barrier_wait(loaded.at[0])
         scales = [ref.at[each] for ref in scale_refs]
         own, shared = ([x.at[row] for x in (k_ref, v_ref)], [x.at[0] for x in shared_refs])
         refs = list(zip(own, shared or own, strict=True))
-        _fetch(refs, scales, piece, head, job, scratch)
+        _fetch(refs, scales, piece, head, args, scratch)
 
     @pl.when(role < readers)
     def _attention():
@@ -344,13 +344,13 @@ def _kernel(*refs, job: _Job, **scratch):
         plgpu.barrier_wait(loaded.at[1])
         plgpu.barrier_wait(loaded.at[0])
         mask = functools.partial(
-            _mask if job.group is None else _mask_own_head, piece=piece, job=job
+            _mask if args.group is None else _mask_own_head, piece=piece, args=args
         )
-        me = hopper_stream.Reader(role, scratch, job.stream)
-        blocks, part = (0, _steps(piece, job)), (out_ref.at[each, split], lse_ref.at[each, split])
-        carry = job.form.attend(me, blocks, scratch["q_tile"], mask=mask)
-        job.form.write(me, carry, *part, number=0)
-        job.form.finish(me, 1)
+        me = hopper_stream.Reader(role, scratch, args.stream)
+        blocks, part = (0, _steps(piece, args)), (out_ref.at[each, split], lse_ref.at[each, split])
+        carry = args.form.attend(me, blocks, scratch["q_tile"], mask=mask)
+        args.form.write(me, carry, *part, number=0)
+        args.form.finish(me, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,47 +369,47 @@ class _Piece:
     own: Any
 
 
-def _id(piece: _Piece, step: Array, j: int, job: _Job) -> Array:
+def _id(piece: _Piece, step: Array, j: int, args: _Args) -> Array:
     """Id j of a step: a page or a flat list's entry; negative for none."""
-    n = step * job.pages + j
+    n = step * args.pages + j
 
     def found(at: Array) -> Array:
         page = piece.ids[lax.div(at, _ID_LINE), lax.rem(at, _ID_LINE)]
-        return jnp.where(page < 0, page, page + job.first_page) if job.first_page else page
+        return jnp.where(page < 0, page, page + args.first_page) if args.first_page else page
 
-    if not job.listed:
+    if not args.listed:
         return found(n)
-    n = n + piece.first * job.pages
-    page, extra = n - job.listed, job.before + job.after
-    later = lax.div(piece.bounds[1], job.page_size) + page - job.before
-    page = jnp.where(page < job.before, page, jnp.where(page < extra, later, -1))
-    return jnp.where(n < job.listed, found(jnp.minimum(n, job.listed - 1)), page)
+    n = n + piece.first * args.pages
+    page, extra = n - args.listed, args.before + args.after
+    later = lax.div(piece.bounds[1], args.page_size) + page - args.before
+    page = jnp.where(page < args.before, page, jnp.where(page < extra, later, -1))
+    return jnp.where(n < args.listed, found(jnp.minimum(n, args.listed - 1)), page)
 
 
-def _seen(piece: _Piece, step: Array, j: int, job: _Job) -> tuple[Any, Any]:
+def _seen(piece: _Piece, step: Array, j: int, args: _Args) -> tuple[Any, Any]:
     """The slots of page j of a step that count: from the first up to the second."""
     start, stop, end = piece.bounds
-    if not job.listed:
+    if not args.listed:
         return start, stop
-    page = (piece.first + step) * job.pages + j - job.listed
-    first = jnp.where(page < 0, start, jnp.where(page < job.before, 0, stop))
-    last = jnp.where(page < 0, stop, jnp.where(page < job.before, start, end))
+    page = (piece.first + step) * args.pages + j - args.listed
+    first = jnp.where(page < 0, start, jnp.where(page < args.before, 0, stop))
+    last = jnp.where(page < 0, stop, jnp.where(page < args.before, start, end))
     return first, last
 
 
-def _steps(piece: _Piece, job: _Job) -> Array:
+def _steps(piece: _Piece, args: _Args) -> Array:
     """Steps of this piece up to the last that has a page."""
 
     def empty(steps: Array) -> Array:
         last = jnp.maximum(steps - 1, 0)
-        found = [_id(piece, last, j, job) for j in range(job.pages)]
+        found = [_id(piece, last, j, args) for j in range(args.pages)]
         return (steps > 0) & (functools.reduce(jnp.maximum, found) < 0)
 
-    return lax.while_loop(empty, lambda steps: steps - 1, jnp.int32(job.share))
+    return lax.while_loop(empty, lambda steps: steps - 1, jnp.int32(args.share))
 
 
 def _fetch(
-    refs: list, scale_refs: list, piece: _Piece, head: Array, job: _Job, scratch: dict
+    refs: list, scale_refs: list, piece: _Piece, head: Array, args: _Args, scratch: dict
 ) -> None:
     """Copy the pages of the steps into the rings; for none listed any page, which is masked.
 
@@ -417,7 +417,7 @@ def _fetch(
       refs: of keys and of values the row's own, and what rows share.
       scale_refs: those of the list's slots, of keys and of values, where there are any.
     """
-    steps = _steps(piece, job)
+    steps = _steps(piece, args)
 
     @pl.loop(0, steps)
     def _step(i):
@@ -426,13 +426,13 @@ def _fetch(
             return head * pages + jnp.minimum(page, pages - 1)
 
         def copy(refs, place, ready):
-            for j in range(job.pages):
-                page = jnp.maximum(_id(piece, i, j, job), 0)
-                part = place.at[pl.ds(j * job.page_size, job.page_size)]
-                if job.group is not None:
+            for j in range(args.pages):
+                page = jnp.maximum(_id(piece, i, j, args), 0)
+                part = place.at[pl.ds(j * args.page_size, args.page_size)]
+                if args.group is not None:
                     plgpu.copy_gmem_to_smem(refs[0].at[page], part, ready)
-                elif not job.shared_pages:
-                    entry = of_head(page, job.pages_of_head)
+                elif not args.shared_pages:
+                    entry = of_head(page, args.pages_of_head)
                     plgpu.copy_gmem_to_smem(refs[0].at[entry], part, ready)
                 else:
                     copy_either(refs, page, part, ready)
@@ -442,12 +442,12 @@ def _fetch(
 
             @pl.when(page < piece.own)
             def _():
-                entry = of_head(page, job.shared_pages)
+                entry = of_head(page, args.shared_pages)
                 plgpu.copy_gmem_to_smem(shared.at[entry], part, ready)
 
             @pl.when(page >= piece.own)
             def _():
-                entry = of_head(page - piece.own, job.pages_of_head)
+                entry = of_head(page - piece.own, args.pages_of_head)
                 plgpu.copy_gmem_to_smem(own.at[entry], part, ready)
 
         def copy_scales(ref, place, ready):
@@ -459,51 +459,51 @@ def _fetch(
     hopper_stream.drain(scratch, steps)
 
 
-def _mask(s: Array, step: Array, *, piece: _Piece, job: _Job) -> Array:
+def _mask(s: Array, step: Array, *, piece: _Piece, args: _Args) -> Array:
     """-inf outside the bounds, where the slots of a page that is none (-1) lie too: below 0."""
-    column, limits, whole = hopper.iota(s.shape, job.stream.slots_axis), [], jnp.bool_(True)
-    for j in range(job.pages):
-        begin = _id(piece, step, j, job) * job.page_size
-        first, last = _seen(piece, step, j, job)
-        whole = whole & (begin >= first) & (begin + job.page_size <= last)
+    column, limits, whole = hopper.iota(s.shape, args.stream.slots_axis), [], jnp.bool_(True)
+    for j in range(args.pages):
+        begin = _id(piece, step, j, args) * args.page_size
+        first, last = _seen(piece, step, j, args)
+        whole = whole & (begin >= first) & (begin + args.page_size <= last)
         # As columns.
-        limits.append([x - begin + j * job.page_size for x in (first, last)])
+        limits.append([x - begin + j * args.page_size for x in (first, last)])
 
     def some(s: Array) -> Array:
         low, high = (jnp.full_like(column, 0) + x for x in limits[0])
         for j, (first, last) in enumerate(limits[1:], 1):
-            mine = column >= j * job.page_size
+            mine = column >= j * args.page_size
             low, high = jnp.where(mine, first, low), jnp.where(mine, last, high)
         return jnp.where((column >= low) & (column < high), s, -jnp.inf)
 
     return lax.cond(whole, lambda s: s, some, s)
 
 
-def _mask_own_head(s: Array, step: Array, *, piece: _Piece, job: _Job) -> Array:
+def _mask_own_head(s: Array, step: Array, *, piece: _Piece, args: _Args) -> Array:
     """Of a flat list: -inf outside the bounds, and for the rows of other kv heads."""
-    assert job.group is not None
-    entries = [_id(piece, step, j, job) for j in range(job.pages)]
-    heads = [lax.div(entry, job.pages_of_head) for entry in entries]
+    assert args.group is not None
+    entries = [_id(piece, step, j, args) for j in range(args.pages)]
+    heads = [lax.div(entry, args.pages_of_head) for entry in entries]
     # Of -1 the head is 0 and the page -1.
-    pages = [entry - head * job.pages_of_head for entry, head in zip(entries, heads, strict=True)]
-    slot = _slots(s.shape, pages, job)
-    row = hopper.iota(s.shape, 1 - job.stream.slots_axis)
-    queries = job.group * job.kv_heads
-    row_head = lax.div(jnp.where(row >= queries, row - queries, row), job.group)
-    column = hopper.iota(s.shape, job.stream.slots_axis)
+    pages = [entry - head * args.pages_of_head for entry, head in zip(entries, heads, strict=True)]
+    slot = _slots(s.shape, pages, args)
+    row = hopper.iota(s.shape, 1 - args.stream.slots_axis)
+    queries = args.group * args.kv_heads
+    row_head = lax.div(jnp.where(row >= queries, row - queries, row), args.group)
+    column = hopper.iota(s.shape, args.stream.slots_axis)
     head = jnp.full_like(column, 0) + heads[0]
-    for j in range(1, job.pages):
-        head = jnp.where(column >= j * job.page_size, heads[j], head)
+    for j in range(1, args.pages):
+        head = jnp.where(column >= j * args.page_size, heads[j], head)
     start, stop, _ = piece.bounds
     seen = (slot >= start) & (slot < stop) & (head == row_head)
     return jnp.where(seen, s, -jnp.inf)
 
 
-def _slots(shape: tuple[int, ...], pages: list[Array], job: _Job) -> Array:
+def _slots(shape: tuple[int, ...], pages: list[Array], args: _Args) -> Array:
     """The slot of every column of a block."""
-    column = hopper.iota(shape, job.stream.slots_axis)
+    column = hopper.iota(shape, args.stream.slots_axis)
     slot = column
     for j, page in enumerate(pages):
-        mine = column >= j * job.page_size
-        slot = jnp.where(mine, column + (page - j) * job.page_size, slot)
+        mine = column >= j * args.page_size
+        slot = jnp.where(mine, column + (page - j) * args.page_size, slot)
     return slot

@@ -85,7 +85,7 @@ def sparse_decode_attention(
     # One axis of all slots of a row, as entries number their pages.
     k_stored, v_stored = (tpu.as_stored(x).reshape(-1, kv_heads * slots, head_dim) for x in (k, v))
     group = None if pages.heads is None else q.shape[2] // kv_heads
-    job = _Job(pages.size, scale, pages_of_head, kv_heads, group)
+    args = _Args(pages.size, scale, pages_of_head, kv_heads, group)
     rows = rows_of(q, prior, lists)
 
     def by_list(b, x, j, *_):
@@ -96,7 +96,7 @@ def sparse_decode_attention(
     buffer = pltpu.VMEM((2, taken, head_dim), k.dtype)
     read = batch * lists * blocks * taken
     out_BXMH, lse_BXM1 = tpu.call(
-        partial(_kernel, job=job),
+        partial(_kernel, args=args),
         [x.reshape(-1) for x in scalars],
         [
             (rows, rows_spec),
@@ -154,7 +154,7 @@ def _listed(
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Args:
     """The kernel's static arguments."""
 
     page_size: int
@@ -165,7 +165,7 @@ class _Job:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _Steps:
     """A batch row's steps: its lists one after another, block by block, and their pages' copies."""
 
     row: Array
@@ -226,7 +226,7 @@ class _Work:
             pltpu.make_async_copy(whole, whole, self.arrived.at[which, step % 2]).wait()
 
 
-def _kernel(scalars, inputs, outputs, scratch, *, job: _Job) -> None:
+def _kernel(scalars, inputs, outputs, scratch, *, args: _Args) -> None:
     # `whole` [B * X * J] is whether every slot of the block counts; start and stop [B]; `first` [1]
     # the caches' row of batch row 0.
     pages, used, whole, start, stop, first = scalars
@@ -236,44 +236,44 @@ def _kernel(scalars, inputs, outputs, scratch, *, job: _Job) -> None:
     k_buffer, v_buffer, arrived, *softmax = scratch  # [2, M, H] each buffer
     b, x, j = (pl.program_id(axis) for axis in range(3))
     lists, blocks = pl.num_programs(1), pl.num_programs(2)
-    page_size = job.page_size
+    page_size = args.page_size
     block = readers.shape[3] // page_size
     caches = (k, k_buffer), (v, v_buffer)
-    work = _Work(b, first[0], lists, blocks, block, page_size, pages, used, caches, arrived)
+    steps = _Steps(b, first[0], lists, blocks, block, page_size, pages, used, caches, arrived)
     running = tpu.Softmax(*softmax)
     step = x * blocks + j
     following = jnp.minimum(step + 1, lists * blocks - 1)
-    pl.when((step == 0) & work.is_used(step))(lambda: work.fetch(step))
-    pl.when((step < following) & work.is_used(following))(lambda: work.fetch(following))
+    pl.when((step == 0) & steps.is_used(step))(lambda: steps.fetch(step))
+    pl.when((step < following) & steps.is_used(following))(lambda: steps.fetch(following))
     pl.when(j == 0)(running.clear)
 
     def blank(i: Array, _: None) -> None:
         """Replace the values of page i that do not count: 0 x NaN is NaN."""
-        at = step % 2, work.rows_of(i)
-        begin = lax.rem(work.page(step, i), job.pages_of_head) * page_size
+        at = step % 2, steps.rows_of(i)
+        begin = lax.rem(steps.page(step, i), args.pages_of_head) * page_size
         slots_ZH = begin + lax.broadcasted_iota(jnp.int32, (page_size, v.shape[2]), 0)
         counts = (slots_ZH >= start[b]) & (slots_ZH < stop[b])
         values = v_buffer[at].astype(jnp.float32)  # masks have the layout of 32-bit numbers
         v_buffer[at] = jnp.where(counts, values, 0).astype(v_buffer.dtype)
 
-    @pl.when(work.is_used(step))
+    @pl.when(steps.is_used(step))
     def _():
-        work.wait(step)
-        cut = whole[work.number(step)] == 0
+        steps.wait(step)
+        cut = whole[steps.number(step)] == 0
         pl.when(cut)(lambda: lax.fori_loop(0, block, blank, None))
-        scores_RM = job.scale * tpu.matmul(q[0, 0], k_buffer[step % 2], (1, 1))
+        scores_RM = args.scale * tpu.matmul(q[0, 0], k_buffer[step % 2], (1, 1))
         running.add(
-            scores_RM, _seen(readers[0, 0], q.shape[2], job), v_buffer[step % 2], minor=False
+            scores_RM, _seen(readers[0, 0], q.shape[2], args), v_buffer[step % 2], minor=False
         )
 
     pl.when(j == blocks - 1)(lambda: running.write(*(ref.at[0, 0] for ref in outputs)))
 
 
-def _seen(readers: Float[Array, "1 Z"], rows: int, job: _Job) -> Array:
+def _seen(readers: Float[Array, "1 Z"], rows: int, args: _Args) -> Array:
     """Which slots every row sees: [1,Z] where all see the same, else [rows,Z]."""
-    if job.group is None:
+    if args.group is None:
         return readers >= 0
     row = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
     # The prior's queries follow the queries.
-    head = row % (job.group * job.kv_heads) // job.group
+    head = row % (args.group * args.kv_heads) // args.group
     return readers == head.astype(jnp.float32)

@@ -3,13 +3,13 @@
 import json
 import random
 
-from jax_longctx.batch.rows import Job, RowReader, pack
+from jax_longctx.batch.rows import RowPart, RowReader, pack
 from jax_longctx.text import Tokenizer, chat_layout
 from tests.jax_longctx.cli import tiny_model
 
 
-def job(row, length, questions=1):
-    return Job(row, 0, (1,) * length, ((2,) * 5,) * questions, length)
+def part(row, length, questions=1):
+    return RowPart(row, 0, (1,) * length, ((2,) * 5,) * questions, length)
 
 
 def many(context, reserve):
@@ -18,17 +18,17 @@ def many(context, reserve):
 
 def test_every_job_once_in_batches_of_like_lengths():
     draw = random.Random(0)
-    jobs = [job(row, draw.randint(1, 40_000)) for row in range(200)]
-    batches = pack(jobs, 8, 64, many)
-    assert sorted(each.row for batch in batches for each in batch.jobs) == list(range(200))
+    parts = [part(row, draw.randint(1, 40_000)) for row in range(200)]
+    batches = pack(parts, 8, 64, many)
+    assert sorted(each.row for batch in batches for each in batch.parts) == list(range(200))
     for batch in batches:
-        longest = max(map(len, (each.context for each in batch.jobs)))
-        assert len(batch.jobs) <= batch.rows <= 8
-        assert all(2 * each.length >= longest for each in batch.jobs)
+        longest = max(map(len, (each.context for each in batch.parts)))
+        assert len(batch.parts) <= batch.rows <= 8
+        assert all(2 * each.length >= longest for each in batch.parts)
         assert longest + 5 + 64 < batch.slots
     # Of 200 lengths, a few shapes.
     assert len({(batch.rows, batch.slots, batch.reserve) for batch in batches}) <= 35
-    shuffled = draw.sample(jobs, len(jobs))
+    shuffled = draw.sample(parts, len(parts))
     assert pack(shuffled, 8, 64, many) == batches
 
 
@@ -45,11 +45,11 @@ def test_special_tokens_are_text_in_contexts_and_questions(tmp_path):
 
 
 def test_memory_and_the_limit_bound_the_rows():
-    jobs = [job(row, 1000) for row in range(7)]
-    assert [len(b.jobs) for b in pack(jobs, 8, 64, lambda context, reserve: 3)] == [2, 2, 2, 1]
-    assert [b.rows for b in pack(jobs, 6, 64, many)] == [6, 1]
-    assert [b.rows for b in pack(jobs, 8, 64, lambda context, reserve: 0)] == [1] * 7
+    parts = [part(row, 1000) for row in range(7)]
+    assert [len(b.parts) for b in pack(parts, 8, 64, lambda context, reserve: 3)] == [2, 2, 2, 1]
+    assert [b.rows for b in pack(parts, 6, 64, many)] == [6, 1]
+    assert [b.rows for b in pack(parts, 8, 64, lambda context, reserve: 0)] == [1] * 7
     fits = []
-    pack(jobs, 8, 64, lambda context, reserve: fits.append((context, reserve)) or 8)
+    pack(parts, 8, 64, lambda context, reserve: fits.append((context, reserve)) or 8)
     # What is asked of memory holds the longest row with its question and answer.
     assert fits[0][0] >= 1000 and fits[0][1] >= 69

@@ -7,7 +7,7 @@ import pytest
 
 from jax_longctx.bench import cold, serve
 from jax_longctx.bench.steps import QUESTION, random_context
-from jax_longctx.engine import Request, RunningBatch, engine, running
+from jax_longctx.engine import Ask, RunningBatch, engine, running
 from jax_longctx.methods import Quest
 from pallas_kernels.quantised import Quantised, dequantised
 from tests.jax_longctx.bench.conftest import LAYER, bench
@@ -33,16 +33,16 @@ def asked(*args):
 def test_rows_share_a_context_and_decode_while_a_text_is_read(tiny_preset, monkeypatch, tmp_path):
     batches, joins = [], []
     monkeypatch.setattr(serve, "ANSWER", 1)
-    monkeypatch.setattr(serve, "Request", lambda *args: joins.append(args) or Request(*args))
+    monkeypatch.setattr(serve, "Ask", lambda *args: joins.append(args) or Ask(*args))
 
     def made(model, **given):
         batches.append(given)
         return RunningBatch(model, **given)
 
     monkeypatch.setattr(serve, "RunningBatch", create_autospec(RunningBatch, side_effect=made))
-    asks = create_autospec(engine.read_question, side_effect=engine.read_question)
+    asks = create_autospec(engine.prefill_question, side_effect=engine.prefill_question)
     for module in (serve, running, engine):
-        monkeypatch.setattr(module, "read_question", asks)
+        monkeypatch.setattr(module, "prefill_question", asks)
     # Of full attention all rows share the context; of SnapKV each has its own.
     args, out = ["-m", "full", "-m", "snapkv:budget=64", "--read", 1200], tmp_path / "serve.json"
     record = json.loads(asked(*args, "--json", "--out", out).stdout)

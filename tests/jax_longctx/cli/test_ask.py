@@ -12,7 +12,7 @@ import pytest
 
 import jax_longctx
 from jax_longctx import api
-from jax_longctx.cli.ask import Request
+from jax_longctx.cli.ask import Inputs
 from jax_longctx.errors import InputError
 from jax_longctx.files import seal
 from jax_longctx.text import chat_layout, plain_layout
@@ -275,7 +275,7 @@ def test_a_text_beyond_the_trained_length_is_told(run, loads, tiny, book, monkey
 
 
 def request_of(*words, stems=(), chat=None, save=None, load=None):
-    return Request(
+    return Inputs(
         words=list(words), completion=list(stems), chat=chat, save_context=save, load_context=load
     )
 
@@ -283,14 +283,14 @@ def request_of(*words, stems=(), chat=None, save=None, load=None):
 def test_the_file_and_the_questions(tmp_path):
     """Stems take the place of questions, a saved context that of the file."""
     long = "why? " * 2000
-    for request, file, questions in [
+    for inputs, file, questions in [
         (request_of("book.txt", "Who?", "Why?"), "book.txt", ["Who?", "Why?"]),
         (request_of("book.txt", stems=["The key is"]), "book.txt", ["The key is"]),
         (request_of("Who?", load=tmp_path), None, ["Who?"]),
         # Too long for the name of a file.
         (request_of(long, load=tmp_path), None, [long]),
     ]:
-        assert (request.file, request.questions, request.chat) == (file, questions, None)
+        assert (inputs.file, inputs.questions, inputs.chat) == (file, questions, None)
     book = tmp_path / "book.txt"
     book.write_text("text")
     for words, how, message in [

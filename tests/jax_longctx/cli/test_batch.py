@@ -475,7 +475,7 @@ def computed(monkeypatch):
     rows, compute = [], run_module._compute
 
     def counting(model, options, work):
-        rows.extend(job["row"] for job in work["jobs"])
+        rows.extend(part["row"] for part in work["parts"])
         return compute(model, options, work)
 
     monkeypatch.setattr(run_module, "_compute", counting)

@@ -12,7 +12,7 @@ from jax_longctx.caches import Scope
 from jax_longctx.contract import STRIPE, SlotLayout
 from jax_longctx.engine.capacity import grow
 from jax_longctx.engine.context_io import load_context, save_context
-from jax_longctx.engine.running import Request, RunningBatch
+from jax_longctx.engine.running import Ask, RunningBatch
 from jax_longctx.engine.runs import each_layer
 from jax_longctx.methods import Full, ReAttention, Ring, make_method
 from jax_longctx.sharding import RULES, make_mesh
@@ -214,7 +214,7 @@ def test_a_running_batch_answers_as_alone(shares):
     expected = [token for block in answer(engine, context, question) for token in block[0]]
     shared = context if shares else None
     batch = RunningBatch(engine, places=2, slots=3000, reserve=32, context=shared)
-    place, first = batch.join(context, Request(question, max_tokens=5))
+    place, first = batch.join(context, Ask(question, max_tokens=5))
     found = [first.token]
     while len(found) < 5:
         found += [chosen.token for chosen in batch.step(1)[place]]

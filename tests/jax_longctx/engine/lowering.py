@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_longctx.contract import CHUNK_ROWS, Prompt, RowGroup, Segment
+from jax_longctx.contract import CHUNK_ROWS, Feed, RowGroup, Segment
 from jax_longctx.engine import Sampling
 from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import bytes_per_device
@@ -81,7 +81,7 @@ def compile_segment(
 
 def compile_spread(setup: Setup, batch: int, slots: int) -> jax.stages.Compiled:
     """The segment of a context that fills half of the slots, spread over the shards of `seq`."""
-    prompt = Prompt(
+    prompt = Feed(
         "context",
         setup.chunk,
         context=[range(slots // 2)] * batch,

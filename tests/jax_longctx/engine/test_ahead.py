@@ -16,7 +16,7 @@ from jax_longctx.engine.compiling import EVENTS, CompileClock, Program
 from jax_longctx.engine.decode import answer_variants, decode_turns
 from jax_longctx.engine.prefill import finish_context, run_segment
 from jax_longctx.engine.programs import Lengths, compile_ahead, list_context
-from jax_longctx.engine.running import Request, RunningBatch
+from jax_longctx.engine.running import Ask, RunningBatch
 from jax_longctx.methods import METHODS, Full, make_method
 from jax_longctx.models.params import (
     abstract_params,
@@ -107,7 +107,7 @@ def test_the_list_of_a_batch_is_what_its_rows_call(name, by_layer, shared):
         batch_of(context).list_programs(context, QUESTION, max_tokens=ANSWER)
     compilation.wait(check=True)
     engine.take_params(tiny_engine(method, **how).params)
-    request = Request(random_rows(QUESTION)[0], max_tokens=ANSWER)
+    request = Ask(random_rows(QUESTION)[0], max_tokens=ANSWER)
     with calls() as called, compilations() as compiled:
         context = engine.prefill(random_rows(CONTEXT), reserve=lengths.reserved)
         batch = batch_of(context)
@@ -224,7 +224,7 @@ def test_layers_that_are_alike_share_a_program_and_take_their_caches():
     config = tiny_config(num_layers=5, windows=(7, None, 7, None, None))
     engine = tiny_engine(config=config, by_layer=True)
     caches = init_caches(engine.setup, 1, 128, 0)
-    prompt = engine.setup.prompt("context", 128, context=random_rows([24]))
+    prompt = engine.setup.feed("context", 128, context=random_rows([24]))
     (segment,), total = engine.method.segments(prompt), jnp.array([24], jnp.int32)
     given = engine.setup, engine.params, caches, segment, total, None, "all"
     with compilations() as compiled:

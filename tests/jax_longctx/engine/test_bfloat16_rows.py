@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.engine import Sampling
-from jax_longctx.engine.running import Request, RunningBatch
+from jax_longctx.engine.running import Ask, RunningBatch
 from jax_longctx.models.params import init_params
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
@@ -39,7 +39,7 @@ def answers(name, *, shared, config=CONFIG, share_alone=True):
     engine = engine_over(config, params, small_method(name), mesh, chunk=64)
     capacity = engine.slots_for(190 + 128)
     requests = [
-        Request(
+        Ask(
             question,
             Sampling(temperature=0.8 * (number % 2), seed=number),
             max_tokens=ANSWER,

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_longctx.api import LongContext
-from jax_longctx.engine import Request, RunningBatch, allocate, capacity
+from jax_longctx.engine import Ask, RunningBatch, allocate, capacity
 from jax_longctx.engine.allocate import host_zeros, pinned_bytes
 from jax_longctx.engine.capacity import footprint, held_bytes, slots_for, stores_of
 from jax_longctx.engine.context_io import load_context, save_context
@@ -343,8 +343,7 @@ def ran(engine):
     assert {context.slots for context in contexts} == {256, 512}
     questions = random_rows([5, 9, 1, 12], seed=5)
     asked = [
-        Request(question, max_tokens=limit)
-        for question, limit in zip(questions, limits, strict=True)
+        Ask(question, max_tokens=limit) for question, limit in zip(questions, limits, strict=True)
     ]
     batch = RunningBatch(engine, places=2, slots=512, reserve=64)
     found, _ = run(batch, list(zip(contexts, asked, strict=True)))
@@ -420,7 +419,7 @@ def test_a_running_batch_checks_its_room_and_the_mesh(monkeypatch):
     context = engine.prefill(random_rows([300]), reserve=64, capacity=512)
     batch = RunningBatch(engine, places=2, slots=256, reserve=64)
     with pytest.raises(CapacityError, match="a place of this batch has 256"):
-        batch.join(context, Request([1, 2], max_tokens=4))
+        batch.join(context, Ask([1, 2], max_tokens=4))
     _, two = engines("infllm", mesh=make_mesh(2, 1, 1))
     sizes = {"places": 2, "slots": 512, "reserve": 64}
     with pytest.raises(ConfigError, match="divides them over data=2; leave data out, or offload"):

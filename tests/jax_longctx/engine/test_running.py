@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.engine import Sampling, compiling, places, running
-from jax_longctx.engine.running import Chosen, Request, RunningBatch
+from jax_longctx.engine.running import Ask, Chosen, RunningBatch
 from jax_longctx.engine.scoring import score
 from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.methods import make_method
@@ -39,7 +39,7 @@ def requests(samplings):
     """Each with other settings."""
     given = zip(QUESTIONS, samplings, (9, 16, 3, 21, 12), (None, 0, 3, None, 20), strict=True)
     return [
-        Request(question, sampling, limit, logprobs=logprobs)
+        Ask(question, sampling, limit, logprobs=logprobs)
         for question, sampling, limit, logprobs in given
     ]
 
@@ -147,7 +147,7 @@ def test_rows_move_to_caches_of_other_sizes(name, monkeypatch):
         batch = batch_of(engine := tiny_engine(chunk=16), 2, fitted=True)
         context = engine.prefill([CONTEXTS[0]], reserve=RESERVE)
         many = [
-            Request(QUESTIONS[0], max_tokens=9, stop_ids=range(20 * n, 20 * n + n)) for n in (40, 1)
+            Ask(QUESTIONS[0], max_tokens=9, stop_ids=range(20 * n, 20 * n + n)) for n in (40, 1)
         ]
         assert [tokens(row) for row in run(batch, [(context, each) for each in many])[0]] == [
             alone(engine, context, each) for each in many
@@ -166,7 +166,7 @@ def test_rows_that_come_and_go_do_not_move_the_others(monkeypatch):
     monkeypatch.setattr(places.Whole, "__init__", counted)
     batch = batch_of(engine := tiny_engine(chunk=16), 2, fitted=True)
     context = engine.prefill([CONTEXTS[0]], reserve=RESERVE)
-    request = Request(QUESTIONS[0], max_tokens=60)
+    request = Ask(QUESTIONS[0], max_tokens=60)
     stays, _ = batch.join(context, request)
     for _ in range(3):
         place, _ = batch.join(context, request)
@@ -202,7 +202,7 @@ def test_rows_whose_steps_differ_soon_go_together():
     engine = tiny_engine(make_method("refreshkv", {"schedule": "fixed", "stride": "5"}), chunk=16)
     context = engine.prefill([CONTEXTS[0]], reserve=100)
     batch = RunningBatch(engine, places=4, slots=engine.slots_for(164), reserve=100)
-    request, counts = Request(QUESTIONS[0], max_tokens=60), {}
+    request, counts = Ask(QUESTIONS[0], max_tokens=60), {}
     for waits in range(4):
         place, _ = batch.join(context, request)
         counts[place] = 1
@@ -269,7 +269,7 @@ def test_rows_of_one_context_may_join_each_on_its_own():
     engine = tiny_engine(small_method("h2o"), chunk=16)
     context = engine.prefill(CONTEXTS, reserve=RESERVE)
     batch = batch_of(engine, 3)
-    request = Request(QUESTIONS[0], ONE_KIND[0], max_tokens=7)
+    request = Ask(QUESTIONS[0], ONE_KIND[0], max_tokens=7)
     batch.join(context, request, row=1)
     place, first = batch.join(context, request, row=2)
     assert tokens([first, *batch.step()[place]]) == alone(engine, context, request, row=2)
@@ -280,7 +280,7 @@ def test_rows_of_one_context_may_join_each_on_its_own():
 def test_contexts_of_other_sizes_may_join(name):
     """Smaller caches than a place's, and larger ones of a text that fits."""
     engine = tiny_engine(small_method(name), chunk=16)
-    request = Request(QUESTIONS[0], ONE_KIND[0], max_tokens=12)
+    request = Ask(QUESTIONS[0], ONE_KIND[0], max_tokens=12)
     batch = RunningBatch(engine, places=3, slots=engine.slots_for(300), reserve=RESERVE)
     for capacity, slots in ((0, 256), (900, 1024)):
         context = engine.prefill([CONTEXTS[0]], reserve=4, capacity=capacity)
@@ -291,11 +291,11 @@ def test_contexts_of_other_sizes_may_join(name):
 
 def test_a_row_ends_with_a_stop_or_leaves(engine, context):
     batch = batch_of(engine, 2)
-    answer = alone(engine, context, Request(QUESTIONS[0], max_tokens=20))
+    answer = alone(engine, context, Ask(QUESTIONS[0], max_tokens=20))
     at = next(at for at in range(2, 20) if answer[at] not in answer[:at])
-    stopping = Request(QUESTIONS[0], max_tokens=20, stop_ids=(answer[at],))
+    stopping = Ask(QUESTIONS[0], max_tokens=20, stop_ids=(answer[at],))
     first, _ = batch.join(context, stopping)
-    second, _ = batch.join(context, Request(QUESTIONS[1], max_tokens=30))
+    second, _ = batch.join(context, Ask(QUESTIONS[1], max_tokens=30))
     assert batch.free == 0 and sorted(batch.running) == [first, second]
     with pytest.raises(InputError, match="all 2 places are taken"):
         batch.join(context, stopping)
@@ -307,7 +307,7 @@ def test_a_row_ends_with_a_stop_or_leaves(engine, context):
     assert batch.free == 2 and batch.step() == {} and batch.ended == {}
     # The first token may end an answer already; more stop ids than the batch had room for.
     stops = (answer[0], *range(40, 60))
-    place, chosen = batch.join(context, Request(QUESTIONS[0], max_tokens=20, stop_ids=stops))
+    place, chosen = batch.join(context, Ask(QUESTIONS[0], max_tokens=20, stop_ids=stops))
     assert chosen.token == answer[0] and batch.ended == {place: "stop"} and batch.free == 2
     ((again,), ended) = run(batch, [(context, dataclasses.replace(stopping, stop_ids=(99,) * 20))])
     assert tokens(again) == answer and ended == {0: "length"}
@@ -316,8 +316,7 @@ def test_a_row_ends_with_a_stop_or_leaves(engine, context):
 def test_log_probabilities_are_those_of_the_models_logits(engine, context):
     sampling = Sampling(temperature=2.0, repetition_penalty=1.5, top_k=30, seed=3)
     queue = [
-        (context, Request(QUESTIONS[0], sampling, 8, logprobs=logprobs))
-        for logprobs in (4, 0, None)
+        (context, Ask(QUESTIONS[0], sampling, 8, logprobs=logprobs)) for logprobs in (4, 0, None)
     ]
     found, _ = run(batch_of(engine, 2), queue)
     (logits,) = score(engine, [[*CONTEXTS[0], *QUESTIONS[0], *tokens(found[0])]])
@@ -336,7 +335,7 @@ def test_log_probabilities_are_those_of_the_models_logits(engine, context):
 def test_a_row_whose_logits_are_no_numbers_ends_alone(engine, context):
     bad, request = (
         engine.prefill([CONTEXTS[1]], reserve=RESERVE),
-        Request(QUESTIONS[0], max_tokens=9),
+        Ask(QUESTIONS[0], max_tokens=9),
     )
     expected, batch = alone(engine, context, request), batch_of(engine, 3)
     place, first = batch.join(context, request)
@@ -366,9 +365,9 @@ def test_what_never_fits_is_refused_with_the_arithmetic():
         engine = tiny_engine(small_method(name), chunk=16)
         context = engine.prefill([CONTEXTS[0]], reserve=RESERVE)
         batch = RunningBatch(engine, places=1, slots=128, reserve=RESERVE)
-        batch.fits(context, Request(QUESTIONS[0], max_tokens=most))
+        batch.fits(context, Ask(QUESTIONS[0], max_tokens=most))
         with pytest.raises(CapacityError, match=expected):
-            batch.fits(context, Request(QUESTIONS[0], max_tokens=most + 1))
+            batch.fits(context, Ask(QUESTIONS[0], max_tokens=most + 1))
     small = tiny_engine(chunk=16, memory_limit=100_000)
     with pytest.raises(CapacityError, match=r"a cache of 1,024 tokens needs .* tokens would fit"):
         RunningBatch(small, places=8, slots=1024, reserve=RESERVE)
@@ -381,20 +380,20 @@ def test_bad_requests_are_named(engine):
         ({"logprobs": 21}, "logprobs must be from 0 to 20, got 21"),
     ]:
         with pytest.raises(InputError, match=message):
-            Request(**{"question": [1], **wrong})
+            Ask(**{"question": [1], **wrong})
     asked = tiny_engine(small_method("citrus"), chunk=16)
     context = asked.prefill([CONTEXTS[0]], reserve=RESERVE, questions=QUESTIONS[:1])
     batch, question = batch_of(asked, 1), QUESTIONS[0]
-    seeds = Request(question, Sampling(seed=(1, 2)), max_tokens=3)
+    seeds = Ask(question, Sampling(seed=(1, 2)), max_tokens=3)
     for act, message in [
         (
-            lambda: batch.fits(context, Request(QUESTIONS[1])),
+            lambda: batch.fits(context, Ask(QUESTIONS[1])),
             "read the context for another question",
         ),
-        (lambda: batch.fits(context, Request(question), row=1), "rows 0 to 0, there is no row 1"),
-        (lambda: batch.fits(context, Request([64])), "holds token id 64"),
+        (lambda: batch.fits(context, Ask(question), row=1), "rows 0 to 0, there is no row 1"),
+        (lambda: batch.fits(context, Ask([64])), "holds token id 64"),
         (lambda: batch.join(context, seeds), "1 rows need as many seeds, 2 given"),
-        (lambda: batch_of(engine, 1).fits(context, Request(question)), "was prefilled under"),
+        (lambda: batch_of(engine, 1).fits(context, Ask(question)), "was prefilled under"),
     ]:
         with pytest.raises(InputError, match=message):
             act()
@@ -402,15 +401,15 @@ def test_bad_requests_are_named(engine):
 
 
 def test_a_text_is_read_between_the_blocks_of_rows_that_run(engine, context):
-    request = Request(QUESTIONS[0], max_tokens=30)
+    request = Ask(QUESTIONS[0], max_tokens=30)
     expected = alone(engine, context, request)
     other = alone(engine, engine.prefill([CONTEXTS[2]], reserve=RESERVE), request)
     batch = batch_of(engine, 2)
     place, first = batch.join(context, request)
-    found, told, reading = [first], [], engine.reading([CONTEXTS[2]], reserve=RESERVE)
+    found, told, prefilling = [first], [], engine.prefilling([CONTEXTS[2]], reserve=RESERVE)
     while True:
         try:
-            told.append(next(reading).done)
+            told.append(next(prefilling).done)
         except StopIteration as end:
             second = end.value
             break
@@ -421,4 +420,4 @@ def test_a_text_is_read_between_the_blocks_of_rows_that_run(engine, context):
     assert tokens([*found, *more[place]]) == expected
     assert tokens([start, *more[beside]]) == other
     # One that is given up leaves nothing behind.
-    next(engine.reading([CONTEXTS[1]], reserve=RESERVE))
+    next(engine.prefilling([CONTEXTS[1]], reserve=RESERVE))

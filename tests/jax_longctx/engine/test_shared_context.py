@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jax_longctx.engine import Request, RunningBatch, Sampling
+from jax_longctx.engine import Ask, RunningBatch, Sampling
 from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.methods import METHODS, Star, make_method
 from jax_longctx.sharding import make_mesh
@@ -19,7 +19,7 @@ QUESTIONS = random_rows([5, 1, 30, 2, 9], seed=1)
 def requests():
     limits = [14, 9, 5, 21, 12]
     return [
-        Request(question, Sampling(temperature=0.8, seed=limit), limit)
+        Ask(question, Sampling(temperature=0.8, seed=limit), limit)
         for question, limit in zip(QUESTIONS, limits, strict=True)
     ]
 
@@ -116,7 +116,7 @@ def test_the_contexts_buffers_are_shared_and_never_copied(by_layer):
     assert batch.resident_bytes < 4 * held.resident_bytes / 4
     before = addresses()
     for question in QUESTIONS[:4]:
-        batch.join(held, Request(question, max_tokens=20))
+        batch.join(held, Ask(question, max_tokens=20))
     batch.step(3)
     assert before and addresses() == before
     with compilations() as found:
@@ -127,7 +127,7 @@ def test_the_contexts_buffers_are_shared_and_never_copied(by_layer):
 def test_the_context_may_be_asked_between_two_steps():
     engine = tiny_engine(chunk=64)
     held = engine.prefill(CONTEXT, reserve=64)
-    request, other = Request(QUESTIONS[0], max_tokens=20), Request(QUESTIONS[2], max_tokens=15)
+    request, other = Ask(QUESTIONS[0], max_tokens=20), Ask(QUESTIONS[2], max_tokens=15)
     expected, beside = alone(engine, held, request), alone(engine, held, other)
     batch = RunningBatch(engine, places=2, reserve=64, context=held)
     place, first = batch.join(held, request)
@@ -161,6 +161,6 @@ def test_what_cannot_share_is_named():
     held, other = (full.prefill(CONTEXT, reserve=64) for _ in range(2))
     batch = RunningBatch(full, places=2, reserve=64, context=held)
     with pytest.raises(InputError, match="go on from another context"):
-        batch.join(other, Request(QUESTIONS[0]))
+        batch.join(other, Ask(QUESTIONS[0]))
     with pytest.raises(CapacityError, match="need 129 slots, a place of this batch reserves 128"):
-        batch.fits(held, Request(QUESTIONS[0], max_tokens=124))
+        batch.fits(held, Ask(QUESTIONS[0], max_tokens=124))

@@ -41,7 +41,7 @@ class Step:
 
 
 @dataclasses.dataclass
-class Run:
+class FedRows:
     """Rows that are fed segment by segment to one method, and their caches so far."""
 
     engine: Engine
@@ -68,13 +68,13 @@ class Run:
     def read(self, contexts, questions=None):
         """The contexts, beside their questions where the method needs them."""
         asked = questions if self.engine.method.info.needs_question else None
-        prompt = self.engine.setup.prompt("context", self.slots, context=contexts, question=asked)
+        prompt = self.engine.setup.feed("context", self.slots, context=contexts, question=asked)
         yield from self.feed(self.engine.method.segments(prompt))
         self.caches = finish_context(self.engine.setup, self.caches, self.total, self.reserve)
 
     def answer(self, questions, answers):
         method = self.engine.method
-        prompt = self.engine.setup.prompt("question", self.slots, question=questions)
+        prompt = self.engine.setup.feed("question", self.slots, question=questions)
         yield from self.feed(method.segments(prompt))
         if method.info.answers_apart:
             self.caches = finish_question(
@@ -100,14 +100,14 @@ def under(engine, method):
 
 
 def steps(engine, contexts, questions, answers=(), reserve=32):
-    run = Run.of(engine, contexts, reserve)
+    run = FedRows.of(engine, contexts, reserve)
     yield from run.read(contexts, questions)
     yield from run.answer(questions, answers)
 
 
 def prefill(engine, contexts, questions=None):
     """A context made by the programs of `steps`, so that none are compiled for it."""
-    run = Run.of(engine, contexts)
+    run = FedRows.of(engine, contexts)
     for _ in run.read(contexts, questions):
         pass
     return Context(contexts, len(contexts), run.slots, run.reserve, run.total, run.caches)
@@ -119,7 +119,7 @@ def ask(engine, context, questions, answers):
     A context that only grows lends its buffers, as it does to `Engine.stream`.
     """
     caches = fork(engine.setup, context.usable_caches())
-    run = Run(engine, context.slots, context.reserve, context.total, caches)
+    run = FedRows(engine, context.slots, context.reserve, context.total, caches)
     logits = [last_logits(step) for step in run.answer(questions, answers)]
     if engine.method.info.append_only:
         context.caches = run.caches

@@ -19,7 +19,7 @@ from jax_longctx.methods.h2o_shared import H2OShared
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.evicting import kept_tokens
 from tests.jax_longctx.methods.harness import (
-    Run,
+    FedRows,
     ask_twice,
     check_rows,
     full_logits,
@@ -98,7 +98,7 @@ def run_of(form):
 
 def feed(engine, segments=None):
     """The contexts alone, in the method's segments or in others."""
-    run = Run.of(engine, CONTEXTS, RESERVE)
+    run = FedRows.of(engine, CONTEXTS, RESERVE)
     fed = run.read(CONTEXTS, QUESTIONS) if segments is None else run.feed(segments)
     return [Seen.of(step) for step in fed]
 

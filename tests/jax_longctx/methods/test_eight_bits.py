@@ -22,7 +22,7 @@ from jax_longctx.caches.fifo import FifoCache
 from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import footprint
 from jax_longctx.engine.context_io import load_context, save_context
-from jax_longctx.engine.engine import read_question
+from jax_longctx.engine.engine import prefill_question
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.methods import METHODS, make_method
@@ -123,7 +123,7 @@ def caches_after(name, kv="int8", apart=True, **settings):
     taken = None
     with engine.asked(context, False) as run:
         asked = engine.padded(questions)
-        read_question(engine.setup, engine.params, run, asked, context.total)
+        prefill_question(engine.setup, engine.params, run, asked, context.total)
         if apart and engine.method.info.answers_apart:
             engine.answer_apart(run, context, 2, False)
         taken = jax.tree.map(np.asarray, run.caches[0])

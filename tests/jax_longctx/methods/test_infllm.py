@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jax_longctx.caches import where_rows
-from jax_longctx.contract import LayerContext, Prompt, method
+from jax_longctx.contract import Feed, LayerContext, method
 from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import grow
 from jax_longctx.engine.context_io import load_context, save_context
@@ -268,7 +268,7 @@ def test_it_8_the_last_token_asks_alone(run):
 def test_it_7_the_engines_chunk_changes_nothing():
     rows = random_rows([75, 5])
     for chunk in (8, 16, 512):
-        segments = method_of(SMALL).segments(Prompt("context", chunk, rows))
+        segments = method_of(SMALL).segments(Feed("context", chunk, rows))
         assert [segment.tokens.shape for segment in segments] == [(2, 8)] * 10
 
 
@@ -381,7 +381,7 @@ def test_a_longer_question_makes_room_for_its_units():
 def test_memory_beside_the_cache_does_not_grow_with_it():
     engine = tiny_engine(method_of(SMALL), config=ONE_LAYER)
     caches = abstract_caches(engine.setup, 1, 65536, 0)
-    (segment,) = engine.method.segments(Prompt("context", 8, random_rows([8])))
+    (segment,) = engine.method.segments(Feed("context", 8, random_rows([8])))
     run = whole_segment.lower(
         engine.setup, engine.params, caches, segment, jnp.array([8]), None, "none"
     )

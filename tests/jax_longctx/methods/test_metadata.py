@@ -49,7 +49,7 @@ def read_context(engine, rows, context, question) -> tuple[Any, Any]:
         return cache, np.asarray(logits)
 
     asked = [question] * rows if method.info.needs_question else None
-    prompt = engine.setup.prompt("context", slots, context=[context] * rows, question=asked)
+    prompt = engine.setup.feed("context", slots, context=[context] * rows, question=asked)
     for segment in method.segments(prompt):
         cache, _ = run(cache, segment)
     (cache,) = finish_context(setup, (cache,), total, RESERVE)
@@ -58,7 +58,7 @@ def read_context(engine, rows, context, question) -> tuple[Any, Any]:
 
 def read_question(engine, cache, run, rows, question):
     """The cache after the question, before the answer has its own."""
-    prompt = engine.setup.prompt("question", 0, question=[question] * rows)
+    prompt = engine.setup.feed("question", 0, question=[question] * rows)
     for segment in engine.method.segments(prompt):
         cache, _ = run(cache, segment)
     return cache
@@ -136,7 +136,7 @@ def test_keeps_all_and_answers_apart_are_what_becomes_of_the_memory(name):
 def test_needs_question_is_whether_the_context_is_read_beside_it(name):
     engine, (question, _) = engine_of(name), QUESTIONS[1]
     context = [token % 40 for token in CONTEXT]
-    prompt = engine.setup.prompt("context", 128, context=[context], question=[question])
+    prompt = engine.setup.feed("context", 128, context=[context], question=[question])
     fed = {token for part in engine.method.segments(prompt) for token in np.ravel(part.tokens)}
     assert set(context) <= fed
     assert (set(question) <= fed) == engine.method.info.needs_question

@@ -14,7 +14,7 @@ import pytest
 
 from jax_longctx.caches import AppendCache, counted_votes
 from jax_longctx.caches.scope import Scope, spans_around
-from jax_longctx.contract import Prompt
+from jax_longctx.contract import Feed
 from jax_longctx.methods import ReAttention
 from jax_longctx.methods.reattention import WHOLE
 from jax_longctx.sharding import make_mesh
@@ -324,7 +324,7 @@ def test_e10_e5_a_planted_key_is_found_at_any_place_without_positions(tokens):
 
 def plan(method, context):
     """(variant, valid tokens, columns) of each segment of one row."""
-    segments = method.segments(Prompt("context", 512, context=[[1] * context]))
+    segments = method.segments(Feed("context", 512, context=[[1] * context]))
     return [(s.variant, int(s.chunk_lengths[0]), s.tokens.shape[1]) for s in segments]
 
 
@@ -341,7 +341,7 @@ def test_the_questions_last_token_goes_alone():
     rows = random_rows([12, 8, 1, 0])
     sizes = {}
     for stage in ("question", "context"):
-        segments = list(method_of(SMALL).segments(Prompt(stage, 512, **{stage: rows})))
+        segments = list(method_of(SMALL).segments(Feed(stage, 512, **{stage: rows})))
         sizes[stage] = [s.chunk_lengths.tolist() for s in segments]
         assert np.sum([s.ends for s in segments], axis=0).tolist() == [1, 1, 1, 0]
         if stage == "question":

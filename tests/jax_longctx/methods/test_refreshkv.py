@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.contract import Prompt, decode_segment
+from jax_longctx.contract import Feed, decode_segment
 from jax_longctx.engine.allocate import cache_shapes
 from jax_longctx.engine.capacity import grow
 from jax_longctx.engine.runs import per_layer
@@ -26,7 +26,7 @@ from tests.jax_longctx.engine.lowering import cache_bytes, compile_decode, no_pe
 from tests.jax_longctx.methods import test_snapkv
 from tests.jax_longctx.methods.branches import decided_by_floats
 from tests.jax_longctx.methods.harness import (
-    Run,
+    FedRows,
     full_logits,
     last_logits,
     oracle_params,
@@ -86,7 +86,7 @@ def oracle_model(mesh=ONE):
 @functools.cache
 def read_context(mesh, slots):
     """Every layer's cache at the end of the context: the same for every variant."""
-    run = Run.of(engine_of(mesh), CONTEXTS, RESERVE, slots)
+    run = FedRows.of(engine_of(mesh), CONTEXTS, RESERVE, slots)
     for _ in run.read(CONTEXTS):
         pass
     return jax.device_get(run.caches)
@@ -124,7 +124,7 @@ def decode(mesh=ONE, slots=128, **changes):
     chooses = {"over_group", "kernel", "budget", "ratio", "schedule", "ablation", "stride"}
     asking = {name: value for name, value in changes.items() if name in chooses}
     asking = under(engine_of(mesh), varied(asking))
-    run = Run(asking, slots, RESERVE, jnp.array([len(row) for row in CONTEXTS]), caches)
+    run = FedRows(asking, slots, RESERVE, jnp.array([len(row) for row in CONTEXTS]), caches)
     for _ in run.answer(QUESTIONS, ()):
         pass
     run.engine = under(engine_of(mesh), method)
@@ -231,7 +231,7 @@ def test_a_row_that_has_stopped_is_left_alone():
     """Also where its last step was one that the schedule makes full."""
     engine, (old,) = engine_of(), decode()[-1].caches
     tokens, valid = (np.array(x, np.int32)[:, None] for x in ([1, 2, 3, 4], [1, 0, 1, 0]))
-    run = Run(engine, 128, RESERVE, jnp.array([len(row) for row in CONTEXTS]), (old,))
+    run = FedRows(engine, 128, RESERVE, jnp.array([len(row) for row in CONTEXTS]), (old,))
     for step in (10, 11, 12):
         variant = METHOD.step_variant(step)
         (_,) = run.feed([decode_segment(tokens, valid, np.zeros(4, bool), variant)])
@@ -247,9 +247,9 @@ def test_a_row_that_has_stopped_is_left_alone():
 
 
 def test_only_segments_in_which_a_question_ends_choose():
-    variants = [s.variant for s in METHOD.segments(Prompt("question", 16, question=[[1] * 40]))]
+    variants = [s.variant for s in METHOD.segments(Feed("question", 16, question=[[1] * 40]))]
     assert variants == ["", "", "ends"]
-    assert {s.variant for s in METHOD.segments(Prompt("context", 16, context=[[1] * 40]))} == {""}
+    assert {s.variant for s in METHOD.segments(Feed("context", 16, context=[[1] * 40]))} == {""}
 
 
 @pytest.mark.parametrize("changes", [{}, also({"ablation": "no_refresh"})], ids=str)

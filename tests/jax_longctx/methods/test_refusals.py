@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_longctx.contract import Prompt
+from jax_longctx.contract import Feed
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method
 from jax_longctx.models.config import RopeConfig
@@ -203,4 +203,4 @@ def test_a_question_longer_than_the_cache_is_refused(name, settings):
     stage = "context" if method.info.needs_question else "question"
     said = f"{name}: the question has 25 tokens, more than the cache's"
     with pytest.raises(InputError, match=said):
-        list(method.segments(Prompt(stage, 8, random_rows([9]), question=[question])))
+        list(method.segments(Feed(stage, 8, random_rows([9]), question=[question])))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.caches import AppendCache
-from jax_longctx.contract import Prompt
+from jax_longctx.contract import Feed
 from jax_longctx.methods import Quest, Resa
 from jax_longctx.parts import residual
 from jax_longctx.parts.appending import Exact
@@ -89,8 +89,8 @@ def test_a_prompts_last_token_alone_is_a_question():
 
 
 def test_only_segments_that_end_a_question_make_the_prior():
-    question = Prompt("question", 8, question=[[1] * 20, [2] * 17])
-    context = Prompt("context", 8, context=[[1] * 20, [2] * 17])
+    question = Feed("question", 8, question=[[1] * 20, [2] * 17])
+    context = Feed("context", 8, context=[[1] * 20, [2] * 17])
     method = Resa()
     assert [segment.variant for segment in method.segments(question)] == ["", "", "ends"]
     assert [segment.variant for segment in method.segments(context)] == ["", "", ""]

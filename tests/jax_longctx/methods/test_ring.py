@@ -75,7 +75,7 @@ def test_r6_keys_and_values_are_sent_once_less_than_there_are_shards(order, back
     engine = engine_of((1, 4, 1), order=order)
     setup = engine.setup
     caches = abstract_caches(setup, 1, 512, 8)
-    (segment,) = setup.method.segments(engine.setup.prompt("context", 512, context=[[1] * 300]))
+    (segment,) = setup.method.segments(engine.setup.feed("context", 512, context=[[1] * 300]))
     total = jax.ShapeDtypeStruct((1,), jnp.int32)
     lowered = whole_segment.lower(setup, engine.params, caches, segment, total, None, "none")
     layer = lowered.as_text().count("collective_permute")

@@ -10,7 +10,7 @@ from jax_longctx.engine.prefill import finish_question
 from jax_longctx.methods.snapkv import SnapKV
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import (
-    Run,
+    FedRows,
     check_rows,
     full_logits,
     last_logits,
@@ -69,7 +69,7 @@ def decoded(engine, caches, **changes):
     """Logits and caches, token by token of the answers, under a variant of the method."""
     engine = under(engine, dataclasses.replace(METHOD, **changes))
     caches = finish_question(engine.setup, caches, TOTAL, reserve=16)
-    for step in Run(engine, 128, 16, TOTAL, caches).tokens(ANSWERS):
+    for step in FedRows(engine, 128, 16, TOTAL, caches).tokens(ANSWERS):
         yield last_logits(step), step.caches
 
 

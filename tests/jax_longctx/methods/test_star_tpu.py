@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_longctx.contract import Prompt
+from jax_longctx.contract import Feed
 from jax_longctx.engine import Sampling
 from jax_longctx.engine.capacity import bucket, bytes_per_device, staged_caches
 from jax_longctx.engine.decode import Steps, decode_block
@@ -54,7 +54,7 @@ def prefill(setup):
     caches, _, _ = staged_caches(setup, 1, CONTEXT, RESERVE)
     total = jax.ShapeDtypeStruct((1,), jnp.int32)
     found = {}
-    prompt = Prompt(
+    prompt = Feed(
         "context",
         setup.chunk,
         context=[range(CONTEXT)],

@@ -46,9 +46,9 @@ ODD += [[None], {"a": {}}, ["a"] * 40, [1, "a"], [2**63], [-(2**31) - 1], [2**70
 def check_idle(running):
     """Every row is free and no request is in the books."""
     scheduler, contexts = running.served.scheduler, running.served.contexts
-    wait_until(lambda: scheduler._jobs == 0 and not scheduler._rows)
+    wait_until(lambda: scheduler._tickets == 0 and not scheduler._rows)
     assert running.served.executor.free == running.served.options.rows
-    assert all(text.jobs == text.rows == 0 for text in contexts._texts.values())
+    assert all(text.tickets == text.rows == 0 for text in contexts._texts.values())
     assert not running.faults
 
 
@@ -294,7 +294,7 @@ def test_a_text_is_given_up_when_its_client_goes_away(serve, tiny, monkeypatch):
     with begin_post(running, body, len(body), "/v1/contexts") as raw:
         assert raw.recv(100)
     check_idle(running)
-    wait_until(lambda: not contexts._texts and not executor._reading)
+    wait_until(lambda: not contexts._texts and not executor._prefilling)
     assert not executor.contexts and contexts.listed() == []
 
 
@@ -384,7 +384,7 @@ def test_a_request_that_does_not_fit_now_waits(slow, tiny):
     with aside(ask, texts[0]):
         wait_until(lambda: running.served.scheduler._rows)
         with aside(ask, texts[1]):
-            wait_until(lambda: running.served.scheduler._jobs == 2)
+            wait_until(lambda: running.served.scheduler._tickets == 2)
             while len(done) == 0:
                 assert len(running.served.scheduler._rows) <= 1
                 time.sleep(0.01)
@@ -410,7 +410,7 @@ def test_waiting_requests_keep_each_others_texts(slow, tiny):
                 stack.enter_context(aside(ask, *asked))
                 # The first one's text is loaded. Until then a question about another could join.
                 wait_until(lambda: running.served.scheduler._rows)
-                wait_until(lambda number=number: running.served.scheduler._jobs == number)
+                wait_until(lambda number=number: running.served.scheduler._tickets == number)
         figures = http.get("/metrics").text
     (loaded,) = re.findall(r"longctx_contexts_loaded_total (\d+)\.0", figures)
     # Each at most once.
@@ -425,7 +425,7 @@ def test_a_full_queue_tells_when_to_come_again_and_a_slow_body_holds_no_place(sl
         stream = client.completions.create(**slow_request(stream=True))
         next(iter(stream))
         with aside(client.completions.create, **slow_request(max_tokens=1)):
-            wait_until(lambda: running.served.scheduler._jobs == 2)
+            wait_until(lambda: running.served.scheduler._tickets == 2)
             with pytest.raises(openai.RateLimitError) as caught:
                 client.completions.create(**slow_request())
             assert int(caught.value.response.headers["retry-after"]) >= 1
@@ -570,7 +570,7 @@ def test_a_fault_of_the_scheduler_is_reported_once(serve, tiny, monkeypatch):
     running = serve(tiny, access=Access(seconds=3))
     executor = running.served.executor
 
-    def broken(key, request):
+    def broken(key, ask):
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(executor, "join", broken)

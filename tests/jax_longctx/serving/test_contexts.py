@@ -291,7 +291,7 @@ def test_short_device_memory_drops_texts_and_then_refuses(serve, tiny, monkeypat
 
     def full(key):
         if executor.contexts or full.always:
-            executor._reading.pop(key).close()
+            executor._prefilling.pop(key).close()
             raise CapacityError("a cache needs more than is free")
         return read_on(key)
 
@@ -423,7 +423,7 @@ def test_contexts_are_limited_in_number_and_time(serve, tiny):
         http.delete(f"/v1/contexts/{names[0]}")
         assert read(http, text=OTHER)["state"] == "ready"
     # A job may end shortly after its answer.
-    wait_until(lambda: not any(text.jobs for text in running.served.contexts._texts.values()))
+    wait_until(lambda: not any(text.tickets for text in running.served.contexts._texts.values()))
 
 
 def test_saved_contexts_are_limited_in_bytes(serve, tiny, tmp_path, caplog):

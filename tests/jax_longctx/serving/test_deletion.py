@@ -26,7 +26,7 @@ def check_empty(running):
     """Nothing is left of any context, in memory or on the disk."""
     check_idle(running)
     contexts, executor = running.served.contexts, running.served.executor
-    wait_until(lambda: not (contexts._texts or executor.contexts or executor._reading))
+    wait_until(lambda: not (contexts._texts or executor.contexts or executor._prefilling))
     wait_until(lambda: [path.name for path in contexts.folder.iterdir()] == ["server.lock"])
     assert running.served.scheduler._text is None
 

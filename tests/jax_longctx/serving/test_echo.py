@@ -118,7 +118,7 @@ def test_a_prompt_that_is_refused_is_named_and_none_is_read(client, server, tiny
         assert caught.value.param == "prompt.1"
     with pytest.raises(openai.BadRequestError, match="prompt holds token id 284"):
         complete(client, [tiny.config.vocab_size])
-    assert not any(text.jobs for text in server.served.contexts._texts.values())
+    assert not any(text.tickets for text in server.served.contexts._texts.values())
 
 
 def test_rows_do_not_wait_for_a_prompts_numbers(client, monkeypatch):

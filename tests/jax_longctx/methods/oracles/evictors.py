@@ -24,7 +24,7 @@ class Kept:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class View:
     """A rule's view of one segment in one layer.
 
     `p` are probabilities `[N, T, n + T]`; `token` as of `Kept`, new tokens included; `leave` slots
@@ -62,53 +62,53 @@ class StreamingRule:
     def __init__(self, method):
         self.method = method
 
-    def update(self, turn, sums, head):
+    def update(self, view, sums, head):
         return sums
 
-    def score(self, turn, sums, head):
-        token = turn.token[head]
+    def score(self, view, sums, head):
+        token = view.token[head]
         return np.where(token < self.method.sink, np.inf, token)
 
 
 class H2ORule(StreamingRule):
     sums = compared = 1
 
-    def update(self, turn, sums, head):
-        columns = turn.group(head).sum(1)
+    def update(self, view, sums, head):
+        columns = view.group(head).sum(1)
         mass = columns.mean(0) if self.method.over_group == "mean" else columns.max(0)
         return sums + mass[:, None]
 
-    def score(self, turn, sums, head):
+    def score(self, view, sums, head):
         score = sums[:, 0].copy()
         own = self.method.protocol == "own"
-        end = len(score) if own else turn.n
+        end = len(score) if own else view.n
         recent = min(self.method.recent, end) if own else 0
         score[end - recent : end] = np.inf
         return score
 
 
 class TOVARule(StreamingRule):
-    def score(self, turn, sums, head):
-        return turn.p[:, -1].mean(0)
+    def score(self, view, sums, head):
+        return view.p[:, -1].mean(0)
 
 
 class RoCoRule(StreamingRule):
     sums = compared = 3
 
-    def update(self, turn, sums, head):
-        p = turn.group(head).mean(0)
-        return sums + np.stack([p.sum(0), (p**2).sum(0), turn.queries], 1)
+    def update(self, view, sums, head):
+        p = view.group(head).mean(0)
+        return sums + np.stack([p.sum(0), (p**2).sum(0), view.queries], 1)
 
-    def score(self, turn, sums, head):
-        if not turn.leave:
+    def score(self, view, sums, head):
+        if not view.leave:
             return np.zeros(len(sums))
-        how, decoding = self.method, turn.role == "decode"
+        how, decoding = self.method, view.role == "decode"
         sink = 0 if decoding else how.sink
         window = int((how.decode_recent_ratio if decoding else how.recent_ratio) * how.budget)
-        size = max(how.budget - window - sink, turn.leave)
+        size = max(how.budget - window - sink, view.leave)
         mean = sums[:, 0] / sums[:, 2]
         std = np.sqrt(np.maximum(sums[:, 1] / sums[:, 2] - mean**2, 0))
-        free = [s for s in range(sink, turn.staying - how.protected_last) if turn.may[s]]
+        free = [s for s in range(sink, view.staying - how.protected_last) if view.may[s]]
         scope = sorted(free, key=lambda s: (std[s], -s))[:size]
         score = np.full(len(sums), np.inf)
         score[scope] = mean[scope]
@@ -167,13 +167,13 @@ class Evicting:
             leave = max(n - (budget - self.method.chunk), 0) if role in ("context", "probe") else 0
         staying = n if role == "probe" else n + rows
         looks = self.method.protocol == "own" or role in ("context", "probe")
-        turn = Turn(p, n, token, leave, may, staying, role, heads)
+        view = View(p, n, token, leave, may, staying, role, heads)
         for head in range(heads):
             sums = np.concatenate([kept.sums[head], np.zeros((rows, self.rule.sums))])
             stays = np.arange(n + rows) < staying
             if looks:
-                sums = self.rule.update(turn, sums, head)
-                score = self.rule.score(turn, sums, head)
+                sums = self.rule.update(view, sums, head)
+                score = self.rule.score(view, sums, head)
                 # The lowest leave, and of equals the newest.
                 worst = sorted(np.flatnonzero(may), key=lambda s, score=score: (score[s], -s))
                 stays[worst[:leave]] = False

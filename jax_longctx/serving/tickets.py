@@ -1,18 +1,18 @@
-"""Jobs that HTTP handlers give the scheduler, and the events that they get back."""
+"""Tickets that HTTP handlers give the scheduler, and the events that they get back."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 
 from jax_longctx.answers import AnswerReader
-from jax_longctx.engine.running import Chosen, Request
+from jax_longctx.engine.running import Ask, Chosen
 from jax_longctx.engine.scoring import TextScores
 from jax_longctx.serving.schema import RequestError
 from jax_longctx.serving.texts import Entry, Text
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
-    """Tokens that were read of the text of a job that reads for a client, and all of them."""
+class Prefilled:
+    """Tokens that were read of the text of a ticket that reads for a client, and all of them."""
 
     done: int
     total: int
@@ -26,7 +26,7 @@ class Piece:
       text: that is certain.
       chosen: the tokens that it came with.
       tokens: of the answer so far.
-      finish: why the job ended, `stop` or `length`; a job that only reads ends by `length`.
+      finish: why the ticket ended, `stop` or `length`; a ticket that only reads ends by `length`.
     """
 
     text: str = ""
@@ -35,25 +35,25 @@ class Piece:
     finish: str | None = None
 
 
-# A job that fails ends with its error.
-Event = Reading | Piece | RequestError
+# A ticket that fails ends with its error.
+Event = Prefilled | Piece | RequestError
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Job:
-    """To prefill a text, or with `request` to answer a question about it.
+class Ticket:
+    """To prefill a text, or with `ask` to answer a question about it.
 
     Attributes:
-      text: counted as used by this job (`Contexts.use`); the scheduler releases it.
-      send: takes the job's events, in the scheduler's thread.
+      text: counted as used by this ticket (`Contexts.use`); the scheduler releases it.
+      send: takes the ticket's events, in the scheduler's thread.
       came: when its request came, of `time.monotonic`.
-      entry: what names the text, of a job that reads it for a client; removed with a job that
+      entry: what names the text, of a ticket that reads it for a client; removed with a ticket that
         ends before the text is `ready`.
       about: the context that the question is about; where it is deleted before the answer begins,
-        the job fails.
+        the ticket fails.
       reader: turns the answer's tokens into text.
       prompt: tokens of the prompt that it answers.
-      cached: tokens of the text that were prefilled before this job came.
+      cached: tokens of the text that were prefilled before this ticket came.
       scores: of the text's tokens and the one behind it (see `Text.scored`), once it is read.
       cancelled: the client is gone.
     """
@@ -63,7 +63,7 @@ class Job:
     came: float
     entry: Entry | None = None
     about: Entry | None = None
-    request: Request | None = None
+    ask: Ask | None = None
     reader: AnswerReader | None = None
     prompt: int = 0
     cached: int = 0
@@ -73,5 +73,5 @@ class Job:
 
     @property
     def saves(self) -> bool:
-        """Whether the job is to save its text."""
+        """Whether the ticket is to save its text."""
         return self.entry is not None and self.entry.save

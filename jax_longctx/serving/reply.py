@@ -1,4 +1,4 @@
-"""An answer in OpenAI's two forms, as events of a stream or whole: chats and completions."""
+"""The reply to a request, as a stream's events or whole: OpenAI's chats and completions."""
 
 import dataclasses
 import secrets
@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from jax_longctx.engine.running import Chosen
 from jax_longctx.engine.scoring import TextScores
-from jax_longctx.serving.jobs import Job, Piece
 from jax_longctx.serving.prompts import Echo
+from jax_longctx.serving.tickets import Piece, Ticket
 from jax_longctx.serving.tokens import Places, TokenNames
 from jax_longctx.text import Tokenizer
 
@@ -26,7 +26,7 @@ class Choice:
       echo: the start of the text, until it is given out.
     """
 
-    job: Job
+    ticket: Ticket
     places: Places
     echo: Echo | None = None
     tokens: int = 0
@@ -36,8 +36,8 @@ class Choice:
 
 
 @dataclasses.dataclass
-class Answer:
-    """The answer to one request on its way to the client.
+class Reply:
+    """The answers to one request on their way to the client.
 
     Attributes:
       logprobs: whether log-probabilities were asked for.
@@ -55,18 +55,18 @@ class Answer:
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
         self._names = TokenNames(self.tokenizer)
 
-    def add(self, job: Job, after: Sequence[int], echo: Echo | None) -> None:
-        """Adds a choice: the job's answer to its prompt."""
+    def add(self, ticket: Ticket, after: Sequence[int], echo: Echo | None) -> None:
+        """Adds a choice: the ticket's answer to its prompt."""
         begun = 0 if echo is None else len(echo.text)
         places = Places(self.tokenizer, after, begun)
-        self.choices.append(Choice(job, places, echo))
+        self.choices.append(Choice(ticket, places, echo))
 
     def take(self, number: int, piece: Piece) -> list[dict[str, Any]]:
-        """Takes a piece of a choice into the answer; returns what a stream tells of it."""
+        """Takes a piece of a choice into the reply; returns what a stream tells of it."""
         choice, told = self.choices[number], list[dict[str, Any]]()
         if choice.echo is not None:
             echo, choice.echo = choice.echo, None
-            told.append(self._more(number, echo.text, self._echoed(echo, choice.job.scores)))
+            told.append(self._more(number, echo.text, self._echoed(echo, choice.ticket.scores)))
         choice.tokens, choice.finish = piece.tokens, piece.finish
         if piece.text or piece.chosen:
             told.append(self._more(number, piece.text, self._scores(choice.places, piece.chosen)))
@@ -86,7 +86,7 @@ class Answer:
         return {**self._head("chunk"), "choices": [], "usage": self.usage()}
 
     def whole(self) -> dict[str, Any]:
-        """The whole answer."""
+        """The whole reply."""
         choices = []
         for number, each in enumerate(self.choices):
             text, logprobs = "".join(each.texts), self._logprobs(each.scored)
@@ -101,7 +101,7 @@ class Answer:
     @property
     def tokens(self) -> tuple[int, int]:
         """Tokens of the prompts, and of the answers so far."""
-        return sum(x.job.prompt for x in self.choices), sum(x.tokens for x in self.choices)
+        return sum(x.ticket.prompt for x in self.choices), sum(x.tokens for x in self.choices)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's count of tokens; cached ones of the prompts were read before the request."""
@@ -110,11 +110,11 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": answer,
             "total_tokens": prompt + answer,
-            "prompt_tokens_details": {"cached_tokens": sum(x.job.cached for x in self.choices)},
+            "prompt_tokens_details": {"cached_tokens": sum(x.ticket.cached for x in self.choices)},
         }
 
     def _more(self, number: int, text: str, scored: Scored) -> dict[str, Any]:
-        """More text of a choice, for the whole answer and as an event."""
+        """More text of a choice, for the whole reply and as an event."""
         choice = self.choices[number]
         choice.texts.append(text)
         choice.scored += scored
