@@ -3,8 +3,8 @@
     {"format": 4, "given": {...}, "crc32": ...}    the origin of the run (`jax_longctx.origin`)
     {..., "crc32": ...}                            a result
 
-After a kill the same command goes on behind the last whole line. A run of another origin may not.
-A line's CRC-32 begins with the first line's, so damage and lines of other runs are noticed.
+After a kill the same command goes on behind the last whole line. A run of another origin may not,
+unless there are no results yet. A line's CRC-32 begins with the first line's, so damage and lines of other runs are noticed.
 """
 
 import json
@@ -55,9 +55,11 @@ class Journal:
         self.path, self._file, self._added = path, None, False
         check_own(path)
         with file_errors(f"{path} cannot be written"):
-            self.resumed = lines.cut(path) > 0
-        if self.resumed:
+            begun = lines.cut(path) > 0
+        if begun:
             self.header, *self.entries = read_journal(path, version, advice)
+        self.resumed = begun and bool(self.entries)
+        if self.resumed:
             check_same(path, self.header[GIVEN], given, advice, free=free)
         else:
             self._begin({"format": version, GIVEN: given, **(more or {})}, [])
@@ -110,13 +112,13 @@ def read_journal(path: Path, version: int, advice: str) -> list[dict[str, Any]]:
         if (told := next(iter(found), {}).get("format")) != version:
             raise OriginError(
                 f"{path} has format {told!r:.20}, expected {version}: another version or program "
-                f"wrote it; {advice}"
+                f"wrote it; go on with that one, or {advice}"
             )
         return lines.verified(found)
     except ValueError as error:
-        raise OriginError(
-            f"{path} is damaged: {error}; remove that line to compute it again, or {advice}"
-        ) from error
+        # Without the header no other line is a result.
+        again = "" if "line 1 " in str(error) else "remove that line to compute it again, or "
+        raise OriginError(f"{path} is damaged: {error}; {again}{advice}") from error
 
 
 def check_own(path: Path) -> None:

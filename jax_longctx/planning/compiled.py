@@ -197,7 +197,7 @@ def _name(
     if function == "_decode_block":
         return _decode_name(filter(None, args[4].variants)), stage
     if function in PARTS:
-        return f"{PARTS[function]}, {args[2].shape[1]:,} tokens", stage
+        return f"{PARTS[function]}, {_tokens(args[2].shape[1])}", stage
     return None, stage
 
 
@@ -208,10 +208,14 @@ def _decode_name(kinds: Iterable[str]) -> str:
 
 def _segment_name(kind: Kind, segment: Segment, shards: int) -> str:
     columns = segment.tokens.shape[1]
-    size = f"{shards} x {columns // shards:,}" if segment.spread else f"{columns:,}"
+    size = f"{shards} x {_tokens(columns // shards)}" if segment.spread else _tokens(columns)
     role = "" if segment.role in (kind, "query") else f" {segment.role.replace('_', ' ')}"
     variant = f" ({segment.variant})" if segment.variant else ""
-    return f"{kind}{role}{variant}, {size} tokens"
+    return f"{kind}{role}{variant}, {size}"
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count:,} tokens"
 
 
 def abstract_params(setup: Setup) -> Any:

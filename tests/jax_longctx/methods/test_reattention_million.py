@@ -52,7 +52,7 @@ def test_no_program_holds_more_than_a_layers_keys_at_once(wanted):
         # all slots would be 25 times as many.
         assert {size for size in elements if size > 4 * TOKENS} <= {3 * 64 * slots}
     # The first chunks are attended whole.
-    assert ranked == {"context, 512 tokens", "question, 32 tokens", "question, 1 tokens", "decode"}
+    assert ranked == {"context, 512 tokens", "question, 32 tokens", "question, 1 token", "decode"}
 
 
 def test_a_model_of_30_layers_fits_one_gpu_with_room(wanted):

@@ -62,7 +62,7 @@ def test_a_program_holds_the_weights_and_all_caches_also_those_it_does_not_read(
         *(f"{part}, {tokens} tokens" for part in ("embedding", "last norm") for tokens in (8, 32)),
         *("context (anchor), 1 x 8 tokens: a layer", "context, 1 x 32 tokens: a layer"),
         *("end of the context: a layer", "question, 32 tokens: a layer", "decode: a layer"),
-        *("logits, 32 tokens", "choice of a token, 1 tokens"),
+        *("logits, 32 tokens", "choice of a token, 1 token"),
     } <= found.keys()
     setup = dataclasses.replace(wanted.setup(make_mesh()), by_layer=True)
     empty, kept, _ = staged_caches(setup, 1, 100, RESERVE)
