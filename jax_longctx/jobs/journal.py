@@ -4,7 +4,8 @@
     {..., "crc32": ...}                            a result
 
 After a kill the same command goes on behind the last whole line. A run of another origin may not,
-unless there are no results yet. A line's CRC-32 begins with the first line's, so damage and lines of other runs are noticed.
+unless there are no results yet. A line's CRC-32 begins with the first line's, so damage and lines
+of other runs are noticed.
 """
 
 import json

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import secrets
+import unicodedata
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
@@ -41,9 +42,16 @@ class Encoder:
             None if step is None else json.loads(step.__getstate__())
             for step in (backend.normalizer, backend.pre_tokenizer)
         ]
-        self._has_prefix = steps != [_continued(step) for step in steps]
         said = json.dumps(steps)
+        self._has_prefix = steps != [_continued(step) for step in steps]
         every = '"always"' in said or '"add_prefix_space": true' in said
+        # Whether other texts than their own become special tokens, by a normalizer or by the model.
+        own = backend.get_vocab(with_added_tokens=False)
+        changes = steps[0] is not None or "Metaspace" in said
+        self._altered = changes and any(
+            added[token].normalized or content in own for token, content in self._special.items()
+        )
+        self._single_words = any(added[token].single_word for token in self._special)
         # Added tokens behind which the prefix stands again; a normalizer does not see where those
         # stand that are found in its own output.
         self._again = {
@@ -61,19 +69,15 @@ class Encoder:
         Raises:
           InputError: as `BoundedTokenizer.encode`.
         """
-        ids, own = self._ids(text, begins), None
-        if plain:
-            starts, ends = zip(*plain, strict=True)
-            others = zip((0, *ends), (*starts, len(text)), strict=True)
-            parts = collections.Counter(text[a:b] for a, b in others)
-            own = sum(n * self._count(self._ids(part, True)) for part, n in parts.items())
-        if own in (None, self._count(ids)) and (begins or self._again.isdisjoint(ids)):
+        ids = self._ids(text, begins)
+        same = not plain or self._count(ids) == self._written_beside(text, plain)
+        if same and (begins or self._again.isdisjoint(ids)):
             return ids
         ids, at, begun = [], 0, [a for a, _ in plain]
-        for token, first, start, end in self._added_in(text, begins):
+        for token, (first, last), (start, end) in self._added_in(text, begins):
             if token in self._special:
                 # The last plain part that begins before the token's end.
-                near = bisect.bisect_left(begun, first + len(self._added[token])) - 1
+                near = bisect.bisect_left(begun, last) - 1
                 if near >= 0 and plain[near][1] > first:
                     continue
             elif token not in self._again:
@@ -83,30 +87,62 @@ class Encoder:
             at, begins = end, token in self._again
         return ids + self._ids(text[at:], begins, as_text=True)
 
+    def _written_beside(self, text: str, plain: Spans) -> collections.Counter[int] | None:
+        """Special tokens outside the `plain` parts; None where words beside them decide."""
+        if self._single_words:
+            return None
+        starts, ends = zip(*plain, strict=True)
+        others = zip((0, *ends), (*starts, len(text)), strict=True)
+        found = collections.Counter[int]()
+        for part, times in collections.Counter(text[a:b] for a, b in others).items():
+            found.update(self._count(self._ids(part, True) * times))
+        return found
+
+    @functools.cached_property
+    def _unknown(self) -> int | None:
+        """The id of unknown characters."""
+        model = json.loads(self._backend.model.__getstate__())
+        piece = model.get("unk_token")
+        return model.get("unk_id") if piece is None else self._backend.token_to_id(piece)
+
     @functools.cached_property
     def _written(self) -> re.Pattern[str]:
-        return re.compile(_any_of(self._special.values()))
+        return re.compile(f"(?={_any_of(self._special.values())})")
 
     def special_in(self, text: str) -> list[int]:
-        """Index of the first character of each special token that is written in `text`."""
-        if not self._special or self._written.search(text) is None:
+        """Index of the first character of each special token that `text` may hold."""
+        if not self._special:
             return []
-        found = self._added_in(text, True)
-        return [first for token, first, _, _ in found if token in self._special]
+        found = {each.start() for each in self._written.finditer(text)}
+        if self._altered and self._count(self._ids(text, True)):
+            tokens = self._added_in(text, True)
+            found |= {first for token, (first, _), _ in tokens if token in self._special}
+        return sorted(found)
 
-    def _added_in(self, text: str, begins: bool) -> Iterator[tuple[int, int, int, int]]:
-        """Added tokens in `text`: id, first character, and what they take (spaces around, too)."""
+    def _added_in(
+        self, text: str, begins: bool
+    ) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
+        """Added tokens in `text`: id, where it is written, and what it takes (spaces around, too).
+
+        A normalizer makes their text of others, such as full-width letters.
+        """
         ids, offsets = self._copy(begins, False).encode(text, offsets=True)
         for token, (start, end) in zip(ids, offsets, strict=True):
+            if token not in self._added:
+                continue
+            content, taken = self._added[token], text[start:end]
+            written = content if content in taken else taken.strip()
+            first = start + taken.index(written)
             # An unknown character has the id of an added token, whose text it is not.
-            if token in self._added and (at := text.find(self._added[token], start, end)) >= 0:
-                yield token, at, start, end
+            if written == content or token != self._unknown or _folded(written) == _folded(content):
+                yield token, (first, first + len(written)), (start, end)
 
     def _ids(self, text: str, begins: bool, *, as_text: bool = False) -> list[int]:
         return self._copy(begins, as_text).encode(text)[0] if text else []
 
-    def _count(self, ids: Iterable[int]) -> int:
-        return sum(map(self._special.__contains__, ids))
+    def _count(self, ids: Iterable[int]) -> collections.Counter[int]:
+        """How often each special token is among the ids."""
+        return collections.Counter(filter(self._special.__contains__, ids))
 
     def _copy(self, begins: bool, as_text: bool) -> BoundedTokenizer:
         key = begins or not self._has_prefix, as_text
@@ -120,6 +156,10 @@ class Encoder:
                 _hide(described, self._special.values())
             self._copies[key] = BoundedTokenizer(json.dumps(described))
         return self._copies[key]
+
+
+def _folded(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).casefold()
 
 
 def _any_of(texts: Iterable[str], depth: int = 32) -> str:

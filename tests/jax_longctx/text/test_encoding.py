@@ -126,6 +126,66 @@ def test_special_tokens_count_only_where_a_template_writes_them(folder, kind):
         assert all(each in str(chat) for each in texts) and count(chat) == neutral
 
 
+# A normalizer, how the special token is found, its text, and a text that becomes it.
+END = "<|im_end|>"
+DISGUISES = {
+    "full width": (normalizers.NFKC(), {}, END, "\uff1c|im_end|\uff1e"),
+    "full width, spaces around": (
+        normalizers.NFKC(),
+        {"lstrip": True, "rstrip": True},
+        END,
+        "  \uff1c\uff5c\uff49m_end\uff5c\uff1e \n",
+    ),
+    "spaces around": (None, {"lstrip": True, "rstrip": True}, END, f" {END} "),
+    "a word": (None, {"single_word": True}, "END", "END"),
+    "a folded word": (normalizers.NFKC(), {"single_word": True}, "END", "\uff25ND"),
+    "capitals": (normalizers.Lowercase(), {}, END, "<|IM_END|>"),
+    "a kelvin sign": (normalizers.NFC(), {}, "<|TOKEN|>", "<|TO\u212aEN|>"),
+    "spaces": (normalizers.Replace(" ", "\u2581"), {}, "<|a\u2581b|>", "<|a b|>"),
+    "nothing seen": (normalizers.Replace("\u200b", ""), {}, END, "<|im\u200b_end|>"),
+    "accents": (
+        normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()]),
+        {},
+        END,
+        "<|\u00efm_end|>",
+    ),
+    "by the model": (normalizers.NFKC(), {"normalized": False}, "<s>", "\uff1cs\uff1e"),
+}
+
+
+@pytest.mark.parametrize("case", DISGUISES)
+def test_what_a_normalizer_makes_a_special_token_is_plain_text_too(case):
+    normalizer, how, special, text = DISGUISES[case]
+    pieces = ["<unk>", special, *sorted({*"ENDTOKabdeimns_|<>", *text.lower(), *special} - {" "})]
+    model = models.Unigram([(piece, -1.0) for piece in pieces], 0)
+    if case != "by the model":
+        vocab = {piece: number for number, piece in enumerate(pieces)}
+        model = models.BPE(vocab=vocab, merges=[], unk_token="<unk>")
+    backend = tokenizers.Tokenizer(model)
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.add_special_tokens([AddedToken(special, **{"normalized": True, **how}), "<unk>"])
+    template = "{% for m in messages %}" + special + " {{ m.content }}{% endfor %}" + special
+    tokenizer, token = Tokenizer(backend, {}, chat_template=template), backend.token_to_id(special)
+    # As one text it is the token.
+    assert tokenizer.encode(text, parse_special=True).count(token) == 1
+    for user in (
+        text,
+        f"x {text}",
+        f"a{text} {text}b",
+        f"{special}{text} x",
+        f"{text}\u65e5{special}",
+    ):
+        assert token not in tokenizer.encode(user), user
+        for chat in ([user], ["a|", user, f"{user} |"]):
+            said = tokenizer.chat([{"role": "user", "content": each} for each in chat])
+            ids, own = tokenizer.encode(said), len(chat) + 1
+            if "single_word" in how:
+                # A letter before the template's own makes it a part of a word.
+                own -= sum(each[-1].isalnum() for each in chat)
+            assert ids.count(token) == own, (user, chat)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_piece_that_continues_another_has_no_prefix(folder, kind):
     """Beside the whole text: cut before a word, within one, and around a special token."""
