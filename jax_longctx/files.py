@@ -171,6 +171,33 @@ def check_text(text: str, where: str) -> None:
         ) from error
 
 
+def distrust(path: str | Path | int) -> str | None:
+    """Why others may have written a file or a folder, or None; OSError as `os.stat`."""
+    about = os.stat(path)
+    if about.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {about.st_uid}, this process to user {os.geteuid()}"
+    mode = stat.S_IMODE(about.st_mode)
+    return f"others can write to it (mode {mode:o})" if mode & 0o022 else None
+
+
+def private_folder(folder: Path, mode: int, *, own: bool = False) -> None:
+    """Makes a folder to which this user or root alone can write, or checks the one that is there.
+
+    Args:
+      mode: of a new folder.
+      own: the library made it. An earlier version may have let others in, which ends here.
+
+    Raises:
+      OSError: it cannot be made, or others can write to it.
+    """
+    folder.mkdir(mode, parents=True, exist_ok=True)
+    about = folder.stat()
+    if own and about.st_uid == os.geteuid():
+        folder.chmod(stat.S_IMODE(about.st_mode) & mode)
+    if why := distrust(folder):
+        raise PermissionError(errno.EPERM, why, str(folder))
+
+
 def sha256_of(path: Path) -> str:
     """Of a file's bytes."""
     with open_plain(path) as file:

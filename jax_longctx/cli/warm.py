@@ -172,7 +172,7 @@ def _cache_folder() -> Path:
     if folder is None or not used or not ("://" in folder or trusted(Path(folder))):
         raise InputError(
             "there is no compilation cache to fill: it is turned off, or its folder cannot be "
-            "written; name one with JAX_COMPILATION_CACHE_DIR"
+            "written, or others can write to it; name one with JAX_COMPILATION_CACHE_DIR"
         )
     # Also in a folder of the user's choice: a command needs many small programs.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

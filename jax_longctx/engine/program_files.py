@@ -14,7 +14,6 @@ import functools
 import hashlib
 import logging
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ import jax
 from jax._src import compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 from jax._src.lru_cache import LRUCache
+
+from jax_longctx.files import distrust, private_folder
 
 _logger = logging.getLogger(__name__)
 # Bytes of JAX's cache: some ten methods on a large model, or a hundred on a small one.
@@ -32,27 +33,17 @@ MOST_FILES = 20_000
 _told: set[Path] = set()
 
 
-def distrust(path: Path) -> str | None:
-    """Why others may have written a file or a folder, or None; OSError as `Path.stat`."""
-    about = path.stat()
-    if about.st_uid not in (os.geteuid(), 0):
-        return f"it belongs to user {about.st_uid}, this process to user {os.geteuid()}"
-    mode = stat.S_IMODE(about.st_mode)
-    return f"others can write to it (mode {mode:o})" if mode & 0o022 else None
-
-
 @functools.cache
-def trusted(folder: Path) -> bool:
+def trusted(folder: Path, *, own: bool = False) -> bool:
     """Whether programs in the folder may run, which is made if need be; the log says why not."""
     try:
-        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        why = distrust(folder)
+        private_folder(folder, 0o755, own=own)
     except OSError as error:
-        why = error.strerror
-    if why is not None:
         advice = "let JAX_COMPILATION_CACHE_DIR name a folder that only you can write to"
-        _logger.warning("the compilation cache %s is not used: %s; %s", folder, why, advice)
-    return why is None
+        said = "the compilation cache %s is not used: %s; %s"
+        _logger.warning(said, folder, error.strerror, advice)
+        return False
+    return True
 
 
 def store(file: Path, content: bytes) -> None:
@@ -142,7 +133,7 @@ def keep_compilations() -> None:
     if config.jax_compilation_cache_dir is not None or not config.jax_enable_compilation_cache:
         return
     folder = _cache_folder()
-    if folder is not None and trusted(folder):
+    if folder is not None:
         _make_room(folder)
         config.update("jax_compilation_cache_dir", str(folder))
         # JAX leaves out what compiles in less than a second. A first token needs some fifty such
@@ -151,16 +142,14 @@ def keep_compilations() -> None:
 
 
 def _cache_folder() -> Path | None:
-    """The cache folder; None where it cannot be written: JAX would warn of that."""
+    """The cache folder; None where it is not trusted or cannot be written: JAX would warn."""
     try:
         # A user without a home has no cache.
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_longctx"
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        # Earlier versions let others write where the user's umask does.
-        folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o022)
     except (OSError, RuntimeError):
         return None
-    return folder if os.access(folder, os.W_OK | os.X_OK) else None
+    return folder if os.access(folder, os.W_OK | os.X_OK) and trusted(folder, own=True) else None
 
 
 def _make_room(folder: Path) -> None:

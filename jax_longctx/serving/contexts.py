@@ -36,7 +36,17 @@ import pydantic
 
 from jax_longctx.engine.context_io import saved_manifest
 from jax_longctx.errors import CheckpointError
-from jax_longctx.files import file_errors, read_sealed, read_text, seal, whole_path, write_text
+from jax_longctx.files import (
+    distrust,
+    file_errors,
+    private_folder,
+    read_sealed,
+    read_text,
+    reading,
+    seal,
+    whole_path,
+    write_text,
+)
 from jax_longctx.gone import current
 from jax_longctx.locks import only_writer
 from jax_longctx.serving.schema import RequestError
@@ -102,11 +112,9 @@ class Contexts:
         # Texts whose folder is rubbish by now.
         self._unnamed: set[Text] = set()
         self.folder = whole_path(self.folder)
-        with file_errors(f"{self.folder} cannot be written"):
+        with file_errors(f"{self.folder} cannot be used", "give another folder as --contexts"):
             self.folder.parent.mkdir(0o700, parents=True, exist_ok=True)
-            self.folder.mkdir(0o700, exist_ok=True)
-            # An earlier version let others in.
-            self.folder.chmod(0o700)
+            private_folder(self.folder, 0o700, own=True)
         with contextlib.ExitStack() as held:
             told = f"another server keeps its contexts in {self.folder}; name another"
             held.enter_context(only_writer(self.folder / SERVER, told))
@@ -324,6 +332,15 @@ class Contexts:
                 f"--context-disk; delete contexts, or allow more"
             )
 
+    def check_private(self, text: Text) -> None:
+        """Raises CheckpointError where others may have written the text's files."""
+        file, folder = self._file(text), self.path(text)
+        for path in [self.folder, *[file] * file.exists(), folder, *folder.rglob("*")]:
+            with reading(path):
+                why = distrust(path)
+            if why:
+                raise CheckpointError(f"{path} is not to be trusted: {why}; {REMEDY}")
+
     def count_stored(self, text: Text) -> None:
         """Counts the bytes of the text's files, and makes them private to their owner."""
         text.stored = 0
@@ -421,6 +438,7 @@ class Contexts:
                 f"tokenizer; put back what belongs there, or {REMEDY}"
             )
         text = Text(key, tokens, total, saved=True, used=time.monotonic())
+        self.check_private(text)
         self.count_stored(text)
         used = file.stat().st_mtime
         return [

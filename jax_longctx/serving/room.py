@@ -61,6 +61,7 @@ class Room:
         """Begins to load a saved text; `end_files` takes it up."""
         self.loading, text.busy = text, True
         try:
+            self._contexts.check_private(text)
             self._executor.do("load", key=text.key, path=str(self._contexts.path(text)))
         except (CapacityError, CheckpointError) as error:
             self._not_loaded(text, error)

@@ -45,6 +45,21 @@ def test_programs_are_kept_under_the_users_cache(monkeypatch, tmp_path):
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "home/.cache/jax_longctx")
 
 
+def test_another_users_folder_is_left_alone_and_named(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "jax_longctx"
+    folder.mkdir()
+    folder.chmod(0o777)
+    monkeypatch.setattr(program_files.os, "geteuid", lambda: folder.stat().st_uid + 1)
+    if folder.stat().st_uid == 0:
+        os.chown(folder, 4321, -1)
+    keep_compilations()
+    assert jax.config.jax_compilation_cache_dir is None
+    assert folder.stat().st_mode & 0o777 == 0o777
+    (line,) = caplog.messages
+    assert f"{folder} is not used: it belongs to user" in line
+
+
 def test_who_told_jax_is_left_alone(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     jax.config.update("jax_enable_compilation_cache", False)

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from jax_longctx.engine import context_io
+from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.files import seal
 from jax_longctx.serving import contexts as module
 from jax_longctx.serving.contexts import Contexts
@@ -93,6 +94,12 @@ FAULTS = {
     "edited": (lambda a, b: b.write_text(b.read_text().replace("100", "900")), "a"),
     "a pipe": (lambda a, b: [b.unlink(), os.mkfifo(b)], "a"),
     "no folder": (lambda a, b: shutil.rmtree(b.with_suffix("")), "a"),
+    "open to others": (lambda a, b: b.chmod(0o646), "a"),
+    "a folder open to others": (lambda a, b: b.with_suffix("").chmod(0o770), "a"),
+    "a file open to others": (
+        lambda a, b: (b.with_suffix("") / context_io.MANIFEST).chmod(0o666),
+        "a",
+    ),
     "another text": (lambda a, b: write_context(b.with_suffix(""), [4, 5, 7]), "a"),
     "another method": (lambda a, b: write_context(b.with_suffix(""), [4, 5, 6], made_by={}), "a"),
 }
@@ -117,6 +124,38 @@ def test_only_the_files_of_a_text_are_used_for_it(tmp_path, caplog, fault):
     for name in set(ROWS) - set(left):
         assert any(files[name].stem in line and "is not used" in line for line in caplog.messages)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def of_another(folder, monkeypatch):
+    if os.geteuid() == 0:
+        os.chown(folder, 4321, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4321)
+
+
+def test_a_folder_that_others_could_write_is_closed_and_another_users_refused(
+    tmp_path, monkeypatch
+):
+    _, names = kept(tmp_path)
+    tmp_path.chmod(0o777)
+    assert found(tmp_path) == names and tmp_path.stat().st_mode & 0o777 == 0o700
+    of_another(tmp_path, monkeypatch)
+    with pytest.raises(InputError, match=r"cannot be used: it belongs to user .*--contexts"):
+        found(tmp_path)
+
+
+def test_what_others_may_write_under_a_server_is_not_loaded(tmp_path):
+    kept(tmp_path)
+    contexts = Contexts(tmp_path, MADE, ttl=100)
+    text = contexts.texts[0]
+    contexts.check_private(text)
+    for path in (tmp_path, contexts.path(text), contexts.path(text) / context_io.MANIFEST):
+        before = path.stat().st_mode
+        path.chmod(before | 0o002)
+        with pytest.raises(CheckpointError, match=f"{path} is not to be trusted: others can"):
+            contexts.check_private(text)
+        path.chmod(before)
+    contexts.close()
 
 
 def test_contexts_that_are_swapped_under_a_server_are_read_again(serve, tiny, tmp_path, caplog):
