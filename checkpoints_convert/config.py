@@ -13,7 +13,8 @@ from typing import Any
 
 from jax_longctx.errors import ConfigError
 from jax_longctx.files import read_json
-from jax_longctx.models.config import FAMILIES, SIZES, ModelConfig
+from jax_longctx.models.config import SIZES, ModelConfig
+from jax_longctx.models.families import FAMILIES
 
 # The keys that the computation depends on.
 KEYS = {
@@ -21,8 +22,9 @@ KEYS = {
     *("head_dim", "hidden_act", "rms_norm_eps", "tie_word_embeddings"),
     *("attention_bias", "mlp_bias"),
     *("layer_types", "max_window_layers", "sliding_window", "use_sliding_window"),
+    *("sliding_window_pattern", "no_rope_layer_interval"),
     *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"),
-    "original_max_position_embeddings",
+    *("rope_local_base_freq", "original_max_position_embeddings"),
 }
 
 # Positions and shapes are 32-bit integers.
@@ -60,7 +62,8 @@ def model_config(described: Mapping[str, Any], where: str = "config.json") -> Mo
 
 def _model_config(described: Mapping[str, Any]) -> ModelConfig:
     family = _family(described)
-    known = {key: described[key] for key in KEYS if key in described}
+    own = FAMILIES[family].keys.values() if family in FAMILIES else ()
+    known = {key: described[key] for key in (*KEYS, *own) if key in described}
     for key, value in known.items():
         most = MOST_LAYERS if key == "num_hidden_layers" else LARGEST
         for number in _integers(value):

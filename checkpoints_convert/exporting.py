@@ -124,8 +124,7 @@ def _write_shards(
 
 def _write_tensor(file: BinaryIO, tensor: FileTensor, arrays: dict[str, jax.Array]) -> None:
     """Takes its parts out of `arrays`, so that none of them is in memory afterwards."""
-    parts = [part.to_file(np.asarray(arrays.pop(part.path))) for part in tensor.parts]
-    values = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    values = tensor.to_file(np.asarray(arrays.pop(part.path)) for part in tensor.parts)
     file.write(np.ascontiguousarray(values).view(np.uint8).data)
 
 

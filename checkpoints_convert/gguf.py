@@ -25,7 +25,7 @@ from checkpoints_convert.files import Source, SourceTensor, check_tensors
 from checkpoints_convert.vocabulary import gguf_tokenizer_files
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.files import first_line
-from jax_longctx.models.config import FAMILIES
+from jax_longctx.models.families import FAMILIES
 
 READABLE = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),

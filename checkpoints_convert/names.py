@@ -5,25 +5,25 @@ those of GGUF files. The layout follows from a parameter's logical axes: a file 
 rows and the inputs as columns (`[out, in]`). Reading and writing use one description, so an export
 restores each bit.
 
-Rows have another order in three cases, which `Part.rows` undoes:
+Rows have another order in four cases, which `Part.rows` undoes:
 - A family may store several parameters in one tensor, one after another.
 - InternLM2 fuses q, k and v: for each kv head its G query heads, then its key, then its value.
 - llama.cpp pairs neighbouring rows of q and k for interleaved rotary embedding, in files of
-  architecture llama and internlm2 (not qwen2 and qwen3).
+  families that say so (`Family.interleaved`).
+- Where a share of a head is rotated, the files have its channels first; see `RopeConfig`.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from jax_longctx.models.config import LLAMA_NAMES, ModelConfig
-from jax_longctx.models.llama import ParamInfo
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.llama import NORMS, ParamInfo
 from jax_longctx.models.params import param_infos
 
 # Our modules -> InternLM2's.
@@ -43,7 +43,8 @@ INTERNLM2_NAMES = {
 # Rotary tables, which follow from the config.
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.rope\.inv_freq|rope_freqs\.weight")
 
-Rows = Callable[[np.ndarray], np.ndarray]
+# Rows of a tensor: a run, or each by its number.
+Rows = slice | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +52,14 @@ class Part:
     """One of our parameters in a tensor of a file.
 
     Attributes:
-      rows: selects and orders the parameter's rows in the file's tensor.
+      rows: the parameter's rows in the file's tensor; None for all, as they are.
+      shift: what the file's numbers are above the parameter's.
     """
 
     path: str
     info: ParamInfo
     rows: Rows | None = None
+    shift: float = 0.0
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -72,19 +75,21 @@ class Part:
         return (rows, columns) if self.info.inputs else (rows,)
 
     def from_file(self, array: np.ndarray) -> np.ndarray:
-        """Our array, as a view of the file's tensor where no rows are reordered.
+        """Our array, as a view of the file's tensor where its numbers and their order are ours.
 
         The array may also be of the scales of the tensor's rows, `[rows, 1]`.
         """
         if self.rows is not None:
-            array = self.rows(array)
+            array = array[self.rows]
+        if self.shift:
+            array = array - array.dtype.type(self.shift)
         # Of scales the file's tensor would have one column.
         info = self.info if array.shape[1:] == self.file_shape[1:] else self.info.of_scales
         split = array.reshape([info.shape[axis] for axis in self.order])
         return split.transpose(np.argsort(self.order))
 
     def to_file(self, array: np.ndarray) -> np.ndarray:
-        """The file's rows, for parameters whose rows are not reordered."""
+        """The parameter's rows of the file, in our order; see `FileTensor.to_file`."""
         return array.transpose(self.order).reshape(self.file_shape)
 
 
@@ -96,6 +101,16 @@ class FileTensor:
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
+    def to_file(self, parts: Iterable[np.ndarray]) -> np.ndarray:
+        """The file's tensor, from its parts in their order."""
+        arrays = [part.to_file(array) for part, array in zip(self.parts, parts, strict=True)]
+        if self.parts[0].rows is None:
+            return arrays[0]
+        whole = np.empty(self.shape, arrays[0].dtype)
+        for part, array in zip(self.parts, arrays, strict=True):
+            whole[part.rows] = array
+        return whole
+
     def nbytes(self, dtype: np.dtype) -> int:
         """Bytes of the tensor in a type."""
         return math.prod(self.shape) * dtype.itemsize
@@ -105,29 +120,33 @@ def expected_tensors(config: ModelConfig, naming: str) -> dict[str, FileTensor]:
     """The tensors of a model's files by name; `naming` is "hf", "internlm2" or "gguf"."""
     found: dict[str, list[Part]] = {}
     for path, info in param_infos(config).items():
-        part = Part(path, info, _reordered(config, naming, path.split(".")[-1]))
+        scale = path.endswith("norm.scale")
+        # llama.cpp's norms multiply with the numbers of its files.
+        shift = 1 - NORMS[config.traits.norm].fresh if naming == "gguf" and scale else 0.0
+        part = Part(path, info, shift=shift)
         found.setdefault(tensor_name(config, naming, path), []).append(part)
     tensors = {}
     for name, parts in found.items():
-        first = parts[0].file_shape
-        ends = [0, *itertools.accumulate(part.file_shape[0] for part in parts)]
-        if len(parts) > 1:
-            parts = [
-                part
-                if part.rows
-                else dataclasses.replace(part, rows=functools.partial(_run, begin, end))
-                for part, begin, end in zip(parts, ends, ends[1:], strict=False)
-            ]
-        tensors[name] = FileTensor(name, (ends[-1], *first[1:]), tuple(parts))
+        begin, placed = 0, []
+        for part in parts:
+            count = part.file_shape[0]
+            order = _order(config, naming, part)
+            rows = slice(begin, begin + count) if len(parts) > 1 else None
+            if order is not None:
+                # Of InternLM2's wqkv the order is of the whole tensor's rows.
+                rows = order if naming == "internlm2" else begin + order
+            placed.append(dataclasses.replace(part, rows=rows))
+            begin += count
+        tensors[name] = FileTensor(name, (begin, *parts[0].file_shape[1:]), tuple(placed))
     return tensors
 
 
 def tensor_name(config: ModelConfig, naming: str, path: str) -> str:
     """The name of a parameter's tensor in the files."""
-    suffix = "bias" if path.endswith("_bias") else "weight"
-    module = re.sub(r"(_bias|\.scale|\.table)$", "", path)
+    suffix = "bias" if path.endswith("bias") else "weight"
+    module = re.sub(r"(_bias|\.bias|\.scale|\.table)$", "", path)
     layer = re.search(r"\d+", module)
-    names = {"hf": config.traits.names, "internlm2": INTERNLM2_NAMES, "gguf": LLAMA_NAMES}[naming]
+    names = INTERNLM2_NAMES if naming == "internlm2" else config.traits.names
     name = names[re.sub(r"\d+", "*", module, count=1)]
     if layer:
         name = name.replace("*", layer.group())
@@ -149,32 +168,36 @@ def naming_of(names: Iterable[str]) -> str:
     return "internlm2" if any(".attention.wqkv." in name for name in names) else "hf"
 
 
-def _reordered(config: ModelConfig, naming: str, kind: str) -> Rows | None:
-    letter, heads, kv_heads = kind.removesuffix("_bias"), config.num_heads, config.num_kv_heads
+def _order(config: ModelConfig, naming: str, part: Part) -> np.ndarray | None:
+    """The file's row of each of a parameter's rows; None where they are in the file's order."""
+    module = part.path.removesuffix(".scale").rpartition(".")[2]
+    letter = module.removesuffix("_bias").removesuffix("_norm")
+    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
     if naming == "internlm2" and letter in ("q", "k", "v"):
-        return functools.partial(_fused, kv_heads, heads // kv_heads, letter)
-    if naming == "gguf" and config.traits.interleaved and letter in ("q", "k"):
-        return functools.partial(_paired, heads if letter == "q" else kv_heads)
-    return None
+        return _fused(kv_heads, heads // kv_heads, width, letter)
+    turned = config.rope.turned(width)
+    paired = naming == "gguf" and config.traits.interleaved
+    if letter not in ("q", "k") or not (paired or turned < width):
+        return None
+    return _of_heads(part.file_shape[0] // width, width, turned, paired)
 
 
-def _run(begin: int, end: int, array: np.ndarray) -> np.ndarray:
-    """Consecutive rows."""
-    return array[begin:end]
-
-
-def _fused(kv_heads: int, group: int, letter: str, array: np.ndarray) -> np.ndarray:
+@functools.lru_cache(maxsize=16)
+def _fused(kv_heads: int, group: int, width: int, letter: str) -> np.ndarray:
     """The q, k or v rows of InternLM2's `wqkv`."""
-    rest = array.shape[1:]
-    split = array.reshape(
-        kv_heads, group + 2, -1, *rest
-    )  # [kv heads, G queries + key + value, H, D]
+    # [kv heads, G queries + key + value, H]
+    rows = np.arange(kv_heads * (group + 2) * width).reshape(kv_heads, group + 2, width)
     at = {"q": slice(0, -2), "k": slice(-2, -1), "v": slice(-1, None)}[letter]
-    return split[:, at].reshape(-1, *rest)
+    return rows[:, at].reshape(-1)
 
 
-def _paired(heads: int, array: np.ndarray) -> np.ndarray:
-    """Rows paired for interleaved rotary embedding, back to halves."""
-    rest = array.shape[1:]
-    split = array.reshape(heads, -1, 2, *rest)  # [heads, H/2 pairs, first or second, D]
-    return split.swapaxes(1, 2).reshape(-1, *rest)
+@functools.lru_cache(maxsize=16)
+def _of_heads(heads: int, width: int, turned: int, paired: bool) -> np.ndarray:
+    """Rows of heads: channels that turn together stand half a head apart."""
+    rows = np.arange(heads * width).reshape(heads, width)
+    if paired:
+        # They are neighbours in the file.
+        rows = rows.reshape(heads, -1, 2).swapaxes(1, 2).reshape(heads, width)
+    first, second = np.split(rows[:, :turned], 2, axis=1)
+    still = np.split(rows[:, turned:], 2, axis=1)
+    return np.concatenate([first, still[0], second, still[1]], axis=1).reshape(-1)

@@ -100,7 +100,7 @@ def _measure(setup: Setup, method: Resa, queries: int) -> Any:
     """`(one layer's cache of one text, tokens of its prompt) -> (errors [2, lams], kept share)`."""
 
     def body(cache: Recorded, prompt: Array) -> tuple[Array, Array]:
-        ctx = setup.layer_context(None, cache.store.length)
+        ctx = setup.layer_context(setup.layer(0), cache.store.length)
 
         def one(step: Array) -> tuple[Array, Array]:
             return _step_errors(method, cache, prompt, prompt + step, ctx)

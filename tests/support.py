@@ -10,8 +10,9 @@ import numpy as np
 import tokenizers
 
 from jax_longctx.engine import Engine
-from jax_longctx.models.config import ModelConfig, RopeConfig
+from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import init_params
+from jax_longctx.models.rope import RopeConfig
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import Tokenizer

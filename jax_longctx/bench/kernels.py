@@ -25,7 +25,7 @@ from jax_longctx.contract import LayerContext
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.perplexity import pipe_table
 from jax_longctx.files import save_figure
-from jax_longctx.models.config import RopeConfig
+from jax_longctx.models.rope import RopeConfig
 from jax_longctx.parts.residual import Background, combine, prior_of
 from jax_longctx.parts.sparse_decode import Selected
 from pallas_kernels import dispatch

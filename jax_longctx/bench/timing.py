@@ -261,7 +261,7 @@ class Shape:
         if not 2 <= timed <= config.num_layers:
             raise InputError(f"--layers must be from 2 to {config.num_layers}, got {layers}")
         say("making weights ...")
-        cut, spec = _cut(config, timed), dataclasses.replace(spec, mesh=mesh).over("bfloat16")
+        cut, spec = config.cut(timed), dataclasses.replace(spec, mesh=mesh).over("bfloat16")
         params = init_params(cut, spec)
         if mesh.devices.flat[0].platform != "cpu":
             params = stacked_layers(cut, params, consume=True)
@@ -275,7 +275,7 @@ class Shape:
         """An engine of the method on the first layers, all that are timed unless given."""
         layers = layers or self.layers
         params = first_layers(self.params, layers)
-        return Engine(_cut(self.config, layers), params, compared(self.spec, method))
+        return Engine(self.config.cut(layers), params, compared(self.spec, method))
 
     def setup(self, method: Any) -> Setup:
         """The setup of the whole model."""
@@ -289,10 +289,6 @@ class Shape:
     def facts(self) -> dict[str, Any]:
         layers = {"timed": self.layers, "of": self.config.num_layers}
         return {**device_facts(), "layers": layers, **self.spec.facts()}
-
-
-def _cut(config: ModelConfig, layers: int) -> ModelConfig:
-    return dataclasses.replace(config, num_layers=layers, windows=config.windows[:layers])
 
 
 def scaled(name: str, seconds: dict[int, float], layers: int) -> dict[str, float]:

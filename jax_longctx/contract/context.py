@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.contract.merging import Attended, merge_way
-from jax_longctx.models.config import RopeConfig
+from jax_longctx.models.rope import RopeConfig
 from pallas_kernels.dispatch import platform
 
 # Queries, keys and values of T new tokens, before rotary embedding: N query heads, K kv heads.
@@ -198,8 +198,8 @@ class LayerContext:
     Attributes:
       scale: factor of the attention logits.
       window: sliding window of this layer in tokens, or None.
-      rope: the checkpoint's rotary embedding.
-      total: each row's total length, known before its first chunk (for dynamic NTK).
+      rope: the layer's rotary embedding.
+      total: each row's total length, known before its first chunk (see `RopeConfig.by_length`).
       stripe: slots of a stripe, where they are dealt to the shards in stripes; None for blocks.
     """
 
@@ -213,7 +213,18 @@ class LayerContext:
         self, x: Float[Array, "B T N H"], positions: Int[Any, "#B T"]
     ) -> Float[Array, "B T N H"]:
         """`x` under rotary embedding at `positions`; for numpy positions see `rope_angles`."""
+        if self.rope.share == 0:
+            return x
         return apply_rope(x, *rope_angles(self.rope, x.shape[-1], positions, self.total))
+
+    def for_raw_keys(self, q: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+        """Rotated queries for keys without rotary embedding.
+
+        Rotated keys carry the factor of their own embedding; those do not.
+        """
+        if self.rope.share == 1:
+            return q * self.rope.scale
+        return (q * np.tile(self.rope.scales(q.shape[-1]), 2)).astype(q.dtype)
 
     @property
     def head_shards(self) -> int:
@@ -296,31 +307,39 @@ class LayerContext:
 def rope_angles(
     config: RopeConfig, head_dim: int, positions: Int[Any, "#B T"], total: Int[Array, " B"]
 ) -> tuple[Float[Any, "#B T F"], Float[Any, "#B T F"]]:
-    """cos and sin at `positions`, times `config.scale`; float32 whatever the model's dtype.
+    """cos and sin at `positions`, times `config.scales`; float32 whatever the model's dtype.
 
     Args:
       positions: of a numpy array the angles are numpy arrays, made once, when a program is
         traced. XLA would make them anew in every turn of a loop over layers.
-      total: each row's total length, fixed before its first chunk; only `dynamic` reads it.
+      total: each row's total length, fixed before its first chunk; read where `config.by_length`.
     """
-    if config.kind == "dynamic":
-        frequency = _dynamic_frequencies(config, head_dim, total)[:, None, :]  # [B, 1, H/2]
+    if config.by_length:
+        frequency = _frequencies_by_length(config, head_dim, total)[:, None, :]  # [B, 1, H/2]
         positions = jnp.asarray(positions)
     else:
         frequency = np.asarray(config.frequencies(head_dim), np.float32)
     # NumPy's functions, where nothing is traced: XLA would compile a program for each of them.
     cosine, sine = (np.cos, np.sin) if isinstance(positions, np.ndarray) else (jnp.cos, jnp.sin)
     angle_BTF = positions[..., None].astype(np.float32) * frequency
-    scale = np.float32(config.scale)
-    return cosine(angle_BTF) * scale, sine(angle_BTF) * scale
+    scale_F = config.scales(head_dim)
+    return cosine(angle_BTF) * scale_F, sine(angle_BTF) * scale_F
 
 
-def _dynamic_frequencies(config: RopeConfig, head_dim: int, total: Array) -> Array:
+def _frequencies_by_length(config: RopeConfig, head_dim: int, total: Array) -> Array:
+    """[B, H/2]."""
+    if config.kind == "longrope":
+        short_F, long_F = (
+            np.asarray(config.frequencies(head_dim, long=long), np.float32)
+            for long in (False, True)
+        )
+        return jnp.where(total[:, None] > config.trained_length, long_F, short_F)
+    turned = config.turned(head_dim)
     length_B1 = jnp.maximum(total, config.trained_length).astype(jnp.float32)[:, None]
     stretch_B1 = config.factor * length_B1 / config.trained_length - (config.factor - 1)
-    theta_B1 = config.theta * stretch_B1 ** (head_dim / (head_dim - 2))
-    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    return theta_B1**-exponent
+    theta_B1 = config.theta * stretch_B1 ** (turned / (turned - 2))
+    exponent = jnp.arange(0, turned, 2, dtype=jnp.float32) / turned
+    return resized(theta_B1**-exponent, 1, head_dim // 2)
 
 
 def apply_rope(

@@ -156,7 +156,7 @@ class LayerPass:
         self, q: Array, k: Array, v: Array, cache: Any, segment: Segment, total: Array
     ) -> tuple[Array, Any]:
         """The method's `attend` over a device's part of heads and slots."""
-        ctx = self.setup.layer_context(self.layer.window, total)
+        ctx = self.setup.layer_context(self.layer, total)
         (out, _), after = self.layer.method.attend((q, k, v), cache, segment, ctx)
         olds, structure = jax.tree.flatten(cache, is_leaf=_is_plane)
         news = structure.flatten_up_to(after)

@@ -143,7 +143,7 @@ def _traced_finish(
     handed: list[int | None] = []
 
     def finish(cache: Any, total: Array) -> Any:
-        new = layer.method.finish(cache, setup.layer_context(layer.window, total), stage, reserve)
+        new = layer.method.finish(cache, setup.layer_context(layer, total), stage, reserve)
         known = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(cache))}
         handed[:] = [known.get(id(leaf)) for leaf in jax.tree.leaves(new)]
         return new

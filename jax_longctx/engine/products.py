@@ -60,15 +60,16 @@ class FewRows(Products):
     def of(self, x: Array, w: AnyMatrix, axes: int = 1) -> Array:
         return self._product(x, w, axes, x.dtype)
 
-    def normed(self, norm: Norm, x: Array, w: AnyMatrix) -> Array:
-        if x.dtype == jnp.float16 or norm.kind != "rms":
+    def normed(self, norm: Norm | None, x: Array, w: AnyMatrix) -> Array:
+        gain = None if norm is None else norm.gain
+        if x.dtype == jnp.float16 or norm is None or gain is None:
             # float16 may not hold a product of the scale and x without the norm.
             return super().normed(norm, x, w)
         # The norm's factor is applied after the product, so that the product need not wait for it.
         # Without the barrier XLA would fuse the residual sums into the factor's reduction, which
         # runs in one block of threads.
         squares = sums_of_squares(jax.lax.optimization_barrier(x))
-        y = self._product(norm.scale[...] * x, w, 1, jnp.float32)
+        y = self._product((gain * x).astype(x.dtype), w, 1, jnp.float32)
         factor = rms_factor(squares, x.shape[-1], norm.eps)
         return (y * factor.reshape(*x.shape[:2], *[1] * (y.ndim - 2))).astype(x.dtype)
 

@@ -32,6 +32,7 @@ from jax_longctx.contract import (
 from jax_longctx.engine.products import Divided, FewRows
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import PLAIN, Products, ends_of
+from jax_longctx.models.rope import RopeConfig
 from jax_longctx.settings import Offload, StoredForm
 from jax_longctx.sharding import AnyMesh, layers_in, logical_spec
 from pallas_kernels.common import empty
@@ -77,10 +78,12 @@ class Layer:
     Attributes:
       method: `Method.of_layer`.
       window: its sliding window, in tokens.
+      rope: its rotary embedding.
     """
 
     method: Method
     window: int | None
+    rope: RopeConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +145,7 @@ class Setup:
     def layer(self, index: int) -> Layer:
         """The layer of that number."""
         window = self.config.windows[index]
-        return Layer(self.method.of_layer(index, window), window)
+        return Layer(self.method.of_layer(index, window), window, self.config.rope_of(index))
 
     def with_layers(self, caches: tuple[Any, ...]) -> Iterator[tuple[int, Layer, Any]]:
         """The number of the first layer of each of these caches, that layer, and the cache."""
@@ -156,11 +159,12 @@ class Setup:
         shards, vocabulary = self.mesh.shape["seq"], self.config.vocab_size
         return Feed(stage, self.chunk, slots=slots, shards=shards, vocab_size=vocabulary, **rows)
 
-    def layer_context(self, window: int | None, total: Array) -> LayerContext:
+    def layer_context(self, layer: Layer, total: Array) -> LayerContext:
+        """What a method knows of the layer."""
         return LayerContext(
             scale=self.config.softmax_scale,
-            window=window,
-            rope=self.config.rope,
+            window=layer.window,
+            rope=layer.rope,
             total=total,
             stripe=self.slot_layout.stripe,
         )

@@ -250,8 +250,7 @@ class FreePages(Appending):
         # A rotary base that follows the length must follow the scope's, which bounds distances.
         near = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.scope_size))
         far = near.rotate(q, jnp.full(q.shape[:2], self.local, jnp.int32))
-        # Rotated keys carry the factor of their own embedding; these are not rotated.
-        far = far * ctx.rope.scale
+        far = ctx.for_raw_keys(far)
         if segment.role != "decode":
             background = residual.observe(background, far, k, valid_B, store.length)
             if segment.variant == ENDS:

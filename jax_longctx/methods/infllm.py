@@ -184,8 +184,7 @@ class InfLLM(Appending):
     def far(self, q: Float[Array, "B T N H"], ctx: LayerContext) -> Float[Array, "B T N H"]:
         """Queries for keys without rotary embedding."""
         rotated = ctx.rotate(q, np.full((1, q.shape[1]), self.n_local - 1, np.int32))
-        # Rotated keys carry the factor of their own embedding; far ones do not.
-        return rotated * ctx.rope.scale
+        return ctx.for_raw_keys(rotated)
 
     def read_bytes(self, cache: UnitMemory, length: int) -> int:
         everything = super().read_bytes(cache.store, length)

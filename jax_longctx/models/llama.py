@@ -1,9 +1,9 @@
-"""The decoder of the Llama family: Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3, InternLM2.
+"""The decoder of Llama and the families like it (`jax_longctx.models.families`).
 
-One pre-norm decoder, configured by `ModelConfig`. Its only unusual trait: queries, keys and
-values leave the layer *before* rotary embedding, through the `attend` function the caller gives.
-Whoever attends decides what is cached and at which position each key is seen, so every
-long-context method runs on this one model.
+One decoder, configured by `ModelConfig`. Its only unusual trait: queries, keys and values leave the
+layer *before* rotary embedding, through the `attend` function the caller gives. Whoever attends
+decides what is cached and at which position each key is seen, so every long-context method runs on
+this one model.
 
 Arrays carry the letters of the glossary: B batch, T tokens of the segment, N query heads, K kv
 heads, H head dim, D model, F ffn, V vocabulary.
@@ -36,10 +36,28 @@ from pallas_kernels.quantised_matrix import (
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
 
 
-def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], eps: float) -> Array:
-    """Root-mean-square norm in float32; the scale multiplies after the cast back, as in HF."""
-    normed = x.astype(jnp.float32) * rms_factor(sums_of_squares(x), x.shape[-1], eps)
-    return scale * normed.astype(x.dtype)
+def rms_norm(x: Float[Array, "..."], scale: Float[Array, "*D"], eps: float) -> Array:
+    """Root-mean-square norm over the axes of `scale`, in float32.
+
+    The scale multiplies after the cast back, as in HF's Llama.
+    """
+    return scale * _of_unit_size(x, scale, eps).astype(x.dtype)
+
+
+def wide_rms_norm(x: Float[Array, "..."], scale: Float[Array, "*D"], eps: float) -> Array:
+    """`rms_norm` whose scale multiplies before the cast back, as in HF's OLMo 2 and Gemma."""
+    return (scale.astype(jnp.float32) * _of_unit_size(x, scale, eps)).astype(x.dtype)
+
+
+def layer_norm(x: Float[Array, "..."], scale: Float[Array, "*D"], eps: float) -> Array:
+    """Norm of mean 0 and variance 1 over the axes of `scale`, in float32 (Ba et al. 2016)."""
+    mean = jnp.mean(x, tuple(range(-scale.ndim, 0)), jnp.float32, keepdims=True)
+    return wide_rms_norm(x.astype(jnp.float32) - mean, scale, eps).astype(x.dtype)
+
+
+def _of_unit_size(x: Array, scale: Array, eps: float) -> Array:
+    squares = sums_of_squares(x, scale.ndim)
+    return x.astype(jnp.float32) * rms_factor(squares, scale.size, eps)
 
 
 def rms_factor(squares: Float[Array, "..."], size: int, eps: float) -> Float[Array, "..."]:
@@ -51,15 +69,46 @@ def rms_factor(squares: Float[Array, "..."], size: int, eps: float) -> Float[Arr
     return jax.lax.rsqrt(squares / size + eps)
 
 
-def sums_of_squares(x: Float[Array, "... D"]) -> Float[Array, "... 1"]:
-    """Of each vector's numbers, in float32."""
+def sums_of_squares(x: Float[Array, "..."], axes: int = 1) -> Float[Array, "..."]:
+    """Of the numbers of each vector, x's last `axes` axes, which stay as 1; in float32."""
     x32 = x.astype(jnp.float32)
-    return jnp.sum(x32 * x32, axis=-1, keepdims=True)
+    return jnp.sum(x32 * x32, axis=tuple(range(-axes, 0)), keepdims=True)
 
 
-# What families choose from (`jax_longctx.models.config`).
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": jax.nn.silu}
-NORMS: dict[str, Callable[[Array, Array, float], Array]] = {"rms": rms_norm}
+@dataclasses.dataclass(frozen=True)
+class NormKind:
+    """A norm that families choose.
+
+    Attributes:
+      of: the normed x, from x, the scale and epsilon.
+      gain: of a root-mean-square norm: what x is multiplied with beside `rms_factor`, from the
+        scale. None of another norm.
+      fresh: the scale of a random model, which changes nothing.
+    """
+
+    of: Callable[[Array, Array, float], Array]
+    gain: Callable[[Array], Array] | None = None
+    fresh: float = 1.0
+
+
+def _plus_one(scale: Array) -> Array:
+    return 1 + scale.astype(jnp.float32)
+
+
+# What families choose from (`jax_longctx.models.families`).
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": jax.nn.gelu,
+}
+NORMS = {
+    "rms": NormKind(rms_norm, lambda scale: scale),
+    "wide rms": NormKind(wide_rms_norm, lambda scale: scale.astype(jnp.float32)),
+    "rms plus one": NormKind(
+        lambda x, scale, eps: wide_rms_norm(x, _plus_one(scale), eps), _plus_one, fresh=0.0
+    ),
+    "layer": NormKind(layer_norm),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,14 +173,24 @@ def _param(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
 
 
 class Norm(nnx.Module):
-    """The family's norm over the last axis."""
+    """The family's norm over the last axes, which have this shape and these logical axes."""
 
-    def __init__(self, size: int, config: ModelConfig):
-        self.scale = _param((size,), (None,))
-        self.kind, self.eps = config.traits.norm, config.norm_eps
+    def __init__(self, config: ModelConfig, shape: tuple[int, ...], axes: tuple[str | None, ...]):
+        self.scale = _param(shape, axes)
+        if config.traits.norm_bias:
+            self.bias = _param(shape, axes)
+        self.kind, self.biased = config.traits.norm, config.traits.norm_bias
+        self.eps = config.norm_eps
 
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        return NORMS[self.kind](x, self.scale[...], self.eps)
+    @property
+    def gain(self) -> Array | None:
+        """What x is multiplied with beside `rms_factor`; None of a norm with more to it."""
+        gain = NORMS[self.kind].gain
+        return None if gain is None or self.biased else gain(self.scale[...])
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        normed = NORMS[self.kind].of(x, self.scale[...], self.eps)
+        return normed + self.bias[...] if self.biased else normed
 
 
 class Products:
@@ -141,9 +200,13 @@ class Products:
         """The last axes of x with as many first ones of w."""
         return jnp.tensordot(x, w, axes) if isinstance(w, jax.Array) else w.product(x, axes)
 
-    def normed(self, norm: Norm, x: Array, w: AnyMatrix) -> Array:
-        """The last axis of the normed x with the first one of w."""
-        return self.of(self.placed(norm(x), "batch", None, None), w)
+    def normed(self, norm: Norm | None, x: Array, w: AnyMatrix) -> Array:
+        """The last axis of x, normed if there is a norm, with the first one of w."""
+        return self.of(self.entering(norm, x), w)
+
+    def entering(self, norm: Norm | None, x: Array) -> Array:
+        """x, normed if there is a norm, as several weights are multiplied with it."""
+        return self.placed(x if norm is None else norm(x), "batch", None, None)
 
     def placed(self, x: Array, *axes: str | None) -> Array:
         """x, which has these logical axes, on the shards where the next step needs it.
@@ -188,11 +251,17 @@ class Attention(nnx.Module):
         if config.o_bias:
             self.o_bias = _param((d,), ("embed",))
         if config.qk_norm:
-            self.q_norm = Norm(h, config)
-            self.k_norm = Norm(h, config)
+            over_heads = config.traits.qk_norm == "heads"
+            shapes = ((n, h), (k, h)) if over_heads else ((h,), (h,))
+            axes = (("heads", None), ("kv_heads", None)) if over_heads else ((None,), (None,))
+            self.q_norm, self.k_norm = (
+                Norm(config, shape, named) for shape, named in zip(shapes, axes, strict=True)
+            )
         self.config = config
 
-    def project(self, norm: Norm, x_BTD: Array, products: Products) -> tuple[Array, Array, Array]:
+    def project(
+        self, norm: Norm | None, x_BTD: Array, products: Products
+    ) -> tuple[Array, Array, Array]:
         """q_BTNH, k_BTKH, v_BTKH of the normed x, before rotary embedding."""
         if self.joined:
             new_BTKXH = products.normed(norm, x_BTD, self.qkv[...])
@@ -201,7 +270,7 @@ class Attention(nnx.Module):
             q_BTKGH, k_BTKH, v_BTKH = new_BTKXH[..., :-2, :], *jnp.moveaxis(new_BTKXH, 3, 0)[-2:]
             q_BTNH = q_BTKGH.reshape(*q_BTKGH.shape[:2], -1, q_BTKGH.shape[-1])
         else:
-            normed_BTD = products.placed(norm(x_BTD), "batch", None, None)
+            normed_BTD = products.entering(norm, x_BTD)
             q_BTNH, k_BTKH, v_BTKH = (
                 products.placed(
                     products.placed(products.of(normed_BTD, w), "batch", None, heads, "head_dim"),
@@ -229,7 +298,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """A gated MLP: SwiGLU with the activation silu.
+    """A gated MLP: SwiGLU with the activation silu, GeGLU with gelu.
 
     With `joined` the weights of gate and up are one array [D, 2, F].
     """
@@ -249,13 +318,13 @@ class MLP(nnx.Module):
             self.up_bias = _param((f,), ("mlp",))
             self.down_bias = _param((d,), ("embed",))
 
-    def __call__(self, norm: Norm, x_BTD: Array, products: Products) -> Array:
+    def __call__(self, norm: Norm | None, x_BTD: Array, products: Products) -> Array:
         """What is added to the hidden states, [B,T,D]: the output for the normed x."""
         if self.joined:
             both_BTCF = products.normed(norm, x_BTD, self.gate_up[...])
             gate_BTF, up_BTF = both_BTCF[:, :, 0], both_BTCF[:, :, 1]
         else:
-            normed_BTD = products.placed(norm(x_BTD), "batch", None, None)
+            normed_BTD = products.entering(norm, x_BTD)
             gate_BTF = products.of(normed_BTD, self.gate[...])
             up_BTF = products.of(normed_BTD, self.up[...])
         if self.bias:
@@ -267,13 +336,17 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Pre-norm attention and MLP, each with a residual connection."""
+    """Attention and MLP, each with a residual connection; norms before them, after them or both."""
 
     def __init__(self, config: ModelConfig, joined: bool = False):
-        self.attn_norm = Norm(config.model_dim, config)
+        def norm(name: str) -> Norm | None:
+            return model_norm(config) if config.traits.has_norm(name) else None
+
+        self.attn_norm, self.attn_out_norm = norm("attn_norm"), norm("attn_out_norm")
         self.attn = Attention(config, joined)
-        self.mlp_norm = Norm(config.model_dim, config)
+        self.mlp_norm, self.mlp_out_norm = norm("mlp_norm"), norm("mlp_out_norm")
         self.mlp = MLP(config, joined)
+        self.residual = config.residual_multiplier
 
     def __call__(
         self,
@@ -285,9 +358,21 @@ class Layer(nnx.Module):
         with jax.named_scope("attention"):
             q, k, v = self.attn.project(self.attn_norm, x_BTD, products)
             out_BTNH, cache = attend(q, k, v, cache)
-            x_BTD = x_BTD + self.attn.output(out_BTNH, products)
+            out_BTD = self.attn.output(out_BTNH, products)
+            x_BTD = x_BTD + self._added(self.attn_out_norm, out_BTD)
         with jax.named_scope("mlp"):
-            return x_BTD + self.mlp(self.mlp_norm, x_BTD, products), cache
+            out_BTD = self.mlp(self.mlp_norm, x_BTD, products)
+            return x_BTD + self._added(self.mlp_out_norm, out_BTD), cache
+
+    def _added(self, norm: Norm | None, out: Array) -> Array:
+        """What attention or MLP adds to the hidden states, of its output."""
+        normed = out if norm is None else norm(out)
+        return normed if self.residual is None else normed * self.residual
+
+
+def model_norm(config: ModelConfig) -> Norm:
+    """A norm of hidden states."""
+    return Norm(config, (config.model_dim,), (None,))
 
 
 class Llama(nnx.Module):
@@ -298,7 +383,7 @@ class Llama(nnx.Module):
         self.embed = Embedding(config)
         count = config.num_layers if layers is None else layers
         self.layers = nnx.List([Layer(config) for _ in range(count)])
-        self.final_norm = Norm(config.model_dim, config)
+        self.final_norm = model_norm(config)
         if not config.tie_embeddings:
             self.head = Embedding(config)
 
@@ -306,8 +391,8 @@ class Llama(nnx.Module):
         """What the first layer is given."""
         with jax.named_scope("embed"):
             x_BTD = self.embed.table[...][tokens]
-            scale = self.config.traits.embed_scale
-            return x_BTD if scale is None else x_BTD * scale(self.config.model_dim)
+            scale = self.config.embed_scale
+            return x_BTD if scale is None else x_BTD * scale
 
     def hidden(
         self, tokens: Int[Array, "B T"], caches: Sequence[Any], attend: Attend
@@ -325,7 +410,10 @@ class Llama(nnx.Module):
         """float32 logits of hidden states."""
         table_VD = self.embed.table[...] if self.config.tie_embeddings else self.head.table[...]
         with jax.named_scope("head"):
-            return jnp.einsum("...D,VD->...V", x, table_VD, preferred_element_type=jnp.float32)
+            logits = jnp.einsum("...D,VD->...V", x, table_VD, preferred_element_type=jnp.float32)
+            divisor, cap = self.config.logits_divisor, self.config.logits_cap
+            logits = logits if divisor is None else logits / divisor
+            return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 @functools.lru_cache(maxsize=16)

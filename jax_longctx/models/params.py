@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import ParamInfo, abstract_model, info_of
+from jax_longctx.models.llama import NORMS, ParamInfo, abstract_model, info_of
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import StoredForm
 from jax_longctx.sharding import AnyMesh, check_divisible
@@ -251,8 +251,8 @@ def init_params(config: ModelConfig, spec: RunSpec | None = None, *, seed: int =
     params: dict[str, Any] = {}
     for index, (path, info) in enumerate(param_infos(config).items()):
         name = path.split(".")[-1]
-        kind = "one" if name == "scale" else "zero" if name.endswith("bias") else "normal"
-        make = _maker(info, kind, mesh, dtype)
+        fresh = NORMS[config.traits.norm].fresh if name == "scale" else None
+        make = _maker(info, 0.0 if name.endswith("bias") else fresh, mesh, dtype)
         params[path] = make(jax.random.key(seed + index))
         if spec.form is not None and info.in_8_bits:
             params[path] = _quantiser(info, mesh)(params[path])
@@ -261,12 +261,13 @@ def init_params(config: ModelConfig, spec: RunSpec | None = None, *, seed: int =
 
 # Kept, so that a second model of the same shapes compiles nothing.
 @functools.lru_cache(maxsize=64)
-def _maker(info: ParamInfo, kind: str, mesh: Mesh, dtype: Any) -> Callable[..., Array]:
+def _maker(info: ParamInfo, value: float | None, mesh: Mesh, dtype: Any) -> Callable[..., Array]:
+    """Makes arrays of one value, or random ones."""
     fan_in = math.prod(info.shape[axis] for axis in info.inputs)
 
     def make(key: Array) -> Array:
-        if kind != "normal":
-            return jnp.full(info.shape, 1 if kind == "one" else 0, dtype)
+        if value is not None:
+            return jnp.full(info.shape, value, dtype)
         return (jax.random.normal(key, info.shape, jnp.float32) * fan_in**-0.5).astype(dtype)
 
     return jax.jit(make, out_shardings=info.sharding(mesh))

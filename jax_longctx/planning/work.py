@@ -124,9 +124,7 @@ def own_matmuls(setup: Setup, gathered: bool = False) -> tuple[int, int]:
 
 def _matmuls(config: ModelConfig, part: Callable[[ParamInfo], tuple[int, ...]]) -> tuple[int, int]:
     sizes = {
-        path: math.prod(part(info))
-        for path, info in param_infos(config).items()
-        if len(info.shape) > 1 and not path.endswith("bias")
+        path: math.prod(part(info)) for path, info in param_infos(config).items() if info.inputs
     }
     tables = [sizes.pop("embed.table"), sizes.pop("head.table", None)]
     return sum(sizes.values()), tables[0]

@@ -94,8 +94,8 @@ def prefills_alike(model: LongContext) -> bool:
     """Whether the answer is the same wherever a prompt is split into text and question."""
     info = model.engine.method.info
     alike = info.append_only and not info.looks_ahead and info.phase in ("none", "decode")
-    # Under dynamic scaling the text's keys depend on the whole prompt's length.
-    return alike and model.config.rope.kind != "dynamic"
+    # The text's keys may depend on the whole prompt's length.
+    return alike and not model.config.rope.by_length
 
 
 class Prompts:

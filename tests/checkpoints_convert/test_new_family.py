@@ -14,8 +14,8 @@ from jax_longctx.cli.main import app
 from jax_longctx.engine.scoring import score
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.methods import make_method
-from jax_longctx.models import config, llama
-from jax_longctx.models.config import FAMILIES, LLAMA_NAMES, Family
+from jax_longctx.models import families, llama
+from jax_longctx.models.families import FAMILIES, LLAMA_NAMES, Family
 from jax_longctx.models.storage import load_params, read_manifest
 from jax_longctx.sharding import make_mesh
 from tests.checkpoints_convert.test_huggingface import assert_same_state, load_all
@@ -47,8 +47,8 @@ def robin(monkeypatch):
         monkeypatch.setattr(llama, name, dict(getattr(llama, name)))
     files = files_of("model_family")
     exec(files["jax_longctx/models/llama.py"], dict(vars(llama)))
-    entry = textwrap.dedent(files["jax_longctx/models/config.py"])
-    for name, family in eval(f"{{{entry}}}", dict(vars(config))).items():
+    entry = textwrap.dedent(files["jax_longctx/models/families.py"])
+    for name, family in eval(f"{{{entry}}}", dict(vars(families))).items():
         monkeypatch.setitem(FAMILIES, name, family)
     described = hf_config("llama") | {"architectures": ["RobinForCausalLM"], "model_type": "robin"}
     described["hidden_act"] = "gelu"
@@ -157,6 +157,6 @@ def test_what_a_family_lacks_is_told(tmp_path, robin, monkeypatch):
 def test_an_entry_that_lacks_a_name_is_refused():
     lacking = {ours: theirs for ours, theirs in LLAMA_NAMES.items() if "k" not in ours}
     k = r"layers\.\*\.attn\.k"
-    for qk_norm, names in ((False, k), (True, f"{k}, {k}_norm")):
+    for qk_norm, names in ((None, k), ("head", f"{k}, {k}_norm")):
         with pytest.raises(ConfigError, match=f"`names` lacks {names}$"):
             Family(architecture="ToyForCausalLM", names=lacking, qk_norm=qk_norm)

@@ -18,8 +18,8 @@ from jax_longctx.engine import Context, RunningBatch
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.methods import METHODS
-from jax_longctx.models.config import RopeConfig
 from jax_longctx.models.params import abstract_params
+from jax_longctx.models.rope import RopeConfig
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import PromptText, Tokenizer

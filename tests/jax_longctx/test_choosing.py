@@ -12,7 +12,7 @@ from jax_longctx.choosing import Found, Measured, choose
 from jax_longctx.cli.main import app
 from jax_longctx.evaluation.intervals import wilson
 from jax_longctx.methods import make_method
-from jax_longctx.models.config import RopeConfig
+from jax_longctx.models.rope import RopeConfig
 from jax_longctx.text import Tokenizer
 from tests.jax_longctx.cli.tiny_model import converted
 from tests.small_methods import SMALL

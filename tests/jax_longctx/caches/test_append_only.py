@@ -67,7 +67,7 @@ def compiled(setup, function, in_specs, out_specs):
     """`function(*arrays, ctx)` on every shard, as the engine runs a method's `attend`."""
 
     def local(*arrays):
-        return function(*arrays, setup.layer_context(None, jnp.zeros((1,), jnp.int32)))
+        return function(*arrays, setup.layer_context(setup.layer(0), jnp.zeros((1,), jnp.int32)))
 
     return jax.jit(setup.shard_map(local, in_specs, out_specs))
 

@@ -66,7 +66,8 @@ def test_a_method_that_needs_the_question_gets_no_other():
 def test_shards_of_a_row_agree():
     """What one shard of heads and slots decides holds on all of them, and for no other row."""
     mesh = make_mesh(2, 2, 2)
-    ctx = tiny_engine(mesh=mesh).setup.layer_context(None, jnp.zeros(1, jnp.int32))
+    setup = tiny_engine(mesh=mesh).setup
+    ctx = setup.layer_context(setup.layer(0), jnp.zeros(1, jnp.int32))
 
     def decide():
         shard = [jax.lax.axis_index(name) for name in ("data", "seq", "tensor")]

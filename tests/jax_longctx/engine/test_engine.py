@@ -13,7 +13,7 @@ from jax_longctx.engine.runs import per_layer
 from jax_longctx.engine.scoring import score
 from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.methods import DynamicNTK, Full
-from jax_longctx.models.config import RopeConfig
+from jax_longctx.models.rope import RopeConfig
 from jax_longctx.sharding import make_mesh
 from tests.support import engine_over, joined, random_rows, tiny_config, tiny_engine
 

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from jax_longctx.engine import scoring
 from jax_longctx.engine.scoring import loglikelihoods, score
 from jax_longctx.errors import InputError
-from jax_longctx.models.config import RopeConfig
+from jax_longctx.models.rope import RopeConfig
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, to_numpy
 from tests.small_methods import KINDS, small_method

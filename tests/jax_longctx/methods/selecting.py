@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jax_longctx.caches import AppendCache, with_store
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.methods.resa import Resa
-from jax_longctx.models.config import RopeConfig
+from jax_longctx.models.rope import RopeConfig
 from jax_longctx.parts import residual
 from jax_longctx.sharding import make_mesh
 

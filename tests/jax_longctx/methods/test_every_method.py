@@ -15,8 +15,8 @@ from jax_longctx.engine.capacity import grow
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import InputError
 from jax_longctx.methods import METHODS, make_method
-from jax_longctx.models.config import RopeConfig
 from jax_longctx.models.params import init_params
+from jax_longctx.models.rope import RopeConfig
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import leaf_axes, make_mesh
 from tests.checkpoints_convert.tiny import random_state, write_checkpoint

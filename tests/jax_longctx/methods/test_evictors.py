@@ -16,7 +16,7 @@ from jax_longctx.methods.h2o import H2O
 from jax_longctx.methods.roco import RoCo
 from jax_longctx.methods.streaming_llm import StreamingLLM
 from jax_longctx.methods.tova import TOVA
-from jax_longctx.models.config import RopeConfig
+from jax_longctx.models.rope import RopeConfig
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.evicting import (
     ANSWERS,

@@ -18,7 +18,7 @@ from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.engine.prefill import whole_segment
 from jax_longctx.engine.scoring import score
 from jax_longctx.methods import METHODS, InfLLM
-from jax_longctx.models.config import RopeConfig
+from jax_longctx.models.rope import RopeConfig
 from jax_longctx.parts.unit_memory import best_units
 from jax_longctx.sharding import make_mesh
 from research.infllm_accounted import (

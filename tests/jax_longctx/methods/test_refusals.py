@@ -5,7 +5,7 @@ import pytest
 from jax_longctx.contract import Feed
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method
-from jax_longctx.models.config import RopeConfig
+from jax_longctx.models.rope import RopeConfig
 from tests.support import random_rows, tiny_config
 
 UNITS = "n_init=4 n_local=16 block_size=4 topk=2 repr_topk=2 chunk=8"

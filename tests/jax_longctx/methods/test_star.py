@@ -140,7 +140,7 @@ def test_random_positions_are_ascending_below_the_block():
     setup = engine.setup
 
     def draw(cache):
-        ctx = setup.layer_context(None, jnp.zeros(1, jnp.int32))
+        ctx = setup.layer_context(setup.layer(0), jnp.zeros(1, jnp.int32))
         index = jnp.arange(30)[None]
         return method.anchor_positions(index, method._block_of(cache, ctx), 256)
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jax_longctx.errors import ConfigError
-from jax_longctx.models.config import ModelConfig, RopeConfig
+from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.presets import PRESETS
+from jax_longctx.models.rope import RopeConfig
 from tests.goldens.cases import MODELS
 
 DATA = Path(__file__).parents[2] / "goldens" / "data"
@@ -140,8 +141,8 @@ def test_dynamic_rope_scales_the_length_of_the_config_and_yarn_reads_all_its_set
         ({"family": "gpt2"}, "unknown family 'gpt2'; known: llama"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not implemented"),
         (
-            rope("longrope", factor=4.0),
-            "rope type 'longrope' is not implemented; implemented: default, linear, dynamic",
+            rope("alibi", factor=4.0),
+            "rope type 'alibi' is not implemented; implemented: default, linear, dynamic",
         ),
         ({"without": ("rope_parameters",)}, "config lacks 'rope_parameters'"),
         ({"rope_parameters": {"rope_type": "default"}}, "config lacks 'rope_theta'"),

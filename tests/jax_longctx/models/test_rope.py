@@ -10,7 +10,8 @@ import pytest
 from jax_longctx.contract import context
 from jax_longctx.contract.context import apply_rope, rope_angles
 from jax_longctx.errors import ConfigError
-from jax_longctx.models.config import ModelConfig, RopeConfig
+from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.rope import RopeConfig
 from tests.goldens.cases import ROPES
 
 GOLDEN = np.load(Path(__file__).parents[2] / "goldens" / "data" / "rope.npz")

@@ -1,0 +1,135 @@
+"""The table of families: what sets one apart from Llama."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from jax_longctx.errors import ConfigError
+from jax_longctx.models.rope import ROPE_KINDS
+
+LLAMA_NAMES = {
+    "embed": "model.embed_tokens",
+    "layers.*.attn_norm": "model.layers.*.input_layernorm",
+    "layers.*.attn.q": "model.layers.*.self_attn.q_proj",
+    "layers.*.attn.k": "model.layers.*.self_attn.k_proj",
+    "layers.*.attn.v": "model.layers.*.self_attn.v_proj",
+    "layers.*.attn.o": "model.layers.*.self_attn.o_proj",
+    "layers.*.attn.q_norm": "model.layers.*.self_attn.q_norm",
+    "layers.*.attn.k_norm": "model.layers.*.self_attn.k_norm",
+    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
+    "layers.*.mlp.gate": "model.layers.*.mlp.gate_proj",
+    "layers.*.mlp.up": "model.layers.*.mlp.up_proj",
+    "layers.*.mlp.down": "model.layers.*.mlp.down_proj",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+}
+LAYER_NORMS = tuple(
+    f"layers.*.{part}{place}_norm" for part in ("attn", "mlp") for place in ("", "_out")
+)
+QK_NORMS = ("layers.*.attn.q_norm", "layers.*.attn.k_norm")
+# Our names of numbers that only some families' configs have: fields of `ModelConfig`.
+NUMBERS = (
+    *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_divisor"),
+    *("attention_cap", "logits_cap"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """What sets a family apart; the defaults are Llama's.
+
+    Attributes:
+      architecture: its name in the `architectures` of a `config.json`.
+      defaults: the `model_type` whose defaults its config has; None for its own. A family that is
+        not in transformers must name one that is (`"llama"`).
+      names: our modules -> its Hugging Face files'; `*` is the layer, and `.weight` or
+        `.bias` is appended. Modules with the same name share a tensor, one's rows after the
+        other's. All modules that a layer has are required; `head` only where the embeddings may be
+        apart.
+      keys: what its config names otherwise than Llama's, or Llama's lacks: `activation`,
+        `query_width`, `unrotated` or one of `NUMBERS` -> the config's key.
+      activation: of the gated MLP: a key of `llama.ACTIVATIONS`, and Hugging Face's `hidden_act`.
+      norm: a key of `llama.NORMS`.
+      norms: where a layer has norms: before attention and MLP (`attn_norm`, `mlp_norm`), after them
+        and before they are added (`attn_out_norm`, `mlp_out_norm`), or both.
+      norm_bias: its norms add a bias.
+      softmax_scale: factor of the scores, from the width of a head (or `query_width`).
+      embed_scale: factor of the embeddings, from the width of the model.
+      rope_kinds: its kinds of rotary embedding.
+      partial_rotary: its config may say what share of a head's channels is rotated.
+      local_rope: layers with a window have a rotary embedding of their own.
+      bias_flags: flags of its config. `attention_bias` adds biases to q, k, v and o, `mlp_bias` to
+        gate, up and down.
+      qkv_bias: q, k and v always have biases; the config has no flag for them.
+      qk_norm: norms of queries and keys before rotary embedding, of each head or over all heads.
+      windows: sliding windows in no layer, in all layers or none, or set layer by layer.
+      gguf: llama.cpp's names of its architecture, the usual one first.
+      interleaved: llama.cpp pairs the rows of its q and k for interleaved rotary embedding.
+    """
+
+    architecture: str
+    defaults: str | None = None
+    names: Mapping[str, str] = dataclasses.field(default_factory=lambda: LLAMA_NAMES)
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    activation: str = "silu"
+    norm: str = "rms"
+    norms: Literal["before", "after", "both"] = "before"
+    norm_bias: bool = False
+    softmax_scale: Callable[[float], float] = lambda head_dim: head_dim**-0.5
+    embed_scale: Callable[[int], float] | None = None
+    rope_kinds: tuple[str, ...] = tuple(kind for kind in ROPE_KINDS if kind != "longrope")
+    partial_rotary: bool = False
+    local_rope: bool = False
+    bias_flags: tuple[Literal["attention_bias", "mlp_bias"], ...] = ()
+    qkv_bias: bool = False
+    qk_norm: Literal["head", "heads"] | None = None
+    windows: Literal["none", "all", "by layer"] = "none"
+    gguf: tuple[str, ...] = ()
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        needed = LLAMA_NAMES.keys() - {*LAYER_NORMS, *QK_NORMS, "head"}
+        needed |= {name for name in LAYER_NORMS if self.has_norm(name.removeprefix("layers.*."))}
+        needed |= set(QK_NORMS) if self.qk_norm else set()
+        if lacking := sorted(needed - self.names.keys()):
+            raise ConfigError(f"{self.architecture}: `names` lacks {', '.join(lacking)}")
+
+    def has_norm(self, name: str) -> bool:
+        """Whether a layer has the norm of that name, such as `attn_out_norm`."""
+        return self.norms in ("both", "after" if name.endswith("_out_norm") else "before")
+
+    def key(self, ours: str, usual: str) -> str:
+        """The key of its config for a setting that most configs call `usual`."""
+        return self.keys.get(ours, usual)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether its files may hold an output head besides the embedding."""
+        return "head" in self.names
+
+
+# By the `model_type` of a Hugging Face config.
+FAMILIES = {
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        bias_flags=("attention_bias", "mlp_bias"),
+        # GGUF files hold InternLM2's fused projection split, so it is a Llama.
+        gguf=("llama", "internlm2"),
+        interleaved=True,
+    ),
+    # In a GGUF file it is a Llama with a window.
+    "mistral": Family(
+        architecture="MistralForCausalLM", windows="all", gguf=("llama",), interleaved=True
+    ),
+    # Its config does not say that q, k and v have biases.
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM", qkv_bias=True, windows="by layer", gguf=("qwen2",)
+    ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        bias_flags=("attention_bias",),
+        qk_norm="head",
+        windows="by layer",
+        gguf=("qwen3",),
+    ),
+}
