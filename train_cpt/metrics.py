@@ -149,28 +149,19 @@ def _whole_lines(directory: Path) -> list[dict[str, Any]]:
     return found
 
 
-def plot_losses(runs: Sequence[Path], path: Path) -> None:
-    """Loss over steps of one or several runs, and their dev losses, as a PNG.
-
-    Raises:
-      InputError: a run has no metrics.
-    """
+def plot_losses(run: Path, path: Path) -> None:
+    """A run's loss over its steps, and its dev losses, as a PNG; InputError without metrics."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    metrics = [read_metrics(run) for run in runs]
+    found = read_metrics(run)
     figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for number, (run, found) in enumerate(zip(runs, metrics, strict=True)):
-        name = f"{run.name}: " if len(runs) > 1 else ""
-        colour = f"C{number}"
-        axis.plot(*_curve(found, "loss"), color=colour, linewidth=1, label=f"{name}training")
-        steps, losses = _curve(found, "dev_loss")
-        if steps:
-            axis.plot(
-                steps, losses, color=colour, marker="o", linestyle="--", label=f"{name}dev split"
-            )
+    axis.plot(*_curve(found, "loss"), color="C0", linewidth=1, label="training")
+    steps, losses = _curve(found, "dev_loss")
+    if steps:
+        axis.plot(steps, losses, color="C0", marker="o", linestyle="--", label="dev split")
     axis.set_xlabel("step")
     axis.set_ylabel("loss (nats a token)")
     axis.grid(alpha=0.3)

@@ -164,7 +164,7 @@ def _run(config: RunConfig, note: Callable[[str], None], progress: OnStep | None
         progress=progress,
     )
     output = config.run.output
-    from_leader(lambda: plot_losses([output], output / PLOT))
+    from_leader(lambda: plot_losses(output, output / PLOT))
     if outcome.ended == "done":
         params, best = outcome.state.params, outcome.best.step
         _write_model(output / MODEL, checkpoint, manifest, params, outcome.step)

@@ -4,7 +4,6 @@ The fields are options of `jax-longctx bench`, whose help says what they mean.
 """
 
 import dataclasses
-from pathlib import Path
 
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.specs import Spec
@@ -112,15 +111,6 @@ class Prefill(Compared):
             for text in cases or ["32768:8192", "131072:32768"]
         ]
         return [(tokens, block[0] if block else None) for tokens, *block in found]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cold(Compared):
-    """A process's first answer."""
-
-    checkpoint: Path | None = None
-    length: int = 16000
-    answer: int = 60
 
 
 def _numbers(text: str, between: str, expected: str, least: int = 2) -> list[int]:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -226,20 +226,13 @@ def run_peer(module: str, model: str, *arguments: object, advice: str) -> Any:
     """
     command = [sys.executable, "-m", module, "--config", json.dumps(PRESETS[model])]
     command += map(str, arguments)
-    found, failed = printed(command)
-    if failed:
-        raise InputError(f"the transformers baseline failed: {failed}; {advice} (--no-peer)")
-    return found
-
-
-def printed(command: list[str], environment: Mapping[str, str] | None = None) -> tuple[Any, str]:
-    """The JSON that a process prints as its last line, and why it failed, or an empty text."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line] or lines
-        return None, f"{errors[-1] if errors else f'exit status {done.returncode}':.300}"
-    return json.loads(done.stdout.strip().splitlines()[-1]), ""
+        failed = f"{errors[-1] if errors else f'exit status {done.returncode}':.300}"
+        raise InputError(f"the transformers baseline failed: {failed}; {advice} (--no-peer)")
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,11 @@ from typing import Any
 
 import typer
 
-from jax_longctx.bench.asked import Cold, Decode, Prefill, Serve, Throughput
+from jax_longctx.bench.asked import Decode, Prefill, Serve, Throughput
 from jax_longctx.cli import bench_tables, options, process
 from jax_longctx.cli.options import marked, option
 from jax_longctx.cli.terminal import (
     Terminal,
-    check_checkpoint,
     check_file,
     check_folder,
     check_matplotlib,
@@ -256,37 +255,6 @@ def prefill(
         jax-longctx bench prefill -m infllm --case 1048576 --kv int8 --offload host
     """
     _measure("prefill", asked, spec, output, bench_tables.first_tokens)
-
-
-@bench_app.command()
-@options.command
-def cold(
-    output: options.Output,
-    asked: Cold = marked(
-        **_COMPARED,
-        checkpoint=option(
-            "Converted checkpoint in place of a shape with random weights.",
-            "--checkpoint",
-            "-c",
-            metavar="DIR",
-            callback=options.checked(check_checkpoint),
-        ),
-        length=option("Tokens of context.", default=16000, min=1),
-        answer=option("Tokens of the answer.", default=60, min=2),
-    ),
-    spec: RunSpec = options.run("chunk", "dtype", "mesh", dtype=options.dtype(default="bfloat16")),
-) -> None:
-    """Time a process's first answer, with an empty and with a full compilation cache.
-
-    Every method runs in two processes of its own. The first starts with an empty folder for
-    compiled programs, the second with the folder that the first has filled. Time starts when the
-    weights are on the device. Warm is the same answer again in the same process.
-
-    [bold]Example[/bold]
-
-        jax-longctx bench cold --preset llama-3.1-8b --length 16000 -m full -m reattention
-    """
-    _measure("cold", asked, spec, output, bench_tables.cold)
 
 
 @bench_app.command()

@@ -122,25 +122,6 @@ def first_tokens(result: Row) -> Iterable[Any]:
         )
 
 
-def cold(result: Row) -> Iterable[Any]:
-    """Of `bench cold`."""
-
-    def cells(row: Row) -> list[str]:
-        empty, full = row["empty"], row["full"]
-        times = [state[f"{token}_token"] for state in (empty, full) for token in ("first", "last")]
-        times += [empty["warm_first_token"], empty["warm_last_token"]]
-        return [*map(shown_time, times), f"{full['from_cache']} of {full['programs']}"]
-
-    last = f"{result['answer']} tokens"
-    heads = ("method", "empty: first token", last, "full: first token", last)
-    heads += ("warm: first token", last, "found in full cache")
-    yield _table(result, heads, lambda row: [_name(row)], cells)
-    yield (
-        f"{result.get('device', 'no device')}, {result['model']} in {result['dtype']}, "
-        f"{result['context']:,} tokens, chunk {result['chunk']:,}, jax {result.get('jax', '-')}"
-    )
-
-
 def tpu_check(result: Row) -> Iterable[Any]:
     """Of `bench tpu-check`."""
     rows = [

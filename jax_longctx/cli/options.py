@@ -93,6 +93,9 @@ MOVED = {
         f"eval {name}": f"python -m research eval {name}, in a checkout of the repository"
         for name in ("citrus-overlap", "resa-errors", "resa-spectrum")
     },
+    "bench cold": "jax-longctx ask --json twice, and compare their seconds of compile",
+    "train collect": "[data] sources = [...] in the run's file, with texts of your own",
+    "train plot": "tensorboard --logdir DIR; each run draws its DIR/loss.png",
     "bench e2e": "jax-longctx bench decode -m full, or bench prefill -m full",
 }
 

@@ -1,4 +1,4 @@
-"""`jax-longctx train`: continued pretraining, its plots and speed, and its effect on methods."""
+"""`jax-longctx train`: continued pretraining, its speed, and its effect on methods."""
 
 import contextlib
 import dataclasses
@@ -8,15 +8,17 @@ from typing import Any
 import typer
 
 from jax_longctx.cli import options, process
-from jax_longctx.cli.options import argument, only, option
-from jax_longctx.cli.terminal import Terminal, check_checkpoint, check_file, check_plot, save
+from jax_longctx.cli.options import only, option
+from jax_longctx.cli.terminal import Terminal, check_checkpoint, check_file, save
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import parse_mesh
 
 train_app = options.App(
-    no_args_is_help=True, help="Continue the pretraining of a checkpoint on long texts."
+    cls=options.Group,
+    no_args_is_help=True,
+    help="Continue the pretraining of a checkpoint on long texts.",
 )
 
 
@@ -43,8 +45,6 @@ def train(
     [bold]Examples[/bold]
 
         jax-longctx train --config run.toml
-
-        jax-longctx train plot runs/first runs/second --out both.png
 
         jax-longctx train evaluate -c small -c runs/first/model --data data-8k -m full -m snapkv
     """
@@ -83,21 +83,6 @@ def _moment(line: dict[str, Any]) -> str:
         f"loss {line['loss']:.4f}, {line['tokens_per_second']:,.0f} tokens/s, "
         f"MFU {line['mfu']:.1%}, peak {shown_bytes(line['peak_bytes'])}"
     )
-
-
-@train_app.command()
-@options.command
-def plot(
-    runs: list[Path] = argument("Folders of training runs.", default=...),
-    out: Path = option("The PNG to write.", "--out", "-o", default=Path("loss.png")),
-) -> None:
-    """Plot the losses of one or several runs, finished or not."""
-    check_plot(out, "--out")
-    terminal = Terminal()
-    with terminal.starting(extra="train"):
-        from train_cpt.metrics import plot_losses
-    plot_losses(runs, out)
-    terminal.note(f"{out} written")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,31 +142,6 @@ def evaluate(
         result = run(checkpoints, methods or ["full"], data, watch=watch, **how)
     save(result, out)
     terminal.write(markdown(result))
-
-
-@train_app.command()
-@options.command
-def collect(
-    folders: list[Path] = argument(
-        "Folders of manuals, or of installed Python packages.", default=...
-    ),
-    out: Path = option("The JSON lines to write.", "--out", "-o", default=...),
-) -> None:
-    """Collect English text from this machine, to train on without a download.
-
-    Takes documentation in text files and docstrings of Python packages, without repetitions.
-
-    [bold]Example[/bold]
-
-        jax-longctx train collect /usr/share/doc /usr/share/vim /usr/lib/python3 --out english.jsonl
-    """
-    check_file(out)
-    terminal = Terminal()
-    with terminal.starting(extra="train"):
-        from train_cpt.manuals import collect as run
-    with terminal.progress("collecting", "folders") as update:
-        documents, characters = run(folders, out, progress=update)
-    terminal.note(f"{out}: {documents:,} documents, {characters:,} characters")
 
 
 @train_app.command()

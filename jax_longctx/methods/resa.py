@@ -35,7 +35,6 @@ from jax_longctx.contract import (
 from jax_longctx.methods.arkvale import ArkVale
 from jax_longctx.methods.ideal_topk import IdealTopK
 from jax_longctx.methods.quest import Quest
-from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts import residual
 from jax_longctx.parts.residual import ResaCache
 from jax_longctx.parts.selecting import Selecting
@@ -87,9 +86,6 @@ class Resa(Selecting):
     def cannot_offload(self) -> str | None:
         """None with a selector of pages."""
         return self.base.cannot_offload
-
-    def validate(self, config: ModelConfig) -> None:
-        """Every model can be decoded sparsely, and here `psa-resa` has its prior."""
 
     def init_cache(self, shape: CacheShape) -> Any:
         cache = self.base.init_cache(shape)

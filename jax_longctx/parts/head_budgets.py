@@ -7,10 +7,9 @@
   mixes the counts without that floor with the uniform count; its total is exact up to rounding;
 - `progressive` (PSA, progressive sparse attention, Zhou et al. 2025): each head visits its pages
   from the best on until the share `epsilon` of the attention is reached. The authors' stop test is
-  not published; here the mass still missing comes from all keys (`oracle`), from the pages' scores
-  (`estimate`), or from RESA's prior (`resa`). The visited pages' masses are exact: their keys are
-  read once more. Under `digest` these masses too come from the pages' scores, and no key is read.
-  The lists have the static length that the method's budget allows, -1 after the last page.
+  not published; here the mass still missing comes from all keys (`oracle`), or from the pages'
+  scores (`estimate`). The visited pages' masses are exact: their keys are read once more. The lists
+  have the static length that the method's budget allows, -1 after the last page.
 
 Scores are [B, heads, P] of all pages, -inf where a page is no candidate; lists hold global page
 ids.
@@ -25,20 +24,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.caches import AppendCache, local_slots
 from jax_longctx.contract import LayerContext
-from jax_longctx.parts.sparse_decode import Lists, Prior, Span, listed
+from jax_longctx.parts.sparse_decode import Lists, Span, listed
 from pallas_kernels.decode_attention import decode_logits
 from pallas_kernels.select_large_k import select_large_k, select_mask
 
 Granularity = Literal["query_head", "kv_head", "layer"]
-Allocation = Literal[
-    "uniform",
-    "ada-floor",
-    "ada-blend",
-    "psa-oracle",
-    "psa-estimate",
-    "psa-digest",
-    "psa-resa",
-]
+Allocation = Literal["uniform", "ada-floor", "ada-blend", "psa-oracle", "psa-estimate"]
 
 # The share of the uniform budget that Ada-KV leaves to each head, as its authors have it.
 ALPHA = 0.2
@@ -112,35 +103,25 @@ def progressive(
     scores: Float[Array, "B N P"],
     enough: Enough,
     ctx: LayerContext,
-    *,
-    forced: tuple[Float[Array, "B N"], ...],
-    prior: Prior | None,
+    forced: Float[Array, "B N"] | None,
 ) -> Lists:
     """Each head's best pages, best first, until enough of the attention is reached.
 
     Args:
       q: the rotated query.
-      forced: log-sum-exps of this shard's fixed tokens, the query's own and then the prior's.
-      prior: RESA's, where that is what is known.
+      forced: log-sum-exp of this shard's fixed tokens; None without them.
     """
     epsilon, stop, count, most = enough
     lists = best_first(scores, best_pages(scores, count, most))
-    none_BN = jnp.full(lists.shape[:2], -jnp.inf)
-    if stop == "digest":
-        masses = listed(page_logits(scores, span.tokens, ctx.scale), lists)
-    else:
-        masses = _page_masses(q, store, lists, span, ctx)
-    forced_BN = _seq_lse(forced[0], ctx) if forced else none_BN
+    masses = _page_masses(q, store, lists, span, ctx)
+    forced_BN = jnp.full(lists.shape[:2], -jnp.inf)
+    if forced is not None:
+        forced_BN = _seq_lse(forced, ctx)
     if stop == "oracle":
         logits_BNS = decode_logits(q, store.k, store.held(ctx), scale=ctx.scale)
         known = _seq_lse(jax.nn.logsumexp(logits_BNS, axis=-1), ctx)[..., None]
-    elif stop in ("estimate", "digest"):
-        known = _estimated(scores, span.tokens, count, lists, ctx.scale)
     else:
-        assert prior is not None
-        known_BN = _seq_lse(forced[1], ctx) if forced else none_BN
-        behind = _page_masses(prior.query, store, lists, span, ctx)
-        known = _left_over(prior, known_BN, behind)
+        known = _estimated(scores, span.tokens, count, lists, ctx.scale)
     kept = pages_until(epsilon, forced_BN, masses, known, stop == "oracle")
     return Lists(jnp.where(kept, lists, -1))
 
@@ -264,12 +245,3 @@ def _estimated(
     later_BNC = jnp.cumsum(each_BNC[..., ::-1], axis=-1)[..., ::-1]
     later_BNC = jnp.pad(later_BNC[..., 1:], [(0, 0), (0, 0), (0, 1)])
     return jnp.log(outside_BN1 + later_BNC) + top
-
-
-def _left_over(
-    prior: Prior, known: Float[Array, "B N"], behind: Float[Array, "B N C"]
-) -> Float[Array, "B N C"]:
-    """Log of the prior's mass (with the bias) outside the fixed and the first listed pages."""
-    lse_BN1 = prior.lse[..., None]
-    gone = jnp.exp(known[..., None] - lse_BN1) + jnp.cumsum(jnp.exp(behind - lse_BN1), axis=-1)
-    return jnp.log(jnp.maximum(1.0 - gone, 0.0)) + lse_BN1 + prior.bias[..., None]

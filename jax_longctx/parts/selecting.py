@@ -60,8 +60,7 @@ class Selecting(Appending):
       local: last tokens that are always attended.
       granularity: which heads select together.
       skip_layers: first layers that stay exact.
-      allocation: `uniform`; `ada-floor`, `ada-blend` (Ada-KV); `psa-oracle`, `psa-estimate`,
-        `psa-digest`, and for RESA `psa-resa` (PSA).
+      allocation: `uniform`; `ada-floor`, `ada-blend` (Ada-KV); `psa-oracle`, `psa-estimate` (PSA).
       epsilon: PSA stops at this share of the attention.
     """
 
@@ -111,9 +110,7 @@ class Selecting(Appending):
     # The duties.
 
     def validate(self, config: ModelConfig) -> None:
-        """Every model can be decoded sparsely. Refuses `psa-resa`, which needs RESA's prior."""
-        if self.allocation == "psa-resa":
-            raise self.refused("allocation psa-resa needs RESA's prior; use the method resa")
+        """Every model can be decoded sparsely."""
 
     def of_layer(self, layer: int, window: int | None) -> Method:
         """Full attention in layers that stay exact. Their cache, read whole, is on the device."""
@@ -172,8 +169,8 @@ class Selecting(Appending):
         # A group whose heads select alone reads a page once for each of them.
         times = cache.kept.shape[1] // store.sizes[1] if self.granularity == "query_head" else 1
         keys = self.attended(length, slots) * times * all_keys // slots
-        # PSA also reads the visited pages' keys (`psa-digest` does not) or all keys, to choose.
-        visited = keys * (self.allocation in ("psa-oracle", "psa-estimate", "psa-resa"))
+        # PSA also reads the visited pages' keys, and under `psa-oracle` all keys, to choose.
+        visited = keys * self.allocation.startswith("psa")
         visited += all_keys * (self.allocation == "psa-oracle")
         return self.scored_bytes(cache) + visited + 2 * keys
 
@@ -225,8 +222,8 @@ class Selecting(Appending):
         span = self.selectable(cache.store, ctx)
         step = Step(q, cache.store, span, Margins(self.sink, self.local), valid, prior)
         fixed = step.attend_fixed(ctx) if self.allocation.startswith("psa") else None
-        forced = () if fixed is None else tuple(lse[:, 0] for lse in fixed[1::2])
-        return step.attend(self.choose(q, cache, span, ctx, forced, prior), fixed, ctx)
+        forced = None if fixed is None else fixed[1][:, 0]
+        return step.attend(self.choose(q, cache, span, ctx, forced), fixed, ctx)
 
     def selectable(self, store: Store, ctx: LayerContext) -> Span:
         """What lies between the fixed tokens of each row."""
@@ -256,10 +253,9 @@ class Selecting(Appending):
         cache: Any,
         span: Span,
         ctx: LayerContext,
-        forced: tuple[Float[Array, "B N"], ...] = (),
-        prior: Prior | None = None,
+        forced: Float[Array, "B N"] | None = None,
     ) -> Lists:
-        """The pages to attend. `forced` and `prior` are for PSA: see `head_budgets.progressive`."""
+        """The pages to attend. `forced` is for PSA: see `head_budgets.progressive`."""
         pages = span.tokens.shape[1]
         most = self.most_pages(pages * self.page_size, pages)
         count_B = jnp.minimum(self.pages_of(cache.prompt), most)
@@ -277,8 +273,7 @@ class Selecting(Appending):
         kind, _, form = self.allocation.partition("-")
         if kind == "psa":
             enough = Enough(self.epsilon, form, count_B, most)
-            given = (q, cache.store, span, scores_BNP, enough, ctx)
-            return progressive(*given, forced=forced, prior=prior)
+            return progressive(q, cache.store, span, scores_BNP, enough, ctx, forced)
         ranked = self.pooled(scores_BNP, span.tokens, kv_heads, ctx)
         if kind == "uniform":
             return Lists(best_pages(ranked, count_B, most))

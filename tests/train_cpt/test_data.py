@@ -1,6 +1,5 @@
 """Training texts: collected, cut, split and refused, and a position that can be taken up."""
 
-import gzip
 import hashlib
 import json
 import os
@@ -22,7 +21,6 @@ from train_cpt.data import (
     read_documents,
     split_of,
 )
-from train_cpt.manuals import collect
 
 LENGTH = 8
 SHARES = (0.6, 0.2, 0.2)
@@ -249,53 +247,3 @@ def test_batches_go_through_every_epoch_and_their_position_can_be_taken_up(tmp_p
     assert sorted(ones) == sorted(others) and ones != others
     with pytest.raises(InputError, match="no text"):
         batches(opened(tmp_path / "data", "dev"), micro_batches=1, rows=1, seed=0)
-
-
-def prose(words, count=60):
-    """Paragraphs of English that differ from those of other words."""
-    return "\n\n".join(f"The {words} of part {number} is in the book." for number in range(count))
-
-
-def test_manuals_and_docstrings_are_documents_and_repeats_are_left_out(tmp_path):
-    folder = tmp_path / "machine"
-    (folder / "package").mkdir(parents=True)
-    (folder / "guide.txt").write_text(prose("engine"))
-    (folder / "guide.md.gz").write_bytes(gzip.compress(prose("kernel").encode()))
-    (folder / "again.rst").write_text(prose("engine", 50) + "\n\n" + prose("cache"))
-    (folder / "same.txt").write_text(prose("engine"))
-    (folder / "changelog.txt").write_text(prose("change"))
-    (folder / "numbers.txt").write_text("\n\n".join(f"one two three {n}" for n in range(500)))
-    (folder / "short.txt").write_text("The end.")
-    (folder / "broken.txt.gz").write_bytes(b"The end")
-    (folder / "package" / "a.py").write_text(
-        f'"""{prose("module")}"""\nclass A:\n    """{prose("class", 3)}"""\nx = "The x."\n'
-    )
-    (folder / "package" / "b.py").write_text(f'def f():\n    """{prose("function")}"""\n')
-    (folder / "package" / "c.py").write_text("no python")
-    size = collect([folder], tmp_path / "out.jsonl", least=300)
-    documents = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert size == (len(documents), sum(len(document["text"]) for document in documents))
-    found = {document["from"].split("/machine/")[1]: document for document in documents}
-    assert sorted(found) == ["again.rst", "guide.md.gz", "guide.txt", "package"]
-    assert found["guide.md.gz"]["text"] == prose("kernel")
-    # `again.rst` is read first: what it shares with the guide stays there.
-    assert found["guide.txt"]["text"] == prose("engine").split("part 49 is in the book.\n\n")[1]
-    texts = [prose("module"), prose("class", 3), prose("function")]
-    assert found["package"]["text"] == "\n\n".join(texts)
-    digest = hashlib.sha256(prose("kernel").encode()).hexdigest()
-    assert found["guide.md.gz"]["sha256"] == digest
-    paragraphs = [p for d in found.values() for p in d["text"].split("\n\n")]
-    assert len(paragraphs) == len(set(paragraphs))
-
-
-def test_nothing_is_overwritten_and_nothing_found_is_said(tmp_path):
-    (tmp_path / "machine").mkdir()
-    (tmp_path / "mine.jsonl").write_text("mine")
-    for folder, out, message in (
-        ("machine", "out.jsonl", "no document of 9 characters"),
-        ("gone", "out.jsonl", "gone is no folder"),
-        ("machine", "mine.jsonl", "exists already"),
-    ):
-        with pytest.raises(InputError, match=message):
-            collect([tmp_path / folder], tmp_path / out, least=9)
-    assert (tmp_path / "mine.jsonl").read_text() == "mine" and len(list(tmp_path.iterdir())) == 2

@@ -55,7 +55,6 @@ COMMANDS = [
     "bench prefill -m snapkv",
     "bench kernels",
     "train --config text",
-    "train plot model",
     "train evaluate -c model --data model -m snapkv",
     "train bench",
 ]

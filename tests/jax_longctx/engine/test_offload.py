@@ -283,7 +283,7 @@ REFUSED = {
     "ideal-topk": {},
     "infllm": {"decode": "dense"},
     "free-pages": {"lam": 0.5},
-    "quest": {"allocation": "psa-digest"},
+    "quest": {"allocation": "psa-estimate"},
     "resa": {"selector": "ideal", "page_size": 1},
 }
 

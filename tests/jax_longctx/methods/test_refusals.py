@@ -173,8 +173,6 @@ MODELS = [
     ("free-pages", PAGES, {"max_position": 48}, "= 60 positions, the model attends at most 48"),
     ("free-pages", PAGES, window(59), "at most 59"),
     ("free-pages", PAGES, window(60), None),
-    ("quest", "allocation=psa-resa", {}, "use the method resa"),
-    ("resa", "allocation=psa-resa", {}, None),
 ]
 
 

@@ -47,7 +47,6 @@ MODELS = {
         "budget=8 page_size=4 selector=arkvale granularity=kv_head allocation=ada-floor",
         *("arkvale", (2, 2, 2)),
     ),
-    "resa psa": ("resa", "budget=8 selector=ideal allocation=psa-resa", "ideal", (1, 4, 1)),
 }
 
 

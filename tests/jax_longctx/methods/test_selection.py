@@ -48,17 +48,15 @@ CASES = {
         dataclasses.replace(IDEAL, budget=40, allocation="psa-estimate", epsilon=0.7),
         ONE,
     ),
-    "psa digest": (dataclasses.replace(PSA, allocation="psa-digest", epsilon=0.8), SEQ),
     "resa quest": (RESA, ONE),
     "resa arkvale": (dataclasses.replace(RESA, selector="arkvale", granularity="layer"), SEQ),
     "resa ada": (
         dataclasses.replace(RESA, granularity="kv_head", allocation="ada-floor"),
         CUBE,
     ),
-    "resa psa": (dataclasses.replace(RESA, budget=40, allocation="psa-resa", epsilon=0.8), CUBE),
 }
 # Cases whose parts the others have are `slow`.
-MORE = ("ideal", "ada blend", "ada arkvale", "psa digest", "resa arkvale")
+MORE = ("ideal", "ada blend", "ada arkvale", "resa arkvale")
 EACH = [pytest.param(name, marks=pytest.mark.slow if name in MORE else ()) for name in CASES]
 GIVEN = case((50, 33, 9, 64), answered=2)
 
@@ -101,7 +99,7 @@ def test_x22_a_step_equals_numpy_on_each_row_alone(name):
         prior = prior_of(GIVEN, row)
         q, k, v = row_of(GIVEN, row)
         prompt = int(GIVEN.prompts[row])
-        kept = selected(kind_of(method), settings_of(method), q, k, prompt, prior)
+        kept = selected(kind_of(method), settings_of(method), q, k, prompt)
         np.testing.assert_array_equal(got.kept[row], kept.sum(1))
         shares.extend(kept.mean(1))
         if not isinstance(method, Resa):

@@ -26,7 +26,7 @@ CASES = {
     **{name: SMALL[name] for name in ("ideal-topk", "infllm", "reattention", "snapkv", "star")},
     "resa": SMALL["resa"],
     "refreshkv": SMALL["refreshkv"],
-    "resa-psa": {**SMALL["resa"], "allocation": "psa-resa"},
+    "resa-psa": {**SMALL["resa"], "allocation": "psa-estimate"},
     "quest-ada": {**SMALL["quest"], "granularity": "kv_head", "allocation": "ada-floor"},
 }
 OF_FOUR = ("ideal-topk", "infllm", "quest-ada", "refreshkv", "resa-psa", "star")

@@ -175,8 +175,8 @@ def test_a_mesh_for_an_offloaded_context_does_not_divide_the_text(run):
     given = ("plan", "--target", "h200x1", "-m", "quest", "--offload", "host", "--json")
     memory = json.loads(run(*given, "--context", 65536, code=0).stdout)["memory_bytes"]
     assert memory["host"] > memory["cache"] > 0
-    result = run(*given, "--mesh", "seq=1,tensor=1", "--set", "allocation=psa-digest")
-    refused(result, "quest cannot be offloaded: allocation=psa-digest")
+    result = run(*given, "--mesh", "seq=1,tensor=1", "--set", "allocation=psa-estimate")
+    refused(result, "quest cannot be offloaded: allocation=psa-estimate")
 
 
 def test_weights_that_do_not_divide_over_seq_stay_whole_and_are_named(run, monkeypatch):

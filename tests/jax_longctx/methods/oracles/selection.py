@@ -55,10 +55,10 @@ def _softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-def selected(kind, settings, q, k, prompt, prior=None):
+def selected(kind, settings, q, k, prompt):
     """Which keys each head attends, bool `[N, n]`.
 
-    q `[N, H]` and k `[n, K, H]` after rotary embedding; prior is (p0 `[N, n]`, bias `[N]`).
+    q `[N, H]` and k `[n, K, H]` after rotary embedding.
     """
     n, kv_heads, width = k.shape
     heads, page = len(q), settings.page_size
@@ -84,9 +84,8 @@ def selected(kind, settings, q, k, prompt, prior=None):
         picks = chosen[h]
         if settings.allocation.startswith("psa"):
             a = scale * (k[:, h // group] @ q[h])
-            given = None if prior is None else prior[0][h] + prior[1][h]
             guess = np.exp(scale * scores[h] + sizes)
-            picks = _psa(settings, picks, scores[h], tokens, kept[h], np.exp(a), guess, given)
+            picks = _psa(settings, picks, scores[h], tokens, kept[h], np.exp(a), guess)
         for p in picks:
             kept[h, tokens[p]] = True
     return kept
@@ -179,8 +178,8 @@ def _ada(settings, mass, count):
     return [sorted(p for h, p in kept if h == head) for head in range(heads)]
 
 
-def _psa(settings, picks, scores, tokens, forced, weight, guess, given):
-    """Pages from the best on until enough; `given` are the prior's logits with the bias."""
+def _psa(settings, picks, scores, tokens, forced, weight, guess):
+    """Pages from the best on until enough."""
     order = sorted(picks, key=lambda p: (-scores[p], p))
     for t in range(1, len(order) + 1):
         inside = forced.copy()
@@ -189,13 +188,8 @@ def _psa(settings, picks, scores, tokens, forced, weight, guess, given):
         mine = weight[inside].sum()
         if settings.allocation == "psa-oracle":
             enough = mine / weight.sum() >= settings.epsilon
-        elif settings.allocation in ("psa-estimate", "psa-digest"):
-            rest = sum(guess[p] for p in range(len(tokens)) if p not in order[:t])
-            if settings.allocation == "psa-digest":
-                mine = weight[forced].sum() + sum(guess[p] for p in order[:t])
-            enough = mine / (mine + rest) >= settings.epsilon
         else:
-            rest = np.exp(given[~inside]).sum()
+            rest = sum(guess[p] for p in range(len(tokens)) if p not in order[:t])
             enough = mine / (mine + rest) >= settings.epsilon
         if enough:
             return order[:t]
@@ -265,7 +259,7 @@ def decode_logits(kind, method, config, params, prompt, answer):
         if resident:
             cached[layer], chosen = page_cache(settings, q, k, cached[layer])
         else:
-            chosen = selected(kind, settings, q, k, len(prompt), prior)
+            chosen = selected(kind, settings, q, k, len(prompt))
         kept[layer] += chosen.sum(1)
         if prior is None:
             return softmax_output(q, k, v, chosen)[None]
