@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import drawing
 import jinja2
 
 DOCS = Path(__file__).resolve().parent
@@ -325,8 +326,6 @@ def draw(result: Result, path: Path) -> None:
     if "by_depth" in result.rows[0]:
         draw_depths(result, path)
         return
-    from jax_longctx.bench import drawing
-
     drawing.draw(result.rows, path, title=result.hardware, description=fingerprint(result))
 
 

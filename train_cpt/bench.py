@@ -1,8 +1,4 @@
-"""Speed of a training step: tokens a second, MFU, peak memory; random weights and tokens.
-
-Baseline: a plain training step of transformers and PyTorch on the same device
-(`train_cpt.transformers_peer`), run in a process of its own before JAX takes the memory.
-"""
+"""Speed of a training step: tokens a second, MFU, peak memory; random weights and tokens."""
 
 import dataclasses
 import statistics
@@ -13,13 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_longctx.bench.timing import run_peer
 from jax_longctx.memory import peak_memory
 from jax_longctx.models.params import init_params
 from jax_longctx.models.presets import preset
 from jax_longctx.run_spec import RunSpec
 from train_cpt.metrics import device_peak, step_rates
-from train_cpt.step import Remat, TrainSetup, init_state, place_texts, step_program
+from train_cpt.step import TrainSetup, init_state, place_texts, step_program
 
 
 def measure(setup: TrainSetup, length: int, rows: int, steps: int) -> dict[str, Any]:
@@ -57,38 +52,22 @@ def run(
     model: str,
     setup_of: Callable[[Any], TrainSetup],
     *,
-    remat: Remat,
     length: int,
     rows: int,
     steps: int,
-    with_peer: bool,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Measures our step and the baseline's; JSON-able.
+    """Measures a step; JSON-able.
 
     Args:
       model: a preset's name.
-      setup_of: makes the setup from the model's configuration, once the baseline has left the
-        device.
-      remat: of `setup_of`; the baseline uses gradient checkpointing unless it is "none".
+      setup_of: makes the setup from the model's configuration.
     """
-    baseline: dict[str, Any] | None = None
-    if with_peer:
-        say("transformers and PyTorch ...")
-        arguments = ["--length", length, "--rows", rows, "--steps", steps]
-        arguments += ["--checkpoint"] if remat != "none" else []
-        advice = "lower --rows or leave it out"
-        baseline = run_peer("train_cpt.transformers_peer", model, *arguments, advice=advice)
     say("compiling ...")
     setup = setup_of(preset(model))
     ours = measure(setup, length, rows, steps)
     device = setup.mesh.devices.flat[0]
     peak, source = device_peak(device, setup.dtype)
-    if baseline is not None:
-        shape, seconds = (1, rows, length), baseline["seconds"]
-        # The baseline runs on one device.
-        rates = step_rates(setup, shape, seconds)
-        baseline |= {**rates, "mfu": rates["mfu"] * setup.mesh.size}
     return {
         "model": model,
         "length": length,
@@ -98,5 +77,4 @@ def run(
         "peak_source": source,
         "jax": jax.__version__,
         "ours": ours,
-        "transformers": baseline,
     }

@@ -1,5 +1,5 @@
 """Many prompts and questions from JSON lines to JSON lines, resumable after a kill."""
 
-from jax_longctx.batch.run import BatchOptions, BatchProgress, compile_first, run_batch
+from jax_longctx.batch.run import BatchOptions, BatchProgress, run_batch
 
-__all__ = ["BatchOptions", "BatchProgress", "compile_first", "run_batch"]
+__all__ = ["BatchOptions", "BatchProgress", "run_batch"]

@@ -20,7 +20,7 @@ from jax_longctx.batch.output import ANSWERED, check_complete, files_of, finish
 from jax_longctx.batch.rows import Batch, Line, Row, RowPart, RowReader, after, pack
 from jax_longctx.engine import Lengths, Sampling
 from jax_longctx.engine.ahead import Compilation
-from jax_longctx.engine.capacity import available_bytes, expected_bytes, footprint
+from jax_longctx.engine.capacity import available_bytes, footprint
 from jax_longctx.engine.distributed import is_leader
 from jax_longctx.errors import (
     CapacityError,
@@ -146,19 +146,6 @@ def run_batch(
     return leader.progress if is_leader() else None
 
 
-def compile_first(
-    model: LongContext, source: Path, output: Path, options: BatchOptions
-) -> Compilation | None:
-    """Begins to compile for the first batch of a `run_batch`, whose weights may still load.
-
-    None where no row of the first window can be answered, where the batch does not fit, and where
-    an earlier run began the output: it left its programs in the persistent cache.
-    """
-    memory = _planned(model, expected_bytes(model.engine.mesh, model.engine.params))
-    batch = _Leader(model, source, output, options, memory, None).first()
-    return None if batch is None else _compile(model, options, dataclasses.asdict(batch))
-
-
 @dataclasses.dataclass(eq=False)
 class _Leader:
     """Plans windows, keeps answers, and writes each row after all rows before it."""
@@ -169,9 +156,9 @@ class _Leader:
     options: BatchOptions
     memory: int | None
     report: Callable[[BatchProgress], None] | None
-    made_by: dict[str, Any] = dataclasses.field(default_factory=dict)
-    overwrite: bool = False
-    retry: bool = False
+    made_by: dict[str, Any]
+    overwrite: bool
+    retry: bool
 
     def __post_init__(self) -> None:
         self.layout = self.model.layout(self.options.chat)
@@ -270,18 +257,6 @@ class _Leader:
                 f"{self.output} has answers to other rows than {self.source} has now; rows with an "
                 f"error alone may change: put the others back, or give --overwrite to begin anew"
             )
-
-    def first(self) -> Batch | None:
-        """The first batch of a new run; nothing is written."""
-        if any(path.exists() for path in files_of(self.output)):
-            return None
-        reader = self._reader()
-        try:
-            lines = list(itertools.islice(reader.lines(), self.options.window))
-        except InputError:
-            # The run says so.
-            return None
-        return next(iter(self._packed(list(map(reader.row, lines)))), None)
 
     def _reader(self) -> RowReader:
         under = self.options.files_under
@@ -523,8 +498,5 @@ def _given(
 
 def _memory(model: LongContext) -> int | None:
     """Bytes over all devices that a batch's caches may take; None where they are unknown."""
-    return _planned(model, available_bytes(model.engine.mesh))
-
-
-def _planned(model: LongContext, free: int | None) -> int | None:
+    free = available_bytes(model.engine.mesh)
     return None if free is None else int(PLANNED * free) * model.engine.mesh.size

@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +23,6 @@ from jax_longctx.bench.timing import copy_bandwidth, device_facts, measure
 from jax_longctx.contract import LayerContext
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.perplexity import pipe_table
-from jax_longctx.files import save_figure
 from jax_longctx.models.rope import RopeConfig
 from jax_longctx.parts.residual import Background, combine, prior_of
 from jax_longctx.parts.sparse_decode import Selected
@@ -511,39 +509,3 @@ def _cells(row: dict[str, Any], chosen: dict[tuple[str, str], float]) -> list[st
         f"{row['share']:.0%}",
         f"{seconds / base:.2f}x" if base else "-",
     ]
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Plots rates over operations a byte, under the rooflines of the measured copy and matmul."""
-    from matplotlib.figure import Figure
-
-    bandwidth, peak = result["copy_bandwidth"], result["matmul_rate"]
-    figure = Figure(figsize=(9, 6), layout="tight")
-    axes = figure.subplots()
-    rows = [row for row in result["rows"] if row.get("seconds") and row["operations"]]
-    intensities = [row["operations"] / row["moved"] for row in rows] or [1.0]
-    ends = min(intensities) / 2, max(*intensities, 2 * peak / bandwidth)
-    knee = [ends[0], peak / bandwidth, ends[1]]
-    roof = [min(x * bandwidth, peak) / 1e12 for x in knee]
-    axes.plot(knee, roof, color="black", label="copy and matmul, measured")
-    names = dict.fromkeys(["chosen", *(row["run"] for row in rows)])
-    markers = {name: "osD^vP*X"[i % 8] for i, name in enumerate(names)}
-    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(r["operation"] for r in rows))}
-    for row in rows:
-        axes.plot(
-            row["operations"] / row["moved"],
-            row["operations"] / row["seconds"] / 1e12,
-            markers[row["run"]],
-            color=colours[row["operation"]],
-            fillstyle="full" if row["run"] == "chosen" else "none",
-        )
-    for name, colour in colours.items():
-        axes.plot([], [], "o", color=colour, label=name)
-    for name, marker in markers.items():
-        filled = "full" if name == "chosen" else "none"
-        axes.plot([], [], marker, color="grey", fillstyle=filled, label=name)
-    axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
-    axes.set_title(f"{result['device']}, bfloat16")
-    axes.legend(fontsize="small")
-    axes.grid(True, which="both", alpha=0.2)
-    save_figure(figure, path, dpi=150)

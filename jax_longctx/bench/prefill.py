@@ -5,8 +5,7 @@ in `tokens`. A method that needs the question takes it beside each chunk. The pr
 time is the FLOPs on the busiest device (see `planning.work`) at two rates measured in the same run
 on the same devices: `linear`, of the layers without attention, and `attention`, of a causal square.
 It leaves out communication. Also measured are the bytes a second that a device receives from its
-neighbour, and the time of one decode step's merge by each implementation (`contract.merging`), in a
-chain of merges.
+neighbour.
 
 Where the platform says what a device holds, as GPUs and TPUs do, one more run of whole models is
 watched. Beside the most stands the engine's figure, which counts caches alone; a chunk's
@@ -17,7 +16,6 @@ With fewer layers than the shape has, a method is timed with those and with one 
 
 import dataclasses
 import functools
-import math
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +34,6 @@ from jax_longctx.bench.timing import (
     call_times,
     scaled,
 )
-from jax_longctx.contract.merging import by_gather, by_sum, merge_way
 from jax_longctx.engine import Engine
 from jax_longctx.engine.capacity import SPARE, footprint, reserved
 from jax_longctx.engine.engine import BLOCK
@@ -51,8 +48,7 @@ from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import logical_sharding, logical_spec
 from pallas_kernels.prefill_attention import causal_attention
 
-# Merges in the timed chain, and calls queued in a timed loop.
-CHAIN = 16
+# Calls queued in a timed loop.
 QUEUED = 8
 # Most tokens of the causal square: the rate of longer ones is the same.
 SQUARE = 131_072
@@ -173,13 +169,11 @@ def _row(
     if answer > 1:
         steps = {n: statistics.median(found) for n, (_, found, _) in measured.items()}
         row |= scaled("step", steps, whole)
-        if rates["merge"]:
-            row["merge_share"] = whole * rates["merge"][rates["merge"]["used"]] / row["step"]
     return row
 
 
 def _rates(shape: Shape, tokens: int, runs: int) -> dict[str, Any]:
-    """FLOP/s and bytes/s of each device, and seconds of a merge."""
+    """FLOP/s and bytes/s of each device."""
     shards = shape.mesh.shape["seq"]
     square = max(min(tokens // shards, SQUARE), 1)
     return {
@@ -187,7 +181,6 @@ def _rates(shape: Shape, tokens: int, runs: int) -> dict[str, Any]:
         "attention": _attention_rate(shape, square, runs),
         "square": square,
         "received": _link_rate(shape, square, runs) if shards > 1 else None,
-        "merge": _merge_seconds(shape, runs) if shards > 1 else None,
     }
 
 
@@ -262,31 +255,3 @@ def _link_rate(shape: Shape, square: int, runs: int) -> float:
 
     seconds = _timed(_sharded(shape.mesh, body, 1, square, kv_heads, width), runs)
     return 2 * square * kv_heads * width / seconds
-
-
-def _merge_seconds(shape: Shape, runs: int) -> dict[str, Any]:
-    """Seconds of one merge of a decode step by each implementation, and the one that is used."""
-    sizes = (1, 1, shape.config.num_heads // shape.mesh.shape["tensor"], shape.config.head_dim)
-    shards = shape.mesh.shape["seq"]
-
-    def chain(merge: Callable[..., Any], times: int) -> Callable[[Any], Any]:
-        def body(x: Any) -> Any:
-            out, lse = x, jnp.max(x, axis=-1).astype(jnp.float32)
-            for _ in range(times):
-                # Each merge waits for the one before, as layers do.
-                out, lse = merge(out, lse)
-                lse = lse - math.log(shards)
-            return out + lse[..., None].astype(out.dtype)
-
-        return body
-
-    found: dict[str, Any] = {}
-    for name, merge in (("by_sum", by_sum), ("by_gather", by_gather)):
-        one, many = (
-            _timed(_sharded(shape.mesh, chain(merge, times), *sizes), max(runs, 5))
-            for times in (1, 1 + CHAIN)
-        )
-        found[name] = max(many - one, 0.0) / CHAIN
-    used = merge_way(size=sizes[2], width=sizes[3], itemsize=2, shards=shards)
-    found["used"] = used.__name__
-    return found

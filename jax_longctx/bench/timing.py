@@ -7,11 +7,8 @@ host), and both together give the time of the whole model.
 """
 
 import dataclasses
-import json
 import math
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +28,7 @@ from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.evaluation.compute import compared
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import first_layers, init_params, stacked_layers
-from jax_longctx.models.presets import PRESETS, preset
+from jax_longctx.models.presets import preset
 from jax_longctx.run_spec import RunSpec
 
 # Steps before the full blocks of a stream: the question's token and the short first blocks.
@@ -216,23 +213,6 @@ def _held() -> list[Any]:
 def device_facts() -> dict[str, str]:
     """The device and the version of JAX, for results."""
     return {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-
-
-def run_peer(module: str, model: str, *arguments: object, advice: str) -> Any:
-    """Runs a baseline's `module` on a preset in a process of its own; returns the JSON it prints.
-
-    Raises:
-      InputError: the baseline failed; `advice` says what to do.
-    """
-    command = [sys.executable, "-m", module, "--config", json.dumps(PRESETS[model])]
-    command += map(str, arguments)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in lines if "Error" in line] or lines
-        failed = f"{errors[-1] if errors else f'exit status {done.returncode}':.300}"
-        raise InputError(f"the transformers baseline failed: {failed}; {advice} (--no-peer)")
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from jax_longctx.cli import options, process
 from jax_longctx.cli.options import argument, option
-from jax_longctx.cli.terminal import Compiling, Terminal, check_file, per_second
+from jax_longctx.cli.terminal import Terminal, check_file, per_second
 from jax_longctx.errors import InputError
 from jax_longctx.files import check_plain, file_errors
 
@@ -92,15 +92,10 @@ def batch(
     check_file(output, "OUT.jsonl")
     terminal = Terminal()
     with terminal.starting():
-        from jax_longctx.batch import BatchOptions, compile_first, run_batch
+        from jax_longctx.batch import BatchOptions, run_batch
 
     wanted = BatchOptions(**dataclasses.asdict(rows), **answers.arguments())
-    compiling = Compiling(terminal)
-    with compiling.watching():
-        ahead = compiling.ahead(lambda loaded: compile_first(loaded, source, output, wanted))
-        check: dict[str, Any] = {"check": lambda loaded: loaded.layout(rows.chat)}
-        loaded = model.open(terminal, method, ahead=ahead, **check)
-        compiling.wait()
+    loaded = model.open(terminal, method, check=lambda loaded: loaded.layout(rows.chat))
     with terminal.warnings(), terminal.progress("answering", "rows") as update:
         how = {"overwrite": overwrite, "retry_errors": retry_errors}
         outcome = run_batch(loaded, source, output, wanted, progress=_told(terminal, update), **how)

@@ -13,13 +13,9 @@ from jax_longctx.cli.options import marked, option
 from jax_longctx.cli.terminal import (
     Terminal,
     check_file,
-    check_folder,
-    check_matplotlib,
-    check_plot,
     save,
 )
 from jax_longctx.errors import InputError
-from jax_longctx.files import write_whole
 from jax_longctx.run_spec import RunSpec
 
 # Fields of a run that say what is stored, and where, and what a pass takes.
@@ -36,7 +32,6 @@ _CHUNK = option("Tokens of a prefill pass.", default=8192)
 _MESH = options.mesh(
     "Devices, e.g. tensor=4 or seq=2,tensor=2, without data. One device unless given."
 )
-_PICTURE = option("Draw times or throughput beside the limits as a PNG.", metavar="FILE")
 _METHODS = "A method and its settings; repeat for several."
 _COMPARED = {
     "methods": options.methods(f"{_METHODS} All methods unless given."),
@@ -68,31 +63,22 @@ def _measure(
     spec: RunSpec,
     output: options.Output,
     shown: Callable[[Any], Iterable[Any]],
-    picture: Path | None = None,
 ) -> None:
     """Runs a module of `jax_longctx.bench`, and hands over what it measured."""
-    check_plot(picture, "--picture")
     terminal = output.terminal()
     with terminal.starting():
         run = importlib.import_module(f"jax_longctx.bench.{module}").run
     result = run(asked, spec, terminal.note)
     output.hand_over(result, shown)
-    if picture is not None and process.is_leader():
-        from jax_longctx.bench.drawing import draw
-
-        draw(result["rows"], picture, title=f"{result['device']}, {result['model']} in bfloat16")
 
 
 @bench_app.command()
 @options.command
 def kernels(
+    output: options.Output,
     only: str = option("Run the cases whose name holds this, e.g. 'topk_scores'.", default=""),
     shrink: int = option("Take 1/N of the slots, to try it on a small device.", default=1, min=1),
     repeats: int = option("Timed loops; the median counts.", default=20, min=1),
-    out: Path | None = option(
-        "Write kernels.json, kernels.md and kernels.png to this folder.", "--out", "-o"
-    ),
-    as_json: bool = options.as_json(),
 ) -> None:
     """Time every kernel on this device, random bfloat16 inputs.
 
@@ -100,24 +86,15 @@ def kernels(
 
     [bold]Example[/bold]
 
-        jax-longctx bench kernels --only decode_attention --out results
+        jax-longctx bench kernels --only decode_attention --out kernels.json
     """
-    check_folder(out)
-    if out is not None:
-        check_matplotlib("--out")
-    terminal = Terminal(as_json=as_json)
+    terminal = output.terminal()
     with terminal.starting():
-        from jax_longctx.bench.kernels import markdown, plot, run
+        from jax_longctx.bench.kernels import markdown, run
 
     result = run(only=only, shrink=shrink, repeats=repeats, say=terminal.note)
-    if out is not None and process.is_leader():
-        write_whole(markdown(result), out / "kernels.md")
-        plot(result, out / "kernels.png")
-        save(result, out / "kernels.json")
-    if as_json:
-        terminal.record(result)
-    else:
-        terminal.write(markdown(result))
+    output.save(result)
+    terminal.records([result], lambda _: markdown(result))
 
 
 @bench_app.command()
@@ -130,7 +107,6 @@ def decode(
         cases=option("E.g. 3x131072; repeat for several.", "--case", metavar="BATCHxCONTEXT"),
     ),
     spec: RunSpec = options.run(*STORED, "mesh", chunk=_CHUNK, mesh=_MESH),
-    picture: Path | None = _PICTURE,
 ) -> None:
     """Time a decode step of methods beside full attention's, random bfloat16 weights.
 
@@ -140,11 +116,11 @@ def decode(
 
     [bold]Examples[/bold]
 
-        jax-longctx bench decode --out decode.json --picture decode.png
+        jax-longctx bench decode --out decode.json
 
         jax-longctx bench decode -m refreshkv:schedule=fixed,stride=10 --case 3x131072
     """
-    _measure("decode", asked, spec, output, bench_tables.steps, picture)
+    _measure("decode", asked, spec, output, bench_tables.steps)
 
 
 @bench_app.command()
@@ -160,7 +136,6 @@ def throughput(
         ),
     ),
     spec: RunSpec = options.run("chunk", "kv", "weights", "mesh", chunk=_CHUNK, mesh=_MESH),
-    picture: Path | None = _PICTURE,
 ) -> None:
     """Decoded tokens a second of methods at the largest batch that fits, random bfloat16 weights.
 
@@ -172,7 +147,7 @@ def throughput(
 
         jax-longctx bench throughput -m snapkv -m streaming-llm --context 32768 --context 131072
     """
-    _measure("throughput", asked, spec, output, bench_tables.throughput, picture)
+    _measure("throughput", asked, spec, output, bench_tables.throughput)
 
 
 @bench_app.command()

@@ -86,11 +86,10 @@ def first_tokens(result: Row) -> Iterable[Any]:
 
     def times(row: Row) -> list[str]:
         step = shown_time(row["step"], 1) if "step" in row else "-"
-        merging = f"{row['merge_share']:.1%}" if "merge_share" in row else "-"
-        return [shown_time(row["first_token"], 1), _speedup(row), step, merging]
+        return [shown_time(row["first_token"], 1), _speedup(row), step]
 
     heads = ("method", "tokens", "first token", f"{result['rows'][0]['method']} / this")
-    yield _table(result, (*heads, "step", "merging"), name, times)
+    yield _table(result, (*heads, "step"), name, times)
     yield "\nbusiest device:"
     work = []
     for row in result["rows"]:
@@ -102,7 +101,7 @@ def first_tokens(result: Row) -> Iterable[Any]:
             work.append([*name(row), *flops, f"{row['received'] / 1e9:,.3g} GB", *ratio, *memory])
     heads = ("method", "tokens", "linear TFLOP", "attention TFLOP", "received", "takes")
     yield table((*heads, "time / that", "most memory", "caches"), work)
-    rates, merge = result["rates"], result["rates"]["merge"]
+    rates = result["rates"]
     devices = ", ".join(f"{axis}={size}" for axis, size in result["mesh"].items())
     yield (
         f"\n{result['device']} {devices}, {result['model']} in bfloat16{stored(result)}, "
@@ -115,11 +114,6 @@ def first_tokens(result: Row) -> Iterable[Any]:
         f"rates: linear {linear}, attention {attention} (causal, {rates['square']:,} tokens)"
         + (f"; from a neighbour {received / 1e9:,.1f} GB/s" if received else "")
     )
-    if merge:
-        yield (
-            f"a decode step's merge in a layer: {merge['by_sum'] * 1e6:.1f} us by pmax and psum, "
-            f"{merge['by_gather'] * 1e6:.1f} us by one all-gather; {merge['used']} is used"
-        )
 
 
 def tpu_check(result: Row) -> Iterable[Any]:

@@ -12,7 +12,6 @@ import typer.core
 from jax_longctx.cli import eval_texts, options, process
 from jax_longctx.cli.options import argument, only, option
 from jax_longctx.cli.terminal import (
-    Compiling,
     Terminal,
     check_checkpoint,
     check_folder,
@@ -207,16 +206,12 @@ def _run(config: "EvalConfig", output: Path | None, terminal: Terminal, overwrit
     check_matplotlib("the report")
     with terminal.starting():
         from jax_longctx.evaluation.report import write_about
-        from jax_longctx.evaluation.runner import Draws, check_config, compile_first, run_eval
+        from jax_longctx.evaluation.runner import check_config, run_eval
 
         # A mistake in the last method is reported before a folder is made and the model loaded.
         check_config(config)
     check_folder(output, "--output")
-    compiling, drawn = Compiling(terminal), Draws()
-    with compiling.watching():
-        ahead = compiling.ahead(lambda loaded: compile_first(loaded, config, output, drawn))
-        model = _open(config, terminal, ahead=ahead)
-        compiling.wait()
+    model = _open(config, terminal)
     with terminal.progress("evaluating", "rows") as update:
 
         def show(progress: "EvalProgress") -> None:
@@ -229,8 +224,7 @@ def _run(config: "EvalConfig", output: Path | None, terminal: Terminal, overwrit
             name = f"{name} ({Path(model.manifest.source).name})"
         facts = {"checkpoint": name, **{k: known[k] for k in ("device", "mesh", "versions")}}
         watch = show if process.is_leader() else None
-        how: dict[str, Any] = {"facts": facts, "overwrite": overwrite, "drawn": drawn}
-        rows = run_eval(model, config, output, progress=watch, **how)
+        rows = run_eval(model, config, output, facts=facts, overwrite=overwrite, progress=watch)
     if rows is None:
         return
     about = {"title": config.title, "about": config.about, "published": list(config.published)}
@@ -295,7 +289,7 @@ def suites() -> None:
         terminal.write(f"    {' '.join(config.about.split())}\n")
 
 
-def _open(config: "EvalConfig", terminal: Terminal, **loading: Any) -> "LongContext":
+def _open(config: "EvalConfig", terminal: Terminal) -> "LongContext":
     checkpoint = Path(config.run.checkpoint)
     if config.run.checkpoint == DEMO:
         from jax_longctx.cli.demo import MODEL_FOLDER, check_installed, prepare_model
@@ -310,7 +304,7 @@ def _open(config: "EvalConfig", terminal: Terminal, **loading: Any) -> "LongCont
                 f"{checkpoint} is not there; run jax-longctx demo once, before the job's processes"
             )
     choice = options.ModelChoice(checkpoint=checkpoint, run=config.run.spec)
-    return choice.open(terminal, resident=True, **loading)
+    return choice.open(terminal, resident=True)
 
 
 def _report(folder: Path, rows: list[dict[str, Any]], about: dict[str, Any], to: Terminal) -> None:

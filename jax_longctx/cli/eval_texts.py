@@ -10,6 +10,7 @@ from jax_longctx.cli.options import only, option
 from jax_longctx.cli.terminal import Terminal, check_plot, read_text
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.specs import PROTOCOLS, Protocol, Spec
+from jax_longctx.files import write_whole
 from jax_longctx.methods import make_method
 from jax_longctx.origin import MADE_FROM, digest_of
 
@@ -98,8 +99,7 @@ def perplexity(
     loaded, tokens, engines = _opened(
         model, terminal, made, lambda each: _cut(each, scoring.text, scoring.texts, length, **how)
     )
-    from jax_longctx.evaluation.perplexity import markdown, score_piece
-    from jax_longctx.evaluation.perplexity import plot as draw
+    from jax_longctx.evaluation.perplexity import markdown, perplexity_rows, score_piece
     from jax_longctx.jobs.loop import compute_pieces, finish_pieces
 
     score, window = scoring.score or kind.score, scoring.window or kind.window
@@ -135,7 +135,10 @@ def perplexity(
     runs = _runs(scoring, plans, found, engines, made_from)
     finish_pieces(output.out, {MADE_FROM: made_from, "runs": runs})
     if plot is not None:
-        draw(runs, plot)
+        from jax_longctx.evaluation.plots import curves
+
+        (drawn,) = curves([row for run in runs for row in perplexity_rows(run)])
+        write_whole(drawn.png(), plot)
     terminal.records(runs, markdown)
 
 

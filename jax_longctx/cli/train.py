@@ -155,7 +155,6 @@ def bench(
     tail: int = option("Last tokens that attend sparsely.", default=0),
     remat: str = option("Rematerialization: none, dots or full.", default="none"),
     mesh: str | None = options.mesh(),
-    peer: bool = option("Also run transformers and PyTorch on one GPU.", default=True),
 ) -> None:
     """Tokens a second, MFU and peak memory of a training step, random weights.
 
@@ -186,25 +185,12 @@ def bench(
             loss_chunk=2048,
         )
 
-    result = run(
-        model,
-        setup_of,
-        remat=kept,
-        length=length,
-        rows=rows,
-        steps=steps,
-        with_peer=peer,
-        say=terminal.note,
-    )
+    result = run(model, setup_of, length=length, rows=rows, steps=steps, say=terminal.note)
     output.save(result)
-    for name in ("ours", "transformers"):
-        row = result[name]
-        if row is not None:
-            terminal.write(
-                f"{name}: {row['seconds']:.3f} s a step, {row['tokens_per_second']:,.0f} tokens/s, "
-                f"MFU {row['mfu']:.1%}, peak {shown_bytes(row['peak_bytes'])}\n"
-            )
+    row = result["ours"]
     terminal.write(
+        f"{row['seconds']:.3f} s a step, {row['tokens_per_second']:,.0f} tokens/s, "
+        f"MFU {row['mfu']:.1%}, peak {shown_bytes(row['peak_bytes'])}\n"
         f"{result['devices']} x {result['device']}, {result['model']}, "
         f"{result['ours']['rows']} texts of {result['length']:,} tokens; "
         f"peak {result['peak_flops'] / 1e12:,.0f} TFLOP/s a device ({result['peak_source']}), "

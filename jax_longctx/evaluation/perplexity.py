@@ -30,7 +30,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,8 +40,6 @@ from jax_longctx.engine.capacity import Fetched
 from jax_longctx.engine.scoring import States, Through, forced_states, gathered
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.intervals import bootstrap
-from jax_longctx.evaluation.plots import Plot, draw_line, drawing, panels
-from jax_longctx.files import write_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,37 +290,6 @@ def _scope(run: dict[str, Any]) -> str:
         f"{run['protocol']}: {run['score']:,} of {run['length']:,} tokens scored, n = {texts} "
         f"texts; {kind}. Times are medians of batches of {run['batch']}."
     )
-
-
-def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Perplexity over the position of the scored tokens, and its ratio to full attention's."""
-    from matplotlib import ticker
-
-    base = next((run for run in runs if run["method"] == "full"), None)
-    with drawing():
-        figure, axes = panels(1 if base is None or len(runs) == 1 else 2, 1, 7.0, 3.6)
-        for number, run in enumerate(runs):
-            at, curve = _curve(run)
-            draw_line(axes[0], number, label(run), at, curve)
-            if len(axes) == 2 and base is not None:
-                draw_line(
-                    axes[1], number, label(run), at, np.array(curve) / np.array(_curve(base)[1])
-                )
-        axes[0].set(ylabel="perplexity", yscale="log")
-        # Plain numbers, also between powers of ten if few of these are in range.
-        axes[0].yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-        axes[0].yaxis.set_minor_formatter(ticker.LogFormatter())
-        axes[0].legend(fontsize=7)
-        if len(axes) == 2:
-            axes[1].set_ylabel("ratio to full attention")
-        axes[-1].set_xlabel("position of the scored tokens")
-    write_whole(Plot("perplexity", "", figure).png(), path)
-
-
-def _curve(run: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """The middle of every window and the perplexity in it, pooled over texts."""
-    at = [(first + last) / 2 for first, last, _ in run["windows"]]
-    return at, [perplexity(losses) for _, _, losses in run["windows"]]
 
 
 def perplexity_rows(run: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -239,20 +239,11 @@ def curves(rows: Sequence[Row]) -> list[Plot]:
     return plots
 
 
-def draw_line(axis: Any, index: int, method: str, x: Sequence[float], y: Any) -> None:
-    """A method's curve, with its own colour, dashes and markers."""
-    style = {
-        "color": _INK if method == BASE else _COLOURS[index % 6],
-        "linestyle": _DASHES[index % 4],
-        "marker": _MARKERS[index % 9],
-    }
-    axis.plot(x, y, label=method, linewidth=1.3, markersize=3.5, **style)
-    axis.grid(visible=True, alpha=0.25, linewidth=0.5, color=_INK)
-
-
 def _curve(
     title: str, name: str, lines: Mapping[str, Mapping[float, Sequence[tuple[float, float]]]]
 ) -> Plot:
+    from matplotlib import ticker
+
     figure, (axis,) = panels(1, 1, 6.0, 3.4)
     for index, (method, points) in enumerate(lines.items()):
         places = sorted(points)
@@ -263,8 +254,17 @@ def _curve(
         ]
         if name == "perplexity":
             means = [math.exp(mean) for mean in means]
-        draw_line(axis, index, method, places, means)
-    axis.set_xlabel("position in the text, tokens")
-    axis.set_ylabel(name)
+        # Each has its own colour, dashes and markers.
+        style = {
+            "color": _INK if method == BASE else _COLOURS[index % 6],
+            "linestyle": _DASHES[index % 4],
+            "marker": _MARKERS[index % 9],
+        }
+        axis.plot(places, means, label=method, linewidth=1.3, markersize=3.5, **style)
+    axis.grid(visible=True, alpha=0.25, linewidth=0.5, color=_INK)
+    axis.set(xlabel="position in the text, tokens", ylabel=name, yscale="log")
+    # Plain numbers, also between powers of ten if few of these are in range.
+    axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_minor_formatter(ticker.LogFormatter())
     figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper")
     return Plot(f"curve {name} {title}", f"{name} over the position: {title}", figure)

@@ -19,7 +19,7 @@ from typing import Any
 from jax_longctx.api import LongContext
 from jax_longctx.engine import Engine
 from jax_longctx.engine.ahead import Compilation
-from jax_longctx.engine.capacity import available_bytes, expected_bytes, reserved
+from jax_longctx.engine.capacity import available_bytes, reserved
 from jax_longctx.engine.distributed import is_leader
 from jax_longctx.errors import ConfigError
 from jax_longctx.evaluation.compute import (
@@ -32,7 +32,7 @@ from jax_longctx.evaluation.compute import (
 )
 from jax_longctx.evaluation.config import Cell, EvalConfig
 from jax_longctx.evaluation.prompts import Drawn, Prompt, draw
-from jax_longctx.evaluation.rows import NAME, Key, key_of, open_rows
+from jax_longctx.evaluation.rows import Key, key_of, open_rows
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import Task, describe, make_task
 from jax_longctx.files import file_errors, sha256_of
@@ -102,7 +102,6 @@ def run_eval(
     facts: Mapping[str, Any],
     overwrite: bool = False,
     progress: Callable[[EvalProgress], None] | None = None,
-    drawn: "Draws | None" = None,
 ) -> list[dict[str, Any]] | None:
     """Computes the rows that `output` does not hold yet, and returns all its rows.
 
@@ -111,7 +110,6 @@ def run_eval(
     Args:
       facts: fields of every row: checkpoint, device, mesh, versions.
       overwrite: begin anew where `output` has rows of another origin.
-      drawn: the prompts that `compile_first` drew, of the same configuration.
 
     Raises:
       ConfigError, InputError: a method or task is wrong.
@@ -120,8 +118,7 @@ def run_eval(
     check_config(config)
     # These need all processes; the leader alone uses them.
     memory, made_by = available_bytes(model.engine.mesh), model.made_by
-    drawn = {} if drawn is None else drawn
-    leader = _Leader(model, config, output, facts, memory, progress, drawn, made_by, overwrite)
+    leader = _Leader(model, config, output, facts, memory, progress, made_by, overwrite)
     compiled: set[Any] = set()
     used: set[Any] = set()
     engine, given = model.engine, None
@@ -147,8 +144,6 @@ def run_eval(
 
 # Batches, JSON values; their rows come back.
 Batches = Generator[dict[str, Any], list[dict[str, Any]]]
-# Prompts by their task and length.
-Draws = dict[tuple[Spec, int], Drawn]
 
 
 def _compiled_ahead(model: LongContext, config: EvalConfig, batch: Batch) -> set[Any]:
@@ -177,25 +172,6 @@ def _compiled_ahead(model: LongContext, config: EvalConfig, batch: Batch) -> set
     return begun
 
 
-def compile_first(
-    model: LongContext, config: EvalConfig, output: Path, drawn: Draws
-) -> Compilation | None:
-    """Begins to compile for the first batch of a `run_eval`, whose weights may still load.
-
-    The prompts that it draws are left in `drawn`. None where none of the first method's can be
-    asked, where the batch does not fit, and where `output` has a run already: that left its
-    programs in the persistent cache.
-    """
-    if (output / NAME).exists():
-        return None
-    memory = expected_bytes(model.engine.mesh, model.engine.params)
-    batch = _Leader(model, config, output, {}, memory, None, drawn).first()
-    if batch is None:
-        return None
-    engine = engine_of(model, make_method(batch.method, batch.settings), config.run.spec)
-    return compile_batch(model, engine, batch)
-
-
 @dataclasses.dataclass(eq=False)
 class _Leader:
     """Draws prompts, plans batches, scores answers and writes rows."""
@@ -206,9 +182,8 @@ class _Leader:
     facts: Mapping[str, Any]
     memory: int | None
     report: Callable[[EvalProgress], None] | None
-    known: Draws
-    made_by: dict[str, Any] = dataclasses.field(default_factory=dict)
-    overwrite: bool = False
+    made_by: dict[str, Any]
+    overwrite: bool
 
     def __post_init__(self) -> None:
         chat = self.config.run.chat
@@ -220,28 +195,6 @@ class _Leader:
         }
         self.files = {key: _files_of(task) for key, task in self.tasks.items()}
         self.soon: list[Sized] = []
-
-    def first(self) -> Batch | None:
-        """The first batch of a run into an empty folder; it needs no weights."""
-        length, group = next(itertools.groupby(self.cells, lambda cell: cell.length))
-        cells = list(group)
-        drawn = {spec: self._draw(spec, length, count) for spec, count in _trials(cells).items()}
-        self.known.update(((spec, length), found) for spec, found in drawn.items())
-        method, own = next(itertools.groupby(cells, lambda cell: cell.method))
-        trials = [
-            _Trial(drawn[cell.task].task, prompt, {})
-            for cell in own
-            for prompt in drawn[cell.task].prompts[: cell.trials]
-        ]
-        left = [trial for trial in trials if not trial.prompt.refused]
-        if not left:
-            return None
-        try:
-            engine = self._engine(method, length)
-        except ConfigError:
-            return None
-        found = next(self._batches(engine, method, length, (trials, left), _room(drawn)), None)
-        return None if found is None else Batch(**found)
 
     def work(self) -> Batches:
         """The batches whose rows the folder does not hold; writes their rows."""
@@ -334,18 +287,7 @@ class _Leader:
         except ConfigError as error:
             self._add([_scored(trial, {"refused": str(error)}) for trial in left])
             return
-        yield from self._batches(engine, method, length, (trials, left), room)
-
-    def _batches(
-        self,
-        engine: Engine,
-        method: Spec,
-        length: int,
-        of: tuple[list["_Trial"], list["_Trial"]],
-        room: tuple[int, int],
-    ) -> Batches:
-        """The batches of the trials that are left, of all; `room` is slots and reserve."""
-        (trials, left), (slots, reserve) = of, room
+        slots, reserve = room
         rows = self._rows(engine, trials, room)
         batches = _cut(left, rows)
         asked = _asked(batches)
@@ -371,8 +313,14 @@ class _Leader:
         drawn = {}
         for spec, count in _trials(cells).items():
             self._tell(doing=f"drawing {spec.label}, {length:,} tokens")
-            known = self.known.pop((spec, length), None)
-            drawn[spec] = self._draw(spec, length, count) if known is None else known
+            drawn[spec] = draw(
+                self.tasks[spec, length],
+                self.model.tokenizer,
+                self.layout,
+                tokens=length,
+                trials=count,
+                seed=self.config.run.seed,
+            )
         for cell in cells:
             # A file may have fewer prompts than requested.
             if drawn[cell.task].refused is None:
@@ -381,16 +329,6 @@ class _Leader:
                     self.progress, total=self.progress.total - short
                 )
         return drawn
-
-    def _draw(self, spec: Spec, length: int, trials: int) -> Drawn:
-        return draw(
-            self.tasks[spec, length],
-            self.model.tokenizer,
-            self.layout,
-            tokens=length,
-            trials=trials,
-            seed=self.config.run.seed,
-        )
 
     def _add(self, rows: list[dict[str, Any]]) -> None:
         if rows:

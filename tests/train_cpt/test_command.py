@@ -105,24 +105,6 @@ def test_the_weights_of_the_lowest_dev_loss_are_written_beside_the_last(folder, 
     assert np.abs(one["embed"]["table"] - two["embed"]["table"]).max() > 1e-3
 
 
-def test_plots_are_drawn_and_what_is_no_run_is_one_line(trained, tmp_path):
-    run, other = trained[0] / "run", tmp_path / "other"
-    other.mkdir()
-    lines = [{"step": step, "loss": 1 / step, "dev_loss": 2.0} for step in (1, 2)]
-    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    def plot(out, *runs):
-        words = ["train", "plot", *map(str, runs), "--out", str(tmp_path / out)]
-        return CliRunner().invoke(app, words)
-
-    assert plot("one.png", run).exit_code == plot("both.png", run, other).exit_code == 0
-    one, both = ((tmp_path / name).read_bytes() for name in ("one.png", "both.png"))
-    assert one != both and one[:4] == both[:4] == b"\x89PNG"
-    result = plot("none.png", run, tmp_path)
-    assert result.exit_code == 2 and "holds no metrics of a training run" in result.stderr
-    assert not (tmp_path / "none.png").exists()
-
-
 @pytest.mark.slow
 def test_a_trained_checkpoint_is_compared_under_methods(trained):
     folder, _ = trained

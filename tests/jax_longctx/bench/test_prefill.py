@@ -61,9 +61,6 @@ def test_figures_follow_from_each_other(tiny_preset, tmp_path):
         assert row["first_token_fixed"] == pytest.approx(one - (two - one))
         assert row["of_model"] == pytest.approx(row["first_token"] / by_flops)
         assert row["speedup"] == pytest.approx(ring["first_token"] / row["first_token"])
-        used = rates["merge"][rates["merge"]["used"]]
-        assert row["merge_share"] == pytest.approx(4 * used / row["step"])
-    assert rates["merge"]["used"] == "by_gather"
 
 
 @pytest.mark.slow
@@ -77,11 +74,11 @@ def test_contexts_in_the_hosts_memory_and_in_8_bits_are_timed(tiny_preset, tmp_p
     assert found["rows"][0]["first_token"] > 0
     said = "bfloat16, weights in int8, keys and values in int8, contexts in host"
     assert said in " ".join(result.output.split())
-    # One device merges nothing, and a step can be left out.
+    # A step can be left out.
     found = measured(*ASKED, "-m", "full", "--case", "256:128", *ONE, "--layers", 2)
-    assert found["rates"]["merge"] is None and found["rates"]["received"] is None
+    assert found["rates"]["received"] is None
     (row,) = found["rows"]
-    assert not {"step", "merge_share"} & set(row) and row["context"] == 256 - reserved(2) - SPARE
+    assert "step" not in row and row["context"] == 256 - reserved(2) - SPARE
 
 
 @pytest.mark.slow
@@ -97,7 +94,7 @@ def test_a_question_is_read_beside_each_chunk_and_memory_is_watched(tiny_preset,
 
     monkeypatch.setattr(timing.Engine, "prefill", prefill_and_count)
     args = ["-m", "citrus:budget=64,chunk=32", "--case", 512, *ONE, "--question"]
-    rates = {"linear": 1e12, "attention": 1e12, "merge": None}
+    rates = {"linear": 1e12, "attention": 1e12}
     monkeypatch.setattr(prefill, "_rates", create_autospec(prefill._rates, return_value=rates))
     (short,) = measured(*ASKED, *args, 8)["rows"]
     # The longer question is not read: its figures are enough.
@@ -146,9 +143,8 @@ def test_time_is_scaled_from_some_layers_and_one():
 
 
 RATES = {"linear": 6e14, "attention": 5e14, "square": 65536, "received": 3e11}
-RATES |= {"merge": {"by_sum": 2e-5, "by_gather": 1e-5, "used": "by_gather"}}
 RING = {"method": "ring", "settings": {"order": "zigzag"}, "tokens": 131072, "first_token": 8.0}
-RING |= {"speedup": 1.0, "step": 0.004, "merge_share": 0.08, "linear": 1e15, "attention": 2e15}
+RING |= {"speedup": 1.0, "step": 0.004, "linear": 1e15, "attention": 2e15}
 RING |= {"received": 1.29e10, "model_seconds": 6.4, "of_model": 1.25, "peak_bytes": 3 * 2**30}
 STAR = {"method": "star", "settings": {}, "tokens": 131072, "failed": "too much"}
 RESULT = {"model": "tiny", "device": "H", "jax": "0", "mesh": {"data": 1, "seq": 2, "tensor": 1}}

@@ -8,7 +8,6 @@ from os import replace
 import pytest
 
 import jax_longctx.batch.run as run_module
-from jax_longctx.batch import BatchOptions, compile_first
 from jax_longctx.engine import Sampling
 from jax_longctx.text.child import ChatTemplate
 from tests.checkpoints_convert.tiny import full_disk
@@ -596,16 +595,3 @@ def test_no_input_and_an_output_that_is_a_folder_are_refused(batch, loads, given
     assert loads == []
     assert "holds no rows" in batch(rows=[], code=2).stderr
     assert sorted(out.parent.iterdir()) == sorted([*before, given])
-
-
-def test_nothing_is_compiled_for_what_was_begun_or_does_not_fit(tiny, given, out, monkeypatch):
-    options = BatchOptions(rows=4, max_tokens=6)
-    assert len(compile_first(tiny, given, out, options)) > 3
-    for end in ("", ".partial", ".journal", ".origin"):
-        begun = out.with_name(out.name + end)
-        begun.touch()
-        assert compile_first(tiny, given, out, options) is None
-        begun.unlink()
-    monkeypatch.setattr(tiny.engine, "memory_limit", 1000)
-    assert compile_first(tiny, given, out, options) is None
-    assert sorted(path.name for path in given.parent.iterdir()) == ["book.txt", "in.jsonl"]

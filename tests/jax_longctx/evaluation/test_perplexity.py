@@ -5,13 +5,11 @@ import functools
 import jax
 import numpy as np
 import pytest
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation import perplexity
-from jax_longctx.evaluation.perplexity import cut_texts, markdown, plot, score_texts
+from jax_longctx.evaluation.perplexity import cut_texts, markdown, score_texts
 from jax_longctx.evaluation.specs import PROTOCOLS
 from jax_longctx.methods import Citrus, Full, ReAttention, SnapKV, Star, StreamingLLM
 from tests.jax_longctx.methods.oracles.evictors import Evicting, StreamingRule
@@ -171,39 +169,3 @@ def test_a_table_has_perplexities_paired_differences_and_times():
     offloaded = markdown([a_run("quest", [1.0], fetched={"hit_rate": 0.6125}), full, unused])
     ends = [line.strip("| ").split("|")[-1].strip() for line in offloaded.splitlines()]
     assert ends[:1] + ends[2:5] == ["chosen pages on the device", "61.3%", "-", "-"]
-
-
-def test_a_plot_tells_every_curve_by_more_than_its_colour(tmp_path, monkeypatch):
-    drawn, whole = [], Axes.plot
-
-    def watch(self, at, values, **style):
-        drawn.append((list(at), list(values), style))
-        return whole(self, at, values, **style)
-
-    monkeypatch.setattr(Axes, "plot", watch)
-    plot([a_run("full", [1.0, 3.0]), a_run("quest", [2.0, 4.0])], tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
-    assert [at for at, _, _ in drawn] == [[92.0, 97.0]] * 4
-    expected = [np.exp([1, 3]), [1, 1], np.exp([2, 4]), np.exp([1, 1])]
-    np.testing.assert_allclose([values for _, values, _ in drawn], expected)
-    one, _, other, _ = (style for _, _, style in drawn)
-    assert one["linestyle"] != other["linestyle"] and one["marker"] != other["marker"]
-    drawn.clear()
-    plot([a_run("quest", [1.0, 3.0])], tmp_path / "one.png")
-    assert len(drawn) == 1
-    # The scale is in plain numbers.
-    labels, save = set(), Figure.savefig
-
-    def watch(self, *args, **options):
-        save(self, *args, **options)
-        axis = self.axes[0].yaxis
-        ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
-        labels.update(tick.label1.get_text() for tick in ticks)
-
-    monkeypatch.setattr(Figure, "savefig", watch)
-    for low, high, shown in [(2.60, 2.75, {"14", "15"}), (1.0, 9.0, {"10", "100", "1000"})]:
-        labels.clear()
-        windows = [(90, 94, [low]), (95, 99, [high])]
-        plot([a_run("full", [low, high], windows=windows)], tmp_path / "curve.png")
-        assert shown <= labels
-        assert not any("10^" in label for label in labels)

@@ -14,7 +14,6 @@ from jax_longctx.evaluation import compute, runner
 from jax_longctx.evaluation.config import parse_config
 from jax_longctx.evaluation.prompts import _prompt, draw
 from jax_longctx.evaluation.rows import open_rows, read_rows
-from jax_longctx.evaluation.runner import compile_first
 from jax_longctx.evaluation.tasks.task import Sample
 from jax_longctx.methods.full import Full
 from jax_longctx.models.params import init_params
@@ -182,8 +181,6 @@ def test_programs_that_methods_share_are_compiled_once(small, tiny, tmp_path, co
         forget()
         for each in folder.iterdir():
             each.unlink()
-        # As a run compiles for its first batch while weights load.
-        compile_first(model, chosen, tmp_path / "out", {}).wait()
         compiled.clear()
         rows = evaluate(model, tmp_path / "out", chosen)
     assert without_times(rows) == without_times(expected)

@@ -46,7 +46,7 @@ from tests.support import random_rows, tiny_config, tiny_engine
 SMALL = Rules(i0=4, w=16, bs=4, kb=2, r=2, x=8)
 # Of each row: context, question; every row is given as many answer tokens.
 LENGTHS, ANSWER = [(75, 4), (5, 1), (42, 13), (0, 2)], 9
-CACHED: dict[str, Any] = {"max_cached_block": 4, "cache_policy": "lru-s", "score_decay": 0.5}
+CACHED: dict[str, Any] = {"max_cached_block": 4}
 THETA = 1e4
 # Where more layers would only take longer to compile.
 ONE_LAYER = tiny_config(num_layers=1)
@@ -150,8 +150,8 @@ def test_it_5_it_6_it_15_it_16_units_and_logits_equal_numpy(run):
     assert chose > 10
 
 
-def replay(steps, size, policy, decay):
-    """Resident units with their keys, hits and misses, of steps {unit: mass} with dicts."""
+def replay(steps, size):
+    """Resident units with their keys, hits and misses, of each step's units, with a dict."""
     keys, hits, misses = {}, 0, 0
     for step, paid in enumerate(steps, start=1):
         loaded = set(paid) - set(keys)
@@ -159,21 +159,17 @@ def replay(steps, size, policy, decay):
         leaving = sorted(set(keys) - set(paid), key=lambda unit: (keys[unit], unit))
         for unit in leaving[: max(0, len(keys) + len(loaded) - size)]:
             del keys[unit]
-        if policy == "lru":
-            keys |= dict.fromkeys(paid, step)
-        else:
-            keys = {unit: decay * key for unit, key in keys.items()}
-            keys |= {unit: keys.get(unit, 0.0) + mass for unit, mass in paid.items()}
+        keys |= dict.fromkeys(paid, step)
     return keys, hits, misses
 
 
 def test_it_13_units_that_would_be_loaded(run):
-    """By the attention that they received; every row and layer for itself."""
+    """Every row and layer for itself."""
     for layer, cache in enumerate(run.caches):
         total = np.zeros(2)
         for row, trace in enumerate(run.traces):
             steps = [paid[layer] for paid in trace.paid]
-            keys, hits, misses = replay(steps, 4, "lru-s", 0.5)
+            keys, hits, misses = replay(steps, 4)
             assert set(np.flatnonzero(np.asarray(cache.account.resident)[row])) == set(keys)
             got = np.asarray(cache.account.key)[row]
             np.testing.assert_allclose([got[unit] for unit in keys], list(keys.values()), rtol=1e-3)
@@ -182,8 +178,8 @@ def test_it_13_units_that_would_be_loaded(run):
         assert min(total) > 10
 
 
-@pytest.mark.parametrize(("policy", "shards"), [("lru", 4), ("lru-s", 1)])
-def test_it_13_policies_are_those_of_dicts(policy, shards):
+@pytest.mark.parametrize("shards", [4, 1])
+def test_it_13_units_leave_as_from_a_dict(shards):
     """Random choices among units of which more and more are there; the second row pauses."""
     rng = np.random.default_rng(0)
     seq = PartitionSpec(None, "seq")
@@ -191,15 +187,14 @@ def test_it_13_policies_are_those_of_dicts(policy, shards):
     total = jnp.zeros(2, jnp.int32)
     ctx = LayerContext(scale=1.0, window=None, rope=ONE_LAYER.rope, total=total)
 
-    def body(cache, chosen, mass, packed, rows):
-        paid = None if policy == "lru" else mass
-        return where_rows(rows, note_step(cache, chosen, paid, packed, 5, 0.5, ctx), cache)
+    def body(cache, chosen, packed, rows):
+        return where_rows(rows, note_step(cache, chosen, packed, 5, ctx), cache)
 
     step = jax.jit(
         jax.shard_map(
             body,
             mesh=make_mesh(1, shards, 1),
-            in_specs=(spec, *[PartitionSpec()] * 4),
+            in_specs=(spec, *[PartitionSpec()] * 3),
             out_specs=spec,
             check_vma=False,
         )
@@ -208,17 +203,15 @@ def test_it_13_policies_are_those_of_dicts(policy, shards):
     for number in range(30):
         packed = np.array([number // 2, min(number, 16)], np.int32)
         rows = np.array([True, number % 3 > 0])
-        chosen, mass = np.full((2, 3), -1, np.int32), np.zeros((2, 3), np.float32)
+        chosen = np.full((2, 3), -1, np.int32)
         for row in range(2):
             some = rng.permutation(packed[row])[:3]
             chosen[row, : len(some)] = some
-            # Few values, so that keys are equal at times.
-            mass[row, : len(some)] = rng.integers(1, 3, len(some))
             if rows[row]:
-                steps[row].append(dict(zip(some.tolist(), mass[row].tolist(), strict=False)))
-        cache = step(cache, chosen, mass, packed, rows)
+                steps[row].append(some.tolist())
+        cache = step(cache, chosen, packed, rows)
         for row in range(2):
-            keys, hits, misses = replay(steps[row], 5, policy, 0.5)
+            keys, hits, misses = replay(steps[row], 5)
             assert set(np.flatnonzero(np.asarray(cache.resident)[row])) == set(keys)
             assert (int(cache.hits[row]), int(cache.misses[row])) == (hits, misses)
 
