@@ -6,7 +6,9 @@ from typing import Any
 from jax_longctx.errors import ConfigError
 
 # Methods that are in research/ of the repository now.
-MOVED = ("arkvale-paged", "infllm-accounted", "star-released-mask")
+MOVED = ("star-released-mask",)
+# Methods that only imitated released code; what does the same now.
+GONE = {"arkvale-paged": "arkvale --offload host", "infllm-accounted": "infllm --offload host"}
 _SELECTING = {"count_fixed": False, "alpha": 0.2}
 _PAGES = {**_SELECTING, "whole_pages": False, "min_pages": 1}
 # Settings that are gone, by method, with the value that the method has now.
@@ -66,7 +68,9 @@ RUN = "in a checkout of the repository: python -m research ..."
 
 
 def check_moved(name: str) -> None:
-    """Raises ConfigError for a method that moved."""
+    """Raises ConfigError for a method that moved or is gone."""
+    if name in GONE:
+        raise ConfigError(f"method {name!r} is gone; type: -m {GONE[name]}")
     if name in MOVED:
         raise ConfigError(f"method {name!r} moved to research/; type, {RUN} -m {name}")
 

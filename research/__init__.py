@@ -9,13 +9,7 @@ studies' commands.
 
 from jax_longctx.methods import METHODS
 
-STUDIES = (
-    "arkvale-paged",
-    "infllm-accounted",
-    "refreshkv-ablated",
-    "star-anchors",
-    "star-released-mask",
-)
+STUDIES = ("refreshkv-ablated", "star-anchors", "star-released-mask")
 
 
 def offer() -> None:

@@ -10,9 +10,8 @@ Bytes of a decode step, as a share of full attention's: 1 / page_size for the di
 balls and points), and the budget over the length.
 
 Differs from the authors' code: all keys stay on the device and exactly the best pages are attended,
-as in the paper. Their code attends a cache of pages that it updates with the best ones;
-`research/arkvale_paged.py` emulates it. The page that is being filled has a digest too, which is
-not used: the local window covers that page.
+as in the paper. Their code attends a cache of pages that it updates with the best ones. The page
+that is being filled has a digest too, which is not used: the local window covers that page.
 """
 
 from typing import Literal

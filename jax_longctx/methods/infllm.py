@@ -17,7 +17,7 @@ equal tokens can have equal representatives; then the older unit comes first (`p
 Cost of a token: attention over about n_init + n_local + topk * block_size tokens, and one dot
 product a unit and head, at any length. Memory is full attention's and the representatives. The
 authors move units to the host and load those that are chosen; so does `offload="host"`, and the
-answers are the same. `research/infllm_accounted.py` counts the units that the released code loads.
+answers are the same.
 
 As in the authors' code and unlike the paper, the amount received is attention probability, distance
 0 included, far keys stand at n_local - 1, and representatives are per query head. Unlike the
@@ -36,7 +36,6 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.contract import (
     QKV,
-    Attended,
     CacheShape,
     Feed,
     LayerContext,
@@ -139,24 +138,13 @@ class InfLLM(Appending):
             return part, dataclasses.replace(cache, store=store)
         # A rotary base that follows the length must follow the window's, which bounds distances.
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.n_local))
-        return self.attend_units(new, cache, valid_B, self.choose(q, cache, valid_B, ctx), ctx)
-
-    def attend_units(
-        self,
-        new: QKV,
-        cache: UnitMemory,
-        valid: Int[Array, " B"],
-        chosen: Int[Array, "B 1 C"],
-        ctx: LayerContext,
-    ) -> tuple[Attended, UnitMemory]:
-        """Attention of `valid` new tokens, with the chosen units; the memory with these tokens."""
-        (q, k, v), begin_B = new, cache.store.length
-        store = cache.store.append(k, v, valid, ctx)
+        chosen, begin_B = self.choose(q, cache, valid_B, ctx), cache.store.length
+        store = cache.store.append(k, v, valid_B, ctx)
         far, alone = self.far(q, ctx), q.shape[1] == 1
         pages = unit_pages(chosen, store.sizes[2], self.layout, ctx)
         if self.topk:
-            store = store.fetch(pages, valid, ctx, step=alone)
-        attention = WindowedAttention(store, begin_B, valid, q.shape[1], self.layout, ctx)
+            store = store.fetch(pages, valid_B, ctx, step=alone)
+        attention = WindowedAttention(store, begin_B, valid_B, q.shape[1], self.layout, ctx)
         if alone:
             parts = [attention.beyond(far, chosen, pages)]
         else:

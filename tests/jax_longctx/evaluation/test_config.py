@@ -136,7 +136,9 @@ def test_papers_suites_need_a_checkout_and_bring_their_methods(monkeypatch, tmp_
     packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
     assert not any(fnmatch.fnmatch("research", pattern) for pattern in packages)
     monkeypatch.setattr(METHODS, "data", dict(METHODS.data))
-    with pytest.raises(ConfigError, match=r"type, in a checkout .* research ... -m arkvale-paged"):
+    with pytest.raises(ConfigError, match=r"type, in a checkout .* research ... -m star-rel"):
+        make_method("star-released-mask")
+    with pytest.raises(ConfigError, match=r"is gone; type: -m arkvale --offload host"):
         make_method("arkvale-paged")
     read_suite("paper:star")
     for name in research.STUDIES:

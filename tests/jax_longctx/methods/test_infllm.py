@@ -2,7 +2,6 @@
 
 import functools
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jax_longctx.caches import where_rows
 from jax_longctx.contract import Feed, LayerContext, method
 from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import grow
@@ -21,12 +19,6 @@ from jax_longctx.methods import METHODS, InfLLM
 from jax_longctx.models.rope import RopeConfig
 from jax_longctx.parts.unit_memory import best_units
 from jax_longctx.sharding import make_mesh
-from research.infllm_accounted import (
-    InfLLMAccounted,
-    UnitAccount,
-    empty_account,
-    note_step,
-)
 from tests.jax_longctx.methods.harness import (
     ask,
     check_rows,
@@ -46,7 +38,6 @@ from tests.support import random_rows, tiny_config, tiny_engine
 SMALL = Rules(i0=4, w=16, bs=4, kb=2, r=2, x=8)
 # Of each row: context, question; every row is given as many answer tokens.
 LENGTHS, ANSWER = [(75, 4), (5, 1), (42, 13), (0, 2)], 9
-CACHED: dict[str, Any] = {"max_cached_block": 4}
 THETA = 1e4
 # Where more layers would only take longer to compile.
 ONE_LAYER = tiny_config(num_layers=1)
@@ -69,7 +60,7 @@ def method_of(rules, kind=InfLLM, **settings):
 
 
 @method(source="InfLLM", name="watched")
-class Watched(InfLLMAccounted):
+class Watched(InfLLM):
     """Tells which units each layer attends, and starts with garbage wherever nothing is yet."""
 
     def init_cache(self, shape):
@@ -90,7 +81,7 @@ def note(layer, chosen):
 
 @pytest.fixture(scope="module")
 def run():
-    engine = tiny_engine(method_of(SMALL, Watched, **CACHED), config=tiny_config(windows=LAYERS))
+    engine = tiny_engine(method_of(SMALL, Watched), config=tiny_config(windows=LAYERS))
     rows, last = texts(LENGTHS, ANSWER), {}
     chosen = [[] for _ in LENGTHS]
 
@@ -148,72 +139,6 @@ def test_it_5_it_6_it_15_it_16_units_and_logits_equal_numpy(run):
         np.testing.assert_allclose(run.logits[row], np.concatenate(trace.logits), atol=1e-4)
         check_memory(SMALL, run.caches, row, trace)
     assert chose > 10
-
-
-def replay(steps, size):
-    """Resident units with their keys, hits and misses, of each step's units, with a dict."""
-    keys, hits, misses = {}, 0, 0
-    for step, paid in enumerate(steps, start=1):
-        loaded = set(paid) - set(keys)
-        hits, misses = hits + len(paid) - len(loaded), misses + len(loaded)
-        leaving = sorted(set(keys) - set(paid), key=lambda unit: (keys[unit], unit))
-        for unit in leaving[: max(0, len(keys) + len(loaded) - size)]:
-            del keys[unit]
-        keys |= dict.fromkeys(paid, step)
-    return keys, hits, misses
-
-
-def test_it_13_units_that_would_be_loaded(run):
-    """Every row and layer for itself."""
-    for layer, cache in enumerate(run.caches):
-        total = np.zeros(2)
-        for row, trace in enumerate(run.traces):
-            steps = [paid[layer] for paid in trace.paid]
-            keys, hits, misses = replay(steps, 4)
-            assert set(np.flatnonzero(np.asarray(cache.account.resident)[row])) == set(keys)
-            got = np.asarray(cache.account.key)[row]
-            np.testing.assert_allclose([got[unit] for unit in keys], list(keys.values()), rtol=1e-3)
-            assert (int(cache.account.hits[row]), int(cache.account.misses[row])) == (hits, misses)
-            total += hits, misses
-        assert min(total) > 10
-
-
-@pytest.mark.parametrize("shards", [4, 1])
-def test_it_13_units_leave_as_from_a_dict(shards):
-    """Random choices among units of which more and more are there; the second row pauses."""
-    rng = np.random.default_rng(0)
-    seq = PartitionSpec(None, "seq")
-    spec = UnitAccount(seq, seq, *[PartitionSpec()] * 3)
-    total = jnp.zeros(2, jnp.int32)
-    ctx = LayerContext(scale=1.0, window=None, rope=ONE_LAYER.rope, total=total)
-
-    def body(cache, chosen, packed, rows):
-        return where_rows(rows, note_step(cache, chosen, packed, 5, ctx), cache)
-
-    step = jax.jit(
-        jax.shard_map(
-            body,
-            mesh=make_mesh(1, shards, 1),
-            in_specs=(spec, *[PartitionSpec()] * 3),
-            out_specs=spec,
-            check_vma=False,
-        )
-    )
-    cache, steps = empty_account(2, 16), [[], []]
-    for number in range(30):
-        packed = np.array([number // 2, min(number, 16)], np.int32)
-        rows = np.array([True, number % 3 > 0])
-        chosen = np.full((2, 3), -1, np.int32)
-        for row in range(2):
-            some = rng.permutation(packed[row])[:3]
-            chosen[row, : len(some)] = some
-            if rows[row]:
-                steps[row].append(some.tolist())
-        cache = step(cache, chosen, packed, rows)
-        for row in range(2):
-            keys, hits, misses = replay(steps[row], 5)
-            assert set(np.flatnonzero(np.asarray(cache.resident)[row])) == set(keys)
-            assert (int(cache.hits[row]), int(cache.misses[row])) == (hits, misses)
 
 
 def test_it_19_units_appear_one_by_one(run):

@@ -91,48 +91,6 @@ def selected(kind, settings, q, k, prompt):
     return kept
 
 
-def _page_means(settings, q, k):
-    """Mean score over all heads of every page that may be selected."""
-    n, page, group = len(k), settings.page_size, len(q) // k.shape[1]
-    start, stop = _span(settings, n)
-    pages = [p for p in range(n) if max(p * page, start) < min((p + 1) * page, stop)]
-    return {
-        p: np.mean(
-            [
-                page_score(
-                    "arkvale", settings.digest, k[p * page : (p + 1) * page, h // group], q[h]
-                )
-                for h in range(len(q))
-            ]
-        )
-        for p in pages
-    }
-
-
-def page_cache(settings, q, k, cached):
-    """ArkVale's page cache after a step, or after the prompt (None), and the kept keys `[N, n]`."""
-    room, page = settings.resident // settings.page_size, settings.page_size
-    means = _page_means(settings, q, k)
-    best = sorted(means, key=lambda p: (-means[p], p))
-    if cached is None:
-        cached = set(best[:room])
-    else:
-        entered = set(means) - set(_page_means(settings, q, k[:-1]))
-        cached = cached | entered
-        wanted = best[: max(settings.budget // page, 1)]
-        for p in wanted:
-            cached.add(p)
-        for p in reversed(best):
-            if len(cached) > room and p not in wanted:
-                cached.discard(p)
-    kept = np.zeros(len(k), bool)
-    start, stop = _span(settings, len(k))
-    kept[:start] = kept[stop:] = True
-    for p in cached:
-        kept[max(p * page, start) : min((p + 1) * page, stop)] = True
-    return cached, np.repeat(kept[None], len(q), axis=0)
-
-
 def _lists(kind, settings, scores, sizes, scale, kv_heads, count):
     """Each query head's pages, of scores `[N, P]` of pages with log sizes `[P]`."""
     heads = len(scores)
@@ -231,11 +189,9 @@ def decode_logits(kind, method, config, params, prompt, answer):
     theta, layers = config.rope.theta, config.num_layers
     keys: list[Any] = [None] * layers
     means: list[Any] = [None] * layers
-    cached: list[Any] = [None] * layers
     kept = np.zeros((layers, config.num_heads), int)
     residual = hasattr(method, "lam")
     settings = method.base if residual else method
-    resident = getattr(settings, "resident", None)
 
     def read(layer, q, k, v):
         at = np.arange(len(q))
@@ -243,8 +199,6 @@ def decode_logits(kind, method, config, params, prompt, answer):
         keys[layer] = [rotated, v]
         asked = rope(q, at, theta)
         means[layer] = np.mean(asked, axis=0)
-        if resident:
-            cached[layer] = page_cache(settings, asked[-1], rotated, None)[0]
         return causal_attend(theta)(layer, q, k, v)
 
     def step(layer, q, k, v):
@@ -256,10 +210,7 @@ def decode_logits(kind, method, config, params, prompt, answer):
         ]
         q, (k, v) = rope(q, at, theta)[0], keys[layer]
         prior = prior_of(q, k, means[layer]) if residual else None
-        if resident:
-            cached[layer], chosen = page_cache(settings, q, k, cached[layer])
-        else:
-            chosen = selected(kind, settings, q, k, len(prompt))
+        chosen = selected(kind, settings, q, k, len(prompt))
         kept[layer] += chosen.sum(1)
         if prior is None:
             return softmax_output(q, k, v, chosen)[None]
