@@ -326,7 +326,6 @@ def test_no_damage_changes_an_answer(target, request, tmp_path, caplog):
 
 
 def test_what_is_unfinished_answers_nothing_else(request, tmp_path):
-    """Input and options change under a journal or an output."""
     draw = random.Random(f"{SEED} inputs")
     folder, read, files, _ = made(request, tmp_path, "killed_batch")
     other = jax_longctx.load(request.getfixturevalue("checkpoints") / "floats1", chunk=16)

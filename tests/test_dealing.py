@@ -1,5 +1,3 @@
-"""Which tests a run takes, how long tests wait, and where their compiled programs lie."""
-
 import json
 import os
 import subprocess
@@ -78,7 +76,6 @@ for options in json.load(sys.stdin):
 
 
 def test_thirds_are_the_whole_and_no_test_begins_when_the_time_is_over(tmp_path):
-    """Of a small file under this folder's hooks."""
     (tmp_path / "conftest.py").write_text("from tests.conftest import *")
     (tmp_path / "test_inner.py").write_text(INNER)
     past, later = (("--until", str(time.time() + seconds)) for seconds in (-1, 600))

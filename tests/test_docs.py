@@ -751,7 +751,6 @@ TAKEN = {
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_benchmark_is_taken_drawn_and_shown(name, tmp_path, monkeypatch):
-    """The file becomes a result, its picture and its part of the page."""
     changed, line = TAKEN[name]
     raw = tmp_path / "raw.json"
     raw.write_text(json.dumps(measured(**changed)))

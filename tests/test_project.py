@@ -79,7 +79,6 @@ def test_imports_are_seen_in_every_form():
 
 @pytest.mark.parametrize("folder", MAY_IMPORT)
 def test_imports_run_one_way(folder):
-    """And of the core none knows torch or transformers."""
     for path in MODULES:
         name = name_of(path)
         if folder != next(each for each in MAY_IMPORT if name.startswith(f"{each}/")):

@@ -1,5 +1,3 @@
-"""Every kind of bad source: one line with the file and the tensor, and nothing left behind."""
-
 import json
 import os
 import shutil

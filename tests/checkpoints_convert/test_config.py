@@ -1,8 +1,4 @@
-"""`config.json` files as they were published, and as they come damaged."""
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,13 +11,13 @@ from tests.goldens.cases import MODELS
 from tests.jax_longctx.models.test_config import EVERYTHING
 
 
-def write(folder: Path, config: dict[str, Any]) -> Path:
+def write(folder, config):
     path = folder / "config.json"
     path.write_text(json.dumps(config))
     return path
 
 
-def by_transformers(folder: Path) -> dict[str, Any]:
+def by_transformers(folder):
     """What transformers itself makes of the file in a folder, everything filled in."""
     from transformers import AutoConfig
 

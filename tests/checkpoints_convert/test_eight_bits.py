@@ -1,5 +1,3 @@
-"""Checkpoints with matrices in 8 bits: the bits of those made at loading, exact blocks, damage."""
-
 import functools
 import itertools
 import json
@@ -76,7 +74,6 @@ def test_stored_weights_are_those_made_at_loading(tmp_path, monkeypatch, family,
 
 
 def test_loads_without_a_flag_and_answers_the_same(whole):
-    """And products may be in another dtype."""
     made = jax_longctx.load(whole / "floats", weights="int8")
     model = jax_longctx.load(whole / "int8")
     assert model.engine.setup.weights == made.engine.setup.weights == "int8"

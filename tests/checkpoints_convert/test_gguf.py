@@ -1,5 +1,3 @@
-"""GGUF files: names, paired rows, every quantisation, the config; and damage: one line, at once."""
-
 import struct
 import time
 
@@ -87,7 +85,6 @@ def assert_params(folder, config, state):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_values_and_config(tmp_path, family):
-    """The biases of a Llama are paired too."""
     config = hf_config(family)
     state = random_state(config)
 
@@ -114,7 +111,6 @@ SCALES |= {"Q6_K": (208, 210)}
 
 @pytest.mark.parametrize("name", SCALES)
 def test_quantised_values(tmp_path, name, monkeypatch):
-    """Random bytes with small, finite scales, read in several pieces."""
     monkeypatch.setattr("checkpoints_convert.files.PIECE", 4 * 256 * 5)
     rng, sizes = np.random.default_rng(2), {"hidden_size": 256, "intermediate_size": 512}
     config = hf_config("llama", **sizes, num_hidden_layers=1)

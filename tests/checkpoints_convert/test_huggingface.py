@@ -1,5 +1,3 @@
-"""Hugging Face directories in and out, bit by bit; types, shards, the hub."""
-
 import dataclasses
 import hashlib
 import json
@@ -86,7 +84,6 @@ def test_round_trip_gives_back_every_bit(tmp_path, family, dtype):
 
 
 def test_stored_types_may_differ_and_come_back_but_for_float64(tmp_path):
-    """And old tables of rope are left out."""
     state = random_state(LLAMA)
     found = {name: value.astype(np.float64) for name, value in state.items()}
     found["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4)

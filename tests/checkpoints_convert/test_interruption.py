@@ -1,5 +1,3 @@
-"""A conversion that is interrupted is continued, and one that fails leaves nothing."""
-
 import json
 import os
 import shutil
@@ -68,7 +66,6 @@ def assert_converted(source, folder):
 
 
 def test_what_is_written_is_not_written_again(tmp_path, source, saved, monkeypatch):
-    """Interrupted twice among the tensors, and once after them."""
     interrupt(source, tmp_path / "ours", 0.3)
     interrupt(source, tmp_path / "ours", 0.9)
     assert names_in(tmp_path) == ["hf", "ours.partial"]
@@ -104,7 +101,6 @@ def test_a_group_that_was_being_written_is_written_again(tmp_path, source, monke
 
 
 def test_what_does_not_fit_a_partial_is_refused_until_it_is_gone(tmp_path, source):
-    """Another type, damaged notes, and a source that has changed."""
     interrupt(source, tmp_path / "ours")
     with pytest.raises(CheckpointError, match=r"begun with another dtype; delete it"):
         convert(source, tmp_path / "ours", dtype="bfloat16")
@@ -202,7 +198,6 @@ def test_a_killed_process_is_continued(tmp_path, source, saved):
 
 
 def test_a_second_conversion_or_export_into_one_folder_is_refused(tmp_path, source):
-    """At once; the first ends whole."""
     refusals = []
 
     def progress(done, total):
@@ -222,7 +217,6 @@ def test_a_second_conversion_or_export_into_one_folder_is_refused(tmp_path, sour
 
 
 def test_success_is_only_told_over_a_whole_checkpoint(tmp_path, monkeypatch):
-    """Something spoils what was written, before it gets its name."""
     described, check = hf_config("llama"), Partial.check
     source = write_checkpoint(tmp_path / "hf", described, random_state(described))
     for spoil in (

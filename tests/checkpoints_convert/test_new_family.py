@@ -130,7 +130,6 @@ def test_a_family_that_always_ties_names_no_head(tmp_path, robin, monkeypatch):
 
 
 def test_what_a_family_lacks_is_told(tmp_path, robin, monkeypatch):
-    """A head with the flag that ties, a kind of rope, and defaults apart from a bad config."""
     described, state = robin
     source = write_checkpoint(tmp_path / "hf", described, state)
     linear = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}

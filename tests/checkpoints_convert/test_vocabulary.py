@@ -146,7 +146,6 @@ def test_answers_end_where_the_file_or_its_template_says(tmp_path, trained):
 
 
 def test_the_files_sampling_is_kept(tmp_path, trained):
-    """As `generation_config.json` of Hugging Face names it."""
     given = {"temp": float(np.float32(0.6)), "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.1}
     given |= {"min_p": 0.0, "sequence": "kpt"}
     said = {f"general.sampling.{name}": value for name, value in given.items()}

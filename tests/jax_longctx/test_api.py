@@ -1,5 +1,3 @@
-"""Text in, text out: answers, stop strings, and callbacks."""
-
 import dataclasses
 import functools
 from importlib import metadata
@@ -290,7 +288,7 @@ def test_mistakes_are_named(model, tmp_path):
 def test_a_source_tree_that_is_not_installed_has_a_version_too(model, monkeypatch):
     found = metadata.version
 
-    def version(name: str) -> str:
+    def version(name):
         if name == "jax-longctx":
             raise metadata.PackageNotFoundError(name)
         return found(name)

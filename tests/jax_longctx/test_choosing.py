@@ -1,5 +1,3 @@
-"""`--method auto`: every branch of the choice, the table that ships, and the command line."""
-
 import json
 from unittest.mock import create_autospec
 

@@ -1,5 +1,3 @@
-"""Where compiled programs are kept, when they are not, and when they are dropped."""
-
 import os
 from pathlib import Path
 from unittest.mock import create_autospec

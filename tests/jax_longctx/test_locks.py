@@ -1,5 +1,3 @@
-"""One writer at a time."""
-
 import contextlib
 import errno
 import fcntl
@@ -16,7 +14,6 @@ from tests.patience import patience
 
 
 def test_the_second_writer_is_refused_and_the_next_is_not(tmp_path):
-    """Nor is it after an error; and a folder that cannot be made is told."""
     path = tmp_path / "new" / "model"
     with pytest.raises(ZeroDivisionError), only_writer(path):
         _ = 1 / 0

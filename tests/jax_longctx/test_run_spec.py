@@ -1,5 +1,3 @@
-"""A run's options: one object from flags, TOML or Python, checked where it is made."""
-
 import dataclasses
 import inspect
 
@@ -43,7 +41,7 @@ def by_flags(**fields):
     made = []
 
     @options.command
-    def command(spec: RunSpec = ALL) -> None:
+    def command(spec=ALL):
         made.append(spec)
 
     defaults = {name: each.default for name, each in inspect.signature(command).parameters.items()}

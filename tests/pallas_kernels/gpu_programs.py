@@ -5,7 +5,6 @@
 lowers all of them with the installed JAX and needs no other file of the tests.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -30,7 +29,7 @@ from pallas_kernels.voted_slots import Spans
 from pallas_kernels.voted_slots import gpu as voted_gpu
 
 
-def programs() -> dict[str, tuple[Callable, tuple]]:
+def programs():
     """Every kernel with the arguments of one call."""
     q = jnp.zeros((1, 200, 8, 128), jnp.bfloat16)
     k = v = jnp.zeros((1, 2, 1024, 128), jnp.bfloat16)
@@ -72,10 +71,7 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
             partial(voted_gpu.voted_slots, **spans),
             (jnp.zeros((1, 128), jnp.int32), bound, bound),
         ),
-        "mass": (
-            lambda *args: mass_gpu.attention_mass(*args, how=most)[0],
-            (q, k, exact, bound),
-        ),
+        "mass": (lambda *args: mass_gpu.attention_mass(*args, how=most)[0], (q, k, exact, bound)),
         "mass-squares": (squares, (q, k, exact, bound)),
         "rows": (matmul, (rows, w)),
         "rows-many-outputs": (partial(matmul, dtype=jnp.bfloat16), (w[:1].reshape(1, -1), w)),
@@ -95,7 +91,7 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
     }
 
 
-def main() -> None:
+def main():
     for name, (run, arguments) in programs().items():
         lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
         if "custom_call @mosaic_gpu" not in lowered.as_text():

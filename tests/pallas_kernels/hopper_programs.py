@@ -30,13 +30,13 @@ BITS |= {
 }
 
 
-def outputs(what: str, rows: int, columns: int, dtype: str) -> jax.ShapeDtypeStruct:
+def outputs(what, rows, columns, dtype):
     shape = {"rows": (rows, columns), "columns": (columns, rows), "over": (columns, 8)}
     kind = jnp.float32 if what in ("order", "over") else dtype
     return jax.ShapeDtypeStruct(shape.get(what, (8, columns)), kind)
 
 
-def from_bits(name: str) -> Any:
+def from_bits(name):
     what, rows, columns, dtype = BITS[name]
     found = outputs(what, rows, columns, dtype)
 
@@ -98,14 +98,14 @@ TIES: dict[str, tuple[Any, list[tuple[tuple[int, ...], Any]]]] = {
 }
 
 
-def best(name: str) -> Any:
+def best(name):
     """Of first, last and k [3] and scores [T,64,64] the list, which is the second of two."""
     tiles, places, gap = BEST[name]
 
-    def body(bounds_ref, scores_ref, list_ref, **scratch) -> None:
+    def body(bounds_ref, scores_ref, list_ref, **scratch):
         bounds = bounds_ref[0], bounds_ref[1], bounds_ref[2]
 
-        def scores(i: Any) -> Any:
+        def scores(i):
             return hopper_best.load(scores_ref.at[i])
 
         edges = None if gap is None else tuple(map(jnp.int32, gap))
@@ -120,7 +120,7 @@ def best(name: str) -> Any:
     )
 
 
-def main() -> None:
+def main():
     compiled = compiler(H200)
     for name, (_, rows, columns, _) in BITS.items():
         compiled(from_bits(name), ((columns, 8), jnp.float32), ((rows, columns), jnp.int8))

@@ -9,8 +9,7 @@ by TMA and their barriers are passed over: the caller fills shared memory.
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -33,7 +32,7 @@ _COMPARED: dict[str, Callable[[Any, Any], Any]] = {"eq": np.equal, "ne": np.not_
 _COMPARED |= {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
 
 
-def compiled(module: str, folder: Path) -> dict[str, str]:
+def compiled(module, folder):
     """The PTX of every kernel that a module of this folder compiles, by the kernels' names."""
     dumped = {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTX": "1"}
     gpu_plugin.output(f"tests.pallas_kernels.{module}", **dumped)
@@ -42,7 +41,7 @@ def compiled(module: str, folder: Path) -> dict[str, str]:
     return {name[1]: text for name, text in zip(found, texts, strict=True) if name is not None}
 
 
-def shared_address(text: str) -> int:
+def shared_address(text):
     """Where the kernel's first copy puts its array in shared memory."""
     found = re.search(r"add\.s32 \s*(%r\d+), %r\d+, (\d+);.*?cp\.async[^;]*\[\1\]", text, re.S)
     assert found is not None, "no copy into shared memory"
@@ -59,15 +58,15 @@ class Statement:
     given: tuple[str, ...]
 
     @property
-    def kind(self) -> str:
+    def kind(self):
         return self.operation.split(".")[0]
 
     @property
-    def how(self) -> list[str]:
+    def how(self):
         return self.operation.split(".")[1:]
 
 
-def parse(text: str) -> tuple[list[Statement], dict[str, int]]:
+def parse(text):
     """The instructions of the only kernel, and where its labels are."""
     body = re.sub(r"//[^\n]*", "", text[text.index("$L__func_begin") :])
     body = re.sub(r"\.loc\s[^\n]*|\.reg\s[^;]*;|LAB_WAIT:.*?DONE:", "", body, flags=re.S)
@@ -91,14 +90,7 @@ def parse(text: str) -> tuple[list[Statement], dict[str, int]]:
     return statements, labels
 
 
-def run(
-    text: str,
-    arguments: dict[int, np.ndarray],
-    shared: np.ndarray | None = None,
-    *,
-    block: tuple[int, ...] = (0,),
-    draw: np.random.Generator,
-) -> list["_Warp"]:
+def run(text, arguments, shared=None, *, block=(0,), draw):
     """Runs one block of 128 threads; stores change `shared` and `arguments`.
 
     Args:
@@ -124,13 +116,13 @@ class _Warp:
     `conflicts` is the most words of one bank that it loaded at once.
     """
 
-    def __init__(self, program: Any, memory: dict[int, np.ndarray], warp: int, block: Any) -> None:
+    def __init__(self, program, memory, warp, block):
         (self.statements, self.labels), self.memory, self.conflicts = program, memory, 0
         self.registers = {"%tid.x": (warp * LANES + LANE).astype(np.uint64)}
         for axis, index in zip("xyz", block, strict=False):
             self.registers[f"%ctaid.{axis}"] = np.full(LANES, index, np.uint64)
 
-    def steps(self) -> Iterator[int]:
+    def steps(self):
         """Runs to the next barrier, whose place is given."""
         at = 0
         while at < len(self.statements):
@@ -149,7 +141,7 @@ class _Warp:
             else:
                 self.compute(each, on)
 
-    def value(self, name: str, form: str) -> np.ndarray:
+    def value(self, name, form):
         """The operand as `form` says: "s32", "u32", "b64", "pred" or alike."""
         if name in self.registers:
             found = self.registers[name]
@@ -170,20 +162,20 @@ class _Warp:
             return low.view(np.float32)
         return low.view(np.int32).astype(np.int64) if form == "s32" else low.astype(np.int64)
 
-    def address(self, name: str) -> np.ndarray:
+    def address(self, name):
         base, _, offset = name.strip("[]").partition("+")
         return self.value(base, "b64") + np.int64(offset or 0).view(np.uint64)
 
-    def load(self, at: np.ndarray, size: int) -> np.ndarray:
+    def load(self, at, size):
         array, place = self.place(at)
         each = [array[place + i].astype(np.uint64) << np.uint64(8 * i) for i in range(size)]
         return np.bitwise_or.reduce(each)
 
-    def place(self, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def place(self, at):
         (region,) = {int(x) >> _REGION for x in at}
         return self.memory[region], (at & np.uint64((1 << _REGION) - 1)).astype(np.int64)
 
-    def store(self, each: Statement, on: np.ndarray) -> None:
+    def store(self, each, on):
         size = int(each.how[-1][1:]) // 8
         if not on.any():
             return
@@ -193,7 +185,7 @@ class _Warp:
             for i in range(size):
                 array[place + number * size + i] = (x >> np.uint64(8 * i)).astype(np.uint8)
 
-    def compute(self, each: Statement, on: np.ndarray) -> None:
+    def compute(self, each, on):
         kind, how, given = each.kind, each.how, each.given
         form = how[-1] if how else "b32"
         targets = [x.strip() for x in each.target.strip("<>").replace("|", ",").split(",")]
@@ -222,7 +214,7 @@ class _Warp:
             found = np.where(on, found, before)
         self.registers[targets[0]] = found
 
-    def found(self, each: Statement, given: list[str], form: str) -> np.ndarray:
+    def found(self, each, given, form):
         """The value of an instruction that stores nothing."""
         kind, how = each.kind, each.how
         if kind == "vote":

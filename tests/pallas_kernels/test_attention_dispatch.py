@@ -1,5 +1,3 @@
-"""Which implementation runs, what the log says of it, and what is refused."""
-
 import logging
 from types import SimpleNamespace
 
@@ -16,18 +14,16 @@ from pallas_kernels.prefill_attention import cache_attention, causal_attention, 
 from pallas_kernels.select_large_k import select_large_k
 
 
-def _chunk(
-    queries: int = 4, heads: int = 4, kv_heads: int = 2, head_dim: int = 64, dtype="float32"
-):
+def _chunk(queries=4, heads=4, kv_heads=2, head_dim=64, dtype="float32"):
     q = jnp.ones((1, queries, heads, head_dim), dtype)
     return q, jnp.ones((1, queries, kv_heads, head_dim), dtype)
 
 
-def _cache(slots: int = 256, kv_heads: int = 2, head_dim: int = 64, dtype="float32"):
+def _cache(slots=256, kv_heads=2, head_dim=64, dtype="float32"):
     return jnp.ones((1, kv_heads, slots, head_dim), dtype), jnp.array([slots], jnp.int32)
 
 
-def test_the_choice_is_logged_once_for_a_shape_class(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_choice_is_logged_once_for_a_shape_class(caplog):
     dispatch._log_once.cache_clear()
     q, k = _chunk()
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
@@ -40,9 +36,7 @@ def test_the_choice_is_logged_once_for_a_shape_class(caplog: pytest.LogCaptureFi
     ]
 
 
-def test_a_kernel_that_cannot_run_is_replaced_and_the_reason_logged(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_cannot_run_is_replaced_and_the_reason_logged(caplog, monkeypatch):
     dispatch._log_once.cache_clear()
     monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
     q, _ = _chunk()
@@ -53,7 +47,7 @@ def test_a_kernel_that_cannot_run_is_replaced_and_the_reason_logged(
     assert record.getMessage().endswith("xla (not tpu: 200 slots are not a multiple of 128)")
 
 
-def test_the_platform_is_that_of_the_mesh_traced_for() -> None:
+def test_the_platform_is_that_of_the_mesh_traced_for():
     device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
     mesh = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=device)
     assert dispatch.platform() == "cpu"
@@ -79,7 +73,7 @@ WINDOW = Window(8, jnp.zeros(1, jnp.int32))
         (cache_attention, (2, 64), dict(scale=0), WRONG, "scale is 0; expected a number above 0"),
     ],
 )
-def test_what_cannot_run_is_named(attend, shape, how, error, message) -> None:
+def test_what_cannot_run_is_named(attend, shape, how, error, message):
     """`shape` is that of a cache: kv heads and slots."""
     how = {"scale": 1.0} | how
     q, fresh = _chunk(queries=how.pop("queries", 4))
@@ -89,7 +83,7 @@ def test_what_cannot_run_is_named(attend, shape, how, error, message) -> None:
         attend(q, k, k, *lengths, **how)
 
 
-def test_lengths_outside_the_cache_are_its_ends() -> None:
+def test_lengths_outside_the_cache_are_its_ends():
     q, _ = _chunk()
     k = jax.random.normal(jax.random.key(0), (1, 2, 256, 64))
     for attend in (cache_attention, decode_attention):
@@ -100,7 +94,7 @@ def test_lengths_outside_the_cache_are_its_ends() -> None:
             assert all(bool(jnp.array_equal(x, y)) for x, y in zip(beyond, within, strict=True))
 
 
-def test_reasons_against_cudnn_and_splash() -> None:
+def test_reasons_against_cudnn_and_splash():
     large = []  # of a batch too large to make: seen by its shapes alone
     jax.eval_shape(
         lambda q, k: large.append(tpu.unsupported_cache(q, k, None)),
@@ -118,7 +112,7 @@ def test_reasons_against_cudnn_and_splash() -> None:
         assert reason is not None and expected in reason
 
 
-def test_a_jax_without_the_private_binding_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_jax_without_the_private_binding_is_a_reason(monkeypatch):
     from jax._src import cudnn
 
     monkeypatch.setattr(cudnn, "fused_attention_stablehlo", SimpleNamespace(MaskType=None))
@@ -126,9 +120,7 @@ def test_a_jax_without_the_private_binding_is_a_reason(monkeypatch: pytest.Monke
     assert reason is not None and "lacks ['check_cudnn_version', 'dot_product_attention']" in reason
 
 
-def test_a_kernel_with_a_reason_is_passed_over_and_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_kernel_with_a_reason_is_passed_over_and_refused_by_name(monkeypatch):
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
     for reason, chosen in (("it fails", 2), (None, 1)):
         kernel = dispatch.Kernel(min, lambda reason=reason: reason)
@@ -138,7 +130,7 @@ def test_a_kernel_with_a_reason_is_passed_over_and_refused_by_name(
         dispatch.select("sort", "gpu", "numbers", xla=max, gpu=refused)
 
 
-def test_only_a_kernel_that_says_so_is_given_a_plane(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_kernel_that_says_so_is_given_a_plane(monkeypatch):
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
     plane = Plane(jnp.arange(6).reshape(3, 2), jnp.int32(1))
     for planes in (False, True):
@@ -148,13 +140,13 @@ def test_only_a_kernel_that_says_so_is_given_a_plane(monkeypatch: pytest.MonkeyP
         np.testing.assert_array_equal(part_of(given), [2, 3])
 
 
-def _traced_for(kind: str) -> str:
+def _traced_for(kind):
     """The program of a decode step and a selection for a GPU of that name, which is not here."""
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="gpu")
     q, _ = _chunk(queries=1, dtype="bfloat16")
     k, lengths = _cache(dtype="bfloat16")
 
-    def run(q: jax.Array, k: jax.Array, lengths: jax.Array) -> tuple:
+    def run(q, k, lengths):
         scores = jnp.broadcast_to(q.ravel()[0].astype(jnp.float32), (1, 65536))
         return decode_attention(q, k, k, lengths, scale=1.0), select_large_k(scores, 5, size=5)
 
@@ -164,12 +156,12 @@ def _traced_for(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"])
-def test_a_hopper_gpu_gets_its_kernels(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hopper_gpu_gets_its_kernels(kind, caplog):
     assert _traced_for(kind).count("kernel_name") == 2
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
-def test_another_gpu_gets_the_xla_forms_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_gpu_gets_the_xla_forms_and_one_warning(caplog):
     hopper._warn_once.cache_clear()
     for _ in range(2):
         assert "kernel_name" not in _traced_for("NVIDIA B200")
@@ -178,7 +170,7 @@ def test_another_gpu_gets_the_xla_forms_and_one_warning(caplog: pytest.LogCaptur
         assert word in warning
 
 
-def test_the_gpu_at_hand_tells_its_own_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_at_hand_tells_its_own_capability(monkeypatch):
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
     for capability, reason in (("8.0", "compute capability 8.0"), ("9.0", None)):

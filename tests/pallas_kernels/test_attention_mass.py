@@ -1,8 +1,4 @@
-"""Attention mass against its definition in numpy, by each of its reductions."""
-
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +34,7 @@ def _expected(q, k, lse, lengths, valid, start, over_group):
     return mass[over_group], (p.mean(2) ** 2).sum(2)
 
 
-def _inputs(
-    queries: int, slots: int, lengths: Any, groups: int = 2, large: bool = False
-) -> tuple[np.ndarray, ...]:
+def _inputs(queries, slots, lengths, groups=2, large=False):
     """Random q and k, 1e4 beyond the lengths, and log-sum-exps near the true ones, some -inf."""
     rng = np.random.default_rng(queries + slots)
     q = rng.normal(size=(BATCH, queries, 2 * groups, HEAD_DIM)).astype(np.float32)
@@ -56,7 +50,7 @@ def _inputs(
 
 
 @functools.cache
-def _compiled(keys: int, pairs: int, implementation: str = "xla", **static: Any) -> Callable:
+def _compiled(keys, pairs, implementation="xla", **static):
     """One program for all rows of a shape; keys and pairs bound the blocks of the stream."""
 
     @jax.jit
@@ -74,7 +68,7 @@ def _compiled(keys: int, pairs: int, implementation: str = "xla", **static: Any)
     return call
 
 
-def _check(run: Callable, lengths, valid, start, group, squares, *inputs) -> None:
+def _check(run, lengths, valid, start, group, squares, *inputs):
     rows = {"valid": valid, "causal_start": start}
     rows = {name: jnp.asarray(x, jnp.int32) for name, x in rows.items() if x is not None}
     result = run(*inputs, jnp.asarray(lengths, jnp.int32), **rows)
@@ -94,8 +88,7 @@ STARTS = [(0, 0, 3, 14), (2, 20, -3, 9)]
 
 @pytest.mark.parametrize("causal", [False, True], ids=["all-see-all", "causal"])
 @pytest.mark.parametrize(("group", "squares"), [("sum", True), ("max", False), ("first", False)])
-def test_blocks_of_keys_and_queries(group: str, squares: bool, causal: bool) -> None:
-    """7 queries in blocks of 2 against 21 slots in blocks of 8: neither divides."""
+def test_blocks_of_keys_and_queries(group, squares, causal):
     run = _compiled(8, 16, over_group=group, squares=squares)
     for lengths in LENGTHS:
         inputs = _inputs(7, 21, lengths)
@@ -106,8 +99,7 @@ def test_blocks_of_keys_and_queries(group: str, squares: bool, causal: bool) -> 
 
 @pytest.mark.parametrize("groups", [1, 4, 8])
 @pytest.mark.parametrize("queries", [1, 5])
-def test_groups_and_one_query(groups: int, queries: int) -> None:
-    """One query takes no loop; all rows count where `valid` is left out; large logits."""
+def test_groups_and_one_query(groups, queries):
     lengths = (0, 1, 12, 13)
     run = _compiled(8, 64, over_group="sum", squares=True)
     for large in (False, True):
@@ -115,7 +107,7 @@ def test_groups_and_one_query(groups: int, queries: int) -> None:
         _check(run, lengths, None, None, "sum", True, *inputs)
 
 
-def test_one_query_is_causal_and_may_not_count() -> None:
+def test_one_query_is_causal_and_may_not_count():
     lengths, valid, start = (13, 13, 13, 5), (1, 1, 0, 1), (4, 0, 9, 9)
     q, k, lse = _inputs(1, 13, lengths)
     run = _compiled(8, 64, over_group="first")
@@ -123,7 +115,7 @@ def test_one_query_is_causal_and_may_not_count() -> None:
 
 
 @pytest.mark.parametrize("options", [{"squares": True}, {"over_group": "first"}])
-def test_the_reference_is_the_definition(options: dict) -> None:
+def test_the_reference_is_the_definition(options):
     lengths = (0, 1, 20, 21)
     run = _compiled(8, 24, "reference", **options)
     group, squares = options.get("over_group", "sum"), options.get("squares", False)
@@ -131,12 +123,12 @@ def test_the_reference_is_the_definition(options: dict) -> None:
     _check(run, lengths, ROWS[1], STARTS[0], group, squares, *inputs)
 
 
-def test_squares_are_beside_a_sum() -> None:
+def test_squares_are_beside_a_sum():
     with pytest.raises(ValueError, match="squares beside over_group 'max'"):
         Reduction(1.0, over_group="max", squares=True)
 
 
-def test_mass_of_whole_attention_sums_to_the_number_of_queries() -> None:
+def test_mass_of_whole_attention_sums_to_the_number_of_queries():
     """With the attention's own log-sum-exp every counted query and head spreads a mass of 1."""
     lengths = jnp.array([0, 1, 300, 1100], jnp.int32)
     shapes = (4, 6, 4, HEAD_DIM), (4, 2, 1100, HEAD_DIM)
@@ -146,7 +138,7 @@ def test_mass_of_whole_attention_sums_to_the_number_of_queries() -> None:
     np.testing.assert_allclose(mass.sum(-1)[:, 0], [0, 12, 12, 4], rtol=1e-3)
 
 
-def test_rows_beyond_valid_and_keys_outside_the_blocks_may_hold_nan() -> None:
+def test_rows_beyond_valid_and_keys_outside_the_blocks_may_hold_nan():
     """Rows that do not count are not multiplied in, blocks that nobody sees are not read."""
     q, k, lse = _inputs(7, 21, (9, 9, 9, 9))
     q[:, 5:], lse[:, 5:], k[:, :, 16:] = np.nan, np.nan, np.nan
@@ -176,9 +168,7 @@ LATER_SEES = dict(lengths=[21] * 4, causal_start=[4, 0, 2, 3])
         (LATER_SEES, 4 + 2),
     ],
 )
-def test_blocks_that_nobody_fills_or_sees_are_not_computed(
-    monkeypatch: pytest.MonkeyPatch, rows: dict[str, list[int]], visited: int
-) -> None:
+def test_blocks_that_nobody_fills_or_sees_are_not_computed(monkeypatch, rows, visited):
     """Counted for three blocks of 8 keys and four of 2 queries: 7 queries over 21 slots."""
     found, probabilities = [], xla._probabilities
 
@@ -194,7 +184,7 @@ def test_blocks_that_nobody_fills_or_sees_are_not_computed(
     assert len(found) == visited
 
 
-def _program(queries: int, slots: int, heads: int = 8, **options: Any) -> jax.stages.Compiled:
+def _program(queries, slots, heads=8, **options):
     shapes = (1, queries, heads, 64), (1, 2, slots, 64), (1, queries, heads)
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     arguments.append(jax.ShapeDtypeStruct((1,), jnp.int32))
@@ -203,11 +193,11 @@ def _program(queries: int, slots: int, heads: int = 8, **options: Any) -> jax.st
     return run.lower(*arguments).compile()
 
 
-def _temporaries(*shape: int) -> int:
+def _temporaries(*shape):
     return _program(*shape).memory_analysis().temp_size_in_bytes
 
 
-def test_memory_does_not_grow_with_the_logits() -> None:
+def test_memory_does_not_grow_with_the_logits():
     """A longer cache adds only the sums of its slots, more queries only copies of theirs."""
     short, long, tall = _temporaries(512, 4096), _temporaries(512, 65536), _temporaries(8192, 4096)
     assert short < 64 * 2**20
@@ -217,6 +207,6 @@ def test_memory_does_not_grow_with_the_logits() -> None:
     assert _temporaries(65536, 256, 32) < 64 * 2**20 + 4 * 65536 * 32 * (64 + 1) * 4
 
 
-def test_the_first_heads_alone_are_computed_where_they_alone_count() -> None:
+def test_the_first_heads_alone_are_computed_where_they_alone_count():
     every, first = (_program(1, 4096, over_group=x).cost_analysis() for x in ("sum", "first"))
     assert first["flops"] < every["flops"] / 3

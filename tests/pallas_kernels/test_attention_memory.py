@@ -1,7 +1,6 @@
 """What the compiled attentions keep in memory, read from the programs."""
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from pallas_kernels.topk_scores import topk_scores
 pytestmark = pytest.mark.optimized
 
 
-def _temporaries(function, *shapes, donate=(), dtype="float32") -> int:
+def _temporaries(function, *shapes, donate=(), dtype="float32"):
     arguments = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, dtype if len(shape) > 1 else "int32"),
         shapes,
@@ -26,13 +25,13 @@ def _temporaries(function, *shapes, donate=(), dtype="float32") -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def _cache_temporaries(queries: int, slots: int) -> int:
+def _cache_temporaries(queries, slots):
     attend = functools.partial(cache_attention, scale=0.1, implementation="xla")
     cache = 1, 2, slots, 64
     return _temporaries(attend, (1, queries, 8, 64), cache, cache, (1,))
 
 
-def test_streaming_takes_no_more_memory_than_its_queries_ask_for() -> None:
+def test_streaming_takes_no_more_memory_than_its_queries_ask_for():
     """None for a longer cache; beyond a block of scores only copies of q, out and lse grow."""
     short, middle, long = (_cache_temporaries(1024, slots) for slots in (4096, 8192, 65536))
     assert long <= short * 1.01
@@ -40,7 +39,7 @@ def test_streaming_takes_no_more_memory_than_its_queries_ask_for() -> None:
     assert _cache_temporaries(8192, 8192) <= middle + 4 * 8192 * 8 * (64 + 1) * 4
 
 
-def test_causal_attention_does_not_hold_the_square_of_scores() -> None:
+def test_causal_attention_does_not_hold_the_square_of_scores():
     attend = functools.partial(causal_attention, scale=0.1, implementation="xla")
     fresh = 1, 8192, 2, 64
     assert _temporaries(attend, (1, 8192, 8, 64), fresh, fresh) < 8192**2 * 8 * 4 / 20
@@ -82,9 +81,7 @@ SMALL, AS_8B = ("float32", 9, 3, 64), ("bfloat16", 32, 8, 128)
         *((_topk, *SMALL), (_sparse, *SMALL), (_mass, *AS_8B)),
     ],
 )
-def test_a_step_after_an_append_copies_no_cache(
-    attend: Callable, dtype: str, heads: int, kv_heads: int, head_dim: int
-) -> None:
+def test_a_step_after_an_append_copies_no_cache(attend, dtype, heads, kv_heads, head_dim):
     """Below a twentieth of the caches: a layer's scores, and no block of a cache but one."""
 
     def step(q, fresh, caches, lengths):

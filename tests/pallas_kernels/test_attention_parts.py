@@ -1,5 +1,3 @@
-"""One query's attention with its logits, and merging of parts by log-sum-exp."""
-
 from unittest import mock
 
 import jax
@@ -20,7 +18,7 @@ from tests.drawing import normal
 LENGTHS, SLOTS, HEAD_DIM, SCALE = (0, 1, 31, 32, 33, 64), 64, 16, 0.4
 
 
-def _inputs(groups: int, dtype: str, large: bool = False) -> list[jax.Array]:
+def _inputs(groups, dtype, large=False):
     rows = len(LENGTHS)
     shapes = (rows, 1, 2 * groups, HEAD_DIM), *[(rows, 2, SLOTS, HEAD_DIM)] * 2
     q, k, v = (normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes))
@@ -40,7 +38,7 @@ def _reference(q, k, v, lengths):
     return reference.attend_with_logits(q, k, v, lengths, scale=SCALE)
 
 
-def _numpy(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[np.ndarray, ...]:
+def _numpy(q, k, v):
     heads, (q, k, v) = q.shape[2], (np.asarray(x, np.float64) for x in (q, k, v))
     q = q.reshape(len(LENGTHS), 2, -1, HEAD_DIM)
     held = (np.arange(SLOTS) < np.array(LENGTHS)[:, None])[:, None, None]
@@ -59,8 +57,7 @@ def _numpy(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[np.ndarray, ...]:
     ("groups", "dtype", "large"),
     [(1, "float32", False), (4, "float32", True), (8, "float32", False), (4, "bfloat16", False)],
 )
-def test_attention_with_its_logits_is_the_definition(groups: int, dtype: str, large: bool) -> None:
-    """Ragged rows, one empty and one full; garbage beyond the lengths is not seen."""
+def test_attention_with_its_logits_is_the_definition(groups, dtype, large):
     q, k, v = _inputs(groups, dtype, large)
     lengths = jnp.array(LENGTHS, jnp.int32)
     logits, out, lse = _numpy(q, k, v)
@@ -75,7 +72,7 @@ def test_attention_with_its_logits_is_the_definition(groups: int, dtype: str, la
         assert (got_out[0] == 0).all()
 
 
-def test_the_doors_clip_lengths_and_agree() -> None:
+def test_the_doors_clip_lengths_and_agree():
     lengths, rows = jnp.array([-3, 0, 1, 63, 64, 99], jnp.int32), len(LENGTHS)
     q, v = normal(rows, 1, 8, HEAD_DIM), normal(rows, 2, SLOTS, HEAD_DIM, seed=1)
 
@@ -95,7 +92,7 @@ def test_the_doors_clip_lengths_and_agree() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2**-6)])
-def test_parts_weigh_as_their_log_sum_exps_say(dtype: str, tolerance: float) -> None:
+def test_parts_weigh_as_their_log_sum_exps_say(dtype, tolerance):
     """An empty part weighs nothing even if its output is garbage; rows empty in all are zero."""
     rng = np.random.default_rng(1)
     outs, lses = rng.normal(size=(3, 2, 5, 4, 8)), rng.normal(size=(3, 2, 5, 4))
@@ -114,7 +111,7 @@ def test_parts_weigh_as_their_log_sum_exps_say(dtype: str, tolerance: float) -> 
 
 
 @pytest.mark.parametrize("gap", [1e4, -1e4, 3e38])
-def test_far_apart_parts_stay_finite_and_the_larger_wins(gap: float) -> None:
+def test_far_apart_parts_stay_finite_and_the_larger_wins(gap):
     a, b = np.random.default_rng(2).normal(size=(2, 5, 4, 8)).astype(np.float32)
     zero = jnp.zeros((5, 4))
     out, lse = merge([(jnp.asarray(a), zero), (jnp.asarray(b), zero + gap)])
@@ -122,6 +119,6 @@ def test_far_apart_parts_stay_finite_and_the_larger_wins(gap: float) -> None:
     np.testing.assert_allclose(lse, zero + max(gap, 0), rtol=1e-6)
 
 
-def test_nothing_to_merge_is_an_error() -> None:
+def test_nothing_to_merge_is_an_error():
     with pytest.raises(ValueError, match="no parts"):
         merge([])

@@ -16,7 +16,7 @@ SIGNATURE = inspect.signature(binding.dot_product_attention)
 SLOTS, LENGTHS = 1024, (0, 1, 511, 512, 513, 1024)
 
 
-def _like_cudnn(*args, **kwargs) -> tuple[jax.Array, jax.Array]:
+def _like_cudnn(*args, **kwargs):
     """What the binding promises: out as q's layout, lse [B,N,T]; an empty row is undefined."""
     call = SIGNATURE.bind(*args, **kwargs)
     call.apply_defaults()
@@ -38,16 +38,16 @@ def _like_cudnn(*args, **kwargs) -> tuple[jax.Array, jax.Array]:
 
 
 @pytest.fixture
-def _cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+def _cudnn(monkeypatch):
     monkeypatch.setattr(binding, "check_cudnn_version", lambda: 91200)
 
 
-def _program(*arguments: jax.Array) -> str:
+def _program(*arguments):
     traced = jax.jit(partial(gpu.cache_attention, scale=0.2)).trace(*arguments)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def _inputs(dtype: str = "float32") -> tuple[jax.Array, ...]:
+def _inputs(dtype="float32"):
     rows = len(LENGTHS)
     shapes = (rows, 5, 6, 64), *[(rows, 2, SLOTS, 64)] * 2
     q, k, v = (normal(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes))
@@ -55,7 +55,7 @@ def _inputs(dtype: str = "float32") -> tuple[jax.Array, ...]:
 
 
 @pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 8])
-def test_ragged_rows_and_garbage_beyond_them(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+def test_ragged_rows_and_garbage_beyond_them(monkeypatch, parts):
     monkeypatch.setattr(binding, "dot_product_attention", _like_cudnn)
     q, k, v, lengths = _inputs()
     beyond = (jnp.arange(SLOTS) >= lengths[:, None])[:, None, :, None]
@@ -66,7 +66,7 @@ def test_ragged_rows_and_garbage_beyond_them(monkeypatch: pytest.MonkeyPatch, pa
     np.testing.assert_allclose(lse, expected[1], atol=1e-5)
 
 
-def test_a_question_fills_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_fills_the_processors(monkeypatch):
     monkeypatch.setattr(gpu.hopper, "processors", lambda: 132)
     assert [gpu._parts(8, 4 * queries, 131072) for queries in (32, 64, 256, 512)] == [32, 16, 4, 1]
     assert [gpu._parts(8, 4 * 64, slots) for slots in (6144, 4160, 4095)] == [2, 2, 1]
@@ -74,7 +74,7 @@ def test_a_question_fills_the_processors(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_a_chunk_against_itself(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+def test_a_chunk_against_itself(monkeypatch, window):
     monkeypatch.setattr(binding, "dot_product_attention", _like_cudnn)
     q, k, v, _ = _inputs()
     k, v = (jnp.swapaxes(x[:, :, :5], 1, 2) for x in (k, v))
@@ -84,7 +84,7 @@ def test_a_chunk_against_itself(monkeypatch: pytest.MonkeyPatch, window: int | N
     np.testing.assert_allclose(lse, expected[1], atol=1e-6)
 
 
-def test_the_program_for_cuda_hands_cudnn_the_cache_as_it_lies(_cudnn: None) -> None:
+def test_the_program_for_cuda_hands_cudnn_the_cache_as_it_lies(_cudnn):
     q, *rest = _inputs("bfloat16")
     assert gpu.unsupported_causal(q) is None is gpu.unsupported_cache(q, None)
     text = _program(q, *rest)
@@ -93,9 +93,7 @@ def test_the_program_for_cuda_hands_cudnn_the_cache_as_it_lies(_cudnn: None) -> 
     assert "bf16>, tensor<6x6x5xf32>" in text  # the log-sum-exp [B,N,T], not rounded
 
 
-def test_a_question_over_a_long_cache_is_read_in_parts(
-    monkeypatch: pytest.MonkeyPatch, _cudnn: None
-) -> None:
+def test_a_question_over_a_long_cache_is_read_in_parts(monkeypatch, _cudnn):
     """The rows of one key head that the program gives cuDNN: two heads in 32 parts."""
     monkeypatch.setattr(gpu.hopper, "processors", lambda: 132)
     q, k = (jnp.zeros((1, *shape, 64), jnp.bfloat16) for shape in ((5, 6), (2, 65536)))
@@ -106,8 +104,7 @@ def test_a_question_over_a_long_cache_is_read_in_parts(
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_on_a_gpu(head_dim: int, window: int | None) -> None:
-    """The chunk against itself and against ragged rows of a cache, beside the definition."""
+def test_on_a_gpu(head_dim, window):
     shapes = (2, 1000, 8, head_dim), *[(2, 1000, 2, head_dim)] * 2, *[(2, 2, 2048, head_dim)] * 2
     q, k, v, *cache = (normal(*x, seed=i, dtype="bfloat16") for i, x in enumerate(shapes))
     options = dict(scale=head_dim**-0.5, window=window)

@@ -4,10 +4,8 @@ Each runs through the public function, asked for by its name. The interpreter st
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +53,7 @@ class Case:
     logits: str = "random"
 
     @property
-    def scale(self) -> float:
+    def scale(self):
         return {"random": 1.0, "large": 60.0, "equal": 1.0}[self.logits] * self.head_dim**-0.5
 
 
@@ -97,7 +95,7 @@ QUICK_CAUSAL = ("window",)
 OF_REFERENCE = ("mha", "window", "one-token")
 
 
-def _random(case: Case, *shapes: tuple[int, ...]) -> list[jax.Array]:
+def _random(case, *shapes):
     """Queries, keys and values of these shapes."""
     arrays = [normal(*shape, seed=7 + i, dtype=case.dtype) for i, shape in enumerate(shapes)]
     if case.logits == "equal":
@@ -105,9 +103,7 @@ def _random(case: Case, *shapes: tuple[int, ...]) -> list[jax.Array]:
     return arrays
 
 
-def _assert_close(
-    result: tuple[jax.Array, jax.Array], expected: tuple[jax.Array, jax.Array], case: Case
-) -> None:
+def _assert_close(result, expected, case):
     """Outputs are means of unit-variance values; a log-sum-exp carries the scores' rounding."""
     out, lse = result
     assert out.dtype == case.dtype and lse.dtype == jnp.float32
@@ -122,7 +118,7 @@ def _assert_close(
     np.testing.assert_allclose(lse, expected[1], atol=lse_tolerance)
 
 
-def _cells(operations: tuple[Callable, ...], cases: dict[str, Case], quick: tuple) -> list:
+def _cells(operations, cases, quick):
     """Splash leaves out narrow heads, and windows against a cache."""
     return [
         pytest.param(
@@ -140,10 +136,10 @@ def _cells(operations: tuple[Callable, ...], cases: dict[str, Case], quick: tupl
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def interpreted(monkeypatch):
     """Lets the implementation of that name run on this CPU."""
 
-    def interpret(name: str) -> None:
+    def interpret(name):
         if name != "tpu":
             return
         monkeypatch.setattr(dispatch, "platform", lambda: name)
@@ -158,12 +154,12 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return interpret
 
 
-def _window(size: int | None, *start: Any) -> Window | None:
+def _window(size, *start):
     return None if size is None else Window(size, *start)
 
 
 @pytest.mark.parametrize("operation", [*CACHE, *CAUSAL], ids=lambda f: f.__name__)
-def test_every_implementation_is_in_the_table(operation: Callable) -> None:
+def test_every_implementation_is_in_the_table(operation):
     q, k = jnp.ones((1, 2, 2, 64)), jnp.ones((1, 2, 2, 64))
     lengths = () if operation in CAUSAL else (jnp.array([2], jnp.int32),)
     call = partial(operation, q, k, k, *lengths, scale=1.0)
@@ -172,10 +168,7 @@ def test_every_implementation_is_in_the_table(operation: Callable) -> None:
 
 
 @pytest.mark.parametrize(("operation", "name", "case"), _cells(CACHE, CACHE_CASES, QUICK))
-def test_attention_to_a_cache(
-    operation: Callable, name: str, case: Case, interpreted: Callable[[str], None]
-) -> None:
-    """Ragged rows, one empty and one full; garbage beyond a row's length is not seen."""
+def test_attention_to_a_cache(operation, name, case, interpreted):
     heads = case.kv_heads * case.groups
     lengths = np.array(LENGTHS, np.int32)
     cache = len(LENGTHS), case.kv_heads, SLOTS, case.head_dim
@@ -196,9 +189,7 @@ def test_attention_to_a_cache(
 
 
 @pytest.mark.parametrize(("operation", "name", "case"), _cells(CAUSAL, CAUSAL_CASES, QUICK_CAUSAL))
-def test_causal_attention(
-    operation: Callable, name: str, case: Case, interpreted: Callable[[str], None]
-) -> None:
+def test_causal_attention(operation, name, case, interpreted):
     heads = case.kv_heads * case.groups
     chunk = 2, case.queries, case.kv_heads, case.head_dim
     q, k, v = _random(case, (2, case.queries, heads, case.head_dim), chunk, chunk)
@@ -216,7 +207,7 @@ SMALL = [(9, 40, None), (9, 40, 6), (3, 13, 20)]
 
 
 @functools.cache
-def _small(operation: Callable, name: str, window: int | None) -> Callable:
+def _small(operation, name, window):
     """Compiled once for all that hypothesis draws; a cache comes with its bounds."""
 
     def run(q, k, v, lengths=None, start=None, slot_start=None):
@@ -235,10 +226,7 @@ def _small(operation: Callable, name: str, window: int | None) -> Callable:
     slot_start=st.integers(0, 20),
     behind=st.tuples(st.integers(0, 30), st.integers(0, 30)),
 )
-def test_any_raggedness_streams_like_the_definition(
-    small: tuple, filled: tuple[int, int], slot_start: int, behind: tuple[int, int]
-) -> None:
-    """Blocks of 8 keys and 4 queries that divide neither S nor T."""
+def test_any_raggedness_streams_like_the_definition(small, filled, slot_start, behind):
     case, (queries, slots, window) = Case(head_dim=8), small
     cache = 2, case.kv_heads, slots, 8
     q, k, v = _random(case, (2, queries, 6, 8), cache, cache)
@@ -259,7 +247,7 @@ def test_any_raggedness_streams_like_the_definition(
             _assert_close(found, expected, case)
 
 
-def test_a_window_does_not_visit_the_blocks_outside_it() -> None:
+def test_a_window_does_not_visit_the_blocks_outside_it():
     """Keys that no query of the chunk sees may be NaN even below the length."""
     case = Case(window=100)
     q, k, v = _random(case, (1, 5, 6, 64), (1, 2, 4096, 64), (1, 2, 4096, 64))
@@ -272,7 +260,7 @@ def test_a_window_does_not_visit_the_blocks_outside_it() -> None:
     _assert_close(result, cache_reference(q, *there, lengths, **options), case)
 
 
-def test_a_cpus_smaller_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpus_smaller_blocks_give_the_same(monkeypatch):
     case = Case(head_dim=16)
     q, k, v = _random(case, (1, 512, 9, 16), *[(1, 3, 1600, 16)] * 2)
     fresh_k, fresh_v = (x[:, :, :512].swapaxes(1, 2) for x in (k, v))
@@ -289,8 +277,7 @@ def test_a_cpus_smaller_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("lengths", [(1024, 1024), (1024, 1100), (1600, 511), (1535, 0)])
-def test_blocks_that_all_rows_fill_need_no_mask(lengths: tuple[int, int]) -> None:
-    """Rows end in one block, in several, at a border, or hold nothing; beyond them all is huge."""
+def test_blocks_that_all_rows_fill_need_no_mask(lengths):
     case = Case(head_dim=16)
     q, k, v = _random(case, (2, 40, 6, 16), (2, 2, 1600, 16), (2, 2, 1600, 16))
     lengths_B = np.array(lengths, np.int32)
@@ -306,9 +293,7 @@ alone = jax.jit(partial(decode_attention, implementation="reference"), static_ar
 @pytest.mark.parametrize(("rows", "groups"), SHARING)
 @pytest.mark.parametrize("implementation", NAMES)
 @pytest.mark.quick("xla", "tpu-5", "tpu-17", "reference-17")
-def test_rows_that_share_a_cache_attend_it_as_each_alone(
-    interpreted: Callable[[str], None], implementation: str, rows: int, groups: int
-) -> None:
+def test_rows_that_share_a_cache_attend_it_as_each_alone(interpreted, implementation, rows, groups):
     case = Case(queries=1, kv_heads=2, groups=groups)
     shape = 1, case.kv_heads, SLOTS, case.head_dim
     q, k, v = _random(case, (rows, 1, case.kv_heads * groups, case.head_dim), shape, shape)

@@ -59,7 +59,7 @@ class Case:
     workers: int = 3
     options: tuple[tuple[str, Any], ...] = ()
 
-    def arrays(self) -> list[np.ndarray]:
+    def arrays(self):
         """Queries, keys and values, of numpy: what is made of them is no program."""
         queries = self.rows, self.queries, self.kv_heads * self.group, self.head_dim
         cache = self.rows, self.kv_heads, self.slots, self.head_dim
@@ -68,17 +68,17 @@ class Case:
             for i, shape in enumerate((queries, cache, cache))
         ]
 
-    def stored(self, keys: np.ndarray, values: np.ndarray) -> list[Any]:
+    def stored(self, keys, values):
         """As the cache has them."""
         pairs = zip((keys, values), self.forms, strict=True)
         return [x if form is None else _quantise(x) for x, form in pairs]
 
-    def lengths(self) -> np.ndarray:
+    def lengths(self):
         """A full row, an empty one and what ends beside the kernels' blocks."""
         return np.array([self.slots, 0, 129, 1, 127, 128, 64, 65][: self.rows], np.int32)
 
 
-def _compiled(function: Callable, *arguments: Any, **options: Any) -> Any:
+def _compiled(function, *arguments, **options):
     """Results in numpy of one program, where operations one by one would be many."""
     return jax.device_get(jax.jit(partial(function, **options))(*arguments))
 
@@ -87,30 +87,30 @@ _quantise = jax.jit(quantise)
 _dequantised = jax.jit(lambda x: dequantised(replace(x, dtype=jnp.dtype(jnp.float32))))
 
 
-def _exact(*arrays: Any) -> list[np.ndarray]:
+def _exact(*arrays):
     """In float32, what is stored in 8 bits too."""
     whole = (_dequantised(x) if isinstance(x, Quantised) else x for x in arrays)
     return [np.asarray(x, np.float32) for x in whole]
 
 
-def _ints(values: Any, rows: int) -> np.ndarray:
+def _ints(values, rows):
     """The values again and again for so many rows."""
     return np.resize(values, rows).astype(np.int32)
 
 
-def _spoiled(lengths: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+def _spoiled(lengths, *arrays):
     """With garbage beyond the rows' lengths."""
     beyond = (np.arange(arrays[0].shape[2]) >= lengths[:, None])[:, None, :, None]
     return [np.where(beyond, x.dtype.type(3e4), x) for x in arrays]
 
 
-def _assert_attention(result: tuple, expected: tuple) -> None:
+def _assert_attention(result, expected):
     """bfloat16 products of weights and values; the log-sum-exp is as exact as the scores."""
     np.testing.assert_allclose(*_exact(result[0], expected[0]), atol=1e-2)
     np.testing.assert_allclose(result[1], expected[1], atol=1e-4)
 
 
-def _decode(case: Case, interpret: Any) -> None:
+def _decode(case, interpret):
     q, k, v = case.arrays()
     lengths = case.lengths()
     k, v = case.stored(*_spoiled(lengths, k, v))
@@ -130,7 +130,7 @@ def _decode(case: Case, interpret: Any) -> None:
     _assert_attention(result, expected)
 
 
-def _logits(case: Case, interpret: Any) -> None:
+def _logits(case, interpret):
     q, k, v = case.arrays()
     k, v = case.stored(k, v)
     lengths, how = case.lengths(), dict(scale=case.head_dim**-0.5)
@@ -168,7 +168,7 @@ def _topk(case: Case, interpret: Any) -> None:
         np.testing.assert_array_equal(found[0], expected[0])
 
 
-def _tied_top_k(scores: np.ndarray, count: int, tolerance: np.ndarray) -> list[np.ndarray]:
+def _tied_top_k(scores, count, tolerance):
     """The XLA form, wherever this runs: its values and places, -1 where there is none."""
     given = jax.device_put((scores, tolerance), jax.devices("cpu")[0])
     with pytest.MonkeyPatch.context() as patch:
@@ -190,7 +190,7 @@ def _ties(case: Case, interpret: Any) -> None:
     np.testing.assert_array_equal(found_at, at)
 
 
-def _mass(case: Case, interpret: Any) -> None:
+def _mass(case, interpret):
     q, k, _ = case.arrays()
     lengths = case.lengths()
     lse = 4 + np.array(normal(*q.shape[:3], seed=8))
@@ -215,14 +215,14 @@ def _mass(case: Case, interpret: Any) -> None:
     np.testing.assert_allclose(mass, expected, atol=1e-5, rtol=1e-4)
 
 
-def _parted(split: int, spare: int, *arrays: np.ndarray) -> tuple[list[Any], list[np.ndarray]]:
+def _parted(split, spare, *arrays):
     """What all rows share, of one row and with garbage behind it, and what each has for itself."""
     room = [(0, 0), (0, 0), (0, spare), (0, 0)]
     shared = [np.pad(x[:1, :, :split], room, constant_values=3e4) for x in arrays]
     return jax.device_put(shared), [x[:, :, split:] for x in arrays]
 
 
-def _sparse(case: Case, interpret: Any) -> None:
+def _sparse(case, interpret):
     q, k, v = case.arrays()
     options = dict(case.options)
     split = options.pop("shared", 0)
@@ -261,7 +261,7 @@ def _sparse(case: Case, interpret: Any) -> None:
         each = np.broadcast_to(every, (case.rows, case.kv_heads, entries))
         more["first"] = first_page
 
-    def define(q: Any, k: Any, v: Any, each: Any, start: Any, stop: Any) -> tuple:
+    def define(q, k, v, each, start, stop):
         reference = sparse_reference.sparse_decode_attention
         expected = reference(q, k, v, Pages(each, start, stop, page_size, heads), **options)
         if around:
@@ -293,7 +293,7 @@ def _sparse(case: Case, interpret: Any) -> None:
         _assert_attention(result[i : i + 2], expected[i : i + 2])
 
 
-def _select(case: Case, interpret: Any) -> None:
+def _select(case, interpret):
     """Rows whose border lies among distinct scores, among ties, below all, and above all."""
     random, slots = np.random.default_rng(2), case.slots
     scores = random.integers(-3, 4, (4, slots)).astype(np.float32)
@@ -320,7 +320,7 @@ def _select(case: Case, interpret: Any) -> None:
         assert np.all(chosen[len(listed) :] == -1)
 
 
-def _pages(case: Case, interpret: Any) -> None:
+def _pages(case, interpret):
     """Scores are sums of eighths, exact in float32, and many tie; NaN lies outside the bounds."""
     options = dict(case.options)
     point, size = options.pop("point", False), options["size"]
@@ -363,7 +363,7 @@ def _pages(case: Case, interpret: Any) -> None:
     np.testing.assert_array_equal(_compiled(run, q, digests, best), expected)
 
 
-def _voted(case: Case, interpret: Any) -> None:
+def _voted(case, interpret):
     args, how = voted_slots_of(rows=case.rows, slots=case.slots, **dict(case.options))
     expected = _compiled(voted_reference.voted_slots, *args, **how)
     run = partial(voted_gpu.voted_slots, interpret=interpret, **how)
@@ -374,7 +374,7 @@ def _voted(case: Case, interpret: Any) -> None:
 Row = tuple[Callable[[Case, Any], None], Case]
 
 
-def _row(check: Callable[[Case, Any], None], **given: Any) -> Row:
+def _row(check, **given):
     """A case and its check; what is no field of a case is an option of the operation."""
     own = {field.name for field in fields(Case)}
     options = tuple((name, value) for name, value in given.items() if name not in own)
@@ -561,7 +561,7 @@ for _slots in (512, 1000, 8192, 16384):
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
 )
-def test_interpreted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_interpreted(monkeypatch, name):
     check, case = CASES[name]
     monkeypatch.setattr(hopper, "processors", lambda: case.workers)
     check(case, INTERPRETED)
@@ -586,9 +586,7 @@ def test_interpreted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         ),
     ],
 )
-def test_what_has_no_room_is_read_again(
-    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, most: int, row: Row
-) -> None:
+def test_what_has_no_room_is_read_again(monkeypatch, module, name, most, row):
     """From where it lies, whose room would be in registers or in shared memory."""
     monkeypatch.setattr(module, name, most)
     monkeypatch.setattr(hopper, "processors", lambda: 3)
@@ -598,16 +596,16 @@ def test_what_has_no_room_is_read_again(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LARGE)
-def test_on_a_gpu(name: str) -> None:
+def test_on_a_gpu(name):
     check, case = LARGE[name]
     check(case, None)
 
 
-def test_what_the_kernels_leave_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernels_leave_to_others(monkeypatch):
     monkeypatch.setattr(hopper, "compute_capability", lambda: hopper.CAPABILITY)
     q, k, _ = Case(head_dim=128).arrays()
 
-    def reasons(q: np.ndarray, k: np.ndarray, **given: Any) -> list[str | None]:
+    def reasons(q, k, **given):
         q, k = jax.device_put((q, k))
         options = dict(count=4, page_size=16, ball=False, size=9) | given
         return [

@@ -2,8 +2,6 @@
 
 import functools
 import re
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,13 +45,11 @@ OF_TWO = {"topk", PLAIN, "topk-few", "decode-merged", "pages-shared", "pages-sha
         )
     ],
 )
-def test_lowers_for_cuda_within_a_manual_shard_map(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_lowers_for_cuda_within_a_manual_shard_map(monkeypatch, name):
     """Layouts and copies are settled when a kernel is lowered, not when it is compiled."""
     infer, modules = layout_inference.infer_layout, []
 
-    def record(module: Any, **options: Any) -> None:
+    def record(module, **options):
         infer(module, **options)
         modules.append(str(module))
 
@@ -76,11 +72,11 @@ def test_lowers_for_cuda_within_a_manual_shard_map(
 
 @pytest.mark.parametrize("name", ["decode-int8", "topk"])
 @pytest.mark.quick("decode")
-def test_a_kernel_lowers_to_the_same_text_each_time(name: str) -> None:
+def test_a_kernel_lowers_to_the_same_text_each_time(name):
     """Else equal kernels would be compiled once for each call, and not be found on the disk."""
     run, args = programs()[name]
 
-    def text() -> str:
+    def text():
         fresh = jax.jit(lambda *args: run(*args))
         return fresh.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -92,11 +88,11 @@ INT8, FLOATS = "int8", None
 _shape = jax.ShapeDtypeStruct
 
 
-def _stored(shape: tuple[int, ...], forms: tuple[str | None, ...]) -> list[Any]:
+def _stored(shape, forms):
     return [jax.eval_shape(lambda form=form: empty(shape, jnp.bfloat16, form)) for form in forms]
 
 
-def _decode(name: str, width: int, queries: int, *forms: str | None) -> tuple[Callable, list]:
+def _decode(name, width, queries, *forms):
     """For the most rows that it takes: the plan has a line a row."""
     rows = decode_gpu.MAX_BATCH
     q = _shape((rows, queries, 32, width), jnp.bfloat16)
@@ -104,17 +100,17 @@ def _decode(name: str, width: int, queries: int, *forms: str | None) -> tuple[Ca
     return run, [q, *_stored((rows, 8, 1024, width), forms), _shape((rows,), jnp.int32)]
 
 
-def _sparse(rows: int, *forms: str | None) -> tuple[Callable, list]:
+def _sparse(rows, *forms):
     q = _shape((4, 1, 2 * rows, 128), jnp.bfloat16)
     lists = [_shape((4, 2, 256), jnp.int32), *[_shape((4,), jnp.int32)] * 2]
 
-    def run(q: Any, k: Any, v: Any, *lists: Any) -> Any:
+    def run(q, k, v, *lists):
         return sparse_gpu.sparse_decode_attention(q, k, v, Pages(*lists, 16), scale=0.1)
 
     return run, [q, *_stored((4, 2, 4096, 128), forms), *lists]
 
 
-def _rows(rows: int, outputs: int) -> tuple[Callable, list]:
+def _rows(rows, outputs):
     kept = jax.eval_shape(lambda w: quantise_matrix(w, (0,)), _shape((4096, outputs), jnp.bfloat16))
     run = functools.partial(row_gpu.row_matmul, dtype=jnp.bfloat16)
     return run, [_shape((rows, 4096), jnp.bfloat16), kept]
@@ -136,7 +132,7 @@ def _rows(rows: int, outputs: int) -> tuple[Callable, list]:
     ids=lambda x: x.__name__.strip("_") if callable(x) else "-".join(map(str, x)),
 )
 @pytest.mark.quick("128-16-int8-int8", "16-28672")
-def test_the_largest_finds_place_in_shared_memory(make: Callable, given: tuple) -> None:
+def test_the_largest_finds_place_in_shared_memory(make, given):
     """Lowering refuses what is too large.
 
     Every form with the shape that takes the most, and every shape with some form.

@@ -4,7 +4,7 @@ What goes from shared memory to registers, and the choice of the best.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,16 +43,14 @@ SCORES: dict[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def programs(tmp_path_factory):
     """The PTX of every kernel."""
     found = ptx.compiled("hopper_programs", tmp_path_factory.mktemp("ptx"))
     assert found.keys() == BITS.keys() | BEST.keys() | TIES.keys()
     return found
 
 
-def best(
-    scores: np.ndarray, bounds: tuple[int, int, int], places: int, gap: tuple[int, int] | None
-) -> np.ndarray:
+def best(scores, bounds, places, gap):
     """What the kernel is to write."""
     first, last, k = bounds
     slots = np.arange(len(scores))
@@ -67,7 +65,7 @@ def best(
 
 
 @pytest.mark.parametrize("name", BEST)
-def test_every_thread_finds_its_places(programs: dict[str, str], name: str) -> None:
+def test_every_thread_finds_its_places(programs, name):
     tiles, places, gap = BEST[name]
     cases = [("random", "all"), ("ties", "some"), ("zeros", "fewer than places")]
     cases += [("no numbers", "all"), ("large", "fewer than k"), ("ties", "k is 0")]
@@ -87,7 +85,7 @@ def test_every_thread_finds_its_places(programs: dict[str, str], name: str) -> N
         assert np.all(before == 0x77777777), name
 
 
-def tied(name: str, draw: np.random.Generator) -> Iterator[list[np.ndarray]]:
+def tied(name, draw):
     """Arguments of a kernel of `TIES`."""
     for cut in (-np.inf, 0.5, 2.0):
         shapes = TIES[name][1]
@@ -101,7 +99,7 @@ def tied(name: str, draw: np.random.Generator) -> Iterator[list[np.ndarray]]:
 
 
 @pytest.mark.parametrize("name", TIES)
-def test_ties_are_ranked_as_in_the_interpreter(programs: dict[str, str], name: str) -> None:
+def test_ties_are_ranked_as_in_the_interpreter(programs, name):
     draw, (run, _) = np.random.default_rng(5), TIES[name]
     for given in tied(name, draw):
         how = plgpu.InterpretGPUParams(inline_mgpu="ignore")
@@ -116,14 +114,14 @@ def test_ties_are_ranked_as_in_the_interpreter(programs: dict[str, str], name: s
             np.testing.assert_array_equal(x.view(wanted.dtype).reshape(wanted.shape), wanted, name)
 
 
-def swizzled(shape: tuple[int, int], width: int) -> np.ndarray:
+def swizzled(shape, width):
     """Where TMA puts the bytes of a matrix whose rows have `width` bytes, 64 or 128."""
     place = np.arange(shape[0] * shape[1])
     return place ^ ((place >> 7 & (width // 16 - 1)) << 4)
 
 
 @pytest.mark.parametrize("name", BITS)
-def test_every_thread_has_its_numbers(programs: dict[str, str], name: str) -> None:
+def test_every_thread_has_its_numbers(programs, name):
     program = programs[name]
     what, rows, columns, dtype = BITS[name]
     draw = np.random.default_rng(0)

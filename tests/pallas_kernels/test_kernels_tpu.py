@@ -4,7 +4,6 @@ The interpreter's memory begins as NaN, so whatever a kernel reads before writin
 cases read a layer's part of a stack where it lies.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -35,39 +34,39 @@ BLOCK = 128
 LENGTHS = (0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 300)
 
 
-def _random(dtype: str, *shapes: tuple[int, ...]) -> list[np.ndarray]:
+def _random(dtype, *shapes):
     rng = np.random.default_rng(7)
     return [rng.normal(size=shape).astype(jnp.dtype(dtype)) for shape in shapes]
 
 
-def _spoil(x_BKSH: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:
+def _spoil(x_BKSH, lengths_B):
     beyond = (np.arange(x_BKSH.shape[2]) >= lengths_B[:, None])[:, None, :, None]
     return _nan_where(beyond, x_BKSH)
 
 
-def _nan_where(mask: np.ndarray, x: np.ndarray) -> np.ndarray:
+def _nan_where(mask, x):
     return np.where(mask, x.dtype.type(np.nan), x)
 
 
 _quantised = jax.jit(quantise)
 
 
-def _in_stack(stored: Any, yes: bool) -> Any:
+def _in_stack(stored, yes):
     """As a plane where `yes`: part of a stack whose other parts are NaN, or zero in 8 bits."""
 
-    def plane(part: Any) -> Plane:
+    def plane(part):
         other = jnp.full_like(part, 0 if part.dtype == jnp.int8 else jnp.nan)
         return Plane(jnp.stack([other, part, other]), jnp.int32(1))
 
     return jax.tree.map(plane, stored) if yes else stored
 
 
-def _run(function: Any, *arguments: Any, **options: Any) -> Any:
+def _run(function, *arguments, **options):
     """Results in numpy of one program."""
     return jax.device_get(jax.jit(partial(function, **options))(*arguments))
 
 
-def _assert_attention(result: tuple, expected: tuple, dtype: str, logit: float = 1.0) -> None:
+def _assert_attention(result, expected, dtype, logit=1.0):
     """Outputs are means of unit-variance values; `logit` is the size of the largest score."""
     (out, lse), (expected_out, expected_lse) = result, expected
     assert out.dtype == dtype and lse.dtype == jnp.float32
@@ -76,7 +75,7 @@ def _assert_attention(result: tuple, expected: tuple, dtype: str, logit: float =
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-5)
 
 
-def _table(names: str, cases: dict[str, tuple], *quick: str) -> Callable:
+def _table(names, cases, *quick):
     """The cases by their ids, of which only these are quick."""
     rows = [
         pytest.param(*case, id=label, marks=() if label in quick else pytest.mark.slow)
@@ -98,9 +97,7 @@ def _table(names: str, cases: dict[str, tuple], *quick: str) -> Callable:
     },
     *("narrow-heads", "int8"),
 )
-def test_decode_attention(
-    queries: int, kv_heads: int, groups: int, head_dim: int, dtype: str, logits: float
-) -> None:
+def test_decode_attention(queries, kv_heads, groups, head_dim, dtype, logits):
     """Blocks that do not divide the cache; nothing beyond a row's length is seen, NaN included."""
     store = _quantised if dtype == "int8" else np.asarray
     dtype = "float32" if dtype == "int8" else dtype
@@ -122,10 +119,7 @@ def test_decode_attention(
     {"64": (64, np.asarray), "128": (128, np.asarray), "int8": (64, _quantised)},
     "64",
 )
-def test_windowed_decode_attention_reads_only_what_the_window_reaches(
-    head_dim: int, store: Callable
-) -> None:
-    """Slots that no query's window reaches may be NaN if no block in reach holds them."""
+def test_windowed_decode_attention_reads_only_what_the_window_reaches(head_dim, store):
     lengths = np.array([0, 1, 130, 400, 500, 512], np.int32)
     cache = 6, 2, 512, head_dim
     q, k, v = _random("float32", (6, 2, 6, head_dim), cache, cache)
@@ -155,9 +149,7 @@ def test_windowed_decode_attention_reads_only_what_the_window_reaches(
     },
     "decode",
 )
-def test_topk_scores(
-    queries: int, kv_heads: int, groups: int, head_dim: int, dtype: str, count: int
-) -> None:
+def test_topk_scores(queries, kv_heads, groups, head_dim, dtype, count):
     """Scores are small integers, many of them equal: every slot has to be the definition's.
 
     And where noise, exact in 16 bits, parts those by less than the tolerance.
@@ -185,7 +177,7 @@ def test_topk_scores(
     blocks = BLOCK, BLOCK
     run = jax.jit(partial(topk_tpu.topk_scores, count=count, blocks=blocks, interpret=INTERPRET))
 
-    def spoilt(k: jax.Array) -> Any:
+    def spoilt(k):
         k = jnp.where(outside[:, None, :, None], jnp.nan, k)
         return _in_stack(k, dtype == "bfloat16")
 
@@ -199,7 +191,7 @@ def test_topk_scores(
     assert not np.signbit(values[0, 0, 0]).any()
 
 
-def test_two_of_the_best_in_one_class() -> None:
+def test_two_of_the_best_in_one_class():
     """Keys 5 and 517 share one of the 512 classes of a block, of which only the best is known."""
     planted = [
         ({5: 1, 517: 1, 700: 1}, [5, 517]),  # the second comes before what is listed
@@ -228,10 +220,7 @@ def test_two_of_the_best_in_one_class() -> None:
     },
     "causal-max",
 )
-def test_attention_mass(
-    queries: int, kv_heads: int, groups: int, head_dim: int, dtype: str, options: dict
-) -> None:
-    """Two tiles of queries, the second one not full; padded queries and far keys hold NaN."""
+def test_attention_mass(queries, kv_heads, groups, head_dim, dtype, options):
     lengths = np.array((*LENGTHS, 300), np.int32)
     valid = np.array([queries, queries, queries, queries - 1, 1, queries, 0], np.int32)
     shape = 7, queries, kv_heads * groups
@@ -266,10 +255,7 @@ def test_attention_mass(
     },
     "flat-with-a-prior",
 )
-def test_sparse_decode_attention(
-    lists: int, kv_heads: int, groups: int, page_size: int, dtype: str, form: str
-) -> None:
-    """Lists of every length, full, with holes and empty, of blocks of two pages."""
+def test_sparse_decode_attention(lists, kv_heads, groups, page_size, dtype, form):
     slots = 10 * page_size
     cache = 5, kv_heads, slots, 128
     q, k, v = _random(dtype, (5, 1, kv_heads * groups, 128), cache, cache)
@@ -318,7 +304,7 @@ def test_sparse_decode_attention(
         ({"form": "int8"}, "reads no keys and values in int8"),
     ],
 )
-def test_reasons_against_the_sparse_kernel(changes: dict, reason: str | None) -> None:
+def test_reasons_against_the_sparse_kernel(changes, reason):
     case = dict(head_dim=128, page_size=16, slots=256, pages=4, dtype="bfloat16", form=None)
     case |= changes
     q = jax.ShapeDtypeStruct((1, 1, 2, case["head_dim"]), case["dtype"])
@@ -339,13 +325,13 @@ def test_reasons_against_the_sparse_kernel(changes: dict, reason: str | None) ->
         (128, "float16", "bfloat16 and float32, not float16"),
     ],
 )
-def test_reasons_against_keys(head_dim: int, dtype: str, reason: str) -> None:
+def test_reasons_against_keys(head_dim, dtype, reason):
     q = jnp.ones((1, 1, 1, head_dim), dtype)
     assert reason in str(unsupported_keys(q))
 
 
 @pytest.mark.parametrize("slots", [1, 128, 129, 4096, 4097, 5000, 131072])
-def test_blocks_of_keys_cover_the_cache_evenly(slots: int) -> None:
+def test_blocks_of_keys_cover_the_cache_evenly(slots):
     """Whole vectors of slots, and no block that the cache could do without."""
     for most in (1, 128, 1000, 4096):
         block = key_block(slots, most)

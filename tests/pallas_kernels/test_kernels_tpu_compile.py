@@ -6,9 +6,7 @@ kernel that asks for more.
 
 import functools
 import math
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +38,7 @@ QUERIES = P("data", None, "tensor")  # [B, T, heads, ...]
 
 
 @functools.cache
-def _mesh(chip: str) -> Mesh:
+def _mesh(chip):
     from jax.experimental import topologies
 
     slice_ = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
@@ -48,20 +46,18 @@ def _mesh(chip: str) -> Mesh:
 
 
 @pytest.fixture
-def mesh() -> Mesh:
+def mesh():
     return _mesh(QUICK)
 
 
 @pytest.fixture(autouse=True)
-def _default_precision() -> Iterator[None]:
+def _default_precision():
     """The tests' exact matmuls are for CPU; a program for a TPU is compiled as users run it."""
     with jax.default_matmul_precision("default"):
         yield
 
 
-def _compile(
-    function: Callable, mesh: Mesh, out_specs: tuple | P, *arguments: tuple, donate: tuple = ()
-) -> jax.stages.Compiled:
+def _compile(function, mesh, out_specs, *arguments, donate=()):
     """Compile for global arguments (spec, shape, dtype)."""
     specs = tuple(spec for spec, _, _ in arguments)
     manual = jax.shard_map(
@@ -78,27 +74,27 @@ PAIR = QUERIES, QUERIES
 LONG = 131072
 
 
-def _bounds(rows: int, count: int = 1) -> list[tuple]:
+def _bounds(rows, count=1):
     return [(ROW, (rows,), jnp.int32)] * count
 
 
 def _decode(
-    head_dim: int = 128,
+    head_dim=128,
     *,
-    rows: int = 4,
-    queries: int = 1,
-    kv_heads: int = 8,
-    groups: int = 4,
-    slots: int = 65536,
-    dtype: Any = jnp.bfloat16,
-    window: int | None = None,
-    int8: bool = False,
-) -> tuple:
+    rows=4,
+    queries=1,
+    kv_heads=8,
+    groups=4,
+    slots=65536,
+    dtype=jnp.bfloat16,
+    window=None,
+    int8=False,
+):
     shape = rows, kv_heads, slots, head_dim
     parts = [(HEADS, shape, jnp.int8), (HEADS, shape[:3], jnp.bfloat16)]
     stored = parts if int8 else [(HEADS, shape, dtype)]
 
-    def run(q: jax.Array, n: jax.Array, *arrays: jax.Array) -> Any:
+    def run(q, n, *arrays):
         halves = arrays[: len(stored)], arrays[len(stored) :]
         k, v = (Quantised(*x, jnp.dtype(dtype)) if int8 else x[0] for x in halves)
         return decode_attention(q, k, v, n, scale=0.1, window=window and Window(window, n))
@@ -108,18 +104,18 @@ def _decode(
     return "decode_attention", run, PAIR, (q, *_bounds(rows), *stored * 2), cache_bytes
 
 
-def _topk(queries: int, count: int, head_dim: int) -> tuple:
+def _topk(queries, count, head_dim):
     q = QUERIES, (2, queries, 32, head_dim), jnp.bfloat16
     k = HEADS, (2, 8, LONG, head_dim), jnp.bfloat16
 
-    def run(q: jax.Array, k: jax.Array, *bounds: jax.Array) -> Any:
+    def run(q, k, *bounds):
         return topk_scores(q, k, bounds, count=count)
 
     return "topk_scores", run, PAIR, (q, k, *_bounds(2, 2)), LONG * 4 * head_dim * 2
 
 
-def _mass(queries: int, head_dim: int, causal: bool = False, **options: Any) -> tuple:
-    def run(q: jax.Array, k: jax.Array, lse: jax.Array, n: jax.Array) -> Any:
+def _mass(queries, head_dim, causal=False, **options):
+    def run(q, k, lse, n):
         start = n if causal else None
         return attention_mass(q, k, lse, n, Reduction(0.1, causal_start=start, **options))
 
@@ -132,14 +128,14 @@ def _mass(queries: int, head_dim: int, causal: bool = False, **options: Any) -> 
     return "attention_mass", run, outs, (q, k, lse, *_bounds(2)), logits
 
 
-def _sparse(lists: int, page_size: int, entries: int, flat: bool = False) -> tuple:
+def _sparse(lists, page_size, entries, flat=False):
     """A list a kv head or query head, or one of entries of all heads with a prior's query."""
     q = QUERIES, (4, 1, 32, 128), jnp.bfloat16
     cache = HEADS, (4, 8, LONG, 128), jnp.bfloat16
     listed = ROW, (4, entries), jnp.int32
     pages = [listed, listed, q] if flat else [(HEADS, (4, lists, entries), jnp.int32)]
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> Any:
+    def run(q, k, v, *rest):
         start, stop, listed, *more = rest
         heads, prior = more or (None, None)
         pages = Pages(listed, start, stop, page_size, heads)
@@ -195,7 +191,7 @@ ALSO = {
         ),
     ],
 )
-def test_a_kernel_compiles_without_a_copy(chip: str, program: tuple) -> None:
+def test_a_kernel_compiles_without_a_copy(chip, program):
     """It runs under its name, and the program holds nothing of the cache's size."""
     name, run, outs, arguments, cache_bytes = program
     compiled = _compile(run, _mesh(chip), outs, *arguments)
@@ -207,7 +203,7 @@ def test_a_kernel_compiles_without_a_copy(chip: str, program: tuple) -> None:
 @pytest.mark.parametrize(
     ("head_dim", "window"), [(64, 300), (128, None), *(slow(64, None), slow(128, 300))]
 )
-def test_tpu_causal_attention_compiles(mesh: Mesh, head_dim: int, window: int | None) -> None:
+def test_tpu_causal_attention_compiles(mesh, head_dim, window):
     fresh = QUERIES, (2, 600, 4, head_dim), jnp.bfloat16
     compiled = _compile(
         lambda q, k, v: causal_attention(q, k, v, scale=0.1, window=window),
@@ -221,16 +217,12 @@ def test_tpu_causal_attention_compiles(mesh: Mesh, head_dim: int, window: int | 
 
 @pytest.mark.parametrize(
     ("batch", "queries", "slots", "head_dim", "window"),
-    [
-        (2, 256, 65536, 64, None),
-        (8, 256, 65536, 128, None),
-        (2, 2048, 32768, 128, 4096),
-    ],
+    [(2, 256, 65536, 64, None), (8, 256, 65536, 128, None), (2, 2048, 32768, 128, 4096)],
 )
 @pytest.mark.quick("128-None")
 def test_tpu_cache_attention_compiles_without_copying_the_cache(
-    mesh: Mesh, batch: int, queries: int, slots: int, head_dim: int, window: int | None
-) -> None:
+    mesh, batch, queries, slots, head_dim, window
+):
     """Splash has no window against a cache: XLA's loop, without a T x S matrix of scores."""
     cache = HEADS, (batch, 4, slots, head_dim), jnp.bfloat16
     compiled = _compile(
@@ -251,7 +243,7 @@ def test_tpu_cache_attention_compiles_without_copying_the_cache(
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_tpu_decode_after_an_append_compiles_in_place(mesh: Mesh, head_dim: int) -> None:
+def test_tpu_decode_after_an_append_compiles_in_place(mesh, head_dim):
     def append_and_decode(q, fresh, k, v, lengths):
         put = jax.vmap(lambda row, x, at: jax.lax.dynamic_update_slice_in_dim(row, x, at, axis=1))
         k, v = (put(x, jnp.moveaxis(fresh, 1, 2), lengths) for x in (k, v))
@@ -275,7 +267,7 @@ def test_tpu_decode_after_an_append_compiles_in_place(mesh: Mesh, head_dim: int)
 
 
 @pytest.mark.slow
-def test_selection_for_a_tpu_compiles_without_scatter_or_sort(mesh: Mesh) -> None:
+def test_selection_for_a_tpu_compiles_without_scatter_or_sort(mesh):
     def select(scores, k):
         return select_large_k(scores, jnp.broadcast_to(k[:, None], scores.shape[:2]), size=4096)
 

@@ -1,5 +1,3 @@
-"""Keys and values in 8 bits: the numbers that come back, and every operation over them."""
-
 import functools
 
 import jax

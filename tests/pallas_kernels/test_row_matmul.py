@@ -1,7 +1,4 @@
-"""x @ w of a few rows: every implementation against the definition."""
-
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +28,12 @@ quantised = jax.jit(quantise_matrix, static_argnums=1)
 defined = jax.jit(reference.row_matmul, static_argnames="dtype")
 
 
-def arrays(shape: tuple[int, int, int], dtype: Any) -> tuple[jax.Array, jax.Array]:
+def arrays(shape, dtype):
     rows, inputs, outputs = shape
     return normal(rows, inputs, dtype=dtype), normal(inputs, outputs, seed=1, dtype=dtype)
 
 
-def check(run: Any, shape: tuple[int, int, int], dtype: Any, form: str | None = None) -> None:
+def check(run, shape, dtype, form=None):
     x, w = arrays(shape, dtype)
     if form is not None:
         # Outputs of very different sizes, and one of zeros.

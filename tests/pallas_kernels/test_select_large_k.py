@@ -1,7 +1,6 @@
 """The k best of many scores against numpy's stable sort: ties, infinities, NaN, zeros, borders."""
 
 import functools
-from collections.abc import Callable
 from unittest import mock
 
 import jax
@@ -18,7 +17,7 @@ ROWS, SLOTS, SIZE = 2, 13, 9
 
 
 @functools.cache
-def _compiled(name: str, size: int = SIZE) -> Callable:
+def _compiled(name, size=SIZE):
     """One program for every draw of one shape; as on CPU, compacted as on TPU, and as on GPU."""
     if name == "mask":
         return jax.jit(select_mask)
@@ -26,7 +25,7 @@ def _compiled(name: str, size: int = SIZE) -> Callable:
         return jax.jit(functools.partial(reference.select, size=size))
     if name == "gpu":
 
-        def on_gpu(scores: jax.Array, k: jax.Array) -> jax.Array:
+        def on_gpu(scores, k):
             with mock.patch.object(xla.dispatch, "platform", lambda: "gpu"):
                 return xla.select(scores, jnp.clip(k, 0, size), size)
 
@@ -35,7 +34,7 @@ def _compiled(name: str, size: int = SIZE) -> Callable:
     return jax.jit(lambda scores, k: compact(xla.select(scores, k, None), size))
 
 
-def _expected(scores: np.ndarray, k: np.ndarray, size: int) -> np.ndarray:
+def _expected(scores, k, size):
     chosen = np.full((len(scores), size), -1, np.int32)
     for row, values, count in zip(chosen, scores, k, strict=True):
         order = np.argsort(-values, kind="stable")
@@ -44,7 +43,7 @@ def _expected(scores: np.ndarray, k: np.ndarray, size: int) -> np.ndarray:
     return chosen
 
 
-def _check(scores: np.ndarray, k: np.ndarray, size: int = SIZE) -> None:
+def _check(scores, k, size=SIZE):
     expected = _expected(scores, k, size)
     for name in ("scatter", "search", "gpu", "reference"):
         result = _compiled(name, size)(scores, k)
@@ -62,12 +61,12 @@ SCORE = st.one_of(st.sampled_from(SPECIAL), st.floats(width=32, allow_subnormal=
     rows=st.lists(st.lists(SCORE, min_size=SLOTS, max_size=SLOTS), min_size=ROWS, max_size=ROWS),
     k=st.lists(st.integers(-2, SIZE), min_size=ROWS, max_size=ROWS),
 )
-def test_any_scores_are_chosen_as_a_stable_sort_would(rows: list, k: list) -> None:
+def test_any_scores_are_chosen_as_a_stable_sort_would(rows, k):
     _check(np.array(rows, np.float32), np.array(k, np.int32))
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -1.5, np.inf, -np.inf, np.nan, -np.nan])
-def test_equal_scores_go_to_the_lowest_slots_unless_they_cannot_be_selected(value: float) -> None:
+def test_equal_scores_go_to_the_lowest_slots_unless_they_cannot_be_selected(value):
     scores = np.full((ROWS, SLOTS), value, np.float32)
     _check(scores, np.array([4, SIZE], np.int32))
     scores[1, [3, 7]] = -5.0
@@ -76,7 +75,7 @@ def test_equal_scores_go_to_the_lowest_slots_unless_they_cannot_be_selected(valu
     np.testing.assert_array_equal(mask, scores > -np.inf)
 
 
-def test_zeros_of_either_sign_tie_and_the_smallest_numbers_do_not() -> None:
+def test_zeros_of_either_sign_tie_and_the_smallest_numbers_do_not():
     scores = np.full((ROWS, SLOTS), -1.0, np.float32)
     scores[0, :4] = -0.0, 0.0, -0.0, 0.0
     scores[1, :4] = -TINY, -0.0, TINY, 0.0
@@ -87,8 +86,7 @@ def test_zeros_of_either_sign_tie_and_the_smallest_numbers_do_not() -> None:
 
 
 @pytest.mark.slow
-def test_thousands_of_slots_and_borders() -> None:
-    """Few distinct scores, so that the border cuts ties; k at and beside the ends."""
+def test_thousands_of_slots_and_borders():
     rng = np.random.default_rng(0)
     slots, size = 5000, 5003
     scores = rng.integers(-3, 4, (6, slots)).astype(np.float32)
@@ -97,7 +95,7 @@ def test_thousands_of_slots_and_borders() -> None:
     _check(scores, np.array([2048, 0, 1, slots - 1, slots, 4500], np.int32), size)
 
 
-def test_the_door_takes_a_number_or_one_for_each_row_of_any_rank() -> None:
+def test_the_door_takes_a_number_or_one_for_each_row_of_any_rank():
     rng = np.random.default_rng(1)
     scores = jnp.asarray(rng.normal(size=(2, 3, SLOTS)), jnp.float32)
     k = jnp.array([[0, 1, 20], [-4, 5, 4]], jnp.int32)
@@ -122,7 +120,7 @@ def test_the_door_takes_a_number_or_one_for_each_row_of_any_rank() -> None:
         select_large_k(scores, 6, size=5)
 
 
-def test_selection_on_cpu_sorts_nothing_and_holds_little() -> None:
+def test_selection_on_cpu_sorts_nothing_and_holds_little():
     scores = jax.ShapeDtypeStruct((4, 65536), jnp.float32)
     k = jax.ShapeDtypeStruct((4,), jnp.int32)
     run = jax.jit(functools.partial(select_large_k, size=2048, implementation="xla"))
@@ -131,12 +129,12 @@ def test_selection_on_cpu_sorts_nothing_and_holds_little() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < 5 * scores.size * 4
 
 
-def test_the_gpu_takes_its_kernels_for_long_rows_and_short_lists(monkeypatch: pytest.MonkeyPatch):
+def test_the_gpu_takes_its_kernels_for_long_rows_and_short_lists(monkeypatch):
     """By what was measured: XLA's form is quicker than a cluster below 65,536 scores."""
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
     monkeypatch.setattr(hopper, "compute_capability", lambda: hopper.CAPABILITY)
 
-    def kernels(slots: int, size: int = 5) -> int:
+    def kernels(slots, size=5):
         scores = jax.ShapeDtypeStruct((2, slots), jnp.float32)
         traced = jax.jit(lambda scores: select_large_k(scores, 5, size=size)).trace(scores)
         return str(traced.jaxpr).count("kernel_name")

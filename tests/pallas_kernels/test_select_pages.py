@@ -1,7 +1,4 @@
-"""The scores of pages and the best of them by their digests, against the definitions."""
-
 import functools
-from typing import Any
 from unittest import mock
 
 import jax
@@ -21,7 +18,7 @@ COUNT = jnp.array([7, 5, 7, 7], jnp.int32)
 BEST = Best(FIRST, LAST, COUNT)
 
 
-def _digests(kind: str, dtype: str = "float32", seed: int = 0) -> tuple[Any, Digests]:
+def _digests(kind, dtype="float32", seed=0):
     """q and a box, ball or point a page, of few whole numbers: many scores tie, all are exact."""
     random = np.random.default_rng(seed)
     q = random.integers(-1, 2, (ROWS, KV_HEADS * GROUP, HEAD_DIM))
@@ -36,7 +33,7 @@ def _digests(kind: str, dtype: str = "float32", seed: int = 0) -> tuple[Any, Dig
 
 
 @functools.cache
-def _run(together: bool, name: str | None = None, size: int = SIZE) -> Any:
+def _run(together, name=None, size=SIZE):
     return jax.jit(
         functools.partial(select_pages, size=size, together=together, implementation=name)
     )
@@ -46,7 +43,7 @@ def _run(together: bool, name: str | None = None, size: int = SIZE) -> Any:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["box", "ball", "point"])
 @pytest.mark.quick("box-float32", "ball-bfloat16", "point-float16-True")
-def test_ragged_rows_are_listed_as_the_definition_says(kind: str, dtype: str, together: bool):
+def test_ragged_rows_are_listed_as_the_definition_says(kind, dtype, together):
     arguments = *_digests(kind, dtype), BEST
     lists = np.asarray(_run(together)(*arguments))
     assert lists.shape == (ROWS, 1 if together else KV_HEADS * GROUP, SIZE)
@@ -56,7 +53,7 @@ def test_ragged_rows_are_listed_as_the_definition_says(kind: str, dtype: str, to
     assert (lists[3] == -1).all() and ((lists[1] >= 0).sum(axis=-1) == 5).all()
 
 
-def test_pages_outside_the_bounds_may_hold_anything() -> None:
+def test_pages_outside_the_bounds_may_hold_anything():
     q, digests = _digests("box")
     page = jnp.arange(PAGES)
     outside = ((page < FIRST[:, None]) | (page >= LAST[:, None]))[:, None, :, None]
@@ -67,7 +64,7 @@ def test_pages_outside_the_bounds_may_hold_anything() -> None:
         np.testing.assert_array_equal(lists, expected)
 
 
-def test_equal_scores_go_to_the_lowest_pages() -> None:
+def test_equal_scores_go_to_the_lowest_pages():
     q, digests = _digests("box")
     same = jax.tree.map(lambda x: jnp.broadcast_to(x[:, :, :1], x.shape), digests)
     lists = _run(False)(q, same, BEST)
@@ -75,18 +72,18 @@ def test_equal_scores_go_to_the_lowest_pages() -> None:
     assert (lists[1] == jnp.array([3, 4, 5, 6, 7, -1, -1])).all()
 
 
-def test_lists_longer_than_the_cache_end_in_none() -> None:
+def test_lists_longer_than_the_cache_end_in_none():
     arguments = *_digests("box"), BEST._replace(count=COUNT * 10)
     lists = _run(False, size=PAGES + 9)(*arguments)
     assert (lists[0] == jnp.where(jnp.arange(33) < PAGES, jnp.arange(33), -1)).all()
     np.testing.assert_array_equal(lists, _run(False, "reference", PAGES + 9)(*arguments))
 
 
-def test_planes_are_their_layers_part_and_one_count_serves_all_rows() -> None:
+def test_planes_are_their_layers_part_and_one_count_serves_all_rows():
     q, digests = _digests("box")
 
     @jax.jit
-    def of_planes(q: Any, digests: Digests) -> Any:
+    def of_planes(q, digests):
         planes = [Plane(jnp.stack([x * 0, x, -x]), jnp.int32(1)) for x in digests[:2]]
         return select_pages(q, Digests(*planes), BEST._replace(count=4), size=SIZE)
 
@@ -99,12 +96,12 @@ SPLIT, SHARED_FIRST = 16, jnp.array([0, 3, 17, 16], jnp.int32)
 SHARED_LAST = jnp.array([16, 22, 23, 16], jnp.int32)
 
 
-def _shared(kind: str, dtype: str, *, spare: int = 3) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _shared(kind, dtype, *, spare=3):
     """Digests of rows that share the first pages: whole, and parted, with garbage in between."""
     q, whole = jax.tree.map(np.array, _digests(kind, dtype))
     room = [(0, 0), (0, 0), (0, spare), (0, 0)]
 
-    def parted(x: np.ndarray) -> np.ndarray:
+    def parted(x):
         x[:, :, :SPLIT] = x[:1, :, :SPLIT]
         return np.pad(x[:1, :, :SPLIT], room[: x.ndim], constant_values=99)
 
@@ -117,7 +114,7 @@ def _shared(kind: str, dtype: str, *, spare: int = 3) -> tuple[tuple[Any, ...], 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["box", "ball", "point"])
 @pytest.mark.quick("box-bfloat16-True", "ball-float32-False", "point-float32-True")
-def test_rows_that_share_pages_list_what_each_lists_alone(kind: str, dtype: str, together: bool):
+def test_rows_that_share_pages_list_what_each_lists_alone(kind, dtype, together):
     whole, (*parted, shared) = _shared(kind, dtype)
     best = Best(SHARED_FIRST, SHARED_LAST, COUNT)
     planes = [
@@ -135,11 +132,11 @@ def test_rows_that_share_pages_list_what_each_lists_alone(kind: str, dtype: str,
     np.testing.assert_array_equal(expected[2, 0], [17, 18, 19, 20, 21, 22, -1])
 
 
-def test_a_gpu_takes_its_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_takes_its_kernel_where_it_can(monkeypatch):
     monkeypatch.setattr(hopper, "compute_capability", lambda: hopper.CAPABILITY)
     shape, found = jax.ShapeDtypeStruct, []
 
-    def kernels(rows: int = 1, head_dim: int = 128, *, size: int = 64, **how: Any) -> int:
+    def kernels(rows=1, head_dim=128, *, size=64, **how):
         q, high = (shape((rows, *x, head_dim), jnp.bfloat16) for x in ((32,), (8, 2048)))
         number = shape((rows,), jnp.int32)
         run = functools.partial(select_pages, size=size, **how)
@@ -162,7 +159,7 @@ def test_a_gpu_takes_its_kernel_where_it_can(monkeypatch: pytest.MonkeyPatch) ->
             assert kernels(rows, together=together, shared=shared) == 2
 
 
-def test_what_does_not_fit_is_refused(unchecked_signatures) -> None:
+def test_what_does_not_fit_is_refused(unchecked_signatures):
     q, box = _digests("box")
     split = jnp.array([8], jnp.int32)
     shared = SharedPages(jax.tree.map(lambda x: x[:1], box), split)
@@ -181,7 +178,7 @@ FILLED = jnp.array([0, 1, 5, 6], jnp.int32)
 SCORES = jax.jit(lambda q, high, low, pages: page_scores(q, Digests(high, low), pages))
 
 
-def _bounds(kv_heads: int, groups: int, dtype: str) -> tuple[np.ndarray, ...]:
+def _bounds(kv_heads, groups, dtype):
     """q [B,N,H], keys [B,K,6,4,H] of several magnitudes as `dtype` holds them, and their ends."""
     rng = np.random.default_rng(0)
     q = rng.normal(size=(len(FILLED), kv_heads * groups, 16))
@@ -193,7 +190,7 @@ def _bounds(kv_heads: int, groups: int, dtype: str) -> tuple[np.ndarray, ...]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("kv_heads", "groups"), [(2, 4), (3, 1), (1, 8)])
-def test_page_scores_bound_every_key(dtype: str, kv_heads: int, groups: int) -> None:
+def test_page_scores_bound_every_key(dtype, kv_heads, groups):
     """The score is the box's best corner; only the sum rounds. Nothing unfilled is looked at."""
     q, keys, *bounds = _bounds(kv_heads, groups, dtype)
     filled = np.arange(6) < np.asarray(FILLED)[:, None, None]
@@ -211,7 +208,7 @@ def test_page_scores_bound_every_key(dtype: str, kv_heads: int, groups: int) -> 
     assert (scores >= np.einsum("bnh,bnpzh->bnpz", q, keys).max(axis=3) - rounding).all()
 
 
-def test_float32_bounds_are_multiplied_at_the_highest_precision() -> None:
+def test_float32_bounds_are_multiplied_at_the_highest_precision():
     """The default precision of a TPU would round them to bfloat16; a CPU's does not."""
     q, _, *bounds = _bounds(2, 4, "float32")
     with jax.default_matmul_precision("default"):
@@ -219,7 +216,7 @@ def test_float32_bounds_are_multiplied_at_the_highest_precision() -> None:
     assert program.count("Precision.HIGHEST") == 4  # both operands of two matmuls
 
 
-def test_bounds_of_other_shapes_are_refused(unchecked_signatures) -> None:
+def test_bounds_of_other_shapes_are_refused(unchecked_signatures):
     q, _, *bounds = map(jnp.asarray, _bounds(2, 4, "float32"))
     with pytest.raises(ValueError, match="query heads a multiple"):
         page_scores(q[:, :3], Digests(*bounds), FILLED)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +66,7 @@ CASES = {
 }
 
 
-def _inputs(case: Case, seed: int = 0) -> tuple[jax.Array, ...]:
+def _inputs(case, seed=0):
     """q, k, v and a prior's query; NaN outside the rows' slots."""
     rng = np.random.default_rng(seed)
     heads = case.kv_heads * case.groups
@@ -80,7 +79,7 @@ def _inputs(case: Case, seed: int = 0) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(x, case.dtype) for x in (q, k, v, prior))
 
 
-def _lists(case: Case, seed: int = 0) -> jax.Array:
+def _lists(case, seed=0):
     """[B,X,C] different pages of every list in random order, some -1 and the row 2's all."""
     rng = np.random.default_rng(seed)
     count = case.kv_heads * (case.groups if case.lists == "query heads" else 1)
@@ -92,7 +91,7 @@ def _lists(case: Case, seed: int = 0) -> jax.Array:
     return jnp.asarray(lists, jnp.int32)
 
 
-def _flat(lists: jax.Array, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+def _flat(lists, seed=0):
     """The same sets as shuffled (kv head, page) entries; an absent one has -1 in one or both."""
     rng = np.random.default_rng(seed)
     rows, heads, listed = lists.shape
@@ -104,7 +103,7 @@ def _flat(lists: jax.Array, seed: int = 0) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(owners, jnp.int32), jnp.asarray(pages, jnp.int32)
 
 
-def _by_numpy(case: Case, lists: jax.Array, arrays: tuple[jax.Array, ...]) -> list[np.ndarray]:
+def _by_numpy(case, lists, arrays):
     """Softmax over a Python list of slots, head by head, in float64."""
     q, k, v, prior = (np.asarray(x.astype(jnp.float32), np.float64) for x in arrays)
     heads = q.shape[2]
@@ -124,7 +123,7 @@ def _by_numpy(case: Case, lists: jax.Array, arrays: tuple[jax.Array, ...]) -> li
     return [out, lse, out_prior, lse_prior] if case.prior else [out, lse]
 
 
-def _run(case: Case, module, arrays: tuple[jax.Array, ...], lists: jax.Array):
+def _run(case, module, arrays, lists):
     q, k, v, prior = arrays
     options = dict(scale=case.scale)
     if module is xla:
@@ -147,7 +146,7 @@ SLOW += ("flat-blocks", "flat-bfloat16")
         for name, case in CASES.items()
     ],
 )
-def test_attention_to_chosen_pages(case: Case) -> None:
+def test_attention_to_chosen_pages(case):
     arrays, lists = _inputs(case), _lists(case)
     expected = _by_numpy(case, lists, arrays)
     for module in (xla, reference) if case.reference else (xla,):
@@ -172,10 +171,7 @@ small = jax.jit(partial(xla.sparse_decode_attention, scale=0.5, block=2))
     bounds=st.tuples(*[st.tuples(st.integers(0, 18), st.integers(0, 18))] * 2),
     seed=st.integers(0, 100),
 )
-def test_any_bounds_and_lists_attend_alike_in_every_form(
-    bounds: tuple[tuple[int, int], ...], seed: int
-) -> None:
-    """Lists per kv head, repeated per query head, flat, and the sum of the pages and the rest."""
+def test_any_bounds_and_lists_attend_alike_in_every_form(bounds, seed):
     rng = np.random.default_rng(seed)
     q, k, v, prior = (
         jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -186,7 +182,7 @@ def test_any_bounds_and_lists_attend_alike_in_every_form(
     lists, others = (jnp.asarray(np.where(x, order, -1), jnp.int32) for x in (chosen, ~chosen))
     limits = tuple(jnp.array(x, jnp.int32) for x in zip(*bounds, strict=True))
 
-    def attend(listed: jax.Array, heads: jax.Array | None = None) -> Any:
+    def attend(listed, heads=None):
         return small(q, k, v, Pages(listed, *limits, 4, heads), prior=prior)
 
     near = partial(np.testing.assert_allclose, atol=1e-5)
@@ -201,14 +197,14 @@ def test_any_bounds_and_lists_attend_alike_in_every_form(
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_one_list_may_be_for_all_heads_and_begin_at_any_page(implementation: str) -> None:
+def test_one_list_may_be_for_all_heads_and_begin_at_any_page(implementation):
     case = Case(dtype="float32")
     *arrays, _ = _inputs(case)
     lists = _lists(case)[:, :1]
     how = dict(scale=case.scale, implementation=implementation)
     attend = jax.jit(partial(sparse_decode_attention, *arrays, **how))
 
-    def run(listed: jax.Array, first: int = 0) -> Any:
+    def run(listed, first=0):
         return attend(Pages(listed, *BOUNDS, case.page_size, first=first))
 
     each = jnp.broadcast_to(lists, (ROWS, case.kv_heads, lists.shape[2]))
@@ -224,8 +220,7 @@ def test_one_list_may_be_for_all_heads_and_begin_at_any_page(implementation: str
 @pytest.mark.parametrize("split", [0, 8, 24])
 @pytest.mark.parametrize("lists", ["kv heads", "query heads"])
 @pytest.mark.quick("kv heads-24", "query heads-8")
-def test_rows_that_share_slots_attend_as_alone(lists: str, split: int) -> None:
-    """Each row over all its slots, in a cache of its own, is the definition."""
+def test_rows_that_share_slots_attend_as_alone(lists, split):
     case = Case(lists=lists, prior=False)
     q, k, v, _ = _inputs(case)
     # Garbage for no row lies in the shared slots.
@@ -253,9 +248,7 @@ def test_rows_that_share_slots_attend_as_alone(lists: str, split: int) -> None:
     ("page_size", "lists"),
     [(16, (8, 4096)), (16, (32, 512)), (16, (32768,)), (1, (8, 16384)), (1, (32768,))],
 )
-def test_long_lists_copy_blocks_of_pages_and_never_the_cache(
-    page_size: int, lists: tuple[int, ...]
-) -> None:
+def test_long_lists_copy_blocks_of_pages_and_never_the_cache(page_size, lists):
     """Of 32 heads over 8 of 128 and a bfloat16 cache of a million slots, 4 GB.
 
     Up to 65,536 slots a head are chosen: 268 MB of keys and values.
@@ -266,7 +259,7 @@ def test_long_lists_copy_blocks_of_pages_and_never_the_cache(
     ids, bounds = shape((1, *lists), jnp.int32), [shape((1,), jnp.int32)] * 2
 
     @jax.jit
-    def run(q: Any, k: Any, v: Any, ids: Any, *bounds: Any) -> Any:
+    def run(q, k, v, ids, *bounds):
         pages = Pages(ids, *bounds, page_size, ids if ids.ndim == 2 else None)
         return sparse_decode_attention(q, k, v, pages, scale=0.1, prior=q)
 
@@ -276,7 +269,7 @@ def test_long_lists_copy_blocks_of_pages_and_never_the_cache(
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.quick("True")
-def test_on_a_tpu_the_cache_is_not_copied(flat: bool) -> None:
+def test_on_a_tpu_the_cache_is_not_copied(flat):
     """Compiled for v5e, 128 pages of 16 a kv head: beside them only small lists."""
     pytest.importorskip("libtpu")
     from jax.experimental import topologies
@@ -287,7 +280,7 @@ def test_on_a_tpu_the_cache_is_not_copied(flat: bool) -> None:
     cache = shape((1, 8, 2**17, 128), jnp.bfloat16)
     lists = shape((1, 1024) if flat else (1, 8, 128), jnp.int32)
 
-    def run(q: Any, k: Any, v: Any, *lists: jax.Array) -> tuple[jax.Array, ...]:
+    def run(q, k, v, *lists):
         heads, *listed = lists
         pages = Pages(*listed, 16, heads if flat else None)
         how = dict(scale=0.1, prior=q, implementation="xla")
@@ -301,7 +294,7 @@ def test_on_a_tpu_the_cache_is_not_copied(flat: bool) -> None:
     assert memory.temp_size_in_bytes < 4 * 2**20  # a cache is 256 MiB
 
 
-def test_partial_results_of_a_head_are_summed_at_the_highest_precision() -> None:
+def test_partial_results_of_a_head_are_summed_at_the_highest_precision():
     """The default precision of a TPU would round them to bfloat16; a CPU's does not."""
     case = CASES["flat"]
     q, k, v, _ = _inputs(case)
@@ -313,7 +306,7 @@ def test_partial_results_of_a_head_are_summed_at_the_highest_precision() -> None
     assert program.count("Precision.HIGHEST") == 4  # both operands of two sums
 
 
-def test_bad_arguments_are_named(unchecked_signatures) -> None:
+def test_bad_arguments_are_named(unchecked_signatures):
     case = Case()
     q, k, v, _ = _inputs(case)
     lists = _lists(case)

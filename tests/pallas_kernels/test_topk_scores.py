@@ -1,9 +1,6 @@
-"""Every implementation of the best keys against the definition; its memory and its merge."""
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,11 +55,11 @@ CASES = {
 }
 
 
-def _bounds(start: tuple[int, ...], stop: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def _bounds(start, stop):
     return jnp.array(start, jnp.int32), jnp.array(stop, jnp.int32)
 
 
-def _inputs(case: Case, seed: int = 0) -> tuple[Any, ...]:
+def _inputs(case, seed=0):
     """q, k, bounds and tolerance; NaN outside the rows' slots."""
     rng = np.random.default_rng(seed)
     draw: dict[str, Callable] = {
@@ -83,7 +80,7 @@ def _inputs(case: Case, seed: int = 0) -> tuple[Any, ...]:
     return q, k, _bounds(STARTS, STOPS), jnp.full(q.shape[:3], case.tolerance, jnp.float32)
 
 
-def _by_numpy(case: Case, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _by_numpy(case, q, k):
     """Sort (score, slot) pairs in Python; the definition that the reference has to meet."""
     rows, queries, heads, _ = q.shape
     values = np.full((rows, queries, heads, case.count), -np.inf, np.float32)
@@ -101,7 +98,7 @@ def _by_numpy(case: Case, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.
     return values, indices
 
 
-def _run(count: int, implementation: str = "xla") -> Callable:
+def _run(count, implementation="xla"):
     """The door, compiled."""
     return jax.jit(partial(topk_scores, count=count, implementation=implementation))
 
@@ -117,8 +114,7 @@ SLOW = ("mha-of-one-key", "mqa-of-eight", "ties-in-one-pass", "near-ties")
         for name, case in CASES.items()
     ],
 )
-def test_best_keys(case: Case) -> None:
-    """Both implementations name numpy's slots in numpy's order; nothing outside is looked at."""
+def test_best_keys(case):
     q, k, *rest = _inputs(case)
     values, indices = _by_numpy(case, *(np.asarray(x.astype(jnp.float32)) for x in (q, k)))
     runs = {
@@ -149,10 +145,7 @@ PLANTED = [0.0] * 130 + [1.0, 2, 3, 4] + [0.0] * 378
     ],
 )
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_the_slots_of_few_scores(
-    scores: list, start: int, expected: list[int], implementation: str
-) -> None:
-    """Equal ones go to the first slots; one that is no number is never returned."""
+def test_the_slots_of_few_scores(scores, start, expected, implementation):
     q = jnp.ones((1, 2, 1, 1)).at[0, 1].set(jnp.nan)
     k = jnp.array(scores)[None, None, :, None]
     run = _run(len(expected), implementation)
@@ -164,7 +157,7 @@ def test_the_slots_of_few_scores(
     assert implementation == "reference" or not np.signbit(np.asarray(values)[values == 0]).any()
 
 
-def test_padded_queries_get_nothing_and_bounds_are_clipped() -> None:
+def test_padded_queries_get_nothing_and_bounds_are_clipped():
     q, k, *_ = _inputs(CASES["one-pass"])
     q, k = q[4:5, :, :, :], jnp.nan_to_num(k[4:5])
     valid = jnp.array([3], jnp.int32)
@@ -189,10 +182,7 @@ merged = jax.jit(merge_topk, static_argnums=2)
     split=st.integers(0, 45),
     seed=st.integers(0, 3),
 )
-def test_any_bounds_stream_like_the_definition_and_merge(
-    bounds: tuple[tuple[int, int], ...], split: int, seed: int
-) -> None:
-    """Integer scores with many ties; the slots below and above `split` merge into all."""
+def test_any_bounds_stream_like_the_definition_and_merge(bounds, split, seed):
     rng = np.random.default_rng(seed)
     q, k = (
         jnp.asarray(rng.integers(-2, 3, shape), jnp.float32)
@@ -218,7 +208,7 @@ def test_any_bounds_stream_like_the_definition_and_merge(
         np.testing.assert_array_equal(slots, expected[1])
 
 
-def test_merging_orders_by_score_then_slot_and_pads() -> None:
+def test_merging_orders_by_score_then_slot_and_pads():
     values = jnp.array([5.0, 7.0, 99.0, 7.0, -jnp.inf, -0.0, 0.0])
     indices = jnp.array([4, 9, -1, 3, -1, 8, 2], jnp.int32)
     best, slots = merged(values, indices, 8, jnp.float32(0))
@@ -228,7 +218,7 @@ def test_merging_orders_by_score_then_slot_and_pads() -> None:
     np.testing.assert_array_equal(merged(values, indices, 4, jnp.float32(2))[1], [3, 4, 9, 2])
 
 
-def test_of_a_chain_parts_may_rank_otherwise_than_the_whole() -> None:
+def test_of_a_chain_parts_may_rank_otherwise_than_the_whole():
     """The limit of ties by tolerance: 9.3 ties with 10 and 10 with 10.5, but 9.3 not with 10.5."""
     q, k = jnp.ones((1, 1, 1, 1)), jnp.array([9.3, 10.0, 10.5])[None, None, :, None]
     given = q, k, _bounds((0,), (3,)), jnp.ones((1, 1, 1))
@@ -238,7 +228,7 @@ def test_of_a_chain_parts_may_rank_otherwise_than_the_whole() -> None:
         assert jax.jit(partial(run, count=1))(*given)[1].item() == first
 
 
-def test_blocks_outside_the_bounds_are_not_visited() -> None:
+def test_blocks_outside_the_bounds_are_not_visited():
     """A block's worth of queries against NaN everywhere else takes one turn, not a thousand."""
     visited = []
 
@@ -258,7 +248,7 @@ def test_blocks_outside_the_bounds_are_not_visited() -> None:
 
 
 @pytest.mark.parametrize(("queries", "slots"), [(1, 2**19), (512, 2**20)])
-def test_long_caches_take_bounded_memory(queries: int, slots: int) -> None:
+def test_long_caches_take_bounded_memory(queries, slots):
     """The keys are 1 and 2 GB; the scores of 512 queries would be 69 GB."""
     shapes = (1, queries, 32, 128), (1, 8, slots, 128)
     arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
@@ -268,7 +258,7 @@ def test_long_caches_take_bounded_memory(queries: int, slots: int) -> None:
     assert memory.temp_size_in_bytes < 256 * 2**20
 
 
-def test_bad_arguments_are_named() -> None:
+def test_bad_arguments_are_named():
     q, k, bounds, _ = _inputs(CASES["one-pass"])
     for changed, message in (
         (dict(count=17), "count 17"),

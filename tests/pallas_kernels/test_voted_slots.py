@@ -1,7 +1,6 @@
 """The slots around the most named ones, by comparison, against counts and masks over all slots."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +12,7 @@ from pallas_kernels.voted_slots import Spans, reference, voted_slots
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
-def voted_slots_of(
-    *,
-    rows: int,
-    slots: int,
-    votes: int,
-    kept: int,
-    span: int,
-    first: int,
-    local: int,
-    page: int = 1,
-) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+def voted_slots_of(*, rows, slots, votes, kept, span, first, local, page=1):
     """Arguments of the operation: rows whose votes are spread, and close to each other."""
     random = np.random.default_rng(7)
     # A full row, a shorter one, one without a middle, one of less than the first slots.

@@ -215,7 +215,6 @@ def trained_losses(pattern):
 
 
 def test_decoding_computes_what_training_does():
-    """Full attention as causal training, RefreshKV without full steps as its pattern."""
     full, sparse = losses_of("full"), losses_of(NEVER).mean(1)
     assert full.shape == (len(TEXTS), TAIL)
     np.testing.assert_allclose(full.mean(1), trained_losses(Pattern()), atol=1e-4)

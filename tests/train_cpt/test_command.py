@@ -1,5 +1,3 @@
-"""`jax-longctx train`: its configuration, and from texts to a checkpoint; by two processes too."""
-
 import contextlib
 import json
 import logging

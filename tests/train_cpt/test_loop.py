@@ -1,5 +1,3 @@
-"""The loop and its metrics: what a run leaves, how it stops, and that it goes on the same."""
-
 import dataclasses
 import functools
 import json
@@ -81,7 +79,6 @@ def test_a_run_has_a_line_a_step_and_keeps_the_newest_checkpoints_and_the_best(s
 
 
 def test_sigterm_saves_and_the_run_goes_on_the_same(straight, tmp_path, monkeypatch):
-    """By another path, where it was moved; the working directory changes while it runs."""
     folder, outcome = straight
     before = signal.getsignal(signal.SIGTERM)
     (tmp_path / "here").mkdir()
@@ -124,7 +121,6 @@ def copied(straight, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_serves(straight, copied, capfd):
-    """A flipped bit in the middle, half a file, and a missing file, of the largest files."""
     newest, read, refused = copied
     for item in ("state", "position"):
         files = [path for path in (newest / item).rglob("*") if path.is_file()]
@@ -217,7 +213,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(straight, tmp_p
 @pytest.mark.long
 @pytest.mark.thorough
 def test_a_train_run_survives_kill_9(tmp_path):
-    """Killed at random moments, and at last as if never: every bit of the state, every loss."""
     kills = 5
     command = [sys.executable, "-m", "tests.train_cpt.tiny_run", tmp_path, kills, kills]
     how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": patience(500)}

@@ -1,5 +1,3 @@
-"""The training step: its loss, its gradients, its optimiser, and the same on every mesh."""
-
 import dataclasses
 import functools
 
@@ -67,8 +65,6 @@ def test_micro_batches_add_up_and_layers_run_again_are_the_same():
 
 
 def test_layers_run_again_keep_less():
-    """What the forward pass hands to the backward pass, in bytes."""
-
     def kept(remat):
         config = tiny_config(num_layers=3)
         attend = attend_with(config, make_mesh(), PATTERN)

@@ -48,7 +48,7 @@ def write_tiny(folder):
     (folder / "run.toml").write_text(CONFIG.format(folder=folder))
 
 
-def main(folder: Path, processes: int, port: int, process: int) -> None:
+def main(folder, processes, port, process):
     """The run of a configuration, ended by a SIGTERM to the last process alone, and taken up."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")

@@ -1,5 +1,3 @@
-"""Rows are packed by length, in few shapes, within memory, and always the same way."""
-
 import json
 import random
 

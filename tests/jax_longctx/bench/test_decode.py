@@ -1,5 +1,3 @@
-"""`bench decode` and `throughput` on a tiny shape: times and limits are of what they say."""
-
 import json
 from unittest.mock import create_autospec
 
@@ -84,7 +82,6 @@ def _stub(monkeypatch, timed):
 
 
 def test_some_layers_stand_for_all(tiny_preset, monkeypatch):
-    """Seconds and kernels are scaled; bytes are those of the whole shape."""
     found = {2: Step(0.5, Kernels(24, 0.4)), 1: Step(0.3, Kernels(14, 0.25))}
     found[5] = Step(1.0, Kernels(50, 0.75))
     _stub(monkeypatch, lambda engine, rows: found[engine.config.num_layers])
@@ -153,7 +150,6 @@ def test_failures_are_rows_without_a_ratio(tiny_preset, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_the_largest_batch_fills_the_memory(tiny_preset, monkeypatch, tmp_path):
-    """One row more than the batch would not fit, and a batch that does not run is made smaller."""
     tried = []
 
     def timed(engine, rows):
@@ -203,7 +199,6 @@ def test_the_largest_batch_fills_the_memory(tiny_preset, monkeypatch, tmp_path):
 )
 @pytest.mark.slow
 def test_copied_rows_answer_as_the_row(name, settings, mesh, by_layer):
-    """After the question every row goes on as a stream of the one row does."""
     options = {"mesh": make_mesh(**mesh), "chunk": 32, "by_layer": by_layer}
     engine = tiny_engine(make_method(name, settings), **options)
     rows, asked = random_rows([150], engine.config.vocab_size), [list(steps.QUESTION)]

@@ -1,5 +1,3 @@
-"""`bench kernels` times what really runs; `bench tpu-check` sees a wrong kernel."""
-
 import dataclasses
 import json
 from functools import partial
@@ -99,7 +97,6 @@ def test_the_step_with_resa_corrects_the_sparse_one():
 
 
 def test_the_runs_of_a_case_agree():
-    """Implementations and the library are timed on the same question."""
     found = {case.name: case for case in kernels.cases(512)}
     case = next(c for name, c in found.items() if name.startswith("topk_scores 4 best, 1 x"))
     q, k = case.inputs()
@@ -160,7 +157,6 @@ def test_the_checks_compile_for_tpus():
 
 
 def test_a_wrong_kernel_is_seen(tmp_path, monkeypatch):
-    """One that is off, one that does not compile, and one that reads what it must not."""
     base = next(c for c in tpu_check.checks() if c.kernel == "attention_mass")
 
     def definition(*args):

@@ -1,5 +1,3 @@
-"""`bench prefill` on a tiny shape over forced CPU devices: its figures follow from each other."""
-
 import json
 import time
 from unittest.mock import create_autospec

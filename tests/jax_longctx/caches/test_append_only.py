@@ -1,5 +1,3 @@
-"""Writing and reading slots against numpy: on one device, and on four in blocks and stripes."""
-
 import dataclasses
 import itertools
 

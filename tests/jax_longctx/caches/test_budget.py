@@ -1,5 +1,3 @@
-"""Budgeted storage: which tokens stay, in which order, and what stands beside them."""
-
 import functools
 
 import jax

@@ -1,5 +1,3 @@
-"""The frames of a working set belong to a row, and to a kv head where heads choose apart."""
-
 import jax.numpy as jnp
 import numpy as np
 

@@ -1,5 +1,3 @@
-"""`ask`: what reaches the model, what is shown, and what is refused."""
-
 import dataclasses
 import json
 import resource
@@ -27,7 +25,6 @@ def expected(tiny, layout, document, question, **options):
 
 
 def test_layouts_of_chats_and_completions(run, loads, tiny, book):
-    """The document may come from stdin; a closing note goes to stderr."""
     text, limit = book.read_text(), ("-c", "model", "--max-tokens", 8)
     answer = expected(tiny, chat_layout(tiny.tokenizer), text, "Who?", max_tokens=8)
     assert len(answer.tokens) == 8
@@ -49,8 +46,6 @@ def test_layouts_of_chats_and_completions(run, loads, tiny, book):
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "compiled ahead"])
 def test_each_text_is_encoded_once(run, tiny, loads, book, monkeypatch, ahead):
-    """Also where a method is chosen and programs are compiled before the weights are there."""
-
     def load(checkpoint, spec, *, choose=None, ahead=None, **options):
         if choose is not None:
             choose(tiny)
@@ -71,7 +66,6 @@ def test_each_text_is_encoded_once(run, tiny, loads, book, monkeypatch, ahead):
 
 
 def test_many_questions_over_one_reading(run, loads, tiny, book, monkeypatch):
-    """They are read once, shown in their order, and drawn by their numbers."""
     questions = ["Who?", "Why?", "Who?"]
     read, prefill = [], tiny.prefill
     monkeypatch.setattr(tiny, "prefill", lambda *a, **k: read.append(1) or prefill(*a, **k))
@@ -240,7 +234,6 @@ def test_options_reach_the_library(run, loads, book):
 
 
 def test_bad_options_and_texts_are_refused_before_the_model_loads(run, loads, book, tmp_path):
-    """Those that `test_start` does not have."""
     for args, message in [
         (["--method", "ful"], "did you mean 'full'?"),
         (["--method", "full", "--set", "budget=3"], "has no setting 'budget'"),
@@ -281,7 +274,6 @@ def request_of(*words, stems=(), chat=None, save=None, load=None):
 
 
 def test_the_file_and_the_questions(tmp_path):
-    """Stems take the place of questions, a saved context that of the file."""
     long = "why? " * 2000
     for inputs, file, questions in [
         (request_of("book.txt", "Who?", "Why?"), "book.txt", ["Who?", "Why?"]),

@@ -1,5 +1,3 @@
-"""`batch`: what one row at a time gives, in order, with bad rows named; and again after a kill."""
-
 import dataclasses
 import json
 import os
@@ -270,8 +268,6 @@ def test_links_in_place_of_a_runs_files_are_left_alone(batch, out):
 
 
 def test_equal_prompts_draw_by_their_line(batch, tiny, tmp_path, monkeypatch):
-    """In one batch, in halves for want of memory, alone, and from the library."""
-
     def answers(name, rows):
         batch(*DRAWN, "--rows", rows, into=tmp_path / name, rows=[{"prompt": BOOK[:15]}] * 4)
         return [line["answer"] for line in lines_of(tmp_path / name)]
@@ -305,7 +301,6 @@ def test_the_total_length_is_a_prompts_own_and_of_questions_the_contexts(batch, 
 
 
 def test_questions_over_a_text_go_together(batch, run, tiny, book, out, tmp_path, monkeypatch):
-    """They draw by their line and number, together or one by one."""
     rows = [{"file": "book.txt", "questions": ["Who?"] * 3}] * 2
     rows.append({"file": "book.txt", "questions": ["Why?", "Where is it, and when?"]})
     calls, ask_all = [], tiny.ask_all
@@ -340,7 +335,6 @@ def test_a_line_beyond_the_trained_length_says_so(batch, tiny, out, monkeypatch)
 
 
 def test_going_on_counts_what_waits_in_the_journal(batch, killed, tmp_path):
-    """Long rows are computed first; the first row of the file is the shortest, the last is bad."""
     rows = [*({"prompt": "Remember it. " * (1 + n)} for n in range(6)), {"prompt": ""}]
     # The bad row, then four rows, none of which can be written yet.
     killed(6, *LIMIT, "--rows", 1, rows=rows, code=1)
@@ -495,7 +489,6 @@ FAULTY = [*MENDED[:3], MENDED[3], ["Remember"], MENDED[5]]
 def test_rows_with_errors_are_tried_again_and_the_others_stay(
     batch, killed, out, monkeypatch, computed, died
 ):
-    """Of a finished output, and of a run that died."""
     monkeypatch.setattr(run_module, "WINDOW_BATCHES", 2)
     options, again = ("--max-tokens", 2, "--rows", 1), ("--retry-errors",)
     late, whole = out.with_name("late.txt"), out.with_name("whole.jsonl")
@@ -544,7 +537,6 @@ def test_what_stays_is_counted_once_and_names_its_line(batch, killed, given, out
 def test_a_second_try_that_was_killed_at_any_write_goes_on(
     batch, killed, out, tiny, monkeypatch, computed
 ):
-    """Rows that did not fit the memory; the earlier output stays until all were tried."""
     monkeypatch.setattr(run_module, "WINDOW_BATCHES", 2)
     options = ("--max-tokens", 2, "--rows", 1, "--retry-errors")
     rows = [{"prompt": text} for text in (BOOK * 40, "12", "The pass", BOOK * 41, "", BOOK * 40)]

@@ -1,5 +1,3 @@
-"""`convert` passes its options on; a tiny checkpoint is asked, exported, and damaged."""
-
 import dataclasses
 import json
 import os
@@ -61,7 +59,6 @@ def test_options_and_directions(run, calls, tmp_path):
 
 @pytest.mark.parametrize("there", ["../", "~/"])
 def test_commands_take_any_path(run, source, book, tmp_path, monkeypatch, there):
-    """As it is typed, and as shells hand on `--option=~/x`."""
     for name in ("here", "home ü"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -87,7 +84,6 @@ def test_commands_take_any_path(run, source, book, tmp_path, monkeypatch, there)
 
 
 def test_names_that_are_too_long_are_refused_before_anything_is_read(run, checkpoint, book, loads):
-    """A name that only the parts of a checkpoint would be too long for, too."""
     for name in ("n" * 250, "n" * 300):
         refused(run("ask", book, "Who?", "-c", "m", "--save-context", name), "File name too long")
         refused(run("convert", checkpoint, name, "--to-hf"), "File name too long")
@@ -97,7 +93,6 @@ def test_names_that_are_too_long_are_refused_before_anything_is_read(run, checkp
 
 @pytest.mark.slow
 def test_commands_take_a_checkpoint_in_8_bits(run, source, checkpoint, book, tmp_path):
-    """`ask` as with `--weights`, `plan`, `methods` and `warm` by what it holds; `--to-hf` not."""
     folder = tmp_path / "eight"
     assert run("convert", source, folder, "--weights", "int8").exit_code == 0
     ask = ("ask", book, "What is the pass key?", "--max-tokens", 8, "--json", "-m", "full")

@@ -1,5 +1,3 @@
-"""The demo: facts and text, scoring, table, picture and exit codes, over a tiny random model."""
-
 import importlib.util
 import itertools
 import json
@@ -139,7 +137,6 @@ def test_json_holds_the_facts_and_what_each_method_did(tiny_demo):
 
 
 def test_facts_are_new_each_run_unless_a_seed_is_given(tiny_demo, monkeypatch):
-    """The runs end when the text is written, before a method reads it."""
     told, tell = [], demo_module.tell
 
     def ends(model, seed, tokens):

@@ -1,5 +1,3 @@
-"""Where ReAttention looked, as numpy's does; it answers as it does unwatched."""
-
 import functools
 
 import jax

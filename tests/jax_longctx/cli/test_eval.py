@@ -1,5 +1,3 @@
-"""`eval perplexity`, `agreement` and the papers' studies on a tiny model."""
-
 import dataclasses
 import importlib
 import json
@@ -104,7 +102,6 @@ def test_results_are_bound_to_texts_method_and_options(
 def test_an_interrupted_run_goes_on(
     run, loads, text, tmp_path, monkeypatch, module, function, more
 ):
-    """Under each of two methods, a text at a time, as one run without an interruption."""
     compute, asked = getattr(module, function), []
 
     def interrupted(*given, **how):
@@ -218,7 +215,6 @@ def test_agreement_with_full_attention(run, loads, text, tmp_path):
 
 @pytest.mark.slow
 def test_measurements_of_the_papers(run, loads, text, tmp_path, monkeypatch):
-    """The commands that `python -m research` adds; without it they say so."""
     refused(run("eval", "resa-errors"), "resa-errors is gone; type: python -m research eval resa-e")
     commands = list(eval_app.registered_commands)
     monkeypatch.setattr(eval_app, "registered_commands", commands)

@@ -1,5 +1,3 @@
-"""`generate` continues a prompt; `methods` says what the metadata says."""
-
 import json
 
 import pytest

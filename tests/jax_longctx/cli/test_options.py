@@ -77,8 +77,6 @@ def test_names_types_bounds_and_what_fields_allow_together_are_checked(invoke):
 
 
 def test_a_file_to_write_is_named_alike_everywhere():
-    """`--out` and `--output` are `-o`, in each command."""
-
     def commands(group):
         for each in group.commands.values():
             yield from commands(each) if hasattr(each, "commands") else [each]

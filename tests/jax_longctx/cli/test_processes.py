@@ -1,5 +1,3 @@
-"""Two processes do what one does, and one that dies ends the other."""
-
 import functools
 import json
 import signal
@@ -81,7 +79,6 @@ def test_answers_are_those_of_one_process_and_printed_once(checkpoint, begin, ru
 
 @pytest.mark.slow
 def test_an_evaluation_of_two_processes_has_the_rows_of_one(checkpoint, begin, run, tmp_path):
-    """Three prompts in batches of two, a row on each process."""
     text = tmp_path / "text.txt"
     text.write_text("Rain falls. " * 20)
     common = ["eval", "run", "-c", checkpoint, "-t", f"passkey:haystack={text}", "--chunk", 256]

@@ -1,5 +1,3 @@
-"""stdout carries answers or JSON; files come whole or are refused, and are written whole."""
-
 import json
 import re
 from pathlib import Path

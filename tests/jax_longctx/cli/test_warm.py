@@ -1,5 +1,3 @@
-"""Programs are compiled before they are needed: beside loading, and by `warm`, for `ask`."""
-
 import json
 from unittest.mock import Mock
 

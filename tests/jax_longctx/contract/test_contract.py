@@ -1,5 +1,3 @@
-"""What methods and engine agree on: numpy, empty contexts, questions, one answer of all shards."""
-
 import jax
 import jax.numpy as jnp
 import pytest

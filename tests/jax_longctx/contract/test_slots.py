@@ -1,5 +1,3 @@
-"""Slots in stripes and in blocks: the layout against numpy, and what engines do with it."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -165,7 +163,6 @@ def answer(engine, context, question, tokens=5):
 @pytest.mark.parametrize(("name", "meshes"), [("reattention", (1, 2)), ("quest", (1, 2, 4))])
 @pytest.mark.slow
 def test_contexts_move_between_meshes(name, meshes, tmp_path):
-    """Saved with stripes on two shards, on four and on one: each loads all of them."""
     (text,), (question,) = random_rows([700]), random_rows([4], seed=5)
     engines = {shards: engine_of(small_method(name), shards) for shards in meshes}
     expected, saved = None, {}
@@ -205,7 +202,6 @@ def test_slots_stay_where_they_are_as_a_cache_grows():
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.slow
 def test_a_running_batch_answers_as_alone(shares):
-    """Places of another size than the context, or rows that share the first stripes of a text."""
     engine = engine_of(Full(), 4)
     (text,), (question,) = random_rows([1200]), random_rows([4], seed=5)
     context = engine.prefill([text], reserve=32)

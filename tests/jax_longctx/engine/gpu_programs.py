@@ -10,7 +10,6 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from jax_longctx.planning.collectives import _Computation
@@ -63,18 +62,18 @@ _MAKING = ("copy", "copy-start", "fusion", "fusion-start", "dynamic-slice", "tra
 _IN_PLACE = ("dynamic-update-slice", "scatter")
 
 
-def called(each: Any, name: str) -> str:
+def called(each, name):
     """The computation that an instruction's attribute of this name calls, or an empty text."""
     return each.attribute(rf"\b{name}=%?([\w.\-]+)")
 
 
-def arrays(each: Any) -> list[tuple[str, tuple[int, ...]]]:
+def arrays(each):
     """Types and shapes of the arrays that an instruction makes, but for single numbers."""
     found = re.findall(r"([a-z]+\d+\w*)\[([\d,]+)\]", each.shape)
     return [(kind, tuple(map(int, sizes.split(",")))) for kind, sizes in found]
 
 
-def layer_loops(program: Program, layers: int) -> list[str]:
+def layer_loops(program, layers):
     """The bodies of the loops that run as often as there are layers."""
     wanted = f'known_trip_count":{{"n":"{layers}"}}'
     return [
@@ -85,7 +84,7 @@ def layer_loops(program: Program, layers: int) -> list[str]:
     ]
 
 
-def kernels(program: Program, name: str) -> int:
+def kernels(program, name):
     """Kernels that one pass through a computation launches; those of inner loops count once."""
     count = 0
     for each in program[name].instructions.values():
@@ -99,7 +98,7 @@ def kernels(program: Program, name: str) -> int:
     return count
 
 
-def unfused(program: Program) -> Iterator[Any]:
+def unfused(program):
     """The instructions whose results are in memory: those outside of fusions."""
     inner = {
         called(each, "calls")
@@ -112,7 +111,7 @@ def unfused(program: Program) -> Iterator[Any]:
             yield from computation.instructions.values()
 
 
-def copies(program: Program, sizes: dict[int, str]) -> Iterator[tuple[str, str]]:
+def copies(program, sizes):
     """Instructions that make an array as large as one of `sizes`, and what that is.
 
     Neither what writes into an argument's buffer counts nor what hands an address on.
@@ -132,7 +131,7 @@ def copies(program: Program, sizes: dict[int, str]) -> Iterator[tuple[str, str]]
                 yield f"{text} ... {origin}" if origin else text, sizes[math.prod(array)]
 
 
-def _makes(program: Program, fusion: Any) -> bool:
+def _makes(program, fusion):
     """Whether a fusion's result is memory of its own."""
     told = fusion.name + fusion.attributes
     if "address_computation" in told or "dynamic_slice_fusion" in told:
@@ -144,7 +143,7 @@ def _makes(program: Program, fusion: Any) -> bool:
     return not any(each.operation in _IN_PLACE for each in body)
 
 
-def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
+def shared_decode(request, setup, rows):
     """The decode step of so many rows that go on from one context, as `used_programs` gives it."""
     import functools
 
@@ -181,7 +180,7 @@ def shared_decode(request: Any, setup: Any, rows: int) -> list[Any]:
     return [compiled.UsedProgram("shared decode", "decode", decode_block, args, 0)]
 
 
-def growing(request: Any, setup: Any) -> list[Any]:
+def growing(request, setup):
     """What makes an offloaded context larger."""
     from jax_longctx.engine.capacity import slots_for, staged_caches
     from jax_longctx.engine.engine import _extended
@@ -195,7 +194,7 @@ def growing(request: Any, setup: Any) -> list[Any]:
     return [UsedProgram("growing", grows, _extended, args, 0)] if setup.offload else []
 
 
-def host_shardings() -> None:
+def host_shardings():
     """Lets arrays of absent GPUs lie in the host's memory.
 
     JAX drops the memory kind of a sharding on devices that do not tell which memories they have.
@@ -206,13 +205,13 @@ def host_shardings() -> None:
 
     class InHost(NamedSharding):
         @property
-        def memory_kind(self) -> str:
+        def memory_kind(self):
             return sharding.HOST
 
-        def __hash__(self) -> int:
+        def __hash__(self):
             return super().__hash__() + 1
 
-        def __eq__(self, other: object) -> bool:
+        def __eq__(self, other):
             return isinstance(other, InHost) and super().__eq__(other)
 
     def made(mesh, spec, *, memory_kind=None):
@@ -221,7 +220,7 @@ def host_shardings() -> None:
     sharding.NamedSharding = made
 
 
-def kinds(method: str) -> set[str]:
+def kinds(method):
     """The kinds of programs that are looked at: chunks read weights alike under all methods."""
     if method.startswith("full:turn="):
         return {"context", "finish", "question", "decode"}
@@ -229,7 +228,7 @@ def kinds(method: str) -> set[str]:
     return chunk | {"finish", "decode"} | ({"grow"} if ":offload=" in method else set())
 
 
-def main(methods: list[str]) -> None:
+def main(methods):
     import jax
     from jax.experimental import topologies
 

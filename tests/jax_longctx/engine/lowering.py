@@ -2,7 +2,6 @@
 
 import math
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,10 @@ from jax_longctx.contract import CHUNK_ROWS, Feed, RowGroup, Segment
 from jax_longctx.engine import Sampling
 from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import bytes_per_device
-from jax_longctx.engine.decode import DecodeState, Steps, decode_block, first_state
+from jax_longctx.engine.decode import Steps, decode_block, first_state
 from jax_longctx.engine.layers import _through_layer
 from jax_longctx.engine.prefill import whole_segment
-from jax_longctx.engine.sampling import RowValues, sampling_static, sampling_values
-from jax_longctx.engine.setup import Setup
+from jax_longctx.engine.sampling import sampling_static, sampling_values
 from jax_longctx.models.params import layer_params
 from jax_longctx.planning.compiled import abstract_params as abstract_params
 from jax_longctx.planning.compiled import no_persistent_cache as no_persistent_cache
@@ -25,7 +23,7 @@ from jax_longctx.sharding import tree_shardings
 COLUMNS = 32
 
 
-def placed(mesh: Any, caches: Any) -> Any:
+def placed(mesh, caches):
     """Shapes with their shardings."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -34,27 +32,27 @@ def placed(mesh: Any, caches: Any) -> Any:
     )
 
 
-def abstract_state(rows: int) -> DecodeState:
+def abstract_state(rows):
     """The state of greedy decoding, as shapes."""
     return jax.eval_shape(lambda: first_state(np.ones(rows, bool), None))
 
 
-def abstract_values(rows: int) -> RowValues:
+def abstract_values(rows):
     """The values of requests, as shapes."""
     return jax.eval_shape(lambda: sampling_values(Sampling(seed=(0,)), rows))
 
 
-def sharded_caches(setup: Setup, batch: int, slots: int) -> tuple[Any, ...]:
+def sharded_caches(setup, batch, slots):
     """Every layer's cache as shapes on the mesh."""
     return placed(setup.mesh, abstract_caches(setup, batch, slots, 0))
 
 
-def cache_bytes(setup: Setup, batch: int, slots: int) -> int:
+def cache_bytes(setup, batch, slots):
     """Bytes of all layers' caches on each device."""
     return bytes_per_device(setup.mesh, abstract_caches(setup, batch, slots, 0))
 
 
-def compile_decode(setup: Setup, batch: int, slots: int, *steps: int) -> jax.stages.Compiled:
+def compile_decode(setup, batch, slots, *steps):
     """A block of greedy decode steps of the kinds that an answer's `steps` are, or its first."""
     variants = tuple(setup.method.step_variant(step) for step in steps or (1,))
     return decode_block.lower(
@@ -69,9 +67,7 @@ def compile_decode(setup: Setup, batch: int, slots: int, *steps: int) -> jax.sta
     ).compile()
 
 
-def compile_segment(
-    setup: Setup, batch: int, slots: int, tokens: int, logits: str = "none"
-) -> jax.stages.Compiled:
+def compile_segment(setup, batch, slots, tokens, logits="none"):
     """One prefill segment of `tokens` columns."""
     last = None
     if logits == "last":
@@ -79,7 +75,7 @@ def compile_segment(
     return _compiled(setup, slots, _segment(batch, tokens), last, logits)
 
 
-def compile_spread(setup: Setup, batch: int, slots: int) -> jax.stages.Compiled:
+def compile_spread(setup, batch, slots):
     """The segment of a context that fills half of the slots, spread over the shards of `seq`."""
     prompt = Feed(
         "context",
@@ -93,15 +89,13 @@ def compile_spread(setup: Setup, batch: int, slots: int) -> jax.stages.Compiled:
     return _compiled(setup, slots, segment, None, "none")
 
 
-def _compiled(
-    setup: Setup, slots: int, segment: Segment, last: Any, logits: str
-) -> jax.stages.Compiled:
+def _compiled(setup, slots, segment, last, logits):
     batch = len(segment.tokens)
     given = abstract_params(setup), sharded_caches(setup, batch, slots), segment, _ints(batch)
     return whole_segment.lower(setup, *given, last, logits).compile()
 
 
-def largest_result(text: str, operation: str) -> int:
+def largest_result(text, operation):
     """Bytes of the largest array that such an operation of a compiled program makes."""
     sizes = {"bf16": 2, "f16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4}
     made = re.findall(rf"= (\(.*?\)|\S+) {operation}(?:-start)?\(", text)
@@ -112,7 +106,7 @@ def largest_result(text: str, operation: str) -> int:
     )
 
 
-def compile_layer(setup: Setup, batch: int, slots: int, tokens: int) -> jax.stages.Compiled:
+def compile_layer(setup, batch, slots, tokens):
     """The first layer's program of a segment of `tokens` columns, of one that goes by layer."""
     hidden = jax.ShapeDtypeStruct((batch, tokens, setup.config.model_dim), setup.dtype)
     return _through_layer.lower(
@@ -126,7 +120,7 @@ def compile_layer(setup: Setup, batch: int, slots: int, tokens: int) -> jax.stag
     ).compile()
 
 
-def _segment(batch: int, tokens: int) -> Segment:
+def _segment(batch, tokens):
     return Segment(
         np.zeros((batch, tokens), np.int32),
         np.full((batch, 1), tokens, np.int32),
@@ -136,5 +130,5 @@ def _segment(batch: int, tokens: int) -> Segment:
     )
 
 
-def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+def _ints(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -1,5 +1,3 @@
-"""Which programs are compiled: ahead, shared by texts and methods, and by kinds of steps."""
-
 import contextlib
 import functools
 import threading
@@ -209,7 +207,6 @@ def test_other_lengths_trace_nothing(name):
 
 @pytest.mark.slow
 def test_methods_share_the_programs_without_layers():
-    """Which programs methods trace anew, after another of the same shapes."""
     jax.clear_caches()
     shared = {"_embedded", "_normed", "_marker", "_wanted", "_next_state", "_fed", "start_answer"}
     for name in ("full", "quest", "snapkv"):

@@ -81,8 +81,7 @@ def differences(request, alone, amid, *, alike=True):
 
 
 @pytest.mark.parametrize(
-    ("name", "shared"),
-    [("full", False), ("quest", True), ("refreshkv", False), ("infllm", False)],
+    ("name", "shared"), [("full", False), ("quest", True), ("refreshkv", False), ("infllm", False)]
 )
 @pytest.mark.slow
 def test_log_probabilities_amid_others_are_those_alone(name, shared):

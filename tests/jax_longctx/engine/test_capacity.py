@@ -1,5 +1,3 @@
-"""Slots, bytes and growth of caches: what `methods` shows is what the compiler counts."""
-
 import dataclasses
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""A saved context is a whole one, answers the same, and is refused where it means nothing."""
-
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +48,6 @@ def saved(written, tmp_path):
 
 
 def test_rows_that_pad_the_mesh_are_not_saved(engine, tmp_path):
-    """One row saved on two data shards and loaded on one, and the other way round."""
     wide = tiny_engine(chunk=16, mesh=make_mesh(2, 2, 2))
     for saver, loader in [(wide, engine), (engine, wide)]:
         context = saver.prefill(random_rows([45]), reserve=16, capacity=256)
@@ -75,7 +72,6 @@ def pool():
     ids=str,
 )
 def test_a_context_is_saved_beside_questions(tmp_path, pool, by_layer, sizes):
-    """Questions between its steps update the context's arrays in place."""
     engine = tiny_engine(chunk=64, by_layer=by_layer, mesh=make_mesh(*sizes))
     # Beyond the first stripe of each shard.
     context = engine.prefill(random_rows([300, 9]), reserve=16, capacity=512)
@@ -122,7 +118,6 @@ def test_asking_and_growing_do_not_change_what_is_saved(engine, tmp_path):
 
 
 def test_what_cannot_be_saved_now_is_refused(engine, tmp_path):
-    """A folder that exists or that another writes, and a context that is answering."""
     context, folder = engine.prefill(random_rows([45, 9]), reserve=16), tmp_path / "context"
     with only_writer(folder):
         with pytest.raises(CheckpointError, match=r"another process is writing .*; wait for it"):

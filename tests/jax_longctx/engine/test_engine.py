@@ -1,5 +1,3 @@
-"""Chunks, ragged rows, questions over one context, capacity: the same numbers whatever the way."""
-
 import dataclasses
 
 import jax
@@ -70,7 +68,6 @@ def test_ragged_rows_equal_single_rows(engine, sizes):
 @pytest.mark.parametrize(("chunk", "sizes"), [(5, (2, 2, 2)), (16, (1, 4, 1))], ids=str)
 @pytest.mark.slow
 def test_windows_on_some_layers_equal_one_device(sizes, chunk):
-    """Windows shorter and longer than a chunk; segments that cross the borders of slot shards."""
     config = tiny_config(windows=(7, None))
     rows = random_rows([45, 1, 150], seed=3)
     sharded = score(tiny_engine(config=config, mesh=make_mesh(*sizes), chunk=chunk), rows)
@@ -182,7 +179,6 @@ def test_a_prompt_alone_and_in_any_batch_draws_the_same_tokens(engine):
 
 
 def test_the_penalty_counts_prompt_and_answer(engine):
-    """A penalty so strong that no token comes twice, and none of the prompt's."""
     sampling = Sampling(repetition_penalty=1e6)
     answer = joined(engine.generate([ROW[:10]], max_tokens=20, sampling=sampling))[0]
     assert len({*answer}) == 20

@@ -7,7 +7,6 @@ as a table says. `LONGCTX_GPU_PLUGIN` names a folder with JAX's CUDA plugin:
 """
 
 import json
-from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -67,7 +66,7 @@ def test_kernels_are_counted_and_copies_found():
     assert found[0][0].endswith("... here")
 
 
-def compiled(methods: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+def compiled(methods):
     """What the methods' compiled programs hold."""
     module = "tests.jax_longctx.engine.gpu_programs"
     found: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
@@ -95,7 +94,7 @@ def test_no_copies_of_weights_or_caches_and_as_many_kernels_as_known(methods):
     assert launched == {method: [number] for method, number in methods.items()}
 
 
-def check_copies(method: str, found: list[dict[str, Any]]) -> None:
+def check_copies(method, found):
     for each in found:
         # Without cuDNN, which is not there to compile with, a chunk's attention reads slices.
         chunk = each["kind"] in ("context", "question")

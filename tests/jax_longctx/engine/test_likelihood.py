@@ -1,5 +1,3 @@
-"""Likelihoods of given text: those of a dense forward pass, and none that saw what it predicts."""
-
 import functools
 import itertools
 
@@ -87,7 +85,6 @@ def test_full_attention_scores_as_a_dense_pass(through, mesh, monkeypatch):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_what_a_method_answers_is_what_it_finds_most_likely(name):
-    """Ragged rows over their own questions, through every kind of step and smaller caches."""
     engine, questions = engine_of(name), random_rows([3, 2, 5], seed=1)
     contexts = random_rows([90, 40, 17])
     context = engine.prefill(contexts, reserve=16, questions=questions)
@@ -107,7 +104,6 @@ def test_what_a_method_answers_is_what_it_finds_most_likely(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "through"), WAYS_OF_EVERY)
 def test_no_token_helps_to_predict_an_earlier_one(name, through):
-    """Every token but the first of the continuation replaced: its own likelihood stays."""
     engine = engine_of(name)
     before, (after,) = random_rows([90]), random_rows([30], seed=1)
     asked = through == "context" and engine.method.info.needs_question

@@ -1,5 +1,3 @@
-"""Contexts in the host's memory: the same answers, what is fetched, and what is refused."""
-
 import contextlib
 import functools
 import re
@@ -151,15 +149,10 @@ def engines(name, by_layer=None, **options):
 @pytest.mark.parametrize(
     # Units, pages, and values alone.
     ("name", "by_layer", "kv"),
-    [
-        ("infllm", True, None),
-        slow("quest", False, "int8"),
-        also("reattention", True, "int8"),
-    ],
+    [("infllm", True, None), slow("quest", False, "int8"), also("reattention", True, "int8")],
     ids=named,
 )
 def test_a_context_is_asked_and_saved_and_loaded_either_way(name, by_layer, kv, tmp_path):
-    """It takes the bytes that are told, stays as it was, and is loaded by engines of both kinds."""
     both, found = engines(name, by_layer, kv=kv), []
     for engine in both:
         context = engine.prefill(rows_of()[0], reserve=64)
@@ -178,7 +171,6 @@ def test_a_context_is_asked_and_saved_and_loaded_either_way(name, by_layer, kv, 
 @pytest.mark.parametrize(("name", "by_layer"), [("infllm", True), ("quest", False)], ids=named)
 @pytest.mark.slow
 def test_a_cache_that_grows(name, by_layer):
-    """A long question makes the cache grow, and is read in chunks; the context stays."""
     found = []
     for engine in engines(name, by_layer):
         context = engine.prefill(rows_of()[0], reserve=64)
@@ -222,7 +214,6 @@ def test_another_method_takes_what_it_can_of_an_offloaded_model():
 
 
 def test_what_was_fetched_is_counted():
-    """Of two layers, the 23 decode steps and the last token of the question."""
     here, there = engines("infllm")
     # As many rows as other tests have, whose programs these are.
     rows, question = random_rows([300] * 4, seed=9), random_rows([5] * 4, seed=10)
@@ -359,7 +350,6 @@ def ran(engine):
 )
 @pytest.mark.slow
 def test_rows_join_and_leave_a_running_batch(name, by_layer, kv):
-    """Places take contexts of other sizes; a place whose row left takes another one."""
     (here, _), (there, batch) = map(ran, engines(name, by_layer, kv=kv))
     assert here == there and here[-1] == here[0]
     stores = stores_of(batch._caches.held)

@@ -1,5 +1,3 @@
-"""Rows that join and leave a running batch answer as they do alone."""
-
 import contextlib
 import dataclasses
 import math
@@ -103,10 +101,7 @@ def check_method(method, *, places=3, mesh=None, samplings=ONE_KIND, fitted=Fals
     batch, asked = batch_of(engine, places, fitted), requests(samplings)
     contexts = [
         engine.prefill(
-            [texts[number % 3]],
-            reserve=RESERVE,
-            questions=[request.question],
-            capacity=batch.slots,
+            [texts[number % 3]], reserve=RESERVE, questions=[request.question], capacity=batch.slots
         )
         for number, request in enumerate(asked)
     ]
@@ -129,7 +124,6 @@ def test_each_row_answers_as_it_does_alone(name):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.quick("full")
 def test_rows_move_to_caches_of_other_sizes(name, monkeypatch):
-    """One that joins may need more places or slots, those that are left need less."""
     sizes, fit = [], RunningBatch._fit
 
     def fitted(batch, *more):
@@ -198,7 +192,6 @@ def test_each_row_has_its_own_schedule():
 
 @pytest.mark.slow
 def test_rows_whose_steps_differ_soon_go_together():
-    """A turn takes the rows whose next step is of one kind; nobody waits for long."""
     engine = tiny_engine(make_method("refreshkv", {"schedule": "fixed", "stride": "5"}), chunk=16)
     context = engine.prefill([CONTEXTS[0]], reserve=100)
     batch = RunningBatch(engine, places=4, slots=engine.slots_for(164), reserve=100)
@@ -278,7 +271,6 @@ def test_rows_of_one_context_may_join_each_on_its_own():
 @pytest.mark.parametrize("name", ["snapkv", "refreshkv", "resa"])
 @pytest.mark.quick("snapkv")
 def test_contexts_of_other_sizes_may_join(name):
-    """Smaller caches than a place's, and larger ones of a text that fits."""
     engine = tiny_engine(small_method(name), chunk=16)
     request = Ask(QUESTIONS[0], ONE_KIND[0], max_tokens=12)
     batch = RunningBatch(engine, places=3, slots=engine.slots_for(300), reserve=RESERVE)
@@ -333,10 +325,7 @@ def test_log_probabilities_are_those_of_the_models_logits(engine, context):
 
 
 def test_a_row_whose_logits_are_no_numbers_ends_alone(engine, context):
-    bad, request = (
-        engine.prefill([CONTEXTS[1]], reserve=RESERVE),
-        Ask(QUESTIONS[0], max_tokens=9),
-    )
+    bad, request = (engine.prefill([CONTEXTS[1]], reserve=RESERVE), Ask(QUESTIONS[0], max_tokens=9))
     expected, batch = alone(engine, context, request), batch_of(engine, 3)
     place, first = batch.join(context, request)
     worse, _ = batch.join(bad, request)
@@ -386,10 +375,7 @@ def test_bad_requests_are_named(engine):
     batch, question = batch_of(asked, 1), QUESTIONS[0]
     seeds = Ask(question, Sampling(seed=(1, 2)), max_tokens=3)
     for act, message in [
-        (
-            lambda: batch.fits(context, Ask(QUESTIONS[1])),
-            "read the context for another question",
-        ),
+        (lambda: batch.fits(context, Ask(QUESTIONS[1])), "read the context for another question"),
         (lambda: batch.fits(context, Ask(question), row=1), "rows 0 to 0, there is no row 1"),
         (lambda: batch.fits(context, Ask([64])), "holds token id 64"),
         (lambda: batch.join(context, seeds), "1 rows need as many seeds, 2 given"),

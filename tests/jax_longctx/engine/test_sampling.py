@@ -1,5 +1,3 @@
-"""The choice of a token against numpy, and the distribution it is drawn from."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,7 +113,6 @@ def test_the_penalty_divides_positive_and_multiplies_negative_logits():
 
 @pytest.mark.parametrize("options", FILTERS, ids=str)
 def test_rows_draw_by_their_seeds_and_by_their_places_under_one(options):
-    """Place, seed and token each change the draw; the batch does not."""
     flat = np.zeros((64, 50), np.float32)
     sampling, other = (Sampling(temperature=1.0, seed=seed, **options) for seed in (11, 12))
     drawn = pick(flat, sampling)

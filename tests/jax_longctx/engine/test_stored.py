@@ -1,5 +1,3 @@
-"""Programs on the disk: found without lowering, equal to compiled ones, never a wrong one."""
-
 import dataclasses
 import logging
 from types import SimpleNamespace
@@ -48,7 +46,6 @@ def compiled(name):
 @pytest.mark.parametrize("name", ["full", "refreshkv"])
 @pytest.mark.slow
 def test_a_new_process_lowers_nothing_and_answers_alike(folder, lowered, monkeypatch, name, caplog):
-    """What is damaged, or cannot be loaded, is compiled again."""
     caplog.set_level(logging.INFO)
     expected = answers(engine_of(name))
     forget()

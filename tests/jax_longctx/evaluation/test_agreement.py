@@ -1,5 +1,3 @@
-"""Attention weights of any method from its outputs alone, and agreement with full attention."""
-
 import functools
 
 import jax

@@ -1,5 +1,3 @@
-"""What an evaluation's TOML becomes and refuses; the suites are set as in the papers."""
-
 import dataclasses
 import fnmatch
 import sys

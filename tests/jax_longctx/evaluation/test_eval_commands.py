@@ -1,5 +1,3 @@
-"""`eval run`, `eval --suite` and `eval report` on a tiny model, and what they refuse."""
-
 import json
 from pathlib import Path
 from unittest.mock import create_autospec

@@ -186,7 +186,6 @@ def test_answers_end_before_the_first_stop_string(exact):
 
 
 def test_special_and_text_ending_tokens_end_an_answer(loaded, exact, monkeypatch, folder):
-    """One among the stop strings; one that ends a text and is not special."""
     ((prompt, _),) = GOLDENS["bos.plain"]["tiny_answer"]["arguments"][0]
     settings, rows = {"max_gen_toks": 12}, []
     for text in (prompt, "a"):

@@ -1,5 +1,3 @@
-"""The protocols are those of a dense computation; tables and curves are of the right numbers."""
-
 import functools
 
 import jax

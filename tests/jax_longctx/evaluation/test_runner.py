@@ -1,5 +1,3 @@
-"""Rows: what one prompt at a time gives, once each, also after a kill or short of memory."""
-
 import functools
 import hashlib
 import json
@@ -136,7 +134,6 @@ def test_every_row_is_what_its_prompt_gives_alone(small, tiny, tmp_path, compute
 
 @pytest.mark.slow
 def test_programs_of_all_tasks_compile_first(small, tiny, tmp_path, monkeypatch, compiled):
-    """Two methods compile together; a third is one too many, and one has no rows to answer."""
     monkeypatch.setattr(runner, "TOGETHER", 2)
     order, compile_ = [], runner.compile_batch
 
@@ -189,7 +186,6 @@ def test_programs_that_methods_share_are_compiled_once(small, tiny, tmp_path, co
 
 @pytest.mark.slow
 def test_contexts_in_the_hosts_memory_give_the_same_rows(small, tiny, tmp_path, watched):
-    """A run goes on offloaded; exact attention stays on the device, what cannot is refused."""
     quest, engines = "quest:budget=16,sink=2,local=16", []
     watched(lambda model, engine, work: engines.append(engine.setup))
     chosen = {"methods": ("full", quest), "trials": 2, "batch": 1}

@@ -1,5 +1,3 @@
-"""Where sentences are hidden in texts, and scores and intervals by hand and by enumeration."""
-
 import itertools
 import math
 import re

@@ -1,5 +1,3 @@
-"""Pieces of a run are computed once, whenever it is killed, and for one origin alone."""
-
 import json
 
 import pytest

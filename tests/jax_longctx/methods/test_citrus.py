@@ -164,7 +164,6 @@ def test_a_mesh_keeps_what_numpy_keeps(form):
 
 @each_form
 def test_x1_cs_1_cs_6_sh_3_in_3_hs_3_with_room_for_all_it_is_full_attention(form):
-    """k >= L (row 1), and c >= L (row 3, CS-2), and no context at all (row 4)."""
     seen = run_of(form)
     expected = full_logits(engine_of(form), ROWS)
     for row in (1, 3, 4):
@@ -175,7 +174,6 @@ def test_x1_cs_1_cs_6_sh_3_in_3_hs_3_with_room_for_all_it_is_full_attention(form
 
 
 def test_in_1_x5_in_4_sh_4_forms_that_are_the_same():
-    """One chunk under every form; the language thread and standard; without eviction all caches."""
     standard, shared, individual = map(run_of, ("standard", "shared", "individual"))
     same(shared, standard, rows=[3])
     same(individual, standard, rows=[3])

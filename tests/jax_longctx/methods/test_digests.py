@@ -111,7 +111,6 @@ def test_a_page_slot_after_slot_has_the_same_digest(monkeypatch, kind, held):
 
 
 def test_qs_4_digests_kept_up_are_digests_made_anew():
-    """Chunks that cut pages, single tokens, a row that waits, and a rewind into a page."""
     method = ArkVale(page_size=PAGE, digest="sphere-mean")
     q, keys, _ = data(3, (24, 24, 24))
     k = jnp.asarray(np.swapaxes(keys, 1, 2))

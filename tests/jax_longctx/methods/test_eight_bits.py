@@ -1,5 +1,3 @@
-"""Keys and values in 8 bits under the methods."""
-
 import dataclasses
 import functools
 
@@ -71,7 +69,6 @@ def test_full_attention_is_off_by_the_rounding_of_keys_and_values():
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.quick("h2o", "full")
 def test_with_nothing_left_out_it_is_as_near_as_full_attention(name):
-    """Rounding is no worse than under full attention, give or take."""
     allowed = 2 * error(small_method("full"), "int8")
     assert 0 < error(make_method(name, EVERYTHING[name]), "int8") < allowed
 
@@ -200,7 +197,6 @@ def test_chosen_tokens_keep_their_numbers_and_scales(name, everything_kept):
 @pytest.mark.parametrize("one", [False, True])
 @pytest.mark.parametrize("oldest", [False, True])
 def test_a_token_is_rounded_once(oldest, one):
-    """However often it moves."""
     heads, width, size = 2, 8, 6
     arrays = (np.zeros(shape, np.float32) for shape in [(1, heads, width), (1, heads, 16, width)])
     shape = dataclasses.replace(layer_shape(*arrays), kv="int8")
@@ -243,7 +239,6 @@ def test_a_token_is_rounded_once(oldest, one):
 def test_numbers_and_scales_are_written_and_read_together(
     monkeypatch, platform, plane, rows, tokens
 ):
-    """Each platform has its own way, of a layer's part too."""
     for module in (append_only, reading):
         monkeypatch.setattr(module, "platform", lambda: platform)
     slots = 16

@@ -1,5 +1,3 @@
-"""Methods that evict by a rule against their definitions in numpy, and their equivalences."""
-
 import dataclasses
 import functools
 
@@ -114,7 +112,6 @@ def test_a_mesh_keeps_what_one_device_keeps(name):
 
 @pytest.mark.parametrize("name", [*OWN, pytest.param("citrus", marks=pytest.mark.slow)])
 def test_h2_1_tv_1_rc_1_sl_1_x1_x20_a_budget_for_all_is_full_attention(name):
-    """Of the row that loses nothing."""
     engine, questions = with_questions(name)
     row = [[part[1]] for part in (CONTEXTS, questions, ANSWERS)]
     seen = steps(engine, CONTEXTS, questions, ANSWERS)
@@ -166,7 +163,6 @@ def test_an_evicting_step_reads_the_statistics_too():
 
 @pytest.mark.parametrize("positions", ["shifted", pytest.param("true", marks=pytest.mark.slow)])
 def test_x22_an_answer_turns_the_ring_of_newest_tokens_several_times(positions):
-    """Rows whose first tokens, which never leave, come with the answer are among them."""
     method = StreamingLLM(budget=8, sink=3, chunk=4, positions=positions)
     engine = engine_of(method)
     rows, answers = random_rows([13, 2, 0, 8], seed=4), random_rows([25] * 4, seed=5)

@@ -1,5 +1,3 @@
-"""FreePages: equal to ReAttention with pages of one token, to full attention where all is read."""
-
 import dataclasses
 import functools
 

@@ -4,13 +4,10 @@ What runs on a CPU is held against numpy elsewhere; this tells whether a GPU com
 its kernels in bfloat16 and without them in float32.
 """
 
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
 
-from jax_longctx.engine import Engine
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.models.params import init_params
 from jax_longctx.run_spec import RunSpec
@@ -23,7 +20,7 @@ SHAPE = {"model_dim": 96, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64}
 CONTEXTS, ANSWERS = random_rows([230, 200, 141]), random_rows([40, 40, 40], seed=1)
 
 
-def engine_on(device: Any, name: str, dtype: str) -> Engine:
+def engine_on(device, name, dtype):
     mesh = make_mesh(devices=[device])
     config = tiny_config(**SHAPE)
     # Some keys then draw more attention than others, as in trained models.
@@ -31,12 +28,12 @@ def engine_on(device: Any, name: str, dtype: str) -> Engine:
     return engine_over(config, params, small_method(name), mesh, chunk=64)
 
 
-def likelihoods(name: str, dtype: str, device: Any) -> np.ndarray:
+def likelihoods(name, dtype, device):
     engine = engine_on(device, name, dtype)
     return np.array([found.logprobs for found in loglikelihoods(engine, CONTEXTS, ANSWERS)])
 
 
-def away(a: np.ndarray, b: np.ndarray) -> float:
+def away(a, b):
     return float(np.median(np.abs(a - b)))
 
 

@@ -1,7 +1,6 @@
 """What each method says of itself (`MethodInfo`) is what it does."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ def engine_of(name):
     return engine
 
 
-def read_context(engine, rows, context, question) -> tuple[Any, Any]:
+def read_context(engine, rows, context, question):
     """The layer's cache of that many equal rows, and how the programs go on with it."""
     setup, method = engine.setup, engine.method
     slots = bucket(len(context) + RESERVE + 1)

@@ -134,7 +134,6 @@ def test_a_selector_reads_no_key_but_the_budgets(random_pages):
 
 @pytest.mark.thorough
 def test_both_pass_the_matrix_of_every_method(tmp_path):
-    """In a process that finds them as it finds installed packages."""
     names = [*install("eviction_rule", tmp_path), *install("selector", tmp_path)]
     matrix = [Path(__file__).with_name(f"test_{name}.py") for name in ("every_method", "metadata")]
     options = ["-q", "-n", "0", "-m", "", "-k", " or ".join(names)]

@@ -1,5 +1,3 @@
-"""How far a method's positions go, and that it turns no key or query beyond them."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

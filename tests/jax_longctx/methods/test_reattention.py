@@ -18,13 +18,7 @@ from jax_longctx.contract import Feed
 from jax_longctx.methods import ReAttention
 from jax_longctx.methods.reattention import WHOLE
 from jax_longctx.sharding import make_mesh
-from tests.jax_longctx.methods.harness import (
-    check_rows,
-    full_logits,
-    row_logits,
-    texts,
-    traces,
-)
+from tests.jax_longctx.methods.harness import check_rows, full_logits, row_logits, texts, traces
 from tests.jax_longctx.methods.oracles import reattention as oracle
 from tests.jax_longctx.methods.oracles.reattention import Rules, calls_of, chosen, votes_kept
 from tests.jax_longctx.methods.selecting import on_one_device, plain_context
@@ -134,7 +128,6 @@ def test_e1_short_texts_see_everything(run):
 
 
 def test_e8_e13_a_row_is_the_same_in_any_company(run):
-    """The other rows are other texts of other lengths; each row moves to another place, too."""
     others = texts([(9, 2), (41, 7), (3, 1), (13, 12)], ANSWER, seed=10)
     for mine in range(len(LENGTHS)):
         rows = [[*part] for part in others]
@@ -266,7 +259,6 @@ def test_of_many_slots_those_in_the_best_pages_are_ranked(slots, count, monkeypa
 
 @pytest.mark.parametrize("page", [1, 4, 16])
 def test_slots_of_most_votes_are_found_by_pages(page):
-    """Fewer have votes than are kept."""
     votes = votes_of(page, 96, 2**20)
     best_by_page = jax.jit(counted_votes._best_by_page, static_argnums=(1, 2))
     found = best_by_page(jnp.array(votes, jnp.int32), 5, page)
@@ -337,7 +329,6 @@ def test_chunks_of_the_paper():
 
 
 def test_the_questions_last_token_goes_alone():
-    """Where a row ends is told once, of a context too."""
     rows = random_rows([12, 8, 1, 0])
     sizes = {}
     for stage in ("question", "context"):

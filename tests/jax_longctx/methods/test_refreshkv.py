@@ -228,7 +228,6 @@ def test_a_mesh_equals_numpy(mesh):
 
 
 def test_a_row_that_has_stopped_is_left_alone():
-    """Also where its last step was one that the schedule makes full."""
     engine, (old,) = engine_of(), decode()[-1].caches
     tokens, valid = (np.array(x, np.int32)[:, None] for x in ([1, 2, 3, 4], [1, 0, 1, 0]))
     run = FedRows(engine, 128, RESERVE, jnp.array([len(row) for row in CONTEXTS]), (old,))
@@ -424,14 +423,10 @@ def test_without_a_budget_there_is_room_for_a_share_of_any_prompt():
 
 @pytest.mark.parametrize(
     ("settings", "shapes"),
-    [
-        ({"budget": 6}, (6, 128)),
-        ({"ratio": 0.3}, (77 + 128, 128 + 128)),
-    ],
+    [({"budget": 6}, (6, 128)), ({"ratio": 0.3}, (77 + 128, 128 + 128))],
     ids=str,
 )
 def test_a_partial_cache_grows_with_what_it_holds(settings, shapes):
-    """After 256 more slots: of a list of tokens, and of buffers for them."""
     (shape,) = cache_shapes(engine_of().setup, 2, 256, 16)
     cache = jax.eval_shape(lambda: grow((RefreshKV(**settings).init_cache(shape),), 256)[0])
     assert (cache.partial.chosen.shape[2], cache.partial.k.shape[2]) == shapes
@@ -439,7 +434,6 @@ def test_a_partial_cache_grows_with_what_it_holds(settings, shapes):
 
 
 def test_shards_agree_on_a_full_step():
-    """Of no row, of some or of all: one branch, with collectives."""
     method = RefreshKV(budget=6)
     assert decided_by_floats(method, step=1) == []
     assert decided_by_floats(method, step=5) == [False]

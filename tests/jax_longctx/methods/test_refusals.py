@@ -1,5 +1,3 @@
-"""What methods refuse, in one line each: settings, models, long questions; and what they take."""
-
 import pytest
 
 from jax_longctx.contract import Feed
@@ -112,7 +110,6 @@ def made(name, settings):
 
 @pytest.mark.parametrize(("name", "settings", "said"), BAD)
 def test_bad_settings(name, settings, said):
-    """Also SN-4."""
     with pytest.raises(ConfigError) as error:
         made(name, settings)
     assert said in str(error.value) and "\n" not in str(error.value)

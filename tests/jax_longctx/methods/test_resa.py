@@ -1,5 +1,3 @@
-"""Sparse decode by whole models against numpy, step by step, and RESA's prior as it grows."""
-
 import dataclasses
 import functools
 
@@ -146,7 +144,6 @@ def test_rs_11_shifting_every_key_changes_nothing():
 
 
 def test_rs_7_growth():
-    """Three tokens later the prior is as if made anew."""
     ctx, given = plain_context(), case((40, 21), answered=3)
     base = CASES["resa quest"][0].base
     began, stopped = given.prompts, given.prompts + np.array([3, 2], np.int32)

@@ -14,12 +14,7 @@ from jax_longctx.engine.scoring import score
 from jax_longctx.methods import Full
 from jax_longctx.methods.ring import Ring
 from jax_longctx.sharding import make_mesh
-from tests.jax_longctx.methods.harness import (
-    check_rows,
-    full_logits,
-    texts,
-    with_caches,
-)
+from tests.jax_longctx.methods.harness import check_rows, full_logits, texts, with_caches
 from tests.support import tiny_engine
 
 # Beyond three shards of four; an odd length within the second; within the first; one token.
@@ -57,7 +52,6 @@ def plain():
     ],
 )
 def test_r1_r2_r4_it_is_full_attention(mesh, order):
-    """Also in ragged rows that end within a shard; keys lie where one device has them."""
     logits, held = with_caches(engine_of(mesh, order=order), ROWS)
     for ours, theirs in zip(held, plain(), strict=True):
         for row, tokens in enumerate(CONTEXTS):

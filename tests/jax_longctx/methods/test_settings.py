@@ -1,5 +1,3 @@
-"""Methods from text and back: types, ranges, and words about what is wrong."""
-
 import dataclasses
 import json
 import pkgutil
@@ -156,7 +154,6 @@ GONE = [(name, key, now) for name, gone in SETTINGS.items() for key, now in gone
 
 @pytest.mark.parametrize(("name", "key", "now"), GONE)
 def test_a_setting_that_is_gone_is_taken_at_its_old_default_alone(name, key, now):
-    """As it was saved, or typed; in a decode method of Star's too."""
     assert key not in describe(name)["settings"]
     plain = make_method(name)
     assert make_method(name, {key: now}) == make_method(name, {key: str(now).lower()}) == plain

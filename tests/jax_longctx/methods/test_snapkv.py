@@ -1,5 +1,3 @@
-"""SnapKV against numpy: the tokens kept and left, ragged rows, meshes, questions in turn."""
-
 import dataclasses
 
 import jax.numpy as jnp
@@ -115,7 +113,6 @@ def test_a_mesh_equals_numpy():
     ids=str,
 )
 def test_sn_2_what_stays_equals_numpy(whole, changes):
-    """`kernel=1` is the raw top-k (SN-2)."""
     engine, caches = whole
     method = dataclasses.replace(METHOD, **changes)
     setup = dataclasses.replace(engine.setup, method=method)

@@ -95,7 +95,6 @@ def test_s3_s4_s7_s11_blocks_question_and_answer_equal_numpy(kv):
 )
 @pytest.mark.thorough
 def test_s5_s6_any_number_of_shards_gives_the_same(kv, mesh):
-    """Also more shards than blocks, and blocks of which a shard has several."""
     method = dataclasses.replace(STAR, anchor_kv=kv)
     compare(engine_of(method, mesh), method)
 

@@ -95,8 +95,7 @@ def decode(setup):
 
 
 @pytest.mark.parametrize(
-    ("kv", "kinds"),
-    [("recompute", {("anchor", 512), ("", 512)}), ("broadcast", {("sends", 1024)})],
+    ("kv", "kinds"), [("recompute", {("anchor", 512), ("", 512)}), ("broadcast", {("sends", 1024)})]
 )
 def test_blocks_side_by_side_send_an_anchor_or_nothing(kv, kinds):
     setup = setup_of("star", {**STAR, "anchor_kv": kv}, seq=16, tensor=1)

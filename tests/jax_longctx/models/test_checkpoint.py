@@ -1,5 +1,3 @@
-"""Reading a checkpoint: its manifest, its arrays on a mesh, and every way it can be damaged."""
-
 import json
 import shutil
 from unittest.mock import Mock
@@ -185,7 +183,6 @@ def test_a_damaged_checkpoint_is_refused(copy, spoil, words, capfd):
 
 
 def test_every_file_that_is_missing_cut_or_changed_is_named(copy, whole):
-    """TensorStore's files do not all matter; whichever was changed is named."""
     for name, (size, digest) in whole[1].files.items():
         path = copy / "params" / name
         content = path.read_bytes()
@@ -207,7 +204,6 @@ def test_every_file_that_is_missing_cut_or_changed_is_named(copy, whole):
 
 @pytest.mark.parametrize("shape", [{}, {"data": 2, "seq": 2, "tensor": 2}])
 def test_a_flipped_bit_of_an_array_is_refused(copy, whole, shape, capfd):
-    """Somewhere in each matrix in turn, on one device and on eight."""
     _, manifest, params = whole
     names = [name for name, (_, digest) in manifest.files.items() if digest is None]
     contents = {copy / "params" / name: (copy / "params" / name).read_bytes() for name in names}

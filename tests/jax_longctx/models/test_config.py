@@ -1,10 +1,7 @@
-"""Reading, writing and refusing whole model configs; `config.json` files: checkpoints_convert."""
-
 import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +27,7 @@ LLAMA31 = {
 YARN = {**PLAIN, "rope_type": "yarn", "factor": 4.0, LENGTH: 32768}
 
 
-def hf(family: str = "llama", without: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
+def hf(family="llama", without=(), **changes):
     """A whole config of a family, with changes."""
     config = {
         "model_type": family,
@@ -52,11 +49,11 @@ def hf(family: str = "llama", without: tuple[str, ...] = (), **changes: Any) -> 
     return {key: value for key, value in (config | changes).items() if key not in without}
 
 
-def read(family: str = "llama", **changes: Any) -> ModelConfig:
+def read(family="llama", **changes):
     return ModelConfig.from_hf(hf(family, **changes))
 
 
-def saved(name: str) -> dict[str, Any]:
+def saved(name):
     """The whole config that transformers saved for a golden model."""
     return json.loads(str(np.load(DATA / f"{name}.npz")["saved_config"]))
 
@@ -121,7 +118,7 @@ def test_sliding_windows(family, said, windows):
     assert read(family, **said).windows == windows
 
 
-def rope(rope_type: str, **changes: Any) -> dict[str, Any]:
+def rope(rope_type, **changes):
     return {"rope_parameters": {**PLAIN, "rope_type": rope_type, **changes}}
 
 

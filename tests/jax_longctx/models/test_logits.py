@@ -32,7 +32,7 @@ CHUNK = 24
 class Golden:
     """One tiny model: its config and weights, and what transformers made of them."""
 
-    def __init__(self, name: str):
+    def __init__(self, name):
         stored = np.load(DATA / f"{name}.npz")
         self.config: dict[str, Any] = json.loads(str(stored["config"]))
         self.state = random_state(json.loads(str(stored["shapes"])), int(stored["seed"]))
@@ -41,18 +41,16 @@ class Golden:
         self.logits, self.gap = stored["logits"], float(stored["gap"])
 
 
-def largest_error(ours: np.ndarray, theirs: np.ndarray) -> float:
+def largest_error(ours, theirs):
     assert ours.shape == theirs.shape
     return float(np.max(np.abs(ours - theirs)))
 
 
-def continued(
-    golden: Golden, engine: jax_longctx.Engine, monkeypatch: pytest.MonkeyPatch, tokens: int
-) -> tuple[list[int], np.ndarray]:
+def continued(golden, engine, monkeypatch, tokens):
     """The answer to the golden's prompt, as text, and the logits of its first token."""
     logits = []
 
-    def started(setup: Any, state: Any, last: Any, *rest: Any) -> Any:
+    def started(setup, state, last, *rest):
         logits.append(np.asarray(last[0]))
         return start_answer(setup, state, last, *rest)
 
@@ -69,8 +67,7 @@ SLOW = (*("llama_mha", "llama_mqa", "llama_head_dim", "mistral", "qwen2", "qwen3
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS],
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS]
 )
 @pytest.mark.quick("tied", "mlp_bias", "llama3", "layer_types")
 def test_logits_and_greedy_continuation_are_those_of_transformers(name, monkeypatch):
@@ -123,7 +120,7 @@ def test_internlm2_is_the_llama_whose_projections_it_fuses():
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory) -> jax_longctx.LongContext:
+def smollm2(tmp_path_factory):
     """SmolLM2 through our reading of the GGUF file, in float32."""
     folder = tmp_path_factory.mktemp("smollm2") / "checkpoint"
     convert(find_model(), folder, dtype="float32")

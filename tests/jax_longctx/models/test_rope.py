@@ -18,11 +18,11 @@ GOLDEN = np.load(Path(__file__).parents[2] / "goldens" / "data" / "rope.npz")
 DYNAMIC = [name for name in ROPES if name.startswith("dynamic")]
 
 
-def config_of(name: str) -> ModelConfig:
+def config_of(name):
     return ModelConfig.from_hf(json.loads(str(GOLDEN[f"{name}.config"])))
 
 
-def angles_of(rope: RopeConfig, head_dim: int, positions, total: int):
+def angles_of(rope, head_dim, positions, total):
     """cos and sin [T, H/2] of one row."""
     cos, sin = rope_angles(rope, head_dim, jnp.array([positions]), jnp.array([total]))
     return np.asarray(cos[0]), np.asarray(sin[0])

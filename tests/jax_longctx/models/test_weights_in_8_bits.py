@@ -1,5 +1,3 @@
-"""Weights in 8 bits: what products make of them, how they load, what they take."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +15,7 @@ from jax_longctx.planning.targets import parse_target
 from jax_longctx.planning.work import step_weight_bytes, weight_bytes
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
-from pallas_kernels.quantised_matrix import (
-    QuantisedMatrix,
-    matrix_of,
-    quantise_matrix,
-)
+from pallas_kernels.quantised_matrix import QuantisedMatrix, matrix_of, quantise_matrix
 from tests.support import engine_over, joined, random_rows, tiny_config
 
 ROWS = random_rows([37, 12])
@@ -65,7 +59,6 @@ def test_an_output_of_zeros_stays_zero_and_of_nan_stays_nan():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_a_product_is_that_of_the_numbers_that_are_stored(dtype):
-    """Also where sums of what is stored are more than float16 holds."""
     x, w = draw(3, 2, 4, 256, dtype=dtype), draw(4, 256, 40, seed=1, dtype=dtype)
     kept = quantise_matrix(w, (0, 1))
     exact = (kept.values.astype(jnp.float32) * kept.scales).astype(jnp.float32)

@@ -1,5 +1,3 @@
-"""A plan compiles the programs that a run uses; collectives in a loop count as often as it runs."""
-
 import dataclasses
 import functools
 import json

@@ -282,7 +282,6 @@ def test_what_does_not_go_together_is_refused():
 
 
 def test_what_would_fit_is_named(run, monkeypatch):
-    """As few changes as needed, each with its bytes, which are those of a plan with it."""
     monkeypatch.setenv("COLUMNS", "200")
     given = ("plan", "--target", "rtx4090", "--context")
     for tokens, fitting in [
@@ -331,8 +330,7 @@ def test_the_command_tells_what_is_arithmetic(run):
 @pytest.mark.thorough
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    ("method", "sizes"),
-    [("full", {"seq": 2, "tensor": 8}), ("ring", {"seq": 16, "tensor": 1})],
+    ("method", "sizes"), [("full", {"seq": 2, "tensor": 8}), ("ring", {"seq": 16, "tensor": 1})]
 )
 def test_sixteen_v5e_chips_are_compiled_for(method, sizes):
     pytest.importorskip("libtpu")

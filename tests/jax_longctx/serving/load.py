@@ -31,14 +31,14 @@ QUESTIONS = [
 ]
 
 
-def book(number: int, sentences: int) -> str:
+def book(number, sentences):
     """A text of that many sentences, each with a number of its own."""
     draw = random.Random(number)
     keys = (f"The pass key of room {room} is {draw.randrange(10**5)}." for room in range(sentences))
     return f"Book {number}. " + " ".join(keys)
 
 
-def ask(client: openai.OpenAI, model: str, case, tokens: int) -> tuple[str, float, list[float]]:
+def ask(client, model, case, tokens):
     """The answer of one case, seconds to its first token, and between its pieces."""
     context, question, seed = case
     began = last = time.monotonic()
@@ -56,18 +56,18 @@ def ask(client: openai.OpenAI, model: str, case, tokens: int) -> tuple[str, floa
     return "".join(texts), first, gaps
 
 
-def percentiles(values: list[float]) -> dict[str, float]:
+def percentiles(values):
     """The median, the 99th percentile and the largest, in milliseconds."""
     shares = {"p50": 50, "p99": 99, "largest": 100} if values else {}
     return {name: round(1e3 * float(np.percentile(values, it)), 1) for name, it in shares.items()}
 
 
-def memory(pid: int) -> int:
+def memory(pid):
     """Bytes of the process that are resident."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def main() -> None:
+def main():
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("checkpoint")
     numbers = {"clients": 32, "contexts": 4, "sentences": 60, "tokens": 16}
@@ -94,7 +94,7 @@ def main() -> None:
         server.kill()
 
 
-def measured(server: Process, given: argparse.Namespace) -> dict[str, object]:
+def measured(server, given):
     """Runs the clients; what they saw."""
     first, between, errors, differing, used = [], [], [], [], []
     with server.http() as http:
@@ -106,7 +106,7 @@ def measured(server: Process, given: argparse.Namespace) -> dict[str, object]:
         alone = {case: ask(client, "model", case, given.tokens) for case in cases}
     end = time.monotonic() + 60 * given.minutes
 
-    def work(number: int) -> None:
+    def work(number):
         draw = random.Random(number)
         with server.client() as client:
             while time.monotonic() < end:

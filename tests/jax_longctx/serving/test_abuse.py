@@ -1,5 +1,3 @@
-"""Malformed requests, slow and vanishing clients, limits and keys: 4xx each, and nothing leaks."""
-
 import asyncio
 import contextlib
 import hashlib
@@ -371,7 +369,6 @@ def texts_of(model, count):
 
 
 def test_a_request_that_does_not_fit_now_waits(slow, tiny):
-    """There is room for one text, which a row needs; the other is read when that row has ended."""
     texts, need = texts_of(tiny, 2)
     running = slow(context_bytes=need)
     done = []
@@ -583,7 +580,6 @@ def test_a_fault_of_the_scheduler_is_reported_once(serve, tiny, monkeypatch):
 
 
 def test_errors_of_the_engine_are_the_requests_alone(serve, tiny):
-    """Weights that hold NaN give one clear error, and the server goes on."""
     old = tiny.engine
     params = jax.tree.map(lambda x: x * float("nan"), old.params)
     engine = engine_over(old.config, params, old.method, old.mesh, chunk=64)

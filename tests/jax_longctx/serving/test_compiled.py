@@ -1,5 +1,3 @@
-"""Programs are compiled before requests are taken: the requests that follow compile nothing."""
-
 import dataclasses
 import threading
 
@@ -55,7 +53,6 @@ def test_requests_compile_nothing(tiny, serve, name, by_layer):
 
 @pytest.mark.slow
 def test_a_second_start_finds_stored_programs(tiny, serve, tmp_path):
-    """It lowers nothing, its requests compile nothing, and it answers alike."""
     lengths = dataclasses.replace(LENGTHS, whole=256, share_from=300)
     how = {"model": "tiny", "prompt": [7] * 90, "max_tokens": 12, "seed": 3}
     answers, found = [], []
@@ -121,7 +118,6 @@ def test_requests_are_taken_when_the_programs_are_compiled(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_a_server_that_ends_while_it_compiles_gives_up(tiny, tmp_path):
-    """The programs that do not compile yet are left out."""
     came, faults = threading.Event(), []
     options = ServeOptions(name="tiny", contexts=tmp_path / "c", lengths=LENGTHS, ready_for=400)
 

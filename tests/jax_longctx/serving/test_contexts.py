@@ -1,5 +1,3 @@
-"""Contexts: read once, asked many times, by their ids or by prompts that begin with them."""
-
 import errno
 import json
 import os

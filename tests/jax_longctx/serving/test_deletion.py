@@ -1,5 +1,3 @@
-"""A deleted context is gone: from the disk before its client is told, and for who waits for it."""
-
 import json
 from unittest.mock import Mock
 

@@ -1,5 +1,3 @@
-"""Which pages of browsers may ask, and under which names; and in real Chromium."""
-
 import asyncio
 import contextlib
 import functools

@@ -1,5 +1,3 @@
-"""Prompts that an answer begins with, their log-probabilities, and lists of prompts."""
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

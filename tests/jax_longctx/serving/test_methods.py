@@ -1,5 +1,3 @@
-"""The server answers as the library does, amid others and from known texts."""
-
 import dataclasses
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +23,6 @@ TAILS = [" What?", " Which key?", " Why?"]
     ],
 )
 def test_answers_are_those_of_the_library(serve, tiny, tmp_path, kind):
-    """About prompts, and about a context that an earlier server saved."""
     model = tiny.with_method(small_method(kind))
     ways = [{"seed": 1, "max_tokens": 12}, {"seed": 2, "max_tokens": 30}]
     cases = [(BOOK + tail, how) for tail, how in itertools.product(TAILS, ways)]
@@ -71,7 +68,6 @@ def test_a_rotary_base_that_grows_is_that_of_the_whole_prompt(serve, tiny):
 
 @pytest.mark.slow
 def test_answers_from_the_hosts_memory_are_those_from_the_devices(serve, tiny, tmp_path):
-    """Several rows at a time, of a prompt and of a context that was saved."""
     here = tiny.with_method(small_method("infllm"))
     there = here.with_method(here.engine.method, offload="host")
     expected = [generated(here, BOOK + tail, seed=1).text for tail in TAILS]

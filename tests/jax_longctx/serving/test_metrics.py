@@ -1,5 +1,3 @@
-"""The log's line for each request."""
-
 import logging
 import re
 from collections import Counter
@@ -59,8 +57,6 @@ def test_each_request_has_a_line(server, client, lines):
 
 
 def test_what_was_answered_is_counted(server, client):
-    """Also prompts without an answer."""
-
     def counted():
         with server.http() as http:
             page = http.get("/metrics").text

@@ -32,7 +32,6 @@ def chat_of(model, question):
 
 
 def test_completion_and_chat_of_the_one_model_are_those_of_generate(client, tiny):
-    """Of a prompt, of its token ids, or of the template."""
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "jax-longctx"
     ids = tiny.tokenizer.encode(PROMPT, bos=True)
@@ -99,7 +98,6 @@ def test_sampling_options_are_those_of_the_library(client, tiny, how):
 
 
 def test_fields_that_change_nothing_are_taken(server, client):
-    """As clients send them, beside what asks for nothing."""
     plain = {"model": "tiny", "seed": 3, "max_tokens": 6, "temperature": 0.7}
     asked = [
         {"role": "user", "content": "Why?"},
@@ -237,7 +235,6 @@ def test_a_chat_to_a_base_checkpoint_names_the_other_route(serve, tiny):
 
 
 def test_answers_amid_others_are_those_alone(server, client, tiny):
-    """About no text, about a short one that is copied, and about one that its rows share."""
     alone, cases = [], []
     with server.http() as http:
         for book, seeds in ((None, 4), (BOOK, 1), ("Remember it.", 1)):

@@ -1,5 +1,3 @@
-"""The command: what it refuses, how it ends, and what it finds after kill -9."""
-
 import gc
 import re
 import signal

@@ -1,5 +1,3 @@
-"""A model's own sampling, where a request does not say how; and the command's lines."""
-
 import asyncio
 import json
 import re

@@ -1,5 +1,3 @@
-"""Files of saved contexts that are damaged, swapped or foreign: none is used, one line says why."""
-
 import functools
 import json
 import os
@@ -49,7 +47,6 @@ def found(folder):
 
 
 def test_what_a_server_writes_is_its_owners_alone(serve, tiny, tmp_path):
-    """Under a mask that lets all read, in a folder of an earlier version, and in a new one."""
     before = os.umask(0o022)
     try:
         for folder in (tmp_path / "a", tmp_path / "b" / "new"):

@@ -1,5 +1,3 @@
-"""Contexts are saved and loaded while other answers are decoded."""
-
 import contextlib
 import hashlib
 import json
@@ -59,11 +57,9 @@ def streamed(client, context):
 
 
 @pytest.mark.parametrize(
-    ("name", "by_layer"),
-    [("full", False), pytest.param("refreshkv", True, marks=pytest.mark.slow)],
+    ("name", "by_layer"), [("full", False), pytest.param("refreshkv", True, marks=pytest.mark.slow)]
 )
 def test_answers_go_on_while_a_context_is_saved(serve, tiny, tmp_path, monkeypatch, name, by_layer):
-    """Also those about the context itself, whose arrays they update in place."""
     model = model_of(tiny, name, by_layer)
     first = serve(model, contexts=tmp_path / "kept")
     with first.http() as http, first.client() as client:

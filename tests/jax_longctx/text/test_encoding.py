@@ -188,7 +188,6 @@ def test_what_a_normalizer_makes_a_special_token_is_plain_text_too(case):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_piece_that_continues_another_has_no_prefix(folder, kind):
-    """Beside the whole text: cut before a word, within one, and around a special token."""
     tokenizer = Tokenizer.load(folder(kind))
     encode = functools.partial(tokenizer.encode, parse_special=True)
     for first, then in [

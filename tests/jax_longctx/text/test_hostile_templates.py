@@ -1,5 +1,3 @@
-"""Chat templates that a stranger wrote: one line in bounded time and memory, or the right text."""
-
 import os
 import signal
 

@@ -1,5 +1,3 @@
-"""Tokenizers that a stranger wrote: one line in bounded time and memory, and the next works."""
-
 import json
 import subprocess
 import sys
@@ -117,7 +115,6 @@ def test_a_forked_process_encodes_in_children_of_its_own(tmp_path, byte_level):
 
 
 def test_files_of_older_forms_have_copies_too(byte_level):
-    """Merges as text, a Metaspace without its scheme, no normalizer: as the package reads them."""
     model = {
         "type": "BPE",
         "vocab": {"</s>": 0, "</": 1, "s>": 2, "\u2581": 3, "a": 4, "\u2581a": 5},

@@ -1,5 +1,3 @@
-"""The tokenizer's files, chat templates and prompts; streamed text is the whole text, cut alike."""
-
 import json
 import random
 import threading

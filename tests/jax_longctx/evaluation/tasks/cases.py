@@ -7,16 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from jax_longctx.evaluation.tasks import Sample, Task, make_task
+from jax_longctx.evaluation.tasks import Sample, make_task
 
 
-def words(text: str) -> int:
+def words(text):
     return len(text.split())
 
 
-def drawn(
-    name: str, *, tokens: int = 900, trials: int = 3, seed: int = 2, **settings: object
-) -> tuple[Task, list[Sample]]:
+def drawn(name, *, tokens=900, trials=3, seed=2, **settings):
     """The task with these settings, and its prompts of so many words."""
     task = make_task(name, settings)
     return task, list(task.samples(words, tokens=tokens, trials=trials, seed=seed))

@@ -1,5 +1,3 @@
-"""Replaying a world fact by fact gives the one answer; labels of the question are not counted."""
-
 import random
 
 import pytest

@@ -1,11 +1,9 @@
-"""What holds for every task: length, repetition, an answerer that reads the prompt and is right."""
-
 import json
 
 import pytest
 
 from jax_longctx.errors import ConfigError, LengthError
-from jax_longctx.evaluation.tasks import TASKS, Sample, Task, describe, make_task
+from jax_longctx.evaluation.tasks import TASKS, Task, describe, make_task
 from jax_longctx.text import Tokenizer
 from tests.jax_longctx.evaluation.tasks.cases import CASES, words
 from tests.smollm2 import write_tokenizer
@@ -13,7 +11,7 @@ from tests.smollm2 import write_tokenizer
 everywhere = pytest.mark.parametrize("name", CASES)
 
 
-def of(name, *, trials=3, seed=5, count=words, tokens=None, **settings) -> list[Sample]:
+def of(name, *, trials=3, seed=5, count=words, tokens=None, **settings):
     case = CASES[name]
     task = make_task(name, {**case.settings, **settings})
     return list(task.samples(count, tokens=tokens or case.tokens, trials=trials, seed=seed))
@@ -44,7 +42,6 @@ def real(tmp_path_factory):
 
 @everywhere
 def test_prompts_have_the_length_asked_for(name, short_sentences, real):
-    """By words, and by a real tokenizer's tokens."""
     case, task, tokens = CASES[name], make_task(name, CASES[name].settings), CASES[name].tokens
     for size, trials, count, slack in (
         (tokens, 3, words, case.slack),

@@ -1,5 +1,3 @@
-"""A user's files load as they are published, and are scored by their own metrics."""
-
 import json
 import re
 

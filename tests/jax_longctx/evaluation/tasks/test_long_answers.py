@@ -1,5 +1,3 @@
-"""Tables and chains of keys: pages and lists hold the answer, scores are the papers'."""
-
 import itertools
 import re
 from functools import partial

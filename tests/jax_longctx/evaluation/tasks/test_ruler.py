@@ -1,5 +1,3 @@
-"""Needles, pass keys and lists: depths and orders are those said, and what is frequent is so."""
-
 import itertools
 import random
 import re

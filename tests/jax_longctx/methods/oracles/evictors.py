@@ -41,13 +41,13 @@ class View:
     role: str
     heads: int
 
-    def group(self, head: int) -> np.ndarray:
+    def group(self, head):
         """Probabilities of the query heads of one kv head, `[G, T, n + T]`."""
         size = len(self.p) // self.heads
         return self.p[head * size : (head + 1) * size]
 
     @property
-    def queries(self) -> np.ndarray:
+    def queries(self):
         """How many queries of this segment could see each slot."""
         rows = self.p.shape[1]
         return np.array([rows] * self.n + [rows - i for i in range(rows)], float)

@@ -30,11 +30,9 @@ def page_score(kind, digest, keys, q):
     shape, extent = digest.split("-")
     if shape == "sphere":
         away = np.linalg.norm(away, axis=1, keepdims=True)
-    radius = {
-        "mean": away.mean(0),
-        "max": away.max(0),
-        "center": (away.min(0) + away.max(0)) / 2,
-    }[extent]
+    radius = {"mean": away.mean(0), "max": away.max(0), "center": (away.min(0) + away.max(0)) / 2}[
+        extent
+    ]
     if shape == "sphere":
         return float(centre @ q + radius[0] * np.linalg.norm(q))
     return float(np.maximum(q * (centre + radius), q * (centre - radius)).sum())
