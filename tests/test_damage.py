@@ -104,7 +104,6 @@ ASKED = BatchOptions(rows=1, max_tokens=3, chat=False)
 
 
 def killed_batch(asked, root, twin):
-    """The files of a run of `batch` that ended at its fifth write."""
     model = jax_longctx.load(asked.getfixturevalue("checkpoints") / "floats0", chunk=16)
     folder, left, append = root / "batch", [5], lines.append
     folder.mkdir()
@@ -129,7 +128,6 @@ def killed_batch(asked, root, twin):
 
 
 def evaluation(asked, root, twin):
-    """The rows of an evaluation, which goes on where they end."""
     model, folder = asked.getfixturevalue("tiny"), root / "rows"
     asked.getfixturevalue("small")
 
@@ -178,7 +176,6 @@ def server(asked, root, twin):
 
 
 def programs(asked, root, twin):
-    """Compiled programs on the disk."""
     folder, name = root / "programs", ("full", "streaming-llm")[twin]
     folder.mkdir()
 
@@ -209,7 +206,6 @@ def write(path, content):
 
 
 def chunks_of(folder):
-    """Pairs of stored chunks of one size."""
     indices = [path for path in folder.rglob("manifest.ocdbt") if "process" not in path.parent.name]
     return [pair for path in indices for pair in pairs_in(path.parent)]
 
@@ -269,7 +265,6 @@ MENDED = "server", "programs"
 
 
 def made(asked, root, target):
-    """The folder, its reader and its files, and the files of a twin."""
     found = []
     for twin in (1, 0):
         (root / str(twin)).mkdir(parents=True)

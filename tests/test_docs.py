@@ -51,7 +51,6 @@ SHELL = {"cat", "cd", "echo", "export", "pytest", "wait"}
 
 
 def load(name):
-    """One of the scripts in `docs/`."""
     sys.path.insert(0, str(DOCS))
     try:
         return importlib.import_module(name)
@@ -224,7 +223,6 @@ def test_every_page_is_in_the_navigation():
 
 
 def blocks(path, *languages):
-    """The fenced blocks in one of these languages."""
     return [found[3] for found in FENCE.finditer(read(path)) if found[2] in languages]
 
 
@@ -278,7 +276,6 @@ def bare_commands(path):
 
 
 def commands_of(path):
-    """Our commands on a page, each as its words."""
     for block in blocks(path, "sh", "console", "bash"):
         yield from itertools.chain.from_iterable(map(ours, lines_of(block)))
     for words in bare_commands(path):
@@ -482,7 +479,6 @@ def anchors(path):
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
-    """A folder with a tiny `demo-model`, a text and rows."""
     folder = tmp_path_factory.mktemp("docs")
     config = hf_config(vocab_size=300) | {"max_position_embeddings": 8192}
     write_checkpoint(folder / "hf", config, random_state(config))
@@ -613,7 +609,6 @@ def test_the_notebooks_cells_run_in_order(workplace):
 
 
 def sample(**changed):
-    """What a result file holds."""
     rows = [{"method": "full", "length": 4096, "score": 98, "interval": [90, 100], "n": 50}]
     about = {"title": "Pass keys", "about": "Keys found.", "kind": "quality", "model": "small"}
     about |= {"hardware": "a CPU", "software": "JAX 0.11.2", "date": "2026-11-21"}
@@ -722,7 +717,6 @@ def test_the_memory_of_the_methods_is_what_the_command_prints():
 
 
 def measured(**changed):
-    """What `bench decode --out` or `bench throughput --out` holds."""
     row = {"method": "full", "settings": {}, "batch": 1, "context": 32768, "read": 4}
     row |= {"seconds": 5.2e-3, "limit_seconds": 4.7e-3, "share": 0.9, "speedup": 1.0}
     slower = row | {"method": "quest", "settings": {"budget": "500"}, "speedup": 0.8}

@@ -36,7 +36,6 @@ def written(folder, family="llama", dtype="bfloat16", **changes):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A source, its conversion in bfloat16, and one in int8."""
     folder = tmp_path_factory.mktemp("eight")
     source = written(folder)
     convert(source, folder / "floats", dtype="bfloat16")

@@ -72,13 +72,11 @@ def write_gguf(path, config, state, *, kind=Kind.F32, raw=None, tweak=None):
 
 
 def converted(folder, config, state, **how):
-    """The manifest of a file of these values."""
     write_gguf(folder / "m.gguf", config, state, **how)
     return convert(folder / "m.gguf", folder / "ours", dtype="source")
 
 
 def assert_params(folder, config, state):
-    """That the conversion holds these values."""
     expected = params_from_hf(model_config(config), state)
     assert_same_parameters(load_params(folder / "ours"), expected)
 
@@ -209,7 +207,6 @@ CONFIG = hf_config("llama")
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """A whole file's bytes."""
     path = tmp_path_factory.mktemp("good") / "m.gguf"
     return write_gguf(path, CONFIG, random_state(CONFIG)).read_bytes()
 

@@ -33,7 +33,6 @@ def source(tmp_path, monkeypatch):
 
 @pytest.fixture
 def saved(monkeypatch):
-    """The groups of paths that are written."""
     groups = []
     save = Partial.save
 
@@ -59,7 +58,6 @@ def names_in(folder):
 
 
 def assert_converted(source, folder):
-    """`ours` is whole, and nothing else is left."""
     assert names_in(folder) == ["hf", "ours"]
     export(folder / "ours", folder / "back")
     assert_same_state(load_all(folder / "back"), load_all(source))

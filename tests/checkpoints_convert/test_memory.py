@@ -51,7 +51,6 @@ def large(tmp_path_factory):
 
 
 def peaks_of(actions):
-    """The highest peak of a process after each of the actions."""
     command = [sys.executable, "-W", "error", "-c", CODE, repr(actions)]
     # Freed arrays go back to the system at once: what glibc would keep of them differs by chance.
     told = {"JAX_PLATFORMS": "cpu", "MALLOC_MMAP_THRESHOLD_": "1000000"}

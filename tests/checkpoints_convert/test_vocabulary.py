@@ -77,7 +77,6 @@ def trained():
 
 
 def described(**fields):
-    """The metadata of a file, whose tokenizer has these fields."""
     named = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
     return {"general.architecture": "llama", "llama.context_length": 128, **named}
 

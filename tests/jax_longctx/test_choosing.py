@@ -41,7 +41,6 @@ def model_of(memory=None, **config):
 
 
 def chosen(model, tokens, rows, **how):
-    """Name and reason."""
     choice = choose(model, tokens, reserve=20, measured=rows, **how)
     assert choice.reason.startswith(choice.method.name)
     assert "\n" not in choice.reason

@@ -96,7 +96,6 @@ OF_REFERENCE = ("mha", "window", "one-token")
 
 
 def _random(case, *shapes):
-    """Queries, keys and values of these shapes."""
     arrays = [normal(*shape, seed=7 + i, dtype=case.dtype) for i, shape in enumerate(shapes)]
     if case.logits == "equal":
         arrays[0] = jax.device_put(np.zeros_like(arrays[0]))
@@ -137,8 +136,6 @@ def _cells(operations, cases, quick):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Lets the implementation of that name run on this CPU."""
-
     def interpret(name):
         if name != "tpu":
             return

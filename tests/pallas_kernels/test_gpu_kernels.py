@@ -69,7 +69,6 @@ class Case:
         ]
 
     def stored(self, keys, values):
-        """As the cache has them."""
         pairs = zip((keys, values), self.forms, strict=True)
         return [x if form is None else _quantise(x) for x, form in pairs]
 
@@ -94,7 +93,6 @@ def _exact(*arrays):
 
 
 def _ints(values, rows):
-    """The values again and again for so many rows."""
     return np.resize(values, rows).astype(np.int32)
 
 

@@ -44,14 +44,12 @@ SCORES: dict[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """The PTX of every kernel."""
     found = ptx.compiled("hopper_programs", tmp_path_factory.mktemp("ptx"))
     assert found.keys() == BITS.keys() | BEST.keys() | TIES.keys()
     return found
 
 
 def best(scores, bounds, places, gap):
-    """What the kernel is to write."""
     first, last, k = bounds
     slots = np.arange(len(scores))
     there = (slots >= first) & (slots < last) & (scores > -np.inf)
@@ -86,7 +84,6 @@ def test_every_thread_finds_its_places(programs, name):
 
 
 def tied(name, draw):
-    """Arguments of a kernel of `TIES`."""
     for cut in (-np.inf, 0.5, 2.0):
         shapes = TIES[name][1]
         bounds = draw.random(shapes[0][0]).astype(np.float32) / 5

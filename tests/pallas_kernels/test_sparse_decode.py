@@ -67,7 +67,6 @@ CASES = {
 
 
 def _inputs(case, seed=0):
-    """q, k, v and a prior's query; NaN outside the rows' slots."""
     rng = np.random.default_rng(seed)
     heads = case.kv_heads * case.groups
     q = rng.normal(size=(ROWS, 1, heads, 8))

@@ -60,7 +60,6 @@ def _bounds(start, stop):
 
 
 def _inputs(case, seed=0):
-    """q, k, bounds and tolerance; NaN outside the rows' slots."""
     rng = np.random.default_rng(seed)
     draw: dict[str, Callable] = {
         "normal": lambda *shape: rng.normal(size=shape),
@@ -99,7 +98,6 @@ def _by_numpy(case, q, k):
 
 
 def _run(count, implementation="xla"):
-    """The door, compiled."""
     return jax.jit(partial(topk_scores, count=count, implementation=implementation))
 
 

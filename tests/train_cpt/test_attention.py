@@ -43,7 +43,6 @@ CAUSAL = np.broadcast_to(np.tri(LENGTH, dtype=bool), (BATCH, KV_HEADS, LENGTH, L
 
 
 def inputs():
-    """q, k, v and the gradient of the output."""
     rng = np.random.default_rng(0)
     shapes = [(BATCH, LENGTH, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
@@ -58,7 +57,6 @@ def dense_attention(q, k, v, seen):
 
 
 def with_gradients(attention, q, k, v, dout):
-    """The output and the gradients of q, k and v."""
     out, pull = jax.vjp(attention, q, k, v)
     return [out, *pull(dout)]
 

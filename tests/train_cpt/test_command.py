@@ -37,7 +37,6 @@ PROCESSES, STEPS = 2, 4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A converted checkpoint, texts, and a run's configuration."""
     folder = tmp_path_factory.mktemp("command")
     write_tiny(folder)
     return folder
@@ -45,14 +44,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(folder):
-    """The same after the run, and what the run said."""
     code, said = train(folder / "run.toml")
     assert code == 0, said
     return folder, said
 
 
 def train(config):
-    """Exit code, and what was said in one line."""
     logging.disable(logging.WARNING)
     try:
         result = CliRunner().invoke(app, ["train", "--config", str(config)])
@@ -210,7 +207,6 @@ def test_a_disk_that_fills_up_is_one_line(trained, capfd, size, old, full):
 
 
 def written(folder):
-    """When every file was last written."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 

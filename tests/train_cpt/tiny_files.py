@@ -34,7 +34,6 @@ rows = 2
 
 
 def write_tiny(folder):
-    """`hf`, `model`, `texts` and `run.toml`."""
     import checkpoints_convert
     from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
 

@@ -44,7 +44,6 @@ def tiny_setup(mesh=(1, 1, 1)):
 
 
 def prepare_tiny(folder):
-    """A data set of random texts of 64 letters."""
     rows = np.random.default_rng(0).integers(0, 64, (60, LENGTH))
     texts = [(str(number), bytes(row.tolist()).decode()) for number, row in enumerate(rows)]
     how = {"length": LENGTH, "vocab_size": 64, "tokenizer": "letters"}
@@ -64,7 +63,6 @@ def run_tiny(folder, data, *, loop=LOOP, facts=FACTS, progress=None, make_params
 
 
 def digest(state):
-    """Of every bit of the state."""
     leaves = jax.tree.leaves(jax.device_get((state.params, state.moments, state.step)))
     return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
 
@@ -75,7 +73,6 @@ def lines_of(folder):
 
 
 def losses_of(folder):
-    """(step, loss) of every line of the metrics."""
     return [(line["step"], line["loss"]) for line in map(json.loads, lines_of(folder))]
 
 

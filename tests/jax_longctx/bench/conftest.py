@@ -17,7 +17,6 @@ LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
 
 @pytest.fixture
 def tiny_shape(monkeypatch):
-    """The preset `tiny`, which a test may change."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     shape = {**presets.PRESETS["llama-3.1-8b"], **sizes}
@@ -39,7 +38,6 @@ def steady(monkeypatch):
 
 
 def bench(*args, code=0):
-    """A command of `bench`, which ends with this exit code."""
     result = CliRunner().invoke(app, ["bench", *map(str, args)])
     assert result.exit_code == code, result.output
     return result

@@ -75,7 +75,6 @@ def test_offloaded_contexts_are_timed_and_what_they_fetch_is_told(tiny_preset, m
 
 
 def _stub(monkeypatch, timed):
-    """Steps take what `timed(engine, rows)` returns; nothing runs."""
     stub = create_autospec(decode.step_of, side_effect=lambda *given: timed(given[0], given[2]))
     monkeypatch.setattr(decode, "step_of", stub)
     monkeypatch.setattr(decode, "one_row", create_autospec(decode.one_row, return_value=None))

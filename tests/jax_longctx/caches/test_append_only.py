@@ -56,7 +56,6 @@ def slots_of(setup):
 
 @pytest.fixture(params=["cpu", "tpu"])
 def platform(request, monkeypatch):
-    """Both ways that `write_run` may go."""
     monkeypatch.setattr(append_only, "platform", lambda: request.param)
     return request.param
 
@@ -71,14 +70,12 @@ def compiled(setup, function, in_specs, out_specs):
 
 
 def random_arrays(batch, tokens, seed=0):
-    """A buffer full of numbers, and new tokens."""
     rng = np.random.default_rng(seed)
     buffer = rng.normal(size=(batch, HEADS, SLOTS, HEAD_DIM)).astype(np.float32)
     return buffer, rng.normal(size=(batch, tokens, HEADS, HEAD_DIM)).astype(np.float32)
 
 
 def compiled_write(setup):
-    """`write_run` of a buffer in the text's order."""
     write = compiled(setup, write_run, (BUFFER, KV_HEADS, ROW, ROW), BUFFER)
     return lambda buffer, *others: ordered(setup, write(dealt(setup, buffer), *others))
 
@@ -253,7 +250,6 @@ def cache_of(batch):
 
 
 def append_tokens(setup, cache, tokens, valid, seed):
-    """`AppendCache.append` of random tokens; returns them too."""
     batch = cache.k.shape[0]
     _, k = random_arrays(batch, tokens, seed)
     _, v = random_arrays(batch, tokens, seed + 1)

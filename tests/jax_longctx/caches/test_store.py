@@ -32,8 +32,6 @@ class HalfKeys(Store):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HalfAttention(Appending):
-    """Full attention whose cache is such a store."""
-
     def init_cache(self, shape):
         empty = empty_append_cache(shape)
         return HalfKeys(dataclasses.replace(empty, k=empty.k.astype(jnp.float16)))

@@ -37,7 +37,6 @@ def lines_of(path):
 
 @pytest.fixture
 def given(tmp_path, book):
-    """The input, beside the book that it names."""
     return write(tmp_path / "in.jsonl", ROWS)
 
 
@@ -60,8 +59,6 @@ def batch(run, loads, given, out):
 
 @pytest.fixture
 def killed(batch, monkeypatch):
-    """Runs it in a process that dies at a write to the disk."""
-
     def at(count, *options, **how):
         with monkeypatch.context() as patch:
             die_at(patch, count)
@@ -385,7 +382,6 @@ CHANGES = [
 
 @pytest.fixture
 def changed(tiny, given, book, monkeypatch):
-    """Makes a change of `CHANGES`, and takes it back with the test."""
     base = tiny.engine
 
     def change(rows=FEW, text=BOOK, method="full", weight=0.0, tokenizer=None):

@@ -35,7 +35,6 @@ def expected(engine, context, question, answer):
 
 @functools.cache
 def plain_answers():
-    """ReAttention's own, to either order of the questions."""
     engine = tiny_engine(ReAttention(**SETTINGS), chunk=8)
     context = engine.prefill(CONTEXTS, reserve=16)
     return [

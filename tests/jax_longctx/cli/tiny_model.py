@@ -18,7 +18,6 @@ TEMPLATE = (
 
 
 def byte_level(text):
-    """A byte-level BPE of few merges, trained on the text."""
     backend = tokenizers.Tokenizer(token_models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -38,7 +37,6 @@ def write_tokenizer(folder):
 
 
 def hf_config(vocab_size):
-    """`config.json` of a Llama of two small layers."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": vocab_size}
     return {

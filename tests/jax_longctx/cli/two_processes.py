@@ -44,7 +44,6 @@ def start(arguments, *, count, cache, began):
 
 
 def ended(started, seconds=240):
-    """(return code, stdout, stderr) of each process."""
     found = []
     for child in started:
         out, err = child.communicate(timeout=patience(seconds))

@@ -69,7 +69,6 @@ def test_arrays_are_dealt_put_in_order_resized_and_cut(shards, size, stripe, pag
 
 
 def on_shards(shards, function, out):
-    """`function()` on each of so many shards of `seq`."""
     mesh = make_mesh(1, shards, 1)
     run = jax.shard_map(function, mesh=mesh, in_specs=(), out_specs=out, check_vma=False)
     return np.asarray(jax.jit(run)())

@@ -33,17 +33,14 @@ def placed(mesh, caches):
 
 
 def abstract_state(rows):
-    """The state of greedy decoding, as shapes."""
     return jax.eval_shape(lambda: first_state(np.ones(rows, bool), None))
 
 
 def abstract_values(rows):
-    """The values of requests, as shapes."""
     return jax.eval_shape(lambda: sampling_values(Sampling(seed=(0,)), rows))
 
 
 def sharded_caches(setup, batch, slots):
-    """Every layer's cache as shapes on the mesh."""
     return placed(setup.mesh, abstract_caches(setup, batch, slots, 0))
 
 
@@ -68,7 +65,6 @@ def compile_decode(setup, batch, slots, *steps):
 
 
 def compile_segment(setup, batch, slots, tokens, logits="none"):
-    """One prefill segment of `tokens` columns."""
     last = None
     if logits == "last":
         last = jax.ShapeDtypeStruct((batch, setup.config.vocab_size), jnp.float32)

@@ -67,7 +67,6 @@ def test_kernels_are_counted_and_copies_found():
 
 
 def compiled(methods):
-    """What the methods' compiled programs hold."""
     module = "tests.jax_longctx.engine.gpu_programs"
     found: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
     for line in output(module, *methods).splitlines():

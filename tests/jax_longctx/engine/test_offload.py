@@ -42,7 +42,6 @@ LENGTHS = [[300, 70, 1, 180], [9, 3, 5, 1], [24, 24, 24, 24]]
 
 
 def named(value):
-    """What a case's name says of a parameter: a mode by its words."""
     return LOOPS[value] if isinstance(value, bool) else None
 
 
@@ -317,7 +316,6 @@ def test_questions_about_one_text_follow_one_another():
 
 
 def pages_of(stores, count):
-    """The sum of a count over rows, layers and stores."""
     return sum(int(np.sum(getattr(store.frames, count))) for store in stores)
 
 

@@ -34,7 +34,6 @@ ONE_KIND = [
 
 
 def requests(samplings):
-    """Each with other settings."""
     given = zip(QUESTIONS, samplings, (9, 16, 3, 21, 12), (None, 0, 3, None, 20), strict=True)
     return [
         Ask(question, sampling, limit, logprobs=logprobs)
@@ -53,7 +52,6 @@ def context(engine):
 
 
 def batch_of(engine, places, fitted=False):
-    """With room for the longest context."""
     slots = engine.slots_for(90 + 128)
     return RunningBatch(engine, places=places, slots=slots, reserve=RESERVE, fitted=fitted)
 

@@ -107,7 +107,6 @@ def test_the_contexts_buffers_are_shared_and_never_copied(by_layer):
     held = engine.prefill(random_rows([1200]), reserve=64)
 
     def addresses():
-        """Of keys and values."""
         leaves = jax.tree.leaves(held.caches)
         return [leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.ndim > 2]
 

@@ -19,14 +19,12 @@ from tests.support import tiny_engine
 
 @pytest.fixture
 def folder(tmp_path):
-    """Programs are stored there."""
     with storing(tmp_path):
         yield tmp_path
 
 
 @pytest.fixture
 def lowered():
-    """The names of the programs that are lowered meanwhile."""
     with lowerings() as names:
         yield names
 
@@ -36,7 +34,6 @@ def engine_of(name):
 
 
 def compiled(name):
-    """An engine whose programs are ready, and how many these are."""
     engine = engine_of(name)
     compilation = compile_ahead(engine, Lengths(CONTEXT, [(QUESTION[0], ANSWER)]))
     compilation.wait(check=True)

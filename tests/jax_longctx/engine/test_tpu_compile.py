@@ -56,7 +56,6 @@ def _as_users_compile():
 
 
 def on_v5e(mesh_sizes, method=None, **changes):
-    """The setup of a method on a mesh of v5e chips."""
     from jax.experimental import topologies
 
     v5e = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")

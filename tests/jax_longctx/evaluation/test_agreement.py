@@ -109,7 +109,6 @@ def test_a_mesh_shows_the_weights_of_one_device():
 
 
 def log_probabilities(states, params):
-    """Of every token behind these states."""
     logits = states @ params["head"]["table"].T
     shifted = logits - logits.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))

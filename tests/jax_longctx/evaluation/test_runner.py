@@ -78,7 +78,6 @@ def compiled(monkeypatch, watched):
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Lets those batches fail for which the function gives an error."""
     answers = compute._answers
 
     def fail(error_of):
@@ -96,7 +95,6 @@ SHORT = "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"
 
 
 def short(where):
-    """The device's error where a batch is such."""
     return lambda work: jax.errors.JaxRuntimeError(SHORT) if where(work) else None
 
 

@@ -207,7 +207,6 @@ def test_a_short_text_starts_over_and_an_empty_one_is_refused():
 
 
 def counted(size):
-    """The size, and what it is called with."""
     stub = Mock(side_effect=size)
     return stub, stub.call_args_list
 

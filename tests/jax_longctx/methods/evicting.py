@@ -17,7 +17,6 @@ NOTHING = [[]] * 4
 
 
 def kept_tokens(caches):
-    """Kept tokens by layer, row and kv head."""
     return [
         [
             [

@@ -93,7 +93,6 @@ class FedRows:
 
 
 def under(engine, method):
-    """The engine with another method."""
     other = copy.copy(engine)
     other.method, other.setup = method, dataclasses.replace(engine.setup, method=method)
     return other

@@ -94,7 +94,6 @@ def layer_shape(q, k):
 
 
 def filled(base, q, k, v, lengths, prompts):
-    """A selector's cache with these keys and values in it."""
     ctx, shape = plain_context(), layer_shape(q, k)
     store = AppendCache(k, v, lengths, lengths, lengths, lengths)
     cache = base.adopt(with_store(base.init_cache(shape), store), ctx)
@@ -156,7 +155,6 @@ def _program(method, sizes):
 
 
 def step(method, given, sizes=(1, 1, 1)):
-    """The newest token's query against the row, by `method`."""
     k, v = (np.swapaxes(x, 1, 2) for x in (given.k, given.v))
     run = _program(method, sizes)
     done = run(given.q, k, v, given.lengths, given.prompts, given.mean_q)

@@ -87,7 +87,6 @@ class Seen:
 
 
 def run(engine):
-    """The rows above with their questions and answers, step by step."""
     return [Seen.of(step) for step in steps(engine, *ROWS, RESERVE)]
 
 
@@ -97,7 +96,6 @@ def run_of(form):
 
 
 def feed(engine, segments=None):
-    """The contexts alone, in the method's segments or in others."""
     run = FedRows.of(engine, CONTEXTS, RESERVE)
     fed = run.read(CONTEXTS, QUESTIONS) if segments is None else run.feed(segments)
     return [Seen.of(step) for step in fed]

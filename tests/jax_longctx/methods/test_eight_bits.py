@@ -51,7 +51,6 @@ dequantised = jax.jit(quantised.dequantised)
 
 @functools.cache
 def logits(method, kv):
-    """Logits of two rows' questions and answers, the answers given."""
     rows = [random_rows(lengths, seed=seed) for seed, lengths in enumerate(ROWS)]
     return answer_logits(tiny_engine(method, chunk=16, kv=kv), rows, before=5)
 

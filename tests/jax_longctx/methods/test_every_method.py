@@ -88,7 +88,6 @@ def test_bfloat16_with_nothing_left_out_is_near_full_attention(name):
 
 @functools.cache
 def bfloat16_logits(method, dtype=jnp.bfloat16):
-    """Of two rows' questions and answers."""
     config, mesh = tiny_config(num_layers=1), make_mesh()
     params = init_params(config, RunSpec(mesh=mesh, dtype="bfloat16"), seed=0)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)

@@ -72,7 +72,6 @@ def own(name):
 
 
 def each(quick=tuple(OWN)):
-    """All methods' cases, thorough but for the quick ones."""
     thorough = pytest.mark.thorough
     cases = [name if name in quick else pytest.param(name, marks=thorough) for name in OWN]
     return pytest.mark.parametrize("name", cases)

@@ -56,7 +56,6 @@ def read_context(engine, rows, context, question):
 
 
 def read_question(engine, cache, run, rows, question):
-    """The cache after the question, before the answer has its own."""
     prompt = engine.setup.feed("question", 0, question=[question] * rows)
     for segment in engine.method.segments(prompt):
         cache, _ = run(cache, segment)

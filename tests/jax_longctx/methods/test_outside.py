@@ -30,7 +30,6 @@ GIVEN = case((50, 33, 9, 64), answered=2)
 
 @pytest.fixture
 def every_second(tmp_path, monkeypatch):
-    """The settings that a test gives, as the installed method."""
     assert offer("eviction_rule", tmp_path, monkeypatch) == ["every-second"]
     return lambda **settings: make_method("every-second", settings)
 
@@ -77,7 +76,6 @@ def test_the_command_line_knows_it(every_second):
 
 @pytest.fixture
 def random_pages(tmp_path, monkeypatch):
-    """The settings that a test gives, as the installed method."""
     assert offer("selector", tmp_path, monkeypatch) == ["random-pages"]
     return lambda **settings: make_method("random-pages", {"page_size": 4, **FIXED, **settings})
 

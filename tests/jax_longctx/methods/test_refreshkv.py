@@ -66,7 +66,6 @@ def ablation_of(method):
 
 
 def partly(lists, ordered):
-    """The first tokens in order, the others in any."""
     return [(ids[:ordered], sorted(ids)) for ids in lists]
 
 
@@ -110,7 +109,6 @@ def resized(cache, method):
 
 
 def varied(changes):
-    """A variant of `METHOD`."""
     kind = RefreshKVAblated if "ablation" in changes else RefreshKV
     return kind(**{**vars(METHOD), **changes})
 
@@ -323,7 +321,6 @@ def test_an_answer_takes_the_steps_that_the_schedule_names():
 
 
 def bodies(text):
-    """The computations of a compiled program by name, as lines."""
     found, name = {}, None
     for line in text.splitlines():
         if line and not line[0].isspace():

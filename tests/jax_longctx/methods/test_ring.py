@@ -33,7 +33,6 @@ def expected():
 
 @functools.cache
 def plain():
-    """Every layer's cache under full attention on one device."""
     context = tiny_engine(Full(), chunk=64).prefill(CONTEXTS, reserve=40)
     return per_layer(context.caches)
 

@@ -71,7 +71,6 @@ def kind_of(method):
 
 
 def row_of(given, row):
-    """q, k, v of one row in float64."""
     n = given.lengths[row]
     return (x.astype(float) for x in (given.q[row], given.k[row, :n], given.v[row, :n]))
 

@@ -18,8 +18,6 @@ from jax_longctx.parts.appending import Appending
 
 @method(source="these tests", name="sparse")
 class Sparse(Appending):
-    """A setting of every type that text can give."""
-
     budget: int = 64
     alpha: float = 0.5
     pooled: bool = False
@@ -35,7 +33,6 @@ def known(monkeypatch):
 
 
 def as_text(settings):
-    """As `--set` gives them."""
     return {name: str(value) for name, value in settings.items()}
 
 

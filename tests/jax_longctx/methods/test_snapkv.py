@@ -57,7 +57,6 @@ def in_order(order, limits, size=None):
 
 @pytest.fixture(scope="module")
 def whole():
-    """An engine, and its caches after the questions, on one device."""
     engine = tiny_engine(METHOD, chunk=16)
     *_, last = steps(engine, CONTEXTS, QUESTIONS, reserve=16)
     return engine, last.caches
@@ -72,7 +71,6 @@ def decoded(engine, caches, **changes):
 
 
 def compare(engine, caches):
-    """Every row with numpy's, which runs each alone."""
     oracles = [oracle(engine, row) for row in range(4)]
     for column, (logits, held) in enumerate(decoded(engine, caches)):
         kept = [in_order(cache, 128) for cache in held]

@@ -39,7 +39,6 @@ thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
 def engine_of(method, mesh=(1, 4, 1)):
-    """Chunks do not divide a block."""
     return tiny_engine(method, mesh=make_mesh(*mesh), chunk=24)
 
 
@@ -187,7 +186,6 @@ DECODES = {
 
 
 def star(name, budget, **settings):
-    """Star whose second phase is the method of that name."""
     decode, *_ = name.split("-") if name.startswith("resa") else [name]
     given = {"decode": decode, "decode.budget": budget, **DECODES[name], **settings}
     if decode != "refreshkv":

@@ -27,7 +27,6 @@ RANKS_UNITS = infllm.Rules(i0=4, w=40, bs=8, kb=4, r=3, x=40)
 
 
 def repeating(types):
-    """Rows of random tokens of that many types."""
     rng = np.random.default_rng(0)
     return [
         [rng.integers(0, types, length).tolist() for length in lengths]

@@ -32,7 +32,6 @@ from tests.support import tiny_config
 
 
 def written(folder, seed):
-    """A checkpoint, made without the converter, and its parameters."""
     config = tiny_config()
     params, infos = init_params(config, seed=seed), param_infos(config)
     save_arrays(folder / "params", traverse_util.flatten_dict(params, sep="."))
@@ -62,13 +61,11 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    """Another checkpoint of the same shapes."""
     return written(tmp_path_factory.mktemp("other"), 4)[0]
 
 
 @pytest.fixture
 def copy(tmp_path, whole):
-    """A copy to damage."""
     shutil.copytree(whole[0], tmp_path / "copy")
     return tmp_path / "copy"
 

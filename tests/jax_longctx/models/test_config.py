@@ -28,7 +28,6 @@ YARN = {**PLAIN, "rope_type": "yarn", "factor": 4.0, LENGTH: 32768}
 
 
 def hf(family="llama", without=(), **changes):
-    """A whole config of a family, with changes."""
     config = {
         "model_type": family,
         "vocab_size": 1000,
@@ -54,7 +53,6 @@ def read(family="llama", **changes):
 
 
 def saved(name):
-    """The whole config that transformers saved for a golden model."""
     return json.loads(str(np.load(DATA / f"{name}.npz")["saved_config"]))
 
 

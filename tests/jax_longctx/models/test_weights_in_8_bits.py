@@ -28,7 +28,6 @@ def is_quantised(x):
 
 
 def floats(w):
-    """The weight that is stood for; an array as it is."""
     return (w.values * w.scales).astype(w.dtype) if is_quantised(w) else w
 
 
@@ -80,7 +79,6 @@ def random_params(mesh=None, form=None):
 
 
 def stored_numbers(params):
-    """The parameters that 8-bit ones stand for, as arrays."""
     return jax.tree.map(floats, params, is_leaf=is_quantised)
 
 

@@ -28,11 +28,9 @@ class Running:
     thread: threading.Thread
 
     def client(self, key="none", **how):
-        """The official client."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **how)
 
     def http(self, **how):
-        """A plain HTTP client."""
         return httpx.Client(base_url=self.url, timeout=patience(60), **how)
 
     def stop(self):
@@ -78,7 +76,6 @@ def serve(tmp_path):
 
 @pytest.fixture(scope="module")
 def server(tiny, tmp_path_factory):
-    """A server of the tiny model for the tests of one file."""
     folder = tmp_path_factory.mktemp("contexts")
     with serving(tiny, folder, access=Access(body=1 << 20)) as running:
         yield running

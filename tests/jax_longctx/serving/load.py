@@ -63,7 +63,6 @@ def percentiles(values):
 
 
 def memory(pid):
-    """Bytes of the process that are resident."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -95,7 +94,6 @@ def main():
 
 
 def measured(server, given):
-    """Runs the clients; what they saw."""
     first, between, errors, differing, used = [], [], [], [], []
     with server.http() as http:
         http.timeout = 600

@@ -35,7 +35,6 @@ class Process:
             self.said.append(line.rstrip("\n"))
 
     def wait(self, seconds=120):
-        """Waits until it serves."""
         end = time.monotonic() + patience(seconds)
         while time.monotonic() < end:
             found = re.search(r"on (http://\S+)/v1 ", "\n".join(self.said))

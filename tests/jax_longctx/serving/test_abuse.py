@@ -191,7 +191,6 @@ def connect(running):
 
 
 def begin_post(running, sent, declared, path="/v1/completions"):
-    """A connection that has sent the beginning of a request's body."""
     raw = connect(running)
     lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json"]
     head = "\r\n".join([*lines, f"content-length: {declared}", "", ""])
@@ -200,7 +199,6 @@ def begin_post(running, sent, declared, path="/v1/completions"):
 
 
 def slowed(monkeypatch, owner, name):
-    """Calls of the function take a while longer."""
     call = getattr(owner, name)
 
     def wait(*given, **how):
@@ -249,8 +247,6 @@ def slow_request(**how):
 
 @pytest.fixture
 def slow(serve, tiny, monkeypatch):
-    """A server whose blocks, listed in `blocks`, take a while."""
-
     def start(**how):
         running = serve(tiny, **how)
         executor = running.served.executor
@@ -297,7 +293,6 @@ def test_a_text_is_given_up_when_its_client_goes_away(serve, tiny, monkeypatch):
 
 
 async def post(app, path, body, *, sends):
-    """Posts to the app without a socket; `sends` takes its messages."""
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST"}
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     scope |= {"path": path, "raw_path": path.encode(), "query_string": b"", "headers": headers}

@@ -39,7 +39,6 @@ STREAMING = jax_longctx.make_method("streaming-llm", {"budget": "64", "chunk": "
 
 
 def ask(client, context, question, *, seed=0, max_tokens=12):
-    """The server's answer about a context, and its usage."""
     found = chat(client, question, context, seed=seed, max_tokens=max_tokens)
     return found.choices[0].message.content, found.usage
 

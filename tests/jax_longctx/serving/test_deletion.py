@@ -21,7 +21,6 @@ def delete(http, name):
 
 
 def check_empty(running):
-    """Nothing is left of any context, in memory or on the disk."""
     check_idle(running)
     contexts, executor = running.served.contexts, running.served.executor
     wait_until(lambda: not (contexts._texts or executor.contexts or executor._prefilling))

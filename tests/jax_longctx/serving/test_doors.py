@@ -24,7 +24,6 @@ PAGE = "https://page.example"
 
 
 def asked(url, **headers):
-    """The status of a request with these headers."""
     body = {"text": BOOK}
     headers = {name.replace("_", "-"): value for name, value in headers.items()}
     return httpx.post(f"{url}/v1/contexts", json=body, headers=headers, timeout=60).status_code
@@ -151,7 +150,6 @@ addEventListener("load", async () => {
 
 @contextlib.contextmanager
 def page(folder, url):
-    """A page of another origin that asks the server; its address."""
     (folder / "index.html").write_text(SCRIPT.replace("URL", url))
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -166,7 +164,6 @@ def page(folder, url):
 
 
 def opened(folder, address):
-    """What the page's script has seen in Chromium."""
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000"]
     command = ["chromium", *flags, f"--user-data-dir={folder / 'profile'}", "--dump-dom", address]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout

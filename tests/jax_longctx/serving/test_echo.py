@@ -22,7 +22,6 @@ def echoed(client, prompt, **how):
 
 
 def check_scores(model, choice, row):
-    """The choice's numbers for these tokens are the engine's."""
     (expected,) = loglikelihoods(model.engine, [row[:1]], [row[1:]], through="context")
     found, count = choice.logprobs, len(row)
     own, best = found.token_logprobs[:count], found.top_logprobs[:count]

@@ -27,7 +27,6 @@ WAYS = [
 
 
 def flat(responses):
-    """Log-likelihoods, whether greedy, and texts."""
     if isinstance(responses, list | tuple):
         return [each for response in responses for each in flat(response)]
     return [responses]

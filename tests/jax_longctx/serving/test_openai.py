@@ -133,7 +133,6 @@ def test_fields_that_change_nothing_are_taken(server, client):
 
 
 def chat_body(client, body):
-    """The text of the answer to a whole body."""
     return client.post("/chat/completions", body=body, cast_to=object)["choices"][0]["message"]
 
 

@@ -44,7 +44,6 @@ def begin(checkpoint, tmp_path_factory):
 
 
 def answer(client, context=None, **how):
-    """An answer of twelve tokens at most."""
     how = {"model": "model", "seed": 5, "max_tokens": 12, **how}
     more = {} if context is None else {"context": context}
     return client.completions.create(prompt="The pass key is", extra_body=more, **how)
@@ -146,7 +145,6 @@ RESTLESS = f"from jax_longctx.serving import scheduler; scheduler.LIVES_SECONDS 
 
 
 def start_job(begin, count, *arguments):
-    """One server over that many processes."""
     mesh = ("--mesh", f"seq={count}")
     return [begin(*mesh, *arguments, job=job, code=RESTLESS) for job in jobs(count)]
 

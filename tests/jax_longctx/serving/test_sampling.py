@@ -55,8 +55,6 @@ def test_the_command_says_what_it_takes_of_the_model(tmp_path_factory, monkeypat
     newer, given = converted(tmp_path_factory, source), []
 
     def run(server, listening, *, on_ready):
-        """Answers one request."""
-
         async def ask():
             transport = httpx.ASGITransport(server.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://box") as http:

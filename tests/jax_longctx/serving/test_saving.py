@@ -52,7 +52,6 @@ def tokens(answer):
 
 
 def streamed(client, context):
-    """The tokens of a long answer, as their events come."""
     return (each for event in ask(client, context, stream=True, **LONG) for each in tokens(event))
 
 

@@ -41,7 +41,6 @@ def aside(call, *given, **how):
 
 
 def generated(model, prompt, *, seed=0, max_tokens=12, stop=(), **how):
-    """What `generate` answers: text, finish and tokens."""
     sampling = Sampling(**{"temperature": 1.0, "seed": seed, **how})
     (answer,) = model.generate(prompt, sampling=sampling, max_tokens=max_tokens, stop=stop)
     return answer
@@ -56,7 +55,6 @@ def asked_plainly(model, text, question, *, seed=0, max_tokens=12):
 
 
 def asked(model, text, question, *, chat=True, **how):
-    """What `ask` answers to a question about a text."""
     layout = model.layout(chat)
     return asked_plainly(model, layout.context(text), layout.question(question), **how)
 
@@ -74,7 +72,6 @@ def chat(client, question, context=None, model="tiny", **how):
 
 
 def read(http, **body):
-    """The new context's record."""
     answer = http.post("/v1/contexts", json=body)
     assert answer.status_code == 201, answer.text
     return answer.json()
@@ -88,7 +85,6 @@ def refused(http, status, said, path="/v1/contexts", **body):
 
 
 def shown(http, name):
-    """A context's record as it is now."""
     return http.get(f"/v1/contexts/{name}").json()
 
 

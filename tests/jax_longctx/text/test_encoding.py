@@ -71,8 +71,6 @@ def backend_of(kind):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder of tokenizer files by kind and template."""
-
     @functools.cache
     def folder(kind, template="chatml"):
         path = tmp_path_factory.mktemp(kind)

@@ -22,8 +22,6 @@ def drawn(name, *, tokens=900, trials=3, seed=2, **settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """How a task is checked."""
-
     # The right answer, read from the prompt.
     answer: Callable[[Sample], str]
     # Most words that may be missing to the length asked for; of real tokens the latter.

@@ -9,7 +9,6 @@ KINDS = ("qa1", "qa2", "qa3", "qa4", "qa5")
 
 
 def stories(kind, number=60):
-    """Stories, each with what it tells."""
     draw = random.Random(f"tests {kind}")
     fewest, most = babilong.RANGES[kind]
     for _ in range(number):

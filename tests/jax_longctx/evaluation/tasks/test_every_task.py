@@ -33,7 +33,6 @@ def short_sentences(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    """Counts tokens of SmolLM2's tokenizer."""
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)
     tokenizer = Tokenizer.load(folder)
