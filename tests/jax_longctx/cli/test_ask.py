@@ -238,18 +238,12 @@ def test_bad_options_and_texts_are_refused_before_the_model_loads(run, loads, bo
         (["--method", "ful"], "did you mean 'full'?"),
         (["--method", "full", "--set", "budget=3"], "has no setting 'budget'"),
         (["--method", "full", "--set", "a=1", "--set", "a=2"], "--set a is given twice"),
-        (["--dtype", "int8"], "unknown dtype 'int8'; known: float32"),
-        (["--mesh", "data=²"], "mesh 'data=²' is not understood"),
         (["--mesh", "data=4096"], "needs 4096 devices"),
-        (["--chunk", "0"], "chunk must be at least 1 token, got 0"),
-        (["--offload", "disk"], "unknown offload 'disk'; known: host"),
         (["--working-set", 512], "working_set is for offloaded contexts; give offload host too"),
     ]:
         refused(run("ask", book, "Who?", "-c", "m", *args), message)
-    for content, message in [(b"abc\xff", "not UTF-8"), (b"", "is empty")]:
-        (tmp_path / "text").write_bytes(content)
-        refused(run("ask", tmp_path / "text", "Who?", "-c", "m"), message)
-    refused(run("ask", book, "", "-c", "m"), "a question is empty")
+    (tmp_path / "text").write_bytes(b"abc\xff")
+    refused(run("ask", tmp_path / "text", "Who?", "-c", "m"), "not UTF-8")
     assert loads == []
 
 

@@ -17,7 +17,6 @@ BOUNDS, BUDGET = WHOLE // 16, WHOLE // 8 + 68 * TOKEN
 RESA = BOUNDS + BUDGET
 LIKE_QUEST = "granularity=kv_head ratio=0.125"
 BOUNDED = f"{PAGES} digest=bounds"
-ENDS = f"{SCOPE} global_size=4 local_size=32"
 
 
 @pytest.mark.parametrize(

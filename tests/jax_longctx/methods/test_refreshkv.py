@@ -349,6 +349,23 @@ def reached(computations, name, through_branches):
     return lines
 
 
+SLOTS = 16384
+
+
+def of_many_slots(method, *steps):
+    """A decode program, which copies no cache."""
+    config = tiny_config(num_layers=1, num_heads=8, num_kv_heads=2, head_dim=64)
+    setup = Setup(config, method, make_mesh(), jnp.dtype(jnp.float32), 512)
+    with no_persistent_cache():
+        compiled = compile_decode(setup, 2, SLOTS, *steps)
+    memory, full = compiled.memory_analysis(), 2 * 2 * 2 * SLOTS * 64 * 4
+    assert cache_bytes(setup, 2, SLOTS) > full
+    assert memory.alias_size_in_bytes > full
+    # A layer's logits and scores of 8 heads: a sixteenth of keys and values each 4 arrays.
+    assert memory.temp_size_in_bytes < full / 8
+    return compiled
+
+
 @pytest.mark.parametrize(
     ("step", "branch"),
     [
@@ -358,28 +375,17 @@ def reached(computations, name, through_branches):
 )
 def test_a_partial_step_neither_reads_nor_copies_the_full_cache(step, branch):
     """Read from the decode program: matmuls over all slots stand in branches of a check alone."""
-    slots, batch = 16384, 2
-    config = tiny_config(num_layers=1, num_heads=8, num_kv_heads=2, head_dim=64)
-    method = RefreshKV(budget=512)
-    setup = Setup(config, method, make_mesh(), jnp.dtype(jnp.float32), 512)
-    with no_persistent_cache():
-        compiled = compile_decode(setup, batch, slots, step)
+    compiled = of_many_slots(RefreshKV(budget=512), step)
     computations = bodies(compiled.as_text())
     entry = re.search(r"^ENTRY %?([\w.\-]+)", compiled.as_text(), re.MULTILINE)
     assert entry is not None
 
     def reads(through_branches):
         lines = reached(computations, entry.group(1), through_branches)
-        return [line for line in lines if re.search(rf" dot\(.*{slots}|{slots}.* dot\(", line)]
+        return [line for line in lines if re.search(rf" dot\(.*{SLOTS}|{SLOTS}.* dot\(", line)]
 
     assert bool(reads(through_branches=True)) == branch
     assert not reads(through_branches=False)
-    memory = compiled.memory_analysis()
-    full = 2 * config.num_layers * batch * 2 * slots * 64 * 4
-    assert cache_bytes(setup, batch, slots) > full
-    assert memory.alias_size_in_bytes > full
-    # A layer's logits and scores of 8 heads: a sixteenth of keys and values each 4 arrays.
-    assert memory.temp_size_in_bytes < full / 8
 
 
 def test_a_full_step_by_schedule_has_no_branch():
@@ -394,17 +400,8 @@ def test_a_full_step_by_schedule_has_no_branch():
 @pytest.mark.slow
 def test_one_program_of_both_kinds_of_steps_copies_no_cache():
     """A loop for each kind within one: neither carries copies of what the other changes."""
-    slots, batch = 16384, 2
-    config = tiny_config(num_layers=1, num_heads=8, num_kv_heads=2, head_dim=64)
-    method = RefreshKV(budget=512, schedule="fixed", stride=3)
-    setup = Setup(config, method, make_mesh(), jnp.dtype(jnp.float32), 512)
-    with no_persistent_cache():
-        compiled = compile_decode(setup, batch, slots, 1, 3)
-    assert compiled.as_text().count(" while(") >= 3 and "conditional(" not in compiled.as_text()
-    memory = compiled.memory_analysis()
-    full = 2 * batch * 2 * slots * 64 * 4
-    assert memory.alias_size_in_bytes > full
-    assert memory.temp_size_in_bytes < full / 8
+    text = of_many_slots(RefreshKV(budget=512, schedule="fixed", stride=3), 1, 3).as_text()
+    assert text.count(" while(") >= 3 and "conditional(" not in text
 
 
 def test_without_a_budget_there_is_room_for_a_share_of_any_prompt():

@@ -192,11 +192,6 @@ def test_rs_7_growth():
     np.testing.assert_allclose(outputs[1], outputs[0], atol=2e-5)
 
 
-def shape_of(slots):
-    queries, keys = (1, HEADS, WIDTH), (1, KV_HEADS, slots, WIDTH)
-    return layer_shape(*(jnp.zeros(size, jnp.float32) for size in (queries, keys)))
-
-
 @pytest.mark.parametrize("method", [Quest(), Resa()], ids=["quest", "resa"])
 def test_layers_with_a_sliding_window_and_skipped_ones_stay_exact(method):
     skipping = dataclasses.replace(method, skip_layers=1)

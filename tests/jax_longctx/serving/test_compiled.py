@@ -105,10 +105,8 @@ def test_requests_are_taken_when_the_programs_are_compiled(tiny, tmp_path):
             held.set()
             assert ready.wait(patience(60))
             assert httpx.get(f"{url}/ready").status_code == 200
-            assert (
-                httpx.post(f"{url}/v1/completions", json=body, timeout=patience(60)).status_code
-                == 200
-            )
+            answered = httpx.post(f"{url}/v1/completions", json=body, timeout=patience(60))
+            assert answered.status_code == 200
         finally:
             held.set()
             served.stop()

@@ -16,18 +16,22 @@ TAILS = [" What?", " Which key?", " Why?"]
 
 # Each keeps its rows in a way of its own; `test_running` joins rows of every method.
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "offload"),
     [
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("full", "quest", "refreshkv")),
-        *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("star", "citrus", "infllm")),
+        *(pytest.param(kind, None, marks=pytest.mark.slow) for kind in ("full", "quest")),
+        pytest.param("refreshkv", None, marks=pytest.mark.slow),
+        pytest.param("infllm", "host", marks=pytest.mark.slow),
+        *(pytest.param(kind, None, marks=pytest.mark.thorough) for kind in ("star", "citrus")),
+        pytest.param("infllm", None, marks=pytest.mark.thorough),
     ],
 )
-def test_answers_are_those_of_the_library(serve, tiny, tmp_path, kind):
+def test_answers_are_those_of_the_library(serve, tiny, tmp_path, kind, offload):
     model = tiny.with_method(small_method(kind))
+    served = model if offload is None else model.with_method(model.engine.method, offload=offload)
     ways = [{"seed": 1, "max_tokens": 12}, {"seed": 2, "max_tokens": 30}]
     cases = [(BOOK + tail, how) for tail, how in itertools.product(TAILS, ways)]
     expected = [generated(model, prompt, **how).text for prompt, how in cases]
-    first = serve(model, contexts=tmp_path / "kept")
+    first = serve(served, contexts=tmp_path / "kept")
     with first.http() as http, first.client() as client:
         # The second time every text is known. Rows share it where the method can.
         for _ in range(2):
@@ -37,8 +41,10 @@ def test_answers_are_those_of_the_library(serve, tiny, tmp_path, kind):
         if model.engine.method.info.needs_question:
             return
         name = read(http, text=BOOK, save=True)["id"]
+        held = first.served.executor._short._caches.held
+        assert offload is None or stores_of(held)
     first.stop()
-    second = serve(model, contexts=tmp_path / "kept")
+    second = serve(served, contexts=tmp_path / "kept")
     with second.client() as client, ThreadPoolExecutor(len(TAILS)) as pool:
         answers = [
             pool.submit(chat, client, tail, name, seed=seed, max_tokens=20)
@@ -47,8 +53,8 @@ def test_answers_are_those_of_the_library(serve, tiny, tmp_path, kind):
         for seed, (tail, each) in enumerate(zip(TAILS, answers, strict=True)):
             expected = asked(model, BOOK, tail, seed=seed, max_tokens=20)
             assert each.result().choices[0].message.content == expected
-        executor = second.served.executor
-        assert bool(executor._shared) == (model.engine.method.own_tokens is not None)
+        shares = model.engine.method.own_tokens is not None and offload is None
+        assert bool(second.served.executor._shared) == shares
 
 
 @pytest.mark.slow
@@ -64,25 +70,3 @@ def test_a_rotary_base_that_grows_is_that_of_the_whole_prompt(serve, tiny):
     text = found.choices[0].text
     # The server ends at a token that ends the text.
     assert len(text) > 10 and model.tokenizer.decode(tokens).startswith(text)
-
-
-@pytest.mark.slow
-def test_answers_from_the_hosts_memory_are_those_from_the_devices(serve, tiny, tmp_path):
-    here = tiny.with_method(small_method("infllm"))
-    there = here.with_method(here.engine.method, offload="host")
-    expected = [generated(here, BOOK + tail, seed=1).text for tail in TAILS]
-    about = [asked(here, BOOK, tail, seed=1) for tail in TAILS]
-    how = {"seed": 1, "max_tokens": 12}
-    first = serve(there, contexts=tmp_path / "kept")
-    with first.http() as http:
-        name = read(http, text=BOOK, save=True)["id"]
-    with first.client() as client, ThreadPoolExecutor(len(TAILS)) as pool:
-        answers = [pool.submit(complete, client, BOOK + tail, **how) for tail in TAILS]
-        assert [each.result().choices[0].text for each in answers] == expected
-        executor = first.served.executor
-        assert stores_of(executor._short._caches.held) and not executor._shared
-    first.stop()
-    second = serve(there, contexts=tmp_path / "kept")
-    with second.client() as client, ThreadPoolExecutor(len(TAILS)) as pool:
-        answers = [pool.submit(chat, client, tail, name, **how) for tail in TAILS]
-        assert [each.result().choices[0].message.content for each in answers] == about

@@ -104,25 +104,3 @@ def attend_lists(q, keys, values, lists):
         p = probabilities(q[:, mine], keys[ids, head : head + 1], np.ones((1, len(ids)), bool))
         outs.append(weighted_values(p, values[ids, head : head + 1]))
     return np.concatenate(outs, 1)
-
-
-def masked_forward(config, params, prompt, answer, **how):
-    """Logits `[T, V]` of the answer in one forward: chosen prompt tokens and the answer's own.
-
-    The choice is that of the prompt's last query, for each layer and kv head (section 10.6).
-    """
-
-    def attend(layer, q, k, v):
-        at, length = np.arange(len(q)), len(prompt)
-        turned, keys = rope(q, at, THETA), rope(k, at, THETA)
-        causal = at[:, None] >= at[None, :]
-        p = probabilities(turned[:length], keys[:length], causal[:length, :length])
-        group, outs = q.shape[1] // k.shape[1], []
-        for head, ids in enumerate(choose(p[:, -1:], k.shape[1], **how)):
-            seen = causal & ((at[:, None] < length) | (at >= length) | np.isin(at, ids))
-            mine = slice(head * group, (head + 1) * group)
-            p_head = probabilities(turned[:, mine], keys[:, head : head + 1], seen)
-            outs.append(weighted_values(p_head, v[:, head : head + 1]))
-        return np.concatenate(outs, 1)
-
-    return forward(config, params, [*prompt, *answer], attend)[-len(answer) :]

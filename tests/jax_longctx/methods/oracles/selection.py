@@ -154,10 +154,7 @@ def _psa(settings, picks, scores, tokens, forced, weight, guess):
 
 def softmax_output(q, k, v, kept):
     """`[N, H]`: exact attention of each head to its kept keys."""
-    group = len(q) // k.shape[1]
-    logits = np.einsum("nh,snh->ns", q, np.repeat(k, group, 1)) * q.shape[1] ** -0.5
-    weights = _softmax(np.where(kept, logits, -np.inf))
-    return np.einsum("ns,snh->nh", weights, np.repeat(v, group, 1))
+    return resa_output(q, k, v, kept, -np.inf, np.zeros(len(q)), 1.0)
 
 
 def resa_output(q, k, v, kept, p0, bias, lam):
