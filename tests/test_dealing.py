@@ -39,13 +39,10 @@ def test_a_change_touches_the_tests_of_what_changed(changed, files):
     assert "tests/train_cpt/test_loop.py" not in touched.files
 
 
-def test_a_module_that_no_test_names_has_the_tests_of_its_folder():
+def test_what_a_module_that_no_test_names_a_method_and_the_core_have():
     touched = dealing.touched_by(["checkpoints_convert/no_such_module.py"]).files
     assert "tests/checkpoints_convert/test_gguf.py" in touched
     assert {Path(file).parent.name for file in touched} == {"checkpoints_convert"}
-
-
-def test_a_changed_method_has_its_cases_and_the_core_one_method_of_each_kind():
     quest = dealing.touched_by(["jax_longctx/methods/quest.py"])
     other = "tests/jax_longctx/methods/test_every_method.py"
     assert quest.holds(other, ["quest"]) and not quest.holds(other, ["snapkv", 3])

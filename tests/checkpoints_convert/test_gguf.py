@@ -281,7 +281,7 @@ def test_sizes_are_checked_before_anything_is_made_of_them(refused, good, key, v
     refused(raw, words, kind=LongctxError, converting=False)
 
 
-def test_damage(refused, good):
+def test_damage_and_tensors_that_are_no_model(refused, good, tmp_path):
     refused(good[:-100], "truncated: tensor", "fetch it again")
     for size in (0, 3, 10, 100, 1000):
         refused(good[:size], "not a GGUF file")
@@ -292,6 +292,13 @@ def test_damage(refused, good):
     assert patched(good, key, struct.pack("<II", ARRAY, INT32), 0) == good
     raw = patched(good, key, struct.pack("<Q", 1 << 50), 8)
     refused(raw, "entries of an array, expected at most")
+    path, state = tmp_path / "m.gguf", random_state(CONFIG)
+    extra = {**state, "blk.0.ffn_gate_inp.weight": np.ones((4, 32), np.float32)}
+    refused(write_gguf(path, CONFIG, extra), "blk.0.ffn_gate_inp.weight", "unknown")
+    del extra["blk.0.ffn_gate_inp.weight"], extra["model.layers.1.self_attn.v_proj.weight"]
+    refused(write_gguf(path, CONFIG, extra), "blk.1.attn_v.weight", "missing")
+    state["model.layers.1.mlp.up_proj.weight"][2, 3] = np.nan
+    refused(write_gguf(path, CONFIG, state), "blk.1.ffn_up.weight", "NaN")
 
 
 def test_random_bytes_are_refused_in_one_line_or_read(tmp_path, good):
@@ -307,16 +314,6 @@ def test_random_bytes_are_refused_in_one_line_or_read(tmp_path, good):
             open_source(tmp_path / "m.gguf")
         except LongctxError as error:
             assert "\n" not in str(error)
-
-
-def test_tensors_that_are_no_model(tmp_path, refused):
-    path, state = tmp_path / "m.gguf", random_state(CONFIG)
-    extra = {**state, "blk.0.ffn_gate_inp.weight": np.ones((4, 32), np.float32)}
-    refused(write_gguf(path, CONFIG, extra), "blk.0.ffn_gate_inp.weight", "unknown")
-    del extra["blk.0.ffn_gate_inp.weight"], extra["model.layers.1.self_attn.v_proj.weight"]
-    refused(write_gguf(path, CONFIG, extra), "blk.1.attn_v.weight", "missing")
-    state["model.layers.1.mlp.up_proj.weight"][2, 3] = np.nan
-    refused(write_gguf(path, CONFIG, state), "blk.1.ffn_up.weight", "NaN")
 
 
 def test_what_is_not_implemented(tmp_path, refused, good):

@@ -123,13 +123,10 @@ def test_the_reference_is_the_definition(options):
     _check(run, lengths, ROWS[1], STARTS[0], group, squares, *inputs)
 
 
-def test_squares_are_beside_a_sum():
+def test_mass_sums_to_the_number_of_queries_and_squares_are_beside_a_sum():
     with pytest.raises(ValueError, match="squares beside over_group 'max'"):
         Reduction(1.0, over_group="max", squares=True)
-
-
-def test_mass_of_whole_attention_sums_to_the_number_of_queries():
-    """With the attention's own log-sum-exp every counted query and head spreads a mass of 1."""
+    # With the attention's own log-sum-exp every counted query and head spreads a mass of 1.
     lengths = jnp.array([0, 1, 300, 1100], jnp.int32)
     shapes = (4, 6, 4, HEAD_DIM), (4, 2, 1100, HEAD_DIM)
     q, k = (normal(*shape, seed=i, dtype="bfloat16") for i, shape in enumerate(shapes))
@@ -197,16 +194,13 @@ def _temporaries(*shape):
     return _program(*shape).memory_analysis().temp_size_in_bytes
 
 
-def test_memory_does_not_grow_with_the_logits():
-    """A longer cache adds only the sums of its slots, more queries only copies of theirs."""
+def test_neither_the_logits_nor_heads_that_do_not_count_cost():
+    # A longer cache adds only the sums of its slots, more queries only copies of theirs.
     short, long, tall = _temporaries(512, 4096), _temporaries(512, 65536), _temporaries(8192, 4096)
     assert short < 64 * 2**20
     assert long <= short + 3 * (65536 - 4096) * 8 * 4
     assert tall <= short + 4 * (8192 - 512) * 8 * (64 + 1) * 4
     # So many queries that even the fewest keys need them in blocks.
     assert _temporaries(65536, 256, 32) < 64 * 2**20 + 4 * 65536 * 32 * (64 + 1) * 4
-
-
-def test_the_first_heads_alone_are_computed_where_they_alone_count():
     every, first = (_program(1, 4096, over_group=x).cost_analysis() for x in ("sum", "first"))
     assert first["flops"] < every["flops"] / 3

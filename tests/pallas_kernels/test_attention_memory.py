@@ -32,14 +32,11 @@ def _cache_temporaries(queries, slots):
 
 
 def test_streaming_takes_no_more_memory_than_its_queries_ask_for():
-    """None for a longer cache; beyond a block of scores only copies of q, out and lse grow."""
+    # None for a longer cache; beyond a block of scores only copies of q, out and lse grow.
     short, middle, long = (_cache_temporaries(1024, slots) for slots in (4096, 8192, 65536))
     assert long <= short * 1.01
     assert long < 1024 * 65536 * 8 * 4 / 20  # a twentieth of the T x S scores
     assert _cache_temporaries(8192, 8192) <= middle + 4 * 8192 * 8 * (64 + 1) * 4
-
-
-def test_causal_attention_does_not_hold_the_square_of_scores():
     attend = functools.partial(causal_attention, scale=0.1, implementation="xla")
     fresh = 1, 8192, 2, 64
     assert _temporaries(attend, (1, 8192, 8, 64), fresh, fresh) < 8192**2 * 8 * 4 / 20

@@ -84,17 +84,14 @@ def test_a_chunk_against_itself(monkeypatch, window):
     np.testing.assert_allclose(lse, expected[1], atol=1e-6)
 
 
-def test_the_program_for_cuda_hands_cudnn_the_cache_as_it_lies(_cudnn):
+def test_the_program_for_cuda_hands_cudnn_the_cache_as_it_lies_or_parts_of_it(_cudnn, monkeypatch):
     q, *rest = _inputs("bfloat16")
     assert gpu.unsupported_causal(q) is None is gpu.unsupported_cache(q, None)
     text = _program(q, *rest)
     assert "@__cudnn$fmhaSoftmax(%" in text
     assert ", %arg1, %arg2, " in text.split("@__cudnn$fmhaSoftmax")[1]
     assert "bf16>, tensor<6x6x5xf32>" in text  # the log-sum-exp [B,N,T], not rounded
-
-
-def test_a_question_over_a_long_cache_is_read_in_parts(monkeypatch, _cudnn):
-    """The rows of one key head that the program gives cuDNN: two heads in 32 parts."""
+    # The rows of one key head that the program gives cuDNN: two heads in 32 parts.
     monkeypatch.setattr(gpu.hopper, "processors", lambda: 132)
     q, k = (jnp.zeros((1, *shape, 64), jnp.bfloat16) for shape in ((5, 6), (2, 65536)))
     text = _program(q, k, k, jnp.array([9]))

@@ -55,16 +55,13 @@ def test_numbers_come_back_within_half_a_step(dtype, size):
     assert np.abs(np.asarray(kept.values)).max() <= 127
 
 
-def test_zeros_and_numbers_that_are_not_finite():
+def test_what_is_not_finite_bytes_and_dtypes_of_what_is_stored():
     x = jnp.stack([jnp.zeros(H), jnp.full(H, jnp.nan), draw(H).at[3].set(jnp.inf), draw(H)])
     back = np.asarray(dequantised(quantise(x)))
     assert (back[0] == 0).all()
     # An engine that looks for them in the logits still finds them.
     assert np.isnan(back[1]).all() and np.isnan(back[2]).all() and np.isfinite(back[3]).all()
-
-
-def test_bytes():
-    """8B's shape: keys and values of 131,072 tokens."""
+    # 8B's shape: keys and values of 131,072 tokens.
     shape = (1, 8, 131_072, 128)
     kept, whole = jax.eval_shape(
         lambda: (empty(shape, jnp.bfloat16, "int8"), empty(shape, jnp.bfloat16, None))
@@ -72,9 +69,6 @@ def test_bytes():
     assert kept.shape == shape and kept.dtype == jnp.bfloat16
     assert kept.nbytes == whole.size + 2 * whole.size // 128
     assert kept.nbytes / (2 * whole.size) <= 0.53
-
-
-def test_what_is_stored_again_stays_in_the_dtype_that_reads_give():
     like = empty((1, K, S, H), jnp.bfloat16, "int8")
     kept = stored_as(like, draw(1, K, 5, H))
     assert jax.tree.structure(kept) == jax.tree.structure(like)

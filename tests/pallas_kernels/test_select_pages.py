@@ -64,15 +64,12 @@ def test_pages_outside_the_bounds_may_hold_anything():
         np.testing.assert_array_equal(lists, expected)
 
 
-def test_equal_scores_go_to_the_lowest_pages():
+def test_equal_scores_go_to_the_lowest_pages_and_longer_lists_end_in_none():
     q, digests = _digests("box")
     same = jax.tree.map(lambda x: jnp.broadcast_to(x[:, :, :1], x.shape), digests)
     lists = _run(False)(q, same, BEST)
     assert (lists[0] == jnp.arange(SIZE)).all()
     assert (lists[1] == jnp.array([3, 4, 5, 6, 7, -1, -1])).all()
-
-
-def test_lists_longer_than_the_cache_end_in_none():
     arguments = *_digests("box"), BEST._replace(count=COUNT * 10)
     lists = _run(False, size=PAGES + 9)(*arguments)
     assert (lists[0] == jnp.where(jnp.arange(33) < PAGES, jnp.arange(33), -1)).all()

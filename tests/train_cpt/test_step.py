@@ -59,9 +59,17 @@ def test_the_loss_is_that_of_the_next_tokens():
     assert abs(mean - losses.mean()) > 1e-4
 
 
-def test_micro_batches_add_up_and_layers_run_again_are_the_same():
+def test_micro_batches_add_up_and_bfloat16_gradients_are_close_to_exact_ones():
     same = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7)
     jax.tree.map(same, found_gradients(batches=2, remat="full"), found_gradients())
+    loss, found = found_gradients(dtype="bfloat16")
+    exact_loss, exact = found_gradients()
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype(np.float32)}
+    np.testing.assert_allclose(loss, exact_loss, rtol=1e-2)
+    ours, theirs = (
+        np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)]) for tree in (found, exact)
+    )
+    assert 0 < np.linalg.norm(ours - theirs) < 0.03 * np.linalg.norm(theirs)
 
 
 def test_layers_run_again_keep_less():
@@ -81,17 +89,6 @@ def test_layers_run_again_keep_less():
 
     whole, matmuls, inputs = kept("none"), kept("dots"), kept("full")
     assert inputs < matmuls < whole
-
-
-def test_a_bfloat16_pass_gives_float32_gradients_close_to_exact_ones():
-    loss, found = found_gradients(dtype="bfloat16")
-    exact_loss, exact = found_gradients()
-    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype(np.float32)}
-    np.testing.assert_allclose(loss, exact_loss, rtol=1e-2)
-    ours, theirs = (
-        np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)]) for tree in (found, exact)
-    )
-    assert 0 < np.linalg.norm(ours - theirs) < 0.03 * np.linalg.norm(theirs)
 
 
 def trained(mesh):
@@ -142,12 +139,16 @@ def test_the_optimizer_is_clipped_adamw():
         np.testing.assert_allclose(params, weights, atol=1e-5)
 
 
-def test_the_defaults_are_the_papers():
+def test_the_defaults_are_the_papers_and_weights_in_8_bits_are_refused():
     config = OptimizerConfig(steps=100)
     assert (config.learning_rate, config.warmup, config.weight_decay) == (5e-6, 20, 0.0)
     halved = step.make_optimizer(OptimizerConfig(steps=100, first_moment="bfloat16"))
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(halved.init(jnp.ones(3))) if leaf.shape]
     assert dtypes == [jnp.bfloat16, jnp.float32]
+    setup = setup_of()
+    params = init_params(setup.config, RunSpec(mesh=setup.mesh, weights="int8"))
+    with pytest.raises(ConfigError, match="weights as floats, got int8; load them without"):
+        step.init_state(setup, params)
 
 
 @pytest.mark.parametrize(
@@ -171,13 +172,6 @@ def test_bad_settings_are_refused(make, fields, message, unchecked_signatures):
     valid = {"steps": 10, "warmup": 2} if make is OptimizerConfig else {}
     with pytest.raises(ConfigError, match=message):
         make(**valid | fields)
-
-
-def test_weights_in_8_bits_are_refused():
-    setup = setup_of()
-    params = init_params(setup.config, RunSpec(mesh=setup.mesh, weights="int8"))
-    with pytest.raises(ConfigError, match="weights as floats, got int8; load them without"):
-        step.init_state(setup, params)
 
 
 def plain_cross_entropy(hidden, table, targets, weights):

@@ -60,13 +60,10 @@ def test_files_and_figures(tmp_path, steady):
     assert markdown(record).splitlines()[-1].endswith(f"| {ratio} |")
 
 
-def test_a_name_of_no_case_is_refused_before_anything_is_measured(monkeypatch):
+def test_a_name_of_no_case_is_refused_and_a_failure_is_a_row(monkeypatch, steady):
     monkeypatch.setattr(kernels, "copy_bandwidth", Mock(side_effect=AssertionError))
     with pytest.raises(InputError, match=r"^no case's name holds --only 'nope'; without it all"):
         kernels.run(only="nope", shrink=64)
-
-
-def test_a_failure_is_a_row_and_the_others_run(steady):
     case = next(c for c in kernels.cases(64) if c.operation == "page_scores")
     broken = Mock(side_effect=ValueError("no such | thing"))
     case = dataclasses.replace(case, others={"broken": broken, **case.others})

@@ -258,12 +258,20 @@ def append_tokens(setup, cache, tokens, valid, seed):
     return run(cache, k, v, np.array(valid, np.int32)), (k, v)
 
 
-def test_an_empty_cache_is_empty_and_its_buffers_are_its_own():
+def test_buffers_are_a_caches_own_unless_it_is_rewound():
     cache = cache_of(3)
     assert cache.k.shape == cache.v.shape == (3, HEADS, SLOTS, HEAD_DIM)
     leaves = jax.tree.leaves(cache)
     assert not any(np.any(leaf) for leaf in leaves)
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+    # A fork is donated to its steps while the context keeps the counts it started from.
+    cache = cache_of(1).end_context(reserve=0)
+    back = cache.rewind()
+    assert back.k is cache.k and back.v is cache.v
+    donate = jax.jit(lambda length, position: (length + 1, position + 1), donate_argnums=(0, 1))
+    donate(back.length, back.position)
+    assert not cache.context_length.is_deleted() and not cache.context_position.is_deleted()
+    assert int(cache.context_length[0]) == 0
 
 
 def test_the_context_is_found_again_after_a_question(setup):
@@ -290,14 +298,3 @@ def test_the_context_is_found_again_after_a_question(setup):
     # A second question lands where the first did.
     again, (other, _) = append_tokens(setup, back, 5, [5, 5, 5], seed=6)
     np.testing.assert_array_equal(ordered(setup, again.k)[1, :, :5], np.swapaxes(other[1], 0, 1))
-
-
-def test_a_rewound_cache_shares_the_buffers_and_not_the_counts():
-    """A fork is donated to its steps while the context keeps the counts it started from."""
-    cache = cache_of(1).end_context(reserve=0)
-    back = cache.rewind()
-    assert back.k is cache.k and back.v is cache.v
-    donate = jax.jit(lambda length, position: (length + 1, position + 1), donate_argnums=(0, 1))
-    donate(back.length, back.position)
-    assert not cache.context_length.is_deleted() and not cache.context_position.is_deleted()
-    assert int(cache.context_length[0]) == 0

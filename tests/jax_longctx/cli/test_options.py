@@ -54,13 +54,20 @@ def invoke():
     return lambda *args: CliRunner().invoke(app, list(args))
 
 
-def test_fields_are_options_and_the_dataclass_comes_whole(invoke):
+def test_fields_are_options_below_their_heading_and_the_dataclass_comes_whole(invoke):
     found = invoke("cook", "-d", "soup", "Ann", "Bob", "--no-salted", "--side", "a", "--side", "b")
     cooked = {"dish": "soup", "minutes": 5, "salted": False, "sides": ["a", "b"]}
     assert json.loads(found.stdout) == [cooked, ["Ann", "Bob"], 1]
     # Only some fields may be options.
     assert json.loads(invoke("serve", "-d", "soup").stdout)["minutes"] == 5
     assert invoke("serve", "-d", "soup", "--minutes", "3").exit_code == 2
+    shown = invoke("cook", "--help").stdout
+    assert "Cook for guests." in shown
+    kitchen = shown[shown.index("Kitchen") :]
+    for text in ("--dish", "-d", "What it is.", "--minutes", "--no-salted", "--side"):
+        assert text in kitchen
+    assert "--table" in shown[: shown.index("Kitchen")] and "Who eats." in shown
+    assert "--minutes" not in invoke("serve", "--help").stdout
 
 
 def test_names_types_bounds_and_what_fields_allow_together_are_checked(invoke):
@@ -88,16 +95,6 @@ def test_a_file_to_write_is_named_alike_everywhere():
         if {"--out", "--output"} & set(parameter.opts)
     ]
     assert len(named) > 10 and all("-o" in names for names in named), named
-
-
-def test_help_is_of_the_fields_below_their_heading(invoke):
-    shown = invoke("cook", "--help").stdout
-    assert "Cook for guests." in shown
-    kitchen = shown[shown.index("Kitchen") :]
-    for text in ("--dish", "-d", "What it is.", "--minutes", "--no-salted", "--side"):
-        assert text in kitchen
-    assert "--table" in shown[: shown.index("Kitchen")] and "Who eats." in shown
-    assert "--minutes" not in invoke("serve", "--help").stdout
 
 
 @pytest.mark.parametrize("offload", [None, "host"])

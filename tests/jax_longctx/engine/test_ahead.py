@@ -232,7 +232,7 @@ def test_layers_that_are_alike_share_a_program_and_take_their_caches():
     assert [int(cache.length[0]) for cache in finished] == [24] * 5
 
 
-def test_an_answers_kinds_of_steps_in_the_order_of_their_first():
+def test_an_answers_kinds_of_steps_and_its_turns():
     assert answer_variants(REFRESH, 20) == ("partial", "check")
     # Steps 1 and 2 are partial, and the first token of an answer takes none.
     assert answer_variants(REFRESH, 3) == ("partial",)
@@ -240,16 +240,10 @@ def test_an_answers_kinds_of_steps_in_the_order_of_their_first():
     assert answer_variants(always, 9) == ("check",)
     # A program is compiled for an answer of one token too.
     assert answer_variants(Full(), 1) == ("",)
-
-
-def test_turns_count_from_the_blocks_first_step():
     turns = decode_turns(REFRESH, ("partial", "check"), [range(5, 11), range(3, 5)], 8)
     # Steps 6 and 9 of the first row are full; the block has room for two more.
     assert turns.tolist() == [[0, 1, 0, 0, 1, 0, -1, -1], [1, 0, *[-1] * 6]]
     assert decode_turns(Full(), ("",), [range(1, 3)], 3).tolist() == [[0, 0, -1]]
-
-
-def test_an_answer_may_end_before_the_first_step_of_another_kind():
     engine = tiny_engine(REFRESH, config=tiny_config(num_layers=1), by_layer=True)
     prompts = random_rows([21])
     longer = joined(engine.generate(prompts, max_tokens=7))

@@ -117,7 +117,7 @@ def sizes(cache):
     return cache.slots.shape[1], cache.pages.shape[1], cache.listed.shape[0]
 
 
-def test_a_page_is_of_its_own_layer():
+def test_a_page_is_of_its_own_layer_and_whole():
     caches = (paged(256, 16), paged(256, 32), paged(512, 4))
     grown = grow(caches, 128)
     assert [sizes(cache) for cache in grown] == [(384, 24, 3), (384, 48, 3), (640, 5, 3)]
@@ -125,6 +125,14 @@ def test_a_page_is_of_its_own_layer():
         kept = new[tuple(map(slice, old.shape))]
         np.testing.assert_array_equal(kept, old)
         assert new.sum() == old.sum()
+    alone = dataclasses.replace(paged(256, 16), slots=None)
+    for cache, said in [
+        (paged(256, 24), "256 slots in 24 pages, and 128 slots more, are not whole pages"),
+        (paged(512, 2), "512 slots in 2 pages, and 128 slots more, are not whole pages"),
+        (alone, r"axis 'pages' of 16 is measured by one number of slots, the cache has \[\]"),
+    ]:
+        with pytest.raises(ValueError, match=f"layer 1: {said}"):
+            grow((paged(256, 16), cache), 128)
 
 
 def test_an_axis_that_each_cache_names_itself():
@@ -137,14 +145,3 @@ def test_an_axis_that_each_cache_names_itself():
     # A share stays one, in whole granules: 300 of 512 slots; 640 more need 375 more, 3 granules.
     (grown,) = grow((paged(512, 4, 300, "share"),), 640)
     assert grown.listed.shape[0] == 300 + 384
-
-
-def test_pages_that_are_not_whole_are_refused():
-    alone = dataclasses.replace(paged(256, 16), slots=None)
-    for cache, said in [
-        (paged(256, 24), "256 slots in 24 pages, and 128 slots more, are not whole pages"),
-        (paged(512, 2), "512 slots in 2 pages, and 128 slots more, are not whole pages"),
-        (alone, r"axis 'pages' of 16 is measured by one number of slots, the cache has \[\]"),
-    ]:
-        with pytest.raises(ValueError, match=f"layer 1: {said}"):
-            grow((paged(256, 16), cache), 128)

@@ -112,7 +112,7 @@ def test_one_context_answers_many_questions(engine):
     assert collect(engine, alone, second, max_tokens=6) == b
 
 
-def test_a_question_given_up_leaves_the_context_whole(engine):
+def test_a_context_is_whole_after_a_question_given_up_or_says_that_it_was_lost(engine):
     context = engine.prefill([ROW], reserve=16)
     question = random_rows([4], seed=5)
     whole = collect(engine, context, question, max_tokens=6)
@@ -122,9 +122,6 @@ def test_a_question_given_up_leaves_the_context_whole(engine):
         next(engine.stream(context, question, max_tokens=6))
     stream.close()
     assert collect(engine, context, question, max_tokens=6) == whole
-
-
-def test_a_context_that_was_lost_says_so(engine):
     context = engine.prefill([ROW], reserve=16)
     for leaf in jax.tree.leaves(context.caches):
         leaf.delete()
@@ -220,14 +217,13 @@ def test_a_context_is_refused_under_another_method(tmp_path):
     assert collect(equal, context, [[1]], max_tokens=2)
 
 
-def test_weights_that_are_not_numbers_are_named():
+def test_weights_heads_and_sizes_that_cannot_be_are_named():
     broken = tiny_engine(chunk=16)
     broken.params["final_norm"]["scale"] *= float("nan")
     with pytest.raises(InputError, match=r"not finite.*NaN"):
         joined(broken.generate([ROW], max_tokens=4))
-
-
-def test_a_context_that_cannot_fit_is_refused_before_prefill():
+    with pytest.raises(ConfigError, match="kv_heads=2 does not divide over mesh axis tensor=4"):
+        tiny_engine(mesh=make_mesh(tensor=4))
     small = tiny_engine(chunk=16, memory_limit=80_000)
     with pytest.raises(CapacityError) as error:
         small.prefill([list(ROW) * 20], reserve=16)
@@ -249,8 +245,3 @@ def test_what_is_said_of_memory(monkeypatch, tmp_path):
     assert capacity.available_bytes(make_mesh()) is not None
     monkeypatch.setattr(capacity, "MEMINFO", tmp_path / "none")
     assert capacity.available_bytes(make_mesh()) is None
-
-
-def test_a_mesh_that_does_not_divide_the_heads_is_refused():
-    with pytest.raises(ConfigError, match="kv_heads=2 does not divide over mesh axis tensor=4"):
-        tiny_engine(mesh=make_mesh(tensor=4))

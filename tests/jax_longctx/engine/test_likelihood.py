@@ -160,7 +160,7 @@ def _sizes(jaxpr):
     return found
 
 
-def test_bad_input_is_named():
+def test_bad_input_is_named_and_a_question_is_given_where_it_is_needed():
     for contexts, continuations, questions, said in [
         ([[1], []], [[2], [2]], None, "row 1 has 0 tokens before the 1 that are scored"),
         ([[1]], [[]], None, "row 0 has 1 tokens before the 0 that are scored"),
@@ -171,9 +171,6 @@ def test_bad_input_is_named():
     ]:
         with pytest.raises(InputError, match=said):
             loglikelihoods(engine_of(), contexts, continuations, questions=questions)
-
-
-def test_a_method_that_reads_for_a_question_gets_one():
     engine = engine_of("citrus")
     with pytest.raises(InputError, match="needs the question at prefill"):
         loglikelihoods(engine, CONTEXTS, CONTINUATIONS, through="context")

@@ -36,38 +36,13 @@ def setup_of(layers=1):
     return Setup(config, Full(), make_mesh(), jnp.dtype(jnp.bfloat16), 512, by_layer=True)
 
 
-def test_decode_copies_no_cache():
-    """A layer's step stays far below the cache that it updates."""
+def test_decode_copies_no_cache_and_full_attention_finishes_in_place():
+    # A layer's step stays far below the cache that it updates.
     setup, batch, slots = setup_of(), 4, 16384
     memory = compile_layer(setup, batch, slots, 1).memory_analysis()
     cache = cache_bytes(setup, batch, slots)
     assert memory.temp_size_in_bytes < cache / 10
     assert memory.alias_size_in_bytes >= cache
-
-
-def test_a_segment_takes_no_more_memory_for_more_slots():
-    setup, tokens, slots = setup_of(), 256, 16384
-    short, long = (
-        compile_layer(setup, 1, room, tokens).memory_analysis() for room in (4096, slots)
-    )
-    assert long.alias_size_in_bytes >= cache_bytes(setup, 1, slots)
-    assert long.temp_size_in_bytes <= short.temp_size_in_bytes * 1.01
-    # A row's scores in one layer, of which there is never more than a block.
-    scores = tokens * slots * setup.config.num_heads * jnp.dtype(jnp.float32).itemsize
-    assert long.temp_size_in_bytes < scores / 5
-
-
-def test_the_last_logits_of_a_question_cost_one_row():
-    """A segment's logits are taken at each row's end, not at every column."""
-    tokens, vocabulary = 256, 65536
-    config = tiny_config(num_layers=1, vocab_size=vocabulary)
-    setup = Setup(config, Full(), make_mesh(), jnp.dtype(jnp.bfloat16), 512)
-    every = tokens * vocabulary * jnp.dtype(jnp.float32).itemsize
-    memory = compile_segment(setup, 1, 4096, tokens, "last").memory_analysis()
-    assert memory.temp_size_in_bytes < every / 2
-
-
-def test_full_attention_finishes_in_place():
     setup, batch, slots = setup_of(layers=2), 4, 4096
     total = jax.ShapeDtypeStruct((batch,), jnp.int32)
     caches = sharded_caches(setup, batch, slots)
@@ -77,3 +52,22 @@ def test_full_attention_finishes_in_place():
     # All but the numbers that say where the context ended, which are replaced.
     replaced = 2 * 2 * batch * jnp.dtype(jnp.int32).itemsize
     assert memory.alias_size_in_bytes >= cache_bytes(setup, batch, slots) - replaced
+
+
+def test_a_segment_takes_no_memory_for_more_slots_nor_for_logits_but_the_last():
+    setup, tokens, slots = setup_of(), 256, 16384
+    short, long = (
+        compile_layer(setup, 1, room, tokens).memory_analysis() for room in (4096, slots)
+    )
+    assert long.alias_size_in_bytes >= cache_bytes(setup, 1, slots)
+    assert long.temp_size_in_bytes <= short.temp_size_in_bytes * 1.01
+    # A row's scores in one layer, of which there is never more than a block.
+    scores = tokens * slots * setup.config.num_heads * jnp.dtype(jnp.float32).itemsize
+    assert long.temp_size_in_bytes < scores / 5
+    # A segment's logits are taken at each row's end, not at every column.
+    tokens, vocabulary = 256, 65536
+    config = tiny_config(num_layers=1, vocab_size=vocabulary)
+    setup = Setup(config, Full(), make_mesh(), jnp.dtype(jnp.bfloat16), 512)
+    every = tokens * vocabulary * jnp.dtype(jnp.float32).itemsize
+    memory = compile_segment(setup, 1, 4096, tokens, "last").memory_analysis()
+    assert memory.temp_size_in_bytes < every / 2

@@ -63,10 +63,19 @@ def test_bu_1_x19_a_share_of_one_is_uniform(ada, blend):
     assert got == [[best(mass[b, h], COUNT[b]) for h in range(HEADS)] for b in range(2)]
 
 
-def test_bu_2_equal_heads_get_equal_budgets(ada):
+def test_bu_2_bu_4_equal_heads_and_one_are_uniform_and_shares_exact(ada):
     mass = np.repeat(masses()[:, :1], HEADS, axis=1)
     got = ada(mass, COUNT, 0.2, False)
     assert got == [[best(mass[b, h], COUNT[b]) for h in range(HEADS)] for b in range(2)]
+    mass = masses()[:, :1]
+    got = ada(mass, COUNT, 0.2, False)
+    for b in range(2):
+        assert got[b] == [best(mass[b, 0], COUNT[b]), [], [], []]
+    counts = np.array([0, 1, 100, 1000, 8192, 1_000_003], np.int32)
+    for ratio in (0.025, 0.29, 0.1, 0.7, 1.0, 0.3333):
+        exact = [int(Fraction(str(ratio)) * int(n)) for n in counts]
+        assert np.asarray(head_budgets.share(ratio, jnp.asarray(counts))).tolist() == exact
+        assert [head_budgets.share(ratio, int(n)) for n in counts] == exact
 
 
 def test_bu_3_the_floor_holds_and_the_total_is_exact(ada):
@@ -100,21 +109,6 @@ def test_the_blend_is_the_authors_rounding(ada):
         for h in range(HEADS):
             count = round(free.count(h) * 0.8) + int(COUNT[b] * 0.2)
             assert got[b][h] == best(mass[b, h], count)
-
-
-def test_bu_4_one_head_is_uniform(ada):
-    mass = masses()[:, :1]
-    got = ada(mass, COUNT, 0.2, False)
-    for b in range(2):
-        assert got[b] == [best(mass[b, 0], COUNT[b]), [], [], []]
-
-
-def test_shares_are_of_the_number_as_written():
-    counts = np.array([0, 1, 100, 1000, 8192, 1_000_003], np.int32)
-    for ratio in (0.025, 0.29, 0.1, 0.7, 1.0, 0.3333):
-        exact = [int(Fraction(str(ratio)) * int(n)) for n in counts]
-        assert np.asarray(head_budgets.share(ratio, jnp.asarray(counts))).tolist() == exact
-        assert [head_budgets.share(ratio, int(n)) for n in counts] == exact
 
 
 def logs(seed):

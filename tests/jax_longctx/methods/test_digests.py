@@ -75,7 +75,7 @@ def test_av_2_scores_equal_the_form_with_a_maximum_for_every_digest(scores):
     assert np.isneginf(got["quest"][1, :, 4:]).all()
 
 
-def test_qs_3_av_1_x18_av_4_bounds(scores):
+def test_qs_3_av_1_x18_av_4_qs_5_bounds_whatever_the_order_within_a_page(scores):
     q, keys, lengths = data(1)
     got = scores(q, keys, lengths)
     np.testing.assert_array_equal(got["cuboid-max"], got["quest"])
@@ -85,9 +85,6 @@ def test_qs_3_av_1_x18_av_4_bounds(scores):
         best = (keys[row, at, head // 2] @ q[row, head]).max()
         assert got["quest"][row, head, page] >= best - 1e-5
         assert got["sphere-max"][row, head, page] >= best - 1e-5
-
-
-def test_qs_5_the_order_within_a_page_is_nothing(scores):
     q, keys, lengths = data(2, (24, 24, 24))
     order = np.random.default_rng(0).permuted(np.tile(np.arange(PAGE), (PAGES, 1)), axis=1)
     shuffled = keys[:, (np.arange(PAGES)[:, None] * PAGE + order).reshape(-1)]

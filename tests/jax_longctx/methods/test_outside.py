@@ -34,13 +34,18 @@ def every_second(tmp_path, monkeypatch):
     return lambda **settings: make_method("every-second", settings)
 
 
-def test_a_rule_is_one_file_of_at_most_30_lines():
+def test_a_rule_and_a_selector_are_one_file_of_at_most_30_lines():
     rule = files_of("eviction_rule")["every_second.py"].splitlines()
     assert len(rule) <= 30
     assert max(map(len, rule)) <= 100
+    text = files_of("selector")["random_pages.py"]
+    assert len(text.splitlines()) <= 30 and max(map(len, text.splitlines())) <= 100
+    imported = {node.module for node in ast.walk(ast.parse(text)) if hasattr(node, "module")}
+    ours = {name for name in imported if name.startswith("jax_longctx")}
+    assert ours == {"jax_longctx.contract", "jax_longctx.parts.selecting"}
 
 
-def test_it_keeps_every_second_token_and_the_newest_of_the_others(every_second):
+def test_it_keeps_every_second_token_and_comes_back_from_its_settings(every_second):
     method = every_second(budget=12, chunk=4)
     engine = tiny_engine(method, config=tiny_config(num_layers=1), chunk=4)
     rows = []
@@ -50,9 +55,6 @@ def test_it_keeps_every_second_token_and_the_newest_of_the_others(every_second):
     assert rows[0] == rows[1] == tuple(range(14, 37, 2))
     assert rows[4] == rows[5] == (0, 2, 4, 6, 8, 10, 12, 14, 16, 17, 18, 19)
     assert rows[2] == tuple(range(9))
-
-
-def test_it_is_described_and_comes_back_from_its_settings(every_second):
     described = describe("every-second")
     assert described["summary"] == "Tokens of even index, the newest first; then the others"
     assert not described["append_only"] and not described["keeps_all"]
@@ -80,14 +82,6 @@ def random_pages(tmp_path, monkeypatch):
     return lambda **settings: make_method("random-pages", {"page_size": 4, **FIXED, **settings})
 
 
-def test_a_selector_is_one_file_of_at_most_30_lines_that_imports_its_kind():
-    text = files_of("selector")["random_pages.py"]
-    assert len(text.splitlines()) <= 30 and max(map(len, text.splitlines())) <= 100
-    imported = {node.module for node in ast.walk(ast.parse(text)) if hasattr(node, "module")}
-    ours = {name for name in imported if name.startswith("jax_longctx")}
-    assert ours == {"jax_longctx.contract", "jax_longctx.parts.selecting"}
-
-
 @pytest.mark.parametrize(
     "sizes",
     [(2, 2, 2), *(pytest.param(it, marks=pytest.mark.slow) for it in ((1, 1, 1), (1, 4, 1)))],
@@ -110,7 +104,7 @@ def test_a_selector_reads_the_pages_drawn_first_whatever_query_and_mesh(random_p
         )
 
 
-def test_a_selector_says_what_is_true_of_it_and_has_its_kinds_settings(random_pages):
+def test_a_selector_says_what_is_true_of_it(random_pages):
     described = describe("random-pages")
     assert "random-pages" in METHODS
     assert described["summary"].startswith("Decode reads pages drawn at random")
@@ -119,9 +113,6 @@ def test_a_selector_says_what_is_true_of_it_and_has_its_kinds_settings(random_pa
     assert set(described["settings"]) == {*describe("quest")["settings"], "seed"}
     with pytest.raises(ConfigError, match="random-pages: page_size must divide 128, got 48"):
         random_pages(page_size=48)
-
-
-def test_a_selector_reads_no_key_but_the_budgets(random_pages):
     method = random_pages(budget=1024, page_size=16, granularity="kv_head")
     shape = layer_shape(*(jnp.zeros(size) for size in [(1, HEADS, 8), (1, 2, 8192, 8)]))
     cache = method.init_cache(shape)

@@ -36,7 +36,7 @@ def as_text(settings):
     return {name: str(value) for name, value in settings.items()}
 
 
-def test_values_get_their_types():
+def test_values_get_their_types_and_what_is_left_out_its_default():
     text = {"budget": "128", "alpha": "1e-3", "pooled": "True", "norm": "l2", "rank": "2"}
     made = make_method("sparse", {**text, "window": "16", "label": "7"})
     assert made == Sparse(
@@ -44,15 +44,9 @@ def test_values_get_their_types():
     )
     kinds = [type(getattr(made, field.name)) for field in dataclasses.fields(made)]
     assert kinds == [int, float, bool, str, int, int, str]
-
-
-def test_false_and_none_are_values():
     made = make_method("sparse", {"pooled": "false", "window": "none", "alpha": "2"})
     assert (made.pooled, made.window, made.alpha) == (False, None, 2.0)
     assert isinstance(made.alpha, float)
-
-
-def test_settings_left_out_keep_their_defaults():
     assert make_method("sparse", {}) == Sparse()
     assert make_method("dynamic-ntk") == DynamicNTK(factor=4.0)
     assert make_method("full") == Full()
@@ -85,13 +79,10 @@ def test_an_unknown_method_is_refused_with_a_suggestion(name, near):
             ask(name)
 
 
-def test_an_unknown_method_like_no_other_lists_them():
+def test_an_unknown_method_lists_them_and_an_unknown_setting_is_refused():
     with pytest.raises(ConfigError) as error:
         make_method("quantum")
     assert str(error.value) == f"unknown method 'quantum'; known: {', '.join(METHODS)}"
-
-
-def test_an_unknown_setting_is_refused():
     with pytest.raises(ConfigError, match="'dynamic-ntk' has no setting 'base'; it has: factor"):
         make_method("dynamic-ntk", {"base": "2"})
     with pytest.raises(ConfigError, match="'full' has no setting 'window'; it has: none"):
@@ -104,13 +95,12 @@ def test_a_method_comes_back_from_its_settings(method):
     assert make_method(described["name"], described["settings"]) == method
 
 
-def test_every_type_comes_back_from_its_settings():
+def test_every_type_comes_back_from_its_settings_and_nothing_else(
+    monkeypatch,
+):
     method = Sparse(budget=3, alpha=0.1, pooled=True, norm="l2", rank=2, label="a b")
     described = json.loads(json.dumps(settings_of(method)))
     assert make_method(described["name"], as_text(described["settings"])) == method
-
-
-def test_settings_of_something_else_are_refused(monkeypatch):
     monkeypatch.delitem(METHODS, "sparse")
     with pytest.raises(ConfigError, match="Sparse is not one of the methods full, arkvale"):
         settings_of(Sparse())

@@ -80,9 +80,14 @@ def compare(engine, caches):
                 assert [sorted(ids) for ids in lists[row]] == expected.read[layer]
 
 
-def test_sn_5_ragged_rows_equal_numpy_row_by_row(whole):
-    """Also X21 (the prompt in chunks) and X22: each row is compared with numpy's, alone."""
+def test_sn_5_sn_1_rows_equal_numpy_and_with_room_for_all_full_attention(whole):
+    # Also X21 (the prompt in chunks) and X22: each row is compared with numpy's, alone.
     compare(*whole)
+    # X1. (A budget that equals a prompt is among the rows above.)
+    engine, caches = whole
+    full = full_logits(engine, (CONTEXTS, QUESTIONS, ANSWERS))
+    for column, (logits, _) in enumerate(decoded(engine, caches, budget=60)):
+        check_rows(logits, [row[column - 9] for row in full])
 
 
 @pytest.mark.thorough
@@ -118,14 +123,6 @@ def test_sn_2_what_stays_equals_numpy(whole, changes):
     (cache,) = finish_question(setup, caches[1:], TOTAL, reserve=8)
     lists = in_order(cache, method.budget + 1)
     assert lists == [oracle(engine, row, **changes).lists[1] for row in range(4)]
-
-
-def test_sn_1_a_budget_that_holds_all_is_full_attention(whole):
-    """X1. (A budget that equals a prompt is among the rows above.)"""
-    engine, caches = whole
-    full = full_logits(engine, (CONTEXTS, QUESTIONS, ANSWERS))
-    for column, (logits, _) in enumerate(decoded(engine, caches, budget=60)):
-        check_rows(logits, [row[column - 9] for row in full])
 
 
 def test_sn_3_x10_window_1_over_the_layer_is_tova_at_once(whole):

@@ -56,13 +56,10 @@ def expected(method):
     return found
 
 
-def test_a_block_below_the_chunk_is_not_padded_to_the_chunk():
+def test_blocks_are_not_padded_and_all_but_the_first_have_an_anchor():
     prompt = Feed("context", 512, CONTEXTS, slots=512, shards=4)
     columns = [segment.tokens.shape[-1] for segment in STAR.segments(prompt)]
     assert len(columns) > 2 and set(columns) == {4 * 64}
-
-
-def test_all_blocks_but_the_first_have_an_anchor_of_one_token_too():
     prompt = Feed("context", 8, [[7, 8, 9, 5]], slots=4, shards=4)
     anchors, blocks = Star(block=1, anchor_kv="recompute").segments(prompt)
     assert anchors.tokens.tolist() == [[0, 7, 7, 7]] and anchors.valid.tolist() == [[0, 1, 1, 1]]

@@ -158,15 +158,12 @@ def test_shapes_are_those_of_the_weights():
     jax.tree.map(check, made, shapes)
 
 
-def test_weights_of_another_form_are_refused():
+def test_weights_of_another_form_are_refused_and_contexts_of_them(tmp_path):
     engine = engine_of(abstract_params(CONFIG, RunSpec(weights="int8")))
     with pytest.raises(InputError, match=r"in no 8-bit form, the engine was made for int8; make"):
         engine.take_params(random_params())
     engine.take_params(random_params(form="int8"))
     assert engine.setup.weights == "int8"
-
-
-def test_a_context_belongs_to_weights_of_its_form(tmp_path):
     kept, exact = engine_of(random_params(form="int8")), engine_of(random_params())
     context = kept.prefill([ROWS[0]], reserve=8)
     save_context(kept, context, tmp_path / "context")

@@ -195,7 +195,7 @@ def test_weights_that_do_not_divide_over_seq_stay_whole_and_are_named(run, monke
     assert "as they do not divide" not in run(*command, "seq=2,tensor=2").stdout
 
 
-def test_a_budget_bounds_memory_and_work():
+def test_what_a_budget_bounds_and_where_matrices_in_8_bits_become_floats():
     full, small = (
         make_plan(request(small_method(name), context=100_000), {})
         for name in ("full", "streaming-llm")
@@ -204,6 +204,11 @@ def test_a_budget_bounds_memory_and_work():
     assert small.prefill.attention < full.prefill.attention / 20
     assert small.decode.read < full.decode.read
     assert small.largest is None and full.largest is not None
+    on_gpu, on_tpu = (
+        make_plan(request(target=target, weights="int8", dtype="bfloat16"), {}, largest=False)
+        for target in ("a100", "v5e:1x1")
+    )
+    assert on_gpu.temporaries > on_tpu.temporaries
 
 
 @pytest.mark.parametrize(
@@ -300,14 +305,6 @@ def test_what_would_fit_is_named(run, monkeypatch):
     everything = ("--weights", "int8", "--kv", "int8", "-m", "snapkv")
     huge = ("plan", "--target", "v5e:1x1", "--model", "llama-3.1-70b", *everything)
     assert json.loads(run(*huge, "--json", code=0).stdout)["alternatives"] == {}
-
-
-def test_matrices_in_8_bits_become_floats_on_gpus_alone():
-    on_gpu, on_tpu = (
-        make_plan(request(target=target, weights="int8", dtype="bfloat16"), {}, largest=False)
-        for target in ("a100", "v5e:1x1")
-    )
-    assert on_gpu.temporaries > on_tpu.temporaries
 
 
 def test_the_command_tells_what_is_arithmetic(run):

@@ -134,8 +134,8 @@ def test_files_of_older_forms_have_copies_too(byte_level):
     assert 0 not in tokenizer.encode("a</s>a") and 0 in tokenizer.encode("</s>", parse_special=True)
 
 
-def test_a_long_message_is_scanned_once_for_all_special_tokens(byte_level):
-    """3,000 scans of 2 MB take seconds."""
+def test_special_tokens_in_a_long_message_take_no_time_of_their_own(byte_level):
+    # 3,000 scans of 2 MB take seconds.
     byte_level.add_special_tokens([f"<|reserved_{number}|>" for number in range(3000)])
     encoder = Tokenizer(byte_level, {})._encoder
     begun = time.process_time()
@@ -143,9 +143,6 @@ def test_a_long_message_is_scanned_once_for_all_special_tokens(byte_level):
         assert encoder.special_in(text * 150_000) == []
     assert encoder.special_in("Größe <|end|> <|reserved_2999|>") == [6, 14]
     assert time.process_time() - begun < patience(1)
-
-
-def test_many_special_tokens_in_a_message_take_no_time_of_their_own(byte_level):
     template = "{{ messages[0].content }}"
     tokenizer = Tokenizer(byte_level, {}, chat_template=template)
     begun = time.process_time()
