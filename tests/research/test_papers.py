@@ -1,5 +1,3 @@
-"""The papers' measurements against numpy's definitions."""
-
 import jax
 import numpy as np
 import pytest

@@ -1,5 +1,3 @@
-"""Training texts: collected, cut, split and refused, and a position that can be taken up."""
-
 import hashlib
 import json
 import os
@@ -31,7 +29,6 @@ def encode(text):
 
 
 def texts(count, size=20):
-    """Distinct documents; every byte of one says which it is."""
     return [(f"d{i}", chr(33 + i) * size) for i in range(count)]
 
 

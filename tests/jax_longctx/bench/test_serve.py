@@ -1,5 +1,3 @@
-"""`bench serve` on a tiny shape: figures are of what they say."""
-
 import json
 from unittest.mock import create_autospec
 
@@ -73,7 +71,6 @@ def test_rows_share_a_context_and_decode_while_a_text_is_read(tiny_preset, monke
 
 @pytest.fixture
 def stubbed(tiny_preset, monkeypatch):
-    """Steps take what is said here; the calls are listed."""
     found = {"alone_seconds": 0.25, "seconds": 0.5, "tokens_per_second": 6.0, "speedup": 1.5}
     found |= {"shared": True, "first_token": 0.75, "question_seconds": 0.125}
     made = create_autospec(serve._Measured.steps, side_effect=lambda *given: dict(found))

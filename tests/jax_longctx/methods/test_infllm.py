@@ -201,7 +201,6 @@ def test_2x2x2(options):
 
 @pytest.mark.thorough
 def test_it_9_it_11_units_begin_anywhere_on_sharded_slots():
-    """The rotary embedding scales its keys."""
     rules = Rules(3, 16, 4, 3, 2, 8, temperature=2.25)
     scaled = RopeConfig(kind="yarn", theta=THETA, trained_length=128, attention_factor=1.5)
     config = tiny_config(num_layers=1, rope=scaled)

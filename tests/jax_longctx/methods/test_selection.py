@@ -1,5 +1,3 @@
-"""What selectors and budgets have in common, against numpy: sets, outputs, ragged rows, meshes."""
-
 import dataclasses
 
 import numpy as np
