@@ -120,7 +120,6 @@ def test_what_does_not_fit_a_partial_is_refused_until_it_is_gone(tmp_path, sourc
 
 
 def test_an_array_that_was_changed_in_a_partial_is_found(tmp_path, source):
-    """Chunks of two arrays of one shape are exchanged, with their checksums."""
     interrupt(source, tmp_path / "ours", 0.9)
     one, another = pairs_in(tmp_path / "ours.partial" / "params" / "state")[0]
     exchange(one, another)
@@ -143,7 +142,6 @@ def test_a_folder_that_only_has_the_name_of_a_partial_is_kept(tmp_path, source):
 
 @pytest.mark.parametrize("state", ["older", pytest.param("lost", marks=pytest.mark.slow)])
 def test_what_cannot_be_continued_is_begun_anew(tmp_path, source, saved, state):
-    """The notes of an earlier version have no digests; or the arrays are gone."""
     interrupt(source, tmp_path / "ours")
     progress = tmp_path / "ours.partial" / "progress.json"
     if state == "older":

@@ -1,5 +1,3 @@
-"""The layouts of InternLM2 and GGUF made of a Hugging Face file's, and names of parameters."""
-
 import jax
 import numpy as np
 

@@ -83,7 +83,6 @@ def test_an_answer_ends_before_a_stop_string(model):
 @pytest.mark.parametrize("name", ["full", "quest", "h2o"])
 @pytest.mark.quick("full")
 def test_many_questions_over_one_text_are_answered_as_each_alone(model, name, monkeypatch):
-    """Together where rows share the text, at most two at a time here; else one by one."""
     monkeypatch.setattr(jax_longctx.api, "TOGETHER", 2)
     config = longer(model)
     engine = tiny_engine(small_method(name), config=config, chunk=64)

@@ -36,7 +36,7 @@ from pallas_kernels.topk_scores import merge as merge_module
 from pallas_kernels.topk_scores import reference as topk_reference
 from pallas_kernels.voted_slots import gpu as voted_gpu
 from pallas_kernels.voted_slots import reference as voted_reference
-from tests.drawing import normal
+from tests.drawing import computed, normal
 from tests.pallas_kernels.test_voted_slots import voted_slots_of
 
 # The interpreter runs blocks in step: fences say nothing to it.
@@ -77,11 +77,6 @@ class Case:
         return np.array([self.slots, 0, 129, 1, 127, 128, 64, 65][: self.rows], np.int32)
 
 
-def _compiled(function, *arguments, **options):
-    """Results in numpy of one program, where operations one by one would be many."""
-    return jax.device_get(jax.jit(partial(function, **options))(*arguments))
-
-
 _quantise = jax.jit(quantise)
 _dequantised = jax.jit(lambda x: dequantised(replace(x, dtype=jnp.dtype(jnp.float32))))
 
@@ -120,9 +115,9 @@ def _decode(case, interpret):
         )
         options["window"] = Window(size=options["window"], query_start=start, slot_start=1)
     reference = decode_reference.decode_attention
-    expected = _compiled(reference, *_exact(q, k, v), lengths, **options)
+    expected = computed(reference, *_exact(q, k, v), lengths, **options)
     attend = partial(decode_gpu.decode_attention, interpret=interpret, **options)
-    result = _compiled(attend, q, k, v, lengths)
+    result = computed(attend, q, k, v, lengths)
     assert not np.any(result[0][1])
     assert np.all(np.isneginf(result[1][1]))
     _assert_attention(result, expected)
@@ -133,9 +128,9 @@ def _logits(case, interpret):
     k, v = case.stored(k, v)
     lengths, how = case.lengths(), dict(scale=case.head_dim**-0.5)
     exact = *_exact(q, k, v), lengths
-    *expected, all_logits = _compiled(decode_reference.attend_with_logits, *exact, **how)
+    *expected, all_logits = computed(decode_reference.attend_with_logits, *exact, **how)
     attend = partial(decode_gpu.attend_with_logits, interpret=interpret, **how)
-    *attended, logits = _compiled(attend, q, k, v, lengths)
+    *attended, logits = computed(attend, q, k, v, lengths)
     _assert_attention(tuple(attended), tuple(expected))
     seen = (np.arange(case.slots) < lengths[:, None])[:, None]
     np.testing.assert_allclose(np.where(seen, logits, 0), np.where(seen, all_logits, 0), atol=1e-4)
@@ -198,14 +193,14 @@ def _mass(case, interpret):
     start = jax.device_put(lengths - case.queries) if options.pop("causal", False) else None
     options |= dict(causal_start=start, scale=case.head_dim**-0.5, valid=jax.device_put(valid))
     how = Reduction(**options)
-    expected, expected_squares = _compiled(
+    expected, expected_squares = computed(
         mass_reference.attention_mass, q, k, lse, lengths, how=how
     )
     # Queries that do not count and slots beyond the length may hold anything.
     counts = (np.arange(case.queries) < valid[:, None])[..., None, None]
     q = np.where(counts, q, q.dtype.type(np.nan))
     run = partial(mass_gpu.attention_mass, how=how, interpret=interpret)
-    mass, squares = _compiled(run, q, *_spoiled(lengths, k), lse, lengths)
+    mass, squares = computed(run, q, *_spoiled(lengths, k), lse, lengths)
     if how.squares:
         np.testing.assert_allclose(squares, expected_squares, atol=1e-5, rtol=1e-4)
     else:
@@ -273,7 +268,7 @@ def _sparse(case, interpret):
             expected = tuple(x for one, other in pairs for x in merge([one, other]))
         return expected
 
-    expected = _compiled(define, *_exact(q, *case.stored(k, v)), each, start, stop)
+    expected = computed(define, *_exact(q, *case.stored(k, v)), each, start, stop)
     if around:
         more["around"] = Around(jax.device_put(end), 5, 64)
     if split:
@@ -283,7 +278,7 @@ def _sparse(case, interpret):
     k, v = case.stored(k, v)
     run = partial(sparse_gpu.sparse_decode_attention, interpret=interpret, **options, **given)
     chosen = Pages(*jax.device_put((pages, start, stop)), page_size, heads, **more)
-    result = _compiled(run, q, k, v, chosen)
+    result = computed(run, q, k, v, chosen)
     assert np.any(np.isneginf(result[1])) and np.any(np.isfinite(result[1]))
     assert len(result) == len(expected)
     for i in range(0, len(result), 2):
@@ -310,9 +305,9 @@ def _select(case, interpret):
         # Neighbours among the numbers of float32, so that the border lies beside the least.
         least = 2.0**23
         scores = np.where(scores > -1, np.round(scores) + 1 + least, -np.inf).astype(np.float32)
-    expected = _compiled(select_reference.select, scores, k, size=None)
+    expected = computed(select_reference.select, scores, k, size=None)
     run = partial(select_gpu.select, size=size, least=least, interpret=interpret)
-    for row, chosen in enumerate(_compiled(run, scores, k)):
+    for row, chosen in enumerate(computed(run, scores, k)):
         listed = np.flatnonzero(expected[row])
         np.testing.assert_array_equal(chosen[: len(listed)], listed)
         assert np.all(chosen[len(listed) :] == -1)
@@ -346,7 +341,7 @@ def _pages(case, interpret):
     digests = Digests(high, None if point else low)
     best = Best(*(x.astype(np.int32) for x in (first, last, count)))
     options = {"together": False} | options
-    expected = _compiled(pages_reference.select_pages, q, digests, best, **options)
+    expected = computed(pages_reference.select_pages, q, digests, best, **options)
     kernel = pages_gpu.select_pages
     if split:
         shared, (high, low) = _parted(split, -split % 8 + 8, high, low)
@@ -358,14 +353,14 @@ def _pages(case, interpret):
         kernel = shared_pages_gpu.select_pages
     run = partial(kernel, interpret=interpret, **options)
     assert np.any(expected >= 0) and np.any(expected < 0)
-    np.testing.assert_array_equal(_compiled(run, q, digests, best), expected)
+    np.testing.assert_array_equal(computed(run, q, digests, best), expected)
 
 
 def _voted(case, interpret):
     args, how = voted_slots_of(rows=case.rows, slots=case.slots, **dict(case.options))
-    expected = _compiled(voted_reference.voted_slots, *args, **how)
+    expected = computed(voted_reference.voted_slots, *args, **how)
     run = partial(voted_gpu.voted_slots, interpret=interpret, **how)
-    for found, wanted in zip(_compiled(run, *args), expected, strict=True):
+    for found, wanted in zip(computed(run, *args), expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
 
 

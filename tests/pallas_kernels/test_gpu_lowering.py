@@ -1,5 +1,3 @@
-"""The programs that the Mosaic GPU kernels lower to, which needs no GPU."""
-
 import functools
 import re
 

@@ -27,6 +27,7 @@ from pallas_kernels.sparse_decode_attention import tpu as sparse_tpu
 from pallas_kernels.topk_scores import reference as topk_reference
 from pallas_kernels.topk_scores import tpu as topk_tpu
 from pallas_kernels.tpu_common import key_block, unsupported_keys
+from tests.drawing import computed
 
 INTERPRET = pltpu.InterpretParams()
 BLOCK = 128
@@ -59,11 +60,6 @@ def _in_stack(stored, yes):
         return Plane(jnp.stack([other, part, other]), jnp.int32(1))
 
     return jax.tree.map(plane, stored) if yes else stored
-
-
-def _run(function, *arguments, **options):
-    """Results in numpy of one program."""
-    return jax.device_get(jax.jit(partial(function, **options))(*arguments))
 
 
 def _assert_attention(result, expected, dtype, logit=1.0):
@@ -106,10 +102,10 @@ def test_decode_attention(queries, kv_heads, groups, head_dim, dtype, logits):
     q, k, v = _random(dtype, (len(LENGTHS), queries, kv_heads * groups, head_dim), cache, cache)
     scale = logits * head_dim**-0.5
     floats = (dequantised(store(x)) for x in (k, v))
-    expected = _run(decode_reference.decode_attention, q, *floats, lengths, scale=scale)
+    expected = computed(decode_reference.decode_attention, q, *floats, lengths, scale=scale)
     run = partial(decode_tpu.decode_attention, scale=scale, block=BLOCK, interpret=INTERPRET)
     k, v = (_in_stack(store(_spoil(x, lengths)), groups < 4) for x in (k, v))
-    result = _run(run, q, k, v, lengths)
+    result = computed(run, q, k, v, lengths)
     assert not np.any(result[0][0]) and np.all(np.isneginf(result[1][0]))
     _assert_attention(result, expected, dtype, max(1.0, logits))
 
@@ -129,7 +125,7 @@ def test_windowed_decode_attention_reads_only_what_the_window_reaches(head_dim, 
     window = Window(size=100, slot_start=40, query_start=start)
     options = dict(scale=0.3, window=window)
     floats = (dequantised(store(x)) for x in (k, v))
-    expected = _run(decode_reference.decode_attention, q, *floats, lengths, **options)
+    expected = computed(decode_reference.decode_attention, q, *floats, lengths, **options)
     assert np.all(np.isneginf(expected[1][5]))
     k, v = (_spoil(x, lengths) for x in (k, v))
     unreached = np.arange(512) < (lengths + behind - 99)[:, None] // BLOCK * BLOCK
@@ -233,7 +229,7 @@ def test_attention_mass(queries, kv_heads, groups, head_dim, dtype, options):
     options["causal_start"] = start if options.pop("causal", False) else None
     options |= dict(scale=head_dim**-0.5, valid=jax.device_put(valid))
     how = Reduction(**options)
-    expected = _run(mass_reference.attention_mass, q, k, lse, lengths, how=how)
+    expected = computed(mass_reference.attention_mass, q, k, lse, lengths, how=how)
     padding = np.arange(queries) >= valid[:, None]
     q, lse = _nan_where(padding[..., None, None], q), _nan_where(padding[..., None], lse)
     k = _in_stack(_spoil(k, lengths), head_dim == 128)
@@ -277,12 +273,12 @@ def test_sparse_decode_attention(lists, kv_heads, groups, page_size, dtype, form
     if "prior" in form:
         options["prior"] = jax.device_put(np.flip(q, axis=2).copy())
     chosen = Pages(*jax.device_put((listed, starts, stops)), page_size, heads)
-    expected = _run(sparse_reference.sparse_decode_attention, q, k, v, chosen, **options)
+    expected = computed(sparse_reference.sparse_decode_attention, q, k, v, chosen, **options)
     outside = (np.arange(slots) < starts[:, None]) | (np.arange(slots) >= stops[:, None])
     k, v = (_nan_where(outside[:, None, :, None], x) for x in (k, v))
     k, v = (_in_stack(x, "flat" not in form) for x in (k, v))
     run = partial(sparse_tpu.sparse_decode_attention, block=2, interpret=INTERPRET, **options)
-    result = _run(run, q, k, v, chosen)
+    result = computed(run, q, k, v, chosen)
     assert len(result) == len(expected) == (4 if "prior" in form else 2)
     for out, lse, *of in zip(result[::2], result[1::2], expected[::2], expected[1::2], strict=True):
         assert not np.any(out[4]) and np.all(np.isneginf(lse[4]))

@@ -28,6 +28,7 @@ from pallas_kernels.sparse_decode_attention import api as sparse_api
 from pallas_kernels.topk_scores import api as topk_api
 from pallas_kernels.topk_scores import reference as topk_reference
 from pallas_kernels.topk_scores import topk_scores
+from tests.drawing import computed
 from tests.drawing import normal as draw
 
 B, K, G, S, H = 2, 2, 2, 300, 16
@@ -94,11 +95,6 @@ def both(operation, *args, **how):
         return operation(*args, **how), operation(*args, implementation="reference", **how)
 
     return run(args)
-
-
-def compiled(function, *args, **how):
-    """Results in numpy of one program, where operations one by one would be many."""
-    return jax.device_get(jax.jit(functools.partial(function, **how))(*args))
 
 
 def close(found, expected, **how):
@@ -209,9 +205,9 @@ def test_a_kernel_that_reads_floats_is_given_blocks(monkeypatch, slots, block, e
 
     monkeypatch.setattr(api, "BLOCK", block)
     by_block = functools.partial(api._by_block, attend, scale=0.3)
-    found = compiled(by_block, q, *both, lengths)
+    found = computed(by_block, q, *both, lengths)
     whole = (dequantised(x) for x in both)
-    expected = compiled(reference.cache_attention, q, *whole, lengths, scale=0.3)
+    expected = computed(reference.cache_attention, q, *whole, lengths, scale=0.3)
     assert set(sizes) == {each}
     close(found, expected, rtol=2e-5, atol=2e-5)
 
@@ -222,10 +218,10 @@ def test_a_kernel_of_mass_that_reads_floats_is_given_blocks(monkeypatch, squares
     q, lengths = draw(B, 9, K * G, H), jnp.array([600, 41])
     lse = 4.0 + np.asarray(draw(B, 9, K * G, seed=4))
     how = Reduction(0.3, jnp.full(B, 9), squares=squares)
-    expected = compiled(attention_mass, q, k, lse, lengths, how, implementation="reference")
+    expected = computed(attention_mass, q, k, lse, lengths, how, implementation="reference")
     by_block = functools.partial(mass_api._by_block, mass_reference.attention_mass)
     monkeypatch.setattr(mass_api, "BLOCK", 256)
-    masses, squared = compiled(by_block, q, k, lse, lengths, how=how)
+    masses, squared = computed(by_block, q, k, lse, lengths, how=how)
     found = (masses, squared) if squares else masses
     close(found, expected, rtol=2e-5, atol=1e-6)
 
@@ -238,10 +234,10 @@ def test_a_kernel_of_the_best_keys_that_reads_floats_is_given_blocks(monkeypatch
     tolerance = jnp.full(q.shape[:3], 1e-4)
     given = (q, k, (start, stop))
     reference = functools.partial(topk_scores, tolerance=tolerance, implementation="reference")
-    expected = compiled(reference, *given, count=4)
+    expected = computed(reference, *given, count=4)
     by_block = functools.partial(topk_api._by_block, topk_reference.topk_scores)
     monkeypatch.setattr(topk_api, "BLOCK", 256)
-    found = compiled(by_block, *given, tolerance, count=4)
+    found = computed(by_block, *given, tolerance, count=4)
     np.testing.assert_array_equal(found[1], expected[1])
     np.testing.assert_allclose(found[0], expected[0], rtol=2e-5, atol=2e-5)
 
@@ -258,8 +254,8 @@ def test_sparse_decode_attention_of_rows_that_share_slots(lists):
     pages = jnp.tile(jnp.array([0, 3, 20, 28, -1]), (B, lists, 1))
     q, chosen = draw(B, 1, K * G, H), Pages(pages, jnp.array([3, 3]), jnp.array([290, 210]), 10)
     attend = functools.partial(sparse_decode_attention, scale=0.3)
-    found = compiled(attend, q, *own, chosen, shared=shared)
-    expected = compiled(attend, q, *whole, chosen)
+    found = computed(attend, q, *own, chosen, shared=shared)
+    expected = computed(attend, q, *whole, chosen)
     close(found, expected, rtol=2e-5, atol=2e-5)
 
 

@@ -1,5 +1,3 @@
-"""The k best of many scores against numpy's stable sort: ties, infinities, NaN, zeros, borders."""
-
 import functools
 from unittest import mock
 

@@ -1,5 +1,3 @@
-"""Attention to chosen pages against a softmax written out in numpy, and what it keeps in memory."""
-
 from dataclasses import dataclass, replace
 from functools import partial
 

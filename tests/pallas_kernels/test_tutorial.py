@@ -1,5 +1,3 @@
-"""The tutorial on implementations: its code runs, by its name too, and computes the definition."""
-
 import re
 from functools import partial
 from pathlib import Path

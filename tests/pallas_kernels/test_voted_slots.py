@@ -1,5 +1,3 @@
-"""The slots around the most named ones, by comparison, against counts and masks over all slots."""
-
 from functools import partial
 
 import jax

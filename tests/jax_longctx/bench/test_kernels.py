@@ -135,7 +135,6 @@ def test_every_tpu_kernel_has_a_check_and_no_tpu_is_one_line(tmp_path):
 @pytest.mark.optimized
 @pytest.mark.slow
 def test_the_checks_compile_for_tpus():
-    """The first person with a TPU learns something of the kernels, and not of the checks."""
     pytest.importorskip("libtpu")
     from jax.experimental import topologies
 
@@ -192,7 +191,6 @@ def test_a_wrong_kernel_is_seen(tmp_path, monkeypatch):
 
 
 def test_on_a_tpu_it_times_kernels_and_steps(tmp_path, monkeypatch, steady):
-    """The commands that time are given the time that is left; their faults are kept."""
     monkeypatch.setattr(tpu_check, "checks", list)
     monkeypatch.setattr(tpu_check.jax, "default_backend", lambda: "tpu")
     case = next(c for c in kernels.cases(64) if c.operation == "page_scores")

@@ -81,7 +81,6 @@ def test_contexts_in_the_hosts_memory_and_in_8_bits_are_timed(tiny_preset, tmp_p
 
 @pytest.mark.slow
 def test_a_question_is_read_beside_each_chunk_and_memory_is_watched(tiny_preset, monkeypatch):
-    """A CPU says nothing of its memory: the watch is told more bytes with every text."""
     asked = []
     monkeypatch.setattr(timing, "_held", lambda: [100 * len(asked)])
     prefilled = create_autospec(timing.Engine.prefill, side_effect=timing.Engine.prefill)

@@ -66,7 +66,6 @@ def test_a_file_of_something_else_is_not_replaced(run, loads, text, tmp_path):
 def test_results_are_bound_to_texts_method_and_options(
     run, loads, tiny, text, tmp_path, monkeypatch
 ):
-    """What takes time is left out: the file says what it was made from all the same."""
     scored = {"through": "decode", "read": 1.0, "scored": 1.0, "fetched": None}
     scored["losses"] = [[1.0, 2.0]]
     monkeypatch.setattr(perplexity, "score_piece", lambda *_, **how: scored)

@@ -1,5 +1,3 @@
-"""The adapter: a command's options are the fields of the dataclasses that its function takes."""
-
 import dataclasses
 import json
 from pathlib import Path

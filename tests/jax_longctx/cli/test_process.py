@@ -1,5 +1,3 @@
-"""Whole processes: Ctrl-C ends them at any moment, outputs that fail end in a line, faults show."""
-
 import os
 import pty
 import random

@@ -1,5 +1,3 @@
-"""How commands begin: refusals, help and a sign before JAX is imported; files on the way."""
-
 import json
 import os
 import subprocess

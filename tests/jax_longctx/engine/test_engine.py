@@ -47,7 +47,6 @@ def test_logits_do_not_depend_on_the_chunk(method, chunk):
 
 
 def test_decode_gives_the_logits_of_prefill(engine, whole_logits):
-    """Each greedy token is the argmax of a whole forward over everything before it."""
     context = engine.prefill([ROW[:-1]], reserve=24)
     answer = collect(engine, context, [ROW[-1:]], max_tokens=20)[0]
     logits = score(engine, [ROW + answer])[0]
@@ -160,7 +159,6 @@ def test_answers_stop(engine):
 
 
 def test_a_prompt_alone_and_in_any_batch_draws_the_same_tokens(engine):
-    """Under its own seed, and by its place under one seed; equal prompts by place differ."""
     short, long = random_rows([7, 40], seed=9)
     own = Sampling(temperature=1.0, seed=(5,))
     (alone,) = joined(engine.generate([ROW], max_tokens=30, sampling=own))
@@ -236,7 +234,6 @@ def test_weights_heads_and_sizes_that_cannot_be_are_named():
 
 
 def test_what_is_said_of_memory(monkeypatch, tmp_path):
-    """What is unknown refuses nothing; no length is advised where a shorter text needs as much."""
     check_fits(10, 10**15, 10.0, None)
     with pytest.raises(CapacityError):
         check_fits(10, 10**15, 10.0, 10**9)

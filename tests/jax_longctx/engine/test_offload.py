@@ -233,7 +233,6 @@ def test_what_was_fetched_is_counted():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_footprint_tells_device_and_host_apart(name):
-    """What a context really takes is compared where one is saved."""
     for kv, size in ((None, 4), ("int8", 1)):
         whole, found = (
             footprint(engine.setup, batch=4, context=300, reserve=48)
@@ -357,7 +356,6 @@ def test_rows_join_and_leave_a_running_batch(name, by_layer, kv):
 
 
 def test_what_is_pinned_is_counted_and_never_lies_on_the_device_as_a_whole():
-    """InfLLM reads and answers with the pool alone."""
     _, engine = engines("infllm", True)
     before = pinned_bytes()
     context = engine.prefill(random_rows([3000]), reserve=32)

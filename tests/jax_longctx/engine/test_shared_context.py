@@ -1,5 +1,3 @@
-"""Rows that share a context's keys and values answer as rows that each have their own."""
-
 import jax
 import pytest
 

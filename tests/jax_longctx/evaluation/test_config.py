@@ -129,7 +129,6 @@ def test_suites_are_part_of_the_package():
 
 
 def test_papers_suites_need_a_checkout_and_bring_their_methods(monkeypatch, tmp_path):
-    """`research` is beside the packages, and not in the wheel."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
     assert not any(fnmatch.fnmatch("research", pattern) for pattern in packages)

@@ -1,5 +1,3 @@
-"""lm-evaluation-harness runs our model: on its own tasks, against its own `hf` model's results."""
-
 import dataclasses
 import inspect
 import json

@@ -1,5 +1,3 @@
-"""Every figure of a report against the rows it was made of; the page needs nothing beside it."""
-
 import html
 import math
 import re

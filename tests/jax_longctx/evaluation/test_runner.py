@@ -162,7 +162,6 @@ def test_programs_of_all_tasks_compile_first(small, tiny, tmp_path, monkeypatch,
 
 @pytest.mark.slow
 def test_programs_that_methods_share_are_compiled_once(small, tiny, tmp_path, compiled):
-    """The second method's first program is read from the disk; the others get its results."""
     engine = tiny.engine
     looped = engine_over(
         engine.config, engine.params, Full(), engine.mesh, chunk=64, by_layer=False

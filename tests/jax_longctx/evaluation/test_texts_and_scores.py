@@ -237,7 +237,6 @@ def test_the_greatest_that_fits():
 
 
 def test_texts_of_units_take_few_counts():
-    """Two to see what a unit has in little, one more where the text is long, then the search."""
     calls = []
 
     def count(text):

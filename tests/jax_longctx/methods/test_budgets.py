@@ -1,5 +1,3 @@
-"""Ada-KV's and PSA's counts: which pages each head gets, from scores alone."""
-
 import itertools
 from fractions import Fraction
 

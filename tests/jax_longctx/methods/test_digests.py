@@ -1,5 +1,3 @@
-"""Pages' digests: bounds, their order, what padding and permutations do, and keeping them right."""
-
 import dataclasses
 import functools
 import itertools
@@ -96,7 +94,6 @@ def test_qs_3_av_1_x18_av_4_qs_5_bounds_whatever_the_order_within_a_page(scores)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("held", [0, 1, 3, PAGE])
 def test_a_page_slot_after_slot_has_the_same_digest(monkeypatch, kind, held):
-    """As decode steps on GPUs make them."""
     rng = np.random.default_rng(held)
     keys = jnp.array(rng.normal(size=(2, KV_HEADS, 1, PAGE, WIDTH)), jnp.float32)
     inside = jnp.broadcast_to(jnp.arange(PAGE) < held, (2, 1, PAGE))

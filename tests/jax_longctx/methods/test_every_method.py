@@ -106,7 +106,6 @@ PASSES = [
 
 @pytest.mark.parametrize(("name", "settings"), PASSES, ids=[f"{n}-{len(s)}" for n, s in PASSES])
 def test_a_context_answers_alike_again_after_saving_grown_and_on_a_mesh(name, settings, tmp_path):
-    """Two questions in turn. The text has two stripes of slots on each shard of the mesh."""
     method, config = make_method(name, settings), tiny_config(num_layers=1, max_position=4096)
     engine, mesh = (
         tiny_engine(method, config=config, mesh=make_mesh(*sizes), chunk=16)

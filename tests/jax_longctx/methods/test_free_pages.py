@@ -89,7 +89,6 @@ def watched(method):
 @pytest.mark.parametrize("digest", ["bounds", "cuboid-mean", also("cuboid-center"), "centroid"])
 @pytest.mark.quick("centroid")
 def test_the_pages_of_the_scope_are_those_of_the_best_scores(digest):
-    """Of one token: the chosen pages against scores of all keys' digests in numpy."""
     method = dataclasses.replace(PAGES, digest=digest, span=8, budget=64, count=2)
     engine, seen = watched(method)
     row_logits(engine, texts([(150, 4), (96, 1)]))

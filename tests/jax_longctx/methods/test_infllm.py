@@ -271,7 +271,6 @@ def test_it_18_a_unit_that_says_what_is_asked_is_chosen():
 def test_it_17_another_question_does_not_matter_and_a_saved_context_answers_alike(
     run, tmp_path, monkeypatch
 ):
-    """The answers pack units of their own, and change what older tokens received."""
     engine, (contexts, a, answers) = run.engine, run.rows
     b = random_rows([2, 13, 1, 6], seed=3)
     monkeypatch.setitem(METHODS, "watched", Watched)

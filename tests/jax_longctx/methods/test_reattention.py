@@ -141,7 +141,6 @@ def test_e8_e13_a_row_is_the_same_in_any_company(run):
 
 @pytest.mark.slow
 def test_e7_a_mesh_equals_numpy():
-    """Also E13: the cache has twice the slots of one device's."""
     config = tiny_config(num_layers=1, max_position=512)
     engine = tiny_engine(method_of(SMALL), mesh=make_mesh(2, 2, 2), config=config)
     rows = texts([(37, 1), (5, 1), (20, 1), (0, 1)], 2, seed=4)
@@ -238,7 +237,6 @@ def votes_of(seed, slots, most):
 
 @pytest.mark.parametrize(("slots", "count"), [(96, 5), (96, 6), (96, 7), (90, 5)])
 def test_of_many_slots_those_in_the_best_pages_are_ranked(slots, count, monkeypatch):
-    """Pages of 16; more kept than there are pages, or a page cut short, and all are sorted."""
     monkeypatch.setattr(counted_votes, "_LANES", 16)
     monkeypatch.setattr(counted_votes, "_MANY", 64)
     sorted_at_once, top_k = [], jax.lax.top_k

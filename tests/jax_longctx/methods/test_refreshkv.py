@@ -205,7 +205,6 @@ def test_ragged_rows_equal_numpy_row_by_row(changes):
 
 @pytest.mark.thorough
 def test_a_ratio_is_of_the_prompt_whatever_the_capacity():
-    """Thrice the slots make a longer list, of which a row fills what its prompt says."""
     seen = decode(slots=384, **(ratio := {"budget": None, "ratio": 0.2}))
     assert seen[0].caches[0].partial.chosen.shape[2] == 77
     compare(seen, dataclasses.replace(METHOD, **ratio))
@@ -220,7 +219,6 @@ def test_a_ratio_is_of_the_prompt_whatever_the_capacity():
     ids=str,
 )
 def test_a_mesh_equals_numpy(mesh):
-    """Each layer takes a branch with collectives where one of its rows does."""
     changes = ADAPTIVE
     compare(decode(mesh, **changes), varied(changes), mesh)
 
@@ -305,7 +303,6 @@ def test_rk_9_the_partial_cache_holds_keys_of_the_full_one():
 
 @pytest.mark.slow
 def test_an_answer_takes_the_steps_that_the_schedule_names():
-    """The engine's blocks, cut where the kind of step changes, are the same steps one by one."""
     engine = tiny_engine(dataclasses.replace(METHOD, stride=4), chunk=16)
     context = engine.prefill(CONTEXTS, reserve=32)
     answers = [[] for _ in CONTEXTS]

@@ -60,6 +60,5 @@ def test_equal_tokens_tie_on_every_mesh(name, mesh):
 @pytest.mark.parametrize("name", ["reattention", "infllm"])
 @pytest.mark.slow
 def test_equal_tokens_tie_alone_as_in_a_batch(name):
-    """The batch of all rows is the other test's."""
     method, rows, expected = cases(name)
     check_rows(read(method, [part[:1] for part in rows]), expected[:1])

@@ -255,7 +255,6 @@ def test_digests_of_an_index_of_several_levels_and_of_chunks_in_parts(tmp_path):
 
 
 def test_a_checkpoint_without_digests_of_arrays_loads(copy, whole):
-    """As earlier versions wrote it."""
     change(copy, tensors=TENSORS)
     jax.tree.map(np.testing.assert_array_equal, load_params(copy), whole[2])
 

@@ -1,5 +1,3 @@
-"""Rotary embedding against transformers' frequencies and against its definition."""
-
 import json
 from pathlib import Path
 

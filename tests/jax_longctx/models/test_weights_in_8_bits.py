@@ -84,7 +84,6 @@ def stored_numbers(params):
 
 @pytest.mark.parametrize("by_layer", [True, False])
 def test_a_model_is_the_one_of_the_numbers_that_are_stored(by_layer):
-    """Rounding is all that differs, and it is there."""
     kept = random_params(form="int8")
     given = score(engine_of(stored_numbers(kept)), ROWS)
     exact = score(engine_of(random_params()), ROWS)

@@ -236,7 +236,6 @@ def _compiled(target, layers):
 
 @pytest.mark.slow
 def test_the_programs_of_a_layer_are_those_of_every_model():
-    """On a CPU the host calls a layer's programs."""
     one, two = (_compiled("cpux4", layers) for layers in (1, 2))
     assert one.keys() == two.keys()
     for name, found in one.items():

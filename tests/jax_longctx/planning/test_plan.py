@@ -1,5 +1,3 @@
-"""Plans agree with arrays that are made, with formulas written down anew, and with themselves."""
-
 import dataclasses
 import json
 import re
@@ -180,7 +178,6 @@ def test_a_mesh_for_an_offloaded_context_does_not_divide_the_text(run):
 
 
 def test_weights_that_do_not_divide_over_seq_stay_whole_and_are_named(run, monkeypatch):
-    """An MLP of 48 over four shards and two, a vocabulary of 68 over eight."""
     config = tiny_config(vocab_size=68)
     plan = make_plan(request(config=config), {"seq": 4, "tensor": 2})
     assert plan.undivided == ("vocab",)

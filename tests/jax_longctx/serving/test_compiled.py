@@ -78,7 +78,6 @@ def test_a_second_start_finds_stored_programs(tiny, serve, tmp_path):
 
 
 def test_requests_are_taken_when_the_programs_are_compiled(tiny, tmp_path):
-    """Until then /ready and requests answer 503, and /health tells that the process runs."""
     held, came = threading.Event(), threading.Event()
 
     def compiling(done, total):

@@ -335,7 +335,6 @@ def test_a_damaged_saved_context_is_read_again(serve, tiny, tmp_path, named, cap
 
 
 def test_a_sound_context_that_cannot_be_read_stays(serve, tiny, tmp_path, monkeypatch, caplog):
-    """Its folder has a relative path with `..`, and the working directory changes."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     first = serve(tiny, contexts=Path("../kept"))
@@ -444,7 +443,6 @@ def test_saved_contexts_are_limited_in_bytes(serve, tiny, tmp_path, caplog):
 
 
 def test_a_full_disk_leaves_no_file_in_the_way(serve, tiny, tmp_path, monkeypatch, caplog):
-    """The file with the entries fails half-way; that request alone fails, and it is saved later."""
     running = serve(tiny, contexts=tmp_path / "kept")
     folder = running.served.contexts.folder
     write = files.write_all

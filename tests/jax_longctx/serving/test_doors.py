@@ -125,7 +125,6 @@ def test_a_mounted_server_shows_whether_it_lives_without_a_key(serve, tiny):
 
 
 def test_other_kinds_of_connections_are_handed_on():
-    """As the start and the end of the application, which have no headers."""
     inner = AsyncMock()
     asyncio.run(Doors(inner, access=Access())({"type": "lifespan"}, None, None))
     inner.assert_awaited_once_with({"type": "lifespan"}, None, None)

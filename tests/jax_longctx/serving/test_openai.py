@@ -1,5 +1,3 @@
-"""The official client, unmodified: answers are those of the library; and the guide's examples."""
-
 import itertools
 import json
 import math

@@ -93,7 +93,6 @@ def test_answers_go_on_while_a_context_is_saved(serve, tiny, tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_answers_go_on_while_memory_is_made_and_a_context_is_loaded(serve, tiny, monkeypatch):
-    """A text that needs room waits for a save, a question for a load; nothing else does."""
     model = model_of(tiny, "full")
     running = serve(model, context_bytes=int(2.5 * needed_bytes(serve, model, OTHER)))
     with running.http() as http, running.client() as client:

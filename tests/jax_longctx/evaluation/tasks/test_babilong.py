@@ -41,7 +41,6 @@ def test_replay_gives_the_one_answer():
 
 @pytest.mark.parametrize("kind", ["qa2", "qa3", "qa5"])
 def test_worlds_obey_their_rules(kind):
-    """Only who is in a thing's room takes it, only who holds it drops or gives it, in one room."""
     seen = set()
     for _, told in stories(kind):
         place, holder, lies = {}, {}, {}
