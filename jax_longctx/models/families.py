@@ -23,9 +23,8 @@ LLAMA_NAMES = {
     "final_norm": "model.norm",
     "head": "lm_head",
 }
-LAYER_NORMS = tuple(
-    f"layers.*.{part}{place}_norm" for part in ("attn", "mlp") for place in ("", "_out")
-)
+BEFORE = ("layers.*.attn_norm", "layers.*.mlp_norm")
+LAYER_NORMS = (*BEFORE, "layers.*.attn_out_norm", "layers.*.mlp_out_norm")
 QK_NORMS = ("layers.*.attn.q_norm", "layers.*.attn.k_norm")
 # Our names of numbers that only some families' configs have: fields of `ModelConfig`.
 NUMBERS = (
@@ -43,9 +42,9 @@ class Family:
       defaults: the `model_type` whose defaults its config has; None for its own. A family that is
         not in transformers must name one that is (`"llama"`).
       names: our modules -> its Hugging Face files'; `*` is the layer, and `.weight` or
-        `.bias` is appended. Modules with the same name share a tensor, one's rows after the
-        other's. All modules that a layer has are required; `head` only where the embeddings may be
-        apart.
+        `.bias` is appended. Modules with the same name share a tensor, one's rows after the other's
+        in the order of `names`. All modules that a layer has are required; `head` only where the
+        embeddings may be apart.
       keys: what its config names otherwise than Llama's, or Llama's lacks: `activation`,
         `query_width`, `unrotated` or one of `NUMBERS` -> the config's key.
       activation: of the gated MLP: a key of `llama.ACTIVATIONS`, and Hugging Face's `hidden_act`.
@@ -131,5 +130,14 @@ FAMILIES = {
         qk_norm="head",
         windows="by layer",
         gguf=("qwen3",),
+    ),
+    # Some layers have no rotary embedding.
+    "smollm3": Family(
+        architecture="SmolLM3ForCausalLM",
+        keys={"unrotated": "no_rope_layers"},
+        bias_flags=("attention_bias", "mlp_bias"),
+        windows="by layer",
+        gguf=("smollm3",),
+        interleaved=True,
     ),
 }

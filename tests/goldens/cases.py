@@ -25,13 +25,19 @@ SIZES: Config = {
 }
 
 
+# Where it is not the model_type with a capital.
+ARCHITECTURES = {"smollm3": "SmolLM3ForCausalLM"}
+
+
 def _config(model_type: str, **changes: Any) -> Config:
-    architectures = [f"{model_type.capitalize()}ForCausalLM"]
-    return {"model_type": model_type, "architectures": architectures, **SIZES, **changes}
+    architecture = ARCHITECTURES.get(model_type, f"{model_type.capitalize()}ForCausalLM")
+    return {"model_type": model_type, "architectures": [architecture], **SIZES, **changes}
 
 
 _llama, _mistral, _qwen2 = (partial(_config, it) for it in ("llama", "mistral", "qwen2"))
 _qwen3 = partial(_config, "qwen3", head_dim=16)
+# Families whose padding token lies in a large vocabulary.
+_own = partial(_config, pad_token_id=None)
 
 
 def _new_style(config: Config, rope: Mapping[str, Any]) -> Config:
@@ -75,6 +81,11 @@ _MODELS: dict[str, tuple[int, Config]] = {
             _qwen3(**_SLIDING, attention_bias=True, sliding_window=10, layer_types=_TYPES),
             {"rope_type": "default"},
         ),
+    ),
+    "smollm3": (1, _own("smollm3", **_TIED, no_rope_layers=[1, 0, 1], mlp_bias=True)),
+    "smollm3_window": (
+        1,
+        _own("smollm3", **_SLIDING, sliding_window=10, no_rope_layer_interval=2),
     ),
     "rope_linear": (2, _llama(rope_scaling={"type": "linear", "factor": 4.0})),
     "rope_dynamic": (3, _llama(max_position_embeddings=32, rope_scaling=_DYNAMIC)),
