@@ -140,4 +140,16 @@ FAMILIES = {
         gguf=("smollm3",),
         interleaved=True,
     ),
+    "granite": Family(
+        architecture="GraniteForCausalLM",
+        keys={
+            "attention_multiplier": "attention_multiplier",
+            "embedding_multiplier": "embedding_multiplier",
+            "residual_multiplier": "residual_multiplier",
+            "logits_divisor": "logits_scaling",
+        },
+        bias_flags=("attention_bias", "mlp_bias"),
+        gguf=("granite",),
+        interleaved=True,
+    ),
 }

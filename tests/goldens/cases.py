@@ -58,6 +58,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 _TIED = {"num_hidden_layers": 3, "tie_word_embeddings": True}
 _SLIDING = {"num_hidden_layers": 3, "use_sliding_window": True}
 _TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+_GRANITE = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 5.0,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.5,
+}
 _DYNAMIC = {"type": "dynamic", "factor": 2.0}
 _LONG = {"head_dim": 16, "max_position_embeddings": 4096}
 
@@ -87,6 +93,7 @@ _MODELS: dict[str, tuple[int, Config]] = {
         1,
         _own("smollm3", **_SLIDING, sliding_window=10, no_rope_layer_interval=2),
     ),
+    "granite": (0, _own("granite", **_GRANITE, attention_bias=True)),
     "rope_linear": (2, _llama(rope_scaling={"type": "linear", "factor": 4.0})),
     "rope_dynamic": (3, _llama(max_position_embeddings=32, rope_scaling=_DYNAMIC)),
     "rope_llama3": (0, _new_style(_llama(head_dim=16), {"rope_type": "llama3", **LLAMA3})),
