@@ -152,4 +152,18 @@ FAMILIES = {
         gguf=("granite",),
         interleaved=True,
     ),
+    # Phi-3, and Phi-4, which is one.
+    "phi3": Family(
+        architecture="Phi3ForCausalLM",
+        names={
+            **LLAMA_NAMES,
+            **{f"layers.*.attn.{x}": "model.layers.*.self_attn.qkv_proj" for x in "qkv"},
+            "layers.*.mlp.gate": "model.layers.*.mlp.gate_up_proj",
+            "layers.*.mlp.up": "model.layers.*.mlp.gate_up_proj",
+        },
+        rope_kinds=("default", "longrope"),
+        partial_rotary=True,
+        windows="all",
+        gguf=("phi3",),
+    ),
 }

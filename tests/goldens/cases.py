@@ -64,6 +64,16 @@ _GRANITE = {
     "residual_multiplier": 0.6,
     "logits_scaling": 0.5,
 }
+# 10 of 16 channels turn.
+_PHI4: Config = {
+    "hidden_size": 64,
+    "partial_rotary_factor": 0.625,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0],
+        "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0],
+    },
+}
 _DYNAMIC = {"type": "dynamic", "factor": 2.0}
 _LONG = {"head_dim": 16, "max_position_embeddings": 4096}
 
@@ -94,6 +104,9 @@ _MODELS: dict[str, tuple[int, Config]] = {
         _own("smollm3", **_SLIDING, sliding_window=10, no_rope_layer_interval=2),
     ),
     "granite": (0, _own("granite", **_GRANITE, attention_bias=True)),
+    "phi3": (2, _own("phi3", sliding_window=20)),
+    "phi3_short": (0, _own("phi3", **_PHI4, original_max_position_embeddings=128)),
+    "phi3_long": (0, _own("phi3", **_PHI4, original_max_position_embeddings=32)),
     "rope_linear": (2, _llama(rope_scaling={"type": "linear", "factor": 4.0})),
     "rope_dynamic": (3, _llama(max_position_embeddings=32, rope_scaling=_DYNAMIC)),
     "rope_llama3": (0, _new_style(_llama(head_dim=16), {"rope_type": "llama3", **LLAMA3})),
