@@ -24,6 +24,12 @@ LLAMA_NAMES = {
     "head": "lm_head",
 }
 BEFORE = ("layers.*.attn_norm", "layers.*.mlp_norm")
+# Norms of what attention and MLP put out, before it is added.
+NORMS_AFTER = {
+    **{ours: theirs for ours, theirs in LLAMA_NAMES.items() if ours not in BEFORE},
+    "layers.*.attn_out_norm": "model.layers.*.post_attention_layernorm",
+    "layers.*.mlp_out_norm": "model.layers.*.post_feedforward_layernorm",
+}
 LAYER_NORMS = (*BEFORE, "layers.*.attn_out_norm", "layers.*.mlp_out_norm")
 QK_NORMS = ("layers.*.attn.q_norm", "layers.*.attn.k_norm")
 # Our names of numbers that only some families' configs have: fields of `ModelConfig`.
@@ -165,5 +171,26 @@ FAMILIES = {
         partial_rotary=True,
         windows="all",
         gguf=("phi3",),
+    ),
+    "olmo2": Family(
+        architecture="Olmo2ForCausalLM",
+        names=NORMS_AFTER,
+        norm="wide rms",
+        norms="after",
+        bias_flags=("attention_bias",),
+        qk_norm="heads",
+        gguf=("olmo2",),
+    ),
+    # In a GGUF file it is an OLMo 2 with windows, whose layers have a plain rotary embedding.
+    "olmo3": Family(
+        architecture="Olmo3ForCausalLM",
+        names=NORMS_AFTER,
+        norm="wide rms",
+        norms="after",
+        local_rope=True,
+        bias_flags=("attention_bias",),
+        qk_norm="heads",
+        windows="by layer",
+        gguf=("olmo2",),
     ),
 }

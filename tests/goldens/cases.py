@@ -58,6 +58,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 _TIED = {"num_hidden_layers": 3, "tie_word_embeddings": True}
 _SLIDING = {"num_hidden_layers": 3, "use_sliding_window": True}
 _TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+_THREE = {"num_hidden_layers": 3}
 _GRANITE = {
     "attention_multiplier": 0.2,
     "embedding_multiplier": 5.0,
@@ -107,6 +108,11 @@ _MODELS: dict[str, tuple[int, Config]] = {
     "phi3": (2, _own("phi3", sliding_window=20)),
     "phi3_short": (0, _own("phi3", **_PHI4, original_max_position_embeddings=128)),
     "phi3_long": (0, _own("phi3", **_PHI4, original_max_position_embeddings=32)),
+    "olmo2": (7, _own("olmo2", attention_bias=True, num_key_value_heads=4)),
+    "olmo3": (
+        0,
+        _own("olmo3", **_THREE, **_LONG, sliding_window=9, layer_types=_TYPES, rope_scaling=YARN),
+    ),
     "rope_linear": (2, _llama(rope_scaling={"type": "linear", "factor": 4.0})),
     "rope_dynamic": (3, _llama(max_position_embeddings=32, rope_scaling=_DYNAMIC)),
     "rope_llama3": (0, _new_style(_llama(head_dim=16), {"rope_type": "llama3", **LLAMA3})),
