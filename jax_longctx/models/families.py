@@ -30,6 +30,16 @@ NORMS_AFTER = {
     "layers.*.attn_out_norm": "model.layers.*.post_attention_layernorm",
     "layers.*.mlp_out_norm": "model.layers.*.post_feedforward_layernorm",
 }
+FOUR_NORMS = {
+    **LLAMA_NAMES,
+    **NORMS_AFTER,
+    "layers.*.mlp_norm": "model.layers.*.pre_feedforward_layernorm",
+}
+GEMMA_KEYS = {
+    "activation": "hidden_activation",
+    "query_width": "query_pre_attn_scalar",
+    "logits_cap": "final_logit_softcapping",
+}
 LAYER_NORMS = (*BEFORE, "layers.*.attn_out_norm", "layers.*.mlp_out_norm")
 QK_NORMS = ("layers.*.attn.q_norm", "layers.*.attn.k_norm")
 # Our names of numbers that only some families' configs have: fields of `ModelConfig`.
@@ -192,5 +202,19 @@ FAMILIES = {
         qk_norm="heads",
         windows="by layer",
         gguf=("olmo2",),
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        names=FOUR_NORMS,
+        keys=GEMMA_KEYS,
+        activation="gelu_pytorch_tanh",
+        norm="rms plus one",
+        norms="both",
+        embed_scale=lambda width: width**0.5,
+        local_rope=True,
+        bias_flags=("attention_bias",),
+        qk_norm="head",
+        windows="by layer",
+        gguf=("gemma3",),
     ),
 }

@@ -26,7 +26,7 @@ SIZES: Config = {
 
 
 # Where it is not the model_type with a capital.
-ARCHITECTURES = {"smollm3": "SmolLM3ForCausalLM"}
+ARCHITECTURES = {"smollm3": "SmolLM3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
 
 
 def _config(model_type: str, **changes: Any) -> Config:
@@ -75,6 +75,15 @@ _PHI4: Config = {
         "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0],
     },
 }
+_GEMMA: Config = {
+    "num_hidden_layers": 3,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 16,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 9,
+    "tie_word_embeddings": True,
+}
+_EIGHTH = {"rope_type": "linear", "factor": 8.0}
 _DYNAMIC = {"type": "dynamic", "factor": 2.0}
 _LONG = {"head_dim": 16, "max_position_embeddings": 4096}
 
@@ -112,6 +121,11 @@ _MODELS: dict[str, tuple[int, Config]] = {
     "olmo3": (
         0,
         _own("olmo3", **_THREE, **_LONG, sliding_window=9, layer_types=_TYPES, rope_scaling=YARN),
+    ),
+    "gemma3_text": (2, _own("gemma3_text", **_GEMMA, layer_types=_TYPES, rope_scaling=_EIGHTH)),
+    "gemma3_text_capped": (
+        2,
+        _own("gemma3_text", **_GEMMA, sliding_window_pattern=3, final_logit_softcapping=9.0),
     ),
     "rope_linear": (2, _llama(rope_scaling={"type": "linear", "factor": 4.0})),
     "rope_dynamic": (3, _llama(max_position_embeddings=32, rope_scaling=_DYNAMIC)),
