@@ -79,6 +79,8 @@ def check_attention(config: ModelConfig, mesh: Mesh, pattern: Pattern, length: i
     """Raises ConfigError where the model, mesh and pattern do not fit texts of `length` tokens."""
     check_mesh(config, mesh)
     refuse_windows("training", config)
+    if config.unrotated:
+        raise ConfigError("training: layers without rotary embedding are not implemented")
     if length % mesh.shape["seq"]:
         raise ConfigError(
             f"texts of {length} tokens do not divide over mesh axis seq={mesh.shape['seq']}; "
