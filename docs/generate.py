@@ -184,14 +184,14 @@ def refused(method: Any) -> str:
     trained = dataclasses.replace(model, rope=plain)
     probes = {
         "checkpoints with a rope scaling of their own": model,
-        "models with sliding windows of 4,096 tokens": dataclasses.replace(
-            trained, windows=(4096,) * model.num_layers
+        "models where some layers have sliding windows": dataclasses.replace(
+            trained, windows=(4096, *trained.windows[1:])
         ),
     }
     found = []
     for what, config in probes.items():
         try:
-            method.validate(config)
+            method.check_model(config)
         except ConfigError:
             found.append(what)
     return "; ".join(found)

@@ -179,20 +179,40 @@ def axes_field(*axes: str | OwnAxis | None, in_place: bool = False, host: bool =
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stacked:
-    """The caches of consecutive layers that are alike, as one.
+    """The caches of layers that are alike, as one.
 
     Attributes:
       cache: one layer's cache, every array with one more axis in front: the layers.
       count: how many layers.
+      step: from one of them to the next. Where kinds of layers take turns it is their number, and
+        as many caches stand side by side, one of each kind.
     """
 
     cache: Any
     count: int = dataclasses.field(metadata={"static": True})
+    step: int = dataclasses.field(default=1, metadata={"static": True})
+
+    def over(self, cache: Any) -> "Stacked":
+        """Another cache of the same layers."""
+        return Stacked(cache, self.count, self.step)
 
 
 def layers_in(cache: Any) -> int:
     """How many layers' cache it is."""
     return cache.count if isinstance(cache, Stacked) else 1
+
+
+def numbers_of_layers(caches: Sequence[Any]) -> list[range]:
+    """Which of the model's layers each of its caches is of."""
+    found, first, turn = [], 0, 0
+    for cache in caches:
+        step = cache.step if isinstance(cache, Stacked) else 1
+        stop = first + step * layers_in(cache)
+        found.append(range(first + turn, stop, step))
+        turn += 1
+        if turn == step:
+            first, turn = stop, 0
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,8 +238,7 @@ def described(node: Any, describe: Any = lambda leaf: leaf) -> Any:
         def of_all(leaf: Leaf) -> Any:
             return describe(dataclasses.replace(leaf, axes=("layers", *leaf.axes)))
 
-        cache = described(node.cache, of_all)
-        return Stacked(cache, node.count)
+        return node.over(described(node.cache, of_all))
     if not dataclasses.is_dataclass(node) or isinstance(node, type):
         raise TypeError(f"{type(node).__name__} has no logical axes; declare it with axes_field")
     fields = {}

@@ -33,7 +33,6 @@ from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import Attend
 from jax_longctx.models.params import check_mesh
-from jax_longctx.parts.appending import refuse_windows
 from jax_longctx.parts.partial import pooled_scores
 from jax_longctx.settings import at_least
 from jax_longctx.sharding import logical_spec
@@ -78,7 +77,12 @@ class Pattern:
 def check_attention(config: ModelConfig, mesh: Mesh, pattern: Pattern, length: int) -> None:
     """Raises ConfigError where the model, mesh and pattern do not fit texts of `length` tokens."""
     check_mesh(config, mesh)
-    refuse_windows("training", config)
+    windows = [window for window in config.windows if window is not None]
+    if windows:
+        raise ConfigError(
+            f"training: this model has layers with a sliding window of {min(windows)} tokens, "
+            "which training does not support; choose another model"
+        )
     if config.unrotated:
         raise ConfigError("training: layers without rotary embedding are not implemented")
     if length % mesh.shape["seq"]:

@@ -25,18 +25,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from jax_longctx.bench.timing import call_times
-from jax_longctx.caches import AppendCache
+from jax_longctx.caches import AppendCache, WindowCache
 from jax_longctx.engine import Context, Engine, capacity
 from jax_longctx.engine.allocate import abstract_caches, empty_like
 from jax_longctx.engine.context import Live, prefill_question
 from jax_longctx.engine.decode import Steps, answer_variants, decode_turns, first_state, next_block
 from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.prefill import finish_question, fork
-from jax_longctx.engine.runs import with_layer
+from jax_longctx.engine.runs import places_of_layers, with_layer
 from jax_longctx.engine.sampling import sampling_static, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.settings import Sampling
-from jax_longctx.sharding import HOST, described, layers_in, leaf_axes, tree_shardings
+from jax_longctx.sharding import HOST, described, leaf_axes, tree_shardings
 from pallas_kernels.quantised import stored_as
 
 # The question of every row.
@@ -122,8 +122,7 @@ class Answering:
         method, setup = engine.method, engine.setup
         live, total = Live(context.usable_caches()), context.total
         context.caches = None
-        if method.info.append_only:
-            live.caches = fork(setup, live.caches)
+        live.caches = fork(setup, live.caches, keep=False)
         prefill_question(setup, engine.params, live, [list(QUESTION)], total)
         caches = live.caches
         del live
@@ -241,7 +240,7 @@ def one_row(engine: Engine, length: int, tokens: int, random_cache: bool) -> Con
 
 
 def _is_store(node: Any) -> bool:
-    return isinstance(node, AppendCache)
+    return isinstance(node, AppendCache | WindowCache)
 
 
 def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Context:
@@ -274,8 +273,8 @@ def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Con
             return jnp.zeros(node.shape, node.dtype)
         keys = jax.random.split(jax.random.key(seed), 2)
         k, v = map(drawn, keys, (node.k, node.v))
-        at = [jnp.full(node.length.shape, length, jnp.int32) for _ in range(4)]
-        return AppendCache(k, v, *at)
+        counts = {name: jnp.full(x.shape, length, jnp.int32) for name, x in vars(node).items()}
+        return dataclasses.replace(node, **{**counts, "k": k, "v": v})
 
     made: dict[Any, Any] = {}
 
@@ -309,9 +308,7 @@ def _on_host(
     empty = abstract_caches(setup, batch, slots, reserve)
     runs = capacity.finished_caches(setup, empty, "context", reserve)
     capacity.check_host(engine.mesh, runs)
-    filled = []
-    for run in empty_like(setup, runs):
-        for index in range(layers_in(run)):
-            run = with_layer(run, jnp.int32(index), next(layers))
-        filled.append(run)
+    filled = [*empty_like(setup, runs)]
+    for run, index in places_of_layers(runs):
+        filled[run] = with_layer(filled[run], jnp.int32(index), next(layers))
     return tuple(filled)

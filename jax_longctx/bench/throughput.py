@@ -66,7 +66,7 @@ def _row(timed: Timed, method: Method, length: int, most: int | None, free: int)
     """
     shape, reserve = timed.shape, 1 + answer_tokens(timed.asked.blocks)
     try:
-        method.validate(shape.config)
+        method.check_model(shape.config)
         fits = largest_batch(shape.setup(method), length, reserve, int(USABLE * free))
     except ConfigError as error:
         return {"failed": str(error).splitlines()[0]}

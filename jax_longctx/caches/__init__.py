@@ -32,6 +32,7 @@ from jax_longctx.caches.reading import (
     read_lines,
 )
 from jax_longctx.caches.scope import Listed, Scope, Votes, page_of_spans, pages_of_run
+from jax_longctx.caches.window import WindowCache
 
 __all__ = [
     "AppendCache",
@@ -49,6 +50,7 @@ __all__ = [
     "Store",
     "Turned",
     "Votes",
+    "WindowCache",
     "choose",
     "drop_oldest",
     "empty_append_cache",

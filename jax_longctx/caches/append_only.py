@@ -18,7 +18,7 @@ from jax_longctx.caches.reading import Turned, line_numbers
 from jax_longctx.caches.scope import Listed, Scope, Votes
 from jax_longctx.contract import QKV, Attended, CacheShape, LayerContext
 from jax_longctx.sharding import axes_field
-from pallas_kernels.common import AnyCache, Window, merge
+from pallas_kernels.common import AnyCache, merge
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import platform
 from pallas_kernels.plane import Plane, part_of, row_major
@@ -125,19 +125,13 @@ class Store(Rewinding):
           new: queries and keys are rotated to their positions.
         """
         q, k, v = new
-        past_B, begin_B = self.held(ctx), self.position
-        store = self.append(k, v, valid, ctx)
-        whole, scale, window = store.on_device(), ctx.scale, None
-        if ctx.window is not None:
-            # A slot is its position, and a shard's slots are one block where there is a window.
-            window = Window(ctx.window, begin_B, ctx.seq_offset(whole.k.shape[2]))
+        past_B, store = self.held(ctx), self.append(k, v, valid, ctx)
+        whole, scale = store.on_device(), ctx.scale
         if q.shape[1] == 1:
-            held_B = whole.held(ctx)
-            part = decode_attention(q, whole.k, whole.v, held_B, scale=scale, window=window)
+            part = decode_attention(q, whole.k, whole.v, whole.held(ctx), scale=scale)
             return ctx.seq_merge(*part), store
-        part = cache_attention(q, whole.k, whole.v, past_B, scale=scale, window=window)
-        earlier = ctx.seq_merge(*part)
-        within = causal_attention(q, k, v, scale=scale, window=ctx.window)
+        earlier = ctx.seq_merge(*cache_attention(q, whole.k, whole.v, past_B, scale=scale))
+        within = causal_attention(q, k, v, scale=scale)
         return merge([earlier, within]), store
 
     def attend_pages(

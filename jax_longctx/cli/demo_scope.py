@@ -102,7 +102,7 @@ def scope_shares(context: Context, row: int = 0) -> Float[np.ndarray, "L T"]:
 def _counted(cache: Any) -> Any:
     """The counts and steps of a layer, or of a run of layers, without keys and values."""
     if isinstance(cache, Stacked):
-        return Stacked(_counted(cache.cache), cache.count)
+        return cache.over(_counted(cache.cache))
     if not isinstance(cache, Watched):
         raise InputError("this context was not read by WatchedReAttention; read it with that")
     return cache.counts, cache.steps

@@ -335,6 +335,9 @@ class Method:
         where a slot lies. If not, each shard has one block of slots.
       cannot_offload: why keys and values cannot lie in the host's memory; None where they can:
         `caches.empty_store` makes the stores, and decode steps read few pages.
+      cannot_slide: why it cannot read a text whose tokens some layers see through a sliding window;
+        None where it can. Such layers have caches of their own (`parts.sliding_window`), whatever
+        the method: it does its duties in the other layers.
       adopts: whether it decodes over a cache of all keys that another method's prefill has filled.
       page_tokens: tokens of a page, which lies in one block of a text that `adopt` is given.
       wants_queries: whether `adopt` needs the sum of the text's queries.
@@ -354,6 +357,7 @@ class Method:
     own_tokens: int | None = None
     stripes: bool = False
     cannot_offload: str | None = "a decode step reads or moves keys of the whole cache"
+    cannot_slide: str | None = None
     adopts: bool = False
     wants_queries: bool = False
     page_tokens: int = 1
@@ -398,11 +402,10 @@ class Method:
 
     # What has a default.
 
-    def of_layer(self, layer: int, window: int | None) -> "Method":
+    def of_layer(self, layer: int) -> "Method":
         """What does the duties of one layer: `init_cache`, `attend`, `finish`, `fork` and so on.
 
-        Args:
-          window: the layer's sliding window, in tokens.
+        It is not asked of layers with a sliding window (`cannot_slide`).
         """
         return self
 
@@ -432,6 +435,25 @@ class Method:
         None where it follows from the segments and `read_bytes`.
         """
         return None
+
+    def check_model(self, config: ModelConfig) -> None:
+        """`validate`, and that some layers are left to the method where others have windows.
+
+        Raises:
+          ConfigError: the method cannot run on such a model.
+        """
+        self.validate(config)
+        windows = [window for window in config.windows if window is not None]
+        if windows and self.cannot_slide is not None:
+            raise self.refused(
+                f"this model has layers with a sliding window of {min(windows)} tokens, and "
+                f"{self.cannot_slide}; use --method full"
+            )
+        if len(windows) == config.num_layers and self.phase != "none":
+            raise self.refused(
+                f"every layer of this model has a sliding window, of {max(windows)} tokens at "
+                "most, and keeps no more: there is nothing to choose; use --method full"
+            )
 
     @property
     def info(self) -> MethodInfo:

@@ -14,6 +14,9 @@ from jax_longctx.engine.compiling import Program, is_listing, limit_mappings
 from jax_longctx.engine.setup import Setup
 from jax_longctx.sharding import HOST, Stacked, tree_shardings
 
+# Most kinds of layers that take turns in one loop, which compiles a layer of each.
+MOST_KINDS = 8
+
 
 def empty_like(setup: Setup, shapes: tuple[Any, ...]) -> tuple[Any, ...]:
     """Zeros of these caches' shapes on their shards."""
@@ -79,23 +82,38 @@ def cache_shapes(setup: Setup, batch: int, slots: int, reserve: int) -> list[Cac
 def empty_caches(setup: Setup, batch: int, slots: int, reserve: int) -> tuple[Any, ...]:
     """The empty caches, unsharded; call it under `jax.eval_shape`.
 
-    One a layer with `Setup.by_layer`, else one for each run of consecutive layers that are alike.
+    One a layer with `Setup.by_layer`, else one for each run of layers that are alike: consecutive
+    ones, or those of a kind where several kinds take turns.
     """
     shapes = cache_shapes(setup, batch, slots, reserve)
     if setup.by_layer:
         return tuple(setup.layer(shape.layer).method.init_cache(shape) for shape in shapes)
-    caches = []
-    for _, run in itertools.groupby(shapes, functools.partial(_likeness, setup)):
-        alike = list(run)
-        cache = setup.layer(alike[0].layer).method.init_cache(alike[0])
-        if len(alike) > 1:
-            count = len(alike)
-            cache = Stacked(
-                jax.tree.map(lambda leaf, n=count: jnp.broadcast_to(leaf, (n, *leaf.shape)), cache),
-                count,
-            )
-        caches.append(cache)
+    kinds = [_likeness(setup, shape) for shape in shapes]
+    caches, first = [], 0
+    while first < len(shapes):
+        step, count = _turns(kinds[first:])
+        for shape in shapes[first : first + step]:
+            cache = setup.layer(shape.layer).method.init_cache(shape)
+            if count > 1:
+                stacks = jax.tree.map(lambda x, n=count: jnp.broadcast_to(x, (n, *x.shape)), cache)
+                cache = Stacked(stacks, count, step)
+            caches.append(cache)
+        first += step * count
     return tuple(caches)
+
+
+def _turns(kinds: list[Any]) -> tuple[int, int]:
+    """How many kinds of layers take turns from the first layer on, and how many turns they take.
+
+    A run of one kind is a kind that takes turns alone.
+    """
+    best = 1, 1
+    for step in range(1, min(MOST_KINDS, len(kinds) // 2) + 1):
+        alike = [a == b for a, b in zip(kinds, kinds[step:], strict=False)]
+        count = 1 + [*alike, False].index(False) // step
+        if count > 1 and step * count > best[0] * best[1]:
+            best = step, count
+    return best
 
 
 def _likeness(setup: Setup, shape: CacheShape) -> Any:

@@ -30,7 +30,13 @@ from jax_longctx.engine.allocate import abstract_caches, empty_like
 from jax_longctx.engine.capacity import GRANULE, check_host, finished_caches
 from jax_longctx.engine.distributed import from_leader, to_host
 from jax_longctx.engine.engine import Engine
-from jax_longctx.engine.runs import as_run, copied_layer, each_layer, with_layer
+from jax_longctx.engine.runs import (
+    as_run,
+    copied_layer,
+    each_layer,
+    places_of_layers,
+    with_layer,
+)
 from jax_longctx.errors import CheckpointError, DamagedError, InputError
 from jax_longctx.files import read_sealed, seal, whole_path
 from jax_longctx.locks import only_writer
@@ -43,7 +49,7 @@ from jax_longctx.models.storage import (
     writing,
 )
 from jax_longctx.origin import check_same
-from jax_longctx.sharding import RULES, layers_in, leaf_axes, logical_sharding, tree_shardings
+from jax_longctx.sharding import RULES, leaf_axes, logical_sharding, tree_shardings
 
 # 1 had no digests, 2 none of arrays.
 FORMAT, OLDER = 3, 2
@@ -83,9 +89,8 @@ def _saved_layers(engine: Engine, context: Context) -> Iterator[Any]:
     if engine.setup.offload is None:
         yield from each_layer(caches)
         return
-    for cache in caches:
-        for index in range(layers_in(cache)):
-            yield copied_layer(cache, np.int32(index))
+    for run, index in places_of_layers(caches):
+        yield copied_layer(caches[run], np.int32(index))
 
 
 class Saving:
@@ -109,9 +114,7 @@ class Saving:
         self._described = _described(engine, context)
         self._context, self._path = context, whole_path(path)
         self._moved = functools.partial(_moved, engine, SlotLayout.in_order, context.slots)
-        runs = enumerate(context.usable_caches())
-        self._left = [(run, n) for run, cache in runs for n in range(layers_in(cache))]
-        self._left.reverse()
+        self._left = places_of_layers(context.usable_caches())[::-1]
         # Layers that the thread has not taken yet are on the devices twice.
         self._copies: queue.Queue[Any] = queue.Queue(maxsize=2)
         self._ended = pool.submit(self._run, len(self._left))
@@ -333,14 +336,11 @@ def load_context(engine: Engine, path: str | Path) -> Context:
     else:
         # One layer after the other passes over the devices.
         check_host(engine.mesh, runs)
-        filled, first, layers = [], 0, iter(structure)
-        for run in empty_like(engine.setup, runs):
-            for index in range(layers_in(run)):
-                layer = next(layers)
-                (cache,) = loaded((layer,), first)
-                first += len(jax.tree.leaves(layer))
-                run = with_layer(run, np.int32(index), cache)
-            filled.append(run)
+        filled, first = [*empty_like(engine.setup, runs)], 0
+        for layer, (run, index) in zip(structure, places_of_layers(runs), strict=True):
+            (cache,) = loaded((layer,), first)
+            first += len(jax.tree.leaves(layer))
+            filled[run] = with_layer(filled[run], np.int32(index), cache)
         caches = tuple(filled)
     questions = described["questions"]
     if questions is not None:

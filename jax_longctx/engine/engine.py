@@ -336,12 +336,15 @@ class Engine:
     @contextlib.contextmanager
     def asked(self, context: Context, keep: bool) -> Iterator[Live]:
         """Forks the context for one question. If kept, the context is then as before."""
+        before = context.usable_caches()
         live = Live(self._fork(context, keep))
         try:
             yield live
         finally:
-            if self.method.info.append_only and keep:
-                context.caches = live.whole or live.caches
+            if keep:
+                after = live.whole or live.caches
+                pairs = zip(before, after, self._lending(before), strict=True)
+                context.caches = tuple(new if lends else old for old, new, lends in pairs)
 
     def check_context(self, context: Context) -> None:
         """Raises InputError for a context that another method, or other settings, prefilled."""
@@ -383,18 +386,20 @@ class Engine:
         return jax.device_put(seen)
 
     def _fork(self, context: Context, keep: bool) -> tuple[Any, ...]:
-        """The caches for one question; an append-only method's context lends its buffers."""
+        """The caches for one question; layers that only append lend the context's buffers."""
         caches = context.usable_caches()
-        lends = self.method.info.append_only
-        if not keep and not lends:
-            context.caches = None
-            return caches
-        if not lends:
-            self.check_bytes(context.slots, bytes_per_device(self.mesh, caches))
-        forks = fork(self.setup, caches)
-        if lends:
+        lending = self._lending(caches)
+        copied = [cache for cache, lends in zip(caches, lending, strict=True) if not lends]
+        if keep and copied:
+            self.check_bytes(context.slots, bytes_per_device(self.mesh, copied))
+        forks = fork(self.setup, caches, keep=keep)
+        if any(lending) or not keep:
             context.caches = None
         return forks
+
+    def _lending(self, caches: tuple[Any, ...]) -> list[bool]:
+        """Of each cache of a context, whether its fork shares its buffers."""
+        return [layer.method.append_only for _, layer, _ in self.setup.with_layers(caches)]
 
     def generate(
         self,

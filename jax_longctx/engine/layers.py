@@ -3,7 +3,8 @@
 Neither compiles every layer of the model:
 
 - The device loops. One program holds the whole pass. A `fori_loop` goes over the layers of each run
-  (`_through_run`), so that XLA compiles a layer once for each run. Weights are stacked too
+  (`_through_runs`), so that XLA compiles a layer once for each run. Where kinds of layers take
+  turns, as local and global ones do, one loop goes over their runs. Weights are stacked too
   (`models.params.stacked_layers`). Large arrays of the cache reach the method as `Plane`s.
 - The host loops. Each piece of a pass (embedding, layer, norm, logits) is a program. The host calls
   the layer's program once for each layer. Weights and caches are a layer apart.
@@ -54,17 +55,22 @@ def hidden_states(
     """
     ends, ends_params = setup.ends, without_layers(params)
     x_BTD = _embedded(ends, ends_params, segment.tokens, segment.token_axis)
-    updated, layers = [], params["layers"]
-    for number, layer, cache in setup.with_layers(caches):
-        if setup.by_layer:
+    updated, layers, each = [], params["layers"], [*setup.with_layers(caches)]
+    if setup.by_layer:
+        for number, layer, cache in each:
             weights = layers[str(number)]
             x_BTD, cache = _through_layer(setup, layer, weights, x_BTD, cache, segment, total)
-        else:
-            run = cache if isinstance(cache, Stacked) else _alone(cache)
-            each = LayerPass(setup, layer, segment, total)
-            x_BTD, run = _through_run(each, layers, number, x_BTD, run)
-            cache = run if isinstance(cache, Stacked) else of_layer(run.cache, 0)
-        updated.append(cache)
+            updated.append(cache)
+        return _normed(ends, ends_params, x_BTD), tuple(updated)
+    while each:
+        first, _, cache = each[0]
+        turn = cache.step if isinstance(cache, Stacked) else 1
+        taking, each = each[:turn], each[turn:]
+        passes = [LayerPass(setup, layer, segment, total) for _, layer, _ in taking]
+        runs = [cache if isinstance(cache, Stacked) else _alone(cache) for _, _, cache in taking]
+        x_BTD, runs = _through_runs(passes, layers, first, x_BTD, runs)
+        for run, (_, _, cache) in zip(runs, taking, strict=True):
+            updated.append(run if isinstance(cache, Stacked) else of_layer(run.cache, 0))
     return _normed(ends, ends_params, x_BTD), tuple(updated)
 
 
@@ -155,7 +161,7 @@ class LayerPass:
     def _attend_here(
         self, q: Array, k: Array, v: Array, cache: Any, segment: Segment, total: Array
     ) -> tuple[Array, Any]:
-        """The method's `attend` over a device's part of heads and slots."""
+        """`attend` over a device's part of heads and slots."""
         ctx = self.setup.layer_context(self.layer, total)
         (out, _), after = self.layer.method.attend((q, k, v), cache, segment, ctx)
         olds, structure = jax.tree.flatten(cache, is_leaf=_is_plane)
@@ -170,48 +176,75 @@ def _tokens_of_a_shard(mesh: AnyMesh, x: Array) -> int:
     return x.shape[0] * x.shape[1] // (mesh.shape["data"] * mesh.shape["seq"])
 
 
-def _through_run(
-    each: LayerPass, layers: Any, first: int, x: Float[Array, "B T D"], run: Stacked
-) -> tuple[Float[Array, "B T D"], Stacked]:
-    """Consecutive layers that are alike, from layer `first` on, as a loop over one layer's program.
+def _through_runs(
+    passes: Sequence[LayerPass],
+    layers: Any,
+    first: int,
+    x: Float[Array, "B T D"],
+    runs: Sequence[Stacked],
+) -> tuple[Float[Array, "B T D"], list[Stacked]]:
+    """The layers of runs that take turns, from layer `first` on, as a loop over one layer of each.
 
     Args:
       layers: the stacked weights of all layers of the model.
     """
-    carried = _Carried(run, each.handed_on)
-    a_turn = _layers_a_turn(each, run.count)
-
-    # Under `jit` the layers of a turn share one lowering, and their kernels are compiled once.
-    @jax.jit
-    def layer(index: Array, x: Array, stacks: Any, own: Any) -> tuple[Array, Any, Any]:
-        cache = carried.cache_of(stacks, index, own)
-        weights = of_layer(layers, first + index)
-        x, cache = each.through(weights, x, cache, carried.specs)
-        return x, *carried.with_cache(stacks, index, cache)
+    step, count = len(runs), runs[0].count
+    each = [
+        _LayerOfRun(one, layers, range(first + number, first + step * count, step), run)
+        for number, (one, run) in enumerate(zip(passes, runs, strict=True))
+    ]
+    a_turn = _turns_at_once(passes[0], step, count)
 
     def turn(number: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         x, stacks = carry
-        begin, news = number * a_turn, []
-        held = carried.cut(stacks, begin, a_turn)
+        begin, news = number * a_turn, [[] for _ in each]
+        stacks = [*stacks]
+        held = [of.carried.cut(own, begin, a_turn) for of, own in zip(each, stacks, strict=True)]
         for offset in range(a_turn):
-            own = [None if part is None else part[offset] for part in held]
-            x, stacks, own = layer(begin + offset, x, stacks, own)
-            news.append(own)
-        return x, carried.put_back(stacks, begin, news)
+            for i, of in enumerate(each):
+                own = [None if part is None else part[offset] for part in held[i]]
+                x, stacks[i], own = of.layer(begin + offset, x, stacks[i], own)
+                news[i].append(own)
+        after = zip(each, stacks, news, strict=True)
+        return x, [of.carried.put_back(own, begin, new) for of, own, new in after]
 
-    with jax.named_scope(f"layers_{first}_to_{first + run.count - 1}"):
-        turns = run.count // a_turn
-        x, stacks = jax.lax.fori_loop(0, turns, turn, (x, carried.stacks(run)))
-    return x, Stacked(carried.whole(stacks), run.count)
+    with jax.named_scope(f"layers_{first}_to_{first + step * count - 1}"):
+        given = [of.carried.stacks(run) for of, run in zip(each, runs, strict=True)]
+        x, stacks = jax.lax.fori_loop(0, count // a_turn, turn, (x, given))
+    pairs = zip(each, runs, stacks, strict=True)
+    return x, [run.over(of.carried.whole(own)) for of, run, own in pairs]
 
 
-def _layers_a_turn(each: LayerPass, count: int) -> int:
-    """How many of `count` layers a turn of the loop takes."""
+class _LayerOfRun:
+    """One of a run's layers, within a loop over them.
+
+    Attributes:
+      layer: of its index in the run, the hidden states and the arrays of `_Carried`. Under `jit`
+        the layers of a turn share one lowering, and their kernels are compiled once.
+    """
+
+    def __init__(self, each: LayerPass, layers: Any, numbers: range, run: Stacked):
+        self.carried = carried = _Carried(run, each.handed_on)
+        first, step = numbers.start, numbers.step
+
+        @jax.jit
+        def layer(index: Array, x: Array, stacks: Any, own: Any) -> tuple[Array, Any, Any]:
+            cache = carried.cache_of(stacks, index, own)
+            weights = of_layer(layers, first + (index if step == 1 else step * index))
+            x, cache = each.through(weights, x, cache, carried.specs)
+            return x, *carried.with_cache(stacks, index, cache)
+
+        self.layer = layer
+
+
+def _turns_at_once(each: LayerPass, kinds: int, count: int) -> int:
+    """How many of `count` layers of each kind a turn of the loop takes."""
     segment, setup = each.segment, each.setup
     usual = segment.role == "decode" and segment.variant == setup.method.step_variant(1)
     if setup.platform != "gpu" or not usual:
         return 1
-    return max(n for n in range(1, LAYERS_A_TURN + 1) if count % n == 0)
+    most = max(LAYERS_A_TURN // kinds, 1)
+    return max(n for n in range(1, most + 1) if count % n == 0)
 
 
 class _Carried:

@@ -176,8 +176,8 @@ def cannot_share(engine: Engine, texts: int = 1) -> str | None:
         return "rows cannot share a context in the host's memory"
     if engine.method.own_tokens is None:
         return "under this method rows cannot share a context"
-    if any(window is not None for window in config.windows):
-        return "rows cannot share a context in layers with a sliding window"
+    if all(config.windows):
+        return "rows have nothing to share of a context where every layer has a sliding window"
     if texts != 1 or mesh["data"] != 1:
         return (
             f"rows share a context of one text, on a mesh with data=1: this context has {texts} "

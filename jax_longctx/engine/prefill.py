@@ -192,7 +192,7 @@ def finish_one(
     # Of the arrays that are handed on no slice is made.
     fresh = iter(jax.lax.scan(made, None, stacks)[1])
     found = [next(fresh) if old is None else stacks[old] for old in handed]
-    return Stacked(jax.tree.unflatten(jax.tree.structure(specs), found), cache.count)
+    return cache.over(jax.tree.unflatten(jax.tree.structure(specs), found))
 
 
 def places_of(setup: Setup, caches: Any, *_: int) -> list[Any]:
@@ -214,10 +214,16 @@ def _forked(setup: Setup, layer: Layer, cache: Any) -> list[Any]:
     return [x if x is None else placed(x, at) for x, at in zip(made, places, strict=True)]
 
 
-def fork(setup: Setup, caches: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The method's `fork` of every layer's cache, or run's."""
+def fork(setup: Setup, caches: tuple[Any, ...], *, keep: bool) -> tuple[Any, ...]:
+    """The caches of all layers for one question.
+
+    Unless the context is kept, a layer whose fork would be a copy hands on its own cache.
+    """
     forked = []
     for _, layer, cache in setup.with_layers(caches):
+        if not (keep or layer.method.append_only):
+            forked.append(cache)
+            continue
         leaves, structure = jax.tree.flatten(cache)
         pairs = zip(leaves, _forked(setup, layer, cache), strict=True)
         forked.append(structure.unflatten(old if new is None else new for old, new in pairs))

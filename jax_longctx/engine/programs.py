@@ -107,8 +107,7 @@ def list_question(
 ) -> tuple[Live, Any]:
     """Calls the programs that read a question; the answer's caches, and its first logits."""
     live, info = Live(context.usable_caches()), setup.method.info
-    if keep or info.append_only:
-        live.caches = fork(setup, live.caches)
+    live.caches = fork(setup, live.caches, keep=keep)
     asked = _padded(setup, [question] * context.batch)
     logits = prefill_question(setup, params, live, asked, context.total)
     if info.answers_apart:

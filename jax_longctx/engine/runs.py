@@ -1,12 +1,13 @@
 """Caches of runs of layers, and one layer's part of them.
 
-A run is consecutive layers that are alike. Its caches are one `Stacked` cache, of arrays with a
-leading axis for the layers. A layer that is like no neighbour has a cache of its own.
+A run is layers that are alike: consecutive ones, or those of one kind where several kinds take
+turns. Its caches are one `Stacked` cache, of arrays with a leading axis for the layers. Any other
+layer has a cache of its own.
 """
 
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,18 +17,27 @@ from jaxtyping import Int
 from jax_longctx.caches import Offloaded
 from jax_longctx.engine.compiling import IN_PLACE, program
 from jax_longctx.engine.setup import Setup
-from jax_longctx.sharding import Stacked, layers_in, leaf_fields, tree_shardings
+from jax_longctx.sharding import Stacked, leaf_fields, numbers_of_layers, tree_shardings
 from pallas_kernels.plane import Plane
+
+
+def places_of_layers(caches: Sequence[Any]) -> list[tuple[int, int]]:
+    """Of each of the model's layers: which of the caches has its own, and where in that run."""
+    found = {
+        layer: (run, index)
+        for run, layers in enumerate(numbers_of_layers(caches))
+        for index, layer in enumerate(layers)
+    }
+    return [found[layer] for layer in range(len(found))]
 
 
 def each_layer(caches: tuple[Any, ...]) -> Iterator[Any]:
     """One layer's cache after another; a run's layers are copied out of it, one at a time."""
-    for cache in caches:
+    for run, index in places_of_layers(caches):
+        cache = caches[run]
         if isinstance(cache, Stacked):
-            for index in range(cache.count):
-                yield jax.tree.map(operator.itemgetter(index), cache.cache)
-        else:
-            yield cache
+            cache = jax.tree.map(operator.itemgetter(index), cache.cache)
+        yield cache
 
 
 def per_layer(caches: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -61,7 +71,7 @@ def with_layer(run: Any, layer: Int[Any, ""], cache: Any) -> Any:
 
     before = run.cache if isinstance(run, Stacked) else run
     after = jax.tree.map(put, before, cache, is_leaf=_is_offloaded)
-    return Stacked(after, run.count) if isinstance(run, Stacked) else after
+    return run.over(after) if isinstance(run, Stacked) else after
 
 
 def _is_offloaded(node: Any) -> bool:
@@ -104,23 +114,22 @@ def seated_store(old: Offloaded, new: Offloaded, row: Any, place: Any) -> Offloa
 
 def as_run(setup: Setup, caches: tuple[Any, ...], like: tuple[Any, ...]) -> tuple[Any, ...]:
     """`per_layer` undone: caches in runs as `like` has them (shapes will do), on its shards."""
-    found, layer = [], 0
-    for run in like:
-        alike = caches[layer : layer + layers_in(run)]
-        layer += len(alike)
+    found = []
+    for layers, run in zip(numbers_of_layers(like), like, strict=True):
+        alike = [caches[layer] for layer in layers]
         if isinstance(run, Stacked):
             shardings, structure = jax.tree.flatten(tree_shardings(setup.mesh, run))
-            found.append(_stacker(structure, tuple(shardings))(*alike))
+            found.append(_stacker(structure, tuple(shardings), run.step)(*alike))
         else:
             found.append(alike[0])
     return tuple(found)
 
 
 @functools.lru_cache(maxsize=64)
-def _stacker(structure: Any, shardings: tuple[Any, ...]) -> Any:
+def _stacker(structure: Any, shardings: tuple[Any, ...], step: int) -> Any:
     """Makes a run of its layers' caches; a function a kind of cache, so that it compiles once."""
     return jax.jit(
-        lambda *each: Stacked(jax.tree.map(lambda *x: jnp.stack(x), *each), len(each)),
+        lambda *each: Stacked(jax.tree.map(lambda *x: jnp.stack(x), *each), len(each), step),
         out_shardings=structure.unflatten(shardings),
     )
 

@@ -33,8 +33,9 @@ from jax_longctx.engine.products import Divided, FewRows
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import PLAIN, Products, ends_of
 from jax_longctx.models.rope import RopeConfig
+from jax_longctx.parts.sliding_window import SLIDING_WINDOW
 from jax_longctx.settings import Offload, StoredForm
-from jax_longctx.sharding import AnyMesh, layers_in, logical_spec
+from jax_longctx.sharding import AnyMesh, logical_spec, numbers_of_layers
 from pallas_kernels.common import empty
 from pallas_kernels.row_matmul import MAX_ROWS
 
@@ -76,7 +77,7 @@ class Layer:
     """What is static of a layer, beside the setup.
 
     Attributes:
-      method: `Method.of_layer`.
+      method: `Method.of_layer`, or what has its place in layers with a sliding window.
       window: its sliding window, in tokens.
       rope: its rotary embedding.
     """
@@ -135,24 +136,19 @@ class Setup:
 
     @property
     def slot_layout(self) -> SlotLayout:
-        """Where the slots of all caches lie.
-
-        A sliding window hides slots by their positions, which kernels know only in a block.
-        """
-        dealt = self.method.stripes and not any(self.config.windows)
-        return SlotLayout(self.mesh.shape["seq"], STRIPE if dealt else None)
+        """Where the slots of all caches lie."""
+        return SlotLayout(self.mesh.shape["seq"], STRIPE if self.method.stripes else None)
 
     def layer(self, index: int) -> Layer:
         """The layer of that number."""
         window = self.config.windows[index]
-        return Layer(self.method.of_layer(index, window), window, self.config.rope_of(index))
+        method = self.method.of_layer(index) if window is None else SLIDING_WINDOW
+        return Layer(method, window, self.config.rope_of(index))
 
     def with_layers(self, caches: tuple[Any, ...]) -> Iterator[tuple[int, Layer, Any]]:
         """The number of the first layer of each of these caches, that layer, and the cache."""
-        number = 0
-        for cache in caches:
-            yield number, self.layer(number), cache
-            number += layers_in(cache)
+        for numbers, cache in zip(numbers_of_layers(caches), caches, strict=True):
+            yield numbers.start, self.layer(numbers.start), cache
 
     def feed(self, stage: Stage, slots: int, **rows: Any) -> Feed:
         """What `Method.segments` is given of these rows, for caches of `slots`."""

@@ -243,8 +243,8 @@ class _Marking(Method):
             if name not in own and not name.startswith("_"):
                 object.__setattr__(self, name, getattr(self.method, name))
 
-    def of_layer(self, layer: int, window: int | None) -> "_Marking":
-        return _Marking(self.method.of_layer(layer, window), self.queries)
+    def of_layer(self, layer: int) -> "_Marking":
+        return _Marking(self.method.of_layer(layer), self.queries)
 
     def init_cache(self, shape: CacheShape) -> _Marked:
         none = jnp.zeros((shape.batch,), jnp.int32)
@@ -282,8 +282,11 @@ class _Marking(Method):
 
 
 def shows_weights(engine: Engine) -> bool:
-    """Whether marks can measure the method's weights: it reads in order and ignores the values."""
-    if engine.method.info.by_values:
+    """Whether marks can measure the method's weights: it reads in order and ignores the values.
+
+    It does so in every layer, so none has a sliding window.
+    """
+    if engine.method.info.by_values or any(engine.config.windows):
         return False
     rows = [[0] * 2] * engine.mesh.shape["data"]
     feed = engine.setup.feed("context", engine.slots_for(2), context=rows, question=rows)
@@ -321,8 +324,8 @@ def attention_weights(
         )
     if not shows_weights(engine):
         raise InputError(
-            "this method reads a text in parts side by side or chooses by values; "
-            "it shows no weights"
+            "this method reads a text in parts side by side or chooses by values, or the model "
+            "has layers with sliding windows; it shows no weights"
         )
     batch = -(-batch // engine.mesh.shape["data"]) * engine.mesh.shape["data"]
     # Methods keep `info` on the class; here the instance forwards it.
@@ -388,7 +391,7 @@ def _marking_from(cache: Any, firsts: np.ndarray, mesh: Any) -> Any:
     if isinstance(cache, Stacked):
         of_all = np.broadcast_to(firsts, (cache.count, *firsts.shape))
         first = jax.device_put(of_all, logical_sharding(mesh, ("layers", "batch")))
-        return Stacked(dataclasses.replace(cache.cache, first=first), cache.count)
+        return cache.over(dataclasses.replace(cache.cache, first=first))
     first = jax.device_put(firsts, logical_sharding(mesh, ("batch",)))
     return dataclasses.replace(cache, first=first)
 

@@ -58,7 +58,7 @@ from jax_longctx.methods.quest import Quest
 from jax_longctx.methods.reattention import WHOLE, ReAttention
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts import residual, voted_keys
-from jax_longctx.parts.appending import Appending, least_window
+from jax_longctx.parts.appending import Appending
 from jax_longctx.parts.named_pages import best_pages
 from jax_longctx.parts.residual import Background, ResaCache
 from jax_longctx.parts.selecting import SelectingPages
@@ -132,14 +132,12 @@ class FreePages(Appending):
         return self.sink + self.kept * self.span + self.local
 
     def validate(self, config: ModelConfig) -> None:
-        """Refuses a scope beyond the trained length or a layer's sliding window."""
-        least = least_window(config)
-        limit = config.trained_length if least is None else min(config.trained_length, least)
-        if self.scope_size > limit:
+        """Refuses a scope beyond the trained length."""
+        if self.scope_size > config.trained_length:
             raise self.refused(
                 f"sink {self.sink} + budget {self.kept * self.span} + local {self.local} = "
-                f"{self.scope_size} positions, the model attends at most {limit} (its trained "
-                "length or sliding window); lower budget or local"
+                f"{self.scope_size} positions, the model was trained to {config.trained_length}; "
+                "lower budget or local"
             )
 
     def reach(self, config: ModelConfig, tokens: int) -> int:
@@ -164,8 +162,6 @@ class FreePages(Appending):
         )
 
     def init_cache(self, shape: CacheShape) -> SelectiveCache:
-        # The scope is within a layer's sliding window (`validate`): the window hides nothing.
-        shape = dataclasses.replace(shape, window=None)
         cache = self.pages.empty_selective(shape, self.reads)
         if not self.lam:
             return cache

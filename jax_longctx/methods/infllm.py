@@ -46,7 +46,7 @@ from jax_longctx.contract import (
     question_segments,
 )
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.parts.appending import Appending, least_window
+from jax_longctx.parts.appending import Appending
 from jax_longctx.parts.unit_memory import Layout, UnitMemory, best_units, empty_unit_memory
 from jax_longctx.parts.windowed_attention import (
     WindowedAttention,
@@ -109,17 +109,11 @@ class InfLLM(Appending):
         return tokens if self.decode == "dense" else min(tokens, self.n_local)
 
     def validate(self, config: ModelConfig) -> None:
-        """Refuses distances beyond the trained length or a layer's sliding window."""
+        """Refuses distances beyond the trained length."""
         if self.n_local > config.trained_length:
             raise self.refused(
                 f"n_local {self.n_local} reaches beyond the {config.trained_length} positions "
                 f"that the model was trained to; lower it"
-            )
-        least = least_window(config)
-        if least is not None and least < self.n_local:
-            raise self.refused(
-                f"a layer's sliding window of {least} tokens is less than n_local "
-                f"{self.n_local}; lower n_local"
             )
 
     def init_cache(self, shape: CacheShape) -> UnitMemory:

@@ -59,7 +59,7 @@ from jax_longctx.contract import (
 )
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts import voted_keys
-from jax_longctx.parts.appending import Appending, least_window
+from jax_longctx.parts.appending import Appending
 from pallas_kernels.voted_slots import Spans
 
 # The variant of segments that attend to all cached tokens.
@@ -107,7 +107,7 @@ class ReAttention(Appending):
         return self.global_size + self.local_size + (self.kept * self.span if self.count else 0)
 
     def validate(self, config: ModelConfig) -> None:
-        """Refuses a scope beyond the trained length or a layer's sliding window."""
+        """Refuses a scope beyond the trained length."""
         size = self.scope_size
         if size > config.trained_length:
             middle = f" + kept {self.kept} * span {self.span}" if self.count else ""
@@ -115,12 +115,6 @@ class ReAttention(Appending):
                 f"global_size {self.global_size}{middle} + local_size "
                 f"{self.local_size} = {size} positions, the model was trained to "
                 f"{config.trained_length}; lower local_size or kept"
-            )
-        least = least_window(config)
-        if least is not None and least < size:
-            raise self.refused(
-                f"a layer's sliding window of {least} tokens would hide parts of the "
-                f"scope of {size}; lower local_size or kept"
             )
 
     def reach(self, config: ModelConfig, tokens: int) -> int:

@@ -34,8 +34,7 @@ from jax_longctx.contract import (
     method,
     spread_segment,
 )
-from jax_longctx.models.config import ModelConfig
-from jax_longctx.parts.appending import Appending, refuse_windows
+from jax_longctx.parts.appending import Appending
 from pallas_kernels.common import merge, side_by_side
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.quantised import stored_as
@@ -57,9 +56,7 @@ class Ring(Appending):
     # Each shard computes a run of the text, and its keys stay there.
     stripes = False
     own_tokens = 0
-
-    def validate(self, config: ModelConfig) -> None:
-        refuse_windows(self.name, config)
+    cannot_slide = "it reads parts of a text side by side, and a window reaches across parts"
 
     def segments(self, feed: Feed) -> Iterable[Segment]:
         if feed.stage == "question":

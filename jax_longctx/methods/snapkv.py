@@ -27,8 +27,7 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches import AppendCache, Rewinding
 from jax_longctx.caches.fifo import FifoCache, padded
 from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, Stage, WithCache, method
-from jax_longctx.models.config import ModelConfig
-from jax_longctx.parts.appending import Appending, refuse_windows
+from jax_longctx.parts.appending import Appending
 from jax_longctx.parts.partial import Pool, best_last, check_kernel, pooled_scores
 from jax_longctx.sharding import axes_field
 from pallas_kernels.attention_mass import Reduction, attention_mass
@@ -89,9 +88,6 @@ class SnapKV(Appending):
                 f"budget {self.budget} must exceed window {self.window}; raise budget"
             )
         check_kernel(self)
-
-    def validate(self, config: ModelConfig) -> None:
-        refuse_windows(self.name, config)
 
     def init_cache(self, shape: CacheShape) -> ObservedCache:
         size = (shape.batch, self.window, shape.num_heads)

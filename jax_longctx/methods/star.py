@@ -44,7 +44,6 @@ from jax_longctx.contract import (
 )
 from jax_longctx.methods.full import Full
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.parts.appending import refuse_windows
 from jax_longctx.parts.text_blocks import ANCHOR, SENDS, Blocks, StarCache
 from pallas_kernels.common import cut, merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
@@ -76,11 +75,10 @@ class Star(Blocks):
             )
 
     def validate(self, config: ModelConfig) -> None:
-        refuse_windows(self.name, config)
         self.decode.validate(config)
 
-    def of_layer(self, layer: int, window: int | None) -> "Star":
-        return dataclasses.replace(self, decode=self.decode.of_layer(layer, window))
+    def of_layer(self, layer: int) -> "Star":
+        return dataclasses.replace(self, decode=self.decode.of_layer(layer))
 
     def init_cache(self, shape: CacheShape) -> StarCache:
         return self.empty_cache(shape, self.decode)

@@ -4,9 +4,6 @@ Keys are cached after rotary embedding at their true positions. A chunk of queri
 cache (all of it visible) and itself (causal), two partial results merged by log-sum-exp; one token
 attends the cache alone, after its own key was appended. Cost: O(L^2) in prefill, the whole cache
 read once a decode step.
-
-In a layer with a sliding window (Mistral v0.1, some Qwen2) older keys are masked. They stay in
-memory: slots are not reused.
 """
 
 import dataclasses
@@ -27,8 +24,6 @@ from jax_longctx.contract import (
     WithCache,
     chunk_segments,
 )
-from jax_longctx.errors import ConfigError
-from jax_longctx.models.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,18 +65,3 @@ class Exact(Appending):
 
     own_tokens = 0
     adopts = True
-
-
-def least_window(config: ModelConfig) -> int | None:
-    """The smallest sliding window of a layer, in tokens; None where no layer has one."""
-    return min((window for window in config.windows if window is not None), default=None)
-
-
-def refuse_windows(name: str, config: ModelConfig) -> None:
-    """Raises ConfigError for a model with a sliding window."""
-    least = least_window(config)
-    if least is not None:
-        raise ConfigError(
-            f"{name}: this model has layers with a sliding window of {least} tokens, "
-            f"which the method does not support; use --method full"
-        )

@@ -58,7 +58,6 @@ from jax_longctx.contract import (
 )
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.parts.appending import least_window
 from jax_longctx.sharding import axes_field
 from pallas_kernels.attention_mass import Reduction, attention_mass
 from pallas_kernels.common import Stored
@@ -272,23 +271,12 @@ class Evicting(Method):
             )
 
     def validate(self, config: ModelConfig) -> None:
-        """Refuses positions that the model was not trained to, and windows that hide tokens."""
+        """Refuses positions that the model was not trained to."""
         most = self.budget + self.chunk
         if self.positions == "shifted" and most > config.trained_length:
             raise self.refused(
                 f"budget {self.budget} + chunk {self.chunk} = {most} positions, more than "
                 f"the {config.trained_length} that the model was trained to; lower them"
-            )
-        least = least_window(config)
-        if least is not None and self.positions == "true":
-            raise self.refused(
-                f"this model has layers with a sliding window of {least} tokens, which "
-                f"positions=true does not support; use positions=shifted"
-            )
-        if least is not None and least < most:
-            raise self.refused(
-                f"budget {self.budget} and chunk {self.chunk} exceed the model's sliding "
-                f"window of {least} tokens; lower them"
             )
 
     def reach(self, config: ModelConfig, tokens: int) -> int:
@@ -351,7 +339,6 @@ class Evicting(Method):
         """Attention of one row group to every slot and, causally, to itself."""
         q, k, v = (x[:, segment.group(rows).columns] for x in new)
         q, rotated, store = self._rotated(q, k, cache, ctx)
-        # `validate` has refused sliding windows smaller than the cache.
         (out, lse), past = cache.attend((q, rotated, v), ctx.scale, self._turned(ctx))
         valid_B = segment.valid_of(rows)
         return Look(self, cache, segment, ctx, valid_B, out, lse, q, past, rotated, v, store)

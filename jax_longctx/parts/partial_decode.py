@@ -32,8 +32,7 @@ from jax_longctx.contract import (
     WithCache,
     mark_ends,
 )
-from jax_longctx.models.config import ModelConfig
-from jax_longctx.parts.appending import Appending, refuse_windows
+from jax_longctx.parts.appending import Appending
 from jax_longctx.parts.partial import best_last, check_kernel, pooled_scores
 from jax_longctx.sharding import axes_field
 from pallas_kernels.decode_attention import attend_with_logits
@@ -96,9 +95,6 @@ class PartialDecoding(Appending):
     def summed(self, rotated: Array, ctx: LayerContext) -> Float[Array, "B H"]:
         """The sum over all heads of a full step's query, which the cache remembers."""
         return ctx.psum_heads(jnp.sum(rotated[:, 0].astype(jnp.float32), axis=1))
-
-    def validate(self, config: ModelConfig) -> None:
-        refuse_windows(self.name, config)
 
     def init_cache(self, shape: CacheShape) -> RefreshCache:
         # No prompt is longer than the slots.

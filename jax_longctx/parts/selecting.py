@@ -7,7 +7,7 @@ A decode step attends
 - of what lies between them the best pages, as many as the budget says (see `head_budgets`).
 
 A method defines the digest of a page (`summarise`) and the score of a page for a query (`scores`).
-Layers with a sliding window stay exact, as do the first `skip_layers`.
+The first `skip_layers` stay exact.
 
 Every shard of the slots scores its own pages. Under a uniform budget it sends its best pages with
 their scores, and all shards select from those; other budgets need all scores.
@@ -112,9 +112,9 @@ class Selecting(Appending):
     def validate(self, config: ModelConfig) -> None:
         """Every model can be decoded sparsely."""
 
-    def of_layer(self, layer: int, window: int | None) -> Method:
+    def of_layer(self, layer: int) -> Method:
         """Full attention in layers that stay exact. Their cache, read whole, is on the device."""
-        return Exact() if layer < self.skip_layers or window is not None else self
+        return Exact() if layer < self.skip_layers else self
 
     def init_cache(self, shape: CacheShape) -> Any:
         return self.empty_selective(shape, self.reads(shape))

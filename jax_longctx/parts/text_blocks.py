@@ -87,6 +87,7 @@ class Blocks(Method):
 
     phase = "prefill"
     keeps_all = append_only = True
+    cannot_slide = "it reads blocks of a text side by side, and a window reaches across blocks"
 
     def __post_init__(self) -> None:
         self.at_least(1, "block")

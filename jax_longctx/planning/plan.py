@@ -177,7 +177,7 @@ def propose_mesh(request: PlanRequest) -> dict[str, int]:
     Raises:
       ConfigError: the model divides over no mesh, or the method refuses it.
     """
-    request.spec.method.validate(request.config)
+    request.spec.method.check_model(request.config)
     for count in range(request.target.count, 0, -1):
         plans = list(filter(None, (_tried(request, sizes) for sizes in _meshes(count))))
         if plans:

@@ -119,7 +119,6 @@ def test_what_is_dealt():
     assert not engine_of(Ring(), 4).setup.slot_layout.in_stripes
     assert not engine_of(small_method("star"), 4).setup.slot_layout.in_stripes
     assert not engine_of(make_method("infllm", SMALL["infllm"]), 4).setup.slot_layout.in_stripes
-    assert not engine_of(Full(), 4, windows=(64,)).setup.slot_layout.in_stripes
     assert ReAttention().stripes
 
 

@@ -229,7 +229,7 @@ def test_layers_that_are_alike_share_a_program_and_take_their_caches():
     assert compiled.count("jit(_through_layer)") == 2
     finished = finish_context(engine.setup, new, total, 0)
     assert all(cache.k.is_deleted() and cache.v.is_deleted() for cache in (*caches, *new))
-    assert [int(cache.length[0]) for cache in finished] == [24] * 5
+    assert [int(cache.position[0]) for cache in finished] == [24] * 5
 
 
 def test_an_answers_kinds_of_steps_and_its_turns():

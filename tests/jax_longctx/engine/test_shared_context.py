@@ -139,15 +139,20 @@ def test_the_context_may_be_asked_between_two_steps():
 
 
 @pytest.mark.slow
+def test_rows_share_the_layers_without_windows():
+    check_method(small_method("full"), config=tiny_config(windows=(8, None)))
+
+
+@pytest.mark.slow
 def test_what_cannot_share_is_named():
     full, blocks = tiny_engine(chunk=64), Star(block=128, decode=small_method("quest"))
     for engine, texts, said in [
         (tiny_engine(small_method("h2o")), CONTEXT, "under this method rows cannot share"),
         (tiny_engine(small_method("quest"), offload="host"), CONTEXT, "in the host's memory"),
         (
-            tiny_engine(config=tiny_config(windows=(8, None))),
+            tiny_engine(config=tiny_config(windows=(8, 9))),
             CONTEXT,
-            "layers with a sliding window",
+            "where every layer has a sliding window",
         ),
         (full, random_rows([9, 8]), "this context has 2 texts, the mesh data=1"),
         (tiny_engine(blocks, mesh=make_mesh(1, 2, 1)), CONTEXT, "seq=1: this one has seq=2"),

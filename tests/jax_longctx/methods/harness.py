@@ -17,7 +17,7 @@ from jax_longctx.engine import Context, Engine
 from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.engine.context_io import load_context, save_context
-from jax_longctx.engine.prefill import finish_context, finish_question, fork, run_segment
+from jax_longctx.engine.prefill import finish_context, finish_question, run_segment
 from jax_longctx.engine.runs import per_layer
 from tests.oracle import causal_attend, forward, to_numpy
 from tests.support import random_rows
@@ -117,11 +117,10 @@ def ask(engine, context, questions, answers):
 
     A context that only grows lends its buffers, as it does to `Engine.stream`.
     """
-    caches = fork(engine.setup, context.usable_caches())
-    run = FedRows(engine, context.slots, context.reserve, context.total, caches)
-    logits = [last_logits(step) for step in run.answer(questions, answers)]
-    if engine.method.info.append_only:
-        context.caches = run.caches
+    with engine.asked(context, keep=True) as live:
+        run = FedRows(engine, context.slots, context.reserve, context.total, live.caches)
+        logits = [last_logits(step) for step in run.answer(questions, answers)]
+        live.caches = run.caches
     return logits
 
 

@@ -1,5 +1,6 @@
 """InfLLM against numpy, layer by layer and step by step; the names carry the spec's ids."""
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -41,8 +42,8 @@ LENGTHS, ANSWER = [(75, 4), (5, 1), (42, 13), (0, 2)], 9
 THETA = 1e4
 # Where more layers would only take longer to compile.
 ONE_LAYER = tiny_config(num_layers=1)
-# Sliding windows that hide nothing, one a layer: what a method can tell the layers by.
-LAYERS = (1000, 2000)
+# Slots, which differ from layer to layer: what a method can tell the layers by.
+LAYERS = (128, 256)
 # (layer, units) of every choice of a watched method.
 CHOSEN: list[tuple[int, np.ndarray]] = []
 
@@ -67,11 +68,12 @@ class Watched(InfLLM):
         def fill(leaf):
             return jnp.full_like(leaf, 1e4) if leaf.ndim > 1 else leaf
 
+        shape = dataclasses.replace(shape, slots=LAYERS[shape.layer])
         return jax.tree.map(fill, super().init_cache(shape))
 
     def choose(self, q, cache, valid, ctx):
         chosen = super().choose(q, cache, valid, ctx)
-        jax.debug.callback(functools.partial(note, LAYERS.index(ctx.window)), chosen)
+        jax.debug.callback(functools.partial(note, LAYERS.index(cache.store.sizes[2])), chosen)
         return chosen
 
 
@@ -81,7 +83,7 @@ def note(layer, chosen):
 
 @pytest.fixture(scope="module")
 def run():
-    engine = tiny_engine(method_of(SMALL, Watched), config=tiny_config(windows=LAYERS))
+    engine = tiny_engine(method_of(SMALL, Watched))
     rows, last = texts(LENGTHS, ANSWER), {}
     chosen = [[] for _ in LENGTHS]
 

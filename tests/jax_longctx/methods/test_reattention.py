@@ -39,8 +39,8 @@ def method_of(rules, kind=ReAttention):
     return kind(**dict(zip(NAMES, values, strict=True)))
 
 
-# Sliding windows that hide nothing, one a layer: what a method can tell the layers by.
-LAYERS = (1000, 2000)
+# Slots, which differ from layer to layer: what a method can tell the layers by.
+LAYERS = (128, 256)
 # What an engine run leaves behind: (layer, slots, number) of each layer and segment.
 SEEN: list[tuple[int, np.ndarray, np.ndarray]] = []
 
@@ -49,9 +49,12 @@ SEEN: list[tuple[int, np.ndarray, np.ndarray]] = []
 class Watched(ReAttention):
     """Tells which slots each layer attends."""
 
+    def init_cache(self, shape):
+        return super().init_cache(dataclasses.replace(shape, slots=LAYERS[shape.layer]))
+
     def choose(self, q, cache, valid, ctx, **how):
         scope = super().choose(q, cache, valid, ctx, **how)
-        jax.debug.callback(functools.partial(note, LAYERS.index(ctx.window)), *scope.listed())
+        jax.debug.callback(functools.partial(note, LAYERS.index(cache.sizes[2])), *scope.listed())
         return scope
 
 
@@ -66,7 +69,7 @@ def run():
     `scopes[b]` lists, for each of row b's calls, every layer's attended slots; a call that the
     engine feeds in pieces (the first chunk) is its last piece.
     """
-    engine = tiny_engine(method_of(SMALL, Watched), config=tiny_config(windows=LAYERS))
+    engine = tiny_engine(method_of(SMALL, Watched))
     rows = texts(LENGTHS, ANSWER)
     scopes = [[] for _ in LENGTHS]
     keys = []
