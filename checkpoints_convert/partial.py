@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jax_longctx.errors import CheckpointError
-from jax_longctx.files import partial_of, read_text, write_text
+from jax_longctx.files import partial_of, read_text, reason, write_text
 from jax_longctx.models import storage
 
 SUFFIX = ".partial"
@@ -113,8 +113,8 @@ class Partial:
             noted = json.loads(read_text(self.folder / PROGRESS))
         except FileNotFoundError:
             return False
-        except (OSError, ValueError) as error:
-            raise self._refusal(f"its {PROGRESS} cannot be read: {error}") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise self._refusal(f"its {PROGRESS} cannot be read: {reason(error)}") from error
         try:
             # Earlier versions recorded groups.
             made_from, digests = noted["made_from"], dict(noted.get("digests", {}))

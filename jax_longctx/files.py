@@ -37,8 +37,10 @@ _KINDS = {
 _OTHER = ("not UTF-8 text", "convert it first, e.g. with iconv -t utf-8")
 
 
-def reason(error: OSError) -> str:
-    """Why a file was not read or written, in words."""
+def reason(error: BaseException) -> str:
+    """Why a file was not read or written, or what is wrong in it, in words."""
+    if not isinstance(error, OSError):
+        return first_line(error)
     limit = " (ulimit -f limits the size of files)" if error.errno == errno.EFBIG else ""
     return f"{error.strerror or error}{limit}"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.errors import LongctxError, OriginError
+from jax_longctx.files import read_text
 from jax_longctx.gone import current
 
 # Most differences that an error names, and characters of a value.
@@ -75,7 +76,7 @@ def check_result(
       OriginError: it holds no origin, or another one than the `given`.
     """
     try:
-        found = json.loads((kept_in or path).read_text(encoding="utf-8"))
+        found = json.loads(read_text(kept_in or path))
         known = dict(found[MADE_FROM])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         raise OriginError(

@@ -175,7 +175,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(read_text(path))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # TOML and UTF-8
+    except (ValueError, RecursionError) as error:  # TOML and UTF-8
         raise InputError(f"{path} is not TOML: {error}") from error
 
 

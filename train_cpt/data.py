@@ -43,6 +43,7 @@ from jax_longctx.files import (
     open_plain,
     read_sealed,
     read_text,
+    reason,
     seal,
     sha256_of,
 )
@@ -420,8 +421,8 @@ def _listed(state: Path) -> list[Path]:
     """The files that a saved `Dataset` lists; none where `state.json` is another program's."""
     try:
         fields = json.loads(read_text(state))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{state} cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{state} cannot be read: {reason(error)}") from error
     entries = fields.get("_data_files", []) if isinstance(fields, dict) else []
     return [state.parent / entry["filename"] for entry in entries]
 

@@ -41,6 +41,7 @@ from jax_longctx.files import (
     partial_of,
     read_sealed,
     read_text,
+    reason,
     seal,
     sha256_of,
     whole_path,
@@ -375,8 +376,8 @@ def _claim(directory: Path, facts: Mapping[str, Any]) -> None:
             directory.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(ours, indent=1))
         return
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error!s:.200}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read: {reason(error)}") from error
     if not isinstance(found, dict):
         raise InputError(f"{path} holds no facts of a run; name another folder")
     check_same(directory, found, ours, "name another folder to begin a run", free=FREE)

@@ -5,14 +5,12 @@ of that context. A method that needs the question at prefill gets one prefill fo
 """
 
 import dataclasses
-import json
 import os
 import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jax_longctx import files
 from jax_longctx.cli import options
 from jax_longctx.cli.options import argument, option
 from jax_longctx.cli.terminal import (
@@ -26,7 +24,7 @@ from jax_longctx.cli.terminal import (
     save,
 )
 from jax_longctx.errors import CheckpointError, InputError
-from jax_longctx.files import file_errors, read_sealed, seal, whole_path
+from jax_longctx.files import file_errors, read_json, read_sealed, seal, whole_path
 from jax_longctx.memory import shown_bytes
 from jax_longctx.methods import settings_of
 from jax_longctx.origin import check_same
@@ -432,15 +430,12 @@ def _chosen_chat(model: "LongContext", inputs: Inputs) -> bool:
 def _read_prompt(folder: Path) -> dict[str, Any] | None:
     """Chat template and tokenizer of a saved context; None where it was saved from Python."""
     path = folder / PROMPT_FILE
-    try:
-        value: Any = json.loads(files.read_text(path))
-        # Those of earlier versions have neither format nor digest.
-        if isinstance(value, dict) and value.keys() - {"chat", "tokenizer"}:
-            value = read_sealed(path, PROMPT_FORMAT, "read the text again")
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}; read the text again") from error
-    if not isinstance(value, dict) or not isinstance(value.get("chat"), bool):
-        raise CheckpointError(f"{folder / PROMPT_FILE} does not say whether it is a chat")
+    value = read_json(path)
+    # Those of earlier versions have neither format nor digest.
+    if value.keys() - {"chat", "tokenizer"}:
+        value = read_sealed(path, PROMPT_FORMAT, "read the text again")
+    if not isinstance(value.get("chat"), bool):
+        raise CheckpointError(f"{path} does not say whether it is a chat")
     return value

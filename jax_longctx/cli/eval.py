@@ -264,7 +264,7 @@ def report(
         try:
             found = json.loads(read_text(str(file)))
             rows += [row for run in found["runs"] for row in perplexity_rows(run)]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(f"{file} holds no results of eval perplexity: {error}") from error
         check_model(folder, file, found.get(MADE_FROM, {}))
     _report(folder, rows, read_about(folder), terminal)

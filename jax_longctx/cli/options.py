@@ -209,7 +209,7 @@ def template_variables(pairs: Iterable[str]) -> dict[str, Any]:
     for key, text in parse_pairs(pairs, "--template").items():
         try:
             found[key] = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             found[key] = text
     return found
 

@@ -19,7 +19,7 @@ from jax_longctx.cli import options, process
 from jax_longctx.cli.options import option
 from jax_longctx.cli.terminal import Terminal, check_folder
 from jax_longctx.errors import InputError
-from jax_longctx.files import read_text
+from jax_longctx.files import decoded, file_errors, read_bytes
 from jax_longctx.memory import shown_bytes
 
 if TYPE_CHECKING:
@@ -112,15 +112,12 @@ class Listening:
         """
         keys = os.environ.get(KEYS, "").replace(",", " ").split()
         if self.api_key_file is not None:
-            try:
-                lines = read_text(self.api_key_file, "utf-8-sig").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                raise InputError(
-                    f"--api-key-file {self.api_key_file} cannot be read: {error}"
-                ) from error
+            named = f"--api-key-file {self.api_key_file}"
+            with file_errors(f"{named} cannot be read"):
+                lines = decoded(read_bytes(self.api_key_file), named).splitlines()
             found = [line.strip() for line in lines if line.strip()]
             if not found:
-                raise InputError(f"--api-key-file {self.api_key_file} has no key; write one a line")
+                raise InputError(f"{named} has no key; write one a line")
             keys += found
         return [hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in keys]
 

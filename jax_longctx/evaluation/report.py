@@ -8,9 +8,8 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from jax_longctx.errors import InputError
 from jax_longctx.evaluation.config import research
 from jax_longctx.evaluation.plots import Plot, curves, heatmaps, pareto
 from jax_longctx.evaluation.summary import Row, Summary, summarise
@@ -26,7 +25,7 @@ from jax_longctx.evaluation.tables import (
     score_table,
     table_text,
 )
-from jax_longctx.files import file_errors, read_text, write_whole
+from jax_longctx.files import file_errors, read_json, write_whole
 
 ABOUT = "about.json"
 PICTURES = "plots"
@@ -112,12 +111,8 @@ def write_about(folder: Path, about: About) -> None:
 
 def read_about(folder: Path) -> About:
     """Reads the fields of `write_about`; empty if there is no such file."""
-    try:
-        return json.loads(read_text(folder / ABOUT))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder / ABOUT} is damaged: {error}; remove it") from error
+    path = folder / ABOUT
+    return cast(About, read_json(path)) if path.exists() else {}
 
 
 def write_report(folder: Path, rows: Sequence[Row], about: About) -> Summary:

@@ -162,6 +162,17 @@ CASES |= {
     f"a FIFO: {name}": (instead(name, name, make=os.mkfifo), ["{}", name, "read: it is a FIFO"])
     for name in (ONE, INDEX, CONFIG, "tokenizer.json", "tokenizer_config.json")
 }
+# A copy of the hub's cache without its blobs: files that may be missing too.
+CASES |= {
+    f"a broken link: {name}": (
+        instead(name, *others, make=lambda path: path.symlink_to("../blobs/1")),
+        ["{}/" + name, "a link to ../blobs/1, where no file is; fetch it again"],
+    )
+    for name, others in [
+        *((name, [name]) for name in (ONE, INDEX, CONFIG, "tokenizer_config.json")),
+        *((name, []) for name in ("generation_config.json", "chat_template.jinja")),
+    ]
+}
 # A file of the tokenizer that other commands would refuse.
 CASES |= {
     f"{name}: {text[:29]}": (written(name, text.encode()), ["{}: ", words])

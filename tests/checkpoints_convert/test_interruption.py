@@ -104,7 +104,7 @@ def test_what_does_not_fit_a_partial_is_refused_until_it_is_gone(tmp_path, sourc
         convert(source, tmp_path / "ours", dtype="bfloat16")
     noted = tmp_path / "ours.partial" / "progress.json"
     whole = noted.read_text()
-    for text in ("{", "[]", "{}"):
+    for text in ("{", "[]", "{}", "[" * 100_000):
         noted.write_text(text)
         with pytest.raises(CheckpointError, match=r"progress\.json (cannot|is damaged).*delete it"):
             convert(source, tmp_path / "ours")

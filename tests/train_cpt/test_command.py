@@ -225,9 +225,10 @@ def test_a_file_becomes_five_sections(tmp_path):
     path = tmp_path / "run.toml"
     with pytest.raises(InputError, match=r"run\.toml cannot be read: No such file"):
         read_config(path)
-    path.write_text("[run")
-    with pytest.raises(InputError, match=r"run\.toml is not TOML"):
-        read_config(path)
+    for text in ("[run", "a = " + "[" * 5000):
+        path.write_text(text)
+        with pytest.raises(InputError, match=r"run\.toml is not TOML"):
+            read_config(path)
     path.write_text(
         '[run]\ncheckpoint = "model"\noutput = "out"\nremat = "dots"\n'
         '[data]\ndirectory = "data"\nlength = 64\nsources = ["a", "b"]\nshares = [1, 0, 0]\n'

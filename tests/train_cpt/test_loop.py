@@ -179,11 +179,11 @@ def test_finished_runs_other_runs_and_folders_are_left_alone(straight, tmp_path)
     facts = {**FACTS, "versions": {"jax": "newer"}}
     again = run_tiny(folder / "run", folder / "data", facts=facts, make_params=no_params)
     assert again.ended == "done" and digest(again.state) == digest(outcome.state)
-    (tmp_path / "run.json").write_text("{")
+    (tmp_path / "run.json").write_text("[" * 100_000)
     for place, facts, message in (
         (folder / "run", {"config": {"tiny": False}}, "made with config.tiny True, now it is Fal"),
         (folder / "data", FACTS, "is not empty and no run"),
-        (tmp_path, FACTS, r"run\.json cannot be read"),
+        (tmp_path, FACTS, r"run\.json cannot be read: maximum recursion"),
     ):
         with pytest.raises(InputError, match=message):
             run_tiny(place, folder / "data", facts=facts)

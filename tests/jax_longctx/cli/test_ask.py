@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import resource
 import shutil
 import signal
@@ -118,6 +119,7 @@ def test_save_and_load_give_the_same_answer(run, loads, book, tmp_path):
     variables = [word for each in ("a=false", "b=2", "c=x y") for word in ("--template", each)]
     run("ask", book, "Who?", *common, *variables, code=0)
     assert loads[-1][1]["template"] == {"a": False, "b": 2, "c": "x y"}
+    run("ask", book, "Who?", *common, "--template", "a=" + "[" * 100_000, code=0)
     refused(run("ask", book, "Who?", *common, "--template", "a"), "--template 'a' is not")
     asking = ("ask", "Who?", *common, "--load-context")
     refused(run(*asking, tmp_path / "chat", "--no-chat"), "was read in the chat template")
@@ -127,6 +129,12 @@ def test_save_and_load_give_the_same_answer(run, loads, book, tmp_path):
     prompt = tmp_path / "chat" / "prompt.json"
     prompt.write_text(prompt.read_text().replace("true", "false"))
     refused(run(*asking, tmp_path / "chat"), "prompt.json is damaged: its sha256")
+    prompt.write_text("[" * 100_000)
+    refused(run(*asking, tmp_path / "chat"), "prompt.json is not a JSON file: it is nested too")
+    prompt.unlink()
+    os.mkfifo(prompt)
+    refused(run(*asking, tmp_path / "chat"), "prompt.json cannot be read: it is a FIFO")
+    prompt.unlink()
     # As earlier versions wrote it.
     prompt.write_text('{"chat": true, "tokenizer": "other"}')
     said = f"{prompt.parent} was made with tokenizer 'other', now it is None"

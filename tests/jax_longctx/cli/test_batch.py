@@ -434,11 +434,13 @@ def test_an_output_that_was_changed_or_has_no_origin_is_not_called_complete(batc
     out.with_name("out.jsonl.partial").touch()
     assert "complete already" in batch(*SHORT).stderr
     assert "was made with max_tokens" in batch(*SHORT, "--max-tokens", 5, code=2).stderr
-    for damage in (origin.read_text().replace("sha", "shA"), "["):
+    for damage in (origin.read_text().replace("sha", "shA"), "[" * 100_000):
         origin.write_text(damage)
         refused("--overwrite")
-    origin.unlink()
-    refused("--overwrite")
+    for other in (lambda: None, lambda: os.mkfifo(origin)):
+        origin.unlink(missing_ok=True)
+        other()
+        refused("--overwrite")
     # A journal of the version before this one.
     out.rename(out.with_name("out.jsonl.partial"))
     out.with_name("out.jsonl.journal").write_text('{"format": 3, "given": {}}\n')

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from jax_longctx.errors import InputError
+from jax_longctx.errors import LongctxError
 from jax_longctx.evaluation.intervals import mean_interval
 from jax_longctx.evaluation.perplexity import perplexity_rows
 from jax_longctx.evaluation.plots import best_of, curves
@@ -238,10 +238,11 @@ def test_what_a_report_says_of_its_run_is_kept(tmp_path):
     write_about(tmp_path, {"title": "T"})
     assert read_about(tmp_path) == {"title": "T"}
     for name, text, read, message in (
-        ("about.json", "{", read_about, "damaged"),
+        ("about.json", "{", read_about, "is not a JSON file"),
+        ("about.json", "[" * 100_000, read_about, "nested too deeply"),
         ("none.jsonl", "", read_rows, r"rows\.jsonl cannot be read"),
         ("rows.jsonl", '{"format": 1, "given": {}}\n', read_rows, "format 1, expected 2: another"),
     ):
         (tmp_path / name).write_text(text)
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(LongctxError, match=message):
             read(tmp_path)

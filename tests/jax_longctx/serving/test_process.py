@@ -1,4 +1,5 @@
 import gc
+import os
 import re
 import signal
 import socket
@@ -108,7 +109,8 @@ def test_a_fault_of_the_scheduler_ends_the_process(begin, tmp_path):
 
 
 def test_what_cannot_work_is_refused_at_once(checkpoint, tmp_path, monkeypatch):
-    keys, marked = tmp_path / "keys", tmp_path / "marked"
+    keys, marked, pipe = (tmp_path / name for name in ("keys", "marked", "pipe"))
+    os.mkfifo(pipe)
     keys.write_text("\n")
     marked.write_bytes(b"\xef\xbb\xbf\n")
 
@@ -126,6 +128,7 @@ def test_what_cannot_work_is_refused_at_once(checkpoint, tmp_path, monkeypatch):
             (("--port", port), f"error: cannot listen on 127.0.0.1:{port}: Address already in use"),
             (("--api-key-file", keys), "has no key; write one a line"),
             (("--api-key-file", marked), "has no key; write one a line"),
+            (("--api-key-file", pipe), f"{pipe} cannot be read: it is a FIFO"),
             (("--max-tokens", 512), "allow longer texts (--length) or shorter answers"),
             (("--rows", 0), "error: --rows must be at least 1, got 0"),
             (("-m", "auto"), "name a method here"),
