@@ -25,6 +25,7 @@ KEYS = {
     *("sliding_window_pattern", "no_rope_layer_interval"),
     *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"),
     *("rope_local_base_freq", "original_max_position_embeddings"),
+    *(key for traits in FAMILIES.values() if traits.experts for key in traits.experts.known),
 }
 
 # Positions and shapes are 32-bit integers.

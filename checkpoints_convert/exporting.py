@@ -123,8 +123,10 @@ def _write_shards(
 
 
 def _write_tensor(file: BinaryIO, tensor: FileTensor, arrays: dict[str, jax.Array]) -> None:
-    """Takes its parts out of `arrays`, so that none of them is in memory afterwards."""
-    values = tensor.to_file(np.asarray(arrays.pop(part.path)) for part in tensor.parts)
+    values = tensor.to_file(
+        np.asarray(arrays[part.path])[... if part.expert is None else part.expert]
+        for part in tensor.parts
+    )
     file.write(np.ascontiguousarray(values).view(np.uint8).data)
 
 

@@ -153,7 +153,7 @@ def read_quantised(
     Raises:
       CheckpointError: as `read_array`.
     """
-    rows, columns = tensor.shape
+    rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
     values = np.empty((rows, columns), np.int8)
     scales = np.empty((rows, 1), np.float32)
     for begin, piece in _pieces(file, tensor, tensor.dtype if tensor.blocks else dtype):

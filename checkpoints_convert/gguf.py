@@ -200,8 +200,15 @@ def config_from_metadata(
             f"{path}: architecture {architecture!r} is not implemented; "
             f"implemented are {', '.join(known)}"
         )
-    # One of the families that share an architecture has windows (Mistral).
-    families = [name for name, traits in FAMILIES.items() if architecture in traits.gguf]
+    # Of the families that share an architecture one has windows (Mistral), one experts (Mixtral).
+    experts = bool(said.get("expert_count", 0))
+    families = [
+        name
+        for name, traits in FAMILIES.items()
+        if architecture in traits.gguf and (traits.experts is not None) == experts
+    ]
+    if not families:
+        raise ConfigError(f"{path}: {architecture} with{'out' * (not experts)} experts is unknown")
     window = said.get("attention.sliding_window", None)
     slides = [name for name in families if FAMILIES[name].windows == "all"]
     family = slides[0] if window and slides else families[0]
@@ -229,6 +236,11 @@ def config_from_metadata(
     config["rope_scaling"] = _rope_scaling(said, config, factors)
     if family in slides:
         config["sliding_window"] = window
+    if (names := FAMILIES[family].experts) is not None:
+        config |= {names.count: said.need("expert_count")}
+        config |= {"num_experts_per_tok": said.need("expert_used_count")}
+        width = said.get("expert_feed_forward_length", config["intermediate_size"])
+        config |= {names.width: width} | ({names.normed: True} if names.normed else {})
     for key in ("bos_token_id", "eos_token_id"):
         if isinstance(token := metadata.get(f"tokenizer.ggml.{key}"), int):
             config[key] = token
@@ -272,8 +284,6 @@ def _decimal(value: float) -> float:
 
 
 def _check_plain(said: _Settings, config: Mapping[str, Any]) -> None:
-    if said.get("expert_count", 0):
-        raise ConfigError(f"{said.path}: mixtures of experts are not implemented")
     rotated = said.get("rope.dimension_count", config["head_dim"])
     if rotated != config["head_dim"]:
         raise ConfigError(

@@ -3,7 +3,7 @@
 Tensors pass in the order of the files. A tensor's bytes are read in pieces of a few rows,
 dequantised, checked for NaN and cast into one array of the target type, or rounded to 8 bits. Its
 parts, laid out as our parameters, are written in groups. At most a group and a tensor are in memory
-at a time.
+at a time, and the experts of the layers that are being read.
 """
 
 import collections
@@ -46,7 +46,7 @@ from jax_longctx.locks import only_writer
 from jax_longctx.memory import shown_bytes
 from jax_longctx.models import storage
 from jax_longctx.models.for_orbax import describe
-from jax_longctx.models.llama import ParamInfo
+from jax_longctx.models.param_info import ParamInfo
 from jax_longctx.models.params import stored_paths
 from jax_longctx.settings import StoredForm, check_form
 from jax_longctx.text import Tokenizer, check_vocabulary
@@ -85,20 +85,49 @@ class Step:
 
     @property
     def nbytes(self) -> int:
-        """Of the arrays that are stored."""
-        return sum(math.prod(info.shape) * dtype.itemsize for info, dtype in self.stored.values())
+        """Of the arrays that are stored, or of its part of them."""
+        whole = sum(math.prod(info.shape) * dtype.itemsize for info, dtype in self.stored.values())
+        first = self.wanted.parts[0]
+        return whole if first.expert is None else whole // first.info.shape[0]
 
-    def read(self, file: HashedFile) -> Iterator[tuple[str, np.ndarray]]:
-        """The arrays that are stored: views of one tensor, or of its numbers and its scales."""
+    def read(self, file: HashedFile) -> Iterator[tuple[str, int | None, np.ndarray]]:
+        """The arrays that are stored: views of one tensor, or of its numbers and its scales.
+
+        Each has its place along the first axis of what is stored (`Part.expert`).
+        """
         if not self.eight_bits:
             array = read_array(file, self.tensor, self.dtype)
             for part in self.wanted.parts:
-                yield part.path, part.from_file(array)
+                yield part.path, part.expert, part.from_file(array)
             return
         values, scales = read_quantised(file, self.tensor, self.dtype)
         for part in self.wanted.parts:
             views = QuantisedMatrix(part.from_file(values), part.from_file(scales), self.dtype)
-            yield from stored_paths(part.path, views).items()
+            for path, array in stored_paths(part.path, views).items():
+                yield path, part.expert, array
+
+
+class Joined:
+    """Arrays on their way from tensors to the disk; those of experts are put together."""
+
+    def __init__(self) -> None:
+        # By path: an array, and how many of its parts it lacks.
+        self._begun: dict[str, tuple[np.ndarray, int]] = {}
+
+    def whole(self, step: Step, file: HashedFile) -> Iterator[tuple[str, np.ndarray]]:
+        """The arrays that this tensor completes."""
+        for path, expert, part in step.read(file):
+            if expert is None:
+                yield path, part
+                continue
+            count = step.stored[path][0].shape[0]
+            begun = self._begun.pop(path, None)
+            array, lacking = begun or (np.empty((count, *part.shape), part.dtype), count)
+            array[expert] = part
+            if lacking > 1:
+                self._begun[path] = array, lacking - 1
+            else:
+                yield path, array
 
 
 def open_source(source: str | Path) -> Source:
@@ -271,6 +300,7 @@ def _write_tensors(
     finished, sizes = partial.finished, [step.nbytes for step in steps]
     left = [step for step in steps if not finished.issuperset(step.stored)]
     total, done = sum(sizes), sum(sizes) - sum(step.nbytes for step in left)
+    joined = Joined()
     with contextlib.ExitStack() as stack:
         files = {
             path: stack.enter_context(contextlib.closing(HashedFile(path)))
@@ -279,7 +309,7 @@ def _write_tensors(
         for group in in_groups(left, lambda step: step.nbytes, GROUP):
             arrays: dict[str, np.ndarray] = {}
             for step in group:
-                arrays |= step.read(files[step.tensor.file])
+                arrays |= joined.whole(step, files[step.tensor.file])
                 done += step.nbytes
                 if progress is not None:
                     progress(done, total)

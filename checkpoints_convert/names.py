@@ -23,7 +23,9 @@ from typing import Any
 import numpy as np
 
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import NORMS, ParamInfo
+from jax_longctx.models.llama import NORMS
+from jax_longctx.models.mixture import EXPERT_NAMES
+from jax_longctx.models.param_info import ParamInfo
 from jax_longctx.models.params import param_infos
 
 # Our modules -> InternLM2's.
@@ -49,30 +51,41 @@ Rows = slice | np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One of our parameters in a tensor of a file.
+    """One of our parameters in a tensor of a file, or one expert's part of it.
 
     Attributes:
       rows: the parameter's rows in the file's tensor; None for all, as they are.
       shift: what the file's numbers are above the parameter's.
+      expert: the place of the part along the parameter's first axis; None for the whole.
     """
 
     path: str
     info: ParamInfo
     rows: Rows | None = None
     shift: float = 0.0
+    expert: int | None = None
+
+    @property
+    def own(self) -> ParamInfo:
+        """Of what the tensor holds."""
+        if self.expert is None:
+            return self.info
+        return ParamInfo(self.info.shape[1:], self.info.axes[1:])
 
     @property
     def order(self) -> tuple[int, ...]:
         """Our axes in the file's order: outputs, then inputs."""
-        inputs = self.info.inputs
-        return (*(axis for axis in range(len(self.info.shape)) if axis not in inputs), *inputs)
+        inputs = self.own.inputs
+        return (*(axis for axis in range(len(self.own.shape)) if axis not in inputs), *inputs)
 
     @property
     def file_shape(self) -> tuple[int, ...]:
-        """Shape in the file, after `rows`."""
-        columns = math.prod(self.info.shape[axis] for axis in self.info.inputs)
-        rows = math.prod(self.info.shape) // columns
-        return (rows, columns) if self.info.inputs else (rows,)
+        """Shape in the file, after `rows`; the experts are apart."""
+        own = self.own
+        leading = own.shape[: own.axes[0] == "experts" and len(own.shape) > 1]
+        columns = math.prod(own.shape[axis] for axis in own.inputs)
+        rows = math.prod(own.shape) // columns // math.prod(leading)
+        return (*leading, rows, columns) if own.inputs else (*leading, rows)
 
     def from_file(self, array: np.ndarray) -> np.ndarray:
         """Our array, as a view of the file's tensor where its numbers and their order are ours.
@@ -84,7 +97,7 @@ class Part:
         if self.shift:
             array = array - array.dtype.type(self.shift)
         # Of scales the file's tensor would have one column.
-        info = self.info if array.shape[1:] == self.file_shape[1:] else self.info.of_scales
+        info = self.own if array.shape[-1] == self.file_shape[-1] else self.own.of_scales
         split = array.reshape([info.shape[axis] for axis in self.order])
         return split.transpose(np.argsort(self.order))
 
@@ -124,11 +137,16 @@ def expected_tensors(config: ModelConfig, naming: str) -> dict[str, FileTensor]:
         # llama.cpp's norms multiply with the numbers of its files.
         shift = 1 - NORMS[config.traits.norm].fresh if naming == "gguf" and scale else 0.0
         part = Part(path, info, shift=shift)
-        found.setdefault(tensor_name(config, naming, path), []).append(part)
-    tensors, order_of = {}, [*config.traits.names]
+        name = tensor_name(config, naming, path)
+        if "#" not in name:
+            found.setdefault(name, []).append(part)
+            continue
+        for expert in range(info.shape[0]):
+            own = dataclasses.replace(part, expert=expert)
+            found.setdefault(name.replace("#", str(expert)), []).append(own)
+    tensors = {}
     for name, parts in found.items():
         begin, placed = 0, []
-        parts.sort(key=lambda part: order_of.index(_module(part.path)))
         for part in parts:
             count = part.file_shape[0]
             order = _order(config, naming, part)
@@ -145,20 +163,17 @@ def expected_tensors(config: ModelConfig, naming: str) -> dict[str, FileTensor]:
 def tensor_name(config: ModelConfig, naming: str, path: str) -> str:
     """The name of a parameter's tensor in the files."""
     suffix = "bias" if path.endswith("bias") else "weight"
-    layer = re.search(r"\d+", path)
+    module = re.sub(r"(_bias|\.bias|\.scale|\.table)$", "", path)
+    layer = re.search(r"\d+", module)
     names = INTERNLM2_NAMES if naming == "internlm2" else config.traits.names
-    name = names[_module(path)]
+    if naming == "gguf" and config.experts is not None:
+        names = {**names, **{ours: it.replace(".#", "") for ours, it in EXPERT_NAMES.items()}}
+    name = names[re.sub(r"\d+", "*", module, count=1)]
     if layer:
         name = name.replace("*", layer.group())
     if naming == "gguf":
         name = _gguf_names(config.traits.gguf[0], config.num_layers).get_name(name)
     return f"{name}.{suffix}"
-
-
-def _module(path: str) -> str:
-    """The key of a parameter in `Family.names`."""
-    module = re.sub(r"(_bias|\.bias|\.scale|\.table)$", "", path)
-    return re.sub(r"\d+", "*", module, count=1)
 
 
 @functools.lru_cache(maxsize=4)

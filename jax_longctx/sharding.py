@@ -51,6 +51,7 @@ RULES: dict[str, str | None] = {
     "mlp": "tensor",
     "vocab": "tensor",
     "embed": None,
+    "experts": None,
     "head_dim": None,
     "layers": None,
 }

@@ -85,6 +85,11 @@ def check_attention(config: ModelConfig, mesh: Mesh, pattern: Pattern, length: i
         )
     if config.unrotated:
         raise ConfigError("training: layers without rotary embedding are not implemented")
+    if config.experts is not None:
+        raise ConfigError(
+            f"training does not take models with experts (family {config.family!r}); train one "
+            f"whose layers have an MLP"
+        )
     if length % mesh.shape["seq"]:
         raise ConfigError(
             f"texts of {length} tokens do not divide over mesh axis seq={mesh.shape['seq']}; "

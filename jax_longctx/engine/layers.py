@@ -27,7 +27,7 @@ from jax_longctx.engine.compiling import IN_PLACE, program
 from jax_longctx.engine.products import Divided, gathers_weights
 from jax_longctx.engine.runs import of_layer
 from jax_longctx.engine.setup import BATCH, Ends, Layer, Setup, without_layers
-from jax_longctx.models.llama import PLAIN, ends_of, gathered_ends, gathered_layer, layer_of
+from jax_longctx.models.llama import Products, ends_of, gathered_ends, gathered_layer, layer_of
 from jax_longctx.sharding import (
     AnyMesh,
     Stacked,
@@ -144,7 +144,8 @@ class LayerPass:
         products = self.setup.products(x.shape[0] * x.shape[1])
         if self.segment.spread and mesh.shape["seq"] > 1:
             if gathers_weights(config, mesh, _tokens_of_a_shard(mesh, x)):
-                weights, products = gathered_layer(config, mesh, weights), PLAIN
+                weights = gathered_layer(config, mesh, weights)
+                products = Products(mesh, spread=True)
             else:
                 products = Divided(mesh, spread=True)
         return layer_of(config, weights)(x, cache, functools.partial(self._attend, specs), products)

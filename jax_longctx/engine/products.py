@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import Norm, Products, rms_factor, sums_of_squares
+from jax_longctx.models.param_info import ParamInfo
 from jax_longctx.sharding import AnyMesh, weight_sharding
 from pallas_kernels.quantised_matrix import AnyMatrix, matrix_of
 from pallas_kernels.row_matmul import row_matmul
@@ -30,7 +31,13 @@ class Divided(Products):
     """
 
     mesh: AnyMesh
-    spread: bool = False
+
+    @property
+    def tokens(self) -> str | None:
+        return None
+
+    def weight_spec(self, info: ParamInfo) -> PartitionSpec:
+        return info.sharding(self.mesh).spec
 
     def placed(self, x: Array, *axes: str | None) -> Array:
         if not self.spread:
@@ -46,7 +53,8 @@ def gathers_weights(config: ModelConfig, mesh: AnyMesh, tokens: int) -> bool:
     gather them, and after each to add up its own tokens' results.
     """
     weights = 2 * config.model_dim * (config.num_heads + config.num_kv_heads) * config.head_dim
-    weights += 3 * config.model_dim * config.mlp_dim
+    count = 1 if config.experts is None else config.experts.count
+    weights += 3 * config.model_dim * config.mlp_dim * count
     own = weights / (mesh.shape["seq"] * mesh.shape["tensor"])
     return own < 4 * tokens * config.model_dim
 

@@ -31,7 +31,7 @@ from jax_longctx.contract import (
 )
 from jax_longctx.engine.products import Divided, FewRows
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import PLAIN, Products, ends_of
+from jax_longctx.models.llama import Products, ends_of
 from jax_longctx.models.rope import RopeConfig
 from jax_longctx.parts.sliding_window import SLIDING_WINDOW
 from jax_longctx.settings import Offload, StoredForm
@@ -132,7 +132,7 @@ class Setup:
         few = self.platform == "gpu" and self.mesh.size == 1 and rows <= MAX_ROWS
         if few:
             return FewRows(self.mesh)
-        return Divided(self.mesh) if self.mesh.shape["seq"] > 1 else PLAIN
+        return (Divided if self.mesh.shape["seq"] > 1 else Products)(self.mesh)
 
     @property
     def slot_layout(self) -> SlotLayout:

@@ -15,6 +15,7 @@ from typing import Any
 
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.families import FAMILIES, NUMBERS, Family
+from jax_longctx.models.mixture import Mixture
 from jax_longctx.models.rope import RopeConfig, read_rope, written_rope
 from jax_longctx.models.values import need, number, size
 from jax_longctx.settings import check_name, look_up
@@ -47,6 +48,7 @@ class ModelConfig:
       embedding_multiplier: factor of the embeddings, in place of the family's.
       residual_multiplier: factor of what attention and MLP add to the hidden states.
       logits_divisor: what logits are divided by.
+      experts: of every layer, each `mlp_dim` wide; None for an MLP.
       attention_cap, logits_cap: scores x, or logits, become cap * tanh(x / cap).
     """
 
@@ -76,6 +78,7 @@ class ModelConfig:
     logits_divisor: float | None = None
     attention_cap: float | None = None
     logits_cap: float | None = None
+    experts: Mixture | None = None
 
     def __post_init__(self) -> None:
         check_name(FAMILIES, self.family, "family")
@@ -96,6 +99,8 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0, got {value}")
+        if (self.experts is None) != (self.traits.experts is None):
+            raise ConfigError(f"family {self.family!r} and experts={self.experts} do not agree")
         if len(self.windows) != self.num_layers:
             raise ConfigError(f"{len(self.windows)} windows given for {self.num_layers} layers")
         if any(window is not None and window < 1 for window in self.windows):
@@ -179,7 +184,8 @@ class ModelConfig:
             raise ConfigError(
                 f"hidden_act {activation!r} is not implemented; implemented: {traits.activation}"
             )
-        sizes = {ours: size(config, theirs) for ours, theirs in SIZES.items()}
+        keys = SIZES if traits.experts is None else {**SIZES, "mlp_dim": traits.experts.width}
+        sizes = {ours: size(config, theirs) for ours, theirs in keys.items()}
         flags = {name: bool(config.get(name)) for name in traits.bias_flags}
         bias = flags.get("attention_bias", False)
         return cls(
@@ -194,6 +200,7 @@ class ModelConfig:
             mlp_bias=flags.get("mlp_bias", False),
             qk_norm=traits.qk_norm is not None,
             unrotated=_unrotated(config, traits, sizes["num_layers"]),
+            experts=None if traits.experts is None else traits.experts.read(config),
             **_ropes(config, traits),
             **_numbers(config, traits),
         )
@@ -207,10 +214,11 @@ class ModelConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
         """The config that `to_dict` described. Raises ConfigError on unknown or missing fields."""
         try:
-            local = values.get("local_rope")
+            local, experts = values.get("local_rope"), values.get("experts")
             read = {
                 "rope": RopeConfig.from_dict(values["rope"]),
                 "local_rope": None if local is None else RopeConfig.from_dict(local),
+                "experts": None if experts is None else Mixture(**experts),
                 "windows": tuple(values["windows"]),
                 "unrotated": tuple(values.get("unrotated", ())),
             }
@@ -243,6 +251,8 @@ class ModelConfig:
             **_windows_to_hf(self),
             **{flag: biases[flag] for flag in traits.bias_flags},
         }
+        if self.traits.experts is not None and self.experts is not None:
+            hf |= self.traits.experts.write(self.experts, self.mlp_dim)
         read = ModelConfig.from_hf(hf)
         if read != self:
             ours, theirs = self.to_dict(), read.to_dict()

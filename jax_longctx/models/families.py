@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from jax_longctx.errors import ConfigError
+from jax_longctx.models.mixture import EXPERT_NAMES, MIXTRAL_NAMES, MixtureNames
 from jax_longctx.models.rope import ROPE_KINDS
 
 LLAMA_NAMES = {
@@ -23,24 +24,9 @@ LLAMA_NAMES = {
     "final_norm": "model.norm",
     "head": "lm_head",
 }
-BEFORE = ("layers.*.attn_norm", "layers.*.mlp_norm")
-# Norms of what attention and MLP put out, before it is added.
-NORMS_AFTER = {
-    **{ours: theirs for ours, theirs in LLAMA_NAMES.items() if ours not in BEFORE},
-    "layers.*.attn_out_norm": "model.layers.*.post_attention_layernorm",
-    "layers.*.mlp_out_norm": "model.layers.*.post_feedforward_layernorm",
-}
-FOUR_NORMS = {
-    **LLAMA_NAMES,
-    **NORMS_AFTER,
-    "layers.*.mlp_norm": "model.layers.*.pre_feedforward_layernorm",
-}
-GEMMA_KEYS = {
-    "activation": "hidden_activation",
-    "query_width": "query_pre_attn_scalar",
-    "logits_cap": "final_logit_softcapping",
-}
-LAYER_NORMS = (*BEFORE, "layers.*.attn_out_norm", "layers.*.mlp_out_norm")
+LAYER_NORMS = tuple(
+    f"layers.*.{part}{place}_norm" for part in ("attn", "mlp") for place in ("", "_out")
+)
 QK_NORMS = ("layers.*.attn.q_norm", "layers.*.attn.k_norm")
 # Our names of numbers that only some families' configs have: fields of `ModelConfig`.
 NUMBERS = (
@@ -58,9 +44,9 @@ class Family:
       defaults: the `model_type` whose defaults its config has; None for its own. A family that is
         not in transformers must name one that is (`"llama"`).
       names: our modules -> its Hugging Face files'; `*` is the layer, and `.weight` or
-        `.bias` is appended. Modules with the same name share a tensor, one's rows after the other's
-        in the order of `names`. All modules that a layer has are required; `head` only where the
-        embeddings may be apart.
+        `.bias` is appended. Modules with the same name share a tensor, one's rows after the
+        other's. All modules that a layer has are required; `head` only where the embeddings may be
+        apart.
       keys: what its config names otherwise than Llama's, or Llama's lacks: `activation`,
         `query_width`, `unrotated` or one of `NUMBERS` -> the config's key.
       activation: of the gated MLP: a key of `llama.ACTIVATIONS`, and Hugging Face's `hidden_act`.
@@ -80,6 +66,8 @@ class Family:
       windows: sliding windows in no layer, in all layers or none, or set layer by layer.
       gguf: llama.cpp's names of its architecture, the usual one first.
       interleaved: llama.cpp pairs the rows of its q and k for interleaved rotary embedding.
+      experts: what its config says of its experts; None for an MLP. Then `names` has their router,
+        and `#` in the names of gate, up and down is the expert.
     """
 
     architecture: str
@@ -101,6 +89,7 @@ class Family:
     windows: Literal["none", "all", "by layer"] = "none"
     gguf: tuple[str, ...] = ()
     interleaved: bool = False
+    experts: MixtureNames | None = None
 
     def __post_init__(self) -> None:
         needed = LLAMA_NAMES.keys() - {*LAYER_NORMS, *QK_NORMS, "head"}
@@ -147,74 +136,27 @@ FAMILIES = {
         windows="by layer",
         gguf=("qwen3",),
     ),
-    # Some layers have no rotary embedding.
-    "smollm3": Family(
-        architecture="SmolLM3ForCausalLM",
-        keys={"unrotated": "no_rope_layers"},
-        bias_flags=("attention_bias", "mlp_bias"),
-        windows="by layer",
-        gguf=("smollm3",),
-        interleaved=True,
-    ),
-    "granite": Family(
-        architecture="GraniteForCausalLM",
-        keys={
-            "attention_multiplier": "attention_multiplier",
-            "embedding_multiplier": "embedding_multiplier",
-            "residual_multiplier": "residual_multiplier",
-            "logits_divisor": "logits_scaling",
-        },
-        bias_flags=("attention_bias", "mlp_bias"),
-        gguf=("granite",),
-        interleaved=True,
-    ),
-    # Phi-3, and Phi-4, which is one.
-    "phi3": Family(
-        architecture="Phi3ForCausalLM",
-        names={
-            **LLAMA_NAMES,
-            **{f"layers.*.attn.{x}": "model.layers.*.self_attn.qkv_proj" for x in "qkv"},
-            "layers.*.mlp.gate": "model.layers.*.mlp.gate_up_proj",
-            "layers.*.mlp.up": "model.layers.*.mlp.gate_up_proj",
-        },
-        rope_kinds=("default", "longrope"),
-        partial_rotary=True,
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        names=LLAMA_NAMES | MIXTRAL_NAMES,
         windows="all",
-        gguf=("phi3",),
+        # In a GGUF file it is a Llama with experts.
+        gguf=("llama",),
+        interleaved=True,
+        experts=MixtureNames(),
     ),
-    "olmo2": Family(
-        architecture="Olmo2ForCausalLM",
-        names=NORMS_AFTER,
-        norm="wide rms",
-        norms="after",
-        bias_flags=("attention_bias",),
-        qk_norm="heads",
-        gguf=("olmo2",),
-    ),
-    # In a GGUF file it is an OLMo 2 with windows, whose layers have a plain rotary embedding.
-    "olmo3": Family(
-        architecture="Olmo3ForCausalLM",
-        names=NORMS_AFTER,
-        norm="wide rms",
-        norms="after",
-        local_rope=True,
-        bias_flags=("attention_bias",),
-        qk_norm="heads",
-        windows="by layer",
-        gguf=("olmo2",),
-    ),
-    "gemma3_text": Family(
-        architecture="Gemma3ForCausalLM",
-        names=FOUR_NORMS,
-        keys=GEMMA_KEYS,
-        activation="gelu_pytorch_tanh",
-        norm="rms plus one",
-        norms="both",
-        embed_scale=lambda width: width**0.5,
-        local_rope=True,
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        names=LLAMA_NAMES | EXPERT_NAMES,
         bias_flags=("attention_bias",),
         qk_norm="head",
-        windows="by layer",
-        gguf=("gemma3",),
+        gguf=("qwen3moe",),
+        experts=MixtureNames(
+            count="num_experts",
+            width="moe_intermediate_size",
+            normed="norm_topk_prob",
+            # Layers with an MLP, and a window in all layers: no published model has them.
+            only={"decoder_sparse_step": 1, "mlp_only_layers": [], "sliding_window": None},
+        ),
     ),
 }

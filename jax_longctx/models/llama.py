@@ -14,18 +14,19 @@ Parameters are nested dicts (`models.params`). The engine runs the layers one by
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
-from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jax_longctx.models import experts
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.settings import StoredForm
-from jax_longctx.sharding import AnyMesh, logical_sharding, weight_sharding
+from jax_longctx.models.param_info import ParamInfo, info_of, param
+from jax_longctx.sharding import AnyMesh, logical_sharding, logical_spec
 from pallas_kernels.quantised_matrix import (
     AnyMatrix,
     QuantisedMatrix,
@@ -111,74 +112,13 @@ NORMS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class ParamInfo:
-    """Shape and logical axes (see `jax_longctx.sharding.RULES`) of one parameter."""
-
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-
-    def sharding(self, mesh: AnyMesh) -> NamedSharding:
-        """How an engine on `mesh` holds it."""
-        return weight_sharding(mesh, self.axes, self.shape)
-
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        """The axes that a matrix contracts; none of a bias or a scale."""
-        first, count = self.axes[0], len(self.axes)
-        if first == "vocab":
-            return (1,)
-        if first == "heads" and count == 3:
-            return (0, 1)
-        return (0,) if first in ("embed", "mlp") and count > 1 else ()
-
-    @property
-    def in_8_bits(self) -> bool:
-        """Whether 8-bit weights are so here: of the layers' matrices.
-
-        The table of an embedding and of the head is read as it is: a step reads one row of the one,
-        and the other's errors go straight into the logits.
-        """
-        return bool(self.inputs) and self.axes[0] != "vocab"
-
-    @property
-    def of_scales(self) -> "ParamInfo":
-        """Of the scales of this matrix in 8 bits."""
-        shape, axes = [*self.shape], [*self.axes]
-        for axis in self.inputs:
-            shape[axis], axes[axis] = 1, None
-        return ParamInfo(tuple(shape), tuple(axes))
-
-    def abstract(self, mesh: AnyMesh, dtype: Any, weights: StoredForm | None = None) -> Any:
-        """Shapes of it on `mesh`, in the 8-bit form where there is one and it has one."""
-        sharding = self.sharding(mesh)
-        if weights is None or not self.in_8_bits:
-            return jax.ShapeDtypeStruct(self.shape, dtype, sharding=sharding)
-        scales = self.of_scales
-        return QuantisedMatrix(
-            jax.ShapeDtypeStruct(self.shape, jnp.int8, sharding=sharding),
-            jax.ShapeDtypeStruct(scales.shape, jnp.float32, sharding=scales.sharding(mesh)),
-            jnp.dtype(dtype),
-        )
-
-
-def info_of(leaf: Any) -> ParamInfo:
-    """Of a leaf of `abstract_model`'s state."""
-    return ParamInfo(tuple(leaf.shape), leaf.get_metadata("axes"))
-
-
-def _param(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
-    """Only its shape counts: `init_params` makes random values, the loader reads stored ones."""
-    return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes)
-
-
 class Norm(nnx.Module):
     """The family's norm over the last axes, which have this shape and these logical axes."""
 
     def __init__(self, config: ModelConfig, shape: tuple[int, ...], axes: tuple[str | None, ...]):
-        self.scale = _param(shape, axes)
+        self.scale = param(shape, axes)
         if config.traits.norm_bias:
-            self.bias = _param(shape, axes)
+            self.bias = param(shape, axes)
         self.kind, self.biased = config.traits.norm, config.traits.norm_bias
         self.eps = config.norm_eps
 
@@ -193,8 +133,17 @@ class Norm(nnx.Module):
         return normed + self.bias[...] if self.biased else normed
 
 
+@dataclasses.dataclass(frozen=True)
 class Products:
-    """How a layer multiplies with its weights. The engine has another way for few rows on a GPU."""
+    """How a layer multiplies with its weights. The engine has another way for few rows on a GPU.
+
+    Attributes:
+      mesh: the engine's; None in training.
+      spread: whether the tokens are spread over `seq`.
+    """
+
+    mesh: AnyMesh | None
+    spread: bool = False
 
     def of(self, x: Array, w: AnyMatrix, axes: int = 1) -> Array:
         """The last axes of x with as many first ones of w."""
@@ -216,15 +165,57 @@ class Products:
         """
         return x
 
+    def by_device(
+        self, run: Callable[..., Array], tokens: Sequence[Array], weights: Mapping[str, nnx.Param]
+    ) -> Array:
+        """The sum over devices of `run(*rows, parts)`, [B,T,D].
 
-PLAIN = Products()
+        Args:
+          run: given a device's rows of `tokens`, and its parts of `weights`.
+          tokens: arrays [B,T,...].
+          weights: of experts. Those with an axis "mlp" are divided along it.
+        """
+
+        def local(*given: Any) -> Array:
+            *rows, parts = given
+            flat = [x.reshape(-1, x.shape[-1]) for x in rows]
+            return run(*flat, parts).reshape(1, *rows[0].shape)
+
+        arrays = {name: param[...] for name, param in weights.items()}
+        if self.mesh is None:
+            return local(*tokens, arrays)[0]
+        infos = {name: info_of(param) for name, param in weights.items()}
+        specs: dict[str, Any] = {name: self.weight_spec(info) for name, info in infos.items()}
+        summed = specs["down"][1]
+        for name, array in arrays.items():
+            if isinstance(array, QuantisedMatrix):
+                scales = self.weight_spec(infos[name].of_scales)
+                specs[name] = QuantisedMatrix(specs[name], scales, array.dtype)
+        rows = logical_spec(("batch", self.tokens, None))
+        in_specs, out_specs = (*[rows] * len(tokens), specs), PartitionSpec(summed, *rows)
+        # As in `Setup.shard_map`.
+        how = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
+        parts = jax.shard_map(local, mesh=self.mesh, **how)(*tokens, arrays)
+        return parts[0] if len(parts) == 1 else jnp.sum(parts, axis=0)
+
+    @property
+    def tokens(self) -> str | None:
+        """The logical axis of the tokens that are multiplied."""
+        return "tokens" if self.spread else None
+
+    def weight_spec(self, info: ParamInfo) -> PartitionSpec:
+        """How the weights of this shape are divided."""
+        return logical_spec(info.axes)
+
+
+PLAIN = Products(None)
 
 
 class Embedding(nnx.Module):
     """A `[V, D]` table: token embedding, or output head."""
 
     def __init__(self, config: ModelConfig):
-        self.table = _param((config.vocab_size, config.model_dim), ("vocab", "embed"))
+        self.table = param((config.vocab_size, config.model_dim), ("vocab", "embed"))
 
 
 class Attention(nnx.Module):
@@ -238,18 +229,18 @@ class Attention(nnx.Module):
         d, n, k, h = config.model_dim, config.num_heads, config.num_kv_heads, config.head_dim
         self.joined = joined
         if joined:
-            self.qkv = _param((d, k, n // k + 2, h), ("embed", "kv_heads", None, "head_dim"))
+            self.qkv = param((d, k, n // k + 2, h), ("embed", "kv_heads", None, "head_dim"))
         else:
-            self.q = _param((d, n, h), ("embed", "heads", "head_dim"))
-            self.k = _param((d, k, h), ("embed", "kv_heads", "head_dim"))
-            self.v = _param((d, k, h), ("embed", "kv_heads", "head_dim"))
-        self.o = _param((n, h, d), ("heads", "head_dim", "embed"))
+            self.q = param((d, n, h), ("embed", "heads", "head_dim"))
+            self.k = param((d, k, h), ("embed", "kv_heads", "head_dim"))
+            self.v = param((d, k, h), ("embed", "kv_heads", "head_dim"))
+        self.o = param((n, h, d), ("heads", "head_dim", "embed"))
         if config.qkv_bias:
-            self.q_bias = _param((n, h), ("heads", None))
-            self.k_bias = _param((k, h), ("kv_heads", None))
-            self.v_bias = _param((k, h), ("kv_heads", None))
+            self.q_bias = param((n, h), ("heads", None))
+            self.k_bias = param((k, h), ("kv_heads", None))
+            self.v_bias = param((k, h), ("kv_heads", None))
         if config.o_bias:
-            self.o_bias = _param((d,), ("embed",))
+            self.o_bias = param((d,), ("embed",))
         if config.qk_norm:
             over_heads = config.traits.qk_norm == "heads"
             shapes = ((n, h), (k, h)) if over_heads else ((h,), (h,))
@@ -307,16 +298,16 @@ class MLP(nnx.Module):
         d, f = config.model_dim, config.mlp_dim
         self.joined = joined
         if joined:
-            self.gate_up = _param((d, 2, f), ("embed", None, "mlp"))
+            self.gate_up = param((d, 2, f), ("embed", None, "mlp"))
         else:
-            self.gate = _param((d, f), ("embed", "mlp"))
-            self.up = _param((d, f), ("embed", "mlp"))
-        self.down = _param((f, d), ("mlp", "embed"))
+            self.gate = param((d, f), ("embed", "mlp"))
+            self.up = param((d, f), ("embed", "mlp"))
+        self.down = param((f, d), ("mlp", "embed"))
         self.bias, self.activation = config.mlp_bias, config.traits.activation
         if self.bias:
-            self.gate_bias = _param((f,), ("mlp",))
-            self.up_bias = _param((f,), ("mlp",))
-            self.down_bias = _param((d,), ("embed",))
+            self.gate_bias = param((f,), ("mlp",))
+            self.up_bias = param((f,), ("mlp",))
+            self.down_bias = param((d,), ("embed",))
 
     def __call__(self, norm: Norm | None, x_BTD: Array, products: Products) -> Array:
         """What is added to the hidden states, [B,T,D]: the output for the normed x."""
@@ -335,6 +326,53 @@ class MLP(nnx.Module):
         return product + self.down_bias[...] if self.bias else product
 
 
+class ExpertMLP(nnx.Module):
+    """Experts, of which each token goes through some (`models.experts`).
+
+    With `joined` the weights of gate and up are one array [E, D, 2, F].
+    """
+
+    def __init__(self, config: ModelConfig, joined: bool = False):
+        assert config.experts is not None
+        d, f, e = config.model_dim, config.mlp_dim, config.experts.count
+        self.router = param((d, e), ("embed", "experts"))
+        if joined:
+            self.gate_up = param((e, d, 2, f), ("experts", "embed", None, "mlp"))
+        else:
+            self.gate = param((e, d, f), ("experts", "embed", "mlp"))
+            self.up = param((e, d, f), ("experts", "embed", "mlp"))
+        self.down = param((e, f, d), ("experts", "mlp", "embed"))
+        self.names = ("gate_up", "down") if joined else ("gate", "up", "down")
+        if config.mlp_bias:
+            self.router_bias = param((e,), ("experts",))
+            self.gate_bias = param((e, f), ("experts", "mlp"))
+            self.up_bias = param((e, f), ("experts", "mlp"))
+            self.down_bias = param((e, d), ("experts", "embed"))
+            self.names = (*self.names, "gate_bias", "up_bias")
+        self.bias, self.activation = config.mlp_bias, config.traits.activation
+        self.mixture = config.experts
+
+    def __call__(self, norm: Norm | None, x_BTD: Array, products: Products) -> Array:
+        """What is added to the hidden states, [B,T,D]: the output for the normed x."""
+        normed_BTD = products.entering(norm, x_BTD)
+        logits_BTE = products.of(normed_BTD, self.router[...])
+        if self.bias:
+            logits_BTE = logits_BTE + self.router_bias[...]
+        choice = experts.choose(self.mixture, logits_BTE)
+        run = functools.partial(experts.through_experts, self._gated)
+        weights = {name: getattr(self, name) for name in self.names}
+        out_BTD = products.by_device(run, (normed_BTD, *choice), weights)
+        if self.bias:
+            shares_BTE = experts.shares(self.mixture, *choice).astype(x_BTD.dtype)
+            out_BTD = out_BTD + jnp.tensordot(shares_BTE, self.down_bias[...], 1)
+        return products.placed(out_BTD, "batch", "tokens", None)
+
+    def _gated(self, gate: Array, up: Array) -> Array:
+        if self.mixture.limit is not None:
+            return experts.clamped_swiglu(self.mixture, gate, up)
+        return ACTIVATIONS[self.activation](gate) * up
+
+
 class Layer(nnx.Module):
     """Attention and MLP, each with a residual connection; norms before them, after them or both."""
 
@@ -345,7 +383,7 @@ class Layer(nnx.Module):
         self.attn_norm, self.attn_out_norm = norm("attn_norm"), norm("attn_out_norm")
         self.attn = Attention(config, joined)
         self.mlp_norm, self.mlp_out_norm = norm("mlp_norm"), norm("mlp_out_norm")
-        self.mlp = MLP(config, joined)
+        self.mlp = (MLP if config.experts is None else ExpertMLP)(config, joined)
         self.residual = config.residual_multiplier
 
     def __call__(

@@ -20,7 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import NORMS, ParamInfo, abstract_model, info_of
+from jax_longctx.models.llama import NORMS, abstract_model
+from jax_longctx.models.param_info import ParamInfo, info_of
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import StoredForm
 from jax_longctx.sharding import AnyMesh, check_divisible
@@ -47,7 +48,8 @@ def layer_params(params: Any, index: Any) -> Any:
         name: map_parts(qkv, lambda x, at=at: x[:, :, at]) for name, at in (("k", -2), ("v", -1))
     }
     layer["mlp"] |= {
-        name: map_parts(gate_up, lambda x, at=at: x[:, at]) for name, at in (("gate", 0), ("up", 1))
+        name: map_parts(gate_up, lambda x, at=at: x[..., at, :])
+        for name, at in (("gate", 0), ("up", 1))
     }
     return layer
 
@@ -134,10 +136,10 @@ def _stack(joined: int, kv_heads: int, *leaves: Any) -> Any:
 def _stack_sharding(arrays: tuple[Any, ...]) -> NamedSharding:
     """Of the stack of a layer's arrays."""
     first, *others = arrays
-    # Joined, heads [D,N,H] are [D,K,X,H] and gate and up [D,2,F]: the sharded axis stays one.
+    # Joined, heads [D,N,H] are [D,K,X,H] and gate and up [...,D,2,F]: a sharded axis stays one.
     spec = tuple(first.sharding.spec) + (None,) * (first.ndim - len(first.sharding.spec))
     if others:
-        spec = (spec[0], spec[1], None, spec[2]) if first.ndim == 3 else (spec[0], None, spec[1])
+        spec = (*spec[:-1], None, spec[-1])
     return NamedSharding(first.sharding.mesh, PartitionSpec(None, *spec))
 
 
@@ -151,7 +153,7 @@ def _joined_stack(joined: int, kv_heads: int, leaves: tuple[Array, ...]) -> Arra
         if joined == 1:
             return arrays[0]
         if joined == 2:
-            return jnp.stack(arrays, axis=1)
+            return jnp.stack(arrays, axis=-2)
         # Query head n is the n // G-th kv head's.
         grouped = [x.reshape(x.shape[0], kv_heads, -1, x.shape[2]) for x in arrays]
         return jnp.concatenate(grouped, axis=2)

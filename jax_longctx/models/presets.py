@@ -44,6 +44,22 @@ _QWEN2 = {
     "sliding_window": None,
     "use_sliding_window": False,
 }
+_QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": _PLAIN_ROPE,
+    "head_dim": 128,
+    "attention_bias": False,
+    **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "norm_topk_prob": True,
+}
+_MIXTRAL = {
+    **_MISTRAL,
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    **{"num_local_experts": 8, "num_experts_per_tok": 2},
+}
 
 
 def _shape(base: dict[str, Any], *sizes: int) -> dict[str, Any]:
@@ -63,8 +79,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama-3.1-70b": _shape(_LLAMA, 128256, 80, 8192, 28672, 64, 8, 131072),
     "llama-3.1-405b": _shape(_LLAMA, 128256, 126, 16384, 53248, 128, 8, 131072),
     "mistral-7b": _shape(_MISTRAL, 32768, 32, 4096, 14336, 32, 8, 32768),
+    "mixtral-8x7b": _shape(_MIXTRAL, 32000, 32, 4096, 14336, 32, 8, 32768),
     "qwen2-7b": _shape(_QWEN2, 152064, 28, 3584, 18944, 28, 4, 131072),
     "qwen2-72b": _shape(_QWEN2, 152064, 80, 8192, 29568, 64, 8, 131072),
+    "qwen3-30b-a3b": _shape(_QWEN3_MOE, 151936, 48, 2048, 6144, 32, 4, 40960),
 }
 
 

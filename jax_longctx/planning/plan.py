@@ -270,7 +270,11 @@ class _Case:
             columns = columns // shards * context // probe
         heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         mlp_parts = tensor if segment.spread else sum_parts(setup, "mlp")
-        own = 2 * config.mlp_dim // mlp_parts + heads // tensor
+        inner = 2 * config.mlp_dim // mlp_parts
+        if config.experts is not None:
+            # Each token's row is copied for each of its experts, and has as many results.
+            inner = config.experts.chosen * (inner + 2 * config.model_dim)
+        own = inner + heads // tensor
         token = (3 * config.model_dim + own) * item
         if shards > 1 and not segment.spread:
             # Partial results in float32, before and after they are merged.

@@ -1,9 +1,9 @@
 """Work of a run on each device of a mesh: FLOPs, bytes read and received, from shapes alone.
 
-Weights take 2 FLOPs a matmul weight and token; the embedding is a look-up, the head is computed for
-a row's last token. A device multiplies with its own part of the weights. Where a segment's tokens
-are spread over `seq`, it gathers the parts of all shards of `seq` first, or the tokens: what is
-fewer bytes (`products.gathers_weights`).
+Weights take 2 FLOPs a matmul weight and token, of experts those that a token goes through; the
+embedding is a look-up, the head is computed for a row's last token. A device multiplies with its
+own part of the weights. Where a segment's tokens are spread over `seq`, it gathers the parts of all
+shards of `seq` first, or the tokens: what is fewer bytes (`products.gathers_weights`).
 
 Attention takes 4 N H FLOPs a pair of query and key in each layer. The pairs are
 
@@ -29,7 +29,7 @@ from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.products import gathers_weights
 from jax_longctx.engine.setup import Setup
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.llama import ParamInfo
+from jax_longctx.models.param_info import ParamInfo
 from jax_longctx.models.params import param_infos
 from jax_longctx.sharding import logical_sharding, undivided
 
@@ -85,14 +85,20 @@ def matrices(setup: Setup) -> int:
     )
 
 
-def step_weight_bytes(setup: Setup) -> int:
-    """Bytes of parameters that a decode step reads on each device.
+def step_weight_bytes(setup: Setup, rows: int = 1) -> int:
+    """Bytes of parameters that a decode step of so many rows reads on each device.
 
-    A step reads one row of the embedding table, unless the table is the head too.
+    A step reads one row of the embedding table, unless the table is the head too. Of experts it
+    reads those that a row chose; rows choose independently here, and all experts alike.
     """
     _, head = own_matmuls(setup)
     tables = 0 if setup.config.tie_embeddings else head
-    return weight_bytes(setup) - tables * setup.dtype.itemsize
+    read = weight_bytes(setup) - tables * setup.dtype.itemsize
+    if (experts := setup.config.experts) is not None:
+        left = (1 - experts.chosen / experts.count) ** rows
+        numbers = _matmuls(setup.config, lambda info: _part(setup, info) * _of_experts(info))[0]
+        read -= round(left * numbers * stored_bytes(setup))
+    return read
 
 
 def weight_axes(config: ModelConfig) -> dict[str, int]:
@@ -102,29 +108,46 @@ def weight_axes(config: ModelConfig) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=8)
 def matmul_weights(config: ModelConfig) -> tuple[int, int]:
-    """Numbers of matmul weights: of all layers, and of the head."""
-    return _matmuls(config, lambda info: info.shape)
+    """Numbers of matmul weights that a token meets: of all layers, and of the head."""
+    return _matmuls(config, lambda info: math.prod(info.shape) * _share(config, info))
 
 
 @functools.lru_cache(maxsize=256)
-def own_matmuls(setup: Setup, gathered: bool = False) -> tuple[int, int]:
+def own_matmuls(setup: Setup, gathered: bool = False, a_token: bool = False) -> tuple[int, int]:
     """Numbers of matmul weights on a device: of all layers, and of the head.
 
     Args:
       gathered: over `seq`, as tokens that are spread over it need them.
+      a_token: only those that a token meets.
     """
+
+    def numbers(info: ParamInfo) -> float:
+        return _part(setup, info, gathered) * (_share(setup.config, info) if a_token else 1)
+
+    return _matmuls(setup.config, numbers)
+
+
+def _part(setup: Setup, info: ParamInfo, gathered: bool = False) -> int:
+    """Numbers of a device's part of a parameter."""
     mesh = setup.mesh
-
-    def part(info: ParamInfo) -> tuple[int, ...]:
-        sharding = logical_sharding(mesh, info.axes) if gathered else info.sharding(mesh)
-        return sharding.shard_shape(info.shape)
-
-    return _matmuls(setup.config, part)
+    sharding = logical_sharding(mesh, info.axes) if gathered else info.sharding(mesh)
+    return math.prod(sharding.shard_shape(info.shape))
 
 
-def _matmuls(config: ModelConfig, part: Callable[[ParamInfo], tuple[int, ...]]) -> tuple[int, int]:
+def _of_experts(info: ParamInfo) -> bool:
+    return info.axes[0] == "experts"
+
+
+def _share(config: ModelConfig, info: ParamInfo) -> float:
+    """The share of a parameter that a token meets."""
+    if config.experts is None or not _of_experts(info):
+        return 1
+    return config.experts.chosen / config.experts.count
+
+
+def _matmuls(config: ModelConfig, numbers: Callable[[ParamInfo], float]) -> tuple[int, int]:
     sizes = {
-        path: math.prod(part(info)) for path, info in param_infos(config).items() if info.inputs
+        path: round(numbers(info)) for path, info in param_infos(config).items() if info.inputs
     }
     tables = [sizes.pop("embed.table"), sizes.pop("head.table", None)]
     return sum(sizes.values()), tables[0]
@@ -165,6 +188,7 @@ def prefill_work(
     spreads = spread and setup.mesh.shape["seq"] > 1
     # Of spread tokens a shard multiplies its own with all weights, or all with its own weights.
     body, _ = own_matmuls(setup, gathered=spreads)
+    met, _ = own_matmuls(setup, gathered=spreads, a_token=True)
     _, head = own_matmuls(setup)
     received, collectives = _traffic(setup, rows * work.tokens, segments, spread)
     read = segments * weight_bytes(setup)
@@ -177,7 +201,7 @@ def prefill_work(
             read += segments * body * stored_bytes(setup)
     pairs = rows * _layers(setup, work, context)
     return Work(
-        linear=rows * 2 * (body * work.tokens + head),
+        linear=rows * 2 * (met * work.tokens + head),
         attention=4 * config.num_heads * config.head_dim * pairs / tensor,
         read=read,
         received=received,
@@ -189,7 +213,7 @@ def decode_work(setup: Setup, *, batch: int, read: int) -> Work:
     """The work of one decode step; `read` is the bytes that it reads of all caches."""
     config, shape = setup.config, setup.mesh.shape
     tensor, rows = shape["tensor"], batch // shape["data"]
-    body, head = own_matmuls(setup)
+    body, head = own_matmuls(setup, a_token=True)
     received, collectives = _traffic(setup, rows, 1, spread=False)
     # Small caches are replicated over the axis `seq`; the larger ones are divided.
     divided = shape["data"] * tensor * (shape["seq"] if setup.method.info.keeps_all else 1)
@@ -197,7 +221,7 @@ def decode_work(setup: Setup, *, batch: int, read: int) -> Work:
     return Work(
         linear=rows * 2 * (body + head),
         attention=4 * config.num_heads * config.head_dim * pairs / divided,
-        read=step_weight_bytes(setup) + read / divided,
+        read=step_weight_bytes(setup, rows) + read / divided,
         received=received,
         collectives=collectives,
     )

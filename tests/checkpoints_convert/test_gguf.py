@@ -1,3 +1,4 @@
+import re
 import struct
 import time
 
@@ -17,12 +18,31 @@ from tests.checkpoints_convert.test_names import assert_same_parameters, paired_
 from tests.checkpoints_convert.tiny import FAMILIES, hf_config, params_from_hf, random_state
 
 ARCHITECTURES = {"Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Mistral": "llama"}
-# llama.cpp's own table; Qwen3 has every tensor that the others have.
-NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 32)
+ARCHITECTURES |= {"Qwen3Moe": "qwen3moe", "Mixtral": "llama"}
+# llama.cpp's own tables; of two families that have every tensor that the others have.
+NAMES = [
+    gguf.get_tensor_name_map(kind, 32) for kind in (gguf.MODEL_ARCH.QWEN3, gguf.MODEL_ARCH.QWEN3MOE)
+]
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 def gguf_name(name):
-    return NAMES.get_name(name, try_suffixes=(".weight", ".bias")) or name
+    found = (names.get_name(name, try_suffixes=(".weight", ".bias")) for names in NAMES)
+    return next(filter(None, found), name)
+
+
+def stacked_experts(state):
+    """llama.cpp's files hold the experts of a layer in one tensor."""
+    found, stacks = {}, {}
+    for name, value in state.items():
+        if (match := EXPERT.fullmatch(name)) is None:
+            found[name] = value
+            continue
+        place, _, part = match.groups()
+        place = place.replace("block_sparse_moe", "mlp")
+        stacks.setdefault(f"{place}.{MIXTRAL.get(part, part)}.weight", []).append(value)
+    return found | {name: np.stack(values) for name, values in stacks.items()}
 
 
 def write_gguf(path, config, state, *, kind=Kind.F32, raw=None, tweak=None):
@@ -52,9 +72,14 @@ def write_gguf(path, config, state, *, kind=Kind.F32, raw=None, tweak=None):
         "eos_token_id": 5,
     }.items():
         getattr(writer, f"add_{name}")(value)
+    if experts := config.get("num_experts", config.get("num_local_experts")):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        if width := config.get("moe_intermediate_size"):
+            writer.add_expert_feed_forward_length(width)
     if tweak is not None:
         tweak(writer)
-    for name, value in state.items():
+    for name, value in stacked_experts(state).items():
         if raw is not None and name in raw:
             value = raw[name]
         elif value.ndim == 2 and kind != Kind.F32:
@@ -93,7 +118,7 @@ def test_plain_values_and_config(tmp_path, family):
 
     manifest = converted(tmp_path, config, state, tweak=window)
     assert manifest.config == model_config(config)
-    named = {gguf_name(name): value.shape for name, value in state.items()}
+    named = {gguf_name(name): value.shape for name, value in stacked_experts(state).items()}
     expected = expected_tensors(manifest.config, "gguf").items()
     assert {name: tensor.shape for name, tensor in expected} == named
     assert manifest.dtype == "float32" and list(manifest.sources) == ["m.gguf"]
@@ -325,7 +350,7 @@ def test_what_is_not_implemented(tmp_path, refused, good):
     refused(path, "TQ1_0", "output.weight", "Q4_K")
     longrope = gguf.RopeScalingType.LONGROPE
     for tweak, words, error in (
-        (lambda writer: writer.add_expert_count(4), ["experts"], ConfigError),
+        (lambda writer: writer.add_expert_count(4), ["expert_used_count"], CheckpointError),
         (lambda writer: writer.add_uint16("split.count", 3), ["3 parts", "merge"], CheckpointError),
         (lambda writer: writer.add_rope_scaling_type(longrope), [], (CheckpointError, ConfigError)),
     ):

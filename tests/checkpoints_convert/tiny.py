@@ -35,6 +35,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
 }
+FAMILIES["qwen3-moe"] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    **{"head_dim": 16, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "norm_topk_prob": True,
+}
+FAMILIES["mixtral"] = {
+    "architectures": ["MixtralForCausalLM"],
+    **{"num_local_experts": 3, "num_experts_per_tok": 2},
+}
 FAMILIES["qwen3-tied"] = FAMILIES["qwen3"] | {"tie_word_embeddings": True}
 
 DTYPES = {
@@ -60,11 +69,17 @@ def random_state(
 
 def params_from_hf(config: ModelConfig, state: dict[str, np.ndarray]) -> dict[str, Any]:
     """Our nested parameters from a Hugging Face state dict in memory."""
-    params = {}
+    params: dict[str, Any] = {}
     for name, tensor in expected_tensors(config, naming_of(state)).items():
         assert state[name].shape == tensor.shape, name
         for part in tensor.parts:
-            params[part.path] = jnp.asarray(part.from_file(state[name]))
+            array = part.from_file(state[name])
+            if part.expert is not None:
+                whole = params.setdefault(part.path, np.empty(part.info.shape, array.dtype))
+                whole[part.expert] = array
+            else:
+                params[part.path] = array
+    params = {path: jnp.asarray(array) for path, array in params.items()}
     return traverse_util.unflatten_dict(params, sep=".")
 
 

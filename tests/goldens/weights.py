@@ -3,13 +3,14 @@
 A tensor depends on the seed, its name and its shape alone, not on the order of the others.
 """
 
+import itertools
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["hf_shapes", "random_state", "random_tokens"]
+__all__ = ["as_in_files", "hf_shapes", "random_state", "random_tokens"]
 
 # What a weight's uniform distribution is scaled to: its standard deviation times sqrt(fan in).
 # Queries and keys are large, so that attention is uneven and depends on positions.
@@ -31,25 +32,60 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     qkv_biased = biased or family == "Qwen2ForCausalLM"
     layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (d,)}
     layer["post_attention_layernorm.weight"] = (d,)
-    for name, rows, columns, has_bias in (
+    matrices = [
         ("self_attn.q", heads * h, d, qkv_biased),
         ("self_attn.k", kv * h, d, qkv_biased),
         ("self_attn.v", kv * h, d, qkv_biased),
         ("self_attn.o", d, heads * h, biased),
-        ("mlp.gate", f, d, mlp_biased),
-        ("mlp.up", f, d, mlp_biased),
-        ("mlp.down", d, f, mlp_biased),
-    ):
+    ]
+    if (experts := config.get("num_experts")) is not None:
+        f, layer["mlp.gate.weight"] = config["moe_intermediate_size"], (experts, d)
+        places = [f"mlp.experts.{expert}" for expert in range(experts)]
+    elif (experts := config.get("num_local_experts")) is not None:
+        layer["block_sparse_moe.gate.weight"] = (experts, d)
+        for expert, (w, rows, columns) in itertools.product(
+            range(experts), (("w1", f, d), ("w2", d, f), ("w3", f, d))
+        ):
+            layer[f"block_sparse_moe.experts.{expert}.{w}.weight"] = (rows, columns)
+        places = []
+    else:
+        places = ["mlp"]
+    for place in places:
+        sizes = (("gate", f, d), ("up", f, d), ("down", d, f))
+        matrices += [(f"{place}.{name}", *shape, mlp_biased) for name, *shape in sizes]
+    for name, rows, columns, has_bias in matrices:
         layer[f"{name}_proj.weight"] = (rows, columns)
         if has_bias:
             layer[f"{name}_proj.bias"] = (rows,)
-    if family == "Qwen3ForCausalLM":
+    if family in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
         layer |= {f"self_attn.{name}_norm.weight": (h,) for name in "qk"}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d)}
     for i in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes["model.norm.weight"] = (d,)
     return shapes if config["tie_word_embeddings"] else shapes | {"lm_head.weight": (v, d)}
+
+
+def as_in_files(state: dict[str, np.ndarray], architecture: str) -> dict[str, np.ndarray]:
+    """The state of transformers' model by the names of its files: there each expert is apart."""
+    found: dict[str, np.ndarray] = {}
+    for name, x in state.items():
+        place, _, kind = name.rpartition(".experts.")
+        mixtral = architecture == "MixtralForCausalLM"
+        if mixtral:
+            place = place.replace(".mlp", ".block_sparse_moe")
+            name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+        if kind not in ("gate_up_proj", "down_proj"):
+            found[name] = x
+            continue
+        parts = {"down_proj": x}
+        if kind == "gate_up_proj":
+            parts = dict(zip(("gate_proj", "up_proj"), np.split(x, 2, axis=1), strict=True))
+        names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if mixtral else {}
+        for part, stacked in parts.items():
+            for expert, own in enumerate(stacked):
+                found[f"{place}.experts.{expert}.{names.get(part, part)}.weight"] = own
+    return found
 
 
 def random_tokens(count: int, vocab: int, seed: int) -> np.ndarray:

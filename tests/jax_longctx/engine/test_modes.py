@@ -12,7 +12,7 @@ from jax_longctx.engine.products import Divided, FewRows
 from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.engine.setup import Setup
 from jax_longctx.methods import Full, RefreshKV
-from jax_longctx.models.llama import PLAIN
+from jax_longctx.models.llama import Products
 from jax_longctx.sharding import make_mesh
 from pallas_kernels.row_matmul import MAX_ROWS
 from tests.small_methods import KINDS, small_method
@@ -100,7 +100,7 @@ def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, biases):
 
     def products(setup, rows):
         used.append(rows)
-        return FewRows(setup.mesh) if rows <= MAX_ROWS else PLAIN
+        return FewRows(setup.mesh) if rows <= MAX_ROWS else Products(setup.mesh)
 
     # Programs are kept by their setup: no other test has this model.
     other = dict(mlp_dim=40, qkv_bias=biases, o_bias=biases, mlp_bias=biases)
@@ -112,8 +112,8 @@ def test_the_products_of_few_rows_on_a_gpu_answer_alike(monkeypatch, biases):
 
 def test_products_of_few_rows_are_for_one_gpu(monkeypatch):
     one, two = (tiny_engine(mesh=make_mesh(1, size, 1)).setup for size in (1, 2))
-    assert one.products(1) is PLAIN
+    assert one.products(1) == Products(one.mesh)
     monkeypatch.setattr("jax_longctx.engine.setup._platform", lambda mesh: "gpu")
     assert isinstance(one.products(MAX_ROWS), FewRows)
-    assert one.products(MAX_ROWS + 1) is PLAIN
+    assert one.products(MAX_ROWS + 1) == Products(one.mesh)
     assert isinstance(two.products(1), Divided)

@@ -1,0 +1,51 @@
+"""x[u] @ w[experts[u]]: blocks of rows, each times one of many matrices, which may be in 8 bits.
+
+Only matrices that a block chooses are read. Implementations: `xla` on every platform,
+`reference` for tests.
+"""
+
+from jax import Array
+from jaxtyping import Float, Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.expert_matmul import reference, xla
+from pallas_kernels.quantised_matrix import AnyMatrix
+
+# Blocks of at most as many rows are bound by the bytes of the matrices.
+MAX_ROWS = 16
+
+
+def expert_matmul(
+    x: Float[Array, "X R D"],
+    w: AnyMatrix,
+    experts: Int[Array, " U"],
+    count: Int[Array, ""],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "U R N"]:
+    """The products of the first `count` blocks, summed in float32, in x's dtype.
+
+    What the result holds of the blocks after them is not defined.
+
+    Args:
+      x: the blocks; of one alone each matrix is multiplied with it.
+      w: [E, D, N]; a `QuantisedMatrix` has a scale for each output of each matrix.
+      experts: the matrix of each block.
+      implementation: "xla" or "reference"; None picks by platform and shape.
+
+    Raises:
+      ValueError: the shapes or dtypes do not fit.
+    """
+    if x.ndim != 3 or w.ndim != 3 or x.shape[2] != w.shape[1] or x.dtype != w.dtype:
+        raise ValueError(f"expert_matmul: {x.dtype}{x.shape} does not fit {w.dtype}{w.shape}")
+    if x.shape[0] not in (1, len(experts)):
+        raise ValueError(f"expert_matmul: {x.shape[0]} blocks for {len(experts)} experts")
+    run = dispatch.select(
+        "expert_matmul",
+        implementation,
+        f"{x.dtype} blocks of {x.shape[1]} rows, {w.shape[0]} experts, {w.shape[1]} to "
+        f"{w.shape[2]}" + ", weights in int8" * dispatch.in_8_bits(w),
+        xla=xla.expert_matmul,
+        reference=reference.expert_matmul,
+    )
+    return run(x, w, experts, count)
