@@ -205,11 +205,6 @@ def write(path, content):
     path.write_bytes(content)
 
 
-def chunks_of(folder):
-    indices = [path for path in folder.rglob("manifest.ocdbt") if "process" not in path.parent.name]
-    return [pair for path in indices for pair in pairs_in(path.parent)]
-
-
 def alike(name, files):
     """The others in folders of one name with one ending, if there are: arrays with arrays."""
     kind = name.parent.name, name.suffix
@@ -290,7 +285,9 @@ def test_no_damage_changes_an_answer(target, request, tmp_path, caplog):
     whole = read()
     put_back(folder, files)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    refused, chunks = 0, chunks_of(folder)
+    stores = {path.parent for path in folder.rglob("manifest.ocdbt")}
+    stores = sorted(store for store in stores if "process" not in store.name)
+    refused, chunks = 0, [pair for store in stores for pair in pairs_in(store)]
     assert chunks or target in ("killed_batch", "evaluation", "server", "programs")
     for _ in range(FAULTS):
         fault = f"seed {SEED}: {damage(draw, folder, files, twins, chunks)}"

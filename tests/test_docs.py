@@ -69,8 +69,6 @@ def read(path):
 generate, tables = load("generate"), load("tables")
 RESULTS = tables.read_results()
 
-# -- generated pages -------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("name", generate.PAGES)
 @pytest.mark.quick("commands", "benchmarks", "papers", "README", "choices")
@@ -125,9 +123,6 @@ def test_the_command_reference_has_every_command_and_option():
 
     walk(main_command(), "jax-longctx")
     assert len(spellings) > 150
-
-
-# -- what the site adds ----------------------------------------------------------------------------
 
 
 def test_an_entry_for_several_names_becomes_one_for_each():
@@ -219,9 +214,6 @@ def test_every_page_is_in_the_navigation():
     assert len(listed) == len(set(listed)) and written | made >= set(listed) >= written
 
 
-# -- commands --------------------------------------------------------------------------------------
-
-
 def blocks(path, *languages):
     return [found[3] for found in FENCE.finditer(read(path)) if found[2] in languages]
 
@@ -266,20 +258,14 @@ def unknown(block):
             yield f"{words[0]}: the block does not begin with '# Needs: '"
 
 
-def bare_commands(path):
-    """Commands that begin a line in a block of no language, where output may stand too."""
-    for block in blocks(path, ""):
-        for text in re.findall(
-            r"^(?:\.venv/bin/|[^`\n]*\| )?jax-longctx (?:.*\\\n)*.*", block, flags=re.MULTILINE
-        ):
-            yield from lines_of(text)
-
-
 def commands_of(path):
     for block in blocks(path, "sh", "console", "bash"):
         yield from itertools.chain.from_iterable(map(ours, lines_of(block)))
-    for words in bare_commands(path):
-        yield from ours(words)
+    # They begin a line in a block of no language, where output may stand too.
+    begins = r"^(?:\.venv/bin/|[^`\n]*\| )?jax-longctx (?:.*\\\n)*.*"
+    for block in blocks(path, ""):
+        for text in re.findall(begins, block, flags=re.MULTILINE):
+            yield from itertools.chain.from_iterable(map(ours, lines_of(text)))
     if path.name == "papers.md":
         yield from map(shlex.split, re.findall(r"`jax-longctx ([^`]+)`", read(path)))
 
@@ -434,9 +420,6 @@ def test_the_manifests_commands_parse(tmp_path, monkeypatch):
         assert product == each * job["completions"] and job["completions"] == job["parallelism"]
 
 
-# -- papers ----------------------------------------------------------------------------------------
-
-
 def test_the_papers_page_says_how_and_what_with_parts_of_suites_and_our_benchmarks():
     assert len(ROWS) == PAPERS.count("\n|") - 2 * len(SECTIONS)
     assert len(SECTIONS) == 5
@@ -456,9 +439,6 @@ def test_the_papers_page_says_how_and_what_with_parts_of_suites_and_our_benchmar
         assert named and set(named) == {part.name for part in read_suite(suite).part}
 
 
-# -- links -----------------------------------------------------------------------------------------
-
-
 def links(path):
     """Targets of a page's links and pictures, but for those to other sites."""
     text = FENCE.sub("", read(path))
@@ -472,9 +452,6 @@ def anchors(path):
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", read(path)), re.MULTILINE)
     words = [re.sub(r"[^\w\- ]", "", heading).strip() for heading in headings]
     return {heading.lower().replace(" ", "-") for heading in words}
-
-
-# -- what is shown, run ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -603,9 +580,6 @@ def test_the_notebooks_cells_run_in_order(workplace):
     )
     assert held["snapkv"] < held["full"] / 2 and loaded["snapkv"] < loaded["full"] / 2
     assert loaded["quest"] < loaded["full"] < held["quest"]
-
-
-# -- results and what is made of them --------------------------------------------------------------
 
 
 def sample(**changed):

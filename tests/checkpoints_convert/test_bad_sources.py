@@ -47,11 +47,6 @@ def cut(name, size):
     return lambda source: (source / name).write_bytes((source / name).read_bytes()[:size])
 
 
-def followed_by_more(source):
-    with (source / ONE).open("ab") as file:
-        file.write(b"more")
-
-
 def written(name, content):
     return lambda source: (source / name).write_bytes(content)
 
@@ -121,7 +116,10 @@ CASES = {
     "cut in the header's length": (cut(ONE, 4), ["{}/" + ONE, "truncated"]),
     "cut in its header": (cut(ONE, 60), ["{}/" + ONE, "truncated"]),
     "another format": (written(ONE, NO_HEADER), ["{}/" + ONE, "not a safetensors file"]),
-    "bytes at the end": (followed_by_more, ["{}/" + ONE, "4 bytes follow"]),
+    "bytes at the end": (
+        lambda source: (source / ONE).write_bytes((source / ONE).read_bytes() + b"more"),
+        ["{}/" + ONE, "4 bytes follow"],
+    ),
     "missing tensor": (edited(lambda _: None), [UP, "does not hold", "index"]),
     "no index": (missing_tensor_without_an_index, ["{}", UP, "missing", "[48, 32]"]),
     "wrong shape": (edited(lambda x: x[:40].copy()), ["{}/" + TWO, UP, "[40, 32]", "[48, 32]"]),

@@ -116,12 +116,18 @@ def test_byte_level(tmp_path, trained, pre):
     assert ours.special_ids == {0, 1, 2}
 
 
-def test_the_files_word_on_bos_is_followed(tmp_path, trained):
+def test_the_files_word_on_bos_and_its_sampling_are_followed(tmp_path, trained):
     for said in (True, False):
         metadata = bpe_metadata(trained["qwen2"], "qwen2", **{"tokenizer.ggml.add_bos_token": said})
         assert made_of(metadata, tmp_path).adds_bos is said
         plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
         assert (plain.encode("a").ids[0] == 0) is said
+    given = {"temp": float(np.float32(0.6)), "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.1}
+    given |= {"min_p": 0.0, "sequence": "kpt"}
+    said = {f"general.sampling.{name}": value for name, value in given.items()}
+    ours = made_of(bpe_metadata(trained["qwen2"], "qwen2", **said), tmp_path)
+    named = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
+    assert ours.generation == {"eos_token_id": [1, 2], **named, "repetition_penalty": 1.1}
 
 
 def test_answers_end_where_the_file_or_its_template_says(tmp_path, trained):
@@ -142,15 +148,6 @@ def test_answers_end_where_the_file_or_its_template_says(tmp_path, trained):
         ours = made_of(metadata, tmp_path)
         assert ours.eos_ids == ends
         assert ours.encode("<|end|>", parse_special=True) == [1]
-
-
-def test_the_files_sampling_is_kept(tmp_path, trained):
-    given = {"temp": float(np.float32(0.6)), "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.1}
-    given |= {"min_p": 0.0, "sequence": "kpt"}
-    said = {f"general.sampling.{name}": value for name, value in given.items()}
-    ours = made_of(bpe_metadata(trained["qwen2"], "qwen2", **said), tmp_path)
-    named = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
-    assert ours.generation == {"eos_token_id": [1, 2], **named, "repetition_penalty": 1.1}
 
 
 @pytest.fixture(scope="module")

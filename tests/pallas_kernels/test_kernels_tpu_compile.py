@@ -23,6 +23,7 @@ from pallas_kernels.quantised import Quantised
 from pallas_kernels.select_large_k import select_large_k
 from pallas_kernels.sparse_decode_attention import Pages, sparse_decode_attention
 from pallas_kernels.topk_scores import topk_scores
+from tests.absent import tpu
 
 pytestmark = pytest.mark.optimized
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -39,10 +40,7 @@ QUERIES = P("data", None, "tensor")  # [B, T, heads, ...]
 
 @functools.cache
 def _mesh(chip):
-    from jax.experimental import topologies
-
-    slice_ = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip])
-    return Mesh(np.array(slice_.devices).reshape(2, 1, -1), ("data", "seq", "tensor"))
+    return Mesh(np.array(tpu(TOPOLOGIES[chip])).reshape(2, 1, -1), ("data", "seq", "tensor"))
 
 
 @pytest.fixture

@@ -162,10 +162,12 @@ def test_an_operation_over_8_bits_is_its_definition(operation, slots, queries, h
     close(found, expected, rtol=2e-5, atol=2e-5 if operation is not attention_mass else 1e-6)
 
 
-def test_rows_over_one_cache():
+def test_rows_over_one_cache_and_heads_that_do_not_fit():
     k, v = (x.map(lambda part: part[:1]) for x in stored())
     q, length = draw(B, 1, K * G, H), jnp.array([41])
     close(*both(shared_decode_attention, q, k, v, length, scale=0.3), rtol=2e-5, atol=2e-5)
+    with pytest.raises(ValueError, match="does not fit"):
+        decode_attention(draw(B, 1, K * G, H, dtype=jnp.bfloat16), *stored(), LENGTHS, scale=0.3)
 
 
 def test_logits_and_values_apart():
@@ -257,11 +259,6 @@ def test_sparse_decode_attention_of_rows_that_share_slots(lists):
     found = computed(attend, q, *own, chosen, shared=shared)
     expected = computed(attend, q, *whole, chosen)
     close(found, expected, rtol=2e-5, atol=2e-5)
-
-
-def test_heads_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="does not fit"):
-        decode_attention(draw(B, 1, K * G, H, dtype=jnp.bfloat16), *stored(), LENGTHS, scale=0.3)
 
 
 def test_slots_around_listed_pages_are_read_in_every_form(monkeypatch):

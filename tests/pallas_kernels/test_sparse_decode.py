@@ -19,6 +19,7 @@ from pallas_kernels.sparse_decode_attention import (
     sparse_decode_attention,
     xla,
 )
+from tests.absent import tpu
 
 # The last page of 8 has 3 slots, that of 7 only one. The first row's bounds lie outside the cache.
 SLOTS, LISTED = 43, 4
@@ -268,10 +269,7 @@ def test_long_lists_copy_blocks_of_pages_and_never_the_cache(page_size, lists):
 @pytest.mark.quick("True")
 def test_on_a_tpu_the_cache_is_not_copied(flat):
     """Compiled for v5e, 128 pages of 16 a kv head: beside them only small lists."""
-    pytest.importorskip("libtpu")
-    from jax.experimental import topologies
-
-    device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
+    device = tpu()[0]
     mesh = Mesh(np.array([device]), ("tensor",))
     shape = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
     cache = shape((1, 8, 2**17, 128), jnp.bfloat16)

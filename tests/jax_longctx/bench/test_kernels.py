@@ -16,6 +16,7 @@ from jax_longctx.bench import decode, kernels, tpu_check
 from jax_longctx.bench.kernels import markdown
 from jax_longctx.bench.timing import measure
 from jax_longctx.errors import InputError
+from tests.absent import tpu
 from tests.jax_longctx.bench.conftest import bench, measured
 
 
@@ -135,10 +136,7 @@ def test_every_tpu_kernel_has_a_check_and_no_tpu_is_one_line(tmp_path):
 @pytest.mark.optimized
 @pytest.mark.slow
 def test_the_checks_compile_for_tpus():
-    pytest.importorskip("libtpu")
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+    devices = tpu()
     mesh = Mesh(np.array(devices[:1]), ("device",))
     sharding = NamedSharding(mesh, PartitionSpec())
     for check in tpu_check.checks():

@@ -8,6 +8,7 @@ from jax_longctx.engine.prefill import whole_finish
 from jax_longctx.engine.setup import Setup
 from jax_longctx.methods import InfLLM, ReAttention, SnapKV
 from jax_longctx.sharding import make_mesh
+from tests.absent import tpu
 from tests.jax_longctx.engine.lowering import (
     cache_bytes,
     compile_decode,
@@ -42,11 +43,7 @@ def test_reads_copy_no_cache_compiled_for_tpu(method, compiled):
 
     A gather along the slots, beside the append, would move the cache's axes and back.
     """
-    pytest.importorskip("libtpu")
-    from jax.experimental import topologies
-
-    v5e = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-    mesh = make_mesh(devices=v5e.devices)
+    mesh = make_mesh(devices=tpu())
     config = tiny_config(num_layers=1, **SIZES)
     setup = Setup(config, method, mesh, jnp.dtype(jnp.bfloat16), 512)
     with no_persistent_cache(), jax.default_matmul_precision("default"):

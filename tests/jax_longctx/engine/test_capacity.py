@@ -75,15 +75,12 @@ def test_a_budget_does_not_grow_with_the_context():
         assert long.peak < slots * setup.config.num_layers * 2 * 2 * 8 * 4 * 1.2
 
 
-def test_buckets_waste_at_most_a_sixteenth():
+def test_sizes_are_few_and_waste_at_most_a_sixteenth():
     for tokens in (1, 127, 128, 129, 1000, 4096, 4097, 33_000, 1_000_001):
         slots = bucket(tokens)
         assert tokens <= slots <= max(128, tokens * 17 / 16 + 128)
         assert bucket(tokens, 3) % (3 * 128) == 0
     assert len({bucket(n) for n in range(32_769, 65_537)}) == 64
-
-
-def test_long_texts_share_a_capacity_within_a_sixtyfourth_and_reserves_come_in_few_sizes():
     for tokens in (16_000, 40_000, 130_000, 1_000_000):
         slots = slots_for(tokens, 200)
         assert tokens + 257 <= slots <= (tokens + 257) * (1 + 1 / 64)

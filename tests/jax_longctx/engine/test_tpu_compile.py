@@ -21,6 +21,7 @@ from jax_longctx.planning.work import step_weight_bytes
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import Offload
 from jax_longctx.sharding import MESH_AXES, make_mesh
+from tests.absent import tpu
 from tests.jax_longctx.engine.gpu_programs import arrays, computations, shared_decode, unfused
 from tests.jax_longctx.engine.lowering import (
     cache_bytes,
@@ -56,10 +57,7 @@ def _as_users_compile():
 
 
 def on_v5e(mesh_sizes, method=None, **changes):
-    from jax.experimental import topologies
-
-    v5e = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-    mesh = make_mesh(*mesh_sizes, devices=v5e.devices)
+    mesh = make_mesh(*mesh_sizes, devices=tpu())
     config = tiny_config(**SIZES | changes)
     return Setup(config, method or Full(), mesh, jnp.dtype(jnp.bfloat16), 512)
 
@@ -196,9 +194,7 @@ def test_spread_tokens_gather_what_is_fewer_bytes():
 )
 def test_tpu_programs_leave_an_offloaded_context_where_it_is(chip, name, kv):
     """Bytes by kind of memory: the host's pages are arguments, updated in place and not copied."""
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=chip).devices
+    devices = tpu(chip)
     rope = dataclasses.replace(tiny_config().rope, trained_length=SLOTS)
     config = tiny_config(**SIZES, rope=rope, max_position=SLOTS)
     given = config, make_method(name), make_mesh(devices=devices), jnp.dtype(jnp.bfloat16), 512

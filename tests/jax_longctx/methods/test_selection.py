@@ -63,9 +63,7 @@ def settings_of(method):
     return method.base if isinstance(method, Resa) else method
 
 
-def kind_of(method):
-    kinds = {Quest: "quest", ArkVale: "arkvale", IdealTopK: "ideal"}
-    return kinds[type(settings_of(method))]
+KINDS = {Quest: "quest", ArkVale: "arkvale", IdealTopK: "ideal"}
 
 
 def row_of(given, row):
@@ -96,7 +94,7 @@ def test_x22_a_step_equals_numpy_on_each_row_alone(name):
         prior = prior_of(GIVEN, row)
         q, k, v = row_of(GIVEN, row)
         prompt = int(GIVEN.prompts[row])
-        kept = selected(kind_of(method), settings_of(method), q, k, prompt)
+        kept = selected(KINDS[type(settings_of(method))], settings_of(method), q, k, prompt)
         np.testing.assert_array_equal(got.kept[row], kept.sum(1))
         shares.extend(kept.mean(1))
         if not isinstance(method, Resa):

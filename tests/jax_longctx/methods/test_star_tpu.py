@@ -14,6 +14,7 @@ from jax_longctx.engine.setup import Setup
 from jax_longctx.methods import make_method
 from jax_longctx.planning.compiled import count_collectives
 from jax_longctx.sharding import make_mesh
+from tests.absent import tpu
 from tests.jax_longctx.engine.lowering import (
     abstract_params,
     abstract_state,
@@ -38,11 +39,7 @@ def _as_users_compile():
 
 
 def setup_of(name, settings, seq, tensor):
-    pytest.importorskip("libtpu")
-    from jax.experimental import topologies
-
-    v5e = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4")
-    mesh = make_mesh(1, seq, tensor, devices=v5e.devices)
+    mesh = make_mesh(1, seq, tensor, devices=tpu("v5e:4x4"))
     config = tiny_config(num_layers=LAYERS, vocab_size=1024, **SHAPE)
     method = make_method(name, settings)
     return Setup(config, method, mesh, jnp.dtype(jnp.bfloat16), 512)

@@ -26,14 +26,6 @@ RANKS_KEYS = reattention.Rules(g=4, w=64, m=8, k=4, kept=8, c=64)
 RANKS_UNITS = infllm.Rules(i0=4, w=40, bs=8, kb=4, r=3, x=40)
 
 
-def repeating(types):
-    rng = np.random.default_rng(0)
-    return [
-        [rng.integers(0, types, length).tolist() for length in lengths]
-        for lengths in zip(*LENGTHS, strict=True)
-    ]
-
-
 def read(method, rows, mesh=(1, 1, 1)):
     return row_logits(tiny_engine(method, config=CONFIG, mesh=make_mesh(*mesh)), rows, reserve=128)
 
@@ -45,7 +37,8 @@ def cases(name):
         "reattention": (reattention, RANKS_KEYS, test_reattention.method_of, 38),
         "infllm": (infllm, RANKS_UNITS, test_infllm.method_of, 4),
     }[name]
-    rows = repeating(types)
+    rng, pairs = np.random.default_rng(0), zip(*LENGTHS, strict=True)
+    rows = [[rng.integers(0, types, length).tolist() for length in pair] for pair in pairs]
     found = traces(oracle, tiny_engine(config=CONFIG), rules, rows)
     return method_of(rules), rows, [np.concatenate(trace.logits) for trace in found]
 

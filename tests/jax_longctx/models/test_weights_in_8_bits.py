@@ -78,14 +78,10 @@ def random_params(mesh=None, form=None):
     return init_params(CONFIG, RunSpec(mesh=mesh, weights=form), seed=5)
 
 
-def stored_numbers(params):
-    return jax.tree.map(floats, params, is_leaf=is_quantised)
-
-
 @pytest.mark.parametrize("by_layer", [True, False])
 def test_a_model_is_the_one_of_the_numbers_that_are_stored(by_layer):
     kept = random_params(form="int8")
-    given = score(engine_of(stored_numbers(kept)), ROWS)
+    given = score(engine_of(jax.tree.map(floats, kept, is_leaf=is_quantised)), ROWS)
     exact = score(engine_of(random_params()), ROWS)
     found = score(engine_of(kept, by_layer=by_layer), ROWS)
     for row, wanted, float_row in zip(found, given, exact, strict=True):

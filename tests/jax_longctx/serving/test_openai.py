@@ -46,7 +46,7 @@ def test_completion_and_chat_of_the_one_model_are_those_of_generate(client, tiny
     assert found.choices[0].message.role == "assistant"
 
 
-def test_streams_are_the_whole_answers(client, tiny):
+def test_streams_are_the_whole_answers_and_without_a_seed_drawn_anew(client, tiny):
     expected = generated(tiny, PROMPT, seed=9, max_tokens=40)
     how = {"seed": 9, "max_tokens": 40, "stream": True}
     *chunks, last = complete(client, PROMPT, stream_options={"include_usage": True}, **how)
@@ -58,6 +58,8 @@ def test_streams_are_the_whole_answers(client, tiny):
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected.text
     assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    texts = {complete(client, PROMPT, max_tokens=16).choices[0].text for _ in range(4)}
+    assert len(texts) > 1
 
 
 def test_stops_end_the_text_before_them(client, tiny):
@@ -132,11 +134,6 @@ def test_fields_that_change_nothing_are_taken(server, client):
 
 def chat_body(client, body):
     return client.post("/chat/completions", body=body, cast_to=object)["choices"][0]["message"]
-
-
-def test_without_a_seed_each_answer_is_drawn_anew(client):
-    texts = {complete(client, PROMPT, max_tokens=16).choices[0].text for _ in range(4)}
-    assert len(texts) > 1
 
 
 def test_logprobs_are_those_of_the_model(client, tiny):
