@@ -1,5 +1,3 @@
-"""Blocks of rows times the matrices that they choose: every implementation by the definition."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

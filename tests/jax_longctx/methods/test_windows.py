@@ -1,5 +1,3 @@
-"""Layers with a sliding window keep the window alone, exactly, under every method."""
-
 import copy
 import dataclasses
 

@@ -1,5 +1,3 @@
-"""Experts: their sum against numpy, engines of both modes and on a mesh, every kind of method."""
-
 import dataclasses
 
 import jax
