@@ -5,11 +5,13 @@ and dequantised a few rows at a time, so neither the file nor a float32 copy of 
 whole in memory.
 
 llama.cpp writes a model's settings under the name of its architecture (`llama.block_count`). Three
-settings follow from the tensors instead: tied embeddings (no `output.weight`), biases, and llama3's
-rotary scaling, whose divisor of each frequency is stored (`rope_freqs.weight`).
+settings follow from the tensors instead: tied embeddings (no `output.weight`), biases, and the
+rotary scalings of llama3 and longrope, whose divisors of each frequency are stored (`ROPES`). What
+a file does not say is as transformers has it for the family, as in llama.cpp.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import gguf
 import jax.numpy as jnp
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import _type_traits as dequantised_types  # it has no public list
 from gguf.quants import dequantize
 
 from checkpoints_convert.config import model_config
@@ -25,12 +28,25 @@ from checkpoints_convert.files import Source, SourceTensor, check_tensors
 from checkpoints_convert.vocabulary import gguf_tokenizer_files
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.files import first_line
-from jax_longctx.models.families import FAMILIES
+from jax_longctx.models.families import FAMILIES, Family
 
-READABLE = (
-    *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
-    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
-)
+READABLE = ("F32", "F16", *(kind.name for kind in dequantised_types))
+# Divisors of rotary frequencies: llama3's, and longrope's in short and in long texts.
+ROPES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+# A file of a model in parts.
+SPLIT = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
+# Our names of numbers -> llama.cpp's.
+NUMBERS = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_divisor": "logit_scale",
+    "attention_cap": "attn_logit_softcapping",
+    "logits_cap": "final_logit_softcapping",
+}
+# `query_width` is the width of a head, but in these models, which llama.cpp knows by their layers:
+# there it is the model's width for each head.
+WIDE_QUERIES = {("gemma2", 46), ("gemma3", 62)}
 # The format's default (llama.cpp, `rope_freq_base`).
 DEFAULT_THETA = 10000.0
 # The most entries of an array, of the metadata, and tensors; vocabularies have some 300,000.
@@ -44,7 +60,7 @@ def open_gguf(path: Path, label: str) -> Source:
       CheckpointError: the file is not GGUF, incomplete or damaged.
       ConfigError: the architecture is not implemented.
     """
-    metadata, found, factors = read_directory(path)
+    metadata, found, factors = _read_parts(path)
     shapes = {tensor.name: tensor.shape for tensor in found}
     described = config_from_metadata(path, metadata, shapes, factors)
     config = model_config(described, str(path))
@@ -61,13 +77,46 @@ def open_gguf(path: Path, label: str) -> Source:
     )
 
 
-def read_directory(
-    path: Path,
-) -> tuple[dict[str, Any], list[SourceTensor], np.ndarray | None]:
-    """Metadata, tensors in the order of the file, and llama3's rotary factors where stored.
+Directory = tuple[dict[str, Any], list[SourceTensor], dict[str, np.ndarray]]
+
+
+def _read_parts(path: Path) -> Directory:
+    """`read_directory` of a whole model: of all parts where the file is one of several.
 
     Raises:
-      CheckpointError: the file is not GGUF, truncated, or one of several parts.
+      CheckpointError: a part is missing, or is not named as llama.cpp names it.
+    """
+    metadata, tensors, factors = read_directory(path)
+    count = metadata.get("split.count", 1)
+    if count in (0, 1):
+        return metadata, tensors, factors
+    name = SPLIT.fullmatch(path.name)
+    if name is None or int(name["count"]) != count:
+        raise CheckpointError(
+            f"{path} is one of {count} parts, expected the name STEM-00001-of-{count:05d}.gguf; "
+            f"rename the parts, or merge them (llama-gguf-split --merge)"
+        )
+    whole: dict[str, Any] = {}
+    tensors, factors = [], {}
+    for number in range(count, 0, -1):
+        part = path.with_name(f"{name['stem']}-{number:05d}-of-{count:05d}.gguf")
+        if not part.exists():
+            raise CheckpointError(f"{part} is missing: the model has {count} parts")
+        own, more, divisors = read_directory(part)
+        # The first part has the model's metadata.
+        whole, tensors, factors = whole | own, more + tensors, factors | divisors
+    said = whole.get("split.tensors.count", len(tensors))
+    stored = len(tensors)
+    if stored != said:
+        raise CheckpointError(f"{path}: the parts hold {stored} tensors, expected {said}")
+    return whole, tensors, factors
+
+
+def read_directory(path: Path) -> Directory:
+    """Metadata, tensors in the order of the file, and the tensors of `ROPES` that are stored.
+
+    Raises:
+      CheckpointError: the file is not GGUF, or truncated.
     """
     try:
         reader = Reader(path)
@@ -80,15 +129,11 @@ def read_directory(
         ) from error
     if reader.byte_order != "I":
         raise CheckpointError(f"{path} has the other byte order; convert it for this machine first")
-    if metadata.get("split.count", 1) not in (0, 1):
-        raise CheckpointError(
-            f"{path} is one of {metadata['split.count']} parts; "
-            f"merge them first (llama-gguf-split --merge)"
-        )
-    factors = None
-    for entry in reader.tensors:
-        if entry.name == "rope_freqs.weight":
-            factors = np.array(entry.data, np.float32).reshape(-1)
+    factors = {
+        entry.name: np.array(entry.data, np.float32).reshape(-1)
+        for entry in reader.tensors
+        if entry.name in ROPES
+    }
     return metadata, sorted(tensors, key=lambda tensor: tensor.offset), factors
 
 
@@ -184,7 +229,7 @@ def config_from_metadata(
     path: Path,
     metadata: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
-    factors: np.ndarray | None,
+    factors: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:
     """A config as `model_config` reads it.
 
@@ -210,14 +255,15 @@ def config_from_metadata(
     if not families:
         raise ConfigError(f"{path}: {architecture} with{'out' * (not experts)} experts is unknown")
     window = said.get("attention.sliding_window", None)
-    slides = [name for name in families if FAMILIES[name].windows == "all"]
+    slides = [name for name in families if FAMILIES[name].windows != "none"]
     family = slides[0] if window and slides else families[0]
+    traits = FAMILIES[family]
     heads, width = said.need("attention.head_count"), said.need("embedding_length")
     if "token_embd.weight" not in shapes:
         raise CheckpointError(f"{path}: tensor token_embd.weight is missing")
     config = {
         "model_type": family,
-        "architectures": [FAMILIES[family].architecture],
+        "architectures": [traits.architecture],
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": width,
         "intermediate_size": said.need("feed_forward_length"),
@@ -225,7 +271,7 @@ def config_from_metadata(
         "num_attention_heads": heads,
         "num_key_value_heads": said.get("attention.head_count_kv", heads),
         "head_dim": said.get("attention.key_length", width // heads),
-        "hidden_act": FAMILIES[family].activation,
+        traits.key("activation", "hidden_act"): traits.activation,
         "rms_norm_eps": _decimal(said.need("attention.layer_norm_rms_epsilon", float)),
         "rope_theta": _decimal(said.get("rope.freq_base", DEFAULT_THETA, float)),
         "max_position_embeddings": said.need("context_length"),
@@ -234,13 +280,22 @@ def config_from_metadata(
         "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
     }
     config["rope_scaling"] = _rope_scaling(said, config, factors)
-    if family in slides:
-        config["sliding_window"] = window
-    if (names := FAMILIES[family].experts) is not None:
+    if (names := traits.experts) is not None:
         config |= {names.count: said.need("expert_count")}
         config |= {"num_experts_per_tok": said.need("expert_used_count")}
         width = said.get("expert_feed_forward_length", config["intermediate_size"])
         config |= {names.width: width} | ({names.normed: True} if names.normed else {})
+    if (scaling := config["rope_scaling"]) and scaling["rope_type"] == "longrope":
+        # Phi-3's config says it beside the scaling.
+        length = "original_max_position_embeddings"
+        config[length] = scaling[length]
+    if traits.partial_rotary:
+        rotated = said.get("rope.dimension_count", config["head_dim"])
+        config["partial_rotary_factor"] = rotated / config["head_dim"]
+    if traits.windows != "none":
+        # Phi-4 says 0 for none.
+        config["sliding_window"] = window or None
+    config |= _of_family(said, traits, config)
     for key in ("bos_token_id", "eos_token_id"):
         if isinstance(token := metadata.get(f"tokenizer.ggml.{key}"), int):
             config[key] = token
@@ -248,11 +303,36 @@ def config_from_metadata(
     return config
 
 
+def _of_family(said: "_Settings", traits: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What only some families' files say."""
+    found: dict[str, Any] = {}
+    for ours, theirs in NUMBERS.items():
+        if ours in traits.keys and (value := said.get(theirs, None, float)) is not None:
+            found[traits.keys[ours]] = _decimal(value)
+    if "query_width" in traits.keys:
+        wide = (said.architecture, config["num_hidden_layers"]) in WIDE_QUERIES
+        each = config["hidden_size"] // config["num_attention_heads"]
+        found[traits.keys["query_width"]] = each if wide else config["head_dim"]
+    if (theta := said.get("rope.freq_base_swa", None, float)) is not None:
+        found["rope_local_base_freq"] = _decimal(theta)
+    pattern = said.by_layer("attention.sliding_window_pattern")
+    if pattern is not None and traits.windows == "by layer":
+        kinds = "full_attention", "sliding_attention"
+        found["layer_types"] = [kinds[bool(slides)] for slides in pattern]
+    return found
+
+
 class _Settings:
     """The metadata of one architecture."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any], architecture: str):
         self.path, self._metadata, self._prefix = path, metadata, architecture
+        self.architecture = architecture
+
+    def by_layer(self, key: str) -> list[Any] | None:
+        """A list with an entry for each layer; None where there is none."""
+        value = self._metadata.get(f"{self._prefix}.{key}")
+        return value if isinstance(value, list) else None
 
     def get(self, key: str, default: Any, kind: type = int) -> Any:
         value = self._metadata.get(f"{self._prefix}.{key}", default)
@@ -285,7 +365,7 @@ def _decimal(value: float) -> float:
 
 def _check_plain(said: _Settings, config: Mapping[str, Any]) -> None:
     rotated = said.get("rope.dimension_count", config["head_dim"])
-    if rotated != config["head_dim"]:
+    if rotated != config["head_dim"] and "partial_rotary_factor" not in config:
         raise ConfigError(
             f"{said.path}: rotates {rotated} of {config['head_dim']} dimensions of a head; "
             f"partial rotary embedding is not implemented"
@@ -295,17 +375,20 @@ def _check_plain(said: _Settings, config: Mapping[str, Any]) -> None:
 
 
 def _rope_scaling(
-    said: _Settings, config: Mapping[str, Any], factors: np.ndarray | None
+    said: _Settings, config: Mapping[str, Any], factors: Mapping[str, np.ndarray]
 ) -> dict[str, Any] | None:
     kind = said.get("rope.scaling.type", "none", str)
     # Old files, without a type of scaling.
     linear = said.get("rope.scale_linear", 1.0, float)
     if kind == "none" and linear != 1.0:
         return {"rope_type": "linear", "factor": _decimal(linear)}
-    if factors is not None and not np.all(factors == 1.0):
+    divisors, short, long = (factors.get(name) for name in ROPES)
+    if short is not None and long is not None:
+        return _longrope(said, short, long)
+    if divisors is not None and not np.all(divisors == 1.0):
         if kind != "none":
             raise ConfigError(f"{said.path}: rope_freqs.weight together with {kind} scaling")
-        return llama3_scaling(said.path, config, factors)
+        return llama3_scaling(said.path, config, divisors)
     if kind == "none":
         return None
     factor = _decimal(said.need("rope.scaling.factor", float))
@@ -328,6 +411,17 @@ def _rope_scaling(
         # llama.cpp multiplies YaRN's own factor by this one; Hugging Face's replaces it.
         scaling["attention_factor"] = _decimal(attention) * (0.1 * math.log(max(factor, 1.0)) + 1.0)
     return scaling
+
+
+def _longrope(said: _Settings, short: np.ndarray, long: np.ndarray) -> dict[str, Any]:
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [_decimal(value) for value in short],
+        "long_factor": [_decimal(value) for value in long],
+        "original_max_position_embeddings": said.need("rope.scaling.original_context_length"),
+    }
+    attention = said.get("rope.scaling.attn_factor", None, float)
+    return scaling if attention is None else scaling | {"attention_factor": _decimal(attention)}
 
 
 def llama3_scaling(path: Path, config: Mapping[str, Any], factors: np.ndarray) -> dict[str, Any]:

@@ -43,7 +43,9 @@ INTERNLM2_NAMES = {
 }
 
 # Rotary tables, which follow from the config.
-IGNORED = re.compile(r".*\.rotary_emb\.inv_freq|.*\.rope\.inv_freq|rope_freqs\.weight")
+IGNORED = re.compile(
+    r".*\.rotary_emb\.inv_freq|.*\.rope\.inv_freq|rope_(freqs|factors_(short|long))\.weight"
+)
 
 # Rows of a tensor: a run, or each by its number.
 Rows = slice | np.ndarray
@@ -144,9 +146,10 @@ def expected_tensors(config: ModelConfig, naming: str) -> dict[str, FileTensor]:
         for expert in range(info.shape[0]):
             own = dataclasses.replace(part, expert=expert)
             found.setdefault(name.replace("#", str(expert)), []).append(own)
-    tensors = {}
+    tensors, order_of = {}, [*config.traits.names]
     for name, parts in found.items():
         begin, placed = 0, []
+        parts.sort(key=lambda part: order_of.index(_module(part.path)))
         for part in parts:
             count = part.file_shape[0]
             order = _order(config, naming, part)
@@ -163,17 +166,22 @@ def expected_tensors(config: ModelConfig, naming: str) -> dict[str, FileTensor]:
 def tensor_name(config: ModelConfig, naming: str, path: str) -> str:
     """The name of a parameter's tensor in the files."""
     suffix = "bias" if path.endswith("bias") else "weight"
-    module = re.sub(r"(_bias|\.bias|\.scale|\.table)$", "", path)
-    layer = re.search(r"\d+", module)
+    layer = re.search(r"\d+", path)
     names = INTERNLM2_NAMES if naming == "internlm2" else config.traits.names
     if naming == "gguf" and config.experts is not None:
         names = {**names, **{ours: it.replace(".#", "") for ours, it in EXPERT_NAMES.items()}}
-    name = names[re.sub(r"\d+", "*", module, count=1)]
+    name = names[_module(path)]
     if layer:
         name = name.replace("*", layer.group())
     if naming == "gguf":
         name = _gguf_names(config.traits.gguf[0], config.num_layers).get_name(name)
     return f"{name}.{suffix}"
+
+
+def _module(path: str) -> str:
+    """The key of a parameter in `Family.names`."""
+    module = re.sub(r"(_bias|\.bias|\.scale|\.table)$", "", path)
+    return re.sub(r"\d+", "*", module, count=1)
 
 
 @functools.lru_cache(maxsize=4)

@@ -24,9 +24,24 @@ LLAMA_NAMES = {
     "final_norm": "model.norm",
     "head": "lm_head",
 }
-LAYER_NORMS = tuple(
-    f"layers.*.{part}{place}_norm" for part in ("attn", "mlp") for place in ("", "_out")
-)
+BEFORE = ("layers.*.attn_norm", "layers.*.mlp_norm")
+# Norms of what attention and MLP put out, before it is added.
+NORMS_AFTER = {
+    **{ours: theirs for ours, theirs in LLAMA_NAMES.items() if ours not in BEFORE},
+    "layers.*.attn_out_norm": "model.layers.*.post_attention_layernorm",
+    "layers.*.mlp_out_norm": "model.layers.*.post_feedforward_layernorm",
+}
+FOUR_NORMS = {
+    **LLAMA_NAMES,
+    **NORMS_AFTER,
+    "layers.*.mlp_norm": "model.layers.*.pre_feedforward_layernorm",
+}
+GEMMA_KEYS = {
+    "activation": "hidden_activation",
+    "query_width": "query_pre_attn_scalar",
+    "logits_cap": "final_logit_softcapping",
+}
+LAYER_NORMS = (*BEFORE, "layers.*.attn_out_norm", "layers.*.mlp_out_norm")
 QK_NORMS = ("layers.*.attn.q_norm", "layers.*.attn.k_norm")
 # Our names of numbers that only some families' configs have: fields of `ModelConfig`.
 NUMBERS = (
@@ -44,9 +59,9 @@ class Family:
       defaults: the `model_type` whose defaults its config has; None for its own. A family that is
         not in transformers must name one that is (`"llama"`).
       names: our modules -> its Hugging Face files'; `*` is the layer, and `.weight` or
-        `.bias` is appended. Modules with the same name share a tensor, one's rows after the
-        other's. All modules that a layer has are required; `head` only where the embeddings may be
-        apart.
+        `.bias` is appended. Modules with the same name share a tensor, one's rows after the other's
+        in the order of `names`. All modules that a layer has are required; `head` only where the
+        embeddings may be apart.
       keys: what its config names otherwise than Llama's, or Llama's lacks: `activation`,
         `query_width`, `unrotated` or one of `NUMBERS` -> the config's key.
       activation: of the gated MLP: a key of `llama.ACTIVATIONS`, and Hugging Face's `hidden_act`.
@@ -158,5 +173,75 @@ FAMILIES = {
             # Layers with an MLP, and a window in all layers: no published model has them.
             only={"decoder_sparse_step": 1, "mlp_only_layers": [], "sliding_window": None},
         ),
+    ),
+    # Some layers have no rotary embedding.
+    "smollm3": Family(
+        architecture="SmolLM3ForCausalLM",
+        keys={"unrotated": "no_rope_layers"},
+        bias_flags=("attention_bias", "mlp_bias"),
+        windows="by layer",
+        gguf=("smollm3",),
+        interleaved=True,
+    ),
+    "granite": Family(
+        architecture="GraniteForCausalLM",
+        keys={
+            "attention_multiplier": "attention_multiplier",
+            "embedding_multiplier": "embedding_multiplier",
+            "residual_multiplier": "residual_multiplier",
+            "logits_divisor": "logits_scaling",
+        },
+        bias_flags=("attention_bias", "mlp_bias"),
+        gguf=("granite",),
+        interleaved=True,
+    ),
+    # Phi-3, and Phi-4, which is one.
+    "phi3": Family(
+        architecture="Phi3ForCausalLM",
+        names={
+            **LLAMA_NAMES,
+            **{f"layers.*.attn.{x}": "model.layers.*.self_attn.qkv_proj" for x in "qkv"},
+            "layers.*.mlp.gate": "model.layers.*.mlp.gate_up_proj",
+            "layers.*.mlp.up": "model.layers.*.mlp.gate_up_proj",
+        },
+        rope_kinds=("default", "longrope"),
+        partial_rotary=True,
+        windows="all",
+        gguf=("phi3",),
+    ),
+    "olmo2": Family(
+        architecture="Olmo2ForCausalLM",
+        names=NORMS_AFTER,
+        norm="wide rms",
+        norms="after",
+        bias_flags=("attention_bias",),
+        qk_norm="heads",
+        gguf=("olmo2",),
+    ),
+    # In a GGUF file it is an OLMo 2 with windows, whose layers have a plain rotary embedding.
+    "olmo3": Family(
+        architecture="Olmo3ForCausalLM",
+        names=NORMS_AFTER,
+        norm="wide rms",
+        norms="after",
+        local_rope=True,
+        bias_flags=("attention_bias",),
+        qk_norm="heads",
+        windows="by layer",
+        gguf=("olmo2",),
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        names=FOUR_NORMS,
+        keys=GEMMA_KEYS,
+        activation="gelu_pytorch_tanh",
+        norm="rms plus one",
+        norms="both",
+        embed_scale=lambda width: width**0.5,
+        local_rope=True,
+        bias_flags=("attention_bias",),
+        qk_norm="head",
+        windows="by layer",
+        gguf=("gemma3",),
     ),
 }

@@ -1,3 +1,4 @@
+import functools
 import re
 import struct
 import time
@@ -17,19 +18,8 @@ from jax_longctx.models.storage import load_params
 from tests.checkpoints_convert.test_names import assert_same_parameters, paired_rows
 from tests.checkpoints_convert.tiny import FAMILIES, hf_config, params_from_hf, random_state
 
-ARCHITECTURES = {"Llama": "llama", "Qwen2": "qwen2", "Qwen3": "qwen3", "Mistral": "llama"}
-ARCHITECTURES |= {"Qwen3Moe": "qwen3moe", "Mixtral": "llama"}
-# llama.cpp's own tables; of two families that have every tensor that the others have.
-NAMES = [
-    gguf.get_tensor_name_map(kind, 32) for kind in (gguf.MODEL_ARCH.QWEN3, gguf.MODEL_ARCH.QWEN3MOE)
-]
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-
-
-def gguf_name(name):
-    found = (names.get_name(name, try_suffixes=(".weight", ".bias")) for names in NAMES)
-    return next(filter(None, found), name)
 
 
 def stacked_experts(state):
@@ -45,9 +35,27 @@ def stacked_experts(state):
     return found | {name: np.stack(values) for name, values in stacks.items()}
 
 
+# llama.cpp's names of architectures, where they are no family's.
+ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
+# It pairs the rows of queries and keys in these.
+PAIRED = ("llama", "smollm3", "granite")
+
+
+def architecture_of(config):
+    name = config["architectures"][0].removesuffix("ForCausalLM").lower()
+    return ARCHITECTURES.get(name, name)
+
+
+def gguf_name(architecture, name):
+    """By llama.cpp's own table."""
+    (kind,) = (kind for kind, own in gguf.MODEL_ARCH_NAMES.items() if own == architecture)
+    names = gguf.get_tensor_name_map(kind, 32)
+    return names.get_name(name, try_suffixes=(".weight", ".bias")) or name
+
+
 def write_gguf(path, config, state, *, kind=Kind.F32, raw=None, tweak=None):
     """A file as llama.cpp's conversion script writes it; `raw`: tensors already quantised."""
-    architecture = ARCHITECTURES[config["architectures"][0].removesuffix("ForCausalLM")]
+    architecture = architecture_of(config)
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer = gguf.GGUFWriter(path, architecture)
@@ -85,10 +93,14 @@ def write_gguf(path, config, state, *, kind=Kind.F32, raw=None, tweak=None):
         elif value.ndim == 2 and kind != Kind.F32:
             value = gguf.quants.quantize(value, kind)
         letter = name.rpartition("self_attn.")[2][:6]
-        if architecture == "llama" and letter in ("q_proj", "k_proj"):
+        if architecture in PAIRED and letter in ("q_proj", "k_proj"):
             value = paired_rows(value, heads if letter == "q_proj" else kv)
         quantised = value.ndim == 2 and kind != Kind.F32
-        writer.add_tensor(gguf_name(name), value, raw_dtype=kind if quantised else None)
+        if architecture.startswith("gemma") and "norm" in name:
+            value = value + 1
+        writer.add_tensor(
+            gguf_name(architecture, name), value, raw_dtype=kind if quantised else None
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -106,30 +118,60 @@ def assert_params(folder, config, state):
     assert_same_parameters(load_params(folder / "ours"), expected)
 
 
+def say(config, writer):
+    """What llama.cpp's conversion script says of some families."""
+    architecture = architecture_of(config)
+    # It makes a Mistral of a Llama, and an OLMo 3 of an OLMo 2.
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    if architecture == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(50.0)
+        writer.add_final_logit_softcapping(30.0)
+    if architecture == "phi3":
+        rotated = int(config["hidden_size"] / 4 * config["partial_rotary_factor"])
+        del writer.kv_data[0]["phi3.rope.dimension_count"]
+        writer.add_rope_dimension_count(rotated)
+        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+        for kind in ("long", "short"):
+            factors = np.array(config["rope_scaling"][f"{kind}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_values_and_config(tmp_path, family):
     config = hf_config(family)
     state = random_state(config)
 
-    def window(writer):
-        # It makes a Mistral of a Llama.
-        if family == "mistral":
-            writer.add_sliding_window(16)
-
-    manifest = converted(tmp_path, config, state, tweak=window)
+    manifest = converted(tmp_path, config, state, tweak=functools.partial(say, config))
     assert manifest.config == model_config(config)
-    named = {gguf_name(name): value.shape for name, value in stacked_experts(state).items()}
+    architecture = architecture_of(config)
+    named = {
+        gguf_name(architecture, name): value.shape for name, value in stacked_experts(state).items()
+    }
     expected = expected_tensors(manifest.config, "gguf").items()
     assert {name: tensor.shape for name, tensor in expected} == named
     assert manifest.dtype == "float32" and list(manifest.sources) == ["m.gguf"]
     assert manifest.extras == {"eos_token_id": 5}
-    assert_params(tmp_path, config, state)
+    if not family.startswith("gemma"):
+        assert_params(tmp_path, config, state)
+        return
+    # The file has 1 + scale.
+    norms = {name: (value + 1) - 1 for name, value in state.items() if "norm" in name}
+    assert_params(tmp_path, config, state | norms)
 
 
 # Where a block has its scales, and where they end.
 SCALES = {"Q8_0": (0, 2), "Q4_0": (0, 2), "Q4_1": (0, 4), "Q5_0": (0, 2), "Q5_1": (0, 4)}
 SCALES |= {"Q2_K": (80, 84), "Q3_K": (108, 110), "Q4_K": (0, 4), "Q5_K": (0, 4)}
-SCALES |= {"Q6_K": (208, 210)}
+SCALES |= {"Q6_K": (208, 210), "IQ4_XS": (0, 2), "IQ4_NL": (0, 2), "IQ3_S": (0, 2)}
+SCALES |= {"IQ2_XXS": (0, 2), "TQ1_0": (52, 54)}
+# Its scale is an exponent of one byte.
+SCALES |= {"MXFP4": (0, 1)}
 
 
 @pytest.mark.parametrize("name", SCALES)
@@ -141,8 +183,9 @@ def test_quantised_values(tmp_path, name, monkeypatch):
     (begin, end), (block, size) = SCALES[name], gguf.GGML_QUANT_SIZES[Kind[name]]
     for key, (rows, columns) in ((k, v.shape) for k, v in state.items() if v.ndim == 2):
         blocks = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
-        scales = rng.uniform(1e-4, 1e-2, (*blocks.shape[:2], (end - begin) // 2))
-        blocks[..., begin:end] = scales.astype(np.float16).view(np.uint8)
+        scales = rng.uniform(1e-4, 1e-2, (*blocks.shape[:2], max(1, (end - begin) // 2)))
+        stored = scales.astype(np.float16).view(np.uint8)
+        blocks[..., begin:end] = 120 if name == "MXFP4" else stored
         raw[key] = blocks.reshape(rows, -1)
     converted(tmp_path, config, state, kind=Kind[name], raw=raw)
     values = {key: gguf.quants.dequantize(raw[key], Kind[name]) for key in raw}
@@ -343,11 +386,9 @@ def test_random_bytes_are_refused_in_one_line_or_read(tmp_path, good):
 
 def test_what_is_not_implemented(tmp_path, refused, good):
     path, config = tmp_path / "m.gguf", hf_config("llama", hidden_size=256, intermediate_size=256)
-    state, kind = random_state(config), Kind.TQ1_0
-    small = {"lm_head.weight": state["lm_head.weight"]}
-    raw = {"lm_head.weight": gguf.quants.quantize(state["lm_head.weight"], kind)}
-    write_gguf(path, config, small, kind=kind, raw=raw)
-    refused(path, "TQ1_0", "output.weight", "Q4_K")
+    state = random_state(config)
+    write_gguf(path, config, {"lm_head.weight": np.ones((300, 256), np.float64)})
+    refused(path, "F64", "output.weight", "Q4_K")
     longrope = gguf.RopeScalingType.LONGROPE
     for tweak, words, error in (
         (lambda writer: writer.add_expert_count(4), ["expert_used_count"], CheckpointError),
@@ -356,3 +397,27 @@ def test_what_is_not_implemented(tmp_path, refused, good):
     ):
         refused(write_gguf(path, config, state, tweak=tweak), *words, kind=error)
     refused(good.replace(b"llama", b"mamba"), "mamba", "qwen3", kind=ConfigError)
+
+
+def test_a_model_in_parts(tmp_path):
+    """Metadata and some tensors in the first, the other tensors in the second."""
+    state, names = random_state(CONFIG), [tmp_path / f"m-0000{n}-of-00002.gguf" for n in (1, 2)]
+    parts = dict(list(state.items())[:9]), dict(list(state.items())[9:])
+    for path, part in zip(names, parts, strict=True):
+
+        def tweak(writer):
+            writer.add_uint16("split.count", 2)
+            writer.add_int32("split.tensors.count", len(state))
+
+        write_gguf(path, CONFIG, part, tweak=tweak)
+    for number, path in enumerate(names):
+        manifest = convert(path, tmp_path / f"ours{number}")
+        assert sorted(manifest.sources) == [path.name for path in names]
+        expected = params_from_hf(model_config(CONFIG), state)
+        assert_same_parameters(load_params(tmp_path / f"ours{number}"), expected)
+    write_gguf(names[1], CONFIG, dict(list(parts[1].items())[1:]), tweak=tweak)
+    with pytest.raises(CheckpointError, match=r"the parts hold 20 tensors, expected 21"):
+        open_source(names[0])
+    names[1].unlink()
+    with pytest.raises(CheckpointError, match=r"00002-of-00002.gguf is missing: .* 2 parts"):
+        open_source(names[0])

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from checkpoints_convert.names import expected_tensors, naming_of
 from jax_longctx.models.config import ModelConfig
-from tests.goldens.cases import SIZES
+from tests.goldens.cases import GEMMA, GRANITE, PHI4, SIZES
 from tests.goldens.weights import hf_shapes
 
 BASE = {**SIZES, "vocab_size": 300, "intermediate_size": 48, "max_position_embeddings": 128}
@@ -45,6 +45,24 @@ FAMILIES["mixtral"] = {
     **{"num_local_experts": 3, "num_experts_per_tok": 2},
 }
 FAMILIES["qwen3-tied"] = FAMILIES["qwen3"] | {"tie_word_embeddings": True}
+FAMILIES |= {
+    "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5},
+    "granite": {"architectures": ["GraniteForCausalLM"], **GRANITE},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], **PHI4, "original_max_position_embeddings": 64},
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
+    "olmo3": {
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": 16,
+        "num_hidden_layers": 5,
+        "rope_theta": 500000.0,
+    },
+    "gemma3": {
+        **GEMMA,
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": 7,
+        "query_pre_attn_scalar": 16,
+    },
+}
 
 DTYPES = {
     "float32": np.dtype(np.float32),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-__all__ = ["MODELS", "ROPES", "SEEDS", "SIZES"]
+__all__ = ["GEMMA", "GRANITE", "MODELS", "PHI4", "ROPES", "SEEDS", "SIZES"]
 
 Config = dict[str, Any]
 
@@ -25,9 +25,13 @@ SIZES: Config = {
 }
 
 
+# Where it is not the model_type with a capital.
+ARCHITECTURES = {"smollm3": "SmolLM3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
+
+
 def _config(model_type: str, **changes: Any) -> Config:
-    architectures = [f"{model_type.capitalize()}ForCausalLM"]
-    return {"model_type": model_type, "architectures": architectures, **SIZES} | changes
+    architecture = ARCHITECTURES.get(model_type, f"{model_type.capitalize()}ForCausalLM")
+    return {"model_type": model_type, "architectures": [architecture], **SIZES} | changes
 
 
 _llama, _mistral, _qwen2 = (partial(_config, it) for it in ("llama", "mistral", "qwen2"))
@@ -38,6 +42,8 @@ _qwen3_moe = partial(
     **{"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
 )
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# Families whose padding token lies in a large vocabulary.
+_own = partial(_config, pad_token_id=None)
 
 
 def _new_style(config: Config, rope: Mapping[str, Any]) -> Config:
@@ -58,6 +64,32 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 _TIED = {"num_hidden_layers": 3, "tie_word_embeddings": True}
 _SLIDING = {"num_hidden_layers": 3, "use_sliding_window": True}
 _TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+_THREE = {"num_hidden_layers": 3}
+GRANITE = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 5.0,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.5,
+}
+# 10 of 16 channels turn.
+PHI4: Config = {
+    "hidden_size": 64,
+    "partial_rotary_factor": 0.625,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0],
+        "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0],
+    },
+}
+GEMMA: Config = {
+    "num_hidden_layers": 3,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 16,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 9,
+    "tie_word_embeddings": True,
+}
+_EIGHTH = {"rope_type": "linear", "factor": 8.0}
 _DYNAMIC = {"type": "dynamic", "factor": 2.0}
 _LONG = {"head_dim": 16, "max_position_embeddings": 4096}
 
@@ -84,6 +116,25 @@ _MODELS: dict[str, tuple[int, Config]] = {
     ),
     "qwen3_moe": (2, _qwen3_moe(norm_topk_prob=False)),
     "mixtral": (2, _config("mixtral", **_EXPERTS)),
+    "smollm3": (1, _own("smollm3", **_TIED, no_rope_layers=[1, 0, 1], mlp_bias=True)),
+    "smollm3_window": (
+        1,
+        _own("smollm3", **_SLIDING, sliding_window=10, no_rope_layer_interval=2),
+    ),
+    "granite": (0, _own("granite", **GRANITE, attention_bias=True)),
+    "phi3": (2, _own("phi3", sliding_window=20)),
+    "phi3_short": (0, _own("phi3", **PHI4, original_max_position_embeddings=128)),
+    "phi3_long": (0, _own("phi3", **PHI4, original_max_position_embeddings=32)),
+    "olmo2": (7, _own("olmo2", attention_bias=True, num_key_value_heads=4)),
+    "olmo3": (
+        0,
+        _own("olmo3", **_THREE, **_LONG, sliding_window=9, layer_types=_TYPES, rope_scaling=YARN),
+    ),
+    "gemma3_text": (2, _own("gemma3_text", **GEMMA, layer_types=_TYPES, rope_scaling=_EIGHTH)),
+    "gemma3_text_capped": (
+        2,
+        _own("gemma3_text", **GEMMA, sliding_window_pattern=3, final_logit_softcapping=9.0),
+    ),
     "rope_linear": (2, _llama(rope_scaling={"type": "linear", "factor": 4.0})),
     "rope_dynamic": (3, _llama(max_position_embeddings=32, rope_scaling=_DYNAMIC)),
     "rope_llama3": (0, _new_style(_llama(head_dim=16), {"rope_type": "llama3", **LLAMA3})),

@@ -16,6 +16,11 @@ __all__ = ["as_in_files", "hf_shapes", "random_state", "random_tokens"]
 # Queries and keys are large, so that attention is uneven and depends on positions.
 GAINS = {"q_proj": 1.6, "k_proj": 1.6, "lm_head": 2.0}
 
+NORMS = ("input", "post_attention")
+OUT_NORMS = ("post_attention", "post_feedforward")
+FOUR_NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+PHI3_FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
 
 def random_state(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, np.ndarray]:
     """A float32 state dict of these names and shapes."""
@@ -30,8 +35,9 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     family = config["architectures"][0]
     biased, mlp_biased = (config.get(f"{part}_bias", False) for part in ("attention", "mlp"))
     qkv_biased = biased or family == "Qwen2ForCausalLM"
-    layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (d,)}
-    layer["post_attention_layernorm.weight"] = (d,)
+    kind = family.removesuffix("ForCausalLM").rstrip("3")
+    norms = {"Olmo2": OUT_NORMS, "Olmo": OUT_NORMS, "Gemma2": FOUR_NORMS, "Gemma": FOUR_NORMS}
+    layer = {f"{name}_layernorm.weight": (d,) for name in norms.get(kind, NORMS)}
     matrices = [
         ("self_attn.q", heads * h, d, qkv_biased),
         ("self_attn.k", kv * h, d, qkv_biased),
@@ -57,8 +63,16 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         layer[f"{name}_proj.weight"] = (rows, columns)
         if has_bias:
             layer[f"{name}_proj.bias"] = (rows,)
-    if family in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"):
+    if kind == "Phi":
+        # Queries, keys and values are one tensor, and so are gate and up.
+        layer = {name: it for name, it in layer.items() if name.split(".")[1] not in PHI3_FUSED}
+        layer["self_attn.qkv_proj.weight"] = ((heads + 2 * kv) * h, d)
+        layer["mlp.gate_up_proj.weight"] = (2 * f, d)
+    if kind in ("Qwen", "Qwen3Moe", "Gemma"):
         layer |= {f"self_attn.{name}_norm.weight": (h,) for name in "qk"}
+    if kind in ("Olmo2", "Olmo"):
+        layer["self_attn.q_norm.weight"] = (heads * h,)
+        layer["self_attn.k_norm.weight"] = (kv * h,)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, d)}
     for i in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
