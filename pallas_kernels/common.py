@@ -38,6 +38,30 @@ MASKED = float(jnp.finfo(jnp.float32).min)
 BLOCK, _TILE = 8192, 128
 
 
+@dataclass(frozen=True)
+class Capped:
+    """A scale under which q.k becomes the score cap * tanh(factor * q.k / cap); both above 0."""
+
+    factor: float
+    cap: float
+
+
+# The factor of scores, or that and their cap.
+Scale = float | Capped
+
+
+def factor_of(scale: Scale) -> float:
+    """What q.k is multiplied with."""
+    return scale.factor if isinstance(scale, Capped) else scale
+
+
+def capped(scores: Array, scale: Scale) -> Array:
+    """Products of q.k and `factor_of(scale)` as scores; -inf stays -inf."""
+    if not isinstance(scale, Capped):
+        return scores
+    return jnp.where(scores > -jnp.inf, scale.cap * jnp.tanh(scores / scale.cap), -jnp.inf)
+
+
 def empty(shape: tuple[int, ...], dtype: Any, form: str | None) -> Any:
     """Zeros of that shape: as "int8" where `form` says so, or as an array where it is None."""
     if form is None:

@@ -13,10 +13,14 @@ from typing import Any, NamedTuple
 
 import jax
 
+from pallas_kernels.common import Capped
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.quantised import EightBits, Quantised, dequantised
 
 _logger = logging.getLogger("pallas_kernels")
+
+# Why a kernel that bounds no scores does not run.
+CAPS = "the scores have a soft cap"
 
 
 class Kernel(NamedTuple):
@@ -26,11 +30,19 @@ class Kernel(NamedTuple):
       unsupported: gives the reason why it cannot run these arguments, or None where it can. None
         in its place: it runs all of them, everywhere.
       planes: whether it reads a `Plane` where it lies; others are given the layer's part.
+      caps: whether it bounds scores, where the scale says so (`common.Capped`).
     """
 
     run: Callable[..., Any]
     unsupported: Callable[[], str | None] | None
     planes: bool = False
+    caps: bool = False
+
+    def refusal(self, scale: Any) -> str | None:
+        """Why it cannot run these arguments, the scale among them; None where it can."""
+        if self.unsupported is None:
+            return None
+        return CAPS if isinstance(scale, Capped) and not self.caps else self.unsupported()
 
 
 class UnknownImplementation(ValueError):
@@ -62,6 +74,7 @@ def select(
     operation: str,
     asked: str | None,
     shapes: str,
+    scale: Any = None,
     **implementations: Callable[..., Any] | Kernel,
 ) -> Callable[..., Any]:
     """The implementation to run.
@@ -69,6 +82,7 @@ def select(
     Args:
       asked: the name that the caller gave, or None to choose one.
       shapes: what the log shows of the arguments; one line is logged for each.
+      scale: of an attention's scores.
       implementations: functions that run anywhere, `xla` among them, and the platforms' `Kernel`s.
 
     Raises:
@@ -82,13 +96,13 @@ def select(
         chosen, why, found = asked, "asked for", implementations[asked]
         if isinstance(found, Kernel) and found.unsupported is not None:
             needs = f"it needs platform {asked}, this program is for {on}"
-            reason = found.unsupported() if asked == on else needs
+            reason = found.refusal(scale) if asked == on else needs
             if reason is not None:
                 raise NotImplementedError(f"{operation}: {asked!r} cannot run {shapes}: {reason}")
     else:
         chosen, why, found = "xla", "no kernel for this platform", implementations.get(on)
         if isinstance(found, Kernel):
-            reason = found.unsupported and found.unsupported()
+            reason = found.refusal(scale)
             chosen, why = (on, "preferred") if reason is None else ("xla", f"not {on}: {reason}")
     _log_once(operation, on, shapes, chosen, why)
     found = implementations[chosen]

@@ -30,6 +30,7 @@ from jax_longctx.methods.resa import Resa
 from jax_longctx.parts.selecting import SelectiveCache
 from jax_longctx.parts.sparse_decode import named
 from jax_longctx.run_spec import ON_DEVICES
+from pallas_kernels.common import capped, factor_of
 from pallas_kernels.plane import part_of
 from pallas_kernels.quantised import dequantised
 from research.attention import Recorded, Recorder
@@ -128,9 +129,10 @@ def _step_errors(
     read = (at_S < prompt)[:, None]
     mean_q_NH = jnp.sum(jnp.where(read, cache.queries[0], 0.0), axis=1) / prompt
     mean_k_NH = jnp.sum(jnp.where(seen_S[:, None], k_NSH, 0.0), axis=1) / jnp.sum(seen_S)
-    exact_NS = ctx.scale * jnp.einsum("NH,NSH->NS", q_NH, k_NSH)
-    prior_NS = ctx.scale * jnp.einsum("NH,NSH->NS", mean_q_NH, k_NSH)
-    bias_N = ctx.scale * jnp.sum((q_NH - mean_q_NH) * mean_k_NH, axis=-1)
+    scale = factor_of(ctx.scale)
+    exact_NS = capped(scale * jnp.einsum("NH,NSH->NS", q_NH, k_NSH), ctx.scale)
+    prior_NS = capped(scale * jnp.einsum("NH,NSH->NS", mean_q_NH, k_NSH), ctx.scale)
+    bias_N = scale * jnp.sum((q_NH - mean_q_NH) * mean_k_NH, axis=-1)
     prior_NS = prior_NS + bias_N[:, None]
     logits_NS = jnp.where(seen_S, jnp.where(kept_NS, exact_NS, prior_NS), -jnp.inf)
     weights_NS = jnp.exp(logits_NS - jnp.max(logits_NS, axis=-1, keepdims=True))

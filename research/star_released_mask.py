@@ -19,7 +19,7 @@ from jax_longctx.caches import AppendCache, read_lines
 from jax_longctx.contract import QKV, Feed, LayerContext, Segment, WithCache, method
 from jax_longctx.methods.full import Full
 from jax_longctx.methods.star import Star
-from pallas_kernels.common import merge
+from pallas_kernels.common import capped, factor_of, merge
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 
 
@@ -72,9 +72,10 @@ def _last_keys(
     lines_B1T = jnp.where(there_BT, slots_BT, -1)[:, None]
     keys, values = (read_lines(x, lines_B1T) for x in (cache.k, cache.v))
     q_BTKGH = q.reshape(batch, queries, keys.shape[1], -1, width)  # [B, T, K, N / K, H]
-    logits = ctx.scale * jnp.einsum(
+    logits = factor_of(ctx.scale) * jnp.einsum(
         "BTKGH,BKSH->BTKGS", q_BTKGH, keys, preferred_element_type=jnp.float32
     )
+    logits = capped(logits, ctx.scale)
     seen_BTS = there_BT[:, None] & (index_T[:, None] >= index_T)
     logits = jnp.where(seen_BTS[:, :, None, None], logits, -jnp.inf)
     lse = jax.nn.logsumexp(logits, axis=-1)

@@ -90,6 +90,8 @@ def check_attention(config: ModelConfig, mesh: Mesh, pattern: Pattern, length: i
             f"training does not take models with experts (family {config.family!r}); train one "
             f"whose layers have an MLP"
         )
+    if config.sinks or config.attention_cap is not None:
+        raise ConfigError("training: attention sinks and soft caps are not implemented")
     if length % mesh.shape["seq"]:
         raise ConfigError(
             f"texts of {length} tokens do not divide over mesh axis seq={mesh.shape['seq']}; "
@@ -120,7 +122,7 @@ def attend_with(config: ModelConfig, mesh: Mesh, pattern: Pattern) -> Attend:
             at_BT = jnp.broadcast_to(ahead + jnp.arange(length), (batch, length))
             q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
             own = ahead if shards > 1 else None
-            return pattern_attention(pattern, q, k, v, scale=ctx.scale, ahead=own)
+            return pattern_attention(pattern, q, k, v, scale=config.softmax_scale, ahead=own)
 
         # No replication check, as in inference: kernels do not support it.
         run = jax.shard_map(

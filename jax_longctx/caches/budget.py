@@ -20,7 +20,7 @@ from jax_longctx.caches.append_only import write_rows
 from jax_longctx.caches.reading import numbers
 from jax_longctx.contract import QKV, Attended, CacheShape, LayerContext, resized
 from jax_longctx.sharding import OwnAxis, axes_field
-from pallas_kernels.common import AnyCache, Stored, merge
+from pallas_kernels.common import AnyCache, Scale, Stored, merge
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.plane import part_of
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
@@ -73,7 +73,7 @@ class BudgetCache:
         return jnp.swapaxes(turned.rotate(jnp.swapaxes(numbers(self.k), 1, 2), slots), 1, 2)
 
     def attend(
-        self, new: QKV, scale: float, turned: LayerContext | None
+        self, new: QKV, scale: Scale, turned: LayerContext | None
     ) -> tuple[Attended, Stored]:
         """Attention of rotated tokens to every slot and, causally, to themselves; and `keys`."""
         q, k, v = new

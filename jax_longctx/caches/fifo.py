@@ -22,7 +22,7 @@ from jax_longctx.caches.append_only import AppendCache, write_rows
 from jax_longctx.caches.reading import gather_stored
 from jax_longctx.contract import Attended, CacheShape, LayerContext
 from jax_longctx.sharding import OwnAxis, axes_field
-from pallas_kernels.common import AnyCache
+from pallas_kernels.common import AnyCache, Scale
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.plane import part_of
 
@@ -69,7 +69,7 @@ class FifoCache:
         """Slots of the buffers."""
         return 0 if self.k is None else self.k.shape[2]
 
-    def read(self, q: Float[Array, "B 1 N H"], limit: Count, scale: float) -> Attended:
+    def read(self, q: Float[Array, "B 1 N H"], limit: Count, scale: Scale) -> Attended:
         """The newest token's attention over the buffers; q is rotated."""
         assert self.k is not None and self.v is not None
         return decode_attention(q, self.k, self.v, self.length(limit), scale=scale)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.contract import LayerContext
-from pallas_kernels.common import AnyCache, merge
+from pallas_kernels.common import AnyCache, Capped, merge
 from pallas_kernels.sparse_decode_attention import (
     Pages,
     Shared,
@@ -53,6 +53,8 @@ def attended(
         if isinstance(part, Near) or part.around is None:
             return True
         part = whole(part)
+        if isinstance(ctx.scale, Capped):
+            return False
         return takes_around(q, k, part.listed, part.size, prior is not None, shared)
 
     way = next(way for way in (make() for make in ways) if all(map(runs, way)))

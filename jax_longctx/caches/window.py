@@ -18,7 +18,7 @@ from jax_longctx.caches.append_only import write_rows
 from jax_longctx.caches.fifo import padded
 from jax_longctx.contract import QKV, Attended, CacheShape
 from jax_longctx.sharding import axes_field
-from pallas_kernels.common import AnyCache, Window, merge
+from pallas_kernels.common import AnyCache, Scale, Window, merge
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.plane import part_of
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
@@ -43,7 +43,7 @@ class WindowCache:
         """Bytes of all keys and values."""
         return self.k.nbytes + self.v.nbytes
 
-    def attend(self, new: QKV, scale: float, window: int) -> Attended:
+    def attend(self, new: QKV, scale: Scale, window: int) -> Attended:
         """Attention of rotated tokens, which the cache does not hold, to it and to themselves."""
         q, k, v = new
         held_B = jnp.minimum(self.position, window)
@@ -52,7 +52,7 @@ class WindowCache:
         earlier = cache_attention(q, past_k, past_v, held_B, scale=scale, window=seen)
         return merge([earlier, causal_attention(q, k, v, scale=scale, window=window)])
 
-    def attend_newest(self, q: Float[Array, "B 1 N H"], scale: float, window: int) -> Attended:
+    def attend_newest(self, q: Float[Array, "B 1 N H"], scale: Scale, window: int) -> Attended:
         """Attention of the newest token, which the cache holds."""
         return decode_attention(q, self.k, self.v, jnp.minimum(self.position, window), scale=scale)
 

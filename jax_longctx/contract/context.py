@@ -29,6 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_longctx.contract.merging import Attended, merge_way
 from jax_longctx.models.rope import RopeConfig
+from pallas_kernels.common import Scale
 from pallas_kernels.dispatch import platform
 
 # Queries, keys and values of T new tokens, before rotary embedding: N query heads, K kv heads.
@@ -196,14 +197,14 @@ class LayerContext:
     differs by layer.
 
     Attributes:
-      scale: factor of the attention logits.
+      scale: factor of the attention logits, or that and their cap.
       window: sliding window of this layer in tokens, or None.
       rope: the layer's rotary embedding.
       total: each row's total length, known before its first chunk (see `RopeConfig.by_length`).
       stripe: slots of a stripe, where they are dealt to the shards in stripes; None for blocks.
     """
 
-    scale: float
+    scale: Scale
     window: int | None
     rope: RopeConfig
     total: Int[Array, " B"]

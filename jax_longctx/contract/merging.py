@@ -50,6 +50,17 @@ def merge_cost(size: int, width: int, itemsize: int, shards: int) -> tuple[float
     return (gathered, 1) if gathered <= summed + WORTH_A_COLLECTIVE else (summed, 2)
 
 
+def with_sinks(
+    out: Float[Array, "B T N H"], lse: Float[Array, "B T N"], sinks: Float[Array, " N"]
+) -> Float[Array, "B T N H"]:
+    """The output where each head's softmax has one more column, of logit `sinks[n]` and value 0.
+
+    exp(lse) / (exp(lse) + exp(sink)) of the output stays.
+    """
+    share = jax.nn.sigmoid(lse - sinks.astype(jnp.float32))
+    return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
+
+
 def by_sum(out: Float[Array, "B T N H"], lse: Float[Array, "B T N"]) -> Attended:
     """`pmax`, then `psum` of numerators and denominator in float32."""
     top = jax.lax.pmax(lse, "seq")

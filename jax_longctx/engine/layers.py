@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.contract import Segment
+from jax_longctx.contract import QKV, Segment
+from jax_longctx.contract.merging import with_sinks
 from jax_longctx.engine.compiling import IN_PLACE, program
 from jax_longctx.engine.products import Divided, gathers_weights
 from jax_longctx.engine.runs import of_layer
@@ -150,21 +151,26 @@ class LayerPass:
                 products = Divided(mesh, spread=True)
         return layer_of(config, weights)(x, cache, functools.partial(self._attend, specs), products)
 
-    def _attend(self, specs: Any, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
+    def _attend(
+        self, specs: Any, q: Array, k: Array, v: Array, cache: Any, sinks: Array | None = None
+    ) -> tuple[Array, Any]:
         """What the layer calls with its queries, keys and values: `_attend_here` on each device."""
         axis = self.segment.token_axis
         heads = logical_spec(("batch", axis, "heads", None))
         kv_heads = logical_spec(("batch", axis, "kv_heads", None))
-        in_specs = (heads, kv_heads, kv_heads, specs, tree_specs(self.segment), BATCH)
+        in_specs = ((heads, kv_heads, kv_heads), specs, tree_specs(self.segment), BATCH)
+        in_specs += (logical_spec(("heads",)),)
         run = self.setup.shard_map(self._attend_here, in_specs, (heads, specs))
-        return run(q, k, v, cache, self.segment, self.total)
+        return run((q, k, v), cache, self.segment, self.total, sinks)
 
     def _attend_here(
-        self, q: Array, k: Array, v: Array, cache: Any, segment: Segment, total: Array
+        self, new: QKV, cache: Any, segment: Segment, total: Array, sinks: Array | None
     ) -> tuple[Array, Any]:
-        """`attend` over a device's part of heads and slots."""
+        """`attend` over a device's part of heads and slots, and the heads' sinks."""
         ctx = self.setup.layer_context(self.layer, total)
-        (out, _), after = self.layer.method.attend((q, k, v), cache, segment, ctx)
+        (out, lse), after = self.layer.method.attend(new, cache, segment, ctx)
+        if sinks is not None:
+            out = with_sinks(out, lse, sinks)
         olds, structure = jax.tree.flatten(cache, is_leaf=_is_plane)
         news = structure.flatten_up_to(after)
         pairs = list(zip(olds, news, strict=True))

@@ -36,7 +36,7 @@ from jax_longctx.models.rope import RopeConfig
 from jax_longctx.parts.sliding_window import SLIDING_WINDOW
 from jax_longctx.settings import Offload, StoredForm
 from jax_longctx.sharding import AnyMesh, logical_spec, numbers_of_layers
-from pallas_kernels.common import empty
+from pallas_kernels.common import Capped, empty
 from pallas_kernels.row_matmul import MAX_ROWS
 
 # Rows of a matmul that cuBLAS takes in bfloat16 with results in float32.
@@ -157,8 +157,9 @@ class Setup:
 
     def layer_context(self, layer: Layer, total: Array) -> LayerContext:
         """What a method knows of the layer."""
+        scale, cap = self.config.softmax_scale, self.config.attention_cap
         return LayerContext(
-            scale=self.config.softmax_scale,
+            scale=scale if cap is None else Capped(scale, cap),
             window=layer.window,
             rope=layer.rope,
             total=total,

@@ -50,6 +50,7 @@ class ModelConfig:
       logits_divisor: what logits are divided by.
       experts: of every layer, each `mlp_dim` wide; None for an MLP.
       attention_cap, logits_cap: scores x, or logits, become cap * tanh(x / cap).
+      sinks: each query head has a learned logit, of one more column of its softmax.
     """
 
     family: str
@@ -79,6 +80,7 @@ class ModelConfig:
     attention_cap: float | None = None
     logits_cap: float | None = None
     experts: Mixture | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         check_name(FAMILIES, self.family, "family")

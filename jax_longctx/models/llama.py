@@ -34,7 +34,7 @@ from pallas_kernels.quantised_matrix import (
 )
 
 # (q_BTNH, k_BTKH, v_BTKH, the layer's cache) -> (out_BTNH, cache)
-Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
+Attend = Callable[..., tuple[Array, Any]]
 
 
 def rms_norm(x: Float[Array, "..."], scale: Float[Array, "*D"], eps: float) -> Array:
@@ -241,6 +241,8 @@ class Attention(nnx.Module):
             self.v_bias = param((k, h), ("kv_heads", None))
         if config.o_bias:
             self.o_bias = param((d,), ("embed",))
+        if config.sinks:
+            self.sinks = param((n,), ("heads",))
         if config.qk_norm:
             over_heads = config.traits.qk_norm == "heads"
             shapes = ((n, h), (k, h)) if over_heads else ((h,), (h,))
@@ -395,7 +397,8 @@ class Layer(nnx.Module):
     ) -> tuple[Array, Any]:
         with jax.named_scope("attention"):
             q, k, v = self.attn.project(self.attn_norm, x_BTD, products)
-            out_BTNH, cache = attend(q, k, v, cache)
+            sinks = (self.attn.sinks[...],) if self.attn.config.sinks else ()
+            out_BTNH, cache = attend(q, k, v, cache, *sinks)
             out_BTD = self.attn.output(out_BTNH, products)
             x_BTD = x_BTD + self._added(self.attn_out_norm, out_BTD)
         with jax.named_scope("mlp"):

@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jax_longctx.caches import AppendCache, local_slots
 from jax_longctx.contract import LayerContext
 from jax_longctx.parts.sparse_decode import Lists, Span, listed
+from pallas_kernels.common import Scale, capped, factor_of
 from pallas_kernels.decode_attention import decode_logits
 from pallas_kernels.select_large_k import select_large_k, select_mask
 
@@ -137,16 +138,17 @@ def share(ratio: float, count: Any) -> Any:
 
 
 def page_logits(
-    scores: Float[Array, "B X P"], tokens: Int[Array, "B P"], scale: float
+    scores: Float[Array, "B X P"], tokens: Int[Array, "B P"], scale: Scale
 ) -> Float[Array, "B X P"]:
     """Each page's log-sum-exp if all its tokens had the page's score; -inf stays -inf."""
-    return scale * scores + jnp.log(jnp.maximum(tokens, 1).astype(jnp.float32))[:, None]
+    logits = capped(factor_of(scale) * scores, scale)
+    return logits + jnp.log(jnp.maximum(tokens, 1).astype(jnp.float32))[:, None]
 
 
 def softmax_mass(
     scores: Float[Array, "B X P"],
     tokens: Int[Array, "B P"],
-    scale: float,
+    scale: Scale,
     over: LayerContext | None = None,
 ) -> Float[Array, "B X P"]:
     """Each page's share of the softmax over `page_logits`; -inf where a page has no score.
@@ -218,9 +220,8 @@ def _page_masses(
     # Heads of one group side by side: they read the same keys.
     slot_BKM = slot_BNCZ.reshape(batch, kv_heads, -1)  # [B, K, G * C * Z]
     keys = store.read(slot_BKM, values=False)[0].reshape(*slot_BNCZ.shape, head_dim)
-    logits = ctx.scale * jnp.einsum(
-        "BNH,BNCZH->BNCZ", q[:, 0], keys, preferred_element_type=jnp.float32
-    )
+    scores = jnp.einsum("BNH,BNCZH->BNCZ", q[:, 0], keys, preferred_element_type=jnp.float32)
+    logits = capped(factor_of(ctx.scale) * scores, ctx.scale)
     masses = jax.nn.logsumexp(jnp.where(held, logits, -jnp.inf), axis=-1)
     # One shard holds each page.
     return ctx.pmax_seq(masses)
@@ -231,7 +232,7 @@ def _estimated(
     tokens: Int[Array, "B P"],
     count: Int[Array, " B"],
     lists: Int[Array, "B N C"],
-    scale: float,
+    scale: Scale,
 ) -> Float[Array, "B N C"]:
     """Log of the mass of the pages after each listed one, if tokens had their page's score."""
     logits = page_logits(scores, tokens, scale)

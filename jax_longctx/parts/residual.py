@@ -28,6 +28,7 @@ from jax_longctx.caches import AppendCache, Rewinding, SelectiveCache, numbers, 
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.parts.sparse_decode import Prior, Selected
 from jax_longctx.sharding import axes_field
+from pallas_kernels.common import capped, factor_of
 from pallas_kernels.decode_attention import decode_logits, weighted_values
 
 
@@ -159,7 +160,8 @@ def grow(
     """Adds a generated token to lse0 and o0, by its rotated key; O(H) a head. mu_q stays."""
     each = background.mean.shape[1] // k.shape[2]
     k_BNH, v_BNH = (jnp.repeat(x[:, 0], each, axis=1).astype(jnp.float32) for x in (k, v))
-    logit_BN = ctx.scale * jnp.sum(background.mean.astype(jnp.float32) * k_BNH, axis=-1)
+    score_BN = jnp.sum(background.mean.astype(jnp.float32) * k_BNH, axis=-1)
+    logit_BN = capped(factor_of(ctx.scale) * score_BN, ctx.scale)
     lse_BN = jnp.logaddexp(background.lse, logit_BN)
     before, now = jnp.exp(background.lse - lse_BN), jnp.exp(logit_BN - lse_BN)
     out_BNH = before[..., None] * background.out + now[..., None] * v_BNH
@@ -173,7 +175,8 @@ def prior_of(background: Background, q: Float[Array, "B 1 N H"], ctx: LayerConte
     mean_key_BNH = jnp.repeat(mean_key_BKH, q.shape[2] // mean_key_BKH.shape[1], axis=1)
     query_BNH = background.mean
     away_BNH = q[:, 0].astype(jnp.float32) - query_BNH.astype(jnp.float32)
-    bias_BN = ctx.scale * jnp.sum(away_BNH * mean_key_BNH, axis=-1)
+    # The logits of the query have the cap; this estimate of their difference has none.
+    bias_BN = factor_of(ctx.scale) * jnp.sum(away_BNH * mean_key_BNH, axis=-1)
     return Prior(query_BNH[:, None].astype(q.dtype), background.lse, background.out, bias_BN)
 
 

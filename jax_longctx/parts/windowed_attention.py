@@ -35,7 +35,7 @@ from jax_longctx.caches import AppendCache, Store, Turned, local_run, local_slot
 from jax_longctx.contract import QKV, Attended, LayerContext
 from jax_longctx.parts.unit_memory import Layout, Packed
 from pallas_kernels.attention_mass import Reduction, attention_mass
-from pallas_kernels.common import Window, block_of, group_heads, merge
+from pallas_kernels.common import Scale, Window, block_of, group_heads, merge
 from pallas_kernels.decode_attention import attend_with_logits, decode_attention
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
 from pallas_kernels.sparse_decode_attention import Around, Pages
@@ -302,7 +302,7 @@ class WindowedAttention:
 
 
 def _mass_by_head(
-    q: Array, k: Array, lse: Array, lengths: Array, causal_start: Array, scale: float
+    q: Array, k: Array, lse: Array, lengths: Array, causal_start: Array, scale: Scale
 ) -> Float[Array, "B N S"]:
     """`attention_mass` of every query head alone."""
     grouped = group_heads(q, k.shape[1]), group_heads(lse[..., None], k.shape[1])

@@ -63,6 +63,7 @@ def attention_mass(
         "attention_mass",
         implementation,
         dispatch.shape_class(q, k),
+        how.scale,
         xla=xla.attention_mass,
         gpu=dispatch.Kernel(
             partial(_by_block, gpu.attention_mass),

@@ -33,7 +33,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.attention_mass.reference import Masses, Reduction
-from pallas_kernels.common import Cache, PerQuery, PerRow, Queries
+from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, factor_of
 from pallas_kernels.quantised import AnyStored
 
 # Columns of a wgmma's result that one thread quad holds side by side: sums are kept for each.
@@ -306,7 +306,9 @@ def _sum_queries(scratch, keys, first, begin, args: _Args) -> list[Array]:
         s = hopper.product(keys, scratch["queries"].at[slot].transpose((1, 0)))
         across = plgpu.Layout.WGMMA.reduce(0)
         lse = plgpu.load(scratch["lse"].at[slot], layout=across)
-        exponent = s * (args.how.scale * hopper.LOG2_E) - lax.broadcast_in_dim(lse, s.shape, [1])
+        exponent = s * (factor_of(args.how.scale) * hopper.LOG2_E) - lax.broadcast_in_dim(
+            lse, s.shape, [1]
+        )
         p = jnp.exp2(exponent)
         if args.how.causal_start is not None:
             last = plgpu.load(scratch["last"].at[slot], layout=across)

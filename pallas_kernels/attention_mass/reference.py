@@ -9,7 +9,16 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from pallas_kernels.common import Cache, PerQuery, PerRow, Queries, group_heads
+from pallas_kernels.common import (
+    Cache,
+    PerQuery,
+    PerRow,
+    Queries,
+    Scale,
+    capped,
+    factor_of,
+    group_heads,
+)
 
 # How mass is reduced over the query heads that share a kv head: "first" is the group's first head.
 OverGroup = Literal["sum", "max", "first"]
@@ -36,7 +45,7 @@ class Reduction:
         a sum over the group alone.
     """
 
-    scale: float
+    scale: Scale
     valid: Any = None
     causal_start: PerRow | None = None
     over_group: OverGroup = "sum"
@@ -56,9 +65,10 @@ def attention_mass(q: Queries, k: Cache, lse: PerQuery, lengths: PerRow, how: Re
         seen_BTS &= slots_S <= (how.causal_start[:, None] + queries_T)[..., None]
     q_BKGTH = group_heads(q, k.shape[1]).astype(jnp.float32)
     lse_BKGT = group_heads(lse[..., None], k.shape[1])[..., 0]
-    logits_BKGTS = how.scale * jnp.einsum(
+    scores_BKGTS = jnp.einsum(
         "BKGTH,BKSH->BKGTS", q_BKGTH, k.astype(jnp.float32), precision="highest"
     )
+    logits_BKGTS = capped(factor_of(how.scale) * scores_BKGTS, how.scale)
     seen_BKGTS = seen_BTS[:, None, None] & (lse_BKGT > -jnp.inf)[..., None]
     p_BKGTS = jnp.where(seen_BKGTS, jnp.exp(logits_BKGTS - lse_BKGT[..., None]), 0.0)
     per_head_BKGS = p_BKGTS.sum(3)

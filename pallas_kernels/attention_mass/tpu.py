@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tpu_common as tpu
 from pallas_kernels.attention_mass.reference import Masses, Reduction
-from pallas_kernels.common import AnyCache, PerQuery, PerRow, Queries, group_heads
+from pallas_kernels.common import AnyCache, PerQuery, PerRow, Queries, factor_of, group_heads
 
 _LOG2_E = math.log2(math.e)
 # Rows (queries times heads) of a tile and of the part whose logits are made at once; those logits;
@@ -178,7 +178,7 @@ def _add_part(how: Reduction, part: int, inputs, scratch, start, ahead) -> None:
     q_RH = q[0, 0, :, rows].reshape(groups * part, head_dim)
     logits_RZ = tpu.matmul(q_RH, k[0, 0], (1, 0 if tpu.slots_minor(head_dim) else 1))
     logits_GTZ = logits_RZ.reshape(groups, part, squared.shape[1])
-    p_GTZ = jnp.exp2(logits_GTZ * (how.scale * _LOG2_E) - lse[0, 0, :, rows])
+    p_GTZ = jnp.exp2(logits_GTZ * (factor_of(how.scale) * _LOG2_E) - lse[0, 0, :, rows])
     if ahead is not None:
         back = (lax.broadcasted_iota(jnp.int32, p_GTZ.shape, axis) for axis in (2, 1))
         p_GTZ = jnp.where(next(back) - next(back) <= ahead, p_GTZ, 0)

@@ -26,6 +26,8 @@ from pallas_kernels.common import (
     Queries,
     Stored,
     block_of,
+    capped,
+    factor_of,
     group_heads,
     quotient,
 )
@@ -74,7 +76,8 @@ def _probabilities(
     # Groups and queries as one axis: with two, XLA on CPU transposes k in memory for float32.
     q_BKRH = q.reshape(*k.shape[:2], -1, k.shape[3])
     logits_BKRC = jnp.einsum("BKRH,BKCH->BKRC", q_BKRH, k, preferred_element_type=jnp.float32)
-    logits_BKGTC = how.scale * logits_BKRC.reshape(*q.shape[:4], k.shape[2])
+    logits_BKGTC = factor_of(how.scale) * logits_BKRC.reshape(*q.shape[:4], k.shape[2])
+    logits_BKGTC = capped(logits_BKGTC, how.scale)
     return jnp.exp(logits_BKGTC - lse[..., None])
 
 

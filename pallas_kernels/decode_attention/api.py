@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import AnyCache, Window, check_heads
+from pallas_kernels.common import AnyCache, Scale, Window, check_heads
 from pallas_kernels.decode_attention import gpu, reference, tpu, xla
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.quantised import Quantised
@@ -30,7 +30,7 @@ def decode_attention(
     v: AnyCache,
     lengths: Int[Array, " B"],
     *,
-    scale: float,
+    scale: Scale,
     window: Window | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
@@ -51,9 +51,12 @@ def decode_attention(
         "decode_attention",
         implementation,
         dispatch.shape_class(q, k, v, window=window and window.size),
+        scale,
         xla=xla.decode_attention,
         gpu=dispatch.Kernel(gpu.decode_attention, lambda: gpu.unsupported(q, k, v)),
-        tpu=dispatch.Kernel(tpu.decode_attention, lambda: tpu.unsupported(q, k, v), planes=True),
+        tpu=dispatch.Kernel(
+            tpu.decode_attention, lambda: tpu.unsupported(q, k, v), planes=True, caps=True
+        ),
         reference=reference.decode_attention,
     )
     return run(q, k, v, jnp.clip(lengths, 0, k.shape[2]), scale=scale, window=window)
@@ -65,7 +68,7 @@ def shared_decode_attention(
     v: Float[Array, "1 K S H"] | Plane | Quantised,
     length: Int[Array, " 1"],
     *,
-    scale: float,
+    scale: Scale,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"]]:
     """The query of each of B rows against the same keys: `decode_attention` of one row's cache.
@@ -92,7 +95,7 @@ def decode_logits(
     k: AnyCache,
     lengths: Int[Array, " B"],
     *,
-    scale: float,
+    scale: Scale,
 ) -> Float[Array, "B N S"]:
     """scale q.k in float32 below lengths[b]; -inf for the other slots, whatever they hold."""
     check_heads("decode_logits", q, k)
@@ -114,7 +117,7 @@ def attend_with_logits(
     v: AnyCache,
     lengths: Int[Array, " B"],
     *,
-    scale: float,
+    scale: Scale,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Float[Array, "B N S"]]:
     """One query's attention: output in v's dtype, log-sum-exp, and the logits scale q.k in float32.
@@ -129,6 +132,7 @@ def attend_with_logits(
         "attend_with_logits",
         implementation,
         dispatch.shape_class(q, k, v),
+        scale,
         xla=xla.attend_with_logits,
         gpu=dispatch.Kernel(gpu.attend_with_logits, lambda: gpu.unsupported_logits(q, k, v)),
         reference=reference.attend_with_logits,

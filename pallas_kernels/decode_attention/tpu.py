@@ -33,7 +33,10 @@ from pallas_kernels.common import (
     Attended,
     PerRow,
     Queries,
+    Scale,
     Window,
+    capped,
+    factor_of,
     group_heads,
     ungroup_heads,
 )
@@ -56,7 +59,7 @@ def decode_attention(
     v: AnyCache,
     lengths: PerRow,
     *,
-    scale: float,
+    scale: Scale,
     window: Window | None = None,
     block: int | None = None,
     interpret: pltpu.InterpretParams | bool = False,
@@ -138,7 +141,7 @@ def _block(slots: int, rows: int, key_bytes: int, converted: int) -> int:
 
 
 def _kernel(
-    scalars, inputs, outputs, scratch, *, scale: float, steps: int, window: int | None
+    scalars, inputs, outputs, scratch, *, scale: Scale, steps: int, window: int | None
 ) -> None:
     # [B] filled slots, the first visible block, the block after the last visible one.
     lengths, first, stop, _ = scalars
@@ -156,12 +159,13 @@ def _kernel(
 
     def add_block(cut: bool):
         keys, values = k[0, 0].astype(q.dtype), v[0, 0].astype(q.dtype)
-        scores_RZ = scale * tpu.matmul(q[0, 0], keys, (1, 0 if minor else 1))
+        scores_RZ = factor_of(scale) * tpu.matmul(q[0, 0], keys, (1, 0 if minor else 1))
         slots_1Z = at * block + lax.broadcasted_iota(jnp.int32, (1, block), 1)
         value_scales = None
         if scales:
             key_scales, value_scales = (_own(ref[0], pl.program_id(1)) for ref in scales)
             scores_RZ *= key_scales
+        scores_RZ = capped(scores_RZ, scale)
         seen = slots_1Z < lengths[b]
         if positions:
             seen &= positions[0][0] - slots_1Z < window

@@ -25,9 +25,12 @@ from pallas_kernels.common import (
     Attended,
     PerRow,
     Queries,
+    Scale,
     Stored,
     Window,
+    capped,
     cut,
+    factor_of,
     group_heads,
     ungroup_heads,
 )
@@ -50,7 +53,7 @@ def decode_attention(
     v: Stored,
     lengths: PerRow,
     *,
-    scale: float,
+    scale: Scale,
     window: Window | None = None,
 ) -> Attended:
     """Every query of row b sees the slots below lengths[b], within the window if there is one."""
@@ -83,7 +86,7 @@ def _attend(
 
 
 def _scores(
-    q: Float[Array, "B K G T H"], k: Stored, scale: float, longest: Int[Array, ""] | int
+    q: Float[Array, "B K G T H"], k: Stored, scale: Scale, longest: Int[Array, ""] | int
 ) -> Float[Array, "B K G T S"]:
     """scale q.k in float32 over the whole capacity; anything finite from slot `longest` on."""
     # Groups and queries as one axis: with two, XLA on CPU transposes k in memory for float32.
@@ -92,7 +95,8 @@ def _scores(
         scores_BKRS = _scores_by_block(q_BKRH, k, longest)
     else:
         scores_BKRS = jnp.einsum("BKRH,BKSH->BKRS", q_BKRH, k, preferred_element_type=jnp.float32)
-    return scale * scores_BKRS.reshape(*q.shape[:4], k.shape[2])
+    scores_BKGTS = factor_of(scale) * scores_BKRS.reshape(*q.shape[:4], k.shape[2])
+    return capped(scores_BKGTS, scale)
 
 
 def _quantised_block(x: Quantised) -> int:
@@ -171,7 +175,7 @@ def _divisor(slots: int, block: int) -> int:
 
 
 def decode_logits(
-    q: Float[Array, "B 1 N H"], k: Stored, lengths: PerRow, *, scale: float
+    q: Float[Array, "B 1 N H"], k: Stored, lengths: PerRow, *, scale: Scale
 ) -> Float[Array, "B N S"]:
     """scale q.k of every head and slot, -inf at and beyond lengths[b]."""
     k = lax.optimization_barrier(k)  # as in decode_attention: no second append on CPU
@@ -182,7 +186,7 @@ def decode_logits(
 
 
 def attend_with_logits(
-    q: Float[Array, "B 1 N H"], k: Stored, v: Stored, lengths: PerRow, *, scale: float
+    q: Float[Array, "B 1 N H"], k: Stored, v: Stored, lengths: PerRow, *, scale: Scale
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 N"], Float[Array, "B N S"]]:
     """The softmax of `decode_logits` times the values, its log-sum-exp, and the logits."""
     logits_BNS = decode_logits(q, k, lengths, scale=scale)

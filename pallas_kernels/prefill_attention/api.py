@@ -20,6 +20,7 @@ from pallas_kernels.common import (
     Attended,
     PerRow,
     Queries,
+    Scale,
     Stored,
     Window,
     block_of,
@@ -37,20 +38,21 @@ def causal_attention(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     *,
-    scale: float,
+    scale: Scale,
     window: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """The chunk against itself: token t sees j <= t, and with a window t - j < window.
 
     Args:
-      scale: of the scores, above 0.
+      scale: of the scores, above 0, or that and their cap.
     """
     check_heads("causal_attention", q, k, v, kv_axis=2)
     run = dispatch.select(
         "causal_attention",
         implementation,
         dispatch.shape_class(q, k, kv_axis=2, window=window),
+        scale,
         xla=xla.causal_attention,
         gpu=dispatch.Kernel(gpu.causal_attention, lambda: gpu.unsupported_causal(q)),
         tpu=dispatch.Kernel(tpu.causal_attention, lambda: unsupported_keys(q)),
@@ -65,14 +67,14 @@ def cache_attention(
     v: AnyCache,
     lengths: Int[Array, " B"],
     *,
-    scale: float,
+    scale: Scale,
     window: Window | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Every query of row b against the slots below lengths[b]; the others hold anything finite.
 
     Args:
-      scale: of the scores, above 0.
+      scale: of the scores, above 0, or that and their cap.
       lengths: filled slots of every row, taken as 0 below 0 and as S above S.
       implementation: "xla", "gpu", "tpu" or "reference"; None picks by platform and shape.
     """
@@ -81,6 +83,7 @@ def cache_attention(
         "cache_attention",
         implementation,
         dispatch.shape_class(q, k, v, window=window and window.size),
+        scale,
         xla=partial(xla.cache_attention, window=window),
         gpu=dispatch.Kernel(
             partial(_by_block, gpu.cache_attention),
@@ -102,7 +105,7 @@ def _by_block(
     v: Stored,
     lengths: PerRow,
     *,
-    scale: float,
+    scale: Scale,
 ) -> Attended:
     """`attend`, which takes only floats, over a cache in 8 bits, block by block, merged.
 

@@ -4,11 +4,21 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from pallas_kernels.common import Attended, Cache, Chunk, PerRow, Queries, Window
+from pallas_kernels.common import (
+    Attended,
+    Cache,
+    Chunk,
+    PerRow,
+    Queries,
+    Scale,
+    Window,
+    capped,
+    factor_of,
+)
 
 
 def causal_attention(
-    q: Queries, k: Chunk, v: Chunk, *, scale: float, window: int | None = None
+    q: Queries, k: Chunk, v: Chunk, *, scale: Scale, window: int | None = None
 ) -> Attended:
     """Token t sees the tokens j <= t, and with a window those with t - j < window."""
     t = jnp.arange(q.shape[1])
@@ -21,7 +31,7 @@ def causal_attention(
 
 
 def cache_attention(
-    q: Queries, k: Cache, v: Cache, lengths: PerRow, *, scale: float, window: Window | None = None
+    q: Queries, k: Cache, v: Cache, lengths: PerRow, *, scale: Scale, window: Window | None = None
 ) -> Attended:
     """Every query of row b sees the slots below lengths[b], within the window if there is one."""
     slots_S = jnp.arange(k.shape[2])
@@ -34,17 +44,18 @@ def cache_attention(
 
 
 def _attend(
-    q: Queries, k: Cache, v: Cache, visible: Bool[Array, "#B #T S"], scale: float
+    q: Queries, k: Cache, v: Cache, visible: Bool[Array, "#B #T S"], scale: Scale
 ) -> Attended:
     logits_BTNS = jnp.where(visible[:, :, None], logits_of(q, k, scale), -jnp.inf)
     out_BTNH, lse_BTN = weigh(logits_BTNS, v)
     return out_BTNH.astype(q.dtype), lse_BTN
 
 
-def logits_of(q: Queries, k: Cache, scale: float) -> Float[Array, "B T N S"]:
+def logits_of(q: Queries, k: Cache, scale: Scale) -> Float[Array, "B T N S"]:
     """scale q.k of every query head and slot; head n reads kv head n // G."""
     k_BNSH = jnp.repeat(k, q.shape[2] // k.shape[1], axis=1).astype(jnp.float32)
-    return scale * jnp.einsum("BTNH,BNSH->BTNS", q.astype(jnp.float32), k_BNSH, precision="highest")
+    scores = jnp.einsum("BTNH,BNSH->BTNS", q.astype(jnp.float32), k_BNSH, precision="highest")
+    return capped(factor_of(scale) * scores, scale)
 
 
 def weigh(logits: Float[Array, "B T N S"], v: Cache) -> Attended:

@@ -23,12 +23,16 @@ from jax import Array, lax
 from pallas_kernels.common import (
     MASKED,
     Attended,
+    Capped,
     Chunk,
     PerRow,
     Queries,
+    Scale,
     Stored,
     Window,
     block_of,
+    capped,
+    factor_of,
     group_heads,
     quotient,
     ungroup_heads,
@@ -56,14 +60,14 @@ class _Plan:
 
     key_block: int
     query_block: int
-    scale: float
+    scale: Scale
     lengths: Array | None
     visible: Callable[[Array, Array], Array]
     blocks: Callable[[Array], tuple[Array | int, Array | int, Array | int]]
 
 
 def causal_attention(
-    q: Queries, k: Chunk, v: Chunk, *, scale: float, window: int | None = None
+    q: Queries, k: Chunk, v: Chunk, *, scale: Scale, window: int | None = None
 ) -> Attended:
     """Token t sees the tokens j <= t, and with a window those with t - j < window."""
     key_block = min(_CPU_CAUSAL_BLOCK if platform() == "cpu" else _KEY_BLOCK, q.shape[1])
@@ -87,7 +91,7 @@ def causal_attention(
 
 
 def cache_attention(
-    q: Queries, k: Stored, v: Stored, lengths: PerRow, *, scale: float, window: Window | None = None
+    q: Queries, k: Stored, v: Stored, lengths: PerRow, *, scale: Scale, window: Window | None = None
 ) -> Attended:
     """Every query of row b sees the slots below lengths[b], within the window if there is one."""
     key_block = min(_KEY_BLOCK, k.shape[2])
@@ -121,7 +125,7 @@ def _query_block(q_shape: tuple[int, ...], key_block: int) -> int:
 
 def _stream(q: Array, k: Stored, v: Stored, plan: _Plan) -> tuple[Array, Array]:
     """Attend q [B,T,N,H] to k and v [B,K,S,H] block by block; see the module's docstring."""
-    if plan.scale <= 0:  # the running maximum is of the scores before they are scaled
+    if factor_of(plan.scale) <= 0:  # the running maximum is of the scores before they are scaled
         raise ValueError(f"attention: scale is {plan.scale}; expected a number above 0")
     q_BKGTH = group_heads(q, k.shape[1])
     queries, query_block = q.shape[1], plan.query_block
@@ -144,7 +148,9 @@ def _attend_keys(
     q: Array, k: Stored, v: Stored, first_query: Array, plan: _Plan
 ) -> tuple[Array, Array]:
     """Online softmax of one query block [B,K,G,t,H] over the key blocks that it visits."""
-    slots, key_block = k.shape[2], plan.key_block
+    slots, key_block, scale = k.shape[2], plan.key_block, plan.scale
+    # Capped scores are scaled before their maximum is known.
+    factor = 1.0 if isinstance(scale, Capped) else scale
     queries_T = first_query + jnp.arange(q.shape[3])
     first, whole, last = plan.blocks(first_query)
     # Groups and queries as one axis: with two, XLA on CPU transposes k in memory for float32.
@@ -157,6 +163,8 @@ def _attend_keys(
         k_BKCH = block_of(k, start, key_block)
         v_BKCH = block_of(v, start, key_block)
         scores = jnp.einsum("BKRH,BKCH->BKRC", q_BKRH, k_BKCH, preferred_element_type=jnp.float32)
+        if isinstance(scale, Capped):
+            scores = capped(scale.factor * scores, scale)
 
         def hide(_: Any, given: tuple[Array, Array]) -> tuple[Array, Array]:
             scores, v_BKCH = given
@@ -178,8 +186,8 @@ def _attend_keys(
         # One axis of rows: XLA on CPU divides the first axes alone among its threads.
         scores = scores.reshape(-1, key_block)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
-        weights = jnp.exp(plan.scale * (scores - new_top[:, None]))
-        decay = jnp.exp(plan.scale * (top - new_top))
+        weights = jnp.exp(factor * (scores - new_top[:, None]))
+        decay = jnp.exp(factor * (top - new_top))
         part = jnp.einsum(
             "BKRC,BKCH->BKRH",
             weights.reshape(*q_BKRH.shape[:3], key_block).astype(v.dtype),
@@ -201,5 +209,5 @@ def _attend_keys(
     some = top > MASKED
     total = jnp.where(some, total, 1.0)
     out = jnp.where(some[:, None], acc / total[:, None], 0.0)
-    lse = jnp.where(some, plan.scale * top + jnp.log(total), -jnp.inf)
+    lse = jnp.where(some, factor * top + jnp.log(total), -jnp.inf)
     return out.reshape(q.shape), lse.reshape(rows)

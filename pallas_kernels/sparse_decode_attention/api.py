@@ -25,7 +25,15 @@ from jax import Array
 from jaxtyping import Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.common import AnyCache, check_heads, fold_rows, merge, unfold_rows
+from pallas_kernels.common import (
+    AnyCache,
+    Capped,
+    Scale,
+    check_heads,
+    fold_rows,
+    merge,
+    unfold_rows,
+)
 from pallas_kernels.plane import part_of
 from pallas_kernels.sparse_decode_attention import gpu, reference, tpu, xla
 from pallas_kernels.sparse_decode_attention.lists import Pages, Shared, lists_of
@@ -39,7 +47,7 @@ def sparse_decode_attention(
     v: AnyCache,
     pages: Pages,
     *,
-    scale: float,
+    scale: Scale,
     prior: Float[Array, "B 1 N H"] | None = None,
     shared: Shared | None = None,
     implementation: str | None = None,
@@ -72,7 +80,7 @@ def sparse_decode_attention(
         if flat or prior is not None or pages.first:
             with_ = "a flat list, a prior or a first page"
             raise ValueError(f"{OPERATION}: shared slots given with {with_}")
-    alone = implementation not in (None, "gpu") or flat
+    alone = implementation not in (None, "gpu") or flat or isinstance(scale, Capped)
     if pages.around is not None and (
         alone or not takes_around(q, k, pages.listed, pages.size, prior is not None, shared)
     ):
@@ -87,6 +95,7 @@ def sparse_decode_attention(
         OPERATION,
         implementation,
         f"{dispatch.shape_class(q, k, v)}, pages of {pages.size}",
+        scale,
         xla=dispatch.Kernel(partial(_of_every_head, xla), None, planes=True),
         gpu=dispatch.Kernel(
             gpu.sparse_decode_attention,
@@ -96,6 +105,7 @@ def sparse_decode_attention(
             partial(_of_every_head, tpu),
             lambda: tpu.unsupported(q, k, v, pages.listed, pages.size),
             planes=True,
+            caps=True,
         ),
         reference=partial(_of_every_head, reference),
     )

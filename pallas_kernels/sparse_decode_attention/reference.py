@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from pallas_kernels.common import Cache
+from pallas_kernels.common import Cache, Scale
 from pallas_kernels.prefill_attention.reference import logits_of, weigh
 from pallas_kernels.sparse_decode_attention.lists import Pages
 
@@ -15,7 +15,7 @@ def sparse_decode_attention(
     v: Cache,
     pages: Pages,
     *,
-    scale: float,
+    scale: Scale,
     prior: Float[Array, "B 1 N H"] | None = None,
 ) -> tuple[Array, ...]:
     """Softmax over the listed slots with logits scale q.k, and with the prior's if there is one."""

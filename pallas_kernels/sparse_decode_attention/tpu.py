@@ -30,7 +30,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float
 
 from pallas_kernels import tpu_common as tpu
-from pallas_kernels.common import AnyCache
+from pallas_kernels.common import AnyCache, Scale, capped, factor_of
 from pallas_kernels.dispatch import in_8_bits
 from pallas_kernels.quantised import AnyStored
 from pallas_kernels.sparse_decode_attention.lists import Pages, entries_of, results_of, rows_of
@@ -64,7 +64,7 @@ def sparse_decode_attention(
     v: AnyCache,
     pages: Pages,
     *,
-    scale: float,
+    scale: Scale,
     prior: Float[Array, "B 1 N H"] | None = None,
     block: int | None = None,
     interpret: pltpu.InterpretParams | bool = False,
@@ -158,7 +158,7 @@ class _Args:
     """The kernel's static arguments."""
 
     page_size: int
-    scale: float
+    scale: Scale
     pages_of_head: int
     kv_heads: int
     group: int | None  # query heads of a kv head in a flat list; None for lists of one head
@@ -261,7 +261,8 @@ def _kernel(scalars, inputs, outputs, scratch, *, args: _Args) -> None:
         steps.wait(step)
         cut = whole[steps.number(step)] == 0
         pl.when(cut)(lambda: lax.fori_loop(0, block, blank, None))
-        scores_RM = args.scale * tpu.matmul(q[0, 0], k_buffer[step % 2], (1, 1))
+        scores_RM = factor_of(args.scale) * tpu.matmul(q[0, 0], k_buffer[step % 2], (1, 1))
+        scores_RM = capped(scores_RM, args.scale)
         running.add(
             scores_RM, _seen(readers[0, 0], q.shape[2], args), v_buffer[step % 2], minor=False
         )

@@ -23,7 +23,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from pallas_kernels.common import MASKED, AnyCache
+from pallas_kernels.common import MASKED, AnyCache, Scale, capped, factor_of
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.quantised import Quantised, dequantised
 from pallas_kernels.sparse_decode_attention.lists import Pages, rows_of
@@ -53,7 +53,7 @@ def sparse_decode_attention(
     v: AnyCache,
     pages: Pages,
     *,
-    scale: float,
+    scale: Scale,
     prior: Float[Array, "B 1 N H"] | None = None,
     block: int | None = None,
 ) -> tuple[Array, ...]:
@@ -160,14 +160,15 @@ def _softmaxes(
     k: Float[Array, "B Y M H"],
     v: Float[Array, "B Y M H"],
     held: Bool[Array, "B Y M"],
-    scale: float,
+    scale: Scale,
 ) -> Partial:
     """Attend to the held ones of M gathered slots, with logits scale q.k.
 
     Args:
       q: for each of R = heads query heads one or, the prior's after the others, two queries.
     """
-    logits = scale * jnp.einsum("BYRH,BYMH->BYRM", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("BYRH,BYMH->BYRM", q, k, preferred_element_type=jnp.float32)
+    logits = capped(factor_of(scale) * scores, scale)
     logits_BYLRM = logits.reshape(*q.shape[:2], -1, heads, k.shape[2])
     held_BY11M = held[:, :, None, None]
     top = jnp.max(jnp.where(held_BY11M, logits_BYLRM, MASKED), axis=-1)
