@@ -93,6 +93,8 @@ def _family(described: Mapping[str, Any]) -> str:
             raise ConfigError(
                 f"architecture {name!r} is not implemented; implemented: {', '.join(known)}"
             )
+        if family in FAMILIES and name in FAMILIES[family].also:
+            return family
         if family is not None and family != known[name]:
             raise ConfigError(f"architecture {name!r} contradicts model_type {family!r}")
         return known[name]

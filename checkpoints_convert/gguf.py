@@ -272,7 +272,9 @@ def config_from_metadata(
         "num_key_value_heads": said.get("attention.head_count_kv", heads),
         "head_dim": said.get("attention.key_length", width // heads),
         traits.key("activation", "hidden_act"): traits.activation,
-        "rms_norm_eps": _decimal(said.need("attention.layer_norm_rms_epsilon", float)),
+        traits.key("norm_eps", "rms_norm_eps"): _decimal(
+            said.need("attention.layer_norm_rms_epsilon", float)
+        ),
         "rope_theta": _decimal(said.get("rope.freq_base", DEFAULT_THETA, float)),
         "max_position_embeddings": said.need("context_length"),
         "tie_word_embeddings": "output.weight" not in shapes,

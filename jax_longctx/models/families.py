@@ -56,6 +56,7 @@ class Family:
 
     Attributes:
       architecture: its name in the `architectures` of a `config.json`.
+      also: other architectures that its configs name. As in transformers, `model_type` decides.
       defaults: the `model_type` whose defaults its config has; None for its own. A family that is
         not in transformers must name one that is (`"llama"`).
       names: our modules -> its Hugging Face files'; `*` is the layer, and `.weight` or
@@ -63,7 +64,7 @@ class Family:
         in the order of `names`. All modules that a layer has are required; `head` only where the
         embeddings may be apart.
       keys: what its config names otherwise than Llama's, or Llama's lacks: `activation`,
-        `query_width`, `unrotated` or one of `NUMBERS` -> the config's key.
+        `norm_eps`, `query_width`, `unrotated` or one of `NUMBERS` -> the config's key.
       activation: of the gated MLP: a key of `llama.ACTIVATIONS`, and Hugging Face's `hidden_act`.
       norm: a key of `llama.NORMS`.
       norms: where a layer has norms: before attention and MLP (`attn_norm`, `mlp_norm`), after them
@@ -86,6 +87,7 @@ class Family:
     """
 
     architecture: str
+    also: tuple[str, ...] = ()
     defaults: str | None = None
     names: Mapping[str, str] = dataclasses.field(default_factory=lambda: LLAMA_NAMES)
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -131,6 +133,7 @@ class Family:
 FAMILIES = {
     "llama": Family(
         architecture="LlamaForCausalLM",
+        also=("MistralForCausalLM",),
         bias_flags=("attention_bias", "mlp_bias"),
         # GGUF files hold InternLM2's fused projection split, so it is a Llama.
         gguf=("llama", "internlm2"),

@@ -61,6 +61,69 @@ _MIXTRAL = {
     **{"num_local_experts": 8, "num_experts_per_tok": 2},
 }
 
+_SMOLLM3 = {
+    "model_type": "smollm3",
+    "architectures": ["SmolLM3ForCausalLM"],
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 5000000.0, "rope_type": "default"},
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "layer_types": ["full_attention"] * 36,
+    "tie_word_embeddings": True,
+}
+_GRANITE = {
+    "model_type": "granite",
+    "architectures": ["GraniteForCausalLM"],
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 10000000.0, "rope_type": "default"},
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 16.0,
+    "tie_word_embeddings": True,
+}
+_PHI = {
+    "model_type": "phi3",
+    "architectures": ["Phi3ForCausalLM"],
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 250000.0, "rope_type": "default"},
+    "sliding_window": None,
+}
+_OLMO3 = {
+    "model_type": "olmo3",
+    "architectures": ["Olmo3ForCausalLM"],
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_theta": 500000.0,
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+        "sliding_attention": {"rope_theta": 500000.0, "rope_type": "default"},
+    },
+    "sliding_window": 4096,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8,
+}
+_GEMMA3 = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "rope_parameters": {
+        "full_attention": _PLAIN_ROPE,
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 512,
+    "layer_types": [("full" if n % 6 == 5 else "sliding") + "_attention" for n in range(26)],
+    "final_logit_softcapping": None,
+    "tie_word_embeddings": True,
+}
+
 
 def _shape(base: dict[str, Any], *sizes: int) -> dict[str, Any]:
     """A whole Hugging Face config; the sizes in the order of `SIZES`."""
@@ -78,6 +141,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama-3.2-3b": _shape(_SMALL_LLAMA, 128256, 28, 3072, 8192, 24, 8, 131072),
     "llama-3.1-70b": _shape(_LLAMA, 128256, 80, 8192, 28672, 64, 8, 131072),
     "llama-3.1-405b": _shape(_LLAMA, 128256, 126, 16384, 53248, 128, 8, 131072),
+    "smollm3-3b": _shape(_SMOLLM3, 128256, 36, 2048, 11008, 16, 4, 65536),
+    "granite-3.3-8b": _shape(_GRANITE, 49159, 40, 4096, 12800, 32, 8, 131072),
+    "phi-4": _shape(_PHI, 100352, 40, 5120, 17920, 40, 10, 16384),
+    "olmo-3-7b": _shape(_OLMO3, 100278, 32, 4096, 11008, 32, 32, 65536),
+    "gemma-3-1b": _shape(_GEMMA3, 262144, 26, 1152, 6912, 4, 1, 32768),
     "mistral-7b": _shape(_MISTRAL, 32768, 32, 4096, 14336, 32, 8, 32768),
     "mixtral-8x7b": _shape(_MIXTRAL, 32000, 32, 4096, 14336, 32, 8, 32768),
     "qwen2-7b": _shape(_QWEN2, 152064, 28, 3584, 18944, 28, 4, 131072),

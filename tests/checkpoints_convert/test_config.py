@@ -53,6 +53,12 @@ def test_what_transformers_saves_and_what_is_exported_are_read_the_same(tmp_path
     assert model_config({**exported, "rope_parameters": None}) == ours
 
 
+def test_a_llama_may_be_called_mistral():
+    """As in transformers, which then knows no window."""
+    named = {"model_type": "llama", "architectures": ["MistralForCausalLM"], "sliding_window": 8}
+    assert model_config(hf_config("llama") | named) == model_config(hf_config("llama"))
+
+
 def test_a_trained_length_beside_the_rope_settings_wins():
     yarn = {"type": "yarn", "factor": 4.0}
     unnamed = model_config(hf_config("llama", rope_scaling=yarn))
