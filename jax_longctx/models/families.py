@@ -247,4 +247,16 @@ FAMILIES = {
         windows="by layer",
         gguf=("gemma3",),
     ),
+    "gemma2": Family(
+        architecture="Gemma2ForCausalLM",
+        names=FOUR_NORMS,
+        keys={**GEMMA_KEYS, "attention_cap": "attn_logit_softcapping"},
+        activation="gelu_pytorch_tanh",
+        norm="rms plus one",
+        norms="both",
+        embed_scale=lambda width: width**0.5,
+        bias_flags=("attention_bias",),
+        windows="by layer",
+        gguf=("gemma2",),
+    ),
 }

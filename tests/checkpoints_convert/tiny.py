@@ -63,6 +63,7 @@ FAMILIES |= {
         "query_pre_attn_scalar": 16,
     },
 }
+FAMILIES["gemma2"] = FAMILIES["gemma3"] | {"architectures": ["Gemma2ForCausalLM"]}
 
 DTYPES = {
     "float32": np.dtype(np.float32),

@@ -135,6 +135,7 @@ _MODELS: dict[str, tuple[int, Config]] = {
         2,
         _own("gemma3_text", **GEMMA, sliding_window_pattern=3, final_logit_softcapping=9.0),
     ),
+    "gemma2": (0, _own("gemma2", **GEMMA)),
     "rope_linear": (2, _llama(rope_scaling={"type": "linear", "factor": 4.0})),
     "rope_dynamic": (3, _llama(max_position_embeddings=32, rope_scaling=_DYNAMIC)),
     "rope_llama3": (0, _new_style(_llama(head_dim=16), {"rope_type": "llama3", **LLAMA3})),
