@@ -1,16 +1,10 @@
 """The tables and pictures of the documentation, from committed results.
 
-    python docs/tables.py decode.json --revision 1234567 --date 2026-11-23 \
-      --command "jax-longctx bench decode --out decode.json"
-
-takes the file of `bench decode`, `bench throughput` or `bench serve` into `docs/results`.
-
 `docs/results/NAME.json` holds one experiment each. `docs/templates` holds Jinja templates that look
 figures up in them. Two pages are whole templates; in README a template fills the lines between
 `<!-- NAME -->` and `<!-- /NAME -->`. The papers' figures are those of `research/published.toml`.
 """
 
-import argparse
 import dataclasses
 import hashlib
 import json
@@ -329,119 +323,6 @@ def draw(result: Result, path: Path) -> None:
     drawing.draw(result.rows, path, title=result.hardware, description=fingerprint(result))
 
 
-# What `--take` keeps of a row, beside its method: key, head of its column, format.
-STEP_COLUMNS = (
-    ("context", "context", ""),
-    ("batch", "rows", ""),
-    ("tokens_per_second", "tokens/s", "{:,.0f}"),
-    ("limit_tokens_per_second", "limit, tokens/s", "{:,.0f}"),
-    ("seconds", "step", "ms"),
-    ("limit_seconds", "limit", "ms"),
-    ("share", "of limit", "{:.0%}"),
-    ("kernels_layer", "kernels a layer", "{:.1f}"),
-    ("gap_seconds", "gaps", "ms"),
-    ("speedup", "`full` / this", "{:.2f}x"),
-)
-SERVE_COLUMNS = (
-    ("context", "context", ""),
-    ("batch", "rows", ""),
-    ("alone_seconds", "one row alone: step", "ms"),
-    ("seconds", "all rows: step", "ms"),
-    ("tokens_per_second", "tokens/s", "{:,.0f}"),
-    ("speedup", "all / one", "{:.1f}x"),
-    ("share", "of limit", "{:.0%}"),
-    ("first_token", "first token", "ms"),
-    ("gap_p50", "prefill: median between tokens", "ms"),
-    ("gap_p99", "p99", "ms"),
-    ("read_beside", "prefill, tokens/s", "{:,.0f}"),
-    ("read_share", "of prefill alone", "{:.0%}"),
-)
-# Of each benchmark that is taken: the title of its result, what was measured, and its columns.
-TAKEN = {
-    "decode-steps": (
-        "Decode step of all methods",
-        "A decode step of whole models. The gaps are its wall time less the times of its kernels.",
-        STEP_COLUMNS,
-    ),
-    "throughput": (
-        "Throughput of the largest batch",
-        "Tokens a second a device at the largest batch that fits the memory, or that the command "
-        "allows. Eviction pays here: more rows fit.",
-        STEP_COLUMNS,
-    ),
-    "serving": (
-        "Many answers over one context",
-        "Rows over one context decode together. Then another text is prefilled between their "
-        "decode blocks, at the server's pace. A first token answers a question about a context "
-        "that is there.",
-        SERVE_COLUMNS,
-    ),
-}
-
-
-def take(found: Mapping[str, Any], command: str, revision: str, date: str) -> Result:
-    """The result of the file of `bench decode`, `bench throughput` or `bench serve`.
-
-    Raises:
-      ResultError: it has no such rows.
-    """
-    made = [row for row in found.get("rows", ()) if "limit_seconds" in row]
-    if not made:
-        raise ResultError("no row has a 'limit_seconds'; expected a file of `bench decode`")
-    served = "alone_seconds" in made[0]
-    speeds = "tokens_per_second" in made[0]
-    name = "serving" if served else "throughput" if speeds else "decode-steps"
-    title, about, offered = TAKEN[name]
-    columns = [column for column in offered if any(column[0] in row for row in made)]
-
-    def kept(row: Row) -> dict[str, Any]:
-        settings = ",".join(f"{key}={value}" for key, value in row["settings"].items())
-        values = {key: row[key] for key, _, _ in columns if key in row}
-        return {"method": row["method"], **({"settings": settings} if settings else {}), **values}
-
-    layers = found["layers"]
-    whole = layers["timed"] == layers["of"]
-    failed = [row for row in found["rows"] if "failed" in row]
-    first = {"key": "label", "head": "method", "format": "`{}`"}
-    return Result(
-        name=name,
-        title=title,
-        about=about,
-        kind="speed",
-        model=f"the shape of {found['model']} ({layers['of']} layers, "
-        + ("all" if whole else f"{layers['timed']} and 1")
-        + " timed), random weights, bfloat16",
-        hardware=f"{found['device']} (copy {found['copy_bandwidth'] / 1e12:.2f} TB/s)",
-        software=f"JAX {found['jax']}",
-        date=date,
-        revision=revision,
-        command=[command],
-        baseline=f"{'one row' if served else 'full attention'} in the same run",
-        limit="the bytes of a step, weights included, over the copy bandwidth of the same run"
-        + ("; of the caches, what one row reads" if served else ""),
-        notes=[f"`{row['method']}` was not timed: {row['failed']}." for row in failed],
-        columns=[
-            first,
-            *(
-                {"key": key, "head": head, **({"format": how} if how else {})}
-                for key, head, how in columns
-            ),
-        ],
-        picture="" if served else f"{name}.png",
-        rows=[kept(row) for row in made],
-    )
-
-
-def write_result(result: Result, folder: Path = DOCS / "results") -> None:
-    """Writes the result as `read_results` reads it, a row a line."""
-    given = {key: value for key, value in dataclasses.asdict(result).items() if value}
-    del given["name"]
-    rows = ",\n".join(f"    {json.dumps(row)}" for row in given.pop("rows"))
-    text = json.dumps(given, indent=2, ensure_ascii=False).removesuffix("\n}")
-    path = folder / f"{result.name}.json"
-    path.write_text(f'{text},\n  "rows": [\n{rows}\n  ]\n}}\n', encoding="utf-8")
-
-
 def stale_pictures(results: Mapping[str, Result]) -> dict[Path, Result]:
     """The pictures that were not drawn from the rows as they are."""
     wanted = {DOCS / one.picture: one for one in results.values() if one.picture}
@@ -450,21 +331,3 @@ def stale_pictures(results: Mapping[str, Result]) -> dict[Path, Result]:
         for path, result in wanted.items()
         if not path.is_file() or fingerprint(result).encode() not in path.read_bytes()
     }
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Takes a file of a benchmark into `docs/results`."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("file", type=Path, help="of `bench decode`, `throughput` or `serve`")
-    for name in ("command", "revision", "date"):
-        parser.add_argument(f"--{name}", default="", help=f"{name} that made it")
-    given = parser.parse_args(argv)
-    try:
-        found = json.loads(given.file.read_text(encoding="utf-8"))
-        write_result(take(found, given.command, given.revision, given.date))
-    except ResultError as error:
-        raise SystemExit(f"docs/tables.py: {error}") from None
-
-
-if __name__ == "__main__":
-    main()

@@ -591,12 +591,15 @@ def sample(**changed):
     return about | {"tables": [{"index": "method", "columns": "length"}]} | changed
 
 
-def test_a_changed_figure_makes_pages_and_pictures_stale():
+def test_a_changed_figure_makes_pages_and_pictures_stale(tmp_path):
     one = RESULTS["passkey-depth"]
     first, *others = one.rows
     changed = dataclasses.replace(one, rows=[first | {"score": 91}, *others])
     assert len(tables.stale_pictures({"passkey-depth": changed})) == 1
     assert tables.stale_pictures({"passkey-depth": one}) == {}
+    tables.draw(RESULTS["decode-steps"], tmp_path / "steps.png")
+    mark = tables.fingerprint(RESULTS["decode-steps"]).encode()
+    assert mark in (tmp_path / "steps.png").read_bytes()
     step = RESULTS["decode-reattention"]
     rows = [row | {"reattention_ms": 1.23} for row in step.rows]
     results = RESULTS | {"decode-reattention": dataclasses.replace(step, rows=rows)}
@@ -688,64 +691,6 @@ def test_the_memory_of_the_methods_is_what_the_command_prints():
     for row in RESULTS["method-memory"].rows:
         keys = ("peak_bytes", "resident_bytes", "read_bytes")
         assert {key: row[key] for key in keys} == {key: now[row["method"]][key] for key in keys}
-
-
-def measured(**changed):
-    row = {"method": "full", "settings": {}, "batch": 1, "context": 32768, "read": 4}
-    row |= {"seconds": 5.2e-3, "limit_seconds": 4.7e-3, "share": 0.9, "speedup": 1.0}
-    slower = row | {"method": "quest", "settings": {"budget": "500"}, "speedup": 0.8}
-    failed = {"method": "dynamic-ntk", "settings": {}, "failed": "needs another rope"}
-    rows = [each | changed for each in (row, slower)]
-    facts = {"device": "a GPU", "jax": "0.11.2", "copy_bandwidth": 4e12, "model": "llama-3.1-8b"}
-    return {**facts, "layers": {"timed": 32, "of": 32}, "rows": [*rows, failed]}
-
-
-# Of a kind of benchmark: what its rows have beside those above, and the end of a row of the page.
-TAKEN = {
-    "decode-steps": (
-        {"kernels_layer": 12.3, "gap_seconds": 4e-4},
-        "1 | 5.20 ms | 4.70 ms | 90% | 12.3 | 0.40 ms | 0.80x |",
-    ),
-    "throughput": (
-        {"tokens_per_second": 8123.4, "limit_tokens_per_second": 14000.0, "batch": 128},
-        "128 | 8,123 | 14,000 | 5.20 ms | 4.70 ms | 90% | 0.80x |",
-    ),
-    "serving": (
-        {"alone_seconds": 4e-3, "tokens_per_second": 3076.9, "batch": 16, "gap_p99": 0.15},
-        "16 | 4.00 ms | 5.20 ms | 3,077 | 0.8x | 90% | 150.00 ms |",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_a_benchmark_is_taken_drawn_and_shown(name, tmp_path, monkeypatch):
-    changed, line = TAKEN[name]
-    raw = tmp_path / "raw.json"
-    raw.write_text(json.dumps(measured(**changed)))
-    write, results = tables.write_result, tmp_path / "results"
-    results.mkdir()
-    monkeypatch.setattr(tables, "write_result", lambda result: write(result, results))
-    given = ["--command", "jax-longctx bench", "--revision", "1234567", "--date", "2026-11-23"]
-    tables.main([str(raw), *given])
-    (path,) = results.iterdir()
-    result = tables.parse_result(path.stem, json.loads(read(path)))
-    assert result.name == name and (result.revision, result.date) == ("1234567", "2026-11-23")
-    page = tables.page("benchmarks.md", RESULTS | {name: result})
-    block = page.partition(f"### {result.title}")[2].partition("\n### ")[0]
-    assert f"| `quest:budget=500` | 32,768 | {line}" in block
-    assert "`dynamic-ntk` was not timed: needs another rope." in block
-    if not result.picture:
-        return
-    picture = tmp_path / result.picture
-    tables.draw(result, picture)
-    assert tables.fingerprint(result).encode() in picture.read_bytes()
-
-
-def test_another_file_is_not_taken(tmp_path):
-    raw = tmp_path / "raw.json"
-    raw.write_text(json.dumps({"rows": [{"method": "full"}]}))
-    with pytest.raises(SystemExit, match="expected a file of `bench decode`"):
-        tables.main([str(raw)])
 
 
 def test_the_table_of_choices_is_made_from_the_results():

