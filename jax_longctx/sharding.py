@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jax_longctx.errors import ConfigError
 from jax_longctx.settings import MESH_AXES
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.plane import each_array
 
 # A plan uses a mesh without devices.
 AnyMesh = Mesh | AbstractMesh
@@ -164,9 +164,9 @@ class OwnAxis:
 
 
 def axes_field(*axes: str | OwnAxis | None, in_place: bool = False, host: bool = False) -> Any:
-    """A dataclass field holding an array with these logical axes, or keys or values in 8 bits.
+    """A dataclass field holding an array with these logical axes, or keys or values in few bits.
 
-    Scales of `Quantised` keys and values have all axes but the last.
+    Their scales, of fewer axes, have the first of these.
 
     Args:
       in_place: whether the array is only read and written by functions that take a `Plane`, so
@@ -250,12 +250,12 @@ def described(node: Any, describe: Any = lambda leaf: leaf) -> Any:
         elif axes is not None:
             axes = tuple(getattr(node, a.field) if isinstance(a, OwnAxis) else a for a in axes)
             leaf = Leaf(axes, field.metadata["in_place"], field.metadata["host"])
-            if isinstance(value, Quantised):
-                scales = dataclasses.replace(leaf, axes=axes[:-1])
-                parts = (describe(leaf), describe(scales))
-                fields[field.name] = Quantised(*parts, value.dtype)
-            else:
-                fields[field.name] = describe(leaf)
+
+            def part(x: Any, leaf: Leaf = leaf, of: Any = value) -> Any:
+                axes = leaf.axes[: len(leaf.axes) - of.ndim + x.ndim]
+                return describe(dataclasses.replace(leaf, axes=axes))
+
+            fields[field.name] = each_array(part, value)
         else:
             fields[field.name] = described(value, describe)
     return type(node)(**fields)

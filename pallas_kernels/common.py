@@ -14,8 +14,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped
 
-from pallas_kernels.plane import Plane
-from pallas_kernels.quantised import SCALES, AnyStored, Quantised, dequantised
+from pallas_kernels.plane import Plane, each_array
+from pallas_kernels.quantised import AnyStored, Quantised, dequantised
 
 # Arrays of an attention: queries or outputs; a number for each query and head, as its log-sum-exp;
 # a cache's keys or values, in 8 bits too (`Stored`), or of one layer of many (`AnyCache`); a number
@@ -62,20 +62,15 @@ def capped(scores: Array, scale: Scale) -> Array:
     return jnp.where(scores > -jnp.inf, scale.cap * jnp.tanh(scores / scale.cap), -jnp.inf)
 
 
-def empty(shape: tuple[int, ...], dtype: Any, form: str | None) -> Any:
-    """Zeros of that shape: as "int8" where `form` says so, or as an array where it is None."""
-    if form is None:
-        return jnp.zeros(shape, dtype)
-    return Quantised(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], SCALES), jnp.dtype(dtype))
-
-
 def cut(x: Any, start: Any, size: int) -> Any:
     """`size` slots from `start` on of every row and head, as they are stored."""
-    if isinstance(x, Quantised):
-        return x.map(lambda part: cut(part, start, size))
-    if isinstance(x, Plane):
-        return x.cut(start, size)
-    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=2)
+
+    def one(part: Any) -> Array:
+        if isinstance(part, Plane):
+            return part.cut(start, size)
+        return jax.lax.dynamic_slice_in_dim(part, start, size, axis=2)
+
+    return each_array(one, x)
 
 
 def quotient(x: Any, size: int) -> Any:
@@ -88,8 +83,7 @@ def quotient(x: Any, size: int) -> Any:
 
 def block_of(x: Any, start: Any, size: int) -> Shaped[Array, "B K C H"]:
     """`cut`, as numbers."""
-    part = cut(x, start, size)
-    return dequantised(part) if isinstance(part, Quantised) else part
+    return dequantised(cut(x, start, size))
 
 
 def block_size(slots: int, most: int = BLOCK) -> int:

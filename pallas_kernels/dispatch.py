@@ -15,7 +15,7 @@ import jax
 
 from pallas_kernels.common import Capped
 from pallas_kernels.plane import Plane, part_of
-from pallas_kernels.quantised import EightBits, Quantised, dequantised
+from pallas_kernels.quantised import Coded, coded, dequantised
 
 _logger = logging.getLogger("pallas_kernels")
 
@@ -65,11 +65,6 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-def in_8_bits(*arrays: Any) -> bool:
-    """Whether any of these is stored in 8 bits."""
-    return any(isinstance(x, EightBits) for x in arrays)
-
-
 def select(
     operation: str,
     asked: str | None,
@@ -111,7 +106,7 @@ def select(
         return run
 
     def run_on_parts(*args: Any, **options: Any) -> Any:
-        arrays = (part_of(x) if isinstance(x, Plane | Quantised) else x for x in args)
+        arrays = (part_of(x) if isinstance(x, Plane | Coded) else x for x in args)
         if chosen == "reference":
             arrays = map(dequantised, arrays)
         return run(*arrays, **options)
@@ -141,5 +136,5 @@ def shape_class(q: jax.Array, *stored: Any, kv_axis: int = 1, window: int | None
     """What the log and errors show of an attention's arguments: queries, and keys and values."""
     heads, head_dim = q.shape[-2:]
     more = "" if window is None else f", window {window}"
-    more += ", keys or values in int8" * in_8_bits(*stored)
+    more += ", keys or values in int8" * coded(*stored)
     return f"{q.dtype} {heads} heads of {head_dim} over {stored[0].shape[kv_axis]} kv heads{more}"

@@ -8,6 +8,7 @@ Mosaic kernels (a test sees it in the compiled program), and TPU kernels take th
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -60,7 +61,7 @@ class Plane:
 
     def read(self) -> Array:
         """The layer's part."""
-        return row_major(jax.lax.dynamic_index_in_dim(self.whole, self.layer, keepdims=False))
+        return row_major(layer_of(self))
 
     def cut(self, start: Any, size: int) -> Array:
         """`size` slots of the layer's part, along its third axis, from `start` on."""
@@ -72,26 +73,68 @@ class Plane:
     def __getitem__(self, index: Any) -> Array:
         return self.read()[index]
 
-    def rows(self) -> tuple[Array, Array]:
-        """All layers' rows, [L * B, ...], and the first that is this layer's."""
-        rows = self.whole.shape[1]
-        return self.whole.reshape(-1, *self.whole.shape[2:]), self.layer * rows
 
-    def with_rows(self, rows: Array) -> "Plane":
-        """The plane after its rows, and no others, were changed."""
-        return Plane(rows.reshape(self.whole.shape), self.layer)
+# What follows takes arrays too. So its callers need not know which it is.
 
-    def write(self, part: Array) -> "Plane":
-        """The plane with another part."""
-        return Plane(
-            jax.lax.dynamic_update_index_in_dim(self.whole, part, self.layer, 0), self.layer
-        )
+
+def is_plane(node: Any) -> bool:
+    return isinstance(node, Plane)
+
+
+def each_array(change: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """`change` of each array of a tree, its planes as they are, beside those of `others`.
+
+    Of keys or values in few bits it changes numbers and scales alike.
+    """
+    return jax.tree.map(change, tree, *others, is_leaf=is_plane)
 
 
 def part_of(tree: Any) -> Any:
-    """What a plane holds; any other tree with arrays in place of its planes."""
+    """A tree with each layer's part in place of its planes."""
+    return each_array(lambda x: x.read() if isinstance(x, Plane) else x, tree)
 
-    def read(leaf: Any) -> Any:
-        return leaf.read() if isinstance(leaf, Plane) else leaf
 
-    return jax.tree.map(read, tree, is_leaf=lambda x: isinstance(x, Plane))
+def layer_of(x: Any) -> Array:
+    """`part_of` an array, in any layout, and in the memory where it lies."""
+    if not isinstance(x, Plane):
+        return x
+    return jax.lax.dynamic_index_in_dim(x.whole, x.layer, keepdims=False)
+
+
+def rows_of(x: Any) -> tuple[Array, Any]:
+    """An array's rows, of a plane all layers' [L * B, ...], and the first that is this layer's."""
+    if not isinstance(x, Plane):
+        return x, 0
+    return x.whole.reshape(-1, *x.whole.shape[2:]), x.layer * x.shape[0]
+
+
+def with_rows(x: Any, rows: Array, *, apart: bool = False) -> Any:
+    """`x` after the rows of this layer, and no others, were changed.
+
+    Args:
+      apart: whether what writes a plane's rows must not be fused with what reads them.
+    """
+    if not isinstance(x, Plane):
+        return rows
+    whole = rows.reshape(x.whole.shape)
+    # The layer's number stays what the loop counts.
+    return Plane(jax.lax.optimization_barrier(whole) if apart else whole, x.layer)
+
+
+def laid_as(x: Any, part: Array) -> Array:
+    """A part that is read from `x`, or written to it: `row_major` for a plane."""
+    return row_major(part) if isinstance(x, Plane) else part
+
+
+def written(old: Any, new: Any) -> Any:
+    """What stands for `old` after it became `new`: in place of an array, the plane that has it."""
+    if isinstance(new, Plane) or not isinstance(old, Plane):
+        return new
+    return Plane(put(old.whole, old.layer, new), old.layer)
+
+
+def put(stack: Array, layer: Any, part: Any) -> Array:
+    """All layers' array with another part of a layer, which may be a plane of it."""
+    if isinstance(part, Plane):
+        return part.whole
+    return jax.lax.dynamic_update_index_in_dim(stack, part, layer, 0)

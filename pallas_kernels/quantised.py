@@ -9,7 +9,6 @@ A value that is not finite makes its scale so, and all numbers of that token com
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,18 +24,12 @@ SCALES = jnp.bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
-class EightBits:
-    """Numbers in 8 bits and their scales; they stand for an array of `dtype`."""
+class Coded:
+    """Numbers in few bits and their scales; they stand for an array of `dtype`."""
 
     values: Any
     scales: Any
     dtype: Any = dataclasses.field(metadata={"static": True})
-
-    def map(self, change: Callable[..., Any], *others: Any) -> Any:
-        """The same with `change` of values and scales, beside the same parts of `others`."""
-        values: Shaped[Any, ...] = change(self.values, *(other.values for other in others))
-        scales: Shaped[Any, ...] = change(self.scales, *(other.scales for other in others))
-        return dataclasses.replace(self, values=values, scales=scales)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,7 +52,7 @@ class EightBits:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Quantised(EightBits):
+class Quantised(Coded):
     """Keys or values of a cache in 8 bits; it stands for an array [B, K, S, H] of `dtype`.
 
     Attributes:
@@ -67,6 +60,30 @@ class Quantised(EightBits):
       scales: [B, K, S], bfloat16.
       dtype: what reads return.
     """
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], dtype: Any) -> "Quantised":
+        """Zeros."""
+        return cls(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], SCALES), jnp.dtype(dtype))
+
+    def holding(self, x: Float[Array, "*B H"]) -> "Quantised":
+        """x in this form."""
+        return dataclasses.replace(quantise(x), dtype=self.dtype)
+
+    def numbers(self) -> Float[Array, "*B H"]:
+        """All of it as an array."""
+        wide = self.values.astype(jnp.float32) * self.scales.astype(jnp.float32)[..., None]
+        return wide.astype(self.dtype)
+
+
+# The forms of keys and values beside arrays, by the names of `--kv`. Operations whose kernels read
+# another one know its class; all else asks it here.
+FORMS = {"int8": Quantised}
+
+
+def empty(shape: tuple[int, ...], dtype: Any, form: str | None) -> Any:
+    """Zeros of that shape in this form, as an array where it is None."""
+    return jnp.zeros(shape, dtype) if form is None else FORMS[form].empty(shape, dtype)
 
 
 def quantise(x: Float[Array, "*B H"]) -> Quantised:
@@ -85,25 +102,35 @@ def _rounded_up(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
     return jax.lax.bitcast_convert_type(upper, SCALES)
 
 
-def stored_as(like: Any, x: Float[Array, "*B H"]) -> Any:
-    """x as `like` stores keys or values: `Quantised`, or an array of its dtype."""
-    if isinstance(like, Quantised):
-        return dataclasses.replace(quantise(x), dtype=like.dtype)
-    return x.astype(like.dtype)
+def coded(*arrays: Any) -> bool:
+    """Whether any of these is in few bits."""
+    return any(isinstance(x, Coded) for x in arrays)
+
+
+def stored_as(like: Any, x: Shaped[Array, "*B H"]) -> Any:
+    """x as `like` stores keys or values, in its form or as an array of its dtype."""
+    return like.holding(x) if coded(like) else x.astype(like.dtype)
 
 
 def dequantised(x: Any) -> Any:
-    """A `Quantised` as numbers; anything else unchanged. Not for whole caches."""
-    if not isinstance(x, Quantised):
-        return x
-    wide = x.values.astype(jnp.float32) * x.scales.astype(jnp.float32)[..., None]
-    return wide.astype(x.dtype)
+    """Keys or values as numbers; anything else unchanged. Not for whole caches."""
+    return x.numbers() if coded(x) else x
+
+
+def apart(x: Any) -> tuple[Any, Any]:
+    """What is stored of keys or values: the numbers, and the scales, None for an array."""
+    return (x.values, x.scales) if coded(x) else (x, None)
+
+
+def joined_as(like: Any, numbers: Any, scales: Any) -> Any:
+    """`apart` undone, in the form of `like`."""
+    return numbers if scales is None else dataclasses.replace(like, values=numbers, scales=scales)
 
 
 def parts_of(*stored: Any) -> tuple[list[Any], list[Any]]:
-    """The arrays and numbers of keys and values, and the scales where there are any."""
-    numbers = [x.values if isinstance(x, Quantised) else x for x in stored]
-    return numbers, [x.scales for x in stored if isinstance(x, Quantised)]
+    """The numbers of keys and values, and the scales where there are any."""
+    pairs = [apart(x) for x in stored]
+    return [x for x, _ in pairs], [scales for _, scales in pairs if scales is not None]
 
 
 # What a cache may hold as its keys or values.

@@ -10,7 +10,7 @@ cut and divided over devices by the same code.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from pallas_kernels.quantised import MOST, EightBits
+from pallas_kernels.quantised import MOST, Coded
 
 # A column whose scale is smaller becomes zeros: the scale's inverse would not be finite.
 TINY = float(np.finfo(np.float32).tiny)
@@ -27,7 +27,7 @@ TINY = float(np.finfo(np.float32).tiny)
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class QuantisedMatrix(EightBits):
+class QuantisedMatrix(Coded):
     """A weight in 8 bits; it stands for an array of `dtype`.
 
     Attributes:
@@ -82,8 +82,3 @@ def matrix_of(w: AnyMatrix, inputs: int) -> Any:
         scales = w.scales.reshape(1, -1)
         return QuantisedMatrix(w.values.reshape(inputs, -1), scales, w.dtype)
     return w.reshape(inputs, -1)
-
-
-def map_parts(w: Any, change: Callable[..., Any], *others: Any) -> Any:
-    """`change` of an array, or of numbers and scales, beside the same parts of `others`."""
-    return w.map(change, *others) if isinstance(w, QuantisedMatrix) else change(w, *others)

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float
 
 from pallas_kernels.common import MASKED
-from pallas_kernels.plane import Plane
+from pallas_kernels.plane import rows_of
 
 LANES = 128
 # Rows of a tile by the size of a number: packed numbers share a vector's rows.
@@ -53,19 +53,13 @@ def as_stored(x: Any) -> Array:
 
     Of a `Plane` those are the rows of all layers (see `first_row`).
     """
-    rows = rows_of(x)
+    rows, _ = rows_of(x)
     return jnp.swapaxes(rows, 2, 3) if slots_minor(x.shape[3]) else rows
-
-
-def rows_of(x: Any) -> Array:
-    """An array, or the rows of all layers of a `Plane`."""
-    return x.rows()[0] if isinstance(x, Plane) else x
 
 
 def first_row(x: Any) -> Array:
     """The first row of the cache in `as_stored`, [1]."""
-    row = x.rows()[1] if isinstance(x, Plane) else jnp.int32(0)
-    return row[None]
+    return jnp.int32(rows_of(x)[1])[None]
 
 
 def key_spec(head_dim: int, block: int, index: Callable[..., tuple]) -> pl.BlockSpec:

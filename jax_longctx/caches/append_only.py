@@ -21,9 +21,9 @@ from jax_longctx.sharding import axes_field
 from pallas_kernels.common import AnyCache, merge
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import platform
-from pallas_kernels.plane import Plane, part_of, row_major
+from pallas_kernels.plane import each_array, laid_as, part_of, rows_of, with_rows, written
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
-from pallas_kernels.quantised import Quantised, stored_as
+from pallas_kernels.quantised import AnyStored, stored_as
 
 
 class Rewinding:
@@ -58,7 +58,7 @@ class Store(Rewinding):
     """Every key and value of some rows, wherever they lie and however they are stored.
 
     Tokens have slots 0, 1, 2, ... in the text's order. Pages and slots that are given are this
-    shard's (`LayerContext.slots`). Buffers are arrays, of 8 bits too, or `Plane`s of these. Other
+    shard's (`LayerContext.slots`). Buffers are in any form (`pallas_kernels.quantised`). Other
     places than one row's device memory are classes of their own: `Offloaded`, `BranchedStore`.
 
     For `attend` such a class defines `length`, `position`, `sizes` and `append`, and `on_device`
@@ -289,35 +289,27 @@ def write_run(
 
 
 def write_rows(
-    buffer: Shaped[Array, "B K S *H"] | Plane | Quantised,
+    buffer: AnyStored,
     new: Shaped[Array, "B T K *H"],
     start: Int[Array, " B"],
     valid: Int[Array, " B"],
     *,
     whole: bool = True,
-) -> Shaped[Array, "B K S *H"] | Plane | Quantised:
+) -> AnyStored:
     """`write_run` for a buffer that is whole on every shard, or for one shard's slots.
 
     Without `whole`, `start` may lie outside the buffer; tokens outside are not written.
     """
-    if isinstance(buffer, Quantised):
 
-        def write(old: Any, part: Array) -> Any:
-            return write_rows(old, part, start, valid, whole=whole)
+    def write(old: Any, part: Array) -> Any:
+        rows, first = rows_of(old)
+        new_BKTH = laid_as(old, jnp.swapaxes(part, 1, 2))
+        rows = _write(rows, new_BKTH, start, valid, first, whole)
+        # Else XLA for GPUs writes scales once more in every fusion that reads them, which takes a
+        # copy of all layers'.
+        return with_rows(old, rows, apart=part.ndim == 3)
 
-        written = buffer.map(write, stored_as(buffer, new))
-        if isinstance(written.scales, Plane):
-            # Else XLA for GPUs writes the scales once more in every fusion that reads them, which
-            # takes a copy of all layers'. The layer's number stays what the loop counts.
-            whole = jax.lax.optimization_barrier(written.scales.whole)
-            scales = dataclasses.replace(written.scales, whole=whole)
-            written = dataclasses.replace(written, scales=scales)
-        return written
-    new_BKTH = jnp.swapaxes(new, 1, 2).astype(buffer.dtype)
-    if isinstance(buffer, Plane):
-        rows, first = buffer.rows()
-        return buffer.with_rows(_write(rows, row_major(new_BKTH), start, valid, first, whole))
-    return _write(buffer, new_BKTH, start, valid, 0, whole)
+    return each_array(write, buffer, stored_as(buffer, new))
 
 
 def _write(buffer: Array, new: Array, start: Array, valid: Array, first: Any, whole: bool) -> Array:
@@ -396,11 +388,9 @@ def where_rows(pick: Bool[Array, " B"], new: Any, old: Any) -> Any:
     def choose(a: Any, b: Any) -> Any:
         if a is b:
             return a
-        if isinstance(b, Plane):
-            # Of the newer plane only the layer's part is changed again. To write to the older one
-            # would keep the arrays of both.
-            plane = a if isinstance(a, Plane) else b
-            return plane.write(choose(part_of(a), b.read()))
-        return jnp.where(pick.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+        chosen = jnp.where(pick.reshape(-1, *(1,) * (a.ndim - 1)), part_of(a), part_of(b))
+        # Of the newer plane only the layer's part is changed again. To write to the older one would
+        # keep the arrays of both.
+        return written(b, written(a, chosen))
 
-    return jax.tree.map(choose, new, old, is_leaf=lambda x: isinstance(x, Plane))
+    return each_array(choose, new, old)

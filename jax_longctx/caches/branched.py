@@ -20,10 +20,11 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches.append_only import AppendCache, Store
 from jax_longctx.caches.paged import Ways, attended
 from jax_longctx.contract import QKV, Attended, LayerContext, SlotLayout
-from jax_longctx.sharding import Leaf, axes_field, described
+from jax_longctx.sharding import Leaf, axes_field, described, leaf_axes
 from pallas_kernels.common import AnyCache, merge
 from pallas_kernels.decode_attention import decode_attention, shared_decode_attention
-from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.plane import part_of
+from pallas_kernels.quantised import AnyStored
 from pallas_kernels.sparse_decode_attention import Shared
 
 
@@ -50,7 +51,7 @@ class Branched:
 
     shared: Any
     own: Any
-    split_at: Int[Array, " 1"] | Plane = axes_field(None, in_place=True)
+    split_at: AnyStored = axes_field(None, in_place=True)
 
     @property
     def split(self) -> Int[Array, " 1"]:
@@ -60,6 +61,22 @@ class Branched:
     def with_own(self, own: Any) -> Any:
         """The same with other entries of the rows' own."""
         return dataclasses.replace(self, own=own)
+
+    # What a class says of a context's part, where that is more than its entries.
+
+    @staticmethod
+    def of_part(part: Any) -> Any:
+        """What rows share of it."""
+        return part
+
+    def into_part(self, part: Any) -> Any:
+        """It with what the rows share."""
+        return self.shared
+
+    @staticmethod
+    def beyond(part: Any, split: Any) -> Any:
+        """It as the rows' own, whose first entry is `split`."""
+        return part
 
 
 # What a part becomes whose rows share its first entries, by its class.
@@ -81,6 +98,17 @@ def parting[T: type](kind: type) -> Callable[[T], T]:
 @dataclasses.dataclass(frozen=True)
 class BranchedStore(Branched, Store):
     """An `AppendCache` of rows that go on from one context, whose part is `KeysValues`."""
+
+    @staticmethod
+    def of_part(part: AppendCache) -> KeysValues:
+        return KeysValues(part.k, part.v)
+
+    def into_part(self, part: AppendCache) -> AppendCache:
+        return dataclasses.replace(part, k=self.shared.k, v=self.shared.v)
+
+    @staticmethod
+    def beyond(part: AppendCache, split: Any) -> AppendCache:
+        return dataclasses.replace(part, length=part.length - split)
 
     @property
     def length(self) -> Int[Array, " B"]:
@@ -140,14 +168,10 @@ def _parts(node: Any) -> bool:
     return isinstance(node, (*_BRANCHED, Branched))
 
 
-def _axes(tree: Any) -> Any:
-    return described(tree)
-
-
 def _slots(caches: Any) -> int:
-    """Slots of the first store."""
-    nodes = jax.tree.leaves(caches, is_leaf=_parts)
-    return next(node.k.shape[-2] for node in nodes if isinstance(node, AppendCache))
+    """Slots of the first array that has some."""
+    arrays = zip(jax.tree.leaves(caches), leaf_axes(caches), strict=True)
+    return next(x.shape[axes.index("slots")] for x, axes in arrays if "slots" in axes)
 
 
 def branches(caches: Any, rows: int, room: int, split: Any) -> Any:
@@ -177,7 +201,7 @@ def branches(caches: Any, rows: int, room: int, split: Any) -> Any:
         made = _BRANCHED[type(part)]
         return made(None, own, jnp.full((*layers, 1), split // (slots // entries), jnp.int32))
 
-    return jax.tree.map(node, caches, _axes(caches), is_leaf=_parts)
+    return jax.tree.map(node, caches, described(caches), is_leaf=_parts)
 
 
 def with_context(branched: Any, caches: Any) -> Any:
@@ -186,8 +210,7 @@ def with_context(branched: Any, caches: Any) -> Any:
     def node(branch: Any, part: Any) -> Any:
         if not _parts(branch):
             return branch
-        shared = KeysValues(part.k, part.v) if isinstance(part, AppendCache) else part
-        return dataclasses.replace(branch, shared=shared)
+        return dataclasses.replace(branch, shared=branch.of_part(part))
 
     return jax.tree.map(node, branched, caches, is_leaf=_parts)
 
@@ -203,9 +226,7 @@ def without_context(branched: Any, caches: Any) -> tuple[Any, Any]:
         return dataclasses.replace(branch, shared=None) if _parts(branch) else branch
 
     def node(part: Any, branch: Any) -> Any:
-        if isinstance(part, AppendCache):
-            return dataclasses.replace(part, k=branch.shared.k, v=branch.shared.v)
-        return branch.shared if _parts(part) else part
+        return branch.into_part(part) if _parts(part) else part
 
     rows = jax.tree.map(alone, branched, is_leaf=_parts)
     return rows, jax.tree.map(node, caches, branched, is_leaf=_parts)
@@ -225,8 +246,6 @@ def branch_of(
     axes of each array of `branch`, as `Leaf`s.
     """
     split = jnp.asarray(branch.split_at).reshape(-1)[0]
-    if isinstance(part, AppendCache):
-        part = dataclasses.replace(part, length=part.length - split)
 
     def put(old: Array, about: Leaf, new: Array) -> Array:
         batch = about.axes.index("batch")
@@ -236,4 +255,4 @@ def branch_of(
                 new = layout.from_entry(new, axis, split, old.shape[axis])
         return jax.lax.dynamic_update_slice_in_dim(old, new, place, batch)
 
-    return branch.with_own(jax.tree.map(put, branch.own, axes.own, part))
+    return branch.with_own(jax.tree.map(put, branch.own, axes.own, branch.beyond(part, split)))

@@ -15,7 +15,7 @@ from jax_longctx.sharding import axes_field
 from pallas_kernels.common import AnyCache
 from pallas_kernels.dispatch import platform
 from pallas_kernels.page_scores import Digests, SharedPages, page_scores, shared_page_scores
-from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.plane import each_array, part_of
 from pallas_kernels.select_pages import Best, select_pages
 
 
@@ -33,12 +33,8 @@ class PageDigests:
       radius: the ball's; None for the others.
     """
 
-    high: Float[Array, "B K P H"] | Plane = axes_field(
-        "batch", "kv_heads", "pages", None, in_place=True
-    )
-    low: Float[Array, "B K P H"] | Plane | None = axes_field(
-        "batch", "kv_heads", "pages", None, in_place=True
-    )
+    high: AnyCache = axes_field("batch", "kv_heads", "pages", None, in_place=True)
+    low: AnyCache | None = axes_field("batch", "kv_heads", "pages", None, in_place=True)
     radius: Float[Array, "B K P"] | None = axes_field("batch", "kv_heads", "pages")
 
     @property
@@ -101,7 +97,7 @@ class PageDigests:
                 return write(old[..., None], new[..., None])[..., 0]
             return write_rows(old, jnp.swapaxes(new, 1, 2), first_B, count_B)
 
-        return jax.tree.map(write, digests, new, is_leaf=lambda x: isinstance(x, Plane))
+        return each_array(write, digests, new)
 
 
 @parting(PageDigests)

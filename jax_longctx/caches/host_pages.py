@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
 from jax_longctx.contract import resized
-from pallas_kernels.plane import Plane
-from pallas_kernels.quantised import Quantised
+from pallas_kernels.plane import each_array, layer_of, rows_of, with_rows
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 # Slots of the last axis but one of the host's arrays.
@@ -45,53 +44,49 @@ def joined(first: Any, second: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=2), first, second)
 
 
-def rows_of(x: Any) -> tuple[Array, Any]:
-    """The rows of an array, of all layers for a plane, and this layer's first row."""
-    return x.rows() if isinstance(x, Plane) else (x, 0)
-
-
 def write_at(x: Any, part: Any, slot: Any, row: Any = 0, head: Any = 0) -> Any:
     """`x` with `part`, [rows, heads, slots, ...], written from (row, head, slot) on."""
-    if isinstance(x, Quantised):
-        return x.map(lambda old, new: write_at(old, new, slot, row, head), part)
-    rows, first = rows_of(x)
-    place = (first + row, head, slot, *(0 for _ in rows.shape[3:]))
-    rows = jax.lax.dynamic_update_slice(rows, part.astype(rows.dtype), place)
-    return x.with_rows(rows) if isinstance(x, Plane) else rows
+
+    def write(old: Any, new: Array) -> Any:
+        rows, first = rows_of(old)
+        place = (first + row, head, slot, *(0 for _ in rows.shape[3:]))
+        return with_rows(old, jax.lax.dynamic_update_slice(rows, new.astype(rows.dtype), place))
+
+    return each_array(write, x, part)
 
 
-def row_of(x: Any, row: Any, slot: Any, size: int) -> Any:
-    """`size` slots of one row from `slot` on, [K, size, ...]."""
-    if isinstance(x, Quantised):
-        return x.map(lambda part: row_of(part, row, slot, size))
-    rows, first = rows_of(x)
-    place = (first + row, 0, slot, *(0 for _ in rows.shape[3:]))
-    return jax.lax.dynamic_slice(rows, place, (1, rows.shape[1], size, *rows.shape[3:]))[0]
+def row_of(x: Any, row: Any, slot: Any, size: int, head: Any = None) -> Any:
+    """`size` slots of one row from `slot` on, [1, K, size, ...], of all heads or of one."""
+
+    def of(part: Any) -> Array:
+        rows, first = rows_of(part)
+        begin, heads = (0, rows.shape[1]) if head is None else (head, 1)
+        place = (first + row, begin, slot, *(0 for _ in rows.shape[3:]))
+        return jax.lax.dynamic_slice(rows, place, (1, heads, size, *rows.shape[3:]))
+
+    return each_array(of, x)
 
 
-def to_host(host: Any, part: Any, place: tuple[Any, Any], run: int) -> Any:
-    """The host's pages with `run` of them from `place` (row, page) on, of `part` [K, slots, H]."""
-    values = part.values if isinstance(part, Quantised) else part
+def to_host(host: Any, numbers: Array, place: tuple[Any, Any], run: int) -> Any:
+    """The host's pages with `run` of them from `place` (row, page) on, of [1, K, slots, H]."""
     rows, first = rows_of(host)
     _, pages, heads, *lines = rows.shape
-    new = jnp.swapaxes(values.reshape(heads, run, *lines), 0, 1)
+    new = jnp.swapaxes(numbers.reshape(heads, run, *lines), 0, 1)
     flat = rows.reshape(-1, heads, *lines)
     at = (first + place[0]) * pages + place[1]
     new = jax.device_put(new, HOST)
     flat = jax.lax.dynamic_update_slice(flat, new, (at, *(0 for _ in new.shape[1:])))
-    flat = flat.reshape(rows.shape)
-    return host.with_rows(flat) if isinstance(host, Plane) else flat
+    return with_rows(host, flat.reshape(rows.shape))
 
 
-def rows_to_host(host: Any, x: Any, row: Any, page: int) -> Any:
-    """The host's pages with the rows from `row` on replaced by `x`, [B, K, S, H]."""
-    values = x.values if isinstance(x, Quantised) else x
+def rows_to_host(host: Any, numbers: Array, row: Any, page: int) -> Any:
+    """The host's pages with the rows from `row` on replaced by [B, K, S, H]."""
     rows, first = rows_of(host)
     _, pages, heads, *lines = rows.shape
-    new = values[:, :, : pages * page].reshape(-1, heads, pages, *lines)
+    new = numbers[:, :, : pages * page].reshape(-1, heads, pages, *lines)
     new = jax.device_put(jnp.swapaxes(new, 1, 2), HOST)
     rows = jax.lax.dynamic_update_slice(rows, new, (first + row, *(0 for _ in new.shape[1:])))
-    return host.with_rows(rows) if isinstance(host, Plane) else rows
+    return with_rows(host, rows)
 
 
 def to_device(host: Any, place: tuple[Any, Any], head: Any) -> Shaped[Array, "1 K Z H"]:
@@ -109,8 +104,5 @@ def to_device(host: Any, place: tuple[Any, Any], head: Any) -> Shaped[Array, "1 
 
 def whole_on_device(host: Any) -> Shaped[Array, "B K S H"]:
     """A layer's pages on the device, as slots."""
-    found = host
-    if isinstance(host, Plane):
-        found = jax.lax.dynamic_index_in_dim(host.whole, host.layer, 0, keepdims=False)
-    found = jnp.swapaxes(jax.device_put(found, DEVICE), 1, 2)
+    found = jnp.swapaxes(jax.device_put(layer_of(host), DEVICE), 1, 2)
     return found.reshape(*found.shape[:2], -1, found.shape[-1])

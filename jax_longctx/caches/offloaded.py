@@ -37,7 +37,6 @@ from jax_longctx.caches.host_pages import (
     joined,
     page_shape,
     row_of,
-    rows_of,
     rows_to_host,
     shifted,
     to_device,
@@ -54,11 +53,8 @@ from jax_longctx.errors import ConfigError
 from jax_longctx.settings import SHARES
 from jax_longctx.sharding import axes_field
 from pallas_kernels.common import AnyCache, cut
-from pallas_kernels.plane import Plane, part_of
-from pallas_kernels.quantised import Quantised
-
-# Beside all keys the pool of values is shorter.
-_Pool = Float[Array, "B K R H"] | Quantised | Plane
+from pallas_kernels.plane import each_array, part_of, rows_of
+from pallas_kernels.quantised import AnyStored, apart, joined_as
 
 TURNS = (16, 4, 1)
 # Of each row, as in an `AppendCache`.
@@ -231,7 +227,8 @@ class Offloaded(Store):
         return store if store.settled else store._kept(begin, k.shape[1])
 
     @property
-    def _buffers(self) -> tuple[AnyCache, _Pool]:
+    def _buffers(self) -> tuple[AnyCache, AnyStored]:
+        # Beside all keys the pool of values is shorter.
         return (self.pool_k if self.keys is None else self.keys), self.pool_v
 
     @property
@@ -266,10 +263,8 @@ class Offloaded(Store):
             found = []
             place = (index, first_B[index])
             for pool, (host, scales) in zip(self._pools, hosts, strict=True):
-                part = row_of(pool, index, at_B[index], run * self.page)
-                if scales is not None:
-                    first = first_B[index] * self.page
-                    scales = write_at(scales, part.scales[None], first, index)
+                part, own = apart(row_of(pool, index, at_B[index], run * self.page))
+                scales = write_at(scales, own, first_B[index] * self.page, index)
                 found.append((to_host(host, part, place, run), scales))
             return tuple(found)
 
@@ -327,7 +322,6 @@ class Offloaded(Store):
         """The pools with new pages in their frames."""
         wanted, frame, new, rank = fetches
         rows, groups = jnp.arange(new.shape[0])[:, None, None], jnp.arange(new.shape[1])[:, None]
-        apart = self.frames.apart
         counts = jnp.sum(new, axis=2, dtype=jnp.int32).reshape(-1)
         total = jnp.sum(counts)
         # Row, head, page and slot of the new entries, one after the other.
@@ -340,19 +334,12 @@ class Offloaded(Store):
 
         def fetch(number: Array, pools: tuple[Any, ...]) -> tuple[Any, ...]:
             row, head, page, slot = entries[number]
-            line, one = (row, page), head if apart else None
+            line, one = (row, page), head if self.frames.apart else None
             found = []
             for pool, (host, scales) in zip(pools, self._hosts, strict=True):
-                values = to_device(host, line, one)  # [1, K, page, H]
-                put = (slot, row, head)
-                if scales is None:
-                    found.append(write_at(pool, values, *put))
-                    continue
-                own = row_of(scales, row, page * self.page, self.page)
-                if apart:
-                    own = jax.lax.dynamic_slice_in_dim(own, head, 1)
-                parts = Quantised(values, own[None], pool.dtype)
-                found.append(write_at(pool, parts, *put))
+                numbers = to_device(host, line, one)  # [1, K, page, H]
+                own = row_of(scales, row, page * self.page, self.page, one)
+                found.append(write_at(pool, joined_as(pool, numbers, own), slot, row, head))
             return tuple(found)
 
         def turn(width: int, carry: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -378,9 +365,8 @@ class Offloaded(Store):
         first = self.before_tail * self.page
         found = [] if self.keys is None else [with_slots(part_of(self.keys), slots)]
         for pool, (host, scales) in zip(self._pools, self._hosts, strict=True):
-            whole = resized(whole_on_device(host), 2, slots)
-            if isinstance(pool, Quantised):
-                whole = Quantised(whole, resized(part_of(scales), 2, slots), pool.dtype)
+            parts = with_slots((whole_on_device(host), part_of(scales)), slots)
+            whole = joined_as(pool, *parts)
             if self.settled:
                 tail = cut(pool, first, pool.shape[2] - first)
                 more = self.length - self.base
@@ -395,15 +381,12 @@ class Offloaded(Store):
     def row(self, row: Any) -> "Offloaded":
         """One row alone, its pages still in the host's memory."""
 
-        def one_row(x: Any) -> Any:
-            if isinstance(x, Quantised):
-                return x.map(one_row)
+        def one_row(x: Any) -> Array:
             rows, first = rows_of(x)
             return jax.lax.dynamic_slice_in_dim(rows, first + row, 1)
 
         names = ("k", "v", "k_scales", "v_scales", "pool_k", "pool_v", "keys", "base", *_COUNTS)
-        found = {name: getattr(self, name) for name in names}
-        cuts = {name: one_row(x) for name, x in found.items() if x is not None}
+        cuts = each_array(one_row, {name: getattr(self, name) for name in names})
         return dataclasses.replace(self, **cuts)
 
     def seated(self, given: "Offloaded", row: Any, place: Any) -> "Offloaded":
@@ -430,7 +413,7 @@ class Offloaded(Store):
             keys = with_slots(whole.k, self.keys.shape[2])
             store = dataclasses.replace(self, keys=write_at(self.keys, keys, 0, row))
         olds = zip(store._pools, store._hosts, strict=True)
-        for x, (pool, (host, scale)) in zip(store._given(whole.k, whole.v), olds, strict=True):
+        for x, (pool, (host, scales)) in zip(store._given(whole.k, whole.v), olds, strict=True):
             size = pool.shape[2] - first
 
             def tail(part: Array, size: int = size) -> Array:
@@ -441,9 +424,9 @@ class Offloaded(Store):
             head = with_slots(x, self.head * self.page)
             pool = write_at(write_at(pool, head, 0, row), jax.tree.map(tail, x), first, row)
             pools.append(pool)
-            if isinstance(x, Quantised):
-                scale = write_at(scale, x.scales[:, :, : scale.shape[2]], 0, row)
-            hosts.append((rows_to_host(host, x, row, self.page), scale))
+            numbers, own = apart(x)
+            scales = write_at(scales, with_slots(own, self.sizes[2]), 0, row)
+            hosts.append((rows_to_host(host, numbers, row, self.page), scales))
         counts = {name: getattr(whole, name) for name in _COUNTS} | {"base": base}
         write_row = jax.lax.dynamic_update_slice_in_dim
         return dataclasses.replace(
@@ -493,13 +476,13 @@ def empty_store(shape: CacheShape, reads: Reads) -> AppendCache | Offloaded:
     if reads.all_keys:
         arrays["keys"] = shape.empty_slots(shape.slots)
     for name in names:
-        pool = shape.empty_slots(size)
-        scales, kind = None, pool.dtype
-        if isinstance(pool, Quantised):
-            numbers = (shape.batch, shape.num_kv_heads, shape.slots)
-            scales, kind = jnp.zeros(numbers, pool.scales.dtype), pool.values.dtype
-        host = (shape.batch, pages, shape.num_kv_heads, *page_shape(page), shape.head_dim)
-        arrays |= {name: jnp.zeros(host, kind), f"{name}_scales": scales, f"pool_{name}": pool}
+        numbers, scales = apart(jax.eval_shape(lambda: shape.empty_slots(shape.slots)))
+        host = (shape.batch, pages, shape.num_kv_heads, *page_shape(page), numbers.shape[3])
+        arrays |= {
+            name: jnp.zeros(host, numbers.dtype),
+            f"{name}_scales": jax.tree.map(jnp.zeros_like, scales),
+            f"pool_{name}": shape.empty_slots(size),
+        }
     # An array for each field: a donated buffer may be named once.
     counts = {name: jnp.zeros((shape.batch,), jnp.int32) for name in ("base", *_COUNTS)}
     return Offloaded(

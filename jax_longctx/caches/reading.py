@@ -1,4 +1,4 @@
-"""Reads of keys and values where they lie: arrays, in 8 bits too, or parts of a `Plane`."""
+"""Reads of keys and values where they lie and as they are stored."""
 
 from typing import Any, NamedTuple
 
@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int, Shaped
 from jax_longctx.contract import LayerContext, rope_angles
 from pallas_kernels.common import AnyCache
 from pallas_kernels.dispatch import platform
-from pallas_kernels.plane import Plane, part_of, row_major
-from pallas_kernels.quantised import Quantised, dequantised
+from pallas_kernels.plane import each_array, laid_as, part_of, rows_of
+from pallas_kernels.quantised import AnyStored, coded, dequantised
 
 
 class Turned(NamedTuple):
@@ -94,12 +94,12 @@ def local_run(
 
 
 def lines_of(
-    buffer: Shaped[Array, "B K S *H"] | Plane, slots: Int[Array, "B X C"]
+    buffer: AnyStored, slots: Int[Array, "B X C"]
 ) -> tuple[Shaped[Array, "R ..."], Int[Array, "B K C"]]:
     """The flattened buffer, R = B * K * S lines (of a plane those of all layers), and where `slots`
     lie in it, X = 1 list for all heads or K."""
     batch, heads, size, *width = buffer.shape
-    rows, first = buffer.rows() if isinstance(buffer, Plane) else (buffer, 0)
+    rows, first = rows_of(buffer)
     return rows.reshape(-1, *width), line_numbers(batch, heads, size, slots, first)
 
 
@@ -112,7 +112,7 @@ def line_numbers(
 
 
 def read_lines(
-    buffer: Shaped[Array, "B K S H"] | Plane | Quantised,
+    buffer: AnyStored,
     slots: Int[Array, "B X C"],
     *,
     blank: bool = True,
@@ -125,30 +125,31 @@ def read_lines(
 
 
 def stored_lines(
-    buffer: Shaped[Array, "B K S *H"] | Plane | Quantised,
+    buffer: AnyStored,
     slots: Int[Array, "B X C"],
     *,
     blank: bool = True,
-) -> Shaped[Array, "B K C *H"] | Quantised:
+) -> AnyStored:
     """`read_lines`, as they are stored.
 
     They are read from the flattened buffer, whose layout stays as it is: a gather along the slots
     makes the TPU compiler copy the cache with its axes moved.
     """
-    if isinstance(buffer, Quantised):
-        return buffer.map(lambda part: stored_lines(part, slots, blank=blank))
-    index = jnp.maximum(slots, 0)
-    if len(buffer.shape) == 3 and platform() == "tpu":
-        # Flat, the numbers of all layers would have another layout: a copy of them.
-        lines = jnp.take_along_axis(part_of(buffer), index, axis=2)
-    else:
-        flat, lines_BKC = lines_of(buffer, index)
-        lines = jnp.take(flat, lines_BKC, axis=0, mode="clip")
-        lines = row_major(lines) if isinstance(buffer, Plane) else lines
-    if not blank:
-        return lines
-    some = (slots >= 0).reshape(*slots.shape, *(1,) * (lines.ndim - 3))
-    return jnp.where(some, lines, jnp.zeros((), lines.dtype))
+
+    def of(part: Any) -> Array:
+        index = jnp.maximum(slots, 0)
+        if part.ndim == 3 and platform() == "tpu":
+            # Flat, the numbers of all layers would have another layout: a copy of them.
+            lines = jnp.take_along_axis(part_of(part), index, axis=2)
+        else:
+            flat, lines_BKC = lines_of(part, index)
+            lines = laid_as(part, jnp.take(flat, lines_BKC, axis=0, mode="clip"))
+        if not blank:
+            return lines
+        some = (slots >= 0).reshape(*slots.shape, *(1,) * (lines.ndim - 3))
+        return jnp.where(some, lines, jnp.zeros((), lines.dtype))
+
+    return each_array(of, buffer)
 
 
 def gather_slots(
@@ -161,9 +162,7 @@ def gather_slots(
     return dequantised(gather_stored(buffer, slots, ctx))
 
 
-def gather_stored(
-    buffer: AnyCache, slots: Int[Array, "B K C"], ctx: LayerContext
-) -> Float[Array, "B K C H"] | Quantised:
+def gather_stored(buffer: AnyCache, slots: Int[Array, "B K C"], ctx: LayerContext) -> AnyStored:
     """`gather_slots`, as they are stored."""
     lines = stored_lines(buffer, local_slots(slots, buffer.shape[2], ctx))
 
@@ -192,8 +191,8 @@ def rotated_lines(
       blank: without it any key for -1.
     """
     turned_X1 = (np.arange(slots.shape[1]) < slots.shape[1] - but_last)[:, None]
-    if platform() == "tpu" or isinstance(buffer, Quantised):
-        # Half lines have another layout there: the cache would be copied. And 8 bits are turned
+    if platform() == "tpu" or coded(buffer):
+        # Half lines have another layout there: the cache would be copied. And few bits are turned
         # into numbers first.
         lines = read_lines(buffer, slots[:, None], blank=blank)
         turned = jnp.swapaxes(ctx.rotate(jnp.swapaxes(lines, 1, 2), positions), 1, 2)

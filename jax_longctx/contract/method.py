@@ -36,7 +36,7 @@ from jax_longctx.errors import ConfigError
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.settings import Offload, StoredForm, at_least
 from jax_longctx.sharding import OwnAxis, axes_field
-from pallas_kernels.common import empty
+from pallas_kernels.quantised import empty
 
 Phase = Literal["none", "prefill", "decode", "both"]
 Role = Literal["context", "probe", "probe_and_context", "query", "decode"]

@@ -37,7 +37,7 @@ from jax_longctx.sharding import (
     logical_spec,
     tree_specs,
 )
-from pallas_kernels.plane import Plane
+from pallas_kernels.plane import Plane, is_plane, put, written
 
 # Most layers of one turn of the loop, in decode steps on a GPU of the kind that an answer begins
 # with. A turn of a CUDA graph's loop takes about 7 us, and each layer in it takes the time to
@@ -171,11 +171,11 @@ class LayerPass:
         (out, lse), after = self.layer.method.attend(new, cache, segment, ctx)
         if sinks is not None:
             out = with_sinks(out, lse, sinks)
-        olds, structure = jax.tree.flatten(cache, is_leaf=_is_plane)
+        olds, structure = jax.tree.flatten(cache, is_leaf=is_plane)
         news = structure.flatten_up_to(after)
         pairs = list(zip(olds, news, strict=True))
         self.handed_on.update(i for i, (old, new) in enumerate(pairs) if old is new)
-        return out, structure.unflatten(_kept(old, new) for old, new in pairs)
+        return out, structure.unflatten(written(old, new) for old, new in pairs)
 
 
 def _tokens_of_a_shard(mesh: AnyMesh, x: Array) -> int:
@@ -329,11 +329,8 @@ class _Carried:
         parts = self._joined(self._structure.flatten_up_to(cache))
         after = []
         for i, (stack, part) in enumerate(zip(stacks, parts, strict=True)):
-            if isinstance(part, Plane):
-                stack = part.whole
-            elif not self._few[i] and self._changed(i):
-                stack = jax.lax.dynamic_update_index_in_dim(stack, part, layer, 0)
-            after.append(stack)
+            changed = self._in_place[i] or (not self._few[i] and self._changed(i))
+            after.append(put(stack, layer, part) if changed else stack)
         return after, [part if few else None for part, few in zip(parts, self._few, strict=True)]
 
     def _changed(self, group: int) -> bool:
@@ -356,17 +353,6 @@ class _Carried:
                     array if one else jax.lax.index_in_dim(array, i, axis, keepdims=False)
                 )
         return self._structure.unflatten(found[number] for number in sorted(found))
-
-
-def _is_plane(node: Any) -> bool:
-    return isinstance(node, Plane)
-
-
-def _kept(old: Any, new: Any) -> Any:
-    """What the loop carries on: where a method made an array anew, the plane it is written to."""
-    if isinstance(old, Plane) and not isinstance(new, Plane):
-        return old.write(new)
-    return new
 
 
 @program(static=(0,), places=lambda ends, params, x: x.sharding)

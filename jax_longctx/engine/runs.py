@@ -18,7 +18,7 @@ from jax_longctx.caches import Offloaded
 from jax_longctx.engine.compiling import IN_PLACE, program
 from jax_longctx.engine.setup import Setup
 from jax_longctx.sharding import Stacked, leaf_fields, numbers_of_layers, tree_shardings
-from pallas_kernels.plane import Plane
+from pallas_kernels.plane import Plane, put
 
 
 def places_of_layers(caches: Sequence[Any]) -> list[tuple[int, int]]:
@@ -89,15 +89,7 @@ def _planes(stacks: Any, layer: Any) -> Any:
 
 def _with_planes(stacks: Any, parts: Any, layer: Any) -> Any:
     """`_planes` undone."""
-    return jax.tree.map(
-        lambda whole, part: (
-            part.whole
-            if isinstance(part, Plane)
-            else jax.lax.dynamic_update_index_in_dim(whole, part, layer, 0)
-        ),
-        stacks,
-        parts,
-    )
+    return jax.tree.map(lambda whole, part: put(whole, layer, part), stacks, parts)
 
 
 def seated_store(old: Offloaded, new: Offloaded, row: Any, place: Any) -> Offloaded:

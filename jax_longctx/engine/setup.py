@@ -36,7 +36,8 @@ from jax_longctx.models.rope import RopeConfig
 from jax_longctx.parts.sliding_window import SLIDING_WINDOW
 from jax_longctx.settings import Offload, StoredForm
 from jax_longctx.sharding import AnyMesh, logical_spec, numbers_of_layers
-from pallas_kernels.common import Capped, empty
+from pallas_kernels.common import Capped
+from pallas_kernels.quantised import empty
 from pallas_kernels.row_matmul import MAX_ROWS
 
 # Rows of a matmul that cuBLAS takes in bfloat16 with results in float32.

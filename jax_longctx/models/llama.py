@@ -30,7 +30,6 @@ from jax_longctx.sharding import AnyMesh, logical_sharding, logical_spec
 from pallas_kernels.quantised_matrix import (
     AnyMatrix,
     QuantisedMatrix,
-    map_parts,
 )
 
 # (q_BTNH, k_BTKH, v_BTKH, the layer's cache) -> (out_BTNH, cache)
@@ -499,8 +498,8 @@ def _gathered(split: tuple[Any, Any], mesh: AnyMesh, params: Any) -> Any:
     for path, array in traverse_util.flatten_dict(params).items():
         info = infos[path]
         if isinstance(array, QuantisedMatrix):
-            info = QuantisedMatrix(info, info.of_scales, None)
-        placed[path] = map_parts(array, gathered, info)
+            info = QuantisedMatrix(info, info.of_scales, array.dtype)
+        placed[path] = jax.tree.map(gathered, array, info)
     return traverse_util.unflatten_dict(placed)
 
 

@@ -25,7 +25,7 @@ from jax_longctx.models.param_info import ParamInfo, info_of
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import StoredForm
 from jax_longctx.sharding import AnyMesh, check_divisible
-from pallas_kernels.quantised_matrix import QuantisedMatrix, map_parts, quantise_matrix
+from pallas_kernels.quantised_matrix import QuantisedMatrix, quantise_matrix
 
 
 def layer_params(params: Any, index: Any) -> Any:
@@ -43,12 +43,12 @@ def layer_params(params: Any, index: Any) -> Any:
         # An array, or numpy's.
         return x[:, :, :-2].reshape(x.shape[0], -1, x.shape[3])
 
-    layer["attn"] |= {"q": map_parts(qkv, queries)}
+    layer["attn"] |= {"q": jax.tree.map(queries, qkv)}
     layer["attn"] |= {
-        name: map_parts(qkv, lambda x, at=at: x[:, :, at]) for name, at in (("k", -2), ("v", -1))
+        name: jax.tree.map(lambda x, at=at: x[:, :, at], qkv) for name, at in (("k", -2), ("v", -1))
     }
     layer["mlp"] |= {
-        name: map_parts(gate_up, lambda x, at=at: x[..., at, :])
+        name: jax.tree.map(lambda x, at=at: x[..., at, :], gate_up)
         for name, at in (("gate", 0), ("up", 1))
     }
     return layer

@@ -54,9 +54,8 @@ from pallas_kernels.decode_attention.gpu_plan import (
     part_of,
     plan_of,
 )
-from pallas_kernels.dispatch import in_8_bits
 from pallas_kernels.hopper_stream import BLOCK
-from pallas_kernels.quantised import AnyStored, Quantised, parts_of
+from pallas_kernels.quantised import AnyStored, Quantised, coded, parts_of
 
 # The merge: threads of a block, each with one channel of one row or two, and the most pieces that
 # registers hold.
@@ -71,7 +70,7 @@ def unsupported(q: Array, k: AnyStored, v: AnyStored | None = None) -> str | Non
         return f"{rows} queries for one kv head, at most {hopper.ROWS}"
     if k.shape[2] % hopper.TILE_ROWS:
         return f"{k.shape[2]} slots are not whole tiles of {hopper.TILE_ROWS}"
-    if in_8_bits(k, v) and k.shape[2] % BLOCK:
+    if coded(k, v) and k.shape[2] % BLOCK:
         return f"{k.shape[2]} slots of int8 are not whole blocks of {BLOCK}"
     if k.shape[0] > MAX_BATCH:
         return f"{k.shape[0]} rows, at most {MAX_BATCH}"

@@ -40,6 +40,7 @@ from pallas_kernels.common import (
     group_heads,
     ungroup_heads,
 )
+from pallas_kernels.plane import rows_of
 from pallas_kernels.quantised import Quantised
 
 # Bytes of one buffer of a key block: the copy then takes a few times a grid step's fixed cost.
@@ -107,7 +108,7 @@ def decode_attention(
         [
             (q_BKRH, rows_spec),
             *((tpu.as_stored(x), keys) for x in values),
-            *((tpu.rows_of(x), scale_spec) for x in scales),
+            *((rows_of(x)[0], scale_spec) for x in scales),
             *((x, position_spec) for x in positions),
         ],
         [

@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from pallas_kernels import dispatch
+from pallas_kernels.quantised import coded
 from pallas_kernels.quantised_matrix import AnyMatrix
 from pallas_kernels.row_matmul import gpu, reference, xla
 
@@ -40,7 +41,7 @@ def row_matmul(
     run = dispatch.select(
         "row_matmul",
         implementation,
-        f"{x.dtype} {x.shape[1]} to {w.shape[1]}" + ", weights in int8" * dispatch.in_8_bits(w),
+        f"{x.dtype} {x.shape[1]} to {w.shape[1]}" + ", weights in int8" * coded(w),
         xla=xla.row_matmul,
         gpu=dispatch.Kernel(gpu.row_matmul, lambda: gpu.unsupported(x, w)),
         reference=reference.row_matmul,

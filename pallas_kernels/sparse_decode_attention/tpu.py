@@ -31,8 +31,7 @@ from jaxtyping import Float
 
 from pallas_kernels import tpu_common as tpu
 from pallas_kernels.common import AnyCache, Scale, capped, factor_of
-from pallas_kernels.dispatch import in_8_bits
-from pallas_kernels.quantised import AnyStored
+from pallas_kernels.quantised import AnyStored, coded
 from pallas_kernels.sparse_decode_attention.lists import Pages, entries_of, results_of, rows_of
 
 # Slots of a block: large enough that its copies take longer than a grid step's fixed cost.
@@ -43,7 +42,7 @@ _UNROLLED = 8
 
 def unsupported(q: Array, k: AnyStored, v: AnyStored, entries: Array, page_size: int) -> str | None:
     """Why the kernel cannot run these arguments, or None."""
-    if in_8_bits(k, v):
+    if coded(k, v):
         return "it reads no keys and values in int8"
     head_dim, slots = k.shape[3], k.shape[2]
     rows = tpu.SUBLANES.get(k.dtype.itemsize, 1)

@@ -24,7 +24,8 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.common import MASKED, AnyCache, Scale, capped, factor_of
-from pallas_kernels.plane import Plane, part_of
+from pallas_kernels.plane import Plane, each_array, part_of
+from pallas_kernels.plane import rows_of as plane_rows
 from pallas_kernels.quantised import Quantised, dequantised
 from pallas_kernels.sparse_decode_attention.lists import Pages, rows_of
 
@@ -140,18 +141,19 @@ def _gather(x: Any, heads: Int[Any, "..."], slots: Array) -> Array:
     axes are flattened into one, XLA turns all of x into another layout on TPU. What lies in 8 bits
     is gathered so, and becomes numbers then.
     """
-    if isinstance(x, Quantised):
-        return dequantised(x.map(lambda part: _gather(part, heads, slots)))
     heads, slots = jnp.broadcast_arrays(heads, slots)
-    if isinstance(x, Plane):
-        rows, first = x.rows()
-        row_B = first + jnp.arange(len(heads)).reshape(-1, *[1] * (heads.ndim - 1))
-        return rows.at[row_B, heads, slots].get(mode="promise_in_bounds")
 
     def of(row: Array, heads: Array, slots: Array) -> Array:
         return row.at[heads, slots].get(mode="promise_in_bounds")
 
-    return jax.vmap(of)(x, heads, slots)
+    def lines(part: Any) -> Array:
+        if not isinstance(part, Plane):
+            return jax.vmap(of)(part, heads, slots)
+        rows, first = plane_rows(part)
+        row_B = first + jnp.arange(len(heads)).reshape(-1, *[1] * (heads.ndim - 1))
+        return rows.at[row_B, heads, slots].get(mode="promise_in_bounds")
+
+    return dequantised(each_array(lines, x))
 
 
 def _softmaxes(

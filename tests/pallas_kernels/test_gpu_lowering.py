@@ -8,8 +8,8 @@ from jax.experimental.mosaic.gpu import layout_inference
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import hopper
-from pallas_kernels.common import empty
 from pallas_kernels.decode_attention import gpu as decode_gpu
+from pallas_kernels.quantised import empty
 from pallas_kernels.quantised_matrix import quantise_matrix
 from pallas_kernels.row_matmul import MAX_ROWS
 from pallas_kernels.row_matmul import gpu as row_gpu

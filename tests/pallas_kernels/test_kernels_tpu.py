@@ -16,11 +16,11 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.attention_mass import reference as mass_reference
 from pallas_kernels.attention_mass import tpu as mass_tpu
 from pallas_kernels.attention_mass.reference import Reduction
-from pallas_kernels.common import Window, empty
+from pallas_kernels.common import Window
 from pallas_kernels.decode_attention import reference as decode_reference
 from pallas_kernels.decode_attention import tpu as decode_tpu
 from pallas_kernels.plane import Plane
-from pallas_kernels.quantised import dequantised, quantise
+from pallas_kernels.quantised import dequantised, empty, quantise
 from pallas_kernels.sparse_decode_attention import Pages
 from pallas_kernels.sparse_decode_attention import reference as sparse_reference
 from pallas_kernels.sparse_decode_attention import tpu as sparse_tpu

@@ -9,7 +9,7 @@ from pallas_kernels import hopper, quantised
 from pallas_kernels.attention_mass import Reduction, attention_mass
 from pallas_kernels.attention_mass import api as mass_api
 from pallas_kernels.attention_mass import reference as mass_reference
-from pallas_kernels.common import Window, block_of, empty
+from pallas_kernels.common import Window, block_of
 from pallas_kernels.decode_attention import (
     attend_with_logits,
     decode_attention,
@@ -19,10 +19,9 @@ from pallas_kernels.decode_attention import (
 )
 from pallas_kernels.decode_attention import gpu as decode_gpu
 from pallas_kernels.decode_attention import tpu as decode_tpu
-from pallas_kernels.dispatch import in_8_bits
 from pallas_kernels.plane import Plane, part_of
 from pallas_kernels.prefill_attention import api, cache_attention, reference, xla
-from pallas_kernels.quantised import stored_as
+from pallas_kernels.quantised import coded, empty, stored_as
 from pallas_kernels.sparse_decode_attention import Pages, Shared, sparse_decode_attention
 from pallas_kernels.sparse_decode_attention import api as sparse_api
 from pallas_kernels.topk_scores import api as topk_api
@@ -74,13 +73,13 @@ def test_what_is_not_finite_bytes_and_dtypes_of_what_is_stored():
     kept = stored_as(like, draw(1, K, 5, H))
     assert jax.tree.structure(kept) == jax.tree.structure(like)
     assert dequantised(kept).dtype == jnp.bfloat16
-    assert in_8_bits(draw(3), kept) and not in_8_bits(draw(3))
+    assert coded(draw(3), kept) and not coded(draw(3))
 
 
 def test_a_block_of_a_layer_of_many():
     layers = [quantise(draw(B, K, S, H, seed=i)) for i in range(3)]
     stacks = jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
-    plane = stacks.map(lambda whole: Plane(whole, jnp.int32(1)))
+    plane = jax.tree.map(lambda whole: Plane(whole, jnp.int32(1)), stacks)
     assert plane.shape == (B, K, S, H) and plane.nbytes == layers[1].nbytes
     expected = np.asarray(dequantised(layers[1]))[:, :, 40:60]
     np.testing.assert_array_equal(block_of(plane, 40, 20), expected)
@@ -163,7 +162,7 @@ def test_an_operation_over_8_bits_is_its_definition(operation, slots, queries, h
 
 
 def test_rows_over_one_cache_and_heads_that_do_not_fit():
-    k, v = (x.map(lambda part: part[:1]) for x in stored())
+    k, v = (jax.tree.map(lambda part: part[:1], x) for x in stored())
     q, length = draw(B, 1, K * G, H), jnp.array([41])
     close(*both(shared_decode_attention, q, k, v, length, scale=0.3), rtol=2e-5, atol=2e-5)
     with pytest.raises(ValueError, match="does not fit"):
@@ -196,7 +195,9 @@ def test_logits_and_values_apart():
 )
 def test_a_kernel_that_reads_floats_is_given_blocks(monkeypatch, slots, block, each, floats):
     """`floats`: which of keys and values are not in 8 bits."""
-    stacked = (x.map(lambda part: jnp.concatenate([part, part[:1]])) for x in stored(slots))
+    stacked = (
+        jax.tree.map(lambda part: jnp.concatenate([part, part[:1]]), x) for x in stored(slots)
+    )
     both = [dequantised(x) if i in floats else x for i, x in enumerate(stacked)]
     q, lengths, sizes = draw(3, 24, K * G, H), jnp.array([slots - 9, 0, 41]), []
 
@@ -231,7 +232,7 @@ def test_a_kernel_of_mass_that_reads_floats_is_given_blocks(monkeypatch, squares
 def test_a_kernel_of_the_best_keys_that_reads_floats_is_given_blocks(monkeypatch):
     """Ties, of repeated keys, go to the lowest slot whatever block they lie in."""
     k, _ = stored(320)
-    k = k.map(lambda part: jnp.concatenate([part, part], axis=2))
+    k = jax.tree.map(lambda part: jnp.concatenate([part, part], axis=2), k)
     q, start, stop = draw(B, 3, K * G, H), jnp.array([3, 0]), jnp.array([630, 50])
     tolerance = jnp.full(q.shape[:3], 1e-4)
     given = (q, k, (start, stop))
@@ -247,10 +248,12 @@ def test_a_kernel_of_the_best_keys_that_reads_floats_is_given_blocks(monkeypatch
 @pytest.mark.parametrize("lists", [K, K * G])
 def test_sparse_decode_attention_of_rows_that_share_slots(lists):
     k, v = stored()
-    shared = Shared(*(x.map(lambda y: y[:1]) for x in (k, v)), jnp.array([200]))
-    own = [x.map(lambda y: y[:, :, 200:]) for x in (k, v)]
+    shared = Shared(*jax.tree.map(lambda y: y[:1], (k, v)), jnp.array([200]))
+    own = jax.tree.map(lambda y: y[:, :, 200:], [k, v])
     whole = [
-        x.map(lambda y: jnp.concatenate([jnp.repeat(y[:1, :, :200], B, 0), y[:, :, 200:]], 2))
+        jax.tree.map(
+            lambda y: jnp.concatenate([jnp.repeat(y[:1, :, :200], B, 0), y[:, :, 200:]], 2), x
+        )
         for x in (k, v)
     ]
     pages = jnp.tile(jnp.array([0, 3, 20, 28, -1]), (B, lists, 1))

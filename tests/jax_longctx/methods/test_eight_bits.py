@@ -250,7 +250,7 @@ def test_numbers_and_scales_are_written_and_read_together(
     @jax.jit
     def write_and_read(kept, text, start, valid, listed):
         if plane:
-            kept = kept.map(lambda part: Plane(jnp.stack([part * 0, part, part * 0]), jnp.int32(1)))
+            kept = jax.tree.map(lambda x: Plane(jnp.stack([x * 0, x, x * 0]), jnp.int32(1)), kept)
         written = append_only.write_rows(kept, text, start, valid)
         return part_of(written), reading.read_lines(written, listed)
 
