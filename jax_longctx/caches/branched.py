@@ -24,7 +24,6 @@ from jax_longctx.sharding import Leaf, axes_field, described, leaf_axes
 from pallas_kernels.common import AnyCache, merge
 from pallas_kernels.decode_attention import decode_attention, shared_decode_attention
 from pallas_kernels.plane import part_of
-from pallas_kernels.quantised import AnyStored
 from pallas_kernels.sparse_decode_attention import Shared
 
 
@@ -51,7 +50,7 @@ class Branched:
 
     shared: Any
     own: Any
-    split_at: AnyStored = axes_field(None, in_place=True)
+    split_at: Any = axes_field(None, in_place=True)
 
     @property
     def split(self) -> Int[Array, " 1"]:
@@ -62,20 +61,16 @@ class Branched:
         """The same with other entries of the rows' own."""
         return dataclasses.replace(self, own=own)
 
-    # What a class says of a context's part, where that is more than its entries.
+    # Of a context's part, whose arrays all have entries unless a class says otherwise: what rows
+    # share, the part with that, and the part as a row's own from `split` on.
 
-    @staticmethod
-    def of_part(part: Any) -> Any:
-        """What rows share of it."""
+    def of_part(self, part: Any) -> Any:
         return part
 
     def into_part(self, part: Any) -> Any:
-        """It with what the rows share."""
         return self.shared
 
-    @staticmethod
-    def beyond(part: Any, split: Any) -> Any:
-        """It as the rows' own, whose first entry is `split`."""
+    def beyond(self, part: Any, split: Any) -> Any:
         return part
 
 
@@ -99,15 +94,13 @@ def parting[T: type](kind: type) -> Callable[[T], T]:
 class BranchedStore(Branched, Store):
     """An `AppendCache` of rows that go on from one context, whose part is `KeysValues`."""
 
-    @staticmethod
-    def of_part(part: AppendCache) -> KeysValues:
+    def of_part(self, part: AppendCache) -> KeysValues:
         return KeysValues(part.k, part.v)
 
     def into_part(self, part: AppendCache) -> AppendCache:
         return dataclasses.replace(part, k=self.shared.k, v=self.shared.v)
 
-    @staticmethod
-    def beyond(part: AppendCache, split: Any) -> AppendCache:
+    def beyond(self, part: AppendCache, split: Any) -> AppendCache:
         return dataclasses.replace(part, length=part.length - split)
 
     @property

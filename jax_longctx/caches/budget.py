@@ -17,8 +17,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches.append_only import write_rows
+from jax_longctx.caches.host_pages import with_slots
 from jax_longctx.caches.reading import numbers
-from jax_longctx.contract import QKV, Attended, CacheShape, LayerContext, resized
+from jax_longctx.contract import QKV, Attended, CacheShape, LayerContext
 from jax_longctx.sharding import OwnAxis, axes_field
 from pallas_kernels.common import AnyCache, Scale, Stored, merge
 from pallas_kernels.decode_attention import decode_attention
@@ -86,8 +87,7 @@ class BudgetCache:
         """`keys` and values in `room` slots, as they are stored."""
         keys: Any = self.keys(turned)
         keys = keys if turned is None else stored_as(self.k, keys)
-        k, v = (jax.tree.map(lambda part: resized(part, 2, room), x) for x in (keys, self.v))
-        return k, v
+        return with_slots((keys, self.v), room)
 
     def append(
         self, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], valid: Int[Array, " B"]

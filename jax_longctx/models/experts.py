@@ -23,7 +23,6 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.models.mixture import Mixture
 from pallas_kernels.expert_matmul import MAX_ROWS, expert_matmul
-from pallas_kernels.quantised_matrix import map_parts
 
 # Rows of a block, where an expert has so many rows on average.
 BLOCKS = (MAX_ROWS, 64, 128)
@@ -119,7 +118,7 @@ def _by_expert(gated: Gated, x: Array, weights: Array, chosen: Array, params: An
 def _multiplied(gated: Gated, x: Array, blocks: Array, used: Array, params: Any) -> Array:
     """What each block's expert makes of its rows, [U, R, D]."""
     if "gate_up" in params:
-        flat = map_parts(params["gate_up"], lambda w: w.reshape(*w.shape[:2], -1))
+        flat = jax.tree.map(lambda w: w.reshape(*w.shape[:2], -1), params["gate_up"])
         both_URC = expert_matmul(x, flat, blocks, used)
         gate, up = jnp.split(both_URC, 2, axis=-1)
     else:

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.expert_matmul import reference, xla
+from pallas_kernels.quantised import coded
 from pallas_kernels.quantised_matrix import AnyMatrix
 
 # Blocks of at most as many rows are bound by the bytes of the matrices.
@@ -44,7 +45,7 @@ def expert_matmul(
         "expert_matmul",
         implementation,
         f"{x.dtype} blocks of {x.shape[1]} rows, {w.shape[0]} experts, {w.shape[1]} to "
-        f"{w.shape[2]}" + ", weights in int8" * dispatch.in_8_bits(w),
+        f"{w.shape[2]}" + ", weights in int8" * coded(w),
         xla=xla.expert_matmul,
         reference=reference.expert_matmul,
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.quantised_matrix import AnyMatrix, QuantisedMatrix, map_parts
+from pallas_kernels.quantised_matrix import AnyMatrix, QuantisedMatrix
 
 
 def expert_matmul(
@@ -23,7 +23,7 @@ def expert_matmul(
 
     def turn(block: Any, y: Array) -> Array:
         rows = of(x, block if len(x) > 1 else 0)
-        matrix = map_parts(w, lambda part: of(part, of(experts, block)))
+        matrix = jax.tree.map(lambda part: of(part, of(experts, block)), w)
         if isinstance(matrix, QuantisedMatrix):
             product = matrix.product(rows, 1)
         else:
