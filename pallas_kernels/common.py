@@ -55,6 +55,11 @@ def factor_of(scale: Scale) -> float:
     return scale.factor if isinstance(scale, Capped) else scale
 
 
+def cap_of(scale: Scale) -> float | None:
+    """The cap, if there is one."""
+    return scale.cap if isinstance(scale, Capped) else None
+
+
 def capped(scores: Array, scale: Scale) -> Array:
     """Products of q.k and `factor_of(scale)` as scores; -inf stays -inf."""
     if not isinstance(scale, Capped):

@@ -55,7 +55,7 @@ def causal_attention(
         scale,
         xla=xla.causal_attention,
         gpu=dispatch.Kernel(gpu.causal_attention, lambda: gpu.unsupported_causal(q)),
-        tpu=dispatch.Kernel(tpu.causal_attention, lambda: unsupported_keys(q)),
+        tpu=dispatch.Kernel(tpu.causal_attention, lambda: unsupported_keys(q), caps=True),
         reference=reference.causal_attention,
     )
     return run(q, k, v, scale=scale, window=window)
@@ -92,6 +92,7 @@ def cache_attention(
         tpu=dispatch.Kernel(
             partial(_by_block, tpu.cache_attention),
             lambda: tpu.unsupported_cache(q, k, window),
+            caps=True,
         ),
         reference=partial(reference.cache_attention, window=window),
     )

@@ -35,8 +35,11 @@ from pallas_kernels.common import (
     Chunk,
     PerRow,
     Queries,
+    Scale,
     Window,
     blank_rows,
+    cap_of,
+    factor_of,
     merge,
 )
 from pallas_kernels.quantised import AnyStored
@@ -67,7 +70,7 @@ def causal_attention(
     k: Chunk,
     v: Chunk,
     *,
-    scale: float,
+    scale: Scale,
     window: int | None = None,
     interpret: bool = False,
 ) -> Attended:
@@ -86,6 +89,7 @@ def causal_attention(
         masks.MultiHeadMask([mask] * (batch * heads)),
         block_sizes=_block_sizes(_query_block(tokens), _query_block(tokens), q.shape[3]),
         save_residuals=True,
+        attn_logits_soft_cap=cap_of(scale),
         interpret=interpret,
     )
     out_XTH, (lse_XT,) = kernel(q_heads, k_heads, v_heads)
@@ -93,7 +97,7 @@ def causal_attention(
 
 
 def cache_attention(
-    q: Queries, k: Cache, v: Cache, lengths: PerRow, *, scale: float, interpret: bool = False
+    q: Queries, k: Cache, v: Cache, lengths: PerRow, *, scale: Scale, interpret: bool = False
 ) -> Attended:
     """Every query of row b sees the slots below lengths[b]."""
     block = _key_block(k.shape[2])
@@ -116,13 +120,13 @@ def cache_attention(
         return jnp.broadcast_to(x_XJ[:, None], shape).astype(jnp.int32)
 
     # 0: nothing of a block is seen, 2: everything.
-    kernel = _kernel(
-        query_block, k, block, interpret, over_queries(fetched_XJ), over_queries(2 * visited_XJ)
-    )
+    sizes = _block_sizes(query_block, block, k.shape[3])
+    how = {"cap": cap_of(scale), "interpret": interpret}
+    kernel = _kernel(sizes, over_queries(fetched_XJ), over_queries(2 * visited_XJ), **how)
     out_XTH, (lse_XT,) = kernel(q_heads, _fold(k), _fold(v))
     whole = _unfold(out_XTH, lse_XT, q.shape)
     # The block that the length cuts through: its first slots are valid.
-    kernel = _kernel(query_block, k, block, interpret)
+    kernel = _kernel(sizes, **how)
     q_BNTH = q_heads.reshape(q.shape[0], heads, *q_heads.shape[1:])
     queries_BT = jnp.zeros((q.shape[0], q_heads.shape[1]), jnp.int32)
     slots_BZ = jnp.where(jnp.arange(block) < tail_B[:, None], 0, 1)
@@ -134,12 +138,12 @@ def cache_attention(
 
 
 def _kernel(
-    query_block: int,
-    k: Cache,
-    key_block: int,
-    interpret: bool,
+    sizes: splash.BlockSizes,
     fetched: Array | None = None,
     seen: Array | None = None,
+    *,
+    cap: float | None,
+    interpret: bool,
 ) -> splash.SplashAttentionKernel:
     """Splash without a mask but, where they are given, the maps of blocks."""
     return splash.SplashAttentionKernel(
@@ -152,11 +156,11 @@ def _kernel(
         ),
         None,
         None,
-        block_sizes=_block_sizes(query_block, key_block, k.shape[3]),
+        block_sizes=sizes,
         is_mqa=False,
         save_residuals=True,
         mask_value=splash.DEFAULT_MASK_VALUE,
-        attn_logits_soft_cap=None,
+        attn_logits_soft_cap=cap,
         residual_checkpoint_name=None,
         mask_function=None,
         interpret=interpret,
@@ -219,10 +223,10 @@ def _pad_tokens(x: Float[Array, "X T H"], tokens: int) -> Array:
     return jnp.pad(x, ((0, 0), (0, tokens - x.shape[1]), (0, 0)))
 
 
-def _fold_queries(q: Queries, scale: float) -> Array:
+def _fold_queries(q: Queries, scale: Scale) -> Array:
     """Scaled queries [B*N,T',H], T' a whole number of query blocks."""
     block = _query_block(q.shape[1])
-    scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    scaled = (q.astype(jnp.float32) * factor_of(scale)).astype(q.dtype)
     return _pad_tokens(_fold(jnp.moveaxis(scaled, 2, 1)), -(-q.shape[1] // block) * block)
 
 

@@ -15,9 +15,10 @@ from pallas_kernels.common import Capped, Window
 from pallas_kernels.decode_attention import attend_with_logits, decode_attention
 from pallas_kernels.decode_attention import tpu as decode_tpu
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
+from pallas_kernels.prefill_attention import tpu as prefill_tpu
 from pallas_kernels.sparse_decode_attention import Pages, sparse_decode_attention
 
-SCALE = Capped(0.9, 1.7)
+SCALE, INTERPRET = Capped(0.9, 1.7), pltpu.InterpretParams()
 LENGTHS = np.array([0, 130, 256])
 
 
@@ -34,7 +35,6 @@ def operation(name):
         "causal": partial(causal_attention, few, new, new, scale=SCALE, window=3),
         "cache": partial(cache_attention, few, k, v, held, scale=SCALE, window=seen),
         "decode": partial(decode_attention, one, k, v, held, scale=SCALE),
-        "tpu": partial(decode_tpu.decode_attention, one, k, v, held, scale=SCALE),
         "sparse": partial(
             sparse_decode_attention, one, k, v, pages, scale=SCALE, prior=draw(3, 1, 4, 8)
         ),
@@ -53,9 +53,17 @@ def test_in_bounded_memory_as_by_definition(name):
     check(*(operation(name)(implementation=it) for it in ("xla", "reference")))
 
 
-def test_on_a_tpu_as_by_definition():
-    found = operation("tpu")(block=128, interpret=pltpu.InterpretParams())
-    check(found, operation("decode")(implementation="reference"))
+@pytest.mark.parametrize("name", ["decode", "causal", "cache"])
+def test_on_a_tpu_as_by_definition(name):
+    kernels = {
+        "decode": partial(decode_tpu.decode_attention, block=128, interpret=INTERPRET),
+        "causal": partial(prefill_tpu.causal_attention, interpret=True),
+        "cache": partial(prefill_tpu.cache_attention, interpret=True),
+    }
+    given = operation(name)
+    how = {key: value for key, value in given.keywords.items() if name != "cache" or key == "scale"}
+    found = kernels[name](*given.args, **how)
+    check(found, given.func(*given.args, **how, implementation="reference"))
 
 
 def test_a_kernel_without_caps_says_so(monkeypatch):

@@ -80,6 +80,19 @@ def test_tpu_segment_compiles_in_place_with_its_kernel():
 
 
 @pytest.mark.slow
+def test_tpu_windows_are_written_in_place_and_scores_capped_in_the_kernel():
+    window = 4096
+    setup = on_v5e((1, 1, 1), windows=(window, None) * 2, attention_cap=30.0)
+    ring = 2 * SIZES["num_kv_heads"] * window * SIZES["head_dim"] * 2
+    decode = compile_decode(setup, 1, SLOTS)
+    memory = decode.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache_bytes(setup, 1, SLOTS)
+    assert memory.temp_size_in_bytes < ring / 4
+    # One for each kind of layer: the kinds take turns in one loop.
+    assert decode.as_text().count("tpu_custom_call") == 2
+
+
+@pytest.mark.slow
 def test_tpu_rows_over_one_context_copy_no_layer_of_it():
     """Sharded; `test_gpu_compile` looks at one device."""
     mesh = (1, 2, 2)
