@@ -119,7 +119,7 @@ _GEMMA3 = {
         "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
     },
     "sliding_window": 512,
-    "layer_types": [("full" if n % 6 == 5 else "sliding") + "_attention" for n in range(26)],
+    "layer_types": ["full_attention" if n % 6 == 5 else "sliding_attention" for n in range(26)],
     "final_logit_softcapping": None,
     "tie_word_embeddings": True,
 }
