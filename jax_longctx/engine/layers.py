@@ -29,6 +29,7 @@ from jax_longctx.engine.products import Divided, gathers_weights
 from jax_longctx.engine.runs import of_layer
 from jax_longctx.engine.setup import BATCH, Ends, Layer, Setup, without_layers
 from jax_longctx.models.llama import Products, ends_of, gathered_ends, gathered_layer, layer_of
+from jax_longctx.models.params import indexed_layer
 from jax_longctx.sharding import (
     AnyMesh,
     Stacked,
@@ -237,7 +238,7 @@ class _LayerOfRun:
         @jax.jit
         def layer(index: Array, x: Array, stacks: Any, own: Any) -> tuple[Array, Any, Any]:
             cache = carried.cache_of(stacks, index, own)
-            weights = of_layer(layers, first + (index if step == 1 else step * index))
+            weights = indexed_layer(layers, first + (index if step == 1 else step * index))
             x, cache = each.through(weights, x, cache, carried.specs)
             return x, *carried.with_cache(stacks, index, cache)
 

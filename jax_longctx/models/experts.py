@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.models.mixture import Mixture
 from pallas_kernels.expert_matmul import MAX_ROWS, expert_matmul
+from pallas_kernels.plane import Plane, is_plane
 
 # Rows of a block, where an expert has so many rows on average.
 BLOCKS = (MAX_ROWS, 64, 128)
@@ -68,8 +69,8 @@ def through_experts(
     """The weighted sum of what each row's experts make of it.
 
     Args:
-      params: `down` [E,F,D], `gate` and `up` [E,D,F] or `gate_up` [E,D,2,F], and `gate_bias` and
-        `up_bias` [E,F] where there are any.
+      params: `down` [E,F,D], `gate` and `up` [E,D,F] or `gate_up` [E,2,D,F], as arrays or `Plane`s;
+        and `gate_bias` and `up_bias` [E,F] where there are any.
     """
     if len(x) <= MAX_ROWS:
         return _few_rows(gated, x, weights, chosen, params)
@@ -118,12 +119,23 @@ def _by_expert(gated: Gated, x: Array, weights: Array, chosen: Array, params: An
 def _multiplied(gated: Gated, x: Array, blocks: Array, used: Array, params: Any) -> Array:
     """What each block's expert makes of its rows, [U, R, D]."""
     if "gate_up" in params:
-        flat = jax.tree.map(lambda w: w.reshape(*w.shape[:2], -1), params["gate_up"])
-        both_URC = expert_matmul(x, flat, blocks, used)
-        gate, up = jnp.split(both_URC, 2, axis=-1)
+        both = jax.tree.map(_flat, params["gate_up"], is_leaf=is_plane)
+        if len(x) == 1:
+            pairs = (2 * blocks[:, None] + jnp.arange(2)).reshape(-1)
+            both_CRF = expert_matmul(x, both, pairs, 2 * used)
+            gate, up = both_CRF[::2], both_CRF[1::2]
+        else:
+            gate, up = (expert_matmul(x, both, 2 * blocks + i, used) for i in range(2))
     else:
         gate, up = (expert_matmul(x, params[name], blocks, used) for name in ("gate", "up"))
     if "gate_bias" in params:
         gate = gate + params["gate_bias"][blocks][:, None]
         up = up + params["up_bias"][blocks][:, None]
     return expert_matmul(gated(gate, up).astype(x.dtype), params["down"], blocks, used)
+
+
+def _flat(w: Any) -> Any:
+    """Gates and ups of all experts in turn, [2 E, D, F]."""
+    if isinstance(w, Plane):
+        return Plane(_flat(w.whole), w.layer)
+    return w.reshape(*w.shape[:-4], -1, *w.shape[-2:])

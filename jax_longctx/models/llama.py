@@ -27,6 +27,7 @@ from jax_longctx.models import experts
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.param_info import ParamInfo, info_of, param
 from jax_longctx.sharding import AnyMesh, logical_sharding, logical_spec
+from pallas_kernels.plane import Plane, is_plane, part_of
 from pallas_kernels.quantised_matrix import (
     AnyMatrix,
     QuantisedMatrix,
@@ -180,16 +181,24 @@ class Products:
             flat = [x.reshape(-1, x.shape[-1]) for x in rows]
             return run(*flat, parts).reshape(1, *rows[0].shape)
 
-        arrays = {name: param[...] for name, param in weights.items()}
+        # Of a loop over layers they are `Plane`s, which indexing would read.
+        arrays = {name: param.get_value() for name, param in weights.items()}
         if self.mesh is None:
             return local(*tokens, arrays)[0]
-        infos = {name: info_of(param) for name, param in weights.items()}
-        specs: dict[str, Any] = {name: self.weight_spec(info) for name, info in infos.items()}
-        summed = specs["down"][1]
-        for name, array in arrays.items():
-            if isinstance(array, QuantisedMatrix):
-                scales = self.weight_spec(infos[name].of_scales)
-                specs[name] = QuantisedMatrix(specs[name], scales, array.dtype)
+
+        def spec(part: Any, info: ParamInfo) -> Any:
+            found = self.weight_spec(info)
+            plane: Any = Plane  # of specs here
+            whole = PartitionSpec(None, *found)
+            return plane(whole, PartitionSpec()) if isinstance(part, Plane) else found
+
+        specs = {
+            name: jax.tree.map(
+                spec, array, _parts_info(array, info_of(weights[name])), is_leaf=is_plane
+            )
+            for name, array in arrays.items()
+        }
+        summed = self.weight_spec(info_of(weights["down"]))[1]
         rows = logical_spec(("batch", self.tokens, None))
         in_specs, out_specs = (*[rows] * len(tokens), specs), PartitionSpec(summed, *rows)
         # As in `Setup.shard_map`.
@@ -330,7 +339,7 @@ class MLP(nnx.Module):
 class ExpertMLP(nnx.Module):
     """Experts, of which each token goes through some (`models.experts`).
 
-    With `joined` the weights of gate and up are one array [E, D, 2, F].
+    With `joined` the weights of gate and up are one array [E, 2, D, F].
     """
 
     def __init__(self, config: ModelConfig, joined: bool = False):
@@ -338,7 +347,7 @@ class ExpertMLP(nnx.Module):
         d, f, e = config.model_dim, config.mlp_dim, config.experts.count
         self.router = param((d, e), ("embed", "experts"))
         if joined:
-            self.gate_up = param((e, d, 2, f), ("experts", "embed", None, "mlp"))
+            self.gate_up = param((e, 2, d, f), ("experts", None, "embed", "mlp"))
         else:
             self.gate = param((e, d, f), ("experts", "embed", "mlp"))
             self.up = param((e, d, f), ("experts", "embed", "mlp"))
@@ -496,11 +505,15 @@ def _gathered(split: tuple[Any, Any], mesh: AnyMesh, params: Any) -> Any:
 
     placed = {}
     for path, array in traverse_util.flatten_dict(params).items():
-        info = infos[path]
-        if isinstance(array, QuantisedMatrix):
-            info = QuantisedMatrix(info, info.of_scales, array.dtype)
-        placed[path] = jax.tree.map(gathered, array, info)
+        placed[path] = jax.tree.map(gathered, part_of(array), _parts_info(array, infos[path]))
     return traverse_util.unflatten_dict(placed)
+
+
+def _parts_info(array: Any, info: ParamInfo) -> Any:
+    """Of the parts of a parameter in this form."""
+    if isinstance(array, QuantisedMatrix):
+        return QuantisedMatrix(info, info.of_scales, array.dtype)
+    return info
 
 
 def _merged(split: tuple[Any, Any], params: Any) -> Any:

@@ -33,7 +33,7 @@ class ParamInfo:
         if first == "heads" and count == 3:
             return (0, 1)
         if first == "experts":
-            return (1,) if count > 2 else ()
+            return (count - 2,) if count > 2 else ()
         return (0,) if first in ("embed", "mlp") and count > 1 else ()
 
     @property

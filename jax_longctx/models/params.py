@@ -25,6 +25,7 @@ from jax_longctx.models.param_info import ParamInfo, info_of
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import StoredForm
 from jax_longctx.sharding import AnyMesh, check_divisible
+from pallas_kernels.plane import Plane
 from pallas_kernels.quantised_matrix import QuantisedMatrix, quantise_matrix
 
 
@@ -48,9 +49,20 @@ def layer_params(params: Any, index: Any) -> Any:
         name: jax.tree.map(lambda x, at=at: x[:, :, at], qkv) for name, at in (("k", -2), ("v", -1))
     }
     layer["mlp"] |= {
-        name: jax.tree.map(lambda x, at=at: x[..., at, :], gate_up)
+        name: jax.tree.map(lambda x, at=at: x[:, at], gate_up)
         for name, at in (("gate", 0), ("up", 1))
     }
+    return layer
+
+
+def indexed_layer(layers: Any, index: Array) -> Any:
+    """One layer's part of stacked weights. Those of experts are `Plane`s: not all are read."""
+    layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), layers)
+    if "router" in layer["mlp"]:
+        stacks = {name: layers["mlp"][name] for name in ("gate_up", "down")}
+        layer["mlp"] |= {
+            name: jax.tree.map(lambda x: Plane(x, index), stack) for name, stack in stacks.items()
+        }
     return layer
 
 
@@ -136,10 +148,11 @@ def _stack(joined: int, kv_heads: int, *leaves: Any) -> Any:
 def _stack_sharding(arrays: tuple[Any, ...]) -> NamedSharding:
     """Of the stack of a layer's arrays."""
     first, *others = arrays
-    # Joined, heads [D,N,H] are [D,K,X,H] and gate and up [...,D,2,F]: a sharded axis stays one.
+    # Joined, heads are [D,K,X,H], and gate and up [D,2,F] or [E,2,D,F]: the sharded axis stays one.
     spec = tuple(first.sharding.spec) + (None,) * (first.ndim - len(first.sharding.spec))
     if others:
-        spec = (*spec[:-1], None, spec[-1])
+        at = 2 if len(arrays) == 3 else 1
+        spec = (*spec[:at], None, *spec[at:])
     return NamedSharding(first.sharding.mesh, PartitionSpec(None, *spec))
 
 
@@ -153,7 +166,7 @@ def _joined_stack(joined: int, kv_heads: int, leaves: tuple[Array, ...]) -> Arra
         if joined == 1:
             return arrays[0]
         if joined == 2:
-            return jnp.stack(arrays, axis=-2)
+            return jnp.stack(arrays, axis=1)
         # Query head n is the n // G-th kv head's.
         grouped = [x.reshape(x.shape[0], kv_heads, -1, x.shape[2]) for x in arrays]
         return jnp.concatenate(grouped, axis=2)

@@ -4,13 +4,16 @@ Only matrices that a block chooses are read. Implementations: `xla` on every pla
 `reference` for tests.
 """
 
+from typing import Any
+
+import jax
 from jax import Array
 from jaxtyping import Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.expert_matmul import reference, xla
+from pallas_kernels.plane import Plane, is_plane
 from pallas_kernels.quantised import coded
-from pallas_kernels.quantised_matrix import AnyMatrix
 
 # Blocks of at most as many rows are bound by the bytes of the matrices.
 MAX_ROWS = 16
@@ -18,7 +21,7 @@ MAX_ROWS = 16
 
 def expert_matmul(
     x: Float[Array, "X R D"],
-    w: AnyMatrix,
+    w: Any,
     experts: Int[Array, " U"],
     count: Int[Array, ""],
     *,
@@ -30,7 +33,8 @@ def expert_matmul(
 
     Args:
       x: the blocks; of one alone each matrix is multiplied with it.
-      w: [E, D, N]; a `QuantisedMatrix` has a scale for each output of each matrix.
+      w: [E, D, N], an array or a `Plane`; or a `QuantisedMatrix` of either, which has a scale for
+        each output of each matrix.
       experts: the matrix of each block.
       implementation: "xla" or "reference"; None picks by platform and shape.
 
@@ -49,4 +53,9 @@ def expert_matmul(
         xla=xla.expert_matmul,
         reference=reference.expert_matmul,
     )
+    # All layers' matrices beside one another: no slice of a layer is made.
+    first = jax.tree.leaves(w, is_leaf=is_plane)[0]
+    if isinstance(first, Plane):
+        experts = experts + first.layer * first.shape[0]
+        w = jax.tree.map(lambda x: x.whole.reshape(-1, *x.shape[1:]), w, is_leaf=is_plane)
     return run(x, w, experts, count)

@@ -1,9 +1,9 @@
 """Compiles methods' programs for one H200 that need not be there, and prints what they hold.
 
 `python -m tests.jax_longctx.engine.gpu_programs METHOD[:OPTION=VALUE]...`, of the options `kv`,
-`weights`, `offload`, `rows`, `turn` and `only`, in a process that finds JAX's CUDA plugin: JAX
-looks for plugins once, when it begins. One line of JSON is printed for each program, or for those
-of the kind that `only` names; with `rows` for the step of rows that share a context.
+`weights`, `offload`, `rows`, `turn`, `model` and `only`, in a process that finds JAX's CUDA plugin:
+JAX looks for plugins once, when it begins. One line of JSON is printed for each program, or for
+those of the kind that `only` names; with `rows` for the step of rows that share a context.
 """
 
 import json
@@ -131,6 +131,18 @@ def copies(program, sizes):
                 yield f"{text} ... {origin}" if origin else text, sizes[math.prod(array)]
 
 
+def gathers(program: Program) -> set[str]:
+    """The shapes of large arrays of slices that lie where numbers say, in memory or in a fusion."""
+    return {
+        "x".join(map(str, sizes))
+        for computation in program.values()
+        for each in computation.instructions.values()
+        if each.operation == "gather"
+        for _, sizes in arrays(each)
+        if math.prod(sizes) >= LEAST
+    }
+
+
 def _makes(program, fusion):
     """Whether a fusion's result is memory of its own."""
     told = fusion.name + fusion.attributes
@@ -255,11 +267,11 @@ def main(methods):
         name, *forms = said.split(":")
         options = dict(form.split("=") for form in forms)
         rows = int(options.pop("rows", 1))
-        only = options.pop("only", None)
+        only, model = options.pop("only", None), options.pop("model", "llama-3.1-8b")
         a_turn = layers.LAYERS_A_TURN = int(options.pop("turn", A_TURN))
         count = 2 * a_turn
         request = PlanRequest(
-            config=ModelConfig.from_hf(PRESETS["llama-3.1-8b"] | {"num_hidden_layers": count}),
+            config=ModelConfig.from_hf(PRESETS[model] | {"num_hidden_layers": count}),
             spec=RunSpec(method=make_method(name), chunk=CHUNK, **options),
             target=parse_target("h200"),
             context=CONTEXT,
@@ -288,6 +300,7 @@ def main(methods):
                 "name": used.name,
                 "kernels": [kernels(program, body) for body in layer_loops(program, turns)],
                 "copies": list(copies(program, sizes)),
+                "gathers": sorted(gathers(program)),
                 "temporaries": compiled.memory_analysis().temp_size_in_bytes,
             }
             print(json.dumps(found), flush=True)

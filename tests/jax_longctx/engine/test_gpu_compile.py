@@ -121,6 +121,25 @@ def test_no_copies_of_weights_or_caches_and_as_many_kernels_and_bytes_as_known(m
     assert steps == methods
 
 
+@pytest.mark.long
+@pytest.mark.slow
+@needs_plugin
+def test_a_step_reads_the_chosen_experts_alone():
+    """Of Qwen3-30B-A3B 8 of 128: as slices within the fusion that multiplies, without a copy."""
+    model = "full:model=qwen3-30b-a3b"
+    kernels = {f"{model}:only=decode": 50, f"{model}:weights=int8:only=decode": 53}
+    for method, (found,) in compiled([*kernels, f"{model}:rows=4"]).items():
+        # All experts of a layer take 1.2 GB in bfloat16.
+        assert found["temporaries"] < 20e6
+        if method in kernels:
+            assert not found["copies"] and found["kernels"] == [kernels[method]]
+            # Gate and up, and down.
+            assert {name.replace("x1x", "x") for name in found["gathers"]} == {
+                "16x2048x768",
+                "8x768x2048",
+            }
+
+
 def check_copies(method, found):
     for each in found:
         # Without cuDNN, which is not there to compile with, a chunk's attention reads slices.

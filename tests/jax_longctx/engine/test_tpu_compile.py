@@ -14,6 +14,7 @@ from jax_longctx.engine.capacity import bytes_per_device
 from jax_longctx.engine.products import gathers_weights
 from jax_longctx.engine.setup import Setup
 from jax_longctx.methods import Full, make_method
+from jax_longctx.models.mixture import Mixture
 from jax_longctx.models.presets import preset
 from jax_longctx.planning.collectives import count_collectives, count_reads
 from jax_longctx.planning.compiled import abstract_params, local_arrays
@@ -90,6 +91,16 @@ def test_tpu_windows_are_written_in_place_and_scores_capped_in_the_kernel():
     assert memory.temp_size_in_bytes < ring / 4
     # One for each kind of layer: the kinds take turns in one loop.
     assert decode.as_text().count("tpu_custom_call") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 2)], ids=str)
+def test_tpu_programs_make_no_copy_of_a_layers_experts(mesh):
+    mixture = Mixture(count=16, chosen=2)
+    setup = on_v5e(mesh, family="qwen3_moe", qk_norm=True, experts=mixture, mlp_dim=2048)
+    layer = 16 * 3 * SIZES["model_dim"] * 2048 * 2 // (mesh[1] * mesh[2])
+    for compiled in (compile_decode(setup, 1, 4096), compile_segment(setup, 1, 4096, 256)):
+        assert compiled.memory_analysis().temp_size_in_bytes < layer / 4
 
 
 @pytest.mark.slow

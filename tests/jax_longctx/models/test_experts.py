@@ -36,7 +36,7 @@ def swiglu(gate, up):
 def weights(joined_up=False, biased=False):
     found = {"down": normal(COUNT, F, D, seed=3)}
     if joined_up:
-        found["gate_up"] = normal(COUNT, D, 2, F, seed=1)
+        found["gate_up"] = normal(COUNT, 2, D, F, seed=1)
     else:
         found |= {name: normal(COUNT, D, F, seed=i) for i, name in enumerate(("gate", "up"))}
     if biased:
@@ -48,7 +48,7 @@ def expected(x, share, chosen, params, clamped):
     """Row by row and expert by expert, from the formulas, in float64."""
     wide = {name: np.asarray(w, np.float64) for name, w in params.items()}
     if "gate_up" in wide:
-        wide |= {"gate": wide["gate_up"][:, :, 0], "up": wide["gate_up"][:, :, 1]}
+        wide |= {"gate": wide["gate_up"][:, 0], "up": wide["gate_up"][:, 1]}
     out = np.zeros(x.shape)
     for row, (h, its) in enumerate(zip(np.asarray(x, np.float64), np.asarray(chosen), strict=True)):
         for weight, expert in zip(np.asarray(share)[row], its, strict=True):
@@ -100,7 +100,7 @@ def test_the_choice_is_the_first_of_equals_and_its_weights_are_a_softmax():
 @pytest.mark.parametrize("rows", [3, 40])
 def test_experts_in_8_bits_are_the_numbers_that_are_stored(rows):
     x, params = normal(rows, D, seed=7), weights(joined_up=True)
-    kept = {name: quantise_matrix(w, (1,)) for name, w in params.items()}
+    kept = {name: quantise_matrix(w, (w.ndim - 2,)) for name, w in params.items()}
     floats = {name: w.values * w.scales for name, w in kept.items()}
     choice = experts.choose(MIXTURE, normal(rows, COUNT, seed=8))
     run = jax.jit(lambda params: experts.through_experts(swiglu, x, *choice, params))
@@ -108,7 +108,8 @@ def test_experts_in_8_bits_are_the_numbers_that_are_stored(rows):
 
 
 def answers(engine):
-    context = engine.prefill(ROWS, reserve=16)
+    asked = QUESTIONS if engine.method.info.needs_question else None
+    context = engine.prefill(ROWS, questions=asked, reserve=16)
     return joined(engine.stream(context, QUESTIONS, max_tokens=6))
 
 
