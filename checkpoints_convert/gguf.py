@@ -360,7 +360,7 @@ class _Settings:
         return value
 
 
-def _decimal(value: float) -> float:
+def _decimal(value: float | np.floating) -> float:
     """The shortest decimal with this float32 value: 1e-05 for 9.999999747e-06."""
     return float(str(np.float32(value)))
 

@@ -225,7 +225,7 @@ class LayerContext:
         """
         if self.rope.share == 1:
             return q * self.rope.scale
-        return (q * np.tile(self.rope.scales(q.shape[-1]), 2)).astype(q.dtype)
+        return (q * np.asarray(self.rope.scales(q.shape[-1]) * 2, np.float32)).astype(q.dtype)
 
     @property
     def head_shards(self) -> int:
@@ -323,7 +323,7 @@ def rope_angles(
     # NumPy's functions, where nothing is traced: XLA would compile a program for each of them.
     cosine, sine = (np.cos, np.sin) if isinstance(positions, np.ndarray) else (jnp.cos, jnp.sin)
     angle_BTF = positions[..., None].astype(np.float32) * frequency
-    scale_F = config.scales(head_dim)
+    scale_F = np.asarray(config.scales(head_dim), np.float32)
     return cosine(angle_BTF) * scale_F, sine(angle_BTF) * scale_F
 
 

@@ -5,8 +5,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.values import need, number, size
 
@@ -182,10 +180,10 @@ class RopeConfig:
             return temperature(self.mscale) / temperature(self.mscale_all_dim)
         return temperature(1.0)
 
-    def scales(self, head_dim: int) -> np.ndarray:
-        """`scale` for each of the H/2 pairs, 1 for those that do not turn; float32."""
-        turning = np.arange(head_dim // 2) < self.turned(head_dim) // 2
-        return np.where(turning, self.scale, 1.0).astype(np.float32)
+    def scales(self, head_dim: int) -> list[float]:
+        """`scale` for each of the H/2 pairs, 1 for those that do not turn."""
+        turning = self.turned(head_dim) // 2
+        return [self.scale] * turning + [1.0] * (head_dim // 2 - turning)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RopeConfig":

@@ -41,7 +41,7 @@ def by_flags(**fields):
     made = []
 
     @options.command
-    def command(spec=ALL):
+    def command(spec: RunSpec = ALL):
         made.append(spec)
 
     defaults = {name: each.default for name, each in inspect.signature(command).parameters.items()}

@@ -25,7 +25,7 @@ def check_empty(running):
     contexts, executor = running.served.contexts, running.served.executor
     wait_until(lambda: not (contexts._texts or executor.contexts or executor._prefilling))
     wait_until(lambda: [path.name for path in contexts.folder.iterdir()] == ["server.lock"])
-    assert running.served.scheduler._text is None
+    wait_until(lambda: running.served.scheduler._text is None)
 
 
 @pytest.mark.parametrize("how", [{}, {"save": True}, {"stream": True}])
