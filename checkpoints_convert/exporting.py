@@ -115,6 +115,7 @@ def _write_shards(
                     done += tensor.nbytes(dtype)
                     if progress is not None:
                         progress(done, total)
+                arrays.clear()
             file.flush()
             os.fsync(file.fileno())
     if len(shards) > 1:
@@ -123,8 +124,11 @@ def _write_shards(
 
 
 def _write_tensor(file: BinaryIO, tensor: FileTensor, arrays: dict[str, jax.Array]) -> None:
+    """Takes its parts out of `arrays`; arrays of experts stay, for other tensors."""
     values = tensor.to_file(
-        np.asarray(arrays[part.path])[... if part.expert is None else part.expert]
+        np.asarray(arrays.pop(part.path))
+        if part.expert is None
+        else np.asarray(arrays[part.path])[part.expert]
         for part in tensor.parts
     )
     file.write(np.ascontiguousarray(values).view(np.uint8).data)

@@ -86,6 +86,9 @@ _QWEN2_SPLIT = Split(patterns=(_QWEN2,), nfc=True)
 SPLITS = {
     "gpt-2": Split(patterns=(_GPT2,)),
     "smollm": Split(patterns=(r"\p{N}", _GPT2)),
+    "refact": Split(patterns=(r"\p{N}", _GPT2)),
+    "dbrx": Split(patterns=(_LLAMA3,)),
+    "smaug-bpe": Split(patterns=(_LLAMA3,)),
     "llama3": _LLAMA3_SPLIT,
     "llama-v3": _LLAMA3_SPLIT,
     "llama-bpe": _LLAMA3_SPLIT,

@@ -37,10 +37,11 @@ from jax_longctx.engine.runs import (
     places_of_layers,
     with_layer,
 )
-from jax_longctx.errors import CheckpointError, DamagedError, InputError
+from jax_longctx.errors import CheckpointError, ConfigError, DamagedError, InputError
 from jax_longctx.files import read_sealed, seal, whole_path
 from jax_longctx.locks import only_writer
 from jax_longctx.methods import make_method, settings_of
+from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.storage import (
     check_stored,
     join_arrays,
@@ -258,6 +259,10 @@ def saved_manifest(path: str | Path) -> dict[str, Any]:
             f"{path} holds keys and values in fp8, which is not read any more; read the text again "
             f"with kv int8"
         )
+    if isinstance(made_by, dict) and isinstance(made_by.get("model"), dict):
+        # Earlier versions knew fewer fields of a model.
+        with contextlib.suppress(ConfigError):
+            made_by["model"] = _as_json(ModelConfig.from_dict(made_by["model"]).to_dict())
     return described
 
 
@@ -453,5 +458,9 @@ def _facts(engine: Engine) -> dict[str, Any]:
         "method": settings_of(engine.method),
         "kv": engine.setup.kv,
     }
-    # As JSON reads it back: tuples are lists there.
-    return json.loads(json.dumps(described))
+    return _as_json(described)
+
+
+def _as_json(value: Any) -> Any:
+    """As JSON reads it back: tuples are lists there."""
+    return json.loads(json.dumps(value))

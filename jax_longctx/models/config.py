@@ -333,7 +333,12 @@ def _windows(config: Mapping[str, Any], traits: Family, layers: int) -> tuple[in
         if unknown or len(types) != layers:
             raise ConfigError(f"{len(types)} layer_types for {layers} layers; unknown: {unknown}")
         slides = [kind == "sliding_attention" for kind in types]
-    return tuple(size(config, "sliding_window") if slide else None for slide in slides)
+    if not any(slides):
+        return (None,) * layers
+    window = size(config, "sliding_window")
+    # A window of all positions hides nothing (Phi-3 with 128K positions has one).
+    hides = window < size(config, "max_position_embeddings")
+    return tuple(window if slide and hides else None for slide in slides)
 
 
 def _windows_to_hf(config: ModelConfig) -> dict[str, Any]:

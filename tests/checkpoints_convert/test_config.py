@@ -30,12 +30,21 @@ def test_keys_that_a_file_leaves_out_have_the_defaults_of_transformers(tmp_path,
     left_out = {"head_dim", "rms_norm_eps", "rope_theta", "sliding_window"}
     left_out |= {"num_key_value_heads"} if name == "llama_mha" else set()
     said = {key: value for key, value in MODELS[name].items() if key not in left_out}
+    said["max_position_embeddings"] = 8192
     config = read_config(write(tmp_path, said))
     assert config == ModelConfig.from_hf(by_transformers(tmp_path))
     windows = {"mistral_window": (4096,) * 2}.get(name, (None,) * 2)
     assert (config.rope.theta, config.norm_eps, config.windows) == (1e4, 1e-6, windows)
     assert config.head_dim == (128 if name == "qwen3" else 8)
     assert config.num_kv_heads == (4 if name == "llama_mha" else 2)
+
+
+def test_a_window_of_all_positions_is_none(tmp_path):
+    """Phi-3 with 128K positions has one of 256K."""
+    said = MODELS["mistral_window"]
+    for window, windows in ((said["max_position_embeddings"], None), (12, 12)):
+        config = read_config(write(tmp_path, {**said, "sliding_window": window}))
+        assert set(config.windows) == {windows}
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
