@@ -237,27 +237,9 @@ def config_from_metadata(
       CheckpointError: the metadata lacks something.
       ConfigError: an architecture or rotary scaling that is not implemented.
     """
-    architecture = str(metadata.get("general.architecture"))
-    said = _Settings(path, metadata, architecture)
-    known = dict.fromkeys(name for traits in FAMILIES.values() for name in traits.gguf)
-    if architecture not in known:
-        raise ConfigError(
-            f"{path}: architecture {architecture!r} is not implemented; "
-            f"implemented are {', '.join(known)}"
-        )
-    # Of the families that share an architecture one has windows (Mistral), one experts (Mixtral).
-    experts = bool(said.get("expert_count", 0))
-    families = [
-        name
-        for name, traits in FAMILIES.items()
-        if architecture in traits.gguf and (traits.experts is not None) == experts
-    ]
-    if not families:
-        raise ConfigError(f"{path}: {architecture} with{'out' * (not experts)} experts is unknown")
-    window = said.get("attention.sliding_window", None)
-    slides = [name for name in families if FAMILIES[name].windows != "none"]
-    family = slides[0] if window and slides else families[0]
-    traits = FAMILIES[family]
+    said = _Settings(path, metadata, str(metadata.get("general.architecture")))
+    family = _family_of(said)
+    traits, window = FAMILIES[family], said.get("attention.sliding_window", None)
     heads, width = said.need("attention.head_count"), said.need("embedding_length")
     if "token_embd.weight" not in shapes:
         raise CheckpointError(f"{path}: tensor token_embd.weight is missing")
@@ -294,8 +276,8 @@ def config_from_metadata(
     if traits.partial_rotary:
         rotated = said.get("rope.dimension_count", config["head_dim"])
         config["partial_rotary_factor"] = rotated / config["head_dim"]
-    if traits.windows != "none":
-        # Phi-4 says 0 for none.
+    if traits.windows != "none" and window is not None:
+        # Phi-4 says 0 for none; early files of Gemma 2 leave it to the family's default.
         config["sliding_window"] = window or None
     config |= _of_family(said, traits, config)
     for key in ("bos_token_id", "eos_token_id"):
@@ -303,6 +285,29 @@ def config_from_metadata(
             config[key] = token
     _check_plain(said, config)
     return config
+
+
+def _family_of(said: "_Settings") -> str:
+    """The `model_type` of a file's model."""
+    path, architecture = said.path, said.architecture
+    known = dict.fromkeys(name for traits in FAMILIES.values() for name in traits.gguf)
+    if architecture not in known:
+        raise ConfigError(
+            f"{path}: architecture {architecture!r} is not implemented; "
+            f"implemented are {', '.join(known)}"
+        )
+    # Of the families that share an architecture one has windows (Mistral), one experts (Mixtral).
+    experts = bool(said.get("expert_count", 0))
+    families = [
+        name
+        for name, traits in FAMILIES.items()
+        if architecture in traits.gguf and (traits.experts is not None) == experts
+    ]
+    if not families:
+        raise ConfigError(f"{path}: {architecture} with{'out' * (not experts)} experts is unknown")
+    window = said.get("attention.sliding_window", None)
+    slides = [name for name in families if FAMILIES[name].windows != "none"]
+    return slides[0] if window and slides else families[0]
 
 
 def _of_family(said: "_Settings", traits: Family, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -407,11 +412,14 @@ def _rope_scaling(
     for key, name in names:
         if (value := said.get(f"rope.scaling.{key}", None, float)) is not None:
             scaling[name] = _decimal(value)
-    older = said.get("rope.scaling.attn_factor", 1.0, float)
-    attention = said.get("rope.scaling.yarn_attn_factor", older, float)
-    if attention != 1.0:
-        # llama.cpp multiplies YaRN's own factor by this one; Hugging Face's replaces it.
-        scaling["attention_factor"] = _decimal(attention) * (0.1 * math.log(max(factor, 1.0)) + 1.0)
+    # llama.cpp's script writes Hugging Face's number, which replaces YaRN's own factor, as
+    # yarn_attn_factor. By attn_factor llama.cpp multiplies YaRN's own.
+    whole = said.get("rope.scaling.yarn_attn_factor", None, float)
+    times = said.get("rope.scaling.attn_factor", 1.0, float)
+    if whole is not None:
+        scaling["attention_factor"] = _decimal(whole)
+    elif times != 1.0:
+        scaling["attention_factor"] = _decimal(times) * (0.1 * math.log(max(factor, 1.0)) + 1.0)
     return scaling
 
 

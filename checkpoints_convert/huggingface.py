@@ -53,8 +53,8 @@ OTHERS = {
         ("*.bin", "*.pt*", "*.h5", "*.msgpack"), "{} is not read; save it as safetensors"
     ),
 }
-# Ends of the names of files that are read.
-LINKED = (".json", ".jinja", ".safetensors", ".model", ".txt")
+# Files that are read.
+LINKED = "*.json", "*.jinja", "*.safetensors", "*.model", "merges.txt"
 TOKENIZERS = "tekken.json", "*.tiktoken", "tiktoken.model", "*.spm", "vocab.json"
 
 # Entries of the config that an export writes back besides the model.
@@ -83,7 +83,7 @@ def open_huggingface(folder: Path, label: str) -> files.Source:
     with reading(folder):
         for path in sorted(folder.iterdir()):
             # Such as a copy of the hub's cache without its blobs; some files may be missing.
-            if path.suffix in LINKED and path.is_symlink() and not path.exists():
+            if path.is_symlink() and any(map(path.match, LINKED)) and not path.exists():
                 to = os.readlink(path)
                 raise CheckpointError(f"{path} is a link to {to}, where no file is; fetch it again")
     config_path = folder / "config.json"

@@ -96,9 +96,11 @@ class Step:
         Each has its place along the first axis of what is stored (`Part.expert`).
         """
         if not self.eight_bits:
-            array = read_array(file, self.tensor, self.dtype)
+            # Numbers near 1 lose in 16 bits what they keep once the 1 is taken off.
+            shifts = any(part.shift for part in self.wanted.parts)
+            array = read_array(file, self.tensor, np.dtype(np.float32) if shifts else self.dtype)
             for part in self.wanted.parts:
-                yield part.path, part.expert, part.from_file(array)
+                yield part.path, part.expert, part.from_file(array).astype(self.dtype, copy=False)
             return
         values, scales = read_quantised(file, self.tensor, self.dtype)
         for part in self.wanted.parts:

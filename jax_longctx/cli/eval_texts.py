@@ -135,11 +135,15 @@ def perplexity(
     runs = _runs(scoring, plans, found, engines, made_from)
     finish_pieces(output.out, {MADE_FROM: made_from, "runs": runs})
     if plot is not None:
-        from jax_longctx.evaluation.plots import curves
-
-        (drawn,) = curves([row for run in runs for row in perplexity_rows(run)])
-        write_whole(drawn.png(), plot)
+        _draw([row for run in runs for row in perplexity_rows(run)], plot)
     terminal.records(runs, markdown)
+
+
+def _draw(rows: list[Any], plot: Path) -> None:
+    from jax_longctx.evaluation.plots import curves
+
+    (drawn,) = curves(rows)
+    write_whole(drawn.png(), plot)
 
 
 def _plans(made: dict[Spec, Any], scoring: Scoring) -> list[tuple[Spec, str]]:

@@ -1,8 +1,7 @@
 """The engine: token rows in, caches and tokens out, for any method on any mesh.
 
 A context is prefilled once, in chunks of a fixed shape, and asked many questions. Each question
-forks the context's cache, feeds its tokens, and decodes in blocks inside one compiled loop, so
-that streaming costs one host round trip a block, not one a token.
+forks the context's cache, feeds its tokens, and decodes in blocks inside one compiled loop.
 """
 
 import contextlib
@@ -115,8 +114,7 @@ class Engine:
                 f"dtype, or leave dtype away"
             )
         setup = setup_of(config, spec)
-        if by_layer is None:
-            by_layer = setup.platform == "cpu"
+        by_layer = setup.platform == "cpu" if by_layer is None else by_layer
         self.setup = dataclasses.replace(setup, by_layer=by_layer)
         self.config, self.memory_limit = config, memory_limit
         self.method, self.mesh, self.chunk = setup.method, spec.devices(), setup.chunk
@@ -192,9 +190,8 @@ class Engine:
           reserve: slots that every row keeps free for a question and its answer, rounded by
             `capacity.reserved`; a longer one makes the cache grow.
           questions: what will be asked; only for methods that need it at prefill.
-          total: each row's total length as rotary embedding sees it (dynamic NTK): the tokens that
-            are known when prefill begins. The length of the context by default: questions come
-            later, and neither they nor memory options may change a context.
+          total: each row's total length as rotary embedding sees it (dynamic NTK); the length of
+            the context by default, which no later question changes.
           capacity: least slots of the cache, so that texts of several lengths share programs.
           progress: called after every chunk.
 
@@ -517,10 +514,10 @@ class Engine:
 
 def extend(setup: Setup, context: Context, more: int) -> None:
     """The context's caches with `more` slots for question and answer."""
-    leaves, structure = jax.tree.flatten(context.usable_caches())
-    made = _extended(setup, context.usable_caches(), more, context.slots)
-    pairs = zip(leaves, made, strict=True)
-    context.caches = structure.unflatten(old if new is None else new for old, new in pairs)
+    caches = context.usable_caches()
+    leaves, structure = jax.tree.flatten(caches)
+    made = zip(leaves, _extended(setup, caches, more, context.slots), strict=True)
+    context.caches = structure.unflatten(old if new is None else new for old, new in made)
     context.slots, context.reserve = context.slots + more, context.reserve + more
 
 

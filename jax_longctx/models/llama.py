@@ -416,7 +416,10 @@ class Layer(nnx.Module):
     def _added(self, norm: Norm | None, out: Array) -> Array:
         """What attention or MLP adds to the hidden states, of its output."""
         normed = out if norm is None else norm(out)
-        return normed if self.residual is None else normed * self.residual
+        if self.residual is None:
+            return normed
+        # The multiplier itself is not rounded to the type of the hidden states.
+        return (normed.astype(jnp.float32) * self.residual).astype(normed.dtype)
 
 
 def model_norm(config: ModelConfig) -> Norm:

@@ -165,6 +165,18 @@ def test_plain_values_and_config(tmp_path, family):
     assert_params(tmp_path, config, state | norms)
 
 
+def test_norms_keep_their_precision_and_a_window_that_is_not_said_is_the_familys(tmp_path):
+    config = {key: value for key, value in hf_config("gemma2").items() if key != "sliding_window"}
+    config |= {"max_position_embeddings": 8192}
+    state = random_state(config)
+    path = write_gguf(tmp_path / "m.gguf", config, state, tweak=functools.partial(say, config))
+    manifest = convert(path, tmp_path / "ours", dtype="bfloat16")
+    assert set(manifest.config.windows) == {4096, None}
+    scale = load_params(tmp_path / "ours")["final_norm"]["scale"]
+    expected = (state["model.norm.weight"] + 1 - 1).astype(scale.dtype)
+    np.testing.assert_array_equal(np.asarray(scale), expected)
+
+
 # Where a block has its scales, and where they end.
 SCALES = {"Q8_0": (0, 2), "Q4_0": (0, 2), "Q4_1": (0, 4), "Q5_0": (0, 2), "Q5_1": (0, 4)}
 SCALES |= {"Q2_K": (80, 84), "Q3_K": (108, 110), "Q4_K": (0, 4), "Q5_K": (0, 4)}
@@ -246,10 +258,16 @@ def test_llama3_scaling_is_found_in_the_divisors(tmp_path, head_dim, factor, hig
     "scaling",
     [
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "attention_factor": 1.25,
+        },
         {"rope_type": "linear", "factor": 2.0},
         llama3(8.0, 4.0),
     ],
-    ids=["yarn", "linear", "llama3"],
+    ids=["yarn", "yarn with a factor", "linear", "llama3"],
 )
 def test_scalings_of_a_file(tmp_path, scaling):
     """Llama 3's has no name, but a tensor."""
@@ -264,6 +282,8 @@ def test_scalings_of_a_file(tmp_path, scaling):
             writer.add_rope_scaling_factor(scaling["factor"])
         if kind == "yarn":
             writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        if "attention_factor" in scaling:
+            writer.add_rope_scaling_yarn_attn_factor(scaling["attention_factor"])
 
     manifest = converted(tmp_path, config, state, tweak=tweak)
     assert manifest.config == model_config({**config, "rope_scaling": scaling})
