@@ -229,7 +229,9 @@ class ModelConfig:
             raise ConfigError(f"model config is damaged: {error}") from None
 
     def to_hf(self) -> dict[str, Any]:
-        """A `config.json` that `from_hf` and transformers, since version 4, read as this model.
+        """A `config.json` that `from_hf` and transformers read as this model.
+
+        Version 4 of transformers reads all but `longrope`, which version 5 reads.
 
         Raises:
           ConfigError: the family's config cannot describe this model (a Llama with windows).
