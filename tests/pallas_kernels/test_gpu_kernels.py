@@ -292,7 +292,9 @@ def _select(case, interpret):
     scores = random.integers(-3, 4, (4, slots)).astype(np.float32)
     scores[[0, 2]] = random.normal(size=(2, slots))
     scores[2, slots // 3 :] = -np.inf
-    scores[0, 7] = np.nan
+    scores[0, 7:9] = np.nan, np.inf
+    # Zeros of both signs are equal.
+    scores[1] = np.where(scores[1] == 0, np.copysign(0, scores[2]), scores[1])
     scores = scores[: case.rows]
     k = np.array([slots // 5, slots // 3, slots // 2, 0][: case.rows], np.int32)
     # Longer lists than the kernel for short ones takes, or just as long as they must be.
@@ -447,7 +449,7 @@ IN_8_BITS = {
     for name, make in (
         ("decode", partial(decode, head_dim=128)),
         ("decode-window", partial(decode, queries=3, window=40)),
-        ("decode-many-queries", partial(decode, queries=16, head_dim=128)),
+        ("decode-many-queries", partial(decode, queries=16, head_dim=128, dtype="float16")),
         ("logits", logits),
     )
     for form, forms in FORMS.items()

@@ -8,12 +8,23 @@ CUDA plugin:
 """
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gpu_plugin import needs_plugin, output
 from tests.jax_longctx.engine import gpu_programs
+from tests.patience import patience
+
+REPOSITORY = Path(__file__).parents[3]
+PLUGIN = os.environ.get("LONGCTX_GPU_PLUGIN")
+needs_plugin = pytest.mark.skipif(
+    PLUGIN is None or not (Path(PLUGIN) / "jax_plugins").is_dir(),
+    reason="needs JAX's CUDA plugin: LONGCTX_GPU_PLUGIN names no folder that holds it",
+)
 
 # Kernels of a turn of the loop over the layers in a decode step, and its temporaries in bytes. A
 # turn has as many layers as a GPU's where it is said, else two. A process compiles the programs of
@@ -93,9 +104,19 @@ def test_kernels_are_counted_and_copies_found():
 
 
 def compiled(methods):
-    module = "tests.jax_longctx.engine.gpu_programs"
+    """As users compile, in a process of its own: JAX looks for plugins once, when it begins."""
+    # Without the flags and the cache of the tests.
+    left_out = ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{PLUGIN}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.jax_longctx.engine.gpu_programs", *methods],
+        **dict(cwd=REPOSITORY, env=environment, capture_output=True, text=True),
+        timeout=patience(1800),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
-    for line in output(module, *methods).splitlines():
+    for line in done.stdout.splitlines():
         each = json.loads(line)
         found[each["method"]].append(each)
     for method, programs in found.items():
