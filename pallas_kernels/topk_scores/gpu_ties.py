@@ -1,10 +1,11 @@
 """The best of short rows of scores, ties included, on Hopper: one launch, a block of threads a row.
 
 The scores lie in the block's registers. Each of `count` passes takes one entry. Of the largest
-score m that is left it finds the best score T that is at most the tolerance above m. Of the entries
-left that are at most the tolerance below T it takes the first. That is the order of
-`merge.tied_top_k`: an entry that has been taken keeps its score as a rank for others. A pass takes
-four reductions over the block. XLA's form has five launches, two of them sorts.
+score m that is left it finds the best score T that is at most the tolerance above m: m itself, or
+that of an entry that has been taken. Of the entries left that are at most the tolerance below T it
+takes the first. That is the order of `merge.tied_top_k`: an entry that has been taken keeps its
+score as a rank for others. A pass takes four reductions over the block. XLA's form has five
+launches, two of them sorts.
 
 `ranked_lists` does the same with lists of a row's best that several blocks of threads have found.
 Of entries that tie it takes the lowest slot. XLA's form has three launches.
@@ -27,9 +28,9 @@ from jaxtyping import Float, Int
 from pallas_kernels import hopper, hopper_warps
 
 # Scores of one load of a thread and of a block of threads, and of a row at most: what registers
-# hold. 131,072 tokens and an answer are more than 8,192 pages of 16.
+# hold. 131,072 tokens and an answer are more than 16,384 pages of 8.
 _VECTOR, _THREADS = 4, 128
-_LINE, _MOST = _THREADS * _VECTOR, 12288
+_LINE, _MOST = _THREADS * _VECTOR, 17408
 # More rows are several blocks of threads a processor, and more entries many passes.
 _ROWS, _COUNT = 264, 32
 _LAST = np.int32(2**31 - 1)
@@ -140,22 +141,25 @@ def _take(
 ) -> None:
     """Fill `out_refs` with scores and numbers, best first, the lowest number first in a tie."""
     values_ref, numbers_ref = out_refs
-    above = scores + tolerance
-    largest = functools.partial(
-        hopper_warps.largest, across=across, interpreted=interpreted, layout=layout
-    )
+    few = hopper_warps.PACKED
+    pass_of = plgpu.broadcasted_iota(jnp.int32, (_THREADS,), 0, layout=few)
+    largest = functools.partial(hopper_warps.largest, across=across, interpreted=interpreted)
 
-    def take(i: Array, left: Array) -> Array:
-        limit = largest(left) + tolerance
-        best = largest(jnp.where(scores <= limit, scores, -jnp.inf))
-        tied = (left > -jnp.inf) & (above >= best)
+    def take(i: Array, carried: tuple[Array, Array]) -> tuple[Array, Array]:
+        # One array for the scores, and none for masks, must fit the registers of long rows.
+        left, gone = carried
+        most = largest(left, layout=layout)
+        ranks = jnp.where(gone <= most + tolerance, gone, -jnp.inf)
+        best = largest(jnp.maximum(ranks, most), layout=few)
         # The first, by a maximum; -1 where none is left.
+        tied = (left > -jnp.inf) & (left + tolerance >= best)
         behind = jnp.where(tied, _LAST - numbers, jnp.int32(-1))
         last = hopper_warps.over_block(behind, across, "max", interpreted, layout)
         first = jnp.where(last >= 0, _LAST - last, jnp.int32(-1))
-        taken = tied & (numbers == first)
-        values_ref[i] = largest(jnp.where(taken, scores, -jnp.inf))
-        numbers_ref[i] = first
-        return jnp.where(taken, -jnp.inf, left)
+        value = largest(jnp.where(numbers == first, left, -jnp.inf), layout=layout)
+        values_ref[i], numbers_ref[i] = value, first
+        left = jnp.where(numbers == first, -jnp.inf, left)
+        return left, jnp.where(pass_of == i, value, gone)
 
-    lax.fori_loop(0, values_ref.shape[0], take, scores)
+    none = hopper.full((_THREADS,), -jnp.inf, layout=few)
+    lax.fori_loop(0, values_ref.shape[0], take, (scores, none))

@@ -523,7 +523,7 @@ for _dim, _dtype, _group in ((64, "float16", 1), (128, "bfloat16", 4), (128, "fl
         _named[f"{_name}-together"] = pages(**_of, **_box, size=_size, together=True)
     LARGE |= {f"{_name}-{_dim}-{_dtype}-{_group}": _case for _name, _case in _named.items()}
 LARGE |= {
-    f"ties-{_slots}": ties(rows=32, slots=_slots, count=16) for _slots in (136, 1024, 8320, 12288)
+    f"ties-{_slots}": ties(rows=32, slots=_slots, count=16) for _slots in (136, 1024, 8320, 17408)
 }
 for _rows in (1, 8):
     _voters = dict(rows=_rows, slots=20_480, span=32, first=32)
