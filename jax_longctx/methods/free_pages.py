@@ -84,7 +84,7 @@ class FreePages(Appending):
     """
 
     digest: Literal["centroid", "bounds", "cuboid-mean", "cuboid-center"] = "centroid"
-    page_size: int = 16
+    page_size: int = 8
     count: int = 4
     budget: int = 2048
     span: int = 32

@@ -1,9 +1,10 @@
 """Compiles methods' programs for one H200 that need not be there, and prints what they hold.
 
 `python -m tests.jax_longctx.engine.gpu_programs METHOD[:OPTION=VALUE]...`, of the options `kv`,
-`weights`, `offload`, `rows`, `turn`, `model` and `only`, in a process that finds JAX's CUDA plugin:
-JAX looks for plugins once, when it begins. One line of JSON is printed for each program, or for
-those of the kind that `only` names; with `rows` for the step of rows that share a context.
+`weights`, `offload`, `rows`, `turn`, `model`, `context` and `only`, in a process that finds JAX's
+CUDA plugin: JAX looks for plugins once, when it begins. One line of JSON is printed for each
+program, or for those of the kind that `only` names; with `rows` for the step of rows that share a
+context.
 """
 
 import json
@@ -268,17 +269,18 @@ def main(methods):
         options = dict(form.split("=") for form in forms)
         rows = int(options.pop("rows", 1))
         only, model = options.pop("only", None), options.pop("model", "llama-3.1-8b")
+        context = int(options.pop("context", CONTEXT))
         a_turn = layers.LAYERS_A_TURN = int(options.pop("turn", A_TURN))
         count = 2 * a_turn
         request = PlanRequest(
             config=ModelConfig.from_hf(PRESETS[model] | {"num_hidden_layers": count}),
             spec=RunSpec(method=make_method(name), chunk=CHUNK, **options),
             target=parse_target("h200"),
-            context=CONTEXT,
+            context=context,
             reserve=RESERVE,
         )
         setup = request.setup(mesh)
-        caches = staged_caches(setup, 1, CONTEXT, RESERVE)
+        caches = staged_caches(setup, 1, context, RESERVE)
         sizes = {}
         for what, tree in (("weights", abstract_params(setup)["layers"]), ("cache", caches)):
             for leaf in jax.tree.leaves(tree):

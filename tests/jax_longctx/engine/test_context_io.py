@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from jax_longctx.engine.context_io import Saving, load_context, method_of, save_
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.files import read_sealed, seal
 from jax_longctx.locks import only_writer
-from jax_longctx.methods import DynamicNTK, make_method
+from jax_longctx.methods import DynamicNTK, make_method, settings_of
 from jax_longctx.models import storage
 from jax_longctx.sharding import make_mesh
 from tests.chunks import wrong_chunks
@@ -231,6 +232,17 @@ def test_a_setting_that_is_gone_may_be_saved_as_the_method_is_now(tmp_path):
             with pytest.raises(ConfigError, match=r"ring: setting hops is gone.*has hops=1"):
                 method_of(saved)
             refused(engine, saved, "method.settings.hops 1, now it is None")
+
+
+def test_a_saved_method_does_not_depend_on_defaults(saved):
+    """FreePages had pages of 16 tokens by default, which its contexts of that time say."""
+    earlier = make_method("free-pages", {"page_size": 16})
+    described = settings_of(make_method("free-pages"))
+    assert described["settings"].keys() == dataclasses.asdict(earlier).keys()
+    described["settings"]["page_size"] = 16
+    made_by = read_sealed(saved / "context.json", 3, "")["made_by"]
+    change(saved, made_by=made_by | {"method": described})
+    assert method_of(saved) == earlier
 
 
 def test_what_no_engine_writes_is_refused(engine, saved):
