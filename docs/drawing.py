@@ -1,4 +1,4 @@
-"""A picture of the rows of `bench decode` or `bench throughput`: measured bars beside limits."""
+"""A picture of rows of `bench decode`: measured bars beside limits."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ def draw(rows: Sequence[Row], path: Path, *, title: str = "", description: str =
     A bar is the time of a step, or tokens a second a device. The black line on it is the limit.
 
     Args:
-      rows: of either command; those that failed are left out.
+      rows: those that failed are left out.
       description: kept in the PNG's metadata.
 
     Raises:
@@ -71,18 +71,18 @@ def method_label(row: Row) -> str:
 
 def _panel(row: Row) -> str:
     context = f"{row['context']:,} tokens"
-    return context if "tokens_per_second" in row else f"{row['batch']} x {context}"
+    return context if "limit_tokens_per_second" in row else f"{row['batch']} x {context}"
 
 
 def _unit(row: Row) -> str:
-    if "tokens_per_second" in row:
+    if "limit_tokens_per_second" in row:
         return "tokens a second a device; line: what bytes allow"
     return "milliseconds a step; line: what bytes allow"
 
 
 def _bar(row: Row) -> tuple[float, float, str]:
     """The bar's length, the limit and the note beside it."""
-    if "tokens_per_second" in row:
+    if "limit_tokens_per_second" in row:
         speed = row["tokens_per_second"]
         return speed, row["limit_tokens_per_second"], f"{speed:,.0f}, {row['batch']} rows"
     milliseconds = row["seconds"] * 1e3

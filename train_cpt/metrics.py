@@ -187,7 +187,7 @@ def text_flops(config: ModelConfig, pattern: Pattern, length: int) -> int:
 
 def step_rates(setup: TrainSetup, shape: tuple[int, ...], seconds: float) -> dict[str, float]:
     """Tokens a second and MFU of a step on `shape` = (A, B, T) tokens."""
-    peak, _ = device_peak(setup.mesh.devices.flat[0], setup.dtype)
+    peak = device_peak(setup.mesh.devices.flat[0], setup.dtype)
     flops = math.prod(shape[:-1]) * text_flops(setup.config, setup.pattern, shape[-1])
     return {
         "tokens_per_second": round(math.prod(shape) / seconds, 1),
@@ -195,15 +195,14 @@ def step_rates(setup: TrainSetup, shape: tuple[int, ...], seconds: float) -> dic
     }
 
 
-def device_peak(device: Any, dtype: str) -> tuple[float, str]:
-    """FLOP/s of one device in matmuls of a dtype, and its source.
+def device_peak(device: Any, dtype: str) -> float:
+    """FLOP/s of one device in matmuls of a dtype.
 
-    The source is the data sheet for bfloat16 on a listed device, else a measurement with square
-    matrices.
+    Of bfloat16 on a listed device the data sheet's, else measured with square matrices.
     """
     if dtype == "bfloat16" and device.device_kind in DATA_SHEETS:
-        return DATA_SHEETS[device.device_kind], "data sheet"
-    return _measured_peak(device, dtype), "measured"
+        return DATA_SHEETS[device.device_kind]
+    return _measured_peak(device, dtype)
 
 
 @functools.lru_cache(maxsize=8)

@@ -30,18 +30,12 @@ class Compared:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Steps(Compared):
-    """Decode steps."""
+class Decode(Compared):
+    """Decode steps of a batch."""
 
     random_cache: bool = False
     kernels: bool = True
     blocks: int = 5
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Decode(Steps):
-    """Decode steps of a batch."""
-
     layers: int | None = None
     cases: list[str] | None = None
 
@@ -49,28 +43,11 @@ class Decode(Steps):
         _ = self.sizes
 
     @property
-    def sizes(self) -> list[tuple[int, int]]:
-        """Rows and tokens of each case."""
-        expected = "BATCHxCONTEXT, as 3x131072"
+    def sizes(self) -> list[tuple[int | None, int]]:
+        """Rows and tokens of each case; None for the most rows that fit."""
+        expected = "BATCHxCONTEXT or CONTEXT, as 3x131072"
         found = [_numbers(text, "x", expected) for text in self.cases or ["1x32768"]]
-        return [(batch, context) for batch, context in found]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Throughput(Steps):
-    """Decode steps of the largest batch that fits."""
-
-    blocks: int = 3
-    contexts: list[int] | None = None
-    most: int | None = None
-    memory: float | None = None
-
-    def __post_init__(self) -> None:
-        for length in self.contexts or ():
-            if length < 1:
-                raise InputError(f"--context must be at least 1 token, got {length}")
-        if self.memory is not None and self.memory <= 0:
-            raise InputError(f"--memory must be above 0 GiB, got {self.memory:g}")
+        return [(batch[0] if batch else None, context) for *batch, context in found]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,17 +83,14 @@ class Prefill(Compared):
     def sizes(self) -> list[tuple[int, int | None]]:
         """Tokens, and the block size of methods that have one, of each case."""
         expected, cases = "TOKENS or TOKENS:BLOCK, as 131072:32768", self.cases
-        found = [
-            _numbers(text, ":", expected, least=1)
-            for text in cases or ["32768:8192", "131072:32768"]
-        ]
+        found = [_numbers(text, ":", expected) for text in cases or ["32768:8192", "131072:32768"]]
         return [(tokens, block[0] if block else None) for tokens, *block in found]
 
 
-def _numbers(text: str, between: str, expected: str, least: int = 2) -> list[int]:
-    """`"3x131072"` -> `[3, 131072]`: two numbers, or at least `least`."""
+def _numbers(text: str, between: str, expected: str) -> list[int]:
+    """`"3x131072"` -> `[3, 131072]`: one number or two."""
     numbers = text.split(between)
     whole = all(number.isdecimal() and int(number) for number in numbers)
-    if not (whole and least <= len(numbers) <= 2):
+    if not whole or len(numbers) > 2:
         raise InputError(f"--case {text!r} is not understood; expected {expected}")
     return [int(number) for number in numbers]

@@ -20,12 +20,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_longctx.bench.timing import copy_bandwidth, device_facts, measure
-from jax_longctx.contract import LayerContext
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.perplexity import pipe_table
-from jax_longctx.models.rope import RopeConfig
-from jax_longctx.parts.residual import Background, combine, prior_of
-from jax_longctx.parts.sparse_decode import Selected
 from pallas_kernels import dispatch
 from pallas_kernels.attention_mass import Reduction, attention_mass
 from pallas_kernels.decode_attention import decode_attention
@@ -42,8 +38,6 @@ SCALE = H**-0.5
 PAGE = 16
 # Lengths of rows as shares of the capacity; together two fifths of it.
 _RAGGED = (1.0, 0.01, 0.3, 0.05, 0.95, 0.004, 0.73, 0.18)
-# Tokens that RESA's step attends to, in whole pages.
-_RESA_BUDGET = 500
 Step = Callable[..., Any]
 # Errors of lowering, compiling and running a kernel, other than mistakes in this module.
 _FAULTS = (jax.errors.JaxRuntimeError, NotImplementedError, ValueError)
@@ -104,7 +98,7 @@ def cases(shrink: int = 1) -> list[Case]:
     def slots(size: int) -> int:
         return max(size // shrink // 2048, 1) * 2048
 
-    listed, budget = (max(n // PAGE // shrink, 1) for n in (4096, _RESA_BUDGET))
+    listed = max(4096 // PAGE // shrink, 1)
     found = [_decode(b, slots(s)) for b, s in ((1, 32768), (1, 131072), (8, 16384))]
     found += [_decode(8, slots(16384), [max(int(slots(16384) * part), 1) for part in _RAGGED])]
     found += [_causal(slots(tokens)) for tokens in (8192, 32768)]
@@ -113,7 +107,6 @@ def cases(shrink: int = 1) -> list[Case]:
     found += [_topk(512, slots(2**20), with_others=False)]
     found += [_mass(t, slots(131072)) for t in (1, 32, 512)]
     found += [_sparse(b, slots(131072), listed) for b in (1, 16)]
-    found += [_resa(b, slots(131072), budget) for b in (1, 16)]
     found += [_page_scores(8, slots(131072)), _select(slots(131072))]
     found += [_pages(b, slots(131072)) for b in (1, 8)]
     # Shrinking may make shapes equal: the first of each is kept.
@@ -358,73 +351,6 @@ def _page_lists(batch: int, pages: int, entries: int) -> Array:
     keys = jax.random.split(jax.random.key(3), batch * K)
     listed = jnp.stack([jax.random.permutation(key, pages)[:entries] for key in keys])
     return listed.reshape(batch, K, entries).astype(jnp.int32)
-
-
-def _resa(batch: int, slots: int, entries: int) -> Case:
-    """Pages scored, selected and attended, with and without RESA's estimate of the others."""
-    pages, stop = slots // PAGE, jnp.full((batch,), slots, jnp.int32)
-    rope = RopeConfig(kind="default", theta=1e4, trained_length=slots)
-    ctx = LayerContext(scale=SCALE, window=None, rope=rope, total=stop)
-
-    def select(q: Array, bounds: tuple[Array, Array]) -> Array:
-        scores_BNP = page_scores(q[:, 0], Digests(*bounds), stop // PAGE)
-        mean_BKP = jnp.mean(scores_BNP.reshape(batch, K, -1, pages), axis=2)
-        return select_large_k(mean_BKP, entries, size=entries)
-
-    def run(
-        resa: bool, i: Array, q: Array, kv: tuple[Array, Array], given: Any, background: Background
-    ) -> Any:
-        """`given` is a list of pages, or the bounds to select pages by."""
-        listed = select(q, given) if isinstance(given, tuple) else given
-        chosen = Pages((listed + i * 4099) % pages, stop * 0, stop, PAGE)
-        if not resa:
-            return sparse_decode_attention(q, *kv, chosen, scale=SCALE)
-        prior = prior_of(background, q, ctx)
-        found = sparse_decode_attention(q, *kv, chosen, scale=SCALE, prior=prior.query)
-        selected = Selected(*found, kept=stop[:, None])
-        everything = jnp.zeros((batch, N), jnp.bool)
-        return combine(selected, prior, everything, lam=1.0)
-
-    def step(resa: bool, selects: bool) -> Step:
-        return lambda i, q, kv, listed, bounds, known: run(
-            resa, i, q, kv, bounds if selects else listed, known
-        )
-
-    return Case(
-        operation="resa_step",
-        shape=f"{batch} x {entries * PAGE} of {slots}",
-        operations=4 * batch * (entries * PAGE + pages) * N * H,
-        moved=4 * batch * (entries * PAGE + pages) * K * H,
-        inputs=lambda: (
-            _random(0, batch, 1, N, H),
-            _cache(batch, slots),
-            _page_lists(batch, pages, entries),
-            _page_bounds(batch, pages),
-            _background(batch, slots),
-        ),
-        others={
-            "chosen": step(True, True),
-            "without RESA": step(False, True),
-            "its attention": step(True, False),
-            "attention without RESA": step(False, False),
-        },
-    )
-
-
-def _background(batch: int, slots: int) -> Background:
-    """RESA's sums over a prompt that fills the slots."""
-    queries = slots * _random(4, batch, N, H, dtype=jnp.float32)
-    keys = slots * _random(5, batch, K, H, dtype=jnp.float32)
-    return Background(
-        query_sum=queries,
-        key_sum=keys,
-        context_query_sum=queries,
-        context_key_sum=keys,
-        counted=jnp.full((batch,), slots, jnp.int32),
-        mean=_random(4, batch, N, H),
-        lse=12 + _random(6, batch, N, dtype=jnp.float32),
-        out=_random(7, batch, N, H, dtype=jnp.float32),
-    )
 
 
 def _page_bounds(batch: int, pages: int) -> tuple[Array, Array]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from jax_longctx.bench.asked import Decode, Prefill, Serve, Throughput
+from jax_longctx.bench.asked import Decode, Prefill, Serve
 from jax_longctx.cli import bench_tables, options, process
 from jax_longctx.cli.options import marked, option
 from jax_longctx.cli.terminal import (
@@ -38,23 +38,6 @@ _COMPARED = {
     "model": options.shape(names=("--model", "--preset")),
 }
 _LAYERS = option("Time this many layers, and one, and scale to all; all unless given.")
-
-
-def _steps(blocks: int) -> dict[str, Any]:
-    """Of benchmarks of decode steps."""
-    return {
-        **_COMPARED,
-        "random_cache": option(
-            "Draw the cache at random instead of reading a context (methods that keep all keys).",
-            default=False,
-        ),
-        "kernels": option(
-            "Count the kernels of a step in a profile (on GPUs).",
-            "--kernels/--no-kernels",
-            default=True,
-        ),
-        "blocks": option("Blocks of 32 steps that are timed.", default=blocks, min=1),
-    }
 
 
 def _measure(
@@ -102,14 +85,30 @@ def kernels(
 def decode(
     output: options.Output,
     asked: Decode = marked(
-        **_steps(blocks=5),
+        **_COMPARED,
+        random_cache=option(
+            "Draw the cache at random instead of reading a context (methods that keep all keys).",
+            default=False,
+        ),
+        kernels=option(
+            "Count the kernels of a step in a profile (on GPUs).",
+            "--kernels/--no-kernels",
+            default=True,
+        ),
+        blocks=option("Blocks of 32 steps that are timed.", default=5, min=1),
         layers=_LAYERS,
-        cases=option("E.g. 3x131072; repeat for several.", "--case", metavar="BATCHxCONTEXT"),
+        cases=option(
+            "E.g. 3x131072, or 131072 for the most rows that fit the memory; repeat for several.",
+            "--case",
+            metavar="[BATCHx]CONTEXT",
+        ),
     ),
     spec: RunSpec = options.run(*STORED, "mesh", chunk=_CHUNK, mesh=_MESH),
 ) -> None:
     """Time a decode step of methods beside full attention's, random bfloat16 weights.
 
+    All rows are copies of one, so that a method prefills one context. The most rows that fit are
+    found by the engine's own arithmetic and confirmed by a run. Tokens a second are of a device.
     The limit is the time to read the bytes of a step, weights included, at the bandwidth of a copy
     in the same run. On a GPU a profile counts the kernels of a step. The gaps are its wall time
     less the kernels' times.
@@ -119,35 +118,10 @@ def decode(
         jax-longctx bench decode --out decode.json
 
         jax-longctx bench decode -m refreshkv:schedule=fixed,stride=10 --case 3x131072
+
+        jax-longctx bench decode -m snapkv -m streaming-llm --case 32768 --case 131072
     """
     _measure("decode", asked, spec, output, bench_tables.steps)
-
-
-@bench_app.command()
-@options.command
-def throughput(
-    output: options.Output,
-    asked: Throughput = marked(
-        **_steps(blocks=3),
-        contexts=option("Tokens of context of each row; repeat for several.", "--context"),
-        most=option("Try no batch of more rows.", "--rows", min=1),
-        memory=option(
-            "GiB of each device that caches may use; what is free unless given.", metavar="GIB"
-        ),
-    ),
-    spec: RunSpec = options.run("chunk", "kv", "weights", "mesh", chunk=_CHUNK, mesh=_MESH),
-) -> None:
-    """Decoded tokens a second of methods at the largest batch that fits, random bfloat16 weights.
-
-    The largest batch is found by the engine's own arithmetic and confirmed by a run. All rows have
-    one length. They are copies of one row, so that a method prefills one context. The limit
-    is as in [bold]bench decode[/bold].
-
-    [bold]Example[/bold]
-
-        jax-longctx bench throughput -m snapkv -m streaming-llm --context 32768 --context 131072
-    """
-    _measure("throughput", asked, spec, output, bench_tables.throughput)
 
 
 @bench_app.command()

@@ -11,6 +11,7 @@ Cells = Callable[[Row], list[str]]
 
 # Heads of a step's columns, and what stands there.
 _STEP: dict[str, Callable[[Row], str]] = {
+    "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
     "step": lambda row: f"{row['seconds'] * 1e3:.2f} ms",
     "limit": lambda row: f"{row['limit_seconds'] * 1e3:.2f} ms",
     "share": lambda row: f"{row['share']:.0%}",
@@ -27,25 +28,12 @@ def steps(result: Row) -> Iterable[Any]:
         # No ratio where full attention failed.
         return [*(cell(row) for cell in columns.values()), _speedup(row)]
 
-    heads = ("method", "batch x context", *columns, "full / this")
+    heads = ("method", "batch x context", *columns, "speedup")
     yield _table(
         result, heads, lambda row: [_name(row), f"{row['batch']} x {row['context']:,}"], cells
     )
-    yield _timed(result, f", {_layers_said(result['layers'])};")
-
-
-def throughput(result: Row) -> Iterable[Any]:
-    """Of `bench throughput`."""
-    columns = _step_columns(result)
-
-    def cells(row: Row) -> list[str]:
-        rates = [f"{row['batch']:,}", f"{row['tokens_per_second']:,.0f}"]
-        return [*rates, *(cell(row) for cell in columns.values())]
-
-    heads = ("method", "context", "rows", "tokens/s a device", *columns)
-    yield _table(result, heads, lambda row: [_name(row), f"{row['context']:,}"], cells)
-    free = f"; {shown_bytes(result['free'])} free for caches;"
-    yield _timed(result, free, f" ({result['devices']})")
+    devices = f" ({result['devices']})" if result["devices"] > 1 else ""
+    yield _timed(result, f", {_layers_said(result['layers'])};", devices)
 
 
 def served(result: Row) -> Iterable[Any]:

@@ -96,6 +96,8 @@ MOVED = {
     "bench cold": "jax-longctx ask --json twice, and compare their seconds of compile",
     "train collect": "[data] sources = [...] in the run's file, with texts of your own",
     "train plot": "tensorboard --logdir DIR; each run draws its DIR/loss.png",
+    "bench throughput": "jax-longctx bench decode --case CONTEXT, without a batch",
+    "train bench": "jax-longctx train with few steps; metrics.jsonl has tokens a second and MFU",
     "bench e2e": "jax-longctx bench decode -m full, or bench prefill -m full",
 }
 

@@ -1,4 +1,4 @@
-"""`jax-longctx train`: continued pretraining, its speed, and its effect on methods."""
+"""`jax-longctx train`: continued pretraining, and its effect on methods."""
 
 import contextlib
 import dataclasses
@@ -8,12 +8,11 @@ from typing import Any
 import typer
 
 from jax_longctx.cli import options, process
-from jax_longctx.cli.options import only, option
+from jax_longctx.cli.options import option
 from jax_longctx.cli.terminal import Terminal, check_checkpoint, check_file, save
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.run_spec import RunSpec
-from jax_longctx.settings import parse_mesh
 
 train_app = options.App(
     cls=options.Group,
@@ -142,57 +141,3 @@ def evaluate(
         result = run(checkpoints, methods or ["full"], data, watch=watch, **how)
     save(result, out)
     terminal.write(markdown(result))
-
-
-@train_app.command()
-@options.command
-def bench(
-    output: options.Output = only("out"),
-    model: str = options.shape("llama-3.2-1b"),
-    length: int = option("Tokens of a text.", default=8192, min=2),
-    rows: int = option("Texts of a step, over all devices.", default=4, min=1),
-    steps: int = option("Steps; the median counts.", default=5, min=1),
-    tail: int = option("Last tokens that attend sparsely.", default=0),
-    remat: str = option("Rematerialization: none, dots or full.", default="none"),
-    mesh: str | None = options.mesh(),
-) -> None:
-    """Tokens a second, MFU and peak memory of a training step, random weights.
-
-    MFU = (6 P T + 12 N H L pairs) a text / (seconds a text x devices x peak): P matmul weights, T
-    tokens, L layers of N heads of width H, pairs of query and key that meet.
-
-    [bold]Example[/bold]
-
-        jax-longctx train bench --model llama-3.2-1b --length 8192 --rows 4
-    """
-    terminal = output.terminal()
-    with terminal.starting(extra="train"):
-        from jax_longctx.sharding import make_mesh
-        from train_cpt.attention import Pattern
-        from train_cpt.bench import run
-        from train_cpt.step import OptimizerConfig, TrainSetup
-
-    sizes: dict[str, Any] = dict(parse_mesh(mesh or ""))
-    kept: Any = remat
-
-    def setup_of(config: Any) -> Any:
-        return TrainSetup(
-            config=config,
-            mesh=make_mesh(**sizes),
-            optimizer=OptimizerConfig(steps=1000),
-            pattern=Pattern(tail=tail),
-            remat=kept,
-            loss_chunk=2048,
-        )
-
-    result = run(model, setup_of, length=length, rows=rows, steps=steps, say=terminal.note)
-    output.save(result)
-    row = result["ours"]
-    terminal.write(
-        f"{row['seconds']:.3f} s a step, {row['tokens_per_second']:,.0f} tokens/s, "
-        f"MFU {row['mfu']:.1%}, peak {shown_bytes(row['peak_bytes'])}\n"
-        f"{result['devices']} x {result['device']}, {result['model']}, "
-        f"{result['ours']['rows']} texts of {result['length']:,} tokens; "
-        f"peak {result['peak_flops'] / 1e12:,.0f} TFLOP/s a device ({result['peak_source']}), "
-        f"jax {result['jax']}\n"
-    )

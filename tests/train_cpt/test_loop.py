@@ -14,9 +14,7 @@ import jax
 import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
-from typer.testing import CliRunner
 
-from jax_longctx.cli.main import app
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.files import read_sealed, seal
 from tests.checkpoints_convert.tiny import full_disk
@@ -36,7 +34,6 @@ from tests.train_cpt.tiny_run import (
     tiny_params,
     tiny_setup,
 )
-from train_cpt import bench
 from train_cpt.attention import Pattern
 from train_cpt.data import open_windows
 from train_cpt.loop import Best, LoopConfig, train
@@ -304,24 +301,6 @@ def test_flops_count_the_matmuls_and_the_pairs_that_meet():
 
 
 def test_a_device_without_a_data_sheet_is_measured():
-    peak, source = device_peak(jax.devices()[0], "float32")
-    assert source == "measured" and 1e8 < peak < 1e14
-
+    assert 1e8 < device_peak(jax.devices()[0], "float32") < 1e14
     listed = SimpleNamespace(device_kind="NVIDIA H200")
-    assert device_peak(listed, "bfloat16") == (989.4e12, "data sheet")
-
-
-@pytest.mark.slow
-def test_a_step_is_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench, "preset", lambda name: tiny_config(num_layers=1))
-    words = ["train", "bench", "--length", "16", "--rows", "4", "--steps", "2", "--tail", "4"]
-    out = tmp_path / "bench.json"
-    result = CliRunner().invoke(app, [*words, "--out", str(out)])
-    assert result.exit_code == 0, result.stderr
-    found = json.loads(out.read_text())
-    ours = found["ours"]
-    assert ours["tokens_per_second"] == pytest.approx(64 / ours["seconds"], rel=1e-3)
-    assert (ours["rows"], ours["pattern"]["tail"], ours["mesh"]["data"]) == (4, 4, 1)
-    # Random weights and tokens: no better than chance.
-    assert 4 < ours["loss"] < 6 and 0 < ours["mfu"] < 1
-    assert f"MFU {ours['mfu']:.1%}" in result.stdout
+    assert device_peak(listed, "bfloat16") == 989.4e12

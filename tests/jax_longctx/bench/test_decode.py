@@ -5,8 +5,8 @@ import jax
 import numpy as np
 import pytest
 
-from jax_longctx.bench import decode, prefill, steps, throughput
-from jax_longctx.bench.asked import Decode, Throughput
+from jax_longctx.bench import decode, prefill, steps
+from jax_longctx.bench.asked import Decode
 from jax_longctx.bench.steps import Answering, Kernels, Step
 from jax_longctx.engine import Context, Engine
 from jax_longctx.engine.capacity import footprint
@@ -24,8 +24,7 @@ from tests.support import joined, random_rows, tiny_engine
 
 @pytest.fixture
 def tiny_preset(tiny_shape, monkeypatch):
-    for command in (decode, throughput):
-        monkeypatch.setattr(command, "copy_bandwidth", lambda: 1e11)
+    monkeypatch.setattr(decode, "copy_bandwidth", lambda: 1e11)
 
 
 @pytest.mark.slow
@@ -158,8 +157,9 @@ def test_the_largest_batch_fills_the_memory(tiny_preset, monkeypatch):
         return Step(0.5, Kernels(50, 0.3))
 
     _stub(monkeypatch, timed)
-    args = ["throughput", "--model", "tiny", "-m", "snapkv:budget=64", "--blocks", 1]
-    full, snapkv = measured(*args, "--memory", 0.01, "--context", 2000)["rows"]
+    monkeypatch.setattr(decode, "available_bytes", lambda mesh: int(0.01 * 2**30))
+    args = ["decode", "--model", "tiny", "-m", "snapkv:budget=64", "--blocks", 1]
+    full, snapkv = measured(*args, "--case", 2000)["rows"]
     assert tried == [full["batch"], snapkv["by_arithmetic"], snapkv["batch"]]
     assert snapkv["batch"] == snapkv["by_arithmetic"] - snapkv["by_arithmetic"] // 16
     assert snapkv["batch"] > 4 * full["batch"]
@@ -172,17 +172,17 @@ def test_the_largest_batch_fills_the_memory(tiny_preset, monkeypatch):
         ]
         assert held[0] <= 0.9 * 0.01 * 2**30 < held[1]
         assert row["tokens_per_second"] == row["batch"] / 0.5
-        assert row["limit_tokens_per_second"] == row["batch"] / row["limit_seconds"]
-    # A bounded batch.
+    assert snapkv["speedup"] == snapkv["tokens_per_second"] / full["tokens_per_second"]
     monkeypatch.setenv("COLUMNS", "200")
-    more = ["--rows", 2, "--context", 590, "--context", 600, "--memory", 0.1]
-    lines = [line.split() for line in bench(*args, *more).stdout.splitlines()]
-    shown = [line[2:4] for line in lines if line and line[0] == "snapkv"]
-    assert shown == [["590", "2"], ["600", "2"]]
-    # Where no row fits, the row says so.
-    asked = Throughput(model="tiny", methods=["full"], contexts=[4000], blocks=1, memory=1e-6)
-    found = throughput.run(asked, RunSpec())
-    assert found["rows"][0]["failed"] == "no row fits the memory"
+    lines = [line.split() for line in bench(*args, "--case", 2000).stdout.splitlines()]
+    (shown,) = [line for line in lines if line[:1] == ["snapkv"]]
+    assert shown[2:5] == [f"{snapkv['by_arithmetic']}", "x", "2,000"]
+    # Where no row fits, or the memory is not known, that is said.
+    monkeypatch.setattr(decode, "available_bytes", lambda mesh: 1000)
+    (row,) = measured(*args[:3], "-m", "full", "--case", 4000)["rows"]
+    assert row["failed"] == "no row fits the memory"
+    monkeypatch.setattr(decode, "available_bytes", lambda mesh: None)
+    assert "give BATCHxCONTEXT" in bench(*args, "--case", 2000, code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -275,8 +275,11 @@ def test_bad_options_are_named(tiny_preset, monkeypatch):
     for args, said in [
         ("decode --layers 1", "--layers must be from 2 to 2, got 1"),
         ("decode --layers 3", "--layers must be from 2 to 2, got 3"),
-        *((f"decode --case {bad}", "expected BATCHxCONTEXT") for bad in ("3", "0x5", "ax5", "5x")),
-        ("throughput --mesh data=2", "for one part of the data axis; leave data out"),
+        *(
+            (f"decode --case {bad}", "expected BATCHxCONTEXT or CONTEXT")
+            for bad in ("0", "0x5", "ax5", "5x")
+        ),
+        ("decode --mesh data=2", "for one part of the data axis; leave data out"),
         ("prefill --case 1024:", "expected TOKENS or TOKENS:BLOCK"),
         ("prefill --case 0", "expected TOKENS or TOKENS:BLOCK"),
         ("prefill --case 40", "--case 40: question and answer need 130 tokens"),

@@ -156,7 +156,6 @@ def test_where_nothing_can_be_written_is_named_before_the_work(tmp_path, monkeyp
     "command",
     [
         "train evaluate -c model --data model --out",
-        "train bench --out",
         "bench kernels --out",
         "bench decode --method h2o --out",
         "bench prefill --method h2o --out",
