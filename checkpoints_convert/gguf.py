@@ -23,7 +23,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import _type_traits as dequantised_types  # it has no public list
 from gguf.quants import dequantize
 
-from checkpoints_convert.config import model_config
+from checkpoints_convert.config import MOST_LAYERS, model_config
 from checkpoints_convert.files import Source, SourceTensor, check_tensors
 from checkpoints_convert.vocabulary import gguf_tokenizer_files
 from jax_longctx.errors import CheckpointError, ConfigError
@@ -322,7 +322,7 @@ def _of_family(said: "_Settings", traits: Family, config: Mapping[str, Any]) -> 
         found[traits.keys["query_width"]] = each if wide else config["head_dim"]
     if (theta := said.get("rope.freq_base_swa", None, float)) is not None:
         found["rope_local_base_freq"] = _decimal(theta)
-    pattern = said.by_layer("attention.sliding_window_pattern")
+    pattern = said.window_pattern(config["num_hidden_layers"])
     if pattern is not None and traits.windows == "by layer":
         kinds = "full_attention", "sliding_attention"
         found["layer_types"] = [kinds[bool(slides)] for slides in pattern]
@@ -336,10 +336,14 @@ class _Settings:
         self.path, self._metadata, self._prefix = path, metadata, architecture
         self.architecture = architecture
 
-    def by_layer(self, key: str) -> list[Any] | None:
-        """A list with an entry for each layer; None where there is none."""
-        value = self._metadata.get(f"{self._prefix}.{key}")
-        return value if isinstance(value, list) else None
+    def window_pattern(self, layers: int) -> list[Any] | None:
+        """Whether each layer has a window; None where the file does not say it."""
+        value = self._metadata.get(f"{self._prefix}.attention.sliding_window_pattern")
+        if isinstance(value, list) or value is None:
+            return value
+        turn = self.get("attention.sliding_window_pattern", None)
+        # The last of each `turn` layers has none; with 0 all have one.
+        return [not turn or (layer + 1) % turn > 0 for layer in range(min(layers, MOST_LAYERS))]
 
     def get(self, key: str, default: Any, kind: type = int) -> Any:
         value = self._metadata.get(f"{self._prefix}.{key}", default)
@@ -376,6 +380,12 @@ def _check_plain(said: _Settings, config: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{said.path}: rotates {rotated} of {config['head_dim']} dimensions of a head; "
             f"partial rotary embedding is not implemented"
+        )
+    if said.architecture == "granite" and not said.get("rope.scaling.finetuned", True, bool):
+        # As llama.cpp reads it; of other architectures it only prints it.
+        raise ConfigError(
+            f"{said.path}: its layers have no rotary embedding (rope.scaling.finetuned is false), "
+            f"which is not implemented for granite"
         )
     if said.get("attention.value_length", config["head_dim"]) != config["head_dim"]:
         raise ConfigError(f"{said.path}: values of another size than keys are not implemented")

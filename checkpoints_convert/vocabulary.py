@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 from tokenizers import pre_tokenizers as pre
 
+from checkpoints_convert.splits import SPLITS, Split
 from jax_longctx.errors import CheckpointError, LongctxError
 from jax_longctx.files import first_line, read_bytes, read_json
 from jax_longctx.text.tokenizer import END_TOKENS
@@ -48,53 +49,6 @@ SAMPLING = {
     "top_p": "top_p",
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
-}
-
-_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
-_QWEN2 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Split:
-    """How a byte-level tokenizer cuts text before merging.
-
-    Attributes:
-      patterns: applied one after another; matches, and the text between them, become pieces.
-      whole: a piece in the vocabulary is one token, without merges.
-      bos: texts begin with the beginning-of-text token by default.
-      nfc: text is normalised to Unicode's composed form (NFC) first.
-    """
-
-    patterns: tuple[str, ...]
-    whole: bool = False
-    bos: bool = False
-    nfc: bool = False
-
-
-_LLAMA3_SPLIT = Split(patterns=(_LLAMA3,), whole=True, bos=True)
-_QWEN2_SPLIT = Split(patterns=(_QWEN2,), nfc=True)
-
-# By llama.cpp's name (`tokenizer.ggml.pre`).
-SPLITS = {
-    "gpt-2": Split(patterns=(_GPT2,)),
-    "smollm": Split(patterns=(r"\p{N}", _GPT2)),
-    "refact": Split(patterns=(r"\p{N}", _GPT2)),
-    "dbrx": Split(patterns=(_LLAMA3,)),
-    "smaug-bpe": Split(patterns=(_LLAMA3,)),
-    "llama3": _LLAMA3_SPLIT,
-    "llama-v3": _LLAMA3_SPLIT,
-    "llama-bpe": _LLAMA3_SPLIT,
-    "qwen2": _QWEN2_SPLIT,
-    "deepseek-r1-qwen": _QWEN2_SPLIT,
-    "tekken": Split(patterns=(_TEKKEN,), whole=True, bos=True),
 }
 
 

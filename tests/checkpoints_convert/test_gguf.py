@@ -177,6 +177,23 @@ def test_norms_keep_their_precision_and_a_window_that_is_not_said_is_the_familys
     np.testing.assert_array_equal(np.asarray(scale), expected)
 
 
+@pytest.mark.parametrize("said", [3, 1, 0, [True, False, True, True]])
+def test_a_pattern_of_windows_is_a_list_or_the_length_of_a_turn(tmp_path, said):
+    config = hf_config("gemma3", num_hidden_layers=4)
+    path = tmp_path / "m.gguf"
+
+    def tweak(writer):
+        say(config, writer)
+        writer.add_sliding_window_pattern(said)
+
+    write_gguf(path, config, random_state(config), tweak=tweak)
+    slides = {3: [1, 1, 0, 1], 1: [0] * 4, 0: [1] * 4}.get(
+        said if type(said) is int else None, said
+    )
+    windows = tuple(config["sliding_window"] if it else None for it in slides)
+    assert open_source(path).config.windows == windows
+
+
 # Where a block has its scales, and where they end.
 SCALES = {"Q8_0": (0, 2), "Q4_0": (0, 2), "Q4_1": (0, 4), "Q5_0": (0, 2), "Q5_1": (0, 4)}
 SCALES |= {"Q2_K": (80, 84), "Q3_K": (108, 110), "Q4_K": (0, 4), "Q5_K": (0, 4)}
@@ -417,6 +434,14 @@ def test_what_is_not_implemented(tmp_path, refused, good):
     ):
         refused(write_gguf(path, config, state, tweak=tweak), *words, kind=error)
     refused(good.replace(b"llama", b"mamba"), "mamba", "qwen3", kind=ConfigError)
+    granite = hf_config("granite")
+
+    def unrotated(writer):
+        say(granite, writer)
+        writer.add_rope_scaling_finetuned(False)
+
+    write_gguf(path, granite, random_state(granite), tweak=unrotated)
+    refused(path, "no rotary embedding (rope.scaling.finetuned is false)", kind=ConfigError)
 
 
 def test_a_model_in_parts(tmp_path):

@@ -13,7 +13,8 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from checkpoints_convert import convert
-from checkpoints_convert.vocabulary import SPLITS, gguf_tokenizer_files, sentencepiece_files
+from checkpoints_convert.splits import SPLITS
+from checkpoints_convert.vocabulary import gguf_tokenizer_files, sentencepiece_files
 from jax_longctx.errors import CheckpointError
 from jax_longctx.text import Tokenizer
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
@@ -278,7 +279,7 @@ def test_damaged_sentencepiece_models_are_refused(tmp_path, pieces):
 def test_metadata_that_is_no_tokenizer_is_refused(trained):
     metadata = bpe_metadata(trained["gpt-2"], "gpt-2")
     cases = [
-        ({"tokenizer.ggml.pre": "viking"}, "'viking', which is not implemented"),
+        ({"tokenizer.ggml.pre": "afmoe"}, "'afmoe', which is not implemented"),
         ({"tokenizer.ggml.model": "bert"}, "'bert' is not implemented"),
         ({"tokenizer.ggml.tokens": None}, "no tokenizer"),
         ({"tokenizer.ggml.tokens": 7}, "is damaged"),
