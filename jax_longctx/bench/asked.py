@@ -73,7 +73,6 @@ class Prefill(Compared):
     layers: int | None = None
     cases: list[str] | None = None
     runs: int = 3
-    blocks: int = 2
     question: int = 1
 
     def __post_init__(self) -> None:

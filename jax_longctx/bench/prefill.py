@@ -27,16 +27,14 @@ from jax.sharding import Mesh
 from jax_longctx.bench.asked import Prefill
 from jax_longctx.bench.timing import (
     TOO_MUCH,
-    WARM,
     MemoryWatch,
     Shape,
-    answered,
     call_times,
+    first_tokens,
     scaled,
 )
 from jax_longctx.engine import Engine
 from jax_longctx.engine.capacity import SPARE, footprint, reserved
-from jax_longctx.engine.engine import BLOCK
 from jax_longctx.engine.setup import without_layers
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.memory import allow_pinned
@@ -75,10 +73,9 @@ def run(
             allow_pinned()
         spec = dataclasses.replace(spec, mesh=f"seq={len(jax.devices())}")
     shape = Shape.make(asked.model, spec, say, asked.layers)
-    blocks, question, runs = asked.blocks, asked.question, asked.runs
-    answer = WARM + blocks * BLOCK if blocks else 1
+    question, runs = asked.question, asked.runs
     # What the engine keeps beside the context: the slots of a case are all filled.
-    beside = reserved(question + answer) + SPARE
+    beside = reserved(question + 1) + SPARE
     # The question's tokens are the last of the context.
     least = question + beside
     for tokens, _ in asked.sizes:
@@ -92,7 +89,7 @@ def run(
         for name, settings, method in chosen:
             say(f"{name} {settings or ''}, {tokens:,} tokens ...")
             row = {"method": name, "settings": settings, "tokens": tokens, "block": block}
-            row |= _row(shape, method, tokens - beside, question, answer, runs, rates)
+            row |= _row(shape, method, tokens - beside, question, runs, rates)
             begun.append(row)
             # Of the first method: where it failed, the others have no ratio.
             if "first_token" in row and "first_token" in begun[0]:
@@ -125,36 +122,35 @@ def _row(
     method: Any,
     context: int,
     question: int,
-    answer: int,
     runs: int,
     rates: dict[str, Any],
 ) -> dict[str, Any]:
     """Times, FLOPs and memory of a case, or the reason why it failed."""
     watch, whole = MemoryWatch(), shape.config.num_layers
 
-    def measure(engine: Engine) -> tuple[list[float], list[float], int]:
-        timed = answered(engine, context, answer, runs, False, question)
+    def measure(engine: Engine) -> list[float]:
+        timed = first_tokens(engine, context, runs, question)
         if engine.config.num_layers == whole and watch.possible:
             with watch:
-                answered(engine, context, answer, 0, False, question)
+                first_tokens(engine, context, 0, question)
         return timed
 
     try:
         measured = shape.times(method, measure)
     except (ConfigError, InputError, *TOO_MUCH) as error:
         return {"failed": str(error).splitlines()[0]}
-    first = {n: statistics.median(times) for n, (times, _, _) in measured.items()}
+    first = {n: statistics.median(times) for n, times in measured.items()}
     work = prefill_work(
         shape.setup(method),
         batch=shape.mesh.shape["data"],
         context=context,
-        reserve=question + answer,
+        reserve=question + 1,
         question=question,
     )
     by_flops = work.linear / rates["linear"] + work.attention / rates["attention"]
     row: dict[str, Any] = {
         "context": context,
-        "measured": {str(n): {"first_token": times} for n, (times, _, _) in measured.items()},
+        "measured": {str(n): {"first_token": times} for n, times in measured.items()},
         "linear": work.linear,
         "attention": work.attention,
         "received": work.received,
@@ -163,12 +159,9 @@ def _row(
     row |= scaled("first_token", first, whole)
     row["of_model"] = row["first_token"] / by_flops
     if watch.most is not None:
-        sizes = dict(batch=shape.mesh.shape["data"], context=context, reserve=question + answer)
+        sizes = dict(batch=shape.mesh.shape["data"], context=context, reserve=question + 1)
         said = footprint(shape.setup(method), **sizes, per_device=True)
         row |= {"peak_bytes": watch.most, "said_bytes": said.peak}
-    if answer > 1:
-        steps = {n: statistics.median(found) for n, (_, found, _) in measured.items()}
-        row |= scaled("step", steps, whole)
     return row
 
 

@@ -16,6 +16,7 @@ the rows, and pages that only some of them choose, come on top.
 
 import dataclasses
 import itertools
+import operator
 import statistics
 import time
 from collections.abc import Callable
@@ -26,11 +27,11 @@ import numpy as np
 
 from jax_longctx.bench.asked import Serve
 from jax_longctx.bench.steps import QUESTION, check_mesh, one_row
-from jax_longctx.bench.timing import TOO_MUCH, WARM, Shape, call_times, copy_bandwidth, streamed
+from jax_longctx.bench.timing import TOO_MUCH, Shape, call_times, copy_bandwidth
 from jax_longctx.engine import Context, Engine
 from jax_longctx.engine.capacity import footprint
 from jax_longctx.engine.context import prefill_question
-from jax_longctx.engine.engine import BLOCK
+from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
 from jax_longctx.engine.places import cannot_share
 from jax_longctx.engine.running import Ask, RunningBatch
 from jax_longctx.errors import ConfigError, InputError
@@ -103,15 +104,16 @@ class _Measured:
     def steps(self) -> dict[str, Any]:
         """Seconds a step of one row alone, and of all rows together."""
         engine, asked, rows = self.engine, self.asked, self.asked.rows
-        tokens = WARM + BLOCK * (1 + asked.blocks)
+        tokens = 1 + sum(FIRST_BLOCKS) + BLOCK * (1 + asked.blocks)
         reserve = max(tokens, asked.question)
         context = self._context = one_row(engine, asked.context, reserve, asked.random_cache)
         if context.questions is not None:
             raise InputError("this method reads a text for one question; rows cannot share it")
         how: dict[str, Any] = {"max_tokens": tokens, "sampling": Sampling(temperature=1.0, seed=0)}
         stream = engine.stream(context, [list(QUESTION)], keep=True, **how)
+        ends = [time.perf_counter() for block in stream if len(block[0]) == BLOCK]
         # The first whole block compiles.
-        alone = statistics.median(streamed(time.perf_counter(), stream)[1][1:])
+        alone = statistics.median(map(operator.sub, ends[1:], ends)) / BLOCK
         self.say(f"  one row alone {alone * 1e3:.2f} ms a step")
         why = cannot_share(engine)
         given: dict[str, Any] = {"reserve": asked.question + self._answer}

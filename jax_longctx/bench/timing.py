@@ -11,7 +11,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ from jax.sharding import Mesh
 
 from jax_longctx.engine import Engine
 from jax_longctx.engine.capacity import setup_of
-from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.evaluation.compute import compared
@@ -31,8 +30,6 @@ from jax_longctx.models.params import first_layers, init_params, stacked_layers
 from jax_longctx.models.presets import preset
 from jax_longctx.run_spec import RunSpec
 
-# Steps before the full blocks of a stream: the question's token and the short first blocks.
-WARM = 1 + sum(FIRST_BLOCKS)
 # Raised where a case does not fit the memory.
 TOO_MUCH = (CapacityError, jax.errors.JaxRuntimeError)
 # Steps of one compiled loop. A dynamic number would cost a host round trip a step.
@@ -122,50 +119,23 @@ def copy_bandwidth(size: int = 1 << 31) -> float:
     return 2 * size * repeats / statistics.median(call_times(again, 5))
 
 
-def streamed(begun: float, stream: Iterator[list[list[int]]]) -> tuple[float, list[float]]:
-    """Seconds from `begun` to an answer's first block, and seconds a step of every full block.
-
-    The first blocks are shorter, so their times contain more host overhead.
-    """
-    first, steps = 0.0, []
-    previous = begun
-    for block in stream:
-        now = time.perf_counter()
-        first = first or now - begun
-        if len(block[0]) == BLOCK:
-            steps.append((now - previous) / BLOCK)
-        previous = now
-    return first, steps
-
-
-def answered(
-    engine: Engine, tokens: int, answer: int, runs: int, keep: bool, question: int = 1
-) -> tuple[list[float], list[float], int]:
-    """Times prefill and decode of `runs` random contexts of `tokens` tokens, after a warm-up run.
+def first_tokens(engine: Engine, tokens: int, runs: int, question: int = 1) -> list[float]:
+    """Seconds to the first token over `runs` random contexts, after a warm-up run.
 
     Args:
-      tokens: of the context; its last tokens are also the question.
-      answer: tokens to decode.
-      keep: whether the context is kept for another question.
-      question: tokens of the question, which is given at prefill where the method needs it.
-
-    Returns:
-      Seconds to the first token of each run, seconds a step of each full block, and bytes of cache
-      a token.
+      tokens: of the context; its last `question` tokens are also the question, which is given at
+        prefill where the method needs it.
     """
     draw = np.random.default_rng(tokens).integers(0, engine.config.vocab_size, tokens)
     row = [int(token) for token in draw]
-    asked, found, bytes_per_token = [row[-question:]], [], 0
+    asked, found = [row[-question:]], []
     given: dict[str, Any] = {"questions": asked} if engine.method.info.needs_question else {}
-    for index in range(1 + runs):
+    for _ in range(1 + runs):
         begun = time.perf_counter()
-        prefilled = engine.prefill([row], reserve=question + answer, **given)
-        if not index:  # the warm-up run
-            bytes_per_token = prefilled.resident_bytes // prefilled.slots
-        stream = engine.stream(prefilled, asked, max_tokens=answer, keep=keep)
-        found.append(streamed(begun, stream))
-    steps = [step for _, times in found[1:] for step in times]
-    return [first for first, _ in found[1:]], steps, bytes_per_token
+        prefilled = engine.prefill([row], reserve=question + 1, **given)
+        for _ in engine.stream(prefilled, asked, max_tokens=1, keep=False):
+            found.append(time.perf_counter() - begun)
+    return found[1:]
 
 
 class MemoryWatch:

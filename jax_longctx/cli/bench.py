@@ -176,7 +176,6 @@ def prefill(
             metavar="TOKENS[:BLOCK]",
         ),
         runs=option("Runs; the median counts.", default=3, min=1),
-        blocks=option("Blocks of 32 decode steps that are timed; 0 times none.", default=2, min=0),
         question=option(
             "Tokens of the question, which some methods read beside each chunk.",
             default=1,

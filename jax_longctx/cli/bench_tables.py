@@ -73,11 +73,10 @@ def first_tokens(result: Row) -> Iterable[Any]:
         return [_name(row), f"{row['tokens']:,}"]
 
     def times(row: Row) -> list[str]:
-        step = shown_time(row["step"], 1) if "step" in row else "-"
-        return [shown_time(row["first_token"], 1), _speedup(row), step]
+        return [shown_time(row["first_token"], 1), _speedup(row)]
 
     heads = ("method", "tokens", "first token", f"{result['rows'][0]['method']} / this")
-    yield _table(result, (*heads, "step"), name, times)
+    yield _table(result, heads, name, times)
     yield "\nbusiest device:"
     work = []
     for row in result["rows"]:

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_longctx.bench import decode, prefill, steps
+from jax_longctx.bench import decode, steps
 from jax_longctx.bench.asked import Decode
 from jax_longctx.bench.steps import Answering, Kernels, Step
 from jax_longctx.engine import Context, Engine
@@ -270,8 +270,7 @@ def test_a_random_cache_stands_for_a_context(tiny_preset):
     assert [len(row) for row in next(engine.stream(context, [[1], [2]], max_tokens=4))] == [1, 1]
 
 
-def test_bad_options_are_named(tiny_preset, monkeypatch):
-    monkeypatch.setattr(prefill, "WARM", 18)
+def test_bad_options_are_named(tiny_preset):
     for args, said in [
         ("decode --layers 1", "--layers must be from 2 to 2, got 1"),
         ("decode --layers 3", "--layers must be from 2 to 2, got 3"),

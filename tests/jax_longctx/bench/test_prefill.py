@@ -16,19 +16,18 @@ from tests.patience import patience
 @pytest.fixture
 def tiny_preset(tiny_shape, monkeypatch):
     tiny_shape["num_hidden_layers"] = 4
-    monkeypatch.setattr(prefill, "WARM", 18)
 
 
 ASKED = ("prefill", "--model", "tiny")
 # On one device, once.
-ONE = ("--mesh", "seq=1", "--runs", 1, "--blocks", 0, "--chunk", 64)
+ONE = ("--mesh", "seq=1", "--runs", 1, "--chunk", 64)
 
 
 @pytest.mark.thorough
 def test_figures_follow_from_each_other(tiny_preset, tmp_path):
     out = tmp_path / "found.json"
     args = ["-m", "ring", "-m", "star:anchor_kv=broadcast", "--case", "1024:256", "--mesh", "seq=4"]
-    args += ["--layers", 2, "--runs", 1, "--blocks", 1, "--chunk", 128, "--out", out]
+    args += ["--layers", 2, "--runs", 1, "--chunk", 128, "--out", out]
     found = measured(*ASKED, *args)
     assert found == json.loads(out.read_text()) and list(tmp_path.iterdir()) == [out]
     assert found["layers"] == {"timed": 2, "of": 4}
@@ -36,7 +35,7 @@ def test_figures_follow_from_each_other(tiny_preset, tmp_path):
     ring, star = found["rows"]
     assert star["settings"] == {"block": "256", "anchor_kv": "broadcast"} and not ring["settings"]
     # Question, answer and the spare slot leave the context of four blocks of slots.
-    length = 1024 - reserved(18 + 32 + 1) - SPARE
+    length = 1024 - reserved(2) - SPARE
     assert ring["context"] == star["context"] == length
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
     head = 2 * 128 * 32 / 4
@@ -72,11 +71,10 @@ def test_contexts_in_the_hosts_memory_and_in_8_bits_are_timed(tiny_preset, tmp_p
     assert found["rows"][0]["first_token"] > 0
     said = "bfloat16, weights in int8, keys and values in int8, contexts in host"
     assert said in " ".join(result.output.split())
-    # A step can be left out.
     found = measured(*ASKED, "-m", "full", "--case", "256:128", *ONE, "--layers", 2)
     assert found["rates"]["received"] is None
     (row,) = found["rows"]
-    assert "step" not in row and row["context"] == 256 - reserved(2) - SPARE
+    assert row["context"] == 256 - reserved(2) - SPARE
 
 
 @pytest.mark.slow
@@ -95,12 +93,12 @@ def test_a_question_is_read_beside_each_chunk_and_memory_is_watched(tiny_preset,
     monkeypatch.setattr(prefill, "_rates", create_autospec(prefill._rates, return_value=rates))
     (short,) = measured(*ASKED, *args, 8)["rows"]
     # The longer question is not read: its figures are enough.
-    answered = create_autospec(prefill.answered, return_value=([1.0], [], 0))
-    monkeypatch.setattr(prefill, "answered", answered)
+    timed = create_autospec(prefill.first_tokens, return_value=[1.0])
+    monkeypatch.setattr(prefill, "first_tokens", timed)
     (long,) = measured(*ASKED, *args, 40)["rows"]
     # Warm, timed, and watched; only the last comes after the watch began.
     assert [len(tokens) for (tokens,) in asked] == [8] * 3 and short["peak_bytes"] == 100
-    assert [call.args[-1] for call in answered.call_args_list] == [40] * 2
+    assert [call.args[-1] for call in timed.call_args_list] == [40] * 2
     # Two layers of 64 + 32 + 8 slots at least, of keys and values of two heads, eight wide.
     assert 2 * 2 * 2 * 8 * 2 * 96 < short["said_bytes"] < 2 * 2 * 2 * 8 * 2 * 1024
     # A longer question beside each chunk.
@@ -141,7 +139,7 @@ def test_time_is_scaled_from_some_layers_and_one():
 
 RATES = {"linear": 6e14, "attention": 5e14, "square": 65536, "received": 3e11}
 RING = {"method": "ring", "settings": {"order": "zigzag"}, "tokens": 131072, "first_token": 8.0}
-RING |= {"speedup": 1.0, "step": 0.004, "linear": 1e15, "attention": 2e15}
+RING |= {"speedup": 1.0, "linear": 1e15, "attention": 2e15}
 RING |= {"received": 1.29e10, "model_seconds": 6.4, "of_model": 1.25, "peak_bytes": 3 * 2**30}
 STAR = {"method": "star", "settings": {}, "tokens": 131072, "failed": "too much"}
 RESULT = {"model": "tiny", "device": "H", "jax": "0", "mesh": {"data": 1, "seq": 2, "tensor": 1}}
@@ -166,7 +164,7 @@ def test_a_table_for_people(tiny_preset, monkeypatch):
     result = bench(*ASKED, "-m", "ring:order=zigzag", "--case", 131072, "--mesh", "seq=2")
     times, work, *facts = result.stdout.split("\n\n")
     times = times.splitlines()
-    assert times[1].split() == "ring order=zigzag 131,072 8.00 s 1.00x 4.00 ms".split()
+    assert times[1].split() == "ring order=zigzag 131,072 8.00 s 1.00x".split()
     assert times[2].split() == "star 131,072 too much".split()
     row = work.splitlines()[-1]
     said = "ring order=zigzag 131,072 1,000 2,000 12.9 GB 6.40 s 1.25 3.0 GiB 1.0 GiB"
