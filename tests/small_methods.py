@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from jax_longctx.methods import METHODS, make_method
+from jax_longctx.parts.compressing import Compressing
 
 __all__ = ["APART", "EVERYTHING", "KINDS", "SMALL", "small_method"]
 
@@ -63,21 +64,27 @@ _EVERYTHING: dict[str, _Settings] = {
 
 
 def _rows(
-    own: dict[str, _Settings], evicting: _Settings, selecting: _Settings
+    own: dict[str, _Settings], evicting: _Settings, selecting: _Settings, compressing: _Settings
 ) -> dict[str, _Settings]:
     """A method's own row, or what it has of its kind's settings: what evicts reads in chunks."""
 
     def row(kind: Any) -> _Settings:
         names = {field.name for field in dataclasses.fields(kind)}
         settings = evicting if "chunk" in names else selecting
+        settings = compressing if issubclass(kind, Compressing) else settings
         return {name: value for name, value in settings.items() if name in names}
 
     return {name: own[name] if name in own else row(kind) for name, kind in METHODS.items()}
 
 
-SMALL = _rows(_SMALL, {"budget": 48, "chunk": 16}, {"budget": 16, "page_size": 8, "local": 16})
+SMALL = _rows(
+    _SMALL,
+    {"budget": 48, "chunk": 16},
+    {"budget": 16, "page_size": 8, "local": 16},
+    {"budget": 24, "local": 8, "lag": 8},
+)
 # Settings under which nothing leaves and everything is read, of texts below some 60 tokens.
-EVERYTHING = _rows(_EVERYTHING, {"budget": 112, "chunk": 16}, {"budget": 256})
+EVERYTHING = _rows(_EVERYTHING, {"budget": 112, "chunk": 16}, {"budget": 256}, {"budget": 112})
 
 
 def small_method(name: str):

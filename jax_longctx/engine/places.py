@@ -51,6 +51,8 @@ class Whole:
         shapes = _places(engine, reserve, rows, slots)
         self._setup, self._reserve, self.slots = engine.setup, reserve, slots
         self.axes = frozenset(name for axes in leaf_axes(shapes) for name in axes if name)
+        # A context that was compressed has slots for its reserve alone.
+        self._reserves = "room" in self.axes or (self.long and not engine.method.info.keeps_all)
         self.held = empty_like(engine.setup, shapes)
 
     @property
@@ -67,7 +69,7 @@ class Whole:
                 f"{answer:,} need {length + asked + answer + SPARE:,} slots, a place of this "
                 f"batch has {slots:,}; shorten them, or make a batch with more slots"
             )
-        if "room" in self.axes:
+        if self._reserves:
             _check_reserve(asked, answer, self._reserve)
 
     def seat(self, given: tuple[Any, ...], row: Any, place: Any) -> None:

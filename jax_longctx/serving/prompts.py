@@ -93,7 +93,10 @@ class Prompt:
 def prefills_alike(model: LongContext) -> bool:
     """Whether the answer is the same wherever a prompt is split into text and question."""
     info = model.engine.method.info
-    alike = info.append_only and not info.looks_ahead and info.phase in ("none", "decode")
+    # Where tokens leave at the end of the text, the question must not have been among them.
+    leaves = not (info.keeps_all or info.answers_apart)
+    alike = info.append_only and not (info.looks_ahead or leaves)
+    alike = alike and info.phase in ("none", "decode")
     # The text's keys may depend on the whole prompt's length.
     return alike and not model.config.rope.by_length
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-__all__ = ["GEMMA", "GRANITE", "MODELS", "PHI4", "ROPES", "SEEDS", "SIZES"]
+__all__ = ["GEMMA", "GRANITE", "KVPRESS", "MODELS", "PHI4", "ROPES", "SEEDS", "SIZES"]
 
 Config = dict[str, Any]
 
@@ -186,3 +186,6 @@ ROPES: dict[str, Config] = {
     # So short a trained length that both ends of the ramp fall on channel 0.
     "yarn_flat": _wide("yarn", 16, 1e6, 24, 6, factor=4.0),
 }
+
+# The model whose texts kvpress compresses.
+KVPRESS = _qwen2(vocab_size=400)

@@ -41,9 +41,8 @@ DEFAULT_TOLERANCE = 1e-5
 Arrays = dict[str, np.ndarray]
 
 
-def make_model(name: str) -> Arrays:
-    """A tiny random model: logits of a prompt and its greedy continuation."""
-    config, seed = MODELS[name], SEEDS[name]
+def model_of(name: str, config: Any, seed: int) -> tuple[Any, Any, dict[str, tuple[int, ...]]]:
+    """A tiny random model, its settings and its weights' shapes."""
     rest = {key: value for key, value in config.items() if key != "model_type"}
     # Settings are read in place and completed by transformers: a copy is handed over.
     settings = transformers.AutoConfig.for_model(config["model_type"], **json.loads(_json(rest)))
@@ -57,6 +56,13 @@ def make_model(name: str) -> Arrays:
     if left.unexpected_keys or set(left.missing_keys) != tied:
         raise SystemExit(f"{name}: weights do not fit the model: {left}")
     model.tie_weights()
+    return model, settings, shapes
+
+
+def make_model(name: str) -> Arrays:
+    """A tiny random model: logits of a prompt and its greedy continuation."""
+    config, seed = MODELS[name], SEEDS[name]
+    model, settings, shapes = model_of(name, config, seed)
     tokens = random_tokens(PROMPT, config["vocab_size"], seed)
     saved = {**settings.to_diff_dict(), "transformers_version": None}
     arrays = {

@@ -1,0 +1,77 @@
+"""Makes what kvpress keeps of a text, for the rules that compress a text before the question.
+
+    python3.11 tests/goldens/make_kvpress_goldens.py            writes data/kvpress.npz
+    python3.11 tests/goldens/make_kvpress_goldens.py --check    makes and compares; 1: it differs
+
+Needs torch, transformers and kvpress; our own packages are not imported.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from cases import KVPRESS
+from kvpress import ExpectedAttentionPress, KeyDiffPress, KnormPress, LagKVPress
+from make_goldens import DATA, model_of
+
+LENGTH, SEED = 180, 1
+# With `SINK` and `LAG` no two scores are equal at the border of what LagKV keeps.
+BUDGETS, SINK, LAG = (60, 120), 4, 16
+# The scores at the border are further apart than this, relative to their range.
+MIN_GAP = 1e-5
+PRESSES: dict[str, Any] = {
+    "knorm": KnormPress(),
+    "keydiff": KeyDiffPress(),
+    "lagkv": LagKVPress(n_sink=SINK, lag_size=LAG),
+    "expected-attention": ExpectedAttentionPress(n_sink=SINK),
+}
+
+
+def kept(model: Any, tokens: np.ndarray, press: Any, budget: int) -> np.ndarray:
+    """Positions [layer, kv head, budget] that stay, ascending."""
+    press.compression_ratio = 1 - (budget + 0.5) / len(tokens)
+    layers, compress = [], press.compress
+
+    def watched(module: Any, hidden: Any, keys: Any, values: Any, *rest: Any) -> Any:
+        after = compress(module, hidden, keys, values, *rest)
+        same = (after[0][0][:, :, None] == keys[0][:, None]).all(-1)  # [K, budget, S]
+        assert (same.sum(-1) == 1).all()
+        layers.append(same.to(torch.int8).argmax(-1).sort(-1).values.numpy())
+        scores = press.score(module, hidden, keys, values, *rest).sort(-1, descending=True).values
+        gap = scores[..., budget - 1] - scores[..., budget]
+        if (gap < MIN_GAP * (scores[..., SINK] - scores[..., -1])).any():
+            raise SystemExit(f"{press}: scores at the border are {gap.min():.1e} apart")
+        return keys, values
+
+    press.compress = watched
+    with torch.no_grad(), press(model):
+        model(torch.from_numpy(tokens)[None], use_cache=True)
+    del press.compress
+    return np.stack(layers).astype(np.int16)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    model, settings, _ = model_of("kvpress", KVPRESS, SEED)
+    # Equal tokens have keys of equal norms in the first layer.
+    tokens = np.random.default_rng(SEED).permutation(settings.vocab_size)[:LENGTH]
+    made = {
+        f"{name}.{budget}": kept(model, tokens, press, budget)
+        for name, press in PRESSES.items()
+        for budget in BUDGETS
+    } | {"tokens": tokens}
+    if not check:
+        np.savez_compressed(DATA / "kvpress.npz", **made)
+        return 0
+    stored = np.load(DATA / "kvpress.npz")
+    bad = [name for name in made if not np.array_equal(made[name], stored[name])]
+    print("differs: " + ", ".join(bad) if bad else "as stored")
+    return bool(bad) or set(stored) != set(made)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""What stays of a text that is compressed before the question is known."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jax_longctx.engine.places import Whole
+from jax_longctx.engine.runs import per_layer
+from jax_longctx.errors import CapacityError, ConfigError
+from jax_longctx.methods import METHODS, make_method
+from jax_longctx.methods.full import Full
+from jax_longctx.parts.compressing import Compressing
+from jax_longctx.sharding import make_mesh
+from tests.goldens.cases import KVPRESS
+from tests.goldens.weights import hf_shapes, random_state
+from tests.jax_longctx.methods.harness import prefill, under
+from tests.small_methods import small_method
+from tests.support import engine_from_hf, random_rows, tiny_engine
+
+GOLDENS = np.load(Path(__file__).parents[2] / "goldens" / "data" / "kvpress.npz")
+# As the goldens are made.
+SEED, OWN = 1, {"lagkv": {"lag": 16}, "knorm": {"sink": 0}, "keydiff": {"sink": 0}}
+NAMES = [name for name in METHODS if issubclass(METHODS[name], Compressing)]
+LENGTHS = [61, 1, 30, 45]
+
+
+def stores(engine, rows):
+    return [cache.store for cache in per_layer(prefill(engine, rows).usable_caches())]
+
+
+def keys_of(store):
+    return np.asarray(store.k), np.asarray(store.length)
+
+
+def kept(engine, whole, rows):
+    """Positions that stay, by layer, row and kv head, ascending as they lie in the cache."""
+    found = []
+    for store, every in zip(stores(engine, rows), whole, strict=True):
+        np.testing.assert_array_equal(store.position, [len(row) for row in rows])
+        (keys, counts), (all_keys, lengths) = keys_of(store), keys_of(every)
+        found.append([])
+        for b, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+            same = (keys[b, :, :count, None] == all_keys[b, :, None, :length]).all(-1)
+            assert (same.sum(-1) == 1).all()
+            found[-1].append(np.argmax(same, axis=-1).tolist())
+    return found
+
+
+@pytest.fixture(scope="module")
+def golden():
+    """The goldens' model and text, and every key of it."""
+    engine = engine_from_hf(
+        KVPRESS, random_state(hf_shapes(KVPRESS), SEED), Full(), chunk=64, by_layer=True
+    )
+    rows = [GOLDENS["tokens"].tolist()]
+    return engine, stores(engine, rows), rows
+
+
+@pytest.mark.parametrize("case", [case for case in GOLDENS if case != "tokens"])
+def test_the_positions_that_stay_are_kvpress_s_in_every_layer_and_head(golden, case):
+    engine, whole, rows = golden
+    name, _, budget = case.partition(".")
+    method = make_method(name, {"budget": budget, **OWN.get(name, {})})
+    layers = kept(under(engine, method), whole, rows)
+    assert [layer[0] for layer in layers] == GOLDENS[case].tolist()
+
+
+@pytest.fixture(scope="module")
+def ragged():
+    """A tiny model's engines on one device and on a mesh, rows, and every key of these."""
+    engines = [tiny_engine(Full(), mesh=make_mesh(*n), chunk=16) for n in ((1, 1, 1), (2, 2, 2))]
+    # Of equal tokens the keys of the first layer have norms that differ by rounding alone.
+    order = np.random.default_rng(0).permutation(64)
+    rows = [np.roll(order, length)[:length].tolist() for length in LENGTHS]
+    return engines, rows, [stores(engine, rows) for engine in engines]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mesh_keeps_the_same_of_each_row_with_its_first_and_last_tokens(ragged, name):
+    engines, rows, whole = ragged
+    method = small_method(name)
+    one, mesh = (
+        kept(under(engine, method), every, rows)
+        for engine, every in zip(engines, whole, strict=True)
+    )
+    assert one == mesh
+    for layer in one:
+        for length, heads in zip(LENGTHS, layer, strict=True):
+            fixed = {
+                *range(min(method.sink, length)),
+                *range(max(length - method.local, 0), length),
+            }
+            for head in heads:
+                assert len(head) == min(length, method.budget) and fixed <= set(head)
+    # No head of a layer keeps what another one does.
+    assert len({tuple(layer[0][head]) for layer in one for head in range(2)}) == 4
+
+
+def test_a_share_of_each_row_s_own_length(ragged):
+    (engine, _), rows, (whole, _) = ragged
+    for layer in kept(under(engine, make_method("knorm", {"ratio": 0.3})), whole, rows):
+        assert [[len(head) for head in heads] for heads in layer] == [
+            [max(int(0.3 * length), 1)] * 2 for length in LENGTHS
+        ]
+
+
+def test_memory_is_freed_in_fact():
+    engine = tiny_engine(small_method("knorm"), chunk=16)
+    context = engine.prefill(random_rows([700]), reserve=24)
+    # Two layers of keys and values: two heads of 8 float32 numbers, in one tile and the reserve's.
+    assert context.resident_bytes == 2 * 2 * (2 * 256 * 8 * 4) + 2 * 4 * 4
+
+
+def test_a_place_of_a_batch_is_as_long_as_what_stays_and_the_reserve():
+    engine = tiny_engine(small_method("knorm"), chunk=16)
+    context, batch = engine.prefill(random_rows([60]), reserve=24), Whole(engine, 128, 2, 1024)
+    batch.check(context, 0, 100, 28, 1024)
+    with pytest.raises(CapacityError, match="100 tokens and an answer of 29 need 129 slots"):
+        batch.check(context, 0, 100, 29, 1024)
+
+
+def test_a_budget_below_what_always_stays_is_refused():
+    with pytest.raises(ConfigError, match="budget 8 must hold sink \\+ local = 68 tokens"):
+        make_method("random", {"budget": 8})
