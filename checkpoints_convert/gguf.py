@@ -41,6 +41,7 @@ NUMBERS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_divisor": "logit_scale",
+    "logits_multiplier": "logit_scale",
     "attention_cap": "attn_logit_softcapping",
     "logits_cap": "final_logit_softcapping",
 }
@@ -255,7 +256,9 @@ def config_from_metadata(
         "head_dim": said.get("attention.key_length", width // heads),
         traits.key("activation", "hidden_act"): traits.activation,
         traits.key("norm_eps", "rms_norm_eps"): _decimal(
-            said.need("attention.layer_norm_rms_epsilon", float)
+            said.need(
+                f"attention.layer_norm_{'' if traits.norm == 'layer' else 'rms_'}epsilon", float
+            )
         ),
         "rope_theta": _decimal(said.get("rope.freq_base", DEFAULT_THETA, float)),
         "max_position_embeddings": said.need("context_length"),

@@ -8,8 +8,8 @@ restores each bit.
 Rows have another order in four cases, which `Part.rows` undoes:
 - A family may store several parameters in one tensor, one after another.
 - InternLM2 fuses q, k and v: for each kv head its G query heads, then its key, then its value.
-- llama.cpp pairs neighbouring rows of q and k for interleaved rotary embedding, in files of
-  families that say so (`Family.interleaved`).
+- Files pair neighbouring rows of q and k for interleaved rotary embedding: llama.cpp's of some
+  families, or a family's own (`Family.interleaved`).
 - Where a share of a head is rotated, the files have its channels first; see `RopeConfig`.
 """
 
@@ -205,7 +205,7 @@ def _order(config: ModelConfig, naming: str, part: Part) -> np.ndarray | None:
     if naming == "internlm2" and letter in ("q", "k", "v"):
         return _fused(kv_heads, heads // kv_heads, width, letter)
     turned = config.rope.turned(width)
-    paired = naming == "gguf" and config.traits.interleaved
+    paired = naming in config.traits.interleaved
     if letter not in ("q", "k") or not (paired or turned < width):
         return None
     return _of_heads(part.file_shape[0] // width, width, turned, paired)

@@ -92,7 +92,7 @@ def check_attention(config: ModelConfig, mesh: Mesh, pattern: Pattern, length: i
         )
     if config.sinks or config.attention_cap is not None:
         raise ConfigError("training: attention sinks and soft caps are not implemented")
-    if config.logits_divisor is not None or config.logits_cap is not None:
+    if (config.logits_divisor, config.logits_multiplier, config.logits_cap) != (None, None, None):
         raise ConfigError("training: scaled and capped logits are not implemented")
     if length % mesh.shape["seq"]:
         raise ConfigError(

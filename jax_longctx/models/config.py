@@ -47,7 +47,7 @@ class ModelConfig:
       attention_multiplier: factor of the scores, in place of the family's.
       embedding_multiplier: factor of the embeddings, in place of the family's.
       residual_multiplier: factor of what attention and MLP add to the hidden states.
-      logits_divisor: what logits are divided by.
+      logits_divisor, logits_multiplier: what logits are divided or multiplied by.
       experts: of every layer, each `mlp_dim` wide; None for an MLP.
       attention_cap, logits_cap: scores x, or logits, become cap * tanh(x / cap).
       sinks: each query head has a learned logit, of one more column of its softmax.
@@ -77,6 +77,7 @@ class ModelConfig:
     embedding_multiplier: float | None = None
     residual_multiplier: float | None = None
     logits_divisor: float | None = None
+    logits_multiplier: float | None = None
     attention_cap: float | None = None
     logits_cap: float | None = None
     experts: Mixture | None = None
@@ -292,7 +293,7 @@ def _unrotated(config: Mapping[str, Any], traits: Family, layers: int) -> tuple[
     rotated = need(config, key)
     if not isinstance(rotated, list | tuple) or len(rotated) < layers:
         raise ConfigError(f"{key!r} must have an entry for each of {layers} layers, got {rotated}")
-    return tuple(index for index in range(layers) if not rotated[index])
+    return tuple(n for n in range(layers) if rotated[n] in (0, "full_attention"))
 
 
 def _ropes(config: Mapping[str, Any], traits: Family) -> dict[str, RopeConfig]:

@@ -41,12 +41,13 @@ GEMMA_KEYS = {
     "query_width": "query_pre_attn_scalar",
     "logits_cap": "final_logit_softcapping",
 }
+COHERE_NAMES = {ours: theirs for ours, theirs in LLAMA_NAMES.items() if ours != BEFORE[1]}
 LAYER_NORMS = (*BEFORE, "layers.*.attn_out_norm", "layers.*.mlp_out_norm")
 QK_NORMS = ("layers.*.attn.q_norm", "layers.*.attn.k_norm")
 # Our names of numbers that only some families' configs have: fields of `ModelConfig`.
 NUMBERS = (
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_divisor"),
-    *("attention_cap", "logits_cap"),
+    *("logits_multiplier", "attention_cap", "logits_cap"),
 )
 
 
@@ -64,11 +65,13 @@ class Family:
         in the order of `names`. All modules that a layer has are required; `head` only where the
         embeddings may be apart.
       keys: what its config names otherwise than Llama's, or Llama's lacks: `activation`,
-        `norm_eps`, `query_width`, `unrotated` or one of `NUMBERS` -> the config's key.
+        `norm_eps`, `query_width`, `unrotated` or one of `NUMBERS` -> the config's key. Unrotated
+        is a layer whose entry is 0, or `full_attention` where the key is `layer_types`.
       activation: of the gated MLP: a key of `llama.ACTIVATIONS`, and Hugging Face's `hidden_act`.
       norm: a key of `llama.NORMS`.
       norms: where a layer has norms: before attention and MLP (`attn_norm`, `mlp_norm`), after them
-        and before they are added (`attn_out_norm`, `mlp_out_norm`), or both.
+        and before they are added (`attn_out_norm`, `mlp_out_norm`), or both; or one that is shared:
+        attention and MLP stand side by side behind `attn_norm`, and what they put out is added.
       norm_bias: its norms add a bias.
       softmax_scale: factor of the scores, from the width of a head (or `query_width`).
       embed_scale: factor of the embeddings, from the width of the model.
@@ -81,7 +84,8 @@ class Family:
       qk_norm: norms of queries and keys before rotary embedding, of each head or over all heads.
       windows: sliding windows in no layer, in all layers or none, or set layer by layer.
       gguf: llama.cpp's names of its architecture, the usual one first.
-      interleaved: llama.cpp pairs the rows of its q and k for interleaved rotary embedding.
+      interleaved: files that pair the rows of q and k, for interleaved rotary embedding: those of
+        llama.cpp ("gguf"), and the family's own ("hf").
       experts: what its config says of its experts; None for an MLP. Then `names` has their router,
         and `#` in the names of gate, up and down is the expert.
     """
@@ -93,7 +97,7 @@ class Family:
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     activation: str = "silu"
     norm: str = "rms"
-    norms: Literal["before", "after", "both"] = "before"
+    norms: Literal["before", "after", "both", "shared"] = "before"
     norm_bias: bool = False
     softmax_scale: Callable[[float], float] = lambda head_dim: head_dim**-0.5
     embed_scale: Callable[[int], float] | None = None
@@ -105,7 +109,7 @@ class Family:
     qk_norm: Literal["head", "heads"] | None = None
     windows: Literal["none", "all", "by layer"] = "none"
     gguf: tuple[str, ...] = ()
-    interleaved: bool = False
+    interleaved: tuple[Literal["gguf", "hf"], ...] = ()
     experts: MixtureNames | None = None
 
     def __post_init__(self) -> None:
@@ -117,6 +121,8 @@ class Family:
 
     def has_norm(self, name: str) -> bool:
         """Whether a layer has the norm of that name, such as `attn_out_norm`."""
+        if self.norms == "shared":
+            return name == "attn_norm"
         return self.norms in ("both", "after" if name.endswith("_out_norm") else "before")
 
     def key(self, ours: str, usual: str) -> str:
@@ -137,11 +143,11 @@ FAMILIES = {
         bias_flags=("attention_bias", "mlp_bias"),
         # GGUF files hold InternLM2's fused projection split, so it is a Llama.
         gguf=("llama", "internlm2"),
-        interleaved=True,
+        interleaved=("gguf",),
     ),
     # In a GGUF file it is a Llama with a window.
     "mistral": Family(
-        architecture="MistralForCausalLM", windows="all", gguf=("llama",), interleaved=True
+        architecture="MistralForCausalLM", windows="all", gguf=("llama",), interleaved=("gguf",)
     ),
     # Its config does not say that q, k and v have biases.
     "qwen2": Family(
@@ -160,7 +166,7 @@ FAMILIES = {
         windows="all",
         # In a GGUF file it is a Llama with experts.
         gguf=("llama",),
-        interleaved=True,
+        interleaved=("gguf",),
         experts=MixtureNames(),
     ),
     "qwen3_moe": Family(
@@ -184,7 +190,7 @@ FAMILIES = {
         bias_flags=("attention_bias", "mlp_bias"),
         windows="by layer",
         gguf=("smollm3",),
-        interleaved=True,
+        interleaved=("gguf",),
     ),
     "granite": Family(
         architecture="GraniteForCausalLM",
@@ -196,7 +202,7 @@ FAMILIES = {
         },
         bias_flags=("attention_bias", "mlp_bias"),
         gguf=("granite",),
-        interleaved=True,
+        interleaved=("gguf",),
     ),
     # Phi-3, and Phi-4, which is one.
     "phi3": Family(
@@ -259,4 +265,22 @@ FAMILIES = {
         windows="by layer",
         gguf=("gemma2",),
     ),
+    "cohere": Family(
+        architecture="CohereForCausalLM",
+        names=COHERE_NAMES,
+        keys={"norm_eps": "layer_norm_eps", "logits_multiplier": "logit_scale"},
+        norm="layer",
+        norms="shared",
+        bias_flags=("attention_bias",),
+        gguf=("command-r",),
+        interleaved=("gguf", "hf"),
+    ),
 }
+# Only the layers with a window have a rotary embedding.
+FAMILIES["cohere2"] = dataclasses.replace(
+    FAMILIES["cohere"],
+    architecture="Cohere2ForCausalLM",
+    keys={**FAMILIES["cohere"].keys, "unrotated": "layer_types"},
+    windows="by layer",
+    gguf=("cohere2",),
+)

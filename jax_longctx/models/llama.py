@@ -384,7 +384,7 @@ class ExpertMLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each with a residual connection; norms before them, after them or both."""
+    """Attention and MLP, each with a residual connection, and their norms (`Family.norms`)."""
 
     def __init__(self, config: ModelConfig, joined: bool = False):
         def norm(name: str) -> Norm | None:
@@ -394,7 +394,7 @@ class Layer(nnx.Module):
         self.attn = Attention(config, joined)
         self.mlp_norm, self.mlp_out_norm = norm("mlp_norm"), norm("mlp_out_norm")
         self.mlp = (MLP if config.experts is None else ExpertMLP)(config, joined)
-        self.residual = config.residual_multiplier
+        self.shared, self.residual = config.traits.norms == "shared", config.residual_multiplier
 
     def __call__(
         self,
@@ -408,10 +408,11 @@ class Layer(nnx.Module):
             sinks = (self.attn.sinks[...],) if self.attn.config.sinks else ()
             out_BTNH, cache = attend(q, k, v, cache, *sinks)
             out_BTD = self.attn.output(out_BTNH, products)
-            x_BTD = x_BTD + self._added(self.attn_out_norm, out_BTD)
+            added_BTD = x_BTD + self._added(self.attn_out_norm, out_BTD)
         with jax.named_scope("mlp"):
-            out_BTD = self.mlp(self.mlp_norm, x_BTD, products)
-            return x_BTD + self._added(self.mlp_out_norm, out_BTD), cache
+            fed = (self.attn_norm, x_BTD) if self.shared else (self.mlp_norm, added_BTD)
+            out_BTD = self.mlp(*fed, products)
+            return added_BTD + self._added(self.mlp_out_norm, out_BTD), cache
 
     def _added(self, norm: Norm | None, out: Array) -> Array:
         """What attention or MLP adds to the hidden states, of its output."""
@@ -463,8 +464,10 @@ class Llama(nnx.Module):
         table_VD = self.embed.table[...] if self.config.tie_embeddings else self.head.table[...]
         with jax.named_scope("head"):
             logits = jnp.einsum("...D,VD->...V", x, table_VD, preferred_element_type=jnp.float32)
-            divisor, cap = self.config.logits_divisor, self.config.logits_cap
+            divisor, times = self.config.logits_divisor, self.config.logits_multiplier
+            cap = self.config.logits_cap
             logits = logits if divisor is None else logits / divisor
+            logits = logits if times is None else logits * times
             return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 

@@ -123,6 +123,16 @@ _GEMMA3 = {
     "final_logit_softcapping": None,
     "tie_word_embeddings": True,
 }
+_COMMAND = {
+    "model_type": "cohere2",
+    "architectures": ["Cohere2ForCausalLM"],
+    "layer_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 50000.0, "rope_type": "default"},
+    "sliding_window": 4096,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8,
+    "logit_scale": 0.25,
+    "tie_word_embeddings": True,
+}
 
 
 def _shape(base: dict[str, Any], *sizes: int) -> dict[str, Any]:
@@ -146,6 +156,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "phi-4": _shape(_PHI, 100352, 40, 5120, 17920, 40, 10, 16384),
     "olmo-3-7b": _shape(_OLMO3, 100278, 32, 4096, 11008, 32, 32, 65536),
     "gemma-3-1b": _shape(_GEMMA3, 262144, 26, 1152, 6912, 4, 1, 32768),
+    "command-r7b": _shape(_COMMAND, 256000, 32, 4096, 14336, 32, 8, 132096),
     "mistral-7b": _shape(_MISTRAL, 32768, 32, 4096, 14336, 32, 8, 32768),
     "mixtral-8x7b": _shape(_MIXTRAL, 32000, 32, 4096, 14336, 32, 8, 32768),
     "qwen2-7b": _shape(_QWEN2, 152064, 28, 3584, 18944, 28, 4, 131072),

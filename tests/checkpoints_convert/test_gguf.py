@@ -36,7 +36,7 @@ def stacked_experts(state):
 
 
 # llama.cpp's names of architectures, where they are no family's.
-ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
+ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "cohere": "command-r"}
 # It pairs the rows of queries and keys in these.
 PAIRED = ("llama", "smollm3", "granite")
 
@@ -59,6 +59,7 @@ def write_gguf(path, config, state, *, kind=Kind.F32, raw=None, tweak=None):
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer = gguf.GGUFWriter(path, architecture)
+    layer_norm = config.get("layer_norm_eps")
     letters = [chr(0x4E00 + i) for i in range(config["vocab_size"] - 1)]
     for name, value in {
         "context_length": config["max_position_embeddings"],
@@ -69,7 +70,7 @@ def write_gguf(path, config, state, *, kind=Kind.F32, raw=None, tweak=None):
         "head_count_kv": kv,
         "key_length": head_dim,
         "value_length": head_dim,
-        "layer_norm_rms_eps": config["rms_norm_eps"],
+        f"layer_norm{'' if layer_norm else '_rms'}_eps": layer_norm or config["rms_norm_eps"],
         "rope_freq_base": config["rope_theta"],
         "rope_dimension_count": head_dim,
         "tokenizer_model": "gpt2",
@@ -129,6 +130,8 @@ def say(config, writer):
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+    if "logit_scale" in config:
+        writer.add_logit_scale(config["logit_scale"])
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(50.0)
         writer.add_final_logit_softcapping(30.0)

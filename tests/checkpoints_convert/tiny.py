@@ -56,12 +56,19 @@ FAMILIES |= {
         "num_hidden_layers": 5,
         "rope_theta": 500000.0,
     },
+    "cohere": {
+        "architectures": ["CohereForCausalLM"],
+        **{"tie_word_embeddings": True, "layer_norm_eps": 1e-4, "logit_scale": 0.8},
+    },
     "gemma3": {
         **GEMMA,
         "architectures": ["Gemma3ForCausalLM"],
         "num_hidden_layers": 7,
         "query_pre_attn_scalar": 16,
     },
+}
+FAMILIES["cohere2"] = FAMILIES["cohere"] | {
+    **{"architectures": ["Cohere2ForCausalLM"], "sliding_window": 16, "num_hidden_layers": 5}
 }
 FAMILIES["gemma2"] = FAMILIES["gemma3"] | {"architectures": ["Gemma2ForCausalLM"]}
 

