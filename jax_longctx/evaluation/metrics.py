@@ -67,9 +67,10 @@ def _f1(common: int, ours: int, theirs: int) -> float:
     return 200 * common / (ours + theirs) if common else 0.0
 
 
-def normalize(text: str) -> str:
+def normalize(text: str, *, lower: bool = True) -> str:
     """Lower case, without punctuation, articles and double spaces (SQuAD's normalisation)."""
-    bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    cased = text.lower() if lower else text
+    bare = "".join(letter for letter in cased if letter not in string.punctuation)
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
 

@@ -8,6 +8,8 @@ from jax_longctx.evaluation.tasks.babilong import RANGES, Babilong
 from jax_longctx.evaluation.tasks.chain_of_key import ChainOfKey
 from jax_longctx.evaluation.tasks.files import FORMATS, FileTask
 from jax_longctx.evaluation.tasks.html_tsv import HtmlTsv
+from jax_longctx.evaluation.tasks.leval import LEval
+from jax_longctx.evaluation.tasks.longproc import LongProc
 from jax_longctx.evaluation.tasks.niah import NiahMulti, NiahSingle
 from jax_longctx.evaluation.tasks.passkey import Passkey
 from jax_longctx.evaluation.tasks.ruler import (
@@ -17,6 +19,7 @@ from jax_longctx.evaluation.tasks.ruler import (
     ruler_niah_tasks,
 )
 from jax_longctx.evaluation.tasks.ruler_qa import RulerQA
+from jax_longctx.evaluation.tasks.stars import CountingStars
 from jax_longctx.evaluation.tasks.task import Count, Sample, Task
 from jax_longctx.settings import look_up, parse_settings, type_name
 
@@ -34,9 +37,13 @@ _ALL: tuple[Task, ...] = (
     RulerQA(name="qa_2", hops=2),
     ChainOfKey(),
     HtmlTsv(),
+    CountingStars(),
+    CountingStars(name="stars_reasoning", reasoning=True),
     # The five kinds of Star Attention's evaluation.
     *(Babilong(name=f"babilong_{kind}", kind=kind) for kind in RANGES),
     *(FileTask(name=name) for name in FORMATS),
+    LEval(),
+    LongProc(),
 )
 
 # Every task with its default settings, the published ones where such exist.

@@ -1,13 +1,13 @@
-"""LongBench, L-Eval and InfiniteBench from the files that their authors publish, as JSON lines.
+"""Tasks of the files that benchmarks publish: LongBench and InfiniteBench, and a base of others.
 
 Nothing is downloaded: the files are the user's. Prompts come in the file's order and are not cut;
 the runner refuses those that are longer than requested.
 
 LongBench (Bai et al. 2023) names its data set in every line, InfiniteBench (Zhang et al. 2024) by
-the file's name; L-Eval (An et al. 2023) names the metric of a line. The instructions are ours, the
-metrics and the lengths of answers are theirs. Two metrics stand in for packages that are not used
-here: Chinese is split into characters instead of words, and ROUGE is `metrics.rouge`. All scores
-are 0 to 100.
+the file's name. The instructions are ours, the metrics and the lengths of answers are theirs. Two
+metrics stand in for packages that are not used here: Chinese is split into characters instead of
+words, and ROUGE is `metrics.rouge`. All scores are 0 to 100. `leval` and `longproc` have their own
+prompts.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import itertools
 import json
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Record:
       choices: classes or options, where the data set has such.
       max_new: most tokens of an answer, as the authors have it.
       dataset: the data set's name.
+      answer_prefix: the start of the answer.
     """
 
     context: str
@@ -52,6 +53,7 @@ class Record:
     choices: tuple[str, ...]
     max_new: int
     dataset: str
+    answer_prefix: str = "\n\nAnswer:"
 
 
 # Data set -> instruction, metric, most tokens of an answer (LongBench's own settings).
@@ -99,9 +101,6 @@ INFINITEBENCH: dict[str, tuple[str, str, int]] = {
     ),
 }
 
-# Evaluation named by a line of L-Eval -> metric; for `exam` it depends on the right answer.
-LEVAL = {"f1": "token F1", "rouge": "ROUGE-L", "human": "ROUGE-L", "LLM": "ROUGE-L"}
-
 
 def _asked(task: str, text: str, choices: tuple[str, ...] = ()) -> str:
     options = "".join(
@@ -138,52 +137,37 @@ def _infinitebench(line: Mapping[str, Any], path: Path) -> list[Record]:
     return _of_dataset(INFINITEBENCH, path.stem, line, outputs, options, options)
 
 
-def _leval(line: Mapping[str, Any], path: Path) -> list[Record]:
-    context, kind, records = line["input"].strip(), line["evaluation"], []
-    for instruction, output in zip(line["instructions"], line["outputs"], strict=True):
-        metric = LEVAL.get(kind) or _exam_metric(kind, output)
-        query = _asked("", instruction)
-        records.append(Record(context, query, (output,), metric, (), 512, path.stem))
-    return records
-
-
-def _exam_metric(evaluation: str, output: str) -> str:
-    """Metric of an exam, whose answers are letters of options, numbers, or words."""
-    if evaluation != "exam":
-        raise KeyError(evaluation)
-    bare = output.strip()
-    if set(bare) <= set(_LETTERS + "(), "):
-        return "option chosen"
-    return "last number" if any(letter.isdigit() for letter in bare) else "contained"
-
-
 FORMATS: dict[str, Callable[[Mapping[str, Any], Path], list[Record]]] = {
     "longbench": _longbench,
-    "leval": _leval,
     "infinitebench": _infinitebench,
 }
 
 
 @functools.lru_cache(maxsize=4)
-def read_records(name: str, file: str) -> tuple[Record, ...]:
-    """The prompts of a file of that format, in its order.
+def read_records(task: "FileTask") -> tuple[Record, ...]:
+    """The prompts of the task's file, JSON lines or one JSON array, in its order.
 
     Raises:
-      InputError: no file was given, or one of its lines is not of the format.
+      InputError: no file was given, or one of its entries is not of the format.
     """
-    advice = f"give the {name} file as its authors publish it, in JSON lines"
-    if not file:
-        raise InputError(f"{name} reads a file of yours: set file=PATH; {advice}")
-    records, path = [], Path(file)
-    for number, line in enumerate(read_file(file, advice).splitlines(), start=1):
-        try:
-            found = FORMATS[name](json.loads(line), path) if line.strip() else []
-            if not all(record.context and record.outputs for record in found):
+    advice = f"give the {task.name} file as its authors publish it"
+    if not task.file:
+        raise InputError(f"{task.name} reads a file of yours: set file=PATH; {advice}")
+    found, path = [], Path(task.file)
+    text = read_file(task.file, advice)
+    kind, number = "entry" if text.lstrip().startswith("[") else "line", 0
+    try:
+        for entry in json.loads(text) if kind == "entry" else text.splitlines():
+            number += 1
+            if isinstance(entry, str) and not entry.strip():
+                continue
+            read = list(task.parse(json.loads(entry) if isinstance(entry, str) else entry, path))
+            if not all(record.context and record.outputs for record in read):
                 raise ValueError("no context, or no answer")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise InputError(f"{file}, line {number}: {error!r}; {advice}") from error
-        records += found
-    return tuple(records)
+            found += read
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"{task.file}, {kind} {number}: {error!r}; {advice}") from error
+    return tuple(found)
 
 
 # Punctuation of Chinese texts, which `normalize` does not know.
@@ -255,12 +239,6 @@ def _first_number(answer: str, gold: str) -> float:
     return 100.0 * (found is not None and float(found[0]) == float(gold))
 
 
-def _last_number(answer: str, gold: str) -> float:
-    """100 where the last numbers, the results of worked exercises, agree but for commas."""
-    ours, right = (re.findall(_NUMBER, text.replace(",", "")) for text in (answer, gold))
-    return 100.0 * bool(ours and right and float(ours[-1]) == float(right[-1]))
-
-
 def _running(answer: str, outputs: Sequence[str], choices: Sequence[str]) -> float:
     """Share of the right numbers that come before the answer's first wrong one."""
     pairs = zip(re.findall(r"-?\d+", answer), outputs, strict=False)
@@ -300,7 +278,6 @@ SCORES: dict[str, Score] = {
     "share of numbers": _best(_numbered),
     "likeness of code": _best(_code),
     "first number": _best(_first_number),
-    "last number": _best(_last_number),
     "numbers before the first wrong one": _running,
     "contained": lambda answer, outputs, choices: string_match_part(answer, outputs),
     "option chosen": _chosen,
@@ -328,21 +305,30 @@ class FileTask(Task):
         """The setting, or the authors' largest limit of any data set in the file."""
         if self.answer_tokens is not None:
             return self.answer_tokens
-        return max(record.max_new for record in read_records(self.name, self.file))
+        return max(record.max_new for record in read_records(self))
+
+    def parse(self, entry: Mapping[str, Any], path: Path) -> Iterable[Record]:
+        """The prompts of an entry of the file at `path`."""
+        return FORMATS[self.name](entry, path)
 
     def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
         """The file's first prompts, uncut and independent of the seed. See `Task`."""
-        for index, record in enumerate(read_records(self.name, self.file)[:trials]):
+        for index, record in enumerate(read_records(self)[:trials]):
             meta: dict[str, Any] = {"dataset": record.dataset, "metric": record.metric}
             meta["choices"] = list(record.choices)
             context, outputs = Fitted(record.context, count(record.context)), record.outputs
-            yield self.made(count, index, context, record.query, "\n\nAnswer:", outputs, **meta)
+            asked = record.query, record.answer_prefix
+            yield self.made(count, index, context, *asked, outputs, **meta)
+
+    def measures(self, answer: str, sample: Sample) -> dict[str, float]:
+        """The score by the metric of the prompt's data set, then further ones, by their names."""
+        metric, choices = sample.meta["metric"], sample.meta["choices"]
+        return {metric: SCORES[metric](answer, sample.outputs, choices)}
 
     def score(self, answer: str, sample: Sample) -> float:
-        """Score by the metric of the prompt's data set, `meta["metric"]`."""
-        metric, choices = sample.meta["metric"], sample.meta["choices"]
-        return SCORES[metric](answer, sample.outputs, choices)
+        """The first of `measures`."""
+        return next(iter(self.measures(answer, sample).values()))
 
     def parts(self, answer: str, sample: Sample) -> dict[str, float]:
-        """The score under its metric's name."""
-        return {sample.meta["metric"]: self.score(answer, sample)}
+        """The scores under their metrics' names."""
+        return self.measures(answer, sample)

@@ -175,6 +175,14 @@ def story(sample):
     return f" {answer.upper()}. Or the"
 
 
+def counts(sample):
+    """The counts that no mistake is told of."""
+    found = re.findall(
+        r"(?:counted|this time) (\d+) ★(?:\n| was counted correctly|$)", sample.context
+    )
+    return f'{{"little_penguin": [{", ".join(found)}]}}'
+
+
 _SECRETS = ("single_2", "single_3", "multikey_1", "multivalue", "multiquery")
 _TABLE = {"output": 60, "max_new": 100}
 CASES: dict[str, Case] = {
@@ -191,5 +199,7 @@ CASES: dict[str, Case] = {
     "html_tsv_syn": Case(answer=table, settings=_TABLE, slack=10, real_slack=70, hidden=0),
     **{f"babilong_qa{n}": Case(answer=story, text=True, hidden=0) for n in range(1, 6)},
     **{f"qa_{n}": Case(answer=entry, slack=23, real_slack=110, hidden=0) for n in (1, 2)},
+    "stars_searching": Case(answer=counts, text=True, tokens=1000, hidden=0),
+    "stars_reasoning": Case(answer=counts, text=True, tokens=2000, hidden=0),
     "fwe": Case(answer=coded, slack=10, real_slack=40, hidden=0),
 }

@@ -1,0 +1,335 @@
+"""LongProc (Ye et al. 2025) from the files that its authors publish: their prompts, their scores.
+
+A file is `DATASET_SIZE.json` as in princeton-pli/LongProc at 78e873a, in its folder, with the
+wording in `prompts.yaml` and, for `html_to_tsv`, the pages in `webpage` beside it. Answers may have
+1,024, 3,072 or 9,216 tokens, as in the authors' example. Scores are those of `longproc_data.py`:
+
+- `html_to_tsv`: F1 of rows (`html_tsv.score_table`).
+- `countdown`: the three equations of `<Solution>` reach the target. The search that the prompt
+  shows, and that partial scores compare with, is made here, as there: the files' own is not used.
+- `path_traversal`: the lines of `<Route>`. `tom_tracking`: the lines that begin with a hyphen.
+- `pseudo_to_code`: the program gives the right output for ten inputs. It is the model's own code,
+  compiled by g++ and run, so the setting `run_code` must allow it.
+- Partial scores: the share of lines up to the first wrong one, as the authors count them.
+
+`travel_planning` is not read: its file was not at hand.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import operator
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_longctx.errors import ConfigError
+from jax_longctx.evaluation.haystack import read_file
+from jax_longctx.evaluation.metrics import normalize
+from jax_longctx.evaluation.tasks.files import FileTask, Record
+from jax_longctx.evaluation.tasks.html_tsv import score_table
+from jax_longctx.evaluation.tasks.task import Sample, fixed
+
+# Data set -> where its prompt is divided into context and question.
+DIVIDED = {
+    "html_to_tsv": "\n\n[TARGET INFORMATION]",
+    "countdown": "\n\n[Problem]",
+    "path_traversal": "\n\nNow find the route",
+    "tom_tracking": "\n\n[QUESTION]",
+    "pseudo_to_code": "\n\n[CODE]:",
+}
+MAX_NEW = {"0.5k": 1024, "2k": 3072, "8k": 9216}
+# Numbers and targets of the two problems that countdown's prompt solves.
+SHOWN = (((40, 19, 23, 7), 29), ((9, 16, 6, 18), 12))
+# Intermediate results from here on are dropped.
+LARGEST = 2000
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+TESTS, TEST_SECONDS = 10, 3
+LIBRARIES = (
+    "cstdio iostream vector algorithm numeric cmath cstring set map queue stack list fstream "
+    "climits cassert iomanip sstream bitset"
+).split()
+SEARCH = "# Search Procedure"
+FOUND = "Now we have found the target"
+PARTIAL = "up to the first error"
+_FILLER = re.compile(
+    r"\b(on|in|at|step|thinks|think|believes|believe|is|are|of|location|know|knows|belief)"
+    r"\b"
+)
+
+
+def wording(folder: Path) -> str:
+    """The template in `prompts.yaml` of a folder: one block of text under one key."""
+    text = read_file(str(folder / "prompts.yaml"), "keep it beside LongProc's file")
+    lines = text.partition("|-\n")[2].splitlines()
+    return "\n".join(line[2:] for line in lines).rstrip("\n")
+
+
+def search(numbers: Sequence[int], target: int) -> str:
+    """The search for `target` by depth, as an answer writes it, and the solution that it finds.
+
+    Raises:
+      ValueError: there is none.
+    """
+    log: list[str] = []
+    equations = _search(list(numbers), target, 0, log)
+    if len(equations) != 3:
+        raise ValueError(f"no way from {list(numbers)} to {target}")
+    one, two, three = equations
+    return (
+        "\n".join([SEARCH, *log]) + f"\n\n{FOUND}, let's trace back the solution:\n"
+        f"Final step: {three}\nThe step before: {two}\nThe first step: {one}\n\n"
+        f"Output the solution in the required format:\n"
+        f"<Solution>\n{one}\n{two}\n{three}\n</Solution>\n"
+    )
+
+
+def _search(numbers: list[int], target: int, depth: int, log: list[str]) -> list[str]:
+    """The equations from `numbers` to `target`, or none; writes the search to `log`."""
+    pairs = list(itertools.combinations(range(len(numbers)), 2))
+    state = f"number set: {numbers}, target: {target}"
+    if len(numbers) == 2:
+        log[-1] += f" Current {state}, just two numbers left."
+    else:
+        listed = [(numbers[i], numbers[j]) for i, j in pairs]
+        state += f". Options for choosing two numbers: {listed}."
+        if log:
+            log[-1] += f" Current {state}"
+        else:
+            log.append(f"Initial {state}")
+        depth += 1
+    for i, j in pairs:
+        left = [number for k, number in enumerate(numbers) if k not in (i, j)]
+        if left:
+            log.append(
+                f"{' ' * depth}|- Pick two numbers ({numbers[i]}, {numbers[j]}) (numbers left: "
+                f"{left}). Try possible operations."
+            )
+        low, high = sorted((numbers[i], numbers[j]))
+        for sign in OPERATORS:
+            equation, value, end = _tried(high, sign, low, None if left else target)
+            log.append(f"{' ' * (depth + 1)}|- Try {equation}.{end}")
+            if not end:
+                log[-1] += f" Add {value} to the number set."
+                if found := _search([value, *left], target, depth + 1, log):
+                    return [equation, *found]
+            elif end.endswith("found!"):
+                return [equation]
+    return []
+
+
+def _tried(a: int, sign: str, b: int, target: int | None) -> tuple[str, int, str]:
+    """An equation, its value, and why the search ends there; `target` for the last two numbers."""
+    if sign == "/" and not b:
+        return f"{a} / {b} (invalid operation)", 0, " drop this branch."
+    exact = OPERATORS[sign](a, b)
+    value = int(exact)
+    if exact != value:
+        return f"{a} / {b} = {exact:.1f}", 0, f" {exact:.1f} is a decimal, drop this branch."
+    equation, end = f"{a} {sign} {b} = {value}", ""
+    if value >= LARGEST:
+        end = f" {value} exceeds the maximum intermediate result, drop this branch."
+    elif target is not None:
+        end = f" Evaluate {value} == {value}, target found!"
+        if value != target:
+            end = f" Evaluate {value} != {target}, drop this branch."
+    return equation, value, end
+
+
+def _tagged(answer: str, tag: str) -> str | None:
+    start, end = answer.find(f"<{tag}>"), answer.find(f"</{tag}>")
+    return None if -1 in (start, end) else answer[start + len(tag) + 2 : end].strip()
+
+
+def _solves(equations: str, numbers: Sequence[int], target: int) -> bool:
+    """Whether three lines `a + b = c` use the numbers up and end in the target."""
+    left, lines = list(numbers), equations.split("\n")
+    if len(lines) != 3:
+        return False
+    for line in lines:
+        try:
+            terms, result = line.split("=")
+            sign = next(each for each in OPERATORS if each in terms)
+            a, b = map(int, terms.split(sign))
+            value = int(result)
+            if OPERATORS[sign](a, b) != value:
+                return False
+            left.remove(a)
+            left.remove(b)
+        except (ValueError, StopIteration, ZeroDivisionError):
+            return False
+        left.append(value)
+    return left[0] == target
+
+
+def _agreed(search: str, gold: str) -> float:
+    """The place of the first line that does another thing than `gold`, as a share of its lines."""
+    (first, *ours), (begun, *right) = search.split("\n"), gold.split("\n")
+    if first != begun:
+        return 0.0
+    place = -1
+    for place, (line, good) in enumerate(zip(ours, right, strict=False)):  # noqa: B007
+        if line == good:
+            continue
+        dropped = ["drop this branch" in each for each in (line, good)]
+        same = line.partition("=")[0] == good.partition("=")[0] and dropped[0] == dropped[1]
+        if "Pick two numbers" in good or not same:
+            break
+    return 100 * place / len(right)
+
+
+def _countdown(answer: str, sample: Sample) -> dict[str, float]:
+    gold = sample.outputs[0].partition(FOUND)[0].removeprefix(SEARCH).strip()
+    *numbers, target = map(int, re.findall(r"\d+", gold.partition(". ")[0]))
+    found = _tagged(answer, "Solution")
+    if found is not None and _solves(found, numbers, target):
+        return {"accuracy": 100.0, PARTIAL: 100.0}
+    _, searched, ours = answer.rpartition(SEARCH)
+    return {"accuracy": 0.0, PARTIAL: _agreed(ours.strip(), gold) if searched else 0.0}
+
+
+def _route(answer: str, sample: Sample) -> dict[str, float]:
+    gold, found = sample.outputs[0].strip(), _tagged(answer, "Route")
+    if found is None or found == gold:
+        return dict.fromkeys(("accuracy", PARTIAL), 100.0 * (found == gold))
+    lines = list(zip(found.split("\n"), gold.split("\n"), strict=False))
+    wrong = (place for place, (line, good) in enumerate(lines, start=1) if line != good)
+    share = 100 * next(wrong, len(lines)) / len(gold.split("\n"))
+    return {"accuracy": 0.0, PARTIAL: share}
+
+
+def _beliefs(text: str) -> list[str]:
+    """The lines that begin with a hyphen, normalised; of indented lines the first alone counts."""
+    hyphened = (line for line in text.splitlines() if line.strip().startswith("-"))
+    lines = "\n".join(hyphened).strip().split("\n")
+    bare = (normalize(line.replace("\u2019", "")) for line in lines if line.startswith("-"))
+    return [said for said in (" ".join(_FILLER.sub(" ", line).split()) for line in bare) if said]
+
+
+def _tracked(answer: str, sample: Sample) -> dict[str, float]:
+    ours, gold = _beliefs(answer), _beliefs(sample.outputs[0])
+    if ours == gold:
+        return {"accuracy": 100.0, PARTIAL: 100.0}
+    pairs = list(zip(ours, gold, strict=False))
+    wrong = (place for place, (said, right) in enumerate(pairs) if said != right)
+    return {"accuracy": 0.0, PARTIAL: 100 * next(wrong, len(pairs)) / len(gold)}
+
+
+def _table(answer: str, sample: Sample) -> dict[str, float]:
+    return {"F1 of rows": (scores := score_table(answer, sample.outputs[0])).pop("f1"), **scores}
+
+
+def _program(answer: str, sample: Sample) -> dict[str, float]:
+    code = re.search(r"```cpp([\s\S]*)```", answer.replace("```c++", "```cpp"))
+    return {
+        "accuracy": 100.0 * (code is not None and runs_right(code[1], sample.meta["choices"][0]))
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def runs_right(code: str, tests: str) -> bool:
+    """Whether a C++ program compiles and prints the right lines; runs it on this machine.
+
+    Args:
+      tests: JSON, pairs of the lines of the input and of the output.
+    """
+    source = "".join(f"#include <{name}>\n" for name in LIBRARIES) + "using namespace std;\n" + code
+    with tempfile.TemporaryDirectory() as folder:
+        program = f"{folder}/program"
+        compiler = ["g++", "-std=c++11", "-O", "-x", "c++", "-", "-o", program]
+        made = subprocess.run(compiler, input=source.encode(), capture_output=True, check=False)
+        return not made.returncode and all(
+            _prints(program, "\n".join(given) + "\n", "\n".join(right) + "\n")
+            for given, right in json.loads(tests)[:TESTS]
+        )
+
+
+def _prints(program: str, given: str, right: str) -> bool:
+    # At most 32 MiB of output.
+    limited = ["sh", "-c", 'ulimit -f 65536; exec "$0" > "$0.out"', program]
+    try:
+        subprocess.run(
+            limited,
+            input=given.encode(),
+            stderr=subprocess.DEVNULL,
+            timeout=TEST_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return Path(f"{program}.out").read_bytes() == right.encode()
+
+
+SCORES: dict[str, Callable[[str, Sample], dict[str, float]]] = {
+    "html_to_tsv": _table,
+    "countdown": _countdown,
+    "path_traversal": _route,
+    "tom_tracking": _tracked,
+    "pseudo_to_code": _program,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongProc(FileTask):
+    """LongProc's own file: its prompts, its metrics.
+
+    Attributes:
+      run_code: whether programs that the model writes may run on this machine (`pseudo_to_code`).
+    """
+
+    name: str = fixed("longproc")
+
+    run_code: bool = False
+
+    def parse(self, entry: Mapping[str, Any], path: Path) -> Iterable[Record]:
+        """The prompt of an entry.
+
+        Raises:
+          ConfigError: the model's programs must run, and may not or cannot.
+        """
+        dataset, _, size = path.stem.rpartition("_")
+        fields, gold, tests = _fields(entry, dataset, path.parent)
+        if tests and not (self.run_code and shutil.which("g++")):
+            raise ConfigError(
+                f"{dataset} compiles programs that the model writes with g++ and runs them here: "
+                f"install g++ and set run_code=true"
+            )
+        before, divided, after = wording(path.parent).partition(DIVIDED[dataset])
+        if not divided:
+            raise ValueError(f"prompts.yaml has no {DIVIDED[dataset].strip()!r}")
+        context, query = before.format(**fields), (divided + after).format(**fields)
+        metric = "F1 of rows" if dataset == "html_to_tsv" else "accuracy"
+        yield Record(context, query, (gold,), metric, tests, MAX_NEW[size], dataset, "")
+
+    def measures(self, answer: str, sample: Sample) -> dict[str, float]:
+        """F1, precision and recall of rows; or accuracy, and a partial one."""
+        return SCORES[sample.meta["dataset"]](answer, sample)
+
+
+def _fields(
+    entry: Mapping[str, Any], dataset: str, folder: Path
+) -> tuple[dict[str, Any], str, tuple[str, ...]]:
+    """What the template takes, the right answer, and the tests of a program."""
+    if dataset == "html_to_tsv":
+        page = (folder / entry["html_path"]).read_text(encoding="utf-8")
+        return {**entry, "html_str": page}, entry["gt"], ()
+    if dataset == "countdown":
+        shown = "\n\n".join(
+            f"# Example\nNumbers: {list(numbers)}\nTarget: {target}\n\n{search(numbers, target)}"
+            for numbers, target in SHOWN
+        )
+        return {**entry, "demonstration": shown}, search(entry["nums"], entry["target"]), ()
+    if dataset == "path_traversal":
+        first, last = entry["question_repr"]
+        cities = {"city_context": entry["context_nl"], "src_city": first, "dst_city": last}
+        return cities, entry["answer_nl"], ()
+    if dataset == "tom_tracking":
+        return dict(entry), entry["solution"], ()
+    lines = {"pseudocode": "\n".join(entry["pseudocode_lines"])}
+    tests = json.dumps(entry["testcases"][:TESTS])
+    return lines, "\n".join(entry["code_lines"]), (tests,)
