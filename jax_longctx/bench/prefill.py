@@ -4,8 +4,7 @@ Random weights of a published shape, one row of random tokens: context, question
 in `tokens`. A method that needs the question takes it beside each chunk. The predicted
 time is the FLOPs on the busiest device (see `planning.work`) at two rates measured in the same run
 on the same devices: `linear`, of the layers without attention, and `attention`, of a causal square.
-It leaves out communication. Also measured are the bytes a second that a device receives from its
-neighbour.
+It leaves out communication.
 
 Where the platform says what a device holds, as GPUs and TPUs do, one more run of whole models is
 watched. Beside the most stands the engine's figure, which counts caches alone; a chunk's
@@ -22,7 +21,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jax_longctx.bench.asked import Prefill
 from jax_longctx.bench.timing import (
@@ -166,14 +164,12 @@ def _row(
 
 
 def _rates(shape: Shape, tokens: int, runs: int) -> dict[str, Any]:
-    """FLOP/s and bytes/s of each device."""
-    shards = shape.mesh.shape["seq"]
-    square = max(min(tokens // shards, SQUARE), 1)
+    """FLOP/s of each device."""
+    square = max(min(tokens // shape.mesh.shape["seq"], SQUARE), 1)
     return {
         "linear": _linear_rate(shape, runs),
         "attention": _attention_rate(shape, square, runs),
         "square": square,
-        "received": _link_rate(shape, square, runs) if shards > 1 else None,
     }
 
 
@@ -208,43 +204,23 @@ def _linear_rate(shape: Shape, runs: int) -> float:
     return 2 * weights / shape.mesh.shape["tensor"] * shape.spec.chunk / seconds
 
 
-def _sharded(mesh: Mesh, body: Callable[..., Any], *sizes: int) -> Callable[[], Any]:
-    """`body` on a random array, of shape `sizes` [.., heads, width] on each device."""
-    spec = logical_spec(("batch", "tokens", "heads", None))
-    split = (mesh.shape["data"], mesh.shape["seq"], mesh.shape["tensor"], 1)
-    whole = tuple(size * parts for size, parts in zip(sizes, split, strict=True))
+def _attention_rate(shape: Shape, square: int, runs: int) -> float:
+    """FLOP/s of causal attention on a random array [1, square, heads, width] on each device."""
+    config, mesh = shape.config, shape.mesh
+    parts, width = mesh.shape["tensor"], config.head_dim
+    heads, kv_heads = config.num_heads // parts, config.num_kv_heads // parts
+    axes = ("batch", "tokens", "heads", None)
+    whole = (mesh.shape["data"], square * mesh.shape["seq"], heads * parts, width)
 
     def draw(key: Any) -> Any:
         return jax.random.normal(key, whole, jnp.bfloat16)
-
-    sharding = logical_sharding(mesh, ("batch", "tokens", "heads", None))
-    x = jax.jit(draw, out_shardings=sharding)(jax.random.key(0))
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    compiled = jax.jit(mapped)
-    return lambda: compiled(x)
-
-
-def _attention_rate(shape: Shape, square: int, runs: int) -> float:
-    config, parts = shape.config, shape.mesh.shape["tensor"]
-    heads, kv_heads = config.num_heads // parts, config.num_kv_heads // parts
-    width = config.head_dim
 
     def body(x: Any) -> Any:
         kv = x[:, :, :kv_heads]
         return causal_attention(x, kv, kv, scale=width**-0.5)[0]
 
-    seconds = _timed(_sharded(shape.mesh, body, 1, square, heads, width), runs)
-    return 4 * heads * width * square * (square + 1) / 2 / seconds
-
-
-def _link_rate(shape: Shape, square: int, runs: int) -> float:
-    """Bytes a second of keys that a device receives from its neighbour."""
-    shards = shape.mesh.shape["seq"]
-    kv_heads, width = shape.config.num_kv_heads // shape.mesh.shape["tensor"], shape.config.head_dim
-    onward = [(s, (s + 1) % shards) for s in range(shards)]
-
-    def body(x: Any) -> Any:
-        return jax.lax.ppermute(x, "seq", onward)
-
-    seconds = _timed(_sharded(shape.mesh, body, 1, square, kv_heads, width), runs)
-    return 2 * square * kv_heads * width / seconds
+    x = jax.jit(draw, out_shardings=logical_sharding(mesh, axes))(jax.random.key(0))
+    spec = logical_spec(axes)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    run = jax.jit(mapped)
+    return 4 * heads * width * square * (square + 1) / 2 / _timed(lambda: run(x), runs)

@@ -96,11 +96,7 @@ def first_tokens(result: Row) -> Iterable[Any]:
         f"{result['runs']}, jax {result['jax']}"
     )
     linear, attention = (f"{rates[kind] / 1e12:,.3g} TFLOP/s" for kind in ("linear", "attention"))
-    received = rates["received"]
-    yield (
-        f"rates: linear {linear}, attention {attention} (causal, {rates['square']:,} tokens)"
-        + (f"; from a neighbour {received / 1e9:,.1f} GB/s" if received else "")
-    )
+    yield f"rates: linear {linear}, attention {attention} (causal, {rates['square']:,} tokens)"
 
 
 def tpu_check(result: Row) -> Iterable[Any]:

@@ -13,7 +13,8 @@ or sentence (`first_words`). It is right where it holds the drawn words (`Fact.i
 import dataclasses
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jax_longctx.evaluation.haystack import Haystack
 
@@ -21,15 +22,45 @@ FACTS = 3
 # Shares of the text between which each fact stands.
 DEPTHS = ((0.03, 0.28), (0.34, 0.58), (0.62, 0.85))
 
-_ADJECTIVES = "copper silver wooden green broken painted velvet marble".split()
-_THINGS = "lamp violin clock mirror kettle compass globe teapot".split()
-_PLACES = "greenhouse attic bakery stable chapel cellar laundry boathouse".split()
-_TOWNS = "Bergen Lisbon Dakar Oslo Quito Riga Tampere Ghent Malaga Zadar".split()
-_NAMES = "Marta Oliver Ingrid Samuel Yusuf Clara Hugo Nadia Pavel Leonor".split()
-_SURNAMES = "Okafor Lindqvist Moreau Castillo Petrov Tanaka Byrne Novak".split()
-_ANIMALS = "otter falcon badger heron lynx walrus gecko magpie".split()
-_COLOURS = "purple crimson golden orange turquoise scarlet".split()
-_FRUITS = "mango papaya apricot raspberry pear pineapple quince fig".split()
+_WORDS: dict[str, Sequence[Any]] = {
+    "adjective": "copper silver wooden green broken painted velvet marble".split(),
+    "thing": "lamp violin clock mirror kettle compass globe teapot".split(),
+    "place": "greenhouse attic bakery stable chapel cellar laundry boathouse".split(),
+    "town": "Bergen Lisbon Dakar Oslo Quito Riga Tampere Ghent Malaga Zadar".split(),
+    "name": "Marta Oliver Ingrid Samuel Yusuf Clara Hugo Nadia Pavel Leonor".split(),
+    "surname": "Okafor Lindqvist Moreau Castillo Petrov Tanaka Byrne Novak".split(),
+    "animal": "otter falcon badger heron lynx walrus gecko magpie".split(),
+    "colour": "purple crimson golden orange turquoise scarlet".split(),
+    "fruit": "mango papaya apricot raspberry pear pineapple quince fig".split(),
+    "code": range(10_000, 100_000),
+    "hour": range(1, 12),
+    "minute": range(10, 60),
+}
+# Kinds of facts: the question, the sentence up to the truth, and the truth.
+KINDS = (
+    ("What is the code of the {adjective} safe?", "The code of the {adjective} safe is", "{code}"),
+    (
+        "Where is the {adjective} {thing} hidden?",
+        "The {adjective} {thing} is hidden in the",
+        "{place}",
+    ),
+    (
+        "Who keeps the lighthouse of {town}?",
+        "The keeper of the {town} lighthouse is called",
+        "{name} {surname}",
+    ),
+    (
+        "What is the password of the {town} library?",
+        "The password of the {town} library is",
+        "{colour} {animal}",
+    ),
+    ("What is {name}'s favourite fruit?", "{name}'s favourite fruit is the", "{fruit}"),
+    (
+        "When does the night train to {town} leave?",
+        "The night train to {town} leaves at",
+        "{hour}:{minute}",
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,52 +93,21 @@ class Fact:
         return re.search(rf"(?<!\w){words}(?!\w)", answer, re.IGNORECASE) is not None
 
 
-def _code(draw: random.Random) -> Fact:
-    thing = f"the {draw.choice(_ADJECTIVES)} safe"
-    digits = str(draw.randint(10_000, 99_999))
-    return Fact(f"What is the code of {thing}?", f"The code of {thing} is", digits)
+class _Drawn(dict[str, Any]):
+    """Words by their kind, each drawn when it is first asked for."""
+
+    def __init__(self, draw: random.Random):
+        super().__init__()
+        self._draw = draw
+
+    def __missing__(self, kind: str) -> Any:
+        return self.setdefault(kind, self._draw.choice(_WORDS[kind]))
 
 
-def _hiding_place(draw: random.Random) -> Fact:
-    thing = f"{draw.choice(_ADJECTIVES)} {draw.choice(_THINGS)}"
-    question, opening = f"Where is the {thing} hidden?", f"The {thing} is hidden in the"
-    return Fact(question, opening, draw.choice(_PLACES))
-
-
-def _keeper(draw: random.Random) -> Fact:
-    town, name = draw.choice(_TOWNS), f"{draw.choice(_NAMES)} {draw.choice(_SURNAMES)}"
-    return Fact(
-        f"Who keeps the lighthouse of {town}?",
-        f"The keeper of the {town} lighthouse is called",
-        name,
-    )
-
-
-def _password(draw: random.Random) -> Fact:
-    town, words = draw.choice(_TOWNS), f"{draw.choice(_COLOURS)} {draw.choice(_ANIMALS)}"
-    what = f"the password of the {town} library"
-    return Fact(f"What is {what}?", f"T{what[1:]} is", words)
-
-
-def _fruit(draw: random.Random) -> Fact:
-    what = f"{draw.choice(_NAMES)}'s favourite fruit"
-    return Fact(f"What is {what}?", f"{what} is the", draw.choice(_FRUITS))
-
-
-def _departure(draw: random.Random) -> Fact:
-    train = f"he night train to {draw.choice(_TOWNS)}"
-    clock = f"{draw.randint(1, 11)}:{draw.randint(10, 59)}"
-    return Fact(f"When does t{train} leave?", f"T{train} leaves at", clock)
-
-
-KINDS: tuple[Callable[[random.Random], Fact], ...] = (
-    _code,
-    _hiding_place,
-    _keeper,
-    _password,
-    _fruit,
-    _departure,
-)
+def fact_of(kind: tuple[str, str, str], draw: random.Random) -> Fact:
+    """A fact of one of `KINDS`."""
+    words = _Drawn(draw)
+    return Fact(*(text.format_map(words) for text in kind))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ def first_words(said: str) -> str:
 
 def draw_facts(draw: random.Random) -> tuple[Fact, ...]:
     """Facts of different kinds."""
-    return tuple(kind(draw) for kind in draw.sample(KINDS, FACTS))
+    return tuple(fact_of(kind, draw) for kind in draw.sample(KINDS, FACTS))
 
 
 def write_story(

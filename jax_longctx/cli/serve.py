@@ -176,9 +176,6 @@ class Limits:
         metavar="TOKENS",
         min=0,
     )
-    context_disk: float | None = option(
-        "GiB that saved contexts may take; unlimited unless given.", metavar="GIB"
-    )
 
     def __post_init__(self) -> None:
         for name in ("rows", "share_from", "max_tokens", "max_question", "max_contexts", "queue"):
@@ -187,7 +184,7 @@ class Limits:
                 raise InputError(
                     f"--{name.replace('_', '-')} must be at least {least}, got {value}"
                 )
-        for name, unit in (("ttl", "seconds"), ("context_memory", "GiB"), ("context_disk", "GiB")):
+        for name, unit in (("ttl", "seconds"), ("context_memory", "GiB")):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InputError(f"--{name.replace('_', '-')} must be above 0 {unit}, got {value}")
@@ -265,7 +262,7 @@ def _options(
     from jax_longctx.serving.schema import Sampled
     from jax_longctx.serving.server import ServeOptions
 
-    memory, disk = limits.context_memory, limits.context_disk
+    memory = limits.context_memory
     whole = limits.length or loaded.config.trained_length
     most = min(1024, max(1, whole // 2))
     ready_for = limits.ready_for
@@ -294,7 +291,6 @@ def _options(
         ),
         sampled=Sampled.of_model(loaded.tokenizer.generation if own else {}),
         context_bytes=None if memory is None else max(1, int(memory * 2**30)),
-        context_disk=None if disk is None else max(1, int(disk * 2**30)),
         grace=listening.grace,
         ready_for=ready_for,
         **{name: getattr(limits, name) for name in SAME},

@@ -91,7 +91,6 @@ class Contexts:
       ttl: seconds that an entry lives after its last use, where it does not say.
       max_ttl: most seconds that an entry may say.
       max_contexts: entries at a time.
-      disk: bytes that the files of saved texts may take; None: as many as there are.
 
     Raises:
       InputError: the folder cannot be written, or another server uses it.
@@ -103,7 +102,6 @@ class Contexts:
     ttl: float
     max_ttl: float = math.inf
     max_contexts: int = 1024
-    disk: int | None = None
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
@@ -314,24 +312,6 @@ class Contexts:
     def _file(self, text: Text) -> Path:
         return self.folder / f"{text.key}.json"
 
-    def check_disk(self, text: Text) -> None:
-        """Raises CheckpointError where the text's files do not fit beside the others'.
-
-        A text that was never saved counts as one byte: its size is known afterwards.
-        """
-        if self.disk is None:
-            return
-        with self.lock:
-            others = sum(each.stored for each in self._texts.values() if each.saved)
-        if text.saved:
-            others -= text.stored
-        if others + max(1, text.stored) > self.disk:
-            raise CheckpointError(
-                f"{self.path(text)} was not saved: with {max(1, text.stored):,} bytes beside "
-                f"{others:,} of other contexts it is beyond the {self.disk:,} bytes of "
-                f"--context-disk; delete contexts, or allow more"
-            )
-
     def check_private(self, text: Text) -> None:
         """Raises CheckpointError where others may have written the text's files."""
         file, folder = self._file(text), self.path(text)
@@ -341,12 +321,10 @@ class Contexts:
             if why:
                 raise CheckpointError(f"{path} is not to be trusted: {why}; {REMEDY}")
 
-    def count_stored(self, text: Text) -> None:
-        """Counts the bytes of the text's files, and makes them private to their owner."""
-        text.stored = 0
+    def make_private(self, text: Text) -> None:
+        """Makes the text's files private to their owner."""
         for path in [self.path(text), *self.path(text).rglob("*")]:
             path.chmod(0o700 if path.is_dir() else 0o600)
-            text.stored += path.stat().st_size if path.is_file() else 0
 
     def write_entries(self, text: Text, *, without: str | None = None) -> None:
         """Writes the ids that name a saved text; where none is left, `update_files` removes it.
@@ -439,7 +417,7 @@ class Contexts:
             )
         text = Text(key, tokens, total, saved=True, used=time.monotonic())
         self.check_private(text)
-        self.count_stored(text)
+        self.make_private(text)
         used = file.stat().st_mtime
         return [
             Entry(text=text, expires=used + each.ttl, **each.model_dump())

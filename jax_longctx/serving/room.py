@@ -164,7 +164,6 @@ class Room:
         Raises:
           CheckpointError: it cannot be saved.
         """
-        self._contexts.check_disk(text)
         self._contexts.remove_files(text)
         self._executor.do("save", key=text.key, path=str(self._contexts.path(text)))
         self.saving, text.busy = text, True
@@ -180,10 +179,8 @@ class Room:
         except LongctxError as error:
             self._not_saved(text, error)
             return
-        self._contexts.count_stored(text)
+        self._contexts.make_private(text)
         try:
-            # Its size is known now.
-            self._contexts.check_disk(text)
             self._contexts.write_entries(text)
         except CheckpointError as error:
             self._contexts.remove_files(text)

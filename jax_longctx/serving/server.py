@@ -46,7 +46,6 @@ class ServeOptions:
     Attributes:
       sampled: how answers are sampled where a request does not say.
       context_bytes: bytes on each device for texts in memory; None: half of what is free.
-      context_disk: bytes that saved contexts may take; None: as many as there are.
       connections: that may be open; a request on a further one is answered with 503.
       header_seconds: for a connection to send a request's headers.
     """
@@ -62,7 +61,6 @@ class ServeOptions:
     ttl: float = 3600.0
     max_ttl: float = 7 * 86400.0
     max_contexts: int = 1024
-    context_disk: int | None = None
     grace: float = 30.0
     connections: int = 1024
     header_seconds: float = 30.0
@@ -105,7 +103,6 @@ class LongServer:
             ttl=options.ttl,
             max_ttl=options.max_ttl,
             max_contexts=options.max_contexts,
-            disk=options.context_disk,
         )
         most = options.rows + options.queue
         self.scheduler = Scheduler(

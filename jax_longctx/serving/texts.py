@@ -29,7 +29,6 @@ class Text:
       resident: bytes on each device, 0 while it is not in memory.
       coming: bytes that it will take there, while it is being read or loaded.
       saved: whether the disk has it.
-      stored: bytes of its files when it was last saved; 0 before.
       busy: whether it is being saved or loaded: it stays in the books, and its files stay.
       damaged: whether its files were damaged: it is saved again after prefill.
       prefilling: (tokens done, tokens in all) during prefill.
@@ -48,7 +47,6 @@ class Text:
     resident: int = 0
     coming: int = 0
     saved: bool = False
-    stored: int = 0
     busy: bool = False
     damaged: bool = False
     prefilling: tuple[int, int] | None = None

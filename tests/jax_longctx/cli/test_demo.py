@@ -51,7 +51,7 @@ def test_facts_are_varied_and_of_different_kinds():
         assert len({tuple(fact.opening.split()[-2:]) for fact in facts}) == demo_facts.FACTS
     assert len(demo_facts.KINDS) == 6
     for kind in demo_facts.KINDS:
-        assert len({kind(random.Random(seed)) for seed in range(300)}) > 70
+        assert len({demo_facts.fact_of(kind, random.Random(seed)) for seed in range(300)}) > 70
     assert demo_facts.draw_facts(random.Random(5)) == drawn[5]
     # An answer is its first words, and right where it holds the truth whole.
     for truth, answer, right in [

@@ -422,26 +422,6 @@ def test_contexts_are_limited_in_number_and_time(serve, tiny):
     wait_until(lambda: not any(text.tickets for text in running.served.contexts._texts.values()))
 
 
-def test_saved_contexts_are_limited_in_bytes(serve, tiny, tmp_path, caplog):
-    probe = serve(tiny, contexts=tmp_path / "probe")
-    with probe.http() as http:
-        read(http, text=BOOK, save=True)
-        read(http, text=OTHER, save=True)
-    both = sum(text.stored for text in probe.served.contexts._texts.values())
-    # Sizes differ by a sixth from one write to the next: OCDBT merges what is ready together.
-    running = serve(tiny, contexts=tmp_path / "kept", context_disk=int(0.75 * both))
-    with running.http() as http:
-        name = read(http, text=BOOK, save=True)["id"]
-        for _ in range(2):
-            answer = refused(http, 500, "", text=OTHER, save=True)
-            assert answer.json()["error"]["code"] == "context_files"
-        assert "of --context-disk; delete contexts, or allow more" in caplog.text
-        assert len(list(running.served.contexts.folder.glob("*/"))) == 1
-        http.delete(f"/v1/contexts/{name}")
-        wait_until(lambda: not list(running.served.contexts.folder.glob("*/")))
-        assert read(http, text=OTHER, save=True)["saved"] is True
-
-
 def test_a_full_disk_leaves_no_file_in_the_way(serve, tiny, tmp_path, monkeypatch, caplog):
     running = serve(tiny, contexts=tmp_path / "kept")
     folder = running.served.contexts.folder
