@@ -34,7 +34,7 @@ class SourceTensor:
       dtype: of the stored values with `dtype="source"`.
       blocks: whether its values are of quantised blocks, which only `dtype` holds exactly.
       file, offset, nbytes: the place of its bytes.
-      decode: (bytes of some rows, number of rows) -> values `[rows, shape[-1]]`.
+      decode: (bytes of some rows, their numbers) -> values `[rows, shape[-1]]`.
     """
 
     name: str
@@ -43,7 +43,7 @@ class SourceTensor:
     file: Path
     offset: int
     nbytes: int
-    decode: Callable[[bytes, int], np.ndarray]
+    decode: Callable[[bytes, range], np.ndarray]
     blocks: bool = False
 
 
@@ -143,16 +143,23 @@ def read_array(file: HashedFile, tensor: SourceTensor, dtype: np.dtype) -> np.nd
 
 
 def read_quantised(
-    file: HashedFile, tensor: SourceTensor, dtype: np.dtype
+    file: HashedFile, tensor: SourceTensor, dtype: np.dtype, swapped: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A matrix in 8 bits, and the scale of each row: `[rows, columns]`, `[rows, 1]`.
+    """A matrix in 8 bits, and the scale of each row: `[..., rows, columns]`, `[..., rows, 1]`.
 
     A row is an output. What is rounded is the tensor in `dtype`, a few rows at a time; values of
     quantised blocks are rounded as they are.
 
+    Args:
+      swapped: the file has columns before rows.
+
     Raises:
       CheckpointError: as `read_array`.
     """
+    if swapped:
+        # A row's numbers are spread over the whole file.
+        made = quantise_matrix(read_array(file, tensor, dtype).swapaxes(-1, -2), (-1,))
+        return np.asarray(made.values), np.asarray(made.scales)
     rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
     values = np.empty((rows, columns), np.int8)
     scales = np.empty((rows, 1), np.float32)
@@ -160,7 +167,7 @@ def read_quantised(
         made = quantise_matrix(piece, (1,))
         values[begin : begin + len(piece)] = made.values
         scales[begin : begin + len(piece)] = made.scales
-    return values, scales
+    return values.reshape(tensor.shape), scales.reshape(*tensor.shape[:-1], 1)
 
 
 def _pieces(
@@ -174,7 +181,7 @@ def _pieces(
     for begin in range(0, rows, step):
         count = min(step, rows - begin)
         raw = file.read(tensor.offset + begin * row_bytes, count * row_bytes)
-        values = tensor.decode(raw, count)
+        values = tensor.decode(raw, range(begin, begin + count))
         # Values too large for `dtype` become infinite, which is checked below.
         with np.errstate(over="ignore"):
             piece = values.astype(dtype, copy=False)

@@ -48,6 +48,8 @@ NUMBERS = {
 # `query_width` is the width of a head, but in these models, which llama.cpp knows by their layers:
 # there it is the model's width for each head.
 WIDE_QUERIES = {("gemma2", 46), ("gemma3", 62)}
+# Of these the files do not say that the ends of YaRN's ramp are no whole channels.
+UNTRUNCATED = ("gpt-oss",)
 # The format's default (llama.cpp, `rope_freq_base`).
 DEFAULT_THETA = 10000.0
 # The most entries of an array, of the metadata, and tensors; vocabularies have some 300,000.
@@ -148,10 +150,10 @@ def _tensor(path: Path, entry: Any) -> SourceTensor:
     floats = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
     dtype = np.dtype(floats.get(kind.name, np.float32))
 
-    def decode(raw: bytes, rows: int) -> np.ndarray:
+    def decode(raw: bytes, rows: range) -> np.ndarray:
         if kind.name in floats:
-            return np.frombuffer(raw, dtype).reshape(rows, -1)
-        return dequantize(np.frombuffer(raw, np.uint8).reshape(rows, -1), kind)
+            return np.frombuffer(raw, dtype).reshape(len(rows), -1)
+        return dequantize(np.frombuffer(raw, np.uint8).reshape(len(rows), -1), kind)
 
     return SourceTensor(
         name=entry.name,
@@ -420,6 +422,7 @@ def _rope_scaling(
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": said.need("rope.scaling.original_context_length"),
+        "truncate": said.architecture not in UNTRUNCATED,
     }
     names = (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow"))
     for key, name in names:

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints_convert import files
+from checkpoints_convert import files, mxfp4
 from checkpoints_convert.config import model_config
 from checkpoints_convert.names import naming_of, tensor_name
 from checkpoints_convert.vocabulary import sentencepiece_files
@@ -108,6 +108,7 @@ def open_huggingface(folder: Path, label: str) -> files.Source:
             f"put the model's tokenizer files beside its weights"
         )
     naming = naming_of(tensor.name for tensor in found)
+    found = mxfp4.unpacked(found)
     tied = config.tie_embeddings and config.traits.has_head
     head = tensor_name(config, naming, "head.table") if tied else None
     tensors = files.check_tensors(label, found, config, naming, head)
@@ -242,19 +243,20 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> files.SourceTensor
         kind = str(entry["dtype"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the header entry of {name} is damaged") from error
-    if kind not in DTYPES:
+    packed = kind == "U8" and name.endswith((mxfp4.BLOCKS, mxfp4.SCALES))
+    if not (packed or kind in DTYPES):
         raise CheckpointError(
             f"{path}: tensor {name} has type {kind}; implemented are {', '.join(DTYPES)} "
             f"(quantised weights are read from GGUF files)"
         )
-    dtype = DTYPES[kind]
+    dtype = np.dtype(np.uint8) if packed else DTYPES[kind]
     if last - first != math.prod(shape) * dtype.itemsize or not all(shape):
         raise CheckpointError(
             f"{path}: tensor {name} {list(shape)} of type {kind} takes {last - first} bytes"
         )
 
-    def decode(raw: bytes, rows: int) -> np.ndarray:
-        return np.frombuffer(raw, dtype).reshape(rows, -1)
+    def decode(raw: bytes, rows: range) -> np.ndarray:
+        return np.frombuffer(raw, dtype).reshape(len(rows), -1)
 
     return files.SourceTensor(
         name=name,

@@ -99,10 +99,11 @@ class Step:
             # Numbers near 1 lose in 16 bits what they keep once the 1 is taken off.
             shifts = any(part.shift for part in self.wanted.parts)
             array = read_array(file, self.tensor, np.dtype(np.float32) if shifts else self.dtype)
+            array = self.wanted.turned(array)
             for part in self.wanted.parts:
                 yield part.path, part.expert, part.from_file(array).astype(self.dtype, copy=False)
             return
-        values, scales = read_quantised(file, self.tensor, self.dtype)
+        values, scales = read_quantised(file, self.tensor, self.dtype, self.wanted.swapped)
         for part in self.wanted.parts:
             views = QuantisedMatrix(part.from_file(values), part.from_file(scales), self.dtype)
             for path, array in stored_paths(part.path, views).items():

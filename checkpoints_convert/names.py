@@ -56,7 +56,8 @@ class Part:
     """One of our parameters in a tensor of a file, or one expert's part of it.
 
     Attributes:
-      rows: the parameter's rows in the file's tensor; None for all, as they are.
+      rows: the parameter's rows in the file's tensor, behind the axis of experts; None for all, as
+        they are.
       shift: what the file's numbers are above the parameter's.
       expert: the place of the part along the parameter's first axis; None for the whole.
     """
@@ -81,13 +82,23 @@ class Part:
         return (*(axis for axis in range(len(self.own.shape)) if axis not in inputs), *inputs)
 
     @property
+    def leading(self) -> tuple[int, ...]:
+        """The file's axes before the rows: of the experts, where they are in one tensor."""
+        return self.own.shape[: self.own.axes[0] == "experts" and len(self.own.shape) > 1]
+
+    @property
     def file_shape(self) -> tuple[int, ...]:
         """Shape in the file, after `rows`; the experts are apart."""
-        own = self.own
-        leading = own.shape[: own.axes[0] == "experts" and len(own.shape) > 1]
+        own, leading = self.own, self.leading
         columns = math.prod(own.shape[axis] for axis in own.inputs)
         rows = math.prod(own.shape) // columns // math.prod(leading)
         return (*leading, rows, columns) if own.inputs else (*leading, rows)
+
+    @property
+    def at(self) -> tuple[Rows, ...]:
+        """The index of `rows` in the file's tensor."""
+        rows = slice(None) if self.rows is None else self.rows
+        return (*[slice(None) for _ in self.leading], rows)
 
     def from_file(self, array: np.ndarray) -> np.ndarray:
         """Our array, as a view of the file's tensor where its numbers and their order are ours.
@@ -95,7 +106,7 @@ class Part:
         The array may also be of the scales of the tensor's rows, `[rows, 1]`.
         """
         if self.rows is not None:
-            array = array[self.rows]
+            array = array[self.at]
         if self.shift:
             array = array - array.dtype.type(self.shift)
         # Of scales the file's tensor would have one column.
@@ -110,20 +121,29 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class FileTensor:
-    """A tensor that a file must hold, and the parameters in it."""
+    """A tensor that a file must hold, and the parameters in it.
+
+    Attributes:
+      swapped: its matrices have inputs before outputs, so that its columns are the rows of `parts`.
+    """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+    swapped: bool = False
+
+    def turned(self, array: np.ndarray) -> np.ndarray:
+        """The file's tensor with rows before columns, or back."""
+        return array.swapaxes(-1, -2) if self.swapped else array
 
     def to_file(self, parts: Iterable[np.ndarray]) -> np.ndarray:
         """The file's tensor, from its parts in their order."""
         arrays = [part.to_file(array) for part, array in zip(self.parts, parts, strict=True)]
         if self.parts[0].rows is None:
-            return arrays[0]
+            return self.turned(arrays[0])
         whole = np.empty(self.shape, arrays[0].dtype)
         for part, array in zip(self.parts, arrays, strict=True):
-            whole[part.rows] = array
+            self.turned(whole)[part.at] = array
         return whole
 
     def nbytes(self, dtype: np.dtype) -> int:
@@ -132,7 +152,12 @@ class FileTensor:
 
 
 def expected_tensors(config: ModelConfig, naming: str) -> dict[str, FileTensor]:
-    """The tensors of a model's files by name; `naming` is "hf", "internlm2" or "gguf"."""
+    """The tensors of a model's files by name.
+
+    Args:
+      naming: "hf", "internlm2" or "gguf"; "mxfp4" for Hugging Face's of a gpt-oss whose experts are
+        packed, which have outputs before inputs (`mxfp4.unpacked`).
+    """
     found: dict[str, list[Part]] = {}
     for path, info in param_infos(config).items():
         scale = path.endswith("norm.scale")
@@ -150,16 +175,24 @@ def expected_tensors(config: ModelConfig, naming: str) -> dict[str, FileTensor]:
     for name, parts in found.items():
         begin, placed = 0, []
         parts.sort(key=lambda part: order_of.index(_module(part.path)))
-        for part in parts:
-            count = part.file_shape[0]
+        first, lead = parts[0], len(parts[0].leading)
+        bare = naming != "gguf" and config.traits.names[_module(first.path)].endswith("_")
+        for number, part in enumerate(parts):
+            count = part.file_shape[lead]
             order = _order(config, naming, part)
             rows = slice(begin, begin + count) if len(parts) > 1 else None
+            if rows is not None and bare:
+                rows = slice(number, None, len(parts))
             if order is not None:
                 # Of InternLM2's wqkv the order is of the whole tensor's rows.
                 rows = order if naming == "internlm2" else begin + order
             placed.append(dataclasses.replace(part, rows=rows))
             begin += count
-        tensors[name] = FileTensor(name, (begin, *parts[0].file_shape[1:]), tuple(placed))
+        shape = (*first.leading, begin, *first.file_shape[lead + 1 :])
+        swapped = bare and naming == "hf" and bool(first.own.inputs)
+        if swapped:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        tensors[name] = FileTensor(name, shape, tuple(placed), swapped)
     return tensors
 
 
@@ -173,8 +206,11 @@ def tensor_name(config: ModelConfig, naming: str, path: str) -> str:
     name = names[_module(path)]
     if layer:
         name = name.replace("*", layer.group())
+    whole = name.removesuffix("_")
     if naming == "gguf":
-        name = _gguf_names(config.traits.gguf[0], config.num_layers).get_name(name)
+        name = _gguf_names(config.traits.gguf[0], config.num_layers).get_name(whole)
+    elif name != whole:
+        return whole if suffix == "weight" else f"{name}{suffix}"
     return f"{name}.{suffix}"
 
 
@@ -193,8 +229,10 @@ def _gguf_names(architecture: str, layers: int) -> Any:
 
 
 def naming_of(names: Iterable[str]) -> str:
-    """The naming of a Hugging Face directory's tensors: "hf" or "internlm2"."""
-    return "internlm2" if any(".attention.wqkv." in name for name in names) else "hf"
+    """The naming of a Hugging Face directory's tensors, as in its files."""
+    marks = {".attention.wqkv.": "internlm2", "_proj_blocks": "mxfp4"}
+    found = (naming for name in names for mark, naming in marks.items() if mark in name)
+    return next(found, "hf")
 
 
 def _order(config: ModelConfig, naming: str, part: Part) -> np.ndarray | None:

@@ -40,7 +40,9 @@ def convert(
         callback=options.checked(_check_weights),
     ),
     to_hf: bool = option(
-        "The other way: Hugging Face safetensors, bit for bit.", "--to-hf", default=False
+        "The other way: Hugging Face safetensors, bit for bit (MXFP4, read as bfloat16, stays so).",
+        "--to-hf",
+        default=False,
     ),
 ) -> None:
     """Convert a model once, to a checkpoint that the other commands load.

@@ -63,7 +63,9 @@ class Family:
       names: our modules -> its Hugging Face files'; `*` is the layer, and `.weight` or
         `.bias` is appended. Modules with the same name share a tensor, one's rows after the other's
         in the order of `names`. All modules that a layer has are required; `head` only where the
-        embeddings may be apart.
+        embeddings may be apart. A name that ends in `_` is the whole name of a tensor, and of its
+        biases with `bias` appended: its matrices have inputs before outputs, and the outputs of
+        modules that share it take turns.
       keys: what its config names otherwise than Llama's, or Llama's lacks: `activation`,
         `norm_eps`, `query_width`, `unrotated` or one of `NUMBERS` -> the config's key. Unrotated
         is a layer whose entry is 0, or `full_attention` where the key is `layer_types`.
@@ -80,9 +82,11 @@ class Family:
       local_rope: layers with a window have a rotary embedding of their own.
       bias_flags: flags of its config. `attention_bias` adds biases to q, k, v and o, `mlp_bias` to
         gate, up and down.
-      qkv_bias: q, k and v always have biases; the config has no flag for them.
+      qkv_bias, mlp_bias: q, k and v, or gate, up, down and router, always have biases; the config
+        has no flag for them.
       qk_norm: norms of queries and keys before rotary embedding, of each head or over all heads.
       windows: sliding windows in no layer, in all layers or none, or set layer by layer.
+      sinks: each query head has a learned logit, of one more column of its softmax.
       gguf: llama.cpp's names of its architecture, the usual one first.
       interleaved: files that pair the rows of q and k, for interleaved rotary embedding: those of
         llama.cpp ("gguf"), and the family's own ("hf").
@@ -106,8 +110,10 @@ class Family:
     local_rope: bool = False
     bias_flags: tuple[Literal["attention_bias", "mlp_bias"], ...] = ()
     qkv_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: Literal["head", "heads"] | None = None
     windows: Literal["none", "all", "by layer"] = "none"
+    sinks: bool = False
     gguf: tuple[str, ...] = ()
     interleaved: tuple[Literal["gguf", "hf"], ...] = ()
     experts: MixtureNames | None = None
@@ -116,6 +122,7 @@ class Family:
         needed = LLAMA_NAMES.keys() - {*LAYER_NORMS, *QK_NORMS, "head"}
         needed |= {name for name in LAYER_NORMS if self.has_norm(name.removeprefix("layers.*."))}
         needed |= set(QK_NORMS) if self.qk_norm else set()
+        needed |= {"layers.*.attn.sinks"} if self.sinks else set()
         if lacking := sorted(needed - self.names.keys()):
             raise ConfigError(f"{self.architecture}: `names` lacks {', '.join(lacking)}")
 
@@ -182,6 +189,24 @@ FAMILIES = {
             # Layers with an MLP, and a window in all layers: no published model has them.
             only={"decoder_sparse_step": 1, "mlp_only_layers": [], "sliding_window": None},
         ),
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
+        names={
+            **LLAMA_NAMES,
+            "layers.*.attn.sinks": "model.layers.*.self_attn.sinks_",
+            "layers.*.mlp.router": "model.layers.*.mlp.router",
+            "layers.*.mlp.gate": "model.layers.*.mlp.experts.gate_up_proj_",
+            "layers.*.mlp.up": "model.layers.*.mlp.experts.gate_up_proj_",
+            "layers.*.mlp.down": "model.layers.*.mlp.experts.down_proj_",
+        },
+        norm="wide rms",
+        bias_flags=("attention_bias",),
+        mlp_bias=True,
+        windows="by layer",
+        sinks=True,
+        gguf=("gpt-oss",),
+        experts=MixtureNames(clamps=True),
     ),
     # Some layers have no rotary embedding.
     "smollm3": Family(

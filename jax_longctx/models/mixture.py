@@ -22,6 +22,8 @@ MIXTRAL_NAMES = {
 }
 # The number of experts by the names of transformers' versions.
 COUNTS = ("num_local_experts", "num_experts")
+# gpt-oss' gate, of which its configs say the limit or nothing.
+CLAMPS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,7 @@ class MixtureNames:
       count: the key of their number, which `read` takes by either of transformers' two names.
       width: the key of the width of one.
       normed: the key of `Mixture.normed`; None where it is always true.
-      clamps: whether the config has `swiglu_alpha` and `swiglu_limit`.
+      clamps: whether the gate is gpt-oss', of `swiglu_alpha` and `swiglu_limit`.
       only: keys with the one value that is implemented, of which None counts as the default.
     """
 
@@ -57,7 +59,7 @@ class MixtureNames:
     def read(self, config: Mapping[str, Any]) -> "Mixture":
         """Raises ConfigError where a key is missing, or its value not implemented."""
         count = next((config[key] for key in COUNTS if config.get(key) is not None), None)
-        config = {**config, self.count: count}
+        config = {**(CLAMPS if self.clamps else {}), **config, self.count: count}
         for key, value in self.only.items():
             if config.get(key, value) not in (value, None):
                 raise ConfigError(f"{key}={config[key]!r} is not implemented; implemented: {value}")

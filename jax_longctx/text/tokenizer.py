@@ -80,7 +80,10 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         ends = [_special_id(backend, settings, "eos_token"), *map(int, eos_ids)]
         written = {info.content: token for token, info in added.items()}
-        ends += [written.get(text) for text in END_TOKENS if text in (chat_template or "")]
+        for text in END_TOKENS:
+            # An answer of gpt-oss has several messages: `<|end|>` ends one, `<|return|>` the last.
+            if text in (chat_template or "") and (text != "<|end|>" or "<|return|>" not in written):
+                ends.append(written.get(text))
         ends = dict.fromkeys(token for token in ends if token is not None)
         self.eos_ids: tuple[int, ...] = tuple(ends)
         ids = backend.get_vocab(with_added_tokens=True).values()

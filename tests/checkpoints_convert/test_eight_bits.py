@@ -49,6 +49,7 @@ def whole(tmp_path_factory):
         ("llama-tied-biased", "bfloat16"),
         ("qwen3", "source"),
         ("qwen3-moe", "bfloat16"),
+        ("gpt-oss", "bfloat16"),
         pytest.param("llama-tied-biased", "float16", marks=pytest.mark.slow),
         pytest.param("qwen3", "float32", marks=pytest.mark.slow),
     ],

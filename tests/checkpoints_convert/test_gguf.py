@@ -16,7 +16,13 @@ from checkpoints_convert.names import expected_tensors
 from jax_longctx.errors import CheckpointError, ConfigError, LongctxError
 from jax_longctx.models.storage import load_params
 from tests.checkpoints_convert.test_names import assert_same_parameters, paired_rows
-from tests.checkpoints_convert.tiny import FAMILIES, hf_config, params_from_hf, random_state
+from tests.checkpoints_convert.tiny import (
+    FAMILIES,
+    hf_config,
+    packed_experts,
+    params_from_hf,
+    random_state,
+)
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -26,6 +32,17 @@ def stacked_experts(state):
     """llama.cpp's files hold the experts of a layer in one tensor."""
     found, stacks = {}, {}
     for name, value in state.items():
+        if (place := name.removesuffix("_bias")).endswith("experts.gate_up_proj"):
+            # gpt-oss has gate and up in turn, and inputs before outputs.
+            kind = "weight" if place == name else "bias"
+            for index, part in enumerate(("gate", "up")):
+                own = value[..., index::2]
+                own = own.swapaxes(1, 2) if own.ndim == 3 else own
+                found[place.replace("gate_up", part) + f".{kind}"] = np.ascontiguousarray(own)
+            continue
+        if name.endswith("experts.down_proj"):
+            name, value = f"{name}.weight", np.ascontiguousarray(value.swapaxes(1, 2))
+        name = name.replace("proj_bias", "proj.bias").replace(".sinks", ".sinks.weight")
         if (match := EXPERT.fullmatch(name)) is None:
             found[name] = value
             continue
@@ -37,6 +54,7 @@ def stacked_experts(state):
 
 # llama.cpp's names of architectures, where they are no family's.
 ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "cohere": "command-r"}
+ARCHITECTURES |= {"gptoss": "gpt-oss"}
 # It pairs the rows of queries and keys in these.
 PAIRED = ("llama", "smollm3", "granite")
 
@@ -54,7 +72,12 @@ def gguf_name(architecture, name):
 
 
 def write_gguf(path, config, state, *, kind=Kind.F32, raw=None, tweak=None):
-    """A file as llama.cpp's conversion script writes it; `raw`: tensors already quantised."""
+    """A file as llama.cpp's conversion script writes it.
+
+    Args:
+      kind: of the matrices, or of stacked experts where the model has them.
+      raw: tensors already quantised.
+    """
     architecture = architecture_of(config)
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -88,15 +111,16 @@ def write_gguf(path, config, state, *, kind=Kind.F32, raw=None, tweak=None):
             writer.add_expert_feed_forward_length(width)
     if tweak is not None:
         tweak(writer)
+    matrices = max(value.ndim for value in state.values())
     for name, value in stacked_experts(state).items():
         if raw is not None and name in raw:
             value = raw[name]
-        elif value.ndim == 2 and kind != Kind.F32:
+        elif value.ndim == matrices and kind != Kind.F32:
             value = gguf.quants.quantize(value, kind)
         letter = name.rpartition("self_attn.")[2][:6]
         if architecture in PAIRED and letter in ("q_proj", "k_proj"):
             value = paired_rows(value, heads if letter == "q_proj" else kv)
-        quantised = value.ndim == 2 and kind != Kind.F32
+        quantised = value.ndim == matrices and kind != Kind.F32
         if architecture.startswith("gemma") and "norm" in name:
             value = value + 1
         writer.add_tensor(
@@ -135,6 +159,11 @@ def say(config, writer):
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(50.0)
         writer.add_final_logit_softcapping(30.0)
+    if architecture == "gpt-oss":
+        scaling = config["rope_scaling"]
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
     if architecture == "phi3":
         rotated = int(config["hidden_size"] / 4 * config["partial_rotary_factor"])
         del writer.kv_data[0]["phi3.rope.dimension_count"]
@@ -222,6 +251,14 @@ def test_quantised_values(tmp_path, name, monkeypatch):
     converted(tmp_path, config, state, kind=Kind[name], raw=raw)
     values = {key: gguf.quants.dequantize(raw[key], Kind[name]) for key in raw}
     assert_params(tmp_path, config, state | values)
+
+
+def test_experts_of_gpt_oss_in_mxfp4(tmp_path):
+    config = hf_config("gpt-oss")
+    _, plain = packed_experts(random_state(config))
+    tweak = functools.partial(say, config)
+    assert converted(tmp_path, config, plain, kind=Kind.MXFP4, tweak=tweak).dtype == "float32"
+    assert_params(tmp_path, config, plain)
 
 
 @pytest.mark.parametrize(

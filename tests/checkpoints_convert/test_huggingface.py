@@ -21,6 +21,7 @@ from tests.checkpoints_convert.tiny import (
     DTYPES,
     FAMILIES,
     hf_config,
+    packed_experts,
     params_from_hf,
     random_state,
     write_checkpoint,
@@ -132,6 +133,31 @@ def test_values_are_cast_to_the_type_asked_for(tmp_path, monkeypatch, dtype):
     expected = params_from_hf(model_config(LLAMA), cast)
     assert_same_parameters(load_params(tmp_path / "ours"), expected)
     assert_same_parameters(ocp.load(tmp_path / "ours" / "params"), expected)
+
+
+def test_packed_experts_of_gpt_oss_are_widened_and_exported_in_bfloat16(tmp_path, monkeypatch):
+    # A tensor is read in several pieces.
+    monkeypatch.setattr("checkpoints_convert.files.PIECE", 4 * 32 * 7)
+    described = hf_config("gpt-oss") | {"quantization_config": {"quant_method": "mxfp4"}}
+    files, plain = packed_experts(random_state(described, "bfloat16"))
+    manifest = there_and_back(tmp_path, described, files, plain, shards=2)
+    assert manifest.dtype == "bfloat16"
+    expected = params_from_hf(model_config(described), plain)
+    assert_same_parameters(load_params(tmp_path / "ours"), expected)
+    assert "quantization_config" not in json.loads((tmp_path / "back/config.json").read_text())
+    convert(tmp_path / "hf", tmp_path / "int8", weights="int8")
+    rounded = load_params(tmp_path / "ours", RunSpec(weights="int8"))
+    assert_same_parameters(load_params(tmp_path / "int8"), rounded)
+    name = "model.layers.1.mlp.experts.down_proj"
+    for lacking, left in (("_blocks", "_scales"), ("_scales", "_blocks")):
+        other = {key: value for key, value in files.items() if key != name + lacking}
+        source = write_checkpoint(tmp_path / f"no{lacking}", described, other)
+        with pytest.raises(CheckpointError, match=f"{name}{left} is there, but {name}{lacking} is"):
+            convert(source, tmp_path / "other")
+    files[f"{name}_scales"] = files[f"{name}_scales"][:, :-1]
+    source = write_checkpoint(tmp_path / "misfit", described, files)
+    with pytest.raises(CheckpointError, match=rf"{name}_blocks .* are no numbers in MXFP4"):
+        convert(source, tmp_path / "other")
 
 
 def test_internlm2_is_split_and_exported_as_llama(tmp_path):

@@ -44,6 +44,15 @@ FAMILIES["mixtral"] = {
     "architectures": ["MixtralForCausalLM"],
     **{"num_local_experts": 3, "num_experts_per_tok": 2},
 }
+FAMILIES["gpt-oss"] = {
+    "architectures": ["GptOssForCausalLM"],
+    **{"head_dim": 16, "num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 64},
+    **{"sliding_window": 16, "attention_bias": True, "rope_theta": 150000.0},
+    "rope_scaling": {
+        **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        "truncate": False,
+    },
+}
 FAMILIES["qwen3-tied"] = FAMILIES["qwen3"] | {"tie_word_embeddings": True}
 FAMILIES |= {
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5},
@@ -93,13 +102,37 @@ def random_state(
     }
 
 
+# E2M1 by its bits: sign, exponent, mantissa.
+MINIFLOATS = [(m / 2 if e == 0 else (1 + m / 2) * 2.0 ** (e - 1)) for e in range(4) for m in (0, 1)]
+
+
+def packed_experts(state):
+    """The state as gpt-oss is published, with random experts in MXFP4; and their numbers."""
+    rng, files, plain = np.random.default_rng(4), {}, {}
+    for name, value in state.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            files[name] = plain[name] = value
+            continue
+        experts, inputs, outputs = value.shape
+        bits = rng.integers(0, 16, (experts, outputs, inputs // 32, 32), dtype=np.uint8)
+        scales = rng.integers(110, 130, bits.shape[:3], dtype=np.uint8)
+        files[f"{name}_blocks"] = bits[..., ::2] | bits[..., 1::2] << 4
+        files[f"{name}_scales"] = scales
+        numbers = np.array(MINIFLOATS)[bits & 7] * np.where(bits & 8, -1, 1)
+        numbers = (numbers * 2.0 ** (scales[..., None].astype(int) - 127)).reshape(
+            experts, outputs, inputs
+        )
+        plain[name] = np.ascontiguousarray(numbers.swapaxes(1, 2)).astype(value.dtype)
+    return files, plain
+
+
 def params_from_hf(config: ModelConfig, state: dict[str, np.ndarray]) -> dict[str, Any]:
     """Our nested parameters from a Hugging Face state dict in memory."""
     params: dict[str, Any] = {}
     for name, tensor in expected_tensors(config, naming_of(state)).items():
         assert state[name].shape == tensor.shape, name
         for part in tensor.parts:
-            array = part.from_file(state[name])
+            array = part.from_file(tensor.turned(state[name]))
             if part.expert is not None:
                 whole = params.setdefault(part.path, np.empty(part.info.shape, array.dtype))
                 whole[part.expert] = array

@@ -26,7 +26,11 @@ SIZES: Config = {
 
 
 # Where it is not the model_type with a capital.
-ARCHITECTURES = {"smollm3": "SmolLM3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
+ARCHITECTURES = {
+    "smollm3": "SmolLM3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+}
 
 
 def _config(model_type: str, **changes: Any) -> Config:
@@ -116,6 +120,19 @@ _MODELS: dict[str, tuple[int, Config]] = {
     ),
     "qwen3_moe": (2, _qwen3_moe(norm_topk_prob=False)),
     "mixtral": (2, _config("mixtral", **_EXPERTS)),
+    "gpt_oss": (
+        8,
+        _own(
+            *("gpt_oss",),
+            **{**_THREE, **_LONG, **_EXPERTS, "rope_scaling": {**YARN, "truncate": False}},
+            # Wide inputs of the experts, so that their gates are clamped.
+            **{"sliding_window": 9, "hidden_size": 256, "intermediate_size": 8},
+        ),
+    ),
+    "gpt_oss_plain": (
+        3,
+        _own("gpt_oss", **_EXPERTS, head_dim=8, attention_bias=False, layer_types=_TYPES[:2]),
+    ),
     "smollm3": (1, _own("smollm3", **_TIED, no_rope_layers=[1, 0, 1], mlp_bias=True)),
     "smollm3_window": (
         1,

@@ -54,6 +54,12 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if (experts := config.get("num_experts")) is not None:
         f, layer["mlp.gate.weight"] = config["moe_intermediate_size"], (experts, d)
         places = [f"mlp.experts.{expert}" for expert in range(experts)]
+    elif family == "GptOssForCausalLM":
+        count, places = config["num_local_experts"], []
+        layer |= {"mlp.router.weight": (count, d), "mlp.router.bias": (count,)}
+        layer |= {"mlp.experts.gate_up_proj": (count, d, 2 * f), "self_attn.sinks": (heads,)}
+        layer |= {"mlp.experts.gate_up_proj_bias": (count, 2 * f)}
+        layer |= {"mlp.experts.down_proj": (count, f, d), "mlp.experts.down_proj_bias": (count, d)}
     elif (experts := config.get("num_local_experts")) is not None:
         layer["block_sparse_moe.gate.weight"] = (experts, d)
         for expert, (w, rows, columns) in itertools.product(
@@ -89,6 +95,8 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def as_in_files(state: dict[str, np.ndarray], architecture: str) -> dict[str, np.ndarray]:
     """The state of transformers' model by the names of its files: there each expert is apart."""
+    if architecture == "GptOssForCausalLM":
+        return state
     found: dict[str, np.ndarray] = {}
     for name, x in state.items():
         place, _, kind = name.rpartition(".experts.")

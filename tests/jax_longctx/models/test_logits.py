@@ -64,7 +64,10 @@ def continued(golden, engine, monkeypatch, tokens):
 
 
 # Other cases have what these have, and more.
-SLOW = (*("llama_mha", "llama_mqa", "llama_head_dim", "mistral", "qwen2", "qwen3", "rope_yarn"),)
+SLOW = (
+    *("llama_mha", "llama_mqa", "llama_head_dim", "mistral", "qwen2", "qwen3", "rope_yarn"),
+    "gpt_oss_plain",
+)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import models
 
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.text import StopStrings, Tokenizer, chat_layout, check_vocabulary, plain_layout
@@ -69,6 +71,13 @@ def test_configs_decide_on_special_tokens(directory):
     (directory / "tokenizer_config.json").write_text("{}")
     rewrite(directory / "special_tokens_map.json", eos_token="<|turn|>")
     assert Tokenizer.load(directory).eos_ids == (2,)
+
+
+def test_the_end_of_a_message_ends_no_answer_of_gpt_oss():
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    for texts, ends in ((["<|end|>"], (1,)), (["<|return|>"], (2,))):
+        backend.add_special_tokens(texts)
+        assert Tokenizer(backend, {}, chat_template="<|end|><|return|>").eos_ids == ends
 
 
 def test_wrong_tokenizer_and_text_are_one_clear_error(directory):
