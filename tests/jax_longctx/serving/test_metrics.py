@@ -9,11 +9,15 @@ from tests.jax_longctx.serving.tiny import BOOK, chat, complete, read, wait_unti
 
 @pytest.fixture
 def lines(caplog):
-    """The log's lines; a function that waits for as many, clears and returns them."""
+    """The log's lines; a function that waits for as many, clears and returns them.
+
+    A line follows its answer, so a test may see the `/metrics` that the one before it asked for.
+    """
     caplog.set_level(logging.INFO, logger="jax_longctx.serving.requests")
 
     def messages():
-        return [each.message for each in caplog.records if each.name.endswith("requests")]
+        own = [each.message for each in caplog.records if each.name.endswith("requests")]
+        return [line for line in own if '"GET /metrics"' not in line]
 
     def logged(count):
         wait_until(lambda: len(messages()) >= count)
