@@ -56,9 +56,18 @@ def model_config(described: Mapping[str, Any], where: str = "config.json") -> Mo
       ConfigError: a model that is not implemented, or a value out of range.
     """
     try:
-        return _model_config(described)
+        return _model_config(text_part(described))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def text_part(described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entries of the text model, which a model of text and images has inside of its own."""
+    nested = described.get("text_config")
+    if not (isinstance(nested, Mapping) and "model_type" in nested):
+        return described
+    tied = {key: described[key] for key in ("tie_word_embeddings",) if key in described}
+    return {**tied, **nested}
 
 
 def _model_config(described: Mapping[str, Any]) -> ModelConfig:

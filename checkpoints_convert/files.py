@@ -60,6 +60,7 @@ class Source:
       tensors: in the order of the files.
       read_files: SHA-256 of each file that was read, but for the tensors' files.
       tokenizer: its files by name: the text, or the file to copy.
+      left_out: what is not converted of a model of text and images, in a line; else None.
     """
 
     label: str
@@ -69,6 +70,7 @@ class Source:
     tensors: list[SourceTensor]
     read_files: dict[Path, str]
     tokenizer: Mapping[str, str | Path]
+    left_out: str | None = None
 
     def write_tokenizer(self, folder: Path) -> None:
         """Writes the tokenizer files into an empty folder."""

@@ -7,6 +7,8 @@ truncated file lacks.
 `huggingface_hub` first fetches a hub id into its cache, only the files named here.
 """
 
+import collections
+import dataclasses
 import math
 import os
 import struct
@@ -17,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoints_convert import files, mxfp4
-from checkpoints_convert.config import model_config
+from checkpoints_convert.config import model_config, text_part
 from checkpoints_convert.names import naming_of, tensor_name
 from checkpoints_convert.vocabulary import sentencepiece_files
 from jax_longctx.errors import CheckpointError
@@ -57,6 +59,10 @@ OTHERS = {
 LINKED = "*.json", "*.jinja", "*.safetensors", "*.model", "merges.txt"
 TOKENIZERS = "tekken.json", "*.tiktoken", "tiktoken.model", "*.spm", "vocab.json"
 
+# What stands before or in the names of the text model's tensors beside those of images.
+TEXT = "language_model."
+HEAD = "lm_head.weight"
+
 # Entries of the config that an export writes back besides the model.
 EXTRAS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -94,8 +100,13 @@ def open_huggingface(folder: Path, label: str) -> files.Source:
             + _other_weights(folder)
         )
     described = read_json(config_path)
-    config = model_config(described, str(config_path))
+    config, left_out = model_config(described, str(config_path)), None
     found = _find_tensors(folder)
+    if text_part(described) is not described:
+        found, left_out = _of_text(found)
+        # The levels of the config may differ in this.
+        tied = all(tensor.name != HEAD for tensor in found)
+        config = dataclasses.replace(config, tie_embeddings=tied)
     nested = described.get("text_config")
     said = {**nested} if isinstance(nested, dict) else {}
     said |= {key: value for key, value in described.items() if value is not None}
@@ -131,7 +142,21 @@ def open_huggingface(folder: Path, label: str) -> files.Source:
         tensors=tensors,
         read_files=digests,
         tokenizer={**tokenizer, **made},
+        left_out=left_out,
     )
+
+
+def _of_text(tensors: list[files.SourceTensor]) -> tuple[list[files.SourceTensor], str]:
+    """The text model's tensors by the names that it has alone, and what the others are."""
+    kept, parts = [], collections.Counter[str]()
+    for tensor in tensors:
+        name = tensor.name.replace(TEXT, "", 1)
+        if name != tensor.name or name == HEAD:
+            kept.append(dataclasses.replace(tensor, name=name))
+        else:
+            parts[name.removeprefix("model.").split(".")[0]] += 1
+    count = f"{parts.total()} tensors of {', '.join(parts) or 'other parts'}"
+    return kept, f"it is the text model alone: left out {count}"
 
 
 def _find_tensors(folder: Path) -> list[files.SourceTensor]:

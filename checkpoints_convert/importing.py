@@ -13,7 +13,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -206,8 +206,11 @@ def convert(
     weights: str | None = None,
     progress: OnProgress | None = None,
     resume: bool = True,
+    tell: Callable[[str], object] | None = None,
 ) -> storage.Manifest:
     """Converts a Hugging Face directory, a hub id or a GGUF file to a checkpoint directory.
+
+    Of a model of text and images it is the text model.
 
     All is written to `DESTINATION.partial`, which is renamed at the end. It is deleted after an
     error, and kept after an interruption (Ctrl-C, a kill), from which a conversion can resume.
@@ -219,6 +222,7 @@ def convert(
         `dtype`; from quantised blocks of a GGUF file directly.
       progress: called with (bytes done, bytes in all) of the parameters.
       resume: continue an interrupted conversion to this destination, if there is one.
+      tell: called with a line about what is left out, if anything is.
 
     Raises:
       CheckpointError: the source is incomplete or damaged, or the destination cannot be written.
@@ -246,6 +250,8 @@ def convert(
             )
             for tensor in opened.tensors
         ]
+        if tell is not None and opened.left_out is not None:
+            tell(opened.left_out)
         made_from = _made_from(opened, steps, weights)
         _check_space(destination, sum(step.nbytes for step in steps))
         with file_errors(f"{destination} cannot be written", kind=CheckpointError):

@@ -72,14 +72,21 @@ def convert(
     with terminal.starting():
         import checkpoints_convert
 
+    left_out: list[str] = []
     with terminal.progress("exporting" if to_hf else "converting", "bytes") as update:
         if to_hf:
             checkpoints_convert.export(source, destination, progress=update)
         else:
             checkpoints_convert.convert(
-                source, destination, dtype=dtype, weights=weights, progress=update
+                source,
+                destination,
+                dtype=dtype,
+                weights=weights,
+                progress=update,
+                tell=left_out.append,
             )
-    terminal.note(f"written to {destination}")
+    for line in (*left_out, f"written to {destination}"):
+        terminal.note(line)
     if not to_hf:
         _tell(destination, terminal)
 

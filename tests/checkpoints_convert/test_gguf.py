@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import re
 import struct
@@ -211,11 +212,15 @@ def test_norms_keep_their_precision_and_a_window_that_is_not_said_is_the_familys
 
 @pytest.mark.parametrize("said", [3, 1, 0, [True, False, True, True]])
 def test_a_pattern_of_windows_is_a_list_or_the_length_of_a_turn(tmp_path, said):
-    config = hf_config("gemma3", num_hidden_layers=4)
+    # In a file of Gemma 3's larger models, whose text part alone it holds.
+    eighth = {"rope_type": "linear", "factor": 8.0}
+    config = hf_config("gemma3", num_hidden_layers=4, rope_scaling=eighth)
     path = tmp_path / "m.gguf"
 
     def tweak(writer):
         say(config, writer)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(8.0)
         writer.add_sliding_window_pattern(said)
 
     write_gguf(path, config, random_state(config), tweak=tweak)
@@ -223,7 +228,7 @@ def test_a_pattern_of_windows_is_a_list_or_the_length_of_a_turn(tmp_path, said):
         said if type(said) is int else None, said
     )
     windows = tuple(config["sliding_window"] if it else None for it in slides)
-    assert open_source(path).config.windows == windows
+    assert open_source(path).config == dataclasses.replace(model_config(config), windows=windows)
 
 
 # Where a block has its scales, and where they end.

@@ -13,7 +13,7 @@ import jax_longctx
 from checkpoints_convert import convert, export, read_config
 from checkpoints_convert.config import model_config
 from jax_longctx.cli import warm
-from jax_longctx.errors import CheckpointError
+from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.models.storage import load_params, read_manifest
 from jax_longctx.run_spec import RunSpec
 from tests.checkpoints_convert.test_names import assert_same_parameters, internlm2_state
@@ -233,3 +233,38 @@ def test_a_hub_id_is_read_from_the_local_cache(tmp_path, monkeypatch):
     convert(f"someone/tiny@{commit}", tmp_path / "by-commit")
     with pytest.raises(CheckpointError, match=r"someone/other.*hub"):
         convert("someone/other", tmp_path / "no")
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+def test_the_text_model_of_one_of_text_and_images(tmp_path, family, prefix):
+    text = hf_config(family)
+    tied, state = text["tie_word_embeddings"], random_state(text)
+    kind = text.pop("architectures")[0].replace("CausalLM", "ConditionalGeneration")
+    text |= {"model_type": "gemma3_text" if family == "gemma3" else family}
+    # The outer level says otherwise, as some published files do.
+    outer = {"architectures": [kind], "model_type": "both", "tie_word_embeddings": not tied}
+    described = outer | {"text_config": text, "vision_config": {"hidden_size": 8}}
+    held = {name.replace("model.", prefix, 1): array for name, array in state.items()}
+    if "lm_head.weight" in held and prefix.startswith("language"):
+        held["language_model.lm_head.weight"] = held.pop("lm_head.weight")
+    for part in ("model.vision_tower.a", "model.vision_tower.b", "multi_modal_projector.c"):
+        held[f"{part}.weight"] = np.ones((2, 3), np.float32)
+    source, told = write_checkpoint(tmp_path / "hf", described, held), []
+    manifest = convert(source, tmp_path / "ours", tell=told.append)
+    assert told == [
+        "it is the text model alone: left out 3 tensors of vision_tower, multi_modal_projector"
+    ]
+    assert manifest.config == model_config(hf_config(family))
+    assert manifest.extras["eos_token_id"] == [257]
+    export(tmp_path / "ours", tmp_path / "back")
+    assert_same_state(load_all(tmp_path / "back"), state)
+    assert read_config(tmp_path / "back" / "config.json") == manifest.config
+
+
+def test_a_text_model_that_is_not_implemented_is_refused_by_name(tmp_path):
+    outer = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"}
+    described = outer | {"text_config": {"model_type": "llama4_text"}}
+    source = write_checkpoint(tmp_path / "hf", described, random_state(LLAMA))
+    with pytest.raises(ConfigError, match="model_type 'llama4_text' is not implemented"):
+        convert(source, tmp_path / "ours")

@@ -24,6 +24,7 @@ def calls(monkeypatch):
     def record(name):
         def call(source, destination, **options):
             options.pop("progress")(1, 2)
+            options.pop("tell", print)("left out 2 tensors")
             made.append((name, str(source), Path(destination), options))
 
         return call
@@ -47,7 +48,7 @@ def test_options_and_directions(run, calls, tmp_path):
     source.touch()
     forms = ("--dtype", "bfloat16", "--weights", "int8")
     result = run("convert", source, tmp_path / "new", *forms, code=0)
-    assert f"written to {tmp_path / 'new'}" in result.stderr
+    assert f"left out 2 tensors\nwritten to {tmp_path / 'new'}" in result.stderr
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "manifest.json").touch()
     assert run("convert", tmp_path / "new", tmp_path / "hf", "--to-hf").exit_code == 0
