@@ -148,6 +148,8 @@ class LongContext:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, manifest: Manifest | None = None):
         self.engine, self.tokenizer, self.manifest = engine, tokenizer, manifest
+        if engine.method.asks:
+            engine.asks = [tokenizer.encode(text) for text in engine.method.asks]
 
     @property
     def config(self) -> Any:

@@ -81,10 +81,12 @@ SMALL = _rows(
     _SMALL,
     {"budget": 48, "chunk": 16},
     {"budget": 16, "page_size": 8, "local": 16},
-    {"budget": 24, "local": 8, "lag": 8},
+    {"budget": 24, "local": 8, "lag": 8, "chunk": 16},
 )
 # Settings under which nothing leaves and everything is read, of texts below some 60 tokens.
-EVERYTHING = _rows(_EVERYTHING, {"budget": 112, "chunk": 16}, {"budget": 256}, {"budget": 112})
+EVERYTHING = _rows(
+    _EVERYTHING, {"budget": 112, "chunk": 16}, {"budget": 256}, {"budget": 112, "chunk": 16}
+)
 
 
 def small_method(name: str):

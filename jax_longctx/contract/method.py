@@ -197,6 +197,7 @@ class Feed:
     Attributes:
       slots, shards: capacity of the caches, and the number of shards that hold it.
       vocab_size: number of token ids.
+      asks: tokens of `Method.asks`; none where there is no tokenizer.
     """
 
     stage: Stage
@@ -206,6 +207,7 @@ class Feed:
     slots: int = 0
     shards: int = 1
     vocab_size: int = 0
+    asks: Sequence[Sequence[int]] = ()
 
     @property
     def rows(self) -> Sequence[Sequence[int]]:
@@ -341,6 +343,7 @@ class Method:
       adopts: whether it decodes over a cache of all keys that another method's prefill has filled.
       page_tokens: tokens of a page, which lies in one block of a text that `adopt` is given.
       wants_queries: whether `adopt` needs the sum of the text's queries.
+      asks: texts of the method's own that it feeds to the model; `Feed` has their tokens.
     """
 
     name: ClassVar[str] = ""
@@ -361,6 +364,7 @@ class Method:
     adopts: bool = False
     wants_queries: bool = False
     page_tokens: int = 1
+    asks: ClassVar[tuple[str, ...]] = ()
 
     # The duties.
 

@@ -97,7 +97,8 @@ def prefill_text(
     for segment in setup.method.segments(feed):
         if wanted != "none" and segment.spread:
             raise InputError("this method reads a text in parts side by side; it cannot score one")
-        live.caches, found = run_segment(setup, params, live.caches, segment, total, None, wanted)
+        kind: Logits = "none" if segment.role == "probe" else wanted
+        live.caches, found = run_segment(setup, params, live.caches, segment, total, None, kind)
         yield segment, found
 
 

@@ -129,6 +129,8 @@ class Engine:
         # What the newest answer, or scored text, fetched from the host's memory; None where nothing
         # lies there.
         self.fetched: Fetched | None = None
+        # Tokens of `Method.asks`, from who has a tokenizer.
+        self.asks: Rows = ()
         self.take_params(params, consume=consume)
 
     def take_params(self, params: Any, *, consume: bool = False) -> None:
@@ -246,13 +248,15 @@ class Engine:
         def told(tokens: int) -> Progress:
             return Progress(tokens, everything, time.perf_counter() - begun)
 
-        feed = self.setup.feed("context", slots, context=rows, question=asked)
+        feed = self.setup.feed("context", slots, context=rows, question=asked, asks=self.asks)
         wanted: Logits = "none" if states is None else "hidden"
         for segment, marker in prefill_text(self.setup, self.params, live, feed, known, wanted):
-            if states is not None:
+            probes = segment.role == "probe"
+            if states is not None and not probes:
                 states(segment, marker)
             # What is read twice (an anchor, on every shard) is no progress.
-            earlier, done = done, min(done + int(segment.chunk_lengths.sum()), everything)
+            read = 0 if probes else int(segment.chunk_lengths.sum())
+            earlier, done = done, min(done + read, everything)
             if not ahead():
                 marker.block_until_ready()
                 yield told(done)

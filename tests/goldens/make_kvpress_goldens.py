@@ -7,18 +7,23 @@ Needs torch, transformers and kvpress; our own packages are not imported.
 """
 
 import argparse
+import json
 import sys
 from typing import Any
 
 import numpy as np
 import torch
 from cases import KVPRESS
-from kvpress import ExpectedAttentionPress, KeyDiffPress, KnormPress, LagKVPress
+from kvpress import ExpectedAttentionPress, KeyDiffPress, KnormPress, KVzipPress, LagKVPress
+from kvpress.presses import kvzip_press
 from make_goldens import DATA, model_of
+from transformers import DynamicCache
 
 LENGTH, SEED = 180, 1
 # With `SINK` and `LAG` no two scores are equal at the border of what LagKV keeps.
 BUDGETS, SINK, LAG = (60, 120), 4, 16
+# What KVzip asks, and the part of the text that it repeats at once.
+ASKS, CHUNK = [[391, 7], [12, 5, 9], [3]], 64
 # The scores at the border are further apart than this, relative to their range.
 MIN_GAP = 1e-5
 PRESSES: dict[str, Any] = {
@@ -52,6 +57,31 @@ def kept(model: Any, tokens: np.ndarray, press: Any, budget: int) -> np.ndarray:
     return np.stack(layers).astype(np.int16)
 
 
+class Words:
+    """A tokenizer of the texts that KVzip asks alone."""
+
+    chat_template = None
+
+    @classmethod
+    def from_pretrained(cls, name: str) -> "Words":
+        return cls()
+
+    def encode(self, text: str, **_: Any) -> torch.Tensor:
+        first, later, end = ASKS
+        words = {"": [], "\n": end}.get(text, later if "part" in text else first)
+        return torch.tensor([words], dtype=torch.long)
+
+
+def repeated(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """KVzip's scores [layer, kv head, position]."""
+    kvzip_press.AutoTokenizer = Words
+    press, found = KVzipPress(0.5, n_sink=SINK, chunk_size=CHUNK), []
+    press.compress_post = lambda _: found.append(press.score_val[:, 0].numpy())
+    with torch.no_grad(), press(model):
+        model(torch.from_numpy(tokens)[None], past_key_values=DynamicCache())
+    return found[0]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--check", action="store_true")
@@ -63,7 +93,15 @@ def main() -> int:
         f"{name}.{budget}": kept(model, tokens, press, budget)
         for name, press in PRESSES.items()
         for budget in BUDGETS
-    } | {"tokens": tokens}
+    } | {"tokens": tokens, "asks": np.array(json.dumps(ASKS))}
+    scores = repeated(model, tokens)
+    scores[..., :SINK] = np.inf
+    ranked = np.argsort(-scores, axis=-1, kind="stable")
+    for budget in BUDGETS:
+        made[f"kvzip.{budget}"] = np.sort(ranked[..., :budget], axis=-1).astype(np.int16)
+        border = np.take_along_axis(scores, ranked[..., budget - 1 : budget + 1], axis=-1)
+        if (border[..., 0] - border[..., 1] < MIN_GAP * border[..., 0]).any():
+            raise SystemExit(f"kvzip: scores at the border of {budget} are too near")
     if not check:
         np.savez_compressed(DATA / "kvpress.npz", **made)
         return 0

@@ -68,8 +68,11 @@ class FedRows:
     def read(self, contexts, questions=None):
         """The contexts, beside their questions where the method needs them."""
         asked = questions if self.engine.method.info.needs_question else None
-        prompt = self.engine.setup.feed("context", self.slots, context=contexts, question=asked)
-        yield from self.feed(self.engine.method.segments(prompt))
+        given = {"question": asked, "asks": self.engine.asks}
+        prompt = self.engine.setup.feed("context", self.slots, context=contexts, **given)
+        steps = self.feed(self.engine.method.segments(prompt))
+        # A text's probes are no tokens of it.
+        yield from (step for step in steps if step.segment.role != "probe")
         self.caches = finish_context(self.engine.setup, self.caches, self.total, self.reserve)
 
     def answer(self, questions, answers):

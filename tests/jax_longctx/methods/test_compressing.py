@@ -1,13 +1,15 @@
 """What stays of a text that is compressed before the question is known."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jax_longctx.api import LongContext
 from jax_longctx.engine.places import Whole
 from jax_longctx.engine.runs import per_layer
-from jax_longctx.errors import CapacityError, ConfigError
+from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.methods import METHODS, make_method
 from jax_longctx.methods.full import Full
 from jax_longctx.parts.compressing import Compressing
@@ -16,11 +18,12 @@ from tests.goldens.cases import KVPRESS
 from tests.goldens.weights import hf_shapes, random_state
 from tests.jax_longctx.methods.harness import prefill, under
 from tests.small_methods import small_method
-from tests.support import engine_from_hf, random_rows, tiny_engine
+from tests.support import engine_from_hf, random_rows, tiny_engine, word_tokenizer
 
 GOLDENS = np.load(Path(__file__).parents[2] / "goldens" / "data" / "kvpress.npz")
 # As the goldens are made.
 SEED, OWN = 1, {"lagkv": {"lag": 16}, "knorm": {"sink": 0}, "keydiff": {"sink": 0}}
+OWN["kvzip"] = {"chunk": 64}
 NAMES = [name for name in METHODS if issubclass(METHODS[name], Compressing)]
 LENGTHS = [61, 1, 30, 45]
 
@@ -53,11 +56,11 @@ def golden():
     engine = engine_from_hf(
         KVPRESS, random_state(hf_shapes(KVPRESS), SEED), Full(), chunk=64, by_layer=True
     )
-    rows = [GOLDENS["tokens"].tolist()]
+    engine.asks, rows = json.loads(str(GOLDENS["asks"])), [GOLDENS["tokens"].tolist()]
     return engine, stores(engine, rows), rows
 
 
-@pytest.mark.parametrize("case", [case for case in GOLDENS if case != "tokens"])
+@pytest.mark.parametrize("case", [case for case in GOLDENS if "." in case])
 def test_the_positions_that_stay_are_kvpress_s_in_every_layer_and_head(golden, case):
     engine, whole, rows = golden
     name, _, budget = case.partition(".")
@@ -118,6 +121,17 @@ def test_a_place_of_a_batch_is_as_long_as_what_stays_and_the_reserve():
     batch.check(context, 0, 100, 28, 1024)
     with pytest.raises(CapacityError, match="100 tokens and an answer of 29 need 129 slots"):
         batch.check(context, 0, 100, 29, 1024)
+
+
+def test_kvzip_asks_in_the_words_of_the_checkpoint_s_tokenizer():
+    engine = tiny_engine(small_method("kvzip"))
+    assert not engine.asks
+    LongContext(engine, word_tokenizer(64))
+    assert [len(words) for words in engine.asks] == [5, 10, 0]
+    # Beside which a repetition has no room for what many tokens would take.
+    feed = engine.setup.feed("context", 128, context=[[1]], asks=[[0] * 121, [], []])
+    with pytest.raises(InputError, match="are 121 tokens for this tokenizer, 120 fit"):
+        list(engine.method.segments(feed))
 
 
 def test_a_budget_below_what_always_stays_is_refused():
