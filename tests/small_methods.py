@@ -16,7 +16,7 @@ KINDS = (
 
 # Methods that most tests of all methods cannot tell from the one that they vary: the difference is
 # within a layer. They have tests of their own.
-_VARIANTS = ("citrus-individual", "h2o-shared", "dynamic-ntk")
+_VARIANTS = ("citrus-individual", "h2o-shared", "dynamic-ntk", "keydiff", "lagkv", "random")
 APART = [name for name in METHODS if name not in _VARIANTS]
 
 _Settings = dict[str, object]

@@ -1,6 +1,7 @@
 """Tutorials' methods, in packages of their own, are methods like those of the library."""
 
 import ast
+import importlib
 import json
 import os
 import subprocess
@@ -14,10 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from jax_longctx.cli.main import app
+from jax_longctx.engine.runs import per_layer
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import METHODS, describe, make_method, settings_of
+from jax_longctx.methods.full import Full
 from tests.jax_longctx.methods.evicting import CONTEXTS, NOTHING, kept_tokens
-from tests.jax_longctx.methods.harness import steps
+from tests.jax_longctx.methods.harness import prefill, steps, under
 from tests.jax_longctx.methods.oracles.selection import softmax_output
 from tests.jax_longctx.methods.selecting import HEADS, case, layer_shape, step
 from tests.outside import files_of, install, offer
@@ -43,6 +46,20 @@ def test_a_rule_and_a_selector_are_one_file_of_at_most_30_lines():
     imported = {node.module for node in ast.walk(ast.parse(text)) if hasattr(node, "module")}
     ours = {name for name in imported if name.startswith("jax_longctx")}
     assert ours == {"jax_longctx.contract", "jax_longctx.parts.selecting"}
+
+
+def test_a_rule_for_a_whole_text_keeps_the_largest_values(every_second):
+    rule = importlib.import_module("value_norms").ValueNorms(budget=12, sink=0)
+    engine = tiny_engine(rule, config=tiny_config(num_layers=1), chunk=16)
+    kept, every = (
+        per_layer(prefill(under(engine, method), CONTEXTS).usable_caches())[0]
+        for method in (rule, Full())
+    )
+    for b, count in enumerate(np.asarray(kept.length)):
+        values = np.asarray(every.v)[b, :, : len(CONTEXTS[b])]
+        best = np.argsort(-np.linalg.norm(values, axis=-1), axis=-1)[:, :count]
+        expected = np.take_along_axis(values, np.sort(best, axis=-1)[..., None], axis=1)
+        np.testing.assert_array_equal(np.asarray(kept.v)[b, :, :count], expected)
 
 
 def test_it_keeps_every_second_token_and_comes_back_from_its_settings(every_second):
