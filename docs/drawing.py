@@ -6,6 +6,7 @@ from typing import Any
 
 from jax_longctx.errors import InputError
 from jax_longctx.files import save_figure
+from jax_longctx.settings import named_text
 
 Row = Mapping[str, Any]
 
@@ -65,7 +66,7 @@ def method_label(row: Row) -> str:
     """A method with its settings; these are a dictionary, or text as `-m` takes it."""
     settings = row.get("settings") or ""
     if isinstance(settings, Mapping):
-        settings = ",".join(f"{key}={value}" for key, value in settings.items())
+        return named_text(row["method"], settings)
     return row["method"] + (f":{settings}" if settings else "")
 
 

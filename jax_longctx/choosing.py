@@ -26,6 +26,7 @@ from jax_longctx.engine.capacity import fits
 from jax_longctx.errors import ConfigError
 from jax_longctx.memory import shown_bytes
 from jax_longctx.methods import make_method
+from jax_longctx.settings import named_text
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
@@ -171,5 +172,4 @@ def _best(rows: Sequence[tuple[Measured, Any]], ratio: float) -> tuple[Measured,
 
 
 def _shown(row: Measured) -> str:
-    settings = ",".join(f"{key}={value}" for key, value in row.settings.items())
-    return f"{row.name}:{settings}" if settings else row.name
+    return named_text(row.name, row.settings)

@@ -169,6 +169,57 @@ def parse_settings(
     return values
 
 
+# What stands between two methods of which the second follows the first.
+THEN = " > "
+# The parts of such a pair, as its settings name them: `second.budget`.
+PAIR = ("first", "second")
+
+
+def parse_named(text: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """A name and settings: `"quest:budget=512"` -> `("quest", (("budget", "512"),))`.
+
+    Of two methods that follow one another, `"snapkv:budget=4096 > quest"`, the name is `"snapkv >
+    quest"`, and settings are `first.budget` and so on.
+
+    Raises:
+      InputError: text of another form.
+    """
+    parts = text.split(THEN.strip())
+    if len(parts) > len(PAIR):
+        raise InputError(f"{text!r} names {len(parts)} methods; one method may follow another one")
+    if len(parts) > 1:
+        each = [parse_named(part) for part in parts]
+        named = zip(PAIR, each, strict=True)
+        pairs = ((f"{which}.{key}", value) for which, (_, own) in named for key, value in own)
+        return THEN.join(name for name, _ in each), tuple(pairs)
+    name, _, rest = text.partition(":")
+    pairs = [pair.partition("=") for pair in rest.split(",") if pair]
+    for key, equals, value in pairs:
+        if not (key and equals and value):
+            raise InputError(f"{text!r} is not understood; expected NAME:KEY=VALUE,...")
+        if [other for other, _, _ in pairs].count(key) > 1:
+            raise InputError(f"{text!r} gives {key} twice; give it once")
+    return name.strip(), tuple((key.strip(), value.strip()) for key, _, value in pairs)
+
+
+def named_text(
+    name: str, settings: Mapping[str, object], before: str = ":", between: str = ","
+) -> str:
+    """`parse_named` undone; with other signs before the settings and between two of them."""
+    if THEN in name:
+        parts = zip(PAIR, name.split(THEN), strict=True)
+        own = ((part, settings_within(which, settings)) for which, part in parts)
+        return THEN.join(named_text(part, inner, before, between) for part, inner in own)
+    pairs = between.join(f"{key}={value}" for key, value in settings.items())
+    return f"{name}{before}{pairs}" if pairs else name
+
+
+def settings_within(name: str, settings: Mapping[str, object]) -> dict[str, object]:
+    """The settings of the setting `name`, which is a method: those under `name.KEY`."""
+    own = f"{name}."
+    return {key.removeprefix(own): x for key, x in settings.items() if key.startswith(own)}
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """The parsed file. Raises InputError when it cannot be read or is not TOML."""
     try:

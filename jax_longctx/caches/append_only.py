@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from jax_longctx.caches import paged, reading
 from jax_longctx.caches.reading import Turned, line_numbers
 from jax_longctx.caches.scope import Listed, Scope, Votes
-from jax_longctx.contract import QKV, Attended, CacheShape, LayerContext
+from jax_longctx.contract import QKV, STRIPE, Attended, CacheShape, LayerContext, resized
 from jax_longctx.sharding import axes_field
 from pallas_kernels.common import AnyCache, merge
 from pallas_kernels.decode_attention import decode_attention
@@ -261,6 +261,42 @@ def empty_append_cache(shape: CacheShape) -> AppendCache:
     keys_and_values = (shape.empty_slots(shape.slots) for _ in range(2))
     counts = (jnp.zeros((shape.batch,), jnp.int32) for _ in range(4))
     return AppendCache(*keys_and_values, *counts)
+
+
+def cache_of(
+    k: AnyStored,
+    v: AnyStored,
+    length: Int[Array, " B"],
+    position: Int[Array, " B"],
+    reserve: int,
+    ctx: LayerContext,
+) -> AppendCache:
+    """A cache of tokens that are whole on every shard, with room for `reserve` more.
+
+    Args:
+      k, v: [B, K, C, H], as they are stored; slot c of row b holds a token where c < length[b].
+      position: of each row's next token.
+    """
+    turn = STRIPE * ctx.seq_size
+    # A slot to spare (`write_run`).
+    slots = -(-(k.shape[2] + reserve + 1) // turn) * turn
+    own = ctx.slots(slots // ctx.seq_size)
+    k, v = (
+        jax.tree.map(lambda part: own.part(resized(part, 2, slots), 2), part_of(x)) for x in (k, v)
+    )
+    return AppendCache(k, v, length, position, jnp.zeros_like(length), jnp.zeros_like(length))
+
+
+def compacted(
+    store: AppendCache,
+    slots: Int[Array, "B K C"],
+    count: Int[Array, " B"],
+    reserve: int,
+    ctx: LayerContext,
+) -> AppendCache:
+    """A cache of the tokens in these slots, count[b] of each row and kv head, then -1."""
+    k, v = (reading.gather_stored(x, slots, ctx) for x in (store.k, store.v))
+    return cache_of(k, v, count, store.position, reserve, ctx)
 
 
 def write_run(

@@ -5,6 +5,7 @@ from typing import Any
 
 from jax_longctx.cli.terminal import shown_time, stored, table
 from jax_longctx.memory import shown_bytes
+from jax_longctx.settings import named_text
 
 Row = dict[str, Any]
 Cells = Callable[[Row], list[str]]
@@ -134,7 +135,7 @@ def _table(result: Row, heads: Sequence[str], name: Cells, cells: Cells) -> Any:
 
 
 def _name(row: Row) -> str:
-    return " ".join([row["method"], *(f"{key}={value}" for key, value in row["settings"].items())])
+    return named_text(row["method"], row["settings"], " ", " ")
 
 
 def _speedup(row: Row) -> str:

@@ -25,7 +25,7 @@ that go with it. Integers that are equal on all shards (lengths, steps) need no 
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Literal, cast, dataclass_transform
+from typing import Any, Literal, cast, dataclass_transform
 
 import jax
 import numpy as np
@@ -340,15 +340,18 @@ class Method:
       cannot_slide: why it cannot read a text whose tokens some layers see through a sliding window;
         None where it can. Such layers have caches of their own (`parts.sliding_window`), whatever
         the method: it does its duties in the other layers.
-      adopts: whether it decodes over a cache of all keys that another method's prefill has filled.
+      cannot_adopt: why it cannot decode over keys that another method's prefill has read, rotated
+        and in the text's order; None where it can.
+      hands_over: the end of which stage another method can follow, which then decodes over what
+        stays (`parts.following`); None where nothing leaves.
       page_tokens: tokens of a page, which lies in one block of a text that `adopt` is given.
       wants_queries: whether `adopt` needs the sum of the text's queries.
       asks: texts of the method's own that it feeds to the model; `Feed` has their tokens.
     """
 
-    name: ClassVar[str] = ""
-    summary: ClassVar[str] = ""
-    source: ClassVar[str] = ""
+    name: str = ""
+    summary: str = ""
+    source: str = ""
     phase: Phase = "both"
     query_aware: bool = False
     keeps_all: bool = False
@@ -361,7 +364,8 @@ class Method:
     stripes: bool = False
     cannot_offload: str | None = "a decode step reads or moves keys of the whole cache"
     cannot_slide: str | None = None
-    adopts: bool = False
+    cannot_adopt: str | None = "it chooses, or changes, what it caches as it reads the text"
+    hands_over: Stage | None = None
     wants_queries: bool = False
     page_tokens: int = 1
     asks: ClassVar[tuple[str, ...]] = ()
@@ -432,6 +436,33 @@ class Method:
           queries: the float32 sum [B, N, H] of the text's queries, rotated as its keys.
         """
         return cache
+
+    def begin(self, q: Any, cache: Any, ctx: LayerContext) -> Any:
+        """The cache as the answer starts, where `adopt` came after the question.
+
+        Args:
+          q: the prompt's last query, [B, 1, N, H], before rotary embedding.
+        """
+        return cache
+
+    def next_position(self, cache: Any) -> Any:
+        """Int[Array, " B"]: where the query of each row's next token stands."""
+        return cache.store.position
+
+    def hand_over(self, cache: Any, ctx: LayerContext, reserve: int) -> Any:
+        """What stays at the end of `hands_over`, as an `AppendCache`, for a method that follows.
+
+        Keys are rotated, and lie in the text's order. `reserve` tokens follow at most.
+        """
+        raise NotImplementedError(f"{self._named}: a method with hands_over defines hand_over")
+
+    def handed_context(self, ctx: LayerContext) -> LayerContext:
+        """What the method that follows is to know of the layer."""
+        return ctx
+
+    def stays(self, length: int) -> int:
+        """Tokens that stay of a text of `length` tokens."""
+        return length
 
     def prefill_work(self, feed: Feed) -> PrefillWork | None:
         """The work of a feed of one row at stage `context`, of which only the length matters.

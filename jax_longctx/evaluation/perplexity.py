@@ -40,6 +40,7 @@ from jax_longctx.engine.capacity import Fetched
 from jax_longctx.engine.scoring import States, Through, forced_states, gathered
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.intervals import bootstrap
+from jax_longctx.settings import named_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +225,7 @@ def label(run: Mapping[str, Any]) -> str:
 
     An asterisk marks runs of earlier versions that scored chunks which had chosen together.
     """
-    parts = [run["method"], *(f"{key}={value}" for key, value in run["given"].items())]
+    parts = [named_text(run["method"], run["given"], " ", " ")]
     if run.get("question"):
         parts.append(f"({run['question']})")
     return " ".join(parts) + "*" * bool(run.get("ahead"))

@@ -5,6 +5,7 @@ import re
 from typing import Literal
 
 from jax_longctx.errors import InputError
+from jax_longctx.settings import named_text, parse_named
 
 # A share of the length: "L/8", or all of it.
 _SHARE = re.compile(r"L(?:/(\d+))?")
@@ -22,20 +23,13 @@ class Spec:
 
     @classmethod
     def parse(cls, text: str) -> "Spec":
-        """Parses `"citrus:budget=1024,chunk=256"`. Raises InputError on any other form."""
-        name, _, rest = text.partition(":")
-        pairs = [pair.partition("=") for pair in rest.split(",") if pair]
-        for key, equals, value in pairs:
-            if not (key and equals and value):
-                raise InputError(f"{text!r} is not understood; expected NAME:KEY=VALUE,...")
-            if [other for other, _, _ in pairs].count(key) > 1:
-                raise InputError(f"{text!r} gives {key} twice; give it once")
-        return cls(name.strip(), tuple((key.strip(), value.strip()) for key, _, value in pairs))
+        """Parses `"citrus:budget=1024,chunk=256"`. Raises InputError as `parse_named`."""
+        return cls(*parse_named(text))
 
     @property
     def label(self) -> str:
         """Name in rows and tables: `citrus budget=1024`."""
-        return " ".join([self.name, *(f"{key}={value}" for key, value in self.settings)])
+        return named_text(self.name, dict(self.settings), " ", " ")
 
     def at(self, length: int) -> dict[str, str]:
         """The settings for prompts of `length` tokens, with shares as numbers.

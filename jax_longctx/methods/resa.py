@@ -127,5 +127,10 @@ class Resa(Selecting):
         background = residual.adopt(cache.background, cache.store, ctx, queries)
         return dataclasses.replace(self.base.adopt(cache, ctx), background=background)
 
+    def begin(self, q: Array, cache: Any, ctx: LayerContext) -> Any:
+        store, every = cache.store, jnp.ones(len(q), bool)
+        background = residual.begin_answer(cache.background, store.on_device(), every, ctx)
+        return dataclasses.replace(cache, background=background)
+
     def read_bytes(self, cache: Any, length: int) -> int:
         return self.base.read_bytes(cache, length)

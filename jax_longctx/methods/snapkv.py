@@ -24,13 +24,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jax_longctx.caches import AppendCache, Rewinding
+from jax_longctx.caches import AppendCache, Rewinding, compacted
 from jax_longctx.caches.fifo import FifoCache, padded
 from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, Stage, WithCache, method
 from jax_longctx.parts.appending import Appending
 from jax_longctx.parts.partial import Pool, best_last, check_kernel, pooled_scores
 from jax_longctx.sharding import axes_field
 from pallas_kernels.attention_mass import Reduction, attention_mass
+from pallas_kernels.select_large_k import select_large_k
 
 
 @jax.tree_util.register_dataclass
@@ -80,6 +81,7 @@ class SnapKV(Appending):
     phase = "decode"
     query_aware = answers_apart = True
     keeps_all = False
+    hands_over = "question"
 
     def __post_init__(self) -> None:
         self.at_least(1, "window")
@@ -115,13 +117,26 @@ class SnapKV(Appending):
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Cache:
         if stage == "context":
             return cache.end_context(reserve)
-        store = cache.store
-        mass_BKS = self._mass(cache, ctx)
-        scores_BKS = pooled_scores(mass_BKS, store.length, self.window, self.kernel, self.pool)
+        store, scores_BKS = cache.store, self._scores(cache, ctx)
         size = min(self.budget, scores_BKS.shape[2])
         chosen = best_last(scores_BKS, store.length, self.budget, size)
         capacity = padded(size + reserve)
         return chosen.filled(store, capacity, capacity, ctx)
+
+    def hand_over(self, cache: ObservedCache, ctx: LayerContext, reserve: int) -> AppendCache:
+        store, scores_BKS = cache.store, self._scores(cache, ctx)
+        size, kept_B = min(self.budget, scores_BKS.shape[2]), jnp.minimum(store.length, self.budget)
+        count_BK = jnp.broadcast_to(kept_B[:, None], scores_BKS.shape[:2])
+        slots_BKC = select_large_k(scores_BKS, count_BK, size=size)
+        return compacted(store, slots_BKC, kept_B, reserve, ctx)
+
+    def stays(self, length: int) -> int:
+        return min(length, self.budget)
+
+    def _scores(self, cache: ObservedCache, ctx: LayerContext) -> Float[Array, "B K S"]:
+        """The scores of all tokens, on all shards."""
+        mass_BKS, length_B = self._mass(cache, ctx), cache.store.length
+        return pooled_scores(mass_BKS, length_B, self.window, self.kernel, self.pool)
 
     def _mass(self, cache: ObservedCache, ctx: LayerContext) -> Float[Array, "B K S"]:
         """Mean probability that the window's queries gave each token before it, on all shards."""
@@ -139,7 +154,7 @@ class SnapKV(Appending):
         return ctx.slots(mass.shape[2]).whole(mass, axis=2)
 
     def read_bytes(self, cache: Cache, length: int) -> int:
-        return cache.step_bytes(min(length, self.budget))
+        return cache.step_bytes(self.stays(length))
 
 
 def _last(

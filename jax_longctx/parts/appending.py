@@ -64,4 +64,4 @@ class Exact(Appending):
     """Full attention, of a whole model or of some layers under another method."""
 
     own_tokens = 0
-    adopts = True
+    cannot_adopt = None

@@ -15,13 +15,11 @@ Cost: prefill as full attention; a decode step reads what stays.
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jax_longctx.caches import AppendCache
-from jax_longctx.caches.reading import gather_stored
-from jax_longctx.contract import STRIPE, LayerContext, Stage
+from jax_longctx.caches import AppendCache, compacted
+from jax_longctx.contract import LayerContext, Stage
 from jax_longctx.parts.appending import Appending
 from jax_longctx.parts.head_budgets import share
 from pallas_kernels.select_large_k import select_large_k
@@ -45,6 +43,7 @@ class Compressing(Appending):
 
     phase = "decode"
     keeps_all = False
+    hands_over = "context"
 
     def __post_init__(self) -> None:
         self.at_least(1, "budget")
@@ -84,8 +83,13 @@ class Compressing(Appending):
         scores_BKS = jnp.where((index_S < length_B1)[:, None], scores_BKS, -jnp.inf)
         count_BK = jnp.broadcast_to(count_B[:, None], scores_BKS.shape[:2])
         slots_BKC = select_large_k(scores_BKS, count_BK, size=size)
-        kept = _moved(store, slots_BKC, reserve, ctx)
-        return dataclasses.replace(kept, length=count_B).end_context(reserve)
+        return compacted(store, slots_BKC, count_B, reserve, ctx).end_context(reserve)
+
+    def hand_over(self, cache: Any, ctx: LayerContext, reserve: int) -> AppendCache:
+        return self.finish(cache, ctx, "context", reserve)
+
+    def stays(self, length: int) -> int:
+        return max(self._kept(length), 1)
 
     def _kept(self, length: Any) -> Any:
         """Tokens kept of a context of that length, an int or an array; an array may exceed it."""
@@ -97,21 +101,3 @@ class Compressing(Appending):
 def whole(own: Float[Array, "B K C"], ctx: LayerContext) -> Float[Array, "B K S"]:
     """The numbers of all S slots, in the text's order, from those of this shard's C."""
     return ctx.slots(own.shape[2]).whole(own, axis=2)
-
-
-def _moved(
-    store: AppendCache, slots: Int[Array, "B K C"], reserve: int, ctx: LayerContext
-) -> AppendCache:
-    """The store with these slots' keys and values as its first, in a buffer of fewer slots."""
-    size = slots.shape[2]
-    # One slot to spare, and whole stripes on every shard.
-    each = -(-(size + reserve + 1) // (STRIPE * ctx.seq_size)) * STRIPE
-    more = each * ctx.seq_size - size
-    padded_BKC = jnp.pad(slots, ((0, 0), (0, 0), (0, more)), constant_values=-1)
-    own = ctx.slots(each)
-
-    def moved(buffer: Any) -> Any:
-        found = gather_stored(buffer, padded_BKC, ctx)
-        return jax.tree.map(lambda part: own.part(part, axis=2), found)
-
-    return dataclasses.replace(store, k=moved(store.k), v=moved(store.v))

@@ -34,8 +34,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jax_longctx.caches import (
+    AppendCache,
     BudgetCache,
     Joining,
+    cache_of,
     choose,
     drop_oldest,
     empty_budget_cache,
@@ -230,6 +232,7 @@ class Evicting(Method):
     query_aware = True
     # Running sums of each kept token.
     num_sums = 0
+    hands_over = "question"
 
     def rank(self, seen: Look) -> Shaped[Array, "B _ U"]:
         """Scores of slots and tokens, for all kv heads together or each its own.
@@ -383,7 +386,7 @@ class Evicting(Method):
     ) -> tuple[Array, Array, Array]:
         """Queries and new keys under rotary embedding, and the new keys to store."""
         shifted, ctx = self.positions == "shifted", self._bounded(ctx)
-        at_BT = (cache.length if shifted else cache.position)[:, None] + jnp.arange(q.shape[1])
+        at_BT = self.next_position(cache)[:, None] + jnp.arange(q.shape[1])
         rotated = ctx.rotate(k, at_BT)
         return ctx.rotate(q, at_BT), rotated, k if shifted else rotated
 
@@ -434,6 +437,19 @@ class Evicting(Method):
         turns = first and self.positions == "shifted"
         sinks = numbers(cache.k)[:, :, :first] if turns else None
         return AnswerCache(store, sinks, self.budget if own else None)
+
+    def hand_over(self, cache: BudgetCache, ctx: LayerContext, reserve: int) -> AppendCache:
+        k, v = cache.in_room(cache.k.shape[2], self._turned(ctx))
+        return cache_of(k, v, cache.length, self.next_position(cache), reserve, ctx)
+
+    def next_position(self, cache: BudgetCache) -> Int[Array, " B"]:
+        return cache.length if self.positions == "shifted" else cache.position
+
+    def handed_context(self, ctx: LayerContext) -> LayerContext:
+        return self._bounded(ctx)
+
+    def stays(self, length: int) -> int:
+        return min(length, self.budget)
 
     def fork(self, cache: Any) -> Any:
         """A copy: decode evicts, and evicted tokens cannot come back."""

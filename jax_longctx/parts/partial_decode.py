@@ -76,7 +76,8 @@ class PartialDecoding(Appending):
     over_group: Literal["max", "mean", "first"] = "max"
 
     phase = "decode"
-    query_aware = adopts = True
+    query_aware = True
+    cannot_adopt = None
 
     def __post_init__(self) -> None:
         self.at_least(1, "budget")

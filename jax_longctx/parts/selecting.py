@@ -74,7 +74,8 @@ class Selecting(Appending):
     epsilon: float = 0.95
 
     phase = "decode"
-    query_aware = adopts = True
+    query_aware = True
+    cannot_adopt = None
     # A token is a page of its own (see `SelectingPages`).
     page_size = 1
     # Whether heads that select together average `scores`, or their softmax.
