@@ -320,6 +320,7 @@ PAGES: dict[str, Callable[[Results], str]] = {
     "docs/methods.md": methods_page,
     "docs/commands.md": commands_page,
     "docs/benchmarks.md": functools.partial(tables.page, "benchmarks.md"),
+    "docs/leaderboard.md": functools.partial(tables.page, "leaderboard.md"),
     "docs/papers.md": functools.partial(tables.page, "papers.md"),
     "README.md": tables.readme,
     "jax_longctx/choices.json": choices.made,

@@ -210,6 +210,9 @@ def samples(result: Result) -> str:
         return ""
     if len(counts) == 1:
         return f"n = {counts.pop()} a cell."
+    if not all("length" in row for row in result.rows):
+        by_task = dict.fromkeys((row["n"], row["task"]) for row in result.rows)
+        return f"n by task: {', '.join(f'{n} in `{task}`' for n, task in by_task)}."
     by_length = sorted({(row["length"], row["n"]) for row in result.rows})
     return f"n by length: {', '.join(f'{n} at {length:,}' for length, n in by_length)} tokens."
 
@@ -316,9 +319,14 @@ def draw_depths(result: Result, path: Path) -> None:
 
 
 def draw(result: Result, path: Path) -> None:
-    """The result's picture: rows by depth as heat maps, times and throughput as bars."""
+    """The result's picture: rows by depth as heat maps, scores over bytes, times as bars."""
     if "by_depth" in result.rows[0]:
         draw_depths(result, path)
+        return
+    if "read_bytes" in result.rows[0]:
+        shown = [row for row in result.rows if row["model"] == "1.5B" and row["length"] == 16384]
+        title = "RULER at 16,384 tokens, Qwen2.5-Coder-1.5B-Instruct, 95% intervals"
+        drawing.draw_board(shown, path, title=title, description=fingerprint(result))
         return
     drawing.draw(result.rows, path, title=result.hardware, description=fingerprint(result))
 

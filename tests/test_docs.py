@@ -67,11 +67,12 @@ def read(path):
 
 
 generate, tables = load("generate"), load("tables")
+leaderboard, sum_rows = load("leaderboard"), load("sum_rows")
 RESULTS = tables.read_results()
 
 
 @pytest.mark.parametrize("name", generate.PAGES)
-@pytest.mark.quick("commands", "benchmarks", "papers", "README", "choices")
+@pytest.mark.quick("commands", "benchmarks", "papers", "leaderboard", "README", "choices")
 def test_a_generated_file_is_up_to_date(name):
     made = generate.PAGES[name](RESULTS)
     assert read(ROOT / name) == made, f"{name} is stale; run: python docs/generate.py"
@@ -659,13 +660,72 @@ def test_every_result_is_on_the_page_with_its_provenance():
     page = read(DOCS / "benchmarks.md")
     blocks = {block.split("\n")[0]: block for block in page.split("\n### ")[1:]}
     # The memory of the methods is computed, and stands on their own page.
-    measured = [result for name, result in RESULTS.items() if name != "method-memory"]
-    assert len(blocks) == len(measured)
+    elsewhere = ("method-memory", "leaderboard")
+    measured = [result for name, result in RESULTS.items() if name not in elsewhere]
+    blocks |= {
+        block.split("\n")[0]: block for block in read(DOCS / "leaderboard.md").split("\n### ")
+    }
+    assert {result.title for result in measured} <= set(blocks)
     for result in measured:
         block = blocks[result.title]
         told = (result.hardware, result.revision, result.date, result.baseline, result.limit)
         assert all(text in block for text in (*told, *result.command))
         assert ("**Older prompts.**" in block) is result.older_prompts
+
+
+def test_the_leaderboard_is_summed_from_the_tables_of_ruler():
+    """One method of each model; the script makes all."""
+    assert leaderboard.cost(Spec.parse("full"), "1.5B", 16384)["read_bytes"] == 484442112
+    shown = RESULTS["leaderboard"]
+    kept = {name: keeping(RESULTS[name], ("full",)) for name in leaderboard.SOURCES}
+    made = leaderboard.rows_of(kept)
+    assert made == [row for row in shown.rows if row["method"] == "full"]
+    assert (made[0]["method"], made[0]["score"], made[0]["length"]) == ("full", 91.2, 4096)
+    told = (shown.hardware, shown.revision, shown.date, shown.baseline, *shown.command)
+    assert all(text in read(DOCS / "leaderboard.md") for text in told)
+    # The interval of a mean of five is narrower than a task's, and of the same prompts.
+    assert leaderboard.mean([{"score": 50, "interval": [40, 60]}] * 4) == (50, [45, 55])
+
+
+def keeping(result, methods):
+    return dataclasses.replace(
+        result, rows=[row for row in result.rows if row["method"] in methods]
+    )
+
+
+def test_rows_of_evaluations_are_summed(tmp_path):
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out/rows.jsonl").open("w", encoding="utf-8") as file:
+        file.write("{}\n")
+        for method, task, index, score in itertools.product(
+            ("full", "quest budget=8"), ("tpo", "sci_fi", "gsm100"), range(4), (100.0,)
+        ):
+            about = {"label": method, "task_label": f"leval@{task} file=a/{task}.jsonl"}
+            about |= {"length": 64, "index": index, "prompt_sha256": f"{task}{index}"}
+            about |= {"task": {"name": "leval", "settings": {"file": f"a/{task}.jsonl"}}}
+            score = 0.0 if method != "full" and index % 2 else score
+            more = {"metric": "x", "measures": {"score": score}, "method": {"name": method}}
+            file.write(json.dumps(about | more) + "\n")
+        file.write(json.dumps(about | {"index": 9, "refused": "too long"}) + "\n")
+    rows = sum_rows.summed(sum_rows.read_rows([tmp_path / "out", tmp_path / "out"]))
+    assert [(row["method"], row["settings"], row["task"], row["n"]) for row in rows] == [
+        ("full", "", "tpo", 4),
+        ("full", "", "sci_fi", 4),
+        ("full", "", "gsm100", 4),
+        ("quest", "budget=8", "tpo", 4),
+        ("quest", "budget=8", "sci_fi", 4),
+        ("quest", "budget=8", "gsm100", 4),
+        ("full", "", "mean", 12),
+        ("quest", "budget=8", "mean", 12),
+    ]
+    assert rows[3]["score"] == 50 and rows[3]["interval"] == [15, 85]
+    assert rows[7]["score"] == 50 and rows[7]["difference"] == -50
+    low, high = rows[7]["difference_interval"]
+    assert -100 <= low < -50 < high <= 0
+    sum_rows.write(tmp_path / "made.json", {"title": "x"}, rows)
+    assert json.loads((tmp_path / "made.json").read_text())["rows"] == rows
+    said = tables.samples(tables.parse_result("made", sample(rows=rows)))
+    assert said == "n by task: 4 in `tpo`, 4 in `sci_fi`, 4 in `gsm100`, 12 in `mean`."
 
 
 def test_scores_of_older_prompts_are_marked_wherever_they_are_shown():
