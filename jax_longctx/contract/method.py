@@ -25,7 +25,7 @@ that go with it. Integers that are equal on all shards (lengths, steps) need no 
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, cast, dataclass_transform
+from typing import Any, ClassVar, Literal, cast, dataclass_transform
 
 import jax
 import numpy as np
