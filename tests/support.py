@@ -10,7 +10,11 @@ import numpy as np
 import tokenizers
 
 from jax_longctx.engine import Engine
+from jax_longctx.engine.allocate import init_caches
+from jax_longctx.engine.context import Live, prefill_text
+from jax_longctx.engine.setup import without_layers
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.llama import ends_of
 from jax_longctx.models.params import init_params
 from jax_longctx.models.rope import RopeConfig
 from jax_longctx.run_spec import RunSpec
@@ -21,7 +25,9 @@ __all__ = [
     "engine_from_hf",
     "engine_over",
     "joined",
+    "logits_of",
     "random_rows",
+    "score",
     "tiny_config",
     "tiny_engine",
     "word_tokenizer",
@@ -89,6 +95,34 @@ def random_rows(lengths: list[int], vocab: int = 64, seed: int = 0) -> list[list
     """Random token rows of these lengths."""
     rng = np.random.default_rng(seed)
     return [[int(token) for token in rng.integers(0, vocab, length)] for length in lengths]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(ends: Any, params: Any, hidden: Any) -> Any:
+    return ends_of(ends.config, params).logits(hidden)
+
+
+def logits_of(engine: Engine, hidden: Any) -> np.ndarray:
+    """float32 logits [B, T, V] of hidden states [B, T, D]."""
+    return np.asarray(_logits(engine.setup.ends, without_layers(engine.params), hidden))
+
+
+def score(
+    engine: Engine, rows: list[list[int]], *, total: list[int] | None = None
+) -> list[np.ndarray]:
+    """float32 logits [T, V] of every token of each row, read as a context."""
+    padded, setup = engine.padded(rows), engine.setup
+    totals = [*(total or map(len, rows))] + [0] * (len(padded) - len(rows))
+    slots = engine.slots_for(max(map(len, padded)))
+    live = Live(init_caches(setup, len(padded), slots, 0))
+    feed = setup.feed("context", slots, context=padded)
+    given = setup, engine.params, live, feed, jax.device_put(np.array(totals, np.int32))
+    pieces: list[list[np.ndarray]] = [[] for _ in rows]
+    for segment, hidden in prefill_text(*given, "hidden"):
+        logits = logits_of(engine, hidden)
+        for b, piece in enumerate(pieces):
+            piece.append(logits[b, : int(segment.chunk_lengths[b])])
+    return [np.concatenate(piece) for piece in pieces]
 
 
 def joined(blocks: Iterable[list[list[int]]]) -> list[list[int]]:

@@ -12,10 +12,9 @@ from jax_longctx.contract import CHUNK_ROWS, RowGroup, Segment, Stage
 from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, program
 from jax_longctx.engine.layers import hidden_states
 from jax_longctx.engine.setup import BATCH, Ends, Layer, Setup, without_layers
-from jax_longctx.models.llama import ends_of
 from jax_longctx.sharding import Stacked, tree_shardings, tree_specs, weight_sharding
 
-Logits = Literal["none", "hidden", "last", "all"]
+Logits = Literal["none", "hidden", "last"]
 
 
 def _segment(
@@ -33,8 +32,8 @@ def _segment(
       last: each row's logits so far, kept where the row has no token in this segment; given when
         `logits` is "last".
       logits: what to return beside the caches: a marker that is ready when the segment is done,
-        the hidden states `[B, T, D]` that logits are made of, the logits of each row's last valid
-        token, or of all tokens `[B, T, V]` (of the chunk rows).
+        the hidden states `[B, T, D]` of the chunk rows that logits are made of, or the logits of
+        each row's last valid token.
     """
     hidden_BTD, caches = hidden_states(setup, params, caches, segment, total)
     if logits == "none":
@@ -92,8 +91,6 @@ def _wanted(
     hidden_BTD = hidden_BTD[:, columns.columns]
     if logits == "hidden":
         return hidden_BTD
-    if logits == "all":
-        return ends_of(ends.config, params).logits(hidden_BTD)
     assert last is not None
     ends_B11 = jnp.maximum(valid_B - 1, 0)[:, None, None]
     new_BV = ends.logits(params, jnp.take_along_axis(hidden_BTD, ends_B11, axis=1)[:, 0])

@@ -27,10 +27,9 @@ from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.capacity import bucket, fetched_of
 from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, program
 from jax_longctx.engine.context import Live, prefill_text
-from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.engine import BLOCK, Engine, Rows
 from jax_longctx.engine.layers import hidden_states
-from jax_longctx.engine.prefill import Logits, finish_question, run_segment
+from jax_longctx.engine.prefill import finish_question, run_segment
 from jax_longctx.engine.running import Chosen
 from jax_longctx.engine.sampling import MOST_LOGPROBS
 from jax_longctx.engine.setup import Ends, Setup, replicated, without_layers
@@ -78,51 +77,6 @@ class Likelihood:
     def is_greedy(self) -> bool:
         """Whether greedy decoding would have written it."""
         return bool(np.all(self.greedy))
-
-
-def score(
-    engine: Engine, rows: Rows, *, total: Sequence[int] | None = None
-) -> list[Float[np.ndarray, "T V"]]:
-    """float32 logits of every token of each row, fed as a context.
-
-    Of short texts: see `loglikelihoods` for long ones. `total` is each row's total length for
-    rotary embedding, its own length by default.
-
-    Raises:
-      InputError: the method reads a context for a question, so that a text has no one score, or not
-        token after token.
-      CapacityError: the caches do not fit; nothing has been computed.
-    """
-    if engine.method.info.needs_question:
-        raise InputError("this method reads a text for a question; it cannot score one alone")
-    padded = engine.padded(rows)
-    lengths = [*(total or map(len, rows))] + [0] * (len(padded) - len(rows))
-    pieces: list[list[np.ndarray]] = [[] for _ in rows]
-    for segment, logits in _read_text(engine, padded, lengths, None, "all"):
-        block, valid = to_host(logits), segment.chunk_lengths
-        for b, piece in enumerate(pieces):
-            piece.append(block[b, : int(valid[b])])
-    return [np.concatenate(piece) for piece in pieces]
-
-
-def _read_text(
-    engine: Engine,
-    rows: list[list[int]],
-    total: Sequence[int],
-    questions: Rows | None,
-    logits: Logits,
-) -> Iterator[tuple[Segment, Array]]:
-    """Prefills the rows; yields what `run_segment` returns for each segment.
-
-    `rows` are padded to the mesh, as `total` is. InputError where the method does not read a text
-    token after token.
-    """
-    slots = engine.slots_for(max(map(len, rows)))
-    engine.check_capacity(len(rows), slots, 0)
-    live = Live(init_caches(engine.setup, len(rows), slots, 0))
-    totals = jax.device_put(np.array(total, np.int32))
-    feed = engine.setup.feed("context", slots, context=rows, question=questions)
-    yield from prefill_text(engine.setup, engine.params, live, feed, totals, logits)
 
 
 def loglikelihoods(
@@ -271,7 +225,13 @@ class _Fed:
         asked = self.engine.needed_questions(questions, self.count)
         read = [text[:-1] for text in self.texts]
         total = [*self.total, *[0] * (len(read) - self.count)]
-        for segment, hidden in _read_text(self.engine, read, total, asked, "hidden"):
+        engine, slots = self.engine, self.engine.slots_for(max(map(len, read)))
+        engine.check_capacity(len(read), slots, 0)
+        live = Live(init_caches(engine.setup, len(read), slots, 0))
+        totals = jax.device_put(np.array(total, np.int32))
+        feed = engine.setup.feed("context", slots, context=read, question=asked)
+        given = engine.setup, engine.params, live, feed, totals
+        for segment, hidden in prefill_text(*given, "hidden"):
             yield self._states(hidden, segment.chunk_lengths)
 
     def as_answer(self, through: Through, asked: list[int]) -> Iterator[States]:

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from checkpoints_convert import convert, export
 from jax_longctx.cli.main import app
-from jax_longctx.engine.scoring import score
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.methods import make_method
 from jax_longctx.models import families, llama
@@ -22,7 +21,7 @@ from tests.checkpoints_convert.test_huggingface import assert_same_state, load_a
 from tests.checkpoints_convert.tiny import hf_config, random_state, write_checkpoint
 from tests.oracle import probabilities, rope, weighted_values
 from tests.outside import files_of
-from tests.support import engine_over
+from tests.support import engine_over, score
 
 # Llama's names -> Robin's, written down apart from the table.
 RENAMED = {

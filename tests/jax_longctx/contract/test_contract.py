@@ -4,13 +4,12 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jax_longctx.contract import REGISTERED, method
-from jax_longctx.engine.scoring import score
 from jax_longctx.errors import InputError
 from jax_longctx.methods import Citrus, CitrusStandard, Full
 from jax_longctx.parts.appending import Appending
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import check_rows, full_logits
-from tests.support import joined, random_rows, tiny_engine
+from tests.support import joined, random_rows, score, tiny_engine
 
 LENGTHS = [37, 1, 20]
 
@@ -57,8 +56,6 @@ def test_a_method_that_needs_the_question_gets_no_other():
             engine.prefill(contexts, reserve=16, questions=given)
     with pytest.raises(InputError, match="question 1 is empty"):
         engine.prefill(contexts, reserve=16, questions=[[1], [], [2]])
-    with pytest.raises(InputError, match="cannot score"):
-        score(engine, contexts)
 
 
 def test_shards_of_a_row_agree():

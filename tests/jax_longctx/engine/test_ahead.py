@@ -223,7 +223,7 @@ def test_layers_that_are_alike_share_a_program_and_take_their_caches():
     caches = init_caches(engine.setup, 1, 128, 0)
     prompt = engine.setup.feed("context", 128, context=random_rows([24]))
     (segment,), total = engine.method.segments(prompt), jnp.array([24], jnp.int32)
-    given = engine.setup, engine.params, caches, segment, total, None, "all"
+    given = engine.setup, engine.params, caches, segment, total, None, "hidden"
     with compilations() as compiled:
         new, _ = run_segment(*given)
     assert compiled.count("jit(_through_layer)") == 2

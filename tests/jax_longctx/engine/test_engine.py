@@ -8,12 +8,11 @@ from jax_longctx.engine import Sampling, capacity
 from jax_longctx.engine.capacity import check_fits
 from jax_longctx.engine.context_io import save_context
 from jax_longctx.engine.runs import per_layer
-from jax_longctx.engine.scoring import score
 from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.methods import DynamicNTK, Full
 from jax_longctx.models.rope import RopeConfig
 from jax_longctx.sharding import make_mesh
-from tests.support import engine_over, joined, random_rows, tiny_config, tiny_engine
+from tests.support import engine_over, joined, random_rows, score, tiny_config, tiny_engine
 
 ROW = random_rows([45])[0]
 # A trained length below the row's, so that dynamic NTK does something.

@@ -8,13 +8,13 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jax_longctx.engine import scoring
-from jax_longctx.engine.scoring import loglikelihoods, score
+from jax_longctx.engine.scoring import loglikelihoods
 from jax_longctx.errors import InputError
 from jax_longctx.models.rope import RopeConfig
 from jax_longctx.sharding import make_mesh
 from tests.oracle import causal_attend, forward, to_numpy
 from tests.small_methods import KINDS, small_method
-from tests.support import joined, random_rows, tiny_config, tiny_engine
+from tests.support import joined, random_rows, score, tiny_config, tiny_engine
 
 WAYS = ["decode", "question", "context"]
 LENGTHS, AFTER = [70, 1, 20], [9, 40, 1]

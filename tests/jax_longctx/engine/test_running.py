@@ -8,12 +8,11 @@ import pytest
 
 from jax_longctx.engine import Sampling, compiling, places, running
 from jax_longctx.engine.running import Ask, Chosen, RunningBatch
-from jax_longctx.engine.scoring import score
 from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.methods import make_method
 from jax_longctx.sharding import make_mesh
 from tests.small_methods import KINDS, small_method
-from tests.support import joined, random_rows, tiny_engine
+from tests.support import joined, random_rows, score, tiny_engine
 
 RESERVE = 40
 CONTEXTS = random_rows([64, 37, 90])

@@ -20,7 +20,7 @@ from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.engine.prefill import finish_context, finish_question, run_segment
 from jax_longctx.engine.runs import per_layer
 from tests.oracle import causal_attend, forward, to_numpy
-from tests.support import random_rows
+from tests.support import logits_of, random_rows
 
 # Methods that differ from another one in what they rank by alone.
 ALIKE = {"arkvale", "citrus-standard", "ideal-topk", "roco", "streaming-llm", "tova"}
@@ -59,11 +59,10 @@ class FedRows:
 
     def feed(self, segments):
         for segment in segments:
-            self.caches, logits = run_segment(
-                self.engine.setup, self.engine.params, self.caches, segment, self.total, None, "all"
-            )
-            layers = per_layer(self.caches)
-            yield Step(segment, layers, np.asarray(logits), segment.chunk_lengths)
+            given = self.engine.setup, self.engine.params, self.caches, segment, self.total
+            self.caches, hidden = run_segment(*given, None, "hidden")
+            logits = logits_of(self.engine, hidden)
+            yield Step(segment, per_layer(self.caches), logits, segment.chunk_lengths)
 
     def read(self, contexts, questions=None):
         """The contexts, beside their questions where the method needs them."""

@@ -15,7 +15,6 @@ from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.capacity import grow
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.engine.prefill import whole_segment
-from jax_longctx.engine.scoring import score
 from jax_longctx.methods import METHODS, InfLLM
 from jax_longctx.models.rope import RopeConfig
 from jax_longctx.parts.unit_memory import best_units
@@ -34,7 +33,7 @@ from tests.jax_longctx.methods.oracles import infllm as oracle
 from tests.jax_longctx.methods.oracles.infllm import Rules, calls_of, follow
 from tests.jax_longctx.methods.selecting import layer_shape
 from tests.oracle import forward, probabilities, rope, weighted_values
-from tests.support import random_rows, tiny_config, tiny_engine
+from tests.support import random_rows, score, tiny_config, tiny_engine
 
 SMALL = Rules(i0=4, w=16, bs=4, kb=2, r=2, x=8)
 # Of each row: context, question; every row is given as many answer tokens.

@@ -13,7 +13,7 @@ from jax_longctx.engine.capacity import bucket, footprint
 from jax_longctx.engine.prefill import finish_context, finish_question, run_segment
 from jax_longctx.methods import METHODS, make_method
 from tests.small_methods import SMALL
-from tests.support import random_rows, tiny_config, tiny_engine
+from tests.support import logits_of, random_rows, tiny_config, tiny_engine
 
 pytestmark = pytest.mark.thorough
 
@@ -44,8 +44,9 @@ def read_context(engine, rows, context, question):
     (cache,) = init_caches(setup, rows, slots, RESERVE)
 
     def run(cache, segment):
-        (cache,), logits = run_segment(setup, engine.params, (cache,), segment, total, None, "all")
-        return cache, np.asarray(logits)
+        given = setup, engine.params, (cache,), segment, total, None, "hidden"
+        (cache,), hidden = run_segment(*given)
+        return cache, logits_of(engine, hidden)
 
     asked = [question] * rows if method.info.needs_question else None
     prompt = engine.setup.feed("context", slots, context=[context] * rows, question=asked)

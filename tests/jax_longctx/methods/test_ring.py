@@ -10,12 +10,11 @@ import pytest
 from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.prefill import whole_segment
 from jax_longctx.engine.runs import per_layer
-from jax_longctx.engine.scoring import score
 from jax_longctx.methods import Full
 from jax_longctx.methods.ring import Ring
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import check_rows, full_logits, texts, with_caches
-from tests.support import tiny_engine
+from tests.support import score, tiny_engine
 
 # Beyond three shards of four; an odd length within the second; within the first; one token.
 ROWS = CONTEXTS, *_ = texts([(450, 3), (201, 2), (77, 20), (1, 1)], 3)

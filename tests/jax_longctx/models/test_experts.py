@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_longctx.engine.scoring import score
 from jax_longctx.errors import ConfigError
 from jax_longctx.methods import Full, make_method
 from jax_longctx.models import experts
@@ -17,7 +16,7 @@ from jax_longctx.sharding import make_mesh
 from pallas_kernels.quantised_matrix import quantise_matrix
 from tests.drawing import normal
 from tests.small_methods import EVERYTHING, KINDS
-from tests.support import engine_over, joined, random_rows, tiny_config, tiny_engine
+from tests.support import engine_over, joined, random_rows, score, tiny_config, tiny_engine
 from train_cpt.attention import Pattern, check_attention
 
 COUNT, CHOSEN, D, F = 6, 2, 16, 24

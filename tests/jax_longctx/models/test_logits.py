@@ -17,12 +17,11 @@ from checkpoints_convert.config import model_config
 from jax_longctx.api import LongContext
 from jax_longctx.cli.demo import find_model
 from jax_longctx.engine.decode import start_answer
-from jax_longctx.engine.scoring import score
 from jax_longctx.methods import DynamicNTK
 from tests.checkpoints_convert.test_names import internlm2_state
 from tests.goldens.cases import MODELS
 from tests.goldens.weights import as_in_files, random_state
-from tests.support import engine_from_hf, word_tokenizer
+from tests.support import engine_from_hf, score, word_tokenizer
 
 DATA = Path(__file__).parents[2] / "goldens" / "data"
 # A chunk that does not divide the prompts, so that logits come from more than one.

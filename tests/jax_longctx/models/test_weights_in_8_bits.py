@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from jax_longctx.engine.context_io import load_context, save_context
-from jax_longctx.engine.scoring import score
 from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.methods import Full, Quest, Ring
 from jax_longctx.models.config import ModelConfig
@@ -16,7 +15,7 @@ from jax_longctx.planning.work import step_weight_bytes, weight_bytes
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
 from pallas_kernels.quantised_matrix import QuantisedMatrix, matrix_of, quantise_matrix
-from tests.support import engine_over, joined, random_rows, tiny_config
+from tests.support import engine_over, joined, random_rows, score, tiny_config
 
 ROWS = random_rows([37, 12])
 # Products with biases, whose kv heads are no divisor of what is joined.

@@ -15,11 +15,11 @@ import tokenizers
 from tokenizers import decoders
 
 from jax_longctx.api import LongContext
-from jax_longctx.engine.scoring import score
 from jax_longctx.serving.tokens import Places, TokenNames
 from jax_longctx.text import Tokenizer
 from tests.jax_longctx.serving.tiny import BOOK, asked, chat, complete, generated, read
 from tests.patience import patience
+from tests.support import score
 
 PROMPT = "The pass key is 12345. Remember it. The pass key"
 QUESTIONS = ["What is the pass key?", "Remember what?", "Is it 12345?", "Which key?"]
