@@ -28,6 +28,7 @@ from checkpoints_convert.files import Source, SourceTensor, check_tensors
 from checkpoints_convert.vocabulary import gguf_tokenizer_files
 from jax_longctx.errors import CheckpointError, ConfigError
 from jax_longctx.files import first_line
+from jax_longctx.models import rope
 from jax_longctx.models.families import FAMILIES, Family
 
 READABLE = ("F32", "F16", *(kind.name for kind in dequantised_types))
@@ -48,6 +49,8 @@ NUMBERS = {
 # `query_width` is the width of a head, but in these models, which llama.cpp knows by their layers:
 # there it is the model's width for each head.
 WIDE_QUERIES = {("gemma2", 46), ("gemma3", 62)}
+# llama.cpp's name of `rope.GROWTH`.
+GROWTH = "attention.temperature_scale"
 # Of these the files do not say that the ends of YaRN's ramp are no whole channels.
 UNTRUNCATED = ("gpt-oss",)
 # The format's default (llama.cpp, `rope_freq_base`).
@@ -301,12 +304,14 @@ def _family_of(said: "_Settings") -> str:
             f"{path}: architecture {architecture!r} is not implemented; "
             f"implemented are {', '.join(known)}"
         )
-    # Of the families that share an architecture one has windows (Mistral), one experts (Mixtral).
-    experts = bool(said.get("expert_count", 0))
+    # Of the families that share an architecture one has windows (Mistral), one experts (Mixtral),
+    # one queries that grow (Ministral 3).
+    experts, grows = bool(said.get("expert_count", 0)), bool(said.get(GROWTH, 0.0, float))
     families = [
         name
         for name, traits in FAMILIES.items()
-        if architecture in traits.gguf and (traits.experts is not None) == experts
+        if architecture in traits.gguf
+        and (traits.experts is not None, traits.growing_queries) == (experts, grows)
     ]
     if not families:
         raise ConfigError(f"{path}: {architecture} with{'out' * (not experts)} experts is unknown")
@@ -424,10 +429,13 @@ def _rope_scaling(
         "original_max_position_embeddings": said.need("rope.scaling.original_context_length"),
         "truncate": said.architecture not in UNTRUNCATED,
     }
-    names = (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow"))
-    for key, name in names:
-        if (value := said.get(f"rope.scaling.{key}", None, float)) is not None:
+    names = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
+    for key, name in {**names, GROWTH: rope.GROWTH}.items():
+        if (value := said.get(key, None, float)) is not None:
             scaling[name] = _decimal(value)
+    if scales := said.get("rope.scaling.yarn_log_multiplier", 0.0, float):
+        # llama.cpp takes the other one for 1.
+        scaling |= {"mscale": 1.0, "mscale_all_dim": _decimal(scales)}
     # llama.cpp's script writes Hugging Face's number, which replaces YaRN's own factor, as
     # yarn_attn_factor. By attn_factor llama.cpp multiplies YaRN's own.
     whole = said.get("rope.scaling.yarn_attn_factor", None, float)

@@ -61,7 +61,7 @@ class Recorder(Appending):
         q = new[0]
         positions_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
         valid_B = segment.valid_of()
-        rotated = ctx.rotate(q, positions_BT)
+        rotated = ctx.rotate_queries(q, positions_BT)
         queries: Any = write_run(cache.queries, rotated, cache.store.length, valid_B, ctx)
         part, store = super().attend(new, cache.store, segment, ctx)
         return part, Recorded(store, queries)

@@ -44,7 +44,7 @@ class StarReleasedMask(Star):
             return super().attend(new, cache, segment, ctx)
         q, k, v = new
         at_BT = cache.position[:, None] + jnp.arange(q.shape[1])
-        q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
+        q, k = ctx.rotate_queries(q, at_BT), ctx.rotate(k, at_BT)
         valid_B, held_B = segment.valid_of(), cache.held(ctx)
         size = cache.k.shape[2]
         # The host of the text's last token.

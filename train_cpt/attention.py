@@ -122,7 +122,7 @@ def attend_with(config: ModelConfig, mesh: Mesh, pattern: Pattern) -> Attend:
             )
             ahead = jax.lax.axis_index("seq") * length
             at_BT = jnp.broadcast_to(ahead + jnp.arange(length), (batch, length))
-            q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
+            q, k = ctx.rotate_queries(q, at_BT), ctx.rotate(k, at_BT)
             own = ahead if shards > 1 else None
             return pattern_attention(pattern, q, k, v, scale=config.softmax_scale, ahead=own)
 

@@ -218,6 +218,22 @@ class LayerContext:
             return x
         return apply_rope(x, *rope_angles(self.rope, x.shape[-1], positions, self.total))
 
+    def rotate_queries(
+        self, q: Float[Array, "B T N H"], positions: Int[Any, "#B T"]
+    ) -> Float[Array, "B T N H"]:
+        """`rotate` of `grown` queries."""
+        return self.rotate(self.grown(q, positions), positions)
+
+    def grown(
+        self, q: Float[Array, "B T N H"], positions: Int[Any, "#B T"]
+    ) -> Float[Array, "B T N H"]:
+        """Queries times what the model multiplies them with at these positions (`query_growth`)."""
+        if not self.rope.query_growth:
+            return q
+        turns = jnp.floor_divide(positions, self.rope.trained_length).astype(jnp.float32)
+        grown_BT = 1 + self.rope.query_growth * jnp.log1p(turns)
+        return q * grown_BT[..., None, None].astype(q.dtype)
+
     def for_raw_keys(self, q: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
         """Rotated queries for keys without rotary embedding.
 

@@ -245,7 +245,7 @@ class FreePages(Appending):
         valid_B = segment.valid_of()
         # A rotary base that follows the length must follow the scope's, which bounds distances.
         near = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.scope_size))
-        far = near.rotate(q, jnp.full(q.shape[:2], self.local, jnp.int32))
+        far = near.rotate_queries(q, jnp.full(q.shape[:2], self.local, jnp.int32))
         far = ctx.for_raw_keys(far)
         if segment.role != "decode":
             background = residual.observe(background, far, k, valid_B, store.length)

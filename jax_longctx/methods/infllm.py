@@ -132,7 +132,10 @@ class InfLLM(Appending):
             return part, dataclasses.replace(cache, store=store)
         # A rotary base that follows the length must follow the window's, which bounds distances.
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.n_local))
-        chosen, begin_B = self.choose(q, cache, valid_B, ctx), cache.store.length
+        begin_B = cache.store.length
+        # Of the place in the text: a window has positions of its own.
+        q = ctx.grown(q, begin_B[:, None] + jnp.arange(q.shape[1]))
+        chosen = self.choose(q, cache, valid_B, ctx)
         store = cache.store.append(k, v, valid_B, ctx)
         far, alone = self.far(q, ctx), q.shape[1] == 1
         pages = unit_pages(chosen, store.sizes[2], self.layout, ctx)
@@ -145,7 +148,7 @@ class InfLLM(Appending):
             parts = [attention.rest(far)]
             if self.topk:
                 parts.append(attention.units(far, pages))
-        part, received, packed = attention.near(new, parts, cache.received)
+        part, received, packed = attention.near((q, k, v), parts, cache.received)
         cache = dataclasses.replace(cache, store=store, received=received)
         return part, cache.pack(begin_B, packed, self.layout, self.repr_topk, ctx)
 

@@ -90,7 +90,7 @@ class RefreshKV(PartialDecoding):
         """One answered token, partial or full as the schedule says."""
         q, k, v = new
         valid_B, at_B1 = segment.valid_of(), cache.store.position[:, None]
-        q, k = ctx.rotate(q, at_B1), ctx.rotate(k, at_B1)
+        q, k = ctx.rotate_queries(q, at_B1), ctx.rotate(k, at_B1)
         chosen_by_cosine = segment.variant != PARTIAL and self.schedule != "fixed"
         if chosen_by_cosine:
             # The branches below give back the layer's whole partial cache. Written in place before

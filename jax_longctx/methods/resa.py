@@ -100,7 +100,7 @@ class Resa(Selecting):
             return self._decode(new, cache, segment, ctx)
         q, k, _ = new
         positions_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
-        rotated = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
+        rotated = ctx.rotate_queries(q, positions_BT), ctx.rotate(k, positions_BT)
         part, cache = self.base.attend(new, cache, segment, ctx)
         store, valid_B = cache.store, segment.valid_of()
         background = residual.observe(cache.background, *rotated, valid_B, store.length)

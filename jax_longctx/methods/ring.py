@@ -97,7 +97,7 @@ class Ring(Appending):
             last = (2 * ctx.seq_size - 1 - rank) * half
             at_T = jnp.where(index_T < half, rank * half + index_T, last + index_T - half)
         at_BT = jnp.broadcast_to(at_T, q.shape[:2])
-        q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
+        q, k = ctx.rotate_queries(q, at_BT), ctx.rotate(k, at_BT)
         keys, values = (jnp.swapaxes(x, 1, 2) for x in (k, v))
         out, lse = self._around(q, k, v, (keys, values), length_B, ctx)
         if zigzag:

@@ -107,10 +107,10 @@ class SnapKV(Appending):
         if segment.role == "decode":
             at_B1, limit = cache.position[:, None], cache.capacity
             cache = cache.push(ctx.rotate(k, at_B1), v, valid_B, limit)
-            return cache.read(ctx.rotate(q, at_B1), limit, ctx.scale), cache
+            return cache.read(ctx.rotate_queries(q, at_B1), limit, ctx.scale), cache
         at_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
         (out, lse), store = super().attend(new, cache.store, segment, ctx)
-        queries = _last(cache.queries, ctx.rotate(q, at_BT), valid_B)
+        queries = _last(cache.queries, ctx.rotate_queries(q, at_BT), valid_B)
         lses = _last(cache.lse, lse, valid_B)
         return (out, lse), dataclasses.replace(cache, store=store, queries=queries, lse=lses)
 

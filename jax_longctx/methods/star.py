@@ -104,7 +104,7 @@ class Star(Blocks):
         index_BT = start_B[:, None] + jnp.arange(q.shape[1])
         longest = cache.decode.store.k.shape[2] * ctx.seq_size
         at_BT = self.anchor_positions(index_BT, self._block_of(cache, ctx), longest)
-        q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
+        q, k = ctx.rotate_queries(q, at_BT), ctx.rotate(k, at_BT)
         kept = cache.anchor_k, cache.anchor_v
         earlier = cache_attention(q, *kept, start_B, scale=ctx.scale)
         within = causal_attention(q, k, v, scale=ctx.scale)
@@ -127,7 +127,7 @@ class Star(Blocks):
         store: AppendCache = cache.decode.store
         filled_B, local = cache.filled[:, 0], store.k.shape[2]
         at_BT = ctx.seq_offset(local) + filled_B[:, None] + jnp.arange(q.shape[1])
-        q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
+        q, k = ctx.rotate_queries(q, at_BT), ctx.rotate(k, at_BT)
         if sends:
             cache = self._sent(k, v, cache, valid, ctx)
         # All rows with valid tokens are in the same turn.

@@ -305,19 +305,23 @@ def _ropes(config: Mapping[str, Any], traits: Family) -> dict[str, RopeConfig]:
             "rope": need(said, "full_attention"),
             "local_rope": need(said, "sliding_attention"),
         }
-    partial = traits.partial_rotary
-    return {name: read_rope(config, entry, partial=partial) for name, entry in entries.items()}
+    how = _how_ropes(traits)
+    return {name: read_rope(config, entry, **how) for name, entry in entries.items()}
+
+
+def _how_ropes(traits: Family) -> dict[str, bool]:
+    return {"partial": traits.partial_rotary, "growing": traits.growing_queries}
 
 
 def _ropes_to_hf(config: ModelConfig) -> dict[str, Any]:
-    rope, local, partial = config.rope, config.local_rope, config.traits.partial_rotary
-    said = written_rope(rope, partial=partial)
+    rope, local, how = config.rope, config.local_rope, _how_ropes(config.traits)
+    said = written_rope(rope, **how)
     whole: dict[str, Any] = {"rope_parameters": said, "rope_theta": rope.theta}
     # Version 4 of transformers reads these, and rope_scaling.
-    if partial:
+    if how["partial"]:
         whole["partial_rotary_factor"] = rope.share
     if local is not None:
-        apart = {"full_attention": said, "sliding_attention": written_rope(local, partial=partial)}
+        apart = {"full_attention": said, "sliding_attention": written_rope(local, **how)}
         whole |= {"rope_parameters": apart, "rope_local_base_freq": local.theta}
     if rope.kind != "default":
         whole["rope_scaling"] = {key: said[key] for key in said if key != "rope_theta"}

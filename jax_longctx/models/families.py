@@ -79,6 +79,7 @@ class Family:
       embed_scale: factor of the embeddings, from the width of the model.
       rope_kinds: its kinds of rotary embedding.
       partial_rotary: its config may say what share of a head's channels is rotated.
+      growing_queries: its `rope_parameters` say `llama_4_scaling_beta` (`RopeConfig.query_growth`).
       local_rope: layers with a window have a rotary embedding of their own.
       bias_flags: flags of its config. `attention_bias` adds biases to q, k, v and o, `mlp_bias` to
         gate, up and down.
@@ -107,6 +108,7 @@ class Family:
     embed_scale: Callable[[int], float] | None = None
     rope_kinds: tuple[str, ...] = tuple(kind for kind in ROPE_KINDS if kind != "longrope")
     partial_rotary: bool = False
+    growing_queries: bool = False
     local_rope: bool = False
     bias_flags: tuple[Literal["attention_bias", "mlp_bias"], ...] = ()
     qkv_bias: bool = False
@@ -152,9 +154,20 @@ FAMILIES = {
         gguf=("llama", "internlm2"),
         interleaved=("gguf",),
     ),
-    # In a GGUF file it is a Llama with a window.
+    # In a GGUF file it is a Llama with a window, or of a later model's architecture.
     "mistral": Family(
-        architecture="MistralForCausalLM", windows="all", gguf=("llama",), interleaved=("gguf",)
+        architecture="MistralForCausalLM",
+        windows="all",
+        gguf=("llama", "mistral3"),
+        interleaved=("gguf",),
+    ),
+    "ministral3": Family(
+        architecture="Ministral3ForCausalLM",
+        rope_kinds=("yarn",),
+        growing_queries=True,
+        windows="all",
+        gguf=("mistral3",),
+        interleaved=("gguf",),
     ),
     # Its config does not say that q, k and v have biases.
     "qwen2": Family(

@@ -23,6 +23,8 @@ ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
 }
+# Llama 4's and Ministral 3's name of `RopeConfig.query_growth`.
+GROWTH = "llama_4_scaling_beta"
 # Settings with a number for each frequency.
 LISTS = ("short_factor", "long_factor")
 
@@ -57,6 +59,8 @@ class RopeConfig:
       beta_fast, beta_slow, mscale, mscale_all_dim, truncate: of `yarn`.
       attention_factor: of `yarn` and `longrope`.
       short_factor, long_factor: of `longrope`, R/2 numbers.
+      query_growth: g of Llama 4's temperature, also without scaling: queries at position p are
+        multiplied by 1 + g log(1 + floor(p / trained_length)).
     """
 
     kind: str
@@ -74,6 +78,7 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    query_growth: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
@@ -89,6 +94,7 @@ class RopeConfig:
                 self.high_freq_factor > self.low_freq_factor,
                 f"above low_freq_factor {self.low_freq_factor}",
             ),
+            "query_growth": (self.query_growth >= 0, "at least 0"),
             "beta_fast": (self.beta_fast > self.beta_slow, f"above beta_slow {self.beta_slow}"),
         }
         for name, (good, expected) in checks.items():
@@ -195,12 +201,15 @@ def _from_0_to_1(x: float) -> float:
     return min(max(x, 0.0), 1.0)
 
 
-def read_rope(config: Mapping[str, Any], said: Mapping[str, Any], *, partial: bool) -> RopeConfig:
+def read_rope(
+    config: Mapping[str, Any], said: Mapping[str, Any], *, partial: bool, growing: bool
+) -> RopeConfig:
     """The embedding that `rope_parameters`, or an entry in them, describe.
 
     Args:
       config: the whole config that `said` is of.
       partial: whether a share of the channels may be rotated.
+      growing: whether queries grow with the position.
 
     Raises:
       ConfigError: a kind that is not implemented, or a setting that is missing or out of range.
@@ -225,6 +234,8 @@ def read_rope(config: Mapping[str, Any], said: Mapping[str, Any], *, partial: bo
         length = size(said, "original_max_position_embeddings")
     if kind == "longrope":
         fields.setdefault("factor", longest / length)
+    if growing:
+        fields["query_growth"] = number(said, GROWTH)
     if partial:
         fields["share"] = 1.0 if share == 1 else number(said, "partial_rotary_factor")
     return RopeConfig(kind=kind, theta=number(said, "rope_theta"), trained_length=length, **fields)
@@ -237,7 +248,7 @@ def _numbers(said: Mapping[str, Any], key: str) -> tuple[float, ...]:
     return tuple(number({key: value}, key) for value in values)
 
 
-def written_rope(rope: RopeConfig, *, partial: bool) -> dict[str, Any]:
+def written_rope(rope: RopeConfig, *, partial: bool, growing: bool) -> dict[str, Any]:
     """`read_rope` undone: `rope_parameters`, or an entry of them."""
     needed, optional = ROPE_KINDS[rope.kind]
     settings = {name: getattr(rope, name) for name in (*needed, *optional)}
@@ -251,4 +262,5 @@ def written_rope(rope: RopeConfig, *, partial: bool) -> dict[str, Any]:
         said["original_max_position_embeddings"] = rope.trained_length
     if rope.kind == "yarn":
         said["truncate"] = rope.truncate
+    said |= {GROWTH: rope.query_growth} if growing else {}
     return {**said, "partial_rotary_factor": rope.share} if partial else said

@@ -44,7 +44,7 @@ class Appending(Method):
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         q, k, v = new
         positions_BT = cache.position[:, None] + jnp.arange(q.shape[1])
-        q, k = ctx.rotate(q, positions_BT), ctx.rotate(k, positions_BT)
+        q, k = ctx.rotate_queries(q, positions_BT), ctx.rotate(k, positions_BT)
         return cache.attend((q, k, v), segment.valid_of(), ctx)
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:

@@ -372,7 +372,7 @@ class Evicting(Method):
             moved = write_rows(store.k, nearer, jnp.zeros_like(number_B), held_B)
             store = dataclasses.replace(store, k=moved)
         store = store.push(ctx.rotate(k, at_B1), v, valid_B, limit)
-        part = store.read(ctx.rotate(q, at_B1), limit, ctx.scale)
+        part = store.read(ctx.rotate_queries(q, at_B1), limit, ctx.scale)
         return part, dataclasses.replace(cache, store=store, sinks=sinks)
 
     def _bounded(self, ctx: LayerContext) -> LayerContext:
@@ -388,7 +388,7 @@ class Evicting(Method):
         shifted, ctx = self.positions == "shifted", self._bounded(ctx)
         at_BT = self.next_position(cache)[:, None] + jnp.arange(q.shape[1])
         rotated = ctx.rotate(k, at_BT)
-        return ctx.rotate(q, at_BT), rotated, k if shifted else rotated
+        return ctx.rotate_queries(q, at_BT), rotated, k if shifted else rotated
 
     def _turned(self, ctx: LayerContext) -> LayerContext | None:
         """How cached keys are to be rotated to their slots; None where they are rotated."""

@@ -144,7 +144,7 @@ class PartialDecoding(Appending):
         self, q: Float[Array, "B 1 N H"], cache: RefreshCache, ctx: LayerContext
     ) -> RefreshCache:
         """The cache as the answer starts, chosen by the prompt's last query (before rotation)."""
-        rotated = ctx.rotate(q, cache.store.position[:, None] - 1)
+        rotated = ctx.rotate_queries(q, cache.store.position[:, None] - 1)
         zeros = jnp.zeros_like(cache.steps)
         cache = dataclasses.replace(cache, steps=zeros, full_steps=zeros)
         _, partial = self.look(rotated, cache, jnp.ones(zeros.shape, bool), ctx)

@@ -193,7 +193,7 @@ class Selecting(Appending):
         q, k, v = new
         past_B = cache.store.length
         positions_B1 = cache.store.position[:, None]
-        q, k = ctx.rotate(q, positions_B1), ctx.rotate(k, positions_B1)
+        q, k = ctx.rotate_queries(q, positions_B1), ctx.rotate(k, positions_B1)
         store = cache.store.append(k, v, segment.valid_of(), ctx)
         return q, k, self.refreshed(dataclasses.replace(cache, store=store), past_B, 1, ctx)
 

@@ -41,7 +41,7 @@ class SlidingWindow(Method):
         for group in segment.groups:
             q, k, v = (x[:, group.columns] for x in new)
             at_BT = cache.position[:, None] + jnp.arange(q.shape[1])
-            q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
+            q, k = ctx.rotate_queries(q, at_BT), ctx.rotate(k, at_BT)
             joins = group.name == CHUNK_ROWS and segment.role != "probe"
             if joins and q.shape[1] == 1:
                 after = cache.append(k, v, segment.valid_of(), window)

@@ -154,7 +154,7 @@ def attend_scope(
     # Decode attention reads no further than the number; zeros there would take a launch.
     keys, values = store.read(slots_BX[:, None], Turned(key_BX, ctx), blank=not alone)
     at_BT = begin_B[:, None] + jnp.arange(q.shape[1])
-    q = ctx.rotate(q, at_BT)
+    q = ctx.rotate_queries(q, at_BT)
     if alone:
         return ctx.seq_merge(*decode_attention(q, keys, values, read_B, scale=ctx.scale))
     earlier = ctx.seq_merge(*cache_attention(q, keys, values, read_B, scale=ctx.scale))

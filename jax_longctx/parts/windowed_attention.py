@@ -188,7 +188,7 @@ class WindowedAttention:
         the units that the new tokens may complete are packed from.
 
         Args:
-          new: the new tokens', before rotary embedding.
+          new: the new tokens', before rotary embedding; queries that have grown.
         """
         q, k, v = new
         if q.shape[1] == 1:
@@ -326,7 +326,7 @@ def attend_everything(
     """
     slots = store.k.shape[2]
     block, offset, held_B = math.gcd(slots, _BLOCK), ctx.seq_offset(slots), store.held(ctx)
-    q = ctx.rotate(q, store.position[:, None] - 1)
+    q = ctx.rotate_queries(q, store.position[:, None] - 1)
 
     def part(index: Int[Array, ""]) -> tuple[Array, Array]:
         begin = index * block

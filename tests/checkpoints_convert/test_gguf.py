@@ -55,9 +55,9 @@ def stacked_experts(state):
 
 # llama.cpp's names of architectures, where they are no family's.
 ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2", "cohere": "command-r"}
-ARCHITECTURES |= {"gptoss": "gpt-oss"}
+ARCHITECTURES |= {"gptoss": "gpt-oss", "ministral3": "mistral3"}
 # It pairs the rows of queries and keys in these.
-PAIRED = ("llama", "smollm3", "granite")
+PAIRED = ("llama", "mistral3", "smollm3", "granite")
 
 
 def architecture_of(config):
@@ -160,8 +160,13 @@ def say(config, writer):
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(50.0)
         writer.add_final_logit_softcapping(30.0)
-    if architecture == "gpt-oss":
-        scaling = config["rope_scaling"]
+    if architecture == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(1.0)
+        writer.add_attn_temperature_scale(config["rope_parameters"]["llama_4_scaling_beta"])
+        writer.add_rope_scaling_yarn_beta_fast(32.0)
+        writer.add_rope_scaling_yarn_beta_slow(1.0)
+    if architecture in ("gpt-oss", "mistral3"):
+        scaling = config.get("rope_scaling", config.get("rope_parameters"))
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(scaling["factor"])
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])

@@ -53,6 +53,15 @@ FAMILIES["gpt-oss"] = {
         "truncate": False,
     },
 }
+FAMILIES["ministral3"] = {
+    "architectures": ["Ministral3ForCausalLM"],
+    "head_dim": 16,
+    "rope_parameters": {
+        **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        **{"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0},
+        **{"llama_4_scaling_beta": 0.1, "rope_theta": SIZES["rope_theta"]},
+    },
+}
 FAMILIES["qwen3-tied"] = FAMILIES["qwen3"] | {"tie_word_embeddings": True}
 FAMILIES |= {
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5},

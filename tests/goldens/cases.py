@@ -94,6 +94,7 @@ GEMMA: Config = {
     "tie_word_embeddings": True,
 }
 _EIGHTH = {"rope_type": "linear", "factor": 8.0}
+_GROWING = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
 _DYNAMIC = {"type": "dynamic", "factor": 2.0}
 _LONG = {"head_dim": 16, "max_position_embeddings": 4096}
 
@@ -108,6 +109,13 @@ _MODELS: dict[str, tuple[int, Config]] = {
     "llama_head_dim": (1, _llama(head_dim=16, rope_theta=500000.0)),
     "mistral": (2, _mistral(sliding_window=None)),
     "mistral_window": (1, _mistral(sliding_window=12)),
+    "ministral3": (
+        6,
+        _new_style(
+            _own("ministral3", head_dim=16),
+            {**YARN, "original_max_position_embeddings": 16, **_GROWING},
+        ),
+    ),
     "qwen2": (3, _qwen2(sliding_window=12, max_window_layers=1, use_sliding_window=False)),
     "qwen2_window": (3, _qwen2(**_SLIDING, sliding_window=9, max_window_layers=1)),
     "qwen3": (7, _qwen3(tie_word_embeddings=True)),

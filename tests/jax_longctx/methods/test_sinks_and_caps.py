@@ -1,9 +1,10 @@
-"""Sinks and soft caps of attention under every method, where nothing is left out, against numpy."""
+"""Sinks, soft caps and queries that grow under every method that leaves nothing out, by numpy."""
 
 import numpy as np
 import pytest
 
 from jax_longctx.methods import METHODS, make_method
+from jax_longctx.models.rope import RopeConfig
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import (
     answer_logits,
@@ -22,6 +23,9 @@ WINDOW = 7
 MODELS = {
     # Scores that go far beyond the cap.
     "caps": tiny_config(attention_multiplier=12.0, attention_cap=1.5),
+    "growth": tiny_config(
+        rope=RopeConfig(kind="default", theta=1e4, trained_length=5, query_growth=0.7)
+    ),
     "sinks": tiny_config(windows=(WINDOW, None), sinks=True),
     "both": tiny_config(attention_multiplier=12.0, attention_cap=1.5, sinks=True),
 }
@@ -33,6 +37,8 @@ def by_definition(config, params):
     def attend(layer, q, k, v):
         at, window = np.arange(len(q)), config.windows[layer] or len(q)
         q, k = (rope(x, at, config.rope.theta) for x in (q, k))
+        grown = 1 + config.rope.query_growth * np.log(1 + at // config.rope.trained_length)
+        q = q * grown[:, None, None]
         keys = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
         scores = np.einsum("tnh,snh->nts", q, keys) * config.softmax_scale
         if config.attention_cap:
@@ -53,9 +59,17 @@ def expected_of(engine):
     return [forward(engine.config, params, row, attend) for row in whole_rows(ROWS)]
 
 
-@pytest.mark.parametrize("model", ["caps", "sinks"])
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("ring", "star")])
-@pytest.mark.quick("full", "snapkv-caps", "quest-caps")
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        (name, model)
+        for name in METHODS
+        for model in ("caps", "growth", "sinks")
+        # It would scale the embedding by the trained length, which is short here.
+        if name not in ("ring", "star") and (name, model) != ("dynamic-ntk", "growth")
+    ],
+)
+@pytest.mark.quick("full", "snapkv-caps", "quest-caps", "snapkv-growth")
 def test_every_method_has_them(name, model):
     engine = tiny_engine(make_method(name, EVERYTHING[name]), config=MODELS[model], by_layer=True)
     check_rows(answer_logits(engine, ROWS), [logits[-8:] for logits in expected_of(engine)])
