@@ -335,7 +335,8 @@ class MethodChoice:
     PANEL = "Model and method"
 
     method: str | None = option(
-        "Long-context method; [bold]jax-longctx methods[/bold] says what each buys. "
+        "Long-context method; [bold]jax-longctx methods[/bold] says what each buys. Two may follow "
+        'one another: "snapkv:budget=4096 > quest". '
         "[bold]auto[/bold] chooses by the text's length, the memory and the questions (ask and "
         "generate). Unless given, ask takes auto, other commands exact attention.",
         "--method",

@@ -25,7 +25,7 @@ that go with it. Integers that are equal on all shards (lengths, steps) need no 
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Literal, cast, dataclass_transform
+from typing import Any, Literal, cast, dataclass_transform
 
 import jax
 import numpy as np
@@ -368,7 +368,7 @@ class Method:
     hands_over: Stage | None = None
     wants_queries: bool = False
     page_tokens: int = 1
-    asks: ClassVar[tuple[str, ...]] = ()
+    asks: tuple[str, ...] = ()
 
     # The duties.
 

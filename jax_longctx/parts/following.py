@@ -8,6 +8,10 @@ that follows. So a decode step is the second's own over so short a cache, in the
 Nothing leaves while answering: the answer's tokens join the second's cache. Positions go on as the
 first method has them. A page of the second holds neighbours among the tokens that stay, which may
 lie far apart in the text, and each kv head has its own.
+
+RocketKV (Behnam et al. 2025) is such a pair: SnapKV, then a selector that ranks pages by Quest's
+bounds in the channels where a query is largest. No selector here reads few channels: `snapkv >
+quest` is the nearest, and is not called RocketKV.
 """
 
 import dataclasses
@@ -122,6 +126,10 @@ class Following(Method):
     @property
     def needs_question(self) -> bool:
         return self.first.needs_question
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        return self.first.asks
 
     @property
     def looks_ahead(self) -> bool:
