@@ -2,13 +2,18 @@
 
 Full attention is exact. It is chosen where the text, with question and answer, fits the trained
 length and the KV cache fits the memory. Otherwise `choices.json` decides. It says of each method
-how many hidden facts were found at some multiples of the trained length, and what a decode step
-costs. `docs/choices.py` writes it from the committed results. Of the methods that the model allows,
-whose caches fit, and whose prefills are few enough,
+how it scores at some multiples of the trained length of a model, and what a decode step costs.
+`docs/choices.py` writes it from the committed results. Of the methods that the model allows, whose
+caches fit, and whose prefills are few enough,
 
-1. the one that found most is best, by the smallest measured multiple that covers the text;
-2. methods whose 95% interval holds the best's share count as equally good: the cheapest decode step
+1. those count that were measured at a multiple that covers the text: on a model of the same family
+   and about the same size, else on the first that has any; where none was, all count;
+2. the one with the highest score is best, by the smallest measured multiple that covers the text;
+3. methods whose 95% interval holds the best's score count as equally good: the cheapest decode step
    of these wins, by time where all of them were timed, else by the bytes that it reads.
+
+The reason says where the text is longer than what was measured, and where the model is of another
+family or another size than the measured one.
 
 A method that needs the question at prefill reads the text once for each question. It takes part up
 to `MOST_PREFILLS` questions, and not where the context is to be saved. If no cache fits, the
@@ -22,6 +27,8 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from jax_longctx.engine.capacity import fits
 from jax_longctx.errors import ConfigError
 from jax_longctx.memory import shown_bytes
@@ -34,17 +41,35 @@ if TYPE_CHECKING:
 TABLE = "choices.json"
 # Prefills of one text that a user waits for before a method without them is better.
 MOST_PREFILLS = 4
+# Models whose parameters differ by up to this factor count as of one size.
+ALIKE = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """A measured model: its name, family, trained length in tokens, and number of parameters."""
+
+    name: str
+    family: str
+    trained: int
+    parameters: int
+
+    def unlike(self, config: Any, parameters: int) -> str:
+        """How a model differs in family and size; empty where it is alike."""
+        if config.family == self.family and 1 / ALIKE <= parameters / self.parameters <= ALIKE:
+            return ""
+        return f"; not measured on {config.family} of {parameters / 1e9:.1f}B parameters"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """Hidden facts found at one length.
+    """The score at one length.
 
     Attributes:
       ratio: length of the text in trained lengths.
-      share: percent of the facts.
-      n: facts.
-      interval: 95%, Wilson's.
+      share: mean score, at most 100.
+      n: prompts.
+      interval: 95%.
     """
 
     ratio: float
@@ -65,11 +90,15 @@ class Measured:
     """
 
     name: str
-    model: str
+    model: Model
     settings: Mapping[str, str]
     found: Sequence[Found]
     read: float
     step: float | None
+
+    def covers(self, ratio: float) -> bool:
+        """Whether a text was measured that is as long; within the trained length, one within it."""
+        return self.found[-1].ratio >= ratio and (ratio > 1 or self.found[0].ratio <= 1)
 
     def at(self, ratio: float) -> Found:
         """What it found at the smallest measured length that covers `ratio`; else the largest."""
@@ -99,9 +128,11 @@ def parse_table(text: str) -> tuple[Measured, ...]:
         return Found(**{**entry, "interval": (low, high)})
 
     described = json.loads(text)
-    model = described["model"].split(",")[0]
+    models = {each["name"]: Model(**each) for each in described["models"]}
     return tuple(
-        Measured(**{**entry, "model": model, "found": tuple(map(found, entry["found"]))})
+        Measured(
+            **entry | {"model": models[entry["model"]]} | {"found": [*map(found, entry["found"])]}
+        )
         for entry in described["methods"]
     )
 
@@ -133,8 +164,8 @@ def choose(
         short = f"{tokens:,} tokens fit the trained length of {trained:,} and the memory"
         return Choice(full, f"full: {short}; it is exact")
     ratio, smallest = tokens / trained, (need, full, "full")
-    rows, sizes = [], {}
-    for row in table() if measured is None else measured:
+    known, rows = table() if measured is None else measured, []
+    for row in known:
         made = make_method(row.name, dict(row.settings))
         if made.info.needs_question and (saving or questions > MOST_PREFILLS):
             continue
@@ -146,24 +177,46 @@ def choose(
         smallest = min(smallest, (size, made, _shown(row)), key=lambda each: each[0])
         if fits(size, free):
             rows.append((row, made))
-            sizes[row.name] = size
     why = f"{tokens:,} tokens are more than the trained length of {trained:,}"
     if within:
         assert free is not None
         why = f"full attention's cache of {shown_bytes(need)} does not fit {shown_bytes(free)}"
+        why += " (`jax-longctx plan` names what makes it fit)"
     if not rows:
         return Choice(smallest[1], f"{smallest[2]}: {why}, and no cache fits; this is the smallest")
-    row, made = _best(rows, ratio)
-    best = row.at(ratio)
-    score = f"it found {best.share:g}% of {best.n} facts at {best.ratio:g} times the trained length"
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(model.engine.params))
+    unlike = {row.model: row.model.unlike(model.config, parameters) for row in known}
+    row, made = _best(sorted(rows, key=lambda pair: unlike[pair[0].model] != ""), ratio)
     prefills = ""
     if made.info.needs_question and questions > 1:
         prefills = f"; it reads the text {questions} times"
-    return Choice(made, f"{_shown(row)}: {why}; {score} of {row.model}{prefills}")
+    why += f"; {_score(row, ratio, known)}{_beyond(row, tokens, ratio)}"
+    return Choice(made, f"{_shown(row)}: {why}{unlike[row.model]}{prefills}")
+
+
+def _score(row: Measured, ratio: float, known: Sequence[Measured]) -> str:
+    """What it scored where the text lies, and full attention there."""
+    best = row.at(ratio)
+    full = [each.at(ratio) for each in known if (each.name, each.model) == ("full", row.model)]
+    beside = [f", full attention {each.share:g}" for each in full if each.ratio == best.ratio]
+    length = f"{best.ratio:g} times the trained length of {row.model.name}"
+    more = beside[0] if beside and row.name != "full" else ""
+    return f"it scores {best.share:g} of 100 over {best.n} prompts at {length}{more}"
+
+
+def _beyond(row: Measured, tokens: int, ratio: float) -> str:
+    """That a text is longer than what was measured, in trained lengths or in tokens."""
+    last = row.found[-1].ratio
+    longest = int(last * row.model.trained)
+    if ratio <= last and tokens <= longest:
+        return ""
+    return f"; measured up to {last:g} times and {longest:,} tokens only"
 
 
 def _best(rows: Sequence[tuple[Measured, Any]], ratio: float) -> tuple[Measured, Any]:
-    """The cheapest one that is as good as the best."""
+    """The cheapest one that is as good as the best; rows of the first model go before others'."""
+    reached = [pair for pair in rows if pair[0].covers(ratio)]
+    rows = [pair for pair in reached if pair[0].model == reached[0][0].model] or rows
     most = max(row.at(ratio).share for row, _ in rows)
     good = [pair for pair in rows if pair[0].at(ratio).interval[1] >= most]
     if all(row.step is not None for row, _ in good):

@@ -604,7 +604,10 @@ def test_a_changed_figure_makes_pages_and_pictures_stale(tmp_path):
     step = RESULTS["decode-reattention"]
     rows = [row | {"reattention_ms": 1.23} for row in step.rows]
     results = RESULTS | {"decode-reattention": dataclasses.replace(step, rows=rows)}
-    for name in ("README.md", "docs/benchmarks.md", "docs/papers.md"):
+    board = RESULTS["leaderboard"]
+    rows = [row | {"score": row["score"] + 1} for row in board.rows]
+    results |= {"leaderboard": dataclasses.replace(board, rows=rows)}
+    for name in ("README.md", "docs/benchmarks.md", "docs/papers.md", "docs/leaderboard.md"):
         assert generate.PAGES[name](results) != read(ROOT / name)
 
 
@@ -761,6 +764,12 @@ def test_the_table_of_choices_is_made_from_the_results():
     ]
     results = RESULTS | {"methods-suite": dataclasses.replace(quality, rows=rows)}
     made = generate.PAGES["jax_longctx/choices.json"](results)
-    infllm = next(found for found in parse_table(made) if found.name == "infllm")
+    table = parse_table(made)
+    (infllm,) = (each for each in table if (each.name, each.model.trained) == ("infllm", 8192))
     # One of 20 pass keys, and two of 20 facts in prose.
     assert (infllm.at(2).share, infllm.at(2).n) == (7.5, 40)
+    full = table[0]
+    assert (full.name, full.model.name) == ("full", "Qwen2.5-Coder-1.5B")
+    assert [each.ratio for each in full.found] == [0.125, 0.25, 0.5, 1, 2, 4, 8, 16]
+    shown = [row for row in RESULTS["leaderboard"].rows if row["method"] == "full"]
+    assert (full.at(0.5).share, full.at(0.5).n) == (shown[2]["score"], shown[2]["n"])

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from unittest.mock import create_autospec
 
@@ -6,7 +7,7 @@ from typer.testing import CliRunner
 
 from jax_longctx import choosing
 from jax_longctx.api import LongContext
-from jax_longctx.choosing import Found, Measured, choose
+from jax_longctx.choosing import Found, Measured, Model, choose
 from jax_longctx.cli.main import app
 from jax_longctx.evaluation.intervals import wilson
 from jax_longctx.methods import make_method
@@ -25,7 +26,11 @@ def measured(name, shares, *, read=0.5, step=None, **settings):
         found.append(Found(ratio=2.0**power, share=share, n=40, interval=(100 * low, 100 * high)))
     settings = {key: str(value) for key, value in {**SMALL[name], **settings}.items()}
     how = {"settings": settings, "found": found, "read": read, "step": step}
-    return Measured(name=name, model="a small model", **how)
+    return Measured(name=name, model=TINY, **how)
+
+
+# As `model_of`'s: a tiny model is 0.0B.
+TINY = Model(name="a small model", family="llama", trained=128, parameters=10_000)
 
 
 FREE = measured("reattention", [90, 85, 60], step=0.99)
@@ -53,7 +58,12 @@ def chosen(model, tokens, rows, **how):
         (128, [FREE], "full", "128 tokens fit the trained length of 128 and the memory"),
         # Beyond it the method that found most at the length that covers the text.
         (129, [UNITS, FREE], "reattention", "129 tokens are more than the trained length of 128"),
-        (129, [UNITS, FREE], "reattention", "found 85% of 40 facts at 2 times the trained length"),
+        (
+            129,
+            [UNITS, FREE],
+            "reattention",
+            "scores 85 of 100 over 40 prompts at 2 times the trained length",
+        ),
         (256, [measured("infllm", [60, 40, 100]), FREE], "reattention", "of a small model"),
         (257, [measured("infllm", [60, 40, 100]), FREE], "infllm", ""),
         (5000, [measured("infllm", [60, 40, 100]), FREE], "infllm", ""),
@@ -112,8 +122,9 @@ def test_short_memory_takes_a_budget_by_the_number_of_questions(how, expected):
     ("ratio", "memory", "questions", "expected"),
     [
         (1, None, 9, "full"),
-        (2, None, 9, "reattention"),
-        (8, None, 1, "reattention"),
+        (60_000 / 32_768, None, 5, "dynamic-ntk"),
+        (4, None, 9, "reattention"),
+        (16, None, 1, "reattention"),
         (0.9, 100 * 2**10, 1, "citrus"),
         (2, 100 * 2**10, 4, "citrus"),
     ],
@@ -129,6 +140,33 @@ def test_the_table_that_ships(ratio, memory, questions, expected):
     choice = choose(model, int(8192 * ratio), reserve=20, questions=questions)
     # CItruS's two caches were equally good.
     assert choice.method.name.removesuffix("-individual") == expected
+
+
+def test_the_reason_says_what_was_measured_and_what_was_not():
+    model = model_of()
+    _, reason = chosen(model, 200, [FREE])
+    assert reason.endswith("2 times the trained length of a small model")
+    full = measured("full", [70, 60])
+    assert "of a small model, full attention 60" in chosen(model, 200, [FREE, full])[1]
+    # Longer than any text, in trained lengths or in tokens.
+    assert "measured up to 4 times and 512 tokens only" in chosen(model, 600, [FREE])[1]
+    short = dataclasses.replace(FREE, model=dataclasses.replace(TINY, trained=8))
+    assert "measured up to 4 times and 32 tokens only" in chosen(model, 200, [short])[1]
+    for change in ({"family": "qwen2"}, {"parameters": 10**9}):
+        other = dataclasses.replace(FREE, model=dataclasses.replace(TINY, **change))
+        assert "; not measured on llama of 0.0B parameters" in chosen(model, 200, [other])[1]
+    # A model's rows that cover the text go before another's, whatever these score.
+    better = measured("infllm", [100, 100])
+    other = dataclasses.replace(better, model=dataclasses.replace(TINY, name="another"))
+    assert chosen(model, 200, [FREE, other])[0] == "reattention"
+    assert chosen(model, 200, [other, FREE])[0] == "infllm"
+    # A model that is alike goes before the first.
+    large = dataclasses.replace(better, model=dataclasses.replace(TINY, parameters=10**9))
+    assert chosen(model, 200, [large, FREE])[0] == "reattention"
+    assert chosen(model, 300, [large, FREE])[0] == "reattention"
+    assert chosen(model, 300, [large, measured("reattention", [90])])[0] == "infllm"
+    beyond = dataclasses.replace(FREE, found=FREE.found[1:])
+    assert beyond.covers(1.5) and not beyond.covers(0.5)
 
 
 def test_the_table_that_ships_is_of_known_methods():
