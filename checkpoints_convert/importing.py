@@ -46,9 +46,9 @@ from jax_longctx.locks import only_writer
 from jax_longctx.memory import shown_bytes
 from jax_longctx.models import storage
 from jax_longctx.models.for_orbax import describe
-from jax_longctx.models.param_info import ParamInfo
 from jax_longctx.models.params import stored_paths
 from jax_longctx.settings import StoredForm, check_form
+from jax_longctx.sharding import ParamInfo
 from jax_longctx.text import Tokenizer, check_vocabulary
 from pallas_kernels.quantised_matrix import QuantisedMatrix
 

@@ -25,8 +25,8 @@ import numpy as np
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import NORMS
 from jax_longctx.models.mixture import EXPERT_NAMES
-from jax_longctx.models.param_info import ParamInfo
 from jax_longctx.models.params import param_infos
+from jax_longctx.sharding import ParamInfo
 
 # Our modules -> InternLM2's.
 INTERNLM2_NAMES = {

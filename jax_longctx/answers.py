@@ -8,7 +8,8 @@ from typing import Any, TypedDict
 
 from jax_longctx.engine import Ask, Chosen, Context, RunningBatch, Sampling
 from jax_longctx.engine.capacity import Fetched
-from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS, NOT_FINITE
+from jax_longctx.engine.decode import NOT_FINITE
+from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
 from jax_longctx.errors import InputError
 from jax_longctx.text import StopStrings, Tokenizer
 

@@ -108,7 +108,7 @@ class RunSpec:
 
     def chosen(self) -> Any:
         """The method."""
-        from jax_longctx.methods import Full
+        from jax_longctx.methods.full import Full
 
         return self.method or Full()
 

@@ -11,7 +11,7 @@ import tokenizers
 
 from jax_longctx.engine import Engine
 from jax_longctx.engine.allocate import init_caches
-from jax_longctx.engine.context import Live, prefill_text
+from jax_longctx.engine.prefill import Live, prefill_text
 from jax_longctx.engine.setup import without_layers
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import ends_of

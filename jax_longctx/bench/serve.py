@@ -30,9 +30,9 @@ from jax_longctx.bench.steps import QUESTION, check_mesh, one_row
 from jax_longctx.bench.timing import TOO_MUCH, Shape, call_times, copy_bandwidth
 from jax_longctx.engine import Context, Engine
 from jax_longctx.engine.capacity import footprint
-from jax_longctx.engine.context import prefill_question
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
 from jax_longctx.engine.places import cannot_share
+from jax_longctx.engine.prefill import prefill_question
 from jax_longctx.engine.running import Ask, RunningBatch
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.methods import make_method

@@ -28,10 +28,9 @@ from jax_longctx.bench.timing import call_times
 from jax_longctx.caches import AppendCache, WindowCache
 from jax_longctx.engine import Context, Engine, capacity
 from jax_longctx.engine.allocate import abstract_caches, empty_like
-from jax_longctx.engine.context import Live, prefill_question
 from jax_longctx.engine.decode import Steps, answer_variants, decode_turns, first_state, next_block
 from jax_longctx.engine.engine import BLOCK
-from jax_longctx.engine.prefill import finish_question, fork
+from jax_longctx.engine.prefill import Live, finish_question, fork, prefill_question
 from jax_longctx.engine.runs import places_of_layers, with_layer
 from jax_longctx.engine.sampling import sampling_static, sampling_values
 from jax_longctx.errors import InputError

@@ -1,7 +1,7 @@
 """Prefill, questions, sampling and decoding over any method."""
 
-from jax_longctx.engine.context import Context, Progress
 from jax_longctx.engine.engine import Engine
+from jax_longctx.engine.prefill import Context, Progress
 from jax_longctx.engine.programs import Lengths, compile_ahead
 from jax_longctx.engine.running import Ask, Chosen, RunningBatch
 from jax_longctx.settings import Sampling

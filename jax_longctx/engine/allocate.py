@@ -157,6 +157,14 @@ def host_zeros(leaf: Any, sharding: NamedSharding) -> Any:
     return made
 
 
+def held_bytes(caches: Any) -> tuple[int, int]:
+    """Bytes that caches hold over all devices, and in the hosts' memory."""
+    found = {True: 0, False: 0}
+    for leaf in jax.tree.leaves(caches):
+        found[leaf.sharding.memory_kind == HOST] += leaf.nbytes
+    return found[False], found[True]
+
+
 def pinned_bytes() -> int:
     """Bytes that this process's arrays hold in the host's memory."""
     return sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == HOST)

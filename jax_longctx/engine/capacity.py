@@ -133,14 +133,6 @@ def bytes_per_device(mesh: AnyMesh, abstract: Any, *, host: bool = False) -> int
     )
 
 
-def held_bytes(caches: Any) -> tuple[int, int]:
-    """Bytes that caches hold over all devices, and in the hosts' memory."""
-    found = {True: 0, False: 0}
-    for leaf in jax.tree.leaves(caches):
-        found[leaf.sharding.memory_kind == HOST] += leaf.nbytes
-    return found[False], found[True]
-
-
 def stores_of(caches: Any) -> list[Offloaded]:
     """The stores of these caches in the host's memory; a run of layers has one."""
     nodes = jax.tree.leaves(caches, is_leaf=lambda node: isinstance(node, Offloaded))

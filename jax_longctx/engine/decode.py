@@ -23,6 +23,12 @@ from jax_longctx.engine.sampling import (
 )
 from jax_longctx.engine.setup import Ends, Setup, everywhere, replicated, without_layers
 
+# Why no token can be chosen.
+NOT_FINITE = (
+    "the model's logits are not finite: its weights hold NaN or infinite values, or overflow in "
+    "this dtype; convert the checkpoint again or try float32"
+)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

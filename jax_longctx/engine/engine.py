@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool
 
 from jax_longctx.contract import Method, Segment
-from jax_longctx.engine.allocate import abstract_caches, init_caches
+from jax_longctx.engine.allocate import abstract_caches, held_bytes, init_caches
 from jax_longctx.engine.capacity import (
     SPARE,
     Fetched,
@@ -29,15 +29,14 @@ from jax_longctx.engine.capacity import (
     expected_bytes,
     fetched_of,
     grow,
-    held_bytes,
     passing_bytes,
     reserved,
     setup_of,
     slots_for,
 )
 from jax_longctx.engine.compiling import limit_mappings, program
-from jax_longctx.engine.context import Context, Live, Progress, prefill_question, prefill_text
 from jax_longctx.engine.decode import (
+    NOT_FINITE,
     DecodeState,
     Steps,
     answer_variants,
@@ -47,11 +46,16 @@ from jax_longctx.engine.decode import (
     start_answer,
 )
 from jax_longctx.engine.prefill import (
+    Context,
+    Live,
     Logits,
+    Progress,
     finish_context,
     finish_question,
     fork,
     places_of,
+    prefill_question,
+    prefill_text,
     whole_finish,
 )
 from jax_longctx.engine.program_files import seal_cache
@@ -69,11 +73,6 @@ Rows = Sequence[Sequence[int]]
 # answer are shorter, so that its first words do not wait for a whole block.
 BLOCK = 32
 FIRST_BLOCKS = (1, 4, 12)
-# Why no token can be chosen.
-NOT_FINITE = (
-    "the model's logits are not finite: its weights hold NaN or infinite values, or overflow in "
-    "this dtype; convert the checkpoint again or try float32"
-)
 
 
 class Engine:

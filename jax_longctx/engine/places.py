@@ -33,8 +33,8 @@ from jax_longctx.engine.capacity import (
     finished_caches,
 )
 from jax_longctx.engine.compiling import IN_PLACE, program
-from jax_longctx.engine.context import Context, Live
 from jax_longctx.engine.engine import Engine
+from jax_longctx.engine.prefill import Context, Live
 from jax_longctx.engine.runs import seated_store
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CapacityError, InputError

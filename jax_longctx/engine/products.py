@@ -12,8 +12,7 @@ from jaxtyping import Array
 
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import Norm, Products, rms_factor, sums_of_squares
-from jax_longctx.models.param_info import ParamInfo
-from jax_longctx.sharding import AnyMesh, weight_sharding
+from jax_longctx.sharding import AnyMesh, ParamInfo, weight_sharding
 from pallas_kernels.quantised_matrix import AnyMatrix, matrix_of
 from pallas_kernels.row_matmul import row_matmul
 

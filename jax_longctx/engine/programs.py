@@ -16,7 +16,6 @@ import numpy as np
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.capacity import SPARE, bucket, reserved, slots_for
-from jax_longctx.engine.context import Context, Live, prefill_question, prefill_text
 from jax_longctx.engine.decode import (
     Steps,
     answer_variants,
@@ -27,9 +26,13 @@ from jax_longctx.engine.decode import (
 )
 from jax_longctx.engine.engine import BLOCK, Engine, extend
 from jax_longctx.engine.prefill import (
+    Context,
+    Live,
     finish_context,
     finish_question,
     fork,
+    prefill_question,
+    prefill_text,
 )
 from jax_longctx.engine.sampling import sampling_static, sampling_values
 from jax_longctx.engine.setup import Setup

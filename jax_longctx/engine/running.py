@@ -26,7 +26,6 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.engine.capacity import SPARE, reserved
 from jax_longctx.engine.compiling import IN_PLACE, limit_mappings, program
-from jax_longctx.engine.context import Context, Live, prefill_question
 from jax_longctx.engine.decode import (
     DecodeState,
     Steps,
@@ -39,6 +38,7 @@ from jax_longctx.engine.decode import (
 )
 from jax_longctx.engine.engine import BLOCK, Engine
 from jax_longctx.engine.places import Branches, Whole, cannot_share, check_places
+from jax_longctx.engine.prefill import Context, Live, prefill_question
 from jax_longctx.engine.sampling import ANY, MOST_LOGPROBS, Choices, RowValues, sampling_values
 from jax_longctx.engine.setup import Ends, everywhere, replicated
 from jax_longctx.errors import CapacityError, ConfigError, InputError

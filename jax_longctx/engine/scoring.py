@@ -26,10 +26,9 @@ from jax_longctx.contract import Segment, decode_segment
 from jax_longctx.engine.allocate import init_caches
 from jax_longctx.engine.capacity import bucket, fetched_of
 from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, program
-from jax_longctx.engine.context import Live, prefill_text
 from jax_longctx.engine.engine import BLOCK, Engine, Rows
 from jax_longctx.engine.layers import hidden_states
-from jax_longctx.engine.prefill import finish_question, run_segment
+from jax_longctx.engine.prefill import Live, finish_question, prefill_text, run_segment
 from jax_longctx.engine.running import Chosen
 from jax_longctx.engine.sampling import MOST_LOGPROBS
 from jax_longctx.engine.setup import Ends, Setup, replicated, without_layers

@@ -133,7 +133,8 @@ class ModelConfig:
         """The factor of attention scores before the softmax."""
         if self.attention_multiplier is not None:
             return self.attention_multiplier
-        return self.traits.softmax_scale(self.query_width or self.head_dim)
+        width, rule = self.query_width or self.head_dim, self.traits.softmax_scale
+        return width**-0.5 if rule is None else rule(width)
 
     @property
     def embed_scale(self) -> float | None:

@@ -42,7 +42,13 @@ GEMMA_KEYS = {
     "logits_cap": "final_logit_softcapping",
 }
 COHERE_NAMES = {ours: theirs for ours, theirs in LLAMA_NAMES.items() if ours != BEFORE[1]}
-LAYER_NORMS = (*BEFORE, "layers.*.attn_out_norm", "layers.*.mlp_out_norm")
+# The norms of a layer, by `Family.norms`.
+NORM_PLACES = {
+    "before": ("attn_norm", "mlp_norm"),
+    "after": ("attn_out_norm", "mlp_out_norm"),
+    "both": ("attn_norm", "mlp_norm", "attn_out_norm", "mlp_out_norm"),
+    "shared": ("attn_norm",),
+}
 QK_NORMS = ("layers.*.attn.q_norm", "layers.*.attn.k_norm")
 # Our names of numbers that only some families' configs have: fields of `ModelConfig`.
 NUMBERS = (
@@ -75,7 +81,8 @@ class Family:
         and before they are added (`attn_out_norm`, `mlp_out_norm`), or both; or one that is shared:
         attention and MLP stand side by side behind `attn_norm`, and what they put out is added.
       norm_bias: its norms add a bias.
-      softmax_scale: factor of the scores, from the width of a head (or `query_width`).
+      softmax_scale: factor of the scores, from the width of a head (or `query_width`); None for one
+        over its root.
       embed_scale: factor of the embeddings, from the width of the model.
       rope_kinds: its kinds of rotary embedding.
       partial_rotary: its config may say what share of a head's channels is rotated.
@@ -104,7 +111,7 @@ class Family:
     norm: str = "rms"
     norms: Literal["before", "after", "both", "shared"] = "before"
     norm_bias: bool = False
-    softmax_scale: Callable[[float], float] = lambda head_dim: head_dim**-0.5
+    softmax_scale: Callable[[float], float] | None = None
     embed_scale: Callable[[int], float] | None = None
     rope_kinds: tuple[str, ...] = tuple(kind for kind in ROPE_KINDS if kind != "longrope")
     partial_rotary: bool = False
@@ -121,18 +128,12 @@ class Family:
     experts: MixtureNames | None = None
 
     def __post_init__(self) -> None:
-        needed = LLAMA_NAMES.keys() - {*LAYER_NORMS, *QK_NORMS, "head"}
-        needed |= {name for name in LAYER_NORMS if self.has_norm(name.removeprefix("layers.*."))}
+        needed = LLAMA_NAMES.keys() - {*BEFORE, *QK_NORMS, "head"}
+        needed |= {f"layers.*.{name}" for name in NORM_PLACES[self.norms]}
         needed |= set(QK_NORMS) if self.qk_norm else set()
         needed |= {"layers.*.attn.sinks"} if self.sinks else set()
         if lacking := sorted(needed - self.names.keys()):
             raise ConfigError(f"{self.architecture}: `names` lacks {', '.join(lacking)}")
-
-    def has_norm(self, name: str) -> bool:
-        """Whether a layer has the norm of that name, such as `attn_out_norm`."""
-        if self.norms == "shared":
-            return name == "attn_norm"
-        return self.norms in ("both", "after" if name.endswith("_out_norm") else "before")
 
     def key(self, ours: str, usual: str) -> str:
         """The key of its config for a setting that most configs call `usual`."""

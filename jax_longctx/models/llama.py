@@ -25,8 +25,8 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.models import experts
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.param_info import ParamInfo, info_of, param
-from jax_longctx.sharding import AnyMesh, logical_sharding, logical_spec
+from jax_longctx.models.families import NORM_PLACES
+from jax_longctx.sharding import AnyMesh, ParamInfo, info_of, logical_sharding, logical_spec, param
 from pallas_kernels.plane import Plane, is_plane, part_of
 from pallas_kernels.quantised_matrix import (
     AnyMatrix,
@@ -388,7 +388,7 @@ class Layer(nnx.Module):
 
     def __init__(self, config: ModelConfig, joined: bool = False):
         def norm(name: str) -> Norm | None:
-            return model_norm(config) if config.traits.has_norm(name) else None
+            return model_norm(config) if name in NORM_PLACES[config.traits.norms] else None
 
         self.attn_norm, self.attn_out_norm = norm("attn_norm"), norm("attn_out_norm")
         self.attn = Attention(config, joined)

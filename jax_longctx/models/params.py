@@ -21,10 +21,9 @@ from jaxtyping import Array
 
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.llama import NORMS, abstract_model
-from jax_longctx.models.param_info import ParamInfo, info_of
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.settings import StoredForm
-from jax_longctx.sharding import AnyMesh, check_divisible
+from jax_longctx.sharding import AnyMesh, ParamInfo, check_divisible, info_of
 from pallas_kernels.plane import Plane
 from pallas_kernels.quantised_matrix import QuantisedMatrix, quantise_matrix
 

@@ -29,9 +29,8 @@ from jax_longctx.engine.allocate import abstract_caches
 from jax_longctx.engine.products import gathers_weights
 from jax_longctx.engine.setup import Setup
 from jax_longctx.models.config import ModelConfig
-from jax_longctx.models.param_info import ParamInfo
 from jax_longctx.models.params import param_infos
-from jax_longctx.sharding import logical_sharding, undivided
+from jax_longctx.sharding import ParamInfo, logical_sharding, undivided
 
 # Lengths at which the keys that a token attends to are counted.
 SAMPLES = 8

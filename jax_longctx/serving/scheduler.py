@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from jax_longctx.engine.engine import NOT_FINITE
+from jax_longctx.engine.decode import NOT_FINITE
 from jax_longctx.engine.running import Chosen
 from jax_longctx.errors import CapacityError, LongctxError
 from jax_longctx.serving.contexts import Contexts

@@ -22,8 +22,7 @@ import tokenizers
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 from jax_longctx.files import read_json, read_text, reading
 from jax_longctx.text.child import BoundedTokenizer, ChatTemplate
-from jax_longctx.text.encoder import Encoder
-from jax_longctx.text.prompts import PromptText
+from jax_longctx.text.prompts import Encoder, PromptText
 
 # Decoded tokens that stay in the stream decoder's window, because the text of a token (a leading
 # space, a run of bytes) depends on the tokens before it. Four would suffice.

@@ -15,7 +15,7 @@ from jax_longctx.cli.ask import Inputs
 from jax_longctx.errors import InputError
 from jax_longctx.files import seal
 from jax_longctx.text import chat_layout, plain_layout
-from jax_longctx.text.encoder import Encoder
+from jax_longctx.text.prompts import Encoder
 from tests.jax_longctx.cli.conftest import refused
 
 

@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_longctx.api import LongContext
 from jax_longctx.engine import Ask, RunningBatch, allocate, capacity
-from jax_longctx.engine.allocate import host_zeros, pinned_bytes
-from jax_longctx.engine.capacity import footprint, held_bytes, slots_for, stores_of
+from jax_longctx.engine.allocate import held_bytes, host_zeros, pinned_bytes
+from jax_longctx.engine.capacity import footprint, slots_for, stores_of
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import CapacityError, ConfigError
 from jax_longctx.methods import make_method
