@@ -242,8 +242,8 @@ def agreement(
     texts: int = _count(3),
     batch: int = option("Rows of one batch.", default=8, min=1),
     attention: bool = option(
-        "Compare attention too; each layer's weights cost one pass over the text for every "
-        "head-dim tokens of it.",
+        "Compare attention too: one pass over the text for every --batch times head-dim tokens "
+        "of it, with a cache for every head-dim tokens. A larger --batch is quicker.",
         default=True,
     ),
 ) -> None:

@@ -14,9 +14,11 @@ The weights are measured from outside the method. Attention is linear in the val
 with `by_values` unset do not select by them. So each layer attends twice: with its own values, and
 with marks for values, in a second cache that is treated alike. A mark is a unit vector of the
 head's H dimensions: with tokens j0 to j0 + H - 1 marked and no others, dimension h of the output is
-the weight of token j0 + h, whatever was evicted, paged or selected in between. Each copy of the
-text in a batch marks another run of H tokens; ceil(S / H) copies give all weights. A pass costs
-what the method costs, with twice the attention and twice the cache.
+the weight of token j0 + h, whatever was evicted, paged or selected in between. The second cache has
+several copies of the text, each of which marks another run of H tokens; ceil(S / H) copies give all
+weights. The model reads the text once a pass, whatever the number of copies. A pass costs what the
+method costs, a cache for each copy, and the copies' attention in question and answer. While a text
+is read, nothing looks at the copies' outputs, and XLA leaves out what they alone need.
 
 `eval agreement --out` writes a JSON record for each run: `method` and `given` settings; `kl` and
 `same`, means by text; `attention`, for each text `mass`, `recall`, `attended` and `entropy` by
@@ -211,30 +213,33 @@ def compare(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Marked:
-    """A layer's two caches.
+    """A layer's two caches: of B rows, and of X = B x copies.
 
     Attributes:
-      both: the method's own cache, and a second one that holds marks in place of values.
+      own: the method's own cache.
+      marks: one that holds marks in place of values. A row's copies follow each other.
       position: tokens of text that each row has read.
-      first: position of the first of each row's H marked tokens.
+      first: position of the first of each copy's H marked tokens.
       seen: attention outputs of the newest queries over the marks, the newest last.
     """
 
-    both: tuple[Any, Any]
+    own: Any
+    marks: Any
     position: Int[Array, " B"] = axes_field("batch")
-    first: Int[Array, " B"] = axes_field("batch")
-    seen: Float[Array, "B N Q H"] = axes_field("batch", "heads", None, None)
+    first: Int[Array, " X"] = axes_field("batch")
+    seen: Float[Array, "X N Q H"] = axes_field("batch", "heads", None, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Marking(Method):
-    """A method that also attends to marks; `queries` of their outputs are kept.
+    """A method that also attends to marks, in `copies`; `queries` of their outputs are kept.
 
     Everything that is not defined here is the method's own.
     """
 
     method: Method
     queries: int
+    copies: int
 
     def __post_init__(self) -> None:
         # `info` is made of the others.
@@ -244,41 +249,50 @@ class _Marking(Method):
                 object.__setattr__(self, name, getattr(self.method, name))
 
     def of_layer(self, layer: int) -> "_Marking":
-        return _Marking(self.method.of_layer(layer), self.queries)
+        return dataclasses.replace(self, method=self.method.of_layer(layer))
 
     def init_cache(self, shape: CacheShape) -> _Marked:
-        none = jnp.zeros((shape.batch,), jnp.int32)
-        seen = jnp.zeros((shape.batch, shape.num_heads, self.queries, shape.head_dim), jnp.float32)
-        # Two caches, because one array may not be donated twice.
-        both = self.method.init_cache(shape), self.method.init_cache(shape)
-        return _Marked(both, none, jnp.zeros_like(none), seen)
+        many = dataclasses.replace(shape, batch=shape.batch * self.copies)
+        position, first = (jnp.zeros(each.batch, jnp.int32) for each in (shape, many))
+        seen = jnp.zeros((many.batch, shape.num_heads, self.queries, shape.head_dim), jnp.float32)
+        own, marks = (self.method.init_cache(each) for each in (shape, many))
+        return _Marked(own, marks, position, first, seen)
+
+    def _copied(self, tree: Any) -> Any:
+        """Arrays of rows as those of their copies."""
+        return jax.tree.map(lambda x: jnp.repeat(x, self.copies, axis=0), tree)
 
     def attend(
         self, new: QKV, cache: _Marked, segment: Segment, ctx: LayerContext
     ) -> tuple[Attended, _Marked]:
-        q, k, v = new
+        part, own = self.method.attend(new, cache.own, segment, ctx)
+        q, k, start_X, segment, total_X = self._copied(
+            (*new[:2], cache.position, segment, ctx.total)
+        )
+        ctx = dataclasses.replace(ctx, total=total_X)
         group = segment.group(CHUNK_ROWS)
         # Probes look at the text without joining it: their tokens have no position in it.
-        valid_B = jnp.where(segment.role == "probe", 0, segment.valid_of(CHUNK_ROWS))
-        column_T = jnp.arange(v.shape[1]) - group.start
-        at_BT = cache.position[:, None] + column_T
-        in_text_BT = (column_T >= 0) & (column_T < valid_B[:, None])
-        which_BT = jnp.where(in_text_BT, at_BT - cache.first[:, None], -1)
-        marks_BTH = jax.nn.one_hot(which_BT, v.shape[-1], dtype=v.dtype)
-        marks = jnp.broadcast_to(marks_BTH[:, :, None], v.shape)
-        part, real = self.method.attend(new, cache.both[0], segment, ctx)
-        (made, _), after = self.method.attend((q, k, marks), cache.both[1], segment, ctx)
+        valid_X = jnp.where(segment.role == "probe", 0, segment.valid_of(CHUNK_ROWS))
+        column_T = jnp.arange(k.shape[1]) - group.start
+        in_text_XT = (column_T >= 0) & (column_T < valid_X[:, None])
+        which_XT = jnp.where(in_text_XT, (start_X - cache.first)[:, None] + column_T, -1)
+        marks_XTH = jax.nn.one_hot(which_XT, k.shape[-1], dtype=k.dtype)
+        values = jnp.broadcast_to(marks_XTH[:, :, None], k.shape)
+        (made, _), marks = self.method.attend((q, k, values), cache.marks, segment, ctx)
         seen = cache.seen
         if segment.role in ("query", "decode"):
-            last_B111 = (group.start + jnp.maximum(valid_B - 1, 0))[:, None, None, None]
-            newest = jnp.swapaxes(jnp.take_along_axis(made, last_B111, axis=1), 1, 2)
+            last_X111 = (group.start + jnp.maximum(valid_X - 1, 0))[:, None, None, None]
+            newest = jnp.swapaxes(jnp.take_along_axis(made, last_X111, axis=1), 1, 2)
             moved = jnp.concatenate([seen[:, :, 1:], newest.astype(seen.dtype)], axis=2)
-            seen = jnp.where((valid_B > 0)[:, None, None, None], moved, seen)
-        return part, _Marked((real, after), cache.position + valid_B, cache.first, seen)
+            seen = jnp.where((valid_X > 0)[:, None, None, None], moved, seen)
+        position_B = cache.position + valid_X[:: self.copies]
+        return part, _Marked(own, marks, position_B, cache.first, seen)
 
     def finish(self, cache: _Marked, ctx: LayerContext, stage: Stage, reserve: int) -> _Marked:
-        real, marks = (self.method.finish(part, ctx, stage, reserve) for part in cache.both)
-        return dataclasses.replace(cache, both=(real, marks))
+        own = self.method.finish(cache.own, ctx, stage, reserve)
+        ctx = dataclasses.replace(ctx, total=self._copied(ctx.total))
+        marks = self.method.finish(cache.marks, ctx, stage, reserve)
+        return dataclasses.replace(cache, own=own, marks=marks)
 
 
 def shows_weights(engine: Engine) -> bool:
@@ -327,15 +341,16 @@ def attention_weights(
             "this method reads a text in parts side by side or chooses by values, or the model "
             "has layers with sliding windows; it shows no weights"
         )
-    batch = -(-batch // engine.mesh.shape["data"]) * engine.mesh.shape["data"]
+    rows = engine.mesh.shape["data"]
+    copies = -(-batch // rows)
     # Methods keep `info` on the class; here the instance forwards it.
-    marking = engine.under(_Marking(engine.method, queries), **ON_DEVICES)
+    marking = engine.under(_Marking(engine.method, queries, copies), **ON_DEVICES)
     # The last token predicts nothing that is scored.
     size, fed = engine.config.head_dim, list(text)[:-1]
     starts = range(0, len(fed), size)
     blocks = []
-    for begin in range(0, len(starts), batch):
-        firsts = (np.arange(begin, begin + batch) * size).astype(np.int32)
+    for begin in range(0, len(starts), rows * copies):
+        firsts = (np.arange(begin, begin + rows * copies) * size).astype(np.int32)
         seen = _seen(marking, fed, firsts, score)
         blocks += list(np.moveaxis(seen, 1, 0))
     return np.concatenate(blocks, axis=-1)[..., : len(fed)]
@@ -343,9 +358,9 @@ def attention_weights(
 
 def _seen(
     engine: Engine, fed: list[int], firsts: np.ndarray, score: int
-) -> Float[np.ndarray, "L B N Q H"]:
-    """Outputs of the newest queries over the marks; each row is a copy of the text."""
-    setup, rows, prompt = engine.setup, len(firsts), len(fed) - (score - 1)
+) -> Float[np.ndarray, "L X N Q H"]:
+    """Outputs of the newest queries over the marks, of each copy of the text."""
+    setup, rows, prompt = engine.setup, engine.mesh.shape["data"], len(fed) - (score - 1)
     read, question = fed[: prompt - 1], fed[prompt - 1 : prompt]
     reserve = len(fed) - len(read) + 1
     slots = engine.slots_for(len(fed) + 1)
