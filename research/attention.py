@@ -30,7 +30,7 @@ from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, WithCac
 from jax_longctx.engine import Engine
 from jax_longctx.engine.distributed import to_host
 from jax_longctx.engine.runs import each_layer
-from jax_longctx.errors import InputError
+from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.evaluation.agreement import top_tokens
 from jax_longctx.parts.appending import Appending
 from jax_longctx.run_spec import ON_DEVICES
@@ -93,8 +93,12 @@ def importance(
     """Mean attention of the follower's tokens on each of the context's, in every layer.
 
     Raises:
+      ConfigError: a model with sliding windows, sinks or soft caps, of which this knows nothing.
       InputError: one of them is empty.
     """
+    config = engine.config
+    if any(config.windows) or config.sinks or config.attention_cap is not None:
+        raise ConfigError(f"no importance of tokens in a {config.family}: windows, sinks or caps")
     if not len(context) or not len(follower):
         raise InputError(
             f"a context of {len(context)} tokens and {len(follower)} behind it: "
@@ -103,7 +107,7 @@ def importance(
     first, rows = len(context), []
     for q_NTH, k_KTH in queries_and_keys(engine, [*context, *follower]):
         keys_NTH = np.repeat(k_KTH, len(q_NTH) // len(k_KTH), axis=0)
-        logits_NQT = np.einsum("nqh,nth->nqt", q_NTH[:, first:], keys_NTH) * q_NTH.shape[-1] ** -0.5
+        logits_NQT = np.einsum("nqh,nth->nqt", q_NTH[:, first:], keys_NTH) * config.softmax_scale
         after = np.arange(keys_NTH.shape[1]) > np.arange(first, keys_NTH.shape[1])[:, None]
         logits_NQT = np.where(after, -np.inf, logits_NQT)
         weights_NQT = np.exp(logits_NQT - logits_NQT.max(-1, keepdims=True))

@@ -38,14 +38,21 @@ def rope(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def probabilities(q: np.ndarray, k: np.ndarray, visible: np.ndarray) -> np.ndarray:
-    """Softmax rows `[N, T, S]` of rotated q `[T, N, H]`, k `[S, K, H]` under a mask `[T, S]`."""
+def probabilities(
+    q: np.ndarray, k: np.ndarray, visible: np.ndarray, sinks: Any = None
+) -> np.ndarray:
+    """Softmax rows `[N, T, S]` of rotated q `[T, N, H]`, k `[S, K, H]` under a mask `[T, S]`.
+
+    Logits `sinks` `[N]` are one more column, which is left out.
+    """
     group = q.shape[1] // k.shape[1]
     keys = np.repeat(k, group, axis=1)
     logits = np.einsum("tnh,snh->nts", q, keys) * q.shape[-1] ** -0.5
     logits = np.where(visible[None], logits, -np.inf)
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
+    top = logits.max(-1, keepdims=True)
+    weights = np.exp(logits - top)
+    more = 0.0 if sinks is None else np.exp(sinks[:, None, None] - top)
+    return weights / (weights.sum(-1, keepdims=True) + more)
 
 
 def weighted_values(p: np.ndarray, v: np.ndarray) -> np.ndarray:

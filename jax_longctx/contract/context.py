@@ -202,6 +202,7 @@ class LayerContext:
       rope: the layer's rotary embedding.
       total: each row's total length, known before its first chunk (see `RopeConfig.by_length`).
       stripe: slots of a stripe, where they are dealt to the shards in stripes; None for blocks.
+      sinks: in `attend`, the logits of this shard's heads' sinks, if the model has any.
     """
 
     scale: Scale
@@ -209,6 +210,17 @@ class LayerContext:
     rope: RopeConfig
     total: Int[Array, " B"]
     stripe: int | None = None
+    sinks: Float[Array, " N"] | None = None
+
+    def with_sinks(self, lse: Float[Array, "B T N"]) -> Float[Array, "B T N"]:
+        """Of attention over tokens, the log of what the model's probabilities are divided by.
+
+        With sinks the probabilities of the tokens add up to less than 1. -inf stays.
+        """
+        if self.sinks is None:
+            return lse
+        joined = jnp.logaddexp(lse, self.sinks.astype(jnp.float32))
+        return jnp.where(lse > -jnp.inf, joined, lse)
 
     def rotate(
         self, x: Float[Array, "B T N H"], positions: Int[Any, "#B T"]

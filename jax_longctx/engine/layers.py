@@ -168,7 +168,7 @@ class LayerPass:
         self, new: QKV, cache: Any, segment: Segment, total: Array, sinks: Array | None
     ) -> tuple[Array, Any]:
         """`attend` over a device's part of heads and slots, and the heads' sinks."""
-        ctx = self.setup.layer_context(self.layer, total)
+        ctx = dataclasses.replace(self.setup.layer_context(self.layer, total), sinks=sinks)
         (out, lse), after = self.layer.method.attend(new, cache, segment, ctx)
         if sinks is not None:
             out = with_sinks(out, lse, sinks)

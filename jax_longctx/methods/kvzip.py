@@ -131,12 +131,12 @@ class KVzip(Compressing):
         q, k, v = new
         store: AppendCache = cache.store
         at_BT = store.position[:, None] + jnp.arange(q.shape[1])
-        q, k = ctx.rotate(q, at_BT), ctx.rotate(k, at_BT)
+        q, k = ctx.rotate_queries(q, at_BT), ctx.rotate(k, at_BT)
         seen_B = store.held(ctx)
         text = ctx.seq_merge(*cache_attention(q, store.k, store.v, seen_B, scale=ctx.scale))
         own = causal_attention(q, k, v, scale=ctx.scale)
         valid_B = segment.valid_of()
-        return merge([text, own]), self._scored(cache, q, own[1], valid_B, ctx)
+        return merge([text, own]), self._scored(cache, q, ctx.with_sinks(own[1]), valid_B, ctx)
 
     def _scored(
         self, cache: RepeatedCache, q: Array, own: Array, valid: Array, ctx: LayerContext

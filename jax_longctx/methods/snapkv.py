@@ -41,7 +41,7 @@ class ObservedCache(Rewinding):
 
     Attributes:
       queries: rotated, the newest last.
-      lse: log-sum-exp of each one's attention, -inf where a row has had fewer queries.
+      lse: log-sum-exp of each one's attention and sink, -inf where a row has had fewer queries.
       context_queries, context_lse: both at the end of the context.
     """
 
@@ -111,7 +111,7 @@ class SnapKV(Appending):
         at_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
         (out, lse), store = super().attend(new, cache.store, segment, ctx)
         queries = _last(cache.queries, ctx.rotate_queries(q, at_BT), valid_B)
-        lses = _last(cache.lse, lse, valid_B)
+        lses = _last(cache.lse, ctx.with_sinks(lse), valid_B)
         return (out, lse), dataclasses.replace(cache, store=store, queries=queries, lse=lses)
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Cache:

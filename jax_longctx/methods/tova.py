@@ -35,7 +35,7 @@ def _of_last_row(seen: Look) -> Float[Array, "B K U"]:
     """Each row's last valid query: its probability of every slot and token, over the group."""
     last_B1 = jnp.maximum(seen.valid - 1, 0)[:, None]
     q_B1NH = jnp.take_along_axis(seen.q, last_B1[..., None, None], axis=1)
-    lse_B1N = jnp.take_along_axis(seen.lse, last_B1[..., None], axis=1)
+    lse_B1N = jnp.take_along_axis(seen.log_total, last_B1[..., None], axis=1)
     how, length_B = Reduction(seen.ctx.scale), seen.cache.length
     past = attention_mass(q_B1NH, seen.past_k, lse_B1N, length_B, how)
     # It sees every valid token of its segment, so no causal start is needed.

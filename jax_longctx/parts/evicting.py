@@ -191,6 +191,11 @@ class Look:
         """Number of the segment's tokens that join the cache; 0 for a probe."""
         return jnp.zeros_like(self.valid) if self.segment.role == "probe" else self.valid
 
+    @property
+    def log_total(self) -> Float[Array, "B T N"]:
+        """The log of what each query's probabilities are divided by."""
+        return self.ctx.with_sinks(self.lse)
+
     def mass(self, **options: Any) -> Any:
         """`attention_mass` of the segment's valid queries on every slot and token, `[B, K, U]`.
 
@@ -199,13 +204,13 @@ class Look:
         past = self.mass_on_cache(**options)
         k_BKTH, start = jnp.swapaxes(self.k, 1, 2), jnp.zeros_like(self.valid)
         how = Reduction(self.ctx.scale, self.valid, start, **options)
-        new = attention_mass(self.q, k_BKTH, self.lse, self.valid, how)
+        new = attention_mass(self.q, k_BKTH, self.log_total, self.valid, how)
         return jax.tree.map(lambda *pair: jnp.concatenate(pair, axis=2), past, new)
 
     def mass_on_cache(self, **options: Any) -> Any:
         """`mass` on the cache's slots alone, `[B, K, C]`."""
         how = Reduction(self.ctx.scale, self.valid, **options)
-        return attention_mass(self.q, self.past_k, self.lse, self.cache.length, how)
+        return attention_mass(self.q, self.past_k, self.log_total, self.cache.length, how)
 
     def with_tokens(self, slots: Float[Array, "B K C"]) -> Float[Array, "B K U"]:
         """Values of slots, and zeros for the segment's tokens."""

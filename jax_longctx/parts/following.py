@@ -206,7 +206,7 @@ class Following(Method):
         q, rotated = new[0][:, segment.group(CHUNK_ROWS).columns], None
         if cache.queries is not None:
             at_BT = position_B[:, None] + jnp.arange(q.shape[1])
-            rotated = self.first.handed_context(ctx).rotate(q, at_BT)
+            rotated = self.first.handed_context(ctx).rotate_queries(q, at_BT)
         return part, cache.after(held, q, rotated, segment.valid_of())
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:

@@ -172,8 +172,8 @@ class PartialDecoding(Appending):
         *attended, logits_BNS = attend_with_logits(q, store.k, store.v, held_B, scale=ctx.scale)
         out, lse = ctx.seq_merge(*attended)
         # A row without keys has no log-sum-exp; nothing is chosen from it.
-        base_BN1 = jnp.swapaxes(jnp.where(jnp.isfinite(lse), lse, 0.0), 1, 2)
-        p_BKGS = jnp.exp(logits_BNS - base_BN1).reshape(batch, kv_heads, -1, size)
+        base_B1N = jnp.where(jnp.isfinite(lse), ctx.with_sinks(lse), 0.0)
+        p_BKGS = jnp.exp(logits_BNS - base_B1N.swapaxes(1, 2)).reshape(batch, kv_heads, -1, size)
         over = {"max": jnp.max, "mean": jnp.mean, "first": lambda p, axis: p[:, :, 0]}
         mass_BKS = ctx.slots(size).whole(over[self.over_group](p_BKGS, axis=2), axis=2)
         # The newest token is always chosen and leaves last.

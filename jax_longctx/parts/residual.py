@@ -28,7 +28,7 @@ from jax_longctx.caches import AppendCache, Rewinding, SelectiveCache, numbers, 
 from jax_longctx.contract import CacheShape, LayerContext
 from jax_longctx.parts.sparse_decode import Prior, Selected
 from jax_longctx.sharding import axes_field
-from pallas_kernels.common import capped, factor_of
+from pallas_kernels.common import Capped, capped, factor_of
 from pallas_kernels.decode_attention import decode_logits, weighted_values
 
 
@@ -175,8 +175,12 @@ def prior_of(background: Background, q: Float[Array, "B 1 N H"], ctx: LayerConte
     mean_key_BNH = jnp.repeat(mean_key_BKH, q.shape[2] // mean_key_BKH.shape[1], axis=1)
     query_BNH = background.mean
     away_BNH = q[:, 0].astype(jnp.float32) - query_BNH.astype(jnp.float32)
-    # The logits of the query have the cap; this estimate of their difference has none.
     bias_BN = factor_of(ctx.scale) * jnp.sum(away_BNH * mean_key_BNH, axis=-1)
+    if isinstance(ctx.scale, Capped):
+        # Of capped scores: the difference at the mean key.
+        products_BN = jnp.sum(query_BNH.astype(jnp.float32) * mean_key_BNH, axis=-1)
+        before_BN = factor_of(ctx.scale) * products_BN
+        bias_BN = capped(before_BN + bias_BN, ctx.scale) - capped(before_BN, ctx.scale)
     return Prior(query_BNH[:, None].astype(q.dtype), background.lse, background.out, bias_BN)
 
 

@@ -231,7 +231,8 @@ class WindowedAttention:
         there_BX, first_B = index_X < number_B[:, None], start_B + first_B
         out, lse, logits = attend_with_logits(q, k, v, number_B, scale=scale)
         part = self.ctx.seq_merge(*merge([*others, (out, lse)]))
-        shares = jnp.where(there_BX[:, None], logits - jnp.swapaxes(part[1], 1, 2), -jnp.inf)
+        log_total_BN1 = jnp.swapaxes(self.ctx.with_sinks(part[1]), 1, 2)
+        shares = jnp.where(there_BX[:, None], logits - log_total_BN1, -jnp.inf)
         return part, k[:, :, inside:], (jnp.exp(shares), first_B, number_B)
 
     def _chunk(
@@ -261,7 +262,7 @@ class WindowedAttention:
         """Probabilities that the entries' tokens and the chunk's own received."""
         size, scale = near.shape[2], self.ctx.scale
         # In reversed order the window's edge is a causal mask, and padding comes first.
-        lse = jnp.where(counted[..., None], lse, -jnp.inf)
+        lse = jnp.where(counted[..., None], self.ctx.with_sinks(lse), -jnp.inf)
         edge_B = self.layout.window - 1 - q.shape[1] + size - back[:, 0]
         turned = (jnp.flip(q, axis=1), jnp.flip(near, axis=2), jnp.flip(lse, axis=1))
         seen = _mass_by_head(*turned, jnp.full_like(self.valid, size), edge_B, scale)

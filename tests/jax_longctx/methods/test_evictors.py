@@ -91,6 +91,14 @@ def test_x22_ragged_rows_keep_what_each_keeps_alone(name):
     compare(own(name), RULES[type(OWN[name])](OWN[name]), answers=ANSWERS)
 
 
+@each(quick=("h2o", "tova"))
+def test_a_learned_sink_takes_its_share_of_the_mass(name):
+    method = OWN[name]
+    config = tiny_config(num_layers=1, sinks=True)
+    engine = tiny_engine(method, config=config, chunk=method.chunk)
+    compare(engine, RULES[type(method)](method), answers=ANSWERS)
+
+
 def test_sl_3_sinks_alone():
     method = StreamingLLM(budget=4, sink=4, chunk=1)
     oracles = compare(engine_of(method), StreamingRule(method))

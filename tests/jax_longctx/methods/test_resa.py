@@ -11,6 +11,7 @@ from jax_longctx.methods import Quest, Resa
 from jax_longctx.parts import residual
 from jax_longctx.parts.appending import Exact
 from jax_longctx.sharding import make_mesh
+from pallas_kernels.common import Capped
 from tests.jax_longctx.methods.harness import oracle_params, row_logits, texts
 from tests.jax_longctx.methods.oracles.selection import decode_logits
 from tests.jax_longctx.methods.selecting import (
@@ -113,6 +114,23 @@ def test_rs_5_equal_keys_get_full_attention():
     got = step(CASES["resa quest"][0], given)
     for row in range(4):
         np.testing.assert_allclose(got.swept[row, :, -1], full(given, row), atol=5e-5)
+
+
+def test_equal_keys_get_their_capped_scores():
+    rng, ctx = np.random.default_rng(6), plain_context()
+    ctx = dataclasses.replace(ctx, scale=Capped(WIDTH**-0.5, 1.5))
+    q, mean = (jnp.asarray(3 * rng.normal(size=(1, HEADS, WIDTH)), jnp.float32) for _ in range(2))
+    key = jnp.asarray(rng.normal(size=(1, KV_HEADS, 1, WIDTH)), jnp.float32)
+    background = residual.empty_background(layer_shape(q, key))
+    sums = {"key_sum": 9 * key[:, :, 0], "counted": jnp.array([9])}
+    background = dataclasses.replace(background, mean=mean, **sums)
+    own = np.repeat(np.asarray(key[0, :, 0]), HEADS // KV_HEADS, axis=0)
+
+    def score(query):
+        return 1.5 * np.tanh((np.asarray(query[0]) * own).sum(-1) * WIDTH**-0.5 / 1.5)
+
+    said = score(mean) + residual.prior_of(background, q[:, None], ctx).bias[0]
+    np.testing.assert_allclose(said, score(q), atol=1e-6)
 
 
 def test_rs_6_rs_12_what_the_prior_says_of_a_key():

@@ -18,7 +18,7 @@ from tests.jax_longctx.methods.harness import (
 )
 from tests.jax_longctx.methods.oracles.partial_cache import PartialDecoder
 from tests.oracle import forward, probabilities, rope, weighted_values
-from tests.support import random_rows, tiny_engine
+from tests.support import random_rows, tiny_config, tiny_engine
 
 # With the questions: above the budget, below window and budget, equal to the budget, above it.
 CONTEXTS = random_rows([37, 1, 10, 20])
@@ -88,6 +88,12 @@ def test_sn_5_sn_1_rows_equal_numpy_and_with_room_for_all_full_attention(whole):
     full = full_logits(engine, (CONTEXTS, QUESTIONS, ANSWERS))
     for column, (logits, _) in enumerate(decoded(engine, caches, budget=60)):
         check_rows(logits, [row[column - 9] for row in full])
+
+
+def test_a_learned_sink_takes_its_share_of_the_mass():
+    engine = tiny_engine(METHOD, config=tiny_config(sinks=True), chunk=16)
+    *_, last = steps(engine, CONTEXTS, QUESTIONS, reserve=16)
+    compare(engine, last.caches)
 
 
 @pytest.mark.thorough

@@ -132,13 +132,15 @@ class Evicting:
         """Logits `[T, V]` of the tokens."""
 
         def attend(layer, q, k, v):
-            return self._attend(self.layers[layer], q, k, v, role)
+            sinks = self.params["layers"][str(layer)]["attn"].get("sinks")
+            return self._attend(self.layers[layer], (q, k, v), role, sinks)
 
         logits = forward(self.config, self.params, tokens, attend)
         self.position += 0 if role == "probe" else len(tokens)
         return logits
 
-    def _attend(self, kept, q, k, v, role):
+    def _attend(self, kept, new, role, sinks):
+        q, k, v = new
         rows, n, heads = len(q), len(kept.token[0]), k.shape[1]
         group = q.shape[1] // heads
         shifted = self.method.positions == "shifted"
@@ -151,7 +153,8 @@ class Evicting:
             keys = np.concatenate([kept.k[head], k[:, head]])[:, None]
             values = np.concatenate([kept.v[head], v[:, head]])[:, None]
             where = np.concatenate([np.arange(n) if shifted else kept.token[head], at])
-            weights = probabilities(rope(q[:, mine], at, THETA), rope(keys, where, THETA), seen)
+            turned = rope(q[:, mine], at, THETA), rope(keys, where, THETA)
+            weights = probabilities(*turned, seen, None if sinks is None else sinks[mine])
             p.append(weights)
             out.append(weighted_values(weights, values))
         self._evict(kept, np.concatenate(p), k, v, token, n, role)

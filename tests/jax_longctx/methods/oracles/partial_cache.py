@@ -6,7 +6,7 @@ values; for each kv head a list of ids says what decode may read, the first to l
 
 import numpy as np
 
-from tests.oracle import causal_attend, forward, probabilities, rope, weighted_values
+from tests.oracle import forward, probabilities, rope, weighted_values
 
 THETA = 1e4
 
@@ -57,12 +57,16 @@ class PartialDecoder:
             at = np.arange(len(q))
             turned, keys = rope(q, at, THETA), rope(k, at, THETA)
             self.keys[layer], self.values[layer] = keys, v
-            p = probabilities(turned, keys, at[:, None] >= at[None, :])[:, -window:]
-            self.lists[layer] = choose(p, heads, **self.how)
+            p = probabilities(turned, keys, at[:, None] >= at[None, :], self.sinks(layer))
+            self.lists[layer] = choose(p[:, -window:], heads, **self.how)
             self.reference[layer] = turned[-1].mean(0)
-            return causal_attend(THETA)(layer, q, k, v)
+            return weighted_values(p, v)
 
         self.logits = forward(config, params, prompt, attend)[-1]
+
+    def sinks(self, layer):
+        """The logits of a model's learned sinks, one a head; None without."""
+        return self.params["layers"][str(layer)]["attn"].get("sinks")
 
     def step(self, token, is_full=lambda step, cosine: False, ablation="none"):
         """Logits after `token`; `is_full(step, cosine)` for each layer."""
@@ -82,25 +86,26 @@ class PartialDecoder:
             if is_full(self.steps, cosine):
                 self.full_steps[layer] += 1
                 self.reference[layer] = mean
-                p = probabilities(turned, keys, np.ones((1, len(keys)), bool))
+                p = probabilities(turned, keys, np.ones((1, len(keys)), bool), self.sinks(layer))
                 reads = [every for _ in reads]
                 if ablation != "no_refresh":
                     pushed = choose(p, self.config.num_kv_heads, **self.how)
                 if ablation == "no_full":
                     reads = pushed
             self.lists[layer], self.read[layer] = pushed, [sorted(ids) for ids in reads]
-            return attend_lists(turned, keys, values, reads)
+            return attend_lists(turned, keys, values, reads, self.sinks(layer))
 
         self.logits = forward(self.config, self.params, [token], attend)[-1]
         return self.logits
 
 
-def attend_lists(q, keys, values, lists):
+def attend_lists(q, keys, values, lists, sinks=None):
     """`[1, N, H]` of one query over each kv head's own ids."""
     group = q.shape[1] // keys.shape[1]
     outs = []
     for head, ids in enumerate(lists):
         mine = slice(head * group, (head + 1) * group)
-        p = probabilities(q[:, mine], keys[ids, head : head + 1], np.ones((1, len(ids)), bool))
+        seen, own = np.ones((1, len(ids)), bool), None if sinks is None else sinks[mine]
+        p = probabilities(q[:, mine], keys[ids, head : head + 1], seen, own)
         outs.append(weighted_values(p, values[ids, head : head + 1]))
     return np.concatenate(outs, 1)
