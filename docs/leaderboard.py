@@ -50,7 +50,7 @@ def shape_of(size: str) -> ModelConfig:
 
 
 def specs(commands: Sequence[str]) -> dict[str, Spec]:
-    """The methods of `eval run` commands with the settings that they give, by name."""
+    """The methods of `eval run` commands with the last settings that they give, by name."""
     found = [Spec.parse(text) for line in commands for text in re.findall(r"-m (\S+)", line)]
     return {spec.name: spec for spec in found}
 
@@ -71,7 +71,7 @@ def mean(rows: Sequence[Mapping[str, Any]]) -> tuple[float, list[float]]:
 def rows_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """`method`, `settings`, `model`, `length`, `score`, `interval`, `n` and bytes; the best first.
 
-    A method at a length needs all five tasks.
+    A method at a length needs all five tasks; of several settings the last counts.
     """
     made = []
     for name in SOURCES:
@@ -81,6 +81,7 @@ def rows_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
         own = [row for row in result.rows if row["task"] in TASKS]
         for method, length in dict.fromkeys((row["method"], row["length"]) for row in own):
             cells = [row for row in own if (row["method"], row["length"]) == (method, length)]
+            cells = [row for row in cells if row["settings"] == cells[-1]["settings"]]
             if len(cells) < len(TASKS):
                 continue
             score, interval = mean(cells)
