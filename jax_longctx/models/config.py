@@ -183,6 +183,8 @@ class ModelConfig:
         """
         family = str(need(config, "model_type"))
         traits = look_up(FAMILIES, family, "family")
+        own = {SIZES[ours]: config.get(key) for ours, key in traits.keys.items() if ours in SIZES}
+        config = {**config, **{usual: value for usual, value in own.items() if value is not None}}
         activation = need(config, traits.key("activation", "hidden_act"))
         if activation != traits.activation:
             raise ConfigError(

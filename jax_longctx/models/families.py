@@ -73,8 +73,9 @@ class Family:
         biases with `bias` appended: its matrices have inputs before outputs, and the outputs of
         modules that share it take turns.
       keys: what its config names otherwise than Llama's, or Llama's lacks: `activation`,
-        `norm_eps`, `query_width`, `unrotated` or one of `NUMBERS` -> the config's key. Unrotated
-        is a layer whose entry is 0, or `full_attention` where the key is `layer_types`.
+        `norm_eps`, `query_width`, `unrotated`, a size (`config.SIZES`; where the key is there, it
+        comes first) or one of `NUMBERS` -> the config's key. Unrotated is a layer whose entry is 0,
+        or `full_attention` where the key is `layer_types`.
       activation: of the gated MLP: a key of `llama.ACTIVATIONS`, and Hugging Face's `hidden_act`.
       norm: a key of `llama.NORMS`.
       norms: where a layer has norms: before attention and MLP (`attn_norm`, `mlp_norm`), after them
@@ -307,7 +308,12 @@ FAMILIES = {
     "cohere": Family(
         architecture="CohereForCausalLM",
         names=COHERE_NAMES,
-        keys={"norm_eps": "layer_norm_eps", "logits_multiplier": "logit_scale"},
+        keys={
+            "norm_eps": "layer_norm_eps",
+            "logits_multiplier": "logit_scale",
+            # Of 131,072 in the first Command R, which says 8,192 under the usual key.
+            "max_position": "model_max_length",
+        },
         norm="layer",
         norms="shared",
         bias_flags=("attention_bias",),

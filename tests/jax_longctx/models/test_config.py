@@ -214,6 +214,13 @@ def test_round_trips_are_exact(name):
     assert hash(ours) == hash(ModelConfig.from_dict(ours.to_dict()))
 
 
+def test_a_length_under_a_familys_own_key_comes_first():
+    long = ModelConfig.from_hf({**saved("cohere"), "model_max_length": 4096})
+    assert long.max_position == long.rope.trained_length == 4096
+    assert ModelConfig.from_hf(long.to_hf()) == long
+    assert ModelConfig.from_hf(saved("cohere")).max_position == 256
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "said"),
     [
