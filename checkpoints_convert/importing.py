@@ -205,7 +205,6 @@ def convert(
     dtype: str | None = "source",
     weights: str | None = None,
     progress: OnProgress | None = None,
-    resume: bool = True,
     tell: Callable[[str], object] | None = None,
 ) -> storage.Manifest:
     """Converts a Hugging Face directory, a hub id or a GGUF file to a checkpoint directory.
@@ -213,7 +212,7 @@ def convert(
     Of a model of text and images it is the text model.
 
     All is written to `DESTINATION.partial`, which is renamed at the end. It is deleted after an
-    error, and kept after an interruption (Ctrl-C, a kill), from which a conversion can resume.
+    error, and kept after an interruption (Ctrl-C, a kill), from which the next conversion resumes.
 
     Args:
       dtype: "float32", "bfloat16", "float16", or "source" (or None) for each tensor's own, where
@@ -221,7 +220,6 @@ def convert(
       weights: "int8" for the layers' matrices in 8 bits, rounded from their values in
         `dtype`; from quantised blocks of a GGUF file directly.
       progress: called with (bytes done, bytes in all) of the parameters.
-      resume: continue an interrupted conversion to this destination, if there is one.
       tell: called with a line about what is left out, if anything is.
 
     Raises:
@@ -255,7 +253,7 @@ def convert(
         made_from = _made_from(opened, steps, weights)
         _check_space(destination, sum(step.nbytes for step in steps))
         with file_errors(f"{destination} cannot be written", kind=CheckpointError):
-            partial = Partial(destination, made_from, resume=resume)
+            partial = Partial(destination, made_from)
         try:
             hashes = _write_tensors(partial, steps, progress)
             _write_rest(partial, opened, steps, hashes, weights)

@@ -37,24 +37,23 @@ def check_destination(destination: Path) -> None:
 
 
 class Partial:
-    """An unfinished conversion.
+    """An unfinished conversion; an interrupted one is continued.
 
     Args:
       made_from: source and options; a partial continues only where they are the same.
-      resume: continue an interrupted conversion; otherwise start anew.
 
     Raises:
       CheckpointError: the interrupted conversion has another source or other options.
     """
 
-    def __init__(self, destination: Path, made_from: Mapping[str, Any], *, resume: bool):
+    def __init__(self, destination: Path, made_from: Mapping[str, Any]):
         self.destination = destination
         self.folder = destination.with_name(destination.name + SUFFIX)
         self._made_from = json.loads(json.dumps(made_from))
         # By path.
         self._digests: dict[str, str] = {}
         self._check_ours()
-        if not (resume and self._continue()):
+        if not self._continue():
             self.discard()
             self.folder.mkdir(parents=True)
             self._note()
