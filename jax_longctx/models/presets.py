@@ -60,7 +60,31 @@ _MIXTRAL = {
     "architectures": ["MixtralForCausalLM"],
     **{"num_local_experts": 8, "num_experts_per_tok": 2},
 }
-
+_MINISTRAL3 = {
+    **_MISTRAL,
+    "model_type": "ministral3",
+    "architectures": ["Ministral3ForCausalLM"],
+    "head_dim": 128,
+    "rope_parameters": {
+        **{"rope_theta": 1000000.0, "rope_type": "yarn", "factor": 16.0},
+        **{"original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0},
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.1},
+    },
+}
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        **{"rope_theta": 150000.0, "rope_type": "yarn", "factor": 32.0, "truncate": False},
+        **{"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0},
+    },
+    "head_dim": 64,
+    "attention_bias": True,
+    **{"num_local_experts": 32, "num_experts_per_tok": 4},
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+}
 _SMOLLM3 = {
     "model_type": "smollm3",
     "architectures": ["SmolLM3ForCausalLM"],
@@ -159,6 +183,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "command-r7b": _shape(_COMMAND, 256000, 32, 4096, 14336, 32, 8, 132096),
     "mistral-7b": _shape(_MISTRAL, 32768, 32, 4096, 14336, 32, 8, 32768),
     "mixtral-8x7b": _shape(_MIXTRAL, 32000, 32, 4096, 14336, 32, 8, 32768),
+    "ministral-3-8b": _shape(_MINISTRAL3, 131072, 34, 4096, 14336, 32, 8, 262144),
+    "gpt-oss-20b": _shape(_GPT_OSS, 201088, 24, 2880, 2880, 64, 8, 131072),
     "qwen2-7b": _shape(_QWEN2, 152064, 28, 3584, 18944, 28, 4, 131072),
     "qwen2-72b": _shape(_QWEN2, 152064, 80, 8192, 29568, 64, 8, 131072),
     "qwen3-30b-a3b": _shape(_QWEN3_MOE, 151936, 48, 2048, 6144, 32, 4, 40960),

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_longctx.errors import ConfigError
-from jax_longctx.methods import Full, make_method
+from jax_longctx.methods import METHODS, Full, make_method
 from jax_longctx.models import experts
 from jax_longctx.models.mixture import Mixture
 from jax_longctx.models.params import init_params
@@ -24,6 +25,12 @@ MIXTURE = Mixture(count=COUNT, chosen=CHOSEN)
 CLAMPED = dataclasses.replace(MIXTURE, alpha=1.702, limit=0.5)
 CONFIG = tiny_config(
     family="qwen3_moe", qk_norm=True, experts=Mixture(count=5, chosen=2, normed=False)
+)
+GPT_OSS = tiny_config(
+    family="gpt_oss",
+    experts=dataclasses.replace(CLAMPED, limit=7.0),
+    windows=(7, None),
+    **dict.fromkeys(("sinks", "qkv_bias", "o_bias", "mlp_bias"), True),
 )
 ROWS, QUESTIONS = random_rows([50, 21]), random_rows([3, 4], seed=1)
 
@@ -152,6 +159,19 @@ def test_a_mesh_answers_as_one_device(form, alone):
 def test_methods_with_room_for_all_tokens_answer_as_full_attention(name, alone):
     method = make_method(name, EVERYTHING[name])
     assert answers(tiny_engine(method, config=CONFIG, chunk=16)) == alone
+
+
+@functools.cache
+def of_gpt_oss(name):
+    method = make_method(name, EVERYTHING[name])
+    return answers(tiny_engine(method, config=GPT_OSS, chunk=16))
+
+
+# Ring and Star Attention refuse its windows.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*METHODS} - {"full", "ring", "star"}))
+def test_every_method_answers_as_full_attention_on_a_gpt_oss(name):
+    assert of_gpt_oss(name) == of_gpt_oss("full")
 
 
 def test_plan_counts_the_experts_that_a_token_meets():
