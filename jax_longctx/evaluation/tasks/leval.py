@@ -14,6 +14,7 @@ those of `Evaluation/auto_eval.py` there. The name of the file chooses both, as 
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -23,93 +24,85 @@ from jax_longctx.evaluation.metrics import normalize, rouge, token_f1
 from jax_longctx.evaluation.tasks.files import FileTask, Record
 from jax_longctx.evaluation.tasks.task import Sample, fixed
 
-# A part of the file's name -> the system message.
-SYSTEM = {
+LONG = "Now you are given a very long document. Please follow the instruction "
+CHOOSE = f"{LONG}based on this document. For multi-choice questions, there "
+LETTER = "Please only provide the letter corresponding to the answer (like A or "
+EXAM = (
+    f"{CHOOSE}is only a sinlge correct option. {LETTER}B) when answering. For other questions, "
+    "please directly give the concise and accurate answer. "
+)
+OPEN = (
+    f"{LONG}after this document. These instructions may include summarizing a document, answering "
+    "questions based on the document, or writing a required paragraph. "
+)
+# A part of an exam's file name -> metric, and the system message.
+EXAMS = {
     "gsm": (
+        "number",
         "Given several question answer pairs, you need to follow a similar format to answer the "
-        "last question. Make sure the response is end with The answer is _ . "
+        "last question. Make sure the response is end with The answer is _ . ",
     ),
     "topic": (
+        "text",
         "Below is a record of our previous conversation on many different topics. You are the "
         "ASSISTANT, and I am the USER. At the beginning of each topic, the USER will say 'I would "
         "like to discuss the topic of <TOPIC>'. Memorize each <TOPIC>. At the end of the record, I "
-        "will ask you to retrieve the first/second/third topic names. Now the record start. "
+        "will ask you to retrieve the first/second/third topic names. Now the record start. ",
     ),
     "coursera": (
-        "Now you are given a very long document. Please follow the instruction based on this "
-        "document. For multi-choice questions, there could be a sinlge correct option or multiple "
-        "correct options. Please only provide the letter corresponding to the answer (like A or "
-        "AB) when answering. "
+        "all options",
+        f"{CHOOSE}could be a sinlge correct option or multiple correct options. {LETTER}AB) when "
+        "answering. ",
     ),
     "codeU": (
+        "output of code",
         "Now you are given a code base consisting of a large amount of functions and the "
         "corresponding comments. In the end, I will call some functions defined in the code base. "
-        "Please carefully read these codes and comments and answer the question."
+        "Please carefully read these codes and comments and answer the question.",
     ),
     "sci_fi": (
+        "loyalty",
         "Now you are given a scientific fiction. I will ask you some questions and the answer "
         'should be "True" or "False". Notice that you should answer the question based on the '
-        "evidence in the document instead of your background knowledge."
+        "evidence in the document instead of your background knowledge.",
     ),
+    "quality": ("option", EXAM),
+    "tpo": ("option", EXAM),
+    "": ("text", EXAM),
 }
-EXAM = (
-    "Now you are given a very long document. Please follow the instruction based on this document. "
-    "For multi-choice questions, there is only a sinlge correct option. Please only provide the "
-    "letter corresponding to the answer (like A or B) when answering. For other questions, please "
-    "directly give the concise and accurate answer. "
-)
-OPEN = (
-    "Now you are given a very long document. Please follow the instruction after this document. "
-    "These instructions may include summarizing a document, answering questions based on the "
-    "document, or writing a required paragraph. "
-)
-DOCUMENT = "Document is as follows. "
+# Exams whose prompt is the document and the question alone.
+BARE = ("number", "text", "output of code")
 DIRECTLY = ".  Please directly give the answer without any additional output or explanation "
 WORLD = "based on the world described in the document."
 KNOWN = "based on the real-world knowledge and facts up until your last training"
 ALONE = "Please directly answer without any additional output or explanation. \nAnswer:"
 
-# How a line is evaluated -> metric; of an `exam` the file's name says it.
-OPEN_METRICS = {"f1": "token F1", "rouge": "ROUGE-L"}
-JUDGED = ("human", "LLM")
-_EXAMS = {
-    "coursera": "all options",
-    "quality": "option",
-    "tpo": "option",
-    "gsm": "number",
-    "codeU": "output of code",
-    "sci_fi": "loyalty",
-}
-_MAX_NEW = 512
-
 
 def records(entry: Mapping[str, Any], dataset: str) -> Iterable[Record]:
     """The prompts of a line of the file `dataset`."""
     kind = entry["evaluation"]
-    if kind in JUDGED:
+    if kind in ("human", "LLM"):
         return
-    exam = kind == "exam"
-    metric = OPEN_METRICS.get(kind, "text")
-    if exam:
-        metric = next((_EXAMS[part] for part in _EXAMS if part in dataset), metric)
-    elif kind not in OPEN_METRICS:
+    metric, system = {"f1": ("token F1", OPEN), "rouge": ("ROUGE-L", OPEN)}.get(kind, ("", ""))
+    if kind == "exam":
+        metric, system = EXAMS[next(part for part in EXAMS if part in dataset)]
+    elif not metric:
         raise KeyError(kind)
-    system = next((SYSTEM[part] for part in SYSTEM if part in dataset), EXAM if exam else OPEN)
-    document, prefix = f"{system}{DOCUMENT}{entry['input']}", "\nAnswer:" if exam else ""
-    if any(part in dataset for part in ("gsm", "codeU", "topic")):
-        document, prefix = system + entry["input"], ""
+    bare = metric in BARE and system != EXAM
+    document = system + ("" if bare else "Document is as follows. ") + entry["input"]
+    prefix = "\nAnswer:" if kind == "exam" and not bare else ""
     for instruction, output in zip(entry["instructions"], entry["outputs"], strict=True):
         asked = f" \nQuestion: {instruction}{DIRECTLY}"
-        if not exam:
+        if bare:
+            asked = f"\n\n{instruction}"
+        elif kind != "exam":
             words = len(output.split())
             asked = f" Instruction: {instruction} \nAnswer this question with {words} words."
-        elif not prefix:
-            asked = f"\n\n{instruction}"
         right, _, fact = output.partition("[fact:") if metric == "loyalty" else (output, "", "")
-        yield Record(document, asked, (right,), metric, (), _MAX_NEW, dataset, prefix)
+        yield Record(document, asked, (right,), metric, (), 512, dataset, prefix)
         if metric == "loyalty":
             known = instruction.replace(WORLD, KNOWN)
-            yield Record(known, ALONE, (fact.strip()[:-1],), "fact", (), _MAX_NEW, dataset, "")
+            yield Record(known, ALONE, (fact.strip()[:-1],), "fact", (), 512, dataset, "")
 
 
 def exact_match(answer: str, gold: str) -> float:
@@ -150,8 +143,9 @@ def options(answer: str, *, several: bool) -> str:
     return "".join(sorted(named)) or (run[0] if run else "A")
 
 
-def _right_options(gold: str) -> str:
-    return re.sub("[^A-D]", "", gold.split()[0]) or "A"
+def _chosen(answer: str, gold: str, *, several: bool = False) -> float:
+    right = re.sub("[^A-D]", "", gold.split()[0]) or "A"
+    return exact_match(options(answer, several=several), right)
 
 
 def number(answer: str) -> str:
@@ -163,25 +157,18 @@ def number(answer: str) -> str:
 
 
 def _bare_code(text: str) -> str:
-    text = re.sub(r"\s+", " ", text)
-    for old, new in (
-        *((mark, "") for mark in (",", "'", "\\", ".0")),
-        *(("] [", "]["), ("[ [", "[["), ("] ]", "]]")),
-    ):
-        text = text.replace(old, new)
-    return text
+    text = re.sub(r",|'|\\", "", re.sub(r"\s+", " ", text)).replace(".0", "")
+    return text.replace("] [", "][").replace("[ [", "[[").replace("] ]", "]]")
 
 
-def _output(answer: str, gold: str) -> str:
-    """The words of the answer that may give the output: as many as the right one has, and three."""
-    text = _bare_code(answer)
-    for words in ("will be", "of the code", "is", "would be", "the value of"):
+def _output(answer: str, gold: str) -> float:
+    """By the words that may give the output: as many as the right one has, and three."""
+    text, most = _bare_code(answer), len(gold.split()) + 3
+    for words in ("will be", "of the code", "is", "would be", "the value of", "the result of"):
         text = text.replace(words, "")
-    text = text.replace("the result of", "").replace("printed", "")
-    most = len(gold.split()) + 3
-    _, found, last = text.rpartition("the final output")
+    _, found, last = text.replace("printed", "").rpartition("the final output")
     words = re.split(r"\s+", last)
-    return " ".join(words[:most] if found else words[-most:])
+    return exact_match(" ".join(words[:most] if found else words[-most:]), _bare_code(gold))
 
 
 def _verdict(answer: str, gold: str) -> float:
@@ -191,22 +178,11 @@ def _verdict(answer: str, gold: str) -> float:
     return 100.0 * (next(said, "") == gold.strip().lower())
 
 
-def _by_words(answer: str, gold: str) -> dict[str, float]:
-    """ROUGE as of the package `rouge-score`: words of letters and digits, without stemming."""
-    ours, right = (re.sub("[^a-z0-9]+", " ", text.lower()) for text in (answer, gold))
-    scores = rouge(ours, right)
-    return {f"ROUGE-{name}": scores[f"rouge_{name.lower()}"] for name in ("L", "1", "2")}
-
-
 SCORES: dict[str, Callable[[str, str], float]] = {
-    "option": lambda answer, gold: exact_match(
-        options(answer, several=False), _right_options(gold)
-    ),
-    "all options": lambda answer, gold: exact_match(
-        options(answer, several=True), _right_options(gold)
-    ),
+    "option": _chosen,
+    "all options": functools.partial(_chosen, several=True),
     "number": lambda answer, gold: exact_match(number(answer), number(gold)),
-    "output of code": lambda answer, gold: exact_match(_output(answer, gold), _bare_code(gold)),
+    "output of code": _output,
     "text": exact_match,
     "loyalty": _verdict,
     "fact": _verdict,
@@ -227,6 +203,8 @@ class LEval(FileTask):
     def measures(self, answer: str, sample: Sample) -> dict[str, float]:
         """The score by the prompt's metric; ROUGE-1 and -2 beside ROUGE-L."""
         metric, (gold,) = sample.meta["metric"], sample.outputs
-        if metric == "ROUGE-L":
-            return _by_words(answer, gold)
-        return {metric: SCORES[metric](answer, gold)}
+        if metric != "ROUGE-L":
+            return {metric: SCORES[metric](answer, gold)}
+        # The words of the package `rouge-score`, without stemming.
+        scores = rouge(*(re.sub("[^a-z0-9]+", " ", text.lower()) for text in (answer, gold)))
+        return {f"ROUGE-{name}": scores[f"rouge_{name.lower()}"] for name in ("L", "1", "2")}

@@ -1,20 +1,16 @@
 """LongProc (Ye et al. 2025) from the files that its authors publish: their prompts, their scores.
 
 A file is `DATASET_SIZE.json` as in princeton-pli/LongProc at 78e873a, in its folder, with the
-wording in `prompts.yaml` and, for `html_to_tsv`, the pages in `webpage` beside it. Answers may have
-1,024, 3,072 or 9,216 tokens, as in the authors' example. Scores are those of `longproc_data.py`:
-
-- `html_to_tsv`: F1 of rows (`html_tsv.score_table`).
-- `countdown`: the three equations of `<Solution>` reach the target. The search that the prompt
-  shows, and that partial scores compare with, is made here, as there: the files' own is not used.
-- `path_traversal`: the lines of `<Route>`. `tom_tracking`: the lines that begin with a hyphen.
-- `pseudo_to_code`: the program gives the right output for ten inputs. It is the model's own code,
-  compiled by g++ and run, so the setting `run_code` must allow it.
-- Partial scores: the share of lines up to the first wrong one, as the authors count them.
-
-`travel_planning` is not read: its file was not at hand.
+wording in `prompts.yaml` and the pages of `html_to_tsv` beside it. Answers may have 1,024, 3,072 or
+9,216 tokens, as in the authors' example. Scores are those of `longproc_data.py`: F1 of rows;
+whether the equations of `<Solution>` reach the target; whether the lines of `<Route>`, or those
+that begin with a hyphen, are right; whether a program gives the right output for ten inputs.
+Partial scores are the share of lines up to the first wrong one, as the authors count them.
+Countdown's searches are made here, as there: the files' own are not used. `travel_planning` was not
+at hand.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -35,21 +31,13 @@ from jax_longctx.evaluation.tasks.files import FileTask, Record
 from jax_longctx.evaluation.tasks.html_tsv import score_table
 from jax_longctx.evaluation.tasks.task import Sample, fixed
 
-# Data set -> where its prompt is divided into context and question.
-DIVIDED = {
-    "html_to_tsv": "\n\n[TARGET INFORMATION]",
-    "countdown": "\n\n[Problem]",
-    "path_traversal": "\n\nNow find the route",
-    "tom_tracking": "\n\n[QUESTION]",
-    "pseudo_to_code": "\n\n[CODE]:",
-}
 MAX_NEW = {"0.5k": 1024, "2k": 3072, "8k": 9216}
 # Numbers and targets of the two problems that countdown's prompt solves.
 SHOWN = (((40, 19, 23, 7), 29), ((9, 16, 6, 18), 12))
 # Intermediate results from here on are dropped.
 LARGEST = 2000
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
-TESTS, TEST_SECONDS = 10, 3
+TESTS = 10
 LIBRARIES = (
     "cstdio iostream vector algorithm numeric cmath cstring set map queue stack list fstream "
     "climits cassert iomanip sstream bitset"
@@ -66,8 +54,7 @@ _FILLER = re.compile(
 def wording(folder: Path) -> str:
     """The template in `prompts.yaml` of a folder: one block of text under one key."""
     text = read_file(str(folder / "prompts.yaml"), "keep it beside LongProc's file")
-    lines = text.partition("|-\n")[2].splitlines()
-    return "\n".join(line[2:] for line in lines).rstrip("\n")
+    return re.sub("^  ", "", text.partition("|-\n")[2], flags=re.MULTILINE).rstrip("\n")
 
 
 def search(numbers: Sequence[int], target: int) -> str:
@@ -168,19 +155,20 @@ def _solves(equations: str, numbers: Sequence[int], target: int) -> bool:
 
 
 def _agreed(search: str, gold: str) -> float:
-    """The place of the first line that does another thing than `gold`, as a share of its lines."""
+    """The place of the first line that does another thing than `gold`, as a share of its lines.
+
+    Lines that do the same have the same terms, and drop a branch both or neither.
+    """
+
+    def act(line: str) -> tuple[str, bool]:
+        terms = line if "Pick two numbers" in line else line.partition("=")[0]
+        return terms, "drop this branch" in line
+
     (first, *ours), (begun, *right) = search.split("\n"), gold.split("\n")
     if first != begun:
         return 0.0
-    place = -1
-    for place, (line, good) in enumerate(zip(ours, right, strict=False)):  # noqa: B007
-        if line == good:
-            continue
-        dropped = ["drop this branch" in each for each in (line, good)]
-        same = line.partition("=")[0] == good.partition("=")[0] and dropped[0] == dropped[1]
-        if "Pick two numbers" in good or not same:
-            break
-    return 100 * place / len(right)
+    same = _agreeing([*map(act, ours)], [*map(act, right)])
+    return 100 * min(same, len(ours) - 1, len(right) - 1) / len(right)
 
 
 def _countdown(answer: str, sample: Sample) -> dict[str, float]:
@@ -197,10 +185,16 @@ def _route(answer: str, sample: Sample) -> dict[str, float]:
     gold, found = sample.outputs[0].strip(), _tagged(answer, "Route")
     if found is None or found == gold:
         return dict.fromkeys(("accuracy", PARTIAL), 100.0 * (found == gold))
-    lines = list(zip(found.split("\n"), gold.split("\n"), strict=False))
-    wrong = (place for place, (line, good) in enumerate(lines, start=1) if line != good)
-    share = 100 * next(wrong, len(lines)) / len(gold.split("\n"))
-    return {"accuracy": 0.0, PARTIAL: share}
+    # The first wrong line counts too.
+    ours, right = found.split("\n"), gold.split("\n")
+    same = min(_agreeing(ours, right) + 1, len(ours), len(right))
+    return {"accuracy": 0.0, PARTIAL: 100 * same / len(right)}
+
+
+def _agreeing(ours: Sequence[Any], right: Sequence[Any]) -> int:
+    """How many lines agree before the first that does not."""
+    pairs = zip(ours, right, strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def _beliefs(text: str) -> list[str]:
@@ -213,22 +207,18 @@ def _beliefs(text: str) -> list[str]:
 
 def _tracked(answer: str, sample: Sample) -> dict[str, float]:
     ours, gold = _beliefs(answer), _beliefs(sample.outputs[0])
-    if ours == gold:
-        return {"accuracy": 100.0, PARTIAL: 100.0}
-    pairs = list(zip(ours, gold, strict=False))
-    wrong = (place for place, (said, right) in enumerate(pairs) if said != right)
-    return {"accuracy": 0.0, PARTIAL: 100 * next(wrong, len(pairs)) / len(gold)}
+    accuracy = 100.0 * (ours == gold)
+    return {"accuracy": accuracy, PARTIAL: 100 * _agreeing(ours, gold) / len(gold)}
 
 
 def _table(answer: str, sample: Sample) -> dict[str, float]:
-    return {"F1 of rows": (scores := score_table(answer, sample.outputs[0])).pop("f1"), **scores}
+    return score_table(answer, sample.outputs[0])
 
 
 def _program(answer: str, sample: Sample) -> dict[str, float]:
     code = re.search(r"```cpp([\s\S]*)```", answer.replace("```c++", "```cpp"))
-    return {
-        "accuracy": 100.0 * (code is not None and runs_right(code[1], sample.meta["choices"][0]))
-    }
+    right = code is not None and runs_right(code[1], sample.meta["choices"][0])
+    return {"accuracy": 100.0 * right}
 
 
 @functools.lru_cache(maxsize=1)
@@ -240,37 +230,30 @@ def runs_right(code: str, tests: str) -> bool:
     """
     source = "".join(f"#include <{name}>\n" for name in LIBRARIES) + "using namespace std;\n" + code
     with tempfile.TemporaryDirectory() as folder:
-        program = f"{folder}/program"
-        compiler = ["g++", "-std=c++11", "-O", "-x", "c++", "-", "-o", program]
-        made = subprocess.run(compiler, input=source.encode(), capture_output=True, check=False)
+        command = ["g++", "-std=c++11", "-O", "-x", "c++", "-", "-o", f"{folder}/a"]
+        made = subprocess.run(command, input=source, text=True, capture_output=True, check=False)
         return not made.returncode and all(
-            _prints(program, "\n".join(given) + "\n", "\n".join(right) + "\n")
+            _prints(Path(folder), "\n".join([*given, ""]), "\n".join([*right, ""]))
             for given, right in json.loads(tests)[:TESTS]
         )
 
 
-def _prints(program: str, given: str, right: str) -> bool:
-    # At most 32 MiB of output.
-    limited = ["sh", "-c", 'ulimit -f 65536; exec "$0" > "$0.out"', program]
-    try:
-        subprocess.run(
-            limited,
-            input=given.encode(),
-            stderr=subprocess.DEVNULL,
-            timeout=TEST_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    return Path(f"{program}.out").read_bytes() == right.encode()
+def _prints(folder: Path, given: str, right: str) -> bool:
+    # At most 32 MiB of output, in three seconds.
+    limited = ["sh", "-c", "ulimit -f 65536; exec ./a > out 2> /dev/null"]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(limited, cwd=folder, input=given.encode(), timeout=3, check=False)
+        return (folder / "out").read_bytes() == right.encode()
+    return False
 
 
-SCORES: dict[str, Callable[[str, Sample], dict[str, float]]] = {
-    "html_to_tsv": _table,
-    "countdown": _countdown,
-    "path_traversal": _route,
-    "tom_tracking": _tracked,
-    "pseudo_to_code": _program,
+# Data set -> scores by name, and where its prompt is divided into context and question.
+DATASETS: dict[str, tuple[Callable[[str, Sample], dict[str, float]], str]] = {
+    "html_to_tsv": (_table, "\n\n[TARGET INFORMATION]"),
+    "countdown": (_countdown, "\n\n[Problem]"),
+    "path_traversal": (_route, "\n\nNow find the route"),
+    "tom_tracking": (_tracked, "\n\n[QUESTION]"),
+    "pseudo_to_code": (_program, "\n\n[CODE]:"),
 }
 
 
@@ -299,16 +282,17 @@ class LongProc(FileTask):
                 f"{dataset} compiles programs that the model writes with g++ and runs them here: "
                 f"install g++ and set run_code=true"
             )
-        before, divided, after = wording(path.parent).partition(DIVIDED[dataset])
-        if not divided:
-            raise ValueError(f"prompts.yaml has no {DIVIDED[dataset].strip()!r}")
+        divided = DATASETS[dataset][1]
+        before, found, after = wording(path.parent).partition(divided)
+        if not found:
+            raise ValueError(f"prompts.yaml has no {divided.strip()!r}")
         context, query = before.format(**fields), (divided + after).format(**fields)
-        metric = "F1 of rows" if dataset == "html_to_tsv" else "accuracy"
+        metric = "f1" if dataset == "html_to_tsv" else "accuracy"
         yield Record(context, query, (gold,), metric, tests, MAX_NEW[size], dataset, "")
 
     def measures(self, answer: str, sample: Sample) -> dict[str, float]:
         """F1, precision and recall of rows; or accuracy, and a partial one."""
-        return SCORES[sample.meta["dataset"]](answer, sample)
+        return DATASETS[sample.meta["dataset"]][0](answer, sample)
 
 
 def _fields(

@@ -61,34 +61,29 @@ class CountingStars(Task):
         """Words of the text with a count after each thirty-second part of them."""
         words = open_haystack(self.haystack, count).text.replace("\n", " ").split(" ")
         start = draw.randrange(len(words))
-        correct = ("correct ", "correctly ") if self.reasoning else ("", "")
-        question = ASKED.format(correct=correct[0], correctly=correct[1])
-        counts = [
-            (RECOUNTED if self.reasoning else COUNTED).format(right=right, wrong=wrong)
-            for right, wrong in zip(RIGHT, WRONG, strict=True)
-        ]
+        form, correct = (RECOUNTED, "correct") if self.reasoning else (COUNTED, "")
+        question = ASKED.format(correct=correct and "correct ", correctly=correct and "correctly ")
+        pairs = zip(RIGHT, WRONG, strict=True)
+        counts = [form.format(right=right, wrong=wrong) for right, wrong in pairs]
 
         def text(units: int) -> str:
             chosen = itertools.islice(itertools.cycle(words), start, start + units)
-            return sprinkled(" ".join(chosen), counts)
+            return sprinkled(" ".join(chosen), counts).lstrip()
 
         room = self.room(count, question, tokens)
-        fitted = most_units(count, lambda units: text(units).strip(), room, fewest=len(counts))
-        end = text(fitted.units)[len(text(fitted.units).rstrip()) :]
-        meta = {"words": fitted.units}
-        return self.made(count, index, fitted, end + question, "", map(str, RIGHT), **meta)
+        fitted = most_units(count, lambda units: text(units).rstrip(), room, fewest=len(counts))
+        end = text(fitted.units).removeprefix(fitted.text)
+        return self.made(count, index, fitted, end + question, "", map(str, RIGHT))
 
     def score(self, answer: str, sample: Sample) -> float:
         """Share of the counts found; with the mistaken one beside it half, that one alone 25%."""
         found = counts_of(answer)[: len(RIGHT)]
-        points = 0.0
-        for right, wrong in zip(RIGHT, WRONG, strict=True):
-            mistaken = self.reasoning and wrong in found
-            if right in found:
-                points += 0.5 if mistaken else 1.0
-            else:
-                points += 0.25 * mistaken
-        return 100 * points / len(RIGHT)
+        worth = {(True, False): 1.0, (True, True): 0.5, (False, True): 0.25, (False, False): 0.0}
+        points = [
+            worth[right in found, self.reasoning and wrong in found]
+            for right, wrong in zip(RIGHT, WRONG, strict=True)
+        ]
+        return 100 * sum(points) / len(RIGHT)
 
 
 def sprinkled(text: str, counts: list[str]) -> str:
