@@ -23,7 +23,7 @@ from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import platform
 from pallas_kernels.plane import each_array, laid_as, part_of, rows_of, with_rows, written
 from pallas_kernels.prefill_attention import cache_attention, causal_attention
-from pallas_kernels.quantised import AnyStored, stored_as
+from pallas_kernels.quantised import AnyStored, dequantised, stored_as
 
 
 class Rewinding:
@@ -270,13 +270,17 @@ def cache_of(
     position: Int[Array, " B"],
     reserve: int,
     ctx: LayerContext,
+    turned: Int[Array, "B K C"] | None = None,
 ) -> AppendCache:
     """A cache of tokens that are whole on every shard, with room for `reserve` more.
 
     Args:
       k, v: [B, K, C, H], as they are stored; slot c of row b holds a token where c < length[b].
       position: of each row's next token.
+      turned: the positions of keys that are to be stored before rotary embedding.
     """
+    if turned is not None:
+        k = stored_as(k, ctx.turned_back(dequantised(part_of(k)), turned))
     turn = STRIPE * ctx.seq_size
     # A slot to spare (`write_run`).
     slots = -(-(k.shape[2] + reserve + 1) // turn) * turn
@@ -293,10 +297,16 @@ def compacted(
     count: Int[Array, " B"],
     reserve: int,
     ctx: LayerContext,
+    *,
+    raw: bool = False,
 ) -> AppendCache:
-    """A cache of the tokens in these slots, count[b] of each row and kv head, then -1."""
+    """A cache of the tokens in these slots, count[b] of each row and kv head, then -1.
+
+    Tokens stand at their slots; with `raw` their keys are stored before rotary embedding.
+    """
     k, v = (reading.gather_stored(x, slots, ctx) for x in (store.k, store.v))
-    return cache_of(k, v, count, store.position, reserve, ctx)
+    turned = slots if raw else None
+    return cache_of(k, v, count, store.position, reserve, ctx, turned)
 
 
 def write_run(

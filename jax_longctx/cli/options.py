@@ -335,10 +335,9 @@ class MethodChoice:
     PANEL = "Model and method"
 
     method: str | None = option(
-        "Long-context method; [bold]jax-longctx methods[/bold] says what each buys. Two may follow "
-        'one another: "snapkv:budget=4096 > quest". '
-        "[bold]auto[/bold] chooses by the text's length, the memory and the questions (ask and "
-        "generate). Unless given, ask takes auto, other commands exact attention.",
+        "Long-context method ([bold]jax-longctx methods[/bold] says what each buys), or two, as "
+        "'snapkv > quest'. [bold]auto[/bold] chooses by the text's length, memory and questions "
+        "(ask and generate). Unless given, ask takes auto, other commands exact attention.",
         "--method",
         "-m",
         metavar="NAME",

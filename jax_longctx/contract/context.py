@@ -236,6 +236,20 @@ class LayerContext:
         """`rotate` of `grown` queries."""
         return self.rotate(self.grown(q, positions), positions)
 
+    def turned_back(
+        self, k: Float[Array, "B K C H"], positions: Int[Array, "B K C"]
+    ) -> Float[Array, "B K C H"]:
+        """Keys before rotary embedding, of keys rotated at `positions`; rounded once more."""
+        if self.rope.share == 0:
+            return k
+        (batch, heads, size, width), wide = k.shape, k.astype(jnp.float32)
+        own = dataclasses.replace(self, total=jnp.repeat(self.total, heads))
+        flat = wide.reshape(batch * heads, size, 1, width)
+        turned = own.rotate(flat, -positions.reshape(batch * heads, size)).reshape(k.shape)
+        # Both rotations carry the embedding's factor.
+        factor_H = np.asarray(self.rope.scales(width) * 2, np.float32)
+        return (turned / factor_H**2).astype(k.dtype)
+
     def grown(
         self, q: Float[Array, "B T N H"], positions: Int[Any, "#B T"]
     ) -> Float[Array, "B T N H"]:

@@ -340,10 +340,10 @@ class Method:
       cannot_slide: why it cannot read a text whose tokens some layers see through a sliding window;
         None where it can. Such layers have caches of their own (`parts.sliding_window`), whatever
         the method: it does its duties in the other layers.
-      cannot_adopt: why it cannot decode over keys that another method's prefill has read, rotated
-        and in the text's order; None where it can.
-      hands_over: the end of which stage another method can follow, which then decodes over what
-        stays (`parts.following`); None where nothing leaves.
+      cannot_adopt: why it cannot decode over what another method has read; None where it can.
+      raw_keys: whether it caches keys before rotary embedding.
+      hands_over: the end of which stage another method can follow (`parts.following`); None where
+        nothing leaves.
       page_tokens: tokens of a page, which lies in one block of a text that `adopt` is given.
       wants_queries: whether `adopt` needs the sum of the text's queries.
       asks: texts of the method's own that it feeds to the model; `Feed` has their tokens.
@@ -365,6 +365,7 @@ class Method:
     cannot_offload: str | None = "a decode step reads or moves keys of the whole cache"
     cannot_slide: str | None = None
     cannot_adopt: str | None = "it chooses, or changes, what it caches as it reads the text"
+    raw_keys: bool = False
     hands_over: Stage | None = None
     wants_queries: bool = False
     page_tokens: int = 1
@@ -438,26 +439,22 @@ class Method:
         return cache
 
     def begin(self, q: Any, cache: Any, ctx: LayerContext) -> Any:
-        """The cache as the answer starts, where `adopt` came after the question.
-
-        Args:
-          q: the prompt's last query, [B, 1, N, H], before rotary embedding.
-        """
+        """The cache as an answer begins, where `adopt` was that late; `q`: the last raw query."""
         return cache
 
     def next_position(self, cache: Any) -> Any:
-        """Int[Array, " B"]: where the query of each row's next token stands."""
+        """Where the query of each row's next token stands, [B]."""
         return cache.store.position
 
-    def hand_over(self, cache: Any, ctx: LayerContext, reserve: int) -> Any:
-        """What stays at the end of `hands_over`, as an `AppendCache`, for a method that follows.
+    def hand_over(self, cache: Any, ctx: LayerContext, reserve: int, *, raw: bool = False) -> Any:
+        """What stays, in the text's order, as an `AppendCache` for a method that follows.
 
-        Keys are rotated, and lie in the text's order. `reserve` tokens follow at most.
+        Keys are rotated, or with `raw` not. `reserve` tokens follow at most.
         """
         raise NotImplementedError(f"{self._named}: a method with hands_over defines hand_over")
 
     def handed_context(self, ctx: LayerContext) -> LayerContext:
-        """What the method that follows is to know of the layer."""
+        """What that method is to know of the layer."""
         return ctx
 
     def stays(self, length: int) -> int:

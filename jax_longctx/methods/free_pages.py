@@ -94,7 +94,7 @@ class FreePages(Appending):
     lam: float = 0.0
 
     phase = "both"
-    query_aware = looks_ahead = True
+    query_aware = looks_ahead = raw_keys = True
 
     def __post_init__(self) -> None:
         self.at_least(0, "sink")
@@ -147,6 +147,16 @@ class FreePages(Appending):
     def cannot_offload(self) -> str | None:
         """None without RESA's estimate."""
         return "lam above 0 begins each answer with all keys and values" if self.lam else None
+
+    @property
+    def cannot_adopt(self) -> str | None:
+        """None without RESA's estimate."""
+        return "lam above 0 begins with the queries of the whole text" if self.lam else None
+
+    def adopt(self, cache: SelectiveCache, ctx: LayerContext, queries: Array | None = None) -> Any:
+        store = cache.store
+        none_B, slots = jnp.zeros_like(store.length), store.sizes[2] * ctx.seq_size
+        return self.pages.refreshed(cache, none_B, slots, ctx)
 
     @property
     def reads(self) -> Reads:

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jax_longctx.caches import local_slots
 from jax_longctx.contract import (
     QKV,
     CacheShape,
@@ -47,7 +48,13 @@ from jax_longctx.contract import (
 )
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending
-from jax_longctx.parts.unit_memory import Layout, UnitMemory, best_units, empty_unit_memory
+from jax_longctx.parts.unit_memory import (
+    Layout,
+    Packed,
+    UnitMemory,
+    best_units,
+    empty_unit_memory,
+)
 from jax_longctx.parts.windowed_attention import (
     WindowedAttention,
     attend_everything,
@@ -78,7 +85,7 @@ class InfLLM(Appending):
     decode: Literal["sparse", "dense"] = "sparse"
 
     phase = "both"
-    query_aware = looks_ahead = True
+    query_aware = looks_ahead = raw_keys = True
     # The masks of its windows take a shard's tokens as one run. What a chunk reads is bounded.
     stripes = False
 
@@ -104,6 +111,24 @@ class InfLLM(Appending):
     def cannot_offload(self) -> str | None:
         """None unless decode is dense."""
         return "decode=dense attends every key in each step" if self.decode == "dense" else None
+
+    @property
+    def cannot_adopt(self) -> str | None:
+        """None unless decode is dense."""
+        return "decode=dense attends every key; take full" if self.decode == "dense" else None
+
+    def adopt(self, cache: UnitMemory, ctx: LayerContext, queries: Array | None = None) -> Any:
+        """Units are known by the mean of their keys: what these received is not known."""
+        store, layout = cache.store, self.layout
+        begin_B = jnp.zeros_like(store.length)
+        slots_BE = layout.completed(begin_B, store.sizes[2] * ctx.seq_size).reshape(
+            len(begin_B), -1
+        )
+        slots_BE = jnp.where(slots_BE < store.length[:, None], slots_BE, -1)
+        local_BE = local_slots(slots_BE, store.sizes[2], ctx)
+        keys = store.read(local_BE[:, None], values=False)[0]
+        none = jnp.zeros((*cache.received.shape[:2], slots_BE.shape[1]), jnp.float32)
+        return cache.pack(begin_B, Packed(none, keys), layout, layout.block, ctx)
 
     def reach(self, config: ModelConfig, tokens: int) -> int:
         return tokens if self.decode == "dense" else min(tokens, self.n_local)

@@ -88,7 +88,8 @@ class ReAttention(Appending):
 
     phase = "both"
     query_aware = looks_ahead = True
-    cannot_offload = None
+    cannot_offload = cannot_adopt = None
+    raw_keys = True
 
     def __post_init__(self) -> None:
         self.at_least(0, "global_size")

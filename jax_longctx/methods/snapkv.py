@@ -123,12 +123,14 @@ class SnapKV(Appending):
         capacity = padded(size + reserve)
         return chosen.filled(store, capacity, capacity, ctx)
 
-    def hand_over(self, cache: ObservedCache, ctx: LayerContext, reserve: int) -> AppendCache:
+    def hand_over(
+        self, cache: ObservedCache, ctx: LayerContext, reserve: int, *, raw: bool = False
+    ) -> AppendCache:
         store, scores_BKS = cache.store, self._scores(cache, ctx)
         size, kept_B = min(self.budget, scores_BKS.shape[2]), jnp.minimum(store.length, self.budget)
         count_BK = jnp.broadcast_to(kept_B[:, None], scores_BKS.shape[:2])
         slots_BKC = select_large_k(scores_BKS, count_BK, size=size)
-        return compacted(store, slots_BKC, kept_B, reserve, ctx)
+        return compacted(store, slots_BKC, kept_B, reserve, ctx, raw=raw)
 
     def stays(self, length: int) -> int:
         return min(length, self.budget)

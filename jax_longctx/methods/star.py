@@ -62,7 +62,7 @@ class Star(Blocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.decode.cannot_adopt is not None:
+        if self.decode.cannot_adopt is not None or self.decode.raw_keys:
             raise self.refused(
                 f"{type(self.decode).__name__} cannot decode over blocks read elsewhere; "
                 f"choose one of full, quest, arkvale, ideal-topk, resa, refreshkv"

@@ -72,6 +72,11 @@ class Compressing(Appending):
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> AppendCache:
         """The kept tokens alone, in an `AppendCache` with room for `reserve` more."""
+        return self.hand_over(cache, ctx, reserve).end_context(reserve)
+
+    def hand_over(
+        self, cache: Any, ctx: LayerContext, reserve: int, *, raw: bool = False
+    ) -> AppendCache:
         store: AppendCache = cache.store
         length_B, slots = store.length, store.sizes[2] * ctx.seq_size
         # A row leaves `reserve` slots free, so no row is longer.
@@ -83,10 +88,7 @@ class Compressing(Appending):
         scores_BKS = jnp.where((index_S < length_B1)[:, None], scores_BKS, -jnp.inf)
         count_BK = jnp.broadcast_to(count_B[:, None], scores_BKS.shape[:2])
         slots_BKC = select_large_k(scores_BKS, count_BK, size=size)
-        return compacted(store, slots_BKC, count_B, reserve, ctx).end_context(reserve)
-
-    def hand_over(self, cache: Any, ctx: LayerContext, reserve: int) -> AppendCache:
-        return self.finish(cache, ctx, "context", reserve)
+        return compacted(store, slots_BKC, count_B, reserve, ctx, raw=raw)
 
     def stays(self, length: int) -> int:
         return max(self._kept(length), 1)

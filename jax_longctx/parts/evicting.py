@@ -443,9 +443,13 @@ class Evicting(Method):
         sinks = numbers(cache.k)[:, :, :first] if turns else None
         return AnswerCache(store, sinks, self.budget if own else None)
 
-    def hand_over(self, cache: BudgetCache, ctx: LayerContext, reserve: int) -> AppendCache:
-        k, v = cache.in_room(cache.k.shape[2], self._turned(ctx))
-        return cache_of(k, v, cache.length, self.next_position(cache), reserve, ctx)
+    def hand_over(
+        self, cache: BudgetCache, ctx: LayerContext, reserve: int, *, raw: bool = False
+    ) -> AppendCache:
+        # Shifted keys are stored before rotary embedding.
+        k, v = cache.in_room(cache.k.shape[2], None if raw else self._turned(ctx))
+        turned = cache.token if raw and self.positions == "true" else None
+        return cache_of(k, v, cache.length, self.next_position(cache), reserve, ctx, turned)
 
     def next_position(self, cache: BudgetCache) -> Int[Array, " B"]:
         return cache.length if self.positions == "shifted" else cache.position

@@ -6,8 +6,10 @@ text's order. The second method's cache is made over that (`Method.adopt`), and 
 that follows. So a decode step is the second's own over so short a cache, in the same kernels.
 
 Nothing leaves while answering: the answer's tokens join the second's cache. Positions go on as the
-first method has them. A page of the second holds neighbours among the tokens that stay, which may
-lie far apart in the text, and each kv head has its own.
+first method has them. Under a second one that caches keys before rotary embedding (InfLLM,
+ReAttention, FreePages) keys are turned back, and the tokens that stay follow one another. A page of
+the second holds neighbours among the tokens that stay, which may lie far apart in the text, and
+each kv head has its own.
 
 RocketKV (Behnam et al. 2025) is such a pair: SnapKV, then a selector that ranks pages by Quest's
 bounds in the channels where a query is largest. No selector here reads few channels: `snapkv >
@@ -213,7 +215,8 @@ class Following(Method):
         if stage != self.first.hands_over:
             held = self.first.finish(cache.cache, ctx, stage, reserve)
             return dataclasses.replace(cache, cache=held)
-        store, queries = self.first.hand_over(cache.cache, ctx, reserve), cache.queries
+        store = self.first.hand_over(cache.cache, ctx, reserve, raw=self.second.raw_keys)
+        queries = cache.queries
         if queries is not None:
             # As many as there are keys.
             queries *= (store.length / jnp.maximum(cache.read, 1))[:, None, None]

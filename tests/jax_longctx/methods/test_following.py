@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.methods import describe, make_method, settings_of
 from jax_longctx.sharding import make_mesh
-from tests.jax_longctx.methods.harness import answer_logits
+from tests.jax_longctx.methods.harness import answer_logits, with_caches
 from tests.support import joined, random_rows, tiny_config, tiny_engine
 
 ROWS = [random_rows(lengths, seed=seed) for seed, lengths in enumerate([[60, 31], [5, 3], [6, 6]])]
@@ -77,6 +78,34 @@ def test_a_second_that_reads_all_leaves_what_the_first_keeps(first, second):
     alone = logits(f"{first}:{FIRSTS[first][1]}")
     np.testing.assert_allclose(both[:, same], alone[:, same], atol=1e-4)
     assert np.abs(both - logits("full")).max() > 0.01
+
+
+RAW = {
+    "infllm": "n_init=4,n_local={},block_size=8,topk=2,repr_topk=8,chunk=16",
+    "reattention": "global_size=4,local_size={},span=4,count=2,kept=4,chunk=16",
+    "free-pages": "sink=4,local={},span=12,budget=24,page_size=8,count=1,chunk=16",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second", RAW)
+def test_keys_are_turned_back_for_a_second_that_rotates_them_itself(second):
+    small, whole = (f"{second}:{RAW[second].format(local)}" for local in (16, 80))
+    both = logits(f"knorm:budget=100 > {whole}")
+    np.testing.assert_allclose(both, logits("full"), atol=1e-4)
+    # Nothing in the first layer's cache depends on what the text's tokens attended.
+    first, alone = (
+        jax.tree.leaves(with_caches(engine_of(name, by_layer=True), ROWS)[1][0])
+        for name in (f"knorm:budget=100 > {small}", small)
+    )
+    for mine, theirs in zip(first, alone, strict=True):
+        if mine.ndim != 4:
+            continue
+        # Keys and values of a row's 60 tokens, or what is known of its first whole units.
+        held = 60 if mine.shape[2] > 64 else 5
+        np.testing.assert_allclose(mine[0, :, :held], theirs[0, :, :held], atol=1e-5)
+    name = f"expected-attention:budget=40 > {small}"
+    np.testing.assert_allclose(logits(name, 2, 2, 2), logits(name), atol=1e-4)
 
 
 @pytest.mark.slow
@@ -161,7 +190,8 @@ def test_names_and_settings_are_read_and_written():
     [
         ("full > quest", "full evicts nothing, so that nothing can follow it; take quest alone"),
         ("snapkv > h2o", "h2o cannot follow another method: it chooses, or changes"),
-        ("snapkv > infllm", "infllm cannot follow another method: it chooses, or changes"),
+        ("snapkv > infllm:decode=dense", "infllm cannot follow another method: decode=dense"),
+        ("knorm > free-pages:lam=1", "free-pages cannot follow another method: lam above 0"),
         ("snapkv > qest", "unknown method 'qest'"),
         ("snapkv > quest:budgt=3", "method 'quest' has no setting 'budgt'"),
         ("snapkv > quest > quest", "names 3 methods; one method may follow another one"),
