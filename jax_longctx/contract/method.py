@@ -411,8 +411,8 @@ class Method:
 
     # What has a default.
 
-    def of_layer(self, layer: int) -> "Method":
-        """What does the duties of one layer: `init_cache`, `attend`, `finish`, `fork` and so on.
+    def of_layer(self, layer: int, layers: int) -> "Method":
+        """What does the duties of one of so many layers: `init_cache`, `attend` and so on.
 
         It is not asked of layers with a sliding window (`cannot_slide`).
         """

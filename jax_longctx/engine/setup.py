@@ -143,7 +143,9 @@ class Setup:
     def layer(self, index: int) -> Layer:
         """The layer of that number."""
         window = self.config.windows[index]
-        method = self.method.of_layer(index) if window is None else SLIDING_WINDOW
+        method = SLIDING_WINDOW
+        if window is None:
+            method = self.method.of_layer(index, self.config.num_layers)
         return Layer(method, window, self.config.rope_of(index))
 
     def with_layers(self, caches: tuple[Any, ...]) -> Iterator[tuple[int, Layer, Any]]:

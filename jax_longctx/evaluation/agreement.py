@@ -248,8 +248,8 @@ class _Marking(Method):
             if name not in own and not name.startswith("_"):
                 object.__setattr__(self, name, getattr(self.method, name))
 
-    def of_layer(self, layer: int) -> "_Marking":
-        return dataclasses.replace(self, method=self.method.of_layer(layer))
+    def of_layer(self, layer: int, layers: int) -> "_Marking":
+        return dataclasses.replace(self, method=self.method.of_layer(layer, layers))
 
     def init_cache(self, shape: CacheShape) -> _Marked:
         many = dataclasses.replace(shape, batch=shape.batch * self.copies)

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 from jax_longctx.caches import AppendCache, Rewinding, compacted
 from jax_longctx.caches.fifo import FifoCache, padded
 from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, Stage, WithCache, method
-from jax_longctx.parts.appending import Appending
+from jax_longctx.parts.layer_budgets import Budgeted
 from jax_longctx.parts.partial import Pool, best_last, check_kernel, pooled_scores
 from jax_longctx.sharding import axes_field
 from pallas_kernels.attention_mass import Reduction, attention_mass
@@ -61,18 +61,16 @@ Cache = ObservedCache | FifoCache
 
 
 @method(source="Li et al. 2024, section 4")
-class SnapKV(Appending):
+class SnapKV(Budgeted):
     """After the question, only the tokens that its end attended stay for the answer.
 
     Attributes:
-      budget: tokens that each kv head keeps, the window's included.
       window: last tokens of the prompt, whose queries choose; they always stay.
       kernel: width of the pooling over neighbouring sums of probabilities.
       pool: the maximum or the mean of the neighbours.
       over_group: how the query heads of a kv head share a score; `layer` is the mean of all heads.
     """
 
-    budget: int = 1024
     window: int = 32
     kernel: int = 7
     pool: Pool = "max"
@@ -85,11 +83,16 @@ class SnapKV(Appending):
 
     def __post_init__(self) -> None:
         self.at_least(1, "window")
+        super().__post_init__()
         if self.budget <= self.window:
             raise self.refused(
                 f"budget {self.budget} must exceed window {self.window}; raise budget"
             )
         check_kernel(self)
+
+    @property
+    def least(self) -> int:
+        return self.window + 1
 
     def init_cache(self, shape: CacheShape) -> ObservedCache:
         size = (shape.batch, self.window, shape.num_heads)

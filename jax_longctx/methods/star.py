@@ -77,8 +77,8 @@ class Star(Blocks):
     def validate(self, config: ModelConfig) -> None:
         self.decode.validate(config)
 
-    def of_layer(self, layer: int) -> "Star":
-        return dataclasses.replace(self, decode=self.decode.of_layer(layer))
+    def of_layer(self, layer: int, layers: int) -> "Star":
+        return dataclasses.replace(self, decode=self.decode.of_layer(layer, layers))
 
     def init_cache(self, shape: CacheShape) -> StarCache:
         return self.empty_cache(shape, self.decode)

@@ -20,23 +20,21 @@ from jaxtyping import Array, Float
 
 from jax_longctx.caches import AppendCache, compacted
 from jax_longctx.contract import LayerContext, Stage
-from jax_longctx.parts.appending import Appending
 from jax_longctx.parts.head_budgets import share
+from jax_longctx.parts.layer_budgets import Budgeted, stepped
 from pallas_kernels.select_large_k import select_large_k
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compressing(Appending):
+class Compressing(Budgeted):
     """A method that keeps, at the end of the context, each kv head's tokens of the highest scores.
 
     Attributes:
-      budget: tokens that each kv head keeps of the context.
       ratio: the budget as a share of the context, in place of `budget`.
       sink: first tokens that always stay.
       local: last tokens of the context that always stay.
     """
 
-    budget: int = 1024
     ratio: float | None = None
     sink: int = 4
     local: int = 0
@@ -48,12 +46,22 @@ class Compressing(Appending):
     def __post_init__(self) -> None:
         self.at_least(1, "budget")
         self.at_least(0, "sink", "local")
+        super().__post_init__()
         self.fraction("ratio", above_zero=True)
-        fixed = self.sink + self.local
-        if self.ratio is None and self.budget < fixed:
+        if self.ratio is None and self.budget < self.sink + self.local:
             raise self.refused(
-                f"budget {self.budget} must hold sink + local = {fixed} tokens; raise budget"
+                f"budget {self.budget} must hold sink + local = {self.least} tokens; raise budget"
             )
+
+    @property
+    def least(self) -> int:
+        return max(self.sink + self.local, 1)
+
+    def own_budget(self, layer: int, layers: int) -> dict[str, float]:
+        if self.ratio is None:
+            return super().own_budget(layer, layers)
+        most = min(self.ratio * (2 - 1 / self.beta), 1.0)
+        return {"ratio": max(round(stepped(self.ratio, most, layer, layers), 4), 0.0001)}
 
     # What a method defines.
 

@@ -172,8 +172,8 @@ class Following(Method):
         self.first.validate(config)
         self.second.validate(config)
 
-    def of_layer(self, layer: int) -> "Following":
-        first, second = self.first.of_layer(layer), self.second.of_layer(layer)
+    def of_layer(self, layer: int, layers: int) -> "Following":
+        first, second = (each.of_layer(layer, layers) for each in (self.first, self.second))
         return Following(first=first, second=second)
 
     def reach(self, config: ModelConfig, tokens: int) -> int:

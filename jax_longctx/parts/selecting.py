@@ -113,7 +113,7 @@ class Selecting(Appending):
     def validate(self, config: ModelConfig) -> None:
         """Every model can be decoded sparsely."""
 
-    def of_layer(self, layer: int) -> Method:
+    def of_layer(self, layer: int, layers: int) -> Method:
         """Full attention in layers that stay exact. Their cache, read whole, is on the device."""
         return Exact() if layer < self.skip_layers else self
 

@@ -214,8 +214,10 @@ def decode_work(setup: Setup, *, batch: int, read: int) -> Work:
     tensor, rows = shape["tensor"], batch // shape["data"]
     body, head = own_matmuls(setup, a_token=True)
     received, collectives = _traffic(setup, rows, 1, spread=False)
-    # Small caches are replicated over the axis `seq`; the larger ones are divided.
-    divided = shape["data"] * tensor * (shape["seq"] if setup.method.info.keeps_all else 1)
+    # Small caches are replicated over the axis `seq`; those that questions append to are divided.
+    info = setup.method.info
+    appended = info.keeps_all or (info.append_only and not info.answers_apart)
+    divided = shape["data"] * tensor * (shape["seq"] if appended else 1)
     pairs = read / setup.token_bytes
     return Work(
         linear=rows * 2 * (body + head),

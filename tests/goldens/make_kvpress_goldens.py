@@ -9,12 +9,20 @@ Needs torch, transformers and kvpress; our own packages are not imported.
 import argparse
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from cases import KVPRESS
-from kvpress import ExpectedAttentionPress, KeyDiffPress, KnormPress, KVzipPress, LagKVPress
+from kvpress import (
+    ExpectedAttentionPress,
+    KeyDiffPress,
+    KnormPress,
+    KVzipPress,
+    LagKVPress,
+    PyramidKVPress,
+)
 from kvpress.presses import kvzip_press
 from make_goldens import DATA, model_of
 from transformers import DynamicCache
@@ -82,6 +90,14 @@ def repeated(model: Any, tokens: np.ndarray) -> np.ndarray:
     return found[0]
 
 
+def pyramid(length: int, budget: int, layers: int) -> list[int]:
+    """What PyramidKV keeps in each of so many layers."""
+    press = PyramidKVPress(1 - budget / length, window_size=1)
+    of = SimpleNamespace(num_hidden_layers=layers)
+    places = (SimpleNamespace(config=of, layer_idx=layer) for layer in range(layers))
+    return [press.get_layer_budget(place, length) for place in places]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--check", action="store_true")
@@ -94,6 +110,7 @@ def main() -> int:
         for name, press in PRESSES.items()
         for budget in BUDGETS
     } | {"tokens": tokens, "asks": np.array(json.dumps(ASKS))}
+    made["pyramid"] = np.array(pyramid(4000, 1000, layers=28))
     scores = repeated(model, tokens)
     scores[..., :SINK] = np.inf
     ranked = np.argsort(-scores, axis=-1, kind="stable")

@@ -108,6 +108,26 @@ def test_a_share_of_each_row_s_own_length(ragged):
         ]
 
 
+def test_a_pyramid_of_budgets_is_kvpress_s_and_keeps_as_many_in_its_layers(ragged):
+    """PyramidKV; `SnapKV` counts its window too."""
+    method, layers = make_method("snapkv", {"budget": 1000, "over_layers": "pyramid"}), range(28)
+    assert [method.of_layer(n, 28).budget for n in layers] == GOLDENS["pyramid"].tolist()
+    share = make_method("knorm", {"ratio": 0.6, "over_layers": "pyramid"})
+    assert [share.of_layer(n, 3).ratio for n in range(3)] == [1.0, 0.6, 0.2]
+    with pytest.raises(ConfigError, match=r"beta must be at least 1, got 0\.5"):
+        make_method("knorm", {"beta": 0.5})
+    engines, rows, whole = ragged
+    small = make_method("knorm", {"budget": 24, "over_layers": "pyramid", "beta": 3})
+    one, mesh = (
+        kept(under(engine, small), every, rows)
+        for engine, every in zip(engines, whole, strict=True)
+    )
+    assert one == mesh
+    for budget, of_rows in zip((40, 8), one, strict=True):
+        assert [len(heads[0]) for heads in of_rows] == [min(n, budget) for n in LENGTHS]
+    assert small.of_layer(1, 2) == make_method("knorm", {"budget": 8, "beta": 3})
+
+
 def test_memory_is_freed_in_fact():
     engine = tiny_engine(small_method("knorm"), chunk=16)
     context = engine.prefill(random_rows([700]), reserve=24)

@@ -210,5 +210,5 @@ def test_rs_7_growth():
 @pytest.mark.parametrize("method", [Quest(), Resa()], ids=["quest", "resa"])
 def test_skipped_layers_stay_exact(method):
     skipping = dataclasses.replace(method, skip_layers=1)
-    assert method.of_layer(0) is method and skipping.of_layer(1) is skipping
-    assert skipping.of_layer(0) == Exact()
+    assert method.of_layer(0, 2) is method and skipping.of_layer(1, 2) is skipping
+    assert skipping.of_layer(0, 2) == Exact()
