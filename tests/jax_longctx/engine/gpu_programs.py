@@ -255,8 +255,7 @@ def main(methods):
     from jax_longctx.engine.ahead import lower
     from jax_longctx.engine.capacity import staged_caches
     from jax_longctx.methods import make_method
-    from jax_longctx.models.config import ModelConfig
-    from jax_longctx.models.presets import PRESETS
+    from jax_longctx.models.presets import preset
     from jax_longctx.planning.compiled import abstract_params, used_programs
     from jax_longctx.planning.plan import PlanRequest
     from jax_longctx.planning.targets import parse_target
@@ -273,7 +272,7 @@ def main(methods):
         a_turn = layers.LAYERS_A_TURN = int(options.pop("turn", A_TURN))
         count = 2 * a_turn
         request = PlanRequest(
-            config=ModelConfig.from_hf(PRESETS[model] | {"num_hidden_layers": count}),
+            config=preset(model).cut(count),
             spec=RunSpec(method=make_method(name), chunk=CHUNK, **options),
             target=parse_target("h200"),
             context=context,
