@@ -155,7 +155,9 @@ class Following(Method):
 
     @property
     def cannot_offload(self) -> str | None:
-        return self.first.cannot_offload
+        if self.first.cannot_offload is None:
+            return None
+        return f"{self.first.name} chooses what stays by keys and values on the device"
 
     @property
     def cannot_slide(self) -> str | None:

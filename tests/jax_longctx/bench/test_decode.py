@@ -31,10 +31,12 @@ def tiny_preset(tiny_shape, monkeypatch):
 def test_times_beside_limits(tiny_preset, tmp_path):
     out = tmp_path / "steps.json"
     args = ["decode", "--preset", "tiny", "-m", "snapkv:budget=64", "--case", "2x600"]
+    args += ["-m", "snapkv:budget=64 > quest:budget=16,local=8"]
     record = measured(*args, "--blocks", 1, "--out", out)
     assert record == json.loads(out.read_text())
     assert record["layers"] == {"timed": 2, "of": 2}
-    full, snapkv = record["rows"]
+    full, snapkv, pair = record["rows"]
+    assert (pair["method"], pair["settings"]["first.budget"]) == ("snapkv > quest", "64")
     assert (full["batch"], full["context"], full["speedup"]) == (2, 600, 1.0)
     assert snapkv["speedup"] == pytest.approx(full["seconds"] / snapkv["seconds"])
     # A token's keys and values: 2 layers x 2 heads x 8 x 2 x 2 bytes.
@@ -42,7 +44,7 @@ def test_times_beside_limits(tiny_preset, tmp_path):
     assert full["read"] == pytest.approx(2 * 896 * token, rel=0.01)
     weights = full["bytes"] - full["read"]
     assert weights == snapkv["bytes"] - snapkv["read"]
-    for row in (full, snapkv):
+    for row in (full, snapkv, pair):
         assert row["limit_seconds"] == pytest.approx(row["bytes"] / 1e11)
         assert row["share"] == pytest.approx(row["limit_seconds"] / row["seconds"])
         # A CPU's profile has no streams.

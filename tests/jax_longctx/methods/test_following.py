@@ -209,3 +209,7 @@ def test_a_setting_belongs_to_one_of_the_two():
         make_method("snapkv:budget=40 > quest", {"first.budget": "50"})
     with pytest.raises(ConfigError, match="citrus: budget 1024"):
         engine_of("citrus > quest")
+    with pytest.raises(
+        ConfigError, match="offloaded: snapkv chooses what stays by keys and values"
+    ):
+        engine_of("snapkv > quest", offload="host")
