@@ -1,10 +1,25 @@
-"""Names and settings of methods that earlier versions had, for what was saved with them."""
+"""Commands, names and settings of methods that earlier versions had."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from jax_longctx.errors import ConfigError
 
+# Commands of earlier versions, and what to type now.
+COMMANDS = {
+    "eval passkey": "jax-longctx eval run -t passkey --output DIR",
+    "eval table": "jax-longctx eval report DIR [DIR ...]",
+    **{
+        f"eval {name}": f"python -m research eval {name}, in a checkout of the repository"
+        for name in ("citrus-overlap", "resa-errors", "resa-spectrum")
+    },
+    "bench cold": "jax-longctx ask --json twice, and compare their seconds of compile",
+    "train collect": "[data] sources = [...] in the run's file, with texts of your own",
+    "train plot": "tensorboard --logdir DIR; each run draws its DIR/loss.png",
+    "bench throughput": "jax-longctx bench decode --case CONTEXT, without a batch",
+    "train bench": "jax-longctx train with few steps; metrics.jsonl has tokens a second and MFU",
+    "bench e2e": "jax-longctx bench decode -m full, or bench prefill -m full",
+}
 # Methods that are in research/ of the repository now.
 MOVED = ("star-released-mask",)
 # Methods that only imitated released code; what does the same now.

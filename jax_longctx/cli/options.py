@@ -25,6 +25,7 @@ from jax_longctx.cli.terminal import Terminal, check_argument, check_checkpoint,
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.files import expanded
+from jax_longctx.gone import COMMANDS
 from jax_longctx.memory import peak_memory
 from jax_longctx.methods import METHODS, check_method, make_method, settings_of
 from jax_longctx.models.presets import PRESETS, preset
@@ -85,23 +86,6 @@ class Command(typer.core.TyperCommand):
         return super().parse_args(ctx, args)
 
 
-# Commands of earlier versions, and what to type now.
-MOVED = {
-    "eval passkey": "jax-longctx eval run -t passkey --output DIR",
-    "eval table": "jax-longctx eval report DIR [DIR ...]",
-    **{
-        f"eval {name}": f"python -m research eval {name}, in a checkout of the repository"
-        for name in ("citrus-overlap", "resa-errors", "resa-spectrum")
-    },
-    "bench cold": "jax-longctx ask --json twice, and compare their seconds of compile",
-    "train collect": "[data] sources = [...] in the run's file, with texts of your own",
-    "train plot": "tensorboard --logdir DIR; each run draws its DIR/loss.png",
-    "bench throughput": "jax-longctx bench decode --case CONTEXT, without a batch",
-    "train bench": "jax-longctx train with few steps; metrics.jsonl has tokens a second and MFU",
-    "bench e2e": "jax-longctx bench decode -m full, or bench prefill -m full",
-}
-
-
 class Group(typer.core.TyperGroup):
     """A group of commands that says what to type for one of an earlier version."""
 
@@ -111,8 +95,8 @@ class Group(typer.core.TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As click does; InputError for a command of an earlier version."""
         was = f"{ctx.info_name} {args[0]}"
-        if args[0] not in self.commands and was in MOVED:
-            raise InputError(f"{was} is gone; type: {MOVED[was]}")
+        if args[0] not in self.commands and was in COMMANDS:
+            raise InputError(f"{was} is gone; type: {COMMANDS[was]}")
         return super().resolve_command(ctx, args)
 
 

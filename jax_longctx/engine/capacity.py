@@ -22,8 +22,9 @@ from jax.sharding import Mesh
 from jax_longctx.caches import Offloaded
 from jax_longctx.contract import SlotLayout, Stage
 from jax_longctx.engine.allocate import abstract_caches, most_pinned, pinned_bytes
+from jax_longctx.engine.compiling import program
 from jax_longctx.engine.distributed import to_host
-from jax_longctx.engine.prefill import finish_one
+from jax_longctx.engine.prefill import Context, finish_one, places_of
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import CapacityError, ConfigError
 from jax_longctx.memory import POOL, shown_bytes
@@ -352,6 +353,24 @@ def grow(
     return tuple(
         _grow_layer(layer, cache, more, layout, slots) for layer, cache in enumerate(caches)
     )
+
+
+def extend(setup: Setup, context: Context, more: int) -> None:
+    """The context's caches with `more` slots for question and answer."""
+    caches = context.usable_caches()
+    leaves, structure = jax.tree.flatten(caches)
+    made = zip(leaves, _extended(setup, caches, more, context.slots), strict=True)
+    context.caches = structure.unflatten(old if new is None else new for old, new in made)
+    context.slots, context.reserve = context.slots + more, context.reserve + more
+
+
+@program(static=(0, 2, 3), places=places_of)
+def _extended(setup: Setup, caches: tuple[Any, ...], more: int, slots: int) -> list[Any]:
+    """The arrays that grow; None for the others, which stay where they are."""
+    grown = jax.tree.leaves(grow(caches, more, setup.slot_layout, slots))
+    each = zip(jax.tree.leaves(caches), grown, places_of(setup, caches), strict=True)
+    placed = jax.lax.with_sharding_constraint
+    return [None if new is old else placed(new, at) for old, new, at in each]
 
 
 def _grow_layer(layer: int, cache: Any, more: int, layout: SlotLayout, given: int | None) -> Any:

@@ -27,6 +27,7 @@ from jax_longctx.engine.capacity import (
     check_fits,
     check_host,
     expected_bytes,
+    extend,
     fetched_of,
     grow,
     passing_bytes,
@@ -34,7 +35,7 @@ from jax_longctx.engine.capacity import (
     setup_of,
     slots_for,
 )
-from jax_longctx.engine.compiling import limit_mappings, program
+from jax_longctx.engine.compiling import limit_mappings
 from jax_longctx.engine.decode import (
     NOT_FINITE,
     DecodeState,
@@ -53,14 +54,12 @@ from jax_longctx.engine.prefill import (
     finish_context,
     finish_question,
     fork,
-    places_of,
     prefill_question,
     prefill_text,
     whole_finish,
 )
 from jax_longctx.engine.program_files import seal_cache
 from jax_longctx.engine.sampling import RowValues, sampling_static, sampling_values
-from jax_longctx.engine.setup import Setup
 from jax_longctx.engine.weights_hash import first_values, hash_of_weights, sum_of_bits
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
@@ -513,24 +512,6 @@ class Engine:
 
         self.check_growing(more, need, held=context.slots)
         extend(self.setup, context, more)
-
-
-def extend(setup: Setup, context: Context, more: int) -> None:
-    """The context's caches with `more` slots for question and answer."""
-    caches = context.usable_caches()
-    leaves, structure = jax.tree.flatten(caches)
-    made = zip(leaves, _extended(setup, caches, more, context.slots), strict=True)
-    context.caches = structure.unflatten(old if new is None else new for old, new in made)
-    context.slots, context.reserve = context.slots + more, context.reserve + more
-
-
-@program(static=(0, 2, 3), places=places_of)
-def _extended(setup: Setup, caches: tuple[Any, ...], more: int, slots: int) -> list[Any]:
-    """The arrays that grow; None for the others, which stay where they are."""
-    grown = jax.tree.leaves(grow(caches, more, setup.slot_layout, slots))
-    each = zip(jax.tree.leaves(caches), grown, places_of(setup, caches), strict=True)
-    placed = jax.lax.with_sharding_constraint
-    return [None if new is old else placed(new, at) for old, new, at in each]
 
 
 def _checked(sampling: Sampling | None, max_tokens: int, rows: int) -> Sampling:

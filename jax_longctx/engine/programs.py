@@ -15,7 +15,7 @@ import numpy as np
 
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.allocate import init_caches
-from jax_longctx.engine.capacity import SPARE, bucket, reserved, slots_for
+from jax_longctx.engine.capacity import SPARE, bucket, extend, reserved, slots_for
 from jax_longctx.engine.decode import (
     Steps,
     answer_variants,
@@ -24,7 +24,7 @@ from jax_longctx.engine.decode import (
     start_answer,
     turns_of_all,
 )
-from jax_longctx.engine.engine import BLOCK, Engine, extend
+from jax_longctx.engine.engine import BLOCK, Engine
 from jax_longctx.engine.prefill import (
     Context,
     Live,
