@@ -356,11 +356,16 @@ def _windows_to_hf(config: ModelConfig) -> dict[str, Any]:
     window = next((window for window in config.windows if window is not None), None)
     if config.traits.windows != "by layer":
         return {} if config.traits.windows == "none" else {"sliding_window": window}
-    kinds = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
+    slides = [window is not None for window in config.windows]
+    if config.traits.keys.get("unrotated") == "layer_types":
+        slides = [index not in config.unrotated for index in range(config.num_layers)]
+    if window is None and any(slides):
+        # One that hides nothing, as it was read.
+        window = config.max_position
     return {
         "sliding_window": window,
         "use_sliding_window": window is not None,
         # For older versions of transformers, which ignore layer_types.
-        "max_window_layers": config.windows.index(window) if window else config.num_layers,
-        "layer_types": kinds,
+        "max_window_layers": slides.index(True) if any(slides) else config.num_layers,
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
     }

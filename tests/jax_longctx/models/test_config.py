@@ -204,6 +204,8 @@ def test_config_made_by_hand_is_checked(config, changes, message):
 
 
 EVERYTHING = {name: saved(name) for name in MODELS} | PRESETS
+# Its window hides nothing, and its layers without rotary embedding stay.
+EVERYTHING["cohere2 without windows"] = {**saved("cohere2"), "sliding_window": 256}
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
