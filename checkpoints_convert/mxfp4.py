@@ -26,12 +26,19 @@ def unpacked(tensors: Iterable[SourceTensor]) -> list[SourceTensor]:
     """The tensors, with one of bfloat16, which holds the numbers exactly, for each packed pair.
 
     Raises:
-      CheckpointError: a packed tensor lacks its other half, or they do not fit.
+      CheckpointError: a packed tensor lacks its other half, or they do not fit; a tensor is stored
+        plain too, or experts beside packed ones are plain, whose inputs are before their outputs.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
+    packed = {name.rpartition("_")[0] for name in by_name if by_name[name].dtype == np.uint8}
     found = []
     for name, tensor in by_name.items():
         if tensor.dtype != np.uint8:
+            if name in packed or (packed and name.endswith("_proj")):
+                raise CheckpointError(
+                    f"{tensor.file}: tensor {name} is stored plain beside {min(packed)} in MXFP4; "
+                    f"implemented is one of both for all experts"
+                )
             found.append(tensor)
             continue
         whole, _, end = name.rpartition("_")
@@ -44,12 +51,13 @@ def unpacked(tensors: Iterable[SourceTensor]) -> list[SourceTensor]:
 
 
 def _joined(name: str, blocks: SourceTensor, scales: SourceTensor) -> SourceTensor:
-    *rows, count = scales.shape
-    if scales.dtype != np.uint8 or blocks.shape != (*rows, count, BLOCK // 2):
+    fit = scales.dtype == np.uint8 and blocks.shape == (*scales.shape, BLOCK // 2)
+    if not (scales.shape and fit):
         raise CheckpointError(
             f"{blocks.file}: {blocks.name} {list(blocks.shape)} and {scales.name} "
             f"{list(scales.shape)} are no numbers in MXFP4"
         )
+    *rows, count = scales.shape
 
     def decode(raw: bytes, chosen: range) -> np.ndarray:
         # They may lie anywhere.

@@ -154,10 +154,20 @@ def test_packed_experts_of_gpt_oss_are_widened_and_exported_in_bfloat16(tmp_path
         source = write_checkpoint(tmp_path / f"no{lacking}", described, other)
         with pytest.raises(CheckpointError, match=f"{name}{left} is there, but {name}{lacking} is"):
             convert(source, tmp_path / "other")
-    files[f"{name}_scales"] = files[f"{name}_scales"][:, :-1]
-    source = write_checkpoint(tmp_path / "misfit", described, files)
-    with pytest.raises(CheckpointError, match=rf"{name}_blocks .* are no numbers in MXFP4"):
-        convert(source, tmp_path / "other")
+    scales, none = files[f"{name}_scales"], np.array(1, np.uint8)
+    some = {key: value for key, value in files.items() if not key.startswith(f"{name}_")}
+    for number, (held, said) in enumerate(
+        [
+            (files | {f"{name}_scales": scales[:, :-1]}, f"{name}_blocks .* are no numbers in M"),
+            (files | {"a_blocks": none, "a_scales": none}, "a_scales .* are no numbers in MXFP4"),
+            # Plain experts have their inputs before their outputs.
+            (some | {name: plain[name]}, f"tensor {name} is stored plain beside "),
+            (files | {name: plain[name]}, f"tensor {name} is stored plain beside "),
+        ]
+    ):
+        source = write_checkpoint(tmp_path / f"misfit{number}", described, held)
+        with pytest.raises(CheckpointError, match=said):
+            convert(source, tmp_path / "other")
 
 
 def test_internlm2_is_split_and_exported_as_llama(tmp_path):
