@@ -2,8 +2,8 @@
 
 Reads the files of Hugging Face: `tokenizer.json` (the tokenizer itself), `tokenizer_config.json`
 (special tokens, chat template), and where they exist `chat_template.jinja`,
-`special_tokens_map.json` and `generation_config.json`. Needs the `tokenizers` package, not
-`transformers`.
+`chat_template.json` (of older processors of text and images), `special_tokens_map.json` and
+`generation_config.json`. Needs the `tokenizers` package, not `transformers`.
 
 Special tokens count only where a template writes them (`PromptText`). In documents, questions and
 messages they are plain text, unless the tokenizer is loaded with `parse_special`.
@@ -114,7 +114,7 @@ class Tokenizer:
             raise CheckpointError(f"{path} not found; convert the checkpoint with its tokenizer")
         backend = BoundedTokenizer(text).load(str(path))
         names = "special_tokens_map.json", "tokenizer_config.json", "generation_config.json"
-        others = [directory / name for name in names]
+        others = [directory / name for name in (*names, "chat_template.json")]
         read = [read_json(other) if other.exists() else {} for other in others]
         settings = {**read[0], **read[1]}
         eos_ids = _end_ids(read[2], others[2])
@@ -123,7 +123,8 @@ class Tokenizer:
         eos_ids += [token for token in named if not eos_ids or token in added]
         template = _text(directory / "chat_template.jinja")
         if template is None:
-            template = select_template(settings.get("chat_template"))
+            said = settings.get("chat_template")
+            template = select_template(read[3].get("chat_template") if said is None else said)
         how |= {"chat_template": template, "generation": read[2], "file": text}
         return cls(backend, settings, eos_ids=eos_ids, **how)
 

@@ -261,12 +261,14 @@ def test_the_text_model_of_one_of_text_and_images(tmp_path, family, prefix):
     for part in ("model.vision_tower.a", "model.vision_tower.b", "multi_modal_projector.c"):
         held[f"{part}.weight"] = np.ones((2, 3), np.float32)
     source, told = write_checkpoint(tmp_path / "hf", described, held), []
+    (source / "chat_template.json").write_text('{"chat_template": "x"}')
     manifest = convert(source, tmp_path / "ours", tell=told.append)
     assert told == [
         "it is the text model alone: left out 3 tensors of vision_tower, multi_modal_projector"
     ]
     assert manifest.config == model_config(hf_config(family))
     assert manifest.extras["eos_token_id"] == [257]
+    assert "chat_template.json" in manifest.tokenizer_files
     export(tmp_path / "ours", tmp_path / "back")
     assert_same_state(load_all(tmp_path / "back"), state)
     assert read_config(tmp_path / "back" / "config.json") == manifest.config

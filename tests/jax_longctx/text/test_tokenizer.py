@@ -124,6 +124,7 @@ def test_damaged_files_are_named(directory):
         ("tokenizer_config.json", b"[]", "holds a list"),
         ("tokenizer_config.json", b'{"bos_token": "<missing>"}', "'<missing>' is not in"),
         ("tokenizer_config.json", b'{"chat_template": 3}', "chat_template is a int"),
+        ("chat_template.json", b"{", r"chat_template\.json is not a JSON file"),
         ("tokenizer.json", b"{", "not a tokenizer file"),
         ("tokenizer.json", b'{"a": 1}', "not a tokenizer file"),
         ("tokenizer.json", b"\xff\xfe", "not UTF-8"),
@@ -196,6 +197,9 @@ def test_helpers_refusals_and_forms_of_templates(tmp_path, byte_level):
     with pytest.raises(CheckpointError, match="chat_template is a list"):
         select_template([1])
     byte_level.save(str(tmp_path / "tokenizer.json"))
+    # Older processors of text and images have it in a file of its own.
+    rewrite(tmp_path / "chat_template.json", chat_template="own file")
+    assert str(Tokenizer.load(tmp_path).chat([])) == "own file"
     config = {"chat_template": "config", "eos_token": "<|end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert str(Tokenizer.load(tmp_path).chat([])) == "config"
