@@ -103,13 +103,16 @@ def open_huggingface(folder: Path, label: str) -> files.Source:
     described = read_json(config_path)
     config, left_out = model_config(described, str(config_path)), None
     found = _find_tensors(folder)
-    if text_part(described) is not described:
-        found, left_out = _of_text(found)
-        # The levels of the config may differ in this.
-        tied = all(tensor.name != HEAD for tensor in found)
-        config = dataclasses.replace(config, tie_embeddings=tied)
     nested = described.get("text_config")
     said = {**nested} if isinstance(nested, dict) else {}
+    if text_part(described) is not described:
+        # The levels of the config may differ in this, or not say it. A head by a name that is not
+        # read is one too: the error is that `lm_head.weight` is missing.
+        stored = any(tensor.name.endswith(HEAD) for tensor in found)
+        untied = False in (level.get("tie_word_embeddings") for level in (described, said))
+        if stored or not untied:
+            config = dataclasses.replace(config, tie_embeddings=not stored)
+        found, left_out = _of_text(found)
     said |= {key: value for key, value in described.items() if value is not None}
     tokenizer = {name: folder / name for name in TOKENIZER_FILES if (folder / name).exists()}
     if not tokenizer.keys() & {"tokenizer.json", "tokenizer.model"}:

@@ -274,6 +274,33 @@ def test_the_text_model_of_one_of_text_and_images(tmp_path, family, prefix):
     assert read_config(tmp_path / "back" / "config.json") == manifest.config
 
 
+@pytest.mark.parametrize(
+    ("inner", "outer", "renamed", "tied"),
+    [
+        ({}, {}, False, True),
+        ({}, {"tie_word_embeddings": True}, False, True),
+        ({}, {"tie_word_embeddings": False}, False, False),
+        ({"tie_word_embeddings": False}, {"tie_word_embeddings": False}, False, False),
+        ({}, {}, True, False),
+    ],
+)
+def test_a_text_model_without_a_head_is_tied_unless_its_config_denies_it(
+    tmp_path, inner, outer, renamed, tied
+):
+    state, text = random_state(LLAMA), {**LLAMA, "model_type": "llama"}
+    del text["architectures"], text["tie_word_embeddings"]
+    head = state.pop("lm_head.weight")
+    held = {name.replace("model.", "language_model.model.", 1): state[name] for name in state}
+    held |= {"model.lm_head.weight": head} if renamed else {}
+    described = {"architectures": ["Any"], **outer, "text_config": text | inner}
+    source = write_checkpoint(tmp_path / "hf", described, held)
+    if tied:
+        assert convert(source, tmp_path / "ours").config.tie_embeddings
+        return
+    with pytest.raises(CheckpointError, match=r"tensor lm_head\.weight .* is missing"):
+        convert(source, tmp_path / "ours")
+
+
 def test_a_text_model_that_is_not_implemented_is_refused_by_name(tmp_path):
     outer = {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"}
     described = outer | {"text_config": {"model_type": "llama4_text"}}
