@@ -2,17 +2,22 @@
 
 Scores are of two models, the first of which counts where it was measured: Qwen2.5-Coder-1.5B
 within its trained length by leaderboard.json and beyond it by reach.json, SmolLM2-135M by the two
-retrieval tasks of methods-suite.json. Bytes of a decode step are of leaderboard.json at `LENGTH`
-tokens, its time, where it was taken, of decode-steps.json; both as shares of full attention's.
+retrieval tasks of methods-suite.json. Bytes of a decode step are counted for the 1.5B's shape at
+`LENGTH` tokens, its time, where it was taken, is of decode-steps.json or free-pages-speed.json: of
+these settings, else of the defaults. Both are shares of full attention's.
 """
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jax_longctx.evaluation.intervals import wilson
+from leaderboard import cost
 
-BOARD, REACH, QUALITY, STEPS = "leaderboard", "reach", "methods-suite", "decode-steps"
+from jax_longctx.evaluation.intervals import wilson
+from jax_longctx.evaluation.specs import Spec
+
+BOARD, REACH, QUALITY = "leaderboard", "reach", "methods-suite"
+STEPS, PAGES = "decode-steps", "free-pages-speed"
 LENGTH = 16384
 TASKS = ("passkey", "niah_single")
 LARGE = {"name": "Qwen2.5-Coder-1.5B", "family": "qwen2", "trained": 32768}
@@ -28,20 +33,19 @@ def made(results: Mapping[str, Any]) -> str:
     board = [row for row in results[BOARD].rows if row["model"] == "1.5B"]
     kept = [row for row in results[QUALITY].rows if row["task"] in TASKS]
     parts = ((LARGE, board), (LARGE, results[REACH].rows), (SMALL, kept))
-    reads = {row["method"]: row["read_bytes"] for row in board if row["length"] == LENGTH}
-    steps = {
-        row["method"]: 1 / row["speedup"]
-        for row in results[STEPS].rows
-        if (row["context"], row["batch"]) == (131072, 1)
-    }
+    timed = [row for row in results[PAGES].rows if "speedup" in row] + [
+        row for row in results[STEPS].rows if (row["context"], row["batch"]) == (131072, 1)
+    ]
+    steps = {(row["method"], row.get("settings", "")): 1 / row["speedup"] for row in timed}
     # Dynamic NTK is full attention with another rotary base.
-    reads["dynamic-ntk"], steps["dynamic-ntk"] = reads["full"], steps["full"]
+    steps["dynamic-ntk", ""] = steps["full", ""]
     methods: dict[tuple[str, ...], dict[str, Any]] = {}
     for model, rows in parts:
         for name, given in dict.fromkeys((row["method"], row["settings"]) for row in rows):
             if name in LEFT_OUT:
                 continue
             own = [row for row in rows if (row["method"], row["settings"]) == (name, given)]
+            step = steps.get((name, given), steps.get((name, "")))
             entry = methods.setdefault(
                 (name, given, model["name"]),
                 {
@@ -49,16 +53,22 @@ def made(results: Mapping[str, Any]) -> str:
                     "model": model["name"],
                     "settings": dict(pair.split("=") for pair in given.split(",") if pair),
                     "found": [],
-                    "read": round(reads[name] / reads["full"], 4),
-                    "step": round(steps[name], 3) if name in steps else None,
+                    "read": round(_read(name, given) / _read("full", ""), 4),
+                    "step": None if step is None else round(step, 3),
                 },
             )
             entry["found"] += found(own, model["trained"])
-    about = f"Written by docs/choices.py from docs/results: {BOARD}, {REACH}, {QUALITY}, {STEPS}."
+    names = ", ".join((BOARD, REACH, QUALITY, STEPS, PAGES))
+    about = f"Written by docs/choices.py from docs/results: {names}."
     return (
         f'{{\n  "about": {json.dumps(about)},\n  "models": [\n{_lines(MODELS)}\n  ],\n'
         f'  "methods": [\n{_lines(methods.values())}\n  ]\n}}\n'
     )
+
+
+def _read(name: str, given: str) -> int:
+    """Bytes that a decode step reads of its cache."""
+    return cost(Spec.parse(f"{name}:{given}" if given else name), "1.5B", LENGTH)["read_bytes"]
 
 
 def _lines(entries: Iterable[Any]) -> str:
