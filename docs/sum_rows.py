@@ -5,8 +5,8 @@
 The folders hold `rows.jsonl` of `eval run`; a row that is in several counts once. The file keeps
 all but its `rows`; a new one takes its other fields from the head. A row of the file is a method on
 a task: score, interval, n, and the difference from full attention on the same prompts. A method
-with all tasks, if these are three or more, also gets their mean, with an interval by a bootstrap
-within tasks.
+with all tasks of a length, if these are three or more, also gets their mean, with an interval by a
+bootstrap within tasks.
 """
 
 import argparse
@@ -19,6 +19,8 @@ import numpy as np
 
 from jax_longctx.evaluation.intervals import RESAMPLES
 from jax_longctx.evaluation.summary import BASE, SCORE, Measure, summarise
+from jax_longctx.jobs import lines
+from jax_longctx.settings import THEN, parse_named
 
 MEAN = "mean"
 Row = dict[str, Any]
@@ -28,8 +30,7 @@ def read_rows(folders: Iterable[Path]) -> list[Row]:
     """The rows of the folders, each method, task, length and prompt once, without refused ones."""
     found: dict[tuple[Any, ...], Row] = {}
     for folder in folders:
-        lines = (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()[1:]
-        for row in map(json.loads, lines):
+        for row in lines.read(folder / "rows.jsonl")[1:]:
             key = (row["label"], row["task_label"], row["length"], row["index"])
             if "measures" in row:
                 found[key] = row
@@ -37,23 +38,23 @@ def read_rows(folders: Iterable[Path]) -> list[Row]:
 
 
 def summed(rows: Sequence[Row]) -> list[Row]:
-    """A row for each method and task, then the means."""
+    """Of each length a row for each method and task, then the means."""
     made: list[Row] = []
     names = {row["task_label"]: _task(row["task"]) for row in rows}
     for group in summarise(rows).groups:
+        scores: dict[tuple[str, str], dict[str, float]] = {}
+        for row in rows:
+            if row["length"] == group.length:
+                own = scores.setdefault((row["label"], row["task_label"]), {})
+                own[f"{row['index']}/{row['prompt_sha256']}"] = row["measures"][SCORE]
         for (method, task), cell in group.scores.items():
             if cell.score is not None:
                 row = {**_method(method), "length": group.length, "task": names[task]}
                 made.append({**row, **_measured(cell.score)})
-    labels = list(dict.fromkeys(row["label"] for row in rows))
-    tasks = list(dict.fromkeys(row["task_label"] for row in rows))
-    scores: dict[tuple[str, str], dict[str, float]] = {}
-    for row in rows:
-        own = scores.setdefault((row["label"], row["task_label"]), {})
-        own[f"{row['index']}/{row['prompt_sha256']}"] = row["measures"][SCORE]
-    for label in labels:
-        if len(tasks) > 2 and all((label, task) in scores for task in tasks):
-            made.append({**_method(label), "task": MEAN, **_mean(scores, label, tasks)})
+        for label in group.methods:
+            if len(group.tasks) > 2 and all((label, task) in scores for task in group.tasks):
+                row = {**_method(label), "length": group.length, "task": MEAN}
+                made.append({**row, **_mean(scores, label, group.tasks)})
     return made
 
 
@@ -64,8 +65,10 @@ def _task(task: Row) -> str:
 
 
 def _method(label: str) -> Row:
-    name, *settings = label.split(" ")
-    return {"method": name, "settings": ",".join(settings)}
+    """The method and the given settings of a row's label, which is `Spec.label`."""
+    parts = (part.replace(" ", ":", 1).replace(" ", ",") for part in label.split(THEN))
+    name, settings = parse_named(THEN.join(parts))
+    return {"method": name, "settings": ",".join(f"{key}={value}" for key, value in settings)}
 
 
 def _measured(measure: Measure) -> Row:
@@ -108,8 +111,8 @@ def _bootstrap(tasks: Sequence[np.ndarray]) -> tuple[float, float, float]:
 def write(path: Path, head: Row, rows: Sequence[Row]) -> None:
     """The file with a row a line."""
     text = json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}")
-    lines = ",\n".join(f"    {json.dumps(row, ensure_ascii=False)}" for row in rows)
-    path.write_text(f'{text},\n  "rows": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
+    listed = ",\n".join(f"    {json.dumps(row, ensure_ascii=False)}" for row in rows)
+    path.write_text(f'{text},\n  "rows": [\n{listed}\n  ]\n}}\n', encoding="utf-8")
 
 
 if __name__ == "__main__":

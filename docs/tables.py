@@ -210,8 +210,9 @@ def samples(result: Result) -> str:
         return ""
     if len(counts) == 1:
         return f"n = {counts.pop()} a cell."
-    if not all("length" in row for row in result.rows):
-        by_task = dict.fromkeys((row["n"], row["task"]) for row in result.rows)
+    by_task = dict.fromkeys((row["n"], row.get("task")) for row in result.rows)
+    once = len(by_task) == len({task for _, task in by_task})
+    if once or not all("length" in row for row in result.rows):
         return f"n by task: {', '.join(f'{n} in `{task}`' for n, task in by_task)}."
     by_length = sorted({(row["length"], row["n"]) for row in result.rows})
     return f"n by length: {', '.join(f'{n} at {length:,}' for length, n in by_length)} tokens."

@@ -700,27 +700,27 @@ def test_rows_of_evaluations_are_summed(tmp_path):
     (tmp_path / "out").mkdir()
     with (tmp_path / "out/rows.jsonl").open("w", encoding="utf-8") as file:
         file.write("{}\n")
-        for method, task, index, score in itertools.product(
-            ("full", "quest budget=8"), ("tpo", "sci_fi", "gsm100"), range(4), (100.0,)
+        pair = "snapkv budget=L/8 > quest budget=8"
+        for length, method, task, index in itertools.product(
+            (64, 128), ("full", pair), ("tpo", "sci_fi", "gsm100"), range(4)
         ):
             about = {"label": method, "task_label": f"leval@{task} file=a/{task}.jsonl"}
-            about |= {"length": 64, "index": index, "prompt_sha256": f"{task}{index}"}
+            about |= {"length": length, "index": index, "prompt_sha256": f"{task}{index}"}
             about |= {"task": {"name": "leval", "settings": {"file": f"a/{task}.jsonl"}}}
-            score = 0.0 if method != "full" and index % 2 else score
+            score = 0.0 if length == 128 or (method != "full" and index % 2) else 100.0
             more = {"metric": "x", "measures": {"score": score}, "method": {"name": method}}
             file.write(json.dumps(about | more) + "\n")
         file.write(json.dumps(about | {"index": 9, "refused": "too long"}) + "\n")
     rows = sum_rows.summed(sum_rows.read_rows([tmp_path / "out", tmp_path / "out"]))
-    assert [(row["method"], row["settings"], row["task"], row["n"]) for row in rows] == [
-        ("full", "", "tpo", 4),
-        ("full", "", "sci_fi", 4),
-        ("full", "", "gsm100", 4),
-        ("quest", "budget=8", "tpo", 4),
-        ("quest", "budget=8", "sci_fi", 4),
-        ("quest", "budget=8", "gsm100", 4),
-        ("full", "", "mean", 12),
-        ("quest", "budget=8", "mean", 12),
+    full, pair = ("full", ""), ("snapkv > quest", "first.budget=L/8,second.budget=8")
+    assert [(row["method"], row["settings"], row["task"], row["n"]) for row in rows] == 2 * [
+        *((*full, task, 4) for task in ("tpo", "sci_fi", "gsm100")),
+        *((*pair, task, 4) for task in ("tpo", "sci_fi", "gsm100")),
+        (*full, "mean", 12),
+        (*pair, "mean", 12),
     ]
+    # A mean is of one length.
+    assert [(row["length"], row["score"]) for row in rows[6::8]] == [(64, 100), (128, 0)]
     assert rows[3]["score"] == 50 and rows[3]["interval"] == [15, 85]
     assert rows[7]["score"] == 50 and rows[7]["difference"] == -50
     low, high = rows[7]["difference_interval"]

@@ -14,9 +14,11 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,9 @@ INFINITEBENCH: dict[str, tuple[str, str, int]] = {
     ),
 }
 
+# Metrics whose right answers are numbers.
+NUMBERS = ("first number", "numbers before the first wrong one")
+
 
 def _asked(task: str, text: str, choices: tuple[str, ...] = ()) -> str:
     options = "".join(
@@ -109,33 +114,49 @@ def _asked(task: str, text: str, choices: tuple[str, ...] = ()) -> str:
     return "\n\n" + "\n\n".join(part for part in (task, text.strip() + options) if part)
 
 
+def texts(value: Any, *, blank: bool = False) -> list[str]:
+    """`value`, a list of texts; none may be blank without `blank`. Raises ValueError."""
+    if isinstance(value, list) and all(
+        isinstance(text, str) and (blank or text.strip()) for text in value
+    ):
+        return value
+    kind = "texts" if blank else "texts that are not blank"
+    raise ValueError(f"expected a list of {kind}, got {value!r:.80}")
+
+
 def _of_dataset(
     known: Mapping[str, tuple[str, str, int]],
     dataset: str,
     line: Mapping[str, Any],
-    outputs: Sequence[Any],
-    choices: Sequence[str],
+    answers: Any,
+    choices: Any,
     options: tuple[str, ...] = (),
 ) -> list[Record]:
     task, metric, max_new = known[dataset]
+    outputs, classes = tuple(texts(answers)), tuple(texts(choices or []))
+    if metric in NUMBERS and not all(math.isfinite(float(each)) for each in outputs):
+        raise ValueError(f"expected finite numbers, got {outputs!r:.80}")
     query = _asked(task, line["input"], options)
     if task == CODE:
         # The input is the last part of the code, so the task comes after it.
         query = f"\n{line['input']}".rstrip() + _asked(task, "")
-    context, outputs = line["context"].strip(), tuple(map(str, outputs))
-    return [Record(context, query, outputs, metric, tuple(choices), max_new, dataset)]
+    return [Record(line["context"].strip(), query, outputs, metric, classes, max_new, dataset)]
 
 
 def _longbench(line: Mapping[str, Any], path: Path) -> list[Record]:
     dataset = line["dataset"].removesuffix("_e")
-    return _of_dataset(LONGBENCH, dataset, line, line["answers"], line["all_classes"] or ())
+    return _of_dataset(LONGBENCH, dataset, line, line["answers"], line["all_classes"])
 
 
 def _infinitebench(line: Mapping[str, Any], path: Path) -> list[Record]:
-    answer, options = line["answer"], tuple(line.get("options") or ())
-    outputs = answer if isinstance(answer, list) else [answer]
-    return _of_dataset(INFINITEBENCH, path.stem, line, outputs, options, options)
+    answer, options = line["answer"], texts(line.get("options") or [])
+    listed = answer if isinstance(answer, list) else [answer]
+    outputs = [str(each) if isinstance(each, int | float) else each for each in listed]
+    return _of_dataset(INFINITEBENCH, path.stem, line, outputs, options, tuple(options))
 
+
+# What reading an entry of another form raises.
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 FORMATS: dict[str, Callable[[Mapping[str, Any], Path], list[Record]]] = {
     "longbench": _longbench,
@@ -148,7 +169,7 @@ def read_records(task: "FileTask") -> tuple[Record, ...]:
     """The prompts of the task's file, JSON lines or one JSON array, in its order.
 
     Raises:
-      InputError: no file was given, or one of its entries is not of the format.
+      InputError: no file was given, one of its entries is not of the format, or none has a prompt.
     """
     advice = f"give the {task.name} file as its authors publish it"
     if not task.file:
@@ -157,7 +178,7 @@ def read_records(task: "FileTask") -> tuple[Record, ...]:
     text = read_file(task.file, advice)
     kind, number = "entry" if text.lstrip().startswith("[") else "line", 0
     try:
-        for entry in json.loads(text) if kind == "entry" else text.splitlines():
+        for entry in json.loads(text) if kind == "entry" else text.split("\n"):
             number += 1
             if isinstance(entry, str) and not entry.strip():
                 continue
@@ -165,8 +186,10 @@ def read_records(task: "FileTask") -> tuple[Record, ...]:
             if not all(record.context and record.outputs for record in read):
                 raise ValueError("no context, or no answer")
             found += read
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _DAMAGED as error:
         raise InputError(f"{task.file}, {kind} {number}: {error!r}; {advice}") from error
+    if not found:
+        raise InputError(f"{task.file} has no prompt that is scored; {advice}")
     return tuple(found)
 
 
@@ -242,7 +265,7 @@ def _first_number(answer: str, gold: str) -> float:
 def _running(answer: str, outputs: Sequence[str], choices: Sequence[str]) -> float:
     """Share of the right numbers that come before the answer's first wrong one."""
     pairs = zip(re.findall(r"-?\d+", answer), outputs, strict=False)
-    right = itertools.takewhile(lambda pair: int(pair[0]) == int(pair[1]), pairs)
+    right = itertools.takewhile(lambda pair: Decimal(pair[0]) == Decimal(pair[1]), pairs)
     return 100 * len(list(right)) / len(outputs)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_longctx.evaluation.metrics import normalize, rouge, token_f1
-from jax_longctx.evaluation.tasks.files import FileTask, Record
+from jax_longctx.evaluation.tasks.files import FileTask, Record, texts
 from jax_longctx.evaluation.tasks.task import Sample, fixed
 
 LONG = "Now you are given a very long document. Please follow the instruction "
@@ -91,7 +91,8 @@ def records(entry: Mapping[str, Any], dataset: str) -> Iterable[Record]:
     bare = metric in BARE and system != EXAM
     document = system + ("" if bare else "Document is as follows. ") + entry["input"]
     prefix = "\nAnswer:" if kind == "exam" and not bare else ""
-    for instruction, output in zip(entry["instructions"], entry["outputs"], strict=True):
+    listed = entry["instructions"], entry["outputs"]
+    for instruction, output in zip(*map(texts, listed), strict=True):
         asked = f" \nQuestion: {instruction}{DIRECTLY}"
         if bare:
             asked = f"\n\n{instruction}"

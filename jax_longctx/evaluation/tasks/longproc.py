@@ -27,7 +27,7 @@ from typing import Any
 from jax_longctx.errors import ConfigError
 from jax_longctx.evaluation.haystack import read_file
 from jax_longctx.evaluation.metrics import normalize
-from jax_longctx.evaluation.tasks.files import FileTask, Record
+from jax_longctx.evaluation.tasks.files import FileTask, Record, texts
 from jax_longctx.evaluation.tasks.html_tsv import score_table
 from jax_longctx.evaluation.tasks.task import Sample, fixed
 
@@ -42,6 +42,7 @@ LIBRARIES = (
     "cstdio iostream vector algorithm numeric cmath cstring set map queue stack list fstream "
     "climits cassert iomanip sstream bitset"
 ).split()
+BESIDE = "keep it beside LongProc's file"
 SEARCH = "# Search Procedure"
 FOUND = "Now we have found the target"
 PARTIAL = "up to the first error"
@@ -53,7 +54,7 @@ _FILLER = re.compile(
 
 def wording(folder: Path) -> str:
     """The template in `prompts.yaml` of a folder: one block of text under one key."""
-    text = read_file(str(folder / "prompts.yaml"), "keep it beside LongProc's file")
+    text = read_file(str(folder / "prompts.yaml"), BESIDE)
     return re.sub("^  ", "", text.partition("|-\n")[2], flags=re.MULTILINE).rstrip("\n")
 
 
@@ -61,10 +62,12 @@ def search(numbers: Sequence[int], target: int) -> str:
     """The search for `target` by depth, as an answer writes it, and the solution that it finds.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is none, or there are not four numbers.
+      TypeError: one of the numbers is not whole.
     """
     log: list[str] = []
-    equations = _search(list(numbers), target, 0, log)
+    whole, end = [*map(operator.index, numbers)], operator.index(target)
+    equations = _search(whole, end, 0, log) if len(whole) == 4 else []
     if len(equations) != 3:
         raise ValueError(f"no way from {list(numbers)} to {target}")
     one, two, three = equations
@@ -148,7 +151,7 @@ def _solves(equations: str, numbers: Sequence[int], target: int) -> bool:
                 return False
             left.remove(a)
             left.remove(b)
-        except (ValueError, StopIteration, ZeroDivisionError):
+        except (ValueError, StopIteration, ArithmeticError):
             return False
         left.append(value)
     return left[0] == target
@@ -231,7 +234,8 @@ def runs_right(code: str, tests: str) -> bool:
     source = "".join(f"#include <{name}>\n" for name in LIBRARIES) + "using namespace std;\n" + code
     with tempfile.TemporaryDirectory() as folder:
         command = ["g++", "-std=c++11", "-O", "-x", "c++", "-", "-o", f"{folder}/a"]
-        made = subprocess.run(command, input=source, text=True, capture_output=True, check=False)
+        written = source.encode(errors="replace")
+        made = subprocess.run(command, input=written, capture_output=True, check=False)
         return not made.returncode and all(
             _prints(Path(folder), "\n".join([*given, ""]), "\n".join([*right, ""]))
             for given, right in json.loads(tests)[:TESTS]
@@ -273,9 +277,13 @@ class LongProc(FileTask):
         """The prompt of an entry.
 
         Raises:
-          ConfigError: the model's programs must run, and may not or cannot.
+          ConfigError: the data set or its size is not read; or the model's programs must run, and
+            may not or cannot.
         """
         dataset, _, size = path.stem.rpartition("_")
+        if dataset not in DATASETS or size not in MAX_NEW:
+            known = f"{', '.join(DATASETS)} in sizes {', '.join(MAX_NEW)}"
+            raise ConfigError(f"{path.name} is not read; read are {known}")
         fields, gold, tests = _fields(entry, dataset, path.parent)
         if tests and not (self.run_code and shutil.which("g++")):
             raise ConfigError(
@@ -300,8 +308,11 @@ def _fields(
 ) -> tuple[dict[str, Any], str, tuple[str, ...]]:
     """What the template takes, the right answer, and the tests of a program."""
     if dataset == "html_to_tsv":
-        page = (folder / entry["html_path"]).read_text(encoding="utf-8")
-        return {**entry, "html_str": page}, entry["gt"], ()
+        page = read_file(str(folder / entry["html_path"]), BESIDE)
+        (gold,) = texts([entry["gt"]])
+        if not score_table(gold, gold)["f1"]:
+            raise ValueError("its table has no rows")
+        return {**entry, "html_str": page}, gold, ()
     if dataset == "countdown":
         shown = "\n\n".join(
             f"# Example\nNumbers: {list(numbers)}\nTarget: {target}\n\n{search(numbers, target)}"
@@ -309,11 +320,16 @@ def _fields(
         )
         return {**entry, "demonstration": shown}, search(entry["nums"], entry["target"]), ()
     if dataset == "path_traversal":
-        first, last = entry["question_repr"]
+        (gold,), (first, last) = texts([entry["answer_nl"]]), texts(entry["question_repr"])
         cities = {"city_context": entry["context_nl"], "src_city": first, "dst_city": last}
-        return cities, entry["answer_nl"], ()
+        return cities, gold, ()
     if dataset == "tom_tracking":
-        return dict(entry), entry["solution"], ()
-    lines = {"pseudocode": "\n".join(entry["pseudocode_lines"])}
-    tests = json.dumps(entry["testcases"][:TESTS])
-    return lines, "\n".join(entry["code_lines"]), (tests,)
+        (gold,) = texts([entry["solution"]])
+        if not _beliefs(gold):
+            raise ValueError("its solution has no beliefs")
+        return dict(entry), gold, ()
+    lines = {"pseudocode": "\n".join(texts(entry["pseudocode_lines"], blank=True))}
+    tests = [[texts(each, blank=True) for each in pair] for pair in entry["testcases"]]
+    if not tests or any(len(pair) != 2 for pair in tests):
+        raise ValueError("its tests are not pairs of lines of input and output")
+    return lines, "\n".join(texts(entry["code_lines"], blank=True)), (json.dumps(tests[:TESTS]),)

@@ -24,6 +24,7 @@ from typing import Any, Literal
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.haystack import most_units, read_file
 from jax_longctx.evaluation.metrics import clean, string_match_part, token_f1
+from jax_longctx.evaluation.tasks.files import texts
 from jax_longctx.evaluation.tasks.task import Count, Sample, Task, fixed
 from jax_longctx.evaluation.tasks.words import NOUNS, distinct, invented_name
 
@@ -89,7 +90,8 @@ def _squad(articles: Sequence[Mapping[str, Any]]) -> QuestionSet:
         for number, paragraph in zip(numbers, article["paragraphs"], strict=True):
             near = tuple(dict.fromkeys(other for other in numbers if other != number))
             for entry in paragraph["qas"]:
-                answers = tuple(dict.fromkeys(answer["text"] for answer in entry["answers"]))
+                listed = texts([answer["text"] for answer in entry["answers"]])
+                answers = tuple(dict.fromkeys(listed))
                 if answers and not entry.get("is_impossible"):
                     questions.append(Question(entry["question"], answers, (number,), near))
     return QuestionSet(tuple(documents), tuple(questions))
@@ -106,7 +108,8 @@ def _hotpot(entries: Sequence[Mapping[str, Any]]) -> QuestionSet:
         }
         gold = tuple(number for title, number in numbers.items() if title in facts)
         near = tuple(number for title, number in numbers.items() if title not in facts)
-        questions.append(Question(entry["question"], (entry["answer"],), gold, near))
+        answers = tuple(texts([entry["answer"]]))
+        questions.append(Question(entry["question"], answers, gold, near))
     return QuestionSet(tuple(documents), tuple(questions))
 
 

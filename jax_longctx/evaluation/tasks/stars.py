@@ -106,6 +106,6 @@ def counts_of(answer: str) -> list[Any]:
     try:
         found = json.loads(text)["little_penguin"]
         return found if isinstance(found, list) else []
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         cut = re.search(r'"little_penguin"\s*:\s*\[([^\]]*)', text) if fenced else None
-        return [int(number) for number in re.findall(r"\d+", cut[1])] if cut else []
+        return [float(number) for number in re.findall(r"\d+", cut[1])] if cut else []

@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import itertools
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -12,6 +13,24 @@ from jax_longctx.evaluation.tasks import Sample, make_task
 
 def words(text):
     return len(text.split())
+
+
+_HUGE = f"<Solution>\n{'9' * 400} / 1 = 2\n1 / 0 = 2\n1 + 1 = 2\n</Solution>"
+_BITS = (
+    *("\n \t\x00\u2028-,=(½²٣他A"),
+    *("BD", "true", "1.5"),
+    *("1" * 5000, "9" * 400, "[" * 5000, _HUGE, "<Route>", "</Route>", "# Search Procedure"),
+    *("```", "json", "tsv\n", '{"little_penguin": [', "]}", "The answer is ", "the final output"),
+)
+_draw = random.Random(0)
+# Answers as no sane model gives them: each bit alone, and bits in a drawn order.
+MESSY = (*_BITS, *("".join(_draw.choices(_BITS, k=_draw.randrange(2, 9))) for _ in range(150)))
+
+
+def any_answer_has_a_score(task, sample):
+    for answer in MESSY:
+        assert 0 <= task.score(answer, sample) <= 100, answer[:80]
+        assert all(0 <= part <= 100 for part in task.parts(answer, sample).values()), answer[:80]
 
 
 def drawn(name, *, tokens=900, trials=3, seed=2, **settings):

@@ -5,7 +5,7 @@ import pytest
 from jax_longctx.errors import ConfigError, LengthError
 from jax_longctx.evaluation.tasks import TASKS, Task, describe, make_task
 from jax_longctx.text import Tokenizer
-from tests.jax_longctx.evaluation.tasks.cases import CASES, words
+from tests.jax_longctx.evaluation.tasks.cases import CASES, any_answer_has_a_score, words
 from tests.smollm2 import write_tokenizer
 
 everywhere = pytest.mark.parametrize("name", CASES)
@@ -79,6 +79,7 @@ def test_who_reads_the_prompt_is_right_and_who_says_nothing_is_not(name):
             assert part == "" or (part[0].isspace() and part == part.rstrip())
         json.dumps(sample.meta)
         assert isinstance(task.parts("", sample), dict)
+    any_answer_has_a_score(task, of(name, trials=1)[0])
 
 
 @everywhere

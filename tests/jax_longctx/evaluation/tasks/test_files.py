@@ -6,7 +6,7 @@ import pytest
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.evaluation.tasks import describe, files, make_task
 from jax_longctx.evaluation.tasks.ruler_qa import read_questions
-from tests.jax_longctx.evaluation.tasks.cases import drawn, words
+from tests.jax_longctx.evaluation.tasks.cases import any_answer_has_a_score, drawn, words
 
 
 def of_lines(name, path, lines, *, tokens=100, trials=9):
@@ -41,6 +41,10 @@ def test_longbench(tmp_path):
     assert sample.context == text.strip() and sample.length > 500
     _, samples = of_lines("longbench", tmp_path / "y.jsonl", [longbench()] * 5, trials=2)
     assert len(samples) == 2
+    # A line of JSON ends at a line feed alone.
+    path, text = tmp_path / "z.jsonl", "one\u2028two\x85three\u2029four"
+    path.write_text(json.dumps(longbench(context=text), ensure_ascii=False), encoding="utf-8")
+    assert drawn("longbench", file=str(path))[1][0].context == text
     line = longbench("trec", answers=["Human: city"], all_classes=["city", "Human: city", "date"])
     task, (sample,) = of_lines("longbench", tmp_path / "trec.jsonl", [line])
     assert sample.meta["choices"] == ["city", "Human: city", "date"]
@@ -109,6 +113,11 @@ def test_every_data_set_has_a_metric_which_gives_its_own_answer_full_marks(tmp_p
         task, (sample,) = of_lines("longbench", tmp_path / f"{dataset}.jsonl", [line])
         assert task.score(f" {answers[0]}", sample) == 100, dataset
         assert task.score("", sample) == 0, dataset
+        any_answer_has_a_score(task, sample)
+    for dataset in files.INFINITEBENCH:
+        line = infinitebench(answer=["2", 1], options=["2", "B"])
+        task, (sample,) = of_lines("infinitebench", tmp_path / f"{dataset}.jsonl", [line])
+        any_answer_has_a_score(task, sample)
 
 
 def test_files_that_are_something_else(tmp_path):
@@ -117,15 +126,28 @@ def test_files_that_are_something_else(tmp_path):
         ("longbench", "{", r"line 1: JSONDecodeError.*give the longbench file"),
         ("longbench", json.dumps(longbench("news")), "line 1: KeyError.'news'"),
         ("longbench", json.dumps(longbench(answers=[])), "line 1: ValueError.*no answer"),
+        ("longbench", json.dumps(longbench(answers="Paris")), "line 1: .*a list of texts"),
+        ("longbench", json.dumps(longbench(answers=["a", " "])), "line 1: .*not blank, got"),
+        ("longbench", json.dumps(longbench("trec", all_classes="ab")), "a list of texts"),
         ("leval", json.dumps(longbench()), "line 1: KeyError"),
+        ("leval", leval(evaluation="human"), "bad.jsonl has no prompt that is scored; give the"),
+        ("leval", leval(instructions=[], outputs=[]), "has no prompt that is scored"),
+        ("leval", leval(instructions="Wh", outputs="AB"), "list of texts.*got 'Wh'"),
+        *(
+            ("leval", leval(outputs=[bad]), "line 1: ValueError.*list of")
+            for bad in ("", " ", None, 5)
+        ),
         ("longproc", "[", r"entry 0: JSONDecodeError.*give the longproc file"),
-        ("longproc", "[{}]", "entry 1: KeyError"),
+        ("longproc", "[]", "has no prompt that is scored; give the longproc file"),
         ("infinitebench", json.dumps(infinitebench()), "line 1: KeyError.'bad'"),
         ("infinitebench", "\n3", "line 2: Type"),
     ]:
         path.write_text(content, encoding="utf-8")
         with pytest.raises(InputError, match=message):
             drawn(name, file=str(path))
+    for dataset, answer in (("passkey", "a"), ("math_calc", [1, "x"]), ("code_run", "inf")):
+        with pytest.raises(InputError, match="line 1: ValueError"):
+            of_lines("infinitebench", tmp_path / f"{dataset}.jsonl", [infinitebench(answer=answer)])
     for name in ("longbench", "leval", "infinitebench", "longproc"):
         with pytest.raises(InputError, match=f"{name} reads a file of yours: set file=PATH"):
             drawn(name)
@@ -138,6 +160,13 @@ def test_files_that_are_something_else(tmp_path):
         ('{"rows": []}', "holds no questions: KeyError"),
         ('[{"question": "Q"}]', "holds no questions: KeyError"),
         ("3", "holds no questions: Type"),
+        *(
+            (json.dumps(entries), "holds no questions: ValueError.*list of texts")
+            for entries in (
+                {"data": [{"paragraphs": [paragraph("x", ("Q?", [5]))]}]},
+                [{"question": "Q?", "answer": "", "context": [], "supporting_facts": []}],
+            )
+        ),
         ("[]", none),
         ('{"data": []}', none),
     ]:
@@ -148,6 +177,11 @@ def test_files_that_are_something_else(tmp_path):
     path.write_text(json.dumps({"data": data}), encoding="utf-8")
     with pytest.raises(InputError, match="all documents of the file answer the question"):
         of_file(path)
+
+
+def leval(**changes):
+    line = {"instructions": ["Which?"], "outputs": ["A"], "input": "Text.", "evaluation": "exam"}
+    return json.dumps({**line, **changes})
 
 
 def of_file(path, *, tokens=300):

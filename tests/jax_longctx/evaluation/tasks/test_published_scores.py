@@ -8,7 +8,7 @@ import pytest
 
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.evaluation.tasks import files, longproc, stars
-from tests.jax_longctx.evaluation.tasks.cases import drawn
+from tests.jax_longctx.evaluation.tasks.cases import any_answer_has_a_score, drawn
 
 PATH = Path(__file__).parents[3] / "goldens/data/benchmark_scores.json"
 GOLDEN = json.loads(PATH.read_text(encoding="utf-8"))
@@ -56,7 +56,10 @@ def test_scores_are_those_of_the_benchmarks_own_code(name, tmp_path):
         found = task.parts(answer, samples[index]) or {"score": task.score(answer, samples[index])}
         assert list(found.values()) == pytest.approx(scores), (index, answer)
         assert task.score(answer, samples[index]) == pytest.approx(scores[0])
-    if name == PROGRAMS:
+    if name != PROGRAMS:
+        any_answer_has_a_score(task, samples[0])
+    else:
+        assert not longproc.runs_right("// \ud800", "[]")
         assert not longproc.runs_right("int main() { while (true) {} }", '[[["1"], ["1"]]]')
 
 
@@ -128,6 +131,39 @@ def test_what_longproc_refuses(tmp_path):
         drawn("longproc", file=task.file)
     with pytest.raises(ValueError, match=r"no way from \[1, 1, 1, 1\] to 99"):
         longproc.search((1, 1, 1, 1), 99)
+    for name in ("travel_planning_2k.json", "countdown_1k.json"):
+        (tmp_path / name).write_text("[{}]", encoding="utf-8")
+        with pytest.raises(ConfigError, match=rf"{name} is not read; read are .*tom_.* 2k, 8k"):
+            drawn("longproc", file=str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "changes", "message"),
+    [
+        ("html_to_tsv", {"html_path": "webpage/none.html"}, "none.html cannot be read.*beside"),
+        ("html_to_tsv", {"gt": "name\tprice"}, "its table has no rows"),
+        ("countdown", {"nums": [1, 2]}, r"no way from \[1, 2\]"),
+        ("countdown", {"nums": [40.0, 19, 23, 7]}, "TypeError.*float"),
+        ("path_traversal", {"answer_nl": ["a"]}, "a list of texts"),
+        ("tom_tracking", {"solution": "none"}, "its solution has no beliefs"),
+        ("tom_tracking", {"solution": None}, "a list of texts"),
+        ("pseudo_to_code", {"testcases": []}, "its tests are not pairs"),
+        ("pseudo_to_code", {"testcases": [[["1"]]]}, "its tests are not pairs"),
+        ("pseudo_to_code", {"testcases": [[[1], [1]]]}, "a list of texts"),
+        ("countdown", {}, "entry 1: IndexError"),
+    ],
+)
+def test_a_damaged_entry_is_named_before_the_model_answers(dataset, changes, message, tmp_path):
+    path = tmp_path / f"longproc/{dataset}/{dataset}_0.5k.json"
+    (entry, *_), template = GOLDEN[str(path.relative_to(tmp_path))]["entries"], TEMPLATES[dataset]
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps([{**entry, **changes}]), encoding="utf-8")
+    template = template.replace("\n", "\n  ") + ("" if changes else "{0}")
+    (path.parent / "prompts.yaml").write_text(f"USER_PROMPT: |-\n  {template}", encoding="utf-8")
+    (path.parent / "webpage").mkdir()
+    (path.parent / "webpage/lamps.html").write_text("<p>lamps</p>", encoding="utf-8")
+    with pytest.raises(InputError, match=message):
+        drawn("longproc", file=str(path))
 
 
 def test_stars_stand_where_the_authors_put_them():
