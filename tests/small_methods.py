@@ -5,6 +5,7 @@ from typing import Any
 
 from jax_longctx.methods import METHODS, make_method
 from jax_longctx.parts.compressing import Compressing
+from jax_longctx.settings import THEN, named_text
 
 __all__ = ["APART", "EVERYTHING", "KINDS", "SMALL", "small_method"]
 
@@ -90,5 +91,8 @@ EVERYTHING = _rows(
 
 
 def small_method(name: str):
-    """The method with its small settings; KeyError names one that there is not."""
-    return make_method(name, SMALL[name])
+    """The method, or pair, with its small settings; KeyError names one that there is not."""
+    parts = name.split(THEN)
+    if len(parts) == 1:
+        return make_method(name, SMALL[name])
+    return make_method(THEN.join(named_text(part, SMALL[part]) for part in parts))

@@ -256,9 +256,12 @@ class LayerContext:
         """Queries times what the model multiplies them with at these positions (`query_growth`)."""
         if not self.rope.query_growth:
             return q
+        return q * self.growth(positions)[..., None, None].astype(q.dtype)
+
+    def growth(self, positions: Int[Any, "#B T"]) -> Float[Array, "#B T"]:
+        """What the model multiplies queries with at these positions (`query_growth`)."""
         turns = jnp.floor_divide(positions, self.rope.trained_length).astype(jnp.float32)
-        grown_BT = 1 + self.rope.query_growth * jnp.log1p(turns)
-        return q * grown_BT[..., None, None].astype(q.dtype)
+        return 1 + self.rope.query_growth * jnp.log1p(turns)
 
     def for_raw_keys(self, q: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
         """Rotated queries for keys without rotary embedding.

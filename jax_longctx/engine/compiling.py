@@ -195,7 +195,7 @@ def _placed(mesh: AnyMesh, shapes: Any, at: Any) -> Any:
         pairs = zip(shapes, at, strict=True)
         return [None if leaf is None else _shape(leaf, place) for leaf, place in pairs]
     everywhere = logical_sharding(mesh, ())
-    if hasattr(shapes, "shape"):
+    if isinstance(shapes, jax.ShapeDtypeStruct):
         return _shape(shapes, at or everywhere)
     try:
         return jax.tree.map(_shape, shapes, tree_shardings(mesh, shapes))

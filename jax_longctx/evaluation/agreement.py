@@ -345,6 +345,7 @@ def attention_weights(
     copies = -(-batch // rows)
     # Methods keep `info` on the class; here the instance forwards it.
     marking = engine.under(_Marking(engine.method, queries, copies), **ON_DEVICES)
+    marking.asks = engine.asks
     # The last token predicts nothing that is scored.
     size, fed = engine.config.head_dim, list(text)[:-1]
     starts = range(0, len(fed), size)
@@ -380,7 +381,9 @@ def _seen(
     questions = [question] * rows
     needed = questions if engine.method.info.needs_question else None
     for part in engine.method.segments(
-        engine.setup.feed("context", slots, context=[read] * rows, question=needed)
+        engine.setup.feed(
+            "context", slots, context=[read] * rows, question=needed, asks=engine.asks
+        )
     ):
         caches = run(caches, part)
     caches = finish_context(setup, caches, total, reserve)

@@ -5,8 +5,8 @@ Queries Distribution", section 3. Queries of a head before rotary embedding are 
 distributed, with the mean and covariance of the text's queries after its first `sink` tokens. At
 the end of the context
 
-1. both are rotated by R, the mean of the rotations of the next `future` positions: mean m becomes
-   R m, covariance C becomes R C R^T;
+1. both are rotated by R, the mean of the rotations of the next `future` positions, each times what
+   the model multiplies queries with there: mean m becomes R m, covariance C becomes R C R^T;
 2. a key's expected weight is E exp(q.k / sqrt(H)) = exp(m.k' / sqrt(H) + k'.C k' / 2 H), where k'
    is R^T k; its share among all tokens after the first ones is averaged over the query heads of a
    kv head;
@@ -99,8 +99,9 @@ class ExpectedAttention(Compressing):
         store, slots = cache.store, cache.store.sizes[2] * ctx.seq_size
         batch, heads, _, width = store.sizes
         to_come_BT = store.position[:, None] + jnp.arange(self.future)
+        grown_BT1 = ctx.growth(to_come_BT)[..., None]
         cos, sin = (
-            jnp.mean(x, axis=1, keepdims=True)
+            jnp.mean(grown_BT1 * x, axis=1, keepdims=True)
             for x in rope_angles(ctx.rope, width, to_come_BT, ctx.total)
         )
         group = (batch, heads, -1)

@@ -159,7 +159,7 @@ class InfLLM(Appending):
         ctx = dataclasses.replace(ctx, total=jnp.minimum(ctx.total, self.n_local))
         begin_B = cache.store.length
         # Of the place in the text: a window has positions of its own.
-        q = ctx.grown(q, begin_B[:, None] + jnp.arange(q.shape[1]))
+        q = ctx.grown(q, cache.store.position[:, None] + jnp.arange(q.shape[1]))
         chosen = self.choose(q, cache, valid_B, ctx)
         store = cache.store.append(k, v, valid_B, ctx)
         far, alone = self.far(q, ctx), q.shape[1] == 1

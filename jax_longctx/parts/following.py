@@ -53,13 +53,16 @@ class FirstCache:
       last: the prompt's last query, before rotary embedding.
       read: tokens of each row so far.
       queries: the sum of their rotated queries, where the second needs it.
+      context_read, context_queries: both at the end of the context.
     """
 
     shape: CacheShape = dataclasses.field(metadata={"static": True})
     cache: Any
     last: Float[Array, "B 1 N H"] = axes_field("batch", None, "heads", None)
     read: Int[Array, " B"] = axes_field("batch")
+    context_read: Int[Array, " B"] = axes_field("batch")
     queries: Float[Array, "B N H"] | None = axes_field("batch", "heads", None)
+    context_queries: Float[Array, "B N H"] | None = axes_field("batch", "heads", None)
 
     def after(
         self, cache: Any, q: Float[Array, "B T N H"], rotated: Array | None, valid: Int[Array, " B"]
@@ -71,7 +74,8 @@ class FirstCache:
         if total is not None and rotated is not None:
             held_BT11 = (jnp.arange(q.shape[1]) < valid[:, None])[..., None, None]
             total += jnp.sum(jnp.where(held_BT11, rotated.astype(jnp.float32), 0.0), axis=1)
-        return FirstCache(self.shape, cache, last, self.read + valid, total)
+        read = self.read + valid
+        return dataclasses.replace(self, cache=cache, last=last, read=read, queries=total)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,14 +192,16 @@ class Following(Method):
         # Nothing that differs from layer to layer, or from length to length.
         like = dataclasses.replace(shape, slots=0, reserve=0, layer=0, offload=None)
         size = (shape.num_heads, shape.head_dim)
-        queries = None
+
+        def zeros(*sizes: int, dtype: Any) -> Array:
+            return jnp.zeros((shape.batch, *sizes), dtype)
+
+        # An array for each field: a donated buffer may be named once.
+        read, total = [zeros(dtype=jnp.int32) for _ in range(2)], [None, None]
         if self.second.wants_queries:
-            queries = jnp.zeros((shape.batch, *size), jnp.float32)
-        last, read = (
-            jnp.zeros((shape.batch, 1, *size), shape.dtype),
-            jnp.zeros(shape.batch, jnp.int32),
-        )
-        return FirstCache(like, self.first.init_cache(shape), last, read, queries)
+            total = [zeros(*size, dtype=jnp.float32) for _ in range(2)]
+        last, held = zeros(1, *size, dtype=shape.dtype), self.first.init_cache(shape)
+        return FirstCache(like, held, last, *read, *total)
 
     def segments(self, feed: Feed) -> Iterable[Segment]:
         return (self.first if feed.stage == "context" else self._over_context).segments(feed)
@@ -216,7 +222,8 @@ class Following(Method):
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
         if stage != self.first.hands_over:
             held = self.first.finish(cache.cache, ctx, stage, reserve)
-            return dataclasses.replace(cache, cache=held)
+            ends = {"context_read": cache.read, "context_queries": cache.queries}
+            return dataclasses.replace(cache, cache=held, **ends)
         store = self.first.hand_over(cache.cache, ctx, reserve, raw=self.second.raw_keys)
         queries = cache.queries
         if queries is not None:
@@ -249,7 +256,12 @@ class Following(Method):
     def fork(self, cache: Any) -> Any:
         if not isinstance(cache, FirstCache):
             return self.second.fork(cache)
-        return dataclasses.replace(cache, cache=self.first.fork(cache.cache))
+        # New arrays: a fork is donated to the next step while the context keeps its own.
+        read, queries = cache.context_read, cache.context_queries
+        again = {"context_read": read, "context_queries": queries}
+        again |= {"last": cache.last, "read": read, "queries": queries}
+        made = jax.tree.map(lambda x: jnp.array(x, copy=True), again)
+        return dataclasses.replace(cache, cache=self.first.fork(cache.cache), **made)
 
     def step_variant(self, step: int) -> str:
         return self.second.step_variant(step)

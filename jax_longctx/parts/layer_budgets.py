@@ -4,6 +4,8 @@ PyramidKV (Cai et al. 2024, "PyramidKV: Dynamic KV Cache Compression based on Py
 Funneling", section 3.2): lower layers attend widely and upper ones to few tokens. So budgets fall
 in equal steps from the first layer to the last, which has the beta-th part of their mean. The mean
 stays the budget; a share of the text that would pass 1 stays at it, and the last layer gets more.
+All layers of the model count, also those with a sliding window, which keep that. A layer keeps no
+fewer tokens than its method needs.
 
 Of texts shorter than the first layer's budget the last layers keep no more: their memory is theirs.
 The authors' code levels such budgets out. Layers of other sizes are other programs: a loop over

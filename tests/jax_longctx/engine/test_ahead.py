@@ -54,6 +54,7 @@ REFRESH = make_method("refreshkv", {"schedule": "fixed", "stride": "3"})
         also("quest", (), {"offload": "host"}),
         *(also(name, (2, 2, 2), {}) for name in ("quest", "snapkv")),
         also("star", (1, 2, 2), {}),
+        also("snapkv > quest", (), {}),
     ],
     ids=str,
 )

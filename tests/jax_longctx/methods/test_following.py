@@ -142,9 +142,17 @@ READS = "quest:budget=128,granularity=kv_head"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["snapkv:window=4,budget=40", "knorm:budget=40"])
-def test_questions_of_a_saved_context_and_of_a_running_batch(tmp_path, first):
-    engine = engine_of(f"{first} > {SECOND}", kv="int8")
+@pytest.mark.parametrize(
+    "name",
+    [
+        PAIR,
+        f"knorm:budget=40 > {SECOND}",
+        f"h2o:budget=40,chunk=8 > {SECOND}",
+        "snapkv:window=4,budget=40 > resa:budget=16,page_size=4,local=8",
+    ],
+)
+def test_questions_of_a_saved_context_and_of_a_running_batch(tmp_path, name):
+    engine = engine_of(name, kv="int8")
     context = engine.prefill(CONTEXTS, reserve=16)
 
     def ask(context, questions, tokens=12):
