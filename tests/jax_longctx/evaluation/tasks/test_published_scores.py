@@ -143,7 +143,7 @@ def test_what_longproc_refuses(tmp_path):
         ("html_to_tsv", {"html_path": "webpage/none.html"}, "none.html cannot be read.*beside"),
         ("html_to_tsv", {"gt": "name\tprice"}, "its table has no rows"),
         ("countdown", {"nums": [1, 2]}, r"no way from \[1, 2\]"),
-        ("countdown", {"nums": [40.0, 19, 23, 7]}, "TypeError.*float"),
+        ("countdown", {"nums": [40.0, 19, 23, 7]}, r"Type(Check)?Error"),
         ("path_traversal", {"answer_nl": ["a"]}, "a list of texts"),
         ("tom_tracking", {"solution": "none"}, "its solution has no beliefs"),
         ("tom_tracking", {"solution": None}, "a list of texts"),
