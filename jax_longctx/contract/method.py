@@ -412,7 +412,7 @@ class Method:
     # What has a default.
 
     def of_layer(self, layer: int, layers: int) -> "Method":
-        """What does the duties of one of so many layers: `init_cache`, `attend` and so on.
+        """What does the duties of that one of `layers` layers: `init_cache`, `attend` and so on.
 
         It is not asked of layers with a sliding window (`cannot_slide`).
         """

@@ -91,7 +91,7 @@ def repeated(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 def pyramid(length: int, budget: int, layers: int) -> list[int]:
-    """What PyramidKV keeps in each of so many layers."""
+    """What PyramidKV keeps in each layer."""
     press = PyramidKVPress(1 - budget / length, window_size=1)
     of = SimpleNamespace(num_hidden_layers=layers)
     places = (SimpleNamespace(config=of, layer_idx=layer) for layer in range(layers))
