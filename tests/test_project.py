@@ -1,6 +1,7 @@
 """What holds for the repository as a whole: imports, sizes, pins, and nothing of one machine."""
 
 import ast
+import importlib.util
 import os
 import re
 import subprocess
@@ -90,6 +91,28 @@ def test_imports_run_one_way(folder):
         if name.split("/")[1] in CORE:
             foreign = ("torch", "transformers")
             assert {each for each in names if is_within(each, foreign)} == set(), name
+
+
+@pytest.mark.parametrize("folder", ["tests", "docs", ".ci"])
+def test_names_of_ours_that_are_imported_exist(folder):
+    """In functions too, which slow tests alone run; the type checker reads the packages only."""
+    missing = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ImportFrom) and is_within(
+                node.module or "", (*PACKAGES, "tests")
+            ):
+                module = importlib.import_module(node.module or "")
+                missing += [
+                    f"{name_of(path)}:{node.lineno}: {node.module}.{alias.name}"
+                    for alias in node.names
+                    if not hasattr(module, alias.name)
+                    and not (
+                        hasattr(module, "__path__")
+                        and importlib.util.find_spec(f"{node.module}.{alias.name}")
+                    )
+                ]
+    assert missing == []
 
 
 def test_nothing_in_the_wheel_imports_the_command_line():

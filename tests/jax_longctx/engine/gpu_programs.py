@@ -195,8 +195,7 @@ def shared_decode(request, setup, rows):
 
 def growing(request, setup):
     """What makes an offloaded context larger."""
-    from jax_longctx.engine.capacity import slots_for, staged_caches
-    from jax_longctx.engine.engine import _extended
+    from jax_longctx.engine.capacity import _extended, slots_for, staged_caches
     from jax_longctx.planning.compiled import UsedProgram
     from tests.jax_longctx.engine import lowering
 
