@@ -1,0 +1,298 @@
+"""Documents as they come: files, folders and archives, read to plain text.
+
+A file's first bytes say what it is (PDF, zip, gzip). HTML is known by its name, or by its beginning
+where the name has no ending. Anything else is UTF-8 text as it stands, Markdown too. The extra
+`documents` is for PDF, HTML, EPUB and DOCX (see `formats`).
+
+A folder or a zip archive gives a document for each file, in the order of names. What is no document
+there, such as a picture, is left out with a note. Bounds hold for what is unpacked, so that a small
+file cannot fill the memory.
+"""
+
+import bisect
+import dataclasses
+import gzip
+import io
+import itertools
+import logging
+import lzma
+import os
+import re
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePath
+from typing import Any
+
+from jax_longctx.errors import InputError
+from jax_longctx.files import decoded, file_errors, read_bytes
+from jax_longctx.memory import shown_bytes
+from jax_longctx.text import formats
+
+log = logging.getLogger(__name__)
+
+# Of one call: bytes that are unpacked, with characters of PDFs; files of folders and archives.
+MOST_BYTES, MOST_FILES = 2**28, 10_000
+# Of one file: bytes unpacked from each byte, above those that may be unpacked from any.
+MOST_RATIO, FREE_BYTES = 200, 2**24
+# Archives in archives.
+MOST_NESTED = 3
+
+_HTML = (".html", ".htm", ".xhtml")
+# Names that promise what the first bytes must show.
+_PROMISED = (".pdf", ".docx", ".epub", ".zip", ".gz")
+_LIKE_HTML = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?<(!doctype\s+html|html)\b", re.I)
+# Beginnings of binary files that `files.decoded` names: old Office documents, UTF-16.
+_TOLD = (b"\xd0\xcf\x11\xe0", b"\xff\xfe", b"\xfe\xff")
+# What `gzip` and `zipfile` raise of damaged files.
+_DAMAGE = (zipfile.BadZipFile, lzma.LZMAError, zlib.error)
+_DAMAGE += (EOFError, NotImplementedError, OSError, ValueError)
+_GIVE = "give texts, PDF, HTML, EPUB, DOCX, or gz and zip of these"
+Note = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """The text of one file.
+
+    Attributes:
+      name: its path as given; `ARCHIVE/MEMBER` in an archive.
+      pages: offset in the text, in characters, where each page or chapter begins; empty if none.
+    """
+
+    name: str
+    text: str
+    pages: tuple[int, ...] = ()
+
+    def page_at(self, offset: int) -> int | None:
+        """The page, from 1, of a character of the text; None where there are no pages."""
+        return max(bisect.bisect_right(self.pages, offset), 1) if self.pages else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """Documents as one text. Where there are several, a line `Document: NAME` heads each.
+
+    Attributes:
+      places: offset in the text, in characters, of each document and page, with document and page.
+    """
+
+    text: str
+    places: tuple[tuple[int, str, int | None], ...]
+
+    @classmethod
+    def of(cls, documents: Iterable[Document]) -> "Joined":
+        """Joins them in this order."""
+        documents, parts, size = list(documents), list[str](), 0
+        places = list[tuple[int, str, int | None]]()
+        for document in documents:
+            name, begins = document.name, size
+            if len(documents) > 1:
+                parts.append(f"{'\n\n' if parts else ''}Document: {name}\n\n")
+                size += len(parts[-1])
+            # The first page has the heading, too.
+            places.append((begins, name, 1 if document.pages else None))
+            places += ((size + at, name, n) for n, at in enumerate(document.pages[1:], start=2))
+            parts.append(document.text)
+            size += len(document.text)
+        return cls("".join(parts), tuple(places))
+
+    def place(self, offset: int) -> tuple[str, int | None]:
+        """Name and page of the document that has this character of the text."""
+        at = bisect.bisect_right(self.places, offset, key=lambda place: place[0])
+        return self.places[max(at - 1, 0)][1:]
+
+
+def read_documents(paths: Iterable[str | Path], note: Note = log.warning) -> list[Document]:
+    """The documents of files and folders, in the order given; `-` is stdin.
+
+    Of a folder all files are read, also in folders below it, but for names that begin with a dot.
+
+    Args:
+      note: called with a line for each file that is left out of a folder or an archive.
+
+    Raises:
+      InputError: a file cannot be read, holds no text, or is beyond a bound.
+    """
+    reader = _Reader(note)
+    return [document for path in paths for document in reader.path(path)]
+
+
+def documents_in(
+    raw: bytes, name: str, note: Note = log.warning, most: int = MOST_BYTES
+) -> list[Document]:
+    """The documents in a file's bytes: several in an archive, else one.
+
+    Args:
+      note: as for `read_documents`.
+      most: bytes that are unpacked at most.
+
+    Raises:
+      InputError: as `read_documents`.
+    """
+    return list(_Reader(note, most).parts(raw, name))
+
+
+class _NoDocument(InputError):
+    """A file that is no document."""
+
+
+class _Reader:
+    """One call: what it may still unpack, and how many files it may still read."""
+
+    def __init__(self, note: Note, most: int = MOST_BYTES):
+        self._note, self._most = note, most
+        self._left, self._files = most, MOST_FILES
+
+    def path(self, path: str | Path) -> Iterator[Document]:
+        """The documents of a file or a folder."""
+        if path != "-" and os.path.isdir(path):
+            yield from self._each(str(path), ((str(each), each) for each in _files(path)), _read)
+        else:
+            yield from self.parts(_read(path), "stdin" if path == "-" else str(path))
+
+    def parts(self, raw: bytes, name: str, depth: int = 0) -> Iterator[Document]:
+        """The documents in a file's bytes."""
+        if raw.startswith(b"PK\x03\x04") or raw.startswith(b"PK\x05\x06"):
+            yield from self._zip(raw, name, depth)
+        elif raw.startswith(b"\x1f\x8b"):
+            inside = self._unpack(lambda: gzip.open(io.BytesIO(raw)), name, len(raw), depth)
+            yield from self.parts(inside, name.removesuffix(".gz"), depth + 1)
+        elif raw.startswith(b"%PDF-"):
+            yield self._paged(formats.pdf_pages(raw, name, lambda n: self._take(n, name)), name)
+        else:
+            yield _whole(name, _plain(raw, name))
+
+    def _zip(self, raw: bytes, name: str, depth: int) -> Iterator[Document]:
+        try:
+            archive = zipfile.ZipFile(io.BytesIO(raw))
+        except _DAMAGE as error:
+            raise formats.damaged(name, "zip archive", error) from error
+        infos = {info.filename: info for info in archive.infolist() if not info.is_dir()}
+
+        def member(part: str) -> bytes:
+            info = infos[part]
+            if info.flag_bits & 1:
+                raise InputError(f"{name} is an encrypted zip archive; unpack it with its password")
+            return self._unpack(lambda: archive.open(info), name, info.compress_size, depth)
+
+        names = set(infos)
+        if "word/document.xml" in names:
+            yield _whole(name, formats.docx_text(member, names, name))
+        elif "META-INF/container.xml" in names:
+            yield self._paged(formats.epub_chapters(member, names, name), name)
+        elif names & {"[Content_Types].xml", "content.xml"}:
+            raise InputError(
+                f"{name} is an Office document, but no DOCX; write its text to a file first, e.g. "
+                f"with libreoffice --convert-to"
+            )
+        else:
+            inside = ((f"{name}/{part}", part) for part in sorted(names) if "/." not in f"/{part}")
+            yield from self._each(name, inside, member, depth + 1)
+
+    def _each(
+        self, where: str, files: Iterable[tuple[str, Any]], read: Any, depth: int = 0
+    ) -> Iterator[Document]:
+        """The documents of a folder's or an archive's files: their names, and what `read` takes."""
+        found, left_out = False, list[str]()
+        for name, file in files:
+            self._files -= 1
+            if self._files < 0:
+                raise InputError(f"{where} has over {MOST_FILES:,} files; give a part of them")
+            try:
+                for document in self.parts(read(file), name, depth):
+                    found = True
+                    yield document
+            except _NoDocument:
+                left_out.append(name)
+        if not found:
+            raise InputError(f"{where} holds no document; {_GIVE}")
+        if left_out:
+            names = ", ".join(left_out[:3]) + ", ..." * (len(left_out) > 3)
+            self._note(f"left out of {where}: {len(left_out):,} that are no text ({names})")
+
+    def _unpack(self, opened: Callable[[], Any], name: str, packed: int, depth: int) -> bytes:
+        """All bytes of a compressed file, within the bounds."""
+        if depth >= MOST_NESTED:
+            raise InputError(
+                f"{name}: archives in archives are read {MOST_NESTED} deep; unpack it first"
+            )
+        most = max(FREE_BYTES, MOST_RATIO * packed)
+        try:
+            with opened() as file:
+                raw = file.read(min(most, self._left) + 1)
+        except _DAMAGE as error:
+            raise formats.damaged(name, "archive", error) from error
+        self._take(len(raw), name)
+        if len(raw) > most:
+            raise InputError(
+                f"{name} unpacks to over {MOST_RATIO} times its size; unpack it, and give its files"
+            )
+        return raw
+
+    def _take(self, size: int, name: str) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise InputError(
+                f"{name} unpacks to more than is read, {shown_bytes(self._most)}; give a part of it"
+            )
+
+    def _paged(self, pages: list[str], name: str) -> Document:
+        empty = sum(not page.strip() for page in pages)
+        if empty == len(pages):
+            raise InputError(
+                f"{name} holds no text: its {len(pages):,} pages are pictures, as of a scanner; "
+                f"make text of them first, e.g. with ocrmypdf"
+            )
+        if empty:
+            self._note(f"{name}: {empty:,} of {len(pages):,} pages hold no text")
+        starts = itertools.accumulate((len(page) + 2 for page in pages[:-1]), initial=0)
+        return Document(name, "\n\n".join(pages), tuple(starts))
+
+
+def _read(path: str | Path) -> bytes:
+    """The bytes of a file, or of stdin for `-`."""
+    if path != "-":
+        with file_errors(f"{path} cannot be read", "give a text file, or - for stdin"):
+            return read_bytes(path)
+    if sys.stdin is None:
+        raise InputError("stdin is closed; pipe a text in, or give a text file")
+    with file_errors("stdin cannot be read", "give a text file"):
+        return sys.stdin.buffer.read()
+
+
+def _files(folder: str | Path) -> Iterator[Path]:
+    """All files of a folder but hidden ones, in the order of names."""
+    with file_errors(f"{folder} cannot be read", "give a folder that can"):
+        inside = sorted(each for each in Path(folder).iterdir() if each.name[0] != ".")
+    for path in inside:
+        if not path.is_dir():
+            yield path
+        elif not path.is_symlink():
+            yield from _files(path)
+
+
+def _whole(name: str, text: str) -> Document:
+    if not text.strip():
+        raise _NoDocument(f"{name} is empty; give a text")
+    return Document(name, text)
+
+
+def _plain(raw: bytes, name: str) -> str:
+    """The text of a file that is neither packed nor a PDF."""
+    ending = PurePath(name).suffix.lower()
+    if ending in _PROMISED:
+        raise InputError(
+            f"{name} is no {ending[1:].upper()}, as its name says; get it again, or rename it"
+        )
+    if raw[257:262] == b"ustar":
+        raise InputError(f"{name} is a tar archive; unpack it, and give the folder")
+    if ending in _HTML or (not ending and _LIKE_HTML.match(raw)):
+        return formats.html_text(raw, name)
+    try:
+        return decoded(raw, name)
+    except InputError:
+        if b"\0" in raw and not raw.startswith(_TOLD):
+            raise _NoDocument(f"{name} is binary data of an unknown kind; {_GIVE}") from None
+        raise
