@@ -324,7 +324,8 @@ def check(words):
     # A file of the settings is not there.
     if context.info_name == "run" and (options["methods"] or not options["config"]):
         names = ("config", "methods", "tasks", "lengths", "trials")
-        check_config(Choice(**{name: options[name] for name in names}).read())
+        given = {name: options[name] for name in names}
+        check_config(Choice(**given | {"trials": options["trials"] or 20}).read())
     methods = options.get("methods") or ()
     for method in [methods] if isinstance(methods, str) else methods:
         spec = Spec.parse(method)

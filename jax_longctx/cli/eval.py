@@ -108,7 +108,9 @@ class Choice:
         "--length",
         metavar="TOKENS",
     )
-    trials: int | None = option("Prompts of each task and length; 20 unless given.")
+    trials: int | None = option(
+        "Prompts of each task and length; 20 unless given, and all of [bold]questions[/bold]."
+    )
 
     def read(self) -> "EvalConfig":
         """The file's configuration, or the options'."""
@@ -125,14 +127,27 @@ class Choice:
         for name in ("--task", "--length"):
             if not given[name]:
                 raise InputError(f"{name} is missing; give at least one, or --config or --suite")
-        part = Part(
-            name="part",
-            methods=tuple(self.methods or ["full"]),
-            tasks=tuple(self.tasks or ()),
-            lengths=tuple(self.lengths or ()),
-            trials=20 if self.trials is None else self.trials,
-        )
-        return EvalConfig(run=RunOptions(), part=(part,))
+        lengths = tuple(self.lengths or ())
+        parts = [
+            Part(
+                name="part",
+                methods=tuple(self.methods or ["full"]),
+                tasks=(task,),
+                lengths=lengths,
+                trials=self._usual(task, lengths[0]) if self.trials is None else self.trials,
+            )
+            for task in self.tasks or ()
+        ]
+        return EvalConfig(run=RunOptions(), part=tuple(parts))
+
+    def _usual(self, task: str, length: int) -> int:
+        """Trials of a task where none are given; a user's file is there for the first process."""
+        from jax_longctx.evaluation.specs import Spec
+        from jax_longctx.evaluation.tasks import make_task
+
+        spec = Spec.parse(task)
+        made = make_task(spec.name, spec.at(length))
+        return made.usual_trials if process.is_leader() else 1
 
 
 @eval_app.callback(invoke_without_command=True)
@@ -206,10 +221,12 @@ def _run(config: "EvalConfig", output: Path | None, terminal: Terminal, overwrit
     check_matplotlib("the report")
     with terminal.starting():
         from jax_longctx.evaluation.report import write_about
-        from jax_longctx.evaluation.runner import check_config, run_eval
+        from jax_longctx.evaluation.runner import check_config, check_files, run_eval
 
         # A mistake in the last method is reported before a folder is made and the model loaded.
         check_config(config)
+        if process.is_leader():
+            check_files(config)
     check_folder(output, "--output")
     model = _open(config, terminal)
     with terminal.progress("evaluating", "rows") as update:
@@ -243,6 +260,11 @@ def report(
         "Results of eval perplexity --out, for tables and curves; repeat for several.",
         metavar="JSON",
     ),
+    rows_too: bool = option(
+        "Print every question too, with its right answers and each method's answer and score.",
+        "--rows",
+        default=False,
+    ),
 ) -> None:
     """Write the report of the rows so far, also of an unfinished run.
 
@@ -250,7 +272,7 @@ def report(
 
     [bold]Example[/bold]
 
-        jax-longctx eval report out
+        jax-longctx eval report out --rows
     """
     check_matplotlib("the report")
     terminal = Terminal()
@@ -267,7 +289,7 @@ def report(
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(f"{file} holds no results of eval perplexity: {error}") from error
         check_model(folder, file, found.get(MADE_FROM, {}))
-    _report(folder, rows, read_about(folder), terminal)
+    _report(folder, rows, read_about(folder), terminal, rows_too)
 
 
 @eval_app.command()
@@ -307,10 +329,16 @@ def _open(config: "EvalConfig", terminal: Terminal) -> "LongContext":
     return choice.open(terminal, resident=True)
 
 
-def _report(folder: Path, rows: list[dict[str, Any]], about: dict[str, Any], to: Terminal) -> None:
+def _report(
+    folder: Path,
+    rows: list[dict[str, Any]],
+    about: dict[str, Any],
+    to: Terminal,
+    rows_too: bool = False,
+) -> None:
     """Writes the report and prints its scores."""
     from jax_longctx.evaluation.report import write_report
-    from jax_longctx.evaluation.tables import score_table, table_text
+    from jax_longctx.evaluation.tables import answers_text, score_table, table_text
 
     with to.waiting("writing the report"):
         summary = write_report(folder, rows, about)
@@ -320,6 +348,8 @@ def _report(folder: Path, rows: list[dict[str, Any]], about: dict[str, Any], to:
     for group in summary.groups:
         table = score_table(group, summary)
         to.write(f"{table.title}\n\n{table_text(table)}\n\n")
+    if rows_too:
+        to.write(answers_text(rows))
     refused = sum(summary.refused.values())
     if refused:
         to.note(f"{refused:,} prompts were refused; the report says why")

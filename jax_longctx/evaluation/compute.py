@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,13 +29,20 @@ PLANNED = 0.75
 Sized = tuple[str, dict[str, str], int, list[list[int]]]
 
 
+def in_rounds[Question](rows: Sequence[Sequence[Question]]) -> list[list[Question]]:
+    """What is asked together: one of each row. A row with fewer repeats its last one."""
+    most = max(map(len, rows))
+    return [[asked[min(i, len(asked) - 1)] for asked in rows] for i in range(most)]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
     """A batch as every process gets it, in JSON values.
 
     Attributes:
       method, settings: arguments of `make_method`.
-      contexts, questions: token ids of at most `rows` rows; the last one is repeated up to `rows`.
+      contexts: token ids of at most `rows` texts; the last one is repeated up to `rows`.
+      questions: token ids of each text's questions, which are asked one after another.
       slots, reserve: of the caches, the same for all batches of a length.
       asked: tokens of questions and of answers: the programs of all batches of this method and
         length are those that these need.
@@ -45,7 +52,7 @@ class Batch:
     method: str
     settings: dict[str, str]
     contexts: list[list[int]]
-    questions: list[list[int]]
+    questions: list[list[list[int]]]
     rows: int
     slots: int
     reserve: int
@@ -62,8 +69,14 @@ class Batch:
     @property
     def programs(self) -> tuple[Any, ...]:
         """Batches with equal keys share compiled programs."""
-        longest = max(map(len, self.questions))
-        return *self.shape, longest.bit_length(), self.max_new, tuple(self.stop)
+        sizes = {max(map(len, asked)).bit_length() for asked in self.rounds}
+        return *self.shape, tuple(sorted(sizes)), self.max_new, tuple(self.stop)
+
+    @property
+    def rounds(self) -> list[list[list[int]]]:
+        """The questions that are asked together, one of each row; the last row is repeated."""
+        more = self.rows - len(self.questions)
+        return in_rounds(self.questions + self.questions[-1:] * more)
 
     def following(self) -> Iterator["Batch"]:
         """Batches of these texts under the methods that come soon."""
@@ -73,9 +86,14 @@ class Batch:
             yield dataclasses.replace(self, **given, **texts, asked=asked)
 
     def halves(self) -> Iterator["Batch"]:
-        """The halves that have contexts; `rows` is their number."""
+        """The halves that have contexts; `rows` is their number.
+
+        Where one context is left, each of its questions is a batch.
+        """
         size = (len(self.contexts) + 1) // 2
-        pairs = zip(self.contexts, self.questions, strict=True)
+        pairs = [*zip(self.contexts, self.questions, strict=True)]
+        if len(pairs) == self.rows == 1:
+            pairs = [(self.contexts[0], [asked]) for asked in self.questions[0]]
         for some in itertools.batched(pairs, size):
             contexts, questions = map(list, zip(*some, strict=True))
             yield dataclasses.replace(self, contexts=contexts, questions=questions, rows=len(some))
@@ -111,11 +129,11 @@ def compile_batch(
 
     `into` is as of `compile_ahead`.
     """
-    contexts, _ = _padded(batch)
+    contexts = _padded(batch)
     run = LongContext(engine, model.tokenizer, model.manifest)
     lengths = Lengths([*map(len, contexts)], batch.asked, batch.reserve, batch.slots)
     with contextlib.suppress(LongctxError):
-        return run.compile(lengths, stop=batch.stop, keep=False, into=into)
+        return run.compile(lengths, stop=batch.stop, keep=len(batch.rounds) > 1, into=into)
     return None
 
 
@@ -136,7 +154,7 @@ def rows_that_fit(engine: Engine, rows: int, slots: int, reserve: int, memory: i
 
 
 def answer_batch(model: LongContext, engine: Engine, batch: Batch) -> list[dict[str, Any]]:
-    """The result of each row, or `refused` with the reason.
+    """The result of each question, text after text, or `refused` with the reason.
 
     A batch that does not fit, or has a row that the engine rejects, is halved; a single row is
     refused. `short_of_memory` marks rows that a later run may answer.
@@ -150,52 +168,55 @@ def answer_batch(model: LongContext, engine: Engine, batch: Batch) -> list[dict[
         if "RESOURCE_EXHAUSTED" not in str(error) or jax.process_count() > 1:
             raise
         short, reason = True, f"out of memory: {str(error).splitlines()[0]:.200}"
-    # One context padded to several rows may still fit alone.
-    if (batch.rows if short else len(batch.contexts)) == 1:
+    # One context padded to several rows may still fit alone, and without a copy for each question.
+    one = (batch.rows if short else len(batch.contexts)) == 1
+    if one and len(batch.questions[0]) == 1:
         return [{"refused": reason} | ({"short_of_memory": True} if short else {})]
     return [row for half in batch.halves() for row in answer_batch(model, engine, half)]
 
 
-def _padded(batch: Batch) -> tuple[list[list[int]], list[list[int]]]:
-    """Contexts and questions, the last ones repeated up to `rows`."""
-    more = batch.rows - len(batch.contexts)
-    return batch.contexts + batch.contexts[-1:] * more, batch.questions + batch.questions[
-        -1:
-    ] * more
+def _padded(batch: Batch) -> list[list[int]]:
+    """Contexts, the last one repeated up to `rows`."""
+    return batch.contexts + batch.contexts[-1:] * (batch.rows - len(batch.contexts))
 
 
 def _answers(model: LongContext, batch: Batch) -> list[dict[str, Any]]:
-    contexts, questions = _padded(batch)
+    contexts, rounds = _padded(batch), batch.rounds
     with CompileClock() as clock:
         begun = time.perf_counter()
         context = model.engine.prefill(
-            contexts, reserve=batch.reserve, capacity=batch.slots, questions=questions
+            contexts, reserve=batch.reserve, capacity=batch.slots, questions=rounds[0]
         )
         read, slots = time.perf_counter() - begun, context.slots
-        answers = model.ask(
-            context, questions, max_tokens=batch.max_new, stop=batch.stop, keep=False
-        )
-    steps = max(len(answer.tokens) for answer in answers) - 1
+        ends: Any = {"max_tokens": batch.max_new, "stop": batch.stop}
+        answers = [
+            model.ask(context, asked, keep=number < len(rounds), **ends)
+            for number, asked in enumerate(rounds, start=1)
+        ]
+    steps = [max(len(answer.tokens) for answer in found) - 1 for found in answers]
     return [
         {
             "answer": answer.text,
             "finish": answer.finish,
             "tokens": {
-                "context": len(tokens),
+                "context": len(contexts[row]),
                 "question": len(question),
                 "answer": len(answer.tokens),
             },
             "seconds": {
+                # Of the text and the question, also where other questions were asked before.
                 "first_token": round(read + answer.first_token_seconds, 4),
                 # A step decodes one token of every row.
-                "token": round(answer.decode_seconds / steps, 5) if steps else None,
+                "token": round(answer.decode_seconds / count, 5) if count else None,
             },
             "compiled": clock.programs > 0,
             "rows": len(contexts),
-            "bytes": _bytes_of_a_row(model.engine, batch, slots, len(tokens)),
+            "bytes": _bytes_of_a_row(model.engine, batch, slots, len(contexts[row])),
         }
-        for answer, tokens, question in zip(answers, contexts, questions, strict=True)
-    ][: len(batch.contexts)]
+        for row, questions in enumerate(batch.questions)
+        for question, found, count in zip(questions, answers, steps, strict=False)
+        for answer in (found[row],)
+    ]
 
 
 @functools.lru_cache(maxsize=16)

@@ -2,12 +2,22 @@
 
 import array
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Sequence
 
 from jax_longctx.errors import LengthError
 from jax_longctx.evaluation.tasks import Sample, Task
 from jax_longctx.text import PromptLayout, PromptText, Tokenizer
+
+# Characters of either end of a text that a row shows.
+SHOWN = 300
+
+
+def shortened(text: str) -> str:
+    """The text's ends, and how many characters are left out between them."""
+    left = len(text) - 2 * SHOWN
+    return text if left <= 0 else f"{text[:SHOWN]} [... {left:,} characters ...] {text[-SHOWN:]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,28 +69,36 @@ def draw(
     def count(text: str) -> int:
         return len(tokenizer.encode(text, begins=True))
 
+    # Questions over one text share its tokens.
+    encoded = functools.lru_cache(maxsize=8)(functools.partial(_encoded, tokenizer, layout))
     own = PromptText(layout.before), PromptText(layout.after)
     room = tokens - sum(len(tokenizer.encode(text)) for text in own)
     prompts: list[Prompt] = []
     try:
         for sample in task.samples(count, tokens=room, trials=trials, seed=seed):
-            prompts.append(_prompt(sample, tokenizer, layout, room))
+            question = PromptText.of("", sample.query, layout.after, sample.answer_prefix)
+            text = f"{layout.before}{sample.context}\0{question}"
+            prompts.append(
+                Prompt(
+                    sample,
+                    encoded(sample.context),
+                    array.array("i", tokenizer.encode(question)),
+                    hashlib.sha256(text.encode()).hexdigest(),
+                    _refused(sample.length, room),
+                )
+            )
     except LengthError as error:
         return Drawn(task, prompts, " ".join(str(error).split()))
     return Drawn(task, prompts)
 
 
-def _prompt(sample: Sample, tokenizer: Tokenizer, layout: PromptLayout, room: int) -> Prompt:
-    context = PromptText.of(layout.before, sample.context, templated=layout.templated)
-    question = PromptText.of("", sample.query, layout.after, sample.answer_prefix)
-    refused = None
-    if sample.length > room:
-        refused = f"the prompt has {sample.length:,} tokens, {room:,} were asked for; it is not cut"
-    return Prompt(
-        sample,
-        # Four bytes a token; a list takes eight and an object for each number.
-        array.array("i", tokenizer.encode(context, bos=True)),
-        array.array("i", tokenizer.encode(question)),
-        hashlib.sha256(f"{context}\0{question}".encode()).hexdigest(),
-        refused,
-    )
+def _encoded(tokenizer: Tokenizer, layout: PromptLayout, context: str) -> Sequence[int]:
+    text = PromptText.of(layout.before, context, templated=layout.templated)
+    # Four bytes a token; a list takes eight and an object for each number.
+    return array.array("i", tokenizer.encode(text, bos=True))
+
+
+def _refused(length: int, room: int) -> str | None:
+    if length <= room:
+        return None
+    return f"the prompt has {length:,} tokens, {room:,} were asked for; it is not cut"

@@ -17,6 +17,7 @@ from jax_longctx.evaluation.tables import (
     ENOUGH,
     TIMES,
     Table,
+    answers,
     cost_table,
     other_tables,
     plain,
@@ -127,6 +128,9 @@ def write_report(folder: Path, rows: Sequence[Row], about: About) -> Summary:
     from jinja2 import Environment, PackageLoader
 
     facts = {"title": title, "about": words, "facts": _facts(rows), "sections": sections}
+    facts["answers"] = found = answers(rows)
+    names = found[0].kinds if found else ()
+    facts["filters"] = {name: list(dict.fromkeys(a.kinds[name] for a in found)) for name in names}
     for name in ("report.html", "report.md"):
         pages = Environment(
             loader=PackageLoader("jax_longctx.evaluation"),

@@ -10,9 +10,13 @@ itself:
      "task": {"name", "settings", "files": {SETTING: digest}}, "task_label": "passkey",
      "metric", "length", "index", "seed", "prompt_sha256",
      "tokens": {"context", "question", "answer"}, "meta": {"depth": 0.5, ...},
+     "prompt": {"context", "question"},
      "outputs", "answer", "finish", "measures": {"score": 100.0},
      "seconds": {"first_token", "token"}, "compiled", "rows",
      "bytes": {"resident", "read"}, "checkpoint", "device", "mesh", "dtype", "versions"}
+
+The prompt's context is shortened. `first_token` counts from the start of its prefill, which several
+questions over one text share.
 
 A prompt that could not be drawn or does not fit has `"refused"`, the reason, in place of the answer
 and its measures. With `"short_of_memory": true` the free memory was not enough: the next run tries

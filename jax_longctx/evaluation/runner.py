@@ -28,10 +28,11 @@ from jax_longctx.evaluation.compute import (
     answer_batch,
     compile_batch,
     engine_of,
+    in_rounds,
     rows_that_fit,
 )
 from jax_longctx.evaluation.config import Cell, EvalConfig
-from jax_longctx.evaluation.prompts import Drawn, Prompt, draw
+from jax_longctx.evaluation.prompts import Drawn, Prompt, draw, shortened
 from jax_longctx.evaluation.rows import Key, key_of, open_rows
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import Task, describe, make_task
@@ -86,6 +87,12 @@ def check_config(config: EvalConfig) -> None:
                 f"{named[shown].label} and {cell.task.label} are both called {shown} in rows and "
                 f"tables; give one of them, or name their files differently"
             )
+
+
+def check_files(config: EvalConfig) -> None:
+    """Reads every file that a task names. Raises InputError where one cannot be used."""
+    for task, length in dict.fromkeys((cell.task, cell.length) for cell in config.cells()):
+        make_task(task.name, task.at(length)).check()
 
 
 def _shown(task: Task, spec: Spec) -> str:
@@ -254,8 +261,10 @@ class _Leader:
                 break
             if left := self._left(own):
                 with contextlib.suppress(ConfigError):
-                    rows = self._rows(self._engine(spec, length), own, room)
-                    found.append((spec.name, spec.at(length), rows, _asked(_cut(left, rows))))
+                    engine = self._engine(spec, length)
+                    rows = self._rows(engine, own, room)
+                    asked = _asked(_cut(left, rows, engine))
+                    found.append((spec.name, spec.at(length), rows, asked))
         return found
 
     def _left(self, trials: list["_Trial"]) -> list["_Trial"]:
@@ -265,7 +274,7 @@ class _Leader:
 
     def _rows(self, engine: Engine, trials: list["_Trial"], room: tuple[int, int]) -> int:
         """Rows of a batch; from all trials, so that a run that goes on has a whole one's shapes."""
-        most = min(self.config.run.batch, max(map(len, _alike(trials))))
+        most = min(self.config.run.batch, max(map(len, _alike(trials, engine))))
         return rows_that_fit(engine, most, *room, self.memory)
 
     def _engine(self, method: Spec, length: int) -> Engine:
@@ -289,15 +298,15 @@ class _Leader:
             return
         slots, reserve = room
         rows = self._rows(engine, trials, room)
-        batches = _cut(left, rows)
+        batches = _cut(left, rows, engine)
         asked = _asked(batches)
         for group in batches:
-            task = group[0].task
+            task = group[0][0].task
             batch = Batch(
                 method=method.name,
                 settings=method.at(length),
-                contexts=[list(trial.prompt.context) for trial in group],
-                questions=[list(trial.prompt.question) for trial in group],
+                contexts=[list(trials[0].prompt.context) for trials in group],
+                questions=[[list(trial.prompt.question) for trial in trials] for trials in group],
                 rows=rows,
                 slots=slots,
                 reserve=reserve,
@@ -307,7 +316,8 @@ class _Leader:
                 soon=self.soon,
             )
             found = yield dataclasses.asdict(batch)
-            self._add([_scored(trial, row) for trial, row in zip(group, found, strict=True)])
+            each = itertools.chain.from_iterable(group)
+            self._add([_scored(trial, row) for trial, row in zip(each, found, strict=True)])
 
     def _drawn(self, length: int, cells: list[Cell]) -> dict[Spec, Drawn]:
         drawn = {}
@@ -395,26 +405,37 @@ def _room(drawn: Mapping[Spec, Drawn]) -> tuple[int, int]:
     return longest + reserve + 1, reserve
 
 
-def _alike(trials: Sequence[_Trial]) -> list[list[_Trial]]:
-    """Trials that may share a batch: same length of answers, same stops; the longest first."""
-    groups: dict[tuple[int, tuple[str, ...]], list[_Trial]] = {}
-    for trial in trials:
-        groups.setdefault((trial.task.max_new, tuple(trial.task.stop)), []).append(trial)
+# Trials over one text, whose questions are asked one after another.
+type _Text = list[_Trial]
+
+
+def _alike(trials: Sequence[_Trial], engine: Engine) -> list[list[_Text]]:
+    """Texts that may share a batch: same length of answers, same stops; the longest first.
+
+    A method that needs the question during prefill reads a text again for each.
+    """
+    again = engine.method.info.needs_question
+    groups: dict[tuple[int, tuple[str, ...]], dict[tuple[str, int], _Text]] = {}
+    for number, trial in enumerate(trials):
+        texts = groups.setdefault((trial.task.max_new, tuple(trial.task.stop)), {})
+        key = trial.prompt.sample.context, number if again else 0
+        texts.setdefault(key, []).append(trial)
     return [
-        sorted(group, key=lambda trial: -len(trial.prompt.context)) for group in groups.values()
+        sorted(texts.values(), key=lambda text: -len(text[0].prompt.context))
+        for texts in groups.values()
     ] or [[]]
 
 
-def _cut(left: Sequence[_Trial], rows: int) -> list[list[_Trial]]:
+def _cut(left: Sequence[_Trial], rows: int, engine: Engine) -> list[list[_Text]]:
     """The batches of the trials that are left."""
     return [
         group[start : start + rows]
-        for group in _alike(left)
+        for group in _alike(left, engine)
         for start in range(0, len(group), rows)
     ]
 
 
-def _asked(batches: Sequence[Sequence[_Trial]]) -> list[list[int]]:
+def _asked(batches: Sequence[Sequence[_Text]]) -> list[list[int]]:
     """Tokens of questions and answers that cover all programs of these batches.
 
     A question has one of few sizes, each several times the last. So of the lengths between
@@ -422,8 +443,10 @@ def _asked(batches: Sequence[Sequence[_Trial]]) -> list[list[int]]:
     """
     kinds: dict[tuple[int, int], list[int]] = {}
     for batch in batches:
-        longest, answer = max(len(trial.prompt.question) for trial in batch), batch[0].task.max_new
-        kinds.setdefault((longest.bit_length(), answer), []).append(longest)
+        answer = batch[0][0].task.max_new
+        for asked in in_rounds(batch):
+            longest = max(len(trial.prompt.question) for trial in asked)
+            kinds.setdefault((longest.bit_length(), answer), []).append(longest)
     return [
         [length, answer]
         for (_, answer), lengths in kinds.items()
@@ -437,6 +460,7 @@ def _scored(trial: _Trial, row: dict[str, Any]) -> dict[str, Any]:
     about = {
         "prompt_sha256": trial.prompt.sha256,
         "meta": sample.meta,
+        "prompt": {"context": shortened(sample.context), "question": sample.query.strip()},
         "outputs": list(sample.outputs),
     }
     if "refused" in row:

@@ -8,9 +8,11 @@ from jax_longctx.evaluation.config import PublishedTable
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.summary import (
     BASE,
+    SCORE,
     Estimate,
     Group,
     Measure,
+    Row,
     Score,
     Summary,
 )
@@ -200,6 +202,63 @@ def refused_table(summary: Summary) -> Table:
     ]
     head = [_name("method"), _name("task"), Cell("tokens"), Cell("prompts"), _name("why")]
     return Table("Refused", head, rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One row as the report shows it.
+
+    Attributes:
+      kinds: task, length, method and outcome, by which rows are filtered.
+      question, context: of the prompt, the context shortened; empty in rows of earlier versions.
+      right: the right answers.
+      score: out of 100.
+    """
+
+    kinds: dict[str, str]
+    number: int
+    question: str
+    context: str
+    right: list[str]
+    answer: str
+    score: float
+
+
+def answers(rows: Sequence[Row]) -> list[Answer]:
+    """The rows that have an answer, prompt after prompt."""
+    found = [row for row in rows if "answer" in row]
+    tasks = list(dict.fromkeys(row["task_label"] for row in found))
+    found.sort(key=lambda row: (tasks.index(row["task_label"]), row["length"], row["index"]))
+    return [
+        Answer(
+            {
+                "task": row["task_label"],
+                "tokens": f"{row['length']:,}",
+                "method": row["label"],
+                "score": "100" if row["measures"][SCORE] >= 100 else "below 100",
+            },
+            row["index"],
+            row.get("prompt", {}).get("question", ""),
+            row.get("prompt", {}).get("context", ""),
+            list(row["outputs"]),
+            row["answer"],
+            row["measures"][SCORE],
+        )
+        for row in found
+    ]
+
+
+def answers_text(rows: Sequence[Row]) -> str:
+    """Each prompt's question and right answers, then a line for each method's answer."""
+    lines, last = [], None
+    for each in answers(rows):
+        kinds, right = each.kinds, " | ".join(each.right)
+        prompt = f"{kinds['task']} {each.number} at {kinds['tokens']} tokens"
+        if (prompt, each.question) != last:
+            lines.append(f"\n{prompt}: {' '.join(each.question.split())}\n    right: {right}")
+            last = prompt, each.question
+        lines.append(f"    {each.score:3.0f} {kinds['method']}: {' '.join(each.answer.split())}")
+    return "\n".join([*lines, "", ""])
 
 
 def table_text(table: Table) -> str:

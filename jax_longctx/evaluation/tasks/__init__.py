@@ -12,6 +12,7 @@ from jax_longctx.evaluation.tasks.leval import LEval
 from jax_longctx.evaluation.tasks.longproc import LongProc
 from jax_longctx.evaluation.tasks.niah import NiahMulti, NiahSingle
 from jax_longctx.evaluation.tasks.passkey import Passkey
+from jax_longctx.evaluation.tasks.questions import Questions
 from jax_longctx.evaluation.tasks.ruler import (
     CommonWords,
     FrequentWords,
@@ -44,6 +45,7 @@ _ALL: tuple[Task, ...] = (
     *(FileTask(name=name) for name in FORMATS),
     LEval(),
     LongProc(),
+    Questions(),
 )
 
 # Every task with its default settings, the published ones where such exist.

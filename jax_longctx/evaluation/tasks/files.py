@@ -107,7 +107,8 @@ INFINITEBENCH: dict[str, tuple[str, str, int]] = {
 NUMBERS = ("first number", "numbers before the first wrong one")
 
 
-def _asked(task: str, text: str, choices: tuple[str, ...] = ()) -> str:
+def asked(task: str, text: str, choices: tuple[str, ...] = ()) -> str:
+    """The end of a prompt: what is to be done, the question, and its options by letters."""
     options = "".join(
         f"\n{letter}. {each}" for letter, each in zip(_LETTERS, choices, strict=False)
     )
@@ -136,10 +137,10 @@ def _of_dataset(
     outputs, classes = tuple(texts(answers)), tuple(texts(choices or []))
     if metric in NUMBERS and not all(math.isfinite(float(each)) for each in outputs):
         raise ValueError(f"expected finite numbers, got {outputs!r:.80}")
-    query = _asked(task, line["input"], options)
+    query = asked(task, line["input"], options)
     if task == CODE:
         # The input is the last part of the code, so the task comes after it.
-        query = f"\n{line['input']}".rstrip() + _asked(task, "")
+        query = f"\n{line['input']}".rstrip() + asked(task, "")
     return [Record(line["context"].strip(), query, outputs, metric, classes, max_new, dataset)]
 
 
@@ -171,7 +172,7 @@ def read_records(task: "FileTask") -> tuple[Record, ...]:
     Raises:
       InputError: no file was given, one of its entries is not of the format, or none has a prompt.
     """
-    advice = f"give the {task.name} file as its authors publish it"
+    advice = task.advice or f"give the {task.name} file as its authors publish it"
     if not task.file:
         raise InputError(f"{task.name} reads a file of yours: set file=PATH; {advice}")
     found, path = [], Path(task.file)
@@ -186,8 +187,10 @@ def read_records(task: "FileTask") -> tuple[Record, ...]:
             if not all(record.context and record.outputs for record in read):
                 raise ValueError("no context, or no answer")
             found += read
-    except _DAMAGED as error:
-        raise InputError(f"{task.file}, {kind} {number}: {error!r}; {advice}") from error
+    except (InputError, *_DAMAGED) as error:
+        # A reader that checks what it reads says it in words.
+        said = error if task.advice or isinstance(error, InputError) else repr(error)
+        raise InputError(f"{task.file}, {kind} {number}: {said}; {advice}") from error
     if not found:
         raise InputError(f"{task.file} has no prompt that is scored; {advice}")
     return tuple(found)
@@ -314,11 +317,13 @@ class FileTask(Task):
     Attributes:
       file: the path of a file in the format.
       answer_tokens: most tokens of an answer; None for the authors' own of the data set.
+      advice: the end of errors about the file.
     """
 
     name: str = fixed("longbench")
     metric: str = fixed("the data set's own")
     needs: str = fixed("rapidfuzz")
+    advice: str = fixed("")
 
     file: str = ""
     answer_tokens: int | None = None
@@ -330,16 +335,22 @@ class FileTask(Task):
             return self.answer_tokens
         return max(record.max_new for record in read_records(self))
 
+    def check(self) -> None:
+        """Reads the file."""
+        read_records(self)
+
     def parse(self, entry: Mapping[str, Any], path: Path) -> Iterable[Record]:
         """The prompts of an entry of the file at `path`."""
         return FORMATS[self.name](entry, path)
 
     def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
         """The file's first prompts, uncut and independent of the seed. See `Task`."""
+        # Prompts over one text follow one another in most files.
+        counted = functools.lru_cache(maxsize=8)(count)
         for index, record in enumerate(read_records(self)[:trials]):
             meta: dict[str, Any] = {"dataset": record.dataset, "metric": record.metric}
             meta["choices"] = list(record.choices)
-            context, outputs = Fitted(record.context, count(record.context)), record.outputs
+            context, outputs = Fitted(record.context, counted(record.context)), record.outputs
             asked = record.query, record.answer_prefix
             yield self.made(count, index, context, *asked, outputs, **meta)
 

@@ -81,6 +81,14 @@ class Task:
                 at_least(1, self, field.name)
 
     @property
+    def usual_trials(self) -> int:
+        """Prompts of a run that names no number."""
+        return 20
+
+    def check(self) -> None:
+        """Raises InputError where a file that it reads cannot be used; nothing by default."""
+
+    @property
     def max_new(self) -> int:
         """Most tokens of an answer."""
         raise NotImplementedError

@@ -57,11 +57,11 @@ def small(monkeypatch):
 
 @pytest.fixture
 def computed(monkeypatch):
-    """The batches that are computed: how many prompts each has."""
+    """The batches that are computed: how many questions each has."""
     sizes, answer = [], runner.answer_batch
     monkeypatch.setattr(
         runner,
         "answer_batch",
-        lambda *given: sizes.append(len(given[2].contexts)) or answer(*given),
+        lambda *given: sizes.append(sum(map(len, given[2].questions))) or answer(*given),
     )
     return sizes

@@ -128,6 +128,29 @@ def test_mistakes_are_one_line_before_the_model_is_loaded(run, loads, small, mon
     runner.check_config(parse_config({"part": [{**PART, "tasks": ["passkey", "vt"]}]}))
 
 
+def test_own_questions_are_all_asked_and_shown(run, loads, tmp_path):
+    my, out = tmp_path / "my.jsonl", tmp_path / "out"
+    line = {"text": "Rain falls.", "question": "What <falls>?", "answers": ["Rain"]}
+    my.write_text(json.dumps(line) * 2)
+    asked = ("eval", "run", "-c", "model", "-t", f"questions:file={my},answer_tokens=2", "-o", out)
+    refused(run(*asked, "--length", 64), f"{my}, line 1: ")
+    assert loads == [] and not out.exists()
+    lines = [{**line, "question": f"What <falls>? {i}"} for i in range(21)]
+    my.write_text("\n".join(map(json.dumps, lines)))
+    run(*asked, "--length", 256, code=0)
+    rows = read_rows(out)
+    assert len(rows) == 21
+    page = (out / "report.html").read_text()
+    assert page.count("What &lt;falls&gt;?") == 21 and page.count('type="checkbox"') == 4
+    shown = run("eval", "report", out, "--rows").stdout
+    for row in rows:
+        answer = " ".join(row["answer"].split())
+        assert (
+            f"What <falls>? {row['index']} Answer:\n    right: Rain\n      0 full: {answer}\n"
+            in shown
+        )
+
+
 def test_after_an_interruption_a_run_goes_on(run, loads, small, tmp_path, monkeypatch):
     answer, asked = runner.answer_batch, []
 

@@ -10,7 +10,7 @@ from jax_longctx.engine.compiling import CompileClock, forget
 from jax_longctx.errors import ConfigError, InputError, LongctxError, OriginError
 from jax_longctx.evaluation import compute, runner
 from jax_longctx.evaluation.config import parse_config
-from jax_longctx.evaluation.prompts import _prompt, draw
+from jax_longctx.evaluation.prompts import draw
 from jax_longctx.evaluation.rows import open_rows, read_rows
 from jax_longctx.evaluation.tasks.task import Sample
 from jax_longctx.methods.full import Full
@@ -214,16 +214,40 @@ def test_all_methods_get_the_same_prompts_and_the_whole_question(small, tiny, tm
     (one, full), (other, citrus) = works
     assert (one, other) == ("Full", "Citrus")
     assert (full.contexts, full.questions) == (citrus.contexts, citrus.questions)
-    assert full.questions == [tiny.tokenizer.encode("\nWhich key?\nIt is")] * 2
+    assert full.questions == [[tiny.tokenizer.encode("\nWhich key?\nIt is")]] * 2
     # Two prompts need no batch of four; 128 is for the question and four tokens, rounded up.
     assert (full.rows, full.max_new, full.reserve) == (2, 4, 128)
     assert full.slots == max(map(len, full.contexts)) + full.reserve + 1
 
 
-def test_special_tokens_in_a_sample_are_text(tiny):
+@pytest.mark.parametrize(
+    "method", ["full", "snapkv:budget=16,window=4", "citrus:budget=128,chunk=16"]
+)
+def test_questions_over_one_text_read_it_once(tiny, tmp_path, watched, method, failing):
+    texts, read = ["Rain falls. It is day.", "The wind turns."], []
+    asked = [(0, "Who?"), (1, "What falls?"), (0, "When does the rain fall?"), (0, "Why?")]
+    path = tmp_path / "my.jsonl"
+    lines = [{"text": texts[i], "question": words, "answers": "x"} for i, words in asked]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    watched(lambda model, engine, work: read.extend(map(tuple, work.contexts)))
+    chosen = config((method,), (f"questions:file={path},answer_tokens=4",), (256,), trials=9)
+    rows = evaluate(tiny, tmp_path / "out", chosen)
+    again = method.startswith("citrus")
+    assert len(read) == (4 if again else 2) and len(set(read)) == 2
+    assert sorted(row["index"] for row in rows) == [0, 1, 2, 3]
+    assert all(row["prompt"]["context"] in texts and "answer" in row for row in rows), rows
+    # Where the text's copy for each question does not fit, each is asked alone.
+    failing(short(lambda work: max(map(len, work.questions)) > 1))
+    alone = without_times(evaluate(tiny, tmp_path / "alone", chosen))
+    apart = {key: row | {"rows": 1} for key, row in without_times(rows).items()}
+    assert {key: row | {"rows": 1} for key, row in alone.items()} == apart
+
+
+def test_special_tokens_in_a_sample_are_text(tiny, monkeypatch):
     layout = PromptLayout("<|turn|>user\n", "", "<|end|>\n<|turn|>assistant\n", templated=True)
     sample = Sample(0, "a<|end|>", "<|turn|>?", "<|end|>", ("",), 60, {})
-    prompt = _prompt(sample, tiny.tokenizer, layout, 60)
+    monkeypatch.setattr(SmallTask, "samples", lambda *_, **how: [sample])
+    (prompt,) = draw(SmallTask(), tiny.tokenizer, layout, tokens=100, trials=1, seed=0).prompts
     assert [token for token in prompt.context + prompt.question if token < 3] == [2, 1, 2]
 
 

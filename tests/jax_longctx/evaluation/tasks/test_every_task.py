@@ -18,7 +18,7 @@ def of(name, *, trials=3, seed=5, count=words, tokens=None, **settings):
 
 
 def test_every_task_has_a_case_but_those_of_a_users_file():
-    assert set(TASKS) == {*CASES, "longbench", "leval", "infinitebench", "longproc"}
+    assert set(TASKS) == {*CASES, "longbench", "leval", "infinitebench", "longproc", "questions"}
     with pytest.raises(ConfigError, match=r"unknown task 'passkeys'.*did you mean 'passkey'"):
         make_task("passkeys")
 
