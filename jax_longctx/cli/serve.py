@@ -7,6 +7,7 @@ import hashlib
 import ipaddress
 import logging
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -63,6 +64,12 @@ class Listening:
         "repeated.",
         metavar="ORIGIN",
     )
+    beside: list[str] | None = option(
+        "Another server, as http://127.0.0.1:8001, whose answers the page at / may show beside "
+        "this one's: another method over the same text. It needs --allow-origin with this "
+        "server's address. May be repeated.",
+        metavar="URL",
+    )
     files_under: Path | None = option(
         "Let requests name files in this folder as texts. Links that leave the folder are refused. "
         "No file is read without this option.",
@@ -95,6 +102,10 @@ class Listening:
         for name in ("timeout", "grace"):
             if not getattr(self, name) > 0:
                 raise InputError(f"--{name} must be above 0 seconds, got {getattr(self, name)}")
+        for url in self.beside or ():
+            # A space or `;` would end its place in the page's policy.
+            if not re.fullmatch(r"https?://[\w.:\[\]-]+/?", url, re.ASCII):
+                raise InputError(f"--beside {url!r:.200} is no address as http://127.0.0.1:8001")
 
     @property
     def loopback(self) -> bool:
@@ -284,6 +295,7 @@ def _options(
             keys=keys,
             hosts=None if listening.no_key else [listening.host.lower()],
             origins=[origin.lower().rstrip("/") for origin in listening.allow_origin or ()],
+            beside=[url.rstrip("/") for url in listening.beside or ()],
             files_under=listening.files_under,
             body=listening.max_body * MIB,
             bodies=4 * listening.max_body * MIB,
@@ -328,7 +340,8 @@ def _lead(
                     values = ", ".join(f"{name} {value:g}" for name, value in said.items())
                     terminal.note(f"sampling, of the model's generation_config.json: {values}")
                 terminal.note(
-                    f"serving {given.name} on http://{host}:{port}/v1 ({given.rows} rows of "
+                    f"serving {given.name} on http://{host}:{port}/v1, for people on "
+                    f"http://{host}:{port} ({given.rows} rows of "
                     f"{given.lengths.whole:,} tokens, {shown_bytes(served.scheduler.budget)} for "
                     f"contexts); Ctrl-C ends it"
                 )

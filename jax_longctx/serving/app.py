@@ -1,4 +1,4 @@
-"""The HTTP routes: OpenAI's chats, completions and models, contexts, health and metrics.
+"""The HTTP routes: OpenAI's chats, completions and models, contexts, health, metrics, the page.
 
 A handler checks its request, splits it into texts and questions in a worker thread, gives the
 scheduler its tickets, and turns their events into the reply. A stream's headers are sent with its
@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import functools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, Literal
 
 import anyio.to_thread
@@ -25,11 +25,13 @@ from jax_longctx.answers import AnswerReader
 from jax_longctx.api import LongContext
 from jax_longctx.engine.running import Ask
 from jax_longctx.errors import LongctxError
+from jax_longctx.methods import settings_of
 from jax_longctx.serving import schema
 from jax_longctx.serving.bodies import Bodies
 from jax_longctx.serving.contexts import Contexts
 from jax_longctx.serving.doors import Doors
 from jax_longctx.serving.metrics import Metrics, Requests
+from jax_longctx.serving.openapi import Handler, Way
 from jax_longctx.serving.prompts import Prompt, Prompts
 from jax_longctx.serving.reply import Reply
 from jax_longctx.serving.scheduler import Scheduler
@@ -37,12 +39,13 @@ from jax_longctx.serving.schema import RequestError
 from jax_longctx.serving.streams import Call, Events
 from jax_longctx.serving.texts import Entry, was_deleted
 from jax_longctx.serving.tickets import Piece, Prefilled
+from jax_longctx.serving.web import Web
 
 if TYPE_CHECKING:
     from jax_longctx.serving.server import ServeOptions
 
-# Paths that need no key: whoever watches the process has none.
-OPEN = ("/health", "/ready")
+# Paths that need no key: whoever watches the process has none, and the page takes one.
+OPEN = ("/health", "/ready", "/", "/page/{name}", "/openapi.json")
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,29 +64,29 @@ class Service:
         self.bodies = Bodies(self.access, self.scheduler)
         self.fingerprint, created = self.model.engine.fingerprint, int(time.time())
         self.entry = {"id": self.name, "object": "model", "created": created}
-        self.entry["owned_by"] = "jax-longctx"
+        self.entry |= {"owned_by": "jax-longctx", "method": settings_of(self.model.engine.method)}
 
     # -- routes ------------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions"""
+        """POST /v1/chat/completions: an answer to messages."""
         return await self._answer(request, schema.ChatRequest, "chat")
 
     async def completion(self, request: Request) -> Response:
-        """POST /v1/completions"""
+        """POST /v1/completions: an answer to each prompt."""
         return await self._answer(request, schema.CompletionRequest, "completion")
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models"""
+        """GET /v1/models: the one model, with its method."""
         return JSONResponse({"object": "list", "data": [self.entry]})
 
     async def one_model(self, request: Request) -> Response:
-        """GET /v1/models/{name}"""
+        """GET /v1/models/{name}: the model of this name."""
         self._check_model(request.path_params["name"])
         return JSONResponse(self.entry)
 
     async def make_context(self, request: Request) -> Response:
-        """POST /v1/contexts"""
+        """POST /v1/contexts: reads a text."""
         with self.bodies.admitted() as call:
             asked = await self.bodies.context(request, call)
             text, chat = await anyio.to_thread.run_sync(self._laid_out, asked)
@@ -104,16 +107,22 @@ class Service:
         return self.prompts.context(self.bodies.text(asked), asked.chat)
 
     async def list_contexts(self, request: Request) -> Response:
-        """GET /v1/contexts"""
+        """GET /v1/contexts: all contexts."""
         records = [entry.record() for entry in self.contexts.listed()]
         return JSONResponse({"object": "list", "data": records})
 
     async def one_context(self, request: Request) -> Response:
-        """GET /v1/contexts/{id}"""
+        """GET /v1/contexts/{id}: one context."""
         return JSONResponse(self._entry(request.path_params["id"]).record())
 
+    async def context_text(self, request: Request) -> Response:
+        """GET /v1/contexts/{id}/text: the text of a context, as its tokens say it."""
+        entry = self._entry(request.path_params["id"])
+        text = await anyio.to_thread.run_sync(self.prompts.document, entry)
+        return JSONResponse({"id": entry.id, "object": "context.text", "text": text})
+
     async def delete_context(self, request: Request) -> Response:
-        """DELETE /v1/contexts/{id}"""
+        """DELETE /v1/contexts/{id}: removes a context."""
         name = self._entry(request.path_params["id"]).id
         delete = functools.partial(self.contexts.remove, name, deleted=True)
         if not await anyio.to_thread.run_sync(delete):
@@ -132,7 +141,7 @@ class Service:
         return JSONResponse({"status": state}, status_code=200 if state == "ready" else 503)
 
     async def figures(self, request: Request) -> Response:
-        """GET /metrics"""
+        """GET /metrics: figures for Prometheus."""
         return Response(self.metrics.page(), media_type="text/plain; version=0.0.4")
 
     # -- requests ----------------------------------------------------------------------------------
@@ -257,9 +266,6 @@ def _error(error: RequestError) -> Response:
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 
-Handler = Callable[[Request], Awaitable[Response]]
-
-
 def _guarded(service: Service, route: str, handler: Handler) -> Handler:
     """The handler behind the keys."""
 
@@ -279,7 +285,7 @@ def _guarded(service: Service, route: str, handler: Handler) -> Handler:
 
 def make_app(service: Service) -> Starlette:
     """The ASGI application."""
-    routes: list[tuple[str, str, Handler]] = [
+    routes: list[Way] = [
         ("POST", "/v1/chat/completions", service.chat),
         ("POST", "/v1/completions", service.completion),
         ("GET", "/v1/models", service.models),
@@ -288,6 +294,7 @@ def make_app(service: Service) -> Starlette:
         ("GET", "/v1/contexts", service.list_contexts),
         ("GET", "/v1/contexts/{id}", service.one_context),
         ("DELETE", "/v1/contexts/{id}", service.delete_context),
+        ("GET", "/v1/contexts/{id}/text", service.context_text),
         ("GET", "/health", service.health),
         ("GET", "/ready", service.ready),
         ("GET", "/metrics", service.figures),
@@ -324,7 +331,7 @@ def make_app(service: Service) -> Starlette:
         middleware=inside,
         routes=[
             Route(path, _guarded(service, path, handler), methods=[method])
-            for method, path, handler in routes
+            for method, path, handler in Web(access.beside, routes).ways
         ],
         exception_handlers={**dict.fromkeys(known, refused), Exception: fault},
     )

@@ -31,6 +31,7 @@ class Access:
       hosts: names, in lower case, besides loopback that a request's `Host` may have where there
         are no keys and the connection is to a loopback address; None: any.
       origins: of pages that browsers may ask from; "*": of all. None else may.
+      beside: addresses of servers whose answers the page at `/` may show beside this one's.
       files_under: the folder that `file` of a context may name a file of, or None.
       body: most bytes of a request.
       bodies: most bytes of all requests that are being received or tokenised.
@@ -41,6 +42,7 @@ class Access:
     keys: Sequence[bytes] = ()
     hosts: Sequence[str] | None = ()
     origins: Sequence[str] = ()
+    beside: Sequence[str] = ()
     files_under: Path | None = None
     body: int = 64 * 2**20
     bodies: int = 256 * 2**20
