@@ -5,6 +5,8 @@
     {"file": "book.txt", "questions": ["Who?", "Where?"]}     several answers over one text
     {"messages": [{"role": "user", "content": "Who?"}]}       a chat, as OpenAI's clients send it
 
+or a request in OpenAI's batch format (`batch.requests`), known by its `custom_id`.
+
 A row may have an "id" (text or a whole number). A row that cannot be used has an `error`, which is
 written to its line of the output. A "file" may be any file that the process can read, and answers
 can show its text; `under` confines the files of untrusted rows to a folder.
@@ -23,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax_longctx.batch.requests import Request, failed, read_request
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.files import check_text, decoded, file_errors, open_plain, read_bytes
@@ -31,6 +34,8 @@ from jax_longctx.text import PromptLayout, PromptText, Tokenizer
 
 KEYS = ("id", "prompt", "messages", "context", "file", "question", "questions")
 ROLES = ("system", "user", "assistant")
+# Kinds whose prompt is one text, as long as it is.
+WHOLE = ("prompt", "request")
 # Fewest slots of a batch.
 SMALLEST = 256
 
@@ -44,7 +49,8 @@ class Row:
       line: number of the line in the file, from 1.
       id: the user's, or None.
       context, questions: token ids; one question unless the row has several.
-      kind: "prompt", "question" or "questions"; it decides the form of the output line.
+      kind: "prompt", "question", "questions" or "request"; it decides the form of the output line.
+      request, model: of a request; else its answer is as the run's options say.
       error: why the row cannot be answered, or None.
       digest: of the line and of the file that it names.
     """
@@ -56,12 +62,14 @@ class Row:
     context: tuple[int, ...] = ()
     questions: tuple[tuple[int, ...], ...] = ()
     kind: str = "prompt"
+    request: Request | None = None
+    model: str = ""
     error: str | None = None
 
     @property
     def total(self) -> int:
         """Tokens known at prefill: the whole prompt, or the context of a question."""
-        prompt = self.kind == "prompt"
+        prompt = self.kind in WHOLE
         return len(self.context) + (len(self.questions[0]) if prompt else 0)
 
     def parts(self, split: bool) -> Iterator["RowPart"]:
@@ -70,7 +78,7 @@ class Row:
             return
         groups = [(each,) for each in self.questions] if split else [self.questions]
         for number, questions in enumerate(groups):
-            yield RowPart(self.index, number, self.context, questions, self.total)
+            yield RowPart(self.index, number, self.context, questions, self.total, self.request)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +87,7 @@ class RowPart:
 
     Attributes:
       total: the total length for rotary embedding (see `Engine.prefill`).
+      request: how the row asks to be answered.
     """
 
     row: int
@@ -86,6 +95,7 @@ class RowPart:
     context: tuple[int, ...]
     questions: tuple[tuple[int, ...], ...]
     total: int
+    request: Request | None = None
 
     @property
     def length(self) -> int:
@@ -121,12 +131,14 @@ class RowReader:
     Attributes:
       path: of the input; paths in rows are relative to its folder.
       under: the folder that files must be in, after resolving links; any folder if None.
+      usual: how requests are answered that do not say it.
     """
 
     path: Path
     tokenizer: Tokenizer
     layout: PromptLayout
     under: Path | None = None
+    usual: Request = dataclasses.field(default_factory=Request)
 
     def scan(self) -> tuple[int, str]:
         """The number of rows, and a digest of the input and of the files that its rows name.
@@ -172,11 +184,15 @@ class RowReader:
         try:
             fields = _fields(line.raw, f"{self.path}, line {line.number}")
             about["id"] = fields.get("id")
+            if isinstance(fields.get("custom_id"), str):
+                about |= {"id": fields["custom_id"], "kind": "request"}
+                messages, about["model"], about["request"] = read_request(fields, self.usual)
+                fields = {"messages": messages}
             kind, context, questions = self._parts(fields)
         except (ConfigError, InputError) as error:
             # A chat template that fails may fail on these messages alone.
             return Row(**about, error=" ".join(str(error).split()))
-        return Row(**about, kind=kind, context=context, questions=questions)
+        return Row(**{"kind": kind, **about}, context=context, questions=questions)
 
     def _parts(
         self, fields: dict[str, Any]
@@ -240,7 +256,7 @@ class RowReader:
 
 def after(answered: str, row: str, line: Mapping[str, Any]) -> str:
     """The digest `answered` of rows, with one `row` more unless its line has an error."""
-    return answered if "error" in line else digest_of([answered, row])
+    return answered if failed(line) else digest_of([answered, row])
 
 
 def _fields(raw: bytes, where: str) -> dict[str, Any]:
@@ -282,12 +298,14 @@ class Batch:
       rows: of the compiled programs, at least the number of parts.
       slots: minimum capacity of the cache in tokens.
       reserve: slots for question and answer.
+      request: of all of its parts.
     """
 
     parts: tuple[RowPart, ...]
     rows: int
     slots: int
     reserve: int
+    request: Request | None = None
 
 
 def pack(
@@ -300,14 +318,25 @@ def pack(
       max_tokens: of an answer.
       fits: (context tokens, reserve) -> rows that fit in memory.
     """
+    parts = list(parts)
+    # Requests that ask alike go together.
+    kinds = list(dict.fromkeys(part.request for part in parts))
     ordered = sorted(
-        parts, key=lambda part: (-part.length, -len(part.questions), part.row, part.first)
+        parts,
+        key=lambda part: (
+            kinds.index(part.request),
+            -part.length,
+            -len(part.questions),
+            part.row,
+            part.first,
+        ),
     )
     batches: list[Batch] = []
     group: list[RowPart] = []
     limit = rows
     for part in ordered:
-        if group and (len(group) == limit or 2 * part.length < group[0].length):
+        full = len(group) == limit or (group and 2 * part.length < group[0].length)
+        if group and (full or part.request != group[0].request):
             batches.append(_batch(group, limit, max_tokens))
             group = []
         if not group:
@@ -322,10 +351,11 @@ def pack(
 
 def _batch(parts: Sequence[RowPart], limit: int, max_tokens: int) -> Batch:
     longest = max(len(question) for part in parts for question in part.questions)
-    reserve = bucket(longest + max_tokens)
+    request = parts[0].request
+    reserve = bucket(longest + (max_tokens if request is None else request.max_tokens))
     slots = _rounded(max(len(part.context) for part in parts) + reserve + 1)
     rows = min(limit, 2 ** math.ceil(math.log2(len(parts))))
-    return Batch(tuple(parts), rows, slots, reserve)
+    return Batch(tuple(parts), rows, slots, reserve, request)
 
 
 def _rounded(tokens: int) -> int:

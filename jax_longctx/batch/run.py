@@ -17,7 +17,8 @@ from typing import Any
 
 from jax_longctx.api import Answer, LongContext
 from jax_longctx.batch.output import ANSWERED, check_complete, files_of, finish
-from jax_longctx.batch.rows import Batch, Line, Row, RowPart, RowReader, after, pack
+from jax_longctx.batch.requests import Request, failed, response
+from jax_longctx.batch.rows import WHOLE, Batch, Line, Row, RowPart, RowReader, after, pack
 from jax_longctx.engine import Lengths, Sampling
 from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import available_bytes, footprint
@@ -76,6 +77,18 @@ class BatchOptions:
             raise InputError(f"rows of a batch must be at least 1, got {self.rows}")
 
     @property
+    def usual(self) -> Request:
+        """How a request is answered that does not say it."""
+        return Request(self.sampling, self.max_tokens, self.stop)
+
+    def of(self, request: dict[str, Any] | None) -> "BatchOptions":
+        """The options with those of a request, JSON values, in place of the run's own."""
+        if request is None:
+            return self
+        how = {"max_tokens": request["max_tokens"], "stop": tuple(request["stop"])}
+        return dataclasses.replace(self, sampling=Sampling(**request["sampling"]), **how)
+
+    @property
     def window(self) -> int:
         """Rows that are sorted by length together."""
         return WINDOW_BATCHES * self.rows
@@ -131,10 +144,11 @@ def run_batch(
     leader = _Leader(
         model, source, output, options, memory, progress, made_by, overwrite, retry_errors
     )
-    shapes: set[tuple[int, ...]] = set()
+    given, shapes = options, set[tuple[Any, ...]]()
 
     def compute(batch: dict[str, Any]) -> Answers:
-        shape = batch["rows"], batch["slots"], batch["reserve"]
+        options = given.of(batch["request"])
+        shape = batch["rows"], batch["slots"], batch["reserve"], str(batch["request"])
         if model.compiles_ahead and shape not in shapes:
             shapes.add(shape)
             compilation = _compile(model, options, batch)
@@ -182,7 +196,8 @@ class _Leader:
                 return
             chosen, self.begun = journal.header["chosen"], time.perf_counter()
             self.options = dataclasses.replace(self.options, rows=chosen["rows"])
-            self.memory = chosen["memory"]
+            # Earlier versions had no requests.
+            self.memory, self.created = chosen["memory"], chosen.get("created", 0)
             for entry in journal.entries:
                 if "line" in entry:
                     self.ready[entry["row"]] = entry["line"]
@@ -214,7 +229,7 @@ class _Leader:
             # A kill between the two last steps of a run leaves the journal behind.
             path.unlink(missing_ok=True)
             found, origin = check_complete(output, given, free)
-            errors = sum("error" in line for line in found)
+            errors = sum(map(failed, found))
             if self.retry:
                 rows = list(zip(self._reader().lines(), found, strict=False))
                 answered = functools.reduce(
@@ -233,6 +248,7 @@ class _Leader:
         old = sha256_of(output) if output.exists() else None
         # Answers depend neither on the memory nor on the rows of a batch; the batches do.
         chosen = {"memory": self.memory, "rows": self.options.rows, "old": old}
+        chosen["created"] = int(time.time())
         more = {"chosen": chosen, "kept": 0}
         journal = Journal(path, FORMAT, given, anew, free=free, more=more)
         if journal.header["chosen"]["old"] != old:
@@ -243,11 +259,11 @@ class _Leader:
         if journal.resumed and self.retry:
             kept = [entry for entry in journal.entries if "line" in entry]
             now = {row.index: row.digest for row in self._reader().lines()}
-            answers = (entry for entry in kept if "error" not in entry["line"])
+            answers = (entry for entry in kept if not failed(entry["line"]))
             self._check_answered(all(now.get(each["row"]) == each["of"] for each in answers))
         if kept is not None:
             # These rows are in no batch. Others may be other ones than before.
-            kept = [entry for entry in kept if "error" not in entry["line"]]
+            kept = [entry for entry in kept if not failed(entry["line"])]
             journal.restart(kept, given=given, kept=len(kept))
         return journal
 
@@ -261,7 +277,8 @@ class _Leader:
     def _reader(self) -> RowReader:
         under = self.options.files_under
         folder = None if under is None else Path(under)
-        return RowReader(self.source, self.model.tokenizer, self.layout, folder)
+        usual = self.options.usual
+        return RowReader(self.source, self.model.tokenizer, self.layout, folder, usual)
 
     def _packed(self, rows: Iterable[Row]) -> list[Batch]:
         split, options = self.model.engine.method.info.needs_question, self.options
@@ -315,7 +332,7 @@ class _Leader:
                 entries.append({"row": row.index, "first": first, "answers": answers})
             else:
                 del self.parts[row.index]
-                line = _line(row, [known[number] for number in sorted(known)])
+                line = _line(row, [known[number] for number in sorted(known)], self.created)
                 self.ready[row.index] = line
                 entries.append(_entry(row.index, row.digest, line))
         if entries:
@@ -328,7 +345,8 @@ class _Leader:
             if each.index not in self.ready:
                 break
             # A row that was kept may stand in another line now.
-            found.append({**self.ready.pop(each.index), "line": each.number})
+            line = self.ready.pop(each.index)
+            found.append(line if "custom_id" in line else {**line, "line": each.number})
             self.answered = after(self.answered, each.digest, found[-1])
         if found:
             lines.append(self.out, found)
@@ -336,7 +354,7 @@ class _Leader:
         self.progress = dataclasses.replace(
             self.progress,
             done=self.written + len(self.ready) - self.progress.before,
-            errors=self.progress.errors + sum("error" in line for line in found),
+            errors=self.progress.errors + sum(map(failed, found)),
             seconds=time.perf_counter() - self.begun,
         )
         if self.report is not None:
@@ -402,6 +420,9 @@ def _padded(work: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _answers(model: LongContext, options: BatchOptions, work: dict[str, Any]) -> Answers:
     engine, count, parts = model.engine, len(work["parts"]), _padded(work)
+    if (work["request"] or {}).get("seeded"):
+        # As the server draws.
+        parts = [{**part, "row": 0} for part in parts]
     contexts, questions = ([part[key] for part in parts] for key in ("context", "questions"))
     rounds = max(map(len, questions))
     context = engine.prefill(
@@ -464,10 +485,13 @@ def _opened(partial: Path) -> Any:
         return open(partial, "wb", 0, opener=no_link)
 
 
-def _line(row: Row, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The row's line of the output."""
+def _line(row: Row, found: Sequence[dict[str, Any]], created: int) -> dict[str, Any]:
+    """The row's line of the output; `created` is when the run began."""
     head = {"line": row.line} | ({} if row.id is None else {"id": row.id})
     wrong = row.error or next((each["error"] for each in found if "error" in each), None)
+    if row.kind == "request":
+        body = {} if wrong else {**found[0], **_tokens(row, found[0]), "model": row.model}
+        return response(str(row.id), row.digest, created, body, wrong)
     if wrong is not None:
         return head | {"error": wrong}
     answers = [
@@ -479,7 +503,7 @@ def _line(row: Row, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _tokens(row: Row, answer: dict[str, Any]) -> dict[str, int]:
-    if row.kind == "prompt":
+    if row.kind in WHOLE:
         return {"prompt": answer["context"] + answer["question"], "answer": answer["answer"]}
     return {key: answer[key] for key in ("context", "question", "answer")}
 

@@ -44,7 +44,8 @@ def batch(
     source: Path = argument(
         'Rows: {"prompt": ...}, {"messages": [...]} as OpenAI\'s clients send them, or '
         '{"context": ..., "question": ...}, with "file" in place of the context and "questions" '
-        'as you like; an "id" comes back. Files are relative to the folder of IN.jsonl, and may '
+        'as you like; an "id" comes back. Or requests in OpenAI\'s batch file format. Files are '
+        "relative to the folder of IN.jsonl, and may "
         "be any that can be read (see --files-under).",
         default=...,
         metavar="IN.jsonl",

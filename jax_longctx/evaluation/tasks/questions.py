@@ -5,8 +5,8 @@
     {"question": "Where?", "files": ["a.txt", "b.txt"], "answers": "At sea", "choices":
      ["At sea", "On land"]}
 
-Files lie relative to the folder of the JSON lines. Questions over one text may follow in any order:
-the text is read once for as many as share a batch.
+Files are documents as `ask` reads them, relative to the folder of the JSON lines. Questions over
+one text may follow in any order.
 
 Answers are compared after SQuAD's normalisation: lower case, without punctuation, articles and
 double spaces. The scores of a line depend on what it has:
@@ -21,6 +21,7 @@ double spaces. The scores of a line depend on what it has:
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ from jax_longctx.evaluation.tasks.files import (
     texts,
 )
 from jax_longctx.evaluation.tasks.task import Sample, fixed
-from jax_longctx.files import decoded, read_bytes
+from jax_longctx.text.documents import Joined, read_documents
 
 SOURCES = ("text", "file", "files")
 KEYS = ("question", *SOURCES, "answers", "pattern", "choices")
@@ -61,20 +62,16 @@ def _text(entry: Mapping[str, Any], folder: Path) -> str:
         (text,) = texts([entry["text"]])
         return text.strip()
     names = texts([entry["file"]] if source == "file" else entry["files"])
-    paths = tuple(folder / name for name in names)
-    try:
-        return _read(paths, tuple(path.stat().st_mtime_ns for path in paths))
-    except OSError as error:
-        raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from error
+    return _read(folder, tuple(names))
 
 
 @functools.lru_cache(maxsize=8)
-def _read(paths: Sequence[Path], changed: Sequence[int]) -> str:
-    """The texts of the files, each under its name where there are several."""
-    found = [decoded(read_bytes(path), str(path)).strip() for path in paths]
-    if len(paths) == 1:
-        return found[0]
-    return "\n\n".join(f"{path.name}:\n\n{text}" for path, text in zip(paths, found, strict=True))
+def _read(folder: Path, names: Sequence[str]) -> str:
+    """The documents of the files, each under its name where there are several."""
+    found = read_documents([folder / name for name in names])
+    # Prompts do not depend on where the folder lies.
+    named = [dataclasses.replace(each, name=os.path.relpath(each.name, folder)) for each in found]
+    return Joined.of(named).text.strip()
 
 
 def contained(answer: str, gold: str) -> float:

@@ -28,7 +28,12 @@ def test_texts_and_questions_are_those_of_the_lines(tmp_path):
     file |= {"choices": ["here", "there"]}
     task, samples = of_lines(tmp_path / "my.jsonl", WHO, files, file, {**WHO, "question": "How?"})
     assert task.label == "questions@my" and task.usual_trials == 4
-    texts = ["Ann came.", "a.txt:\n\nOne.\n\nb.txt:\n\nTwo.", "Two.", "Ann came."]
+    texts = [
+        "Ann came.",
+        "Document: in/a.txt\n\nOne.\n\n\nDocument: b.txt\n\nTwo.",
+        "Two.",
+        "Ann came.",
+    ]
     assert [sample.context for sample in samples] == texts
     assert [sample.outputs for sample in samples[:3]] == [("Ann Lee", "Ann"), ("tw|on",), ("here",)]
     assert samples[0].query.endswith("\n\nWho came?\n\nAnswer:") and not samples[0].answer_prefix
@@ -68,7 +73,7 @@ def test_answers_are_compared_after_normalisation(tmp_path):
         (WHO | {"choices": ["Bob", "Ann"]}, "answers must be among choices"),
         ({"question": "x", "text": "y", "pattern": "("}, "pattern is no regular expression: "),
         ({"question": "x", "file": "none.txt", "answers": "y"}, r"none\.txt cannot be read: No "),
-        ({"question": "x", "file": "a.pdf", "answers": "y"}, r"a\.pdf is a PDF"),
+        ({"question": "x", "file": "a.pdf", "answers": "y"}, r"a\.pdf is a damaged PDF"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
