@@ -70,12 +70,18 @@ export class Server {
 
   // Reads documents, or a text; yields the progress, and the context at last.
   async *read({ files, text }, ttl, signal) {
-    const body = new FormData();
-    for (const file of files ?? []) body.append("file", file, file.name);
-    if (!files) body.append("text", text);
-    body.append("stream", "true");
-    if (ttl) body.append("ttl", String(ttl));
-    yield* events(await this.fetch("v1/contexts", { method: "POST", body, signal }));
+    const more = ttl ? { ttl } : {};
+    let sent;
+    if (files) {
+      const body = new FormData();
+      for (const file of files) body.append("file", file, file.name);
+      for (const [name, value] of Object.entries({ stream: true, ...more })) body.append(name, String(value));
+      sent = this.fetch("v1/contexts", { method: "POST", body, signal });
+    } else {
+      // A form would change its ends of lines.
+      sent = this.post("v1/contexts", { text, stream: true, ...more }, signal);
+    }
+    yield* events(await sent);
   }
 
   // A streamed answer's chunks.

@@ -9,7 +9,7 @@ import { fetchText, hideText } from "./text.js";
 
 // By the id at this page's own server.
 const groups = new Map(JSON.parse(sessionStorage.getItem("texts") ?? "[]"));
-// Ids of what is being read here, which has a row of its own.
+// Ids of what is being read here, until it is a group.
 const pending = new Set();
 let chosen = null;
 let choose = () => {};
@@ -41,6 +41,7 @@ export async function add(given, into) {
     if (!failed) say(`${group.name} was read`);
     chosen = id;
   }
+  pending.delete(group.reading);
   await refresh();
 }
 
@@ -51,24 +52,21 @@ export async function read(group, server, row, signal) {
   const line = el("div", { class: "progress" }, el("span", {}, server.method), bar, note);
   row.append(line);
   const begun = performance.now();
-  let id = null;
   try {
     if (!group.files && !group.text) await fetchText(group);
     for await (const record of server.read(group, $("ttl").valueAsNumber * 60, signal)) {
-      if (server === servers[0]) pending.add(record.id);
-      id = record.id;
+      if (server === servers[0]) pending.add((group.reading = record.id));
       const took = (performance.now() - begun) / 1000;
       bar.max = record.tokens;
       bar.value = record.tokens_read;
       const speed = count(Math.round(record.tokens_read / took));
       note.textContent = `${count(record.tokens_read)} of ${count(record.tokens)} tokens, ${speed} a second`;
       if (record.object === "context") {
-        group.ids[server.url] = id;
+        group.ids[server.url] = record.id;
         group.took[server.url] = took;
       }
     }
   } finally {
-    pending.delete(id);
     line.remove();
   }
 }
@@ -82,10 +80,11 @@ export function keep(id, group) {
 // Shows the contexts that the own server has now.
 export async function refresh() {
   const [own] = servers;
+  const before = [...groups.keys()];
   const listed = (await own.get("v1/contexts")).data.filter(({ id }) => !pending.has(id));
   const ids = new Set(listed.map(({ id }) => id));
   for (const row of [...$("contexts").children]) if (!ids.has(row.dataset.id)) row.remove();
-  for (const id of [...groups.keys()]) if (!ids.has(id)) groups.delete(id);
+  for (const id of before) if (!ids.has(id)) groups.delete(id);
   for (const record of listed) {
     if (!groups.has(record.id)) groups.set(record.id, { name: record.id, ids: { [own.url]: record.id }, took: {} });
     const group = groups.get(record.id);

@@ -135,8 +135,18 @@ def upload(page, text=BOOK, name="book.txt"):
     )
 
 
-def uploaded(page, text=BOOK, name="book.txt"):
-    upload(page, text, name)
+def drop(page, text, name):
+    """Drops a file from outside the browser."""
+    script = """([text, name]) => {
+      const held = new DataTransfer();
+      held.items.add(new File([text], name, {type: "text/plain"}));
+      dispatchEvent(new DragEvent("drop", {dataTransfer: held, cancelable: true}));
+    }"""
+    page.evaluate(script, [text, name])
+
+
+def uploaded(page, text=BOOK, name="book.txt", how=upload):
+    how(page, text, name)
     row = page.locator("#contexts li").filter(has_text=name)
     expect(row.get_by_role("radio")).to_be_checked()
     return row
@@ -153,10 +163,12 @@ def ask(page, question="What is the pass key?", tokens=8):
 @browsed
 def test_page_upload_of_a_hostile_name_and_text(server, visit):
     page = visit(server)
-    row = uploaded(page, f"<b>{BOOK}</b>", HOSTILE)
+    row = uploaded(page, f"<b>{BOOK}</b>", HOSTILE, drop)
     expect(row.locator(".name")).to_have_text(HOSTILE)
     expect(row).to_contain_text(re.compile(r"[\d,]+ tokens · .* in memory · .* to live"))
     expect(page.locator("#about")).to_have_text(HOSTILE)
+    page.get_by_role("button", name="Show the text").click()
+    expect(page.locator("#pages")).to_have_text(f"<b>{BOOK}</b>")
     assert page.locator("main img, main b").count() == 0
 
 
@@ -252,16 +264,21 @@ def test_page_asks_two_methods_side_by_side_with_keys(serve, tiny, visit, tmp_pa
     page.get_by_label(f"API key of {other.url}").fill("key")
     page.get_by_role("button", name="Use").click()
     expect(page.locator("#servers")).to_contain_text("snapkv")
-    # The text of before is read by the other when it is asked.
-    uploaded(page)
+    page.get_by_text("Or paste a text").click()
+    page.get_by_role("textbox", name="Text", exact=True).fill(BOOK.replace(" ", "\n"))
+    page.get_by_role("button", name="Read").click()
+    expect(page.get_by_role("radio")).to_be_checked()
+    # It is read by the other when that one is asked.
     page.get_by_label("snapkv of").check()
     ask(page)
     for method in ("full", "snapkv"):
         column = page.get_by_role("region", name=f"Answer under {method}")
         expect(column.locator(".figures")).to_contain_text("8 tokens")
-    assert httpx.get(f"{running.url}/v1/contexts").json()["data"][0]["tokens"] > 50
-    listed = httpx.get(f"{other.url}/v1/contexts", headers={"authorization": "Bearer key"})
-    assert len(listed.json()["data"]) == 1
+    key = {"authorization": "Bearer key"}
+    for url in (running.url, other.url):
+        (listed,) = httpx.get(f"{url}/v1/contexts", headers=key).json()["data"]
+        text = httpx.get(f"{url}/v1/contexts/{listed['id']}/text", headers=key)
+        assert text.json()["text"] == BOOK.replace(" ", "\n")
     assert page.evaluate("() => localStorage.length") == 0
 
 
