@@ -11,13 +11,14 @@ __all__ = ["APART", "EVERYTHING", "KINDS", "SMALL", "small_method"]
 
 # One of each kind of method, for what methods of a kind do alike.
 KINDS = (
-    *("full", "star", "snapkv", "refreshkv", "h2o", "citrus"),
+    *("full", "star", "snapkv", "refreshkv", "h2o", "citrus", "r-kv"),
     *("quest", "infllm", "reattention", "free-pages"),
 )
 
 # Methods that most tests of all methods cannot tell from the one that they vary: the difference is
 # within a layer. They have tests of their own.
 _VARIANTS = ("citrus-individual", "h2o-shared", "dynamic-ntk", "keydiff", "lagkv", "random")
+_VARIANTS += ("triattention",)
 APART = [name for name in METHODS if name not in _VARIANTS]
 
 _Settings = dict[str, object]
@@ -55,6 +56,8 @@ _SMALL: dict[str, _Settings] = {
     "snapkv": {"budget": 48, "window": 8},
     "refreshkv": {"budget": 48, "stride": 3, "schedule": "fixed"},
     "star": {"block": 32},
+    "r-kv": {"budget": 48, "interval": 4},
+    "triattention": {"budget": 48, "interval": 4},
 }
 _EVERYTHING: dict[str, _Settings] = {
     "reattention": _REATTENTION | {"local_size": 100, "kept": 4},

@@ -7,7 +7,7 @@ cache; tests check both in the programs compiled for CPU and TPU.
 
 import dataclasses
 import functools
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax_longctx.caches import paged, reading
 from jax_longctx.caches.reading import Turned, line_numbers
 from jax_longctx.caches.scope import Listed, Scope, Votes
 from jax_longctx.contract import QKV, STRIPE, Attended, CacheShape, LayerContext, resized
-from jax_longctx.sharding import axes_field
+from jax_longctx.sharding import OwnAxis, axes_field
 from pallas_kernels.common import AnyCache, merge
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.dispatch import platform
@@ -200,14 +200,19 @@ class AppendCache(Store):
       length: valid slots of each row.
       position: position of each row's next token.
       context_length, context_position: both as they were at the end of the context.
+      slots_axis: the slots' logical axis: `budget` where they are whole on every shard and no more
+        than a budget's.
     """
 
-    k: AnyCache = axes_field("batch", "kv_heads", "slots", None, in_place=True)
-    v: AnyCache = axes_field("batch", "kv_heads", "slots", None, in_place=True)
+    k: AnyCache = axes_field("batch", "kv_heads", OwnAxis("slots_axis"), None, in_place=True)
+    v: AnyCache = axes_field("batch", "kv_heads", OwnAxis("slots_axis"), None, in_place=True)
     length: Int[Array, " B"] = axes_field("batch")
     position: Int[Array, " B"] = axes_field("batch")
     context_length: Int[Array, " B"] = axes_field("batch")
     context_position: Int[Array, " B"] = axes_field("batch")
+    slots_axis: Literal["slots", "budget"] = dataclasses.field(
+        default="slots", metadata={"static": True}
+    )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -299,14 +304,18 @@ def compacted(
     ctx: LayerContext,
     *,
     raw: bool = False,
+    whole: bool = False,
 ) -> AppendCache:
     """A cache of the tokens in these slots, count[b] of each row and kv head, then -1.
 
-    Tokens stand at their slots; with `raw` their keys are stored before rotary embedding.
+    Tokens stand at their slots; with `raw` their keys are stored before rotary embedding. With
+    `whole` the new slots are whole on every shard, and never grow.
     """
     k, v = (reading.gather_stored(x, slots, ctx) for x in (store.k, store.v))
     turned = slots if raw else None
-    return cache_of(k, v, count, store.position, reserve, ctx, turned)
+    ctx = ctx.undivided() if whole else ctx
+    made = cache_of(k, v, count, store.position, reserve, ctx, turned)
+    return dataclasses.replace(made, slots_axis="budget") if whole else made
 
 
 def write_run(

@@ -203,6 +203,7 @@ class LayerContext:
       total: each row's total length, known before its first chunk (see `RopeConfig.by_length`).
       stripe: slots of a stripe, where they are dealt to the shards in stripes; None for blocks.
       sinks: in `attend`, the logits of this shard's heads' sinks, if the model has any.
+      divided: whether the slots are divided over the shards; if not, each shard has all of them.
     """
 
     scale: Scale
@@ -211,6 +212,11 @@ class LayerContext:
     total: Int[Array, " B"]
     stripe: int | None = None
     sinks: Float[Array, " N"] | None = None
+    divided: bool = True
+
+    def undivided(self) -> "LayerContext":
+        """The same, for slots that are whole on every shard."""
+        return dataclasses.replace(self, divided=False)
 
     def with_sinks(self, lse: Float[Array, "B T N"]) -> Float[Array, "B T N"]:
         """Of attention over tokens, the log of what the model's probabilities are divided by.
@@ -292,7 +298,7 @@ class LayerContext:
     @property
     def seq_size(self) -> int:
         """Number of shards of the slots."""
-        return jax.lax.axis_size("seq")
+        return jax.lax.axis_size("seq") if self.divided else 1
 
     def slots(self, size: int, page: int = 1) -> OwnSlots:
         """Where this shard's `size` slots lie, or its pages of `page` slots each."""

@@ -26,9 +26,9 @@ from jaxtyping import Array, Float
 
 from jax_longctx.caches import AppendCache, Rewinding
 from jax_longctx.caches.reading import numbers
-from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, WithCache, method
-from jax_longctx.contract.context import apply_rope, rope_angles
-from jax_longctx.parts.compressing import Compressing, whole
+from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, method
+from jax_longctx.contract.context import apply_rope
+from jax_longctx.parts.compressing import Compressing, future_angles, whole
 from jax_longctx.sharding import axes_field
 from pallas_kernels.common import factor_of
 
@@ -74,11 +74,9 @@ class ExpectedAttention(Compressing):
         sizes = ((shape.batch,), heads + width, heads + 2 * width)
         return QueriesCache(super().init_cache(shape), *map(jnp.zeros, sizes))
 
-    def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
-        part, store = super().attend(new, cache.store, segment, ctx)
+    def gathered(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> Any:
         if segment.role != "context":
-            # The context's cache is a store alone.
-            return part, store
+            return cache
         q, index_T = new[0].astype(jnp.float32), jnp.arange(new[0].shape[1])
         later_BT = cache.store.length[:, None] + index_T >= self.sink
         counts_BT = later_BT & (index_T < segment.valid_of()[:, None])
@@ -93,17 +91,12 @@ class ExpectedAttention(Compressing):
         both_B = (cache.count * came_B / seen_B)[:, None, None, None]
         spread += both_B * moved_BNH[..., None] * moved_BNH[..., None, :]
         mean = cache.mean + moved_BNH * (came_B / seen_B)[:, None, None]
-        return part, QueriesCache(store, count_B, mean, cache.spread + spread)
+        return QueriesCache(cache.store, count_B, mean, cache.spread + spread)
 
     def scores(self, cache: Any, ctx: LayerContext) -> Float[Array, "B K S"]:
         store, slots = cache.store, cache.store.sizes[2] * ctx.seq_size
         batch, heads, _, width = store.sizes
-        to_come_BT = store.position[:, None] + jnp.arange(self.future)
-        grown_BT1 = ctx.growth(to_come_BT)[..., None]
-        cos, sin = (
-            jnp.mean(grown_BT1 * x, axis=1, keepdims=True)
-            for x in rope_angles(ctx.rope, width, to_come_BT, ctx.total)
-        )
+        cos, sin = future_angles(store.position, jnp.arange(self.future), width, ctx)
         group = (batch, heads, -1)
         mean_BKGH = cache.mean.reshape(*group, width)
         count_B11 = jnp.maximum(cache.count, 1)[:, None, None]

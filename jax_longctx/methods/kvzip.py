@@ -75,6 +75,7 @@ class KVzip(Compressing):
 
     chunk: int = 2048
 
+    cannot_go_on = "it ranks what it repeats, and an answer is not repeated"
     asks = (
         "\n\nRepeat the previous context exactly.",
         "\n\nRepeat the part of the previous context exactly, starting with",

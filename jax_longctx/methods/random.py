@@ -38,7 +38,9 @@ class Random(Compressing):
         first_BKC = jnp.broadcast_to(jnp.arange(_TELLING), (batch, heads, _TELLING))
         first_BKC = jnp.where(first_BKC < store.length[:, None, None], first_BKC, -1)
         largest_BKC = jnp.argmax(jnp.abs(gather_slots(store.k, first_BKC, ctx)), axis=-1)
-        numbers_K = ctx.head_offset(heads) + jnp.arange(heads)
+        # While an answer is written each draw is another one.
+        gone_B = (store.position - store.length) << 16
+        numbers_BK = gone_B[:, None] + ctx.head_offset(heads) + jnp.arange(heads)
 
         def draw(number: Array, largest_C: Array) -> Array:
             key = jax.random.key(self.seed)
@@ -46,4 +48,4 @@ class Random(Compressing):
                 key = jax.random.fold_in(key, part)
             return jax.random.uniform(key, (slots * ctx.seq_size,))
 
-        return jax.vmap(lambda row: jax.vmap(draw)(numbers_K, row))(largest_BKC)
+        return jax.vmap(jax.vmap(draw))(numbers_BK, largest_BKC)

@@ -22,13 +22,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jax_longctx.caches import AppendCache, Rewinding, compacted
 from jax_longctx.caches.fifo import FifoCache, padded
 from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, Stage, WithCache, method
 from jax_longctx.parts.layer_budgets import Budgeted
-from jax_longctx.parts.partial import Pool, best_last, check_kernel, pooled_scores
+from jax_longctx.parts.partial import Pool, best_last, check_kernel, latest, pooled_scores
 from jax_longctx.sharding import axes_field
 from pallas_kernels.attention_mass import Reduction, attention_mass
 from pallas_kernels.select_large_k import select_large_k
@@ -113,8 +113,8 @@ class SnapKV(Budgeted):
             return cache.read(ctx.rotate_queries(q, at_B1), limit, ctx.scale), cache
         at_BT = cache.store.position[:, None] + jnp.arange(q.shape[1])
         (out, lse), store = super().attend(new, cache.store, segment, ctx)
-        queries = _last(cache.queries, ctx.rotate_queries(q, at_BT), valid_B)
-        lses = _last(cache.lse, ctx.with_sinks(lse), valid_B)
+        queries = latest(cache.queries, ctx.rotate_queries(q, at_BT), valid_B)
+        lses = latest(cache.lse, ctx.with_sinks(lse), valid_B)
         return (out, lse), dataclasses.replace(cache, store=store, queries=queries, lse=lses)
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Cache:
@@ -160,15 +160,3 @@ class SnapKV(Budgeted):
 
     def read_bytes(self, cache: Cache, length: int) -> int:
         return cache.step_bytes(self.stays(length))
-
-
-def _last(
-    old: Float[Array, "B W *R"], new: Float[Array, "B T *R"], valid: Int[Array, " B"]
-) -> Float[Array, "B W *R"]:
-    """The last W of each row's old ones and its first `valid[b]` new ones."""
-    size = old.shape[1]
-    index_BW = valid[:, None] + jnp.arange(size)
-    index_BW = index_BW.reshape(*index_BW.shape, *(1,) * (old.ndim - 2))  # [B, W, 1 ...]
-    kept = jnp.take_along_axis(old, jnp.minimum(index_BW, size - 1), axis=1)
-    came = jnp.take_along_axis(new, jnp.clip(index_BW - size, 0, new.shape[1] - 1), axis=1)
-    return jnp.where(index_BW < size, kept, came.astype(old.dtype))

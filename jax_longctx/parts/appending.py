@@ -56,7 +56,7 @@ class Appending(Method):
 
     def read_bytes(self, cache: Any, length: int) -> int:
         # Dense decode reads empty slots too.
-        return cache.nbytes
+        return cache.store.nbytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

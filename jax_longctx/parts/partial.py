@@ -80,15 +80,31 @@ def pooled_scores(
     slots_S = jnp.arange(mass.shape[2])
     newest_BS = slots_S - (length - window)[:, None]
     mass = jnp.where((newest_BS < 0)[:, None], mass, 0.0)
+    scores = pooled(mass, kernel, pool)
+    scores = jnp.where((newest_BS >= 0)[:, None], (2.0 + newest_BS)[:, None], scores)
+    return jnp.where((slots_S < length[:, None])[:, None], scores, -jnp.inf)
+
+
+def pooled(mass: Float[Array, "B X S"], kernel: int, pool: Pool = "max") -> Float[Array, "B X S"]:
+    """The maximum over `kernel` neighbours of numbers that are not negative, or their mean."""
     half = kernel // 2
     how = ((1, 1, kernel), (1, 1, 1), ((0, 0), (0, 0), (half, half)))
     if pool == "max":
-        # Masses are not negative, so padding with -inf equals padding with zeros.
-        scores = jax.lax.reduce_window(mass, -jnp.inf, jax.lax.max, *how)
-    else:
-        scores = jax.lax.reduce_window(mass, 0.0, jax.lax.add, *how) / kernel
-    scores = jnp.where((newest_BS >= 0)[:, None], (2.0 + newest_BS)[:, None], scores)
-    return jnp.where((slots_S < length[:, None])[:, None], scores, -jnp.inf)
+        # Padding with -inf equals padding with zeros.
+        return jax.lax.reduce_window(mass, -jnp.inf, jax.lax.max, *how)
+    return jax.lax.reduce_window(mass, 0.0, jax.lax.add, *how) / kernel
+
+
+def latest(
+    old: Float[Array, "B W *R"], new: Float[Array, "B T *R"], valid: Int[Array, " B"]
+) -> Float[Array, "B W *R"]:
+    """The last W of each row's old ones and its first `valid[b]` new ones."""
+    size = old.shape[1]
+    index_BW = valid[:, None] + jnp.arange(size)
+    index_BW = index_BW.reshape(*index_BW.shape, *(1,) * (old.ndim - 2))  # [B, W, 1 ...]
+    kept = jnp.take_along_axis(old, jnp.minimum(index_BW, size - 1), axis=1)
+    came = jnp.take_along_axis(new, jnp.clip(index_BW - size, 0, new.shape[1] - 1), axis=1)
+    return jnp.where(index_BW < size, kept, came.astype(old.dtype))
 
 
 def check_kernel(method: Any) -> None:
