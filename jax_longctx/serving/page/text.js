@@ -41,8 +41,15 @@ export async function showText(group, sources, first = 0) {
   }
   for (const mark of $("pages").querySelectorAll("mark")) mark.classList.toggle("first", mark.dataset.number === String(first));
   const mark = $("pages").querySelector("mark.first");
-  mark?.scrollIntoView({ block: "center", behavior: "instant" });
+  if (mark) bring(mark);
   return mark;
+}
+
+// Scrolls the text alone; twice, because a block has its height once it was in view.
+function bring(mark, again = true) {
+  const [pane, place] = [$("pages").getBoundingClientRect(), mark.getBoundingClientRect()];
+  $("pages").scrollTop += place.top - pane.top - pane.height / 3;
+  if (again) requestAnimationFrame(() => bring(mark, false));
 }
 
 // Where each source is in the text, in UTF-16 units; null where it is not. Sources count characters.

@@ -230,6 +230,8 @@ def test_page_asks_and_marks_where_it_was_read(server, client, visit):
     answer = page.locator("article").first
     expect(answer.locator(".answer")).to_have_text(markup)
     expect(page.locator("mark")).to_have_text("12345")
+    expect(page.locator("mark")).to_be_in_viewport()
+    assert page.evaluate("() => scrollY") == 0
     expect(page.locator("#text-note")).to_contain_text("1 of 2 passages")
     answer.get_by_role("button", name=f"{markup}, page 3").press("Enter")
     expect(page.locator("#pages")).to_be_focused()
