@@ -13,6 +13,10 @@ class InputError(LongctxError):
     """A prompt, a file or an option that cannot be used."""
 
 
+class NoTextError(InputError):
+    """A file that holds no text: it is empty, or of an unknown kind."""
+
+
 class OriginError(InputError):
     """An output that was made from something else, or was changed since."""
 

@@ -2,7 +2,8 @@
 
     {"prompt": "Once upon"}                                   continued as it is
     {"context": "A text ...", "question": "Who?"}             one answer
-    {"file": "book.txt", "questions": ["Who?", "Where?"]}     several answers over one text
+    {"file": "book.pdf", "questions": ["Who?", "Where?"]}     several answers over one text
+    {"files": ["a.txt", "b.html"], "question": "Who?"}        one answer over several
     {"messages": [{"role": "user", "content": "Who?"}]}       a chat, as OpenAI's clients send it
 
 or a request in OpenAI's batch format (`batch.requests`), known by its `custom_id`.
@@ -28,11 +29,12 @@ from typing import Any
 from jax_longctx.batch.requests import Request, failed, read_request
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.errors import ConfigError, InputError
-from jax_longctx.files import check_text, decoded, file_errors, open_plain, read_bytes
+from jax_longctx.files import check_text, file_errors, open_plain, read_bytes
 from jax_longctx.origin import digest_of
 from jax_longctx.text import PromptLayout, PromptText, Tokenizer
+from jax_longctx.text.documents import Document, Joined, documents_in
 
-KEYS = ("id", "prompt", "messages", "context", "file", "question", "questions")
+KEYS = ("id", "prompt", "messages", "context", "file", "files", "question", "questions")
 ROLES = ("system", "user", "assistant")
 # Kinds whose prompt is one text, as long as it is.
 WHOLE = ("prompt", "request")
@@ -171,10 +173,11 @@ class RowReader:
     def _content(self, raw: bytes, known: dict[str, str]) -> bytes:
         try:
             fields = _fields(raw, str(self.path))
-            name = _text(fields, "file") if "file" in fields else ""
-            if name and name not in known:
-                known[name] = hashlib.sha256(self._file(fields).encode()).hexdigest()
-            return f"{known[name] if name else ''} ".encode() + raw
+            names = _names(fields)
+            name = "\0".join(names)
+            if names and name not in known:
+                known[name] = hashlib.sha256(self._files(names).encode()).hexdigest()
+            return f"{known[name] if names else ''} ".encode() + raw
         except InputError as error:
             return f"{error} ".encode() + raw
 
@@ -209,15 +212,17 @@ class RowReader:
         if given == {"messages"}:
             chat = encode(self._chat(fields["messages"]), bos=True)
             return "prompt", tuple(chat[:-1]), (tuple(chat[-1:]),)
-        texts, asked = given & {"context", "file"}, given & {"question", "questions"}
+        texts, asked = given & {"context", "file", "files"}, given & {"question", "questions"}
         if {"prompt", "messages"} & given or len(texts) != 1 or len(asked) != 1:
             raise InputError(
                 f"the row has {', '.join(sorted(given)) or 'nothing'}; expected prompt, messages, "
-                f"or one of context and file with one of question and questions"
+                f"or one of context, file and files with one of question and questions"
             )
-        document = _text(fields, "context") if "context" in texts else self._file(fields)
+        document = _text(fields, "context") if "context" in texts else self._files(_names(fields))
         (kind,) = asked
-        questions = _questions(fields) if kind == "questions" else [_text(fields, "question")]
+        questions = (
+            _list(fields, "questions") if kind == "questions" else [_text(fields, "question")]
+        )
         context = encode(self.layout.context(document), bos=True)
         rows = (tuple(encode(self.layout.question(question))) for question in questions)
         return kind, tuple(context), tuple(rows)
@@ -240,18 +245,22 @@ class RowReader:
             )
         return self.tokenizer.chat(messages)
 
-    def _file(self, fields: dict[str, Any]) -> str:
-        name = _text(fields, "file")
+    def _files(self, names: Iterable[str]) -> str:
+        """The text of documents; a line with its name heads each of several."""
+        return Joined.of(document for name in names for document in self._documents(name)).text
+
+    def _documents(self, name: str) -> list[Document]:
         try:
             path = (self.path.parent / name).resolve()
             under = None if self.under is None else self.under.resolve()
             if under is not None and not path.is_relative_to(under):
                 raise InputError(f"file {name!r} is not under {under}, as files must be")
-            return decoded(read_bytes(path), f"file {name!r}")
+            raw = read_bytes(path)
         except (OSError, RuntimeError, ValueError) as error:
             # A name may have a zero byte, links may form a loop.
             reason = getattr(error, "strerror", None) or error
             raise InputError(f"file {name!r} cannot be read as text: {reason}") from error
+        return documents_in(raw, name)
 
 
 def after(answered: str, row: str, line: Mapping[str, Any]) -> str:
@@ -283,11 +292,18 @@ def _text(fields: dict[str, Any], key: str) -> str:
     return value
 
 
-def _questions(fields: dict[str, Any]) -> list[str]:
-    value = fields["questions"]
+def _list(fields: dict[str, Any], key: str) -> list[str]:
+    value = fields[key]
     if not isinstance(value, list) or not value:
-        raise InputError(f"questions is {value!r:.80}; expected a list of texts")
-    return [_text({"questions": each}, "questions") for each in value]
+        raise InputError(f"{key} is {value!r:.80}; expected a list of texts")
+    return [_text({key: each}, key) for each in value]
+
+
+def _names(fields: dict[str, Any]) -> list[str]:
+    """The files that a row names."""
+    if "files" in fields:
+        return _list(fields, "files")
+    return [_text(fields, "file")] if "file" in fields else []
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from jax_longctx.cli.terminal import (
     check_folder,
     choose_method,
     closing_note,
-    read_text,
+    read_documents,
     save,
 )
 from jax_longctx.errors import CheckpointError, InputError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
     from jax_longctx.engine import Context
     from jax_longctx.engine.ahead import Compilation
+    from jax_longctx.text.documents import Joined
 
 # Written beside a saved context: whether it uses the chat template, and a digest of the tokenizer.
 PROMPT_FILE, PROMPT_FORMAT = "prompt.json", 1
@@ -40,10 +41,10 @@ PROMPT_FILE, PROMPT_FORMAT = "prompt.json", 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The document and the questions, validated.
+    """The documents and the questions, validated.
 
     Attributes:
-      words: the document and the questions; a saved context replaces the document.
+      words: the document and the questions; `files` or a saved context replace the document.
       completion: starts of answers, to be continued, in place of questions.
 
     Raises:
@@ -53,10 +54,17 @@ class Inputs:
     PANEL = "Context"
 
     words: list[str] | None = argument(
-        "The text (UTF-8; - for stdin) and what to ask of it. --load-context stands for "
-        "the text, --completion for the questions.",
+        "The document and what to ask of it. --file and --load-context stand for the document, "
+        "--completion for the questions.",
         metavar="FILE QUESTION",
         show_default=False,
+    )
+    files: list[str] | None = option(
+        "A document, in place of FILE: a text (UTF-8; - for stdin), PDF, HTML, EPUB, DOCX, gz or "
+        "zip of these, or a folder; may be repeated.",
+        "--file",
+        "-f",
+        metavar="FILE",
     )
     completion: list[str] | None = option(
         "Instead of a question: the words an answer starts with, which the model "
@@ -82,9 +90,11 @@ class Inputs:
     )
 
     @property
-    def file(self) -> str | None:
-        """The document; None where a saved context replaces it."""
-        return None if self.load_context is not None else (self.words or [""])[0]
+    def sources(self) -> list[str] | None:
+        """Files and folders; None where a saved context replaces them."""
+        if self.load_context is not None:
+            return None
+        return self.files or (self.words or [""])[:1]
 
     @property
     def questions(self) -> list[str]:
@@ -94,17 +104,18 @@ class Inputs:
     @property
     def _asked(self) -> list[str]:
         words = self.words or []
-        return words if self.load_context is not None else words[1:]
+        return words if self.files or self.load_context is not None else words[1:]
 
     def __post_init__(self) -> None:
         words, save, load = self.words or [], self.save_context, self.load_context
-        if load is not None and save is not None:
-            raise InputError("--save-context and --load-context exclude each other; give one")
+        if load is not None and (save is not None or self.files):
+            other = "--file" if self.files else "--save-context"
+            raise InputError(f"{other} and --load-context exclude each other; give one")
         if load is not None and words and os.path.isfile(words[0]):
             raise InputError(
                 f"{words[0]} is a file, but --load-context stands for the text; give questions only"
             )
-        if load is None and not words:
+        if not (words or self.files or load is not None):
             raise InputError("no FILE given; expected FILE QUESTION... (- reads stdin)")
         if save is not None and os.path.lexists(whole_path(save)):
             raise InputError(f"{save} exists; choose another name for --save-context")
@@ -117,10 +128,11 @@ class Inputs:
         files = [question for question in self._asked if os.path.isfile(question)]
         if files:
             raise InputError(
-                f"{files[0]} is a file where a question is expected; one text is read: join the "
-                f"files into one, and ask about that"
+                f"{files[0]} is a file where a question is expected; give several files with "
+                f"--file, each"
             )
-        if not self.questions and words and words[0] != "-" and not os.path.exists(words[0]):
+        told = self.files or not words or words[0] == "-" or os.path.exists(words[0])
+        if not (self.questions or told):
             raise InputError(
                 f"{words[0]!r:.80} stands where FILE is expected, and no question follows; "
                 f"expected FILE QUESTION... (- QUESTION reads the text from stdin)"
@@ -141,9 +153,10 @@ def ask(
     answers: options.AnswerChoice,
     as_json: bool = options.as_json(),
 ) -> None:
-    """Ask one or many questions over one long text.
+    """Ask one or many questions over one long text, or over several.
 
     The text is read once for all questions. Methods that need the question first read it for each.
+    A line "Document: NAME" heads each of several documents.
     Answers stream to stdout; progress, timings and memory go to stderr.
 
     [bold]Two questions over one book[/bold]
@@ -153,6 +166,10 @@ def ask(
     [bold]A completion that starts with the answer's own words[/bold]
 
         jax-longctx ask log.txt --completion "The pass key is" -c smollm2
+
+    [bold]Several documents, and all those in a folder[/bold]
+
+        jax-longctx ask -f paper.pdf -f notes/ "What do they differ in?" -c llama3
 
     [bold]Read now, ask later[/bold]
 
@@ -166,8 +183,9 @@ def ask(
         with file_errors(f"--save-context {inputs.save_context} cannot be written"):
             # A name that is too long is known before the text is read.
             folder.with_name(f"{folder.name}.partial").exists()
-    document = None if inputs.file is None else read_text(inputs.file)
     terminal = Terminal(as_json=as_json)
+    sources = inputs.sources
+    document = None if sources is None else read_documents(sources, terminal)
     compiling = Compiling(terminal)
     session = Session(inputs, answers, document, terminal, compiling)
     begin: dict[str, Any] = {"check": session.check}
@@ -200,7 +218,7 @@ class Session:
         self,
         inputs: Inputs,
         answers: options.AnswerChoice,
-        document: str | None,
+        document: "Joined | None",
         terminal: Terminal,
         compiling: Compiling,
     ):
@@ -230,7 +248,9 @@ class Session:
             layout = chat_layout(model.tokenizer) if self.chat else plain_layout(stem=stem)
             self.questions = [encode(layout.question(asked)) for asked in self.inputs.questions]
             document = self.document
-            self.text = None if document is None else encode(layout.context(document), bos=True)
+            self.text = (
+                None if document is None else encode(layout.context(document.text), bos=True)
+            )
         return self.questions
 
     def check(self, model: "LongContext") -> None:

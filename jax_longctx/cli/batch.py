@@ -32,8 +32,8 @@ class Rows:
         show_default=False,
     )
     files_under: str | None = option(
-        'Refuse rows whose "file" is not in this folder, links followed. Give it where '
-        "others write the rows: answers show what is in the files.",
+        'Refuse rows whose "file" or "files" are not in this folder, links followed. Give it '
+        "where others write the rows: answers show what is in the files.",
         metavar="DIR",
     )
 
@@ -43,10 +43,10 @@ def batch(
     *,
     source: Path = argument(
         'Rows: {"prompt": ...}, {"messages": [...]} as OpenAI\'s clients send them, or '
-        '{"context": ..., "question": ...}, with "file" in place of the context and "questions" '
-        'as you like; an "id" comes back. Or requests in OpenAI\'s batch file format. Files are '
-        "relative to the folder of IN.jsonl, and may "
-        "be any that can be read (see --files-under).",
+        '{"context": ..., "question": ...}, with "file" or "files" (as --file of `ask`, but no '
+        'folders) in place of the context and "questions" as you like; an "id" comes back. Or '
+        "requests in OpenAI's batch file format. Files are relative to the folder of IN.jsonl, "
+        "and may be any that can be read (see --files-under).",
         default=...,
         metavar="IN.jsonl",
         exists=True,

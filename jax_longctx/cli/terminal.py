@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,13 @@ from rich.text import Text
 
 from jax_longctx.cli import process
 from jax_longctx.errors import CheckpointError, InputError, TrainedLengthWarning
-from jax_longctx.files import decoded, folder_made, read_bytes, whole_path, write_whole
+from jax_longctx.files import decoded, folder_made, whole_path, write_whole
 from jax_longctx.memory import check_memory_limit, memory_used, peak_memory, shown_bytes
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
     from jax_longctx.engine.ahead import Compilation
+    from jax_longctx.text.documents import Joined
 
 # update(done, total), and a third text that the progress shows.
 Update = Callable[..., None]
@@ -383,34 +384,49 @@ def closing_note(
 
 
 def read_text(source: str) -> str:
-    """The text of a file, or of stdin for "-"; a byte order mark is dropped.
-
-    In a job the first process reads it for all: a launcher may connect stdin to that one alone.
+    """The UTF-8 text of a file, or of stdin for "-"; a byte order mark is dropped.
 
     Raises:
       InputError: it cannot be read, is not UTF-8, or is empty.
     """
+
+    def read() -> str:
+        from jax_longctx.text.documents import read_source
+
+        name = "stdin" if source == "-" else source
+        text = decoded(read_source(source), name)
+        if not text.strip():
+            raise InputError(f"{name} is empty; give a text")
+        return text
+
+    return _from_leader(read)
+
+
+def read_documents(sources: Sequence[str], terminal: Terminal) -> "Joined":
+    """Files, folders and archives as one text (see `text.documents`); "-" is stdin.
+
+    Raises:
+      InputError: one cannot be read, or holds no text.
+    """
+
+    # Imported late: it imports tokenizers.
+    from jax_longctx.text import documents
+
+    def read() -> Any:
+        found = documents.Joined.of(documents.read_documents(sources, terminal.note))
+        return found.text, found.places
+
+    text, places = _from_leader(read)
+    return documents.Joined(text, tuple((at, name, page) for at, name, page in places))
+
+
+def _from_leader(read: Callable[[], Any]) -> Any:
+    """In a job the first process reads for all: a launcher may connect stdin to that one alone."""
     if process.number() is None:
-        return _read(source)
+        return read()
     from jax_longctx.engine.distributed import from_leader
 
-    return from_leader(lambda: _read(source))
-
-
-def _read(source: str) -> str:
-    name = "stdin" if source == "-" else source
-    if source == "-" and sys.stdin is None:
-        raise InputError("stdin is closed; pipe a text in, or give a text file")
-    try:
-        raw = sys.stdin.buffer.read() if source == "-" else read_bytes(source)
-    except OSError as error:
-        raise InputError(
-            f"{name} cannot be read: {error.strerror}; give a text file, or - for stdin"
-        ) from error
-    text = decoded(raw, name)
-    if not text.strip():
-        raise InputError(f"{name} is empty; give a text")
-    return text
+    return from_leader(read)
 
 
 def check_argument(name: str, text: str) -> str:

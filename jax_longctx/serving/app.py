@@ -88,8 +88,9 @@ class Service:
     async def make_context(self, request: Request) -> Response:
         """POST /v1/contexts: reads a text."""
         with self.bodies.admitted() as call:
-            asked = await self.bodies.context(request, call)
-            text, chat = await anyio.to_thread.run_sync(self._laid_out, asked)
+            asked, given = await self.bodies.context(request, call)
+            lay_out = self.prompts.context
+            text, chat = await anyio.to_thread.run_sync(lay_out, given.text, asked.chat)
             try:
                 entry = self.contexts.enter(text, chat=chat, ttl=asked.ttl, save=asked.save)
             except RequestError:
@@ -102,9 +103,6 @@ class Service:
             if asked.stream:
                 return call.streamed(records)
             return JSONResponse(await call.watched(request, _last(records)), status_code=201)
-
-    def _laid_out(self, asked: schema.ContextRequest) -> Any:
-        return self.prompts.context(self.bodies.text(asked), asked.chat)
 
     async def list_contexts(self, request: Request) -> Response:
         """GET /v1/contexts: all contexts."""

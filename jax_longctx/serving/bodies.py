@@ -12,16 +12,18 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
 from jax_longctx.errors import InputError
-from jax_longctx.files import decoded
 from jax_longctx.serving import schema
 from jax_longctx.serving.doors import Access
 from jax_longctx.serving.scheduler import Scheduler
 from jax_longctx.serving.schema import RequestError
 from jax_longctx.serving.streams import Call
+from jax_longctx.text.documents import Document, Joined, documents_in
 
 # What is still taken of a body that is refused: most clients read no answer before they have sent
 # all, and a connection that is closed meanwhile loses it.
 DROPPED_SECONDS, DROPPED_BODIES = 5.0, 4
+# Files of a form, and characters of a file's name.
+MOST_UPLOADS, SHOWN_NAME = 100, 200
 
 
 class Bodies:
@@ -65,13 +67,15 @@ class Bodies:
         body = await self._received(request, call)
         return await anyio.to_thread.run_sync(schema.parsed, kind, body)
 
-    async def context(self, request: Request, call: Call) -> schema.ContextRequest:
-        """The request for a context, from JSON or from a form with a file."""
+    async def context(self, request: Request, call: Call) -> tuple[schema.ContextRequest, Joined]:
+        """The request for a context, from JSON or from a form with files, and its text."""
         if _content_type(request) != "multipart/form-data":
-            return await self.json(schema.ContextRequest, request, call)
-        form = _form(request, await self._received(request, call))
-        values = await anyio.to_thread.run_sync(asyncio.run, form)
-        return await anyio.to_thread.run_sync(schema.parsed, schema.ContextRequest, values)
+            asked = await self.json(schema.ContextRequest, request, call)
+            return asked, await anyio.to_thread.run_sync(self._text, asked)
+        form = _form(request, await self._received(request, call), self._access.body)
+        values, joined = await anyio.to_thread.run_sync(asyncio.run, form)
+        asked = await anyio.to_thread.run_sync(schema.parsed, schema.ContextRequest, values)
+        return asked, joined or Joined(asked.text or "")
 
     async def _received(self, request: Request, call: Call) -> bytes:
         """The request's body; a place is taken then."""
@@ -125,10 +129,10 @@ class Bodies:
                     message = await request.receive()
                     left = 0 if message["type"] != "http.request" else left - len(message["body"])
 
-    def text(self, asked: schema.ContextRequest) -> str:
+    def _text(self, asked: schema.ContextRequest) -> Joined:
         """The text of a request for a context; one that it names is read from the disk."""
         if asked.text is not None:
-            return asked.text
+            return Joined(asked.text)
         assert asked.file is not None
         access, name, under = self._access, asked.file, self._access.files_under
         if under is None:
@@ -143,30 +147,35 @@ class Bodies:
                 raise refused
             if path.stat().st_size > access.body:
                 raise RequestError(f"the file is larger than {access.body:,} bytes", status=413)
-            return _decoded(path.read_bytes())
+            raw = path.read_bytes()
         except (OSError, ValueError):
             raise refused from None
+        return _documents([(name, raw)], access.body)
 
 
-async def _form(request: Request, body: bytes) -> dict[str, Any]:
-    """The fields of a form, as JSON would give them; an uploaded `file` becomes `text`."""
+async def _form(request: Request, body: bytes, most: int) -> tuple[dict[str, Any], Joined | None]:
+    """The fields of a form, as JSON would give them; the uploads `file` become `text`.
+
+    Args:
+      most: bytes that uploads are unpacked to.
+    """
     sent = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def replay() -> Any:
         return next(sent)
 
-    form = await Request(request.scope, replay).form(max_files=2, max_fields=8)
+    form = await Request(request.scope, replay).form(max_files=MOST_UPLOADS, max_fields=8)
     try:
         values: dict[str, Any] = {}
-        seen: set[str] = set()
+        uploads, seen = list[tuple[str, bytes]](), set[str]()
         for name, value in form.multi_items():
-            if name in seen:
+            if name in seen and not (name == "file" and isinstance(value, UploadFile)):
                 raise _form_error(name, "is there twice; send it once")
             seen.add(name)
             if isinstance(value, UploadFile):
                 if name != "file":
                     raise _form_error(name, "is an upload; only 'file' is one")
-                values["text"] = _decoded(await value.read())
+                uploads.append((value.filename or "the file", await value.read()))
             elif name == "file":
                 raise _form_error(name, "is not an upload; send its content, as with -F file=@NAME")
             else:
@@ -178,7 +187,10 @@ async def _form(request: Request, body: bytes) -> dict[str, Any]:
             raise _form_error("text", "is beside 'file'; send one of the two")
     finally:
         await form.close()
-    return values
+    if not uploads:
+        return values, None
+    joined = _documents(uploads, most)
+    return {**values, "text": joined.text}, joined
 
 
 def _content_type(request: Request) -> str:
@@ -189,8 +201,16 @@ def _form_error(name: str, what: str) -> RequestError:
     return RequestError(f"the form's field {name[:80]!r} {what}", param=name[:80])
 
 
-def _decoded(raw: bytes) -> str:
-    try:
-        return decoded(raw, "the file")
-    except InputError as error:
-        raise RequestError(str(error), param="file") from None
+def _documents(files: list[tuple[str, bytes]], most: int) -> Joined:
+    """Files by name as one text, of at most about `most` characters."""
+    found = list[Document]()
+    for name, raw in files:
+        # Errors show it, in one line; its ending says what the file is.
+        name = " ".join(name[-SHOWN_NAME:].split())
+        try:
+            read = documents_in(raw, name, most=max(most, 0))
+        except InputError as error:
+            raise RequestError(str(error), param="file") from None
+        most -= sum(len(each.text) for each in read)
+        found += read
+    return Joined.of(found)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
-from jax_longctx.errors import InputError
+from jax_longctx.errors import InputError, NoTextError
 from jax_longctx.files import decoded, file_errors, read_bytes
 from jax_longctx.memory import shown_bytes
 from jax_longctx.text import formats
@@ -79,7 +79,7 @@ class Joined:
     """
 
     text: str
-    places: tuple[tuple[int, str, int | None], ...]
+    places: tuple[tuple[int, str, int | None], ...] = ()
 
     @classmethod
     def of(cls, documents: Iterable[Document]) -> "Joined":
@@ -98,10 +98,10 @@ class Joined:
             size += len(document.text)
         return cls("".join(parts), tuple(places))
 
-    def place(self, offset: int) -> tuple[str, int | None]:
-        """Name and page of the document that has this character of the text."""
+    def place(self, offset: int) -> tuple[str | None, int | None]:
+        """Name and page of the document that has this character of the text, where known."""
         at = bisect.bisect_right(self.places, offset, key=lambda place: place[0])
-        return self.places[max(at - 1, 0)][1:]
+        return self.places[max(at - 1, 0)][1:] if self.places else (None, None)
 
 
 def read_documents(paths: Iterable[str | Path], note: Note = log.warning) -> list[Document]:
@@ -134,10 +134,6 @@ def documents_in(
     return list(_Reader(note, most).parts(raw, name))
 
 
-class _NoDocument(InputError):
-    """A file that is no document."""
-
-
 class _Reader:
     """One call: what it may still unpack, and how many files it may still read."""
 
@@ -148,9 +144,10 @@ class _Reader:
     def path(self, path: str | Path) -> Iterator[Document]:
         """The documents of a file or a folder."""
         if path != "-" and os.path.isdir(path):
-            yield from self._each(str(path), ((str(each), each) for each in _files(path)), _read)
+            inside = ((str(each), each) for each in _files(path))
+            yield from self._each(str(path), inside, read_source)
         else:
-            yield from self.parts(_read(path), "stdin" if path == "-" else str(path))
+            yield from self.parts(read_source(path), "stdin" if path == "-" else str(path))
 
     def parts(self, raw: bytes, name: str, depth: int = 0) -> Iterator[Document]:
         """The documents in a file's bytes."""
@@ -204,7 +201,7 @@ class _Reader:
                 for document in self.parts(read(file), name, depth):
                     found = True
                     yield document
-            except _NoDocument:
+            except NoTextError:
                 left_out.append(name)
         if not found:
             raise InputError(f"{where} holds no document; {_GIVE}")
@@ -251,15 +248,13 @@ class _Reader:
         return Document(name, "\n\n".join(pages), tuple(starts))
 
 
-def _read(path: str | Path) -> bytes:
-    """The bytes of a file, or of stdin for `-`."""
-    if path != "-":
-        with file_errors(f"{path} cannot be read", "give a text file, or - for stdin"):
-            return read_bytes(path)
-    if sys.stdin is None:
+def read_source(path: str | Path) -> bytes:
+    """The bytes of a file, or of stdin for `-`. Raises InputError where it cannot be read."""
+    name = "stdin" if path == "-" else path
+    if path == "-" and sys.stdin is None:
         raise InputError("stdin is closed; pipe a text in, or give a text file")
-    with file_errors("stdin cannot be read", "give a text file"):
-        return sys.stdin.buffer.read()
+    with file_errors(f"{name} cannot be read", "give a text file, or - for stdin"):
+        return sys.stdin.buffer.read() if path == "-" else read_bytes(path)
 
 
 def _files(folder: str | Path) -> Iterator[Path]:
@@ -275,7 +270,7 @@ def _files(folder: str | Path) -> Iterator[Path]:
 
 def _whole(name: str, text: str) -> Document:
     if not text.strip():
-        raise _NoDocument(f"{name} is empty; give a text")
+        raise NoTextError(f"{name} is empty; give a text")
     return Document(name, text)
 
 
@@ -294,5 +289,5 @@ def _plain(raw: bytes, name: str) -> str:
         return decoded(raw, name)
     except InputError:
         if b"\0" in raw and not raw.startswith(_TOLD):
-            raise _NoDocument(f"{name} is binary data of an unknown kind; {_GIVE}") from None
+            raise NoTextError(f"{name} is binary data of an unknown kind; {_GIVE}") from None
         raise

@@ -45,6 +45,23 @@ def test_layouts_of_chats_and_completions(run, loads, tiny, book):
         assert result.stdout == answer.text + "\n"
 
 
+def test_several_documents_are_named_in_the_prompt(run, loads, tiny, tmp_path):
+    (tmp_path / "notes").mkdir()
+    pages, note = tmp_path / "a.html", tmp_path / "notes" / "b.md"
+    pages.write_text("<title>One</title><p>Two")
+    note.write_text("# Three")
+    text = f"Document: {pages}\n\nOne\n\nTwo\n\nDocument: {note}\n\n# Three"
+    given = ("Who?", "-c", "m", "--max-tokens", 8)
+    found = run("ask", "-f", pages, "--file", note.parent, *given, code=0).stdout
+    answer = expected(tiny, chat_layout(tiny.tokenizer), text, "Who?", max_tokens=8)
+    assert found == answer.text + "\n"
+    # One document stands as it is.
+    assert run("ask", "-f", note, *given).stdout == run("ask", note, *given, code=0).stdout
+    (tmp_path / "notes" / "c.bin").write_bytes(b"\0\xff")
+    said = run("ask", note.parent, *given, code=0).stderr
+    assert f"left out of {note.parent}: 1 that are no text ({note.parent}/c.bin)" in said
+
+
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "compiled ahead"])
 def test_each_text_is_encoded_once(run, tiny, loads, book, monkeypatch, ahead):
     def load(checkpoint, spec, *, choose=None, ahead=None, **options):
@@ -269,22 +286,23 @@ def test_a_text_beyond_the_trained_length_is_told(run, loads, tiny, book, monkey
     assert record["warning"].startswith(f"{count} tokens are more than the 32 ")
 
 
-def request_of(*words, stems=(), chat=None, save=None, load=None):
-    return Inputs(
-        words=list(words), completion=list(stems), chat=chat, save_context=save, load_context=load
-    )
+def request_of(*words, files=(), stems=(), chat=None, save=None, load=None):
+    given = {"words": list(words), "files": list(files), "completion": list(stems), "chat": chat}
+    return Inputs(**given, save_context=save, load_context=load)
 
 
 def test_the_file_and_the_questions(tmp_path):
     long = "why? " * 2000
-    for inputs, file, questions in [
-        (request_of("book.txt", "Who?", "Why?"), "book.txt", ["Who?", "Why?"]),
-        (request_of("book.txt", stems=["The key is"]), "book.txt", ["The key is"]),
+    for inputs, sources, questions in [
+        (request_of("book.txt", "Who?", "Why?"), ["book.txt"], ["Who?", "Why?"]),
+        (request_of("book.txt", stems=["The key is"]), ["book.txt"], ["The key is"]),
+        (request_of("Who?", "Why?", files=["a", "b"]), ["a", "b"], ["Who?", "Why?"]),
+        (request_of(stems=["The key is"], files=["a"]), ["a"], ["The key is"]),
         (request_of("Who?", load=tmp_path), None, ["Who?"]),
         # Too long for the name of a file.
         (request_of(long, load=tmp_path), None, [long]),
     ]:
-        assert (inputs.file, inputs.questions, inputs.chat) == (file, questions, None)
+        assert (inputs.sources, inputs.questions, inputs.chat) == (sources, questions, None)
     book = tmp_path / "book.txt"
     book.write_text("text")
     for words, how, message in [
@@ -298,6 +316,9 @@ def test_the_file_and_the_questions(tmp_path):
         (("book.txt", "Who?"), {"stems": ["The key is"]}, "exclude each other"),
         (("book.txt",), {"stems": ["The key is"], "chat": True}, "leave out --chat"),
         (("b", "q"), {"save": tmp_path / "new", "load": tmp_path}, "exclude each other"),
+        (("q",), {"files": ["b"], "load": tmp_path}, "--file and --load-context exclude"),
+        ((), {"files": ["b"]}, "no question given"),
+        ((str(book), "q"), {"files": ["b"]}, "is a file where a question is expected"),
         (("b", "q"), {"save": tmp_path}, "exists; choose another name"),
         ((str(book), "q"), {"load": tmp_path}, "is a file, but --load-context"),
         (("book.txt", "Who\udcff?"), {}, "a question is not UTF-8"),

@@ -189,23 +189,34 @@ def test_messages_are_laid_out_by_the_chat_template(batch, tiny, out, monkeypatc
 
 
 BINARY = {
-    b"%PDF-1.4\ntext": "is a PDF, not a text; write its text to a file first, e.g. with pdftotext",
-    b"PK\x03\x04 [Content_Types].xml": "is a zip archive (as .docx, .odt and .epub are), not",
-    b"\x1f\x8b\x08": "is a gzip file, not a text; unpack it first",
-    "Text".encode("utf-16"): "is UTF-16, not UTF-8 text; convert it first",
-    "\ufeffText".encode("utf-16-be"): "is UTF-16, not UTF-8 text; convert it first",
-    b"text \xff": "is not UTF-8 text (byte 5 is 0xff); convert it first",
+    "a.pdf": (b"%PDF-1.4\ntext", "is a damaged PDF ("),
+    "a.docx": (b"PK\x03\x04 [Content_Types].xml", "is a damaged zip archive ("),
+    "a.gz": (b"\x1f\x8b\x08", "is a damaged archive ("),
+    "a": ("Text".encode("utf-16"), "is UTF-16, not UTF-8 text; convert it first"),
+    "b": ("\ufeffText".encode("utf-16-be"), "is UTF-16, not UTF-8 text; convert it first"),
+    "c": (b"text \xff", "is not UTF-8 text (byte 5 is 0xff); convert it first"),
 }
 
 
 def test_a_file_that_is_no_text_is_named_for_what_it_is(batch, run, loads, out):
-    paths = [out.with_name(f"book{number}.pdf") for number in range(len(BINARY))]
-    for path, content in zip(paths, BINARY, strict=True):
-        path.write_bytes(content)
-    batch(*LIMIT, rows=[{"file": path.name, "question": "Who?"} for path in paths], code=3)
-    for path, line, said in zip(paths, lines_of(out), BINARY.values(), strict=True):
-        assert line["error"].startswith(f"file {path.name!r} {said}"), line
-        refused(run("ask", path, "Who?", "-c", "m"), f"{path} {said}")
+    for name, (content, _) in BINARY.items():
+        out.with_name(name).write_bytes(content)
+    batch(*LIMIT, rows=[{"file": name, "question": "Who?"} for name in BINARY], code=3)
+    for line, (name, (_, said)) in zip(lines_of(out), BINARY.items(), strict=True):
+        assert line["error"].startswith(f"{name} {said}"), line
+        refused(run("ask", out.with_name(name), "Who?", "-c", "m"), f"{out.with_name(name)} {said}")
+
+
+def test_a_row_names_several_documents(batch, tiny, out):
+    out.with_name("a.html").write_text("<p>One &amp; two")
+    out.with_name("b.txt").write_text("Three")
+    text = "Document: a.html\n\nOne & two\n\nDocument: b.txt\n\nThree"
+    rows = [{"files": ["a.html", "b.txt"]}, {"context": text}, {"file": "a.html"}]
+    rows = [{**row, "question": "Who?"} for row in [*rows, {"context": "One & two"}]]
+    batch(*LIMIT, rows=[*rows, {"files": [], "question": "Who?"}], code=3)
+    both, joined, one, shown, wrong = lines_of(out)
+    assert both["answer"] == joined["answer"] != one["answer"] == shown["answer"]
+    assert "files is []; expected a list of texts" in wrong["error"]
 
 
 def test_a_row_that_does_not_fit_is_a_bad_row(batch, tiny, out, monkeypatch):

@@ -156,7 +156,6 @@ def test_forms_that_are_none_are_4xx(server):
                 assert answer.status_code == 400, (kind, body, answer.text)
         upload = ("a", b"text")
         for fields, said in [
-            ([("file", upload), ("file", upload)], "'file' is there twice; send it once"),
             ([("ttl", (None, b"1")), ("ttl", (None, b"2"))], "'ttl' is there twice; send it once"),
             ([("other", upload)], "'other' is an upload; only 'file' is one"),
             ([("file", (None, b"book.txt"))], "'file' is not an upload; send its content"),

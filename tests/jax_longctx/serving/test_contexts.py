@@ -1,4 +1,5 @@
 import errno
+import gzip
 import json
 import os
 import shutil
@@ -179,6 +180,22 @@ def test_a_file_is_uploaded_and_its_progress_streamed(server, client, tiny):
         counts = [each["tokens_read"] for each in told]
         assert counts == sorted(counts) and len(counts) > 2
         assert told[0]["object"] == "context.progress" and counts[-1] == told[-1]["tokens"]
+
+
+def test_documents_are_uploaded(server, client, tiny):
+    packed = gzip.compress(b"<p>One &amp; two")
+    text = "Document: a.html\n\nOne & two\n\nDocument: b.txt\n\nThree"
+    with server.http() as http:
+        uploads = [("file", ("a.html.gz", packed)), ("file", ("b.txt", b"Three"))]
+        found = http.post("/v1/contexts", files=uploads).json()["id"]
+        assert ask(client, found, "What?")[0] == asked(tiny, text, "What?")
+        bomb = gzip.compress(bytes(server.served.options.access.body + 1))
+        for name, raw, said in [
+            ("a.gz", bomb, "a.gz unpacks to more than is read, "),
+            ("x" * 300 + ".pdf", b"text", "x.pdf is no PDF, as its name says"),
+        ]:
+            answer = http.post("/v1/contexts", files={"file": (name, raw)})
+            assert answer.status_code == 400 and said in answer.json()["error"]["message"]
 
 
 def test_only_files_under_the_folder_are_read_and_none_unless_told(server, serve, tiny, tmp_path):
