@@ -32,7 +32,7 @@ from pallas_kernels.quantised_matrix import QuantisedMatrix
 # A plan uses a mesh without devices.
 AnyMesh = Mesh | AbstractMesh
 
-RULES: dict[str, str | None] = {
+RULES: dict[str, str | tuple[str, ...] | None] = {
     "batch": "data",
     # One slot a token; they grow where question and answer need more than was reserved.
     "slots": "seq",
@@ -49,6 +49,8 @@ RULES: dict[str, str | None] = {
     "tokens": "seq",
     "shards": "seq",
     "own_slots": "seq",
+    # Pages that say whose they are, in any order. They do not grow.
+    "pool": ("seq", "tensor"),
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
@@ -74,10 +76,21 @@ def logical_spec(axes: Sequence[str | None]) -> PartitionSpec:
         if name is not None and name not in RULES:
             raise ConfigError(f"unknown logical axis {name!r}; known: {', '.join(sorted(RULES))}")
         physical.append(RULES[name] if name is not None else None)
-    used = [axis for axis in physical if axis is not None]
+    used = [axis for name in axes for axis in _mesh_axes(name)]
     if len(used) != len(set(used)):
         raise ConfigError(f"logical axes {tuple(axes)} collide on the mesh: {tuple(physical)}")
     return PartitionSpec(*physical)
+
+
+def _mesh_axes(name: str | None) -> tuple[str, ...]:
+    """The mesh axes of a logical one."""
+    axes = RULES[name] if name is not None else None
+    return (axes,) if isinstance(axes, str) else axes or ()
+
+
+def shards_along(mesh: AnyMesh, name: str | None) -> int:
+    """How many shards the mesh divides that logical axis into."""
+    return math.prod(mesh.shape[axis] for axis in _mesh_axes(name))
 
 
 def logical_sharding(
@@ -150,8 +163,7 @@ def make_mesh(
 def check_divisible(mesh: AnyMesh, **sizes: int) -> None:
     """ConfigError unless each logical axis divides over its mesh axis: `(mesh, heads=8)`."""
     for name, size in sizes.items():
-        axis = RULES[name]
-        parts = mesh.shape[axis] if axis is not None else 1
+        axis, parts = RULES[name], shards_along(mesh, name)
         if size % parts:
             raise ConfigError(
                 f"{name}={size} does not divide over mesh axis {axis}={parts}; "

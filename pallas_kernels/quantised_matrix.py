@@ -82,3 +82,10 @@ def matrix_of(w: AnyMatrix, inputs: int) -> Any:
         scales = w.scales.reshape(1, -1)
         return QuantisedMatrix(w.values.reshape(inputs, -1), scales, w.dtype)
     return w.reshape(inputs, -1)
+
+
+def floats_of(w: AnyMatrix) -> Array:
+    """The weight as an array of its dtype."""
+    if isinstance(w, QuantisedMatrix):
+        return (w.values.astype(jnp.float32) * w.scales).astype(w.dtype)
+    return w

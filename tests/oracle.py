@@ -43,12 +43,13 @@ def probabilities(
 ) -> np.ndarray:
     """Softmax rows `[N, T, S]` of rotated q `[T, N, H]`, k `[S, K, H]` under a mask `[T, S]`.
 
-    Logits `sinks` `[N]` are one more column, which is left out.
+    The mask may be each head's own, `[N, T, S]`. Logits `sinks` `[N]` are one more column, which is
+    left out.
     """
     group = q.shape[1] // k.shape[1]
     keys = np.repeat(k, group, axis=1)
     logits = np.einsum("tnh,snh->nts", q, keys) * q.shape[-1] ** -0.5
-    logits = np.where(visible[None], logits, -np.inf)
+    logits = np.where(visible, logits, -np.inf)
     top = logits.max(-1, keepdims=True)
     weights = np.exp(logits - top)
     more = 0.0 if sinks is None else np.exp(sinks[:, None, None] - top)

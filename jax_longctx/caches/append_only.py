@@ -255,9 +255,9 @@ def written_after(store: Any, read: Any) -> tuple[Any, Any]:
     return dataclasses.replace(store, length=length), read
 
 
-def with_store(cache: Any, store: AppendCache) -> Any:
+def with_store(cache: Any, store: Any) -> Any:
     """A cache that is a store or holds one, with another store."""
-    return store if isinstance(cache, AppendCache) else dataclasses.replace(cache, store=store)
+    return store if cache.store is cache else dataclasses.replace(cache, store=store)
 
 
 def empty_append_cache(shape: CacheShape) -> AppendCache:
@@ -319,12 +319,12 @@ def compacted(
 
 
 def write_run(
-    buffer: AnyCache,
-    new: Float[Array, "B T K H"],
+    buffer: Any,
+    new: Float[Array, "B T K *H"],
     start: Int[Array, " B"],
     valid: Int[Array, " B"],
     ctx: LayerContext,
-) -> AnyCache:
+) -> Any:
     """Writes each row's first `valid[b]` new tokens into global slots from `start[b]` on.
 
     In place when `buffer` is donated. A shard writes its own slots. The slot after a row's last
@@ -339,7 +339,8 @@ def write_run(
     local_B = own.below(start)
     at_BX = own.at(local_B[:, None] + jnp.arange(own.most(new.shape[1]))) - start[:, None]
     at_BX = jnp.clip(at_BX, 0, new.shape[1] - 1)
-    mine = jnp.take_along_axis(new, at_BX[..., None, None], axis=1)
+    at_BX = at_BX.reshape(*at_BX.shape, *(1 for _ in new.shape[2:]))
+    mine = jnp.take_along_axis(new, at_BX, axis=1)
     return write_rows(buffer, mine, local_B, own.below(start + valid) - local_B, whole=False)
 
 

@@ -1,5 +1,6 @@
 """Reads of keys and values where they lie and as they are stored."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -165,13 +166,18 @@ def gather_slots(
 def gather_stored(buffer: AnyCache, slots: Int[Array, "B K C"], ctx: LayerContext) -> AnyStored:
     """`gather_slots`, as they are stored."""
     lines = stored_lines(buffer, local_slots(slots, buffer.shape[2], ctx))
+    return on_all_shards(lines, ctx.psum_seq)
+
+
+def on_all_shards(lines: AnyStored, total: Callable[[Array], Array]) -> AnyStored:
+    """Lines that one shard each holds, the others zeros; `total` is a sum over the shards."""
 
     # One shard holds each slot; a sum with zeros is exact.
     def everywhere(part: Array) -> Array:
         if part.dtype.itemsize > 1:
-            return ctx.psum_seq(part)
+            return total(part)
         bits = jax.lax.bitcast_convert_type(part, jnp.int8)
-        return jax.lax.bitcast_convert_type(ctx.psum_seq(bits), part.dtype)
+        return jax.lax.bitcast_convert_type(total(bits), part.dtype)
 
     return jax.tree.map(everywhere, lines)
 

@@ -204,6 +204,8 @@ class LayerContext:
       stripe: slots of a stripe, where they are dealt to the shards in stripes; None for blocks.
       sinks: in `attend`, the logits of this shard's heads' sinks, if the model has any.
       divided: whether the slots are divided over the shards; if not, each shard has all of them.
+      output: in `attend`, but not of a decode step, the layer's output projection of this shard's
+        heads, where the method `wants_output`.
     """
 
     scale: Scale
@@ -213,6 +215,7 @@ class LayerContext:
     stripe: int | None = None
     sinks: Float[Array, " N"] | None = None
     divided: bool = True
+    output: Float[Array, "N H D"] | None = None
 
     def undivided(self) -> "LayerContext":
         """The same, for slots that are whole on every shard."""

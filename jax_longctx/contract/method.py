@@ -344,6 +344,8 @@ class Method:
       raw_keys: whether it caches keys before rotary embedding.
       hands_over: the end of which stage another method can follow (`parts.following`); None where
         nothing leaves.
+      cannot_hand_over: why none can under its settings all the same; None where one can.
+      wants_output: whether `LayerContext.output` is given while it reads.
       page_tokens: tokens of a page, which lies in one block of a text that `adopt` is given.
       wants_queries: whether `adopt` needs the sum of the text's queries.
       asks: texts of the method's own that it feeds to the model; `Feed` has their tokens.
@@ -367,7 +369,9 @@ class Method:
     cannot_adopt: str | None = "it chooses, or changes, what it caches as it reads the text"
     raw_keys: bool = False
     hands_over: Stage | None = None
+    cannot_hand_over: str | None = None
     wants_queries: bool = False
+    wants_output: bool = False
     page_tokens: int = 1
     asks: tuple[str, ...] = ()
 

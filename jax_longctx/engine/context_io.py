@@ -50,7 +50,7 @@ from jax_longctx.models.storage import (
     writing,
 )
 from jax_longctx.origin import check_same
-from jax_longctx.sharding import RULES, leaf_axes, logical_sharding, tree_shardings
+from jax_longctx.sharding import leaf_axes, logical_sharding, shards_along, tree_shardings
 
 # 1 had no digests, 2 none of arrays.
 FORMAT, OLDER = 3, 2
@@ -400,7 +400,7 @@ def _saved_arrays(engine: Engine, structure: Any, batch: int) -> dict[str, jax.S
             batch if axis == "batch" else size for size, axis in zip(leaf.shape, names, strict=True)
         )
         # Fewer rows than data shards are read by every shard, and spread once they are filled up.
-        shards = [engine.mesh.shape[RULES[axis]] if axis and RULES[axis] else 1 for axis in names]
+        shards = [shards_along(engine.mesh, axis) for axis in names]
         kept = [
             axis if size % count == 0 else None
             for size, axis, count in zip(shape, names, shards, strict=True)

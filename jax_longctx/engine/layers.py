@@ -39,6 +39,7 @@ from jax_longctx.sharding import (
     tree_specs,
 )
 from pallas_kernels.plane import Plane, is_plane, put, written
+from pallas_kernels.quantised_matrix import floats_of
 
 # Most layers of one turn of the loop, in decode steps on a GPU of the kind that an answer begins
 # with. A turn of a CUDA graph's loop takes about 7 us, and each layer in it takes the time to
@@ -150,25 +151,35 @@ class LayerPass:
                 products = Products(mesh, spread=True)
             else:
                 products = Divided(mesh, spread=True)
-        return layer_of(config, weights)(x, cache, functools.partial(self._attend, specs), products)
+        output = None
+        if self.layer.method.wants_output and self.segment.role != "decode":
+            output = floats_of(weights["attn"]["o"])
+        attend = functools.partial(self._attend, (specs, output))
+        return layer_of(config, weights)(x, cache, attend, products)
 
     def _attend(
-        self, specs: Any, q: Array, k: Array, v: Array, cache: Any, sinks: Array | None = None
+        self, own: Any, q: Array, k: Array, v: Array, cache: Any, sinks: Array | None = None
     ) -> tuple[Array, Any]:
-        """What the layer calls with its queries, keys and values: `_attend_here` on each device."""
-        axis = self.segment.token_axis
+        """What the layer calls with its queries, keys and values: `_attend_here` on each device.
+
+        Args:
+          own: the specs of the cache, and the output projection where the method wants it.
+        """
+        (specs, output), axis = own, self.segment.token_axis
         heads = logical_spec(("batch", axis, "heads", None))
         kv_heads = logical_spec(("batch", axis, "kv_heads", None))
         in_specs = ((heads, kv_heads, kv_heads), specs, tree_specs(self.segment), BATCH)
-        in_specs += (logical_spec(("heads",)),)
+        in_specs += ((logical_spec(("heads",)), logical_spec(("heads", None, None))),)
         run = self.setup.shard_map(self._attend_here, in_specs, (heads, specs))
-        return run((q, k, v), cache, self.segment, self.total, sinks)
+        return run((q, k, v), cache, self.segment, self.total, (sinks, output))
 
     def _attend_here(
-        self, new: QKV, cache: Any, segment: Segment, total: Array, sinks: Array | None
+        self, new: QKV, cache: Any, segment: Segment, total: Array, weights: tuple[Any, Any]
     ) -> tuple[Array, Any]:
-        """`attend` over a device's part of heads and slots, and the heads' sinks."""
-        ctx = dataclasses.replace(self.setup.layer_context(self.layer, total), sinks=sinks)
+        """`attend` over a device's part of heads and slots, and the heads' sinks and outputs."""
+        sinks, output = weights
+        ctx = self.setup.layer_context(self.layer, total)
+        ctx = dataclasses.replace(ctx, sinks=sinks, output=output)
         (out, lse), after = self.layer.method.attend(new, cache, segment, ctx)
         if sinks is not None:
             out = with_sinks(out, lse, sinks)

@@ -41,7 +41,7 @@ from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.sharding import described, layers_in, leaf_axes, tree_shardings
 
 # Axes of a cache whose sizes follow from the lengths of text, question and answer.
-GROWING = ("slots", "room", "pages", "share")
+GROWING = ("slots", "room", "pages", "share", "pool")
 
 
 class Whole:

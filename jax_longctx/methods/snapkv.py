@@ -24,14 +24,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_longctx.caches import AppendCache, Rewinding, compacted
+from jax_longctx.caches import AppendCache, Rewinding
 from jax_longctx.caches.fifo import FifoCache, padded
+from jax_longctx.caches.uneven import UnevenCache
 from jax_longctx.contract import QKV, CacheShape, LayerContext, Segment, Stage, WithCache, method
-from jax_longctx.parts.layer_budgets import Budgeted
+from jax_longctx.parts.layer_budgets import Budgeted, Ranked
 from jax_longctx.parts.partial import Pool, best_last, check_kernel, latest, pooled_scores
 from jax_longctx.sharding import axes_field
 from pallas_kernels.attention_mass import Reduction, attention_mass
-from pallas_kernels.select_large_k import select_large_k
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +57,7 @@ class ObservedCache(Rewinding):
 
 
 # In prefill, and in decode.
-Cache = ObservedCache | FifoCache
+Cache = ObservedCache | FifoCache | UnevenCache
 
 
 @method(source="Li et al. 2024, section 4")
@@ -107,6 +107,8 @@ class SnapKV(Budgeted):
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         q, k, v = new
         valid_B = segment.valid_of()
+        if isinstance(cache, UnevenCache):
+            return super().attend(new, cache, segment, ctx)
         if segment.role == "decode":
             at_B1, limit = cache.position[:, None], cache.capacity
             cache = cache.push(ctx.rotate(k, at_B1), v, valid_B, limit)
@@ -120,6 +122,8 @@ class SnapKV(Budgeted):
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Cache:
         if stage == "context":
             return cache.end_context(reserve)
+        if self.over_heads != "uniform":
+            return self.hand_over(cache, ctx, reserve)
         store, scores_BKS = cache.store, self._scores(cache, ctx)
         size = min(self.budget, scores_BKS.shape[2])
         chosen = best_last(scores_BKS, store.length, self.budget, size)
@@ -128,12 +132,10 @@ class SnapKV(Budgeted):
 
     def hand_over(
         self, cache: ObservedCache, ctx: LayerContext, reserve: int, *, raw: bool = False
-    ) -> AppendCache:
+    ) -> Any:
         store, scores_BKS = cache.store, self._scores(cache, ctx)
         size, kept_B = min(self.budget, scores_BKS.shape[2]), jnp.minimum(store.length, self.budget)
-        count_BK = jnp.broadcast_to(kept_B[:, None], scores_BKS.shape[:2])
-        slots_BKC = select_large_k(scores_BKS, count_BK, size=size)
-        return compacted(store, slots_BKC, kept_B, reserve, ctx, raw=raw)
+        return self.what_stays(store, Ranked(scores_BKS, kept_B, size), reserve, ctx, raw=raw)
 
     def stays(self, length: int) -> int:
         return min(length, self.budget)
@@ -159,4 +161,6 @@ class SnapKV(Budgeted):
         return ctx.slots(mass.shape[2]).whole(mass, axis=2)
 
     def read_bytes(self, cache: Cache, length: int) -> int:
+        if isinstance(cache, UnevenCache):
+            return cache.nbytes
         return cache.step_bytes(self.stays(length))

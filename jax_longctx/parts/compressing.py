@@ -7,7 +7,8 @@ before all others. Question and answer are appended behind, at the positions tha
 text. So a context is compressed once and asked many questions.
 
 Heads keep different tokens: a slot holds one token in one head and another in the next. Rows keep
-`budget` tokens each, or a share `ratio` of their own length.
+`budget` tokens each, or a share `ratio` of their own length; heads as many, or what they have of
+their sum (`layer_budgets`).
 
 With an `interval` tokens leave during an answer too. The cache then has slots for `budget` +
 `interval` tokens and never grows, however long the answer. After each part of the question, and
@@ -32,8 +33,7 @@ from jax_longctx.caches import AppendCache, compacted, where_rows, with_store, w
 from jax_longctx.contract import QKV, Feed, LayerContext, Segment, Stage, WithCache
 from jax_longctx.contract.context import rope_angles
 from jax_longctx.parts.head_budgets import share
-from jax_longctx.parts.layer_budgets import Budgeted, stepped
-from pallas_kernels.select_large_k import select_large_k
+from jax_longctx.parts.layer_budgets import Budgeted, Ranked, stepped
 
 # The variant of an answer's steps after which tokens leave.
 LEAVING = "leaving"
@@ -76,6 +76,11 @@ class Compressing(Budgeted):
             raise self.refused("interval needs a budget in tokens; leave ratio out")
         if self.interval is not None and self.cannot_go_on is not None:
             raise self.refused(f"no interval: {self.cannot_go_on}")
+        if self.interval is not None and self.over_heads != "uniform":
+            raise self.refused(
+                f"no interval with over_heads={self.over_heads}: what heads keep of a budget that "
+                "they share is not ranked again; leave interval out, or take over_heads=uniform"
+            )
 
     @property
     def append_only(self) -> bool:
@@ -142,7 +147,7 @@ class Compressing(Budgeted):
         return LEAVING if self.interval is not None and step % self.interval == 0 else ""
 
     def finish(self, cache: Any, ctx: LayerContext, stage: Stage, reserve: int) -> Any:
-        """The kept tokens, in an `AppendCache` with room for `reserve` more.
+        """The kept tokens, with room for `reserve` more.
 
         With an interval the room is for that many, and what the rule has gathered stays.
         """
@@ -154,35 +159,30 @@ class Compressing(Budgeted):
         """A copy where an answer's tokens evict those of the context."""
         return super().fork(cache) if self.append_only else jax.tree.map(jnp.copy, cache)
 
-    def hand_over(
-        self, cache: Any, ctx: LayerContext, reserve: int, *, raw: bool = False
-    ) -> AppendCache:
+    def hand_over(self, cache: Any, ctx: LayerContext, reserve: int, *, raw: bool = False) -> Any:
         store: AppendCache = cache.store
         # A row leaves `reserve` slots free, so no row is longer.
         size = max(self._kept(store.sizes[2] * ctx.seq_size - reserve), 1)
         count_B = jnp.minimum(jnp.maximum(self._kept(store.length), 1), store.length)
-        slots_BKC = self._best(cache, count_B, size, ctx)
-        return compacted(store, slots_BKC, count_B, reserve, ctx, raw=raw)
+        ranked = Ranked(self._ranked(cache, ctx), count_B, size)
+        return self.what_stays(store, ranked, reserve, ctx, raw=raw)
 
     def _fixed(self, cache: Any, ctx: LayerContext) -> AppendCache:
         """The best `budget` tokens, in slots that are whole on every shard and never grow."""
         assert self.interval is not None
         count_B = jnp.minimum(cache.store.length, self.budget)
-        slots_BKC = self._best(cache, count_B, self.budget, ctx)
+        slots_BKC = Ranked(self._ranked(cache, ctx), count_B, self.budget).best()
         # The last of the interval's tokens joins, and tokens leave: no slot to spare is needed.
         return compacted(cache.store, slots_BKC, count_B, self.interval - 1, ctx, whole=True)
 
-    def _best(
-        self, cache: Any, count: Int[Array, " B"], size: int, ctx: LayerContext
-    ) -> Int[Array, "B K C"]:
-        """The slots of each row's `count` tokens that stay, ascending, then -1 up to `size`."""
+    def _ranked(self, cache: Any, ctx: LayerContext) -> Float[Array, "B K S"]:
+        """The scores, inf of tokens that always stay and -inf of empty slots."""
         length_B1 = cache.store.length[:, None]
         index_S = jnp.arange(cache.store.sizes[2] * ctx.seq_size)
         fixed_BS = (index_S < self.sink) | (index_S >= length_B1 - self.local)
         scores_BKS = jnp.where(fixed_BS[:, None], jnp.inf, self.scores(cache, ctx))
         scores_BKS = jnp.where((index_S < length_B1)[:, None], scores_BKS, -jnp.inf)
-        count_BK = jnp.broadcast_to(count[:, None], scores_BKS.shape[:2])
-        return select_large_k(scores_BKS, count_BK, size=size)
+        return scores_BKS
 
     def stays(self, length: int) -> int:
         return max(self._kept(length), 1)

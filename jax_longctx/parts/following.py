@@ -98,6 +98,10 @@ class Following(Method):
                 f"{self.first.name} evicts nothing, so that nothing can follow it; take "
                 f"{self.second.name} alone"
             )
+        if self.first.cannot_hand_over is not None:
+            raise self.refused(
+                f"nothing can follow {self.first.name}: {self.first.cannot_hand_over}"
+            )
         if self.second.cannot_adopt is not None:
             raise self.refused(
                 f"{self.second.name} cannot follow another method: {self.second.cannot_adopt}"

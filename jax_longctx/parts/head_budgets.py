@@ -11,6 +11,8 @@
   scores (`estimate`). The visited pages' masses are exact: their keys are read once more. The lists
   have the static length that the method's budget allows, -1 after the last page.
 
+`ada_tokens` is Ada-KV and CriticalKV of tokens that leave for good, in place of pages.
+
 Scores are [B, heads, P] of all pages, -inf where a page is no candidate; lists hold global page
 ids.
 """
@@ -34,6 +36,8 @@ Allocation = Literal["uniform", "ada-floor", "ada-blend", "psa-oracle", "psa-est
 
 # The share of the uniform budget that Ada-KV leaves to each head, as its authors have it.
 ALPHA = 0.2
+# What CriticalKV adds to scores before it weighs them, as its authors have it.
+CRITICAL_RAISE = 1e-4
 
 
 def best_pages(
@@ -80,6 +84,35 @@ def ada_kv(
     mine_BE = (entries_BE >= 0) & (head_BE >= 0) & (head_BE < local_heads)
     pages_BE = jnp.where(mine_BE, entries_BE % pages, -1)
     return Lists(pages_BE[:, None], jnp.where(mine_BE, head_BE, -1))
+
+
+def ada_tokens(
+    scores: Float[Array, "B K S"],
+    count: Int[Array, " B"],
+    norms: Float[Array, "B K S"] | None = None,
+) -> Bool[Array, "B K S"]:
+    """Which tokens stay where the kv heads of a layer share `count` tokens for each of them.
+
+    Each head's best `ALPHA` share of `count`, one at least, is safe; then the best of all heads.
+    With `norms` each head keeps as many (CriticalKV): the first half by the scores, and the rest by
+    the scores, a little raised, times the norms.
+
+    Args:
+      scores: of all heads, -inf where there is no token; inf stays before all others.
+      norms: of the values as the output projection has them.
+    """
+    (batch, heads, _), first = scores.shape, jnp.inf
+    safe_B1 = jnp.maximum(share(ALPHA, count), 1)[:, None]
+    ranked = jnp.where(
+        select_mask(scores, jnp.broadcast_to(safe_B1, (batch, heads))), first, scores
+    )
+    kept = select_mask(ranked.reshape(batch, -1), heads * count).reshape(scores.shape)
+    if norms is None:
+        return kept
+    count_BK = jnp.sum(kept, axis=-1, dtype=jnp.int32)
+    ranked = jnp.where(select_mask(ranked, count_BK // 2), first, ranked)
+    weighed = jnp.where(jnp.isfinite(ranked), (ranked + CRITICAL_RAISE) * norms, ranked)
+    return select_mask(weighed, count_BK)
 
 
 class Enough(NamedTuple):

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from cases import KVPRESS
 from kvpress import (
+    AdaKVPress,
+    CriticalAdaKVPress,
     ExpectedAttentionPress,
     KeyDiffPress,
     KnormPress,
@@ -30,6 +32,10 @@ from transformers import DynamicCache
 LENGTH, SEED = 180, 1
 # With `SINK` and `LAG` no two scores are equal at the border of what LagKV keeps.
 BUDGETS, SINK, LAG = (60, 120), 4, 16
+# And none of all heads'.
+SHARED = (50, 100)
+# LagKV's scores are ranks, which are equal where the first half of that budget ends.
+TIED = ("lagkv", "critical", 50)
 # What KVzip asks, and the part of the text that it repeats at once.
 ASKS, CHUNK = [[391, 7], [12, 5, 9], [3]], 64
 # The scores at the border are further apart than this, relative to their range.
@@ -63,6 +69,31 @@ def kept(model: Any, tokens: np.ndarray, press: Any, budget: int) -> np.ndarray:
         model(torch.from_numpy(tokens)[None], use_cache=True)
     del press.compress
     return np.stack(layers).astype(np.int16)
+
+
+def shared(model: Any, tokens: np.ndarray, press: Any, budget: int) -> np.ndarray:
+    """Whether a position stays, [layer, kv head, position], where heads share their budgets."""
+    press.compression_ratio = 1 - (budget + 0.5) / len(tokens)
+    layers, compress = [], press.compress
+
+    def watched(module: Any, hidden: Any, keys: Any, values: Any, *rest: Any) -> Any:
+        compress(module, hidden, keys, values, *rest)
+        stays = torch.ones(keys.shape[:3], dtype=torch.bool)
+        stays[module.masked_key_indices] = False
+        module.masked_key_indices = None
+        layers.append(stays[0].numpy())
+        scores = press.press.score(module, hidden, keys, values, *rest)[0]
+        top = torch.topk(scores, int(0.2 * budget), dim=-1).indices
+        flat = scores.scatter(-1, top, torch.inf).flatten().sort(descending=True).values
+        border = flat[len(scores) * budget - 1] - flat[len(scores) * budget]
+        if border < MIN_GAP * (scores.max() - scores.min()):
+            raise SystemExit(f"{press}: scores at the border are {border:.1e} apart")
+        return keys, values
+
+    press.compress = watched
+    with torch.no_grad(), press(model):
+        model(torch.from_numpy(tokens)[None], use_cache=True)
+    return np.stack(layers)
 
 
 class Words:
@@ -109,7 +140,19 @@ def main() -> int:
         f"{name}.{budget}": kept(model, tokens, press, budget)
         for name, press in PRESSES.items()
         for budget in BUDGETS
-    } | {"tokens": tokens, "asks": np.array(json.dumps(ASKS))}
+    }
+    # What these presses ask for.
+    model.set_attn_implementation("sdpa")
+    model.config.head_dim = settings.hidden_size // settings.num_attention_heads
+    made |= {
+        f"{name}.{way}.{budget}": shared(model, tokens, of(press), budget)
+        for name, press in PRESSES.items()
+        for way, of in (("ada", AdaKVPress), ("critical", CriticalAdaKVPress))
+        for budget in SHARED
+        if (name, way, budget) != TIED
+    }
+    model.set_attn_implementation("eager")
+    made |= {"tokens": tokens, "asks": np.array(json.dumps(ASKS))}
     made["pyramid"] = np.array(pyramid(4000, 1000, layers=28))
     scores = repeated(model, tokens)
     scores[..., :SINK] = np.inf

@@ -52,6 +52,21 @@ def kept(engine, whole, rows):
     return found
 
 
+def kept_unevenly(engine, whole, rows):
+    """`kept` where heads keep numbers of their own, in pages."""
+    found = []
+    for cache, every in zip(per_layer(prefill(engine, rows).usable_caches()), whole, strict=True):
+        all_keys, lengths = keys_of(every)
+        keys, head, count = (np.asarray(x) for x in (cache.k, cache.head, cache.count))
+        found.append([[[] for _ in all_keys[0]] for _ in rows])
+        for b, p in np.argwhere(count):
+            mine = all_keys[b, head[b, p], : lengths[b]]
+            same = (keys[b, p, : count[b, p], None] == mine).all(-1)
+            assert (same.sum(-1) == 1).all()
+            found[-1][b][head[b, p]] += np.argmax(same, axis=-1).tolist()
+    return found
+
+
 @pytest.fixture(scope="module")
 def golden():
     """The goldens' model and text, and every key of it."""
@@ -62,13 +77,23 @@ def golden():
     return engine, stores(engine, rows), rows
 
 
-@pytest.mark.parametrize("case", [case for case in GOLDENS if "." in case])
+@pytest.mark.parametrize("case", [case for case in GOLDENS if case.count(".") == 1])
 def test_the_positions_that_stay_are_kvpress_s_in_every_layer_and_head(golden, case):
     engine, whole, rows = golden
     name, _, budget = case.partition(".")
     method = make_method(name, {"budget": budget, **OWN.get(name, {})})
     layers = kept(under(engine, method), whole, rows)
     assert [layer[0] for layer in layers] == GOLDENS[case].tolist()
+
+
+@pytest.mark.parametrize("case", [case for case in GOLDENS if case.count(".") == 2])
+def test_what_heads_keep_of_a_budget_that_they_share_is_kvpress_s(golden, case):
+    engine, whole, rows = golden
+    name, way, budget = case.split(".")
+    method = make_method(name, {"budget": budget, "over_heads": way, **OWN.get(name, {})})
+    layers = kept_unevenly(under(engine, method), whole, rows)
+    expected = [[np.flatnonzero(head).tolist() for head in layer] for layer in GOLDENS[case]]
+    assert [layer[0] for layer in layers] == expected
 
 
 @pytest.fixture(scope="module")

@@ -149,6 +149,9 @@ READS = "quest:budget=128,granularity=kv_head"
         f"knorm:budget=40 > {SECOND}",
         f"h2o:budget=40,chunk=8 > {SECOND}",
         "snapkv:window=4,budget=40 > resa:budget=16,page_size=4,local=8",
+        # Heads of numbers of their own, under one method.
+        "snapkv:window=4,budget=40,over_heads=ada",
+        "keydiff:budget=40,over_heads=critical",
     ],
 )
 def test_questions_of_a_saved_context_and_of_a_running_batch(tmp_path, name):

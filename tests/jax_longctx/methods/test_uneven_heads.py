@@ -1,0 +1,122 @@
+"""Heads that share a budget: what they attend, and the memory that it takes."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_longctx.caches.uneven import PAGE
+from jax_longctx.engine.capacity import footprint
+from jax_longctx.engine.setup import Setup
+from jax_longctx.errors import ConfigError
+from jax_longctx.methods import make_method
+from jax_longctx.sharding import make_mesh
+from tests.jax_longctx.methods.harness import (
+    answer_logits,
+    check_rows,
+    full_logits,
+    oracle_params,
+    row_logits,
+    steps,
+    whole_rows,
+)
+from tests.oracle import forward, probabilities, rope, weighted_values
+from tests.support import random_rows, tiny_config, tiny_engine
+
+# A question of more queries than a decode step's kernel takes, and one of a single token.
+LENGTHS = [[400, 150, 1], [20, 3, 1], [3, 3, 3]]
+ROWS = [random_rows(lengths, seed=seed) for seed, lengths in enumerate(LENGTHS)]
+NAMES = [
+    "keydiff:budget=100,over_heads=ada",
+    "expected-attention:ratio=0.4,over_heads=critical",
+    "snapkv:budget=100,window=8,over_heads=critical",
+]
+
+
+@functools.cache
+def engine_of(name, mesh=(1, 1, 1), **options):
+    return tiny_engine(make_method(name), mesh=make_mesh(*mesh), chunk=64, **options)
+
+
+def pages(name):
+    """The layers' caches in the last step of the answers."""
+    (*_, last) = steps(engine_of(name), *ROWS)
+    return last.caches
+
+
+def masked(engine, caches, whole, row, after):
+    """Logits of a row whose tokens from `after` on attend to what each head keeps before that."""
+    theta, params, group = engine.config.rope.theta, oracle_params(engine), 2
+
+    def attend(layer, q, k, v):
+        at, cache = np.arange(len(q)), caches[layer]
+        q, k = rope(q, at, theta), rope(k, at, theta)
+        sees = np.repeat((at[:, None] >= at)[None], q.shape[1], axis=0)
+        for head in range(k.shape[1]):
+            keys = [
+                np.asarray(cache.k)[row, p, : cache.count[row, p]]
+                for p in range(cache.head.shape[1])
+                if cache.head[row, p] == head
+            ]
+            stays = np.concatenate(keys)[:, None] - k[None, :after, head]
+            stays = np.abs(stays).max(axis=-1) < 1e-5  # [kept, after]
+            assert (stays.sum(axis=-1) == 1).all()
+            sees[head * group : (head + 1) * group, after:, :after] &= stays.any(axis=0)
+        return weighted_values(probabilities(q, k, sees), v)
+
+    return forward(engine.config, params, whole, attend)
+
+
+@pytest.mark.slow
+@pytest.mark.quick("keydiff")
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_attend_to_what_each_head_keeps_and_to_those_after(name):
+    engine, caches = engine_of(name), pages(name)
+    found = row_logits(engine, ROWS)
+    assert caches[0].head.shape == caches[0].k.shape[:2] and caches[0].k.shape[2] == PAGE
+    for b, (mine, whole) in enumerate(zip(found, whole_rows(ROWS), strict=True)):
+        after = len(ROWS[0][b]) + (len(ROWS[1][b]) if name.startswith("snapkv") else 0)
+        expected = masked(engine, caches, whole, b, after)
+        np.testing.assert_allclose(mine[after:], expected[after:], atol=1e-4)
+    counts = [
+        [int(np.sum(cache.count[0], where=cache.head[0] == head)) for head in range(2)]
+        for cache in caches
+    ]
+    most = 100 if "budget" in name else 160
+    assert all(sum(each) == 2 * most for each in counts)
+    assert any(first != second for first, second in counts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mesh_equals_one_device(name):
+    one, mesh = (answer_logits(engine_of(name, sizes), ROWS) for sizes in [(1, 1, 1), (1, 2, 2)])
+    np.testing.assert_allclose(mesh, one, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_budget_for_all_tokens_is_full_attention():
+    engine = engine_of("knorm:budget=400,over_heads=critical")
+    check_rows(row_logits(engine, ROWS), full_logits(engine, ROWS))
+
+
+def test_memory_and_reads_are_those_of_the_budget_in_whole_pages():
+    def found(name):
+        setup = Setup(
+            tiny_config(max_position=8192), make_method(name), make_mesh(), jnp.float32, 128
+        )
+        return footprint(setup, batch=1, context=4000, reserve=90)
+
+    uneven = found("knorm:budget=1024,over_heads=ada")
+    # Keys and values of two layers: 2 x 8 pages, one more for what a head's last page leaves, and
+    # two heads of 256 slots for question and answer.
+    assert uneven.read == 2 * 2 * (8 * 4) * PAGE * (17 + 2 * 2)
+    assert uneven.kept < 1.06 * found("knorm:budget=1024").kept
+
+
+def test_nothing_follows_uneven_heads():
+    with pytest.raises(
+        ConfigError, match="nothing can follow knorm: with over_heads=ada its heads"
+    ):
+        make_method("knorm:over_heads=ada > quest")
