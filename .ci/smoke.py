@@ -1,13 +1,15 @@
-"""Installs the wheel with the lowest and the newest versions that it allows, and uses it.
+"""Builds what a release has, installs it with the lowest and the newest versions that it allows.
 
-    .venv/bin/python .ci/smoke.py [--jax VERSION ...]
+    .venv/bin/python .ci/smoke.py [--jax VERSION ...] [--dist FOLDER]
 
-The wheel must hold every tracked file of the packages. Two environments outside the source tree get
-it: one with the lowest version of each direct dependency and of each of `convert`, one with the
-newest that pip finds. With `--jax`, environments with these versions of JAX replace the two. There
-the command line converts a tiny random model, generates and asks; sampled answers must be those of
-the environment that runs this script. The GPU kernels are lowered, which needs no GPU. Downloads
-come from pip's cache where it has them.
+The source archive is built from the tracked files, the wheel from the source archive, and `--dist`
+keeps both. Both must hold every tracked file of the packages and nothing else, and `twine` must
+find them fit for an index. CHANGELOG.md must have a section of the version. Two environments
+outside the source tree get the wheel: one with the lowest version of each direct dependency and of
+each of `convert`, one with the newest that pip finds. With `--jax`, environments with these
+versions of JAX replace the two. There the command line converts a tiny random model, generates and
+asks; sampled answers must be those of the environment that runs this script. The GPU kernels are
+lowered, which needs no GPU. Downloads come from pip's cache where it has them.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import tomllib
@@ -27,6 +30,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jax_longctx", "pallas_kernels", "checkpoints_convert", "train_cpt")
+# Files of the source archive beside the packages.
+BESIDE = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
 # The text has some 700 tokens; these settings read or keep a part of them.
 METHODS = {
     "full": "",
@@ -56,21 +61,39 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-def build_wheel(folder: Path) -> Path:
-    """The wheel, from the tracked files alone; SystemExit where one of the packages' is not in."""
+def build(folder: Path) -> tuple[Path, Path]:
+    """Source archive and wheel; SystemExit where a file is missing in one, or one too many."""
+    source, built = folder / "source", folder / "dist"
     listed = run("git", "ls-files", "-z", *PACKAGES, cwd=ROOT)
     files = {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
-    for name in [*files, "pyproject.toml", "README.md", "LICENSE"]:
-        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / "source" / name)
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    run(*pip, "--wheel-dir", folder, folder / "source", cwd=folder)
-    shutil.rmtree(folder / "source")
-    [wheel] = folder.glob("*.whl")
-    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    if held != files:
-        raise SystemExit(f"smoke: the wheel lacks {files - held}, and has {held - files} beyond")
-    return wheel
+    # The tests as well: setuptools would take some of them.
+    tests = [path.relative_to(ROOT) for path in (ROOT / "tests").glob("test*.py")]
+    for name in [*files, *BESIDE, *tests]:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    tools = folder / "tools"
+    run(sys.executable, "-m", "venv", tools, cwd=folder)
+    run(tools / "bin" / "pip", "install", "--quiet", "build", "twine", cwd=folder)
+    run(tools / "bin" / "python", "-m", "build", "--outdir", built, source, cwd=folder)
+    shutil.rmtree(source)
+    [wheel], [sdist] = built.glob("*.whl"), built.glob("*.tar.gz")
+    run(tools / "bin" / "twine", "check", "--strict", sdist, wheel, cwd=folder)
+    compare(wheel, zipfile.ZipFile(wheel).namelist(), files, ".dist-info/")
+    with tarfile.open(sdist) as archive:
+        names = [each.name.partition("/")[2] for each in archive if each.isfile()]
+    compare(sdist, names, files | {*BESIDE, "PKG-INFO", "setup.cfg"}, ".egg-info/")
+    version = wheel.name.split("-")[1]
+    if f"\n## [{version}]" not in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"):
+        raise SystemExit(f"smoke: CHANGELOG.md has no section ## [{version}]")
+    return sdist, wheel
+
+
+def compare(archive: Path, names: list[str], expected: set[str], made: str) -> None:
+    """SystemExit unless the archive has these files, beside what `made` them."""
+    held = {name for name in names if made not in name}
+    if held != expected:
+        lacks, beyond = expected - held, held - expected
+        raise SystemExit(f"smoke: {archive.name} lacks {lacks}, and has {beyond} beyond")
 
 
 def write_inputs(folder: Path) -> None:
@@ -144,12 +167,14 @@ def lowest_allowed() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jax", nargs="+", help="these versions of JAX instead")
-    asked = parser.parse_args().jax
+    parser.add_argument("--dist", type=Path, help="keep source archive and wheel in this folder")
+    options = parser.parse_args()
+    asked = options.jax
     wanted = {version: [f"jax=={version}"] for version in asked or ()}
     wanted = wanted or {"lowest": lowest_allowed(), "newest": []}
     with tempfile.TemporaryDirectory(prefix="smoke-") as place:
         folder = Path(place)
-        wheel = build_wheel(folder)
+        sdist, wheel = build(folder)
         write_inputs(folder)
         with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
             reference = pool.submit(use, Path(sys.executable).parent, folder, folder / "pinned")
@@ -157,7 +182,11 @@ def main() -> None:
             concurrent.futures.wait([reference, *tried], return_when="FIRST_EXCEPTION")
             pool.shutdown(wait=False, cancel_futures=True)  # after a failure nothing is begun
             expected, *results = (each.result() for each in (reference, *tried))
-    print(f"{wheel.name} as with JAX {metadata.version('jax')}:")
+        if options.dist is not None:
+            options.dist.mkdir(parents=True, exist_ok=True)
+            for path in (sdist, wheel):
+                shutil.copy(path, options.dist)
+    print(f"{wheel.name}, built from {sdist.name}, as with JAX {metadata.version('jax')}:")
     different = False
     for version, found, seconds in results:
         print(f"  {version}: {', '.join(found)}, GPU kernels lowered; {seconds:.0f} s")
