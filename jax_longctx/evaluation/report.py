@@ -17,8 +17,9 @@ from jax_longctx.evaluation.tables import (
     ENOUGH,
     TIMES,
     Table,
-    answers,
+    answered,
     cost_table,
+    kinds,
     other_tables,
     plain,
     published_table,
@@ -128,9 +129,9 @@ def write_report(folder: Path, rows: Sequence[Row], about: About) -> Summary:
     from jinja2 import Environment, PackageLoader
 
     facts = {"title": title, "about": words, "facts": _facts(rows), "sections": sections}
-    facts["answers"] = found = answers(rows)
-    names = found[0].kinds if found else ()
-    facts["filters"] = {name: list(dict.fromkeys(a.kinds[name] for a in found)) for name in names}
+    facts["answers"] = found = [(row, kinds(row)) for row in answered(rows)]
+    names = found[0][1] if found else ()
+    facts["filters"] = {name: list(dict.fromkeys(of[name] for _, of in found)) for name in names}
     for name in ("report.html", "report.md"):
         pages = Environment(
             loader=PackageLoader("jax_longctx.evaluation"),

@@ -204,60 +204,32 @@ def refused_table(summary: Summary) -> Table:
     return Table("Refused", head, rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """One row as the report shows it.
-
-    Attributes:
-      kinds: task, length, method and outcome, by which rows are filtered.
-      question, context: of the prompt, the context shortened; empty in rows of earlier versions.
-      right: the right answers.
-      score: out of 100.
-    """
-
-    kinds: dict[str, str]
-    number: int
-    question: str
-    context: str
-    right: list[str]
-    answer: str
-    score: float
-
-
-def answers(rows: Sequence[Row]) -> list[Answer]:
+def answered(rows: Sequence[Row]) -> list[Row]:
     """The rows that have an answer, prompt after prompt."""
     found = [row for row in rows if "answer" in row]
     tasks = list(dict.fromkeys(row["task_label"] for row in found))
-    found.sort(key=lambda row: (tasks.index(row["task_label"]), row["length"], row["index"]))
-    return [
-        Answer(
-            {
-                "task": row["task_label"],
-                "tokens": f"{row['length']:,}",
-                "method": row["label"],
-                "score": "100" if row["measures"][SCORE] >= 100 else "below 100",
-            },
-            row["index"],
-            row.get("prompt", {}).get("question", ""),
-            row.get("prompt", {}).get("context", ""),
-            list(row["outputs"]),
-            row["answer"],
-            row["measures"][SCORE],
-        )
-        for row in found
-    ]
+    return sorted(found, key=lambda r: (tasks.index(r["task_label"]), r["length"], r["index"]))
+
+
+def kinds(row: Row) -> dict[str, str]:
+    """Task, length, method and outcome of a row, by which a reader filters."""
+    right = "100" if row["measures"][SCORE] >= 100 else "below 100"
+    told = {"task": row["task_label"], "tokens": f"{row['length']:,}"}
+    return told | {"method": row["label"], "score": right}
 
 
 def answers_text(rows: Sequence[Row]) -> str:
     """Each prompt's question and right answers, then a line for each method's answer."""
-    lines, last = [], None
-    for each in answers(rows):
-        kinds, right = each.kinds, " | ".join(each.right)
-        prompt = f"{kinds['task']} {each.number} at {kinds['tokens']} tokens"
-        if (prompt, each.question) != last:
-            lines.append(f"\n{prompt}: {' '.join(each.question.split())}\n    right: {right}")
-            last = prompt, each.question
-        lines.append(f"    {each.score:3.0f} {kinds['method']}: {' '.join(each.answer.split())}")
+    lines, last = [], ""
+    for row in answered(rows):
+        # Rows of earlier versions have no question.
+        asked = " ".join(row.get("prompt", {}).get("question", "").split())
+        prompt = f"{row['task_label']} {row['index']} at {row['length']:,} tokens: {asked}"
+        if prompt != last:
+            lines += ["", prompt, f"    right: {' | '.join(row['outputs'])}"]
+            last = prompt
+        score, answer = row["measures"][SCORE], " ".join(row["answer"].split())
+        lines.append(f"    {score:3.0f} {row['label']}: {answer}")
     return "\n".join([*lines, "", ""])
 
 
