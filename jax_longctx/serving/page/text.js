@@ -45,11 +45,11 @@ export async function showText(group, sources, first = 0) {
   return mark;
 }
 
-// Scrolls the text alone; twice, because a block has its height once it was in view.
-function bring(mark, again = true) {
+// Scrolls the text alone; over some frames, because a block has its height once it was in view.
+function bring(mark, frames = 5) {
   const [pane, place] = [$("pages").getBoundingClientRect(), mark.getBoundingClientRect()];
   $("pages").scrollTop += place.top - pane.top - pane.height / 3;
-  if (again) requestAnimationFrame(() => bring(mark, false));
+  if (frames) requestAnimationFrame(() => bring(mark, frames - 1));
 }
 
 // Where each source is in the text, in UTF-16 units; null where it is not. Sources count characters.
