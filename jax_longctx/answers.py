@@ -8,8 +8,8 @@ from typing import Any, TypedDict
 
 from jax_longctx.engine import Ask, Chosen, Context, RunningBatch, Sampling
 from jax_longctx.engine.capacity import Fetched
-from jax_longctx.engine.decode import NOT_FINITE
 from jax_longctx.engine.engine import BLOCK, FIRST_BLOCKS
+from jax_longctx.engine.rows import FAULTS
 from jax_longctx.errors import InputError
 from jax_longctx.text import StopStrings, Tokenizer
 
@@ -150,8 +150,8 @@ def answer_together(
         """A row's new tokens; the row leaves once its answer has ended."""
         number, reason = running[place], batch.ended.get(place)
         reader = readers[number]
-        if reason == "not finite":
-            raise InputError(NOT_FINITE)
+        if reason in FAULTS:
+            raise InputError(FAULTS[reason])
         how.tell(number, reader.push([each.token for each in chosen]))
         times[number].append(time.perf_counter())
         if reason is not None or reader.finished:
@@ -166,6 +166,6 @@ def answer_together(
             running[place] = number
             heard(place, [first])
         for place, chosen in batch.step(next(blocks, BLOCK)).items():
-            if chosen:
+            if chosen or place in batch.ended:
                 heard(place, chosen)
     return times

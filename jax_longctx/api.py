@@ -46,6 +46,7 @@ from jax_longctx.engine.programs import list_context
 from jax_longctx.engine.scoring import Likelihood, loglikelihoods
 from jax_longctx.errors import CapacityError, ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.files import whole_path
+from jax_longctx.forms import Forms
 from jax_longctx.methods import METHODS
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import abstract_params
@@ -144,10 +145,12 @@ class LongContext:
       engine: the token-level engine.
       tokenizer: of the checkpoint.
       manifest: of the checkpoint.
+      forms: makes forms of answers.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, manifest: Manifest | None = None):
         self.engine, self.tokenizer, self.manifest = engine, tokenizer, manifest
+        self.forms = engine.forms = Forms(tokenizer, engine.config.vocab_size)
         if engine.method.asks:
             engine.asks = [tokenizer.encode(text) for text in engine.method.asks]
 

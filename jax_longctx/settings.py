@@ -342,6 +342,10 @@ class Sampling:
         after temperature (Nguyen et al. 2025); 0 is all.
       repetition_penalty: divides positive and multiplies negative logits of tokens that are
         already in prompt or answer (Keskar et al. 2019, section 4.1); 1 is off.
+      presence_penalty: is subtracted from the logits of tokens that are already in the answer, as
+        in OpenAI's API; 0 is off.
+      frequency_penalty: the same, times how often a token is already in the answer.
+      form: a grammar that the answer's text follows (`jax_longctx.forms`); None for any text.
       seed: one seed for all rows; each row derives its own by its place, so that equal
         prompts get different samples; or a tuple with the seed of each row, which then does not
         depend on its place.
@@ -353,6 +357,9 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | tuple[int, ...] = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    form: str | None = None
 
     def __post_init__(self) -> None:
         seeds = self.seed if isinstance(self.seed, tuple) else (self.seed,)
@@ -367,6 +374,8 @@ class Sampling:
                 least <= self.repetition_penalty <= most,
                 f"from {least:g} to {most:,.0f}",
             ),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "from -2 to 2"),
+            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "from -2 to 2"),
             "seed": (
                 len(seeds) > 0 and all(0 <= seed < SEEDS for seed in seeds),
                 "from 0 to 2^64 - 1, or a tuple with one for each row",
@@ -379,6 +388,17 @@ class Sampling:
     @property
     def penalised(self) -> bool:
         return self.repetition_penalty != 1.0
+
+    @property
+    def counted(self) -> bool:
+        """Whether it matters how often a token is in the answer."""
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+    def record(self) -> dict[str, Any]:
+        """All values, as results state them; the last fields only where they have an effect."""
+        later = ("presence_penalty", "frequency_penalty", "form")
+        found = dataclasses.asdict(self)
+        return {name: value for name, value in found.items() if value or name not in later}
 
     def at(self, places: Iterable[tuple[int, ...]]) -> "Sampling":
         """The same sampling with seeds for rows at these places of the input.

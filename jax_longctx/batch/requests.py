@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 KEYS = {"custom_id", "method", "url", "body"}
 URL = "/v1/chat/completions"
 # Fields of a body that are used, beside those of `Sampling`.
-USED = ("model", "messages", "stop", "max_tokens", "max_completion_tokens")
+USED = ("model", "messages", "stop", "max_tokens", "max_completion_tokens", "response_format")
+# Fields of `Sampling` that have no default of a model, with the field of a body that says them.
+OWN = {name: name for name in ("presence_penalty", "frequency_penalty")}
+OWN["form"] = "response_format"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,9 @@ def read_request(
     except RequestError as error:
         raise InputError(str(error)) from None
     seeded = asked.seed is not None
-    drawn = drawn if seeded else dataclasses.replace(drawn, seed=usual.sampling.seed)
+    left = [name for name, field in OWN.items() if field not in asked.model_fields_set]
+    left += [] if seeded else ["seed"]
+    drawn = dataclasses.replace(drawn, **{name: getattr(usual.sampling, name) for name in left})
     stop = tuple(asked.stop) if "stop" in asked.model_fields_set else usual.stop
     most = asked.wanted_tokens or usual.max_tokens
     return messages, asked.model, Request(drawn, most, stop, seeded)

@@ -512,7 +512,7 @@ def _given(
     model: LongContext, made_by: dict[str, Any], options: BatchOptions, digest: str
 ) -> dict[str, Any]:
     """The origin of the output."""
-    given = dataclasses.asdict(options)
+    given = {**dataclasses.asdict(options), "sampling": options.sampling.record()}
     del given["rows"]
     if options.files_under is not None:
         given["files_under"] = str(Path(options.files_under).resolve())

@@ -430,10 +430,16 @@ class AnswerChoice:
     repetition_penalty: float = option(
         "Above 1 makes tokens that were used already less likely; 1 is off.", default=1.0
     )
+    presence_penalty: float = option("Above 0 makes tokens of the answer less likely.", default=0.0)
+    frequency_penalty: float = option("The same, each time that they are there.", default=0.0)
     seed: int = option(
         "Seed of sampling. A prompt's samples depend on the seed and on its place (line of a "
         "batch, number of a question), not on the other rows of its batch.",
         default=0,
+    )
+    schema: Path | None = option(
+        "The answer is JSON that is valid for this JSON schema. Needs the extra 'forms'.",
+        metavar="FILE",
     )
     stop: list[str] | None = option(
         "End the answer before this text; may be repeated.", metavar="TEXT"
@@ -452,8 +458,15 @@ class AnswerChoice:
     @property
     def sampling(self) -> Sampling:
         """The engine's sampling options. Raises InputError for a value out of range."""
-        names = (field.name for field in dataclasses.fields(Sampling))
-        return Sampling(**{name: getattr(self, name) for name in names})
+        names = {field.name for field in dataclasses.fields(Sampling)} - {"form"}
+        return Sampling(**{name: getattr(self, name) for name in names}, form=self._form)
+
+    @functools.cached_property
+    def _form(self) -> str | None:
+        # Imported late: it imports numpy and tokenizers.
+        from jax_longctx.forms import form_of_file
+
+        return None if self.schema is None else form_of_file(self.schema)
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `LongContext.ask` and `generate`."""
@@ -488,7 +501,7 @@ class AnswerChoice:
             **({} if answer.fetched is None else {"fetched": answer.fetched.record()}),
             **run_facts(model.engine),
             **self.arguments(),
-            "sampling": dataclasses.asdict(self.sampling),
+            "sampling": self.sampling.record(),
         }
 
 

@@ -44,7 +44,8 @@ def warm(
     ),
     asked: Asked,
     answers: options.AnswerChoice = options.only(
-        "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
+        *("temperature", "top_k", "top_p", "min_p"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
     ),
     run: RunSpec = options.run(),
     as_json: bool = options.as_json(),

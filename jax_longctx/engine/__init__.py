@@ -3,7 +3,8 @@
 from jax_longctx.engine.engine import Engine
 from jax_longctx.engine.prefill import Context, Progress
 from jax_longctx.engine.programs import Lengths, compile_ahead
-from jax_longctx.engine.running import Ask, Chosen, RunningBatch
+from jax_longctx.engine.rows import Ask, Chosen
+from jax_longctx.engine.running import RunningBatch
 from jax_longctx.settings import Sampling
 
 __all__ = [

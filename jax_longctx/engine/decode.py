@@ -42,6 +42,7 @@ class DecodeState:
       waited: turns that other rows took since the row's last one (see `_decode_block`).
       seen: tokens under the repetition penalty, or None.
       finite: rows whose logits have been numbers so far.
+      counts: how often each token is in the row's answer; None where no penalty needs it.
     """
 
     token: Int[Array, " B"]
@@ -50,20 +51,24 @@ class DecodeState:
     waited: Int[Array, " B"]
     seen: Bool[Array, "B V"] | None
     finite: Bool[Array, " B"]
+    counts: Int[Array, "B V"] | None = None
 
     def chosen(
         self, logits: Array, active: Array, values: RowValues, static: SamplingStatic
     ) -> tuple["DecodeState", Choices]:
         """The state after the `active` rows' next token, and a column of these tokens."""
-        token = next_token(logits, self.seen, self.count, active, values, static)
+        given = logits, self.seen, self.count, active, values, static
+        token = next_token(*given, self.counts)
         choices = choices_of(logits, token, active, values, static)
         # A sum is NaN or infinite when any term is.
         finite = jnp.isfinite(jnp.sum(logits, axis=-1)) | ~active
         count = self.count + active
         stop = jnp.any(token[:, None] == values.stops, axis=-1) | (count >= values.limit)
-        seen = self.seen
+        seen, counts, rows = self.seen, self.counts, jnp.arange(token.shape[0])
         if seen is not None:
-            seen = seen.at[jnp.arange(token.shape[0]), token].max(active)
+            seen = seen.at[rows, token].max(active)
+        if counts is not None:
+            counts = counts.at[rows, token].add(active)
         state = DecodeState(
             token=jnp.where(active, token, self.token),
             done=self.done | (active & stop),
@@ -71,15 +76,19 @@ class DecodeState:
             waited=jnp.where(active | self.done, 0, self.waited + 1),
             seen=seen,
             finite=self.finite & finite,
+            counts=counts,
         )
         return state, choices
 
 
-def first_state(asked: Bool[Any, " B"], seen: Bool[Any, "B V"] | None) -> DecodeState:
+def first_state(
+    asked: Bool[Any, " B"], seen: Bool[Any, "B V"] | None, counts: Int[Any, "B V"] | None = None
+) -> DecodeState:
     """The state before the first token of the rows that are `asked`."""
     rows = len(asked)
     zeros = {name: np.zeros(rows, np.int32) for name in ("token", "count", "waited")}
     flags = {"done": ~np.asarray(asked), "finite": np.ones(rows, bool), "seen": seen}
+    flags["counts"] = counts
     # Copied there: to make them on the device would take programs.
     return DecodeState(**jax.device_put({**zeros, **flags}))
 

@@ -46,6 +46,7 @@ from jax_longctx.engine.decode import (
     next_block,
     start_answer,
 )
+from jax_longctx.engine.forms import Bounds, MakesForms, counts_of
 from jax_longctx.engine.prefill import (
     Context,
     Live,
@@ -129,6 +130,8 @@ class Engine:
         self.fetched: Fetched | None = None
         # Tokens of `Method.asks`, from who has a tokenizer.
         self.asks: Rows = ()
+        # The same makes forms of answers.
+        self.forms: MakesForms | None = None
         self.take_params(params, consume=consume)
 
     def take_params(self, params: Any, *, consume: bool = False) -> None:
@@ -288,7 +291,7 @@ class Engine:
 
         Raises:
           InputError: a context of another method, an empty question, token ids out of the
-            vocabulary, logits not finite, or not a seed for each row.
+            vocabulary, logits not finite, not a seed for each row, or a form that fails.
           CapacityError: question and answer need a larger cache, which does not fit.
         """
         self.check_context(context)
@@ -300,6 +303,7 @@ class Engine:
             raise InputError(
                 "this method read the context for other questions; prefill again for these"
             )
+        bounds = Bounds(self.forms, sampling, context.batch)
         limit_mappings()
         self.ensure_reserve(context, max(map(len, rows)) + max_tokens)
         with self.asked(context, keep) as live:
@@ -311,26 +315,28 @@ class Engine:
             values = sampling_values(sampling, len(rows), **limits)
             values: RowValues = jax.device_put(values)
             seen = self.seen(context.rows, rows) if sampling.penalised else None
-            state = first_state(np.array([len(row) > 0 for row in rows]), seen)
+            counts = counts_of({}, len(rows), self.config.vocab_size) if sampling.counted else None
+            state = first_state(np.array([len(row) > 0 for row in rows]), seen, counts)
             static = sampling_static(sampling)
-            given = self.setup.ends, state, logits, values, static
+            given = self.setup.ends, state, logits, bounds.of(values), static
             state, chosen = start_answer(*given)
             self._check_finite(state)
-            yield _chosen(np.asarray(chosen.token), context.batch)
-            blocks, first = iter(FIRST_BLOCKS), 1
+            yield bounds.take(_chosen(np.asarray(chosen.token), context.batch))
+            most = 1 if bounds.forms else BLOCK
+            blocks, first = (min(size, most) for size in FIRST_BLOCKS), 1
             variants = answer_variants(self.method, reserved(max_tokens))
             while not np.all(np.asarray(state.done)):
                 # Beyond the answer a step may be of a kind that its program does not hold.
-                numbers = range(first, min(first + next(blocks, BLOCK), max_tokens))
+                numbers = range(first, min(first + next(blocks, most), max_tokens))
                 first = numbers.stop
                 turns = decode_turns(self.method, variants, [numbers] * len(rows), BLOCK)
-                steps = Steps(context.total, turns, values, variants, static)
+                steps = Steps(context.total, turns, bounds.of(values), variants, static)
                 live.caches, state, chosen = next_block(
                     self.setup, self.params, live.caches, state, steps
                 )
                 self._check_finite(state)
                 self.fetched = fetched_of(live.caches, context.batch)
-                yield _chosen(np.asarray(chosen.token), context.batch)
+                yield bounds.take(_chosen(np.asarray(chosen.token), context.batch))
 
     @contextlib.contextmanager
     def asked(self, context: Context, keep: bool) -> Iterator[Live]:

@@ -25,6 +25,7 @@ from jax_longctx.engine.decode import (
     turns_of_all,
 )
 from jax_longctx.engine.engine import BLOCK, Engine
+from jax_longctx.engine.forms import counts_of, with_bounds
 from jax_longctx.engine.prefill import (
     Context,
     Live,
@@ -133,8 +134,11 @@ def list_answer(
     sampling, (rows, vocabulary) = sampling or Sampling(), logits.shape
     how, seeded = sampling_static(sampling), dataclasses.replace(sampling, seed=(0,))
     values = sampling_values(seeded, rows, max_tokens=answer, stop_ids=stop_ids)
+    masks = {} if sampling.form is None else {0: np.zeros(-(-vocabulary // 32), np.uint32)}
+    values = with_bounds(values, dict.fromkeys(range(rows), sampling), masks)
     seen = np.zeros((rows, vocabulary), bool) if sampling.penalised else None
-    state = first_state(np.ones(rows, bool), seen)
+    counts = counts_of({}, rows, vocabulary) if sampling.counted else None
+    state = first_state(np.ones(rows, bool), seen, counts)
     state, _ = start_answer(setup.ends, state, logits, values, how)
     if answer > 1:
         variants = answer_variants(setup.method, reserved(answer))

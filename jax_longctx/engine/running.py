@@ -17,8 +17,9 @@ compiled when it first comes up.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,81 +38,30 @@ from jax_longctx.engine.decode import (
     turns_of_all,
 )
 from jax_longctx.engine.engine import BLOCK, Engine
+from jax_longctx.engine.forms import counts_of, form_of, with_bounds
 from jax_longctx.engine.places import Branches, Whole, cannot_share, check_places
 from jax_longctx.engine.prefill import Context, Live, prefill_question
-from jax_longctx.engine.sampling import ANY, MOST_LOGPROBS, Choices, RowValues, sampling_values
+from jax_longctx.engine.rows import (
+    Ask,
+    Chosen,
+    Reason,
+    Row,
+    chosen_of,
+    values_of,
+    widened,
+    with_stops,
+)
+from jax_longctx.engine.sampling import ANY, Choices, RowValues, sampling_values
 from jax_longctx.engine.setup import Ends, everywhere, replicated
 from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.settings import Sampling
 
-# Tokens that end an answer take that many columns, or a multiple: few programs are compiled.
-STOP_COLUMNS = 16
 # Sizes of a fitted batch: places by powers of four, slots by powers of two from here on. Matmuls of
 # 1, 2, 4, 8 rows take 6, 10, 11, 22 ms on two cores beside other work (eight MLPs and the output
 # table of the 135M shape in float32).
 FITTED_FROM = 512
 # Steps that smaller caches would have served, before they are made.
 STEPS_TO_SHRINK = 16
-
-# Why a row ended: a token of its `stop_ids`, its `max_tokens`, or logits that are no numbers.
-Reason = Literal["stop", "length", "not finite"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Ask:
-    """What a row of a running batch is to answer.
-
-    Attributes:
-      sampling: the row's own; one seed, or a tuple of one.
-      max_tokens: most tokens of the answer.
-      stop_ids: tokens that end it.
-      logprobs: None for none; n for the chosen token and the n most likely ones.
-    """
-
-    question: Sequence[int]
-    sampling: Sampling = dataclasses.field(default_factory=Sampling)
-    max_tokens: int = 128
-    stop_ids: Sequence[int] = ()
-    logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        if not len(self.question):
-            raise InputError("the question is empty; it needs at least one token")
-        if self.max_tokens < 1:
-            raise InputError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
-            raise InputError(f"logprobs must be from 0 to {MOST_LOGPROBS}, got {self.logprobs}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Chosen:
-    """A token of an answer.
-
-    Attributes:
-      logprob: its natural-log probability under the model's own logits, before penalty and
-        temperature; None where none is wanted.
-      best: the most likely tokens and their log-probabilities, the likeliest first.
-    """
-
-    token: int
-    logprob: float | None = None
-    best: Sequence[tuple[int, float]] = ()
-
-
-@dataclasses.dataclass
-class _Row:
-    """A row that is being answered.
-
-    Attributes:
-      index: of the batch's arrays; in a fitted batch another than its place.
-      slots: that it needs; 0 where caches have no size that follows from them.
-      count: tokens that it has chosen.
-    """
-
-    ask: Ask
-    index: int
-    slots: int
-    count: int = 1
 
 
 class RunningBatch:
@@ -187,7 +137,7 @@ class RunningBatch:
         longest = max(self.slots, self.reserve)
         self._variants = answer_variants(engine.method, longest)
         # By place.
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, Row] = {}
         self.ended: dict[int, Reason] = {}
 
     @property
@@ -244,8 +194,10 @@ class RunningBatch:
         engine, rows = self.engine, [[] for _ in context.rows]
         rows[row] = list(ask.question)
         limit_mappings()
+        form = form_of(engine.forms, ask.sampling)
         engine.ensure_reserve(context, len(ask.question))
-        values = _values_of(ask)
+        values = values_of(ask)
+        bounded = values if form is None else with_bounds(values, {}, {0: form.allowed()})
         seen = engine.seen([context.rows[row]], [ask.question])
         place = min(set(range(self.places)) - self._rows.keys())
         slots = 0
@@ -255,12 +207,14 @@ class RunningBatch:
         # Before the context's buffers are lent.
         self._fit(slots)
         with engine.asked(context, keep=True) as live:
-            state, choices = self._begun(live, context, rows, row, values, seen)
-            (first,) = _tokens(choices, 0, ask)
+            state, choices = self._begun(live, context, rows, row, bounded, seen)
+            (first,) = chosen_of(choices, 0, ask)
             reason = self._reason(ask, first.token, 1, bool(np.all(np.asarray(state.finite))))
             if reason is None:
                 taken = {each.index for each in self._rows.values()}
-                new = _Row(ask, min(set(range(self.places)) - taken), slots)
+                index = min(set(range(self.places)) - taken)
+                new = Row(ask, index, slots, [], form)
+                new.take([first])
                 self._seat(live, context, state, row, new.index)
                 self._rows[place] = new
                 self._set_values(new.index, values)
@@ -271,36 +225,51 @@ class RunningBatch:
     def step(self, most: int = BLOCK) -> dict[int, list[Chosen]]:
         """Decodes in `most` turns, at most `BLOCK`; rows that end leave.
 
-        A turn chooses a token of each row. Under a method whose decode steps are of several kinds
-        it takes the rows whose next step is of one kind, so that some get fewer tokens, or none.
+        A turn chooses a token of each row. There is one turn where a row has a form. Under a method
+        whose decode steps are of several kinds a turn takes the rows whose next step is of one
+        kind, so that some get fewer tokens, or none.
 
         Returns:
           the new tokens of each row by place. `ended` names those that ended, which are free now.
         """
         self.ended = {}
+        masks = self._masks()
+        found: dict[int, list[Chosen]] = {place: [] for place in self.ended}
         if not self._rows:
-            return {}
+            return found
         # Rows that fit stay where they are when there is no memory for smaller caches beside.
         with contextlib.suppress(CapacityError):
             self._fit()
-        engine, most = self.engine, max(1, min(most, BLOCK))
+        engine, most = self.engine, 1 if masks else max(1, min(most, BLOCK))
         steps = [range(0)] * len(self._values.limit)
         for row in self._rows.values():
-            steps[row.index] = range(row.count, min(row.count + most, row.ask.max_tokens))
+            done = len(row.tokens)
+            steps[row.index] = range(done, min(done + most, row.ask.max_tokens))
         turns = decode_turns(engine.method, self._variants, steps, BLOCK)
-        choices, finite = jax.tree.map(np.asarray, (self._next(turns), self._state.finite))
-        found: dict[int, list[Chosen]] = {}
+        choices, finite = jax.tree.map(np.asarray, (self._next(turns, masks), self._state.finite))
         for place, row in list(self._rows.items()):
-            found[place] = _tokens(choices, row.index, row.ask)
+            found[place] = chosen_of(choices, row.index, row.ask)
             if not found[place]:
                 continue
-            row.count += len(found[place])
-            last, whole = found[place][-1].token, bool(finite[row.index])
-            reason = self._reason(row.ask, last, row.count, whole)
+            row.take(found[place])
+            whole = bool(finite[row.index])
+            reason = self._reason(row.ask, row.tokens[-1], len(row.tokens), whole)
             if reason is not None:
                 self.ended[place] = reason
                 self._free(place, running=reason == "not finite")
         return found
+
+    def _masks(self) -> dict[int, Any]:
+        """What rows' forms allow next, by place; a row whose form cannot go on leaves."""
+        masks = {}
+        for place, row in list(self._rows.items()):
+            try:
+                if row.form is not None:
+                    masks[place] = row.form.allowed()
+            except InputError:
+                self.ended[place] = "no form"
+                self._free(place, running=True)
+        return masks
 
     def leave(self, place: int) -> None:
         """Takes a row out before it has ended. A place without a row is left as it is."""
@@ -324,7 +293,7 @@ class RunningBatch:
           max_tokens, stop_ids: of an answer.
         """
         before = self._caches.held, self._state, self._total, self._values
-        values = _values_of(Ask([0], stop_ids=stop_ids))
+        values = values_of(Ask([0], stop_ids=stop_ids))
         seen = np.zeros((1, self.engine.config.vocab_size), bool)
         try:
             for asked in questions:
@@ -363,13 +332,26 @@ class RunningBatch:
         given = np.int32(row), np.int32(index)
         self._caches.seat(live.caches, *given)
         self._state, self._total = _stated(
-            self.engine.setup.ends, self._state, self._total, state, context.total, *given
+            self.engine.setup.ends, self._uncounted(), self._total, state, context.total, *given
         )
 
-    def _next(self, turns: Any) -> Choices:
-        """A block of decode steps."""
+    def _uncounted(self) -> DecodeState:
+        """The state without counts of tokens: `_next` makes them of the rows that are there."""
+        return dataclasses.replace(self._state, counts=None)
+
+    def _next(self, turns: Any, masks: Mapping[int, Any] = MappingProxyType({})) -> Choices:
+        """A block of decode steps; `masks` are what forms allow, by place."""
         setup, params = self.engine.setup, self.engine.params
         self._given = values = self._given or jax.device_put(self._values)
+        rows = {row.index: row for row in self._rows.values()}
+        given = {self._rows[place].index: mask for place, mask in masks.items()}
+        values = with_bounds(values, {at: row.ask.sampling for at, row in rows.items()}, given)
+        if values.counted is None:
+            self._state = self._uncounted()
+        elif self._state.counts is None:
+            tokens = {at: row.tokens for at, row in rows.items()}
+            counts = counts_of(tokens, len(self._values.limit), setup.config.vocab_size)
+            self._state = dataclasses.replace(self._state, counts=everywhere(setup.ends, counts))
         steps = Steps(self._total, turns, values, self._variants, ANY)
         with self._caches.lent() as live:
             live.caches, self._state, choices = next_block(
@@ -378,7 +360,7 @@ class RunningBatch:
         return choices
 
     def _stop(self, index: int) -> None:
-        self._state = _stopped(self.engine.setup.ends, self._state, np.int32(index))
+        self._state = _stopped(self.engine.setup.ends, self._uncounted(), np.int32(index))
 
     def _size(self, rows: Sequence[int]) -> tuple[int, int]:
         """Places and slots of caches for these rows, given the slots that each needs."""
@@ -398,7 +380,7 @@ class RunningBatch:
             return
         self._idle = 0
         old, self._caches = self._caches, self._make(*size)
-        kept = self._state, self._total, self._values
+        kept = self._uncounted(), self._total, self._values
         indices = [row.index for row in self._rows.values()]
         for index, row in enumerate(self._rows.values()):
             self._caches.seat(old.held, np.int32(row.index), np.int32(index))
@@ -410,7 +392,7 @@ class RunningBatch:
             return made
 
         state, total, values = self._empty(size[0])
-        stops = _widened(values.stops, self._values.stops.shape[1])
+        stops = widened(values.stops, self._values.stops.shape[1])
         made = state, total, dataclasses.replace(values, stops=stops)
         state, total, self._values = jax.tree.map(moved, made, kept)
         self._state, self._total = everywhere(self.engine.setup.ends, (state, total))
@@ -422,7 +404,7 @@ class RunningBatch:
         state = first_state(np.zeros(rows, bool), seen)
         ends, total = self.engine.setup.ends, np.zeros(rows, np.int32)
         state, total = everywhere(ends, (state, total))
-        return state, total, _with_stops(sampling_values(Sampling(seed=(0,)), rows))
+        return state, total, with_stops(sampling_values(Sampling(seed=(0,)), rows))
 
     def _free(self, place: int, *, running: bool) -> None:
         index = self._rows.pop(place).index
@@ -440,7 +422,7 @@ class RunningBatch:
         """The values of a place, in new arrays: the device may still read the old ones."""
         both = self._values, values
         columns = max(each.stops.shape[1] for each in both)
-        old, new = (dataclasses.replace(x, stops=_widened(x.stops, columns)) for x in both)
+        old, new = (dataclasses.replace(x, stops=widened(x.stops, columns)) for x in both)
 
         def put(old: Any, new: Any) -> Any:
             made = old.copy()
@@ -449,45 +431,6 @@ class RunningBatch:
 
         self._values = jax.tree.map(put, old, new)
         self._given = None
-
-
-def _values_of(ask: Ask) -> RowValues:
-    return _with_stops(
-        sampling_values(
-            ask.sampling.of_rows(1),
-            1,
-            max_tokens=ask.max_tokens,
-            stop_ids=ask.stop_ids,
-            logprobs=ask.logprobs is not None,
-        )
-    )
-
-
-def _with_stops(values: RowValues) -> RowValues:
-    """The values with whole `STOP_COLUMNS`."""
-    columns = -(-max(values.stops.shape[1], 1) // STOP_COLUMNS) * STOP_COLUMNS
-    return dataclasses.replace(values, stops=_widened(values.stops, columns))
-
-
-def _widened(stops: Any, columns: int) -> Any:
-    return np.pad(stops, ((0, 0), (0, columns - stops.shape[1])), constant_values=-1)
-
-
-def _tokens(choices: Choices, row: int, ask: Ask) -> list[Chosen]:
-    """What a row has chosen in a block."""
-    token = np.asarray(choices.token)[row]
-    columns = np.flatnonzero(token >= 0)
-    if ask.logprobs is None:
-        return [Chosen(int(token[column])) for column in columns]
-    own, best, likely = (
-        np.asarray(x)[row] for x in (choices.logprob, choices.best, choices.best_logprob)
-    )
-    found = []
-    for x in columns:
-        pairs = zip(best[x, : ask.logprobs], likely[x, : ask.logprobs], strict=True)
-        ranked = tuple((int(token), float(logprob)) for token, logprob in pairs)
-        found.append(Chosen(int(token[x]), float(own[x]), ranked))
-    return found
 
 
 @program(static=(0,))

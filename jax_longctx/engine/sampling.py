@@ -1,4 +1,4 @@
-"""The choice of each row's next token by penalty, temperature, top-k, top-p, min-p; its logprob.
+"""The choice of each row's next token by penalties, form, temperature, top-k, top-p, min-p.
 
 Every row of a batch has values of its own (`RowValues`), which are arrays: rows with other values
 need no other program. What is static is only which kinds of choice a program holds. A step costs
@@ -56,6 +56,9 @@ class RowValues:
       limit: most tokens of the row's answer.
       stops: token ids that end it, padded with -1.
       logprobs: whether log-probabilities are wanted.
+      counted: presence and frequency penalty; None where no row has any.
+      allowed: the tokens that a row's form allows next, 32 in a word, the first in its lowest bit;
+        None where no row has a form.
     """
 
     temperature: Float[Array, " B"]
@@ -67,6 +70,8 @@ class RowValues:
     limit: Int[Array, " B"]
     stops: Int[Array, "B E"]
     logprobs: Bool[Array, " B"]
+    counted: Float[Array, "B 2"] | None = None
+    allowed: UInt32[Array, "B U"] | None = None
 
     @property
     def kind(self) -> Int[Array, " B"]:
@@ -179,18 +184,29 @@ def next_token(
     active: Bool[Array, " B"],
     values: RowValues,
     static: SamplingStatic,
+    counts: Int[Array, "B V"] | None = None,
 ) -> Int[Array, " B"]:
     """The next token of each row: penalty, temperature, top-k, top-p, min-p, as in transformers.
+
+    Presence and frequency penalty follow the repetition penalty. They are as in OpenAI's API:
+    platform.openai.com/docs/api-reference/chat/create. What a form forbids is never chosen.
 
     Args:
       seen: tokens under the repetition penalty; None when it is off in every row.
       count: tokens the row has generated so far (part of its random key).
       active: rows whose token is used; the others' is any.
+      counts: how often each token is in the row's answer; needed where `values.counted` is.
     """
     if seen is not None:
         penalty_B1 = values.penalty[:, None]
         lowered = jnp.where(logits > 0, logits / penalty_B1, logits * penalty_B1)
         logits = jnp.where(seen, lowered, logits)
+    if values.counted is not None:
+        assert counts is not None
+        presence_B1, frequency_B1 = jnp.split(values.counted, 2, axis=1)
+        logits = logits - (counts > 0) * presence_B1 - counts * frequency_B1
+    if values.allowed is not None:
+        logits = jnp.where(_unpacked(values.allowed, logits.shape[-1]), logits, -jnp.inf)
     kind_B = values.kind
 
     def choice(kind: int) -> Int[Array, " B"]:
@@ -201,6 +217,12 @@ def next_token(
     needed = jnp.max(jnp.where(active, kind_B, GREEDY))
     branches = [lambda kind=kind: choice(kind) for kind in static.kinds]
     return jax.lax.switch(jnp.searchsorted(jnp.array(static.kinds), needed), branches)
+
+
+def _unpacked(words: UInt32[Array, "B U"], vocabulary: int) -> Bool[Array, "B V"]:
+    bits_BUX = (words[..., None] >> jnp.arange(32, dtype=words.dtype)) & 1
+    # [B, 32 U]
+    return bits_BUX.reshape(len(words), -1)[:, :vocabulary] > 0
 
 
 def _choice(

@@ -29,7 +29,7 @@ from jax_longctx.engine.compiling import IN_PLACE, LOOPED, Program, program
 from jax_longctx.engine.engine import BLOCK, Engine, Rows
 from jax_longctx.engine.layers import hidden_states
 from jax_longctx.engine.prefill import Live, finish_question, prefill_text, run_segment
-from jax_longctx.engine.running import Chosen
+from jax_longctx.engine.rows import Chosen
 from jax_longctx.engine.sampling import MOST_LOGPROBS
 from jax_longctx.engine.setup import Ends, Setup, replicated, without_layers
 from jax_longctx.errors import InputError

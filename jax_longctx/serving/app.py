@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from jax_longctx.answers import AnswerReader
 from jax_longctx.api import LongContext
-from jax_longctx.engine.running import Ask
+from jax_longctx.engine.rows import Ask
 from jax_longctx.errors import LongctxError
 from jax_longctx.methods import settings_of
 from jax_longctx.serving import schema
@@ -181,6 +181,7 @@ class Service:
                 fingerprint=self.fingerprint,
                 tokenizer=self.model.tokenizer,
                 logprobs=asked.wanted_logprobs is not None,
+                n=asked.n,
             )
             try:
                 self._add_tickets(call, reply, asked, prompts, entry)
@@ -199,7 +200,7 @@ class Service:
     def _add_tickets(
         self, call: Call, reply: Reply, asked: Any, prompts: list[Prompt], entry: Entry | None
     ) -> None:
-        """A ticket and a choice for each prompt."""
+        """A ticket and a choice for each answer."""
         ends = self.model.end_ids(asked.stop, True)
         sampling = asked.sampling(self.options.sampled)
         for number, prompt in enumerate(prompts):

@@ -32,7 +32,8 @@ from jax_longctx.engine.context_io import Saving, load_context, made_by_engine, 
 from jax_longctx.engine.distributed import share, to_host
 from jax_longctx.engine.places import cannot_share
 from jax_longctx.engine.programs import list_context
-from jax_longctx.engine.running import Ask, Chosen, RunningBatch
+from jax_longctx.engine.rows import FAULTS, Ask, Chosen
+from jax_longctx.engine.running import RunningBatch
 from jax_longctx.engine.runs import copied_layer
 from jax_longctx.engine.scoring import TextScores
 from jax_longctx.errors import CapacityError, CheckpointError, InputError, LongctxError
@@ -98,7 +99,7 @@ class Executor:
         # Rows by number: their batch, and their place there.
         self._rows: dict[int, tuple[RunningBatch, int]] = {}
         self._numbers = itertools.count()
-        self.broken: set[int] = set()
+        self.broken: dict[int, str] = {}
         self.several, self.ordered = jax.process_count() > 1, time.monotonic()
         # A thread to save, and one to load.
         self._files = ThreadPoolExecutor(2, thread_name_prefix="files")
@@ -366,8 +367,8 @@ class Executor:
 
         `ask` has the fields of `Ask`, as JSON gives them, with a seed for its one row.
 
-        Returns the row's number and its first token. `broken` has the number where the logits are
-        not finite.
+        Returns the row's number and its first token. Where the row could not be answered `broken`
+        says why, by number.
 
         Raises:
           CapacityError, InputError: as `RunningBatch.join`.
@@ -394,13 +395,13 @@ class Executor:
 
     def _end_rows(self, batches: list[RunningBatch]) -> None:
         """Forgets the rows that the latest order ended."""
-        self.broken = set()
+        self.broken = {}
         for number, (batch, place) in list(self._rows.items()):
             why = batch.ended.get(place) if batch in batches else None
             if why is not None:
                 del self._rows[number]
-                if why == "not finite":
-                    self.broken.add(number)
+                if why in FAULTS:
+                    self.broken[number] = FAULTS[why]
 
     def leave(self, number: int) -> None:
         """Takes a row out, unless it has ended."""

@@ -121,13 +121,12 @@ class Prompts:
             self._layouts[True] = chat_layout(model.tokenizer)
 
     def completion(self, asked: CompletionRequest, entry: Entry | None) -> list[Prompt]:
-        """Each prompt; raises RequestError or a LongctxError where one cannot be answered."""
-        if len(asked.prompts) > self.most:
-            raise RequestError(
-                f"the request has {len(asked.prompts):,} prompts, this server takes "
-                f"{self.most:,} at a time; send fewer in one request",
-                param="prompt",
-            )
+        """Each prompt, once for each of its answers.
+
+        Raises:
+          RequestError or LongctxError: one cannot be answered.
+        """
+        self._check_answers(asked, len(asked.prompts))
         scored, info = asked.scored, self.model.engine.method.info
         if scored is not None and (info.needs_question or info.looks_ahead):
             raise RequestError(
@@ -145,12 +144,28 @@ class Prompts:
             param = f"prompt.{number}" if len(asked.prompts) > 1 else "prompt"
             rows.append(self._row(each, entry, param))
             most.append(self._check(rows[-1], entry, asked.wanted_tokens, param))
-        found = [self._prompt(row, entry, n, scored) for row, n in zip(rows, most, strict=True)]
-        if not asked.echo:
-            return found
-        echoes = map(self._echo, asked.prompts, rows)
-        both = zip(found, echoes, strict=True)
-        return [dataclasses.replace(prompt, echo=echo) for prompt, echo in both]
+        echoes = map(self._echo, asked.prompts, rows) if asked.echo else [None] * len(rows)
+        return [
+            dataclasses.replace(self._prompt(row, entry, tokens, scored), echo=echo)
+            for row, tokens, echo in zip(rows, most, echoes, strict=True)
+            for _ in range(asked.n)
+        ]
+
+    def _check_answers(self, asked: ChatRequest | CompletionRequest, prompts: int) -> None:
+        """Refuses more answers than are given at a time, and a form that cannot be followed."""
+        if asked.form is not None:
+            try:
+                self.model.forms(asked.form)
+            except InputError as error:
+                raise RequestError(str(error), param="response_format") from None
+        n = asked.n
+        if prompts * n > self.most:
+            answers = f" with {n} answers each" if n > 1 else ""
+            raise RequestError(
+                f"the request has {prompts:,} prompts{answers}, this server takes {self.most:,} at "
+                f"a time; send fewer in one request",
+                param="prompt" if prompts > self.most else "n",
+            )
 
     def _row(self, given: str | list[int], entry: Entry | None, param: str) -> list[int]:
         """A completion's prompt as token ids."""
@@ -179,8 +194,9 @@ class Prompts:
         return Echo(given, row[0], int(added))
 
     def chat(self, asked: ChatRequest, entry: Entry | None) -> list[Prompt]:
-        """The prompt of a chat. RequestError or LongctxError where it cannot be answered."""
+        """The prompt of a chat, once for each answer; raises as `completion`."""
         tokenizer = self.model.tokenizer
+        self._check_answers(asked, 1)
         messages = [message.for_template() for message in asked.messages]
         self._check_characters(sum(len(each["content"]) for each in messages), "messages")
         if entry is None and not tokenizer.has_chat:
@@ -212,7 +228,7 @@ class Prompts:
         else:
             row = tokenizer.encode(self._question(entry, asked.messages, variables))
         most = self._check(row, entry, asked.wanted_tokens, "messages")
-        return [self._prompt(row, entry, most)]
+        return [self._prompt(row, entry, most) for _ in range(asked.n)]
 
     def context(self, text: str, chat: bool | None) -> tuple[Text, bool]:
         """The text to read, and whether it was laid out for the chat template.

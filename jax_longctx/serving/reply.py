@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from jax_longctx.engine.running import Chosen
+from jax_longctx.engine.rows import Chosen
 from jax_longctx.engine.scoring import TextScores
 from jax_longctx.serving.prompts import Echo
 from jax_longctx.serving.tickets import Piece, Ticket
-from jax_longctx.serving.tokens import Places, TokenNames
 from jax_longctx.text import Tokenizer
+from jax_longctx.text.tokens import Places, TokenNames
 
 # Tokens with the best ones at their places, as chats have them, and where each begins.
 type Scored = list[tuple[dict[str, Any], int]]
@@ -41,6 +41,7 @@ class Reply:
 
     Attributes:
       logprobs: whether log-probabilities were asked for.
+      n: answers to each prompt, which follow one another.
     """
 
     kind: Literal["chat", "completion"]
@@ -48,6 +49,7 @@ class Reply:
     fingerprint: str
     tokenizer: Tokenizer
     logprobs: bool
+    n: int = 1
     choices: list[Choice] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -79,7 +81,8 @@ class Reply:
         """What a stream begins with."""
         if self.kind == "completion":
             return []
-        return [self._chunk(0, {"role": "assistant", "content": ""}, None, None)]
+        begun = {"role": "assistant", "content": ""}
+        return [self._chunk(number, begun, None, None) for number in range(len(self.choices))]
 
     def counted(self) -> dict[str, Any]:
         """The event with the usage."""
@@ -101,16 +104,18 @@ class Reply:
     @property
     def tokens(self) -> tuple[int, int]:
         """Tokens of the prompts, and of the answers so far."""
-        return sum(x.ticket.prompt for x in self.choices), sum(x.tokens for x in self.choices)
+        prompts = self.choices[:: self.n]
+        return sum(x.ticket.prompt for x in prompts), sum(x.tokens for x in self.choices)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's count of tokens; cached ones of the prompts were read before the request."""
         prompt, answer = self.tokens
+        cached = sum(x.ticket.cached for x in self.choices[:: self.n])
         return {
             "prompt_tokens": prompt,
             "completion_tokens": answer,
             "total_tokens": prompt + answer,
-            "prompt_tokens_details": {"cached_tokens": sum(x.ticket.cached for x in self.choices)},
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
     def _more(self, number: int, text: str, scored: Scored) -> dict[str, Any]:

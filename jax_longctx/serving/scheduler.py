@@ -21,8 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from jax_longctx.engine.decode import NOT_FINITE
-from jax_longctx.engine.running import Chosen
+from jax_longctx.engine.rows import Chosen
 from jax_longctx.errors import CapacityError, LongctxError
 from jax_longctx.serving.contexts import Contexts
 from jax_longctx.serving.executor import Executor
@@ -336,7 +335,7 @@ class Scheduler:
         ticket.text.rows += 1
         self.metrics.first_token.observe(time.monotonic() - ticket.came)
         self._count_prompt(ticket)
-        self._give(place, row, [first], broken=place in self.executor.broken)
+        self._give(place, row, [first], self.executor.broken.get(place))
         return True
 
     def _work(self, began: float) -> None:
@@ -398,17 +397,17 @@ class Scheduler:
         broken = self.executor.broken
         for place, chosen in found.items():
             now, row = time.monotonic(), self._rows[place]
-            if chosen:
+            if chosen or place in broken:
                 self.metrics.between_tokens.observe(now - row.told)
                 row.told = now
-                self._give(place, row, chosen, broken=place in broken)
+                self._give(place, row, chosen, broken.get(place))
 
-    def _give(self, place: int, row: _Row, chosen: Sequence[Chosen], *, broken: bool) -> None:
-        """Sends these tokens' text; ends the row after its last token."""
+    def _give(self, place: int, row: _Row, chosen: Sequence[Chosen], fault: str | None) -> None:
+        """Sends these tokens' text; ends the row after its last token, or with the fault."""
         ticket = row.ticket
         assert ticket.ask is not None and ticket.reader is not None
-        if broken:
-            ticket.send(RequestError(NOT_FINITE, status=500))
+        if fault is not None:
+            ticket.send(RequestError(fault, status=500))
             self._end_row(place)
             return
         reader, texts = ticket.reader, []

@@ -19,10 +19,13 @@ import pydantic
 from pydantic import Discriminator, Field, Tag
 
 from jax_longctx.errors import CapacityError, CheckpointError, LongctxError
+from jax_longctx.forms import json_form
 from jax_longctx.settings import SEEDS, Sampling
 
 # OpenAI allows 4.
 MOST_STOPS = 16
+# Answers to one prompt, as OpenAI's.
+MOST_CHOICES = 128
 # Tokens of an answer to a completion request that names no number, as OpenAI's.
 COMPLETION_TOKENS = 16
 # Most fields of one JSON object. Each unknown field is a fault, and all of them are collected.
@@ -38,18 +41,14 @@ TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 # OpenAI's fields that have no effect here, with the values that ask for none.
 WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "suffix": ("",),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none",),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "store": (False, True),
@@ -196,13 +195,54 @@ class Sampled(_Model):
             ) from None
 
 
+class JsonSchema(_Model):
+    """A JSON schema with its name. `strict` changes nothing: the schema is always followed."""
+
+    name: str
+    description: str | None = None
+    strict: bool | None = None
+    rules: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(_Model):
+    """`response_format`: what an answer's text is; a JSON text is valid for the schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _one_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise RequestError(
+                "response_format has a json_schema where its type is json_schema, and only there",
+                param="response_format.json_schema",
+            )
+        return self
+
+    @property
+    def form(self) -> str | None:
+        """As `Sampling.form`."""
+        if self.type == "text":
+            return None
+        found = {"type": "object"} if self.json_schema is None else self.json_schema.rules
+        return json_form(found)
+
+
 class _Answered(Sampled):
-    """What chat and completion requests share."""
+    """What chat and completion requests share.
+
+    Attributes:
+      n: answers to each prompt.
+    """
 
     model: str
     context: str | None = None
+    n: int = Field(default=1, ge=1, le=MOST_CHOICES)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     seed: int | None = Field(default=None, ge=-(2**63), lt=SEEDS)
     stop: Items[str] = Field(default_factory=list)
+    response_format: ResponseFormat | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -242,7 +282,14 @@ class _Answered(Sampled):
             for name in Sampled.model_fields
         }
         # OpenAI's 0 is the likeliest token alone.
-        return Sampling(**{**said, "top_p": said["top_p"] or NO_MORE}, seed=seed)
+        said |= {"top_p": said["top_p"] or NO_MORE, "seed": seed}
+        said |= {"presence_penalty": self.presence_penalty, "form": self.form}
+        return Sampling(**said, frequency_penalty=self.frequency_penalty)
+
+    @property
+    def form(self) -> str | None:
+        """What the answers follow, as `Sampling.form`."""
+        return None if self.response_format is None else self.response_format.form
 
 
 class TextPart(_Model):

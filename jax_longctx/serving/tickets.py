@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jax_longctx.answers import AnswerReader
-from jax_longctx.engine.running import Ask, Chosen
+from jax_longctx.engine.rows import Ask, Chosen
 from jax_longctx.engine.scoring import TextScores
 from jax_longctx.serving.schema import RequestError
 from jax_longctx.serving.texts import Entry, Text

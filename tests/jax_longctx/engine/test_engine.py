@@ -179,6 +179,18 @@ def test_the_penalty_counts_prompt_and_answer(engine):
     assert not {*answer} & {*ROW[:10]}
 
 
+def test_presence_and_frequency_penalties_count_the_answers_tokens(engine):
+    prompt, answer = ROW[:10], []
+    for _ in range(24):
+        (logits,) = score(engine, [prompt + answer])
+        counts = np.bincount(answer, minlength=64)
+        answer.append(int(np.argmax(logits[-1] - 0.4 * (counts > 0) - 0.3 * counts)))
+    sampling = Sampling(presence_penalty=0.4, frequency_penalty=0.3)
+    (found,) = joined(engine.generate([prompt], max_tokens=24, sampling=sampling))
+    (plain,) = joined(engine.generate([prompt], max_tokens=24))
+    assert found == answer != plain
+
+
 def test_bad_input_is_named(engine, monkeypatch):
     def refused(message, act):
         with pytest.raises(InputError, match=message):

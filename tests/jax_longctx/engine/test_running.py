@@ -118,6 +118,22 @@ def test_each_row_answers_as_it_does_alone(name):
     check_method(small_method(name), samplings=EVERY_KIND if name == "full" else ONE_KIND)
 
 
+PENALISED = [
+    Sampling(),
+    Sampling(presence_penalty=1.5, frequency_penalty=0.5),
+    Sampling(frequency_penalty=-0.7, repetition_penalty=1.3),
+    Sampling(temperature=0.9, seed=5),
+    Sampling(temperature=0.9, seed=5, presence_penalty=-1.0),
+]
+
+
+@pytest.mark.parametrize("fitted", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_rows_with_penalties_by_count_stand_beside_others(fitted, monkeypatch):
+    monkeypatch.setattr(running, "FITTED_FROM", 128)
+    monkeypatch.setattr(running, "STEPS_TO_SHRINK", 1)
+    check_method(small_method("full"), samplings=PENALISED, fitted=fitted)
+
+
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.quick("full")
 def test_rows_move_to_caches_of_other_sizes(name, monkeypatch):

@@ -191,6 +191,7 @@ def test_the_extremes_of_the_penalty_keep_the_order(penalty, temperature):
         ("top_k", r"at least 0 \(0 is off\)", (-1,)),
         ("top_p", "above 0 and at most 1", (0.0, 1.5, NAN)),
         ("min_p", "from 0 to 1", (-0.1, 1.5, NAN)),
+        *((f"{name}_penalty", "from -2 to 2", (-2.1, NAN)) for name in ("presence", "frequency")),
         ("repetition_penalty", "from 1e-06 to 1,000,000", (0.0, NAN, INF, 1e-30)),
         ("seed", "from 0 to .*", (-1, (1, 2**64), ())),
     ],

@@ -15,8 +15,9 @@ import tokenizers
 from tokenizers import decoders
 
 from jax_longctx.api import LongContext
-from jax_longctx.serving.tokens import Places, TokenNames
+from jax_longctx.settings import Sampling
 from jax_longctx.text import Tokenizer
+from jax_longctx.text.tokens import Places, TokenNames
 from tests.jax_longctx.serving.tiny import BOOK, asked, chat, complete, generated, read
 from tests.patience import patience
 from tests.support import score
@@ -86,6 +87,7 @@ def test_stops_end_the_text_before_them(client, tiny):
         {"temperature": 0.0},
         {"temperature": 0.7, "top_p": 0.8},
         {"temperature": 1.8, "min_p": 0.02},
+        {"temperature": 0.6, "presence_penalty": 1.5, "frequency_penalty": -0.5},
         pytest.param({"temperature": 1.5, "top_k": 5}, marks=pytest.mark.slow),
         pytest.param({"temperature": 0.9, "repetition_penalty": 1.3}, marks=pytest.mark.slow),
     ],
@@ -95,6 +97,36 @@ def test_sampling_options_are_those_of_the_library(client, tiny, how):
     theirs = {key: value for key, value in how.items() if key not in ours}
     found = complete(client, PROMPT, seed=11, max_tokens=16, extra_body=ours, **theirs)
     assert found.choices[0].text == generated(tiny, PROMPT, seed=11, max_tokens=16, **how).text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_answers_to_each_prompt_are_those_of_a_list_of_prompts(client, tiny, stream):
+    how = {"seed": 4, "max_tokens": 6, "stream": stream, "temperature": 1.0}
+    prompts = [PROMPT, "Remember"]
+    texts, usage = told(complete(client, prompts, n=3, **how))
+    sampling = Sampling(temperature=1.0, seed=4)
+    given = [each for each in prompts for _ in range(3)]
+    alone = tiny.generate(given, sampling=sampling, max_tokens=6)
+    assert texts == [answer.text for answer in alone] and len({*texts[:3]}) == 3
+    if not stream:
+        read = [len(tiny.tokenizer.encode(each, bos=True)) for each in prompts]
+        assert usage.prompt_tokens == sum(read)
+        assert usage.completion_tokens == sum(len(answer.tokens) for answer in alone)
+    texts, _ = told(chat(client, "Why?", n=2, **how))
+    rendered = [chat_of(tiny, "Why?")] * 2
+    alone = tiny.generate(rendered, sampling=sampling, max_tokens=6)
+    assert texts == [answer.text for answer in alone]
+
+
+def told(answer):
+    """The texts of the choices, whole or as they come, and the usage of a whole answer."""
+    texts: dict[int, str] = {}
+    for each in [answer] if hasattr(answer, "choices") else answer:
+        for choice in each.choices:
+            part = getattr(choice, "delta", None) or getattr(choice, "message", None)
+            text = choice.text if part is None else part.content
+            texts[choice.index] = texts.get(choice.index, "") + (text or "")
+    return [texts[index] for index in sorted(texts)], getattr(answer, "usage", None)
 
 
 def test_fields_that_change_nothing_are_taken(server, client):
@@ -254,10 +286,11 @@ def test_answers_amid_others_are_those_alone(server, client, tiny):
     [
         ({"model": "other"}, 404, "there is no model 'other'"),
         ({"extra_body": {"tool_choice": "required"}}, 400, 'give "none" or "auto"'),
-        ({"n": 2}, 400, "n is not supported: leave it out, or give 1"),
+        ({"n": 0}, 400, "n: Input should be greater than or equal to 1"),
+        ({"n": 35, "prompt": ["a", "b"]}, 400, "has 2 prompts with 35 answers each, this server"),
         ({"temperature": 3.0}, 400, "temperature: Input should be less than or equal to 2"),
         ({"max_tokens": 65}, 400, "max_tokens is 65, this server gives at most 64"),
-        ({"presence_penalty": 0.5}, 400, "presence_penalty is not supported"),
+        ({"presence_penalty": 2.5}, 400, "presence_penalty: Input should be less than or equal"),
         ({"extra_body": {"best": 1}}, 400, "unknown field 'best'"),
         ({"extra_body": {"context": "ctx_no"}}, 404, "there is no context 'ctx_no'"),
         ({"prompt": ""}, 400, "prompt must be one text"),
@@ -300,13 +333,15 @@ def guided(serve, tiny, tmp_path, monkeypatch):
 
 
 def test_python_examples_run(guided, capsys):
-    first, second = blocks("python")
+    first, second, third = blocks("python")
     exec(first.replace(ADDRESS, guided.url), {})
     assert capsys.readouterr().out
     exec(second.replace(ADDRESS, guided.url), {})
     told = capsys.readouterr().out.split()
     count = guided.served.contexts.listed()[0].record()["tokens"]
     assert told.count(str(count)) == 2
+    exec(third.replace(ADDRESS, guided.url), {})
+    assert re.fullmatch(r"number=\d+\n", capsys.readouterr().out)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

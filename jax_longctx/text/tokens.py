@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 
-from jax_longctx.text import Tokenizer
+from jax_longctx.text.tokenizer import Tokenizer
 
 REPLACED = "\ufffd"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
