@@ -30,7 +30,7 @@ from jax_longctx.engine.products import gathers_weights
 from jax_longctx.engine.setup import Setup
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import param_infos
-from jax_longctx.sharding import ParamInfo, logical_sharding, undivided
+from jax_longctx.sharding import ParamInfo, leaf_axes, logical_sharding, undivided
 
 # Lengths at which the keys that a token attends to are counted.
 SAMPLES = 8
@@ -214,10 +214,7 @@ def decode_work(setup: Setup, *, batch: int, read: int) -> Work:
     tensor, rows = shape["tensor"], batch // shape["data"]
     body, head = own_matmuls(setup, a_token=True)
     received, collectives = _traffic(setup, rows, 1, spread=False)
-    # Small caches are replicated over the axis `seq`; those that questions append to are divided.
-    info = setup.method.info
-    appended = info.keeps_all or (info.append_only and not info.answers_apart)
-    divided = shape["data"] * tensor * (shape["seq"] if appended else 1)
+    divided = shape["data"] * tensor * (shape["seq"] if _divides_slots(setup) else 1)
     pairs = read / setup.token_bytes
     return Work(
         linear=rows * 2 * (body + head),
@@ -226,6 +223,14 @@ def decode_work(setup: Setup, *, batch: int, read: int) -> Work:
         received=received,
         collectives=collectives,
     )
+
+
+def _divides_slots(setup: Setup) -> bool:
+    """Whether `seq` divides an answer's caches; small ones are whole on every shard."""
+    if setup.mesh.shape["seq"] == 1:
+        return False
+    answering = capacity.staged_caches(setup, setup.mesh.shape["data"], 1, 1)[-1]
+    return any(not {"slots", "pages"}.isdisjoint(axes) for axes in leaf_axes(answering))
 
 
 def sum_parts(setup: Setup, axis: str) -> int:

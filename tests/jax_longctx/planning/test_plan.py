@@ -108,6 +108,17 @@ def test_a_ring_divides_the_work_and_zigzag_halves_the_last_shards():
     assert (ring.collectives, zigzag.collectives) == (2 * (3 + 4) + 1, 2 * (4 + 4) + 1)
 
 
+@pytest.mark.parametrize("name", ["snapkv > quest", "knorm > quest", "snapkv", "r-kv"])
+def test_a_step_reads_a_part_where_an_answer_s_caches_are_divided(name):
+    one, four = (
+        make_plan(request(name, target="h100x4", context=8192), {"seq": n}, largest=False)
+        for n in (1, 4)
+    )
+    # Slots are rounded to the shards.
+    parts = 4 if ">" in name else 1
+    assert one.decode.attention / four.decode.attention == pytest.approx(parts, rel=0.01)
+
+
 @pytest.mark.parametrize("kv", ["recompute", "broadcast"])
 def test_stars_busiest_shard_reads_its_blocks_behind_the_anchor(kv):
     """1,900 tokens in blocks of 256 behind 100: two shards of four blocks, the last of 108."""
