@@ -53,6 +53,7 @@ STEPS: list[dict[str, tuple[int, int]]] = [
         "refreshkv:only=decode": (36, 82_860_288),
         "refreshkv:kv=int8:only=decode": (50, 44_766_208),
         "streaming-llm:only=decode": (39, 9_184_000),
+        "r-kv:only=decode": (37, 14_837_504),
         "infllm": (73, 31_246_336),
         "infllm:kv=int8:only=decode": (88, 30_468_352),
         # In a loop of two turns of two layers XLA copies these pages once. So long a context has
@@ -197,4 +198,7 @@ def check_copies(method, found):
         if method.startswith("refreshkv"):
             # A check may write a layer's partial cache anew.
             copies = [text for text in copies if not text.endswith("/jit(_where)/select_n")]
+        if method.startswith("r-kv"):
+            # A step after which tokens leave ranks a layer's small cache, and writes it anew.
+            copies = [text for text, what in each["copies"] if what != "a layer's cache"]
         assert not copies, (method, each["name"])

@@ -4,12 +4,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from jax_longctx.api import LongContext
 from jax_longctx.engine.capacity import stores_of
 from jax_longctx.methods import make_method
 from jax_longctx.settings import Sampling
 from tests.jax_longctx.serving.tiny import BOOK, LENGTHS, asked, chat, complete, generated, read
 from tests.small_methods import small_method
-from tests.support import joined, random_rows
+from tests.support import joined, random_rows, word_tokenizer
 
 TAILS = [" What?", " Which key?", " Why?"]
 
@@ -55,6 +56,24 @@ def test_answers_are_those_of_the_library(serve, tiny, tmp_path, kind, offload):
             assert each.result().choices[0].message.content == expected
         shares = model.engine.method.own_tokens is not None and offload is None
         assert bool(second.served.executor._shared) == shares
+
+
+@pytest.mark.slow
+def test_an_answer_may_be_many_times_the_budget(serve, tiny):
+    """And the batch's caches stay as they are. No token of this tokenizer ends an answer."""
+    engine = tiny.with_method(small_method("r-kv")).engine
+    model = LongContext(engine, word_tokenizer(engine.config.vocab_size))
+    length = 6 * engine.method.budget
+    server = serve(model, lengths=dataclasses.replace(LENGTHS, whole=1024, answer=length))
+    text = " ".join(f"t{token}" for token in random_rows([90])[0])
+    with server.client() as client:
+        complete(client, "t1 t2 t3", max_tokens=2)
+        batch = server.served.executor._short
+        held = batch.resident_bytes
+        found = complete(client, text, seed=4, max_tokens=length)
+    assert found.usage.completion_tokens == length
+    assert found.choices[0].text == generated(model, text, seed=4, max_tokens=length).text
+    assert batch is server.served.executor._short and batch.resident_bytes == held
 
 
 @pytest.mark.slow
