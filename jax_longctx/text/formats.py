@@ -89,9 +89,9 @@ def html_text(raw: bytes, name: str) -> str:
         raise InputError(
             f"{name} is HTML, but not in {charset}; convert it first, e.g. with iconv -t utf-8"
         ) from error
-    parser = etree.HTMLParser(encoding="utf-8", no_network=True)
+    parser = etree.HTMLParser(encoding="utf-8", no_network=True, huge_tree=True)
     root = etree.fromstring(text.encode("utf-8"), parser)
-    # libxml2 mends all but what is too large or too deep, and would leave out the rest.
+    # libxml2 mends all but what is too deep, and would leave out the rest.
     for error in parser.error_log:
         if error.level_name == "FATAL":
             raise InputError(f"{name} is HTML that cannot be read: {error.message}; {_BY_HAND}")
@@ -240,7 +240,7 @@ def _xml(raw: bytes, name: str) -> Any:
 
 def damaged(name: str, kind: str, why: object) -> InputError:
     """The error of a file that is not whole."""
-    said = " ".join(str(why).split())
+    said = " ".join(str(why).split()) or type(why).__name__
     return InputError(f"{name} is a damaged {kind} ({said:.120}); get it again, or {_BY_HAND}")
 
 
