@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext, load
+    from jax_longctx.conversation import Conversation
     from jax_longctx.engine import Context, Engine, Progress, Sampling
     from jax_longctx.engine.capacity import Footprint
     from jax_longctx.errors import LongctxError, TrainedLengthWarning
@@ -21,6 +22,7 @@ __all__ = [
     "METHODS",
     "Answer",
     "Context",
+    "Conversation",
     "Engine",
     "Footprint",
     "LongContext",
@@ -39,6 +41,7 @@ __all__ = [
 # The module that defines each name.
 _HOMES = {
     "api": ("Answer", "LongContext", "load"),
+    "conversation": ("Conversation",),
     "engine": ("Context", "Engine", "Progress", "Sampling"),
     "engine.capacity": ("Footprint",),
     "errors": ("LongctxError", "TrainedLengthWarning"),

@@ -41,7 +41,7 @@ class Answer:
     Attributes:
       text: up to, not including, the stop string that ended it.
       tokens: the generated ids, the one that ended the answer included.
-      finish: "stop" (a stop id or string) or "length" (max_tokens).
+      finish: "stop" (a stop id or string), "length" (max_tokens) or "interrupted" (by the caller).
       prefill_seconds: of `generate`; 0 for `ask`, whose context was prefilled earlier.
       first_token_seconds: from the start of the question to its first token.
       decode_seconds: from the first token to the last.
@@ -90,7 +90,10 @@ class AnswerReader:
     Attributes:
       tokens: the ids so far, the one that ended the answer included.
       pieces: the text so far, as it became certain.
+      interrupted: whether the caller has ended the answer.
     """
+
+    interrupted = False
 
     def __init__(
         self, tokenizer: Tokenizer, after: Sequence[int], stop: Sequence[str], ends: Sequence[int]
@@ -127,6 +130,7 @@ class AnswerReader:
     ) -> Answer:
         """The answer, with its seconds to the first token and from there on."""
         text, finish = "".join(self.pieces), "stop" if self.finished else "length"
+        finish = "interrupted" if self.interrupted else finish
         return Answer(text, self.tokens, finish, 0.0, first, decode, warning, fetched)
 
 

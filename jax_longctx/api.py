@@ -31,6 +31,7 @@ from jax_longctx.engine import (
     Ask,
     Context,
     Engine,
+    Keep,
     Lengths,
     Progress,
     RunningBatch,
@@ -242,7 +243,8 @@ class LongContext:
         context: Context,
         questions: Texts,
         *,
-        keep: bool = True,
+        keep: Keep = True,
+        until: Callable[[], bool] | None = None,
         **options: Unpack[AnswerOptions],
     ) -> list[Answer]:
         """Answers one question for each row of the context.
@@ -252,13 +254,16 @@ class LongContext:
 
         Args:
           keep: whether the context stays usable for further questions. If False, its memory is
-            freed as soon as the method allows.
+            freed as soon as the method allows. With "history" the next such question follows on
+            this one and its answer (see `Engine.stream`, and `Conversation`).
+          until: asked a few times a second; where it is true the answers end as they are.
         """
         rows = self._questions(context, questions)
         stream = functools.partial(self.engine.stream, context, rows, keep=keep)
         # Where their numbers differ, `stream` says so.
-        given = [length + len(row) for length, row in zip(context.lengths, rows, strict=False)]
-        return self._answers(stream, rows, given, Asked.of(options))
+        each = zip(context.lengths, context.past(keep), rows, strict=False)
+        given = [length + len(past) + len(row) for length, past, row in each]
+        return self._answers(stream, rows, given, Asked.of(options), until)
 
     def ask_all(
         self,
@@ -488,8 +493,9 @@ class LongContext:
         rows: Sequence[Sequence[int]],
         given: Sequence[int],
         how: Asked,
+        until: Callable[[], bool] | None = None,
     ) -> list[Answer]:
-        """The tokens that `stream` yields as answers.
+        """The tokens that `stream` yields as answers, until that is true.
 
         `rows` are the tokens directly before each answer; `given` is the number of all before it.
         """
@@ -505,6 +511,10 @@ class LongContext:
                 for row, (reader, tokens) in enumerate(zip(readers, block, strict=True)):
                     how.tell(row, reader.push(tokens))
                 if all(reader.finished for reader in readers):
+                    break
+                if until is not None and until():
+                    for reader in readers:
+                        reader.interrupted = not reader.finished
                     break
         ended = time.perf_counter()
         first, fetched, answers = first or ended, self.engine.fetched, []

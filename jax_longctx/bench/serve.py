@@ -111,9 +111,9 @@ class _Measured:
             raise InputError("this method reads a text for one question; rows cannot share it")
         how: dict[str, Any] = {"max_tokens": tokens, "sampling": Sampling(temperature=1.0, seed=0)}
         stream = engine.stream(context, [list(QUESTION)], keep=True, **how)
-        ends = [time.perf_counter() for block in stream if len(block[0]) == BLOCK]
+        ends = [time.perf_counter() for block in stream if len(block[0]) == engine.block]
         # The first whole block compiles.
-        alone = statistics.median(map(operator.sub, ends[1:], ends)) / BLOCK
+        alone = statistics.median(map(operator.sub, ends[1:], ends)) / engine.block
         self.say(f"  one row alone {alone * 1e3:.2f} ms a step")
         why = cannot_share(engine)
         given: dict[str, Any] = {"reserve": asked.question + self._answer}

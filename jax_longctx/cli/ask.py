@@ -8,6 +8,7 @@ import dataclasses
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from jax_longctx.origin import check_same
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
-    from jax_longctx.engine import Context
+    from jax_longctx.engine import Context, Progress
     from jax_longctx.engine.ahead import Compilation
     from jax_longctx.text.documents import Joined
 
@@ -72,12 +73,7 @@ class Inputs:
         "repeated.",
         metavar="STEM",
     )
-    chat: bool | None = option(
-        "The checkpoint's chat template, or a plain 'Question: ... Answer:'. The template "
-        "is used where there is one.",
-        "--chat/--no-chat",
-        show_default=False,
-    )
+    chat: bool | None = options.chat_template()
     save_context: Path | None = option(
         "Save the context to a new folder: later questions start without prefill.",
         metavar="DIR",
@@ -243,7 +239,7 @@ class Session:
             # Imported late: it imports tokenizers and templates.
             from jax_longctx.text import chat_layout, plain_layout
 
-            self.chat, encode = _chosen_chat(model, self.inputs), model.tokenizer.encode
+            self.chat, encode = self._chosen_chat(model), model.tokenizer.encode
             stem = bool(self.inputs.completion)
             layout = chat_layout(model.tokenizer) if self.chat else plain_layout(stem=stem)
             self.questions = [encode(layout.question(asked)) for asked in self.inputs.questions]
@@ -255,7 +251,7 @@ class Session:
 
     def check(self, model: "LongContext") -> None:
         """Raises an error where method, checkpoint and context do not fit; needs no weights."""
-        _chosen_chat(model, self.inputs)
+        self._chosen_chat(model)
         save, load = self.inputs.save_context, self.inputs.load_context
         if model.engine.method.info.needs_question and (save or load):
             name = settings_of(model.engine.method)["name"]
@@ -268,6 +264,10 @@ class Session:
             from jax_longctx.engine.context_io import check_fits
 
             check_fits(model.engine, load)
+
+    def _chosen_chat(self, model: "LongContext") -> bool:
+        chat = False if self.inputs.completion else self.inputs.chat
+        return chosen_chat(model, self.inputs.load_context, chat)
 
     def choose(self, model: "LongContext") -> Any:
         """The method for the document and the questions, or the saved context's."""
@@ -317,43 +317,21 @@ class Session:
             assert self.inputs.load_context is not None
             with self.terminal.waiting("loading the context"):
                 return self.model.load_context(self.inputs.load_context), None
-        folder = self.inputs.save_context
+        folder, tokens = self.inputs.save_context, len(self.text)
         if folder is not None:
-            self._check_space(folder, len(self.text))
+            check_space(self.model, folder, tokens, self.reserve, "--save-context")
         self.compiling.wait(prefill=True)
-        begun = time.perf_counter()
-        with self.terminal.progress("reading") as update:
-            context = self.model.prefill(
-                [self.text],
-                reserve=self.reserve,
-                questions=[question] if question is not None and self.rereads else None,
-                progress=lambda now: update(now.done, now.total),
-            )
-        seconds = time.perf_counter() - begun - self.compiling.clock.seconds(begun)
+        asked = [question] if question is not None and self.rereads else None
+        how = {"reserve": self.reserve, "questions": asked}
+        context, seconds = prefilled(self.terminal, self.compiling, self.model, self.text, **how)
         if folder is not None:
             self._save(context, folder)
         return context, seconds
 
-    def _check_space(self, folder: Path, tokens: int) -> None:
-        """CheckpointError where the context will not fit on the disk, before it is prefilled."""
-        footprint = self.model.footprint(tokens, reserve=self.reserve)
-        needed = footprint.kept + footprint.host
-        # The folder is made with the context.
-        there = next(each for each in whole_path(folder).parents if each.exists())
-        free = shutil.disk_usage(there).free
-        if needed > free:
-            raise CheckpointError(
-                f"the context takes {shown_bytes(needed)}, the disk of {folder} has "
-                f"{shown_bytes(free)} free; free some, or name another for --save-context"
-            )
-
     def _save(self, context: "Context", folder: Path) -> None:
         """Saves the context. An error is raised only after all questions are answered."""
         try:
-            with self.terminal.waiting("saving the context"):
-                self.model.save_context(context, folder)
-                prompt = {"chat": self.chat, "tokenizer": self.model.tokenizer_digest}
-                save(seal(PROMPT_FORMAT, prompt), folder / PROMPT_FILE)
+            save_read(self.terminal, self.model, context, folder, chat=self.chat)
         except (CheckpointError, InputError) as error:
             self.unsaved = error
         else:
@@ -431,9 +409,60 @@ class Session:
             self.terminal.record({"question": asked, **record})
 
 
-def _chosen_chat(model: "LongContext", inputs: Inputs) -> bool:
-    """Whether the prompt uses the chat template: as given, as saved, or where there is one."""
-    load, chat = inputs.load_context, False if inputs.completion else inputs.chat
+def prefilled(
+    terminal: Terminal,
+    compiling: Compiling,
+    model: "LongContext",
+    text: list[int],
+    tick: Callable[[], None] = lambda: None,
+    **how: Any,
+) -> tuple["Context", float]:
+    """The context of a text, with progress, and the seconds of its prefill.
+
+    `tick` is called after every chunk; an error that it raises gives the prefill up.
+    """
+    begun = time.perf_counter()
+    with terminal.progress("reading") as update:
+
+        def on_progress(now: "Progress") -> None:
+            update(now.done, now.total)
+            tick()
+
+        context = model.prefill([text], progress=on_progress, **how)
+    return context, time.perf_counter() - begun - compiling.clock.seconds(begun)
+
+
+def check_space(model: "LongContext", folder: Path, tokens: int, reserve: int, option: str) -> None:
+    """CheckpointError where the context will not fit on the disk, before it is prefilled."""
+    footprint = model.footprint(tokens, reserve=reserve)
+    needed = footprint.kept + footprint.host
+    # The folder is made with the context.
+    there = next(each for each in whole_path(folder).parents if each.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise CheckpointError(
+            f"the context takes {shown_bytes(needed)}, the disk of {folder} has "
+            f"{shown_bytes(free)} free; free some, or name another for {option}"
+        )
+
+
+def save_read(
+    terminal: Terminal, model: "LongContext", context: "Context", folder: Path, *, chat: bool
+) -> None:
+    """Saves a context, and how its text was laid out."""
+    with terminal.waiting("saving the context"):
+        model.save_context(context, folder)
+        prompt = {"chat": chat, "tokenizer": model.tokenizer_digest}
+        save(seal(PROMPT_FORMAT, prompt), folder / PROMPT_FILE)
+
+
+def chosen_chat(model: "LongContext", load: Path | None, chat: bool | None) -> bool:
+    """Whether the prompt uses the chat template: as given, as saved, or where there is one.
+
+    Raises:
+      InputError, CheckpointError: a saved context has it otherwise, is damaged, or of another
+        tokenizer.
+    """
     prompt = None if load is None else _read_prompt(load)
     if load is None or prompt is None:
         return model.tokenizer.has_chat if chat is None else chat

@@ -306,6 +306,15 @@ def as_json() -> Any:
     return option(help, "--json", default=False, show_default=False)
 
 
+def chat_template() -> Any:
+    """`--chat/--no-chat`: `bool | None`."""
+    help = (
+        "The checkpoint's chat template, or a plain 'Question: ... Answer:'. The template is used "
+        "where there is one."
+    )
+    return option(help, "--chat/--no-chat", show_default=False)
+
+
 def overwrite(what: str) -> Any:
     """`--overwrite`: `bool`."""
     help = f"Replace {what} that was made from something else; without it that is an error."
@@ -321,7 +330,8 @@ class MethodChoice:
     method: str | None = option(
         "Long-context method ([bold]jax-longctx methods[/bold] says what each buys), or two, as "
         "'snapkv > quest'. [bold]auto[/bold] chooses by the text's length, memory and questions "
-        "(ask and generate). Unless given, ask takes auto, other commands exact attention.",
+        "(ask, chat and generate). Unless given, ask and chat take auto, other commands exact "
+        "attention.",
         "--method",
         "-m",
         metavar="NAME",

@@ -8,7 +8,8 @@ unwinds it, so that temporary files are removed. Python may raise that exception
 for minutes outside Python), or inside code that ignores it (callbacks, destructors) or turns it
 into another error. So a thread also receives the signal, and ends the process `GRACE` seconds
 later or at a second Ctrl-C. Before and after the command there is nothing to unwind, and the
-process ends at once. After the signal nothing but the one line is written to stderr.
+process ends at once. After the signal nothing but the one line is written to stderr. A command that
+goes on after Ctrl-C catches it (`catching`).
 
 The files that remain are those that `kill -9` would leave: an output has a temporary name until it
 is complete, and the next run removes or resumes it.
@@ -76,6 +77,7 @@ class _State:
     code = FAULT
     voice = 2
     nowhere = wake = -1
+    caught: "Caught | None" = None
     # The thread that acquires this lock ends the process. It is reentrant: a signal handler may
     # interrupt the thread that holds it.
     last_word = threading.RLock()
@@ -119,6 +121,42 @@ def unwinding() -> Iterator[None]:
         _State.unwinding = False
         if _State.asked:
             leave()
+
+
+class Caught:
+    """Ctrl-C while a command goes on after it: it ends what `begin` began, or raises at a prompt.
+
+    Attributes:
+      pressed: when it was pressed first since then, of `time.monotonic`.
+      prompting: whether the user is asked for a line; Ctrl-C is a KeyboardInterrupt there.
+    """
+
+    pressed: float | None = None
+    prompting = False
+
+    def begin(self) -> None:
+        """Forgets earlier ones. An event loop may have taken the pipe of the C handler."""
+        self.pressed, self.prompting = None, False
+        if _State.wake >= 0:
+            signal.set_wakeup_fd(_State.wake, warn_on_full_buffer=False)
+
+    def heard(self) -> None:
+        """One more. It ends the process where nothing came of one that is older than `GRACE`."""
+        now = time.monotonic()
+        if not self.prompting and now - (self.pressed or now) > GRACE:
+            _begin()
+            leave()
+        self.pressed = self.pressed or now
+
+
+@contextlib.contextmanager
+def catching() -> Iterator[Caught]:
+    """While this lasts, Ctrl-C does not end the process."""
+    _State.caught = caught = Caught()
+    try:
+        yield caught
+    finally:
+        _State.caught = None
 
 
 @contextlib.contextmanager
@@ -238,6 +276,12 @@ def _begin() -> None:
 
 def _on_interrupt(_: int, frame: FrameType | None) -> None:
     """Python's signal handler, which runs in the main thread once that executes Python."""
+    if _State.caught is not None:
+        if _State.caught.prompting:
+            raise KeyboardInterrupt
+        # The thread has heard it, unless an event loop has its pipe.
+        _State.caught.pressed = _State.caught.pressed or time.monotonic()
+        return
     _begin()
     _State.handled += 1
     if _State.handled > 1 or not _State.unwinding or _begins_an_extension(frame):
@@ -267,6 +311,9 @@ def _watch(heard: int) -> None:
             leave()
         byte = os.read(heard, 1)
         if byte == bytes([signal.SIGINT]):
+            if _State.caught is not None:
+                _State.caught.heard()
+                continue
             pressed += 1
         elif byte != BEGIN:
             continue

@@ -1,7 +1,7 @@
 """Prefill, questions, sampling and decoding over any method."""
 
 from jax_longctx.engine.engine import Engine
-from jax_longctx.engine.prefill import Context, Progress
+from jax_longctx.engine.prefill import Context, Keep, Progress
 from jax_longctx.engine.programs import Lengths, compile_ahead
 from jax_longctx.engine.rows import Ask, Chosen
 from jax_longctx.engine.running import RunningBatch
@@ -12,6 +12,7 @@ __all__ = [
     "Chosen",
     "Context",
     "Engine",
+    "Keep",
     "Lengths",
     "Progress",
     "RunningBatch",

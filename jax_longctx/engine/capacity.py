@@ -356,11 +356,17 @@ def grow(
 
 
 def extend(setup: Setup, context: Context, more: int) -> None:
-    """The context's caches with `more` slots for question and answer."""
-    caches = context.usable_caches()
-    leaves, structure = jax.tree.flatten(caches)
-    made = zip(leaves, _extended(setup, caches, more, context.slots), strict=True)
-    context.caches = structure.unflatten(old if new is None else new for old, new in made)
+    """The context's caches, and its history's, with `more` slots for question and answer."""
+
+    def longer(caches: Any) -> Any:
+        leaves, structure = jax.tree.flatten(caches)
+        made = zip(leaves, _extended(setup, caches, more, context.slots), strict=True)
+        return structure.unflatten(old if new is None else new for old, new in made)
+
+    context.caches = longer(context.usable_caches())
+    if context.history is not None:
+        own = iter(longer(tuple(each for each in context.history if each is not None)))
+        context.history = tuple(each if each is None else next(own) for each in context.history)
     context.slots, context.reserve = context.slots + more, context.reserve + more
 
 

@@ -4,11 +4,11 @@ A context is prefilled once, in chunks of a fixed shape, and asked many question
 forks the context's cache, feeds its tokens, and decodes in blocks inside one compiled loop.
 """
 
-import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -49,18 +49,19 @@ from jax_longctx.engine.decode import (
 from jax_longctx.engine.forms import Bounds, MakesForms, counts_of
 from jax_longctx.engine.prefill import (
     Context,
+    Keep,
     Live,
     Logits,
     Progress,
+    asked,
     finish_context,
     finish_question,
-    fork,
     prefill_question,
     prefill_text,
     whole_finish,
 )
 from jax_longctx.engine.program_files import seal_cache
-from jax_longctx.engine.sampling import RowValues, sampling_static, sampling_values
+from jax_longctx.engine.sampling import Choices, RowValues, sampling_static, sampling_values
 from jax_longctx.engine.weights_hash import first_values, hash_of_weights, sum_of_bits
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig
@@ -128,6 +129,8 @@ class Engine:
         # What the newest answer, or scored text, fetched from the host's memory; None where nothing
         # lies there.
         self.fetched: Fetched | None = None
+        # Most decode steps between two looks at an answer; from the host each is called apart.
+        self.block = BLOCK // 8 if by_layer else BLOCK
         # Tokens of `Method.asks`, from who has a tokenizer.
         self.asks: Rows = ()
         # The same makes forms of answers.
@@ -281,13 +284,16 @@ class Engine:
         sampling: Sampling | None = None,
         max_tokens: int = 128,
         stop_ids: Sequence[int] = (),
-        keep: bool = True,
+        keep: Keep = True,
     ) -> Generator[list[list[int]]]:
         """Asks one question a row; yields each row's new tokens, block by block.
 
         A row ends with a token of `stop_ids` (yielded too) or after `max_tokens`. The context is
         left as it was, also when the iterator is closed early; with `keep=False` it is given up,
-        and its memory is free as soon as the method can do without.
+        and its memory is free as soon as the method can do without. With `keep="history"` question
+        and answer join its history (`Context.joined`), all but what the caches do not hold yet: the
+        newest token, or the answer of a method that answers apart. The next question that is asked
+        so begins with that and follows on the history; one that is asked otherwise ends it.
 
         Raises:
           InputError: a context of another method, an empty question, token ids out of the
@@ -305,24 +311,26 @@ class Engine:
             )
         bounds = Bounds(self.forms, sampling, context.batch)
         limit_mappings()
-        self.ensure_reserve(context, max(map(len, rows)) + max_tokens)
+        given = [[*a, *b] for a, b in zip(context.past(keep), rows, strict=True)]
+        self.ensure_reserve(context, max(map(len, given)) + max_tokens)
         with self.asked(context, keep) as live:
             logits = prefill_question(self.setup, self.params, live, rows, context.total)
+            live.given = given
             if self.method.info.answers_apart:
                 self.answer_apart(live, context, max_tokens, keep)
             context.answering_bytes, context.host_bytes = held_bytes(live.caches)
             limits: Any = {"max_tokens": max_tokens, "stop_ids": stop_ids}
             values = sampling_values(sampling, len(rows), **limits)
             values: RowValues = jax.device_put(values)
-            seen = self.seen(context.rows, rows) if sampling.penalised else None
+            seen = self.seen(context.rows, given) if sampling.penalised else None
             counts = counts_of({}, len(rows), self.config.vocab_size) if sampling.counted else None
             state = first_state(np.array([len(row) > 0 for row in rows]), seen, counts)
             static = sampling_static(sampling)
-            given = self.setup.ends, state, logits, bounds.of(values), static
-            state, chosen = start_answer(*given)
+            begun = self.setup.ends, state, logits, bounds.of(values), static
+            state, chosen = start_answer(*begun)
             self._check_finite(state)
-            yield bounds.take(_chosen(np.asarray(chosen.token), context.batch))
-            most = 1 if bounds.forms else BLOCK
+            yield bounds.take(live.told(_chosen(chosen))[: context.batch])
+            most = 1 if bounds.forms else self.block
             blocks, first = (min(size, most) for size in FIRST_BLOCKS), 1
             variants = answer_variants(self.method, reserved(max_tokens))
             while not np.all(np.asarray(state.done)):
@@ -336,20 +344,15 @@ class Engine:
                 )
                 self._check_finite(state)
                 self.fetched = fetched_of(live.caches, context.batch)
-                yield bounds.take(_chosen(np.asarray(chosen.token), context.batch))
+                yield bounds.take(live.told(_chosen(chosen))[: context.batch])
 
-    @contextlib.contextmanager
-    def asked(self, context: Context, keep: bool) -> Iterator[Live]:
-        """Forks the context for one question. If kept, the context is then as before."""
-        before = context.usable_caches()
-        live = Live(self._fork(context, keep))
-        try:
-            yield live
-        finally:
-            if keep:
-                after = live.whole or live.caches
-                pairs = zip(before, after, self._lending(before), strict=True)
-                context.caches = tuple(new if lends else old for old, new, lends in pairs)
+    def asked(self, context: Context, keep: Keep) -> AbstractContextManager[Live]:
+        """The caches for one question: see `prefill.asked`."""
+
+        def check(copied: Any) -> None:
+            self.check_bytes(context.slots, bytes_per_device(self.mesh, copied))
+
+        return asked(self.setup, context, keep, check)
 
     def check_context(self, context: Context) -> None:
         """Raises InputError for a context that another method, or other settings, prefilled."""
@@ -359,7 +362,7 @@ class Engine:
                 f"{self.method}; ask it under the method that made it, or prefill again"
             )
 
-    def answer_apart(self, live: Live, context: Context, max_tokens: int, keep: bool) -> None:
+    def answer_apart(self, live: Live, context: Context, max_tokens: int, keep: Keep) -> None:
         """The answer's own caches, made from the context's and the question's."""
         reserve = bucket(max_tokens + SPARE)
         whole = live.caches
@@ -368,7 +371,8 @@ class Engine:
         self.check_bytes(context.slots, bytes_per_device(self.mesh, answering))
         live.caches = finish_question(*given, reserve)
         # A fork that is a copy is of no more use.
-        live.whole = whole if keep and self.method.info.append_only else None
+        needed = keep == "history" or (keep and self.method.info.append_only)
+        live.whole = whole if needed else None
 
     def _check_finite(self, state: DecodeState) -> None:
         if not np.all(np.asarray(state.finite)):
@@ -389,22 +393,6 @@ class Engine:
         for b, (context, question) in enumerate(zip(contexts, questions, strict=True)):
             seen[b, [*context, *question]] = True
         return jax.device_put(seen)
-
-    def _fork(self, context: Context, keep: bool) -> tuple[Any, ...]:
-        """The caches for one question; layers that only append lend the context's buffers."""
-        caches = context.usable_caches()
-        lending = self._lending(caches)
-        copied = [cache for cache, lends in zip(caches, lending, strict=True) if not lends]
-        if keep and copied:
-            self.check_bytes(context.slots, bytes_per_device(self.mesh, copied))
-        forks = fork(self.setup, caches, keep=keep)
-        if any(lending) or not keep:
-            context.caches = None
-        return forks
-
-    def _lending(self, caches: tuple[Any, ...]) -> list[bool]:
-        """Of each cache of a context, whether its fork shares its buffers."""
-        return [layer.method.append_only for _, layer, _ in self.setup.with_layers(caches)]
 
     def generate(
         self,
@@ -510,6 +498,7 @@ class Engine:
         caches = context.usable_caches()
         # In multiples, so that a slightly longer question does not compile everything anew.
         more = bucket(extra - context.reserve, self.mesh.shape["seq"])
+        caches = (*caches, *filter(None, context.history or ()))
 
         def need(more: int) -> int:
             sizes = {"more": more, "layout": self.setup.slot_layout, "slots": context.slots}
@@ -527,8 +516,8 @@ def _checked(sampling: Sampling | None, max_tokens: int, rows: int) -> Sampling:
     return (sampling or Sampling()).of_rows(rows)
 
 
-def _chosen(block_BX: np.ndarray, batch: int) -> list[list[int]]:
-    return [[int(token) for token in row if token >= 0] for row in block_BX[:batch]]
+def _chosen(choices: Choices) -> list[list[int]]:
+    return [[int(token) for token in row if token >= 0] for row in np.asarray(choices.token)]
 
 
 def _check_questions(questions: Rows, count: int) -> None:

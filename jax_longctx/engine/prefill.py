@@ -1,8 +1,9 @@
 """Prefill: one segment through the model, the end of a text or a question, and the context."""
 
+import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -20,6 +21,9 @@ from jax_longctx.errors import InputError
 from jax_longctx.sharding import Stacked, tree_shardings, tree_specs, weight_sharding
 
 Logits = Literal["none", "hidden", "last"]
+# Whether a context is given up for a question, is afterwards as before, or is that and keeps
+# question and answer as its history, on which the next such question follows.
+Keep = bool | Literal["history"]
 
 
 def _segment(
@@ -262,6 +266,9 @@ class Context:
       answering_bytes: what the newest answer's caches held, over all devices.
       host_bytes: what they held in the hosts' memory.
       method: the method that prefilled it; no other can ask it. None is not checked.
+      history: the caches that have gone on with a conversation; None in place of those that share
+        the context's buffers, which hold both.
+      joined: each row's tokens beyond the context that the history holds.
     """
 
     rows: list[list[int]]
@@ -274,6 +281,16 @@ class Context:
     answering_bytes: int = 0
     host_bytes: int = 0
     method: Method | None = None
+    history: tuple[Any, ...] | None = None
+    joined: list[list[int]] = dataclasses.field(default_factory=list)
+
+    def past(self, keep: Keep) -> list[list[int]]:
+        """Each row's tokens between the context and the next question."""
+        return self.joined if keep == "history" and self.joined else [[] for _ in self.rows]
+
+    def forget(self) -> None:
+        """Ends the history."""
+        self.history, self.joined = None, []
 
     @property
     def lengths(self) -> list[int]:
@@ -302,11 +319,72 @@ class Context:
 class Live:
     """The caches of the question at hand: always the newest, the older ones were donated.
 
-    `whole` are the context's and the question's, where the answer is read from others.
+    Attributes:
+      whole: the context's and the question's, where the answer is read from others.
+      given: each row's tokens between the context and the answer.
+      answers: each row's tokens so far.
     """
 
     caches: tuple[Any, ...]
     whole: tuple[Any, ...] | None = None
+    given: list[list[int]] = dataclasses.field(default_factory=list)
+    answers: list[list[int]] = dataclasses.field(default_factory=list)
+
+    def told(self, news: list[list[int]]) -> list[list[int]]:
+        """These tokens, which each row's answer now has too."""
+        earlier = self.answers or [[] for _ in news]
+        self.answers = [[*old, *new] for old, new in zip(earlier, news, strict=True)]
+        return news
+
+    @property
+    def joined(self) -> list[list[int]]:
+        """Each row's tokens beyond the context that the context's own caches hold."""
+        # The newest token is fed with the next one.
+        fed = (row[: -1 if self.whole is None else 0] for row in self.answers)
+        return [[*row, *more] for row, more in zip(self.given, fed, strict=True)]
+
+
+@contextlib.contextmanager
+def asked(
+    setup: Setup, context: Context, keep: Keep, check: Callable[[Any], object]
+) -> Iterator[Live]:
+    """Forks the context for one question, or takes its history; if kept it is then as before.
+
+    Layers that only append lend the context's buffers, and take them back with what was asked
+    behind the context, where the next fork overwrites it. The others go on in a copy. With
+    "history" the next such question finds both as this one leaves them, unless an error ends it.
+
+    Args:
+      check: raises an error where there is no memory for a copy of these caches.
+    """
+    before, past = context.usable_caches(), context.history
+    joins = keep == "history" and setup.method.goes_on
+    lending = [layer.method.append_only for _, layer, _ in setup.with_layers(before)]
+    if joins and past is not None:
+        pairs = zip(before, past, strict=True)
+        live = Live(tuple(shared if own is None else own for shared, own in pairs))
+    else:
+        copied = [cache for cache, lends in zip(before, lending, strict=True) if not lends]
+        if keep and copied:
+            check(copied)
+        live = Live(fork(setup, before, keep=bool(keep)))
+    if any(lending) or not keep:
+        context.caches = None
+    context.forget()
+    held: list[list[int]] = []
+    try:
+        yield live
+        held = live.joined
+    except GeneratorExit:
+        held = live.joined
+        raise
+    finally:
+        if keep:
+            after = list(zip(before, live.whole or live.caches, lending, strict=True))
+            context.caches = tuple(new if lends else old for old, new, lends in after)
+            if joins and held:
+                context.history = tuple(None if lends else new for _, new, lends in after)
+                context.joined = held
 
 
 def prefill_text(

@@ -87,6 +87,11 @@ class Compressing(Budgeted):
         return self.interval is None
 
     @property
+    def goes_on(self) -> bool:
+        # Between two evictions an answer leaves no room for a part of a question.
+        return self.interval is None
+
+    @property
     def query_aware(self) -> bool:
         # A question competes with the text.
         return self.interval is not None

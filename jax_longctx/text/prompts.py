@@ -130,6 +130,27 @@ def chat_layout(tokenizer: "Tokenizer", variables: Mapping[str, Any] | None = No
     return PromptLayout(before, between, after, templated=True)
 
 
+def turn_layout(tokenizer: "Tokenizer", variables: Mapping[str, Any] | None = None) -> PromptLayout:
+    """The checkpoint's chat template from an answer to the next one, around the question between.
+
+    Args:
+      variables: as for `Tokenizer.chat`.
+
+    Raises:
+      ConfigError: there is no template, or it shows no earlier answers.
+    """
+    said = ("user", "\ue000"), ("assistant", _DOCUMENT), ("user", _QUESTION)
+    turns = [{"role": role, "content": text} for role, text in said]
+    _, found_answer, rest = tokenizer.chat(turns, variables=variables).text.partition(_DOCUMENT)
+    between, found_question, after = rest.partition(_QUESTION)
+    if not (found_answer and found_question) or "\ue000" in between + after:
+        raise ConfigError(
+            "the chat template does not show an earlier answer and the next question, each once; "
+            "use --no-chat, or ask single questions"
+        )
+    return PromptLayout("", between, after, templated=True)
+
+
 class Encoder:
     """Encodes as the backend does that `file` describes; added tokens among `ends` are special.
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 import jax_longctx
-from jax_longctx import files
+from jax_longctx import Conversation, files
 from jax_longctx.engine import context_io
 from jax_longctx.errors import CapacityError, CheckpointError
 from jax_longctx.serving import executor
@@ -125,6 +125,25 @@ def test_a_chat_goes_on_about_a_context(server, client, tiny):
     for wrong in (messages[:2], [{"role": "system", "content": "Be short."}, messages[0]]):
         with pytest.raises(openai.BadRequestError, match="begin and end with the user's"):
             client.chat.completions.create(model="tiny", messages=wrong, extra_body=about)
+
+
+def test_a_conversation_in_the_cache_is_one_that_is_sent_again(server, client, tiny):
+    with server.http() as http:
+        about = {"context": read(http, text=BOOK)["id"]}
+    talk = Conversation(tiny, tiny.prefill(tiny.layout().context(BOOK)))
+    for number in range(20):
+        # Random bytes are no text that could be sent, nor what the template trims.
+        answer = talk.ask(question := f"What {number}?", max_tokens=1)
+        if tiny.tokenizer.encode(answer.text.strip()) == answer.tokens:
+            break
+        talk.clear()
+    second = talk.ask("And which?", max_tokens=9).text
+    turns = [("user", question), ("assistant", answer.text), ("user", "And which?")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    how = {"model": "tiny", "extra_body": about, "temperature": 0}
+    for given, tokens, expected in ((messages[:1], 1, answer.text), (messages, 9, second)):
+        found = client.chat.completions.create(messages=given, max_tokens=tokens, **how)
+        assert found.choices[0].message.content == expected
 
 
 def test_special_tokens_count_in_completions_alone(server, client, tiny):
