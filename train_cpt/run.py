@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 from flax import traverse_util
+from jax.sharding import Mesh
 
 import jax_longctx
 from jax_longctx.engine.distributed import from_leader
@@ -131,15 +132,7 @@ def _run(config: RunConfig, note: Callable[[str], None], progress: OnStep | None
     tokenizer = Tokenizer.load(storage.tokenizer_folder(checkpoint, manifest))
     check_vocabulary(tokenizer, manifest.config)
     sizes: dict[str, Any] = dict(parse_mesh(config.run.mesh))
-    setup = TrainSetup(
-        config=manifest.config,
-        mesh=make_mesh(**sizes),
-        optimizer=config.optimizer,
-        pattern=config.pattern,
-        dtype=config.run.dtype,
-        remat=config.run.remat,
-        loss_chunk=config.run.loss_chunk,
-    )
+    setup = setup_of(config, manifest.config, make_mesh(**sizes))
     check_attention(setup.config, setup.mesh, setup.pattern, config.data.length)
     known_as = tokenizer_digest(checkpoint)
     from_leader(lambda: _prepare(config.data, tokenizer, known_as, manifest.config, note))
@@ -173,6 +166,19 @@ def _run(config: RunConfig, note: Callable[[str], None], progress: OnStep | None
                 params = saved.restore(best, setup).params
             _write_model(output / BEST, checkpoint, manifest, params, best)
     return outcome
+
+
+def setup_of(config: RunConfig, model: ModelConfig, mesh: Mesh) -> TrainSetup:
+    """The setup of the run's steps."""
+    return TrainSetup(
+        config=model,
+        mesh=mesh,
+        optimizer=config.optimizer,
+        pattern=config.pattern,
+        dtype=config.run.dtype,
+        remat=config.run.remat,
+        loss_chunk=config.run.loss_chunk,
+    )
 
 
 def _versions() -> dict[str, str]:

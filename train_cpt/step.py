@@ -13,6 +13,7 @@ warm-up steps, falling linearly, no weight decay.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -296,16 +297,20 @@ def text_losses(
     return _loss_sum(setup, params, tokens, weights) / (batch * jnp.minimum(last, length - 1))
 
 
-def _rematerialised(layer: Layer, remat: Remat) -> Any:
-    """The layer as a function whose forward pass runs again for its gradient."""
-    graph, state = nnx.split(layer)
+def _looped(layers: Sequence[Layer], remat: Remat) -> Any:
+    """The layers, which are alike, as one function: a loop, so that XLA compiles a layer once.
+
+    The forward pass of a layer runs again for its gradient.
+    """
+    graph = nnx.graphdef(layers[0])
     saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+    stacked = jax.tree.map(lambda *each: jnp.stack(each), *map(nnx.state, layers))
 
     def call(x_BTD: Array, cache: None, attend: Attend) -> tuple[Array, None]:
-        def run(state: Any, x_BTD: Array) -> Array:
-            return nnx.merge(graph, state)(x_BTD, cache, attend)[0]
+        def run(x_BTD: Array, state: Any) -> tuple[Array, None]:
+            return nnx.merge(graph, state)(x_BTD, cache, attend)[0], None
 
-        return jax.checkpoint(run, policy=saved)(state, x_BTD), cache
+        return jax.lax.scan(jax.checkpoint(run, policy=saved), x_BTD, stacked)[0], cache
 
     return call
 
@@ -314,11 +319,10 @@ def hidden_states(
     model: Llama, tokens: Int[Array, "B T"], attend: Attend, remat: Remat = "none"
 ) -> Float[Array, "B T D"]:
     """Final normed hidden states of texts that begin at position 0."""
-    caches = (None,) * len(model.layers)
     if remat != "none":
-        layers: Any = tuple(_rematerialised(layer, remat) for layer in model.layers)
+        layers: Any = (_looped(model.layers, remat),)
         model.layers = layers
-    return model.hidden(tokens, caches, attend)[0]
+    return model.hidden(tokens, (None,) * len(model.layers), attend)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

@@ -75,7 +75,7 @@ def plan(
     devices, terminal = parse_target(target), Terminal(as_json=as_json)
     # Nothing is computed, so JAX needs no device, and libtpu stays free for the compiler.
     os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
-    config, held = _config(model, terminal)
+    config, held = read_model(model, terminal)
     with terminal.starting():
         from jax_longctx.methods import make_method, settings_of
         from jax_longctx.planning.plan import PlanRequest, alternatives, make_plan, propose_mesh
@@ -128,8 +128,8 @@ def _compile(
     }
 
 
-def _config(model: str, terminal: Terminal) -> tuple[Any, StoredForm | None]:
-    """The model, and the 8-bit form of its checkpoint's matrices."""
+def read_model(model: str, terminal: Terminal) -> tuple[Any, StoredForm | None]:
+    """A model by its name or path, and the 8-bit form of its checkpoint's matrices."""
     from jax_longctx.models.presets import preset
 
     path = expanded(model)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import typer
 
 from jax_longctx.cli import options, process
 from jax_longctx.cli.options import option
+from jax_longctx.cli.plan import read_model
 from jax_longctx.cli.terminal import Terminal, check_checkpoint, check_file, save
 from jax_longctx.errors import InputError
 from jax_longctx.memory import shown_bytes
+from jax_longctx.planning.targets import parse_target
 from jax_longctx.run_spec import RunSpec
 
 train_app = options.App(
@@ -72,6 +75,50 @@ def train(
         terminal.note(
             f"step {best.step} had the lowest dev loss, {best.dev_loss:.4f}: {output / BEST}"
         )
+
+
+@train_app.command()
+@options.command
+def plan(
+    *,
+    config: Path = option(
+        "The run as TOML.", default=..., metavar="FILE", exists=True, dir_okay=False
+    ),
+    target: str = option("v5e:4x4, v5p:4x4x4 or v6e:8x8; or cpu.", default=...),
+    model: str | None = option(
+        "A published model's name or a Hugging Face config.json, in place of the run's checkpoint."
+    ),
+    as_json: bool = options.as_json(),
+) -> None:
+    """Compile the training step of a run for devices that need not exist, and show its memory.
+
+    The mesh is that of the run. Neither weights nor texts are read.
+
+    [bold]Example[/bold]
+
+        jax-longctx train plan --config run.toml --target v5p:4x4x4 --model llama-3.2-1b
+    """
+    devices, terminal = parse_target(target), Terminal(as_json=as_json)
+    os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
+    with terminal.starting(extra="train"):
+        from train_cpt.planning import plan_step
+        from train_cpt.run import read_config
+    run = read_config(config)
+    shapes, _ = read_model(str(run.run.checkpoint) if model is None else model, terminal)
+    with terminal.waiting("compiling"):
+        made = plan_step(run, shapes, devices)
+    terminal.result({**dataclasses.asdict(made), "target": target, "fits": made.fits}, _planned)
+
+
+def _planned(record: dict[str, Any]) -> list[str]:
+    state, temporaries, available, moved = (
+        shown_bytes(record[name]) for name in ("state", "temporaries", "available", "moved")
+    )
+    return [
+        f"{record['target']}, each device: state {state}, temporaries {temporaries}, of {available}"
+        f": it {'fits' if record['fits'] else 'does not fit'}",
+        f"{record['collectives']:,} collectives of {moved}; compiled in {record['seconds']:.0f} s",
+    ]
 
 
 def _moment(line: dict[str, Any]) -> str:

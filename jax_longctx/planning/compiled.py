@@ -41,6 +41,7 @@ from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models import params as parameters
 from jax_longctx.planning.collectives import count_collectives, count_reads
 from jax_longctx.planning.plan import PlanRequest
+from jax_longctx.planning.targets import Target
 from jax_longctx.planning.work import weight_bytes
 from jax_longctx.run_spec import RunSpec
 from jax_longctx.sharding import make_mesh
@@ -96,7 +97,7 @@ def compile_plan(
     Raises:
       InputError: this machine cannot compile for the target.
     """
-    mesh = make_mesh(**sizes, devices=_devices(request, math.prod(sizes.values())))
+    mesh = make_mesh(**sizes, devices=devices_of(request.target, math.prod(sizes.values())))
     by_layer = request.target.kind == "cpu"
     setup = dataclasses.replace(request.setup(mesh), by_layer=by_layer)
     used = used_programs(request, setup, request.rows(sizes))
@@ -225,8 +226,12 @@ def abstract_params(setup: Setup) -> Any:
     return params if setup.by_layer else parameters.stacked_layers(setup.config, params)
 
 
-def _devices(request: PlanRequest, count: int) -> list[Any]:
-    target = request.target
+def devices_of(target: Target, count: int) -> list[Any]:
+    """The devices that programs are compiled for.
+
+    Raises:
+      InputError, ConfigError: this machine cannot compile for the target.
+    """
     if target.topology is not None:
         return _tpu_devices(target.topology)
     if target.kind != "cpu":

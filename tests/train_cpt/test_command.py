@@ -28,8 +28,8 @@ from tests.patience import patience
 from tests.train_cpt.tiny_files import write_tiny
 from train_cpt import loop
 from train_cpt.metrics import read_metrics
-from train_cpt.run import RunConfig, read_config, run_config
-from train_cpt.step import place_texts
+from train_cpt.run import RunConfig, read_config, run_config, setup_of
+from train_cpt.step import abstract_state, place_texts
 
 ROOT = Path(__file__).parents[2]
 PROCESSES, STEPS = 2, 4
@@ -361,3 +361,19 @@ def test_each_device_gets_the_texts_of_its_shard_of_data():
     assert len(placed.addressable_shards) == 4
     for shard in placed.addressable_shards:
         np.testing.assert_array_equal(shard.data, windows[numbers[shard.index[:2]]])
+
+
+def test_the_step_of_a_run_is_planned(folder, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    config = str(folder / "run.toml")
+    asked = ["train", "plan", "--config", config, "--target", "cpu", "--json"]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.stderr
+    record, shapes = json.loads(result.stdout), read_manifest(folder / "model").config
+    state = abstract_state(setup_of(read_config(folder / "run.toml"), shapes, make_mesh()))
+    # Weights and two moments, and the texts; no more.
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert 0 < record["state"] - kept < 64 * 1024 and record["temporaries"] > 0
+    assert record["fits"] and record["available"] == 16 * 2**30
+    result = CliRunner().invoke(app, [*asked[:-3], "--target", "h100"])
+    assert result.exit_code == 2 and "cannot compile for h100 on this machine" in result.stderr
