@@ -136,13 +136,13 @@ def upload(page, text=BOOK, name="book.txt"):
 
 
 def drop(page, text, name):
-    """Drops a file from outside the browser."""
-    script = """([text, name]) => {
+    """Drops two files from outside the browser."""
+    script = """([text, ...names]) => {
       const held = new DataTransfer();
-      held.items.add(new File([text], name, {type: "text/plain"}));
+      for (const name of names) held.items.add(new File([text], name, {type: "text/plain"}));
       dispatchEvent(new DragEvent("drop", {dataTransfer: held, cancelable: true}));
     }"""
-    page.evaluate(script, [text, name])
+    page.evaluate(script, [text, name, "two.txt"])
 
 
 def uploaded(page, text=BOOK, name="book.txt", how=upload):
@@ -164,11 +164,12 @@ def ask(page, question="What is the pass key?", tokens=8):
 def test_page_upload_of_a_hostile_name_and_text(server, visit):
     page = visit(server)
     row = uploaded(page, f"<b>{BOOK}</b>", HOSTILE, drop)
-    expect(row.locator(".name")).to_have_text(HOSTILE)
+    expect(row.locator(".name")).to_have_text(f"{HOSTILE}, two.txt")
     expect(row).to_contain_text(re.compile(r"[\d,]+ tokens · .* in memory · .* to live"))
-    expect(page.locator("#about")).to_have_text(HOSTILE)
+    expect(page.locator("#about")).to_have_text(f"{HOSTILE}, two.txt")
     page.get_by_role("button", name="Show the text").click()
-    expect(page.locator("#pages")).to_have_text(f"<b>{BOOK}</b>")
+    expect(page.locator("#pages")).to_contain_text(f"Document: {HOSTILE}")
+    expect(page.locator("#pages")).to_contain_text(f"<b>{BOOK}</b>")
     assert page.locator("main img, main b").count() == 0
 
 
