@@ -83,7 +83,7 @@ function sourcesOf(sources, group, server) {
       "li",
       {},
       el("button", { type: "button", class: "source", click: show }, place || `passage ${number + 1}`),
-      el("span", { class: "facts" }, ` ${Number(score).toPrecision(2)} `),
+      el("span", { class: "facts" }, ` ${Number(score).toFixed(2)} `),
       el("q", {}, text.length > 160 ? `${text.slice(0, 160)}…` : text),
     );
   });
