@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.jax_longctx.serving.test_response_format import Fact
 from tests.jax_longctx.serving.tiny import BOOK, chat, read
 from tests.patience import patience
 
@@ -28,11 +29,20 @@ print(json.dumps([whole, "".join(pieces)]))
 """
 LANGCHAIN = """
 import json, sys
+from typing import Annotated, Literal
 from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field
+
+class Fact(BaseModel):
+    kind: Literal["town", "sea"]
+    year: Annotated[int, Field(ge=0, le=99)]
+
 address, context, question = sys.argv[1:]
 how = {"model": "tiny", "base_url": address, "api_key": "none", "temperature": 0}
 model = ChatOpenAI(max_tokens=12, extra_body={"context": context}, **how)
 pieces = [chunk.text for chunk in model.stream(question)]
+drawn = ChatOpenAI(max_tokens=64, seed=0, **how | {"temperature": 1})
+assert isinstance(drawn.with_structured_output(Fact).invoke("Which?"), Fact)
 print(json.dumps([model.invoke(question).text, "".join(pieces)]))
 """
 
@@ -69,11 +79,23 @@ def test_a_python_client_asks_about_a_context(server, client, script):
     assert json.loads(found) == [expected.choices[0].message.content] * 2
 
 
+def llm(server, folder, *given):
+    entry = {"model_id": "ours", "model_name": "tiny", "api_base": f"{server.url}/v1"}
+    entries = json.dumps([{**entry, "supports_schema": True}])
+    (folder / "extra-openai-models.yaml").write_text(entries)
+    return ran("llm", "-m", "ours", "--key", "none", *given, LLM_USER_PATH=str(folder)).strip()
+
+
 @pytest.mark.parametrize("how", [[], ["--no-stream"]])
 def test_llm_asks(server, client, tmp_path, how):
-    entry = {"model_id": "ours", "model_name": "tiny", "api_base": f"{server.url}/v1"}
-    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([entry]))
-    given = ["-m", "ours", "--key", "none", "-o", "temperature", "0", "-o", "max_tokens", "12"]
-    found = ran("llm", *given, *how, QUESTION, LLM_USER_PATH=str(tmp_path))
+    found = llm(
+        server, tmp_path, *how, "-o", "temperature", "0", "-o", "max_tokens", "12", QUESTION
+    )
     expected = chat(client, QUESTION, temperature=0, max_tokens=12).choices[0].message.content
-    assert found.strip() == expected.strip() != ""
+    assert found == expected.strip() != ""
+
+
+def test_llm_gets_an_answer_in_a_form(server, tmp_path):
+    form = json.dumps(Fact.model_json_schema())
+    how = ["-o", "temperature", "1", "-o", "seed", "0", "-o", "max_tokens", "64"]
+    Fact.model_validate_json(llm(server, tmp_path, "--schema", form, *how, "Which?"))

@@ -120,6 +120,7 @@ def visit(browser):
             lambda sent: sent.url.startswith((*allowed, "data:")) or wrong.append(sent.url),
         )
         page.goto(running.url)
+        expect(page.locator("#servers .memory").first).not_to_be_empty()
         opened.append(page)
         return page
 
