@@ -58,12 +58,14 @@ _SMALL: dict[str, _Settings] = {
     "star": {"block": 32},
     "r-kv": {"budget": 48, "interval": 4},
     "triattention": {"budget": 48, "interval": 4},
+    "duo-attention": {"heads": "10", "sink": 4, "recent": 16},
 }
 _EVERYTHING: dict[str, _Settings] = {
     "reattention": _REATTENTION | {"local_size": 100, "kept": 4},
     "free-pages": _FREE | {"local": 80},
     "infllm": _INFLLM | {"n_local": 100},
     "star": {"block": 128},
+    "duo-attention": {"heads": "1"},
 }
 
 

@@ -24,6 +24,7 @@ from jax_longctx.cli import options, process
 from jax_longctx.cli.ask import ask
 from jax_longctx.cli.batch import batch
 from jax_longctx.cli.bench import bench_app
+from jax_longctx.cli.calibrate import calibrate
 from jax_longctx.cli.chat import chat
 from jax_longctx.cli.convert import convert
 from jax_longctx.cli.demo import demo
@@ -165,7 +166,10 @@ def _job(
     process.join(job.coordinator, job.processes, job.process)
 
 
-for _command in (ask, chat, generate, batch, serve, plan, warm, convert, methods, demo):
+for _command in (
+    *(ask, chat, generate, batch, serve),
+    *(plan, warm, convert, methods, calibrate, demo),
+):
     app.command()(_command)
 # The harness parses all arguments itself, --help too.
 app.command(

@@ -152,6 +152,7 @@ READS = "quest:budget=128,granularity=kv_head"
         # Heads of numbers of their own, under one method.
         "snapkv:window=4,budget=40,over_heads=ada",
         "keydiff:budget=40,over_heads=critical",
+        "duo-attention:heads=10/01,sink=4,recent=16",
     ],
 )
 def test_questions_of_a_saved_context_and_of_a_running_batch(tmp_path, name):

@@ -1,4 +1,4 @@
-"""Heads that share a budget: what they attend, and the memory that it takes."""
+"""Heads that keep numbers of their own: what they attend, the memory, and which heads look far."""
 
 import functools
 
@@ -10,6 +10,7 @@ from jax_longctx.caches.uneven import PAGE
 from jax_longctx.engine.capacity import footprint
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import ConfigError
+from jax_longctx.evaluation.retrieval_heads import far_attention
 from jax_longctx.methods import make_method
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import (
@@ -31,6 +32,7 @@ NAMES = [
     "keydiff:budget=100,over_heads=ada",
     "expected-attention:ratio=0.4,over_heads=critical",
     "snapkv:budget=100,window=8,over_heads=critical",
+    "duo-attention:heads=10/01,sink=4,recent=32",
 ]
 
 
@@ -83,6 +85,9 @@ def test_tokens_attend_to_what_each_head_keeps_and_to_those_after(name):
         [int(np.sum(cache.count[0], where=cache.head[0] == head)) for head in range(2)]
         for cache in caches
     ]
+    if name.startswith("duo"):
+        assert counts == [[400, 36], [36, 400]]
+        return
     most = 100 if "budget" in name else 160
     assert all(sum(each) == 2 * most for each in counts)
     assert any(first != second for first, second in counts)
@@ -120,3 +125,41 @@ def test_nothing_follows_uneven_heads():
         ConfigError, match="nothing can follow knorm: with over_heads=ada its heads"
     ):
         make_method("knorm:over_heads=ada > quest")
+
+
+def test_a_file_says_which_heads_retrieve(tmp_path):
+    scores = np.array([[0.1, 0.9, 0.2], [1.5, -1.0, 0.3]])
+    np.savetxt(tmp_path / "heads.tsv", scores, delimiter="\t")
+    method = make_method("duo-attention", {"heads": str(tmp_path / "heads.tsv"), "share": 0.34})
+    # As kvpress has it: the lowest of all numbers are those of streaming heads.
+    streams = np.zeros(scores.shape, bool)
+    lowest = np.argsort(np.clip(scores, 0, 1), axis=None)[: round(6 * 0.66)]
+    streams[np.unravel_index(lowest, scores.shape)] = True
+    assert method.heads == "/".join("".join(str(int(not x)) for x in row) for row in streams)
+    for heads, said in {
+        "": "write a file with jax-longctx calibrate",
+        "101/011": "heads has 2 layers of 3 kv heads, this model 2 of 2",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            engine_of(f"duo-attention:heads={heads}" if heads else "duo-attention")
+    (tmp_path / "heads.tsv").write_text("0.5\tx\n")
+    with pytest.raises(ConfigError, match="is no table of numbers apart by tabs"):
+        make_method("duo-attention", {"heads": str(tmp_path / "heads.tsv")})
+
+
+@pytest.mark.slow
+def test_far_attention_is_what_numpy_says():
+    engine, text, passage = engine_of("full"), ROWS[0][0], ROWS[0][0][60:80]
+    found = far_attention(engine, [text], [passage], sink=4, recent=32)
+    expected, theta = [], engine.config.rope.theta
+
+    def attend(layer, q, k, v):
+        at = np.arange(len(q))
+        p = probabilities(rope(q, at, theta), rope(k, at, theta), at[:, None] >= at)
+        far = (at >= 4) & (at < at[:, None] - 32)
+        mean = (p * far).sum(-1)[:, len(text) :].mean(-1)
+        expected.append(mean.reshape(-1, 2).max(-1))
+        return weighted_values(p, v)
+
+    forward(engine.config, oracle_params(engine), [*text, *passage], attend)
+    np.testing.assert_allclose(found, expected, atol=1e-4)

@@ -1,0 +1,91 @@
+"""`jax-longctx calibrate`: measure which heads of a model look far back, once for each model."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+from jax_longctx.cli import options
+from jax_longctx.cli.options import option
+from jax_longctx.cli.terminal import Terminal, check_checkpoint
+from jax_longctx.evaluation.haystack import python_topics
+from jax_longctx.files import write_whole
+from jax_longctx.run_spec import RunSpec
+
+# What is written beside the checkpoint.
+FILE = "retrieval_heads.tsv"
+
+
+@options.command
+def calibrate(
+    *,
+    checkpoint: Path = option(
+        "Converted checkpoint.",
+        "--checkpoint",
+        "-c",
+        default=...,
+        metavar="DIR",
+        callback=options.checked(check_checkpoint),
+    ),
+    out: Path | None = option(f"The file that is written; {FILE} of the checkpoint unless given."),
+    tokens: int = option("Tokens of each text.", default=4000, min=600),
+    texts: int = option("Texts, each with a passage elsewhere.", default=4, min=1),
+    passage: int = option("Tokens of a passage.", default=64, min=8),
+    seed: int = option("Fixes the passages.", default=0),
+    run: RunSpec = options.run("dtype"),
+    as_json: bool = options.as_json(),
+) -> None:
+    """Measure which heads of a model retrieve, for duo-attention, and write them to a file.
+
+    A passage of random words lies in a text and follows it once more. A head's number is the
+    attention that the copy gives to what is neither at the text's beginning nor near. It takes one
+    pass over each text.
+
+    [bold]Examples[/bold]
+
+        jax-longctx calibrate -c qwen
+
+        jax-longctx ask book.txt "Who?" -c qwen -m duo-attention:heads=qwen/retrieval_heads.tsv
+    """
+    terminal, target = Terminal(as_json=as_json), out or checkpoint / FILE
+    with terminal.starting():
+        import numpy as np
+
+        from jax_longctx.api import load
+        from jax_longctx.evaluation.retrieval_heads import far_attention
+        from jax_longctx.methods.duo_attention import DuoAttention
+
+        model = load(checkpoint, run)
+    near, prose, chosen = DuoAttention(), python_topics(), random.Random(seed)
+    words = sorted({word for word in prose.split() if word.isalpha() and len(word) > 3})
+    around = model.tokenizer.encode(prose)
+    around *= 1 + 2 * tokens // len(around)
+    prompts = []
+    for number in range(texts):
+        own = model.tokenizer.encode(" ".join(chosen.sample(words, passage)))[:passage]
+        begin = chosen.randrange(len(around) - tokens)
+        text = around[begin : begin + tokens - len(own)]
+        # In the middle of as many parts of the text's first half: far from the copy.
+        at = len(text) * (2 * number + 1) // (4 * texts)
+        prompts.append(([*text[:at], *own, *text[at:]], own))
+    with terminal.waiting("reading the texts"):
+        found = [
+            far_attention(model.engine, [text], [own], sink=near.sink, recent=near.recent)
+            for text, own in prompts
+        ]
+    scores = np.mean(found, axis=0)
+    write_whole("".join("\t".join(f"{x:.5f}" for x in row) + "\n" for row in scores), target)
+    record = {"file": str(target), "layers": len(scores), "kv_heads": len(scores[0])}
+    record |= {"tokens": tokens, "texts": texts, "passage": passage, "seed": seed}
+    record["scores"] = scores.tolist()
+    terminal.result(record, _shown)
+
+
+def _shown(record: dict[str, Any]) -> list[Any]:
+    scores = sorted((x for row in record["scores"] for x in row), reverse=True)
+    most, half = scores[0], scores[len(scores) // 2]
+    return [
+        f"{record['file']}: {record['layers']} layers of {record['kv_heads']} kv heads; the copy "
+        f"gives far tokens {most:.0%} of its attention in the first of them, {half:.0%} in the "
+        "median one",
+        f"use it: -m duo-attention:heads={record['file']}",
+    ]
