@@ -152,9 +152,9 @@ def test_programs_of_all_tasks_compile_first(small, tiny, tmp_path, monkeypatch,
     methods = ("full", STREAMING, "tova:budget=32,chunk=16", "snapkv:budget=64")
     rows = evaluate(tiny, tmp_path, config(methods, tasks, **size))
     assert {row["tokens"]["question"] for row in rows} == {12, 100, 324}
-    # The two tasks with equal answers share batches. The third method waits for nine of them.
-    assert order == [("full", 1, 0), ("streaming-llm", 2, 0), ("tova", 2, 9)]
-    assert compiled == [0] * 12
+    # The two tasks with equal answers share texts. The third method waits for six batches.
+    assert order == [("full", 1, 0), ("streaming-llm", 2, 0), ("tova", 2, 6)]
+    assert compiled == [0] * 8
     # The first use of programs is slower than the next.
     first = [row["task_label"] for row in rows if row["label"] == "full" and row["compiled"]]
     assert len(first) == len(set(first)) == 3
@@ -314,8 +314,8 @@ def test_a_run_goes_on_with_more_of_everything(small, tiny, tmp_path, computed):
     assert {row["task_label"] for row in rows.values()} == {"small", "small graded=true"}
     settings = {r["label"]: r["method"]["settings"] for r in rows.values()}
     assert settings["streaming-llm budget=L/2 chunk=16"]["budget"] == 32
-    # Both tasks end alike, so their prompts share batches: full's four, streaming's six.
-    assert computed == [2, 2, 2, 2, 2]
+    # Both tasks end alike and have the same texts: full's four questions, streaming's six.
+    assert computed == [3, 1, 4, 2]
 
 
 def test_rows_of_another_run_are_left_alone_and_two_never_write_one_file(small, tiny, tmp_path):
