@@ -45,7 +45,7 @@ export async function showText(group, sources, first = 0) {
   return mark;
 }
 
-// Scrolls the text alone; over some frames, because a block has its height once it was in view.
+// Scrolls the text alone; over some frames, because blocks have their heights once they were in view.
 function bring(mark, frames = 5) {
   const [pane, place] = [$("pages").getBoundingClientRect(), mark.getBoundingClientRect()];
   $("pages").scrollTop += place.top - pane.top - pane.height / 3;
@@ -97,6 +97,7 @@ function block(text, start, end, marks) {
     const from = Math.max(at, mark.start);
     const to = Math.min(end, mark.end);
     if (from >= to) continue;
+    made.classList.add("marked");
     made.append(text.slice(at, from), el("mark", { "data-number": mark.number }, text.slice(from, to)));
     at = to;
   }
