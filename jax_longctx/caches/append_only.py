@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jax_longctx.caches import paged, reading
+from jax_longctx.caches.marks import Mark
 from jax_longctx.caches.reading import Turned, line_numbers
 from jax_longctx.caches.scope import Listed, Scope, Votes
 from jax_longctx.contract import QKV, STRIPE, Attended, CacheShape, LayerContext, resized
@@ -229,6 +230,13 @@ class AppendCache(Store):
     @property
     def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
+
+    def marked(self, mark: Mark, ctx: LayerContext) -> "AppendCache":
+        """See `caches.marks`."""
+        slots_S = ctx.slots(self.k.shape[2]).at(jnp.arange(self.k.shape[2]))
+        # Tokens that have left moved the others.
+        whole_B11 = (self.length == self.position)[:, None, None]
+        return dataclasses.replace(self, v=mark(self.v, jnp.where(whole_B11, slots_S, -1)))
 
     def append(
         self,

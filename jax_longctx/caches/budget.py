@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_longctx.caches.append_only import write_rows
 from jax_longctx.caches.host_pages import with_slots
+from jax_longctx.caches.marks import Mark
 from jax_longctx.caches.reading import numbers
 from jax_longctx.contract import QKV, Attended, CacheShape, LayerContext
 from jax_longctx.sharding import OwnAxis, axes_field
@@ -65,6 +66,10 @@ class BudgetCache:
     def step_bytes(self) -> int:
         """Bytes that a decode step reads: all, as it ranks all tokens."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    def marked(self, mark: Mark, ctx: LayerContext) -> "BudgetCache":
+        """See `caches.marks`."""
+        return dataclasses.replace(self, v=mark(self.v, self.token))
 
     def keys(self, turned: LayerContext | None) -> AnyCache:
         """The keys; with `turned`, which are stored before rotary embedding, at their slots."""

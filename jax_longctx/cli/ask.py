@@ -19,19 +19,21 @@ from jax_longctx.cli.terminal import (
     Terminal,
     check_argument,
     check_folder,
+    check_plot,
     choose_method,
     closing_note,
     read_documents,
     save,
 )
 from jax_longctx.errors import CheckpointError, InputError
-from jax_longctx.files import file_errors, read_json, read_sealed, seal, whole_path
+from jax_longctx.files import file_errors, read_json, read_sealed, seal, whole_path, write_whole
 from jax_longctx.memory import shown_bytes
 from jax_longctx.methods import settings_of
 from jax_longctx.origin import check_same
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
+    from jax_longctx.cli.where import Look
     from jax_longctx.engine import Context, Progress
     from jax_longctx.engine.ahead import Compilation
     from jax_longctx.text.documents import Joined
@@ -84,6 +86,12 @@ class Inputs:
         exists=True,
         file_okay=False,
     )
+    where: bool = option(
+        "Show the passages of the text that each answer was found in.", default=False
+    )
+    picture: Path | None = option(
+        "Draw what each answer read of the text, to a PNG file.", metavar="FILE"
+    )
 
     @property
     def sources(self) -> list[str] | None:
@@ -98,12 +106,18 @@ class Inputs:
         return self.completion or self._asked
 
     @property
+    def looks(self) -> bool:
+        """Whether answers are to be found in the text."""
+        return self.where or self.picture is not None
+
+    @property
     def _asked(self) -> list[str]:
         words = self.words or []
         return words if self.files or self.load_context is not None else words[1:]
 
     def __post_init__(self) -> None:
         words, save, load = self.words or [], self.save_context, self.load_context
+        check_plot(self.picture, "--picture")
         if load is not None and (save is not None or self.files):
             other = "--file" if self.files else "--save-context"
             raise InputError(f"{other} and --load-context exclude each other; give one")
@@ -201,12 +215,15 @@ class Session:
 
     Attributes:
       chat: whether the prompt uses the chat template.
-      text: token ids up to the question; None where a saved context replaces them.
+      prompt: the text up to the question; None where a saved context replaces it.
+      text: its token ids.
       questions: token ids of each, up to its answer.
+      looks: what the answers so far have read.
     """
 
     model: "LongContext"
     chat: bool
+    prompt: Any
     text: list[int] | None
     questions: list[list[int]] | None = None
 
@@ -221,6 +238,7 @@ class Session:
         self.inputs, self.answers, self.document = inputs, answers, document
         self.terminal, self.compiling = terminal, compiling
         self.unsaved: CheckpointError | InputError | None = None
+        self.looks: list[Look] = []
 
     @property
     def rereads(self) -> bool:
@@ -244,15 +262,18 @@ class Session:
             layout = chat_layout(model.tokenizer) if self.chat else plain_layout(stem=stem)
             self.questions = [encode(layout.question(asked)) for asked in self.inputs.questions]
             document = self.document
-            self.text = (
-                None if document is None else encode(layout.context(document.text), bos=True)
-            )
+            self.prompt = None if document is None else layout.context(document.text)
+            self.text = None if document is None else encode(self.prompt, bos=True)
         return self.questions
 
     def check(self, model: "LongContext") -> None:
         """Raises an error where method, checkpoint and context do not fit; needs no weights."""
         self._chosen_chat(model)
         save, load = self.inputs.save_context, self.inputs.load_context
+        if self.inputs.looks and model.engine.setup.offload is not None:
+            raise InputError(
+                "--where and --picture read the context on the devices; leave out --offload"
+            )
         if model.engine.method.info.needs_question and (save or load):
             name = settings_of(model.engine.method)["name"]
             raise InputError(
@@ -308,6 +329,11 @@ class Session:
                 self._answer(context, number, question, seconds)
                 if not self.rereads:
                     seconds = None
+        if self.inputs.picture is not None:
+            from jax_longctx.cli.where import picture
+
+            write_whole(picture(self.looks).png(), self.inputs.picture)
+            self.terminal.note(f"{self.inputs.picture}: what each answer read of the text")
         if self.unsaved is not None:
             raise self.unsaved
 
@@ -354,7 +380,8 @@ class Session:
             self.terminal.note(f"> {asked[0]}")
         try:
             with self.terminal.waiting("answering", when=not shows):
-                answers = self.model.ask_all(context, questions, keep=False, on_text=on_text, **how)
+                kept = {"keep": self.inputs.looks}
+                answers = self.model.ask_all(context, questions, on_text=on_text, **kept, **how)
         finally:
             if shows:
                 self.terminal.write("\n")
@@ -372,7 +399,8 @@ class Session:
     ) -> None:
         """Answers question `number`, of token ids `question`; its number decides its seed."""
         asked, how = self.inputs.questions[number], self.answers.arguments()
-        how["keep"] = number + 1 < len(self.inputs.questions) and not self.rereads
+        more = number + 1 < len(self.inputs.questions) and not self.rereads
+        how["keep"] = more or self.inputs.looks
         how["sampling"] = self.answers.sampling.at([(0, number)])
         if len(self.inputs.questions) > 1 and not self.terminal.as_json:
             self.terminal.note(f"> {asked}")
@@ -401,12 +429,28 @@ class Session:
         if self.model.engine.setup.offload is not None:
             memory["host_bytes"] = context.host_bytes
         self.terminal.note(closing_note(answer, length, prefill, cache, compiled))
+        found = self._found(context, number, answer) if self.inputs.looks else {}
         if self.terminal.as_json:
             tokens = {"context": length, "question": len(question)}
             record = self.answers.record(
                 self.model, answer, tokens, prefill or 0.0, memory, compiled
             )
-            self.terminal.record({"question": asked, **record})
+            self.terminal.record({"question": asked, **record, **found})
+
+    def _found(self, context: "Context", number: int, answer: "Answer") -> dict[str, Any]:
+        """Says where the answer was found; that for its record."""
+        from jax_longctx.cli.where import Look, passages
+        from jax_longctx.sources import find_sources
+
+        asked, question = self.inputs.questions[number], self._take(self.model)[number]
+        with self.terminal.waiting("looking where it was found"):
+            place = None if self.document is None else self.document.place
+            given = [question], [answer], [self.prompt]
+            (found,) = find_sources(self.model, context, *given, place)
+        for line in passages(found):
+            self.terminal.note(line)
+        self.looks.append(Look(f"{asked}  {answer.text.strip()}", found))
+        return {"sources": [source.record() for source in found.sources]}
 
 
 def prefilled(

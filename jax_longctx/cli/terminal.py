@@ -63,7 +63,7 @@ class Terminal:
         )
         self._guard = sys.stdout.isatty()
 
-    def note(self, text: str) -> None:
+    def note(self, text: str | Text) -> None:
         """A line for the person at the terminal."""
         self._console.print(text, markup=False, style="dim")
 

@@ -41,7 +41,6 @@ from jax_longctx.contract import (
     Attended,
     CacheShape,
     LayerContext,
-    Method,
     Segment,
     Stage,
     decode_segment,
@@ -57,6 +56,7 @@ from jax_longctx.errors import InputError
 from jax_longctx.evaluation.intervals import bootstrap
 from jax_longctx.evaluation.perplexity import batches, label, pipe_table, shown_interval
 from jax_longctx.models.llama import ends_of
+from jax_longctx.parts.around import Around
 from jax_longctx.run_spec import ON_DEVICES
 from jax_longctx.sharding import Stacked, axes_field, logical_sharding
 
@@ -231,25 +231,11 @@ class _Marked:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Marking(Method):
-    """A method that also attends to marks, in `copies`; `queries` of their outputs are kept.
+class _Marking(Around):
+    """A method that also attends to marks, in `copies`; `queries` of their outputs are kept."""
 
-    Everything that is not defined here is the method's own.
-    """
-
-    method: Method
     queries: int
     copies: int
-
-    def __post_init__(self) -> None:
-        # `info` is made of the others.
-        own = {*vars(type(self)), *vars(self), "info"}
-        for name in dir(self.method):
-            if name not in own and not name.startswith("_"):
-                object.__setattr__(self, name, getattr(self.method, name))
-
-    def of_layer(self, layer: int, layers: int) -> "_Marking":
-        return dataclasses.replace(self, method=self.method.of_layer(layer, layers))
 
     def init_cache(self, shape: CacheShape) -> _Marked:
         many = dataclasses.replace(shape, batch=shape.batch * self.copies)

@@ -90,12 +90,13 @@ class Service:
         with self.bodies.admitted() as call:
             asked, given = await self.bodies.context(request, call)
             lay_out = self.prompts.context
-            text, chat = await anyio.to_thread.run_sync(lay_out, given.text, asked.chat)
+            text, chat, prompt = await anyio.to_thread.run_sync(lay_out, given.text, asked.chat)
             try:
                 entry = self.contexts.enter(text, chat=chat, ttl=asked.ttl, save=asked.save)
             except RequestError:
                 self.contexts.release(text)
                 raise
+            entry.prompt, entry.place = prompt, given.place
             request.state.context, request.state.tokens = entry.id, lambda: (len(text.tokens), 0)
             call.add(text=text, entry=entry)
             self.bodies.drop(call)
@@ -184,7 +185,10 @@ class Service:
                 n=asked.n,
             )
             try:
-                self._add_tickets(call, reply, asked, prompts, entry)
+                placed = None
+                if asked.sources and entry is not None:
+                    placed = await anyio.to_thread.run_sync(self.prompts.placed, entry)
+                self._add_tickets(call, reply, asked, prompts, {"about": entry, "placed": placed})
             except BaseException:
                 for prompt in prompts:
                     self.contexts.release(prompt.text)
@@ -198,13 +202,18 @@ class Service:
             return JSONResponse(reply.whole())
 
     def _add_tickets(
-        self, call: Call, reply: Reply, asked: Any, prompts: list[Prompt], entry: Entry | None
+        self,
+        call: Call,
+        reply: Reply,
+        asked: Any,
+        prompts: list[Prompt],
+        about: dict[str, Any],
     ) -> None:
         """A ticket and a choice for each answer."""
         ends = self.model.end_ids(asked.stop, True)
         sampling = asked.sampling(self.options.sampled)
         for number, prompt in enumerate(prompts):
-            how: dict[str, Any] = {"text": prompt.text, "cached": prompt.cached, "about": entry}
+            how: dict[str, Any] = {"text": prompt.text, "cached": prompt.cached, **about}
             if prompt.max_tokens:
                 how["ask"] = Ask(
                     question=prompt.question,

@@ -30,6 +30,7 @@ from jax_longctx.engine.ahead import Compilation
 from jax_longctx.engine.capacity import SMALLEST, SPARE, available_bytes, bytes_per_device
 from jax_longctx.engine.context_io import Saving, load_context, made_by_engine, save_context
 from jax_longctx.engine.distributed import share, to_host
+from jax_longctx.engine.marks import Weights, weights_of
 from jax_longctx.engine.places import cannot_share
 from jax_longctx.engine.programs import list_context
 from jax_longctx.engine.rows import FAULTS, Ask, Chosen
@@ -402,6 +403,14 @@ class Executor:
                 del self._rows[number]
                 if why in FAULTS:
                     self.broken[number] = FAULTS[why]
+
+    def weights(
+        self, key: str, span: tuple[int, int], question: list[int], answer: list[int]
+    ) -> Weights:
+        """What an answer read of these tokens of its text (see `weights_of`)."""
+        given = self.engine, self.contexts[key], [question], [answer]
+        (found,) = weights_of(*given, [(span[0], span[1])])
+        return found
 
     def leave(self, number: int) -> None:
         """Takes a row out, unless it has ended."""

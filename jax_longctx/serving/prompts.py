@@ -23,6 +23,7 @@ from jax_longctx.serving.contexts import Contexts
 from jax_longctx.serving.schema import ChatRequest, CompletionRequest, Message, RequestError
 from jax_longctx.serving.texts import Entry, Text
 from jax_longctx.settings import at_least
+from jax_longctx.sources import Placed
 from jax_longctx.text import PromptText, chat_layout, plain_layout
 
 # Stands for the text in the template; no text contains it.
@@ -230,8 +231,14 @@ class Prompts:
         most = self._check(row, entry, asked.wanted_tokens, "messages")
         return [self._prompt(row, entry, most) for _ in range(asked.n)]
 
-    def context(self, text: str, chat: bool | None) -> tuple[Text, bool]:
-        """The text to read, and whether it was laid out for the chat template.
+    def placed(self, entry: Entry) -> Placed:
+        """The context's text, and where its tokens stand in it."""
+        return Placed.of(
+            self.model.tokenizer, entry.text.tokens.tolist(), entry.prompt, entry.place
+        )
+
+    def context(self, text: str, chat: bool | None) -> tuple[Text, bool, PromptText]:
+        """The text to read, whether it was laid out for the chat template, and its layout.
 
         Raises:
           RequestError, InputError, ConfigError: the text cannot be read, or not for itself.
@@ -245,10 +252,10 @@ class Prompts:
         if chat not in self._layouts:
             raise RequestError("this checkpoint has no chat template", param="chat")
         self._check_characters(len(text), "text")
-        layout = self._layouts[chat]
-        row = self.model.tokenizer.encode(layout.context(text), bos=True)
+        prompt = self._layouts[chat].context(text)
+        row = self.model.tokenizer.encode(prompt, bos=True)
         self._check_whole(len(row), 1, "text")
-        return self.contexts.text(row, len(row)), chat
+        return self.contexts.text(row, len(row)), chat, prompt
 
     def document(self, entry: Entry) -> str:
         """A context's text without the template before it, as its tokens say it.

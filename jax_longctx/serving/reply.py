@@ -10,6 +10,7 @@ from jax_longctx.engine.rows import Chosen
 from jax_longctx.engine.scoring import TextScores
 from jax_longctx.serving.prompts import Echo
 from jax_longctx.serving.tickets import Piece, Ticket
+from jax_longctx.sources import found_in
 from jax_longctx.text import Tokenizer
 from jax_longctx.text.tokens import Places, TokenNames
 
@@ -24,6 +25,7 @@ class Choice:
     Attributes:
       places: of the answer's tokens.
       echo: the start of the text, until it is given out.
+      sources: the passages that the answer read, where they are wanted, once it has ended.
     """
 
     ticket: Ticket
@@ -33,6 +35,7 @@ class Choice:
     finish: str | None = None
     texts: list[str] = dataclasses.field(default_factory=list)
     scored: Scored = dataclasses.field(default_factory=list)
+    sources: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -73,8 +76,11 @@ class Reply:
         if piece.text or piece.chosen:
             told.append(self._more(number, piece.text, self._scores(choice.places, piece.chosen)))
         if piece.finish is not None:
+            if choice.ticket.placed is not None and piece.read is not None:
+                found = found_in(piece.read, choice.ticket.placed)
+                choice.sources["sources"] = [source.record() for source in found.sources]
             empty = {} if self.kind == "chat" else ""
-            told.append(self._chunk(number, empty, None, piece.finish))
+            told.append(self._chunk(number, empty, None, piece.finish, **choice.sources))
         return told
 
     def opening(self) -> list[dict[str, Any]]:
@@ -94,6 +100,7 @@ class Reply:
         for number, each in enumerate(self.choices):
             text, logprobs = "".join(each.texts), self._logprobs(each.scored)
             choice = {"index": number, "finish_reason": each.finish, "logprobs": logprobs}
+            choice |= each.sources
             if self.kind == "chat":
                 choice["message"] = {"role": "assistant", "content": text, "refusal": None}
             else:
@@ -168,9 +175,17 @@ class Reply:
             "text_offset": [offset for _, offset in scored],
         }
 
-    def _chunk(self, number: int, part: Any, logprobs: Any, finish: str | None) -> dict[str, Any]:
+    def _chunk(
+        self, number: int, part: Any, logprobs: Any, finish: str | None, **more: Any
+    ) -> dict[str, Any]:
         name = "delta" if self.kind == "chat" else "text"
-        choice = {"index": number, name: part, "logprobs": logprobs, "finish_reason": finish}
+        choice = {
+            "index": number,
+            name: part,
+            "logprobs": logprobs,
+            "finish_reason": finish,
+            **more,
+        }
         return {**self._head("chunk"), "choices": [choice]}
 
     def _head(self, what: Literal["chunk", "whole"]) -> dict[str, Any]:

@@ -431,9 +431,16 @@ class Scheduler:
         if finish is not None:
             self.metrics.answer_tokens.inc(row.count)
             self.metrics.answer_seconds.observe(time.monotonic() - ticket.came)
-        text = "".join(texts)
+        text, end = "".join(texts), None
+        if finish is not None and ticket.placed is not None:
+            asked = {"question": list(ticket.ask.question), "answer": reader.tokens}
+            how = {"key": ticket.text.key, "span": ticket.placed.span, **asked}
+            try:
+                end = Piece(text, told, row.count, finish, self.executor.do("weights", **how))
+            except LongctxError as error:
+                end = from_library(error)
         if text or told or finish is not None:
-            ticket.send(Piece(text, told, row.count, finish))
+            ticket.send(end or Piece(text, told, row.count, finish))
         if finish is None:
             return
         if reader.stops.stopped is not None:

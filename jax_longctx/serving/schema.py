@@ -4,8 +4,8 @@ A request is a pydantic model that refuses unknown fields and values that have n
 nothing is ignored. A field that is null counts as left out. The answers are plain dicts, checked
 in the tests by the official client.
 
-Three fields are not OpenAI's: `context` (the id of a prefilled text), `top_k` and
-`repetition_penalty`.
+Four fields are not OpenAI's: `context` (the id of a prefilled text), `sources` (whether to say
+where in it an answer was found), `top_k` and `repetition_penalty`.
 """
 
 import json
@@ -246,6 +246,17 @@ class _Answered(Sampled):
     max_tokens: int | None = Field(default=None, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
+    sources: bool = False
+
+    @pydantic.model_validator(mode="after")
+    def _of_a_context(self) -> "_Answered":
+        if self.sources and self.context is None:
+            raise RequestError(
+                "sources are passages of a context; read the text by POST /v1/contexts, and name "
+                "it as context",
+                param="sources",
+            )
+        return self
 
     @pydantic.model_validator(mode="before")
     @classmethod

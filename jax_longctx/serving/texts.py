@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from jax_longctx.serving.schema import RequestError
+from jax_longctx.sources import Place
+from jax_longctx.text import PromptText
 
 Tokens = np.ndarray
 # Of a text.
@@ -89,6 +91,8 @@ class Entry:
       ttl: seconds that it lives after its last use.
       save: whether the text is to be on the disk always.
       deleted: whether a client deleted it.
+      prompt: the text as it was given, in its layout; None where an earlier server read it.
+      place: where its characters stand.
     """
 
     id: str
@@ -99,6 +103,8 @@ class Entry:
     expires: float
     save: bool
     deleted: bool = False
+    prompt: PromptText | None = None
+    place: Place | None = None
 
     def record(self) -> dict[str, Any]:
         """The entry as the server shows it."""

@@ -4,10 +4,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jax_longctx.answers import AnswerReader
+from jax_longctx.engine.marks import Weights
 from jax_longctx.engine.rows import Ask, Chosen
 from jax_longctx.engine.scoring import TextScores
 from jax_longctx.serving.schema import RequestError
 from jax_longctx.serving.texts import Entry, Text
+from jax_longctx.sources import Placed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +29,14 @@ class Piece:
       chosen: the tokens that it came with.
       tokens: of the answer so far.
       finish: why the ticket ended, `stop` or `length`; a ticket that only reads ends by `length`.
+      read: what the answer read of the text, at its end, if that is wanted.
     """
 
     text: str = ""
     chosen: Sequence[Chosen] = ()
     tokens: int = 0
     finish: str | None = None
+    read: Weights | None = None
 
 
 # A ticket that fails ends with its error.
@@ -55,6 +59,7 @@ class Ticket:
       prompt: tokens of the prompt that it answers.
       cached: tokens of the text that were prefilled before this ticket came.
       scores: of the text's tokens and the one behind it (see `Text.scored`), once it is read.
+      placed: the text, where it is to be said which passages the answer read.
       cancelled: the client is gone.
     """
 
@@ -68,6 +73,7 @@ class Ticket:
     prompt: int = 0
     cached: int = 0
     scores: TextScores | None = None
+    placed: Placed | None = None
     ready: bool = False
     cancelled: bool = False
 

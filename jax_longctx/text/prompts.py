@@ -191,8 +191,12 @@ class Encoder:
             if self._has_prefix and (every or ('"Prepend"' in said and not info.normalized))
         }
 
-    def encode(self, text: str, plain: Spans = (), *, begins: bool) -> list[int]:
-        """Token ids; special tokens in the `plain` parts are text.
+    def placed(
+        self, text: str, plain: Spans = (), *, begins: bool, starts: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Token ids, and with `starts` the index in the text of each one's first character.
+
+        Special tokens in the `plain` parts are text.
 
         Args:
           begins: no other text stands before this one.
@@ -200,11 +204,17 @@ class Encoder:
         Raises:
           InputError: as `BoundedTokenizer.encode`.
         """
-        ids = self._ids(text, begins)
+        ids, firsts = self._ids(text, begins, starts=starts)
         same = not plain or self._count(ids) == self._written_beside(text, plain)
         if same and (begins or self._again.isdisjoint(ids)):
-            return ids
-        ids, at, begun = [], 0, [a for a, _ in plain]
+            return ids, firsts
+        ids, firsts, at, begun = [], [], 0, [a for a, _ in plain]
+
+        def take(end: int) -> None:
+            more, places = self._ids(text[at:end], begins, as_text=True, starts=starts)
+            ids.extend(more)
+            firsts.extend(at + place for place in places)
+
         for token, (first, last), (start, end) in self._added_in(text, begins):
             if token in self._special:
                 # The last plain part that begins before the token's end.
@@ -214,9 +224,12 @@ class Encoder:
             elif token not in self._again:
                 # The copy knows it.
                 continue
-            ids += [*self._ids(text[at:start], begins, as_text=True), token]
+            take(start)
+            ids.append(token)
+            firsts += [start] * starts
             at, begins = end, token in self._again
-        return ids + self._ids(text[at:], begins, as_text=True)
+        take(len(text))
+        return ids, firsts
 
     def _written_beside(self, text: str, plain: Spans) -> collections.Counter[int] | None:
         """Special tokens outside the `plain` parts; None where words beside them decide."""
@@ -226,7 +239,7 @@ class Encoder:
         others = zip((0, *ends), (*starts, len(text)), strict=True)
         found = collections.Counter[int]()
         for part, times in collections.Counter(text[a:b] for a, b in others).items():
-            found.update(self._count(self._ids(part, True) * times))
+            found.update(self._count(self._ids(part, True)[0] * times))
         return found
 
     @functools.cached_property
@@ -245,7 +258,7 @@ class Encoder:
         if not self._special:
             return []
         found = {each.start() for each in self._written.finditer(text)}
-        if self._altered and self._count(self._ids(text, True)):
+        if self._altered and self._count(self._ids(text, True)[0]):
             tokens = self._added_in(text, True)
             found |= {first for token, (first, _), _ in tokens if token in self._special}
         return sorted(found)
@@ -268,8 +281,14 @@ class Encoder:
             if written == content or token != self._unknown or _folded(written) == _folded(content):
                 yield token, (first, first + len(written)), (start, end)
 
-    def _ids(self, text: str, begins: bool, *, as_text: bool = False) -> list[int]:
-        return self._copy(begins, as_text).encode(text)[0] if text else []
+    def _ids(
+        self, text: str, begins: bool, *, as_text: bool = False, starts: bool = False
+    ) -> tuple[list[int], list[int]]:
+        """Token ids, and with `starts` the first character of each."""
+        if not text:
+            return [], []
+        ids, offsets = self._copy(begins, as_text).encode(text, offsets=starts)
+        return ids, [start for start, _ in offsets]
 
     def _count(self, ids: Iterable[int]) -> collections.Counter[int]:
         """How often each special token is among the ids."""

@@ -156,13 +156,27 @@ class Tokenizer:
           parse_special: whether special tokens in a plain `str` become their ids, as in one that is
             a rendered template. A `PromptText` says itself which do.
         """
+        return self.placed(text, bos, begins=begins, parse_special=parse_special, starts=False)[0]
+
+    def placed(
+        self,
+        text: str | PromptText,
+        bos: bool = False,
+        *,
+        begins: bool | None = None,
+        parse_special: bool = False,
+        starts: bool = True,
+    ) -> tuple[list[int], list[int]]:
+        """`encode`, and with `starts` the index in the text of each token's first character."""
         if isinstance(text, str):
             text = PromptText(text) if parse_special else PromptText.of("", text)
         plain = () if self.parse_special else text.plain
-        ids = self._encoder.encode(text.text, plain, begins=bos if begins is None else begins)
+        begins = bos if begins is None else begins
+        ids, firsts = self._encoder.placed(text.text, plain, begins=begins, starts=starts)
         if bos and self.adds_bos and not text.templated and ids[:1] != [self.bos_id]:
-            return [self.bos_id, *ids]  # pyright: ignore[reportReturnType]
-        return ids
+            assert self.bos_id is not None
+            return [self.bos_id, *ids], [0] * starts + firsts
+        return ids, firsts
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of `ids`, with `special` tokens or not; bytes that are no UTF-8 become U+FFFD."""

@@ -73,8 +73,8 @@ def test_each_text_is_encoded_once(run, tiny, loads, book, monkeypatch, ahead):
 
     monkeypatch.setattr(api, "load", load)
     monkeypatch.setattr(api.LongContext, "compiles_ahead", ahead)
-    encoded, encode = [], Encoder.encode
-    monkeypatch.setattr(Encoder, "encode", lambda *a, **k: encoded.append(a[1]) or encode(*a, **k))
+    encoded, encode = [], Encoder.placed
+    monkeypatch.setattr(Encoder, "placed", lambda *a, **k: encoded.append(a[1]) or encode(*a, **k))
     run("ask", book, "Who?", "Why?", "-c", "m", "--max-tokens", 2, code=0)
     assert sum(book.read_text() in text for text in encoded) == 1
     assert len(encoded) == len(set(encoded)) == 3
@@ -350,3 +350,21 @@ def test_an_offloaded_context_is_reported(run, loads, tiny, book, monkeypatch):
         assert "fetched" not in here and found["hits"] + found["misses"] > 0
         assert 0 <= found["hit_rate"] <= 1 and 0 <= found["waited_share"] <= 1
         assert there["memory"]["host_bytes"] > 0 and "host_bytes" not in here["memory"]
+
+
+@pytest.mark.parametrize("questions", [["Who?"], ["Who?", "Why?"]])
+def test_it_says_where_answers_were_found(run, loads, book, tmp_path, questions):
+    drawn = tmp_path / "read.png"
+    given = ("ask", book, *questions, "-c", "m", "--max-tokens", 4)
+    plain = run(*given, code=0)
+    found = run(*given, "--where", "--picture", drawn, code=0)
+    assert found.stdout == plain.stdout
+    assert found.stderr.count("\n1. ") == len(questions) and " characters " in found.stderr
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    text = book.read_text()
+    for line in run(*given, "--where", "--json", code=0).stdout.splitlines():
+        sources = json.loads(line)["sources"]
+        assert 1 <= len(sources) <= 3
+        for source in sources:
+            assert source["text"] == text[source["start"] : source["end"]]
+        assert sources[0]["score"] == max(source["score"] for source in sources) <= 1
