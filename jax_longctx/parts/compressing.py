@@ -87,11 +87,6 @@ class Compressing(Budgeted):
         return self.interval is None
 
     @property
-    def goes_on(self) -> bool:
-        # Between two evictions an answer leaves no room for a part of a question.
-        return self.interval is None
-
-    @property
     def query_aware(self) -> bool:
         # A question competes with the text.
         return self.interval is not None
@@ -136,17 +131,23 @@ class Compressing(Budgeted):
 
     def attend(self, new: QKV, cache: Any, segment: Segment, ctx: LayerContext) -> WithCache:
         competes = self.interval is not None and segment.role != "context"
-        ctx = ctx.undivided() if competes else ctx
+        ctx, valid_B = (ctx.undivided() if competes else ctx), segment.valid_of()
+        if competes and segment.role == "query":
+            # It may follow on an answer whose last tokens left too little room.
+            cache = self._shrunk(cache, valid_B, ctx)
         part, store = super().attend(new, cache.store, segment, ctx)
         if cache.store is not cache:
             cache = self.gathered(new, cache, segment, ctx)
         if competes and (segment.role == "query" or segment.variant == LEAVING):
             # Nothing moves before it was read: XLA would copy the caches of all layers.
             store, part = written_after(store, part)
-            over_B = (store.length > self.budget) & (segment.valid_of() > 0)
-            fewer = self._fixed(with_store(cache, store), ctx)
-            store = where_rows(over_B, fewer, store)
+            return part, self._shrunk(with_store(cache, store), valid_B, ctx)
         return part, with_store(cache, store)
+
+    def _shrunk(self, cache: Any, valid: Int[Array, " B"], ctx: LayerContext) -> Any:
+        """The cache without what exceeds the budget, in rows with valid tokens."""
+        over_B = (cache.store.length > self.budget) & (valid > 0)
+        return with_store(cache, where_rows(over_B, self._fixed(cache, ctx), cache.store))
 
     def step_variant(self, step: int) -> str:
         return LEAVING if self.interval is not None and step % self.interval == 0 else ""

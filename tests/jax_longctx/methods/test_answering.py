@@ -1,5 +1,7 @@
 """Methods under which tokens leave during an answer, every so many of its tokens."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -8,13 +10,14 @@ from jax_longctx.errors import ConfigError
 from jax_longctx.methods import METHODS, make_method
 from jax_longctx.parts.compressing import LEAVING, Compressing
 from jax_longctx.sharding import make_mesh
-from tests.jax_longctx.methods.harness import answer_logits, oracle_params, steps
+from tests.jax_longctx.methods.harness import FedRows, answer_logits, oracle_params
 from tests.jax_longctx.methods.oracles import answering
 from tests.small_methods import SMALL
 from tests.support import random_rows, tiny_config, tiny_engine
 
 # A row that evicts from the first, one that does so in its answer, and one that never does.
 ROWS = [random_rows(n, seed=seed) for seed, n in enumerate([[61, 20, 0], [7, 3, 2], [17, 17, 17]])]
+AGAIN = [random_rows(n, seed=9) for n in ([4, 4, 1], [6, 6, 6])]
 RULES = {"r-kv": answering.r_kv, "triattention": answering.triattention}
 GOING_ON = [
     name
@@ -38,7 +41,10 @@ def test_what_stays_is_numpy_s_in_every_layer_and_head(name, budget):
     rule = RULES[name](method)
     oracles = [answering.Answering(engine.config, params, rule, budget) for _ in ROWS[0]]
     left, read = 0, [len(row) for row in ROWS[0]]
-    for step in steps(engine, *ROWS):
+    run = FedRows.of(engine, ROWS[0])
+    # The second question follows on the first one's answer.
+    fed = itertools.chain(run.read(ROWS[0]), run.answer(*ROWS[1:]), run.answer(*AGAIN))
+    for step in fed:
         answers = step.segment.role != "context"
         leaving = step.segment.role == "query" or step.segment.variant == LEAVING
         for b, oracle in enumerate(oracles):
@@ -46,13 +52,14 @@ def test_what_stays_is_numpy_s_in_every_layer_and_head(name, budget):
                 continue
             tokens = np.asarray(step.segment.tokens)[b, :size].tolist()
             ends = not answers and oracle.position + size == read[b]
-            expected = oracle.feed(tokens, leaving or ends)
+            expected = oracle.feed(tokens, leaving or ends, before=step.segment.role == "query")
             np.testing.assert_allclose(step.logits[b, :size], expected, atol=1e-4)
             for layer, cache in enumerate(step.caches) if answers else ():
                 store, keys = cache.store, oracle.keys[layer]
                 assert int(store.length[b]) == len(keys[0]) and int(store.position[b]) == (
                     oracle.position
                 )
+                assert len(keys[0]) <= budget + method.interval
                 mine = np.asarray(store.k)[b, :, : len(keys[0])]
                 np.testing.assert_allclose(mine, keys, atol=1e-4)
                 left += int(store.position[b]) > len(keys[0])

@@ -71,11 +71,14 @@ class Answering:
         self.tokens = [[np.zeros(0, int) for _ in heads] for _ in layers]
         self.queries, self.position = [None for _ in layers], 0
 
-    def feed(self, tokens, leaving):
-        """Logits [T, V]; then all but the best `budget` tokens leave, where that is `leaving`."""
+    def feed(self, tokens, leaving, before):
+        """Logits [T, V]; all but the best `budget` tokens leave after it, or also before it."""
+        layers = range(self.config.num_layers)
+        for layer in layers if before else ():
+            self._evict(layer)
         logits = forward(self.config, self.params, tokens, self._attend)
         self.position += len(tokens)
-        for layer in range(self.config.num_layers) if leaving else ():
+        for layer in layers if leaving else ():
             self._evict(layer)
         return logits
 
