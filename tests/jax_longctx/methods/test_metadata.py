@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_longctx.caches.uneven import UnevenCache
 from jax_longctx.contract import decode_segment
 from jax_longctx.engine.allocate import abstract_caches, init_caches
 from jax_longctx.engine.capacity import bucket, footprint
@@ -22,8 +23,8 @@ LENGTH, RESERVE = 90, 16
 # A question and the first token of its answer. The second's ids lie above 40.
 QUESTIONS = [(random_rows([20], seed=1)[0], 5), ([*range(44, 64)], 43)]
 
-# RESA's estimate of what it does not read has a part of every value.
-READING = {"resa": {"lam": 0.0}, "free-pages": {"lam": 0.0}}
+# RESA's estimate of what it does not read has a part of every value; retrieval heads keep all.
+READING = {"resa": {"lam": 0.0}, "free-pages": {"lam": 0.0}, "duo-attention": {"heads": "0"}}
 
 
 @functools.cache
@@ -86,6 +87,8 @@ def tokens_read(engine, question, answer):
     cache, run = read_context(engine, rows, CONTEXT, question)
     holder = holder_of(cache)
     head, slot = np.divmod(np.arange(rows - 1), slots)
+    # Pages stand for heads where heads keep numbers of their own.
+    filled = np.asarray(holder.count[0])[head] if isinstance(holder, UnevenCache) else None
     marked = holder.v.at[np.arange(1, rows), head, slot].add(1e8)
     cache = jax.tree.map(lambda leaf: marked if leaf is holder.v else leaf, cache)
     held = buffers(cache), buffers((holder.k, marked))
@@ -102,7 +105,9 @@ def tokens_read(engine, question, answer):
     read = np.abs(logits[1:] - logits[0]).max(axis=1) > 1e-5
     token = np.asarray(holder.token[0]) if hasattr(holder, "token") else np.arange(slots)
     token = np.broadcast_to(token, (heads, slots)).ravel()
-    counts = read & (slot < int(holder.length[0])) & (token < LENGTH)
+    if filled is None:
+        filled = int(holder.length[0])
+    counts = read & (slot < filled) & (token < LENGTH)
     return set(zip(head[counts].tolist(), token[counts].tolist(), strict=True))
 
 
