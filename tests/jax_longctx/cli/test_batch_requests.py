@@ -59,7 +59,7 @@ BAD = {
     "messages is missing": {"body": {"model": "x"}},
     "temperature: Input should be less": {"body": request("", WHO, temperature=3)["body"]},
     "logprobs has no effect in a batch": {"body": request("", WHO, logprobs=True)["body"]},
-    "unknown field 'sources'": {"body": request("", WHO, sources=True)["body"]},
+    "unknown field 'colour'": {"body": request("", WHO, colour=True)["body"]},
     "the last of messages is not the user's": {
         "body": request("", [*WHO, {"role": "assistant", "content": "I."}])["body"]
     },
