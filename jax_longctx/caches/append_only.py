@@ -233,6 +233,7 @@ class AppendCache(Store):
 
     def marked(self, mark: Mark, ctx: LayerContext) -> "AppendCache":
         """See `caches.marks`."""
+        ctx = ctx if self.slots_axis == "slots" else ctx.undivided()
         slots_S = ctx.slots(self.k.shape[2]).at(jnp.arange(self.k.shape[2]))
         # Tokens that have left moved the others.
         whole_B11 = (self.length == self.position)[:, None, None]

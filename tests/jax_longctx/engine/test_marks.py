@@ -64,7 +64,7 @@ def test_every_kind_of_method_shows_them(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["full", "reattention"])
+@pytest.mark.parametrize("name", ["full", "reattention", "r-kv"])
 def test_they_are_the_same_on_a_mesh_and_in_8_bits(name):
     method = small_method(name)
     check(tiny_engine(method, chunk=16, mesh=make_mesh(seq=2, tensor=2)))
