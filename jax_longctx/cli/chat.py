@@ -10,6 +10,7 @@ import dataclasses
 import importlib.util
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -247,9 +248,10 @@ class Talking:
         talk, how, note = self.talk, self.answers.arguments(), self.terminal.note
         how["sampling"] = self.answers.sampling.at([(0, len(talk.turns))])
         how["until"] = lambda: self.caught.pressed is not None
-        before = len(talk.context.rows[0]) + talk.held
+        before, began = len(talk.context.rows[0]) + talk.held, time.perf_counter()
         with self.terminal.waiting("answering", when=self.terminal.as_json):
             answer = self.terminal.stream(lambda told: [talk.ask(question, on_text=told, **how)])
+        answer = self.compiling.apart(answer, began)
         self.seconds["answering"] += answer.first_token_seconds + answer.decode_seconds
         if answer.finish == "interrupted":
             note("stopped; what is shown stays in the conversation")
@@ -364,7 +366,7 @@ def _typed(caught: process.Caught) -> Iterator[str]:
             caught.prompting = True
             line = prompt()
         except KeyboardInterrupt:
-            print("(/quit or Ctrl-D ends)", file=sys.stderr)
+            print("(/quit or Ctrl-D ends)", file=sys.stderr, flush=True)
             continue
         except EOFError:
             return print(file=sys.stderr)
