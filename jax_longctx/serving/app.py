@@ -115,10 +115,10 @@ class Service:
         return JSONResponse(self._entry(request.path_params["id"]).record())
 
     async def context_text(self, request: Request) -> Response:
-        """GET /v1/contexts/{id}/text: the text of a context, as its tokens say it."""
+        """GET /v1/contexts/{id}/text: the text of a context."""
         entry = self._entry(request.path_params["id"])
-        text = await anyio.to_thread.run_sync(self.prompts.document, entry)
-        return JSONResponse({"id": entry.id, "object": "context.text", "text": text})
+        placed = await anyio.to_thread.run_sync(self.prompts.placed, entry)
+        return JSONResponse({"id": entry.id, "object": "context.text", "text": placed.text})
 
     async def delete_context(self, request: Request) -> Response:
         """DELETE /v1/contexts/{id}: removes a context."""

@@ -257,16 +257,6 @@ class Prompts:
         self._check_whole(len(row), 1, "text")
         return self.contexts.text(row, len(row)), chat, prompt
 
-    def document(self, entry: Entry) -> str:
-        """A context's text without the template before it, as its tokens say it.
-
-        It equals the text that was given, up to what the tokenizer normalises.
-        """
-        tokenizer, layout = self.model.tokenizer, self._layouts[entry.chat]
-        before = PromptText(layout.before, templated=layout.templated)
-        given = tokenizer.decode(tokenizer.encode(before, bos=True))
-        return tokenizer.decode(entry.text.tokens.tolist()).removeprefix(given)
-
     def _question(
         self, entry: Entry, messages: Sequence[Message], variables: Mapping[str, Any]
     ) -> PromptText:

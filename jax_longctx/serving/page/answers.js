@@ -73,9 +73,7 @@ async function figuresOf({ begun, first, last, usage, finish }, group, server) {
 
 // Where the answer was read, as buttons that show the place.
 function sourcesOf(sources, group, server) {
-  if (!sources) {
-    return el("p", { class: "facts" }, server.tells ? "No place was told." : "This server does not tell where it read the answer.");
-  }
+  if (!sources) return el("p", { class: "facts" }, "The server did not tell where it read the answer.");
   const listed = sources.map(({ document, page, score, text }, number) => {
     const place = [document, page !== null && `page ${page}`].filter(Boolean).join(", ");
     const show = async () => (await showText(group, sources, number)) && $("pages").focus();

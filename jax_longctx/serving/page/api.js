@@ -15,11 +15,10 @@ export class ServerError extends Error {
 export const servers = [];
 
 export class Server {
-  // `entry` is the server's model, once it is known; `tells` says whether it knows `sources`.
+  // `entry` is the server's model, once it is known.
   constructor(url) {
     this.url = url;
     this.entry = null;
-    this.tells = true;
   }
 
   get key() {
@@ -86,19 +85,9 @@ export class Server {
 
   // A streamed answer's chunks.
   async *ask(body, signal) {
-    const wanted = { ...body, model: this.entry.id, stream: true };
+    const wanted = { ...body, model: this.entry.id, sources: true, stream: true };
     wanted.stream_options = { include_usage: true };
-    let response;
-    try {
-      const more = this.tells ? { sources: true } : {};
-      response = await this.post("v1/chat/completions", { ...wanted, ...more }, signal);
-    } catch (error) {
-      // A server that knows no sources answers without them.
-      if (!this.tells || error.param !== "sources") throw error;
-      this.tells = false;
-      response = await this.post("v1/chat/completions", wanted, signal);
-    }
-    yield* events(response);
+    yield* events(await this.post("v1/chat/completions", wanted, signal));
   }
 }
 

@@ -101,7 +101,7 @@ def visit(browser):
     """Opens a server's page; afterwards nothing may have gone wrong, or elsewhere."""
     opened, wrong = [], []
     # Chromium's own line for a request that is refused, which the page tells of.
-    refused = "Failed to load resource: the server responded with a status of 40"
+    refused = "Failed to load resource: the server responded with a status of 401"
 
     def logged(said):
         if said.type == "error" and not said.text.startswith(refused):
@@ -209,6 +209,9 @@ def test_page_asks_and_marks_where_it_was_read(server, client, visit):
     answer = page.get_by_role("region", name="Answer under full")
     expect(answer.locator(".figures")).to_contain_text("8 tokens · cut at the longest answer")
     expect(answer.locator(".figures")).to_contain_text("the text takes")
+    expect(answer.locator(".sources q").first).not_to_be_empty()
+    expect(page.locator("#pages mark.first")).to_be_in_viewport()
+    expect(page.locator("#text-note")).to_be_empty()
     name = page.locator("#contexts li:has(:checked)").get_attribute("data-id")
     how = {"temperature": 0, "max_tokens": 8}
     assert (
@@ -231,10 +234,10 @@ def test_page_asks_and_marks_where_it_was_read(server, client, visit):
     ask(page, markup)
     answer = page.locator("article").first
     expect(answer.locator(".answer")).to_have_text(markup)
+    expect(page.locator("#text-note")).to_contain_text("1 of 2 passages")
     expect(page.locator("mark")).to_have_text("12345")
     expect(page.locator("mark")).to_be_in_viewport()
     assert page.evaluate("() => scrollY") == 0
-    expect(page.locator("#text-note")).to_contain_text("1 of 2 passages")
     answer.get_by_role("button", name=f"{markup}, page 3").press("Enter")
     expect(page.locator("#pages")).to_be_focused()
     assert page.locator("#pages").text_content() == BOOK and page.locator("main img").count() == 0
