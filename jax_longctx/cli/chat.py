@@ -33,8 +33,9 @@ from jax_longctx.origin import check_same, digest_of
 from jax_longctx.settings import named_text
 
 if TYPE_CHECKING:
-    from jax_longctx.api import LongContext
+    from jax_longctx.api import Answer, LongContext
     from jax_longctx.conversation import Conversation
+    from jax_longctx.text.documents import Joined
 
 # Written into the folder of a saved context.
 FILE, FORMAT, REMEDY = "conversation.json", 1, "talk about the files again"
@@ -117,15 +118,17 @@ class Talking:
     Attributes:
       talk: the conversation.
       caught: Ctrl-C.
-      document: the text of the files.
-      text: its token ids in the layout, once they are known.
+      documents: of the files; None where a saved context replaces them.
+      text: their token ids in the layout, once they are known.
+      last: the last question and its answer, and all tokens between the texts and that.
     """
 
     talk: "Conversation"
     caught = process.Caught()
     text: list[int] | None = None
     files: list[str]
-    document = ""
+    documents: "Joined | None" = None
+    last: "tuple[str, Answer, list[int]] | None" = None
 
     def __init__(
         self,
@@ -137,9 +140,8 @@ class Talking:
         self.inputs, self.answers, self.terminal = inputs, answers, terminal
         self.compiling, self.seconds = compiling, {"reading": 0.0, "answering": 0.0}
         if inputs.files:
-            documents = read_documents(inputs.files, terminal)
-            self.document = documents.text
-            self.files = list(dict.fromkeys(name for _, name, _ in documents.places))
+            self.documents = read_documents(inputs.files, terminal)
+            self.files = list(dict.fromkeys(name for _, name, _ in self.documents.places))
 
     def check(self, model: "LongContext") -> None:
         """Raises an error where method, checkpoint and context do not fit; needs no weights."""
@@ -152,8 +154,9 @@ class Talking:
 
     def _encoded(self, model: "LongContext") -> list[int]:
         if self.text is None:
+            assert self.documents is not None
             layout = model.layout(chosen_chat(model, None, self.inputs.chat))
-            self.text = model.tokenizer.encode(layout.context(self.document), bos=True)
+            self.text = model.tokenizer.encode(layout.context(self.documents.text), bos=True)
         return self.text
 
     def choose(self, model: "LongContext") -> Any:
@@ -213,7 +216,7 @@ class Talking:
         known, ours = {"text": said.pop("text")}, {"text": digest_of(context.rows[0])}
         if known["text"] is not None:
             check_same(whole_path(folder) / FILE, known, ours, REMEDY, kind=CheckpointError)
-        self.files = said.pop("files")
+        self.files, self.documents, self.last = said.pop("files"), None, None
         self.talk = Conversation(model, context, chat=chat, **said)
         questions = len(self.talk.turns)
         self.terminal.note(f"{len(context.rows[0]):,} tokens and {questions} questions loaded")
@@ -251,6 +254,11 @@ class Talking:
         before, began = len(talk.context.rows[0]) + talk.held, time.perf_counter()
         with self.terminal.waiting("answering", when=self.terminal.as_json):
             answer = self.terminal.stream(lambda told: [talk.ask(question, on_text=told, **how)])
+        ended = answer.finish == "stop" and answer.tokens[-1] in talk.model.end_ids(
+            how["stop"], True
+        )
+        kept = len(answer.tokens) - ended
+        self.last = question, answer, talk.tokens[: len(talk.tokens) - kept]
         answer = self.compiling.apart(answer, began)
         self.seconds["answering"] += answer.first_token_seconds + answer.decode_seconds
         if answer.finish == "interrupted":
@@ -286,6 +294,24 @@ class Talking:
     def do_files(self, rest: str) -> None:
         """what is talked about"""
         self.terminal.note("\n".join(self.files) or "a context whose files are not known")
+
+    def do_where(self, rest: str) -> None:
+        """the passages that the last answer was found in"""
+        from jax_longctx.cli.where import passages
+        from jax_longctx.sources import find_sources
+
+        talk = self.talk
+        if self.last is None or talk.turns[-1:] != [(self.last[0], self.last[1].text)]:
+            raise InputError("/where is about an answer that was given here; ask something first")
+        if self.documents is None or talk.model.engine.setup.offload is not None:
+            raise InputError("/where needs the files, and a context on the devices")
+        _, answer, asked = self.last
+        prompt = talk.model.layout(talk.chat).context(self.documents.text)
+        with self.terminal.waiting("looking where it was found"):
+            given = [asked], [answer], [prompt]
+            (found,) = find_sources(talk.model, talk.context, *given, self.documents.place)
+        for line in passages(found):
+            self.terminal.note(line)
 
     def do_save(self, rest: str) -> None:
         """DIR  save the texts as they were read, and the conversation"""

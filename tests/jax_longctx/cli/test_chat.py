@@ -36,7 +36,8 @@ def said(run, loads):
 
 def test_the_first_answer_is_as_ask_has_it_and_the_second_follows_on_it(run, said, tiny, book):
     first = run("ask", book, "Who?", *SHORT).stdout
-    out, notes = said("Who?", "", "/cost", "Why?", "/files", given=[book])
+    out, notes = said("Who?", "", "/cost", "Why?", "/files", "/where", given=[book])
+    assert "% " in notes and "characters" in notes
     context = tiny.prefill(tiny.layout().context(book.read_text()))
     talk = Conversation(tiny, context)
     answers = [talk.ask(question, max_tokens=8) for question in ("Who?", "Why?")]
