@@ -154,6 +154,7 @@ def _attention(
     args = Args(
         batch=batch,
         kv_heads=kv_heads,
+        blocks=pl.cdiv(slots, BLOCK),
         group=q.shape[2] // kv_heads,
         workers=hopper.processors(),
         windowed=low is not None,

@@ -29,6 +29,7 @@ class Args:
 
     batch: int
     kv_heads: int
+    blocks: int
     group: int
     workers: int
     windowed: bool
@@ -48,7 +49,8 @@ class Args:
     def parts(self) -> int:
         """The most workers that visit one head."""
         # All heads of a row are as long: with K of them none is in more than 1/K of the workers.
-        return self.workers // self.kv_heads + 2
+        # Each worker has at least one step of it.
+        return min(self.workers // self.kv_heads + 2, _BEGIN + self.blocks)
 
     @property
     def q_tiles(self) -> int:

@@ -392,6 +392,8 @@ VOTED_PAGES = dict(votes=150, kept=9, span=20, first=20, local=40, page=16)
 
 CASES: dict[str, Row] = {
     "decode": decode(head_dim=128),
+    # Pages of one block as rows: two workers at most visit one, however many there are.
+    "decode-pages": decode(head_dim=128, rows=8, slots=128, kv_heads=1, workers=50),
     "decode-queries-and-window": decode(queries=4, dtype="float16", workers=1, window=100),
     "logits": logits(head_dim=128, group=3),
     "topk": topk(rows=1, queries=40, kv_heads=1, slots=512, count=2),
