@@ -87,6 +87,9 @@ class Asked:
 class AnswerReader:
     """One row's tokens as text, cut at the first stop string.
 
+    Args:
+      shown: special tokens that are text.
+
     Attributes:
       tokens: the ids so far, the one that ended the answer included.
       pieces: the text so far, as it became certain.
@@ -96,9 +99,14 @@ class AnswerReader:
     interrupted = False
 
     def __init__(
-        self, tokenizer: Tokenizer, after: Sequence[int], stop: Sequence[str], ends: Sequence[int]
+        self,
+        tokenizer: Tokenizer,
+        after: Sequence[int],
+        stop: Sequence[str],
+        ends: Sequence[int],
+        shown: Sequence[str] = (),
     ):
-        self.decoder, self.stops = tokenizer.stream_decoder(after), StopStrings(stop)
+        self.decoder, self.stops = tokenizer.stream_decoder(after, shown=shown), StopStrings(stop)
         self.ends, self.ended = frozenset(ends), False
         self.tokens: list[int] = []
         self.pieces: list[str] = []

@@ -39,6 +39,7 @@ from jax_longctx.serving.schema import RequestError
 from jax_longctx.serving.streams import Call, Events
 from jax_longctx.serving.texts import Entry, was_deleted
 from jax_longctx.serving.tickets import Piece, Prefilled
+from jax_longctx.serving.tools import ToolReader
 from jax_longctx.serving.web import Web
 
 if TYPE_CHECKING:
@@ -212,6 +213,9 @@ class Service:
         """A ticket and a choice for each answer."""
         ends = self.model.end_ids(asked.stop, True)
         sampling = asked.sampling(self.options.sampled)
+        sampling = dataclasses.replace(sampling, form=self.prompts.form(asked))
+        calling = self.prompts.calling(asked)
+        shown = () if calling is None else calling.marks
         for number, prompt in enumerate(prompts):
             how: dict[str, Any] = {"text": prompt.text, "cached": prompt.cached, **about}
             if prompt.max_tokens:
@@ -223,10 +227,12 @@ class Service:
                     stop_ids=ends,
                     logprobs=asked.wanted_logprobs,
                 )
-                reader = AnswerReader(reply.tokenizer, prompt.after, asked.stop, ends)
+                reader = AnswerReader(reply.tokenizer, prompt.after, asked.stop, ends, shown)
                 how["reader"] = reader
             how["prompt"] = len(prompt.text.tokens) + len(prompt.question)
-            reply.add(call.add(**how), prompt.after, prompt.echo)
+            most = None if calling is None or asked.parallel_tool_calls else 1
+            tools = None if calling is None else ToolReader(calling, most)
+            reply.add(call.add(**how), prompt.after, prompt.echo, tools)
 
 
 async def _progress(entry: Entry, events: Events) -> AsyncGenerator[dict[str, Any]]:

@@ -12,6 +12,7 @@ use a text again only for the same text.
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from jax_longctx.errors import InputError
 from jax_longctx.serving.contexts import Contexts
 from jax_longctx.serving.schema import ChatRequest, CompletionRequest, Message, RequestError
 from jax_longctx.serving.texts import Entry, Text
+from jax_longctx.serving.tools import ToolForm, tool_form
 from jax_longctx.settings import at_least
 from jax_longctx.sources import Placed
 from jax_longctx.text import PromptText, chat_layout, plain_layout
@@ -116,6 +118,7 @@ class Prompts:
         self.model, self.contexts, self.lengths = model, contexts, lengths
         self.reserve, self.most = reserve, most
         self.alike = prefills_alike(model)
+        self.tools = tool_form(model.tokenizer.chat_template)
         # Of contexts with and without the chat template.
         self._layouts = {False: plain_layout()}
         if model.tokenizer.has_chat:
@@ -152,13 +155,25 @@ class Prompts:
             for _ in range(asked.n)
         ]
 
+    def form(self, asked: ChatRequest | CompletionRequest) -> str | None:
+        """What the answers follow, as `Sampling.form`."""
+        if not (self.tools and isinstance(asked, ChatRequest) and asked.called):
+            return asked.form
+        return self.tools.grammar(asked.called, self.model.tokenizer)
+
+    def calling(self, asked: ChatRequest | CompletionRequest) -> ToolForm | None:
+        """How calls are written in the answers; None where they make none."""
+        return self.tools if isinstance(asked, ChatRequest) and asked.offered else None
+
     def _check_answers(self, asked: ChatRequest | CompletionRequest, prompts: int) -> None:
         """Refuses more answers than are given at a time, and a form that cannot be followed."""
-        if asked.form is not None:
+        form = self.form(asked)
+        if form is not None:
             try:
-                self.model.forms(asked.form)
+                self.model.forms(form)
             except InputError as error:
-                raise RequestError(str(error), param="response_format") from None
+                param = "tools" if asked.form is None else "response_format"
+                raise RequestError(str(error), param=param) from None
         n = asked.n
         if prompts * n > self.most:
             answers = f" with {n} answers each" if n > 1 else ""
@@ -197,9 +212,19 @@ class Prompts:
     def chat(self, asked: ChatRequest, entry: Entry | None) -> list[Prompt]:
         """The prompt of a chat, once for each answer; raises as `completion`."""
         tokenizer = self.model.tokenizer
+        tools, messages = asked.offered, [message.for_template() for message in asked.messages]
+        if tools and (self.tools is None or entry is not None):
+            raise RequestError(
+                "the template defines no form of calls that this server reads, those of Qwen, "
+                "Llama 3 and Mistral"
+                if entry is None
+                else "a context was read without tools; leave out tools, or context",
+                param="tools",
+                code="unsupported",
+            )
         self._check_answers(asked, 1)
-        messages = [message.for_template() for message in asked.messages]
-        self._check_characters(sum(len(each["content"]) for each in messages), "messages")
+        written = sum(len(each["content"]) for each in messages) + len(json.dumps(tools))
+        self._check_characters(written, "messages")
         if entry is None and not tokenizer.has_chat:
             raise RequestError(
                 "this checkpoint has no chat template; send a prompt to /v1/completions",
@@ -210,7 +235,7 @@ class Prompts:
             opens = asked.add_generation_prompt and not asked.continue_final_message
             if asked.continue_final_message:
                 messages[-1]["content"] = messages[-1]["content"].rstrip() + _DOCUMENT
-            text = tokenizer.chat(messages, answer=opens, variables=variables)
+            text = tokenizer.chat(messages, answer=opens, variables=variables, tools=tools)
             if asked.continue_final_message:
                 text = text.until(_DOCUMENT)
             if text is None:

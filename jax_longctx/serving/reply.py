@@ -11,6 +11,7 @@ from jax_longctx.engine.scoring import TextScores
 from jax_longctx.serving.prompts import Echo
 from jax_longctx.serving.tickets import Piece, Ticket
 from jax_longctx.sources import found_in
+from jax_longctx.serving.tools import ToolReader
 from jax_longctx.text import Tokenizer
 from jax_longctx.text.tokens import Places, TokenNames
 
@@ -26,11 +27,15 @@ class Choice:
       places: of the answer's tokens.
       echo: the start of the text, until it is given out.
       sources: the passages that the answer read, where they are wanted, once it has ended.
+      tools: finds calls in the answer, where it may make any.
+      calls: that it made.
     """
 
     ticket: Ticket
     places: Places
     echo: Echo | None = None
+    tools: ToolReader | None = None
+    calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     tokens: int = 0
     finish: str | None = None
     texts: list[str] = dataclasses.field(default_factory=list)
@@ -60,11 +65,13 @@ class Reply:
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
         self._names = TokenNames(self.tokenizer)
 
-    def add(self, ticket: Ticket, after: Sequence[int], echo: Echo | None) -> None:
+    def add(
+        self, ticket: Ticket, after: Sequence[int], echo: Echo | None, tools: ToolReader | None
+    ) -> None:
         """Adds a choice: the ticket's answer to its prompt."""
         begun = 0 if echo is None else len(echo.text)
         places = Places(self.tokenizer, after, begun)
-        self.choices.append(Choice(ticket, places, echo))
+        self.choices.append(Choice(ticket, places, echo, tools))
 
     def take(self, number: int, piece: Piece) -> list[dict[str, Any]]:
         """Takes a piece of a choice into the reply; returns what a stream tells of it."""
@@ -72,15 +79,24 @@ class Reply:
         if choice.echo is not None:
             echo, choice.echo = choice.echo, None
             told.append(self._more(number, echo.text, self._echoed(echo, choice.ticket.scores)))
-        choice.tokens, choice.finish = piece.tokens, piece.finish
-        if piece.text or piece.chosen:
-            told.append(self._more(number, piece.text, self._scores(choice.places, piece.chosen)))
+        choice.tokens, choice.finish, text = piece.tokens, piece.finish, piece.text
+        if choice.tools is not None:
+            text = choice.tools.push(text)
+            if piece.finish is not None:
+                rest, choice.calls = choice.tools.end()
+                text += rest
+        if text or (piece.chosen and (choice.tools is None or self.logprobs)):
+            told.append(self._more(number, text, self._scores(choice.places, piece.chosen)))
+        if choice.calls:
+            choice.finish = "tool_calls" if choice.finish == "stop" else choice.finish
+            calls = [{"index": at, **call} for at, call in enumerate(choice.calls)]
+            told.append(self._chunk(number, {"tool_calls": calls}, None, None))
         if piece.finish is not None:
             if choice.ticket.placed is not None and piece.read is not None:
                 found = found_in(piece.read, choice.ticket.placed)
                 choice.sources["sources"] = [source.record() for source in found.sources]
             empty = {} if self.kind == "chat" else ""
-            told.append(self._chunk(number, empty, None, piece.finish, **choice.sources))
+            told.append(self._chunk(number, empty, None, choice.finish, **choice.sources))
         return told
 
     def opening(self) -> list[dict[str, Any]]:
@@ -102,7 +118,10 @@ class Reply:
             choice = {"index": number, "finish_reason": each.finish, "logprobs": logprobs}
             choice |= each.sources
             if self.kind == "chat":
-                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+                message = {"role": "assistant", "content": text, "refusal": None}
+                if each.calls:
+                    message |= {"content": text.strip() or None, "tool_calls": each.calls}
+                choice["message"] = message
             else:
                 choice["text"] = text
             choices.append(choice)

@@ -8,18 +8,19 @@ Four fields are not OpenAI's: `context` (the id of a prefilled text), `sources` 
 where in it an answer was found), `top_k` and `repetition_penalty`.
 """
 
-import json
 import logging
 import reprlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Discriminator, Field, Tag
 
 from jax_longctx.errors import CapacityError, CheckpointError, LongctxError
 from jax_longctx.forms import json_form
+from jax_longctx.serving.checks import Items, Model, RequestError, supported
+from jax_longctx.serving.messages import ChosenTool, Message, Tool
 from jax_longctx.settings import SEEDS, Sampling
 
 # OpenAI allows 4.
@@ -28,16 +29,10 @@ MOST_STOPS = 16
 MOST_CHOICES = 128
 # Tokens of an answer to a completion request that names no number, as OpenAI's.
 COMPLETION_TOKENS = 16
-# Most fields of one JSON object. Each unknown field is a fault, and all of them are collected.
-MOST_FIELDS = 64
 # A top_p that no second token fits into.
 NO_MORE = 1e-9
 # Longest part of a wrong value, or of its field's name, that an error shows.
 SHOWN = 80
-
-# OpenAI's types of errors.
-INVALID = "invalid_request_error"
-TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 # OpenAI's fields that have no effect here, with the values that ask for none.
 WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
@@ -54,45 +49,10 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "store": (False, True),
     "verbosity": ("low", "medium", "high"),
 }
-# Fields of a message that have no effect here, in the same way.
-MESSAGES_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
-    "tool_calls": ([],),
-    "annotations": ([],),
-    "function_call": (),
-    "audio": (),
-    "refusal": (),
-}
+# Of these a chat takes any value.
+TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 # Labels and hints of the client's own; answers never depend on them.
 LABELS = ("user", "safety_identifier", "metadata", "prompt_cache_key", "reasoning_effort")
-MESSAGE_LABELS = ("name",)
-
-
-class RequestError(Exception):
-    """A request that is answered with an error in OpenAI's form.
-
-    Attributes:
-      status: of HTTP; it decides OpenAI's type of the error.
-      param: the field that is wrong, or None.
-      retry_after: seconds until a client should try again, or None.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ):
-        super().__init__(message)
-        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
-
-    def body(self) -> dict[str, Any]:
-        """OpenAI's JSON of an error."""
-        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else INVALID)
-        fields = {"type": kind, "param": self.param, "code": self.code}
-        return {"error": {"message": " ".join(str(self).split()), **fields}}
 
 
 def from_library(error: LongctxError) -> RequestError:
@@ -109,64 +69,17 @@ def from_library(error: LongctxError) -> RequestError:
     return RequestError(str(error), code=code)
 
 
-class _Model(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        if len(given) > MOST_FIELDS:
-            raise RequestError(f"an object has {len(given):,} fields; give only known ones")
-        return {key: value for key, value in given.items() if value is not None}
-
-
-# A list whose check ends at its first fault: every fault takes a kilobyte.
-type Items[Item] = Annotated[list[Item], Field(fail_fast=True)]
-
 type TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-def _supported(
-    given: Any, without: Mapping[str, tuple[Any, ...]], labels: Sequence[str], where: str = ""
-) -> Any:
-    """An object without fields that have no effect here.
-
-    Args:
-      without: fields, with their values that ask for nothing.
-      labels: fields that may have any value.
-      where: the object's place in the request.
-
-    Raises:
-      RequestError: a field asks for what there is not.
-    """
-    if not isinstance(given, dict):
-        return given
-    kept = {name: value for name, value in given.items() if name not in labels}
-    for name, allowed in without.items():
-        value = kept.pop(name, None)
-        if value is None or any(
-            value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed
-        ):
-            continue
-        shown = " or ".join(json.dumps(each) for each in allowed)
-        raise RequestError(
-            f"{where}{name} is not supported: leave it out{shown and f', or give {shown}'}",
-            param=f"{where}{name}",
-            code="unsupported",
-        )
-    return kept
-
-
-class StreamOptions(_Model):
+class StreamOptions(Model):
     """`include_usage`: whether the last event of a stream counts the tokens."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class Sampled(_Model):
+class Sampled(Model):
     """How answers are sampled where a request does not say; OpenAI's own defaults."""
 
     temperature: float = Field(default=1.0, ge=0, le=2)
@@ -195,7 +108,7 @@ class Sampled(_Model):
             ) from None
 
 
-class JsonSchema(_Model):
+class JsonSchema(Model):
     """A JSON schema with its name. `strict` changes nothing: the schema is always followed."""
 
     name: str
@@ -204,7 +117,7 @@ class JsonSchema(_Model):
     rules: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(_Model):
+class ResponseFormat(Model):
     """`response_format`: what an answer's text is; a JSON text is valid for the schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -258,10 +171,12 @@ class _Answered(Sampled):
             )
         return self
 
+    _without: ClassVar = WITHOUT_EFFECT
+
     @pydantic.model_validator(mode="before")
     @classmethod
     def _supported(cls, given: Any) -> Any:
-        return _supported(given, WITHOUT_EFFECT, LABELS)
+        return supported(given, cls._without, LABELS)
 
     @pydantic.field_validator("stop", mode="wrap")
     @classmethod
@@ -303,39 +218,6 @@ class _Answered(Sampled):
         return None if self.response_format is None else self.response_format.form
 
 
-class TextPart(_Model):
-    """One part of a message's content; only text is supported."""
-
-    type: Literal["text"]
-    text: str
-    # A hint for servers that cache where they are told to.
-    cache_control: dict[str, Any] | None = None
-
-
-class Message(_Model):
-    """One message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Items[TextPart]
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _plain(cls, given: Any) -> Any:
-        kept = _supported(given, MESSAGES_WITHOUT_EFFECT, MESSAGE_LABELS, "messages.")
-        if isinstance(kept, dict) and kept.get("role") == "assistant":
-            # An answer of tool calls alone, which there were none of.
-            kept["content"] = kept.get("content") or ""
-        return kept
-
-    def for_template(self) -> dict[str, str]:
-        """As chat templates take it; OpenAI's `developer` is their `system`."""
-        role = "system" if self.role == "developer" else self.role
-        text = self.content
-        if not isinstance(text, str):
-            text = "".join(part.text for part in text)
-        return {"role": role, "content": text}
-
-
 class ChatRequest(_Answered):
     """`POST /v1/chat/completions`.
 
@@ -344,6 +226,8 @@ class ChatRequest(_Answered):
       add_generation_prompt: whether the template opens an answer behind the messages.
       continue_final_message: whether the answer goes on with the last message, which stays open.
     """
+
+    _without: ClassVar = {name: x for name, x in WITHOUT_EFFECT.items() if name not in TOOLS}
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -354,6 +238,47 @@ class ChatRequest(_Answered):
     )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools: Items[Tool] = Field(default_factory=list, max_length=MOST_CHOICES)
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool = "auto"
+    parallel_tool_calls: bool = True
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the answer may call, as chat templates take them."""
+        if self.tool_choice == "none":
+            return []
+        return [
+            tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+            for tool in self.tools
+        ]
+
+    @property
+    def called(self) -> list[dict[str, Any]]:
+        """The functions of which the answer has to call one; none where it need not."""
+        if isinstance(self.tool_choice, str):
+            wanted = {tool.function.name for tool in self.tools if self.tool_choice == "required"}
+        else:
+            wanted = {self.tool_choice.function.name}
+        functions = [tool["function"] for tool in self.offered]
+        return [function for function in functions if function["name"] in wanted]
+
+    @pydantic.model_validator(mode="after")
+    def _tools_there(self) -> "ChatRequest":
+        if self.tool_choice not in ("none", "auto") and not self.called:
+            raise RequestError("tool_choice names no function of tools", param="tool_choice")
+        if self.offered and not self.called and any(tool.function.strict for tool in self.tools):
+            raise RequestError(
+                "strict is not supported where the answer need not call a function: leave it out, "
+                "or give tool_choice required or a function",
+                param="tools",
+                code="unsupported",
+            )
+        if self.offered and self.form is not None:
+            raise RequestError(
+                "response_format and tools exclude each other; give one of them",
+                param="response_format",
+            )
+        return self
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> "ChatRequest":
@@ -450,7 +375,7 @@ class CompletionRequest(_Answered):
         return self.logprobs
 
 
-class ContextRequest(_Model):
+class ContextRequest(Model):
     """`POST /v1/contexts`: a text to read once and to ask many times.
 
     Attributes:
@@ -475,7 +400,7 @@ class ContextRequest(_Model):
         return self
 
 
-def parsed[Model: pydantic.BaseModel](kind: type[Model], body: bytes | dict[str, Any]) -> Model:
+def parsed[Kind: pydantic.BaseModel](kind: type[Kind], body: bytes | dict[str, Any]) -> Kind:
     """The body, JSON or a form's values, as a request. Raises RequestError with the first fault."""
     try:
         if isinstance(body, dict):

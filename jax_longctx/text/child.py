@@ -158,6 +158,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The messages as one text.
 
@@ -168,7 +169,7 @@ class ChatTemplate:
         own = {
             **self._special_tokens,
             "messages": [dict(message) for message in messages],
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }

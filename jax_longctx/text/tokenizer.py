@@ -183,13 +183,14 @@ class Tokenizer:
         return self._backend.decode(list(ids), skip_special_tokens=not special)
 
     def stream_decoder(
-        self, after: Sequence[int] = (), *, special: bool = False
+        self, after: Sequence[int] = (), *, special: bool = False, shown: Iterable[str] = ()
     ) -> "StreamDecoder":
         """A decoder for ids that arrive in pieces, as `decode` reads them all.
 
-        `after` are the ids they continue, if any.
+        `after` are the ids they continue, if any; special tokens of these texts are `shown`.
         """
         hidden = frozenset[int]() if special else self.special_ids
+        hidden -= {self.special_id(text) for text in shown}
         return StreamDecoder(self._backend, hidden, self.byte_ids, after)
 
     def chat(
@@ -198,12 +199,14 @@ class Tokenizer:
         *,
         answer: bool = True,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> PromptText:
         """The messages in the checkpoint's chat layout.
 
         Args:
           answer: whether it ends where the answer starts, or behind the last message.
           variables: of the template, in place of the tokenizer's own of the same names.
+          tools: that the answer may call, as OpenAI's API has them.
 
         Raises:
           ConfigError: the checkpoint has no chat template, or it is no valid template.
@@ -215,7 +218,9 @@ class Tokenizer:
             )
         given = [dict(message) for message in messages]
         variables = self.variables | dict(variables or {})
-        written = re.findall(f"{_MARK}+", json.dumps([given, variables], ensure_ascii=False))
+        written = re.findall(
+            f"{_MARK}+", json.dumps([given, variables, *tools], ensure_ascii=False)
+        )
         mark = _MARK * (1 + max(map(len, written), default=0))
 
         def marked(value: Any) -> Any:
@@ -228,6 +233,7 @@ class Tokenizer:
             return [marked(each) for each in value] if isinstance(value, list | tuple) else value
 
         how = {"add_generation_prompt": answer, "variables": marked(variables)}
+        how["tools"] = marked(tools) or None
         pieces = self._chat.render(marked(given), **how).split(mark)
         ends = itertools.accumulate(map(len, pieces[:-1]))
         return PromptText("".join(pieces), tuple((end - 1, end) for end in ends), templated=True)
