@@ -30,6 +30,7 @@ from jax_longctx.batch.requests import Request, failed, read_request
 from jax_longctx.engine.capacity import bucket
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.files import check_text, file_errors, open_plain, read_bytes
+from jax_longctx.forms import Forms
 from jax_longctx.origin import digest_of
 from jax_longctx.text import PromptLayout, PromptText, Tokenizer
 from jax_longctx.text.documents import Document, Joined, documents_in
@@ -134,6 +135,7 @@ class RowReader:
       path: of the input; paths in rows are relative to its folder.
       under: the folder that files must be in, after resolving links; any folder if None.
       usual: how requests are answered that do not say it.
+      forms: checks the forms of requests; None checks none.
     """
 
     path: Path
@@ -141,6 +143,7 @@ class RowReader:
     layout: PromptLayout
     under: Path | None = None
     usual: Request = dataclasses.field(default_factory=Request)
+    forms: Forms | None = None
 
     def scan(self) -> tuple[int, str]:
         """The number of rows, and a digest of the input and of the files that its rows name.
@@ -189,7 +192,11 @@ class RowReader:
             about["id"] = fields.get("id")
             if isinstance(fields.get("custom_id"), str):
                 about |= {"id": fields["custom_id"], "kind": "request"}
-                messages, about["model"], about["request"] = read_request(fields, self.usual)
+                messages, about["model"], request = read_request(fields, self.usual)
+                about["request"], form = request, request.sampling.form
+                if form is not None and self.forms is not None:
+                    # Refused here, it is this row's error.
+                    self.forms(form)
                 fields = {"messages": messages}
             kind, context, questions = self._parts(fields)
         except (ConfigError, InputError) as error:

@@ -278,7 +278,9 @@ class _Leader:
         under = self.options.files_under
         folder = None if under is None else Path(under)
         usual = self.options.usual
-        return RowReader(self.source, self.model.tokenizer, self.layout, folder, usual)
+        return RowReader(
+            self.source, self.model.tokenizer, self.layout, folder, usual, self.model.forms
+        )
 
     def _packed(self, rows: Iterable[Row]) -> list[Batch]:
         split, options = self.model.engine.method.info.needs_question, self.options

@@ -10,8 +10,8 @@ from jax_longctx.engine.rows import Chosen
 from jax_longctx.engine.scoring import TextScores
 from jax_longctx.serving.prompts import Echo
 from jax_longctx.serving.tickets import Piece, Ticket
-from jax_longctx.sources import found_in
 from jax_longctx.serving.tools import ToolReader
+from jax_longctx.sources import found_in
 from jax_longctx.text import Tokenizer
 from jax_longctx.text.tokens import Places, TokenNames
 

@@ -1,5 +1,7 @@
 """Rows in OpenAI's batch file format."""
 
+import json
+
 import pytest
 from openai.types.chat import ChatCompletion
 
@@ -53,7 +55,30 @@ def test_a_request_is_answered_as_it_says_and_as_the_run_says_else(batch, tiny, 
         assert body.usage.completion_tokens == len(answer.tokens)
 
 
+KIND = {"type": "object", "properties": {"kind": {"enum": ["sea"]}}, "required": ["kind"]}
+KIND["additionalProperties"] = False
+
+
+def in_form(schema):
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
+def test_a_row_may_have_a_form_and_the_run_another(batch, out, tmp_path):
+    (tmp_path / "schema.json").write_text(json.dumps({"enum": ["town"]}))
+    rows = [request("a", WHO, response_format=in_form(KIND), max_tokens=90), request("b", WHO)]
+    rows += [request("c", WHO, response_format={"type": "text"}), {"messages": HOW}]
+    batch("--schema", tmp_path / "schema.json", "--max-tokens", 24, rows=rows)
+    *found, plain = lines_of(out)
+    texts = [line["response"]["body"]["choices"][0]["message"]["content"] for line in found]
+    assert json.loads(texts[0]) == {"kind": "sea"}
+    assert '"town"'.startswith(texts[1][:6]) and not texts[2].startswith('"town')
+    assert plain["answer"] == '"town"'
+
+
 BAD = {
+    "is refused: Invalid type: wrong": {
+        "body": request("", WHO, response_format=in_form({"type": "wrong"}))["body"]
+    },
     "expected body, custom_id, method, url, the method POST": {"url": "/v1/embeddings"},
     "body is 3": {"body": 3},
     "messages is missing": {"body": {"model": "x"}},
@@ -77,7 +102,7 @@ def test_a_bad_request_has_an_answer_with_its_reason_and_is_tried_again(batch, o
     rows = [request(said, HOW) for said in BAD]
     result = batch("--retry-errors", rows=[*rows, request("good", WHO)])
     *mended, again = lines_of(out)
-    assert again == good and result.stderr.count("7 rows in")
+    assert again == good and result.stderr.count(f"{len(BAD)} rows in")
     assert {line["response"]["status_code"] for line in mended} == {200}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     batch("--overwrite", rows=[request("a", WHO)], code=3)
