@@ -473,10 +473,12 @@ class AnswerChoice:
 
     @functools.cached_property
     def _form(self) -> str | None:
+        if self.schema is None:
+            return None
         # Imported late: it imports numpy and tokenizers.
         from jax_longctx.forms import form_of_file
 
-        return None if self.schema is None else form_of_file(self.schema)
+        return form_of_file(self.schema)
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `LongContext.ask` and `generate`."""
