@@ -5,9 +5,13 @@ JAX until `devices` is called. `engine.capacity.setup_of` makes the static part 
 """
 
 import dataclasses
-from typing import Any, TypedDict
+import platform
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, TypedDict
 
+import jax_longctx
 from jax_longctx.errors import ConfigError, InputError
+from jax_longctx.methods import settings_of
 from jax_longctx.settings import (
     DTYPES,
     Offload,
@@ -16,6 +20,9 @@ from jax_longctx.settings import (
     parse_mesh,
     stored_form,
 )
+
+if TYPE_CHECKING:
+    from jax_longctx.engine import Engine
 
 # Where contexts may lie beside the devices.
 PLACES = ("host",)
@@ -129,3 +136,23 @@ class RunSpec:
         """What records say of the run, without method and devices."""
         names = ("dtype", "chunk", "kv", "weights", "offload", "working_set")
         return {name: getattr(self, name) for name in names}
+
+
+def run_facts(engine: "Engine") -> dict[str, Any]:
+    """The part of a JSON record that describes the run: method, settings, device, versions."""
+    chosen, setup = settings_of(engine.method), engine.setup
+    device = engine.mesh.devices.flat[0]
+    return {
+        "method": chosen["name"],
+        "settings": chosen["settings"],
+        "kv": setup.kv,
+        "weights": setup.weights,
+        "offload": None if setup.offload is None else dataclasses.asdict(setup.offload),
+        "device": device.device_kind,
+        "mesh": dict(engine.mesh.shape),
+        "versions": {
+            "jax_longctx": jax_longctx.__version__,
+            "jax": metadata.version("jax"),
+            "python": platform.python_version(),
+        },
+    }

@@ -20,6 +20,7 @@ from jax_longctx.cli.terminal import (
 )
 from jax_longctx.errors import InputError
 from jax_longctx.origin import MADE_FROM
+from jax_longctx.run_spec import run_facts
 from jax_longctx.settings import parse_mesh
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ def _run(config: "EvalConfig", output: Path | None, terminal: Terminal, overwrit
                 terminal.note(f"{progress.before:,} of {progress.total:,} rows are there already")
             update(progress.done, progress.total - progress.before, progress.doing)
 
-        name, known = config.run.checkpoint, options.run_facts(model.engine)
+        name, known = config.run.checkpoint, run_facts(model.engine)
         if model.manifest is not None:
             name = f"{name} ({Path(model.manifest.source).name})"
         facts = {"checkpoint": name, **{k: known[k] for k in ("device", "mesh", "versions")}}

@@ -13,6 +13,7 @@ from jax_longctx.evaluation.specs import PROTOCOLS, Protocol, Spec
 from jax_longctx.files import write_whole
 from jax_longctx.methods import make_method
 from jax_longctx.origin import MADE_FROM, digest_of
+from jax_longctx.run_spec import run_facts
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
@@ -170,7 +171,7 @@ def _runs(
     length, count = scoring.length or scoring.kind.length, len(found) // len(plans)
     runs: list[dict[str, Any]] = []
     for number, (spec, asked) in enumerate(plans):
-        facts = {**options.run_facts(engines[spec]), "given": dict(spec.settings)}
+        facts = {**run_facts(engines[spec]), "given": dict(spec.settings)}
         own = joined(found[number * count :][:count], length, made_from["window"])
         about = {"question": asked, "protocol": scoring.protocol, "batch": scoring.batch}
         runs.append({**facts, **about, "text_hashes": made_from["texts"], **own})
@@ -293,7 +294,7 @@ def agreement(
         return
     runs: list[dict[str, Any]] = []
     for spec, own in zip(chosen, zip(*found, strict=True), strict=True):
-        facts = {**options.run_facts(engines[spec]), "given": dict(spec.settings), "length": length}
+        facts = {**run_facts(engines[spec]), "given": dict(spec.settings), "length": length}
         runs.append({**facts, **sizes, **_joined(own)})
         if attention and runs[-1]["attention"] is None:
             why = "reads a text in parts side by side, or chooses by values"

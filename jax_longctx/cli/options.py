@@ -9,10 +9,8 @@ import functools
 import inspect
 import json
 import os
-import platform
 import typing
 from collections.abc import Callable, Iterable
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,21 +18,19 @@ import typer
 import typer.core
 from typer.models import OptionInfo
 
-import jax_longctx
 from jax_longctx.cli.terminal import Terminal, check_argument, check_checkpoint, check_file, save
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.files import expanded
 from jax_longctx.gone import COMMANDS
 from jax_longctx.memory import peak_memory
-from jax_longctx.methods import METHODS, check_method, make_method, settings_of
+from jax_longctx.methods import METHODS, check_method, make_method
 from jax_longctx.models.presets import PRESETS, preset
-from jax_longctx.run_spec import ON_DEVICES, RunSpec
+from jax_longctx.run_spec import ON_DEVICES, RunSpec, run_facts
 from jax_longctx.settings import Sampling, parse_pairs
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
-    from jax_longctx.engine import Engine
 
 
 def option(help: str, *names: str, default: Any = None, **how: Any) -> Any:
@@ -538,23 +534,3 @@ class Output:
         """Writes the file, and prints JSON or the tables and lines of `shown` on stdout."""
         self.save(result)
         self.terminal().result(result, shown)
-
-
-def run_facts(engine: "Engine") -> dict[str, Any]:
-    """The part of a JSON record that describes the run: method, settings, device, versions."""
-    chosen, setup = settings_of(engine.method), engine.setup
-    device = engine.mesh.devices.flat[0]
-    return {
-        "method": chosen["name"],
-        "settings": chosen["settings"],
-        "kv": setup.kv,
-        "weights": setup.weights,
-        "offload": None if setup.offload is None else dataclasses.asdict(setup.offload),
-        "device": device.device_kind,
-        "mesh": dict(engine.mesh.shape),
-        "versions": {
-            "jax_longctx": jax_longctx.__version__,
-            "jax": metadata.version("jax"),
-            "python": platform.python_version(),
-        },
-    }
