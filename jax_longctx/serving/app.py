@@ -216,6 +216,7 @@ class Service:
         sampling = dataclasses.replace(sampling, form=self.prompts.form(asked))
         calling = self.prompts.calling(asked)
         shown = () if calling is None else calling.marks
+        names = () if calling is None else [tool["function"]["name"] for tool in asked.offered]
         for number, prompt in enumerate(prompts):
             how: dict[str, Any] = {"text": prompt.text, "cached": prompt.cached, **about}
             if prompt.max_tokens:
@@ -231,7 +232,7 @@ class Service:
                 how["reader"] = reader
             how["prompt"] = len(prompt.text.tokens) + len(prompt.question)
             most = None if calling is None or asked.parallel_tool_calls else 1
-            tools = None if calling is None else ToolReader(calling, most)
+            tools = None if calling is None else ToolReader(calling, names, most)
             reply.add(call.add(**how), prompt.after, prompt.echo, tools)
 
 

@@ -10,7 +10,7 @@ Mistral-7B-Instruct-v0.3, Ministral-8B-Instruct-2410 and Llama-3.1-8B-Instruct.
 import dataclasses
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax_longctx.forms import bounded_schema
@@ -122,10 +122,15 @@ def tool_form(template: str | None) -> ToolForm | None:
 
 
 class ToolReader:
-    """An answer's text on its way: what is content, and the calls behind it."""
+    """An answer's text on its way: what is content, and the calls behind it.
 
-    def __init__(self, form: ToolForm, most: int | None):
-        self._form, self._most = form, most
+    Args:
+      names: of the functions that may be called.
+      most: calls that are given out.
+    """
+
+    def __init__(self, form: ToolForm, names: Collection[str], most: int | None):
+        self._form, self._names, self._most = form, names, most
         self._held, self._calling, self._plain = "", False, False
 
     def push(self, text: str) -> str:
@@ -151,11 +156,13 @@ class ToolReader:
         return content
 
     def end(self) -> tuple[str, list[dict[str, Any]]]:
-        """The rest of the content, and the calls; text that only begins like calls is content."""
+        """The rest of the content, and the calls; text that is only like calls is content."""
         if self._plain:
             return "", []
-        calls = self._form.calls(self._held) if self._calling else None
-        return (self._held, []) if not calls else ("", calls[: self._most])
+        calls = (self._form.calls(self._held) if self._calling else None) or []
+        # Any JSON may have a name and parameters.
+        known = all(call["function"]["name"] in self._names for call in calls)
+        return ("", calls[: self._most]) if calls and known else (self._held, [])
 
 
 def _without(text: str, mark: str) -> str:

@@ -49,7 +49,7 @@ WRITTEN = [
     (MISTRAL_NAMED, f"[TOOL_CALLS]look[ARGS]{A}[TOOL_CALLS]look[ARGS]{B}"),
     (LLAMA, f"<|python_tag|>{FIRST}; {SECOND}".replace("arguments", "parameters")),
 ]
-FORMS = [form for form, _ in WRITTEN]
+FORMS, NAMES = [form for form, _ in WRITTEN], ["look", "end"]
 
 
 def arguments(calls):
@@ -62,15 +62,16 @@ def test_calls_are_read_however_their_text_comes(form, written):
     expected = [("look", json.loads(each)) for each in (A, B)]
     before = "" if form is LLAMA else "I look [it] up. <"
     for size in (1, 3, 7, 400):
-        reader, text = ToolReader(form, None), before + written
+        reader, text = ToolReader(form, NAMES, None), before + written
         told = [reader.push("".join(part)) for part in itertools.batched(text, size)]
         rest, calls = reader.end()
         assert "".join(told) + rest == before and arguments(calls) == expected
-    for plain in ("It is 7.", " ", f"{written[:-20]}", form.begin + "[1, 2]", '{"year": 7}'):
-        reader = ToolReader(form, None)
+    other = written.replace("look", "Bob")
+    for plain in ("It is 7.", " ", written[:-20], form.begin + "[1, 2]", '{"year": 7}', other):
+        reader = ToolReader(form, NAMES, None)
         told = "".join(map(reader.push, plain))
         assert (told + reader.end()[0], reader.end()[1]) == (plain, [])
-    reader = ToolReader(form, 1)
+    reader = ToolReader(form, NAMES, 1)
     reader.push(written)
     assert arguments(reader.end()[1]) == expected[:1]
 
@@ -99,7 +100,7 @@ def test_a_random_model_that_has_to_call_writes_what_is_read(form):
     found = set()
     for answer in model.generate(["town"] * 8, sampling=sampling, max_tokens=150):
         reader = AnswerReader(model.tokenizer, (), (), model.tokenizer.eos_ids, form.marks)
-        text, calls = reader.push(answer.tokens) + reader.flush(), ToolReader(form, None)
+        text, calls = reader.push(answer.tokens) + reader.flush(), ToolReader(form, NAMES, None)
         assert calls.push(text) == ""
         if answer.finish == "stop":
             ((name, given),) = arguments(calls.end()[1])
