@@ -35,6 +35,7 @@ class Conversation:
     Attributes:
       turns: each question and its answer.
       tokens: ids of all that follows on the text, with what the layout puts around it.
+      newest: those before the newest answer, and that; None where none was given here.
 
     Raises:
       ConfigError: there is no chat template, or it has no place for an earlier answer.
@@ -55,6 +56,7 @@ class Conversation:
         self._first = chat_layout(tokenizer) if self.chat else plain_layout()
         self._next = turn_layout(tokenizer) if self.chat else self._first
         self.turns, self.tokens = list(turns), list(tokens)
+        self.newest: tuple[list[int], Answer] | None = None
 
     @property
     def held(self) -> int:
@@ -96,6 +98,7 @@ class Conversation:
             raise
         ends = self.model.end_ids(how.stop, how.stop_at_eos)
         ended = answer.finish == "stop" and answer.tokens[-1] in ends
+        self.newest = [*self.tokens, *new], answer
         self.tokens += [*new, *answer.tokens[: -1 if ended else None]]
         self.turns.append((question, answer.text))
         if self.held > len(self.tokens):
@@ -105,10 +108,12 @@ class Conversation:
 
     def clear(self) -> None:
         """Forgets all questions and answers; the text stays read."""
-        self.turns, self.tokens = [], []
+        self.turns, self.tokens, self.newest = [], [], None
         self.context.forget()
 
     def over(self, model: LongContext, context: Context) -> "Conversation":
         """This conversation over the same text as another method has read it."""
         how = {"chat": self.chat, "turns": self.turns, "tokens": self.tokens}
-        return Conversation(model, context, **how)
+        made = Conversation(model, context, **how)
+        made.newest = self.newest
+        return made

@@ -5,13 +5,13 @@ A line that begins with / is a command. Lines come from the terminal or from a p
 first error ends the program.
 """
 
-import contextlib
 import dataclasses
 import importlib.util
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from jax_longctx.origin import check_same, digest_of
 from jax_longctx.settings import named_text
 
 if TYPE_CHECKING:
-    from jax_longctx.api import Answer, LongContext
+    from jax_longctx.api import LongContext
     from jax_longctx.conversation import Conversation
     from jax_longctx.text.documents import Joined
 
@@ -104,8 +104,10 @@ def chat(
         begin["choose"] = talking.choose
     with compiling.watching(), terminal.warnings():
         talking.begin(model.open(terminal, method, **begin))
-        with process.catching() as talking.caught:
-            talking.run()
+        at_terminal = sys.stdin is not None and sys.stdin.isatty()
+        # From a pipe there is nobody to go on after Ctrl-C.
+        with process.catching() if at_terminal else nullcontext(process.Caught()) as talking.caught:
+            talking.run(at_terminal)
 
 
 class Stopped(Exception):
@@ -120,7 +122,6 @@ class Talking:
       caught: Ctrl-C.
       documents: of the files; None where a saved context replaces them.
       text: their token ids in the layout, once they are known.
-      last: the last question and its answer, and all tokens between the texts and that.
     """
 
     talk: "Conversation"
@@ -128,7 +129,6 @@ class Talking:
     text: list[int] | None = None
     files: list[str]
     documents: "Joined | None" = None
-    last: "tuple[str, Answer, list[int]] | None" = None
 
     def __init__(
         self,
@@ -216,14 +216,14 @@ class Talking:
         known, ours = {"text": said.pop("text")}, {"text": digest_of(context.rows[0])}
         if known["text"] is not None:
             check_same(whole_path(folder) / FILE, known, ours, REMEDY, kind=CheckpointError)
-        self.files, self.documents, self.last = said.pop("files"), None, None
+        files = said.pop("files")
         self.talk = Conversation(model, context, chat=chat, **said)
+        self.files, self.documents = files, None
         questions = len(self.talk.turns)
         self.terminal.note(f"{len(context.rows[0]):,} tokens and {questions} questions loaded")
 
-    def run(self) -> None:
+    def run(self, at_terminal: bool) -> None:
         """Answers lines until they end, or /quit."""
-        at_terminal = sys.stdin is not None and sys.stdin.isatty()
         if at_terminal:
             self.terminal.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")
         for line in _typed(self.caught) if at_terminal else _piped():
@@ -248,17 +248,13 @@ class Talking:
 
     def answer(self, question: str) -> None:
         """Streams the answer."""
+        check_argument("a question", question)
         talk, how, note = self.talk, self.answers.arguments(), self.terminal.note
         how["sampling"] = self.answers.sampling.at([(0, len(talk.turns))])
         how["until"] = lambda: self.caught.pressed is not None
         before, began = len(talk.context.rows[0]) + talk.held, time.perf_counter()
         with self.terminal.waiting("answering", when=self.terminal.as_json):
             answer = self.terminal.stream(lambda told: [talk.ask(question, on_text=told, **how)])
-        ended = answer.finish == "stop" and answer.tokens[-1] in talk.model.end_ids(
-            how["stop"], True
-        )
-        kept = len(answer.tokens) - ended
-        self.last = question, answer, talk.tokens[: len(talk.tokens) - kept]
         answer = self.compiling.apart(answer, began)
         self.seconds["answering"] += answer.first_token_seconds + answer.decode_seconds
         if answer.finish == "interrupted":
@@ -301,15 +297,15 @@ class Talking:
         from jax_longctx.sources import find_sources
 
         talk = self.talk
-        if self.last is None or talk.turns[-1:] != [(self.last[0], self.last[1].text)]:
+        if talk.newest is None:
             raise InputError("/where is about an answer that was given here; ask something first")
         if self.documents is None or talk.model.engine.setup.offload is not None:
             raise InputError("/where needs the files, and a context on the devices")
-        _, answer, asked = self.last
         prompt = talk.model.layout(talk.chat).context(self.documents.text)
         with self.terminal.waiting("looking where it was found"):
+            (asked, answer), place = talk.newest, self.documents.place
             given = [asked], [answer], [prompt]
-            (found,) = find_sources(talk.model, talk.context, *given, self.documents.place)
+            (found,) = find_sources(talk.model, talk.context, *given, place)
         for line in passages(found):
             self.terminal.note(line)
 
@@ -399,14 +395,14 @@ def _typed(caught: process.Caught) -> Iterator[str]:
         finally:
             caught.prompting = False
         if line.strip():
-            yield check_argument("a question", line)
+            yield line
 
 
 def _prompt() -> Callable[[], str]:
     """Asks for a line: with prompt_toolkit where it is installed, else as Python does."""
     out = sys.stdout if sys.stdout.isatty() else sys.stderr
     if importlib.util.find_spec("prompt_toolkit") is None:
-        with contextlib.suppress(ImportError):
+        with suppress(ImportError):
             # Editing and history of `input`.
             importlib.import_module("readline")
         return lambda: input("> ")

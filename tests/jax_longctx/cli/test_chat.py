@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -171,6 +172,26 @@ def test_lines_at_a_terminal(tiny, monkeypatch, capsys, toolkit):
     with process.catching() as caught:
         assert list(chat_command._typed(caught)) == ["Who?", "Why?"]
     assert "/quit or Ctrl-D ends" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_at_a_terminal_alone_it_goes_on_after_ctrl_c_and_bad_bytes(
+    run, loads, book, monkeypatch, typed
+):
+    caught, ask = [], Conversation.ask
+
+    def asking(*given, **how):
+        caught.append(process._State.caught is not None)
+        return ask(*given, **how)
+
+    monkeypatch.setattr(Conversation, "ask", asking)
+    if typed:
+        stdin = types.SimpleNamespace(isatty=lambda: True)
+        monkeypatch.setattr(chat_command, "sys", types.SimpleNamespace(stdin=stdin))
+        monkeypatch.setattr(chat_command, "_typed", lambda _: iter(["\udcff", "Who?"]))
+    result = run("chat", book, *SHORT, stdin="Who?\n")
+    assert result.exit_code == 0 and caught == [typed] and result.stdout.strip()
+    assert ("error: a question is not UTF-8" in result.stderr) == typed
 
 
 @pytest.mark.slow
