@@ -156,7 +156,7 @@ class _Reader:
         elif raw.startswith(b"\x1f\x8b"):
             inside = self._unpack(lambda: gzip.open(io.BytesIO(raw)), name, len(raw), depth)
             yield from self.parts(inside, name.removesuffix(".gz"), depth + 1)
-        elif raw.startswith(b"%PDF-"):
+        elif raw.startswith(b"%PDF-") or (name.lower().endswith(".pdf") and b"%PDF-" in raw[:1024]):
             yield self._paged(formats.pdf_pages(raw, name, lambda n: self._take(n, name)), name)
         else:
             yield _whole(name, _plain(raw, name))

@@ -5,10 +5,10 @@ imported when a document needs them.
 """
 
 import importlib
+import posixpath
 import re
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
@@ -160,7 +160,8 @@ class _Lines:
 
     def whole(self) -> str:
         """All lines."""
-        return re.sub(r"[ \t]+\n", "\n", "".join(self._parts)).strip("\n")
+        # A run of spaces is looked at once, from its first.
+        return re.sub(r"(?<![ \t])[ \t]++\n", "\n", "".join(self._parts)).strip("\n")
 
 
 def epub_chapters(read: Member, names: set[str], name: str) -> list[str]:
@@ -179,7 +180,7 @@ def epub_chapters(read: Member, names: set[str], name: str) -> list[str]:
     chapters = []
     for entry in _found(root, "itemref"):
         href = files.get(entry.get("idref"), "").partition("#")[0]
-        part = str(PurePosixPath(path).parent / unquote(href))
+        part = posixpath.normpath(posixpath.join(posixpath.dirname(path), unquote(href)))
         if part not in names:
             raise damaged(name, "EPUB", f"its part {part} is missing")
         if part.encode() in secret:

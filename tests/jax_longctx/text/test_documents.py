@@ -66,11 +66,11 @@ def docx(body, **notes):
 def epub(*chapters, more=()):
     """An EPUB whose files stand in the opposite order of its chapters."""
     texts = {f"c {n}.html": f"<p>{text}</p>" for n, text in reversed([*enumerate(chapters)])}
-    items = "".join(f"<item id='{name}' href='{name.replace(' ', '%20')}'/>" for name in texts)
+    items = "".join(f"<item id='{name}' href='../t/{name.replace(' ', '%20')}'/>" for name in texts)
     spine = "".join(f"<itemref idref='c {n}.html'/>" for n in range(len(chapters)))
     book = f"<package><manifest>{items}</manifest><spine>{spine}</spine></package>"
     first = {"META-INF/container.xml": "<c><rootfile full-path='in/b.opf'/></c>", "in/b.opf": book}
-    return packed(first | {f"in/{name}": text for name, text in texts.items()} | dict(more))
+    return packed(first | {f"t/{name}": text for name, text in texts.items()} | dict(more))
 
 
 def text_of(raw, name):
@@ -85,6 +85,9 @@ def test_html_as_a_page_shows_it():
     assert text_of(PAGE, "a.txt") == PAGE.decode()
     latin = "<meta charset=iso-8859-1><p>Größe".encode("latin-1")
     assert text_of(latin, "a.htm") == "Größe"
+    # In time that grows with the length alone.
+    wide = b"a" + b" " * 1_000_000 + b"b"
+    assert text_of(b"<pre>%s \nc" % wide, "a.html") == f"{wide.decode()}\nc"
     deep = b"<div>" * 3000 + b"text"
     with pytest.raises(InputError, match="Excessive depth"):
         text_of(deep, "a.html")
@@ -101,6 +104,8 @@ def test_pages_of_pdf_and_chapters_of_epub():
         assert document.pages[0] == 0 and document.pages[2] == at
         assert [document.page_at(offset) for offset in (0, at - 1, at, at + 3)] == [1, 2, 3, 3]
     assert Document("a", "text").page_at(2) is None
+    # Readers of PDF look for its head in the first 1,024 bytes.
+    assert text_of(b"\r\n" + pdf("late"), "a.pdf").strip() == "late"
 
 
 def test_docx():
@@ -169,7 +174,7 @@ WRONG = {
     ),
     "lost.epub": (packed({"META-INF/container.xml": "<c/>"}), "damaged EPUB"),
     "drm.epub": (
-        epub("x", more={"META-INF/encryption.xml": "in/c 0.html"}),
+        epub("x", more={"META-INF/encryption.xml": "t/c 0.html"}),
         "is an encrypted EPUB",
     ),
     "x.bin": (b"\0\xff\0", "is binary data of an unknown kind; give texts, PDF"),
