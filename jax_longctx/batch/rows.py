@@ -144,6 +144,8 @@ class RowReader:
     under: Path | None = None
     usual: Request = dataclasses.field(default_factory=Request)
     forms: Forms | None = None
+    # The last files, which the next rows name too, and their text.
+    _last: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict, init=False)
 
     def scan(self) -> tuple[int, str]:
         """The number of rows, and a digest of the input and of the files that its rows name.
@@ -254,7 +256,12 @@ class RowReader:
 
     def _files(self, names: Iterable[str]) -> str:
         """The text of documents; a line with its name heads each of several."""
-        return Joined.of(document for name in names for document in self._documents(name)).text
+        names = tuple(names)
+        if names not in self._last:
+            text = Joined.of(each for name in names for each in self._documents(name)).text
+            self._last.clear()
+            self._last[names] = text
+        return self._last[names]
 
     def _documents(self, name: str) -> list[Document]:
         try:

@@ -1,6 +1,7 @@
 import json
 import random
 
+from jax_longctx.batch import rows as rows_module
 from jax_longctx.batch.rows import RowPart, RowReader, pack
 from jax_longctx.text import Tokenizer, chat_layout
 from tests.jax_longctx.cli import tiny_model
@@ -40,6 +41,23 @@ def test_special_tokens_are_text_in_contexts_and_questions(tmp_path):
     found = map(reader.row, reader.lines())
     # Those of the template, and the prompt's own.
     assert [(row.context + row.questions[0]).count(2) for row in found] == [2, 1]
+
+
+def test_files_that_rows_in_turn_name_are_read_once(tmp_path, monkeypatch):
+    tiny_model.write_tokenizer(tmp_path)
+    tokenizer, read = Tokenizer.load(tmp_path), []
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    files = [{"file": "a"}, {"files": ["a", "b"]}, {"files": ["a", "b"]}, {"file": "b"}]
+    rows = "".join(json.dumps({**row, "question": "Who?"}) + "\n" for row in files)
+    (tmp_path / "in.jsonl").write_text(rows)
+    documents = rows_module.documents_in
+    monkeypatch.setattr(
+        rows_module, "documents_in", lambda raw, name: read.append(name) or documents(raw, name)
+    )
+    reader = RowReader(tmp_path / "in.jsonl", tokenizer, chat_layout(tokenizer))
+    found = [*map(reader.row, reader.lines())]
+    assert read == ["a", "a", "b", "b"] and found[1].context == found[2].context
 
 
 def test_memory_and_the_limit_bound_the_rows():
