@@ -70,7 +70,7 @@ def draw(
         return len(tokenizer.encode(text, begins=True))
 
     # Questions over one text share its tokens.
-    encoded = functools.lru_cache(maxsize=8)(functools.partial(_encoded, tokenizer, layout))
+    encoded = functools.cache(functools.partial(_encoded, tokenizer, layout))
     own = PromptText(layout.before), PromptText(layout.after)
     room = tokens - sum(len(tokenizer.encode(text)) for text in own)
     prompts: list[Prompt] = []

@@ -286,9 +286,11 @@ def _chosen(answer: str, outputs: Sequence[str], choices: Sequence[str]) -> floa
     if choices:
         numbers = [choices.index(gold) for gold in outputs if gold in choices]
         golden = {_LETTERS[number] for number in numbers}
-        named = [text for text in choices if text.lower() in line.lower()]
+        named = [text.lower() for text in choices if text.lower() in line.lower()]
+        # `100` names the option `10` no more.
+        named = [text for text in named if not any(text in each for each in named if text != each)]
         if not letters or named:
-            return 100.0 * any(named == [gold] for gold in outputs)
+            return 100.0 * any(named == [gold.lower()] for gold in outputs)
     return 100.0 * (letters in golden and letters != "")
 
 
@@ -345,8 +347,7 @@ class FileTask(Task):
 
     def samples(self, count: Count, *, tokens: int, trials: int, seed: int) -> Iterator[Sample]:
         """The file's first prompts, uncut and independent of the seed. See `Task`."""
-        # Prompts over one text follow one another in most files.
-        counted = functools.lru_cache(maxsize=8)(count)
+        counted = functools.cache(count)
         for index, record in enumerate(read_records(self)[:trials]):
             meta: dict[str, Any] = {"dataset": record.dataset, "metric": record.metric}
             meta["choices"] = list(record.choices)

@@ -65,7 +65,7 @@ def _text(entry: Mapping[str, Any], folder: Path) -> str:
     return _read(folder, tuple(names))
 
 
-@functools.lru_cache(maxsize=8)
+@functools.cache
 def _read(folder: Path, names: Sequence[str]) -> str:
     """The documents of the files, each under its name where there are several."""
     found = read_documents([folder / name for name in names])
@@ -101,7 +101,7 @@ class Questions(FileTask):
         """All of the file."""
         return len(read_records(self))
 
-    def parse(self, entry: Mapping[str, Any], path: Path) -> Iterable[Record]:
+    def parse(self, entry: Any, path: Path) -> Iterable[Record]:
         """The prompt of a line."""
         if not isinstance(entry, dict) or "question" not in entry:
             raise ValueError("it is no JSON object with a question")
@@ -109,6 +109,8 @@ class Questions(FileTask):
             raise ValueError(f"unknown key {unknown[0]!r}; known: {', '.join(KEYS)}")
         (question,), context = texts([entry["question"]]), _text(entry, path.parent)
         kind, choices = _only(entry, "answers", "pattern"), tuple(texts(entry.get("choices", [])))
+        if len(choices) > MOST_CHOICES:
+            raise ValueError(f"it has {len(choices)} choices; give {MOST_CHOICES} at most")
         given = entry[kind]
         outputs = tuple(texts([given] if isinstance(given, str) else given))
         if kind == "pattern":
@@ -119,8 +121,8 @@ class Questions(FileTask):
                 raise ValueError(f"pattern is no regular expression: {error}") from error
         elif choices:
             metric = "option chosen"
-            if not set(outputs) <= set(choices) or len(choices) > MOST_CHOICES:
-                raise ValueError(f"answers must be among choices, {MOST_CHOICES} at most")
+            if not set(outputs) <= set(choices):
+                raise ValueError("answers must be among choices")
         else:
             metric = "contained"
             if blank := [each for each in outputs if not normalize(each)]:

@@ -55,6 +55,8 @@ def test_answers_are_compared_after_normalisation(tmp_path):
     assert task.parts("x ANN", sample) == {"pattern found": 100} and not task.score("Anna", sample)
     chosen = of(tmp_path / "d.jsonl", answers=["Ann"], choices=["Bob", "Ann"])
     assert [chosen(said)[0] for said in ("B", "A. Bob", "Ann.", "")] == [100, 0, 100, 0]
+    within = of(tmp_path / "e.jsonl", answers="Ann Lee", choices=["ann", "Ann Lee"])
+    assert [within(said)[0] for said in ("B. Ann Lee", "Ann Lee", "A. Ann")] == [100, 100, 0]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,10 @@ def test_answers_are_compared_after_normalisation(tmp_path):
         (WHO | {"answers": []}, "no context, or no answer"),
         (WHO | {"answers": ["The"]}, "the answer 'The' is punctuation or an article alone"),
         (WHO | {"choices": ["Bob", "Ann"]}, "answers must be among choices"),
+        (
+            {"question": "x", "text": "y", "pattern": "z", "choices": [*"123456789"]},
+            "it has 9 choices; give 8 at most",
+        ),
         ({"question": "x", "text": "y", "pattern": "("}, "pattern is no regular expression: "),
         ({"question": "x", "file": "none.txt", "answers": "y"}, r"none\.txt cannot be read: No "),
         ({"question": "x", "file": "a.pdf", "answers": "y"}, r"a\.pdf is a damaged PDF"),
