@@ -103,9 +103,9 @@ def ada_tokens(
     """
     (batch, heads, _), first = scores.shape, jnp.inf
     safe_B1 = jnp.maximum(share(ALPHA, count), 1)[:, None]
-    ranked = jnp.where(
-        select_mask(scores, jnp.broadcast_to(safe_B1, (batch, heads))), first, scores
-    )
+    safe_BKS = select_mask(scores, jnp.broadcast_to(safe_B1, (batch, heads)))
+    # What stays before all others may be more than the budget: no head's is another's safe share.
+    ranked = jnp.where(safe_BKS, first, jnp.minimum(scores, jnp.finfo(scores.dtype).max))
     kept = select_mask(ranked.reshape(batch, -1), heads * count).reshape(scores.shape)
     if norms is None:
         return kept
