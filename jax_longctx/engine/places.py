@@ -153,11 +153,19 @@ def check_places(engine: Engine, reserve: int, rows: int, slots: int) -> int:
 def _places(engine: Engine, reserve: int, rows: int, slots: int) -> tuple[Any, ...]:
     """Shapes of the caches of that many rows in the middle of their answers."""
     setup = engine.setup
-    caches = abstract_caches(setup, rows, slots, reserve)
-    caches = finished_caches(setup, caches, "context", reserve)
-    if setup.method.info.answers_apart:
-        # As `Engine.answer_apart` has it.
-        caches = finished_caches(setup, caches, "question", bucket(reserve + SPARE))
+
+    def places(slots: int) -> tuple[Any, ...]:
+        caches = abstract_caches(setup, rows, slots, reserve)
+        caches = finished_caches(setup, caches, "context", reserve)
+        if setup.method.info.answers_apart:
+            # As `Engine.answer_apart` has it.
+            caches = finished_caches(setup, caches, "question", bucket(reserve + SPARE))
+        return caches
+
+    caches = places(slots)
+    if any("pool" in axes for axes in leaf_axes(caches)):
+        # A row that asks for less than the reserve may be longer than what the reserve leaves.
+        return places(engine.slots_for(slots + reserve))
     return caches
 
 

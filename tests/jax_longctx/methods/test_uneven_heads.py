@@ -8,10 +8,12 @@ import pytest
 
 from jax_longctx.caches.uneven import PAGE
 from jax_longctx.engine.capacity import footprint
+from jax_longctx.engine.running import Ask, RunningBatch
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import ConfigError
 from jax_longctx.evaluation.retrieval_heads import far_attention
 from jax_longctx.methods import make_method
+from jax_longctx.parts.head_budgets import ada_tokens
 from jax_longctx.sharding import make_mesh
 from tests.jax_longctx.methods.harness import (
     answer_logits,
@@ -118,6 +120,25 @@ def test_memory_and_reads_are_those_of_the_budget_in_whole_pages():
     # two heads of 256 slots for question and answer.
     assert uneven.read == 2 * 2 * (8 * 4) * PAGE * (17 + 2 * 2)
     assert uneven.kept < 1.06 * found("knorm:budget=1024").kept
+
+
+def test_every_head_keeps_its_share_where_what_always_stays_is_more_than_the_budget():
+    scores = jnp.full((1, 4, 40), jnp.inf).at[..., 8:24].set(jnp.arange(16.0))
+    for norms in (None, jnp.ones(scores.shape)):
+        kept = ada_tokens(scores, jnp.array([10]), norms)
+        assert jnp.sum(kept) == 40 and jnp.min(jnp.sum(kept, axis=-1)) >= 2
+
+
+@pytest.mark.parametrize("name", ["duo-attention:heads=1", "knorm:budget=400,over_heads=ada"])
+def test_a_row_of_a_batch_may_be_longer_than_the_batch_s_reserve_leaves(name):
+    engine, (row,) = engine_of(name), random_rows([400], seed=5)
+    batch = RunningBatch(engine, places=1, slots=engine.slots_for(410), reserve=256)
+    context = engine.prefill([row], reserve=8, capacity=batch.slots)
+    place, first = batch.join(context, Ask([1, 2, 3], max_tokens=5))
+    assert len(row) > batch.slots - batch.reserve
+    answer = [first, *batch.step()[place]]
+    stream = engine.stream(context, [[1, 2, 3]], max_tokens=5)
+    assert [each.token for each in answer] == [int(t) for block in stream for t in block[0]]
 
 
 def test_nothing_follows_uneven_heads():
