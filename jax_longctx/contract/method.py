@@ -333,8 +333,6 @@ class Method:
       own_tokens: tokens at the end of a context that each of the rows over it keeps for itself.
         Rows then share the other keys and values in decode steps (`caches.BranchedStore`). None
         where they cannot.
-      goes_on: whether a next question may follow on an answer in the same caches. If not, the
-        conversation is read again for each question.
       stripes: whether slots may be dealt to the shards in stripes: only `LayerContext.slots` says
         where a slot lies. If not, each shard has one block of slots.
       cannot_offload: why keys and values cannot lie in the host's memory; None where they can:
@@ -365,7 +363,6 @@ class Method:
     answers_apart: bool = False
     by_values: bool = False
     own_tokens: int | None = None
-    goes_on: bool = True
     stripes: bool = False
     cannot_offload: str | None = "a decode step reads or moves keys of the whole cache"
     cannot_slide: str | None = None

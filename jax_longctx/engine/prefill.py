@@ -358,7 +358,7 @@ def asked(
       check: raises an error where there is no memory for a copy of these caches.
     """
     before, past = context.usable_caches(), context.history
-    joins = keep == "history" and setup.method.goes_on
+    joins = keep == "history"
     lending = [layer.method.append_only for _, layer, _ in setup.with_layers(before)]
     if joins and past is not None:
         pairs = zip(before, past, strict=True)
