@@ -123,3 +123,5 @@ def test_no_interval_where_a_rule_cannot_go_on_or_budgets_grow():
         make_method("kvzip", {"interval": 8})
     with pytest.raises(ConfigError, match="interval needs a budget in tokens; leave ratio out"):
         make_method("knorm", {"ratio": 0.5, "interval": 8})
+    with pytest.raises(ConfigError, match="r-kv: no interval with over_heads=ada: what heads keep"):
+        make_method("r-kv", {"over_heads": "ada"})
