@@ -71,11 +71,11 @@ def save_context(engine: Engine, context: Context, path: str | Path) -> None:
         behind.
     """
     described = _described(engine, context)
-    moved = functools.partial(_moved, engine, SlotLayout.in_order, context.slots)
     leaves: list[Any] = []
     copies = engine.setup.offload is not None
     # Layer by layer, whatever runs of layers this engine loops over.
     for cache in _saved_layers(engine, context):
+        moved = functools.partial(_moved, engine, SlotLayout.in_order, _slots(cache, context.slots))
         for leaf, axes in zip(jax.tree.leaves(cache), leaf_axes(cache), strict=True):
             # Rows that only fill the mesh's data axis stay behind.
             leaf = moved(axes, _with_rows(leaf, axes, context.batch))
@@ -114,7 +114,7 @@ class Saving:
     ):
         self._described = _described(engine, context)
         self._context, self._path = context, whole_path(path)
-        self._moved = functools.partial(_moved, engine, SlotLayout.in_order, context.slots)
+        self._moved = functools.partial(_moved, engine, SlotLayout.in_order)
         self._left = places_of_layers(context.usable_caches())[::-1]
         # Layers that the thread has not taken yet are on the devices twice.
         self._copies: queue.Queue[Any] = queue.Queue(maxsize=2)
@@ -178,7 +178,8 @@ class Saving:
     def _copied(self, run: int, number: int) -> Any:
         layer = copied_layer(self._context.usable_caches()[run], np.int32(number))
         leaves, structure = jax.tree.flatten(layer)
-        return structure.unflatten(map(self._moved, leaf_axes(layer), leaves))
+        moved = functools.partial(self._moved, _slots(layer, self._context.slots))
+        return structure.unflatten(map(moved, leaf_axes(layer), leaves))
 
     def _run(self, layers: int) -> None:
         leaves: list[np.ndarray] = []
@@ -323,16 +324,18 @@ def load_context(engine: Engine, path: str | Path) -> Context:
     )
     check_stored(path / CACHES, described["files"], described["arrays"], REMEDY)
     wanted = _saved_arrays(engine, structure, batch)
-    put = functools.partial(_moved, engine, SlotLayout.dealt, slots)
+    put = functools.partial(_moved, engine, SlotLayout.dealt)
 
     def loaded(caches: tuple[Any, ...], first: int) -> tuple[Any, ...]:
         """These layers' caches, whose arrays are those from number `first` on."""
         shardings = jax.tree.leaves(tree_shardings(engine.mesh, caches))
         names = [f"{first + number:05d}" for number in range(len(shardings))]
         arrays = load_arrays(path / CACHES, {name: wanted[name] for name in names}, REMEDY)
+        sizes = [_slots(cache, slots) for cache in caches for _ in jax.tree.leaves(cache)]
+        each = zip(names, sizes, leaf_axes(caches), shardings, strict=True)
         leaves = [
-            put(axes, jax.device_put(_with_rows(arrays[name], axes, len(rows)), sharding))
-            for name, axes, sharding in zip(names, leaf_axes(caches), shardings, strict=True)
+            put(size, axes, jax.device_put(_with_rows(arrays[name], axes, len(rows)), sharding))
+            for name, size, axes, sharding in each
         ]
         return jax.tree.unflatten(jax.tree.structure(caches), leaves)
 
@@ -415,6 +418,12 @@ def _with_rows(leaf: jax.Array, axes: tuple[str | None, ...], rows: int) -> jax.
     if "batch" not in axes or leaf.shape[axes.index("batch")] == rows:
         return leaf
     return resized(leaf, axes.index("batch"), rows)
+
+
+def _slots(cache: Any, whole: int) -> int:
+    """Slots of a layer's cache: a context's `whole` number, or fewer where tokens have left."""
+    pairs = zip(jax.tree.leaves(cache), leaf_axes(cache), strict=True)
+    return next((x.shape[axes.index("slots")] for x, axes in pairs if "slots" in axes), whole)
 
 
 def _moved(
