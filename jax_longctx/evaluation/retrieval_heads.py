@@ -72,8 +72,8 @@ class Far(Appending):
         logits = jnp.einsum("BKGTH,BKSH->BKGTS", q_BKGTH, keys, preferred_element_type=jnp.float32)
         logits = capped(factor_of(ctx.scale) * logits, ctx.scale)
         index_S, at_BT1 = jnp.arange(keys.shape[2]), at_BT[..., None]
-        seen_BTS = index_S <= at_BT1
-        share = jax.nn.softmax(logits, axis=-1, where=seen_BTS[:, None, None])
+        lse_BKGT = group_heads(ctx.with_sinks(part[1])[..., None], keys.shape[1])[..., 0]
+        share = jnp.exp(logits - lse_BKGT[..., None])
         far_BTS = (index_S >= self.sink) & (index_S < at_BT1 - self.recent)
         far_BTS &= (jnp.arange(q.shape[1]) < segment.valid_of()[:, None])[..., None]
         far_BKG = jnp.sum(share, axis=(3, 4), where=far_BTS[:, None, None])

@@ -170,17 +170,18 @@ def test_a_file_says_which_heads_retrieve(tmp_path):
 
 @pytest.mark.slow
 def test_far_attention_is_what_numpy_says():
-    engine, text, passage = engine_of("full"), ROWS[0][0], ROWS[0][0][60:80]
+    engine = engine_of("full", config=tiny_config(max_position=2048, sinks=True))
+    text, passage, params = ROWS[0][0], ROWS[0][0][60:80], oracle_params(engine)
     found = far_attention(engine, [text], [passage], sink=4, recent=32)
     expected, theta = [], engine.config.rope.theta
 
     def attend(layer, q, k, v):
-        at = np.arange(len(q))
-        p = probabilities(rope(q, at, theta), rope(k, at, theta), at[:, None] >= at)
+        at, sinks = np.arange(len(q)), params["layers"][str(layer)]["attn"]["sinks"]
+        p = probabilities(rope(q, at, theta), rope(k, at, theta), at[:, None] >= at, sinks)
         far = (at >= 4) & (at < at[:, None] - 32)
         mean = (p * far).sum(-1)[:, len(text) :].mean(-1)
         expected.append(mean.reshape(-1, 2).max(-1))
         return weighted_values(p, v)
 
-    forward(engine.config, oracle_params(engine), [*text, *passage], attend)
+    forward(engine.config, params, [*text, *passage], attend)
     np.testing.assert_allclose(found, expected, atol=1e-4)
