@@ -64,8 +64,8 @@ def calibrate(
         own = model.tokenizer.encode(" ".join(chosen.sample(words, passage)))[:passage]
         begin = chosen.randrange(len(around) - tokens)
         text = around[begin : begin + tokens - len(own)]
-        # In the middle of as many parts of the text's first half: far from the copy.
-        at = len(text) * (2 * number + 1) // (4 * texts)
+        # In the middle of as many parts of the text's first half, far from its beginning and copy.
+        at = near.sink + (len(text) // 2 - near.sink) * (2 * number + 1) // (2 * texts)
         prompts.append(([*text[:at], *own, *text[at:]], own))
     with terminal.waiting("reading the texts"):
         found = [
