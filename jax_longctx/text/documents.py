@@ -43,6 +43,10 @@ _HTML = (".html", ".htm", ".xhtml")
 # Names that promise what the first bytes must show.
 _PROMISED = (".pdf", ".docx", ".epub", ".zip", ".gz")
 _LIKE_HTML = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?<(!doctype\s+html|html)\b", re.I)
+# Members of archives that have a name with a dot in front; `./` is no name.
+_HIDDEN = re.compile(r"(^|/)\.(?!\.?(/|$))")
+# What would end a line, or steer a terminal, in a member's name.
+_CONTROL = re.compile(r"[\0-\x1f\x7f-\x9f]")
 # Beginnings of binary files that `files.decoded` names: old Office documents, UTF-16.
 _TOLD = (b"\xd0\xcf\x11\xe0", b"\xff\xfe", b"\xfe\xff")
 # What `gzip` and `zipfile` raise of damaged files.
@@ -185,7 +189,8 @@ class _Reader:
                 f"with libreoffice --convert-to"
             )
         else:
-            inside = ((f"{name}/{part}", part) for part in sorted(names) if "/." not in f"/{part}")
+            shown = (part for part in sorted(names) if not _HIDDEN.search(part))
+            inside = ((f"{name}/{_CONTROL.sub(' ', part)}", part) for part in shown)
             yield from self._each(name, inside, member, depth + 1)
 
     def _each(

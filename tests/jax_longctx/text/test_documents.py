@@ -141,6 +141,12 @@ def test_folders_and_archives(tmp_path):
         assert notes[-1].startswith(f"left out of {where}: 2 that are no text ({where}/b/empty, ")
 
 
+def test_names_in_archives_stay_in_their_line():
+    raw = packed({"./a": "A", "./.b": "B", "c/../d\n\x1b[2J": "D"})
+    found = documents_in(raw, "x.zip")
+    assert [each.name for each in found] == ["x.zip/./a", "x.zip/c/../d  [2J"]
+
+
 def test_one_text_of_several_documents():
     documents = [
         Document("a", "one"),
