@@ -137,18 +137,24 @@ def compile_batch(
     return None
 
 
-def rows_that_fit(engine: Engine, rows: int, slots: int, reserve: int, memory: int | None) -> int:
+def rows_that_fit(
+    engine: Engine, rows: int, slots: int, reserve: int, memory: int | None, more: bool = False
+) -> int:
     """Rows of a batch: `rows`, halved until the caches fit the free memory.
 
     Args:
       memory: free bytes of each device; None if the platform does not report it.
+      more: whether a text has several questions, each but the last over a copy of its cache, unless
+        these share buffers.
     """
     shards = engine.mesh.shape["data"]
     rows = -(-rows // shards) * shards
     if memory is None:
         return rows
     need = footprint(engine.setup, batch=shards, context=slots - reserve - 1, reserve=reserve)
-    while rows > shards and need.peak * rows // shards > PLANNED * memory * engine.mesh.size:
+    copied = more and not engine.method.info.append_only
+    size = max(need.peak, need.kept + need.resident) if copied else need.peak
+    while rows > shards and size * rows // shards > PLANNED * memory * engine.mesh.size:
         rows = max(rows // 2 // shards * shards, shards)
     return rows
 

@@ -274,8 +274,10 @@ class _Leader:
 
     def _rows(self, engine: Engine, trials: list["_Trial"], room: tuple[int, int]) -> int:
         """Rows of a batch; from all trials, so that a run that goes on has a whole one's shapes."""
-        most = min(self.config.run.batch, max(map(len, _alike(trials, engine))))
-        return rows_that_fit(engine, most, *room, self.memory)
+        texts = _alike(trials, engine)
+        most = min(self.config.run.batch, max(map(len, texts)))
+        more = any(len(text) > 1 for text in itertools.chain.from_iterable(texts))
+        return rows_that_fit(engine, most, *room, self.memory, more)
 
     def _engine(self, method: Spec, length: int) -> Engine:
         made = make_method(method.name, method.at(length))

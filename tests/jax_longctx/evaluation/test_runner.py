@@ -20,6 +20,7 @@ from jax_longctx.settings import Offload
 from jax_longctx.sharding import make_mesh
 from jax_longctx.text import PromptLayout
 from tests.jax_longctx.evaluation.conftest import SmallTask
+from tests.small_methods import small_method
 from tests.stored_programs import storing
 from tests.support import engine_over
 
@@ -440,6 +441,15 @@ def test_rows_of_a_batch_are_planned_for_the_memory(tiny):
     # Three quarters of the memory; a row has its length beside keys and values.
     for memory, rows in ((None, 8), (8 * row * 3, 8), (4 * row * 3 // 2, 4), (row // 2, 1)):
         assert compute.rows_that_fit(engine, 8, 256, 128, memory) == rows
+        assert compute.rows_that_fit(engine, 8, 256, 128, memory, more=True) == rows
+    # Further questions are answered over a copy.
+    evicting = engine_over(engine.config, engine.params, small_method("h2o"), engine.mesh)
+    memory = next(
+        each
+        for each in range(row, 99 * row, row // 8)
+        if compute.rows_that_fit(evicting, 8, 256, 128, each) == 8
+    )
+    assert compute.rows_that_fit(evicting, 8, 256, 128, memory, more=True) == 4
 
 
 def test_a_batch_that_does_not_fit_is_halved(small, tiny, tmp_path, failing):
