@@ -189,8 +189,10 @@ def _source(placed: Placed, edges: Sequence[int], shares: np.ndarray) -> Source:
     behind = _BORDER.search(text, max(stop - 1, 0), min(stop + GROWTH, len(text)))
     stop = behind.start() if behind else len(text) if len(text) - stop <= GROWTH else stop
     strong = np.flatnonzero(shares >= shares.max() / 2).tolist()
-    best = [(edges[x], edges[x + 1]) for x in strong]
-    document, page = placed.place(best[0][0]) if placed.place is not None else (None, None)
+    best, most = [(edges[x], edges[x + 1]) for x in strong], int(np.argmax(shares))
+    # A part may begin in the document or page before.
+    middle = (edges[most] + edges[most + 1]) // 2
+    document, page = placed.place(middle) if placed.place is not None else (None, None)
     return Source(
         start=start,
         end=stop,

@@ -38,6 +38,9 @@ def test_passages_are_the_sentences_that_were_read_most():
         **{"document": "book.pdf", "page": 1},
     }
     assert second.page == 2 and not best.end > second.start > best.start
+    # A part that is read begins in the document before.
+    placed = Placed(TEXT, starts, lambda at: ("b" if at > 605 else "a", None))
+    assert found_in(weights(np.eye(110)[30], first=2), placed).sources[0].document == "b"
     # Fewer passages than were wanted, in a text that is shorter than one.
     (only,) = found_in(weights(np.ones(1), width=64), Placed("So it is.", [0, 2, 5, 8])).sources
     assert (only.text, only.score) == ("So it is.", 1.0)
