@@ -5,7 +5,7 @@ import pytest
 
 from jax_longctx.engine.context_io import load_context, save_context
 from jax_longctx.errors import CheckpointError, InputError
-from jax_longctx.methods import Full, Quest, Ring
+from jax_longctx.methods import Full, Quest, Ring, make_method
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import abstract_params, form_of_weights, init_params, layer_params
 from jax_longctx.models.presets import PRESETS
@@ -101,6 +101,21 @@ def test_a_mesh_answers_as_one_device():
             context = engine.prefill(rows, reserve=16)
             answers.append(joined(engine.stream(context, questions, max_tokens=6)))
             assert answers[-1] == answers[0], (sizes, method, by_layer)
+
+
+@pytest.mark.slow
+def test_a_rule_weighs_values_by_the_numbers_that_are_stored():
+    method, mesh = make_method("knorm:budget=12,over_heads=critical"), make_mesh(1, 2, 2)
+    kept = random_params(form="int8")
+    answers = []
+    for engine in (
+        engine_of(jax.tree.map(floats, kept, is_leaf=is_quantised), method=method),
+        engine_of(kept, method=method, by_layer=False),
+        engine_of(random_params(mesh, "int8"), mesh, method),
+    ):
+        context = engine.prefill(random_rows([50, 20]), reserve=16)
+        answers.append(joined(engine.stream(context, [[1, 2], [3, 4]], max_tokens=8)))
+    assert answers[0] == answers[1] == answers[2]
 
 
 def test_every_matrix_of_a_layer_is_in_8_bits_and_nothing_else():
