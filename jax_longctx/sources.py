@@ -25,6 +25,8 @@ Place = Callable[[int], tuple[str | None, int | None]]
 # The layers that count, as shares of all: those before and behind look at what is near, or at
 # everything. In these the passage that was copied stood out most, of 36 needles in essays.
 LAYERS = (0.4, 0.9)
+# First tokens of a context, which take what attention is left over (StreamingLLM, section 3.1).
+SINKS = 1
 # Tokens of a passage, before it grows to whole sentences.
 PASSAGE = 64
 # Characters by which a passage grows at most, at either end.
@@ -74,9 +76,9 @@ class Placed:
 
     @property
     def span(self) -> tuple[int, int]:
-        """The tokens of the text: the first, and the one behind the last."""
+        """The tokens of the text but sinks: the first, and the one behind the last."""
         first, last = np.searchsorted(np.asarray(self.starts), (0, len(self.text)))
-        return int(first), int(last)
+        return max(int(first), min(SINKS, int(last) - 1)), int(last)
 
     @classmethod
     def of(

@@ -272,7 +272,8 @@ def random_context(engine: Engine, batch: int, length: int, reserve: int) -> Con
             return jnp.zeros(node.shape, node.dtype)
         keys = jax.random.split(jax.random.key(seed), 2)
         k, v = map(drawn, keys, (node.k, node.v))
-        counts = {name: jnp.full(x.shape, length, jnp.int32) for name, x in vars(node).items()}
+        arrays = {name: x for name, x in vars(node).items() if hasattr(x, "shape")}
+        counts = {name: jnp.full(x.shape, length, jnp.int32) for name, x in arrays.items()}
         return dataclasses.replace(node, **{**counts, "k": k, "v": v})
 
     made: dict[Any, Any] = {}

@@ -26,7 +26,9 @@ def calibrate(
         metavar="DIR",
         callback=options.checked(check_checkpoint),
     ),
-    out: Path | None = option(f"The file that is written; {FILE} of the checkpoint unless given."),
+    out: Path | None = option(
+        f"The file that is written; {FILE} of the checkpoint unless given.", "--out", "-o"
+    ),
     tokens: int = option("Tokens of each text.", default=4000, min=600),
     texts: int = option("Texts, each with a passage elsewhere.", default=4, min=1),
     passage: int = option("Tokens of a passage.", default=64, min=8),

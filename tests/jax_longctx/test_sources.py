@@ -3,7 +3,7 @@ import pytest
 
 from jax_longctx.engine.marks import Weights
 from jax_longctx.errors import InputError
-from jax_longctx.sources import Placed, found_in
+from jax_longctx.sources import SINKS, Placed, found_in
 from jax_longctx.text import chat_layout
 from tests.jax_longctx.cli.conftest import tiny, tokenizer_folder
 
@@ -60,7 +60,9 @@ def test_tokens_stand_where_their_characters_are(tiny):
         first, last = placed.span
         assert placed.text == text and len(placed.starts) == len(tokens)
         inside = placed.starts[first:last]
-        assert inside[0] == 0 and inside == sorted(inside)
+        assert inside == sorted(inside) and inside[0] == (
+            0 if first > SINKS else placed.starts[SINKS]
+        )
         for number, start in enumerate(inside[:-1]):
             if start < inside[number + 1] and (number == 0 or inside[number - 1] < start):
                 piece = tokenizer.decode([tokens[first + number]], special=True)
