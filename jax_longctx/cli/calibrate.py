@@ -31,7 +31,7 @@ def calibrate(
     ),
     tokens: int = option("Tokens of each text.", default=4000, min=600),
     texts: int = option("Texts, each with a passage elsewhere.", default=4, min=1),
-    passage: int = option("Tokens of a passage.", default=64, min=8),
+    passage: int = option("Tokens of a passage.", default=64, min=8, max=256),
     seed: int = option("Fixes the passages.", default=0),
     run: RunSpec = options.run("dtype"),
     as_json: bool = options.as_json(),
