@@ -171,7 +171,7 @@ def test_forms_that_are_none_are_4xx(server):
 def test_unknown_urls_and_methods_and_bodies_beyond_the_limit_are_4xx(server):
     huge = b"x" * ((1 << 20) + 1)
     with server.http(headers={"content-type": "application/json"}) as http:
-        for path in ("/", "/v1", "/v1/embeddings", "/v1/contexts/a/b", "/v1/models/other"):
+        for path in ("/index", "/v1", "/v1/embeddings", "/v1/contexts/a/b", "/v1/models/other"):
             answer = http.get(path)
             assert answer.status_code == 404 and answer.json()["error"]["message"]
         assert http.get("/v1/completions").status_code == 405
@@ -231,7 +231,7 @@ def test_slow_senders_are_ended(serve, tiny):
 
 
 @pytest.mark.parametrize(
-    "sent", [b"\x00\x01\x02\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"x" * 200_000, b"GET /\r\n\r\n"]
+    "sent", [b"\x00\x01\x02\r\n\r\n", b"GET / HTTP/x.y\r\n\r\n", b"x" * 200_000, b"GET /\r\n\r\n"]
 )
 def test_what_is_no_http_is_refused(server, sent):
     with connect(server) as raw:
