@@ -67,8 +67,7 @@ def warm(
     if os.path.exists(expanded(model)):
         check_checkpoint(Path(model))
     else:
-        # Raises an error that lists the names.
-        preset(model)
+        preset(model)  # Raises an error that lists the names.
     terminal = Terminal(as_json=as_json)
     sampling = answers.sampling
     with terminal.starting():

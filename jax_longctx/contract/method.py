@@ -337,13 +337,11 @@ class Method:
         where a slot lies. If not, each shard has one block of slots.
       cannot_offload: why keys and values cannot lie in the host's memory; None where they can:
         `caches.empty_store` makes the stores, and decode steps read few pages.
-      cannot_slide: why it cannot read a text whose tokens some layers see through a sliding window;
-        None where it can. Such layers have caches of their own (`parts.sliding_window`), whatever
-        the method: it does its duties in the other layers.
+      cannot_slide: why it cannot read a text that some layers see through a sliding window; None
+        where it can. Such layers have caches of their own (`parts.sliding_window`) in any method.
       cannot_adopt: why it cannot decode over what another method has read; None where it can.
       raw_keys: whether it caches keys before rotary embedding.
-      hands_over: the end of which stage another method can follow (`parts.following`); None where
-        nothing leaves.
+      hands_over: the stage at whose end another method can follow (`parts.following`), if any.
       cannot_hand_over: why none can under its settings all the same; None where one can.
       wants_output: whether `LayerContext.output` is given while it reads.
       page_tokens: tokens of a page, which lies in one block of a text that `adopt` is given.
