@@ -57,7 +57,8 @@ def programs():
     spans = dict(spans=Spans(127, 32, 32), slots=9999, size=8192)
 
     return {
-        "decode": (decode, (one, k, v, bound)),
+        # Of more pieces of a head than the kernel merges.
+        "decode": (decode, (one, *(jnp.tile(x, (1, 1, 6, 1)) for x in (k, v)), bound)),
         "decode-merged": (decode, (*heads, bound)),
         "decode-int8": (decode, (one, k8, v8, bound)),
         "logits": (logits, (one, k, v, bound)),

@@ -144,7 +144,8 @@ def _traced_for(kind):
     """The program of a decode step and a selection for a GPU of that name, which is not here."""
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="gpu")
     q, _ = _chunk(queries=1, dtype="bfloat16")
-    k, lengths = _cache(dtype="bfloat16")
+    # Of more pieces of a head than a second kernel merges.
+    k, lengths = _cache(slots=8192, dtype="bfloat16")
 
     def run(q, k, lengths):
         scores = jnp.broadcast_to(q.ravel()[0].astype(jnp.float32), (1, 65536))

@@ -28,6 +28,7 @@ QUICK |= {"ties", "voted", "pages-shared", "rows-of-8-bits", "decode-int8"}
 PLAIN = "topk-plain-max"
 # Both halves of a search are kernels, and the merge of few pieces.
 OF_TWO = {"topk", PLAIN, "topk-few", "decode-merged", "pages-shared", "pages-shared-together"}
+OF_TWO |= {"decode-int8", "logits", "logits-of-floats-beside-int8"}
 
 
 @pytest.mark.parametrize(
