@@ -14,6 +14,7 @@ written in texts and questions are plain text, but in the prompts of `generate`.
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import time
@@ -144,12 +145,13 @@ class LongContext:
 
     Attributes:
       engine: the token-level engine.
-      tokenizer: of the checkpoint.
-      manifest: of the checkpoint.
+      tokenizer, manifest: of the checkpoint.
       forms: makes forms of answers.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, manifest: Manifest | None = None):
+        # An engine makes the forms of one tokenizer.
+        engine = engine if engine.forms is None else copy.copy(engine)
         self.engine, self.tokenizer, self.manifest = engine, tokenizer, manifest
         self.forms = engine.forms = Forms(tokenizer, engine.config.vocab_size)
         if engine.method.asks:
@@ -502,8 +504,7 @@ class LongContext:
         ends = self.end_ids(how.stop, how.stop_at_eos)
         blocks = stream(sampling=how.sampling, max_tokens=how.max_tokens, stop_ids=ends)
         readers = [AnswerReader(self.tokenizer, row, how.stop, ends) for row in rows]
-        begun = time.perf_counter()
-        first = None
+        begun, first = time.perf_counter(), None
         # Closing returns the cache to the context, also after an error in `on_text`.
         with contextlib.closing(blocks):
             for block in blocks:
@@ -531,8 +532,7 @@ class LongContext:
         return [*(self.tokenizer.eos_ids if stop_at_eos else ()), *special]
 
     def _encode(self, texts: Texts, **how: Any) -> list[list[int]]:
-        encode = functools.partial(self.tokenizer.encode, **how)
-        given = _listed(texts)
+        encode, given = functools.partial(self.tokenizer.encode, **how), _listed(texts)
         return [encode(x) if isinstance(x, str | PromptText) else list(x) for x in given]
 
 

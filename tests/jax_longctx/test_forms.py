@@ -207,6 +207,10 @@ def test_forms_need_a_tokenizer_with_an_end():
     endless = Tokenizer(sentencepiece()._backend, {})
     with pytest.raises(InputError, match="no token that ends an answer"):
         Forms(endless, endless.vocab_size)(sampling.form)
+    # Models over one engine keep forms of their own tokenizers.
+    first = LongContext(engine, sentencepiece())
+    second = LongContext(first.engine, endless)
+    assert first.engine.forms is first.forms and second.engine.forms is second.forms
 
 
 def test_a_form_allows_every_token_that_goes_on_and_no_other():
