@@ -50,7 +50,7 @@ class Process:
     def wait(self, seconds=120):
         end = time.monotonic() + patience(seconds)
         while time.monotonic() < end:
-            found = re.search(r"on (http://\S+)/v1 ", "\n".join(self.said))
+            found = re.search(r"on (http://\S+)/v1, ", "\n".join(self.said))
             if found:
                 self.url = found[1]
                 return self
