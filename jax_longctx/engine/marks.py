@@ -131,10 +131,16 @@ def weights_of(
       width: least tokens of a part.
 
     Raises:
-      InputError: a context of another method, or one whose caches do not name their tokens.
+      InputError: a context of another method, of one that reads a text for its question, or one
+        whose caches do not name their tokens.
       CapacityError: question and answer need a larger cache, which does not fit.
     """
     engine.check_context(context)
+    if engine.method.info.needs_question:
+        raise InputError(
+            f"{engine.method.name} reads a text for one question, with which nobody can say where "
+            f"an answer was found; take another method"
+        )
     setup, size = engine.setup, engine.config.head_dim
     # An answer apart reads less than the question, which chose what stays of it.
     apart = engine.method.info.answers_apart

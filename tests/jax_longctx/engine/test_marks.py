@@ -56,11 +56,20 @@ def test_an_answers_weights_are_those_of_its_tokens_attention(by_layer):
     check(tiny_engine(chunk=16, by_layer=by_layer))
 
 
+# InfLLM gives all far tokens one position, so that its weights are others.
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.slow) for x in KINDS if x != "infllm"]
+    "name",
+    [pytest.param(x, marks=pytest.mark.slow) for x in KINDS if x not in ("infllm", "citrus")],
 )
 def test_every_kind_of_method_shows_them(name):
     check(tiny_engine(small_method(name), chunk=16))
+
+
+def test_a_method_that_reads_for_its_question_is_refused():
+    engine = tiny_engine(small_method("citrus"), chunk=16)
+    context = engine.prefill(CONTEXTS, reserve=24, questions=QUESTIONS)
+    with pytest.raises(InputError, match="citrus reads a text for one question"):
+        weights_of(engine, context, QUESTIONS, ANSWERS, SPANS)
 
 
 @pytest.mark.slow
