@@ -115,7 +115,7 @@ class Forms:
 
 
 class TokenForm:
-    """One row's form, as `engine.forms.Form`."""
+    """One row's form, as `engine.sampling.Form`."""
 
     def __init__(self, matcher: Any, ends: Sequence[int]):
         self._matcher, self._ends, self._ended = matcher, frozenset(ends), False

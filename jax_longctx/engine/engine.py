@@ -46,7 +46,6 @@ from jax_longctx.engine.decode import (
     next_block,
     start_answer,
 )
-from jax_longctx.engine.forms import Bounds, MakesForms, counts_of
 from jax_longctx.engine.prefill import (
     Context,
     Keep,
@@ -61,7 +60,15 @@ from jax_longctx.engine.prefill import (
     whole_finish,
 )
 from jax_longctx.engine.program_files import seal_cache
-from jax_longctx.engine.sampling import Choices, RowValues, sampling_static, sampling_values
+from jax_longctx.engine.sampling import (
+    Bounds,
+    Choices,
+    MakesForms,
+    RowValues,
+    counts_of,
+    sampling_static,
+    sampling_values,
+)
 from jax_longctx.engine.weights_hash import first_values, hash_of_weights, sum_of_bits
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.models.config import ModelConfig

@@ -25,7 +25,6 @@ from jax_longctx.engine.decode import (
     turns_of_all,
 )
 from jax_longctx.engine.engine import BLOCK, Engine
-from jax_longctx.engine.forms import counts_of, with_bounds
 from jax_longctx.engine.prefill import (
     Context,
     Live,
@@ -35,7 +34,7 @@ from jax_longctx.engine.prefill import (
     prefill_question,
     prefill_text,
 )
-from jax_longctx.engine.sampling import sampling_static, sampling_values
+from jax_longctx.engine.sampling import counts_of, sampling_static, sampling_values, with_bounds
 from jax_longctx.engine.setup import Setup
 from jax_longctx.settings import Sampling
 

@@ -7,8 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jax_longctx.engine.decode import NOT_FINITE
-from jax_longctx.engine.forms import Form
-from jax_longctx.engine.sampling import MOST_LOGPROBS, Choices, RowValues, sampling_values
+from jax_longctx.engine.sampling import MOST_LOGPROBS, Choices, Form, RowValues, sampling_values
 from jax_longctx.errors import InputError
 from jax_longctx.settings import Sampling
 

@@ -38,7 +38,6 @@ from jax_longctx.engine.decode import (
     turns_of_all,
 )
 from jax_longctx.engine.engine import BLOCK, Engine
-from jax_longctx.engine.forms import counts_of, form_of, with_bounds
 from jax_longctx.engine.places import Branches, Whole, cannot_share, check_places
 from jax_longctx.engine.prefill import Context, Live, prefill_question
 from jax_longctx.engine.rows import (
@@ -51,7 +50,15 @@ from jax_longctx.engine.rows import (
     widened,
     with_stops,
 )
-from jax_longctx.engine.sampling import ANY, Choices, RowValues, sampling_values
+from jax_longctx.engine.sampling import (
+    ANY,
+    Choices,
+    RowValues,
+    counts_of,
+    form_of,
+    sampling_values,
+    with_bounds,
+)
 from jax_longctx.engine.setup import Ends, everywhere, replicated
 from jax_longctx.errors import CapacityError, ConfigError, InputError
 from jax_longctx.settings import Sampling
