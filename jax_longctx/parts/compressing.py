@@ -83,6 +83,12 @@ class Compressing(Budgeted):
             )
 
     @property
+    def cannot_hand_over(self) -> str | None:
+        if self.interval is None:
+            return super().cannot_hand_over
+        return "with an interval it drops tokens during answers; take interval=none"
+
+    @property
     def append_only(self) -> bool:
         return self.interval is None
 

@@ -201,6 +201,10 @@ def test_names_and_settings_are_read_and_written():
     ("name", "said"),
     [
         ("full > quest", "full evicts nothing, so that nothing can follow it; take quest alone"),
+        (
+            "r-kv > quest",
+            "nothing can follow r-kv: with an interval it drops tokens during answers",
+        ),
         ("snapkv > h2o", "h2o cannot follow another method: it chooses, or changes"),
         ("snapkv > infllm:decode=dense", "infllm cannot follow another method: decode=dense"),
         ("knorm > free-pages:lam=1", "free-pages cannot follow another method: lam above 0"),
