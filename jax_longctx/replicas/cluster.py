@@ -1,0 +1,97 @@
+"""The Ray cluster that replicas run on: one that exists, or this machine for as long as a command.
+
+Ray is imported here alone, when a command needs it: it is in the extra `ray`.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import math
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from jax_longctx.errors import InputError
+from jax_longctx.settings import parse_mesh
+
+# Seconds in which a cluster must accept a connection.
+REACHED = 5.0
+# Read by Ray when it is imported: it reports no use, and only this project's lines are printed.
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+@contextlib.contextmanager
+def cluster(address: str | None, replicas: int) -> Iterator[Any]:
+    """Ray, connected to the cluster at `address`; without one, to this machine for the block.
+
+    This machine's Ray has room for `replicas`, keeps its files in a temporary folder, and ends with
+    the block or with this process.
+
+    Args:
+      address: HOST:PORT of a cluster that this machine is a node of, or "auto" for the one here.
+
+    Raises:
+      InputError: Ray is not installed, there are no replicas, or no cluster answers.
+    """
+    if replicas < 1:
+        raise InputError(f"--replicas must be at least 1, got {replicas}")
+    if importlib.util.find_spec("ray") is None:
+        raise InputError("replicas need the package ray: pip install 'jax-longctx[ray]'")
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    ray: Any = importlib.import_module("ray")
+    how: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    with contextlib.ExitStack() as held:
+        if address is None:
+            room = max(replicas, os.cpu_count() or 1)
+            # Paths of sockets are short, and TMPDIR may be long.
+            prefix = f"longctx-{os.getpid()}-"
+            folder = tempfile.TemporaryDirectory(None, prefix, "/tmp", ignore_cleanup_errors=True)
+            how["_temp_dir"] = held.enter_context(folder)
+            how |= {"address": "local", "num_cpus": room, "include_dashboard": False}
+        else:
+            _check_reached(address)
+            how["address"] = address
+        try:
+            ray.init(**how)
+        except (OSError, ValueError, RuntimeError) as error:
+            said = str(error).strip().splitlines()[0]
+            raise InputError(
+                f"no Ray cluster to use at {address or 'this machine'}: {said}; start one on this "
+                f"machine with `ray start`, or leave --address out"
+            ) from error
+        held.callback(ray.shutdown)
+        yield ray
+
+
+def devices_of(ray: Any, mesh: str | None) -> dict[str, Any]:
+    """What Ray keeps for one replica, as options of an actor: the accelerators of its mesh.
+
+    A replica takes a CPU where the cluster has no accelerators.
+    """
+    count, has = math.prod(dict(parse_mesh(mesh or "")).values()), ray.cluster_resources()
+    if "TPU" in has:
+        return {"num_cpus": 1, "resources": {"TPU": count}}
+    return {"num_cpus": 1, "num_gpus": count} if "GPU" in has else {"num_cpus": 1}
+
+
+def _check_reached(address: str) -> None:
+    """Raises InputError where nothing listens there; Ray itself tries for two minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    expected = (
+        "expected HOST:PORT of a cluster's head node, or auto for the cluster of this machine"
+    )
+    if not host or "/" in host or not port.isdecimal():
+        raise InputError(f"--address is {address!r}; {expected}")
+    try:
+        socket.create_connection((host, int(port)), REACHED).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(f"no Ray cluster answers at {address}: {error}; {expected}") from error

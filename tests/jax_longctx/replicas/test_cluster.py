@@ -1,0 +1,70 @@
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from jax_longctx.errors import InputError
+from jax_longctx.replicas import cluster
+from tests.jax_longctx.replicas.ray import environment, needs_ray
+from tests.patience import patience
+
+USE = """
+import glob, os, sys
+from jax_longctx.errors import InputError
+from jax_longctx.replicas import cluster, devices_of
+try:
+    with cluster(sys.argv[1] if sys.argv[1:] else None, 3) as ray:
+        for mesh in (None, "data=2,tensor=2"):
+            print(devices_of(ray, mesh))
+        print(ray.cluster_resources()["CPU"] >= 3, glob.glob(f"/tmp/longctx-{os.getpid()}-*") != [])
+except InputError as error:
+    print(error)
+print(glob.glob(f"/tmp/longctx-{os.getpid()}-*"))
+"""
+
+
+def used(*address):
+    """What a process that uses a cluster prints; stderr stays empty."""
+    done = subprocess.run(
+        [sys.executable, "-c", USE, *address],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_without_ray_the_extra_is_named():
+    with pytest.raises(InputError, match=r"pip install 'jax-longctx\[ray\]'"), cluster(None, 2):
+        pass
+
+
+def test_there_is_a_replica_at_least():
+    with pytest.raises(InputError, match="--replicas must be at least 1, got 0"), cluster(None, 0):
+        pass
+
+
+@needs_ray
+@pytest.mark.slow
+def test_this_machine_has_room_for_replicas_and_keeps_nothing():
+    own = "{'num_cpus': 1}\n"
+    assert used() == f"{own}{own}True True\n[]\n"
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "address, said",
+    [
+        ("127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1: "),
+        ("127.0.0.1:x", "--address is '127.0.0.1:x'; expected HOST:PORT"),
+        ("ray://127.0.0.1:1", "--address is 'ray://127.0.0.1:1'; expected HOST:PORT"),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_one_clear_error(address, said):
+    found = used(address)
+    assert found.startswith(said) and found.endswith("\n[]\n") and found.count("\n") == 2
