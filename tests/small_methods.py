@@ -1,6 +1,7 @@
 """Every method with settings that fit the tests' tiny models, those of other packages too."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from jax_longctx.methods import METHODS, make_method
@@ -18,10 +19,11 @@ KINDS = (
 # Methods that most tests of all methods cannot tell from the one that they vary: the difference is
 # within a layer. They have tests of their own.
 _VARIANTS = ("citrus-individual", "h2o-shared", "dynamic-ntk", "keydiff", "lagkv", "random")
-_VARIANTS += ("triattention",)
+_VARIANTS += ("triattention", "q-filters")
 APART = [name for name in METHODS if name not in _VARIANTS]
 
 _Settings = dict[str, object]
+FILTERS = Path(__file__).with_name("q_filters.tsv")
 # Methods of no kind; a kind's settings serve all methods that have them.
 _REATTENTION: _Settings = {
     "global_size": 4,
@@ -87,11 +89,14 @@ SMALL = _rows(
     _SMALL,
     {"budget": 48, "chunk": 16},
     {"budget": 16, "page_size": 8, "local": 16},
-    {"budget": 24, "local": 8, "lag": 8, "chunk": 16},
+    {"budget": 24, "local": 8, "lag": 8, "chunk": 16, "filters": str(FILTERS)},
 )
 # Settings under which nothing leaves and everything is read, of texts below some 60 tokens.
 EVERYTHING = _rows(
-    _EVERYTHING, {"budget": 112, "chunk": 16}, {"budget": 256}, {"budget": 112, "chunk": 16}
+    _EVERYTHING,
+    {"budget": 112, "chunk": 16},
+    {"budget": 256},
+    {"budget": 112, "chunk": 16, "filters": str(FILTERS)},
 )
 
 

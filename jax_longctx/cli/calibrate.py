@@ -1,4 +1,4 @@
-"""`jax-longctx calibrate`: measure which heads of a model look far back, once for each model."""
+"""`jax-longctx calibrate`: measure the heads of a model, once for methods that need it."""
 
 import random
 from pathlib import Path
@@ -8,11 +8,11 @@ from jax_longctx.cli import options
 from jax_longctx.cli.options import option
 from jax_longctx.cli.terminal import Terminal, check_checkpoint
 from jax_longctx.evaluation.haystack import python_topics
-from jax_longctx.files import write_whole
+from jax_longctx.files import write_numbers
 from jax_longctx.run_spec import RunSpec
 
 # What is written beside the checkpoint.
-FILE = "retrieval_heads.tsv"
+HEADS, FILTERS = "retrieval_heads.tsv", "query_filters.tsv"
 
 
 @options.command
@@ -27,7 +27,10 @@ def calibrate(
         callback=options.checked(check_checkpoint),
     ),
     out: Path | None = option(
-        f"The file that is written; {FILE} of the checkpoint unless given.", "--out", "-o"
+        f"Folder for {HEADS} and {FILTERS}; the checkpoint unless given.",
+        "--out",
+        "-o",
+        metavar="DIR",
     ),
     tokens: int = option("Tokens of each text.", default=4000, min=600),
     texts: int = option("Texts, each with a passage elsewhere.", default=4, min=1),
@@ -36,24 +39,27 @@ def calibrate(
     run: RunSpec = options.run("dtype"),
     as_json: bool = options.as_json(),
 ) -> None:
-    """Measure which heads of a model retrieve, for duo-attention, and write them to a file.
+    """Measure the heads of a model for duo-attention and q-filters, and write a file for each.
 
-    A passage of random words lies in a text and follows it once more. A head's number is the
-    attention that the copy gives to what is neither at the text's beginning nor near. It takes one
-    pass over each text.
+    A passage of random words lies in a text and follows it once more. A head's number for
+    duo-attention is the attention that the copy gives to what is neither at the text's beginning
+    nor near. Its filter for q-filters is the direction in which its queries of all texts point. It
+    takes one pass over each text.
 
     [bold]Examples[/bold]
 
         jax-longctx calibrate -c qwen
 
         jax-longctx ask book.txt "Who?" -c qwen -m duo-attention:heads=qwen/retrieval_heads.tsv
+
+        jax-longctx ask book.txt "Who?" -c qwen -m q-filters:filters=qwen/query_filters.tsv
     """
-    terminal, target = Terminal(as_json=as_json), out or checkpoint / FILE
+    terminal, folder = Terminal(as_json=as_json), out or checkpoint
     with terminal.starting():
         import numpy as np
 
         from jax_longctx.api import load
-        from jax_longctx.evaluation.retrieval_heads import far_attention
+        from jax_longctx.evaluation.heads import measured, query_filters
         from jax_longctx.methods.duo_attention import DuoAttention
 
         model = load(checkpoint, run)
@@ -71,12 +77,16 @@ def calibrate(
         prompts.append(([*text[:at], *own, *text[at:]], own))
     with terminal.waiting("reading the texts"):
         found = [
-            far_attention(model.engine, [text], [own], sink=near.sink, recent=near.recent)
+            measured(model.engine, text, own, sink=near.sink, recent=near.recent)
             for text, own in prompts
         ]
-    scores = np.mean(found, axis=0)
-    write_whole("".join("\t".join(f"{x:.5f}" for x in row) + "\n" for row in scores), target)
-    record = {"file": str(target), "layers": len(scores), "kv_heads": len(scores[0])}
+    far, queries, products = (np.sum(each, axis=0) for each in zip(*found, strict=True))
+    scores = far / texts
+    filters = query_filters(queries, products, scores.shape[1])
+    write_numbers(scores, folder / HEADS)
+    write_numbers(filters.reshape(len(filters), -1), folder / FILTERS)
+    record = {"heads": str(folder / HEADS), "filters": str(folder / FILTERS)}
+    record |= {"layers": len(scores), "kv_heads": len(scores[0])}
     record |= {"tokens": tokens, "texts": texts, "passage": passage, "seed": seed}
     record["scores"] = scores.tolist()
     terminal.result(record, _shown)
@@ -86,8 +96,9 @@ def _shown(record: dict[str, Any]) -> list[Any]:
     scores = sorted((x for row in record["scores"] for x in row), reverse=True)
     most, half = scores[0], scores[len(scores) // 2]
     return [
-        f"{record['file']}: {record['layers']} layers of {record['kv_heads']} kv heads; the copy "
+        f"{record['heads']}: {record['layers']} layers of {record['kv_heads']} kv heads; the copy "
         f"gives far tokens {most:.0%} of its attention in the first of them, {half:.0%} in the "
         "median one",
-        f"use it: -m duo-attention:heads={record['file']}",
+        f"use it: -m duo-attention:heads={record['heads']}",
+        f"or the filters: -m q-filters:filters={record['filters']}",
     ]

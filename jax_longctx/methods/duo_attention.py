@@ -6,7 +6,7 @@ the end of the context a retrieval head keeps every token, and a streaming head 
 the last `recent` ones. Question and answer follow in all heads.
 
 Which heads retrieve is a property of the model. The authors learn a number for each kv head, and
-publish files of them. `jax-longctx calibrate` measures one (`evaluation.retrieval_heads`). The
+publish files of them. `jax-longctx calibrate` measures one (`evaluation.heads`). The
 `share` of all heads with the largest numbers retrieves.
 
 Prefill is full attention, as in kvpress; the authors let streaming heads read the text through
@@ -15,7 +15,6 @@ retrieval heads are other programs. A layer's tokens take the memory of its head
 pages (`caches.uneven`).
 """
 
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,8 +22,7 @@ import numpy as np
 
 from jax_longctx.caches.uneven import uneven
 from jax_longctx.contract import LayerContext, Stage, method
-from jax_longctx.errors import ConfigError
-from jax_longctx.files import file_errors
+from jax_longctx.files import read_numbers
 from jax_longctx.models.config import ModelConfig
 from jax_longctx.parts.appending import Appending
 
@@ -57,7 +55,8 @@ class DuoAttention(Appending):
         self.at_least(0, "sink", "recent")
         if self.heads and not {*self.heads} <= {*"01/"}:
             # The dataclass is frozen, and keeps what the file says.
-            object.__setattr__(self, "heads", pattern_of(read_scores(self.heads), self.share))
+            scores = np.clip(read_numbers(self.heads, "heads"), 0, 1)
+            object.__setattr__(self, "heads", pattern_of(scores, self.share))
 
     def validate(self, config: ModelConfig) -> None:
         rows = self.heads.split("/")
@@ -90,24 +89,6 @@ class DuoAttention(Appending):
         few = min(self.sink + self.recent, longest)
         most = int(np.sum(np.where(whole_K, longest, few)))
         return uneven(cache, kept_BKS, most, reserve, ctx).end_context(reserve)
-
-
-def read_scores(path: str | Path) -> np.ndarray:
-    """A file's number for each layer and kv head, [L, K], from 0 to 1.
-
-    Raises:
-      ConfigError: it cannot be read, or holds something else.
-    """
-    with file_errors(f"heads: {path} cannot be read", "name a file of numbers, or give 0 and 1"):
-        text = Path(path).expanduser().read_text()
-    try:
-        rows = [[float(x) for x in line.split("\t")] for line in text.splitlines() if line.strip()]
-        scores = np.array(rows)
-    except ValueError as error:
-        raise ConfigError(f"heads: {path} is no table of numbers apart by tabs: {error}") from error
-    if scores.ndim != 2 or not np.isfinite(scores).all():
-        raise ConfigError(f"heads: {path} has no finite number for each layer and kv head")
-    return np.clip(scores, 0, 1)
 
 
 def pattern_of(scores: np.ndarray, share: float) -> str:

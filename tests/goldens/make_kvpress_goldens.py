@@ -24,6 +24,7 @@ from kvpress import (
     KVzipPress,
     LagKVPress,
     PyramidKVPress,
+    QFilterPress,
 )
 from kvpress.presses import kvzip_press
 from make_goldens import DATA, model_of
@@ -45,7 +46,12 @@ PRESSES: dict[str, Any] = {
     "keydiff": KeyDiffPress(),
     "lagkv": LagKVPress(n_sink=SINK, lag_size=LAG),
     "expected-attention": ExpectedAttentionPress(n_sink=SINK),
+    "q-filters": QFilterPress(),
 }
+# Of each layer and kv head; the published ones have the other sign.
+FILTERS = np.random.default_rng(SEED).standard_normal((2, 2, 8), np.float32)
+PRESSES["q-filters"].q_filters = torch.from_numpy(-FILTERS)
+PRESSES["q-filters"].post_init_from_model = lambda _: None
 
 
 def kept(model: Any, tokens: np.ndarray, press: Any, budget: int) -> np.ndarray:
@@ -152,7 +158,7 @@ def main() -> int:
         if (name, way, budget) != TIED
     }
     model.set_attn_implementation("eager")
-    made |= {"tokens": tokens, "asks": np.array(json.dumps(ASKS))}
+    made |= {"tokens": tokens, "asks": np.array(json.dumps(ASKS)), "filters": FILTERS}
     made["pyramid"] = np.array(pyramid(4000, 1000, layers=28))
     scores = repeated(model, tokens)
     scores[..., :SINK] = np.inf

@@ -10,7 +10,8 @@ from jax_longctx.api import LongContext
 from jax_longctx.engine.places import Whole
 from jax_longctx.engine.runs import per_layer
 from jax_longctx.errors import CapacityError, ConfigError, InputError
-from jax_longctx.methods import METHODS, make_method
+from jax_longctx.files import write_numbers
+from jax_longctx.methods import METHODS, make_method, settings_of
 from jax_longctx.methods.full import Full
 from jax_longctx.parts.compressing import Compressing
 from jax_longctx.sharding import make_mesh
@@ -22,8 +23,8 @@ from tests.support import engine_from_hf, random_rows, tiny_engine, word_tokeniz
 
 GOLDENS = np.load(Path(__file__).parents[2] / "goldens" / "data" / "kvpress.npz")
 # As the goldens are made.
-SEED, OWN = 1, {"lagkv": {"lag": 16}, "knorm": {"sink": 0}, "keydiff": {"sink": 0}}
-OWN["kvzip"] = {"chunk": 64}
+SEED, OWN = 1, {"lagkv": {"lag": 16}, "kvzip": {"chunk": 64}}
+OWN |= {name: {"sink": 0} for name in ("knorm", "keydiff", "q-filters")}
 NAMES = [name for name in METHODS if issubclass(METHODS[name], Compressing)]
 LENGTHS = [61, 1, 30, 45]
 
@@ -68,29 +69,35 @@ def kept_unevenly(engine, whole, rows):
 
 
 @pytest.fixture(scope="module")
-def golden():
-    """The goldens' model and text, and every key of it."""
+def golden(tmp_path_factory):
+    """The goldens' model and text, every key of it, and how its methods are made."""
     engine = engine_from_hf(
         KVPRESS, random_state(hf_shapes(KVPRESS), SEED), Full(), chunk=64, by_layer=True
     )
     engine.asks, rows = json.loads(str(GOLDENS["asks"])), [GOLDENS["tokens"].tolist()]
-    return engine, stores(engine, rows), rows
+    file = tmp_path_factory.mktemp("filters") / "filters.tsv"
+    write_numbers(GOLDENS["filters"].reshape(2, -1), file)
+
+    def made(name, **settings):
+        own = {"filters": str(file)} if name == "q-filters" else {}
+        return make_method(name, settings | own | OWN.get(name, {}))
+
+    return engine, stores(engine, rows), rows, made
 
 
 @pytest.mark.parametrize("case", [case for case in GOLDENS if case.count(".") == 1])
 def test_the_positions_that_stay_are_kvpress_s_in_every_layer_and_head(golden, case):
-    engine, whole, rows = golden
+    engine, whole, rows, made = golden
     name, _, budget = case.partition(".")
-    method = make_method(name, {"budget": budget, **OWN.get(name, {})})
-    layers = kept(under(engine, method), whole, rows)
+    layers = kept(under(engine, made(name, budget=budget)), whole, rows)
     assert [layer[0] for layer in layers] == GOLDENS[case].tolist()
 
 
 @pytest.mark.parametrize("case", [case for case in GOLDENS if case.count(".") == 2])
 def test_what_heads_keep_of_a_budget_that_they_share_is_kvpress_s(golden, case):
-    engine, whole, rows = golden
+    engine, whole, rows, made = golden
     name, way, budget = case.split(".")
-    method = make_method(name, {"budget": budget, "over_heads": way, **OWN.get(name, {})})
+    method = made(name, budget=budget, over_heads=way)
     layers = kept_unevenly(under(engine, method), whole, rows)
     expected = [[np.flatnonzero(head).tolist() for head in layer] for layer in GOLDENS[case]]
     assert [layer[0] for layer in layers] == expected
@@ -125,6 +132,32 @@ def test_a_mesh_keeps_the_same_of_each_row_with_its_first_and_last_tokens(ragged
                 assert len(head) == min(length, method.budget) and fixed <= set(head)
     # No head of a layer keeps what another one does.
     assert len({tuple(layer[0][head]) for layer in one for head in range(2)}) == 4
+
+
+def test_filters_are_each_layer_s_own_and_of_this_model(ragged, tmp_path):
+    _, rows, (whole, _) = ragged
+    file, table = tmp_path / "filters.tsv", np.random.default_rng(0).standard_normal((2, 16))
+
+    def keeps(*lines, by_layer=False):
+        write_numbers(table[[*lines]], file)
+        method = make_method("q-filters", {"filters": str(file), "budget": 24})
+        return kept(tiny_engine(method, chunk=16, by_layer=by_layer), whole, rows)
+
+    # In a loop over layers too.
+    looped = keeps(0, 1)
+    assert looped == keeps(0, 1, by_layer=True)
+    assert looped[0] == keeps(0)[0] and looped[1] != keeps(0)[1]
+    with pytest.raises(ConfigError, match="write a file of them with jax-longctx calibrate"):
+        tiny_engine(make_method("q-filters"))
+    with pytest.raises(ConfigError, match="filters: none cannot be read: No such file"):
+        make_method("q-filters", {"filters": "none"})
+    with pytest.raises(ConfigError, match="not fit this model of 2 layers with 2 kv heads of 8 n"):
+        keeps(0, 1, 0)
+    method = make_method("q-filters", {"filters": str(file)})
+    # A record of it makes the same method, while the file is the same.
+    assert make_method(**settings_of(method)) == method
+    with pytest.raises(ConfigError, match="has changed, its numbers are not 012345678901 any more"):
+        tiny_engine(make_method("q-filters", {"filters": f"{file}#012345678901"}))
 
 
 def test_a_share_of_each_row_s_own_length(ragged):

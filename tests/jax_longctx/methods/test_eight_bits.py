@@ -314,7 +314,8 @@ def test_names_of_kv():
     assert tiny_engine(kv="int8").setup.kv == "int8"
 
 
-@pytest.mark.parametrize("name", METHODS)
+# The small filters are of heads of 8 numbers.
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "q-filters"])
 def test_bytes_of_keys_and_values(name):
     """Resident and read bytes count numbers and scales: width + 2 for width * 4."""
     method, config = small_method(name), tiny_config(head_dim=64)

@@ -11,7 +11,7 @@ from jax_longctx.engine.capacity import footprint
 from jax_longctx.engine.running import Ask, RunningBatch
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import ConfigError
-from jax_longctx.evaluation.retrieval_heads import far_attention
+from jax_longctx.evaluation.heads import measured, query_filters
 from jax_longctx.methods import make_method
 from jax_longctx.parts.head_budgets import ada_tokens
 from jax_longctx.sharding import make_mesh
@@ -169,19 +169,27 @@ def test_a_file_says_which_heads_retrieve(tmp_path):
 
 
 @pytest.mark.slow
-def test_far_attention_is_what_numpy_says():
+def test_what_is_measured_of_heads_is_what_numpy_says():
+    """Far attention, and the first right singular vectors of queries."""
     engine = engine_of("full", config=tiny_config(max_position=2048, sinks=True))
     text, passage, params = ROWS[0][0], ROWS[0][0][60:80], oracle_params(engine)
-    found = far_attention(engine, [text], [passage], sink=4, recent=32)
-    expected, theta = [], engine.config.rope.theta
+    found = measured(engine, text, passage, sink=4, recent=32)
+    expected, filters, theta = [], [], engine.config.rope.theta
 
     def attend(layer, q, k, v):
         at, sinks = np.arange(len(q)), params["layers"][str(layer)]["attn"]["sinks"]
-        p = probabilities(rope(q, at, theta), rope(k, at, theta), at[:, None] >= at, sinks)
+        q = rope(q, at, theta)
+        p = probabilities(q, rope(k, at, theta), at[:, None] >= at, sinks)
         far = (at >= 4) & (at < at[:, None] - 32)
         mean = (p * far).sum(-1)[:, len(text) :].mean(-1)
         expected.append(mean.reshape(-1, 2).max(-1))
+        read = np.swapaxes(q[: len(text)], 0, 1)  # [N, T, H]
+        first = np.linalg.svd(read).Vh[:, 0]
+        first *= np.sign((read @ first[..., None]).mean(1))
+        filters.append(first.reshape(-1, 2, first.shape[1]).mean(1))
         return weighted_values(p, v)
 
     forward(engine.config, params, [*text, *passage], attend)
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_allclose(found.far, expected, atol=1e-4)
+    made = query_filters(found.queries, found.products, kv_heads=2)
+    np.testing.assert_allclose(made, filters, atol=1e-4)
