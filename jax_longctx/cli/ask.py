@@ -270,10 +270,10 @@ class Session:
         """Raises an error where method, checkpoint and context do not fit; needs no weights."""
         self._chosen_chat(model)
         save, load = self.inputs.save_context, self.inputs.load_context
-        if self.inputs.looks and model.engine.setup.offload is not None:
-            raise InputError(
-                "--where and --picture read the context on the devices; leave out --offload"
-            )
+        if self.inputs.looks:
+            from jax_longctx.engine.marks import check_where
+
+            check_where(model.engine)
         if model.engine.method.info.needs_question and (save or load):
             name = settings_of(model.engine.method)["name"]
             raise InputError(

@@ -299,8 +299,8 @@ class Talking:
         talk = self.talk
         if talk.newest is None:
             raise InputError("/where is about an answer that was given here; ask something first")
-        if self.documents is None or talk.model.engine.setup.offload is not None:
-            raise InputError("/where needs the files, and a context on the devices")
+        if self.documents is None:
+            raise InputError("/where needs the files")
         prompt = talk.model.layout(talk.chat).context(self.documents.text)
         with self.terminal.waiting("looking where it was found"):
             (asked, answer), place = talk.newest, self.documents.place

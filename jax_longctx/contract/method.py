@@ -337,6 +337,8 @@ class Method:
         where a slot lies. If not, each shard has one block of slots.
       cannot_offload: why keys and values cannot lie in the host's memory; None where they can:
         `caches.empty_store` makes the stores, and decode steps read few pages.
+      names_tokens: whether its caches say which tokens of a text they hold where they do not hold
+        all (`caches.marks`).
       cannot_slide: why it cannot read a text that some layers see through a sliding window; None
         where it can. Such layers have caches of their own (`parts.sliding_window`) in any method.
       cannot_adopt: why it cannot decode over what another method has read; None where it can.
@@ -363,6 +365,7 @@ class Method:
     own_tokens: int | None = None
     stripes: bool = False
     cannot_offload: str | None = "a decode step reads or moves keys of the whole cache"
+    names_tokens: bool = False
     cannot_slide: str | None = None
     cannot_adopt: str | None = "it chooses, or changes, what it caches as it reads the text"
     raw_keys: bool = False

@@ -31,6 +31,8 @@ from pallas_kernels.quantised import stored_as
 
 # Passes over the text at most: of a longer text the parts are longer.
 MOST_COPIES = 8
+_REFUSED = "nobody can say where an answer was found: "
+_UNNAMED = "the caches of {} do not say which tokens of the text they hold; take another method"
 
 
 @jax.tree_util.register_dataclass
@@ -115,6 +117,19 @@ class Weights:
     width: int
 
 
+def check_where(engine: Engine) -> None:
+    """Raises InputError where nobody can say what answers under the engine's method read."""
+    method, why = engine.method, None
+    if engine.setup.offload is not None:
+        why = "keys and values lie in the host's memory; leave out --offload"
+    elif method.needs_question:
+        why = f"{method.name} reads a text for one question; take another method"
+    elif not (method.keeps_all or method.answers_apart or method.names_tokens):
+        why = _UNNAMED.format(method.name)
+    if why is not None:
+        raise InputError(_REFUSED + why)
+
+
 def weights_of(
     engine: Engine,
     context: Context,
@@ -131,16 +146,11 @@ def weights_of(
       width: least tokens of a part.
 
     Raises:
-      InputError: a context of another method, of one that reads a text for its question, or one
-        whose caches do not name their tokens.
+      InputError: as `check_where`, or a context of another method.
       CapacityError: question and answer need a larger cache, which does not fit.
     """
+    check_where(engine)
     engine.check_context(context)
-    if engine.method.info.needs_question:
-        raise InputError(
-            f"{engine.method.name} reads a text for one question, with which nobody can say where "
-            f"an answer was found; take another method"
-        )
     setup, size = engine.setup, engine.config.head_dim
     # An answer apart reads less than the question, which chose what stays of it.
     apart = engine.method.info.answers_apart
@@ -169,10 +179,7 @@ def weights_of(
         finally:
             live.caches = tuple(map(_unmarked, live.caches))
     if not np.all(np.any(read[:, : len(spans)], axis=(0, 2))):
-        raise InputError(
-            "the caches of this method do not say which tokens of the text they hold, so that "
-            "nobody can say where an answer was found; take another method"
-        )
+        raise InputError(_REFUSED + _UNNAMED.format(engine.method.name))
     return [Weights(read[:, row], first, width) for row, (first, _) in enumerate(spans)]
 
 

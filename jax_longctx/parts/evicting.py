@@ -237,6 +237,7 @@ class Evicting(Method):
     query_aware = True
     # Running sums of each kept token.
     num_sums = 0
+    names_tokens = True
     hands_over = "question"
 
     def rank(self, seen: Look) -> Shaped[Array, "B _ U"]:

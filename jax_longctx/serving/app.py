@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from jax_longctx.answers import AnswerReader
 from jax_longctx.api import LongContext
+from jax_longctx.engine.marks import check_where
 from jax_longctx.engine.rows import Ask
 from jax_longctx.errors import LongctxError
 from jax_longctx.methods import settings_of
@@ -175,6 +176,8 @@ class Service:
             asked = await self.bodies.json(form, request, call)
             self._check_model(asked.model)
             entry = None if asked.context is None else self._entry(asked.context, "context")
+            if asked.sources:
+                check_where(self.model.engine)
             split = getattr(self.prompts, kind)
             prompts: list[Prompt] = await anyio.to_thread.run_sync(split, asked, entry)
             reply = Reply(

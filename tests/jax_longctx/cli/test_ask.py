@@ -368,3 +368,20 @@ def test_it_says_where_answers_were_found(run, loads, book, tmp_path, questions)
         for source in sources:
             assert source["text"] == text[source["start"] : source["end"]]
         assert sources[0]["score"] == max(source["score"] for source in sources) <= 1
+
+
+@pytest.mark.parametrize("option", [["--where"], ["--picture", "read.png"]])
+@pytest.mark.parametrize(
+    ("name", "tier", "why"),
+    [
+        ("knorm", {}, "the caches of knorm do not say which tokens of the text they hold"),
+        ("quest", {"offload": "host"}, "in the host's memory; leave out --offload"),
+    ],
+)
+def test_what_cannot_say_where_is_refused_before_the_text_is_read(
+    run, loads, tiny, book, monkeypatch, name, tier, why, option
+):
+    model = tiny.with_method(jax_longctx.make_method(name), **tier)
+    monkeypatch.setattr(tiny, "engine", model.engine)
+    monkeypatch.setattr(tiny, "prefill", None)
+    refused(run("ask", book, "Who?", "-c", "m", "-m", name, *option), why)

@@ -11,9 +11,10 @@ import types
 
 import pytest
 
-from jax_longctx import Conversation
+from jax_longctx import Conversation, make_method
 from jax_longctx.cli import chat as chat_command
 from jax_longctx.cli import process
+from jax_longctx.engine import marks
 from jax_longctx.errors import CapacityError, InputError
 from jax_longctx.files import seal
 from tests.jax_longctx.cli.conftest import refused
@@ -50,6 +51,14 @@ def test_the_first_answer_is_as_ask_has_it_and_the_second_follows_on_it(run, sai
     assert [(each["question"], each["answer"]) for each in record] == [("Who?", answers[0].text)]
     # Nothing is read twice: the cache holds all but the newest token.
     assert talk.held == len(talk.tokens) - 1
+
+
+def test_where_is_refused_before_it_reads_again(run, loads, tiny, book, monkeypatch):
+    monkeypatch.setattr(tiny, "engine", tiny.with_method(make_method("knorm")).engine)
+    # Whatever the caches hold, nothing is fed to them again.
+    monkeypatch.setattr(marks, "prefill_text", None)
+    result = run("chat", book, *SHORT, "-m", "knorm", stdin="Who?\n/where\n")
+    assert result.exit_code and "the caches of knorm do not say which tokens" in result.stderr
 
 
 def test_saved_cleared_and_read_anew_it_goes_on(said, book, tmp_path):

@@ -3,7 +3,7 @@ import functools
 import numpy as np
 import pytest
 
-from jax_longctx.engine.marks import weights_of
+from jax_longctx.engine.marks import check_where, weights_of
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.agreement import attention_weights
 from jax_longctx.sharding import make_mesh
@@ -56,24 +56,37 @@ def test_an_answers_weights_are_those_of_its_tokens_attention(by_layer):
     check(tiny_engine(chunk=16, by_layer=by_layer))
 
 
-# InfLLM gives all far tokens one position, so that its weights are others.
+# InfLLM gives all far tokens one position, so that its weights are others; two are refused.
+OTHERS = ("infllm", "citrus", "r-kv")
+
+
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=pytest.mark.slow) for x in KINDS if x not in ("infllm", "citrus")],
+    [pytest.param(x, marks=pytest.mark.slow) for x in KINDS if x not in OTHERS],
 )
 def test_every_kind_of_method_shows_them(name):
     check(tiny_engine(small_method(name), chunk=16))
 
 
-def test_a_method_that_reads_for_its_question_is_refused():
-    engine = tiny_engine(small_method("citrus"), chunk=16)
-    context = engine.prefill(CONTEXTS, reserve=24, questions=QUESTIONS)
-    with pytest.raises(InputError, match="citrus reads a text for one question"):
-        weights_of(engine, context, QUESTIONS, ANSWERS, SPANS)
+@pytest.mark.parametrize("name", ["citrus", "knorm", "r-kv", "duo-attention", "knorm > quest"])
+def test_what_cannot_say_where_is_refused_before_anything_is_read(name):
+    why = "citrus reads a text for one question" if name == "citrus" else "do not say which tokens"
+    with pytest.raises(InputError, match=f"nobody can say where .*{why}"):
+        check_where(tiny_engine(small_method(name), chunk=16))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["full", "reattention", "r-kv"])
+@pytest.mark.parametrize("name", ["h2o", "streaming-llm", "snapkv", "snapkv > quest", "star"])
+def test_of_a_text_of_which_tokens_left_those_that_stay_are_named(name):
+    engine = tiny_engine(small_method(name), chunk=16)
+    (text,) = random_rows([120], seed=6)
+    context = engine.prefill([text], reserve=24)
+    (found,) = weights_of(engine, context, QUESTIONS[:1], ANSWERS[:1], [(0, 120)])
+    assert found.read.any(axis=1).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "reattention", "h2o"])
 def test_they_are_the_same_on_a_mesh_and_in_8_bits(name):
     method = small_method(name)
     check(tiny_engine(method, chunk=16, mesh=make_mesh(seq=2, tensor=2)))
@@ -84,12 +97,7 @@ def test_they_are_the_same_on_a_mesh_and_in_8_bits(name):
         assert np.abs(each.read[:, : expected.shape[1]] - expected).max() < 0.05
 
 
-def test_what_has_left_cannot_be_named():
-    engine = tiny_engine(small_method("knorm"), chunk=16)
-    (text,) = random_rows([120], seed=6)
-    context = engine.prefill([text], reserve=24)
-    with pytest.raises(InputError, match="do not say which tokens"):
-        weights_of(engine, context, QUESTIONS[:1], ANSWERS[:1], [(0, 120)])
-    context = tiny_engine(chunk=16).prefill([text], reserve=24)
+def test_a_context_of_another_method_is_refused():
+    context = tiny_engine(chunk=16).prefill(CONTEXTS, reserve=24)
     with pytest.raises(InputError, match="ask it under the method that made it"):
-        weights_of(engine, context, QUESTIONS[:1], ANSWERS[:1], [(0, 120)])
+        weights_of(tiny_engine(small_method("h2o"), chunk=16), context, QUESTIONS, ANSWERS, SPANS)

@@ -4,6 +4,7 @@ import json
 import pytest
 
 import jax_longctx
+from jax_longctx.serving.contexts import Contexts
 from tests.jax_longctx.serving.tiny import BOOK, LENGTHS, read
 
 ASK = {"model": "tiny", "temperature": 0, "max_tokens": 6}
@@ -47,7 +48,7 @@ def test_a_reply_says_where_its_answers_were_found(server):
 
 
 @pytest.mark.slow
-def test_rows_with_caches_of_their_own_and_methods_that_drop_tokens(tiny, serve):
+def test_rows_with_caches_of_their_own_and_methods_that_drop_tokens(tiny, serve, monkeypatch):
     how = {"sources": True, "prompt": ["Who?", "And why?"], **ASK}
     lengths = dataclasses.replace(LENGTHS, share_from=500)
     with serve(tiny, lengths=lengths).http() as http:
@@ -58,5 +59,7 @@ def test_rows_with_caches_of_their_own_and_methods_that_drop_tokens(tiny, serve)
     model = tiny.with_method(jax_longctx.make_method("knorm", {"budget": "16"}))
     with serve(model).http() as http:
         context = read(http, text=BOOK)["id"]
-        found = http.post("/v1/completions", json={**how, "context": context})
+        with monkeypatch.context() as patch:
+            patch.setattr(Contexts, "use", None)
+            found = http.post("/v1/completions", json={**how, "context": context})
         assert found.status_code == 400 and "do not say which tokens" in found.text
