@@ -1,10 +1,11 @@
-"""Chat templates and encoding in child processes, within limits of time and memory.
+"""Chat templates, encoding and documents in child processes, within limits of time and memory.
 
 Each child runs `worker`, and serves one thread at a time. A request that exceeds a limit ends its
 process only; the next request starts a new one.
 """
 
 import atexit
+import base64
 import contextlib
 import hashlib
 import json
@@ -23,13 +24,15 @@ import tokenizers
 from jax_longctx.errors import CheckpointError, ConfigError, InputError
 
 WORKER = Path(__file__).with_name("worker.py")
-# Processes that work at the same time.
+# Processes that work at the same time, on documents and on all else.
 CHILDREN = 4
 # Seconds of processor time and bytes of memory to render a template, to encode a text or to load a
 # tokenizer, and those for each character of a text or a tokenizer: some ten times what the slowest
 # published tokenizers take, and thousands of times what published templates need.
 SECONDS, MEMORY = 3.0, 2**30
 SECONDS_EACH, MEMORY_EACH = 2e-5, 1000
+# The same of a document, and for each of its bytes: some ten times what slow PDFs take.
+READING = {"seconds": (60.0, 5e-6), "memory": (2**32, 40)}
 # How many times longer a decoder, which runs in this process, may make a text.
 MOST_GROWTH = 100
 
@@ -46,7 +49,7 @@ class Child:
             return self._process
         self.stop()
         # The child gets this process's import paths, so that it can skip `site`.
-        paths = os.pathsep.join(path for path in sys.path if path)
+        paths = os.pathsep.join([*filter(None, sys.path), str(WORKER.parents[2])])
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-S", "-P", str(WORKER)],
@@ -99,19 +102,18 @@ class Child:
 
 
 # All children of this process, and the idle ones: first in line is the one that was used last, and
-# has the tokenizer.
+# has the tokenizer. Documents have their own: slow ones keep nobody from a tokenizer.
 _own: list[Child] = []
-_idle: "queue.LifoQueue[Child]" = queue.LifoQueue()
+_idle: "list[queue.LifoQueue[Child]]" = []
 _left: list[Child] = []
 
 
 def _make_children() -> None:
     """In a forked process too, which leaves its parent's: a thread there may hold their pipes."""
-    global _idle
     _left.extend(_own)
-    _own[:], _idle = [Child() for _ in range(CHILDREN)], queue.LifoQueue()
-    for child in _own:
-        _idle.put(child)
+    _own[:], _idle[:] = [Child() for _ in range(2 * CHILDREN)], [queue.LifoQueue() for _ in "ab"]
+    for number, child in enumerate(_own):
+        _idle[number % 2].put(child)
 
 
 def _stop_children() -> None:
@@ -125,9 +127,9 @@ atexit.register(_stop_children)
 
 
 @contextlib.contextmanager
-def _any_child() -> Iterator[Child]:
+def _any_child(documents: bool = False) -> Iterator[Child]:
     """A child for this thread alone."""
-    idle = _idle
+    idle = _idle[documents]
     child = idle.get()
     try:
         yield child
@@ -139,6 +141,13 @@ def start_child() -> None:
     """Starts a process and returns at once. It imports the libraries for requests."""
     with _any_child() as child:
         child.start()
+
+
+def read_apart(raw: bytes, **request: Any) -> dict[str, Any]:
+    """What `documents.reply_to` replies, or `error` with the reason why there is none."""
+    limits = {name: least + each * len(raw) for name, (least, each) in READING.items()}
+    with _any_child(documents=True) as child:
+        return child.ask({"document": base64.b64encode(raw).decode(), **request, **limits})
 
 
 class ChatTemplate:

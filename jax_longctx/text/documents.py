@@ -6,9 +6,11 @@ where the name has no ending. Anything else is UTF-8 text as it stands, Markdown
 
 A folder or a zip archive gives a document for each file, in the order of names. What is no document
 there, such as a picture, is left out with a note. Bounds hold for what is unpacked, so that a small
-file cannot fill the memory.
+file cannot fill the memory. What has markup, or is packed, is read in a process of its own, within
+limits of time and memory (`child`): the libraries take hours over some small files.
 """
 
+import base64
 import bisect
 import dataclasses
 import gzip
@@ -23,12 +25,13 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Literal
 
 from jax_longctx.errors import InputError, NoTextError
 from jax_longctx.files import decoded, file_errors, read_bytes
 from jax_longctx.memory import shown_bytes
 from jax_longctx.text import formats
+from jax_longctx.text.child import read_apart
 
 log = logging.getLogger(__name__)
 
@@ -138,8 +141,26 @@ def documents_in(
     return list(_Reader(note, most).parts(raw, name))
 
 
+def reply_to(request: dict[str, Any]) -> dict[str, Any]:
+    """In the child: the `documents` of a file, or why it `refuses`; `notes`; what may be left."""
+    notes = list[str]()
+    reader = _Reader(notes.append, request["most"])
+    reader.apart = False
+    reader._left, reader._files = request["left"], request["files"]
+    raw, reply = base64.b64decode(request["document"]), dict[str, Any]()
+    try:
+        found = reader.parts(raw, request["name"], request["depth"])
+        reply["documents"] = [dataclasses.astuple(each) for each in found]
+    except InputError as error:
+        reply = {"refuses": str(error), "empty": isinstance(error, NoTextError)}
+    return {**reply, "notes": notes, "left": reader._left, "files": reader._files}
+
+
 class _Reader:
     """One call: what it may still unpack, and how many files it may still read."""
+
+    # Whether markup and archives are read in a process of their own.
+    apart = True
 
     def __init__(self, note: Note, most: int = MOST_BYTES):
         self._note, self._most = note, most
@@ -155,15 +176,32 @@ class _Reader:
 
     def parts(self, raw: bytes, name: str, depth: int = 0) -> Iterator[Document]:
         """The documents in a file's bytes."""
-        if raw.startswith(b"PK\x03\x04") or raw.startswith(b"PK\x05\x06"):
-            yield from self._zip(raw, name, depth)
-        elif raw.startswith(b"\x1f\x8b"):
+        if raw.startswith(b"\x1f\x8b"):
             inside = self._unpack(lambda: gzip.open(io.BytesIO(raw)), name, len(raw), depth)
             yield from self.parts(inside, name.removesuffix(".gz"), depth + 1)
-        elif raw.startswith(b"%PDF-") or (name.lower().endswith(".pdf") and b"%PDF-" in raw[:1024]):
+        elif (kind := _kind(raw, name)) is None:
+            yield _whole(name, _plain(raw, name))
+        elif self.apart:
+            yield from self._apart(raw, name, depth)
+        elif kind == "zip":
+            yield from self._zip(raw, name, depth)
+        elif kind == "pdf":
             yield self._paged(formats.pdf_pages(raw, name, lambda n: self._take(n, name)), name)
         else:
-            yield _whole(name, _plain(raw, name))
+            yield _whole(name, formats.html_text(raw, name))
+
+    def _apart(self, raw: bytes, name: str, depth: int) -> Iterator[Document]:
+        left = {"left": self._left, "files": self._files, "most": self._most}
+        reply = read_apart(raw, name=name, depth=depth, **left)
+        if "error" in reply:
+            raise InputError(f"{name} cannot be read: this {reply['error']}; {formats.BY_HAND}")
+        self._left, self._files = reply["left"], reply["files"]
+        for note in reply["notes"]:
+            self._note(note)
+        if "refuses" in reply:
+            raise (NoTextError if reply["empty"] else InputError)(reply["refuses"])
+        for name, text, pages in reply["documents"]:
+            yield Document(name, text, tuple(pages))
 
     def _zip(self, raw: bytes, name: str, depth: int) -> Iterator[Document]:
         try:
@@ -279,8 +317,18 @@ def _whole(name: str, text: str) -> Document:
     return Document(name, text)
 
 
+def _kind(raw: bytes, name: str) -> Literal["zip", "pdf", "html"] | None:
+    """What a library reads a file as; None where none does."""
+    ending = PurePath(name).suffix.lower()
+    if raw.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        return "zip"
+    if raw.startswith(b"%PDF-") or (ending == ".pdf" and b"%PDF-" in raw[:1024]):
+        return "pdf"
+    return "html" if ending in _HTML or (not ending and _LIKE_HTML.match(raw)) else None
+
+
 def _plain(raw: bytes, name: str) -> str:
-    """The text of a file that is neither packed nor a PDF."""
+    """The text of a file that is neither packed nor marked up."""
     ending = PurePath(name).suffix.lower()
     if ending in _PROMISED:
         raise InputError(
@@ -288,8 +336,6 @@ def _plain(raw: bytes, name: str) -> str:
         )
     if raw[257:262] == b"ustar":
         raise InputError(f"{name} is a tar archive; unpack it, and give the folder")
-    if ending in _HTML or (not ending and _LIKE_HTML.match(raw)):
-        return formats.html_text(raw, name)
     try:
         return decoded(raw, name)
     except InputError:

@@ -7,7 +7,6 @@ imported when a document needs them.
 import importlib
 import posixpath
 import re
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
@@ -15,7 +14,7 @@ from urllib.parse import unquote
 from jax_longctx.errors import InputError
 
 MOST_PAGES = 20_000
-_BY_HAND = "write its text to a file first, e.g. with pandoc"
+BY_HAND = "write its text to a file first, e.g. with pandoc"
 # Reads a member of an archive, within the limits of the whole.
 Member = Callable[[str], bytes]
 # Counts characters or bytes that a document gave; raises InputError above the limit.
@@ -29,9 +28,6 @@ _LINES |= {"aside", "address", "caption", "figcaption", "option", "body", "summa
 _APART = {"p", "h1", "h2", "h3", "h4", "h5", "h6", "pre", "ul", "ol", "dl", "table", "hr"}
 _APART |= {"blockquote", "figure", "form", "fieldset", "title"}
 
-# PDFium is not made for threads.
-_pdfium = threading.Lock()
-
 
 def pdf_pages(raw: bytes, name: str, take: Take) -> list[str]:
     """The text of each page of a PDF, empty where a page is a picture.
@@ -40,22 +36,21 @@ def pdf_pages(raw: bytes, name: str, take: Take) -> list[str]:
       InputError: it is damaged, encrypted or too long, or pypdfium2 is missing.
     """
     library = _needed("pypdfium2", name)
-    with _pdfium:
-        try:
-            pdf = library.PdfDocument(raw)
-        except library.PdfiumError as error:
-            if error.err_code in (library.raw.FPDF_ERR_PASSWORD, library.raw.FPDF_ERR_SECURITY):
-                raise InputError(
-                    f"{name} is an encrypted PDF; write it without its password first, e.g. with "
-                    f"qpdf --decrypt --password=PASSWORD"
-                ) from error
-            raise damaged(name, "PDF", error) from error
-        try:
-            return list(_pages(pdf, name, take))
-        except library.PdfiumError as error:
-            raise damaged(name, "PDF", error) from error
-        finally:
-            pdf.close()
+    try:
+        pdf = library.PdfDocument(raw)
+    except library.PdfiumError as error:
+        if error.err_code in (library.raw.FPDF_ERR_PASSWORD, library.raw.FPDF_ERR_SECURITY):
+            raise InputError(
+                f"{name} is an encrypted PDF; write it without its password first, e.g. with "
+                f"qpdf --decrypt --password=PASSWORD"
+            ) from error
+        raise damaged(name, "PDF", error) from error
+    try:
+        return list(_pages(pdf, name, take))
+    except library.PdfiumError as error:
+        raise damaged(name, "PDF", error) from error
+    finally:
+        pdf.close()
 
 
 def _pages(pdf: Any, name: str, take: Take) -> Iterator[str]:
@@ -94,7 +89,7 @@ def html_text(raw: bytes, name: str) -> str:
     # libxml2 mends all but what is too deep, and would leave out the rest.
     for error in parser.error_log:
         if error.level_name == "FATAL":
-            raise InputError(f"{name} is HTML that cannot be read: {error.message}; {_BY_HAND}")
+            raise InputError(f"{name} is HTML that cannot be read: {error.message}; {BY_HAND}")
     lines = _Lines()
     if root is not None:
         _show(etree, root, lines)
@@ -242,7 +237,7 @@ def _xml(raw: bytes, name: str) -> Any:
 def damaged(name: str, kind: str, why: object) -> InputError:
     """The error of a file that is not whole."""
     said = " ".join(str(why).split()) or type(why).__name__
-    return InputError(f"{name} is a damaged {kind} ({said:.120}); get it again, or {_BY_HAND}")
+    return InputError(f"{name} is a damaged {kind} ({said:.120}); get it again, or {BY_HAND}")
 
 
 def _needed(module: str, name: str) -> Any:

@@ -1,15 +1,15 @@
-"""Renders chat templates and encodes texts in a process of its own, which `child` starts.
+"""Renders chat templates, encodes texts and reads documents in a process that `child` starts.
 
-Templates and tokenizers come with a checkpoint and are not trusted. jinja2's immutable sandbox
-limits what templates can access, but not their time and memory: the kernel limits both for this
-process. A timer of processor time kills it when a request takes too long.
+Templates and tokenizers come with a checkpoint and are not trusted, nor are documents. jinja2's
+immutable sandbox limits what templates can access, but not their time and memory: the kernel limits
+both for this process. A timer of processor time kills it when a request takes too long.
 
 Reads one JSON request a line and writes one JSON reply a line. To a template: `text`; `refuses`,
 the template's reason to reject the messages; or `error`, the fault of the template. To a text (or
 to none, where a tokenizer is only to be loaded): `ids`, and `offsets` where they are asked for;
 `unknown`, where the file of the tokenizer is to be sent too; `refuses`, where the text is not
-Unicode; or `error`, the fault of the tokenizer. Imports nothing of the library, so that it starts
-fast.
+Unicode; or `error`, the fault of the tokenizer. To a document: `documents.reply_to`. For all else
+it imports nothing of the library, so that it starts fast.
 
 Templates find the names that Hugging Face defines: `raise_exception`, `strftime_now`, the `tojson`
 filter, loop controls, and the `generation` block (which marks the assistant's words for training
@@ -48,12 +48,13 @@ def main() -> None:
                 allowed = min(allowed, most_bytes)
             resource.setrlimit(resource.RLIMIT_AS, (allowed, most_bytes))
         signal.setitimer(signal.ITIMER_PROF, request["seconds"])
-        # A chat is about as long as its messages; a hostile template may fill the memory.
-        reply = (
-            _encoded(request)
-            if "tokenizer" in request
-            else _rendered(request, most=2**20 + 4 * len(line))
-        )
+        if "document" in request:
+            reply = _read(request)
+        elif "tokenizer" in request:
+            reply = _encoded(request)
+        else:
+            # A chat is about as long as its messages; a hostile template may fill the memory.
+            reply = _rendered(request, most=2**20 + 4 * len(line))
         if sys.platform == "linux":
             # The next request may be longer.
             resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
@@ -98,6 +99,15 @@ def _encoded(request: dict[str, Any]) -> dict[str, Any]:
         return {"refuses": "it holds characters that are not Unicode (no UTF-8)"}
     except BaseException as error:  # Rust's panics are no Exception
         return {"error": f"fails: {_shown(error)}"}
+
+
+def _read(request: dict[str, Any]) -> dict[str, Any]:
+    from jax_longctx.text.documents import reply_to
+
+    try:
+        return reply_to(request)
+    except MemoryError:
+        return {"error": "takes too much memory"}
 
 
 def _rendered(request: dict[str, Any], most: int) -> dict[str, str]:

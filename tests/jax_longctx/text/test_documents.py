@@ -9,8 +9,9 @@ import zipfile
 import pytest
 
 from jax_longctx.errors import InputError
-from jax_longctx.text import documents, formats
+from jax_longctx.text import child, documents, formats
 from jax_longctx.text.documents import Document, Joined, documents_in, read_documents
+from tests.patience import patience
 
 PAGE = b"""<html><head><title>Title</title><style>p {x: y}</style>
 <script>if (a<b) c()</script></head>
@@ -23,18 +24,31 @@ SHOWN = (
 )
 
 
-def pdf(*pages, more=b""):
-    """A PDF of one line of text on each page; None is a page without text."""
+def pdf(*pages, more=b"", depth=0):
+    """A PDF of one line of text on each page; None is a page without text.
+
+    Args:
+      depth: so many parts of a page each show the next one 8 times.
+    """
     objects = [b"<< /Type /Catalog /Pages 2 0 R >>", b"", b"<< /Type /Font /Subtype /Type1 "]
     objects[2] += b"/BaseFont /Helvetica >>"
     kids = []
+    for number in range(depth):
+        inner = b"<< /XObject << /X %d 0 R >> >>" % (4 + max(number - 1, 0))
+        shown = b"/X Do " * 8 if number else b"BT (x) Tj ET"
+        objects.append(
+            b"<< /Type /XObject /Subtype /Form /BBox [0 0 9 9] /Resources %s /Length %d >>\n"
+            b"stream\n%s\nendstream" % (inner, len(shown), shown)
+        )
+    last = b"/XObject << /X %d 0 R >>" % (3 + depth) if depth else b""
     for text in pages:
         drawn = b"" if text is None else b"BT /F1 12 Tf 72 700 Td (%s) Tj ET" % text.encode()
+        drawn += b" /X Do" * bool(depth)
         objects.append(b"<< /Length %d >>\nstream\n%s\nendstream" % (len(drawn), drawn))
         kids.append(len(objects) + 1)
         objects.append(
             b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 600 800] /Contents %d 0 R "
-            b"/Resources << /Font << /F1 3 0 R >> >> >>" % len(objects)
+            b"/Resources << /Font << /F1 3 0 R >> %s >> >>" % (len(objects), last)
         )
     shown = b" ".join(b"%d 0 R" % kid for kid in kids)
     objects[1] = b"<< /Type /Pages /Count %d /Kids [%s] >>" % (len(kids), shown)
@@ -212,7 +226,31 @@ def test_encrypted_files():
         documents_in(pdf("text", more=filters + b"/ID [<00> <00>]"), "a.pdf")
 
 
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("a.pdf", lambda: pdf("text", depth=14)),
+        ("a.html", lambda: b"<p %s>" % b" ".join(b"a%d" % n for n in range(80_000))),
+        ("a.zip", lambda: packed({"in": pdf("text", depth=14)})),
+    ],
+)
+def test_bounds_on_the_time_of_reading(monkeypatch, name, raw):
+    monkeypatch.setitem(child.READING, "seconds", (2.0, 0))
+    with pytest.raises(InputError, match=f"{name} cannot be read: this takes more than 2 s of"):
+        documents_in(raw(), name)
+    # The next one has a new process.
+    monkeypatch.setitem(child.READING, "seconds", (patience(20), 0))
+    assert text_of(pdf("text"), "a.pdf") == "text"
+
+
+def test_bounds_on_the_memory_of_reading(monkeypatch):
+    monkeypatch.setitem(child.READING, "memory", (2**26, 0))
+    with pytest.raises(InputError, match=r"a\.html cannot be read: this (takes too much|ends the)"):
+        documents_in(b"<p>" + b"text " * 2**23, "a.html")
+
+
 def test_bounds_on_what_is_unpacked(monkeypatch):
+    monkeypatch.setattr(documents._Reader, "apart", False)
     monkeypatch.setattr(documents, "FREE_BYTES", 1000)
     for raw in (gzip.compress(b"x" * 500_000), packed({"a": b"x" * 500_000})):
         with pytest.raises(InputError, match="unpacks to over 200 times its size"):
@@ -243,6 +281,7 @@ def test_without_the_extra_a_line_names_it(monkeypatch, name):
         raise ModuleNotFoundError(name=module.partition(".")[0])
 
     monkeypatch.setattr(importlib, "import_module", absent)
+    monkeypatch.setattr(documents._Reader, "apart", False)
     said = rf"{name} needs the package (lxml|pypdfium2); pip install 'jax-longctx\[documents\]'"
     with pytest.raises(InputError, match=said):
         documents_in(kinds[name], name)
