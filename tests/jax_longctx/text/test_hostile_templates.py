@@ -123,13 +123,13 @@ def test_an_interrupt_leaves_no_reply_behind_and_a_killed_process_is_replaced():
         signal.signal(signal.SIGALRM, before)
     assert render("{{ messages[0].content }}") == "hello"
     assert render("a") == "a"
-    process = child._idle.queue[-1]._process
+    process = child._idle[0].queue[-1]._process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert render("b") == "b"
     # Rendering again takes no new process.
     template = ChatTemplate("{{ messages | length }}", {})
     template.render([], add_generation_prompt=True)
-    process = child._idle.queue[-1]._process
+    process = child._idle[0].queue[-1]._process
     assert [template.render([], add_generation_prompt=True) for _ in range(100)] == ["0"] * 100
-    assert child._idle.queue[-1]._process is process and process.poll() is None
+    assert child._idle[0].queue[-1]._process is process and process.poll() is None

@@ -70,10 +70,10 @@ def test_ids_and_offsets_are_those_of_the_package_and_one_process_serves_them(by
     bounded, text = child.BoundedTokenizer(byte_level.to_str()), "Größe \U0001f9ff <|end|>" * 99
     (whole,) = byte_level.encode_batch([text], add_special_tokens=False)
     bounded.encode(text)
-    started = [each._process for each in child._idle.queue]
+    started = [each._process for each in child._idle[0].queue]
     for _ in range(20):
         assert bounded.encode(text, offsets=True) == (whole.ids, whole.offsets)
-        assert [each._process for each in child._idle.queue] == started
+        assert [each._process for each in child._idle[0].queue] == started
 
 
 BUSY = """
