@@ -98,7 +98,7 @@ class Service:
             except RequestError:
                 self.contexts.release(text)
                 raise
-            entry.prompt, entry.place = prompt, given.place
+            entry.prompt, entry.place, entry.notes = prompt, given.place, given.notes
             request.state.context, request.state.tokens = entry.id, lambda: (len(text.tokens), 0)
             call.add(text=text, entry=entry)
             self.bodies.drop(call)

@@ -203,14 +203,14 @@ def _form_error(name: str, what: str) -> RequestError:
 
 def _documents(files: list[tuple[str, bytes]], most: int) -> Joined:
     """Files by name as one text, of at most about `most` characters."""
-    found = list[Document]()
+    found, notes = list[Document](), list[str]()
     for name, raw in files:
         # Errors show it, in one line; its ending says what the file is.
         name = " ".join(name[-SHOWN_NAME:].split())
         try:
-            read = documents_in(raw, name, most=max(most, 0))
+            read = documents_in(raw, name, notes.append, max(most, 0))
         except InputError as error:
             raise RequestError(str(error), param="file") from None
         most -= sum(len(each.text) for each in read)
         found += read
-    return Joined.of(found)
+    return Joined.of(found, notes)

@@ -93,6 +93,7 @@ class Entry:
       deleted: whether a client deleted it.
       prompt: the text as it was given, in its layout; None where an earlier server read it.
       place: where its characters stand.
+      notes: what was left out of the documents that were sent.
     """
 
     id: str
@@ -105,6 +106,7 @@ class Entry:
     deleted: bool = False
     prompt: PromptText | None = None
     place: Place | None = None
+    notes: tuple[str, ...] = ()
 
     def record(self) -> dict[str, Any]:
         """The entry as the server shows it."""
@@ -122,6 +124,7 @@ class Entry:
             "state": text.state,
             "saved": text.saved,
             "bytes": text.resident,
+            "notes": self.notes,
         }
 
 

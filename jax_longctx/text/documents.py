@@ -83,13 +83,15 @@ class Joined:
 
     Attributes:
       places: offset in the text, in characters, of each document and page, with document and page.
+      notes: what was left out.
     """
 
     text: str
     places: tuple[tuple[int, str, int | None], ...] = ()
+    notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, documents: Iterable[Document]) -> "Joined":
+    def of(cls, documents: Iterable[Document], notes: Iterable[str] = ()) -> "Joined":
         """Joins them in this order."""
         documents, parts, size = list(documents), list[str](), 0
         places = list[tuple[int, str, int | None]]()
@@ -103,7 +105,7 @@ class Joined:
             places += ((size + at, name, n) for n, at in enumerate(document.pages[1:], start=2))
             parts.append(document.text)
             size += len(document.text)
-        return cls("".join(parts), tuple(places))
+        return cls("".join(parts), tuple(places), tuple(notes))
 
     def place(self, offset: int) -> tuple[str | None, int | None]:
         """Name and page of the document that has this character of the text, where known."""

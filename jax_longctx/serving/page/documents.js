@@ -103,6 +103,7 @@ function facts(record, took) {
   const parts = [`${count(record.tokens)} tokens`, place ?? reading];
   if (took) parts.push(`read in ${seconds(took)}`);
   if (record.expires_at !== null) parts.push(`${left(record.expires_at)} to live`);
+  parts.push(...record.notes);
   return parts.join(" · ");
 }
 

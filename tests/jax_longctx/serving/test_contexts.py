@@ -32,6 +32,7 @@ from tests.jax_longctx.serving.tiny import (
     shown,
     wait_until,
 )
+from tests.jax_longctx.text.test_documents import packed as documents
 from tests.patience import patience
 
 OTHER = "Remember the key. It is a pass. " * 9
@@ -208,6 +209,12 @@ def test_documents_are_uploaded(server, client, tiny):
         uploads = [("file", ("a.html.gz", packed)), ("file", ("b.txt", b"Three"))]
         found = http.post("/v1/contexts", files=uploads).json()["id"]
         assert ask(client, found, "What?")[0] == asked(tiny, text, "What?")
+        archive = {"file": ("a.zip", documents({"a.txt": "Text", "b.png": b"\0\xff"}))}
+        made = http.post("/v1/contexts", files=archive).json()
+        assert made["notes"] == ["left out of a.zip: 1 that are no text (a.zip/b.png)"]
+        again = http.post("/v1/contexts", files=archive, data={"stream": "true"}).text
+        assert made["notes"][0] in again
+        assert http.get(f"/v1/contexts/{made['id']}").json()["notes"] == made["notes"]
         bomb = gzip.compress(bytes(server.served.options.access.body + 1))
         for name, raw, said in [
             ("a.gz", bomb, "a.gz unpacks to more than is read, "),

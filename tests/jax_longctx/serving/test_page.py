@@ -19,6 +19,7 @@ from jax_longctx.serving.doors import Access
 from tests.jax_longctx.serving.test_abuse import check_idle, slow
 from tests.jax_longctx.serving.test_saving import held
 from tests.jax_longctx.serving.tiny import BOOK, chat, model_of, read
+from tests.jax_longctx.text.test_documents import packed as documents
 from tests.patience import patience
 
 __all__ = ["slow"]
@@ -172,6 +173,11 @@ def test_page_upload_of_a_hostile_name_and_text(server, visit):
     expect(page.locator("#pages")).to_contain_text(f"Document: {HOSTILE}")
     expect(page.locator("#pages")).to_contain_text(f"<b>{BOOK}</b>")
     assert page.locator("main img, main b").count() == 0
+    archive = documents({"a.txt": "Text", "b.png": b"\0\xff"})
+    given = {"name": "a.zip", "mimeType": "application/zip", "buffer": archive}
+    page.locator("#files").set_input_files(given)
+    row = page.locator("#contexts li").filter(has_text="a.zip")
+    expect(row).to_contain_text("left out of a.zip: 1 that are no text (a.zip/b.png)")
 
 
 @pytest.mark.slow
