@@ -33,7 +33,7 @@ from jax_longctx.files import check_text, file_errors, open_plain, read_bytes
 from jax_longctx.forms import Forms
 from jax_longctx.origin import digest_of
 from jax_longctx.text import PromptLayout, PromptText, Tokenizer
-from jax_longctx.text.documents import Document, Joined, documents_in
+from jax_longctx.text.documents import Document, Joined, Note, documents_in, log
 
 KEYS = ("id", "prompt", "messages", "context", "file", "files", "question", "questions")
 ROLES = ("system", "user", "assistant")
@@ -136,6 +136,7 @@ class RowReader:
       under: the folder that files must be in, after resolving links; any folder if None.
       usual: how requests are answered that do not say it.
       forms: checks the forms of requests; None checks none.
+      note: is told what is left out of files.
     """
 
     path: Path
@@ -144,6 +145,7 @@ class RowReader:
     under: Path | None = None
     usual: Request = dataclasses.field(default_factory=Request)
     forms: Forms | None = None
+    note: Note = log.warning
     # The last files, which the next rows name too, and their text.
     _last: dict[tuple[str, ...], str] = dataclasses.field(default_factory=dict, init=False)
 
@@ -274,7 +276,7 @@ class RowReader:
             # A name may have a zero byte, links may form a loop.
             reason = getattr(error, "strerror", None) or error
             raise InputError(f"file {name!r} cannot be read as text: {reason}") from error
-        return documents_in(raw, name)
+        return documents_in(raw, name, self.note)
 
 
 def after(answered: str, row: str, line: Mapping[str, Any]) -> str:

@@ -36,6 +36,7 @@ from jax_longctx.jobs.journal import Journal, begun, check_own
 from jax_longctx.jobs.loop import work_through
 from jax_longctx.locks import only_writer
 from jax_longctx.origin import MADE_FROM
+from jax_longctx.text.documents import log
 
 # Full batches of a window: enough to find rows of similar length, few enough that the output is
 # written soon after the input is read.
@@ -177,6 +178,8 @@ class _Leader:
     def __post_init__(self) -> None:
         self.layout = self.model.layout(self.options.chat)
         self.warned = False
+        # A file is read several times, and told of once.
+        self.note = functools.cache(log.warning)
         # Lines of the output that are not written yet, and answers to questions of rows that have
         # others left, by the row's index and the question's number.
         self.ready: dict[int, dict[str, Any]] = {}
@@ -277,10 +280,8 @@ class _Leader:
     def _reader(self) -> RowReader:
         under = self.options.files_under
         folder = None if under is None else Path(under)
-        usual = self.options.usual
-        return RowReader(
-            self.source, self.model.tokenizer, self.layout, folder, usual, self.model.forms
-        )
+        how = {"under": folder, "usual": self.options.usual, "forms": self.model.forms}
+        return RowReader(self.source, self.model.tokenizer, self.layout, **how, note=self.note)
 
     def _packed(self, rows: Iterable[Row]) -> list[Batch]:
         split, options = self.model.engine.method.info.needs_question, self.options

@@ -39,11 +39,13 @@ from jax_longctx.evaluation.tasks.files import (
     texts,
 )
 from jax_longctx.evaluation.tasks.task import Sample, fixed
-from jax_longctx.text.documents import Joined, read_documents
+from jax_longctx.text.documents import Joined, log, read_documents
 
 SOURCES = ("text", "file", "files")
 KEYS = ("question", *SOURCES, "answers", "pattern", "choices")
 MOST_CHOICES = 8
+# Several questions may name a file beside others; what was left out of it is told once.
+_note = functools.cache(log.warning)
 
 
 def _only(entry: Mapping[str, Any], *names: str) -> str:
@@ -68,7 +70,7 @@ def _text(entry: Mapping[str, Any], folder: Path) -> str:
 @functools.cache
 def _read(folder: Path, names: Sequence[str]) -> str:
     """The documents of the files, each under its name where there are several."""
-    found = read_documents([folder / name for name in names])
+    found = read_documents([folder / name for name in names], _note)
     # Prompts do not depend on where the folder lies.
     named = [dataclasses.replace(each, name=os.path.relpath(each.name, folder)) for each in found]
     return Joined.of(named).text.strip()

@@ -53,7 +53,7 @@ def test_files_that_rows_in_turn_name_are_read_once(tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_text(rows)
     documents = rows_module.documents_in
     monkeypatch.setattr(
-        rows_module, "documents_in", lambda raw, name: read.append(name) or documents(raw, name)
+        rows_module, "documents_in", lambda *of: read.append(of[1]) or documents(*of)
     )
     reader = RowReader(tmp_path / "in.jsonl", tokenizer, chat_layout(tokenizer))
     found = [*map(reader.row, reader.lines())]

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import zipfile
 from os import replace
 
 import pytest
@@ -217,6 +218,15 @@ def test_a_row_names_several_documents(batch, tiny, out):
     both, joined, one, shown, wrong = lines_of(out)
     assert both["answer"] == joined["answer"] != one["answer"] == shown["answer"]
     assert "files is []; expected a list of texts" in wrong["error"]
+
+
+def test_what_is_left_out_of_a_file_is_told_once(batch, out, caplog):
+    with zipfile.ZipFile(out.with_name("a.zip"), "w") as archive:
+        archive.writestr("text.txt", "Text")
+        archive.writestr("picture.png", b"\x89PNG\0")
+    rows = [{"file": name, "question": "Who?"} for name in ("a.zip", "book.txt", "a.zip")]
+    batch(*LIMIT, rows=rows)
+    assert caplog.text.count("left out of a.zip: 1 that are no text (a.zip/picture.png)") == 1
 
 
 def test_a_row_that_does_not_fit_is_a_bad_row(batch, tiny, out, monkeypatch):
