@@ -339,10 +339,12 @@ def _report(
 ) -> None:
     """Writes the report and prints its scores."""
     from jax_longctx.evaluation.report import write_report
+    from jax_longctx.evaluation.summary import with_short_labels
     from jax_longctx.evaluation.tables import answers_text, score_table, table_text
 
+    shown = with_short_labels(rows)
     with to.waiting("writing the report"):
-        summary = write_report(folder, rows, about)
+        summary = write_report(folder, shown, about)
     if to.as_json:
         for row in rows:
             to.record(row)
@@ -350,7 +352,7 @@ def _report(
         table = score_table(group, summary)
         to.write(f"{table.title}\n\n{table_text(table)}\n\n")
     if rows_too:
-        to.write(answers_text(rows))
+        to.write(answers_text(shown))
     refused = sum(summary.refused.values())
     if refused:
         to.note(f"{refused:,} prompts were refused; the report says why")

@@ -1,9 +1,11 @@
 """Statistics of a run's rows by method, task and length, for the report."""
 
 import dataclasses
+import itertools
+import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,6 +114,30 @@ class Summary:
     methods: list[str]
     metrics: dict[str, str]
     refused: dict[tuple[str, str, int, str], int]
+
+
+# The value of a setting that is a path, unlike a share `L/8` or a pattern of heads `10/01`.
+_PATH = re.compile(r"=([^=]*/[^/=>]*[^/=>\d][^/=>]*)(?= [\w.]+=| > |$)")
+
+
+def with_short_labels(rows: Sequence[Row]) -> list[Row]:
+    """The rows with files' names in place of their paths in the labels of methods and tasks.
+
+    Folders stay as far as they tell files of one name apart.
+    """
+    for key in ("label", "task_label"):
+        labels = {row[key] for row in rows}
+        short = {label: _shortened(label, labels - {label}) for label in labels}
+        rows = [{**row, key: short[row[key]]} for row in rows]
+    return [*rows]
+
+
+def _shortened(label: str, others: Collection[str]) -> str:
+    def cut(label: str, parts: int) -> str:
+        return _PATH.sub(lambda path: "=" + "/".join(path[1].split("/")[-parts:]), label)
+
+    alike = ({cut(other, parts) for other in others} for parts in itertools.count(1))
+    return next(cut(label, n) for n, each in enumerate(alike, 1) if cut(label, n) not in each)
 
 
 def summarise(rows: Sequence[Row]) -> Summary:

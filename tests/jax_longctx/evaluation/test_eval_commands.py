@@ -140,9 +140,12 @@ def test_own_questions_are_all_asked_and_shown(run, loads, tmp_path):
     run(*asked, "--length", 256, code=0)
     rows = read_rows(out)
     assert len(rows) == 21
+    assert {row["task_label"] for row in rows} == {f"questions@my file={my} answer_tokens=2"}
     page = (out / "report.html").read_text()
+    assert "questions@my file=my.jsonl answer_tokens=2" in page and str(my) not in page
     assert page.count("What &lt;falls&gt;?") == 21 and page.count('type="checkbox"') == 4
     shown = run("eval", "report", out, "--rows").stdout
+    assert str(my) not in shown
     for row in rows:
         answer = " ".join(row["answer"].split())
         assert (

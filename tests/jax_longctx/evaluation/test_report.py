@@ -12,7 +12,7 @@ from jax_longctx.evaluation.plots import best_of, curves
 from jax_longctx.evaluation.report import read_about, write_about, write_report
 from jax_longctx.evaluation.rows import read_rows
 from jax_longctx.evaluation.specs import Spec
-from jax_longctx.evaluation.summary import summarise
+from jax_longctx.evaluation.summary import summarise, with_short_labels
 from jax_longctx.evaluation.tables import TIMES
 from jax_longctx.methods import make_method, settings_of
 
@@ -36,6 +36,25 @@ def row(label, task, index, score, *, length=1024, scale=1, **more):
 
 def scored(label, task, scores, **more):
     return [row(label, task, i, score, **more) for i, score in enumerate(scores)]
+
+
+def test_labels_name_files_as_far_as_they_differ():
+    rows = [
+        row(label, task, 0, 0.0)
+        for label, task in [
+            ("duo-attention heads=/m/heads.tsv share=0.5", "questions@q file=/a b/c/q.jsonl"),
+            ("duo-attention heads=10/01", "questions@q file=/a b/d/q.jsonl answer_tokens=4"),
+            ("snapkv budget=L/8 > quest budget=16", "questions@q file=q.jsonl"),
+            ("duo-attention heads=/m/heads.tsv > quest", "questions@r file=out/1"),
+        ]
+    ]
+    found = [(each["label"], each["task_label"]) for each in with_short_labels(rows)]
+    assert found == [
+        ("duo-attention heads=heads.tsv share=0.5", "questions@q file=c/q.jsonl"),
+        ("duo-attention heads=10/01", "questions@q file=q.jsonl answer_tokens=4"),
+        ("snapkv budget=L/8 > quest budget=16", "questions@q file=q.jsonl"),
+        ("duo-attention heads=heads.tsv > quest", "questions@r file=out/1"),
+    ]
 
 
 def refused(label, task, index, why):
