@@ -174,6 +174,14 @@ def _optimized(request: pytest.FixtureRequest) -> Iterator[None]:
     assert left != marked, "a test left the compiler's optimizations changed for those that follow"
 
 
+@pytest.fixture(autouse=True)
+def _same_folder() -> Iterator[None]:
+    """The folder of a test that passed is removed: no process can start in it after that."""
+    before = os.getcwd()
+    yield
+    assert os.getcwd() == before, "a test left another working directory to those that follow"
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _known_methods() -> dict[str, Any]:
     from jax_longctx.methods import METHODS
