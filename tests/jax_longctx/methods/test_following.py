@@ -29,6 +29,7 @@ FIRSTS = {
     "citrus": ("budget=100,chunk=16", "budget=40,chunk=8"),
     "knorm": ("budget=100", "ratio=0.62"),
     "expected-attention": ("budget=100", "budget=40"),
+    "kvzip": ("budget=100,chunk=32", "budget=40,chunk=32"),
 }
 # All that select, with little to read, and with all.
 SECONDS = {
@@ -88,15 +89,18 @@ RAW = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("second", RAW)
-def test_keys_are_turned_back_for_a_second_that_rotates_them_itself(second):
+@pytest.mark.parametrize(
+    ("name", "second"),
+    [*(("knorm", second) for second in RAW), ("expected-attention", "infllm")],
+)
+def test_keys_are_turned_back_for_a_second_that_rotates_them_itself(name, second):
     small, whole = (f"{second}:{RAW[second].format(local)}" for local in (16, 80))
-    both = logits(f"knorm:budget=100 > {whole}")
+    both = logits(f"{name}:budget=100 > {whole}")
     np.testing.assert_allclose(both, logits("full"), atol=1e-4)
     # Nothing in the first layer's cache depends on what the text's tokens attended.
     first, alone = (
         jax.tree.leaves(with_caches(engine_of(name, by_layer=True), ROWS)[1][0])
-        for name in (f"knorm:budget=100 > {small}", small)
+        for name in (f"{name}:budget=100 > {small}", small)
     )
     for mine, theirs in zip(first, alone, strict=True):
         if mine.ndim != 4:
@@ -148,6 +152,8 @@ READS = "quest:budget=128,granularity=kv_head"
         PAIR,
         f"knorm:budget=40 > {SECOND}",
         f"h2o:budget=40,chunk=8 > {SECOND}",
+        f"kvzip:budget=40,chunk=32 > {SECOND}",
+        f"expected-attention:budget=40 > infllm:{RAW['infllm'].format(16)}",
         "snapkv:window=4,budget=40 > resa:budget=16,page_size=4,local=8",
         # Heads of numbers of their own, under one method.
         "snapkv:window=4,budget=40,over_heads=ada",

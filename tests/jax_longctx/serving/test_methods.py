@@ -22,6 +22,7 @@ TAILS = [" What?", " Which key?", " Why?"]
         *(pytest.param(kind, None, marks=pytest.mark.slow) for kind in ("full", "quest")),
         pytest.param("refreshkv", None, marks=pytest.mark.slow),
         pytest.param("infllm", "host", marks=pytest.mark.slow),
+        pytest.param("kvzip > quest", None, marks=pytest.mark.slow),
         *(pytest.param(kind, None, marks=pytest.mark.thorough) for kind in ("star", "citrus")),
         pytest.param("infllm", None, marks=pytest.mark.thorough),
     ],
