@@ -10,17 +10,21 @@ from tests.jax_longctx.replicas.ray import environment, needs_ray
 from tests.patience import patience
 
 USE = """
-import glob, os, sys
+import os, sys
 from jax_longctx.errors import InputError
 from jax_longctx.replicas import cluster, devices_of
+
+def kept():
+    return [name for name in os.listdir("/tmp") if name.startswith(f"longctx-{os.getpid()}-")]
+
 try:
     with cluster(sys.argv[1] if sys.argv[1:] else None, 3) as ray:
         for mesh in (None, "data=2,tensor=2"):
             print(devices_of(ray, mesh))
-        print(ray.cluster_resources()["CPU"] >= 3, glob.glob(f"/tmp/longctx-{os.getpid()}-*") != [])
+        print(ray.cluster_resources()["CPU"] >= 3, kept() != [])
 except InputError as error:
     print(error)
-print(glob.glob(f"/tmp/longctx-{os.getpid()}-*"))
+print(kept())
 """
 
 
