@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +23,12 @@ from jax_longctx.cli.terminal import Terminal, check_folder
 from jax_longctx.errors import InputError
 from jax_longctx.files import decoded, file_errors, read_bytes
 from jax_longctx.memory import shown_bytes
+from jax_longctx.replicas import cluster, devices_of
 
 if TYPE_CHECKING:
     from jax_longctx.api import LongContext
-    from jax_longctx.serving.server import ServeOptions
+    from jax_longctx.serving.doors import Access
+    from jax_longctx.serving.server import LongServer, ServeOptions
 
 # API keys, separated by commas or white space.
 KEYS = "JAX_LONGCTX_API_KEYS"
@@ -203,6 +206,36 @@ class Limits:
             raise InputError(f"--ttl is {self.ttl:g} s, above --max-ttl, {self.max_ttl:g} s")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """How many servers answer behind one address."""
+
+    PANEL = "Replicas"
+
+    replicas: int | None = option(
+        "Serve by N replicas of the model behind one address, with Ray Serve. Each takes the "
+        "devices that --mesh names, or one. Needs the extra 'ray', and --contexts.",
+        metavar="N",
+        min=1,
+    )
+    max_replicas: int | None = option(
+        "Start up to N while there are more than --rows requests for each, and end them later.",
+        metavar="N",
+        min=1,
+    )
+    address: str | None = option(
+        "Ray cluster for the replicas, as 10.0.0.1:6379, or auto inside of one; this machine "
+        "alone unless given.",
+        metavar="ADDRESS",
+    )
+
+    def __post_init__(self) -> None:
+        if self.replicas is None and (self.max_replicas or self.address):
+            raise InputError("--max-replicas and --address are for replicas; give --replicas too")
+        if self.replicas and (self.max_replicas or self.replicas) < self.replicas:
+            raise InputError(f"--max-replicas {self.max_replicas} is below --replicas")
+
+
 @options.command
 def serve(
     *,
@@ -210,6 +243,7 @@ def serve(
     method: options.MethodChoice,
     listening: Listening,
     limits: Limits,
+    replicas: Replicas,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's clients ask it.
 
@@ -223,6 +257,8 @@ def serve(
         jax-longctx serve -c smollm2
 
         jax-longctx serve -c llama3 -m snapkv --rows 16 --length 65536 --port 8080
+
+        jax-longctx serve -c llama3 --replicas 2 --contexts contexts
     """
     terminal = Terminal()
     keys = listening.digests()
@@ -234,6 +270,9 @@ def serve(
             f"everyone who reaches {listening.host} could ask; give --api-key-file, or --no-key to "
             f"allow it"
         )
+    if replicas.replicas is not None:
+        _serve_replicas(terminal, replicas.replicas, replicas, model, method, listening, limits)
+        return
     if limits.contexts is None and process.number() is not None:
         raise InputError(
             "a server of several processes needs --contexts DIR, a folder that all of them see"
@@ -268,7 +307,6 @@ def _options(
     keys: list[bytes],
     temporary: Path | None,
 ) -> "ServeOptions":
-    from jax_longctx.serving.doors import Access
     from jax_longctx.serving.prompts import Lengths
     from jax_longctx.serving.schema import Sampled
     from jax_longctx.serving.server import ServeOptions
@@ -291,21 +329,27 @@ def _options(
             answer=limits.max_tokens or most,
             share_from=limits.share_from,
         ),
-        access=Access(
-            keys=keys,
-            hosts=None if listening.no_key else [listening.host.lower()],
-            origins=[origin.lower().rstrip("/") for origin in listening.allow_origin or ()],
-            beside=[url.rstrip("/") for url in listening.beside or ()],
-            files_under=listening.files_under,
-            body=listening.max_body * MIB,
-            bodies=4 * listening.max_body * MIB,
-            seconds=listening.timeout,
-        ),
+        access=_access(listening, keys),
         sampled=Sampled.of_model(loaded.tokenizer.generation if own else {}),
         context_bytes=None if memory is None else max(1, int(memory * 2**30)),
         grace=listening.grace,
         ready_for=ready_for,
         **{name: getattr(limits, name) for name in SAME},
+    )
+
+
+def _access(listening: Listening, keys: list[bytes]) -> "Access":
+    from jax_longctx.serving.doors import Access
+
+    return Access(
+        keys=keys,
+        hosts=None if listening.no_key else [listening.host.lower()],
+        origins=[origin.lower().rstrip("/") for origin in listening.allow_origin or ()],
+        beside=[url.rstrip("/") for url in listening.beside or ()],
+        files_under=listening.files_under,
+        body=listening.max_body * MIB,
+        bodies=4 * listening.max_body * MIB,
+        seconds=listening.timeout,
     )
 
 
@@ -349,6 +393,74 @@ def _lead(
             ended = served.run(bound, on_ready=ready)
     if ended == signal.SIGINT:
         raise KeyboardInterrupt
+
+
+def _serve_replicas(
+    terminal: Terminal,
+    least: int,
+    replicas: Replicas,
+    model: options.ModelChoice,
+    method: options.MethodChoice,
+    listening: Listening,
+    limits: Limits,
+) -> None:
+    """Serves by replicas until SIGTERM or Ctrl-C; answers that have begun finish."""
+    if process.number() is not None or limits.contexts is None:
+        raise InputError("--replicas needs --contexts DIR, a folder that all see, and one process")
+    limits = dataclasses.replace(limits, contexts=limits.contexts.absolute())
+    model = dataclasses.replace(model, checkpoint=model.checkpoint.absolute())
+    most, everywhere = replicas.max_replicas or least, replicas.address is not None
+    with contextlib.ExitStack() as held:
+        ray = held.enter_context(cluster(replicas.address, most))
+        from jax_longctx.serving.replicas import running
+        from jax_longctx.serving.server import listen
+
+        host, port = listening.host, listening.port
+        if not everywhere:
+            # An address in use is found at once.
+            with listen(host, port) as bound:
+                port = bound.getsockname()[1]
+        scaled = {"min_replicas": least, "max_replicas": most}
+        engines = {
+            "autoscaling_config": {**scaled, "target_ongoing_requests": limits.rows},
+            "max_ongoing_requests": limits.rows + limits.queue,
+            "max_queued_requests": limits.queue,
+            "graceful_shutdown_timeout_s": listening.grace,
+            "ray_actor_options": devices_of(ray, model.run.mesh),
+        }
+        where: dict[str, Any] = {"proxy_location": "EveryNode" if everywhere else "HeadOnly"}
+        where["http_options"] = {"host": host, "port": port}
+        keys = listening.digests()
+        opened = functools.partial(_replica, model, method, listening, limits, keys)
+        with terminal.waiting(f"starting {least} replicas"):
+            access = _access(listening, keys)
+            held.enter_context(running(opened, access, engines, **where))
+        terminal.note(
+            f"serving {listening.name or model.checkpoint.resolve().name} on "
+            f"http://{host}:{port}/v1, by {least} replicas; Ctrl-C ends it"
+        )
+        heard = list[int]()
+        signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+        while not heard:
+            time.sleep(0.1)
+
+
+def _replica(
+    model: options.ModelChoice,
+    method: options.MethodChoice,
+    listening: Listening,
+    limits: Limits,
+    keys: list[bytes],
+) -> "LongServer":
+    """The server of a replica, in its process."""
+    from jax_longctx.serving.server import LongServer
+
+    def given_of(loaded: "LongContext") -> "ServeOptions":
+        given = _options(loaded, model.checkpoint, listening, limits, keys, None)
+        return dataclasses.replace(given, common=True)
+
+    loaded = model.open(Terminal(), method, check=given_of)
+    return LongServer(loaded, given_of(loaded), crashed=functools.partial(_crashed, None))
 
 
 @contextlib.contextmanager

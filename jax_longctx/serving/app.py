@@ -35,6 +35,7 @@ from jax_longctx.serving.metrics import Metrics, Requests
 from jax_longctx.serving.openapi import Handler, Way
 from jax_longctx.serving.prompts import Prompt, Prompts
 from jax_longctx.serving.reply import Reply
+from jax_longctx.serving.routes import ROUTE
 from jax_longctx.serving.scheduler import Scheduler
 from jax_longctx.serving.schema import RequestError
 from jax_longctx.serving.streams import Call, Events
@@ -94,7 +95,8 @@ class Service:
             lay_out = self.prompts.context
             text, chat, prompt = await anyio.to_thread.run_sync(lay_out, given.text, asked.chat)
             try:
-                entry = self.contexts.enter(text, chat=chat, ttl=asked.ttl, save=asked.save)
+                how = {"save": asked.save, "route": request.scope.get(ROUTE)}
+                entry = self.contexts.enter(text, chat=chat, ttl=asked.ttl, **how)
             except RequestError:
                 self.contexts.release(text)
                 raise
@@ -274,7 +276,8 @@ async def _last(records: AsyncGenerator[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _error(error: RequestError) -> Response:
+def error_response(error: RequestError) -> Response:
+    """The answer that says this error."""
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -296,7 +299,7 @@ def _guarded(service: Service, route: str, handler: Handler) -> Handler:
         except asyncio.CancelledError:
             # The grace of a server that ends is over.
             told = "the server has shut down before this request was answered"
-            return _error(RequestError(told, status=503, retry_after=10))
+            return error_response(RequestError(told, status=503, retry_after=10))
 
     return handle
 
@@ -331,11 +334,11 @@ def make_app(service: Service) -> Starlette:
         assert isinstance(error, RequestError)
         if error.status in (413, 415):
             await service.bodies.refuse(request)
-        return _error(error)
+        return error_response(error)
 
     async def fault(request: Request, error: Exception) -> Response:
         message = f"a fault of the server: {type(error).__name__}"
-        return _error(RequestError(message, status=500))
+        return error_response(RequestError(message, status=500))
 
     access = service.access
     inside = [Middleware(Requests, metrics=service.metrics, model=service.name)]

@@ -15,6 +15,11 @@ All lie in a folder named by model and method, so that a server finds only conte
 What it finds at its start must be whole, made by the same model and method, and of the text that
 its name says, because KEY is a hash of the text. Anything else is left where it lies, with a line
 in the log.
+
+Replicas (`common`) have a folder for all, and each a numbered one of its own in it, which the next
+replica takes over when it has ended. They save each context at once. What one does not know, it
+looks for in the folders of the others, and takes it up with links to the files. A context that was
+deleted has a file `ID.deleted` in the folder for all.
 """
 
 import contextlib
@@ -23,6 +28,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -35,7 +41,7 @@ import numpy as np
 import pydantic
 
 from jax_longctx.engine.context_io import saved_manifest
-from jax_longctx.errors import CheckpointError
+from jax_longctx.errors import CheckpointError, InputError
 from jax_longctx.files import (
     distrust,
     file_errors,
@@ -59,6 +65,8 @@ FORMAT = 1
 REMEDY = "read its text again"
 # The lock of the server that keeps its contexts in the folder is on this name.
 SERVER = "server"
+# Folders of replicas.
+PLACES = 10_000
 
 
 class _SavedEntry(pydantic.BaseModel, extra="forbid", strict=True):
@@ -91,6 +99,7 @@ class Contexts:
       ttl: seconds that an entry lives after its last use, where it does not say.
       max_ttl: most seconds that an entry may say.
       max_contexts: entries at a time.
+      common: whether other servers have a part of `folder` too.
 
     Raises:
       InputError: the folder cannot be written, or another server uses it.
@@ -102,6 +111,7 @@ class Contexts:
     ttl: float
     max_ttl: float = math.inf
     max_contexts: int = 1024
+    common: bool = False
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
@@ -114,10 +124,27 @@ class Contexts:
             self.folder.parent.mkdir(0o700, parents=True, exist_ok=True)
             private_folder(self.folder, 0o700, own=True)
         with contextlib.ExitStack() as held:
-            told = f"another server keeps its contexts in {self.folder}; name another"
-            held.enter_context(only_writer(self.folder / SERVER, told))
+            self._hold(held)
             self._find_saved()
             self._held = held.pop_all()
+
+    def _hold(self, held: contextlib.ExitStack) -> None:
+        """Holds the folder, or the first place in it that no other server holds."""
+        folder, told = self.folder, f"another server keeps its contexts in {self.folder}"
+        if not self.common:
+            held.enter_context(only_writer(folder / SERVER, f"{told}; name another"))
+            return
+        for file in folder.glob("*.deleted"):
+            # Its copies have ended too.
+            if file.stat().st_mtime < time.time() - self.max_ttl:
+                file.unlink(missing_ok=True)
+        for number in range(PLACES):
+            self.folder = folder / str(number)
+            private_folder(self.folder, 0o700, own=True)
+            with contextlib.suppress(InputError):
+                held.enter_context(only_writer(self.folder / SERVER))
+                return
+        raise InputError(f"{PLACES:,} servers keep their contexts in {folder}; name another")
 
     def close(self) -> None:
         """Releases the folder."""
@@ -139,6 +166,8 @@ class Contexts:
         salt = b"" if made.shared else secrets.token_bytes(16)
         made.key = key_of(made.tokens, total, salt)
         with self.lock:
+            if self.common and made.key not in self._texts:
+                self._take_up(made.key)
             return self.use(self._texts.setdefault(made.key, made))
 
     def use(self, text: Text) -> Text:
@@ -209,8 +238,13 @@ class Contexts:
 
     # -- entries -----------------------------------------------------------------------------------
 
-    def enter(self, text: Text, *, chat: bool, ttl: float | None, save: bool) -> Entry:
+    def enter(
+        self, text: Text, *, chat: bool, ttl: float | None, save: bool, route: str | None = None
+    ) -> Entry:
         """A new id for the text, whose time to live begins with `touch`.
+
+        Args:
+          route: eight hexadecimal digits that the id begins with; any unless given.
 
         Raises:
           RequestError: the time is too long (400), or there are as many ids as may be (429).
@@ -221,8 +255,8 @@ class Contexts:
                 f"ttl is {lives:g} s, this server keeps contexts for at most {self.max_ttl:g} s",
                 param="ttl",
             )
-        name = f"ctx_{secrets.token_hex(12)}"
-        entry = Entry(name, text, chat, now, lives, math.inf, save)
+        name = f"ctx_{route or secrets.token_hex(4)}{text.key[:8]}{secrets.token_hex(4)}"
+        entry = Entry(name, text, chat, now, lives, math.inf, save or self.common)
         with self.lock:
             if len(self._entries) >= self.max_contexts:
                 raise RequestError(
@@ -239,6 +273,11 @@ class Contexts:
     def find(self, name: str) -> Entry | None:
         """The entry of this id, unless its time is over."""
         with self.lock:
+            if self.common and re.fullmatch(r"ctx_[0-9a-f]{24}", name):
+                if self._deleted(name).exists():
+                    return None
+                if name not in self._entries:
+                    self._take_up(f"{name[12:20]}*")
             entry = self._entries.get(name)
             return None if entry is None or entry.expires < time.time() else entry
 
@@ -251,12 +290,9 @@ class Contexts:
 
     def listed(self) -> list[Entry]:
         """All entries whose time is not over, the oldest first."""
-        now = time.time()
         with self.lock:
-            return sorted(
-                (entry for entry in self._entries.values() if entry.expires >= now),
-                key=lambda entry: entry.created,
-            )
+            found = filter(None, map(self.find, [*self._entries]))
+            return sorted(found, key=lambda entry: entry.created)
 
     def remove(self, name: str, *, deleted: bool = False) -> bool:
         """Removes an id, from the disk first; its text becomes one without a name.
@@ -274,6 +310,8 @@ class Contexts:
             entry = self._entries.get(name)
             if entry is None:
                 return False
+            if self.common and deleted:
+                self._deleted(name).touch()
             # A text that could not be loaded has its file still.
             saved = entry.text.saved
             if saved or self._file(entry.text).exists():
@@ -359,6 +397,26 @@ class Contexts:
                 text.saved = False
                 self._file(text).unlink(missing_ok=True)
             shutil.rmtree(self.path(text), ignore_errors=True)
+
+    def _deleted(self, name: str) -> Path:
+        return self.folder.parent / f"{name}.deleted"
+
+    def _take_up(self, keys: str) -> None:
+        """Takes up what other servers have saved of texts with such keys."""
+        for file in self.folder.parent.glob(f"*/{keys}.json"):
+            folder, own = file.with_suffix(""), self.folder / file.stem
+            if file.parent == self.folder:
+                continue
+            try:
+                if not own.exists():
+                    shutil.copytree(folder, own, copy_function=os.link)
+                for entry in self._saved(file):
+                    if not self._deleted(entry.id).exists():
+                        entry.text = self._texts.setdefault(entry.text.key, entry.text)
+                        entry.text.entries.add(self._entries.setdefault(entry.id, entry).id)
+                        self.write_entries(entry.text)
+            except (OSError, CheckpointError, shutil.Error) as error:
+                log.warning("a context of another server is not used: %s", error)
 
     def _find_saved(self) -> None:
         """Takes over an earlier server's contexts, and removes unfinished ones."""

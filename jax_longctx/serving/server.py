@@ -48,6 +48,7 @@ class ServeOptions:
       context_bytes: bytes on each device for texts in memory; None: half of what is free.
       connections: that may be open; a request on a further one is answered with 503.
       header_seconds: for a connection to send a request's headers.
+      common: whether other replicas have the same folder of contexts.
     """
 
     name: str
@@ -65,6 +66,7 @@ class ServeOptions:
     connections: int = 1024
     header_seconds: float = 30.0
     ready_for: int = 0
+    common: bool = False
 
 
 class LongServer:
@@ -95,14 +97,15 @@ class LongServer:
             budget = CONTEXTS_BYTES if free is None else max(1, int(CONTEXTS_SHARE * free))
         # `Contexts` compares all weights. Earlier versions did not know their hash.
         facts = {key: fact for key, fact in executor.made_by.items() if key != "all_weights"}
-        digest = json.dumps(facts, sort_keys=True).encode()
+        digest, apart = json.dumps(facts, sort_keys=True).encode(), "-all" * options.common
         self.contexts = Contexts(
-            options.contexts / hashlib.sha256(digest).hexdigest()[:16],
+            options.contexts / (hashlib.sha256(digest).hexdigest()[:16] + apart),
             executor.made_by,
             tokenizer=model.tokenizer_digest,
             ttl=options.ttl,
             max_ttl=options.max_ttl,
             max_contexts=options.max_contexts,
+            common=options.common,
         )
         most = options.rows + options.queue
         self.scheduler = Scheduler(

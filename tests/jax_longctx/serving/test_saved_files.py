@@ -1,3 +1,4 @@
+import contextlib
 import functools
 import json
 import os
@@ -168,3 +169,51 @@ def test_contexts_that_are_swapped_under_a_server_are_read_again(serve, tiny, tm
             answer = chat(client, "What?", name, seed=3, max_tokens=12).choices[0].message.content
             assert answer == asked(tiny, book, "What?", seed=3)
     assert sum("holds another text" in message for message in caplog.messages) == 2
+
+
+@contextlib.contextmanager
+def replicas(folder, count):
+    """The books of replicas with one folder."""
+    made = [Contexts(folder, MADE, ttl=100, common=True) for _ in range(count)]
+    yield made
+    for each in made:
+        each.close()
+
+
+def saved(contexts, row, route=None):
+    """The id of a text that was read and saved."""
+    text = contexts.text(row, len(row))
+    if not text.saved:
+        write_context(contexts.path(text), row)
+    entry = contexts.enter(text, chat=True, ttl=None, save=False, route=route)
+    assert entry.save
+    contexts.write_entries(text)
+    return entry.id
+
+
+def test_a_replica_finds_what_another_one_saved_and_not_what_was_deleted(tmp_path, caplog):
+    with replicas(tmp_path, 3) as (first, second, third):
+        book, other = saved(first, ROWS["a"], "0123abcd"), saved(second, ROWS["b"])
+        assert book.startswith("ctx_0123abcd")
+        assert third.find(book).text.tokens.tolist() == ROWS["a"]
+        # The same text is not read again, and has the ids of both.
+        again = saved(second, ROWS["a"])
+        assert second.find(book).text is second.find(again).text
+        assert third.find(other) and first.find(again)
+        assert third.remove(book, deleted=True)
+        assert not any(each.find(book) for each in (first, second, third))
+        assert third.find(again) and first.find(again)
+    assert not caplog.records
+    # The first to come takes the first place, and what is in it.
+    with replicas(tmp_path, 2) as (first, second):
+        assert {each.id for each in first.listed()} == {again}
+        assert not first.find(book) and second.find(again) and first.find(other)
+
+
+def test_a_context_that_another_replica_is_removing_is_not_found(tmp_path, caplog):
+    with replicas(tmp_path, 2) as (first, second):
+        name = saved(first, ROWS["a"])
+        text = first.find(name).text
+        shutil.rmtree(first.path(text))
+        assert second.find(name) is None
+    assert "a context of another server is not used" in caplog.text

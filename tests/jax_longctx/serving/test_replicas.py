@@ -1,0 +1,181 @@
+import collections
+import os
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+import jax_longctx
+from tests.jax_longctx.cli.tiny_model import converted
+from tests.jax_longctx.replicas.ray import environment, needs_ray
+from tests.jax_longctx.serving.test_process import SMALL, Process, answer
+from tests.jax_longctx.serving.tiny import asked_plainly
+from tests.patience import patience
+
+BOOKS = [f"Book {number}. " + "The pass key is 12345. Remember it. " * 5 for number in range(8)]
+CLIENTS = 16
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return converted(tmp_path_factory)
+
+
+@pytest.fixture
+def begin(checkpoint, tmp_path):
+    """Starts replicas, with a mark in their environment; the end ends them all."""
+    began = []
+
+    def start(*arguments):
+        words = ("-c", checkpoint, *SMALL, "--contexts", tmp_path / "contexts")
+        told = environment(LONGCTX_TEST_MARK=str(tmp_path))
+        mine = {name: told[name] for name in ("PYTHONPATH", "LONGCTX_TEST_MARK")}
+        began.append(Process(*words, *arguments, cache=tmp_path / "compiled", **mine))
+        return began[-1].wait(300)
+
+    yield start
+    for server in began:
+        server.kill()
+    for process in marked(tmp_path, "ray"):
+        os.kill(process, signal.SIGKILL)
+
+
+def marked(mark, title):
+    """The processes of this test whose titles begin so."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            given = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if process.name.isdigit() and os.fsencode(f"LONGCTX_TEST_MARK={mark}\0") in given[1]:
+            if re.match(title.encode(), given[0]):
+                found.append(int(process.name))
+    return found
+
+
+def counted(http, name):
+    """A counter's value of each replica."""
+    page = http.get("/metrics").raise_for_status().text
+    rows = re.findall(rf'^longctx_{name}_total{{replica="(\w+)"}} (\S+)$', page, re.MULTILINE)
+    return {replica: float(value) for replica, value in rows}
+
+
+def insisting(call, refused):
+    """What the call returns, which is tried again as long as the server says so, or breaks off."""
+    end = time.monotonic() + patience(120)
+    while time.monotonic() < end:
+        try:
+            return call()
+        except (openai.APIConnectionError, openai.InternalServerError) as error:
+            refused[getattr(error, "status_code", "broken")] += 1
+            time.sleep(0.2)
+    raise AssertionError(refused)
+
+
+def whole(model, book):
+    """What `ask` answers."""
+    return asked_plainly(model, model.layout().context(book), "The pass key is", seed=5)
+
+
+@needs_ray
+@pytest.mark.long
+@pytest.mark.thorough
+def test_clients_that_retry_get_right_answers_though_a_replica_is_killed(
+    begin, checkpoint, tmp_path
+):
+    alone = jax_longctx.load(checkpoint, chunk=64)
+    expected = [whole(alone, book) for book in BOOKS]
+    server = begin("--replicas", 2)
+    refused, killing = collections.Counter(), time.monotonic()
+    with server.http() as http, server.client() as client, ThreadPoolExecutor(CLIENTS) as pool:
+
+        def read(number):
+            made = http.post("/v1/contexts", json={"text": BOOKS[number % len(BOOKS)]})
+            return made.raise_for_status().json()
+
+        # Each text is posted twice at the same time, and read once.
+        made = list(pool.map(read, range(CLIENTS)))
+        assert len({each["id"] for each in made}) == CLIENTS
+        assert all(each["saved"] for each in made)
+        before = counted(http, "read_tokens")
+        assert sum(before.values()) == sum(each["tokens"] for each in made[: len(BOOKS)])
+        assert min(before.values()) > 0, "one replica has all contexts"
+        listed = http.get("/v1/contexts").json()["data"]
+        assert {each["id"] for each in listed} == {each["id"] for each in made}
+
+        def ask(number, count):
+            found = []
+            for turn in range(count):
+                book = (number + turn) % CLIENTS
+                call = lambda: answer(client, made[book]["id"])  # noqa: E731, B023
+                found.append((book % len(BOOKS), insisting(call, refused)))
+            return found
+
+        def right(found):
+            for book, each in (one for of_client in found for one in of_client):
+                assert each.choices[0].text == expected[book]
+                read_before = each.usage.prompt_tokens_details.cached_tokens
+                assert read_before == made[book]["tokens"]
+
+        right(pool.map(ask, range(CLIENTS), [1] * CLIENTS))
+        stream = answer(client, made[0]["id"], stream=True)
+        assert "".join(chunk.choices[0].text for chunk in stream) == expected[0]
+        assert not refused and not sum(counted(http, "contexts_loaded").values())
+        asking = [pool.submit(ask, number, 12) for number in range(CLIENTS)]
+        while not any(one.running() for one in asking):
+            time.sleep(0.01)
+        time.sleep(0.3)
+        killed = marked(tmp_path, r"ray::.*\bEngine\b")[0]
+        os.kill(killed, signal.SIGKILL)
+        killing = time.monotonic()
+        right(one.result() for one in asking)
+        assert set(refused) <= {503, "broken"} and refused, refused
+        # Those of the killed one were found on the disk, and nothing was read again.
+        (left,) = counted(http, "read_tokens").items() & before.items()
+        loaded = counted(http, "contexts_loaded")
+        assert 0 < loaded[left[0]] <= len(BOOKS)
+        while len(counted(http, "read_tokens")) < 2:
+            assert time.monotonic() < killing + patience(240)
+            time.sleep(0.5)
+        # Also where the hash ring has changed again.
+        right(pool.map(ask, range(CLIENTS), [len(BOOKS)] * CLIENTS))
+        assert sum(counted(http, "read_tokens").values()) == left[1]
+        # What was deleted is not found in another replica's folder.
+        for each in made:
+            http.delete(f"/v1/contexts/{each['id']}").raise_for_status()
+        assert not http.get("/v1/contexts").json()["data"]
+        assert http.get(f"/v1/contexts/{made[0]['id']}").status_code == 404
+        # What begun finishes.
+        stream = answer(client, max_tokens=64, temperature=0, stream=True)
+        next(iter(stream))
+        server.child.send_signal(signal.SIGTERM)
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+    code, lines = server.ended(120)
+    assert code == 0, lines
+    assert not marked(tmp_path, "ray")
+    print(f"refused {dict(refused)}; loaded {loaded}")
+
+
+@needs_ray
+@pytest.mark.long
+@pytest.mark.thorough
+def test_who_may_not_ask_and_too_large_bodies_are_refused_at_the_door(begin, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    server = begin("--replicas", 1, "--api-key-file", keys, "--max-body", 1)
+    with httpx.Client(base_url=server.url, timeout=patience(60)) as http:
+        for path in ("/metrics", "/v1/contexts", "/v1/models"):
+            assert http.get(path).status_code == 401
+            given = {"authorization": "Bearer secret"}
+            assert http.get(path, headers=given).status_code == 200
+        assert http.post("/v1/contexts", json={"text": "x"}).status_code == 401
+        large = http.post("/v1/contexts", json={"text": "x" * (1 << 20)}, headers=given)
+        assert large.status_code == 413 and large.json()["error"]["code"] == "body_too_large"
+        assert http.get("/metrics", headers={"host": "evil", **given}).status_code == 200
+    server.kill()
