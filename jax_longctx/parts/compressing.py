@@ -206,7 +206,7 @@ class Compressing(Budgeted):
         return min(self.budget, length) if isinstance(length, int) else self.budget
 
 
-def whole(own: Float[Array, "B K C"], ctx: LayerContext) -> Float[Array, "B K S"]:
+def whole(own: Float[Array, "B K C *H"], ctx: LayerContext) -> Float[Array, "B K S *H"]:
     """The numbers of all S slots, in the text's order, from those of this shard's C."""
     return ctx.slots(own.shape[2]).whole(own, axis=2)
 
