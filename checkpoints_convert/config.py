@@ -72,7 +72,8 @@ def text_part(described: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _model_config(described: Mapping[str, Any]) -> ModelConfig:
     family = _family(described)
-    own = FAMILIES[family].keys.values() if family in FAMILIES else ()
+    traits = FAMILIES.get(family)
+    own = () if traits is None else (*traits.keys.values(), *traits.only)
     known = {key: described[key] for key in (*KEYS, *own) if key in described}
     for key, value in known.items():
         most = MOST_LAYERS if key == "num_hidden_layers" else LARGEST

@@ -268,7 +268,7 @@ def config_from_metadata(
         "rope_theta": _decimal(said.get("rope.freq_base", DEFAULT_THETA, float)),
         "max_position_embeddings": said.need("context_length"),
         "tie_word_embeddings": "output.weight" not in shapes,
-        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        traits.key("qkv_bias", "attention_bias"): "blk.0.attn_q.bias" in shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in shapes,
     }
     config["rope_scaling"] = _rope_scaling(said, config, factors)

@@ -185,6 +185,9 @@ class ModelConfig:
         traits = look_up(FAMILIES, family, "family")
         own = {SIZES[ours]: config.get(key) for ours, key in traits.keys.items() if ours in SIZES}
         config = {**config, **{usual: value for usual, value in own.items() if value is not None}}
+        for key, value in traits.only.items():
+            if config.get(key, value) not in (value, None):
+                raise ConfigError(f"{key}={config[key]!r} is not implemented; implemented: {value}")
         activation = need(config, traits.key("activation", "hidden_act"))
         if activation != traits.activation:
             raise ConfigError(
@@ -201,7 +204,7 @@ class ModelConfig:
             norm_eps=number(config, traits.key("norm_eps", "rms_norm_eps")),
             tie_embeddings=bool(need(config, "tie_word_embeddings")),
             windows=_windows(config, traits, sizes["num_layers"]),
-            qkv_bias=bias or traits.qkv_bias,
+            qkv_bias=bias or traits.qkv_bias or bool(config.get(traits.keys.get("qkv_bias", ""))),
             o_bias=bias,
             mlp_bias=flags.get("mlp_bias", traits.mlp_bias),
             qk_norm=traits.qk_norm is not None,
@@ -249,6 +252,7 @@ class ModelConfig:
             said[traits.keys["unrotated"]] = rotated
         hf: dict[str, Any] = {
             **said,
+            **traits.only,
             "model_type": self.family,
             "architectures": [traits.architecture],
             **{theirs: getattr(self, ours) for ours, theirs in SIZES.items()},

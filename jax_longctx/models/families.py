@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from jax_longctx.errors import ConfigError
 from jax_longctx.models.mixture import EXPERT_NAMES, MIXTRAL_NAMES, MixtureNames
@@ -73,9 +73,11 @@ class Family:
         biases with `bias` appended: its matrices have inputs before outputs, and the outputs of
         modules that share it take turns.
       keys: what its config names otherwise than Llama's, or Llama's lacks: `activation`,
-        `norm_eps`, `query_width`, `unrotated`, a size (`config.SIZES`; where the key is there, it
-        comes first) or one of `NUMBERS` -> the config's key. Unrotated is a layer whose entry is 0,
-        or `full_attention` where the key is `layer_types`.
+        `norm_eps`, `query_width`, `unrotated`, `qkv_bias` (a flag for q, k and v without o), a size
+        (`config.SIZES`; where the key is there, it comes first) or one of `NUMBERS` -> the config's
+        key. Unrotated is a layer whose entry is 0, or `full_attention` where the key is
+        `layer_types`.
+      only: keys of its config with the one value that is implemented; None counts as that value.
       activation: of the gated MLP: a key of `llama.ACTIVATIONS`, and Hugging Face's `hidden_act`.
       norm: a key of `llama.NORMS`.
       norms: where a layer has norms: before attention and MLP (`attn_norm`, `mlp_norm`), after them
@@ -108,6 +110,7 @@ class Family:
     defaults: str | None = None
     names: Mapping[str, str] = dataclasses.field(default_factory=lambda: LLAMA_NAMES)
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     activation: str = "silu"
     norm: str = "rms"
     norms: Literal["before", "after", "both", "shared"] = "before"
@@ -194,6 +197,8 @@ FAMILIES = {
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
         names=LLAMA_NAMES | EXPERT_NAMES,
+        # Layers with an MLP, and a window in all layers: no published model has them.
+        only={"decoder_sparse_step": 1, "mlp_only_layers": [], "sliding_window": None},
         bias_flags=("attention_bias",),
         qk_norm="head",
         gguf=("qwen3moe",),
@@ -201,8 +206,6 @@ FAMILIES = {
             count="num_experts",
             width="moe_intermediate_size",
             normed="norm_topk_prob",
-            # Layers with an MLP, and a window in all layers: no published model has them.
-            only={"decoder_sparse_step": 1, "mlp_only_layers": [], "sliding_window": None},
         ),
     ),
     "gpt_oss": Family(
@@ -319,6 +322,17 @@ FAMILIES = {
         bias_flags=("attention_bias",),
         gguf=("command-r",),
         interleaved=("gguf", "hf"),
+    ),
+    "stablelm": Family(
+        architecture="StableLmForCausalLM",
+        keys={"norm_eps": "layer_norm_eps", "qkv_bias": "use_qkv_bias"},
+        # StableLM 2 12B has both.
+        only={"use_parallel_residual": False, "qk_layernorm": False},
+        norm="layer",
+        norm_bias=True,
+        rope_kinds=("default",),
+        partial_rotary=True,
+        gguf=("stablelm",),
     ),
 }
 # Only the layers with a window have a rotary embedding.

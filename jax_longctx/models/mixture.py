@@ -35,14 +35,12 @@ class MixtureNames:
       width: the key of the width of one.
       normed: the key of `Mixture.normed`; None where it is always true.
       clamps: whether the gate is gpt-oss', of `swiglu_alpha` and `swiglu_limit`.
-      only: keys with the one value that is implemented, of which None counts as the default.
     """
 
     count: str = COUNTS[0]
     width: str = "intermediate_size"
     normed: str | None = None
     clamps: bool = False
-    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def keys(self) -> dict[str, str]:
@@ -54,15 +52,12 @@ class MixtureNames:
     @property
     def known(self) -> set[str]:
         """All keys that `read` may look at."""
-        return {*COUNTS, self.width, *self.keys.values(), *self.only}
+        return {*COUNTS, self.width, *self.keys.values()}
 
     def read(self, config: Mapping[str, Any]) -> "Mixture":
         """Raises ConfigError where a key is missing, or its value not implemented."""
         count = next((config[key] for key in COUNTS if config.get(key) is not None), None)
         config = {**(CLAMPS if self.clamps else {}), **config, self.count: count}
-        for key, value in self.only.items():
-            if config.get(key, value) not in (value, None):
-                raise ConfigError(f"{key}={config[key]!r} is not implemented; implemented: {value}")
         lacking = [key for key in self.keys.values() if config.get(key) is None]
         if lacking:
             raise ConfigError(f"the model's config lacks {lacking[0]!r}; add it from the source")
@@ -71,7 +66,7 @@ class MixtureNames:
     def write(self, mixture: "Mixture", width: int) -> dict[str, Any]:
         """`read` undone."""
         said = {theirs: getattr(mixture, ours) for ours, theirs in self.keys.items()}
-        return {**said, self.width: width, **self.only}
+        return {**said, self.width: width}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

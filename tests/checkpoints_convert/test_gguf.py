@@ -170,10 +170,10 @@ def say(config, writer):
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(scaling["factor"])
         writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    if share := config.get("partial_rotary_factor"):
+        del writer.kv_data[0][f"{architecture}.rope.dimension_count"]
+        writer.add_rope_dimension_count(int(config["hidden_size"] / 4 * share))
     if architecture == "phi3":
-        rotated = int(config["hidden_size"] / 4 * config["partial_rotary_factor"])
-        del writer.kv_data[0]["phi3.rope.dimension_count"]
-        writer.add_rope_dimension_count(rotated)
         writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
         for kind in ("long", "short"):
             factors = np.array(config["rope_scaling"][f"{kind}_factor"], np.float32)

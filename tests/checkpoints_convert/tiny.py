@@ -85,6 +85,10 @@ FAMILIES |= {
         "query_pre_attn_scalar": 16,
     },
 }
+FAMILIES["stablelm"] = {
+    "architectures": ["StableLmForCausalLM"],
+    **{"layer_norm_eps": 1e-4, "use_qkv_bias": True, "partial_rotary_factor": 0.5},
+}
 FAMILIES["cohere2"] = FAMILIES["cohere"] | {
     **{"architectures": ["Cohere2ForCausalLM"], "sliding_window": 16, "num_hidden_layers": 5}
 }

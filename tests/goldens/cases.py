@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "stablelm": "StableLmForCausalLM",
 }
 
 
@@ -163,6 +164,8 @@ _MODELS: dict[str, tuple[int, Config]] = {
     "gemma2": (0, _own("gemma2", **GEMMA)),
     "cohere": (0, _own("cohere", logit_scale=0.8, attention_bias=True, layer_norm_eps=1e-3)),
     "cohere2": (0, _own("cohere2", **_TIED, sliding_window=9, sliding_window_pattern=3)),
+    "stablelm": (0, _own("stablelm", layer_norm_eps=1e-3)),
+    "stablelm_bias": (0, _own("stablelm", use_qkv_bias=True, partial_rotary_factor=0.5)),
     "rope_linear": (2, _llama(rope_scaling={"type": "linear", "factor": 4.0})),
     "rope_dynamic": (3, _llama(max_position_embeddings=32, rope_scaling=_DYNAMIC)),
     "rope_llama3": (0, _new_style(_llama(head_dim=16), {"rope_type": "llama3", **LLAMA3})),

@@ -34,7 +34,7 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     h = config.get("head_dim") or d // heads
     family = config["architectures"][0]
     biased, mlp_biased = (config.get(f"{part}_bias", False) for part in ("attention", "mlp"))
-    qkv_biased = biased or family == "Qwen2ForCausalLM"
+    qkv_biased = biased or config.get("use_qkv_bias", family == "Qwen2ForCausalLM")
     kind = family.removesuffix("ForCausalLM").rstrip("3")
     norms = {
         "Cohere": ("input",),
@@ -90,6 +90,9 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for i in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes["model.norm.weight"] = (d,)
+    if kind == "StableLm":
+        norms = [name for name in shapes if "norm" in name]
+        shapes |= {name.replace(".weight", ".bias"): (d,) for name in norms}
     return shapes if config["tie_word_embeddings"] else shapes | {"lm_head.weight": (v, d)}
 
 

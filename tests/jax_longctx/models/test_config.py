@@ -93,6 +93,8 @@ def test_llama_is_read_field_by_field():
         ("qwen2", {"attention_bias": True}, (True, False, False, False)),
         ("qwen3", {}, (False, False, False, True)),
         ("qwen3", {"attention_bias": True}, (True, True, False, True)),
+        ("stablelm", {"layer_norm_eps": 1e-5}, (False, False, False, False)),
+        ("stablelm", {"layer_norm_eps": 1e-5, "use_qkv_bias": True}, (True, False, False, False)),
     ],
 )
 def test_biases_and_norms_of_each_family(family, said, expected):
@@ -175,6 +177,11 @@ def test_dynamic_rope_scales_the_length_of_the_config_and_yarn_reads_all_its_set
         ({"family": "qwen3", "without": ("layer_types",)}, "lacks 'layer_types'"),
         ({"family": "qwen2", "layer_types": ["chunked"] * 4}, "unknown: ['chunked']"),
         ({"family": "qwen2", "layer_types": ["full_attention"]}, "1 layer_types for 4 layers"),
+        ({"family": "qwen3_moe", "sliding_window": 9}, "sliding_window=9 is not implemented; impl"),
+        (
+            {"family": "stablelm", "use_parallel_residual": True},
+            "use_parallel_residual=True is not implemented; implemented: False",
+        ),
     ],
 )
 def test_refused_in_one_line(changes, message):
