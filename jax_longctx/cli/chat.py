@@ -77,7 +77,6 @@ def chat(
     model: options.ModelChoice,
     method: options.MethodChoice,
     answers: options.AnswerChoice = options.marked(**ANSWERS),
-    as_json: bool = options.as_json(),
 ) -> None:
     """Talk about texts: each question follows on the answers before it.
 
@@ -94,7 +93,7 @@ def chat(
     """
     if process.number() is not None:
         raise InputError("chat is for one process; start a server for a job (jax-longctx serve)")
-    terminal = Terminal(as_json=as_json)
+    terminal = Terminal()
     compiling = Compiling(terminal)
     talking = Talking(inputs, answers, terminal, compiling)
     begin: dict[str, Any] = {"check": talking.check}
@@ -252,9 +251,8 @@ class Talking:
         talk, how, note = self.talk, self.answers.arguments(), self.terminal.note
         how["sampling"] = self.answers.sampling.at([(0, len(talk.turns))])
         how["until"] = lambda: self.caught.pressed is not None
-        before, began = len(talk.context.rows[0]) + talk.held, time.perf_counter()
-        with self.terminal.waiting("answering", when=self.terminal.as_json):
-            answer = self.terminal.stream(lambda told: [talk.ask(question, on_text=told, **how)])
+        began = time.perf_counter()
+        answer = self.terminal.stream(lambda told: [talk.ask(question, on_text=told, **how)])
         answer = self.compiling.apart(answer, began)
         self.seconds["answering"] += answer.first_token_seconds + answer.decode_seconds
         if answer.finish == "interrupted":
@@ -263,10 +261,6 @@ class Talking:
             note(f"the answer was cut at {how['max_tokens']:,} tokens (--max-tokens)")
         if answer.warning:
             note(f"warning: {answer.warning}")
-        if self.terminal.as_json:
-            tokens, memory = {"context": before}, {"cache_bytes": talk.context.answering_bytes}
-            given = talk.model, answer, tokens, 0.0, memory, self.compiling.news()
-            self.terminal.record({"question": question, **self.answers.record(*given)})
 
     # The commands; their docstrings are the help.
 

@@ -1,6 +1,7 @@
 """Where answers were found, at the terminal and as a picture (see `jax_longctx.sources`)."""
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,14 +36,10 @@ def _excerpt(source: Source) -> Text:
     runs = [(a - source.start, b - source.start) for a, b in source.best]
     at = begin
     for a, b in [*runs, (end, end)]:
-        shown.append(_line(source.text[at:a]))
-        shown.append(_line(source.text[a:b]), "bold not dim")
+        shown.append(re.sub(r"\s", " ", source.text[at:a]))
+        shown.append(re.sub(r"\s", " ", source.text[a:b]), "bold not dim")
         at = max(at, b)
     return shown.append(" ..." * (end < len(source.text)))
-
-
-def _line(text: str) -> str:
-    return "".join(" " if char.isspace() else char for char in text)
 
 
 @dataclasses.dataclass(frozen=True)

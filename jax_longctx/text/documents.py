@@ -72,10 +72,6 @@ class Document:
     text: str
     pages: tuple[int, ...] = ()
 
-    def page_at(self, offset: int) -> int | None:
-        """The page, from 1, of a character of the text; None where there are no pages."""
-        return max(bisect.bisect_right(self.pages, offset), 1) if self.pages else None
-
 
 @dataclasses.dataclass(frozen=True)
 class Joined:

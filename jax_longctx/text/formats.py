@@ -4,6 +4,7 @@ PDFium reads PDF (pypdfium2), libxml2 reads markup (lxml). The extra `documents`
 imported when a document needs them.
 """
 
+import contextlib
 import importlib
 import posixpath
 import re
@@ -77,13 +78,15 @@ def html_text(raw: bytes, name: str) -> str:
     etree = _needed("lxml.etree", name)
     declared = re.search(rb"""(?:charset|encoding)\s*=\s*["']?([\w.:-]+)""", raw[:1024])
     charset = declared[1].decode("ascii", "replace") if declared else "utf-8"
-    try:
-        # UTF-8 comes first: pages that were converted may declare their old charset.
-        text = _utf8(raw) or raw.decode(charset)
-    except (LookupError, UnicodeDecodeError) as error:
+    # UTF-8 comes first: pages that were converted may declare their old charset.
+    for each in ("utf-8-sig", charset):
+        with contextlib.suppress(LookupError, UnicodeDecodeError):
+            text = raw.decode(each)
+            break
+    else:
         raise InputError(
             f"{name} is HTML, but not in {charset}; convert it first, e.g. with iconv -t utf-8"
-        ) from error
+        )
     parser = etree.HTMLParser(encoding="utf-8", no_network=True, huge_tree=True)
     root = etree.fromstring(text.encode("utf-8"), parser)
     # libxml2 mends all but what is too deep, and would leave out the rest.
@@ -94,13 +97,6 @@ def html_text(raw: bytes, name: str) -> str:
     if root is not None:
         _show(etree, root, lines)
     return lines.whole()
-
-
-def _utf8(raw: bytes) -> str | None:
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return None
 
 
 def _show(etree: Any, root: Any, lines: "_Lines") -> None:

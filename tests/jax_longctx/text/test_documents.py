@@ -116,8 +116,9 @@ def test_pages_of_pdf_and_chapters_of_epub():
         assert (first, third) in [("First", "Third"), ("One", "Two")]
         at = document.text.index(third)
         assert document.pages[0] == 0 and document.pages[2] == at
-        assert [document.page_at(offset) for offset in (0, at - 1, at, at + 3)] == [1, 2, 3, 3]
-    assert Document("a", "text").page_at(2) is None
+        joined = Joined.of([document])
+        assert [joined.place(x)[1] for x in (0, at - 1, at, at + 3)] == [1, 2, 3, 3]
+    assert Joined.of([Document("a", "text")]).place(2) == ("a", None)
     # Readers of PDF look for its head in the first 1,024 bytes.
     assert text_of(b"\r\n" + pdf("late"), "a.pdf").strip() == "late"
 
