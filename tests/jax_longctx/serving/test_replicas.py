@@ -2,6 +2,7 @@ import collections
 import os
 import re
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_clients_that_retry_get_right_answers_though_a_replica_is_killed(
     alone = jax_longctx.load(checkpoint, chunk=64)
     expected = [whole(alone, book) for book in BOOKS]
     server = begin("--replicas", 2)
-    refused, killing = collections.Counter(), time.monotonic()
+    refused = collections.Counter()
     with server.http() as http, server.client() as client, ThreadPoolExecutor(CLIENTS) as pool:
 
         def read(number):
@@ -109,9 +110,11 @@ def test_clients_that_retry_get_right_answers_though_a_replica_is_killed(
         listed = http.get("/v1/contexts").json()["data"]
         assert {each["id"] for each in listed} == {each["id"] for each in made}
 
-        def ask(number, count):
-            found = []
-            for turn in range(count):
+        def ask(number, count, after=None):
+            """Asks on until `after` is set, and then so many times."""
+            found, left, turn = [], count, 0
+            while left:
+                left, turn = left - (after is None or after.is_set()), turn + 1
                 book = (number + turn) % CLIENTS
                 call = lambda: answer(client, made[book]["id"])  # noqa: E731, B023
                 found.append((book % len(BOOKS), insisting(call, refused)))
@@ -127,14 +130,14 @@ def test_clients_that_retry_get_right_answers_though_a_replica_is_killed(
         stream = answer(client, made[0]["id"], stream=True)
         assert "".join(chunk.choices[0].text for chunk in stream) == expected[0]
         assert not refused and not sum(counted(http, "contexts_loaded").values())
-        asking = [pool.submit(ask, number, 12) for number in range(CLIENTS)]
-        while not any(one.running() for one in asking):
-            time.sleep(0.01)
-        time.sleep(0.3)
-        killed = marked(tmp_path, r"ray::.*\bEngine\b")[0]
-        os.kill(killed, signal.SIGKILL)
+        one, _ = marked(tmp_path, r"ray::.*\bEngine\b")
+        gone = threading.Event()
+        asking = [pool.submit(ask, number, len(BOOKS), gone) for number in range(CLIENTS)]
+        time.sleep(1)
+        os.kill(one, signal.SIGKILL)
         killing = time.monotonic()
-        right(one.result() for one in asking)
+        gone.set()
+        right(each.result() for each in asking)
         assert set(refused) <= {503, "broken"} and refused, refused
         # Those of the killed one were found on the disk, and nothing was read again.
         (left,) = counted(http, "read_tokens").items() & before.items()
