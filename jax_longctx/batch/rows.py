@@ -113,11 +113,13 @@ class Line:
     Attributes:
       index: number of its row, from 0, without empty lines.
       number: of the line, from 1.
+      place: of its first byte in the file.
       content: the digest of its file, if any, and the line.
     """
 
     index: int
     number: int
+    place: int
     raw: bytes
     content: bytes
 
@@ -165,17 +167,20 @@ class RowReader:
             )
         return rows, digest.hexdigest()[:16]
 
-    def lines(self) -> Iterator[Line]:
-        """Every line that holds a row. Raises InputError where the input cannot be read."""
-        index, known = 0, dict[str, str]()
+    def lines(self, index: int = 0, first: int = 1, place: int = 0) -> Iterator[Line]:
+        """Every line that holds a row, from one on. InputError where the input cannot be read."""
+        known = dict[str, str]()
         with (
             file_errors(f"{self.path} cannot be read", "give a file of JSON lines"),
             open_plain(self.path) as lines,
         ):
-            for number, raw in enumerate(lines, start=1):
+            if place:
+                lines.seek(place)
+            for number, raw in enumerate(lines, start=first):
                 if raw.strip():
-                    yield Line(index, number, raw, self._content(raw, known))
+                    yield Line(index, number, place, raw, self._content(raw, known))
                     index += 1
+                place += len(raw)
 
     def _content(self, raw: bytes, known: dict[str, str]) -> bytes:
         try:

@@ -2,29 +2,28 @@
 
 One process, the leader, reads the input, plans batches and writes. It sends each batch to the other
 processes, which run the same programs over the same mesh. The answers of a batch are on disk before
-the next batch begins.
+the next batch begins. Replicas (`jax_longctx.replicas`) plan and answer the same batches, each its
+share of a window, as a leader without files; their entries of the journal come to the leader.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_longctx.api import Answer, LongContext
+from jax_longctx.api import LongContext
+from jax_longctx.batch.answering import Answers, BatchOptions, computing
 from jax_longctx.batch.output import ANSWERED, check_complete, files_of, finish
-from jax_longctx.batch.requests import Request, failed, response
-from jax_longctx.batch.rows import WHOLE, Batch, Line, Row, RowPart, RowReader, after, pack
-from jax_longctx.engine import Lengths, Sampling
-from jax_longctx.engine.ahead import Compilation
+from jax_longctx.batch.requests import failed, response
+from jax_longctx.batch.rows import WHOLE, Batch, Line, Row, RowReader, after, pack
 from jax_longctx.engine.capacity import available_bytes, footprint
 from jax_longctx.engine.distributed import is_leader
 from jax_longctx.errors import (
-    CapacityError,
     InputError,
     LongctxError,
     OriginError,
@@ -32,67 +31,21 @@ from jax_longctx.errors import (
 )
 from jax_longctx.files import file_errors, no_link, sha256_of
 from jax_longctx.jobs import lines
-from jax_longctx.jobs.journal import Journal, begun, check_own
-from jax_longctx.jobs.loop import work_through
+from jax_longctx.jobs.journal import Journal, Unwritten, begun, check_own
+from jax_longctx.jobs.loop import work_share, work_through
 from jax_longctx.locks import only_writer
 from jax_longctx.origin import MADE_FROM
+from jax_longctx.replicas import SHARES, Replicas
 from jax_longctx.text.documents import log
 
-# Full batches of a window: enough to find rows of similar length, few enough that the output is
-# written soon after the input is read.
-WINDOW_BATCHES = 16
 # Share of the free memory that the caches of one batch may take.
 PLANNED = 0.75
 
 # Of the journal. 3 had a window of rows, beside the size of the partial file.
 FORMAT = 4
 
-# For each part of a batch, the answers to its questions.
-Answers = list[list[dict[str, Any]]]
 # Yields batches as JSON values, which are sent to every process, and receives their answers.
 Batches = Generator[dict[str, Any], Answers | None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchOptions:
-    """How rows are answered.
-
-    Attributes:
-      rows: most rows of a batch; fewer where memory is short.
-      chat: whether contexts with questions are laid out by the chat template; None for where there
-        is one. Prompts are continued as they are.
-      files_under: the folder that the rows' files must be in; any folder if None.
-    """
-
-    rows: int = 8
-    chat: bool | None = None
-    sampling: Sampling = dataclasses.field(default_factory=Sampling)
-    max_tokens: int = 128
-    stop: tuple[str, ...] = ()
-    files_under: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.files_under is not None and not Path(self.files_under).is_dir():
-            raise InputError(f"{self.files_under} is no folder; name the one that files are in")
-        if self.rows < 1:
-            raise InputError(f"rows of a batch must be at least 1, got {self.rows}")
-
-    @property
-    def usual(self) -> Request:
-        """How a request is answered that does not say it."""
-        return Request(self.sampling, self.max_tokens, self.stop)
-
-    def of(self, request: dict[str, Any] | None) -> "BatchOptions":
-        """The options with those of a request, JSON values, in place of the run's own."""
-        if request is None:
-            return self
-        how = {"max_tokens": request["max_tokens"], "stop": tuple(request["stop"])}
-        return dataclasses.replace(self, sampling=Sampling(**request["sampling"]), **how)
-
-    @property
-    def window(self) -> int:
-        """Rows that are sorted by length together."""
-        return WINDOW_BATCHES * self.rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,7 +71,7 @@ class BatchProgress:
 
 
 def run_batch(
-    model: LongContext,
+    model: LongContext | Replicas,
     source: Path,
     output: Path,
     options: BatchOptions,
@@ -132,6 +85,7 @@ def run_batch(
     Every process of a job calls it; the leader reads and writes, the others return None.
 
     Args:
+      model: it, or the replicas that read and answer in place of this process.
       overwrite: replace an output, or an interrupted run, that was made from something else.
       retry_errors: try those rows again that have an error in the output of an earlier run. They,
         and the files that they name, may differ from what they were.
@@ -140,44 +94,70 @@ def run_batch(
       OriginError: `output` was made from something else, and there is no `overwrite`.
       InputError: `source` cannot be read, or changed meanwhile.
     """
-    # These need all processes; the leader alone uses them.
-    memory, made_by = _memory(model), model.made_by
-    leader = _Leader(
-        model, source, output, options, memory, progress, made_by, overwrite, retry_errors
-    )
-    given, shapes = options, set[tuple[Any, ...]]()
-
-    def compute(batch: dict[str, Any]) -> Answers:
-        options = given.of(batch["request"])
-        shape = batch["rows"], batch["slots"], batch["reserve"], str(batch["request"])
-        if model.compiles_ahead and shape not in shapes:
-            shapes.add(shape)
-            compilation = _compile(model, options, batch)
-            if compilation is not None:
-                compilation.wait()
-        return _compute(model, options, batch)
-
-    work_through(leader.work(), compute)
+    how = source, output, options, progress, overwrite, retry_errors
+    if isinstance(model, Replicas):
+        with model.started():
+            leader = _Leader(model.ask(functools.partial(_about, options)), *how, model)
+            for _ in leader.work():
+                raise AssertionError("replicas answer all batches")
+        return leader.progress
+    # It needs all processes; the leader alone uses it.
+    leader = _Leader(_about(options, model), *how, model)
+    work_through(leader.work(), computing(model, options))
     return leader.progress if is_leader() else None
+
+
+def _about(options: BatchOptions, model: LongContext) -> dict[str, Any]:
+    """What the leader must know of a model."""
+    model.layout(options.chat)  # Refused where there is no template.
+    chat = model.tokenizer.has_chat if options.chat is None else options.chat
+    split = model.engine.method.info.needs_question
+    return {"made_by": model.made_by, "memory": _memory(model), "chat": chat, "split": split}
+
+
+def _sharing(
+    about: dict[str, Any], source: Path, options: BatchOptions, model: LongContext
+) -> Callable[[dict[str, Any]], Iterator[Any]]:
+    """What answers a share of a window: every `of`-th batch from `number` on.
+
+    It gives entries of the journal, tokens, and warnings.
+    """
+    compute = computing(model, options)
+
+    def share(item: dict[str, Any]) -> Iterator[Any]:
+        leader = _Leader(about, source, source, options, None, False, False, model)
+        leader.ready, leader.parts, leader.created = item["ready"], item["parts"], item["created"]
+        leader.journal = journal = Unwritten(source)
+        lines = itertools.islice(leader.reader().lines(*item["start"]), item["count"])
+        work = leader.window(list(lines), item["kept"])
+        for _, entries in work_share(work, compute, journal, item["number"], item["of"]):
+            yield entries, leader.progress.tokens, leader.warned
+            leader.progress = BatchProgress(total=0, before=0)
+
+    return share
 
 
 @dataclasses.dataclass(eq=False)
 class _Leader:
-    """Plans windows, keeps answers, and writes each row after all rows before it."""
+    """Plans windows, keeps answers, and writes each row after all rows before it.
 
-    model: LongContext
+    Attributes:
+      about: the model (`_about`).
+      model: it, or the replicas that plan and answer.
+    """
+
+    about: dict[str, Any]
     source: Path
     output: Path
     options: BatchOptions
-    memory: int | None
     report: Callable[[BatchProgress], None] | None
-    made_by: dict[str, Any]
     overwrite: bool
     retry: bool
+    model: LongContext | Replicas
 
     def __post_init__(self) -> None:
-        self.layout = self.model.layout(self.options.chat)
-        self.warned = False
+        self.progress, self.warned = BatchProgress(total=0, before=0), None
+        self.memory, self.out = self.about["memory"], None
         # A file is read several times, and told of once.
         self.note = functools.cache(log.warning)
         # Lines of the output that are not written yet, and answers to questions of rows that have
@@ -186,11 +166,14 @@ class _Leader:
         self.parts: dict[int, dict[int, Any]] = {}
         # Rows that are written, and a digest of those with an answer.
         self.written, self.answered = 0, ""
+        # Lines of the input whose rows are not written: those at hand, and those to read.
+        self.waiting: deque[Line] = deque()
+        self.unread: Iterator[Line] = iter(())
 
     def work(self) -> Batches:
         """Yields every batch that is not computed yet and receives its answers."""
-        total, digest = self._reader().scan()
-        given = _given(self.model, self.made_by, self.options, digest)
+        total, digest = self.reader().scan()
+        given = _given(self.about, self.options, digest)
         output, partial, *_ = files = files_of(self.output)
         with only_writer(output):
             begin = functools.partial(self._begin, total, given)
@@ -212,13 +195,19 @@ class _Leader:
                 total=total, before=len(self.ready), resumed=journal.resumed
             )
             with journal as self.journal, _opened(partial) as self.out:
-                for some in itertools.batched(self._reader().lines(), self.options.window):
-                    yield from self._window(some, kept)
-                if self._reader().scan() != (total, digest):
+                if isinstance(self.model, Replicas):
+                    self._spread(self.model, kept)
+                else:
+                    for some in itertools.batched(self.reader().lines(), self.options.window):
+                        yield from self.window(some, kept)
+                if self.reader().scan() != (total, digest):
                     raise InputError(
                         f"{self.source}, or a file that it names, changed while it was read; put "
                         f"it back and run again, or give --overwrite to begin anew"
                     )
+                if self.written < total:
+                    left = total - self.written
+                    raise LongctxError(f"{left:,} rows have no answer; run again to go on")
                 finish(output, journal, self.answered)
 
     def _begin(self, total: int, given: dict[str, Any]) -> Journal | None:
@@ -234,7 +223,7 @@ class _Leader:
             found, origin = check_complete(output, given, free)
             errors = sum(map(failed, found))
             if self.retry:
-                rows = list(zip(self._reader().lines(), found, strict=False))
+                rows = list(zip(self.reader().lines(), found, strict=False))
                 answered = functools.reduce(
                     lambda before, row: after(before, row[0].digest, row[1]), rows, ""
                 )
@@ -261,7 +250,7 @@ class _Leader:
             )
         if journal.resumed and self.retry:
             kept = [entry for entry in journal.entries if "line" in entry]
-            now = {row.index: row.digest for row in self._reader().lines()}
+            now = {row.index: row.digest for row in self.reader().lines()}
             answers = (entry for entry in kept if not failed(entry["line"]))
             self._check_answered(all(now.get(each["row"]) == each["of"] for each in answers))
         if kept is not None:
@@ -277,53 +266,88 @@ class _Leader:
                 f"error alone may change: put the others back, or give --overwrite to begin anew"
             )
 
-    def _reader(self) -> RowReader:
+    def reader(self) -> RowReader:
+        """Reads the input; with replicas its lines alone."""
         under = self.options.files_under
         folder = None if under is None else Path(under)
-        how = {"under": folder, "usual": self.options.usual, "forms": self.model.forms}
-        return RowReader(self.source, self.model.tokenizer, self.layout, **how, note=self.note)
+        how: dict[str, Any] = {"tokenizer": None, "layout": None, "note": self.note}
+        if not isinstance(self.model, Replicas):
+            how |= {"tokenizer": self.model.tokenizer, "forms": self.model.forms}
+            how["layout"] = self.model.layout(self.options.chat)
+        return RowReader(self.source, under=folder, usual=self.options.usual, **how)
+
+    def _spread(self, replicas: Replicas, kept: set[int]) -> None:
+        """Answers all rows on replicas, each a share of a window at a time."""
+        items = []
+        for some in itertools.batched(self.reader().lines(), self.options.window):
+            if not all(line.index in self.ready for line in some):
+                here = {line.index for line in some}
+                item = {"start": (some[0].index, some[0].number, some[0].place), "count": len(some)}
+                item |= {"kept": kept & here, "ready": dict.fromkeys(here & self.ready.keys())}
+                item["parts"] = {row: self.parts[row] for row in here & self.parts.keys()}
+                items.append(item | {"created": self.created})
+        # Few windows are read more than once, so that all replicas have work. A row whose questions
+        # are in several batches is one replica's.
+        most = 1 if self.about["split"] else self.options.window // self.options.rows
+        of = min(most, -(-SHARES * replicas.count // max(len(items), 1)))
+        items = [{**item, "number": number, "of": of} for item in items for number in range(of)]
+        about = {**self.about, "memory": self.memory}
+        make = functools.partial(_sharing, about, self.source, self.options)
+        self.unread = self.reader().lines()
+        self._write()
+        for entries, tokens, warned in replicas.spread(make, items):
+            self._warn(warned)
+            # Errors come with every share of a window.
+            new = [each for each in entries if not self._has(each["row"], 0)]
+            self.ready |= {each["row"]: each["line"] for each in new}
+            self.journal.add(new)
+            self.progress = dataclasses.replace(self.progress, tokens=self.progress.tokens + tokens)
+            self._write()
 
     def _packed(self, rows: Iterable[Row]) -> list[Batch]:
-        split, options = self.model.engine.method.info.needs_question, self.options
-        parts = [part for row in rows for part in row.parts(split)]
+        options = self.options
+        parts = [part for row in rows for part in row.parts(self.about["split"])]
         return pack(parts, options.rows, options.max_tokens, self._fits)
 
-    def _window(self, some: Sequence[Line], kept: set[int]) -> Batches:
+    def window(self, some: Sequence[Line], kept: set[int]) -> Batches:
         """Answers the rows of these lines; those `kept` from before are in no batch."""
         rows: dict[int, Row] = {}
         if not all(line.index in self.ready for line in some):
-            reader = self._reader()
+            reader = self.reader()
             # All of them, so that the batches are the same as without a kill.
             rows = {line.index: reader.row(line) for line in some if line.index not in kept}
         self._warn_beyond(rows.values())
         failed = [row for row in rows.values() if row.error and row.index not in self.ready]
         self._keep((row, 0, []) for row in failed)
-        self._write(some)
+        self.waiting.extend(some)
+        self._write()
         for batch in self._packed(rows.values()):
-            left = [not self._has(part) for part in batch.parts]
-            if not any(left):
+            left = [not self._has(part.row, part.first) for part in batch.parts]
+            if not any(left) or (answers := (yield dataclasses.asdict(batch))) is None:
                 continue
-            answers = yield dataclasses.asdict(batch)
-            assert answers is not None
             found = zip(batch.parts, answers, left, strict=True)
             self._keep((rows[part.row], part.first, each) for part, each, new in found if new)
             tokens = sum(each["read"] + each.get("answer", 0) for part in answers for each in part)
             self.progress = dataclasses.replace(self.progress, tokens=self.progress.tokens + tokens)
-            self._write(some)
+            self._write()
 
     def _warn_beyond(self, rows: Iterable[Row]) -> None:
         """Warns of the run's first row that is longer than the trained length."""
-        for row in rows:
+        assert not isinstance(self.model, Replicas)
+        for row in rows if self.warned is None else ():
             tokens = len(row.context) + max(map(len, row.questions), default=0)
-            said = None if self.warned else self.model.length_warning(tokens)
-            if said is not None:
-                self.warned = True
-                said = f"line {row.line}: {said} (every such line of the output says so)"
-                warnings.warn(said, TrainedLengthWarning, stacklevel=2)
+            if (said := self.model.length_warning(tokens)) is not None:
+                self._warn(f"line {row.line}: {said} (every such line of the output says so)")
+                break
 
-    def _has(self, part: RowPart) -> bool:
-        done = part.row < self.written or part.row in self.ready
-        return done or part.first in self.parts.get(part.row, {})
+    def _warn(self, said: str | None) -> None:
+        if said is not None and self.warned is None:
+            self.warned = said
+            warnings.warn(said, TrainedLengthWarning, stacklevel=2)
+
+    def _has(self, row: int, first: int) -> bool:
+        done = row < self.written or row in self.ready
+        return done or first in self.parts.get(row, {})
 
     def _keep(self, found: Iterable[tuple[Row, int, list[dict[str, Any]]]]) -> None:
         """Adds answers to the journal: a row, the number of the first question, its answers."""
@@ -341,12 +365,16 @@ class _Leader:
         if entries:
             self.journal.add(entries)
 
-    def _write(self, some: Sequence[Line]) -> None:
-        """Writes the rows of these lines up to the first that is not answered."""
+    def _write(self) -> None:
+        """Writes the rows of the waiting lines up to the first that is not answered."""
         found: list[dict[str, Any]] = []
-        for each in some[self.written - some[0].index :]:
-            if each.index not in self.ready:
+        # A leader in a replica has no files.
+        while self.out is not None:
+            if not self.waiting:
+                self.waiting.extend(itertools.islice(self.unread, self.options.window))
+            if not self.waiting or self.waiting[0].index not in self.ready:
                 break
+            each = self.waiting.popleft()
             # A row that was kept may stand in another line now.
             line = self.ready.pop(each.index)
             found.append(line if "custom_id" in line else {**line, "line": each.number})
@@ -354,6 +382,8 @@ class _Leader:
         if found:
             lines.append(self.out, found)
             self.written += len(found)
+        if self.out is None:
+            return
         self.progress = dataclasses.replace(
             self.progress,
             done=self.written + len(self.ready) - self.progress.before,
@@ -367,6 +397,7 @@ class _Leader:
         """Rows of that size that fit the memory of the first run."""
         if self.memory is None:
             return self.options.rows
+        assert not isinstance(self.model, Replicas)
         engine = self.model.engine
         # One row on each shard: rows must divide over the axis `data`.
         rows = engine.mesh.shape["data"]
@@ -374,108 +405,6 @@ class _Leader:
         # Further questions need the context's cache beside a copy, unless these share buffers.
         copy = 0 if engine.method.info.append_only else need.kept
         return rows * self.memory // max(need.peak + copy, 1)
-
-
-def _compute(model: LongContext, options: BatchOptions, work: dict[str, Any]) -> Answers:
-    """The answers to each part's questions; a batch that does not fit is halved."""
-    parts = work["parts"]
-    try:
-        return _answers(model, options, work)
-    except CapacityError as error:
-        if len(parts) == 1:
-            return [[{"error": str(error), "read": 0}] * len(parts[0]["questions"])]
-    half = len(parts) // 2
-    halves = [{**work, "rows": len(each), "parts": each} for each in (parts[:half], parts[half:])]
-    return [answers for each in halves for answers in _compute(model, options, each)]
-
-
-def _compile(model: LongContext, options: BatchOptions, work: dict[str, Any]) -> Compilation | None:
-    """Begins to compile a batch's programs and its first questions'; None where it does not fit."""
-    parts = _padded(work)
-    size = {"reserve": work["reserve"], "capacity": work["slots"]}
-    contexts = [len(part["context"]) for part in parts]
-    asked = [list(map(len, part["questions"])) for part in parts]
-    with contextlib.suppress(LongctxError):
-        if _together(model, parts):
-            return model.compile_all(contexts[0], asked[0], **size, **_ends(options))
-        first, more = max(sizes[0] for sizes in asked), max(map(len, asked)) > 1
-        lengths = Lengths(contexts, [(first, options.max_tokens)], **size)
-        how = {"sampling": options.sampling, "stop": options.stop, "keep": more}
-        return model.compile(lengths, **how)
-    return None
-
-
-def _ends(options: BatchOptions) -> dict[str, Any]:
-    """Where answers end, as `ask` takes it."""
-    return {"max_tokens": options.max_tokens, "stop": options.stop}
-
-
-def _together(model: LongContext, parts: list[dict[str, Any]]) -> bool:
-    """Whether a batch is one text whose questions are answered together."""
-    return len(parts) == 1 and model.together(len(parts[0]["questions"]))
-
-
-def _padded(work: dict[str, Any]) -> list[dict[str, Any]]:
-    """A batch's parts. Padding rows repeat the last one, so they end when it ends."""
-    parts = list(work["parts"])
-    return parts + parts[-1:] * (work["rows"] - len(parts))
-
-
-def _answers(model: LongContext, options: BatchOptions, work: dict[str, Any]) -> Answers:
-    engine, count, parts = model.engine, len(work["parts"]), _padded(work)
-    if (work["request"] or {}).get("seeded"):
-        # As the server draws.
-        parts = [{**part, "row": 0} for part in parts]
-    contexts, questions = ([part[key] for part in parts] for key in ("context", "questions"))
-    rounds = max(map(len, questions))
-    context = engine.prefill(
-        contexts,
-        reserve=work["reserve"],
-        capacity=work["slots"],
-        questions=[asked[0] for asked in questions],
-        total=[part["total"] for part in parts],
-    )
-    if _together(model, parts):
-        (asked,), (part,) = questions, parts
-        answers = model.ask_all(
-            context,
-            asked,
-            sampling=options.sampling.at((part["row"], part["first"] + i) for i in range(rounds)),
-            keep=False,
-            **_ends(options),
-        )
-        length = len(contexts[0])
-        return [[_answer(answer, length, len(asked[i]), i) for i, answer in enumerate(answers)]]
-    found: Answers = [[] for _ in range(count)]
-    for number in range(rounds):
-        # A row with fewer questions repeats its last one.
-        at = [min(number, len(row) - 1) for row in questions]
-        asked = [row[i] for row, i in zip(questions, at, strict=True)]
-        places = [(part["row"], part["first"] + i) for part, i in zip(parts, at, strict=True)]
-        answers = model.ask(
-            context,
-            asked,
-            sampling=options.sampling.at(places),
-            keep=number + 1 < rounds,
-            **_ends(options),
-        )
-        for row, answer in zip(range(count), answers, strict=False):
-            if number < len(questions[row]):
-                found[row].append(_answer(answer, len(contexts[row]), len(asked[row]), number))
-    return found
-
-
-def _answer(answer: Answer, context: int, question: int, number: int) -> dict[str, Any]:
-    return {
-        "text": answer.text,
-        "finish": answer.finish,
-        "context": context,
-        "question": question,
-        "answer": len(answer.tokens),
-        # The context is prefilled once for all questions.
-        "read": question + (0 if number else context),
-        **({} if answer.warning is None else {"warning": answer.warning}),
-    }
 
 
 def _entry(row: int, digest: str, line: dict[str, Any]) -> dict[str, Any]:
@@ -511,16 +440,13 @@ def _tokens(row: Row, answer: dict[str, Any]) -> dict[str, int]:
     return {key: answer[key] for key in ("context", "question", "answer")}
 
 
-def _given(
-    model: LongContext, made_by: dict[str, Any], options: BatchOptions, digest: str
-) -> dict[str, Any]:
+def _given(about: dict[str, Any], options: BatchOptions, digest: str) -> dict[str, Any]:
     """The origin of the output."""
     given = {**dataclasses.asdict(options), "sampling": options.sampling.record()}
     del given["rows"]
     if options.files_under is not None:
         given["files_under"] = str(Path(options.files_under).resolve())
-    given["chat"] = model.tokenizer.has_chat if options.chat is None else options.chat
-    return {"input": digest, **given, **made_by}
+    return {"input": digest, **given, "chat": about["chat"], **about["made_by"]}
 
 
 def _memory(model: LongContext) -> int | None:

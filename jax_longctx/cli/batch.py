@@ -63,6 +63,7 @@ def batch(
     method: options.MethodChoice,
     answers: options.AnswerChoice,
     rows: Rows,
+    replicas: options.ReplicaChoice,
     overwrite: bool = options.overwrite("an OUT.jsonl, or an interrupted run of it,"),
     retry_errors: bool = option(
         "Try the rows again that have an error in OUT.jsonl, or in an interrupted run of it. They "
@@ -96,7 +97,9 @@ def batch(
         from jax_longctx.batch import BatchOptions, run_batch
 
     wanted = BatchOptions(**dataclasses.asdict(rows), **answers.arguments())
-    loaded = model.open(terminal, method, check=lambda loaded: loaded.layout(rows.chat))
+    loaded = replicas.of(model, method) or model.open(
+        terminal, method, check=lambda loaded: loaded.layout(rows.chat)
+    )
     with terminal.warnings(), terminal.progress("answering", "rows") as update:
         how = {"overwrite": overwrite, "retry_errors": retry_errors}
         outcome = run_batch(loaded, source, output, wanted, progress=_told(terminal, update), **how)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from jax_longctx.api import LongContext
     from jax_longctx.evaluation.config import EvalConfig
     from jax_longctx.evaluation.runner import EvalProgress
+    from jax_longctx.replicas import Replicas
 
 # Stands for a checkpoint: the model of `jax-longctx demo`, converted where it is missing.
 DEMO = "demo"
@@ -161,6 +163,7 @@ def _eval(
     ),
     output: Path | None = _folder(),
     overwrite: bool = options.overwrite("the rows of a folder"),
+    replicas: options.ReplicaChoice = options.ReplicaChoice(),
 ) -> None:
     """Score methods on tasks with known answers.
 
@@ -171,7 +174,8 @@ def _eval(
         jax-longctx eval run -c smollm2 -m snapkv:budget=512 -t passkey --length 4096 -o out
     """
     if context.invoked_subcommand is not None:
-        if suite is not None or output is not None or overwrite or given != Overrides():
+        alone = Overrides(), options.ReplicaChoice()
+        if suite is not None or output is not None or overwrite or (given, replicas) != alone:
             raise InputError(
                 f"options before {context.invoked_subcommand} are for --suite, which takes no "
                 f"command; write them after it"
@@ -181,7 +185,7 @@ def _eval(
         raise InputError("--suite is missing; give its name, or a command: see eval --help")
     from jax_longctx.evaluation.config import read_suite
 
-    _run(given.over(read_suite(suite)), output, Terminal(), overwrite)
+    _run(given.over(read_suite(suite)), output, Terminal(), overwrite, replicas)
 
 
 @eval_app.command()
@@ -191,6 +195,7 @@ def run(
     overrides: Overrides,
     output: Path | None = _folder(),
     overwrite: bool = options.overwrite("the rows of a folder"),
+    replicas: options.ReplicaChoice = options.ReplicaChoice(),
     as_json: bool = options.as_json(),
 ) -> None:
     """Run methods on tasks and lengths, and write rows and a report.
@@ -204,10 +209,16 @@ def run(
 
         jax-longctx eval run --config eval.toml --output out
     """
-    _run(overrides.over(choice.read()), output, Terminal(as_json=as_json), overwrite)
+    _run(overrides.over(choice.read()), output, Terminal(as_json=as_json), overwrite, replicas)
 
 
-def _run(config: "EvalConfig", output: Path | None, terminal: Terminal, overwrite: bool) -> None:
+def _run(
+    config: "EvalConfig",
+    output: Path | None,
+    terminal: Terminal,
+    overwrite: bool,
+    replicas: options.ReplicaChoice,
+) -> None:
     """Computes the rows that `output` does not hold yet, and writes the report.
 
     The bar shows this run's rows alone.
@@ -229,7 +240,7 @@ def _run(config: "EvalConfig", output: Path | None, terminal: Terminal, overwrit
         if process.is_leader():
             check_files(config)
     check_folder(output, "--output")
-    model = _open(config, terminal)
+    model = _open(config, terminal, replicas)
     with terminal.progress("evaluating", "rows") as update:
 
         def show(progress: "EvalProgress") -> None:
@@ -237,10 +248,7 @@ def _run(config: "EvalConfig", output: Path | None, terminal: Terminal, overwrit
                 terminal.note(f"{progress.before:,} of {progress.total:,} rows are there already")
             update(progress.done, progress.total - progress.before, progress.doing)
 
-        name, known = config.run.checkpoint, run_facts(model.engine)
-        if model.manifest is not None:
-            name = f"{name} ({Path(model.manifest.source).name})"
-        facts = {"checkpoint": name, **{k: known[k] for k in ("device", "mesh", "versions")}}
+        facts = functools.partial(_facts, config.run.checkpoint)
         watch = show if process.is_leader() else None
         rows = run_eval(model, config, output, facts=facts, overwrite=overwrite, progress=watch)
     if rows is None:
@@ -312,7 +320,17 @@ def suites() -> None:
         terminal.write(f"    {' '.join(config.about.split())}\n")
 
 
-def _open(config: "EvalConfig", terminal: Terminal) -> "LongContext":
+def _facts(name: str, model: "LongContext") -> dict[str, Any]:
+    """Fields of every row."""
+    known = run_facts(model.engine)
+    if model.manifest is not None:
+        name = f"{name} ({Path(model.manifest.source).name})"
+    return {"checkpoint": name, **{k: known[k] for k in ("device", "mesh", "versions")}}
+
+
+def _open(
+    config: "EvalConfig", terminal: Terminal, replicas: options.ReplicaChoice
+) -> "LongContext | Replicas":
     checkpoint = Path(config.run.checkpoint)
     if config.run.checkpoint == DEMO:
         from jax_longctx.cli.demo import MODEL_FOLDER, check_installed, prepare_model
@@ -327,7 +345,7 @@ def _open(config: "EvalConfig", terminal: Terminal) -> "LongContext":
                 f"{checkpoint} is not there; run jax-longctx demo once, before the job's processes"
             )
     choice = options.ModelChoice(checkpoint=checkpoint, run=config.run.spec)
-    return choice.open(terminal, resident=True)
+    return replicas.of(choice, resident=True) or choice.open(terminal, resident=True)
 
 
 def _report(

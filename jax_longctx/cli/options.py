@@ -18,6 +18,7 @@ import typer
 import typer.core
 from typer.models import OptionInfo
 
+from jax_longctx.cli import process
 from jax_longctx.cli.terminal import Terminal, check_argument, check_checkpoint, check_file, save
 from jax_longctx.errors import InputError
 from jax_longctx.evaluation.specs import Spec
@@ -31,6 +32,7 @@ from jax_longctx.settings import Sampling, parse_pairs
 
 if TYPE_CHECKING:
     from jax_longctx.api import Answer, LongContext
+    from jax_longctx.replicas import Replicas
 
 
 def option(help: str, *names: str, default: Any = None, **how: Any) -> Any:
@@ -415,6 +417,45 @@ class ModelChoice:
                 template=template_variables(self.template or ()),
                 **how,
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaChoice:
+    """Replicas of the model on Ray in place of this process."""
+
+    PANEL = "Replicas"
+
+    replicas: int | None = option(
+        "Answer in so many processes, each with the model on a [bold]--mesh[/bold] of its own, on "
+        "this machine or [bold]--address[/bold]. Needs the extra 'ray'.",
+        metavar="N",
+    )
+    address: str | None = option(
+        "HOST:PORT of a Ray cluster that this machine is a node of, or auto for the one that runs "
+        "here. All nodes must see the checkpoint and the input at the same paths.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.address is not None and self.replicas is None:
+            raise InputError("--address is the cluster of --replicas; say how many with --replicas")
+        if self.replicas is not None and process.number() is not None:
+            raise InputError("--replicas are started by one process, not by each of a job")
+
+    def of(
+        self, model: ModelChoice, method: "MethodChoice | None" = None, **how: Any
+    ) -> "Replicas | None":
+        """The replicas, or None where this process answers; `how` is as of `ModelChoice.open`."""
+        if self.replicas is None:
+            return None
+        from jax_longctx.replicas import Replicas
+
+        opened = functools.partial(_open, model, method, how)
+        return Replicas(self.replicas, opened, model.run.mesh, self.address)
+
+
+def _open(model: ModelChoice, method: MethodChoice | None, how: dict[str, Any]) -> "LongContext":
+    """The model, in a process of its own."""
+    return model.open(Terminal(), method, **how)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,13 +25,14 @@ any numbers, `curves` series such as `{"perplexity": [[position, nats, tokens], 
 """
 
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jax_longctx.errors import InputError
 from jax_longctx.files import file_errors
-from jax_longctx.jobs.journal import Journal, begun, read_journal
+from jax_longctx.jobs.journal import Journal, Unwritten, begun, read_journal
 from jax_longctx.locks import only_writer
 from jax_longctx.origin import check_same
 
@@ -94,6 +95,21 @@ class RowStore:
         self.journal.add(rows)
         self._rows.update((key_of(row), row) for row in rows)
         self._again.difference_update(map(key_of, rows))
+
+    def snapshot(self) -> "RowStore":
+        """The rows now. What is added to it is not written."""
+        known = copy.copy(self)
+        known.journal, known._rows = Unwritten(self.journal.path), dict(self._rows)
+        known._again = set(self._again)
+        return known
+
+    def reorder(self, places: Mapping[Key, Any]) -> None:
+        """Writes the journal anew with the rows of these keys last, in the order of the places."""
+        rest = [row for key, row in self._rows.items() if key not in places]
+        rows = rest + [self._rows[key] for key in sorted(places, key=places.__getitem__)]
+        if rows != self.rows:
+            self.journal.restart(rows)
+            self._rows = {key_of(row): row for row in rows}
 
 
 @contextlib.contextmanager

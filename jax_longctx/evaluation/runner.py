@@ -8,11 +8,12 @@ on the disk before the next batch begins.
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import logging
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,13 @@ from jax_longctx.evaluation.compute import (
 )
 from jax_longctx.evaluation.config import Cell, EvalConfig
 from jax_longctx.evaluation.prompts import Drawn, Prompt, draw, shortened
-from jax_longctx.evaluation.rows import Key, key_of, open_rows
+from jax_longctx.evaluation.rows import Key, RowStore, key_of, open_rows
 from jax_longctx.evaluation.specs import Spec
 from jax_longctx.evaluation.tasks import Task, describe, make_task
 from jax_longctx.files import file_errors, sha256_of
-from jax_longctx.jobs.loop import work_through
+from jax_longctx.jobs.loop import work_share, work_through
 from jax_longctx.methods import make_method, settings_of
+from jax_longctx.replicas import SHARES, Replicas
 from jax_longctx.text import PromptLayout, chat_layout
 
 # Methods whose programs compile at a time.
@@ -102,11 +104,11 @@ def _shown(task: Task, spec: Spec) -> str:
 
 
 def run_eval(
-    model: LongContext,
+    model: LongContext | Replicas,
     config: EvalConfig,
     output: Path,
     *,
-    facts: Mapping[str, Any],
+    facts: Callable[[LongContext], Mapping[str, Any]],
     overwrite: bool = False,
     progress: Callable[[EvalProgress], None] | None = None,
 ) -> list[dict[str, Any]] | None:
@@ -115,7 +117,8 @@ def run_eval(
     Every process of a job calls it; the leader reads and writes, the others return None.
 
     Args:
-      facts: fields of every row: checkpoint, device, mesh, versions.
+      model: it, or replicas that open it: these draw and answer, and this process writes.
+      facts: of a model, fields of every row: checkpoint, device, mesh, versions.
       overwrite: begin anew where `output` has rows of another origin.
 
     Raises:
@@ -123,9 +126,31 @@ def run_eval(
       OriginError: `output` has rows of another origin, or damaged ones.
     """
     check_config(config)
-    # These need all processes; the leader alone uses them.
-    memory, made_by = available_bytes(model.engine.mesh), model.made_by
-    leader = _Leader(model, config, output, facts, memory, progress, made_by, overwrite)
+    if isinstance(model, Replicas):
+        with model.started():
+            about = model.ask(functools.partial(_about, facts))
+            leader = _Leader(model, config, about, output, progress, overwrite)
+            for _ in leader.work():
+                raise AssertionError
+        return leader.store.rows
+    # It needs all processes; the leader alone uses it.
+    leader = _Leader(model, config, _about(facts, model), output, progress, overwrite)
+    work_through(leader.work(), _computing(model, config))
+    return leader.store.rows if is_leader() else None
+
+
+def _about(facts: Callable[[LongContext], Any], model: LongContext) -> dict[str, Any]:
+    """What the leader must know of a model."""
+    setup = model.engine.setup
+    forms = {"kv": setup.kv, "weights": setup.weights, "chunk": model.engine.chunk}
+    memory = available_bytes(model.engine.mesh)
+    return {"forms": forms, "by": model.made_by, "memory": memory, "facts": dict(facts(model))}
+
+
+def _computing(
+    model: LongContext, config: EvalConfig
+) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
+    """What answers a batch, JSON values."""
     compiled: set[Any] = set()
     used: set[Any] = set()
     engine, given = model.engine, None
@@ -145,12 +170,11 @@ def run_eval(
         # The first use of a program is slower than the next.
         return [row | ({"compiled": True} if new and "compiled" in row else {}) for row in found]
 
-    work_through(leader.work(), compute)
-    return leader.store.rows if is_leader() else None
+    return compute
 
 
-# Batches, JSON values; their rows come back.
-Batches = Generator[dict[str, Any], list[dict[str, Any]]]
+# Batches, JSON values; their rows come back, or None where another replica answers.
+Batches = Generator[dict[str, Any], list[dict[str, Any]] | None]
 
 
 def _compiled_ahead(model: LongContext, config: EvalConfig, batch: Batch) -> set[Any]:
@@ -181,20 +205,21 @@ def _compiled_ahead(model: LongContext, config: EvalConfig, batch: Batch) -> set
 
 @dataclasses.dataclass(eq=False)
 class _Leader:
-    """Draws prompts, plans batches, scores answers and writes rows."""
+    """Draws prompts, plans batches, scores answers and writes rows.
 
-    model: LongContext
+    Attributes:
+      model: it, or the replicas that draw, plan and score in place of this process.
+      about: the model (`_about`).
+    """
+
+    model: LongContext | Replicas
     config: EvalConfig
+    about: Mapping[str, Any]
     output: Path
-    facts: Mapping[str, Any]
-    memory: int | None
-    report: Callable[[EvalProgress], None] | None
-    made_by: dict[str, Any]
-    overwrite: bool
+    report: Callable[[EvalProgress], None] | None = None
+    overwrite: bool = False
 
     def __post_init__(self) -> None:
-        chat = self.config.run.chat
-        self.layout = chat_layout(self.model.tokenizer) if chat else PromptLayout("", "", "")
         self.cells = self.config.cells()
         self.tasks = {
             (cell.task, cell.length): make_task(cell.task.name, cell.task.at(cell.length))
@@ -202,26 +227,51 @@ class _Leader:
         }
         self.files = {key: _files_of(task) for key, task in self.tasks.items()}
         self.soon: list[Sized] = []
+        self.progress = EvalProgress(0, 0)
+        # A run can only be continued with the same values. The fingerprint is of the weights: a
+        # checkpoint that is converted again is stored in other files.
+        run, forms, by = self.config.run, dict(self.about["forms"]), self.about["by"]
+        chunk = forms.pop("chunk")
+        self.own = {"checkpoint": by["weights"], "seed": run.seed, "dtype": by["dtype"]}
+        self.own |= {"chat": run.chat} | {k: form for k, form in forms.items() if form is not None}
+        self.given = self.own | {"chunk": chunk}
+
+    @property
+    def here(self) -> LongContext:
+        """The model of this process."""
+        assert isinstance(self.model, LongContext)
+        return self.model
 
     def work(self) -> Batches:
         """The batches whose rows the folder does not hold; writes their rows."""
-        # A run can only be continued with the same values. The fingerprint is of the weights: a
-        # checkpoint that is converted again is stored in other files.
-        run, setup, by = self.config.run, self.model.engine.setup, self.made_by
-        forms = {"kv": setup.kv, "weights": setup.weights}
-        own = {"checkpoint": by["weights"], "seed": run.seed, "dtype": by["dtype"]}
-        own |= {"chat": run.chat} | {name: form for name, form in forms.items() if form is not None}
-        self.given = own | {"chunk": self.model.engine.chunk}
         # Each row has its own method.
-        origin = own | {key: by[key] for key in ("model", "all_weights", "tokenizer")}
+        by = self.about["by"]
+        origin = self.own | {key: by[key] for key in ("model", "all_weights", "tokenizer")}
         files = {_shown(self.tasks[key], key[0]): found for key, found in self.files.items()}
         wanted = [self._key(cell, i) for cell in self.cells for i in range(cell.trials)]
         with open_rows(self.output, origin, files, overwrite=self.overwrite) as self.store:
             self.progress = EvalProgress(len(wanted), sum(key in self.store for key in wanted))
+            if isinstance(self.model, Replicas):
+                self._spread(self.model, wanted)
+                return
             for length, cells in itertools.groupby(self.cells, lambda cell: cell.length):
-                yield from self._length(length, list(cells))
+                yield from self._length(length, tuple(cells))
 
-    def _length(self, length: int, cells: list[Cell]) -> Batches:
+    def _spread(self, replicas: Replicas, wanted: list[Key]) -> None:
+        """Adds the rows that replicas compute, at the end in the order of a single process."""
+        missing = {key[2] for key in wanted if key not in self.store}
+        lengths = [each for each in dict.fromkeys(key[2] for key in wanted) if each in missing]
+        of, places = SHARES * replicas.count, dict[Key, Any]()
+        make = functools.partial(_sharing, self.config, self.about, self.store.snapshot())
+        items = [(length, number, of) for length in lengths for number in range(of)]
+        for length, before, rows in replicas.spread(make, items):
+            # What was refused before a batch comes with every share.
+            new = [row for row in rows if key_of(row) not in self.store]
+            places |= {key_of(row): (lengths.index(length), before, n) for n, row in enumerate(new)}
+            self._add(new)
+        self.store.reorder(places)
+
+    def _length(self, length: int, cells: tuple[Cell, ...]) -> Batches:
         """The batches of one length, method after method."""
         keys = (self._key(cell, i) for cell in cells for i in range(cell.trials))
         if all(key in self.store for key in keys):
@@ -256,7 +306,7 @@ class _Leader:
         """Methods after `method` that have rows to answer, as many as compile together with it."""
         found: list[Sized] = []
         after = itertools.islice(trials.items(), list(trials).index(method) + 1, None)
-        for spec, own in after if self.model.compiles_ahead else ():
+        for spec, own in after if self.here.compiles_ahead else ():
             if len(found) == TOGETHER - 1:
                 break
             if left := self._left(own):
@@ -277,11 +327,11 @@ class _Leader:
         texts = _alike(trials, engine)
         most = min(self.config.run.batch, max(map(len, texts)))
         more = any(len(text) > 1 for text in itertools.chain.from_iterable(texts))
-        return rows_that_fit(engine, most, *room, self.memory, more)
+        return rows_that_fit(engine, most, *room, self.about["memory"], more)
 
     def _engine(self, method: Spec, length: int) -> Engine:
         made = make_method(method.name, method.at(length))
-        return engine_of(self.model, made, self.config.run.spec)
+        return engine_of(self.here, made, self.config.run.spec)
 
     def _method(
         self, method: Spec, length: int, trials: list["_Trial"], room: tuple[int, int]
@@ -317,18 +367,20 @@ class _Leader:
                 asked=asked,
                 soon=self.soon,
             )
-            found = yield dataclasses.asdict(batch)
+            if (found := (yield dataclasses.asdict(batch))) is None:
+                continue
             each = itertools.chain.from_iterable(group)
             self._add([_scored(trial, row) for trial, row in zip(each, found, strict=True)])
 
-    def _drawn(self, length: int, cells: list[Cell]) -> dict[Spec, Drawn]:
-        drawn = {}
+    def _drawn(self, length: int, cells: tuple[Cell, ...]) -> dict[Spec, Drawn]:
+        drawn, tokenizer = {}, self.here.tokenizer
+        layout = chat_layout(tokenizer) if self.config.run.chat else PromptLayout("", "", "")
         for spec, count in _trials(cells).items():
             self._tell(doing=f"drawing {spec.label}, {length:,} tokens")
             drawn[spec] = draw(
                 self.tasks[spec, length],
-                self.model.tokenizer,
-                self.layout,
+                tokenizer,
+                layout,
                 tokens=length,
                 trials=count,
                 seed=self.config.run.seed,
@@ -371,8 +423,31 @@ class _Leader:
             "task": shown_task | {"files": self.files[cell.task, cell.length]},
             "metric": task.metric,
             **self.given,
-            **self.facts,
+            **self.about["facts"],
         }
+
+
+def _sharing(
+    config: EvalConfig, about: Mapping[str, Any], known: RowStore, model: LongContext
+) -> Callable[[tuple[int, int, int]], Iterator[Any]]:
+    """What computes a share of a length: every `of`-th batch from `number` on.
+
+    It gives the length, the number of batches before, and rows.
+    """
+    compute, leader = _computing(model, config), _Leader(model, config, about, Path())
+    leader._drawn = functools.lru_cache(1)(leader._drawn)
+
+    def share(item: tuple[int, int, int]) -> Iterator[Any]:
+        length, number, of = item
+        # Batches are of the rows that were left at the start, in every share.
+        leader.store = known.snapshot()
+        added: Any = leader.store.journal
+        cells = tuple(cell for cell in leader.cells if cell.length == length)
+        work = leader._length(length, cells)
+        for count, rows in work_share(work, compute, added, number, of):
+            yield length, count, rows
+
+    return share
 
 
 @dataclasses.dataclass(frozen=True)

@@ -102,6 +102,21 @@ class Journal:
             self.path.unlink(missing_ok=True)
 
 
+class Unwritten(Journal):
+    """In place of a journal, in a replica: what is added is not written, but taken."""
+
+    def __init__(self, path: Path):
+        self.path, self._taken = path, []
+
+    def add(self, entries: Iterable[dict[str, Any]]) -> None:
+        self._taken += entries
+
+    def taken(self) -> list[dict[str, Any]]:
+        """What was added since the last call."""
+        taken, self._taken = self._taken, []
+        return taken
+
+
 def read_journal(path: Path, version: int, advice: str) -> list[dict[str, Any]]:
     """The header and the results.
 

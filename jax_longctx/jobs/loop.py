@@ -2,14 +2,15 @@
 
 import contextlib
 import functools
+import itertools
 import json
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jax_longctx.engine.distributed import from_leader, is_leader
 from jax_longctx.files import write_whole
-from jax_longctx.jobs.journal import Journal, begun
+from jax_longctx.jobs.journal import Journal, Unwritten, begun
 from jax_longctx.locks import only_writer
 from jax_longctx.origin import check_result
 
@@ -40,6 +41,29 @@ def work_through(work: Generator[Any, Any], compute: Callable[[Any], Any]) -> No
             result = compute(piece)
     finally:
         work.close()
+
+
+def work_share(
+    work: Generator[Any, Any],
+    compute: Callable[[Any], Any],
+    journal: Unwritten,
+    number: int,
+    of: int,
+) -> Iterator[tuple[int, list[Any]]]:
+    """Computes every `of`-th of what `work` yields, from `number` on; it gets None for the others.
+
+    Yields what was added to the journal, with how many pieces `work` had yielded before.
+    """
+    found, left = None, True
+    for count in itertools.count():
+        try:
+            piece = work.send(found)
+        except StopIteration:
+            left = False
+        yield count, journal.taken()
+        if not left:
+            return
+        found = compute(piece) if count % of == number else None
 
 
 def compute_pieces(

@@ -19,9 +19,10 @@ from jax_longctx.settings import parse_mesh
 
 # Seconds in which a cluster must accept a connection.
 REACHED = 5.0
-# Read by Ray when it is imported: it reports no use, and only this project's lines are printed.
+# Read by Ray: it reports no use, and only this project's lines are printed.
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
@@ -59,12 +60,13 @@ def cluster(address: str | None, replicas: int) -> Iterator[Any]:
             _check_reached(address)
             how["address"] = address
         try:
-            ray.init(**how)
-        except (OSError, ValueError, RuntimeError) as error:
+            with _unheard():
+                ray.init(**how)
+        except Exception as error:  # Ray has no class for it.
             said = str(error).strip().splitlines()[0]
             raise InputError(
-                f"no Ray cluster to use at {address or 'this machine'}: {said}; start one on this "
-                f"machine with `ray start`, or leave --address out"
+                f"no Ray cluster to use at {address or 'this machine'}: {said}; try again, or "
+                f"start one with `ray start` and give its --address"
             ) from error
         held.callback(ray.shutdown)
         yield ray
@@ -79,6 +81,19 @@ def devices_of(ray: Any, mesh: str | None) -> dict[str, Any]:
     if "TPU" in has:
         return {"num_cpus": 1, "resources": {"TPU": count}}
     return {"num_cpus": 1, "num_gpus": count} if "GPU" in has else {"num_cpus": 1}
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """Drops what is written to stderr, as by Ray's C++ on its own level of logging."""
+    heard = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(heard, 2)
+        os.close(heard)
 
 
 def _check_reached(address: str) -> None:

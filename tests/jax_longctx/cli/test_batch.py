@@ -6,7 +6,7 @@ from os import replace
 
 import pytest
 
-import jax_longctx.batch.run as run_module
+from jax_longctx.batch import answering
 from jax_longctx.engine import Sampling
 from jax_longctx.text.child import ChatTemplate
 from tests.checkpoints_convert.tiny import full_disk
@@ -239,11 +239,11 @@ def test_a_row_that_does_not_fit_is_a_bad_row(batch, tiny, out, monkeypatch):
 
 def test_a_run_that_was_killed_at_any_write_goes_on(batch, killed, tmp_path, monkeypatch):
     # Two windows of two batches each.
-    monkeypatch.setattr(run_module, "WINDOW_BATCHES", 2)
+    monkeypatch.setattr(answering, "WINDOW_BATCHES", 2)
     options, whole = (*LIMIT, "--rows", 1, "--temperature", 1.0), tmp_path / "whole.jsonl"
     batch(*options, rows=[row for row in ROWS if "file" not in row][1:], into=whole)
-    computed, compute = [], run_module._compute
-    monkeypatch.setattr(run_module, "_compute", lambda *args: computed.append(1) or compute(*args))
+    computed, compute = [], answering._compute
+    monkeypatch.setattr(answering, "_compute", lambda *args: computed.append(1) or compute(*args))
     for count in range(1, 100):
         into = tmp_path / f"{count}.jsonl"
         computed.clear()
@@ -473,9 +473,9 @@ def test_an_output_that_was_changed_or_has_no_origin_is_not_called_complete(batc
 
 
 def test_an_input_that_changes_while_it_is_answered_is_an_error(batch, book, out, monkeypatch):
-    compute = run_module._compute
+    compute = answering._compute
     monkeypatch.setattr(
-        run_module, "_compute", lambda *args: book.write_text("Another. ") and compute(*args)
+        answering, "_compute", lambda *args: book.write_text("Another. ") and compute(*args)
     )
     assert "changed while it was read" in batch(*SHORT, rows=FEW, code=2).stderr.replace("\n", " ")
     assert not out.exists()
@@ -484,13 +484,13 @@ def test_an_input_that_changes_while_it_is_answered_is_an_error(batch, book, out
 @pytest.fixture
 def computed(monkeypatch):
     """Numbers of the rows that are computed, in the order of their batches."""
-    rows, compute = [], run_module._compute
+    rows, compute = [], answering._compute
 
     def counting(model, options, work):
         rows.extend(part["row"] for part in work["parts"])
         return compute(model, options, work)
 
-    monkeypatch.setattr(run_module, "_compute", counting)
+    monkeypatch.setattr(answering, "_compute", counting)
     return rows
 
 
@@ -508,7 +508,7 @@ FAULTY = [*MENDED[:3], MENDED[3], ["Remember"], MENDED[5]]
 def test_rows_with_errors_are_tried_again_and_the_others_stay(
     batch, killed, out, monkeypatch, computed, died
 ):
-    monkeypatch.setattr(run_module, "WINDOW_BATCHES", 2)
+    monkeypatch.setattr(answering, "WINDOW_BATCHES", 2)
     options, again = ("--max-tokens", 2, "--rows", 1), ("--retry-errors",)
     late, whole = out.with_name("late.txt"), out.with_name("whole.jsonl")
     late.write_text(BOOK)
@@ -556,7 +556,7 @@ def test_what_stays_is_counted_once_and_names_its_line(batch, killed, given, out
 def test_a_second_try_that_was_killed_at_any_write_goes_on(
     batch, killed, out, tiny, monkeypatch, computed
 ):
-    monkeypatch.setattr(run_module, "WINDOW_BATCHES", 2)
+    monkeypatch.setattr(answering, "WINDOW_BATCHES", 2)
     options = ("--max-tokens", 2, "--rows", 1, "--retry-errors")
     rows = [{"prompt": text} for text in (BOOK * 40, "12", "The pass", BOOK * 41, "", BOOK * 40)]
     with monkeypatch.context() as patch:

@@ -6,7 +6,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jax_longctx import api
-from jax_longctx.batch import run as batch
+from jax_longctx.batch import answering as batch
 from jax_longctx.cli.terminal import Compiling
 from jax_longctx.engine.compiling import CompileClock
 from jax_longctx.evaluation import runner

@@ -33,7 +33,7 @@ def config(methods=("full",), tasks=("small",), lengths=(64,), trials=3, **run):
 
 
 def evaluate(model, folder, chosen, **options):
-    return runner.run_eval(model, chosen, folder, facts={"device": "here"}, **options)
+    return runner.run_eval(model, chosen, folder, facts=lambda model: {"device": "here"}, **options)
 
 
 def by_key(rows):

@@ -1,0 +1,133 @@
+"""`batch` and `eval run` on replicas beside one process, also where processes are killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jax_longctx.evaluation.rows import read_rows
+from tests.jax_longctx.cli.tiny_model import converted
+from tests.jax_longctx.replicas.ray import environment, needs_ray
+from tests.patience import patience
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, needs_ray]
+
+BOOK = "The pass key is 12345. Remember it. "
+ROWS = [
+    {
+        "id": f"{text}-{i}",
+        "context": f"Text {text}. {BOOK}",
+        "question": f"Is it {'not ' * (i % 3)}{i}?",
+    }
+    for text in range(8)
+    for i in range(10)
+]
+BATCH = ("--max-tokens", 6, "--rows", 2, "--temperature", 1.0)
+FAST = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
+FAST["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+EVAL = ("eval", "run", "-m", "full", "-m", "streaming-llm:budget=64,chunk=32", "--batch", 2)
+EVAL += ("-t", "passkey", "-t", "vt", "--length", 256, "--length", 448, "--trials", 5)
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """Starts the command in a folder with the model and rows."""
+    folder, model = tmp_path_factory.mktemp("replicas"), converted(tmp_path_factory)
+    rows = [*ROWS, {"prompt": ""}, {"context": BOOK, "questions": ["Who?", "Why?"]}]
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    how = {"cwd": folder, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    told = environment(JAX_COMPILATION_CACHE_DIR=str(folder / "programs"), **FAST)
+
+    def start(*given):
+        arguments = [*map(str, given), "-c", str(model)]
+        return subprocess.Popen([sys.executable, "-m", "jax_longctx", *arguments], env=told, **how)
+
+    start.folder = folder
+    return start
+
+
+def ended(child, code):
+    _, said = child.communicate(timeout=patience(300))
+    assert child.returncode == code, said
+    return said
+
+
+@pytest.fixture(scope="module")
+def whole(command):
+    """The output of one process, and its origin."""
+    ended(command("batch", "in.jsonl", "one.jsonl", *BATCH), 3)
+    return output(command, "one.jsonl")
+
+
+def output(command, name):
+    return [(command.folder / f"{name}{end}").read_bytes() for end in ("", ".origin")]
+
+
+def test_replicas_write_what_one_process_writes(command, whole):
+    said = ended(command("batch", "in.jsonl", "two.jsonl", *BATCH, "--replicas", 2), 3)
+    assert output(command, "two.jsonl") == whole
+    assert "82 rows in " in said and "82 rows, 1 with an error" in said and "[20" not in said
+    again = ended(command("batch", "in.jsonl", "two.jsonl", *BATCH, "--replicas", 3), 3)
+    assert "complete already" in again
+
+
+def family(pid):
+    """The processes below one, with their commands."""
+    found, left = {}, [pid]
+    while left:
+        each = left.pop()
+        try:
+            tasks = Path(f"/proc/{each}/task")
+            left += [int(n) for t in tasks.iterdir() for n in (t / "children").read_text().split()]
+            found[each] = Path(f"/proc/{each}/cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+    return found
+
+
+def kill_when_answering(child, journal, words):
+    """Kills a process whose command has the words, once the journal has answers."""
+    until = time.monotonic() + patience(240)
+    while time.monotonic() < until and child.poll() is None:
+        if journal.exists() and journal.read_text().count("\n") > 3:
+            for pid, told in family(child.pid).items():
+                if words in told:
+                    os.kill(pid, signal.SIGKILL)
+                    return
+        time.sleep(0.05)
+    raise AssertionError(f"no {words} was killed: {child.stderr.read()}")
+
+
+@pytest.mark.parametrize(
+    "words, code", [("MapWorker", 3), ("jax_longctx", -9), ("raylet/raylet", None)]
+)
+def test_a_killed_process_loses_nothing(command, whole, words, code):
+    name = f"{words.partition('/')[0]}.jsonl"
+    child = command("batch", "in.jsonl", name, *BATCH, "--replicas", 2)
+    kill_when_answering(child, command.folder / f"{name}.journal", words)
+    child.communicate(timeout=patience(300))
+    assert code is None or child.returncode == code
+    if code != 3:
+        # One process goes on with what replicas began.
+        said = ended(command("batch", "in.jsonl", name, *BATCH), 3)
+        assert "going on: " in said
+    assert output(command, name) == whole
+
+
+def test_eval_on_replicas_has_the_rows_and_the_report_of_one_process(command):
+    ended(command(*EVAL, "-o", "e1"), 0)
+    ended(command(*EVAL, "-o", "e2", "--replicas", 2), 0)
+    one, two = (read_rows(command.folder / name) for name in ("e1", "e2"))
+    for row in [*one, *two]:
+        for times in ("seconds", "compiled"):
+            row.pop(times, None)
+    assert len(one) == 40 and one == two
+    assert not all("refused" in row for row in one)
+    reports = [(command.folder / name / "report.md").read_text() for name in ("e1", "e2")]
+    first, second = ([line for line in each.splitlines() if " s " not in line] for each in reports)
+    assert first == second
