@@ -55,6 +55,8 @@ from jax_longctx.sharding import leaf_axes, logical_sharding, shards_along, tree
 # 1 had no digests, 2 none of arrays.
 FORMAT, OLDER = 3, 2
 REMEDY = "prefill again"
+# Axes whose size a mesh rounds up to fill its shards.
+ROUNDED = ("slots", "pages", "pool")
 MANIFEST, CACHES = "context.json", "caches"
 # Counts and tokens are int32 on devices.
 MOST = 2**31 - 1
@@ -210,6 +212,7 @@ def _described(engine: Engine, context: Context) -> dict[str, Any]:
 
 def _write(path: Path, described: dict[str, Any], leaves: Sequence[Any]) -> None:
     """Writes the manifest and the arrays, layer by layer."""
+    described = {**described, "shapes": [leaf.shape for leaf in leaves]}
     partial = path.with_name(path.name + ".partial")
     with contextlib.ExitStack() as held:
         from_leader(lambda: _begin(path, partial, held))
@@ -251,7 +254,9 @@ def saved_manifest(path: str | Path) -> dict[str, Any]:
     """
     path = whole_path(path)
     try:
-        described = {"arrays": {}} | read_sealed(path / MANIFEST, FORMAT, REMEDY, OLDER)
+        described = {"arrays": {}, "shapes": None} | read_sealed(
+            path / MANIFEST, FORMAT, REMEDY, OLDER
+        )
     except FileNotFoundError:
         raise CheckpointError(f"{path} is not a saved context (no {MANIFEST})") from None
     made_by = described.get("made_by")
@@ -322,8 +327,14 @@ def load_context(engine: Engine, path: str | Path) -> Context:
         )
         for setup in (apart, engine.setup)
     )
+    shapes = described["shapes"]
+    if shapes is None and any(_slots(cache, slots) != slots for cache in structure):
+        raise CheckpointError(
+            f"{path} was written by an unreleased version, which may have mixed up the tokens that "
+            f"stay under {engine.method.name}; {REMEDY}"
+        )
     check_stored(path / CACHES, described["files"], described["arrays"], REMEDY)
-    wanted = _saved_arrays(engine, structure, batch)
+    wanted = _saved_arrays(engine, structure, batch, None if engine.method.keeps_all else shapes)
     put = functools.partial(_moved, engine, SlotLayout.dealt)
 
     def loaded(caches: tuple[Any, ...], first: int) -> tuple[Any, ...]:
@@ -332,10 +343,10 @@ def load_context(engine: Engine, path: str | Path) -> Context:
         names = [f"{first + number:05d}" for number in range(len(shardings))]
         arrays = load_arrays(path / CACHES, {name: wanted[name] for name in names}, REMEDY)
         sizes = [_slots(cache, slots) for cache in caches for _ in jax.tree.leaves(cache)]
-        each = zip(names, sizes, leaf_axes(caches), shardings, strict=True)
+        each = zip(names, sizes, leaf_axes(caches), jax.tree.leaves(caches), shardings, strict=True)
         leaves = [
-            put(size, axes, jax.device_put(_with_rows(arrays[name], axes, len(rows)), sharding))
-            for name, size, axes, sharding in each
+            put(size, axes, jax.device_put(_with_shape(arrays[name], leaf.shape), sharding))
+            for name, size, axes, leaf, sharding in each
         ]
         return jax.tree.unflatten(jax.tree.structure(caches), leaves)
 
@@ -363,13 +374,13 @@ def _wrong(described: dict[str, Any], vocabulary: int) -> str | None:
     def is_count(value: Any, most: int = MOST) -> bool:
         return type(value) is int and 0 <= value <= most
 
-    def is_rows(value: Any) -> bool:
+    def is_rows(value: Any, most: int = vocabulary - 1) -> bool:
         return isinstance(value, list) and all(
-            isinstance(row, list) and all(is_count(token, vocabulary - 1) for token in row)
-            for row in value
+            isinstance(row, list) and all(is_count(number, most) for number in row) for row in value
         )
 
     keys = ["made_by", "rows", "questions", "batch", "slots", "reserve", "total", "files", "arrays"]
+    keys += ["shapes"]
     if sorted(described) != sorted(keys):
         return f"it holds {', '.join(described) or 'nothing'}, expected {', '.join(keys)}"
     made_by, rows, questions, batch, slots, reserve, total, files = (described[k] for k in keys[:8])
@@ -384,6 +395,7 @@ def _wrong(described: dict[str, Any], vocabulary: int) -> str | None:
         "files": isinstance(files, dict)
         and all(isinstance(entry, list) and len(entry) == 2 for entry in files.values()),
         "arrays": isinstance(described["arrays"], dict),
+        "shapes": described["shapes"] is None or is_rows(described["shapes"], MOST),
     }
     for key, holds in checks.items():
         if not holds:
@@ -394,14 +406,22 @@ def _wrong(described: dict[str, Any], vocabulary: int) -> str | None:
     return None
 
 
-def _saved_arrays(engine: Engine, structure: Any, batch: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the saved arrays of these caches are, on as many shards as their sizes divide over."""
+def _saved_arrays(
+    engine: Engine, structure: Any, batch: int, shapes: Sequence[Sequence[int]] | None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the saved arrays of these caches are, on as many shards as their sizes divide over.
+
+    Another mesh rounds the room of what stays up to another number: `shapes` say to which.
+    """
     wanted = {}
     pairs = zip(jax.tree.leaves(structure), leaf_axes(structure), strict=True)
     for i, (leaf, names) in enumerate(pairs):
         shape = tuple(
             batch if axis == "batch" else size for size, axis in zip(leaf.shape, names, strict=True)
         )
+        if shapes and i < len(shapes) and len(shapes[i]) == len(shape):
+            each = zip(shape, shapes[i], names, strict=True)
+            shape = tuple(own if axis in ROUNDED else size for size, own, axis in each)
         # Fewer rows than data shards are read by every shard, and spread once they are filled up.
         shards = [shards_along(engine.mesh, axis) for axis in names]
         kept = [
@@ -411,6 +431,13 @@ def _saved_arrays(engine: Engine, structure: Any, batch: int) -> dict[str, jax.S
         sharding = logical_sharding(engine.mesh, kept)
         wanted[f"{i:05d}"] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
     return wanted
+
+
+def _with_shape(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The array with these sizes: cut, or filled with zeros. Only empty entries are cut."""
+    for axis, size in enumerate(shape):
+        leaf = leaf if leaf.shape[axis] == size else resized(leaf, axis, size)
+    return leaf
 
 
 def _with_rows(leaf: jax.Array, axes: tuple[str | None, ...], rows: int) -> jax.Array:

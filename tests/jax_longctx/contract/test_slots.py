@@ -159,13 +159,19 @@ def answer(engine, context, question, tokens=5):
 
 
 @pytest.mark.parametrize(
-    ("name", "meshes"), [("reattention", (1, 2)), ("quest", (1, 2, 4)), ("keydiff", (1, 2))]
+    ("name", "meshes"),
+    [
+        *(("reattention", (1, 2)), ("quest", (1, 2, 4))),
+        # More stays than a stripe's part of a context of so few slots, and less than a stripe.
+        *(("keydiff:budget=110", (1, 2)), ("keydiff:budget=24", (1, 2, 4))),
+        ("keydiff:budget=100,over_heads=ada", (1, 2, 4)),
+        ("keydiff:budget=40 > quest:budget=16,page_size=8,local=8", (1, 2)),
+    ],
 )
 @pytest.mark.slow
 def test_contexts_move_between_meshes(name, meshes, tmp_path):
     (text,), (question,) = random_rows([700]), random_rows([4], seed=5)
-    # What stays of a text is more than a stripe's part of a context of so few slots.
-    method = make_method(name, SMALL[name] | ({"budget": 110} if name == "keydiff" else {}))
+    method = small_method(name) if name in SMALL else make_method(name)
     engines = {shards: engine_of(method, shards) for shards in meshes}
     expected, saved = None, {}
     for shards, engine in engines.items():

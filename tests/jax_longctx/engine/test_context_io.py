@@ -153,6 +153,18 @@ def test_another_engine_is_refused(saved):
         load_context(tiny_engine(chunk=16, mesh=make_mesh(seq=2)), saved)
 
 
+def test_what_an_unreleased_version_compressed_is_refused(engine, saved, tmp_path):
+    """It dealt the slots of what stays over a mesh as if they were all of the context's."""
+    # What no tokens left is read without shapes.
+    change(saved, shapes=None)
+    assert answer(engine, load_context(engine, saved))
+    keydiff, folder = tiny_engine(make_method("keydiff:budget=24"), chunk=16), tmp_path / "kept"
+    save_context(keydiff, keydiff.prefill(random_rows([300]), reserve=16), folder)
+    assert answer(keydiff, load_context(keydiff, folder))
+    change(folder, shapes=None)
+    refused(keydiff, folder, "written by an unreleased version", "under keydiff", "prefill again")
+
+
 def refused(engine, folder, *words):
     with pytest.raises(CheckpointError) as caught:
         load_context(engine, folder)
@@ -264,6 +276,7 @@ def test_what_no_engine_writes_is_refused(engine, saved):
         ({"made_by": []}, "made_by [] is not"),
         ({"files": {"a": 1}}, "files {'a': 1} is not"),
         ({"arrays": []}, "arrays [] is not"),
+        ({"shapes": [2]}, "shapes [2] is not"),
         ({"more": 1}, "it holds"),
     ]:
         change(saved, **fields)
