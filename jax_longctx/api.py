@@ -27,6 +27,7 @@ from typing import Any, Unpack
 import jax
 
 from jax_longctx.answers import Answer, AnswerOptions, AnswerReader, Asked, answer_together
+from jax_longctx.choosing import beyond_trained
 from jax_longctx.contract import Method
 from jax_longctx.engine import (
     Ask,
@@ -49,8 +50,6 @@ from jax_longctx.engine.scoring import Likelihood, loglikelihoods
 from jax_longctx.errors import CapacityError, ConfigError, InputError, TrainedLengthWarning
 from jax_longctx.files import whole_path
 from jax_longctx.forms import Forms
-from jax_longctx.methods import METHODS
-from jax_longctx.models.config import ModelConfig
 from jax_longctx.models.params import abstract_params
 from jax_longctx.models.storage import Manifest, load_params, read_manifest, tokenizer_folder
 from jax_longctx.origin import digest_of
@@ -68,7 +67,6 @@ from jax_longctx.text.child import start_child
 # Most questions over one text that are answered at a time: of models whose heads share keys and
 # values by fours, as many as one pass over the text takes on a GPU.
 TOGETHER = 16
-FAR = 1 << 40  # longer than any text
 # A text of a list may be its token ids.
 Text = str | PromptText | Sequence[int]
 Texts = str | PromptText | Sequence[Text]
@@ -470,19 +468,8 @@ class LongContext:
         return context
 
     def length_warning(self, tokens: int) -> str | None:
-        """The warning for a row of that many tokens, answer included; None for no warning.
-
-        At positions beyond its trained length a model's output is noise. `Method.reach` gives
-        the largest position that a method uses.
-        """
-        engine, trained = self.engine, self.config.trained_length
-        if engine.method.reach(self.config, tokens) <= trained:
-            return None
-        further = [name for name in METHODS if _goes_on(name, self.config)]
-        return (
-            f"{tokens:,} tokens are more than the {trained:,} that the model was trained to, and "
-            f"under this method the answer may be noise; methods that go on: {', '.join(further)}"
-        )
+        """The warning for a row of that many tokens, answer included; None for no warning."""
+        return beyond_trained(self.config, self.engine.method, tokens)
 
     def _warn_beyond(self, tokens: int, level: int = 3) -> None:
         said = self.length_warning(tokens)
@@ -534,16 +521,6 @@ class LongContext:
     def _encode(self, texts: Texts, **how: Any) -> list[list[int]]:
         encode, given = functools.partial(self.tokenizer.encode, **how), _listed(texts)
         return [encode(x) if isinstance(x, str | PromptText) else list(x) for x in given]
-
-
-def _goes_on(name: str, config: ModelConfig) -> bool:
-    """Whether a method keeps a text of any length within the trained one."""
-    try:
-        method = METHODS[name]()
-    except ConfigError:
-        # Another package's module cannot be imported: `jax-longctx methods` says why.
-        return False
-    return method.info.keeps_all and method.reach(config, FAR) < FAR
 
 
 def _listed(texts: Texts) -> list[Text]:

@@ -23,7 +23,7 @@ smallest is chosen, and the engine says how many tokens would fit.
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,8 @@ import jax
 from jax_longctx.engine.capacity import fits
 from jax_longctx.errors import ConfigError
 from jax_longctx.memory import shown_bytes
-from jax_longctx.methods import make_method
+from jax_longctx.methods import METHODS, make_method
+from jax_longctx.models.config import ModelConfig
 from jax_longctx.settings import named_text
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ TABLE = "choices.json"
 MOST_PREFILLS = 4
 # Models whose parameters differ by up to this factor count as of one size.
 ALIKE = 3
+FAR = 1 << 40  # longer than any text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,11 +139,43 @@ def parse_table(text: str) -> tuple[Measured, ...]:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A text, and the model and the memory that a method is chosen for.
+
+    Attributes:
+      tokens: of the text, the longest question and its answer.
+      parameters: how many the model has.
+      free: bytes of each device for caches; None where unknown.
+      cache: bytes on each device of the text's caches under a method; ConfigError where the
+        method refuses the model.
+    """
+
+    config: ModelConfig
+    tokens: int
+    parameters: int
+    free: int | None
+    cache: Callable[[Any], int]
+
+    @classmethod
+    def of(cls, model: "LongContext", tokens: int, *, reserve: int) -> "Case":
+        """The case of a model: weights or their shapes. `reserve` is of question and answer."""
+
+        def cache(method: Any) -> int:
+            return model.with_method(method).engine.new_cache_bytes(tokens, reserve)
+
+        return cls(
+            config=model.config,
+            tokens=tokens,
+            parameters=sum(leaf.size for leaf in jax.tree.leaves(model.engine.params)),
+            free=model.engine.memory_expected(),
+            cache=cache,
+        )
+
+
 def choose(
-    model: "LongContext",
-    tokens: int,
+    case: Case,
     *,
-    reserve: int,
     questions: int = 1,
     saving: bool = False,
     measured: Sequence[Measured] | None = None,
@@ -149,16 +183,13 @@ def choose(
     """The method for one text.
 
     Args:
-      model: weights or their shapes, under full attention.
-      tokens: of the text, the longest question and its answer.
-      reserve: of question and answer.
       questions: how many will be asked of it.
       saving: whether the context is to be saved.
       measured: the package's table by default.
     """
-    trained, full = model.config.trained_length, model.engine.method
-    free = model.engine.memory_expected()
-    need = model.engine.new_cache_bytes(tokens, reserve)
+    tokens, trained, free = case.tokens, case.config.trained_length, case.free
+    full = make_method("full")
+    need = case.cache(full)
     within = tokens <= trained
     if within and fits(need, free):
         short = f"{tokens:,} tokens fit the trained length of {trained:,} and the memory"
@@ -170,7 +201,7 @@ def choose(
         if made.info.needs_question and (saving or questions > MOST_PREFILLS):
             continue
         try:
-            size = model.with_method(made).engine.new_cache_bytes(tokens, reserve)
+            size = case.cache(made)
         except ConfigError:
             # The method refuses the model.
             continue
@@ -184,14 +215,39 @@ def choose(
         why += " (`jax-longctx plan` names what makes it fit)"
     if not rows:
         return Choice(smallest[1], f"{smallest[2]}: {why}, and no cache fits; this is the smallest")
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(model.engine.params))
-    unlike = {row.model: row.model.unlike(model.config, parameters) for row in known}
+    unlike = {row.model: row.model.unlike(case.config, case.parameters) for row in known}
     row, made = _best(sorted(rows, key=lambda pair: unlike[pair[0].model] != ""), ratio)
     prefills = ""
     if made.info.needs_question and questions > 1:
         prefills = f"; it reads the text {questions} times"
     why += f"; {_score(row, ratio, known)}{_beyond(row, tokens, ratio)}"
     return Choice(made, f"{_shown(row)}: {why}{unlike[row.model]}{prefills}")
+
+
+def beyond_trained(config: ModelConfig, method: Any, tokens: int) -> str | None:
+    """The warning for that many tokens, answer included; None for no warning.
+
+    At positions beyond its trained length a model's output is noise. `Method.reach` gives the
+    largest position that a method uses.
+    """
+    if method.reach(config, tokens) <= config.trained_length:
+        return None
+    further = [name for name in METHODS if _goes_on(name, config)]
+    return (
+        f"{tokens:,} tokens are more than the {config.trained_length:,} that the model was trained "
+        f"to, and under this method the answer may be noise; methods that go on: "
+        f"{', '.join(further)}"
+    )
+
+
+def _goes_on(name: str, config: ModelConfig) -> bool:
+    """Whether a method keeps a text of any length within the trained one."""
+    try:
+        method = METHODS[name]()
+    except ConfigError:
+        # Another package's module cannot be imported: `jax-longctx methods` says why.
+        return False
+    return method.info.keeps_all and method.reach(config, FAR) < FAR
 
 
 def _score(row: Measured, ratio: float, known: Sequence[Measured]) -> str:

@@ -328,8 +328,8 @@ class MethodChoice:
     method: str | None = option(
         "Long-context method ([bold]jax-longctx methods[/bold] says what each buys), or two, as "
         "'snapkv > quest'. [bold]auto[/bold] chooses by the text's length, memory and questions "
-        "(ask, chat and generate). Unless given, ask and chat take auto, other commands exact "
-        "attention.",
+        "(ask, chat, generate and plan). Unless given, ask and chat take auto, other commands "
+        "exact attention.",
         "--method",
         "-m",
         metavar="NAME",
@@ -348,7 +348,8 @@ class MethodChoice:
         """The method, or None for the library's default. Imports JAX."""
         if self.method == AUTO:
             raise InputError(
-                "--method auto chooses for one text, in ask and generate; name a method here"
+                "--method auto chooses for one text, in ask, chat, generate and plan; name a "
+                "method here"
             )
         settings = parse_pairs(self.settings or ())
         return None if self.method is None else make_method(self.method, settings)

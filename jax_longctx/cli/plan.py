@@ -9,6 +9,7 @@ from rich.text import Text
 from jax_longctx.cli import options
 from jax_longctx.cli.options import option
 from jax_longctx.cli.terminal import Terminal, shown_time, stored, table
+from jax_longctx.errors import ConfigError
 from jax_longctx.files import expanded
 from jax_longctx.memory import shown_bytes
 from jax_longctx.planning.targets import parse_target
@@ -50,6 +51,9 @@ def plan(
         default="llama-3.1-8b",
     ),
     rows: Rows,
+    questions: int = option(
+        "Questions to each text: [bold]--method auto[/bold] chooses by them.", default=1
+    ),
     run: RunSpec = options.run(
         *("dtype", "kv", "weights", "offload", "working_set", "mesh", "chunk"),
         dtype=options.dtype(default="bfloat16"),
@@ -68,6 +72,8 @@ def plan(
 
     [bold]Examples[/bold]
 
+        jax-longctx plan --context 60000 --target rtx4090 --method auto --questions 5
+
         jax-longctx plan --model llama-3.1-70b --context 1048576 --target v5p:4x4x4
 
         jax-longctx plan --method snapkv --target v5e:4x4 --mesh seq=2,tensor=8 --compile
@@ -77,17 +83,22 @@ def plan(
     os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS") or "cpu"
     config, held = read_model(model, terminal)
     with terminal.starting():
+        from jax_longctx.choosing import beyond_trained
         from jax_longctx.methods import make_method, settings_of
         from jax_longctx.planning.plan import PlanRequest, alternatives, make_plan, propose_mesh
 
         asked: dict[str, Any] = dataclasses.asdict(rows)
-        chosen = method.make() or make_method("full")
+        auto = method.method == options.AUTO
+        chosen = (None if auto else method.make()) or make_method("full")
         run = dataclasses.replace(run.over("bfloat16", held), method=chosen)
         request = PlanRequest(config=config, spec=run, target=devices, **asked)
     with terminal.waiting("planning"):
         sizes = propose_mesh(request) if run.mesh is None else parse_mesh(run.mesh)
         made = make_plan(request, sizes)
         others = {} if made.fits else alternatives(request, made.mesh)
+        if auto:
+            request = _choose(request, sizes, questions, terminal)
+            chosen, made = request.spec.method, make_plan(request, sizes)
     compiled = None
     if compiles:
         made, compiled = _compile(request, made, terminal)
@@ -103,9 +114,22 @@ def plan(
         **_figures(request, made, ARITHMETIC if compiled is None else COMPILED),
         "compiled": compiled,
         "alternatives": {name: each.used for name, each in others.items()},
+        "beyond_trained": beyond_trained(config, chosen, request.context + request.reserve),
     }
     record["method"] = record.pop("name")
     terminal.result(record, _shown)
+
+
+def _choose(
+    request: "PlanRequest", mesh: dict[str, int], questions: int, terminal: Terminal
+) -> "PlanRequest":
+    """The request under the method that `--method auto` takes, with a line that says why."""
+    from jax_longctx.planning.plan import choose_method
+
+    choice = choose_method(request, mesh, questions)
+    terminal.note(f"method {choice.reason}")
+    spec = dataclasses.replace(request.spec, method=choice.method)
+    return dataclasses.replace(request, spec=spec)
 
 
 def _compile(
@@ -134,7 +158,11 @@ def read_model(model: str, terminal: Terminal) -> tuple[Any, StoredForm | None]:
 
     path = expanded(model)
     if not os.path.exists(path):
-        return preset(model), None
+        try:
+            return preset(model), None
+        except ConfigError as error:
+            said = f"{error}; or give the path of a config.json or of a converted checkpoint"
+            raise ConfigError(said) from None
     with terminal.starting():
         from checkpoints_convert import read_config
         from jax_longctx.models.storage import read_manifest
@@ -190,12 +218,15 @@ def _shown(record: dict[str, Any]) -> list[Any]:
         f"attention, {c['bandwidth_share']:.0%} of the bandwidth in decode"
     )
     fitting = [f"{name} ({shown_bytes(need)})" for name, need in record["alternatives"].items()]
+    # Of --method auto they are full attention's.
+    auto = "without --method auto " if record["memory_bytes"]["fits"] else ""
     return [
         f"{record['model']}, {record['dtype']}{stored(record)}, {record['method']}, "
         f"{record['batch']} x {record['context']:,} tokens, chunks of {record['chunk']:,}",
         f"{record['target']}, {record['devices']} devices; --mesh {mesh}{proposed}",
         numbers,
-        _bounds(record) + (f"; this fits: {', '.join(fitting)}" if fitting else ""),
+        _bounds(record) + (f"; {auto}this fits: {', '.join(fitting)}" if fitting else ""),
+        *filter(None, [record["beyond_trained"]]),
         Text(constants, style="dim"),
     ]
 

@@ -525,10 +525,12 @@ def check_checkpoint(folder: Path) -> None:
     )
 
 
-def choose_method(terminal: Terminal, model: "LongContext", tokens: int, **how: Any) -> Any:
+def choose_method(
+    terminal: Terminal, model: "LongContext", tokens: int, reserve: int, **how: Any
+) -> Any:
     """The method for one text (`choosing.choose`), with a line that says why."""
-    from jax_longctx.choosing import choose
+    from jax_longctx.choosing import Case, choose
 
-    choice = choose(model, tokens, **how)
+    choice = choose(Case.of(model, tokens, reserve=reserve), **how)
     terminal.note(f"method {choice.reason}")
     return choice.method

@@ -15,12 +15,14 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType
 
+from jax_longctx.choosing import Case, Choice, choose
 from jax_longctx.engine import capacity
 from jax_longctx.engine.products import gathers_weights
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import ConfigError, InputError, LongctxError
 from jax_longctx.methods import make_method
 from jax_longctx.models.config import ModelConfig
+from jax_longctx.models.params import param_infos
 from jax_longctx.planning.targets import Chip, Target
 from jax_longctx.planning.work import (
     Work,
@@ -210,6 +212,25 @@ def alternatives(request: PlanRequest, mesh: dict[str, int]) -> dict[str, Plan]:
         if found:
             return found
     return {}
+
+
+def choose_method(request: PlanRequest, mesh: dict[str, int], questions: int = 1) -> Choice:
+    """The method for one text of the request on a mesh, as `--method auto` chooses it."""
+
+    def planned(method: Any) -> Plan:
+        spec = dataclasses.replace(request.spec, method=method)
+        return make_plan(dataclasses.replace(request, spec=spec), mesh, largest=False)
+
+    exact = planned(make_method("full"))
+    infos = param_infos(request.config).values()
+    case = Case(
+        config=request.config,
+        tokens=request.context + request.reserve,
+        parameters=sum(math.prod(info.shape) for info in infos),
+        free=max(exact.memory - exact.weights - exact.temporaries, 0),
+        cache=lambda method: planned(method).cache,
+    )
+    return choose(case, questions=questions)
 
 
 def _meshes(count: int) -> list[dict[str, int]]:

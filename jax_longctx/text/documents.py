@@ -293,8 +293,8 @@ def read_source(path: str | Path) -> bytes:
     """The bytes of a file, or of stdin for `-`. Raises InputError where it cannot be read."""
     name = "stdin" if path == "-" else path
     if path == "-" and sys.stdin is None:
-        raise InputError("stdin is closed; pipe a text in, or give a text file")
-    with file_errors(f"{name} cannot be read", "give a text file, or - for stdin"):
+        raise InputError("stdin is closed; pipe a text in, or give a document")
+    with file_errors(f"{name} cannot be read", "give the path of a document, or - for stdin"):
         return sys.stdin.buffer.read() if path == "-" else read_bytes(path)
 
 

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from jax_longctx import choosing
 from jax_longctx.api import LongContext
-from jax_longctx.choosing import Found, Measured, Model, choose
+from jax_longctx.choosing import Case, Found, Measured, Model, choose
 from jax_longctx.cli.main import app
 from jax_longctx.evaluation.intervals import wilson
 from jax_longctx.methods import make_method
@@ -46,7 +46,7 @@ def model_of(memory=None, **config):
 
 
 def chosen(model, tokens, rows, **how):
-    choice = choose(model, tokens, reserve=20, measured=rows, **how)
+    choice = choose(Case.of(model, tokens, reserve=20), measured=rows, **how)
     assert choice.reason.startswith(choice.method.name)
     assert "\n" not in choice.reason
     return choice.method.name, choice.reason
@@ -137,7 +137,7 @@ def test_the_table_that_ships(ratio, memory, questions, expected):
         method = make_method("citrus", {"budget": 1024, "chunk": 256})
         memory = int(1.3 * model.with_method(method).engine.new_cache_bytes(9000, 20))
     model = model_of(memory, **long, rope=rope)
-    choice = choose(model, int(8192 * ratio), reserve=20, questions=questions)
+    choice = choose(Case.of(model, int(8192 * ratio), reserve=20), questions=questions)
     # CItruS's two caches were equally good.
     assert choice.method.name.removesuffix("-individual") == expected
 
@@ -218,15 +218,14 @@ def test_ask_chooses_and_says_so(checkpoint, tmp_path, monkeypatch):
     ("words", "said"),
     [
         (["ask", "b.txt", "Who?", "-m", "auto", "--set", "budget=1"], "chooses the settings too"),
-        (["plan", "-m", "auto", "--target", "h200"], "name a method here"),
+        (["batch", "b.txt", "out", "-m", "auto"], "name a method here"),
     ],
-    ids=["settings", "plan"],
+    ids=["settings", "batch"],
 )
 def test_where_auto_is_refused(words, said, checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "b.txt").write_text("Text.")
-    more = ["-c", checkpoint] if words[0] == "ask" else []
-    result = CliRunner().invoke(app, [*words, *more])
+    result = CliRunner().invoke(app, [*words, "-c", checkpoint])
     assert result.exit_code == 2
     assert said in result.stderr
     assert result.stderr.count("\n") == 1

@@ -12,7 +12,7 @@ from jax_longctx.engine.capacity import bytes_per_device, slots_for
 from jax_longctx.engine.setup import Setup
 from jax_longctx.errors import ConfigError, InputError
 from jax_longctx.memory import shown_bytes
-from jax_longctx.methods import make_method
+from jax_longctx.methods import METHODS, make_method
 from jax_longctx.models.params import init_params
 from jax_longctx.models.presets import preset
 from jax_longctx.planning.compiled import compile_plan
@@ -313,6 +313,35 @@ def test_what_would_fit_is_named(run, monkeypatch):
     everything = ("--weights", "int8", "--kv", "int8", "-m", "snapkv")
     huge = ("plan", "--target", "v5e:1x1", "--model", "llama-3.1-70b", *everything)
     assert json.loads(run(*huge, "--json", code=0).stdout)["alternatives"] == {}
+
+
+def test_auto_chooses_for_the_target(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    auto = ("plan", "--target", "rtx4090", "--context", 60_000, "-m", "auto", "--questions")
+    # Full attention fits with keys and values in 8 bits, and no budget is taken without.
+    result = run(*auto, 5, "--kv", "int8", "--json", code=0)
+    record = json.loads(result.stdout)
+    assert record["method"] == "full" and record["alternatives"] == {}
+    assert "method full: 60,256 tokens fit the trained length of 131,072" in result.stderr
+    result = run(*auto, 5, code=0)
+    assert "full attention's cache of 7.4 GiB does not fit" in result.stderr
+    assert "fits; memory does not bound the context; without --method auto this fits: --w" in (
+        " ".join(result.stdout.split())
+    )
+    # A method that reads the text for each question takes part up to four.
+    methods = {n: json.loads(run(*auto, n, "--json", code=0).stdout)["method"] for n in (4, 5)}
+    assert METHODS[methods[4]]().info.needs_question
+    assert not METHODS[methods[5]]().info.needs_question
+
+
+def test_a_text_beyond_the_trained_length_is_told(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    phi = ("plan", "--target", "h200", "--model", "phi-4", "--context")
+    said = "30,256 tokens are more than the 16,384 that the model was trained to"
+    assert said in run(*phi, 30_000, code=0).stdout
+    assert "was trained to" not in run(*phi, 16_000, code=0).stdout
+    record = json.loads(run(*phi, 30_000, "-m", "auto", "--json", code=0).stdout)
+    assert record["method"] == "dynamic-ntk" and record["beyond_trained"] is None
 
 
 def test_the_command_tells_what_is_arithmetic(run):
