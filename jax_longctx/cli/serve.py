@@ -6,6 +6,7 @@ import functools
 import hashlib
 import ipaddress
 import logging
+import math
 import os
 import re
 import shutil
@@ -207,33 +208,18 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Replicas:
-    """How many servers answer behind one address."""
+class Replicas(options.ReplicaChoice):
+    """How many servers answer behind one address, with Ray Serve."""
 
-    PANEL = "Replicas"
-
-    replicas: int | None = option(
-        "Serve by N replicas of the model behind one address, with Ray Serve. Each takes the "
-        "devices that --mesh names, or one. Needs the extra 'ray', and --contexts.",
-        metavar="N",
-        min=1,
-    )
     max_replicas: int | None = option(
         "Start up to N while there are more than --rows requests for each, and end them later.",
         metavar="N",
-        min=1,
-    )
-    address: str | None = option(
-        "Ray cluster for the replicas, as 10.0.0.1:6379, or auto inside of one; this machine "
-        "alone unless given.",
-        metavar="ADDRESS",
     )
 
     def __post_init__(self) -> None:
-        if self.replicas is None and (self.max_replicas or self.address):
-            raise InputError("--max-replicas and --address are for replicas; give --replicas too")
-        if self.replicas and (self.max_replicas or self.replicas) < self.replicas:
-            raise InputError(f"--max-replicas {self.max_replicas} is below --replicas")
+        super().__post_init__()
+        if self.max_replicas is not None and self.max_replicas < (self.replicas or math.inf):
+            raise InputError(f"--max-replicas {self.max_replicas} needs --replicas of at most that")
 
 
 @options.command

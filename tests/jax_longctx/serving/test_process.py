@@ -191,8 +191,8 @@ def test_what_cannot_work_is_refused_at_once(checkpoint, tmp_path, monkeypatch):
             (("--max-tokens", 512), "allow longer texts (--length) or shorter answers"),
             (("--rows", 0), "error: --rows must be at least 1, got 0"),
             (("-m", "auto"), "name a method here"),
-            (("--address", "auto"), "are for replicas; give --replicas too"),
-            (("--replicas", 3, "--max-replicas", 2), "--max-replicas 2 is below --replicas"),
+            (("--address", "auto"), "say how many with --replicas"),
+            (("--replicas", 3, "--max-replicas", 2), "--max-replicas 2 needs --replicas of at most that"),
             (("--replicas", 2), "--replicas needs --contexts DIR, a folder that all see"),
         ]:
             assert said in refused(*arguments)
