@@ -192,7 +192,7 @@ def test_what_cannot_work_is_refused_at_once(checkpoint, tmp_path, monkeypatch):
             (("--rows", 0), "error: --rows must be at least 1, got 0"),
             (("-m", "auto"), "name a method here"),
             (("--address", "auto"), "say how many with --replicas"),
-            (("--replicas", 3, "--max-replicas", 2), "--max-replicas 2 needs --replicas of at most that"),
+            (("--replicas", 3, "--max-replicas", 2), "--max-replicas 2 needs --replicas of"),
             (("--replicas", 2), "--replicas needs --contexts DIR, a folder that all see"),
         ]:
             assert said in refused(*arguments)
