@@ -141,8 +141,8 @@ def read_numbers(path: str | Path, setting: str) -> np.ndarray:
         raise ConfigError(
             f"{setting}: {path} is no table of numbers apart by tabs: {why}"
         ) from error
-    if table.ndim != 2 or not np.isfinite(table).all():
-        raise ConfigError(f"{setting}: {path} holds no lines of finite numbers")
+    if table.ndim != 2 or not (np.abs(table) <= np.finfo(np.float32).max).all():
+        raise ConfigError(f"{setting}: {path} holds no lines of finite float32 numbers")
     return table
 
 

@@ -17,6 +17,7 @@ Layers with other filters are other programs, as under `over_layers=pyramid`.
 import dataclasses
 import functools
 import hashlib
+import re
 from typing import Any
 
 import jax
@@ -57,7 +58,7 @@ class QFilters(Compressing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.filters and "#" not in self.filters:
+        if self.filters and not re.search("#[0-9a-f]{12}$", self.filters):
             # The dataclass is frozen, and other filters make other programs and contexts.
             path, table = whole_path(self.filters), read_numbers(self.filters, "filters")
             object.__setattr__(self, "filters", f"{path}#{_digest(table)}")

@@ -80,15 +80,16 @@ def html_text(raw: bytes, name: str) -> str:
     charset = declared[1].decode("ascii", "replace") if declared else "utf-8"
     # UTF-8 comes first: pages that were converted may declare their old charset.
     for each in ("utf-8-sig", charset):
-        with contextlib.suppress(LookupError, UnicodeDecodeError):
-            text = raw.decode(each)
+        # Some codecs raise no more than UnicodeError, or give what is not Unicode.
+        with contextlib.suppress(LookupError, UnicodeError):
+            text = raw.decode(each).encode("utf-8")
             break
     else:
         raise InputError(
             f"{name} is HTML, but not in {charset}; convert it first, e.g. with iconv -t utf-8"
         )
     parser = etree.HTMLParser(encoding="utf-8", no_network=True, huge_tree=True)
-    root = etree.fromstring(text.encode("utf-8"), parser)
+    root = etree.fromstring(text, parser)
     # libxml2 mends all but what is too deep, and would leave out the rest.
     for error in parser.error_log:
         if error.level_name == "FATAL":

@@ -61,6 +61,8 @@ def main() -> None:
         sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.flush()
+        # They would stay in memory until the next request.
+        del line, request, reply
 
 
 def _held_bytes() -> int:
@@ -102,12 +104,12 @@ def _encoded(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(request: dict[str, Any]) -> dict[str, Any]:
-    from jax_longctx.text.documents import reply_to
-
     try:
+        from jax_longctx.text.documents import reply_to
+
         return reply_to(request)
-    except MemoryError:
-        return {"error": "takes too much memory"}
+    except Exception as error:  # such as a library's own
+        return {"error": f"fails: {_shown(error)}"}
 
 
 def _rendered(request: dict[str, Any], most: int) -> dict[str, str]:

@@ -136,7 +136,7 @@ def test_a_mesh_keeps_the_same_of_each_row_with_its_first_and_last_tokens(ragged
 
 def test_filters_are_each_layer_s_own_and_of_this_model(ragged, tmp_path):
     _, rows, (whole, _) = ragged
-    file, table = tmp_path / "filters.tsv", np.random.default_rng(0).standard_normal((2, 16))
+    file, table = tmp_path / "of#1.tsv", np.random.default_rng(0).standard_normal((2, 16))
 
     def keeps(*lines, by_layer=False):
         write_numbers(table[[*lines]], file)

@@ -163,9 +163,13 @@ def test_a_file_says_which_heads_retrieve(tmp_path):
     }.items():
         with pytest.raises(ConfigError, match=said):
             engine_of(f"duo-attention:heads={heads}" if heads else "duo-attention")
-    (tmp_path / "heads.tsv").write_text("0.5\tx\n")
-    with pytest.raises(ConfigError, match="is no table of numbers apart by tabs"):
-        make_method("duo-attention", {"heads": str(tmp_path / "heads.tsv")})
+    for text, said in {
+        "0.5\tx\n": "is no table of numbers apart by tabs",
+        "0.5\t1e39\n": "holds no lines of finite float32 numbers",
+    }.items():
+        (tmp_path / "heads.tsv").write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            make_method("duo-attention", {"heads": str(tmp_path / "heads.tsv")})
 
 
 @pytest.mark.slow

@@ -3,8 +3,12 @@
 import gzip
 import importlib
 import io
+import mmap
 import random
+import sys
+import time
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -201,6 +205,8 @@ WRONG = {
     "x.bin": (b"\0\xff\0", "is binary data of an unknown kind; give texts, PDF"),
     "a.tar": (b"a" * 257 + b"ustar", "is a tar archive; unpack it"),
     "latin": ("Größe".encode("latin-1"), "is not UTF-8 text .*iconv"),
+    "codec.html": (b"<meta charset=undefined>\xff", "is HTML, but not in undefined"),
+    "half.html": (b"<meta charset=unicode_escape>\xff\\ud800", "but not in unicode_escape"),
     "old.doc": (b"\xd0\xcf\x11\xe0", "is an old Office document"),
     "empty": (b" \n", "is empty; give a text"),
     "none.zip": (packed({"a.bin": b"\0\xff"}), "holds no document"),
@@ -246,8 +252,24 @@ def test_bounds_on_the_time_of_reading(monkeypatch, name, raw):
 
 def test_bounds_on_the_memory_of_reading(monkeypatch):
     monkeypatch.setitem(child.READING, "memory", (2**26, 0))
-    with pytest.raises(InputError, match=r"a\.html cannot be read: this (takes too much|ends the)"):
+    with pytest.raises(InputError, match=r"a\.html cannot be read: this (fails: |ends the)"):
         documents_in(b"<p>" + b"text " * 2**23, "a.html")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_idle_process_holds_no_document_and_outlives_a_fault():
+    def held():
+        return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    assert child.read_apart(b"<p>text", name="a.html") == {"error": "fails: KeyError: 'most'"}
+    text_of(PAGE, "a.html")
+    process = child._idle[1].queue[-1].start()
+    most, end = held() + 2**24, time.monotonic() + patience(20)
+    text_of(b"<p>" + b"text " * 2**22, "a.html")
+    assert child._idle[1].queue[-1].start() is process
+    while held() > most:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_bounds_on_what_is_unpacked(monkeypatch):
@@ -288,7 +310,9 @@ def test_without_the_extra_a_line_names_it(monkeypatch, name):
         documents_in(kinds[name], name)
 
 
-def test_damage_is_an_error_in_one_line():
+def test_damage_is_an_error_in_one_line(monkeypatch):
+    # In a process of its own, a fault of ours would be an error too.
+    monkeypatch.setattr(documents._Reader, "apart", False)
     rng = random.Random(0)
     wholes = [pdf("some text"), docx("<w:p><w:r><w:t>x</w:t></w:r></w:p>"), epub("a", "b")]
     for whole in [*wholes, gzip.compress(PAGE), packed({"a.html": PAGE})]:
